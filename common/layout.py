@@ -1,0 +1,103 @@
+"""One small record per parameter: how it is split, and over which ranks its gradient is summed.
+
+Every dimension of parallelism writes into this record what it did to a parameter; the initialiser, the gradient
+sync, the gradient norm, the checkpoint and the tables read it, and so none of them knows any dimension by name.
+
+    parameter (full shape)          splits                       sum_over
+    q_proj.weight   [512, 512]      dim 0 over tp: rows 0-255    ("dp",)
+    norm.weight     [512]           none                         ("dp",)
+"""
+
+import re
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from common.model import Decoder, draw_parameter
+
+
+@dataclass(frozen=True)
+class Split:
+    """One cut of a tensor: this rank holds indices start..stop-1 of dimension `dim`, whose full size is `full`.
+
+    `stop` may pass `full` where a size does not divide: the rows beyond are padding and stay zero.
+    """
+
+    dim: int
+    over: str
+    start: int
+    stop: int
+    full: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The story of one parameter: its cuts, and the mesh dimensions whose ranks hold parts of its gradient's sum."""
+
+    splits: tuple[Split, ...] = ()
+    sum_over: tuple[str, ...] = ()
+
+    def slice(self, full: Tensor) -> Tensor:
+        """This rank's part of the full tensor, zero in the padding."""
+        for split in self.splits:
+            shape = list(full.shape)
+            shape[split.dim] = split.stop - split.start
+            count = max(0, min(split.stop, split.full) - split.start)
+            local = full.new_zeros(shape)
+            local.narrow(split.dim, 0, count).copy_(full.narrow(split.dim, min(split.start, split.full), count))
+            full = local
+        return full
+
+    def full_shape(self, local: torch.Size) -> torch.Size:
+        """The shape of the whole parameter, given that of the local part."""
+        shape = list(local)
+        for split in self.splits:
+            shape[split.dim] = split.full
+        return torch.Size(shape)
+
+
+def layout_of(param: Tensor) -> Layout:
+    """The record of a parameter; one that no dimension has touched is whole and its gradient is complete."""
+    return getattr(param, "parallel_layout", Layout())
+
+
+def sum_gradients_over(model: nn.Module, mesh_dim: str):
+    """Note in every record that the gradient is a sum over the ranks of `mesh_dim`, each with its own tokens."""
+    for param in model.parameters():
+        layout = layout_of(param)
+        param.parallel_layout = replace(layout, sum_over=(*layout.sum_over, mesh_dim))
+
+
+def materialize(model: Decoder, seed: int, device: torch.device, dtype: torch.dtype):
+    """Give every parameter on the meta device its initial value, in place, one parameter at a time.
+
+    The full value is drawn from (seed, global name), then sliced by the record: the same numbers under every layout.
+    Tied parameters stay tied, records and `requires_grad` are kept.
+    """
+    names = {id(param): name for name, param in model.named_parameters()}
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for key, param in list(module._parameters.items()):
+            if param is None:
+                continue
+            if id(param) not in made:
+                layout = layout_of(param)
+                full = draw_parameter(names[id(param)], layout.full_shape(param.shape), model.config.n_layers, seed)
+                value = layout.slice(full).to(device=device, dtype=dtype)
+                made[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
+                made[id(param)].parallel_layout = layout
+            module._parameters[key] = made[id(param)]
+
+
+def reduction_table(model: nn.Module, mesh_dims: list[str]) -> list[list[str]]:
+    """Rows for the table: kind of parameter x mesh dimension -> "split" (which tensor dim), "summed" or "same"."""
+    rows: dict[str, list[str]] = {}
+    for name, param in model.named_parameters():
+        layout = layout_of(param)
+        cells = []
+        for dim in mesh_dims:
+            cuts = [f"split dim {split.dim}" for split in layout.splits if split.over == dim]
+            cells.append(", ".join(cuts) or ("gradient summed" if dim in layout.sum_over else "replicated"))
+        rows.setdefault(re.sub(r"\.\d+\.", ".*.", name), [str(list(layout.full_shape(param.shape))), *cells])
+    return [["parameter", "full shape", *mesh_dims], *([name, *cells] for name, cells in rows.items())]

@@ -1,0 +1,262 @@
+"""The decoder: a plain Llama-style language model that knows nothing of ranks.
+
+    tokens [batch, seq] -> embed_tokens -> layers 0..L-1 -> norm -> lm_head -> logits [batch, seq, vocab]
+
+    layer:   x = x + self_attn(input_layernorm(x))               q, k rotated by position (RoPE), k, v shared
+             x = x + mlp(post_attention_layernorm(x))            by groups of query heads (GQA); SwiGLU
+
+Names, shapes and the RoPE convention are those of Hugging Face's `LlamaForCausalLM`, so its `load_state_dict` takes
+our state dict unchanged. Every dimension of parallelism is applied to this program from outside, by replacing parts of
+it: a layer, a projection, the attention core `attend`, the head. The layers live in a dict under their *global*
+number, so that layer 17 is `model.layers.17` also where layers 0-16 have been taken away.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORE = -100  # a target with this value counts neither in the loss nor among the target tokens
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder. Raises ValueError, naming the flags to change, if the parts do not fit together."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    ffn_dim: int
+    vocab_size: int
+    seq_len: int
+    tied: bool = False  # one matrix serves as embedding and as head
+    rope_theta: float = 10000.0
+    rope_scaling: float = 1.0  # stretches RoPE's long wave lengths, as Llama 3.1 and 3.2 do
+    norm_eps: float = 1e-5
+
+    def __post_init__(self):
+        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "seq_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
+        if self.dim % self.n_heads or (self.dim // self.n_heads) % 2:
+            raise ValueError(
+                f"--dim {self.dim} does not split into {self.n_heads} heads of an even size: "
+                f"choose --dim as a multiple of {2 * self.n_heads}, or change --n-heads"
+            )
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"--n-heads {self.n_heads} is not a multiple of --n-kv-heads {self.n_kv_heads}: "
+                f"choose --n-kv-heads among the divisors of {self.n_heads}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one attention head."""
+        return self.dim // self.n_heads
+
+
+SMOLLM = dict(vocab_size=49152, seq_len=2048, tied=True)
+LLAMA3 = dict(vocab_size=128256, seq_len=8192, rope_theta=500000.0)
+
+PRESETS = {
+    "debug": ModelConfig(64, 2, 4, 2, 176, vocab_size=257, seq_len=64),
+    "tiny": ModelConfig(128, 4, 8, 4, 352, vocab_size=257, seq_len=256),
+    "smollm-135m": ModelConfig(576, 30, 9, 3, 1536, **SMOLLM),
+    "smollm-360m": ModelConfig(960, 32, 15, 5, 2560, **SMOLLM),
+    "smollm-1.7b": ModelConfig(2048, 24, 32, 32, 8192, **SMOLLM),
+    "llama3.2-1b": ModelConfig(2048, 16, 32, 8, 8192, **LLAMA3, tied=True, rope_scaling=32.0),
+    "llama3-8b": ModelConfig(4096, 32, 32, 8, 14336, **LLAMA3),
+    "llama3-70b": ModelConfig(8192, 80, 64, 8, 28672, **LLAMA3),
+    "llama3-405b": ModelConfig(16384, 126, 128, 8, 53248, **LLAMA3, rope_scaling=8.0),
+}
+
+
+def rope_tables(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary embedding (Su et al., "RoFormer", section 3.2.2).
+
+    `positions`: int64 [seq] or [batch, seq], each token's place in its sequence. Returns two tensors
+    [..., seq, 1, head_dim], in fp32, or fp64 if `dtype` is fp64: a bf16 angle is wrong from position 256 on.
+    """
+    table_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    even = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=table_dtype)
+    frequency = config.rope_theta ** -(even / config.head_dim)
+    if config.rope_scaling != 1.0:
+        # Llama 3.1: wave lengths over 8192 tokens are stretched, those under 2048 kept, a ramp between.
+        turns = frequency * 8192 / (2 * torch.pi)
+        keep = ((turns - 1) / 3).clamp(0, 1)
+        frequency = frequency * (keep + (1 - keep) / config.rope_scaling)
+    angle = positions[..., None].to(table_dtype) * frequency
+    angle = torch.cat((angle, angle), dim=-1)[..., None, :]
+    return angle.cos(), angle.sin()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate `x` [batch, seq, heads, head_dim]: component i and i + head_dim/2 form a pair (Hugging Face's order).
+
+    Computed in the tables' dtype, returned in x's.
+    """
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention by PyTorch's fused kernel: the default core, which context parallelism replaces.
+
+    q [batch, seq, heads, head_dim]; k, v [batch, seq, kv_heads, head_dim], each serving heads/kv_heads query heads.
+    Returns [batch, seq, heads, head_dim].
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention around the replaceable core `self.attend` (see `attend`)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        kv_dim = config.n_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
+        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
+        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = attend
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [batch, seq, dim], tables from `rope_tables` -> [batch, seq, dim]."""
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        out = self.attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
+        return self.o_proj(out.flatten(-2))
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer, "GLU Variants Improve Transformer"): down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.up_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.down_proj = nn.Linear(config.ffn_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, dim] -> [batch, seq, dim]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each on a normalised copy of the residual stream, each added back to it."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[batch, seq, dim] -> [batch, seq, dim]."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Sum of token cross entropies of softmax(hidden @ weight.T), a chunk of tokens at a time.
+
+    Full logits [tokens, vocab] would be the largest tensor of a small model (2048 x 128256 in fp32: 1 GB), and
+    autograd would keep several. The loss being a sum over tokens, each chunk's gradient is known as soon as its
+    logits are:  d loss / d logits = softmax(logits) - onehot(target).  So the forward pass also computes the
+    gradients, for an incoming gradient of 1, and the backward pass only scales them; nothing is computed twice.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:
+        """hidden [tokens, dim], weight [vocab, dim], targets int64 [tokens] -> scalar, fp32 (fp64 for fp64)."""
+        sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
+        want_hidden, want_weight = ctx.needs_input_grad[:2]
+        loss = hidden.new_zeros((), dtype=sum_dtype)
+        grad_hidden = torch.empty_like(hidden) if want_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if want_weight else None
+        for start in range(0, hidden.shape[0], chunk_tokens):
+            rows, target = hidden[start : start + chunk_tokens], targets[start : start + chunk_tokens, None]
+            valid = target != IGNORE
+            target = target.clamp(min=0)
+            logits = (rows @ weight.T).to(sum_dtype)
+            log_sum = logits.logsumexp(-1, keepdim=True)
+            loss += ((log_sum - logits.gather(1, target)) * valid).sum()
+            if want_hidden or want_weight:
+                grad = logits.sub_(log_sum).exp_()
+                grad.scatter_add_(1, target, grad.new_full((1, 1), -1.0).expand_as(target))
+                grad = (grad * valid).to(hidden.dtype)
+            if want_hidden:
+                torch.mm(grad, weight, out=grad_hidden[start : start + chunk_tokens])
+            if want_weight:
+                grad_weight += grad.T @ rows
+        ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype) if want_weight else None)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss: Tensor):
+        """Scale the gradients found in forward by the incoming one, a scalar."""
+        grad_hidden, grad_weight = ctx.saved_tensors
+        scaled = [None if grad is None else (grad * grad_loss).to(grad.dtype) for grad in (grad_hidden, grad_weight)]
+        return *scaled, None, None
+
+
+class Head(nn.Linear):
+    """The output projection, with the loss that belongs to it."""
+
+    def loss(self, hidden: Tensor, targets: Tensor, chunk_tokens: int = 1024) -> Tensor:
+        """Sum (not mean) of the cross entropies of all targets that are not IGNORE.
+
+        hidden [batch, seq, dim], targets int64 [batch, seq] -> scalar in nats, fp32 (fp64 for fp64).
+        """
+        return ChunkedCrossEntropy.apply(hidden.flatten(0, -2), self.weight, targets.flatten(), chunk_tokens)
+
+
+class Trunk(nn.Module):
+    """Everything but the head (Hugging Face's `model.` prefix)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(config) for i in range(config.n_layers)})
+        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
+
+
+class Decoder(nn.Module):
+    """The whole model. Build it under `torch.device("meta")` and fill it with `materialize` of common/layout.py."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.model = Trunk(config)
+        self.lm_head = Head(config.dim, config.vocab_size, bias=False)
+        if config.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """tokens int64 [batch, seq], positions int64 [seq] or [batch, seq] -> normalised hidden [batch, seq, dim]."""
+        x = self.model.embed_tokens(tokens)
+        cos, sin = rope_tables(positions, self.config, x.dtype)
+        for layer in self.model.layers.values():
+            x = layer(x, cos, sin)
+        return self.model.norm(x)
+
+
+def draw_parameter(name: str, shape: torch.Size, n_layers: int, seed: int) -> Tensor:
+    """The full initial value of one parameter, fp32 on the CPU: a pure function of its global name and the seed.
+
+    Norms start at one; matrices are normal with standard deviation 0.02, those that write to the residual stream
+    divided by sqrt(2 L) (Radford et al., GPT-2, section 2.3). No rank, layout, device or order of drawing has a say.
+    """
+    if len(shape) == 1:
+        return torch.ones(shape)
+    std = 0.02 / (2 * n_layers) ** 0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    return torch.empty(shape).normal_(0.0, std, generator=generator)

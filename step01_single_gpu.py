@@ -1,0 +1,429 @@
+"""Step 1: one device. A complete trainer, and an account of every byte and FLOP it spends.
+
+                 micro-batch 1        micro-batch 2        micro-batch k
+    batch ->  forward, backward -> forward, backward -> ... -> clip -> AdamW -> weights
+                    gradients add up in fp32 ---------------->  ^        ^ fp32 masters, two moments
+
+SCALE ONCE, THEN ONLY SUM. A micro-batch's loss is the *sum* over its tokens divided by the number of target tokens in
+the *global* batch. Gradients of micro-batches, and in later steps of ranks, are then plainly added; nothing is averaged
+again. (A mean of means is not the mean when micro-batches have different numbers of valid tokens.)
+
+PRECISION, without autocast. In bf16 and fp16 the weights that compute are 16 bits, but an update of 1e-5 vanishes in
+them (Micikevicius et al., "Mixed Precision Training"): the optimizer keeps fp32 masters and fp32 moments, and gradients
+add up in fp32. Bytes per parameter:
+
+               weight  gradient  master  moments   sum
+    fp32         4        4        -        8       16
+    bf16, fp16   2        4        4        8       18   (the usual "16" has 16-bit gradients, which lose small
+    fp64         8        8        -       16       32   addends; "20" keeps one beside the fp32 sum, which we need not)
+
+fp16 has too few exponent bits for small gradients: the loss is multiplied by a scale, halved when a gradient overflows
+(that step is skipped) and doubled after 1000 good steps.
+
+RECOMPUTATION trades FLOPs for bytes (Chen et al., "Sublinear Memory Cost"; Korthikanti et al., section 4). With
+h = dim, k = kv heads x head_dim, f = ffn_dim, a = heads, e = bytes per element, each token of a layer keeps
+
+    none       e (6 h + 2 k + 4 f) + 4 a + 8   x, norm, q, k, v, out (flash attention: no s x s scores, a log-sum-exp
+                                               a head), x, norm; gate, silu(gate), up, their product; 1/rms twice
+    selective  e (5 h + 2 k + 2 f) + 4 a       x and what matmuls and attention made; norms, RoPE, SiLU are done again
+    full       e h                             x alone; the layer's forward is done again: +1/3 FLOPs
+
+for its backward pass. (Korthikanti's  s b h (34 + 5 a s / h)  is GPT in 16 bits without flash attention.) On a CPU,
+PyTorch composes RMSNorm of simple operators, which keep one more fp32 copy of h per norm, and if x is 16 bits a second
+one instead of x.
+
+FLOPs per token, N = weights in matmuls (all but norms and the embedding's look-up), s = sequence length:
+
+    model     6 N + 12 L s h              forward 2 N + 4 L s h, backward twice that; what MFU counts
+    executed  + 2 L s h                   flash attention's backward makes the scores again
+              + 2 N_layers + 4 L s h      with full recomputation; what HFU counts
+
+With f = 8h/3, k = h this is Megatron's  96 B s l h^2 (1 + s/6h + V/16lh)  (Narayanan et al. 2021, eq. 3; with full
+recomputation, without flash attention's). Both count the masked half of causal attention.
+
+Run it (any machine; no download):    python step01_single_gpu.py
+                                      python step01_single_gpu.py --resume runs/step01_single_gpu --generate "def "
+You should see the loss fall from 5.5 (= ln 257) to about 2 in two minutes on two CPU cores; guessing by byte
+frequency alone gives 3.3.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from common import checkpoint as checkpoints
+from common.data import TokenData, decode
+from common.layout import materialize
+from common.model import IGNORE, PRESETS, Decoder, ModelConfig
+from common.run import Run, UserError, choose_device, choose_dtype, main, peak_flops
+
+
+@dataclass
+class Config:
+    """Every flag of this step; later steps add theirs."""
+
+    model: str = "tiny"  # preset: debug, tiny, smollm-135m, -360m, -1.7b, llama3.2-1b, llama3-8b, -70b, -405b
+    dim: int | None = None  # override the preset's width of the residual stream
+    n_layers: int | None = None  # override the number of layers
+    n_heads: int | None = None  # override the number of query heads
+    n_kv_heads: int | None = None  # override the number of key/value heads
+    ffn_dim: int | None = None  # override the width of the MLP
+    vocab_size: int | None = None  # override the size of the vocabulary
+    seq_len: int | None = None  # override the sequence length, in tokens
+    tied: bool | None = None  # override whether embedding and head share one matrix
+    dataset: str = ""  # hub id, local folder or file (txt, jsonl, parquet); default: Python's own library sources
+    steps: int = 200  # optimizer steps of the whole schedule
+    global_batch_size: int = 32  # sequences per optimizer step, all ranks together
+    micro_batch_size: int = 4  # sequences per forward and backward
+    lr: float = 3e-3  # peak learning rate
+    warmup_steps: int = 20  # steps of linear warm-up, before the cosine to a tenth
+    weight_decay: float = 0.1  # on matrices, not on norms
+    grad_clip: float = 1.0  # largest global gradient norm; 0: no clipping
+    seed: int = 0  # of initial weights and data order
+    dtype: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = "auto"  # of weights and compute; auto: bf16 on GPU
+    device: Literal["auto", "cuda", "cpu"] = "auto"  # where to compute
+    backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed, from step 2 on
+    compile: bool = False  # torch.compile each decoder layer
+    recompute: Literal["none", "selective", "full"] = "none"  # what the backward pass computes again
+    optimizer: Literal["adamw", "sgd", "adafactor"] = "adamw"  # the update rule, from torch.optim
+    out: str = ""  # run directory; default: runs/STEP
+    save_every: int = 100  # steps between checkpoints (and one at the end); 0: only when interrupted
+    resume: str = ""  # run directory or checkpoint to go on from
+    stop_after: int = 0  # end after this step of the same schedule, as a pre-empted job would
+    eval_every: int = 50  # steps between validations; 0: never
+    eval_sequences: int = 64  # sequences of the held-out split in a validation
+    generate: str = ""  # with --resume: continue this text and exit
+    profile_memory: int = 0  # draw memory over time for the first N steps
+    peak_tflops: float = 0.0  # the device's dense peak, if the table does not know it
+
+    def model_config(self) -> ModelConfig:
+        """The preset with its overrides. Raises UserError."""
+        if self.model not in PRESETS:
+            raise UserError(f"--model {self.model}: no such preset; choose one of {', '.join(PRESETS)}")
+        fields = {f.name for f in dataclasses.fields(ModelConfig)}
+        overrides = {k: v for k, v in vars(self).items() if k in fields and v is not None}
+        try:
+            return dataclasses.replace(PRESETS[self.model], **overrides)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
+
+def check(config: Config):
+    """Refuse what cannot work, before anything is built. Raises UserError naming the flag."""
+    config.model_config()
+    for name in ("steps", "global_batch_size", "micro_batch_size"):
+        if getattr(config, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(config, name)}: it must be at least 1")
+    if config.global_batch_size % config.micro_batch_size:
+        raise UserError(
+            f"--global-batch-size {config.global_batch_size} is not a multiple of --micro-batch-size "
+            f"{config.micro_batch_size}: change one of them"
+        )
+    if config.generate and not config.resume:
+        raise UserError("--generate needs --resume with the run directory to take the weights from")
+    if config.compile and config.profile_memory:
+        raise UserError("--profile-memory cannot look inside --compile: leave one of them away")
+
+
+def apply_recompute(model: Decoder, mode: str):
+    """Make every layer keep less for its backward pass; see RECOMPUTATION above. Gradients do not change.
+
+    `torch.utils.checkpoint` keeps a layer's input and runs the layer again in backward. With "selective", a policy
+    caches the outputs of the listed operators on the way, so that the second run computes only the cheap ones.
+    """
+    aten = torch.ops.aten
+    kept = [aten.mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default]
+    kept += [aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_cudnn_attention.default]
+    kept += [aten._scaled_dot_product_efficient_attention.default]
+    options: dict[str, Any] = dict(use_reentrant=False, preserve_rng_state=False)
+    if mode == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+    if mode != "none":
+        for layer in model.model.layers.values():
+            layer.forward = partial(checkpoint, layer.forward, **options)
+
+
+def learning_rate(step: int, config: Config) -> float:
+    """Linear warm-up, then a cosine down to a tenth of the peak. `step` counts from 0."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    return config.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+def torch_optimizer(named: dict[str, Tensor], config: Config) -> torch.optim.Optimizer:
+    """The update rule from torch.optim over `named` tensors, with weight decay on those of two dimensions or more."""
+    matrices, vectors = ([t for t in named.values() if (t.dim() > 1) == wanted] for wanted in (True, False))
+    groups = [dict(params=matrices, weight_decay=config.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    if config.optimizer == "adafactor":
+        return torch.optim.Adafactor(groups, lr=config.lr)
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, fused=True)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+
+
+class Optimizer:
+    """Mixed-precision update: fp32 masters, clipping by the global norm, dynamic loss scaling for fp16.
+
+    `loss_scale`: multiply the loss by it before backward; `step` takes it out again.
+    """
+
+    def __init__(self, model: Decoder, config: Config):
+        self.config = config
+        self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.dtype = next(iter(self.params.values())).dtype
+        self.mixed = self.dtype.itemsize == 2
+        self.masters = {name: p.detach().float() if self.mixed else p for name, p in self.params.items()}
+        for param in self.params.values():
+            if self.mixed:
+                param.grad_dtype = torch.float32  # autograd adds each micro-batch's 16-bit gradient to an fp32 sum
+        self.inner = torch_optimizer(self.masters, config)
+        self.loss_scale = 2.0**16 if self.dtype == torch.float16 else 1.0
+        self.good_steps = 0
+
+    def grad_norm(self) -> float:
+        """The L2 norm of the whole gradient of the step, the loss scale taken out."""
+        grads = [p.grad for p in self.params.values() if p.grad is not None]
+        return torch.nn.utils.get_total_norm(grads).item() / self.loss_scale
+
+    def step(self, lr: float) -> float:
+        """Clip, update, clear the gradients; returns the norm before clipping. An fp16 overflow skips the update."""
+        norm = self.grad_norm()
+        if self.dtype == torch.float16 and not math.isfinite(norm):
+            self.zero_grad()
+            self.loss_scale, self.good_steps = max(1.0, self.loss_scale / 2), 0
+            return norm
+        factor = 1 / self.loss_scale
+        if self.config.grad_clip and norm > self.config.grad_clip:
+            factor *= self.config.grad_clip / norm
+        grads = [p.grad for p in self.params.values() if p.grad is not None]
+        if factor != 1:
+            torch._foreach_mul_(grads, factor)
+        for group in self.inner.param_groups:
+            group["lr"] = lr
+        for name, param in self.params.items():
+            self.masters[name].grad = param.grad
+        self.inner.step()
+        if self.mixed:
+            for name, param in self.params.items():
+                param.detach().copy_(self.masters[name])
+        self.zero_grad()
+        if self.dtype == torch.float16:
+            self.good_steps += 1
+            if self.good_steps % 1000 == 0:
+                self.loss_scale *= 2
+        return norm
+
+    def zero_grad(self):
+        """Free the gradients."""
+        for name, param in self.params.items():
+            param.grad = self.masters[name].grad = None
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """What this optimizer holds, for the memory table: fp32 masters, and moments."""
+        moments = [
+            t for state in self.inner.state.values() for t in state.values() if isinstance(t, Tensor) and t.dim()
+        ]
+        return {"masters": list(self.masters.values()) if self.mixed else [], "moments": moments}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Every full gradient by global name, for comparing layouts."""
+        return {name: p.grad / self.loss_scale for name, p in self.params.items() if p.grad is not None}
+
+    def state(self) -> dict[str, Any]:
+        """Full tensors by parameter name, for a checkpoint: masters (mixed precision only) and the rule's own state."""
+        rule = {name: self.inner.state[t] for name, t in self.masters.items() if t in self.inner.state}
+        return dict(masters=self.masters if self.mixed else {}, rule=rule)
+
+    def load_state(self, state: dict[str, Any], loss_scale: float, good_steps: int):
+        """Take over what `state` returned."""
+        self.loss_scale, self.good_steps = loss_scale, good_steps
+        for name, master in state["masters"].items():
+            self.masters[name].copy_(master)
+        order = [id(t) for group in self.inner.param_groups for t in group["params"]]
+        numbered = {order.index(id(self.masters[name])): entry for name, entry in state["rule"].items()}
+        self.inner.load_state_dict(dict(state=numbered, param_groups=self.inner.state_dict()["param_groups"]))
+
+
+def matmul_weights(m: ModelConfig) -> tuple[int, int]:
+    """Numbers of weights that tokens are multiplied with: in one layer, in the head."""
+    kv_dim = m.n_kv_heads * m.head_dim
+    return m.dim * (2 * m.dim + 2 * kv_dim + 3 * m.ffn_dim), m.vocab_size * m.dim
+
+
+def flops_per_token(m: ModelConfig, recompute: str) -> tuple[float, float]:
+    """FLOPs of training on one token: (model, executed); see FLOPs above."""
+    layer, head = matmul_weights(m)
+    attention = 4 * m.n_layers * m.seq_len * m.dim
+    model = 6 * (m.n_layers * layer + head) + 3 * attention
+    again = 2 * m.n_layers * layer + attention if recompute == "full" else 0
+    return model, model + attention / 2 + again
+
+
+def activation_bytes(m: ModelConfig, batch: int, dtype: torch.dtype, recompute: str, on_cpu: bool) -> int:
+    """Bytes that a forward pass of [batch, seq_len] tokens leaves for the backward pass; see RECOMPUTATION above."""
+    e, wide, kv_dim, tokens = dtype.itemsize, max(4, dtype.itemsize), m.n_kv_heads * m.head_dim, batch * m.seq_len
+    norm = wide + on_cpu * m.dim * (2 * wide - e if e < wide else wide)
+    layer = {
+        "none": e * (6 * m.dim + 2 * kv_dim + 4 * m.ffn_dim) + wide * m.n_heads + 2 * norm,
+        "selective": e * (5 * m.dim + 2 * kv_dim + 2 * m.ffn_dim) + wide * m.n_heads,
+        "full": e * m.dim,
+    }[recompute]
+    rope = 2 * m.seq_len * m.head_dim * wide
+    head = e * m.dim * (2 * tokens + m.vocab_size) + norm * tokens  # its input; two gradients, known since forward
+    return tokens * m.n_layers * layer + rope + head
+
+
+def memory_rows(config: Config, m: ModelConfig, model: Decoder, dtype: torch.dtype, on_cpu: bool) -> dict[str, int]:
+    """Predicted bytes of each kind of tensor."""
+    n, mixed = sum(p.numel() for p in model.parameters()), dtype.itemsize == 2
+    moments = {"adamw": 2 * n * max(4, dtype.itemsize), "sgd": 0}.get(config.optimizer)
+    return {
+        "parameters": n * dtype.itemsize,
+        "gradients": n * max(4, dtype.itemsize),
+        "masters": n * 4 * mixed,
+        "moments": moments if moments is not None else sum(sum(p.shape) * 4 for p in model.parameters()),
+        "activations": activation_bytes(m, config.micro_batch_size, dtype, config.recompute, on_cpu),
+    }
+
+
+@torch.no_grad()
+def evaluate(model: Decoder, data: TokenData, config: Config, device: torch.device) -> float:
+    """Mean loss per target token over the first held-out sequences."""
+    tokens, targets = data.validation(config.eval_sequences)
+    positions, total = torch.arange(tokens.shape[1], device=device), 0.0
+    for start in range(0, len(tokens), config.micro_batch_size):
+        rows = slice(start, start + config.micro_batch_size)
+        hidden = model(tokens[rows].to(device), positions)
+        total += model.lm_head.loss(hidden, targets[rows].to(device)).item()
+    return total / max(1, int((targets != IGNORE).sum()))
+
+
+@torch.no_grad()
+def generate(model: Decoder, prompt: str, n_tokens: int, seed: int, device: torch.device) -> str:
+    """Continue `prompt` (bytes) by `n_tokens` sampled at temperature 0.8, by a full forward pass for each."""
+    tokens, generator = list(prompt.encode()), torch.Generator().manual_seed(seed)
+    for _ in range(n_tokens):
+        window = torch.tensor([tokens[-model.config.seq_len :]], device=device)
+        hidden = model(window, torch.arange(window.shape[1], device=device))
+        probabilities = (model.lm_head(hidden[0, -1]).float().cpu() / 0.8).softmax(-1)
+        tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+    return decode(tokens)
+
+
+def save(run: Run, step: int, model: Decoder, optimizer: Optimizer, config: Config):
+    """Write a checkpoint of everything that the next step depends on. The data position is the step itself."""
+    tensors = dict(model=model.state_dict(), optimizer=optimizer.state(), rng=torch.get_rng_state())
+    scaling = dict(loss_scale=optimizer.loss_scale, good_steps=optimizer.good_steps)
+    meta = dict(config=dataclasses.asdict(config), dtype=str(optimizer.dtype), **scaling)
+    checkpoints.save(run.out, step, tensors, meta)
+
+
+def resume(model: Decoder, optimizer: Optimizer, config: Config) -> int:
+    """Take over a checkpoint; returns the number of steps it has done. Raises UserError if it does not fit."""
+    tensors, meta = checkpoints.load(config.resume)
+    ours, theirs = model.state_dict(), tensors["model"]
+    for name in ours.keys() | theirs.keys():
+        if name not in ours or name not in theirs or ours[name].shape != theirs[name].shape:
+            raise UserError(
+                f"--resume {config.resume}: its {name} does not fit this model; "
+                f"use --model {meta['config']['model']} and the overrides it was trained with"
+            )
+    for flag, theirs_was, ours_is in (
+        ("optimizer", meta["config"]["optimizer"], config.optimizer),
+        ("dtype", meta["dtype"], str(optimizer.dtype)),
+    ):
+        if theirs_was != ours_is and not config.generate:
+            raise UserError(
+                f"--resume {config.resume} was written with {flag} {theirs_was}, not {ours_is}: set --{flag}"
+            )
+    model.load_state_dict(theirs)
+    optimizer.load_state(tensors["optimizer"], meta["loss_scale"], meta["good_steps"])
+    torch.set_rng_state(tensors["rng"])
+    return meta["step"]
+
+
+def require_finite(loss: Tensor, step: int, run: Run):
+    """Stop before a NaN or infinite loss reaches the weights. Raises UserError."""
+    if not math.isfinite(loss):
+        raise UserError(
+            f"step {step + 1}: the loss is {loss.item()}; lower --lr, or resume from the last good checkpoint, "
+            f"{checkpoints.newest(run.out) or 'of which there is none'}"
+        )
+
+
+class Trained(NamedTuple):
+    """What a run leaves in memory."""
+
+    model: Decoder
+    optimizer: Optimizer
+    history: list[dict]
+
+
+def train(config: Config, observe=None) -> Trained:
+    """The whole run. `observe(step, optimizer)`, if given, sees each step's complete gradients before the update."""
+    check(config)
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    m = config.model_config()
+    data = TokenData(config.dataset, m.seq_len, config.global_batch_size, config.seed, m.vocab_size)
+
+    with torch.device("meta"):
+        model = Decoder(m)
+    materialize(model, config.seed, device, dtype)
+    apply_recompute(model, config.recompute)
+    if config.compile:
+        for layer in model.model.layers.values():
+            layer.compile()
+    optimizer = Optimizer(model, config)
+    positions = torch.arange(m.seq_len, device=device)
+    start = resume(model, optimizer, config) if config.resume else 0
+    if config.generate:
+        print(generate(model, config.generate, 400, config.seed, device))
+        return Trained(model, optimizer, [])
+
+    predicted = memory_rows(config, m, model, dtype, device.type == "cpu")
+    flops, peak = flops_per_token(m, config.recompute), peak_flops(device, dtype, config.peak_tflops)
+    with Run(config, device, flops, peak) as run:
+        run.say(f"{config.model}: {sum(p.numel() for p in model.parameters()):,} parameters, {dtype}, {device}")
+        run.say(run.memory_table(predicted))
+        for step in run.steps(start):
+            run.measure("parameters", model.parameters())
+            with run.phase("data"):
+                batch = data.batch(step)
+                tokens, targets = batch.tokens.to(device), batch.targets.to(device)
+            loss = torch.zeros((), device=device, dtype=torch.promote_types(dtype, torch.float32))
+            for first in range(0, len(tokens), config.micro_batch_size):
+                rows = slice(first, first + config.micro_batch_size)
+                with run.phase("forward"):
+                    micro_loss = model.lm_head.loss(model(tokens[rows], positions), targets[rows]) / batch.n_targets
+                with run.phase("backward"):
+                    (micro_loss * optimizer.loss_scale).backward()
+                loss += micro_loss.detach()
+            require_finite(loss, step, run)
+            if observe is not None:
+                observe(step, optimizer)
+            run.measure("gradients", (p.grad for p in model.parameters()))
+            with run.phase("optimizer"):
+                grad_norm = optimizer.step(learning_rate(step, config))
+            for kind, held in optimizer.tensors().items():
+                run.measure(kind, held)
+            more = {}
+            if config.eval_every and run.due(config.eval_every, step):
+                with run.phase("validation"):
+                    more["validation_loss"] = evaluate(model, data, config, device)
+            run.log(loss.item(), grad_norm, learning_rate(step, config), tokens.numel(), **more)
+            if run.stopping or (config.save_every and run.due(config.save_every, step)):
+                save(run, step + 1, model, optimizer, config)
+        run.finish(predicted)
+    return Trained(model, optimizer, run.history)
+
+
+if __name__ == "__main__":
+    main(train, Config)
