@@ -117,9 +117,12 @@ class Config:
 def check(config: Config):
     """Refuse what cannot work, before anything is built. Raises UserError naming the flag."""
     config.model_config()
-    for name in ("steps", "global_batch_size", "micro_batch_size"):
-        if getattr(config, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(config, name)}: it must be at least 1")
+    least = dict(steps=1, global_batch_size=1, micro_batch_size=1, eval_sequences=1)
+    for name in ("lr", "warmup_steps", "weight_decay", "grad_clip", "seed", "save_every", "stop_after", "eval_every"):
+        least[name] = 0
+    for name, bound in least.items():
+        if not getattr(config, name) >= bound:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(config, name)}: it must be at least {bound}")
     if config.global_batch_size % config.micro_batch_size:
         raise UserError(
             f"--global-batch-size {config.global_batch_size} is not a multiple of --micro-batch-size "
@@ -193,9 +196,9 @@ class Optimizer:
         return torch.nn.utils.get_total_norm(grads).item() / self.loss_scale
 
     def step(self, lr: float) -> float:
-        """Clip, update, clear the gradients; returns the norm before clipping. An fp16 overflow skips the update."""
+        """Clip, update, clear the gradients; returns the norm before clipping. If it is not finite, nothing changes."""
         norm = self.grad_norm()
-        if self.dtype == torch.float16 and not math.isfinite(norm):
+        if not math.isfinite(norm):
             self.zero_grad()
             self.loss_scale, self.good_steps = max(1.0, self.loss_scale / 2), 0
             return norm
@@ -282,27 +285,27 @@ def activation_bytes(m: ModelConfig, batch: int, dtype: torch.dtype, recompute: 
 
 def memory_rows(config: Config, m: ModelConfig, model: Decoder, dtype: torch.dtype, on_cpu: bool) -> dict[str, int]:
     """Predicted bytes of each kind of tensor."""
-    n, mixed = sum(p.numel() for p in model.parameters()), dtype.itemsize == 2
-    moments = {"adamw": 2 * n * max(4, dtype.itemsize), "sgd": 0}.get(config.optimizer)
+    n, mixed, wide = sum(p.numel() for p in model.parameters()), dtype.itemsize == 2, max(4, dtype.itemsize)
+    moments = {"adamw": 2 * n * wide, "sgd": 0}.get(config.optimizer)
     return {
         "parameters": n * dtype.itemsize,
-        "gradients": n * max(4, dtype.itemsize),
+        "gradients": n * wide,
         "masters": n * 4 * mixed,
-        "moments": moments if moments is not None else sum(sum(p.shape) * 4 for p in model.parameters()),
+        "moments": moments if moments is not None else sum(sum(p.shape) for p in model.parameters()) * wide,
         "activations": activation_bytes(m, config.micro_batch_size, dtype, config.recompute, on_cpu),
     }
 
 
 @torch.no_grad()
-def evaluate(model: Decoder, data: TokenData, config: Config, device: torch.device) -> float:
-    """Mean loss per target token over the first held-out sequences."""
-    tokens, targets = data.validation(config.eval_sequences)
+def evaluate(model: Decoder, data: TokenData, config: Config, device: torch.device, share=slice(None)) -> Tensor:
+    """Loss of the first held-out sequences, or of a `share` of them: fp64 [sum of losses, number of targets]."""
+    tokens, targets = (x[share] for x in data.validation(config.eval_sequences))
     positions, total = torch.arange(tokens.shape[1], device=device), 0.0
     for start in range(0, len(tokens), config.micro_batch_size):
         rows = slice(start, start + config.micro_batch_size)
         hidden = model(tokens[rows].to(device), positions)
         total += model.lm_head.loss(hidden, targets[rows].to(device)).item()
-    return total / max(1, int((targets != IGNORE).sum()))
+    return torch.tensor([total, (targets != IGNORE).sum()], dtype=torch.float64)
 
 
 @torch.no_grad()
@@ -318,7 +321,12 @@ def generate(model: Decoder, prompt: str, n_tokens: int, seed: int, device: torc
 
 
 def save(run: Run, step: int, model: Decoder, optimizer: Optimizer, config: Config):
-    """Write a checkpoint of everything that the next step depends on. The data position is the step itself."""
+    """Write a checkpoint of everything that the next step depends on. The data position is the step itself.
+
+    Called by every rank; where all hold the same, rank 0 writes.
+    """
+    if run.rank != 0:
+        return
     tensors = dict(model=model.state_dict(), optimizer=optimizer.state(), rng=torch.get_rng_state())
     scaling = dict(loss_scale=optimizer.loss_scale, good_steps=optimizer.good_steps)
     meta = dict(config=dataclasses.asdict(config), dtype=str(optimizer.dtype), **scaling)
@@ -335,25 +343,27 @@ def resume(model: Decoder, optimizer: Optimizer, config: Config) -> int:
                 f"--resume {config.resume}: its {name} does not fit this model; "
                 f"use --model {meta['config']['model']} and the overrides it was trained with"
             )
+    model.load_state_dict(theirs)
+    if config.generate:
+        return meta["step"]
     for flag, theirs_was, ours_is in (
         ("optimizer", meta["config"]["optimizer"], config.optimizer),
         ("dtype", meta["dtype"], str(optimizer.dtype)),
     ):
-        if theirs_was != ours_is and not config.generate:
+        if theirs_was != ours_is:
             raise UserError(
                 f"--resume {config.resume} was written with {flag} {theirs_was}, not {ours_is}: set --{flag}"
             )
-    model.load_state_dict(theirs)
     optimizer.load_state(tensors["optimizer"], meta["loss_scale"], meta["good_steps"])
     torch.set_rng_state(tensors["rng"])
     return meta["step"]
 
 
-def require_finite(loss: Tensor, step: int, run: Run):
-    """Stop before a NaN or infinite loss reaches the weights. Raises UserError."""
-    if not math.isfinite(loss):
+def require_finite(value: Tensor | float, step: int, run: Run, what: str = "loss"):
+    """Stop before a NaN or an infinity reaches the weights. Raises UserError."""
+    if not math.isfinite(value):
         raise UserError(
-            f"step {step + 1}: the loss is {loss.item()}; lower --lr, or resume from the last good checkpoint, "
+            f"step {step + 1}: the {what} is {float(value)}; lower --lr, or resume from the last good checkpoint, "
             f"{checkpoints.newest(run.out) or 'of which there is none'}"
         )
 
@@ -402,7 +412,8 @@ def train(config: Config, observe=None) -> Trained:
             for first in range(0, len(tokens), config.micro_batch_size):
                 rows = slice(first, first + config.micro_batch_size)
                 with run.phase("forward"):
-                    micro_loss = model.lm_head.loss(model(tokens[rows], positions), targets[rows]) / batch.n_targets
+                    loss_sum = model.lm_head.loss(model(tokens[rows], positions), targets[rows])
+                    micro_loss = loss_sum / batch.n_targets
                 with run.phase("backward"):
                     (micro_loss * optimizer.loss_scale).backward()
                 loss += micro_loss.detach()
@@ -412,12 +423,15 @@ def train(config: Config, observe=None) -> Trained:
             run.measure("gradients", (p.grad for p in model.parameters()))
             with run.phase("optimizer"):
                 grad_norm = optimizer.step(learning_rate(step, config))
+            if optimizer.loss_scale == 1:  # else an fp16 overflow: this step was skipped, the scale halved
+                require_finite(grad_norm, step, run, "gradient norm")
             for kind, held in optimizer.tensors().items():
                 run.measure(kind, held)
             more = {}
             if config.eval_every and run.due(config.eval_every, step):
                 with run.phase("validation"):
-                    more["validation_loss"] = evaluate(model, data, config, device)
+                    loss_sum, n_targets = evaluate(model, data, config, device).tolist()
+                    more["validation_loss"] = loss_sum / max(1, n_targets)
             run.log(loss.item(), grad_norm, learning_rate(step, config), tokens.numel(), **more)
             if run.stopping or (config.save_every and run.due(config.save_every, step)):
                 save(run, step + 1, model, optimizer, config)

@@ -11,14 +11,18 @@ ranks of a node share one copy in the page cache, and a batch costs one slice pe
 stream is held out for validation.
 """
 
+import os
+import sys
 import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import torch
 from filelock import FileLock
+from huggingface_hub import HfApi
 from torch import Tensor
 
 from common.model import IGNORE
@@ -40,7 +44,7 @@ class Batch(NamedTuple):
 
 def tokenise(rows: dict) -> dict:
     """Texts -> lists of byte tokens, END after each (a batched function for `datasets.map`)."""
-    texts = (text.encode("utf-8", errors="replace") for text in rows["text"])
+    texts = ((text or "").encode("utf-8", errors="replace") for text in rows["text"])
     return {"input_ids": [np.append(np.frombuffer(text, np.uint8).astype(np.uint16), np.uint16(END)) for text in texts]}
 
 
@@ -52,8 +56,10 @@ def decode(tokens: list[int]) -> str:
 def local_files(source: str) -> list[Path]:
     """The data files that `source` (a file, a folder, or "" for Python's own library) stands for, in a fixed order."""
     if not source:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        found = sorted(path for path in root.rglob("*.py") if not SKIPPED & set(path.relative_to(root).parts))
+        found = []
+        for folder, inside, names in os.walk(sysconfig.get_paths()["stdlib"]):
+            inside[:] = sorted(set(inside) - SKIPPED)
+            found += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
         # Neighbours in the alphabet are alike: a fixed shuffle makes the held-out tail look like the rest.
         return [found[i] for i in np.random.default_rng(0).permutation(len(found))]
     path = Path(source)
@@ -65,22 +71,51 @@ def local_files(source: str) -> list[Path]:
     raise UserError(f"--dataset {source}: the folder holds no {', '.join(READERS)} file")
 
 
-def open_dataset(source: str) -> datasets.Dataset:
+def open_dataset(source: str) -> datasets.Dataset | datasets.DatasetDict:
     """The raw data behind `--dataset`: rows with a `text` or an `input_ids` column. May raise UserError."""
     path = Path(source)
-    if source and path.is_dir() and (path / "state.json").exists():
+    if source and any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
         return datasets.load_from_disk(source)
     if not source or path.exists():
         files = local_files(source)
         reader = READERS.get(files[0].suffix)
         if reader is None:
             raise UserError(f"--dataset {source}: cannot read *{files[0].suffix}; use one of {', '.join(READERS)}")
+        if not any(file.stat().st_size for file in files):
+            raise UserError(f"--dataset {source}: empty")
         options = dict(sample_by="document", encoding_errors="replace") if reader == "text" else {}
         return datasets.load_dataset(reader, data_files=[str(file) for file in files], split="train", **options)
     if source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix in READERS:
         raise UserError(f"--dataset {source}: no such file or folder")
-    once = datasets.DownloadConfig(max_retries=0)
-    return datasets.load_dataset(source, split="train", download_config=once)
+    if not datasets.config.HF_HUB_OFFLINE:
+        try:  # one quick question first: without a network, load_dataset would retry for half a minute, noisily
+            HfApi().dataset_info(source, timeout=10)
+        except Exception as error:
+            raise ConnectionError(source) from error
+    return datasets.load_dataset(source, split="train")
+
+
+def columns_of(data: datasets.Dataset | datasets.DatasetDict, source: str) -> tuple[datasets.Dataset, int]:
+    """Rows with lists of tokens, made from `text` if there are none, and the vocabulary size that bytes need, or 0."""
+    if isinstance(data, datasets.DatasetDict):
+        if "train" not in data:
+            raise UserError(f"--dataset {source}: no `train` split, only {list(data)}")
+        data = data["train"]
+    schema = data.data.schema
+    if "input_ids" not in data.column_names:
+        if "text" not in data.column_names:
+            raise UserError(f"--dataset {source}: no `text` and no `input_ids` column, only {data.column_names}")
+        if schema.field("text").type not in (pa.string(), pa.large_string()):
+            raise UserError(f"--dataset {source}: `text` holds {schema.field('text').type}, not strings")
+        features = datasets.Features({"input_ids": datasets.List(datasets.Value("uint16"))})
+        options = dict(batched=True, remove_columns=data.column_names, features=features, desc="tokenise")
+        return data.map(tokenise, **options), BYTE_VOCAB
+    data = data.flatten_indices() if data._indices is not None else data
+    for column in {"input_ids", "labels"} & set(data.column_names):
+        held = schema.field(column).type
+        if not pa.types.is_integer(getattr(held, "value_type", pa.null())):
+            raise UserError(f"--dataset {source}: `{column}` holds {held}, not lists of integers")
+    return data, 0
 
 
 def load_columns(source: str) -> tuple[datasets.Dataset, int]:
@@ -91,9 +126,12 @@ def load_columns(source: str) -> tuple[datasets.Dataset, int]:
     """
     cache = Path(datasets.config.HF_DATASETS_CACHE)
     cache.mkdir(parents=True, exist_ok=True)
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is said once, below
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     with FileLock(cache / "tokenise.lock"):
         try:
-            data = open_dataset(source)
+            return columns_of(open_dataset(source), source)
         except UserError:
             raise
         except (ConnectionError, datasets.exceptions.DatasetNotFoundError) as error:
@@ -102,17 +140,9 @@ def load_columns(source: str) -> tuple[datasets.Dataset, int]:
                 "give a local .txt, .jsonl or .parquet file or folder, or leave --dataset away for Python's own sources"
             ) from error
         except Exception as error:
-            raise UserError(f"--dataset {source}: cannot be read ({str(error).splitlines()[0]})") from error
-        if isinstance(data, datasets.DatasetDict):
-            data = data["train"]
-        if "input_ids" in data.column_names:
-            data = data.flatten_indices() if data._indices is not None else data
-            return data, 0
-        if "text" not in data.column_names:
-            raise UserError(f"--dataset {source}: no `text` and no `input_ids` column, only {data.column_names}")
-        features = datasets.Features({"input_ids": datasets.List(datasets.Value("uint16"))})
-        columns = data.column_names
-        return data.map(tokenise, batched=True, remove_columns=columns, features=features, desc="tokenise"), BYTE_VOCAB
+            cause = error.__cause__ or error
+            reason = (str(cause) or type(cause).__name__).splitlines()[0]
+            raise UserError(f"--dataset {source}: cannot be read ({reason})") from error
 
 
 class Stream:
@@ -120,7 +150,7 @@ class Stream:
 
     def __init__(self, data: datasets.Dataset, column: str):
         chunks = data.data.column(column).chunks
-        self.pieces = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks if len(chunk)]
+        self.pieces = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks]
         self.ends = np.cumsum([len(piece) for piece in self.pieces])
 
     def __len__(self) -> int:
@@ -144,39 +174,50 @@ class TokenData:
     def __init__(self, source: str, seq_len: int, batch_size: int, seed: int, vocab_size: int):
         """`batch_size` in sequences, of the global batch. Raises UserError if the data does not suffice or fit."""
         data, needs = load_columns(source)
-        self.seq_len, self.batch_size, self.seed = seq_len, batch_size, seed
+        if needs > vocab_size:
+            raise UserError(f"--dataset {source}: bytes and END are {needs} tokens: set --vocab-size to at least that")
+        self.source, self.seq_len, self.batch_size, self.seed = source, seq_len, batch_size, seed
+        self.vocab_size = vocab_size
         self.tokens = Stream(data, "input_ids")
         self.labels = Stream(data, "labels") if "labels" in data.column_names and not needs else None
-        self.n_train = (int(len(self.tokens) * 0.95) - 1) // seq_len
-        self.n_validation = (len(self.tokens) - self.n_train * seq_len - 1) // seq_len
-        if self.n_train < 1 or self.n_validation < 1:
+        n_windows = (len(self.tokens) - 1) // seq_len
+        self.n_validation = max(1, n_windows // 20)
+        self.n_train = n_windows - self.n_validation
+        if self.n_train < 1:
             raise UserError(
                 f"--dataset {source}: {len(self.tokens)} tokens are too few for --seq-len {seq_len}: one training and "
-                f"one validation sequence need about {max(20, 2 * seq_len + 2)}; give more text or a shorter --seq-len"
+                f"one validation sequence need {2 * seq_len + 1}; give more text or a shorter --seq-len"
             )
         if self.labels is not None and len(self.labels) != len(self.tokens):
             raise UserError(f"--dataset {source}: `labels` and `input_ids` differ in length")
-        needs = needs or 1 + int(max(piece.max() for piece in self.tokens.pieces))
-        if needs > vocab_size:
-            raise UserError(f"--dataset {source} has token ids up to {needs - 1}: set --vocab-size to at least {needs}")
         self.orders: dict[int, np.ndarray] = {}
+        self.read([0])  # a vocabulary that does not fit shows here, not after the model is built
 
     def windows(self, step: int) -> list[int]:
         """The window numbers of the global batch of `step`, each epoch a new permutation of all training windows."""
         places = range(step * self.batch_size, (step + 1) * self.batch_size)
-        for epoch in {place // self.n_train for place in places} - self.orders.keys():
-            self.orders = {e: order for e, order in self.orders.items() if e >= epoch - 1}
-            self.orders[epoch] = np.random.default_rng((self.seed, epoch)).permutation(self.n_train)
+        epochs = range(places[0] // self.n_train, places[-1] // self.n_train + 1)
+        if any(epoch not in self.orders for epoch in epochs):
+            self.orders = {e: np.random.default_rng((self.seed, e)).permutation(self.n_train) for e in epochs}
         return [int(self.orders[place // self.n_train][place % self.n_train]) for place in places]
 
     def read(self, windows: list[int]) -> tuple[Tensor, Tensor]:
-        """tokens and targets, int64 [windows, seq]. Targets are shifted here, before anything cuts the sequence."""
+        """tokens and targets, int64 [windows, seq]. Targets are shifted here, before anything cuts the sequence.
+
+        Raises UserError for an id outside the vocabulary.
+        """
         starts = [window * self.seq_len for window in windows]
-        rows = torch.from_numpy(np.stack([self.tokens.read(at, at + self.seq_len + 1) for at in starts]))
-        if self.labels is None:
-            return rows[:, :-1], rows[:, 1:]
-        labels = np.stack([self.labels.read(at + 1, at + self.seq_len + 1) for at in starts])
-        return rows[:, :-1], torch.from_numpy(labels)
+        rows = np.stack([self.tokens.read(at, at + self.seq_len + 1) for at in starts])
+        tokens, targets = rows[:, :-1], rows[:, 1:]
+        if self.labels is not None:
+            targets = np.stack([self.labels.read(at + 1, at + self.seq_len + 1) for at in starts])
+        for ids in (rows, targets[targets != IGNORE]):
+            if ids.size and (ids.min() < 0 or ids.max() >= self.vocab_size):
+                raise UserError(
+                    f"--dataset {self.source}: token ids {ids.min()} to {ids.max()} occur, the vocabulary is "
+                    f"0 to {self.vocab_size - 1}: set --vocab-size, or choose data made for this one"
+                )
+        return torch.from_numpy(tokens), torch.from_numpy(targets)
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
         """The given rows of global batch `step`, and the number of target tokens in all of it."""

@@ -52,7 +52,7 @@ class Layout:
     def full_shape(self, local: torch.Size) -> torch.Size:
         """The shape of the whole parameter, given that of the local part."""
         shape = list(local)
-        for split in self.splits:
+        for split in reversed(self.splits):
             shape[split.dim] = split.full
         return torch.Size(shape)
 

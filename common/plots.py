@@ -14,8 +14,9 @@ COLOURS = dict(zip(CATEGORIES, ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#99
 
 
 def read_metrics(run_directory: Path) -> list[dict]:
-    """The records of metrics.jsonl."""
-    return [json.loads(line) for line in (Path(run_directory) / "metrics.jsonl").read_text().splitlines()]
+    """The records of metrics.jsonl, without a last line that a crash cut short."""
+    lines = (Path(run_directory) / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def loss_curves(runs: dict[str, Path], target: Path, title: str = ""):

@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import inspect
 import json
+import math
 import os
 import re
 import resource
@@ -39,6 +40,9 @@ class UserError(Exception):
     """Something the user can put right: shown as one line that names the flag and the fix, exit status 2."""
 
 
+# How gloo and NCCL tell a rank that another one is gone.
+LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited|timed out", re.IGNORECASE)
+
 # Dense peak in TFLOP/s without sparsity, from the vendors' data sheets: (16-bit matrix units, fp32 without TF32).
 GPU_PEAKS = {
     "B200": (2250.0, 75.0),
@@ -47,6 +51,7 @@ GPU_PEAKS = {
     "H100": (989.4, 66.9),
     "A100": (312.0, 19.5),
     "L40S": (362.0, 91.6),
+    "L40": (181.0, 90.5),
     "L4": (121.0, 30.3),
     "A10": (125.0, 31.2),
     "RTX 4090": (165.2, 82.6),
@@ -82,14 +87,15 @@ def parse(cls: type, argv: list[str] | None = None) -> Any:
     helps, types = field_help(cls), typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         kind = types[field.name]
+        if type(None) in typing.get_args(kind):  # int | None
+            kind = typing.get_args(kind)[0]
         options: dict[str, Any] = dict(default=field.default, help=helps.get(field.name, "").replace("%", "%%"))
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         elif typing.get_origin(kind) is typing.Literal:
             options |= dict(type=type(field.default), choices=typing.get_args(kind))
         else:
-            optional = [part for part in typing.get_args(kind) if part is not type(None)]
-            options |= dict(type=optional[0] if optional else kind, metavar=field.name.upper())
+            options |= dict(type=kind, metavar=field.name.upper())
         parser.add_argument("--" + field.name.replace("_", "-"), **options)
     return cls(**vars(parser.parse_args(argv)))
 
@@ -113,7 +119,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, override_tflops: float) -> float:
-    """FLOP/s that the device could do at best: the flag, the table above, or, on a CPU, a measured matmul."""
+    """FLOP/s that the device could do at best: the flag, the table above or, for any other device, a timed matmul."""
     if override_tflops:
         return override_tflops * 1e12
     if device.type == "cuda":
@@ -121,25 +127,27 @@ def peak_flops(device: torch.device, dtype: torch.dtype, override_tflops: float)
         for key, (half, single) in GPU_PEAKS.items():
             if key in name:
                 return 1e12 * {2: half, 4: single, 8: single / 2}[dtype.itemsize]
-        raise UserError(f"no peak is known for the GPU {name!r}: give its dense TFLOP/s with --peak-tflops")
-    a, best = torch.randn(512, 512, dtype=dtype), float("inf")
+    n, best = 512 if device.type == "cpu" else 8192, float("inf")
+    a = torch.randn(n, n, dtype=dtype, device=device)
     for _ in range(5):
         start = time.perf_counter()
-        a @ a
+        (a @ a)[0, 0].item()  # waits for a GPU
         best = min(best, time.perf_counter() - start)
-    return 2 * 512**3 / best
+    return 2 * n**3 / best
 
 
 class Run:
     """One training run as seen from outside; only rank 0 writes files and draws the bar."""
 
-    def __init__(self, config: Any, device: torch.device, flops_per_token: tuple[float, float], peak: float, rank=0):
-        """`flops_per_token`: (model, executed), all ranks together; `peak`: FLOP/s of all ranks together."""
-        self.config, self.device, self.rank = config, device, rank
-        self.flops_per_token, self.peak = flops_per_token, peak
+    def __init__(self, config: Any, device: torch.device, flops: tuple[float, float], peak: float, mesh: Any = None):
+        """`flops` of one token, (model, executed); `peak` FLOP/s of all ranks together; `mesh` of common/comm.py."""
+        self.config, self.device, self.mesh = config, device, mesh
+        self.rank = 0 if mesh is None else mesh.rank
+        self.flops_per_token, self.peak = flops, peak
         self.out = Path(config.out or f"runs/{Path(inspect.getfile(type(config))).stem}")
         self.history: list[dict] = []
-        self.stopping = False
+        self.signalled = False
+        self.decided: bool | None = None
         self.memory = MemoryTimeline()
         self.step = self.end = self.profiled_until = 0
         self.measured: dict[str, int] = {}
@@ -148,44 +156,55 @@ class Run:
 
     def __enter__(self) -> "Run":
         """Open the run directory, moving an earlier run's aside unless this run resumes it, and catch the signals."""
-        self.handlers = {number: signal.signal(number, self.stop) for number in (signal.SIGINT, signal.SIGTERM)}
         if self.rank == 0:
             resumes = self.config.resume and Path(self.config.resume).resolve().is_relative_to(self.out.resolve())
-            if (self.out / "metrics.jsonl").exists() and not resumes:
-                aside = next(p for n in range(1, 10**6) if not (p := Path(f"{self.out}.{n}")).exists())
-                self.out.rename(aside)
-                print(f"the earlier run in {self.out} is now {aside}")
             try:
+                if (self.out / "metrics.jsonl").exists() and not resumes:
+                    aside = next(p for n in range(1, 10**6) if not (p := Path(f"{self.out}.{n}")).exists())
+                    self.out.rename(aside)
+                    print(f"the earlier run in {self.out} is now {aside}")
                 self.out.mkdir(parents=True, exist_ok=True)
                 (self.out / "config.json").write_text(json.dumps(dataclasses.asdict(self.config), indent=1) + "\n")
             except OSError as error:
                 raise UserError(f"--out {self.out}: cannot be written ({error.strerror})") from error
+        self.handlers = {number: signal.signal(number, self.stop) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
-    def __exit__(self, *_):
-        """Give the signals back."""
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
+    def __exit__(self, error: type | None, *_):
+        """Give the signals back; but a rank that fails among others must survive the launcher's SIGTERM to report."""
+        if error is None or int(os.environ.get("WORLD_SIZE", 1)) == 1:
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
 
     def stop(self, *_):
         """Signal handler: finish the step, save, and leave; a second Ctrl-C leaves at once."""
-        if self.stopping:
+        if self.signalled and time.perf_counter() - self.since > 2:  # launchers repeat the first one at once
             raise KeyboardInterrupt
-        self.stopping = True
+        self.signalled, self.since = True, time.perf_counter()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether this step is the last. Decided once a step, so that all ranks, and save and exit, act on the same."""
+        return self.signalled if self.decided is None else self.decided
+
+    @stopping.setter
+    def stopping(self, value: bool):
+        self.decided = value
 
     def steps(self, start: int) -> Iterator[int]:
         """Yield the 0-based numbers of the steps to run, with a bar on a terminal and a line now and then elsewhere."""
         self.end = min(self.config.steps, self.config.stop_after or self.config.steps)
         if self.rank == 0:
             path = self.out / "metrics.jsonl"
-            kept = path.read_text().splitlines() if path.exists() else []
-            self.history = [row for line in kept if (row := json.loads(line))["step"] <= start]
-            path.write_text("".join(json.dumps(row) + "\n" for row in self.history))
+            if path.exists():  # this run is a resumed one
+                self.history = [row for row in plots.read_metrics(self.out) if row["step"] <= start]
+            path.with_suffix(".partial").write_text("".join(json.dumps(row) + "\n" for row in self.history))
+            path.with_suffix(".partial").replace(path)
         self.profiled_until = start + max(1, self.config.profile_memory)
         quiet = self.rank != 0 or not sys.stderr.isatty()
         with tqdm(total=self.end, initial=start, disable=quiet, unit="step") as self.bar:
             for step in range(start, self.end):
-                self.step, self.started = step, time.perf_counter()
+                self.step, self.started, self.decided = step, time.perf_counter(), None
                 yield step
                 if self.stopping:
                     self.say(f"interrupted after step {self.step + 1}; go on with --resume {self.out}")
@@ -212,17 +231,17 @@ class Run:
                 start = time.perf_counter()
                 yield
                 self.clock[name] += time.perf_counter() - start
-        if name == "forward" and "activations" not in self.measured:
-            if self.device.type == "cuda":
-                self.measured["activations"] = torch.cuda.memory_allocated(self.device) - before
-            elif self.profiling:
-                self.measured["activations"] = self.memory.live("activations")
+        if name == "forward" and self.device.type == "cuda":  # not the first alone, where cuBLAS takes its workspace
+            self.measured["activations"] = torch.cuda.memory_allocated(self.device) - before
+        elif name == "forward" and self.profiling and "activations" not in self.measured:
+            self.measured["activations"] = self.memory.live("activations")
 
     @property
     def profiling(self) -> bool:
-        """Whether this step's tensors are watched: on CPU the first step's, for the memory table; more on demand."""
-        wanted = self.config.profile_memory > 0 or self.device.type == "cpu"
-        return wanted and not self.config.compile and self.step < self.profiled_until
+        """Whether every tensor is watched: in the first steps on demand, else (on CPU) in the first forward pass."""
+        if self.config.profile_memory:
+            return self.step < self.profiled_until
+        return self.device.type == "cpu" and "activations" not in self.measured and not self.config.compile
 
     def measure(self, kind: str, tensors: typing.Iterable[Tensor | None]):
         """Note the bytes held by `tensors` for the memory table, and their category for the timeline."""
@@ -245,21 +264,27 @@ class Run:
 
         `loss` in nats per target token; `tokens` of this step, all ranks together.
         """
+        self.stopping = self.stopping  # a signal that comes from now on is for the next step
         for name, first, last in self.events:
             last.synchronize()
             self.clock[name] += first.elapsed_time(last) / 1e3
         self.events.clear()
         seconds = time.perf_counter() - self.started - self.clock["validation"]
         model_flops, executed_flops = (flops * tokens / seconds / self.peak for flops in self.flops_per_token)
-        record = dict(step=self.step + 1, loss=loss, grad_norm=grad_norm, lr=lr, tokens=(self.step + 1) * tokens)
+        norm = grad_norm if math.isfinite(grad_norm) else None  # JSON has no inf, which an fp16 overflow brings
+        record = dict(step=self.step + 1, loss=loss, grad_norm=norm, lr=lr, tokens=(self.step + 1) * tokens)
         record |= dict(tokens_per_second=tokens / seconds, mfu=model_flops, hfu=executed_flops, seconds=seconds)
         record |= {f"{name}_seconds": self.clock[name] for name in ("data", "forward", "backward", "optimizer")}
         record |= dict(peak_memory_bytes=peak_memory(self.device), traffic={}) | more
+        record |= self.mesh.ledger.take() if self.mesh is not None else {}
         self.clock.clear()
         self.history.append(record)
         if self.rank == 0:
-            with open(self.out / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(record) + "\n")
+            try:
+                with open(self.out / "metrics.jsonl", "a") as file:
+                    file.write(json.dumps(record) + "\n")
+            except OSError as error:
+                raise UserError(f"--out {self.out}: metrics.jsonl cannot be written ({error.strerror})") from error
             shown = (
                 f"loss {loss:.4f}  norm {grad_norm:.3f}  {record['tokens_per_second']:,.0f} tok/s  "
                 f"MFU {record['mfu']:.1%}  {human(record['peak_memory_bytes'])}"
@@ -269,11 +294,23 @@ class Run:
             if self.bar.disable and self.due(max(1, self.end // 10), self.step):
                 print(f"step {self.step + 1}/{self.end}  {shown}", flush=True)
 
-    def finish(self, predicted: dict[str, int]):
+    def traffic_table(self, predicted: dict[tuple[str, str], float]) -> str:
+        """What this rank sent in the last step, by mesh dimension and operation, beside what theory says."""
+        last, rows = self.history[-1], []
+        for dim, operations in last["traffic"].items():
+            for operation, sent in operations.items():
+                theory = human(predicted.get((dim, operation)))
+                rows.append([f"{dim} {operation}", str(last["calls"][dim][operation]), human(sent), theory])
+        waited = sum(last["wait_seconds"].values())
+        return table([["traffic of a step", "calls", "sent", "predicted"], *rows]) + f"\nwaited {waited:.4f} s for it"
+
+    def finish(self, predicted: dict[str, int], traffic: dict[tuple[str, str], float] | None = None):
         """Draw the figures and print what the run came to."""
         if self.rank != 0 or not self.history:
             return
         self.say(self.memory_table(predicted))
+        if traffic:
+            self.say(self.traffic_table(traffic))
         plots.loss_curve(self.out)
         if self.config.profile_memory:
             plots.save_timeline(self.memory, self.out)
@@ -348,10 +385,16 @@ def main(train: Callable[[Any], Any], cls: type, argv: list[str] | None = None):
     except KeyboardInterrupt:
         status = 130
     except Exception as error:
-        root = str(Path(__file__).parents[1])
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(root)]
-        where = "".join(f"\n  {Path(f.filename).name}:{f.lineno} {f.name}: {f.line}" for f in frames)
         text = textwrap.shorten(str(error), 600)
+        if LOST_PEER.search(text):
+            text = f"another rank died, was killed or hangs ({text})"
+        root = str(Path(__file__).parents[1])
+        frames = [
+            f
+            for f in traceback.extract_tb(error.__traceback__)
+            if f.filename.startswith(root) and "site-packages" not in f.filename
+        ]
+        where = "".join(f"\n  {Path(f.filename).name}:{f.lineno} {f.name}: {f.line}" for f in frames)
         report(f"error: rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {text}{where}")
         status = 1
     sys.stdout.flush()

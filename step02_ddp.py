@@ -1,0 +1,427 @@
+"""Step 2: data parallelism. Every rank holds the whole model and works on its share of the batch; gradients are summed.
+
+    rank 0: sequences 0..7    -> forward, backward -> gradient g0 -+
+    rank 1: sequences 8..15   -> forward, backward -> gradient g1 -+-> all-reduce: g0 + g1 + g2 + g3 on every rank
+    rank 2: sequences 16..23  -> forward, backward -> gradient g2 -+   -> the same update everywhere
+    rank 3: sequences 24..31  -> forward, backward -> gradient g3 -+
+
+WHY IT IS THE BIG BATCH. The loss is sum_i l_i / N over all N target tokens of the global batch, and the gradient of a
+sum is the sum of gradients. Each rank's loss is already divided by the global N (step 1: scale once), so a plain *sum*
+over ranks is the gradient one device would have found. Averaging per-rank means instead is only right if all ranks
+happen to have the same number of target tokens.
+
+ALL-REDUCE = REDUCE-SCATTER + ALL-GATHER. Cut the tensor in n pieces; ranks sit in a ring and only talk to the right.
+In n-1 steps every piece travels once round, growing into the sum; in n-1 more the finished pieces travel round:
+
+    step 0    r0 --piece 0--> r1 --piece 1--> r2 --piece 2--> r3 --piece 3--> r0       (n = 4)
+    step 1    r1 sends on piece 0 with its own added, r2 piece 1, ...  after n-1 steps rank r owns the sum of piece r+1
+
+Each rank sends 2 (n-1)/n S bytes whatever n (Patarasuk and Yuan 2009): that is the law the ledger is checked against.
+
+WHEN TO TALK. Gradients appear from the last layer to the first while backward is still busy, so communication can hide
+behind it; only the last micro-batch's backward completes them, so only then is anything sent.
+
+    --sync naive     after backward, one all-reduce per parameter, each waited for
+    --sync overlap   one asynchronous all-reduce per parameter, as soon as its gradient is complete
+    --sync bucket    gradients are views into flat buffers of --bucket-mb; one all-reduce per buffer (Li et al. 2020,
+                     "PyTorch Distributed"): fewer, larger messages, still overlapped, and no copy
+    --sync torch     PyTorch's DistributedDataParallel, for comparison
+
+COMPRESSION (--compress, with --sync bucket) sends fewer bytes and is lossy. What was not sent is kept and added to the
+next step's gradient, "error feedback" (Seide et al. 2014; Karimireddy et al. 2019), so that it is late, not lost.
+
+    bf16   16 bits                                                      1/2 of the bytes of fp32
+    int8   8 bits, and an fp32 scale per 256 values                     (1 + 4/256) / 4
+    topk   the largest --topk-fraction of values, with their places     n x fraction: gathered, so it grows with n
+
+Run it:    torchrun --nproc_per_node=4 step02_ddp.py
+You should see step 1's losses, digit by digit up to rounding, and 2 (n-1)/n x 4 bytes per parameter sent by each rank.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import step01_single_gpu as step01
+from common.comm import (
+    Group,
+    Pending,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    exchange,
+    open_mesh,
+    require_same_flags,
+    world_size,
+)
+from common.data import TokenData
+from common.layout import materialize, reduction_table, sum_gradients_over
+from common.model import Decoder
+from common.run import Run, UserError, choose_device, choose_dtype, main, peak_flops, table
+from step01_single_gpu import (
+    Optimizer,
+    Trained,
+    apply_recompute,
+    evaluate,
+    flops_per_token,
+    generate,
+    learning_rate,
+    memory_rows,
+    require_finite,
+    resume,
+    save,
+)
+
+BLOCK = 256  # values that share one scale in int8 compression
+
+
+@dataclass
+class Config(step01.Config):
+    """Step 1's flags and those of data parallelism."""
+
+    sync: Literal["naive", "overlap", "bucket", "torch"] = "bucket"  # how gradients are summed over dp
+    bucket_mb: float = 25.0  # size of a gradient bucket, in MiB
+    compress: Literal["none", "bf16", "int8", "topk"] = "none"  # lossy gradients, with error feedback
+    topk_fraction: float = 0.01  # share of the values that --compress topk sends
+
+
+def check(config: Config, dp: int):
+    """Refuse what cannot work, on every rank alike, before the first collective. Raises UserError naming the flag."""
+    step01.check(config)
+    if config.global_batch_size % (config.micro_batch_size * dp):
+        raise UserError(
+            f"--global-batch-size {config.global_batch_size} cannot be dealt to {dp} ranks in micro-batches of "
+            f"{config.micro_batch_size}: use a multiple of {config.micro_batch_size * dp}, or set --micro-batch-size"
+        )
+    if config.compress != "none" and config.sync != "bucket":
+        raise UserError(f"--compress {config.compress} works on buckets: use it with --sync bucket")
+    if config.sync == "torch" and config.dtype in ("bf16", "fp16"):
+        raise UserError("--sync torch adds gradients up in 16 bits: use --dtype fp32, or another --sync")
+    if config.bucket_mb <= 0 or not 0 < config.topk_fraction <= 1:
+        raise UserError("--bucket-mb must be positive, and --topk-fraction between 0 and 1")
+
+
+def ring_all_reduce(tensor: Tensor, group: Group):
+    """Sum `tensor` [elements] over the group, in place, by 2 (n-1) messages to the right: what the library does for us.
+
+    In step s of the first half rank r sends piece r - s, the sum of its values on s + 1 ranks, and adds the one it
+    receives to its own. Then rank r owns the finished piece r + 1, and the second half passes the pieces on.
+    """
+    n, r = group.size, group.rank
+    pieces = tensor.tensor_split(n)
+    for s in range(2 * (n - 1)):
+        adding = s < n - 1
+        received = torch.empty_like(pieces[(r - s - 1) % n])
+        exchange([(pieces[(r - s) % n], (r + 1) % n)], [(received, (r - 1) % n)], group).wait()
+        pieces[(r - s - 1) % n].copy_(received + pieces[(r - s - 1) % n] if adding else received)
+
+
+class NaiveSync:
+    """Sum gradients after the last backward, parameter by parameter. The four calls are those of every sync."""
+
+    def __init__(self, model: Decoder, group: Group, config: Config):
+        self.params, self.group = [p for p in model.parameters() if p.requires_grad], group
+        self.forward: nn.Module = model
+
+    def begin(self):
+        """Before the first micro-batch of a step."""
+
+    def last_micro_batch(self):
+        """Before the forward pass of the last micro-batch: gradients completed from now on may be sent."""
+
+    def finish(self):
+        """After the last backward: when it returns, every `.grad` is the sum over the group."""
+        for param in self.params:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
+            all_reduce(param.grad, self.group).wait()
+
+
+def quantise(values: Tensor) -> Tensor:
+    """[..., 256] floats -> int8 [..., 260]: the values in units of scale = max/127, then the scale's four bytes."""
+    scale = (values.abs().amax(-1, keepdim=True) / 127).float().clamp(min=1e-38)
+    return torch.cat(((values / scale).round().to(torch.int8), scale.view(torch.int8)), dim=-1)
+
+
+def dequantise(blocks: Tensor) -> Tensor:
+    """The inverse of `quantise`: int8 [..., 260] -> fp32 [..., 256]."""
+    return blocks[..., :BLOCK] * blocks[..., BLOCK:].contiguous().view(torch.float32)
+
+
+def narrow_sum(values: Tensor, group: Group, config: Config) -> tuple[Tensor, Tensor]:
+    """Sum in 16 or 8 bits. Takes this rank's values [elements]; returns (sum over the group, what of ours was lost).
+
+    Adding in so few bits would round at every rank, or overflow. So rank r receives slice r of everyone (all-to-all),
+    adds up in fp32, and makes the sum narrow again for all to gather. Its loss of that is its own to carry.
+    """
+    narrow, widen = (quantise, dequantise) if config.compress == "int8" else (Tensor.bfloat16, Tensor.float)
+    own = values.view(group.size, -1, BLOCK)
+    sent = narrow(own)
+    lost = own - widen(sent)
+    received = torch.empty_like(sent)
+    all_to_all(received, sent, group).wait()
+    total = widen(received).sum(0)
+    summed = narrow(total)
+    lost[group.rank] += total - widen(summed)
+    all_gather(received.view(-1), summed.view(-1), group).wait()
+    return widen(received).view(-1).to(values.dtype), lost.view(-1)
+
+
+def topk_sum(values: Tensor, group: Group, config: Config) -> tuple[Tensor, Tensor]:
+    """Sum only each rank's largest values, as `narrow_sum`: k values (fp32) and k places (int32), gathered from all."""
+    k = max(1, int(config.topk_fraction * len(values)))
+    places = values.abs().topk(k).indices
+    message = torch.stack((values[places].float().view(torch.int32), places.int()))
+    everyone = message.new_empty(group.size, 2, k)
+    all_gather(everyone.view(-1), message.view(-1), group).wait()
+    lost, total = values.clone(), torch.zeros_like(values)
+    lost[places] -= values[places].float()
+    for numbers, at in everyone:
+        total[at.long()] += numbers.view(torch.float32)
+    return total, lost
+
+
+COMPRESSED_SUMS = {"bf16": narrow_sum, "int8": narrow_sum, "topk": topk_sum}
+
+
+class Bucket:
+    """A flat buffer [elements] that the gradients of some parameters live in."""
+
+    def __init__(self, params: list[nn.Parameter], pad_to: int):
+        self.params, sizes = params, [p.numel() for p in params]
+        length = -(-sum(sizes) // pad_to) * pad_to
+        self.flat = torch.zeros(length, dtype=params[0].grad_dtype, device=params[0].device)
+        parts = self.flat[: sum(sizes)].split(sizes)
+        self.views = [part.view_as(p) for part, p in zip(parts, params, strict=True)]
+        self.missing = 0  # gradients not yet complete in this step
+        self.pending: Pending | None = None
+        self.lost: Tensor | float = 0.0  # what compression has not sent yet
+
+
+class BucketSync(NaiveSync):
+    """Asynchronous all-reduces of buckets during the last backward; with a bucket per parameter this is "overlap".
+
+    Autograd adds into an existing `.grad` in place, so a gradient that starts as a view of the buffer stays there. All
+    ranks must start their collectives in the same order: a bucket is sent when it *and all before it* are complete.
+    """
+
+    def __init__(self, model: Decoder, group: Group, config: Config):
+        super().__init__(model, group, config)
+        self.buckets: list[Bucket] = []
+        limit = config.bucket_mb * 2**20 if config.sync == "bucket" else 0
+        pad_to = group.size * BLOCK if config.compress in ("bf16", "int8") else 1
+        held: list[nn.Parameter] = []
+        for param in reversed(self.params):  # roughly the order in which backward completes them
+            if held and sum(p.numel() * p.grad_dtype.itemsize for p in [*held, param]) > limit:
+                self.buckets.append(Bucket(held, pad_to))
+                held = []
+            held.append(param)
+        self.buckets.append(Bucket(held, pad_to))
+        self.config, self.armed = config, False
+        for bucket in self.buckets:
+            for param in bucket.params:
+                param.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self.completed(bucket))
+
+    def begin(self):
+        """Empty the buffers and put the gradients back into them."""
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+            bucket.missing = len(bucket.params)
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                param.grad = view
+        self.unsent = list(self.buckets)
+
+    def last_micro_batch(self):
+        """From now on a gradient that autograd has added to is complete."""
+        self.armed = True
+
+    def completed(self, bucket: Bucket):
+        """Hook: a gradient of `bucket` was added to."""
+        if self.armed:
+            bucket.missing -= 1
+            while self.unsent and self.unsent[0].missing == 0:
+                self.send(self.unsent.pop(0))
+
+    def send(self, bucket: Bucket):
+        """Start the sum of one bucket; a compressed one is finished at once, its loss kept for the next step."""
+        if self.config.compress == "none":
+            bucket.pending = all_reduce(bucket.flat, self.group)
+        else:
+            compressed_sum = COMPRESSED_SUMS[self.config.compress]
+            total, bucket.lost = compressed_sum(bucket.flat + bucket.lost, self.group, self.config)
+            bucket.flat.copy_(total)
+
+    def finish(self):
+        """Send what no gradient reached (an unused parameter), then wait for everything."""
+        while self.unsent:
+            self.send(self.unsent.pop(0))
+        for bucket in self.buckets:
+            if bucket.pending is not None:
+                bucket.pending.wait()
+        self.armed = False
+
+
+class TorchSync(NaiveSync):
+    """PyTorch's DistributedDataParallel, told to add instead of average, and to leave the initial weights alone."""
+
+    def __init__(self, model: Decoder, group: Group, config: Config):
+        super().__init__(model, group, config)
+        self.forward = DistributedDataParallel(
+            model,
+            device_ids=[group.device] if group.device.type == "cuda" else None,
+            process_group=group.handle,
+            bucket_cap_mb=config.bucket_mb,
+            gradient_as_bucket_view=True,
+            init_sync=False,
+        )
+        self.forward.register_comm_hook(group, self.add)
+
+    @staticmethod
+    def add(group: Group, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Communication hook: the sum of one of DDP's buckets, entered in the ledger."""
+        group.ledger.book(group, "all_reduce", 2 * (group.size - 1) / group.size * bucket.buffer().nbytes)
+        work = dist.all_reduce(bucket.buffer(), group=group.handle, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    def begin(self):
+        """DDP's `no_sync`, until the last micro-batch."""
+        self.forward.require_backward_grad_sync = False
+
+    def last_micro_batch(self):
+        """DDP decides at the forward pass whether the backward pass will communicate."""
+        self.forward.require_backward_grad_sync = True
+
+    def finish(self):
+        """DDP has waited at the end of backward."""
+
+
+def gradient_sync(model: Decoder, group: Group, config: Config) -> NaiveSync:
+    """The object behind `--sync`."""
+    if config.sync == "torch" and group.size > 1:
+        return TorchSync(model, group, config)
+    return (NaiveSync if config.sync in ("naive", "torch") else BucketSync)(model, group, config)
+
+
+def predicted_traffic(model: Decoder, sync: NaiveSync, config: Config, n: int) -> dict[tuple[str, str], float]:
+    """Bytes each of `n` ranks sends for its gradients in one step, by (mesh dimension, operation)."""
+    if config.compress in ("bf16", "int8"):
+        block = 2 * BLOCK if config.compress == "bf16" else BLOCK + 4
+        half = (n - 1) / n * sum(len(bucket.flat) // BLOCK * block for bucket in sync.buckets)
+        return {("dp", "all_to_all"): half, ("dp", "all_gather"): half}
+    if config.compress == "topk":
+        chosen = sum(max(1, int(config.topk_fraction * len(bucket.flat))) for bucket in sync.buckets)
+        return {("dp", "all_gather"): (n - 1) * chosen * 8}
+    gradients = sum(p.numel() * p.grad_dtype.itemsize for p in model.parameters() if p.requires_grad)
+    return {("dp", "all_reduce"): 2 * (n - 1) / n * gradients}
+
+
+def require_same_parameters(model: Decoder, group: Group):
+    """Prove that all replicas hold the same weights, rather than copy rank 0's and hide why they differ.
+
+    Compares a sum over each parameter's bits. Raises RuntimeError on every rank, naming the first that differs.
+    """
+    if group.size == 1:
+        return
+    names, params = zip(*model.named_parameters(), strict=True)
+    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+    sums = torch.stack([p.detach().view(bits[p.dtype.itemsize]).sum(dtype=torch.int64) for p in params])
+    everyone = sums.new_empty(group.size, len(sums))
+    all_gather(everyone.view(-1), sums, group, "(check)").wait()
+    for name, column in zip(names, everyone.T, strict=True):
+        if (column != column[0]).any():
+            raise RuntimeError(f"{name} is not the same on all ranks of {group.name}: bit sums {column.tolist()}")
+
+
+def sum_over(group: Group, *values: float | Tensor) -> list[float]:
+    """Sums over the group of a few numbers (loss, flags), the same on every rank."""
+    numbers = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=group.device) for v in values])
+    all_reduce(numbers, group, "(metrics)").wait()
+    return numbers.tolist()
+
+
+def train(config: Config, observe=None) -> Trained:
+    """The whole run. `observe(step, optimizer)`, if given, sees each step's complete gradients before the update."""
+    dp = world_size()
+    check(config, dp)
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    m = config.model_config()
+    with open_mesh({"dp": dp}, device, config.backend) as mesh:
+        require_same_flags(config, mesh)
+        group = mesh["dp"]
+        share = slice(group.rank * config.global_batch_size // dp, (group.rank + 1) * config.global_batch_size // dp)
+        data = TokenData(config.dataset, m.seq_len, config.global_batch_size, config.seed, m.vocab_size)
+
+        with torch.device("meta"):
+            model = Decoder(m)
+        sum_gradients_over(model, "dp")
+        materialize(model, config.seed, device, dtype)
+        apply_recompute(model, config.recompute)
+        if config.compile:
+            for layer in model.model.layers.values():
+                layer.compile()
+        optimizer = Optimizer(model, config)
+        sync = gradient_sync(model, group, config)
+        positions = torch.arange(m.seq_len, device=device)
+        start = resume(model, optimizer, config) if config.resume else 0
+        require_same_parameters(model, group)
+        if config.generate:
+            text = generate(model, config.generate, 400, config.seed, device)
+            print(text if mesh.rank == 0 else "", end="")
+            return Trained(model, optimizer, [])
+
+        predicted = memory_rows(config, m, model, dtype, device.type == "cpu")
+        flops, peak = flops_per_token(m, config.recompute), dp * peak_flops(device, dtype, config.peak_tflops)
+        with Run(config, device, flops, peak, mesh) as run:
+            run.say(f"{config.model}: {sum(p.numel() for p in model.parameters()):,} parameters, {dtype}, {device}")
+            run.say(mesh.picture())
+            run.say(table(reduction_table(model, ["dp"])))
+            run.say(run.memory_table(predicted))
+            for step in run.steps(start):
+                run.measure("parameters", model.parameters())
+                with run.phase("data"):
+                    batch = data.batch(step, share)
+                    tokens, targets = batch.tokens.to(device), batch.targets.to(device)
+                loss = torch.zeros((), device=device, dtype=torch.promote_types(dtype, torch.float32))
+                sync.begin()
+                for first in range(0, len(tokens), config.micro_batch_size):
+                    rows = slice(first, first + config.micro_batch_size)
+                    if rows.stop == len(tokens):
+                        sync.last_micro_batch()
+                    with run.phase("forward"):
+                        loss_sum = model.lm_head.loss(sync.forward(tokens[rows], positions), targets[rows])
+                        micro_loss = loss_sum / batch.n_targets
+                    with run.phase("backward"):
+                        (micro_loss * optimizer.loss_scale).backward()
+                    loss += micro_loss.detach()
+                sync.finish()
+                loss, stopping = sum_over(group, loss, run.stopping)
+                run.stopping = stopping > 0
+                require_finite(loss, step, run)
+                if observe is not None:
+                    observe(step, optimizer)
+                run.measure("gradients", (p.grad for p in model.parameters()))
+                with run.phase("optimizer"):
+                    grad_norm = optimizer.step(learning_rate(step, config))
+                for kind, held in optimizer.tensors().items():
+                    run.measure(kind, held)
+                more = {}
+                if config.eval_every and run.due(config.eval_every, step):
+                    with run.phase("validation"):
+                        part = evaluate(model, data, config, device, slice(group.rank, None, dp))
+                        loss_sum, n_targets = sum_over(group, *part)
+                        more["validation_loss"] = loss_sum / max(1, n_targets)
+                run.log(loss, grad_norm, learning_rate(step, config), tokens.numel() * dp, **more)
+                if run.stopping or (config.save_every and run.due(config.save_every, step)):
+                    save(run, step + 1, model, optimizer, config)
+            require_same_parameters(model, group)
+            run.finish(predicted, predicted_traffic(model, sync, config, dp))
+    return Trained(model, optimizer, run.history)
+
+
+if __name__ == "__main__":
+    main(train, Config)

@@ -1,0 +1,136 @@
+"""The proof that a layout trains to the same numbers as one device.
+
+`reference` runs step01 once in this process and keeps every loss, gradient norm, gradient and final parameter. `check`
+runs a step under a layout on a pool, and every rank compares what it sees with the reference, number by number.
+"""
+
+import dataclasses
+import hashlib
+import importlib
+import json
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import step01_single_gpu as step01
+from tests import faults
+from tests.pool import Pool
+
+SCRATCH = tempfile.TemporaryDirectory(prefix="equivalence-")
+BOUNDS = {"fp64": 1e-10, "fp32": 1e-5}
+SMALL = dict(
+    model="debug",
+    dim=32,
+    n_layers=3,
+    n_heads=4,
+    n_kv_heads=2,
+    ffn_dim=48,
+    vocab_size=259,
+    seq_len=16,
+    steps=4,
+    warmup_steps=2,
+    global_batch_size=24,
+    micro_batch_size=1,
+    lr=0.05,
+    grad_clip=0.5,
+    dtype="fp64",
+    device="cpu",
+    save_every=0,
+    eval_every=0,
+    peak_tflops=1.0,
+)
+
+
+@dataclasses.dataclass
+class Recording:
+    """What a run showed: by step the loss, the gradient norm and all gradients; at the end all parameters."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: list[dict[str, Tensor]]
+    parameters: dict[str, Tensor]
+
+
+def record(step: Any, config: Any) -> Recording:
+    """Train with the given step's module, watching."""
+    gradients: list[dict[str, Tensor]] = []
+
+    def observe(_, optimizer):
+        gradients.append({name: g.detach().clone() for name, g in optimizer.gradients().items()})
+
+    trained = step.train(config, observe)
+    parameters = {name: p.detach().clone() for name, p in trained.model.named_parameters()}
+    history = trained.history
+    return Recording([r["loss"] for r in history], [r["grad_norm"] for r in history], gradients, parameters)
+
+
+def difference(a: Any, b: Any) -> float:
+    """Norm-wise relative difference |a - b| / |b| (of numbers or tensors): unlike a cosine it sees a wrong scale."""
+    a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
+    if a.shape != b.shape:
+        return float("inf")
+    scale = b.norm().item()
+    distance = (a - b).norm().item()
+    return distance / scale if scale > 0 else distance
+
+
+def compare(ours: Recording, theirs: Recording, bound: float) -> float:
+    """Raise AssertionError at the first number of `ours` that differs, naming step and parameter; returns the worst."""
+    worst = 0.0
+
+    def check(what: str, a: Any, b: Any):
+        nonlocal worst
+        found = difference(a, b)
+        assert found <= bound, f"{what} differs by {found:.3g} (relative), more than {bound:g}"
+        worst = max(worst, found)
+
+    assert len(ours.losses) == len(theirs.losses), f"{len(ours.losses)} steps instead of {len(theirs.losses)}"
+    for step, expected in enumerate(theirs.gradients):
+        check(f"step {step + 1}: the loss", ours.losses[step], theirs.losses[step])
+        found = ours.gradients[step]
+        assert found.keys() == expected.keys(), f"step {step + 1}: gradients of {found.keys() ^ expected.keys()}"
+        for name, gradient in expected.items():
+            check(f"step {step + 1}: the gradient of {name}", found[name], gradient)
+        check(f"step {step + 1}: the gradient norm", ours.norms[step], theirs.norms[step])
+    assert ours.parameters.keys() == theirs.parameters.keys()
+    for name, parameter in theirs.parameters.items():
+        check(f"after training: {name}", ours.parameters[name], parameter)
+    return worst
+
+
+def reference(options: dict[str, Any], patch: str = "") -> Path:
+    """Record step01 under `options` (once per session, kept in a file that the workers read) and return the file."""
+    key = hashlib.sha256(json.dumps([options, patch], sort_keys=True).encode()).hexdigest()[:16]
+    path = Path(SCRATCH.name) / f"{key}.pt"
+    if not path.exists():
+        with faults.applied(patch):
+            torch.save(vars(record(step01, step01.Config(**options, out=f"{SCRATCH.name}/{key}"))), path)
+    return path
+
+
+def on_rank(step_name: str, options: dict[str, Any], file: str, bound: float, patches: list[str]) -> float:
+    """Runs on every rank: train under the layout, compare with the reference; returns the worst difference."""
+    step = importlib.import_module(step_name)
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(faults.applied(patch))
+        ours = record(step, step.Config(**options))
+    return compare(ours, Recording(**torch.load(file)), bound)
+
+
+def check(
+    pool: Pool, step_name: str, base: dict[str, Any], layout: dict[str, Any], patch: str = "", fault: str = ""
+) -> float:
+    """Assert that `step_name` with `base` and `layout` flags equals step01 with `base` on every rank.
+
+    `patch` is applied to both sides (a frozen parameter, say), `fault` to the layout alone. Returns the worst
+    difference.
+    """
+    options = SMALL | base
+    file, bound = str(reference(options, patch)), BOUNDS[options["dtype"]]
+    with tempfile.TemporaryDirectory(dir=SCRATCH.name) as out:
+        return max(pool.run(on_rank, step_name, options | layout | dict(out=out), file, bound, [patch, fault]))

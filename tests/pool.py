@@ -1,0 +1,168 @@
+"""Persistent worker processes joined by gloo, one pool per world size: a test sends a function, every rank runs it.
+
+Starting eight Pythons that import torch takes ten seconds; here one server process imports it once and the workers
+are forked from it. They meet through a file, never a port, and have one thread each.
+"""
+
+import contextlib
+import faulthandler
+import functools
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+PRELOADED = ["torch", "torch.distributed", "common.run", "common.data", "step02_ddp", "tests.equivalence"]
+
+
+class RankError(AssertionError):
+    """A function failed on some rank; the text is that rank's traceback."""
+
+
+class Hang(AssertionError):
+    """Some ranks did not return in time; the text says where each one stood."""
+
+
+def serve(rank: int, world: int, folder: str, connection: Connection):
+    """A worker's life: join the group, then run what arrives until the connection closes."""
+    import torch
+    import torch.distributed as dist
+
+    import common.data
+
+    torch.set_num_threads(1)
+    # Tests train hundreds of times on the same data: a worker opens each set once.
+    common.data.load_columns = functools.lru_cache(common.data.load_columns)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    trace = open(f"{folder}/where-{rank}", "w")  # noqa: SIM115  # stays open as long as the process
+    faulthandler.register(signal.SIGUSR1, file=trace, all_threads=False)
+    rendezvous = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", rendezvous, timedelta(minutes=10), world_size=world, rank=rank)
+    connection.send_bytes(pickle.dumps(("ready", None)))
+    while True:
+        try:
+            function, args = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        try:
+            answer = ("done", function(*args))
+        except BaseException:
+            answer = ("failed", traceback.format_exc())
+        connection.send_bytes(pickle.dumps(answer))
+
+
+class Pool:
+    """`world` processes; `run(function, *args)` calls it on all of them and returns the results by rank."""
+
+    def __init__(self, world: int):
+        self.world = world
+        self.processes: list[multiprocessing.Process] = []
+
+    def start(self):
+        """Fork the workers and wait until they have found one another."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self.folder = tempfile.mkdtemp(prefix=f"pool-{self.world}-")
+        self.connections: list[Connection] = []
+        for rank in range(self.world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(rank, self.world, self.folder, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.connections.append(ours)
+        self.collect(time.monotonic() + 120)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        """Results of `function(*args)` by rank. Raises RankError or Hang; the pool is then started anew on next use."""
+        if not self.processes:
+            self.start()
+        message = pickle.dumps((function, args))
+        for connection in self.connections:
+            connection.send_bytes(message)
+        return self.collect(time.monotonic() + timeout)
+
+    def collect(self, deadline: float) -> list[Any]:
+        """Wait for all ranks' answers."""
+        answers: dict[int, tuple[str, Any]] = {}
+        while len(answers) < self.world:
+            open_ones = [c for rank, c in enumerate(self.connections) if rank not in answers]
+            ready = wait(open_ones, timeout=max(0.0, deadline - time.monotonic()))
+            for connection in ready:
+                rank = self.connections.index(connection)
+                try:
+                    answers[rank] = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    answers[rank] = ("failed", "the process died")
+            failed = {rank: text for rank, (kind, text) in answers.items() if kind == "failed"}
+            if failed and len(answers) < self.world:
+                # The others may wait for the failed rank for ever: give them a moment, then report what is known.
+                deadline = min(deadline, time.monotonic() + 3)
+            if not ready:
+                places = self.where(set(range(self.world)) - answers.keys())
+                self.stop()
+                if failed:
+                    self.fail(failed, places)
+                raise Hang(f"no answer in time from ranks {sorted(places)} of {self.world}:\n" + self.show(places))
+        if failed:
+            self.stop()
+            self.fail(failed, {})
+        return [answers[rank][1] for rank in range(self.world)]
+
+    def fail(self, failed: dict[int, str], places: dict[int, str]):
+        """Raise the first failing rank's traceback, and say who waited for it where."""
+        rank, text = min(failed.items())
+        also = f" (also {sorted(failed)[1:]})" if len(failed) > 1 else ""
+        raise RankError(f"rank {rank} of {self.world} failed{also}:\n{text}\n{self.show(places)}")
+
+    @staticmethod
+    def show(places: dict[int, str]) -> str:
+        """A line for every rank that did not come back."""
+        return "\n".join(f"rank {rank} stood at {place}" for rank, place in sorted(places.items()))
+
+    def where(self, ranks: set[int]) -> dict[int, str]:
+        """Ask the given ranks for their stack: the innermost three lines of the project."""
+        root, places = str(Path(__file__).parents[1]), {}
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.3)
+        for rank in ranks:
+            lines = Path(f"{self.folder}/where-{rank}").read_text().splitlines()
+            ours = [line.strip().replace(root + "/", "") for line in lines if root in line and "pool.py" not in line]
+            places[rank] = " <- ".join(ours[:3]) or "an unknown place"
+        return places
+
+    def stop(self):
+        """Kill all workers."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.processes = []
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Pools:
+    """The pools of a test session, each started when it is first needed."""
+
+    def __init__(self):
+        self.by_world: dict[int, Pool] = {}
+
+    def __call__(self, world: int) -> Pool:
+        """The pool of `world` ranks."""
+        return self.by_world.setdefault(world, Pool(world))
+
+    def stop(self):
+        """Kill everything."""
+        for pool in self.by_world.values():
+            if pool.processes:
+                pool.stop()
