@@ -14,8 +14,8 @@ add up in fp32. Bytes per parameter:
 
                weight  gradient  master  moments   sum
     fp32         4        4        -        8       16
-    bf16, fp16   2        4        4        8       18   (the usual "16" has 16-bit gradients, which lose small
-    fp64         8        8        -       16       32   addends; "20" keeps one beside the fp32 sum, which we need not)
+    bf16, fp16   2        4        4        8       18   (--grad-dtype same: 16, but 16-bit sums lose small addends;
+    fp64         8        8        -       16       32   who keeps 16-bit gradients beside fp32 sums needs 20)
 
 fp16 has too few exponent bits for small gradients: the loss is multiplied by a scale, halved when a gradient overflows
 (that step is skipped) and doubled after 1000 good steps.
@@ -26,7 +26,7 @@ h = dim, k = kv heads x head_dim, f = ffn_dim, a = heads, e = bytes per element,
     none       e (6 h + 2 k + 4 f) + 4 a + 8   x, norm, q, k, v, out (flash attention: no s x s scores, a log-sum-exp
                                                a head), x, norm; gate, silu(gate), up, their product; 1/rms twice
     selective  e (5 h + 2 k + 2 f) + 4 a       x and what matmuls and attention made; norms, RoPE, SiLU are done again
-    full       e h                             x alone; the layer's forward is done again: +1/3 FLOPs
+    full       e h                             x alone; the layer's forward is done again: almost +1/3 FLOPs
 
 for its backward pass. (Korthikanti's  s b h (34 + 5 a s / h)  is GPT in 16 bits without flash attention.) On a CPU,
 PyTorch composes RMSNorm of simple operators, which keep one more fp32 copy of h per norm, and if x is 16 bits a second
@@ -34,12 +34,13 @@ one instead of x.
 
 FLOPs per token, N = weights in matmuls (all but norms and the embedding's look-up), s = sequence length:
 
-    model     6 N + 12 L s h              forward 2 N + 4 L s h, backward twice that; what MFU counts
-    executed  + 2 L s h                   flash attention's backward makes the scores again
-              + 2 N_layers + 4 L s h      with full recomputation; what HFU counts
+    model     6 N + 12 L s h                     forward 2 N + 4 L s h, backward twice that; what MFU counts
+    executed  + 2 L s h                          flash attention's backward makes the scores again
+              + 2 (N_layers - L f h) + 4 L s h   with full recomputation, which stops before a layer's last matmul, as
+                                                 nothing in backward needs its output; what HFU counts
 
-With f = 8h/3, k = h this is Megatron's  96 B s l h^2 (1 + s/6h + V/16lh)  (Narayanan et al. 2021, eq. 3; with full
-recomputation, without flash attention's). Both count the masked half of causal attention.
+With f = 8h/3, k = h, all of a layer done again and without flash attention's extra, this is Megatron's
+96 B s l h^2 (1 + s/6h + V/16lh)  (Narayanan et al. 2021, eq. 3). Both count the masked half of causal attention.
 
 Run it (any machine; no download):    python step01_single_gpu.py
                                       python step01_single_gpu.py --resume runs/step01_single_gpu --generate "def "
@@ -87,6 +88,7 @@ class Config:
     grad_clip: float = 1.0  # largest global gradient norm; 0: no clipping
     seed: int = 0  # of initial weights and data order
     dtype: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = "auto"  # of weights and compute; auto: bf16 on GPU
+    grad_dtype: Literal["fp32", "same"] = "fp32"  # of gradients in 16-bit training: fp32 sums, or 16 bits as well
     device: Literal["auto", "cuda", "cpu"] = "auto"  # where to compute
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed, from step 2 on
     compile: bool = False  # torch.compile each decoder layer
@@ -160,9 +162,8 @@ def learning_rate(step: int, config: Config) -> float:
     return config.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
-def torch_optimizer(named: dict[str, Tensor], config: Config) -> torch.optim.Optimizer:
-    """The update rule from torch.optim over `named` tensors, with weight decay on those of two dimensions or more."""
-    matrices, vectors = ([t for t in named.values() if (t.dim() > 1) == wanted] for wanted in (True, False))
+def torch_optimizer(matrices: list[Tensor], vectors: list[Tensor], config: Config) -> torch.optim.Optimizer:
+    """The update rule from torch.optim, with weight decay on what belongs to matrices, without on vectors (norms)."""
     groups = [dict(params=matrices, weight_decay=config.weight_decay), dict(params=vectors, weight_decay=0.0)]
     if config.optimizer == "adafactor":
         return torch.optim.Adafactor(groups, lr=config.lr)
@@ -178,15 +179,16 @@ class Optimizer:
     """
 
     def __init__(self, model: Decoder, config: Config):
-        self.config = config
+        self.config, self.model = config, model
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.dtype = next(iter(self.params.values())).dtype
         self.mixed = self.dtype.itemsize == 2
         self.masters = {name: p.detach().float() if self.mixed else p for name, p in self.params.items()}
         for param in self.params.values():
-            if self.mixed:
+            if self.mixed and config.grad_dtype == "fp32":
                 param.grad_dtype = torch.float32  # autograd adds each micro-batch's 16-bit gradient to an fp32 sum
-        self.inner = torch_optimizer(self.masters, config)
+        matrices, vectors = ([t for t in self.masters.values() if (t.dim() > 1) == wanted] for wanted in (True, False))
+        self.inner = torch_optimizer(matrices, vectors, config)
         self.loss_scale = 2.0**16 if self.dtype == torch.float16 else 1.0
         self.good_steps = 0
 
@@ -198,30 +200,30 @@ class Optimizer:
     def step(self, lr: float) -> float:
         """Clip, update, clear the gradients; returns the norm before clipping. If it is not finite, nothing changes."""
         norm = self.grad_norm()
-        if not math.isfinite(norm):
-            self.zero_grad()
+        if math.isfinite(norm):
+            clip = self.config.grad_clip
+            self.update(lr, (clip / norm if clip and norm > clip else 1.0) / self.loss_scale)
+            self.good_steps += self.dtype == torch.float16
+            if self.good_steps and self.good_steps % 1000 == 0:
+                self.loss_scale *= 2
+        else:
             self.loss_scale, self.good_steps = max(1.0, self.loss_scale / 2), 0
-            return norm
-        factor = 1 / self.loss_scale
-        if self.config.grad_clip and norm > self.config.grad_clip:
-            factor *= self.config.grad_clip / norm
+        self.zero_grad()
+        return norm
+
+    def update(self, lr: float, factor: float):
+        """Apply the rule to the masters with the gradients times `factor`, and round the result into the weights."""
         grads = [p.grad for p in self.params.values() if p.grad is not None]
         if factor != 1:
             torch._foreach_mul_(grads, factor)
         for group in self.inner.param_groups:
             group["lr"] = lr
         for name, param in self.params.items():
-            self.masters[name].grad = param.grad
+            self.masters[name].grad = None if param.grad is None else param.grad.to(self.masters[name].dtype)
         self.inner.step()
         if self.mixed:
             for name, param in self.params.items():
                 param.detach().copy_(self.masters[name])
-        self.zero_grad()
-        if self.dtype == torch.float16:
-            self.good_steps += 1
-            if self.good_steps % 1000 == 0:
-                self.loss_scale *= 2
-        return norm
 
     def zero_grad(self):
         """Free the gradients."""
@@ -229,23 +231,31 @@ class Optimizer:
             param.grad = self.masters[name].grad = None
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """What this optimizer holds, for the memory table: fp32 masters, and moments."""
-        moments = [
-            t for state in self.inner.state.values() for t in state.values() if isinstance(t, Tensor) and t.dim()
-        ]
-        return {"masters": list(self.masters.values()) if self.mixed else [], "moments": moments}
+        """What training holds between two micro-batches, for the memory table."""
+        return {
+            "parameters": list(self.model.parameters()),
+            "gradients": [p.grad for p in self.params.values() if p.grad is not None],
+            "masters": list(self.masters.values()) if self.mixed else [],
+            "moments": [t for entry in self.inner.state.values() for t in entry.values() if t.dim()],
+        }
 
     def gradients(self) -> dict[str, Tensor]:
         """Every full gradient by global name, for comparing layouts."""
         return {name: p.grad / self.loss_scale for name, p in self.params.items() if p.grad is not None}
 
-    def state(self) -> dict[str, Any]:
-        """Full tensors by parameter name, for a checkpoint: masters (mixed precision only) and the rule's own state."""
+    def state(self, keep: bool = True) -> dict[str, Any]:
+        """Full tensors by parameter name: the weights, masters (mixed precision only) and the rule's own state."""
         rule = {name: self.inner.state[t] for name, t in self.masters.items() if t in self.inner.state}
-        return dict(masters=self.masters if self.mixed else {}, rule=rule)
+        weights = {name: p.detach() for name, p in self.model.named_parameters()}
+        return dict(model=weights, masters=self.masters if self.mixed else {}, rule=rule)
 
-    def load_state(self, state: dict[str, Any], loss_scale: float, good_steps: int):
-        """Take over what `state` returned."""
+    def load_weights(self, weights: dict[str, Tensor]):
+        """Take over the weights alone, from full tensors by name."""
+        for name, param in self.model.named_parameters():
+            param.detach().copy_(weights[name])
+
+    def load_rule(self, state: dict[str, Any], loss_scale: float, good_steps: int):
+        """Take over everything else that `state` returned."""
         self.loss_scale, self.good_steps = loss_scale, good_steps
         for name, master in state["masters"].items():
             self.masters[name].copy_(master)
@@ -265,7 +275,7 @@ def flops_per_token(m: ModelConfig, recompute: str) -> tuple[float, float]:
     layer, head = matmul_weights(m)
     attention = 4 * m.n_layers * m.seq_len * m.dim
     model = 6 * (m.n_layers * layer + head) + 3 * attention
-    again = 2 * m.n_layers * layer + attention if recompute == "full" else 0
+    again = 2 * m.n_layers * (layer - m.ffn_dim * m.dim) + attention if recompute == "full" else 0
     return model, model + attention / 2 + again
 
 
@@ -289,7 +299,7 @@ def memory_rows(config: Config, m: ModelConfig, model: Decoder, dtype: torch.dty
     moments = {"adamw": 2 * n * wide, "sgd": 0}.get(config.optimizer)
     return {
         "parameters": n * dtype.itemsize,
-        "gradients": n * wide,
+        "gradients": n * (dtype.itemsize if config.grad_dtype == "same" else wide),
         "masters": n * 4 * mixed,
         "moments": moments if moments is not None else sum(sum(p.shape) for p in model.parameters()) * wide,
         "activations": activation_bytes(m, config.micro_batch_size, dtype, config.recompute, on_cpu),
@@ -297,9 +307,15 @@ def memory_rows(config: Config, m: ModelConfig, model: Decoder, dtype: torch.dty
 
 
 @torch.no_grad()
-def evaluate(model: Decoder, data: TokenData, config: Config, device: torch.device, share=slice(None)) -> Tensor:
-    """Loss of the first held-out sequences, or of a `share` of them: fp64 [sum of losses, number of targets]."""
-    tokens, targets = (x[share] for x in data.validation(config.eval_sequences))
+def evaluate(model: Decoder, data: TokenData, config: Config, device: torch.device, rank=0, ranks=1) -> Tensor:
+    """Loss of the held-out sequences, or of one of `ranks` shares of them: fp64 [sum of losses, number of targets].
+
+    The last micro-batches are filled up with sequences that do not count, so that all ranks do equally many.
+    """
+    tokens, targets = data.validation(config.eval_sequences)
+    missing = -len(tokens) % (ranks * config.micro_batch_size)
+    tokens = torch.cat((tokens, tokens[:1].expand(missing, -1)))[rank::ranks]
+    targets = torch.cat((targets, targets[:1].new_full((missing, targets.shape[1]), IGNORE)))[rank::ranks]
     positions, total = torch.arange(tokens.shape[1], device=device), 0.0
     for start in range(0, len(tokens), config.micro_batch_size):
         rows = slice(start, start + config.micro_batch_size)
@@ -320,30 +336,29 @@ def generate(model: Decoder, prompt: str, n_tokens: int, seed: int, device: torc
     return decode(tokens)
 
 
-def save(run: Run, step: int, model: Decoder, optimizer: Optimizer, config: Config):
+def save(run: Run, step: int, optimizer: Optimizer, config: Config):
     """Write a checkpoint of everything that the next step depends on. The data position is the step itself.
 
-    Called by every rank; where all hold the same, rank 0 writes.
+    Called by every rank, as parts may have to be gathered; rank 0 writes.
     """
-    if run.rank != 0:
-        return
-    tensors = dict(model=model.state_dict(), optimizer=optimizer.state(), rng=torch.get_rng_state())
+    tensors = optimizer.state(keep=run.rank == 0) | dict(rng=torch.get_rng_state())
     scaling = dict(loss_scale=optimizer.loss_scale, good_steps=optimizer.good_steps)
     meta = dict(config=dataclasses.asdict(config), dtype=str(optimizer.dtype), **scaling)
-    checkpoints.save(run.out, step, tensors, meta)
+    if run.rank == 0:
+        checkpoints.save(run.out, step, tensors, meta)
 
 
-def resume(model: Decoder, optimizer: Optimizer, config: Config) -> int:
+def resume(optimizer: Optimizer, config: Config) -> int:
     """Take over a checkpoint; returns the number of steps it has done. Raises UserError if it does not fit."""
     tensors, meta = checkpoints.load(config.resume)
-    ours, theirs = model.state_dict(), tensors["model"]
+    ours, theirs = dict(optimizer.model.named_parameters()), tensors["model"]
     for name in ours.keys() | theirs.keys():
         if name not in ours or name not in theirs or ours[name].shape != theirs[name].shape:
             raise UserError(
                 f"--resume {config.resume}: its {name} does not fit this model; "
                 f"use --model {meta['config']['model']} and the overrides it was trained with"
             )
-    model.load_state_dict(theirs)
+    optimizer.load_weights(theirs)
     if config.generate:
         return meta["step"]
     for flag, theirs_was, ours_is in (
@@ -354,7 +369,7 @@ def resume(model: Decoder, optimizer: Optimizer, config: Config) -> int:
             raise UserError(
                 f"--resume {config.resume} was written with {flag} {theirs_was}, not {ours_is}: set --{flag}"
             )
-    optimizer.load_state(tensors["optimizer"], meta["loss_scale"], meta["good_steps"])
+    optimizer.load_rule(tensors, meta["loss_scale"], meta["good_steps"])
     torch.set_rng_state(tensors["rng"])
     return meta["step"]
 
@@ -390,10 +405,10 @@ def train(config: Config, observe=None) -> Trained:
     apply_recompute(model, config.recompute)
     if config.compile:
         for layer in model.model.layers.values():
-            layer.compile()
+            layer.forward = torch.compile(layer.forward)
     optimizer = Optimizer(model, config)
     positions = torch.arange(m.seq_len, device=device)
-    start = resume(model, optimizer, config) if config.resume else 0
+    start = resume(optimizer, config) if config.resume else 0
     if config.generate:
         print(generate(model, config.generate, 400, config.seed, device))
         return Trained(model, optimizer, [])
@@ -404,7 +419,6 @@ def train(config: Config, observe=None) -> Trained:
         run.say(f"{config.model}: {sum(p.numel() for p in model.parameters()):,} parameters, {dtype}, {device}")
         run.say(run.memory_table(predicted))
         for step in run.steps(start):
-            run.measure("parameters", model.parameters())
             with run.phase("data"):
                 batch = data.batch(step)
                 tokens, targets = batch.tokens.to(device), batch.targets.to(device)
@@ -420,13 +434,12 @@ def train(config: Config, observe=None) -> Trained:
             require_finite(loss, step, run)
             if observe is not None:
                 observe(step, optimizer)
-            run.measure("gradients", (p.grad for p in model.parameters()))
+            run.measure(optimizer.tensors())
             with run.phase("optimizer"):
                 grad_norm = optimizer.step(learning_rate(step, config))
             if optimizer.loss_scale == 1:  # else an fp16 overflow: this step was skipped, the scale halved
                 require_finite(grad_norm, step, run, "gradient norm")
-            for kind, held in optimizer.tensors().items():
-                run.measure(kind, held)
+            run.measure(optimizer.tensors())
             more = {}
             if config.eval_every and run.due(config.eval_every, step):
                 with run.phase("validation"):
@@ -434,7 +447,7 @@ def train(config: Config, observe=None) -> Trained:
                     more["validation_loss"] = loss_sum / max(1, n_targets)
             run.log(loss.item(), grad_norm, learning_rate(step, config), tokens.numel(), **more)
             if run.stopping or (config.save_every and run.due(config.save_every, step)):
-                save(run, step + 1, model, optimizer, config)
+                save(run, step + 1, optimizer, config)
         run.finish(predicted)
     return Trained(model, optimizer, run.history)
 

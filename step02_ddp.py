@@ -99,7 +99,9 @@ def check(config: Config, dp: int):
         )
     if config.compress != "none" and config.sync != "bucket":
         raise UserError(f"--compress {config.compress} works on buckets: use it with --sync bucket")
-    if config.sync == "torch" and config.dtype in ("bf16", "fp16"):
+    if config.compress != "none" and config.dtype == "fp16":
+        raise UserError("--compress would carry an fp16 overflow on for ever: use --dtype bf16 or fp32")
+    if config.sync == "torch" and choose_dtype(config.dtype, choose_device(config.device)).itemsize == 2:
         raise UserError("--sync torch adds gradients up in 16 bits: use --dtype fp32, or another --sync")
     if config.bucket_mb <= 0 or not 0 < config.topk_fraction <= 1:
         raise UserError("--bucket-mb must be positive, and --topk-fraction between 0 and 1")
@@ -363,11 +365,11 @@ def train(config: Config, observe=None) -> Trained:
         apply_recompute(model, config.recompute)
         if config.compile:
             for layer in model.model.layers.values():
-                layer.compile()
+                layer.forward = torch.compile(layer.forward)
         optimizer = Optimizer(model, config)
         sync = gradient_sync(model, group, config)
         positions = torch.arange(m.seq_len, device=device)
-        start = resume(model, optimizer, config) if config.resume else 0
+        start = resume(optimizer, config) if config.resume else 0
         require_same_parameters(model, group)
         if config.generate:
             text = generate(model, config.generate, 400, config.seed, device)
@@ -375,6 +377,7 @@ def train(config: Config, observe=None) -> Trained:
             return Trained(model, optimizer, [])
 
         predicted = memory_rows(config, m, model, dtype, device.type == "cpu")
+        traffic = predicted_traffic(model, sync, config, dp)
         flops, peak = flops_per_token(m, config.recompute), dp * peak_flops(device, dtype, config.peak_tflops)
         with Run(config, device, flops, peak, mesh) as run:
             run.say(f"{config.model}: {sum(p.numel() for p in model.parameters()):,} parameters, {dtype}, {device}")
@@ -382,7 +385,6 @@ def train(config: Config, observe=None) -> Trained:
             run.say(table(reduction_table(model, ["dp"])))
             run.say(run.memory_table(predicted))
             for step in run.steps(start):
-                run.measure("parameters", model.parameters())
                 with run.phase("data"):
                     batch = data.batch(step, share)
                     tokens, targets = batch.tokens.to(device), batch.targets.to(device)
@@ -404,22 +406,23 @@ def train(config: Config, observe=None) -> Trained:
                 require_finite(loss, step, run)
                 if observe is not None:
                     observe(step, optimizer)
-                run.measure("gradients", (p.grad for p in model.parameters()))
+                run.measure(optimizer.tensors())
                 with run.phase("optimizer"):
                     grad_norm = optimizer.step(learning_rate(step, config))
-                for kind, held in optimizer.tensors().items():
-                    run.measure(kind, held)
+                if optimizer.loss_scale == 1:  # else an fp16 overflow: this step was skipped, the scale halved
+                    require_finite(grad_norm, step, run, "gradient norm")
+                run.measure(optimizer.tensors())
                 more = {}
                 if config.eval_every and run.due(config.eval_every, step):
                     with run.phase("validation"):
-                        part = evaluate(model, data, config, device, slice(group.rank, None, dp))
+                        part = evaluate(model, data, config, device, group.rank, dp)
                         loss_sum, n_targets = sum_over(group, *part)
                         more["validation_loss"] = loss_sum / max(1, n_targets)
                 run.log(loss, grad_norm, learning_rate(step, config), tokens.numel() * dp, **more)
                 if run.stopping or (config.save_every and run.due(config.save_every, step)):
-                    save(run, step + 1, model, optimizer, config)
+                    save(run, step + 1, optimizer, config)
             require_same_parameters(model, group)
-            run.finish(predicted, predicted_traffic(model, sync, config, dp))
+            run.finish(predicted, traffic)
     return Trained(model, optimizer, run.history)
 
 

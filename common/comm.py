@@ -159,12 +159,17 @@ def open_mesh(sizes: dict[str, int], device: torch.device, backend: str, timeout
         dist.destroy_process_group()
 
 
+def gather_objects(thing: Any, mesh: Mesh) -> list[Any]:
+    """Small Python objects from all ranks, in their order (set-up and reports; not in the ledger)."""
+    everyone = [thing] * mesh.world
+    if mesh.world > 1:
+        dist.all_gather_object(everyone, thing)
+    return everyone
+
+
 def require_same_flags(config: Any, mesh: Mesh):
     """The first collective: every rank shows its flags. Raises UserError on all ranks, naming the flag that differs."""
-    if mesh.world == 1:
-        return
-    everyone: list[Any] = [None] * mesh.world
-    dist.all_gather_object(everyone, asdict(config))
+    everyone = gather_objects(asdict(config), mesh)
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items():
             if theirs.get(name) != value:

@@ -9,6 +9,7 @@ sync, the gradient norm, the checkpoint and the tables read it, and so none of t
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -69,8 +70,10 @@ def sum_gradients_over(model: nn.Module, mesh_dim: str):
         param.parallel_layout = replace(layout, sum_over=(*layout.sum_over, mesh_dim))
 
 
-def materialize(model: Decoder, seed: int, device: torch.device, dtype: torch.dtype):
-    """Give every parameter on the meta device its initial value, in place, one parameter at a time.
+def materialize(
+    model: Decoder, seed: int, device: torch.device, dtype: torch.dtype, only: Collection[str] | None = None
+):
+    """Give parameters on the meta device (all, or `only` these names) their initial value, in place, one at a time.
 
     The full value is drawn from (seed, global name), then sliced by the record: the same numbers under every layout.
     Tied parameters stay tied, records and `requires_grad` are kept.
@@ -79,7 +82,7 @@ def materialize(model: Decoder, seed: int, device: torch.device, dtype: torch.dt
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for key, param in list(module._parameters.items()):
-            if param is None:
+            if param is None or (only is not None and names[id(param)] not in only):
                 continue
             if id(param) not in made:
                 layout = layout_of(param)

@@ -35,6 +35,8 @@ class MemoryTimeline(TorchDispatchMode):
         self.events: list[Event] = []
         self.category: dict[int, str] = {}
         self.number: dict[int, int] = {}  # address of a live storage -> its running number
+        self.size: dict[int, int] = {}  # address of a live storage -> its bytes as last seen
+        self.resizable: dict[int, weakref.ref] = {}  # storages of parameters: ZeRO-3 empties and refills them in place
         self.birth_category = "other"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -46,7 +48,16 @@ class MemoryTimeline(TorchDispatchMode):
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):
                 self.note(tensor, self.birth_category)
+        for storage in [ref() for ref in self.resizable.values()]:
+            self.look(storage)
         return out
+
+    def look(self, storage: torch.UntypedStorage):
+        """Record that a known storage has changed its size."""
+        address, n_bytes = storage._cdata, storage.nbytes()
+        if n_bytes != self.size[address]:
+            self.events.append(Event(time.perf_counter(), self.number[address], n_bytes - self.size[address]))
+            self.size[address] = n_bytes
 
     def note(self, tensor: Tensor, category: str) -> int:
         """Record the tensor's storage under `category` if it is new; returns its running number."""
@@ -55,19 +66,24 @@ class MemoryTimeline(TorchDispatchMode):
         if address not in self.number:
             number = self.number[address] = len(self.category)
             self.category[number] = category
+            self.size[address] = storage.nbytes()
             self.events.append(Event(time.perf_counter(), number, storage.nbytes()))
-            weakref.finalize(storage, self.release, address, storage.nbytes()).atexit = False
+            weakref.finalize(storage, self.release, address).atexit = False
         return self.number[address]
 
-    def release(self, address: int, n_bytes: int):
+    def release(self, address: int):
         """Called when a storage dies."""
-        self.events.append(Event(time.perf_counter(), self.number.pop(address), -n_bytes))
+        self.resizable.pop(address, None)
+        self.events.append(Event(time.perf_counter(), self.number.pop(address), -self.size.pop(address)))
 
     def label(self, category: str, tensors: Iterable[Tensor | None]):
         """Put these tensors' storages under `category`, from their birth on."""
         for tensor in tensors:
             if tensor is not None:
                 self.category[self.note(tensor, category)] = category
+                if category == "parameters":
+                    storage = tensor.untyped_storage()
+                    self.resizable[storage._cdata] = weakref.ref(storage)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

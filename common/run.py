@@ -149,8 +149,9 @@ class Run:
         self.signalled = False
         self.decided: bool | None = None
         self.memory = MemoryTimeline()
-        self.step = self.end = self.profiled_until = 0
+        self.step = self.first = self.end = self.profiled_until = 0
         self.measured: dict[str, int] = {}
+        self.traffic: dict[str, Any] = {}
         self.clock: dict[str, float] = defaultdict(float)
         self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -200,7 +201,7 @@ class Run:
                 self.history = [row for row in plots.read_metrics(self.out) if row["step"] <= start]
             path.with_suffix(".partial").write_text("".join(json.dumps(row) + "\n" for row in self.history))
             path.with_suffix(".partial").replace(path)
-        self.profiled_until = start + max(1, self.config.profile_memory)
+        self.first, self.profiled_until = start, start + self.config.profile_memory
         quiet = self.rank != 0 or not sys.stderr.isatty()
         with tqdm(total=self.end, initial=start, disable=quiet, unit="step") as self.bar:
             for step in range(start, self.end):
@@ -217,6 +218,8 @@ class Run:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Book the enclosed seconds (and, in profiled steps, bytes) under data, forward, backward, optimizer, ..."""
+        if name == "validation":
+            self.traffic = self.mesh.ledger.take() if self.mesh is not None else {}
         with ExitStack() as stack:
             before = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
             if self.profiling:
@@ -243,13 +246,13 @@ class Run:
             return self.step < self.profiled_until
         return self.device.type == "cpu" and "activations" not in self.measured and not self.config.compile
 
-    def measure(self, kind: str, tensors: typing.Iterable[Tensor | None]):
-        """Note the bytes held by `tensors` for the memory table, and their category for the timeline."""
-        if self.profiling or kind not in self.measured:
-            tensors = list(tensors)
-            self.measured[kind] = bytes_of(tensors)
-        if self.profiling:
-            self.memory.label({"masters": "optimizer", "moments": "optimizer"}.get(kind, kind), tensors)
+    def measure(self, held: dict[str, list[Tensor]]):
+        """Note the bytes held by tensors, by kind, for the memory table (the most seen in the first two steps)."""
+        if self.profiling or self.step < self.first + 2:
+            for kind, tensors in held.items():
+                self.measured[kind] = max(self.measured.get(kind, 0), bytes_of(tensors))
+                if self.profiling:
+                    self.memory.label({"masters": "optimizer", "moments": "optimizer"}.get(kind, kind), tensors)
 
     def memory_table(self, predicted: dict[str, int]) -> str:
         """Predicted bytes by kind and, as far as they are known, the measured ones beside them."""
@@ -276,7 +279,10 @@ class Run:
         record |= dict(tokens_per_second=tokens / seconds, mfu=model_flops, hfu=executed_flops, seconds=seconds)
         record |= {f"{name}_seconds": self.clock[name] for name in ("data", "forward", "backward", "optimizer")}
         record |= dict(peak_memory_bytes=peak_memory(self.device), traffic={}) | more
-        record |= self.mesh.ledger.take() if self.mesh is not None else {}
+        if self.mesh is not None:
+            taken = self.mesh.ledger.take()
+            record |= self.traffic or taken  # a validation's own traffic does not count
+            self.traffic = {}
         self.clock.clear()
         self.history.append(record)
         if self.rank == 0:

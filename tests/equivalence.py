@@ -63,7 +63,7 @@ def record(step: Any, config: Any) -> Recording:
         gradients.append({name: g.detach().clone() for name, g in optimizer.gradients().items()})
 
     trained = step.train(config, observe)
-    parameters = {name: p.detach().clone() for name, p in trained.model.named_parameters()}
+    parameters = {name: p.clone() for name, p in trained.optimizer.state()["model"].items()}
     history = trained.history
     return Recording([r["loss"] for r in history], [r["grad_norm"] for r in history], gradients, parameters)
 

@@ -1,0 +1,670 @@
+"""Step 3: ZeRO. Replicas stop holding the same n times: optimizer state, gradients, parameters are cut in n.
+
+Data parallelism (step 2) updates every weight on every rank with the same numbers. ZeRO (Rajbhandari et al. 2020) lets
+rank r update only slice r. Parameters are laid out in *units* (one per layer, one each for the embedding and the head);
+a unit is one flat buffer, padded and cut in n equal slices:
+
+    unit "layers.0":  [ q_proj ........ | k_proj .. v_proj .. | o_proj ... gate ... | ... down_proj ... norms  0 0 ]
+                      '---- rank 0 ----''------ rank 1 ------''------ rank 2 ------''---------- rank 3 ----------'
+
+    stage              holds in full              cut in n                        per step and rank sends, x (n-1)/n
+    0  (step 2)        weights, gradients, state                                  2 P    all-reduce
+    1                  weights, gradients         masters, moments                2 P    reduce-scatter + all-gather
+    2                  weights                    masters, moments, gradients     (k+1) P
+    3                                             everything                      3k P   (a little less, see below)
+
+for P parameters and k micro-batches, in elements. Stage 1 sends gradients once, after the last micro-batch, and gathers
+the updated weights: an all-reduce is these two halves anyway. Stage 2 has nowhere to keep a full gradient, so it
+reduce-scatters every micro-batch's. Stage 3 also gathers the weights of a unit before its forward and again before its
+backward, and frees them after each. The head is the last unit in forward and the first in backward, so it stays; the
+embedding's backward adds into rows and needs no weights: P + P_layers are gathered per micro-batch instead of 2 P.
+
+    bytes per parameter, 16-bit training          stage 0    1            2              3
+    --grad-dtype fp32 (default, fp32 sums)        2+4+12     2+4+12/n     2+(4+12)/n     18/n
+    --grad-dtype same (16-bit gradients)          2+2+12     2+2+12/n     2+(4+12)/n     18/n    (slices sum in fp32)
+
+WHEN. Reduce-scatters start as soon as autograd has completed a unit and run under the rest of backward. Stages 1 and 2
+gather updated weights under the next forward: each module waits for its own only. Stage 3 prefetches the next unit
+while one computes, in both directions.
+
+OFFLOAD (Ren et al. 2021, "ZeRO-Offload"). --offload-optimizer cpu keeps masters and moments in host memory and updates
+there; disk keeps them in memory-mapped files of the run directory; --offload-params cpu (stage 3) keeps the weight
+slices on the host, too. Everything streams unit by unit. The files lose their names as soon as they are mapped, so they
+vanish with the process and are never mistaken for a checkpoint.
+
+THE TOY (`--toy`): W = [1,2,3,4], two ranks with x = 1 and 2, loss (sum(W) x)^2 / 2, so gradients 10 and 40, mean 25;
+SGD with lr 0.1 takes 2.5 off every weight: [-1.5, -0.5, 0.5, 1.5]. It prints what each rank holds in every stage:
+
+    stage 1, rank 0: weights [1, 2, 3, 4], own gradient 25 25 -> own weights -1.5 -0.5 -> all [-1.5, -0.5, 0.5, 1.5]
+
+Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
+           torchrun --nproc_per_node=2 step03_zero.py --toy
+You should see step 1's losses in every stage, and a memory table that shrinks by n, line by line.
+"""
+
+import os
+import shutil
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import step02_ddp as step02
+from common.comm import (
+    Group,
+    Pending,
+    all_gather,
+    gather_objects,
+    open_mesh,
+    reduce_scatter,
+    require_same_flags,
+    world_size,
+)
+from common.data import TokenData
+from common.layout import materialize, reduction_table, sum_gradients_over
+from common.model import Decoder, ModelConfig
+from common.run import Run, UserError, choose_device, choose_dtype, human, main, peak_flops, table
+from step01_single_gpu import (
+    Optimizer,
+    Trained,
+    activation_bytes,
+    apply_recompute,
+    evaluate,
+    flops_per_token,
+    generate,
+    learning_rate,
+    memory_rows,
+    require_finite,
+    resume,
+    save,
+    torch_optimizer,
+)
+from step02_ddp import gradient_sync, predicted_traffic, require_same_parameters, sum_over
+
+
+@dataclass
+class Config(step02.Config):
+    """The flags so far and those of ZeRO."""
+
+    zero: Literal[0, 1, 2, 3] = 1  # cut over dp: 1 optimizer state, 2 and gradients, 3 and parameters
+    offload_optimizer: Literal["none", "cpu", "disk"] = "none"  # where masters and moments live, and are updated
+    offload_params: Literal["none", "cpu"] = "none"  # with --zero 3: where parameter slices live
+    toy: bool = False  # print the four-weight example in every stage, and exit
+
+
+def check(config: Config, dp: int):
+    """Refuse what cannot work, on every rank alike, before the first collective. Raises UserError naming the flag."""
+    step02.check(config, dp)
+    offloads = config.offload_optimizer != "none"
+    if config.zero == 0 and offloads:
+        raise UserError(f"--offload-optimizer {config.offload_optimizer} moves slices: use it with --zero 1, 2 or 3")
+    if config.zero != 3 and config.offload_params != "none":
+        raise UserError("--offload-params cpu needs parameters in slices: use it with --zero 3")
+    if config.zero and config.optimizer == "adafactor":
+        raise UserError("--optimizer adafactor looks at whole rows and columns, slices have none: use it with --zero 0")
+    if config.zero and (config.sync == "torch" or config.compress != "none"):
+        raise UserError(f"--zero {config.zero} reduces gradients itself: leave --sync and --compress at their defaults")
+
+
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}  # what torch.optim keeps for every element
+
+
+class Unit:
+    """Some parameters in one flat buffer [padded], cut in n slices [padded / n], of which this rank owns one.
+
+    Stages 1 and 2: `flat` is always there, the parameters are views of it, `slice` is a view too. Stage 3: `slice` is
+    what stays; `flat`'s storage is filled by `gather` and emptied by `free`, so that whatever autograd saved of the
+    parameters finds its bytes again in backward.
+    """
+
+    def __init__(self, named: dict[str, nn.Parameter], group: Group, config: Config, disk: Path):
+        self.named, self.group, self.stage, self.moments = named, group, config.zero, MOMENTS[config.optimizer]
+        first = next(iter(named.values()))
+        self.dtype, self.wide, device = first.dtype, torch.promote_types(first.dtype, torch.float32), first.device
+        self.place: dict[str, tuple[int, int]] = {}
+        size = 0
+        for name, param in named.items():
+            self.place[name] = (size, size + param.numel())
+            size += param.numel()
+        self.length = -(-size // group.size)
+        self.first = group.rank * self.length
+        self.flat = torch.zeros(self.length * group.size, dtype=self.dtype, device=device)
+        for name, param in named.items():
+            view = self.flat[slice(*self.place[name])].view_as(param)
+            view.copy_(param.detach())
+            param.data = view  # of its own version count: autograd does not mind the buffer being filled again
+            if self.dtype.itemsize == 2 and config.grad_dtype == "fp32":
+                param.grad_dtype = torch.float32
+        self.grad_dtype = first.grad_dtype
+        self.trained = [name for name, param in named.items() if param.requires_grad]
+        self.slice = self.flat[self.first : self.first + self.length]
+        self.nbytes, self.gathered, self.pending = self.flat.nbytes, True, None
+        if self.stage == 3:
+            host = config.offload_params == "cpu"
+            self.slice = to_host(self.slice.clone()) if host else self.slice.clone()
+            self.free()
+        self.master = self.make_master(config, disk)
+        pieces = {name: self.cut(self.master, name) for name in self.trained}
+        self.pieces = {name: piece for name, piece in pieces.items() if len(piece)}
+        matrices = [piece for name, piece in self.pieces.items() if named[name].dim() > 1]
+        vectors = [piece for name, piece in self.pieces.items() if named[name].dim() == 1]
+        self.inner = torch_optimizer(matrices, vectors, config) if self.pieces else None
+        self.gradient: Tensor | None = None  # full [padded]: stage 1 always, stages 2 and 3 during backward
+        self.grad_slice: Tensor | None = None  # [padded / n], in fp32 or wider: the step's gradient, summed over ranks
+        self.missing, self.reduced = len(self.trained), True
+
+    def make_master(self, config: Config, disk: Path) -> Tensor:
+        """The slice that the update works on: the parameters' own if that is wide enough and not offloaded."""
+        self.on_disk: list[Tensor] = []
+        if config.offload_optimizer == "disk":
+            rows = 1 + len(self.moments)
+            master, *self.on_disk = map_file(disk, rows * self.length, self.wide).view(rows, self.length)
+            return master.copy_(self.slice)
+        if config.offload_optimizer == "cpu":
+            return to_host(self.slice.to(self.wide, copy=True))
+        return self.slice if self.slice.dtype == self.wide else self.slice.to(self.wide)
+
+    def cut(self, own: Tensor, name: str) -> Tensor:
+        """The part of a slice [padded / n] that belongs to a parameter: a view, empty if it lies on other ranks."""
+        start, stop = (min(max(at - self.first, 0), self.length) for at in self.place[name])
+        return own[start:stop]
+
+    def gather(self):
+        """Start to fill the flat buffer from everyone's slices, if it is not there (stage 3)."""
+        if not self.gathered:
+            self.flat.untyped_storage().resize_(self.nbytes)
+            self.pending = all_gather(self.flat, self.slice.to(self.flat.device, non_blocking=True), self.group)
+            self.gathered = True
+
+    def ready(self):
+        """Wait for the parameters to be there."""
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
+
+    def free(self):
+        """Give the flat buffer's memory back (stage 3)."""
+        if self.gathered:
+            self.ready()
+            self.flat.untyped_storage().resize_(0)
+            self.gathered = False
+
+    def update(self, lr: float, factor: float):
+        """Update the own slice with its gradient times `factor`; stages 1 and 2 start to gather everyone's."""
+        if self.inner is not None:
+            gradient = self.grad_slice.to(self.master.device, self.wide)
+            gradient = gradient * factor if factor != 1 else gradient
+            for name, piece in self.pieces.items():
+                piece.grad = self.cut(gradient, name)
+            for group in self.inner.param_groups:
+                group["lr"] = lr
+            self.inner.step()
+            for piece in self.pieces.values():
+                piece.grad = None
+            self.moments_to_disk()
+            if self.master is not self.slice:
+                self.slice.copy_(self.master)
+        if self.stage < 3:
+            self.pending = all_gather(self.flat, self.slice.clone(), self.group)
+
+    def moments_to_disk(self):
+        """After the first update torch.optim's moments are in memory: put them into the file, once."""
+        for key, row in zip(self.moments, self.on_disk, strict=False):
+            for name, piece in self.pieces.items():
+                state, mapped = self.inner.state[piece], self.cut(row, name)
+                if state[key].data_ptr() != mapped.data_ptr():
+                    state[key] = mapped.copy_(state[key])
+
+    def collect(self, own: Tensor) -> dict[str, Tensor]:
+        """Everyone's slices of something, cut into full tensors by parameter name. A collective."""
+        own = own.to(self.flat.device)
+        flat = own.new_empty(self.length * self.group.size)
+        all_gather(flat, own, self.group, "(state)").wait()
+        return {name: flat[slice(*self.place[name])].view(param.shape) for name, param in self.named.items()}
+
+    def deal(self, full: dict[str, Tensor], like: Tensor) -> Tensor:
+        """The inverse of `collect`: this rank's slice of full tensors by name (zero where there is none)."""
+        flat = like.new_zeros(self.length * self.group.size, device="cpu")
+        for name, tensor in full.items():
+            flat[slice(*self.place[name])] = tensor.flatten()
+        return flat[self.first : self.first + self.length]
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory, pinned where there is a GPU to copy to."""
+    host = tensor.cpu()
+    return host.pin_memory() if torch.cuda.is_available() else host
+
+
+def map_file(folder: Path, elements: int, dtype: torch.dtype) -> Tensor:
+    """A tensor in a file of `folder`. The space is reserved at once; the name is removed, so the file ends with us."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"offload-{os.getpid()}"
+    with open(path, "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, max(1, elements) * dtype.itemsize)
+    mapped = torch.from_file(str(path), shared=True, size=elements, dtype=dtype)
+    path.unlink()
+    return mapped
+
+
+def require_disk(folder: Path, n_bytes: int):
+    """Refuse before training if the disk cannot hold `n_bytes` (of all local ranks). Raises UserError."""
+    existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if free < n_bytes:
+        raise UserError(
+            f"--offload-optimizer disk needs {n_bytes} bytes ({human(n_bytes)}) in {folder}, which has {free}: "
+            "set --out to another disk"
+        )
+
+
+class Use(NamedTuple):
+    """A module, the numbers of the units it computes with, and whether its backward pass needs them again."""
+
+    module: nn.Module
+    units: list[int]
+    again: bool
+
+
+def plan(model: Decoder) -> tuple[list[list[str]], list[Use]]:
+    """Units as lists of parameter names, and the modules that use them in the order of the forward pass.
+
+    The head is computed by `lm_head.loss` right after the final norm: they are one unit, and the norm stands for both.
+    """
+    trunk = model.model
+    names = [["model.embed_tokens.weight"]]
+    uses = [Use(trunk.embed_tokens, [0], again=False)]
+    for number, layer in trunk.layers.items():
+        uses.append(Use(layer, [len(names)], again=True))
+        names.append([f"model.layers.{number}.{name}" for name, _ in layer.named_parameters()])
+    tied = model.lm_head.weight is trunk.embed_tokens.weight
+    uses.append(Use(trunk.norm, [0, len(names)] if tied else [len(names)], again=True))
+    names.append(["model.norm.weight"] if tied else ["model.norm.weight", "lm_head.weight"])
+    return names, uses
+
+
+class ZeroOptimizer(Optimizer):
+    """ZeRO stages 1 to 3 over `group`: an optimizer, and a gradient sync with the four calls of step 2's.
+
+    Its units are made one by one; parameters still on the meta device are drawn then, so that in stage 3 the whole
+    model never exists anywhere.
+    """
+
+    def __init__(self, model: nn.Module, group: Group, config: Config, planned: tuple[list[list[str]], list[Use]]):
+        self.config, self.model, self.group, self.stage = config, model, group, config.zero
+        self.forward = model
+        names, self.uses = planned
+        self.device, dtype = group.device, choose_dtype(config.dtype, group.device)
+        disk = Path(config.out or "runs") / "offload"
+        if config.offload_optimizer == "disk":
+            counts = [sum(model.get_parameter(name).numel() for name in unit_names) for unit_names in names]
+            each = max(4, dtype.itemsize) * (1 + len(MOMENTS[config.optimizer]))
+            require_disk(disk, sum(-(-count // group.size) for count in counts) * group.size * each)
+        self.units: list[Unit] = []
+        for unit_names in names:
+            if model.get_parameter(unit_names[0]).is_meta:
+                materialize(model, config.seed, self.device, dtype, unit_names)
+            named = {name: model.get_parameter(name) for name in unit_names}
+            self.units.append(Unit(named, group, config, disk))
+        self.dtype, self.mixed = dtype, dtype.itemsize == 2
+        self.loss_scale, self.good_steps, self.updates = (2.0**16 if dtype == torch.float16 else 1.0), 0, 0
+        self.in_flight: tuple[Unit, Tensor, Pending] | None = None
+        self.armed = False
+        for i, use in enumerate(self.uses):
+            use.module.register_forward_pre_hook(partial(self.before_forward, i))
+            use.module.register_forward_hook(partial(self.after_forward, i))
+        for unit in self.units:
+            for name in unit.trained:
+                hook = partial(self.completed, unit, name)
+                unit.named[name].register_post_accumulate_grad_hook(hook)
+
+    # The way of the parameters: gather, use, free.
+
+    def before_forward(self, i: int, *_):
+        """Hook: have this module's parameters, and send for the next one's."""
+        self.provide(i, i + 1)
+
+    def after_forward(self, i: int, _module: nn.Module, _inputs: tuple, output: Tensor):
+        """Hook: drop the parameters until backward, which begins with the last module."""
+        if self.stage == 3:
+            if i + 1 < len(self.uses):
+                self.drop(i, keep=i + 1)
+            if output.requires_grad:
+                output.register_hook(partial(self.before_backward, i))
+
+    def before_backward(self, i: int, _gradient: Tensor):
+        """Hook on the module's output: the gradient arrives, so the module behind it is done, and this one is next."""
+        if i + 1 < len(self.uses):
+            self.drop(i + 1, keep=i)
+        if self.uses[i].again:
+            self.provide(i, i - 1 if i > 0 and self.uses[i - 1].again else i)
+
+    def provide(self, i: int, then: int):
+        """Gather the units of module `i` and start to gather those of module `then`."""
+        wanted = [self.units[u] for u in self.uses[i].units]
+        if self.stage == 3:
+            for unit in wanted + [self.units[u] for use in self.uses[then : then + 1] for u in use.units]:
+                unit.gather()
+        for unit in wanted:
+            unit.ready()
+
+    def drop(self, i: int, keep: int):
+        """Free the units of module `i` that module `keep` does not use."""
+        for u in set(self.uses[i].units) - set(self.uses[keep].units):
+            self.units[u].free()
+
+    # The way of the gradients: complete, reduce-scatter, add up in the slice.
+
+    def begin(self):
+        """Before the first micro-batch: make room for gradients, whole (stage 1) or in slices."""
+        self.armed = self.stage > 1
+        for unit in self.units:
+            unit.missing = len(unit.trained)
+            if self.stage == 1 and unit.trained:
+                unit.gradient, unit.reduced = torch.zeros_like(unit.flat, dtype=unit.grad_dtype), False
+                for name in unit.trained:
+                    unit.named[name].grad = unit.gradient[slice(*unit.place[name])].view_as(unit.named[name])
+            elif unit.trained:
+                unit.grad_slice = torch.zeros(unit.length, dtype=unit.wide, device=self.device)
+
+    def last_micro_batch(self):
+        """From now on gradients are complete when autograd has added to them, also in stage 1."""
+        self.armed = True
+
+    def completed(self, unit: Unit, name: str, param: nn.Parameter):
+        """Hook: autograd has added to a gradient. Stages 2 and 3 move it into the unit's flat buffer."""
+        if self.stage > 1:
+            if unit.gradient is None:
+                unit.gradient = torch.zeros(unit.length * self.group.size, dtype=unit.grad_dtype, device=self.device)
+                unit.reduced = False
+            unit.gradient[slice(*unit.place[name])].view_as(param).copy_(param.grad)
+            param.grad = None
+        if self.armed:
+            unit.missing -= 1
+            if unit.missing == 0:
+                self.reduce(unit)
+
+    def reduce(self, unit: Unit):
+        """Start to sum a unit's gradient over the ranks; the one before has had a layer's time, so finish that."""
+        self.land()
+        own = torch.empty(unit.length, dtype=unit.grad_dtype, device=self.device)
+        self.in_flight = (unit, own, reduce_scatter(own, unit.gradient, self.group))
+        unit.missing, unit.reduced = len(unit.trained), True
+
+    def land(self):
+        """Put the slice that was in flight where it belongs."""
+        if self.in_flight is not None:
+            unit, own, pending = self.in_flight
+            pending.wait()
+            if self.stage == 1:
+                unit.grad_slice = unit.gradient[unit.first : unit.first + unit.length].copy_(own)
+            else:
+                unit.grad_slice += own
+                unit.gradient = None
+            self.in_flight = None
+
+    def finish(self):
+        """After the last backward: reduce what no hook completed (an unused parameter), wait, free the last units."""
+        for unit in self.units:
+            if not unit.reduced:
+                self.reduce(unit)
+        self.land()
+        for unit in self.units if self.stage == 3 else ():
+            unit.free()
+
+    # The update, and what the optimizer is asked for besides.
+
+    def grad_norm(self) -> float:
+        """The L2 norm of the whole gradient: every element lies in exactly one rank's slice."""
+        slices = [unit.grad_slice for unit in self.units if unit.grad_slice is not None]
+        (square,) = sum_over(self.group, torch.nn.utils.get_total_norm(slices).double() ** 2)
+        return square**0.5 / self.loss_scale
+
+    def update(self, lr: float, factor: float):
+        """Update all slices, unit by unit in the order in which the next forward pass wants them."""
+        for unit in self.units:
+            if unit.trained:
+                unit.update(lr, factor)
+        self.updates += 1
+
+    def zero_grad(self):
+        """Free the gradients."""
+        for unit in self.units:
+            unit.gradient = unit.grad_slice = None
+            for param in unit.named.values():
+                param.grad = None
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """What this rank holds between two micro-batches, for the memory table (files do not count)."""
+        units = self.units
+        states = [entry for unit in units if unit.inner and not unit.on_disk for entry in unit.inner.state.values()]
+        in_memory = [unit for unit in units if self.config.offload_optimizer != "disk"]
+        return {
+            "parameters": [t for unit in units for t in (unit.flat, unit.slice)],
+            "gradients": [t for unit in units for t in (unit.gradient, unit.grad_slice) if t is not None],
+            "masters": [unit.master for unit in in_memory if unit.master is not unit.slice],
+            "moments": [t for entry in states for t in entry.values() if t.dim()],
+        }
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Every full gradient by global name, gathered. A collective."""
+        full = {name: g for u in self.units if u.trained for name, g in u.collect(u.grad_slice).items()}
+        return {name: full[name] / self.loss_scale for u in self.units for name in u.trained}
+
+    def state(self, keep: bool = True) -> dict[str, Any]:
+        """Full tensors by name as in step 1, gathered unit by unit; ranks that do not `keep` them only take part."""
+        state: dict[str, Any] = dict(model={}, masters={}, rule={})
+        for unit in self.units:
+            unit.ready()
+            slices = {"model": unit.slice}
+            if self.mixed and unit.trained:
+                slices["masters"] = unit.master
+            for key in unit.moments if self.updates and unit.trained else ():
+                slices[key] = torch.zeros_like(unit.master)
+                for name, piece in unit.pieces.items():
+                    unit.cut(slices[key], name).copy_(unit.inner.state[piece][key])
+            for kind, own in slices.items():
+                full = unit.collect(own)
+                for name in (unit.named if kind == "model" else unit.trained) if keep else ():
+                    if kind in state:
+                        state[kind][name] = full[name].cpu()
+                    else:
+                        count = next(iter(unit.inner.state.values()))["step"].cpu()
+                        state["rule"].setdefault(name, dict(step=count))[kind] = full[name].cpu()
+        return state
+
+    def load_weights(self, weights: dict[str, Tensor]):
+        """Take over the weights from full tensors by name."""
+        for unit in self.units:
+            unit.ready()
+            own = {name: weights[name] for name in unit.named}
+            if self.stage < 3:
+                for name, tensor in own.items():
+                    unit.named[name].data.copy_(tensor)
+            unit.slice.copy_(unit.deal(own, unit.slice))
+            unit.master.copy_(unit.slice)
+
+    def load_rule(self, state: dict[str, Any], loss_scale: float, good_steps: int):
+        """Take over masters, moments and loss scale."""
+        self.loss_scale, self.good_steps, self.updates = loss_scale, good_steps, int(bool(state["rule"]))
+        for unit in self.units:
+            if state["masters"] and unit.trained:
+                unit.master.copy_(unit.deal({name: state["masters"][name] for name in unit.trained}, unit.master))
+            for key in unit.moments if self.updates and unit.trained else ():
+                own = unit.deal({name: state["rule"][name][key] for name in unit.trained}, unit.master)
+                for name, piece in unit.pieces.items():
+                    entry = unit.inner.state[piece]
+                    entry["step"] = state["rule"][name]["step"].to(unit.master.device)
+                    entry[key] = unit.cut(own, name).to(unit.master.device, copy=True)
+            unit.moments_to_disk()
+
+
+def zero_memory_rows(config: Config, m: ModelConfig, optimizer: ZeroOptimizer) -> dict[str, int]:
+    """Predicted bytes of each kind of tensor on one rank, after the table above (padding included)."""
+    n, e, wide = optimizer.group.size, optimizer.dtype.itemsize, optimizer.units[0].wide.itemsize
+    cut = sum(unit.length for unit in optimizer.units)
+    trained = sum(unit.length for unit in optimizer.units if unit.trained)
+    separate = optimizer.mixed or config.offload_optimizer != "none"
+    in_memory = config.offload_optimizer != "disk"
+    return {
+        "parameters": cut * e * (1 if config.zero == 3 else n),
+        "gradients": trained * wide if config.zero > 1 else trained * n * optimizer.units[0].grad_dtype.itemsize,
+        "masters": cut * wide * separate * in_memory,
+        "moments": trained * wide * len(MOMENTS[config.optimizer]) * in_memory,
+        "activations": activation_bytes(
+            m, config.micro_batch_size, optimizer.dtype, config.recompute, optimizer.device.type == "cpu"
+        ),
+    }
+
+
+def zero_traffic(optimizer: ZeroOptimizer, micro_batches: int) -> dict[tuple[str, str], float]:
+    """Bytes each rank sends in one step, by (mesh dimension, operation), after WHEN and the first table above."""
+    units, uses, n = optimizer.units, optimizer.uses, optimizer.group.size
+    stage, name = optimizer.stage, optimizer.group.name
+    reduced = sum(unit.length * unit.grad_dtype.itemsize for unit in units if unit.trained)
+    gathered = sum(unit.length * unit.dtype.itemsize for unit in units if unit.trained)
+    if stage == 3:
+        again = [u for use in uses[:-1] if use.again for u in use.units]
+        in_turn = [u for use in uses for u in use.units] + again
+        gathered = micro_batches * sum(units[u].length * units[u].dtype.itemsize for u in in_turn)
+    times = 1 if stage == 1 else micro_batches
+    return {(name, "reduce_scatter"): (n - 1) * reduced * times, (name, "all_gather"): (n - 1) * gathered}
+
+
+class Toy(nn.Module):
+    """Four weights and the loss (sum(W) x)^2 / 2."""
+
+    def __init__(self):
+        super().__init__()
+        self.W = nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64))
+
+    def forward(self, x: float) -> Tensor:
+        """A scalar."""
+        return (self.W.sum() * x) ** 2 / 2
+
+
+def shown(tensor: Tensor) -> list[float]:
+    """Values without the last digits' rounding."""
+    return [round(x, 6) for x in tensor.tolist()]
+
+
+def toy(stage: int, group: Group) -> str:
+    """One step of the docstring's example; returns what this rank held and did. x is the rank's number plus one."""
+    model = Toy()
+    config = Config(zero=stage, optimizer="sgd", dtype="fp64", weight_decay=0.0, grad_clip=0.0)
+    optimizer = ZeroOptimizer(model, group, config, ([["W"]], [Use(model, [0], again=True)])) if stage else None
+    sync = optimizer or step02.NaiveSync(model, group, config)
+    held = shown(optimizer.units[0].slice if stage == 3 else model.W)
+    sync.begin()
+    sync.last_micro_batch()
+    (sync.forward(group.rank + 1.0) / group.size).backward()  # scaled once: then only sums
+    sync.finish()
+    if optimizer is None:
+        gradient, own = shown(model.W.grad), shown(model.W - 0.1 * model.W.grad)
+        everyone = own
+    else:
+        gradient = shown(optimizer.units[0].grad_slice)
+        optimizer.step(lr=0.1)
+        own, everyone = shown(optimizer.units[0].slice), shown(optimizer.state()["model"]["W"])
+    return f"stage {stage}, rank {group.rank}: weights {held}, gradient {gradient} -> own {own}, together {everyone}"
+
+
+def train(config: Config, observe=None) -> Trained:
+    """The whole run. `observe(step, optimizer)`, if given, sees each step's complete gradients before the update."""
+    dp = world_size()
+    check(config, dp)
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    m = config.model_config()
+    with open_mesh({"dp": dp}, device, config.backend) as mesh:
+        require_same_flags(config, mesh)
+        group = mesh["dp"]
+        if config.toy:
+            lines = [line for stage in range(4) for line in gather_objects(toy(stage, group), mesh)]
+            print("\n".join(lines) if mesh.rank == 0 else "", end="\n" if mesh.rank == 0 else "")
+            return Trained(model=None, optimizer=None, history=[])
+        share = slice(group.rank * config.global_batch_size // dp, (group.rank + 1) * config.global_batch_size // dp)
+        data = TokenData(config.dataset, m.seq_len, config.global_batch_size, config.seed, m.vocab_size)
+
+        with torch.device("meta"):
+            model = Decoder(m)
+        sum_gradients_over(model, "dp")
+        apply_recompute(model, config.recompute)
+        if config.compile:
+            for layer in model.model.layers.values():
+                layer.forward = torch.compile(layer.forward)
+        if config.zero == 0:
+            materialize(model, config.seed, device, dtype)
+            optimizer = Optimizer(model, config)
+            sync = gradient_sync(model, group, config)
+        else:
+            optimizer = sync = ZeroOptimizer(model, group, config, plan(model))
+        positions = torch.arange(m.seq_len, device=device)
+        start = resume(optimizer, config) if config.resume else 0
+        if config.zero == 0:
+            require_same_parameters(model, group)
+        if config.generate:
+            text = generate(model, config.generate, 400, config.seed, device)
+            print(text if mesh.rank == 0 else "", end="")
+            return Trained(model, optimizer, [])
+
+        if config.zero == 0:
+            predicted = memory_rows(config, m, model, dtype, device.type == "cpu")
+            traffic = predicted_traffic(model, sync, config, dp)
+        else:
+            predicted = zero_memory_rows(config, m, optimizer)
+            traffic = zero_traffic(optimizer, config.global_batch_size // dp // config.micro_batch_size)
+        flops, peak = flops_per_token(m, config.recompute), dp * peak_flops(device, dtype, config.peak_tflops)
+        with Run(config, device, flops, peak, mesh) as run:
+            run.say(f"{config.model}: {sum(p.numel() for p in model.parameters()):,} parameters, {dtype}, {device}")
+            run.say(mesh.picture())
+            run.say(table(reduction_table(model, ["dp"])))
+            run.say(run.memory_table(predicted))
+            for step in run.steps(start):
+                with run.phase("data"):
+                    batch = data.batch(step, share)
+                    tokens, targets = batch.tokens.to(device), batch.targets.to(device)
+                loss = torch.zeros((), device=device, dtype=torch.promote_types(dtype, torch.float32))
+                sync.begin()
+                for first in range(0, len(tokens), config.micro_batch_size):
+                    rows = slice(first, first + config.micro_batch_size)
+                    if rows.stop == len(tokens):
+                        sync.last_micro_batch()
+                    with run.phase("forward"):
+                        loss_sum = model.lm_head.loss(sync.forward(tokens[rows], positions), targets[rows])
+                        micro_loss = loss_sum / batch.n_targets
+                    with run.phase("backward"):
+                        (micro_loss * optimizer.loss_scale).backward()
+                    loss += micro_loss.detach()
+                sync.finish()
+                loss, stopping = sum_over(group, loss, run.stopping)
+                run.stopping = stopping > 0
+                require_finite(loss, step, run)
+                if observe is not None:
+                    observe(step, optimizer)
+                run.measure(optimizer.tensors())
+                with run.phase("optimizer"):
+                    grad_norm = optimizer.step(learning_rate(step, config))
+                if optimizer.loss_scale == 1:  # else an fp16 overflow: this step was skipped, the scale halved
+                    require_finite(grad_norm, step, run, "gradient norm")
+                run.measure(optimizer.tensors())
+                more = {}
+                if config.eval_every and run.due(config.eval_every, step):
+                    with run.phase("validation"):
+                        part = evaluate(model, data, config, device, group.rank, dp)
+                        loss_sum, n_targets = sum_over(group, *part)
+                        more["validation_loss"] = loss_sum / max(1, n_targets)
+                run.log(loss, grad_norm, learning_rate(step, config), tokens.numel() * dp, **more)
+                if run.stopping or (config.save_every and run.due(config.save_every, step)):
+                    save(run, step + 1, optimizer, config)
+            if config.zero == 0:
+                require_same_parameters(model, group)
+            run.finish(predicted, traffic)
+    return Trained(model, optimizer, run.history)
+
+
+if __name__ == "__main__":
+    main(train, Config)
