@@ -59,8 +59,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from common import checkpoint as checkpoints
+from common.comm import Mesh
 from common.data import TokenData, decode
-from common.layout import materialize
+from common.layout import assemble, layout_of, materialize
 from common.model import IGNORE, PRESETS, Decoder, ModelConfig
 from common.run import Run, UserError, choose_device, choose_dtype, main, peak_flops
 
@@ -178,8 +179,8 @@ class Optimizer:
     `loss_scale`: multiply the loss by it before backward; `step` takes it out again.
     """
 
-    def __init__(self, model: Decoder, config: Config):
-        self.config, self.model = config, model
+    def __init__(self, model: Decoder, config: Config, mesh: Mesh | None = None):
+        self.config, self.model, self.mesh = config, model, mesh
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.dtype = next(iter(self.params.values())).dtype
         self.mixed = self.dtype.itemsize == 2
@@ -197,9 +198,9 @@ class Optimizer:
         grads = [p.grad for p in self.params.values() if p.grad is not None]
         return torch.nn.utils.get_total_norm(grads).item() / self.loss_scale
 
-    def step(self, lr: float) -> float:
+    def step(self, lr: float, norm: float | None = None) -> float:
         """Clip, update, clear the gradients; returns the norm before clipping. If it is not finite, nothing changes."""
-        norm = self.grad_norm()
+        norm = self.grad_norm() if norm is None else norm
         if math.isfinite(norm):
             clip = self.config.grad_clip
             self.update(lr, (clip / norm if clip and norm > clip else 1.0) / self.loss_scale)
@@ -210,6 +211,10 @@ class Optimizer:
             self.loss_scale, self.good_steps = max(1.0, self.loss_scale / 2), 0
         self.zero_grad()
         return norm
+
+    def gradient_parts(self) -> dict[str, Tensor]:
+        """The gradients as this rank holds them, by name."""
+        return {name: p.grad for name, p in self.params.items() if p.grad is not None}
 
     def update(self, lr: float, factor: float):
         """Apply the rule to the masters with the gradients times `factor`, and round the result into the weights."""
@@ -241,26 +246,38 @@ class Optimizer:
 
     def gradients(self) -> dict[str, Tensor]:
         """Every full gradient by global name, for comparing layouts."""
-        return {name: p.grad / self.loss_scale for name, p in self.params.items() if p.grad is not None}
+        found = {name: p.grad / self.loss_scale for name, p in self.params.items() if p.grad is not None}
+        return {name: self.whole(name, grad) for name, grad in found.items()}
+
+    def whole(self, name: str, local: Tensor) -> Tensor:
+        """The full tensor, of which `local` is the part that the layout record of `name` says (here: all of it)."""
+        return assemble(local, layout_of(self.model.get_parameter(name)), self.mesh)
 
     def state(self, keep: bool = True) -> dict[str, Any]:
         """Full tensors by parameter name: the weights, masters (mixed precision only) and the rule's own state."""
-        rule = {name: self.inner.state[t] for name, t in self.masters.items() if t in self.inner.state}
-        weights = {name: p.detach() for name, p in self.model.named_parameters()}
-        return dict(model=weights, masters=self.masters if self.mixed else {}, rule=rule)
+        weights = {name: self.whole(name, p.detach()) for name, p in self.model.named_parameters()}
+        masters = {name: self.whole(name, t) for name, t in self.masters.items()} if self.mixed else {}
+        rule: dict[str, dict[str, Tensor]] = {name: {} for name, t in self.masters.items() if t in self.inner.state}
+        for name in rule:
+            for key, value in self.inner.state[self.masters[name]].items():
+                rule[name][key] = self.whole(name, value) if value.dim() else value
+        return dict(model=weights, masters=masters, rule=rule)
 
     def load_weights(self, weights: dict[str, Tensor]):
         """Take over the weights alone, from full tensors by name."""
         for name, param in self.model.named_parameters():
-            param.detach().copy_(weights[name])
+            param.detach().copy_(layout_of(param).slice(weights[name]))
 
     def load_rule(self, state: dict[str, Any], loss_scale: float, good_steps: int):
         """Take over everything else that `state` returned."""
         self.loss_scale, self.good_steps = loss_scale, good_steps
         for name, master in state["masters"].items():
-            self.masters[name].copy_(master)
+            self.masters[name].detach().copy_(layout_of(self.params[name]).slice(master))
         order = [id(t) for group in self.inner.param_groups for t in group["params"]]
-        numbered = {order.index(id(self.masters[name])): entry for name, entry in state["rule"].items()}
+        numbered = {}
+        for name, entry in state["rule"].items():
+            cut = layout_of(self.params[name]).slice
+            numbered[order.index(id(self.masters[name]))] = {k: cut(v) if v.dim() else v for k, v in entry.items()}
         self.inner.load_state_dict(dict(state=numbered, param_groups=self.inner.state_dict()["param_groups"]))
 
 
@@ -326,12 +343,16 @@ def evaluate(model: Decoder, data: TokenData, config: Config, device: torch.devi
 
 @torch.no_grad()
 def generate(model: Decoder, prompt: str, n_tokens: int, seed: int, device: torch.device) -> str:
-    """Continue `prompt` (bytes) by `n_tokens` sampled at temperature 0.8, by a full forward pass for each."""
+    """Continue `prompt` (bytes) by `n_tokens` sampled at temperature 0.8, by a full forward pass for each.
+
+    The sequence is filled up to its full length behind the text, where causal attention does not look.
+    """
     tokens, generator = list(prompt.encode()), torch.Generator().manual_seed(seed)
     for _ in range(n_tokens):
-        window = torch.tensor([tokens[-model.config.seq_len :]], device=device)
-        hidden = model(window, torch.arange(window.shape[1], device=device))
-        probabilities = (model.lm_head(hidden[0, -1]).float().cpu() / 0.8).softmax(-1)
+        window = tokens[-model.config.seq_len :]
+        filled = torch.tensor([window + [0] * (model.config.seq_len - len(window))], device=device)
+        logits = model.lm_head(model(filled, torch.arange(filled.shape[1], device=device)))
+        probabilities = (logits[0, len(window) - 1].float().cpu() / 0.8).softmax(-1)
         tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     return decode(tokens)
 
@@ -351,9 +372,10 @@ def save(run: Run, step: int, optimizer: Optimizer, config: Config):
 def resume(optimizer: Optimizer, config: Config) -> int:
     """Take over a checkpoint; returns the number of steps it has done. Raises UserError if it does not fit."""
     tensors, meta = checkpoints.load(config.resume)
-    ours, theirs = dict(optimizer.model.named_parameters()), tensors["model"]
+    theirs = tensors["model"]
+    ours = {name: layout_of(p).full_shape(p.shape) for name, p in optimizer.model.named_parameters()}
     for name in ours.keys() | theirs.keys():
-        if name not in ours or name not in theirs or ours[name].shape != theirs[name].shape:
+        if name not in ours or name not in theirs or ours[name] != theirs[name].shape:
             raise UserError(
                 f"--resume {config.resume}: its {name} does not fit this model; "
                 f"use --model {meta['config']['model']} and the overrides it was trained with"

@@ -360,7 +360,7 @@ def train(config: Config, observe=None) -> Trained:
 
         with torch.device("meta"):
             model = Decoder(m)
-        sum_gradients_over(model, "dp")
+        sum_gradients_over(model.parameters(), "dp")
         materialize(model, config.seed, device, dtype)
         apply_recompute(model, config.recompute)
         if config.compile:

@@ -29,21 +29,27 @@ while one computes, in both directions.
 
 OFFLOAD (Ren et al. 2021, "ZeRO-Offload"). --offload-optimizer cpu keeps masters and moments in host memory and updates
 there; disk keeps them in memory-mapped files of the run directory; --offload-params cpu (stage 3) keeps the weight
-slices on the host, too. Everything streams unit by unit. The files lose their names as soon as they are mapped, so they
-vanish with the process and are never mistaken for a checkpoint.
+slices on the host, too. Everything streams unit by unit. The files never have a name, so they vanish with the process
+and are never mistaken for a checkpoint.
 
 THE TOY (`--toy`): W = [1,2,3,4], two ranks with x = 1 and 2, loss (sum(W) x)^2 / 2, so gradients 10 and 40, mean 25;
-SGD with lr 0.1 takes 2.5 off every weight: [-1.5, -0.5, 0.5, 1.5]. It prints what each rank holds in every stage:
+SGD with lr 0.1 takes 2.5 off every weight: [-1.5, -0.5, 0.5, 1.5]. It prints what each rank holds in every stage (in
+stage 1 there is a whole gradient, but only the own half of it is the ranks' sum; the rest is 10 / 2, this rank's part):
 
-    stage 1, rank 0: weights [1, 2, 3, 4], own gradient 25 25 -> own weights -1.5 -0.5 -> all [-1.5, -0.5, 0.5, 1.5]
+    stage 0, rank 0: weights 1 2 3 4, gradient 25 25 25 25 -> own -1.5 -0.5 0.5 1.5, all -1.5 -0.5 0.5 1.5
+    stage 1, rank 0: weights 1 2 3 4, gradient 25 25 5 5 -> own -1.5 -0.5, all -1.5 -0.5 0.5 1.5
+    stage 2, rank 0: weights 1 2 3 4, gradient 25 25 -> own -1.5 -0.5, all -1.5 -0.5 0.5 1.5
+    stage 3, rank 0: weights 1 2, gradient 25 25 -> own -1.5 -0.5, all -1.5 -0.5 0.5 1.5
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
            torchrun --nproc_per_node=2 step03_zero.py --toy
 You should see step 1's losses in every stage, and a memory table that shrinks by n, line by line.
 """
 
+import mmap
 import os
 import shutil
+import tempfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -55,6 +61,7 @@ from torch import Tensor, nn
 import step02_ddp as step02
 from common.comm import (
     Group,
+    Mesh,
     Pending,
     all_gather,
     gather_objects,
@@ -64,7 +71,7 @@ from common.comm import (
     world_size,
 )
 from common.data import TokenData
-from common.layout import materialize, reduction_table, sum_gradients_over
+from common.layout import layout_of, materialize, reduction_table, sum_gradients_over
 from common.model import Decoder, ModelConfig
 from common.run import Run, UserError, choose_device, choose_dtype, human, main, peak_flops, table
 from step01_single_gpu import (
@@ -240,21 +247,18 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def map_file(folder: Path, elements: int, dtype: torch.dtype) -> Tensor:
-    """A tensor in a file of `folder`. The space is reserved at once; the name is removed, so the file ends with us."""
+    """A tensor in a file of `folder`, its space reserved at once. The file has no name, so it ends with the process."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"offload-{os.getpid()}"
-    with open(path, "wb") as file:
-        os.posix_fallocate(file.fileno(), 0, max(1, elements) * dtype.itemsize)
-    mapped = torch.from_file(str(path), shared=True, size=elements, dtype=dtype)
-    path.unlink()
-    return mapped
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, elements * dtype.itemsize)
+        return torch.frombuffer(mmap.mmap(file.fileno(), elements * dtype.itemsize), dtype=dtype)
 
 
-def require_disk(folder: Path, n_bytes: int):
-    """Refuse before training if the disk cannot hold `n_bytes` (of all local ranks). Raises UserError."""
+def require_disk(folder: Path, n_bytes: int, group: Group):
+    """Refuse before training if a rank's disk cannot hold `n_bytes` (of all local ranks). Raises UserError on all."""
     existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     free = shutil.disk_usage(existing).free
-    if free < n_bytes:
+    if any(sum_over(group, free < n_bytes)):  # nobody takes space before everybody has looked
         raise UserError(
             f"--offload-optimizer disk needs {n_bytes} bytes ({human(n_bytes)}) in {folder}, which has {free}: "
             "set --out to another disk"
@@ -269,7 +273,10 @@ class Use(NamedTuple):
     again: bool
 
 
-def plan(model: Decoder) -> tuple[list[list[str]], list[Use]]:
+Planned = tuple[list[list[str]], list[Use]]
+
+
+def plan(model: Decoder) -> Planned:
     """Units as lists of parameter names, and the modules that use them in the order of the forward pass.
 
     The head is computed by `lm_head.loss` right after the final norm: they are one unit, and the norm stands for both.
@@ -293,16 +300,16 @@ class ZeroOptimizer(Optimizer):
     model never exists anywhere.
     """
 
-    def __init__(self, model: nn.Module, group: Group, config: Config, planned: tuple[list[list[str]], list[Use]]):
-        self.config, self.model, self.group, self.stage = config, model, group, config.zero
+    def __init__(self, model: nn.Module, group: Group, config: Config, planned: Planned, mesh: Mesh | None = None):
+        self.config, self.model, self.group, self.stage, self.mesh = config, model, group, config.zero, mesh
         self.forward = model
         names, self.uses = planned
         self.device, dtype = group.device, choose_dtype(config.dtype, group.device)
-        disk = Path(config.out or "runs") / "offload"
+        disk = Path(config.out or "runs")
         if config.offload_optimizer == "disk":
             counts = [sum(model.get_parameter(name).numel() for name in unit_names) for unit_names in names]
             each = max(4, dtype.itemsize) * (1 + len(MOMENTS[config.optimizer]))
-            require_disk(disk, sum(-(-count // group.size) for count in counts) * group.size * each)
+            require_disk(disk, sum(-(-count // group.size) for count in counts) * group.size * each, group)
         self.units: list[Unit] = []
         for unit_names in names:
             if model.get_parameter(unit_names[0]).is_meta:
@@ -362,6 +369,8 @@ class ZeroOptimizer(Optimizer):
         """Before the first micro-batch: make room for gradients, whole (stage 1) or in slices."""
         self.armed = self.stage > 1
         for unit in self.units:
+            if self.stage == 3:
+                unit.free()  # a validation leaves the last unit there
             unit.missing = len(unit.trained)
             if self.stage == 1 and unit.trained:
                 unit.gradient, unit.reduced = torch.zeros_like(unit.flat, dtype=unit.grad_dtype), False
@@ -380,7 +389,7 @@ class ZeroOptimizer(Optimizer):
             if unit.gradient is None:
                 unit.gradient = torch.zeros(unit.length * self.group.size, dtype=unit.grad_dtype, device=self.device)
                 unit.reduced = False
-            unit.gradient[slice(*unit.place[name])].view_as(param).copy_(param.grad)
+            unit.gradient[slice(*unit.place[name])].view_as(param).add_(param.grad)
             param.grad = None
         if self.armed:
             unit.missing -= 1
@@ -419,8 +428,9 @@ class ZeroOptimizer(Optimizer):
 
     def grad_norm(self) -> float:
         """The L2 norm of the whole gradient: every element lies in exactly one rank's slice."""
-        slices = [unit.grad_slice for unit in self.units if unit.grad_slice is not None]
-        (square,) = sum_over(self.group, torch.nn.utils.get_total_norm(slices).double() ** 2)
+        units = [unit for unit in self.units if unit.grad_slice is not None]
+        norms = [torch.linalg.vector_norm(unit.grad_slice, dtype=unit.wide).double() for unit in units]
+        (square,) = sum_over(self.group, torch.stack(norms).square().sum())
         return square**0.5 / self.loss_scale
 
     def update(self, lr: float, factor: float):
@@ -429,6 +439,11 @@ class ZeroOptimizer(Optimizer):
             if unit.trained:
                 unit.update(lr, factor)
         self.updates += 1
+
+    def ready(self):
+        """Wait for the weights of the last update; before, only the forward pass may use them (stages 1 and 2)."""
+        for unit in self.units:
+            unit.ready()
 
     def zero_grad(self):
         """Free the gradients."""
@@ -452,7 +467,11 @@ class ZeroOptimizer(Optimizer):
     def gradients(self) -> dict[str, Tensor]:
         """Every full gradient by global name, gathered. A collective."""
         full = {name: g for u in self.units if u.trained for name, g in u.collect(u.grad_slice).items()}
-        return {name: full[name] / self.loss_scale for u in self.units for name in u.trained}
+        return {name: self.whole(name, full[name] / self.loss_scale) for u in self.units for name in u.trained}
+
+    def gradient_parts(self) -> dict[str, Tensor]:
+        """The pieces of gradients in this rank's slices, by name."""
+        return {name: u.cut(u.grad_slice, name) for u in self.units for name in u.trained}
 
     def state(self, keep: bool = True) -> dict[str, Any]:
         """Full tensors by name as in step 1, gathered unit by unit; ranks that do not `keep` them only take part."""
@@ -468,19 +487,21 @@ class ZeroOptimizer(Optimizer):
                     unit.cut(slices[key], name).copy_(unit.inner.state[piece][key])
             for kind, own in slices.items():
                 full = unit.collect(own)
-                for name in (unit.named if kind == "model" else unit.trained) if keep else ():
-                    if kind in state:
-                        state[kind][name] = full[name].cpu()
-                    else:
-                        count = next(iter(unit.inner.state.values()))["step"].cpu()
-                        state["rule"].setdefault(name, dict(step=count))[kind] = full[name].cpu()
+                for name in unit.named if kind == "model" else unit.trained:
+                    tensor = self.whole(name, full[name])
+                    if keep and kind in state:
+                        state[kind][name] = tensor.cpu()
+                    elif keep:
+                        # Not a piece's own count: a rank may own nothing but padding here.
+                        entry = state["rule"].setdefault(name, dict(step=torch.tensor(float(self.updates))))
+                        entry[kind] = tensor.cpu()
         return state
 
     def load_weights(self, weights: dict[str, Tensor]):
         """Take over the weights from full tensors by name."""
         for unit in self.units:
             unit.ready()
-            own = {name: weights[name] for name in unit.named}
+            own = {name: layout_of(param).slice(weights[name]) for name, param in unit.named.items()}
             if self.stage < 3:
                 for name, tensor in own.items():
                     unit.named[name].data.copy_(tensor)
@@ -489,12 +510,15 @@ class ZeroOptimizer(Optimizer):
 
     def load_rule(self, state: dict[str, Any], loss_scale: float, good_steps: int):
         """Take over masters, moments and loss scale."""
-        self.loss_scale, self.good_steps, self.updates = loss_scale, good_steps, int(bool(state["rule"]))
+        self.loss_scale, self.good_steps = loss_scale, good_steps
+        self.updates = max((int(entry["step"]) for entry in state["rule"].values()), default=0)
         for unit in self.units:
             if state["masters"] and unit.trained:
-                unit.master.copy_(unit.deal({name: state["masters"][name] for name in unit.trained}, unit.master))
+                cut = {name: layout_of(unit.named[name]).slice(state["masters"][name]) for name in unit.trained}
+                unit.master.copy_(unit.deal(cut, unit.master))
             for key in unit.moments if self.updates and unit.trained else ():
-                own = unit.deal({name: state["rule"][name][key] for name in unit.trained}, unit.master)
+                cut = {name: layout_of(unit.named[name]).slice(state["rule"][name][key]) for name in unit.trained}
+                own = unit.deal(cut, unit.master)
                 for name, piece in unit.pieces.items():
                     entry = unit.inner.state[piece]
                     entry["step"] = state["rule"][name]["step"].to(unit.master.device)
@@ -546,14 +570,14 @@ class Toy(nn.Module):
         return (self.W.sum() * x) ** 2 / 2
 
 
-def shown(tensor: Tensor) -> list[float]:
+def shown(tensor: Tensor) -> str:
     """Values without the last digits' rounding."""
-    return [round(x, 6) for x in tensor.tolist()]
+    return " ".join(f"{x:g}" for x in tensor.tolist())
 
 
 def toy(stage: int, group: Group) -> str:
     """One step of the docstring's example; returns what this rank held and did. x is the rank's number plus one."""
-    model = Toy()
+    model = Toy().to(group.device)
     config = Config(zero=stage, optimizer="sgd", dtype="fp64", weight_decay=0.0, grad_clip=0.0)
     optimizer = ZeroOptimizer(model, group, config, ([["W"]], [Use(model, [0], again=True)])) if stage else None
     sync = optimizer or step02.NaiveSync(model, group, config)
@@ -566,10 +590,11 @@ def toy(stage: int, group: Group) -> str:
         gradient, own = shown(model.W.grad), shown(model.W - 0.1 * model.W.grad)
         everyone = own
     else:
-        gradient = shown(optimizer.units[0].grad_slice)
+        unit = optimizer.units[0]
+        gradient = shown(unit.gradient if stage == 1 else unit.grad_slice)
         optimizer.step(lr=0.1)
-        own, everyone = shown(optimizer.units[0].slice), shown(optimizer.state()["model"]["W"])
-    return f"stage {stage}, rank {group.rank}: weights {held}, gradient {gradient} -> own {own}, together {everyone}"
+        own, everyone = shown(unit.slice), shown(optimizer.state()["model"]["W"])
+    return f"stage {stage}, rank {group.rank}: weights {held}, gradient {gradient} -> own {own}, all {everyone}"
 
 
 def train(config: Config, observe=None) -> Trained:
@@ -591,7 +616,7 @@ def train(config: Config, observe=None) -> Trained:
 
         with torch.device("meta"):
             model = Decoder(m)
-        sum_gradients_over(model, "dp")
+        sum_gradients_over(model.parameters(), "dp")
         apply_recompute(model, config.recompute)
         if config.compile:
             for layer in model.model.layers.values():
@@ -629,6 +654,7 @@ def train(config: Config, observe=None) -> Trained:
                     tokens, targets = batch.tokens.to(device), batch.targets.to(device)
                 loss = torch.zeros((), device=device, dtype=torch.promote_types(dtype, torch.float32))
                 sync.begin()
+                run.measure(optimizer.tensors())
                 for first in range(0, len(tokens), config.micro_batch_size):
                     rows = slice(first, first + config.micro_batch_size)
                     if rows.stop == len(tokens):
@@ -662,6 +688,8 @@ def train(config: Config, observe=None) -> Trained:
                     save(run, step + 1, optimizer, config)
             if config.zero == 0:
                 require_same_parameters(model, group)
+            else:
+                optimizer.ready()
             run.finish(predicted, traffic)
     return Trained(model, optimizer, run.history)
 

@@ -118,6 +118,17 @@ class Mesh:
         """This rank's group along a dimension."""
         return self.groups[name]
 
+    def add_copies(self, name: str, inside: str, copies: int):
+        """Name the blocks of `copies` neighbouring ranks along dimension `inside`, each a group of its own."""
+        group = self.groups[inside]
+        self.groups[name] = Group(name, self.device, self.ledger)
+        if copies > 1:
+            kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
+            rest = self.world // group.size
+            blocks = dist.init_device_mesh(kind, (rest, group.size // copies, copies), mesh_dim_names=("r", "b", name))
+            handle = blocks.get_group(name)
+            self.groups[name] = Group(name, self.device, self.ledger, dist.get_rank(handle), copies, handle)
+
     def picture(self) -> str:
         """Which rank is where: the last dimension from left to right, the others from row to row."""
         *outer, inner = self.sizes

@@ -110,7 +110,6 @@ def columns_of(data: datasets.Dataset | datasets.DatasetDict, source: str) -> tu
         features = datasets.Features({"input_ids": datasets.List(datasets.Value("uint16"))})
         options = dict(batched=True, remove_columns=data.column_names, features=features, desc="tokenise")
         return data.map(tokenise, **options), BYTE_VOCAB
-    data = data.flatten_indices() if data._indices is not None else data
     for column in {"input_ids", "labels"} & set(data.column_names):
         held = schema.field(column).type
         if not pa.types.is_integer(getattr(held, "value_type", pa.null())):

@@ -9,12 +9,13 @@ sync, the gradient norm, the checkpoint and the tables read it, and so none of t
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from common.comm import Mesh, all_gather
 from common.model import Decoder, draw_parameter
 
 
@@ -22,7 +23,8 @@ from common.model import Decoder, draw_parameter
 class Split:
     """One cut of a tensor: this rank holds indices start..stop-1 of dimension `dim`, whose full size is `full`.
 
-    `stop` may pass `full` where a size does not divide: the rows beyond are padding and stay zero.
+    `stop` may pass `full` where a size does not divide: the rows beyond are padding and stay zero. `copies` ranks hold
+    each part, if there are fewer parts than ranks (key/value heads).
     """
 
     dim: int
@@ -30,6 +32,7 @@ class Split:
     start: int
     stop: int
     full: int
+    copies: int = 1
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,13 @@ class Layout:
             full = local
         return full
 
+    def copies(self, mesh_sizes: dict[str, int]) -> int:
+        """How many ranks, along the given mesh dimensions, hold the same elements of the parameter."""
+        count = 1
+        for name, size in mesh_sizes.items():
+            count *= next((split.copies for split in self.splits if split.over == name), size)
+        return count
+
     def full_shape(self, local: torch.Size) -> torch.Size:
         """The shape of the whole parameter, given that of the local part."""
         shape = list(local)
@@ -63,9 +73,24 @@ def layout_of(param: Tensor) -> Layout:
     return getattr(param, "parallel_layout", Layout())
 
 
-def sum_gradients_over(model: nn.Module, mesh_dim: str):
-    """Note in every record that the gradient is a sum over the ranks of `mesh_dim`, each with its own tokens."""
-    for param in model.parameters():
+def assemble(local: Tensor, layout: Layout, mesh: Mesh | None) -> Tensor:
+    """The whole tensor from everyone's parts: the inverse of `Layout.slice`, a collective where there are splits."""
+    for split in layout.splits:
+        group, length = mesh[split.over], split.stop - split.start
+        parts = local.new_empty(group.size, *local.shape)
+        all_gather(parts.view(-1), local.contiguous().view(-1), group, "(state)").wait()
+        shape = list(local.shape)
+        shape[split.dim] = split.full
+        local = local.new_empty(shape)
+        for part, start in zip(parts[:: split.copies], range(0, split.full, length), strict=False):
+            count = min(length, split.full - start)
+            local.narrow(split.dim, start, count).copy_(part.narrow(split.dim, 0, count))
+    return local
+
+
+def sum_gradients_over(params: Iterable[nn.Parameter], mesh_dim: str):
+    """Note in the records that these gradients are sums over the ranks of `mesh_dim`, each of which finds a part."""
+    for param in params:
         layout = layout_of(param)
         param.parallel_layout = replace(layout, sum_over=(*layout.sum_over, mesh_dim))
 

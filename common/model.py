@@ -7,7 +7,7 @@
 
 Names, shapes and the RoPE convention are those of Hugging Face's `LlamaForCausalLM`, so its `load_state_dict` takes
 our state dict unchanged. Every dimension of parallelism is applied to this program from outside, by replacing parts of
-it: a layer, a projection, the attention core `attend`, the head. The layers live in a dict under their *global*
+it: a layer, the functions `project` and `attend`, the head. The layers live in a dict under their *global*
 number, so that layer 17 is `model.layers.17` also where layers 0-16 have been taken away.
 """
 
@@ -114,8 +114,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
+def project(x: Tensor, *linears: nn.Linear) -> list[Tensor]:
+    """Several linear layers of one input x [batch, seq, dim]; tensor parallelism replaces it, to fetch x only once."""
+    return [linear(x) for linear in linears]
+
+
 class Attention(nn.Module):
-    """Grouped-query self-attention around the replaceable core `self.attend` (see `attend`)."""
+    """Grouped-query self-attention around the replaceable cores `self.project` and `self.attend`."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -125,11 +130,13 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
+        self.project: Callable[..., list[Tensor]] = project
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = attend
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [batch, seq, dim], tables from `rope_tables` -> [batch, seq, dim]."""
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        projected = self.project(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)
         out = self.attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
         return self.o_proj(out.flatten(-2))
 
@@ -142,10 +149,12 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
         self.up_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
         self.down_proj = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.project: Callable[..., list[Tensor]] = project
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq, dim] -> [batch, seq, dim]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.project(x, self.gate_proj, self.up_proj)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class DecoderLayer(nn.Module):
@@ -174,39 +183,66 @@ def scaled(grad: Tensor, factor: Tensor, rows: int = 1024) -> Tensor:
     return torch.cat([(part.to(factor.dtype) * factor).to(grad.dtype) for part in grad.split(rows)])
 
 
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of token cross entropies of softmax(hidden @ weight.T), a chunk of tokens at a time.
+Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def cross_entropy_and_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk_tokens: int,
+    want: tuple[bool, bool],
+    rows: range,
+    combine: Combine,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Sum of token cross entropies of softmax(hidden @ weight.T) and its gradients, a chunk of tokens at a time.
 
     Full logits [tokens, vocab] would be the largest tensor of a small model (2048 x 128256 in fp32: 1 GB), and
     autograd would keep several. The loss being a sum over tokens, each chunk's gradient is known as soon as its
-    logits are:  d loss / d logits = softmax(logits) - onehot(target).  So the forward pass also computes the
-    gradients, for an incoming gradient of 1, and the backward pass only scales them; nothing is computed twice.
+    logits are:  d loss / d logits = softmax(logits) - onehot(target).
+
+    hidden [tokens, dim], weight [len(rows) or more, dim], targets int64 [tokens]; `want`: the gradients of hidden and
+    weight. `weight` holds the given `rows` of the vocabulary (any more are padding), and `combine` turns this rank's
+    (log sum exp, target's logit or 0), [chunk, 1] each, into those of the whole vocabulary. Returns the loss, a scalar
+    in fp32 (fp64 for fp64), and the gradients in the dtypes of hidden and weight, or None.
+    """
+    sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
+    loss = hidden.new_zeros((), dtype=sum_dtype)
+    grad_hidden = torch.empty_like(hidden) if want[0] else None
+    grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if want[1] else None
+    for start in range(0, hidden.shape[0], chunk_tokens):
+        chunk, target = hidden[start : start + chunk_tokens], targets[start : start + chunk_tokens, None]
+        valid = target != IGNORE
+        here = (target >= rows.start) & (target < rows.stop)
+        target = (target - rows.start).clamp(0, weight.shape[0] - 1)
+        logits = (chunk @ weight.T).to(sum_dtype)
+        logits[:, len(rows) :] = -torch.inf
+        log_sum, picked = combine(logits.logsumexp(-1, keepdim=True), logits.gather(1, target).where(here, 0.0))
+        loss += ((log_sum - picked) * valid).sum()
+        if grad_hidden is not None or grad_weight is not None:
+            grad = logits.sub_(log_sum).exp_()
+            grad.scatter_add_(1, target, -here.to(sum_dtype))
+            grad = (grad * valid).to(hidden.dtype)
+        if grad_hidden is not None:
+            torch.mm(grad, weight, out=grad_hidden[start : start + chunk_tokens])
+        if grad_weight is not None:
+            grad_weight += grad.T @ chunk
+    return loss, grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """The loss without full logits: the forward pass also finds the gradients, for an incoming gradient of 1, and the
+    backward pass only scales them; nothing is computed twice.
     """
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:
         """hidden [tokens, dim], weight [vocab, dim], targets int64 [tokens] -> scalar, fp32 (fp64 for fp64)."""
-        sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
-        want_hidden, want_weight = ctx.needs_input_grad[:2]
-        loss = hidden.new_zeros((), dtype=sum_dtype)
-        grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if want_weight else None
-        for start in range(0, hidden.shape[0], chunk_tokens):
-            rows, target = hidden[start : start + chunk_tokens], targets[start : start + chunk_tokens, None]
-            valid = target != IGNORE
-            target = target.clamp(min=0)
-            logits = (rows @ weight.T).to(sum_dtype)
-            log_sum = logits.logsumexp(-1, keepdim=True)
-            loss += ((log_sum - logits.gather(1, target)) * valid).sum()
-            if want_hidden or want_weight:
-                grad = logits.sub_(log_sum).exp_()
-                grad.scatter_add_(1, target, grad.new_full((1, 1), -1.0).expand_as(target))
-                grad = (grad * valid).to(hidden.dtype)
-            if want_hidden:
-                torch.mm(grad, weight, out=grad_hidden[start : start + chunk_tokens])
-            if want_weight:
-                grad_weight += grad.T @ rows
-        ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype) if want_weight else None)
+        every_row, alone = range(weight.shape[0]), lambda log_sum, picked: (log_sum, picked)
+        loss, *gradients = cross_entropy_and_gradients(
+            hidden, weight, targets, chunk_tokens, ctx.needs_input_grad[:2], every_row, alone
+        )
+        ctx.save_for_backward(*gradients)
         return loss
 
     @staticmethod

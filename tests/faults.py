@@ -13,6 +13,7 @@ import torch
 import step01_single_gpu as step01
 import step02_ddp as step02
 import step03_zero as step03
+import step04_tp_sp as step04
 from common.comm import all_reduce
 from common.data import Batch
 
@@ -39,6 +40,7 @@ def frozen() -> Iterator[None]:
         mock.patch.object(step01, "materialize", freezing(step01.materialize)),
         mock.patch.object(step02, "materialize", freezing(step02.materialize)),
         mock.patch.object(step03, "materialize", freezing(step03.materialize)),
+        mock.patch.object(step04, "materialize", freezing(step04.materialize)),
     ):
         yield
 

@@ -1,0 +1,580 @@
+"""Step 4: tensor and sequence parallelism. The matrices themselves are cut, and between them the tokens.
+
+Megatron's pair (Shoeybi et al. 2019): cut the first matrix of a block by columns, the second by rows; what lies between
+needs no communication, as heads and MLP channels do not look at one another:
+
+                 +- q k v, heads 0-3 -- attention -- o_proj, rows of heads 0-3 -+
+    x --- f -----+                                                              +-- g --- sum = the block's output
+                 +- q k v, heads 4-7 -- attention -- o_proj, rows of heads 4-7 -+
+
+    f   forward: nothing      backward: all-reduce        (every rank finds only its part of dx)
+    g   forward: all-reduce   backward: nothing           (every rank has only its part of the sum)
+
+Between blocks every rank still holds all tokens. SEQUENCE PARALLELISM (Korthikanti et al. 2022) splits them there:
+residual stream and norms hold s/n tokens each, and f, g become the two halves of an all-reduce, at the same price:
+
+    x [b, s/n, h] -- all-gather --> [b, s, h] -- column, row --> partial [b, s, h] -- reduce-scatter --> [b, s/n, h]
+
+        forward              backward                         forward               backward
+    f   copy                 all-reduce             with SP   all-gather            reduce-scatter
+    g   all-reduce           copy                             reduce-scatter        all-gather
+
+A norm's weight then sees only s/n tokens, so its gradient is summed over tp: its layout record says so.
+
+OVERLAP (--tp-overlap, default). q, k, v share one f, gate and up another: never one collective a matrix. In their
+backward the collective of dx runs while the weight gradients are computed. With SP the gathered input is not kept but
+gathered again, behind the computation of dx: two more all-gathers a layer, but all saved activations are divided by n.
+
+VOCABULARY. Embedding and head are cut by rows, the last part padded with rows that stay zero. A rank looks up the
+tokens it has, others give zero, the sum is right. For the loss, two numbers a token suffice from each rank: the log of
+its sum of exponentials, and the target's logit (or 0).
+
+KEY/VALUE HEADS. With fewer of them than ranks, tp / kv_heads neighbouring ranks hold the same one and sum its gradient.
+
+Bytes a rank sends per micro-batch, U = (n-1)/n b s h e (e bytes an element), L layers, forward and backward together:
+
+    layers      8 L U  [+ 2 L U with SP and overlap: gathered again]     4 all-reduces a layer, or 4 gathers, 4 scatters
+    embedding   2 U
+    head        2 U + 2 (n-1) b s x 4 (8 in fp64)                        the two numbers a token
+
+Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
+You should see step 1's losses, parameters and moments divided by tp, and with SP the activations too.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import step03_zero as step03
+from common.comm import Group, Mesh, all_gather, all_reduce, open_mesh, reduce_scatter, require_same_flags, world_size
+from common.data import TokenData
+from common.layout import Split, layout_of, materialize, reduction_table, sum_gradients_over
+from common.model import Decoder, ModelConfig, cross_entropy_and_gradients, project, scaled
+from common.run import Run, UserError, choose_device, choose_dtype, main, peak_flops, table
+from step01_single_gpu import (
+    Optimizer,
+    Trained,
+    apply_recompute,
+    evaluate,
+    flops_per_token,
+    generate,
+    learning_rate,
+    memory_rows,
+    require_finite,
+    resume,
+    save,
+)
+from step02_ddp import gradient_sync, predicted_traffic, require_same_parameters, sum_over
+from step03_zero import ZeroOptimizer, plan, zero_memory_rows, zero_traffic
+
+
+@dataclass
+class Config(step03.Config):
+    """The flags so far and those of tensor parallelism."""
+
+    tp: int = 0  # ranks that share each matrix; 0: 2 if the number of ranks is even, else 1
+    sp: bool = True  # split the tokens over tp between the matrices
+    tp_overlap: bool = True  # hide collectives behind weight gradients; with --sp keep s/n tokens and gather again
+
+
+def choose_tp(config: Config, world: int) -> int:
+    """`--tp`, or what 0 stands for."""
+    return config.tp or (2 if world % 2 == 0 else 1)
+
+
+def check(config: Config, world: int):
+    """Refuse what cannot work, on every rank alike, before the first collective. Raises UserError naming the flag."""
+    tp, m = choose_tp(config, world), config.model_config()
+    if tp < 1 or world % tp:
+        legal = [n for n in range(1, world + 1) if world % n == 0]
+        raise UserError(f"--tp {tp} does not divide the {world} ranks that were started: use one of {legal}")
+    step03.check(config, world // tp)
+    if tp == 1:
+        return
+    if m.n_heads % tp or m.ffn_dim % tp:
+        both = [n for n in range(1, tp + 1) if m.n_heads % n == 0 and m.ffn_dim % n == 0]
+        raise UserError(f"--tp {tp} must divide --n-heads {m.n_heads} and --ffn-dim {m.ffn_dim}: use one of {both}")
+    if m.n_kv_heads % tp and tp % m.n_kv_heads:
+        raise UserError(f"--tp {tp} and --n-kv-heads {m.n_kv_heads}: one must divide the other")
+    if config.sp and m.seq_len % tp:
+        raise UserError(f"--seq-len {m.seq_len} cannot be split over --tp {tp}: change one, or use --no-sp")
+    if config.optimizer == "adafactor":
+        raise UserError("--optimizer adafactor looks at whole rows and columns: use it with --tp 1")
+
+
+# --- collectives over tokens: start, then call what is returned for the result
+
+Result = Callable[[], Tensor]
+
+
+def gather_tokens(x: Tensor, group: Group) -> Result:
+    """[batch, seq/n, dim] of every rank -> [batch, seq, dim]."""
+    parts = x.new_empty(group.size, *x.shape)
+    pending = all_gather(parts.view(-1), x.contiguous().view(-1), group)
+
+    def result() -> Tensor:
+        pending.wait()
+        return parts.transpose(0, 1).flatten(1, 2)
+
+    return result
+
+
+def scatter_tokens(x: Tensor, group: Group) -> Result:
+    """[batch, seq, dim] on every rank -> this rank's seq/n tokens of the sum, [batch, seq/n, dim]."""
+    parts = x.unflatten(1, (group.size, -1)).transpose(0, 1).contiguous()
+    own = torch.empty_like(parts[0])
+    pending = reduce_scatter(own.view(-1), parts.view(-1), group)
+
+    def result() -> Tensor:
+        pending.wait()
+        return own
+
+    return result
+
+
+def sum_tokens(x: Tensor, group: Group) -> Result:
+    """[batch, seq, dim] on every rank -> their sum."""
+    x = x.contiguous().clone()  # autograd or the caller may still need theirs
+    pending = all_reduce(x, group)
+
+    def result() -> Tensor:
+        pending.wait()
+        return x
+
+    return result
+
+
+# --- the four conjugate operators
+
+
+class CopyToRanks(torch.autograd.Function):
+    """Megatron's f: forward the identity, backward an all-reduce. [batch, seq, dim] -> the same."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        """Every rank goes on with the same x."""
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """Every rank has only its own part of the gradient."""
+        return sum_tokens(grad, ctx.group)(), None
+
+
+class SumFromRanks(torch.autograd.Function):
+    """Megatron's g: forward an all-reduce, backward the identity. [batch, seq, dim] -> the same."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        """Every rank has only its own part of the sum."""
+        return sum_tokens(x, group)()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """The sum's gradient is that of each part. (An all-reduce here would multiply it by n.)"""
+        return grad, None
+
+
+class GatherTokens(torch.autograd.Function):
+    """f with sequence parallelism: forward an all-gather over tokens, backward a reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        """[batch, seq/n, dim] -> [batch, seq, dim]."""
+        ctx.group = group
+        return gather_tokens(x, group)()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """[batch, seq, dim], each rank's own part -> the sum, for this rank's tokens."""
+        return scatter_tokens(grad, ctx.group)(), None
+
+
+class ScatterTokens(torch.autograd.Function):
+    """g with sequence parallelism: forward a reduce-scatter over tokens, backward an all-gather."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        """[batch, seq, dim], each rank's own part -> the sum, for this rank's tokens [batch, seq/n, dim]."""
+        ctx.group = group
+        return scatter_tokens(x, group)()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """[batch, seq/n, dim] -> [batch, seq, dim]."""
+        return gather_tokens(grad, ctx.group)(), None
+
+
+class ColumnLinears(torch.autograd.Function):
+    """f and the column-parallel matmuls behind it in one, so that their backward can overlap."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group, sp: bool, *weights: Tensor) -> tuple[Tensor, ...]:
+        """x [batch, seq/n or seq, dim], weights [out/n, dim] -> one [batch, seq, out/n] for each."""
+        ctx.group, ctx.sp = group, sp
+        ctx.save_for_backward(x, *weights)
+        full = gather_tokens(x, group)() if sp else x
+        return tuple(F.linear(full, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        """Gather x again while dx is computed; sum dx over the ranks while the weight gradients are computed."""
+        x, *weights = ctx.saved_tensors
+        gathered = gather_tokens(x, ctx.group) if ctx.sp else lambda: x
+        if ctx.needs_input_grad[0]:
+            partial = sum(grad @ weight for grad, weight in zip(grads, weights, strict=True))
+            reduced = (scatter_tokens if ctx.sp else sum_tokens)(partial, ctx.group)
+        full = gathered().flatten(0, -2)
+        wanted = zip(grads, ctx.needs_input_grad[3:], strict=True)
+        weight_grads = [grad.flatten(0, -2).T @ full if want else None for grad, want in wanted]
+        return reduced() if ctx.needs_input_grad[0] else None, None, None, *weight_grads
+
+
+# --- the layers
+
+
+class ColumnProject:
+    """Replaces `project`: several column-parallel linear layers of one input."""
+
+    def __init__(self, group: Group, sp: bool, overlap: bool):
+        self.group, self.sp, self.overlap = group, sp, overlap
+
+    @torch.compiler.disable
+    def __call__(self, x: Tensor, *linears: nn.Linear) -> list[Tensor]:
+        """x [batch, seq/n (SP) or seq, dim] -> [batch, seq, out/n] for each layer."""
+        if self.overlap:
+            return list(ColumnLinears.apply(x, self.group, self.sp, *(linear.weight for linear in linears)))
+        return project((GatherTokens if self.sp else CopyToRanks).apply(x, self.group), *linears)
+
+
+class RowLinear(nn.Module):
+    """Replaces a linear layer: its input channels are cut, so each rank finds a part of the sum."""
+
+    def __init__(self, linear: nn.Linear, group: Group, sp: bool):
+        super().__init__()
+        self.weight, self.group, self.sp = linear.weight, group, sp
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, in/n] -> [batch, seq/n (SP) or seq, out]."""
+        return (ScatterTokens if self.sp else SumFromRanks).apply(F.linear(x, self.weight), self.group)
+
+
+class VocabEmbedding(nn.Module):
+    """The embedding cut by rows: this rank looks up the tokens in `rows`, the others add theirs."""
+
+    def __init__(self, weight: nn.Parameter, rows: range, group: Group, sp: bool):
+        super().__init__()
+        self.weight, self.rows, self.group, self.sp = weight, rows, group, sp
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """int64 [batch, seq] -> [batch, seq/n (SP) or seq, dim]."""
+        here = (tokens >= self.rows.start) & (tokens < self.rows.stop)
+        found = F.embedding((tokens - self.rows.start).where(here, 0), self.weight) * here[..., None]
+        return (ScatterTokens if self.sp else SumFromRanks).apply(found, self.group)
+
+
+class VocabCrossEntropy(torch.autograd.Function):
+    """The chunked loss of common/model.py over a vocabulary that is cut: no rank ever sees another's logits."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, head: "VocabHead") -> Tensor:
+        """hidden [batch, seq/n or seq, dim], weight [vocab/n, dim], targets int64 [batch, seq] -> scalar."""
+        group = head.group
+        full = gather_tokens(hidden, group)() if head.sp else hidden
+
+        def combine(log_sum: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
+            own = torch.stack((log_sum, picked))
+            everyone = own.new_empty(group.size, *own.shape)
+            all_gather(everyone.view(-1), own.view(-1), group).wait()
+            return everyone[:, 0].logsumexp(0), everyone[:, 1].sum(0)
+
+        loss, grad_hidden, grad_weight = cross_entropy_and_gradients(
+            full.flatten(0, -2), weight, targets.flatten(), chunk_tokens, ctx.needs_input_grad[:2], head.rows, combine
+        )
+        if grad_hidden is not None:
+            grad_hidden = (scatter_tokens if head.sp else sum_tokens)(grad_hidden.view_as(full), group)()
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss: Tensor):
+        """Scale the gradients found in forward by the incoming one, a scalar."""
+        return *(None if grad is None else scaled(grad, grad_loss) for grad in ctx.saved_tensors), None, None, None
+
+
+class VocabHead(nn.Module):
+    """The head cut by rows of the vocabulary; `weight` beyond `rows` is padding."""
+
+    def __init__(self, weight: nn.Parameter, rows: range, group: Group, sp: bool):
+        super().__init__()
+        self.weight, self.rows, self.group, self.sp = weight, rows, group, sp
+
+    def loss(self, hidden: Tensor, targets: Tensor, chunk_tokens: int = 1024) -> Tensor:
+        """The whole sum of cross entropies, the same on every rank: as `Head.loss`, hidden with seq/n tokens if SP."""
+        weight = self.weight if torch.is_grad_enabled() else self.weight.detach()
+        return VocabCrossEntropy.apply(hidden, weight, targets, chunk_tokens, self)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Logits for generation, gathered: [batch, seq/n or seq, dim] -> [batch, seq, vocab]; not differentiable."""
+        full = gather_tokens(hidden, self.group)() if self.sp else hidden
+        own = F.linear(full, self.weight).transpose(1, 2)
+        return gather_tokens(own, self.group)().transpose(1, 2)
+
+
+# --- cutting the model
+
+COLUMN, HEADS, ROW = "column", "heads", "row"
+STYLES = {  # weight of a layer [out, in] -> how it is cut
+    "self_attn.q_proj": COLUMN,
+    "self_attn.k_proj": HEADS,
+    "self_attn.v_proj": HEADS,
+    "self_attn.o_proj": ROW,
+    "mlp.gate_proj": COLUMN,
+    "mlp.up_proj": COLUMN,
+    "mlp.down_proj": ROW,
+}
+
+
+def cut(weight: nn.Parameter, dim: int, group: Group, copies: int = 1) -> nn.Parameter:
+    """This rank's part of a parameter on the meta device, with its record; `copies` neighbours share a part."""
+    parts, full = group.size // copies, weight.shape[dim]
+    length, shape = -(-full // parts), list(weight.shape)
+    shape[dim] = length
+    start = group.rank // copies * length
+    part = nn.Parameter(torch.empty(shape, device="meta", dtype=weight.dtype), weight.requires_grad)
+    record = layout_of(weight)
+    part.parallel_layout = replace(
+        record, splits=(*record.splits, Split(dim, "tp", start, start + length, full, copies))
+    )
+    return part
+
+
+def shard_tensors(model: Decoder, mesh: Mesh, sp: bool, overlap: bool):
+    """Cut the model, on the meta device, over `mesh["tp"]`, in place. Adds the group "kv" to the mesh."""
+    group = mesh["tp"]
+    copies = max(1, group.size // model.config.n_kv_heads)
+    mesh.add_copies("kv", "tp", copies)
+    if group.size == 1:
+        return
+    for layer in model.model.layers.values():
+        for path, style in STYLES.items():
+            block, name = path.split(".")
+            linear = getattr(getattr(layer, block), name)
+            linear.weight = cut(linear.weight, int(style == ROW), group, copies if style == HEADS else 1)
+            if style == HEADS and copies > 1:
+                sum_gradients_over([linear.weight], "kv")
+            if style == ROW:
+                setattr(getattr(layer, block), name, RowLinear(linear, group, sp))
+        layer.self_attn.project = layer.mlp.project = ColumnProject(group, sp, overlap)
+    embedding = cut(model.model.embed_tokens.weight, 0, group)
+    split = embedding.parallel_layout.splits[-1]
+    rows = range(min(split.start, split.full), min(split.stop, split.full))
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    head = embedding if tied else cut(model.lm_head.weight, 0, group)
+    model.model.embed_tokens = VocabEmbedding(embedding, rows, group, sp)
+    model.lm_head = VocabHead(head, rows, group, sp)
+    if sp:
+        sum_gradients_over([p for p in model.parameters() if p.dim() == 1], "tp")
+
+
+def sum_partial_gradients(optimizer: Optimizer, mesh: Mesh, dims: list[str]):
+    """Sum gradients over the mesh dimensions `dims` wherever a record asks for it, in place, one collective each.
+
+    After the sum over dp; under ZeRO it is this rank's slices that are summed, which ranks along `dims` cut alike.
+    """
+    params = dict(optimizer.model.named_parameters())
+    for dim in dims:
+        parts = [g for name, g in optimizer.gradient_parts().items() if dim in layout_of(params[name]).sum_over]
+        if parts and mesh[dim].size > 1:
+            flat = torch.cat([part.flatten() for part in parts])
+            all_reduce(flat, mesh[dim], "(partial)").wait()
+            for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+                part.copy_(total.view_as(part))
+
+
+def global_norm(optimizer: Optimizer, mesh: Mesh, dims: list[str], sliced: bool) -> float:
+    """The L2 norm of the whole gradient, each element counted once.
+
+    What `copies` ranks along `dims` hold alike counts 1/copies on each; `sliced`: dp ranks hold different slices.
+    """
+    params, sizes = dict(optimizer.model.named_parameters()), {dim: mesh[dim].size for dim in dims}
+    parts = optimizer.gradient_parts()
+    norms = torch.stack(torch._foreach_norm(list(parts.values()))).double()
+    copies = torch.tensor([layout_of(params[name]).copies(sizes) for name in parts], device=norms.device)
+    square = (norms**2 / copies).sum()
+    for dim in dims + (["dp"] if sliced else []):
+        (square,) = sum_over(mesh[dim], square)
+    return float(square) ** 0.5 / optimizer.loss_scale
+
+
+# --- what it costs
+
+
+def tp_activation_bytes(config: Config, m: ModelConfig, tp: int, dtype: torch.dtype, on_cpu: bool) -> int:
+    """Step 1's `activation_bytes` on one of `tp` ranks: between blocks s/n tokens with SP, else s; inside, 1/n wide.
+
+    Without overlap, the gathered input of each block is kept instead of s/n tokens of it.
+    """
+    e, wide, h, n = dtype.itemsize, max(4, dtype.itemsize), m.dim, tp
+    tokens = config.micro_batch_size * m.seq_len
+    own = tokens // n if config.sp else tokens
+    inputs = own if config.tp_overlap or not config.sp else tokens
+    norm = wide + on_cpu * h * (2 * wide - e if e < wide else wide)
+    kv = max(1, m.n_kv_heads // n) * m.head_dim
+    attention = tokens * (e * (2 * h // n + 2 * kv) + wide * m.n_heads // n)
+    layer = {
+        "none": own * (2 * e * h + 2 * norm) + inputs * 2 * e * h + attention + tokens * 4 * e * m.ffn_dim // n,
+        "selective": own * e * h + attention + tokens * e * (2 * m.ffn_dim // n + 2 * h),
+        "full": own * e * h,
+    }[config.recompute]
+    rope = 2 * m.seq_len * m.head_dim * wide
+    embedding = tokens * 9  # which rows were looked up, and which of them are here
+    head = own * (2 * e * h + norm) + e * h * -(-m.vocab_size // n)
+    return m.n_layers * layer + rope + embedding + head
+
+
+def tp_traffic(
+    config: Config, m: ModelConfig, optimizer: Optimizer, mesh: Mesh, micro_batches: int
+) -> dict[tuple[str, str], float]:
+    """Bytes a rank sends over tp in one step, by (mesh dimension, operation): the docstring's table, k times."""
+    n, e, wide = mesh["tp"].size, optimizer.dtype.itemsize, max(4, optimizer.dtype.itemsize)
+    if n == 1 or config.recompute != "none":
+        return {}
+    tokens, layers = config.micro_batch_size * m.seq_len, m.n_layers
+    unit = (n - 1) / n * tokens * m.dim * e
+    combine = 2 * (n - 1) * tokens * wide
+    found: dict[tuple[str, str], float] = {}
+    if config.sp:
+        again = 2 * layers if config.tp_overlap else 0
+        found["tp", "all_gather"] = micro_batches * ((4 * layers + again + 2) * unit + combine)
+        found["tp", "reduce_scatter"] = micro_batches * (4 * layers + 2) * unit
+    else:
+        found["tp", "all_gather"] = micro_batches * combine
+        found["tp", "all_reduce"] = micro_batches * (8 * layers + 4) * unit
+    params = dict(optimizer.model.named_parameters())
+    for dim in ("tp", "kv"):
+        size = mesh[dim].size
+        summed = sum(held_bytes(optimizer, name) for name, p in params.items() if dim in layout_of(p).sum_over)
+        if summed and size > 1:
+            found[dim, "all_reduce (partial)"] = 2 * (size - 1) / size * summed
+    return found
+
+
+def held_bytes(optimizer: Optimizer, name: str) -> int:
+    """Bytes of a parameter's complete gradient on this rank: all of it, or what lies in its slice."""
+    if isinstance(optimizer, ZeroOptimizer):
+        unit = next(unit for unit in optimizer.units if name in unit.named)
+        itemsize = unit.grad_dtype.itemsize if optimizer.stage == 1 else unit.wide.itemsize
+        return len(unit.cut(unit.master, name)) * itemsize if name in unit.trained else 0
+    param = optimizer.params.get(name)
+    return 0 if param is None else param.numel() * param.grad_dtype.itemsize
+
+
+def train(config: Config, observe=None) -> Trained:
+    """The whole run. `observe(step, optimizer)`, if given, sees each step's complete gradients before the update."""
+    world = world_size()
+    check(config, world)
+    tp = choose_tp(config, world)
+    dp = world // tp
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    m = config.model_config()
+    with open_mesh({"dp": dp, "tp": tp}, device, config.backend) as mesh:
+        require_same_flags(config, mesh)
+        group = mesh["dp"]
+        share = slice(group.rank * config.global_batch_size // dp, (group.rank + 1) * config.global_batch_size // dp)
+        data = TokenData(config.dataset, m.seq_len, config.global_batch_size, config.seed, m.vocab_size)
+
+        with torch.device("meta"):
+            model = Decoder(m)
+        shard_tensors(model, mesh, config.sp, config.tp_overlap)
+        sum_gradients_over(model.parameters(), "dp")
+        apply_recompute(model, config.recompute)
+        if config.compile:
+            for layer in model.model.layers.values():
+                layer.forward = torch.compile(layer.forward)
+        if config.zero == 0:
+            materialize(model, config.seed, device, dtype)
+            optimizer = Optimizer(model, config, mesh)
+            sync = gradient_sync(model, group, config)
+        else:
+            optimizer = sync = ZeroOptimizer(model, group, config, plan(model), mesh)
+        positions = torch.arange(m.seq_len, device=device)
+        start = resume(optimizer, config) if config.resume else 0
+        if config.zero == 0:
+            require_same_parameters(model, group)
+        if config.generate:
+            text = generate(model, config.generate, 400, config.seed, device)
+            print(text if mesh.rank == 0 else "", end="")
+            return Trained(model, optimizer, [])
+
+        micro_batches = config.global_batch_size // dp // config.micro_batch_size
+        if config.zero == 0:
+            predicted = memory_rows(config, m, model, dtype, device.type == "cpu")
+            traffic = predicted_traffic(model, sync, config, dp)
+        else:
+            predicted = zero_memory_rows(config, m, optimizer)
+            traffic = zero_traffic(optimizer, micro_batches)
+        if tp > 1:
+            predicted["activations"] = tp_activation_bytes(config, m, tp, dtype, device.type == "cpu")
+            traffic |= tp_traffic(config, m, optimizer, mesh, micro_batches)
+        flops, peak = flops_per_token(m, config.recompute), world * peak_flops(device, dtype, config.peak_tflops)
+        with Run(config, device, flops, peak, mesh) as run:
+            n_parameters = sum(prod(layout_of(p).full_shape(p.shape)) for p in model.parameters())
+            run.say(f"{config.model}: {n_parameters:,} parameters, {dtype}, {device}")
+            run.say(mesh.picture())
+            run.say(table(reduction_table(model, list(mesh.sizes))))
+            run.say(run.memory_table(predicted))
+            for step in run.steps(start):
+                with run.phase("data"):
+                    batch = data.batch(step, share)
+                    tokens, targets = batch.tokens.to(device), batch.targets.to(device)
+                loss = torch.zeros((), device=device, dtype=torch.promote_types(dtype, torch.float32))
+                sync.begin()
+                for first in range(0, len(tokens), config.micro_batch_size):
+                    rows = slice(first, first + config.micro_batch_size)
+                    if rows.stop == len(tokens):
+                        sync.last_micro_batch()
+                    with run.phase("forward"):
+                        loss_sum = model.lm_head.loss(sync.forward(tokens[rows], positions), targets[rows])
+                        micro_loss = loss_sum / batch.n_targets
+                    with run.phase("backward"):
+                        (micro_loss * optimizer.loss_scale).backward()
+                    loss += micro_loss.detach()
+                sync.finish()
+                sum_partial_gradients(optimizer, mesh, ["tp", "kv"])
+                loss, stopping = sum_over(group, loss, run.stopping)
+                run.stopping = stopping > 0
+                require_finite(loss, step, run)
+                if observe is not None:
+                    observe(step, optimizer)
+                run.measure(optimizer.tensors())
+                with run.phase("optimizer"):
+                    norm = global_norm(optimizer, mesh, ["tp"], sliced=config.zero > 0)
+                    grad_norm = optimizer.step(learning_rate(step, config), norm)
+                if optimizer.loss_scale == 1:  # else an fp16 overflow: this step was skipped, the scale halved
+                    require_finite(grad_norm, step, run, "gradient norm")
+                run.measure(optimizer.tensors())
+                more = {}
+                if config.eval_every and run.due(config.eval_every, step):
+                    with run.phase("validation"):
+                        part = evaluate(model, data, config, device, group.rank, dp)
+                        loss_sum, n_targets = sum_over(group, *part)
+                        more["validation_loss"] = loss_sum / max(1, n_targets)
+                run.log(loss, grad_norm, learning_rate(step, config), tokens.numel() * dp, **more)
+                if run.stopping or (config.save_every and run.due(config.save_every, step)):
+                    save(run, step + 1, optimizer, config)
+            if config.zero == 0:
+                require_same_parameters(model, group)
+            run.finish(predicted, traffic)
+    return Trained(model, optimizer, run.history)
+
+
+if __name__ == "__main__":
+    main(train, Config)
