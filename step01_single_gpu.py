@@ -50,6 +50,7 @@ frequency alone gives 3.3.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -324,34 +325,35 @@ def memory_rows(config: Config, m: ModelConfig, model: Decoder, dtype: torch.dty
 
 
 @torch.no_grad()
-def evaluate(model: Decoder, data: TokenData, config: Config, device: torch.device, rank=0, ranks=1) -> Tensor:
+def evaluate(model: Decoder, data: TokenData, config: Config, positions: Tensor, rank=0, ranks=1) -> Tensor:
     """Loss of the held-out sequences, or of one of `ranks` shares of them: fp64 [sum of losses, number of targets].
 
-    The last micro-batches are filled up with sequences that do not count, so that all ranks do equally many.
+    `positions` int64 [seq]: the tokens of each sequence that are looked at. The last micro-batches are filled up with
+    sequences that do not count, so that all ranks do equally many.
     """
     tokens, targets = data.validation(config.eval_sequences)
     missing = -len(tokens) % (ranks * config.micro_batch_size)
     tokens = torch.cat((tokens, tokens[:1].expand(missing, -1)))[rank::ranks]
     targets = torch.cat((targets, targets[:1].new_full((missing, targets.shape[1]), IGNORE)))[rank::ranks]
-    positions, total = torch.arange(tokens.shape[1], device=device), 0.0
+    tokens, targets, total = tokens[:, positions.cpu()], targets[:, positions.cpu()], 0.0
     for start in range(0, len(tokens), config.micro_batch_size):
         rows = slice(start, start + config.micro_batch_size)
-        hidden = model(tokens[rows].to(device), positions)
-        total += model.lm_head.loss(hidden, targets[rows].to(device)).item()
+        hidden = model(tokens[rows].to(positions.device), positions)
+        total += model.lm_head.loss(hidden, targets[rows].to(positions.device)).item()
     return torch.tensor([total, (targets != IGNORE).sum()], dtype=torch.float64)
 
 
 @torch.no_grad()
-def generate(model: Decoder, prompt: str, n_tokens: int, seed: int, device: torch.device) -> str:
+def generate(logits_of: Callable[[Tensor], Tensor], seq_len: int, prompt: str, n_tokens: int, seed: int) -> str:
     """Continue `prompt` (bytes) by `n_tokens` sampled at temperature 0.8, by a full forward pass for each.
 
-    The sequence is filled up to its full length behind the text, where causal attention does not look.
+    `logits_of`: int64 [1, seq_len] -> [1, seq_len, vocab]. A shorter text is filled up behind, where causal attention
+    does not look.
     """
     tokens, generator = list(prompt.encode()), torch.Generator().manual_seed(seed)
     for _ in range(n_tokens):
-        window = tokens[-model.config.seq_len :]
-        filled = torch.tensor([window + [0] * (model.config.seq_len - len(window))], device=device)
-        logits = model.lm_head(model(filled, torch.arange(filled.shape[1], device=device)))
+        window = tokens[-seq_len:]
+        logits = logits_of(torch.tensor([window + [0] * (seq_len - len(window))]))
         probabilities = (logits[0, len(window) - 1].float().cpu() / 0.8).softmax(-1)
         tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     return decode(tokens)
@@ -432,7 +434,8 @@ def train(config: Config, observe=None) -> Trained:
     positions = torch.arange(m.seq_len, device=device)
     start = resume(optimizer, config) if config.resume else 0
     if config.generate:
-        print(generate(model, config.generate, 400, config.seed, device))
+        logits_of = lambda tokens: model.lm_head(model(tokens.to(device), positions))  # noqa: E731
+        print(generate(logits_of, m.seq_len, config.generate, 400, config.seed))
         return Trained(model, optimizer, [])
 
     predicted = memory_rows(config, m, model, dtype, device.type == "cpu")
@@ -465,7 +468,7 @@ def train(config: Config, observe=None) -> Trained:
             more = {}
             if config.eval_every and run.due(config.eval_every, step):
                 with run.phase("validation"):
-                    loss_sum, n_targets = evaluate(model, data, config, device).tolist()
+                    loss_sum, n_targets = evaluate(model, data, config, positions).tolist()
                     more["validation_loss"] = loss_sum / max(1, n_targets)
             run.log(loss.item(), grad_norm, learning_rate(step, config), tokens.numel(), **more)
             if run.stopping or (config.save_every and run.due(config.save_every, step)):

@@ -308,17 +308,18 @@ def gradient_sync(model: Decoder, group: Group, config: Config) -> NaiveSync:
     return (NaiveSync if config.sync in ("naive", "torch") else BucketSync)(model, group, config)
 
 
-def predicted_traffic(model: Decoder, sync: NaiveSync, config: Config, n: int) -> dict[tuple[str, str], float]:
-    """Bytes each of `n` ranks sends for its gradients in one step, by (mesh dimension, operation)."""
+def predicted_traffic(model: Decoder, sync: NaiveSync, config: Config, group: Group) -> dict[tuple[str, str], float]:
+    """Bytes each rank of the group sends for its gradients in one step, by (mesh dimension, operation)."""
+    dim, n = group.name, group.size
     if config.compress in ("bf16", "int8"):
         block = 2 * BLOCK if config.compress == "bf16" else BLOCK + 4
         half = (n - 1) / n * sum(len(bucket.flat) // BLOCK * block for bucket in sync.buckets)
-        return {("dp", "all_to_all"): half, ("dp", "all_gather"): half}
+        return {(dim, "all_to_all"): half, (dim, "all_gather"): half}
     if config.compress == "topk":
         chosen = sum(max(1, int(config.topk_fraction * len(bucket.flat))) for bucket in sync.buckets)
-        return {("dp", "all_gather"): (n - 1) * chosen * 8}
+        return {(dim, "all_gather"): (n - 1) * chosen * 8}
     gradients = sum(p.numel() * p.grad_dtype.itemsize for p in model.parameters() if p.requires_grad)
-    return {("dp", "all_reduce"): 2 * (n - 1) / n * gradients}
+    return {(dim, "all_reduce"): 2 * (n - 1) / n * gradients}
 
 
 def require_same_parameters(model: Decoder, group: Group):
@@ -372,12 +373,13 @@ def train(config: Config, observe=None) -> Trained:
         start = resume(optimizer, config) if config.resume else 0
         require_same_parameters(model, group)
         if config.generate:
-            text = generate(model, config.generate, 400, config.seed, device)
-            print(text if mesh.rank == 0 else "", end="")
+            logits_of = lambda tokens: model.lm_head(model(tokens.to(device), positions))  # noqa: E731
+            text = generate(logits_of, m.seq_len, config.generate, 400, config.seed)
+            print(text + "\n" if mesh.rank == 0 else "", end="")
             return Trained(model, optimizer, [])
 
         predicted = memory_rows(config, m, model, dtype, device.type == "cpu")
-        traffic = predicted_traffic(model, sync, config, dp)
+        traffic = predicted_traffic(model, sync, config, group)
         flops, peak = flops_per_token(m, config.recompute), dp * peak_flops(device, dtype, config.peak_tflops)
         with Run(config, device, flops, peak, mesh) as run:
             run.say(f"{config.model}: {sum(p.numel() for p in model.parameters()):,} parameters, {dtype}, {device}")
@@ -415,7 +417,7 @@ def train(config: Config, observe=None) -> Trained:
                 more = {}
                 if config.eval_every and run.due(config.eval_every, step):
                     with run.phase("validation"):
-                        part = evaluate(model, data, config, device, group.rank, dp)
+                        part = evaluate(model, data, config, positions, group.rank, dp)
                         loss_sum, n_targets = sum_over(group, *part)
                         more["validation_loss"] = loss_sum / max(1, n_targets)
                 run.log(loss, grad_norm, learning_rate(step, config), tokens.numel() * dp, **more)

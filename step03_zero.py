@@ -112,8 +112,11 @@ def check(config: Config, dp: int):
         raise UserError("--offload-params cpu needs parameters in slices: use it with --zero 3")
     if config.zero and config.optimizer == "adafactor":
         raise UserError("--optimizer adafactor looks at whole rows and columns, slices have none: use it with --zero 0")
-    if config.zero and (config.sync == "torch" or config.compress != "none"):
-        raise UserError(f"--zero {config.zero} reduces gradients itself: leave --sync and --compress at their defaults")
+    if config.zero and (config.sync != "bucket" or config.compress != "none"):
+        raise UserError(
+            f"--zero {config.zero} reduces gradients itself: leave --sync and --compress at their defaults, "
+            "or use them with --zero 0"
+        )
 
 
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}  # what torch.optim keeps for every element
@@ -632,13 +635,14 @@ def train(config: Config, observe=None) -> Trained:
         if config.zero == 0:
             require_same_parameters(model, group)
         if config.generate:
-            text = generate(model, config.generate, 400, config.seed, device)
-            print(text if mesh.rank == 0 else "", end="")
+            logits_of = lambda tokens: model.lm_head(model(tokens.to(device), positions))  # noqa: E731
+            text = generate(logits_of, m.seq_len, config.generate, 400, config.seed)
+            print(text + "\n" if mesh.rank == 0 else "", end="")
             return Trained(model, optimizer, [])
 
         if config.zero == 0:
             predicted = memory_rows(config, m, model, dtype, device.type == "cpu")
-            traffic = predicted_traffic(model, sync, config, dp)
+            traffic = predicted_traffic(model, sync, config, group)
         else:
             predicted = zero_memory_rows(config, m, optimizer)
             traffic = zero_traffic(optimizer, config.global_batch_size // dp // config.micro_batch_size)
@@ -680,7 +684,7 @@ def train(config: Config, observe=None) -> Trained:
                 more = {}
                 if config.eval_every and run.due(config.eval_every, step):
                     with run.phase("validation"):
-                        part = evaluate(model, data, config, device, group.rank, dp)
+                        part = evaluate(model, data, config, positions, group.rank, dp)
                         loss_sum, n_targets = sum_over(group, *part)
                         more["validation_loss"] = loss_sum / max(1, n_targets)
                 run.log(loss, grad_norm, learning_rate(step, config), tokens.numel() * dp, **more)

@@ -99,7 +99,8 @@ def check(config: Config, world: int):
         both = [n for n in range(1, tp + 1) if m.n_heads % n == 0 and m.ffn_dim % n == 0]
         raise UserError(f"--tp {tp} must divide --n-heads {m.n_heads} and --ffn-dim {m.ffn_dim}: use one of {both}")
     if m.n_kv_heads % tp and tp % m.n_kv_heads:
-        raise UserError(f"--tp {tp} and --n-kv-heads {m.n_kv_heads}: one must divide the other")
+        legal = [n for n in range(1, m.n_heads + 1) if m.n_heads % n == 0 and (n % tp == 0 or tp % n == 0)]
+        raise UserError(f"--tp {tp} and --n-kv-heads {m.n_kv_heads}: one must divide the other, as do {legal} kv heads")
     if config.sp and m.seq_len % tp:
         raise UserError(f"--seq-len {m.seq_len} cannot be split over --tp {tp}: change one, or use --no-sp")
     if config.optimizer == "adafactor":
@@ -137,8 +138,7 @@ def scatter_tokens(x: Tensor, group: Group) -> Result:
 
 
 def sum_tokens(x: Tensor, group: Group) -> Result:
-    """[batch, seq, dim] on every rank -> their sum."""
-    x = x.contiguous().clone()  # autograd or the caller may still need theirs
+    """[batch, seq, dim] on every rank, contiguous -> their sum, in place."""
     pending = all_reduce(x, group)
 
     def result() -> Tensor:
@@ -163,7 +163,7 @@ class CopyToRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         """Every rank has only its own part of the gradient."""
-        return sum_tokens(grad, ctx.group)(), None
+        return sum_tokens(grad.clone(memory_format=torch.contiguous_format), ctx.group)(), None
 
 
 class SumFromRanks(torch.autograd.Function):
@@ -172,7 +172,7 @@ class SumFromRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: Group) -> Tensor:
         """Every rank has only its own part of the sum."""
-        return sum_tokens(x, group)()
+        return sum_tokens(x.clone(memory_format=torch.contiguous_format), group)()
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -227,7 +227,9 @@ class ColumnLinears(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         gathered = gather_tokens(x, ctx.group) if ctx.sp else lambda: x
         if ctx.needs_input_grad[0]:
-            partial = sum(grad @ weight for grad, weight in zip(grads, weights, strict=True))
+            partial = grads[0] @ weights[0]
+            for grad, weight in zip(grads[1:], weights[1:], strict=True):
+                partial.flatten(0, -2).addmm_(grad.flatten(0, -2), weight)
             reduced = (scatter_tokens if ctx.sp else sum_tokens)(partial, ctx.group)
         full = gathered().flatten(0, -2)
         wanted = zip(grads, ctx.needs_input_grad[3:], strict=True)
@@ -322,9 +324,10 @@ class VocabHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits for generation, gathered: [batch, seq/n or seq, dim] -> [batch, seq, vocab]; not differentiable."""
+        vocab = layout_of(self.weight).splits[-1].full
         full = gather_tokens(hidden, self.group)() if self.sp else hidden
         own = F.linear(full, self.weight).transpose(1, 2)
-        return gather_tokens(own, self.group)().transpose(1, 2)
+        return gather_tokens(own, self.group)()[:, :vocab].transpose(1, 2)  # what comes after is padding
 
 
 # --- cutting the model
@@ -359,7 +362,7 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool, overlap: bool):
     """Cut the model, on the meta device, over `mesh["tp"]`, in place. Adds the group "kv" to the mesh."""
     group = mesh["tp"]
     copies = max(1, group.size // model.config.n_kv_heads)
-    mesh.add_copies("kv", "tp", copies)
+    mesh.add("kv", copies, stride=1)
     if group.size == 1:
         return
     for layer in model.model.layers.values():
@@ -398,17 +401,18 @@ def sum_partial_gradients(optimizer: Optimizer, mesh: Mesh, dims: list[str]):
                 part.copy_(total.view_as(part))
 
 
-def global_norm(optimizer: Optimizer, mesh: Mesh, dims: list[str], sliced: bool) -> float:
+def global_norm(optimizer: Optimizer, mesh: Mesh, dims: list[str], sliced: str) -> float:
     """The L2 norm of the whole gradient, each element counted once.
 
-    What `copies` ranks along `dims` hold alike counts 1/copies on each; `sliced`: dp ranks hold different slices.
+    What `copies` ranks along `dims` hold alike counts 1/copies on each. `sliced`: the dimension along which ZeRO gave
+    every rank another slice, or "".
     """
     params, sizes = dict(optimizer.model.named_parameters()), {dim: mesh[dim].size for dim in dims}
     parts = optimizer.gradient_parts()
     norms = torch.stack(torch._foreach_norm(list(parts.values()))).double()
     copies = torch.tensor([layout_of(params[name]).copies(sizes) for name in parts], device=norms.device)
     square = (norms**2 / copies).sum()
-    for dim in dims + (["dp"] if sliced else []):
+    for dim in dims + ([sliced] if sliced else []):
         (square,) = sum_over(mesh[dim], square)
     return float(square) ** 0.5 / optimizer.loss_scale
 
@@ -510,14 +514,15 @@ def train(config: Config, observe=None) -> Trained:
         if config.zero == 0:
             require_same_parameters(model, group)
         if config.generate:
-            text = generate(model, config.generate, 400, config.seed, device)
-            print(text if mesh.rank == 0 else "", end="")
+            logits_of = lambda tokens: model.lm_head(model(tokens.to(device), positions))  # noqa: E731
+            text = generate(logits_of, m.seq_len, config.generate, 400, config.seed)
+            print(text + "\n" if mesh.rank == 0 else "", end="")
             return Trained(model, optimizer, [])
 
         micro_batches = config.global_batch_size // dp // config.micro_batch_size
         if config.zero == 0:
             predicted = memory_rows(config, m, model, dtype, device.type == "cpu")
-            traffic = predicted_traffic(model, sync, config, dp)
+            traffic = predicted_traffic(model, sync, config, group)
         else:
             predicted = zero_memory_rows(config, m, optimizer)
             traffic = zero_traffic(optimizer, micro_batches)
@@ -550,13 +555,14 @@ def train(config: Config, observe=None) -> Trained:
                 sync.finish()
                 sum_partial_gradients(optimizer, mesh, ["tp", "kv"])
                 loss, stopping = sum_over(group, loss, run.stopping)
+                (stopping,) = sum_over(mesh["tp"], stopping)  # a signal may reach one rank a step before another
                 run.stopping = stopping > 0
                 require_finite(loss, step, run)
                 if observe is not None:
                     observe(step, optimizer)
                 run.measure(optimizer.tensors())
                 with run.phase("optimizer"):
-                    norm = global_norm(optimizer, mesh, ["tp"], sliced=config.zero > 0)
+                    norm = global_norm(optimizer, mesh, ["tp"], sliced="dp" if config.zero else "")
                     grad_norm = optimizer.step(learning_rate(step, config), norm)
                 if optimizer.loss_scale == 1:  # else an fp16 overflow: this step was skipped, the scale halved
                     require_finite(grad_norm, step, run, "gradient norm")
@@ -564,7 +570,7 @@ def train(config: Config, observe=None) -> Trained:
                 more = {}
                 if config.eval_every and run.due(config.eval_every, step):
                     with run.phase("validation"):
-                        part = evaluate(model, data, config, device, group.rank, dp)
+                        part = evaluate(model, data, config, positions, group.rank, dp)
                         loss_sum, n_targets = sum_over(group, *part)
                         more["validation_loss"] = loss_sum / max(1, n_targets)
                 run.log(loss, grad_norm, learning_rate(step, config), tokens.numel() * dp, **more)

@@ -118,16 +118,17 @@ class Mesh:
         """This rank's group along a dimension."""
         return self.groups[name]
 
-    def add_copies(self, name: str, inside: str, copies: int):
-        """Name the blocks of `copies` neighbouring ranks along dimension `inside`, each a group of its own."""
-        group = self.groups[inside]
+    def add(self, name: str, size: int, stride: int):
+        """One more dimension, across those there are: each group has `size` ranks, `stride` apart.
+
+        (cp 2, tp 2) joined as one dimension of 4 has stride 1; (dp 2, cp 2) of a mesh (dp 2, cp 2, tp 2) has stride 2.
+        """
         self.groups[name] = Group(name, self.device, self.ledger)
-        if copies > 1:
+        if size > 1:
             kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
-            rest = self.world // group.size
-            blocks = dist.init_device_mesh(kind, (rest, group.size // copies, copies), mesh_dim_names=("r", "b", name))
-            handle = blocks.get_group(name)
-            self.groups[name] = Group(name, self.device, self.ledger, dist.get_rank(handle), copies, handle)
+            shape = (self.world // size // stride, size, stride)
+            handle = dist.init_device_mesh(kind, shape, mesh_dim_names=("outer", name, "inner")).get_group(name)
+            self.groups[name] = Group(name, self.device, self.ledger, dist.get_rank(handle), size, handle)
 
     def picture(self) -> str:
         """Which rank is where: the last dimension from left to right, the others from row to row."""
@@ -272,7 +273,7 @@ def exchange(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]
     Under gloo, which would silently accept anything, each message is preceded by its shape and dtype, and `wait` raises
     RuntimeError if the peer sent something else. Send tensors must stay unchanged until `wait`.
     """
-    if group.size == 1:
+    if group.size == 1 or not (sends or receives):
         return Pending(group, [])
     operations, headers, staged = [], [], []
     for tensor, peer in sends:

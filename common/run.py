@@ -254,12 +254,16 @@ class Run:
                 if self.profiling:
                     self.memory.label({"masters": "optimizer", "moments": "optimizer"}.get(kind, kind), tensors)
 
-    def memory_table(self, predicted: dict[str, int]) -> str:
+    def memory_table(self, predicted: dict[str, int | None]) -> str:
         """Predicted bytes by kind and, as far as they are known, the measured ones beside them."""
         rows = [[kind, human(n), human(self.measured.get(kind))] for kind, n in predicted.items()]
         total = sum(self.measured.values()) if self.measured.keys() >= predicted.keys() else None
         return table(
-            [["memory", "predicted", "measured"], *rows, ["sum", human(sum(predicted.values())), human(total)]]
+            [
+                ["memory", "predicted", "measured"],
+                *rows,
+                ["sum", human(sum(n or 0 for n in predicted.values())), human(total)],
+            ]
         )
 
     def log(self, loss: float, grad_norm: float, lr: float, tokens: int, **more: Any):

@@ -14,7 +14,8 @@ import step01_single_gpu as step01
 import step02_ddp as step02
 import step03_zero as step03
 import step04_tp_sp as step04
-from common.comm import all_reduce
+import step05_cp_ring as step05
+from common.comm import Pending, all_gather, all_reduce
 from common.data import Batch
 
 
@@ -41,6 +42,7 @@ def frozen() -> Iterator[None]:
         mock.patch.object(step02, "materialize", freezing(step02.materialize)),
         mock.patch.object(step03, "materialize", freezing(step03.materialize)),
         mock.patch.object(step04, "materialize", freezing(step04.materialize)),
+        mock.patch.object(step05, "materialize", freezing(step05.materialize)),
     ):
         yield
 
@@ -172,6 +174,135 @@ def summed_twice() -> Iterator[None]:
         send(self, bucket)
 
     with mock.patch.object(step02.BucketSync, "send", twice):
+        yield
+
+
+@contextmanager
+def moments_of_another_rank() -> Iterator[None]:
+    """Each slice is updated with the moments of the next rank's slice."""
+    right = step03.Unit.update
+
+    def update(self, lr, factor):
+        for key in self.moments if self.inner.state else ():
+            own = torch.zeros_like(self.master)
+            for name, piece in self.pieces.items():
+                self.cut(own, name).copy_(self.inner.state[piece][key])
+            everyone = own.new_empty(self.group.size, self.length)
+            all_gather(everyone.view(-1), own, self.group).wait()
+            for name, piece in self.pieces.items():
+                others = everyone[(self.group.rank + 1) % self.group.size]
+                self.inner.state[piece][key].copy_(self.cut(others, name))
+        right(self, lr, factor)
+
+    with mock.patch.object(step03.Unit, "update", update):
+        yield
+
+
+@contextmanager
+def freed_before_last_use() -> Iterator[None]:
+    """Stage 3 frees a unit after its forward pass and never gathers it again for its backward pass."""
+
+    def before_backward(self, i, _gradient):
+        if i + 1 < len(self.uses):
+            self.drop(i + 1, keep=i)
+
+    with mock.patch.object(step03.ZeroOptimizer, "before_backward", before_backward):
+        yield
+
+
+@contextmanager
+def memory_without_weights() -> Iterator[None]:
+    """The same, but the memory is there, with other bytes in it, as where an allocator has handed it on."""
+    right = step03.ZeroOptimizer.before_backward
+
+    def before_backward(self, i, gradient):
+        right(self, i, gradient)
+        for u in self.uses[i].units if self.uses[i].again else ():
+            self.units[u].flat.zero_()
+
+    with mock.patch.object(step03.ZeroOptimizer, "before_backward", before_backward):
+        yield
+
+
+@contextmanager
+def never_freed() -> Iterator[None]:
+    """Stage 3 gathers units and keeps them: right numbers, wrong memory."""
+    with mock.patch.object(step03.ZeroOptimizer, "drop", lambda self, i, keep: None):
+        yield
+
+
+@contextmanager
+def slices_not_accumulated() -> Iterator[None]:
+    """Stage 2's slice holds the last micro-batch's gradient instead of the sum."""
+    right = step03.ZeroOptimizer.land
+
+    def land(self):
+        if self.in_flight is not None:
+            self.in_flight[0].grad_slice.zero_()
+        right(self)
+
+    with mock.patch.object(step03.ZeroOptimizer, "land", land):
+        yield
+
+
+@contextmanager
+def reduced_at_every_micro_batch() -> Iterator[None]:
+    """Stage 1 reduces a gradient that is not complete, and then again what it has already summed."""
+    right = step03.ZeroOptimizer.begin
+
+    def begin(self):
+        right(self)
+        self.armed = True
+
+    with mock.patch.object(step03.ZeroOptimizer, "begin", begin):
+        yield
+
+
+@contextmanager
+def norm_of_own_slice() -> Iterator[None]:
+    """Each rank clips by the norm of its own slice."""
+
+    def grad_norm(self):
+        slices = [unit.grad_slice for unit in self.units if unit.grad_slice is not None]
+        return torch.nn.utils.get_total_norm(slices).item()
+
+    with mock.patch.object(step03.ZeroOptimizer, "grad_norm", grad_norm):
+        yield
+
+
+@contextmanager
+def piece_off_by_one() -> Iterator[None]:
+    """A parameter that a slice's end cuts in two loses the element at the cut."""
+    right = step03.Unit.cut
+
+    def cut(self, own, name):
+        piece = right(self, own, name)
+        return piece[:-1] if self.place[name][1] > self.first + self.length else piece
+
+    with mock.patch.object(step03.Unit, "cut", cut):
+        yield
+
+
+@contextmanager
+def no_reduce_scatter() -> Iterator[None]:
+    """Each rank takes its slice from its own gradient, unsummed."""
+
+    def reduce_scatter(output, tensor, group):
+        output.copy_(tensor.view(group.size, -1)[group.rank])
+        return Pending(group, [])
+
+    with mock.patch.object(step03, "reduce_scatter", reduce_scatter):
+        yield
+
+
+@contextmanager
+def updates_not_gathered() -> Iterator[None]:
+    """Stages 1 and 2 go on with their own slice updated, and the others' old ones."""
+
+    def gather(output, tensor, group, purpose=""):
+        return all_gather(output, tensor, group, purpose) if purpose else Pending(group, [])
+
+    with mock.patch.object(step03, "all_gather", gather):
         yield
 
 
