@@ -62,9 +62,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from common import checkpoint as checkpoints
 from common.comm import Mesh
 from common.data import TokenData, decode
-from common.layout import assemble, layout_of, materialize
+from common.layout import assemble, layout_of, materialize, reduction_table
 from common.model import IGNORE, PRESETS, Decoder, ModelConfig
-from common.run import Run, UserError, choose_device, choose_dtype, main, peak_flops
+from common.run import Run, UserError, choose_device, choose_dtype, main, peak_flops, table
 
 
 @dataclass
@@ -442,6 +442,7 @@ def train(config: Config, observe=None) -> Trained:
     flops, peak = flops_per_token(m, config.recompute), peak_flops(device, dtype, config.peak_tflops)
     with Run(config, device, flops, peak) as run:
         run.say(f"{config.model}: {sum(p.numel() for p in model.parameters()):,} parameters, {dtype}, {device}")
+        run.say(table(reduction_table(model, [])))
         run.say(run.memory_table(predicted))
         for step in run.steps(start):
             with run.phase("data"):

@@ -394,6 +394,9 @@ def main(train: Callable[[Any], Any], cls: type, argv: list[str] | None = None):
         status = 2
     except KeyboardInterrupt:
         status = 130
+    except BrokenPipeError:  # whoever read our output has gone
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        status = 1
     except Exception as error:
         text = textwrap.shorten(str(error), 600)
         if LOST_PEER.search(text):

@@ -1,0 +1,1 @@
+"""Measurements behind the README's tables; `python -m tests.bench` lists them."""
