@@ -209,7 +209,7 @@ class Optimizer:
             if self.good_steps and self.good_steps % 1000 == 0:
                 self.loss_scale *= 2
         else:
-            self.loss_scale, self.good_steps = max(1.0, self.loss_scale / 2), 0
+            self.loss_scale, self.good_steps = self.loss_scale / 2, 0
         self.zero_grad()
         return norm
 
@@ -463,7 +463,9 @@ def train(config: Config, observe=None) -> Trained:
             run.measure(optimizer.tensors())
             with run.phase("optimizer"):
                 grad_norm = optimizer.step(learning_rate(step, config))
-            if optimizer.loss_scale == 1:  # else an fp16 overflow: this step was skipped, the scale halved
+            if (
+                optimizer.loss_scale < 1
+            ):  # not just an fp16 overflow, for which the step was skipped and the scale halved
                 require_finite(grad_norm, step, run, "gradient norm")
             run.measure(optimizer.tensors())
             more = {}

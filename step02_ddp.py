@@ -11,24 +11,28 @@ over ranks is the gradient one device would have found. Averaging per-rank means
 happen to have the same number of target tokens.
 
 ALL-REDUCE = REDUCE-SCATTER + ALL-GATHER. Cut the tensor in n pieces; ranks sit in a ring and only talk to the right.
-In n-1 steps every piece travels once round, growing into the sum; in n-1 more the finished pieces travel round:
+In n-1 steps every piece visits all ranks, growing into the sum; in n-1 more the finished pieces visit all ranks:
 
     step 0    r0 --piece 0--> r1 --piece 1--> r2 --piece 2--> r3 --piece 3--> r0       (n = 4)
     step 1    r1 sends on piece 0 with its own added, r2 piece 1, ...  after n-1 steps rank r owns the sum of piece r+1
 
-Each rank sends 2 (n-1)/n S bytes whatever n (Patarasuk and Yuan 2009): that is the law the ledger is checked against.
+Each rank sends 2 (n-1)/n S bytes, never more than 2 S, however many ranks (Patarasuk and Yuan 2009): that is the law
+the ledger is checked against.
 
 WHEN TO TALK. Gradients appear from the last layer to the first while backward is still busy, so communication can hide
-behind it; only the last micro-batch's backward completes them, so only then is anything sent.
+behind it; only the last micro-batch's backward completes them, so only then is anything sent. (The embedding's comes
+at the very end, so its bucket always has to be waited for.)
 
     --sync naive     after backward, one all-reduce per parameter, each waited for
-    --sync overlap   one asynchronous all-reduce per parameter, as soon as its gradient is complete
+    --sync overlap   one all-reduce per parameter, started as soon as its gradient (and all before it) is complete,
+                     while backward goes on; only what is still under way at the end is waited for
     --sync bucket    gradients are views into flat buffers of --bucket-mb; one all-reduce per buffer (Li et al. 2020,
-                     "PyTorch Distributed"): fewer, larger messages, still overlapped, and no copy
+                     "PyTorch Distributed"): fewer, larger messages, still overlapped, and no copy before sending
     --sync torch     PyTorch's DistributedDataParallel, for comparison
 
 COMPRESSION (--compress, with --sync bucket) sends fewer bytes and is lossy. What was not sent is kept and added to the
 next step's gradient, "error feedback" (Seide et al. 2014; Karimireddy et al. 2019), so that it is late, not lost.
+(Checkpoints do not hold it: a resumed compressed run starts with nothing owed.)
 
     bf16   16 bits                                                      1/2 of the bytes of fp32
     int8   8 bits, and an fp32 scale per 256 values                     (1 + 4/256) / 4
@@ -123,7 +127,11 @@ def ring_all_reduce(tensor: Tensor, group: Group):
 
 
 class NaiveSync:
-    """Sum gradients after the last backward, parameter by parameter. The four calls are those of every sync."""
+    """Sum gradients after the last backward, parameter by parameter.
+
+    Every sync has these methods, and `forward`, what to call instead of the model. Build it after the optimizer, which
+    decides the dtype that gradients add up in.
+    """
 
     def __init__(self, model: Decoder, group: Group, config: Config):
         self.params, self.group = [p for p in model.parameters() if p.requires_grad], group
@@ -145,7 +153,7 @@ class NaiveSync:
 
 def quantise(values: Tensor) -> Tensor:
     """[..., 256] floats -> int8 [..., 260]: the values in units of scale = max/127, then the scale's four bytes."""
-    scale = (values.abs().amax(-1, keepdim=True) / 127).float().clamp(min=1e-38)
+    scale = (values.abs().amax(-1, keepdim=True) / 127).float().clamp(min=torch.finfo(torch.float32).tiny)
     return torch.cat(((values / scale).round().to(torch.int8), scale.view(torch.int8)), dim=-1)
 
 
@@ -158,7 +166,7 @@ def narrow_sum(values: Tensor, group: Group, config: Config) -> tuple[Tensor, Te
     """Sum in 16 or 8 bits. Takes this rank's values [elements]; returns (sum over the group, what of ours was lost).
 
     Adding in so few bits would round at every rank, or overflow. So rank r receives slice r of everyone (all-to-all),
-    adds up in fp32, and makes the sum narrow again for all to gather. Its loss of that is its own to carry.
+    adds up in fp32, and makes the sum narrow again for all to gather; what that loses, rank r keeps.
     """
     narrow, widen = (quantise, dequantise) if config.compress == "int8" else (Tensor.bfloat16, Tensor.float)
     own = values.view(group.size, -1, BLOCK)
@@ -174,7 +182,10 @@ def narrow_sum(values: Tensor, group: Group, config: Config) -> tuple[Tensor, Te
 
 
 def topk_sum(values: Tensor, group: Group, config: Config) -> tuple[Tensor, Tensor]:
-    """Sum only each rank's largest values, as `narrow_sum`: k values (fp32) and k places (int32), gathered from all."""
+    """Sum only the largest values of each rank; takes and returns the same as `narrow_sum`.
+
+    Every rank gathers everyone's k values (fp32) with their indices in the buffer (int32), and adds them up.
+    """
     k = max(1, int(config.topk_fraction * len(values)))
     places = values.abs().topk(k).indices
     message = torch.stack((values[places].float().view(torch.int32), places.int()))
@@ -250,7 +261,7 @@ class BucketSync(NaiveSync):
 
     def send(self, bucket: Bucket):
         """Start the sum of one bucket; a compressed one is finished at once, its loss kept for the next step."""
-        if self.config.compress == "none":
+        if self.config.compress == "none" or self.group.size == 1:
             bucket.pending = all_reduce(bucket.flat, self.group)
         else:
             compressed_sum = COMPRESSED_SUMS[self.config.compress]
@@ -411,7 +422,9 @@ def train(config: Config, observe=None) -> Trained:
                 run.measure(optimizer.tensors())
                 with run.phase("optimizer"):
                     grad_norm = optimizer.step(learning_rate(step, config))
-                if optimizer.loss_scale == 1:  # else an fp16 overflow: this step was skipped, the scale halved
+                if (
+                    optimizer.loss_scale < 1
+                ):  # not just an fp16 overflow, for which the step was skipped and the scale halved
                     require_finite(grad_norm, step, run, "gradient norm")
                 run.measure(optimizer.tensors())
                 more = {}

@@ -36,6 +36,7 @@ Bytes a rank sends per micro-batch, U = (n-1)/n b s h e (e bytes an element), L 
     layers      8 L U  [+ 2 L U with SP and overlap: gathered again]     4 all-reduces a layer, or 4 gathers, 4 scatters
     embedding   2 U
     head        2 U + 2 (n-1) b s x 4 (8 in fp64)                        the two numbers a token
+    --recompute 2 L U [with SP 3 L U]                                    again, but for the sum behind a layer's end
 
 Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
 You should see step 1's losses, parameters and moments divided by tp, and with SP the activations too.
@@ -393,7 +394,8 @@ def sum_partial_gradients(optimizer: Optimizer, mesh: Mesh, dims: list[str]):
     """
     params = dict(optimizer.model.named_parameters())
     for dim in dims:
-        parts = [g for name, g in optimizer.gradient_parts().items() if dim in layout_of(params[name]).sum_over]
+        summed = {name for name, param in params.items() if dim in layout_of(param).sum_over}
+        parts = [g for name, g in optimizer.gradient_parts().items() if name in summed and g.numel()]
         if parts and mesh[dim].size > 1:
             flat = torch.cat([part.flatten() for part in parts])
             all_reduce(flat, mesh[dim], "(partial)").wait()
@@ -448,19 +450,20 @@ def tp_traffic(
 ) -> dict[tuple[str, str], float]:
     """Bytes a rank sends over tp in one step, by (mesh dimension, operation): the docstring's table, k times."""
     n, e, wide = mesh["tp"].size, optimizer.dtype.itemsize, max(4, optimizer.dtype.itemsize)
-    if n == 1 or config.recompute != "none":
+    if n == 1:
         return {}
     tokens, layers = config.micro_batch_size * m.seq_len, m.n_layers
     unit = (n - 1) / n * tokens * m.dim * e
     combine = 2 * (n - 1) * tokens * wide
     found: dict[tuple[str, str], float] = {}
+    redone = config.recompute != "none"  # up to the input of a layer's last matmul
     if config.sp:
-        again = 2 * layers if config.tp_overlap else 0
-        found["tp", "all_gather"] = micro_batches * ((4 * layers + again + 2) * unit + combine)
-        found["tp", "reduce_scatter"] = micro_batches * (4 * layers + 2) * unit
+        gathers = 4 + 2 * config.tp_overlap + 2 * redone
+        found["tp", "all_gather"] = micro_batches * ((gathers * layers + 2) * unit + combine)
+        found["tp", "reduce_scatter"] = micro_batches * ((4 + redone) * layers + 2) * unit
     else:
         found["tp", "all_gather"] = micro_batches * combine
-        found["tp", "all_reduce"] = micro_batches * (8 * layers + 4) * unit
+        found["tp", "all_reduce"] = micro_batches * ((4 + redone) * layers + 2) * 2 * unit
     params = dict(optimizer.model.named_parameters())
     for dim in ("tp", "kv"):
         size = mesh[dim].size
@@ -564,7 +567,9 @@ def train(config: Config, observe=None) -> Trained:
                 with run.phase("optimizer"):
                     norm = global_norm(optimizer, mesh, ["tp"], sliced="dp" if config.zero else "")
                     grad_norm = optimizer.step(learning_rate(step, config), norm)
-                if optimizer.loss_scale == 1:  # else an fp16 overflow: this step was skipped, the scale halved
+                if (
+                    optimizer.loss_scale < 1
+                ):  # not just an fp16 overflow, for which the step was skipped and the scale halved
                     require_finite(grad_norm, step, run, "gradient norm")
                 run.measure(optimizer.tensors())
                 more = {}

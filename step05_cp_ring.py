@@ -579,7 +579,9 @@ def train(config: Config, observe=None) -> Trained:
                 with run.phase("optimizer"):
                     norm = global_norm(optimizer, mesh, ["tp"], sliced="data" if config.zero else "")
                     grad_norm = optimizer.step(learning_rate(step, config), norm)
-                if optimizer.loss_scale == 1:  # else an fp16 overflow: this step was skipped, the scale halved
+                if (
+                    optimizer.loss_scale < 1
+                ):  # not just an fp16 overflow, for which the step was skipped and the scale halved
                     require_finite(grad_norm, step, run, "gradient norm")
                 run.measure(optimizer.tensors())
                 more = {}

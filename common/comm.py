@@ -1,6 +1,6 @@
 """The mesh of ranks, its collectives, and the ledger that sees every byte.
 
-    mesh = open_mesh({"dp": 2, "tp": 4}, device, "auto")      ranks 0-7 as arange(8).view(dp=2, tp=4)
+    with open_mesh({"dp": 2, "tp": 4}, device, "auto") as mesh:      ranks 0-7 as arange(8).view(dp=2, tp=4)
 
                  tp 0  1  2  3
         dp 0      [0  1  2  3]        mesh["tp"] of rank 5: the group {4, 5, 6, 7}, in which it is number 1
@@ -270,8 +270,9 @@ def _header(tensor: Tensor) -> Tensor:
 def exchange(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group) -> Pending:
     """Point-to-point messages in one batch: (tensor, peer's rank in the group) each; receives fill their tensor.
 
-    Under gloo, which would silently accept anything, each message is preceded by its shape and dtype, and `wait` raises
-    RuntimeError if the peer sent something else. Send tensors must stay unchanged until `wait`.
+    Under gloo, which would silently accept most things, each message is preceded by its shape and dtype, and `wait`
+    raises RuntimeError if the peer sent something else (more bytes than expected end the process in gloo itself).
+    Tensors must be contiguous, those to send unchanged until `wait`.
     """
     if group.size == 1 or not (sends or receives):
         return Pending(group, [])

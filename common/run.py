@@ -119,14 +119,20 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, override_tflops: float) -> float:
-    """FLOP/s that the device could do at best: the flag, the table above or, for any other device, a timed matmul."""
+    """FLOP/s that this rank could do at best: the flag, the table above or, for any other device, a timed matmul.
+
+    Ranks that share a GPU share its peak.
+    """
+    share = 1.0
+    if device.type == "cuda":
+        share = min(1.0, torch.cuda.device_count() / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     if override_tflops:
-        return override_tflops * 1e12
+        return override_tflops * 1e12 * share
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for key, (half, single) in GPU_PEAKS.items():
             if key in name:
-                return 1e12 * {2: half, 4: single, 8: single / 2}[dtype.itemsize]
+                return 1e12 * share * {2: half, 4: single, 8: single / 2}[dtype.itemsize]
     n, times, until = 512 if device.type == "cpu" else 8192, [], time.perf_counter() + 0.3
     a = torch.randn(n, n, dtype=dtype, device=device)
     while len(times) < 5 or time.perf_counter() < until:
@@ -412,7 +418,7 @@ def main(train: Callable[[Any], Any], cls: type, argv: list[str] | None = None):
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    # A process group whose peers are gone can block the interpreter's own shutdown.
-    if status and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    # The interpreter's shutdown can block on peers that are gone, or abort under gloo's own threads.
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         os._exit(status)
     sys.exit(status)

@@ -373,6 +373,7 @@ def test_a_batch_that_does_not_divide_is_refused(pools):
         (dict(compress="int8", sync="naive"), "--compress int8 works on buckets"),
         (dict(sync="torch", dtype="bf16"), "--sync torch adds gradients up in 16 bits"),
         (dict(bucket_mb=-1.0), "--bucket-mb must be positive"),
+        (dict(compress="bf16", dtype="fp16"), "fp16"),
     ],
 )
 def test_flags_that_exclude_one_another(flags, message):
