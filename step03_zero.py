@@ -321,7 +321,7 @@ class ZeroOptimizer(Optimizer):
             self.units.append(Unit(named, group, config, disk))
         self.dtype, self.mixed = dtype, dtype.itemsize == 2
         self.loss_scale, self.good_steps, self.updates = (2.0**16 if dtype == torch.float16 else 1.0), 0, 0
-        self.in_flight: tuple[Unit, Tensor, Pending] | None = None
+        self.in_flight: tuple[Unit, Tensor, Tensor, Pending] | None = None
         self.armed = False
         for i, use in enumerate(self.uses):
             use.module.register_forward_pre_hook(partial(self.before_forward, i))
@@ -335,6 +335,8 @@ class ZeroOptimizer(Optimizer):
 
     def before_forward(self, i: int, *_):
         """Hook: have this module's parameters, and send for the next one's."""
+        for unit in self.units if i == 0 else ():  # a micro-batch begins, whose backward pass may complete a unit
+            unit.missing = len(unit.trained)
         self.provide(i, i + 1)
 
     def after_forward(self, i: int, _module: nn.Module, _inputs: tuple, output: Tensor):
@@ -374,7 +376,6 @@ class ZeroOptimizer(Optimizer):
         for unit in self.units:
             if self.stage == 3:
                 unit.free()  # a validation leaves the last unit there
-            unit.missing = len(unit.trained)
             if self.stage == 1 and unit.trained:
                 unit.gradient, unit.reduced = torch.zeros_like(unit.flat, dtype=unit.grad_dtype), False
                 for name in unit.trained:
@@ -403,19 +404,20 @@ class ZeroOptimizer(Optimizer):
         """Start to sum a unit's gradient over the ranks; the one before has had a layer's time, so finish that."""
         self.land()
         own = torch.empty(unit.length, dtype=unit.grad_dtype, device=self.device)
-        self.in_flight = (unit, own, reduce_scatter(own, unit.gradient, self.group))
+        self.in_flight = (unit, own, unit.gradient, reduce_scatter(own, unit.gradient, self.group))
+        if self.stage > 1:
+            unit.gradient = None  # the next micro-batch begins a new one, this one may still be on its way
         unit.missing, unit.reduced = len(unit.trained), True
 
     def land(self):
         """Put the slice that was in flight where it belongs."""
         if self.in_flight is not None:
-            unit, own, pending = self.in_flight
+            unit, own, gradient, pending = self.in_flight
             pending.wait()
             if self.stage == 1:
-                unit.grad_slice = unit.gradient[unit.first : unit.first + unit.length].copy_(own)
+                unit.grad_slice = gradient[unit.first : unit.first + unit.length].copy_(own)
             else:
                 unit.grad_slice += own
-                unit.gradient = None
             self.in_flight = None
 
     def finish(self):

@@ -118,12 +118,16 @@ def check(config: Config, world: int):
             f"use a multiple of {chunks}"
         )
     if config.sp and tp > 1 and m.seq_len // cp % tp:
-        raise UserError(f"the {m.seq_len // cp} tokens of a --cp {cp} rank cannot be split over --tp {tp}: use --no-sp")
+        raise UserError(
+            f"the {m.seq_len // cp} tokens of a --cp {cp} rank cannot be split over --tp {tp}: "
+            f"use --no-sp, or --seq-len a multiple of {cp * tp}"
+        )
     heads, kv_heads = m.n_heads // tp, max(1, m.n_kv_heads // tp)
-    if config.cp_mode == "ulysses" and (heads % cp or (kv_heads % cp and cp % kv_heads)):
+    legal = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    if config.cp_mode == "ulysses" and cp not in legal:
         raise UserError(
             f"--cp-mode ulysses gives each of --cp {cp} ranks whole heads, but there are {heads} query and {kv_heads} "
-            "key/value heads (after --tp): use another --cp-mode"
+            f"key/value heads (after --tp): use --cp among {legal}, or another --cp-mode"
         )
 
 
@@ -270,8 +274,8 @@ class RingAttention(torch.autograd.Function):
             if block := visible(r, source, length, zigzag):
                 rows, keys, causal = block
                 part, part_lse = block_attention(q[:, rows], kv[0][:, keys], kv[1][:, keys], causal)
-                if hop == 0:
-                    out, lse = part.to(wide), part_lse.to(wide)
+                if hop == 0:  # copies: what the kernel returned may be kept by selective recomputation
+                    out, lse = part.to(wide, copy=True), part_lse.to(wide, copy=True)
                 else:
                     merge(out[:, rows], lse[:, :, rows], part, part_lse)
                 if trace is not None:
@@ -330,7 +334,7 @@ class AllGatherAttention(torch.autograd.Function):
         out, lse = [], []
         for rows, past, own in zigzag_rows(q.shape[1], group):
             out_rows, lse_rows = block_attention(q[:, rows], full[0][:, own], full[1][:, own], True)
-            out_rows, lse_rows = out_rows.to(wide), lse_rows.to(wide)
+            out_rows, lse_rows = out_rows.to(wide, copy=True), lse_rows.to(wide, copy=True)  # as in RingAttention
             if past.stop:
                 before = block_attention(q[:, rows], full[0][:, past], full[1][:, past], False)
                 merge(out_rows, lse_rows, *before)

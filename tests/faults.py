@@ -4,7 +4,7 @@ A negative control runs the equivalence check with one of these and asserts that
 collective passes is not a test. Harmless patches (a frozen parameter) live here too, for both sides of a comparison.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
@@ -15,8 +15,13 @@ import step02_ddp as step02
 import step03_zero as step03
 import step04_tp_sp as step04
 import step05_cp_ring as step05
-from common.comm import Pending, all_gather, all_reduce
+from common import model
+from common.comm import Group, Pending, all_gather, all_reduce
 from common.data import Batch
+from common.layout import Layout, layout_of
+from common.model import IGNORE, draw_parameter
+
+HEADS = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 
 
 @contextmanager
@@ -303,6 +308,298 @@ def updates_not_gathered() -> Iterator[None]:
         return all_gather(output, tensor, group, purpose) if purpose else Pending(group, [])
 
     with mock.patch.object(step03, "all_gather", gather):
+        yield
+
+
+@contextmanager
+def initialised(change: Callable[[str, torch.nn.Parameter, torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
+    """Step 4 starts from other numbers: `change(name, part, full)` returns a part's value, or None to keep it."""
+    right = step04.materialize
+
+    def materialize(model, seed, *rest):
+        right(model, seed, *rest)
+        for name, part in model.named_parameters():
+            full = draw_parameter(name, layout_of(part).full_shape(part.shape), model.config.n_layers, seed)
+            value = change(name, part, full)
+            if value is not None:
+                part.data.copy_(value)
+
+    with mock.patch.object(step04, "materialize", materialize):
+        yield
+
+
+def same_shard_on_every_rank():
+    """PEERS fault 1: every tensor-parallel rank draws its part from the same seed."""
+    return initialised(lambda name, part, full: full.flatten()[: part.numel()].view_as(part))
+
+
+def scaled_by_local_fan_in():
+    """Fault 2: what is cut by rows is scaled by the width of the part (here 1/2) instead of that of the whole."""
+    rows = ("o_proj.weight", "down_proj.weight")
+    return initialised(lambda name, part, full: part.detach() * 2**0.5 if name.endswith(rows) else None)
+
+
+def heads_of_rank_0():
+    """Fault 8: every rank takes the heads of rank 0."""
+    return initialised(lambda name, part, full: full[: len(part)] if name.endswith(HEADS) else None)
+
+
+@contextmanager
+def one_collective_a_matrix() -> Iterator[None]:
+    """Fault 11: q, k and v, gate and up each fetch the input, or sum its gradient, for themselves."""
+
+    def call(self, x, *linears):
+        if self.overlap:
+            return [step04.ColumnLinears.apply(x, self.group, self.sp, linear.weight)[0] for linear in linears]
+        f = step04.GatherTokens if self.sp else step04.CopyToRanks
+        return [linear(f.apply(x, self.group)) for linear in linears]
+
+    with mock.patch.object(step04.ColumnProject, "__call__", call):
+        yield
+
+
+@contextmanager
+def not_summed(dim: str) -> Iterator[None]:
+    """Partial gradients stay at home along one dimension."""
+    right = step04.sum_partial_gradients
+
+    def sum_partial_gradients(optimizer, mesh, dims):
+        right(optimizer, mesh, [d for d in dims if d != dim])
+
+    with mock.patch.object(step04, "sum_partial_gradients", sum_partial_gradients):
+        yield
+
+
+def norm_gradients_not_summed():
+    """Under sequence parallelism each rank's norms learn from its own tokens only."""
+    return not_summed("tp")
+
+
+def kv_gradients_not_summed():
+    """Copies of a key/value head learn from the query heads of their own rank only."""
+    return not_summed("kv")
+
+
+@contextmanager
+def replicas_counted_in_the_norm() -> Iterator[None]:
+    """What several ranks hold alike counts once for each of them in the gradient norm."""
+    with mock.patch.object(Layout, "copies", lambda *_: 1):
+        yield
+
+
+@contextmanager
+def g_sums_in_backward_too() -> Iterator[None]:
+    """The backward of an all-reduce taken to be an all-reduce, as in torch.distributed.nn.functional."""
+
+    def backward(ctx, grad):
+        total = grad.contiguous().clone()
+        all_reduce(total, ctx.group).wait()
+        return total, None
+
+    def forward(ctx, x, group):
+        ctx.group = group
+        return right(ctx, x, group)
+
+    right = step04.SumFromRanks.forward
+    with mock.patch.multiple(step04.SumFromRanks, forward=staticmethod(forward), backward=staticmethod(backward)):
+        yield
+
+
+@contextmanager
+def f_does_not_sum_in_backward() -> Iterator[None]:
+    """Each rank goes on with its own part of the input's gradient."""
+    with mock.patch.object(step04.CopyToRanks, "backward", staticmethod(lambda ctx, grad: (grad, None))):
+        yield
+
+
+@contextmanager
+def rows_of(cls: type, change: Callable[[torch.Tensor, range], range]) -> Iterator[None]:
+    """A layer that is cut by the vocabulary takes `change(weight, rows)` to be its rows."""
+    right = cls.__init__
+
+    def init(self, weight, rows, *rest):
+        right(self, weight, change(weight, rows), *rest)
+
+    with mock.patch.object(cls, "__init__", init):
+        yield
+
+
+def embedding_off_by_one():
+    """Each rank looks up the row before."""
+    return rows_of(step04.VocabEmbedding, lambda weight, rows: range(rows.start + 1, rows.stop + 1))
+
+
+def target_off_by_one():
+    """Each rank takes the logit before to be the target's."""
+    return rows_of(step04.VocabHead, lambda weight, rows: range(rows.start + 1, rows.stop + 1))
+
+
+def padding_in_the_softmax():
+    """The logits of padding rows, all 0, count like those of words."""
+    return rows_of(step04.VocabHead, lambda weight, rows: range(rows.start, rows.start + len(weight)))
+
+
+@contextmanager
+def not_summed_over_cp() -> Iterator[None]:
+    """PEERS fault 6: gradients are summed where dp > 1 only, though ranks along cp have seen other tokens."""
+
+    def alone(function):
+        def wrapper(model, group, *rest):
+            return function(model, Group(group.name, group.device, group.ledger), *rest)
+
+        return wrapper
+
+    with (
+        mock.patch.object(step05, "gradient_sync", alone(step05.gradient_sync)),
+        mock.patch.object(step05, "ZeroOptimizer", alone(step05.ZeroOptimizer)),
+        mock.patch.object(step05, "require_same_parameters", lambda *_: None),
+    ):
+        yield
+
+
+@contextmanager
+def lse_in_bf16() -> Iterator[None]:
+    """Fault 9: the log-sum-exp of a block, and the running one, are kept in bf16."""
+    block_attention, merge = step05.block_attention, step05.merge
+
+    def narrow(*args):
+        out, lse = block_attention(*args)
+        return out, lse.bfloat16().to(lse.dtype)
+
+    def merge_narrow(out, lse, *block):
+        merge(out, lse, *block)
+        lse.copy_(lse.bfloat16())
+
+    with mock.patch.multiple(step05, block_attention=narrow, merge=merge_narrow):
+        yield
+
+
+@contextmanager
+def rope_tables_by(change: Callable) -> Iterator[None]:
+    """The rotary tables come from `change(rope_tables, positions, config, dtype)`."""
+    right = model.rope_tables
+    with mock.patch.object(model, "rope_tables", lambda *args: change(right, *args)):
+        yield
+
+
+def positions_ignored():
+    """Fault 10: every rank rotates as if its tokens were the first."""
+    return rope_tables_by(lambda right, positions, *rest: right(torch.arange(len(positions)), *rest))
+
+
+def tables_in_bf16():
+    """Fault 10: rotary tables in bf16, whatever the dtype of the run."""
+    return rope_tables_by(lambda right, *args: tuple(t.bfloat16().to(t.dtype) for t in right(*args)))
+
+
+@contextmanager
+def kv_heads_repeated_before_the_ring() -> Iterator[None]:
+    """Fault 12: keys and values are repeated to all query heads, and travel so."""
+    right = step05.ContextAttention.__call__
+
+    def call(self, q, k, v):
+        return right(self, q, *(step05.repeat_heads(x, q) for x in (k, v)))
+
+    with mock.patch.object(step05.ContextAttention, "__call__", call):
+        yield
+
+
+@contextmanager
+def contiguous_chunks() -> Iterator[None]:
+    """Fault 12: what is called zigzag is the plain ring, whose last rank does 2n-1 times the work of the first."""
+    init, own_positions = step05.ContextAttention.__init__, step05.own_positions
+    with (
+        mock.patch.object(step05.ContextAttention, "__init__", lambda self, group, _: init(self, group, "ring")),
+        mock.patch.object(step05, "own_positions", lambda seq_len, rank, n, _: own_positions(seq_len, rank, n, "ring")),
+    ):
+        yield
+
+
+@contextmanager
+def wrong_source() -> Iterator[None]:
+    """After the first hop, keys and values are taken for those of the next rank."""
+    right = step05.visible
+
+    def visible(own, source, *rest):
+        return right(own, source if source == own else source + 1, *rest)
+
+    with mock.patch.object(step05, "visible", visible):
+        yield
+
+
+@contextmanager
+def ring_backward_with(**names: Callable) -> Iterator[None]:
+    """While a ring's backward runs, functions of step 5 are others: `make(right)` is called anew for each backward."""
+    right = step05.RingAttention.backward
+
+    def backward(ctx, grad):
+        made = {name: make(getattr(step05, name)) for name, make in names.items()}
+        with mock.patch.multiple(step05, **made):
+            return right(ctx, grad)
+
+    with mock.patch.object(step05.RingAttention, "backward", staticmethod(backward)):
+        yield
+
+
+def kv_of_hop_0_in_backward():
+    """Backward computes every hop (of a contiguous ring) with the keys and values of the first."""
+
+    def make(block_attention_backward):
+        held = []
+
+        def wrapper(grad, q, k, v, *rest):
+            held.extend((k, v)[len(held) :])
+            return block_attention_backward(grad, q, *held, *rest)
+
+        return wrapper
+
+    return ring_backward_with(block_attention_backward=make)
+
+
+def no_final_rotation():
+    """dk and dv stay one hop away from home."""
+
+    def make(exchange):
+        calls = []
+
+        def wrapper(sends, receives, group):
+            calls.append(1)
+            if len(calls) < 2 * group.size - 1:  # n-1 times keys and values, n times their gradients
+                return exchange(sends, receives, group)
+            receives[0][0].copy_(sends[0][0])
+            return Pending(group, [])
+
+        return wrapper
+
+    return ring_backward_with(exchange=make)
+
+
+@contextmanager
+def labels_shifted_after_the_cut() -> Iterator[None]:
+    """Each rank makes targets of its own tokens, so the last of every chunk has none."""
+    right = step05.TokenData.batch
+
+    def batch(self, step, rows=slice(None)):
+        tokens, targets, n_targets = right(self, step, rows)
+        chunk = self.seq_len // torch.distributed.get_world_size()
+        targets = targets.clone()
+        targets[:, chunk - 1 :: chunk] = IGNORE
+        return Batch(tokens, targets, n_targets)
+
+    with mock.patch.object(step05.TokenData, "batch", batch):
+        yield
+
+
+@contextmanager
+def loss_summed_over_dp_only() -> Iterator[None]:
+    """The logged loss leaves out the tokens of the other ranks along cp."""
+    right = step05.sum_over
+
+    def sum_over(group, loss, *flags):
+        found = right(group, loss, *flags)
+        return [float(loss), *found[1:]] if flags else found
+
+    with mock.patch.object(step05, "sum_over", sum_over):
         yield
 
 
