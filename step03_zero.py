@@ -17,7 +17,8 @@ for P parameters and k micro-batches, in elements. Stage 1 sends gradients once,
 the updated weights: an all-reduce is these two halves anyway. Stage 2 has nowhere to keep a full gradient, so it
 reduce-scatters every micro-batch's. Stage 3 also gathers the weights of a unit before its forward and again before its
 backward, and frees them after each. The head is the last unit in forward and the first in backward, so it stays; the
-embedding's backward adds into rows and needs no weights: P + P_layers are gathered per micro-batch instead of 2 P.
+embedding's backward adds into rows and needs no weights: P + P_layers are gathered per micro-batch instead of 2 P (and
+a tied matrix, the first unit and the last one used, once more).
 
     bytes per parameter, 16-bit training          stage 0    1            2              3
     --grad-dtype fp32 (default, fp32 sums)        2+4+12     2+4+12/n     2+(4+12)/n     18/n
@@ -29,8 +30,8 @@ while one computes, in both directions.
 
 OFFLOAD (Ren et al. 2021, "ZeRO-Offload"). --offload-optimizer cpu keeps masters and moments in host memory and updates
 there; disk keeps them in memory-mapped files of the run directory; --offload-params cpu (stage 3) keeps the weight
-slices on the host, too. Everything streams unit by unit. The files never have a name, so they vanish with the process
-and are never mistaken for a checkpoint.
+slices on the host, and so the update too. Everything streams unit by unit. The files never have a name: they vanish
+with the process and are never mistaken for a checkpoint.
 
 THE TOY (`--toy`): W = [1,2,3,4], two ranks with x = 1 and 2, loss (sum(W) x)^2 / 2, so gradients 10 and 40, mean 25;
 SGD with lr 0.1 takes 2.5 off every weight: [-1.5, -0.5, 0.5, 1.5]. It prints what each rank holds in every stage (in
@@ -162,9 +163,9 @@ class Unit:
         matrices = [piece for name, piece in self.pieces.items() if named[name].dim() > 1]
         vectors = [piece for name, piece in self.pieces.items() if named[name].dim() == 1]
         self.inner = torch_optimizer(matrices, vectors, config) if self.pieces else None
-        self.gradient: Tensor | None = None  # full [padded]: stage 1 always, stages 2 and 3 during backward
+        self.gradient: Tensor | None = None  # full [padded], of this rank alone: what has not yet been reduced
         self.grad_slice: Tensor | None = None  # [padded / n], in fp32 or wider: the step's gradient, summed over ranks
-        self.missing, self.reduced = len(self.trained), True
+        self.missing = len(self.trained)  # gradients that this micro-batch's backward has yet to complete
 
     def make_master(self, config: Config, disk: Path) -> Tensor:
         """The slice that the update works on: the parameters' own if that is wide enough and not offloaded."""
@@ -216,9 +217,9 @@ class Unit:
                 piece.grad = None
             self.moments_to_disk()
             if self.master is not self.slice:
-                self.slice.copy_(self.master)
+                self.slice.copy_(self.master, non_blocking=True)
         if self.stage < 3:
-            self.pending = all_gather(self.flat, self.slice.clone(), self.group)
+            self.pending = all_gather(self.flat, self.slice, self.group)  # in place: the slice is a part of flat
 
     def moments_to_disk(self):
         """After the first update torch.optim's moments are in memory: put them into the file, once."""
@@ -300,7 +301,8 @@ class ZeroOptimizer(Optimizer):
     """ZeRO stages 1 to 3 over `group`: an optimizer, and a gradient sync with the four calls of step 2's.
 
     Its units are made one by one; parameters still on the meta device are drawn then, so that in stage 3 the whole
-    model never exists anywhere.
+    model never exists anywhere. Collectives start from hooks, so all ranks must use the same parameters in a backward
+    pass, or some would wait for sums that others do not start.
     """
 
     def __init__(self, model: nn.Module, group: Group, config: Config, planned: Planned, mesh: Mesh | None = None):
@@ -377,7 +379,7 @@ class ZeroOptimizer(Optimizer):
             if self.stage == 3:
                 unit.free()  # a validation leaves the last unit there
             if self.stage == 1 and unit.trained:
-                unit.gradient, unit.reduced = torch.zeros_like(unit.flat, dtype=unit.grad_dtype), False
+                unit.gradient = torch.zeros_like(unit.flat, dtype=unit.grad_dtype)
                 for name in unit.trained:
                     unit.named[name].grad = unit.gradient[slice(*unit.place[name])].view_as(unit.named[name])
             elif unit.trained:
@@ -392,7 +394,6 @@ class ZeroOptimizer(Optimizer):
         if self.stage > 1:
             if unit.gradient is None:
                 unit.gradient = torch.zeros(unit.length * self.group.size, dtype=unit.grad_dtype, device=self.device)
-                unit.reduced = False
             unit.gradient[slice(*unit.place[name])].view_as(param).add_(param.grad)
             param.grad = None
         if self.armed:
@@ -405,9 +406,7 @@ class ZeroOptimizer(Optimizer):
         self.land()
         own = torch.empty(unit.length, dtype=unit.grad_dtype, device=self.device)
         self.in_flight = (unit, own, unit.gradient, reduce_scatter(own, unit.gradient, self.group))
-        if self.stage > 1:
-            unit.gradient = None  # the next micro-batch begins a new one, this one may still be on its way
-        unit.missing, unit.reduced = len(unit.trained), True
+        unit.gradient, unit.missing = None, len(unit.trained)
 
     def land(self):
         """Put the slice that was in flight where it belongs."""
@@ -423,7 +422,7 @@ class ZeroOptimizer(Optimizer):
     def finish(self):
         """After the last backward: reduce what no hook completed (an unused parameter), wait, free the last units."""
         for unit in self.units:
-            if not unit.reduced:
+            if unit.gradient is not None:
                 self.reduce(unit)
         self.land()
         for unit in self.units if self.stage == 3 else ():
@@ -532,7 +531,7 @@ class ZeroOptimizer(Optimizer):
 
 
 def zero_memory_rows(config: Config, m: ModelConfig, optimizer: ZeroOptimizer) -> dict[str, int]:
-    """Predicted bytes of each kind of tensor on one rank, after the table above (padding included)."""
+    """Predicted bytes of each kind of tensor on one rank, after the table above (with padding; on the host or not)."""
     n, e, wide = optimizer.group.size, optimizer.dtype.itemsize, optimizer.units[0].wide.itemsize
     cut = sum(unit.length for unit in optimizer.units)
     trained = sum(unit.length for unit in optimizer.units if unit.trained)
@@ -596,7 +595,7 @@ def toy(stage: int, group: Group) -> str:
         everyone = own
     else:
         unit = optimizer.units[0]
-        gradient = shown(unit.gradient if stage == 1 else unit.grad_slice)
+        gradient = shown(model.W.grad if stage == 1 else unit.grad_slice)
         optimizer.step(lr=0.1)
         own, everyone = shown(unit.slice), shown(optimizer.state()["model"]["W"])
     return f"stage {stage}, rank {group.rank}: weights {held}, gradient {gradient} -> own {own}, all {everyone}"

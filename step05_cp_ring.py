@@ -178,8 +178,14 @@ def block_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 
 
 def is_fast(q: Tensor) -> bool:
-    """Whether PyTorch has a flash kernel that returns the lse: on CPU for every dtype, on CUDA for 16 bits."""
-    return not q.is_cuda or q.dtype.itemsize == 2
+    """Whether PyTorch has a flash kernel that returns the lse: on a CPU always; on CUDA from Ampere on, for 16 bits.
+
+    Called directly, CUDA's takes head sizes that are multiples of 8, up to 256.
+    """
+    if not q.is_cuda:
+        return True
+    fits = q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

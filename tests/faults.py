@@ -253,13 +253,21 @@ def slices_not_accumulated() -> Iterator[None]:
 @contextmanager
 def reduced_at_every_micro_batch() -> Iterator[None]:
     """Stage 1 reduces a gradient that is not complete, and then again what it has already summed."""
-    right = step03.ZeroOptimizer.begin
+    begin, reduce = step03.ZeroOptimizer.begin, step03.ZeroOptimizer.reduce
 
-    def begin(self):
-        right(self)
+    def begin_armed(self):
+        begin(self)
         self.armed = True
 
-    with mock.patch.object(step03.ZeroOptimizer, "begin", begin):
+    def reduce_and_keep(self, unit):
+        gradient = unit.gradient
+        reduce(self, unit)
+        unit.gradient = gradient
+
+    with (
+        mock.patch.object(step03.ZeroOptimizer, "begin", begin_armed),
+        mock.patch.object(step03.ZeroOptimizer, "reduce", reduce_and_keep),
+    ):
         yield
 
 

@@ -58,6 +58,10 @@ def serve(rank: int, world: int, folder: str, connection: Connection):
         except BaseException:
             answer = ("failed", traceback.format_exc())
         connection.send_bytes(pickle.dumps(answer))
+        # Each mesh made groups, and each of gloo's groups has threads: hundreds of them would slow down everything.
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
 
 
 class Pool:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import tempfile
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -27,7 +28,6 @@ from common.model import IGNORE, Decoder, Head, rope_tables
 from common.run import UserError, bytes_of, choose_dtype
 from tests import equivalence, faults
 from tests.equivalence import SMALL, check
-from tests.pool import RankError
 
 STEP = "step04_tp_sp"
 CPU = torch.device("cpu")
@@ -653,10 +653,10 @@ def test_parameters_gradients_and_moments_divide_by_tp(pools, tmp_path):
 PLAIN = dict(sp=False, tp_overlap=False, zero=0)
 
 
-def fault_on_rank(*args) -> str:
-    """Runs on every rank: `equivalence.on_rank`; returns what it complains about."""
+def complaint_on_rank(function: Callable, *args) -> str:
+    """Runs on every rank: what `function` fails with on this one. (An error would cost a new pool of ranks.)"""
     try:
-        equivalence.on_rank(STEP, *args)
+        function(*args)
     except AssertionError as complaint:
         return str(complaint)
     return ""
@@ -685,15 +685,16 @@ def test_faults_are_noticed(pools, tmp_path, fault, tp, layout, optimizers, comp
     for optimizer in optimizers:
         options = SMALL | BASE | dict(optimizer=optimizer, steps=2)
         ours = options | dict(tp=tp) | layout | dict(out=str(tmp_path / "run"))
-        found = pools(tp).run(fault_on_rank, ours, str(equivalence.reference(options)), 1e-10, [fault])
+        file = str(equivalence.reference(options))
+        found = pools(tp).run(complaint_on_rank, equivalence.on_rank, STEP, ours, file, 1e-10, [fault])
         assert any(re.search(f"{complaint}.* differs by", text) for text in found), found
 
 
 @pytest.mark.parametrize("fault", ["same_shard_on_every_rank", "scaled_by_local_fan_in", "heads_of_rank_0"])
 def test_faults_of_initialisation_are_noticed(pools, fault):
     """The comparison of initial values sees them, too."""
-    with pytest.raises(RankError, match=r"differs"):
-        pools(2).run(initial_values_on_rank, SMALL | dict(tp=2), fault)
+    found = pools(2).run(complaint_on_rank, initial_values_on_rank, SMALL | dict(tp=2), fault)
+    assert any("differs" in text for text in found)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=label)
