@@ -54,7 +54,7 @@ def frozen() -> Iterator[None]:
 
 @contextmanager
 def weights_reduced_instead_of_gradients() -> Iterator[None]:
-    """PEERS fault 4: "naive DP" that all-reduces (here: averages) the weights and leaves the gradients alone."""
+    """ "naive DP" that all-reduces (here: averages) the weights and leaves the gradients alone."""
 
     def finish(self):
         for param in self.params:
@@ -67,7 +67,7 @@ def weights_reduced_instead_of_gradients() -> Iterator[None]:
 
 @contextmanager
 def only_last_micro_batch() -> Iterator[None]:
-    """Fault 5: only the last micro-batch's gradient is summed over the ranks, the earlier ones stay at home."""
+    """Only the last micro-batch's gradient is summed over the ranks, the earlier ones stay at home."""
     last_micro_batch, finish = step02.NaiveSync.last_micro_batch, step02.NaiveSync.finish
 
     def remember(self):
@@ -92,7 +92,7 @@ def only_last_micro_batch() -> Iterator[None]:
 
 @contextmanager
 def early_buckets() -> Iterator[None]:
-    """Fault 5 in buckets: hooks send at the first micro-batch, so later ones are never summed."""
+    """In buckets: hooks send at the first micro-batch, so later ones are never summed."""
 
     def begin(self):
         begin_right(self)
@@ -105,7 +105,7 @@ def early_buckets() -> Iterator[None]:
 
 @contextmanager
 def mean_of_means() -> Iterator[None]:
-    """Fault 18: the logged loss is the mean of the ranks' own means, right only if all have equally many targets."""
+    """The logged loss is the mean of the ranks' own means, right only if all have equally many targets."""
 
     def sum_over(group, loss, *flags):
         return [loss.item() * group.size, *(float(flag) for flag in flags)]
@@ -337,24 +337,24 @@ def initialised(change: Callable[[str, torch.nn.Parameter, torch.Tensor], torch.
 
 
 def same_shard_on_every_rank():
-    """PEERS fault 1: every tensor-parallel rank draws its part from the same seed."""
+    """Every tensor-parallel rank draws its part from the same seed."""
     return initialised(lambda name, part, full: full.flatten()[: part.numel()].view_as(part))
 
 
 def scaled_by_local_fan_in():
-    """Fault 2: what is cut by rows is scaled by the width of the part (here 1/2) instead of that of the whole."""
+    """What is cut by rows is scaled by the width of the part (here 1/2) instead of that of the whole."""
     rows = ("o_proj.weight", "down_proj.weight")
     return initialised(lambda name, part, full: part.detach() * 2**0.5 if name.endswith(rows) else None)
 
 
 def heads_of_rank_0():
-    """Fault 8: every rank takes the heads of rank 0."""
+    """Every rank takes the heads of rank 0."""
     return initialised(lambda name, part, full: full[: len(part)] if name.endswith(HEADS) else None)
 
 
 @contextmanager
 def one_collective_a_matrix() -> Iterator[None]:
-    """Fault 11: q, k and v, gate and up each fetch the input, or sum its gradient, for themselves."""
+    """Q, k and v, gate and up each fetch the input, or sum its gradient, for themselves."""
 
     def call(self, x, *linears):
         if self.overlap:
@@ -449,7 +449,7 @@ def padding_in_the_softmax():
 
 @contextmanager
 def not_summed_over_cp() -> Iterator[None]:
-    """PEERS fault 6: gradients are summed where dp > 1 only, though ranks along cp have seen other tokens."""
+    """Gradients are summed where dp > 1 only, though ranks along cp have seen other tokens."""
 
     def alone(function):
         def wrapper(model, group, *rest):
@@ -467,7 +467,7 @@ def not_summed_over_cp() -> Iterator[None]:
 
 @contextmanager
 def lse_in_bf16() -> Iterator[None]:
-    """Fault 9: the log-sum-exp of a block, and the running one, are kept in bf16."""
+    """The log-sum-exp of a block, and the running one, are kept in bf16."""
     block_attention, merge = step05.block_attention, step05.merge
 
     def narrow(*args):
@@ -491,18 +491,18 @@ def rope_tables_by(change: Callable) -> Iterator[None]:
 
 
 def positions_ignored():
-    """Fault 10: every rank rotates as if its tokens were the first."""
+    """Every rank rotates as if its tokens were the first."""
     return rope_tables_by(lambda right, positions, *rest: right(torch.arange(len(positions)), *rest))
 
 
 def tables_in_bf16():
-    """Fault 10: rotary tables in bf16, whatever the dtype of the run."""
+    """Rotary tables in bf16, whatever the dtype of the run."""
     return rope_tables_by(lambda right, *args: tuple(t.bfloat16().to(t.dtype) for t in right(*args)))
 
 
 @contextmanager
 def kv_heads_repeated_before_the_ring() -> Iterator[None]:
-    """Fault 12: keys and values are repeated to all query heads, and travel so."""
+    """Keys and values are repeated to all query heads, and travel so."""
     right = step05.ContextAttention.__call__
 
     def call(self, q, k, v):
@@ -514,7 +514,7 @@ def kv_heads_repeated_before_the_ring() -> Iterator[None]:
 
 @contextmanager
 def contiguous_chunks() -> Iterator[None]:
-    """Fault 12: what is called zigzag is the plain ring, whose last rank does 2n-1 times the work of the first."""
+    """What is called zigzag is the plain ring, whose last rank does 2n-1 times the work of the first."""
     init, own_positions = step05.ContextAttention.__init__, step05.own_positions
     with (
         mock.patch.object(step05.ContextAttention, "__init__", lambda self, group, _: init(self, group, "ring")),

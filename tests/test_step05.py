@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import tempfile
+import time
 from collections import defaultdict
 from itertools import pairwise, product
 from pathlib import Path
@@ -24,7 +25,7 @@ import step04_tp_sp as step04
 import step05_cp_ring as step05
 from common.comm import Mesh, gather_objects, open_mesh
 from common.layout import materialize
-from common.memory import MemoryTimeline, storage_bytes_made_by
+from common.memory import MemoryTimeline
 from common.model import Decoder
 from common.run import UserError, choose_dtype
 from tests import equivalence, faults
@@ -599,9 +600,15 @@ def saved_on_rank(options: dict, variants: list[dict]) -> list[tuple[int, int]]:
         with open_mesh({"dp": 1, "cp": cp, "tp": config.tp}, CPU, "gloo") as mesh:
             model, own = build(config, mesh)
             tokens = torch.arange(config.micro_batch_size * m.seq_len).view(-1, m.seq_len) % m.vocab_size
-            # The least of three: gloo's threads may hold a message's tensors a moment longer than it takes.
-            measured = min(storage_bytes_made_by(loss_of, model, tokens[:, own], own)[0] for _ in range(3))
-            found.append((step05.cp_activation_bytes(config, m, config.tp, cp, dtype, on_cpu=True), measured))
+            timeline = MemoryTimeline()
+            with timeline.phase("forward"):
+                loss = loss_of(model, tokens[:, own], own)
+            predicted = step05.cp_activation_bytes(config, m, config.tp, cp, dtype, on_cpu=True)
+            deadline = time.monotonic() + 2  # gloo's threads may hold a message's tensors for a moment
+            while predicted and timeline.live("activations") > 1.05 * predicted and time.monotonic() < deadline:
+                time.sleep(0.01)
+            found.append((predicted, timeline.live("activations")))
+            del loss
     return found
 
 

@@ -1,6 +1,6 @@
 """What lossy gradients cost: bytes sent and loss reached for every --compress; draws compression.png.
 
-    python -m tests.bench compression                      the figure in docs/, two ranks on a CPU
+    python -m tests.bench compression                      the figure in tests/bench/figures, two ranks on a CPU
     python -m tests.bench compression --out /tmp --steps 20
 
 Every flag of step02_ddp.py is understood. All runs have the same seed, and so the same weights and batches.
@@ -28,7 +28,7 @@ class Config(step02.Config):
 
     ranks: int = 2  # processes to start
     steps: int = 100  # optimizer steps of each run
-    out: str = "docs"  # folder for the figure; the runs themselves are not kept
+    out: str = "tests/bench/figures"  # folder for the figure; the runs themselves are not kept
     save_every: int = 0  # steps between checkpoints; 0: none
     eval_every: int = 100  # steps between validations (and one at the end)
 

@@ -1,4 +1,4 @@
-"""Context parallelism: which rank computes which blocks at which hop, ring and zigzag; docs/cp_work.png, .json.
+"""Context parallelism: which rank computes which blocks at which hop, for ring and zigzag; cp_work.png and .json.
 
     python -m tests.bench cp_work --cp 4
 
@@ -28,7 +28,7 @@ class Config:
 
     cp: int = 4  # ranks that share the sequence
     tokens: int = 64  # of each rank
-    out: str = "docs"  # folder for cp_work.json and cp_work.png
+    out: str = "tests/bench/figures"  # folder for cp_work.json and cp_work.png
 
 
 def traces(tokens: int) -> dict[str, list[step05.Work]]:

@@ -1,6 +1,6 @@
 """Loss curves of bf16 training, cut over tp and on one device; draws tp_bf16.png.
 
-    python -m tests.bench tp_bf16                      the figure in docs/, two ranks on a CPU
+    python -m tests.bench tp_bf16                      the figure in tests/bench/figures, two ranks on a CPU
     python -m tests.bench tp_bf16 --out /tmp --steps 20 --no-sp
 
 Every flag of step04_tp_sp.py is understood. Same seed, so the same weights and batches; 16 bits round each rank's part
@@ -36,7 +36,7 @@ class Config(step04.Config):
     device: Literal["auto", "cuda", "cpu"] = "cpu"  # where to compute
     save_every: int = 0  # steps between checkpoints; 0: none
     eval_every: int = 0  # steps between validations; 0: never
-    out: str = "docs"  # folder for the figure; the runs themselves are not kept
+    out: str = "tests/bench/figures"  # folder for the figure; the runs themselves are not kept
 
 
 def history(config: Config) -> list[dict]:

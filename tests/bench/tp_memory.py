@@ -1,6 +1,6 @@
 """What a rank keeps for its backward pass, for tp 1, 2, 4, 8, with and without sequence parallelism; tp_memory.png.
 
-    python -m tests.bench tp_memory                            the figure in docs/, in one process on a CPU
+    python -m tests.bench tp_memory                            figure in tests/bench/figures, one process on a CPU
     python -m tests.bench tp_memory --model smollm-1.7b --seq-len 512 --micro-batch-size 1 --n-layers 2 --dtype bf16
 
 Every flag of step04_tp_sp.py that shapes the model and the micro-batch is understood. No ranks are started: rank 0 runs
@@ -41,7 +41,7 @@ class Config(step04.Config):
     """Step 4's flags, of which those of the model, the micro-batch and recomputation count."""
 
     device: str = "cpu"  # where to compute
-    out: str = "docs"  # folder for the figure and its numbers
+    out: str = "tests/bench/figures"  # folder for the figure and its numbers
 
 
 def loss_of(model: Decoder, tokens: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The staircase: bytes over time for ZeRO stages 0 to 3, and bytes per parameter; draws zero_memory.png.
 
-    python -m tests.bench zero_memory                      the figure in docs/, four ranks on a CPU
+    python -m tests.bench zero_memory                      the figure in tests/bench/figures, four ranks on a CPU
     python -m tests.bench zero_memory --out /tmp --grad-dtype same
 
 Every flag of step03_zero.py is understood. Weights have 16 bits, and the model is one whose weights outweigh its
@@ -44,7 +44,7 @@ class Config(step03.Config):
     profile_memory: int = 2  # draw memory over time for the first N steps
     save_every: int = 0  # steps between checkpoints; 0: none
     eval_every: int = 0  # steps between validations; 0: never
-    out: str = "docs"  # folder for the figure; the runs themselves are not kept
+    out: str = "tests/bench/figures"  # folder for the figure; the runs themselves are not kept
 
 
 def per_parameter(config: Config) -> list[tuple[float, float]]:
