@@ -1,7 +1,8 @@
 """Step 4: tensor and sequence parallelism. The matrices themselves are cut, and between them the tokens.
 
-Megatron's pair (Shoeybi et al. 2019): cut the first matrix of a block by columns, the second by rows; what lies between
-needs no communication, as heads and MLP channels do not look at one another:
+Megatron's pair (Shoeybi et al. 2019), on n ranks: cut the first matrix of a block by columns (its outputs), the second
+by rows (its inputs); what lies between needs no communication, as heads and MLP channels do not look at one another.
+(Columns and rows of W in x W; PyTorch stores weights as [out, in], where these are dimensions 0 and 1.)
 
                  +- q k v, heads 0-3 -- attention -- o_proj, rows of heads 0-3 -+
     x --- f -----+                                                              +-- g --- sum = the block's output
@@ -10,8 +11,9 @@ needs no communication, as heads and MLP channels do not look at one another:
     f   forward: nothing      backward: all-reduce        (every rank finds only its part of dx)
     g   forward: all-reduce   backward: nothing           (every rank has only its part of the sum)
 
-Between blocks every rank still holds all tokens. SEQUENCE PARALLELISM (Korthikanti et al. 2022) splits them there:
-residual stream and norms hold s/n tokens each, and f, g become the two halves of an all-reduce, at the same price:
+Between blocks every rank still holds all s tokens of b sequences. SEQUENCE PARALLELISM (SP; Korthikanti et al. 2022)
+splits them there: residual stream (h wide) and norms hold s/n tokens a rank, and f, g become the two halves of an
+all-reduce, at the same price:
 
     x [b, s/n, h] -- all-gather --> [b, s, h] -- column, row --> partial [b, s, h] -- reduce-scatter --> [b, s/n, h]
 
@@ -25,9 +27,9 @@ OVERLAP (--tp-overlap, default). q, k, v share one f, gate and up another: never
 backward the collective of dx runs while the weight gradients are computed. With SP the gathered input is not kept but
 gathered again, behind the computation of dx: two more all-gathers a layer, but all saved activations are divided by n.
 
-VOCABULARY. Embedding and head are cut by rows, the last part padded with rows that stay zero. A rank looks up the
-tokens it has, others give zero, the sum is right. For the loss, two numbers a token suffice from each rank: the log of
-its sum of exponentials, and the target's logit (or 0).
+VOCABULARY. Embedding and head, [vocab, h], are cut along dimension 0, the last part padded with rows that stay zero. A
+rank looks up the tokens it has, others give zero, the sum is right. For the loss, two numbers a token suffice from each
+rank: the log of its sum of exponentials, and the target's logit (or 0).
 
 KEY/VALUE HEADS. With fewer of them than ranks, tp / kv_heads neighbouring ranks hold the same one and sum its gradient.
 
@@ -333,7 +335,7 @@ class VocabHead(nn.Module):
 
 # --- cutting the model
 
-COLUMN, HEADS, ROW = "column", "heads", "row"
+COLUMN, HEADS, ROW = "column", "heads", "row"  # heads: by columns, too, but ranks may have to share a key/value head
 STYLES = {  # weight of a layer [out, in] -> how it is cut
     "self_attn.q_proj": COLUMN,
     "self_attn.k_proj": HEADS,
@@ -425,7 +427,8 @@ def global_norm(optimizer: Optimizer, mesh: Mesh, dims: list[str], sliced: str) 
 def tp_activation_bytes(config: Config, m: ModelConfig, tp: int, dtype: torch.dtype, on_cpu: bool) -> int:
     """Step 1's `activation_bytes` on one of `tp` ranks: between blocks s/n tokens with SP, else s; inside, 1/n wide.
 
-    Without overlap, the gathered input of each block is kept instead of s/n tokens of it.
+    Without overlap, the gathered input of each block is kept instead of s/n tokens of it. "selective" keeps what all
+    matmuls made, and so of those cut by rows a part of the sum for all s tokens, which is not divided.
     """
     e, wide, h, n = dtype.itemsize, max(4, dtype.itemsize), m.dim, tp
     tokens = config.micro_batch_size * m.seq_len

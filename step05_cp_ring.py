@@ -31,8 +31,8 @@ home.
 POSITIONS. Tokens and targets are cut after the targets were shifted, and every rank rotates q and k (RoPE) by its
 tokens' own positions before anything is exchanged. k and v travel with kv heads, never repeated to all query heads.
 
-Bytes a rank sends per layer and micro-batch, for K bytes of k and v of s/n tokens in the training dtype, and W of them
-in fp32 or wider (dk and dv, which are sums):
+Bytes a rank sends per layer and micro-batch. K: the bytes of k and v of s/n tokens in the training dtype; W: those of
+the same numbers in fp32 or wider (dk and dv, which are sums):
 
     ring, zigzag   (n-1) K forward, (n-1) K + n W backward     allgather   (n-1) K forward, (n-1) W backward
     ulysses        (n-1)/n (2 Q + K') forward, again backward; Q bytes of q, K' = K with kv heads repeated up to n
@@ -107,6 +107,8 @@ def check(config: Config, world: int):
     if cp < 1 or world % cp:
         legal = [n for n in range(1, world + 1) if world % n == 0]
         raise UserError(f"--cp {cp} does not divide the {world} ranks that were started: use one of {legal}")
+    if config.tp and world % (cp * config.tp):
+        raise UserError(f"--cp {cp} x --tp {config.tp} does not divide the {world} ranks that were started: change one")
     step04.check(config, world // cp)
     if cp == 1:
         return
@@ -189,7 +191,7 @@ def is_fast(q: Tensor) -> bool:
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """`reference_block` by PyTorch's flash-attention kernels where there is one."""
+    """`reference_block` by PyTorch's flash-attention kernels where there is one; `causal` only with s_q = s_k."""
     if not is_fast(q):
         return reference_block(q, k, v, causal)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
