@@ -935,7 +935,8 @@ def test_generate_prints_text(tmp_path, capsys):
 
 
 def test_peak_is_from_the_table_the_flag_or_a_matmul(monkeypatch):
-    """GPUs by name, the more special name first; a device that is not in the table is measured."""
+    """GPUs by name, the more special name first; ranks on one GPU share its peak; other devices are measured."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     names = {
         "NVIDIA H200": 989.4,
         "NVIDIA H100 80GB HBM3": 989.4,
@@ -950,6 +951,8 @@ def test_peak_is_from_the_table_the_flag_or_a_matmul(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         assert run_module.peak_flops(torch.device("cuda"), torch.bfloat16, 0.0) == peak * 1e12
     assert run_module.peak_flops(torch.device("cuda"), torch.bfloat16, 3.0) == 3e12
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert run_module.peak_flops(torch.device("cuda"), torch.bfloat16, 3.0) == 3e12 / 4
     assert 1e9 < run_module.peak_flops(torch.device("cpu"), torch.float32, 0.0) < 1e14
 
 

@@ -31,16 +31,10 @@ def micro_batch_size(dp: int, count: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("count", [1, 3, 4])
 @pytest.mark.parametrize("sync", ["naive", "overlap", "bucket", "torch"])
-@pytest.mark.parametrize("dp", [2, 3, 4])
+@pytest.mark.parametrize("dp", [2, 3, 4, 8])
 def test_equals_one_device(pools, dp, sync, count):
     """Every sync mode and number of micro-batches, with plain SGD, which shows the gradient's scale."""
     check(pools(dp), STEP, dict(optimizer="sgd") | micro_batch_size(dp, count), dict(sync=sync) | TINY_BUCKETS)
-
-
-@pytest.mark.parametrize("sync", ["naive", "overlap", "bucket", "torch"])
-def test_equals_one_device_on_eight_ranks(pools, sync):
-    """Three micro-batches a rank on eight ranks."""
-    check(pools(8), STEP, dict(optimizer="sgd") | micro_batch_size(8, 3), dict(sync=sync) | TINY_BUCKETS)
 
 
 @pytest.mark.parametrize(
