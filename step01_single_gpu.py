@@ -50,9 +50,12 @@ frequency alone gives 3.3.
 
 import dataclasses
 import math
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -60,11 +63,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from common import checkpoint as checkpoints
-from common.comm import Mesh
+from common.checkpoint import Checkpoint, Piece
+from common.comm import Mesh, gather_objects
 from common.data import TokenData, decode
-from common.layout import assemble, layout_of, materialize, reduction_table
+from common.layout import Layout, assemble, layout_of, materialize, reduction_table
 from common.model import IGNORE, PRESETS, Decoder, ModelConfig
-from common.run import Run, UserError, choose_device, choose_dtype, main, peak_flops, table
+from common.run import Run, UserError, choose_device, choose_dtype, main, peak_flops, peak_memory, run_directory, table
 
 
 @dataclass
@@ -98,22 +102,31 @@ class Config:
     optimizer: Literal["adamw", "sgd", "adafactor"] = "adamw"  # the update rule, from torch.optim
     out: str = ""  # run directory; default: runs/STEP
     save_every: int = 100  # steps between checkpoints (and one at the end); 0: only when interrupted
-    resume: str = ""  # run directory or checkpoint to go on from
+    save_async: bool = False  # write checkpoints in the background, while training goes on
+    resume: str = ""  # run directory or checkpoint to go on from; auto: the newest in --out, if there is one
     stop_after: int = 0  # end after this step of the same schedule, as a pre-empted job would
+    skip_spikes: float = 0.0  # skip a step whose loss or gradient norm exceeds K x its running median; 0: never
+    timeout: float = 600.0  # seconds without progress until the rank that hangs is named and the job ends
+    log_ranks: bool = False  # each rank's loss, gradient norm, memory and seconds in metrics.jsonl
     eval_every: int = 50  # steps between validations; 0: never
     eval_sequences: int = 64  # sequences of the held-out split in a validation
     generate: str = ""  # with --resume: continue this text and exit
     profile_memory: int = 0  # draw memory over time for the first N steps
     peak_tflops: float = 0.0  # the device's dense peak, if the table does not know it
 
+    def presets(self) -> dict[str, ModelConfig]:
+        """The shapes that `--model` can name."""
+        return PRESETS
+
     def model_config(self) -> ModelConfig:
         """The preset with its overrides. Raises UserError."""
-        if self.model not in PRESETS:
-            raise UserError(f"--model {self.model}: no such preset; choose one of {', '.join(PRESETS)}")
-        fields = {f.name for f in dataclasses.fields(ModelConfig)}
+        presets = self.presets()
+        if self.model not in presets:
+            raise UserError(f"--model {self.model}: no such preset; choose one of {', '.join(presets)}")
+        fields = {f.name for f in dataclasses.fields(presets[self.model])}
         overrides = {k: v for k, v in vars(self).items() if k in fields and v is not None}
         try:
-            return dataclasses.replace(PRESETS[self.model], **overrides)
+            return dataclasses.replace(presets[self.model], **overrides)
         except ValueError as error:
             raise UserError(str(error)) from error
 
@@ -132,6 +145,10 @@ def check(config: Config):
             f"--global-batch-size {config.global_batch_size} is not a multiple of --micro-batch-size "
             f"{config.micro_batch_size}: change one of them"
         )
+    if not (config.skip_spikes == 0 or config.skip_spikes > 1):
+        raise UserError(f"--skip-spikes {config.skip_spikes:g}: half of all steps exceed the median; use 3, say, or 0")
+    if not config.timeout > 0:
+        raise UserError(f"--timeout {config.timeout:g}: it must be more than 0 seconds")
     if config.generate and not config.resume:
         raise UserError("--generate needs --resume with the run directory to take the weights from")
     if config.compile and config.profile_memory:
@@ -147,7 +164,7 @@ def apply_recompute(model: Decoder, mode: str):
     aten = torch.ops.aten
     kept = [aten.mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default]
     kept += [aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_cudnn_attention.default]
-    kept += [aten._scaled_dot_product_efficient_attention.default]
+    kept += [aten._scaled_dot_product_efficient_attention.default, aten._grouped_mm.default]
     options: dict[str, Any] = dict(use_reentrant=False, preserve_rng_state=False)
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
@@ -174,11 +191,18 @@ def torch_optimizer(matrices: list[Tensor], vectors: list[Tensor], config: Confi
     return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
 
 
+SPIKE_WINDOW = 32  # steps that the running medians of --skip-spikes look back on
+
+
 class Optimizer:
     """Mixed-precision update: fp32 masters, clipping by the global norm, dynamic loss scaling for fp16.
 
-    `loss_scale`: multiply the loss by it before backward; `step` takes it out again.
+    `loss_scale`: multiply the loss by it before backward; `step` takes it out again. `skipped`: whether the last step
+    was a spike, and so left out.
     """
+
+    recent: tuple[tuple[float, float], ...] = ()  # loss and gradient norm of the last steps
+    skipped = False
 
     def __init__(self, model: Decoder, config: Config, mesh: Mesh | None = None):
         self.config, self.model, self.mesh = config, model, mesh
@@ -199,10 +223,16 @@ class Optimizer:
         grads = [p.grad for p in self.params.values() if p.grad is not None]
         return torch.nn.utils.get_total_norm(grads).item() / self.loss_scale
 
-    def step(self, lr: float, norm: float | None = None) -> float:
-        """Clip, update, clear the gradients; returns the norm before clipping. If it is not finite, nothing changes."""
+    def step(self, lr: float, norm: float | None = None, loss: Tensor | float = 0.0) -> float:
+        """Clip, update, clear the gradients; returns the norm before clipping.
+
+        If it is not finite, or it or the `loss` is a spike (--skip-spikes), nothing changes. All ranks pass the same.
+        """
         norm = self.grad_norm() if norm is None else norm
-        if math.isfinite(norm):
+        self.skipped = math.isfinite(norm) and self.is_spike(float(loss), norm)
+        if self.skipped:
+            pass
+        elif math.isfinite(norm):
             clip = self.config.grad_clip
             self.update(lr, (clip / norm if clip and norm > clip else 1.0) / self.loss_scale)
             self.good_steps += self.dtype == torch.float16
@@ -212,6 +242,21 @@ class Optimizer:
             self.loss_scale, self.good_steps = self.loss_scale / 2, 0
         self.zero_grad()
         return norm
+
+    def is_spike(self, *values: float) -> bool:
+        """Whether loss or norm exceeds --skip-spikes times its median over the last steps, of which 8 are needed.
+
+        Spikes enter the medians too: what lasts becomes normal, and training goes on.
+        """
+        factor, seen = self.config.skip_spikes, list(zip(*self.recent, strict=True))
+        spike = (
+            factor
+            and len(self.recent) >= 8
+            and any(value > factor * statistics.median(before) for value, before in zip(values, seen, strict=True))
+        )
+        if factor:
+            self.recent = (*self.recent, values)[-SPIKE_WINDOW:]
+        return bool(spike)
 
     def gradient_parts(self) -> dict[str, Tensor]:
         """The gradients as this rank holds them, by name."""
@@ -230,6 +275,9 @@ class Optimizer:
         if self.mixed:
             for name, param in self.params.items():
                 param.detach().copy_(self.masters[name])
+
+    def ready(self):
+        """Wait until the updated weights are all there (here they are)."""
 
     def zero_grad(self):
         """Free the gradients."""
@@ -254,31 +302,52 @@ class Optimizer:
         """The full tensor, of which `local` is the part that the layout record of `name` says (here: all of it)."""
         return assemble(local, layout_of(self.model.get_parameter(name)), self.mesh)
 
-    def state(self, keep: bool = True) -> dict[str, Any]:
-        """Full tensors by parameter name: the weights, masters (mixed precision only) and the rule's own state."""
-        weights = {name: self.whole(name, p.detach()) for name, p in self.model.named_parameters()}
-        masters = {name: self.whole(name, t) for name, t in self.masters.items()} if self.mixed else {}
-        rule: dict[str, dict[str, Tensor]] = {name: {} for name, t in self.masters.items() if t in self.inner.state}
-        for name in rule:
-            for key, value in self.inner.state[self.masters[name]].items():
-                rule[name][key] = self.whole(name, value) if value.dim() else value
-        return dict(model=weights, masters=masters, rule=rule)
-
-    def load_weights(self, weights: dict[str, Tensor]):
-        """Take over the weights alone, from full tensors by name."""
+    def pieces(self) -> Iterator[Piece]:
+        """What this rank holds of every full tensor: what checkpoints are written from, and read into."""
         for name, param in self.model.named_parameters():
-            param.detach().copy_(layout_of(param).slice(weights[name]))
+            yield Piece("model", name, param.detach(), param.shape, layout_of(param))
+        for name, buffer in self.model.named_buffers():
+            yield Piece("buffer", name, buffer, buffer.shape, layout_of(buffer))
+        for name, master in self.masters.items():
+            layout = layout_of(self.params[name])
+            if self.mixed:
+                yield Piece("master", name, master, master.shape, layout)
+            for kind, value in self.inner.state.get(master, {}).items():  # like the weight, or counts of steps
+                yield Piece(kind, name, value, value.shape, layout if value.shape == master.shape else Layout())
 
-    def load_rule(self, state: dict[str, Any], loss_scale: float, good_steps: int):
-        """Take over everything else that `state` returned."""
-        self.loss_scale, self.good_steps = loss_scale, good_steps
-        for name, master in state["masters"].items():
-            self.masters[name].detach().copy_(layout_of(self.params[name]).slice(master))
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """All pieces as full tensors by kind and name, on every rank (for comparing layouts of small models)."""
+        return checkpoints.gather(self.pieces(), self.mesh)
+
+    def load(self, checkpoint: Checkpoint, weights_only: bool):
+        """Read this rank's pieces, each from where it is stored. What is not (an imported model) stays as it begins."""
+        for piece in self.pieces():
+            if piece.kind in ("model", "buffer"):
+                checkpoint.fill(piece)
+        self.masters_from_weights()
+        if not weights_only:
+            self.make_state(checkpoint)
+            for piece in self.pieces():
+                if piece.kind not in ("model", "buffer"):
+                    checkpoint.fill(piece)
+
+    def masters_from_weights(self):
+        """Begin with masters that are the weights."""
+        for name, param in self.params.items() if self.mixed else ():
+            self.masters[name].copy_(param.detach())
+
+    def make_state(self, checkpoint: Checkpoint):
+        """Make room for the update rule's state that is stored, where torch.optim wants it."""
         order = [id(t) for group in self.inner.param_groups for t in group["params"]]
         numbered = {}
-        for name, entry in state["rule"].items():
-            cut = layout_of(self.params[name]).slice
-            numbered[order.index(id(self.masters[name]))] = {k: cut(v) if v.dim() else v for k, v in entry.items()}
+        for name, master in self.masters.items():
+            full = layout_of(self.params[name]).full_shape(master.shape)
+            entry = {
+                kind: master.new_zeros(master.shape if shape == tuple(full) else shape)
+                for kind, shape in checkpoint.state_of(name).items()
+            }
+            if entry:
+                numbered[order.index(id(master))] = entry
         self.inner.load_state_dict(dict(state=numbered, param_groups=self.inner.state_dict()["param_groups"]))
 
 
@@ -324,9 +393,8 @@ def memory_rows(config: Config, m: ModelConfig, model: Decoder, dtype: torch.dty
     }
 
 
-@torch.no_grad()
-def evaluate(model: Decoder, data: TokenData, config: Config, positions: Tensor, rank=0, ranks=1) -> Tensor:
-    """Loss of the held-out sequences, or of one of `ranks` shares of them: fp64 [sum of losses, number of targets].
+def held_out(data: TokenData, config: Config, positions: Tensor, rank=0, ranks=1) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, int64 [rows, seq], of the held-out sequences, or of one of `ranks` shares of them.
 
     `positions` int64 [seq]: the tokens of each sequence that are looked at. The last micro-batches are filled up with
     sequences that do not count, so that all ranks do equally many.
@@ -335,12 +403,23 @@ def evaluate(model: Decoder, data: TokenData, config: Config, positions: Tensor,
     missing = -len(tokens) % (ranks * config.micro_batch_size)
     tokens = torch.cat((tokens, tokens[:1].expand(missing, -1)))[rank::ranks]
     targets = torch.cat((targets, targets[:1].new_full((missing, targets.shape[1]), IGNORE)))[rank::ranks]
-    tokens, targets, total = tokens[:, positions.cpu()], targets[:, positions.cpu()], 0.0
+    return tokens[:, positions.cpu()].to(positions.device), targets[:, positions.cpu()].to(positions.device)
+
+
+@torch.no_grad()
+def evaluate(model: Decoder, data: TokenData, config: Config, positions: Tensor, rank=0, ranks=1) -> Tensor:
+    """Loss of the held-out sequences, or of one of `ranks` shares of them: fp64 [sum of losses, number of targets]."""
+    tokens, targets = held_out(data, config, positions, rank, ranks)
+    total = 0.0
     for start in range(0, len(tokens), config.micro_batch_size):
         rows = slice(start, start + config.micro_batch_size)
-        hidden = model(tokens[rows].to(positions.device), positions)
-        total += model.lm_head.loss(hidden, targets[rows].to(positions.device)).item()
+        total += model.lm_head.loss(model(tokens[rows], positions), targets[rows]).item()
     return torch.tensor([total, (targets != IGNORE).sum()], dtype=torch.float64)
+
+
+def all_logits(model: Decoder, positions: Tensor, tokens: Tensor) -> Tensor:
+    """int64 [1, seq] -> [1, seq, vocab], the model's logits for tokens at `positions` [seq]."""
+    return model.lm_head(model(tokens.to(positions.device), positions))
 
 
 @torch.no_grad()
@@ -360,42 +439,78 @@ def generate(logits_of: Callable[[Tensor], Tensor], seq_len: int, prompt: str, n
 
 
 def save(run: Run, step: int, optimizer: Optimizer, config: Config):
-    """Write a checkpoint of everything that the next step depends on. The data position is the step itself.
+    """Write a checkpoint of everything that the next step depends on. Called by every rank, each writes its share.
 
-    Called by every rank, as parts may have to be gathered; rank 0 writes.
+    The data position is the step itself. What compression owes (step 2) is not kept: a resumed run owes nothing.
     """
-    tensors = optimizer.state(keep=run.rank == 0) | dict(rng=torch.get_rng_state())
-    scaling = dict(loss_scale=optimizer.loss_scale, good_steps=optimizer.good_steps)
-    meta = dict(config=dataclasses.asdict(config), dtype=str(optimizer.dtype), **scaling)
-    if run.rank == 0:
-        checkpoints.save(run.out, step, tensors, meta)
+    start = time.perf_counter()
+    run.doing = "save"
+    run.saver = run.saver or checkpoints.Saver(run.out, run.mesh)
+    position = dict(step=step, sequences=step * config.global_batch_size)
+    scaling = dict(loss_scale=optimizer.loss_scale, good_steps=optimizer.good_steps, recent=optimizer.recent)
+    about = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(optimizer.model.config))
+    meta = dict(**about, dtype=str(optimizer.dtype), position=position, **scaling)
+    rng = torch.get_rng_state()
+    own = [Piece("rng", "cpu", rng, rng.shape)] if run.rank == 0 else []
+    run.saver.save(step, chain(optimizer.pieces(), own), meta, config.save_async)
+    run.clock["save"] += time.perf_counter() - start
 
 
-def resume(optimizer: Optimizer, config: Config) -> int:
+def resume(optimizer: Optimizer, config: Config, mesh: Mesh | None = None) -> int:
     """Take over a checkpoint; returns the number of steps it has done. Raises UserError if it does not fit."""
-    tensors, meta = checkpoints.load(config.resume)
-    theirs = tensors["model"]
-    ours = {name: layout_of(p).full_shape(p.shape) for name, p in optimizer.model.named_parameters()}
-    for name in ours.keys() | theirs.keys():
-        if name not in ours or name not in theirs or ours[name] != theirs[name].shape:
-            raise UserError(
-                f"--resume {config.resume}: its {name} does not fit this model; "
-                f"use --model {meta['config']['model']} and the overrides it was trained with"
-            )
-    optimizer.load_weights(theirs)
-    if config.generate:
-        return meta["step"]
+    found = checkpoints.find(config.resume, run_directory(config), mesh)
+    if found is None:
+        if config.generate:
+            raise UserError(f"--resume auto: there is no checkpoint in {run_directory(config)} to --generate from")
+        return 0
+    require_fit(found, optimizer, config, mesh)
+    if not config.generate and (mesh is None or mesh.rank == 0):
+        print(f"going on from {found.path}", flush=True)
+    optimizer.load(found, weights_only=bool(config.generate))
+    if not config.generate and found.shapes("rng"):
+        meta = found.meta
+        optimizer.loss_scale, optimizer.good_steps = meta["loss_scale"], meta["good_steps"]
+        optimizer.recent = tuple(map(tuple, meta["recent"]))
+        torch.set_rng_state(found.full("rng", "cpu"))
+    return found.meta["step"]
+
+
+def require_fit(found: Checkpoint, optimizer: Optimizer, config: Config, mesh: Mesh | None):
+    """Refuse a checkpoint of another model, precision or rule. Raises UserError, on every rank alike."""
+    meta, theirs, ours = found.meta, found.shapes("model"), {}
+    held = {n: tuple(layout_of(p).full_shape(p.shape)) for n, p in optimizer.model.named_parameters()}
+    for shapes in gather_objects(held, mesh):  # a rank may hold only some layers
+        ours |= shapes
+    advice = f"use --model {meta['config']['model']} and the overrides it was trained with"
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            raise UserError(f"--resume {found.path}: its {name} does not fit this model; {advice}")
+    for key, value in dataclasses.asdict(optimizer.model.config).items():
+        if key != "seq_len" and meta["model"].get(key, value) != value:  # only step 7 knows experts
+            raise UserError(f"--resume {found.path}: its {key} is {meta['model'][key]}, not {value}; {advice}")
+    if config.generate or not found.shapes("rng"):  # weights alone may be read in any precision
+        return
     for flag, theirs_was, ours_is in (
         ("optimizer", meta["config"]["optimizer"], config.optimizer),
         ("dtype", meta["dtype"], str(optimizer.dtype)),
     ):
         if theirs_was != ours_is:
-            raise UserError(
-                f"--resume {config.resume} was written with {flag} {theirs_was}, not {ours_is}: set --{flag}"
-            )
-    optimizer.load_rule(tensors, meta["loss_scale"], meta["good_steps"])
-    torch.set_rng_state(tensors["rng"])
-    return meta["step"]
+            raise UserError(f"--resume {found.path} was written with {flag} {theirs_was}, not {ours_is}: set --{flag}")
+
+
+def health(run: Run, loss: Tensor | float, optimizer: Optimizer) -> dict[str, list[dict]]:
+    """With --log-ranks, for the record: {"ranks": what each rank sees before all numbers are summed}. A collective.
+
+    A straggler has the most `seconds` less `waited_seconds`; what replicas hold alike has one `grad_norm`.
+    """
+    if not run.config.log_ranks:
+        return {}
+    parts = [part for part in optimizer.gradient_parts().values() if part.numel()]
+    norm = torch.nn.utils.get_total_norm(parts).item() / optimizer.loss_scale if parts else 0.0
+    own = dict(rank=run.rank, loss=float(loss), grad_norm=norm, seconds=time.perf_counter() - run.started)
+    own["waited_seconds"] = sum(run.mesh.ledger.wait_seconds.values()) if run.mesh is not None else 0.0
+    own["peak_memory_bytes"] = peak_memory(run.device)
+    return dict(ranks=gather_objects(own, run.mesh))
 
 
 def require_finite(value: Tensor | float, step: int, run: Run, what: str = "loss"):
@@ -434,8 +549,7 @@ def train(config: Config, observe=None) -> Trained:
     positions = torch.arange(m.seq_len, device=device)
     start = resume(optimizer, config) if config.resume else 0
     if config.generate:
-        logits_of = lambda tokens: model.lm_head(model(tokens.to(device), positions))  # noqa: E731
-        print(generate(logits_of, m.seq_len, config.generate, 400, config.seed))
+        print(generate(partial(all_logits, model, positions), m.seq_len, config.generate, 400, config.seed))
         return Trained(model, optimizer, [])
 
     predicted = memory_rows(config, m, model, dtype, device.type == "cpu")
@@ -457,18 +571,17 @@ def train(config: Config, observe=None) -> Trained:
                 with run.phase("backward"):
                     (micro_loss * optimizer.loss_scale).backward()
                 loss += micro_loss.detach()
+            more = health(run, loss, optimizer)
             require_finite(loss, step, run)
             if observe is not None:
                 observe(step, optimizer)
             run.measure(optimizer.tensors())
             with run.phase("optimizer"):
-                grad_norm = optimizer.step(learning_rate(step, config))
-            if (
-                optimizer.loss_scale < 1
-            ):  # not just an fp16 overflow, for which the step was skipped and the scale halved
+                grad_norm = optimizer.step(learning_rate(step, config), loss=loss)
+            if optimizer.loss_scale < 1:  # worse than an fp16 overflow, which skips a step and halves the scale
                 require_finite(grad_norm, step, run, "gradient norm")
             run.measure(optimizer.tensors())
-            more = {}
+            more |= dict(skipped=True) if optimizer.skipped else {}
             if config.eval_every and run.due(config.eval_every, step):
                 with run.phase("validation"):
                     loss_sum, n_targets = evaluate(model, data, config, positions).tolist()

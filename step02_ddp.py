@@ -43,6 +43,7 @@ You should see step 1's losses, digit by digit up to rounding, and 2 (n-1)/n x 4
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -53,26 +54,30 @@ from torch.nn.parallel import DistributedDataParallel
 import step01_single_gpu as step01
 from common.comm import (
     Group,
+    Mesh,
     Pending,
     all_gather,
     all_reduce,
     all_to_all,
     exchange,
+    gather_objects,
     open_mesh,
     require_same_flags,
     world_size,
 )
 from common.data import TokenData
-from common.layout import materialize, reduction_table, sum_gradients_over
+from common.layout import materialize, reduction_table, replica_group, sum_gradients_over
 from common.model import Decoder
 from common.run import Run, UserError, choose_device, choose_dtype, main, peak_flops, table
 from step01_single_gpu import (
     Optimizer,
     Trained,
+    all_logits,
     apply_recompute,
     evaluate,
     flops_per_token,
     generate,
+    health,
     learning_rate,
     memory_rows,
     require_finite,
@@ -80,6 +85,7 @@ from step01_single_gpu import (
     save,
 )
 
+BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # integers by size in bytes
 BLOCK = 256  # values that share one scale in int8 compression
 
 
@@ -91,6 +97,7 @@ class Config(step01.Config):
     bucket_mb: float = 25.0  # size of a gradient bucket, in MiB
     compress: Literal["none", "bf16", "int8", "topk"] = "none"  # lossy gradients, with error feedback
     topk_fraction: float = 0.01  # share of the values that --compress topk sends
+    check_replicas: int = 0  # steps between checks that ranks that hold the same numbers hold the same bits; 0: never
 
 
 def check(config: Config, dp: int):
@@ -107,6 +114,8 @@ def check(config: Config, dp: int):
         raise UserError("--compress would carry an fp16 overflow on for ever: use --dtype bf16 or fp32")
     if config.sync == "torch" and choose_dtype(config.dtype, choose_device(config.device)).itemsize == 2:
         raise UserError("--sync torch adds gradients up in 16 bits: use --dtype fp32, or another --sync")
+    if config.check_replicas < 0:
+        raise UserError(f"--check-replicas is {config.check_replicas}: it must be at least 0")
     if config.bucket_mb <= 0 or not 0 < config.topk_fraction <= 1:
         raise UserError("--bucket-mb must be positive, and --topk-fraction between 0 and 1")
 
@@ -130,11 +139,13 @@ class NaiveSync:
     """Sum gradients after the last backward, parameter by parameter.
 
     Every sync has these methods, and `forward`, what to call instead of the model. Build it after the optimizer, which
-    decides the dtype that gradients add up in.
+    decides the dtype that gradients add up in. A record may say that a parameter's replicas are not the ranks of
+    `group`, but those of another dimension of `mesh`.
     """
 
-    def __init__(self, model: Decoder, group: Group, config: Config):
+    def __init__(self, model: Decoder, group: Group, config: Config, mesh: Mesh | None = None):
         self.params, self.group = [p for p in model.parameters() if p.requires_grad], group
+        self.groups = {param: replica_group(param, group, mesh) for param in self.params}
         self.forward: nn.Module = model
 
     def begin(self):
@@ -148,7 +159,7 @@ class NaiveSync:
         for param in self.params:
             if param.grad is None:
                 param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
-            all_reduce(param.grad, self.group).wait()
+            all_reduce(param.grad, self.groups[param]).wait()
 
 
 def quantise(values: Tensor) -> Tensor:
@@ -202,10 +213,10 @@ COMPRESSED_SUMS = {"bf16": narrow_sum, "int8": narrow_sum, "topk": topk_sum}
 
 
 class Bucket:
-    """A flat buffer [elements] that the gradients of some parameters live in."""
+    """A flat buffer [elements] that the gradients of some parameters live in, to be summed over `group`."""
 
-    def __init__(self, params: list[nn.Parameter], pad_to: int):
-        self.params, sizes = params, [p.numel() for p in params]
+    def __init__(self, params: list[nn.Parameter], pad_to: int, group: Group):
+        self.params, self.group, sizes = params, group, [p.numel() for p in params]
         length = -(-sum(sizes) // pad_to) * pad_to
         self.flat = torch.zeros(length, dtype=params[0].grad_dtype, device=params[0].device)
         parts = self.flat[: sum(sizes)].split(sizes)
@@ -222,18 +233,19 @@ class BucketSync(NaiveSync):
     ranks must start their collectives in the same order: a bucket is sent when it *and all before it* are complete.
     """
 
-    def __init__(self, model: Decoder, group: Group, config: Config):
-        super().__init__(model, group, config)
-        self.buckets: list[Bucket] = []
+    def __init__(self, model: Decoder, group: Group, config: Config, mesh: Mesh | None = None):
+        super().__init__(model, group, config, mesh)
         limit = config.bucket_mb * 2**20 if config.sync == "bucket" else 0
         pad_to = group.size * BLOCK if config.compress in ("bf16", "int8") else 1
-        held: list[nn.Parameter] = []
+        held: list[list[nn.Parameter]] = []
+        filling: dict[str, list[nn.Parameter]] = {}  # by name of the group
         for param in reversed(self.params):  # roughly the order in which backward completes them
-            if held and sum(p.numel() * p.grad_dtype.itemsize for p in [*held, param]) > limit:
-                self.buckets.append(Bucket(held, pad_to))
-                held = []
-            held.append(param)
-        self.buckets.append(Bucket(held, pad_to))
+            bucket = filling.get(self.groups[param].name, [])
+            if not bucket or sum(p.numel() * p.grad_dtype.itemsize for p in [*bucket, param]) > limit:
+                bucket = filling[self.groups[param].name] = []
+                held.append(bucket)
+            bucket.append(param)
+        self.buckets = [Bucket(params, pad_to, self.groups[params[0]]) for params in held]
         self.config, self.armed = config, False
         for bucket in self.buckets:
             for param in bucket.params:
@@ -261,11 +273,11 @@ class BucketSync(NaiveSync):
 
     def send(self, bucket: Bucket):
         """Start the sum of one bucket; a compressed one is finished at once, its loss kept for the next step."""
-        if self.config.compress == "none" or self.group.size == 1:
-            bucket.pending = all_reduce(bucket.flat, self.group)
+        if self.config.compress == "none" or bucket.group.size == 1:
+            bucket.pending = all_reduce(bucket.flat, bucket.group)
         else:
             compressed_sum = COMPRESSED_SUMS[self.config.compress]
-            total, bucket.lost = compressed_sum(bucket.flat + bucket.lost, self.group, self.config)
+            total, bucket.lost = compressed_sum(bucket.flat + bucket.lost, bucket.group, self.config)
             bucket.flat.copy_(total)
 
     def finish(self):
@@ -312,42 +324,71 @@ class TorchSync(NaiveSync):
         """DDP has waited at the end of backward."""
 
 
-def gradient_sync(model: Decoder, group: Group, config: Config) -> NaiveSync:
+def gradient_sync(model: Decoder, group: Group, config: Config, mesh: Mesh | None = None) -> NaiveSync:
     """The object behind `--sync`."""
     if config.sync == "torch" and group.size > 1:
         return TorchSync(model, group, config)
-    return (NaiveSync if config.sync in ("naive", "torch") else BucketSync)(model, group, config)
+    return (NaiveSync if config.sync in ("naive", "torch") else BucketSync)(model, group, config, mesh)
 
 
 def predicted_traffic(model: Decoder, sync: NaiveSync, config: Config, group: Group) -> dict[tuple[str, str], float]:
     """Bytes each rank of the group sends for its gradients in one step, by (mesh dimension, operation)."""
-    dim, n = group.name, group.size
-    if config.compress in ("bf16", "int8"):
-        block = 2 * BLOCK if config.compress == "bf16" else BLOCK + 4
-        half = (n - 1) / n * sum(len(bucket.flat) // BLOCK * block for bucket in sync.buckets)
-        return {(dim, "all_to_all"): half, (dim, "all_gather"): half}
-    if config.compress == "topk":
-        chosen = sum(max(1, int(config.topk_fraction * len(bucket.flat))) for bucket in sync.buckets)
-        return {(dim, "all_gather"): (n - 1) * chosen * 8}
-    gradients = sum(p.numel() * p.grad_dtype.itemsize for p in model.parameters() if p.requires_grad)
-    return {(dim, "all_reduce"): 2 * (n - 1) / n * gradients}
+    found: dict[tuple[str, str], float] = {}
+    for dim, own in {own.name: own for own in (group, *sync.groups.values())}.items():
+        n, buckets = own.size, [bucket for bucket in getattr(sync, "buckets", []) if bucket.group is own]
+        if config.compress in ("bf16", "int8"):
+            block = 2 * BLOCK if config.compress == "bf16" else BLOCK + 4
+            half = (n - 1) / n * sum(len(bucket.flat) // BLOCK * block for bucket in buckets)
+            found |= {(dim, "all_to_all"): half, (dim, "all_gather"): half}
+        elif config.compress == "topk":
+            chosen = sum(max(1, int(config.topk_fraction * len(bucket.flat))) for bucket in buckets)
+            found[dim, "all_gather"] = (n - 1) * chosen * 8
+        else:
+            gradients = sum(p.numel() * p.grad_dtype.itemsize for p in sync.params if sync.groups[p] is own)
+            found[dim, "all_reduce"] = 2 * (n - 1) / n * gradients
+    return found
 
 
-def require_same_parameters(model: Decoder, group: Group):
+def require_same_parameters(model: Decoder, group: Group, mesh: Mesh | None = None):
     """Prove that all replicas hold the same weights, rather than copy rank 0's and hide why they differ.
 
     Compares a sum over each parameter's bits. Raises RuntimeError on every rank, naming the first that differs.
     """
-    if group.size == 1:
-        return
-    names, params = zip(*model.named_parameters(), strict=True)
-    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-    sums = torch.stack([p.detach().view(bits[p.dtype.itemsize]).sum(dtype=torch.int64) for p in params])
-    everyone = sums.new_empty(group.size, len(sums))
-    all_gather(everyone.view(-1), sums, group, "(check)").wait()
-    for name, column in zip(names, everyone.T, strict=True):
-        if (column != column[0]).any():
-            raise RuntimeError(f"{name} is not the same on all ranks of {group.name}: bit sums {column.tolist()}")
+    alike: dict[str, list[str]] = {}  # name of a group -> parameters of which its ranks hold the same
+    for name, param in model.named_parameters():
+        alike.setdefault(replica_group(param, group, mesh).name, []).append(name)
+    for dim, names in alike.items():
+        own = group if dim == group.name else mesh[dim]
+        if own.size == 1:
+            continue
+        params = [model.get_parameter(name) for name in names]
+        sums = torch.stack([p.detach().view(BITS[p.dtype.itemsize]).sum(dtype=torch.int64) for p in params])
+        everyone = sums.new_empty(own.size, len(sums))
+        all_gather(everyone.view(-1), sums, own, "(check)").wait()
+        for name, column in zip(names, everyone.T, strict=True):
+            if (column != column[0]).any():
+                raise RuntimeError(f"{name} is not the same on all ranks of {dim}: bit sums {column.tolist()}")
+
+
+def require_same_replicas(optimizer: Optimizer, mesh: Mesh):
+    """Prove that whatever several ranks hold, along any dimension, is the same: weights, masters, moments, slices.
+
+    Each rank tells of the boxes of full tensors that it holds (as for a checkpoint), with a sum over each one's bits.
+    Raises RuntimeError on every rank, naming the first that differs. Cheap: the numbers stay where they are.
+    """
+    held = [(piece, *found) for piece in optimizer.pieces() for found in piece.boxes()]
+    sums = [view.contiguous().view(-1).view(BITS[view.dtype.itemsize]).sum(dtype=torch.int64) for *_, view in held]
+    sums = torch.stack([s.to(mesh.device) for s in sums]).tolist() if sums else []  # one wait for a GPU
+    own = {(piece.kind, piece.name, box): s for (piece, box, _), s in zip(held, sums, strict=True)}
+    seen: dict[tuple, tuple[int, int]] = {}
+    for rank, theirs in enumerate(gather_objects(own, mesh)):
+        for (kind, name, box), bits in theirs.items():
+            first, expected = seen.setdefault((kind, name, box), (rank, bits))
+            if bits != expected:
+                raise RuntimeError(
+                    f"{kind} of {name} is not the same on ranks {first} and {rank}: bit sums {expected}, {bits} of the "
+                    f"part that begins at {list(box.start)}"
+                )
 
 
 def sum_over(group: Group, *values: float | Tensor) -> list[float]:
@@ -364,7 +405,7 @@ def train(config: Config, observe=None) -> Trained:
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     m = config.model_config()
-    with open_mesh({"dp": dp}, device, config.backend) as mesh:
+    with open_mesh({"dp": dp}, device, config.backend, config.timeout) as mesh:
         require_same_flags(config, mesh)
         group = mesh["dp"]
         share = slice(group.rank * config.global_batch_size // dp, (group.rank + 1) * config.global_batch_size // dp)
@@ -378,15 +419,15 @@ def train(config: Config, observe=None) -> Trained:
         if config.compile:
             for layer in model.model.layers.values():
                 layer.forward = torch.compile(layer.forward)
-        optimizer = Optimizer(model, config)
+        optimizer = Optimizer(model, config, mesh)
         sync = gradient_sync(model, group, config)
         positions = torch.arange(m.seq_len, device=device)
-        start = resume(optimizer, config) if config.resume else 0
+        start = resume(optimizer, config, mesh) if config.resume else 0
         require_same_parameters(model, group)
         if config.generate:
-            logits_of = lambda tokens: model.lm_head(model(tokens.to(device), positions))  # noqa: E731
-            text = generate(logits_of, m.seq_len, config.generate, 400, config.seed)
-            print(text + "\n" if mesh.rank == 0 else "", end="")
+            text = generate(partial(all_logits, model, positions), m.seq_len, config.generate, 400, config.seed)
+            if mesh.rank == 0:
+                print(text)
             return Trained(model, optimizer, [])
 
         predicted = memory_rows(config, m, model, dtype, device.type == "cpu")
@@ -414,6 +455,7 @@ def train(config: Config, observe=None) -> Trained:
                         (micro_loss * optimizer.loss_scale).backward()
                     loss += micro_loss.detach()
                 sync.finish()
+                more = health(run, loss, optimizer)
                 loss, stopping = sum_over(group, loss, run.stopping)
                 run.stopping = stopping > 0
                 require_finite(loss, step, run)
@@ -421,19 +463,19 @@ def train(config: Config, observe=None) -> Trained:
                     observe(step, optimizer)
                 run.measure(optimizer.tensors())
                 with run.phase("optimizer"):
-                    grad_norm = optimizer.step(learning_rate(step, config))
-                if (
-                    optimizer.loss_scale < 1
-                ):  # not just an fp16 overflow, for which the step was skipped and the scale halved
+                    grad_norm = optimizer.step(learning_rate(step, config), loss=loss)
+                if optimizer.loss_scale < 1:  # worse than an fp16 overflow, which skips a step and halves the scale
                     require_finite(grad_norm, step, run, "gradient norm")
                 run.measure(optimizer.tensors())
-                more = {}
+                more |= dict(skipped=True) if optimizer.skipped else {}
                 if config.eval_every and run.due(config.eval_every, step):
                     with run.phase("validation"):
                         part = evaluate(model, data, config, positions, group.rank, dp)
                         loss_sum, n_targets = sum_over(group, *part)
                         more["validation_loss"] = loss_sum / max(1, n_targets)
                 run.log(loss, grad_norm, learning_rate(step, config), tokens.numel() * dp, **more)
+                if config.check_replicas and run.due(config.check_replicas, step):
+                    require_same_replicas(optimizer, mesh)
                 if run.stopping or (config.save_every and run.due(config.save_every, step)):
                     save(run, step + 1, optimizer, config)
             require_same_parameters(model, group)

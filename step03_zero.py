@@ -51,15 +51,17 @@ import mmap
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import step02_ddp as step02
+from common.checkpoint import Checkpoint, Piece
 from common.comm import (
     Group,
     Mesh,
@@ -72,17 +74,19 @@ from common.comm import (
     world_size,
 )
 from common.data import TokenData
-from common.layout import layout_of, materialize, reduction_table, sum_gradients_over
+from common.layout import layout_of, materialize, reduction_table, replica_group, sum_gradients_over
 from common.model import Decoder, ModelConfig
 from common.run import Run, UserError, choose_device, choose_dtype, human, main, peak_flops, table
 from step01_single_gpu import (
     Optimizer,
     Trained,
     activation_bytes,
+    all_logits,
     apply_recompute,
     evaluate,
     flops_per_token,
     generate,
+    health,
     learning_rate,
     memory_rows,
     require_finite,
@@ -90,7 +94,14 @@ from step01_single_gpu import (
     save,
     torch_optimizer,
 )
-from step02_ddp import gradient_sync, predicted_traffic, require_same_parameters, sum_over
+from step02_ddp import (
+    NaiveSync,
+    gradient_sync,
+    predicted_traffic,
+    require_same_parameters,
+    require_same_replicas,
+    sum_over,
+)
 
 
 @dataclass
@@ -236,13 +247,6 @@ class Unit:
         all_gather(flat, own, self.group, "(state)").wait()
         return {name: flat[slice(*self.place[name])].view(param.shape) for name, param in self.named.items()}
 
-    def deal(self, full: dict[str, Tensor], like: Tensor) -> Tensor:
-        """The inverse of `collect`: this rank's slice of full tensors by name (zero where there is none)."""
-        flat = like.new_zeros(self.length * self.group.size, device="cpu")
-        for name, tensor in full.items():
-            flat[slice(*self.place[name])] = tensor.flatten()
-        return flat[self.first : self.first + self.length]
-
 
 def to_host(tensor: Tensor) -> Tensor:
     """A copy in host memory, pinned where there is a GPU to copy to."""
@@ -284,17 +288,29 @@ def plan(model: Decoder) -> Planned:
     """Units as lists of parameter names, and the modules that use them in the order of the forward pass.
 
     The head is computed by `lm_head.loss` right after the final norm: they are one unit, and the norm stands for both.
+    (A stage of a pipeline, step 6, may lack the embedding, or norm and head.)
     """
-    trunk = model.model
-    names = [["model.embed_tokens.weight"]]
-    uses = [Use(trunk.embed_tokens, [0], again=False)]
+    trunk, names, uses = model.model, [], []
+    if trunk.embed_tokens is not None:
+        names.append(["model.embed_tokens.weight"])
+        uses.append(Use(trunk.embed_tokens, [0], again=False))
     for number, layer in trunk.layers.items():
-        uses.append(Use(layer, [len(names)], again=True))
-        names.append([f"model.layers.{number}.{name}" for name, _ in layer.named_parameters()])
-    tied = model.lm_head.weight is trunk.embed_tokens.weight
-    uses.append(Use(trunk.norm, [0, len(names)] if tied else [len(names)], again=True))
-    names.append(["model.norm.weight"] if tied else ["model.norm.weight", "lm_head.weight"])
+        by_replicas: dict[str, list[str]] = {}  # experts have replicas on fewer ranks: a unit of their own
+        for name, param in layer.named_parameters():
+            by_replicas.setdefault(layout_of(param).replicas, []).append(f"model.layers.{number}.{name}")
+        uses.append(Use(layer, list(range(len(names), len(names) + len(by_replicas))), again=True))
+        names += by_replicas.values()
+    if trunk.norm is not None:
+        tied = trunk.embed_tokens is not None and model.lm_head.weight is trunk.embed_tokens.weight
+        uses.append(Use(trunk.norm, [0, len(names)] if tied else [len(names)], again=True))
+        names.append(["model.norm.weight"] if tied else ["model.norm.weight", "lm_head.weight"])
     return names, uses
+
+
+def square_norms(tensors: list[Tensor]) -> Tensor:
+    """The squared L2 norm of each tensor, fp64 [tensors]; the norms are taken in fp32 or wider."""
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    return torch.stack(torch._foreach_norm(tensors, dtype=wide)).double().square()
 
 
 class ZeroOptimizer(Optimizer):
@@ -320,7 +336,7 @@ class ZeroOptimizer(Optimizer):
             if model.get_parameter(unit_names[0]).is_meta:
                 materialize(model, config.seed, self.device, dtype, unit_names)
             named = {name: model.get_parameter(name) for name in unit_names}
-            self.units.append(Unit(named, group, config, disk))
+            self.units.append(Unit(named, replica_group(named[unit_names[0]], group, mesh), config, disk))
         self.dtype, self.mixed = dtype, dtype.itemsize == 2
         self.loss_scale, self.good_steps, self.updates = (2.0**16 if dtype == torch.float16 else 1.0), 0, 0
         self.in_flight: tuple[Unit, Tensor, Tensor, Pending] | None = None
@@ -392,8 +408,10 @@ class ZeroOptimizer(Optimizer):
     def completed(self, unit: Unit, name: str, param: nn.Parameter):
         """Hook: autograd has added to a gradient. Stages 2 and 3 move it into the unit's flat buffer."""
         if self.stage > 1:
+            if param.grad is None:  # backward has put it off (step 6)
+                return
             if unit.gradient is None:
-                unit.gradient = torch.zeros(unit.length * self.group.size, dtype=unit.grad_dtype, device=self.device)
+                unit.gradient = torch.zeros(unit.length * unit.group.size, dtype=unit.grad_dtype, device=self.device)
             unit.gradient[slice(*unit.place[name])].view_as(param).add_(param.grad)
             param.grad = None
         if self.armed:
@@ -405,7 +423,7 @@ class ZeroOptimizer(Optimizer):
         """Start to sum a unit's gradient over the ranks; the one before has had a layer's time, so finish that."""
         self.land()
         own = torch.empty(unit.length, dtype=unit.grad_dtype, device=self.device)
-        self.in_flight = (unit, own, unit.gradient, reduce_scatter(own, unit.gradient, self.group))
+        self.in_flight = (unit, own, unit.gradient, reduce_scatter(own, unit.gradient, unit.group))
         unit.gradient, unit.missing = None, len(unit.trained)
 
     def land(self):
@@ -432,9 +450,8 @@ class ZeroOptimizer(Optimizer):
 
     def grad_norm(self) -> float:
         """The L2 norm of the whole gradient: every element lies in exactly one rank's slice."""
-        units = [unit for unit in self.units if unit.grad_slice is not None]
-        norms = [torch.linalg.vector_norm(unit.grad_slice, dtype=unit.wide).double() for unit in units]
-        (square,) = sum_over(self.group, torch.stack(norms).square().sum())
+        slices = [unit.grad_slice for unit in self.units if unit.grad_slice is not None]
+        (square,) = sum_over(self.group, square_norms(slices).sum())
         return square**0.5 / self.loss_scale
 
     def update(self, lr: float, factor: float):
@@ -477,69 +494,57 @@ class ZeroOptimizer(Optimizer):
         """The pieces of gradients in this rank's slices, by name."""
         return {name: u.cut(u.grad_slice, name) for u in self.units for name in u.trained}
 
-    def state(self, keep: bool = True) -> dict[str, Any]:
-        """Full tensors by name as in step 1, gathered unit by unit; ranks that do not `keep` them only take part."""
-        state: dict[str, Any] = dict(model={}, masters={}, rule={})
+    def pieces(self) -> Iterator[Piece]:
+        """What this rank holds of every full tensor: whole weights (stages 1 and 2), and what lies in its slices."""
+        for name, buffer in self.model.named_buffers():
+            yield Piece("buffer", name, buffer, buffer.shape, layout_of(buffer))
         for unit in self.units:
             unit.ready()
-            slices = {"model": unit.slice}
-            if self.mixed and unit.trained:
-                slices["masters"] = unit.master
-            for key in unit.moments if self.updates and unit.trained else ():
-                slices[key] = torch.zeros_like(unit.master)
-                for name, piece in unit.pieces.items():
-                    unit.cut(slices[key], name).copy_(unit.inner.state[piece][key])
-            for kind, own in slices.items():
-                full = unit.collect(own)
-                for name in unit.named if kind == "model" else unit.trained:
-                    tensor = self.whole(name, full[name])
-                    if keep and kind in state:
-                        state[kind][name] = tensor.cpu()
-                    elif keep:
-                        # Not a piece's own count: a rank may own nothing but padding here.
-                        entry = state["rule"].setdefault(name, dict(step=torch.tensor(float(self.updates))))
-                        entry[kind] = tensor.cpu()
-        return state
+            for name, param in unit.named.items():
+                about = param.shape, layout_of(param)
+                first = max(0, unit.first - unit.place[name][0])
+                if self.stage < 3:
+                    yield Piece("model", name, param.detach(), *about)
+                else:
+                    yield Piece("model", name, unit.cut(unit.slice, name), *about, first)
+                if name in unit.trained and self.mixed:
+                    yield Piece("master", name, unit.cut(unit.master, name), *about, first)
+                if name in unit.trained and self.updates:
+                    yield Piece("step", name, torch.tensor(float(self.updates)), ())
+                if name in unit.pieces and self.updates:
+                    for kind in unit.moments:
+                        yield Piece(kind, name, unit.inner.state[unit.pieces[name]][kind], *about, first)
 
-    def load_weights(self, weights: dict[str, Tensor]):
-        """Take over the weights from full tensors by name."""
+    def masters_from_weights(self):
+        """Begin with masters that are the weights."""
         for unit in self.units:
-            unit.ready()
-            own = {name: layout_of(param).slice(weights[name]) for name, param in unit.named.items()}
-            if self.stage < 3:
-                for name, tensor in own.items():
-                    unit.named[name].data.copy_(tensor)
-            unit.slice.copy_(unit.deal(own, unit.slice))
-            unit.master.copy_(unit.slice)
+            if unit.master is not unit.slice:
+                unit.master.copy_(unit.slice)
 
-    def load_rule(self, state: dict[str, Any], loss_scale: float, good_steps: int):
-        """Take over masters, moments and loss scale."""
-        self.loss_scale, self.good_steps = loss_scale, good_steps
-        self.updates = max((int(entry["step"]) for entry in state["rule"].values()), default=0)
-        for unit in self.units:
-            if state["masters"] and unit.trained:
-                cut = {name: layout_of(unit.named[name]).slice(state["masters"][name]) for name in unit.trained}
-                unit.master.copy_(unit.deal(cut, unit.master))
-            for key in unit.moments if self.updates and unit.trained else ():
-                cut = {name: layout_of(unit.named[name]).slice(state["rule"][name][key]) for name in unit.trained}
-                own = unit.deal(cut, unit.master)
-                for name, piece in unit.pieces.items():
-                    entry = unit.inner.state[piece]
-                    entry["step"] = state["rule"][name]["step"].to(unit.master.device)
-                    entry[key] = unit.cut(own, name).to(unit.master.device, copy=True)
+    def make_state(self, checkpoint: Checkpoint):
+        """Make room for the moments that are stored."""
+        steps = {name: checkpoint.full("step", name) for name in checkpoint.shapes("step")}
+        self.updates = max(map(int, steps.values()), default=0)
+        for unit in self.units if self.updates else ():
+            for name, piece in unit.pieces.items():
+                state = unit.inner.state[piece]
+                state["step"] = steps.get(name, torch.zeros(())).to(piece.device)
+                state |= {kind: torch.zeros_like(piece) for kind in unit.moments}
             unit.moments_to_disk()
 
 
 def zero_memory_rows(config: Config, m: ModelConfig, optimizer: ZeroOptimizer) -> dict[str, int]:
     """Predicted bytes of each kind of tensor on one rank, after the table above (with padding; on the host or not)."""
-    n, e, wide = optimizer.group.size, optimizer.dtype.itemsize, optimizer.units[0].wide.itemsize
+    e, wide = optimizer.dtype.itemsize, optimizer.units[0].wide.itemsize
     cut = sum(unit.length for unit in optimizer.units)
     trained = sum(unit.length for unit in optimizer.units if unit.trained)
+    whole = sum(unit.length * unit.group.size for unit in optimizer.units)
+    gradients = sum(u.length * u.group.size * u.grad_dtype.itemsize for u in optimizer.units if u.trained)
     separate = optimizer.mixed or config.offload_optimizer != "none"
     in_memory = config.offload_optimizer != "disk"
     return {
-        "parameters": cut * e * (1 if config.zero == 3 else n),
-        "gradients": trained * wide if config.zero > 1 else trained * n * optimizer.units[0].grad_dtype.itemsize,
+        "parameters": (cut if config.zero == 3 else whole) * e,
+        "gradients": trained * wide if config.zero > 1 else gradients,
         "masters": cut * wide * separate * in_memory,
         "moments": trained * wide * len(MOMENTS[config.optimizer]) * in_memory,
         "activations": activation_bytes(
@@ -550,16 +555,44 @@ def zero_memory_rows(config: Config, m: ModelConfig, optimizer: ZeroOptimizer) -
 
 def zero_traffic(optimizer: ZeroOptimizer, micro_batches: int) -> dict[tuple[str, str], float]:
     """Bytes each rank sends in one step, by (mesh dimension, operation), after WHEN and the first table above."""
-    units, uses, n = optimizer.units, optimizer.uses, optimizer.group.size
-    stage, name = optimizer.stage, optimizer.group.name
-    reduced = sum(unit.length * unit.grad_dtype.itemsize for unit in units if unit.trained)
-    gathered = sum(unit.length * unit.dtype.itemsize for unit in units if unit.trained)
-    if stage == 3:
-        again = [u for use in uses[:-1] if use.again for u in use.units]
-        in_turn = [u for use in uses for u in use.units] + again
-        gathered = micro_batches * sum(units[u].length * units[u].dtype.itemsize for u in in_turn)
-    times = 1 if stage == 1 else micro_batches
-    return {(name, "reduce_scatter"): (n - 1) * reduced * times, (name, "all_gather"): (n - 1) * gathered}
+    units, uses, stage = optimizer.units, optimizer.uses, optimizer.stage
+    in_turn = [u for use in uses for u in use.units] + [u for use in uses[:-1] if use.again for u in use.units]
+    found: dict[tuple[str, str], float] = {}
+    for i, unit in enumerate(units):
+        reduced = unit.length * unit.grad_dtype.itemsize * bool(unit.trained) * (1 if stage == 1 else micro_batches)
+        times = micro_batches * in_turn.count(i) if stage == 3 else bool(unit.trained)
+        for operation, sent in (("reduce_scatter", reduced), ("all_gather", unit.length * unit.dtype.itemsize * times)):
+            name = unit.group.name, operation
+            found[name] = found.get(name, 0) + (unit.group.size - 1) * sent
+    return found
+
+
+def optimizer_and_sync(
+    model: Decoder,
+    group: Group,
+    config: Config,
+    device: torch.device,
+    dtype: torch.dtype,
+    mesh: Mesh | None = None,
+    planned: Planned | None = None,
+) -> tuple[Optimizer, NaiveSync | ZeroOptimizer]:
+    """What `--zero` stands for: step 2's two objects, or one that is both. Draws the model's weights (from meta)."""
+    if config.zero == 0:
+        materialize(model, config.seed, device, dtype)
+        optimizer = Optimizer(model, config, mesh)
+        return optimizer, gradient_sync(model, group, config, mesh)
+    optimizer = ZeroOptimizer(model, group, config, planned or plan(model), mesh)
+    return optimizer, optimizer
+
+
+def predictions(
+    config: Config, m: ModelConfig, optimizer: Optimizer, sync: NaiveSync | ZeroOptimizer, micro_batches: int
+) -> tuple[dict[str, int | None], dict[tuple[str, str], float]]:
+    """Predicted memory and traffic of one rank and step, whatever `--zero` is."""
+    if config.zero == 0:
+        memory = memory_rows(config, m, optimizer.model, optimizer.dtype, sync.group.device.type == "cpu")
+        return memory, predicted_traffic(optimizer.model, sync, config, sync.group)
+    return zero_memory_rows(config, m, optimizer), zero_traffic(optimizer, micro_batches)
 
 
 class Toy(nn.Module):
@@ -579,12 +612,13 @@ def shown(tensor: Tensor) -> str:
     return " ".join(f"{x:g}" for x in tensor.tolist())
 
 
-def toy(stage: int, group: Group) -> str:
+def toy(stage: int, mesh: Mesh) -> str:
     """One step of the docstring's example; returns what this rank held and did. x is the rank's number plus one."""
+    group = mesh["dp"]
     model = Toy().to(group.device)
     config = Config(zero=stage, optimizer="sgd", dtype="fp64", weight_decay=0.0, grad_clip=0.0)
-    optimizer = ZeroOptimizer(model, group, config, ([["W"]], [Use(model, [0], again=True)])) if stage else None
-    sync = optimizer or step02.NaiveSync(model, group, config)
+    optimizer = ZeroOptimizer(model, group, config, ([["W"]], [Use(model, [0], again=True)]), mesh) if stage else None
+    sync = optimizer or NaiveSync(model, group, config)
     held = shown(optimizer.units[0].slice if stage == 3 else model.W)
     sync.begin()
     sync.last_micro_batch()
@@ -608,12 +642,13 @@ def train(config: Config, observe=None) -> Trained:
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     m = config.model_config()
-    with open_mesh({"dp": dp}, device, config.backend) as mesh:
+    with open_mesh({"dp": dp}, device, config.backend, config.timeout) as mesh:
         require_same_flags(config, mesh)
         group = mesh["dp"]
         if config.toy:
-            lines = [line for stage in range(4) for line in gather_objects(toy(stage, group), mesh)]
-            print("\n".join(lines) if mesh.rank == 0 else "", end="\n" if mesh.rank == 0 else "")
+            lines = [line for stage in range(4) for line in gather_objects(toy(stage, mesh), mesh)]
+            if mesh.rank == 0:
+                print("\n".join(lines))
             return Trained(model=None, optimizer=None, history=[])
         share = slice(group.rank * config.global_batch_size // dp, (group.rank + 1) * config.global_batch_size // dp)
         data = TokenData(config.dataset, m.seq_len, config.global_batch_size, config.seed, m.vocab_size)
@@ -625,28 +660,19 @@ def train(config: Config, observe=None) -> Trained:
         if config.compile:
             for layer in model.model.layers.values():
                 layer.forward = torch.compile(layer.forward)
-        if config.zero == 0:
-            materialize(model, config.seed, device, dtype)
-            optimizer = Optimizer(model, config)
-            sync = gradient_sync(model, group, config)
-        else:
-            optimizer = sync = ZeroOptimizer(model, group, config, plan(model))
+        optimizer, sync = optimizer_and_sync(model, group, config, device, dtype, mesh)
         positions = torch.arange(m.seq_len, device=device)
-        start = resume(optimizer, config) if config.resume else 0
+        start = resume(optimizer, config, mesh) if config.resume else 0
         if config.zero == 0:
             require_same_parameters(model, group)
         if config.generate:
-            logits_of = lambda tokens: model.lm_head(model(tokens.to(device), positions))  # noqa: E731
-            text = generate(logits_of, m.seq_len, config.generate, 400, config.seed)
-            print(text + "\n" if mesh.rank == 0 else "", end="")
+            text = generate(partial(all_logits, model, positions), m.seq_len, config.generate, 400, config.seed)
+            if mesh.rank == 0:
+                print(text)
             return Trained(model, optimizer, [])
 
-        if config.zero == 0:
-            predicted = memory_rows(config, m, model, dtype, device.type == "cpu")
-            traffic = predicted_traffic(model, sync, config, group)
-        else:
-            predicted = zero_memory_rows(config, m, optimizer)
-            traffic = zero_traffic(optimizer, config.global_batch_size // dp // config.micro_batch_size)
+        micro_batches = config.global_batch_size // dp // config.micro_batch_size
+        predicted, traffic = predictions(config, m, optimizer, sync, micro_batches)
         flops, peak = flops_per_token(m, config.recompute), dp * peak_flops(device, dtype, config.peak_tflops)
         with Run(config, device, flops, peak, mesh) as run:
             run.say(f"{config.model}: {sum(p.numel() for p in model.parameters()):,} parameters, {dtype}, {device}")
@@ -671,6 +697,7 @@ def train(config: Config, observe=None) -> Trained:
                         (micro_loss * optimizer.loss_scale).backward()
                     loss += micro_loss.detach()
                 sync.finish()
+                more = health(run, loss, optimizer)
                 loss, stopping = sum_over(group, loss, run.stopping)
                 run.stopping = stopping > 0
                 require_finite(loss, step, run)
@@ -678,25 +705,24 @@ def train(config: Config, observe=None) -> Trained:
                     observe(step, optimizer)
                 run.measure(optimizer.tensors())
                 with run.phase("optimizer"):
-                    grad_norm = optimizer.step(learning_rate(step, config))
-                if (
-                    optimizer.loss_scale < 1
-                ):  # not just an fp16 overflow, for which the step was skipped and the scale halved
+                    grad_norm = optimizer.step(learning_rate(step, config), loss=loss)
+                if optimizer.loss_scale < 1:  # worse than an fp16 overflow, which skips a step and halves the scale
                     require_finite(grad_norm, step, run, "gradient norm")
                 run.measure(optimizer.tensors())
-                more = {}
+                more |= dict(skipped=True) if optimizer.skipped else {}
                 if config.eval_every and run.due(config.eval_every, step):
                     with run.phase("validation"):
                         part = evaluate(model, data, config, positions, group.rank, dp)
                         loss_sum, n_targets = sum_over(group, *part)
                         more["validation_loss"] = loss_sum / max(1, n_targets)
                 run.log(loss, grad_norm, learning_rate(step, config), tokens.numel() * dp, **more)
+                if config.check_replicas and run.due(config.check_replicas, step):
+                    require_same_replicas(optimizer, mesh)
                 if run.stopping or (config.save_every and run.due(config.save_every, step)):
                     save(run, step + 1, optimizer, config)
             if config.zero == 0:
                 require_same_parameters(model, group)
-            else:
-                optimizer.ready()
+            optimizer.ready()
             run.finish(predicted, traffic)
     return Trained(model, optimizer, run.history)
 

@@ -46,6 +46,7 @@ You should see step 1's losses, parameters and moments divided by tp, and with S
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 import torch
@@ -55,24 +56,25 @@ from torch import Tensor, nn
 import step03_zero as step03
 from common.comm import Group, Mesh, all_gather, all_reduce, open_mesh, reduce_scatter, require_same_flags, world_size
 from common.data import TokenData
-from common.layout import Split, layout_of, materialize, reduction_table, sum_gradients_over
-from common.model import Decoder, ModelConfig, cross_entropy_and_gradients, project, scaled
+from common.layout import Split, layout_of, reduction_table, sum_gradients_over
+from common.model import MLP, Decoder, ModelConfig, cross_entropy_and_gradients, project, scaled
 from common.run import Run, UserError, choose_device, choose_dtype, main, peak_flops, table
 from step01_single_gpu import (
     Optimizer,
     Trained,
+    all_logits,
     apply_recompute,
     evaluate,
     flops_per_token,
     generate,
+    health,
     learning_rate,
-    memory_rows,
     require_finite,
     resume,
     save,
 )
-from step02_ddp import gradient_sync, predicted_traffic, require_same_parameters, sum_over
-from step03_zero import ZeroOptimizer, plan, zero_memory_rows, zero_traffic
+from step02_ddp import require_same_parameters, require_same_replicas, sum_over
+from step03_zero import ZeroOptimizer, optimizer_and_sync, predictions, square_norms
 
 
 @dataclass
@@ -213,13 +215,16 @@ class ScatterTokens(torch.autograd.Function):
         return gather_tokens(grad, ctx.group)(), None
 
 
+Later = Callable[[Callable[[], list[Tensor | None]]], list[None]]
+
+
 class ColumnLinears(torch.autograd.Function):
     """f and the column-parallel matmuls behind it in one, so that their backward can overlap."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: Group, sp: bool, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx, x: Tensor, group: Group, sp: bool, later: Later | None, *weights: Tensor) -> tuple[Tensor, ...]:
         """x [batch, seq/n or seq, dim], weights [out/n, dim] -> one [batch, seq, out/n] for each."""
-        ctx.group, ctx.sp = group, sp
+        ctx.group, ctx.sp, ctx.later = group, sp, later
         ctx.save_for_backward(x, *weights)
         full = gather_tokens(x, group)() if sp else x
         return tuple(F.linear(full, weight) for weight in weights)
@@ -235,25 +240,35 @@ class ColumnLinears(torch.autograd.Function):
                 partial.flatten(0, -2).addmm_(grad.flatten(0, -2), weight)
             reduced = (scatter_tokens if ctx.sp else sum_tokens)(partial, ctx.group)
         full = gathered().flatten(0, -2)
-        wanted = zip(grads, ctx.needs_input_grad[3:], strict=True)
-        weight_grads = [grad.flatten(0, -2).T @ full if want else None for grad, want in wanted]
-        return reduced() if ctx.needs_input_grad[0] else None, None, None, *weight_grads
+
+        def weight_gradients() -> list[Tensor | None]:
+            wanted = zip(grads, ctx.needs_input_grad[4:], strict=True)
+            return [grad.flatten(0, -2).T @ full if want else None for grad, want in wanted]
+
+        weight_grads = weight_gradients() if ctx.later is None else ctx.later(weight_gradients)
+        return reduced() if ctx.needs_input_grad[0] else None, None, None, None, *weight_grads
 
 
 # --- the layers
 
 
 class ColumnProject:
-    """Replaces `project`: several column-parallel linear layers of one input."""
+    """Replaces `project`: several column-parallel linear layers of one input.
+
+    `later`, which step 6 sets, takes weights and the function that finds their gradients, and returns a None for each.
+    """
 
     def __init__(self, group: Group, sp: bool, overlap: bool):
         self.group, self.sp, self.overlap = group, sp, overlap
+        self.later: Callable[[list[nn.Parameter], Callable], list[None]] | None = None
 
     @torch.compiler.disable
     def __call__(self, x: Tensor, *linears: nn.Linear) -> list[Tensor]:
         """x [batch, seq/n (SP) or seq, dim] -> [batch, seq, out/n] for each layer."""
         if self.overlap:
-            return list(ColumnLinears.apply(x, self.group, self.sp, *(linear.weight for linear in linears)))
+            weights = [linear.weight for linear in linears]
+            later = partial(self.later, weights) if self.later else None
+            return list(ColumnLinears.apply(x, self.group, self.sp, later, *weights))
         return project((GatherTokens if self.sp else CopyToRanks).apply(x, self.group), *linears)
 
 
@@ -263,11 +278,12 @@ class RowLinear(nn.Module):
     def __init__(self, linear: nn.Linear, group: Group, sp: bool):
         super().__init__()
         self.weight, self.group, self.sp = linear.weight, group, sp
+        self.multiply: Callable[[Tensor, Tensor], Tensor] = F.linear
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq, in/n] -> [batch, seq/n (SP) or seq, out]."""
-        return (ScatterTokens if self.sp else SumFromRanks).apply(F.linear(x, self.weight), self.group)
+        return (ScatterTokens if self.sp else SumFromRanks).apply(self.multiply(x, self.weight), self.group)
 
 
 class VocabEmbedding(nn.Module):
@@ -336,14 +352,14 @@ class VocabHead(nn.Module):
 # --- cutting the model
 
 COLUMN, HEADS, ROW = "column", "heads", "row"  # heads: by columns, too, but ranks may have to share a key/value head
-STYLES = {  # weight of a layer [out, in] -> how it is cut
-    "self_attn.q_proj": COLUMN,
-    "self_attn.k_proj": HEADS,
-    "self_attn.v_proj": HEADS,
-    "self_attn.o_proj": ROW,
-    "mlp.gate_proj": COLUMN,
-    "mlp.up_proj": COLUMN,
-    "mlp.down_proj": ROW,
+STYLES = {  # weight of a block [out, in] -> how it is cut
+    "q_proj": COLUMN,
+    "k_proj": HEADS,
+    "v_proj": HEADS,
+    "o_proj": ROW,
+    "gate_proj": COLUMN,
+    "up_proj": COLUMN,
+    "down_proj": ROW,
 }
 
 
@@ -356,9 +372,21 @@ def cut(weight: nn.Parameter, dim: int, group: Group, copies: int = 1) -> nn.Par
     part = nn.Parameter(torch.empty(shape, device="meta", dtype=weight.dtype), weight.requires_grad)
     record = layout_of(weight)
     part.parallel_layout = replace(
-        record, splits=(*record.splits, Split(dim, "tp", start, start + length, full, copies))
+        record, splits=(*record.splits, Split(dim, group.name, start, start + length, full, copies))
     )
     return part
+
+
+def shard_block(block: nn.Module, group: Group, sp: bool, overlap: bool, copies: int = 1):
+    """Cut attention or an MLP, in place; `copies` ranks share each key/value head."""
+    for name, linear in list(block.named_children()):
+        style = STYLES[name]
+        linear.weight = cut(linear.weight, int(style == ROW), group, copies if style == HEADS else 1)
+        if style == HEADS and copies > 1:
+            sum_gradients_over([linear.weight], "kv")
+        if style == ROW:
+            setattr(block, name, RowLinear(linear, group, sp))
+    block.project = ColumnProject(group, sp, overlap)
 
 
 def shard_tensors(model: Decoder, mesh: Mesh, sp: bool, overlap: bool):
@@ -369,22 +397,17 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool, overlap: bool):
     if group.size == 1:
         return
     for layer in model.model.layers.values():
-        for path, style in STYLES.items():
-            block, name = path.split(".")
-            linear = getattr(getattr(layer, block), name)
-            linear.weight = cut(linear.weight, int(style == ROW), group, copies if style == HEADS else 1)
-            if style == HEADS and copies > 1:
-                sum_gradients_over([linear.weight], "kv")
-            if style == ROW:
-                setattr(getattr(layer, block), name, RowLinear(linear, group, sp))
-        layer.self_attn.project = layer.mlp.project = ColumnProject(group, sp, overlap)
-    embedding = cut(model.model.embed_tokens.weight, 0, group)
-    split = embedding.parallel_layout.splits[-1]
-    rows = range(min(split.start, split.full), min(split.stop, split.full))
-    tied = model.lm_head.weight is model.model.embed_tokens.weight
-    head = embedding if tied else cut(model.lm_head.weight, 0, group)
-    model.model.embed_tokens = VocabEmbedding(embedding, rows, group, sp)
-    model.lm_head = VocabHead(head, rows, group, sp)
+        shard_block(layer.self_attn, group, sp, overlap, copies)
+        if isinstance(layer.mlp, MLP):  # experts (step 7) are cut where they are dealt to ranks
+            shard_block(layer.mlp, group, sp, overlap)
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for owner, name, kind in ((model.model, "embed_tokens", VocabEmbedding), (model, "lm_head", VocabHead)):
+        module = getattr(owner, name)
+        if module is not None:  # a stage of a pipeline (step 6) may lack it
+            weight = made.setdefault(module.weight, cut(module.weight, 0, group))  # tied matrices stay tied
+            split = weight.parallel_layout.splits[-1]
+            rows = range(min(split.start, split.full), min(split.stop, split.full))
+            setattr(owner, name, kind(weight, rows, group, sp))
     if sp:
         sum_gradients_over([p for p in model.parameters() if p.dim() == 1], "tp")
 
@@ -413,9 +436,9 @@ def global_norm(optimizer: Optimizer, mesh: Mesh, dims: list[str], sliced: str) 
     """
     params, sizes = dict(optimizer.model.named_parameters()), {dim: mesh[dim].size for dim in dims}
     parts = optimizer.gradient_parts()
-    norms = torch.stack(torch._foreach_norm(list(parts.values()))).double()
-    copies = torch.tensor([layout_of(params[name]).copies(sizes) for name in parts], device=norms.device)
-    square = (norms**2 / copies).sum()
+    squares = square_norms(list(parts.values()))
+    copies = torch.tensor([layout_of(params[name]).copies(sizes) for name in parts], device=squares.device)
+    square = (squares / copies).sum()
     for dim in dims + ([sliced] if sliced else []):
         (square,) = sum_over(mesh[dim], square)
     return float(square) ** 0.5 / optimizer.loss_scale
@@ -449,26 +472,35 @@ def tp_activation_bytes(config: Config, m: ModelConfig, tp: int, dtype: torch.dt
 
 
 def tp_traffic(
-    config: Config, m: ModelConfig, optimizer: Optimizer, mesh: Mesh, micro_batches: int
+    config: Config, m: ModelConfig, n: int, dtype: torch.dtype, micro_batches: int, embeddings: int = 1, heads: int = 1
 ) -> dict[tuple[str, str], float]:
-    """Bytes a rank sends over tp in one step, by (mesh dimension, operation): the docstring's table, k times."""
-    n, e, wide = mesh["tp"].size, optimizer.dtype.itemsize, max(4, optimizer.dtype.itemsize)
+    """Bytes one of `n` ranks sends over tp in one step, by (mesh dimension, operation): the docstring's table, k times.
+
+    `embeddings`, `heads`: whether there are any (on a stage of a pipeline, step 6, there may be none).
+    """
+    e, wide = dtype.itemsize, max(4, dtype.itemsize)
     if n == 1:
         return {}
     tokens, layers = config.micro_batch_size * m.seq_len, m.n_layers
     unit = (n - 1) / n * tokens * m.dim * e
-    combine = 2 * (n - 1) * tokens * wide
+    combine = 2 * (n - 1) * tokens * wide * heads
     found: dict[tuple[str, str], float] = {}
     redone = config.recompute != "none"  # up to the input of a layer's last matmul
     if config.sp:
         gathers = 4 + 2 * config.tp_overlap + 2 * redone
-        found["tp", "all_gather"] = micro_batches * ((gathers * layers + 2) * unit + combine)
-        found["tp", "reduce_scatter"] = micro_batches * ((4 + redone) * layers + 2) * unit
+        found["tp", "all_gather"] = micro_batches * ((gathers * layers + embeddings + heads) * unit + combine)
+        found["tp", "reduce_scatter"] = micro_batches * ((4 + redone) * layers + embeddings + heads) * unit
     else:
         found["tp", "all_gather"] = micro_batches * combine
-        found["tp", "all_reduce"] = micro_batches * ((4 + redone) * layers + 2) * 2 * unit
+        found["tp", "all_reduce"] = micro_batches * ((4 + redone) * layers + embeddings + heads) * 2 * unit
+    return found
+
+
+def partial_traffic(optimizer: Optimizer, mesh: Mesh, dims: list[str]) -> dict[tuple[str, str], float]:
+    """Bytes a rank sends in `sum_partial_gradients`, by (mesh dimension, operation)."""
+    found: dict[tuple[str, str], float] = {}
     params = dict(optimizer.model.named_parameters())
-    for dim in ("tp", "kv"):
+    for dim in dims:
         size = mesh[dim].size
         summed = sum(held_bytes(optimizer, name) for name, p in params.items() if dim in layout_of(p).sum_over)
         if summed and size > 1:
@@ -495,7 +527,7 @@ def train(config: Config, observe=None) -> Trained:
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     m = config.model_config()
-    with open_mesh({"dp": dp, "tp": tp}, device, config.backend) as mesh:
+    with open_mesh({"dp": dp, "tp": tp}, device, config.backend, config.timeout) as mesh:
         require_same_flags(config, mesh)
         group = mesh["dp"]
         share = slice(group.rank * config.global_batch_size // dp, (group.rank + 1) * config.global_batch_size // dp)
@@ -509,32 +541,22 @@ def train(config: Config, observe=None) -> Trained:
         if config.compile:
             for layer in model.model.layers.values():
                 layer.forward = torch.compile(layer.forward)
-        if config.zero == 0:
-            materialize(model, config.seed, device, dtype)
-            optimizer = Optimizer(model, config, mesh)
-            sync = gradient_sync(model, group, config)
-        else:
-            optimizer = sync = ZeroOptimizer(model, group, config, plan(model), mesh)
+        optimizer, sync = optimizer_and_sync(model, group, config, device, dtype, mesh)
         positions = torch.arange(m.seq_len, device=device)
-        start = resume(optimizer, config) if config.resume else 0
+        start = resume(optimizer, config, mesh) if config.resume else 0
         if config.zero == 0:
             require_same_parameters(model, group)
         if config.generate:
-            logits_of = lambda tokens: model.lm_head(model(tokens.to(device), positions))  # noqa: E731
-            text = generate(logits_of, m.seq_len, config.generate, 400, config.seed)
-            print(text + "\n" if mesh.rank == 0 else "", end="")
+            text = generate(partial(all_logits, model, positions), m.seq_len, config.generate, 400, config.seed)
+            if mesh.rank == 0:
+                print(text)
             return Trained(model, optimizer, [])
 
         micro_batches = config.global_batch_size // dp // config.micro_batch_size
-        if config.zero == 0:
-            predicted = memory_rows(config, m, model, dtype, device.type == "cpu")
-            traffic = predicted_traffic(model, sync, config, group)
-        else:
-            predicted = zero_memory_rows(config, m, optimizer)
-            traffic = zero_traffic(optimizer, micro_batches)
+        predicted, traffic = predictions(config, m, optimizer, sync, micro_batches)
         if tp > 1:
             predicted["activations"] = tp_activation_bytes(config, m, tp, dtype, device.type == "cpu")
-            traffic |= tp_traffic(config, m, optimizer, mesh, micro_batches)
+            traffic |= tp_traffic(config, m, tp, dtype, micro_batches) | partial_traffic(optimizer, mesh, ["tp", "kv"])
         flops, peak = flops_per_token(m, config.recompute), world * peak_flops(device, dtype, config.peak_tflops)
         with Run(config, device, flops, peak, mesh) as run:
             n_parameters = sum(prod(layout_of(p).full_shape(p.shape)) for p in model.parameters())
@@ -548,6 +570,7 @@ def train(config: Config, observe=None) -> Trained:
                     tokens, targets = batch.tokens.to(device), batch.targets.to(device)
                 loss = torch.zeros((), device=device, dtype=torch.promote_types(dtype, torch.float32))
                 sync.begin()
+                run.measure(optimizer.tensors())
                 for first in range(0, len(tokens), config.micro_batch_size):
                     rows = slice(first, first + config.micro_batch_size)
                     if rows.stop == len(tokens):
@@ -560,6 +583,7 @@ def train(config: Config, observe=None) -> Trained:
                     loss += micro_loss.detach()
                 sync.finish()
                 sum_partial_gradients(optimizer, mesh, ["tp", "kv"])
+                more = health(run, loss, optimizer)
                 loss, stopping = sum_over(group, loss, run.stopping)
                 (stopping,) = sum_over(mesh["tp"], stopping)  # a signal may reach one rank a step before another
                 run.stopping = stopping > 0
@@ -569,23 +593,24 @@ def train(config: Config, observe=None) -> Trained:
                 run.measure(optimizer.tensors())
                 with run.phase("optimizer"):
                     norm = global_norm(optimizer, mesh, ["tp"], sliced="dp" if config.zero else "")
-                    grad_norm = optimizer.step(learning_rate(step, config), norm)
-                if (
-                    optimizer.loss_scale < 1
-                ):  # not just an fp16 overflow, for which the step was skipped and the scale halved
+                    grad_norm = optimizer.step(learning_rate(step, config), norm, loss)
+                if optimizer.loss_scale < 1:  # worse than an fp16 overflow, which skips a step and halves the scale
                     require_finite(grad_norm, step, run, "gradient norm")
                 run.measure(optimizer.tensors())
-                more = {}
+                more |= dict(skipped=True) if optimizer.skipped else {}
                 if config.eval_every and run.due(config.eval_every, step):
                     with run.phase("validation"):
                         part = evaluate(model, data, config, positions, group.rank, dp)
                         loss_sum, n_targets = sum_over(group, *part)
                         more["validation_loss"] = loss_sum / max(1, n_targets)
                 run.log(loss, grad_norm, learning_rate(step, config), tokens.numel() * dp, **more)
+                if config.check_replicas and run.due(config.check_replicas, step):
+                    require_same_replicas(optimizer, mesh)
                 if run.stopping or (config.save_every and run.due(config.save_every, step)):
                     save(run, step + 1, optimizer, config)
             if config.zero == 0:
                 require_same_parameters(model, group)
+            optimizer.ready()
             run.finish(predicted, traffic)
     return Trained(model, optimizer, run.history)
 

@@ -66,39 +66,47 @@ from common.comm import (
     world_size,
 )
 from common.data import TokenData
-from common.layout import layout_of, materialize, reduction_table, sum_gradients_over
+from common.layout import layout_of, reduction_table, sum_gradients_over
 from common.model import Decoder, ModelConfig, attend
 from common.run import Run, UserError, choose_device, choose_dtype, main, peak_flops, table
 from step01_single_gpu import (
-    Optimizer,
     Trained,
     activation_bytes,
+    all_logits,
     apply_recompute,
     evaluate,
     flops_per_token,
     generate,
+    health,
     learning_rate,
-    memory_rows,
     require_finite,
     resume,
     save,
 )
-from step02_ddp import gradient_sync, predicted_traffic, require_same_parameters, sum_over
-from step03_zero import ZeroOptimizer, plan, zero_memory_rows, zero_traffic
-from step04_tp_sp import choose_tp, global_norm, shard_tensors, sum_partial_gradients, tp_activation_bytes, tp_traffic
+from step02_ddp import require_same_parameters, require_same_replicas, sum_over
+from step03_zero import optimizer_and_sync, predictions
+from step04_tp_sp import (
+    choose_tp,
+    global_norm,
+    partial_traffic,
+    shard_tensors,
+    sum_partial_gradients,
+    tp_activation_bytes,
+    tp_traffic,
+)
 
 
 @dataclass
 class Config(step04.Config):
     """The flags so far and those of context parallelism."""
 
-    cp: int = 0  # ranks that share each sequence; 0: 2 if the number of ranks is even, else 1
+    cp: int = 0  # ranks that share each sequence; 0: 2 if the ranks (over --tp) are an even number, else 1
     cp_mode: Literal["zigzag", "ring", "allgather", "ulysses"] = "zigzag"  # how queries meet the keys of other ranks
 
 
 def choose_cp(config: Config, world: int) -> int:
     """`--cp`, or what 0 stands for."""
-    return config.cp or (2 if world % 2 == 0 else 1)
+    return config.cp or (2 if world % (2 * max(1, config.tp)) == 0 else 1)
 
 
 def check(config: Config, world: int):
@@ -496,7 +504,7 @@ def cp_traffic(config: Config, m: ModelConfig, tp: int, cp: int, dtype: torch.dt
 @torch.no_grad()
 def gather_logits(model: Decoder, positions: Tensor, group: Group, tokens: Tensor) -> Tensor:
     """int64 [1, s] -> logits [1, s, vocab]: each rank puts those of its tokens in their places, and all are summed."""
-    own = model.lm_head(model(tokens.to(positions.device)[:, positions], positions))
+    own = all_logits(model, positions, tokens[:, positions.cpu()])
     logits = own.new_zeros(1, tokens.shape[1], own.shape[-1])
     logits[:, positions] = own
     all_reduce(logits, group, "(logits)").wait()
@@ -513,7 +521,7 @@ def train(config: Config, observe=None) -> Trained:
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     m = config.model_config()
-    with open_mesh({"dp": dp, "cp": cp, "tp": tp}, device, config.backend) as mesh:
+    with open_mesh({"dp": dp, "cp": cp, "tp": tp}, device, config.backend, config.timeout) as mesh:
         require_same_flags(config, mesh)
         mesh.add("data", dp * cp, stride=tp)
         group, d = mesh["data"], mesh["dp"].rank
@@ -529,32 +537,23 @@ def train(config: Config, observe=None) -> Trained:
         if config.compile:
             for layer in model.model.layers.values():
                 layer.forward = torch.compile(layer.forward)
-        if config.zero == 0:
-            materialize(model, config.seed, device, dtype)
-            optimizer = Optimizer(model, config, mesh)
-            sync = gradient_sync(model, group, config)
-        else:
-            optimizer = sync = ZeroOptimizer(model, group, config, plan(model), mesh)
+        optimizer, sync = optimizer_and_sync(model, group, config, device, dtype, mesh)
         positions = own.to(device)
-        start = resume(optimizer, config) if config.resume else 0
+        start = resume(optimizer, config, mesh) if config.resume else 0
         if config.zero == 0:
             require_same_parameters(model, group)
         if config.generate:
-            text = generate(
-                partial(gather_logits, model, positions, mesh["cp"]), m.seq_len, config.generate, 400, config.seed
-            )
-            print(text + "\n" if mesh.rank == 0 else "", end="")
+            logits_of = partial(gather_logits, model, positions, mesh["cp"])
+            text = generate(logits_of, m.seq_len, config.generate, 400, config.seed)
+            if mesh.rank == 0:
+                print(text)
             return Trained(model, optimizer, [])
 
         micro_batches = config.global_batch_size // dp // config.micro_batch_size
-        if config.zero == 0:
-            predicted = memory_rows(config, m, model, dtype, device.type == "cpu")
-            traffic = predicted_traffic(model, sync, config, group)
-        else:
-            predicted = zero_memory_rows(config, m, optimizer)
-            traffic = zero_traffic(optimizer, micro_batches)
+        predicted, traffic = predictions(config, m, optimizer, sync, micro_batches)
         predicted["activations"] = cp_activation_bytes(config, m, tp, cp, dtype, device.type == "cpu")
-        traffic |= tp_traffic(config, replace(m, seq_len=m.seq_len // cp), optimizer, mesh, micro_batches)
+        traffic |= tp_traffic(config, replace(m, seq_len=m.seq_len // cp), tp, dtype, micro_batches)
+        traffic |= partial_traffic(optimizer, mesh, ["tp", "kv"])
         traffic |= cp_traffic(config, m, tp, cp, dtype, micro_batches)
         flops, peak = flops_per_token(m, config.recompute), world * peak_flops(device, dtype, config.peak_tflops)
         with Run(config, device, flops, peak, mesh) as run:
@@ -569,6 +568,7 @@ def train(config: Config, observe=None) -> Trained:
                     tokens, targets = batch.tokens[:, own].to(device), batch.targets[:, own].to(device)
                 loss = torch.zeros((), device=device, dtype=torch.promote_types(dtype, torch.float32))
                 sync.begin()
+                run.measure(optimizer.tensors())
                 for first in range(0, len(tokens), config.micro_batch_size):
                     rows = slice(first, first + config.micro_batch_size)
                     if rows.stop == len(tokens):
@@ -581,6 +581,7 @@ def train(config: Config, observe=None) -> Trained:
                     loss += micro_loss.detach()
                 sync.finish()
                 sum_partial_gradients(optimizer, mesh, ["tp", "kv"])
+                more = health(run, loss, optimizer)
                 loss, stopping = sum_over(group, loss, run.stopping)
                 (stopping,) = sum_over(mesh["tp"], stopping)  # a signal may reach one rank a step before another
                 run.stopping = stopping > 0
@@ -590,23 +591,24 @@ def train(config: Config, observe=None) -> Trained:
                 run.measure(optimizer.tensors())
                 with run.phase("optimizer"):
                     norm = global_norm(optimizer, mesh, ["tp"], sliced="data" if config.zero else "")
-                    grad_norm = optimizer.step(learning_rate(step, config), norm)
-                if (
-                    optimizer.loss_scale < 1
-                ):  # not just an fp16 overflow, for which the step was skipped and the scale halved
+                    grad_norm = optimizer.step(learning_rate(step, config), norm, loss)
+                if optimizer.loss_scale < 1:  # worse than an fp16 overflow, which skips a step and halves the scale
                     require_finite(grad_norm, step, run, "gradient norm")
                 run.measure(optimizer.tensors())
-                more = {}
+                more |= dict(skipped=True) if optimizer.skipped else {}
                 if config.eval_every and run.due(config.eval_every, step):
                     with run.phase("validation"):
                         part = evaluate(model, data, config, positions, d, dp)
                         loss_sum, n_targets = sum_over(group, *part)
                         more["validation_loss"] = loss_sum / max(1, n_targets)
                 run.log(loss, grad_norm, learning_rate(step, config), tokens.numel() * dp * cp, **more)
+                if config.check_replicas and run.due(config.check_replicas, step):
+                    require_same_replicas(optimizer, mesh)
                 if run.stopping or (config.save_every and run.due(config.save_every, step)):
                     save(run, step + 1, optimizer, config)
             if config.zero == 0:
                 require_same_parameters(model, group)
+            optimizer.ready()
             run.finish(predicted, traffic)
     return Trained(model, optimizer, run.history)
 

@@ -16,6 +16,7 @@ whole output of a gather):
 import math
 import os
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,9 +46,12 @@ class Ledger:
     bytes: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     wait_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     events: list[tuple[str, Any, Any]] = field(default_factory=list)
+    entered: int = 0  # calls since the start, for the watchdog
+    last: str = ""  # the one entered last
 
     def book(self, group: "Group", operation: str, n_bytes: float):
         """Enter one call that sends `n_bytes` from this rank."""
+        self.entered, self.last = self.entered + 1, f"{group.name} {operation}"
         self.calls[group.name, operation] += 1
         self.bytes[group.name, operation] += n_bytes
 
@@ -105,14 +109,21 @@ class Mesh:
         self.sizes, self.device, self.ledger = sizes, device, Ledger()
         self.world = math.prod(sizes.values())
         self.rank = dist.get_rank() if self.world > 1 else 0
-        self.groups = {name: Group(name, device, self.ledger) for name in sizes}
-        if self.world > 1:
-            kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
-            ranks = dist.init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-            for name, size in sizes.items():
-                if size > 1:
-                    handle = ranks.get_group(name)
-                    self.groups[name] = Group(name, device, self.ledger, dist.get_rank(handle), size, handle)
+        self.groups: dict[str, Group] = {}
+        ranks = torch.arange(self.world).view(*sizes.values())
+        for dim, (name, size) in enumerate(sizes.items()):
+            self.join(name, ranks.movedim(dim, -1).reshape(-1, size))
+
+    def join(self, name: str, ranks: Tensor):
+        """Make the groups of a dimension, the rows of `ranks`, int64 [groups, size], and enter the one this rank is in.
+
+        (DeviceMesh would make groups along all dimensions of each layout, three times as many; they have threads.)
+        """
+        self.groups[name] = Group(name, self.device, self.ledger)
+        for row in ranks.tolist() if ranks.shape[1] > 1 else ():
+            handle = dist.new_group(row)  # every rank takes part in making every group
+            if self.rank in row:
+                self.groups[name] = Group(name, self.device, self.ledger, row.index(self.rank), len(row), handle)
 
     def __getitem__(self, name: str) -> Group:
         """This rank's group along a dimension."""
@@ -123,12 +134,13 @@ class Mesh:
 
         (cp 2, tp 2) joined as one dimension of 4 has stride 1; (dp 2, cp 2) of a mesh (dp 2, cp 2, tp 2) has stride 2.
         """
-        self.groups[name] = Group(name, self.device, self.ledger)
-        if size > 1:
-            kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
-            shape = (self.world // size // stride, size, stride)
-            handle = dist.init_device_mesh(kind, shape, mesh_dim_names=("outer", name, "inner")).get_group(name)
-            self.groups[name] = Group(name, self.device, self.ledger, dist.get_rank(handle), size, handle)
+        self.join(name, torch.arange(self.world).view(-1, size, stride).movedim(1, -1).reshape(-1, size))
+
+    def add_pairs(self, name: str, of: str):
+        """One more dimension, that pairs the ranks of dimension `of` from both ends: first with last, and so on."""
+        lines = torch.arange(self.world).view(*self.sizes.values()).movedim(list(self.sizes).index(of), -1)
+        half = self.sizes[of] // 2
+        self.join(name, torch.stack((lines[..., :half], lines.flip(-1)[..., :half]), -1).reshape(-1, 2))
 
     def picture(self) -> str:
         """Which rank is where: the last dimension from left to right, the others from row to row."""
@@ -146,12 +158,39 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
+def fresh_store(timeout: float) -> dist.Store | None:
+    """Where the ranks that torchrun started find each other's addresses; None without torchrun.
+
+    Its agents keep one store over all restarts (torch 2.13), and in it the addresses of processes that are gone: a rank
+    that comes first would call them. So rank 0 draws a prefix that is new, and every rank shows it a number of its own:
+    the prefix under which rank 0 has answered with this number is not one of an earlier attempt.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    rank, world, own = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), uuid.uuid4().hex
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
+    if rank == 0:
+        store.set("prefix", own)
+        store.set(f"{own}/answer", b" ".join(store.get(f"{own}/{other}") for other in range(1, world)))
+        return dist.PrefixStore(own, store)
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        prefix = store.get("prefix").decode()
+        store.set(f"{prefix}/{rank}", own)
+        if store.check([f"{prefix}/answer"]) and own in store.get(f"{prefix}/answer").decode():
+            return dist.PrefixStore(prefix, store)
+        time.sleep(0.02)
+    raise RuntimeError(f"timed out: rank {rank} waited {timeout:g} s for rank 0 to start")
+
+
 @contextmanager
 def open_mesh(sizes: dict[str, int], device: torch.device, backend: str, timeout: float = 600.0) -> Iterator[Mesh]:
     """Join the process group (torchrun's, or one that exists already) and lay the mesh over it; leave it at the end.
 
-    `backend` auto: nccl if every local rank has a GPU of its own, else gloo. `timeout` in seconds: how long a
-    collective may take before it raises. Raises UserError if the dimensions do not multiply to the world size.
+    `backend` auto: nccl if every local rank has a GPU of its own, else gloo. `timeout` in seconds: after twice that, a
+    collective raises (in a training loop, common/watchdog.py is there first, and says more). Raises UserError if the
+    dimensions do not multiply to the world size.
     """
     world = world_size()
     if math.prod(sizes.values()) != world:
@@ -163,7 +202,9 @@ def open_mesh(sizes: dict[str, int], device: torch.device, backend: str, timeout
     joins = world > 1 and not dist.is_initialized()
     if joins:
         chosen = backend if backend != "auto" else "nccl" if own_gpu else "gloo"
-        dist.init_process_group(chosen, timeout=timedelta(seconds=timeout))
+        store = fresh_store(2 * timeout)
+        where = {} if store is None else dict(store=store, rank=int(os.environ["RANK"]), world_size=world)
+        dist.init_process_group(chosen, timeout=timedelta(seconds=2 * timeout), **where)
     mesh = Mesh(sizes, device)
     yield mesh
     # Only reached in order: after an error the peers may be gone, and leaving together would hang.
@@ -171,11 +212,12 @@ def open_mesh(sizes: dict[str, int], device: torch.device, backend: str, timeout
         dist.destroy_process_group()
 
 
-def gather_objects(thing: Any, mesh: Mesh) -> list[Any]:
+def gather_objects(thing: Any, mesh: Mesh | None) -> list[Any]:
     """Small Python objects from all ranks, in their order (set-up and reports; not in the ledger)."""
-    everyone = [thing] * mesh.world
-    if mesh.world > 1:
-        dist.all_gather_object(everyone, thing)
+    if mesh is None or mesh.world == 1:
+        return [thing]
+    everyone = [None] * mesh.world
+    dist.all_gather_object(everyone, thing)
     return everyone
 
 
@@ -244,17 +286,24 @@ def all_gather(output: Tensor, tensor: Tensor, group: Group, purpose: str = "") 
 
 
 def all_to_all(
-    output: Tensor, tensor: Tensor, group: Group, received: list[int] | None = None, sent: list[int] | None = None
+    output: Tensor,
+    tensor: Tensor,
+    group: Group,
+    received: list[int] | None = None,
+    sent: list[int] | None = None,
+    purpose: str = "",
 ) -> Pending:
     """Send the r-th part of `tensor` (along dim 0) to rank r, receive everyone's in order into `output`.
 
     `sent`, `received`: rows of each part, if they are uneven. Booked is what leaves this rank: all parts but its own.
+    `purpose` as in `all_reduce`.
     """
     if group.size == 1:
         output.copy_(tensor)
         return Pending(group, [])
     own = sent[group.rank] if sent else tensor.shape[0] // group.size
-    group.ledger.book(group, "all_to_all", (tensor.shape[0] - own) * (tensor.nbytes // max(1, tensor.shape[0])))
+    n_bytes = (tensor.shape[0] - own) * (tensor.nbytes // max(1, tensor.shape[0]))
+    group.ledger.book(group, f"all_to_all {purpose}".strip(), n_bytes)
 
     def start(out: Tensor, x: Tensor) -> dist.Work:
         return dist.all_to_all_single(out, x, received, sent, group=group.handle, async_op=True)
@@ -267,11 +316,14 @@ def _header(tensor: Tensor) -> Tensor:
     return torch.tensor([DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *[0] * (6 - tensor.dim())])
 
 
-def exchange(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group) -> Pending:
+def exchange(
+    sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group, check: bool = True
+) -> Pending:
     """Point-to-point messages in one batch: (tensor, peer's rank in the group) each; receives fill their tensor.
 
     Under gloo, which would silently accept most things, each message is preceded by its shape and dtype, and `wait`
-    raises RuntimeError if the peer sent something else (more bytes than expected end the process in gloo itself).
+    raises RuntimeError if the peer sent something else (more bytes than expected end the process in gloo itself). That
+    costs as much as a small message; without `check`, which both ends must leave out alike, it is saved.
     Tensors must be contiguous, those to send unchanged until `wait`.
     """
     if group.size == 1 or not (sends or receives):
@@ -280,13 +332,15 @@ def exchange(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]
     for tensor, peer in sends:
         group.ledger.book(group, "send", tensor.nbytes)
         if group.gloo:
-            operations.append(dist.P2POp(dist.isend, _header(tensor), group=group.handle, group_peer=peer))
+            if check:
+                operations.append(dist.P2POp(dist.isend, _header(tensor), group=group.handle, group_peer=peer))
             tensor = tensor.cpu()
         operations.append(dist.P2POp(dist.isend, tensor, group=group.handle, group_peer=peer))
     for tensor, peer in receives:
         if group.gloo:
-            headers.append((torch.empty(8, dtype=torch.int64), tensor, peer))
-            operations.append(dist.P2POp(dist.irecv, headers[-1][0], group=group.handle, group_peer=peer))
+            if check:
+                headers.append((torch.empty(8, dtype=torch.int64), tensor, peer))
+                operations.append(dist.P2POp(dist.irecv, headers[-1][0], group=group.handle, group_peer=peer))
             if tensor.is_cuda:
                 staged.append((tensor, torch.empty_like(tensor, device="cpu")))
                 tensor = staged[-1][1]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from common.comm import Mesh, all_gather
+from common.comm import Group, Mesh, all_gather
 from common.model import Decoder, draw_parameter
 
 
@@ -37,10 +37,17 @@ class Split:
 
 @dataclass(frozen=True)
 class Layout:
-    """The story of one parameter: its cuts, and the mesh dimensions whose ranks hold parts of its gradient's sum."""
+    """The story of one parameter: its cuts, and the mesh dimensions whose ranks hold parts of its gradient's sum.
+
+    `replicas`: the mesh dimension whose ranks hold the same parameter and see other data, if it is not that of all data
+    (experts): there its gradient is summed, and ZeRO cuts it.
+    `held`: (mesh dimension, number of its ranks that have this parameter at all), where not all have (pipelines).
+    """
 
     splits: tuple[Split, ...] = ()
     sum_over: tuple[str, ...] = ()
+    replicas: str = ""
+    held: tuple[tuple[str, int], ...] = ()
 
     def slice(self, full: Tensor) -> Tensor:
         """This rank's part of the full tensor, zero in the padding."""
@@ -55,9 +62,9 @@ class Layout:
 
     def copies(self, mesh_sizes: dict[str, int]) -> int:
         """How many ranks, along the given mesh dimensions, hold the same elements of the parameter."""
-        count = 1
+        count, held = 1, dict(self.held)
         for name, size in mesh_sizes.items():
-            count *= next((split.copies for split in self.splits if split.over == name), size)
+            count *= next((split.copies for split in self.splits if split.over == name), held.get(name, size))
         return count
 
     def full_shape(self, local: torch.Size) -> torch.Size:
@@ -71,6 +78,12 @@ class Layout:
 def layout_of(param: Tensor) -> Layout:
     """The record of a parameter; one that no dimension has touched is whole and its gradient is complete."""
     return getattr(param, "parallel_layout", Layout())
+
+
+def replica_group(param: Tensor, group: Group, mesh: Mesh | None) -> Group:
+    """The ranks that hold the same parameter and see other data: `group`, if its record does not name others."""
+    replicas = layout_of(param).replicas
+    return mesh[replicas] if replicas else group
 
 
 def assemble(local: Tensor, layout: Layout, mesh: Mesh | None) -> Tensor:
@@ -89,10 +102,14 @@ def assemble(local: Tensor, layout: Layout, mesh: Mesh | None) -> Tensor:
 
 
 def sum_gradients_over(params: Iterable[nn.Parameter], mesh_dim: str):
-    """Note in the records that these gradients are sums over the ranks of `mesh_dim`, each of which finds a part."""
+    """Note in the records that these gradients are sums over the ranks of `mesh_dim`, each of which finds a part.
+
+    Records that name their `replicas` have said so themselves.
+    """
     for param in params:
         layout = layout_of(param)
-        param.parallel_layout = replace(layout, sum_over=(*layout.sum_over, mesh_dim))
+        if not layout.replicas:
+            param.parallel_layout = replace(layout, sum_over=(*layout.sum_over, mesh_dim))
 
 
 def materialize(
@@ -101,7 +118,7 @@ def materialize(
     """Give parameters on the meta device (all, or `only` these names) their initial value, in place, one at a time.
 
     The full value is drawn from (seed, global name), then sliced by the record: the same numbers under every layout.
-    Tied parameters stay tied, records and `requires_grad` are kept.
+    Tied parameters stay tied, records and `requires_grad` are kept. Buffers, in their own dtype, start at zero.
     """
     names = {id(param): name for name, param in model.named_parameters()}
     made: dict[int, nn.Parameter] = {}
@@ -116,16 +133,20 @@ def materialize(
                 made[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
                 made[id(param)].parallel_layout = layout
             module._parameters[key] = made[id(param)]
+        for key, buffer in module._buffers.items():
+            module._buffers[key] = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer
 
 
 def reduction_table(model: nn.Module, mesh_dims: list[str]) -> list[list[str]]:
-    """Rows for the table: kind of parameter x mesh dimension -> "split" (which tensor dim), "summed" or "same"."""
+    """Rows for the table: kind of parameter x mesh dimension -> "split" (which tensor dim), "summed", "replicated",
+    or on how many of the dimension's ranks it is."""
     rows: dict[str, list[str]] = {}
     for name, param in model.named_parameters():
         layout = layout_of(param)
         cells = []
         for dim in mesh_dims:
             cuts = [f"split dim {split.dim}" for split in layout.splits if split.over == dim]
+            cuts += [f"on {count}" for name, count in layout.held if name == dim]
             cells.append(", ".join(cuts) or ("gradient summed" if dim in layout.sum_over else "replicated"))
         rows.setdefault(re.sub(r"\.\d+\.", ".*.", name), [str(list(layout.full_shape(param.shape))), *cells])
     return [["parameter", "full shape", *mesh_dims], *([name, *cells] for name, cells in rows.items())]

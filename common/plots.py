@@ -7,6 +7,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.colors import to_rgb
 
 from common.memory import CATEGORIES, MemoryTimeline
 
@@ -103,6 +104,33 @@ def predicted_and_measured(file: Path, target: Path):
     plt.close(figure)
 
 
+def expert_load(runs: dict[str, Path], target: Path, layer: str = ""):
+    """Share of each expert in one layer's choices over training, stacked, of several runs by label.
+
+    `layer`: its number; default: the one whose busiest expert is busiest at the end of any run.
+    """
+    rows = {label: [row for row in read_metrics(folder) if "expert_load" in row] for label, folder in runs.items()}
+    last = [run[-1]["expert_load"] for run in rows.values()]
+    layer = layer or max(last[0], key=lambda number: max(max(load[number]) for load in last))
+    figure, panels = plt.subplots(
+        1, len(runs), figsize=(1 + 4 * len(runs), 3.6), layout="constrained", sharey=True, squeeze=False
+    )
+    for axes, (label, run) in zip(panels[0], rows.items(), strict=True):
+        loads = [row["expert_load"][layer] for row in run]
+        n = len(loads[0])
+        colours = [plt.colormaps["viridis"](i / max(1, n - 1)) for i in range(n)]
+        axes.stackplot([row["step"] for row in run], *zip(*loads, strict=True), colors=colours, step="post")
+        for i in range(1, n):
+            axes.axhline(i / n, color="white", linewidth=0.6, linestyle=":")
+        busiest = max(loads[-1]) * n
+        title = f"{label + ': ' if label else ''}layer {layer}, busiest expert at the end {busiest:.1f} x its share"
+        axes.set_title(title, fontsize=9)
+        axes.set(xlabel="step", ylim=(0, 1), xlim=(run[0]["step"], max(run[-1]["step"], run[0]["step"] + 1)))
+    panels[0, 0].set_ylabel("share of all choices, by expert")
+    figure.savefig(target, dpi=120)
+    plt.close(figure)
+
+
 def context_work(trace: Path, target: Path):
     """Which rank computes which blocks at which hop, and how much in all, from the json of `tests.bench cp_work`."""
     data = json.loads(Path(trace).read_text())
@@ -133,4 +161,68 @@ def context_work(trace: Path, target: Path):
     panels[0, -1].legend()
     figure.tight_layout()
     figure.savefig(target, dpi=120)
+    plt.close(figure)
+
+
+ACTIONS = {"F": "#4c72b0", "B": "#55a868", "W": "#dd8452", "BW": "#8172b3"}  # as in step 6
+
+
+def pipeline_timelines(source: Path | dict, target: Path, title: str = ""):
+    """Who computes what when in a pipeline, simulated or measured: a row of boxes per rank, a panel per schedule.
+
+    `source`: JSON file or its content, {"panels": {title: {"ranks": [[[kind, micro_batch, chunk, start, end], ...]],
+    "idle": fraction, "simulated_idle": fraction or null}}}. The micro-batch stands in a box that is wide enough; later
+    chunks are paler. Times count from a panel's first start, in any unit.
+    """
+    panels = (source if isinstance(source, dict) else json.loads(Path(source).read_text()))["panels"]
+    width, heights = 12, [0.55 + 0.25 * len(panel["ranks"]) for panel in panels.values()]
+    figure, rows = plt.subplots(
+        len(panels), 1, figsize=(width, sum(heights) + 0.6), height_ratios=heights, squeeze=False, layout="constrained"
+    )
+    kinds = set()
+    for axes, (name, panel) in zip(rows[:, 0], panels.items(), strict=True):
+        boxes = [(rank, *box) for rank, row in enumerate(panel["ranks"]) for box in row]
+        first, last = min(box[4] for box in boxes), max(box[5] for box in boxes)
+        n_chunks = 1 + max(box[3] for box in boxes)
+        for rank, kind, micro_batch, chunk, start, end in boxes:
+            pale = 0.65 * chunk / max(2, n_chunks)
+            colour = [c + (1 - c) * pale for c in to_rgb(ACTIONS[kind])]
+            corner = (start - first, rank - 0.42)
+            axes.add_patch(plt.Rectangle(corner, end - start, 0.84, facecolor=colour, edgecolor="white", linewidth=0.4))
+            if (end - start) / (last - first) * width > 0.08 * len(str(micro_batch)):
+                middle = (start + end) / 2 - first
+                axes.text(middle, rank, micro_batch, ha="center", va="center_baseline", fontsize=7, color="white")
+            kinds.add(kind)
+        idle = f"{name}: idle {panel['idle']:.1%}"
+        if panel.get("simulated_idle") is not None:
+            idle += f", simulated {panel['simulated_idle']:.1%}"
+        axes.set_title(idle, fontsize=9, loc="left")
+        axes.set(xlim=(0, last - first), ylim=(len(panel["ranks"]) - 0.5, -0.5), yticks=range(len(panel["ranks"])))
+        axes.set_ylabel("rank")
+        axes.tick_params(labelsize=7)
+        axes.spines[:].set_visible(False)
+    names = {"F": "forward", "B": "input gradient", "W": "weight gradient", "BW": "both gradients"}
+    areas = [plt.Rectangle((0, 0), 1, 1, color=ACTIONS[kind]) for kind in names if kind in kinds]
+    labels = [name for kind, name in names.items() if kind in kinds]
+    figure.legend(areas, labels, loc="outside lower center", ncols=4, fontsize=8)
+    figure.suptitle(title)
+    figure.savefig(target, dpi=120)
+    plt.close(figure)
+
+
+def traffic(run_directory: Path):
+    """traffic.png: what rank 0 sent in the last step, by mesh dimension and operation, from metrics.jsonl."""
+    last = read_metrics(run_directory)[-1]["traffic"]
+    entries = [(f"{dim}: {operation}", sent) for dim, by_op in last.items() for operation, sent in by_op.items()]
+    entries = sorted((entry for entry in entries if entry[1]), key=lambda entry: entry[1])
+    figure, axes = plt.subplots(figsize=(8, 1 + 0.26 * len(entries)), layout="constrained")
+    dims = sorted({label.split(":")[0] for label, _ in entries})
+    colours = [plt.colormaps["tab10"](dims.index(label.split(":")[0]) % 10) for label, _ in entries]
+    axes.barh([label for label, _ in entries], [sent / 2**20 for _, sent in entries], color=colours)
+    axes.set(
+        xscale="log", xlabel="MiB sent by rank 0 in the last step", title="traffic by mesh dimension and operation"
+    )
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    figure.savefig(Path(run_directory) / "traffic.png", dpi=120)
     plt.close(figure)

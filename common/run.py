@@ -34,6 +34,7 @@ from tqdm import tqdm
 
 from common import plots
 from common.memory import MemoryTimeline
+from common.watchdog import Place, Watchdog, shared_store
 
 
 class UserError(Exception):
@@ -142,6 +143,11 @@ def peak_flops(device: torch.device, dtype: torch.dtype, override_tflops: float)
     return 2 * n**3 / min(times)
 
 
+def run_directory(config: Any) -> Path:
+    """`--out`, or its default, runs/STEP."""
+    return Path(config.out or f"runs/{Path(inspect.getfile(type(config))).stem}")
+
+
 class Run:
     """One training run as seen from outside; only rank 0 writes files and draws the bar."""
 
@@ -150,12 +156,15 @@ class Run:
         self.config, self.device, self.mesh = config, device, mesh
         self.rank = 0 if mesh is None else mesh.rank
         self.flops_per_token, self.peak = flops, peak
-        self.out = Path(config.out or f"runs/{Path(inspect.getfile(type(config))).stem}")
+        self.out = run_directory(config)
+        self.saver: Any = None  # of common/checkpoint.py, once something has been saved
+        self.doing = "start"
         self.history: list[dict] = []
         self.signalled = False
         self.decided: bool | None = None
         self.memory = MemoryTimeline()
         self.step = self.first = self.end = self.profiled_until = 0
+        self.watch = 1  # forward passes of which the memory is still to be watched
         self.measured: dict[str, int] = {}
         self.traffic: dict[str, Any] = {}
         self.clock: dict[str, float] = defaultdict(float)
@@ -164,7 +173,8 @@ class Run:
     def __enter__(self) -> "Run":
         """Open the run directory, moving an earlier run's aside unless this run resumes it, and catch the signals."""
         if self.rank == 0:
-            resumes = self.config.resume and Path(self.config.resume).resolve().is_relative_to(self.out.resolve())
+            where = self.config.resume
+            resumes = where == "auto" or (where and Path(where).resolve().is_relative_to(self.out.resolve()))
             try:
                 if (self.out / "metrics.jsonl").exists() and not resumes:
                     aside = next(p for n in range(1, 10**6) if not (p := Path(f"{self.out}.{n}")).exists())
@@ -175,13 +185,32 @@ class Run:
             except OSError as error:
                 raise UserError(f"--out {self.out}: cannot be written ({error.strerror})") from error
         self.handlers = {number: signal.signal(number, self.stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        world = 1 if self.mesh is None else self.mesh.world
+        store = torch.distributed.PrefixStore(f"watchdog/{self.out}", shared_store())
+        self.watchdog = Watchdog(self.place, self.config.timeout, self.rank, world, store)
         return self
 
     def __exit__(self, error: type | None, *_):
-        """Give the signals back; but a rank that fails among others must survive the launcher's SIGTERM to report."""
-        if error is None or int(os.environ.get("WORLD_SIZE", 1)) == 1:
-            for number, handler in self.handlers.items():
-                signal.signal(number, handler)
+        """Finish a checkpoint under way, unless peers may be gone, and give the signals back.
+
+        But a rank that fails among others must survive the launcher's SIGTERM to report.
+        """
+        try:
+            if self.saver is not None and error is None:
+                self.saver.settle()
+            elif self.saver is not None and issubclass(error, UserError):  # raised on all ranks alike
+                self.saver.join()
+        finally:
+            self.watchdog.stop()
+            if error is None or int(os.environ.get("WORLD_SIZE", 1)) == 1:
+                for number, handler in self.handlers.items():
+                    signal.signal(number, handler)
+
+    def place(self) -> Place:
+        """Where this rank is, for the watchdog."""
+        if self.mesh is None:
+            return Place(self.step, self.doing, "", 0)
+        return Place(self.step, self.doing, self.mesh.ledger.last, self.mesh.ledger.entered)
 
     def stop(self, *_):
         """Signal handler: finish the step, save, and leave; a second Ctrl-C leaves at once."""
@@ -224,6 +253,7 @@ class Run:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Book the enclosed seconds (and, in profiled steps, bytes) under data, forward, backward, optimizer, ..."""
+        self.doing = name
         if name == "validation":
             self.traffic = self.mesh.ledger.take() if self.mesh is not None else {}
         with ExitStack() as stack:
@@ -242,15 +272,16 @@ class Run:
                 self.clock[name] += time.perf_counter() - start
         if name == "forward" and self.device.type == "cuda":  # not the first alone, where cuBLAS takes its workspace
             self.measured["activations"] = torch.cuda.memory_allocated(self.device) - before
-        elif name == "forward" and self.profiling and "activations" not in self.measured:
-            self.measured["activations"] = self.memory.live("activations")
+        elif name == "forward" and self.profiling and self.watch:
+            self.measured["activations"] = max(self.measured.get("activations", 0), self.memory.live("activations"))
+            self.watch -= 1
 
     @property
     def profiling(self) -> bool:
         """Whether every tensor is watched: in the first steps on demand, else (on CPU) in the first forward pass."""
         if self.config.profile_memory:
             return self.step < self.profiled_until
-        return self.device.type == "cpu" and "activations" not in self.measured and not self.config.compile
+        return self.device.type == "cpu" and self.watch > 0 and not self.config.compile
 
     def measure(self, held: dict[str, list[Tensor]]):
         """Note the bytes held by tensors, by kind, for the memory table (the most seen in the first two steps)."""
@@ -264,18 +295,14 @@ class Run:
         """Predicted bytes by kind and, as far as they are known, the measured ones beside them."""
         rows = [[kind, human(n), human(self.measured.get(kind))] for kind, n in predicted.items()]
         total = sum(self.measured.values()) if self.measured.keys() >= predicted.keys() else None
-        return table(
-            [
-                ["memory", "predicted", "measured"],
-                *rows,
-                ["sum", human(sum(n or 0 for n in predicted.values())), human(total)],
-            ]
-        )
+        rows.append(["sum", human(sum(n or 0 for n in predicted.values())), human(total)])
+        return table([["memory", "predicted", "measured"], *rows])
 
     def log(self, loss: float, grad_norm: float, lr: float, tokens: int, **more: Any):
         """Complete the record of the step under way with times, speed and memory; write it, show it.
 
-        `loss` in nats per target token; `tokens` of this step, all ranks together.
+        `loss` in nats per target token; `tokens` of this step, all ranks together. `save_seconds` is the pause, before
+        this step, in which the last checkpoint was written or, with --save-async, copied.
         """
         self.stopping = self.stopping  # a signal that comes from now on is for the next step
         for name, first, last in self.events:
@@ -289,6 +316,10 @@ class Run:
         record |= dict(tokens_per_second=tokens / seconds, mfu=model_flops, hfu=executed_flops, seconds=seconds)
         record |= {f"{name}_seconds": self.clock[name] for name in ("data", "forward", "backward", "optimizer")}
         record |= dict(peak_memory_bytes=peak_memory(self.device), traffic={}) | more
+        if "save" in self.clock:
+            record["save_seconds"] = self.clock["save"]
+        if "skipped" in more:
+            self.say(f"step {self.step + 1} is skipped: loss {loss:.4g}, gradient norm {grad_norm:.4g} (--skip-spikes)")
         if self.mesh is not None:
             taken = self.mesh.ledger.take()
             record |= self.traffic or taken  # a validation's own traffic does not count

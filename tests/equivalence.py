@@ -9,14 +9,19 @@ import hashlib
 import importlib
 import json
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import step01_single_gpu as step01
+from common import plots
+from common.run import Run
 from tests import faults
 from tests.pool import Pool
 
@@ -55,6 +60,14 @@ class Recording:
     parameters: dict[str, Tensor]
 
 
+@contextmanager
+def without_instruments() -> Iterator[None]:
+    """Training draws no figures and does not watch its memory: both together take half of the time of a tiny model."""
+    figures = dict.fromkeys(("loss_curve", "pipeline_timelines", "traffic", "expert_load"), lambda *_: None)
+    with mock.patch.multiple(plots, **figures), mock.patch.object(Run, "profiling", False):
+        yield
+
+
 def record(step: Any, config: Any) -> Recording:
     """Train with the given step's module, watching."""
     gradients: list[dict[str, Tensor]] = []
@@ -62,8 +75,10 @@ def record(step: Any, config: Any) -> Recording:
     def observe(_, optimizer):
         gradients.append({name: g.detach().clone() for name, g in optimizer.gradients().items()})
 
-    trained = step.train(config, observe)
-    parameters = {name: p.clone() for name, p in trained.optimizer.state()["model"].items()}
+    with without_instruments():
+        trained = step.train(config, observe)
+    state = trained.optimizer.state()
+    parameters = {name: p.clone() for kind in ("model", "buffer") for name, p in state.get(kind, {}).items()}
     history = trained.history
     return Recording([r["loss"] for r in history], [r["grad_norm"] for r in history], gradients, parameters)
 
@@ -91,24 +106,38 @@ def compare(ours: Recording, theirs: Recording, bound: float) -> float:
     assert len(ours.losses) == len(theirs.losses), f"{len(ours.losses)} steps instead of {len(theirs.losses)}"
     for step, expected in enumerate(theirs.gradients):
         check(f"step {step + 1}: the loss", ours.losses[step], theirs.losses[step])
-        found = ours.gradients[step]
-        assert found.keys() == expected.keys(), f"step {step + 1}: gradients of {found.keys() ^ expected.keys()}"
-        for name, gradient in expected.items():
-            check(f"step {step + 1}: the gradient of {name}", found[name], gradient)
+        for name, gradient in ours.gradients[step].items():
+            check(f"step {step + 1}: the gradient of {name}", gradient, expected[name])
         check(f"step {step + 1}: the gradient norm", ours.norms[step], theirs.norms[step])
-    assert ours.parameters.keys() == theirs.parameters.keys()
-    for name, parameter in theirs.parameters.items():
-        check(f"after training: {name}", ours.parameters[name], parameter)
+    for name, parameter in ours.parameters.items():
+        check(f"after training: {name}", parameter, theirs.parameters[name])
     return worst
 
 
-def reference(options: dict[str, Any], patch: str = "") -> Path:
-    """Record step01 under `options` (once per session, kept in a file that the workers read) and return the file."""
-    key = hashlib.sha256(json.dumps([options, patch], sort_keys=True).encode()).hexdigest()[:16]
+def require_all(ours: Recording, theirs: Recording):
+    """Raise AssertionError unless the ranks together showed every gradient and parameter. A collective."""
+    for what, mine, expected in (
+        *(
+            (f"step {i + 1}: gradients", *both)
+            for i, both in enumerate(zip(ours.gradients, theirs.gradients, strict=True))
+        ),
+        ("parameters", ours.parameters, theirs.parameters),
+    ):
+        everyone = [mine.keys()]
+        if dist.is_initialized():
+            everyone = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, set(mine))
+        missing = set().union(*everyone) ^ expected.keys()
+        assert not missing, f"{what} that only one side has: {sorted(missing)}"
+
+
+def reference(options: dict[str, Any], patch: str = "", step: Any = step01) -> Path:
+    """Record step01 (or another `step` in one process) under `options`, once per session; returns the file with it."""
+    key = hashlib.sha256(json.dumps([options, patch, step.__name__], sort_keys=True).encode()).hexdigest()[:16]
     path = Path(SCRATCH.name) / f"{key}.pt"
     if not path.exists():
         with faults.applied(patch):
-            torch.save(vars(record(step01, step01.Config(**options, out=f"{SCRATCH.name}/{key}"))), path)
+            torch.save(vars(record(step, step.Config(**options, out=f"{SCRATCH.name}/{key}"))), path)
     return path
 
 
@@ -119,18 +148,26 @@ def on_rank(step_name: str, options: dict[str, Any], file: str, bound: float, pa
         for patch in patches:
             stack.enter_context(faults.applied(patch))
         ours = record(step, step.Config(**options))
-    return compare(ours, Recording(**torch.load(file)), bound)
+    theirs = Recording(**torch.load(file))
+    require_all(ours, theirs)
+    return compare(ours, theirs, bound)
 
 
 def check(
-    pool: Pool, step_name: str, base: dict[str, Any], layout: dict[str, Any], patch: str = "", fault: str = ""
+    pool: Pool,
+    step_name: str,
+    base: dict[str, Any],
+    layout: dict[str, Any],
+    patch: str = "",
+    fault: str = "",
+    against: Any = step01,
 ) -> float:
     """Assert that `step_name` with `base` and `layout` flags equals step01 with `base` on every rank.
 
-    `patch` is applied to both sides (a frozen parameter, say), `fault` to the layout alone. Returns the worst
-    difference.
+    `patch` is applied to both sides (a frozen parameter, say), `fault` to the layout alone; `against`: the step to
+    compare with, in one process, if it is not step01. Returns the worst difference.
     """
     options = SMALL | base
-    file, bound = str(reference(options, patch)), BOUNDS[options["dtype"]]
+    file, bound = str(reference(options, patch, against)), BOUNDS[options["dtype"]]
     with tempfile.TemporaryDirectory(dir=SCRATCH.name) as out:
         return max(pool.run(on_rank, step_name, options | layout | dict(out=out), file, bound, [patch, fault]))

@@ -5,7 +5,9 @@ collective passes is not a test. Harmless patches (a frozen parameter) live here
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from types import ModuleType
 from unittest import mock
 
 import torch
@@ -15,7 +17,9 @@ import step02_ddp as step02
 import step03_zero as step03
 import step04_tp_sp as step04
 import step05_cp_ring as step05
-from common import model
+import step06_pipeline as step06
+import step07_moe_ep as step07
+from common import checkpoint, model
 from common.comm import Group, Pending, all_gather, all_reduce
 from common.data import Batch
 from common.layout import Layout, layout_of
@@ -31,14 +35,16 @@ def nothing() -> Iterator[None]:
 
 
 @contextmanager
-def frozen() -> Iterator[None]:
-    """Not a fault: one matrix and one norm do not train."""
+def frozen(*names: str) -> Iterator[None]:
+    """Not a fault: one matrix and one norm (or the layers' parameters called `names`) do not train."""
+    names = names or ("layers.1.mlp.up_proj.weight", "layers.0.input_layernorm.weight")
 
     def freezing(materialize):
         def wrapper(model, *args):
             materialize(model, *args)
-            model.model.layers["1"].mlp.up_proj.weight.requires_grad_(False)
-            model.model.layers["0"].input_layernorm.weight.requires_grad_(False)
+            for name, param in model.named_parameters():
+                if name.endswith(names):
+                    param.requires_grad_(False)
 
         return wrapper
 
@@ -46,9 +52,24 @@ def frozen() -> Iterator[None]:
         mock.patch.object(step01, "materialize", freezing(step01.materialize)),
         mock.patch.object(step02, "materialize", freezing(step02.materialize)),
         mock.patch.object(step03, "materialize", freezing(step03.materialize)),
-        mock.patch.object(step04, "materialize", freezing(step04.materialize)),
-        mock.patch.object(step05, "materialize", freezing(step05.materialize)),
     ):
+        yield
+
+
+def frozen_experts():
+    """Not a fault: one matrix of all experts, and a router, do not train."""
+    return frozen("layers.1.mlp.experts.up_proj.weight", "layers.0.mlp.router.weight")
+
+
+@contextmanager
+def three_experts() -> Iterator[None]:
+    """Not a fault: tokens only go to experts 0, 1 and 2, so that other experts, and whole ranks, have none."""
+    right = step07.select
+
+    def select(scores, m):
+        return right(scores.masked_fill(torch.arange(m.experts) > 2, -torch.inf), m)
+
+    with mock.patch.object(step07, "select", select):
         yield
 
 
@@ -322,7 +343,7 @@ def updates_not_gathered() -> Iterator[None]:
 @contextmanager
 def initialised(change: Callable[[str, torch.nn.Parameter, torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
     """Step 4 starts from other numbers: `change(name, part, full)` returns a part's value, or None to keep it."""
-    right = step04.materialize
+    right = step03.materialize
 
     def materialize(model, seed, *rest):
         right(model, seed, *rest)
@@ -332,7 +353,7 @@ def initialised(change: Callable[[str, torch.nn.Parameter, torch.Tensor], torch.
             if value is not None:
                 part.data.copy_(value)
 
-    with mock.patch.object(step04, "materialize", materialize):
+    with mock.patch.object(step03, "materialize", materialize):
         yield
 
 
@@ -358,7 +379,7 @@ def one_collective_a_matrix() -> Iterator[None]:
 
     def call(self, x, *linears):
         if self.overlap:
-            return [step04.ColumnLinears.apply(x, self.group, self.sp, linear.weight)[0] for linear in linears]
+            return [step04.ColumnLinears.apply(x, self.group, self.sp, None, linear.weight)[0] for linear in linears]
         f = step04.GatherTokens if self.sp else step04.CopyToRanks
         return [linear(f.apply(x, self.group)) for linear in linears]
 
@@ -367,14 +388,14 @@ def one_collective_a_matrix() -> Iterator[None]:
 
 
 @contextmanager
-def not_summed(dim: str) -> Iterator[None]:
+def not_summed(dim: str, step: ModuleType = step04) -> Iterator[None]:
     """Partial gradients stay at home along one dimension."""
-    right = step04.sum_partial_gradients
+    right = step.sum_partial_gradients
 
     def sum_partial_gradients(optimizer, mesh, dims):
         right(optimizer, mesh, [d for d in dims if d != dim])
 
-    with mock.patch.object(step04, "sum_partial_gradients", sum_partial_gradients):
+    with mock.patch.object(step, "sum_partial_gradients", sum_partial_gradients):
         yield
 
 
@@ -458,8 +479,7 @@ def not_summed_over_cp() -> Iterator[None]:
         return wrapper
 
     with (
-        mock.patch.object(step05, "gradient_sync", alone(step05.gradient_sync)),
-        mock.patch.object(step05, "ZeroOptimizer", alone(step05.ZeroOptimizer)),
+        mock.patch.object(step05, "optimizer_and_sync", alone(step05.optimizer_and_sync)),
         mock.patch.object(step05, "require_same_parameters", lambda *_: None),
     ):
         yield
@@ -608,6 +628,298 @@ def loss_summed_over_dp_only() -> Iterator[None]:
         return [float(loss), *found[1:]] if flags else found
 
     with mock.patch.object(step05, "sum_over", sum_over):
+        yield
+
+
+@contextmanager
+def gradients_times_micro_batches() -> Iterator[None]:
+    """The loss of each micro-batch is not divided before its backward: gradients are as many times too large."""
+    right = torch.autograd.backward
+
+    def backward(tensors, gradients=None):
+        right(tensors, (torch.tensor(8.0, dtype=torch.float64),) if gradients is None else gradients)
+
+    with mock.patch.object(step06.torch.autograd, "backward", backward):
+        yield
+
+
+@contextmanager
+def drawn_by_stage() -> Iterator[None]:
+    """Each stage numbers its layers from 0 when it draws their initial values."""
+    right = step03.materialize
+
+    def materialize(model, seed, *rest):
+        right(model, seed, *rest)
+        first = min(map(int, model.model.layers))
+        for number, layer in model.model.layers.items():
+            for name, param in layer.named_parameters(f"model.layers.{int(number) - first}"):
+                full = draw_parameter(name, layout_of(param).full_shape(param.shape), model.config.n_layers, seed)
+                param.data.copy_(layout_of(param).slice(full))
+
+    with mock.patch.object(step03, "materialize", materialize):
+        yield
+
+
+@contextmanager
+def copies_not_summed() -> Iterator[None]:
+    """Nobody adds the gradients of parameters that two stages hold."""
+    right = step06.sum_gradients_over
+
+    def sum_gradients_over(params, dim):
+        if dim != "mirror":
+            right(params, dim)
+
+    with mock.patch.object(step06, "sum_gradients_over", sum_gradients_over):
+        yield
+
+
+tied_gradient_not_summed = copies_not_summed
+
+
+@contextmanager
+def norm_of_the_own_stage() -> Iterator[None]:
+    """Each stage clips by the norm of its own gradient."""
+    right = step06.global_norm
+
+    def global_norm(optimizer, mesh, dims, sliced):
+        return right(optimizer, mesh, [dim for dim in dims if dim != "pp"], sliced)
+
+    with mock.patch.object(step06, "global_norm", global_norm):
+        yield
+
+
+@contextmanager
+def tied_counted_twice() -> Iterator[None]:
+    """The norm counts the tied embedding on both ranks that hold it."""
+    with mock.patch.object(Layout, "copies", lambda self, sizes: 1):
+        yield
+
+
+@contextmanager
+def weight_gradients_lost() -> Iterator[None]:
+    """W does nothing."""
+    with mock.patch.object(step06.Later, "take", lambda self: self.waiting.clear() or []):
+        yield
+
+
+@contextmanager
+def weight_gradients_twice() -> Iterator[None]:
+    """W runs what waits twice."""
+    right = step06.Later.take
+    with mock.patch.object(step06.Later, "take", lambda self: right(self) * 2):
+        yield
+
+
+@contextmanager
+def messages_swapped() -> Iterator[None]:
+    """Two receives are exchanged, so that two micro-batches get each other's gradients: shapes and counts are right."""
+    right = step06.Pipeline.receive
+
+    def receive(self, kind, i, chunk):
+        if kind == "B" and i < 2:
+            both = [(kind, n, (self.group.rank, chunk)) for n in range(2)]
+            if all(key in self.inbox for key in both):
+                self.inbox[both[0]], self.inbox[both[1]] = self.inbox[both[1]], self.inbox[both[0]]
+        return right(self, kind, i, chunk)
+
+    with mock.patch.object(step06.Pipeline, "receive", receive):
+        yield
+
+
+@contextmanager
+def blocking_messages() -> Iterator[None]:
+    """Every message is waited for where it is posted."""
+    right = step06.exchange
+
+    def exchange(*args, **options):
+        pending = right(*args, **options)
+        pending.wait()
+        return pending
+
+    with mock.patch.object(step06, "exchange", exchange):
+        yield
+
+
+@contextmanager
+def balanced_by_own_tokens() -> Iterator[None]:
+    """The balance loss takes each rank's own choices for those of the whole micro-batch."""
+
+    def call(self, chosen):
+        return chosen.repeat(1, self.group.size, 1)
+
+    with mock.patch.object(step07.InSequence, "__call__", call):
+        yield
+
+
+@contextmanager
+def drops_by_own_tokens() -> Iterator[None]:
+    """Each rank drops what is over capacity among its own tokens, at a share of the capacity."""
+    right = step07.within_capacity
+
+    def within_capacity(chosen, experts, capacity):
+        n = torch.distributed.get_world_size()
+        return torch.cat([right(part, experts, -(-capacity // n)) for part in chosen.chunk(n, dim=1)], dim=1)
+
+    with mock.patch.object(step07, "within_capacity", within_capacity):
+        yield
+
+
+@contextmanager
+def ranks_counted_for_ep_too() -> Iterator[None]:
+    """The world has to be dp x cp x tp x ep, though the mesh has ep inside of dp x cp: ep > 1 cannot be had."""
+    right = step07.check
+
+    def check(config, world):
+        right(config, world)
+        cp, tp = max(1, config.cp), max(1, config.tp)
+        dp = world // cp // tp
+        if dp * cp * tp * config.ep != world:
+            raise step07.UserError(f"{dp} x {cp} x {tp} x {config.ep} is not {world}")
+
+    with mock.patch.object(step07, "check", check):
+        yield
+
+
+@contextmanager
+def experts_summed_over_all_data() -> Iterator[None]:
+    """Gradients of experts are summed over all of dp x cp, and so with those of other experts."""
+
+    def everyone(param, group, mesh):
+        return group
+
+    with (
+        mock.patch.object(step02, "replica_group", everyone),
+        mock.patch.object(step03, "replica_group", everyone),
+        mock.patch.object(step07, "require_same_parameters", lambda *_: None),
+    ):
+        yield
+
+
+@contextmanager
+def experts_averaged() -> Iterator[None]:
+    """Gradients of experts are divided by the number of ranks that share them out."""
+    right = step07.GroupedLinear.backward
+
+    def backward(ctx, grad):
+        grad_x, grad_weight, *nothing = right(ctx, grad)
+        return grad_x, grad_weight / 2, *nothing
+
+    with mock.patch.object(step07.GroupedLinear, "backward", staticmethod(backward)):
+        yield
+
+
+@contextmanager
+def gates_not_differentiated() -> Iterator[None]:
+    """Gates are taken for constants, so the router learns from the balance loss alone."""
+    right = step07.Experts.forward
+    with mock.patch.object(step07.Experts, "forward", lambda self, x, gates: right(self, x, gates.detach())):
+        yield
+
+
+@contextmanager
+def returned_in_another_order() -> Iterator[None]:
+    """Results come home one row off."""
+    right = step07.ExpertParallel.over_tp
+
+    def over_tp(self, *args, **flags):
+        return right(self, *args, **flags).roll(1, 0)
+
+    with mock.patch.object(step07.ExpertParallel, "over_tp", over_tp):
+        yield
+
+
+@contextmanager
+def counted_twice_in_recomputation() -> Iterator[None]:
+    """The balance loss enters once more when a layer's forward is done again."""
+    right = step07.AddLoss.backward
+
+    def backward(ctx, grad):
+        grad, of_loss, *nothing = right(ctx, grad)
+        return grad, 2 * of_loss, *nothing
+
+    with mock.patch.object(step07.AddLoss, "backward", staticmethod(backward)):
+        yield
+
+
+@contextmanager
+def experts_counted_once_in_the_norm() -> Iterator[None]:
+    """The gradient norm takes each rank's experts for everyone's."""
+    right = step07.global_norm
+
+    def global_norm(optimizer, mesh, dims, sliced):
+        return right(optimizer, mesh, [dim for dim in dims if dim != "ep"], sliced)
+
+    with (
+        mock.patch.object(step07, "global_norm", global_norm),
+        mock.patch.object(step07, "require_same_parameters", lambda *_: None),
+    ):
+        yield
+
+
+def router_not_summed_over_tp():
+    """Under sequence parallelism each rank's router learns from its own tokens only."""
+    return not_summed("tp", step07)
+
+
+@contextmanager
+def resumed_weights_only() -> Iterator[None]:
+    """A resume that restores the weights, and neither moments nor step counts."""
+    right = step01.Optimizer.load
+    with mock.patch.object(step01.Optimizer, "load", lambda self, found, weights_only: right(self, found, True)):
+        yield
+
+
+@contextmanager
+def resumed_at_the_first_batch() -> Iterator[None]:
+    """A resume that restores everything but the data position."""
+    resume, batch = step01.resume, step01.TokenData.batch
+    start = []
+
+    def noting(*args):
+        start.append(resume(*args))
+        return start[0]
+
+    def from_the_first(self, step, *rest):
+        return batch(self, step - (start[0] if start else 0), *rest)
+
+    with (
+        mock.patch.object(step01, "resume", noting),
+        mock.patch.object(step03, "resume", noting),
+        mock.patch.object(step01.TokenData, "batch", from_the_first),
+    ):
+        yield
+
+
+@contextmanager
+def resumed_with_the_first_learning_rate() -> Iterator[None]:
+    """A resume that begins the schedule of the learning rate anew."""
+    resume, learning_rate = step01.resume, step01.learning_rate
+    start = []
+
+    def noting(*args):
+        start.append(resume(*args))
+        return start[0]
+
+    def from_the_first(step, config):
+        return learning_rate(step - (start[0] if start else 0), config)
+
+    with ExitStack() as stack:
+        for step in (step01, step03):
+            stack.enter_context(mock.patch.object(step, "resume", noting))
+            stack.enter_context(mock.patch.object(step, "learning_rate", from_the_first))
+        yield
+
+
+@contextmanager
+def read_as_rank_0() -> Iterator[None]:
+    """Every rank reads from a checkpoint what rank 0 along tp would: its heads, its rows."""
+    right = checkpoint.Checkpoint.fill
+
+    def fill(self, piece):
+        cuts = [replace(split, start=0, stop=split.stop - split.start) for split in piece.layout.splits]
+        return right(self, replace(piece, layout=replace(piece.layout, splits=tuple(cuts))))
+
+    with mock.patch.object(checkpoint.Checkpoint, "fill", fill):
         yield
 
 

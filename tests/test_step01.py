@@ -357,7 +357,7 @@ def test_a_frozen_parameter_stays(dtype):
     assert norm == pytest.approx(math.sqrt(sum(g.double().square().sum() for g in optimizer.gradients().values())))
     optimizer.step(0.01)
     assert torch.equal(still, before) and len(optimizer.gradients()) == 0
-    assert "model.layers.1.mlp.up_proj.weight" not in optimizer.state()["rule"]
+    assert "model.layers.1.mlp.up_proj.weight" not in optimizer.state()["exp_avg"]
 
 
 # Going on
@@ -369,10 +369,12 @@ def require_same(a: step01.Trained, b: step01.Trained):
         assert torch.equal(ours, theirs), name
     for ours, theirs in zip(*(t.optimizer.tensors()["masters"] for t in (a, b)), strict=True):
         assert torch.equal(ours, theirs)
-    for name, state in a.optimizer.state()["rule"].items():
-        for key, value in state.items():
-            other = b.optimizer.state()["rule"][name][key]
-            assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, (name, key)
+    ours, theirs = a.optimizer.state(), b.optimizer.state()
+    assert ours.keys() == theirs.keys()
+    for kind, tensors in ours.items():
+        assert tensors.keys() == theirs[kind].keys()
+        for name, value in tensors.items():
+            assert torch.equal(value, theirs[kind][name]), (kind, name)
     assert a.optimizer.loss_scale == b.optimizer.loss_scale and a.optimizer.good_steps == b.optimizer.good_steps
     kept = ("step", "loss", "grad_norm", "lr", "tokens")
     assert [[row[k] for k in kept] for row in a.history] == [[row[k] for k in kept] for row in b.history]
@@ -457,7 +459,7 @@ def test_an_earlier_run_is_moved_aside(tmp_path, capsys):
     for _ in range(3):
         step01.train(small(tmp_path / "run", steps=1, save_every=1))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.1", "run.2"]
-    assert all((path / "checkpoints" / "step-00000001" / "tensors.pt").exists() for path in tmp_path.iterdir())
+    assert all((path / "checkpoints" / "step-00000001" / "meta.json").exists() for path in tmp_path.iterdir())
     assert f"the earlier run in {tmp_path}/run is now {tmp_path}/run.2" in capsys.readouterr().out
 
 
@@ -466,7 +468,16 @@ def test_an_earlier_run_is_moved_aside(tmp_path, capsys):
 
 def save_value(folder: Path, step: int):
     """A checkpoint whose content is its step."""
-    checkpoints.save(folder, step, dict(x=torch.full((1000,), float(step))), dict(config={}, loss_scale=1.0))
+    piece = checkpoints.Piece("model", "x", torch.full((1000,), float(step)), (1000,))
+    checkpoints.Saver(folder).save(step, [piece], dict(config={}, loss_scale=1.0))
+
+
+def saved_step(path: Path) -> int:
+    """The step of a checkpoint, or of the newest in a run directory, by its name, its meta.json and its content."""
+    found = checkpoints.find(str(path), path)
+    assert found.full("model", "x").eq(found.meta["step"]).all()
+    assert found.path.name == f"step-{found.meta['step']:08d}"
+    return found.meta["step"]
 
 
 def names(folder: Path) -> list[str]:
@@ -501,8 +512,8 @@ def dying(function, at: int, calls: list, effect=None):
     return wrapper
 
 
-def half_a_file(_, path):
-    """torch.save got no further."""
+def half_a_file(path, _):
+    """A file with numbers got no further."""
     Path(path).write_bytes(b"half")
 
 
@@ -519,9 +530,10 @@ def test_a_crash_at_any_point_of_a_save_costs_nothing(tmp_path, monkeypatch, bef
         for earlier in before:
             save_value(folder, earlier)
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "save", dying(torch.save, at, calls, half_a_file))
+            write_boxes = dying(checkpoints.write_boxes, at, calls, half_a_file)
+            patch.setattr(checkpoints, "write_boxes", write_boxes)
             patch.setattr(shutil, "rmtree", dying(shutil.rmtree, at, calls, half_a_folder))
-            patch.setattr(checkpoints, "checksum", dying(checkpoints.checksum, at, calls))
+            patch.setattr(checkpoints, "meta_checksum", dying(checkpoints.meta_checksum, at, calls))
             patch.setattr(os, "fsync", dying(os.fsync, at, calls))
             for method in ("mkdir", "write_text", "rename"):
                 patch.setattr(Path, method, dying(getattr(Path, method), at, calls))
@@ -532,8 +544,7 @@ def test_a_crash_at_any_point_of_a_save_costs_nothing(tmp_path, monkeypatch, bef
                 crashed = True
         kept = sorted((folder / "checkpoints").glob("step-*"))
         for path in kept:
-            tensors, meta = checkpoints.load(str(path))
-            assert path.name == f"step-{meta['step']:08d}" and tensors["x"][0] == meta["step"]
+            saved_step(path)
         assert kept or not before
         save_value(folder, step + 1)
         assert names(folder)[-1] == f"step-{step + 1:08d}" and not any(n.startswith(".") for n in names(folder))
@@ -542,7 +553,9 @@ def test_a_crash_at_any_point_of_a_save_costs_nothing(tmp_path, monkeypatch, bef
     assert at > 8
 
 
-@pytest.mark.parametrize("failing", ["torch.save", "os.fsync", "pathlib.Path.rename", "pathlib.Path.write_text"])
+@pytest.mark.parametrize(
+    "failing", ["common.checkpoint.write_boxes", "os.fsync", "pathlib.Path.rename", "pathlib.Path.write_text"]
+)
 def test_a_full_disk_at_save(tmp_path, monkeypatch, failing):
     """One line that names the flag, the reason and the checkpoint that is still there."""
     save_value(tmp_path, 1)
@@ -557,7 +570,7 @@ def test_a_full_disk_at_save(tmp_path, monkeypatch, failing):
         ):
             save_value(tmp_path, 2)
     assert names(tmp_path) == ["step-00000001"]
-    assert checkpoints.load(str(tmp_path))[1]["step"] == 1
+    assert saved_step(tmp_path) == 1
     save_value(tmp_path, 2)
 
 
@@ -577,9 +590,9 @@ def flip(path: Path, where: float):
 
 
 DAMAGES = {
-    "truncated": lambda at: os.truncate(at / "tensors.pt", 5000),
-    "empty": lambda at: os.truncate(at / "tensors.pt", 0),
-    "tensors missing": lambda at: (at / "tensors.pt").unlink(),
+    "truncated": lambda at: os.truncate(at / "rank-00000.bin", 5000),
+    "empty": lambda at: os.truncate(at / "rank-00000.bin", 0),
+    "tensors missing": lambda at: (at / "rank-00000.bin").unlink(),
     "meta missing": lambda at: (at / "meta.json").unlink(),
     "meta truncated": lambda at: os.truncate(at / "meta.json", 100),
     "meta of another program": lambda at: (at / "meta.json").write_text('{"step": 3}'),
@@ -589,25 +602,32 @@ DAMAGES = {
     "step altered": lambda at: (at / "meta.json").write_text(
         re.sub('"step": 4', '"step": 5', (at / "meta.json").read_text())
     ),
-    "tensors foreign": lambda at: torch.save({"w": torch.zeros(3)}, at / "tensors.pt"),
+    "tensors foreign": lambda at: torch.save({"w": torch.zeros(3)}, at / "rank-00000.bin"),
+    "a directory": lambda at: ((at / "rank-00000.bin").unlink(), (at / "rank-00000.bin").mkdir()),
 } | {
-    f"bit flipped at {where}": (lambda at, where=where: flip(at / "tensors.pt", where))
+    f"bit flipped at {where}": (lambda at, where=where: flip(at / "rank-00000.bin", where))
     for where in (0, 0.01, 0.5, 0.99, 1)
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_refused(tmp_path, finished, damage):
-    """Whatever happened to it: one line, the run directory as it was, and the other checkpoint still loads."""
+def test_a_damaged_checkpoint_is_refused(tmp_path, finished, damage, capsys):
+    """Whatever happened to it: one line names it. Asked for it alone, the run stays as it was; else the one before it
+    is taken, and the end is the same."""
     shutil.copytree(finished, tmp_path / "run")
     older, newer = sorted((tmp_path / "run" / "checkpoints").iterdir())
     DAMAGES[damage](newer)
     metrics = (tmp_path / "run" / "metrics.jsonl").read_text()
-    with pytest.raises(UserError, match="--resume") as caught:
-        step01.train(small(tmp_path / "run", dtype="fp32", resume=str(tmp_path / "run")))
+    with pytest.raises(UserError, match=f"--resume {newer}.* is damaged") as caught:
+        step01.train(small(tmp_path / "run", dtype="fp32", resume=str(newer)))
     assert "\n" not in str(caught.value)
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == metrics
-    assert checkpoints.load(str(older))[1]["step"] == 2
+    whole = read_metrics(finished)
+    again = step01.train(small(tmp_path / "run", dtype="fp32", resume=str(tmp_path / "run"), save_every=4))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith(f"{newer} is damaged (") and lines[0].endswith(f"trying {older}")
+    assert [row["loss"] for row in again.history] == [row["loss"] for row in whole]
+    assert checkpoints.find(str(newer), newer).meta["step"] == 4
 
 
 @pytest.mark.parametrize(
@@ -666,7 +686,7 @@ def test_a_signal_at_any_moment_saves_the_last_step(tmp_path, monkeypatch, capsy
     history = step01.train(small(tmp_path, steps=9, eval_every=3, eval_sequences=2, save_every=save_every)).history
     last = history[-1]["step"]
     assert last == (4 if where in ("log", "save") else 3)
-    assert checkpoints.load(str(tmp_path))[1]["step"] == last
+    assert checkpoints.find(str(tmp_path), tmp_path).meta["step"] == last
     assert f"interrupted after step {last}; go on with --resume {tmp_path}" in capsys.readouterr().out
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -723,7 +743,8 @@ def test_a_nan_stops_the_run(tmp_path, what):
     with pytest.raises(UserError, match=rf"step {4 if what == 'loss' else 3}: the {what} is nan.*step-00000002"):
         step01.train(small(tmp_path, save_every=2, steps=8, dtype="fp32"), poison)
     assert checkpoints.newest(tmp_path).name == "step-00000002"
-    assert all(t.isfinite().all() for t in checkpoints.load(str(tmp_path))[0]["model"].values())
+    found = checkpoints.find(str(tmp_path), tmp_path)
+    assert all(found.full("model", name).isfinite().all() for name in found.shapes("model"))
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():
@@ -767,6 +788,9 @@ BAD_COMMANDS = {
     "--seq-len 100000000": "too few for --seq-len 100000000",
     "--generate def": "--generate needs --resume",
     "--compile --profile-memory 2": "--profile-memory cannot look inside --compile",
+    "--generate def --resume auto": "--resume auto: there is no checkpoint in",
+    "--skip-spikes 1": "--skip-spikes 1: half of all steps exceed the median",
+    "--timeout 0": "--timeout 0: it must be more than 0 seconds",
     "--resume /nowhere": "--resume /nowhere: no checkpoint there",
     "--device cuda": "--device cuda: PyTorch sees no GPU here",
     "--out /dev/null/run": "--out /dev/null/run: cannot be written (Not a directory)",

@@ -496,7 +496,8 @@ def traffic_on_rank(options: dict) -> tuple[list[dict], dict, int]:
         predicted = step03.zero_traffic(optimizer, config.global_batch_size // dp // config.micro_batch_size)
     else:
         group = Group("dp", torch.device("cpu"), Ledger(), size=dp)
-        predicted = step02.predicted_traffic(model, None, config, group)
+        sync = step02.NaiveSync(model, group, config)
+        predicted = step02.predicted_traffic(model, sync, config, group)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     return [row["traffic"]["dp"] for row in history], {op: sent for (_, op), sent in predicted.items()}, sizes
 

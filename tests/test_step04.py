@@ -20,9 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import step01_single_gpu as step01
+import step03_zero as step03
 import step04_tp_sp as step04
 from common.comm import Group, Mesh, open_mesh
-from common.layout import assemble, layout_of, sum_gradients_over
+from common.layout import assemble, layout_of, materialize, sum_gradients_over
 from common.memory import storage_bytes_made_by
 from common.model import IGNORE, Decoder, Head, rope_tables
 from common.run import UserError, bytes_of, choose_dtype
@@ -287,7 +288,7 @@ def columns_on_rank(sp: bool, frozen: bool) -> None:
         x = full.detach()[:, tokens].clone().requires_grad_()
         before = x.detach().clone()
         own = [w.detach().chunk(world)[rank].clone().requires_grad_(w.requires_grad) for w in matrices]
-        found = step04.ColumnLinears.apply(x, group, sp, *own)
+        found = step04.ColumnLinears.apply(x, group, sp, None, *own)
         torch.autograd.backward(found, [c.chunk(world, dim=-1)[rank] for c in cotangents])
         close = dict(rtol=1e-13, atol=1e-13)
         for mine, out in zip(found, outputs, strict=True):
@@ -300,7 +301,7 @@ def columns_on_rank(sp: bool, frozen: bool) -> None:
         assert torch.equal(x, before)
         calls = mesh.ledger.take()["calls"]["tp"]
         assert calls == (dict(all_gather=2, reduce_scatter=1) if sp else dict(all_reduce=1))
-        constant = step04.ColumnLinears.apply(before, group, sp, *own)
+        constant = step04.ColumnLinears.apply(before, group, sp, None, *own)
         torch.autograd.backward(constant, [torch.ones_like(c) for c in constant])
         assert mesh.ledger.take()["calls"].get("tp", {}) == (dict(all_gather=2) if sp else {})
 
@@ -437,7 +438,7 @@ def build(config: step04.Config, mesh: Mesh) -> Decoder:
         model = Decoder(config.model_config())
     step04.shard_tensors(model, mesh, config.sp, config.tp_overlap)
     sum_gradients_over(model.parameters(), "dp")
-    step04.materialize(model, config.seed, CPU, choose_dtype(config.dtype, CPU))
+    step03.materialize(model, config.seed, CPU, choose_dtype(config.dtype, CPU))
     step01.apply_recompute(model, config.recompute)
     return model
 
@@ -448,7 +449,7 @@ def initial_values_on_rank(options: dict, fault: str = "") -> None:
     world = torch.distributed.get_world_size()
     with torch.device("meta"):
         plain = Decoder(config.model_config())
-    step04.materialize(plain, config.seed, CPU, choose_dtype(config.dtype, CPU))
+    materialize(plain, config.seed, CPU, choose_dtype(config.dtype, CPU))
     expected = dict(plain.named_parameters())
     with open_mesh({"dp": world // config.tp, "tp": config.tp}, CPU, "gloo") as mesh, faults.applied(fault):
         found = dict(build(config, mesh).named_parameters())
@@ -509,7 +510,8 @@ def traffic_on_rank(options: dict) -> tuple[dict, dict, dict]:
     config = step04.Config(**options)
     _, optimizer, history = step04.train(config)
     micro_batches = config.global_batch_size // optimizer.mesh["dp"].size // config.micro_batch_size
-    predicted = step04.tp_traffic(config, config.model_config(), optimizer, optimizer.mesh, micro_batches)
+    predicted = step04.tp_traffic(config, config.model_config(), config.tp, optimizer.dtype, micro_batches)
+    predicted |= step04.partial_traffic(optimizer, optimizer.mesh, ["tp", "kv"])
     return history[-1]["calls"], history[-1]["traffic"], predicted
 
 
@@ -729,7 +731,7 @@ def test_generates_step01s_text(pools, sp):
     m, positions = step01.Config(**SMALL).model_config(), torch.arange(SMALL["seq_len"])
     with torch.device("meta"):
         model = Decoder(m)
-    step04.materialize(model, 0, CPU, torch.float64)
+    materialize(model, 0, CPU, torch.float64)
     expected = step01.generate(lambda tokens: model.lm_head(model(tokens, positions)), m.seq_len, "def ", 10, 0)
     assert pools(4).run(text_on_rank, options) == [expected] * 4
 
