@@ -1,0 +1,138 @@
+"""Proof that pipeline schedules are complete, in order and free of deadlock; PyTorch's own ones to compare with."""
+
+from collections import Counter, deque
+from itertools import pairwise
+
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from common.schedules import Action, Message, Place, Step
+
+
+class ScheduleError(Exception):
+    """What is wrong with a schedule."""
+
+
+def check_lists(lists: list[list[Action]], ways: list[list[Place]], m: int):
+    """Each micro-batch does F, B and W (BW is both) exactly once at each place of its way, in this order, nowhere else.
+
+    Of two ways, the first is for the first half of the micro-batches (one more if m is odd). Raises ScheduleError.
+    """
+    expected = Counter(
+        (kind, micro_batch, place)
+        for micro_batch in range(m)
+        for place in ways[0 if 2 * micro_batch < m or len(ways) == 1 else 1]
+        for kind in "FBW"
+    )
+    found, last = Counter(), {}
+    for rank, actions in enumerate(lists):
+        for action in actions:
+            for kind in action.kind:
+                key = (action.micro_batch, (rank, action.chunk))
+                if last.get(key, "") != {"F": "", "B": "F", "W": "B"}.get(kind):
+                    raise ScheduleError(f"rank {rank}: {action} follows {last.get(key) or 'nothing'}")
+                last[key] = kind
+                found[(kind, *key)] += 1
+    for wrong in (expected - found) + (found - expected):
+        raise ScheduleError(f"{wrong} stands {found[wrong]} times in the lists, instead of {expected[wrong]}")
+
+
+def check_programs(programs: list[list[Step]], ways: list[list[Place]]) -> list[int]:
+    """Carry programs out under the strictest rule: one queue per rank, matched by rendezvous in the order of posting.
+
+    A message passes only when its send and its receive head the queues of their ranks; posting never waits; an action
+    waits for what it needs. Raises ScheduleError on a deadlock, on an action without the receive of its input, on a
+    send before its action, and on messages that are left over. Returns the most receives posted at once, by rank.
+    """
+    source = {"F": {}, "B": {}}
+    for way in ways:
+        for earlier, later in pairwise(way):
+            source["F"][later], source["B"][earlier] = earlier, later
+    queues: list[deque[Step]] = [deque() for _ in programs]
+    position, posted, most = [0] * len(programs), [0] * len(programs), [0] * len(programs)
+    done: set[tuple[str, int, Place]] = set()  # (kind, micro-batch, place) of actions
+    expected, arrived = set(), set()  # messages whose receive is posted; messages received
+
+    def try_step(rank: int, step: Step) -> bool:
+        """Carry out a step, unless it has to wait."""
+        if step.kind == "send":
+            message = step.what
+            if (message.kind, message.micro_batch, message.source) not in done or message.source[0] != rank:
+                raise ScheduleError(f"rank {rank} sends {message} before it is computed")
+            queues[rank].append(step)
+        elif step.kind == "recv":
+            if step.what.target[0] != rank:
+                raise ScheduleError(f"rank {rank} receives {step.what}")
+            queues[rank].append(step)
+            expected.add(step.what)
+            posted[rank] += 1
+            most[rank] = max(most[rank], posted[rank])
+        else:
+            kind, micro_batch, chunk = step.what
+            place = (rank, chunk)
+            if kind != "F" and ("B" if kind == "W" else "F", micro_batch, place) not in done:
+                raise ScheduleError(f"rank {rank}: {step.what} before what it derives from")
+            origin = source.get(kind[0], {}).get(place)
+            if origin and origin[0] == rank and (kind[0], micro_batch, origin) not in done:
+                raise ScheduleError(f"rank {rank}: {step.what} before its input is computed")
+            if origin and origin[0] != rank:
+                message = Message(kind[0], micro_batch, origin, place)
+                if message not in expected:
+                    raise ScheduleError(f"rank {rank}: {step.what} before its receive is posted")
+                if message not in arrived:
+                    return False
+            done.add((kind[0], micro_batch, place))
+        return True
+
+    moving = True
+    while moving:
+        moving = False
+        for rank, program in enumerate(programs):
+            while position[rank] < len(program) and try_step(rank, program[position[rank]]):
+                position[rank] += 1
+                moving = True
+        for queue in queues:
+            while queue and queue[0].kind == "send":
+                other = queues[queue[0].what.target[0]]
+                if not other or other[0] != ("recv", queue[0].what):
+                    break
+                arrived.add(queue.popleft().what)
+                posted[other.popleft().what.target[0]] -= 1
+                moving = True
+    for rank, (program, queue) in enumerate(zip(programs, queues, strict=True)):
+        if queue or position[rank] < len(program):
+            waiting = queue[0] if queue else program[position[rank]]
+            raise ScheduleError(f"deadlock: rank {rank} waits for ever for {waiting}")
+    return most
+
+
+TORCH_SCHEDULES = {
+    "GPipe": torch_schedules.ScheduleGPipe,
+    "Interleaved1F1B": torch_schedules.ScheduleInterleaved1F1B,
+    "InterleavedZeroBubble": torch_schedules.ScheduleInterleavedZeroBubble,
+    "ZBV": torch_schedules.ScheduleZBVZeroBubble,
+    "DualPipeV": torch_schedules.ScheduleDualPipeV,
+}
+
+
+def torch_lists(name: str, p: int, m: int) -> tuple[list[list[Action]], list[list[Place]]]:
+    """(lists, ways) of one of PyTorch's schedules, two chunks per rank if it takes several, without building stages."""
+    schedule = object.__new__(TORCH_SCHEDULES[name])
+    v = 1 if name == "GPipe" else 2
+    schedule.pp_group_size, schedule.n_local_stages, schedule._n_microbatches = p, v, m
+    schedule._num_stages = schedule.num_stages = schedule.pp_group_size * v
+    schedule.number_of_rounds = max(1, m // p)
+    schedule.microbatches_per_round = m // schedule.number_of_rounds
+    if v == 1:
+        order = schedule._get_pipeline_order()
+    else:
+        order = {rank: schedule._calculate_single_rank_operations(rank) for rank in range(p)}
+    way = [(rank, chunk) for chunk in range(v) for rank in range(p)]
+    if name in ("ZBV", "DualPipeV"):
+        way = [(rank, 0) for rank in range(p)] + [(rank, 1) for rank in reversed(range(p))]
+    kinds = {"FORWARD": "F", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "BW"}
+    lists = []
+    for rank in range(p):
+        flat = [one for action in order[rank] if action for one in (action.sub_actions or [action])]
+        rows = [(one.computation_type.name, one.microbatch_index, one.stage_index) for one in flat]
+        lists.append([Action(kinds[name], i, way[stage][1]) for name, i, stage in rows if name in kinds])
+    return lists, [way]

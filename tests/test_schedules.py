@@ -1,0 +1,335 @@
+"""Schedules as data: complete, in order, free of deadlock; the papers' formulas of idle time and memory; drawn."""
+
+import json
+import random
+from itertools import product
+
+import pytest
+
+from common.plots import pipeline_timelines
+from common.schedules import (
+    SCHEDULES,
+    UNIT_COSTS,
+    Action,
+    Costs,
+    Span,
+    chunks_per_rank,
+    communicate,
+    idle_fraction,
+    in_flight,
+    makespan,
+    path_of,
+    paths,
+    refuse,
+    simulate,
+)
+from tests.schedules import TORCH_SCHEDULES, ScheduleError, check_lists, check_programs, torch_lists
+
+GRID = [(4, 8), (4, 16), (8, 16), (8, 32)]
+COSTS = [Costs(f, b, w, 0) for f, b, w in product((2, 3, 5), repeat=3)]  # whole numbers: the laws hold exactly
+
+
+def lists_of(schedule: str, p: int, m: int, v: int = 0) -> tuple[list[list[Action]], list[list[tuple[int, int]]]]:
+    """(every rank's actions, the ways) of a schedule; two chunks where the number is free and not given."""
+    v = v or chunks_per_rank(schedule) or 2
+    return [SCHEDULES[schedule](p, m, v, rank) for rank in range(p)], paths(schedule, p, v)
+
+
+def sizes(schedule: str):
+    """Every (p <= 8, m <= 32, v <= 4) that a schedule takes."""
+    chunks = [1, 2, 3, 4] if schedule == "interleaved" else [chunks_per_rank(schedule)]
+    return [size for size in product(range(1, 9), range(1, 33), chunks) if not refuse(schedule, *size)]
+
+
+def bubble(spans: list[list[Span]]) -> float:
+    """Seconds that a rank idles between the first start and the last end of all ranks, all of them equally busy."""
+    return makespan(spans) - sum(span.end - span.start for span in spans[0])
+
+
+# --- complete, in order, free of deadlock
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_size_is_sound(schedule):
+    """Every p, m, v: well formed, and the program with its sends and receives runs to its end on strict queues."""
+    for p, m, v in sizes(schedule):
+        lists, ways = lists_of(schedule, p, m, v)
+        check_lists(lists, ways, m)
+        check_programs(communicate(lists, ways), ways)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_programs_are_sound_for_any_costs(schedule):
+    """The order of messages may come from any costs; and few receives are open at once, so few buffers are held."""
+    draw = random.Random(0)
+    for p, m in [(2, 5), (4, 8), (6, 13), (8, 16)]:
+        lists, ways = lists_of(schedule, p, m)
+        for _ in range(5):
+            costs = Costs(*(draw.uniform(0.1, 3) for _ in range(3)), comm=draw.uniform(0, 2))
+            check_programs(communicate(lists, ways, costs), ways)
+        open_at_once = check_programs(communicate(lists, ways), ways)
+        assert max(open_at_once) <= (p + 1 if schedule == "interleaved" else 3)
+
+
+def test_a_send_stands_right_after_its_action_and_a_receive_before_the_previous_one():
+    """The second of three ranks under 1f1b, step for step: receives one action ahead as far as the order allows."""
+    program = communicate(*lists_of("1f1b", 3, 3))[1]
+    lines = [f"{step.kind} {step.what.kind}{step.what.micro_batch}" for step in program]
+    assert lines == [
+        *("recv F0", "recv F1", "run F0", "send F0", "run F1", "recv F2", "send F1", "recv B0", "run BW0", "send B0"),
+        *("recv B1", "run F2", "send F2", "run BW1", "send B1", "recv B2", "run BW2", "send B2"),
+    ]
+
+
+def broken(schedule: str, rank: int, change) -> tuple[list[list[Action]], list[list[tuple[int, int]]]]:
+    """A schedule of 4 ranks and 8 micro-batches after `change(list of one rank)`."""
+    lists, ways = lists_of(schedule, 4, 8)
+    change(lists[rank])
+    return lists, ways
+
+
+def swap(actions: list, first, second):
+    """Exchange two entries of a list."""
+    i, j = actions.index(first), actions.index(second)
+    actions[i], actions[j] = second, first
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_swapped_pair_of_sends_is_a_deadlock(schedule):
+    """Two messages to the same rank, sent in the other order; the first send postponed to the second's place."""
+    lists, ways = lists_of(schedule, 4, 8)
+    programs = communicate(lists, ways)
+    sends = [step for step in programs[0] if step.kind == "send" and step.what.target[0] == 1]
+    i, j = programs[0].index(sends[0]), programs[0].index(sends[1])
+    programs[0][i : j + 1] = [*programs[0][i + 1 : j + 1], programs[0][i]]
+    with pytest.raises(ScheduleError, match="deadlock"):
+        check_programs(programs, ways)
+
+
+def test_messages_that_cross_are_a_deadlock():
+    """Two neighbours that both send before they receive, which two queues would allow, block one queue each."""
+    lists, ways = lists_of("1f1b", 2, 4)
+    programs = communicate(lists, ways)
+    first = next(step for step in programs[1] if step.kind == "send")
+    after = next(s for s in programs[1][programs[1].index(first) :] if s.kind == "recv")
+    programs[1].remove(after)
+    programs[1].insert(programs[1].index(first), after)
+    with pytest.raises(ScheduleError, match="deadlock"):
+        check_programs(programs, ways)
+
+
+def test_a_program_without_a_receive_or_with_an_early_send_is_refused():
+    """The checker wants the receive posted before its action, and the action before its send."""
+    lists, ways = lists_of("1f1b", 4, 8)
+    programs = communicate(lists, ways)
+    receive = next(step for step in programs[1] if step.kind == "recv")
+    with pytest.raises(ScheduleError, match="before its receive is posted"):
+        check_programs([programs[0], [s for s in programs[1] if s != receive], *programs[2:]], ways)
+    programs[0].insert(0, programs[0].pop(1))
+    with pytest.raises(ScheduleError, match="before it is computed"):
+        check_programs(programs, ways)
+
+
+def test_dropped_doubled_and_misplaced_actions_are_noticed():
+    """Each action once, on its own place, forward before input gradient before weight gradient."""
+    for schedule, rank, change in [
+        ("1f1b", 2, lambda a: a.remove(Action("BW", 3, 0))),
+        ("afab", 0, lambda a: a.remove(Action("F", 7, 0))),
+        ("zb-h1", 1, lambda a: a.remove(Action("W", 7, 0))),
+        ("zb-h1", 1, lambda a: a.append(Action("W", 7, 0))),
+        ("zb-h2", 3, lambda a: a.append(Action("BW", 0, 0))),
+        ("zbv", 3, lambda a: a.append(Action("F", 8, 1))),
+        ("dualpipe", 0, lambda a: a.append(Action("F", 0, 1))),
+        ("interleaved", 1, lambda a: a.insert(0, a.pop())),
+        ("zb-h1", 0, lambda a: swap(a, Action("B", 2, 0), Action("W", 2, 0))),
+        ("1f1b", 3, lambda a: swap(a, Action("F", 2, 0), Action("BW", 2, 0))),
+    ]:
+        with pytest.raises(ScheduleError):
+            check_lists(*broken(schedule, rank, change), 8)
+
+
+def test_ranks_that_wait_for_each_other_are_noticed():
+    """Lists whose ranks are each in order, but not together: rank 0 wants B0 before the forward that leads to it."""
+    lists, ways = broken("1f1b", 3, lambda a: a.insert(0, a.pop(a.index(Action("F", 4, 0)))))
+    check_lists(lists, ways, 8)
+    with pytest.raises(ValueError, match="waits for ever"):
+        simulate(lists, ways, UNIT_COSTS)
+    turned = broken("zbv", 0, lambda a: swap(a, Action("F", 0, 1), Action("F", 0, 0)))
+    with pytest.raises(ValueError, match="waits for ever"):
+        communicate(*turned)
+
+
+# --- the way through the ranks
+
+
+def test_ways():
+    """Loop, V, and two opposite ways; of an odd number of micro-batches the first way takes one more."""
+    assert paths("interleaved", 2, 3) == [[(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]]
+    assert paths("zbv", 2, 2) == [[(0, 0), (1, 0), (1, 1), (0, 1)]]
+    assert paths("dualpipe", 2, 2) == [[(0, 0), (1, 0)], [(1, 1), (0, 1)]]
+    assert [path_of(["down", "up"], 5, i) for i in range(5)] == ["down"] * 3 + ["up"] * 2
+    assert [path_of(["down"], 5, i) for i in range(5)] == ["down"] * 5
+
+
+def test_neighbours_on_one_rank_send_nothing():
+    """zbv turns round on the last rank; one rank alone has no messages at all."""
+    lists, ways = lists_of("zbv", 3, 4)
+    messages = [s.what for program in communicate(lists, ways) for s in program if s.kind == "send"]
+    assert len(messages) == 2 * 4 * (2 * 3 - 2)
+    assert all(abs(message.source[0] - message.target[0]) == 1 for message in messages)
+    for schedule in set(SCHEDULES) - {"dualpipe"}:
+        assert all(step.kind == "run" for step in communicate(*lists_of(schedule, 1, 3))[0])
+
+
+@pytest.mark.parametrize(
+    "size, words",
+    [
+        (("dualpipe", 3, 8, 2), "even number of ranks: change --pp 3"),
+        (("dualpipe", 1, 8, 2), "even number of ranks"),
+        (("zbv", 4, 8, 3), "use --chunks 2"),
+        (("dualpipe", 4, 8, 1), "use --chunks 2"),
+        (("1f1b", 4, 8, 2), "has 1 stage on each rank: use --chunks 1"),
+        (("interleaved", 4, 8, 0), "--chunks 0"),
+        (("zb-h1", 4, 0, 1), "use at least 1"),
+    ],
+)
+def test_refusals(size, words):
+    """What cannot run is refused in words that name the flag; all else runs."""
+    assert words in refuse(*size)
+
+
+# --- laws of time
+
+
+@pytest.mark.parametrize("schedule", ["afab", "1f1b"])
+def test_idle_fraction_of_gpipe_and_1f1b(schedule):
+    """(p-1)/(m+p-1) whatever the costs; any number of micro-batches."""
+    for (p, m, _), costs in product(sizes(schedule)[::5], COSTS[::4]):
+        assert idle_fraction(simulate(*lists_of(schedule, p, m), costs)) == pytest.approx((p - 1) / (m + p - 1))
+
+
+def test_idle_fraction_of_interleaved():
+    """(p-1)/(vm+p-1) for p micro-batches or more, whether p divides them or not."""
+    for p, m, v in sizes("interleaved"):
+        if m >= p:
+            idle = idle_fraction(simulate(*lists_of("interleaved", p, m, v), UNIT_COSTS))
+            assert idle == pytest.approx((p - 1) / (v * m + p - 1)), (p, m, v)
+
+
+def test_bubble_of_zb_h1():
+    """(p-1)(f+b-w) as in the paper if w is at most f and b; the smallest of the three fills the gap in any case."""
+    for (p, m, _), costs in product(sizes("zb-h1")[::5], COSTS):
+        if m >= p:
+            expected = (p - 1) * (costs.f + costs.b - min(costs.f, costs.b, costs.w))
+            assert bubble(simulate(*lists_of("zb-h1", p, m), costs)) == expected, (p, m, costs)
+
+
+def test_bubble_of_zb_h2():
+    """(p-1)(f+b-2w) per rank, as in the paper, from 2p-1 micro-batches: none for f = b = w.
+
+    Counted from a rank's own first action to its last. Never negative, and at least (p-1)(b-f): forwards come to the
+    ranks f apart, backwards leave them b apart. From first start to last end of all ranks, (p-1) f more.
+    """
+    for (p, m, _), costs in product(sizes("zb-h2")[::3], COSTS):
+        if m >= 2 * p - 1:
+            spans = simulate(*lists_of("zb-h2", p, m), costs)
+            f, b, w, _ = costs
+            longest = max(row[-1].end - row[0].start for row in spans)
+            assert longest - m * (f + b + w) == (p - 1) * max(0, f + b - 2 * w, b - f), (p, m, costs)
+            if f == b == w:
+                assert bubble(spans) == (p - 1) * f
+
+
+def test_bubble_of_zbv():
+    """None on any rank for f = b = w from 2p-1 micro-batches: the last rank starts p-1 chunks late, and that is all."""
+    for p, m, _ in sizes("zbv"):
+        if m >= 2 * p - 1:
+            spans = simulate(*lists_of("zbv", p, m), UNIT_COSTS)
+            assert bubble(spans) == p - 1, (p, m)
+            assert min(row[-1].end - row[0].start for row in spans) == 6 * m
+
+
+def test_bubble_of_dualpipe():
+    """p/2-1 for f = b = w and an even number from 2p-2 micro-batches, with nothing lost after the middle ranks' start.
+
+    The paper's (p/2-1)(F&B + B - 3W), with F&B a forward and a whole backward after one another, is never exceeded as
+    long as f and w are at most b.
+    """
+    for p, m, _ in sizes("dualpipe"):
+        if m >= 2 * p - 2 and m % 2 == 0:
+            assert bubble(simulate(*lists_of("dualpipe", p, m), UNIT_COSTS)) == p // 2 - 1, (p, m)
+    for (p, m), costs in product(GRID, COSTS):
+        f, b, w, _ = costs
+        if max(f, w) <= b:
+            paper = (p // 2 - 1) * ((f + b + w) + (b + w) - 3 * w)
+            assert bubble(simulate(*lists_of("dualpipe", p, m), costs)) <= paper
+
+
+def test_messages_take_time():
+    """Latency is paid p-1 times each way by afab, and never between chunks on one rank."""
+    costs = Costs(1, 1, 1, comm=0.25)
+    assert makespan(simulate(*lists_of("afab", 4, 8), costs)) == 33 + 2 * 3 * 0.25
+    assert makespan(simulate(*lists_of("zbv", 1, 8), costs)) == 48
+
+
+@pytest.mark.parametrize("p, m", GRID)
+def test_no_more_idle_than_pytorch(p, m):
+    """Every schedule against PyTorch's own list of the same kind, in the same simulator, for equal p, m, v."""
+    torch_idle = {name: idle_fraction(simulate(*torch_lists(name, p, m), UNIT_COSTS)) for name in TORCH_SCHEDULES}
+    idle = {name: idle_fraction(simulate(*lists_of(name, p, m), UNIT_COSTS)) for name in SCHEDULES}
+    for ours, theirs in [
+        *(("afab", "GPipe"), ("1f1b", "GPipe"), ("interleaved", "Interleaved1F1B"), ("zb-h1", "GPipe")),
+        *(("zb-h2", "GPipe"), ("zbv", "InterleavedZeroBubble"), ("zbv", "ZBV"), ("dualpipe", "DualPipeV")),
+    ]:
+        assert idle[ours] <= torch_idle[theirs] + 1e-12, (ours, theirs)
+    table = {
+        (4, 8): (0.2727, 0.1579, 0.0588),
+        (4, 16): (0.1579, 0.0857, 0.0303),
+        (8, 16): (0.3043, 0.1795, 0.0680),
+        (8, 32): (0.1795, 0.0986, 0.0352),
+    }
+    for name, figure in zip(("GPipe", "Interleaved1F1B", "ZBV"), table[p, m], strict=True):
+        assert round(torch_idle[name], 4) == figure
+
+
+# --- laws of memory
+
+
+def test_activations_in_flight():
+    """Micro-batches held per rank: m, p - rank, and 2(p - rank) - 1; and until their weight gradients, alike on all."""
+    for p, m, _ in sizes("1f1b"):
+        one, h1, h2 = (lists_of(name, p, m)[0] for name in ("1f1b", "zb-h1", "zb-h2"))
+        assert in_flight(lists_of("afab", p, m)[0]) == [m] * p
+        assert in_flight(one) == in_flight(h1) == [min(m, p - rank) for rank in range(p)]
+        assert in_flight(h2) == [min(m, 2 * (p - rank) - 1) for rank in range(p)]
+        assert max(in_flight(h1, until="W")) == min(m, p)
+        assert max(in_flight(h2, until="W")) == min(m, 2 * p - 1)
+
+
+def test_chunks_in_flight():
+    """interleaved as Megatron; zbv at most 2p half-size chunks, 1f1b's memory; dualpipe p + 1, as in its paper."""
+    for p, m, v in sizes("interleaved"):
+        if m % p == 0:
+            expected = [min(m * v, (v - 1) * p + 2 * (p - 1 - rank) + 1) for rank in range(p)]
+            assert in_flight(lists_of("interleaved", p, m, v)[0]) == expected
+    for p, m, _ in sizes("zbv"):
+        assert max(in_flight(lists_of("zbv", p, m)[0], until="W")) <= 2 * p
+    for p, m, _ in sizes("dualpipe"):
+        assert max(in_flight(lists_of("dualpipe", p, m)[0], until="W")) <= p + 1
+
+
+# --- drawn
+
+
+def test_timelines_are_drawn(tmp_path):
+    """One figure of several schedules from a JSON file or from the same data in memory, without the file."""
+    panels = {}
+    for schedule in SCHEDULES:
+        spans = simulate(*lists_of(schedule, 4, 8), UNIT_COSTS)
+        ranks = [[[*action[:3], start, end] for action, start, end in row] for row in spans]
+        panels[schedule] = {"ranks": ranks, "idle": idle_fraction(spans), "simulated_idle": None}
+    panels["1f1b"]["simulated_idle"] = 0.25
+    (tmp_path / "timelines.json").write_text(json.dumps({"panels": panels}))
+    pipeline_timelines(tmp_path / "timelines.json", tmp_path / "file.png")
+    pipeline_timelines({"panels": panels}, tmp_path / "data.png")
+    assert (tmp_path / "file.png").read_bytes() == (tmp_path / "data.png").read_bytes()

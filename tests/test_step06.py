@@ -1,0 +1,607 @@
+"""Pipeline parallelism: equal to one device under every schedule; traffic, activations; faults are noticed.
+
+Every equivalence is in fp64 to 1e-10 against step01, on every rank: losses, norms, gathered gradients and parameters;
+and all ranks together show every gradient and parameter.
+"""
+
+import itertools
+import os
+import signal
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import step01_single_gpu as step01
+import step06_pipeline as step06
+from common.comm import open_mesh
+from common.layout import materialize
+from common.model import Decoder
+from common.run import UserError
+from common.schedules import SCHEDULES, Action, communicate, in_flight, paths
+from tests import equivalence, faults
+from tests.equivalence import SMALL, check, difference
+from tests.pool import RankError
+from tests.sampling import sampled
+
+STEP = "step06_pipeline"
+CPU = torch.device("cpu")
+BASE = dict(optimizer="sgd", n_layers=4, global_batch_size=8, steps=2)
+PLAIN = dict(cp=1, tp=1)
+NAMES = list(SCHEDULES)
+
+
+def label(flags: dict) -> str:
+    """A short test id for some flags."""
+    return "-".join(f"{key}={Path(str(value)).name}" for key, value in flags.items()) or "default"
+
+
+# --- equal to one device ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("p, m", sampled([(4, 5), (2, 8), (4, 8), (2, 3)], 4), ids=str)
+def test_equals_one_device(pools, schedule, p, m):
+    """Every schedule, with few and many micro-batches, over four steps; layers that do not divide."""
+    stages = p * (2 if schedule in ("interleaved", "zbv") else 1)
+    base = BASE | dict(n_layers=stages + 1, global_batch_size=m, steps=4 if p == 2 else 2)
+    check(pools(p), STEP, base, PLAIN | dict(pp=p, schedule=schedule))
+
+
+@pytest.mark.parametrize("schedule", sampled([name for name in NAMES if name != "dualpipe"], 3))
+def test_equals_one_device_on_three_ranks(pools, schedule):
+    """An odd number of stages, seven layers or nine; AdamW."""
+    layout = PLAIN | dict(pp=3, schedule=schedule)
+    check(pools(3), STEP, BASE | dict(n_layers=7, optimizer="adamw", global_batch_size=4), layout)
+
+
+@pytest.mark.parametrize("schedule", sampled(NAMES, 3))
+def test_equals_one_device_on_eight_ranks(pools, schedule):
+    """Eight ranks, up to sixteen stages, nine micro-batches."""
+    base = BASE | dict(n_layers=16 if schedule in ("interleaved", "zbv") else 9, global_batch_size=9)
+    check(pools(8), STEP, base, PLAIN | dict(pp=8, schedule=schedule))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    sampled(
+        [
+            dict(pp=2, cp=1, tp=2, zero=3, schedule="zbv"),
+            dict(pp=2, cp=2, tp=2, zero=0, schedule="zb-h2", cp_mode="ring"),
+            dict(pp=2, cp=2, tp=1, zero=3, schedule="interleaved"),
+            dict(pp=2, cp=2, tp=1, zero=2, schedule="dualpipe", cp_mode="allgather"),
+            dict(pp=4, cp=1, tp=1, zero=1, schedule="zb-h1"),
+            dict(pp=4, cp=1, tp=2, sp=False, schedule="1f1b"),
+            dict(pp=2, cp=1, tp=4, sp=False, tp_overlap=False, schedule="zbv"),
+            dict(pp=4, cp=2, tp=1, zero=3, schedule="dualpipe", cp_mode="ulysses"),
+        ],
+        2,
+    ),
+    ids=label,
+)
+def test_equals_one_device_with_all_dimensions(pools, layout):
+    """Pp x tp, pp x cp, pp x dp x ZeRO on eight ranks, with sequence parallelism and without."""
+    base = BASE | dict(n_heads=8, seq_len=16, n_layers=5, tied=True, optimizer="adamw", global_batch_size=12)
+    check(pools(8), STEP, base, layout)
+
+
+@pytest.mark.parametrize(
+    "base, layout",
+    sampled(
+        [
+            (dict(tied=True, n_layers=5), dict(pp=4, schedule="1f1b", zero=0)),
+            (dict(tied=True, n_layers=8), dict(pp=4, schedule="zbv", zero=0)),
+            (dict(tied=True, n_layers=8), dict(pp=4, schedule="interleaved", zero=2)),
+            (dict(tied=True, optimizer="adamw"), dict(pp=4, schedule="dualpipe", zero=0)),
+            (dict(recompute="full"), dict(pp=4, schedule="zb-h1")),
+            (dict(recompute="selective"), dict(pp=2, tp=2, schedule="zb-h2")),
+            (dict(recompute="full"), dict(pp=2, tp=2, sp=False, schedule="zbv", zero=0)),
+            (dict(recompute="selective"), dict(pp=2, cp=2, schedule="dualpipe", zero=3)),
+            (dict(n_kv_heads=1), dict(pp=2, tp=2, schedule="interleaved", zero=3)),
+            (dict(micro_batch_size=2, grad_clip=0.0), dict(pp=2, schedule="1f1b")),
+            (dict(n_layers=7), dict(pp=2, schedule="interleaved", chunks=3, pp_split="1,2,1,1,1,1", zero=3)),
+            (dict(), dict(pp=4, schedule="1f1b", sync="naive", zero=0)),
+            (dict(), dict(pp=2, schedule="zb-h1", sync="overlap", zero=0)),
+        ],
+        2,
+    ),
+    ids=label,
+)
+def test_equals_one_device_for_every_kind_of_model(pools, base, layout):
+    """Tied weights, recomputation, few key/value heads, several sequences at once, splits by hand, every sync."""
+    check(pools(4), STEP, BASE | base, PLAIN | layout)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe"])
+def test_equals_one_device_with_uneven_targets(pools, uneven_data, schedule):
+    """Micro-batches with few or no targets, AdamW, dp 2."""
+    base = dict(optimizer="adamw", dataset=uneven_data, steps=4)
+    check(pools(4), STEP, BASE | base, PLAIN | dict(pp=2, schedule=schedule, zero=1))
+
+
+@pytest.mark.parametrize(
+    "layout", [dict(pp=4, schedule="zb-h1", zero=0), dict(pp=2, schedule="zbv", zero=3)], ids=label
+)
+def test_equals_one_device_with_frozen_parameters(pools, layout):
+    """A matrix and a norm that do not train get no gradient and stay."""
+    check(pools(4), STEP, BASE, PLAIN | layout, "frozen")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("times", ["p", "p+1", "2p", "4p"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+def test_every_schedule_equals_one_device(pools, p, schedule, tied, times):
+    """The full product, SGD, ZeRO 1."""
+    if schedule == "dualpipe" and p % 2:
+        pytest.skip("an even number of ranks")
+    m = dict(zip(("p", "p+1", "2p", "4p"), (p, p + 1, 2 * p, 4 * p), strict=True))[times]
+    base = BASE | dict(n_layers=2 * p + 1, tied=tied, global_batch_size=m)
+    check(pools(p), STEP, base, PLAIN | dict(pp=p, schedule=schedule))
+
+
+SIZES = [(2, 1, 1, True), (2, 2, 1, True), (4, 2, 1, True), (4, 1, 1, True)]
+SIZES += [(*sizes, sp) for sizes in ((2, 1, 2), (2, 2, 2), (4, 1, 2)) for sp in (True, False)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number, layout", list(enumerate(itertools.product(SIZES, NAMES))), ids=str)
+def test_every_layout_of_eight_ranks_equals_one_device(pools, number, layout):
+    """All sizes x schedules; the stages of ZeRO, tied weights and recomputation take turns."""
+    (pp, cp, tp, sp), schedule = layout
+    turns = dict(tied=number % 2 == 0, recompute=("none", "selective", "full")[number % 3])
+    base = BASE | turns | dict(n_heads=8, n_layers=9, optimizer="adamw", global_batch_size=16)
+    check(pools(8), STEP, base, dict(pp=pp, cp=cp, tp=tp, schedule=schedule, zero=number // 7 % 4, sp=sp))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_fp32_drifts_by_rounding_only(pools, schedule):
+    """fp32 gradients, losses and parameters stay within 1e-5 of one device."""
+    check(pools(2), STEP, BASE | dict(dtype="fp32", lr=0.01), PLAIN | dict(pp=2, schedule=schedule))
+
+
+def column_on_rank(options: dict, key: str = "loss") -> list[float]:
+    """Runs on every rank: train; returns one column of the metrics."""
+    return [row[key] for row in step06.train(step06.Config(**options)).history if key in row]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_16_bits_stay_near(pools, tmp_path, dtype):
+    """16-bit training is within 0.02 nats of one device's over 10 steps, on all ranks alike; W sums in fp32, too."""
+    options = SMALL | BASE | dict(optimizer="adamw", dtype=dtype, lr=0.01, steps=10)
+    expected = step01.train(step01.Config(**options, out=str(tmp_path / "one"))).history
+    layout = PLAIN | dict(pp=2, schedule="zb-h1", out=str(tmp_path / "two"))
+    losses = pools(2).run(column_on_rank, options | layout)
+    assert losses[0] == losses[1]
+    assert max(abs(a - row["loss"]) for a, row in zip(losses[0], expected, strict=True)) < 0.02
+
+
+def test_validation_is_one_devices(pools, tmp_path, uneven_data):
+    """Validation during training gives step01's numbers, and leaves training as it is."""
+    options = SMALL | BASE | dict(eval_every=1, eval_sequences=6, dataset=uneven_data)
+    expected = step01.train(step01.Config(**options, out=str(tmp_path / "one"))).history
+    layouts = (
+        dict(pp=4, schedule="1f1b", zero=0),
+        dict(pp=2, cp=2, schedule="dualpipe"),
+        dict(pp=2, schedule="zbv", zero=3),
+    )
+    for layout in layouts:
+        for key in ("validation_loss", "loss"):
+            out = dict(out=str(tmp_path / "four"))
+            for found in pools(4).run(column_on_rank, options | PLAIN | layout | out, key):
+                assert found == pytest.approx([row[key] for row in expected], rel=1e-10)
+
+
+def test_one_process_equals_step01(tmp_path):
+    """pp 1 on one process is step01, under every schedule that one rank can run."""
+    rows = [row["loss"] for row in step01.train(step01.Config(**SMALL, out=str(tmp_path / "one"))).history]
+    for schedule in ("1f1b", "afab", "zb-h1", "interleaved", "zbv"):
+        config = step06.Config(**SMALL, zero=0, schedule=schedule, out=str(tmp_path / "six"))
+        assert [row["loss"] for row in step06.train(config).history] == pytest.approx(rows, rel=1e-12)
+
+
+# --- whose layers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_layers, n, first, last", [(5, 3, 0, 0), (9, 4, 0, 2.5), (7, 7, 1, 1), (12, 5, 0.3, 3)])
+def test_balance_is_the_best_split(n_layers, n, first, last):
+    """Compared with all splits: the smallest dearest stage, then the least sum of squares."""
+    costs = [1.0] * n_layers
+    costs[0] += first
+    costs[-1] += last
+
+    def cost(lengths) -> tuple[float, float]:
+        ends = list(itertools.accumulate(lengths))
+        sums = [sum(costs[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+        return max(sums), sum(x * x for x in sums)
+
+    splits = [s for s in itertools.product(range(1, n_layers + 1), repeat=n) if sum(s) == n_layers]
+    assert cost(step06.balance(costs, n)) == pytest.approx(min(map(cost, splits)))
+
+
+def test_the_head_counts_in_the_split():
+    """A large vocabulary takes layers away from the last stage; --pp-split overrides."""
+    m = step06.Config(model="tiny", n_layers=8, vocab_size=20000).model_config()
+    assert step06.split_layers(step06.Config(), m, 4, step06.layer_costs(m))[-1] == 1
+    even = step06.Config(model="tiny", n_layers=8).model_config()
+    assert step06.split_layers(step06.Config(), even, 4, step06.layer_costs(even)) == [2, 2, 2, 2]
+    assert step06.split_layers(step06.Config(pp_split="1,1,1,5"), even, 4, step06.layer_costs(even)) == [1, 1, 1, 5]
+
+
+def stage_on_rank(options: dict) -> tuple[list[str], list[tuple[bool, bool, list[str]]]]:
+    """Runs on every rank: names of the parameters kept, after their values were compared with step01's; the chunks."""
+    config = step06.Config(**options)
+    with torch.device("meta"):
+        plain, model = Decoder(config.model_config()), Decoder(config.model_config())
+    materialize(plain, config.seed, CPU, torch.float64)
+    expected, world = dict(plain.named_parameters()), torch.distributed.get_world_size()
+    with open_mesh({"pp": world, "dp": 1, "cp": 1, "tp": 1}, CPU, "gloo") as mesh:
+        ways = paths(config.schedule, world, step06.choose_chunks(config))
+        lengths = step06.split_layers(config, model.config, len(ways[0]), step06.layer_costs(model.config))
+        chunks = step06.keep_stage(model, mesh, ways, lengths)
+        materialize(model, config.seed, CPU, torch.float64)
+        for name, param in model.named_parameters():
+            assert torch.equal(param, expected[name]), name
+        return [name for name, _ in model.named_parameters()], [(c.first, c.last, list(c.layers)) for c in chunks]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("schedule", NAMES)
+def test_stages_keep_global_names_and_initial_values(pools, schedule, tied):
+    """Every parameter is on one rank (a tied one on two, dualpipe's too), with step01's name and first value."""
+    options = SMALL | dict(n_layers=9, tied=tied, schedule=schedule)
+    found = pools(4).run(stage_on_rank, options)
+    names = list(itertools.chain.from_iterable(names for names, _ in found))
+    with torch.device("meta"):
+        expected = dict(Decoder(step06.Config(**options).model_config()).named_parameters())
+    assert set(names) == set(expected)
+    both = {"model.embed_tokens.weight"} if tied and schedule not in ("zbv",) else set()
+    for name in expected:
+        assert names.count(name) == (2 if schedule == "dualpipe" or name in both else 1), name
+    chunks = [chunk for _, chunks in found for chunk in chunks]
+    assert sum(first for first, _, _ in chunks) == sum(last for _, last, _ in chunks) == 1 + (schedule == "dualpipe")
+
+
+def embeddings_on_rank(options: dict) -> Tensor | None:
+    """Runs on every rank: train; the embedding, where there is one."""
+    model = step06.train(step06.Config(**options)).model
+    return model.model.embed_tokens.weight.detach() if model.model.embed_tokens is not None else None
+
+
+def test_the_two_copies_of_a_tied_embedding_stay_equal(pools, tmp_path):
+    """Bit for bit, after training."""
+    options = SMALL | BASE | PLAIN | dict(tied=True, optimizer="adamw", pp=4, zero=0, out=str(tmp_path / "run"))
+    first, *middle, last = pools(4).run(embeddings_on_rank, options)
+    assert torch.equal(first, last) and middle == [None, None]
+
+
+# --- backward in two parts -------------------------------------------------------------------------------------------
+
+
+def test_a_weight_gradient_waits_for_its_w():
+    """Backward gives the input's gradient alone; running the queue gives the weight's, and adds to what is there."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 3, 5, dtype=torch.float64), torch.nn.Parameter(torch.randn(4, 5, dtype=torch.float64))
+    plain = torch.nn.Linear(5, 4, bias=False, dtype=torch.float64)
+    plain.weight.data.copy_(weight.data)
+    later = step06.Later()
+    split = step06.SplitLinear(weight, later)
+    for times in (1, 2):
+        leaves = [x.clone().requires_grad_() for _ in range(2)]
+        for module, leaf in ((plain, leaves[0]), (split, leaves[1])):
+            module(leaf).square().sum().backward()
+        assert torch.equal(leaves[0].grad, leaves[1].grad)
+        assert times == 2 or weight.grad is None
+        (run,) = later.take()
+        run()
+        assert difference(weight.grad, plain.weight.grad) < 1e-15 and not later.take()
+
+
+def test_gradients_of_16_bit_weights_add_up_in_fp32():
+    """What W computes goes through autograd's own accumulation, with its gradient dtype and its hooks."""
+    weight, seen = torch.nn.Parameter(torch.ones(4, 5, dtype=torch.bfloat16)), []
+    weight.grad_dtype = torch.float32
+    weight.register_post_accumulate_grad_hook(lambda param: seen.append(None if param.grad is None else 1))
+    later = step06.Later()
+    step06.SplitLinear(weight, later)(torch.ones(1, 5, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    for run in later.take():
+        run()
+    assert weight.grad.dtype == torch.float32 and seen[-1] == 1
+
+
+def split_layers_on_rank(options: dict) -> list[str]:
+    """Runs on every rank: which weights wait in the queue after one backward pass of a stage."""
+    found: list[str] = []
+    right = step06.Later.__call__
+
+    def spy(self, weights, gradients):
+        found.extend(names[id(w)] for w in weights)
+        return right(self, weights, gradients)
+
+    def observe(_, optimizer):
+        pass
+
+    names: dict[int, str] = {}
+    make = step06.Pipeline.__init__
+
+    def init(self, chunks, *args):
+        make(self, chunks, *args)
+        names.update({id(p): name for name, p in chunks[0].model.named_parameters()})
+
+    with mock.patch.object(step06.Later, "__call__", spy), mock.patch.object(step06.Pipeline, "__init__", init):
+        step06.train(step06.Config(**options), observe)
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("mode", [{}, dict(sp=False), dict(tp_overlap=False)], ids=label)
+def test_all_linear_layers_are_split(pools, tmp_path, mode):
+    """Of every layer of a stage seven matrices wait, with tensor parallelism, too."""
+    options = SMALL | BASE | dict(pp=2, tp=2, cp=1, schedule="zb-h1", steps=1, zero=0, out=str(tmp_path / "run")) | mode
+    for names in pools(4).run(split_layers_on_rank, options):
+        assert len(names) == 2 * 7 and all(".self_attn." in name or ".mlp." in name for name in names)
+
+
+# --- laws ------------------------------------------------------------------------------------------------------------
+
+
+def costs_on_rank(options: dict) -> tuple[dict, dict, dict]:
+    """Runs on every rank: train; bytes sent in the last step, predicted traffic, memory measured and predicted."""
+    seen: dict = {}
+    finish = step06.Run.finish
+
+    def spy(self, predicted, traffic):
+        seen.update(predicted=traffic, memory=(self.measured, predicted))
+        finish(self, predicted, traffic)
+
+    with mock.patch.object(step06.Run, "finish", spy):
+        history = step06.train(step06.Config(**options)).history
+    sent = {(d, o): n for d, operations in history[-1]["traffic"].items() for o, n in operations.items()}
+    return sent, seen["predicted"], seen["memory"]
+
+
+TRAFFIC = [
+    dict(pp=4),
+    dict(pp=4, schedule="zbv"),
+    dict(pp=2, schedule="interleaved", chunks=3, zero=3),
+    dict(pp=2, schedule="dualpipe", zero=2),
+    dict(pp=2, tp=2, schedule="zb-h1"),
+    dict(pp=2, tp=2, sp=False, schedule="zb-h2"),
+    dict(pp=2, tp=2, sp=False, schedule="zbv", zero=3),
+    dict(pp=2, cp=2, schedule="zbv", zero=3),
+    dict(pp=2, cp=2, schedule="interleaved", cp_mode="ulysses", zero=0),
+    dict(pp=2, tp=2, schedule="dualpipe", recompute="full"),
+]
+
+
+@pytest.mark.parametrize("layout", sampled(TRAFFIC, 2), ids=label)
+def test_traffic_is_what_theory_says(pools, tmp_path, layout):
+    """Every byte in the ledger, on every rank, dimension by dimension."""
+    options = SMALL | BASE | dict(n_layers=9, tied=True, global_batch_size=6) | PLAIN | layout
+    for sent, predicted, _ in pools(4).run(costs_on_rank, options | dict(out=str(tmp_path / "run"))):
+        for purpose in ("(metrics)", "(state)", "(check)"):
+            sent = {key: n for key, n in sent.items() if not key[1].endswith(purpose)}
+        assert sent.keys() | {k for k, n in predicted.items() if n} == sent.keys()
+        for name, n_bytes in sent.items():
+            assert n_bytes == pytest.approx(predicted[name], rel=1e-12), name
+
+
+@pytest.mark.parametrize("layout", [dict(), dict(tp=2), dict(tp=2, sp=False), dict(cp=2)], ids=label)
+def test_bytes_over_a_boundary(pools, tmp_path, layout):
+    """1F1B: each rank but the last sends x, each but the first sends dx: b s h e / (cp tp) for every micro-batch."""
+    config = SMALL | BASE | PLAIN | dict(pp=2, micro_batch_size=2, out=str(tmp_path / "run")) | layout
+    dp = 4 // 2 // config["tp"] // config["cp"]
+    unit = config["micro_batch_size"] * config["seq_len"] * config["dim"] * 8 // config["cp"] // config["tp"]
+    micro_batches = config["global_batch_size"] // dp // config["micro_batch_size"]
+    for sent, _, _ in pools(4).run(costs_on_rank, config):
+        assert sent["pp", "send"] == micro_batches * unit
+
+
+def graphs_on_rank(options: dict) -> int:
+    """Runs on every rank: train; the most autograd graphs that the executor held at once."""
+    most, right = [0], step06.Pipeline.forward
+
+    def spy(self, *args):
+        right(self, *args)
+        most[0] = max(most[0], len(self.graphs))
+
+    with mock.patch.object(step06.Pipeline, "forward", spy):
+        step06.train(step06.Config(**options))
+    return most[0]
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_activations_in_flight_are_the_schedules(pools, tmp_path, schedule):
+    """The executor holds as many graphs as the list says: 1f1b and zb-h1 p - rank, zb-h2 at most 2(p-rank) - 1."""
+    options = SMALL | BASE | PLAIN | dict(pp=4, n_layers=8, global_batch_size=9, steps=1, schedule=schedule)
+    found = pools(4).run(graphs_on_rank, options | dict(out=str(tmp_path / "run")))
+    v = step06.choose_chunks(step06.Config(schedule=schedule))
+    assert found == in_flight([SCHEDULES[schedule](4, 9, v, rank) for rank in range(4)])
+    law = {"afab": [9] * 4, "1f1b": [4, 3, 2, 1], "zb-h1": [4, 3, 2, 1]}
+    assert found == law.get(schedule, found)
+    if schedule == "zb-h2":
+        assert all(n <= 2 * (4 - rank) - 1 for rank, n in enumerate(found))
+
+
+@pytest.mark.parametrize("schedule", sampled(NAMES, 2))
+def test_measured_activations_are_the_predicted_ones(pools, tmp_path, schedule):
+    """Bytes alive at the worst moment: those in flight by the list; and boundary tensors that are on their way.
+
+    A sender keeps them until it hears from the receiver: at most one for each micro-batch that is not done with its W.
+    """
+    options = SMALL | BASE | PLAIN | dict(pp=4, n_layers=8, global_batch_size=9, steps=2, schedule=schedule, zero=0)
+    boundary, v = options["seq_len"] * options["dim"] * 8, step06.choose_chunks(step06.Config(schedule=schedule))
+    found = pools(4).run(costs_on_rank, options | dict(out=str(tmp_path / "run")))
+    for rank, (_, _, (measured, predicted)) in enumerate(found):
+        (held,) = in_flight([SCHEDULES[schedule](4, 9, v, rank)], until="W")
+        extra = measured["activations"] - predicted["activations"]
+        assert -0.05 * predicted["activations"] <= extra <= (held + 2) * boundary + 0.02 * predicted["activations"]
+        assert measured["parameters"] == predicted["parameters"]
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+def overlap_on_rank(delay: float, fault: str) -> list[float]:
+    """Runs on two ranks: afab, the last stage begins `delay` seconds late; when rank 0's forward passes ended."""
+    p, m = 2, 4
+    ways = paths("afab", p, 1)
+    lists = [SCHEDULES["afab"](p, m, 1, rank) for rank in range(p)]
+    config = step06.Config(**SMALL | dict(pp=2, cp=1, tp=1, n_layers=2, zero=0, seq_len=512, dim=256, n_heads=4))
+    with open_mesh({"pp": 2, "dp": 1, "cp": 1, "tp": 1}, CPU, "gloo") as mesh, faults.applied(fault):
+        with torch.device("meta"):
+            model = Decoder(config.model_config())
+        chunks = step06.keep_stage(model, mesh, ways, [1, 1])
+        _, sync = step06.optimizer_and_sync(model, mesh["dp"], config, CPU, torch.float32)
+        pipeline = step06.Pipeline(chunks, ways, mesh, True, (512, 256), torch.float32, None, sync)
+        tokens, start = torch.zeros(1, 512, dtype=torch.int64), time.perf_counter()
+        if mesh.rank == 1:
+            time.sleep(delay)
+        end = lambda i, hidden: model.lm_head.loss(hidden, tokens)  # noqa: E731
+        pipeline.run(communicate(lists, ways)[mesh.rank], 1, lambda i: tokens, end, torch.arange(512))
+        return [stop - start for action, _, stop in pipeline.spans if action.kind == "F"]
+
+
+def test_sends_do_not_wait(pools):
+    """Rank 0 has done all its forward passes before rank 1 looks at the first; with blocking messages it has not."""
+    delay = 3.0
+    assert pools(2).run(overlap_on_rank, delay, "")[0][-1] < delay
+    assert pools(2).run(overlap_on_rank, delay, "blocking_messages")[0][-1] > delay
+
+
+# --- what peers got wrong --------------------------------------------------------------------------------------------
+
+
+def complaint_on_rank(function, *args) -> str:
+    """Runs on every rank: the AssertionError that `function` raises there, as text."""
+    try:
+        function(*args)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "fault, base, layout, complaint",
+    [
+        ("gradients_times_micro_batches", {}, dict(pp=2), "the gradient of"),
+        ("gradients_times_micro_batches", dict(optimizer="adamw", grad_clip=0.0), dict(pp=2), "the gradient of"),
+        ("drawn_by_stage", {}, dict(pp=2), "the loss"),
+        ("tied_gradient_not_summed", dict(tied=True), dict(pp=2), "the gradient of model.embed_tokens"),
+        ("copies_not_summed", {}, dict(pp=2, schedule="dualpipe"), "the gradient of"),
+        ("norm_of_the_own_stage", {}, dict(pp=2), "the gradient norm"),
+        ("tied_counted_twice", dict(tied=True), dict(pp=2), "the gradient norm"),
+        ("weight_gradients_lost", {}, dict(pp=2, schedule="zb-h1"), "gradient"),
+        ("weight_gradients_twice", {}, dict(pp=2, schedule="zb-h1"), "the gradient of"),
+        ("messages_swapped", {}, dict(pp=2, schedule="afab"), "the gradient of"),
+    ],
+    ids=str,
+)
+def test_faults_are_noticed(pools, tmp_path, fault, base, layout, complaint):
+    """What peers got wrong makes the comparison with one device fail, whatever the optimizer hides."""
+    options = SMALL | BASE | base
+    ours = options | PLAIN | dict(zero=0) | layout | dict(out=str(tmp_path / "run"))
+    found = pools(2).run(
+        complaint_on_rank, equivalence.on_rank, STEP, ours, str(equivalence.reference(options)), 1e-10, [fault]
+    )
+    assert any(complaint in text for text in found), found
+
+
+# --- the trainer around it -------------------------------------------------------------------------------------------
+
+
+def text_on_rank(options: dict, folder: str) -> str:
+    """Runs on every rank: continue a text with the model of a checkpoint."""
+    import contextlib
+    import io
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        step06.train(step06.Config(**options | dict(resume=folder, generate="def ")))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "layout", [dict(pp=4), dict(pp=2, cp=2, schedule="zbv", zero=3), dict(pp=2, tp=2, schedule="dualpipe")], ids=label
+)
+def test_generates_step01s_text(pools, tmp_path, capsys, layout):
+    """From step01's checkpoint, in fp32 as in fp64 the same tokens are drawn."""
+    one, ten = str(tmp_path / "one"), mock.patch.object(step01.generate, "__defaults__", None)
+    options = SMALL | BASE | dict(seq_len=32, save_every=100, steps=1)
+    step01.train(step01.Config(**options, out=one))
+    capsys.readouterr()
+    with ten:
+        step01.train(step01.Config(**options | dict(resume=one, generate="def ")))
+    expected = capsys.readouterr().out
+    found = pools(4).run(text_on_rank, options | PLAIN | layout, one)
+    assert found[0] == expected and len(expected) > 10 and set(found[1:]) == {""}
+
+
+def signalled_on_rank(options: dict) -> int:
+    """Runs on every rank: train; one rank gets SIGTERM in step 2. The number of steps done."""
+
+    def observe(step, optimizer):
+        if step == 1 and torch.distributed.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return len(step06.train(step06.Config(**options), observe).history)
+
+
+def test_a_signal_to_one_rank_stops_all(pools, tmp_path):
+    """After the same step."""
+    options = SMALL | BASE | PLAIN | dict(pp=4, steps=6, out=str(tmp_path / "run"))
+    counts = pools(4).run(signalled_on_rank, options)
+    assert len(set(counts)) == 1 and counts[0] in (2, 3)
+
+
+def test_a_run_leaves_its_timeline(pools, tmp_path):
+    """timeline.json has every action of every stage, in order, without overlap; timeline.png is drawn from it."""
+    import json
+
+    options = SMALL | BASE | PLAIN | dict(pp=4, schedule="zb-h1", out=str(tmp_path / "run"))
+    pools(4).run(column_on_rank, options)
+    panel = json.loads((tmp_path / "run" / "timeline.json").read_text())["panels"]["zb-h1"]
+    for rank, row in enumerate(panel["ranks"]):
+        assert [Action(*entry[:3]) for entry in row] == SCHEDULES["zb-h1"](4, 8, 1, rank)
+        assert all(a[4] <= b[3] for a, b in itertools.pairwise(row)) and all(entry[3] < entry[4] for entry in row)
+    assert 0 < panel["idle"] < 1 and 0 < panel["simulated_idle"] < 1
+    assert (tmp_path / "run" / "timeline.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "flags, world, complaint",
+    [
+        (dict(pp=3), 4, "--pp 3 does not divide the 4 ranks"),
+        (dict(pp=16), 8, "--pp 16 does not divide the 8 ranks"),
+        (
+            dict(pp=2, cp=2, tp=4),
+            8,
+            "--pp 2 x --cp 2 x --tp 4 = 16 does not divide the 8 ranks that were started: use --pp among",
+        ),
+        (dict(pp=4, n_layers=3), 4, "--n-layers 3 cannot be cut into 4 stages"),
+        (dict(pp=2, schedule="zbv", n_layers=3), 2, "--n-layers 3 cannot be cut into 4 stages"),
+        (dict(pp=2, schedule="interleaved", chunks=3, n_layers=5), 2, "cannot be cut into 6 stages"),
+        (dict(pp=3, schedule="dualpipe", n_layers=6), 3, "even number of ranks"),
+        (dict(pp=2, schedule="zbv", chunks=3), 2, "--chunks 2"),
+        (dict(pp=2, chunks=2), 2, "--chunks 1"),
+        (dict(pp=2, pp_split="1,2"), 2, "--pp-split 1,2: give 2 numbers"),
+        (dict(pp=2, pp_split="a,b"), 2, "--pp-split a,b"),
+        (dict(pp=2, pp_split="4,0"), 2, "--pp-split 4,0"),
+        (dict(pp=2, sync="torch", zero=0), 2, "--sync torch"),
+    ],
+    ids=str,
+)
+def test_bad_flags(flags, world, complaint):
+    """One line that names the flag, on every rank before the first collective."""
+    with pytest.raises(UserError, match=complaint.replace("(", r"\(")):
+        step06.check(step06.Config(**SMALL | BASE | PLAIN | flags), world)
+
+
+def test_bad_flags_reach_every_rank(pools, tmp_path):
+    """The same error on all, and nobody hangs."""
+    options = SMALL | BASE | PLAIN | dict(pp=4, n_layers=2, out=str(tmp_path / "run"))
+    with pytest.raises(RankError, match="cannot be cut into 4 stages"):
+        pools(4).run(column_on_rank, options)
