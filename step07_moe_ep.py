@@ -1,0 +1,934 @@
+"""Step 7: mixture of experts and expert parallelism. Many MLPs, of which each token visits a few; each rank owns some.
+
+A ROUTER, one small matrix, turns a token into a probability for each of E experts; the token goes to the k likeliest
+and gets the sum of their outputs, weighted by gates (Shazeer et al. 2017; Fedus et al. 2021, "Switch"):
+
+    p = softmax(W x) in fp32      gate_e = p_e / (sum of the k chosen p)      out = sum over chosen e of gate_e MLP_e(x)
+
+(k = 1: the gate is p_e itself; divided by itself it would be 1, and the router would learn nothing.) So parameters
+grow with E, FLOPs with k. The gates are kept as a matrix [tokens, E] that is zero where a token does not go.
+
+BALANCE. Nothing above keeps a router from sending all tokens to one expert. With f_e the fraction of choices that fell
+on e, and p_e averaged over the micro-batch:
+
+    --balance loss   adds weight x E x sum_e f_e p_e to the loss: least if all are equal. Only p has a gradient, so no
+                     collective is needed in backward: a rank adds up its own tokens' p, with everyone's f
+    --balance bias   chooses by p + b, weighs by p; after each step b_e moves by --bias-speed up or down against e's
+                     load (Wang et al. 2024, "auxiliary-loss-free"; DeepSeek-V3): no gradient, but a state to save
+    --balance none   to see what happens
+
+f is that of a micro-batch, summed over the ranks that share its sequences (cp, and tp with SP), and the losses of
+micro-batches are averaged: so neither dp, cp, tp nor ep changes them. --z-loss adds weight x mean (log sum exp)^2 of
+the router's logits (Zoph et al. 2022, "ST-MoE"). With --capacity-factor C an expert takes at most C k T / E of a
+micro-batch's T tokens, those that come first in it; the residual stream carries the others past. 0: no limit.
+
+EXPERT PARALLELISM. ep ranks hold E/ep experts each, and everything else as before: ep is no new dimension of the mesh,
+but a cut through the dp x cp ranks that are there, which have different tokens already.
+
+    dp 0 cp 0  [e0 e1]  --.                        .-->  e0 e1 of everyone's tokens  --.                       .--> sum
+    dp 0 cp 1  [e2 e3]  ---+-- tokens to experts --+-->  e2 e3                       ---+-- results go home --+---> sum
+    dp 1 cp 0  [e0 e1]  --'  (two groups of two,   '-->  e0 e1                       --'                       '--> sum
+    dp 1 cp 1  [e2 e3]  -'     all-to-all in each)   '-> e2 e3                       -'                         '-> sum
+
+    --ep-mode alltoall    how many tokens come from where, then the tokens (once to each rank, however many of its
+                          experts they want) with their gates; there they are sorted by expert, go through one grouped
+                          matmul, are weighted and added up; one row for each goes home
+    --ep-mode allgather   every rank gets all tokens of the group, and the results are reduce-scattered: no counts, no
+                          sorting of messages, but bytes for tokens that nobody wants
+
+--expert-groups G --groups-per-token M lets a token's experts come from at most M of G groups (DeepSeek-V3): with groups
+laid on ranks it is sent at most M times, and k may be larger. Bytes a rank sends in a layer and micro-batch, e bytes an
+element, w in fp32 or wider, T tokens, R rows sent to and A received from others:
+
+    alltoall    there R (h e + E/ep w), home A h e; backward A (h e + E/ep w) and R h e;  counts 8 (ep-1)
+    allgather   (ep-1) T (h e + E w) and (ep-1) T h e;  the same in backward
+    R = A = (ep-1) T (1 - C(E - E/ep, k) / C(E, k))  on average, if all k experts are equally likely
+
+An expert's gradient is summed over the ranks that hold this expert, "expert_data" = dp x cp / ep of them, where ZeRO
+cuts it, too: its tokens from the other ranks have come to it already. With tp, experts are cut like any MLP; with SP,
+each tp rank sends its own tokens, then those that arrived are gathered over tp (filled up to equal numbers).
+
+ALL FIVE. `train` below applies the dimensions to the plain model one after another. The order matters in three places:
+stages first, so that nothing is cut that is not kept; experts before tensors, as their weights are cut twice, by expert
+and by channel; and recomputation last, as it wraps what the layers have become. Weights are drawn after all that, each
+in full from (seed, name), then sliced by its record. The mesh, slowest dimension first, is pp x dp x cp x tp: tensor
+parallelism talks most and has the nearest neighbours, pipelines talk least.
+
+Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py          pp 2 x cp 2 x tp 2, experts on ep 2
+           torchrun --nproc_per_node=4 step07_moe_ep.py --pp 1 --cp 1 --tp 1 --ep 4
+You should see the losses of one process under every layout, and each expert's load near 1/E.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil, comb
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import step06_pipeline as step06
+from common import plots
+from common.comm import (
+    Group,
+    Mesh,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    gather_objects,
+    open_mesh,
+    require_same_flags,
+    world_size,
+)
+from common.data import TokenData
+from common.layout import layout_of, reduction_table, sum_gradients_over
+from common.model import MLP, PRESETS, Decoder, ModelConfig
+from common.run import Run, UserError, choose_device, choose_dtype, main, peak_flops, table
+from common.schedules import SCHEDULES, Step, communicate, paths
+from step01_single_gpu import (
+    Trained,
+    apply_recompute,
+    flops_per_token,
+    generate,
+    health,
+    learning_rate,
+    require_finite,
+    resume,
+    save,
+)
+from step02_ddp import require_same_parameters, require_same_replicas, sum_over
+from step03_zero import optimizer_and_sync, plan, predictions
+from step04_tp_sp import (
+    CopyToRanks,
+    GatherTokens,
+    ScatterTokens,
+    SumFromRanks,
+    choose_tp,
+    cut,
+    gather_tokens,
+    global_norm,
+    partial_traffic,
+    shard_block,
+    shard_tensors,
+    sum_partial_gradients,
+    tp_traffic,
+)
+from step05_cp_ring import choose_cp, own_positions, shard_context
+from step06_pipeline import (
+    Chunk,
+    Later,
+    Pipeline,
+    Traffic,
+    choose_chunks,
+    choose_pp,
+    describe,
+    draw_timeline,
+    evaluate_stages,
+    keep_stage,
+    layer_costs,
+    pipeline_logits,
+    pp_activation_bytes,
+    scaled_loss,
+    split_backward,
+    split_layers,
+    stage_traffic,
+    zero_stage_traffic,
+)
+
+
+@dataclass(frozen=True)
+class MoEConfig(ModelConfig):
+    """The shape of a decoder with experts. Raises ValueError, naming the flags to change, if parts do not fit."""
+
+    experts: int = 0  # 0: every layer is dense
+    experts_per_token: int = 2
+    expert_dim: int = 0  # width of an expert; 0: that of a dense MLP
+    shared_experts: int = 0  # experts that every token visits, as one MLP
+    moe_every: int = 1
+    dense_layers: int = 0  # layers before the first with experts
+    expert_groups: int = 1
+    groups_per_token: int = 0  # 0: any number
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("experts", "expert_dim", "shared_experts", "dense_layers", "groups_per_token"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 0")
+        for name in ("experts_per_token", "moe_every", "expert_groups"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
+        if self.experts == 0:
+            return
+        if self.experts_per_token > self.experts:
+            raise ValueError(
+                f"--experts-per-token {self.experts_per_token} is more than --experts {self.experts}: change one"
+            )
+        if self.experts % self.expert_groups or self.groups_per_token > self.expert_groups:
+            raise ValueError(
+                f"--expert-groups {self.expert_groups} must divide --experts {self.experts}, and be at least "
+                f"--groups-per-token {self.groups_per_token}"
+            )
+        reachable = self.experts // self.expert_groups * self.groups_per_token or self.experts
+        if self.experts_per_token > reachable:
+            raise ValueError(
+                f"--groups-per-token {self.groups_per_token} leaves a token {reachable} experts, fewer than "
+                f"--experts-per-token {self.experts_per_token}: raise the one or lower the other"
+            )
+
+    @property
+    def expert_width(self) -> int:
+        """Hidden channels of one expert."""
+        return self.expert_dim or self.ffn_dim
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the layer of this number has experts instead of one MLP."""
+        n = layer - self.dense_layers + 1
+        return self.experts > 0 and n > 0 and n % self.moe_every == 0
+
+    @property
+    def moe_layers(self) -> int:
+        """Number of layers with experts."""
+        return sum(self.has_experts(layer) for layer in range(self.n_layers))
+
+
+# With plain attention instead of its latent one: 672e9 parameters, of which a token uses 38e9.
+DEEPSEEK = dict(experts=256, experts_per_token=8, expert_dim=2048, shared_experts=1, dense_layers=3)
+DEEPSEEK |= dict(expert_groups=8, groups_per_token=4)
+MOE_PRESETS = {name: MoEConfig(**vars(m)) for name, m in PRESETS.items()} | {
+    "tiny-moe": MoEConfig(128, 4, 8, 4, 352, vocab_size=257, seq_len=256, experts=8, expert_dim=176),
+    "mixtral-8x7b": MoEConfig(4096, 32, 32, 8, 14336, vocab_size=32000, seq_len=32768, rope_theta=1e6, experts=8),
+    "deepseek-v3-like": MoEConfig(7168, 61, 128, 128, 18432, vocab_size=129280, seq_len=4096, **DEEPSEEK),
+}
+
+
+@dataclass
+class Config(step06.Config):
+    """The flags so far and those of experts."""
+
+    model: str = "tiny-moe"  # preset: tiny-moe, mixtral-8x7b, deepseek-v3-like, or a dense one of step 1
+    steps: int = 100  # optimizer steps of the whole schedule
+    experts: int | None = None  # override the number of experts in a layer; 0: dense layers
+    experts_per_token: int | None = None  # override how many experts a token visits
+    expert_dim: int | None = None  # override the width of an expert; 0: --ffn-dim
+    shared_experts: int | None = None  # override the number of experts that every token visits
+    moe_every: int | None = None  # override: every so many layers have experts, the others a dense MLP
+    dense_layers: int | None = None  # override the number of dense layers before the first with experts
+    expert_groups: int | None = None  # override the number of groups of experts
+    groups_per_token: int | None = None  # override how many groups a token's experts may come from; 0: all
+    ep: int = 0  # ranks, among dp x cp, that share the experts; 0: 2 if that divides both numbers, else 1
+    ep_mode: Literal["alltoall", "allgather"] = "alltoall"  # how tokens meet experts
+    capacity_factor: float = 0.0  # most tokens of an expert, as a multiple of the mean; 0: no limit
+    balance: Literal["loss", "bias", "none"] = "loss"  # what keeps the experts equally busy
+    balance_weight: float = 0.01  # of --balance loss
+    bias_speed: float = 0.001  # change of an expert's bias in a step, with --balance bias
+    z_loss: float = 0.0  # weight of the router's z-loss
+
+    def presets(self) -> dict[str, ModelConfig]:
+        """The shapes that `--model` can name."""
+        return MOE_PRESETS
+
+
+def choose_ep(config: Config, m: MoEConfig, data: int) -> int:
+    """`--ep`, or what 0 stands for, among `data` = dp x cp ranks."""
+    return config.ep or (2 if m.moe_layers and data % 2 == 0 and m.experts % 2 == 0 else 1)
+
+
+def check(config: Config, world: int):
+    """Refuse what cannot work, on every rank alike, before the first collective. Raises UserError naming the flag."""
+    step06.check(config, world)
+    m, pp = config.model_config(), choose_pp(config, world)
+    cp = choose_cp(config, world // pp)
+    tp = choose_tp(config, world // pp // cp)
+    data = world // tp // pp
+    ep = choose_ep(config, m, data)
+    for name in ("capacity_factor", "balance_weight", "bias_speed", "z_loss"):
+        if not getattr(config, name) >= 0:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(config, name)}: it must be at least 0")
+    if ep < 1 or data % ep:
+        legal = [n for n in range(1, data + 1) if data % n == 0 and max(1, m.experts) % n == 0]
+        raise UserError(
+            f"--ep {ep} does not divide dp x cp = {data // cp} x {cp} = {data} ranks, among which it lives: "
+            f"use one of {legal}"
+        )
+    if ep > 1 and not m.moe_layers:
+        raise UserError(f"--ep {ep} needs experts: set --experts, or use --ep 1")
+    if ep > 1 and m.experts % ep:
+        legal = [n for n in range(1, data + 1) if data % n == 0 and m.experts % n == 0]
+        raise UserError(f"--experts {m.experts} cannot be dealt to --ep {ep} ranks: use --ep among {legal}")
+    if m.moe_layers and m.expert_width % tp:
+        raise UserError(f"--tp {tp} must divide the width of an expert, {m.expert_width}: change it or --expert-dim")
+    if ep > 1 and config.optimizer == "adafactor":
+        raise UserError("--optimizer adafactor looks at all experts at once: use it with --ep 1")
+
+
+# --- one matmul for all experts: rows sorted by expert, each with its own matrix
+
+
+def can_group(*tensors: Tensor) -> bool:
+    """Whether PyTorch's grouped matmul takes these: up to 32 bits, rows of a multiple of 16 bytes, at least one."""
+    return all(t.dtype.itemsize <= 4 and t.shape[-1] * t.dtype.itemsize % 16 == 0 and t.numel() for t in tensors)
+
+
+def looped_matmul(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """rows [n, in], the first counts[0] of them times weights[0] [in, out], and so on -> [n, out]."""
+    return torch.cat([part @ w for part, w in zip(rows.split(counts.tolist()), weights, strict=True)])
+
+
+def looped_outer(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
+    """a [n, out], b [n, in] -> [experts, out, in], a^T b over the rows of each expert, zero if it has none."""
+    sizes = counts.tolist()
+    return torch.stack([x.T @ y for x, y in zip(a.split(sizes), b.split(sizes), strict=True)])
+
+
+def grouped_matmul(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """`looped_matmul` in one kernel where there is one; counts int64 [experts]."""
+    if not can_group(rows, weights, weights.mT):
+        return looped_matmul(rows, weights, counts)
+    return torch._grouped_mm(rows, weights, offs=counts.cumsum(0, dtype=torch.int32))
+
+
+def grouped_outer(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
+    """`looped_outer` in one kernel where there is one."""
+    if not can_group(a, b):
+        return looped_outer(a, b, counts)
+    outer = torch._grouped_mm(a.T, b, offs=counts.cumsum(0, dtype=torch.int32))
+    return outer.masked_fill_((counts == 0)[:, None, None], 0)  # which a kernel may have left as it found it
+
+
+class GroupedLinear(torch.autograd.Function):
+    """x W_e^T for the expert e of each row."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, counts: Tensor, later: Callable | None) -> Tensor:
+        """x [n, in] sorted by expert, weight [experts, out, in], counts int64 [experts] -> [n, out]."""
+        ctx.save_for_backward(x, weight, counts)
+        ctx.later = later
+        return grouped_matmul(x, weight.mT, counts)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """dx [n, in], and dW, which is there, and zero, also for experts without a token: all ranks sum it."""
+        x, weight, counts = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_x = grouped_matmul(grad, weight, counts) if ctx.needs_input_grad[0] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1] and ctx.later is not None:
+            ctx.later(lambda: [grouped_outer(grad, x, counts)])
+        elif ctx.needs_input_grad[1]:
+            grad_weight = grouped_outer(grad, x, counts)
+        return grad_x, grad_weight, None, None
+
+
+class AddRows(torch.autograd.Function):
+    """Add rows up where they belong, in fp32 or wider. (PyTorch's `index_add` would keep them for its backward.)"""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, place: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+        """rows [any number, dim], place int64 of each -> sums [n, dim] in `dtype`, zero where no row belongs."""
+        ctx.save_for_backward(place)
+        ctx.dtype, wide = rows.dtype, torch.promote_types(rows.dtype, torch.float32)
+        return rows.new_zeros(n, rows.shape[1], dtype=wide).index_add_(0, place, rows.to(wide)).to(dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """Each row has the gradient of its sum."""
+        (place,) = ctx.saved_tensors
+        return grad.index_select(0, place).to(ctx.dtype), None, None, None
+
+
+# --- the layer
+
+
+class ExpertLinear(nn.Module):
+    """The same linear layer of all experts: `weight` [experts, out, in]. `later`: step 6's queue, if there is one."""
+
+    def __init__(self, experts: int, n_in: int, n_out: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, n_out, n_in))
+        self.later: Later | None = None
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x [n, in] sorted by expert, counts int64 [experts] -> [n, out]."""
+        later = partial(self.later, [self.weight]) if self.later is not None else None
+        return GroupedLinear.apply(x, self.weight, counts, later)
+
+
+class Experts(nn.Module):
+    """SwiGLU MLPs side by side."""
+
+    def __init__(self, m: MoEConfig):
+        super().__init__()
+        self.gate_proj = ExpertLinear(m.experts, m.dim, m.expert_width)
+        self.up_proj = ExpertLinear(m.experts, m.dim, m.expert_width)
+        self.down_proj = ExpertLinear(m.experts, m.expert_width, m.dim)
+
+    def forward(self, x: Tensor, gates: Tensor) -> Tensor:
+        """x [tokens, dim], gates [tokens, experts], zero where a token does not go -> weighted sums [tokens, dim]."""
+        goes = gates != 0
+        expert, token = goes.T.nonzero(as_tuple=True)  # sorted by expert
+        counts, own = goes.sum(0), x.index_select(0, token)
+        hidden = F.silu(self.gate_proj(own, counts)) * self.up_proj(own, counts)
+        weighted = self.down_proj(hidden, counts) * gates[token, expert][:, None]  # in the gates' wider dtype
+        return AddRows.apply(weighted, token, len(x), x.dtype)
+
+
+def select(scores: Tensor, m: MoEConfig) -> Tensor:
+    """scores [tokens, experts] -> the k best experts of each token, int64 [tokens, k], from M of G groups.
+
+    A group is as good as its best k/M experts together (DeepSeek-V3, section 2.1.2).
+    """
+    if 0 < m.groups_per_token < m.expert_groups:
+        by_group = scores.unflatten(1, (m.expert_groups, -1))
+        each = max(1, m.experts_per_token // m.groups_per_token)
+        best = by_group.topk(each).values.sum(-1).topk(m.groups_per_token).indices
+        barred = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(1, best, False)
+        scores = by_group.masked_fill(barred[..., None], -torch.inf).flatten(1)
+    return scores.topk(m.experts_per_token).indices
+
+
+def within_capacity(chosen: Tensor, experts: int, capacity: int) -> Tensor:
+    """Choices int64 [batch, seq, k] -> bool, the same shape: whether they are among the first `capacity` of an expert.
+
+    Counted in the order of the sequences and of their tokens, which is the same under every layout.
+    """
+    asked = F.one_hot(chosen.flatten().long(), experts).cumsum(0)
+    return (asked.gather(1, chosen.flatten().long()[:, None]) <= capacity).view(chosen.shape)
+
+
+class AddLoss(torch.autograd.Function):
+    """Give a scalar loss its gradient `scale` wherever x has one: so any layer, on any pipeline stage, can add a loss.
+
+    Counts in backward, which runs once, where forward may run twice (recomputation) or for nothing (validation).
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, loss: Tensor, scale: float, total: Tensor, counts: Tensor) -> Tensor:
+        """x of any shape, unchanged; backward adds `counts` to `total`, in place."""
+        ctx.scale, ctx.total, ctx.counts = scale, total, counts
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """The gradient of x, unchanged, and that of the loss."""
+        ctx.total.add_(ctx.counts)
+        return grad, torch.tensor(ctx.scale, dtype=torch.float64, device=grad.device), None, None, None
+
+
+class Balance:
+    """What the layers with experts of one run share: how they are kept busy, and what was counted in this step.
+
+    `scale`, to be set in each step: the loss scale over the number of micro-batches of the global batch. `counted` fp64
+    [layers, experts + 3]: choices that fell on each expert, choices dropped, entropy of the routers in nats summed over
+    tokens, balance loss (averaged over micro-batches); of this rank, since the last `take`.
+    """
+
+    def __init__(self, config: Config, m: MoEConfig, device: torch.device):
+        self.config, self.m, self.scale = config, m, 1.0
+        self.micro_batches = config.global_batch_size // config.micro_batch_size
+        self.counted = torch.zeros(m.n_layers, m.experts + 3, dtype=torch.float64, device=device)
+
+    @property
+    def looks_around(self) -> bool:
+        """Whether a layer has to know the choices of the whole micro-batch's tokens."""
+        return torch.is_grad_enabled() and (self.config.balance == "loss" or self.config.capacity_factor > 0)
+
+    def take(self, groups: list[Group]) -> Tensor:
+        """`counted`, summed over `groups`; then start anew."""
+        for group in groups:
+            all_reduce(self.counted, group, "(metrics)").wait()
+        taken = self.counted.clone()
+        self.counted.zero_()
+        return taken
+
+    def metrics(self, counted: Tensor) -> dict:
+        """For metrics.jsonl: load of each expert by layer (1/E is even), the share of choices dropped, and so on."""
+        layers = [n for n in range(self.m.n_layers) if self.m.has_experts(n)]
+        if not layers:
+            return {}
+        choices = counted[layers, :-3].sum(-1)
+        load = (counted[layers, :-3] / choices[:, None]).tolist()
+        drops, entropy, loss = counted[layers, -3:].unbind(-1)
+        return dict(
+            expert_load={str(n): row for n, row in zip(layers, load, strict=True)},
+            drop_rate=(drops / choices).mean().item(),
+            router_entropy=(entropy / choices).mean().item() * self.m.experts_per_token,
+            balance_loss=loss.sum().item(),
+        )
+
+    def adjust(self, model: Decoder, counted: Tensor):
+        """After a step, `--balance bias`: the bias of each expert goes up if it had less than its share, else down."""
+        for number, layer in model.model.layers.items():
+            if self.config.balance == "bias" and isinstance(layer.mlp, MoE):
+                load = counted[int(number), :-3]
+                layer.mlp.router.bias += self.config.bias_speed * (load.mean() - load).sign()
+
+
+class Router(nn.Module):
+    """`weight` [experts, dim]; `bias` [experts], fp32, which `--balance bias` moves."""
+
+    def __init__(self, m: MoEConfig):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(m.experts, m.dim))
+        self.register_buffer("bias", torch.empty(m.experts, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [tokens, dim] -> logits [tokens, experts], fp32 (fp64 for fp64)."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.linear(x.to(wide), self.weight.to(wide))
+
+
+class MoE(nn.Module):
+    """Router, experts, shared experts: replaces the MLP of layer `number`.
+
+    Expert parallelism replaces `run`, which brings tokens to experts, and `everyones`: (own choices [batch, s/n, k]) ->
+    those of the whole sequences in their order [batch, seq, k]; `own` says which of the sequence's tokens are here.
+    """
+
+    def __init__(self, m: MoEConfig, number: int, balance: Balance):
+        super().__init__()
+        self.m, self.number, self.balance = m, number, balance
+        self.router, self.experts = Router(m), Experts(m)
+        width = m.shared_experts * m.expert_width
+        self.shared_experts = MLP(replace(m, ffn_dim=width)) if width else None
+        self.run: Callable[[Experts, Tensor, Tensor], Tensor] = lambda experts, x, gates: experts(x, gates)
+        self.everyones: Callable[[Tensor], Tensor] = lambda chosen: chosen
+        self.own: slice | Tensor = slice(None)
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, dim] -> [batch, seq, dim]; s/n tokens where the sequence is cut."""
+        m, config, tokens = self.m, self.balance.config, x.flatten(0, -2)
+        logits = self.router(tokens)
+        p = logits.softmax(-1)
+        chosen = select(p.detach() + self.router.bias, m)
+        gates = p.gather(1, chosen)
+        if m.experts_per_token > 1:
+            gates = gates / gates.sum(-1, keepdim=True)
+        kept, loss = torch.ones_like(chosen, dtype=torch.bool), p.new_zeros(())
+        whole = x.shape[0] * m.seq_len  # tokens of the micro-batch
+        if self.balance.looks_around:
+            everyones = self.everyones(chosen.view(*x.shape[:-1], -1))
+            if config.capacity_factor:
+                capacity = ceil(config.capacity_factor * everyones.numel() / m.experts)
+                kept = within_capacity(everyones, m.experts, capacity)[:, self.own].reshape(chosen.shape)
+                gates = gates * kept
+            if config.balance == "loss":
+                fraction = everyones.flatten().bincount(minlength=m.experts) / everyones.numel()
+                loss = m.experts * (fraction.to(p.dtype) * p.sum(0)).sum() / whole
+        total = config.balance_weight * loss
+        if config.z_loss:
+            total = total + config.z_loss * logits.logsumexp(-1).square().sum() / whole
+        out = self.run(self.experts, tokens, torch.zeros_like(p).scatter(1, chosen, gates)).view_as(x)
+        if self.shared_experts is not None:
+            out = out + self.shared_experts(x)
+        counts = self.counts(p.detach(), chosen, kept, loss.detach())
+        return AddLoss.apply(out, total, self.balance.scale, self.balance.counted[self.number], counts)
+
+    def counts(self, p: Tensor, chosen: Tensor, kept: Tensor, loss: Tensor) -> Tensor:
+        """p [tokens, experts], chosen and kept [tokens, k], the balance loss -> a row of `Balance.counted`."""
+        load = chosen.flatten().bincount(minlength=self.m.experts)
+        rest = torch.stack(((~kept).sum(), torch.special.entr(p).sum(), loss / self.balance.micro_batches))
+        return torch.cat((load, rest))
+
+
+def add_experts(model: Decoder, balance: Balance):
+    """Give the model, on the meta device, experts in the layers that its config says, in place."""
+    for number, layer in model.model.layers.items():
+        if model.config.has_experts(int(number)):
+            layer.mlp = MoE(model.config, int(number), balance)
+
+
+# --- expert parallelism
+
+
+class SendRows(torch.autograd.Function):
+    """Uneven all-to-all of rows; backward sends their gradients back."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, group: Group, sent: list[int], received: list[int]) -> Tensor:
+        """rows [sum(sent), ...], the first sent[0] of them for rank 0, and so on -> [sum(received), ...] by sender."""
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        arrived = rows.new_empty(sum(received), *rows.shape[1:])
+        all_to_all(arrived, rows.contiguous(), group, received, sent).wait()
+        return arrived
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """The reverse exchange."""
+        return SendRows.apply(grad, ctx.group, ctx.received, ctx.sent), None, None, None
+
+
+class Sent(NamedTuple):
+    """One exchange as a rank saw it: rows to and from each rank of ep; rows of each tp rank after filling up."""
+
+    to: list[int]
+    came: list[int]
+    rows: int
+
+
+class ExpertParallel:
+    """Replaces `MoE.run` where experts are dealt to the ranks of `ep`, or cut over `tp`.
+
+    Set `trace` to a list to have every exchange recorded in it.
+    """
+
+    def __init__(self, ep: Group, tp: Group, sp: bool, mode: str):
+        self.ep, self.tp, self.sp, self.mode = ep, tp, sp, mode
+        self.trace: list[Sent] | None = None
+
+    def __call__(self, experts: Experts, x: Tensor, gates: Tensor) -> Tensor:
+        """x [tokens, dim], gates [tokens, all experts] -> the weighted sum of the experts' outputs [tokens, dim]."""
+        n = self.ep.size
+        if n == 1:
+            return self.over_tp(experts, x, gates, even=True)
+        if self.mode == "allgather":
+            x, gates = (GatherTokens.apply(t[None], self.ep)[0] for t in (x, gates))
+            part = self.over_tp(experts, x, gates.chunk(n, dim=1)[self.ep.rank], even=True)
+            return ScatterTokens.apply(part[None], self.ep)[0]
+        by_rank = gates.unflatten(1, (n, -1))
+        wanted = (by_rank != 0).any(-1)
+        rank, token = wanted.T.nonzero(as_tuple=True)  # sorted by rank
+        to = wanted.sum(0)
+        came = torch.empty_like(to)
+        all_to_all(came, to, self.ep, purpose="(counts)").wait()
+        to, came = to.tolist(), came.tolist()
+        there = (SendRows.apply(t, self.ep, to, came) for t in (x.index_select(0, token), by_rank[token, rank]))
+        out = self.over_tp(experts, *there, even=False)
+        if self.trace is not None:
+            self.trace.append(Sent(to, came, self.rows))
+        back = SendRows.apply(out, self.ep, came, to)
+        return AddRows.apply(back, token, len(x), x.dtype)
+
+    def over_tp(self, experts: Experts, x: Tensor, gates: Tensor, even: bool) -> Tensor:
+        """x [rows, dim], gates [rows, experts here] -> [rows, dim]; `even`: all tp ranks are known to have as many."""
+        self.rows = len(x)
+        if self.tp.size == 1:
+            return experts(x, gates)
+        if not self.sp:  # all tp ranks have the same rows
+            x, gates = (CopyToRanks.apply(t, self.tp) for t in (x, gates))
+            return SumFromRanks.apply(experts(x, gates), self.tp)
+        if not even:
+            own = torch.tensor([len(x)], device=x.device)
+            everyones = own.new_empty(self.tp.size)
+            all_gather(everyones, own, self.tp, "(counts)").wait()
+            self.rows = int(everyones.max())
+        filled = (F.pad(t, (0, 0, 0, self.rows - len(t))) for t in (x, gates))
+        part = experts(*(GatherTokens.apply(t[None], self.tp)[0] for t in filled))
+        return ScatterTokens.apply(part[None], self.tp)[0][: len(x)]
+
+
+class InSequence:
+    """Replaces `MoE.everyones` where `group` shares sequences; `order` int64 [seq]: which tokens its ranks hold."""
+
+    def __init__(self, group: Group, order: Tensor):
+        self.group, self.places = group, order.argsort()
+
+    def __call__(self, chosen: Tensor) -> Tensor:
+        """int64 [batch, seq/n, k] -> int32 [batch, seq, k]."""
+        return gather_tokens(chosen.int(), self.group)()[:, self.places]
+
+
+def shard_experts(model: Decoder, mesh: Mesh, config: Config, ep: int):
+    """Deal the experts of the model, on the meta device, to `ep` of the data ranks and cut them over tp, in place.
+
+    The mesh is (pp, dp, cp, tp), tp innermost. Adds the groups "ep", `ep` neighbours of the dp x cp ranks (with the
+    same tp); "expert_data", the ranks that hold the same experts; "sequence", those that share sequences.
+    """
+    data, cp, tp, sp = mesh.sizes["dp"] * mesh.sizes["cp"], mesh["cp"], mesh["tp"], config.sp
+    mesh.add("ep", ep, stride=tp.size)
+    mesh.add("expert_data", data // ep, stride=ep * tp.size)
+    mesh.add("sequence", cp.size * (tp.size if sp else 1), stride=1 if sp else tp.size)
+    order = [own_positions(model.config.seq_len, rank, cp.size, config.cp_mode) for rank in range(cp.size)]
+    order = torch.cat(order).to(mesh.device)
+    for layer in model.model.layers.values():
+        if not isinstance(layer.mlp, MoE):
+            continue
+        moe = layer.mlp
+        moe.run = ExpertParallel(mesh["ep"], tp, sp, config.ep_mode)
+        if mesh["sequence"].size > 1:
+            moe.everyones = InSequence(mesh["sequence"], order)
+            moe.own = order.chunk(mesh["sequence"].size)[mesh["sequence"].rank]
+        for linear, dim in ((moe.experts.gate_proj, 1), (moe.experts.up_proj, 1), (moe.experts.down_proj, 2)):
+            for group, at in ((mesh["ep"], 0), (tp, dim)):
+                if group.size > 1:
+                    linear.weight = cut(linear.weight, at, group)
+            if ep > 1:
+                record = layout_of(linear.weight)
+                sums = *record.sum_over, "expert_data"
+                linear.weight.parallel_layout = replace(record, sum_over=sums, replicas="expert_data")
+        if tp.size > 1 and moe.shared_experts is not None:
+            shard_block(moe.shared_experts, tp, sp, config.tp_overlap)
+        if tp.size > 1 and sp:
+            sum_gradients_over([moe.router.weight], "tp")
+
+
+def split_experts(model: Decoder) -> Later:
+    """Step 6's `split_backward`, with the experts: their weight gradients wait in the queue, too."""
+    later = split_backward(model)
+    for module in model.modules():
+        if isinstance(module, ExpertLinear):
+            module.later = later
+    return later
+
+
+# --- what it costs
+
+
+def moe_flops_per_token(m: MoEConfig, recompute: str) -> tuple[float, float]:
+    """Step 1's (model, executed) FLOPs of training on one token; of the experts, only those it visits count.
+
+    With full recomputation a layer with experts is done again to its end, as backward needs the experts' outputs.
+    """
+    model, executed = flops_per_token(m, recompute)
+    dense = 3 * m.dim * m.ffn_dim
+    visited = 3 * m.dim * m.expert_width * (m.experts_per_token + m.shared_experts) + m.dim * m.experts
+    model += 6 * m.moe_layers * (visited - dense)
+    executed += 6 * m.moe_layers * (visited - dense)
+    if recompute == "full":
+        executed += 2 * m.moe_layers * (visited - (dense - m.ffn_dim * m.dim))
+    return model, executed
+
+
+def mean_rows(m: MoEConfig, tokens: int, ep: int) -> float:
+    """Rows that a rank with so many tokens sends to the others, on average, if all sets of k experts are as likely."""
+    elsewhere = comb(m.experts - m.experts // ep, m.experts_per_token) / comb(m.experts, m.experts_per_token)
+    return (ep - 1) * tokens * (1 - elsewhere)
+
+
+def ep_bytes(config: Config, m: MoEConfig, tokens: int, ep: int, e: int, sent: float, came: float) -> dict[str, float]:
+    """Bytes a rank sends over ep in one layer, forward and backward: the docstring's table, by operation.
+
+    `tokens` of this rank, `e` bytes an element; rows `sent` to and that `came` from other ranks.
+    """
+    wide = max(4, e)
+    if config.ep_mode == "allgather":
+        there, home = tokens * (m.dim * e + m.experts * wide), tokens * m.dim * e
+        return {"all_gather": (ep - 1) * (there + home), "reduce_scatter": (ep - 1) * (there + home)}
+    row = 2 * m.dim * e + m.experts // ep * wide
+    return {"all_to_all": (sent + came) * row, "all_to_all (counts)": 8 * (ep - 1)}
+
+
+def expert_tp_bytes(
+    config: Config, m: MoEConfig, rows: float, tp: int, ep: int, e: int, even: bool
+) -> dict[str, float]:
+    """Bytes a rank sends over tp for the experts of one layer, forward and backward, by operation.
+
+    `rows` on this rank, or with SP the most on any tp rank; `even`: their number did not have to be exchanged.
+    """
+    x, gates = rows * m.dim * e, rows * (m.experts // ep) * max(4, e)
+    if not config.sp:
+        return {"all_reduce": 2 * (tp - 1) / tp * (2 * x + gates)}
+    found = {"all_gather": (tp - 1) * (2 * x + gates), "reduce_scatter": (tp - 1) * (2 * x + gates)}
+    return found | ({} if even else {"all_gather (counts)": 8 * (tp - 1)})
+
+
+def moe_traffic(
+    config: Config, m: MoEConfig, layers: int, tp: int, cp: int, ep: int, dtype: torch.dtype, times: int
+) -> dict[tuple[str, str], float]:
+    """Bytes a rank sends for `layers` layers with experts in `times` micro-batches, by (mesh dimension, operation), if
+    all experts are equally likely.
+
+    Less what step 4 has counted over tp for the MLPs whose place they take: half a layer's, each.
+    """
+    if not layers or config.recompute != "none":
+        return {}
+    found: dict[tuple[str, str], float] = {}
+
+    def add(dim: str, by_operation: dict[str, float], factor: float = 1):
+        for operation, n_bytes in by_operation.items():
+            found[dim, operation] = found.get((dim, operation), 0) + layers * times * factor * n_bytes
+
+    n = cp * tp if config.sp else cp  # ranks that share a sequence
+    e, tokens = dtype.itemsize, config.micro_batch_size * m.seq_len // n
+    sent = mean_rows(m, tokens, ep)
+    rows = {"alltoall": sent * ep / max(1, ep - 1), "allgather": tokens * ep}[config.ep_mode] if ep > 1 else tokens
+    if ep > 1:
+        add("ep", ep_bytes(config, m, tokens, ep, e, sent, sent))
+    if n > 1 and (config.balance == "loss" or config.capacity_factor):
+        add("sequence", {"all_gather": (n - 1) * tokens * m.experts_per_token * 4})
+    if tp > 1:
+        add("tp", expert_tp_bytes(config, m, rows, tp, ep, e, even=ep == 1 or config.ep_mode == "allgather"))
+        if not m.shared_experts:
+            local = replace(m, seq_len=m.seq_len // cp)
+            one, two = (tp_traffic(config, replace(local, n_layers=depth), tp, dtype, 1) for depth in (1, 2))
+            add("tp", {operation: two[dim, operation] - one[dim, operation] for dim, operation in one}, -0.5)
+    return found
+
+
+def expert_activation_bytes(
+    config: Config, m: MoEConfig, tp: int, cp: int, dtype: torch.dtype, on_cpu: bool, chunk: Chunk
+) -> int | None:
+    """What the experts of a chunk add to step 5's bytes that a forward pass keeps, on average over the ranks.
+
+    Instead of 4 f e, each token of a layer keeps for each expert that it visits, of width f', its input and output and
+    what lies between, e (2 h + 4 f') (h the same on all tp ranks, f' cut over them), where it goes and its gate; for
+    the router p and, if e is 2, the input in fp32. Unknown (None) with selective recomputation.
+    """
+    layers = sum(m.has_experts(int(number)) for number in chunk.layers)
+    if not layers or config.recompute == "full":
+        return 0
+    if config.recompute == "selective":
+        return None
+    e, wide, k = dtype.itemsize, max(4, dtype.itemsize), m.experts_per_token
+    tokens = config.micro_batch_size * m.seq_len // cp
+    own = tokens // tp if config.sp else tokens
+    visits = tokens * k * (e * (2 * m.dim + 4 * m.expert_width // tp) + wide + 16)
+    router = own * (m.experts * wide + k * (2 * wide + 9) + wide) + (own + m.experts) * m.dim * wide * (e < wide)
+    shared = tokens * 4 * e * m.shared_experts * m.expert_width // tp
+    return layers * (visits + router + shared - tokens * 4 * e * m.ffn_dim // tp)
+
+
+def expert_stage_traffic(
+    config: Config, m: MoEConfig, pipeline: Pipeline, program: list[Step], tp: int, cp: int, ep: int, dtype: torch.dtype
+) -> Traffic:
+    """Step 6's `stage_traffic`, with what the chunks' experts add."""
+    found = Counter(stage_traffic(config, m, pipeline, program, tp, cp, dtype))
+    passed = Counter(step.what.chunk for step in program if step.kind == "run" and step.what.kind == "F")
+    for number, chunk in enumerate(pipeline.chunks):
+        layers = sum(m.has_experts(int(n)) for n in chunk.layers)
+        found.update(moe_traffic(config, m, layers, tp, cp, ep, dtype, passed[number]))
+    return dict(found)
+
+
+def moe_layer_costs(m: MoEConfig) -> list[float]:
+    """Multiply-adds of a token in each layer, as step 6's `layer_costs`; of the experts, those that it visits."""
+    visited = 3 * m.dim * m.expert_width * (m.experts_per_token + m.shared_experts) + m.dim * m.experts
+    more = visited - 3 * m.dim * m.ffn_dim
+    return [cost + more * m.has_experts(number) for number, cost in enumerate(layer_costs(m))]
+
+
+def train(config: Config, observe=None) -> Trained:
+    """The whole run. `observe(step, optimizer)`, if given, sees each step's complete gradients before the update."""
+    world = world_size()
+    check(config, world)
+    pp = choose_pp(config, world)
+    cp = choose_cp(config, world // pp)
+    tp = choose_tp(config, world // pp // cp)
+    dp = world // tp // cp // pp
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    m = config.model_config()
+    ep = choose_ep(config, m, dp * cp)
+    with open_mesh({"pp": pp, "dp": dp, "cp": cp, "tp": tp}, device, config.backend, config.timeout) as mesh:
+        require_same_flags(config, mesh)
+        mesh.add("data", dp * cp, stride=tp)
+        group, d, r = mesh["data"], mesh["dp"].rank, mesh["pp"].rank
+        share = slice(d * config.global_batch_size // dp, (d + 1) * config.global_batch_size // dp)
+        data = TokenData(config.dataset, m.seq_len, config.global_batch_size, config.seed, m.vocab_size)
+        micro_batches = config.global_batch_size // dp // config.micro_batch_size
+        v = choose_chunks(config)
+        ways = paths(config.schedule, pp, v)
+        lists = [SCHEDULES[config.schedule](pp, micro_batches, v, rank) for rank in range(pp)]
+        program = communicate(lists, ways)[r]
+
+        balance = Balance(config, m, device)
+        lengths = split_layers(config, m, len(ways[0]), moe_layer_costs(m))
+        with torch.device("meta"):
+            model = Decoder(m)  # the program of a single device
+            add_experts(model, balance)
+        n_parameters = sum(p.numel() for p in model.parameters())
+        chunks = keep_stage(model, mesh, ways, lengths)  # these layers are mine
+        shard_experts(model, mesh, config, ep)  # these experts are mine
+        shard_tensors(model, mesh, config.sp, config.tp_overlap)  # these rows and columns are mine
+        own = shard_context(model, mesh["cp"], config.cp_mode)  # these tokens are mine
+        sum_gradients_over(model.parameters(), "dp")
+        later = split_experts(model) if any(action.kind == "W" for action in lists[r]) else None
+        apply_recompute(model, config.recompute)
+        if config.compile:
+            for layer in model.model.layers.values():
+                layer.forward = torch.compile(layer.forward)
+        by_name = plan(model)[0], []  # units without hooks: the pipeline says when they are needed
+        optimizer, sync = optimizer_and_sync(model, group, config, device, dtype, mesh, by_name)  # this slice is mine
+        boundary = m.seq_len // cp // (tp if config.sp else 1), m.dim
+        pipeline = Pipeline(chunks, ways, mesh, config.sp, boundary, dtype, later, sync)
+        positions = own.to(device)
+        start = resume(optimizer, config, mesh) if config.resume else 0
+        if config.zero == 0:
+            require_same_parameters(model, group, mesh)
+        if config.generate:
+            logits_of = partial(pipeline_logits, pipeline, model, positions, mesh)
+            text = generate(logits_of, m.seq_len, config.generate, 400, config.seed)
+            if mesh.rank == 0:
+                print(text)
+            return Trained(model, optimizer, [])
+
+        on_cpu = device.type == "cpu"
+        predicted, traffic = predictions(config, m, optimizer, sync, micro_batches)
+        more = partial(expert_activation_bytes, config, m, tp, cp, dtype, on_cpu)
+        predicted["activations"] = pp_activation_bytes(config, m, chunks, lists[r], tp, cp, dtype, on_cpu, more)
+        if config.zero:
+            traffic = zero_stage_traffic(optimizer, pipeline, lists[r])
+        traffic |= expert_stage_traffic(config, m, pipeline, program, tp, cp, ep, dtype)
+        traffic |= partial_traffic(optimizer, mesh, ["tp", "kv", "mirror"])
+        flops, peak = moe_flops_per_token(m, config.recompute), world * peak_flops(device, dtype, config.peak_tflops)
+        with Run(config, device, flops, peak, mesh) as run:
+            run.say(f"{config.model}: {n_parameters:,} parameters, {dtype}, {device}")
+            run.say(mesh.picture())
+            dims = [*mesh.sizes, *(["ep", "expert_data"] if ep > 1 else [])]
+            rows = [row for part in gather_objects(reduction_table(model, dims), mesh) for row in part]
+            run.say(table(list({row[0]: row for row in rows}.values())))
+            run.say(describe(config, m, ways, lists, lengths))
+            run.say(run.memory_table(predicted))
+            run.watch = sum(action.kind == "F" for action in lists[r])
+            spans: list[list] = []
+            for step in run.steps(start):
+                with run.phase("data"):
+                    batch = data.batch(step, share)
+                    tokens, targets = (x[:, own].to(device).split(config.micro_batch_size) for x in batch[:2])
+                balance.scale = optimizer.loss_scale / balance.micro_batches
+                sync.begin()
+                run.measure(optimizer.tensors())
+                sum_over(mesh["pp"], 0.0)  # the timelines of all ranks begin here
+                began = pipeline.now()
+                end = partial(scaled_loss, model, targets, optimizer.loss_scale / batch.n_targets)
+                total = pipeline.run(program, config.micro_batch_size, tokens.__getitem__, end, positions, run.phase)
+                spans = pipeline.timeline(began)
+                sync.finish()
+                sum_partial_gradients(optimizer, mesh, ["tp", "kv", "mirror"])
+                counted = balance.take([group, mesh["pp"], *([mesh["tp"]] if config.sp else [])])
+                more = health(run, total / optimizer.loss_scale, optimizer) | balance.metrics(counted)
+                loss, stopping = sum_over(group, total / optimizer.loss_scale, run.stopping)
+                loss, stopping = sum_over(mesh["pp"], loss, stopping)  # only the last stage has a loss
+                (stopping,) = sum_over(mesh["tp"], stopping)  # a signal may reach one rank a step before another
+                run.stopping = stopping > 0
+                require_finite(loss, step, run)
+                if observe is not None:
+                    observe(step, optimizer)
+                run.measure(optimizer.tensors())
+                with run.phase("optimizer"):
+                    dims, sliced = (["tp", "pp"], "data") if config.zero else (["tp", "ep", "pp"], "")
+                    norm = global_norm(optimizer, mesh, dims, sliced)
+                    grad_norm = optimizer.step(learning_rate(step, config), norm, loss)
+                    if not optimizer.skipped:
+                        balance.adjust(model, counted)
+                if optimizer.loss_scale < 1:  # worse than an fp16 overflow, which skips a step and halves the scale
+                    require_finite(grad_norm, step, run, "gradient norm")
+                run.measure(optimizer.tensors())
+                more |= dict(skipped=True) if optimizer.skipped else {}
+                if config.eval_every and run.due(config.eval_every, step):
+                    with run.phase("validation"):
+                        part = evaluate_stages(pipeline, model, data, config, positions, d, dp)
+                        loss_sum, n_targets = sum_over(mesh["pp"], *sum_over(group, *part))
+                        more["validation_loss"] = loss_sum / max(1, n_targets)
+                run.log(loss, grad_norm, learning_rate(step, config), config.global_batch_size * m.seq_len, **more)
+                if config.check_replicas and run.due(config.check_replicas, step):
+                    require_same_replicas(optimizer, mesh)
+                if run.stopping or (config.save_every and run.due(config.save_every, step)):
+                    save(run, step + 1, optimizer, config)
+            if config.zero == 0:
+                require_same_parameters(model, group, mesh)
+            optimizer.ready()
+            run.finish(predicted, traffic)
+            draw_timeline(run, config, ways, lists, spans, mesh)
+            if mesh.rank == 0 and run.history:
+                plots.traffic(run.out)
+                if m.moe_layers:
+                    plots.expert_load({"": run.out}, run.out / "expert_load.png")
+    return Trained(model, optimizer, run.history)
+
+
+if __name__ == "__main__":
+    main(train, Config)
