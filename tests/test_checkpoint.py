@@ -1,0 +1,901 @@
+"""Checkpoints outlive layouts, and runs outlive faults: every pair of layouts, every kind of damage, killed ranks."""
+
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import step01_single_gpu as step01
+import step03_zero as step03
+import step04_tp_sp as step04
+import step05_cp_ring as step05
+from common import checkpoint as checkpoints
+from common import hub
+from common.checkpoint import Box, Checkpoint, Entry, Piece, Saver, divide, find, flat_boxes, overlap, without
+from common.layout import Layout, Split
+from common.model import Decoder, ModelConfig
+from common.plots import read_metrics
+from common.run import UserError
+from common.watchdog import Place, Watchdog
+from tests import faults
+from tests.bench.resume import BASE, BEFORE, PAIRS, cp, one, run, tp, worst_difference, zero
+from tests.equivalence import SMALL, difference
+from tests.pool import RankError
+from tests.test_model import norms_in_fp64, rotary_in_fp64
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """What runs in this process shares the cores with the pools."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# --- boxes -----------------------------------------------------------------------------------------------------------
+
+
+def cells(box: Box) -> set[tuple[int, ...]]:
+    """The indices in a box."""
+    return set(
+        map(
+            tuple,
+            torch.cartesian_prod(*map(torch.arange, box.size))
+            .view(-1, len(box.size))
+            .add(torch.tensor(box.start))
+            .tolist(),
+        )
+    )
+
+
+def test_a_range_of_elements_is_a_few_boxes():
+    """All ranges of some shapes: the boxes list the elements in memory order, at most 2 d - 1 of them."""
+    for shape in [(), (5,), (3, 4), (2, 3, 4), (1, 1, 3), (4, 1)]:
+        numbers = torch.arange(prod(shape)).view(shape)
+        for start in range(prod(shape)):
+            for stop in range(start, prod(shape) + 1):
+                boxes = list(flat_boxes(shape, start, stop))
+                found = [checkpoints.part(numbers, Box((0,) * len(shape), shape), box).flatten() for box in boxes]
+                assert torch.cat([*found, torch.empty(0)]).tolist() == list(range(start, stop))
+                assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_overlap_and_difference_of_boxes():
+    """Against sets of indices, for random boxes."""
+    rng = random.Random(0)
+    for _ in range(500):
+        a, b = (
+            Box(tuple(rng.randrange(4) for _ in range(3)), tuple(rng.randrange(1, 4) for _ in range(3)))
+            for _ in range(2)
+        )
+        common, rest = overlap(a, b), without(a, b)
+        assert (cells(common) if common else set()) == cells(a) & cells(b)
+        assert sum(prod(box.size) for box in rest) == len(cells(a) - cells(b))
+        assert set().union(*map(cells, rest)) == cells(a) - cells(b)
+
+
+def random_cut(full: torch.Tensor, rng: random.Random) -> Piece:
+    """A piece of a tensor as some rank could hold it: cut along a dimension (padded at its end), then a flat range."""
+    layout, splits = Layout(), ()
+    for dim in range(full.dim()):
+        n = rng.randrange(1, 4)
+        length = -(-full.shape[dim] // n)
+        start = rng.randrange(n) * length
+        splits = (*splits, Split(dim, "tp", start, start + length, full.shape[dim])) if n > 1 else splits
+    layout = Layout(splits)
+    local = layout.slice(full)
+    start = rng.randrange(local.numel() + 1)
+    stop = rng.randrange(start, local.numel() + 1)
+    return Piece("model", "w", local.flatten()[start:stop].clone(), tuple(local.shape), layout, start)
+
+
+def test_any_pieces_are_written_once_and_read_by_any_others(tmp_path):
+    """Random cuts and ranges, overlapping and padded: what is read back is what was there, and each byte once."""
+    rng = random.Random(1)
+    for trial in range(60):
+        full = torch.randn(tuple(rng.randrange(1, 7) for _ in range(rng.randrange(1, 4))), dtype=torch.float64)
+        pieces = [random_cut(full, rng) for _ in range(rng.randrange(4))]
+        pieces.append(Piece("model", "w", full.clone(), tuple(full.shape)))  # whoever else, somebody holds the rest
+        rng.shuffle(pieces)
+        Saver(tmp_path / f"{trial}").save(1, pieces, {})
+        found = find(str(tmp_path / f"{trial}"), tmp_path)
+        boxes = found.meta["tensors"]["model"]["w"]["boxes"]
+        assert sum(prod(size) for *_, size in boxes) == full.numel()
+        assert (found.path / "rank-00000.bin").stat().st_size == full.numel() * 8
+        for _ in range(5):
+            wanted = random_cut(full, rng)
+            expected = wanted.tensor.clone()
+            wanted.tensor.zero_()
+            assert found.fill(wanted) and torch.equal(wanted.tensor, expected)
+
+
+def test_replicas_are_written_by_one_rank_in_turn():
+    """Eight equal tensors on four ranks: each rank writes two."""
+    entries = [Entry("model", f"w{i}", (4, 4), "float32", Box((0, 0), (4, 4))) for i in range(8)]
+    shares = divide([entries] * 4)
+    assert [len(share) for share in shares] == [2, 2, 2, 2]
+    assert sorted(entry for share in shares for entry in share) == sorted(entries)
+
+
+def test_a_tensor_that_is_not_whole_is_not_saved(tmp_path):
+    """A part that no rank holds would be noticed only when it is needed; so would parts of two shapes."""
+    half = Piece("model", "w", torch.zeros(6), (3, 4))
+    with pytest.raises(RuntimeError, match="model of w: no rank holds some of its 12 elements"):
+        Saver(tmp_path).save(1, [half], {})
+    with pytest.raises(RuntimeError, match="model of w: ranks hold parts of different tensors"):
+        Saver(tmp_path).save(1, [half, Piece("model", "w", torch.zeros(6), (2, 6), start=6)], {})
+
+
+def saved_on_rank(options: dict) -> tuple[int, dict[str, int]]:
+    """Runs on every rank: train; returns how many collectives of the mesh the save took, and the bytes of files."""
+    taken = []
+    right = step05.save
+
+    def save(run, *args):
+        before = run.mesh.ledger.entered
+        right(run, *args)
+        taken.append(run.mesh.ledger.entered - before)
+
+    with mock.patch.object(step05, "save", save):
+        step05.train(step05.Config(**options))
+    return taken, {p.name: p.stat().st_size for p in checkpoints.newest(Path(options["out"])).glob("*.bin")}
+
+
+@pytest.mark.parametrize("layout", [dict(tp=4, zero=0), dict(cp=2, tp=2, zero=3), dict(cp=2, tp=1, zero=1)], ids=str)
+def test_a_save_gathers_nothing_and_writes_each_number_once(pools, tmp_path, layout):
+    """Weights and two moments of 8 bytes each, step counts and the RNG's state; shared evenly by the ranks."""
+    options = BASE | layout | dict(steps=2, out=str(tmp_path), global_batch_size=8)
+    taken, files = pools(4).run(saved_on_rank, options)[0]
+    assert taken == [0]
+    found = find(str(tmp_path), tmp_path)
+    shapes = found.shapes("model")
+    exact = sum(prod(shape) * 3 * 8 + 8 for shape in shapes.values()) + 5056
+    assert exact <= sum(files.values()) <= exact + 8 * 200
+    assert max(files.values()) < 1.25 * min(files.values())
+    with torch.device("meta"):
+        expected = {name: tuple(p.shape) for name, p in Decoder(ModelConfig(**found.meta["model"])).named_parameters()}
+    assert shapes == expected
+
+
+# --- any layout to any other -----------------------------------------------------------------------------------------
+
+
+OFTEN = (1, 8, 12, 18, 22)  # pairs of the default run; each dimension and stage is in one of them
+PAIRED = [pair if i in OFTEN else pytest.param(*pair, marks=pytest.mark.exhaustive) for i, pair in enumerate(PAIRS)]
+DENSE = [pair for pair in PAIRS if not pair[0].step.startswith("step07")]
+
+
+@pytest.mark.parametrize("saved, resumed", PAIRED, ids=lambda layout: str(layout).replace(" ", "_"))
+def test_saved_under_one_layout_resumed_under_another(pools, tmp_path, saved, resumed):
+    """The five losses after the checkpoint, and the final weights, are those of one device that never stopped."""
+    assert worst_difference(pools, saved, resumed, tmp_path, {}) < 1e-10
+
+
+SWEPT = pytest.mark.exhaustive
+TIED = [(tp(4, 4, 1), one())]
+TIED += [pytest.param(*pair, marks=SWEPT) for pair in ((one(), cp(4, 2, 2, 2)), (cp(4, 2, 2, 3), tp(2, 2, 0)))]
+
+
+@pytest.mark.parametrize("saved, resumed", TIED)
+def test_tied_weights_change_layouts(pools, tmp_path, saved, resumed):
+    """The matrix that is both embedding and head is one tensor in the checkpoint."""
+    assert worst_difference(pools, saved, resumed, tmp_path, dict(tied=True)) < 1e-10
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("resumed", [pair[1] for pair in DENSE] + [cp(8, 2, 2, 3)], ids=str)
+@pytest.mark.parametrize("saved", [pair[0] for pair in DENSE] + [cp(8, 2, 2, 1), tp(8, 4, 3)], ids=str)
+def test_every_layout_to_every_other(pools, tmp_path, saved, resumed):
+    """The product of all the layouts of the pairs."""
+    assert worst_difference(pools, saved, resumed, tmp_path, {}) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "fault, saved, resumed",
+    [
+        ("resumed_weights_only", zero(2, 1), one()),
+        ("resumed_at_the_first_batch", one(), one()),
+        ("resumed_with_the_first_learning_rate", one(), one()),
+    ],
+)
+def test_an_incomplete_resume_is_noticed(pools, tmp_path, fault, saved, resumed):
+    """Fault 17: weights without moments, data position or learning rate."""
+    options = BASE | dict(out=str(tmp_path / "a"))
+    losses, _ = run(pools, one(), options | dict(out=str(tmp_path / "whole")))
+    run(pools, saved, options | dict(stop_after=BEFORE))
+    with faults.applied(fault):
+        later, _ = run(pools, resumed, options | dict(out=str(tmp_path / "b"), resume=str(tmp_path / "a")))
+    assert max(difference(a, b) for a, b in zip(later, losses[BEFORE:], strict=True)) > 1e-6
+
+
+def resumed_with_fault(options: dict, fault: str) -> list[float]:
+    """Runs on every rank: go on under a fault; returns the losses."""
+    with faults.applied(fault):
+        return [row["loss"] for row in step04.train(step04.Config(**options)).history]
+
+
+def test_reading_rank_0s_part_is_noticed(pools, tmp_path):
+    """Fault 8: every tensor-parallel rank is given rank 0's heads and rows."""
+    losses, _ = run(pools, one(), BASE | dict(out=str(tmp_path / "whole")))
+    run(pools, one(), BASE | dict(out=str(tmp_path / "a"), stop_after=BEFORE))
+    options = BASE | dict(tp=2, resume=str(tmp_path / "a"), out=str(tmp_path / "b"))
+    later = pools(2).run(resumed_with_fault, options, "read_as_rank_0")[0]
+    assert difference(later[0], losses[BEFORE]) > 1e-6
+    options["out"] = str(tmp_path / "c")
+    assert difference(pools(2).run(resumed_with_fault, options, "")[0][0], losses[BEFORE]) < 1e-10
+
+
+def test_data_position_rng_and_schedule_are_in_the_checkpoint(tmp_path):
+    """Said in words, beside being what the numbers depend on."""
+    torch.manual_seed(5)
+    step01.train(step01.Config(**BASE | dict(out=str(tmp_path), stop_after=3)))
+    state = torch.get_rng_state()
+    found = find(str(tmp_path), tmp_path)
+    assert found.meta["position"] == dict(step=3, sequences=36) and found.meta["config"]["lr"] == BASE["lr"]
+    torch.manual_seed(6)
+    step01.train(step01.Config(**BASE | dict(out=str(tmp_path), resume="auto", stop_after=3)))
+    assert torch.equal(torch.get_rng_state(), state) and torch.equal(found.full("rng", "cpu"), state)
+
+
+def test_one_device_generates_from_any_checkpoint(pools, tmp_path, capsys):
+    """Saved by 2 x 2 ranks with ZeRO 3, read by one."""
+    options = BASE | dict(steps=1, out=str(tmp_path))
+    run(pools, cp(4, 2, 2, 3), options)
+    capsys.readouterr()
+    step01.train(step01.Config(**options | dict(resume=str(tmp_path), generate="def ")))
+    assert capsys.readouterr().out.startswith("def ")
+
+
+def auto_on_rank(options: dict) -> tuple[list[int], list[float]]:
+    """Runs on every rank: step 5 with its own choice of layout."""
+    history = step05.train(step05.Config(**options)).history
+    return [row["step"] for row in history], [row["loss"] for row in history]
+
+
+def test_a_job_shrinks_and_grows(pools, tmp_path):
+    """The same command on 4, 2, 3 and 1 ranks: each picks a legal layout, keeps the batch, and goes on."""
+    losses, _ = run(pools, one(), BASE | dict(out=str(tmp_path / "whole")))
+    options = BASE | dict(out=str(tmp_path / "run"), resume="auto", save_every=100)
+    for ranks, stop in [(4, 2), (2, 4), (3, 6), (1, 8)]:
+        on = pools(ranks).run if ranks > 1 else lambda function, *args: [function(*args)]
+        steps, found = on(auto_on_rank, options | dict(stop_after=stop))[0]
+        assert steps == list(range(1, stop + 1))
+        assert found == pytest.approx(losses[:stop], rel=1e-10)
+    assert [row["loss"] for row in read_metrics(tmp_path / "run")] == pytest.approx(losses, rel=1e-10)
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_ranks_run(pools, tmp_path_factory) -> Path:
+    """A run of two ranks that saved after its second and fourth step."""
+    out = tmp_path_factory.mktemp("damage") / "run"
+    run(pools, zero(2, 2), BASE | dict(out=str(out), steps=4, save_every=2, dim=16, ffn_dim=24, n_layers=2))
+    return out
+
+
+def contents(found: Checkpoint) -> dict[tuple[str, str], torch.Tensor]:
+    """Every tensor of a checkpoint."""
+    return {(kind, name): found.full(kind, name) for kind in found.meta["tensors"] for name in found.shapes(kind)}
+
+
+DAMAGES = ["truncate", "flip", "flip", "flip", "delete", "swap ranks", "swap steps", "swap names", "delete all"]
+DAMAGES += ["append", "zeros", "empty", "copy", "folder", "stray", "rename", "half"]
+
+
+def damage(folder: Path, rng: random.Random) -> str:
+    """Do something to the checkpoints of a run; returns what."""
+    older, newer = sorted((folder / "checkpoints").glob("step-*"))
+    target = rng.choice([newer, newer, newer, older])
+    path = target / rng.choice(["rank-00000.bin", "rank-00001.bin", "meta.json"])
+    content, what = bytearray(path.read_bytes()), rng.choice(DAMAGES)
+    at = rng.randrange(len(content))
+    if what == "truncate":
+        os.truncate(path, at)
+    elif what == "flip":
+        content[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(content)
+    elif what == "delete":
+        path.unlink()
+    elif what in ("swap ranks", "swap steps"):
+        other = (target if what == "swap ranks" else older if target == newer else newer) / path.name
+        other = target / "rank-00001.bin" if what == "swap ranks" and path.name != "rank-00001.bin" else other
+        other = target / "rank-00000.bin" if other == path else other
+        theirs = other.read_bytes()
+        other.write_bytes(content)
+        path.write_bytes(theirs)
+    elif what == "swap names":
+        older.rename(folder / "elsewhere")
+        newer.rename(older)
+        (folder / "elsewhere").rename(newer)
+    elif what == "delete all":
+        shutil.rmtree(target)
+    elif what == "append":
+        path.write_bytes(content + bytes(rng.randrange(1, 100)))
+    elif what == "zeros":
+        content[at : at + 512] = bytes(len(content[at : at + 512]))
+        path.write_bytes(content)
+    elif what == "empty":
+        os.truncate(path, 0)
+    elif what == "copy":
+        shutil.copy(path, target / "rank-00001.bin") if path.name != "rank-00001.bin" else path.write_bytes(b"x" * at)
+    elif what == "folder":
+        path.unlink()
+        path.mkdir()
+    elif what == "stray":
+        (target / "rank-00002.bin").write_bytes(content)
+    elif what == "rename":
+        target.rename(target.parent / f"step-{rng.randrange(10**8):08d}")
+    else:
+        path.write_bytes(content[: at // 2] + content[at:])
+    return f"{what} {target.name}/{path.name} at {at}"
+
+
+def test_200_corruptions_are_detected_or_harmless(two_ranks_run, tmp_path, capsys):
+    """Whatever is taken is bit for bit what was saved at its step; whatever is refused is so in one line.
+
+    Where the newest is damaged it is named, and the one before it taken.
+    """
+    sound = {step: contents(find(str(two_ranks_run / "checkpoints" / f"step-{step:08d}"), tmp_path)) for step in (2, 4)}
+    rng, outcomes = random.Random(0), {"detected": 0, "harmless": 0}
+    for trial in range(200):
+        folder = tmp_path / str(trial)
+        shutil.copytree(two_ranks_run, folder)
+        what = damage(folder, rng)
+        capsys.readouterr()
+        try:
+            found = find(str(folder), folder)
+        except UserError as error:
+            assert what.startswith("swap") and "none of this run is sound" in str(error), what
+            outcomes["detected"] += 1
+            continue
+        lines = capsys.readouterr().err.splitlines()
+        step = found.meta["step"]
+        ours = contents(found)
+        assert ours.keys() == sound[step].keys(), what
+        assert all(torch.equal(ours[key], sound[step][key]) for key in ours), what
+        assert all(" is damaged (" in line for line in lines) and len(lines) <= 1, (what, lines)
+        assert step == 4 or lines or what.startswith(("delete all", "rename")), (what, step)
+        outcomes["detected" if lines else "harmless"] += 1
+        shutil.rmtree(folder)
+    assert outcomes["detected"] > 100
+
+
+def test_both_damaged_is_one_line(two_ranks_run, tmp_path):
+    """Nothing sound is left: no traceback, no fresh start in silence."""
+    shutil.copytree(two_ranks_run, tmp_path / "run")
+    for path in (tmp_path / "run" / "checkpoints").iterdir():
+        os.truncate(path / "rank-00001.bin", 8)
+    for where in ("auto", str(tmp_path / "run")):
+        with pytest.raises(UserError, match=r"is damaged \(rank-00001.bin is truncated or altered\); none of this run"):
+            find(where, tmp_path / "run")
+
+
+def test_all_ranks_take_the_same_one(pools, two_ranks_run, tmp_path):
+    """Each rank looks at its share of the files; what one finds, all act on."""
+    shutil.copytree(two_ranks_run, tmp_path / "run")
+    newer = tmp_path / "run" / "checkpoints" / "step-00000004"
+    os.truncate(newer / "rank-00001.bin", 8)
+    options = BASE | dict(steps=6, dim=16, ffn_dim=24, n_layers=2, resume="auto", out=str(tmp_path / "run"))
+    for ranks in (2, 3):
+        shutil.copytree(tmp_path / "run", tmp_path / f"{ranks}")
+        found = pools(ranks).run(auto_on_rank, options | dict(out=str(tmp_path / f"{ranks}")))
+        assert all(steps == list(range(3 if rank else 1, 7)) for rank, (steps, _) in enumerate(found))
+
+
+# --- failures while saving -------------------------------------------------------------------------------------------
+
+
+def failing_on_rank(options: dict, rank: int, at: int) -> str:
+    """Runs on every rank: the disk of one rank is full at its `at`-th save; returns the error."""
+    right, calls = checkpoints.write_boxes, []
+
+    def write_boxes(path, tensors):
+        calls.append(path)
+        if dist.get_rank() == rank and len(calls) == at:
+            raise OSError(28, "No space left on device")
+        return right(path, tensors)
+
+    with mock.patch.object(checkpoints, "write_boxes", write_boxes):
+        try:
+            step03.train(step03.Config(**options))
+        except UserError as error:
+            return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("rank, at", [(1, 2), (0, 2), (1, 4)])
+def test_one_ranks_full_disk_is_known_to_all(pools, tmp_path, background, rank, at):
+    """On every rank alike, at once or at the next save or the end; the checkpoint before is intact."""
+    options = SMALL | dict(zero=1, save_every=1, save_async=background, out=str(tmp_path))
+    for text in pools(2).run(failing_on_rank, options, rank, at):
+        assert f"saving step {at} failed (rank {rank}: No space left on device)" in text
+        assert f"step-{at - 1:08d} is intact" in text
+    assert find(str(tmp_path), tmp_path).meta["step"] == at - 1
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def async_on_rank(options: dict, seconds: float) -> tuple[list[dict], int]:
+    """Runs on every rank: train while writing is slow; returns the metrics, and how many saves were under way."""
+    right, under_way, most = checkpoints.write_boxes, [], []
+
+    def write_boxes(path, tensors):
+        under_way.append(path)
+        most.append(len(under_way))
+        time.sleep(seconds)
+        digest = right(path, tensors)
+        under_way.pop()
+        return digest
+
+    with mock.patch.object(checkpoints, "write_boxes", write_boxes):
+        history = step03.train(step03.Config(**options)).history
+    return history, max(most)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_async_saves_what_was_there(pools, tmp_path, stage):
+    """Training goes on while the first snapshot is written: it holds that step's numbers, and the pause is shorter."""
+    options = BASE | dict(zero=stage, steps=5, save_every=3)
+    waited = {}
+    for background in (False, True):
+        out = str(tmp_path / str(background))
+        found = pools(2).run(async_on_rank, options | dict(save_async=background, out=out), 0.5)
+        history, most = found[0]
+        assert most == 1
+        waited[background] = [row["save_seconds"] for row in history if "save_seconds" in row]
+    assert waited[False][0] > 0.5 > waited[True][0] and len(waited[True]) == 1
+    for step in (3, 5):
+        ours, theirs = (
+            contents(find(str(tmp_path / name / "checkpoints" / f"step-{step:08d}"), tmp_path))
+            for name in ("True", "False")
+        )
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+# --- Hugging Face ----------------------------------------------------------------------------------------------------
+
+
+def logits_of(folder: Path, tokens: torch.Tensor, m: ModelConfig) -> torch.Tensor:
+    """What Hugging Face computes from an exported folder, in fp64 throughout."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    assert type(theirs).__name__ == "LlamaForCausalLM"
+    scaling = dict(factor=m.rope_scaling, **hub.LLAMA3_ROPE) if m.rope_scaling != 1.0 else None
+    norms_in_fp64(theirs)
+    rotary_in_fp64(theirs.model.rotary_emb, m, scaling)
+    with torch.no_grad():
+        return theirs(tokens).logits
+
+
+@pytest.mark.parametrize(
+    "base, saved",
+    [
+        (dict(), tp(4, 4, 0)),
+        (dict(model="llama3.2-1b", dim=256, tied=True), zero(2, 3)),
+        (dict(tied=False, n_kv_heads=4), one()),
+    ],
+    ids=["padded-vocabulary", "llama3-rope-tied", "mha"],
+)
+def test_hugging_face_opens_what_is_exported(pools, tmp_path, capsys, base, saved):
+    """From any layout: the same fp64 logits; and importing it back gives the same bits, which a run begins with."""
+    options = BASE | dict(steps=2, out=str(tmp_path / "run")) | base
+    run(pools, saved, options)
+    found = find(str(tmp_path / "run"), tmp_path)
+    m = ModelConfig(**found.meta["model"])
+    hub.main(["export", str(tmp_path / "run"), str(tmp_path / "hf")])
+    tokens = torch.randint(0, 257, (2, m.seq_len), generator=torch.Generator().manual_seed(0))
+    model = Decoder(m).double()
+    model.load_state_dict({name: found.full("model", name) for name in found.shapes("model")}, strict=not m.tied)
+    with torch.no_grad():
+        ours = model.lm_head(model(tokens, torch.arange(m.seq_len)))
+    assert difference(logits_of(tmp_path / "hf", tokens, m), ours) < 1e-10
+    hub.main(["import", str(tmp_path / "hf"), str(tmp_path / "again")])
+    flags = re.search(r"go on with (.*)", capsys.readouterr().out).group(1).split()
+    assert flags[:2] == ["--model", base.get("model", "debug")] and flags[-2:] == ["--resume", str(tmp_path / "again")]
+    again = find(str(tmp_path / "again"), tmp_path)
+    assert again.meta["step"] == 0 and again.shapes("model") == found.shapes("model")
+    assert all(torch.equal(again.full("model", name), found.full("model", name)) for name in found.shapes("model"))
+    seen = {}
+
+    def observe(step, optimizer):
+        if step == 0:
+            seen.update({name: tensor.clone() for name, tensor in optimizer.state()["model"].items()})
+
+    options |= dict(resume=str(tmp_path / "again"), out=str(tmp_path / "on"))
+    assert len(step01.train(step01.Config(**options), observe).history) == 2
+    assert all(torch.equal(seen[name], found.full("model", name)) for name in seen)
+
+
+def test_a_model_of_hugging_face_is_imported(tmp_path, capsys):
+    """Saved by transformers itself, grouped queries: the same fp64 logits; bf16 may start from it as well."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        vocab_size=259,
+        max_position_embeddings=16,
+        rms_norm_eps=1e-5,
+    )
+    theirs = transformers.LlamaForCausalLM(config)
+    theirs.save_pretrained(tmp_path / "hf")
+    hub.main(["import", str(tmp_path / "hf"), str(tmp_path / "run")])
+    assert "--model debug --dim 32 --n-layers 3" in capsys.readouterr().out
+    found = find(str(tmp_path / "run"), tmp_path)
+    model = Decoder(ModelConfig(**found.meta["model"])).double()
+    model.load_state_dict({name: found.full("model", name) for name in found.shapes("model")})
+    tokens = torch.randint(0, 257, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours = model.lm_head(model(tokens, torch.arange(16)))
+    assert difference(logits_of(tmp_path / "hf", tokens, model.config), ours) < 1e-10
+    options = BASE | dict(dtype="bf16", steps=1, resume=str(tmp_path / "run"), out=str(tmp_path / "on"))
+    assert len(step01.train(step01.Config(**options)).history) == 1
+
+
+def test_what_cannot_be_exported_or_imported_is_one_line(tmp_path, capsys):
+    """Experts, another architecture, missing files, a folder that is there already."""
+    step01.train(step01.Config(**BASE | dict(steps=1, out=str(tmp_path / "run"))))
+    found = find(str(tmp_path / "run"), tmp_path)
+    shapes = found.shapes("model")
+    pieces = [Piece("model", name, found.full("model", name), shape) for name, shape in shapes.items()]
+    pieces.append(Piece("model", "model.layers.0.mlp.experts.up_proj", torch.zeros(4, 8, 2), (4, 8, 2)))
+    Saver(tmp_path / "moe").save(1, pieces, dict(model=found.meta["model"]))
+    (tmp_path / "gpt").mkdir()
+    (tmp_path / "gpt" / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / "config.json").write_text("[]")
+    hub.main(["export", str(tmp_path / "run"), str(tmp_path / "hf")])
+    (tmp_path / "hf" / "model.safetensors").write_bytes(b"garbage")
+    for argv, says in [
+        (["export", "moe", "out"], "only dense models fit LlamaForCausalLM"),
+        (["export", "nowhere", "out"], "no checkpoint there"),
+        (["export", "run"], "usage"),
+        (["import", "gpt", "out"], "its model_type is gpt2"),
+        (["import", "list", "out"], "cannot be read"),
+        (["import", "hf", "out"], "cannot be read"),
+        (["import", "nowhere", "out"], "cannot be read"),
+        (["import", "hf", "run"], "exists already"),
+    ]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            hub.main([argv[0], *(str(tmp_path / name) for name in argv[1:])])
+        err = capsys.readouterr().err
+        assert len(err.splitlines()) == 1 and err.startswith("error: ") and says in err, err
+
+
+# --- health ----------------------------------------------------------------------------------------------------------
+
+
+def spike_on_rank(options: dict, at: int) -> tuple[list[dict], list[bool]]:
+    """Runs on every rank: in one step, the gradient is a thousand times too large on rank 1 alone."""
+    before, changed = {}, []
+
+    def observe(step, optimizer):
+        weights = {name: t.clone() for name, t in optimizer.state()["model"].items()}
+        changed.append(any(not torch.equal(weights[name], before.get(name)) for name in weights) if before else True)
+        before.update(weights)
+        if step == at and dist.get_rank() == 1:
+            for part in optimizer.gradient_parts().values():
+                part.mul_(1000)
+
+    return step03.train(step03.Config(**options), observe).history, changed
+
+
+@pytest.mark.parametrize("stage, stop", [(1, 0), (3, 9)])
+def test_a_spike_is_skipped_by_all_ranks(pools, tmp_path, stage, stop):
+    """Nobody updates, everybody says so, training goes on; also after a resume, as the medians are saved."""
+    options = SMALL | dict(steps=13, zero=stage, lr=0.01, skip_spikes=5.0, global_batch_size=8, out=str(tmp_path))
+    if stop:
+        pools(2).run(spike_on_rank, options | dict(stop_after=stop, save_every=100), 99)
+        options |= dict(resume="auto")
+    for history, changed in pools(2).run(spike_on_rank, options, 10):
+        assert [row["step"] for row in history if row.get("skipped")] == [11]
+        assert [step for step, yes in enumerate(changed, stop) if not yes] == [11]  # seen at the next step
+    for history, changed in pools(2).run(spike_on_rank, options | dict(skip_spikes=0.0, resume=""), 10):
+        assert not any(row.get("skipped") for row in history) and all(changed)
+
+
+def test_what_lasts_is_no_spike():
+    """A level five times higher is skipped at first, then it is the median."""
+    with torch.device("meta"):
+        model = Decoder(step01.Config(**SMALL).model_config())
+    step01.materialize(model, 0, torch.device("cpu"), torch.float32)
+    optimizer = step01.Optimizer(model, step01.Config(**SMALL | dict(skip_spikes=3.0)))
+    assert not any(optimizer.is_spike(2.0, 1.0) for _ in range(20))
+    spikes = [optimizer.is_spike(2.0, 5.0) for _ in range(20)]
+    assert spikes[0] and not spikes[-1]
+    assert optimizer.is_spike(7.0, 5.0)
+
+
+def diverged_on_rank(options: dict, rank: int, kind: str, name: str) -> int:
+    """Runs on every rank: on one rank, one number of one tensor changes by a few bits in the second step."""
+
+    def observe(step, optimizer):
+        if step == 1 and dist.get_rank() == rank:
+            [piece] = [p for p in optimizer.pieces() if p.kind == kind and p.name == name]
+            assert piece.tensor.numel()
+            piece.tensor.view(-1)[0] += 1e-9
+
+    return len(step05.train(step05.Config(**options), observe).history)
+
+
+@pytest.mark.parametrize(
+    "ranks, layout, rank, kind, name",
+    [
+        (2, dict(tp=1, cp=1, zero=0), 1, "model", "model.layers.1.mlp.up_proj.weight"),
+        pytest.param(2, dict(tp=1, cp=2, zero=0), 1, "model", "lm_head.weight", marks=SWEPT),
+        pytest.param(4, dict(tp=2, cp=1, zero=0), 2, "exp_avg", "model.norm.weight", marks=SWEPT),
+        (4, dict(tp=2, cp=2, zero=1), 1, "exp_avg_sq", "model.norm.weight"),
+        pytest.param(4, dict(tp=2, cp=1, zero=3), 1, "model", "model.norm.weight", marks=SWEPT),
+        (4, dict(tp=4, cp=1, zero=2), 3, "exp_avg", "model.layers.0.self_attn.k_proj.weight"),
+    ],
+    ids=str,
+)
+def test_a_diverging_replica_is_named(pools, tmp_path, ranks, layout, rank, kind, name):
+    """Along dp, cp or tp, weights or moments, whole or sliced; and nothing is said of healthy ones.
+
+    (A wrong moment shows in the weight as well after the update. What ZeRO 1 and 2 gather anew is healed.)
+    """
+    options = BASE | layout | dict(steps=4, check_replicas=2, out=str(tmp_path), lr=0.01)
+    assert pools(ranks).run(diverged_on_rank, options, 99, kind, name) == [4] * ranks
+    with pytest.raises(RankError, match=rf"(model|{kind}) of {name} is not the same on ranks \d and {rank}"):
+        pools(ranks).run(diverged_on_rank, options, rank, kind, name)
+    assert pools(ranks).run(diverged_on_rank, options | dict(check_replicas=0, zero=1), 99, kind, name) == [4] * ranks
+
+
+def health_on_rank(options: dict) -> list[dict]:
+    """Runs on every rank: step 5's metrics; rank 1 is slow."""
+    forward = step05.step04.VocabHead.loss
+
+    def slow(self, *args):
+        time.sleep(0.02 * (dist.get_rank() == 1))
+        return forward(self, *args)
+
+    with mock.patch.object(step05.step04.VocabHead, "loss", slow):
+        return step05.train(step05.Config(**options)).history
+
+
+def test_each_ranks_health_is_in_the_metrics(pools, tmp_path):
+    """Losses of data ranks add up to the loss; the slow rank of a pair is the one that waits less."""
+    options = SMALL | dict(steps=3, log_ranks=True, out=str(tmp_path), tp=2, cp=1)
+    for history in pools(4).run(health_on_rank, options):
+        for row in history:
+            ranks = row["ranks"]
+            assert [entry["rank"] for entry in ranks] == [0, 1, 2, 3]
+            assert ranks[0]["loss"] == ranks[1]["loss"]
+            assert ranks[0]["loss"] + ranks[2]["loss"] == pytest.approx(row["loss"], rel=1e-10)
+            assert all(entry["grad_norm"] > 0 and entry["peak_memory_bytes"] > 10**7 for entry in ranks)
+        waited = [sum(row["ranks"][rank]["waited_seconds"] for row in history) for rank in range(4)]
+        assert waited[1] == min(waited)
+    assert "ranks" in read_metrics(tmp_path)[0]
+
+
+# --- the watchdog ----------------------------------------------------------------------------------------------------
+
+
+def test_the_watchdog_names_who_is_behind():
+    """Two ranks go on, the third stops in step 6: warned at half the time, ended in time, with the table of all."""
+    store, told, places = dist.HashStore(), [], [Place(5, "forward", "tp all_reduce", 7)] * 3
+    said = threading.Event()
+
+    def end(text):
+        told.append(text)
+        said.set()
+
+    dogs = [Watchdog(lambda r=r: places[r], 1.0, r, 3, store, end) for r in range(3)]
+    start = time.monotonic()
+    while time.monotonic() < start + 0.4:  # all move, then rank 2 no longer does
+        places[:] = [p._replace(entered=p.entered + 1) for p in places]
+        time.sleep(0.02)
+    stopped = time.monotonic()
+    time.sleep(0.1)
+    places[0] = places[1] = Place(5, "backward", "dp all_reduce", 99)
+    assert said.wait(3) and time.monotonic() - stopped < 1.3
+    time.sleep(0.2)
+    for dog in dogs:
+        dog.stop()
+    text = max(told, key=len)
+    assert sum(map(bool, told)) == 1
+    assert "rank 2 is behind, in step 6, forward, after entering tp all_reduce" in text.splitlines()[0]
+    assert len(text.splitlines()) == 4 and "rank 0: step 6, backward; last collective dp all_reduce" in text
+
+
+def torchrun(*flags: str, script: str = "step03_zero.py", launcher: tuple[str, ...] = ("--nproc_per_node=2",)):
+    """A job under torchrun on a free port, in its own process group."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
+    command += [*launcher, script, *flags]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment = os.environ | dict(OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+    return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
+
+
+def ranks_of(job: subprocess.Popen) -> dict[int, int]:
+    """Process ids of a job's ranks by rank."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            variables = (path / "environ").read_bytes().split(b"\0") if parent == job.pid else []
+        except OSError:
+            continue
+        for entry in variables:
+            if entry.startswith(b"RANK="):
+                found[int(entry[5:])] = int(path.name)
+    return found
+
+
+def wait_for(what: Callable[[], object], job: subprocess.Popen, seconds: float = 120.0):
+    """Until `what()` is true; fails if the job ends before."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "too slow"
+        assert job.poll() is None, job.communicate()[0]
+        time.sleep(0.003)
+
+
+def steps_done(out: Path) -> int:
+    """The last step in metrics.jsonl."""
+    try:
+        return read_metrics(out)[-1]["step"]
+    except (OSError, IndexError):
+        return 0
+
+
+def test_a_stopped_rank_is_named_and_the_job_ends(tmp_path):
+    """SIGSTOP to one rank: within --timeout the other names it and ends."""
+    flags = ["--model", "debug", "--global-batch-size", "8", "--eval-every", "0", "--steps", "100000"]
+    job = torchrun(*flags, "--timeout", "4", "--out", str(tmp_path))
+    wait_for(lambda: steps_done(tmp_path) > 3, job)
+    pid = ranks_of(job)[1]
+    os.kill(pid, signal.SIGSTOP)
+    stopped, lines = time.monotonic(), []
+    for line in job.stdout:
+        lines.append(line)
+        if "ending the job" in line:
+            break
+    assert time.monotonic() - stopped < 6
+    assert "rank 1 is behind" in lines[-1] and "(--timeout 4), ending the job" in lines[-1]
+    os.kill(pid, signal.SIGKILL)  # torchrun would, after half a minute
+    out = "".join(job.stdout)
+    assert job.wait(timeout=60) != 0
+    assert re.search(r"rank 0: step \d+, \w+; last collective dp \w+", out)
+
+
+# --- killed ranks ----------------------------------------------------------------------------------------------------
+
+KILLED = dict(BASE, steps=60, save_every=4, global_batch_size=8, lr=0.01)
+
+
+def as_flags(options: dict) -> list[str]:
+    """Options as a command line."""
+    words = []
+    for key, value in options.items():
+        flag = key.replace("_", "-")
+        words += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return words
+
+
+def kept_losses_on_rank(options: dict) -> list[float]:
+    """Runs on every rank: the losses of a run that nobody disturbs."""
+    return [row["loss"] for row in step03.train(step03.Config(**options)).history]
+
+
+def kill_at_random(out: Path, flags: list[str], seed: int, kills: int):
+    """Train under torchrun, killing a random rank at random moments, half of them during a save.
+
+    Asserts that each restart goes on from the last checkpoint that was complete at the time, or a later one.
+    """
+    rng = random.Random(seed)
+    job = torchrun(*flags, launcher=("--nproc_per_node=2", f"--max-restarts={kills}"))
+    try:
+        for kill in range(kills):
+            target = 60 * (kill + 1) // (kills + 2) + rng.randrange(4)
+            wait_for(lambda target=target: steps_done(out) >= target and len(ranks_of(job)) == 2, job)
+            if rng.random() < 0.5:
+                deadline = time.monotonic() + 1
+                while not list(out.glob("checkpoints/.step-*")) and time.monotonic() < deadline:
+                    time.sleep(0.0005)
+            else:
+                time.sleep(rng.random() * 0.05)
+            complete = checkpoints.newest(out)
+            os.kill(rng.choice(list(ranks_of(job).values())), signal.SIGKILL)
+            restarted = f"going on from {out}/checkpoints/"
+            lines = []
+            for line in job.stdout:
+                lines.append(line)
+                if line.startswith(restarted):
+                    break
+            else:
+                raise AssertionError("".join(lines))
+            at = int(line.rsplit("step-", 1)[1])
+            assert at >= int(complete.name[5:]), f"went back to step {at}, {complete} was complete"
+        text = "".join(job.stdout)
+        job.wait(timeout=60)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+    assert job.returncode == 0, text
+
+
+def require_undisturbed(pools, out: Path, options: dict):
+    """All steps are in the metrics once, with the losses of an undisturbed run, bit for bit; so are the weights."""
+    whole = out.parent / "whole"
+    pools(2).run(kept_losses_on_rank, options | dict(out=str(whole)))
+    rows, expected = read_metrics(out), read_metrics(whole)
+    assert [row["step"] for row in rows] == list(range(1, options["steps"] + 1))
+    assert [row["loss"] for row in rows] == [row["loss"] for row in expected]
+    assert [row["grad_norm"] for row in rows] == [row["grad_norm"] for row in expected]
+    ours, theirs = (contents(find(str(path), path)) for path in (out, whole))
+    ours.pop(("rng", "cpu")), theirs.pop(("rng", "cpu"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_three_kills_cost_nothing(pools, tmp_path):
+    """SIGKILL to a random rank, three times: the job restarts itself, and the end is the same bit for bit."""
+    options = KILLED | dict(zero=2, save_async=True)
+    flags = as_flags(options | dict(out=str(tmp_path / "run"), resume="auto"))
+    kill_at_random(tmp_path / "run", flags, seed=0, kills=3)
+    require_undisturbed(pools, tmp_path / "run", options)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.parametrize("background", [False, True])
+def test_twenty_kills_cost_nothing(pools, tmp_path, seed, background):
+    """Two kills each in ten runs, of every stage in turn."""
+    options = KILLED | dict(zero=seed % 4, save_async=background)
+    flags = as_flags(options | dict(out=str(tmp_path / "run"), resume="auto"))
+    kill_at_random(tmp_path / "run", flags, seed=seed + 10 * background, kills=2)
+    require_undisturbed(pools, tmp_path / "run", options)
+
+
+def free_port() -> int:
+    """A port that nobody uses just now."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def agents(count: int, nodes: str, flags: list[str], restarts: int = 0) -> list[subprocess.Popen]:
+    """Launchers of two ranks each, as on as many nodes, that meet on a port of this machine."""
+    meeting = ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{free_port()}", "--rdzv_id=two", f"--nnodes={nodes}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *meeting, "--nproc_per_node=2", "--local_addr=localhost"]
+    command += [f"--max-restarts={restarts}", "step05_cp_ring.py", *flags]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment = os.environ | dict(OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+    return [subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes) for _ in range(count)]
+
+
+@pytest.mark.exhaustive
+def test_two_nodes_train_and_one_goes_on(pools, tmp_path):
+    """Two agents, two ranks each, with cp across them; then one agent alone resumes on its two ranks."""
+    options = KILLED | dict(steps=6, out=str(tmp_path / "run"))
+    expected = [row["loss"] for row in step01.train(step01.Config(**options | dict(out=str(tmp_path / "one")))).history]
+    for count, nodes, stop in ((2, "2", 3), (1, "1:2", 6)):
+        jobs = agents(count, nodes, as_flags(options | dict(stop_after=stop, resume="auto")))
+        texts = [job.communicate(timeout=180)[0] for job in jobs]
+        assert [job.returncode for job in jobs] == [0] * count, texts
+        mesh = "mesh: dp 1 x cp 2 x tp 2" if count == 2 else "mesh: dp 1 x cp 2 x tp 1"
+        assert mesh in "".join(texts)
+    assert [row["loss"] for row in read_metrics(tmp_path / "run")] == pytest.approx(expected, rel=1e-10)
