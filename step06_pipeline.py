@@ -87,6 +87,7 @@ from common.model import IGNORE, Decoder, ModelConfig, rope_tables
 from common.run import Run, UserError, choose_device, choose_dtype, main, peak_flops, table
 from common.schedules import (
     SCHEDULES,
+    UNIT_COSTS,
     Action,
     Costs,
     Message,
@@ -263,28 +264,29 @@ def keep_stage(model: Decoder, mesh: Mesh, ways: list[list[Place]], lengths: lis
     bounds = [0, *accumulate(lengths)]
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     firsts, lasts = ({way[end][0] for way in ways} for end in (0, -1))
-    holders = dict(embed_tokens=firsts | lasts if tied else firsts, norm=lasts, lm_head=lasts)
+    trunk, layers = model.model, model.model.layers
+    holders: dict[tuple[nn.Module, str], set[int]] = {(layers, n): set() for n in layers}  # by (owner, name)
+    holders |= {(trunk, "embed_tokens"): firsts | lasts if tied else firsts, (trunk, "norm"): lasts}
+    holders[model, "lm_head"] = lasts
     kept: dict[int, Chunk] = {}
     for way in ways:
         for stage, (rank, chunk) in enumerate(way):
-            layers = range(bounds[stage], bounds[stage + 1])
-            for n in layers:
-                holders[f"layers.{n}"] = holders.get(f"layers.{n}", set()) | {rank}
+            numbers = range(bounds[stage], bounds[stage + 1])
+            for n in numbers:
+                holders[layers, str(n)].add(rank)
             if rank == group.rank:
-                kept[chunk] = Chunk(model, layers, first=stage == 0, last=stage == len(way) - 1)
-    for name, ranks in holders.items():
-        owner, name = (model.model.layers, name[7:]) if name.startswith("layers.") else (model.model, name)
-        owner = model if name == "lm_head" else owner
-        params = list(owner._modules[name].parameters())
+                kept[chunk] = Chunk(model, numbers, first=stage == 0, last=stage == len(way) - 1)
+    for (owner, name), ranks in holders.items():
+        params = list(getattr(owner, name).parameters())
         if group.rank not in ranks:
-            owner._modules[name] = None
+            setattr(owner, name, None)
         elif group.size > 1 and not (tied and name == "lm_head"):
             for param in params:
                 param.parallel_layout = replace(layout_of(param), held=(("pp", len(ranks)),))
             if len(ranks) == 2:
                 sum_gradients_over(params, "mirror")
-    for name in [name for name, layer in model.model.layers.items() if layer is None]:
-        del model.model.layers[name]
+    for name in [name for name, layer in layers.items() if layer is None]:
+        del layers[name]
     return [kept[chunk] for chunk in sorted(kept)]
 
 
@@ -392,7 +394,8 @@ class Pipeline:
         self.wire = boundary[0], boundary[1] // self.slices
         units = sync.units if isinstance(sync, ZeroOptimizer) else []
         self.units = [[u for u in units if chunk.parameters() & set(u.named.values())] for chunk in chunks]
-        self.spans: list[tuple[Action, Any, Any]] = []
+        self.spans: list[tuple[Action, Any, Any]] = []  # (action, start, end) of the last run with gradients
+        self.began: Any = None
         self.met: set[tuple[int, Message]] = set()  # (sequences, message) that both ends have compared shapes of
         sum_over(self.group, 0.0)  # NCCL wants all ranks of a group in its first call
 
@@ -415,7 +418,9 @@ class Pipeline:
         self.graphs: dict[tuple[int, int], tuple[Tensor, Any]] = {}  # (micro-batch, chunk) -> (input, output's edge)
         self.put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self.sending: dict[int, list[tuple[Pending, Tensor]]] = defaultdict(list)  # by rank it goes to
-        self.total, self.spans, self.entered = torch.zeros((), device=self.group.device), [], None
+        self.total, self.entered = torch.zeros((), device=self.group.device), None
+        if torch.is_grad_enabled():
+            self.began, self.spans = self.now(), []
         todo = Counter(step.what.chunk for step in program if step.kind == "run" and "W" in step.what.kind)
         for kind, what in program:
             fresh = kind != "run" and (batch, what) not in self.met  # all steps send the same: compare shapes once
@@ -458,7 +463,8 @@ class Pipeline:
             if "W" in kind:
                 for run in self.put_off.pop((i, chunk)):
                     run()
-        self.spans.append((action, begun, self.now()))
+        if torch.is_grad_enabled():
+            self.spans.append((action, begun, self.now()))
 
     def forward(self, i: int, chunk: int, x: Tensor, end: Callable, positions: Tensor):
         """F: keep the input and the *edge* of the output in autograd's graph, not the output, which goes away."""
@@ -534,14 +540,17 @@ class Pipeline:
         event.record()
         return event
 
-    def timeline(self, since: Any) -> list[list]:
-        """The actions of the last run, [kind, micro-batch, chunk, start, end], in seconds from the moment `since`."""
+    def timeline(self, since: float | None = None) -> list[list]:
+        """The actions of the last run with gradients, [kind, micro-batch, chunk, start, end].
+
+        Seconds from its beginning or, on a CPU, from the moment `since`. Waits for a GPU: not for a loop's inside.
+        """
 
         def seconds(moment: Any) -> float:
             if isinstance(moment, float):
-                return moment - since
+                return moment - (self.began if since is None else since)
             moment.synchronize()
-            return since.elapsed_time(moment) / 1e3
+            return self.began.elapsed_time(moment) / 1e3
 
         return [[*action, seconds(start), seconds(end)] for action, start, end in self.spans]
 
@@ -601,17 +610,27 @@ Traffic = dict[tuple[str, str], float]
 
 
 def stage_traffic(
-    config: Config, m: ModelConfig, pipeline: Pipeline, program: list[Step], tp: int, cp: int, dtype: torch.dtype
+    config: Config,
+    m: ModelConfig,
+    pipeline: Pipeline,
+    program: list[Step],
+    tp: int,
+    cp: int,
+    dtype: torch.dtype,
+    more: Callable[[Chunk, int], Traffic] = lambda chunk, times: {},
 ) -> Traffic:
-    """Bytes a rank sends for its chunks' micro-batches over tp and cp, and over the boundaries, in one step."""
+    """Bytes a rank sends in one step: for its chunks over tp and cp (and what `more` says of a chunk that so many
+    micro-batches pass), and over the boundaries.
+    """
     found: Traffic = defaultdict(float)
     passed = Counter(step.what.chunk for step in program if step.kind == "run" and step.what.kind == "F")
     for number, chunk in enumerate(pipeline.chunks):
         own, times = replace(m, n_layers=len(chunk.layers)), passed[number]
         local = replace(own, seq_len=m.seq_len // cp)
         parts = tp_traffic(config, local, tp, dtype, times, int(chunk.first), int(chunk.last))
-        for name, n_bytes in (parts | cp_traffic(config, own, tp, cp, dtype, times)).items():
-            found[name] += n_bytes
+        for part in (parts, cp_traffic(config, own, tp, cp, dtype, times), more(chunk, times)):
+            for name, n_bytes in part.items():
+                found[name] += n_bytes
     kinds = Counter(step.kind for step in program)
     wire = config.micro_batch_size * prod(pipeline.wire) * dtype.itemsize
     found["pp", "send"] += kinds["send"] * wire
@@ -642,9 +661,7 @@ def zero_stage_traffic(optimizer: ZeroOptimizer, pipeline: Pipeline, actions: li
 # --- looking at the model
 
 
-def describe(
-    config: Config, m: ModelConfig, ways: list[list[Place]], lists: list[list[Action]], lengths: list[int]
-) -> str:
+def describe(schedule: str, ways: list[list[Place]], lists: list[list[Action]], lengths: list[int]) -> str:
     """Which rank has which layers, and the idle fraction if forward, input and weight gradient cost the same."""
     bounds, lines = [0, *accumulate(lengths)], []
     for rank in range(len(lists)):
@@ -655,15 +672,13 @@ def describe(
             layers = f"layers {bounds[stage]}-{bounds[stage + 1] - 1}"
             parts.append(f"chunk {chunk}: " + ", ".join([*ends[0], layers, *ends[1]]))
         lines.append(f"  pp {rank}  " + ";  ".join(parts))
-    idle = idle_fraction(simulate(lists, ways, Costs(f=1, b=1, w=1, comm=0)))
-    return f"stages of {config.schedule}, which is idle for {idle:.1%} of the time:\n" + "\n".join(lines)
+    idle = idle_fraction(simulate(lists, ways, UNIT_COSTS))
+    return f"stages of {schedule}, which is idle for {idle:.1%} of the time:\n" + "\n".join(lines)
 
 
-def draw_timeline(
-    run: Run, config: Config, ways: list[list[Place]], lists: list[list[Action]], spans: list, mesh: Mesh
-):
+def draw_timeline(run: Run, schedule: str, pipeline: Pipeline, lists: list[list[Action]], mesh: Mesh):
     """timeline.json and timeline.png: what each stage did when in the last step, of one pipeline. A collective."""
-    rows = [spans for rank, spans in enumerate(gather_objects(spans, mesh)) if rank % (mesh.world // len(lists)) == 0]
+    rows = gather_objects(pipeline.timeline(), mesh)[:: mesh.world // len(lists)]
     if run.rank == 0 and len(rows) > 1 and rows[0]:
         mean: dict[str, float] = {}
         for kind in ("F", "B", "W", "BW"):
@@ -671,8 +686,8 @@ def draw_timeline(
             mean[kind] = sum(seconds) / max(1, len(seconds))
         costs = Costs(mean["F"], mean["B"] or mean["BW"], mean["W"], 0)
         idle = idle_fraction([[Span(None, *span[3:]) for span in row] for row in rows])
-        panel = dict(ranks=rows, idle=idle, simulated_idle=idle_fraction(simulate(lists, ways, costs)))
-        (run.out / "timeline.json").write_text(json.dumps(dict(panels={config.schedule: panel})))
+        panel = dict(ranks=rows, idle=idle, simulated_idle=idle_fraction(simulate(lists, pipeline.ways, costs)))
+        (run.out / "timeline.json").write_text(json.dumps(dict(panels={schedule: panel})))
         plots.pipeline_timelines(run.out / "timeline.json", run.out / "timeline.png")
 
 
@@ -785,10 +800,9 @@ def train(config: Config, observe=None) -> Trained:
             run.say(mesh.picture())
             rows = [row for part in gather_objects(reduction_table(model, list(mesh.sizes)), mesh) for row in part]
             run.say(table(list({row[0]: row for row in rows}.values())))
-            run.say(describe(config, m, ways, lists, lengths))
+            run.say(describe(config.schedule, ways, lists, lengths))
             run.say(run.memory_table(predicted))
             run.watch = sum(action.kind == "F" for action in lists[r])
-            spans: list[list] = []
             for step in run.steps(start):
                 with run.phase("data"):
                     batch = data.batch(step, share)
@@ -796,14 +810,13 @@ def train(config: Config, observe=None) -> Trained:
                 sync.begin()
                 run.measure(optimizer.tensors())
                 sum_over(mesh["pp"], 0.0)  # the timelines of all ranks begin here
-                began = pipeline.now()
                 end = partial(scaled_loss, model, targets, optimizer.loss_scale / batch.n_targets)
                 total = pipeline.run(program, config.micro_batch_size, tokens.__getitem__, end, positions, run.phase)
-                spans = pipeline.timeline(began)
+                loss = total / optimizer.loss_scale
                 sync.finish()
                 sum_partial_gradients(optimizer, mesh, ["tp", "kv", "mirror"])
-                more = health(run, total / optimizer.loss_scale, optimizer)
-                loss, stopping = sum_over(group, total / optimizer.loss_scale, run.stopping)
+                more = health(run, loss, optimizer)
+                loss, stopping = sum_over(group, loss, run.stopping)
                 loss, stopping = sum_over(mesh["pp"], loss, stopping)  # only the last stage has a loss
                 (stopping,) = sum_over(mesh["tp"], stopping)  # a signal may reach one rank a step before another
                 run.stopping = stopping > 0
@@ -832,7 +845,7 @@ def train(config: Config, observe=None) -> Trained:
                 require_same_parameters(model, group)
             optimizer.ready()
             run.finish(predicted, traffic)
-            draw_timeline(run, config, ways, lists, spans, mesh)
+            draw_timeline(run, config.schedule, pipeline, lists, mesh)
     return Trained(model, optimizer, run.history)
 
 

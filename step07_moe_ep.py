@@ -1,26 +1,12 @@
 """Step 7: mixture of experts and expert parallelism. Many MLPs, of which each token visits a few; each rank owns some.
 
-A ROUTER, one small matrix, turns a token into a probability for each of E experts; the token goes to the k likeliest
-and gets the sum of their outputs, weighted by gates (Shazeer et al. 2017; Fedus et al. 2021, "Switch"):
+THE LAYER, for one device, is in common/moe.py: a router sends each token to the k likeliest of E experts, so parameters
+grow with E and FLOPs with k; a balance loss, or a bias, keeps the experts equally busy.
 
-    p = softmax(W x) in fp32      gate_e = p_e / (sum of the k chosen p)      out = sum over chosen e of gate_e MLP_e(x)
-
-(k = 1: the gate is p_e itself; divided by itself it would be 1, and the router would learn nothing.) So parameters
-grow with E, FLOPs with k. The gates are kept as a matrix [tokens, E] that is zero where a token does not go.
-
-BALANCE. Nothing above keeps a router from sending all tokens to one expert. With f_e the fraction of choices that fell
-on e, and p_e averaged over the micro-batch:
-
-    --balance loss   adds weight x E x sum_e f_e p_e to the loss: least if all are equal. Only p has a gradient, so no
-                     collective is needed in backward: a rank adds up its own tokens' p, with everyone's f
-    --balance bias   chooses by p + b, weighs by p; after each step b_e moves by --bias-speed up or down against e's
-                     load (Wang et al. 2024, "auxiliary-loss-free"; DeepSeek-V3): no gradient, but a state to save
-    --balance none   to see what happens
-
-f is that of a micro-batch, summed over the ranks that share its sequences (cp, and tp with SP), and the losses of
-micro-batches are averaged: so neither dp, cp, tp nor ep changes them. --z-loss adds weight x mean (log sum exp)^2 of
-the router's logits (Zoph et al. 2022, "ST-MoE"). With --capacity-factor C an expert takes at most C k T / E of a
-micro-batch's T tokens, those that come first in it; the residual stream carries the others past. 0: no limit.
+NO LAYOUT MAY CHANGE THE LOSS. The balance loss is E x sum_e f_e p_e, with f_e the fraction of a micro-batch's choices
+that fell on e. A micro-batch's sequences are shared by the cp ranks, and with SP by the tp ranks: their choices, k
+numbers a token, are gathered there, both for f and for who comes too late under --capacity-factor. A rank then adds up
+its own tokens' p, and p alone has a gradient: backward needs no collective. Losses of micro-batches are averaged.
 
 EXPERT PARALLELISM. ep ranks hold E/ep experts each, and everything else as before: ep is no new dimension of the mesh,
 but a cut through the dp x cp ranks that are there, which have different tokens already.
@@ -59,16 +45,14 @@ Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py          pp 2 x cp 2 x t
 You should see the losses of one process under every layout, and each expert's load near 1/E.
 """
 
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil, comb
+from math import comb
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import step06_pipeline as step06
 from common import plots
@@ -85,9 +69,10 @@ from common.comm import (
 )
 from common.data import TokenData
 from common.layout import layout_of, reduction_table, sum_gradients_over
-from common.model import MLP, PRESETS, Decoder, ModelConfig
+from common.model import Decoder, ModelConfig
+from common.moe import MOE_PRESETS, AddRows, Balance, ExpertLinear, Experts, MoE, MoEConfig, add_experts
 from common.run import Run, UserError, choose_device, choose_dtype, main, peak_flops, table
-from common.schedules import SCHEDULES, Step, communicate, paths
+from common.schedules import SCHEDULES, communicate, paths
 from step01_single_gpu import (
     Trained,
     apply_recompute,
@@ -137,71 +122,6 @@ from step06_pipeline import (
     stage_traffic,
     zero_stage_traffic,
 )
-
-
-@dataclass(frozen=True)
-class MoEConfig(ModelConfig):
-    """The shape of a decoder with experts. Raises ValueError, naming the flags to change, if parts do not fit."""
-
-    experts: int = 0  # 0: every layer is dense
-    experts_per_token: int = 2
-    expert_dim: int = 0  # width of an expert; 0: that of a dense MLP
-    shared_experts: int = 0  # experts that every token visits, as one MLP
-    moe_every: int = 1
-    dense_layers: int = 0  # layers before the first with experts
-    expert_groups: int = 1
-    groups_per_token: int = 0  # 0: any number
-
-    def __post_init__(self):
-        super().__post_init__()
-        for name in ("experts", "expert_dim", "shared_experts", "dense_layers", "groups_per_token"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 0")
-        for name in ("experts_per_token", "moe_every", "expert_groups"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
-        if self.experts == 0:
-            return
-        if self.experts_per_token > self.experts:
-            raise ValueError(
-                f"--experts-per-token {self.experts_per_token} is more than --experts {self.experts}: change one"
-            )
-        if self.experts % self.expert_groups or self.groups_per_token > self.expert_groups:
-            raise ValueError(
-                f"--expert-groups {self.expert_groups} must divide --experts {self.experts}, and be at least "
-                f"--groups-per-token {self.groups_per_token}"
-            )
-        reachable = self.experts // self.expert_groups * self.groups_per_token or self.experts
-        if self.experts_per_token > reachable:
-            raise ValueError(
-                f"--groups-per-token {self.groups_per_token} leaves a token {reachable} experts, fewer than "
-                f"--experts-per-token {self.experts_per_token}: raise the one or lower the other"
-            )
-
-    @property
-    def expert_width(self) -> int:
-        """Hidden channels of one expert."""
-        return self.expert_dim or self.ffn_dim
-
-    def has_experts(self, layer: int) -> bool:
-        """Whether the layer of this number has experts instead of one MLP."""
-        n = layer - self.dense_layers + 1
-        return self.experts > 0 and n > 0 and n % self.moe_every == 0
-
-    @property
-    def moe_layers(self) -> int:
-        """Number of layers with experts."""
-        return sum(self.has_experts(layer) for layer in range(self.n_layers))
-
-
-# With plain attention instead of its latent one: 672e9 parameters, of which a token uses 38e9.
-DEEPSEEK = dict(experts=256, experts_per_token=8, expert_dim=2048, shared_experts=1, dense_layers=3)
-DEEPSEEK |= dict(expert_groups=8, groups_per_token=4)
-MOE_PRESETS = {name: MoEConfig(**vars(m)) for name, m in PRESETS.items()} | {
-    "tiny-moe": MoEConfig(128, 4, 8, 4, 352, vocab_size=257, seq_len=256, experts=8, expert_dim=176),
-    "mixtral-8x7b": MoEConfig(4096, 32, 32, 8, 14336, vocab_size=32000, seq_len=32768, rope_theta=1e6, experts=8),
-    "deepseek-v3-like": MoEConfig(7168, 61, 128, 128, 18432, vocab_size=129280, seq_len=4096, **DEEPSEEK),
-}
 
 
 @dataclass
@@ -264,281 +184,11 @@ def check(config: Config, world: int):
         raise UserError("--optimizer adafactor looks at all experts at once: use it with --ep 1")
 
 
-# --- one matmul for all experts: rows sorted by expert, each with its own matrix
-
-
-def can_group(*tensors: Tensor) -> bool:
-    """Whether PyTorch's grouped matmul takes these: up to 32 bits, rows of a multiple of 16 bytes, at least one."""
-    return all(t.dtype.itemsize <= 4 and t.shape[-1] * t.dtype.itemsize % 16 == 0 and t.numel() for t in tensors)
-
-
-def looped_matmul(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """rows [n, in], the first counts[0] of them times weights[0] [in, out], and so on -> [n, out]."""
-    return torch.cat([part @ w for part, w in zip(rows.split(counts.tolist()), weights, strict=True)])
-
-
-def looped_outer(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
-    """a [n, out], b [n, in] -> [experts, out, in], a^T b over the rows of each expert, zero if it has none."""
-    sizes = counts.tolist()
-    return torch.stack([x.T @ y for x, y in zip(a.split(sizes), b.split(sizes), strict=True)])
-
-
-def grouped_matmul(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """`looped_matmul` in one kernel where there is one; counts int64 [experts]."""
-    if not can_group(rows, weights, weights.mT):
-        return looped_matmul(rows, weights, counts)
-    return torch._grouped_mm(rows, weights, offs=counts.cumsum(0, dtype=torch.int32))
-
-
-def grouped_outer(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
-    """`looped_outer` in one kernel where there is one."""
-    if not can_group(a, b):
-        return looped_outer(a, b, counts)
-    outer = torch._grouped_mm(a.T, b, offs=counts.cumsum(0, dtype=torch.int32))
-    return outer.masked_fill_((counts == 0)[:, None, None], 0)  # which a kernel may have left as it found it
-
-
-class GroupedLinear(torch.autograd.Function):
-    """x W_e^T for the expert e of each row."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, counts: Tensor, later: Callable | None) -> Tensor:
-        """x [n, in] sorted by expert, weight [experts, out, in], counts int64 [experts] -> [n, out]."""
-        ctx.save_for_backward(x, weight, counts)
-        ctx.later = later
-        return grouped_matmul(x, weight.mT, counts)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        """dx [n, in], and dW, which is there, and zero, also for experts without a token: all ranks sum it."""
-        x, weight, counts = ctx.saved_tensors
-        grad = grad.contiguous()
-        grad_x = grouped_matmul(grad, weight, counts) if ctx.needs_input_grad[0] else None
-        grad_weight = None
-        if ctx.needs_input_grad[1] and ctx.later is not None:
-            ctx.later(lambda: [grouped_outer(grad, x, counts)])
-        elif ctx.needs_input_grad[1]:
-            grad_weight = grouped_outer(grad, x, counts)
-        return grad_x, grad_weight, None, None
-
-
-class AddRows(torch.autograd.Function):
-    """Add rows up where they belong, in fp32 or wider. (PyTorch's `index_add` would keep them for its backward.)"""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, place: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-        """rows [any number, dim], place int64 of each -> sums [n, dim] in `dtype`, zero where no row belongs."""
-        ctx.save_for_backward(place)
-        ctx.dtype, wide = rows.dtype, torch.promote_types(rows.dtype, torch.float32)
-        return rows.new_zeros(n, rows.shape[1], dtype=wide).index_add_(0, place, rows.to(wide)).to(dtype)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        """Each row has the gradient of its sum."""
-        (place,) = ctx.saved_tensors
-        return grad.index_select(0, place).to(ctx.dtype), None, None, None
-
-
-# --- the layer
-
-
-class ExpertLinear(nn.Module):
-    """The same linear layer of all experts: `weight` [experts, out, in]. `later`: step 6's queue, if there is one."""
-
-    def __init__(self, experts: int, n_in: int, n_out: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, n_out, n_in))
-        self.later: Later | None = None
-
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """x [n, in] sorted by expert, counts int64 [experts] -> [n, out]."""
-        later = partial(self.later, [self.weight]) if self.later is not None else None
-        return GroupedLinear.apply(x, self.weight, counts, later)
-
-
-class Experts(nn.Module):
-    """SwiGLU MLPs side by side."""
-
-    def __init__(self, m: MoEConfig):
-        super().__init__()
-        self.gate_proj = ExpertLinear(m.experts, m.dim, m.expert_width)
-        self.up_proj = ExpertLinear(m.experts, m.dim, m.expert_width)
-        self.down_proj = ExpertLinear(m.experts, m.expert_width, m.dim)
-
-    def forward(self, x: Tensor, gates: Tensor) -> Tensor:
-        """x [tokens, dim], gates [tokens, experts], zero where a token does not go -> weighted sums [tokens, dim]."""
-        goes = gates != 0
-        expert, token = goes.T.nonzero(as_tuple=True)  # sorted by expert
-        counts, own = goes.sum(0), x.index_select(0, token)
-        hidden = F.silu(self.gate_proj(own, counts)) * self.up_proj(own, counts)
-        weighted = self.down_proj(hidden, counts) * gates[token, expert][:, None]  # in the gates' wider dtype
-        return AddRows.apply(weighted, token, len(x), x.dtype)
-
-
-def select(scores: Tensor, m: MoEConfig) -> Tensor:
-    """scores [tokens, experts] -> the k best experts of each token, int64 [tokens, k], from M of G groups.
-
-    A group is as good as its best k/M experts together (DeepSeek-V3, section 2.1.2).
-    """
-    if 0 < m.groups_per_token < m.expert_groups:
-        by_group = scores.unflatten(1, (m.expert_groups, -1))
-        each = max(1, m.experts_per_token // m.groups_per_token)
-        best = by_group.topk(each).values.sum(-1).topk(m.groups_per_token).indices
-        barred = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(1, best, False)
-        scores = by_group.masked_fill(barred[..., None], -torch.inf).flatten(1)
-    return scores.topk(m.experts_per_token).indices
-
-
-def within_capacity(chosen: Tensor, experts: int, capacity: int) -> Tensor:
-    """Choices int64 [batch, seq, k] -> bool, the same shape: whether they are among the first `capacity` of an expert.
-
-    Counted in the order of the sequences and of their tokens, which is the same under every layout.
-    """
-    asked = F.one_hot(chosen.flatten().long(), experts).cumsum(0)
-    return (asked.gather(1, chosen.flatten().long()[:, None]) <= capacity).view(chosen.shape)
-
-
-class AddLoss(torch.autograd.Function):
-    """Give a scalar loss its gradient `scale` wherever x has one: so any layer, on any pipeline stage, can add a loss.
-
-    Counts in backward, which runs once, where forward may run twice (recomputation) or for nothing (validation).
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, loss: Tensor, scale: float, total: Tensor, counts: Tensor) -> Tensor:
-        """x of any shape, unchanged; backward adds `counts` to `total`, in place."""
-        ctx.scale, ctx.total, ctx.counts = scale, total, counts
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        """The gradient of x, unchanged, and that of the loss."""
-        ctx.total.add_(ctx.counts)
-        return grad, torch.tensor(ctx.scale, dtype=torch.float64, device=grad.device), None, None, None
-
-
-class Balance:
-    """What the layers with experts of one run share: how they are kept busy, and what was counted in this step.
-
-    `scale`, to be set in each step: the loss scale over the number of micro-batches of the global batch. `counted` fp64
-    [layers, experts + 3]: choices that fell on each expert, choices dropped, entropy of the routers in nats summed over
-    tokens, balance loss (averaged over micro-batches); of this rank, since the last `take`.
-    """
-
-    def __init__(self, config: Config, m: MoEConfig, device: torch.device):
-        self.config, self.m, self.scale = config, m, 1.0
-        self.micro_batches = config.global_batch_size // config.micro_batch_size
-        self.counted = torch.zeros(m.n_layers, m.experts + 3, dtype=torch.float64, device=device)
-
-    @property
-    def looks_around(self) -> bool:
-        """Whether a layer has to know the choices of the whole micro-batch's tokens."""
-        return torch.is_grad_enabled() and (self.config.balance == "loss" or self.config.capacity_factor > 0)
-
-    def take(self, groups: list[Group]) -> Tensor:
-        """`counted`, summed over `groups`; then start anew."""
-        for group in groups:
-            all_reduce(self.counted, group, "(metrics)").wait()
-        taken = self.counted.clone()
-        self.counted.zero_()
-        return taken
-
-    def metrics(self, counted: Tensor) -> dict:
-        """For metrics.jsonl: load of each expert by layer (1/E is even), the share of choices dropped, and so on."""
-        layers = [n for n in range(self.m.n_layers) if self.m.has_experts(n)]
-        if not layers:
-            return {}
-        choices = counted[layers, :-3].sum(-1)
-        load = (counted[layers, :-3] / choices[:, None]).tolist()
-        drops, entropy, loss = counted[layers, -3:].unbind(-1)
-        return dict(
-            expert_load={str(n): row for n, row in zip(layers, load, strict=True)},
-            drop_rate=(drops / choices).mean().item(),
-            router_entropy=(entropy / choices).mean().item() * self.m.experts_per_token,
-            balance_loss=loss.sum().item(),
-        )
-
-    def adjust(self, model: Decoder, counted: Tensor):
-        """After a step, `--balance bias`: the bias of each expert goes up if it had less than its share, else down."""
-        for number, layer in model.model.layers.items():
-            if self.config.balance == "bias" and isinstance(layer.mlp, MoE):
-                load = counted[int(number), :-3]
-                layer.mlp.router.bias += self.config.bias_speed * (load.mean() - load).sign()
-
-
-class Router(nn.Module):
-    """`weight` [experts, dim]; `bias` [experts], fp32, which `--balance bias` moves."""
-
-    def __init__(self, m: MoEConfig):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(m.experts, m.dim))
-        self.register_buffer("bias", torch.empty(m.experts, dtype=torch.float32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [tokens, dim] -> logits [tokens, experts], fp32 (fp64 for fp64)."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return F.linear(x.to(wide), self.weight.to(wide))
-
-
-class MoE(nn.Module):
-    """Router, experts, shared experts: replaces the MLP of layer `number`.
-
-    Expert parallelism replaces `run`, which brings tokens to experts, and `everyones`: (own choices [batch, s/n, k]) ->
-    those of the whole sequences in their order [batch, seq, k]; `own` says which of the sequence's tokens are here.
-    """
-
-    def __init__(self, m: MoEConfig, number: int, balance: Balance):
-        super().__init__()
-        self.m, self.number, self.balance = m, number, balance
-        self.router, self.experts = Router(m), Experts(m)
-        width = m.shared_experts * m.expert_width
-        self.shared_experts = MLP(replace(m, ffn_dim=width)) if width else None
-        self.run: Callable[[Experts, Tensor, Tensor], Tensor] = lambda experts, x, gates: experts(x, gates)
-        self.everyones: Callable[[Tensor], Tensor] = lambda chosen: chosen
-        self.own: slice | Tensor = slice(None)
-
-    @torch.compiler.disable
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq, dim] -> [batch, seq, dim]; s/n tokens where the sequence is cut."""
-        m, config, tokens = self.m, self.balance.config, x.flatten(0, -2)
-        logits = self.router(tokens)
-        p = logits.softmax(-1)
-        chosen = select(p.detach() + self.router.bias, m)
-        gates = p.gather(1, chosen)
-        if m.experts_per_token > 1:
-            gates = gates / gates.sum(-1, keepdim=True)
-        kept, loss = torch.ones_like(chosen, dtype=torch.bool), p.new_zeros(())
-        whole = x.shape[0] * m.seq_len  # tokens of the micro-batch
-        if self.balance.looks_around:
-            everyones = self.everyones(chosen.view(*x.shape[:-1], -1))
-            if config.capacity_factor:
-                capacity = ceil(config.capacity_factor * everyones.numel() / m.experts)
-                kept = within_capacity(everyones, m.experts, capacity)[:, self.own].reshape(chosen.shape)
-                gates = gates * kept
-            if config.balance == "loss":
-                fraction = everyones.flatten().bincount(minlength=m.experts) / everyones.numel()
-                loss = m.experts * (fraction.to(p.dtype) * p.sum(0)).sum() / whole
-        total = config.balance_weight * loss
-        if config.z_loss:
-            total = total + config.z_loss * logits.logsumexp(-1).square().sum() / whole
-        out = self.run(self.experts, tokens, torch.zeros_like(p).scatter(1, chosen, gates)).view_as(x)
-        if self.shared_experts is not None:
-            out = out + self.shared_experts(x)
-        counts = self.counts(p.detach(), chosen, kept, loss.detach())
-        return AddLoss.apply(out, total, self.balance.scale, self.balance.counted[self.number], counts)
-
-    def counts(self, p: Tensor, chosen: Tensor, kept: Tensor, loss: Tensor) -> Tensor:
-        """p [tokens, experts], chosen and kept [tokens, k], the balance loss -> a row of `Balance.counted`."""
-        load = chosen.flatten().bincount(minlength=self.m.experts)
-        rest = torch.stack(((~kept).sum(), torch.special.entr(p).sum(), loss / self.balance.micro_batches))
-        return torch.cat((load, rest))
-
-
-def add_experts(model: Decoder, balance: Balance):
-    """Give the model, on the meta device, experts in the layers that its config says, in place."""
-    for number, layer in model.model.layers.items():
-        if model.config.has_experts(int(number)):
-            layer.mlp = MoE(model.config, int(number), balance)
+def make_balance(config: Config, m: MoEConfig, device: torch.device) -> Balance:
+    """How the flags want the experts to be kept busy."""
+    micro_batches = config.global_batch_size // config.micro_batch_size
+    numbers = config.balance_weight, config.bias_speed, config.z_loss, config.capacity_factor
+    return Balance(m, micro_batches, device, config.balance, *numbers)
 
 
 # --- expert parallelism
@@ -665,6 +315,13 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config, ep: int):
             sum_gradients_over([moe.router.weight], "tp")
 
 
+def take_counts(balance: Balance, groups: list[Group]) -> Tensor:
+    """What the experts of all ranks counted in this step, summed over `groups` one after another."""
+    for group in groups:
+        all_reduce(balance.counted, group, "(metrics)").wait()
+    return balance.take()
+
+
 def split_experts(model: Decoder) -> Later:
     """Step 6's `split_backward`, with the experts: their weight gradients wait in the queue, too."""
     later = split_backward(model)
@@ -677,18 +334,23 @@ def split_experts(model: Decoder) -> Later:
 # --- what it costs
 
 
+def more_weights(m: MoEConfig) -> int:
+    """Weights that a token visits in a layer with experts, less those of the dense MLP whose place they take."""
+    visited = 3 * m.dim * m.expert_width * (m.experts_per_token + m.shared_experts) + m.dim * m.experts
+    return visited - 3 * m.dim * m.ffn_dim
+
+
 def moe_flops_per_token(m: MoEConfig, recompute: str) -> tuple[float, float]:
     """Step 1's (model, executed) FLOPs of training on one token; of the experts, only those it visits count.
 
     With full recomputation a layer with experts is done again to its end, as backward needs the experts' outputs.
     """
     model, executed = flops_per_token(m, recompute)
-    dense = 3 * m.dim * m.ffn_dim
-    visited = 3 * m.dim * m.expert_width * (m.experts_per_token + m.shared_experts) + m.dim * m.experts
-    model += 6 * m.moe_layers * (visited - dense)
-    executed += 6 * m.moe_layers * (visited - dense)
+    more = more_weights(m)
+    model += 6 * m.moe_layers * more
+    executed += 6 * m.moe_layers * more
     if recompute == "full":
-        executed += 2 * m.moe_layers * (visited - (dense - m.ffn_dim * m.dim))
+        executed += 2 * m.moe_layers * (more + m.ffn_dim * m.dim)
     return model, executed
 
 
@@ -726,16 +388,16 @@ def expert_tp_bytes(
 
 
 def moe_traffic(
-    config: Config, m: MoEConfig, layers: int, tp: int, cp: int, ep: int, dtype: torch.dtype, times: int
-) -> dict[tuple[str, str], float]:
-    """Bytes a rank sends for `layers` layers with experts in `times` micro-batches, by (mesh dimension, operation), if
-    all experts are equally likely.
+    config: Config, m: MoEConfig, tp: int, cp: int, ep: int, dtype: torch.dtype, chunk: Chunk, times: int
+) -> Traffic:
+    """Bytes a rank sends for the experts of a chunk in `times` micro-batches, if all are equally likely.
 
     Less what step 4 has counted over tp for the MLPs whose place they take: half a layer's, each.
     """
+    layers = sum(m.has_experts(int(number)) for number in chunk.layers)
     if not layers or config.recompute != "none":
         return {}
-    found: dict[tuple[str, str], float] = {}
+    found: Traffic = {}
 
     def add(dim: str, by_operation: dict[str, float], factor: float = 1):
         for operation, n_bytes in by_operation.items():
@@ -759,7 +421,7 @@ def moe_traffic(
 
 
 def expert_activation_bytes(
-    config: Config, m: MoEConfig, tp: int, cp: int, dtype: torch.dtype, on_cpu: bool, chunk: Chunk
+    config: Config, m: MoEConfig, tp: int, cp: int, dtype: torch.dtype, chunk: Chunk
 ) -> int | None:
     """What the experts of a chunk add to step 5's bytes that a forward pass keeps, on average over the ranks.
 
@@ -781,23 +443,9 @@ def expert_activation_bytes(
     return layers * (visits + router + shared - tokens * 4 * e * m.ffn_dim // tp)
 
 
-def expert_stage_traffic(
-    config: Config, m: MoEConfig, pipeline: Pipeline, program: list[Step], tp: int, cp: int, ep: int, dtype: torch.dtype
-) -> Traffic:
-    """Step 6's `stage_traffic`, with what the chunks' experts add."""
-    found = Counter(stage_traffic(config, m, pipeline, program, tp, cp, dtype))
-    passed = Counter(step.what.chunk for step in program if step.kind == "run" and step.what.kind == "F")
-    for number, chunk in enumerate(pipeline.chunks):
-        layers = sum(m.has_experts(int(n)) for n in chunk.layers)
-        found.update(moe_traffic(config, m, layers, tp, cp, ep, dtype, passed[number]))
-    return dict(found)
-
-
 def moe_layer_costs(m: MoEConfig) -> list[float]:
     """Multiply-adds of a token in each layer, as step 6's `layer_costs`; of the experts, those that it visits."""
-    visited = 3 * m.dim * m.expert_width * (m.experts_per_token + m.shared_experts) + m.dim * m.experts
-    more = visited - 3 * m.dim * m.ffn_dim
-    return [cost + more * m.has_experts(number) for number, cost in enumerate(layer_costs(m))]
+    return [cost + more_weights(m) * m.has_experts(number) for number, cost in enumerate(layer_costs(m))]
 
 
 def train(config: Config, observe=None) -> Trained:
@@ -824,7 +472,7 @@ def train(config: Config, observe=None) -> Trained:
         lists = [SCHEDULES[config.schedule](pp, micro_batches, v, rank) for rank in range(pp)]
         program = communicate(lists, ways)[r]
 
-        balance = Balance(config, m, device)
+        balance = make_balance(config, m, device)
         lengths = split_layers(config, m, len(ways[0]), moe_layer_costs(m))
         with torch.device("meta"):
             model = Decoder(m)  # the program of a single device
@@ -855,13 +503,14 @@ def train(config: Config, observe=None) -> Trained:
                 print(text)
             return Trained(model, optimizer, [])
 
-        on_cpu = device.type == "cpu"
         predicted, traffic = predictions(config, m, optimizer, sync, micro_batches)
-        more = partial(expert_activation_bytes, config, m, tp, cp, dtype, on_cpu)
-        predicted["activations"] = pp_activation_bytes(config, m, chunks, lists[r], tp, cp, dtype, on_cpu, more)
+        kept = partial(expert_activation_bytes, config, m, tp, cp, dtype)
+        sent = partial(moe_traffic, config, m, tp, cp, ep, dtype)
+        on_cpu = device.type == "cpu"
+        predicted["activations"] = pp_activation_bytes(config, m, chunks, lists[r], tp, cp, dtype, on_cpu, kept)
         if config.zero:
             traffic = zero_stage_traffic(optimizer, pipeline, lists[r])
-        traffic |= expert_stage_traffic(config, m, pipeline, program, tp, cp, ep, dtype)
+        traffic |= stage_traffic(config, m, pipeline, program, tp, cp, dtype, sent)
         traffic |= partial_traffic(optimizer, mesh, ["tp", "kv", "mirror"])
         flops, peak = moe_flops_per_token(m, config.recompute), world * peak_flops(device, dtype, config.peak_tflops)
         with Run(config, device, flops, peak, mesh) as run:
@@ -870,10 +519,9 @@ def train(config: Config, observe=None) -> Trained:
             dims = [*mesh.sizes, *(["ep", "expert_data"] if ep > 1 else [])]
             rows = [row for part in gather_objects(reduction_table(model, dims), mesh) for row in part]
             run.say(table(list({row[0]: row for row in rows}.values())))
-            run.say(describe(config, m, ways, lists, lengths))
+            run.say(describe(config.schedule, ways, lists, lengths))
             run.say(run.memory_table(predicted))
             run.watch = sum(action.kind == "F" for action in lists[r])
-            spans: list[list] = []
             for step in run.steps(start):
                 with run.phase("data"):
                     batch = data.batch(step, share)
@@ -882,15 +530,14 @@ def train(config: Config, observe=None) -> Trained:
                 sync.begin()
                 run.measure(optimizer.tensors())
                 sum_over(mesh["pp"], 0.0)  # the timelines of all ranks begin here
-                began = pipeline.now()
                 end = partial(scaled_loss, model, targets, optimizer.loss_scale / batch.n_targets)
                 total = pipeline.run(program, config.micro_batch_size, tokens.__getitem__, end, positions, run.phase)
-                spans = pipeline.timeline(began)
+                loss = total / optimizer.loss_scale
                 sync.finish()
                 sum_partial_gradients(optimizer, mesh, ["tp", "kv", "mirror"])
-                counted = balance.take([group, mesh["pp"], *([mesh["tp"]] if config.sp else [])])
-                more = health(run, total / optimizer.loss_scale, optimizer) | balance.metrics(counted)
-                loss, stopping = sum_over(group, total / optimizer.loss_scale, run.stopping)
+                counted = take_counts(balance, [group, mesh["pp"], *([mesh["tp"]] if config.sp else [])])
+                more = health(run, loss, optimizer) | balance.metrics(counted)
+                loss, stopping = sum_over(group, loss, run.stopping)
                 loss, stopping = sum_over(mesh["pp"], loss, stopping)  # only the last stage has a loss
                 (stopping,) = sum_over(mesh["tp"], stopping)  # a signal may reach one rank a step before another
                 run.stopping = stopping > 0
@@ -922,7 +569,7 @@ def train(config: Config, observe=None) -> Trained:
                 require_same_parameters(model, group, mesh)
             optimizer.ready()
             run.finish(predicted, traffic)
-            draw_timeline(run, config, ways, lists, spans, mesh)
+            draw_timeline(run, config.schedule, pipeline, lists, mesh)
             if mesh.rank == 0 and run.history:
                 plots.traffic(run.out)
                 if m.moe_layers:

@@ -16,10 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "other")
-BORN_IN = {
-    "forward": "activations",
-    "receive": "activations",
-}  # what is born in another phase is "other" until `label` knows better
+BORN_IN = {"forward": "activations", "receive": "activations"}  # in other phases "other", until `label` knows better
 
 
 class Event(NamedTuple):

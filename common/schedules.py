@@ -53,11 +53,6 @@ def paths(schedule: str, p: int, v: int) -> list[list[Place]]:
     return [[(rank, chunk) for chunk in range(v) for rank in range(p)]]
 
 
-def path_of(ways: list[list[Place]], m: int, micro_batch: int) -> list[Place]:
-    """The way that one of m micro-batches takes; of two ways the first serves the first half, if m is odd one more."""
-    return ways[micro_batch * len(ways) // m]
-
-
 def neighbours(ways: list[list[Place]]) -> tuple[dict[Place, Place], dict[Place, Place]]:
     """(the place before, the place after) each place that has one."""
     steps = [step for way in ways for step in pairwise(way)]

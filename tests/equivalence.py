@@ -9,7 +9,7 @@ import hashlib
 import importlib
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -171,3 +171,12 @@ def check(
     file, bound = str(reference(options, patch, against)), BOUNDS[options["dtype"]]
     with tempfile.TemporaryDirectory(dir=SCRATCH.name) as out:
         return max(pool.run(on_rank, step_name, options | layout | dict(out=out), file, bound, [patch, fault]))
+
+
+def complaint_on_rank(function: Callable, *args) -> str:
+    """Runs on every rank: what `function` fails with on this one. (An error would cost a new pool of ranks.)"""
+    try:
+        function(*args)
+    except AssertionError as complaint:
+        return str(complaint)
+    return ""

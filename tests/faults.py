@@ -19,7 +19,7 @@ import step04_tp_sp as step04
 import step05_cp_ring as step05
 import step06_pipeline as step06
 import step07_moe_ep as step07
-from common import checkpoint, model
+from common import checkpoint, model, moe
 from common.comm import Group, Pending, all_gather, all_reduce
 from common.data import Batch
 from common.layout import Layout, layout_of
@@ -64,12 +64,12 @@ def frozen_experts():
 @contextmanager
 def three_experts() -> Iterator[None]:
     """Not a fault: tokens only go to experts 0, 1 and 2, so that other experts, and whole ranks, have none."""
-    right = step07.select
+    right = moe.select
 
     def select(scores, m):
         return right(scores.masked_fill(torch.arange(m.experts) > 2, -torch.inf), m)
 
-    with mock.patch.object(step07, "select", select):
+    with mock.patch.object(moe, "select", select):
         yield
 
 
@@ -754,13 +754,13 @@ def balanced_by_own_tokens() -> Iterator[None]:
 @contextmanager
 def drops_by_own_tokens() -> Iterator[None]:
     """Each rank drops what is over capacity among its own tokens, at a share of the capacity."""
-    right = step07.within_capacity
+    right = moe.within_capacity
 
     def within_capacity(chosen, experts, capacity):
         n = torch.distributed.get_world_size()
         return torch.cat([right(part, experts, -(-capacity // n)) for part in chosen.chunk(n, dim=1)], dim=1)
 
-    with mock.patch.object(step07, "within_capacity", within_capacity):
+    with mock.patch.object(moe, "within_capacity", within_capacity):
         yield
 
 
@@ -798,21 +798,21 @@ def experts_summed_over_all_data() -> Iterator[None]:
 @contextmanager
 def experts_averaged() -> Iterator[None]:
     """Gradients of experts are divided by the number of ranks that share them out."""
-    right = step07.GroupedLinear.backward
+    right = moe.GroupedLinear.backward
 
     def backward(ctx, grad):
         grad_x, grad_weight, *nothing = right(ctx, grad)
         return grad_x, grad_weight / 2, *nothing
 
-    with mock.patch.object(step07.GroupedLinear, "backward", staticmethod(backward)):
+    with mock.patch.object(moe.GroupedLinear, "backward", staticmethod(backward)):
         yield
 
 
 @contextmanager
 def gates_not_differentiated() -> Iterator[None]:
     """Gates are taken for constants, so the router learns from the balance loss alone."""
-    right = step07.Experts.forward
-    with mock.patch.object(step07.Experts, "forward", lambda self, x, gates: right(self, x, gates.detach())):
+    right = moe.Experts.forward
+    with mock.patch.object(moe.Experts, "forward", lambda self, x, gates: right(self, x, gates.detach())):
         yield
 
 
@@ -831,13 +831,13 @@ def returned_in_another_order() -> Iterator[None]:
 @contextmanager
 def counted_twice_in_recomputation() -> Iterator[None]:
     """The balance loss enters once more when a layer's forward is done again."""
-    right = step07.AddLoss.backward
+    right = moe.AddLoss.backward
 
     def backward(ctx, grad):
         grad, of_loss, *nothing = right(ctx, grad)
         return grad, 2 * of_loss, *nothing
 
-    with mock.patch.object(step07.AddLoss, "backward", staticmethod(backward)):
+    with mock.patch.object(moe.AddLoss, "backward", staticmethod(backward)):
         yield
 
 

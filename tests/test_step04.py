@@ -7,9 +7,7 @@ import os
 import re
 import signal
 import tempfile
-from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 
 import datasets
 import pytest
@@ -29,6 +27,7 @@ from common.model import IGNORE, Decoder, Head, rope_tables
 from common.run import UserError, bytes_of, choose_dtype
 from tests import equivalence, faults
 from tests.equivalence import SMALL, check
+from tests.sampling import label
 
 STEP = "step04_tp_sp"
 CPU = torch.device("cpu")
@@ -36,11 +35,6 @@ BASE = dict(optimizer="sgd", n_layers=2, global_batch_size=4, micro_batch_size=2
 THIRDS = dict(dim=36, n_heads=6, n_kv_heads=3, seq_len=12)
 EIGHTHS = dict(n_heads=8)
 MODES = [dict(sp=sp, tp_overlap=overlap) for sp in (True, False) for overlap in (True, False)]
-
-
-def label(flags: dict) -> str:
-    """A short test id for some flags."""
-    return "-".join(f"{key}={Path(str(value)).name}" for key, value in flags.items()) or "default"
 
 
 # --- equal to one device ---------------------------------------------------------------------------------------------
@@ -658,15 +652,6 @@ def test_parameters_gradients_and_moments_divide_by_tp(pools, tmp_path):
 PLAIN = dict(sp=False, tp_overlap=False, zero=0)
 
 
-def complaint_on_rank(function: Callable, *args) -> str:
-    """Runs on every rank: what `function` fails with on this one. (An error would cost a new pool of ranks.)"""
-    try:
-        function(*args)
-    except AssertionError as complaint:
-        return str(complaint)
-    return ""
-
-
 @pytest.mark.parametrize(
     "fault, tp, layout, optimizers, complaint",
     [
@@ -691,14 +676,14 @@ def test_faults_are_noticed(pools, tmp_path, fault, tp, layout, optimizers, comp
         options = SMALL | BASE | dict(optimizer=optimizer, steps=2)
         ours = options | dict(tp=tp) | layout | dict(out=str(tmp_path / "run"))
         file = str(equivalence.reference(options))
-        found = pools(tp).run(complaint_on_rank, equivalence.on_rank, STEP, ours, file, 1e-10, [fault])
+        found = pools(tp).run(equivalence.complaint_on_rank, equivalence.on_rank, STEP, ours, file, 1e-10, [fault])
         assert any(re.search(f"{complaint}.* differs by", text) for text in found), found
 
 
 @pytest.mark.parametrize("fault", ["same_shard_on_every_rank", "scaled_by_local_fan_in", "heads_of_rank_0"])
 def test_faults_of_initialisation_are_noticed(pools, fault):
     """The comparison of initial values sees them, too."""
-    found = pools(2).run(complaint_on_rank, initial_values_on_rank, SMALL | dict(tp=2), fault)
+    found = pools(2).run(equivalence.complaint_on_rank, initial_values_on_rank, SMALL | dict(tp=2), fault)
     assert any("differs" in text for text in found)
 
 

@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections import defaultdict
 from itertools import pairwise, product
-from pathlib import Path
 from unittest import mock
 
 import datasets
@@ -31,6 +30,7 @@ from common.run import UserError, choose_dtype
 from tests import equivalence, faults
 from tests.equivalence import SMALL, check, difference
 from tests.pool import RankError
+from tests.sampling import label
 
 STEP = "step05_cp_ring"
 CPU = torch.device("cpu")
@@ -38,11 +38,6 @@ BASE = dict(optimizer="sgd", n_layers=2, global_batch_size=4, micro_batch_size=2
 THIRDS = dict(dim=36, n_heads=6, n_kv_heads=3, seq_len=12)
 EIGHTHS = dict(n_heads=8, micro_batch_size=1)
 MODES = ["zigzag", "ring", "allgather", "ulysses"]
-
-
-def label(flags: dict) -> str:
-    """A short test id for some flags."""
-    return "-".join(f"{key}={Path(str(value)).name}" for key, value in flags.items()) or "default"
 
 
 # --- equal to one device ---------------------------------------------------------------------------------------------

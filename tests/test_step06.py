@@ -8,7 +8,6 @@ import itertools
 import os
 import signal
 import time
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -25,18 +24,13 @@ from common.schedules import SCHEDULES, Action, communicate, in_flight, paths
 from tests import equivalence, faults
 from tests.equivalence import SMALL, check, difference
 from tests.pool import RankError
-from tests.sampling import sampled
+from tests.sampling import label, sampled
 
 STEP = "step06_pipeline"
 CPU = torch.device("cpu")
 BASE = dict(optimizer="sgd", n_layers=4, global_batch_size=8, steps=2)
 PLAIN = dict(cp=1, tp=1)
 NAMES = list(SCHEDULES)
-
-
-def label(flags: dict) -> str:
-    """A short test id for some flags."""
-    return "-".join(f"{key}={Path(str(value)).name}" for key, value in flags.items()) or "default"
 
 
 # --- equal to one device ---------------------------------------------------------------------------------------------
@@ -322,9 +316,6 @@ def split_layers_on_rank(options: dict) -> list[str]:
         found.extend(names[id(w)] for w in weights)
         return right(self, weights, gradients)
 
-    def observe(_, optimizer):
-        pass
-
     names: dict[int, str] = {}
     make = step06.Pipeline.__init__
 
@@ -333,7 +324,7 @@ def split_layers_on_rank(options: dict) -> list[str]:
         names.update({id(p): name for name, p in chunks[0].model.named_parameters()})
 
     with mock.patch.object(step06.Later, "__call__", spy), mock.patch.object(step06.Pipeline, "__init__", init):
-        step06.train(step06.Config(**options), observe)
+        step06.train(step06.Config(**options))
     return sorted(set(found))
 
 
@@ -475,15 +466,6 @@ def test_sends_do_not_wait(pools):
 # --- what peers got wrong --------------------------------------------------------------------------------------------
 
 
-def complaint_on_rank(function, *args) -> str:
-    """Runs on every rank: the AssertionError that `function` raises there, as text."""
-    try:
-        function(*args)
-    except AssertionError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize(
     "fault, base, layout, complaint",
     [
@@ -504,9 +486,8 @@ def test_faults_are_noticed(pools, tmp_path, fault, base, layout, complaint):
     """What peers got wrong makes the comparison with one device fail, whatever the optimizer hides."""
     options = SMALL | BASE | base
     ours = options | PLAIN | dict(zero=0) | layout | dict(out=str(tmp_path / "run"))
-    found = pools(2).run(
-        complaint_on_rank, equivalence.on_rank, STEP, ours, str(equivalence.reference(options)), 1e-10, [fault]
-    )
+    args = equivalence.on_rank, STEP, ours, str(equivalence.reference(options)), 1e-10, [fault]
+    found = pools(2).run(equivalence.complaint_on_rank, *args)
     assert any(complaint in text for text in found), found
 
 

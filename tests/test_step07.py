@@ -5,6 +5,8 @@ and parameters. That process itself is checked against a loop over tokens, and w
 """
 
 import re
+from collections import Counter
+from dataclasses import replace
 from itertools import product
 from math import comb, prod
 from pathlib import Path
@@ -20,7 +22,7 @@ import step01_single_gpu as step01
 import step04_tp_sp as step04
 import step05_cp_ring as step05
 import step07_moe_ep as step07
-from common import plots
+from common import moe, plots
 from common.comm import Mesh, open_mesh
 from common.layout import materialize
 from common.memory import MemoryTimeline
@@ -29,17 +31,12 @@ from common.run import UserError, bytes_of, choose_dtype
 from tests import equivalence, faults
 from tests.equivalence import SMALL, difference
 from tests.pool import RankError
-from tests.sampling import sampled
+from tests.sampling import label, sampled
 
 STEP = "step07_moe_ep"
 CPU = torch.device("cpu")
 MOE = dict(n_layers=2, experts=8, experts_per_token=2, expert_dim=12, balance_weight=0.5, z_loss=0.1)
 BASE = MOE | dict(optimizer="sgd", global_batch_size=8, micro_batch_size=2, pp=1)  # tests/test_5d.py has pp
-
-
-def label(flags: dict) -> str:
-    """A short test id for some flags."""
-    return "-".join(f"{key}={Path(str(value)).name}" for key, value in flags.items()) or "default"
 
 
 def check(pool, base: dict, layout: dict, patch: str = "", fault: str = "") -> float:
@@ -221,11 +218,11 @@ def test_resumes_under_other_layouts(pools, tmp_path):
 # --- one layer against a loop over tokens ----------------------------------------------------------------------------
 
 
-def build_layer(seed: int = 0, **flags) -> step07.MoE:
+def build_layer(seed: int = 0, **flags) -> moe.MoE:
     """An MoE layer in fp64 with random weights, biases too, whose losses have scale 1."""
     config = step07.Config(**SMALL | BASE | dict(z_loss=0.3) | flags)
     m = config.model_config()
-    layer = step07.MoE(m, 0, step07.Balance(config, m, CPU)).double()
+    layer = moe.MoE(m, 0, step07.make_balance(config, m, CPU)).double()
     generator = torch.Generator().manual_seed(seed)
     for param in layer.parameters():
         param.data.normal_(0, 0.4, generator=generator)
@@ -233,12 +230,12 @@ def build_layer(seed: int = 0, **flags) -> step07.MoE:
     return layer
 
 
-def oracle(layer: step07.MoE, x: Tensor) -> tuple[Tensor, Tensor, list[list[int]], int]:
+def oracle(layer: moe.MoE, x: Tensor) -> tuple[Tensor, Tensor, list[list[int]], int]:
     """x [batch, seq, dim] -> (out, balance and z-loss, each token's experts, dropped choices), token by token."""
-    m, config = layer.m, layer.balance.config
+    m, balance = layer.m, layer.balance
     k, experts = m.experts_per_token, layer.experts
     flat, outs, went, dropped = x.flatten(0, 1), [], [], 0
-    limit = -(-config.capacity_factor * len(flat) * k // m.experts) if config.capacity_factor else len(flat)
+    limit = -(-balance.capacity_factor * len(flat) * k // m.experts) if balance.capacity_factor else len(flat)
     taken, p_sum, z = [0] * m.experts, 0, 0
     for token in flat:
         logits = layer.router.weight @ token
@@ -270,8 +267,8 @@ def oracle(layer: step07.MoE, x: Tensor) -> tuple[Tensor, Tensor, list[list[int]
         outs.append(out)
     choices = torch.tensor(went).flatten()
     fraction = torch.stack([(choices == e).double().mean() for e in range(m.experts)])
-    loss = config.balance_weight * m.experts * (fraction * p_sum).sum() * (config.balance == "loss")
-    return torch.stack(outs).view_as(x), loss + config.z_loss * z, went, dropped
+    loss = balance.weight * m.experts * (fraction * p_sum).sum() * (balance.kind == "loss")
+    return torch.stack(outs).view_as(x), loss + balance.z_loss * z, went, dropped
 
 
 @pytest.mark.parametrize(
@@ -323,15 +320,15 @@ def test_an_evaluation_drops_and_counts_nothing():
 def test_capacity_keeps_the_first():
     """By hand: expert 0 is wanted by four choices, of which two fit."""
     chosen = torch.tensor([[[0, 1], [2, 0]], [[0, 2], [1, 0]]])
-    kept = step07.within_capacity(chosen, 3, 2)
+    kept = moe.within_capacity(chosen, 3, 2)
     assert kept.tolist() == [[[True, True], [True, True]], [[False, True], [True, False]]]
 
 
 def test_select_stays_within_groups():
     """Experts come from at most M groups, and from the best ones."""
-    m = step07.MoEConfig(32, 1, 4, 2, 48, 259, 16, experts=12, experts_per_token=4, expert_groups=4, groups_per_token=2)
+    m = moe.MoEConfig(32, 1, 4, 2, 48, 259, 16, experts=12, experts_per_token=4, expert_groups=4, groups_per_token=2)
     scores = torch.rand(200, 12, generator=torch.Generator().manual_seed(0))
-    for row, chosen in zip(scores, step07.select(scores, m), strict=True):
+    for row, chosen in zip(scores, moe.select(scores, m), strict=True):
         assert len(set(chosen.tolist())) == 4 and len({e // 3 for e in chosen.tolist()}) <= 2
         worth = row.view(4, 3).topk(2).values.sum(-1).topk(2).indices.tolist()
         assert {e // 3 for e in chosen.tolist()} <= set(worth)
@@ -351,7 +348,7 @@ def test_grouped_matmul_is_the_loop(counts, dtype, width):
     bound = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
     x.requires_grad_()
     w.requires_grad_()
-    out = step07.GroupedLinear.apply(x, w, counts, None)
+    out = moe.GroupedLinear.apply(x, w, counts, None)
     out.backward(grad)
     wide = [t.detach().double().requires_grad_() for t in (x, w)]
     parts = [rows @ matrix.T for rows, matrix in zip(wide[0].split(counts.tolist()), wide[1], strict=True)]
@@ -402,10 +399,10 @@ def test_balance_keeps_experts_busy(tmp_path):
 def build(config: step07.Config, mesh: Mesh, ep: int) -> tuple[Decoder, Tensor]:
     """The model as step07 cuts it, with its first values, and the positions of this rank's tokens."""
     m = config.model_config()
-    balance = step07.Balance(config, m, CPU)
+    balance = step07.make_balance(config, m, CPU)
     with torch.device("meta"):
         model = Decoder(m)
-        step07.add_experts(model, balance)
+        moe.add_experts(model, balance)
     step07.shard_experts(model, mesh, config, ep)
     step04.shard_tensors(model, mesh, config.sp, config.tp_overlap)
     own = step05.shard_context(model, mesh["cp"], config.cp_mode)
@@ -421,14 +418,14 @@ def exchange_on_rank(options: dict, ep: int, fault: str = "") -> tuple[dict, dic
     sizes = {"dp": world // config.cp // config.tp, "cp": config.cp, "tp": config.tp}
     with open_mesh(sizes, CPU, "gloo") as mesh, faults.applied(fault):
         model, own = build(config, mesh, ep)
-        moe = model.model.layers["0"].mlp
-        moe.run.trace = trace = []
+        layer = model.model.layers["0"].mlp
+        layer.run.trace = trace = []
         local = len(own) // (config.tp if config.sp else 1)
         seed = mesh.rank if config.sp else mesh.rank // config.tp
         shape = (config.micro_batch_size, local, m.dim)
         x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
         mesh.ledger.take()
-        moe(x).sum().backward()
+        layer(x).sum().backward()
         sent = mesh.ledger.take()["traffic"]
         tokens, e, own_rank = config.micro_batch_size * local, dtype.itemsize, mesh["ep"].rank
         expected: dict[str, dict[str, float]] = {}
@@ -487,7 +484,7 @@ def test_groups_save_bytes(pools):
 @pytest.mark.parametrize("experts, k, ep", [(8, 2, 4), (8, 1, 2), (16, 4, 8)])
 def test_mean_rows(experts, k, ep):
     """Against a count over all sets of k experts."""
-    m = step07.MoEConfig(32, 1, 4, 2, 48, 259, 16, experts=experts, experts_per_token=k)
+    m = moe.MoEConfig(32, 1, 4, 2, 48, 259, 16, experts=experts, experts_per_token=k)
     sets = [s for s in product(range(experts), repeat=k) if list(s) == sorted(set(s))] if k < 4 else []
     if sets:
         there = sum(len({e // (experts // ep) for e in s} - {0}) for s in sets) / comb(experts, k)
@@ -501,9 +498,10 @@ def step_on_rank(options: dict, ep: int) -> tuple[dict, dict]:
     m, dtype = config.model_config(), choose_dtype(config.dtype, CPU)
     micro_batches = config.global_batch_size // (torch.distributed.get_world_size() // config.cp // config.tp)
     micro_batches //= config.micro_batch_size
-    local = step07.replace(m, seq_len=m.seq_len // config.cp)
-    predicted = step07.Counter(step04.tp_traffic(config, local, config.tp, dtype, micro_batches))
-    predicted.update(step07.moe_traffic(config, m, m.moe_layers, config.tp, config.cp, ep, dtype, micro_batches))
+    local = replace(m, seq_len=m.seq_len // config.cp)
+    predicted = Counter(step04.tp_traffic(config, local, config.tp, dtype, micro_batches))
+    chunk = SimpleNamespace(layers=[str(n) for n in range(m.n_layers)])
+    predicted.update(step07.moe_traffic(config, m, config.tp, config.cp, ep, dtype, chunk, micro_batches))
     return step07.train(config).history[-1]["traffic"], dict(predicted)
 
 
@@ -533,7 +531,7 @@ def test_flops_are_those_of_the_visited_experts():
     x = torch.randn(2, 16, 32, dtype=torch.float64)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         layer(x)
-    m, dense = layer.m, step07.replace(layer.m, experts=0)
+    m, dense = layer.m, replace(layer.m, experts=0)
     model, _ = step07.moe_flops_per_token(m, "none")
     mlp = 3 * m.dim * m.ffn_dim
     per_layer = (model - step01.flops_per_token(dense, "none")[0]) / m.n_layers / 3 + 2 * mlp
@@ -557,7 +555,7 @@ def test_presets_have_their_published_size(name, total, used):
     m = step07.Config(model=name).model_config()
     with torch.device("meta"):
         model = Decoder(m)
-        step07.add_experts(model, step07.Balance(step07.Config(model=name), m, CPU))
+        moe.add_experts(model, step07.make_balance(step07.Config(model=name), m, CPU))
     sizes = {name: prod(p.shape) for name, p in model.named_parameters()}
     assert sum(sizes.values()) == pytest.approx(total, rel=0.02)
     idle = sum(n for name, n in sizes.items() if ".experts." in name) * (1 - m.experts_per_token / m.experts)
@@ -578,7 +576,7 @@ def saved_on_rank(variants: list[dict]) -> list[tuple[int, int]]:
                 loss = model.lm_head.loss(model(tokens, own), tokens)
             predicted = step05.cp_activation_bytes(config, m, config.tp, 1, dtype, on_cpu=True)
             chunk = SimpleNamespace(layers=model.model.layers)
-            predicted += step07.expert_activation_bytes(config, m, config.tp, 1, dtype, True, chunk)
+            predicted += step07.expert_activation_bytes(config, m, config.tp, 1, dtype, chunk)
             found.append((predicted, timeline.live("activations")))
             del loss
     return found

@@ -7,7 +7,6 @@ and parameters; and all ranks together show every gradient and parameter.
 import itertools
 import json
 import random
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,7 @@ from common.schedules import SCHEDULES, refuse
 from tests import equivalence
 from tests.equivalence import SMALL
 from tests.pool import RankError
-from tests.sampling import sampled
+from tests.sampling import label, sampled
 
 STEP = "step07_moe_ep"
 MODES = ["zigzag", "ring", "allgather", "ulysses"]
@@ -37,11 +36,6 @@ MODEL = dict(
     micro_batch_size=1,
     steps=2,
 )
-
-
-def label(flags: dict) -> str:
-    """A short test id for some flags."""
-    return "-".join(f"{key}={Path(str(value)).name}" for key, value in flags.items()) or "default"
 
 
 def layouts(world: int) -> list[dict]:

@@ -115,7 +115,8 @@ class Ours:
         self.program = communicate(lists, ways)[mesh.rank]
         with torch.device("meta"):
             self.model = Decoder(shape)
-        chunks = step06.keep_stage(self.model, mesh, ways, step06.split_layers(own, shape, len(ways[0])))
+        lengths = step06.split_layers(own, shape, len(ways[0]), step06.layer_costs(shape))
+        chunks = step06.keep_stage(self.model, mesh, ways, lengths)
         split = any(action.kind == "W" for action in lists[mesh.rank])
         later = step06.split_backward(self.model) if split else None
         dtype = choose_dtype(config.dtype, mesh.device)
@@ -155,7 +156,8 @@ class Theirs:
         ways = paths(cut, p, own.chunks)
         with torch.device("meta"):
             self.model = Decoder(shape)
-        chunks = step06.keep_stage(self.model, mesh, ways, step06.split_layers(own, shape, len(ways[0])))
+        lengths = step06.split_layers(own, shape, len(ways[0]), step06.layer_costs(shape))
+        chunks = step06.keep_stage(self.model, mesh, ways, lengths)
         materialize(self.model, own.seed, mesh.device, choose_dtype(config.dtype, mesh.device))
         positions, scale = torch.arange(shape.seq_len, device=mesh.device), 1 / tokens_of(own)
         numbers = sorted((chunk, stage) for stage, (rank, chunk) in enumerate(ways[0]) if rank == mesh.rank)

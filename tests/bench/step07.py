@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 
-import step07_moe_ep as step07
+from common import moe
 from common.run import UserError, choose_device, choose_dtype, table
 from common.run import main as run_main
 
@@ -58,9 +58,9 @@ def contest(config: Config, n: int, device: torch.device, dtype: torch.dtype) ->
     on_gpu = device.type == "cuda"
     tokens, dim = config.tokens or (16384 if on_gpu else 2048), config.dim or (2048 if on_gpu else 256)
     width = config.expert_dim or (1024 if on_gpu else 128)
-    m = step07.MoEConfig(dim, 1, 1, 1, width, 257, 1, experts=n, experts_per_token=1)
+    m = moe.MoEConfig(dim, 1, 1, 1, width, 257, 1, experts=n, experts_per_token=1)
     generator = torch.Generator().manual_seed(0)
-    experts = step07.Experts(m)
+    experts = moe.Experts(m)
     for param in experts.parameters():
         param.data.normal_(0, 0.02, generator=generator)
     experts.to(device, dtype)
@@ -72,7 +72,7 @@ def contest(config: Config, n: int, device: torch.device, dtype: torch.dtype) ->
         experts(x, gates).sum().backward()
 
     def looped():
-        with mock.patch.object(step07, "can_group", lambda *_: False):
+        with mock.patch.object(moe, "can_group", lambda *_: False):
             grouped()
 
     ways, timed = {"grouped": grouped, "looped": looped}, {"grouped": [], "looped": []}
