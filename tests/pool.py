@@ -7,6 +7,7 @@ are forked from it. They meet through a file, never a port, and have one thread 
 import contextlib
 import faulthandler
 import functools
+import gc
 import multiprocessing
 import os
 import pickle
@@ -38,6 +39,7 @@ def serve(rank: int, world: int, folder: str, connection: Connection):
     import torch.distributed as dist
 
     import common.data
+    from common.comm import Group
 
     torch.set_num_threads(1)
     # Tests train hundreds of times on the same data: a worker opens each set once.
@@ -58,10 +60,15 @@ def serve(rank: int, world: int, folder: str, connection: Connection):
         except BaseException:
             answer = ("failed", traceback.format_exc())
         connection.send_bytes(pickle.dumps(answer))
-        # Each mesh made groups, and each of gloo's groups has threads: hundreds of them would slow down everything.
+        # Each mesh made groups, and each of gloo's groups has threads, which end with the last reference to it:
+        # hundreds of them would slow down everything. Hooks of parameters may keep a whole trainer alive.
         for group in list(dist.distributed_c10d._world.pg_map):
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
+        for thing in gc.get_objects():
+            if type(thing) is Group:
+                thing.handle = None
+        group = thing = None
 
 
 class Pool:
@@ -86,7 +93,7 @@ class Pool:
             self.connections.append(ours)
         self.collect(time.monotonic() + 120)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
         """Results of `function(*args)` by rank. Raises RankError or Hang; the pool is then started anew on next use."""
         if not self.processes:
             self.start()
