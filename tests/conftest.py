@@ -1,6 +1,7 @@
-"""Shared fixtures: pools of ranks, and data sets with uneven targets."""
+"""Shared by all tests: pools of ranks, data sets with uneven targets, and what the default run leaves out."""
 
 import os
+from collections import Counter
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -11,6 +12,18 @@ import numpy as np
 import pytest
 
 from tests.pool import Pools
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """`pytest.mark.sampled(n)`: the default run takes every n-th case of a test, `-m exhaustive` the others."""
+    count = Counter()
+    for item in items:
+        if marker := item.get_closest_marker("sampled"):
+            (every,) = marker.args
+            if count[item.parent, item.originalname] % every:
+                item.add_marker("exhaustive")
+            count[item.parent, item.originalname] += 1
 
 
 @pytest.fixture(scope="session")

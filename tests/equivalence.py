@@ -21,7 +21,7 @@ from torch import Tensor
 
 import step01_single_gpu as step01
 from common import plots
-from common.run import Run
+from common.run import Run, UserError
 from tests import faults
 from tests.pool import Pool
 
@@ -177,6 +177,11 @@ def complaint_on_rank(function: Callable, *args) -> str:
     """Runs on every rank: what `function` fails with on this one. (An error would cost a new pool of ranks.)"""
     try:
         function(*args)
-    except AssertionError as complaint:
+    except (AssertionError, UserError) as complaint:
         return str(complaint)
     return ""
+
+
+def label(flags: dict) -> str:
+    """A short test id for some flags."""
+    return "-".join(f"{key}={Path(str(value)).name}" for key, value in flags.items()) or "default"

@@ -94,7 +94,9 @@ class Pool:
         self.collect(time.monotonic() + 120)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
-        """Results of `function(*args)` by rank. Raises RankError or Hang; the pool is then started anew on next use."""
+        """Results of `function(*args)` by rank. Raises RankError or Hang; the pool then starts anew on next use,
+        unless all ranks have failed alike.
+        """
         if not self.processes:
             self.start()
         message = pickle.dumps((function, args))
@@ -125,7 +127,8 @@ class Pool:
                     self.fail(failed, places)
                 raise Hang(f"no answer in time from ranks {sorted(places)} of {self.world}:\n" + self.show(places))
         if failed:
-            self.stop()
+            if len(failed) < self.world or len({text.splitlines()[-1] for text in failed.values()}) > 1:
+                self.stop()  # else all have left from the same place, and none waits for another
             self.fail(failed, {})
         return [answers[rank][1] for rank in range(self.world)]
 

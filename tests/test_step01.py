@@ -95,6 +95,7 @@ def test_recomputation_does_not_change_a_bit(dtype):
             assert torch.equal(gradients[mode][name], gradient), (mode, name)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES)

@@ -29,6 +29,7 @@ def micro_batch_size(dp: int, count: int) -> dict[str, int]:
     return dict(micro_batch_size=2, global_batch_size=2 * dp * count)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("count", [1, 3, 4])
 @pytest.mark.parametrize("sync", ["naive", "overlap", "bucket", "torch"])
 @pytest.mark.parametrize("dp", [2, 3, 4, 8])
@@ -37,6 +38,7 @@ def test_equals_one_device(pools, dp, sync, count):
     check(pools(dp), STEP, dict(optimizer="sgd") | micro_batch_size(dp, count), dict(sync=sync) | TINY_BUCKETS)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "base",
     [
@@ -121,6 +123,7 @@ def buckets_by_hand(sizes: list[int]) -> int:
     return count
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dp", [2, 3, 8])
 @pytest.mark.parametrize("sync", ["naive", "overlap", "bucket", "torch"])
 def test_traffic_is_what_theory_says(pools, tmp_path, sync, dp):

@@ -78,6 +78,7 @@ def test_equals_one_device_for_every_number_of_micro_batches(pools, stage, count
     check(pools(2), STEP, dict(optimizer="sgd") | micro_batch_size(2, count), dict(zero=stage))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "base",
     [
@@ -109,6 +110,7 @@ def test_equals_one_device_with_uneven_targets(pools, uneven_data, stage):
     check(pools(4), STEP, base, dict(zero=stage))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stage, offload", [pair for pair in OFFLOADED if pair[1] != "device"])
 def test_equals_one_device_when_offloaded(pools, stage, offload):
     """Masters, moments and slices on the host or on the disk."""
@@ -174,6 +176,7 @@ def partly_used_on_rank(stage: int, names: str, pattern: list[bool]) -> dict[str
         return {name: gradient.tolist() for name, gradient in optimizer.gradients().items()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pattern", [[True, True], [False, True, False], [True, False], [False, False]], ids=str)
 @pytest.mark.parametrize("names", ["ab", "abc"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -394,6 +397,7 @@ def documented_bytes(grad_dtype: str, stage: int, n: int) -> float:
     return eval(row.split()[stage], dict(n=n))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "dp, shape, grad_dtype",
@@ -428,6 +432,7 @@ def test_wide_parameters_need_no_masters(pools, tmp_path, stage, dtype):
         assert found["measured"]["masters"] == 0 < found["measured"]["moments"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stage, offload", [pair for pair in OFFLOADED if pair[1] != "device"])
 def test_offloaded_bytes_are_what_theory_says(pools, tmp_path, stage, offload):
     """Files count for nothing; what is on the host counts as before."""
@@ -502,6 +507,7 @@ def traffic_on_rank(options: dict) -> tuple[list[dict], dict, int]:
     return [row["traffic"]["dp"] for row in history], {op: sent for (_, op), sent in predicted.items()}, sizes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "dp, dtype, count, tied",
     [(2, "fp32", 1, False), (2, "fp32", 3, False), (2, "bf16", 3, True), (4, "bf16", 1, False)],

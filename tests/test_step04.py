@@ -26,8 +26,7 @@ from common.memory import storage_bytes_made_by
 from common.model import IGNORE, Decoder, Head, rope_tables
 from common.run import UserError, bytes_of, choose_dtype
 from tests import equivalence, faults
-from tests.equivalence import SMALL, check
-from tests.sampling import label
+from tests.equivalence import SMALL, check, label
 
 STEP = "step04_tp_sp"
 CPU = torch.device("cpu")
@@ -40,6 +39,7 @@ MODES = [dict(sp=sp, tp_overlap=overlap) for sp in (True, False) for overlap in 
 # --- equal to one device ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", MODES, ids=label)
 @pytest.mark.parametrize("tp, shape", [(2, {}), (3, THIRDS), (4, {})], ids=["tp2", "tp3", "tp4-kv2"])
 def test_equals_one_device(pools, tp, shape, mode):
@@ -53,6 +53,7 @@ def test_equals_one_device_on_eight_ranks(pools, layout):
     check(pools(8), STEP, BASE | EIGHTHS | dict(micro_batch_size=1), layout)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sp", [True, False], ids=["sp", "no-sp"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_equals_one_device_with_zero_and_uneven_targets(pools, uneven_data, zero, sp):
@@ -61,6 +62,7 @@ def test_equals_one_device_with_zero_and_uneven_targets(pools, uneven_data, zero
     check(pools(4), STEP, BASE | base, dict(tp=2, zero=zero, sp=sp))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "base, layout",
     [
@@ -536,6 +538,7 @@ def table_of_bytes(config: step04.Config, world: int) -> tuple[dict, dict]:
     return calls, sent
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "flags",
     [

@@ -28,9 +28,8 @@ from common.memory import MemoryTimeline
 from common.model import Decoder
 from common.run import UserError, choose_dtype
 from tests import equivalence, faults
-from tests.equivalence import SMALL, check, difference
+from tests.equivalence import SMALL, check, difference, label
 from tests.pool import RankError
-from tests.sampling import label
 
 STEP = "step05_cp_ring"
 CPU = torch.device("cpu")
@@ -43,6 +42,7 @@ MODES = ["zigzag", "ring", "allgather", "ulysses"]
 # --- equal to one device ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cp, shape", [(2, {}), (3, THIRDS), (4, {})], ids=["cp2", "cp3", "cp4-kv2"])
 def test_equals_one_device(pools, cp, shape, mode):
@@ -50,6 +50,7 @@ def test_equals_one_device(pools, cp, shape, mode):
     check(pools(cp), STEP, BASE | shape, dict(cp=cp, cp_mode=mode))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -75,6 +76,7 @@ def test_equals_one_device_with_zero_and_uneven_targets(pools, uneven_data, zero
     check(pools(4), STEP, BASE | base, dict(cp=2, tp=1, zero=zero, cp_mode=mode))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "base, layout",
     [
@@ -503,6 +505,7 @@ def traffic_on_rank(options: dict) -> tuple[dict, dict]:
     return history[-1]["traffic"]["cp"], step05.cp_traffic(config, m, config.tp, config.cp, dtype, micro_batches)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "flags",
     [*(dict(cp=4, tp=1, cp_mode=mode) for mode in MODES), *(dict(cp=2, tp=2, cp_mode=mode) for mode in MODES)],
@@ -670,15 +673,6 @@ def test_peak_memory_of_each_mode(pools):
 # --- faults ----------------------------------------------------------------------------------------------------------
 
 
-def fault_on_rank(*args) -> str:
-    """Runs on every rank: `equivalence.on_rank`; returns what it complains about."""
-    try:
-        equivalence.on_rank(STEP, *args)
-    except AssertionError as complaint:
-        return str(complaint)
-    return ""
-
-
 @pytest.mark.parametrize(
     "fault, cp, base, layout, complaint",
     [
@@ -702,7 +696,15 @@ def test_faults_are_noticed(pools, tmp_path, fault, cp, base, layout, complaint,
     options = SMALL | BASE | base | dict(optimizer=optimizer, steps=2)
     ours = options | dict(cp=cp, tp=1) | layout | dict(out=str(tmp_path / "run"))
     bound = equivalence.BOUNDS[options["dtype"]]
-    found = pools(cp).run(fault_on_rank, ours, str(equivalence.reference(options)), bound, [fault])
+    found = pools(cp).run(
+        equivalence.complaint_on_rank,
+        equivalence.on_rank,
+        STEP,
+        ours,
+        str(equivalence.reference(options)),
+        bound,
+        [fault],
+    )
     assert any(re.search(f"({complaint}).* differs by", text) for text in found), found
 
 

@@ -22,9 +22,8 @@ from common.model import Decoder
 from common.run import UserError
 from common.schedules import SCHEDULES, Action, communicate, in_flight, paths
 from tests import equivalence, faults
-from tests.equivalence import SMALL, check, difference
+from tests.equivalence import SMALL, check, difference, label
 from tests.pool import RankError
-from tests.sampling import label, sampled
 
 STEP = "step06_pipeline"
 CPU = torch.device("cpu")
@@ -36,8 +35,9 @@ NAMES = list(SCHEDULES)
 # --- equal to one device ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("schedule", NAMES)
-@pytest.mark.parametrize("p, m", sampled([(4, 5), (2, 8), (4, 8), (2, 3)], 4), ids=str)
+@pytest.mark.parametrize("p, m", [(4, 5), (2, 8), (4, 8), (2, 3)], ids=str)
 def test_equals_one_device(pools, schedule, p, m):
     """Every schedule, with few and many micro-batches, over four steps; layers that do not divide."""
     stages = p * (2 if schedule in ("interleaved", "zbv") else 1)
@@ -45,35 +45,35 @@ def test_equals_one_device(pools, schedule, p, m):
     check(pools(p), STEP, base, PLAIN | dict(pp=p, schedule=schedule))
 
 
-@pytest.mark.parametrize("schedule", sampled([name for name in NAMES if name != "dualpipe"], 3))
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("schedule", [name for name in NAMES if name != "dualpipe"])
 def test_equals_one_device_on_three_ranks(pools, schedule):
     """An odd number of stages, seven layers or nine; AdamW."""
     layout = PLAIN | dict(pp=3, schedule=schedule)
     check(pools(3), STEP, BASE | dict(n_layers=7, optimizer="adamw", global_batch_size=4), layout)
 
 
-@pytest.mark.parametrize("schedule", sampled(NAMES, 3))
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("schedule", NAMES)
 def test_equals_one_device_on_eight_ranks(pools, schedule):
     """Eight ranks, up to sixteen stages, nine micro-batches."""
     base = BASE | dict(n_layers=16 if schedule in ("interleaved", "zbv") else 9, global_batch_size=9)
     check(pools(8), STEP, base, PLAIN | dict(pp=8, schedule=schedule))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "layout",
-    sampled(
-        [
-            dict(pp=2, cp=1, tp=2, zero=3, schedule="zbv"),
-            dict(pp=2, cp=2, tp=2, zero=0, schedule="zb-h2", cp_mode="ring"),
-            dict(pp=2, cp=2, tp=1, zero=3, schedule="interleaved"),
-            dict(pp=2, cp=2, tp=1, zero=2, schedule="dualpipe", cp_mode="allgather"),
-            dict(pp=4, cp=1, tp=1, zero=1, schedule="zb-h1"),
-            dict(pp=4, cp=1, tp=2, sp=False, schedule="1f1b"),
-            dict(pp=2, cp=1, tp=4, sp=False, tp_overlap=False, schedule="zbv"),
-            dict(pp=4, cp=2, tp=1, zero=3, schedule="dualpipe", cp_mode="ulysses"),
-        ],
-        2,
-    ),
+    [
+        dict(pp=2, cp=1, tp=2, zero=3, schedule="zbv"),
+        dict(pp=2, cp=2, tp=2, zero=0, schedule="zb-h2", cp_mode="ring"),
+        dict(pp=2, cp=2, tp=1, zero=3, schedule="interleaved"),
+        dict(pp=2, cp=2, tp=1, zero=2, schedule="dualpipe", cp_mode="allgather"),
+        dict(pp=4, cp=1, tp=1, zero=1, schedule="zb-h1"),
+        dict(pp=4, cp=1, tp=2, sp=False, schedule="1f1b"),
+        dict(pp=2, cp=1, tp=4, sp=False, tp_overlap=False, schedule="zbv"),
+        dict(pp=4, cp=2, tp=1, zero=3, schedule="dualpipe", cp_mode="ulysses"),
+    ],
     ids=label,
 )
 def test_equals_one_device_with_all_dimensions(pools, layout):
@@ -82,26 +82,24 @@ def test_equals_one_device_with_all_dimensions(pools, layout):
     check(pools(8), STEP, base, layout)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "base, layout",
-    sampled(
-        [
-            (dict(tied=True, n_layers=5), dict(pp=4, schedule="1f1b", zero=0)),
-            (dict(tied=True, n_layers=8), dict(pp=4, schedule="zbv", zero=0)),
-            (dict(tied=True, n_layers=8), dict(pp=4, schedule="interleaved", zero=2)),
-            (dict(tied=True, optimizer="adamw"), dict(pp=4, schedule="dualpipe", zero=0)),
-            (dict(recompute="full"), dict(pp=4, schedule="zb-h1")),
-            (dict(recompute="selective"), dict(pp=2, tp=2, schedule="zb-h2")),
-            (dict(recompute="full"), dict(pp=2, tp=2, sp=False, schedule="zbv", zero=0)),
-            (dict(recompute="selective"), dict(pp=2, cp=2, schedule="dualpipe", zero=3)),
-            (dict(n_kv_heads=1), dict(pp=2, tp=2, schedule="interleaved", zero=3)),
-            (dict(micro_batch_size=2, grad_clip=0.0), dict(pp=2, schedule="1f1b")),
-            (dict(n_layers=7), dict(pp=2, schedule="interleaved", chunks=3, pp_split="1,2,1,1,1,1", zero=3)),
-            (dict(), dict(pp=4, schedule="1f1b", sync="naive", zero=0)),
-            (dict(), dict(pp=2, schedule="zb-h1", sync="overlap", zero=0)),
-        ],
-        2,
-    ),
+    [
+        (dict(tied=True, n_layers=5), dict(pp=4, schedule="1f1b", zero=0)),
+        (dict(tied=True, n_layers=8), dict(pp=4, schedule="zbv", zero=0)),
+        (dict(tied=True, n_layers=8), dict(pp=4, schedule="interleaved", zero=2)),
+        (dict(tied=True, optimizer="adamw"), dict(pp=4, schedule="dualpipe", zero=0)),
+        (dict(recompute="full"), dict(pp=4, schedule="zb-h1")),
+        (dict(recompute="selective"), dict(pp=2, tp=2, schedule="zb-h2")),
+        (dict(recompute="full"), dict(pp=2, tp=2, sp=False, schedule="zbv", zero=0)),
+        (dict(recompute="selective"), dict(pp=2, cp=2, schedule="dualpipe", zero=3)),
+        (dict(n_kv_heads=1), dict(pp=2, tp=2, schedule="interleaved", zero=3)),
+        (dict(micro_batch_size=2, grad_clip=0.0), dict(pp=2, schedule="1f1b")),
+        (dict(n_layers=7), dict(pp=2, schedule="interleaved", chunks=3, pp_split="1,2,1,1,1,1", zero=3)),
+        (dict(), dict(pp=4, schedule="1f1b", sync="naive", zero=0)),
+        (dict(), dict(pp=2, schedule="zb-h1", sync="overlap", zero=0)),
+    ],
     ids=label,
 )
 def test_equals_one_device_for_every_kind_of_model(pools, base, layout):
@@ -368,7 +366,8 @@ TRAFFIC = [
 ]
 
 
-@pytest.mark.parametrize("layout", sampled(TRAFFIC, 2), ids=label)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("layout", TRAFFIC, ids=label)
 def test_traffic_is_what_theory_says(pools, tmp_path, layout):
     """Every byte in the ledger, on every rank, dimension by dimension."""
     options = SMALL | BASE | dict(n_layers=9, tied=True, global_batch_size=6) | PLAIN | layout
@@ -417,7 +416,8 @@ def test_activations_in_flight_are_the_schedules(pools, tmp_path, schedule):
         assert all(n <= 2 * (4 - rank) - 1 for rank, n in enumerate(found))
 
 
-@pytest.mark.parametrize("schedule", sampled(NAMES, 2))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("schedule", NAMES)
 def test_measured_activations_are_the_predicted_ones(pools, tmp_path, schedule):
     """Bytes alive at the worst moment: those in flight by the list; and boundary tensors that are on their way.
 

@@ -29,9 +29,8 @@ from common.memory import MemoryTimeline
 from common.model import Decoder
 from common.run import UserError, bytes_of, choose_dtype
 from tests import equivalence, faults
-from tests.equivalence import SMALL, difference
+from tests.equivalence import SMALL, difference, label
 from tests.pool import RankError
-from tests.sampling import label, sampled
 
 STEP = "step07_moe_ep"
 CPU = torch.device("cpu")
@@ -47,26 +46,24 @@ def check(pool, base: dict, layout: dict, patch: str = "", fault: str = "") -> f
 # --- equal to one process --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "optimizer, layout",
-    sampled(
-        [
-            ("sgd", dict(ep=4, zero=0)),
-            ("adamw", dict(ep=4, zero=1, ep_mode="allgather")),
-            ("sgd", dict(ep=2, zero=2)),
-            ("adamw", dict(ep=2, zero=3)),
-            ("sgd", dict(ep=2, tp=2, zero=0)),
-            ("adamw", dict(ep=2, tp=2, sp=False, zero=1)),
-            ("sgd", dict(ep=2, tp=2, zero=3, ep_mode="allgather")),
-            ("adamw", dict(ep=2, cp=2, tp=2, zero=3)),
-            ("sgd", dict(ep=2, cp=4, zero=0)),
-            ("adamw", dict(ep=4, cp=2, cp_mode="ring", zero=2)),
-            ("sgd", dict(ep=1, cp=2, tp=2, zero=2)),
-            ("adamw", dict(ep=1, tp=2, sp=False, zero=0)),
-            ("sgd", dict(ep=2, zero=0, sync="naive")),
-        ],
-        3,
-    ),
+    [
+        ("sgd", dict(ep=4, zero=0)),
+        ("adamw", dict(ep=4, zero=1, ep_mode="allgather")),
+        ("sgd", dict(ep=2, zero=2)),
+        ("adamw", dict(ep=2, zero=3)),
+        ("sgd", dict(ep=2, tp=2, zero=0)),
+        ("adamw", dict(ep=2, tp=2, sp=False, zero=1)),
+        ("sgd", dict(ep=2, tp=2, zero=3, ep_mode="allgather")),
+        ("adamw", dict(ep=2, cp=2, tp=2, zero=3)),
+        ("sgd", dict(ep=2, cp=4, zero=0)),
+        ("adamw", dict(ep=4, cp=2, cp_mode="ring", zero=2)),
+        ("sgd", dict(ep=1, cp=2, tp=2, zero=2)),
+        ("adamw", dict(ep=1, tp=2, sp=False, zero=0)),
+        ("sgd", dict(ep=2, zero=0, sync="naive")),
+    ],
     ids=lambda flags: flags if isinstance(flags, str) else label(flags),
 )
 def test_equals_one_process(pools, optimizer, layout):
@@ -84,29 +81,27 @@ def test_equals_one_process_on_eight_ranks(pools, layout):
     check(pools(8), dict(micro_batch_size=1), layout)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "base, layout",
-    sampled(
-        [
-            (dict(experts_per_token=1), dict(ep=4, zero=1)),
-            (dict(experts_per_token=3, expert_groups=4, groups_per_token=2), dict(ep=4, zero=0)),
-            (dict(experts_per_token=8), dict(ep=2, tp=2)),
-            (dict(shared_experts=2), dict(ep=2, tp=2, zero=3)),
-            (dict(shared_experts=1), dict(ep=2, tp=2, sp=False, zero=0)),
-            (dict(n_layers=3, moe_every=2), dict(ep=2, cp=2, tp=2, zero=2)),
-            (dict(n_layers=3, dense_layers=2, tied=True), dict(ep=4, zero=3)),
-            (dict(expert_dim=0, experts=6, balance="none", z_loss=0.0), dict(ep=2, cp=2)),
-            (dict(balance="bias", bias_speed=0.01, optimizer="adamw"), dict(ep=2, tp=2)),
-            (dict(balance="bias", bias_speed=0.01), dict(ep=2, cp=2, zero=3)),
-            *((dict(capacity_factor=factor), dict(ep=2, cp=2, tp=2)) for factor in (0.5, 1.0)),
-            (dict(capacity_factor=1.0, micro_batch_size=1), dict(ep=2, tp=2, sp=False, zero=0)),
-            (dict(capacity_factor=1.25, balance="none"), dict(ep=4, cp=4, cp_mode="ulysses")),
-            (dict(recompute="full"), dict(ep=2, tp=2, zero=3)),
-            (dict(recompute="selective", capacity_factor=1.0), dict(ep=2, cp=2, zero=2)),
-            (dict(grad_clip=0.0, micro_batch_size=1), dict(ep=4, zero=2)),
-        ],
-        3,
-    ),
+    [
+        (dict(experts_per_token=1), dict(ep=4, zero=1)),
+        (dict(experts_per_token=3, expert_groups=4, groups_per_token=2), dict(ep=4, zero=0)),
+        (dict(experts_per_token=8), dict(ep=2, tp=2)),
+        (dict(shared_experts=2), dict(ep=2, tp=2, zero=3)),
+        (dict(shared_experts=1), dict(ep=2, tp=2, sp=False, zero=0)),
+        (dict(n_layers=3, moe_every=2), dict(ep=2, cp=2, tp=2, zero=2)),
+        (dict(n_layers=3, dense_layers=2, tied=True), dict(ep=4, zero=3)),
+        (dict(expert_dim=0, experts=6, balance="none", z_loss=0.0), dict(ep=2, cp=2)),
+        (dict(balance="bias", bias_speed=0.01, optimizer="adamw"), dict(ep=2, tp=2)),
+        (dict(balance="bias", bias_speed=0.01), dict(ep=2, cp=2, zero=3)),
+        *((dict(capacity_factor=factor), dict(ep=2, cp=2, tp=2)) for factor in (0.5, 1.0)),
+        (dict(capacity_factor=1.0, micro_batch_size=1), dict(ep=2, tp=2, sp=False, zero=0)),
+        (dict(capacity_factor=1.25, balance="none"), dict(ep=4, cp=4, cp_mode="ulysses")),
+        (dict(recompute="full"), dict(ep=2, tp=2, zero=3)),
+        (dict(recompute="selective", capacity_factor=1.0), dict(ep=2, cp=2, zero=2)),
+        (dict(grad_clip=0.0, micro_batch_size=1), dict(ep=4, zero=2)),
+    ],
     ids=label,
 )
 def test_equals_one_process_for_every_kind_of_model(pools, base, layout):
@@ -625,15 +620,6 @@ def test_memory_is_what_theory_says(pools, tmp_path, zero):
 # --- faults ----------------------------------------------------------------------------------------------------------
 
 
-def fault_on_rank(*args) -> str:
-    """Runs on every rank: `equivalence.on_rank`; returns what it complains about."""
-    try:
-        equivalence.on_rank(STEP, *args)
-    except (AssertionError, UserError) as complaint:
-        return str(complaint)
-    return ""
-
-
 @pytest.mark.parametrize(
     "fault, base, layout, complaint",
     [
@@ -656,7 +642,7 @@ def test_faults_are_noticed(pools, tmp_path, fault, base, layout, complaint):
     options = SMALL | BASE | base | dict(steps=2)
     ours = options | dict(cp=1, tp=1, ep=1) | layout | dict(out=str(tmp_path / "run"))
     file = str(equivalence.reference(options, "", step07))
-    found = pools(2).run(fault_on_rank, ours, file, 1e-10, [fault])
+    found = pools(2).run(equivalence.complaint_on_rank, equivalence.on_rank, STEP, ours, file, 1e-10, [fault])
     assert any(re.search(complaint, text) for text in found), found
 
 

@@ -14,9 +14,8 @@ import step07_moe_ep as step07
 from common.run import UserError
 from common.schedules import SCHEDULES, refuse
 from tests import equivalence
-from tests.equivalence import SMALL
+from tests.equivalence import SMALL, label
 from tests.pool import RankError
-from tests.sampling import label, sampled
 
 STEP = "step07_moe_ep"
 MODES = ["zigzag", "ring", "allgather", "ulysses"]
@@ -86,22 +85,21 @@ EIGHT = [
 ]
 
 
-@pytest.mark.parametrize("number, layout", sampled(list(enumerate(EIGHT)), 2), ids=str)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("number, layout", list(enumerate(EIGHT)), ids=str)
 def test_eight_ranks_equal_one_process(pools, number, layout):
     """ep x pp, and with cp, tp, dp and ZeRO."""
     check(pools(8), number, layout)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "number, layout",
-    sampled(
-        [
-            (0, dict(pp=2, cp=2, tp=2, ep=2, zero=1, schedule="1f1b")),
-            (1, dict(pp=2, cp=2, tp=2, ep=4, zero=3, schedule="zbv")),
-            (2, dict(pp=2, cp=2, tp=2, ep=2, zero=2, schedule="dualpipe", cp_mode="allgather", sp=False)),
-        ],
-        3,
-    ),
+    [
+        (0, dict(pp=2, cp=2, tp=2, ep=2, zero=1, schedule="1f1b")),
+        (1, dict(pp=2, cp=2, tp=2, ep=4, zero=3, schedule="zbv")),
+        (2, dict(pp=2, cp=2, tp=2, ep=2, zero=2, schedule="dualpipe", cp_mode="allgather", sp=False)),
+    ],
     ids=str,
 )
 def test_sixteen_ranks_equal_one_process(pools, number, layout):
@@ -144,16 +142,14 @@ def run_on_rank(options: dict) -> tuple[list[dict], dict, dict]:
     return history, sent, seen
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "layout",
-    sampled(
-        [
-            dict(pp=2, cp=2, tp=2, ep=2, zero=1, schedule="1f1b"),
-            dict(pp=2, cp=2, tp=2, ep=2, zero=3, schedule="interleaved", sp=False),
-            dict(pp=2, cp=2, tp=1, ep=4, zero=0, schedule="dualpipe"),
-        ],
-        2,
-    ),
+    [
+        dict(pp=2, cp=2, tp=2, ep=2, zero=1, schedule="1f1b"),
+        dict(pp=2, cp=2, tp=2, ep=2, zero=3, schedule="interleaved", sp=False),
+        dict(pp=2, cp=2, tp=1, ep=4, zero=0, schedule="dualpipe"),
+    ],
     ids=label,
 )
 def test_traffic_is_what_theory_says(pools, tmp_path, layout):
