@@ -11,10 +11,11 @@ its own tokens' p, and p alone has a gradient: backward needs no collective. Los
 EXPERT PARALLELISM. ep ranks hold E/ep experts each, and everything else as before: ep is no new dimension of the mesh,
 but a cut through the dp x cp ranks that are there, which have different tokens already.
 
-    dp 0 cp 0  [e0 e1]  --.                        .-->  e0 e1 of everyone's tokens  --.                       .--> sum
-    dp 0 cp 1  [e2 e3]  ---+-- tokens to experts --+-->  e2 e3                       ---+-- results go home --+---> sum
-    dp 1 cp 0  [e0 e1]  --'  (two groups of two,   '-->  e0 e1                       --'                       '--> sum
-    dp 1 cp 1  [e2 e3]  -'     all-to-all in each)   '-> e2 e3                       -'                         '-> sum
+    dp 2 x cp 2, ep 2                 tokens travel in     gradients are summed in
+    rank 0   dp 0 cp 0   [e0 e1]      --.                  --+
+    rank 1   dp 0 cp 1   [e2 e3]      --'  an ep group     --|--+
+    rank 2   dp 1 cp 0   [e0 e1]      --.                  --'  |  an expert_data group
+    rank 3   dp 1 cp 1   [e2 e3]      --'  an ep group     -----'
 
     --ep-mode alltoall    how many tokens come from where, then the tokens (once to each rank, however many of its
                           experts they want) with their gates; there they are sorted by expert, go through one grouped

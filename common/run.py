@@ -368,6 +368,7 @@ class Run:
         self.say(
             f"step {last['step']}: loss {last['loss']:.4f}"
             + (f", validation loss {validation[-1]:.4f}" if validation else "")
+            + (f"; the last save took a pause of {self.clock['save']:.3f} s" if "save" in self.clock else "")
             + f"; {mean['tokens_per_second']:,.0f} tokens/s, MFU {mean['mfu']:.1%}, HFU {mean['hfu']:.1%} "
             f"of {self.peak / 1e12:.2f} TFLOP/s; peak memory {human(last['peak_memory_bytes'])}; see {self.out}/"
         )

@@ -454,6 +454,14 @@ def async_on_rank(options: dict, seconds: float) -> tuple[list[dict], int]:
     return history, max(most)
 
 
+def test_every_pause_is_told(tmp_path, capsys):
+    """That of each save in the next step's metrics, that of the last save at the end."""
+    options = SMALL | dict(steps=4, save_every=2, out=str(tmp_path))
+    history = step01.train(step01.Config(**options)).history
+    assert [row["step"] for row in history if row.get("save_seconds", 0) > 0] == [3]
+    assert re.search(r"the last save took a pause of \d+\.\d{3} s", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_async_saves_what_was_there(pools, tmp_path, stage):
     """Training goes on while the first snapshot is written: it holds that step's numbers, and the pause is shorter."""
