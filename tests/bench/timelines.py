@@ -53,7 +53,7 @@ class Config:
     pp: int = 4  # processes to start, one for each pipeline rank
     micro_batches: int = 8  # of a step
     chunks: int = 2  # stages on each rank of the interleaved schedule
-    ms: float = 200.0  # milliseconds of F, of B and of W of 1/pp of the layers
+    ms: float = 400.0  # milliseconds of F, of B and of W of 1/pp of the layers
     repeats: int = 3  # runs of each schedule, after one to warm up
     out: str = "tests/bench/figures"  # folder for timelines.json and timelines.png
 
