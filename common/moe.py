@@ -11,15 +11,14 @@ grow with E, FLOPs with k. The gates are kept as a matrix [tokens, E] that is ze
 BALANCE. Nothing above keeps a router from sending all tokens to one expert. With f_e the fraction of choices that fell
 on e, and p_e averaged over the micro-batch:
 
-    loss   adds weight x E x sum_e f_e p_e to the loss: least if all are equal. Only p has a gradient, so no collective
-           is needed in backward: a rank adds up its own tokens' p, with everyone's f
+    loss   adds weight x E x sum_e f_e p_e to the loss, least if all are equal; only p has a gradient
     bias   chooses by p + b, weighs by p; after each step b_e moves by a fixed amount up or down against e's load
            (Wang et al. 2024, "auxiliary-loss-free"; DeepSeek-V3): no gradient, but a state to save
     none   to see what happens
 
 The z-loss is weight x mean (log sum exp)^2 of the router's logits (Zoph et al. 2022, "ST-MoE"). With a capacity factor
 C an expert takes at most C k T / E of a micro-batch's T tokens, those that come first in it; the residual stream
-carries the others past. 0: no limit.
+carries the others past. 0, or without gradients: no limit.
 """
 
 from collections.abc import Callable

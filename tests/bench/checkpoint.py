@@ -63,7 +63,7 @@ def bench(config: Config):
     for param in optimizer.params.values():
         param.grad = torch.randn_like(param, dtype=param.grad_dtype)
     optimizer.step(1e-3)
-    meta = dict(config={}, model={}, step=0)
+    meta = dict(config={}, model={})
     found: dict[str, list[float]] = {key: [] for key in ("theirs", "ours", "pause", "load theirs", "load ours")}
     with tempfile.TemporaryDirectory() as name:
         folder, plain = Path(name), Path(name) / "plain.pt"
@@ -71,8 +71,8 @@ def bench(config: Config):
             state = {f"{piece.kind} {piece.name}": piece.tensor for piece in optimizer.pieces()}
             found["theirs"].append(seconds(flushed_save, state, plain))
             saver = Saver(folder)
-            found["ours"].append(seconds(saver.save, 2 * step, optimizer.pieces(), meta))
-            found["pause"].append(seconds(saver.save, 2 * step + 1, optimizer.pieces(), meta, True))
+            for i, (kind, background) in enumerate((("ours", False), ("pause", True)), 2 * step):
+                found[kind].append(seconds(saver.save, i, optimizer.pieces(), meta | dict(step=i), background))
             saver.settle()
 
             def load_plain(state=state):
