@@ -157,11 +157,15 @@ class Piece:
 
 def gather(pieces: Iterable[Piece], mesh: Mesh | None) -> dict[str, dict[str, Tensor]]:
     """Full tensors on every rank, by kind and name (for small models: comparisons, the toy). A collective."""
-    own = [(p.kind, p.name, p.full_shape, box, view.cpu()) for p in pieces for box, view in p.boxes()]
+    held = [(p.kind, p.name, p.full_shape, box, view.dtype, view) for p in pieces for box, view in p.boxes()]
+    parts = [view.cpu().reshape(-1).view(torch.uint8) for *_, view in held]
+    own = [entry[:-1] for entry in held], torch.cat([torch.empty(0, dtype=torch.uint8), *parts])  # quick to pickle
     found: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for kind, name, shape, box, view in (entry for entries in gather_objects(own, mesh) for entry in entries):
-        full = found[kind].setdefault(name, torch.zeros(shape, dtype=view.dtype))
-        part(full, Box((0,) * len(shape), shape), box).copy_(view)
+    for entries, data in gather_objects(own, mesh):
+        parts = data.split([prod(box.size) * dtype.itemsize for *_, box, dtype in entries])
+        for (kind, name, shape, box, dtype), values in zip(entries, parts, strict=True):
+            full = found[kind].setdefault(name, torch.zeros(shape, dtype=dtype))
+            part(full, Box((0,) * len(shape), shape), box).copy_(values.clone().view(dtype).view(box.size))
     return dict(found)
 
 

@@ -7,7 +7,6 @@ are forked from it. They meet through a file, never a port, and have one thread 
 import contextlib
 import faulthandler
 import functools
-import gc
 import multiprocessing
 import os
 import pickle
@@ -39,11 +38,13 @@ def serve(rank: int, world: int, folder: str, connection: Connection):
     import torch.distributed as dist
 
     import common.data
-    from common.comm import Group
+    from common.comm import Mesh
 
     torch.set_num_threads(1)
     # Tests train hundreds of times on the same data: a worker opens each set once.
     common.data.load_columns = functools.lru_cache(common.data.load_columns)
+    made, join = [], Mesh.join
+    Mesh.join = lambda self, name, ranks: (join(self, name, ranks), made.append(self.groups[name]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     trace = open(f"{folder}/where-{rank}", "w")  # noqa: SIM115  # stays open as long as the process
     faulthandler.register(signal.SIGUSR1, file=trace, all_threads=False)
@@ -60,15 +61,14 @@ def serve(rank: int, world: int, folder: str, connection: Connection):
         except BaseException:
             answer = ("failed", traceback.format_exc())
         connection.send_bytes(pickle.dumps(answer))
-        # Each mesh made groups, and each of gloo's groups has threads, which end with the last reference to it:
-        # hundreds of them would slow down everything. Hooks of parameters may keep a whole trainer alive.
+        # A group of gloo's has threads, which end with the last reference to it: hundreds would slow down everything.
+        # Hooks of parameters may keep a whole trainer alive, and so its groups: they are taken out of its hands.
         for group in list(dist.distributed_c10d._world.pg_map):
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
-        for thing in gc.get_objects():
-            if type(thing) is Group:
-                thing.handle = None
-        group = thing = None
+        group = None
+        while made:
+            made.pop().handle = None
 
 
 class Pool:
