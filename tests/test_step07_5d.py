@@ -48,7 +48,7 @@ def layouts(world: int) -> list[dict]:
             if dp * cp % ep or 8 % ep:
                 continue
             n = next(turn)
-            names = [s for s in SCHEDULES if not refuse(s, pp, world // dp, step07.step06.chunks_per_rank(s) or 2)]
+            names = [s for s in SCHEDULES if not refuse(s, pp, max(3, pp), step07.step06.chunks_per_rank(s) or 2)]
             mode = MODES[n % 4] if 8 // tp % cp == 0 else MODES[n % 3]
             flags = dict(pp=pp, cp=cp, tp=tp, ep=ep, zero=zero, sp=sp, schedule=names[n % len(names)], cp_mode=mode)
             found.append(flags | dict(ep_mode=["alltoall", "allgather"][n // 2 % 2]))
@@ -56,14 +56,18 @@ def layouts(world: int) -> list[dict]:
 
 
 def base_of(number: int, layout: dict, world: int) -> dict:
-    """The model of a layout: layers enough for its stages; tied or not, SGD or AdamW, kinds of balance, in turn."""
+    """The model of a layout: layers enough for its stages; tied or not, SGD or AdamW, kinds of balance, in turn.
+
+    Each pipeline has three micro-batches, or as many as it has ranks.
+    """
     stages = layout["pp"] * (2 if layout["schedule"] in ("interleaved", "zbv") else 1)
     shape = dict(n_layers=max(4, stages), seq_len=32 if layout["cp"] * layout["tp"] > 8 else 16)
     turns = dict(
         tied=number % 2 == 0, optimizer=["sgd", "adamw"][number // 2 % 2], balance=["loss", "bias"][number % 2]
     )
     turns["capacity_factor"] = 1.5 if number % 3 == 0 else 0.0
-    return MODEL | turns | shape | dict(global_batch_size=world)
+    dp = world // (layout["pp"] * layout["cp"] * layout["tp"])
+    return MODEL | turns | shape | dict(global_batch_size=dp * max(3, layout["pp"]))
 
 
 def check(pool, number: int, layout: dict) -> float:
