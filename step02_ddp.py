@@ -349,6 +349,11 @@ def predicted_traffic(model: Decoder, sync: NaiveSync, config: Config, group: Gr
     return found
 
 
+def bit_sum(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's numbers, their bits taken for integers: int64, a scalar."""
+    return tensor.contiguous().view(-1).view(BITS[tensor.dtype.itemsize]).sum(dtype=torch.int64)
+
+
 def require_same_parameters(model: Decoder, group: Group, mesh: Mesh | None = None):
     """Prove that all replicas hold the same weights, rather than copy rank 0's and hide why they differ.
 
@@ -361,8 +366,7 @@ def require_same_parameters(model: Decoder, group: Group, mesh: Mesh | None = No
         own = group if dim == group.name else mesh[dim]
         if own.size == 1:
             continue
-        params = [model.get_parameter(name) for name in names]
-        sums = torch.stack([p.detach().view(BITS[p.dtype.itemsize]).sum(dtype=torch.int64) for p in params])
+        sums = torch.stack([bit_sum(model.get_parameter(name).detach()) for name in names])
         everyone = sums.new_empty(own.size, len(sums))
         all_gather(everyone.view(-1), sums, own, "(check)").wait()
         for name, column in zip(names, everyone.T, strict=True):
@@ -377,8 +381,8 @@ def require_same_replicas(optimizer: Optimizer, mesh: Mesh):
     Raises RuntimeError on every rank, naming the first that differs. Cheap: the numbers stay where they are.
     """
     held = [(piece, *found) for piece in optimizer.pieces() for found in piece.boxes()]
-    sums = [view.contiguous().view(-1).view(BITS[view.dtype.itemsize]).sum(dtype=torch.int64) for *_, view in held]
-    sums = torch.stack([s.to(mesh.device) for s in sums]).tolist() if sums else []  # one wait for a GPU
+    sums = [bit_sum(view).to(mesh.device) for *_, view in held]
+    sums = torch.stack(sums).tolist() if sums else []  # one wait for a GPU
     own = {(piece.kind, piece.name, box): s for (piece, box, _), s in zip(held, sums, strict=True)}
     seen: dict[tuple, tuple[int, int]] = {}
     for rank, theirs in enumerate(gather_objects(own, mesh)):

@@ -553,18 +553,28 @@ def zero_memory_rows(config: Config, m: ModelConfig, optimizer: ZeroOptimizer) -
     }
 
 
+def unit_traffic(units: list[Unit], times: list[tuple[int, int]]) -> dict[tuple[str, str], float]:
+    """Bytes each rank sends, by (mesh dimension, operation), if gradient and weights of each unit travel so many
+    `times`: (reductions, gatherings).
+    """
+    found: dict[tuple[str, str], float] = {}
+    for unit, (reduced, gathered) in zip(units, times, strict=True):
+        name, length = unit.group.name, (unit.group.size - 1) * unit.length
+        reduced, gathered = reduced * unit.grad_dtype.itemsize, gathered * unit.dtype.itemsize
+        for operation, n_bytes in (("reduce_scatter", reduced), ("all_gather", gathered)):
+            found[name, operation] = found.get((name, operation), 0) + length * n_bytes
+    return found
+
+
 def zero_traffic(optimizer: ZeroOptimizer, micro_batches: int) -> dict[tuple[str, str], float]:
     """Bytes each rank sends in one step, by (mesh dimension, operation), after WHEN and the first table above."""
-    units, uses, stage = optimizer.units, optimizer.uses, optimizer.stage
+    uses, stage = optimizer.uses, optimizer.stage
     in_turn = [u for use in uses for u in use.units] + [u for use in uses[:-1] if use.again for u in use.units]
-    found: dict[tuple[str, str], float] = {}
-    for i, unit in enumerate(units):
-        reduced = unit.length * unit.grad_dtype.itemsize * bool(unit.trained) * (1 if stage == 1 else micro_batches)
-        times = micro_batches * in_turn.count(i) if stage == 3 else bool(unit.trained)
-        for operation, sent in (("reduce_scatter", reduced), ("all_gather", unit.length * unit.dtype.itemsize * times)):
-            name = unit.group.name, operation
-            found[name] = found.get(name, 0) + (unit.group.size - 1) * sent
-    return found
+    times = []
+    for i, unit in enumerate(optimizer.units):
+        reduced = bool(unit.trained) * (1 if stage == 1 else micro_batches)
+        times.append((reduced, micro_batches * in_turn.count(i) if stage == 3 else bool(unit.trained)))
+    return unit_traffic(optimizer.units, times)
 
 
 def optimizer_and_sync(

@@ -116,7 +116,7 @@ from step01_single_gpu import (
     save,
 )
 from step02_ddp import NaiveSync, require_same_parameters, require_same_replicas, sum_over
-from step03_zero import Unit, ZeroOptimizer, optimizer_and_sync, plan, predictions
+from step03_zero import Unit, ZeroOptimizer, optimizer_and_sync, plan, predictions, unit_traffic
 from step04_tp_sp import (
     ColumnProject,
     RowLinear,
@@ -145,6 +145,14 @@ def choose_pp(config: Config, world: int) -> int:
     return config.pp or (2 if world % 2 == 0 else 1)
 
 
+def mesh_sizes(config: Config, world: int) -> dict[str, int]:
+    """Ranks along each dimension of the mesh, slowest first: what the flags say, and dp the rest."""
+    pp = choose_pp(config, world)
+    cp = choose_cp(config, world // pp)
+    tp = choose_tp(config, world // pp // cp)
+    return dict(pp=pp, dp=world // tp // cp // pp, cp=cp, tp=tp)
+
+
 def choose_chunks(config: Config) -> int:
     """`--chunks`, or what 0 stands for."""
     return config.chunks or chunks_per_rank(config.schedule) or 2
@@ -168,8 +176,7 @@ def check(config: Config, world: int):
     step05.check(config, world // pp)
     if config.sync == "torch":
         raise UserError("--sync torch wraps the whole model, of which a stage is a part: use another --sync")
-    cp = choose_cp(config, world // pp)
-    dp = world // pp // cp // choose_tp(config, world // pp // cp)
+    dp = mesh_sizes(config, world)["dp"]
     if reason := refuse(config.schedule, pp, config.global_batch_size // dp // config.micro_batch_size, v):
         raise UserError(reason)
     stages = len(paths(config.schedule, pp, v)[0])
@@ -642,20 +649,17 @@ def zero_stage_traffic(optimizer: ZeroOptimizer, pipeline: Pipeline, actions: li
     """Bytes each rank sends over ZeRO's groups in one step: a unit's gradient once (stage 1) or each time that a chunk
     with it has gone backward; updated weights once, or (stage 3) each time that another chunk's turn begins.
     """
-    found: Traffic = defaultdict(float)
     turns: list[list[Unit]] = [[]]  # the units that are there, one turn after another
     for action in actions:
         if action.kind != "W" and pipeline.units[action.chunk] != turns[-1]:
             turns.append(pipeline.units[action.chunk])
+    times = []
     for unit in optimizer.units:
         backs = sum("W" in action.kind and unit in pipeline.units[action.chunk] for action in actions)
         came = sum(unit in after and unit not in before for before, after in pairwise(turns))
         reduced = bool(unit.trained) * (1 if optimizer.stage == 1 else backs)
-        gathered = came if optimizer.stage == 3 else bool(unit.trained)
-        name, length = unit.group.name, (unit.group.size - 1) * unit.length
-        found[name, "reduce_scatter"] += length * unit.grad_dtype.itemsize * reduced
-        found[name, "all_gather"] += length * unit.dtype.itemsize * gathered
-    return found
+        times.append((reduced, came if optimizer.stage == 3 else bool(unit.trained)))
+    return unit_traffic(optimizer.units, times)
 
 
 # --- looking at the model
@@ -741,14 +745,12 @@ def train(config: Config, observe=None) -> Trained:
     """The whole run. `observe(step, optimizer)`, if given, sees each step's complete gradients before the update."""
     world = world_size()
     check(config, world)
-    pp = choose_pp(config, world)
-    cp = choose_cp(config, world // pp)
-    tp = choose_tp(config, world // pp // cp)
-    dp = world // tp // cp // pp
+    sizes = mesh_sizes(config, world)
+    pp, dp, cp, tp = sizes.values()
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     m = config.model_config()
-    with open_mesh({"pp": pp, "dp": dp, "cp": cp, "tp": tp}, device, config.backend, config.timeout) as mesh:
+    with open_mesh(sizes, device, config.backend, config.timeout) as mesh:
         require_same_flags(config, mesh)
         mesh.add("data", dp * cp, stride=tp)
         group, d, r = mesh["data"], mesh["dp"].rank, mesh["pp"].rank

@@ -92,7 +92,6 @@ from step04_tp_sp import (
     GatherTokens,
     ScatterTokens,
     SumFromRanks,
-    choose_tp,
     cut,
     gather_tokens,
     global_norm,
@@ -102,19 +101,19 @@ from step04_tp_sp import (
     sum_partial_gradients,
     tp_traffic,
 )
-from step05_cp_ring import choose_cp, own_positions, shard_context
+from step05_cp_ring import own_positions, shard_context
 from step06_pipeline import (
     Chunk,
     Later,
     Pipeline,
     Traffic,
     choose_chunks,
-    choose_pp,
     describe,
     draw_timeline,
     evaluate_stages,
     keep_stage,
     layer_costs,
+    mesh_sizes,
     pipeline_logits,
     pp_activation_bytes,
     scaled_loss,
@@ -160,10 +159,9 @@ def choose_ep(config: Config, m: MoEConfig, data: int) -> int:
 def check(config: Config, world: int):
     """Refuse what cannot work, on every rank alike, before the first collective. Raises UserError naming the flag."""
     step06.check(config, world)
-    m, pp = config.model_config(), choose_pp(config, world)
-    cp = choose_cp(config, world // pp)
-    tp = choose_tp(config, world // pp // cp)
-    data = world // tp // pp
+    m = config.model_config()
+    _, dp, cp, tp = mesh_sizes(config, world).values()
+    data = dp * cp
     ep = choose_ep(config, m, data)
     for name in ("capacity_factor", "balance_weight", "bias_speed", "z_loss"):
         if not getattr(config, name) >= 0:
@@ -171,8 +169,7 @@ def check(config: Config, world: int):
     if ep < 1 or data % ep:
         legal = [n for n in range(1, data + 1) if data % n == 0 and max(1, m.experts) % n == 0]
         raise UserError(
-            f"--ep {ep} does not divide dp x cp = {data // cp} x {cp} = {data} ranks, among which it lives: "
-            f"use one of {legal}"
+            f"--ep {ep} does not divide dp x cp = {dp} x {cp} = {data} ranks, among which it lives: use one of {legal}"
         )
     if ep > 1 and not m.moe_layers:
         raise UserError(f"--ep {ep} needs experts: set --experts, or use --ep 1")
@@ -453,15 +450,13 @@ def train(config: Config, observe=None) -> Trained:
     """The whole run. `observe(step, optimizer)`, if given, sees each step's complete gradients before the update."""
     world = world_size()
     check(config, world)
-    pp = choose_pp(config, world)
-    cp = choose_cp(config, world // pp)
-    tp = choose_tp(config, world // pp // cp)
-    dp = world // tp // cp // pp
+    sizes = mesh_sizes(config, world)
+    pp, dp, cp, tp = sizes.values()
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     m = config.model_config()
     ep = choose_ep(config, m, dp * cp)
-    with open_mesh({"pp": pp, "dp": dp, "cp": cp, "tp": tp}, device, config.backend, config.timeout) as mesh:
+    with open_mesh(sizes, device, config.backend, config.timeout) as mesh:
         require_same_flags(config, mesh)
         mesh.add("data", dp * cp, stride=tp)
         group, d, r = mesh["data"], mesh["dp"].rank, mesh["pp"].rank

@@ -732,13 +732,17 @@ def test_the_watchdog_names_who_is_behind():
     assert len(text.splitlines()) == 4 and "rank 0: step 6, backward; last collective dp all_reduce" in text
 
 
-def torchrun(*flags: str, script: str = "step03_zero.py", launcher: tuple[str, ...] = ("--nproc_per_node=2",)):
-    """A job under torchrun on a free port, in its own process group."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
-    command += [*launcher, script, *flags]
+def launch(*arguments: str) -> subprocess.Popen:
+    """torchrun with these arguments, in its own process group."""
+    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     environment = os.environ | dict(OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
     return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
+
+
+def torchrun(*flags: str, script: str = "step03_zero.py", launcher: tuple[str, ...] = ("--nproc_per_node=2",)):
+    """A job under torchrun on a free port."""
+    return launch("--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", *launcher, script, *flags)
 
 
 def ranks_of(job: subprocess.Popen) -> dict[int, int]:
@@ -899,13 +903,9 @@ def agents(count: int, nodes: str, ranks: int, script: str, flags: list[str], re
     port = free_port()
     meeting = ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=two", f"--nnodes={nodes}"]
     meeting += ["--local_addr=localhost", "--rdzv_conf=last_call_timeout=3"]
-    command = [sys.executable, "-m", "torch.distributed.run", *meeting, f"--nproc_per_node={ranks}"]
-    command += [f"--max-restarts={restarts}", script, *flags]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    environment = os.environ | dict(OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
     jobs = []
     for _ in range(count):
-        jobs.append(subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes))
+        jobs.append(launch(*meeting, f"--nproc_per_node={ranks}", f"--max-restarts={restarts}", script, *flags))
         wait_for(lambda: answers(port), jobs[0])
     return jobs
 

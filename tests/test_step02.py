@@ -16,7 +16,7 @@ import step02_ddp as step02
 from common.comm import all_gather, all_reduce, all_to_all, exchange, open_mesh, reduce_scatter
 from common.run import UserError
 from tests import equivalence
-from tests.equivalence import SMALL, check
+from tests.equivalence import SMALL, check, label
 from tests.pool import Hang, RankError
 
 STEP = "step02_ddp"
@@ -50,7 +50,7 @@ def test_equals_one_device(pools, dp, sync, count):
         dict(optimizer="sgd", n_kv_heads=4),
         dict(optimizer="sgd", grad_clip=0.0),
     ],
-    ids=lambda base: "-".join(f"{k}={v}" for k, v in base.items()),
+    ids=label,
 )
 @pytest.mark.parametrize("sync", ["overlap", "bucket"])
 def test_equals_one_device_for_every_kind_of_model(pools, sync, base):

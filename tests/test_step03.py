@@ -623,15 +623,6 @@ def one_device_model(options: dict) -> step03.Decoder:
 # --- negative controls -----------------------------------------------------------------------------------------------
 
 
-def difference_on_rank(options: dict, file: str, fault: str) -> str:
-    """Runs on every rank: what the comparison with a recording of one device says about a run with a fault."""
-    try:
-        equivalence.on_rank(STEP, options, file, 1e-10, [fault])
-    except AssertionError as error:
-        return str(error)
-    return "no difference"
-
-
 @pytest.mark.parametrize(
     "fault, stage, optimizer",
     [
@@ -656,7 +647,8 @@ def test_faults_are_noticed(pools, tmp_path, fault, stage, optimizer):
     """Each makes the comparison with one device fail on every rank."""
     base = SMALL | dict(optimizer=optimizer) | micro_batch_size(2, 3)
     layout = dict(zero=stage, out=str(tmp_path / "run"))
-    for found in pools(2).run(difference_on_rank, base | layout, str(equivalence.reference(base)), fault):
+    args = equivalence.on_rank, STEP, base | layout, str(equivalence.reference(base)), 1e-10, [fault]
+    for found in pools(2).run(equivalence.complaint_on_rank, *args):
         assert "differs by" in found
 
 

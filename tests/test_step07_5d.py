@@ -174,10 +174,7 @@ def test_traffic_is_what_theory_says(pools, tmp_path, layout):
 def test_default_layouts_show_what_the_ranks_allow(world, sizes):
     """pp, dp, cp, tp without flags; ep 2 as soon as there are two data ranks."""
     config = step07.Config()
-    pp = step07.choose_pp(config, world)
-    cp = step07.choose_cp(config, world // pp)
-    tp = step07.choose_tp(config, world // pp // cp)
-    dp = world // pp // cp // tp
+    pp, dp, cp, tp = step07.mesh_sizes(config, world).values()
     assert (pp, dp, cp, tp) == sizes
     assert step07.choose_ep(config, config.model_config(), dp * cp) == (2 if dp * cp > 1 else 1)
     step07.check(config, world)
