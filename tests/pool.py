@@ -56,19 +56,21 @@ def serve(rank: int, world: int, folder: str, connection: Connection):
             function, args = pickle.loads(connection.recv_bytes())
         except EOFError:
             os._exit(0)
-        try:
-            answer = ("done", function(*args))
-        except BaseException:
-            answer = ("failed", traceback.format_exc())
-        connection.send_bytes(pickle.dumps(answer))
         # A group of gloo's has threads, which end with the last reference to it: hundreds would slow down everything.
         # Hooks of parameters may keep a whole trainer alive, and so its groups: they are taken out of its hands.
+        # Only now, when all ranks have answered the last task: to a rank that is still joining a group, another one
+        # that has left it already looks like a crash.
         for group in list(dist.distributed_c10d._world.pg_map):
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
         group = None
         while made:
             made.pop().handle = None
+        try:
+            answer = ("done", function(*args))
+        except BaseException:
+            answer = ("failed", traceback.format_exc())
+        connection.send_bytes(pickle.dumps(answer))
 
 
 class Pool:
