@@ -7,10 +7,8 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -36,10 +34,9 @@ from common.watchdog import Place, Watchdog
 from tests import faults
 from tests.bench.resume import BASE, BEFORE, PAIRS, cp, one, run, tp, worst_difference, zero
 from tests.equivalence import SMALL, difference
+from tests.jobs import as_flags, end, ranks_of, steps_done, torchrun, wait_for
 from tests.pool import RankError
 from tests.test_model import norms_in_fp64, rotary_in_fp64
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -732,83 +729,37 @@ def test_the_watchdog_names_who_is_behind():
     assert len(text.splitlines()) == 4 and "rank 0: step 6, backward; last collective dp all_reduce" in text
 
 
-def launch(*arguments: str) -> subprocess.Popen:
-    """torchrun with these arguments, in its own process group."""
-    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    environment = os.environ | dict(OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
-    return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
-
-
-def torchrun(*flags: str, script: str = "step03_zero.py", launcher: tuple[str, ...] = ("--nproc_per_node=2",)):
-    """A job under torchrun on a free port."""
-    return launch("--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", *launcher, script, *flags)
-
-
-def ranks_of(job: subprocess.Popen) -> dict[int, int]:
-    """Process ids of a job's ranks by rank."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            variables = (path / "environ").read_bytes().split(b"\0") if parent == job.pid else []
-        except OSError:
-            continue
-        for entry in variables:
-            if entry.startswith(b"RANK="):
-                found[int(entry[5:])] = int(path.name)
-    return found
-
-
-def wait_for(what: Callable[[], object], job: subprocess.Popen, seconds: float = 120.0):
-    """Until `what()` is true; fails if the job ends before."""
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, "too slow"
-        assert job.poll() is None, job.communicate()[0]
-        time.sleep(0.003)
-
-
-def steps_done(out: Path) -> int:
-    """The last step in metrics.jsonl."""
-    try:
-        return read_metrics(out)[-1]["step"]
-    except (OSError, IndexError):
-        return 0
+def train_job(*flags: str, launcher: tuple[str, ...] = ("--nproc_per_node=2",)) -> subprocess.Popen:
+    """Step 3 under torchrun, on a free port."""
+    return torchrun("--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", *launcher, "step03_zero.py", *flags)
 
 
 def test_a_stopped_rank_is_named_and_the_job_ends(tmp_path):
     """SIGSTOP to one rank: within --timeout the other names it and ends."""
     flags = ["--model", "debug", "--global-batch-size", "8", "--eval-every", "0", "--steps", "100000"]
-    job = torchrun(*flags, "--timeout", "4", "--out", str(tmp_path))
-    wait_for(lambda: steps_done(tmp_path) > 3, job)
-    pid = ranks_of(job)[1]
-    os.kill(pid, signal.SIGSTOP)
-    stopped, lines = time.monotonic(), []
-    for line in job.stdout:
-        lines.append(line)
-        if "ending the job" in line:
-            break
-    assert time.monotonic() - stopped < 6
-    assert "rank 1 is behind" in lines[-1] and "(--timeout 4), ending the job" in lines[-1]
-    os.kill(pid, signal.SIGKILL)  # torchrun would, after half a minute
-    out = "".join(job.stdout)
-    assert job.wait(timeout=60) != 0
+    job = train_job(*flags, "--timeout", "10", "--out", str(tmp_path))
+    try:
+        wait_for(lambda: steps_done(tmp_path) > 3, job)
+        pid = ranks_of(job)[1]
+        os.kill(pid, signal.SIGSTOP)
+        stopped, lines = time.monotonic(), []
+        for line in job.stdout:
+            lines.append(line)
+            if "ending the job" in line:
+                break
+        assert time.monotonic() - stopped < 12
+        assert "rank 1 is behind" in lines[-1] and "(--timeout 10), ending the job" in lines[-1]
+        os.kill(pid, signal.SIGKILL)  # torchrun would, after half a minute
+        out = "".join(job.stdout)
+        assert job.wait(timeout=60) != 0
+    finally:
+        end(job)
     assert re.search(r"rank 0: step \d+, \w+; last collective dp \w+", out)
 
 
 # --- killed ranks ----------------------------------------------------------------------------------------------------
 
 KILLED = dict(BASE, steps=60, save_every=4, global_batch_size=8, lr=0.01)
-
-
-def as_flags(options: dict) -> list[str]:
-    """Options as a command line."""
-    words = []
-    for key, value in options.items():
-        flag = key.replace("_", "-")
-        words += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
-    return words
 
 
 def kept_losses_on_rank(options: dict) -> list[float]:
@@ -822,7 +773,7 @@ def kill_at_random(out: Path, flags: list[str], seed: int, kills: int):
     Asserts that each restart goes on from the last checkpoint that was complete at the time, or a later one.
     """
     rng = random.Random(seed)
-    job = torchrun(*flags, launcher=("--nproc_per_node=2", f"--max-restarts={kills}"))
+    job = train_job(*flags, launcher=("--nproc_per_node=2", f"--max-restarts={kills}"))
     try:
         for kill in range(kills):
             target = 60 * (kill + 1) // (kills + 2) + rng.randrange(4)
@@ -848,8 +799,7 @@ def kill_at_random(out: Path, flags: list[str], seed: int, kills: int):
         text = "".join(job.stdout)
         job.wait(timeout=60)
     finally:
-        if job.poll() is None:
-            os.killpg(job.pid, signal.SIGKILL)
+        end(job)
     assert job.returncode == 0, text
 
 
@@ -905,7 +855,7 @@ def agents(count: int, nodes: str, ranks: int, script: str, flags: list[str], re
     meeting += ["--local_addr=localhost", "--rdzv_conf=last_call_timeout=3"]
     jobs = []
     for _ in range(count):
-        jobs.append(launch(*meeting, f"--nproc_per_node={ranks}", f"--max-restarts={restarts}", script, *flags))
+        jobs.append(torchrun(*meeting, f"--nproc_per_node={ranks}", f"--max-restarts={restarts}", script, *flags))
         wait_for(lambda: answers(port), jobs[0])
     return jobs
 
@@ -936,13 +886,11 @@ def test_a_node_is_lost_and_the_other_goes_on(tmp_path):
     try:
         wait_for(lambda: steps_done(tmp_path / "run") >= 10, jobs[0])
         kept, lost = jobs  # where both meet has to stay
-        for pid in [*ranks_of(lost).values(), lost.pid]:
-            os.kill(pid, signal.SIGKILL)
+        end(lost)
         text = kept.communicate(timeout=240)[0]
     finally:
         for job in jobs:
-            if job.poll() is None:
-                os.killpg(job.pid, signal.SIGKILL)
+            end(job)
     assert kept.returncode == 0, text
     assert "going on from" in text and "mesh: dp 1 x cp 2 x tp 1" in text
     rows = read_metrics(tmp_path / "run")

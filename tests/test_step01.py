@@ -11,8 +11,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -32,8 +30,8 @@ from common.run import Run, UserError, human
 from step01_single_gpu import Config, Optimizer, activation_bytes, apply_recompute, flops_per_token, learning_rate
 from tests.bench.recompute import MODES, counted_flops, random_loss, saved_bytes
 from tests.equivalence import SMALL, compare, record
+from tests.jobs import as_flags, launch, steps_done, wait_for
 
-ROOT = Path(__file__).parents[1]
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -702,26 +700,12 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path):
         run.stop()
 
 
-def flags(**options) -> list[str]:
-    """Options as a command line."""
-    words = []
-    for key, value in options.items():
-        flag = key.replace("_", "-")
-        words += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
-    return words
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_signal_to_the_command(tmp_path, number):
     """The real program, interrupted: clean exit, nothing on stderr, and it goes on from the step it said."""
     options = SMALL | dict(micro_batch_size=12, steps=10**6, out=tmp_path / "run")
-    command = [sys.executable, "step01_single_gpu.py", *flags(**options)]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | dict(OMP_NUM_THREADS="1"), **pipes)
-    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 60
-    while not (metrics.exists() and metrics.read_text().count("\n") > 2):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    process = launch("step01_single_gpu.py", *as_flags(options), stderr=subprocess.PIPE)
+    wait_for(lambda: steps_done(tmp_path / "run") > 2, process)
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
     assert process.returncode == 0 and err == ""
@@ -803,7 +787,7 @@ def test_bad_input_is_one_line(tmp_path, capsys, command):
     """Status 2, one line on stderr that names the flag, nothing else printed or written."""
     if command == "--device cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    base = flags(model="debug", out=tmp_path / "run", device="cpu")
+    base = as_flags(dict(model="debug", out=tmp_path / "run", device="cpu"))
     status, out, err = run_main(capsys, *base, *command.split())
     assert status == 2 and len(err.splitlines()) == 1 and out == ""
     assert err.startswith("error: ") and BAD_COMMANDS[command] in err
@@ -813,7 +797,7 @@ def test_bad_input_is_one_line(tmp_path, capsys, command):
 def test_a_full_disk_ends_the_command_in_one_line(tmp_path, capsys):
     """Files may not grow beyond 64 KB, as on a full disk: the second checkpoint fails, the first is intact."""
     out = tmp_path / "run"
-    base = flags(**SMALL | dict(out=out, micro_batch_size=6, save_every=1))
+    base = as_flags(SMALL | dict(out=out, micro_batch_size=6, save_every=1))
     step01.train(small(out, save_every=1, stop_after=1))
     before, limits = names(out), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))
@@ -832,7 +816,7 @@ def test_a_full_disk_for_metrics(tmp_path, capsys):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1200, limits[1]))
     try:
-        status, _, err = run_main(capsys, *flags(**SMALL | dict(out=tmp_path, micro_batch_size=6)))
+        status, _, err = run_main(capsys, *as_flags(SMALL | dict(out=tmp_path, micro_batch_size=6)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert status == 2 and err.splitlines() == [
@@ -847,7 +831,7 @@ def test_an_unexpected_error_is_short_and_says_where(tmp_path, capsys, monkeypat
         raise ZeroDivisionError("by zero")
 
     monkeypatch.setattr(step01, "learning_rate", broken)
-    status, _, err = run_main(capsys, *flags(**SMALL | dict(out=tmp_path)))
+    status, _, err = run_main(capsys, *as_flags(SMALL | dict(out=tmp_path)))
     assert status == 1 and err.startswith("error: rank 0: ZeroDivisionError: by zero\n")
     assert "step01_single_gpu.py" in err and len(err.splitlines()) < 8
 
@@ -866,8 +850,8 @@ def test_flags_become_the_config():
     """Numbers, choices, booleans and optional booleans."""
     parse = run_module.parse
     assert parse(Config, []) == Config()
-    assert parse(Config, flags(tied=True)).tied is True and parse(Config, flags(tied=False)).tied is False
-    config = parse(Config, flags(compile=True, n_layers=3, lr=0.5, dtype="fp16", dataset="a/b"))
+    assert all(parse(Config, as_flags(dict(tied=tied))).tied is tied for tied in (True, False))
+    config = parse(Config, as_flags(dict(compile=True, n_layers=3, lr=0.5, dtype="fp16", dataset="a/b")))
     assert (config.compile, config.n_layers, config.lr, config.dtype, config.dataset) == (True, 3, 0.5, "fp16", "a/b")
     with pytest.raises(UserError):
         parse(Config, ["--tied", "no"])
@@ -948,7 +932,7 @@ def test_generate_prints_text(tmp_path, capsys):
         dict(dtype="fp32", optimizer="sgd"),
         dict(dtype="bf16", seed=5),
     ):
-        words = flags(**options | dict(generate="def ", resume=tmp_path) | change)
+        words = as_flags(options | dict(generate="def ", resume=tmp_path) | change)
         status, out, err = run_main(capsys, *words)
         assert status == 0 and err == "" and out.startswith("def ") and len(out) > 100
         texts.append(out)

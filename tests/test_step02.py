@@ -1,12 +1,9 @@
 """Data parallelism: equal to one device under every sync mode, exact traffic, and faults that must be noticed."""
 
-import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +11,14 @@ import torch
 import step01_single_gpu as step01
 import step02_ddp as step02
 from common.comm import all_gather, all_reduce, all_to_all, exchange, open_mesh, reduce_scatter
+from common.plots import read_metrics
 from common.run import UserError
 from tests import equivalence
 from tests.equivalence import SMALL, check, label
+from tests.jobs import ranks_of, steps_done, torchrun, wait_for
 from tests.pool import Hang, RankError
 
 STEP = "step02_ddp"
-ROOT = Path(__file__).parents[1]
 TINY_BUCKETS = dict(bucket_mb=0.02)  # several buckets, the last partly filled
 
 
@@ -346,11 +344,10 @@ def test_compressed_training_stays_near(pools, tmp_path, mode, bound):
 # --- from the command line -------------------------------------------------------------------------------------------
 
 
-def torchrun(*flags: str, ranks: int = 2, script: str = "step02_ddp.py", **options) -> subprocess.Popen:
-    """Start a script under torchrun on `ranks` local processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", script]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
-    return subprocess.Popen([*command, "--model", "debug", "--device", "cpu", *flags], **pipes, **options)
+def train_job(*flags: str) -> subprocess.Popen:
+    """Step 2 under torchrun on two local processes."""
+    own = ["--standalone", "--nproc_per_node=2", "step02_ddp.py", "--model", "debug", "--device", "cpu"]
+    return torchrun(*own, *flags, stderr=subprocess.PIPE)
 
 
 def own_lines(stderr: str) -> list[str]:
@@ -381,8 +378,8 @@ def test_flags_that_exclude_one_another(flags, message):
 
 def test_one_line_for_bad_flags_under_torchrun():
     """Two ranks, one message, non-zero exit."""
-    process = torchrun("--global-batch-size", "31")
-    _, stderr = process.communicate(timeout=120)
+    process = train_job("--global-batch-size", "31")
+    _, stderr = process.communicate(timeout=240)
     assert process.returncode != 0
     assert own_lines(stderr) == [
         "error: --global-batch-size 31 is not a multiple of --micro-batch-size 4: change one of them"
@@ -403,15 +400,9 @@ def different_flags() -> None:
 
 def test_a_rank_that_dies_ends_the_job(tmp_path):
     """One rank is killed in the middle: the others end within seconds, with one readable message."""
-    process = torchrun("--steps", "100000", "--eval-every", "0", "--out", str(tmp_path / "run"))
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not metrics.exists() or not metrics.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    ranks = [int(pid) for pid in children if b"step02_ddp.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    os.kill(ranks[1], signal.SIGKILL)
+    process = train_job("--steps", "100000", "--eval-every", "0", "--out", str(tmp_path / "run"))
+    wait_for(lambda: steps_done(tmp_path / "run") > 0, process)
+    os.kill(ranks_of(process)[1], signal.SIGKILL)
     killed = time.monotonic()
     _, stderr = process.communicate(timeout=60)
     assert process.returncode != 0 and time.monotonic() - killed < 40
@@ -422,19 +413,12 @@ def test_sigterm_saves_on_all_ranks_and_resumes(tmp_path):
     """A pre-empted two-rank job saves, exits cleanly, and goes on to the numbers of an uninterrupted one."""
     flags = ["--dtype", "fp64", "--global-batch-size", "8", "--eval-every", "0"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert torchrun(*flags, "--steps", "60", "--out", str(whole)).wait(timeout=120) == 0
-    process = torchrun(*flags, "--steps", "60", "--out", str(cut))
-    metrics = cut / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.02)
+    assert train_job(*flags, "--steps", "60", "--out", str(whole)).wait(timeout=240) == 0
+    process = train_job(*flags, "--steps", "60", "--out", str(cut))
+    wait_for(lambda: steps_done(cut) > 1, process)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
-    saved = len(metrics.read_text().splitlines())
-    assert 2 <= saved < 60
-    assert torchrun(*flags, "--steps", "60", "--out", str(cut), "--resume", str(cut)).wait(timeout=120) == 0
-    losses = [
-        [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (whole, cut)
-    ]
+    assert 2 <= steps_done(cut) < 60
+    assert train_job(*flags, "--steps", "60", "--out", str(cut), "--resume", str(cut)).wait(timeout=240) == 0
+    losses = [[row["loss"] for row in read_metrics(run)] for run in (whole, cut)]
     assert losses[0] == losses[1]
