@@ -109,6 +109,13 @@ def choose_cp(config: Config, world: int) -> int:
     return config.cp or (2 if world % (2 * max(1, config.tp)) == 0 else 1)
 
 
+def mesh_sizes(config: Config, world: int) -> dict[str, int]:
+    """Ranks along each dimension of the mesh, slowest first: what the flags say, and dp the rest."""
+    cp = choose_cp(config, world)
+    tp = choose_tp(config, world // cp)
+    return dict(dp=world // tp // cp, cp=cp, tp=tp)
+
+
 def check(config: Config, world: int):
     """Refuse what cannot work, on every rank alike, before the first collective. Raises UserError naming the flag."""
     cp, m = choose_cp(config, world), config.model_config()
@@ -120,7 +127,7 @@ def check(config: Config, world: int):
     step04.check(config, world // cp)
     if cp == 1:
         return
-    tp = choose_tp(config, world // cp)
+    tp = mesh_sizes(config, world)["tp"]
     chunks = 2 * cp if config.cp_mode in ("zigzag", "allgather") else cp
     if m.seq_len % chunks:
         raise UserError(
@@ -515,13 +522,12 @@ def train(config: Config, observe=None) -> Trained:
     """The whole run. `observe(step, optimizer)`, if given, sees each step's complete gradients before the update."""
     world = world_size()
     check(config, world)
-    cp = choose_cp(config, world)
-    tp = choose_tp(config, world // cp)
-    dp = world // tp // cp
+    sizes = mesh_sizes(config, world)
+    dp, cp, tp = sizes.values()
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     m = config.model_config()
-    with open_mesh({"dp": dp, "cp": cp, "tp": tp}, device, config.backend, config.timeout) as mesh:
+    with open_mesh(sizes, device, config.backend, config.timeout) as mesh:
         require_same_flags(config, mesh)
         mesh.add("data", dp * cp, stride=tp)
         group, d = mesh["data"], mesh["dp"].rank

@@ -120,14 +120,13 @@ from step03_zero import Unit, ZeroOptimizer, optimizer_and_sync, plan, predictio
 from step04_tp_sp import (
     ColumnProject,
     RowLinear,
-    choose_tp,
     global_norm,
     partial_traffic,
     shard_tensors,
     sum_partial_gradients,
     tp_traffic,
 )
-from step05_cp_ring import choose_cp, cp_activation_bytes, cp_traffic, shard_context
+from step05_cp_ring import cp_activation_bytes, cp_traffic, shard_context
 
 
 @dataclass
@@ -146,11 +145,9 @@ def choose_pp(config: Config, world: int) -> int:
 
 
 def mesh_sizes(config: Config, world: int) -> dict[str, int]:
-    """Ranks along each dimension of the mesh, slowest first: what the flags say, and dp the rest."""
+    """Ranks along each dimension of the mesh, slowest first: step 5's, in each of the stages."""
     pp = choose_pp(config, world)
-    cp = choose_cp(config, world // pp)
-    tp = choose_tp(config, world // pp // cp)
-    return dict(pp=pp, dp=world // tp // cp // pp, cp=cp, tp=tp)
+    return dict(pp=pp) | step05.mesh_sizes(config, world // pp)
 
 
 def choose_chunks(config: Config) -> int:
