@@ -51,24 +51,32 @@ frequency alone gives 3.3.
 import dataclasses
 import math
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from common import checkpoint as checkpoints
-from common.checkpoint import Checkpoint, Piece
-from common.comm import Mesh, gather_objects
-from common.data import TokenData, decode
+from common import UserError
+from common.comm import Mesh
+from common.data import TokenData
 from common.layout import Layout, assemble, layout_of, materialize, reduction_table
-from common.model import IGNORE, PRESETS, Decoder, ModelConfig
-from common.run import Run, UserError, choose_device, choose_dtype, main, peak_flops, peak_memory, run_directory, table
+from common.model import PRESETS, Decoder, ModelConfig
+from services import checkpoint as checkpoints
+from services.checkpoint import Checkpoint, Piece
+from services.checks import check_one
+from services.devices import choose_device, choose_dtype, peak_flops
+from services.evaluation import all_logits, evaluate, generate
+from services.flags import main
+from services.health import health, require_finite
+from services.resume import resume, save
+from services.run import Run
+from services.tables import table
+from theory.flops import flops_per_token
+from theory.memory import memory_rows
 
 
 @dataclass
@@ -129,30 +137,6 @@ class Config:
             return dataclasses.replace(presets[self.model], **overrides)
         except ValueError as error:
             raise UserError(str(error)) from error
-
-
-def check(config: Config):
-    """Refuse what cannot work, before anything is built. Raises UserError naming the flag."""
-    config.model_config()
-    least = dict(steps=1, global_batch_size=1, micro_batch_size=1, eval_sequences=1)
-    for name in ("lr", "warmup_steps", "weight_decay", "grad_clip", "seed", "save_every", "stop_after", "eval_every"):
-        least[name] = 0
-    for name, bound in least.items():
-        if not getattr(config, name) >= bound:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(config, name)}: it must be at least {bound}")
-    if config.global_batch_size % config.micro_batch_size:
-        raise UserError(
-            f"--global-batch-size {config.global_batch_size} is not a multiple of --micro-batch-size "
-            f"{config.micro_batch_size}: change one of them"
-        )
-    if not (config.skip_spikes == 0 or config.skip_spikes > 1):
-        raise UserError(f"--skip-spikes {config.skip_spikes:g}: half of all steps exceed the median; use 3, say, or 0")
-    if not config.timeout > 0:
-        raise UserError(f"--timeout {config.timeout:g}: it must be more than 0 seconds")
-    if config.generate and not config.resume:
-        raise UserError("--generate needs --resume with the run directory to take the weights from")
-    if config.compile and config.profile_memory:
-        raise UserError("--profile-memory cannot look inside --compile: leave one of them away")
 
 
 def apply_recompute(model: Decoder, mode: str):
@@ -351,177 +335,6 @@ class Optimizer:
         self.inner.load_state_dict(dict(state=numbered, param_groups=self.inner.state_dict()["param_groups"]))
 
 
-def matmul_weights(m: ModelConfig) -> tuple[int, int]:
-    """Numbers of weights that tokens are multiplied with: in one layer, in the head."""
-    kv_dim = m.n_kv_heads * m.head_dim
-    return m.dim * (2 * m.dim + 2 * kv_dim + 3 * m.ffn_dim), m.vocab_size * m.dim
-
-
-def flops_per_token(m: ModelConfig, recompute: str) -> tuple[float, float]:
-    """FLOPs of training on one token: (model, executed); see FLOPs above."""
-    layer, head = matmul_weights(m)
-    attention = 4 * m.n_layers * m.seq_len * m.dim
-    model = 6 * (m.n_layers * layer + head) + 3 * attention
-    again = 2 * m.n_layers * (layer - m.ffn_dim * m.dim) + attention if recompute == "full" else 0
-    return model, model + attention / 2 + again
-
-
-def activation_bytes(m: ModelConfig, batch: int, dtype: torch.dtype, recompute: str, on_cpu: bool) -> int:
-    """Bytes that a forward pass of [batch, seq_len] tokens leaves for the backward pass; see RECOMPUTATION above."""
-    e, wide, kv_dim, tokens = dtype.itemsize, max(4, dtype.itemsize), m.n_kv_heads * m.head_dim, batch * m.seq_len
-    norm = wide + on_cpu * m.dim * (2 * wide - e if e < wide else wide)
-    layer = {
-        "none": e * (6 * m.dim + 2 * kv_dim + 4 * m.ffn_dim) + wide * m.n_heads + 2 * norm,
-        "selective": e * (5 * m.dim + 2 * kv_dim + 2 * m.ffn_dim) + wide * m.n_heads,
-        "full": e * m.dim,
-    }[recompute]
-    rope = 2 * m.seq_len * m.head_dim * wide
-    head = e * m.dim * (2 * tokens + m.vocab_size) + norm * tokens  # its input; two gradients, known since forward
-    return tokens * m.n_layers * layer + rope + head
-
-
-def memory_rows(config: Config, m: ModelConfig, model: Decoder, dtype: torch.dtype, on_cpu: bool) -> dict[str, int]:
-    """Predicted bytes of each kind of tensor."""
-    n, mixed, wide = sum(p.numel() for p in model.parameters()), dtype.itemsize == 2, max(4, dtype.itemsize)
-    moments = {"adamw": 2 * n * wide, "sgd": 0}.get(config.optimizer)
-    return {
-        "parameters": n * dtype.itemsize,
-        "gradients": n * (dtype.itemsize if config.grad_dtype == "same" else wide),
-        "masters": n * 4 * mixed,
-        "moments": moments if moments is not None else sum(sum(p.shape) for p in model.parameters()) * wide,
-        "activations": activation_bytes(m, config.micro_batch_size, dtype, config.recompute, on_cpu),
-    }
-
-
-def held_out(data: TokenData, config: Config, positions: Tensor, rank=0, ranks=1) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, int64 [rows, seq], of the held-out sequences, or of one of `ranks` shares of them.
-
-    `positions` int64 [seq]: the tokens of each sequence that are looked at. The last micro-batches are filled up with
-    sequences that do not count, so that all ranks do equally many.
-    """
-    tokens, targets = data.validation(config.eval_sequences)
-    missing = -len(tokens) % (ranks * config.micro_batch_size)
-    tokens = torch.cat((tokens, tokens[:1].expand(missing, -1)))[rank::ranks]
-    targets = torch.cat((targets, targets[:1].new_full((missing, targets.shape[1]), IGNORE)))[rank::ranks]
-    return tokens[:, positions.cpu()].to(positions.device), targets[:, positions.cpu()].to(positions.device)
-
-
-@torch.no_grad()
-def evaluate(model: Decoder, data: TokenData, config: Config, positions: Tensor, rank=0, ranks=1) -> Tensor:
-    """Loss of the held-out sequences, or of one of `ranks` shares of them: fp64 [sum of losses, number of targets]."""
-    tokens, targets = held_out(data, config, positions, rank, ranks)
-    total = 0.0
-    for start in range(0, len(tokens), config.micro_batch_size):
-        rows = slice(start, start + config.micro_batch_size)
-        total += model.lm_head.loss(model(tokens[rows], positions), targets[rows]).item()
-    return torch.tensor([total, (targets != IGNORE).sum()], dtype=torch.float64)
-
-
-def all_logits(model: Decoder, positions: Tensor, tokens: Tensor) -> Tensor:
-    """int64 [1, seq] -> [1, seq, vocab], the model's logits for tokens at `positions` [seq]."""
-    return model.lm_head(model(tokens.to(positions.device), positions))
-
-
-@torch.no_grad()
-def generate(logits_of: Callable[[Tensor], Tensor], seq_len: int, prompt: str, n_tokens: int, seed: int) -> str:
-    """Continue `prompt` (bytes) by `n_tokens` sampled at temperature 0.8, by a full forward pass for each.
-
-    `logits_of`: int64 [1, seq_len] -> [1, seq_len, vocab]. A shorter text is filled up behind, where causal attention
-    does not look.
-    """
-    tokens, generator = list(prompt.encode()), torch.Generator().manual_seed(seed)
-    for _ in range(n_tokens):
-        window = tokens[-seq_len:]
-        logits = logits_of(torch.tensor([window + [0] * (seq_len - len(window))]))
-        probabilities = (logits[0, len(window) - 1].float().cpu() / 0.8).softmax(-1)
-        tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
-    return decode(tokens)
-
-
-def save(run: Run, step: int, optimizer: Optimizer, config: Config):
-    """Write a checkpoint of everything that the next step depends on. Called by every rank, each writes its share.
-
-    The data position is the step itself. What compression owes (step 2) is not kept: a resumed run owes nothing.
-    """
-    start = time.perf_counter()
-    run.doing = "save"
-    run.saver = run.saver or checkpoints.Saver(run.out, run.mesh)
-    position = dict(step=step, sequences=step * config.global_batch_size)
-    scaling = dict(loss_scale=optimizer.loss_scale, good_steps=optimizer.good_steps, recent=optimizer.recent)
-    about = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(optimizer.model.config))
-    meta = dict(**about, dtype=str(optimizer.dtype), position=position, **scaling)
-    rng = torch.get_rng_state()
-    own = [Piece("rng", "cpu", rng, rng.shape)] if run.rank == 0 else []
-    run.saver.save(step, chain(optimizer.pieces(), own), meta, config.save_async)
-    run.clock["save"] += time.perf_counter() - start
-
-
-def resume(optimizer: Optimizer, config: Config, mesh: Mesh | None = None) -> int:
-    """Take over a checkpoint; returns the number of steps it has done. Raises UserError if it does not fit."""
-    found = checkpoints.find(config.resume, run_directory(config), mesh)
-    if found is None:
-        if config.generate:
-            raise UserError(f"--resume auto: there is no checkpoint in {run_directory(config)} to --generate from")
-        return 0
-    require_fit(found, optimizer, config, mesh)
-    if not config.generate and (mesh is None or mesh.rank == 0):
-        print(f"going on from {found.path}", flush=True)
-    optimizer.load(found, weights_only=bool(config.generate))
-    if not config.generate and found.shapes("rng"):
-        meta = found.meta
-        optimizer.loss_scale, optimizer.good_steps = meta["loss_scale"], meta["good_steps"]
-        optimizer.recent = tuple(map(tuple, meta["recent"]))
-        torch.set_rng_state(found.full("rng", "cpu"))
-    return found.meta["step"]
-
-
-def require_fit(found: Checkpoint, optimizer: Optimizer, config: Config, mesh: Mesh | None):
-    """Refuse a checkpoint of another model, precision or rule. Raises UserError, on every rank alike."""
-    meta, theirs, ours = found.meta, found.shapes("model"), {}
-    held = {n: tuple(layout_of(p).full_shape(p.shape)) for n, p in optimizer.model.named_parameters()}
-    for shapes in gather_objects(held, mesh):  # a rank may hold only some layers
-        ours |= shapes
-    advice = f"use --model {meta['config']['model']} and the overrides it was trained with"
-    for name in sorted(ours.keys() | theirs.keys()):
-        if ours.get(name) != theirs.get(name):
-            raise UserError(f"--resume {found.path}: its {name} does not fit this model; {advice}")
-    for key, value in dataclasses.asdict(optimizer.model.config).items():
-        if key != "seq_len" and meta["model"].get(key, value) != value:  # only step 7 knows experts
-            raise UserError(f"--resume {found.path}: its {key} is {meta['model'][key]}, not {value}; {advice}")
-    if config.generate or not found.shapes("rng"):  # weights alone may be read in any precision
-        return
-    for flag, theirs_was, ours_is in (
-        ("optimizer", meta["config"]["optimizer"], config.optimizer),
-        ("dtype", meta["dtype"], str(optimizer.dtype)),
-    ):
-        if theirs_was != ours_is:
-            raise UserError(f"--resume {found.path} was written with {flag} {theirs_was}, not {ours_is}: set --{flag}")
-
-
-def health(run: Run, loss: Tensor | float, optimizer: Optimizer) -> dict[str, list[dict]]:
-    """With --log-ranks, for the record: {"ranks": what each rank sees before all numbers are summed}. A collective.
-
-    A straggler has the most `seconds` less `waited_seconds`; what replicas hold alike has one `grad_norm`.
-    """
-    if not run.config.log_ranks:
-        return {}
-    parts = [part for part in optimizer.gradient_parts().values() if part.numel()]
-    norm = torch.nn.utils.get_total_norm(parts).item() / optimizer.loss_scale if parts else 0.0
-    own = dict(rank=run.rank, loss=float(loss), grad_norm=norm, seconds=time.perf_counter() - run.started)
-    own["waited_seconds"] = sum(run.mesh.ledger.wait_seconds.values()) if run.mesh is not None else 0.0
-    own["peak_memory_bytes"] = peak_memory(run.device)
-    return dict(ranks=gather_objects(own, run.mesh))
-
-
-def require_finite(value: Tensor | float, step: int, run: Run, what: str = "loss"):
-    """Stop before a NaN or an infinity reaches the weights. Raises UserError."""
-    if not math.isfinite(value):
-        raise UserError(
-            f"step {step + 1}: the {what} is {float(value)}; lower --lr, or resume from the last good checkpoint, "
-            f"{checkpoints.newest(run.out) or 'of which there is none'}"
-        )
-
-
 class Trained(NamedTuple):
     """What a run leaves in memory."""
 
@@ -532,7 +345,7 @@ class Trained(NamedTuple):
 
 def train(config: Config, observe=None) -> Trained:
     """The whole run. `observe(step, optimizer)`, if given, sees each step's complete gradients before the update."""
-    check(config)
+    check_one(config)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     m = config.model_config()

@@ -47,46 +47,29 @@ from functools import partial
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import step01_single_gpu as step01
-from common.comm import (
-    Group,
-    Mesh,
-    Pending,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    exchange,
-    gather_objects,
-    open_mesh,
-    require_same_flags,
-    world_size,
-)
+from common.comm import Group, Mesh, Pending, all_reduce, exchange, sum_over, world_size
 from common.data import TokenData
 from common.layout import materialize, reduction_table, replica_group, sum_gradients_over
 from common.model import Decoder
-from common.run import Run, UserError, choose_device, choose_dtype, main, peak_flops, table
-from step01_single_gpu import (
-    Optimizer,
-    Trained,
-    all_logits,
-    apply_recompute,
-    evaluate,
-    flops_per_token,
-    generate,
-    health,
-    learning_rate,
-    memory_rows,
-    require_finite,
-    resume,
-    save,
-)
-
-BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # integers by size in bytes
-BLOCK = 256  # values that share one scale in int8 compression
+from services.checks import check_dp
+from services.compression import BLOCK, COMPRESSED_SUMS
+from services.devices import choose_device, choose_dtype, peak_flops
+from services.evaluation import all_logits, evaluate, generate
+from services.flags import main
+from services.health import health, require_finite
+from services.launch import open_mesh, require_same_flags
+from services.replicas import require_same_parameters, require_same_replicas
+from services.resume import resume, save
+from services.run import Run
+from services.tables import table
+from services.torch_ddp import TorchSync
+from step01_single_gpu import Optimizer, Trained, apply_recompute, learning_rate
+from theory.flops import flops_per_token
+from theory.memory import memory_rows
+from theory.traffic import predicted_traffic
 
 
 @dataclass
@@ -98,26 +81,6 @@ class Config(step01.Config):
     compress: Literal["none", "bf16", "int8", "topk"] = "none"  # lossy gradients, with error feedback
     topk_fraction: float = 0.01  # share of the values that --compress topk sends
     check_replicas: int = 0  # steps between checks that ranks that hold the same numbers hold the same bits; 0: never
-
-
-def check(config: Config, dp: int):
-    """Refuse what cannot work, on every rank alike, before the first collective. Raises UserError naming the flag."""
-    step01.check(config)
-    if config.global_batch_size % (config.micro_batch_size * dp):
-        raise UserError(
-            f"--global-batch-size {config.global_batch_size} cannot be dealt to {dp} ranks in micro-batches of "
-            f"{config.micro_batch_size}: use a multiple of {config.micro_batch_size * dp}, or set --micro-batch-size"
-        )
-    if config.compress != "none" and config.sync != "bucket":
-        raise UserError(f"--compress {config.compress} works on buckets: use it with --sync bucket")
-    if config.compress != "none" and config.dtype == "fp16":
-        raise UserError("--compress would carry an fp16 overflow on for ever: use --dtype bf16 or fp32")
-    if config.sync == "torch" and choose_dtype(config.dtype, choose_device(config.device)).itemsize == 2:
-        raise UserError("--sync torch adds gradients up in 16 bits: use --dtype fp32, or another --sync")
-    if config.check_replicas < 0:
-        raise UserError(f"--check-replicas is {config.check_replicas}: it must be at least 0")
-    if config.bucket_mb <= 0 or not 0 < config.topk_fraction <= 1:
-        raise UserError("--bucket-mb must be positive, and --topk-fraction between 0 and 1")
 
 
 def ring_all_reduce(tensor: Tensor, group: Group):
@@ -160,56 +123,6 @@ class NaiveSync:
             if param.grad is None:
                 param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
             all_reduce(param.grad, self.groups[param]).wait()
-
-
-def quantise(values: Tensor) -> Tensor:
-    """[..., 256] floats -> int8 [..., 260]: the values in units of scale = max/127, then the scale's four bytes."""
-    scale = (values.abs().amax(-1, keepdim=True) / 127).float().clamp(min=torch.finfo(torch.float32).tiny)
-    return torch.cat(((values / scale).round().to(torch.int8), scale.view(torch.int8)), dim=-1)
-
-
-def dequantise(blocks: Tensor) -> Tensor:
-    """The inverse of `quantise`: int8 [..., 260] -> fp32 [..., 256]."""
-    return blocks[..., :BLOCK] * blocks[..., BLOCK:].contiguous().view(torch.float32)
-
-
-def narrow_sum(values: Tensor, group: Group, config: Config) -> tuple[Tensor, Tensor]:
-    """Sum in 16 or 8 bits. Takes this rank's values [elements]; returns (sum over the group, what of ours was lost).
-
-    Adding in so few bits would round at every rank, or overflow. So rank r receives slice r of everyone (all-to-all),
-    adds up in fp32, and makes the sum narrow again for all to gather; what that loses, rank r keeps.
-    """
-    narrow, widen = (quantise, dequantise) if config.compress == "int8" else (Tensor.bfloat16, Tensor.float)
-    own = values.view(group.size, -1, BLOCK)
-    sent = narrow(own)
-    lost = own - widen(sent)
-    received = torch.empty_like(sent)
-    all_to_all(received, sent, group).wait()
-    total = widen(received).sum(0)
-    summed = narrow(total)
-    lost[group.rank] += total - widen(summed)
-    all_gather(received.view(-1), summed.view(-1), group).wait()
-    return widen(received).view(-1).to(values.dtype), lost.view(-1)
-
-
-def topk_sum(values: Tensor, group: Group, config: Config) -> tuple[Tensor, Tensor]:
-    """Sum only the largest values of each rank; takes and returns the same as `narrow_sum`.
-
-    Every rank gathers everyone's k values (fp32) with their indices in the buffer (int32), and adds them up.
-    """
-    k = max(1, int(config.topk_fraction * len(values)))
-    places = values.abs().topk(k).indices
-    message = torch.stack((values[places].float().view(torch.int32), places.int()))
-    everyone = message.new_empty(group.size, 2, k)
-    all_gather(everyone.view(-1), message.view(-1), group).wait()
-    lost, total = values.clone(), torch.zeros_like(values)
-    lost[places] -= values[places].float()
-    for numbers, at in everyone:
-        total[at.long()] += numbers.view(torch.float32)
-    return total, lost
-
-
-COMPRESSED_SUMS = {"bf16": narrow_sum, "int8": narrow_sum, "topk": topk_sum}
 
 
 class Bucket:
@@ -290,40 +203,6 @@ class BucketSync(NaiveSync):
         self.armed = False
 
 
-class TorchSync(NaiveSync):
-    """PyTorch's DistributedDataParallel, told to add instead of average, and to leave the initial weights alone."""
-
-    def __init__(self, model: Decoder, group: Group, config: Config):
-        super().__init__(model, group, config)
-        self.forward = DistributedDataParallel(
-            model,
-            device_ids=[group.device] if group.device.type == "cuda" else None,
-            process_group=group.handle,
-            bucket_cap_mb=config.bucket_mb,
-            gradient_as_bucket_view=True,
-            init_sync=False,
-        )
-        self.forward.register_comm_hook(group, self.add)
-
-    @staticmethod
-    def add(group: Group, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Communication hook: the sum of one of DDP's buckets, entered in the ledger."""
-        group.ledger.book(group, "all_reduce", 2 * (group.size - 1) / group.size * bucket.buffer().nbytes)
-        work = dist.all_reduce(bucket.buffer(), group=group.handle, async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
-
-    def begin(self):
-        """DDP's `no_sync`, until the last micro-batch."""
-        self.forward.require_backward_grad_sync = False
-
-    def last_micro_batch(self):
-        """DDP decides at the forward pass whether the backward pass will communicate."""
-        self.forward.require_backward_grad_sync = True
-
-    def finish(self):
-        """DDP has waited at the end of backward."""
-
-
 def gradient_sync(model: Decoder, group: Group, config: Config, mesh: Mesh | None = None) -> NaiveSync:
     """The object behind `--sync`."""
     if config.sync == "torch" and group.size > 1:
@@ -331,81 +210,10 @@ def gradient_sync(model: Decoder, group: Group, config: Config, mesh: Mesh | Non
     return (NaiveSync if config.sync in ("naive", "torch") else BucketSync)(model, group, config, mesh)
 
 
-def predicted_traffic(model: Decoder, sync: NaiveSync, config: Config, group: Group) -> dict[tuple[str, str], float]:
-    """Bytes each rank of the group sends for its gradients in one step, by (mesh dimension, operation)."""
-    found: dict[tuple[str, str], float] = {}
-    for dim, own in {own.name: own for own in (group, *sync.groups.values())}.items():
-        n, buckets = own.size, [bucket for bucket in getattr(sync, "buckets", []) if bucket.group is own]
-        if config.compress in ("bf16", "int8"):
-            block = 2 * BLOCK if config.compress == "bf16" else BLOCK + 4
-            half = (n - 1) / n * sum(len(bucket.flat) // BLOCK * block for bucket in buckets)
-            found |= {(dim, "all_to_all"): half, (dim, "all_gather"): half}
-        elif config.compress == "topk":
-            chosen = sum(max(1, int(config.topk_fraction * len(bucket.flat))) for bucket in buckets)
-            found[dim, "all_gather"] = (n - 1) * chosen * 8
-        else:
-            gradients = sum(p.numel() * p.grad_dtype.itemsize for p in sync.params if sync.groups[p] is own)
-            found[dim, "all_reduce"] = 2 * (n - 1) / n * gradients
-    return found
-
-
-def bit_sum(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's numbers, their bits taken for integers: int64, a scalar."""
-    return tensor.contiguous().view(-1).view(BITS[tensor.dtype.itemsize]).sum(dtype=torch.int64)
-
-
-def require_same_parameters(model: Decoder, group: Group, mesh: Mesh | None = None):
-    """Prove that all replicas hold the same weights, rather than copy rank 0's and hide why they differ.
-
-    Compares a sum over each parameter's bits. Raises RuntimeError on every rank, naming the first that differs.
-    """
-    alike: dict[str, list[str]] = {}  # name of a group -> parameters of which its ranks hold the same
-    for name, param in model.named_parameters():
-        alike.setdefault(replica_group(param, group, mesh).name, []).append(name)
-    for dim, names in alike.items():
-        own = group if dim == group.name else mesh[dim]
-        if own.size == 1:
-            continue
-        sums = torch.stack([bit_sum(model.get_parameter(name).detach()) for name in names])
-        everyone = sums.new_empty(own.size, len(sums))
-        all_gather(everyone.view(-1), sums, own, "(check)").wait()
-        for name, column in zip(names, everyone.T, strict=True):
-            if (column != column[0]).any():
-                raise RuntimeError(f"{name} is not the same on all ranks of {dim}: bit sums {column.tolist()}")
-
-
-def require_same_replicas(optimizer: Optimizer, mesh: Mesh):
-    """Prove that whatever several ranks hold, along any dimension, is the same: weights, masters, moments, slices.
-
-    Each rank tells of the boxes of full tensors that it holds (as for a checkpoint), with a sum over each one's bits.
-    Raises RuntimeError on every rank, naming the first that differs. Cheap: the numbers stay where they are.
-    """
-    held = [(piece, *found) for piece in optimizer.pieces() for found in piece.boxes()]
-    sums = [bit_sum(view).to(mesh.device) for *_, view in held]
-    sums = torch.stack(sums).tolist() if sums else []  # one wait for a GPU
-    own = {(piece.kind, piece.name, box): s for (piece, box, _), s in zip(held, sums, strict=True)}
-    seen: dict[tuple, tuple[int, int]] = {}
-    for rank, theirs in enumerate(gather_objects(own, mesh)):
-        for (kind, name, box), bits in theirs.items():
-            first, expected = seen.setdefault((kind, name, box), (rank, bits))
-            if bits != expected:
-                raise RuntimeError(
-                    f"{kind} of {name} is not the same on ranks {first} and {rank}: bit sums {expected}, {bits} of the "
-                    f"part that begins at {list(box.start)}"
-                )
-
-
-def sum_over(group: Group, *values: float | Tensor) -> list[float]:
-    """Sums over the group of a few numbers (loss, flags), the same on every rank."""
-    numbers = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=group.device) for v in values])
-    all_reduce(numbers, group, "(metrics)").wait()
-    return numbers.tolist()
-
-
 def train(config: Config, observe=None) -> Trained:
     """The whole run. `observe(step, optimizer)`, if given, sees each step's complete gradients before the update."""
     dp = world_size()
-    check(config, dp)
+    check_dp(config, dp)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     m = config.model_config()

@@ -47,10 +47,6 @@ Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
 You should see step 1's losses in every stage, and a memory table that shrinks by n, line by line.
 """
 
-import mmap
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -61,47 +57,27 @@ import torch
 from torch import Tensor, nn
 
 import step02_ddp as step02
-from common.checkpoint import Checkpoint, Piece
-from common.comm import (
-    Group,
-    Mesh,
-    Pending,
-    all_gather,
-    gather_objects,
-    open_mesh,
-    reduce_scatter,
-    require_same_flags,
-    world_size,
-)
+from common.comm import Group, Mesh, Pending, all_gather, gather_objects, reduce_scatter, sum_over, world_size
 from common.data import TokenData
-from common.layout import layout_of, materialize, reduction_table, replica_group, sum_gradients_over
-from common.model import Decoder, ModelConfig
-from common.run import Run, UserError, choose_device, choose_dtype, human, main, peak_flops, table
-from step01_single_gpu import (
-    Optimizer,
-    Trained,
-    activation_bytes,
-    all_logits,
-    apply_recompute,
-    evaluate,
-    flops_per_token,
-    generate,
-    health,
-    learning_rate,
-    memory_rows,
-    require_finite,
-    resume,
-    save,
-    torch_optimizer,
-)
-from step02_ddp import (
-    NaiveSync,
-    gradient_sync,
-    predicted_traffic,
-    require_same_parameters,
-    require_same_replicas,
-    sum_over,
-)
+from common.layout import layout_of, materialize, reduction_table, replica_group, square_norms, sum_gradients_over
+from common.model import Decoder
+from services.checkpoint import Checkpoint, Piece
+from services.checks import check_zero
+from services.devices import choose_device, choose_dtype, peak_flops
+from services.evaluation import all_logits, evaluate, generate
+from services.flags import main
+from services.health import health, require_finite
+from services.launch import open_mesh, require_same_flags
+from services.offload import map_file, require_disk, to_host
+from services.replicas import require_same_parameters, require_same_replicas
+from services.resume import resume, save
+from services.run import Run
+from services.tables import table
+from step01_single_gpu import Optimizer, Trained, apply_recompute, learning_rate, torch_optimizer
+from step02_ddp import NaiveSync, gradient_sync
+from theory.flops import flops_per_token
+from theory.memory import MOMENTS
+from theory.traffic import predictions
 
 
 @dataclass
@@ -112,26 +88,6 @@ class Config(step02.Config):
     offload_optimizer: Literal["none", "cpu", "disk"] = "none"  # where masters and moments live, and are updated
     offload_params: Literal["none", "cpu"] = "none"  # with --zero 3: where parameter slices live
     toy: bool = False  # print the four-weight example in every stage, and exit
-
-
-def check(config: Config, dp: int):
-    """Refuse what cannot work, on every rank alike, before the first collective. Raises UserError naming the flag."""
-    step02.check(config, dp)
-    offloads = config.offload_optimizer != "none"
-    if config.zero == 0 and offloads:
-        raise UserError(f"--offload-optimizer {config.offload_optimizer} moves slices: use it with --zero 1, 2 or 3")
-    if config.zero != 3 and config.offload_params != "none":
-        raise UserError("--offload-params cpu needs parameters in slices: use it with --zero 3")
-    if config.zero and config.optimizer == "adafactor":
-        raise UserError("--optimizer adafactor looks at whole rows and columns, slices have none: use it with --zero 0")
-    if config.zero and (config.sync != "bucket" or config.compress != "none"):
-        raise UserError(
-            f"--zero {config.zero} reduces gradients itself: leave --sync and --compress at their defaults, "
-            "or use them with --zero 0"
-        )
-
-
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}  # what torch.optim keeps for every element
 
 
 class Unit:
@@ -248,31 +204,6 @@ class Unit:
         return {name: flat[slice(*self.place[name])].view(param.shape) for name, param in self.named.items()}
 
 
-def to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, pinned where there is a GPU to copy to."""
-    host = tensor.cpu()
-    return host.pin_memory() if torch.cuda.is_available() else host
-
-
-def map_file(folder: Path, elements: int, dtype: torch.dtype) -> Tensor:
-    """A tensor in a file of `folder`, its space reserved at once. The file has no name, so it ends with the process."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        os.posix_fallocate(file.fileno(), 0, elements * dtype.itemsize)
-        return torch.frombuffer(mmap.mmap(file.fileno(), elements * dtype.itemsize), dtype=dtype)
-
-
-def require_disk(folder: Path, n_bytes: int, group: Group):
-    """Refuse before training if a rank's disk cannot hold `n_bytes` (of all local ranks). Raises UserError on all."""
-    existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
-    free = shutil.disk_usage(existing).free
-    if any(sum_over(group, free < n_bytes)):  # nobody takes space before everybody has looked
-        raise UserError(
-            f"--offload-optimizer disk needs {n_bytes} bytes ({human(n_bytes)}) in {folder}, which has {free}: "
-            "set --out to another disk"
-        )
-
-
 class Use(NamedTuple):
     """A module, the numbers of the units it computes with, and whether its backward pass needs them again."""
 
@@ -305,12 +236,6 @@ def plan(model: Decoder) -> Planned:
         uses.append(Use(trunk.norm, [0, len(names)] if tied else [len(names)], again=True))
         names.append(["model.norm.weight"] if tied else ["model.norm.weight", "lm_head.weight"])
     return names, uses
-
-
-def square_norms(tensors: list[Tensor]) -> Tensor:
-    """The squared L2 norm of each tensor, fp64 [tensors]; the norms are taken in fp32 or wider."""
-    wide = torch.promote_types(tensors[0].dtype, torch.float32)
-    return torch.stack(torch._foreach_norm(tensors, dtype=wide)).double().square()
 
 
 class ZeroOptimizer(Optimizer):
@@ -533,50 +458,6 @@ class ZeroOptimizer(Optimizer):
             unit.moments_to_disk()
 
 
-def zero_memory_rows(config: Config, m: ModelConfig, optimizer: ZeroOptimizer) -> dict[str, int]:
-    """Predicted bytes of each kind of tensor on one rank, after the table above (with padding; on the host or not)."""
-    e, wide = optimizer.dtype.itemsize, optimizer.units[0].wide.itemsize
-    cut = sum(unit.length for unit in optimizer.units)
-    trained = sum(unit.length for unit in optimizer.units if unit.trained)
-    whole = sum(unit.length * unit.group.size for unit in optimizer.units)
-    gradients = sum(u.length * u.group.size * u.grad_dtype.itemsize for u in optimizer.units if u.trained)
-    separate = optimizer.mixed or config.offload_optimizer != "none"
-    in_memory = config.offload_optimizer != "disk"
-    return {
-        "parameters": (cut if config.zero == 3 else whole) * e,
-        "gradients": trained * wide if config.zero > 1 else gradients,
-        "masters": cut * wide * separate * in_memory,
-        "moments": trained * wide * len(MOMENTS[config.optimizer]) * in_memory,
-        "activations": activation_bytes(
-            m, config.micro_batch_size, optimizer.dtype, config.recompute, optimizer.device.type == "cpu"
-        ),
-    }
-
-
-def unit_traffic(units: list[Unit], times: list[tuple[int, int]]) -> dict[tuple[str, str], float]:
-    """Bytes each rank sends, by (mesh dimension, operation), if gradient and weights of each unit travel so many
-    `times`: (reductions, gatherings).
-    """
-    found: dict[tuple[str, str], float] = {}
-    for unit, (reduced, gathered) in zip(units, times, strict=True):
-        name, length = unit.group.name, (unit.group.size - 1) * unit.length
-        reduced, gathered = reduced * unit.grad_dtype.itemsize, gathered * unit.dtype.itemsize
-        for operation, n_bytes in (("reduce_scatter", reduced), ("all_gather", gathered)):
-            found[name, operation] = found.get((name, operation), 0) + length * n_bytes
-    return found
-
-
-def zero_traffic(optimizer: ZeroOptimizer, micro_batches: int) -> dict[tuple[str, str], float]:
-    """Bytes each rank sends in one step, by (mesh dimension, operation), after WHEN and the first table above."""
-    uses, stage = optimizer.uses, optimizer.stage
-    in_turn = [u for use in uses for u in use.units] + [u for use in uses[:-1] if use.again for u in use.units]
-    times = []
-    for i, unit in enumerate(optimizer.units):
-        reduced = bool(unit.trained) * (1 if stage == 1 else micro_batches)
-        times.append((reduced, micro_batches * in_turn.count(i) if stage == 3 else bool(unit.trained)))
-    return unit_traffic(optimizer.units, times)
-
-
 def optimizer_and_sync(
     model: Decoder,
     group: Group,
@@ -595,60 +476,10 @@ def optimizer_and_sync(
     return optimizer, optimizer
 
 
-def predictions(
-    config: Config, m: ModelConfig, optimizer: Optimizer, sync: NaiveSync | ZeroOptimizer, micro_batches: int
-) -> tuple[dict[str, int | None], dict[tuple[str, str], float]]:
-    """Predicted memory and traffic of one rank and step, whatever `--zero` is."""
-    if config.zero == 0:
-        memory = memory_rows(config, m, optimizer.model, optimizer.dtype, sync.group.device.type == "cpu")
-        return memory, predicted_traffic(optimizer.model, sync, config, sync.group)
-    return zero_memory_rows(config, m, optimizer), zero_traffic(optimizer, micro_batches)
-
-
-class Toy(nn.Module):
-    """Four weights and the loss (sum(W) x)^2 / 2."""
-
-    def __init__(self):
-        super().__init__()
-        self.W = nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64))
-
-    def forward(self, x: float) -> Tensor:
-        """A scalar."""
-        return (self.W.sum() * x) ** 2 / 2
-
-
-def shown(tensor: Tensor) -> str:
-    """Values without the last digits' rounding."""
-    return " ".join(f"{x:g}" for x in tensor.tolist())
-
-
-def toy(stage: int, mesh: Mesh) -> str:
-    """One step of the docstring's example; returns what this rank held and did. x is the rank's number plus one."""
-    group = mesh["dp"]
-    model = Toy().to(group.device)
-    config = Config(zero=stage, optimizer="sgd", dtype="fp64", weight_decay=0.0, grad_clip=0.0)
-    optimizer = ZeroOptimizer(model, group, config, ([["W"]], [Use(model, [0], again=True)]), mesh) if stage else None
-    sync = optimizer or NaiveSync(model, group, config)
-    held = shown(optimizer.units[0].slice if stage == 3 else model.W)
-    sync.begin()
-    sync.last_micro_batch()
-    (sync.forward(group.rank + 1.0) / group.size).backward()  # scaled once: then only sums
-    sync.finish()
-    if optimizer is None:
-        gradient, own = shown(model.W.grad), shown(model.W - 0.1 * model.W.grad)
-        everyone = own
-    else:
-        unit = optimizer.units[0]
-        gradient = shown(model.W.grad if stage == 1 else unit.grad_slice)
-        optimizer.step(lr=0.1)
-        own, everyone = shown(unit.slice), shown(optimizer.state()["model"]["W"])
-    return f"stage {stage}, rank {group.rank}: weights {held}, gradient {gradient} -> own {own}, all {everyone}"
-
-
 def train(config: Config, observe=None) -> Trained:
     """The whole run. `observe(step, optimizer)`, if given, sees each step's complete gradients before the update."""
     dp = world_size()
-    check(config, dp)
+    check_zero(config, dp)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     m = config.model_config()
@@ -735,6 +566,46 @@ def train(config: Config, observe=None) -> Trained:
             optimizer.ready()
             run.finish(predicted, traffic)
     return Trained(model, optimizer, run.history)
+
+
+class Toy(nn.Module):
+    """Four weights and the loss (sum(W) x)^2 / 2."""
+
+    def __init__(self):
+        super().__init__()
+        self.W = nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64))
+
+    def forward(self, x: float) -> Tensor:
+        """A scalar."""
+        return (self.W.sum() * x) ** 2 / 2
+
+
+def shown(tensor: Tensor) -> str:
+    """Values without the last digits' rounding."""
+    return " ".join(f"{x:g}" for x in tensor.tolist())
+
+
+def toy(stage: int, mesh: Mesh) -> str:
+    """One step of the docstring's example; returns what this rank held and did. x is the rank's number plus one."""
+    group = mesh["dp"]
+    model = Toy().to(group.device)
+    config = Config(zero=stage, optimizer="sgd", dtype="fp64", weight_decay=0.0, grad_clip=0.0)
+    optimizer = ZeroOptimizer(model, group, config, ([["W"]], [Use(model, [0], again=True)]), mesh) if stage else None
+    sync = optimizer or NaiveSync(model, group, config)
+    held = shown(optimizer.units[0].slice if stage == 3 else model.W)
+    sync.begin()
+    sync.last_micro_batch()
+    (sync.forward(group.rank + 1.0) / group.size).backward()  # scaled once: then only sums
+    sync.finish()
+    if optimizer is None:
+        gradient, own = shown(model.W.grad), shown(model.W - 0.1 * model.W.grad)
+        everyone = own
+    else:
+        unit = optimizer.units[0]
+        gradient = shown(model.W.grad if stage == 1 else unit.grad_slice)
+        optimizer.step(lr=0.1)
+        own, everyone = shown(unit.slice), shown(optimizer.state()["model"]["W"])
+    return f"stage {stage}, rank {group.rank}: weights {held}, gradient {gradient} -> own {own}, all {everyone}"
 
 
 if __name__ == "__main__":

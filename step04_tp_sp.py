@@ -45,7 +45,7 @@ You should see step 1's losses, parameters and moments divided by tp, and with S
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 
@@ -54,27 +54,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import step03_zero as step03
-from common.comm import Group, Mesh, all_gather, all_reduce, open_mesh, reduce_scatter, require_same_flags, world_size
+from common.comm import Group, Mesh, all_gather, all_reduce, reduce_scatter, sum_over, world_size
 from common.data import TokenData
-from common.layout import Split, layout_of, reduction_table, sum_gradients_over
-from common.model import MLP, Decoder, ModelConfig, cross_entropy_and_gradients, project, scaled
-from common.run import Run, UserError, choose_device, choose_dtype, main, peak_flops, table
-from step01_single_gpu import (
-    Optimizer,
-    Trained,
-    all_logits,
-    apply_recompute,
-    evaluate,
-    flops_per_token,
-    generate,
-    health,
-    learning_rate,
-    require_finite,
-    resume,
-    save,
-)
-from step02_ddp import require_same_parameters, require_same_replicas, sum_over
-from step03_zero import ZeroOptimizer, optimizer_and_sync, predictions, square_norms
+from common.layout import cut, global_norm, layout_of, reduction_table, sum_gradients_over, sum_partial_gradients
+from common.model import MLP, Decoder, cross_entropy_and_gradients, project, scaled
+from services.checks import check_tp, choose_tp
+from services.devices import choose_device, choose_dtype, peak_flops
+from services.evaluation import all_logits, evaluate, generate
+from services.flags import main
+from services.health import health, require_finite
+from services.launch import open_mesh, require_same_flags
+from services.replicas import require_same_parameters, require_same_replicas
+from services.resume import resume, save
+from services.run import Run
+from services.tables import table
+from step01_single_gpu import Trained, apply_recompute, learning_rate
+from step03_zero import optimizer_and_sync
+from theory.flops import flops_per_token
+from theory.memory import tp_activation_bytes
+from theory.traffic import partial_traffic, predictions, tp_traffic
 
 
 @dataclass
@@ -84,32 +82,6 @@ class Config(step03.Config):
     tp: int = 0  # ranks that share each matrix; 0: 2 if the number of ranks is even, else 1
     sp: bool = True  # split the tokens over tp between the matrices
     tp_overlap: bool = True  # hide collectives behind weight gradients; with --sp keep s/n tokens and gather again
-
-
-def choose_tp(config: Config, world: int) -> int:
-    """`--tp`, or what 0 stands for."""
-    return config.tp or (2 if world % 2 == 0 else 1)
-
-
-def check(config: Config, world: int):
-    """Refuse what cannot work, on every rank alike, before the first collective. Raises UserError naming the flag."""
-    tp, m = choose_tp(config, world), config.model_config()
-    if tp < 1 or world % tp:
-        legal = [n for n in range(1, world + 1) if world % n == 0]
-        raise UserError(f"--tp {tp} does not divide the {world} ranks that were started: use one of {legal}")
-    step03.check(config, world // tp)
-    if tp == 1:
-        return
-    if m.n_heads % tp or m.ffn_dim % tp:
-        both = [n for n in range(1, tp + 1) if m.n_heads % n == 0 and m.ffn_dim % n == 0]
-        raise UserError(f"--tp {tp} must divide --n-heads {m.n_heads} and --ffn-dim {m.ffn_dim}: use one of {both}")
-    if m.n_kv_heads % tp and tp % m.n_kv_heads:
-        legal = [n for n in range(1, m.n_heads + 1) if m.n_heads % n == 0 and (n % tp == 0 or tp % n == 0)]
-        raise UserError(f"--tp {tp} and --n-kv-heads {m.n_kv_heads}: one must divide the other, as do {legal} kv heads")
-    if config.sp and m.seq_len % tp:
-        raise UserError(f"--seq-len {m.seq_len} cannot be split over --tp {tp}: change one, or use --no-sp")
-    if config.optimizer == "adafactor":
-        raise UserError("--optimizer adafactor looks at whole rows and columns: use it with --tp 1")
 
 
 # --- collectives over tokens: start, then call what is returned for the result
@@ -363,20 +335,6 @@ STYLES = {  # weight of a block [out, in] -> how it is cut
 }
 
 
-def cut(weight: nn.Parameter, dim: int, group: Group, copies: int = 1) -> nn.Parameter:
-    """This rank's part of a parameter on the meta device, with its record; `copies` neighbours share a part."""
-    parts, full = group.size // copies, weight.shape[dim]
-    length, shape = -(-full // parts), list(weight.shape)
-    shape[dim] = length
-    start = group.rank // copies * length
-    part = nn.Parameter(torch.empty(shape, device="meta", dtype=weight.dtype), weight.requires_grad)
-    record = layout_of(weight)
-    part.parallel_layout = replace(
-        record, splits=(*record.splits, Split(dim, group.name, start, start + length, full, copies))
-    )
-    return part
-
-
 def shard_block(block: nn.Module, group: Group, sp: bool, overlap: bool, copies: int = 1):
     """Cut attention or an MLP, in place; `copies` ranks share each key/value head."""
     for name, linear in list(block.named_children()):
@@ -412,116 +370,13 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool, overlap: bool):
         sum_gradients_over([p for p in model.parameters() if p.dim() == 1], "tp")
 
 
-def sum_partial_gradients(optimizer: Optimizer, mesh: Mesh, dims: list[str]):
-    """Sum gradients over the mesh dimensions `dims` wherever a record asks for it, in place, one collective each.
-
-    After the sum over dp; under ZeRO it is this rank's slices that are summed, which ranks along `dims` cut alike.
-    """
-    params = dict(optimizer.model.named_parameters())
-    for dim in dims:
-        summed = {name for name, param in params.items() if dim in layout_of(param).sum_over}
-        parts = [g for name, g in optimizer.gradient_parts().items() if name in summed and g.numel()]
-        if parts and mesh[dim].size > 1:
-            flat = torch.cat([part.flatten() for part in parts])
-            all_reduce(flat, mesh[dim], "(partial)").wait()
-            for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-                part.copy_(total.view_as(part))
-
-
-def global_norm(optimizer: Optimizer, mesh: Mesh, dims: list[str], sliced: str) -> float:
-    """The L2 norm of the whole gradient, each element counted once.
-
-    What `copies` ranks along `dims` hold alike counts 1/copies on each. `sliced`: the dimension along which ZeRO gave
-    every rank another slice, or "".
-    """
-    params, sizes = dict(optimizer.model.named_parameters()), {dim: mesh[dim].size for dim in dims}
-    parts = optimizer.gradient_parts()
-    squares = square_norms(list(parts.values()))
-    copies = torch.tensor([layout_of(params[name]).copies(sizes) for name in parts], device=squares.device)
-    square = (squares / copies).sum()
-    for dim in dims + ([sliced] if sliced else []):
-        (square,) = sum_over(mesh[dim], square)
-    return float(square) ** 0.5 / optimizer.loss_scale
-
-
 # --- what it costs
-
-
-def tp_activation_bytes(config: Config, m: ModelConfig, tp: int, dtype: torch.dtype, on_cpu: bool) -> int:
-    """Step 1's `activation_bytes` on one of `tp` ranks: between blocks s/n tokens with SP, else s; inside, 1/n wide.
-
-    Without overlap, the gathered input of each block is kept instead of s/n tokens of it. "selective" keeps what all
-    matmuls made, and so of those cut by rows a part of the sum for all s tokens, which is not divided.
-    """
-    e, wide, h, n = dtype.itemsize, max(4, dtype.itemsize), m.dim, tp
-    tokens = config.micro_batch_size * m.seq_len
-    own = tokens // n if config.sp else tokens
-    inputs = own if config.tp_overlap or not config.sp else tokens
-    norm = wide + on_cpu * h * (2 * wide - e if e < wide else wide)
-    kv = max(1, m.n_kv_heads // n) * m.head_dim
-    attention = tokens * (e * (2 * h // n + 2 * kv) + wide * m.n_heads // n)
-    layer = {
-        "none": own * (2 * e * h + 2 * norm) + inputs * 2 * e * h + attention + tokens * 4 * e * m.ffn_dim // n,
-        "selective": own * e * h + attention + tokens * e * (2 * m.ffn_dim // n + 2 * h),
-        "full": own * e * h,
-    }[config.recompute]
-    rope = 2 * m.seq_len * m.head_dim * wide
-    embedding = tokens * 9  # which rows were looked up, and which of them are here
-    head = own * (2 * e * h + norm) + e * h * -(-m.vocab_size // n)
-    return m.n_layers * layer + rope + embedding + head
-
-
-def tp_traffic(
-    config: Config, m: ModelConfig, n: int, dtype: torch.dtype, micro_batches: int, embeddings: int = 1, heads: int = 1
-) -> dict[tuple[str, str], float]:
-    """Bytes one of `n` ranks sends over tp in one step, by (mesh dimension, operation): the docstring's table, k times.
-
-    `embeddings`, `heads`: whether there are any (on a stage of a pipeline, step 6, there may be none).
-    """
-    e, wide = dtype.itemsize, max(4, dtype.itemsize)
-    if n == 1:
-        return {}
-    tokens, layers = config.micro_batch_size * m.seq_len, m.n_layers
-    unit = (n - 1) / n * tokens * m.dim * e
-    combine = 2 * (n - 1) * tokens * wide * heads
-    found: dict[tuple[str, str], float] = {}
-    redone = config.recompute != "none"  # up to the input of a layer's last matmul
-    if config.sp:
-        gathers = 4 + 2 * config.tp_overlap + 2 * redone
-        found["tp", "all_gather"] = micro_batches * ((gathers * layers + embeddings + heads) * unit + combine)
-        found["tp", "reduce_scatter"] = micro_batches * ((4 + redone) * layers + embeddings + heads) * unit
-    else:
-        found["tp", "all_gather"] = micro_batches * combine
-        found["tp", "all_reduce"] = micro_batches * ((4 + redone) * layers + embeddings + heads) * 2 * unit
-    return found
-
-
-def partial_traffic(optimizer: Optimizer, mesh: Mesh, dims: list[str]) -> dict[tuple[str, str], float]:
-    """Bytes a rank sends in `sum_partial_gradients`, by (mesh dimension, operation)."""
-    found: dict[tuple[str, str], float] = {}
-    params = dict(optimizer.model.named_parameters())
-    for dim in dims:
-        size = mesh[dim].size
-        summed = sum(held_bytes(optimizer, name) for name, p in params.items() if dim in layout_of(p).sum_over)
-        if summed and size > 1:
-            found[dim, "all_reduce (partial)"] = 2 * (size - 1) / size * summed
-    return found
-
-
-def held_bytes(optimizer: Optimizer, name: str) -> int:
-    """Bytes of a parameter's complete gradient on this rank: all of it, or what lies in its slice."""
-    if isinstance(optimizer, ZeroOptimizer):
-        unit = next(unit for unit in optimizer.units if name in unit.named)
-        itemsize = unit.grad_dtype.itemsize if optimizer.stage == 1 else unit.wide.itemsize
-        return len(unit.cut(unit.master, name)) * itemsize if name in unit.trained else 0
-    param = optimizer.params.get(name)
-    return 0 if param is None else param.numel() * param.grad_dtype.itemsize
 
 
 def train(config: Config, observe=None) -> Trained:
     """The whole run. `observe(step, optimizer)`, if given, sees each step's complete gradients before the update."""
     world = world_size()
-    check(config, world)
+    check_tp(config, world)
     tp = choose_tp(config, world)
     dp = world // tp
     device = choose_device(config.device)

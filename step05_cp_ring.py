@@ -54,46 +54,26 @@ import torch
 from torch import Tensor
 
 import step04_tp_sp as step04
-from common.comm import (
-    Group,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    exchange,
-    open_mesh,
-    reduce_scatter,
-    require_same_flags,
-    world_size,
-)
+from common.comm import Group, all_gather, all_to_all, exchange, reduce_scatter, sum_over, world_size
 from common.data import TokenData
-from common.layout import layout_of, reduction_table, sum_gradients_over
-from common.model import Decoder, ModelConfig, attend
-from common.run import Run, UserError, choose_device, choose_dtype, main, peak_flops, table
-from step01_single_gpu import (
-    Trained,
-    activation_bytes,
-    all_logits,
-    apply_recompute,
-    evaluate,
-    flops_per_token,
-    generate,
-    health,
-    learning_rate,
-    require_finite,
-    resume,
-    save,
-)
-from step02_ddp import require_same_parameters, require_same_replicas, sum_over
-from step03_zero import optimizer_and_sync, predictions
-from step04_tp_sp import (
-    choose_tp,
-    global_norm,
-    partial_traffic,
-    shard_tensors,
-    sum_partial_gradients,
-    tp_activation_bytes,
-    tp_traffic,
-)
+from common.layout import global_norm, layout_of, reduction_table, sum_gradients_over, sum_partial_gradients
+from common.model import Decoder, attend
+from services.checks import check_cp, mesh_sizes5
+from services.devices import choose_device, choose_dtype, peak_flops
+from services.evaluation import evaluate, gather_logits, generate
+from services.flags import main
+from services.health import health, require_finite
+from services.launch import open_mesh, require_same_flags
+from services.replicas import require_same_parameters, require_same_replicas
+from services.resume import resume, save
+from services.run import Run
+from services.tables import table
+from step01_single_gpu import Trained, apply_recompute, learning_rate
+from step03_zero import optimizer_and_sync
+from step04_tp_sp import shard_tensors
+from theory.flops import flops_per_token
+from theory.memory import cp_activation_bytes
+from theory.traffic import cp_traffic, partial_traffic, predictions, tp_traffic
 
 
 @dataclass
@@ -102,50 +82,6 @@ class Config(step04.Config):
 
     cp: int = 0  # ranks that share each sequence; 0: 2 if the ranks (over --tp) are an even number, else 1
     cp_mode: Literal["zigzag", "ring", "allgather", "ulysses"] = "zigzag"  # how queries meet the keys of other ranks
-
-
-def choose_cp(config: Config, world: int) -> int:
-    """`--cp`, or what 0 stands for."""
-    return config.cp or (2 if world % (2 * max(1, config.tp)) == 0 else 1)
-
-
-def mesh_sizes(config: Config, world: int) -> dict[str, int]:
-    """Ranks along each dimension of the mesh, slowest first: what the flags say, and dp the rest."""
-    cp = choose_cp(config, world)
-    tp = choose_tp(config, world // cp)
-    return dict(dp=world // tp // cp, cp=cp, tp=tp)
-
-
-def check(config: Config, world: int):
-    """Refuse what cannot work, on every rank alike, before the first collective. Raises UserError naming the flag."""
-    cp, m = choose_cp(config, world), config.model_config()
-    if cp < 1 or world % cp:
-        legal = [n for n in range(1, world + 1) if world % n == 0]
-        raise UserError(f"--cp {cp} does not divide the {world} ranks that were started: use one of {legal}")
-    if config.tp and world % (cp * config.tp):
-        raise UserError(f"--cp {cp} x --tp {config.tp} does not divide the {world} ranks that were started: change one")
-    step04.check(config, world // cp)
-    if cp == 1:
-        return
-    tp = mesh_sizes(config, world)["tp"]
-    chunks = 2 * cp if config.cp_mode in ("zigzag", "allgather") else cp
-    if m.seq_len % chunks:
-        raise UserError(
-            f"--seq-len {m.seq_len} cannot be cut into the {chunks} chunks of --cp {cp} --cp-mode {config.cp_mode}: "
-            f"use a multiple of {chunks}"
-        )
-    if config.sp and tp > 1 and m.seq_len // cp % tp:
-        raise UserError(
-            f"the {m.seq_len // cp} tokens of a --cp {cp} rank cannot be split over --tp {tp}: "
-            f"use --no-sp, or --seq-len a multiple of {cp * tp}"
-        )
-    heads, kv_heads = m.n_heads // tp, max(1, m.n_kv_heads // tp)
-    legal = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-    if config.cp_mode == "ulysses" and cp not in legal:
-        raise UserError(
-            f"--cp-mode ulysses gives each of --cp {cp} ranks whole heads, but there are {heads} query and {kv_heads} "
-            f"key/value heads (after --tp): use --cp among {legal}, or another --cp-mode"
-        )
 
 
 # --- one block: some queries, some keys
@@ -468,61 +404,11 @@ def shard_context(model: Decoder, group: Group, mode: str) -> Tensor:
 # --- what it costs
 
 
-def cp_activation_bytes(
-    config: Config, m: ModelConfig, tp: int, cp: int, dtype: torch.dtype, on_cpu: bool
-) -> int | None:
-    """What one of tp x cp ranks keeps: that of its s/cp tokens, and what the mode adds. Unknown for selective."""
-    local = replace(m, seq_len=m.seq_len // cp)
-    if tp > 1:
-        found = tp_activation_bytes(config, local, tp, dtype, on_cpu)
-    else:
-        found = activation_bytes(local, config.micro_batch_size, dtype, config.recompute, on_cpu)
-    if config.recompute == "selective" and cp > 1:
-        return None  # the cached outputs of every block depend on the mode and the rank
-    if config.recompute == "none" and cp > 1:
-        tokens, kv_heads = config.micro_batch_size * local.seq_len * dtype.itemsize, max(1, m.n_kv_heads // tp)
-        more = {
-            "allgather": (cp - 1) * 2 * kv_heads * m.head_dim,
-            "ulysses": m.dim // tp + 2 * (max(kv_heads, cp) - kv_heads) * m.head_dim,
-        }.get(config.cp_mode, 0)
-        found += m.n_layers * tokens * more
-    return found
-
-
-def cp_traffic(config: Config, m: ModelConfig, tp: int, cp: int, dtype: torch.dtype, micro_batches: int) -> dict:
-    """Bytes a rank sends over cp in one step, by (mesh dimension, operation): the docstring's table, k L times."""
-    if cp == 1 or config.recompute != "none":
-        return {}
-    times = micro_batches * m.n_layers
-    tokens, kv_heads = config.micro_batch_size * m.seq_len // cp, max(1, m.n_kv_heads // tp)
-    kv = tokens * 2 * kv_heads * m.head_dim
-    narrow, wide = kv * dtype.itemsize, kv * max(4, dtype.itemsize)
-    if config.cp_mode == "allgather":
-        return {
-            ("cp", "all_gather"): times * (cp - 1) * narrow,
-            ("cp", "reduce_scatter"): times * (cp - 1) * wide,
-        }
-    if config.cp_mode == "ulysses":
-        q, repeated = tokens * m.dim // tp * dtype.itemsize, narrow * max(kv_heads, cp) // kv_heads
-        return {("cp", "all_to_all"): times * 2 * (cp - 1) / cp * (2 * q + repeated)}
-    return {("cp", "send"): times * (2 * (cp - 1) * narrow + cp * wide)}
-
-
-@torch.no_grad()
-def gather_logits(model: Decoder, positions: Tensor, group: Group, tokens: Tensor) -> Tensor:
-    """int64 [1, s] -> logits [1, s, vocab]: each rank puts those of its tokens in their places, and all are summed."""
-    own = all_logits(model, positions, tokens[:, positions.cpu()])
-    logits = own.new_zeros(1, tokens.shape[1], own.shape[-1])
-    logits[:, positions] = own
-    all_reduce(logits, group, "(logits)").wait()
-    return logits
-
-
 def train(config: Config, observe=None) -> Trained:
     """The whole run. `observe(step, optimizer)`, if given, sees each step's complete gradients before the update."""
     world = world_size()
-    check(config, world)
-    sizes = mesh_sizes(config, world)
+    check_cp(config, world)
+    sizes = mesh_sizes5(config, world)
     dp, cp, tp = sizes.values()
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)

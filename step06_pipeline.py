@@ -52,15 +52,13 @@ Run it:    torchrun --nproc_per_node=4 step06_pipeline.py --pp 4 --cp 1 --tp 1 -
 You should see step 1's losses under every schedule; runs/step06_pipeline/timeline.png shows who did what when.
 """
 
-import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, chain, pairwise
-from math import prod
+from itertools import accumulate, chain
 from typing import Any, Literal
 
 import torch
@@ -69,64 +67,30 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 import step05_cp_ring as step05
-from common import plots
-from common.comm import (
-    Mesh,
-    Pending,
-    all_gather,
-    all_reduce,
-    exchange,
-    gather_objects,
-    open_mesh,
-    require_same_flags,
-    world_size,
-)
+from common.comm import Mesh, Pending, all_gather, exchange, gather_objects, sum_over, world_size
 from common.data import TokenData
-from common.layout import layout_of, reduction_table, sum_gradients_over
-from common.model import IGNORE, Decoder, ModelConfig, rope_tables
-from common.run import Run, UserError, choose_device, choose_dtype, main, peak_flops, table
-from common.schedules import (
-    SCHEDULES,
-    UNIT_COSTS,
-    Action,
-    Costs,
-    Message,
-    Place,
-    Span,
-    Step,
-    chunks_per_rank,
-    communicate,
-    idle_fraction,
-    neighbours,
-    paths,
-    refuse,
-    simulate,
-)
-from step01_single_gpu import (
-    Trained,
-    apply_recompute,
-    flops_per_token,
-    generate,
-    health,
-    held_out,
-    learning_rate,
-    matmul_weights,
-    require_finite,
-    resume,
-    save,
-)
-from step02_ddp import NaiveSync, require_same_parameters, require_same_replicas, sum_over
-from step03_zero import Unit, ZeroOptimizer, optimizer_and_sync, plan, predictions, unit_traffic
-from step04_tp_sp import (
-    ColumnProject,
-    RowLinear,
-    global_norm,
-    partial_traffic,
-    shard_tensors,
-    sum_partial_gradients,
-    tp_traffic,
-)
-from step05_cp_ring import cp_activation_bytes, cp_traffic, shard_context
+from common.layout import global_norm, layout_of, reduction_table, sum_gradients_over, sum_partial_gradients
+from common.model import Decoder, rope_tables
+from common.schedules import SCHEDULES, Action, Message, Place, Step, communicate, neighbours, paths
+from services.checks import check_pp, choose_chunks, mesh_sizes, split_layers
+from services.devices import choose_device, choose_dtype, peak_flops
+from services.evaluation import evaluate_stages, generate, pipeline_logits
+from services.flags import main
+from services.health import health, require_finite
+from services.launch import open_mesh, require_same_flags
+from services.pictures import describe, draw_timeline
+from services.replicas import require_same_parameters, require_same_replicas
+from services.resume import resume, save
+from services.run import Run
+from services.tables import table
+from step01_single_gpu import Trained, apply_recompute, learning_rate
+from step02_ddp import NaiveSync
+from step03_zero import ZeroOptimizer, optimizer_and_sync, plan
+from step04_tp_sp import ColumnProject, RowLinear, shard_tensors
+from step05_cp_ring import shard_context
+from theory.flops import flops_per_token, layer_costs
+from theory.memory import pp_activation_bytes
+from theory.traffic import partial_traffic, predictions, stage_traffic, zero_stage_traffic
 
 
 @dataclass
@@ -137,52 +101,6 @@ class Config(step05.Config):
     schedule: Literal["afab", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe"] = "1f1b"  # order of the work
     chunks: int = 0  # groups of layers on each rank; 0: as many as the schedule wants, 1 or 2
     pp_split: str = ""  # layers of each stage, like 3,3,2; default: balanced by cost, embedding and head counted
-
-
-def choose_pp(config: Config, world: int) -> int:
-    """`--pp`, or what 0 stands for."""
-    return config.pp or (2 if world % 2 == 0 else 1)
-
-
-def mesh_sizes(config: Config, world: int) -> dict[str, int]:
-    """Ranks along each dimension of the mesh, slowest first: step 5's, in each of the stages."""
-    pp = choose_pp(config, world)
-    return dict(pp=pp) | step05.mesh_sizes(config, world // pp)
-
-
-def choose_chunks(config: Config) -> int:
-    """`--chunks`, or what 0 stands for."""
-    return config.chunks or chunks_per_rank(config.schedule) or 2
-
-
-def check(config: Config, world: int):
-    """Refuse what cannot work, on every rank alike, before the first collective. Raises UserError naming the flag."""
-    pp, m, v = choose_pp(config, world), config.model_config(), choose_chunks(config)
-    if pp < 1 or world % pp:
-        legal = [n for n in range(1, world + 1) if world % n == 0]
-        raise UserError(f"--pp {pp} does not divide the {world} ranks that were started: use one of {legal}")
-    sizes = dict(pp=pp, cp=max(1, config.cp), tp=max(1, config.tp))
-    if world % prod(sizes.values()):
-        rest = {dim: prod(sizes.values()) // size for dim, size in sizes.items()}
-        legal = {dim: [n for n in range(1, world + 1) if world % (n * rest[dim]) == 0] for dim in sizes}
-        choices = ", or ".join(f"--{dim} among {numbers}" for dim, numbers in legal.items() if numbers)
-        raise UserError(
-            f"{' x '.join(f'--{dim} {size}' for dim, size in sizes.items())} = {prod(sizes.values())} does not divide "
-            f"the {world} ranks that were started: use {choices or 'smaller ones'}"
-        )
-    step05.check(config, world // pp)
-    if config.sync == "torch":
-        raise UserError("--sync torch wraps the whole model, of which a stage is a part: use another --sync")
-    dp = mesh_sizes(config, world)["dp"]
-    if reason := refuse(config.schedule, pp, config.global_batch_size // dp // config.micro_batch_size, v):
-        raise UserError(reason)
-    stages = len(paths(config.schedule, pp, v)[0])
-    if m.n_layers < stages:
-        raise UserError(
-            f"--n-layers {m.n_layers} cannot be cut into {stages} stages (--pp {pp} x {stages // pp} chunks): "
-            "use more layers, or a smaller --pp or --chunks"
-        )
-    split_layers(config, m, stages, layer_costs(m))
 
 
 # --- whose layers
@@ -208,52 +126,6 @@ class Chunk:
         """All that it computes with."""
         ends = [self.model.model.embed_tokens] * self.first + [self.model.model.norm, self.model.lm_head] * self.last
         return {param for module in [*self.layers.values(), *ends] for param in module.parameters()}
-
-
-def balance(costs: list[float], n: int) -> list[int]:
-    """Cut a row of costs into `n` parts that are not empty, the dearest as cheap as can be; returns their lengths.
-
-    Among equals, the one whose costs are most alike (least sum of squares).
-    """
-    until = [0.0, *accumulate(costs)]
-    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}  # end of the last part -> (dearest, squares)
-    for part in range(1, n + 1):
-        following: dict[int, tuple[float, float, list[int]]] = {}
-        for end in range(part, len(costs) - n + part + 1):
-            tries = []
-            for start, (dearest, squares, lengths) in best.items():
-                if start < end:
-                    cost = until[end] - until[start]
-                    tries.append((max(dearest, cost), squares + cost**2, [*lengths, end - start]))
-            following[end] = min(tries)
-        best = following
-    return best[len(costs)][2]
-
-
-def layer_costs(m: ModelConfig) -> list[float]:
-    """Multiply-adds of a token in each layer: its matmuls and attention."""
-    return [matmul_weights(m)[0] + 2.0 * m.seq_len * m.dim] * m.n_layers
-
-
-def split_layers(config: Config, m: ModelConfig, n: int, costs: list[float]) -> list[int]:
-    """How many layers each of `n` stages has: `--pp-split`, or balanced by cost. Raises UserError.
-
-    `costs` of the layers, in multiply-adds of a token; those of the head and of the embedding (a row) are added.
-    """
-    if config.pp_split:
-        try:
-            lengths = [int(part) for part in config.pp_split.split(",")]
-        except ValueError:
-            lengths = []
-        if len(lengths) != n or sum(lengths) != m.n_layers or min(lengths) < 1:
-            raise UserError(
-                f"--pp-split {config.pp_split}: give {n} numbers of layers from 1 on, like 2,2,1, "
-                f"that add up to --n-layers {m.n_layers}"
-            )
-        return lengths
-    ends = [0.0] * (len(costs) - 1)
-    both = zip(costs, [float(m.dim), *ends], [*ends, float(matmul_weights(m)[1])], strict=True)
-    return balance([sum(parts) for parts in both], n)
 
 
 def keep_stage(model: Decoder, mesh: Mesh, ways: list[list[Place]], lengths: list[int]) -> list[Chunk]:
@@ -562,134 +434,7 @@ class Pipeline:
 # --- what it costs
 
 
-def in_flight_bytes(actions: list[Action], whole: list[int], waiting: list[int]) -> int:
-    """The most that one rank's list of actions keeps for backward at a time.
-
-    `whole`, by chunk: bytes of a micro-batch from its F to its B; `waiting`: what of them stays until its W.
-    """
-    held = most = 0
-    for kind, _, chunk in actions:
-        if kind == "F":
-            held += whole[chunk]
-        elif kind == "B":
-            held -= whole[chunk] - waiting[chunk]
-        else:
-            held -= waiting[chunk] if kind == "W" else whole[chunk]
-        most = max(most, held)
-    return most
-
-
-def pp_activation_bytes(
-    config: Config,
-    m: ModelConfig,
-    chunks: list[Chunk],
-    actions: list[Action],
-    tp: int,
-    cp: int,
-    dtype: torch.dtype,
-    on_cpu: bool,
-    more: Callable[[Chunk], int | None] = lambda chunk: 0,
-) -> int | None:
-    """What a rank keeps at most: step 5's bytes of its layers (and `more`), times the micro-batches in flight.
-
-    Unknown (None) where step 5's are, and with W apart from B unless tp is 1 and nothing is computed again: then the
-    inputs of all matmuls, e (3 h + f) a token and layer, stay until W.
-    """
-    one, two = (cp_activation_bytes(config, replace(m, n_layers=n), tp, cp, dtype, on_cpu) for n in (1, 2))
-    split = any(action.kind == "W" for action in actions)
-    extra = [more(chunk) for chunk in chunks]
-    if one is None or None in extra or (split and (tp > 1 or config.recompute != "none" or any(extra))):
-        return None
-    tokens = config.micro_batch_size * m.seq_len // cp
-    rope = 2 * m.seq_len // cp * m.head_dim * max(4, dtype.itemsize)
-    embedding = tokens * 9 * (tp > 1)
-    layer, head = two - one, 2 * one - two - rope - embedding
-    inputs = tokens * (3 * m.dim + m.ffn_dim) * dtype.itemsize
-    whole = [len(c.layers) * layer + rope + c.last * head + c.first * embedding for c in chunks]
-    whole = [sum(both) for both in zip(whole, extra, strict=True)]
-    return in_flight_bytes(actions, whole, [len(c.layers) * inputs for c in chunks])
-
-
-Traffic = dict[tuple[str, str], float]
-
-
-def stage_traffic(
-    config: Config,
-    m: ModelConfig,
-    pipeline: Pipeline,
-    program: list[Step],
-    tp: int,
-    cp: int,
-    dtype: torch.dtype,
-    more: Callable[[Chunk, int], Traffic] = lambda chunk, times: {},
-) -> Traffic:
-    """Bytes a rank sends in one step: for its chunks over tp and cp (and what `more` says of a chunk that so many
-    micro-batches pass), and over the boundaries.
-    """
-    found: Traffic = defaultdict(float)
-    passed = Counter(step.what.chunk for step in program if step.kind == "run" and step.what.kind == "F")
-    for number, chunk in enumerate(pipeline.chunks):
-        own, times = replace(m, n_layers=len(chunk.layers)), passed[number]
-        local = replace(own, seq_len=m.seq_len // cp)
-        parts = tp_traffic(config, local, tp, dtype, times, int(chunk.first), int(chunk.last))
-        for part in (parts, cp_traffic(config, own, tp, cp, dtype, times), more(chunk, times)):
-            for name, n_bytes in part.items():
-                found[name] += n_bytes
-    kinds = Counter(step.kind for step in program)
-    wire = config.micro_batch_size * prod(pipeline.wire) * dtype.itemsize
-    found["pp", "send"] += kinds["send"] * wire
-    found["tp", "all_gather (boundary)"] += kinds["recv"] * wire * (pipeline.slices - 1)
-    return {name: n_bytes for name, n_bytes in found.items() if n_bytes}
-
-
-def zero_stage_traffic(optimizer: ZeroOptimizer, pipeline: Pipeline, actions: list[Action]) -> Traffic:
-    """Bytes each rank sends over ZeRO's groups in one step: a unit's gradient once (stage 1) or each time that a chunk
-    with it has gone backward; updated weights once, or (stage 3) each time that another chunk's turn begins.
-    """
-    turns: list[list[Unit]] = [[]]  # the units that are there, one turn after another
-    for action in actions:
-        if action.kind != "W" and pipeline.units[action.chunk] != turns[-1]:
-            turns.append(pipeline.units[action.chunk])
-    times = []
-    for unit in optimizer.units:
-        backs = sum("W" in action.kind and unit in pipeline.units[action.chunk] for action in actions)
-        came = sum(unit in after and unit not in before for before, after in pairwise(turns))
-        reduced = bool(unit.trained) * (1 if optimizer.stage == 1 else backs)
-        times.append((reduced, came if optimizer.stage == 3 else bool(unit.trained)))
-    return unit_traffic(optimizer.units, times)
-
-
 # --- looking at the model
-
-
-def describe(schedule: str, ways: list[list[Place]], lists: list[list[Action]], lengths: list[int]) -> str:
-    """Which rank has which layers, and the idle fraction if forward, input and weight gradient cost the same."""
-    bounds, lines = [0, *accumulate(lengths)], []
-    for rank in range(len(lists)):
-        places = [(chunk, stage) for way in ways for stage, (holder, chunk) in enumerate(way) if holder == rank]
-        parts = []
-        for chunk, stage in sorted(places):
-            ends = ["embedding"] * (stage == 0), ["norm and head"] * (stage == len(lengths) - 1)
-            layers = f"layers {bounds[stage]}-{bounds[stage + 1] - 1}"
-            parts.append(f"chunk {chunk}: " + ", ".join([*ends[0], layers, *ends[1]]))
-        lines.append(f"  pp {rank}  " + ";  ".join(parts))
-    idle = idle_fraction(simulate(lists, ways, UNIT_COSTS))
-    return f"stages of {schedule}, which is idle for {idle:.1%} of the time:\n" + "\n".join(lines)
-
-
-def draw_timeline(run: Run, schedule: str, pipeline: Pipeline, lists: list[list[Action]], mesh: Mesh):
-    """timeline.json and timeline.png: what each stage did when in the last step, of one pipeline. A collective."""
-    rows = gather_objects(pipeline.timeline(), mesh)[:: mesh.world // len(lists)]
-    if run.rank == 0 and len(rows) > 1 and rows[0]:
-        mean: dict[str, float] = {}
-        for kind in ("F", "B", "W", "BW"):
-            seconds = [end - start for row in rows for k, _, _, start, end in row if k == kind]
-            mean[kind] = sum(seconds) / max(1, len(seconds))
-        costs = Costs(mean["F"], mean["B"] or mean["BW"], mean["W"], 0)
-        idle = idle_fraction([[Span(None, *span[3:]) for span in row] for row in rows])
-        panel = dict(ranks=rows, idle=idle, simulated_idle=idle_fraction(simulate(lists, pipeline.ways, costs)))
-        (run.out / "timeline.json").write_text(json.dumps(dict(panels={schedule: panel})))
-        plots.pipeline_timelines(run.out / "timeline.json", run.out / "timeline.png")
 
 
 def scaled_loss(model: Decoder, targets: tuple[Tensor, ...], scale: float, i: int, hidden: Tensor) -> Tensor:
@@ -697,51 +442,10 @@ def scaled_loss(model: Decoder, targets: tuple[Tensor, ...], scale: float, i: in
     return model.lm_head.loss(hidden, targets[i]) * scale
 
 
-def forward_only(ways: list[list[Place]], count: int, rank: int) -> list[Action]:
-    """Forward passes alone, of `count` micro-batches along the first way, one rank's list."""
-    chunks = [chunk for holder, chunk in ways[0] if holder == rank]
-    return [Action("F", i, chunk) for chunk in chunks for i in range(count)]
-
-
-def look(
-    pipeline: Pipeline, tokens: Tensor, batch: int, end: Callable[[int, Tensor], Tensor], positions: Tensor
-) -> Tensor:
-    """Send tokens int64 [rows, seq/cp] through the stages, `batch` rows at a time; the sum of `end` over them."""
-    group, count = pipeline.group, len(tokens) // batch
-    lists = [forward_only(pipeline.ways, count, rank) for rank in range(group.size)]
-    program = communicate(lists, pipeline.ways)[group.rank]
-    with torch.no_grad():
-        return pipeline.run(program, batch, lambda i: tokens[i * batch : (i + 1) * batch], end, positions)
-
-
-def evaluate_stages(
-    pipeline: Pipeline, model: Decoder, data: TokenData, config: Config, positions: Tensor, rank: int, ranks: int
-) -> Tensor:
-    """Step 1's `evaluate` through all stages: fp64 [sum of losses, number of targets], zeros where there is no loss."""
-    tokens, targets = held_out(data, config, positions, rank, ranks)
-    rows = targets.split(config.micro_batch_size)
-    total = look(
-        pipeline, tokens, config.micro_batch_size, lambda i, hidden: model.lm_head.loss(hidden, rows[i]), positions
-    )
-    here = pipeline.ways[0][-1][0] == pipeline.group.rank
-    return torch.tensor([float(total), (targets != IGNORE).sum() * here], dtype=torch.float64)
-
-
-def pipeline_logits(pipeline: Pipeline, model: Decoder, positions: Tensor, mesh: Mesh, tokens: Tensor) -> Tensor:
-    """int64 [1, s] -> logits [1, s, vocab] on every rank: the last stage's, of every cp rank's tokens."""
-    own = tokens.to(positions.device)[:, positions]
-    found = look(pipeline, own, 1, lambda _, hidden: model.lm_head(hidden).float(), positions)
-    logits = torch.zeros(1, tokens.shape[1], model.config.vocab_size, device=positions.device)
-    logits[:, positions] = found
-    for dim in ("cp", "pp"):
-        all_reduce(logits, mesh[dim], "(logits)").wait()
-    return logits
-
-
 def train(config: Config, observe=None) -> Trained:
     """The whole run. `observe(step, optimizer)`, if given, sees each step's complete gradients before the update."""
     world = world_size()
-    check(config, world)
+    check_pp(config, world)
     sizes = mesh_sizes(config, world)
     pp, dp, cp, tp = sizes.values()
     device = choose_device(config.device)

@@ -48,7 +48,6 @@ You should see the losses of one process under every layout, and each expert's l
 
 from dataclasses import dataclass, replace
 from functools import partial
-from math import comb
 from typing import Literal, NamedTuple
 
 import torch
@@ -56,72 +55,40 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import step06_pipeline as step06
-from common import plots
-from common.comm import (
-    Group,
-    Mesh,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    gather_objects,
-    open_mesh,
-    require_same_flags,
-    world_size,
-)
+from common.comm import Group, Mesh, all_gather, all_reduce, all_to_all, gather_objects, sum_over, world_size
 from common.data import TokenData
-from common.layout import layout_of, reduction_table, sum_gradients_over
+from common.layout import cut, global_norm, layout_of, reduction_table, sum_gradients_over, sum_partial_gradients
 from common.model import Decoder, ModelConfig
 from common.moe import MOE_PRESETS, AddRows, Balance, ExpertLinear, Experts, MoE, MoEConfig, add_experts
-from common.run import Run, UserError, choose_device, choose_dtype, main, peak_flops, table
 from common.schedules import SCHEDULES, communicate, paths
-from step01_single_gpu import (
-    Trained,
-    apply_recompute,
-    flops_per_token,
-    generate,
-    health,
-    learning_rate,
-    require_finite,
-    resume,
-    save,
-)
-from step02_ddp import require_same_parameters, require_same_replicas, sum_over
-from step03_zero import optimizer_and_sync, plan, predictions
+from services import plots
+from services.checks import check_ep, choose_chunks, choose_ep, mesh_sizes, split_layers
+from services.devices import choose_device, choose_dtype, peak_flops
+from services.evaluation import evaluate_stages, generate, pipeline_logits
+from services.flags import main
+from services.health import health, require_finite
+from services.launch import open_mesh, require_same_flags
+from services.pictures import describe, draw_timeline
+from services.replicas import require_same_parameters, require_same_replicas
+from services.resume import resume, save
+from services.run import Run
+from services.tables import table
+from step01_single_gpu import Trained, apply_recompute, learning_rate
+from step03_zero import optimizer_and_sync, plan
 from step04_tp_sp import (
     CopyToRanks,
     GatherTokens,
     ScatterTokens,
     SumFromRanks,
-    cut,
     gather_tokens,
-    global_norm,
-    partial_traffic,
     shard_block,
     shard_tensors,
-    sum_partial_gradients,
-    tp_traffic,
 )
 from step05_cp_ring import own_positions, shard_context
-from step06_pipeline import (
-    Chunk,
-    Later,
-    Pipeline,
-    Traffic,
-    choose_chunks,
-    describe,
-    draw_timeline,
-    evaluate_stages,
-    keep_stage,
-    layer_costs,
-    mesh_sizes,
-    pipeline_logits,
-    pp_activation_bytes,
-    scaled_loss,
-    split_backward,
-    split_layers,
-    stage_traffic,
-    zero_stage_traffic,
-)
+from step06_pipeline import Later, Pipeline, keep_stage, scaled_loss, split_backward
+from theory.flops import moe_flops_per_token, moe_layer_costs
+from theory.memory import expert_activation_bytes, pp_activation_bytes
+from theory.traffic import moe_traffic, partial_traffic, predictions, stage_traffic, zero_stage_traffic
 
 
 @dataclass
@@ -149,37 +116,6 @@ class Config(step06.Config):
     def presets(self) -> dict[str, ModelConfig]:
         """The shapes that `--model` can name."""
         return MOE_PRESETS
-
-
-def choose_ep(config: Config, m: MoEConfig, data: int) -> int:
-    """`--ep`, or what 0 stands for, among `data` = dp x cp ranks."""
-    return config.ep or (2 if m.moe_layers and data % 2 == 0 and m.experts % 2 == 0 else 1)
-
-
-def check(config: Config, world: int):
-    """Refuse what cannot work, on every rank alike, before the first collective. Raises UserError naming the flag."""
-    step06.check(config, world)
-    m = config.model_config()
-    _, dp, cp, tp = mesh_sizes(config, world).values()
-    data = dp * cp
-    ep = choose_ep(config, m, data)
-    for name in ("capacity_factor", "balance_weight", "bias_speed", "z_loss"):
-        if not getattr(config, name) >= 0:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(config, name)}: it must be at least 0")
-    if ep < 1 or data % ep:
-        legal = [n for n in range(1, data + 1) if data % n == 0 and max(1, m.experts) % n == 0]
-        raise UserError(
-            f"--ep {ep} does not divide dp x cp = {dp} x {cp} = {data} ranks, among which it lives: use one of {legal}"
-        )
-    if ep > 1 and not m.moe_layers:
-        raise UserError(f"--ep {ep} needs experts: set --experts, or use --ep 1")
-    if ep > 1 and m.experts % ep:
-        legal = [n for n in range(1, data + 1) if data % n == 0 and m.experts % n == 0]
-        raise UserError(f"--experts {m.experts} cannot be dealt to --ep {ep} ranks: use --ep among {legal}")
-    if m.moe_layers and m.expert_width % tp:
-        raise UserError(f"--tp {tp} must divide the width of an expert, {m.expert_width}: change it or --expert-dim")
-    if ep > 1 and config.optimizer == "adafactor":
-        raise UserError("--optimizer adafactor looks at all experts at once: use it with --ep 1")
 
 
 def make_balance(config: Config, m: MoEConfig, device: torch.device) -> Balance:
@@ -332,124 +268,10 @@ def split_experts(model: Decoder) -> Later:
 # --- what it costs
 
 
-def more_weights(m: MoEConfig) -> int:
-    """Weights that a token visits in a layer with experts, less those of the dense MLP whose place they take."""
-    visited = 3 * m.dim * m.expert_width * (m.experts_per_token + m.shared_experts) + m.dim * m.experts
-    return visited - 3 * m.dim * m.ffn_dim
-
-
-def moe_flops_per_token(m: MoEConfig, recompute: str) -> tuple[float, float]:
-    """Step 1's (model, executed) FLOPs of training on one token; of the experts, only those it visits count.
-
-    With full recomputation a layer with experts is done again to its end, as backward needs the experts' outputs.
-    """
-    model, executed = flops_per_token(m, recompute)
-    more = more_weights(m)
-    model += 6 * m.moe_layers * more
-    executed += 6 * m.moe_layers * more
-    if recompute == "full":
-        executed += 2 * m.moe_layers * (more + m.ffn_dim * m.dim)
-    return model, executed
-
-
-def mean_rows(m: MoEConfig, tokens: int, ep: int) -> float:
-    """Rows that a rank with so many tokens sends to the others, on average, if all sets of k experts are as likely."""
-    elsewhere = comb(m.experts - m.experts // ep, m.experts_per_token) / comb(m.experts, m.experts_per_token)
-    return (ep - 1) * tokens * (1 - elsewhere)
-
-
-def ep_bytes(config: Config, m: MoEConfig, tokens: int, ep: int, e: int, sent: float, came: float) -> dict[str, float]:
-    """Bytes a rank sends over ep in one layer, forward and backward: the docstring's table, by operation.
-
-    `tokens` of this rank, `e` bytes an element; rows `sent` to and that `came` from other ranks.
-    """
-    wide = max(4, e)
-    if config.ep_mode == "allgather":
-        there, home = tokens * (m.dim * e + m.experts * wide), tokens * m.dim * e
-        return {"all_gather": (ep - 1) * (there + home), "reduce_scatter": (ep - 1) * (there + home)}
-    row = 2 * m.dim * e + m.experts // ep * wide
-    return {"all_to_all": (sent + came) * row, "all_to_all (counts)": 8 * (ep - 1)}
-
-
-def expert_tp_bytes(
-    config: Config, m: MoEConfig, rows: float, tp: int, ep: int, e: int, even: bool
-) -> dict[str, float]:
-    """Bytes a rank sends over tp for the experts of one layer, forward and backward, by operation.
-
-    `rows` on this rank, or with SP the most on any tp rank; `even`: their number did not have to be exchanged.
-    """
-    x, gates = rows * m.dim * e, rows * (m.experts // ep) * max(4, e)
-    if not config.sp:
-        return {"all_reduce": 2 * (tp - 1) / tp * (2 * x + gates)}
-    found = {"all_gather": (tp - 1) * (2 * x + gates), "reduce_scatter": (tp - 1) * (2 * x + gates)}
-    return found | ({} if even else {"all_gather (counts)": 8 * (tp - 1)})
-
-
-def moe_traffic(
-    config: Config, m: MoEConfig, tp: int, cp: int, ep: int, dtype: torch.dtype, chunk: Chunk, times: int
-) -> Traffic:
-    """Bytes a rank sends for the experts of a chunk in `times` micro-batches, if all are equally likely.
-
-    Less what step 4 has counted over tp for the MLPs whose place they take: half a layer's, each.
-    """
-    layers = sum(m.has_experts(int(number)) for number in chunk.layers)
-    if not layers or config.recompute != "none":
-        return {}
-    found: Traffic = {}
-
-    def add(dim: str, by_operation: dict[str, float], factor: float = 1):
-        for operation, n_bytes in by_operation.items():
-            found[dim, operation] = found.get((dim, operation), 0) + layers * times * factor * n_bytes
-
-    n = cp * tp if config.sp else cp  # ranks that share a sequence
-    e, tokens = dtype.itemsize, config.micro_batch_size * m.seq_len // n
-    sent = mean_rows(m, tokens, ep)
-    rows = {"alltoall": sent * ep / max(1, ep - 1), "allgather": tokens * ep}[config.ep_mode] if ep > 1 else tokens
-    if ep > 1:
-        add("ep", ep_bytes(config, m, tokens, ep, e, sent, sent))
-    if n > 1 and (config.balance == "loss" or config.capacity_factor):
-        add("sequence", {"all_gather": (n - 1) * tokens * m.experts_per_token * 4})
-    if tp > 1:
-        add("tp", expert_tp_bytes(config, m, rows, tp, ep, e, even=ep == 1 or config.ep_mode == "allgather"))
-        if not m.shared_experts:
-            local = replace(m, seq_len=m.seq_len // cp)
-            one, two = (tp_traffic(config, replace(local, n_layers=depth), tp, dtype, 1) for depth in (1, 2))
-            add("tp", {operation: two[dim, operation] - one[dim, operation] for dim, operation in one}, -0.5)
-    return found
-
-
-def expert_activation_bytes(
-    config: Config, m: MoEConfig, tp: int, cp: int, dtype: torch.dtype, chunk: Chunk
-) -> int | None:
-    """What the experts of a chunk add to step 5's bytes that a forward pass keeps, on average over the ranks.
-
-    Instead of 4 f e, each token of a layer keeps for each expert that it visits, of width f', its input and output and
-    what lies between, e (2 h + 4 f') (h the same on all tp ranks, f' cut over them), where it goes and its gate; for
-    the router p and, if e is 2, the input in fp32. Unknown (None) with selective recomputation.
-    """
-    layers = sum(m.has_experts(int(number)) for number in chunk.layers)
-    if not layers or config.recompute == "full":
-        return 0
-    if config.recompute == "selective":
-        return None
-    e, wide, k = dtype.itemsize, max(4, dtype.itemsize), m.experts_per_token
-    tokens = config.micro_batch_size * m.seq_len // cp
-    own = tokens // tp if config.sp else tokens
-    visits = tokens * k * (e * (2 * m.dim + 4 * m.expert_width // tp) + wide + 16)
-    router = own * (m.experts * wide + k * (2 * wide + 9) + wide) + (own + m.experts) * m.dim * wide * (e < wide)
-    shared = tokens * 4 * e * m.shared_experts * m.expert_width // tp
-    return layers * (visits + router + shared - tokens * 4 * e * m.ffn_dim // tp)
-
-
-def moe_layer_costs(m: MoEConfig) -> list[float]:
-    """Multiply-adds of a token in each layer, as step 6's `layer_costs`; of the experts, those that it visits."""
-    return [cost + more_weights(m) * m.has_experts(number) for number, cost in enumerate(layer_costs(m))]
-
-
 def train(config: Config, observe=None) -> Trained:
     """The whole run. `observe(step, optimizer)`, if given, sees each step's complete gradients before the update."""
     world = world_size()
-    check(config, world)
+    check_ep(config, world)
     sizes = mesh_sizes(config, world)
     pp, dp, cp, tp = sizes.values()
     device = choose_device(config.device)

@@ -16,20 +16,16 @@ whole output of a gather):
 import math
 import os
 import time
-import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from common.run import UserError
 
 # torch 2.13 renamed two collectives; both names are served.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -158,60 +154,6 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
-def fresh_store(timeout: float) -> dist.Store | None:
-    """Where the ranks that torchrun started find each other's addresses; None without torchrun.
-
-    Its agents keep one store over all restarts (torch 2.13), and in it the addresses of processes that are gone: a rank
-    that comes first would call them. So rank 0 draws a prefix that is new, and every rank shows it a number of its own:
-    the prefix under which rank 0 has answered with this number is not one of an earlier attempt.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    rank, world, own = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), uuid.uuid4().hex
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
-    if rank == 0:
-        store.set("prefix", own)
-        store.set(f"{own}/answer", b" ".join(store.get(f"{own}/{other}") for other in range(1, world)))
-        return dist.PrefixStore(own, store)
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        prefix = store.get("prefix").decode()
-        store.set(f"{prefix}/{rank}", own)
-        if store.check([f"{prefix}/answer"]) and own in store.get(f"{prefix}/answer").decode():
-            return dist.PrefixStore(prefix, store)
-        time.sleep(0.02)
-    raise RuntimeError(f"timed out: rank {rank} waited {timeout:g} s for rank 0 to start")
-
-
-@contextmanager
-def open_mesh(sizes: dict[str, int], device: torch.device, backend: str, timeout: float = 600.0) -> Iterator[Mesh]:
-    """Join the process group (torchrun's, or one that exists already) and lay the mesh over it; leave it at the end.
-
-    `backend` auto: nccl if every local rank has a GPU of its own, else gloo. `timeout` in seconds: after twice that, a
-    collective raises (in a training loop, common/watchdog.py is there first, and says more). Raises UserError if the
-    dimensions do not multiply to the world size.
-    """
-    world = world_size()
-    if math.prod(sizes.values()) != world:
-        dims = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        raise UserError(f"the mesh {dims} has {math.prod(sizes.values())} ranks, but torchrun started {world}")
-    own_gpu = device.type == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= torch.cuda.device_count()
-    if backend == "nccl" and not own_gpu:
-        raise UserError("--backend nccl needs one GPU for each local rank; use --backend gloo or auto")
-    joins = world > 1 and not dist.is_initialized()
-    if joins:
-        chosen = backend if backend != "auto" else "nccl" if own_gpu else "gloo"
-        store = fresh_store(2 * timeout)
-        where = {} if store is None else dict(store=store, rank=int(os.environ["RANK"]), world_size=world)
-        dist.init_process_group(chosen, timeout=timedelta(seconds=2 * timeout), **where)
-    mesh = Mesh(sizes, device)
-    yield mesh
-    # Only reached in order: after an error the peers may be gone, and leaving together would hang.
-    if joins:
-        dist.destroy_process_group()
-
-
 def gather_objects(thing: Any, mesh: Mesh | None) -> list[Any]:
     """Small Python objects from all ranks, in their order (set-up and reports; not in the ledger)."""
     if mesh is None or mesh.world == 1:
@@ -219,17 +161,6 @@ def gather_objects(thing: Any, mesh: Mesh | None) -> list[Any]:
     everyone = [None] * mesh.world
     dist.all_gather_object(everyone, thing)
     return everyone
-
-
-def require_same_flags(config: Any, mesh: Mesh):
-    """The first collective: every rank shows its flags. Raises UserError on all ranks, naming the flag that differs."""
-    everyone = gather_objects(asdict(config), mesh)
-    for rank, theirs in enumerate(everyone):
-        for name, value in everyone[0].items():
-            if theirs.get(name) != value:
-                flag = "--" + name.replace("_", "-")
-                ours = theirs.get(name)
-                raise UserError(f"rank {rank} was started with {flag} {ours}, rank 0 with {value}: use the same")
 
 
 class Pending:
@@ -359,3 +290,10 @@ def exchange(
         operations.clear()  # until here they kept headers and host copies alive
 
     return Pending(group, dist.batch_isend_irecv(operations), finish)
+
+
+def sum_over(group: Group, *values: float | Tensor) -> list[float]:
+    """Sums over the group of a few numbers (loss, flags), the same on every rank."""
+    numbers = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=group.device) for v in values])
+    all_reduce(numbers, group, "(metrics)").wait()
+    return numbers.tolist()

@@ -11,11 +11,12 @@ sync, the gradient norm, the checkpoint and the tables read it, and so none of t
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from common.comm import Group, Mesh, all_gather
+from common.comm import Group, Mesh, all_gather, all_reduce, sum_over
 from common.model import Decoder, draw_parameter
 
 
@@ -150,3 +151,55 @@ def reduction_table(model: nn.Module, mesh_dims: list[str]) -> list[list[str]]:
             cells.append(", ".join(cuts) or ("gradient summed" if dim in layout.sum_over else "replicated"))
         rows.setdefault(re.sub(r"\.\d+\.", ".*.", name), [str(list(layout.full_shape(param.shape))), *cells])
     return [["parameter", "full shape", *mesh_dims], *([name, *cells] for name, cells in rows.items())]
+
+
+def sum_partial_gradients(optimizer: Any, mesh: Mesh, dims: list[str]):
+    """Sum gradients over the mesh dimensions `dims` wherever a record asks for it, in place, one collective each.
+
+    After the sum over dp; under ZeRO it is this rank's slices that are summed, which ranks along `dims` cut alike.
+    """
+    params = dict(optimizer.model.named_parameters())
+    for dim in dims:
+        summed = {name for name, param in params.items() if dim in layout_of(param).sum_over}
+        parts = [g for name, g in optimizer.gradient_parts().items() if name in summed and g.numel()]
+        if parts and mesh[dim].size > 1:
+            flat = torch.cat([part.flatten() for part in parts])
+            all_reduce(flat, mesh[dim], "(partial)").wait()
+            for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+                part.copy_(total.view_as(part))
+
+
+def global_norm(optimizer: Any, mesh: Mesh, dims: list[str], sliced: str) -> float:
+    """The L2 norm of the whole gradient, each element counted once.
+
+    What `copies` ranks along `dims` hold alike counts 1/copies on each. `sliced`: the dimension along which ZeRO gave
+    every rank another slice, or "".
+    """
+    params, sizes = dict(optimizer.model.named_parameters()), {dim: mesh[dim].size for dim in dims}
+    parts = optimizer.gradient_parts()
+    squares = square_norms(list(parts.values()))
+    copies = torch.tensor([layout_of(params[name]).copies(sizes) for name in parts], device=squares.device)
+    square = (squares / copies).sum()
+    for dim in dims + ([sliced] if sliced else []):
+        (square,) = sum_over(mesh[dim], square)
+    return float(square) ** 0.5 / optimizer.loss_scale
+
+
+def cut(weight: nn.Parameter, dim: int, group: Group, copies: int = 1) -> nn.Parameter:
+    """This rank's part of a parameter on the meta device, with its record; `copies` neighbours share a part."""
+    parts, full = group.size // copies, weight.shape[dim]
+    length, shape = -(-full // parts), list(weight.shape)
+    shape[dim] = length
+    start = group.rank // copies * length
+    part = nn.Parameter(torch.empty(shape, device="meta", dtype=weight.dtype), weight.requires_grad)
+    record = layout_of(weight)
+    part.parallel_layout = replace(
+        record, splits=(*record.splits, Split(dim, group.name, start, start + length, full, copies))
+    )
+    return part
+
+
+def square_norms(tensors: list[Tensor]) -> Tensor:
+    """The squared L2 norm of each tensor, fp64 [tensors]; the norms are taken in fp32 or wider."""
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    return torch.stack(torch._foreach_norm(tensors, dtype=wide)).double().square()

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import step01_single_gpu as step01
-from common import plots
-from common.run import Run, UserError
+from common import UserError
+from services import plots
+from services.run import Run
 from tests import faults
 from tests.pool import Pool
 

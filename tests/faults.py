@@ -19,11 +19,13 @@ import step04_tp_sp as step04
 import step05_cp_ring as step05
 import step06_pipeline as step06
 import step07_moe_ep as step07
-from common import checkpoint, model, moe
+from common import UserError, model, moe
 from common.comm import Group, Pending, all_gather, all_reduce
 from common.data import Batch
 from common.layout import Layout, layout_of
 from common.model import IGNORE, draw_parameter
+from services import checkpoint
+from services.checks import check_ep
 
 HEADS = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 
@@ -767,16 +769,16 @@ def drops_by_own_tokens() -> Iterator[None]:
 @contextmanager
 def ranks_counted_for_ep_too() -> Iterator[None]:
     """The world has to be dp x cp x tp x ep, though the mesh has ep inside of dp x cp: ep > 1 cannot be had."""
-    right = step07.check
+    right = check_ep
 
     def check(config, world):
         right(config, world)
         cp, tp = max(1, config.cp), max(1, config.tp)
         dp = world // cp // tp
         if dp * cp * tp * config.ep != world:
-            raise step07.UserError(f"{dp} x {cp} x {tp} x {config.ep} is not {world}")
+            raise UserError(f"{dp} x {cp} x {tp} x {config.ep} is not {world}")
 
-    with mock.patch.object(step07, "check", check):
+    with mock.patch.object(step07, "check_ep", check):
         yield
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from common.plots import read_metrics
+from services.plots import read_metrics
 
 ROOT = Path(__file__).parents[1]
 

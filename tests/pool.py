@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["torch", "torch.distributed", "common.run", "common.data", "step02_ddp", "tests.equivalence"]
+PRELOADED = ["torch", "torch.distributed", "services.run", "common.data", "step02_ddp", "tests.equivalence"]
 
 
 class RankError(AssertionError):

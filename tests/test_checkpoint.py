@@ -23,14 +23,14 @@ import step03_zero as step03
 import step04_tp_sp as step04
 import step05_cp_ring as step05
 import step07_moe_ep as step07
-from common import checkpoint as checkpoints
-from common import hub
-from common.checkpoint import Box, Checkpoint, Entry, Piece, Saver, divide, find, flat_boxes, overlap, without
+from common import UserError
 from common.layout import Layout, Split
 from common.model import Decoder, ModelConfig
-from common.plots import read_metrics
-from common.run import UserError
-from common.watchdog import Place, Watchdog
+from services import checkpoint as checkpoints
+from services import hub
+from services.checkpoint import Box, Checkpoint, Entry, Piece, Saver, divide, find, flat_boxes, overlap, without
+from services.plots import read_metrics
+from services.watchdog import Place, Watchdog
 from tests import faults
 from tests.bench.resume import BASE, BEFORE, PAIRS, cp, one, run, tp, worst_difference, zero
 from tests.equivalence import SMALL, difference

@@ -13,10 +13,11 @@ import pyarrow as pa
 import pytest
 import torch
 
+from common import UserError
 from common import data as data_module
-from common.data import BYTE_VOCAB, END, TokenData, decode
+from common.data import TokenData
 from common.model import IGNORE
-from common.run import UserError
+from services.readers import BYTE_VOCAB, END, decode
 
 ROOT = Path(__file__).parents[1]
 SEQ = 8

@@ -6,7 +6,6 @@ from itertools import product
 
 import pytest
 
-from common.plots import pipeline_timelines
 from common.schedules import (
     SCHEDULES,
     UNIT_COSTS,
@@ -22,6 +21,7 @@ from common.schedules import (
     refuse,
     simulate,
 )
+from services.plots import pipeline_timelines
 from tests.schedules import TORCH_SCHEDULES, ScheduleError, check_lists, check_programs, torch_lists
 
 GRID = [(4, 8), (4, 16), (8, 16), (8, 32)]

@@ -20,17 +20,23 @@ import torch
 from torch._dynamo.utils import counters
 
 import step01_single_gpu as step01
-from common import checkpoint as checkpoints
-from common import run as run_module
-from common.data import BYTE_VOCAB, TokenData
+from common import UserError
+from common.data import TokenData
 from common.layout import materialize
 from common.model import IGNORE, PRESETS, Decoder, ModelConfig
-from common.plots import read_metrics
-from common.run import Run, UserError, human
-from step01_single_gpu import Config, Optimizer, activation_bytes, apply_recompute, flops_per_token, learning_rate
+from services import checkpoint as checkpoints
+from services import run as run_module
+from services.checks import check_one
+from services.plots import read_metrics
+from services.readers import BYTE_VOCAB
+from services.run import Run
+from services.tables import human
+from step01_single_gpu import Config, Optimizer, apply_recompute, learning_rate
 from tests.bench.recompute import MODES, counted_flops, random_loss, saved_bytes
 from tests.equivalence import SMALL, compare, record
 from tests.jobs import as_flags, launch, steps_done, wait_for
+from theory.flops import flops_per_token
+from theory.memory import activation_bytes
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -553,7 +559,7 @@ def test_a_crash_at_any_point_of_a_save_costs_nothing(tmp_path, monkeypatch, bef
 
 
 @pytest.mark.parametrize(
-    "failing", ["common.checkpoint.write_boxes", "os.fsync", "pathlib.Path.rename", "pathlib.Path.write_text"]
+    "failing", ["services.checkpoint.write_boxes", "os.fsync", "pathlib.Path.rename", "pathlib.Path.write_text"]
 )
 def test_a_full_disk_at_save(tmp_path, monkeypatch, failing):
     """One line that names the flag, the reason and the checkpoint that is still there."""
@@ -969,7 +975,7 @@ def test_the_default_model_reads_bytes():
     """`python step01_single_gpu.py` needs no flag: byte vocabulary, and a batch of whole micro-batches."""
     config = Config()
     assert config.model_config().vocab_size == BYTE_VOCAB
-    step01.check(config)
+    check_one(config)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,11 @@ import torch
 
 import step01_single_gpu as step01
 import step02_ddp as step02
-from common.comm import all_gather, all_reduce, all_to_all, exchange, open_mesh, reduce_scatter
-from common.plots import read_metrics
-from common.run import UserError
+from common import UserError
+from common.comm import all_gather, all_reduce, all_to_all, exchange, reduce_scatter
+from services.checks import check_dp
+from services.launch import open_mesh
+from services.plots import read_metrics
 from tests import equivalence
 from tests.equivalence import SMALL, check, label
 from tests.jobs import ranks_of, steps_done, torchrun, wait_for
@@ -373,7 +375,7 @@ def test_a_batch_that_does_not_divide_is_refused(pools):
 def test_flags_that_exclude_one_another(flags, message):
     """Refused before anything starts."""
     with pytest.raises(UserError, match=message):
-        step02.check(step02.Config(**SMALL | flags), 1)
+        check_dp(step02.Config(**SMALL | flags), 1)
 
 
 def test_one_line_for_bad_flags_under_torchrun():

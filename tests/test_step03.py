@@ -13,12 +13,17 @@ import torch
 import step01_single_gpu as step01
 import step02_ddp as step02
 import step03_zero as step03
-from common.comm import Group, Ledger, open_mesh
-from common.run import UserError, bytes_of
+from common import UserError
+from common.comm import Group, Ledger
+from services.checks import check_zero
+from services.launch import open_mesh
+from services.tables import bytes_of
 from tests import equivalence, faults
 from tests.equivalence import SMALL, Recording, check, compare, record
 from tests.pool import RankError
 from tests.test_step02 import micro_batch_size
+from theory.memory import zero_memory_rows
+from theory.traffic import zero_traffic
 
 STEP = "step03_zero"
 STAGES = [0, 1, 2, 3]
@@ -379,7 +384,7 @@ def bytes_on_rank(options: dict) -> dict:
     config = step03.Config(**options)
     model, optimizer, _ = step03.train(config, observe)
     if config.zero:
-        predicted = step03.zero_memory_rows(config, model.config, optimizer)
+        predicted = zero_memory_rows(config, model.config, optimizer)
         used = [sum(len(unit.cut(unit.slice, name)) for name in unit.named) for unit in optimizer.units]
         own_padding = sum(unit.length - n for unit, n in zip(optimizer.units, used, strict=True))
         padded = sum(unit.length * optimizer.group.size for unit in optimizer.units)
@@ -498,7 +503,7 @@ def traffic_on_rank(options: dict) -> tuple[list[dict], dict, int]:
     dp = torch.distributed.get_world_size()
     model, optimizer, history = step03.train(config)
     if config.zero:
-        predicted = step03.zero_traffic(optimizer, config.global_batch_size // dp // config.micro_batch_size)
+        predicted = zero_traffic(optimizer, config.global_batch_size // dp // config.micro_batch_size)
     else:
         group = Group("dp", torch.device("cpu"), Ledger(), size=dp)
         sync = step02.NaiveSync(model, group, config)
@@ -677,4 +682,4 @@ def test_a_unit_freed_before_its_last_use_is_noticed(pools):
 def test_flags_that_exclude_one_another(flags, message):
     """Refused before anything starts."""
     with pytest.raises(UserError, match=message):
-        step03.check(step03.Config(**SMALL | flags), 2)
+        check_zero(step03.Config(**SMALL | flags), 2)

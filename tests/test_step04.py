@@ -20,11 +20,15 @@ from torch.utils._pytree import tree_leaves
 import step01_single_gpu as step01
 import step03_zero as step03
 import step04_tp_sp as step04
-from common.comm import Group, Mesh, open_mesh
+from common import UserError
+from common.comm import Group, Mesh
 from common.layout import assemble, layout_of, materialize, sum_gradients_over
-from common.memory import storage_bytes_made_by
 from common.model import IGNORE, Decoder, Head, rope_tables
-from common.run import UserError, bytes_of, choose_dtype
+from services.checks import check_tp
+from services.devices import choose_dtype
+from services.launch import open_mesh
+from services.memory import storage_bytes_made_by
+from services.tables import bytes_of
 from tests import equivalence, faults
 from tests.equivalence import SMALL, check, label
 
@@ -762,7 +766,7 @@ def test_a_signal_to_one_rank_stops_all(pools, tmp_path, tp):
 def test_bad_flags_are_refused(flags, world, message):
     """With the flag and the legal values, before any process group."""
     with pytest.raises(UserError, match=message):
-        step04.check(step04.Config(**SMALL | flags), world)
+        check_tp(step04.Config(**SMALL | flags), world)
 
 
 def test_an_odd_sequence_is_fine_without_sequence_parallelism(pools):

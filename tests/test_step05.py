@@ -22,11 +22,14 @@ from torch import Tensor
 import step01_single_gpu as step01
 import step04_tp_sp as step04
 import step05_cp_ring as step05
-from common.comm import Mesh, gather_objects, open_mesh
+from common import UserError
+from common.comm import Mesh, gather_objects
 from common.layout import materialize
-from common.memory import MemoryTimeline
 from common.model import Decoder
-from common.run import UserError, choose_dtype
+from services.checks import check_cp
+from services.devices import choose_dtype
+from services.launch import open_mesh
+from services.memory import MemoryTimeline
 from tests import equivalence, faults
 from tests.equivalence import SMALL, check, difference, label
 from tests.pool import RankError
@@ -820,7 +823,7 @@ def test_a_signal_to_one_rank_stops_all(pools, tmp_path, layout):
 def test_bad_flags_are_refused(flags, world, message):
     """With the flag and the legal values, before any process group."""
     with pytest.raises(UserError, match=message):
-        step05.check(step05.Config(**SMALL | dict(tp=1) | flags), world)
+        check_cp(step05.Config(**SMALL | dict(tp=1) | flags), world)
 
 
 def test_a_rank_refuses_before_it_communicates(pools):

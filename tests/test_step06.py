@@ -16,14 +16,16 @@ from torch import Tensor
 
 import step01_single_gpu as step01
 import step06_pipeline as step06
-from common.comm import open_mesh
+from common import UserError
 from common.layout import materialize
 from common.model import Decoder
-from common.run import UserError
 from common.schedules import SCHEDULES, Action, communicate, in_flight, paths
+from services.checks import check_pp
+from services.launch import open_mesh
 from tests import equivalence, faults
 from tests.equivalence import SMALL, check, difference, label
 from tests.pool import RankError
+from theory.flops import balance
 
 STEP = "step06_pipeline"
 CPU = torch.device("cpu")
@@ -212,7 +214,7 @@ def test_balance_is_the_best_split(n_layers, n, first, last):
         return max(sums), sum(x * x for x in sums)
 
     splits = [s for s in itertools.product(range(1, n_layers + 1), repeat=n) if sum(s) == n_layers]
-    assert cost(step06.balance(costs, n)) == pytest.approx(min(map(cost, splits)))
+    assert cost(balance(costs, n)) == pytest.approx(min(map(cost, splits)))
 
 
 def test_the_head_counts_in_the_split():
@@ -578,7 +580,7 @@ def test_a_run_leaves_its_timeline(pools, tmp_path):
 def test_bad_flags(flags, world, complaint):
     """One line that names the flag, on every rank before the first collective."""
     with pytest.raises(UserError, match=complaint.replace("(", r"\(")):
-        step06.check(step06.Config(**SMALL | BASE | PLAIN | flags), world)
+        check_pp(step06.Config(**SMALL | BASE | PLAIN | flags), world)
 
 
 def test_bad_flags_reach_every_rank(pools, tmp_path):

@@ -22,15 +22,20 @@ import step01_single_gpu as step01
 import step04_tp_sp as step04
 import step05_cp_ring as step05
 import step07_moe_ep as step07
-from common import moe, plots
-from common.comm import Mesh, open_mesh
+from common import UserError, moe
+from common.comm import Mesh
 from common.layout import materialize
-from common.memory import MemoryTimeline
 from common.model import Decoder
-from common.run import UserError, bytes_of, choose_dtype
+from services import plots
+from services.checks import check_ep
+from services.devices import choose_dtype
+from services.launch import open_mesh
+from services.memory import MemoryTimeline
+from services.tables import bytes_of
 from tests import equivalence, faults
 from tests.equivalence import SMALL, difference, label
 from tests.pool import RankError
+from theory.traffic import ep_bytes, expert_tp_bytes, mean_rows
 
 STEP = "step07_moe_ep"
 CPU = torch.device("cpu")
@@ -431,9 +436,9 @@ def exchange_on_rank(options: dict, ep: int, fault: str = "") -> tuple[dict, dic
             rows = trace[0].rows
         even = ep == 1 or config.ep_mode == "allgather"
         if ep > 1:
-            expected["ep"] = step07.ep_bytes(config, m, tokens, ep, e, *others)
+            expected["ep"] = ep_bytes(config, m, tokens, ep, e, *others)
         if config.tp > 1:
-            expected["tp"] = step07.expert_tp_bytes(config, m, rows, config.tp, ep, e, even)
+            expected["tp"] = expert_tp_bytes(config, m, rows, config.tp, ep, e, even)
         n = mesh["sequence"].size
         if n > 1:
             expected["sequence"] = dict(all_gather=(n - 1) * tokens * m.experts_per_token * 4)
@@ -483,8 +488,8 @@ def test_mean_rows(experts, k, ep):
     sets = [s for s in product(range(experts), repeat=k) if list(s) == sorted(set(s))] if k < 4 else []
     if sets:
         there = sum(len({e // (experts // ep) for e in s} - {0}) for s in sets) / comb(experts, k)
-        assert step07.mean_rows(m, 10, ep) == pytest.approx(10 * there)
-    assert step07.mean_rows(m, 10, ep) <= 10 * min(k, ep - 1)
+        assert mean_rows(m, 10, ep) == pytest.approx(10 * there)
+    assert mean_rows(m, 10, ep) <= 10 * min(k, ep - 1)
 
 
 def step_on_rank(options: dict, ep: int) -> tuple[dict, dict]:
@@ -694,7 +699,7 @@ def test_generates_one_processes_text(pools, layout):
 def test_bad_flags_are_refused(flags, world, message):
     """With the flag and the legal values, before any process group."""
     with pytest.raises(UserError, match=message):
-        step07.check(step07.Config(**SMALL | BASE | dict(tp=1, cp=1) | flags), world)
+        check_ep(step07.Config(**SMALL | BASE | dict(tp=1, cp=1) | flags), world)
 
 
 def test_a_rank_refuses_before_it_communicates(pools):

@@ -11,8 +11,9 @@ import random
 import pytest
 
 import step07_moe_ep as step07
-from common.run import UserError
+from common import UserError
 from common.schedules import SCHEDULES, refuse
+from services.checks import check_ep
 from tests import equivalence
 from tests.equivalence import SMALL, label
 from tests.pool import RankError
@@ -177,7 +178,7 @@ def test_default_layouts_show_what_the_ranks_allow(world, sizes):
     pp, dp, cp, tp = step07.mesh_sizes(config, world).values()
     assert (pp, dp, cp, tp) == sizes
     assert step07.choose_ep(config, config.model_config(), dp * cp) == (2 if dp * cp > 1 else 1)
-    step07.check(config, world)
+    check_ep(config, world)
 
 
 def test_a_run_leaves_its_figures(pools, tmp_path, uneven_data):
@@ -204,7 +205,7 @@ def test_a_run_leaves_its_figures(pools, tmp_path, uneven_data):
 def test_bad_flags(flags, complaint):
     """One line that names the flags and legal choices."""
     with pytest.raises(UserError, match=complaint):
-        step07.check(step07.Config(**SMALL | MODEL | flags), 8)
+        check_ep(step07.Config(**SMALL | MODEL | flags), 8)
 
 
 def test_bad_flags_reach_every_rank(pools, tmp_path):

@@ -20,11 +20,11 @@ from typing import Literal
 import torch
 
 import step01_single_gpu as step01
-from common.checkpoint import Saver, find
 from common.layout import materialize
 from common.model import Decoder
-from common.run import human, table
-from common.run import main as run_main
+from services.checkpoint import Saver, find
+from services.flags import main as run_main
+from services.tables import human, table
 
 
 @dataclass

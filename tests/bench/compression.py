@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import step02_ddp as step02
-from common import plots
-from common.run import UserError, human, table
-from common.run import main as run_main
+from common import UserError
+from services import plots
+from services.checks import check_dp
+from services.flags import main as run_main
+from services.tables import human, table
 from tests.pool import Hang, Pool, RankError
 
 MODES = ("none", "bf16", "int8", "topk")
@@ -49,7 +51,7 @@ def bench(config: Config):
     if config.ranks < 2:
         raise UserError(f"--ranks {config.ranks}: it takes two to send anything")
     for mode in MODES:
-        step02.check(dataclasses.replace(config, compress=mode), config.ranks)
+        check_dp(dataclasses.replace(config, compress=mode), config.ranks)
     pool, last = Pool(config.ranks), {}
     with tempfile.TemporaryDirectory() as folder:
         runs = {mode: Path(folder, mode) for mode in MODES}

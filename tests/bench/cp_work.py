@@ -13,10 +13,11 @@ from pathlib import Path
 import torch
 
 import step05_cp_ring as step05
-from common import plots
-from common.comm import open_mesh
-from common.run import UserError, table
-from common.run import main as run_main
+from common import UserError
+from services import plots
+from services.flags import main as run_main
+from services.launch import open_mesh
+from services.tables import table
 from tests.pool import Hang, Pool, RankError
 
 MODES = ("ring", "zigzag")

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import step07_moe_ep as step07
-from common import plots
-from common.run import UserError, table
-from common.run import main as run_main
+from common import UserError
+from services import plots
+from services.flags import main as run_main
+from services.tables import table
 
 MODES = ("none", "loss", "bias")
 

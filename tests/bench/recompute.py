@@ -16,11 +16,15 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import step01_single_gpu as step01
+from common import UserError
 from common.layout import materialize
-from common.memory import storage_bytes_made_by
 from common.model import Decoder
-from common.run import UserError, choose_device, choose_dtype, human, table
-from common.run import main as run_main
+from services.checks import check_one
+from services.devices import choose_device, choose_dtype
+from services.flags import main as run_main
+from services.memory import storage_bytes_made_by
+from services.tables import human, table
+from theory.memory import activation_bytes
 
 MODES = ["none", "selective", "full"]
 
@@ -84,7 +88,7 @@ def seconds(model: Decoder, batch: int) -> float:
 
 def bench(config: Config):
     """Print the table."""
-    step01.check(config)
+    check_one(config)
     if config.rounds < 2:
         raise UserError(f"--rounds {config.rounds}: the first is not counted, give more")
     device = choose_device(config.device)
@@ -99,7 +103,7 @@ def bench(config: Config):
         for mode, model in models.items():
             times[mode].append(seconds(model, batch))
     for mode, model in models.items():
-        predicted = step01.activation_bytes(m, batch, dtype, mode, device.type == "cpu")
+        predicted = activation_bytes(m, batch, dtype, mode, device.type == "cpu")
         flops, speed = counted_flops(model, batch), batch * m.seq_len / statistics.median(times[mode][1:])
         rows.append([mode, human(predicted), human(saved_bytes(model, batch)), f"{flops:.4g}", f"{speed:,.0f}"])
     print(f"{config.model}, {batch} x {m.seq_len} tokens, {dtype}, {device}")

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from common.run import main as run_main
-from common.run import table
+from services.flags import main as run_main
+from services.tables import table
 from tests import equivalence
 from tests.equivalence import SMALL, difference
 from tests.pool import Pools

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import torch
 
 import step01_single_gpu as step01
-from common.run import UserError, human, table
-from common.run import main as run_main
+from common import UserError
+from services.flags import main as run_main
+from services.tables import human, table
 
 WARM_UP = 3  # steps that are not counted: compilation, autotuning, the allocator
 

@@ -21,10 +21,17 @@ import torch
 import torch.distributed as dist
 
 import step02_ddp as step02
-from common.comm import Group, open_mesh
-from common.run import UserError, choose_device, choose_dtype, human, table
-from common.run import main as run_main
-from step02_ddp import Decoder, Optimizer, gradient_sync, materialize, sum_over
+from common import UserError
+from common.comm import Group, sum_over
+from common.layout import materialize
+from common.model import Decoder
+from services.checks import check_dp
+from services.devices import choose_device, choose_dtype
+from services.flags import main as run_main
+from services.launch import open_mesh
+from services.tables import human, table
+from step01_single_gpu import Optimizer
+from step02_ddp import gradient_sync
 
 MODES = ("naive", "overlap", "bucket", "torch")
 COLUMNS = ("calls", "bytes", "waited", "seconds")
@@ -150,7 +157,7 @@ def bench(config: Config):
         if getattr(config, name) < least:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(config, name)}: it must be at least {least}")
     for mode in MODES:
-        step02.check(step_config(config, mode), config.ranks)
+        check_dp(step_config(config, mode), config.ranks)
     with tempfile.TemporaryDirectory() as folder:
         try:
             torch.multiprocessing.spawn(work, (config, folder), nprocs=config.ranks)

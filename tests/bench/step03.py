@@ -29,11 +29,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile, record_function
 
 import step03_zero as step03
-from common.comm import Group, open_mesh
-from common.model import PRESETS
-from common.run import UserError, choose_device, human, parse, table
+from common import UserError
+from common.comm import Group, sum_over
+from common.layout import materialize
+from common.model import PRESETS, Decoder
+from services.checks import check_zero
+from services.devices import choose_device
+from services.flags import parse
+from services.launch import open_mesh
+from services.tables import human, table
 from step01_single_gpu import apply_recompute, torch_optimizer
-from step02_ddp import Decoder, materialize, sum_over
 
 TrainStep = Callable[[], float]
 
@@ -317,7 +322,7 @@ def main(argv: list[str]):
         if getattr(config, name) < least:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(config, name)}: it must be at least {least}")
     config.global_batch_size = config.ranks * config.micro_batches * config.micro_batch_size
-    step03.check(config, config.ranks)
+    check_zero(config, config.ranks)
     if config.fit:
         if choose_device(config.device).type != "cuda":
             raise UserError("--fit fills a GPU's memory to find its limit: it needs a GPU")

@@ -48,11 +48,15 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import step04_tp_sp as step04
-from common.comm import Group, Mesh, open_mesh
+from common import UserError
+from common.comm import Group, Mesh
 from common.layout import assemble, layout_of, materialize
 from common.model import Decoder, rope_tables
-from common.run import UserError, choose_device, choose_dtype, human, table
-from common.run import main as run_main
+from services.checks import check_tp
+from services.devices import choose_device, choose_dtype
+from services.flags import main as run_main
+from services.launch import open_mesh
+from services.tables import human, table
 from tests.equivalence import difference
 
 OURS = {"step 4": False, "step 4, SP": True}  # with sequence parallelism?
@@ -291,7 +295,7 @@ def bench(config: Config):
     for name, least in dict(tp=2, steps=1, rounds=1, micro_batch_size=1).items():
         if getattr(config, name) < least:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(config, name)}: it must be at least {least}")
-    step04.check(step04_config(config, sp=True), config.tp)
+    check_tp(step04_config(config, sp=True), config.tp)
     m = step04_config(config, sp=True).model_config()
     if m.n_kv_heads % config.tp or m.tied:
         raise UserError(

@@ -31,11 +31,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import step05_cp_ring as step05
-from common.comm import Group, Ledger, Pending, gather_objects, open_mesh
-from common.memory import MemoryTimeline
+from common import UserError
+from common.comm import Group, Ledger, Pending, gather_objects
 from common.model import attend
-from common.run import UserError, choose_device, choose_dtype, human, table
-from common.run import main as run_main
+from services.devices import choose_device, choose_dtype
+from services.flags import main as run_main
+from services.launch import open_mesh
+from services.memory import MemoryTimeline
+from services.tables import human, table
 
 MODES = ("zigzag", "ring", "allgather", "ulysses")
 WHOLE, FLASH = "one SDPA call", "one SDPA call, flash"

@@ -37,12 +37,16 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import step06_pipeline as step06
-from common.comm import Mesh, gather_objects, open_mesh
+from common import UserError
+from common.comm import Mesh, gather_objects
 from common.layout import materialize
 from common.model import Decoder, ModelConfig
-from common.run import UserError, choose_device, choose_dtype, table
-from common.run import main as run_main
 from common.schedules import SCHEDULES, chunks_per_rank, communicate, paths
+from services.checks import check_pp
+from services.devices import choose_device, choose_dtype
+from services.flags import main as run_main
+from services.launch import open_mesh
+from services.tables import table
 from tests.equivalence import difference
 
 PAIRS = [  # PyTorch's schedule, the schedule that cuts the model in the same way, ours
@@ -276,7 +280,7 @@ def bench(config: Config):
         )
     for _, cut, schedule in PAIRS:
         for own in (cut, schedule):
-            step06.check(step06_config(config, own), config.pp)
+            check_pp(step06_config(config, own), config.pp)
     if choose_device(config.device).type == "cuda" and torch.cuda.device_count() < config.pp:
         raise UserError(
             f"--device cuda needs a GPU for each of --pp {config.pp} ranks: PyTorch's stages send from GPUs"

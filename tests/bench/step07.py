@@ -23,9 +23,10 @@ from unittest import mock
 
 import torch
 
-from common import moe
-from common.run import UserError, choose_device, choose_dtype, table
-from common.run import main as run_main
+from common import UserError, moe
+from services.devices import choose_device, choose_dtype
+from services.flags import main as run_main
+from services.tables import table
 
 
 @dataclass

@@ -25,10 +25,8 @@ import torch
 from torch import Tensor, nn
 
 import step06_pipeline as step06
-from common import plots
-from common.comm import open_mesh
-from common.run import UserError, table
-from common.run import main as run_main
+from common import UserError
+from common.comm import sum_over
 from common.schedules import (
     SCHEDULES,
     Costs,
@@ -40,7 +38,10 @@ from common.schedules import (
     refuse,
     simulate,
 )
-from step02_ddp import sum_over
+from services import plots
+from services.flags import main as run_main
+from services.launch import open_mesh
+from services.tables import table
 from tests.pool import Hang, Pool, RankError
 
 BOUNDARY = (64, 64)  # tokens, width of what is sent

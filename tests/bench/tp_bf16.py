@@ -17,9 +17,11 @@ from typing import Literal
 
 import step01_single_gpu as step01
 import step04_tp_sp as step04
-from common import plots
-from common.run import UserError, table
-from common.run import main as run_main
+from common import UserError
+from services import plots
+from services.checks import check_tp
+from services.flags import main as run_main
+from services.tables import table
 from tests.pool import Hang, Pool, RankError
 
 
@@ -56,7 +58,7 @@ def bench(config: Config):
     """Train three times, draw the figure, print the table."""
     if config.tp < 2:
         raise UserError(f"--tp {config.tp}: there is nothing to cut in one")
-    step04.check(config, config.tp)
+    check_tp(config, config.tp)
     labels = [f"step 4, {config.dtype}, --tp {config.tp}", f"step 1, {config.dtype}", "step 1, fp32"]
     pool = Pool(config.tp)
     with tempfile.TemporaryDirectory() as folder:

@@ -18,13 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 import step04_tp_sp as step04
-from common import plots
-from common.comm import open_mesh
 from common.layout import materialize
-from common.memory import storage_bytes_made_by
 from common.model import Decoder
-from common.run import choose_dtype, human, table
-from common.run import main as run_main
+from services import plots
+from services.checks import check_tp
+from services.devices import choose_dtype
+from services.flags import main as run_main
+from services.launch import open_mesh
+from services.memory import storage_bytes_made_by
+from services.tables import human, table
 from step01_single_gpu import apply_recompute
 
 CPU = torch.device("cpu")
@@ -73,7 +75,7 @@ def bench(config: Config):
         for tp in SIZES
     }
     for (_, tp), variant in variants.items():
-        step04.check(variant, tp)
+        check_tp(variant, tp)
     found = {key: saved_bytes(variant) for key, variant in variants.items()}
     one, rows = found["--no-sp", 1][1], [["", "tp", "predicted", "measured", "of tp 1"]]
     for (label, tp), (predicted, measured) in found.items():

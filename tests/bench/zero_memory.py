@@ -18,11 +18,13 @@ from typing import Literal
 import torch
 
 import step03_zero as step03
-from common import plots
-from common.run import UserError, bytes_of, table
-from common.run import main as run_main
-from step01_single_gpu import memory_rows
+from common import UserError
+from services import plots
+from services.checks import check_zero
+from services.flags import main as run_main
+from services.tables import bytes_of, table
 from tests.pool import Hang, Pool, RankError
+from theory.memory import memory_rows, zero_memory_rows
 
 KINDS = ("parameters", "gradients", "masters", "moments")
 
@@ -58,7 +60,7 @@ def per_parameter(config: Config) -> list[tuple[float, float]]:
         model, optimizer, _ = step03.train(config, observe)
     m, n = model.config, sum(p.numel() for p in model.parameters())
     if config.zero:
-        predicted = step03.zero_memory_rows(config, m, optimizer)
+        predicted = zero_memory_rows(config, m, optimizer)
     else:
         predicted = memory_rows(config, m, model, optimizer.dtype, on_cpu=True)
     return [(predicted[kind] / n, measured[kind] / n) for kind in KINDS]
@@ -68,7 +70,7 @@ def bench(config: Config):
     """Train in each stage, draw the figure, print the table."""
     if config.ranks < 2:
         raise UserError(f"--ranks {config.ranks}: there is nothing to cut in one")
-    step03.check(config, config.ranks)
+    check_zero(config, config.ranks)
     pool, rows = Pool(config.ranks), [["stage", *KINDS, "sum"]]
     with tempfile.TemporaryDirectory() as folder:
         runs = {f"stage {stage}": Path(folder, str(stage)) for stage in range(4)}

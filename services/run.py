@@ -8,22 +8,16 @@ with Run(config, ...) as run:      OUT/metrics.jsonl, a progress bar, Ctrl-C and
 main(train, Config)                one readable line instead of a traceback, once per job
 """
 
-import argparse
 import dataclasses
 import inspect
 import json
 import math
 import os
-import re
-import resource
 import signal
 import sys
-import textwrap
 import time
-import traceback
-import typing
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,115 +26,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from common import plots
-from common.memory import MemoryTimeline
-from common.watchdog import Place, Watchdog, shared_store
-
-
-class UserError(Exception):
-    """Something the user can put right: shown as one line that names the flag and the fix, exit status 2."""
-
-
-# How gloo and NCCL tell a rank that another one is gone.
-LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited|timed out", re.IGNORECASE)
-
-# Dense peak in TFLOP/s without sparsity, from the vendors' data sheets: (16-bit matrix units, fp32 without TF32).
-GPU_PEAKS = {
-    "B200": (2250.0, 75.0),
-    "H200": (989.4, 66.9),
-    "H100 PCIe": (756.0, 51.0),
-    "H100": (989.4, 66.9),
-    "A100": (312.0, 19.5),
-    "L40S": (362.0, 91.6),
-    "L40": (181.0, 90.5),
-    "L4": (121.0, 30.3),
-    "A10": (125.0, 31.2),
-    "RTX 4090": (165.2, 82.6),
-    "RTX 3090": (71.0, 35.6),
-    "V100": (125.0, 15.7),
-    "T4": (65.0, 8.1),
-}
-
-
-def field_help(cls: type) -> dict[str, str]:
-    """The trailing comment of each field of a dataclass and its bases."""
-    found: dict[str, str] = {}
-    for base in reversed(cls.__mro__[:-1]):
-        found |= dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(base), re.MULTILINE))
-    return found
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse that raises UserError, so that a bad flag is reported like any other mistake."""
-
-    def error(self, message: str):
-        """Raise instead of printing the usage."""
-        raise UserError(message)
-
-
-def parse(cls: type, argv: list[str] | None = None) -> Any:
-    """Command line -> an instance of dataclass `cls`: field `n_layers: int | None` becomes `--n-layers`.
-
-    Literal types give the choices, booleans `--x` and `--no-x`. Raises UserError for an unknown flag or value.
-    """
-    description = (inspect.getmodule(cls).__doc__ or "").split("\n\n")[0]
-    parser = Parser(description=description, allow_abbrev=False)
-    helps, types = field_help(cls), typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        kind = types[field.name]
-        if type(None) in typing.get_args(kind):  # int | None
-            kind = typing.get_args(kind)[0]
-        options: dict[str, Any] = dict(default=field.default, help=helps.get(field.name, "").replace("%", "%%"))
-        if kind is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        elif typing.get_origin(kind) is typing.Literal:
-            options |= dict(type=type(field.default), choices=typing.get_args(kind))
-        else:
-            options |= dict(type=kind, metavar=field.name.upper())
-        parser.add_argument("--" + field.name.replace("_", "-"), **options)
-    return cls(**vars(parser.parse_args(argv)))
-
-
-def choose_device(name: str) -> torch.device:
-    """`--device` -> the device of this process: one GPU a local rank, shared in turn where there are fewer GPUs."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: PyTorch sees no GPU here; use --device cpu or auto")
-    if name == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`--dtype` -> torch dtype; auto is bf16 on a GPU that has it, else fp32."""
-    if name == "auto":
-        name = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}[name]
-
-
-def peak_flops(device: torch.device, dtype: torch.dtype, override_tflops: float) -> float:
-    """FLOP/s that this rank could do at best: the flag, the table above or, for any other device, a timed matmul.
-
-    Ranks that share a GPU share its peak.
-    """
-    share = 1.0
-    if device.type == "cuda":
-        share = min(1.0, torch.cuda.device_count() / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    if override_tflops:
-        return override_tflops * 1e12 * share
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        for key, (half, single) in GPU_PEAKS.items():
-            if key in name:
-                return 1e12 * share * {2: half, 4: single, 8: single / 2}[dtype.itemsize]
-    n, times, until = 512 if device.type == "cpu" else 8192, [], time.perf_counter() + 0.3
-    a = torch.randn(n, n, dtype=dtype, device=device)
-    while len(times) < 5 or time.perf_counter() < until:
-        start = time.perf_counter()
-        (a @ a)[0, 0].item()  # waits for a GPU
-        times.append(time.perf_counter() - start)
-    return 2 * n**3 / min(times)
+from common import UserError
+from common.schedules import Place
+from services import plots
+from services.devices import peak_memory
+from services.memory import MemoryTimeline
+from services.tables import bytes_of, human, table
+from services.watchdog import Watchdog, shared_store
 
 
 def run_directory(config: Any) -> Path:
@@ -377,80 +269,3 @@ class Run:
         """Print on rank 0, above the bar."""
         if self.rank == 0:
             tqdm.write(text)
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes at the highest point so far: the allocator's on a GPU, the resident size of the process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def bytes_of(tensors: typing.Iterable[Tensor]) -> int:
-    """Bytes held by the distinct storages behind these tensors."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
-    return sum(storages.values())
-
-
-def table(rows: list[list[str]]) -> str:
-    """Rows of cells, the first a header, as an aligned text table."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
-
-
-def human(n_bytes: float | None) -> str:
-    """Bytes for a person to read."""
-    if n_bytes is None:
-        return "-"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(n_bytes) < 1024 or unit == "GiB":
-            return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:,.2f} {unit}"
-        n_bytes /= 1024
-
-
-def report(message: str):
-    """Print `message` to stderr, once per job: the rank that comes first to the launcher's store speaks for all."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = torch.distributed.TCPStore(address, port, is_master=False)
-        if store.add(f"reported/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", 1) > 1:
-            return
-    print(message, file=sys.stderr, flush=True)
-
-
-def main(train: Callable[[Any], Any], cls: type, argv: list[str] | None = None):
-    """Parse, train, and turn whatever goes wrong into one message and a non-zero exit status, on every rank."""
-    status = 0
-    try:
-        train(parse(cls, argv))
-    except UserError as error:
-        report(f"error: {error}")
-        status = 2
-    except KeyboardInterrupt:
-        status = 130
-    except BrokenPipeError:  # whoever read our output has gone
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        status = 1
-    except Exception as error:
-        text = textwrap.shorten(str(error), 600)
-        if LOST_PEER.search(text):
-            text = f"another rank died, was killed or hangs ({text})"
-        root = str(Path(__file__).parents[1])
-        frames = [
-            f
-            for f in traceback.extract_tb(error.__traceback__)
-            if f.filename.startswith(root) and "site-packages" not in f.filename
-        ]
-        where = "".join(f"\n  {Path(f.filename).name}:{f.lineno} {f.name}: {f.line}" for f in frames)
-        report(f"error: rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {text}{where}")
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # The interpreter's shutdown can block on peers that are gone, or abort under gloo's own threads.
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        os._exit(status)
-    sys.exit(status)

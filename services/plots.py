@@ -5,11 +5,11 @@ from pathlib import Path
 
 import matplotlib
 
+from services.memory import CATEGORIES, MemoryTimeline
+
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.colors import to_rgb
-
-from common.memory import CATEGORIES, MemoryTimeline
 
 COLOURS = dict(zip(CATEGORIES, ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#999999"), strict=True))
 

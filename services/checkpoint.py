@@ -26,9 +26,6 @@ into memory and copies where theirs and the stored ones overlap. So any layout r
 CRASHES. Everything is written under a hidden name and flushed to the disk; meta.json comes last; then the directory is
 renamed. One to be removed is renamed back to a hidden name first. So a directory with a final name is complete, and
 checksums tell whether it still is what was written. The last two are kept. (Several nodes need a shared folder.)
-
-    python -m common.checkpoint export runs/STEP OUT      a folder for Hugging Face's from_pretrained (dense models)
-    python -m common.checkpoint import FOLDER OUT         weights of a Llama model, as a checkpoint of step 0 in OUT
 """
 
 import hashlib
@@ -50,9 +47,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from common import UserError
 from common.comm import Mesh, gather_objects
 from common.layout import Layout
-from common.run import UserError
 
 FORMAT = "nd-parallel checkpoint, version 2"
 WHOLE = Layout()
@@ -534,9 +531,3 @@ def find(where: str, run_directory: Path, mesh: Mesh | None = None) -> Checkpoin
     if where != "auto":
         raise UserError(f"--resume {where}: no checkpoint there; give a run directory or one of its checkpoints/step-*")
     return None
-
-
-if __name__ == "__main__":
-    from common.hub import main
-
-    main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Between checkpoints and Hugging Face's format: `python -m common.checkpoint export | import`.
+"""Between checkpoints and Hugging Face's format: `python -m services.hub export | import`.
 
     export DIR OUT     the weights of a run (or checkpoint) DIR as config.json and model.safetensors, which
                        LlamaForCausalLM.from_pretrained(OUT) opens; in their dtype, tensor by tensor. Dense models only.
@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from common.checkpoint import Piece, Saver, find
+from common import UserError
 from common.model import PRESETS, Decoder, ModelConfig
-from common.run import UserError
+from services.checkpoint import Piece, Saver, find
 
 SHARD_BYTES = 4 * 2**30  # no more is held in memory at once
 FIELDS = {  # ours -> theirs
@@ -198,8 +198,12 @@ def main(argv: list[str]):
     verbs = {"export": export, "import": import_weights}
     try:
         if len(argv) != 3 or argv[0] not in verbs:
-            raise UserError("usage: python -m common.checkpoint export DIR OUT, or import FOLDER OUT")
+            raise UserError("usage: python -m services.hub export DIR OUT, or import FOLDER OUT")
         print(verbs[argv[0]](*argv[1:]))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

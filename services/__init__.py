@@ -1,0 +1,1 @@
+"""What surrounds a run and need not be read to understand it."""

@@ -1,0 +1,243 @@
+"""Every mistake in the flags is one line that names the flag and the fix, before anything starts.
+
+Each step checks its own dimension and, first, those of the steps before it.
+"""
+
+from math import prod
+from typing import Any
+
+from common import UserError
+from common.model import ModelConfig
+from common.moe import MoEConfig
+from common.schedules import chunks_per_rank, paths, refuse
+from services.devices import choose_device, choose_dtype
+from theory.flops import balance, layer_costs, matmul_weights
+
+
+def check_one(config: Any):
+    """Refuse what cannot work, before anything is built. Raises UserError naming the flag."""
+    config.model_config()
+    least = dict(steps=1, global_batch_size=1, micro_batch_size=1, eval_sequences=1)
+    for name in ("lr", "warmup_steps", "weight_decay", "grad_clip", "seed", "save_every", "stop_after", "eval_every"):
+        least[name] = 0
+    for name, bound in least.items():
+        if not getattr(config, name) >= bound:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(config, name)}: it must be at least {bound}")
+    if config.global_batch_size % config.micro_batch_size:
+        raise UserError(
+            f"--global-batch-size {config.global_batch_size} is not a multiple of --micro-batch-size "
+            f"{config.micro_batch_size}: change one of them"
+        )
+    if not (config.skip_spikes == 0 or config.skip_spikes > 1):
+        raise UserError(f"--skip-spikes {config.skip_spikes:g}: half of all steps exceed the median; use 3, say, or 0")
+    if not config.timeout > 0:
+        raise UserError(f"--timeout {config.timeout:g}: it must be more than 0 seconds")
+    if config.generate and not config.resume:
+        raise UserError("--generate needs --resume with the run directory to take the weights from")
+    if config.compile and config.profile_memory:
+        raise UserError("--profile-memory cannot look inside --compile: leave one of them away")
+
+
+def check_dp(config: Any, dp: int):
+    """Refuse what cannot work, on every rank alike, before the first collective. Raises UserError naming the flag."""
+    check_one(config)
+    if config.global_batch_size % (config.micro_batch_size * dp):
+        raise UserError(
+            f"--global-batch-size {config.global_batch_size} cannot be dealt to {dp} ranks in micro-batches of "
+            f"{config.micro_batch_size}: use a multiple of {config.micro_batch_size * dp}, or set --micro-batch-size"
+        )
+    if config.compress != "none" and config.sync != "bucket":
+        raise UserError(f"--compress {config.compress} works on buckets: use it with --sync bucket")
+    if config.compress != "none" and config.dtype == "fp16":
+        raise UserError("--compress would carry an fp16 overflow on for ever: use --dtype bf16 or fp32")
+    if config.sync == "torch" and choose_dtype(config.dtype, choose_device(config.device)).itemsize == 2:
+        raise UserError("--sync torch adds gradients up in 16 bits: use --dtype fp32, or another --sync")
+    if config.check_replicas < 0:
+        raise UserError(f"--check-replicas is {config.check_replicas}: it must be at least 0")
+    if config.bucket_mb <= 0 or not 0 < config.topk_fraction <= 1:
+        raise UserError("--bucket-mb must be positive, and --topk-fraction between 0 and 1")
+
+
+def check_zero(config: Any, dp: int):
+    """Refuse what cannot work, on every rank alike, before the first collective. Raises UserError naming the flag."""
+    check_dp(config, dp)
+    offloads = config.offload_optimizer != "none"
+    if config.zero == 0 and offloads:
+        raise UserError(f"--offload-optimizer {config.offload_optimizer} moves slices: use it with --zero 1, 2 or 3")
+    if config.zero != 3 and config.offload_params != "none":
+        raise UserError("--offload-params cpu needs parameters in slices: use it with --zero 3")
+    if config.zero and config.optimizer == "adafactor":
+        raise UserError("--optimizer adafactor looks at whole rows and columns, slices have none: use it with --zero 0")
+    if config.zero and (config.sync != "bucket" or config.compress != "none"):
+        raise UserError(
+            f"--zero {config.zero} reduces gradients itself: leave --sync and --compress at their defaults, "
+            "or use them with --zero 0"
+        )
+
+
+def check_tp(config: Any, world: int):
+    """Refuse what cannot work, on every rank alike, before the first collective. Raises UserError naming the flag."""
+    tp, m = choose_tp(config, world), config.model_config()
+    if tp < 1 or world % tp:
+        legal = [n for n in range(1, world + 1) if world % n == 0]
+        raise UserError(f"--tp {tp} does not divide the {world} ranks that were started: use one of {legal}")
+    check_zero(config, world // tp)
+    if tp == 1:
+        return
+    if m.n_heads % tp or m.ffn_dim % tp:
+        both = [n for n in range(1, tp + 1) if m.n_heads % n == 0 and m.ffn_dim % n == 0]
+        raise UserError(f"--tp {tp} must divide --n-heads {m.n_heads} and --ffn-dim {m.ffn_dim}: use one of {both}")
+    if m.n_kv_heads % tp and tp % m.n_kv_heads:
+        legal = [n for n in range(1, m.n_heads + 1) if m.n_heads % n == 0 and (n % tp == 0 or tp % n == 0)]
+        raise UserError(f"--tp {tp} and --n-kv-heads {m.n_kv_heads}: one must divide the other, as do {legal} kv heads")
+    if config.sp and m.seq_len % tp:
+        raise UserError(f"--seq-len {m.seq_len} cannot be split over --tp {tp}: change one, or use --no-sp")
+    if config.optimizer == "adafactor":
+        raise UserError("--optimizer adafactor looks at whole rows and columns: use it with --tp 1")
+
+
+def check_cp(config: Any, world: int):
+    """Refuse what cannot work, on every rank alike, before the first collective. Raises UserError naming the flag."""
+    cp, m = choose_cp(config, world), config.model_config()
+    if cp < 1 or world % cp:
+        legal = [n for n in range(1, world + 1) if world % n == 0]
+        raise UserError(f"--cp {cp} does not divide the {world} ranks that were started: use one of {legal}")
+    if config.tp and world % (cp * config.tp):
+        raise UserError(f"--cp {cp} x --tp {config.tp} does not divide the {world} ranks that were started: change one")
+    check_tp(config, world // cp)
+    if cp == 1:
+        return
+    tp = mesh_sizes(config, world)["tp"]
+    chunks = 2 * cp if config.cp_mode in ("zigzag", "allgather") else cp
+    if m.seq_len % chunks:
+        raise UserError(
+            f"--seq-len {m.seq_len} cannot be cut into the {chunks} chunks of --cp {cp} --cp-mode {config.cp_mode}: "
+            f"use a multiple of {chunks}"
+        )
+    if config.sp and tp > 1 and m.seq_len // cp % tp:
+        raise UserError(
+            f"the {m.seq_len // cp} tokens of a --cp {cp} rank cannot be split over --tp {tp}: "
+            f"use --no-sp, or --seq-len a multiple of {cp * tp}"
+        )
+    heads, kv_heads = m.n_heads // tp, max(1, m.n_kv_heads // tp)
+    legal = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    if config.cp_mode == "ulysses" and cp not in legal:
+        raise UserError(
+            f"--cp-mode ulysses gives each of --cp {cp} ranks whole heads, but there are {heads} query and {kv_heads} "
+            f"key/value heads (after --tp): use --cp among {legal}, or another --cp-mode"
+        )
+
+
+def check_pp(config: Any, world: int):
+    """Refuse what cannot work, on every rank alike, before the first collective. Raises UserError naming the flag."""
+    pp, m, v = choose_pp(config, world), config.model_config(), choose_chunks(config)
+    if pp < 1 or world % pp:
+        legal = [n for n in range(1, world + 1) if world % n == 0]
+        raise UserError(f"--pp {pp} does not divide the {world} ranks that were started: use one of {legal}")
+    sizes = dict(pp=pp, cp=max(1, config.cp), tp=max(1, config.tp))
+    if world % prod(sizes.values()):
+        rest = {dim: prod(sizes.values()) // size for dim, size in sizes.items()}
+        legal = {dim: [n for n in range(1, world + 1) if world % (n * rest[dim]) == 0] for dim in sizes}
+        choices = ", or ".join(f"--{dim} among {numbers}" for dim, numbers in legal.items() if numbers)
+        raise UserError(
+            f"{' x '.join(f'--{dim} {size}' for dim, size in sizes.items())} = {prod(sizes.values())} does not divide "
+            f"the {world} ranks that were started: use {choices or 'smaller ones'}"
+        )
+    check_cp(config, world // pp)
+    if config.sync == "torch":
+        raise UserError("--sync torch wraps the whole model, of which a stage is a part: use another --sync")
+    dp = mesh_sizes(config, world)["dp"]
+    if reason := refuse(config.schedule, pp, config.global_batch_size // dp // config.micro_batch_size, v):
+        raise UserError(reason)
+    stages = len(paths(config.schedule, pp, v)[0])
+    if m.n_layers < stages:
+        raise UserError(
+            f"--n-layers {m.n_layers} cannot be cut into {stages} stages (--pp {pp} x {stages // pp} chunks): "
+            "use more layers, or a smaller --pp or --chunks"
+        )
+    split_layers(config, m, stages, layer_costs(m))
+
+
+def check_ep(config: Any, world: int):
+    """Refuse what cannot work, on every rank alike, before the first collective. Raises UserError naming the flag."""
+    check_pp(config, world)
+    m = config.model_config()
+    _, dp, cp, tp = mesh_sizes(config, world).values()
+    data = dp * cp
+    ep = choose_ep(config, m, data)
+    for name in ("capacity_factor", "balance_weight", "bias_speed", "z_loss"):
+        if not getattr(config, name) >= 0:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(config, name)}: it must be at least 0")
+    if ep < 1 or data % ep:
+        legal = [n for n in range(1, data + 1) if data % n == 0 and max(1, m.experts) % n == 0]
+        raise UserError(
+            f"--ep {ep} does not divide dp x cp = {dp} x {cp} = {data} ranks, among which it lives: use one of {legal}"
+        )
+    if ep > 1 and not m.moe_layers:
+        raise UserError(f"--ep {ep} needs experts: set --experts, or use --ep 1")
+    if ep > 1 and m.experts % ep:
+        legal = [n for n in range(1, data + 1) if data % n == 0 and m.experts % n == 0]
+        raise UserError(f"--experts {m.experts} cannot be dealt to --ep {ep} ranks: use --ep among {legal}")
+    if m.moe_layers and m.expert_width % tp:
+        raise UserError(f"--tp {tp} must divide the width of an expert, {m.expert_width}: change it or --expert-dim")
+    if ep > 1 and config.optimizer == "adafactor":
+        raise UserError("--optimizer adafactor looks at all experts at once: use it with --ep 1")
+
+
+def choose_tp(config: Any, world: int) -> int:
+    """`--tp`, or what 0 stands for."""
+    return config.tp or (2 if world % 2 == 0 else 1)
+
+
+def choose_cp(config: Any, world: int) -> int:
+    """`--cp`, or what 0 stands for."""
+    return config.cp or (2 if world % (2 * max(1, config.tp)) == 0 else 1)
+
+
+def mesh_sizes5(config: Any, world: int) -> dict[str, int]:
+    """Ranks along each dimension of the mesh, slowest first: what the flags say, and dp the rest."""
+    cp = choose_cp(config, world)
+    tp = choose_tp(config, world // cp)
+    return dict(dp=world // tp // cp, cp=cp, tp=tp)
+
+
+def choose_pp(config: Any, world: int) -> int:
+    """`--pp`, or what 0 stands for."""
+    return config.pp or (2 if world % 2 == 0 else 1)
+
+
+def mesh_sizes(config: Any, world: int) -> dict[str, int]:
+    """Ranks along each dimension of the mesh, slowest first: step 5's, in each of the stages."""
+    pp = choose_pp(config, world)
+    return dict(pp=pp) | mesh_sizes5(config, world // pp)
+
+
+def choose_chunks(config: Any) -> int:
+    """`--chunks`, or what 0 stands for."""
+    return config.chunks or chunks_per_rank(config.schedule) or 2
+
+
+def split_layers(config: Any, m: ModelConfig, n: int, costs: list[float]) -> list[int]:
+    """How many layers each of `n` stages has: `--pp-split`, or balanced by cost. Raises UserError.
+
+    `costs` of the layers, in multiply-adds of a token; those of the head and of the embedding (a row) are added.
+    """
+    if config.pp_split:
+        try:
+            lengths = [int(part) for part in config.pp_split.split(",")]
+        except ValueError:
+            lengths = []
+        if len(lengths) != n or sum(lengths) != m.n_layers or min(lengths) < 1:
+            raise UserError(
+                f"--pp-split {config.pp_split}: give {n} numbers of layers from 1 on, like 2,2,1, "
+                f"that add up to --n-layers {m.n_layers}"
+            )
+        return lengths
+    ends = [0.0] * (len(costs) - 1)
+    both = zip(costs, [float(m.dim), *ends], [*ends, float(matmul_weights(m)[1])], strict=True)
+    return balance([sum(parts) for parts in both], n)
+
+
+def choose_ep(config: Any, m: MoEConfig, data: int) -> int:
+    """`--ep`, or what 0 stands for, among `data` = dp x cp ranks."""
+    return config.ep or (2 if m.moe_layers and data % 2 == 0 and m.experts % 2 == 0 else 1)

@@ -1,0 +1,75 @@
+"""What a run saves, and how another one goes on from it."""
+
+import dataclasses
+import time
+from itertools import chain
+from typing import Any
+
+import torch
+
+from common import UserError
+from common.comm import Mesh, gather_objects
+from common.layout import layout_of
+from services import checkpoint as checkpoints
+from services.checkpoint import Checkpoint, Piece
+from services.run import Run, run_directory
+
+
+def save(run: Run, step: int, optimizer: Any, config: Any):
+    """Write a checkpoint of everything that the next step depends on. Called by every rank, each writes its share.
+
+    The data position is the step itself. What compression owes (step 2) is not kept: a resumed run owes nothing.
+    """
+    start = time.perf_counter()
+    run.doing = "save"
+    run.saver = run.saver or checkpoints.Saver(run.out, run.mesh)
+    position = dict(step=step, sequences=step * config.global_batch_size)
+    scaling = dict(loss_scale=optimizer.loss_scale, good_steps=optimizer.good_steps, recent=optimizer.recent)
+    about = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(optimizer.model.config))
+    meta = dict(**about, dtype=str(optimizer.dtype), position=position, **scaling)
+    rng = torch.get_rng_state()
+    own = [Piece("rng", "cpu", rng, rng.shape)] if run.rank == 0 else []
+    run.saver.save(step, chain(optimizer.pieces(), own), meta, config.save_async)
+    run.clock["save"] += time.perf_counter() - start
+
+
+def resume(optimizer: Any, config: Any, mesh: Mesh | None = None) -> int:
+    """Take over a checkpoint; returns the number of steps it has done. Raises UserError if it does not fit."""
+    found = checkpoints.find(config.resume, run_directory(config), mesh)
+    if found is None:
+        if config.generate:
+            raise UserError(f"--resume auto: there is no checkpoint in {run_directory(config)} to --generate from")
+        return 0
+    require_fit(found, optimizer, config, mesh)
+    if not config.generate and (mesh is None or mesh.rank == 0):
+        print(f"going on from {found.path}", flush=True)
+    optimizer.load(found, weights_only=bool(config.generate))
+    if not config.generate and found.shapes("rng"):
+        meta = found.meta
+        optimizer.loss_scale, optimizer.good_steps = meta["loss_scale"], meta["good_steps"]
+        optimizer.recent = tuple(map(tuple, meta["recent"]))
+        torch.set_rng_state(found.full("rng", "cpu"))
+    return found.meta["step"]
+
+
+def require_fit(found: Checkpoint, optimizer: Any, config: Any, mesh: Mesh | None):
+    """Refuse a checkpoint of another model, precision or rule. Raises UserError, on every rank alike."""
+    meta, theirs, ours = found.meta, found.shapes("model"), {}
+    held = {n: tuple(layout_of(p).full_shape(p.shape)) for n, p in optimizer.model.named_parameters()}
+    for shapes in gather_objects(held, mesh):  # a rank may hold only some layers
+        ours |= shapes
+    advice = f"use --model {meta['config']['model']} and the overrides it was trained with"
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            raise UserError(f"--resume {found.path}: its {name} does not fit this model; {advice}")
+    for key, value in dataclasses.asdict(optimizer.model.config).items():
+        if key != "seq_len" and meta["model"].get(key, value) != value:  # only step 7 knows experts
+            raise UserError(f"--resume {found.path}: its {key} is {meta['model'][key]}, not {value}; {advice}")
+    if config.generate or not found.shapes("rng"):  # weights alone may be read in any precision
+        return
+    for flag, theirs_was, ours_is in (
+        ("optimizer", meta["config"]["optimizer"], config.optimizer),
+        ("dtype", meta["dtype"], str(optimizer.dtype)),
+    ):
+        if theirs_was != ours_is:
+            raise UserError(f"--resume {found.path} was written with {flag} {theirs_was}, not {ours_is}: set --{flag}")

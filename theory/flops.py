@@ -1,0 +1,71 @@
+"""FLOPs of training on one token, and how layers are dealt to stages by their cost."""
+
+from itertools import accumulate
+
+from common.model import ModelConfig
+from common.moe import MoEConfig
+
+
+def matmul_weights(m: ModelConfig) -> tuple[int, int]:
+    """Numbers of weights that tokens are multiplied with: in one layer, in the head."""
+    kv_dim = m.n_kv_heads * m.head_dim
+    return m.dim * (2 * m.dim + 2 * kv_dim + 3 * m.ffn_dim), m.vocab_size * m.dim
+
+
+def flops_per_token(m: ModelConfig, recompute: str) -> tuple[float, float]:
+    """FLOPs of training on one token: (model, executed); see FLOPs above."""
+    layer, head = matmul_weights(m)
+    attention = 4 * m.n_layers * m.seq_len * m.dim
+    model = 6 * (m.n_layers * layer + head) + 3 * attention
+    again = 2 * m.n_layers * (layer - m.ffn_dim * m.dim) + attention if recompute == "full" else 0
+    return model, model + attention / 2 + again
+
+
+def layer_costs(m: ModelConfig) -> list[float]:
+    """Multiply-adds of a token in each layer: its matmuls and attention."""
+    return [matmul_weights(m)[0] + 2.0 * m.seq_len * m.dim] * m.n_layers
+
+
+def more_weights(m: MoEConfig) -> int:
+    """Weights that a token visits in a layer with experts, less those of the dense MLP whose place they take."""
+    visited = 3 * m.dim * m.expert_width * (m.experts_per_token + m.shared_experts) + m.dim * m.experts
+    return visited - 3 * m.dim * m.ffn_dim
+
+
+def moe_flops_per_token(m: MoEConfig, recompute: str) -> tuple[float, float]:
+    """Step 1's (model, executed) FLOPs of training on one token; of the experts, only those it visits count.
+
+    With full recomputation a layer with experts is done again to its end, as backward needs the experts' outputs.
+    """
+    model, executed = flops_per_token(m, recompute)
+    more = more_weights(m)
+    model += 6 * m.moe_layers * more
+    executed += 6 * m.moe_layers * more
+    if recompute == "full":
+        executed += 2 * m.moe_layers * (more + m.ffn_dim * m.dim)
+    return model, executed
+
+
+def moe_layer_costs(m: MoEConfig) -> list[float]:
+    """Multiply-adds of a token in each layer, as step 6's `layer_costs`; of the experts, those that it visits."""
+    return [cost + more_weights(m) * m.has_experts(number) for number, cost in enumerate(layer_costs(m))]
+
+
+def balance(costs: list[float], n: int) -> list[int]:
+    """Cut a row of costs into `n` parts that are not empty, the dearest as cheap as can be; returns their lengths.
+
+    Among equals, the one whose costs are most alike (least sum of squares).
+    """
+    until = [0.0, *accumulate(costs)]
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}  # end of the last part -> (dearest, squares)
+    for part in range(1, n + 1):
+        following: dict[int, tuple[float, float, list[int]]] = {}
+        for end in range(part, len(costs) - n + part + 1):
+            tries = []
+            for start, (dearest, squares, lengths) in best.items():
+                if start < end:
+                    cost = until[end] - until[start]
+                    tries.append((max(dearest, cost), squares + cost**2, [*lengths, end - start]))
+            following[end] = min(tries)
+        best = following
+    return best[len(costs)][2]

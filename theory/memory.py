@@ -1,0 +1,173 @@
+"""Bytes of each kind of tensor that a rank holds."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from common.model import Decoder, ModelConfig
+from common.moe import MoEConfig
+from common.schedules import Action
+
+
+def activation_bytes(m: ModelConfig, batch: int, dtype: torch.dtype, recompute: str, on_cpu: bool) -> int:
+    """Bytes that a forward pass of [batch, seq_len] tokens leaves for the backward pass; see RECOMPUTATION above."""
+    e, wide, kv_dim, tokens = dtype.itemsize, max(4, dtype.itemsize), m.n_kv_heads * m.head_dim, batch * m.seq_len
+    norm = wide + on_cpu * m.dim * (2 * wide - e if e < wide else wide)
+    layer = {
+        "none": e * (6 * m.dim + 2 * kv_dim + 4 * m.ffn_dim) + wide * m.n_heads + 2 * norm,
+        "selective": e * (5 * m.dim + 2 * kv_dim + 2 * m.ffn_dim) + wide * m.n_heads,
+        "full": e * m.dim,
+    }[recompute]
+    rope = 2 * m.seq_len * m.head_dim * wide
+    head = e * m.dim * (2 * tokens + m.vocab_size) + norm * tokens  # its input; two gradients, known since forward
+    return tokens * m.n_layers * layer + rope + head
+
+
+def memory_rows(config: Any, m: ModelConfig, model: Decoder, dtype: torch.dtype, on_cpu: bool) -> dict[str, int]:
+    """Predicted bytes of each kind of tensor."""
+    n, mixed, wide = sum(p.numel() for p in model.parameters()), dtype.itemsize == 2, max(4, dtype.itemsize)
+    moments = {"adamw": 2 * n * wide, "sgd": 0}.get(config.optimizer)
+    return {
+        "parameters": n * dtype.itemsize,
+        "gradients": n * (dtype.itemsize if config.grad_dtype == "same" else wide),
+        "masters": n * 4 * mixed,
+        "moments": moments if moments is not None else sum(sum(p.shape) for p in model.parameters()) * wide,
+        "activations": activation_bytes(m, config.micro_batch_size, dtype, config.recompute, on_cpu),
+    }
+
+
+def zero_memory_rows(config: Any, m: ModelConfig, optimizer: Any) -> dict[str, int]:
+    """Predicted bytes of each kind of tensor on one rank, after the table above (with padding; on the host or not)."""
+    e, wide = optimizer.dtype.itemsize, optimizer.units[0].wide.itemsize
+    cut = sum(unit.length for unit in optimizer.units)
+    trained = sum(unit.length for unit in optimizer.units if unit.trained)
+    whole = sum(unit.length * unit.group.size for unit in optimizer.units)
+    gradients = sum(u.length * u.group.size * u.grad_dtype.itemsize for u in optimizer.units if u.trained)
+    separate = optimizer.mixed or config.offload_optimizer != "none"
+    in_memory = config.offload_optimizer != "disk"
+    return {
+        "parameters": (cut if config.zero == 3 else whole) * e,
+        "gradients": trained * wide if config.zero > 1 else gradients,
+        "masters": cut * wide * separate * in_memory,
+        "moments": trained * wide * len(MOMENTS[config.optimizer]) * in_memory,
+        "activations": activation_bytes(
+            m, config.micro_batch_size, optimizer.dtype, config.recompute, optimizer.device.type == "cpu"
+        ),
+    }
+
+
+def tp_activation_bytes(config: Any, m: ModelConfig, tp: int, dtype: torch.dtype, on_cpu: bool) -> int:
+    """Step 1's `activation_bytes` on one of `tp` ranks: between blocks s/n tokens with SP, else s; inside, 1/n wide.
+
+    Without overlap, the gathered input of each block is kept instead of s/n tokens of it. "selective" keeps what all
+    matmuls made, and so of those cut by rows a part of the sum for all s tokens, which is not divided.
+    """
+    e, wide, h, n = dtype.itemsize, max(4, dtype.itemsize), m.dim, tp
+    tokens = config.micro_batch_size * m.seq_len
+    own = tokens // n if config.sp else tokens
+    inputs = own if config.tp_overlap or not config.sp else tokens
+    norm = wide + on_cpu * h * (2 * wide - e if e < wide else wide)
+    kv = max(1, m.n_kv_heads // n) * m.head_dim
+    attention = tokens * (e * (2 * h // n + 2 * kv) + wide * m.n_heads // n)
+    layer = {
+        "none": own * (2 * e * h + 2 * norm) + inputs * 2 * e * h + attention + tokens * 4 * e * m.ffn_dim // n,
+        "selective": own * e * h + attention + tokens * e * (2 * m.ffn_dim // n + 2 * h),
+        "full": own * e * h,
+    }[config.recompute]
+    rope = 2 * m.seq_len * m.head_dim * wide
+    embedding = tokens * 9  # which rows were looked up, and which of them are here
+    head = own * (2 * e * h + norm) + e * h * -(-m.vocab_size // n)
+    return m.n_layers * layer + rope + embedding + head
+
+
+def cp_activation_bytes(config: Any, m: ModelConfig, tp: int, cp: int, dtype: torch.dtype, on_cpu: bool) -> int | None:
+    """What one of tp x cp ranks keeps: that of its s/cp tokens, and what the mode adds. Unknown for selective."""
+    local = replace(m, seq_len=m.seq_len // cp)
+    if tp > 1:
+        found = tp_activation_bytes(config, local, tp, dtype, on_cpu)
+    else:
+        found = activation_bytes(local, config.micro_batch_size, dtype, config.recompute, on_cpu)
+    if config.recompute == "selective" and cp > 1:
+        return None  # the cached outputs of every block depend on the mode and the rank
+    if config.recompute == "none" and cp > 1:
+        tokens, kv_heads = config.micro_batch_size * local.seq_len * dtype.itemsize, max(1, m.n_kv_heads // tp)
+        more = {
+            "allgather": (cp - 1) * 2 * kv_heads * m.head_dim,
+            "ulysses": m.dim // tp + 2 * (max(kv_heads, cp) - kv_heads) * m.head_dim,
+        }.get(config.cp_mode, 0)
+        found += m.n_layers * tokens * more
+    return found
+
+
+def in_flight_bytes(actions: list[Action], whole: list[int], waiting: list[int]) -> int:
+    """The most that one rank's list of actions keeps for backward at a time.
+
+    `whole`, by chunk: bytes of a micro-batch from its F to its B; `waiting`: what of them stays until its W.
+    """
+    held = most = 0
+    for kind, _, chunk in actions:
+        if kind == "F":
+            held += whole[chunk]
+        elif kind == "B":
+            held -= whole[chunk] - waiting[chunk]
+        else:
+            held -= waiting[chunk] if kind == "W" else whole[chunk]
+        most = max(most, held)
+    return most
+
+
+def pp_activation_bytes(
+    config: Any,
+    m: ModelConfig,
+    chunks: list,
+    actions: list[Action],
+    tp: int,
+    cp: int,
+    dtype: torch.dtype,
+    on_cpu: bool,
+    more: Callable[[Any], int | None] = lambda chunk: 0,
+) -> int | None:
+    """What a rank keeps at most: step 5's bytes of its layers (and `more`), times the micro-batches in flight.
+
+    Unknown (None) where step 5's are, and with W apart from B unless tp is 1 and nothing is computed again: then the
+    inputs of all matmuls, e (3 h + f) a token and layer, stay until W.
+    """
+    one, two = (cp_activation_bytes(config, replace(m, n_layers=n), tp, cp, dtype, on_cpu) for n in (1, 2))
+    split = any(action.kind == "W" for action in actions)
+    extra = [more(chunk) for chunk in chunks]
+    if one is None or None in extra or (split and (tp > 1 or config.recompute != "none" or any(extra))):
+        return None
+    tokens = config.micro_batch_size * m.seq_len // cp
+    rope = 2 * m.seq_len // cp * m.head_dim * max(4, dtype.itemsize)
+    embedding = tokens * 9 * (tp > 1)
+    layer, head = two - one, 2 * one - two - rope - embedding
+    inputs = tokens * (3 * m.dim + m.ffn_dim) * dtype.itemsize
+    whole = [len(c.layers) * layer + rope + c.last * head + c.first * embedding for c in chunks]
+    whole = [sum(both) for both in zip(whole, extra, strict=True)]
+    return in_flight_bytes(actions, whole, [len(c.layers) * inputs for c in chunks])
+
+
+def expert_activation_bytes(config: Any, m: MoEConfig, tp: int, cp: int, dtype: torch.dtype, chunk: Any) -> int | None:
+    """What the experts of a chunk add to step 5's bytes that a forward pass keeps, on average over the ranks.
+
+    Instead of 4 f e, each token of a layer keeps for each expert that it visits, of width f', its input and output and
+    what lies between, e (2 h + 4 f') (h the same on all tp ranks, f' cut over them), where it goes and its gate; for
+    the router p and, if e is 2, the input in fp32. Unknown (None) with selective recomputation.
+    """
+    layers = sum(m.has_experts(int(number)) for number in chunk.layers)
+    if not layers or config.recompute == "full":
+        return 0
+    if config.recompute == "selective":
+        return None
+    e, wide, k = dtype.itemsize, max(4, dtype.itemsize), m.experts_per_token
+    tokens = config.micro_batch_size * m.seq_len // cp
+    own = tokens // tp if config.sp else tokens
+    visits = tokens * k * (e * (2 * m.dim + 4 * m.expert_width // tp) + wide + 16)
+    router = own * (m.experts * wide + k * (2 * wide + 9) + wide) + (own + m.experts) * m.dim * wide * (e < wide)
+    shared = tokens * 4 * e * m.shared_experts * m.expert_width // tp
+    return layers * (visits + router + shared - tokens * 4 * e * m.ffn_dim // tp)
+
+
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}  # what torch.optim keeps for every element

@@ -1,0 +1,248 @@
+"""Bytes that a rank sends in one step, by (mesh dimension, operation)."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from math import comb, prod
+from typing import Any
+
+import torch
+
+from common.comm import Group, Mesh
+from common.layout import layout_of
+from common.model import Decoder, ModelConfig
+from common.moe import MoEConfig
+from common.schedules import Action, Step
+from services.compression import BLOCK
+from theory.memory import memory_rows, zero_memory_rows
+
+Traffic = dict[tuple[str, str], float]
+
+
+def predicted_traffic(model: Decoder, sync: Any, config: Any, group: Group) -> dict[tuple[str, str], float]:
+    """Bytes each rank of the group sends for its gradients in one step, by (mesh dimension, operation)."""
+    found: dict[tuple[str, str], float] = {}
+    for dim, own in {own.name: own for own in (group, *sync.groups.values())}.items():
+        n, buckets = own.size, [bucket for bucket in getattr(sync, "buckets", []) if bucket.group is own]
+        if config.compress in ("bf16", "int8"):
+            block = 2 * BLOCK if config.compress == "bf16" else BLOCK + 4
+            half = (n - 1) / n * sum(len(bucket.flat) // BLOCK * block for bucket in buckets)
+            found |= {(dim, "all_to_all"): half, (dim, "all_gather"): half}
+        elif config.compress == "topk":
+            chosen = sum(max(1, int(config.topk_fraction * len(bucket.flat))) for bucket in buckets)
+            found[dim, "all_gather"] = (n - 1) * chosen * 8
+        else:
+            gradients = sum(p.numel() * p.grad_dtype.itemsize for p in sync.params if sync.groups[p] is own)
+            found[dim, "all_reduce"] = 2 * (n - 1) / n * gradients
+    return found
+
+
+def unit_traffic(units: list, times: list[tuple[int, int]]) -> dict[tuple[str, str], float]:
+    """Bytes each rank sends, by (mesh dimension, operation), if gradient and weights of each unit travel so many
+    `times`: (reductions, gatherings).
+    """
+    found: dict[tuple[str, str], float] = {}
+    for unit, (reduced, gathered) in zip(units, times, strict=True):
+        name, length = unit.group.name, (unit.group.size - 1) * unit.length
+        reduced, gathered = reduced * unit.grad_dtype.itemsize, gathered * unit.dtype.itemsize
+        for operation, n_bytes in (("reduce_scatter", reduced), ("all_gather", gathered)):
+            found[name, operation] = found.get((name, operation), 0) + length * n_bytes
+    return found
+
+
+def zero_traffic(optimizer: Any, micro_batches: int) -> dict[tuple[str, str], float]:
+    """Bytes each rank sends in one step, by (mesh dimension, operation), after WHEN and the first table above."""
+    uses, stage = optimizer.uses, optimizer.stage
+    in_turn = [u for use in uses for u in use.units] + [u for use in uses[:-1] if use.again for u in use.units]
+    times = []
+    for i, unit in enumerate(optimizer.units):
+        reduced = bool(unit.trained) * (1 if stage == 1 else micro_batches)
+        times.append((reduced, micro_batches * in_turn.count(i) if stage == 3 else bool(unit.trained)))
+    return unit_traffic(optimizer.units, times)
+
+
+def predictions(
+    config: Any, m: ModelConfig, optimizer: Any, sync: Any, micro_batches: int
+) -> tuple[dict[str, int | None], dict[tuple[str, str], float]]:
+    """Predicted memory and traffic of one rank and step, whatever `--zero` is."""
+    if config.zero == 0:
+        memory = memory_rows(config, m, optimizer.model, optimizer.dtype, sync.group.device.type == "cpu")
+        return memory, predicted_traffic(optimizer.model, sync, config, sync.group)
+    return zero_memory_rows(config, m, optimizer), zero_traffic(optimizer, micro_batches)
+
+
+def tp_traffic(
+    config: Any, m: ModelConfig, n: int, dtype: torch.dtype, micro_batches: int, embeddings: int = 1, heads: int = 1
+) -> dict[tuple[str, str], float]:
+    """Bytes one of `n` ranks sends over tp in one step, by (mesh dimension, operation): the docstring's table, k times.
+
+    `embeddings`, `heads`: whether there are any (on a stage of a pipeline, step 6, there may be none).
+    """
+    e, wide = dtype.itemsize, max(4, dtype.itemsize)
+    if n == 1:
+        return {}
+    tokens, layers = config.micro_batch_size * m.seq_len, m.n_layers
+    unit = (n - 1) / n * tokens * m.dim * e
+    combine = 2 * (n - 1) * tokens * wide * heads
+    found: dict[tuple[str, str], float] = {}
+    redone = config.recompute != "none"  # up to the input of a layer's last matmul
+    if config.sp:
+        gathers = 4 + 2 * config.tp_overlap + 2 * redone
+        found["tp", "all_gather"] = micro_batches * ((gathers * layers + embeddings + heads) * unit + combine)
+        found["tp", "reduce_scatter"] = micro_batches * ((4 + redone) * layers + embeddings + heads) * unit
+    else:
+        found["tp", "all_gather"] = micro_batches * combine
+        found["tp", "all_reduce"] = micro_batches * ((4 + redone) * layers + embeddings + heads) * 2 * unit
+    return found
+
+
+def partial_traffic(optimizer: Any, mesh: Mesh, dims: list[str]) -> dict[tuple[str, str], float]:
+    """Bytes a rank sends in `sum_partial_gradients`, by (mesh dimension, operation)."""
+    found: dict[tuple[str, str], float] = {}
+    params = dict(optimizer.model.named_parameters())
+    for dim in dims:
+        size = mesh[dim].size
+        summed = sum(held_bytes(optimizer, name) for name, p in params.items() if dim in layout_of(p).sum_over)
+        if summed and size > 1:
+            found[dim, "all_reduce (partial)"] = 2 * (size - 1) / size * summed
+    return found
+
+
+def held_bytes(optimizer: Any, name: str) -> int:
+    """Bytes of a parameter's complete gradient on this rank: all of it, or what lies in its slice."""
+    if hasattr(optimizer, "units"):
+        unit = next(unit for unit in optimizer.units if name in unit.named)
+        itemsize = unit.grad_dtype.itemsize if optimizer.stage == 1 else unit.wide.itemsize
+        return len(unit.cut(unit.master, name)) * itemsize if name in unit.trained else 0
+    param = optimizer.params.get(name)
+    return 0 if param is None else param.numel() * param.grad_dtype.itemsize
+
+
+def cp_traffic(config: Any, m: ModelConfig, tp: int, cp: int, dtype: torch.dtype, micro_batches: int) -> dict:
+    """Bytes a rank sends over cp in one step, by (mesh dimension, operation): the docstring's table, k L times."""
+    if cp == 1 or config.recompute != "none":
+        return {}
+    times = micro_batches * m.n_layers
+    tokens, kv_heads = config.micro_batch_size * m.seq_len // cp, max(1, m.n_kv_heads // tp)
+    kv = tokens * 2 * kv_heads * m.head_dim
+    narrow, wide = kv * dtype.itemsize, kv * max(4, dtype.itemsize)
+    if config.cp_mode == "allgather":
+        return {
+            ("cp", "all_gather"): times * (cp - 1) * narrow,
+            ("cp", "reduce_scatter"): times * (cp - 1) * wide,
+        }
+    if config.cp_mode == "ulysses":
+        q, repeated = tokens * m.dim // tp * dtype.itemsize, narrow * max(kv_heads, cp) // kv_heads
+        return {("cp", "all_to_all"): times * 2 * (cp - 1) / cp * (2 * q + repeated)}
+    return {("cp", "send"): times * (2 * (cp - 1) * narrow + cp * wide)}
+
+
+def stage_traffic(
+    config: Any,
+    m: ModelConfig,
+    pipeline: Any,
+    program: list[Step],
+    tp: int,
+    cp: int,
+    dtype: torch.dtype,
+    more: Callable[[Any, int], Traffic] = lambda chunk, times: {},
+) -> Traffic:
+    """Bytes a rank sends in one step: for its chunks over tp and cp (and what `more` says of a chunk that so many
+    micro-batches pass), and over the boundaries.
+    """
+    found: Traffic = defaultdict(float)
+    passed = Counter(step.what.chunk for step in program if step.kind == "run" and step.what.kind == "F")
+    for number, chunk in enumerate(pipeline.chunks):
+        own, times = replace(m, n_layers=len(chunk.layers)), passed[number]
+        local = replace(own, seq_len=m.seq_len // cp)
+        parts = tp_traffic(config, local, tp, dtype, times, int(chunk.first), int(chunk.last))
+        for part in (parts, cp_traffic(config, own, tp, cp, dtype, times), more(chunk, times)):
+            for name, n_bytes in part.items():
+                found[name] += n_bytes
+    kinds = Counter(step.kind for step in program)
+    wire = config.micro_batch_size * prod(pipeline.wire) * dtype.itemsize
+    found["pp", "send"] += kinds["send"] * wire
+    found["tp", "all_gather (boundary)"] += kinds["recv"] * wire * (pipeline.slices - 1)
+    return {name: n_bytes for name, n_bytes in found.items() if n_bytes}
+
+
+def zero_stage_traffic(optimizer: Any, pipeline: Any, actions: list[Action]) -> Traffic:
+    """Bytes each rank sends over ZeRO's groups in one step: a unit's gradient once (stage 1) or each time that a chunk
+    with it has gone backward; updated weights once, or (stage 3) each time that another chunk's turn begins.
+    """
+    turns: list[list] = [[]]  # the units that are there, one turn after another
+    for action in actions:
+        if action.kind != "W" and pipeline.units[action.chunk] != turns[-1]:
+            turns.append(pipeline.units[action.chunk])
+    times = []
+    for unit in optimizer.units:
+        backs = sum("W" in action.kind and unit in pipeline.units[action.chunk] for action in actions)
+        came = sum(unit in after and unit not in before for before, after in pairwise(turns))
+        reduced = bool(unit.trained) * (1 if optimizer.stage == 1 else backs)
+        times.append((reduced, came if optimizer.stage == 3 else bool(unit.trained)))
+    return unit_traffic(optimizer.units, times)
+
+
+def mean_rows(m: MoEConfig, tokens: int, ep: int) -> float:
+    """Rows that a rank with so many tokens sends to the others, on average, if all sets of k experts are as likely."""
+    elsewhere = comb(m.experts - m.experts // ep, m.experts_per_token) / comb(m.experts, m.experts_per_token)
+    return (ep - 1) * tokens * (1 - elsewhere)
+
+
+def ep_bytes(config: Any, m: MoEConfig, tokens: int, ep: int, e: int, sent: float, came: float) -> dict[str, float]:
+    """Bytes a rank sends over ep in one layer, forward and backward: the docstring's table, by operation.
+
+    `tokens` of this rank, `e` bytes an element; rows `sent` to and that `came` from other ranks.
+    """
+    wide = max(4, e)
+    if config.ep_mode == "allgather":
+        there, home = tokens * (m.dim * e + m.experts * wide), tokens * m.dim * e
+        return {"all_gather": (ep - 1) * (there + home), "reduce_scatter": (ep - 1) * (there + home)}
+    row = 2 * m.dim * e + m.experts // ep * wide
+    return {"all_to_all": (sent + came) * row, "all_to_all (counts)": 8 * (ep - 1)}
+
+
+def expert_tp_bytes(config: Any, m: MoEConfig, rows: float, tp: int, ep: int, e: int, even: bool) -> dict[str, float]:
+    """Bytes a rank sends over tp for the experts of one layer, forward and backward, by operation.
+
+    `rows` on this rank, or with SP the most on any tp rank; `even`: their number did not have to be exchanged.
+    """
+    x, gates = rows * m.dim * e, rows * (m.experts // ep) * max(4, e)
+    if not config.sp:
+        return {"all_reduce": 2 * (tp - 1) / tp * (2 * x + gates)}
+    found = {"all_gather": (tp - 1) * (2 * x + gates), "reduce_scatter": (tp - 1) * (2 * x + gates)}
+    return found | ({} if even else {"all_gather (counts)": 8 * (tp - 1)})
+
+
+def moe_traffic(
+    config: Any, m: MoEConfig, tp: int, cp: int, ep: int, dtype: torch.dtype, chunk: Any, times: int
+) -> Traffic:
+    """Bytes a rank sends for the experts of a chunk in `times` micro-batches, if all are equally likely.
+
+    Less what step 4 has counted over tp for the MLPs whose place they take: half a layer's, each.
+    """
+    layers = sum(m.has_experts(int(number)) for number in chunk.layers)
+    if not layers or config.recompute != "none":
+        return {}
+    found: Traffic = {}
+
+    def add(dim: str, by_operation: dict[str, float], factor: float = 1):
+        for operation, n_bytes in by_operation.items():
+            found[dim, operation] = found.get((dim, operation), 0) + layers * times * factor * n_bytes
+
+    n = cp * tp if config.sp else cp  # ranks that share a sequence
+    e, tokens = dtype.itemsize, config.micro_batch_size * m.seq_len // n
+    sent = mean_rows(m, tokens, ep)
+    rows = {"alltoall": sent * ep / max(1, ep - 1), "allgather": tokens * ep}[config.ep_mode] if ep > 1 else tokens
+    if ep > 1:
+        add("ep", ep_bytes(config, m, tokens, ep, e, sent, sent))
+    if n > 1 and (config.balance == "loss" or config.capacity_factor):
+        add("sequence", {"all_gather": (n - 1) * tokens * m.experts_per_token * 4})
+    if tp > 1:
+        add("tp", expert_tp_bytes(config, m, rows, tp, ep, e, even=ep == 1 or config.ep_mode == "allgather"))
+        if not m.shared_experts:
+            local = replace(m, seq_len=m.seq_len // cp)
+            one, two = (tp_traffic(config, replace(local, n_layers=depth), tp, dtype, 1) for depth in (1, 2))
+            add("tp", {operation: two[dim, operation] - one[dim, operation] for dim, operation in one}, -0.5)
+    return found
