@@ -27,12 +27,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common import UserError
-from common.schedules import Place
 from services import plots
 from services.devices import peak_memory
 from services.memory import MemoryTimeline
 from services.tables import bytes_of, human, table
-from services.watchdog import Watchdog, shared_store
+from services.watchdog import Place, Watchdog, shared_store
 
 
 def run_directory(config: Any) -> Path:
