@@ -12,7 +12,7 @@ import pytest
 
 import step07_moe_ep as step07
 from common import UserError
-from common.schedules import SCHEDULES, refuse
+from common.schedules import SCHEDULES, chunks_per_rank, refuse
 from services.checks import check_ep
 from tests import equivalence
 from tests.equivalence import SMALL, label
@@ -49,7 +49,7 @@ def layouts(world: int) -> list[dict]:
             if dp * cp % ep or 8 % ep:
                 continue
             n = next(turn)
-            names = [s for s in SCHEDULES if not refuse(s, pp, max(3, pp), step07.step06.chunks_per_rank(s) or 2)]
+            names = [s for s in SCHEDULES if not refuse(s, pp, max(3, pp), chunks_per_rank(s) or 2)]
             mode = MODES[n % 4] if 8 // tp % cp == 0 else MODES[n % 3]
             flags = dict(pp=pp, cp=cp, tp=tp, ep=ep, zero=zero, sp=sp, schedule=names[n % len(names)], cp_mode=mode)
             found.append(flags | dict(ep_mode=["alltoall", "allgather"][n // 2 % 2]))

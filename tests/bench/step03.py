@@ -38,6 +38,7 @@ from services.devices import choose_device
 from services.flags import parse
 from services.launch import open_mesh
 from services.tables import human, table
+from services.torch_ddp import TorchSync
 from step01_single_gpu import apply_recompute, torch_optimizer
 
 TrainStep = Callable[[], float]
@@ -153,7 +154,7 @@ def zero_redundancy(config: Config, group: Group) -> TrainStep:
     materialize(model, config.seed, group.device, torch.float32)
     ids = [group.device] if group.device.type == "cuda" else None
     wrapped = DistributedDataParallel(WithLoss(model), ids, gradient_as_bucket_view=True, init_sync=False)
-    wrapped.register_comm_hook(group, step03.step02.TorchSync.add)
+    wrapped.register_comm_hook(group, TorchSync.add)
     groups = rule(model, config).param_groups
     inner = ZeroRedundancyOptimizer(
         groups, torch.optim.AdamW, parameters_as_bucket_view=True, lr=config.lr, betas=(0.9, 0.95), fused=True
