@@ -107,7 +107,7 @@ def check_cp(config: Any, world: int):
     check_tp(config, world // cp)
     if cp == 1:
         return
-    tp = mesh_sizes(config, world)["tp"]
+    tp = mesh_sizes5(config, world)["tp"]
     chunks = 2 * cp if config.cp_mode in ("zigzag", "allgather") else cp
     if m.seq_len % chunks:
         raise UserError(
