@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from common import UserError
-from common import data as data_module
 from common.data import TokenData
 from common.model import IGNORE
+from services import readers
 from services.readers import BYTE_VOCAB, END, decode
 
 ROOT = Path(__file__).parents[1]
@@ -305,7 +305,7 @@ def test_an_unreachable_hub_is_told_at_once():
 
 TWO_AT_ONCE = """
 import sys, time
-from common import data
+from services import readers as data
 
 real = data.tokenise
 def counted(rows):
@@ -333,6 +333,6 @@ def test_a_second_opening_finds_the_tokens(tmp_path, monkeypatch):
     source = str(junk("a.txt", b"words " * 50)(tmp_path))
     first = TokenData(source, SEQ, 4, 0, BYTE_VOCAB).batch(0)
     made = list((tmp_path / "cache").rglob("*.arrow"))
-    monkeypatch.setattr(data_module.np, "append", None)  # what tokenising would need
+    monkeypatch.setattr(readers.np, "append", None)  # what tokenising would need
     assert torch.equal(TokenData(source, SEQ, 4, 0, BYTE_VOCAB).batch(0).tokens, first.tokens)
     assert list((tmp_path / "cache").rglob("*.arrow")) == made

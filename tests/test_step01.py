@@ -25,7 +25,7 @@ from common.data import TokenData
 from common.layout import materialize
 from common.model import IGNORE, PRESETS, Decoder, ModelConfig
 from services import checkpoint as checkpoints
-from services import run as run_module
+from services import devices, flags
 from services.checks import check_one
 from services.plots import read_metrics
 from services.readers import BYTE_VOCAB
@@ -757,7 +757,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
 def run_main(capsys, *argv: str) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of the command line."""
     with pytest.raises(SystemExit) as left:
-        run_module.main(step01.train, Config, list(argv))
+        flags.main(step01.train, Config, list(argv))
     return left.value.code or 0, *capsys.readouterr()
 
 
@@ -845,7 +845,7 @@ def test_an_unexpected_error_is_short_and_says_where(tmp_path, capsys, monkeypat
 def test_help_shows_the_comment_of_every_field(capsys):
     """A flag, its default's meaning and its text exist in one place: the dataclass."""
     status, out, _ = run_main(capsys, "--help")
-    shown, comments = re.sub(r"\s+", " ", out), run_module.field_help(Config)
+    shown, comments = re.sub(r"\s+", " ", out), flags.field_help(Config)
     assert status == 0
     for field in dataclasses.fields(Config):
         assert f"--{field.name.replace('_', '-')}" in shown
@@ -854,7 +854,7 @@ def test_help_shows_the_comment_of_every_field(capsys):
 
 def test_flags_become_the_config():
     """Numbers, choices, booleans and optional booleans."""
-    parse = run_module.parse
+    parse = flags.parse
     assert parse(Config, []) == Config()
     assert all(parse(Config, as_flags(dict(tied=tied))).tied is tied for tied in (True, False))
     config = parse(Config, as_flags(dict(compile=True, n_layers=3, lr=0.5, dtype="fp16", dataset="a/b")))
@@ -964,11 +964,11 @@ def test_peak_is_from_the_table_the_flag_or_a_matmul(monkeypatch):
     }
     for name, peak in names.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
-        assert run_module.peak_flops(torch.device("cuda"), torch.bfloat16, 0.0) == peak * 1e12
-    assert run_module.peak_flops(torch.device("cuda"), torch.bfloat16, 3.0) == 3e12
+        assert devices.peak_flops(torch.device("cuda"), torch.bfloat16, 0.0) == peak * 1e12
+    assert devices.peak_flops(torch.device("cuda"), torch.bfloat16, 3.0) == 3e12
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert run_module.peak_flops(torch.device("cuda"), torch.bfloat16, 3.0) == 3e12 / 4
-    assert 1e9 < run_module.peak_flops(torch.device("cpu"), torch.float32, 0.0) < 1e14
+    assert devices.peak_flops(torch.device("cuda"), torch.bfloat16, 3.0) == 3e12 / 4
+    assert 1e9 < devices.peak_flops(torch.device("cpu"), torch.float32, 0.0) < 1e14
 
 
 def test_the_default_model_reads_bytes():

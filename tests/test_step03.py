@@ -15,6 +15,7 @@ import step02_ddp as step02
 import step03_zero as step03
 from common import UserError
 from common.comm import Group, Ledger
+from services import offload
 from services.checks import check_zero
 from services.launch import open_mesh
 from services.tables import bytes_of
@@ -599,7 +600,7 @@ def test_offload_files_have_no_name(pools, tmp_path, crash):
 def full_disk_on_rank(options: dict, free_by_rank: list[int]) -> None:
     """Runs on every rank: train where the disk has so many free bytes."""
     free = free_by_rank[torch.distributed.get_rank()]
-    with mock.patch.object(step03.shutil, "disk_usage", return_value=mock.Mock(free=free)):
+    with mock.patch.object(offload.shutil, "disk_usage", return_value=mock.Mock(free=free)):
         step03.train(step03.Config(**options))
 
 
