@@ -4,23 +4,18 @@
     window i  = stream[i*seq : i*seq + seq + 1]               tokens = its first seq, targets = its last seq
     sample j of step s = window order(seed, epoch)[s*B + j]   B = global batch size, in sequences
 
-Text becomes bytes (ids 0-255) with END (256) after each document; attention is not stopped at document borders. Data
-sets that already have an `input_ids` column are used as they are; a `labels` column beside it (same length, -100 where
-no loss is wanted) supplies the targets. Everything is stored once by `datasets` as Arrow files and memory-mapped: all
-ranks of a node share one copy in the page cache, and a batch costs one slice per sample. The last twentieth of the
-stream is held out for validation.
+The stream is one column of a table, memory-mapped (services/readers.py): all ranks of a node share one copy in the page
+cache. Attention does not stop at document borders. The last twentieth of the stream is held out for validation.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import datasets
 import numpy as np
 import torch
 from torch import Tensor
 
 from common import UserError
 from common.model import IGNORE
-from services.readers import load_columns
 
 
 class Batch(NamedTuple):
@@ -30,42 +25,24 @@ class Batch(NamedTuple):
     targets: Tensor
     n_targets: int
 
-
-class Stream:
-    """One column of token lists seen as a single memory-mapped sequence."""
-
-    def __init__(self, data: datasets.Dataset, column: str):
-        chunks = data.data.column(column).chunks
-        self.pieces = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks]
-        self.ends = np.cumsum([len(piece) for piece in self.pieces])
-
-    def __len__(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens start..stop-1, int64."""
-        out = np.empty(stop - start, np.int64)
-        piece, done = int(np.searchsorted(self.ends, start, side="right")), 0
-        while done < len(out):
-            offset = start + done - (int(self.ends[piece]) - len(self.pieces[piece]))
-            part = self.pieces[piece][offset : offset + len(out) - done]
-            out[done : done + len(part)] = part
-            piece, done = piece + 1, done + len(part)
-        return out
+    def micro_batches(self, size: int) -> list[tuple[Tensor, Tensor]]:
+        """(tokens, targets) of `size` rows at a time."""
+        return list(zip(self.tokens.split(size), self.targets.split(size), strict=True))
 
 
 class TokenData:
     """All batches of a run. Every rank builds the same object and asks it for its own rows."""
 
-    def __init__(self, source: str, seq_len: int, batch_size: int, seed: int, vocab_size: int):
-        """`batch_size` in sequences, of the global batch. Raises UserError if the data does not suffice or fit."""
-        data, needs = load_columns(source)
-        if needs > vocab_size:
-            raise UserError(f"--dataset {source}: bytes and END are {needs} tokens: set --vocab-size to at least that")
-        self.source, self.seq_len, self.batch_size, self.seed = source, seq_len, batch_size, seed
-        self.vocab_size = vocab_size
-        self.tokens = Stream(data, "input_ids")
-        self.labels = Stream(data, "labels") if "labels" in data.column_names and not needs else None
+    def __init__(
+        self, tokens: Any, labels: Any | None, source: str, seq_len: int, batch_size: int, seed: int, vocab_size: int
+    ):
+        """`tokens`, and `labels` if targets are not the tokens: streams, with len() and `read(start, stop)` -> int64.
+
+        `source`: their name in messages. `batch_size` in sequences, of the global batch. Raises UserError if the data
+        does not suffice or fit.
+        """
+        self.tokens, self.labels, self.source, self.seq_len = tokens, labels, source, seq_len
+        self.batch_size, self.seed, self.vocab_size = batch_size, seed, vocab_size
         n_windows = (len(self.tokens) - 1) // seq_len
         self.n_validation = max(1, n_windows // 20)
         self.n_train = n_windows - self.n_validation
@@ -74,8 +51,6 @@ class TokenData:
                 f"--dataset {source}: {len(self.tokens)} tokens are too few for --seq-len {seq_len}: one training and "
                 f"one validation sequence need {2 * seq_len + 1}; give more text or a shorter --seq-len"
             )
-        if self.labels is not None and len(self.labels) != len(self.tokens):
-            raise UserError(f"--dataset {source}: `labels` and `input_ids` differ in length")
         self.orders: dict[int, np.ndarray] = {}
         self.read([0])  # a vocabulary that does not fit shows here, not after the model is built
 

@@ -48,8 +48,9 @@ import torch
 from torch import Tensor
 
 from common import UserError
-from common.comm import Mesh, gather_objects
+from common.comm import Mesh
 from common.layout import Layout
+from services.launch import gather_objects
 
 FORMAT = "nd-parallel checkpoint, version 2"
 WHOLE = Layout()
@@ -153,12 +154,12 @@ class Piece:
 
 
 def gather(pieces: Iterable[Piece], mesh: Mesh | None) -> dict[str, dict[str, Tensor]]:
-    """Full tensors on every rank, by kind and name (for small models: comparisons, the toy). A collective."""
+    """Full tensors on every rank, by kind and name (for small models: comparisons). A collective."""
     held = [(p.kind, p.name, p.full_shape, box, view.dtype, view) for p in pieces for box, view in p.boxes()]
     parts = [view.cpu().reshape(-1).view(torch.uint8) for *_, view in held]
     own = [entry[:-1] for entry in held], torch.cat([torch.empty(0, dtype=torch.uint8), *parts])  # quick to pickle
     found: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for entries, data in gather_objects(own, mesh):
+    for entries, data in [*gather_objects(own, mesh), own]:  # one's own last: a copy that differs shows on its rank
         parts = data.split([prod(box.size) * dtype.itemsize for *_, box, dtype in entries])
         for (kind, name, shape, box, dtype), values in zip(entries, parts, strict=True):
             full = found[kind].setdefault(name, torch.zeros(shape, dtype=dtype))

@@ -9,13 +9,22 @@ from typing import Any
 from common import UserError
 from common.model import ModelConfig
 from common.moe import MoEConfig
-from common.schedules import chunks_per_rank, paths, refuse
+from common.schedules import SCHEDULES, Plan, chunks_per_rank, place_stages
 from services.devices import choose_device, choose_dtype
 from theory.flops import balance, layer_costs, matmul_weights
 
 
+def check(config: Any, world: int):
+    """Refuse what cannot work: before anything is built, on every rank alike. Raises UserError naming the flag."""
+    checks = dict(ep=check_ep, pp=check_pp, cp=check_cp, tp=check_tp, zero=check_zero, sync=check_dp)
+    for flag, check_step in checks.items():
+        if hasattr(config, flag):
+            return check_step(config, world)
+    check_one(config)
+
+
 def check_one(config: Any):
-    """Refuse what cannot work, before anything is built. Raises UserError naming the flag."""
+    """The flags of one device."""
     config.model_config()
     least = dict(steps=1, global_batch_size=1, micro_batch_size=1, eval_sequences=1)
     for name in ("lr", "warmup_steps", "weight_decay", "grad_clip", "seed", "save_every", "stop_after", "eval_every"):
@@ -39,7 +48,7 @@ def check_one(config: Any):
 
 
 def check_dp(config: Any, dp: int):
-    """Refuse what cannot work, on every rank alike, before the first collective. Raises UserError naming the flag."""
+    """The flags of data parallelism, over `dp` ranks."""
     check_one(config)
     if config.global_batch_size % (config.micro_batch_size * dp):
         raise UserError(
@@ -59,7 +68,7 @@ def check_dp(config: Any, dp: int):
 
 
 def check_zero(config: Any, dp: int):
-    """Refuse what cannot work, on every rank alike, before the first collective. Raises UserError naming the flag."""
+    """The flags of ZeRO, over `dp` ranks."""
     check_dp(config, dp)
     offloads = config.offload_optimizer != "none"
     if config.zero == 0 and offloads:
@@ -76,8 +85,10 @@ def check_zero(config: Any, dp: int):
 
 
 def check_tp(config: Any, world: int):
-    """Refuse what cannot work, on every rank alike, before the first collective. Raises UserError naming the flag."""
+    """The flags of tensor parallelism, among `world` ranks."""
     tp, m = choose_tp(config, world), config.model_config()
+    if config.toy:
+        raise UserError("--toy belongs to step 3: run step03_zero.py --toy")
     if tp < 1 or world % tp:
         legal = [n for n in range(1, world + 1) if world % n == 0]
         raise UserError(f"--tp {tp} does not divide the {world} ranks that were started: use one of {legal}")
@@ -97,7 +108,7 @@ def check_tp(config: Any, world: int):
 
 
 def check_cp(config: Any, world: int):
-    """Refuse what cannot work, on every rank alike, before the first collective. Raises UserError naming the flag."""
+    """The flags of context parallelism, among `world` ranks."""
     cp, m = choose_cp(config, world), config.model_config()
     if cp < 1 or world % cp:
         legal = [n for n in range(1, world + 1) if world % n == 0]
@@ -107,7 +118,7 @@ def check_cp(config: Any, world: int):
     check_tp(config, world // cp)
     if cp == 1:
         return
-    tp = mesh_sizes5(config, world)["tp"]
+    tp = choose_tp(config, world // cp)
     chunks = 2 * cp if config.cp_mode in ("zigzag", "allgather") else cp
     if m.seq_len % chunks:
         raise UserError(
@@ -129,7 +140,7 @@ def check_cp(config: Any, world: int):
 
 
 def check_pp(config: Any, world: int):
-    """Refuse what cannot work, on every rank alike, before the first collective. Raises UserError naming the flag."""
+    """The flags of pipelines, among `world` ranks."""
     pp, m, v = choose_pp(config, world), config.model_config(), choose_chunks(config)
     if pp < 1 or world % pp:
         legal = [n for n in range(1, world + 1) if world % n == 0]
@@ -149,17 +160,17 @@ def check_pp(config: Any, world: int):
     dp = mesh_sizes(config, world)["dp"]
     if reason := refuse(config.schedule, pp, config.global_batch_size // dp // config.micro_batch_size, v):
         raise UserError(reason)
-    stages = len(paths(config.schedule, pp, v)[0])
+    stages = len(place_stages(config.schedule, pp, v)[0])
     if m.n_layers < stages:
         raise UserError(
             f"--n-layers {m.n_layers} cannot be cut into {stages} stages (--pp {pp} x {stages // pp} chunks): "
             "use more layers, or a smaller --pp or --chunks"
         )
-    split_layers(config, m, stages, layer_costs(m))
+    split_layers(config, m, stages)
 
 
 def check_ep(config: Any, world: int):
-    """Refuse what cannot work, on every rank alike, before the first collective. Raises UserError naming the flag."""
+    """The flags of experts, among `world` ranks."""
     check_pp(config, world)
     m = config.model_config()
     _, dp, cp, tp = mesh_sizes(config, world).values()
@@ -194,22 +205,20 @@ def choose_cp(config: Any, world: int) -> int:
     return config.cp or (2 if world % (2 * max(1, config.tp)) == 0 else 1)
 
 
-def mesh_sizes5(config: Any, world: int) -> dict[str, int]:
-    """Ranks along each dimension of the mesh, slowest first: what the flags say, and dp the rest."""
-    cp = choose_cp(config, world)
-    tp = choose_tp(config, world // cp)
-    return dict(dp=world // tp // cp, cp=cp, tp=tp)
-
-
 def choose_pp(config: Any, world: int) -> int:
     """`--pp`, or what 0 stands for."""
     return config.pp or (2 if world % 2 == 0 else 1)
 
 
 def mesh_sizes(config: Any, world: int) -> dict[str, int]:
-    """Ranks along each dimension of the mesh, slowest first: step 5's, in each of the stages."""
-    pp = choose_pp(config, world)
-    return dict(pp=pp) | mesh_sizes5(config, world // pp)
+    """Ranks along each dimension of a step's mesh, slowest first; {} for step 1."""
+    if not hasattr(config, "sync"):
+        return {}
+    pp = choose_pp(config, world) if hasattr(config, "pp") else 1
+    cp = choose_cp(config, world // pp) if hasattr(config, "cp") else 1
+    tp = choose_tp(config, world // pp // cp) if hasattr(config, "tp") else 1
+    sizes = dict(pp=pp, dp=world // pp // cp // tp, cp=cp, tp=tp)
+    return {dim: size for dim, size in sizes.items() if dim == "dp" or hasattr(config, dim)}
 
 
 def choose_chunks(config: Any) -> int:
@@ -217,10 +226,10 @@ def choose_chunks(config: Any) -> int:
     return config.chunks or chunks_per_rank(config.schedule) or 2
 
 
-def split_layers(config: Any, m: ModelConfig, n: int, costs: list[float]) -> list[int]:
+def split_layers(config: Any, m: ModelConfig, n: int) -> list[int]:
     """How many layers each of `n` stages has: `--pp-split`, or balanced by cost. Raises UserError.
 
-    `costs` of the layers, in multiply-adds of a token; those of the head and of the embedding (a row) are added.
+    Costs are multiply-adds of a token; the head counts, and so does the embedding (a row).
     """
     if config.pp_split:
         try:
@@ -233,7 +242,7 @@ def split_layers(config: Any, m: ModelConfig, n: int, costs: list[float]) -> lis
                 f"that add up to --n-layers {m.n_layers}"
             )
         return lengths
-    ends = [0.0] * (len(costs) - 1)
+    costs, ends = layer_costs(m), [0.0] * (m.n_layers - 1)
     both = zip(costs, [float(m.dim), *ends], [*ends, float(matmul_weights(m)[1])], strict=True)
     return balance([sum(parts) for parts in both], n)
 
@@ -241,3 +250,26 @@ def split_layers(config: Any, m: ModelConfig, n: int, costs: list[float]) -> lis
 def choose_ep(config: Any, m: MoEConfig, data: int) -> int:
     """`--ep`, or what 0 stands for, among `data` = dp x cp ranks."""
     return config.ep or (2 if m.moe_layers and data % 2 == 0 and m.experts % 2 == 0 else 1)
+
+
+def refuse(schedule: str, p: int, m: int, v: int) -> str:
+    """Why a schedule cannot run m micro-batches on p ranks with v stages each; empty if it can."""
+    wanted = chunks_per_rank(schedule)
+    if v != wanted and wanted:
+        return f"--schedule {schedule} has {wanted} stage{'s' * (wanted > 1)} on each rank: use --chunks {wanted}"
+    if v < 1:
+        return f"--chunks {v} gives a rank no stage: use at least 1"
+    if m < 1:
+        return f"--schedule {schedule} has nothing to do with {m} micro-batches: use at least 1"
+    if schedule == "dualpipe" and p % 2:
+        return f"--schedule dualpipe starts micro-batches at both ends of an even number of ranks: change --pp {p}"
+    return ""
+
+
+def plan_pipeline(config: Any, m: ModelConfig, sizes: dict[str, int]) -> Plan:
+    """What the flags of pipeline parallelism mean for these ranks (`mesh_sizes`) and this model."""
+    pp, v = sizes["pp"], choose_chunks(config)
+    micro_batches = config.global_batch_size // sizes["dp"] // config.micro_batch_size
+    placements = place_stages(config.schedule, pp, v)
+    lists = [SCHEDULES[config.schedule](pp, micro_batches, v, rank) for rank in range(pp)]
+    return Plan(placements, split_layers(config, m, len(placements[0])), lists)

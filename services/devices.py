@@ -4,6 +4,7 @@ import os
 import resource
 import sys
 import time
+from typing import Any
 
 import torch
 
@@ -74,3 +75,12 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def moment(device: torch.device) -> Any:
+    """Now: seconds, or an event in a GPU's stream."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

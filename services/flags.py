@@ -14,15 +14,90 @@ import textwrap
 import traceback
 import typing
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from common import UserError
+from common.model import PRESETS, ModelConfig
 
 # How gloo and NCCL tell a rank that another one is gone.
 LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited|timed out", re.IGNORECASE)
+
+
+def check_shape(m: ModelConfig) -> ModelConfig:
+    """The shape, if its parts fit together. Raises UserError, naming the flags to change."""
+    for field in dataclasses.fields(m):  # a size is at least 1, or at least 0 where 0 is its default
+        value, least = getattr(m, field.name), 0 if field.default == 0 else 1
+        if type(value) is int and value < least:
+            raise UserError(f"--{field.name.replace('_', '-')} is {value}: it must be at least {least}")
+    dim, heads, kv_heads = m.dim, m.n_heads, m.n_kv_heads
+    if dim % (2 * heads):  # RoPE rotates pairs of components
+        raise UserError(
+            f"--dim {dim} does not split into {heads} heads of an even size: "
+            f"choose --dim as a multiple of {2 * heads}, or change --n-heads"
+        )
+    if heads % kv_heads:
+        raise UserError(
+            f"--n-heads {heads} is not a multiple of --n-kv-heads {kv_heads}: "
+            f"choose --n-kv-heads among the divisors of {heads}"
+        )
+    if getattr(m, "experts", 0):
+        E, k, G, M = m.experts, m.experts_per_token, m.expert_groups, m.groups_per_token
+        if k > E:
+            raise UserError(f"--experts-per-token {k} is more than --experts {E}: change one of them")
+        if E % G or M > G:
+            raise UserError(f"--expert-groups {G} must divide --experts {E}, and be at least --groups-per-token {M}")
+        if k > (n := E // G * M or E):
+            raise UserError(
+                f"--groups-per-token {M} leaves a token {n} experts, fewer than --experts-per-token {k}: "
+                "raise the one or lower the other"
+            )
+    return m
+
+
+@dataclass
+class RunFlags:
+    """Overrides of a preset's shape, and flags of what surrounds a loop; the Config of step 1 extends this."""
+
+    dim: int | None = None  # override the preset's width of the residual stream
+    n_layers: int | None = None  # override the number of layers
+    n_heads: int | None = None  # override the number of query heads
+    n_kv_heads: int | None = None  # override the number of key/value heads
+    ffn_dim: int | None = None  # override the width of the MLP
+    vocab_size: int | None = None  # override the size of the vocabulary
+    seq_len: int | None = None  # override the sequence length, in tokens
+    tied: bool | None = None  # override whether embedding and head share one matrix
+    device: Literal["auto", "cuda", "cpu"] = "auto"  # where to compute
+    backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed, from step 2 on
+    out: str = ""  # run directory; default: runs/STEP
+    save_every: int = 100  # steps between checkpoints (and one at the end); 0: only when interrupted
+    save_async: bool = False  # write checkpoints in the background, while training goes on
+    resume: str = ""  # run directory or checkpoint to go on from; auto: the newest in --out, if there is one
+    stop_after: int = 0  # end after this step of the same schedule, as a pre-empted job would
+    skip_spikes: float = 0.0  # skip a step whose loss or gradient norm exceeds K x its running median; 0: never
+    timeout: float = 600.0  # seconds without progress until the rank that hangs is named and the job ends
+    log_ranks: bool = False  # each rank's loss, gradient norm, memory and seconds in metrics.jsonl
+    eval_every: int = 50  # steps between validations; 0: never
+    eval_sequences: int = 64  # sequences of the held-out split in a validation
+    generate: str = ""  # with --resume: continue this text and exit
+    profile_memory: int = 0  # draw memory over time for the first N steps
+    peak_tflops: float = 0.0  # the device's dense peak, if the table does not know it
+
+    def presets(self) -> dict[str, ModelConfig]:
+        """The shapes that `--model` can name."""
+        return PRESETS
+
+    def model_config(self) -> ModelConfig:
+        """The preset with its overrides. Raises UserError."""
+        presets = self.presets()
+        if self.model not in presets:
+            raise UserError(f"--model {self.model}: no such preset; choose one of {', '.join(presets)}")
+        fields = {f.name for f in dataclasses.fields(presets[self.model])}
+        overrides = {k: v for k, v in vars(self).items() if k in fields and v is not None}
+        return check_shape(dataclasses.replace(presets[self.model], **overrides))
 
 
 def field_help(cls: type) -> dict[str, str]:

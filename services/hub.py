@@ -23,6 +23,7 @@ from torch import Tensor
 from common import UserError
 from common.model import PRESETS, Decoder, ModelConfig
 from services.checkpoint import Piece, Saver, find
+from services.flags import check_shape
 
 SHARD_BYTES = 4 * 2**30  # no more is held in memory at once
 FIELDS = {  # ours -> theirs
@@ -128,8 +129,8 @@ def model_config(theirs: dict[str, Any], source: str) -> ModelConfig:
         values["rope_scaling"] = float(rope["factor"])
     values["rope_theta"] = float(rope.get("rope_theta", theirs.get("rope_theta", 10000.0)))
     try:
-        m = ModelConfig(**values)
-    except (ValueError, TypeError) as error:
+        m = check_shape(ModelConfig(**values))
+    except (UserError, TypeError) as error:
         raise UserError(f"import {source}: {error}") from error
     need("head_dim", theirs.get("head_dim") or m.head_dim, m.head_dim)
     return m

@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 
 from common import UserError
-from common.comm import Mesh, gather_objects, world_size
+from common.comm import Mesh
+
+
+def world_size() -> int:
+    """Ranks of this job: of the process group if there is one, else what the launcher announces."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
 def fresh_store(timeout: float) -> dist.Store | None:
@@ -48,10 +53,10 @@ def open_mesh(sizes: dict[str, int], device: torch.device, backend: str, timeout
     """Join the process group (torchrun's, or one that exists already) and lay the mesh over it; leave it at the end.
 
     `backend` auto: nccl if every local rank has a GPU of its own, else gloo. `timeout` in seconds: after twice that, a
-    collective raises (in a training loop, common/watchdog.py is there first, and says more). Raises UserError if the
+    collective raises (in a training loop, services/watchdog.py is there first, and says more). Raises UserError if the
     dimensions do not multiply to the world size.
     """
-    world = world_size()
+    world = world_size() if sizes else 1  # step 1 knows one device, whoever else is there
     if math.prod(sizes.values()) != world:
         dims = " x ".join(f"{name} {size}" for name, size in sizes.items())
         raise UserError(f"the mesh {dims} has {math.prod(sizes.values())} ranks, but torchrun started {world}")
@@ -80,3 +85,12 @@ def require_same_flags(config: Any, mesh: Mesh):
                 flag = "--" + name.replace("_", "-")
                 ours = theirs.get(name)
                 raise UserError(f"rank {rank} was started with {flag} {ours}, rank 0 with {value}: use the same")
+
+
+def gather_objects(thing: Any, mesh: Mesh | None) -> list[Any]:
+    """Small Python objects from all ranks, in their order (set-up and reports; not in the ledger)."""
+    if mesh is None or mesh.world == 1:
+        return [thing]
+    everyone = [None] * mesh.world
+    dist.all_gather_object(everyone, thing)
+    return everyone

@@ -1,40 +1,111 @@
-"""What a pipeline looks like: who has which layers, and who did what when."""
+"""What a run shows before its first step and after its last: tables, who has which layers, who did what when."""
 
 import json
-from itertools import accumulate
+from itertools import accumulate, product
+from math import prod
 from typing import Any
 
-from common.comm import Mesh, gather_objects
-from common.schedules import UNIT_COSTS, Action, Costs, Place, Span, idle_fraction, simulate
+import torch
+
+from common.comm import Mesh
+from common.layout import layout_of
+from common.schedules import Action, Costs, Placement, Span, simulate
 from services import plots
-from services.run import Run
+from services.launch import gather_objects
+from services.tables import reduction_table, table
+from theory.bubble import UNIT_COSTS, idle_fraction
 
 
-def describe(schedule: str, ways: list[list[Place]], lists: list[list[Action]], lengths: list[int]) -> str:
+def describe(schedule: str, placements: list[Placement], lists: list[list[Action]], lengths: list[int]) -> str:
     """Which rank has which layers, and the idle fraction if forward, input and weight gradient cost the same."""
     bounds, lines = [0, *accumulate(lengths)], []
     for rank in range(len(lists)):
-        places = [(chunk, stage) for way in ways for stage, (holder, chunk) in enumerate(way) if holder == rank]
+        places = [
+            (chunk, stage)
+            for placement in placements
+            for stage, (holder, chunk) in enumerate(placement)
+            if holder == rank
+        ]
         parts = []
         for chunk, stage in sorted(places):
             ends = ["embedding"] * (stage == 0), ["norm and head"] * (stage == len(lengths) - 1)
             layers = f"layers {bounds[stage]}-{bounds[stage + 1] - 1}"
             parts.append(f"chunk {chunk}: " + ", ".join([*ends[0], layers, *ends[1]]))
         lines.append(f"  pp {rank}  " + ";  ".join(parts))
-    idle = idle_fraction(simulate(lists, ways, UNIT_COSTS))
+    idle = idle_fraction(simulate(lists, placements, UNIT_COSTS))
     return f"stages of {schedule}, which is idle for {idle:.1%} of the time:\n" + "\n".join(lines)
 
 
-def draw_timeline(run: Run, schedule: str, pipeline: Any, lists: list[list[Action]], mesh: Mesh):
+def timeline(pipeline: Any, since: float | None = None) -> list[list]:
+    """The actions of a pipeline's last run with gradients, [kind, micro-batch, chunk, start, end].
+
+    Seconds from its beginning or, on a CPU, from the moment `since`. Waits for a GPU: not for a loop's inside.
+    """
+
+    def seconds(moment: Any) -> float:
+        if isinstance(moment, float):
+            return moment - (pipeline.began if since is None else since)
+        moment.synchronize()
+        return pipeline.began.elapsed_time(moment) / 1e3
+
+    return [[*action, seconds(start), seconds(end)] for action, start, end in pipeline.spans]
+
+
+def draw_timeline(run: Any):
     """timeline.json and timeline.png: what each stage did when in the last step, of one pipeline. A collective."""
-    rows = gather_objects(pipeline.timeline(), mesh)[:: mesh.world // len(lists)]
-    if run.rank == 0 and len(rows) > 1 and rows[0]:
+    pipeline, lists = run.pipeline, run.pipeline.lists
+    rows = gather_objects(timeline(pipeline), run.mesh)[:: run.mesh.world // len(lists)]
+    if run.mesh.rank == 0 and len(rows) > 1 and rows[0]:
         mean: dict[str, float] = {}
         for kind in ("F", "B", "W", "BW"):
             seconds = [end - start for row in rows for k, _, _, start, end in row if k == kind]
             mean[kind] = sum(seconds) / max(1, len(seconds))
         costs = Costs(mean["F"], mean["B"] or mean["BW"], mean["W"], 0)
         idle = idle_fraction([[Span(None, *span[3:]) for span in row] for row in rows])
-        panel = dict(ranks=rows, idle=idle, simulated_idle=idle_fraction(simulate(lists, pipeline.ways, costs)))
-        (run.out / "timeline.json").write_text(json.dumps(dict(panels={schedule: panel})))
-        plots.pipeline_timelines(run.out / "timeline.json", run.out / "timeline.png")
+        panel = dict(ranks=rows, idle=idle, simulated_idle=idle_fraction(simulate(lists, pipeline.placements, costs)))
+        out = run.log.out
+        (out / "timeline.json").write_text(json.dumps(dict(panels={run.config.schedule: panel})))
+        plots.pipeline_timelines(out / "timeline.json", out / "timeline.png")
+
+
+def mesh_picture(mesh: Mesh) -> str:
+    """Which rank is where: the last dimension from left to right, the others from row to row."""
+    *outer, inner = mesh.sizes
+    lines = [f"mesh: {' x '.join(f'{name} {size}' for name, size in mesh.sizes.items())} ({inner} along the row)"]
+    places = product(*(range(mesh.sizes[name]) for name in outer))
+    for place, ranks in zip(places, torch.arange(mesh.world).view(-1, mesh.sizes[inner]).tolist(), strict=True):
+        label = "  ".join(f"{name} {index}" for name, index in zip(outer, place, strict=True))
+        lines.append(f"  {label}  [" + " ".join(f"{rank:2d}" for rank in ranks) + " ]")
+    return "\n".join(lines)
+
+
+def before(run: Any, costs: Any):
+    """Print the model's size, the mesh, the reduction table, the stages, and the memory that theory predicts."""
+    mesh, pipeline, say = run.mesh, run.pipeline, run.log.say
+    dims = [*mesh.sizes]
+    if "ep" in mesh.groups and mesh["ep"].size > 1:
+        dims += ["ep", "expert_data"]
+    shapes = {name: layout_of(p).full_shape(p.shape) for name, p in run.model.named_parameters()}
+    rows = reduction_table(run.model, dims)
+    if pipeline is not None:
+        run.log.watch = sum(action.kind == "F" for action in pipeline.actions)
+        both = gather_objects((shapes, rows), mesh)  # a rank holds only some layers
+        shapes = {name: shape for theirs, _ in both for name, shape in theirs.items()}
+        rows = list({row[0]: row for _, theirs in both for row in theirs}.values())
+    say(f"{run.config.model}: {sum(map(prod, shapes.values())):,} parameters, {run.dtype}, {run.device}")
+    if mesh.sizes:
+        say(mesh_picture(mesh))
+    say(table(rows))
+    if pipeline is not None:
+        say(describe(run.config.schedule, pipeline.placements, pipeline.lists, pipeline.lengths))
+    say(run.log.memory_table(costs.memory))
+
+
+def after(run: Any):
+    """Draw what belongs to some steps only: timelines of pipelines, traffic, the load of experts."""
+    if run.pipeline is not None:
+        draw_timeline(run)
+    if run.mesh.rank == 0 and run.log.history and hasattr(run.shape, "experts"):
+        plots.traffic(run.log.out)
+        if run.shape.moe_layers:
+            plots.expert_load({"": run.log.out}, run.log.out / "expert_load.png")

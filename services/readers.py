@@ -1,4 +1,9 @@
-"""Data sets of many kinds become one table with a column of token lists."""
+"""Data sets of many kinds become one table with a column of token lists.
+
+Text becomes bytes (ids 0-255) with END (256) after each document. Data sets that already have an `input_ids` column are
+used as they are; a `labels` column beside it (same length, -100 where no loss is wanted) supplies the targets. All is
+stored once by `datasets` as Arrow files and memory-mapped.
+"""
 
 import os
 import sys
@@ -12,13 +17,11 @@ from filelock import FileLock
 from huggingface_hub import HfApi
 
 from common import UserError
+from common.data import TokenData
 
 END = 256
-
 BYTE_VOCAB = 257
-
 READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text", ".py": "text"}
-
 SKIPPED = {"test", "tests", "idlelib", "site-packages", "__pycache__"}
 
 
@@ -122,3 +125,39 @@ def load_columns(source: str) -> tuple[datasets.Dataset, int]:
             cause = error.__cause__ or error
             reason = (str(cause) or type(cause).__name__).splitlines()[0]
             raise UserError(f"--dataset {source}: cannot be read ({reason})") from error
+
+
+class Stream:
+    """One column of token lists seen as a single memory-mapped sequence."""
+
+    def __init__(self, data: datasets.Dataset, column: str):
+        chunks = data.data.column(column).chunks
+        self.pieces = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks]
+        self.ends = np.cumsum([len(piece) for piece in self.pieces])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens start..stop-1, int64."""
+        out = np.empty(stop - start, np.int64)
+        piece, done = int(np.searchsorted(self.ends, start, side="right")), 0
+        while done < len(out):
+            offset = start + done - (int(self.ends[piece]) - len(self.pieces[piece]))
+            part = self.pieces[piece][offset : offset + len(out) - done]
+            out[done : done + len(part)] = part
+            piece, done = piece + 1, done + len(part)
+        return out
+
+
+def open_tokens(source: str, seq_len: int, batch_size: int, seed: int, vocab_size: int) -> TokenData:
+    """The batches of `--dataset`. Raises UserError, in one line, if the data cannot be read, is too short or unfit."""
+    data, needs = load_columns(source)
+    if needs > vocab_size:
+        raise UserError(f"--dataset {source}: bytes and END are {needs} tokens: set --vocab-size to at least that")
+    tokens, labels = Stream(data, "input_ids"), None
+    if "labels" in data.column_names:
+        labels = Stream(data, "labels")
+        if len(labels) != len(tokens):
+            raise UserError(f"--dataset {source}: `labels` and `input_ids` differ in length")
+    return TokenData(tokens, labels, source, seq_len, batch_size, seed, vocab_size)

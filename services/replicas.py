@@ -5,9 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.comm import Group, Mesh, all_gather, gather_objects
+from common.comm import Mesh, all_gather
 from common.layout import replica_group
 from common.model import Decoder
+from services.launch import gather_objects
+from services.state import pieces
 
 BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # integers by size in bytes
 
@@ -17,21 +19,21 @@ def bit_sum(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(BITS[tensor.dtype.itemsize]).sum(dtype=torch.int64)
 
 
-def require_same_parameters(model: Decoder, group: Group, mesh: Mesh | None = None):
+def require_same_parameters(model: Decoder, mesh: Mesh):
     """Prove that all replicas hold the same weights, rather than copy rank 0's and hide why they differ.
 
     Compares a sum over each parameter's bits. Raises RuntimeError on every rank, naming the first that differs.
     """
     alike: dict[str, list[str]] = {}  # name of a group -> parameters of which its ranks hold the same
     for name, param in model.named_parameters():
-        alike.setdefault(replica_group(param, group, mesh).name, []).append(name)
+        alike.setdefault(replica_group(param, mesh).name, []).append(name)
     for dim, names in alike.items():
-        own = group if dim == group.name else mesh[dim]
-        if own.size == 1:
+        group = mesh[dim]
+        if group.size == 1:
             continue
         sums = torch.stack([bit_sum(model.get_parameter(name).detach()) for name in names])
-        everyone = sums.new_empty(own.size, len(sums))
-        all_gather(everyone.view(-1), sums, own, "(check)").wait()
+        everyone = sums.new_empty(group.size, len(sums))
+        all_gather(everyone.view(-1), sums, group, "(check)").wait()
         for name, column in zip(names, everyone.T, strict=True):
             if (column != column[0]).any():
                 raise RuntimeError(f"{name} is not the same on all ranks of {dim}: bit sums {column.tolist()}")
@@ -43,7 +45,7 @@ def require_same_replicas(optimizer: Any, mesh: Mesh):
     Each rank tells of the boxes of full tensors that it holds (as for a checkpoint), with a sum over each one's bits.
     Raises RuntimeError on every rank, naming the first that differs. Cheap: the numbers stay where they are.
     """
-    held = [(piece, *found) for piece in optimizer.pieces() for found in piece.boxes()]
+    held = [(piece, *found) for piece in pieces(optimizer) for found in piece.boxes()]
     sums = [bit_sum(view).to(mesh.device) for *_, view in held]
     sums = torch.stack(sums).tolist() if sums else []  # one wait for a GPU
     own = {(piece.kind, piece.name, box): s for (piece, box, _), s in zip(held, sums, strict=True)}

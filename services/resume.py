@@ -8,32 +8,35 @@ from typing import Any
 import torch
 
 from common import UserError
-from common.comm import Mesh, gather_objects
+from common.comm import Mesh
 from common.layout import layout_of
 from services import checkpoint as checkpoints
 from services.checkpoint import Checkpoint, Piece
+from services.health import Spikes
+from services.launch import gather_objects
 from services.run import Run, run_directory
+from services.state import masters_from_weights, pieces, settle
 
 
-def save(run: Run, step: int, optimizer: Any, config: Any):
+def save(run: Run, step: int, optimizer: Any, spikes: Spikes):
     """Write a checkpoint of everything that the next step depends on. Called by every rank, each writes its share.
 
     The data position is the step itself. What compression owes (step 2) is not kept: a resumed run owes nothing.
     """
-    start = time.perf_counter()
+    start, config = time.perf_counter(), run.config
     run.doing = "save"
     run.saver = run.saver or checkpoints.Saver(run.out, run.mesh)
     position = dict(step=step, sequences=step * config.global_batch_size)
-    scaling = dict(loss_scale=optimizer.loss_scale, good_steps=optimizer.good_steps, recent=optimizer.recent)
+    scaling = dict(loss_scale=optimizer.loss_scale, good_steps=optimizer.good_steps, recent=spikes.recent)
     about = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(optimizer.model.config))
     meta = dict(**about, dtype=str(optimizer.dtype), position=position, **scaling)
     rng = torch.get_rng_state()
-    own = [Piece("rng", "cpu", rng, rng.shape)] if run.rank == 0 else []
-    run.saver.save(step, chain(optimizer.pieces(), own), meta, config.save_async)
+    of_rank_0 = [Piece("rng", "cpu", rng, rng.shape)] if run.rank == 0 else []
+    run.saver.save(step, chain(pieces(optimizer), of_rank_0), meta, config.save_async)
     run.clock["save"] += time.perf_counter() - start
 
 
-def resume(optimizer: Any, config: Any, mesh: Mesh | None = None) -> int:
+def resume(optimizer: Any, spikes: Spikes, config: Any, mesh: Mesh) -> int:
     """Take over a checkpoint; returns the number of steps it has done. Raises UserError if it does not fit."""
     found = checkpoints.find(config.resume, run_directory(config), mesh)
     if found is None:
@@ -41,18 +44,30 @@ def resume(optimizer: Any, config: Any, mesh: Mesh | None = None) -> int:
             raise UserError(f"--resume auto: there is no checkpoint in {run_directory(config)} to --generate from")
         return 0
     require_fit(found, optimizer, config, mesh)
-    if not config.generate and (mesh is None or mesh.rank == 0):
+    if not config.generate and mesh.rank == 0:
         print(f"going on from {found.path}", flush=True)
-    optimizer.load(found, weights_only=bool(config.generate))
+    load(optimizer, found, weights_only=bool(config.generate))
     if not config.generate and found.shapes("rng"):
         meta = found.meta
         optimizer.loss_scale, optimizer.good_steps = meta["loss_scale"], meta["good_steps"]
-        optimizer.recent = tuple(map(tuple, meta["recent"]))
+        spikes.recent = tuple(map(tuple, meta["recent"]))
         torch.set_rng_state(found.full("rng", "cpu"))
     return found.meta["step"]
 
 
-def require_fit(found: Checkpoint, optimizer: Any, config: Any, mesh: Mesh | None):
+def load(optimizer: Any, checkpoint: Checkpoint, weights_only: bool):
+    """Read this rank's pieces, each from where it is stored. What is not (an imported model) stays as it begins."""
+    settle(optimizer)
+    for piece in pieces(optimizer):
+        if piece.kind in ("model", "buffer"):
+            checkpoint.fill(piece)
+    masters_from_weights(optimizer)
+    for piece in pieces(optimizer) if not weights_only else ():
+        if piece.kind not in ("model", "buffer"):
+            checkpoint.fill(piece)
+
+
+def require_fit(found: Checkpoint, optimizer: Any, config: Any, mesh: Mesh):
     """Refuse a checkpoint of another model, precision or rule. Raises UserError, on every rank alike."""
     meta, theirs, ours = found.meta, found.shapes("model"), {}
     held = {n: tuple(layout_of(p).full_shape(p.shape)) for n, p in optimizer.model.named_parameters()}

@@ -1,11 +1,9 @@
-"""Everything around a training loop: command line, run directory, progress bar, metrics, clocks, shutdown.
+"""A run as seen from outside: run directory, progress bar, metrics, clocks, memory, shutdown; tables and figures.
 
-config = parse(Config)             flags from the dataclass' fields, help texts from their comments
 with Run(config, ...) as run:      OUT/metrics.jsonl, a progress bar, Ctrl-C and SIGTERM turned into `run.stopping`
     for step in run.steps(0):
         with run.phase("forward"): ...      seconds and memory, by phase
         run.log(loss=..., grad_norm=...)
-main(train, Config)                one readable line instead of a traceback, once per job
 """
 
 import dataclasses
@@ -27,6 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common import UserError
+from common.comm import Mesh
 from services import plots
 from services.devices import peak_memory
 from services.memory import MemoryTimeline
@@ -42,13 +41,13 @@ def run_directory(config: Any) -> Path:
 class Run:
     """One training run as seen from outside; only rank 0 writes files and draws the bar."""
 
-    def __init__(self, config: Any, device: torch.device, flops: tuple[float, float], peak: float, mesh: Any = None):
+    def __init__(self, config: Any, device: torch.device, flops: tuple[float, float], peak: float, mesh: Mesh):
         """`flops` of one token, (model, executed); `peak` FLOP/s of all ranks together; `mesh` of common/comm.py."""
         self.config, self.device, self.mesh = config, device, mesh
-        self.rank = 0 if mesh is None else mesh.rank
+        self.rank = mesh.rank
         self.flops_per_token, self.peak = flops, peak
         self.out = run_directory(config)
-        self.saver: Any = None  # of common/checkpoint.py, once something has been saved
+        self.saver: Any = None  # of services/checkpoint.py, once something has been saved
         self.doing = "start"
         self.history: list[dict] = []
         self.signalled = False
@@ -76,9 +75,8 @@ class Run:
             except OSError as error:
                 raise UserError(f"--out {self.out}: cannot be written ({error.strerror})") from error
         self.handlers = {number: signal.signal(number, self.stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        world = 1 if self.mesh is None else self.mesh.world
         store = torch.distributed.PrefixStore(f"watchdog/{self.out}", shared_store())
-        self.watchdog = Watchdog(self.place, self.config.timeout, self.rank, world, store)
+        self.watchdog = Watchdog(self.place, self.config.timeout, self.rank, self.mesh.world, store)
         return self
 
     def __exit__(self, error: type | None, *_):
@@ -99,8 +97,6 @@ class Run:
 
     def place(self) -> Place:
         """Where this rank is, for the watchdog."""
-        if self.mesh is None:
-            return Place(self.step, self.doing, "", 0)
         return Place(self.step, self.doing, self.mesh.ledger.last, self.mesh.ledger.entered)
 
     def stop(self, *_):
@@ -116,6 +112,7 @@ class Run:
 
     @stopping.setter
     def stopping(self, value: bool):
+        """What the ranks have agreed on."""
         self.decided = value
 
     def steps(self, start: int) -> Iterator[int]:
@@ -146,7 +143,7 @@ class Run:
         """Book the enclosed seconds (and, in profiled steps, bytes) under data, forward, backward, optimizer, ..."""
         self.doing = name
         if name == "validation":
-            self.traffic = self.mesh.ledger.take() if self.mesh is not None else {}
+            self.traffic = self.mesh.ledger.take()
         with ExitStack() as stack:
             before = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
             if self.profiling:
@@ -211,7 +208,7 @@ class Run:
             record["save_seconds"] = self.clock["save"]
         if "skipped" in more:
             self.say(f"step {self.step + 1} is skipped: loss {loss:.4g}, gradient norm {grad_norm:.4g} (--skip-spikes)")
-        if self.mesh is not None:
+        if self.mesh.sizes:
             taken = self.mesh.ledger.take()
             record |= self.traffic or taken  # a validation's own traffic does not count
             self.traffic = {}

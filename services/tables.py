@@ -1,8 +1,11 @@
 """Text tables, and bytes for a person to read."""
 
+import re
 import typing
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from common.layout import layout_of
 
 
 def table(rows: list[list[str]]) -> str:
@@ -29,3 +32,18 @@ def bytes_of(tensors: typing.Iterable[Tensor]) -> int:
     """Bytes held by the distinct storages behind these tensors."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
     return sum(storages.values())
+
+
+def reduction_table(model: nn.Module, mesh_dims: list[str]) -> list[list[str]]:
+    """Rows for the table: kind of parameter x mesh dimension -> Shard(tensor dim), Partial (its gradient is
+    a sum over these ranks), Replicate, or on how many of the dimension's ranks it is."""
+    rows: dict[str, list[str]] = {}
+    for name, param in model.named_parameters():
+        layout = layout_of(param)
+        cells = []
+        for dim in mesh_dims:
+            cuts = [f"Shard({split.dim})" for split in layout.splits if split.over == dim]
+            cuts += [f"on {count}" for name, count in layout.held if name == dim]
+            cells.append(", ".join(cuts) or ("Partial" if dim in layout.partial_over else "Replicate"))
+        rows.setdefault(re.sub(r"\.\d+\.", ".*.", name), [str(list(layout.full_shape(param.shape))), *cells])
+    return [["parameter", "full shape", *mesh_dims], *([name, *cells] for name, cells in rows.items())]

@@ -1,31 +1,41 @@
-"""A second helping of step 2: PyTorch's DistributedDataParallel, for comparison."""
-
-from typing import Any
+"""A variant for step 2: PyTorch's DistributedDataParallel (--sync torch), for comparison."""
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.comm import Group
 from common.model import Decoder
 
 
+class Inside(nn.Module):
+    """What DistributedDataParallel wraps: the model's parameters, and its forward as it was."""
+
+    def __init__(self, model: Decoder):
+        super().__init__()
+        self.model, self.original = model, model.forward
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """As the model's."""
+        return self.original(*inputs)
+
+
 class TorchSync:
     """PyTorch's DistributedDataParallel, told to add instead of average, and to leave the initial weights alone."""
 
-    def __init__(self, model: Decoder, group: Group, config: Any):
-        self.params, self.group = [p for p in model.parameters() if p.requires_grad], group
-        self.groups = {param: group for param in self.params}
-        self.forward = DistributedDataParallel(
-            model,
+    def __init__(self, model: Decoder, group: Group, bucket_mb: float):
+        """Replaces `model.forward`, so that whoever calls the model calls DistributedDataParallel."""
+        self.ddp = DistributedDataParallel(
+            Inside(model),
             device_ids=[group.device] if group.device.type == "cuda" else None,
             process_group=group.handle,
-            bucket_cap_mb=config.bucket_mb,
+            bucket_cap_mb=bucket_mb,
             gradient_as_bucket_view=True,
             init_sync=False,
         )
-        self.forward.register_comm_hook(group, self.add)
+        self.ddp.register_comm_hook(group, self.add)
+        object.__setattr__(model, "forward", self.ddp)  # not a submodule of what is inside it
 
     @staticmethod
     def add(group: Group, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -36,11 +46,11 @@ class TorchSync:
 
     def begin(self):
         """DDP's `no_sync`, until the last micro-batch."""
-        self.forward.require_backward_grad_sync = False
+        self.ddp.require_backward_grad_sync = False
 
     def last_micro_batch(self):
         """DDP decides at the forward pass whether the backward pass will communicate."""
-        self.forward.require_backward_grad_sync = True
+        self.ddp.require_backward_grad_sync = True
 
     def finish(self):
         """DDP has waited at the end of backward."""

@@ -13,7 +13,7 @@ def matmul_weights(m: ModelConfig) -> tuple[int, int]:
 
 
 def flops_per_token(m: ModelConfig, recompute: str) -> tuple[float, float]:
-    """FLOPs of training on one token: (model, executed); see FLOPs above."""
+    """FLOPs of training on one token: (model, executed); see FLOPs in step 1's docstring."""
     layer, head = matmul_weights(m)
     attention = 4 * m.n_layers * m.seq_len * m.dim
     model = 6 * (m.n_layers * layer + head) + 3 * attention
@@ -22,8 +22,11 @@ def flops_per_token(m: ModelConfig, recompute: str) -> tuple[float, float]:
 
 
 def layer_costs(m: ModelConfig) -> list[float]:
-    """Multiply-adds of a token in each layer: its matmuls and attention."""
-    return [matmul_weights(m)[0] + 2.0 * m.seq_len * m.dim] * m.n_layers
+    """Multiply-adds of a token in each layer: its matmuls (of the experts, those that it visits) and attention."""
+    dense = matmul_weights(m)[0] + 2.0 * m.seq_len * m.dim
+    if not hasattr(m, "experts"):
+        return [dense] * m.n_layers
+    return [dense + more_weights(m) * m.has_experts(number) for number in range(m.n_layers)]
 
 
 def more_weights(m: MoEConfig) -> int:
@@ -44,11 +47,6 @@ def moe_flops_per_token(m: MoEConfig, recompute: str) -> tuple[float, float]:
     if recompute == "full":
         executed += 2 * m.moe_layers * (more + m.ffn_dim * m.dim)
     return model, executed
-
-
-def moe_layer_costs(m: MoEConfig) -> list[float]:
-    """Multiply-adds of a token in each layer, as step 6's `layer_costs`; of the experts, those that it visits."""
-    return [cost + more_weights(m) * m.has_experts(number) for number, cost in enumerate(layer_costs(m))]
 
 
 def balance(costs: list[float], n: int) -> list[int]:

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
-from common.model import Decoder, ModelConfig
+from common.model import ModelConfig
 from common.moe import MoEConfig
 from common.schedules import Action
+from theory.traffic import UnitShape
 
 
 def activation_bytes(m: ModelConfig, batch: int, dtype: torch.dtype, recompute: str, on_cpu: bool) -> int:
-    """Bytes that a forward pass of [batch, seq_len] tokens leaves for the backward pass; see RECOMPUTATION above."""
+    """Bytes that a forward pass of [batch, seq_len] tokens leaves for backward: RECOMPUTATION in step 1's docstring."""
     e, wide, kv_dim, tokens = dtype.itemsize, max(4, dtype.itemsize), m.n_kv_heads * m.head_dim, batch * m.seq_len
     norm = wide + on_cpu * m.dim * (2 * wide - e if e < wide else wide)
     layer = {
@@ -25,36 +26,39 @@ def activation_bytes(m: ModelConfig, batch: int, dtype: torch.dtype, recompute: 
     return tokens * m.n_layers * layer + rope + head
 
 
-def memory_rows(config: Any, m: ModelConfig, model: Decoder, dtype: torch.dtype, on_cpu: bool) -> dict[str, int]:
-    """Predicted bytes of each kind of tensor."""
-    n, mixed, wide = sum(p.numel() for p in model.parameters()), dtype.itemsize == 2, max(4, dtype.itemsize)
-    moments = {"adamw": 2 * n * wide, "sgd": 0}.get(config.optimizer)
+MOMENTS = {"adamw": 2, "sgd": 0}  # numbers that the update rule keeps for each element of a parameter
+
+
+def memory_rows(
+    config: Any, m: ModelConfig, n: int, factored: int, dtype: torch.dtype, on_cpu: bool
+) -> dict[str, int | None]:
+    """Predicted bytes of each kind of tensor for `n` parameters, of which adafactor keeps `factored` numbers."""
+    mixed, wide = dtype.itemsize == 2, max(4, dtype.itemsize)
     return {
         "parameters": n * dtype.itemsize,
         "gradients": n * (dtype.itemsize if config.grad_dtype == "same" else wide),
         "masters": n * 4 * mixed,
-        "moments": moments if moments is not None else sum(sum(p.shape) for p in model.parameters()) * wide,
+        "moments": (n * MOMENTS[config.optimizer] if config.optimizer in MOMENTS else factored) * wide,
         "activations": activation_bytes(m, config.micro_batch_size, dtype, config.recompute, on_cpu),
     }
 
 
-def zero_memory_rows(config: Any, m: ModelConfig, optimizer: Any) -> dict[str, int]:
-    """Predicted bytes of each kind of tensor on one rank, after the table above (with padding; on the host or not)."""
-    e, wide = optimizer.dtype.itemsize, optimizer.units[0].wide.itemsize
-    cut = sum(unit.length for unit in optimizer.units)
-    trained = sum(unit.length for unit in optimizer.units if unit.trained)
-    whole = sum(unit.length * unit.group.size for unit in optimizer.units)
-    gradients = sum(u.length * u.group.size * u.grad_dtype.itemsize for u in optimizer.units if u.trained)
-    separate = optimizer.mixed or config.offload_optimizer != "none"
+def zero_memory_rows(
+    config: Any, m: ModelConfig, units: list[UnitShape], dtype: torch.dtype, on_cpu: bool
+) -> dict[str, int | None]:
+    """Predicted bytes of each kind of tensor on one rank, after step 3's second table (with padding)."""
+    wide = max(4, dtype.itemsize)
+    cut = sum(unit.length for unit in units)
+    trained = sum(unit.length for unit in units if unit.trained)
+    gradients = sum(unit.length * unit.ranks * unit.gradient_bytes for unit in units if unit.trained)
+    separate = dtype.itemsize == 2 or config.offload_optimizer != "none"
     in_memory = config.offload_optimizer != "disk"
     return {
-        "parameters": (cut if config.zero == 3 else whole) * e,
+        "parameters": (cut if config.zero == 3 else sum(unit.length * unit.ranks for unit in units)) * dtype.itemsize,
         "gradients": trained * wide if config.zero > 1 else gradients,
         "masters": cut * wide * separate * in_memory,
-        "moments": trained * wide * len(MOMENTS[config.optimizer]) * in_memory,
-        "activations": activation_bytes(
-            m, config.micro_batch_size, optimizer.dtype, config.recompute, optimizer.device.type == "cpu"
-        ),
+        "moments": trained * wide * MOMENTS[config.optimizer] * in_memory,
+        "activations": activation_bytes(m, config.micro_batch_size, dtype, config.recompute, on_cpu),
     }
 
 
@@ -168,6 +172,3 @@ def expert_activation_bytes(config: Any, m: MoEConfig, tp: int, cp: int, dtype: 
     router = own * (m.experts * wide + k * (2 * wide + 9) + wide) + (own + m.experts) * m.dim * wide * (e < wide)
     shared = tokens * 4 * e * m.shared_experts * m.expert_width // tp
     return layers * (visits + router + shared - tokens * 4 * e * m.ffn_dim // tp)
-
-
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}  # what torch.optim keeps for every element

@@ -4,78 +4,137 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from math import comb, prod
-from typing import Any
+from math import comb
+from typing import Any, NamedTuple
 
 import torch
 
-from common.comm import Group, Mesh
-from common.layout import layout_of
-from common.model import Decoder, ModelConfig
+from common.model import ModelConfig
 from common.moe import MoEConfig
 from common.schedules import Action, Step
-from services.compression import BLOCK
-from theory.memory import memory_rows, zero_memory_rows
 
 Traffic = dict[tuple[str, str], float]
+BLOCK = 256  # values that share one scale in int8 compression
 
 
-def predicted_traffic(model: Decoder, sync: Any, config: Any, group: Group) -> dict[tuple[str, str], float]:
-    """Bytes each rank of the group sends for its gradients in one step, by (mesh dimension, operation)."""
-    found: dict[tuple[str, str], float] = {}
-    for dim, own in {own.name: own for own in (group, *sync.groups.values())}.items():
-        n, buckets = own.size, [bucket for bucket in getattr(sync, "buckets", []) if bucket.group is own]
+class Gradients(NamedTuple):
+    """What is summed over `ranks` ranks of the mesh dimension `dim`: bytes in all, and elements of each bucket."""
+
+    dim: str
+    ranks: int
+    nbytes: int
+    buckets: list[int]
+
+
+def gradient_traffic(config: Any, summed: list[Gradients]) -> Traffic:
+    """Bytes each rank sends for its gradients in one step, without ZeRO: step 2's law, and those of --compress."""
+    found: Traffic = {}
+    for dim, n, n_bytes, buckets in summed:
         if config.compress in ("bf16", "int8"):
             block = 2 * BLOCK if config.compress == "bf16" else BLOCK + 4
-            half = (n - 1) / n * sum(len(bucket.flat) // BLOCK * block for bucket in buckets)
-            found |= {(dim, "all_to_all"): half, (dim, "all_gather"): half}
+            blocks = sum(-(-length // (n * BLOCK)) * n for length in buckets)
+            found |= {(dim, operation): (n - 1) / n * blocks * block for operation in ("all_to_all", "all_gather")}
         elif config.compress == "topk":
-            chosen = sum(max(1, int(config.topk_fraction * len(bucket.flat))) for bucket in buckets)
+            chosen = sum(max(1, int(config.topk_fraction * length)) for length in buckets)
             found[dim, "all_gather"] = (n - 1) * chosen * 8
         else:
-            gradients = sum(p.numel() * p.grad_dtype.itemsize for p in sync.params if sync.groups[p] is own)
-            found[dim, "all_reduce"] = 2 * (n - 1) / n * gradients
+            found[dim, "all_reduce"] = 2 * (n - 1) / n * n_bytes
     return found
 
 
-def unit_traffic(units: list, times: list[tuple[int, int]]) -> dict[tuple[str, str], float]:
-    """Bytes each rank sends, by (mesh dimension, operation), if gradient and weights of each unit travel so many
-    `times`: (reductions, gatherings).
-    """
-    found: dict[tuple[str, str], float] = {}
+class UnitShape(NamedTuple):
+    """One of ZeRO's units: cut over `ranks` ranks of `dim` in slices of `length` elements; bytes of an element."""
+
+    dim: str
+    ranks: int
+    length: int
+    trained: bool
+    gradient_bytes: int
+    weight_bytes: int
+
+
+def unit_traffic(units: list[UnitShape], times: list[tuple[int, int]]) -> Traffic:
+    """Bytes each rank sends if gradient and weights of each unit travel so many `times`: (reductions, gatherings)."""
+    found: Traffic = {}
     for unit, (reduced, gathered) in zip(units, times, strict=True):
-        name, length = unit.group.name, (unit.group.size - 1) * unit.length
-        reduced, gathered = reduced * unit.grad_dtype.itemsize, gathered * unit.dtype.itemsize
-        for operation, n_bytes in (("reduce_scatter", reduced), ("all_gather", gathered)):
-            found[name, operation] = found.get((name, operation), 0) + length * n_bytes
+        sent = (unit.ranks - 1) * unit.length
+        for operation, n_bytes in (
+            ("reduce_scatter", reduced * unit.gradient_bytes),
+            ("all_gather", gathered * unit.weight_bytes),
+        ):
+            found[unit.dim, operation] = found.get((unit.dim, operation), 0) + sent * n_bytes
     return found
 
 
-def zero_traffic(optimizer: Any, micro_batches: int) -> dict[tuple[str, str], float]:
-    """Bytes each rank sends in one step, by (mesh dimension, operation), after WHEN and the first table above."""
-    uses, stage = optimizer.uses, optimizer.stage
-    in_turn = [u for use in uses for u in use.units] + [u for use in uses[:-1] if use.again for u in use.units]
+def zero_traffic(units: list[UnitShape], stage: int, gathered: list[int], micro_batches: int) -> Traffic:
+    """Step 3's first table; `gathered`: how often stage 3 gathers each unit in a micro-batch."""
     times = []
-    for i, unit in enumerate(optimizer.units):
-        reduced = bool(unit.trained) * (1 if stage == 1 else micro_batches)
-        times.append((reduced, micro_batches * in_turn.count(i) if stage == 3 else bool(unit.trained)))
-    return unit_traffic(optimizer.units, times)
+    for unit, count in zip(units, gathered, strict=True):
+        reduced = unit.trained * (1 if stage == 1 else micro_batches)
+        times.append((reduced, micro_batches * count if stage == 3 else int(unit.trained)))
+    return unit_traffic(units, times)
 
 
-def predictions(
-    config: Any, m: ModelConfig, optimizer: Any, sync: Any, micro_batches: int
-) -> tuple[dict[str, int | None], dict[tuple[str, str], float]]:
-    """Predicted memory and traffic of one rank and step, whatever `--zero` is."""
-    if config.zero == 0:
-        memory = memory_rows(config, m, optimizer.model, optimizer.dtype, sync.group.device.type == "cpu")
-        return memory, predicted_traffic(optimizer.model, sync, config, sync.group)
-    return zero_memory_rows(config, m, optimizer), zero_traffic(optimizer, micro_batches)
+def zero_stage_traffic(
+    units: list[UnitShape], stage: int, chunk_units: list[list[int]], actions: list[Action]
+) -> Traffic:
+    """ZeRO in a pipeline; `chunk_units`: the numbers of the units of each chunk.
+
+    A unit's gradient travels once (stage 1) or each time that a chunk with it has gone backward; updated weights once,
+    or (stage 3) each time that another chunk's turn begins.
+    """
+    turns: list[list[int]] = [[]]  # the units that are there, one turn after another
+    for action in actions:
+        if action.kind != "W" and chunk_units[action.chunk] != turns[-1]:
+            turns.append(chunk_units[action.chunk])
+    times = []
+    for number, unit in enumerate(units):
+        backs = sum("W" in action.kind and number in chunk_units[action.chunk] for action in actions)
+        came = sum(number in after and number not in before for before, after in pairwise(turns))
+        reduced = unit.trained * (1 if stage == 1 else backs)
+        times.append((reduced, came if stage == 3 else int(unit.trained)))
+    return unit_traffic(units, times)
+
+
+def partial_traffic(summed: list[tuple[str, int, int]]) -> Traffic:
+    """Bytes a rank sends in `sum_partial_gradients`, for (dimension, ranks, bytes of gradients) each."""
+    return {(dim, "all_reduce (partial)"): 2 * (n - 1) / n * size for dim, n, size in summed if size and n > 1}
+
+
+def stage_traffic(
+    config: Any,
+    m: ModelConfig,
+    chunks: list,
+    program: list[Step],
+    message: int,
+    slices: int,
+    tp: int,
+    cp: int,
+    dtype: torch.dtype,
+    more: Callable[[Any, int], Traffic] = lambda chunk, times: {},
+) -> Traffic:
+    """Bytes a rank sends in one step: for its chunks over tp and cp (and what `more` says of a chunk that so many
+    micro-batches pass), and over the boundaries: `message` bytes each, one of `slices` parts of the hidden states.
+    """
+    found: Traffic = defaultdict(float)
+    passed = Counter(step.what.chunk for step in program if step.kind == "run" and step.what.kind == "F")
+    for number, chunk in enumerate(chunks):
+        layers, times = replace(m, n_layers=len(chunk.layers)), passed[number]
+        local = replace(layers, seq_len=m.seq_len // cp)
+        parts = tp_traffic(config, local, tp, dtype, times, int(chunk.first), int(chunk.last))
+        for part in (parts, cp_traffic(config, layers, tp, cp, dtype, times), more(chunk, times)):
+            for name, n_bytes in part.items():
+                found[name] += n_bytes
+    kinds = Counter(step.kind for step in program)
+    found["pp", "send"] += kinds["send"] * message
+    found["tp", "all_gather (boundary)"] += kinds["recv"] * message * (slices - 1)
+    return {name: n_bytes for name, n_bytes in found.items() if n_bytes}
 
 
 def tp_traffic(
     config: Any, m: ModelConfig, n: int, dtype: torch.dtype, micro_batches: int, embeddings: int = 1, heads: int = 1
 ) -> dict[tuple[str, str], float]:
-    """Bytes one of `n` ranks sends over tp in one step, by (mesh dimension, operation): the docstring's table, k times.
+    """Bytes one of `n` ranks sends over tp in one step, by (mesh dimension, operation): step 4's table, k times.
 
     `embeddings`, `heads`: whether there are any (on a stage of a pipeline, step 6, there may be none).
     """
@@ -97,30 +156,8 @@ def tp_traffic(
     return found
 
 
-def partial_traffic(optimizer: Any, mesh: Mesh, dims: list[str]) -> dict[tuple[str, str], float]:
-    """Bytes a rank sends in `sum_partial_gradients`, by (mesh dimension, operation)."""
-    found: dict[tuple[str, str], float] = {}
-    params = dict(optimizer.model.named_parameters())
-    for dim in dims:
-        size = mesh[dim].size
-        summed = sum(held_bytes(optimizer, name) for name, p in params.items() if dim in layout_of(p).sum_over)
-        if summed and size > 1:
-            found[dim, "all_reduce (partial)"] = 2 * (size - 1) / size * summed
-    return found
-
-
-def held_bytes(optimizer: Any, name: str) -> int:
-    """Bytes of a parameter's complete gradient on this rank: all of it, or what lies in its slice."""
-    if hasattr(optimizer, "units"):
-        unit = next(unit for unit in optimizer.units if name in unit.named)
-        itemsize = unit.grad_dtype.itemsize if optimizer.stage == 1 else unit.wide.itemsize
-        return len(unit.cut(unit.master, name)) * itemsize if name in unit.trained else 0
-    param = optimizer.params.get(name)
-    return 0 if param is None else param.numel() * param.grad_dtype.itemsize
-
-
 def cp_traffic(config: Any, m: ModelConfig, tp: int, cp: int, dtype: torch.dtype, micro_batches: int) -> dict:
-    """Bytes a rank sends over cp in one step, by (mesh dimension, operation): the docstring's table, k L times."""
+    """Bytes a rank sends over cp in one step, by (mesh dimension, operation): step 5's table, k L times."""
     if cp == 1 or config.recompute != "none":
         return {}
     times = micro_batches * m.n_layers
@@ -138,52 +175,6 @@ def cp_traffic(config: Any, m: ModelConfig, tp: int, cp: int, dtype: torch.dtype
     return {("cp", "send"): times * (2 * (cp - 1) * narrow + cp * wide)}
 
 
-def stage_traffic(
-    config: Any,
-    m: ModelConfig,
-    pipeline: Any,
-    program: list[Step],
-    tp: int,
-    cp: int,
-    dtype: torch.dtype,
-    more: Callable[[Any, int], Traffic] = lambda chunk, times: {},
-) -> Traffic:
-    """Bytes a rank sends in one step: for its chunks over tp and cp (and what `more` says of a chunk that so many
-    micro-batches pass), and over the boundaries.
-    """
-    found: Traffic = defaultdict(float)
-    passed = Counter(step.what.chunk for step in program if step.kind == "run" and step.what.kind == "F")
-    for number, chunk in enumerate(pipeline.chunks):
-        own, times = replace(m, n_layers=len(chunk.layers)), passed[number]
-        local = replace(own, seq_len=m.seq_len // cp)
-        parts = tp_traffic(config, local, tp, dtype, times, int(chunk.first), int(chunk.last))
-        for part in (parts, cp_traffic(config, own, tp, cp, dtype, times), more(chunk, times)):
-            for name, n_bytes in part.items():
-                found[name] += n_bytes
-    kinds = Counter(step.kind for step in program)
-    wire = config.micro_batch_size * prod(pipeline.wire) * dtype.itemsize
-    found["pp", "send"] += kinds["send"] * wire
-    found["tp", "all_gather (boundary)"] += kinds["recv"] * wire * (pipeline.slices - 1)
-    return {name: n_bytes for name, n_bytes in found.items() if n_bytes}
-
-
-def zero_stage_traffic(optimizer: Any, pipeline: Any, actions: list[Action]) -> Traffic:
-    """Bytes each rank sends over ZeRO's groups in one step: a unit's gradient once (stage 1) or each time that a chunk
-    with it has gone backward; updated weights once, or (stage 3) each time that another chunk's turn begins.
-    """
-    turns: list[list] = [[]]  # the units that are there, one turn after another
-    for action in actions:
-        if action.kind != "W" and pipeline.units[action.chunk] != turns[-1]:
-            turns.append(pipeline.units[action.chunk])
-    times = []
-    for unit in optimizer.units:
-        backs = sum("W" in action.kind and unit in pipeline.units[action.chunk] for action in actions)
-        came = sum(unit in after and unit not in before for before, after in pairwise(turns))
-        reduced = bool(unit.trained) * (1 if optimizer.stage == 1 else backs)
-        times.append((reduced, came if optimizer.stage == 3 else bool(unit.trained)))
-    return unit_traffic(optimizer.units, times)
-
-
 def mean_rows(m: MoEConfig, tokens: int, ep: int) -> float:
     """Rows that a rank with so many tokens sends to the others, on average, if all sets of k experts are as likely."""
     elsewhere = comb(m.experts - m.experts // ep, m.experts_per_token) / comb(m.experts, m.experts_per_token)
@@ -191,7 +182,7 @@ def mean_rows(m: MoEConfig, tokens: int, ep: int) -> float:
 
 
 def ep_bytes(config: Any, m: MoEConfig, tokens: int, ep: int, e: int, sent: float, came: float) -> dict[str, float]:
-    """Bytes a rank sends over ep in one layer, forward and backward: the docstring's table, by operation.
+    """Bytes a rank sends over ep in one layer, forward and backward: step 7's table, by operation.
 
     `tokens` of this rank, `e` bytes an element; rows `sent` to and that `came` from other ranks.
     """

@@ -1,0 +1,126 @@
+"""What theory says of a run: it is told shapes, precision and layout, as plain numbers taken from the run's objects."""
+
+from collections import Counter
+from functools import partial
+from typing import Any, NamedTuple
+
+from common.layout import layout_of, replica_group
+from services.devices import peak_flops
+from theory import flops, memory, traffic
+from theory.traffic import Gradients, Traffic, UnitShape
+
+
+class Costs(NamedTuple):
+    """FLOPs of a token (model, executed), the peak FLOP/s of all ranks, bytes by kind, bytes sent by dimension."""
+
+    flops: tuple[float, float]
+    peak: float
+    memory: dict[str, int | None]
+    traffic: Traffic
+
+
+def shape_of(unit: Any) -> UnitShape:
+    """What theory knows of one of ZeRO's units."""
+    group, weight_bytes = unit.group, unit.dtype.itemsize
+    return UnitShape(group.name, group.size, unit.length, bool(unit.trained), unit.grad_dtype.itemsize, weight_bytes)
+
+
+def summed_gradients(run: Any, sync: Any) -> list[Gradients]:
+    """What is summed over which ranks, without ZeRO."""
+    params = [p for p in run.model.parameters() if p.requires_grad]
+    groups = {param: replica_group(param, run.mesh) for param in params}
+    buckets = getattr(sync, "buckets", [])
+    return [
+        Gradients(
+            dim,
+            group.size,
+            sum(p.numel() * p.grad_dtype.itemsize for p in params if groups[p].name == dim),
+            [len(bucket.flat) for bucket in buckets if bucket.group.name == dim],
+        )
+        for dim, group in {group.name: group for group in [run.mesh.data, *groups.values()]}.items()
+    ]
+
+
+def held_bytes(optimizer: Any, name: str) -> int:
+    """Bytes of a parameter's complete gradient on this rank: all of it, or what lies in its slice."""
+    if hasattr(optimizer, "units"):
+        unit = next(unit for unit in optimizer.units if name in unit.named)
+        itemsize = (unit.grad_dtype if unit.stage == 1 else unit.wide).itemsize
+        return len(unit.cut(unit.master, name)) * itemsize if name in unit.trained else 0
+    param = optimizer.params.get(name)
+    return 0 if param is None else param.numel() * param.grad_dtype.itemsize
+
+
+def partial_sums(run: Any) -> list[tuple[str, int, int]]:
+    """(dimension, ranks, bytes) of what `sum_partial_gradients` sums."""
+    params, dims = dict(run.model.named_parameters()), [d for d in ("tp", "kv", "mirror") if d in run.mesh.groups]
+    return [
+        (
+            d,
+            run.mesh[d].size,
+            sum(held_bytes(run.optimizer, n) for n, p in params.items() if d in layout_of(p).partial_over),
+        )
+        for d in dims
+    ]
+
+
+def predict(run: Any, sync: Any) -> Costs:
+    """All of it, for one rank and step; `run`: a Trainer that knows its model, optimizer and pipeline."""
+    config, m, mesh, dtype, on_cpu = run.config, run.shape, run.mesh, run.dtype, run.device.type == "cpu"
+    tp, cp = (mesh[dim].size if dim in mesh.groups else 1 for dim in ("tp", "cp"))
+    moe = hasattr(m, "experts")
+    per_token = (flops.moe_flops_per_token if moe else flops.flops_per_token)(m, config.recompute)
+    peak = mesh.world * peak_flops(run.device, dtype, config.peak_tflops)
+    units = [shape_of(unit) for unit in getattr(run.optimizer, "units", [])]
+    if units:
+        held = memory.zero_memory_rows(config, m, units, dtype, on_cpu)
+    else:
+        params = list(run.model.parameters())
+        n, factored = sum(p.numel() for p in params), sum(sum(p.shape) for p in params)
+        held = memory.memory_rows(config, m, n, factored, dtype, on_cpu)
+    if not mesh.sizes:
+        return Costs(per_token, peak, held, {})
+
+    sent = gradients_sent(run, sync, units)
+    if hasattr(config, "tp"):
+        sent |= traffic.partial_traffic(partial_sums(run))
+    if run.pipeline is not None:
+        pipeline, layout = run.pipeline, (tp, cp, dtype)
+        kept = passed = None
+        if moe:
+            kept = partial(memory.expert_activation_bytes, config, m, *layout)
+            passed = partial(traffic.moe_traffic, config, m, tp, cp, mesh["ep"].size, dtype)
+        more = dict(more=kept) if kept else {}
+        held["activations"] = memory.pp_activation_bytes(
+            config, m, pipeline.chunks, pipeline.actions, *layout, on_cpu, **more
+        )
+        size = config.micro_batch_size * pipeline.wire[0] * pipeline.wire[1] * dtype.itemsize
+        sent |= traffic.stage_traffic(
+            config, m, pipeline.chunks, pipeline.program, size, pipeline.slices, *layout, *([passed] if passed else [])
+        )
+    elif hasattr(config, "tp"):
+        local = traffic.replace(m, seq_len=m.seq_len // cp)
+        held["activations"] = memory.cp_activation_bytes(config, m, tp, cp, dtype, on_cpu)
+        sent |= traffic.tp_traffic(config, local, tp, dtype, micro_batches(run))
+        sent |= traffic.cp_traffic(config, m, tp, cp, dtype, micro_batches(run))
+    return Costs(per_token, peak, held, sent)
+
+
+def micro_batches(run: Any) -> int:
+    """Micro-batches of a rank in a step."""
+    return run.config.global_batch_size // run.mesh["dp"].size // run.config.micro_batch_size
+
+
+def gradients_sent(run: Any, sync: Any, units: list[UnitShape]) -> Traffic:
+    """Bytes sent for gradients and, under ZeRO, for weights."""
+    if not units:
+        return traffic.gradient_traffic(run.config, summed_gradients(run, sync))
+    stage, optimizer = run.config.zero, run.optimizer
+    if run.pipeline is None:
+        uses = Counter(unit for use in optimizer.uses for unit in use.units)
+        uses += Counter(unit for use in optimizer.uses[:-1] if use.again for unit in use.units)
+        gathered = [uses[unit] for unit in optimizer.units]
+        return traffic.zero_traffic(units, stage, gathered, micro_batches(run))
+    numbers = {unit: number for number, unit in enumerate(optimizer.units)}
+    chunk_units = [[numbers[unit] for unit in units] for units in optimizer.chunk_units]
+    return traffic.zero_stage_traffic(units, stage, chunk_units, run.pipeline.actions)
