@@ -1,26 +1,23 @@
 """The mesh of ranks, its collectives, and the ledger that sees every byte.
 
-    with open_mesh({"dp": 2, "tp": 4}, device, "auto") as mesh:      ranks 0-7 as arange(8).view(dp=2, tp=4)
+    mesh = Mesh({"dp": 2, "tp": 4}, device)      ranks 0-7 as arange(8).view(dp=2, tp=4), tp along the row
 
-                 tp 0  1  2  3
         dp 0      [0  1  2  3]        mesh["tp"] of rank 5: the group {4, 5, 6, 7}, in which it is number 1
         dp 1      [4  5  6  7]        mesh["dp"] of rank 5: the group {1, 5}
 
-Every function takes the group it works in. A group of one is a no-op, so the same code runs on one process. Bytes are
-booked as a ring sends them, per rank, for n ranks and a full tensor of S bytes (the whole input of a reduction, the
-whole output of a gather):
+Every function takes the group it works in. In a group of one it sends nothing, so the same code runs on one process.
+Bytes are booked as a ring sends them, per rank, for n ranks and a full tensor of S bytes (the whole input of a
+reduction, the whole output of a gather):
 
     all_reduce 2 (n-1)/n S     reduce_scatter (n-1)/n S     all_gather (n-1)/n S     all_to_all (n-1)/n S     send S
 """
 
 import math
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 import torch
@@ -31,6 +28,7 @@ from torch import Tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+Rows = list[int] | None  # of each part of an uneven exchange
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8]
 
 
@@ -91,6 +89,10 @@ class Group:
     size: int = 1
     handle: dist.ProcessGroup | None = None
 
+    def share(self, total: int) -> slice:
+        """This rank's part, in order, of `total` things."""
+        return slice(self.rank * total // self.size, (self.rank + 1) * total // self.size)
+
     @property
     def gloo(self) -> bool:
         """Whether messages go through the host (gloo), and so have to be staged there if they live on a GPU."""
@@ -106,15 +108,12 @@ class Mesh:
         self.world = math.prod(sizes.values())
         self.rank = dist.get_rank() if self.world > 1 else 0
         self.groups: dict[str, Group] = {}
-        ranks = torch.arange(self.world).view(*sizes.values())
+        ranks = torch.arange(self.world).view(list(sizes.values()))
         for dim, (name, size) in enumerate(sizes.items()):
             self.join(name, ranks.movedim(dim, -1).reshape(-1, size))
 
     def join(self, name: str, ranks: Tensor):
-        """Make the groups of a dimension, the rows of `ranks`, int64 [groups, size], and enter the one this rank is in.
-
-        (DeviceMesh would make groups along all dimensions of each layout, three times as many; they have threads.)
-        """
+        """Make the groups of a dimension, the rows of `ranks` int64 [groups, size]; enter the one with this rank."""
         self.groups[name] = Group(name, self.device, self.ledger)
         for row in ranks.tolist() if ranks.shape[1] > 1 else ():
             handle = dist.new_group(row)  # every rank takes part in making every group
@@ -124,6 +123,11 @@ class Mesh:
     def __getitem__(self, name: str) -> Group:
         """This rank's group along a dimension."""
         return self.groups[name]
+
+    @property
+    def data(self) -> Group:
+        """The ranks that hold the same model and see other tokens: dp or, where sequences are cut too, dp x cp."""
+        return self.groups["data" if "data" in self.groups else "dp"]
 
     def add(self, name: str, size: int, stride: int):
         """One more dimension, across those there are: each group has `size` ranks, `stride` apart.
@@ -138,39 +142,21 @@ class Mesh:
         half = self.sizes[of] // 2
         self.join(name, torch.stack((lines[..., :half], lines.flip(-1)[..., :half]), -1).reshape(-1, 2))
 
-    def picture(self) -> str:
-        """Which rank is where: the last dimension from left to right, the others from row to row."""
-        *outer, inner = self.sizes
-        lines = [f"mesh: {' x '.join(f'{name} {size}' for name, size in self.sizes.items())} ({inner} along the row)"]
-        places = product(*(range(self.sizes[name]) for name in outer))
-        for place, ranks in zip(places, torch.arange(self.world).view(-1, self.sizes[inner]).tolist(), strict=True):
-            label = "  ".join(f"{name} {index}" for name, index in zip(outer, place, strict=True))
-            lines.append(f"  {label}  [" + " ".join(f"{rank:2d}" for rank in ranks) + " ]")
-        return "\n".join(lines)
-
-
-def world_size() -> int:
-    """Ranks of this job: of the process group if there is one, else what the launcher announces."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
-
-
-def gather_objects(thing: Any, mesh: Mesh | None) -> list[Any]:
-    """Small Python objects from all ranks, in their order (set-up and reports; not in the ledger)."""
-    if mesh is None or mesh.world == 1:
-        return [thing]
-    everyone = [None] * mesh.world
-    dist.all_gather_object(everyone, thing)
-    return everyone
-
 
 class Pending:
     """Communication under way. `wait` returns when its results may be used, and books the time it took."""
 
-    def __init__(self, group: Group, works: list[dist.Work], then: Callable[[], None] | None = None):
+    def __init__(self, group: Group | None, works: list[dist.Work], then: Callable[[], None] | None = None):
         self.group, self.works, self.then = group, works, then
+        self.result: Callable[[], Any] = lambda: None
 
-    def wait(self):
-        """Wait until done (on a GPU: let the compute stream wait). A second call does nothing."""
+    def returning(self, result: Callable[[], Any]) -> "Pending":
+        """Let `wait` return what `result` makes of the data that have arrived."""
+        self.result = result
+        return self
+
+    def wait(self) -> Any:
+        """Wait until done (on a GPU: let the compute stream wait). A second call does not wait."""
         if self.works:
             with self.group.ledger.waiting(self.group):
                 for work in self.works:
@@ -178,68 +164,56 @@ class Pending:
                 if self.then is not None:
                     self.then()
         self.works = []
+        return self.result()
 
 
-def _run(group: Group, inputs: Tensor, output: Tensor, start: Callable[[Tensor, Tensor], dist.Work]) -> Pending:
-    """Start a collective from `inputs` to `output`, through host memory if a GPU's tensors meet gloo."""
+def _collective(
+    operation: str, output: Tensor, tensor: Tensor, group: Group, n_bytes: float, start: Callable[..., dist.Work]
+) -> Pending:
+    """Book a collective and `start` it, through host memory if a GPU's tensors meet gloo. In a group of one, copy."""
+    if group.size == 1:
+        if output is not tensor:
+            output.copy_(tensor)
+        return Pending(group, [])
+    group.ledger.book(group, operation.strip(), n_bytes)
+    options = dict(group=group.handle, async_op=True)
     if group.gloo and output.is_cuda:
-        host_in = inputs.cpu()
-        host_out = host_in if inputs is output else torch.empty_like(output, device="cpu")
-        return Pending(group, [start(host_out, host_in)], lambda: output.copy_(host_out))
-    return Pending(group, [start(output, inputs)])
+        host_in = tensor.cpu()
+        host_out = host_in if tensor is output else torch.empty_like(output, device="cpu")
+        return Pending(group, [start(host_out, host_in, **options)], lambda: output.copy_(host_out))
+    return Pending(group, [start(output, tensor, **options)])
 
 
 def all_reduce(tensor: Tensor, group: Group, purpose: str = "") -> Pending:
     """Sum `tensor` (any shape, contiguous) over the group, in place. `purpose` names its row in the ledger."""
-    if group.size == 1:
-        return Pending(group, [])
-    n_bytes = 2 * (group.size - 1) / group.size * tensor.nbytes
-    group.ledger.book(group, f"all_reduce {purpose}".strip(), n_bytes)
-    return _run(group, tensor, tensor, lambda out, _: dist.all_reduce(out, group=group.handle, async_op=True))
+    sent = 2 * (group.size - 1) / group.size * tensor.nbytes
+    start = lambda out, _, **options: dist.all_reduce(out, **options)  # noqa: E731
+    return _collective(f"all_reduce {purpose}", tensor, tensor, group, sent, start)
 
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
     """`output` [k] = this rank's k-th of the sum over the group of `tensor` [n k]."""
-    if group.size == 1:
-        output.copy_(tensor)
-        return Pending(group, [])
-    group.ledger.book(group, "reduce_scatter", (group.size - 1) / group.size * tensor.nbytes)
-    return _run(group, tensor, output, lambda out, x: _reduce_scatter(out, x, group=group.handle, async_op=True))
+    sent = (group.size - 1) / group.size * tensor.nbytes
+    return _collective("reduce_scatter", output, tensor, group, sent, _reduce_scatter)
 
 
 def all_gather(output: Tensor, tensor: Tensor, group: Group, purpose: str = "") -> Pending:
     """`output` [n k] = the `tensor` [k] of every rank of the group, in order. `purpose` as in `all_reduce`."""
-    if group.size == 1:
-        output.copy_(tensor)
-        return Pending(group, [])
-    group.ledger.book(group, f"all_gather {purpose}".strip(), (group.size - 1) / group.size * output.nbytes)
-    return _run(group, tensor, output, lambda out, x: _all_gather(out, x, group=group.handle, async_op=True))
+    sent = (group.size - 1) / group.size * output.nbytes
+    return _collective(f"all_gather {purpose}", output, tensor, group, sent, _all_gather)
 
 
 def all_to_all(
-    output: Tensor,
-    tensor: Tensor,
-    group: Group,
-    received: list[int] | None = None,
-    sent: list[int] | None = None,
-    purpose: str = "",
+    output: Tensor, tensor: Tensor, group: Group, received: Rows = None, sent: Rows = None, purpose: str = ""
 ) -> Pending:
     """Send the r-th part of `tensor` (along dim 0) to rank r, receive everyone's in order into `output`.
 
     `sent`, `received`: rows of each part, if they are uneven. Booked is what leaves this rank: all parts but its own.
-    `purpose` as in `all_reduce`.
     """
-    if group.size == 1:
-        output.copy_(tensor)
-        return Pending(group, [])
-    own = sent[group.rank] if sent else tensor.shape[0] // group.size
-    n_bytes = (tensor.shape[0] - own) * (tensor.nbytes // max(1, tensor.shape[0]))
-    group.ledger.book(group, f"all_to_all {purpose}".strip(), n_bytes)
-
-    def start(out: Tensor, x: Tensor) -> dist.Work:
-        return dist.all_to_all_single(out, x, received, sent, group=group.handle, async_op=True)
-
-    return _run(group, tensor, output, start)
+    stays = sent[group.rank] if sent else tensor.shape[0] // group.size
+    n_bytes = (tensor.shape[0] - stays) * (tensor.nbytes // max(1, tensor.shape[0]))
+    start = lambda out, x, **options: dist.all_to_all_single(out, x, received, sent, **options)  # noqa: E731
+    return _collective(f"all_to_all {purpose}", output, tensor, group, n_bytes, start)
 
 
 def _header(tensor: Tensor) -> Tensor:
@@ -252,41 +226,40 @@ def exchange(
 ) -> Pending:
     """Point-to-point messages in one batch: (tensor, peer's rank in the group) each; receives fill their tensor.
 
-    Under gloo, which would silently accept most things, each message is preceded by its shape and dtype, and `wait`
-    raises RuntimeError if the peer sent something else (more bytes than expected end the process in gloo itself). That
-    costs as much as a small message; without `check`, which both ends must leave out alike, it is saved.
-    Tensors must be contiguous, those to send unchanged until `wait`.
+    Tensors must be contiguous, those to send unchanged until `wait`. gloo silently accepts a tensor of another shape.
+    So under gloo a message that tells shape and dtype goes first, and `wait` raises RuntimeError if they differ. Both
+    ends may leave this out, without `check`.
     """
     if group.size == 1 or not (sends or receives):
         return Pending(group, [])
-    operations, headers, staged = [], [], []
+    check, operations, arriving = check and group.gloo, [], []
+
+    def post(operation: Callable, tensor: Tensor, peer: int):
+        operations.append(dist.P2POp(operation, tensor, group=group.handle, group_peer=peer))
+
     for tensor, peer in sends:
         group.ledger.book(group, "send", tensor.nbytes)
-        if group.gloo:
-            if check:
-                operations.append(dist.P2POp(dist.isend, _header(tensor), group=group.handle, group_peer=peer))
-            tensor = tensor.cpu()
-        operations.append(dist.P2POp(dist.isend, tensor, group=group.handle, group_peer=peer))
+        if check:
+            post(dist.isend, _header(tensor), peer)
+        post(dist.isend, tensor.cpu() if group.gloo else tensor, peer)
     for tensor, peer in receives:
-        if group.gloo:
-            if check:
-                headers.append((torch.empty(8, dtype=torch.int64), tensor, peer))
-                operations.append(dist.P2POp(dist.irecv, headers[-1][0], group=group.handle, group_peer=peer))
-            if tensor.is_cuda:
-                staged.append((tensor, torch.empty_like(tensor, device="cpu")))
-                tensor = staged[-1][1]
-        operations.append(dist.P2POp(dist.irecv, tensor, group=group.handle, group_peer=peer))
+        header = torch.empty(8, dtype=torch.int64)
+        if check:
+            post(dist.irecv, header, peer)
+        buffer = torch.empty_like(tensor, device="cpu") if group.gloo and tensor.is_cuda else tensor
+        post(dist.irecv, buffer, peer)
+        arriving.append((tensor, buffer, header, peer))
 
     def finish():
-        for header, tensor, peer in headers:
-            if not torch.equal(header, _header(tensor)):
+        for tensor, buffer, header, peer in arriving:
+            if check and not torch.equal(header, _header(tensor)):
                 code, n_dims, *shape = header.tolist()
                 raise RuntimeError(
                     f"rank {group.rank} of {group.name} expects {list(tensor.shape)} {tensor.dtype} from rank {peer}, "
                     f"which sent {shape[:n_dims]} {DTYPES[code]}"
                 )
-        for target, source in staged:
-            target.copy_(source)
+            if buffer is not tensor:
+                tensor.copy_(buffer)
         operations.clear()  # until here they kept headers and host copies alive
 
     return Pending(group, dist.batch_isend_irecv(operations), finish)
