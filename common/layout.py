@@ -1,14 +1,14 @@
 """One small record per parameter: how it is split, and over which ranks its gradient is summed.
 
-Every dimension of parallelism writes into this record what it did to a parameter; the initialiser, the gradient
-sync, the gradient norm, the checkpoint and the tables read it, and so none of them knows any dimension by name.
+Every dimension of parallelism writes into this record what it did to a parameter. The initialiser, the sums of
+gradients, the gradient norm, the checkpoint and the tables read it. Sums over dp and cp are made by step 2's sync or
+ZeRO, over `mesh.data` or the ranks that `replicas` names; the others (tp, kv, mirror) by `sum_partial_gradients`.
 
-    parameter (full shape)          splits                       sum_over
+    parameter (full shape)          splits                       partial_over
     q_proj.weight   [512, 512]      dim 0 over tp: rows 0-255    ("dp",)
     norm.weight     [512]           none                         ("dp",)
 """
 
-import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.comm import Group, Mesh, all_gather, all_reduce, sum_over
+from common.comm import Group, Mesh, all_reduce, sum_over
 from common.model import Decoder, draw_parameter
 
 
@@ -38,15 +38,15 @@ class Split:
 
 @dataclass(frozen=True)
 class Layout:
-    """The story of one parameter: its cuts, and the mesh dimensions whose ranks hold parts of its gradient's sum.
+    """The record of one parameter: its cuts, and the mesh dimensions over which its gradient is summed.
 
-    `replicas`: the mesh dimension whose ranks hold the same parameter and see other data, if it is not that of all data
-    (experts): there its gradient is summed, and ZeRO cuts it.
-    `held`: (mesh dimension, number of its ranks that have this parameter at all), where not all have (pipelines).
+    `replicas`: the mesh dimension whose ranks hold the same parameter and see other tokens, if it is not `mesh.data`
+    (experts). There its gradient is summed, and ZeRO cuts it.
+    `held`: (mesh dimension, how many of its ranks have this parameter at all), where not all have it (pipelines).
     """
 
     splits: tuple[Split, ...] = ()
-    sum_over: tuple[str, ...] = ()
+    partial_over: tuple[str, ...] = ()
     replicas: str = ""
     held: tuple[tuple[str, int], ...] = ()
 
@@ -81,36 +81,28 @@ def layout_of(param: Tensor) -> Layout:
     return getattr(param, "parallel_layout", Layout())
 
 
-def replica_group(param: Tensor, group: Group, mesh: Mesh | None) -> Group:
-    """The ranks that hold the same parameter and see other data: `group`, if its record does not name others."""
-    replicas = layout_of(param).replicas
-    return mesh[replicas] if replicas else group
+def replica_group(param: Tensor, mesh: Mesh) -> Group:
+    """The ranks that hold the same parameter and see other tokens: all of `mesh.data`, or what its record names."""
+    return mesh[layout_of(param).replicas] if layout_of(param).replicas else mesh.data
 
 
-def assemble(local: Tensor, layout: Layout, mesh: Mesh | None) -> Tensor:
-    """The whole tensor from everyone's parts: the inverse of `Layout.slice`, a collective where there are splits."""
-    for split in layout.splits:
-        group, length = mesh[split.over], split.stop - split.start
-        parts = local.new_empty(group.size, *local.shape)
-        all_gather(parts.view(-1), local.contiguous().view(-1), group, "(state)").wait()
-        shape = list(local.shape)
-        shape[split.dim] = split.full
-        local = local.new_empty(shape)
-        for part, start in zip(parts[:: split.copies], range(0, split.full, length), strict=False):
-            count = min(length, split.full - start)
-            local.narrow(split.dim, start, count).copy_(part.narrow(split.dim, 0, count))
-    return local
+def cut(weight: nn.Parameter, dim: int, group: Group, copies: int = 1) -> nn.Parameter:
+    """This rank's part of a parameter on the meta device, with its record; `copies` neighbours share a part."""
+    full, shape = weight.shape[dim], list(weight.shape)
+    shape[dim] = length = -(-full // (group.size // copies))
+    start = group.rank // copies * length
+    part = nn.Parameter(torch.empty(shape, device="meta", dtype=weight.dtype), weight.requires_grad)
+    splits = *layout_of(weight).splits, Split(dim, group.name, start, start + length, full, copies)
+    part.parallel_layout = replace(layout_of(weight), splits=splits)
+    return part
 
 
-def sum_gradients_over(params: Iterable[nn.Parameter], mesh_dim: str):
-    """Note in the records that these gradients are sums over the ranks of `mesh_dim`, each of which finds a part.
-
-    Records that name their `replicas` have said so themselves.
-    """
+def note_gradient_sum(params: Iterable[nn.Parameter], mesh_dim: str):
+    """Note in the records that these gradients are sums over `mesh_dim` (unless a record names its own `replicas`)."""
     for param in params:
         layout = layout_of(param)
         if not layout.replicas:
-            param.parallel_layout = replace(layout, sum_over=(*layout.sum_over, mesh_dim))
+            param.parallel_layout = replace(layout, partial_over=(*layout.partial_over, mesh_dim))
 
 
 def materialize(
@@ -138,30 +130,15 @@ def materialize(
             module._buffers[key] = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer
 
 
-def reduction_table(model: nn.Module, mesh_dims: list[str]) -> list[list[str]]:
-    """Rows for the table: kind of parameter x mesh dimension -> "split" (which tensor dim), "summed", "replicated",
-    or on how many of the dimension's ranks it is."""
-    rows: dict[str, list[str]] = {}
-    for name, param in model.named_parameters():
-        layout = layout_of(param)
-        cells = []
-        for dim in mesh_dims:
-            cuts = [f"split dim {split.dim}" for split in layout.splits if split.over == dim]
-            cuts += [f"on {count}" for name, count in layout.held if name == dim]
-            cells.append(", ".join(cuts) or ("gradient summed" if dim in layout.sum_over else "replicated"))
-        rows.setdefault(re.sub(r"\.\d+\.", ".*.", name), [str(list(layout.full_shape(param.shape))), *cells])
-    return [["parameter", "full shape", *mesh_dims], *([name, *cells] for name, cells in rows.items())]
-
-
 def sum_partial_gradients(optimizer: Any, mesh: Mesh, dims: list[str]):
-    """Sum gradients over the mesh dimensions `dims` wherever a record asks for it, in place, one collective each.
+    """Sum gradients over the mesh dimensions `dims` wherever a record asks for it, in place, one all-reduce each.
 
-    After the sum over dp; under ZeRO it is this rank's slices that are summed, which ranks along `dims` cut alike.
+    It comes after the sum over `mesh.data`. Under ZeRO a rank sums its slices, which ranks along `dims` cut alike.
     """
     params = dict(optimizer.model.named_parameters())
     for dim in dims:
-        summed = {name for name, param in params.items() if dim in layout_of(param).sum_over}
-        parts = [g for name, g in optimizer.gradient_parts().items() if name in summed and g.numel()]
+        summed = {name for name, param in params.items() if dim in layout_of(param).partial_over}
+        parts = [g for name, g in optimizer.gradients().items() if name in summed and g.numel()]
         if parts and mesh[dim].size > 1:
             flat = torch.cat([part.flatten() for part in parts])
             all_reduce(flat, mesh[dim], "(partial)").wait()
@@ -169,37 +146,18 @@ def sum_partial_gradients(optimizer: Any, mesh: Mesh, dims: list[str]):
                 part.copy_(total.view_as(part))
 
 
-def global_norm(optimizer: Any, mesh: Mesh, dims: list[str], sliced: str) -> float:
+def global_norm(optimizer: Any, mesh: Mesh, dims: list[str], sliced: bool) -> float:
     """The L2 norm of the whole gradient, each element counted once.
 
-    What `copies` ranks along `dims` hold alike counts 1/copies on each. `sliced`: the dimension along which ZeRO gave
-    every rank another slice, or "".
+    What several ranks along `dims` hold alike counts 1/copies on each. `sliced`: each rank of `mesh.data` has another
+    slice of the gradient (ZeRO). Norms are taken in fp32 or wider, their squares added in fp64.
     """
     params, sizes = dict(optimizer.model.named_parameters()), {dim: mesh[dim].size for dim in dims}
-    parts = optimizer.gradient_parts()
-    squares = square_norms(list(parts.values()))
+    parts = optimizer.gradients()
+    wide = torch.promote_types(next(iter(parts.values())).dtype, torch.float32)
+    squares = torch.stack(torch._foreach_norm(list(parts.values()), dtype=wide)).double().square()
     copies = torch.tensor([layout_of(params[name]).copies(sizes) for name in parts], device=squares.device)
     square = (squares / copies).sum()
-    for dim in dims + ([sliced] if sliced else []):
-        (square,) = sum_over(mesh[dim], square)
+    for group in [mesh[dim] for dim in dims] + ([mesh.data] if sliced else []):
+        (square,) = sum_over(group, square)
     return float(square) ** 0.5 / optimizer.loss_scale
-
-
-def cut(weight: nn.Parameter, dim: int, group: Group, copies: int = 1) -> nn.Parameter:
-    """This rank's part of a parameter on the meta device, with its record; `copies` neighbours share a part."""
-    parts, full = group.size // copies, weight.shape[dim]
-    length, shape = -(-full // parts), list(weight.shape)
-    shape[dim] = length
-    start = group.rank // copies * length
-    part = nn.Parameter(torch.empty(shape, device="meta", dtype=weight.dtype), weight.requires_grad)
-    record = layout_of(weight)
-    part.parallel_layout = replace(
-        record, splits=(*record.splits, Split(dim, group.name, start, start + length, full, copies))
-    )
-    return part
-
-
-def square_norms(tensors: list[Tensor]) -> Tensor:
-    """The squared L2 norm of each tensor, fp64 [tensors]; the norms are taken in fp32 or wider."""
-    wide = torch.promote_types(tensors[0].dtype, torch.float32)
-    return torch.stack(torch._foreach_norm(tensors, dtype=wide)).double().square()
