@@ -1,72 +1,69 @@
-"""Schedules as data: who does what in which order, proved, timed and drawn before anything runs."""
+"""Pipeline schedules as data: lists of actions that can be printed, drawn, timed, proved free of deadlock, and run."""
 
-from collections import defaultdict
-from collections.abc import Callable
-from itertools import accumulate, chain, pairwise
+from collections import defaultdict, deque
+from itertools import chain, pairwise
 from typing import Literal, NamedTuple
-
-# --- actions, and the way of a micro-batch
 
 
 class Action(NamedTuple):
-    """What a rank does in one go: F forward, B input gradient, W weight gradient, BW both gradients."""
+    """What a rank does in one go."""
 
-    kind: str
+    kind: str  # F forward, B gradient of the input, W gradient of the weights, BW both gradients
     micro_batch: int
+    chunk: int  # which of the rank's stages
+
+
+class Place(NamedTuple):
+    """Where a stage is."""
+
+    rank: int
     chunk: int
 
 
-Place = tuple[int, int]  # (pp rank, chunk on that rank)
+Placement = list[Place]  # of all stages, the first one first
+Output = tuple[str, int, Place]  # (F or B, micro-batch, place): activations from F, the input's gradient from B or BW
+
+
+class Plan(NamedTuple):
+    """Who has which layers, and does what in which order."""
+
+    placements: list[Placement]  # dualpipe has two
+    lengths: list[int]  # layers of each stage
+    lists: list[list[Action]]  # of each rank
 
 
 def chunks_per_rank(schedule: str) -> int:
-    """Stages on each rank where the number is not for the user to choose; 0 for interleaved, where it is."""
+    """How many stages each rank has; 0 for interleaved, where the user chooses."""
     return {"interleaved": 0, "zbv": 2, "dualpipe": 2}.get(schedule, 1)
 
 
-def refuse(schedule: str, p: int, m: int, v: int) -> str:
-    """Why a schedule cannot run m micro-batches on p ranks with v stages each; empty if it can."""
-    wanted = chunks_per_rank(schedule)
-    if v != wanted and wanted:
-        return f"--schedule {schedule} has {wanted} stage{'s' * (wanted > 1)} on each rank: use --chunks {wanted}"
-    if v < 1:
-        return f"--chunks {v} gives a rank no stage: use at least 1"
-    if m < 1:
-        return f"--schedule {schedule} has nothing to do with {m} micro-batches: use at least 1"
-    if schedule == "dualpipe" and p % 2:
-        return f"--schedule dualpipe starts micro-batches at both ends of an even number of ranks: change --pp {p}"
-    return ""
+def place_stages(schedule: str, p: int, v: int) -> list[Placement]:
+    """The stage placement; dualpipe has two, for the first and the second half of the micro-batches."""
+    loop = [Place(rank, chunk) for chunk in range(v) for rank in range(p)]  # v times through all ranks
+    down, up = [Place(rank, 0) for rank in range(p)], [Place(rank, 1) for rank in reversed(range(p))]
+    return {"zbv": [down + up], "dualpipe": [down, up]}.get(schedule, [loop])  # zbv: rank 0 has first and last stage
 
 
-def paths(schedule: str, p: int, v: int) -> list[list[Place]]:
-    """The ways of micro-batches through the ranks, first stage to last; a place's index in its path is its stage.
-
-    Loop: chunk after chunk, each from rank 0 to p-1. zbv: down chunk 0, up chunk 1, so that rank 0 has the first stage
-    and the last. dualpipe: two ways over the same p stages, one for either half of the micro-batches: down on chunk 0,
-    up on chunk 1; rank r therefore has stages r and p-1-r.
-    """
-    down, up = [(rank, 0) for rank in range(p)], [(rank, 1) for rank in reversed(range(p))]
-    if schedule == "zbv":
-        return [down + up]
-    if schedule == "dualpipe":
-        return [down, up]
-    return [[(rank, chunk) for chunk in range(v) for rank in range(p)]]
-
-
-def neighbours(ways: list[list[Place]]) -> tuple[dict[Place, Place], dict[Place, Place]]:
-    """(the place before, the place after) each place that has one."""
-    steps = [step for way in ways for step in pairwise(way)]
+def neighbours(placements: list[Placement]) -> tuple[dict[Place, Place], dict[Place, Place]]:
+    """(before, after): by place, the place of the stage before it and of the stage after it, where there is one."""
+    steps = [step for placement in placements for step in pairwise(placement)]
     return {after: before for before, after in steps}, dict(steps)
 
 
-# --- schedules: pure functions (p ranks, m micro-batches, v chunks, rank) -> actions
+def needs(action: Action, rank: int, before: dict[Place, Place], after: dict[Place, Place]) -> list[Output]:
+    """The outputs that an action on `rank` waits for. `before` and `after` come from `neighbours`."""
+    kind, i, here = action.kind, action.micro_batch, Place(rank, action.chunk)
+    if kind == "F":  # the F of the stage before
+        return [("F", i, before[here])] if here in before else []
+    if kind == "W":  # its own stage's B
+        return [("B", i, here)]
+    return [("F", i, here)] + ([("B", i, after[here])] if here in after else [])  # its own F, the B of the stage after
 
 
 def write_out(*phases: tuple[int, str]) -> list[Action]:
     """The actions of phases (how often, pattern), for example (3, "F0 B0 W").
 
-    F0, B1, BW0: the next micro-batch of that kind on that chunk. W: the weight gradient that has waited longest, if one
-    does.
+    F0, B1, BW0: the next micro-batch of that kind on that chunk. W: the weight gradient that waits longest, if any.
     """
     actions, count, waiting = [], defaultdict(int), []
     for word in chain.from_iterable(pattern.split() * times for times, pattern in phases):
@@ -81,23 +78,23 @@ def write_out(*phases: tuple[int, str]) -> list[Action]:
     return actions + waiting
 
 
+# A schedule is a function: p ranks, m micro-batches, v chunks on a rank -> the list of one rank.
 def afab(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """All forward, all backward (GPipe, Huang et al. 2019). Idle (p-1)/(m+p-1); m micro-batches in flight."""
+    """All forward, all backward (GPipe, Huang et al. 2019). Bubble (p-1)/(m+p-1), m micro-batches in flight."""
     return write_out((m, "F0"), (m, "BW0"))
 
 
 def one_f_one_b(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """PipeDream-flush (Narayanan et al. 2021): idle as afab, but only p - rank micro-batches in flight."""
+    """1F1B (PipeDream-flush, Narayanan et al. 2021). The same bubble, but only p - rank micro-batches in flight."""
     warm_up = min(m, p - 1 - rank)
     return write_out((warm_up, "F0"), (m - warm_up, "F0 BW0"), (warm_up, "BW0"))
 
 
 def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """1F1B over v chunks per rank (Megatron, Narayanan et al. 2021, figure 4): idle (p-1)/(vm+p-1), v times the bytes.
+    """1F1B over v chunks (Megatron, Narayanan et al. 2021, figure 4). Bubble (p-1)/(vm+p-1), but v times the messages.
 
-    Micro-batches go in rounds: all of a round through chunk 0, then all through chunk 1, ... In a round of p the first
-    is back at rank 0 when the last has left it, and no rank waits. If p does not divide m, some rounds are larger, the
-    first ones, as the warm-up must suffice for the largest. Fewer than p are one round, in which ranks wait.
+    Micro-batches go in rounds: all of a round do chunk 0, then all do chunk 1, and so on. In a round of p, the first is
+    back at rank 0 when the last has left it, so no rank waits. If p does not divide m, the first rounds are larger.
     """
     n_rounds = max(1, m // p)
     rounds = [m // n_rounds + (i < m % n_rounds) for i in range(n_rounds)]
@@ -108,83 +105,48 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
     return write_out((1, " ".join(forwards[:warm_up] + steady + backwards[len(steady) :])))
 
 
-def zero_bubble(m: int, warm_up: int, delay: int) -> list[Action]:
-    """1F1B whose weight gradients lag `delay` micro-batches behind, to fill the gaps while the last gradients come."""
-    warm_up = min(m, warm_up)
-    delay = min(m - warm_up, delay)
-    return write_out(
-        (warm_up, "F0"), (delay, "F0 B0"), (m - warm_up - delay, "F0 B0 W"), (warm_up, "B0 W"), (delay, "W")
-    )
-
-
-def zb_h1(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """ZB-H1 (Qi et al. 2023, figure 2): 1F1B's memory; idle (p-1)(f+b-w) instead of (p-1)(f+b+w) per batch."""
-    return zero_bubble(m, p - 1 - rank, rank)
+def zb_h1(p: int, m: int, v: int, rank: int, depth: int = 1) -> list[Action]:
+    """ZB-H1 (Qi et al. 2023, figure 2): 1F1B's memory, and (p-1)(f+b-w) seconds of bubble instead of (p-1)(f+b+w)."""
+    warm_up = min(m, depth * (p - 1 - rank))
+    lag = min(m - warm_up, depth * rank)  # W comes so many micro-batches after B. The last W fill the cool-down's gaps
+    return write_out((warm_up, "F0"), (lag, "F0 B0"), (m - warm_up - lag, "F0 B0 W"), (warm_up, "B0 W"), (lag, "W"))
 
 
 def zb_h2(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """ZB-H2 (Qi et al. 2023, figure 3): twice the warm-up; if f = b = w, no rank idles once it has begun."""
-    return zero_bubble(m, 2 * (p - 1 - rank), 2 * rank)
+    """ZB-H2 (Qi et al. 2023, figure 3): ZB-H1 with twice the warm-up. If f = b = w, no rank idles once it has begun."""
+    return zb_h1(p, m, v, rank, depth=2)
 
 
 def zbv(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """ZB-V (Qi et al. 2023, section 6; 2024): if f = b = w, no rank idles once it has begun, in 1F1B's memory.
-
-    The last stage is on rank 0 next to the first: backward starts where forward ends, and early on the rank that holds
-    most. With fewer than 2p-1 micro-batches the schedule of 2p-1 is run without those that do not exist.
-    """
-    n = max(m, 2 * p - 1)
-    actions = write_out(
-        (2 * (p - rank) - 1, "F0"),
-        (rank, "F1 F0"),
-        (p - rank, "F1 B1 W"),
-        (n - 2 * p + rank + 1, "F0 B0 W F1 B1 W"),
-        (p - rank - 1, "B0 W F1 B1 W"),
-        (rank, "B0 B1"),
-        (p - rank, "B0 W"),
-    )
-    return [action for action in actions if action.micro_batch < m]
+    """ZB-V (Qi et al. 2023, section 6; 2024): 1F1B's memory. If f = b = w, no rank idles once it has begun."""
+    n = max(m, 2 * p - 1)  # if m is less: the list of 2p-1 micro-batches, without those that do not exist
+    warm_up = (2 * (p - rank) - 1, "F0"), (rank, "F1 F0"), (p - rank, "F1 B1 W")
+    steady = (n - 2 * p + rank + 1, "F0 B0 W F1 B1 W")
+    cool_down = (p - rank - 1, "B0 W F1 B1 W"), (rank, "B0 B1"), (p - rank, "B0 W")
+    return [action for action in write_out(*warm_up, steady, *cool_down) if action.micro_batch < m]
 
 
 def dualpipe(p: int, m: int, v: int, rank: int) -> list[Action]:
     """DualPipe (DeepSeek-V3, section 3.2, its eight steps): half of the micro-batches enter at either end.
 
-    Both ends start at once, so that a rank waits for p/2-1 stages at most; the price is two copies of every stage. In
-    the phases chunk 0 is the one whose way begins at the nearer end, r the distance to that end. Where DeepSeek
-    overlaps a forward with a backward, the two come one after the other. With fewer than 2p micro-batches: as in zbv.
+    A rank waits for p/2-1 stages at most; the price is two copies of every stage. Where DeepSeek overlaps a forward
+    with a backward, here one follows the other. With fewer than 2p micro-batches: as in zbv.
     """
-    half, r, n = p // 2, min(rank, p - 1 - rank), max((m + 1) // 2, p)
-    actions = write_out(
-        (2 * (half - r - 1), "F0"),
-        (r + 1, "F0 F1"),
-        (half - r - 1, "B1 W F1"),
-        (n - 2 * half + r + 1, "F0 B1 W F1 B0 W"),
-        (half - r - 1, "B1 W F1 B0 W"),
-        (r + 1, "B1 B0"),
-        (half - r - 1, "W B0"),
-    )
-    first = (0, (m + 1) // 2)  # numbers of the first micro-batch on the way of chunk 0, and of chunk 1
-    size = ((m + 1) // 2, m // 2)
-    own = [action._replace(chunk=action.chunk ^ (rank >= half)) for action in actions]
-    return [Action(k, first[chunk] + i, chunk) for k, i, chunk in own if i < size[chunk]]
+    half, size = p // 2, ((m + 1) // 2, m // 2)  # size: of the two halves of the micro-batches, on chunk 0 and chunk 1
+    r, n = min(rank, p - 1 - rank), max(size[0], p)  # r: to the nearer end. Chunk 0 begins there in these lines
+    warm_up = (2 * (half - r - 1), "F0"), (r + 1, "F0 F1"), (half - r - 1, "B1 W F1")
+    steady = (n - 2 * half + r + 1, "F0 B1 W F1 B0 W")
+    cool_down = (half - r - 1, "B1 W F1 B0 W"), (r + 1, "B1 B0"), (half - r - 1, "W B0")
+    actions = [(kind, i, c ^ (rank >= half)) for kind, i, c in write_out(*warm_up, steady, *cool_down)]
+    return [Action(kind, i + chunk * size[0], chunk) for kind, i, chunk in actions if i < size[chunk]]
 
 
-SCHEDULES: dict[str, Callable[[int, int, int, int], list[Action]]] = {
-    "afab": afab,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
-    "zbv": zbv,
-    "dualpipe": dualpipe,
-}
-
-
-# --- time and memory
+SCHEDULES = {"afab": afab, "1f1b": one_f_one_b, "interleaved": interleaved, "zb-h1": zb_h1, "zb-h2": zb_h2}
+SCHEDULES |= {"zbv": zbv, "dualpipe": dualpipe}
 
 
 class Costs(NamedTuple):
-    """Seconds of one chunk's forward, input gradient and weight gradient, and of a message between two ranks."""
+    """Seconds of a chunk's forward, input gradient and weight gradient, and of a message between two ranks."""
 
     f: float
     b: float
@@ -192,142 +154,63 @@ class Costs(NamedTuple):
     comm: float
 
 
-UNIT_COSTS = Costs(f=1, b=1, w=1, comm=0)  # the papers' figures
-ORDER_COSTS = Costs(f=1, b=1, w=1, comm=0.05)  # what orders messages: with a little latency few are produced at once
+ORDER_COSTS = Costs(f=1, b=1, w=1, comm=0.05)  # a little latency tells apart what would end at the same time
 
 
 class Span(NamedTuple):
-    """An action and the seconds at which it started and ended."""
+    """An action, and the seconds at which it starts and ends."""
 
     action: Action
     start: float
     end: float
 
 
-def simulate(lists: list[list[Action]], ways: list[list[Place]], costs: Costs) -> list[list[Span]]:
-    """By rank: when each action starts and ends, if it starts as soon as its rank is free and its input there.
-
-    Raises ValueError if actions wait for each other, or for one that is in no list.
-    """
-    before, after = neighbours(ways)
+def simulate(lists: list[list[Action]], placements: list[Placement], costs: Costs) -> list[list[Span]]:
+    """By rank: when each action starts and ends, if it starts as soon as it can. Raises ValueError if one never can."""
+    before, after = neighbours(placements)
     seconds = {"F": costs.f, "B": costs.b, "W": costs.w, "BW": costs.b + costs.w}
-    ends: dict[tuple[str, int, Place], float] = {}
+    ends: dict[Output, float] = {}
     spans: list[list[Span]] = [[] for _ in lists]
-
-    def ready(action: Action, place: Place) -> float | None:
-        """When the inputs of an action are there; None if they are not computed yet."""
-        kind, micro_batch, _ = action
-        source = before.get(place) if kind == "F" else after.get(place) if kind != "W" else None
-        own, far = ends.get(("B" if kind == "W" else "F", micro_batch, place)), 0.0
-        if source:
-            far = ends.get((kind[0], micro_batch, source))
-            far = None if far is None else far + costs.comm * (source[0] != place[0])
-        if kind == "F":
-            return far
-        return None if own is None or far is None else max(own, far)
-
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(lists):
-            done = spans[rank]
-            while len(done) < len(actions):
-                action = actions[len(done)]
-                place = (rank, action.chunk)
-                start = ready(action, place)
-                if start is None:
-                    break
-                start = max(start, done[-1].end if done else 0.0)
-                done.append(Span(action, start, start + seconds[action.kind]))
-                ends[action.kind[0], action.micro_batch, place] = done[-1].end
-                moved = True
-    for rank, actions in enumerate(lists):
-        if len(spans[rank]) < len(actions):
-            raise ValueError(f"rank {rank} waits for ever for the input of {actions[len(spans[rank])]}")
+    left = [deque(actions) for actions in lists]
+    while any(left):
+        ready = [rank for rank, row in enumerate(left) if row and ends.keys() >= {*needs(row[0], rank, before, after)}]
+        if not ready:
+            raise ValueError(f"each rank waits for ever for the input of {[row[0] for row in left if row]}")
+        for rank in ready:
+            kind, micro_batch, chunk = action = left[rank].popleft()
+            inputs = [ends[out] + costs.comm * (out[2].rank != rank) for out in needs(action, rank, before, after)]
+            start = max([spans[rank][-1].end if spans[rank] else 0.0, *inputs])
+            spans[rank].append(Span(action, start, start + seconds[kind]))
+            ends[kind[0], micro_batch, Place(rank, chunk)] = spans[rank][-1].end
     return spans
 
 
-def makespan(spans: list[list[Span]]) -> float:
-    """Seconds from the first start to the last end."""
-    every = [span for row in spans for span in row]
-    return max(span.end for span in every) - min(span.start for span in every)
-
-
-def idle_fraction(spans: list[list[Span]]) -> float:
-    """The part of p ranks x makespan in which nothing is computed."""
-    busy = sum(span.end - span.start for row in spans for span in row)
-    return 1 - busy / (len(spans) * makespan(spans))
-
-
-def in_flight(lists: list[list[Action]], until: Literal["B", "W"] = "B") -> list[int]:
-    """By rank: the most (micro-batch, chunk)s held at once, from F to the end of their B, or of their W."""
-    change = {"F": 1, until: -1, "BW": -1}
-    return [max(accumulate(change.get(action.kind, 0) for action in actions), default=0) for actions in lists]
-
-
-# --- communication
-
-
-class Message(NamedTuple):
-    """What F hands to the next stage (activations) or B and BW to the previous one (gradients), on another rank."""
-
-    kind: Literal["F", "B"]
-    micro_batch: int
-    source: Place
-    target: Place
-
-
 class Step(NamedTuple):
-    """One line of a rank's program: run an action, or post a send or a receive, which does not wait."""
+    """One line of a rank's program."""
 
-    kind: Literal["run", "send", "recv"]
-    what: Action | Message
+    kind: Literal["run", "send", "recv"]  # run an action, or post a message and go on
+    what: Action | Output
+    peer: int | None = None  # the rank that a message goes to or comes from
 
 
-def communicate(lists: list[list[Action]], ways: list[list[Place]], costs: Costs = ORDER_COSTS) -> list[list[Step]]:
-    """By rank: its actions with the sends and receives that they need, in program order.
+def communicate(lists: list[list[Action]], placements: list[Placement], costs: Costs = ORDER_COSTS) -> list[list[Step]]:
+    """By rank: its program, which is its list of actions with the sends and receives that they need.
 
-    NCCL matches what is posted in the order of posting, and a send ends only when its receive is there. So all messages
-    of all ranks are put into one order, that of the simulated ends of the actions that produce them (of equal ends, the
-    one less far on its journey from first stage to last and back comes first), and every rank posts its own in this
-    order: a send right after its action, a receive one action before the one that needs it,
-    earlier where a send that is later in the order has to come first, later where one that is earlier is not there yet.
+    All actions of all ranks are sorted by their end in a simulation. One by one they are appended to the programs of
+    their ranks. If another rank needs an output, its message follows at once: a send here, a receive there.
 
-    Every action can have its receive posted before it: the action of a send that is earlier in the order ended before
-    the message arrived, so it stands in the list before the one that needs the message.
-
-    (The costs only choose the order; those of actions must be above zero, and the order is sound for any such costs.)
-
-    No deadlock: suppose some messages never complete, and take the first of them in the order. On both of its ranks all
-    that stands before its post are posts of earlier messages, which complete, and actions, whose receives are posted
-    before them and so are earlier too. Both ranks get to the post and it heads both queues: it completes.
+    There is no deadlock, though NCCL passes messages in the order of posting: the first unfinished action or message of
+    our order can always finish. The inputs of an action end before it does, so they are there. All that stands before a
+    message on its two ranks is earlier, so it is next on both. So a rank may wait for all it has posted.
     """
-    before, after = neighbours(ways)
-    index: dict[tuple[str, int, Place], int] = {}
-    journey = {("F", place): stage for way in ways for stage, place in enumerate(way)}
-    journey |= {("B", place): 2 * len(way) - stage for way in ways for stage, place in enumerate(way)}
-    order: list[tuple[float, int, Message]] = []
-    for rank, row in enumerate(simulate(lists, ways, costs)):
-        for i, ((kind, micro_batch, chunk), _, end) in enumerate(row):
-            place = (rank, chunk)
-            index[kind[0], micro_batch, place] = i
-            target = {"F": after, "B": before, "W": {}}[kind[0]].get(place)
-            if target and target[0] != rank:
-                order.append((end, journey[kind[0], place], Message(kind[0], micro_batch, place, target)))
-
-    posts: list[list[tuple[int, Step]]] = [[] for _ in lists]  # by rank: before which action a step would best stand
-    for *_, message in sorted(order):
-        key = message.kind, message.micro_batch
-        posts[message.source[0]].append((index[(*key, message.source)] + 1, Step("send", message)))
-        posts[message.target[0]].append((max(0, index[(*key, message.target)] - 1), Step("recv", message)))
-
-    programs = []
-    for actions, wanted in zip(lists, posts, strict=True):
-        steps = [[Step("run", action)] for action in actions] + [[]]
-        earliest = accumulate((place if step.kind == "send" else 0 for place, step in wanted), max)
-        at = len(actions)
-        for (place, step), least in reversed(list(zip(wanted, earliest, strict=True))):
-            at = max(least, min(place, at))
-            steps[at].insert(0, step)
-        programs.append(list(chain.from_iterable(steps)))
+    before, after = neighbours(placements)
+    spans = [(rank, span) for rank, row in enumerate(simulate(lists, placements, costs)) for span in row]
+    programs: list[list[Step]] = [[] for _ in lists]
+    for rank, (action, _, _) in sorted(spans, key=lambda entry: entry[1].end):  # inputs come first if f, b > 0
+        output = kind, _, here = action.kind[0], action.micro_batch, Place(rank, action.chunk)
+        there = {"F": after, "B": before, "W": {}}[kind].get(here)
+        programs[rank].append(Step("run", action))
+        if there and there.rank != rank:
+            programs[rank].append(Step("send", output, there.rank))
+            programs[there.rank].append(Step("recv", output, rank))
     return programs
