@@ -1,14 +1,13 @@
-"""The decoder: a plain Llama-style language model that knows nothing of ranks.
+"""The decoder: a Llama-style language model in plain PyTorch. It knows nothing of ranks.
 
     tokens [batch, seq] -> embed_tokens -> layers 0..L-1 -> norm -> lm_head -> logits [batch, seq, vocab]
 
-    layer:   x = x + self_attn(input_layernorm(x))               q, k rotated by position (RoPE), k, v shared
-             x = x + mlp(post_attention_layernorm(x))            by groups of query heads (GQA); SwiGLU
+    layer:   x = x + self_attn(input_layernorm(x))            RoPE rotates q and k by position; a group of query
+             x = x + mlp(post_attention_layernorm(x))         heads shares one k and v (GQA); the MLP is a SwiGLU
 
-Names, shapes and the RoPE convention are those of Hugging Face's `LlamaForCausalLM`, so its `load_state_dict` takes
-our state dict unchanged. Every dimension of parallelism is applied to this program from outside, by replacing parts of
-it: a layer, the functions `project` and `attend`, the head. The layers live in a dict under their *global*
-number, so that layer 17 is `model.layers.17` also where layers 0-16 have been taken away.
+Names, shapes and the RoPE convention are those of Hugging Face's `LlamaForCausalLM`: it loads our state dict unchanged.
+Each dimension of parallelism is applied from outside: it replaces a layer, `project`, `attend` or the head. Layers live
+in a dict under their *global* number: layer 17 is `model.layers.17` also where layers 0-16 have been taken away.
 """
 
 import hashlib
@@ -24,7 +23,7 @@ IGNORE = -100  # a target with this value counts neither in the loss nor among t
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder. Raises ValueError, naming the flags to change, if the parts do not fit together."""
+    """The shape of a decoder."""
 
     dim: int
     n_layers: int
@@ -38,21 +37,6 @@ class ModelConfig:
     rope_scaling: float = 1.0  # stretches RoPE's long wave lengths, as Llama 3.1 and 3.2 do
     norm_eps: float = 1e-5
 
-    def __post_init__(self):
-        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "seq_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
-        if self.dim % self.n_heads or (self.dim // self.n_heads) % 2:
-            raise ValueError(
-                f"--dim {self.dim} does not split into {self.n_heads} heads of an even size: "
-                f"choose --dim as a multiple of {2 * self.n_heads}, or change --n-heads"
-            )
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(
-                f"--n-heads {self.n_heads} is not a multiple of --n-kv-heads {self.n_kv_heads}: "
-                f"choose --n-kv-heads among the divisors of {self.n_heads}"
-            )
-
     @property
     def head_dim(self) -> int:
         """Size of one attention head."""
@@ -61,7 +45,6 @@ class ModelConfig:
 
 SMOLLM = dict(vocab_size=49152, seq_len=2048, tied=True)
 LLAMA3 = dict(vocab_size=128256, seq_len=8192, rope_theta=500000.0)
-
 PRESETS = {
     "debug": ModelConfig(64, 2, 4, 2, 176, vocab_size=257, seq_len=64),
     "tiny": ModelConfig(128, 4, 8, 4, 352, vocab_size=257, seq_len=256),
@@ -76,29 +59,23 @@ PRESETS = {
 
 
 def rope_tables(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary embedding (Su et al., "RoFormer", section 3.2.2).
+    """Cosines and sines of the rotary position embedding, RoPE (Su et al., "RoFormer", section 3.2.2).
 
-    `positions`: int64 [seq] or [batch, seq], each token's place in its sequence. Returns two tensors
-    [..., seq, 1, head_dim], in fp32, or fp64 if `dtype` is fp64: a bf16 angle is wrong from position 256 on.
+    positions int64 [seq] or [batch, seq] -> two tensors [..., seq, 1, head_dim], fp32 (fp64 if `dtype` is fp64).
     """
-    table_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    even = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=table_dtype)
+    wide = torch.promote_types(dtype, torch.float32)  # bf16 angles would be wrong from position 256 on
+    even = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=wide)
     frequency = config.rope_theta ** -(even / config.head_dim)
-    if config.rope_scaling != 1.0:
-        # Llama 3.1: wave lengths over 8192 tokens are stretched, those under 2048 kept, a ramp between.
+    if config.rope_scaling != 1.0:  # Llama 3.1: wave lengths over 8192 tokens grow, under 2048 stay, a ramp between
         turns = frequency * 8192 / (2 * torch.pi)
         keep = ((turns - 1) / 3).clamp(0, 1)
         frequency = frequency * (keep + (1 - keep) / config.rope_scaling)
-    angle = positions[..., None].to(table_dtype) * frequency
-    angle = torch.cat((angle, angle), dim=-1)[..., None, :]
+    angle = (positions[..., None].to(wide) * frequency).tile(2)[..., None, :]
     return angle.cos(), angle.sin()
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `x` [batch, seq, heads, head_dim]: component i and i + head_dim/2 form a pair (Hugging Face's order).
-
-    Computed in the tables' dtype, returned in x's.
-    """
+    """Rotate pairs (i, i + head_dim/2) of `x` [batch, seq, heads, head_dim] in the tables' dtype; return x's dtype."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
@@ -106,16 +83,14 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention by PyTorch's fused kernel: the default core, which context parallelism replaces.
 
-    q [batch, seq, heads, head_dim]; k, v [batch, seq, kv_heads, head_dim], each serving heads/kv_heads query heads.
-    Returns [batch, seq, heads, head_dim].
+    q [batch, seq, heads, head_dim]; k, v [batch, seq, kv_heads, head_dim], each for heads/kv_heads query heads -> as q.
     """
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return out.transpose(1, 2)
+    by_head = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(*by_head, is_causal=True, enable_gqa=q.shape[2] != k.shape[2]).transpose(1, 2)
 
 
 def project(x: Tensor, *linears: nn.Linear) -> list[Tensor]:
-    """Several linear layers of one input x [batch, seq, dim]; tensor parallelism replaces it, to fetch x only once."""
+    """Several linear layers of one input x [batch, seq, dim]; tensor parallelism replaces it, to gather x only once."""
     return [linear(x) for linear in linears]
 
 
@@ -124,8 +99,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.head_dim = config.head_dim
-        kv_dim = config.n_kv_heads * config.head_dim
+        self.head_dim, kv_dim = config.head_dim, config.n_kv_heads * config.head_dim
         self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
         self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
@@ -137,8 +111,7 @@ class Attention(nn.Module):
         """x [batch, seq, dim], tables from `rope_tables` -> [batch, seq, dim]."""
         projected = self.project(x, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)
-        out = self.attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
-        return self.o_proj(out.flatten(-2))
+        return self.o_proj(self.attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v).flatten(-2))
 
 
 class MLP(nn.Module):
@@ -174,55 +147,40 @@ class DecoderLayer(nn.Module):
 
 
 def scaled(grad: Tensor, factor: Tensor, rows: int = 1024) -> Tensor:
-    """`grad` [n, dim] times a scalar, computed in the scalar's dtype: a factor of 16 bits would be off by up to 0.2%.
-
-    Some rows at a time, so that no copy of that width exists.
-    """
+    """`grad` [n, dim] times a scalar of wider dtype (16 bits: up to 0.2% off), `rows` at a time: no wide copy."""
     if grad.dtype == factor.dtype:
         return grad * factor
     return torch.cat([(part.to(factor.dtype) * factor).to(grad.dtype) for part in grad.split(rows)])
 
 
-Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
 def cross_entropy_and_gradients(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    chunk_tokens: int,
-    want: tuple[bool, bool],
-    rows: range,
-    combine: Combine,
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, want: tuple, rows: range, combine: Callable
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Sum of token cross entropies of softmax(hidden @ weight.T) and its gradients, a chunk of tokens at a time.
+    """Sum of the token cross entropies of softmax(hidden @ weight.T), and its gradients, `chunk_tokens` at a time.
 
-    Full logits [tokens, vocab] would be the largest tensor of a small model (2048 x 128256 in fp32: 1 GB), and
-    autograd would keep several. The loss being a sum over tokens, each chunk's gradient is known as soon as its
-    logits are:  d loss / d logits = softmax(logits) - onehot(target).
+    Full logits [tokens, vocab] would be the largest tensor of a small model (2048 x 128256 in fp32: 1 GB), and autograd
+    would keep several. But the loss is a sum over tokens, so each chunk of tokens has its gradient at once, from
+    d loss / d logits = softmax(logits) - onehot(target).
 
-    hidden [tokens, dim], weight [len(rows) or more, dim], targets int64 [tokens]; `want`: the gradients of hidden and
-    weight. `weight` holds the given `rows` of the vocabulary (any more are padding), and `combine` turns this rank's
-    (log sum exp, target's logit or 0), [chunk, 1] each, into those of the whole vocabulary. Returns the loss, a scalar
-    in fp32 (fp64 for fp64), and the gradients in the dtypes of hidden and weight, or None.
+    hidden [tokens, dim], weight [vocab, dim], targets int64 [tokens] -> the loss, a scalar in fp32 (fp64 for fp64), and
+    the gradients of hidden and weight in their dtypes. `want` says for each of the two whether it is needed, or None.
+    `rows` is the part of the vocabulary that `weight` holds where step 4 cuts it over ranks; any more rows are padding.
+    `combine` turns (log sum exp, target's logit or 0) of that part, [chunk, 1] each, into those of all the vocabulary.
     """
-    sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
-    loss = hidden.new_zeros((), dtype=sum_dtype)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    loss = hidden.new_zeros((), dtype=wide)
     grad_hidden = torch.empty_like(hidden) if want[0] else None
-    grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if want[1] else None
+    grad_weight = torch.zeros_like(weight, dtype=wide) if want[1] else None
     for start in range(0, hidden.shape[0], chunk_tokens):
         chunk, target = hidden[start : start + chunk_tokens], targets[start : start + chunk_tokens, None]
-        valid = target != IGNORE
-        here = (target >= rows.start) & (target < rows.stop)
+        valid, here = target != IGNORE, (target >= rows.start) & (target < rows.stop)
         target = (target - rows.start).clamp(0, weight.shape[0] - 1)
-        logits = (chunk @ weight.T).to(sum_dtype)
+        logits = (chunk @ weight.T).to(wide)
         logits[:, len(rows) :] = -torch.inf
         log_sum, picked = combine(logits.logsumexp(-1, keepdim=True), logits.gather(1, target).where(here, 0.0))
         loss += ((log_sum - picked) * valid).sum()
-        if grad_hidden is not None or grad_weight is not None:
-            grad = logits.sub_(log_sum).exp_()
-            grad.scatter_add_(1, target, -here.to(sum_dtype))
-            grad = (grad * valid).to(hidden.dtype)
+        if any(want):  # the formula above, and 0 where the target is IGNORE
+            grad = logits.sub_(log_sum).exp_().scatter_add_(1, target, -here.to(wide)).mul_(valid).to(hidden.dtype)
         if grad_hidden is not None:
             torch.mm(grad, weight, out=grad_hidden[start : start + chunk_tokens])
         if grad_weight is not None:
@@ -231,17 +189,13 @@ def cross_entropy_and_gradients(
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """The loss without full logits: the forward pass also finds the gradients, for an incoming gradient of 1, and the
-    backward pass only scales them; nothing is computed twice.
-    """
+    """That loss for autograd: forward finds the gradients for an incoming gradient of 1, and backward scales them."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:
         """hidden [tokens, dim], weight [vocab, dim], targets int64 [tokens] -> scalar, fp32 (fp64 for fp64)."""
-        every_row, alone = range(weight.shape[0]), lambda log_sum, picked: (log_sum, picked)
-        loss, *gradients = cross_entropy_and_gradients(
-            hidden, weight, targets, chunk_tokens, ctx.needs_input_grad[:2], every_row, alone
-        )
+        want, rows, whole = ctx.needs_input_grad[:2], range(len(weight)), lambda *sums: sums
+        loss, *gradients = cross_entropy_and_gradients(hidden, weight, targets, chunk_tokens, want, rows, whole)
         ctx.save_for_backward(*gradients)
         return loss
 
@@ -252,13 +206,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 class Head(nn.Linear):
-    """The output projection, with the loss that belongs to it."""
+    """The output projection, with the loss that belongs to it: a sum, not a mean, in nats."""
 
     def loss(self, hidden: Tensor, targets: Tensor, chunk_tokens: int = 1024) -> Tensor:
-        """Sum (not mean) of the cross entropies of all targets that are not IGNORE.
-
-        hidden [batch, seq, dim], targets int64 [batch, seq] -> scalar in nats, fp32 (fp64 for fp64).
-        """
+        """hidden [batch, seq, dim], targets int64 [batch, seq] -> summed cross entropy of all targets but IGNORE."""
         # An autograd function cannot see that gradients are off, and would compute them in an evaluation too.
         weight = self.weight if torch.is_grad_enabled() else self.weight.detach()
         return ChunkedCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), chunk_tokens)
@@ -285,8 +236,12 @@ class Decoder(nn.Module):
         if config.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """tokens int64 [batch, seq], positions int64 [seq] or [batch, seq] -> normalised hidden [batch, seq, dim]."""
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """tokens int64 [batch, seq] -> normalised hidden [batch, seq, dim].
+
+        `positions` int64 [seq] or [batch, seq]: the tokens' places in their sequences, if not 0, 1, 2, ...
+        """
+        positions = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
         x = self.model.embed_tokens(tokens)
         cos, sin = rope_tables(positions, self.config, x.dtype)
         for layer in self.model.layers.values():
@@ -297,7 +252,7 @@ class Decoder(nn.Module):
 def draw_parameter(name: str, shape: torch.Size, n_layers: int, seed: int) -> Tensor:
     """The full initial value of one parameter, fp32 on the CPU: a pure function of its global name and the seed.
 
-    Norms start at one; matrices are normal with standard deviation 0.02, those that write to the residual stream
+    Norms start at one. Matrices are normal with standard deviation 0.02; those that write to the residual stream are
     divided by sqrt(2 L) (Radford et al., GPT-2, section 2.3). No rank, layout, device or order of drawing has a say.
     """
     if len(shape) == 1:
