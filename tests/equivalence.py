@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,7 @@ import step01_single_gpu as step01
 from common import UserError
 from services import plots
 from services.run import Run
+from services.state import full_gradients, full_state
 from tests import faults
 from tests.pool import Pool
 
@@ -69,16 +71,22 @@ def without_instruments() -> Iterator[None]:
         yield
 
 
+def job() -> SimpleNamespace:
+    """A stand-in for the mesh of a run on all ranks of this process group, or on this process alone."""
+    return SimpleNamespace(world=dist.get_world_size() if dist.is_initialized() else 1)
+
+
 def record(step: Any, config: Any) -> Recording:
     """Train with the given step's module, watching."""
     gradients: list[dict[str, Tensor]] = []
+    mesh = SimpleNamespace(world=1) if step is step01 else job()
 
     def observe(_, optimizer):
-        gradients.append({name: g.detach().clone() for name, g in optimizer.gradients().items()})
+        gradients.append(full_gradients(optimizer, mesh))
 
     with without_instruments():
         trained = step.train(config, observe)
-    state = trained.optimizer.state()
+    state = full_state(trained.optimizer, mesh)
     parameters = {name: p.clone() for kind in ("model", "buffer") for name, p in state.get(kind, {}).items()}
     history = trained.history
     return Recording([r["loss"] for r in history], [r["grad_norm"] for r in history], gradients, parameters)

@@ -5,7 +5,7 @@ collective passes is not a test. Harmless patches (a frozen parameter) live here
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType
 from unittest import mock
@@ -19,13 +19,12 @@ import step04_tp_sp as step04
 import step05_cp_ring as step05
 import step06_pipeline as step06
 import step07_moe_ep as step07
-from common import UserError, model, moe
-from common.comm import Group, Pending, all_gather, all_reduce
-from common.data import Batch
+from common import UserError, model, moe, trainer
+from common.comm import Group, Mesh, Pending, all_gather, all_reduce
+from common.data import Batch, TokenData
 from common.layout import Layout, layout_of
 from common.model import IGNORE, draw_parameter
-from services import checkpoint
-from services.checks import check_ep
+from services import checkpoint, checks, resume
 
 HEADS = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 
@@ -80,9 +79,9 @@ def weights_reduced_instead_of_gradients() -> Iterator[None]:
     """ "naive DP" that all-reduces (here: averages) the weights and leaves the gradients alone."""
 
     def finish(self):
-        for param in self.params:
-            all_reduce(param.data, self.group).wait()
-            param.data /= self.group.size
+        for param, group in self.groups.items():
+            all_reduce(param.data, group).wait()
+            param.data /= group.size
 
     with mock.patch.object(step02.NaiveSync, "finish", finish):
         yield
@@ -94,15 +93,15 @@ def only_last_micro_batch() -> Iterator[None]:
     last_micro_batch, finish = step02.NaiveSync.last_micro_batch, step02.NaiveSync.finish
 
     def remember(self):
-        self.before = [None if p.grad is None else p.grad.clone() for p in self.params]
+        self.before = [None if p.grad is None else p.grad.clone() for p in self.groups]
         last_micro_batch(self)
 
     def finish_last(self):
-        for param, before in zip(self.params, self.before, strict=True):
+        for param, before in zip(self.groups, self.before, strict=True):
             if before is not None:
                 param.grad -= before
         finish(self)
-        for param, before in zip(self.params, self.before, strict=True):
+        for param, before in zip(self.groups, self.before, strict=True):
             if before is not None:
                 param.grad += before
 
@@ -133,21 +132,21 @@ def mean_of_means() -> Iterator[None]:
     def sum_over(group, loss, *flags):
         return [loss.item() * group.size, *(float(flag) for flag in flags)]
 
-    with mock.patch.object(step02, "sum_over", sum_over):
+    with mock.patch.object(trainer, "sum_over", sum_over):
         yield
 
 
 @contextmanager
 def mean_of_local_targets() -> Iterator[None]:
     """The loss divided by this rank's own number of targets, then averaged: a mean of means in the gradient."""
-    batch = step02.TokenData.batch
+    batch = TokenData.batch
 
     def local(self, step, rows):
         tokens, targets, _ = batch(self, step, rows)
         ranks = torch.distributed.get_world_size()
         return Batch(tokens, targets, max(1, int((targets != -100).sum())) * ranks)
 
-    with mock.patch.object(step02.TokenData, "batch", local):
+    with mock.patch.object(TokenData, "batch", local):
         yield
 
 
@@ -159,7 +158,7 @@ def averaged() -> Iterator[None]:
     def finish_and_divide(self):
         finish(self)
         for bucket in self.buckets:
-            bucket.flat /= self.group.size
+            bucket.flat /= bucket.group.size
 
     with mock.patch.object(step02.BucketSync, "finish", finish_and_divide):
         yield
@@ -168,9 +167,13 @@ def averaged() -> Iterator[None]:
 @contextmanager
 def no_sync() -> Iterator[None]:
     """Gradients are never summed."""
+
+    def not_sent(self, bucket):
+        bucket.pending = Pending(bucket.group, [])
+
     with (
-        mock.patch.object(step02.BucketSync, "send", lambda self, bucket: None),
-        mock.patch.object(step02, "require_same_parameters", lambda *_: None),
+        mock.patch.object(step02.BucketSync, "send", not_sent),
+        mock.patch.object(trainer, "require_same_parameters", lambda *_: None),
     ):
         yield
 
@@ -183,10 +186,12 @@ def bucket_forgotten() -> Iterator[None]:
     def skip_last(self, bucket):
         if bucket is not self.buckets[-1]:
             send(self, bucket)
+        else:
+            bucket.pending = Pending(bucket.group, [])
 
     with (
         mock.patch.object(step02.BucketSync, "send", skip_last),
-        mock.patch.object(step02, "require_same_parameters", lambda *_: None),
+        mock.patch.object(trainer, "require_same_parameters", lambda *_: None),
     ):
         yield
 
@@ -211,7 +216,7 @@ def moments_of_another_rank() -> Iterator[None]:
     right = step03.Unit.update
 
     def update(self, lr, factor):
-        for key in self.moments if self.inner.state else ():
+        for key in ("exp_avg", "exp_avg_sq") if self.inner is not None else ():
             own = torch.zeros_like(self.master)
             for name, piece in self.pieces.items():
                 self.cut(own, name).copy_(self.inner.state[piece][key])
@@ -245,8 +250,8 @@ def memory_without_weights() -> Iterator[None]:
 
     def before_backward(self, i, gradient):
         right(self, i, gradient)
-        for u in self.uses[i].units if self.uses[i].again else ():
-            self.units[u].flat.zero_()
+        for unit in self.uses[i].units if self.uses[i].again else ():
+            unit.flat.zero_()
 
     with mock.patch.object(step03.ZeroOptimizer, "before_backward", before_backward):
         yield
@@ -297,12 +302,12 @@ def reduced_at_every_micro_batch() -> Iterator[None]:
 @contextmanager
 def norm_of_own_slice() -> Iterator[None]:
     """Each rank clips by the norm of its own slice."""
+    right = step03.global_norm
 
-    def grad_norm(self):
-        slices = [unit.grad_slice for unit in self.units if unit.grad_slice is not None]
-        return torch.nn.utils.get_total_norm(slices).item()
+    def global_norm(optimizer, mesh, dims, sliced):
+        return right(optimizer, mesh, dims, False)
 
-    with mock.patch.object(step03.ZeroOptimizer, "grad_norm", grad_norm):
+    with mock.patch.object(step03, "global_norm", global_norm):
         yield
 
 
@@ -378,14 +383,12 @@ def heads_of_rank_0():
 @contextmanager
 def one_collective_a_matrix() -> Iterator[None]:
     """Q, k and v, gate and up each fetch the input, or sum its gradient, for themselves."""
+    right = step04.ColumnParallel.__call__
 
     def call(self, x, *linears):
-        if self.overlap:
-            return [step04.ColumnLinears.apply(x, self.group, self.sp, None, linear.weight)[0] for linear in linears]
-        f = step04.GatherTokens if self.sp else step04.CopyToRanks
-        return [linear(f.apply(x, self.group)) for linear in linears]
+        return [right(self, x, linear)[0] for linear in linears]
 
-    with mock.patch.object(step04.ColumnProject, "__call__", call):
+    with mock.patch.object(step04.ColumnParallel, "__call__", call):
         yield
 
 
@@ -419,28 +422,25 @@ def replicas_counted_in_the_norm() -> Iterator[None]:
 
 
 @contextmanager
-def g_sums_in_backward_too() -> Iterator[None]:
+def conjugates(name: str, make: Callable) -> Iterator[None]:
+    """`enter_block` or `leave_block` without sequence parallelism has the two collectives that `make()` gives."""
+    right = getattr(step04, name)
+
+    def wrong(x, group, sp):
+        return right(x, group, sp) if sp else step04.Conjugate.apply(x, group, *make())
+
+    with mock.patch.object(step04, name, wrong):
+        yield
+
+
+def g_sums_in_backward_too():
     """The backward of an all-reduce taken to be an all-reduce, as in torch.distributed.nn.functional."""
-
-    def backward(ctx, grad):
-        total = grad.contiguous().clone()
-        all_reduce(total, ctx.group).wait()
-        return total, None
-
-    def forward(ctx, x, group):
-        ctx.group = group
-        return right(ctx, x, group)
-
-    right = step04.SumFromRanks.forward
-    with mock.patch.multiple(step04.SumFromRanks, forward=staticmethod(forward), backward=staticmethod(backward)):
-        yield
+    return conjugates("leave_block", lambda: (step04.sum_tokens, step04.sum_tokens))
 
 
-@contextmanager
-def f_does_not_sum_in_backward() -> Iterator[None]:
+def f_does_not_sum_in_backward():
     """Each rank goes on with its own part of the input's gradient."""
-    with mock.patch.object(step04.CopyToRanks, "backward", staticmethod(lambda ctx, grad: (grad, None))):
-        yield
+    return conjugates("enter_block", lambda: (step04.keep_tokens, step04.keep_tokens))
 
 
 @contextmanager
@@ -457,32 +457,26 @@ def rows_of(cls: type, change: Callable[[torch.Tensor, range], range]) -> Iterat
 
 def embedding_off_by_one():
     """Each rank looks up the row before."""
-    return rows_of(step04.VocabEmbedding, lambda weight, rows: range(rows.start + 1, rows.stop + 1))
+    return rows_of(step04.VocabParallelEmbedding, lambda weight, rows: range(rows.start + 1, rows.stop + 1))
 
 
 def target_off_by_one():
     """Each rank takes the logit before to be the target's."""
-    return rows_of(step04.VocabHead, lambda weight, rows: range(rows.start + 1, rows.stop + 1))
+    return rows_of(step04.VocabParallelHead, lambda weight, rows: range(rows.start + 1, rows.stop + 1))
 
 
 def padding_in_the_softmax():
     """The logits of padding rows, all 0, count like those of words."""
-    return rows_of(step04.VocabHead, lambda weight, rows: range(rows.start, rows.start + len(weight)))
+    return rows_of(step04.VocabParallelHead, lambda weight, rows: range(rows.start, rows.start + len(weight)))
 
 
 @contextmanager
 def not_summed_over_cp() -> Iterator[None]:
     """Gradients are summed where dp > 1 only, though ranks along cp have seen other tokens."""
-
-    def alone(function):
-        def wrapper(model, group, *rest):
-            return function(model, Group(group.name, group.device, group.ledger), *rest)
-
-        return wrapper
-
+    alone = property(lambda mesh: Group("data", mesh.device, mesh.ledger))
     with (
-        mock.patch.object(step05, "optimizer_and_sync", alone(step05.optimizer_and_sync)),
-        mock.patch.object(step05, "require_same_parameters", lambda *_: None),
+        mock.patch.object(Mesh, "data", alone),
+        mock.patch.object(trainer, "require_same_parameters", lambda *_: None),
     ):
         yield
 
@@ -607,7 +601,7 @@ def no_final_rotation():
 @contextmanager
 def labels_shifted_after_the_cut() -> Iterator[None]:
     """Each rank makes targets of its own tokens, so the last of every chunk has none."""
-    right = step05.TokenData.batch
+    right = TokenData.batch
 
     def batch(self, step, rows=slice(None)):
         tokens, targets, n_targets = right(self, step, rows)
@@ -616,20 +610,20 @@ def labels_shifted_after_the_cut() -> Iterator[None]:
         targets[:, chunk - 1 :: chunk] = IGNORE
         return Batch(tokens, targets, n_targets)
 
-    with mock.patch.object(step05.TokenData, "batch", batch):
+    with mock.patch.object(TokenData, "batch", batch):
         yield
 
 
 @contextmanager
 def loss_summed_over_dp_only() -> Iterator[None]:
     """The logged loss leaves out the tokens of the other ranks along cp."""
-    right = step05.sum_over
+    right = trainer.sum_over
 
     def sum_over(group, loss, *flags):
         found = right(group, loss, *flags)
         return [float(loss), *found[1:]] if flags else found
 
-    with mock.patch.object(step05, "sum_over", sum_over):
+    with mock.patch.object(trainer, "sum_over", sum_over):
         yield
 
 
@@ -665,13 +659,13 @@ def drawn_by_stage() -> Iterator[None]:
 @contextmanager
 def copies_not_summed() -> Iterator[None]:
     """Nobody adds the gradients of parameters that two stages hold."""
-    right = step06.sum_gradients_over
+    right = step06.note_gradient_sum
 
-    def sum_gradients_over(params, dim):
+    def note_gradient_sum(params, dim):
         if dim != "mirror":
             right(params, dim)
 
-    with mock.patch.object(step06, "sum_gradients_over", sum_gradients_over):
+    with mock.patch.object(step06, "note_gradient_sum", note_gradient_sum):
         yield
 
 
@@ -700,31 +694,32 @@ def tied_counted_twice() -> Iterator[None]:
 @contextmanager
 def weight_gradients_lost() -> Iterator[None]:
     """W does nothing."""
-    with mock.patch.object(step06.Later, "take", lambda self: self.waiting.clear() or []):
+    with mock.patch.object(step06.WeightGradStore, "pop", lambda self: self.waiting.clear() or []):
         yield
 
 
 @contextmanager
 def weight_gradients_twice() -> Iterator[None]:
     """W runs what waits twice."""
-    right = step06.Later.take
-    with mock.patch.object(step06.Later, "take", lambda self: right(self) * 2):
+    right = step06.WeightGradStore.pop
+    with mock.patch.object(step06.WeightGradStore, "pop", lambda self: right(self) * 2):
         yield
 
 
 @contextmanager
 def messages_swapped() -> Iterator[None]:
     """Two receives are exchanged, so that two micro-batches get each other's gradients: shapes and counts are right."""
-    right = step06.Pipeline.receive
+    right = step06.Pipeline.fetch
 
-    def receive(self, kind, i, chunk):
+    def fetch(self, output):
+        kind, i, place = output
         if kind == "B" and i < 2:
-            both = [(kind, n, (self.group.rank, chunk)) for n in range(2)]
+            both = [(kind, n, place) for n in range(2)]
             if all(key in self.inbox for key in both):
                 self.inbox[both[0]], self.inbox[both[1]] = self.inbox[both[1]], self.inbox[both[0]]
-        return right(self, kind, i, chunk)
+        return right(self, output)
 
-    with mock.patch.object(step06.Pipeline, "receive", receive):
+    with mock.patch.object(step06.Pipeline, "fetch", fetch):
         yield
 
 
@@ -749,7 +744,7 @@ def balanced_by_own_tokens() -> Iterator[None]:
     def call(self, chosen):
         return chosen.repeat(1, self.group.size, 1)
 
-    with mock.patch.object(step07.InSequence, "__call__", call):
+    with mock.patch.object(step07.GatherChoices, "__call__", call):
         yield
 
 
@@ -769,7 +764,7 @@ def drops_by_own_tokens() -> Iterator[None]:
 @contextmanager
 def ranks_counted_for_ep_too() -> Iterator[None]:
     """The world has to be dp x cp x tp x ep, though the mesh has ep inside of dp x cp: ep > 1 cannot be had."""
-    right = check_ep
+    right = checks.check
 
     def check(config, world):
         right(config, world)
@@ -778,7 +773,7 @@ def ranks_counted_for_ep_too() -> Iterator[None]:
         if dp * cp * tp * config.ep != world:
             raise UserError(f"{dp} x {cp} x {tp} x {config.ep} is not {world}")
 
-    with mock.patch.object(step07, "check_ep", check):
+    with mock.patch.object(trainer, "check", check):
         yield
 
 
@@ -786,13 +781,13 @@ def ranks_counted_for_ep_too() -> Iterator[None]:
 def experts_summed_over_all_data() -> Iterator[None]:
     """Gradients of experts are summed over all of dp x cp, and so with those of other experts."""
 
-    def everyone(param, group, mesh):
-        return group
+    def everyone(param, mesh):
+        return mesh.data
 
     with (
         mock.patch.object(step02, "replica_group", everyone),
         mock.patch.object(step03, "replica_group", everyone),
-        mock.patch.object(step07, "require_same_parameters", lambda *_: None),
+        mock.patch.object(trainer, "require_same_parameters", lambda *_: None),
     ):
         yield
 
@@ -853,7 +848,7 @@ def experts_counted_once_in_the_norm() -> Iterator[None]:
 
     with (
         mock.patch.object(step07, "global_norm", global_norm),
-        mock.patch.object(step07, "require_same_parameters", lambda *_: None),
+        mock.patch.object(trainer, "require_same_parameters", lambda *_: None),
     ):
         yield
 
@@ -866,50 +861,48 @@ def router_not_summed_over_tp():
 @contextmanager
 def resumed_weights_only() -> Iterator[None]:
     """A resume that restores the weights, and neither moments nor step counts."""
-    right = step01.Optimizer.load
-    with mock.patch.object(step01.Optimizer, "load", lambda self, found, weights_only: right(self, found, True)):
+    right = resume.load
+    with mock.patch.object(resume, "load", lambda optimizer, found, weights_only: right(optimizer, found, True)):
         yield
+
+
+@contextmanager
+def noting_the_start() -> Iterator[list[int]]:
+    """The step at which a resumed run goes on, once it is known."""
+    right, start = resume.resume, []
+
+    def noting(*args):
+        start.append(right(*args))
+        return start[0]
+
+    with mock.patch.object(resume, "resume", noting):
+        yield start
 
 
 @contextmanager
 def resumed_at_the_first_batch() -> Iterator[None]:
     """A resume that restores everything but the data position."""
-    resume, batch = step01.resume, step01.TokenData.batch
-    start = []
+    batch = TokenData.batch
+    with noting_the_start() as start:
 
-    def noting(*args):
-        start.append(resume(*args))
-        return start[0]
+        def from_the_first(self, step, *rest):
+            return batch(self, step - (start[0] if start else 0), *rest)
 
-    def from_the_first(self, step, *rest):
-        return batch(self, step - (start[0] if start else 0), *rest)
-
-    with (
-        mock.patch.object(step01, "resume", noting),
-        mock.patch.object(step03, "resume", noting),
-        mock.patch.object(step01.TokenData, "batch", from_the_first),
-    ):
-        yield
+        with mock.patch.object(TokenData, "batch", from_the_first):
+            yield
 
 
 @contextmanager
 def resumed_with_the_first_learning_rate() -> Iterator[None]:
     """A resume that begins the schedule of the learning rate anew."""
-    resume, learning_rate = step01.resume, step01.learning_rate
-    start = []
+    learning_rate = trainer.Trainer.learning_rate
+    with noting_the_start() as start:
 
-    def noting(*args):
-        start.append(resume(*args))
-        return start[0]
+        def from_the_first(self, step):
+            return learning_rate(self, step - (start[0] if start else 0))
 
-    def from_the_first(step, config):
-        return learning_rate(step - (start[0] if start else 0), config)
-
-    with ExitStack() as stack:
-        for step in (step01, step03):
-            stack.enter_context(mock.patch.object(step, "resume", noting))
-            stack.enter_context(mock.patch.object(step, "learning_rate", from_the_first))
-        yield
+        with mock.patch.object(trainer.Trainer, "learning_rate", from_the_first):
+            yield
 
 
 @contextmanager

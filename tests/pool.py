@@ -37,12 +37,12 @@ def serve(rank: int, world: int, folder: str, connection: Connection):
     import torch
     import torch.distributed as dist
 
-    import common.data
+    import services.readers
     from common.comm import Mesh
 
     torch.set_num_threads(1)
     # Tests train hundreds of times on the same data: a worker opens each set once.
-    common.data.load_columns = functools.lru_cache(common.data.load_columns)
+    services.readers.load_columns = functools.lru_cache(services.readers.load_columns)
     made, join = [], Mesh.join
     Mesh.join = lambda self, name, ranks: (join(self, name, ranks), made.append(self.groups[name]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)

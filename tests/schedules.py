@@ -5,22 +5,23 @@ from itertools import pairwise
 
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from common.schedules import Action, Message, Place, Step
+from common.schedules import Action, Output, Place, Placement, Step
 
 
 class ScheduleError(Exception):
     """What is wrong with a schedule."""
 
 
-def check_lists(lists: list[list[Action]], ways: list[list[Place]], m: int):
-    """Each micro-batch does F, B and W (BW is both) exactly once at each place of its way, in this order, nowhere else.
+def check_lists(lists: list[list[Action]], placements: list[Placement], m: int):
+    """Each micro-batch does F, B and W (BW is both) exactly once at each place of its placement, in this order.
 
-    Of two ways, the first is for the first half of the micro-batches (one more if m is odd). Raises ScheduleError.
+    It is done nowhere else. Of two placements, the first is for the first half of the micro-batches (one more if m is
+    odd). Raises ScheduleError.
     """
     expected = Counter(
         (kind, micro_batch, place)
         for micro_batch in range(m)
-        for place in ways[0 if 2 * micro_batch < m or len(ways) == 1 else 1]
+        for place in placements[0 if 2 * micro_batch < m or len(placements) == 1 else 1]
         for kind in "FBW"
     )
     found, last = Counter(), {}
@@ -36,49 +37,51 @@ def check_lists(lists: list[list[Action]], ways: list[list[Place]], m: int):
         raise ScheduleError(f"{wrong} stands {found[wrong]} times in the lists, instead of {expected[wrong]}")
 
 
-def check_programs(programs: list[list[Step]], ways: list[list[Place]]) -> list[int]:
+def check_programs(programs: list[list[Step]], placements: list[Placement], blocking: bool = False) -> list[int]:
     """Carry programs out under the strictest rule: one queue per rank, matched by rendezvous in the order of posting.
 
-    A message passes only when its send and its receive head the queues of their ranks; posting never waits; an action
-    waits for what it needs. Raises ScheduleError on a deadlock, on an action without the receive of its input, on a
-    send before its action, and on messages that are left over. Returns the most receives posted at once, by rank.
+    A message passes only when its send and its receive head the queues of their ranks. An action waits for what it
+    needs. Posting never waits, unless `blocking`: then a rank does nothing more until its message has passed. Raises
+    ScheduleError on a deadlock, on an action without the receive of its input, on a send before its action, and on
+    messages that are left over. Returns the most receives posted at once, by rank.
+
+    What an action needs is written here a second time, not taken from the code under test.
     """
     source = {"F": {}, "B": {}}
-    for way in ways:
-        for earlier, later in pairwise(way):
+    for placement in placements:
+        for earlier, later in pairwise(placement):
             source["F"][later], source["B"][earlier] = earlier, later
     queues: list[deque[Step]] = [deque() for _ in programs]
     position, posted, most = [0] * len(programs), [0] * len(programs), [0] * len(programs)
-    done: set[tuple[str, int, Place]] = set()  # (kind, micro-batch, place) of actions
-    expected, arrived = set(), set()  # messages whose receive is posted; messages received
+    done: set[Output] = set()
+    expected, arrived = set(), set()  # by (rank, output): those whose receive is posted; those received
 
     def try_step(rank: int, step: Step) -> bool:
         """Carry out a step, unless it has to wait."""
         if step.kind == "send":
-            message = step.what
-            if (message.kind, message.micro_batch, message.source) not in done or message.source[0] != rank:
-                raise ScheduleError(f"rank {rank} sends {message} before it is computed")
+            if step.what not in done or step.what[2].rank != rank:
+                raise ScheduleError(f"rank {rank} sends {step.what} before it is computed")
             queues[rank].append(step)
         elif step.kind == "recv":
-            if step.what.target[0] != rank:
-                raise ScheduleError(f"rank {rank} receives {step.what}")
+            if step.what[2].rank != step.peer:
+                raise ScheduleError(f"rank {rank} receives {step.what} from rank {step.peer}")
             queues[rank].append(step)
-            expected.add(step.what)
+            expected.add((rank, step.what))
             posted[rank] += 1
             most[rank] = max(most[rank], posted[rank])
         else:
             kind, micro_batch, chunk = step.what
-            place = (rank, chunk)
+            place = Place(rank, chunk)
             if kind != "F" and ("B" if kind == "W" else "F", micro_batch, place) not in done:
                 raise ScheduleError(f"rank {rank}: {step.what} before what it derives from")
             origin = source.get(kind[0], {}).get(place)
-            if origin and origin[0] == rank and (kind[0], micro_batch, origin) not in done:
+            output = (kind[0], micro_batch, origin)
+            if origin and origin.rank == rank and output not in done:
                 raise ScheduleError(f"rank {rank}: {step.what} before its input is computed")
-            if origin and origin[0] != rank:
-                message = Message(kind[0], micro_batch, origin, place)
-                if message not in expected:
+            if origin and origin.rank != rank:
+                if (rank, output) not in expected:
                     raise ScheduleError(f"rank {rank}: {step.what} before its receive is posted")
-                if message not in arrived:
+                if (rank, output) not in arrived:
                     return False
             done.add((kind[0], micro_batch, place))
         return True
@@ -87,16 +90,20 @@ def check_programs(programs: list[list[Step]], ways: list[list[Place]]) -> list[
     while moving:
         moving = False
         for rank, program in enumerate(programs):
-            while position[rank] < len(program) and try_step(rank, program[position[rank]]):
+            while position[rank] < len(program) and not (blocking and queues[rank]):
+                if not try_step(rank, program[position[rank]]):
+                    break
                 position[rank] += 1
                 moving = True
-        for queue in queues:
+        for rank, queue in enumerate(queues):
             while queue and queue[0].kind == "send":
-                other = queues[queue[0].what.target[0]]
-                if not other or other[0] != ("recv", queue[0].what):
+                _, output, peer = queue[0]
+                if not queues[peer] or queues[peer][0] != ("recv", output, rank):
                     break
-                arrived.add(queue.popleft().what)
-                posted[other.popleft().what.target[0]] -= 1
+                arrived.add((peer, output))
+                queue.popleft()
+                queues[peer].popleft()
+                posted[peer] -= 1
                 moving = True
     for rank, (program, queue) in enumerate(zip(programs, queues, strict=True)):
         if queue or position[rank] < len(program):
@@ -114,8 +121,8 @@ TORCH_SCHEDULES = {
 }
 
 
-def torch_lists(name: str, p: int, m: int) -> tuple[list[list[Action]], list[list[Place]]]:
-    """(lists, ways) of one of PyTorch's schedules, two chunks per rank if it takes several, without building stages."""
+def torch_lists(name: str, p: int, m: int) -> tuple[list[list[Action]], list[Placement]]:
+    """(lists, placements) of one of PyTorch's schedules, two chunks per rank if it takes several. No stage is built."""
     schedule = object.__new__(TORCH_SCHEDULES[name])
     v = 1 if name == "GPipe" else 2
     schedule.pp_group_size, schedule.n_local_stages, schedule._n_microbatches = p, v, m
@@ -126,13 +133,13 @@ def torch_lists(name: str, p: int, m: int) -> tuple[list[list[Action]], list[lis
         order = schedule._get_pipeline_order()
     else:
         order = {rank: schedule._calculate_single_rank_operations(rank) for rank in range(p)}
-    way = [(rank, chunk) for chunk in range(v) for rank in range(p)]
+    placement = [Place(rank, chunk) for chunk in range(v) for rank in range(p)]
     if name in ("ZBV", "DualPipeV"):
-        way = [(rank, 0) for rank in range(p)] + [(rank, 1) for rank in reversed(range(p))]
+        placement = [Place(rank, 0) for rank in range(p)] + [Place(rank, 1) for rank in reversed(range(p))]
     kinds = {"FORWARD": "F", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "BW"}
     lists = []
     for rank in range(p):
         flat = [one for action in order[rank] if action for one in (action.sub_actions or [action])]
         rows = [(one.computation_type.name, one.microbatch_index, one.stage_index) for one in flat]
-        lists.append([Action(kinds[name], i, way[stage][1]) for name, i, stage in rows if name in kinds])
-    return lists, [way]
+        lists.append([Action(kinds[name], i, placement[stage].chunk) for name, i, stage in rows if name in kinds])
+    return lists, [placement]

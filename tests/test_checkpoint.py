@@ -27,13 +27,15 @@ from common import UserError
 from common.layout import Layout, Split
 from common.model import Decoder, ModelConfig
 from services import checkpoint as checkpoints
-from services import hub
+from services import hub, resume
 from services.checkpoint import Box, Checkpoint, Entry, Piece, Saver, divide, find, flat_boxes, overlap, without
+from services.health import Spikes
 from services.plots import read_metrics
+from services.state import full_state, pieces
 from services.watchdog import Place, Watchdog
 from tests import faults
 from tests.bench.resume import BASE, BEFORE, PAIRS, cp, one, run, tp, worst_difference, zero
-from tests.equivalence import SMALL, difference
+from tests.equivalence import SMALL, difference, job
 from tests.jobs import as_flags, end, ranks_of, steps_done, torchrun, wait_for
 from tests.pool import RankError
 from tests.test_model import norms_in_fp64, rotary_in_fp64
@@ -145,14 +147,14 @@ def test_a_tensor_that_is_not_whole_is_not_saved(tmp_path):
 def saved_on_rank(options: dict) -> tuple[int, dict[str, int]]:
     """Runs on every rank: train; returns how many collectives of the mesh the save took, and the bytes of files."""
     taken = []
-    right = step05.save
+    right = resume.save
 
     def save(run, *args):
         before = run.mesh.ledger.entered
         right(run, *args)
         taken.append(run.mesh.ledger.entered - before)
 
-    with mock.patch.object(step05, "save", save):
+    with mock.patch.object(resume, "save", save):
         step05.train(step05.Config(**options))
     return taken, {p.name: p.stat().st_size for p in checkpoints.newest(Path(options["out"])).glob("*.bin")}
 
@@ -526,7 +528,7 @@ def test_hugging_face_opens_what_is_exported(pools, tmp_path, capsys, base, save
 
     def observe(step, optimizer):
         if step == 0:
-            seen.update({name: tensor.clone() for name, tensor in optimizer.state()["model"].items()})
+            seen.update(full_state(optimizer, None)["model"])
 
     options |= dict(resume=str(tmp_path / "again"), out=str(tmp_path / "on"))
     assert len(step01.train(step01.Config(**options), observe).history) == 2
@@ -600,11 +602,11 @@ def spike_on_rank(options: dict, at: int) -> tuple[list[dict], list[bool]]:
     before, changed = {}, []
 
     def observe(step, optimizer):
-        weights = {name: t.clone() for name, t in optimizer.state()["model"].items()}
+        weights = full_state(optimizer, job())["model"]
         changed.append(any(not torch.equal(weights[name], before.get(name)) for name in weights) if before else True)
         before.update(weights)
         if step == at and dist.get_rank() == 1:
-            for part in optimizer.gradient_parts().values():
+            for part in optimizer.gradients().values():
                 part.mul_(1000)
 
     return step03.train(step03.Config(**options), observe).history, changed
@@ -626,14 +628,12 @@ def test_a_spike_is_skipped_by_all_ranks(pools, tmp_path, stage, stop):
 
 def test_what_lasts_is_no_spike():
     """A level five times higher is skipped at first, then it is the median."""
-    with torch.device("meta"):
-        model = Decoder(step01.Config(**SMALL).model_config())
-    step01.materialize(model, 0, torch.device("cpu"), torch.float32)
-    optimizer = step01.Optimizer(model, step01.Config(**SMALL | dict(skip_spikes=3.0)))
-    assert not any(optimizer.is_spike(2.0, 1.0) for _ in range(20))
-    spikes = [optimizer.is_spike(2.0, 5.0) for _ in range(20)]
-    assert spikes[0] and not spikes[-1]
-    assert optimizer.is_spike(7.0, 5.0)
+    spikes = Spikes(3.0)
+    assert not any(spikes.is_spike(2.0, 1.0) for _ in range(20))
+    found = [spikes.is_spike(2.0, 5.0) for _ in range(20)]
+    assert found[0] and not found[-1]
+    assert spikes.is_spike(7.0, 5.0)
+    assert not any(Spikes(0.0).is_spike(10.0**step, 1.0) for step in range(20))
 
 
 def diverged_on_rank(options: dict, rank: int, kind: str, name: str) -> int:
@@ -641,7 +641,7 @@ def diverged_on_rank(options: dict, rank: int, kind: str, name: str) -> int:
 
     def observe(step, optimizer):
         if step == 1 and dist.get_rank() == rank:
-            [piece] = [p for p in optimizer.pieces() if p.kind == kind and p.name == name]
+            [piece] = [p for p in pieces(optimizer) if p.kind == kind and p.name == name]
             assert piece.tensor.numel()
             piece.tensor.view(-1)[0] += 1e-9
 
@@ -674,13 +674,13 @@ def test_a_diverging_replica_is_named(pools, tmp_path, ranks, layout, rank, kind
 
 def health_on_rank(options: dict) -> list[dict]:
     """Runs on every rank: step 5's metrics; rank 1 is slow."""
-    forward = step05.step04.VocabHead.loss
+    forward = step04.VocabParallelHead.loss
 
     def slow(self, *args):
         time.sleep(0.02 * (dist.get_rank() == 1))
         return forward(self, *args)
 
-    with mock.patch.object(step05.step04.VocabHead, "loss", slow):
+    with mock.patch.object(step04.VocabParallelHead, "loss", slow):
         return step05.train(step05.Config(**options)).history
 
 

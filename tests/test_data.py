@@ -17,7 +17,7 @@ from common import UserError
 from common.data import TokenData
 from common.model import IGNORE
 from services import readers
-from services.readers import BYTE_VOCAB, END, decode
+from services.readers import BYTE_VOCAB, END, decode, open_tokens
 
 ROOT = Path(__file__).parents[1]
 SEQ = 8
@@ -43,7 +43,7 @@ def counting(tmp_path) -> str:
 
 def open_counting(source: str, batch_size: int = 6, seed: int = 0) -> TokenData:
     """The counting data in sequences of SEQ."""
-    return TokenData(source, SEQ, batch_size, seed, vocab_size=1000)
+    return open_tokens(source, SEQ, batch_size, seed, vocab_size=1000)
 
 
 # Batches
@@ -108,7 +108,7 @@ def test_labels_are_the_targets(tmp_path):
     labels = np.where(tokens % 3 == 0, tokens, IGNORE)
     labels[:200] = IGNORE
     source = stored(tmp_path, input_ids=tokens.reshape(10, 40), labels=labels.reshape(10, 40))
-    data = TokenData(source, SEQ, 10, 0, 400)
+    data = open_tokens(source, SEQ, 10, 0, 400)
     counts = []
     for step in range(5):
         whole = data.batch(step)
@@ -124,7 +124,7 @@ def test_labels_are_the_targets(tmp_path):
 def test_a_batch_without_any_target_divides_by_one(tmp_path):
     """Its loss is 0, not 0/0."""
     source = stored(tmp_path, input_ids=[list(range(100))], labels=[[IGNORE] * 100])
-    assert TokenData(source, SEQ, 2, 0, 100).batch(0).n_targets == 1
+    assert open_tokens(source, SEQ, 2, 0, 100).batch(0).n_targets == 1
 
 
 # Sources
@@ -156,7 +156,7 @@ def test_text_becomes_bytes_with_an_end_after_each_document(tmp_path, kind):
     """The same stream from every kind of folder, and from the file itself."""
     source = write(kind, tmp_path / "texts")
     for path in [source, *map(str, Path(source).glob("data.*"))]:
-        data = TokenData(path, SEQ, 1, 0, BYTE_VOCAB)
+        data = open_tokens(path, SEQ, 1, 0, BYTE_VOCAB)
         stream = data.tokens.read(0, len(data.tokens)).tolist()
         assert stream == [END if byte == 0 else byte for byte in STREAM]
     assert decode(stream) == "".join(text + "\n\n" for text in TEXTS)
@@ -165,10 +165,10 @@ def test_text_becomes_bytes_with_an_end_after_each_document(tmp_path, kind):
 def test_bytes_that_are_no_text_do_not_stop_a_run(tmp_path):
     """A broken encoding is replaced, a missing text is an empty document."""
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 30)
-    assert len(TokenData(str(tmp_path / "latin.txt"), SEQ, 1, 0, BYTE_VOCAB).tokens) > 120
+    assert len(open_tokens(str(tmp_path / "latin.txt"), SEQ, 1, 0, BYTE_VOCAB).tokens) > 120
     rows = [{"text": "words " * 20}, {"text": None}]
     (tmp_path / "gaps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    gaps = TokenData(str(tmp_path / "gaps.jsonl"), SEQ, 1, 0, BYTE_VOCAB)
+    gaps = open_tokens(str(tmp_path / "gaps.jsonl"), SEQ, 1, 0, BYTE_VOCAB)
     assert gaps.tokens.read(119, 122).tolist() == [32, END, END]
 
 
@@ -176,7 +176,7 @@ def test_a_stored_selection(tmp_path):
     """`datasets` keeps a selection as a list of indices, until it is stored: the stream follows it."""
     rows = datasets.Dataset.from_dict({"input_ids": [[i] * 20 for i in range(10)]})
     rows.select([7, 3, 5]).save_to_disk(str(tmp_path / "selected"))
-    stream = TokenData(str(tmp_path / "selected"), SEQ, 1, 0, 10).tokens
+    stream = open_tokens(str(tmp_path / "selected"), SEQ, 1, 0, 10).tokens
     assert stream.read(0, 60).tolist() == [7] * 20 + [3] * 20 + [5] * 20
 
 
@@ -196,7 +196,7 @@ def test_tokens_are_mapped_not_copied(tmp_path):
     """Opening 8 MB of stored tokens allocates next to nothing in Arrow, and the arrays do not own their memory."""
     source = stored(tmp_path, input_ids=np.arange(2**20).reshape(-1, 64))
     before = pa.total_allocated_bytes()
-    data = TokenData(source, SEQ, 4, 0, 2**20)
+    data = open_tokens(source, SEQ, 4, 0, 2**20)
     data.batch(11)
     assert not any(piece.flags.owndata for piece in data.tokens.pieces)
     assert pa.total_allocated_bytes() - before < 2**19
@@ -205,7 +205,7 @@ def test_tokens_are_mapped_not_copied(tmp_path):
 def test_python_sources_by_default(monkeypatch):
     """Without --dataset there are millions of tokens of Python, the held-out part no exception."""
     monkeypatch.undo()  # this one lives in the user's cache, as in every run
-    data = TokenData("", 256, 8, 0, BYTE_VOCAB)
+    data = open_tokens("", 256, 8, 0, BYTE_VOCAB)
     assert len(data.tokens) > 5e6
     for tokens in (*(data.batch(step).tokens for step in range(3)), data.validation(100)[0]):
         text = decode(tokens.flatten().tolist())
@@ -264,7 +264,7 @@ def test_bad_data_is_told_in_one_line(tmp_path, make, says):
     handler.emit = said.append
     logging.getLogger("datasets").addHandler(handler)
     with pytest.raises(UserError) as caught:
-        TokenData(str(path), SEQ, 4, 0, BYTE_VOCAB)
+        open_tokens(str(path), SEQ, 4, 0, BYTE_VOCAB)
     logging.getLogger("datasets").removeHandler(handler)
     message = str(caught.value)
     assert not said
@@ -273,17 +273,17 @@ def test_bad_data_is_told_in_one_line(tmp_path, make, says):
 
 def test_just_enough_text(tmp_path):
     """Two windows need 2 seq + 1 tokens: one trains, one validates. One token less is refused."""
-    enough = TokenData(str(junk("a.txt", b"x" * 2 * SEQ)(tmp_path)), SEQ, 4, 0, BYTE_VOCAB)
+    enough = open_tokens(str(junk("a.txt", b"x" * 2 * SEQ)(tmp_path)), SEQ, 4, 0, BYTE_VOCAB)
     assert (enough.n_train, enough.n_validation) == (1, 1)
     assert enough.batch(3).tokens.shape == (4, SEQ)
     with pytest.raises(UserError, match=f"need {2 * SEQ + 1}"):
-        TokenData(str(junk("b.txt", b"x" * (2 * SEQ - 1))(tmp_path)), SEQ, 4, 0, BYTE_VOCAB)
+        open_tokens(str(junk("b.txt", b"x" * (2 * SEQ - 1))(tmp_path)), SEQ, 4, 0, BYTE_VOCAB)
 
 
 def test_a_vocabulary_smaller_than_bytes(counting, tmp_path):
     """Text needs 257 tokens."""
     with pytest.raises(UserError, match="set --vocab-size to at least"):
-        TokenData(str(junk("a.txt", b"x" * 100)(tmp_path)), SEQ, 4, 0, 256)
+        open_tokens(str(junk("a.txt", b"x" * 100)(tmp_path)), SEQ, 4, 0, 256)
 
 
 def test_an_unreachable_hub_is_told_at_once():
@@ -313,7 +313,7 @@ def counted(rows):
     time.sleep(0.5)
     return real(rows)
 data.tokenise = counted
-print(len(data.TokenData(sys.argv[1], 8, 1, 0, 257).tokens))
+print(len(data.open_tokens(sys.argv[1], 8, 1, 0, 257).tokens))
 """
 
 
@@ -331,8 +331,8 @@ def test_one_process_of_a_node_tokenises(tmp_path):
 def test_a_second_opening_finds_the_tokens(tmp_path, monkeypatch):
     """Text is tokenised once: the next run reads `datasets`' cache."""
     source = str(junk("a.txt", b"words " * 50)(tmp_path))
-    first = TokenData(source, SEQ, 4, 0, BYTE_VOCAB).batch(0)
+    first = open_tokens(source, SEQ, 4, 0, BYTE_VOCAB).batch(0)
     made = list((tmp_path / "cache").rglob("*.arrow"))
     monkeypatch.setattr(readers.np, "append", None)  # what tokenising would need
-    assert torch.equal(TokenData(source, SEQ, 4, 0, BYTE_VOCAB).batch(0).tokens, first.tokens)
+    assert torch.equal(open_tokens(source, SEQ, 4, 0, BYTE_VOCAB).batch(0).tokens, first.tokens)
     assert list((tmp_path / "cache").rglob("*.arrow")) == made

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.layout import Layout, Split, layout_of, materialize, sum_gradients_over
+from common import UserError
+from common.layout import Layout, Split, layout_of, materialize, note_gradient_sum
 from common.model import (
     IGNORE,
     PRESETS,
@@ -23,6 +24,7 @@ from common.model import (
     draw_parameter,
     rope_tables,
 )
+from services.flags import check_shape
 
 SMALL = dict(dim=24, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=40, vocab_size=53, seq_len=16)
 CPU = torch.device("cpu")
@@ -71,8 +73,8 @@ def test_parameter_counts(preset):
 )
 def test_a_shape_that_does_not_fit_names_the_flag(changes, flag):
     """Sizes that do not divide are refused with the flag to change."""
-    with pytest.raises(ValueError, match=flag):
-        ModelConfig(**SMALL | changes)
+    with pytest.raises(UserError, match=flag):
+        check_shape(ModelConfig(**SMALL | changes))
 
 
 # Loss
@@ -236,6 +238,12 @@ def test_only_relative_positions_matter():
     assert (model(tokens, 2 * torch.arange(16)) - here).abs().max() > 1e-3
 
 
+def test_positions_count_from_zero_by_default():
+    """Without positions, the tokens are the first ones of their sequences."""
+    model, tokens = build(), torch.randint(53, (2, 11))
+    assert torch.equal(model(tokens), model(tokens, torch.arange(11)))
+
+
 def test_positions_may_differ_by_sequence():
     """[batch, seq] positions give each row its own."""
     model = build()
@@ -279,11 +287,11 @@ def test_materialize_keeps_ties_records_and_frozen_parameters():
     with torch.device("meta"):
         model = Decoder(ModelConfig(**SMALL, tied=True))
     model.model.norm.weight.requires_grad_(False)
-    sum_gradients_over(model.parameters(), "dp")
+    note_gradient_sum(model.parameters(), "dp")
     materialize(model, 0, CPU, torch.float32)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert not model.model.norm.weight.requires_grad and model.lm_head.weight.requires_grad
-    assert all(layout_of(p).sum_over == ("dp",) and not p.is_meta for p in model.parameters())
+    assert all(layout_of(p).partial_over == ("dp",) and not p.is_meta for p in model.parameters())
 
 
 @pytest.mark.parametrize("size, ranks", [(12, 3), (10, 4), (3, 5), (7, 1)])

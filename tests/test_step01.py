@@ -14,6 +14,7 @@ import subprocess
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,17 +22,20 @@ from torch._dynamo.utils import counters
 
 import step01_single_gpu as step01
 from common import UserError
-from common.data import TokenData
+from common.comm import Mesh
 from common.layout import materialize
 from common.model import IGNORE, PRESETS, Decoder, ModelConfig
+from common.trainer import Trainer
 from services import checkpoint as checkpoints
 from services import devices, flags
+from services import resume as resuming
 from services.checks import check_one
 from services.plots import read_metrics
-from services.readers import BYTE_VOCAB
+from services.readers import BYTE_VOCAB, open_tokens
 from services.run import Run
+from services.state import full_state, held
 from services.tables import human
-from step01_single_gpu import Config, Optimizer, apply_recompute, learning_rate
+from step01_single_gpu import Config, Optimizer, wrap_layers
 from tests.bench.recompute import MODES, counted_flops, random_loss, saved_bytes
 from tests.equivalence import SMALL, compare, record
 from tests.jobs import as_flags, launch, steps_done, wait_for
@@ -62,13 +66,26 @@ def build(dtype: torch.dtype, recompute: str = "none", device: str = "cpu", **sh
     with torch.device("meta"):
         model = Decoder(ModelConfig(**shape))
     materialize(model, 0, torch.device(device), dtype)
-    apply_recompute(model, recompute)
+    wrap_layers(model, Config(recompute=recompute))
     return model
 
 
 def adamw(model: Decoder, **changes) -> Optimizer:
     """An optimizer for it."""
     return Optimizer(model, Config(**changes))
+
+
+def take_step(optimizer: Optimizer, lr: float) -> float:
+    """The end of a training step: clip, update, free the gradients; returns the norm before clipping."""
+    norm = optimizer.grad_norm()
+    optimizer.step(lr, norm)
+    optimizer.zero_grad()
+    return norm
+
+
+def state_of(optimizer: Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """Everything it keeps, by kind and name."""
+    return full_state(optimizer, Mesh({}, torch.device("cpu")))
 
 
 # Recomputation, memory and FLOPs
@@ -164,7 +181,7 @@ def test_micro_batches_do_not_matter(tmp_path, uneven_data, optimizer, data):
     options = dict(optimizer=optimizer, dataset=uneven_data if data == "uneven" else "")
     if data == "uneven":
         counts = [
-            int((TokenData(uneven_data, 16, 24, 0, 259).batch(step).targets[at : at + 3] != IGNORE).sum())
+            int((open_tokens(uneven_data, 16, 24, 0, 259).batch(step).targets[at : at + 3] != IGNORE).sum())
             for step in range(4)
             for at in range(0, 24, 3)
         ]
@@ -204,8 +221,8 @@ def test_16_bit_training_keeps_fp32_beside_it(tmp_path, dtype):
 
     model, optimizer, history = step01.train(small(tmp_path, dtype=dtype), observe)
     assert {p.dtype for p in model.parameters()} == {DTYPES[dtype]} and gradient_dtypes == {torch.float32}
-    held = optimizer.tensors()
-    assert {t.dtype for t in held["masters"] + held["moments"]} == {torch.float32}
+    kept = held(optimizer, on_disk=False)
+    assert {t.dtype for t in kept["masters"] + kept["moments"]} == {torch.float32}
     for name, param in model.named_parameters():
         assert torch.equal(param, optimizer.masters[name].to(param.dtype))
         assert not torch.equal(param.float(), optimizer.masters[name]) or param.dim() == 1
@@ -231,7 +248,7 @@ def test_masters_take_updates_too_small_for_16_bits():
     for _ in range(1000):
         for param in optimizer.params.values():
             param.grad = torch.ones_like(param, dtype=torch.float32)
-        optimizer.step(1e-6)
+        take_step(optimizer, 1e-6)
     change = (optimizer.masters["model.layers.0.self_attn.q_proj.weight"] - master).mean().item()
     assert change == pytest.approx(-1e-3, rel=0.01)
     assert (weight.float() - before.float()).mean().item() == pytest.approx(-1e-3, rel=0.05)
@@ -272,7 +289,7 @@ def test_fp16_scale_doubles_after_1000_good_steps_and_is_taken_out():
         master = optimizer.masters["model.layers.0.mlp.up_proj.weight"]
         before = master.clone()
         (random_loss(model, 2) * scale).backward()
-        norm = optimizer.step(1.0)
+        norm = take_step(optimizer, 1.0)
         assert optimizer.loss_scale == 2 * scale
         moves.append((norm, (master - before).norm().item()))
     assert moves[0] == pytest.approx(moves[1], rel=1e-2)
@@ -292,7 +309,7 @@ def test_weight_decay_spares_norms():
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
-    optimizer.step(0.01)
+    take_step(optimizer, 0.01)
     for name, param in model.named_parameters():
         factor = 1.0 if "norm" in name else 1 - 0.01 * 0.5
         torch.testing.assert_close(param.detach(), before[name] * factor, rtol=1e-12, atol=0)
@@ -307,7 +324,7 @@ def test_clipping(clip):
     random_loss(model, 2).backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
-    assert optimizer.step(0.1) == pytest.approx(norm, rel=1e-12)
+    assert take_step(optimizer, 0.1) == pytest.approx(norm, rel=1e-12)
     factor = clip / norm if 0 < clip < norm else 1.0
     assert (factor < 1) == (clip == 0.01)
     for name, param in model.named_parameters():
@@ -318,13 +335,13 @@ def test_clipping(clip):
 
 def test_learning_rate_schedule():
     """Linear warm-up to the peak, then a cosine to a tenth."""
-    config = Config(lr=2.0, warmup_steps=4, steps=24)
-    assert [learning_rate(step, config) for step in range(5)] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
-    assert learning_rate(14, config) == pytest.approx(1.1)  # half way: mean of 2 and 0.2
-    assert learning_rate(24, config) == pytest.approx(0.2)
-    rates = [learning_rate(step, config) for step in range(4, 25)]
-    assert rates == sorted(rates, reverse=True)
-    assert learning_rate(0, Config(lr=2.0, warmup_steps=0)) == 2.0
+    run = SimpleNamespace(config=Config(lr=2.0, warmup_steps=4, steps=24))
+    rates = [Trainer.learning_rate(run, step) for step in range(25)]
+    assert rates[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
+    assert rates[14] == pytest.approx(1.1)  # half way: mean of 2 and 0.2
+    assert rates[24] == pytest.approx(0.2)
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert Trainer.learning_rate(SimpleNamespace(config=Config(lr=2.0, warmup_steps=0)), 0) == 2.0
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp64", "bf16"])
@@ -332,7 +349,7 @@ def test_learning_rate_schedule():
 def test_every_optimizer_learns_and_is_accounted_for(tmp_path, monkeypatch, optimizer, lr, dtype):
     """The loss falls, and at the end every kind of memory measured equals the predicted one (activations: 5%)."""
     tables = []
-    monkeypatch.setattr(Run, "finish", lambda self, predicted: tables.append((predicted, dict(self.measured))))
+    monkeypatch.setattr(Run, "finish", lambda self, predicted, _: tables.append((predicted, dict(self.measured))))
     history = step01.train(small(tmp_path, optimizer=optimizer, lr=lr, dtype=dtype, steps=8)).history
     assert history[-1]["loss"] < history[0]["loss"] - 0.1
     [(predicted, measured)] = tables
@@ -350,6 +367,34 @@ def test_tied_weights_are_one_parameter(tmp_path):
     assert torch.equal(again.model.lm_head.weight, trained.model.lm_head.weight)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
+def test_an_update_rule_begins_with_all_of_its_state(optimizer):
+    """It is there before the first step, all zero, and making it changed no weight; the first step is torch.optim's."""
+    tensors = [torch.randn(5, 3, dtype=torch.float64).requires_grad_(), torch.randn(7, dtype=torch.float64)]
+    tensors[1].requires_grad_()
+    before = [t.detach().clone() for t in tensors]
+    rule = step01.update_rule(tensors, Config(optimizer=optimizer, weight_decay=0.5), [True, False])
+    assert all(torch.equal(t, old) and t.grad is None for t, old in zip(tensors, before, strict=True))
+    begin = {i: {k: v.clone() for k, v in rule.state[t].items()} for i, t in enumerate(tensors)}
+    assert all(not value.any() for entry in begin.values() for value in entry.values())
+    options = dict(adamw=dict(betas=(0.9, 0.95)), sgd={}, adafactor={})[optimizer]
+    kind = dict(adamw=torch.optim.AdamW, sgd=torch.optim.SGD, adafactor=torch.optim.Adafactor)[optimizer]
+    plain = [old.clone().requires_grad_() for old in before]
+    groups = [dict(params=plain[:1], weight_decay=0.5), dict(params=plain[1:], weight_decay=0.0)]
+    expected = kind(groups, lr=0.1, **options)
+    for group in rule.param_groups:
+        group["lr"] = 0.1
+    for step in range(3):
+        for ours, theirs in zip(tensors, plain, strict=True):
+            ours.grad = torch.full_like(ours, step + 1.0)
+            theirs.grad = ours.grad.clone()
+        rule.step()
+        expected.step()
+    for i, (ours, theirs) in enumerate(zip(tensors, plain, strict=True)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+        assert begin[i].keys() == expected.state[theirs].keys()
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_frozen_parameter_stays(dtype):
     """No gradient, no update, no decay, no share in the norm."""
@@ -360,9 +405,9 @@ def test_a_frozen_parameter_stays(dtype):
     random_loss(model, 2).backward()
     norm = optimizer.grad_norm()
     assert norm == pytest.approx(math.sqrt(sum(g.double().square().sum() for g in optimizer.gradients().values())))
-    optimizer.step(0.01)
+    assert take_step(optimizer, 0.01) == norm
     assert torch.equal(still, before) and len(optimizer.gradients()) == 0
-    assert "model.layers.1.mlp.up_proj.weight" not in optimizer.state()["exp_avg"]
+    assert "model.layers.1.mlp.up_proj.weight" not in state_of(optimizer)["exp_avg"]
 
 
 # Going on
@@ -372,9 +417,9 @@ def require_same(a: step01.Trained, b: step01.Trained):
     """Bit for bit: parameters, masters, moments, loss scale, and the records of all steps but their times."""
     for (name, ours), theirs in zip(a.model.named_parameters(), b.model.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
-    for ours, theirs in zip(*(t.optimizer.tensors()["masters"] for t in (a, b)), strict=True):
+    for ours, theirs in zip(*(held(t.optimizer, on_disk=False)["masters"] for t in (a, b)), strict=True):
         assert torch.equal(ours, theirs)
-    ours, theirs = a.optimizer.state(), b.optimizer.state()
+    ours, theirs = state_of(a.optimizer), state_of(b.optimizer)
     assert ours.keys() == theirs.keys()
     for kind, tensors in ours.items():
         assert tensors.keys() == theirs[kind].keys()
@@ -664,7 +709,7 @@ def test_a_signal_at_any_moment_saves_the_last_step(tmp_path, monkeypatch, capsy
     """SIGTERM in any phase of step 3: the run ends within a step, and the checkpoint is of the last step recorded."""
     if where == "save" and not save_every:
         pytest.skip("nothing is saved then")
-    phase, log, save = Run.phase, Run.log, step01.save
+    phase, log, save = Run.phase, Run.log, resuming.save
 
     def strike(run, place):
         if place == where and run.step == 2:
@@ -686,7 +731,7 @@ def test_a_signal_at_any_moment_saves_the_last_step(tmp_path, monkeypatch, capsy
 
     monkeypatch.setattr(Run, "phase", striking_phase)
     monkeypatch.setattr(Run, "log", striking_log)
-    monkeypatch.setattr(step01, "save", striking_save)
+    monkeypatch.setattr(resuming, "save", striking_save)
     before = signal.getsignal(signal.SIGTERM)
     history = step01.train(small(tmp_path, steps=9, eval_every=3, eval_sequences=2, save_every=save_every)).history
     last = history[-1]["step"]
@@ -698,7 +743,8 @@ def test_a_signal_at_any_moment_saves_the_last_step(tmp_path, monkeypatch, capsy
 
 def test_a_second_ctrl_c_leaves_at_once(tmp_path):
     """But not one that a launcher repeats within two seconds."""
-    run = Run(small(tmp_path), torch.device("cpu"), (1.0, 1.0), 1.0)
+    device = torch.device("cpu")
+    run = Run(small(tmp_path), device, (1.0, 1.0), 1.0, Mesh({}, device))
     run.stop()
     run.stop()
     run.since -= 3
@@ -746,9 +792,10 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         random_loss(model, 2).backward()
         model.model.norm.weight.grad[3] = math.inf
-        assert not math.isfinite(optimizer.step(0.1))
+        assert not math.isfinite(take_step(optimizer, 0.1))
         assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-        assert not optimizer.inner.state and all(p.grad is None for p in model.parameters())
+        assert all(not value.any() for entry in optimizer.inner.state.values() for value in entry.values())
+        assert optimizer.inner.state and all(p.grad is None for p in model.parameters())
 
 
 # The command line
@@ -836,7 +883,7 @@ def test_an_unexpected_error_is_short_and_says_where(tmp_path, capsys, monkeypat
     def broken(*_):
         raise ZeroDivisionError("by zero")
 
-    monkeypatch.setattr(step01, "learning_rate", broken)
+    monkeypatch.setattr(Trainer, "learning_rate", broken)
     status, _, err = run_main(capsys, *as_flags(SMALL | dict(out=tmp_path)))
     assert status == 1 and err.startswith("error: rank 0: ZeroDivisionError: by zero\n")
     assert "step01_single_gpu.py" in err and len(err.splitlines()) < 8
@@ -891,9 +938,9 @@ def test_metrics(tmp_path, capsys):
 def test_the_loss_is_the_mean_over_all_targets(tmp_path):
     """At the first step of an untrained model: about ln(vocabulary), and exactly the plain cross entropy."""
     history = step01.train(small(tmp_path, steps=1, micro_batch_size=4)).history
-    batch = TokenData("", 16, 24, 0, 259).batch(0)
+    batch = open_tokens("", 16, 24, 0, 259).batch(0)
     model = build(torch.float64)
-    logits = model.lm_head(model(batch.tokens, torch.arange(16)))
+    logits = model.lm_head(model(batch.tokens))
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
     assert history[0]["loss"] == pytest.approx(expected.item(), rel=1e-12)
     assert history[0]["loss"] == pytest.approx(math.log(259), rel=0.01)

@@ -13,8 +13,10 @@ import step02_ddp as step02
 from common import UserError
 from common.comm import all_gather, all_reduce, all_to_all, exchange, reduce_scatter
 from services.checks import check_dp
+from services.compression import COMPRESSED_SUMS
 from services.launch import open_mesh
 from services.plots import read_metrics
+from services.readers import open_tokens
 from tests import equivalence
 from tests.equivalence import SMALL, check, label
 from tests.jobs import ranks_of, steps_done, torchrun, wait_for
@@ -80,7 +82,7 @@ def test_fp32_drifts_by_rounding_only(pools, sync):
 
 def test_uneven_data_is_uneven(uneven_data):
     """The fixture does what it is for: some micro-batches of one sequence have no target, and ranks differ."""
-    data = step02.TokenData(uneven_data, SMALL["seq_len"], 24, 0, 257)
+    data = open_tokens(uneven_data, SMALL["seq_len"], 24, 0, 257)
     counts = (data.batch(0).targets != -100).sum(1)
     assert 0 in counts and len({int(n) for n in counts.view(4, 6).sum(1)}) > 1
 
@@ -148,6 +150,18 @@ def test_the_loss_is_the_same_on_every_rank(pools, tmp_path, uneven_data):
     options = SMALL | micro_batch_size(4, 3) | dict(dataset=uneven_data, out=str(tmp_path / "run"))
     histories = pools(4).run(run_history, options)
     assert len({tuple((r["loss"], r["grad_norm"]) for r in history) for history in histories}) == 1
+
+
+@pytest.mark.parametrize("sync", ["bucket", "torch"])
+def test_validation_is_that_of_one_device(pools, tmp_path, sync):
+    """In the midst of training, however the model is wrapped, and if the sequences do not divide."""
+    base = SMALL | micro_batch_size(3, 2) | dict(eval_every=2, eval_sequences=7)
+    runs = [step01.train(step01.Config(**base, out=str(tmp_path / "one"))).history]
+    runs += pools(3).run(run_history, base | dict(sync=sync, out=str(tmp_path / sync)))
+    losses = [[row["validation_loss"] for row in run if "validation_loss" in row] for run in runs]
+    assert len(losses[0]) == 2
+    for ours in losses[1:]:
+        assert ours == pytest.approx(losses[0], rel=1e-10)
 
 
 # --- collectives -----------------------------------------------------------------------------------------------------
@@ -302,7 +316,7 @@ def compressed_sums(mode: str, feedback: bool, steps: int) -> tuple[float, dict]
             all_reduce(summed, mesh["dp"]).wait()
             exact += summed
             mesh.ledger.take()
-            total, left = step02.COMPRESSED_SUMS[mode](gradient + lost, mesh["dp"], config)
+            total, left = COMPRESSED_SUMS[mode](gradient + lost, mesh["dp"], config)
             lost = left if feedback else 0.0
             received += total
         return ((received - exact).norm() / exact.norm()).item(), mesh.ledger.take()["traffic"]["dp"]

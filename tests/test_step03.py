@@ -11,20 +11,18 @@ import pytest
 import torch
 
 import step01_single_gpu as step01
-import step02_ddp as step02
 import step03_zero as step03
-from common import UserError
-from common.comm import Group, Ledger
+from common import UserError, trainer
 from services import offload
 from services.checks import check_zero
 from services.launch import open_mesh
+from services.predictions import Costs
+from services.state import full_gradients, full_state, held
 from services.tables import bytes_of
 from tests import equivalence, faults
 from tests.equivalence import SMALL, Recording, check, compare, record
 from tests.pool import RankError
 from tests.test_step02 import micro_batch_size
-from theory.memory import zero_memory_rows
-from theory.traffic import zero_traffic
 
 STEP = "step03_zero"
 STAGES = [0, 1, 2, 3]
@@ -154,7 +152,7 @@ def test_one_process_equals_step01(tmp_path, stage):
     compare(ours, theirs, 1e-10)
 
 
-class PartlyUsed(torch.nn.Module):
+class PartlyUsedLayer(torch.nn.Module):
     """Parameters: one always used, one now and then and, if there is a third, one never."""
 
     def __init__(self, names: str):
@@ -162,9 +160,23 @@ class PartlyUsed(torch.nn.Module):
         for name in names:
             self.register_parameter(name, torch.nn.Parameter(torch.ones(3, dtype=torch.float64)))
 
-    def forward(self, x: float, with_b: bool) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, with_b: bool) -> torch.Tensor:
         """A scalar."""
         return (self.a.sum() + (self.b.sum() if with_b else 0)) * x
+
+
+class PartlyUsed(torch.nn.Module):
+    """Such a layer where a decoder has its layers; what is before and behind it has no parameters."""
+
+    def __init__(self, names: str):
+        super().__init__()
+        self.model, self.lm_head = torch.nn.Module(), torch.nn.Module()
+        self.model.embed_tokens, self.model.norm = torch.nn.Identity(), torch.nn.Identity()
+        self.model.layers = torch.nn.ModuleDict({"0": PartlyUsedLayer(names)})
+
+    def forward(self, x: torch.Tensor, with_b: bool) -> torch.Tensor:
+        """A scalar."""
+        return self.model.norm(self.model.layers["0"](self.model.embed_tokens(x), with_b))
 
 
 def partly_used_on_rank(stage: int, names: str, pattern: list[bool]) -> dict[str, list[float]]:
@@ -172,14 +184,15 @@ def partly_used_on_rank(stage: int, names: str, pattern: list[bool]) -> dict[str
     config = step03.Config(zero=stage, optimizer="sgd", dtype="fp64")
     with open_mesh({"dp": torch.distributed.get_world_size()}, torch.device("cpu"), "gloo") as mesh:
         model = PartlyUsed(names)
-        optimizer = step03.ZeroOptimizer(model, mesh["dp"], config, ([[*names]], [step03.Use(model, [0], True)]))
+        optimizer = step03.ZeroOptimizer(model, config, mesh, torch.float64, offload.Homes())
+        assert len(optimizer.units) == 1
         optimizer.begin()
         for i, with_b in enumerate(pattern):
             if i + 1 == len(pattern):
                 optimizer.last_micro_batch()
-            optimizer.forward(mesh.rank + 1.0, with_b).backward()
+            model(torch.tensor(mesh.rank + 1.0, dtype=torch.float64), with_b).backward()
         optimizer.finish()
-        return {name: gradient.tolist() for name, gradient in optimizer.gradients().items()}
+        return {name[-1]: gradient.tolist() for name, gradient in full_gradients(optimizer, mesh).items()}
 
 
 @pytest.mark.sampled(3)
@@ -199,11 +212,30 @@ def test_parameters_that_a_micro_batch_does_not_use(pools, stage, names, pattern
 # --- helpers that run on every rank ----------------------------------------------------------------------------------
 
 
+def weights_of(optimizer) -> dict[str, torch.Tensor]:
+    """Every full parameter by name. A collective."""
+    return full_state(optimizer, equivalence.job())["model"]
+
+
+def train_and_predict(config: step03.Config, observe=None) -> tuple[step03.Trained, Costs]:
+    """Train; returns also what the program predicts for its tables."""
+    costs, predict = [], trainer.predict
+
+    def noted(*args) -> Costs:
+        costs.append(predict(*args))
+        return costs[0]
+
+    with mock.patch.object(trainer, "predict", noted):
+        trained = step03.train(config, observe)
+    (found,) = costs
+    return trained, found
+
+
 def history_on_rank(options: dict) -> tuple[list[dict], dict[str, torch.Tensor]]:
     """Runs on every rank: train; returns the metrics, and the parameters as they are in the model or, cut, gathered."""
     trained = step03.train(step03.Config(**options))
     held = {name: p.detach().clone() for name, p in trained.model.named_parameters() if p.untyped_storage().nbytes()}
-    gathered = {name: p.clone() for name, p in trained.optimizer.state()["model"].items()}
+    gathered = weights_of(trained.optimizer)
     for name, value in held.items():
         assert torch.equal(gathered[name], value), f"the model's {name} is not what the optimizer says"
     return trained.history, gathered
@@ -263,7 +295,7 @@ def overflow_on_rank(options: dict) -> tuple[list[dict], float, list[bool]]:
     before, changed = {}, []
 
     def observe(step, optimizer):
-        weights = {name: t.clone() for name, t in optimizer.state()["model"].items()}
+        weights = weights_of(optimizer)
         changed.append(not same(weights, before) if step else True)
         before.update(weights)
         if step == 1 and torch.distributed.get_rank() == 1:
@@ -379,20 +411,20 @@ def bytes_on_rank(options: dict) -> dict:
     """
     measured = {}
 
-    def observe(_, optimizer):
-        measured.update({kind: bytes_of(tensors) for kind, tensors in optimizer.tensors().items()})
-
     config = step03.Config(**options)
-    model, optimizer, _ = step03.train(config, observe)
+
+    def observe(_, optimizer):
+        now = held(optimizer, on_disk=config.offload_optimizer == "disk")
+        measured.update({kind: bytes_of(tensors) for kind, tensors in now.items()})
+
+    (model, optimizer, _), costs = train_and_predict(config, observe)
     if config.zero:
-        predicted = zero_memory_rows(config, model.config, optimizer)
         used = [sum(len(unit.cut(unit.slice, name)) for name in unit.named) for unit in optimizer.units]
         own_padding = sum(unit.length - n for unit, n in zip(optimizer.units, used, strict=True))
-        padded = sum(unit.length * optimizer.group.size for unit in optimizer.units)
+        padded = sum(unit.length * unit.group.size for unit in optimizer.units)
     else:
-        predicted = step01.memory_rows(config, model.config, model, optimizer.dtype, True)
         own_padding, padded = 0, sum(p.numel() for p in model.parameters())
-    del predicted["activations"]
+    predicted = {kind: n_bytes for kind, n_bytes in costs.memory.items() if kind != "activations"}
     n_params = sum(p.numel() for p in model.parameters())
     return dict(measured=measured, predicted=predicted, P=n_params, padding=padded - n_params, own_padding=own_padding)
 
@@ -470,7 +502,7 @@ def gathered_on_rank(options: dict, fault: str = "") -> tuple[int, int, int]:
         if step == 0:
             optimizer.provide = watched
             uses = [{*use.units} for use in optimizer.uses]
-            allowed = max(sum(optimizer.units[u].nbytes for u in a | b) for a, b in itertools.pairwise(uses))
+            allowed = max(sum(unit.nbytes for unit in a | b) for a, b in itertools.pairwise(uses))
         else:
             after = now()
 
@@ -498,19 +530,12 @@ def test_units_that_are_kept_are_noticed(pools, tmp_path):
 # --- laws: traffic ---------------------------------------------------------------------------------------------------
 
 
-def traffic_on_rank(options: dict) -> tuple[list[dict], dict, int]:
-    """Runs on every rank: each step's traffic, the predicted one, and this rank's number of parameters."""
-    config = step03.Config(**options)
-    dp = torch.distributed.get_world_size()
-    model, optimizer, history = step03.train(config)
-    if config.zero:
-        predicted = zero_traffic(optimizer, config.global_batch_size // dp // config.micro_batch_size)
-    else:
-        group = Group("dp", torch.device("cpu"), Ledger(), size=dp)
-        sync = step02.NaiveSync(model, group, config)
-        predicted = step02.predicted_traffic(model, sync, config, group)
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
-    return [row["traffic"]["dp"] for row in history], {op: sent for (_, op), sent in predicted.items()}, sizes
+def traffic_on_rank(options: dict) -> tuple[list[dict], dict, dict[str, int]]:
+    """Runs on every rank: each step's traffic, the predicted one, and the sizes of this rank's parameters."""
+    trained, costs = train_and_predict(step03.Config(**options))
+    sizes = {name: p.numel() for name, p in trained.model.named_parameters()}
+    assert {dim for dim, _ in costs.traffic} == {"dp"}
+    return [row["traffic"]["dp"] for row in trained.history], {op: n for (_, op), n in costs.traffic.items()}, sizes
 
 
 @pytest.mark.sampled(3)
@@ -566,15 +591,24 @@ def test_the_toy_prints_what_the_docstring_says(pools):
 
 
 def files_on_rank(options: dict, crash: bool) -> tuple[list[str], int]:
-    """Runs on every rank: every file that was in the run directory while running, and bytes mapped of nameless ones."""
+    """Runs on every rank: every file that was in the run directory while running, and how many bytes of masters and
+    moments lie in nameless ones (nothing else does).
+    """
     out, seen, mapped = Path(options["out"]), set(), 0
 
-    def observe(step, _):
+    def observe(step, optimizer):
         nonlocal mapped
         seen.update(path.name for path in out.rglob("*"))
         lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
-        spans = [fields[0].split("-") for fields in lines if str(out) in fields[-1] and "(deleted)" in fields[-1]]
-        mapped = sum(int(end, 16) - int(start, 16) for start, end in spans)
+        ends = [fields[0].split("-") for fields in lines if str(out) in fields[-1] and "(deleted)" in fields[-1]]
+        spans = [range(int(start, 16), int(end, 16)) for start, end in ends]
+
+        def in_a_file(tensor) -> bool:
+            return any(tensor.data_ptr() in span and tensor.data_ptr() + tensor.nbytes - 1 in span for span in spans)
+
+        now = held(optimizer, on_disk=False)
+        mapped = sum(t.nbytes for kind in ("masters", "moments") for t in now[kind] if in_a_file(t))
+        assert not any(in_a_file(t) for kind in ("parameters", "gradients") for t in now[kind])
         if crash and step == 1:
             raise ValueError("in the middle")
 

@@ -7,7 +7,10 @@ import os
 import re
 import signal
 import tempfile
+from functools import partial
 from itertools import product
+from types import SimpleNamespace
+from unittest import mock
 
 import datasets
 import pytest
@@ -20,17 +23,20 @@ from torch.utils._pytree import tree_leaves
 import step01_single_gpu as step01
 import step03_zero as step03
 import step04_tp_sp as step04
-from common import UserError
-from common.comm import Group, Mesh
-from common.layout import assemble, layout_of, materialize, sum_gradients_over
+from common import UserError, trainer
+from common.comm import Group, Mesh, sum_over
+from common.layout import layout_of, materialize, note_gradient_sum
 from common.model import IGNORE, Decoder, Head, rope_tables
+from services.checkpoint import Piece, gather
 from services.checks import check_tp
 from services.devices import choose_dtype
+from services.evaluation import generate, look_through
 from services.launch import open_mesh
 from services.memory import storage_bytes_made_by
 from services.tables import bytes_of
 from tests import equivalence, faults
 from tests.equivalence import SMALL, check, label
+from theory.memory import tp_activation_bytes
 
 STEP = "step04_tp_sp"
 CPU = torch.device("cpu")
@@ -213,11 +219,11 @@ def test_compiled_layers_equal_one_device(pools, mode, recompute):
 # --- the operators ---------------------------------------------------------------------------------------------------
 
 ONE, EACH = "one value, known to every rank", "a value of each rank's own"
-OPERATORS = {  # name: what goes in, what comes out
-    "CopyToRanks": (ONE, EACH),
-    "SumFromRanks": (EACH, ONE),
-    "GatherTokens": (EACH, EACH),
-    "ScatterTokens": (EACH, EACH),
+OPERATORS = {  # name: which function, with sequence parallelism or not; what goes in, what comes out
+    "copy": (step04.enter_block, False, ONE, EACH),
+    "sum": (step04.leave_block, False, EACH, ONE),
+    "gather": (step04.enter_block, True, EACH, EACH),
+    "scatter": (step04.leave_block, True, EACH, EACH),
 }
 
 
@@ -228,32 +234,32 @@ def values(kind: str, shape: tuple[int, ...], rank: int, seed: int) -> Tensor:
 
 
 def definition(name: str, inputs: list[Tensor], rank: int) -> Tensor:
-    """What `rank` must get from the inputs of all ranks."""
-    own = slice(rank * inputs[0].shape[1] // len(inputs), (rank + 1) * inputs[0].shape[1] // len(inputs))
+    """What `rank` must get from the inputs of all ranks, [..., tokens, dim] each."""
+    own = Group("tp", CPU, None, rank, len(inputs)).share(inputs[0].shape[-2])
     return {
-        "CopyToRanks": lambda: inputs[rank],
-        "SumFromRanks": lambda: torch.stack(inputs).sum(0),
-        "GatherTokens": lambda: torch.cat(inputs, dim=1),
-        "ScatterTokens": lambda: torch.stack(inputs).sum(0)[:, own],
+        "copy": lambda: inputs[rank],
+        "sum": lambda: torch.stack(inputs).sum(0),
+        "gather": lambda: torch.cat(inputs, dim=-2),
+        "scatter": lambda: torch.stack(inputs).sum(0)[..., own, :],
     }[name]()
 
 
-ADJOINT = {"CopyToRanks": "SumFromRanks", "GatherTokens": "ScatterTokens"}
+ADJOINT = {"copy": "sum", "gather": "scatter"}
 ADJOINT |= {b: a for a, b in ADJOINT.items()}
 
 
 def operator_on_rank(name: str) -> None:
     """Runs on every rank: one operator, forward and backward, against its definition; and <f(x), y> = <x, f^T(y)>."""
     world = torch.distributed.get_world_size()
-    kind_in, kind_out = OPERATORS[name]
-    tokens = 8 // world if name == "GatherTokens" else 8
+    operator, sp, kind_in, kind_out = OPERATORS[name]
+    tokens = 8 // world if name == "gather" else 8
     with open_mesh({"tp": world}, CPU, "gloo") as mesh:
         group, rank = mesh["tp"], mesh.rank
         inputs = [values(kind_in, (2, tokens, 3), r, seed=1) for r in range(world)]
         tokens_out = definition(name, inputs, rank).shape[1]
         cotangents = [values(kind_out, (2, tokens_out, 3), r, seed=2) for r in range(world)]
         x, y = inputs[rank].clone().requires_grad_(), cotangents[rank].clone()
-        out = getattr(step04, name).apply(x, group)
+        out = operator(x, group, sp)
         out.backward(y)
         torch.testing.assert_close(out, definition(name, inputs, rank), rtol=1e-13, atol=1e-13)
         torch.testing.assert_close(x.grad, definition(ADJOINT[name], cotangents, rank), rtol=1e-13, atol=1e-13)
@@ -261,7 +267,7 @@ def operator_on_rank(name: str) -> None:
 
         def inner(a: Tensor, b: Tensor, kind: str) -> float:
             product = (a * b).sum().item()
-            return sum(step04.sum_over(group, product)) if kind == EACH else product
+            return sum(sum_over(group, product)) if kind == EACH else product
 
         assert abs(inner(out, y, kind_out) - inner(x, x.grad, kind_in)) < 1e-12
 
@@ -273,8 +279,31 @@ def test_operators_and_their_conjugates(pools, name, world):
     pools(world).run(operator_on_rank, name)
 
 
+def collectives_on_rank() -> None:
+    """Runs on every rank: each collective over tokens, started before it is waited for, on any leading dimensions."""
+    world = torch.distributed.get_world_size()
+    names = dict(keep_tokens="copy", sum_tokens="sum", gather_tokens="gather", scatter_tokens="scatter")
+    with open_mesh({"tp": world}, CPU, "gloo") as mesh:
+        for shape in ((8, 3), (2, 8, 3), (2, 2, 8, 3)):
+            draw = [torch.Generator().manual_seed(r) for r in range(world)]
+            inputs = [torch.randn(shape, generator=g, dtype=torch.float64) for g in draw]
+            mine = inputs[mesh.rank].clone()
+            results = {name: getattr(step04, name)(mine, mesh["tp"]) for name in names}
+            for name, result in reversed(results.items()):
+                torch.testing.assert_close(
+                    result.wait(), definition(names[name], inputs, mesh.rank), rtol=0, atol=1e-13
+                )
+            assert torch.equal(mine, inputs[mesh.rank]), "an input was modified in place"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_collectives_over_tokens(pools, world):
+    """Several at a time, and of one, two or no dimensions before the tokens."""
+    pools(world).run(collectives_on_rank)
+
+
 def columns_on_rank(sp: bool, frozen: bool) -> None:
-    """Runs on every rank: ColumnLinears against one full matmul per weight."""
+    """Runs on every rank: ColumnParallelLinear against one full matmul per weight."""
     world = torch.distributed.get_world_size()
     with open_mesh({"tp": world}, CPU, "gloo") as mesh:
         group, rank = mesh["tp"], mesh.rank
@@ -289,7 +318,8 @@ def columns_on_rank(sp: bool, frozen: bool) -> None:
         x = full.detach()[:, tokens].clone().requires_grad_()
         before = x.detach().clone()
         own = [w.detach().chunk(world)[rank].clone().requires_grad_(w.requires_grad) for w in matrices]
-        found = step04.ColumnLinears.apply(x, group, sp, None, *own)
+        pair = (step04.gather_tokens, step04.scatter_tokens) if sp else (step04.keep_tokens, step04.sum_tokens)
+        found = step04.ColumnParallelLinear.apply(x, group, *pair, *own)
         torch.autograd.backward(found, [c.chunk(world, dim=-1)[rank] for c in cotangents])
         close = dict(rtol=1e-13, atol=1e-13)
         for mine, out in zip(found, outputs, strict=True):
@@ -302,20 +332,23 @@ def columns_on_rank(sp: bool, frozen: bool) -> None:
         assert torch.equal(x, before)
         calls = mesh.ledger.take()["calls"]["tp"]
         assert calls == (dict(all_gather=2, reduce_scatter=1) if sp else dict(all_reduce=1))
-        constant = step04.ColumnLinears.apply(before, group, sp, None, *own)
-        torch.autograd.backward(constant, [torch.ones_like(c) for c in constant])
+        constant = step04.ColumnParallelLinear.apply(before, group, *pair, *own)
+        torch.autograd.backward(constant, [c.chunk(world, dim=-1)[rank] for c in cotangents])
         assert mesh.ledger.take()["calls"].get("tp", {}) == (dict(all_gather=2) if sp else {})
+        for mine, w in zip(own, matrices, strict=True):  # an input that needs no gradient changes none
+            if mine.grad is not None:
+                torch.testing.assert_close(mine.grad, 2 * w.grad.chunk(world)[rank], **close)
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("sp", [True, False], ids=["sp", "no-sp"])
-def test_column_linears(pools, sp, frozen):
+def test_column_parallel_linear(pools, sp, frozen):
     """Three matmuls of one input: right in both directions, with one collective each way (and one to gather again)."""
     pools(4).run(columns_on_rank, sp, frozen)
 
 
 def vocabulary_layer(cls: type, full: Tensor, group: Group, sp: bool) -> torch.nn.Module:
-    """VocabEmbedding or VocabHead with this rank's rows of a full matrix [vocab, dim]."""
+    """VocabParallelEmbedding or VocabParallelHead with this rank's rows of a full matrix [vocab, dim]."""
     with torch.device("meta"):
         weight = step04.cut(torch.nn.Parameter(torch.empty(full.shape, dtype=full.dtype)), 0, group)
     record = layout_of(weight)
@@ -344,7 +377,7 @@ def vocabulary_on_rank(vocab: int, sp: bool, chunk: int) -> None:
         plain = matrix.clone().requires_grad_()
         out = F.embedding(tokens, plain)
         out.backward(hidden)
-        layer = vocabulary_layer(step04.VocabEmbedding, matrix, group, sp)
+        layer = vocabulary_layer(step04.VocabParallelEmbedding, matrix, group, sp)
         found = layer(tokens)
         assert torch.equal(found, out[:, mine])
         found.backward(hidden[:, mine].clone())
@@ -355,7 +388,7 @@ def vocabulary_on_rank(vocab: int, sp: bool, chunk: int) -> None:
         x = hidden.clone().requires_grad_()
         loss = head.loss(x, targets)
         (loss / 7).backward()
-        layer = vocabulary_layer(step04.VocabHead, matrix, group, sp)
+        layer = vocabulary_layer(step04.VocabParallelHead, matrix, group, sp)
         own = hidden[:, mine].clone().requires_grad_()
         found = layer.loss(own, targets, chunk)
         (found / 7).backward()
@@ -367,7 +400,7 @@ def vocabulary_on_rank(vocab: int, sp: bool, chunk: int) -> None:
             logits = layer(own)
             assert logits.shape == (2, 8, vocab)
             torch.testing.assert_close(logits, head(hidden), **close)
-            far_down = vocabulary_layer(step04.VocabHead, torch.full_like(matrix, -9.0), group, sp)
+            far_down = vocabulary_layer(step04.VocabParallelHead, torch.full_like(matrix, -9.0), group, sp)
             assert far_down(torch.ones_like(own)).max() < -50, "the padding's logit of 0 wins"
 
 
@@ -396,7 +429,7 @@ def largest_on_rank(sp: bool) -> int:
     """Runs on every rank: loss and backward of 64 tokens, 64 words, chunks of 8; the largest tensor made."""
     world = torch.distributed.get_world_size()
     with open_mesh({"tp": world}, CPU, "gloo") as mesh:
-        head = vocabulary_layer(step04.VocabHead, torch.ones(64, 4), mesh["tp"], sp)
+        head = vocabulary_layer(step04.VocabParallelHead, torch.ones(64, 4), mesh["tp"], sp)
         hidden = torch.ones(1, 64 // world if sp else 64, 4, requires_grad=True)
         with Largest() as largest:
             head.loss(hidden, torch.zeros(1, 64, dtype=torch.int64), 8).backward()
@@ -438,9 +471,9 @@ def build(config: step04.Config, mesh: Mesh) -> Decoder:
     with torch.device("meta"):
         model = Decoder(config.model_config())
     step04.shard_tensors(model, mesh, config.sp, config.tp_overlap)
-    sum_gradients_over(model.parameters(), "dp")
+    note_gradient_sum(model.parameters(), "dp")
     step03.materialize(model, config.seed, CPU, choose_dtype(config.dtype, CPU))
-    step01.apply_recompute(model, config.recompute)
+    step01.wrap_layers(model, config)
     return model
 
 
@@ -455,9 +488,10 @@ def initial_values_on_rank(options: dict, fault: str = "") -> None:
     with open_mesh({"dp": world // config.tp, "tp": config.tp}, CPU, "gloo") as mesh, faults.applied(fault):
         found = dict(build(config, mesh).named_parameters())
         assert found.keys() == expected.keys()
+        parts = [Piece("model", name, part.detach(), part.shape, layout_of(part)) for name, part in found.items()]
+        whole = gather(parts, mesh)["model"]
         for name, part in found.items():
-            whole = assemble(part.detach(), layout_of(part), mesh)
-            assert torch.equal(whole, expected[name]), f"{name} differs"
+            assert torch.equal(whole[name], expected[name]), f"{name} differs"
             assert torch.equal(part, layout_of(part).slice(expected[name])), f"{name} differs from its slice"
 
 
@@ -507,13 +541,17 @@ def test_collectives_of_a_layer(pools, mode):
 
 
 def traffic_on_rank(options: dict) -> tuple[dict, dict, dict]:
-    """Runs on every rank: train; calls and bytes of the last step, and the bytes that step04 predicts."""
-    config = step04.Config(**options)
-    _, optimizer, history = step04.train(config)
-    micro_batches = config.global_batch_size // optimizer.mesh["dp"].size // config.micro_batch_size
-    predicted = step04.tp_traffic(config, config.model_config(), config.tp, optimizer.dtype, micro_batches)
-    predicted |= step04.partial_traffic(optimizer, optimizer.mesh, ["tp", "kv"])
-    return history[-1]["calls"], history[-1]["traffic"], predicted
+    """Runs on every rank: train; calls and bytes of the last step, and the bytes over tp that the run predicts."""
+    predicted, predict = {}, trainer.predict
+
+    def watched(run, sync):
+        costs = predict(run, sync)
+        predicted.update({key: n_bytes for key, n_bytes in costs.traffic.items() if key[0] in ("tp", "kv")})
+        return costs
+
+    with mock.patch.object(trainer, "predict", watched):
+        last = step04.train(step04.Config(**options)).history[-1]
+    return last["calls"], last["traffic"], predicted
 
 
 def table_of_bytes(config: step04.Config, world: int) -> tuple[dict, dict]:
@@ -558,7 +596,7 @@ def table_of_bytes(config: step04.Config, world: int) -> tuple[dict, dict]:
     ids=label,
 )
 def test_traffic_is_what_theory_says(pools, tmp_path, flags):
-    """Calls and bytes of a step on every rank, by operation, equal the docstring's table and `tp_traffic`."""
+    """Calls and bytes of a step on every rank, by operation, equal the docstring's table and the prediction."""
     options = SMALL | BASE | dict(zero=0, global_batch_size=8, steps=2, out=str(tmp_path / "run")) | flags
     expected_calls, expected = table_of_bytes(step04.Config(**options), 4)
     for calls, sent, predicted in pools(4).run(traffic_on_rank, options):
@@ -600,7 +638,7 @@ def saved_on_rank(tp: int, options: dict, variants: list[dict]) -> list[tuple[in
             m, dtype = config.model_config(), choose_dtype(config.dtype, CPU)
             tokens = torch.arange(config.micro_batch_size * m.seq_len).view(-1, m.seq_len) % m.vocab_size
             measured, _ = storage_bytes_made_by(loss_of, build(config, mesh), tokens)
-            found.append((step04.tp_activation_bytes(config, m, tp, dtype, on_cpu=True), measured))
+            found.append((tp_activation_bytes(config, m, tp, dtype, on_cpu=True), measured))
     return found
 
 
@@ -707,26 +745,27 @@ def test_a_collective_for_each_matrix_is_noticed(pools, mode):
 # --- the trainer around it -------------------------------------------------------------------------------------------
 
 
+def text_of(model: Decoder, mesh: Mesh | SimpleNamespace) -> str:
+    """Ten bytes that the model says after "def "."""
+    positions = torch.arange(model.config.seq_len)
+    return generate(partial(look_through, model, positions), model, positions, mesh, "def ", 10, 0)
+
+
 def text_on_rank(options: dict) -> str:
     """Runs on every rank: sample from a cut model that has not been trained, so that every token is likely."""
-    config = step04.Config(**options)
-    m, positions = config.model_config(), torch.arange(config.model_config().seq_len)
-    world = torch.distributed.get_world_size()
+    config, world = step04.Config(**options), torch.distributed.get_world_size()
     with open_mesh({"dp": world // config.tp, "tp": config.tp}, CPU, "gloo") as mesh:
-        model = build(config, mesh)
-        return step01.generate(lambda tokens: model.lm_head(model(tokens, positions)), m.seq_len, "def ", 10, 0)
+        return text_of(build(config, mesh), mesh)
 
 
 @pytest.mark.parametrize("sp", [True, False], ids=["sp", "no-sp"])
 def test_generates_step01s_text(pools, sp):
     """Sampling from a vocabulary that is cut and padded (259 as 4 x 65) gives the same text on every rank."""
-    options = SMALL | dict(tp=4, sp=sp)
-    m, positions = step01.Config(**SMALL).model_config(), torch.arange(SMALL["seq_len"])
     with torch.device("meta"):
-        model = Decoder(m)
+        model = Decoder(step01.Config(**SMALL).model_config())
     materialize(model, 0, CPU, torch.float64)
-    expected = step01.generate(lambda tokens: model.lm_head(model(tokens, positions)), m.seq_len, "def ", 10, 0)
-    assert pools(4).run(text_on_rank, options) == [expected] * 4
+    expected = text_of(model, SimpleNamespace(groups={}))
+    assert pools(4).run(text_on_rank, SMALL | dict(tp=4, sp=sp)) == [expected] * 4
 
 
 def interrupted_on_rank(options: dict) -> int:

@@ -8,8 +8,9 @@ import re
 import signal
 import tempfile
 import time
-from collections import defaultdict
+from functools import partial
 from itertools import pairwise, product
+from types import SimpleNamespace
 from unittest import mock
 
 import datasets
@@ -22,17 +23,21 @@ from torch import Tensor
 import step01_single_gpu as step01
 import step04_tp_sp as step04
 import step05_cp_ring as step05
-from common import UserError
-from common.comm import Mesh, gather_objects
+from common import UserError, trainer
+from common.comm import Mesh, sum_over
 from common.layout import materialize
 from common.model import Decoder
 from services.checks import check_cp
 from services.devices import choose_dtype
-from services.launch import open_mesh
+from services.evaluation import generate, look_through
+from services.launch import gather_objects, open_mesh
 from services.memory import MemoryTimeline
+from services.readers import open_tokens
 from tests import equivalence, faults
+from tests.bench.cp_work import pairs, watched
 from tests.equivalence import SMALL, check, difference, label
 from tests.pool import RankError
+from theory.memory import cp_activation_bytes
 
 STEP = "step05_cp_ring"
 CPU = torch.device("cpu")
@@ -134,7 +139,7 @@ def test_equals_one_device_where_a_rank_has_no_target(pools, padded_data, n_vali
     """A padded tail takes all targets from two or three of four ranks; their loss is 0, not NaN."""
     dataset = padded_data(n_valid)
     positions = [step05.own_positions(16, rank, 4, mode) for rank in range(4)]
-    targets = step05.TokenData(dataset, 16, 4, 0, 259).batch(0).targets
+    targets = open_tokens(dataset, 16, 4, 0, 259).batch(0).targets
     assert sum(bool((targets[:, own] == -100).all()) for own in positions) >= 2
     check(pools(4), STEP, BASE | dict(dataset=dataset), dict(cp=4, cp_mode=mode))
 
@@ -351,12 +356,26 @@ def test_every_causal_pair_is_seen_once(n, zigzag):
     assert torch.equal(count, torch.ones_like(count).tril())
 
 
-@pytest.mark.parametrize("n", range(2, 9))
-def test_in_sequence_and_by_rank(n):
-    """Gathered zigzag chunks are put in order, and dealt out again."""
-    full = torch.arange(2 * 3 * 4 * n * 5).view(2, 3, 4 * n, 1, 5)
-    parts = torch.stack([full[:, :, step05.own_positions(4 * n, rank, n, "zigzag")] for rank in range(n)])
-    assert torch.equal(step05.in_sequence(parts), full) and torch.equal(step05.by_rank(full, n), parts)
+def ring_on_rank() -> None:
+    """Runs on every rank: what `around_the_ring` yields, its buffers, and what it sends."""
+    n = torch.distributed.get_world_size()
+    with open_mesh({"cp": n}, CPU, "gloo") as mesh:
+        own, sources, addresses = torch.full((2, 3), float(mesh.rank)), [], set()
+        for source, kv in step05.around_the_ring(own, mesh["cp"]):
+            assert torch.equal(kv, torch.full((2, 3), float(source)))
+            sources.append(source)
+            addresses.add(kv.data_ptr())
+        assert sources == [(mesh.rank - hop) % n for hop in range(n)]
+        assert torch.equal(own, torch.full((2, 3), float(mesh.rank)))
+        assert len(addresses) == min(3, n), "its own, and two buffers that take turns"
+        taken = mesh.ledger.take()
+        assert taken["calls"]["cp"] == dict(send=n - 1) and taken["traffic"]["cp"] == dict(send=(n - 1) * own.nbytes)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_every_part_comes_round_once(pools, world):
+    """In the order of the ring, in two buffers, in n-1 hops; one's own part is left as it was."""
+    pools(world).run(ring_on_rank)
 
 
 def swap_on_rank() -> None:
@@ -373,7 +392,7 @@ def swap_on_rank() -> None:
             out = swap(leaf, group, to_heads)
             cotangent = normal(2, 2, 3 * n, 2 * n, 5).chunk(n, 2 if to_heads else 1)[rank]
             out.backward(cotangent)
-            inner = step04.sum_over(group, (out.detach() * cotangent).sum().item(), (leaf.grad * x).sum().item())
+            inner = sum_over(group, (out.detach() * cotangent).sum().item(), (leaf.grad * x).sum().item())
             assert abs(inner[0] - inner[1]) < 1e-12 * abs(inner[0])
 
 
@@ -499,13 +518,17 @@ def test_bytes_of_a_layer_are_what_theory_says(pools, world):
 
 
 def traffic_on_rank(options: dict) -> tuple[dict, dict]:
-    """Runs on every rank: train; bytes over cp in the last step, and those that step05 predicts."""
-    config = step05.Config(**options)
-    history = step05.train(config).history
-    m, dtype = config.model_config(), choose_dtype(config.dtype, CPU)
-    dp = torch.distributed.get_world_size() // config.cp // config.tp
-    micro_batches = config.global_batch_size // dp // config.micro_batch_size
-    return history[-1]["traffic"]["cp"], step05.cp_traffic(config, m, config.tp, config.cp, dtype, micro_batches)
+    """Runs on every rank: train; bytes over cp in the last step, and those that the run predicts."""
+    predicted, predict = {}, trainer.predict
+
+    def watching(run, sync):
+        costs = predict(run, sync)
+        predicted.update({operation: n for (dim, operation), n in costs.traffic.items() if dim == "cp"})
+        return costs
+
+    with mock.patch.object(trainer, "predict", watching):
+        history = step05.train(step05.Config(**options)).history
+    return history[-1]["traffic"]["cp"], predicted
 
 
 @pytest.mark.sampled(2)
@@ -515,36 +538,22 @@ def traffic_on_rank(options: dict) -> tuple[dict, dict]:
     ids=label,
 )
 def test_traffic_of_a_step_is_what_theory_says(pools, tmp_path, flags):
-    """`cp_traffic` is a step's traffic over cp, for all micro-batches and layers; in bf16 dk and dv travel in fp32."""
+    """What is predicted is sent over cp in a step, micro-batches x layers; in bf16 dk and dv travel in fp32."""
     options = SMALL | BASE | dict(dtype="bf16", steps=1, out=str(tmp_path / "run")) | flags
     for sent, predicted in pools(4).run(traffic_on_rank, options):
-        assert {("cp", operation): n for operation, n in sent.items()} == pytest.approx(predicted, rel=1e-12)
+        assert sent and sent == pytest.approx(predicted, rel=1e-12)
 
 
 def work_on_rank(modes: list[str], tokens: int, fault: str = "") -> list[tuple[int, int]]:
-    """Runs on every rank: for each mode the query-key pairs as traced and as the kernels were asked for, x heads."""
+    """Runs on every rank: for each mode the query-key pairs x heads that are visible, and as the kernels are asked."""
     n, found, heads = torch.distributed.get_world_size(), [], 8
-    asked: dict[str, int] = defaultdict(int)
-
-    def counting(kernel):
-        def wrapper(q, k, v, causal=True):
-            asked[mode] += q.shape[2] * step05.pairs(q, k, causal)
-            return kernel(q, k, v, *(() if kernel is attend else (causal,)))
-
-        return wrapper
-
-    attend, block = step05.attend, step05.block_attention
-    with (
-        open_mesh({"cp": n}, CPU, "gloo") as mesh,
-        mock.patch.object(step05, "attend", counting(attend)),
-        mock.patch.object(step05, "block_attention", counting(block)),
-        faults.applied(fault),
-    ):
+    with open_mesh({"cp": n}, CPU, "gloo") as mesh, faults.applied(fault):
         for mode in modes:
-            core = step05.ContextAttention(mesh["cp"], mode)
-            core.trace = []
-            core(*(torch.ones(1, tokens, h, 2) for h in (heads, 2, 2)))
-            found.append((heads * sum(work.pairs for work in core.trace), asked[mode]))
+            blocks = [step05.visible(mesh.rank, source, tokens, mode != "ring") for source in range(n)]
+            seen = sum(pairs(*(len(range(tokens)[part]) for part in b[:2]), b[2]) for b in blocks if b)
+            with watched() as asked:
+                step05.ContextAttention(mesh["cp"], mode)(*(torch.ones(1, tokens, h, 2) for h in (heads, 2, 2)))
+            found.append((heads * seen, sum(work.pairs for work in asked)))
     return found
 
 
@@ -563,7 +572,7 @@ def test_work_is_balanced(pools, world, mode):
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_work_is_what_theory_says(pools, world):
-    """Traced and computed pairs agree, and are exact.
+    """Visible and computed pairs agree, and are exact.
 
     Of s (s+1) / 2 pairs, zigzag, allgather and ulysses (in pairs x heads) give every rank exactly 1/n for any s that
     they can cut. The contiguous ring gives rank r  c^2 (2r+1) / 2 + c / 2  with c = s/n: (2r+1) / n^2 of s^2 / 2, and
@@ -572,9 +581,10 @@ def test_work_is_what_theory_says(pools, world):
     c = 16
     total, heads = c * world * (c * world + 1) // 2, 8
     for rank, found in enumerate(pools(world).run(work_on_rank, MODES, c)):
-        for mode, (traced, asked) in zip(MODES, found, strict=True):
+        for mode, (seen, asked) in zip(MODES, found, strict=True):
             expected = (c * c * (2 * rank + 1) + c) // 2 if mode == "ring" else total / world
-            assert asked == heads * expected and traced == pytest.approx(heads * expected, abs=heads), (mode, rank)
+            assert asked == heads * expected, (mode, rank)
+            assert seen == pytest.approx(heads * expected, abs=heads), (mode, rank)
 
 
 def build(config: step05.Config, mesh: Mesh) -> tuple[Decoder, Tensor]:
@@ -582,8 +592,8 @@ def build(config: step05.Config, mesh: Mesh) -> tuple[Decoder, Tensor]:
     with torch.device("meta"):
         model = Decoder(config.model_config())
     step04.shard_tensors(model, mesh, config.sp, config.tp_overlap)
-    own = step05.shard_context(model, mesh["cp"], config.cp_mode)
-    step01.apply_recompute(model, config.recompute)
+    own = step05.shard_context(model, mesh, config.cp_mode)
+    step01.wrap_layers(model, config)
     materialize(model, config.seed, CPU, choose_dtype(config.dtype, CPU))
     return model, own
 
@@ -605,7 +615,7 @@ def saved_on_rank(options: dict, variants: list[dict]) -> list[tuple[int, int]]:
             timeline = MemoryTimeline()
             with timeline.phase("forward"):
                 loss = loss_of(model, tokens[:, own], own)
-            predicted = step05.cp_activation_bytes(config, m, config.tp, cp, dtype, on_cpu=True)
+            predicted = cp_activation_bytes(config, m, config.tp, cp, dtype, on_cpu=True)
             deadline = time.monotonic() + 2  # gloo's threads may hold a message's tensors for a moment
             while predicted and timeline.live("activations") > 1.05 * predicted and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -746,25 +756,25 @@ def test_contiguous_chunks_are_noticed(pools, world):
 # --- the trainer around it -------------------------------------------------------------------------------------------
 
 
+def text_of(model: Decoder, positions: Tensor, mesh: Mesh | SimpleNamespace) -> str:
+    """Fifteen bytes that the model says after "def "."""
+    return generate(partial(look_through, model, positions), model, positions, mesh, "def ", 15, 0)
+
+
 def text_on_rank(options: dict) -> str:
     """Runs on every rank: sample from a cut model that has not been trained, so that every token is likely."""
-    config = step05.Config(**options)
-    m, world = config.model_config(), torch.distributed.get_world_size()
+    config, world = step05.Config(**options), torch.distributed.get_world_size()
     with open_mesh({"dp": 1, "cp": world // config.tp, "tp": config.tp}, CPU, "gloo") as mesh:
-        model, own = build(config, mesh)
-        return step01.generate(
-            lambda tokens: step05.gather_logits(model, own, mesh["cp"], tokens), m.seq_len, "def ", 15, 0
-        )
+        return text_of(*build(config, mesh), mesh)
 
 
 @pytest.mark.parametrize("layout", [dict(tp=1), dict(tp=2), dict(tp=1, cp_mode="ulysses")], ids=label)
 def test_generates_step01s_text(pools, layout):
     """Logits put together from all ranks' tokens give the same text on every rank."""
-    m, positions = step01.Config(**SMALL).model_config(), torch.arange(SMALL["seq_len"])
     with torch.device("meta"):
-        model = Decoder(m)
+        model = Decoder(step01.Config(**SMALL).model_config())
     materialize(model, 0, CPU, torch.float64)
-    expected = step01.generate(lambda tokens: model.lm_head(model(tokens, positions)), m.seq_len, "def ", 15, 0)
+    expected = text_of(model, torch.arange(SMALL["seq_len"]), SimpleNamespace(groups={}))
     assert pools(4).run(text_on_rank, SMALL | layout) == [expected] * 4
 
 

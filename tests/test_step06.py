@@ -8,6 +8,7 @@ import itertools
 import os
 import signal
 import time
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -19,12 +20,15 @@ import step06_pipeline as step06
 from common import UserError
 from common.layout import materialize
 from common.model import Decoder
-from common.schedules import SCHEDULES, Action, communicate, in_flight, paths
-from services.checks import check_pp
+from common.schedules import SCHEDULES, Action, Plan, place_stages
+from common.trainer import start
+from services.checks import check_pp, choose_chunks, split_layers
 from services.launch import open_mesh
+from services.run import Run
 from tests import equivalence, faults
 from tests.equivalence import SMALL, check, difference, label
 from tests.pool import RankError
+from theory.bubble import in_flight
 from theory.flops import balance
 
 STEP = "step06_pipeline"
@@ -220,10 +224,10 @@ def test_balance_is_the_best_split(n_layers, n, first, last):
 def test_the_head_counts_in_the_split():
     """A large vocabulary takes layers away from the last stage; --pp-split overrides."""
     m = step06.Config(model="tiny", n_layers=8, vocab_size=20000).model_config()
-    assert step06.split_layers(step06.Config(), m, 4, step06.layer_costs(m))[-1] == 1
+    assert split_layers(step06.Config(), m, 4)[-1] == 1
     even = step06.Config(model="tiny", n_layers=8).model_config()
-    assert step06.split_layers(step06.Config(), even, 4, step06.layer_costs(even)) == [2, 2, 2, 2]
-    assert step06.split_layers(step06.Config(pp_split="1,1,1,5"), even, 4, step06.layer_costs(even)) == [1, 1, 1, 5]
+    assert split_layers(step06.Config(), even, 4) == [2, 2, 2, 2]
+    assert split_layers(step06.Config(pp_split="1,1,1,5"), even, 4) == [1, 1, 1, 5]
 
 
 def stage_on_rank(options: dict) -> tuple[list[str], list[tuple[bool, bool, list[str]]]]:
@@ -234,9 +238,9 @@ def stage_on_rank(options: dict) -> tuple[list[str], list[tuple[bool, bool, list
     materialize(plain, config.seed, CPU, torch.float64)
     expected, world = dict(plain.named_parameters()), torch.distributed.get_world_size()
     with open_mesh({"pp": world, "dp": 1, "cp": 1, "tp": 1}, CPU, "gloo") as mesh:
-        ways = paths(config.schedule, world, step06.choose_chunks(config))
-        lengths = step06.split_layers(config, model.config, len(ways[0]), step06.layer_costs(model.config))
-        chunks = step06.keep_stage(model, mesh, ways, lengths)
+        placements = place_stages(config.schedule, world, choose_chunks(config))
+        lengths = split_layers(config, model.config, len(placements[0]))
+        chunks = step06.keep_stage(model, mesh, Plan(placements, lengths, lists=[]))
         materialize(model, config.seed, CPU, torch.float64)
         for name, param in model.named_parameters():
             assert torch.equal(param, expected[name]), name
@@ -277,53 +281,55 @@ def test_the_two_copies_of_a_tied_embedding_stay_equal(pools, tmp_path):
 
 
 def test_a_weight_gradient_waits_for_its_w():
-    """Backward gives the input's gradient alone; running the queue gives the weight's, and adds to what is there."""
+    """Backward gives the input's gradient alone; running the closure gives the weight's, and adds to what is there."""
     torch.manual_seed(0)
-    x, weight = torch.randn(2, 3, 5, dtype=torch.float64), torch.nn.Parameter(torch.randn(4, 5, dtype=torch.float64))
-    plain = torch.nn.Linear(5, 4, bias=False, dtype=torch.float64)
-    plain.weight.data.copy_(weight.data)
-    later = step06.Later()
-    split = step06.SplitLinear(weight, later)
+    x, store = torch.randn(2, 3, 5, dtype=torch.float64), step06.WeightGradStore()
+    plain, split = (torch.nn.Linear(5, 4, bias=False, dtype=torch.float64) for _ in range(2))
+    plain.weight.data.copy_(split.weight.data)
+    split.forward = partial(step06.split_linear, split, store)
     for times in (1, 2):
         leaves = [x.clone().requires_grad_() for _ in range(2)]
         for module, leaf in ((plain, leaves[0]), (split, leaves[1])):
             module(leaf).square().sum().backward()
         assert torch.equal(leaves[0].grad, leaves[1].grad)
-        assert times == 2 or weight.grad is None
-        (run,) = later.take()
-        run()
-        assert difference(weight.grad, plain.weight.grad) < 1e-15 and not later.take()
+        assert times == 2 or split.weight.grad is None
+        (weight_gradient,) = store.pop()
+        weight_gradient()
+        assert difference(split.weight.grad, plain.weight.grad) < 1e-15 and not store.pop()
 
 
 def test_gradients_of_16_bit_weights_add_up_in_fp32():
     """What W computes goes through autograd's own accumulation, with its gradient dtype and its hooks."""
-    weight, seen = torch.nn.Parameter(torch.ones(4, 5, dtype=torch.bfloat16)), []
+    linear, seen = torch.nn.Linear(5, 4, bias=False, dtype=torch.bfloat16), []
+    weight = linear.weight
     weight.grad_dtype = torch.float32
     weight.register_post_accumulate_grad_hook(lambda param: seen.append(None if param.grad is None else 1))
-    later = step06.Later()
-    step06.SplitLinear(weight, later)(torch.ones(1, 5, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
-    for run in later.take():
-        run()
+    store = step06.WeightGradStore()
+    x = torch.ones(1, 5, dtype=torch.bfloat16, requires_grad=True)
+    step06.split_linear(linear, store, x).sum().backward()
+    for weight_gradient in store.pop():
+        weight_gradient()
     assert weight.grad.dtype == torch.float32 and seen[-1] == 1
 
 
 def split_layers_on_rank(options: dict) -> list[str]:
-    """Runs on every rank: which weights wait in the queue after one backward pass of a stage."""
+    """Runs on every rank: which weights wait in the store after one backward pass of a stage."""
     found: list[str] = []
-    right = step06.Later.__call__
+    right, make = step06.WeightGradStore.put, step06.Pipeline.__init__
+    names: dict[int, str] = {}
 
     def spy(self, weights, gradients):
         found.extend(names[id(w)] for w in weights)
         return right(self, weights, gradients)
 
-    names: dict[int, str] = {}
-    make = step06.Pipeline.__init__
+    def init(self, model, *args):
+        make(self, model, *args)
+        names.update({id(p): name for name, p in model.named_parameters()})
 
-    def init(self, chunks, *args):
-        make(self, chunks, *args)
-        names.update({id(p): name for name, p in chunks[0].model.named_parameters()})
-
-    with mock.patch.object(step06.Later, "__call__", spy), mock.patch.object(step06.Pipeline, "__init__", init):
+    with (
+        mock.patch.object(step06.WeightGradStore, "put", spy),
+        mock.patch.object(step06.Pipeline, "__init__", init),
+    ):
         step06.train(step06.Config(**options))
     return sorted(set(found))
 
@@ -342,13 +348,13 @@ def test_all_linear_layers_are_split(pools, tmp_path, mode):
 def costs_on_rank(options: dict) -> tuple[dict, dict, dict]:
     """Runs on every rank: train; bytes sent in the last step, predicted traffic, memory measured and predicted."""
     seen: dict = {}
-    finish = step06.Run.finish
+    finish = Run.finish
 
     def spy(self, predicted, traffic):
         seen.update(predicted=traffic, memory=(self.measured, predicted))
         finish(self, predicted, traffic)
 
-    with mock.patch.object(step06.Run, "finish", spy):
+    with mock.patch.object(Run, "finish", spy):
         history = step06.train(step06.Config(**options)).history
     sent = {(d, o): n for d, operations in history[-1]["traffic"].items() for o, n in operations.items()}
     return sent, seen["predicted"], seen["memory"]
@@ -410,7 +416,7 @@ def test_activations_in_flight_are_the_schedules(pools, tmp_path, schedule):
     """The executor holds as many graphs as the list says: 1f1b and zb-h1 p - rank, zb-h2 at most 2(p-rank) - 1."""
     options = SMALL | BASE | PLAIN | dict(pp=4, n_layers=8, global_batch_size=9, steps=1, schedule=schedule)
     found = pools(4).run(graphs_on_rank, options | dict(out=str(tmp_path / "run")))
-    v = step06.choose_chunks(step06.Config(schedule=schedule))
+    v = choose_chunks(step06.Config(schedule=schedule))
     assert found == in_flight([SCHEDULES[schedule](4, 9, v, rank) for rank in range(4)])
     law = {"afab": [9] * 4, "1f1b": [4, 3, 2, 1], "zb-h1": [4, 3, 2, 1]}
     assert found == law.get(schedule, found)
@@ -426,7 +432,7 @@ def test_measured_activations_are_the_predicted_ones(pools, tmp_path, schedule):
     A sender keeps them until it hears from the receiver: at most one for each micro-batch that is not done with its W.
     """
     options = SMALL | BASE | PLAIN | dict(pp=4, n_layers=8, global_batch_size=9, steps=2, schedule=schedule, zero=0)
-    boundary, v = options["seq_len"] * options["dim"] * 8, step06.choose_chunks(step06.Config(schedule=schedule))
+    boundary, v = options["seq_len"] * options["dim"] * 8, choose_chunks(step06.Config(schedule=schedule))
     found = pools(4).run(costs_on_rank, options | dict(out=str(tmp_path / "run")))
     for rank, (_, _, (measured, predicted)) in enumerate(found):
         (held,) = in_flight([SCHEDULES[schedule](4, 9, v, rank)], until="W")
@@ -440,22 +446,22 @@ def test_measured_activations_are_the_predicted_ones(pools, tmp_path, schedule):
 
 def overlap_on_rank(delay: float, fault: str) -> list[float]:
     """Runs on two ranks: afab, the last stage begins `delay` seconds late; when rank 0's forward passes ended."""
-    p, m = 2, 4
-    ways = paths("afab", p, 1)
-    lists = [SCHEDULES["afab"](p, m, 1, rank) for rank in range(p)]
-    config = step06.Config(**SMALL | dict(pp=2, cp=1, tp=1, n_layers=2, zero=0, seq_len=512, dim=256, n_heads=4))
-    with open_mesh({"pp": 2, "dp": 1, "cp": 1, "tp": 1}, CPU, "gloo") as mesh, faults.applied(fault):
+    flags = dict(pp=2, n_layers=2, zero=0, schedule="afab", seq_len=512, dim=256, global_batch_size=4, dtype="fp32")
+    config = step06.Config(**SMALL | PLAIN | flags)
+    with start(config) as run, faults.applied(fault):
+        plan = run.plan_pipeline()
         with torch.device("meta"):
-            model = Decoder(config.model_config())
-        chunks = step06.keep_stage(model, mesh, ways, [1, 1])
-        _, sync = step06.optimizer_and_sync(model, mesh["dp"], config, CPU, torch.float32)
-        pipeline = step06.Pipeline(chunks, ways, mesh, True, (512, 256), torch.float32, None, sync)
-        tokens, start = torch.zeros(1, 512, dtype=torch.int64), time.perf_counter()
-        if mesh.rank == 1:
+            model = Decoder(run.shape)
+        chunks = step06.keep_stage(model, run.mesh, plan)
+        pipeline = step06.Pipeline(model, chunks, plan, torch.arange(512), None, config, run)
+        tokens, began = torch.zeros(1, 512, dtype=torch.int64), time.perf_counter()
+        if run.mesh.rank == 1:
             time.sleep(delay)
         end = lambda i, hidden: model.lm_head.loss(hidden, tokens)  # noqa: E731
-        pipeline.run(communicate(lists, ways)[mesh.rank], 1, lambda i: tokens, end, torch.arange(512))
-        return [stop - start for action, _, stop in pipeline.spans if action.kind == "F"]
+        # A run begins with a sum over all ranks, for the timelines: without it, as rank 0 would wait there.
+        with mock.patch.object(step06, "sum_over", lambda group, *values: list(values)):
+            pipeline.run([tokens] * 4, end, pipeline.program)
+        return [stop - began for action, _, stop in pipeline.spans if action.kind == "F"]
 
 
 def test_sends_do_not_wait(pools):
@@ -512,12 +518,11 @@ def text_on_rank(options: dict, folder: str) -> str:
 )
 def test_generates_step01s_text(pools, tmp_path, capsys, layout):
     """From step01's checkpoint, in fp32 as in fp64 the same tokens are drawn."""
-    one, ten = str(tmp_path / "one"), mock.patch.object(step01.generate, "__defaults__", None)
+    one = str(tmp_path / "one")
     options = SMALL | BASE | dict(seq_len=32, save_every=100, steps=1)
     step01.train(step01.Config(**options, out=one))
     capsys.readouterr()
-    with ten:
-        step01.train(step01.Config(**options | dict(resume=one, generate="def ")))
+    step01.train(step01.Config(**options | dict(resume=one, generate="def ")))
     expected = capsys.readouterr().out
     found = pools(4).run(text_on_rank, options | PLAIN | layout, one)
     assert found[0] == expected and len(expected) > 10 and set(found[1:]) == {""}

@@ -7,13 +7,15 @@ and parameters; and all ranks together show every gradient and parameter.
 import itertools
 import json
 import random
+from unittest import mock
 
 import pytest
 
 import step07_moe_ep as step07
 from common import UserError
-from common.schedules import SCHEDULES, chunks_per_rank, refuse
-from services.checks import check_ep
+from common.schedules import SCHEDULES, chunks_per_rank
+from services.checks import check_ep, choose_ep, mesh_sizes, refuse
+from services.run import Run
 from tests import equivalence
 from tests.equivalence import SMALL, label
 from tests.pool import RankError
@@ -132,17 +134,14 @@ def test_layouts_of_sixteen_ranks_equal_one_process(pools, number, layout):
 def run_on_rank(options: dict) -> tuple[list[dict], dict, dict]:
     """Runs on every rank: train; the history, bytes sent in the last step, bytes predicted."""
     seen: dict = {}
-    finish = step07.Run.finish
+    finish = Run.finish
 
     def spy(self, predicted, traffic):
         seen.update(traffic)
         finish(self, predicted, traffic)
 
-    step07.Run.finish = spy
-    try:
+    with mock.patch.object(Run, "finish", spy):
         history = step07.train(step07.Config(**options)).history
-    finally:
-        step07.Run.finish = finish
     sent = {(dim, op): n for dim, by_operation in history[-1]["traffic"].items() for op, n in by_operation.items()}
     return history, sent, seen
 
@@ -175,9 +174,9 @@ def test_traffic_is_what_theory_says(pools, tmp_path, layout):
 def test_default_layouts_show_what_the_ranks_allow(world, sizes):
     """pp, dp, cp, tp without flags; ep 2 as soon as there are two data ranks."""
     config = step07.Config()
-    pp, dp, cp, tp = step07.mesh_sizes(config, world).values()
+    pp, dp, cp, tp = mesh_sizes(config, world).values()
     assert (pp, dp, cp, tp) == sizes
-    assert step07.choose_ep(config, config.model_config(), dp * cp) == (2 if dp * cp > 1 else 1)
+    assert choose_ep(config, config.model_config(), dp * cp) == (2 if dp * cp > 1 else 1)
     check_ep(config, world)
 
 

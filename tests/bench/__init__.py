@@ -1,1 +1,1 @@
-"""Measurements behind the README's tables; `python -m tests.bench` lists them."""
+"""Measurements behind the tables of RESULTS.md; `python -m tests.bench` lists them."""

@@ -23,7 +23,10 @@ import step01_single_gpu as step01
 from common.layout import materialize
 from common.model import Decoder
 from services.checkpoint import Saver, find
+from services.devices import choose_dtype
 from services.flags import main as run_main
+from services.resume import load
+from services.state import pieces
 from services.tables import human, table
 
 
@@ -55,24 +58,24 @@ def flushed_save(state: dict, path: Path):
 
 def bench(config: Config):
     """Print the table."""
-    dtype = step01.choose_dtype(config.dtype, torch.device("cpu"))
+    dtype = choose_dtype(config.dtype, torch.device("cpu"))
     with torch.device("meta"):
         model = Decoder(config.model_config())
     materialize(model, 0, torch.device("cpu"), dtype)
     optimizer = step01.Optimizer(model, config)
     for param in optimizer.params.values():
         param.grad = torch.randn_like(param, dtype=param.grad_dtype)
-    optimizer.step(1e-3)
+    optimizer.step(1e-3, optimizer.grad_norm())
     meta = dict(config={}, model={})
     found: dict[str, list[float]] = {key: [] for key in ("theirs", "ours", "pause", "load theirs", "load ours")}
     with tempfile.TemporaryDirectory() as name:
         folder, plain = Path(name), Path(name) / "plain.pt"
         for step in range(config.rounds):
-            state = {f"{piece.kind} {piece.name}": piece.tensor for piece in optimizer.pieces()}
+            state = {f"{piece.kind} {piece.name}": piece.tensor for piece in pieces(optimizer)}
             found["theirs"].append(seconds(flushed_save, state, plain))
             saver = Saver(folder)
             for i, (kind, background) in enumerate((("ours", False), ("pause", True)), 2 * step):
-                found[kind].append(seconds(saver.save, i, optimizer.pieces(), meta | dict(step=i), background))
+                found[kind].append(seconds(saver.save, i, pieces(optimizer), meta | dict(step=i), background))
             saver.settle()
 
             def load_plain(state=state):
@@ -81,7 +84,7 @@ def bench(config: Config):
 
             def load_ours():
                 with contextlib.redirect_stdout(sys.stderr):
-                    optimizer.load(find(str(folder), folder), weights_only=False)
+                    load(optimizer, find(str(folder), folder), weights_only=False)
 
             found["load theirs"].append(seconds(load_plain))
             found["load ours"].append(seconds(load_ours))

@@ -7,6 +7,7 @@ Forward and backward passes of one micro-batch, without an optimizer. The modes 
 machine's clock meets all of them, and the median counts.
 """
 
+import dataclasses
 import statistics
 import time
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ def random_loss(model: Decoder, batch: int) -> Tensor:
     """The summed loss on random tokens [batch, seq]."""
     m, device = model.config, model.lm_head.weight.device
     tokens = torch.randint(m.vocab_size, (batch, m.seq_len), generator=torch.Generator().manual_seed(0)).to(device)
-    return model.lm_head.loss(model(tokens, torch.arange(m.seq_len, device=device)), tokens)
+    return model.lm_head.loss(model(tokens), tokens)
 
 
 def saved_bytes(model: Decoder, batch: int) -> int:
@@ -98,7 +99,7 @@ def bench(config: Config):
         with torch.device("meta"):
             models[mode] = Decoder(m)
         materialize(models[mode], config.seed, device, dtype)
-        step01.apply_recompute(models[mode], mode)
+        step01.wrap_layers(models[mode], dataclasses.replace(config, recompute=mode, compile=False))
     for _ in range(config.rounds):
         for mode, model in models.items():
             times[mode].append(seconds(model, batch))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from services.flags import main as run_main
+from services.state import full_state
 from services.tables import table
 from tests import equivalence
 from tests.equivalence import SMALL, difference
@@ -111,8 +112,7 @@ def train_on_rank(step: str, options: dict[str, Any]) -> tuple[list[float], dict
     module = importlib.import_module(step)
     with equivalence.without_instruments():
         trained = module.train(module.Config(**options))
-    weights = {name: tensor.clone() for name, tensor in trained.optimizer.state()["model"].items()}
-    return [row["loss"] for row in trained.history], weights
+    return [row["loss"] for row in trained.history], full_state(trained.optimizer, equivalence.job())["model"]
 
 
 def run(pools: Pools, layout: Saved, options: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import step02_ddp as step02
 from common import UserError
-from common.comm import Group, sum_over
+from common.comm import Group, Mesh, all_reduce, sum_over
 from common.layout import materialize
 from common.model import Decoder
 from services.checks import check_dp
@@ -30,6 +30,7 @@ from services.devices import choose_device, choose_dtype
 from services.flags import main as run_main
 from services.launch import open_mesh
 from services.tables import human, table
+from services.torch_ddp import TorchSync
 from step01_single_gpu import Optimizer
 from step02_ddp import gradient_sync
 
@@ -53,15 +54,27 @@ class Config:
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl if every rank has a GPU of its own
 
 
-def train_step(config: step02.Config, group: Group) -> Callable[[], None]:
+@dataclass
+class Ranks:
+    """What `gradient_sync` needs to know of a run."""
+
+    mesh: Mesh
+    bucket_mb: float
+    all_reduce = staticmethod(all_reduce)
+
+    def torch_ddp(self, model: Decoder) -> TorchSync:
+        """PyTorch's own data parallelism."""
+        return TorchSync(model, self.mesh.data, self.bucket_mb)
+
+
+def train_step(config: step02.Config, mesh: Mesh) -> Callable[[], None]:
     """A model of its own and one training step on it, as in `step02.train` but without data, logging and checks."""
-    m, device = config.model_config(), group.device
+    m, device, group = config.model_config(), mesh.device, mesh["dp"]
     with torch.device("meta"):
         model = Decoder(m)
     materialize(model, config.seed, device, choose_dtype(config.dtype, device))
     optimizer = Optimizer(model, config)
-    sync = gradient_sync(model, group, config)
-    positions = torch.arange(m.seq_len, device=device)
+    sync = gradient_sync(model, config, Ranks(mesh, config.bucket_mb))
     shape = (config.global_batch_size // group.size, m.seq_len + 1)
     drawn = torch.randint(m.vocab_size, shape, generator=torch.Generator().manual_seed(group.rank)).to(device)
     tokens, targets = drawn[:, :-1], drawn[:, 1:].contiguous()
@@ -73,10 +86,11 @@ def train_step(config: step02.Config, group: Group) -> Callable[[], None]:
             rows = slice(first, first + config.micro_batch_size)
             if rows.stop == len(tokens):
                 sync.last_micro_batch()
-            loss = model.lm_head.loss(sync.forward(tokens[rows], positions), targets[rows]) / n_targets
+            loss = model.lm_head.loss(model(tokens[rows]), targets[rows]) / n_targets
             loss.backward()
         sync.finish()
-        optimizer.step(config.lr)
+        optimizer.step(config.lr, optimizer.grad_norm())
+        optimizer.zero_grad()
 
     return step
 
@@ -122,7 +136,7 @@ def work(rank: int, config: Config, folder: str):
     meeting = f"file://{folder}/rendezvous"
     dist.init_process_group(backend, meeting, timedelta(minutes=5), world_size=config.ranks, rank=rank)
     with open_mesh({"dp": config.ranks}, device, backend) as mesh:
-        steps = {mode: train_step(step_config(config, mode), mesh["dp"]) for mode in MODES}
+        steps = {mode: train_step(step_config(config, mode), mesh) for mode in MODES}
         rounds = []
         for turn in range(config.rounds + 1):
             order = MODES if turn % 2 else MODES[::-1]

@@ -30,16 +30,17 @@ from torch.profiler import profile, record_function
 
 import step03_zero as step03
 from common import UserError
-from common.comm import Group, sum_over
-from common.layout import materialize
+from common.comm import Group, Mesh, sum_over
+from common.layout import global_norm, materialize
 from common.model import PRESETS, Decoder
 from services.checks import check_zero
-from services.devices import choose_device
+from services.devices import choose_device, choose_dtype
 from services.flags import parse
 from services.launch import open_mesh
+from services.offload import homes
 from services.tables import human, table
 from services.torch_ddp import TorchSync
-from step01_single_gpu import apply_recompute, torch_optimizer
+from step01_single_gpu import update_rule, wrap_layers
 
 TrainStep = Callable[[], float]
 
@@ -81,14 +82,14 @@ def plain_model(config: Config) -> Decoder:
     """The model on the meta device, its layers recomputing as the flags say."""
     with torch.device("meta"):
         model = Decoder(config.model_config())
-    apply_recompute(model, config.recompute)
+    wrap_layers(model, config)
     return model
 
 
-def ours(config: Config, group: Group) -> TrainStep:
+def ours(config: Config, mesh: Mesh) -> TrainStep:
     """One step of `step03.train`, without data, logging and checks."""
-    model = plain_model(config)
-    optimizer = step03.ZeroOptimizer(model, group, config, step03.plan(model))
+    model, group = plain_model(config), mesh["dp"]
+    optimizer = step03.ZeroOptimizer(model, config, mesh, choose_dtype(config.dtype, mesh.device), homes(config))
     tokens, targets, positions, n_targets = batch(config, group)
 
     def step() -> float:
@@ -97,11 +98,12 @@ def ours(config: Config, group: Group) -> TrainStep:
         for i in range(len(tokens)):
             if i + 1 == len(tokens):
                 optimizer.last_micro_batch()
-            loss = model.lm_head.loss(optimizer.forward(tokens[i], positions), targets[i]) / n_targets
+            loss = model.lm_head.loss(model(tokens[i], positions), targets[i]) / n_targets
             loss.backward()
             total += loss.detach()
         optimizer.finish()
-        optimizer.step(config.lr)
+        optimizer.step(config.lr, global_norm(optimizer, mesh, [], sliced=True))
+        optimizer.zero_grad()
         return sum_over(group, total)[0]
 
     return step
@@ -126,9 +128,9 @@ def accumulate(config: Config, group: Group, model: nn.Module, last: Callable, i
     return step
 
 
-def fsdp(config: Config, group: Group) -> TrainStep:
+def fsdp(config: Config, mesh: Mesh) -> TrainStep:
     """FSDP2: each layer and the rest a unit, parameters freed after use; gradients summed, not averaged."""
-    model = plain_model(config)
+    model, group = plain_model(config), mesh["dp"]
     materialize(model, config.seed, group.device, torch.float32)
     wrapped = WithLoss(model)
     options = dict(mesh=dist.init_device_mesh(group.device.type, (group.size,)), reshard_after_forward=True)
@@ -144,18 +146,27 @@ def fsdp(config: Config, group: Group) -> TrainStep:
 
 def rule(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     """The optimizer of the steps on a module's parameters as they are."""
-    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == wanted] for wanted in (True, False))
-    return torch_optimizer(matrices, vectors, config)
+    params = list(model.parameters())
+    inner = update_rule(params, config, [p.dim() > 1 for p in params])
+    for params_of_one_decay in inner.param_groups:
+        params_of_one_decay["lr"] = config.lr
+    return inner
 
 
-def zero_redundancy(config: Config, group: Group) -> TrainStep:
+def zero_redundancy(config: Config, mesh: Mesh) -> TrainStep:
     """DDP, summing, with a ZeroRedundancyOptimizer around the optimizer of the steps."""
-    model = plain_model(config)
+    model, group = plain_model(config), mesh["dp"]
     materialize(model, config.seed, group.device, torch.float32)
     ids = [group.device] if group.device.type == "cuda" else None
     wrapped = DistributedDataParallel(WithLoss(model), ids, gradient_as_bucket_view=True, init_sync=False)
     wrapped.register_comm_hook(group, TorchSync.add)
-    groups = rule(model, config).param_groups
+    groups = [
+        dict(
+            params=[p for p in model.parameters() if (p.dim() > 1) == decays],
+            weight_decay=config.weight_decay * decays,
+        )
+        for decays in (True, False)
+    ]
     inner = ZeroRedundancyOptimizer(
         groups, torch.optim.AdamW, parameters_as_bucket_view=True, lr=config.lr, betas=(0.9, 0.95), fused=True
     )
@@ -218,10 +229,10 @@ def seconds(step: TrainStep, group: Group, n_steps: int) -> tuple[float, float]:
     return total / group.size, loss
 
 
-def contest(pair: Pair, config: Config, group: Group) -> list[list[str]]:
+def contest(pair: Pair, config: Config, mesh: Mesh) -> list[list[str]]:
     """Two rows of the table: each contestant's median time and peak memory, and the ratios."""
-    config = replace(config, zero=pair.zero)
-    makers = [lambda make=make: make(config, group) for make in pair.makers]
+    config, group = replace(config, zero=pair.zero), mesh["dp"]
+    makers = [lambda make=make: make(config, mesh) for make in pair.makers]
     peaks = [sum_over(group, peak_bytes(make, group.device))[0] / group.size for make in makers]
     steps = [make() for make in makers]
     times: list[list[float]] = []
@@ -256,7 +267,7 @@ def compare(rank: int, config: Config, folder: str):
     rows = [["", "step time", "theirs / ours", "peak memory", "ours / theirs"]]
     with open_mesh({"dp": config.ranks}, device, backend) as mesh:
         for pair in PAIRS if config.dtype == "fp32" else PAIRS[:1]:
-            rows += contest(pair, config, mesh["dp"])
+            rows += contest(pair, config, mesh)
             gc.collect()
     if rank == 0:
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, one thread each"
@@ -272,7 +283,7 @@ def attempt(rank: int, config: Config, folder: str):
     """One rank's part of trying a preset: two training steps; rank 0 leaves (seconds, peak bytes) in a file."""
     device, backend = join(rank, config, folder)
     with open_mesh({"dp": config.ranks}, device, backend) as mesh:
-        step = ours(config, mesh["dp"])
+        step = ours(config, mesh)
         step()
         taken, _ = seconds(step, mesh["dp"], 1)
     if rank == 0:

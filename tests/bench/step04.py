@@ -49,9 +49,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import step04_tp_sp as step04
 from common import UserError
-from common.comm import Group, Mesh
-from common.layout import assemble, layout_of, materialize
+from common.comm import Group, Mesh, sum_over
+from common.layout import layout_of, materialize
 from common.model import Decoder, rope_tables
+from services.checkpoint import Piece, gather
 from services.checks import check_tp
 from services.devices import choose_device, choose_dtype
 from services.flags import main as run_main
@@ -178,7 +179,10 @@ class Contestant:
     def gradient(self, mesh: Mesh) -> Tensor:
         """The full gradient of the first layer's query projection, which everything behind it has a part in."""
         weight = self.model.model.layers["0"].self_attn.q_proj.weight
-        return assemble(weight.grad, layout_of(weight), mesh) if self.ours else weight.grad.full_tensor()
+        if not self.ours:
+            return weight.grad.full_tensor()
+        piece = Piece("gradient", "q", weight.grad, weight.shape, layout_of(weight))
+        return gather([piece], mesh)["gradient"]["q"]
 
 
 C10D = torch.ops._c10d_functional
@@ -225,7 +229,7 @@ def seconds(step: Callable[[], Tensor], group: Group, n_steps: int) -> float:
     for _ in range(n_steps):
         step()
     finished()
-    (total,) = step04.sum_over(group, time.perf_counter() - start)  # also lets the ranks meet
+    (total,) = sum_over(group, time.perf_counter() - start)  # also lets the ranks meet
     return total / n_steps / group.size
 
 

@@ -32,13 +32,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import step05_cp_ring as step05
 from common import UserError
-from common.comm import Group, Ledger, Pending, gather_objects
+from common.comm import Group, Ledger, Pending
 from common.model import attend
 from services.devices import choose_device, choose_dtype
 from services.flags import main as run_main
-from services.launch import open_mesh
+from services.launch import gather_objects, open_mesh
 from services.memory import MemoryTimeline
 from services.tables import human, table
+from tests.bench.cp_work import watched
 
 MODES = ("zigzag", "ring", "allgather", "ulysses")
 WHOLE, FLASH = "one SDPA call", "one SDPA call, flash"
@@ -143,23 +144,20 @@ def with_flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(q, k, v)
 
 
-def contestants(case: Case, group: Group, traced: list) -> dict[str, Callable[[], None]]:
+def contestants(case: Case, group: Group) -> dict[str, Callable[[], None]]:
     """A step for every mode on this rank's tokens and, on rank 0 (or alone), for SDPA on all tokens."""
     steps = {WHOLE: case.step(attend, torch.arange(case.seq))}
     if case.device.type == "cuda":
         steps[FLASH] = case.step(with_flash, torch.arange(case.seq))
     for mode in case.modes:
         own = step05.own_positions(case.seq, group.rank, group.size, mode)
-        core = step05.ContextAttention(group, mode)
-        core.trace = []
-        steps[mode] = case.step(core, own)
-        traced.append(core.trace)
+        steps[mode] = case.step(step05.ContextAttention(group, mode), own)
     return steps
 
 
 def together(case: Case, group: Group, config: Config, mesh) -> list[list[str]]:
     """The table of `cp` ranks."""
-    steps = contestants(case, group, [])
+    steps = contestants(case, group)
     alone = [name for name in steps if name not in MODES]
     timed: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for turn in range(config.rounds + 1):
@@ -195,7 +193,8 @@ def copied(output: Tensor, tensor: Tensor) -> Pending:
 def alone(case: Case, config: Config) -> list[list[str]]:
     """The table of one process that computes the share of one of `cp` ranks."""
     rank = config.rank % config.cp
-    group, traced = Group("cp", case.device, Ledger(), rank, config.cp), []
+    group = Group("cp", case.device, Ledger(), rank, config.cp)
+    whole = case.seq * (case.seq + 1) // 2
     fakes = {
         "exchange": lambda sends, receives, _: copied(receives[0][0], sends[0][0]),
         "all_gather": lambda output, tensor, _: copied(output, tensor),
@@ -205,15 +204,16 @@ def alone(case: Case, config: Config) -> list[list[str]]:
     with ExitStack() as stack:
         for name, fake in fakes.items():
             stack.enter_context(mock.patch.object(step05, name, fake))
-        steps = contestants(case, group, traced)
+        steps = contestants(case, group)
+        pairs = dict.fromkeys(steps, whole)
+        for mode in case.modes:
+            with watched() as blocks:
+                steps[mode]()
+            pairs[mode] = sum(work.pairs for work in blocks) // case.heads
         timed: dict[str, list[float]] = {name: [] for name in steps}
         for turn in range(config.rounds + 1):
             for name in list(steps) if turn % 2 else list(steps)[::-1]:
                 timed[name].append(seconds(steps[name], case.device))
-    whole = case.seq * (case.seq + 1) // 2
-    pairs = dict.fromkeys(steps, whole)
-    for mode, trace in zip(case.modes, traced, strict=True):
-        pairs[mode] = sum(work.pairs for work in trace) // (config.rounds + 1)
     base = case.flops(whole) / median(timed[WHOLE][1:])
     rows = [["attention", "share of the work", "seconds", "speed", "of SDPA"]]
     for name, rounds in timed.items():

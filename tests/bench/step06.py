@@ -25,9 +25,9 @@ import sys
 import tempfile
 import time
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from statistics import median
 from typing import Literal
 
@@ -38,14 +38,15 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import step06_pipeline as step06
 from common import UserError
-from common.comm import Mesh, gather_objects
-from common.layout import materialize
+from common.comm import Mesh, sum_over
+from common.layout import materialize, sum_partial_gradients
 from common.model import Decoder, ModelConfig
-from common.schedules import SCHEDULES, chunks_per_rank, communicate, paths
+from common.schedules import chunks_per_rank
+from common.trainer import Trainer, start
 from services.checks import check_pp
-from services.devices import choose_device, choose_dtype
+from services.devices import choose_device
 from services.flags import main as run_main
-from services.launch import open_mesh
+from services.launch import gather_objects
 from services.tables import table
 from tests.equivalence import difference
 
@@ -111,29 +112,23 @@ def draw_batch(config: Config, m: ModelConfig, device: torch.device) -> tuple[Te
 class Ours:
     """Step 6's executor; `step()` is forward and backward of a batch and returns the loss, 0 where there is none."""
 
-    def __init__(self, schedule: str, config: Config, mesh: Mesh):
-        own, p, m = step06_config(config, schedule), config.pp, config.micro_batches
-        shape, self.mesh, self.batch = own.model_config(), mesh, config.micro_batch_size
-        ways = paths(schedule, p, own.chunks)
-        lists = [SCHEDULES[schedule](p, m, own.chunks, rank) for rank in range(p)]
-        self.program = communicate(lists, ways)[mesh.rank]
+    def __init__(self, schedule: str, config: Config, run: Trainer):
+        own, self.mesh = step06_config(config, schedule), run.mesh
+        plan = run.plan_pipeline()
         with torch.device("meta"):
-            self.model = Decoder(shape)
-        lengths = step06.split_layers(own, shape, len(ways[0]), step06.layer_costs(shape))
-        chunks = step06.keep_stage(self.model, mesh, ways, lengths)
-        split = any(action.kind == "W" for action in lists[mesh.rank])
-        later = step06.split_backward(self.model) if split else None
-        dtype = choose_dtype(config.dtype, mesh.device)
-        self.optimizer, sync = step06.optimizer_and_sync(self.model, mesh["dp"], own, mesh.device, dtype)
-        self.pipeline = step06.Pipeline(chunks, ways, mesh, True, (shape.seq_len, shape.dim), dtype, later, sync)
-        self.positions = torch.arange(shape.seq_len, device=mesh.device)
-        tokens, targets = (x.split(self.batch) for x in draw_batch(config, shape, mesh.device))
-        self.first, self.end = tokens.__getitem__, partial(step06.scaled_loss, self.model, targets, 1 / tokens_of(own))
+            self.model = Decoder(run.shape)
+        chunks = step06.keep_stage(self.model, run.mesh, plan)
+        store = step06.split_backward(self.model, plan)
+        positions = torch.arange(run.shape.seq_len, device=run.device)
+        self.pipeline = step06.Pipeline(self.model, chunks, plan, positions, store, own, run)
+        tokens, targets = draw_batch(config, run.shape, run.device)
+        self.tokens, self.targets = (x.split(config.micro_batch_size) for x in (tokens, targets))
+        self.scale = 1 / tokens_of(own)
 
     def step(self) -> Tensor:
         """The loss of the batch on the rank that has it."""
-        total = self.pipeline.run(self.program, self.batch, self.first, self.end, self.positions)
-        step06.sum_partial_gradients(self.optimizer, self.mesh, ["mirror"])
+        total = self.pipeline.step(self.tokens, self.targets, self.scale, nullcontext)
+        sum_partial_gradients(self.pipeline.optimizer, self.mesh, ["mirror"])
         return total
 
 
@@ -154,19 +149,19 @@ class Stage(nn.Module):
 class Theirs:
     """PyTorch's schedule and runtime on the same stages."""
 
-    def __init__(self, name: str, cut: str, config: Config, mesh: Mesh):
-        own, p = step06_config(config, cut), config.pp
-        shape, self.device = own.model_config(), mesh.device
-        ways = paths(cut, p, own.chunks)
+    def __init__(self, name: str, cut: str, config: Config, run: Trainer):
+        own, shape, mesh, self.device = step06_config(config, cut), run.shape, run.mesh, run.device
+        plan = run.plan_pipeline()
         with torch.device("meta"):
             self.model = Decoder(shape)
-        lengths = step06.split_layers(own, shape, len(ways[0]), step06.layer_costs(shape))
-        chunks = step06.keep_stage(self.model, mesh, ways, lengths)
-        materialize(self.model, own.seed, mesh.device, choose_dtype(config.dtype, mesh.device))
-        positions, scale = torch.arange(shape.seq_len, device=mesh.device), 1 / tokens_of(own)
-        numbers = sorted((chunk, stage) for stage, (rank, chunk) in enumerate(ways[0]) if rank == mesh.rank)
+        chunks, (stages_in_order,) = step06.keep_stage(self.model, mesh, plan), plan.placements
+        materialize(self.model, own.seed, run.device, run.dtype)
+        positions, scale = torch.arange(shape.seq_len, device=run.device), 1 / tokens_of(own)
+        numbers = sorted((chunk, stage) for stage, (rank, chunk) in enumerate(stages_in_order) if rank == mesh.rank)
         stages = [
-            PipelineStage(Stage(chunks[chunk], positions), stage, len(ways[0]), mesh.device, group=mesh["pp"].handle)
+            PipelineStage(
+                Stage(chunks[chunk], positions), stage, len(stages_in_order), run.device, group=mesh["pp"].handle
+            )
             for chunk, stage in numbers
         ]
         kind = getattr(schedules, f"Schedule{name}")
@@ -177,7 +172,7 @@ class Theirs:
             loss_fn=lambda hidden, targets: self.model.lm_head.loss(hidden, targets) * scale,
             scale_grads=False,
         )
-        tokens, targets = draw_batch(config, shape, mesh.device)
+        tokens, targets = draw_batch(config, shape, run.device)
         self.inputs = [tokens] if chunks[0].first else []
         self.target = targets if any(chunk.last for chunk in chunks) else None
 
@@ -197,14 +192,14 @@ def measure(contestant: Ours | Theirs, mesh: Mesh, n_steps: int) -> tuple[float,
     """Seconds of one step until all ranks are done, and of all ranks' cores, means of `n_steps`; and the loss."""
     for param in contestant.model.parameters():
         param.grad = None
-    step06.sum_over(mesh["pp"], 0.0)  # all start at once
+    sum_over(mesh["pp"], 0.0)  # all start at once
     if mesh.device.type == "cuda":
         torch.cuda.synchronize()
     start, busy = time.perf_counter(), time.process_time()
     for _ in range(n_steps):
-        (loss,) = step06.sum_over(mesh["pp"], contestant.step())  # which waits for the GPU, too
+        (loss,) = sum_over(mesh["pp"], contestant.step())  # which waits for the GPU, too
     seconds, busy = time.perf_counter() - start, time.process_time() - busy
-    (busy,) = step06.sum_over(mesh["pp"], busy)
+    (busy,) = sum_over(mesh["pp"], busy)
     return seconds / n_steps, busy / n_steps, loss
 
 
@@ -236,11 +231,12 @@ def work(rank: int, config: Config, folder: str):
     dist.init_process_group(backend, meeting, timedelta(minutes=5), world_size=config.pp, rank=rank)
     load = os.getloadavg()[0]
     rows = [["PyTorch", "step 6", "PyTorch's step", "step 6's", "theirs / ours", "rounds from .. to", "core time"]]
-    with open_mesh({"pp": config.pp, "dp": 1, "tp": 1}, device, backend) as mesh:
-        for name, cut, schedule in PAIRS:
-            if config.only not in schedule:
-                continue
-            contestants = {"ours": Ours(schedule, config, mesh), "theirs": Theirs(name, cut, config, mesh)}
+    for name, cut, schedule in PAIRS:
+        if config.only not in schedule:
+            continue
+        with start(step06_config(config, schedule)) as run, start(step06_config(config, cut)) as other:
+            mesh = run.mesh
+            contestants = {"ours": Ours(schedule, config, run), "theirs": Theirs(name, cut, config, other)}
             require_same_results(*contestants.values(), mesh, {"fp32": 1e-4, "fp64": 1e-10}[config.dtype])
             rounds = []
             for turn in range(config.rounds + 1):

@@ -26,23 +26,23 @@ from torch import Tensor, nn
 
 import step06_pipeline as step06
 from common import UserError
-from common.comm import sum_over
+from common.model import Decoder
 from common.schedules import (
     SCHEDULES,
     Costs,
     Span,
     chunks_per_rank,
-    communicate,
-    idle_fraction,
-    paths,
-    refuse,
+    place_stages,
     simulate,
 )
+from common.trainer import start
 from services import plots
+from services.checks import refuse
 from services.flags import main as run_main
-from services.launch import open_mesh
+from services.pictures import timeline
 from services.tables import table
 from tests.pool import Hang, Pool, RankError
+from theory.bubble import idle_fraction
 
 BOUNDARY = (64, 64)  # tokens, width of what is sent
 
@@ -63,9 +63,9 @@ class Sleep(torch.autograd.Function):
     """A layer of which only the time is there."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, seconds: float, later: step06.Later) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, seconds: float, store: step06.WeightGradStore) -> Tensor:
         """[batch, tokens, width] -> the same."""
-        ctx.weight, ctx.seconds, ctx.later = weight, seconds, later
+        ctx.weight, ctx.seconds, ctx.store = weight, seconds, store
         time.sleep(seconds)
         return x.clone()
 
@@ -77,7 +77,7 @@ class Sleep(torch.autograd.Function):
             time.sleep(ctx.seconds)
             return [torch.zeros_like(ctx.weight)]
 
-        ctx.later([ctx.weight], gradient)
+        ctx.store.put([ctx.weight], gradient)
         time.sleep(ctx.seconds)
         return grad.clone(), None, None, None
 
@@ -85,32 +85,35 @@ class Sleep(torch.autograd.Function):
 class StandIn:
     """In place of a `step06.Chunk`."""
 
-    def __init__(self, seconds: float, later: step06.Later, first: bool, last: bool):
-        self.weight, self.seconds, self.later = nn.Parameter(torch.zeros(1)), seconds, later
+    def __init__(self, seconds: float, store: step06.WeightGradStore, first: bool, last: bool):
+        self.weight, self.seconds, self.store = nn.Parameter(torch.zeros(1)), seconds, store
         self.first, self.last = first, last
 
     def __call__(self, x: Tensor, positions: Tensor, end) -> Tensor:
         """As a chunk's."""
-        x = Sleep.apply(x, self.weight, self.seconds, self.later)
+        x = Sleep.apply(x, self.weight, self.seconds, self.store)
         return end(x) if self.last else x
 
 
 def measure(schedule: str, p: int, m: int, v: int, seconds: float) -> list[list]:
     """Runs on every rank: [kind, micro-batch, chunk, start, end] of its actions; `seconds` of F, B or W of a stage."""
-    ways = paths(schedule, p, v)
-    program = communicate([SCHEDULES[schedule](p, m, v, rank) for rank in range(p)], ways)
-    with open_mesh({"pp": p, "tp": 1}, torch.device("cpu"), "gloo") as mesh:
-        later, here = step06.Later(), {}
-        for way in ways:
-            for stage, (rank, chunk) in enumerate(way):
-                if rank == mesh.rank:
-                    here[chunk] = StandIn(seconds, later, first=stage == 0, last=stage == len(way) - 1)
+    tokens, width = BOUNDARY
+    model = dict(model="debug", n_layers=p * v, dim=width, seq_len=tokens, dtype="fp32", device="cpu", zero=0)
+    layout = dict(pp=p, cp=1, tp=1, schedule=schedule, chunks=v, global_batch_size=m, micro_batch_size=1)
+    config = step06.Config(**model | layout)
+    with start(config) as run:
+        plan, store, here = run.plan_pipeline(), step06.WeightGradStore(), {}
+        with torch.device("meta"):
+            unused = Decoder(run.shape)  # whose width and optimizer the executor knows; its layers are never called
+        step06.keep_stage(unused, run.mesh, plan)
+        for placement in plan.placements:
+            for stage, (rank, chunk) in enumerate(placement):
+                if rank == run.mesh.rank:
+                    here[chunk] = StandIn(seconds, store, first=stage == 0, last=stage == len(placement) - 1)
         chunks = [here[chunk] for chunk in sorted(here)]
-        pipeline = step06.Pipeline(chunks, ways, mesh, True, BOUNDARY, torch.float32, later, sync=None)
-        x = torch.zeros(1, *BOUNDARY)
-        sum_over(mesh["pp"], 0.0)  # all start at once
-        pipeline.run(program[mesh.rank], 1, lambda i: x.clone(), lambda i, hidden: hidden.sum(), torch.arange(1))
-        return pipeline.timeline(0.0)
+        pipeline = step06.Pipeline(unused, chunks, plan, torch.arange(tokens), store, config, run)
+        pipeline.run([torch.zeros(1, *BOUNDARY) for _ in range(m)], lambda i, hidden: hidden.sum(), pipeline.program)
+        return timeline(pipeline, since=0.0)
 
 
 def idle(ranks: list[list[list]]) -> float:
@@ -132,7 +135,7 @@ def bench(config: Config):
     try:
         for turn in range(config.repeats + 1):
             for schedule, v in cases.items():
-                cost = seconds * p / len(paths(schedule, p, v)[0])
+                cost = seconds * p / len(place_stages(schedule, p, v)[0])
                 took = cost if turn else 0.001  # the first turn opens connections
                 found = pool.run(measure, schedule, p, m, v, took)
                 runs[schedule] += [found] if turn else []
@@ -141,10 +144,10 @@ def bench(config: Config):
     pool.stop()
     rows = [["schedule", "idle, measured", "simulated", "ratio", "all runs", "step time", "simulated"]]
     for schedule, v in cases.items():
-        ways = paths(schedule, p, v)
-        cost = seconds * p / len(ways[0])
+        placements = place_stages(schedule, p, v)
+        cost = seconds * p / len(placements[0])
         simulated = simulate(
-            [SCHEDULES[schedule](p, m, v, rank) for rank in range(p)], ways, Costs(cost, cost, cost, 0)
+            [SCHEDULES[schedule](p, m, v, rank) for rank in range(p)], placements, Costs(cost, cost, cost, 0)
         )
         in_order = sorted(runs[schedule], key=idle)
         fractions = [idle(ranks) for ranks in in_order]

@@ -27,7 +27,8 @@ from services.flags import main as run_main
 from services.launch import open_mesh
 from services.memory import storage_bytes_made_by
 from services.tables import human, table
-from step01_single_gpu import apply_recompute
+from step01_single_gpu import wrap_layers
+from theory.memory import tp_activation_bytes
 
 CPU = torch.device("cpu")
 SIZES = (1, 2, 4, 8)
@@ -60,11 +61,11 @@ def saved_bytes(config: Config) -> tuple[int, int]:
             model = Decoder(m)
         step04.shard_tensors(model, mesh, config.sp, config.tp_overlap)
         materialize(model, config.seed, CPU, dtype)
-        apply_recompute(model, config.recompute)
+        wrap_layers(model, config)
         tokens = torch.zeros(config.micro_batch_size, m.seq_len, dtype=torch.int64)
         measured, _ = storage_bytes_made_by(loss_of, model, tokens)
     dist.destroy_process_group()
-    return step04.tp_activation_bytes(config, m, config.tp, dtype, on_cpu=True), measured
+    return tp_activation_bytes(config, m, config.tp, dtype, on_cpu=True), measured
 
 
 def bench(config: Config):

@@ -4,7 +4,7 @@
     python -m tests.bench zero_memory --out /tmp --grad-dtype same
 
 Every flag of step03_zero.py is understood. Weights have 16 bits, and the model is one whose weights outweigh its
-activations. The figure shows rank 0's first two steps: moments are there from the first update on.
+activations. The figure shows rank 0's first two steps: moments are there from the beginning.
 """
 
 import contextlib
@@ -22,6 +22,8 @@ from common import UserError
 from services import plots
 from services.checks import check_zero
 from services.flags import main as run_main
+from services.predictions import shape_of
+from services.state import held
 from services.tables import bytes_of, table
 from tests.pool import Hang, Pool, RankError
 from theory.memory import memory_rows, zero_memory_rows
@@ -54,15 +56,17 @@ def per_parameter(config: Config) -> list[tuple[float, float]]:
     measured: dict[str, int] = {}
 
     def observe(_, optimizer):  # the last call is in the second step, when gradients are complete
-        measured.update({kind: bytes_of(tensors) for kind, tensors in optimizer.tensors().items()})
+        now = held(optimizer, on_disk=config.offload_optimizer == "disk")
+        measured.update({kind: bytes_of(tensors) for kind, tensors in now.items()})
 
     with contextlib.redirect_stdout(sys.stderr):
         model, optimizer, _ = step03.train(config, observe)
     m, n = model.config, sum(p.numel() for p in model.parameters())
     if config.zero:
-        predicted = zero_memory_rows(config, m, optimizer)
+        predicted = zero_memory_rows(config, m, [shape_of(u) for u in optimizer.units], optimizer.dtype, on_cpu=True)
     else:
-        predicted = memory_rows(config, m, model, optimizer.dtype, on_cpu=True)
+        factored = sum(sum(p.shape) for p in model.parameters())
+        predicted = memory_rows(config, m, n, factored, optimizer.dtype, on_cpu=True)
     return [(predicted[kind] / n, measured[kind] / n) for kind in KINDS]
 
 
