@@ -24,11 +24,11 @@ of actions for each rank (common/schedules.py). It can be printed, drawn, timed,
     interleaved   (p-1) / (v m + p-1)         (v-1) p + 2 (p-rank) - 1 v stages a rank: v times the messages (Megatron)
     zb-h1         (p-1) / (3 m + p-1)         p - rank                 only B is urgent, W fills gaps (zero bubble)
     zb-h2         as zb-h1                    2 (p - rank) - 1         twice the warm-up: once at work, no rank waits
-    zbv           (p-1) / (6 m + p-1)         p, as 1f1b at worst      two stages a rank in a V: the loss is on rank 0
+    zbv           (p-1) / (6 m + p-1)         2 p, of half the layers  two stages a rank in a V: the loss is on rank 0
     dualpipe      (p/2-1) / (3 m + p/2-1)     p + 1                    from both ends at once, two copies of the weights
 
 (The bubble: from the first start to the last end, for m of 2p or more, with dualpipe m even. In flight: between F and
-the end of B; with v chunks each is 1/v of a rank's layers. tests/test_schedules.py proves both from the lists.)
+the end of B, counted for each stage of a rank. tests/test_schedules.py proves both from the lists.)
 
 A PROGRAM is one rank's list with its messages. recv and send post a message and go on; run waits for what it needs.
 Rank 1 of 3 with 1f1b and 3 micro-batches:
