@@ -83,7 +83,7 @@ def test_the_loop_is_on_the_page(step):
     assert -1 not in places and places == sorted(places), dict(zip(verbs, places, strict=True))
 
 
-@pytest.mark.parametrize("step, other", pairwise(STEPS))
+@pytest.mark.parametrize("step, other", list(pairwise(STEPS)))
 def test_the_diff_of_neighbours_is_the_message(step, other):
     """At most 25 lines of `train` come and 25 go, white space ignored."""
     counts = Counter(line[0] for line in changed(step, other))
