@@ -473,11 +473,6 @@ class Checkpoint:
         """Full shapes by name."""
         return {name: tuple(tensor["shape"]) for name, tensor in self.meta["tensors"].get(kind, {}).items()}
 
-    def state_of(self, name: str) -> dict[str, tuple[int, ...]]:
-        """Kinds of the update rule's state of a parameter, with their full shapes."""
-        kinds = self.meta["tensors"].keys() - {"model", "buffer", "master", "rng"}
-        return {kind: self.shapes(kind)[name] for kind in sorted(kinds) if name in self.shapes(kind)}
-
     def stored(self, file: int, at: int, box: Box, dtype: torch.dtype) -> Tensor:
         """A stored box: its pages are read from the disk when they are touched."""
         if file not in self.mapped:

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.comm import Group, Pending, all_gather, all_reduce, all_to_all
-
-BLOCK = 256  # values that share one scale in int8 compression
+from theory.traffic import BLOCK
 
 
 def quantise(values: Tensor) -> Tensor:
