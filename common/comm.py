@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -40,12 +41,13 @@ class Ledger:
     bytes: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     wait_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     events: list[tuple[str, Any, Any]] = field(default_factory=list)
-    entered: int = 0  # calls since the start, for the watchdog
-    last: str = ""  # the one entered last
+    entered: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # collectives by dimension, never cleared
+    last: str = ""  # the call entered last
 
     def book(self, group: "Group", operation: str, n_bytes: float):
         """Enter one call that sends `n_bytes` from this rank."""
-        self.entered, self.last = self.entered + 1, f"{group.name} {operation}"
+        self.entered[group.name] += operation != "send"
+        self.last = f"{group.name} {operation}"
         self.calls[group.name, operation] += 1
         self.bytes[group.name, operation] += n_bytes
 
@@ -102,9 +104,12 @@ class Group:
 class Mesh:
     """Named dimensions over the ranks: `mesh["tp"]` is this rank's group along tp."""
 
-    def __init__(self, sizes: dict[str, int], device: torch.device):
-        """`sizes`: dimension -> number of ranks, slowest first; their product is the world size."""
-        self.sizes, self.device, self.ledger = sizes, device, Ledger()
+    def __init__(self, sizes: dict[str, int], device: torch.device, timeout: timedelta | None = None):
+        """`sizes`: dimension -> number of ranks, slowest first; their product is the world size.
+
+        `timeout` of every group's collectives; None: the backend's own, 10 minutes for NCCL, 30 for gloo.
+        """
+        self.sizes, self.device, self.timeout, self.ledger = sizes, device, timeout, Ledger()
         self.world = math.prod(sizes.values())
         self.rank = dist.get_rank() if self.world > 1 else 0
         self.groups: dict[str, Group] = {}
@@ -116,7 +121,7 @@ class Mesh:
         """Make the groups of a dimension, the rows of `ranks` int64 [groups, size]; enter the one with this rank."""
         self.groups[name] = Group(name, self.device, self.ledger)
         for row in ranks.tolist() if ranks.shape[1] > 1 else ():
-            handle = dist.new_group(row)  # every rank takes part in making every group
+            handle = dist.new_group(row, timeout=self.timeout)  # every rank takes part in making every group
             if self.rank in row:
                 self.groups[name] = Group(name, self.device, self.ledger, row.index(self.rank), len(row), handle)
 

@@ -53,8 +53,9 @@ def open_mesh(sizes: dict[str, int], device: torch.device, backend: str, timeout
     """Join the process group (torchrun's, or one that exists already) and lay the mesh over it; leave it at the end.
 
     `backend` auto: nccl if every local rank has a GPU of its own, else gloo. `timeout` in seconds: after twice that, a
-    collective raises (in a training loop, services/watchdog.py is there first, and says more). Raises UserError if the
-    dimensions do not multiply to the world size.
+    collective of gloo raises; NCCL's own watchdog aborts the communicator and ends the process. (In a training loop,
+    services/watchdog.py is there first, and says more.) Raises UserError if the dimensions do not multiply to the world
+    size.
     """
     world = world_size() if sizes else 1  # step 1 knows one device, whoever else is there
     if math.prod(sizes.values()) != world:
@@ -69,7 +70,7 @@ def open_mesh(sizes: dict[str, int], device: torch.device, backend: str, timeout
         store = fresh_store(2 * timeout)
         where = {} if store is None else dict(store=store, rank=int(os.environ["RANK"]), world_size=world)
         dist.init_process_group(chosen, timeout=timedelta(seconds=2 * timeout), **where)
-    mesh = Mesh(sizes, device)
+    mesh = Mesh(sizes, device, timedelta(seconds=2 * timeout))
     yield mesh
     # Only reached in order: after an error the peers may be gone, and leaving together would hang.
     if joins:

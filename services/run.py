@@ -30,7 +30,7 @@ from services import plots
 from services.devices import peak_memory
 from services.memory import MemoryTimeline
 from services.tables import bytes_of, human, table
-from services.watchdog import Place, Watchdog, shared_store
+from services.watchdog import Place, Signals, Watchdog, shared_store
 
 
 def run_directory(config: Any) -> Path:
@@ -49,6 +49,11 @@ class Run:
         self.out = run_directory(config)
         self.saver: Any = None  # of services/checkpoint.py, once something has been saved
         self.doing = "start"
+        self.members = {
+            name: f"{name} of ranks {' '.join(map(str, torch.distributed.get_process_group_ranks(group.handle)))}"
+            for name, group in mesh.groups.items()
+            if group.handle is not None
+        }
         self.history: list[dict] = []
         self.signalled = False
         self.decided: bool | None = None
@@ -75,8 +80,12 @@ class Run:
             except OSError as error:
                 raise UserError(f"--out {self.out}: cannot be written ({error.strerror})") from error
         self.handlers = {number: signal.signal(number, self.stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        store = torch.distributed.PrefixStore(f"watchdog/{self.out}", shared_store())
-        self.watchdog = Watchdog(self.place, self.config.timeout, self.rank, self.mesh.world, store)
+        self.signals, store = Signals(), shared_store()
+        number = store.add(f"runs of {self.rank}", 1)  # the keys of an earlier run in this process are not ours
+        store = torch.distributed.PrefixStore(f"watchdog/{number}", store)
+        self.watchdog = Watchdog(
+            self.place, self.config.timeout, self.rank, self.mesh.world, store, signalled=self.signals.came
+        )
         return self
 
     def __exit__(self, error: type | None, *_):
@@ -90,14 +99,17 @@ class Run:
             elif self.saver is not None and issubclass(error, UserError):  # raised on all ranks alike
                 self.saver.join()
         finally:
-            self.watchdog.stop()
+            self.watchdog.stop(failed=error is not None and not issubclass(error, UserError))
+            self.signals.close()
             if error is None or int(os.environ.get("WORLD_SIZE", 1)) == 1:
                 for number, handler in self.handlers.items():
                     signal.signal(number, handler)
 
     def place(self) -> Place:
         """Where this rank is, for the watchdog."""
-        return Place(self.step, self.doing, self.mesh.ledger.last, self.mesh.ledger.entered)
+        ledger = self.mesh.ledger
+        entered = {self.members[name]: count for name, count in list(ledger.entered.items())}
+        return Place(self.step, self.doing, ledger.last, entered)
 
     def stop(self, *_):
         """Signal handler: finish the step, save, and leave; a second Ctrl-C leaves at once."""

@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from itertools import product
@@ -30,11 +31,13 @@ from services import checkpoint as checkpoints
 from services import hub, resume
 from services.checkpoint import Box, Checkpoint, Entry, Piece, Saver, divide, find, flat_boxes, overlap, without
 from services.health import Spikes
+from services.launch import open_mesh
 from services.plots import read_metrics
 from services.state import full_state, pieces
-from services.watchdog import Place, Watchdog
+from services.watchdog import GRACE, Place, Watchdog, compare
 from tests import faults
 from tests.bench.resume import BASE, BEFORE, PAIRS, cp, one, run, tp, worst_difference, zero
+from tests.diff import ROOT
 from tests.equivalence import SMALL, difference, job
 from tests.jobs import as_flags, end, ranks_of, steps_done, torchrun, wait_for
 from tests.pool import RankError
@@ -150,9 +153,9 @@ def saved_on_rank(options: dict) -> tuple[int, dict[str, int]]:
     right = resume.save
 
     def save(run, *args):
-        before = run.mesh.ledger.entered
+        before = sum(run.mesh.ledger.entered.values())
         right(run, *args)
-        taken.append(run.mesh.ledger.entered - before)
+        taken.append(sum(run.mesh.ledger.entered.values()) - before)
 
     with mock.patch.object(resume, "save", save):
         step05.train(step05.Config(**options))
@@ -704,7 +707,7 @@ def test_each_ranks_health_is_in_the_metrics(pools, tmp_path):
 
 def test_the_watchdog_names_who_is_behind():
     """Two ranks go on, the third stops in step 6: warned at half the time, ended in time, with the table of all."""
-    store, told, places = dist.HashStore(), [], [Place(5, "forward", "tp all_reduce", 7)] * 3
+    store, told, places = dist.HashStore(), [], [Place(5, "forward", "tp all_reduce", {})] * 3
     said = threading.Event()
 
     def end(text):
@@ -714,11 +717,11 @@ def test_the_watchdog_names_who_is_behind():
     dogs = [Watchdog(lambda r=r: places[r], 1.0, r, 3, store, end) for r in range(3)]
     start = time.monotonic()
     while time.monotonic() < start + 0.4:  # all move, then rank 2 no longer does
-        places[:] = [p._replace(entered=p.entered + 1) for p in places]
+        places[:] = [p._replace(entered={"messages": p.entered.get("messages", 0) + 1}) for p in places]
         time.sleep(0.02)
     stopped = time.monotonic()
     time.sleep(0.1)
-    places[0] = places[1] = Place(5, "backward", "dp all_reduce", 99)
+    places[0] = places[1] = Place(5, "backward", "dp all_reduce", {})
     assert said.wait(3) and time.monotonic() - stopped < 1.3
     time.sleep(0.2)
     for dog in dogs:
@@ -727,6 +730,81 @@ def test_the_watchdog_names_who_is_behind():
     assert sum(map(bool, told)) == 1
     assert "rank 2 is behind, in step 6, forward, after entering tp all_reduce" in text.splitlines()[0]
     assert len(text.splitlines()) == 4 and "rank 0: step 6, backward; last collective dp all_reduce" in text
+
+
+def test_the_watchdog_compares_collectives_not_times():
+    """Hosts that run ahead of their GPUs all stop at once: who entered fewer collectives of a group is behind.
+
+    Ranks 0 and 1 are a tp group, 2 and 3 another. Rank 3 left one out: 2 waits for it, and over dp 0 waits for 2.
+    """
+    counts = [
+        {"tp of ranks 0 1": 7, "dp of ranks 0 2": 5},
+        {"tp of ranks 0 1": 7, "dp of ranks 1 3": 4},
+        {"tp of ranks 2 3": 7, "dp of ranks 0 2": 4},
+        {"tp of ranks 2 3": 6, "dp of ranks 1 3": 4},
+    ]
+    behind, ahead = compare(dict(enumerate(counts)))
+    assert set(behind) == {2, 3} and ahead == {0, 2}
+    store, told = dist.HashStore(), []
+    places = [Place(5, "forward", "tp all_reduce", entered) for entered in counts]
+    dogs = [Watchdog(lambda r=r: places[r], 0.4, r, 4, store, told.append) for r in (3, 2, 1, 0)]
+    for dog in dogs:
+        dog.thread.join(5)
+    (text,) = filter(None, told)
+    assert "rank 3 is behind" in text and "(in tp of ranks 2 3: 6 collectives entered, others 7)" in text
+
+
+def test_a_rank_that_failed_ends_the_others():
+    """One says that it failed: the others, whose main threads may hang in C++, end after a few seconds, silently."""
+    store, told, start = dist.HashStore(), [], time.monotonic()
+    place = Place(0, "forward", "", {})
+    dogs = [Watchdog(lambda: place, 600.0, r, 3, store, told.append) for r in range(3)]
+    dogs[1].stop(failed=True)
+    for dog in dogs:
+        dog.thread.join(10)
+    assert told == ["", ""] and GRACE < time.monotonic() - start < GRACE + 5
+
+
+STUCK = """
+import sys, time, torch.distributed as dist
+from datetime import timedelta
+from services.watchdog import Place, Signals, Watchdog
+signals, store = Signals(), dist.HashStore()
+import signal; signal.signal(signal.SIGTERM, lambda *_: print("handled"))
+beats = [Watchdog(lambda: Place(0, "forward", "", {}), 600.0, r, 2, store, signalled=s) for r, s in
+         ((0, signals.came), (1, lambda: False))]
+time.sleep(1.5)
+if sys.argv[1] == "dead":
+    beats[1].publish = lambda *_: None  # it is killed: it writes nothing any more
+print("stuck", flush=True)
+store.wait(["never"], timedelta(seconds=18))
+"""
+
+
+@pytest.mark.parametrize("peer", ["dead", "alive"])
+def test_a_signal_is_seen_while_the_main_thread_is_in_cpp(peer):
+    """SIGTERM comes, as torchrun sends it when a rank has died: Python's handler cannot run, the watchdog ends it.
+
+    If all peers are alive, the signal asks for a last save, and nobody is ended.
+    """
+    process = subprocess.Popen([sys.executable, "-c", STUCK, peer], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout.readline() == "stuck\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 1
+    assert process.stdout.read() == ("" if peer == "dead" else "handled\n")  # by Python, once C++ has given up
+
+
+def sub_timeouts_on_rank(seconds: float) -> list[float]:
+    """Runs on every rank: the time limits of a mesh's groups, and of one that is added later."""
+    with open_mesh({"dp": 2, "tp": 2}, torch.device("cpu"), "gloo", seconds) as mesh:
+        mesh.add("data", 4, stride=1)
+        backends = [mesh[dim].handle._get_backend(torch.device("cpu")) for dim in ("dp", "tp", "data")]
+        return [backend.options._timeout.total_seconds() for backend in backends]
+
+
+def test_the_time_limit_reaches_every_group(pools):
+    """--timeout 7: collectives of all groups give up after 14 s, not after the backend's 30 minutes."""
+    assert pools(4).run(sub_timeouts_on_rank, 7.0) == [[14.0] * 3] * 4
 
 
 def train_job(*flags: str, launcher: tuple[str, ...] = ("--nproc_per_node=2",)) -> subprocess.Popen:
