@@ -156,8 +156,8 @@ class Optimizer:
         """The L2 norm of the whole gradient, the loss scale taken out."""
         return torch.nn.utils.get_total_norm(self.gradients().values()).item() / self.loss_scale
 
-    def step(self, lr: float, norm: float):
-        """Clip by `norm`, the gradient's, and update. If it is not finite, nothing changes but the loss scale."""
+    def step(self, lr: float, norm: float) -> bool:
+        """Clip by `norm`, the gradient's, and update; True. If it is not finite, only the loss scale changes; False."""
         if math.isfinite(norm):
             clip = self.config.grad_clip
             self.update(lr, (clip / norm if clip and norm > clip else 1.0) / self.loss_scale)
@@ -166,6 +166,7 @@ class Optimizer:
                 self.loss_scale *= 2
         else:
             self.loss_scale, self.good_steps = self.loss_scale / 2, 0
+        return math.isfinite(norm)
 
     def update(self, lr: float, factor: float):
         """Apply the rule to the masters with the gradients times `factor`, and round the result into the weights."""

@@ -181,7 +181,8 @@ class SplitFunction(torch.autograd.Function):
             return [grad.flatten(0, -2).T @ full for _, grad in trained]
 
         store.put([weight for weight, _ in trained], weight_gradients)
-        return reduce(input_gradient(grads, weights), group).wait(), *[None] * (4 + len(weights))
+        dx = reduce(input_gradient(grads, weights), group).wait() if ctx.needs_input_grad[0] else None
+        return dx, *[None] * (4 + len(weights))
 
 
 def whole(x: Tensor, group: Group | None) -> Pending:
@@ -270,7 +271,7 @@ class Pipeline:
         """`positions` int64 [seq]: which tokens of a sequence are here. Makes `optimizer` and `sync` as step 3."""
         self.model, self.chunks, self.positions, self.store, mesh = model, chunks, positions, store, run.mesh
         self.placements, self.lengths, self.lists = plan
-        self.group, self.tp, self.dtype, self.now = mesh["pp"], mesh["tp"], run.dtype, run.moment
+        self.group, self.tp, self.dtype = mesh["pp"], mesh["tp"], run.dtype
         self.before, self.after = neighbours(self.placements)
         self.actions = self.lists[self.group.rank]
         self.program = communicate(self.lists, self.placements)[self.group.rank]
@@ -286,21 +287,19 @@ class Pipeline:
         self.sent: dict[int, list[tuple[Pending, Tensor]]] = defaultdict(list)  # by rank, what may still be under way
         self.graphs: dict[tuple[int, int], tuple[Tensor, Any]] = {}  # (micro-batch, chunk) -> (input, output's edge)
         self.put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}  # (micro-batch, chunk) -> weight gradients
-        self.spans: list[tuple[Action, Any, Any]] = []  # (action, start, end) of the last run with gradients
         self.compare = True  # in the first run both ends compare the shapes of their messages
         sum_over(self.group, 0.0)  # NCCL wants all ranks of a group in its first call
 
-    def run(self, micro_batches: Sequence[Tensor], end: Callable, program: list, phase=nullcontext) -> Tensor:
+    def run(
+        self, micro_batches: Sequence[Tensor], end: Callable, program: list, phase: Callable | None = None
+    ) -> Tensor:
         """Run a program; returns the sum of what `end` gave on this rank, detached (0 without the last stage).
 
         `micro_batches`: tokens int64 [batch, seq] each. `end(i, hidden)`: what the last chunk makes of its hidden
-        states; in training the loss of micro-batch i. `phase` as `run.phase`.
+        states; in training the loss of micro-batch i. `phase`: in training `run.phase`.
         """
-        self.micro_batches, self.end, self.phase = micro_batches, end, phase
+        self.micro_batches, self.end, self.phase = micro_batches, end, phase or (lambda *_: nullcontext())
         self.total = torch.zeros((), device=self.group.device)
-        if torch.is_grad_enabled():
-            sum_over(self.group, 0.0)  # the timelines of all ranks begin here
-            self.began, self.spans = self.now(), []
         verbs = {"run": self.act, "send": self.send, "recv": self.receive}
         for step in program:
             verbs[step.kind](step.what, step.peer)
@@ -344,8 +343,7 @@ class Pipeline:
             self.zero.need(chunk)
         others = [output for output in needs(action, here.rank, self.before, self.after) if output[2] != here]
         x = self.fetch(others[0]) if others else None  # from the stage before (F) or after (B, BW)
-        begun = self.now()
-        with self.phase("forward" if kind == "F" else "backward"):
+        with self.phase("forward" if kind == "F" else "backward", action):
             if kind == "F":
                 self.forward(i, chunk, self.micro_batches[i] if x is None else x)
             elif kind != "W":
@@ -354,8 +352,6 @@ class Pipeline:
                 weight_gradient()
         if "W" in kind and self.zero is not None:
             self.zero.done(chunk)
-        if torch.is_grad_enabled():
-            self.spans.append((action, begun, self.now()))
 
     def forward(self, i: int, chunk: int, x: Tensor):
         """F: keep the input and the *edge* of the output in autograd's graph, not the output, which goes away."""

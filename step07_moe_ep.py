@@ -19,9 +19,9 @@ It is a cut through the dp x cp ranks, which have different tokens already.
     rank 3   dp 1 cp 1   [e2 e3]      --'  an ep group     -----'
 
     --ep-mode alltoall    dispatch: ranks tell each other how many tokens will come, then send the tokens with their
-                          gates, once to each rank, however many of its experts a token visits. There the tokens are
-                          sorted by expert, go through one grouped matmul, are weighted and added up.
-                          combine: one row for each token goes home
+                          gates, once to each rank, however many of its experts a token visits. While they travel,
+                          shared experts compute. There the tokens are sorted by expert, go through one grouped
+                          matmul, are weighted and added up. combine: one row for each token goes home
     --ep-mode allgather   every rank gets all tokens of the group, and the results are reduce-scattered: no counts, no
                           sorting of messages, but bytes for tokens that no expert here wants
 
@@ -29,7 +29,7 @@ It is a cut through the dp x cp ranks, which have different tokens already.
 lies on one rank, a token is sent at most M times. Bytes that a rank sends in a layer and micro-batch, with h = dim, e
 bytes an element, w bytes in fp32 or wider, T tokens, R rows sent to other ranks and A rows received from them:
 
-    alltoall    there R (h e + E/ep w), home A h e; backward A (h e + E/ep w) and R h e;  counts 8 (ep-1)
+    alltoall    there R (h e + E/ep w), home A h e; backward A (h e + E/ep w) and R h e;  counts 16 (ep-1)
     allgather   (ep-1) T (h e + E w) and (ep-1) T h e;  the same in backward
     R = A = (ep-1) T (1 - C(E - E/ep, top_k) / C(E, top_k))  on average, if all experts are equally likely
 
@@ -48,6 +48,7 @@ Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py          pp 2 x cp 2 x t
 You should see the losses of one process under every layout, and each expert's load near 1/E.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -57,7 +58,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import step06_pipeline as step06
-from common.comm import Group, Mesh, all_gather, all_reduce, all_to_all
+from common.comm import Group, Mesh, all_reduce, all_to_all
 from common.layout import cut, global_norm, layout_of, note_gradient_sum, sum_partial_gradients
 from common.model import Decoder, ModelConfig
 from common.moe import (
@@ -66,12 +67,13 @@ from common.moe import (
     ExpertLinear,
     Experts,
     MoE,
+    TakeRows,
     add_experts,
     add_rows,
     grouped_matmul,
     grouped_outer,
 )
-from common.trainer import Trained, Trainer, main, start
+from common.trainer import Trained, main, start
 from step01_single_gpu import wrap_layers
 from step04_tp_sp import enter_block, gather_tokens, leave_block, shard_tensors
 from step05_cp_ring import own_positions, shard_context
@@ -105,30 +107,6 @@ class Config(step06.Config):
         return MOE_PRESETS
 
 
-def make_balance(config: Config, run: Trainer) -> Balance:
-    """How the flags want the experts to be kept busy."""
-    micro_batches = config.global_batch_size // config.micro_batch_size
-    numbers = config.balance_weight, config.bias_speed, config.z_loss, config.capacity_factor
-    return Balance(run.shape, micro_batches, run.device, config.balance, *numbers)
-
-
-class SendRows(torch.autograd.Function):
-    """Uneven all-to-all of rows; backward sends their gradients back."""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, group: Group, sent: list[int], received: list[int]) -> Tensor:
-        """rows [sum(sent), ...], the first sent[0] of them for rank 0, and so on -> [sum(received), ...] by sender."""
-        ctx.group, ctx.sent, ctx.received = group, sent, received
-        arrived = rows.new_empty(sum(received), *rows.shape[1:])
-        all_to_all(arrived, rows.contiguous(), group, received, sent).wait()
-        return arrived
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        """The reverse exchange."""
-        return SendRows.apply(grad, ctx.group, ctx.received, ctx.sent), None, None, None
-
-
 class Route(NamedTuple):
     """How the tokens of a layer travel: the token and the target rank of each row; how many rows go where."""
 
@@ -136,16 +114,62 @@ class Route(NamedTuple):
     rank: Tensor  # int64 [rows], sorted
     sent: list[int]
     received: list[int]
+    most: int  # rows received by any of the tp ranks that will gather theirs
+    n_choices: int  # choices of all the rows that these ranks received
 
 
-def find_route(gates: Tensor, ep: Group) -> Route:
-    """gates [tokens, ep ranks, experts of a rank], zero where a token does not go. One exchange of counts."""
-    wanted = (gates != 0).any(-1)
-    rank, token = wanted.T.nonzero(as_tuple=True)  # sorted by rank
-    sent = wanted.sum(0)
+def find_route(gates: Tensor, ep: Group, tp: Group, sp: bool) -> Route:
+    """gates [tokens, ep ranks, experts of a rank], zero where a token does not go. The host waits once, for counts."""
+    visits, n = gates != 0, ep.size
+    wanted = visits.any(-1)
+    sent = torch.stack((wanted.sum(0), visits.sum((0, 2))), 1)  # to each rank: rows, and choices of its experts
     received = torch.empty_like(sent)
     all_to_all(received, sent, ep, purpose="(counts)").wait()
-    return Route(token, rank, sent.tolist(), received.tolist())
+    by_tp = received.sum(0, keepdim=True)
+    if sp:
+        by_tp = gather_tokens(by_tp, tp).wait()
+    counts = torch.cat((sent[:, 0], received[:, 0], by_tp[:, :1].amax(0), by_tp[:, 1:].sum(0))).tolist()
+    rank, token = wanted.T.nonzero_static(size=sum(counts[:n])).unbind(1)  # sorted by rank
+    return Route(token, rank, counts[:n], counts[n:-2], *counts[-2:])
+
+
+class Message:
+    """Rows [n, dim] that travel between ranks, each with its gates [n, experts of a rank] behind it, as bits."""
+
+    def __init__(self, group: Group, sent: list[int], received: list[int], rows: Tensor, gates: Tensor):
+        """`sent`, `received`: how many rows go to and come from each rank. `rows`, `gates`: like those to travel."""
+        self.group, self.sent, self.received = group, sent, received
+        self.dim, self.dtype = rows.shape[1], gates.dtype
+
+    def leave(self, rows: Tensor, gates: Tensor, back: bool = False) -> tuple[Tensor]:
+        """Send them, or their gradients `back`; returns an empty tensor, which ties the arrival to this in autograd."""
+        sent, received = (self.received, self.sent) if back else (self.sent, self.received)
+        leaving = torch.cat((rows, gates.contiguous().view(rows.dtype)), 1)
+        self.arriving = leaving.new_empty(sum(received), leaving.shape[1])
+        self.pending = all_to_all(self.arriving, leaving, self.group, received, sent)
+        return (rows.new_empty(0),)
+
+    def arrive(self, _tie: Tensor) -> tuple[Tensor, Tensor]:
+        """Wait; returns rows and gates."""
+        self.pending.wait()
+        rows, gates = self.arriving[:, : self.dim].contiguous(), self.arriving[:, self.dim :].contiguous()
+        self.arriving = None
+        return rows, gates.view(self.dtype)
+
+
+class Travel(torch.autograd.Function):
+    """A message leaves, or arrives. In backward its gradients arrive where it left, and leave where it arrived."""
+
+    @staticmethod
+    def forward(ctx, message: Message, leaves: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Rows and gates -> a tie; or a tie -> rows and gates."""
+        ctx.message, ctx.leaves = message, leaves
+        return message.leave(*tensors) if leaves else message.arrive(*tensors)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        """The other way round."""
+        return None, None, *(ctx.message.arrive(*grads) if ctx.leaves else ctx.message.leave(*grads, back=True))
 
 
 class ExpertParallel:
@@ -154,44 +178,49 @@ class ExpertParallel:
     def __init__(self, ep: Group, tp: Group, sp: bool, mode: str):
         self.ep, self.tp, self.sp, self.mode = ep, tp, sp, mode
 
-    def __call__(self, experts: Experts, x: Tensor, gates: Tensor) -> Tensor:
-        """x [tokens, dim], gates [tokens, all experts] -> the weighted sum of the experts' outputs [tokens, dim]."""
-        by_rank = gates.unflatten(1, (self.ep.size, -1))
+    def __call__(self, experts: Experts, x: Tensor, gates: Tensor) -> Callable[[], Tensor]:
+        """x [tokens, dim], gates [tokens, all experts] -> a function: the weighted sum of the outputs [tokens, dim]."""
         if self.ep.size == 1:
-            return self.over_tp(experts, x, gates, even=True)
+            return partial(self.over_tp, experts, x, gates)
         if self.mode == "allgather":
-            x, by_rank = (enter_block(t, self.ep, sp=True) for t in (x, by_rank.flatten(1)))
-            part = self.over_tp(experts, x, by_rank.chunk(self.ep.size, 1)[self.ep.rank], even=True)
-            return leave_block(part, self.ep, sp=True)
-        route = find_route(by_rank, self.ep)
-        rows = x.index_select(0, route.token), by_rank[route.token, route.rank]
-        arrived = (SendRows.apply(t, self.ep, route.sent, route.received) for t in rows)  # dispatch
-        out = self.over_tp(experts, *arrived, even=False)
-        back = SendRows.apply(out, self.ep, route.received, route.sent)  # combine
-        return add_rows(back, route.token, len(x), x.dtype)
+            return partial(self.gathered, experts, x, gates)
+        gates = gates.unflatten(1, (self.ep.size, -1))
+        route = find_route(gates.detach(), self.ep, self.tp, self.sp)
+        rows, its_gates = TakeRows.apply(x, route.token), gates[route.token, route.rank]
+        there = Message(self.ep, route.sent, route.received, rows, its_gates)
+        dispatched = Travel.apply(there, True, rows, its_gates)
 
-    def over_tp(self, experts: Experts, x: Tensor, gates: Tensor, even: bool) -> Tensor:
-        """x [rows, dim], gates [rows, experts here] -> [rows, dim]; `even`: all tp ranks are known to have as many."""
+        def finish() -> Tensor:
+            arrived = Travel.apply(there, False, *dispatched)
+            out = self.over_tp(experts, *arrived, route.most, route.n_choices)
+            home = Message(self.ep, route.received, route.sent, out, its_gates)
+            combined, _ = Travel.apply(home, False, *Travel.apply(home, True, out, its_gates.new_empty(len(out), 0)))
+            return add_rows(combined, route.token, len(x), x.dtype)
+
+        return finish
+
+    def gathered(self, experts: Experts, x: Tensor, gates: Tensor) -> Tensor:
+        """Every rank gets all tokens of the group; the parts that experts here add to them are reduce-scattered."""
+        x, gates = (enter_block(t, self.ep, sp=True) for t in (x, gates))
+        part = self.over_tp(experts, x, gates.chunk(self.ep.size, 1)[self.ep.rank])
+        return leave_block(part, self.ep, sp=True)
+
+    def over_tp(
+        self, experts: Experts, x: Tensor, gates: Tensor, most: int | None = None, n_choices: int | None = None
+    ) -> Tensor:
+        """x [rows, dim], gates [rows, experts here] -> [rows, dim]. `most`: fill up to so many, if tp ranks differ."""
         if self.tp.size == 1:
-            return experts(x, gates)
+            return experts(x, gates, n_choices)
         rows = len(x)
-        if self.sp and not even:  # a collective wants equal numbers: fill up to the most on any rank
-            counts = torch.tensor([rows], device=x.device).new_empty(self.tp.size)
-            all_gather(counts, torch.tensor([rows], device=x.device), self.tp, "(counts)").wait()
-            x, gates = (F.pad(t, (0, 0, 0, int(counts.max()) - rows)) for t in (x, gates))
+        if self.sp and most is not None:  # a collective wants equal numbers
+            x, gates = (F.pad(t, (0, 0, 0, most - rows)) for t in (x, gates))
         x, gates = (enter_block(t, self.tp, self.sp) for t in (x, gates))
-        return leave_block(experts(x, gates), self.tp, self.sp)[:rows]
+        return leave_block(experts(x, gates, n_choices), self.tp, self.sp)[:rows]
 
 
-class GatherChoices:
-    """Replaces `MoE.gather_choices` where `group` shares sequences; `order` int64 [seq]: the tokens of its ranks."""
-
-    def __init__(self, group: Group, order: Tensor):
-        self.group, self.places = group, order.argsort()
-
-    def __call__(self, chosen: Tensor) -> Tensor:
-        """int64 [batch, seq/n, top_k] -> int32 [batch, seq, top_k]."""
-        return gather_tokens(chosen.int(), self.group).wait()[:, self.places]
+def gather_choices(group: Group, places: Tensor, chosen: Tensor) -> Tensor:
+    """Choices int64 [batch, seq/n, top_k] -> those of all ranks of `group`, int32 [batch, seq, top_k], by `places`."""
+    return gather_tokens(chosen.int(), group).wait()[:, places]
 
 
 def shard_experts(model: Decoder, mesh: Mesh, config: Config, ep: int):
@@ -210,7 +239,7 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config, ep: int):
     for moe in [layer.mlp for layer in model.model.layers.values() if isinstance(layer.mlp, MoE)]:
         moe.run_experts = ExpertParallel(mesh["ep"], tp, sp, config.ep_mode)
         if sequence.size > 1:
-            moe.gather_choices = GatherChoices(sequence, order)
+            moe.gather_choices = partial(gather_choices, sequence, order.argsort())
             moe.local_tokens = order.chunk(sequence.size)[sequence.rank]
         for linear, dim in ((moe.experts.gate_proj, 1), (moe.experts.up_proj, 1), (moe.experts.down_proj, 2)):
             for group, at in ((mesh["ep"], 0), (tp, dim)):
@@ -240,19 +269,14 @@ class SplitExpertFunction(torch.autograd.Function):
         (x, counts), weight, grad = ctx.saved_tensors, ctx.weight, grad.contiguous()
         if weight.requires_grad:
             ctx.store.put([weight], lambda: [grouped_outer(grad, x, counts)])
-        return grouped_matmul(grad, weight, counts), None, None, None
-
-
-def split_expert(linear: ExpertLinear, store: Any, x: Tensor, counts: Tensor) -> Tensor:
-    """Instead of ExpertLinear's forward: the weight gradient waits."""
-    return SplitExpertFunction.apply(x, linear.weight, counts, store)
+        return grouped_matmul(grad, weight, counts) if ctx.needs_input_grad[0] else None, None, None, None
 
 
 def split_experts(model: Decoder, store: Any):
     """Let the weight gradients of the experts wait in step 6's WeightGradStore, too, if there is one."""
     for module in model.modules():
         if store is not None and isinstance(module, ExpertLinear):
-            module.forward = partial(split_expert, module, store)
+            module.forward = lambda x, counts, module=module: SplitExpertFunction.apply(x, module.weight, counts, store)
 
 
 def take_counts(balance: Balance, mesh: Mesh, sp: bool) -> Tensor:
@@ -265,7 +289,7 @@ def take_counts(balance: Balance, mesh: Mesh, sp: bool) -> Tensor:
 def train(config: Config, observe=None) -> Trained:
     """The whole run; `run` (common/trainer.py) is what surrounds it."""
     with start(config, observe) as run:
-        mesh, plan, balance = run.mesh, run.plan_pipeline(), make_balance(config, run)
+        mesh, plan, balance = run.mesh, run.plan_pipeline(), run.make_balance()
         with torch.device("meta"):
             model = Decoder(run.shape)
             add_experts(model, balance)
@@ -294,8 +318,7 @@ def train(config: Config, observe=None) -> Trained:
             with run.phase("optimizer"):
                 dims = ["tp", "pp"] if config.zero else ["tp", "ep", "pp"]  # ZeRO's slices are cut over ep already
                 norm = global_norm(optimizer, mesh, dims, sliced=config.zero > 0)
-                if run.accepts(loss, norm):
-                    optimizer.step(run.learning_rate(step), norm)  # clips, and updates
+                if run.accepts(loss, norm) and optimizer.step(run.learning_rate(step), norm):  # clips, and updates
                     balance.adjust(model, counted)
                 optimizer.zero_grad()
             run.note_experts(counted)

@@ -1,4 +1,4 @@
-"""The mesh of ranks, its collectives, and the ledger that sees every byte.
+"""The mesh of ranks and its collectives.
 
     mesh = Mesh({"dp": 2, "tp": 4}, device)      ranks 0-7 as arange(8).view(dp=2, tp=4), tp along the row
 
@@ -6,18 +6,15 @@
         dp 1      [4  5  6  7]        mesh["dp"] of rank 5: the group {1, 5}
 
 Every function takes the group it works in. In a group of one it sends nothing, so the same code runs on one process.
-Bytes are booked as a ring sends them, per rank, for n ranks and a full tensor of S bytes (the whole input of a
-reduction, the whole output of a gather):
+The ledger (services/ledger.py) sees every byte. They are booked as a ring sends them, per rank, for n ranks and a full
+tensor of S bytes (the whole input of a reduction, the whole output of a gather):
 
     all_reduce 2 (n-1)/n S     reduce_scatter (n-1)/n S     all_gather (n-1)/n S     all_to_all (n-1)/n S     send S
 """
 
 import math
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -34,59 +31,12 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
 
 
 @dataclass
-class Ledger:
-    """Calls and bytes sent by this rank, by (mesh dimension, operation), and seconds waited, since the last `take`."""
-
-    calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
-    bytes: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
-    wait_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    events: list[tuple[str, Any, Any]] = field(default_factory=list)
-    entered: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # collectives by dimension, never cleared
-    last: str = ""  # the call entered last
-
-    def book(self, group: "Group", operation: str, n_bytes: float):
-        """Enter one call that sends `n_bytes` from this rank."""
-        self.entered[group.name] += operation != "send"
-        self.last = f"{group.name} {operation}"
-        self.calls[group.name, operation] += 1
-        self.bytes[group.name, operation] += n_bytes
-
-    @contextmanager
-    def waiting(self, group: "Group") -> Iterator[None]:
-        """Book the enclosed time, during which this rank (or its GPU's compute stream) does nothing but wait."""
-        if group.device.type == "cuda":
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            yield
-            last.record()
-            self.events.append((group.name, first, last))
-        else:
-            start = time.perf_counter()
-            yield
-            self.wait_seconds[group.name] += time.perf_counter() - start
-
-    def take(self) -> dict[str, Any]:
-        """The entries as metrics, `traffic` {dim: {operation: bytes}}, `calls` and `wait_seconds`; then start anew."""
-        for name, first, last in self.events:
-            last.synchronize()
-            self.wait_seconds[name] += first.elapsed_time(last) / 1e3
-        traffic, calls = defaultdict(dict), defaultdict(dict)
-        for (dim, operation), n_bytes in self.bytes.items():
-            traffic[dim][operation] = n_bytes
-            calls[dim][operation] = self.calls[dim, operation]
-        taken = dict(traffic=dict(traffic), calls=dict(calls), wait_seconds=dict(self.wait_seconds))
-        for entries in (self.calls, self.bytes, self.wait_seconds, self.events):
-            entries.clear()
-        return taken
-
-
-@dataclass
 class Group:
     """The ranks along one mesh dimension. `rank` counts inside the group; `handle` is None for a group of one."""
 
     name: str
     device: torch.device
-    ledger: Ledger
+    ledger: Any
     rank: int = 0
     size: int = 1
     handle: dist.ProcessGroup | None = None
@@ -104,12 +54,12 @@ class Group:
 class Mesh:
     """Named dimensions over the ranks: `mesh["tp"]` is this rank's group along tp."""
 
-    def __init__(self, sizes: dict[str, int], device: torch.device, timeout: timedelta | None = None):
+    def __init__(self, sizes: dict[str, int], device: torch.device, ledger: Any, timeout: timedelta | None = None):
         """`sizes`: dimension -> number of ranks, slowest first; their product is the world size.
 
         `timeout` of every group's collectives; None: the backend's own, 10 minutes for NCCL, 30 for gloo.
         """
-        self.sizes, self.device, self.timeout, self.ledger = sizes, device, timeout, Ledger()
+        self.sizes, self.device, self.ledger, self.timeout = sizes, device, ledger, timeout
         self.world = math.prod(sizes.values())
         self.rank = dist.get_rank() if self.world > 1 else 0
         self.groups: dict[str, Group] = {}

@@ -85,6 +85,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     q [batch, seq, heads, head_dim]; k, v [batch, seq, kv_heads, head_dim], each for heads/kv_heads query heads -> as q.
     """
+    if q.is_cuda and q.dtype.itemsize > 2 and (n := q.shape[2] // k.shape[2]) > 1:  # no fused kernel groups these
+        k, v = (x.repeat_interleave(n, dim=2) for x in (k, v))
     by_head = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(*by_head, is_causal=True, enable_gqa=q.shape[2] != k.shape[2]).transpose(1, 2)
 

@@ -23,6 +23,7 @@ in it under any layout. The residual stream carries the others past it.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 
 import torch
@@ -53,11 +54,6 @@ class MoEConfig(ModelConfig):
     def has_experts(self, layer: int) -> bool:
         """Whether the layer of this number has experts instead of one MLP."""
         return self.experts > 0 and layer >= self.dense_layers and (layer - self.dense_layers + 1) % self.moe_every == 0
-
-    @property
-    def moe_layers(self) -> int:
-        """Number of layers with experts."""
-        return sum(self.has_experts(layer) for layer in range(self.n_layers))
 
 
 DEEPSEEK = dict(experts=256, experts_per_token=8, expert_dim=2048, shared_experts=1, dense_layers=3)
@@ -108,10 +104,30 @@ class GroupedLinear(torch.autograd.Function):
 
 
 def add_rows(rows: Tensor, place: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """Sums [n, dim] in `dtype` of rows [any number, dim], each added at its `place` (int64), in fp32 or wider."""
+    """Sums [n, dim] in `dtype` of rows [any number, dim], each added at its `place` (int64), in fp32 or wider.
+
+    Their order is fixed: a GPU's `index_put_` sorts by place. With `index_add_`, ranks that compute the same could get
+    another last bit, so choose another expert, and wait for rows that never come.
+    """
     wide = torch.promote_types(rows.dtype, torch.float32)
-    sums = rows.new_zeros(n, rows.shape[1], dtype=wide)  # `index_add_` would keep the rows for its backward
-    return sums.scatter_add_(0, place[:, None].expand_as(rows), rows.to(wide)).to(dtype)
+    sums = rows.new_zeros(n, rows.shape[1], dtype=wide)
+    return sums.index_put_((place,), rows.to(wide), accumulate=True).to(dtype)
+
+
+class TakeRows(torch.autograd.Function):
+    """x [n, dim] -> rows x[place], place int64 [any number]; backward is `add_rows`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, place: Tensor) -> Tensor:
+        """A row may be taken several times, or never."""
+        ctx.save_for_backward(place)
+        ctx.n = len(x)
+        return x.index_select(0, place)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """dx [n, dim]."""
+        return add_rows(grad, ctx.saved_tensors[0], ctx.n, grad.dtype), None
 
 
 class ExpertLinear(nn.Module):
@@ -135,11 +151,11 @@ class Experts(nn.Module):
         self.up_proj = ExpertLinear(m.experts, m.dim, m.expert_width)
         self.down_proj = ExpertLinear(m.experts, m.expert_width, m.dim)
 
-    def forward(self, x: Tensor, gates: Tensor) -> Tensor:
-        """x [tokens, dim], gates [tokens, experts], zero where a token does not go -> weighted sums [tokens, dim]."""
-        visits = gates != 0
-        expert, token = visits.T.nonzero(as_tuple=True)  # of each choice, sorted by expert
-        counts, rows = visits.sum(0), x.index_select(0, token)  # dispatch
+    def forward(self, x: Tensor, gates: Tensor, n_choices: int | None = None) -> Tensor:
+        """x [tokens, dim], gates [tokens, experts], `n_choices` of them not 0 -> weighted sums [tokens, dim]."""
+        visits = (gates != 0).T  # so choices come sorted by expert. For `nonzero` the host waits for a GPU
+        expert, token = (visits.nonzero() if n_choices is None else visits.nonzero_static(size=n_choices)).unbind(1)
+        counts, rows = visits.sum(1), TakeRows.apply(x, token)  # dispatch
         hidden = F.silu(self.gate_proj(rows, counts)) * self.up_proj(rows, counts)
         weighted = self.down_proj(hidden, counts) * gates[token, expert][:, None]  # in the gates' wider dtype
         return add_rows(weighted, token, len(x), x.dtype)  # combine
@@ -154,6 +170,12 @@ def select(scores: Tensor, m: MoEConfig) -> Tensor:
         barred = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(1, best, False)
         scores = by_group.masked_fill(barred[..., None], -torch.inf).flatten(1)
     return scores.topk(m.experts_per_token).indices
+
+
+def count(chosen: Tensor, experts: int) -> Tensor:
+    """int64 [experts]: how often each occurs in `chosen`. For `bincount` the host would wait for a GPU."""
+    chosen = chosen.flatten().long()
+    return chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
 
 
 def within_capacity(chosen: Tensor, experts: int, capacity: int) -> Tensor:
@@ -175,7 +197,7 @@ class AddLoss(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         """Gradients of x and of the loss. Counts, as forward may run twice (recomputation) or in vain (validation)."""
         ctx.counted.add_(ctx.row)
-        return grad, torch.tensor(ctx.scale, dtype=torch.float64, device=grad.device), None, None, None
+        return grad, grad.new_full((), ctx.scale, dtype=torch.float64), None, None, None
 
 
 @dataclass(eq=False)
@@ -226,8 +248,8 @@ class Router(nn.Module):
 class MoE(nn.Module):
     """Router, experts, shared experts: replaces the MLP of layer `number`.
 
-    Expert parallelism replaces `run_experts`: it brings tokens to experts and back. Ranks that share sequences replace
-    `gather_choices`: choices [batch, seq/n, top_k] of their `local_tokens` -> of all, in order, [batch, seq, top_k].
+    Expert parallelism replaces `run_experts`, which returns a function for the result: tokens may travel meanwhile.
+    Ranks that share sequences replace `gather_choices`: of their `local_tokens` -> of all, [batch, seq, top_k].
     """
 
     def __init__(self, m: MoEConfig, number: int, balance: Balance):
@@ -235,7 +257,7 @@ class MoE(nn.Module):
         self.m, self.number, self.balance = m, number, balance
         self.router, self.experts = Router(m), Experts(m)
         self.shared_experts = MLP(replace(m, ffn_dim=m.shared_experts * m.expert_width)) if m.shared_experts else None
-        self.run_experts: Callable[[Experts, Tensor, Tensor], Tensor] = lambda experts, x, gates: experts(x, gates)
+        self.run_experts: Callable[[Experts, Tensor, Tensor], Callable[[], Tensor]] = partial
         self.gather_choices: Callable[[Tensor], Tensor] = lambda chosen: chosen
         self.local_tokens: slice | Tensor = slice(None)
 
@@ -258,15 +280,15 @@ class MoE(nn.Module):
                 kept = within_capacity(all_chosen, m.experts, capacity)[:, self.local_tokens].reshape(chosen.shape)
                 gates = gates * kept
             if balance.kind == "loss":
-                fraction = all_chosen.flatten().bincount(minlength=m.experts) / all_chosen.numel()
+                fraction = count(all_chosen, m.experts) / all_chosen.numel()
                 balance_loss = m.experts * (fraction.to(p.dtype) * p.sum(0)).sum() / n_tokens
         z_loss = balance.z_loss * logits.logsumexp(-1).square().sum() / n_tokens if balance.z_loss else 0.0
-        loss = balance.weight * balance_loss + z_loss
-        out = self.run_experts(self.experts, tokens, torch.zeros_like(p).scatter(1, chosen, gates)).view_as(x)
-        if self.shared_experts is not None:
-            out = out + self.shared_experts(x)
+        finish = self.run_experts(self.experts, tokens, torch.zeros_like(p).scatter(1, chosen, gates))
+        shared = self.shared_experts(x) if self.shared_experts is not None else 0.0  # while tokens travel
+        out = finish().view_as(x) + shared
         numbers = (~kept).sum(), torch.special.entr(p.detach()).sum(), balance_loss.detach() / balance.micro_batches
-        row = torch.cat((chosen.flatten().bincount(minlength=m.experts), torch.stack(numbers)))
+        row = torch.cat((count(chosen, m.experts), torch.stack(numbers)))
+        loss = balance.weight * balance_loss + z_loss
         return AddLoss.apply(out, loss, balance.scale, balance.counted[self.number], row)
 
 

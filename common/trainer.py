@@ -12,9 +12,10 @@
     return run.trained()                            (model, optimizer, history of metrics)
 
 `observe(step, optimizer)`, if given, sees each step's complete gradients before the update. `run.steps` also takes the
-gradient sync (step 2), this rank's positions (step 5) and the pipeline (step 6). `run.plan_pipeline()`, `run.ep` and
-`run.note_experts` are for steps 6 and 7. Some flags replace a mechanism by a variant in services: `run.all_reduce` may
-compress, `run.torch_ddp` is PyTorch's own data parallelism, `run.homes` says where ZeRO keeps its slices.
+gradient sync (step 2), this rank's positions (step 5) and the pipeline (step 6). services/variants.py has more verbs:
+`run.plan_pipeline`, `run.make_balance` and `run.note_experts` for steps 6 and 7, and variants of a mechanism:
+`run.torch_ddp` is PyTorch's own data parallelism, `run.homes` says where ZeRO keeps its slices. `run.all_reduce` may
+compress.
 """
 
 import math
@@ -29,22 +30,20 @@ from torch import Tensor
 from common.comm import Mesh, all_reduce, sum_over
 from common.data import Batch
 from common.model import Decoder
-from common.schedules import Plan
 from services import evaluation, pictures, resume
-from services.checks import check, choose_ep, mesh_sizes, plan_pipeline
+from services.checks import check, choose_ep, mesh_sizes
 from services.compression import CompressedSum
-from services.devices import choose_device, choose_dtype, moment
+from services.devices import choose_device, choose_dtype
 from services.flags import RunFlags as RunFlags
 from services.flags import main as main
-from services.health import Spikes, expert_metrics, health, require_finite
+from services.health import Spikes, health, require_finite
 from services.launch import open_mesh, require_same_flags, world_size
-from services.offload import homes, require_disk
 from services.predictions import predict
 from services.readers import open_tokens
-from services.replicas import require_same_parameters, require_same_replicas
+from services.replicas import require_same_replicas
 from services.run import Run
-from services.state import held, settle
-from services.torch_ddp import TorchSync
+from services.state import settle
+from services.variants import Variants
 from services.zero_toy import print_toy
 
 
@@ -66,7 +65,7 @@ def start(config: Any, observe: Callable | None = None) -> Iterator["Trainer"]:
         yield Trainer(config, mesh, observe, stack)
 
 
-class Trainer:
+class Trainer(Variants):
     """The verbs above."""
 
     def __init__(self, config: Any, mesh: Mesh, observe: Callable | None, stack: ExitStack):
@@ -78,7 +77,6 @@ class Trainer:
         self.positions = torch.arange(m.seq_len)  # of this rank's tokens in a sequence
         self.all_reduce = all_reduce if getattr(config, "compress", "none") == "none" else CompressedSum(config)
         self.ep = choose_ep(config, m, mesh["dp"].size * mesh["cp"].size) if hasattr(config, "ep") else 1
-        self.moment = partial(moment, self.device)  # now: seconds, or an event in a GPU's stream
         self.spikes = Spikes(config.skip_spikes)
         self.log: Run | None = None
         self.more: dict[str, Any] = {}  # what else this step's record says
@@ -118,9 +116,9 @@ class Trainer:
             tokens, targets = (x[:, self.positions].to(self.device) for x in (batch.tokens, batch.targets))
             return Batch(tokens, targets, batch.n_targets)
 
-    def phase(self, name: str) -> Any:
-        """A context: its seconds and, in profiled steps, bytes are booked under `name`."""
-        return self.log.phase(name)
+    def phase(self, name: str, action: Any = None) -> Any:
+        """A context: its seconds and, in profiled steps, bytes are booked under `name`. `action`: a pipeline's."""
+        return self.log.phase(name, action)
 
     def learning_rate(self, step: int) -> float:
         """Linear warm-up, then a cosine down to a tenth of the peak. `step` counts from 0."""
@@ -153,19 +151,11 @@ class Trainer:
         self.measure()
         return float(total)
 
-    def measure(self):
-        """Note the bytes that this rank holds now, by kind, for the memory table."""
-        self.log.measure(held(self.optimizer, getattr(self.config, "offload_optimizer", "none") == "disk"))
-
     def accepts(self, loss: float, norm: float) -> bool:
         """False if loss or gradient norm is a spike (--skip-spikes): the step is then left out."""
         spike = math.isfinite(norm) and self.spikes.is_spike(loss, norm)
         self.more |= dict(skipped=True) if spike else {}
         return not spike
-
-    def note_experts(self, counted: Tensor):
-        """Add to this step's record how busy the experts were (step 7's `Balance.counted`)."""
-        self.more |= expert_metrics(self.shape, counted)
 
     def end_step(self, loss: float, norm: float):
         """After the update: measure, validate, log, compare replicas, save, each when it is due."""
@@ -183,25 +173,6 @@ class Trainer:
             require_same_replicas(self.optimizer, self.mesh)
         if log.stopping or (config.save_every and log.due(config.save_every, step)):
             resume.save(log, step + 1, self.optimizer, self.spikes)
-
-    def require_same_parameters(self):
-        """Compare the weights of replicas, if they are whole (without ZeRO). Raises RuntimeError."""
-        if self.mesh.sizes and not getattr(self.config, "zero", 0):
-            require_same_parameters(self.model, self.mesh)
-
-    def plan_pipeline(self) -> Plan:
-        """Who has which layers, and does what in which order (step 6)."""
-        return plan_pipeline(self.config, self.shape, self.mesh.sizes)
-
-    def torch_ddp(self, model: Decoder) -> TorchSync:
-        """--sync torch: PyTorch's DistributedDataParallel around the model."""
-        return TorchSync(model, self.mesh.data, self.config.bucket_mb)
-
-    def homes(self, model: Decoder) -> tuple[Callable, Callable]:
-        """Where ZeRO's slices live: of the weights, and of masters and moments (--offload-...)."""
-        if self.config.offload_optimizer == "disk":
-            require_disk(self.config, model, self.dtype, self.mesh)
-        return homes(self.config)
 
     def zero_toy(self, zero_optimizer: type) -> Trained:
         """--toy: print step 3's example and end."""

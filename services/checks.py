@@ -11,7 +11,7 @@ from common.model import ModelConfig
 from common.moe import MoEConfig
 from common.schedules import SCHEDULES, Plan, chunks_per_rank, place_stages
 from services.devices import choose_device, choose_dtype
-from theory.flops import balance, layer_costs, matmul_weights
+from theory.flops import balance, layer_costs, matmul_weights, moe_layers
 
 
 def check(config: Any, world: int):
@@ -184,12 +184,12 @@ def check_ep(config: Any, world: int):
         raise UserError(
             f"--ep {ep} does not divide dp x cp = {dp} x {cp} = {data} ranks, among which it lives: use one of {legal}"
         )
-    if ep > 1 and not m.moe_layers:
+    if ep > 1 and not moe_layers(m):
         raise UserError(f"--ep {ep} needs experts: set --experts, or use --ep 1")
     if ep > 1 and m.experts % ep:
         legal = [n for n in range(1, data + 1) if data % n == 0 and m.experts % n == 0]
         raise UserError(f"--experts {m.experts} cannot be dealt to --ep {ep} ranks: use --ep among {legal}")
-    if m.moe_layers and m.expert_width % tp:
+    if moe_layers(m) and m.expert_width % tp:
         raise UserError(f"--tp {tp} must divide the width of an expert, {m.expert_width}: change it or --expert-dim")
     if ep > 1 and config.optimizer == "adafactor":
         raise UserError("--optimizer adafactor looks at all experts at once: use it with --ep 1")
@@ -249,7 +249,7 @@ def split_layers(config: Any, m: ModelConfig, n: int) -> list[int]:
 
 def choose_ep(config: Any, m: MoEConfig, data: int) -> int:
     """`--ep`, or what 0 stands for, among `data` = dp x cp ranks."""
-    return config.ep or (2 if m.moe_layers and data % 2 == 0 and m.experts % 2 == 0 else 1)
+    return config.ep or (2 if moe_layers(m) and data % 2 == 0 and m.experts % 2 == 0 else 1)
 
 
 def refuse(schedule: str, p: int, m: int, v: int) -> str:

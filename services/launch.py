@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from common import UserError
 from common.comm import Mesh
+from services.ledger import Ledger
 
 
 def world_size() -> int:
@@ -70,7 +71,7 @@ def open_mesh(sizes: dict[str, int], device: torch.device, backend: str, timeout
         store = fresh_store(2 * timeout)
         where = {} if store is None else dict(store=store, rank=int(os.environ["RANK"]), world_size=world)
         dist.init_process_group(chosen, timeout=timedelta(seconds=2 * timeout), **where)
-    mesh = Mesh(sizes, device, timedelta(seconds=2 * timeout))
+    mesh = Mesh(sizes, device, Ledger(), timedelta(seconds=2 * timeout))
     yield mesh
     # Only reached in order: after an error the peers may be gone, and leaving together would hang.
     if joins:

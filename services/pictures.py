@@ -14,6 +14,7 @@ from services import plots
 from services.launch import gather_objects
 from services.tables import reduction_table, table
 from theory.bubble import UNIT_COSTS, idle_fraction
+from theory.flops import moe_layers
 
 
 def describe(schedule: str, placements: list[Placement], lists: list[list[Action]], lengths: list[int]) -> str:
@@ -36,25 +37,22 @@ def describe(schedule: str, placements: list[Placement], lists: list[list[Action
     return f"stages of {schedule}, which is idle for {idle:.1%} of the time:\n" + "\n".join(lines)
 
 
-def timeline(pipeline: Any, since: float | None = None) -> list[list]:
-    """The actions of a pipeline's last run with gradients, [kind, micro-batch, chunk, start, end].
-
-    Seconds from its beginning or, on a CPU, from the moment `since`. Waits for a GPU: not for a loop's inside.
-    """
+def timeline(log: Any) -> list[list]:
+    """The actions of a run's last step, [kind, micro-batch, chunk, start, end], in seconds. Waits for a GPU."""
 
     def seconds(moment: Any) -> float:
         if isinstance(moment, float):
-            return moment - (pipeline.began if since is None else since)
+            return moment - log.began
         moment.synchronize()
-        return pipeline.began.elapsed_time(moment) / 1e3
+        return log.began.elapsed_time(moment) / 1e3
 
-    return [[*action, seconds(start), seconds(end)] for action, start, end in pipeline.spans]
+    return [[*action, seconds(start), seconds(end)] for action, start, end in log.spans]
 
 
 def draw_timeline(run: Any):
     """timeline.json and timeline.png: what each stage did when in the last step, of one pipeline. A collective."""
     pipeline, lists = run.pipeline, run.pipeline.lists
-    rows = gather_objects(timeline(pipeline), run.mesh)[:: run.mesh.world // len(lists)]
+    rows = gather_objects(timeline(run.log), run.mesh)[:: run.mesh.world // len(lists)]
     if run.mesh.rank == 0 and len(rows) > 1 and rows[0]:
         mean: dict[str, float] = {}
         for kind in ("F", "B", "W", "BW"):
@@ -88,7 +86,8 @@ def before(run: Any, costs: Any):
     shapes = {name: layout_of(p).full_shape(p.shape) for name, p in run.model.named_parameters()}
     rows = reduction_table(run.model, dims)
     if pipeline is not None:
-        run.log.watch = sum(action.kind == "F" for action in pipeline.actions)
+        run.log.pipelined = True
+        run.log.watch = run.log.forwards = sum(action.kind == "F" for action in pipeline.actions)
         both = gather_objects((shapes, rows), mesh)  # a rank holds only some layers
         shapes = {name: shape for theirs, _ in both for name, shape in theirs.items()}
         rows = list({row[0]: row for _, theirs in both for row in theirs}.values())
@@ -107,5 +106,5 @@ def after(run: Any):
         draw_timeline(run)
     if run.mesh.rank == 0 and run.log.history and hasattr(run.shape, "experts"):
         plots.traffic(run.log.out)
-        if run.shape.moe_layers:
+        if moe_layers(run.shape):
             plots.expert_load({"": run.log.out}, run.log.out / "expert_load.png")

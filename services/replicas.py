@@ -1,4 +1,9 @@
-"""The proof, during a run, that ranks that hold the same numbers hold the same bits."""
+"""The proof, during a run, that ranks that hold the same numbers hold the same bits.
+
+This may be asked on GPUs, too, though two runs differ there in their last bits (the backward of flash attention adds by
+atomics). What several ranks hold alike has come to them from one reduction. Or each has computed it from the same bits,
+by operators that add in a fixed order; common/moe.py's `add_rows` takes care of that.
+"""
 
 from typing import Any
 

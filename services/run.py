@@ -27,7 +27,8 @@ from tqdm import tqdm
 from common import UserError
 from common.comm import Mesh
 from services import plots
-from services.devices import peak_memory
+from services.devices import moment, peak_memory
+from services.launch import gather_objects
 from services.memory import MemoryTimeline
 from services.tables import bytes_of, human, table
 from services.watchdog import Place, Signals, Watchdog, shared_store
@@ -59,7 +60,9 @@ class Run:
         self.decided: bool | None = None
         self.memory = MemoryTimeline()
         self.step = self.first = self.end = self.profiled_until = 0
-        self.watch = 1  # forward passes of which the memory is still to be watched
+        self.pipelined = False  # whether the phases' actions are to be drawn at the end
+        self.began, self.spans = None, []  # when the last step began; (action, start, end) of its phases
+        self.watch = self.forwards = 1  # forward passes of which the memory is still to be watched; those of one step
         self.measured: dict[str, int] = {}
         self.traffic: dict[str, Any] = {}
         self.clock: dict[str, float] = defaultdict(float)
@@ -140,6 +143,9 @@ class Run:
         quiet = self.rank != 0 or not sys.stderr.isatty()
         with tqdm(total=self.end, initial=start, disable=quiet, unit="step") as self.bar:
             for step in range(start, self.end):
+                if self.pipelined and step + 1 == self.end:
+                    gather_objects(None, self.mesh)  # the timelines of all ranks begin here
+                    self.began = moment(self.device)
                 self.step, self.started, self.decided = step, time.perf_counter(), None
                 yield step
                 if self.stopping:
@@ -151,8 +157,11 @@ class Run:
         return (step + 1) % every == 0 or step + 1 == self.end
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Book the enclosed seconds (and, in profiled steps, bytes) under data, forward, backward, optimizer, ..."""
+    def phase(self, name: str, action: Any = None) -> Iterator[None]:
+        """Book the enclosed seconds (and, in profiled steps, bytes) under data, forward, backward, optimizer, ...
+
+        `action` of a pipeline: what it is, for the timeline of the last step.
+        """
         self.doing = name
         if name == "validation":
             self.traffic = self.mesh.ledger.take()
@@ -167,21 +176,29 @@ class Run:
                 last.record()
                 self.events.append((name, first, last))
             else:
-                start = time.perf_counter()
+                first = time.perf_counter()
                 yield
-                self.clock[name] += time.perf_counter() - start
-        if name == "forward" and self.device.type == "cuda":  # not the first alone, where cuBLAS takes its workspace
-            self.measured["activations"] = torch.cuda.memory_allocated(self.device) - before
-        elif name == "forward" and self.profiling and self.watch:
+                last = time.perf_counter()
+                self.clock[name] += last - first
+        if action is not None and self.began is not None:
+            self.spans.append((action, first, last))
+        if name == "forward" and self.profiling and self.watch:
             self.measured["activations"] = max(self.measured.get("activations", 0), self.memory.live("activations"))
             self.watch -= 1
+        elif name == "forward" and self.device.type == "cuda" and self.forwards == 1:
+            # Of the last forward pass: in the first one, cuBLAS takes its workspace.
+            self.measured["activations"] = torch.cuda.memory_allocated(self.device) - before
 
     @property
     def profiling(self) -> bool:
-        """Whether every tensor is watched: in the first steps on demand, else (on CPU) in the first forward pass."""
+        """Whether every tensor is watched: in the first steps on demand, else in the first forward passes.
+
+        On a GPU the allocator's count does for one forward pass, but not for pipelines, which hold several at once,
+        with gradients among them.
+        """
         if self.config.profile_memory:
             return self.step < self.profiled_until
-        return self.device.type == "cpu" and self.watch > 0 and not self.config.compile
+        return (self.device.type == "cpu" or self.forwards > 1) and self.watch > 0 and not self.config.compile
 
     def measure(self, held: dict[str, list[Tensor]]):
         """Note the bytes held by tensors, by kind, for the memory table (the most seen in the first two steps)."""

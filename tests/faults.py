@@ -24,7 +24,7 @@ from common.comm import Group, Mesh, Pending, all_gather, all_reduce
 from common.data import Batch, TokenData
 from common.layout import Layout, layout_of
 from common.model import IGNORE, draw_parameter
-from services import checkpoint, checks, resume
+from services import checkpoint, checks, resume, variants
 
 HEADS = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 
@@ -173,7 +173,7 @@ def no_sync() -> Iterator[None]:
 
     with (
         mock.patch.object(step02.BucketSync, "send", not_sent),
-        mock.patch.object(trainer, "require_same_parameters", lambda *_: None),
+        mock.patch.object(variants, "require_same_parameters", lambda *_: None),
     ):
         yield
 
@@ -191,7 +191,7 @@ def bucket_forgotten() -> Iterator[None]:
 
     with (
         mock.patch.object(step02.BucketSync, "send", skip_last),
-        mock.patch.object(trainer, "require_same_parameters", lambda *_: None),
+        mock.patch.object(variants, "require_same_parameters", lambda *_: None),
     ):
         yield
 
@@ -476,7 +476,7 @@ def not_summed_over_cp() -> Iterator[None]:
     alone = property(lambda mesh: Group("data", mesh.device, mesh.ledger))
     with (
         mock.patch.object(Mesh, "data", alone),
-        mock.patch.object(trainer, "require_same_parameters", lambda *_: None),
+        mock.patch.object(variants, "require_same_parameters", lambda *_: None),
     ):
         yield
 
@@ -741,10 +741,10 @@ def blocking_messages() -> Iterator[None]:
 def balanced_by_own_tokens() -> Iterator[None]:
     """The balance loss takes each rank's own choices for those of the whole micro-batch."""
 
-    def call(self, chosen):
-        return chosen.repeat(1, self.group.size, 1)
+    def gather_choices(group, places, chosen):
+        return chosen.repeat(1, group.size, 1)
 
-    with mock.patch.object(step07.GatherChoices, "__call__", call):
+    with mock.patch.object(step07, "gather_choices", gather_choices):
         yield
 
 
@@ -787,7 +787,7 @@ def experts_summed_over_all_data() -> Iterator[None]:
     with (
         mock.patch.object(step02, "replica_group", everyone),
         mock.patch.object(step03, "replica_group", everyone),
-        mock.patch.object(trainer, "require_same_parameters", lambda *_: None),
+        mock.patch.object(variants, "require_same_parameters", lambda *_: None),
     ):
         yield
 
@@ -809,7 +809,7 @@ def experts_averaged() -> Iterator[None]:
 def gates_not_differentiated() -> Iterator[None]:
     """Gates are taken for constants, so the router learns from the balance loss alone."""
     right = moe.Experts.forward
-    with mock.patch.object(moe.Experts, "forward", lambda self, x, gates: right(self, x, gates.detach())):
+    with mock.patch.object(moe.Experts, "forward", lambda self, x, gates, *n: right(self, x, gates.detach(), *n)):
         yield
 
 
@@ -848,7 +848,7 @@ def experts_counted_once_in_the_norm() -> Iterator[None]:
 
     with (
         mock.patch.object(step07, "global_norm", global_norm),
-        mock.patch.object(trainer, "require_same_parameters", lambda *_: None),
+        mock.patch.object(variants, "require_same_parameters", lambda *_: None),
     ):
         yield
 
@@ -915,6 +915,19 @@ def read_as_rank_0() -> Iterator[None]:
         return right(self, replace(piece, layout=replace(piece.layout, splits=tuple(cuts))))
 
     with mock.patch.object(checkpoint.Checkpoint, "fill", fill):
+        yield
+
+
+@contextmanager
+def gathered_inputs_wait() -> Iterator[None]:
+    """Zero bubble keeps the gathered input of column-parallel layers until W, not s/n tokens of it."""
+    right = step06.SplitFunction.forward
+
+    def forward(ctx, x, group, gather, reduce, store, *weights):
+        full = gather(x, group).wait() if group is not None else x
+        return right(ctx, full, group, step06.whole, reduce, store, *weights)
+
+    with mock.patch.object(step06.SplitFunction, "forward", forward):
         yield
 
 

@@ -30,6 +30,7 @@ from services import checkpoint as checkpoints
 from services import devices, flags
 from services import resume as resuming
 from services.checks import check_one
+from services.ledger import Ledger
 from services.plots import read_metrics
 from services.readers import BYTE_VOCAB, open_tokens
 from services.run import Run
@@ -85,7 +86,7 @@ def take_step(optimizer: Optimizer, lr: float) -> float:
 
 def state_of(optimizer: Optimizer) -> dict[str, dict[str, torch.Tensor]]:
     """Everything it keeps, by kind and name."""
-    return full_state(optimizer, Mesh({}, torch.device("cpu")))
+    return full_state(optimizer, Mesh({}, torch.device("cpu"), Ledger()))
 
 
 # Recomputation, memory and FLOPs
@@ -744,7 +745,7 @@ def test_a_signal_at_any_moment_saves_the_last_step(tmp_path, monkeypatch, capsy
 def test_a_second_ctrl_c_leaves_at_once(tmp_path):
     """But not one that a launcher repeats within two seconds."""
     device = torch.device("cpu")
-    run = Run(small(tmp_path), device, (1.0, 1.0), 1.0, Mesh({}, device))
+    run = Run(small(tmp_path), device, (1.0, 1.0), 1.0, Mesh({}, device, Ledger()))
     run.stop()
     run.stop()
     run.since -= 3

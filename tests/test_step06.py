@@ -26,6 +26,7 @@ from services.checks import check_pp, choose_chunks, split_layers
 from services.launch import open_mesh
 from services.run import Run
 from tests import equivalence, faults
+from tests.bench.timelines import Recorder
 from tests.equivalence import SMALL, check, difference, label
 from tests.pool import RankError
 from theory.bubble import in_flight
@@ -345,7 +346,7 @@ def test_all_linear_layers_are_split(pools, tmp_path, mode):
 # --- laws ------------------------------------------------------------------------------------------------------------
 
 
-def costs_on_rank(options: dict) -> tuple[dict, dict, dict]:
+def costs_on_rank(options: dict, fault: str = "") -> tuple[dict, dict, dict]:
     """Runs on every rank: train; bytes sent in the last step, predicted traffic, memory measured and predicted."""
     seen: dict = {}
     finish = Run.finish
@@ -354,7 +355,7 @@ def costs_on_rank(options: dict) -> tuple[dict, dict, dict]:
         seen.update(predicted=traffic, memory=(self.measured, predicted))
         finish(self, predicted, traffic)
 
-    with mock.patch.object(Run, "finish", spy):
+    with mock.patch.object(Run, "finish", spy), faults.applied(fault):
         history = step06.train(step06.Config(**options)).history
     sent = {(d, o): n for d, operations in history[-1]["traffic"].items() for o, n in operations.items()}
     return sent, seen["predicted"], seen["memory"]
@@ -441,6 +442,44 @@ def test_measured_activations_are_the_predicted_ones(pools, tmp_path, schedule):
         assert measured["parameters"] == predicted["parameters"]
 
 
+@pytest.mark.parametrize("schedule", ["zb-h1", "zbv"])
+@pytest.mark.parametrize("flags", [dict(), dict(sp=False), dict(tp_overlap=False)], ids=label)
+def test_inputs_wait_for_w_as_they_are_kept(pools, tmp_path, schedule, flags):
+    """With SP, s/n tokens of the input of a column-parallel layer wait for W, which gathers them again: not all s."""
+    layout = dict(pp=2, tp=2, n_layers=4, global_batch_size=9, steps=2, schedule=schedule, zero=0, seq_len=64) | flags
+    options = SMALL | BASE | PLAIN | layout | dict(out=str(tmp_path / "run"))
+    boundary, v = options["seq_len"] * options["dim"] * 8 // 2, choose_chunks(step06.Config(schedule=schedule))
+
+    def too_much(fault: str) -> list[bool]:
+        found = []
+        for rank, (_, _, (measured, predicted)) in enumerate(pools(4).run(costs_on_rank, options, fault)):
+            (held,) = in_flight([SCHEDULES[schedule](2, 9, v, rank // 2)], until="W")
+            extra = measured["activations"] - predicted["activations"]
+            assert extra >= -0.05 * predicted["activations"]
+            found.append(extra > (held + 2) * boundary + 0.02 * predicted["activations"])
+        return found
+
+    assert not any(too_much(""))
+    if not flags:
+        assert any(too_much("gathered_inputs_wait"))
+
+
+def test_no_input_gradient_where_none_is_wanted():
+    """The input of the first layer may need none: backward then computes no dx, and leaves dW to the store."""
+    store, weight = step06.WeightGradStore(), torch.ones(3, 2, dtype=torch.float64, requires_grad=True)
+    x = torch.ones(1, 4, 2, dtype=torch.float64)
+    with mock.patch.object(step06, "input_gradient", side_effect=AssertionError("dx computed")):
+        (y,) = step06.SplitFunction.apply(x, None, step06.whole, step06.whole, store, weight)
+        y.sum().backward()
+        with pytest.raises(AssertionError, match="dx computed"):
+            step06.SplitFunction.apply(x.requires_grad_(), None, step06.whole, step06.whole, store, weight)[
+                0
+            ].sum().backward()
+    for weight_gradient in store.pop():
+        weight_gradient()
+    assert torch.equal(weight.grad, torch.full_like(weight, 8.0))
+
+
 # --- messages --------------------------------------------------------------------------------------------------------
 
 
@@ -458,10 +497,9 @@ def overlap_on_rank(delay: float, fault: str) -> list[float]:
         if run.mesh.rank == 1:
             time.sleep(delay)
         end = lambda i, hidden: model.lm_head.loss(hidden, tokens)  # noqa: E731
-        # A run begins with a sum over all ranks, for the timelines: without it, as rank 0 would wait there.
-        with mock.patch.object(step06, "sum_over", lambda group, *values: list(values)):
-            pipeline.run([tokens] * 4, end, pipeline.program)
-        return [stop - began for action, _, stop in pipeline.spans if action.kind == "F"]
+        recorder = Recorder()
+        pipeline.run([tokens] * 4, end, pipeline.program, recorder)
+        return [stop - began for kind, *_, stop in recorder.rows if kind == "F"]
 
 
 def test_sends_do_not_wait(pools):

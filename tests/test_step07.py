@@ -19,6 +19,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
 import step01_single_gpu as step01
@@ -37,6 +39,7 @@ from services.memory import MemoryTimeline
 from services.run import Run
 from services.state import held
 from services.tables import bytes_of
+from services.variants import Variants
 from tests import equivalence, faults
 from tests.equivalence import SMALL, difference, label
 from tests.pool import RankError
@@ -233,7 +236,9 @@ def test_resumes_under_other_layouts(pools, tmp_path):
 
 def balance_of(config: step07.Config) -> moe.Balance:
     """How the flags want the experts to be kept busy, on a CPU."""
-    return step07.make_balance(config, SimpleNamespace(shape=config.model_config(), device=CPU))
+    run = Variants()
+    run.config, run.shape, run.device = config, config.model_config(), CPU
+    return run.make_balance()
 
 
 def build_layer(seed: int = 0, **flags) -> moe.MoE:
@@ -427,6 +432,57 @@ def build(config: step07.Config, mesh: Mesh, ep: int) -> tuple[Decoder, Tensor]:
     return model, own
 
 
+class Operators(TorchDispatchMode):
+    """Notes the names of all operators that make floating-point numbers, each with the last size of what it makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: set[tuple[str, int]] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run it."""
+        out = func(*args, **(kwargs or {}))
+        made = [x for x in tree_iter(out) if isinstance(x, Tensor) and x.is_floating_point()]
+        self.seen |= {(func.overloadpacket.__name__, x.shape[-1] if x.dim() else 1) for x in made}
+        return out
+
+
+def test_the_layer_adds_rows_in_a_fixed_order():
+    """No operator whose CUDA kernel adds floating-point rows by atomics, in any order: not forward, not backward."""
+    config = step07.Config(model="debug", experts=8, experts_per_token=3, shared_experts=1, dtype="bf16")
+    m = config.model_config()
+    balance = moe.Balance(m, 1, CPU, "loss", 0.01)
+    with torch.device("meta"):
+        model = Decoder(m)
+        moe.add_experts(model, balance)
+    materialize(model, 0, CPU, torch.bfloat16)
+    x = torch.randn(2, m.seq_len, m.dim, dtype=torch.bfloat16, requires_grad=True)
+    with Operators() as watched:
+        model.model.layers["0"].mlp(x).sum().backward()
+    by_atomics = {"index_add", "index_add_", "scatter_add", "scatter_add_"}
+    found = {(name, size) for name, size in watched.seen if name in by_atomics}
+    assert ("index_put_", m.dim) in watched.seen
+    assert found <= {("scatter_add", m.experts)}  # the gradient of `p.gather`: a token's experts are different ones
+    with Operators() as watched:
+        x.index_select(0, torch.tensor([0, 0])).sum().backward()
+    assert {name for name, _ in watched.seen} & by_atomics
+
+
+def test_an_overflow_moves_no_bias(tmp_path):
+    """fp16: a step that is left out, as its gradient is not finite, leaves the routers' biases alone, too."""
+    base = dict(model="debug", experts=4, dtype="fp16", balance="bias", steps=1, eval_every=0, device="cpu")
+    config = step07.Config(**base, global_batch_size=4, micro_batch_size=2, out=str(tmp_path / "run"))
+
+    def biases(observe=None) -> Tensor:
+        model = step07.train(config, observe).model
+        return torch.stack([layer.mlp.router.bias for layer in model.model.layers.values()])
+
+    def overflow(step, optimizer):
+        next(iter(optimizer.gradients().values())).view(-1)[0] = torch.inf
+
+    assert biases().abs().max() > 0 and biases(overflow).abs().max() == 0
+
+
 def exchange_on_rank(options: dict, ep: int, fault: str = "") -> tuple[dict, dict, list[int]]:
     """Runs on every rank: one layer forward and backward; bytes sent, bytes by formula from the routes, rows sent."""
     config = step07.Config(**options)
@@ -449,7 +505,10 @@ def exchange_on_rank(options: dict, ep: int, fault: str = "") -> tuple[dict, dic
         mesh.ledger.take()
         with mock.patch.object(step07, "find_route", watch):
             layer(x).sum().backward()
-        sent = mesh.ledger.take()["traffic"]
+        taken = mesh.ledger.take()
+        sent = taken["traffic"]
+        if routes:  # rows and gates in one message there, rows home, and the same back; one exchange of counts
+            assert taken["calls"]["ep"] == {"all_to_all": 4, "all_to_all (counts)": 1}
         tokens, e, own_rank = config.micro_batch_size * local, dtype.itemsize, mesh["ep"].rank
         expected: dict[str, dict[str, float]] = {}
         others = [0.0, 0.0]

@@ -35,6 +35,11 @@ def more_weights(m: MoEConfig) -> int:
     return visited - 3 * m.dim * m.ffn_dim
 
 
+def moe_layers(m: MoEConfig) -> int:
+    """Number of layers with experts."""
+    return sum(m.has_experts(layer) for layer in range(m.n_layers))
+
+
 def moe_flops_per_token(m: MoEConfig, recompute: str) -> tuple[float, float]:
     """Step 1's (model, executed) FLOPs of training on one token; of the experts, only those it visits count.
 
@@ -42,10 +47,10 @@ def moe_flops_per_token(m: MoEConfig, recompute: str) -> tuple[float, float]:
     """
     model, executed = flops_per_token(m, recompute)
     more = more_weights(m)
-    model += 6 * m.moe_layers * more
-    executed += 6 * m.moe_layers * more
+    model += 6 * moe_layers(m) * more
+    executed += 6 * moe_layers(m) * more
     if recompute == "full":
-        executed += 2 * m.moe_layers * (more + m.ffn_dim * m.dim)
+        executed += 2 * moe_layers(m) * (more + m.ffn_dim * m.dim)
     return model, executed
 
 

@@ -12,12 +12,18 @@ from common.schedules import Action
 from theory.traffic import UnitShape
 
 
+def kept_heads(kv_heads: int, heads: int, e: int, on_cpu: bool) -> int:
+    """Heads of k, and of v, that attention keeps: a GPU's kernels want as many as of q, but in 16 bits (model.py)."""
+    return kv_heads if on_cpu or e == 2 else heads
+
+
 def activation_bytes(m: ModelConfig, batch: int, dtype: torch.dtype, recompute: str, on_cpu: bool) -> int:
     """Bytes that a forward pass of [batch, seq_len] tokens leaves for backward: RECOMPUTATION in step 1's docstring."""
     e, wide, kv_dim, tokens = dtype.itemsize, max(4, dtype.itemsize), m.n_kv_heads * m.head_dim, batch * m.seq_len
     norm = wide + on_cpu * m.dim * (2 * wide - e if e < wide else wide)
+    kept = kept_heads(m.n_kv_heads, m.n_heads, e, on_cpu)
     layer = {
-        "none": e * (6 * m.dim + 2 * kv_dim + 4 * m.ffn_dim) + wide * m.n_heads + 2 * norm,
+        "none": e * (6 * m.dim + 2 * kept * m.head_dim + 4 * m.ffn_dim) + wide * m.n_heads + 2 * norm,
         "selective": e * (5 * m.dim + 2 * kv_dim + 2 * m.ffn_dim) + wide * m.n_heads,
         "full": e * m.dim,
     }[recompute]
@@ -73,10 +79,13 @@ def tp_activation_bytes(config: Any, m: ModelConfig, tp: int, dtype: torch.dtype
     own = tokens // n if config.sp else tokens
     inputs = own if config.tp_overlap or not config.sp else tokens
     norm = wide + on_cpu * h * (2 * wide - e if e < wide else wide)
-    kv = max(1, m.n_kv_heads // n) * m.head_dim
-    attention = tokens * (e * (2 * h // n + 2 * kv) + wide * m.n_heads // n)
+    kv_heads = max(1, m.n_kv_heads // n)
+    kept = kept_heads(kv_heads, m.n_heads // n, e, on_cpu)
+    attention, kept_attention = (
+        tokens * (e * (2 * h // n + 2 * kv * m.head_dim) + wide * m.n_heads // n) for kv in (kv_heads, kept)
+    )
     layer = {
-        "none": own * (2 * e * h + 2 * norm) + inputs * 2 * e * h + attention + tokens * 4 * e * m.ffn_dim // n,
+        "none": own * (2 * e * h + 2 * norm) + inputs * 2 * e * h + kept_attention + tokens * 4 * e * m.ffn_dim // n,
         "selective": own * e * h + attention + tokens * e * (2 * m.ffn_dim // n + 2 * h),
         "full": own * e * h,
     }[config.recompute]
@@ -135,19 +144,21 @@ def pp_activation_bytes(
 ) -> int | None:
     """What a rank keeps at most: step 5's bytes of its layers (and `more`), times the micro-batches in flight.
 
-    Unknown (None) where step 5's are, and with W apart from B unless tp is 1 and nothing is computed again: then the
-    inputs of all matmuls, e (3 h + f) a token and layer, stay until W.
+    With W apart from B, the inputs of all matmuls, e (3 h + f) a token and layer, stay until W. Over tp they are cut by
+    channels, or by tokens where W gathers them; else each rank has the two inputs of column-parallel layers whole.
+    Unknown (None) where step 5's are, and with W apart from B if anything is computed again, or `more`.
     """
     one, two = (cp_activation_bytes(config, replace(m, n_layers=n), tp, cp, dtype, on_cpu) for n in (1, 2))
     split = any(action.kind == "W" for action in actions)
     extra = [more(chunk) for chunk in chunks]
-    if one is None or None in extra or (split and (tp > 1 or config.recompute != "none" or any(extra))):
+    if one is None or None in extra or (split and (config.recompute != "none" or any(extra))):
         return None
     tokens = config.micro_batch_size * m.seq_len // cp
     rope = 2 * m.seq_len // cp * m.head_dim * max(4, dtype.itemsize)
     embedding = tokens * 9 * (tp > 1)
     layer, head = two - one, 2 * one - two - rope - embedding
-    inputs = tokens * (3 * m.dim + m.ffn_dim) * dtype.itemsize
+    by_tokens = config.sp and config.tp_overlap
+    inputs = (tokens * 2 * m.dim // (tp if by_tokens else 1) + tokens * (m.dim + m.ffn_dim) // tp) * dtype.itemsize
     whole = [len(c.layers) * layer + rope + c.last * head + c.first * embedding for c in chunks]
     whole = [sum(both) for both in zip(whole, extra, strict=True)]
     return in_flight_bytes(actions, whole, [len(c.layers) * inputs for c in chunks])

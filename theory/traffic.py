@@ -191,7 +191,7 @@ def ep_bytes(config: Any, m: MoEConfig, tokens: int, ep: int, e: int, sent: floa
         there, home = tokens * (m.dim * e + m.experts * wide), tokens * m.dim * e
         return {"all_gather": (ep - 1) * (there + home), "reduce_scatter": (ep - 1) * (there + home)}
     row = 2 * m.dim * e + m.experts // ep * wide
-    return {"all_to_all": (sent + came) * row, "all_to_all (counts)": 8 * (ep - 1)}
+    return {"all_to_all": (sent + came) * row, "all_to_all (counts)": 16 * (ep - 1)}
 
 
 def expert_tp_bytes(config: Any, m: MoEConfig, rows: float, tp: int, ep: int, e: int, even: bool) -> dict[str, float]:
@@ -202,8 +202,8 @@ def expert_tp_bytes(config: Any, m: MoEConfig, rows: float, tp: int, ep: int, e:
     x, gates = rows * m.dim * e, rows * (m.experts // ep) * max(4, e)
     if not config.sp:
         return {"all_reduce": 2 * (tp - 1) / tp * (2 * x + gates)}
-    found = {"all_gather": (tp - 1) * (2 * x + gates), "reduce_scatter": (tp - 1) * (2 * x + gates)}
-    return found | ({} if even else {"all_gather (counts)": 8 * (tp - 1)})
+    passed = (tp - 1) * (2 * x + gates)
+    return {"all_gather": passed + (0 if even else 16 * (tp - 1)), "reduce_scatter": passed}
 
 
 def moe_traffic(

@@ -32,11 +32,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import step05_cp_ring as step05
 from common import UserError
-from common.comm import Group, Ledger, Pending
+from common.comm import Group, Pending
 from common.model import attend
 from services.devices import choose_device, choose_dtype
 from services.flags import main as run_main
 from services.launch import gather_objects, open_mesh
+from services.ledger import Ledger
 from services.memory import MemoryTimeline
 from services.tables import human, table
 from tests.bench.cp_work import watched

@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from common import UserError
 from common.model import Decoder
 from common.schedules import (
     SCHEDULES,
+    Action,
     Costs,
     Span,
     chunks_per_rank,
@@ -39,7 +41,7 @@ from common.trainer import start
 from services import plots
 from services.checks import refuse
 from services.flags import main as run_main
-from services.pictures import timeline
+from services.launch import gather_objects
 from services.tables import table
 from tests.pool import Hang, Pool, RankError
 from theory.bubble import idle_fraction
@@ -95,6 +97,21 @@ class StandIn:
         return end(x) if self.last else x
 
 
+class Recorder:
+    """Instead of `run.phase`: `rows` of [kind, micro-batch, chunk, start, end], in seconds."""
+
+    def __init__(self):
+        self.rows: list[list] = []
+
+    @contextmanager
+    def __call__(self, name: str, action: Action | None = None):
+        """Note an action's start and end."""
+        start = time.perf_counter()
+        yield
+        if action is not None:
+            self.rows.append([*action, start, time.perf_counter()])
+
+
 def measure(schedule: str, p: int, m: int, v: int, seconds: float) -> list[list]:
     """Runs on every rank: [kind, micro-batch, chunk, start, end] of its actions; `seconds` of F, B or W of a stage."""
     tokens, width = BOUNDARY
@@ -112,8 +129,10 @@ def measure(schedule: str, p: int, m: int, v: int, seconds: float) -> list[list]
                     here[chunk] = StandIn(seconds, store, first=stage == 0, last=stage == len(placement) - 1)
         chunks = [here[chunk] for chunk in sorted(here)]
         pipeline = step06.Pipeline(unused, chunks, plan, torch.arange(tokens), store, config, run)
-        pipeline.run([torch.zeros(1, *BOUNDARY) for _ in range(m)], lambda i, hidden: hidden.sum(), pipeline.program)
-        return timeline(pipeline, since=0.0)
+        inputs, recorder = [torch.zeros(1, *BOUNDARY) for _ in range(m)], Recorder()
+        gather_objects(None, run.mesh)  # all begin here
+        pipeline.run(inputs, lambda i, hidden: hidden.sum(), pipeline.program, recorder)
+        return recorder.rows
 
 
 def idle(ranks: list[list[list]]) -> float:

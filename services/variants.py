@@ -1,0 +1,57 @@
+"""What flags ask of a trainer beyond the verbs of its loop: variants of a mechanism, plans, records, comparisons."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from common.model import Decoder
+from common.moe import Balance
+from common.schedules import Plan
+from services.checks import plan_pipeline
+from services.health import expert_metrics
+from services.offload import homes, require_disk
+from services.replicas import require_same_parameters
+from services.state import held
+from services.torch_ddp import TorchSync
+
+
+class Variants:
+    """A part of `Trainer` (common/trainer.py), whose attributes it uses."""
+
+    config: Any
+    more: dict[str, Any]
+
+    def plan_pipeline(self) -> Plan:
+        """Who has which layers, and does what in which order (step 6)."""
+        return plan_pipeline(self.config, self.shape, self.mesh.sizes)
+
+    def torch_ddp(self, model: Decoder) -> TorchSync:
+        """--sync torch: PyTorch's DistributedDataParallel around the model."""
+        return TorchSync(model, self.mesh.data, self.config.bucket_mb)
+
+    def homes(self, model: Decoder) -> tuple[Callable, Callable]:
+        """Where ZeRO's slices live: of the weights, and of masters and moments (--offload-...)."""
+        if self.config.offload_optimizer == "disk":
+            require_disk(self.config, model, self.dtype, self.mesh)
+        return homes(self.config)
+
+    def note_experts(self, counted: Tensor):
+        """Add to this step's record how busy the experts were (step 7's `Balance.counted`)."""
+        self.more |= expert_metrics(self.shape, counted)
+
+    def measure(self):
+        """Note the bytes that this rank holds now, by kind, for the memory table."""
+        self.log.measure(held(self.optimizer, getattr(self.config, "offload_optimizer", "none") == "disk"))
+
+    def require_same_parameters(self):
+        """Compare the weights of replicas, if they are whole (without ZeRO). Raises RuntimeError."""
+        if self.mesh.sizes and not getattr(self.config, "zero", 0):
+            require_same_parameters(self.model, self.mesh)
+
+    def make_balance(self) -> Balance:
+        """How the flags want the experts to be kept busy (step 7)."""
+        config = self.config
+        micro_batches = config.global_batch_size // config.micro_batch_size
+        numbers = config.balance_weight, config.bias_speed, config.z_loss, config.capacity_factor
+        return Balance(self.shape, micro_batches, self.device, config.balance, *numbers)
