@@ -119,10 +119,7 @@ def zb_h2(p: int, m: int, v: int, rank: int) -> list[Action]:
 
 def zbv(p: int, m: int, v: int, rank: int) -> list[Action]:
     """ZB-V (Qi et al. 2023, section 6; 2024): 1F1B's memory. If f = b = w, no rank idles once it has begun."""
-    n, far = (
-        max(m, 2 * p - 1),
-        p - rank,
-    )  # if m is less: the list of 2p-1 micro-batches, without those that do not exist
+    n, far = max(m, 2 * p - 1), p - rank  # if m is less: the list of 2p-1 micro-batches, without those from m on
     steps = (2 * far - 1, "F0"), (rank, "F1 F0"), (far, "F1 B1 W"), (n - p - far + 1, "F0 B0 W F1 B1 W")
     steps += (far - 1, "B0 W F1 B1 W"), (rank, "B0 B1"), (far, "B0 W")
     return [action for action in write_out(*steps) if action.micro_batch < m]
