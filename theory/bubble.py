@@ -22,7 +22,7 @@ def longest(spans: list[list[Span]]) -> float:
 
 
 def bubble_rate(spans: list[list[Span]]) -> float:
-    """Qi et al. 2023, section 5.4: (cost - m (f + b + w)) / cost. The cost is `longest`; all ranks are equally busy."""
+    """Qi et al. 2023, section 5: (cost - m (f + b + w)) / cost. The cost is `longest`; all ranks are equally busy."""
     return 1 - sum(span.end - span.start for span in spans[0]) / longest(spans)
 
 
