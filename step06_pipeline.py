@@ -24,11 +24,12 @@ of actions for each rank (common/schedules.py). It can be printed, drawn, timed,
     interleaved   (p-1) / (v m + p-1)         (v-1) p + 2 (p-rank) - 1 v stages a rank: v times the messages (Megatron)
     zb-h1         (p-1) / (3 m + p-1)         p - rank                 only B is urgent, W fills gaps (zero bubble)
     zb-h2         as zb-h1                    2 (p - rank) - 1         twice the warm-up: once at work, no rank waits
+    zb-auto       at most zb-h1's             within --zb-memory       searched for given times (theory/zb_auto.py)
     zbv           (p-1) / (6 m + p-1)         2 p, of half the layers  two stages a rank in a V: the loss is on rank 0
     dualpipe      (p/2-1) / (3 m + p/2-1)     p + 1                    from both ends at once, two copies of the weights
 
 (The bubble: from the first start to the last end, for m of 2p or more, with dualpipe m even. In flight: between F and
-the end of B, counted for each stage of a rank. tests/test_schedules.py proves both from the lists.)
+the end of B, in stages; with v stages a rank, each has 1/v of its layers. tests/test_schedules.py proves both.)
 
 A PROGRAM is one rank's list with its messages. recv and send post a message and go on; run waits for what it needs.
 Rank 1 of 3 with 1f1b and 3 micro-batches:
@@ -83,7 +84,9 @@ class Config(step05.Config):
     """The flags so far and those of pipeline parallelism."""
 
     pp: int = 0  # ranks that share the layers; 0: 2 if the number of ranks is even, else 1
-    schedule: Literal["afab", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe"] = "1f1b"  # order of the work
+    schedule: Literal["afab", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe"] = "1f1b"  # order
+    zb_memory: float = 1.0  # zb-auto: activations that a rank may hold at most, in units of 1f1b's (--pp micro-batches)
+    zb_costs: str = ""  # zb-auto: times of F, B, W and a message, like 18.5,18.1,9.3,0.6; default: by FLOPs
     chunks: int = 0  # groups of layers on each rank; 0: as many as the schedule wants, 1 or 2
     pp_split: str = ""  # layers of each stage, like 3,3,2; default: balanced by cost, embedding and head counted
 
@@ -204,7 +207,7 @@ def split_linear(linear: nn.Module, store: WeightGradStore, x: Tensor) -> Tensor
 
 def split_backward(model: Decoder, plan: Plan) -> WeightGradStore | None:
     """Let the weight gradients of all linear layers but the head wait in a store, if the plan has W apart from B."""
-    if all(action.kind != "W" for action in plan.lists[0]):
+    if all(action.kind != "W" for row in plan.lists for action in row):
         return None
     store = WeightGradStore()
     for layer in model.model.layers.values():

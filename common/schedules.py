@@ -119,25 +119,24 @@ def zb_h2(p: int, m: int, v: int, rank: int) -> list[Action]:
 
 def zbv(p: int, m: int, v: int, rank: int) -> list[Action]:
     """ZB-V (Qi et al. 2023, section 6; 2024): 1F1B's memory. If f = b = w, no rank idles once it has begun."""
-    n = max(m, 2 * p - 1)  # if m is less: the list of 2p-1 micro-batches, without those that do not exist
-    warm_up = (2 * (p - rank) - 1, "F0"), (rank, "F1 F0"), (p - rank, "F1 B1 W")
-    steady = (n - 2 * p + rank + 1, "F0 B0 W F1 B1 W")
-    cool_down = (p - rank - 1, "B0 W F1 B1 W"), (rank, "B0 B1"), (p - rank, "B0 W")
-    return [action for action in write_out(*warm_up, steady, *cool_down) if action.micro_batch < m]
+    n, far = max(m, 2 * p - 1), p - rank  # if m is less: the list of 2p-1 micro-batches, without those from m on
+    steps = (2 * far - 1, "F0"), (rank, "F1 F0"), (far, "F1 B1 W"), (n - p - far + 1, "F0 B0 W F1 B1 W")
+    steps += (far - 1, "B0 W F1 B1 W"), (rank, "B0 B1"), (far, "B0 W")
+    return [action for action in write_out(*steps) if action.micro_batch < m]
 
 
 def dualpipe(p: int, m: int, v: int, rank: int) -> list[Action]:
     """DualPipe (DeepSeek-V3, section 3.2, its eight steps): half of the micro-batches enter at either end.
 
-    A rank waits for p/2-1 stages at most; the price is two copies of every stage. Where DeepSeek overlaps a forward
-    with a backward, here one follows the other. With fewer than 2p micro-batches: as in zbv.
+    The price is two copies of every stage. Where DeepSeek overlaps a forward with a backward, here one follows the
+    other. Backwards are whole (BW) but in steps 3 and 7 and the second half of step 6. Fewer than 2p: as in zbv.
     """
-    half, size = p // 2, ((m + 1) // 2, m // 2)  # size: of the two halves of the micro-batches, on chunk 0 and chunk 1
-    r, n = min(rank, p - 1 - rank), max(size[0], p)  # r: to the nearer end. Chunk 0 begins there in these lines
-    warm_up = (2 * (half - r - 1), "F0"), (r + 1, "F0 F1"), (half - r - 1, "B1 W F1")
-    steady = (n - 2 * half + r + 1, "F0 B1 W F1 B0 W")
-    cool_down = (half - r - 1, "B1 W F1 B0 W"), (r + 1, "B1 B0"), (half - r - 1, "W B0")
-    actions = [(kind, i, c ^ (rank >= half)) for kind, i, c in write_out(*warm_up, steady, *cool_down)]
+    size = (m + 1) // 2, m // 2  # of the two halves of the micro-batches, on chunk 0 and on chunk 1
+    near = min(rank + 1, p - rank)  # stages from the nearer end to this one. Chunk 0 begins there in these lines
+    far, n = p // 2 - near, max(size[0], p)
+    steps = (2 * far, "F0"), (near, "F0 F1"), (far, "B1 W F1"), (n - p + near, "F0 BW1 F1 BW0"), (far, "BW1 F1 BW0")
+    steps += (near // 2, "BW1 BW0"), (near % 2, "BW1 B0"), (near // 2, "B1 B0"), (far, "W B0")  # the last W: step 8
+    actions = [(kind, i, c ^ (rank >= p // 2)) for kind, i, c in write_out(*steps)]
     return [Action(kind, i + chunk * size[0], chunk) for kind, i, chunk in actions if i < size[chunk]]
 
 

@@ -3,15 +3,17 @@
 Each step checks its own dimension and, first, those of the steps before it.
 """
 
-from math import prod
+from math import inf, prod
 from typing import Any
 
 from common import UserError
 from common.model import ModelConfig
 from common.moe import MoEConfig
-from common.schedules import SCHEDULES, Plan, chunks_per_rank, place_stages
+from common.schedules import SCHEDULES, Costs, Plan, chunks_per_rank, place_stages
 from services.devices import choose_device, choose_dtype
-from theory.flops import balance, layer_costs, matmul_weights, moe_layers
+from theory.bubble import makespan
+from theory.flops import balance, layer_costs, matmul_weights, moe_layers, times_of_parts
+from theory.zb_auto import zb_auto
 
 
 def check(config: Any, world: int):
@@ -160,6 +162,11 @@ def check_pp(config: Any, world: int):
     dp = mesh_sizes(config, world)["dp"]
     if reason := refuse(config.schedule, pp, config.global_batch_size // dp // config.micro_batch_size, v):
         raise UserError(reason)
+    if not config.zb_memory * pp >= 1:
+        raise UserError(
+            f"--zb-memory {config.zb_memory:g} of --pp {pp} is not one micro-batch: use at least {1 / pp:g}"
+        )
+    choose_zb_costs(config, m)
     stages = len(place_stages(config.schedule, pp, v)[0])
     if m.n_layers < stages:
         raise UserError(
@@ -247,6 +254,21 @@ def split_layers(config: Any, m: ModelConfig, n: int) -> list[int]:
     return balance([sum(parts) for parts in both], n)
 
 
+def choose_zb_costs(config: Any, m: ModelConfig) -> Costs:
+    """`--zb-costs`, or FLOPs of a layer and 5% of F's for a message: only ratios count. Raises UserError."""
+    f, b, w = times_of_parts(m, config.recompute)
+    try:
+        costs = Costs(*map(float, config.zb_costs.split(","))) if config.zb_costs else Costs(f, b, w, 0.05 * f)
+    except (TypeError, ValueError):
+        costs = Costs(0, 0, 0, 0)
+    if not (min(costs[:3]) > 0 and costs.comm >= 0 and sum(costs) < inf):
+        raise UserError(
+            f"--zb-costs {config.zb_costs}: give the times of F, B and W, above 0, and of a message, "
+            "like 18.5,18.1,9.3,0.6"
+        )
+    return costs
+
+
 def choose_ep(config: Any, m: MoEConfig, data: int) -> int:
     """`--ep`, or what 0 stands for, among `data` = dp x cp ranks."""
     return config.ep or (2 if moe_layers(m) and data % 2 == 0 and m.experts % 2 == 0 else 1)
@@ -271,5 +293,8 @@ def plan_pipeline(config: Any, m: ModelConfig, sizes: dict[str, int]) -> Plan:
     pp, v = sizes["pp"], choose_chunks(config)
     micro_batches = config.global_batch_size // sizes["dp"] // config.micro_batch_size
     placements = place_stages(config.schedule, pp, v)
-    lists = [SCHEDULES[config.schedule](pp, micro_batches, v, rank) for rank in range(pp)]
+    if config.schedule == "zb-auto":  # all ranks meet at the end of a step, for the norm: so for the least makespan
+        lists = zb_auto(pp, micro_batches, choose_zb_costs(config, m), config.zb_memory * pp, measure=makespan)
+    else:
+        lists = [SCHEDULES[config.schedule](pp, micro_batches, v, rank) for rank in range(pp)]
     return Plan(placements, split_layers(config, m, len(placements[0])), lists)

@@ -22,7 +22,7 @@ from common.layout import materialize
 from common.model import Decoder
 from common.schedules import SCHEDULES, Action, Plan, place_stages
 from common.trainer import start
-from services.checks import check_pp, choose_chunks, split_layers
+from services.checks import check_pp, choose_chunks, plan_pipeline, split_layers
 from services.launch import open_mesh
 from services.run import Run
 from tests import equivalence, faults
@@ -36,7 +36,7 @@ STEP = "step06_pipeline"
 CPU = torch.device("cpu")
 BASE = dict(optimizer="sgd", n_layers=4, global_batch_size=8, steps=2)
 PLAIN = dict(cp=1, tp=1)
-NAMES = list(SCHEDULES)
+NAMES = [*SCHEDULES, "zb-auto"]
 
 
 # --- equal to one device ---------------------------------------------------------------------------------------------
@@ -80,6 +80,7 @@ def test_equals_one_device_on_eight_ranks(pools, schedule):
         dict(pp=4, cp=1, tp=2, sp=False, schedule="1f1b"),
         dict(pp=2, cp=1, tp=4, sp=False, tp_overlap=False, schedule="zbv"),
         dict(pp=4, cp=2, tp=1, zero=3, schedule="dualpipe", cp_mode="ulysses"),
+        dict(pp=4, cp=1, tp=2, zero=1, schedule="zb-auto", zb_memory=2.0, zb_costs="18.522,18.086,9.337,0.601"),
     ],
     ids=label,
 )
@@ -412,13 +413,18 @@ def graphs_on_rank(options: dict) -> int:
     return most[0]
 
 
+def plan_of(options: dict) -> Plan:
+    """What 4 ranks run, all of them stages."""
+    config = step06.Config(**options)
+    return plan_pipeline(config, config.model_config(), dict(pp=4, dp=1, cp=1, tp=1))
+
+
 @pytest.mark.parametrize("schedule", NAMES)
 def test_activations_in_flight_are_the_schedules(pools, tmp_path, schedule):
     """The executor holds as many graphs as the list says: 1f1b and zb-h1 p - rank, zb-h2 at most 2(p-rank) - 1."""
     options = SMALL | BASE | PLAIN | dict(pp=4, n_layers=8, global_batch_size=9, steps=1, schedule=schedule)
     found = pools(4).run(graphs_on_rank, options | dict(out=str(tmp_path / "run")))
-    v = choose_chunks(step06.Config(schedule=schedule))
-    assert found == in_flight([SCHEDULES[schedule](4, 9, v, rank) for rank in range(4)])
+    assert found == in_flight(plan_of(options).lists)
     law = {"afab": [9] * 4, "1f1b": [4, 3, 2, 1], "zb-h1": [4, 3, 2, 1]}
     assert found == law.get(schedule, found)
     if schedule == "zb-h2":
@@ -433,10 +439,10 @@ def test_measured_activations_are_the_predicted_ones(pools, tmp_path, schedule):
     A sender keeps them until it hears from the receiver: at most one for each micro-batch that is not done with its W.
     """
     options = SMALL | BASE | PLAIN | dict(pp=4, n_layers=8, global_batch_size=9, steps=2, schedule=schedule, zero=0)
-    boundary, v = options["seq_len"] * options["dim"] * 8, choose_chunks(step06.Config(schedule=schedule))
+    boundary, lists = options["seq_len"] * options["dim"] * 8, plan_of(options).lists
     found = pools(4).run(costs_on_rank, options | dict(out=str(tmp_path / "run")))
     for rank, (_, _, (measured, predicted)) in enumerate(found):
-        (held,) = in_flight([SCHEDULES[schedule](4, 9, v, rank)], until="W")
+        (held,) = in_flight([lists[rank]], until="W")
         extra = measured["activations"] - predicted["activations"]
         assert -0.05 * predicted["activations"] <= extra <= (held + 2) * boundary + 0.02 * predicted["activations"]
         assert measured["parameters"] == predicted["parameters"]
@@ -617,6 +623,11 @@ def test_a_run_leaves_its_timeline(pools, tmp_path):
         (dict(pp=2, pp_split="a,b"), 2, "--pp-split a,b"),
         (dict(pp=2, pp_split="4,0"), 2, "--pp-split 4,0"),
         (dict(pp=2, sync="torch", zero=0), 2, "--sync torch"),
+        (dict(pp=2, schedule="zb-auto", zb_memory=0.4), 2, "--zb-memory 0.4 of --pp 2 is not one micro-batch: use at"),
+        (dict(pp=2, schedule="zb-auto", zb_memory=float("nan")), 2, "--zb-memory nan"),
+        (dict(pp=2, schedule="zb-auto", zb_costs="1,2,3"), 2, "--zb-costs 1,2,3: give the times of F, B and W"),
+        (dict(pp=2, schedule="zb-auto", zb_costs="1,2,0,1"), 2, "--zb-costs 1,2,0,1"),
+        (dict(pp=2, schedule="zb-auto", zb_costs="1,2,x,1"), 2, "--zb-costs 1,2,x,1"),
     ],
     ids=str,
 )

@@ -13,6 +13,19 @@ def makespan(spans: list[list[Span]]) -> float:
     return max(span.end for row in spans for span in row) - min(span.start for row in spans for span in row)
 
 
+def longest(spans: list[list[Span]]) -> float:
+    """Seconds of the rank that takes longest, from its own first start to its own last end.
+
+    This is the cost of Qi et al. 2023, where ranks need not meet at the end of a step.
+    """
+    return max(row[-1].end - row[0].start for row in spans)
+
+
+def bubble_rate(spans: list[list[Span]]) -> float:
+    """Qi et al. 2023, section 5: (cost - m (f + b + w)) / cost. The cost is `longest`; all ranks are equally busy."""
+    return 1 - sum(span.end - span.start for span in spans[0]) / longest(spans)
+
+
 def idle_fraction(spans: list[list[Span]]) -> float:
     """The bubble: the part of p ranks x makespan in which nothing is computed."""
     return 1 - sum(span.end - span.start for row in spans for span in row) / (len(spans) * makespan(spans))

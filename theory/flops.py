@@ -29,6 +29,16 @@ def layer_costs(m: ModelConfig) -> list[float]:
     return [dense + more_weights(m) * m.has_experts(number) for number in range(m.n_layers)]
 
 
+def times_of_parts(m: ModelConfig, recompute: str) -> tuple[float, float, float]:
+    """Multiply-adds of a token in a layer, on average: forward, gradient of the input, gradient of the weights.
+
+    Backward of flash attention computes the scores again. With full recomputation, B does the whole forward again.
+    """
+    attention, forward = 2.0 * m.seq_len * m.dim, sum(layer_costs(m)) / m.n_layers
+    weights = forward - attention
+    return forward, weights + 2.5 * attention + forward * (recompute == "full"), weights
+
+
 def more_weights(m: MoEConfig) -> int:
     """Weights that a token visits in a layer with experts, less those of the dense MLP whose place they take."""
     visited = 3 * m.dim * m.expert_width * (m.experts_per_token + m.shared_experts) + m.dim * m.experts
