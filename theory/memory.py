@@ -145,7 +145,8 @@ def pp_activation_bytes(
     """What a rank keeps at most: step 5's bytes of its layers (and `more`), times the micro-batches in flight.
 
     With W apart from B, the inputs of all matmuls, e (3 h + f) a token and layer, stay until W. Over tp they are cut by
-    channels, or by tokens where W gathers them; else each rank has the two inputs of column-parallel layers whole.
+    channels, or by tokens where W gathers them; else each rank has the two inputs of column-parallel layers whole. (The
+    gradients of the outputs, which wait with them, are born in backward, and not counted here.)
     Unknown (None) where step 5's are, and with W apart from B if anything is computed again, or `more`.
     """
     one, two = (cp_activation_bytes(config, replace(m, n_layers=n), tp, cp, dtype, on_cpu) for n in (1, 2))
