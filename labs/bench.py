@@ -172,13 +172,11 @@ class Bench:
         """What a wrong scale tells."""
         if math.isnan(c):
             return ""
-        kinds = {
-            n: f"{n} times too large: summed over the {n} ranks although it was complete (or summed twice)",
-            1 / n: f"1/{n} of what it should be: averaged over the {n} ranks, where a sum is wanted",
-            -1: "the negative of what it should be",
-            2: "twice what it should be: counted or summed twice",
-            0.5: "half of what it should be",
-        }
+        kinds = {-1: "the negative of what it should be", 2: "twice what it should be: counted or summed twice"}
+        kinds[0.5] = "half of what it should be"
+        if n > 1:
+            kinds[n] = f"{n} times too large: summed over the {n} ranks although it was complete (or summed twice)"
+            kinds[1 / n] = f"1/{n} of what it should be: averaged over the {n} ranks, where a sum is wanted"
         for value, text in kinds.items():
             if abs(c - value) < 1e-6:
                 return f" - {text}"
@@ -190,7 +188,7 @@ class Bench:
         if key not in self.under:
             try:
                 args = (self.faults, run.function, run.args)
-                found = ranks.run(World(), run.size, "labs.bench:under_faults", args, self.seconds)
+                found = ranks.run(World(), run.size, "labs.bench:under_faults", args, min(self.seconds, 20.0))
             except Failed:
                 found = [[]] * run.size
             self.under[key] = found

@@ -90,6 +90,8 @@ def complaint(error: BaseException, files: Sequence[str]) -> str:
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({Path(error.filename or '').name}:{error.lineno})"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if "gloo" in str(error):
+        lines = ["the ranks' collectives do not match in order or size, or a rank has ended"]
     text = " ".join(lines[:2])[:300]
     return f"{type(error).__name__}: {text}{frame_of(files, frames)}"
 
@@ -106,13 +108,15 @@ def plain(value: Any) -> Any:
 
 
 def answer(pipe: int, value: dict[str, Any]):
-    """Write an answer, all of it, and end this process without cleaning up."""
+    """Write an answer, all of it, and stay until the group is killed: to ranks at work, one that ends is a crash."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     data = memoryview(buffer.getvalue())
     while data:
         data = data[os.write(pipe, data) :]
-    os._exit(0)
+    os.close(pipe)
+    while True:
+        signal.pause()
 
 
 def host(world: World, size: int, function: str, args: tuple, pipes: list[int], scratch: str):
@@ -136,6 +140,8 @@ def host(world: World, size: int, function: str, args: tuple, pipes: list[int], 
         module, _, name = function.partition(":")
         call = getattr(importlib.import_module(module), name)
     except BaseException as error:
+        for pipe in pipes[1:]:
+            os.close(pipe)
         answer(pipes[0], dict(error=complaint(error, files), alone=True))
     children = []
     for rank in range(size):
@@ -233,7 +239,8 @@ def collect(child: int, pipes: list[int], scratch: str, world: World, seconds: f
     size = len(pipes)
     late = sorted(set(range(size)) - answers.keys())
     errors = {rank: found["error"] for rank, found in answers.items() if "error" in found}
-    spoken = {rank: text for rank, text in errors.items() if "without an answer" not in text} or errors
+    echoes = ("without an answer", "collectives do not match")  # of what another rank has done
+    spoken = {rank: text for rank, text in errors.items() if not any(echo in text for echo in echoes)} or errors
     if spoken:
         rank, text = min(spoken.items())
         raise Failed(text if answers[rank].get("alone") or size == 1 else f"rank {rank} of {size}: {text}")
