@@ -16,7 +16,9 @@ from common import UserError
 
 def parser() -> argparse.ArgumentParser:
     """All commands and their flags."""
-    top = argparse.ArgumentParser(prog="python -m labs", description="Each chapter as an evening's work, and its grader.")
+    top = argparse.ArgumentParser(
+        prog="python -m labs", description="Each chapter as an evening's work, and its grader."
+    )
     verbs = top.add_subparsers(dest="verb", required=True)
 
     def verb(name: str, says: str, *words: str) -> argparse.ArgumentParser:

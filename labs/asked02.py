@@ -27,7 +27,14 @@ def draw_top(draw: random.Random) -> dict[str, Any]:
 
 def draw_ring(draw: random.Random) -> dict[str, Any]:
     """Ranks, latency and bandwidth."""
-    return dict(n=draw.choice((8, 16, 32, 64)), us=draw.randint(3, 20), MB=draw.randint(20, 200), gb=draw.choice((10, 25, 50)))
+    return dict(
+        n=draw.choice((8, 16, 32, 64)), us=draw.randint(3, 20), MB=draw.randint(20, 200), gb=draw.choice((10, 25, 50))
+    )
+
+
+def one_way(v: dict[str, Any]) -> float:
+    """Seconds of half a ring all-reduce: n-1 messages of one piece, one after another."""
+    return (v["n"] - 1) * (v["us"] * 1e-6 + v["MB"] * 1e6 / v["n"] / (v["gb"] * 1e9))
 
 
 QUESTIONS = [
@@ -55,7 +62,7 @@ QUESTIONS = [
     Question(
         "ranks_where_topk_loses",
         "--compress topk sends the largest {share} % of the fp32 values, each with its place (int32), and everyone\n"
-        "gathers everything. What is the smallest number of ranks for which this sends at least as much as no compression?",
+        "gathers everything. What is the smallest number of ranks with which this sends at least as much as none?",
         draw_top,
         lambda v: 100 / v["share"],
         tolerance=0.0,
@@ -66,9 +73,9 @@ QUESTIONS = [
         "A ring all-reduce of {MB} MB (10^6 bytes) on {n} ranks. A message takes {us} microseconds and its bytes at\n"
         "{gb} GB/s (10^9 bytes), each way at once. How many seconds does it take?",
         draw_ring,
-        lambda v: 2 * (v["n"] - 1) * (v["us"] * 1e-6 + v["MB"] * 1e6 / v["n"] / (v["gb"] * 1e9)),
+        lambda v: 2 * one_way(v),
         mistakes={
-            "this is one half of it": lambda v: (v["n"] - 1) * (v["us"] * 1e-6 + v["MB"] * 1e6 / v["n"] / (v["gb"] * 1e9)),
+            "this is one half of it": one_way,
             "a message carries one piece, S/n": lambda v: (
                 2 * (v["n"] - 1) * (v["us"] * 1e-6 + v["MB"] * 1e6 / (v["gb"] * 1e9))
             ),

@@ -14,8 +14,8 @@ from theory.traffic import tp_traffic
 
 def draw_traffic(draw: random.Random) -> dict[str, Any]:
     """A layout for `bytes_per_step`."""
-    return dict(tp=draw.choice((2, 4, 8)), b=draw.choice((1, 2, 4)), k=draw.choice((3, 5, 6)), s=2048 * draw.randint(1, 3),
-                L=draw.choice((12, 18, 24)), h=512 * draw.randint(2, 6))  # fmt: skip
+    return dict(tp=draw.choice((2, 4, 8)), b=draw.choice((1, 2, 4)), k=draw.choice((3, 5, 6)),
+                s=2048 * draw.randint(1, 3), L=draw.choice((12, 18, 24)), h=512 * draw.randint(2, 6))  # fmt: skip
 
 
 def traffic_of(v: dict[str, Any], sp: bool) -> float:
@@ -44,7 +44,9 @@ def micro_batch_that_fits(v: dict[str, Any], sp: bool = True) -> int:
 
 def draw_loss(draw: random.Random) -> dict[str, Any]:
     """A layout for `bytes_for_the_loss`."""
-    return dict(tp=draw.choice((2, 4, 8)), b=draw.choice((1, 2, 4)), s=1024 * draw.randint(2, 8), V=1000 * draw.randint(32, 150))
+    return dict(
+        tp=draw.choice((2, 4, 8)), b=draw.choice((1, 2, 4)), s=1024 * draw.randint(2, 8), V=1000 * draw.randint(32, 150)
+    )
 
 
 QUESTIONS = [
@@ -57,7 +59,9 @@ QUESTIONS = [
         mistakes={
             "this is with --sp, where overlap gathers again": lambda v: traffic_of(v, True),
             "this is one micro-batch": lambda v: traffic_of(v, False) / v["k"],
-            "this is the layers alone": lambda v: v["k"] * 8 * v["L"] * (v["tp"] - 1) / v["tp"] * v["b"] * v["s"] * v["h"] * 2,
+            "this is the layers alone": lambda v: (
+                v["k"] * 8 * v["L"] * (v["tp"] - 1) / v["tp"] * v["b"] * v["s"] * v["h"] * 2
+            ),
         },
     ),
     Question(
@@ -75,7 +79,7 @@ QUESTIONS = [
     Question(
         "bytes_for_the_loss",
         "--tp {tp}: for the loss over a vocabulary of {V} words the ranks combine what they found (fp32). How many\n"
-        "bytes does a rank send for this, for one micro-batch of {b} sequences of {s} tokens? Hidden states not counted.",
+        "bytes does a rank send for this, for a micro-batch of {b} sequences of {s} tokens? Without hidden states.",
         draw_loss,
         lambda v: 2 * (v["tp"] - 1) * v["b"] * v["s"] * 4,
         mistakes={
@@ -89,8 +93,8 @@ QUESTIONS = [
     ),
     Question(
         "largest_micro_batch",
-        "llama3-8b (dim 4096, 32 layers, 32 heads, 8 key/value heads, ffn_dim 14336, vocabulary 128256), bf16, on GPUs,\n"
-        "--tp {tp} --sp with overlap, nothing recomputed, sequences of {s} tokens. {gib} GiB are left for activations.\n"
+        "llama3-8b (dim 4096, 32 layers, 32 heads, 8 key/value heads, ffn_dim 14336, vocabulary 128256), bf16, GPUs,\n"
+        "--tp {tp} --sp with overlap, nothing recomputed, sequences of {s} tokens. {gib} GiB are for activations.\n"
         "Which is the largest micro-batch, in sequences? (theory/memory.py, tp_activation_bytes, says what is kept.)",
         draw_fit,
         micro_batch_that_fits,

@@ -144,7 +144,7 @@ class Bench:
         return self.runs[key]
 
     def same(self, run: Run, expected: Callable[[int], dict[str, Any]], bound: float = BOUND):
-        """Each rank's answer has, under each key of `expected(rank)`, that value. Raises Wrong with the first not so."""
+        """Each rank's answer has, under each key of `expected(rank)`, that value. Raises Wrong at the first other."""
         for rank in range(run.size):
             for key, value in expected(rank).items():
                 found = run.answers[rank][key]

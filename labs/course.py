@@ -67,7 +67,6 @@ class Lab:
         """labs/labNN.py, the criteria."""
         return importlib.import_module(f"labs.lab{self.number:02d}")
 
-
     @property
     def questions(self) -> list[Any]:
         """labs/askedNN.py, the accounting questions."""

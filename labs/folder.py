@@ -59,12 +59,12 @@ def lab_text(lab: Lab, path: Path) -> str:
         f"{command.format('check')} --task 1  # one task",
         f"{command.format('check')}  # all of it: points, and what differs first",
         f"{command.format('hint')} 1  # the next of three hints for task 1",
-        f"{command.format('solution')} 1 --give-up  # the project's code beside yours; without --give-up once the task has passed",
+        f"{command.format('solution')} 1 --give-up  # the project's code beside yours, before the task has passed",
         f"{command.format('report')}  # report.html, with pictures of a run of your file",
         "```",
-        "`check --task 1 --watch` runs again at every save. What your code prints goes to `output.txt`. `progress.txt` keeps",
-        "notes. To go on elsewhere, take the folder along. Criteria print the first number that differs, and the kind of",
-        "the fault if it is a known one.",
+        "`check --task 1 --watch` runs again at every save. What your code prints goes to `output.txt`. `progress.txt`",
+        "keeps notes. To go on elsewhere, take the folder along, and name its new place in these commands. A criterion",
+        "prints the first number that differs, and the kind of the fault if it is a known one.",
         "",
     ]
     for task in lab.tasks:

@@ -118,8 +118,12 @@ def naive_on_rank(seed: int, n: int, absent: int) -> dict:
             param.grad = numbers(seed, name, n, *param.shape)[group.rank].clone()
     sync.last_micro_batch()
     sync.finish()
-    found = {f"the gradient of {name}": p.grad if p.grad is not None else "None" for name, p in model.named_parameters()}
-    found["parameters that changed"] = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]
+    found = {
+        f"the gradient of {name}": p.grad if p.grad is not None else "None" for name, p in model.named_parameters()
+    }
+    found["parameters that changed"] = [
+        name for name, p in model.named_parameters() if not torch.equal(p, before[name])
+    ]
     return found | {"bytes sent": taken(mesh)}
 
 
@@ -269,7 +273,9 @@ def overlap_on_rank(seed: int, n: int, limit: int) -> dict:
             if micro_batch == 1:
                 sync.last_micro_batch()
             for name in order_of(seed, group.rank, step):
-                params[name].grad.add_(numbers(seed, f"{name} {step} {micro_batch}", n, *params[name].shape)[group.rank])
+                params[name].grad.add_(
+                    numbers(seed, f"{name} {step} {micro_batch}", n, *params[name].shape)[group.rank]
+                )
                 completed[0] += 1
                 sync.completed(home[id(params[name])])
             if micro_batch == 0:
@@ -375,7 +381,9 @@ def quantise_blocks(bench: Bench):
     seed, blocks = draw.randrange(10**6), draw.randint(3, 5)
     found, x = bench.ranks(1, quantised_on_rank, seed, blocks).answers[0], values_of(seed, blocks)
     if found["dtype"] != "torch.int8" or list(found["the narrow blocks"].shape) != [blocks, 260]:
-        raise Wrong(f"quantise gives {found['dtype']} {list(found['the narrow blocks'].shape)}, not int8 [{blocks}, 260]")
+        raise Wrong(
+            f"quantise gives {found['dtype']} {list(found['the narrow blocks'].shape)}, not int8 [{blocks}, 260]"
+        )
     back = found["the blocks back"]
     if back.shape != x.shape or back.dtype != torch.float32:
         raise Wrong(f"dequantise gives {back.dtype} {list(back.shape)} instead of float32 {list(x.shape)}")

@@ -134,6 +134,9 @@ def host(world: World, size: int, function: str, args: tuple, pipes: list[int], 
     try:
         for name in [name for name in sys.modules if PROJECT.fullmatch(name)]:
             del sys.modules[name]
+            package, _, part = name.rpartition(".")
+            if hasattr(sys.modules.get(package), part):  # "from package import part" would still find it
+                delattr(sys.modules[package], part)
         sys.meta_path.insert(0, Finder(world.modules))
         if world.folder is not None:
             sys.path.insert(1, str(world.folder))
@@ -239,8 +242,9 @@ def collect(child: int, pipes: list[int], scratch: str, world: World, seconds: f
     size = len(pipes)
     late = sorted(set(range(size)) - answers.keys())
     errors = {rank: found["error"] for rank, found in answers.items() if "error" in found}
-    echoes = ("without an answer", "collectives do not match")  # of what another rank has done
-    spoken = {rank: text for rank, text in errors.items() if not any(echo in text for echo in echoes)} or errors
+    echoes = ["collectives do not match", "without an answer", ""]  # the first are of what another rank has done
+    level = max(min(i for i, echo in enumerate(echoes) if echo in text) for text in errors.values()) if errors else 0
+    spoken = {rank: text for rank, text in errors.items() if not any(echo in text for echo in echoes[:level])}
     if spoken:
         rank, text = min(spoken.items())
         raise Failed(text if answers[rank].get("alone") or size == 1 else f"rank {rank} of {size}: {text}")

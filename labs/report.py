@@ -17,7 +17,9 @@ from labs.folder import note
 from labs.grade import Folder, Result, check
 from labs.ranks import Failed, World
 
-STYLE = "body{font:16px sans-serif;max-width:50em;margin:2em auto}td{padding:.2em .8em;vertical-align:top}.no{color:#a00}"
+STYLE = (
+    "body{font:16px sans-serif;max-width:50em;margin:2em auto}td{padding:.2em .8em;vertical-align:top}.no{color:#a00}"
+)
 
 
 def as_image(figure: Any) -> str:
@@ -76,7 +78,9 @@ def report(folder: Folder) -> Path:
         f"<p>{html.escape(q.ask(folder.student))}<br><b>{html.escape(str(folder.answers.get(q.name, '')))}</b></p>"
         for q in folder.lab.questions
     ]
-    progress = html.escape((folder.path / "progress.txt").read_text() if (folder.path / "progress.txt").exists() else "")
+    progress = html.escape(
+        (folder.path / "progress.txt").read_text() if (folder.path / "progress.txt").exists() else ""
+    )
     title = f"Lab {folder.lab.number}: {html.escape(folder.lab.title)}"
     page = f"""<!doctype html><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>
 <h1>{title}</h1><p>id {html.escape(folder.student)}: <b>{earned} of {folder.lab.points} points</b></p>
