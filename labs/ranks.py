@@ -128,6 +128,7 @@ def host(world: World, size: int, function: str, args: tuple, pipes: list[int], 
     out = os.open(world.output or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(out, stream)
+    sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.chdir(scratch)
     files = [file for _, file in world.modules.values()]

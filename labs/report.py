@@ -14,7 +14,7 @@ from matplotlib import pyplot as plt
 
 from labs import ranks
 from labs.folder import note
-from labs.grade import Folder, Result, check
+from labs.grade import Folder, Result, check, text_of
 from labs.ranks import Failed, World
 
 STYLE = (
@@ -78,9 +78,7 @@ def report(folder: Folder) -> Path:
         f"<p>{html.escape(q.ask(folder.student))}<br><b>{html.escape(str(folder.answers.get(q.name, '')))}</b></p>"
         for q in folder.lab.questions
     ]
-    progress = html.escape(
-        (folder.path / "progress.txt").read_text() if (folder.path / "progress.txt").exists() else ""
-    )
+    progress = html.escape(text_of(folder.path / "progress.txt"))
     title = f"Lab {folder.lab.number}: {html.escape(folder.lab.title)}"
     page = f"""<!doctype html><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>
 <h1>{title}</h1><p>id {html.escape(folder.student)}: <b>{earned} of {folder.lab.points} points</b></p>

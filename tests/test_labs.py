@@ -19,7 +19,7 @@ from tests.diff import ROOT
 
 LABS = course.numbers()
 CASES = [(lab, task.number) for lab in LABS for task in load(lab).tasks]
-SOME = [(2, 1), (4, 4)]  # in the default run
+SOME = [(2, 1), (4, 4), (6, 3)]  # in the default run
 TASKS = [pytest.param(*case, marks=() if case in SOME else pytest.mark.exhaustive) for case in CASES]
 ID = "some.student-1"
 
@@ -198,7 +198,8 @@ def test_the_project_earns_all_points(tmp_path, number):
         assert grade.whole(found) == ""
 
 
-S2, S4, C = "step02_ddp", "step04_tp_sp", "services.compression"
+S2, S4, S6 = "step02_ddp", "step04_tp_sp", "step06_pipeline"
+C, LISTS = "services.compression", "common.schedules"
 ADD = "received + pieces[(r - s - 1) % n] if adding else received"
 REDUCE = "            all_reduce(param.grad, group).wait()\n"
 FINISH = "            bucket.pending.wait()\n"
@@ -207,6 +208,8 @@ NORMS = '        note_gradient_sum([p for p in model.parameters() if p.dim() == 
 KV = '            note_gradient_sum([linear.weight], "kv")'
 APPLY = "            return list(ColumnParallelLinear.apply(x, self.group, self.gather, self.reduce, *weights))"
 EACH = "            return [ColumnParallelLinear.apply(x, self.group, self.gather, self.reduce, w)[0] for w in weights]"
+F1B = "    warm_up = min(m, p - 1 - rank)\n"
+ZERO = "            return [0 * grad.flatten(0, -2).T @ full for"
 WRONG = [  # lab, task, module, right, wrong, what check must say
     (2, 1, S2, "for s in range(2 * (n - 1)):", "for s in range(n - 1):", "second_half_left_out"),
     (2, 1, S2, ADD, "received", "replaced_instead_of_added"),
@@ -224,6 +227,13 @@ WRONG = [  # lab, task, module, right, wrong, what check must say
     (4, 3, S4, "everyone[:, 1].sum(0)", "everyone[:, 1].mean(0)", "the loss differs by"),
     (4, 4, S4, "parts.movedim(0, -3).flatten", "parts.movedim(0, -2).flatten", "parts_beside_one_another"),
     (4, 5, S4, NORMS, "        pass", "norm_gradients_not_summed"),
+    (6, 1, LISTS, F1B, F1B.replace("p - 1 - rank", "m"), "all forwards come first, as in afab"),
+    (6, 1, LISTS, F1B, F1B.replace("p - 1 - rank", "p - 2 - rank"), "idle for|stands|deadlock"),
+    (6, 2, LISTS, "for chunk in reversed(range(v)) for _", "for chunk in range(v) for _", "deadlock|follows"),
+    (6, 3, LISTS, "lag = min(m - warm_up, depth * rank)", "lag = 0", "idle for"),
+    (6, 4, LISTS, "in sorted(spans, key=lambda entry: entry[1].end):", "in spans:", "before|deadlock"),
+    (6, 5, S6, "popped, self.waiting = self.waiting, []", "popped = self.waiting", "closures that wait"),
+    (6, 5, S6, "            return [grad.flatten(0, -2).T @ full for", ZERO, "weight gradient after W"),
     (4, 5, S4, KV, "            pass", "kv_gradients_not_summed"),
 ]
 SHOWN = (0, 9, 14)  # of WRONG, in the default run
