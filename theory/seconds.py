@@ -1,0 +1,301 @@
+"""The time of one step on paper: each matmul, each pass over memory and each message has its seconds.
+
+    matmul        FLOPs / (peak x part reached) + bytes of its three matrices / memory bandwidth + a launch
+    elementwise   bytes / memory bandwidth + a launch
+    collective    bytes sent by a rank / bandwidth + latency x hops; `within` a node, or `between` nodes x the ranks
+                  of the group that a node has, which send side by side
+    pipeline      from the simulator of common/schedules.py, with the mean stage; and the dearest stage for the rest
+    update        bytes of weights, gradients, masters and moments / memory bandwidth
+
+The bytes in the formula of a matmul say why small ones are slow: time is FLOPs x (1 / peak + (1/N + 1/M + 1/K) / HBM).
+"""
+
+from functools import lru_cache
+from math import log2
+from typing import NamedTuple
+
+from common.schedules import SCHEDULES, Costs, chunks_per_rank, place_stages, simulate
+from theory.bubble import makespan
+from theory.footprint import rank_numbers
+from theory.gpus import LATENCY, LATENCY_BETWEEN, LAUNCH, Gpu
+from theory.layouts import Layout, Network, network, stage_layers
+from theory.recipes import Recipe
+from theory.shapes import (
+    Matmul,
+    Shape,
+    attention_matmuls,
+    head_widths,
+    kv_width,
+    mlp_matmuls,
+)
+
+FLASH = 0.75  # the part of a large matmul's speed that fused attention reaches (FlashAttention-2 and 3, their tables)
+SPLIT_SCHEDULES = ("zb-h1", "zb-h2", "zbv", "dualpipe")
+E = 2  # bytes of an activation
+Parts = dict[str, float]  # seconds by part: matmul, attention, memory, tp, cp, ep
+
+
+class Work(NamedTuple):
+    """Seconds of forward, of the input's gradient (with what is computed again), and of the weights' gradient."""
+
+    f: Parts
+    b: Parts
+    w: Parts
+
+
+def add(*parts: Parts) -> Parts:
+    """Sums by part."""
+    return {name: sum(p.get(name, 0.0) for p in parts) for name in {name: 0 for p in parts for name in p}}
+
+
+def times(parts: Parts, factor: float) -> Parts:
+    """Every part so many times."""
+    return {name: seconds * factor for name, seconds in parts.items()}
+
+
+def total(parts: Parts) -> float:
+    """All parts together."""
+    return sum(parts.values())
+
+
+def matmul_seconds(gpu: Gpu, rows: float, inner: float, outer: float, count: float = 1) -> float:
+    """`count` products [rows, inner] x [inner, outer] in one launch."""
+    flops, numbers = 2 * rows * inner * outer, rows * inner + inner * outer + rows * outer
+    return count * (flops / (gpu.flops * gpu.matmul) + E * numbers / gpu.hbm) + LAUNCH
+
+
+def memory_seconds(gpu: Gpu, n_bytes: float, kernels: int = 1) -> float:
+    """Reading and writing so many bytes in all."""
+    return n_bytes / gpu.hbm + kernels * LAUNCH
+
+
+def bandwidth(gpu: Gpu, net: Network) -> float:
+    """Bytes/s at which a rank of this group sends while the node's other groups do the same."""
+    return min(gpu.within, net.in_node * gpu.between) if net.leaves else gpu.within
+
+
+def collective_seconds(gpu: Gpu, net: Network, sent: float) -> float:
+    """A collective in which each rank sends so many bytes; the latency grows with the tree of ranks."""
+    if net.ranks == 1:
+        return 0.0
+    latency = (LATENCY_BETWEEN if net.leaves else LATENCY) * log2(net.ranks)
+    return sent / bandwidth(gpu, net) + latency
+
+
+def ring(net: Network, n_bytes: float) -> float:
+    """Bytes that each rank sends to gather (or to reduce and scatter) a whole of `n_bytes`."""
+    return (net.ranks - 1) / net.ranks * n_bytes
+
+
+def attention_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> tuple[float, float]:
+    """Forward and backward of one layer's attention core on one rank, for one micro-batch."""
+    tokens, (qk, value), tp = layout.mbs * m.seq_len // layout.cp, head_widths(m), layout.tp
+    if recipe.flash:
+        forward = tokens * m.seq_len * (qk + value) / tp / (gpu.flops * gpu.matmul * FLASH)  # half of 2 x 2 s h
+        return forward + LAUNCH, 2.5 * forward + LAUNCH
+    heads, scores = layout.mbs * m.n_heads / tp, tokens * m.seq_len * m.n_heads / tp
+    one = matmul_seconds(gpu, m.seq_len, qk / m.n_heads, m.seq_len, heads)
+    # softmax reads and writes 2 bytes; dropout reads 2 and writes 2 and its mask; their backwards read what they need
+    return 2 * one + memory_seconds(gpu, 9 * scores, 2), 4 * one + memory_seconds(gpu, 11 * scores, 2)
+
+
+def layer_work(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> Work:
+    """One layer on one rank, for one micro-batch."""
+    tp, tokens = layout.tp, layout.mbs * m.seq_len // layout.cp
+    own = tokens / tp if layout.sp else tokens
+    dense = attention_matmuls(m) + ([] if experts else mlp_matmuls(m, m.ffn_dim))
+    visits, shared = (tokens * m.experts_per_token, m.shared_experts) if experts else (0, 0)
+    width = visits * m.expert_width + tokens * shared * m.expert_width + (not experts) * tokens * m.ffn_dim
+
+    def product(matmul: Matmul, rows: float, which: str, count: float = 1) -> float:
+        inner = matmul.inner / (tp if matmul.cut == "rows" else 1)
+        outer = matmul.outer / (tp if matmul.cut == "columns" else 1)
+        shapes = {"f": (rows, inner, outer), "b": (rows, outer, inner), "w": (inner, rows, outer)}
+        return matmul_seconds(gpu, *shapes[which], count)
+
+    def products(which: str) -> float:
+        found = sum(product(matmul, tokens, which) for matmul in dense)
+        if experts:
+            here = m.experts / layout.ep
+            one = mlp_matmuls(m, m.expert_width)
+            found += sum(product(matmul, visits / here, which, here) for matmul in one)
+            found += sum(product(matmul, tokens, which) for matmul in one) * shared
+            found += product(Matmul("router", m.dim, m.experts, ""), own, which)
+        return found
+
+    core, core_back = attention_seconds(m, layout, gpu, recipe)
+    qkv = (head_widths(m)[0] + kv_width(m)) / tp
+    slow = float(recipe.fused) if recipe.fused else 1.5  # an unfused operator is several passes
+    between = own * m.dim * (22 if m.learned_positions else 20)  # norms 2 x 4, residual sums (with GPT's dropout)
+    inside = tokens * qkv * (12 if not recipe.flash else 4) + width / tp * (4 if m.mlp_matrices == 2 else 6)
+    travels = visits * m.dim * 4 * 3 if experts else 0  # rows are sorted, sent, and put back
+    forward = memory_seconds(gpu, slow * (between + inside + travels), 12)
+    backward = memory_seconds(gpu, slow * (1.5 * between + 1.7 * inside + travels), 20)
+
+    net, whole = network(layout, "tp"), tokens * m.dim * E
+    gather = collective_seconds(gpu, net, ring(net, whole))
+    one_way = 4 * gather if tp > 1 else 0.0  # two blocks, each with a gather and a scatter (or an all-reduce)
+    regather = 2 * gather * (layout.sp and not recipe.gathered and recipe.name != "megatron-2021")
+    hidden = min(one_way / 2 + regather, products("w")) if recipe.overlap_tp and tp > 1 else 0.0
+
+    net = network(layout, "cp")
+    kv = tokens * kv_width(m) / max(1, min(tp, m.n_kv_heads)) * E
+    hop = collective_seconds(gpu, net, kv) if layout.cp > 1 else 0.0
+    exposed = [max(0.0, (layout.cp - 1) * hop * n - seconds) for n, seconds in ((1, core), (2, core_back))]
+
+    net, rows = network(layout, "ep"), visits / (tp if layout.sp else 1)
+    exchange = 2 * collective_seconds(gpu, net, ring(net, rows * m.dim * E)) if layout.ep > 1 else 0.0
+
+    f = dict(matmul=products("f"), attention=core, memory=forward, tp=one_way, cp=exposed[0], ep=exchange)
+    b = dict(matmul=products("b"), attention=core_back, memory=backward, cp=exposed[1], ep=exchange)
+    b["tp"] = one_way + regather - hidden
+    again = {
+        "none": {},
+        "full": f,
+        "selective": {
+            "attention": {} if recipe.flash else dict(attention=core),
+            "matmuls": dict(matmul=f["matmul"] / 2, memory=forward),
+            "elementwise": dict(memory=forward / 2),
+        }[recipe.selective],
+    }[layout.recompute]
+    return Work(f, add(b, again), dict(matmul=products("w")))
+
+
+def head_work(m: Shape, layout: Layout, gpu: Gpu) -> Work:
+    """The output projection and the loss of one micro-batch, which nobody computes again."""
+    tokens, vocab = layout.mbs * m.seq_len // layout.cp, m.vocab_size / layout.tp
+    net = network(layout, "tp")
+    gather = collective_seconds(gpu, net, ring(net, tokens * m.dim * E))
+    logits = memory_seconds(gpu, 14 * tokens * vocab, 5)  # 16 bits, then fp32: maximum, exponential, sum
+    f = dict(matmul=matmul_seconds(gpu, tokens, m.dim, vocab), memory=logits, tp=gather)
+    b = dict(matmul=matmul_seconds(gpu, tokens, vocab, m.dim), memory=logits / 2, tp=gather)
+    return Work(f, b, dict(matmul=matmul_seconds(gpu, m.dim, tokens, vocab)))
+
+
+@lru_cache(maxsize=100_000)
+def pipeline_ratio(schedule: str, p: int, m: int, v: int, b: float, w: float, comm: float) -> float:
+    """Makespan of a schedule in units of a chunk's forward; other costs are ratios to it.
+
+    Beyond `steady` micro-batches every further p of them add the same time, so the rest is continued from there.
+    """
+    steady = 4 * p
+
+    def simulated(n: int) -> float:
+        lists = [SCHEDULES[schedule](p, n, v, rank) for rank in range(p)]
+        return makespan(simulate(lists, place_stages(schedule, p, v), Costs(1.0, b, w, comm)))
+
+    period = 2 * p
+    if m <= steady + 2 * period:
+        return simulated(m)
+    fewer = steady + (m - steady) % period
+    first, second = simulated(fewer), simulated(fewer + period)
+    return second + (m - fewer - period) / period * (second - first)
+
+
+class Seconds(NamedTuple):
+    """Where the time of a step goes; `dims`: exposed communication by dimension."""
+
+    compute: float
+    recompute: float
+    bubble: float
+    dims: Parts
+    update: float
+
+    @property
+    def step(self) -> float:
+        """The whole step."""
+        return self.compute + self.recompute + self.bubble + sum(self.dims.values()) + self.update
+
+
+def stage_work(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> list[Work]:
+    """The work of each stage for one micro-batch."""
+    found, start = [], 0
+    kinds = {flag: layer_work(m, layout, gpu, recipe, flag) for flag in {m.has_experts(n) for n in range(m.n_layers)}}
+    head = head_work(m, layout, gpu)
+    lengths = stage_layers(m, layout.schedule, layout.pp, layout.chunks, recipe.split)
+    for number, length in enumerate(lengths):
+        count = sum(m.has_experts(n) for n in range(start, start + length))
+        counts = {True: count, False: length - count}
+        last = [head] if number == len(lengths) - 1 else []
+        parts = [[times(kinds[flag][i], counts[flag]) for flag in kinds] + [h[i] for h in last] for i in range(3)]
+        found.append(Work(*(add(*part) for part in parts)))
+        start += length
+    return found
+
+
+def boundary_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> float:
+    """A message over a pipeline boundary."""
+    size = layout.mbs * m.seq_len // layout.cp * m.dim * E
+    net = network(layout, "pp")
+    crosses = net.in_node == 1
+    sent = size / layout.tp if recipe.scatter or layout.sp else size
+    # without slices, the tp ranks of a node send the same bytes side by side
+    seconds = sent / (gpu.between if crosses else gpu.within) + (LATENCY_BETWEEN if crosses else LATENCY)
+    if recipe.scatter and not layout.sp and layout.tp > 1:
+        tp = network(layout, "tp")
+        seconds += collective_seconds(gpu, tp, ring(tp, size))
+    return seconds
+
+
+def fullest_numbers(m: Shape, layout: Layout, recipe: Recipe) -> tuple[float, float]:
+    """Numbers of the fullest rank: (replicated over dp x cp, of its experts)."""
+    numbers = rank_numbers(m, layout.schedule, layout.pp, layout.chunks, recipe.split, layout.tp, layout.ep)
+    return max(numbers, key=sum)
+
+
+def step_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> Seconds:
+    """The step of one layout."""
+    stages = stage_work(m, layout, gpu, recipe)
+    per_rank = len(stages) // layout.pp if layout.schedule != "dualpipe" else 1
+    n = layout.micro_batches
+    mean = [sum(total(stage[i]) for stage in stages) / len(stages) for i in range(3)]
+    by_rank: dict[int, list[Work]] = {}
+    for place, stage in zip(place_stages(layout.schedule, layout.pp, layout.chunks)[0], stages, strict=True):
+        by_rank.setdefault(place.rank, []).append(stage)
+    slowest = max(by_rank.values(), key=lambda works: sum(total(part) for work in works for part in work))
+    busy = add(*(part for work in slowest for part in work))
+    message = boundary_seconds(m, layout, gpu, recipe) if layout.pp > 1 else 0.0
+    bubble = 0.0
+    exposed = {dim: n * busy.get(dim, 0.0) for dim in ("tp", "cp", "ep")}
+    if layout.pp > 1:
+        f = mean[0]
+        chunks = per_rank
+        args = (layout.schedule, layout.pp, n, layout.chunks, round(mean[1] / f, 2), round(mean[2] / f, 2))
+        scale = 0.5 if layout.schedule == "dualpipe" else 1.0
+        with_comm, without = (pipeline_ratio(*args, comm) * f for comm in (round(message / f, 3), 0.0))
+        bubble = without - n * chunks * sum(mean)
+        exposed["pp"] = with_comm - without
+        del scale
+    exposed |= data_seconds(m, layout, gpu, recipe, stages)
+    compute = sum(n * busy.get(part, 0.0) for part in ("matmul", "attention", "memory"))
+    return Seconds(compute, 0.0, bubble, exposed, update_seconds(m, layout, gpu, recipe))
+
+
+def data_seconds(
+    m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe, stages: list[Work]
+) -> dict[str, float]:
+    """Exposed seconds of summing gradients and gathering weights over dp (x cp)."""
+    shared, own = fullest_numbers(m, layout, recipe)
+    seconds = 0.0
+    n = layout.micro_batches
+    reductions = n if layout.zero >= 2 else 1
+    gatherings = {0: 1 * recipe.reduced / 2, 3: 2 * n}.get(layout.zero, 1)
+    for numbers, dim in ((shared, "data"), (own, "expert data")):
+        net = network(layout, dim)
+        if net.ranks > 1 and numbers:
+            seconds += reductions * collective_seconds(gpu, net, ring(net, numbers * recipe.reduced))
+            seconds += gatherings * collective_seconds(gpu, net, ring(net, numbers * 2))
+    if recipe.overlap_dp:
+        mean = [sum(total(stage[i]) for stage in stages) / layout.pp for i in range(3)]
+        covered = sum(mean) * (n if layout.zero >= 2 else 1)
+        seconds = max(seconds - covered, 0.05 * seconds)
+    return {"dp": seconds} if seconds else {}
+
+
+def update_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> float:
+    """Norm, clip and AdamW on the rank's part: read and write weights, gradients, masters and moments."""
+    shared, own = fullest_numbers(m, layout, recipe)
+    data, expert = network(layout, "data").ranks, network(layout, "expert data").ranks
+    numbers = shared / (data if layout.zero else 1) + own / (expert if layout.zero else 1)
+    passes = 2 * recipe.state + 4 * recipe.gradient + 8
+    return memory_seconds(gpu, numbers * passes + 4 * (shared + own), 50)
