@@ -20,17 +20,17 @@ class Gpu(NamedTuple):
 
 GIB = 2**30
 NODE = 8  # GPUs of a node
-LATENCY = 10e-6  # seconds until a collective moves its first byte, within a node (NCCL's own tests: 10 to 20 us)
-LATENCY_BETWEEN = 25e-6  # the same between nodes
-LAUNCH = 5e-6  # seconds from one kernel's start to the next one's, if both do nothing (calibrate: launch)
+LATENCY = 20e-6  # seconds until a collective moves its first byte, within a node (NCCL's own tests: 10 to 20 us)
+LATENCY_BETWEEN = 50e-6  # the same between nodes
+LAUNCH = 12e-6  # seconds from one kernel's start to the next one's, if both do nothing (calibrate: launch)
 
 # Peaks: the vendors' data sheets. HBM: 80 to 90% of the data sheet (A100 2.04, H100 3.35, H200 4.8, B200 8 TB/s).
 # Within: NVLink 3, 4, 5 (300, 450, 900 GB/s one way). Between: one 200 or 400 Gbit/s card a GPU, less protocol.
 GPUS = {
-    "a100-80": Gpu(80 * GIB, 312e12, 0.70, 1.6e12, 230e9, 21e9),
-    "a100-80-half": Gpu(80 * GIB, 312e12, 0.70, 1.6e12, 230e9, 10.5e9),  # four 200 Gbit/s cards a node
-    "h100-80": Gpu(80 * GIB, 989e12, 0.65, 2.8e12, 360e9, 42e9),
-    "h100-96-500w": Gpu(94 * GIB, 989e12, 0.52, 2.0e12, 360e9, 42e9),  # 500 W instead of 700 W; HBM2e
-    "h200": Gpu(141e9, 989e12, 0.65, 4.0e12, 360e9, 42e9),
-    "b200": Gpu(180e9, 2250e12, 0.70, 6.4e12, 700e9, 42e9),
+    "a100-80": Gpu(80 * GIB, 312e12, 0.84, 1.6e12, 280e9, 25e9),
+    "a100-80-half": Gpu(80 * GIB, 312e12, 0.84, 1.6e12, 280e9, 12.5e9),  # four 200 Gbit/s cards a node
+    "h100-80": Gpu(80 * GIB, 989e12, 0.61, 2.8e12, 360e9, 42e9),
+    "h100-96-500w": Gpu(94 * GIB, 989e12, 0.50, 2.0e12, 360e9, 42e9),  # 500 W instead of 700 W; HBM2e
+    "h200": Gpu(141e9, 989e12, 0.61, 4.0e12, 360e9, 42e9),
+    "b200": Gpu(180e9, 2250e12, 0.50, 6.4e12, 700e9, 42e9),
 }

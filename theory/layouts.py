@@ -74,7 +74,7 @@ def illegal(m: Shape, layout: Layout) -> str:
     """Why the course's steps refuse a layout, or "": the rules of `check` in services/checks.py, without its words."""
     pp, dp, cp, tp, ep, v = layout.pp, layout.dp, layout.cp, layout.tp, layout.ep, layout.chunks
     heads, kv_heads, tokens = m.n_heads // tp, max(1, m.n_kv_heads // tp), m.seq_len // cp
-    stages = len(place_stages(layout.schedule, pp, v)[0]) if v >= 1 else 0
+    stages = pp if layout.schedule == "dualpipe" else pp * v
     rules = {
         "the batch cannot be dealt to dp": layout.gbs % (layout.mbs * dp) or layout.gbs < layout.mbs * dp,
         "tp does not divide the heads": m.n_heads % tp,
@@ -97,13 +97,10 @@ def illegal(m: Shape, layout: Layout) -> str:
     return next((reason for reason, broken in rules.items() if broken), "")
 
 
+@cache
 def divisors(n: int) -> list[int]:
     """All of them, in order."""
-    return [d for d in range(1, n + 1) if n % d == 0] if n < 2048 else sorted(_large_divisors(n))
-
-
-def _large_divisors(n: int) -> set[int]:
-    return {d for low in range(1, int(n**0.5) + 1) if n % low == 0 for d in (low, n // low)}
+    return sorted({d for low in range(1, int(n**0.5) + 1) if n % low == 0 for d in (low, n // low)})
 
 
 def meshes(m: Shape, world: int, gbs: int) -> Iterator[Layout]:
@@ -113,10 +110,9 @@ def meshes(m: Shape, world: int, gbs: int) -> Iterator[Layout]:
             for cp in [d for d in divisors(world // pp // tp) if d == 1 or m.seq_len % (2 * d) == 0]:
                 dp = world // pp // tp // cp
                 for ep in [d for d in divisors(max(1, m.experts)) if dp * cp % d == 0]:
-                    for mbs in divisors(gbs // dp) if gbs % dp == 0 else []:
-                        layout = Layout(pp, dp, cp, tp, ep, mbs=mbs, gbs=gbs)
-                        if not illegal(m, layout):
-                            yield layout
+                    layout = Layout(pp, dp, cp, tp, ep, gbs=gbs)
+                    if not illegal(m, layout):
+                        yield from (replace(layout, mbs=mbs) for mbs in divisors(gbs // dp))
 
 
 def variants(m: Shape, mesh: Layout) -> Iterator[Layout]:

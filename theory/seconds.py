@@ -10,15 +10,16 @@
 The bytes in the formula of a matmul say why small ones are slow: time is FLOPs x (1 / peak + (1/N + 1/M + 1/K) / HBM).
 """
 
+from dataclasses import replace
 from functools import lru_cache
 from math import log2
 from typing import NamedTuple
 
-from common.schedules import SCHEDULES, Costs, chunks_per_rank, place_stages, simulate
+from common.schedules import SCHEDULES, Costs, place_stages, simulate
 from theory.bubble import makespan
-from theory.footprint import rank_numbers
+from theory.footprint import rank_numbers, rank_stages
 from theory.gpus import LATENCY, LATENCY_BETWEEN, LAUNCH, Gpu
-from theory.layouts import Layout, Network, network, stage_layers
+from theory.layouts import Layout, Network, network
 from theory.recipes import Recipe
 from theory.shapes import (
     Matmul,
@@ -30,7 +31,6 @@ from theory.shapes import (
 )
 
 FLASH = 0.75  # the part of a large matmul's speed that fused attention reaches (FlashAttention-2 and 3, their tables)
-SPLIT_SCHEDULES = ("zb-h1", "zb-h2", "zbv", "dualpipe")
 E = 2  # bytes of an activation
 Parts = dict[str, float]  # seconds by part: matmul, attention, memory, tp, cp, ep
 
@@ -102,6 +102,7 @@ def attention_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> tup
 def layer_work(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> Work:
     """One layer on one rank, for one micro-batch."""
     tp, tokens = layout.tp, layout.mbs * m.seq_len // layout.cp
+    fast = gpu._replace(flops=2 * gpu.flops) if recipe.fp8 else gpu
     own = tokens / tp if layout.sp else tokens
     dense = attention_matmuls(m) + ([] if experts else mlp_matmuls(m, m.ffn_dim))
     visits, shared = (tokens * m.experts_per_token, m.shared_experts) if experts else (0, 0)
@@ -111,7 +112,8 @@ def layer_work(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe, experts: bool
         inner = matmul.inner / (tp if matmul.cut == "rows" else 1)
         outer = matmul.outer / (tp if matmul.cut == "columns" else 1)
         shapes = {"f": (rows, inner, outer), "b": (rows, outer, inner), "w": (inner, rows, outer)}
-        return matmul_seconds(gpu, *shapes[which], count)
+        cast = 3 * count * (rows * inner + inner * outer) * recipe.fp8  # read 2 bytes, write 1
+        return matmul_seconds(fast, *shapes[which], count) + cast / gpu.hbm
 
     def products(which: str) -> float:
         found = sum(product(matmul, tokens, which) for matmul in dense)
@@ -125,7 +127,7 @@ def layer_work(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe, experts: bool
 
     core, core_back = attention_seconds(m, layout, gpu, recipe)
     qkv = (head_widths(m)[0] + kv_width(m)) / tp
-    slow = float(recipe.fused) if recipe.fused else 1.5  # an unfused operator is several passes
+    slow = 1.0 if recipe.fused else 1.5  # an unfused operator is several passes
     between = own * m.dim * (22 if m.learned_positions else 20)  # norms 2 x 4, residual sums (with GPT's dropout)
     inside = tokens * qkv * (12 if not recipe.flash else 4) + width / tp * (4 if m.mlp_matrices == 2 else 6)
     travels = visits * m.dim * 4 * 3 if experts else 0  # rows are sorted, sent, and put back
@@ -174,53 +176,28 @@ def head_work(m: Shape, layout: Layout, gpu: Gpu) -> Work:
 
 @lru_cache(maxsize=100_000)
 def pipeline_ratio(schedule: str, p: int, m: int, v: int, b: float, w: float, comm: float) -> float:
-    """Makespan of a schedule in units of a chunk's forward; other costs are ratios to it.
+    """Makespan of a schedule in units of a chunk's forward; the other costs are ratios to it.
 
-    Beyond `steady` micro-batches every further p of them add the same time, so the rest is continued from there.
+    After 3 p micro-batches every further p of them add the same time, so the rest is continued from there.
     """
-    steady = 4 * p
 
     def simulated(n: int) -> float:
         lists = [SCHEDULES[schedule](p, n, v, rank) for rank in range(p)]
         return makespan(simulate(lists, place_stages(schedule, p, v), Costs(1.0, b, w, comm)))
 
-    period = 2 * p
-    if m <= steady + 2 * period:
+    fewer = 2 * p + m % p
+    if m <= fewer + p:
         return simulated(m)
-    fewer = steady + (m - steady) % period
-    first, second = simulated(fewer), simulated(fewer + period)
-    return second + (m - fewer - period) / period * (second - first)
+    first, second = simulated(fewer), simulated(fewer + p)
+    return second + (m - fewer - p) / p * (second - first)
 
 
-class Seconds(NamedTuple):
-    """Where the time of a step goes; `dims`: exposed communication by dimension."""
-
-    compute: float
-    recompute: float
-    bubble: float
-    dims: Parts
-    update: float
-
-    @property
-    def step(self) -> float:
-        """The whole step."""
-        return self.compute + self.recompute + self.bubble + sum(self.dims.values()) + self.update
-
-
-def stage_work(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> list[Work]:
-    """The work of each stage for one micro-batch."""
-    found, start = [], 0
-    kinds = {flag: layer_work(m, layout, gpu, recipe, flag) for flag in {m.has_experts(n) for n in range(m.n_layers)}}
-    head = head_work(m, layout, gpu)
-    lengths = stage_layers(m, layout.schedule, layout.pp, layout.chunks, recipe.split)
-    for number, length in enumerate(lengths):
-        count = sum(m.has_experts(n) for n in range(start, start + length))
-        counts = {True: count, False: length - count}
-        last = [head] if number == len(lengths) - 1 else []
-        parts = [[times(kinds[flag][i], counts[flag]) for flag in kinds] + [h[i] for h in last] for i in range(3)]
-        found.append(Work(*(add(*part) for part in parts)))
-        start += length
-    return found
+def least_bubble(layout: Layout, f: float, b: float, w: float) -> float:
+    """Seconds that no order of work can save: the last rank waits for the first forward, the first for the last B."""
+    p = layout.pp
+    if layout.schedule in ("zbv", "dualpipe"):  # which begin or end at both ends
+        return 0.0
+    return (p - 1) * (f if layout.schedule in ("zb-h1", "zb-h2") else f + b + w)
 
 
 def boundary_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> float:
@@ -237,57 +214,124 @@ def boundary_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> floa
     return seconds
 
 
+class Seconds(NamedTuple):
+    """Where the time of a step goes; `exposed`: communication that nothing hides, by dimension."""
+
+    compute: float
+    recompute: float
+    bubble: float
+    exposed: Parts
+    update: float
+
+    @property
+    def step(self) -> float:
+        """The whole step."""
+        return self.compute + self.recompute + self.bubble + sum(self.exposed.values()) + self.update
+
+
+class Pieces(NamedTuple):
+    """One micro-batch: the work of a layer (by whether it has experts) and of the head, with and without doing again."""
+
+    layers: dict[bool, Work]
+    once: dict[bool, Work]
+    head: Work
+
+
+@lru_cache(maxsize=100_000)
+def pieces(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> Pieces:
+    """What stages are made of, for a layout of one micro-batch and stage (`piece_of`)."""
+    gpu = gpu._replace(matmul=gpu.matmul * recipe.library)
+    flags, once = {m.has_experts(n) for n in range(m.n_layers)}, replace(layout, recompute="none")
+    layers, plain = ({flag: layer_work(m, x, gpu, recipe, flag) for flag in flags} for x in (layout, once))
+    return Pieces(layers, plain, head_work(m, layout, gpu))
+
+
+def piece_of(layout: Layout) -> Layout:
+    """The part of a layout that decides the work of a layer."""
+    return Layout(
+        cp=layout.cp, tp=layout.tp, ep=layout.ep, mbs=layout.mbs, recompute=layout.recompute, sp=layout.sp,
+        cp_mode=layout.cp_mode,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def loads(m: Shape, schedule: str, pp: int, chunks: int, split: str) -> tuple[tuple[int, int, float], ...]:
+    """The different loads of ranks: (layers without, layers with experts, heads), in micro-batches of the step."""
+    found = set()
+    copies = 2 if schedule == "dualpipe" else 1  # a rank has two stages, and half of the micro-batches for each
+    for stages in rank_stages(m, schedule, pp, chunks, split):
+        layers = [n for stage in stages for n in stage.layers]
+        count = sum(m.has_experts(n) for n in layers)
+        found.add(((len(layers) - count) / copies, count / copies, sum(stage.last for stage in stages) / copies))
+    return tuple(found)
+
+
+def together(work: Pieces, load: tuple[float, float, float], again: bool = True) -> Parts:
+    """A micro-batch of a rank with this load: forward and both backwards, by part."""
+    layers = work.layers if again else work.once
+    parts = [times(part, n) for flag, n in zip((False, True), load, strict=False) if n for part in layers[flag]]
+    return add(*parts, *(times(part, load[2]) for part in work.head if load[2]))
+
+
+def mean_costs(m: Shape, layout: Layout, work: Pieces) -> list[float]:
+    """Seconds of a mean chunk's forward, input gradient and weight gradient."""
+    chunks = layout.pp * (1 if layout.schedule == "dualpipe" else layout.chunks)
+    counts = {False: m.n_layers - m.moe_layers, True: m.moe_layers}
+    return [
+        (sum(n * total(work.layers[flag][i]) for flag, n in counts.items() if n) + total(work.head[i])) / chunks
+        for i in range(3)
+    ]
+
+
+def step_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe, simulated: bool = True) -> Seconds:
+    """The step of one layout; not `simulated`: with the least bubble that its schedule could have."""
+    work, n = pieces(m, piece_of(layout), gpu, recipe), layout.micro_batches
+    ways = (layout.schedule, layout.pp, layout.chunks, recipe.split)
+    load = max(loads(m, *ways), key=lambda load: total(together(work, load)))
+    busy, bubble, exposed = together(work, load), 0.0, {}
+    if layout.pp > 1:
+        f, b, w = mean_costs(m, layout, work)
+        message = boundary_seconds(m, layout, gpu, recipe)
+        bubble = least_bubble(layout, f, b, w)
+        if simulated:
+            args = (layout.schedule, layout.pp, n, layout.chunks, round(b / f, 2), round(w / f, 2))
+            with_comm, without = (pipeline_ratio(*args, comm) * f for comm in (round(message / f, 3), 0.0))
+            each = 1 + args[4] + args[5]
+            bubble = without - n * f * each * (1 if layout.schedule == "dualpipe" else layout.chunks)
+            exposed["pp"] = with_comm - without
+    exposed |= {dim: n * busy[dim] for dim in ("tp", "cp", "ep") if busy.get(dim)}
+    exposed |= data_seconds(m, layout, gpu, recipe, total(busy))
+    compute, once = (
+        sum(n * parts.get(part, 0.0) for part in ("matmul", "attention", "memory"))
+        for parts in (busy, together(work, load, again=False))
+    )
+    return Seconds(once, compute - once, bubble, exposed, update_seconds(m, layout, gpu, recipe))
+
+
 def fullest_numbers(m: Shape, layout: Layout, recipe: Recipe) -> tuple[float, float]:
     """Numbers of the fullest rank: (replicated over dp x cp, of its experts)."""
     numbers = rank_numbers(m, layout.schedule, layout.pp, layout.chunks, recipe.split, layout.tp, layout.ep)
     return max(numbers, key=sum)
 
 
-def step_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> Seconds:
-    """The step of one layout."""
-    stages = stage_work(m, layout, gpu, recipe)
-    per_rank = len(stages) // layout.pp if layout.schedule != "dualpipe" else 1
-    n = layout.micro_batches
-    mean = [sum(total(stage[i]) for stage in stages) / len(stages) for i in range(3)]
-    by_rank: dict[int, list[Work]] = {}
-    for place, stage in zip(place_stages(layout.schedule, layout.pp, layout.chunks)[0], stages, strict=True):
-        by_rank.setdefault(place.rank, []).append(stage)
-    slowest = max(by_rank.values(), key=lambda works: sum(total(part) for work in works for part in work))
-    busy = add(*(part for work in slowest for part in work))
-    message = boundary_seconds(m, layout, gpu, recipe) if layout.pp > 1 else 0.0
-    bubble = 0.0
-    exposed = {dim: n * busy.get(dim, 0.0) for dim in ("tp", "cp", "ep")}
-    if layout.pp > 1:
-        f = mean[0]
-        chunks = per_rank
-        args = (layout.schedule, layout.pp, n, layout.chunks, round(mean[1] / f, 2), round(mean[2] / f, 2))
-        scale = 0.5 if layout.schedule == "dualpipe" else 1.0
-        with_comm, without = (pipeline_ratio(*args, comm) * f for comm in (round(message / f, 3), 0.0))
-        bubble = without - n * chunks * sum(mean)
-        exposed["pp"] = with_comm - without
-        del scale
-    exposed |= data_seconds(m, layout, gpu, recipe, stages)
-    compute = sum(n * busy.get(part, 0.0) for part in ("matmul", "attention", "memory"))
-    return Seconds(compute, 0.0, bubble, exposed, update_seconds(m, layout, gpu, recipe))
+def data_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe, micro_batch: float) -> Parts:
+    """Exposed seconds of summing gradients and gathering weights over dp x cp.
 
-
-def data_seconds(
-    m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe, stages: list[Work]
-) -> dict[str, float]:
-    """Exposed seconds of summing gradients and gathering weights over dp (x cp)."""
-    shared, own = fullest_numbers(m, layout, recipe)
-    seconds = 0.0
-    n = layout.micro_batches
+    Software that overlaps hides them behind a micro-batch (stages 2 and 3: behind all), but for the last twentieth:
+    the last unit's gradient travels when nothing is left to compute.
+    """
+    n, seconds = layout.micro_batches, 0.0
     reductions = n if layout.zero >= 2 else 1
-    gatherings = {0: 1 * recipe.reduced / 2, 3: 2 * n}.get(layout.zero, 1)
-    for numbers, dim in ((shared, "data"), (own, "expert data")):
+    gatherings = {0: recipe.reduced / E, 3: 2 * n}.get(layout.zero, 1)
+    if layout.zero == 3 and recipe.resident and layout.pp > 1:
+        reductions, gatherings = 1, 1
+    for numbers, dim in zip(fullest_numbers(m, layout, recipe), ("data", "expert data"), strict=True):
         net = network(layout, dim)
         if net.ranks > 1 and numbers:
             seconds += reductions * collective_seconds(gpu, net, ring(net, numbers * recipe.reduced))
-            seconds += gatherings * collective_seconds(gpu, net, ring(net, numbers * 2))
+            seconds += gatherings * collective_seconds(gpu, net, ring(net, numbers * E))
     if recipe.overlap_dp:
-        mean = [sum(total(stage[i]) for stage in stages) / layout.pp for i in range(3)]
-        covered = sum(mean) * (n if layout.zero >= 2 else 1)
+        covered = micro_batch * (n if layout.zero >= 2 else 1)
         seconds = max(seconds - covered, 0.05 * seconds)
     return {"dp": seconds} if seconds else {}
 
