@@ -8,6 +8,7 @@ micro-batches wait at once is read off the schedule's lists.
 The course's own trainer has its own functions, those of theory/memory.py, which its runs print.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -86,6 +87,12 @@ def waiting_states(schedule: str, p: int, m: int, v: int, rank: int) -> tuple[tu
     return tuple(flat[a] for a in largest)
 
 
+@lru_cache(maxsize=10_000)
+def with_experts(m: Shape, stage: Stage) -> int:
+    """Layers with experts in a stage."""
+    return sum(m.has_experts(n) for n in stage.layers)
+
+
 def layer_keeps(m: Shape, layout: Layout, recipe: Recipe, experts: bool, recompute: str) -> float:
     """Bytes that one layer keeps of one micro-batch for its backward, on one rank."""
     tokens, tp = layout.mbs * m.seq_len // layout.cp, layout.tp
@@ -110,7 +117,7 @@ def layer_keeps(m: Shape, layout: Layout, recipe: Recipe, experts: bool, recompu
 
 def held_weights(m: Shape, stage: Stage, layout: Layout) -> tuple[float, float]:
     """Numbers of one stage on one rank: (replicated over dp x cp, of its experts)."""
-    count = sum(m.has_experts(n) for n in stage.layers)
+    count = with_experts(m, stage)
     shared, own = 0.0, 0.0
     for flag, n in ((True, count), (False, len(stage.layers) - count)):
         if n:
@@ -190,7 +197,7 @@ def course_layer(m: Shape, mbs: int, cp: int, tp: int, sp: bool, recompute: str,
 def course_chunk(m: Shape, layout: Layout, stage: Stage) -> tuple[float, float]:
     """The course's bytes of one micro-batch on a stage: from F to B, and what of it stays until W."""
     key = (m, layout.mbs, layout.cp, layout.tp, layout.sp, layout.recompute, layout.cp_mode)
-    count = sum(m.has_experts(n) for n in stage.layers)
+    count = with_experts(m, stage)
     whole = 0.0
     for flag, n in ((True, count), (False, len(stage.layers) - count)):
         if n:
@@ -203,7 +210,7 @@ def course_chunk(m: Shape, layout: Layout, stage: Stage) -> tuple[float, float]:
 
 def plain_chunk(m: Shape, layout: Layout, recipe: Recipe, stage: Stage) -> tuple[float, float]:
     """The same for another software."""
-    count = sum(m.has_experts(n) for n in stage.layers)
+    count = with_experts(m, stage)
     whole = 0.0
     for flag, n in ((True, count), (False, len(stage.layers) - count)):
         if n:
@@ -211,10 +218,15 @@ def plain_chunk(m: Shape, layout: Layout, recipe: Recipe, stage: Stage) -> tuple
     return whole, whole / 2
 
 
+@lru_cache(maxsize=10_000)
+def kinds(m: Shape, stages: tuple[Stage, ...]) -> frozenset[bool]:
+    """Whether there are layers with experts, and without."""
+    return frozenset(m.has_experts(n) for stage in stages for n in stage.layers)
+
+
 def buffer_bytes(m: Shape, layout: Layout, recipe: Recipe, stages: tuple[Stage, ...]) -> float:
     """Bytes of what lives for a moment: a layer computed again, units gathered by ZeRO 3, the loss of a chunk."""
-    flags = {m.has_experts(n) for stage in stages for n in stage.layers}
-    found = 0.0
+    found, flags = 0.0, kinds(m, stages) if layout.recompute == "full" or layout.zero == 3 else ()
     if layout.recompute == "full" and flags:
         found += max(layer_keeps(m, layout, recipe, flag, "none") for flag in flags)
     if layout.zero == 3 and flags and not (recipe.resident and layout.pp > 1):
@@ -227,24 +239,45 @@ def buffer_bytes(m: Shape, layout: Layout, recipe: Recipe, stages: tuple[Stage, 
     return found
 
 
-def held(m: Shape, layout: Layout, recipe: Recipe) -> Held:
-    """What the fullest rank of a layout holds."""
-    course, fullest = recipe.name == "course", None
-    split = (layout.schedule, layout.pp, layout.chunks, recipe.split)
-    numbers = rank_numbers(m, *split, layout.tp, layout.ep)
-    ranks = range(layout.pp) if layout.pp <= 8 else sorted({0, 1, layout.pp // 2, layout.pp - 2, layout.pp - 1})
-    everything = rank_stages(m, *split)
-    for rank in ranks:
+class Rank(NamedTuple):
+    """One pipeline rank, whatever its ZeRO stage: its stages' weights, and the bytes that wait for backward."""
+
+    stages: tuple[Stage, ...]
+    numbers: tuple[float, float]
+    activations: float
+    logits: float
+
+
+@lru_cache(maxsize=200_000)
+def ranks_of(m: Shape, layout: Layout, recipe: Recipe) -> tuple[Rank, ...]:
+    """The ranks among which the fullest is: all of up to eight, else the first and last two and one in the middle."""
+    way = (layout.schedule, layout.pp, layout.chunks, recipe.split)
+    everything, numbers = rank_stages(m, *way), rank_numbers(m, *way, layout.tp, layout.ep)
+    pp, found = layout.pp, []
+    for rank in range(pp) if pp <= 8 else (0, 1, pp // 2, pp - 2, pp - 1):
         stages = everything[rank]
-        chunks = [course_chunk(m, layout, s) if course else plain_chunk(m, layout, recipe, s) for s in stages]
-        states = waiting_states(layout.schedule, layout.pp, layout.micro_batches, len(stages), rank)
+        chunks = [
+            course_chunk(m, layout, stage) if recipe.name == "course" else plain_chunk(m, layout, recipe, stage)
+            for stage in stages
+        ]
         activations = max(
-            sum(whole * a + waits * b for (a, b), (whole, waits) in zip(state, chunks, strict=True)) for state in states
+            sum(whole * a + waits * b for (a, b), (whole, waits) in zip(state, chunks, strict=True))
+            for state in waiting_states(layout.schedule, pp, layout.micro_batches, len(stages), rank)
         )
         last = any(stage.last for stage in stages)
         logits = last * recipe.logits * layout.mbs * m.seq_len // layout.cp * m.vocab_size / layout.tp
-        state = state_bytes(*numbers[rank], layout, recipe)
-        found = Held(*state, activations, logits, buffer_bytes(m, layout, recipe, stages))
-        if fullest is None or found.total > fullest.total:
-            fullest = found
-    return Held(*(kind * recipe.reserved for kind in fullest))
+        found.append(Rank(stages, numbers[rank], activations, logits))
+    return tuple(found)
+
+
+def held(m: Shape, layout: Layout, recipe: Recipe) -> Held:
+    """What the fullest rank of a layout holds."""
+    p, count = layout.pp, layout.micro_batches
+    if layout.schedule != "afab":
+        count = min(count, 4 * p + count % p)
+    plain = replace(layout, dp=1, zero=0, gbs=count * layout.mbs)  # what does not matter here, alike
+    found = []
+    for rank in ranks_of(m, plain, recipe):
+        state = state_bytes(*rank.numbers, layout, recipe)
+        found.append(Held(*state, rank.activations, rank.logits, buffer_bytes(m, layout, recipe, rank.stages)))
+    return Held(*(kind * recipe.reserved for kind in max(found, key=sum)))

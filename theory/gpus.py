@@ -19,6 +19,7 @@ class Gpu(NamedTuple):
 
 
 GIB = 2**30
+ROOM = 0.95  # a plan fills no more of the memory: predictions are up to 5% off, and allocators leave holes
 NODE = 8  # GPUs of a node
 LATENCY = 20e-6  # seconds until a collective moves its first byte, within a node (NCCL's own tests: 10 to 20 us)
 LATENCY_BETWEEN = 50e-6  # the same between nodes

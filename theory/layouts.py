@@ -7,7 +7,7 @@ from functools import cache
 from common.schedules import chunks_per_rank, place_stages
 from theory.flops import balance, layer_costs, matmul_weights
 from theory.gpus import NODE
-from theory.shapes import Shape
+from theory.shapes import Shape, layer_counts
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ def illegal(m: Shape, layout: Layout) -> str:
         "dualpipe wants an even pp": layout.schedule == "dualpipe" and pp % 2,
         "more stages than layers": m.n_layers < stages,
         "ep does not divide dp x cp": dp * cp % ep,
-        "ep needs experts": ep > 1 and not m.moe_layers,
+        "ep needs experts": ep > 1 and not layer_counts(m)[True],
         "ep does not divide the experts": ep > 1 and m.experts % ep,
-        "tp does not divide an expert": m.moe_layers and m.expert_width % tp,
+        "tp does not divide an expert": layer_counts(m)[True] and m.expert_width % tp,
     }
     return next((reason for reason, broken in rules.items() if broken), "")
 
@@ -115,19 +115,29 @@ def meshes(m: Shape, world: int, gbs: int) -> Iterator[Layout]:
                         yield from (replace(layout, mbs=mbs) for mbs in divisors(gbs // dp))
 
 
+def schedules(m: Shape, pp: int) -> list[tuple[str, int]]:
+    """Every legal schedule of a pipeline, with its chunks; without a pipeline there is nothing to choose."""
+    if pp == 1:
+        return [("1f1b", 1)]
+    found = [("1f1b", 1), ("afab", 1), ("zb-h1", 1), ("zb-h2", 1), ("zbv", 2), ("dualpipe", 2)]
+    found += [("interleaved", v) for v in range(2, m.n_layers // pp + 1) if m.n_layers // pp % v == 0]
+    return [way for way in found if not illegal(m, Layout(pp=pp, schedule=way[0], chunks=way[1]))]
+
+
+def zero_stages(mesh: Layout) -> tuple[int, ...]:
+    """The stages of ZeRO that differ on a mesh."""
+    return (0, 1, 2, 3) if mesh.dp * mesh.cp > 1 else (0,)
+
+
+RECOMPUTE = ("none", "selective", "full")
+
+
 def variants(m: Shape, mesh: Layout) -> Iterator[Layout]:
-    """Every legal schedule, ZeRO stage and recomputation on a mesh. Without a pipeline there is one schedule."""
-    per_rank = m.n_layers // mesh.pp
-    schedules = [("1f1b", 1)]
-    if mesh.pp > 1:
-        schedules += [("afab", 1), ("zb-h1", 1), ("zb-h2", 1), ("zbv", 2), ("dualpipe", 2)]
-        schedules += [("interleaved", v) for v in range(2, per_rank + 1) if per_rank % v == 0]
-    for schedule, chunks in schedules:
-        for zero in (0, 1, 2, 3) if mesh.dp * mesh.cp > 1 else (0,):
-            for recompute in ("none", "selective", "full"):
-                layout = replace(mesh, schedule=schedule, chunks=chunks, zero=zero, recompute=recompute)
-                if not illegal(m, layout):
-                    yield layout
+    """Every legal schedule, ZeRO stage and recomputation on a mesh."""
+    for schedule, chunks in schedules(m, mesh.pp):
+        for zero in zero_stages(mesh):
+            for recompute in RECOMPUTE:
+                yield replace(mesh, schedule=schedule, chunks=chunks, zero=zero, recompute=recompute)
 
 
 @cache

@@ -27,10 +27,12 @@ from theory.shapes import (
     attention_matmuls,
     head_widths,
     kv_width,
+    layer_counts,
     mlp_matmuls,
 )
 
 FLASH = 0.75  # the part of a large matmul's speed that fused attention reaches (FlashAttention-2 and 3, their tables)
+COMPUTE = ("matmul", "attention", "memory")
 E = 2  # bytes of an activation
 Parts = dict[str, float]  # seconds by part: matmul, attention, memory, tp, cp, ep
 
@@ -273,45 +275,59 @@ def together(work: Pieces, load: tuple[float, float, float], again: bool = True)
     return add(*parts, *(times(part, load[2]) for part in work.head if load[2]))
 
 
-def mean_costs(m: Shape, layout: Layout, work: Pieces) -> list[float]:
-    """Seconds of a mean chunk's forward, input gradient and weight gradient."""
-    chunks = layout.pp * (1 if layout.schedule == "dualpipe" else layout.chunks)
-    counts = {False: m.n_layers - m.moe_layers, True: m.moe_layers}
-    return [
-        (sum(n * total(work.layers[flag][i]) for flag, n in counts.items() if n) + total(work.head[i])) / chunks
+class RankWork(NamedTuple):
+    """One micro-batch on the busiest rank, by part, with and without doing again; a mean chunk's f, b and w."""
+
+    busy: Parts
+    once: Parts
+    costs: tuple[float, float, float]
+
+
+@lru_cache(maxsize=200_000)
+def rank_work(
+    m: Shape, piece: Layout, gpu: Gpu, recipe: Recipe, schedule: str = "1f1b", pp: int = 1, chunks: int = 1
+) -> RankWork:
+    """The work of a pipeline's ranks, for the `piece_of` a layout."""
+    work = pieces(m, piece, gpu, recipe)
+    load = max(loads(m, schedule, pp, chunks, recipe.split), key=lambda load: total(together(work, load)))
+    number = pp * (1 if schedule == "dualpipe" else chunks)
+    counts = {flag: n for flag, n in layer_counts(m).items() if n}
+    costs = [
+        (sum(n * total(work.layers[flag][i]) for flag, n in counts.items()) + total(work.head[i])) / number
         for i in range(3)
     ]
+    return RankWork(together(work, load), together(work, load, again=False), tuple(costs))
 
 
 def step_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe, simulated: bool = True) -> Seconds:
     """The step of one layout; not `simulated`: with the least bubble that its schedule could have."""
-    work, n = pieces(m, piece_of(layout), gpu, recipe), layout.micro_batches
-    ways = (layout.schedule, layout.pp, layout.chunks, recipe.split)
-    load = max(loads(m, *ways), key=lambda load: total(together(work, load)))
-    busy, bubble, exposed = together(work, load), 0.0, {}
+    way, n = (layout.schedule, layout.pp, layout.chunks), layout.micro_batches
+    busy, once, (f, b, w) = rank_work(m, piece_of(layout), gpu, recipe, *way)
+    bubble, exposed = 0.0, {}
     if layout.pp > 1:
-        f, b, w = mean_costs(m, layout, work)
         message = boundary_seconds(m, layout, gpu, recipe)
         bubble = least_bubble(layout, f, b, w)
         if simulated:
             args = (layout.schedule, layout.pp, n, layout.chunks, round(b / f, 2), round(w / f, 2))
-            with_comm, without = (pipeline_ratio(*args, comm) * f for comm in (round(message / f, 3), 0.0))
-            each = 1 + args[4] + args[5]
-            bubble = without - n * f * each * (1 if layout.schedule == "dualpipe" else layout.chunks)
-            exposed["pp"] = with_comm - without
+            each = (1 + args[4] + args[5]) * (1 if layout.schedule == "dualpipe" else layout.chunks)
+            idle = f * (pipeline_ratio(*args, float(f"{message / f:.2g}")) - n * each)
+            exposed["pp"] = min(idle, 2 * (layout.pp - 1) * message)  # to fill the pipeline and to drain it
+            bubble = idle - exposed["pp"]
     exposed |= {dim: n * busy[dim] for dim in ("tp", "cp", "ep") if busy.get(dim)}
     exposed |= data_seconds(m, layout, gpu, recipe, total(busy))
-    compute, once = (
-        sum(n * parts.get(part, 0.0) for part in ("matmul", "attention", "memory"))
-        for parts in (busy, together(work, load, again=False))
-    )
-    return Seconds(once, compute - once, bubble, exposed, update_seconds(m, layout, gpu, recipe))
+    compute, plain = (n * sum(parts.get(part, 0.0) for part in COMPUTE) for parts in (busy, once))
+    return Seconds(plain, compute - plain, bubble, exposed, update_seconds(m, layout, gpu, recipe))
+
+
+@lru_cache(maxsize=100_000)
+def numbers_of(m: Shape, schedule: str, pp: int, chunks: int, split: str, tp: int, ep: int) -> tuple[float, float]:
+    """Numbers of the fullest rank: (replicated over dp x cp, of its experts)."""
+    return max(rank_numbers(m, schedule, pp, chunks, split, tp, ep), key=sum)
 
 
 def fullest_numbers(m: Shape, layout: Layout, recipe: Recipe) -> tuple[float, float]:
     """Numbers of the fullest rank: (replicated over dp x cp, of its experts)."""
-    numbers = rank_numbers(m, layout.schedule, layout.pp, layout.chunks, recipe.split, layout.tp, layout.ep)
-    return max(numbers, key=sum)
+    return numbers_of(m, layout.schedule, layout.pp, layout.chunks, recipe.split, layout.tp, layout.ep)
 
 
 def data_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe, micro_batch: float) -> Parts:

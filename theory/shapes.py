@@ -1,6 +1,7 @@
 """The models that the planner knows: Llama's and MoE presets, GPT, and DeepSeek's latent attention. Pure shapes."""
 
 from dataclasses import dataclass, fields
+from functools import cache
 from math import prod
 from typing import NamedTuple
 
@@ -119,6 +120,13 @@ def visited_weights(m: Shape, layer: int) -> float:
     return attention + m.dim * m.experts + visits * weights(mlp_matmuls(m, m.expert_width))
 
 
+@cache
+def layer_counts(m: Shape) -> dict[bool, int]:
+    """How many layers have no experts, and how many have."""
+    return {False: m.n_layers - m.moe_layers, True: m.moe_layers}
+
+
+@cache
 def model_flops(m: Shape) -> float:
     """FLOPs of training on one token: 6 for each weight it visits, and attention's, as if every token saw all others.
 
