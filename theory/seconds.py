@@ -195,11 +195,15 @@ def pipeline_ratio(schedule: str, p: int, m: int, v: int, b: float, w: float, co
 
 
 def least_bubble(layout: Layout, f: float, b: float, w: float) -> float:
-    """Seconds that no order of work can save: the last rank waits for the first forward, the first for the last B."""
-    p = layout.pp
-    if layout.schedule in ("zbv", "dualpipe"):  # which begin or end at both ends
-        return 0.0
-    return (p - 1) * (f if layout.schedule in ("zb-h1", "zb-h2") else f + b + w)
+    """Seconds that no order of work can save.
+
+    Some rank waits for its first forward; with 1F1B and its kin, another also for the last backward. And one
+    micro-batch passes all stages in turn, there and back.
+    """
+    p, chunks = layout.pp, 1 if layout.schedule == "dualpipe" else layout.chunks
+    waits = {"zb-h1": p - 1, "zb-h2": p - 1, "zbv": p - 1, "dualpipe": p // 2 - 1}
+    ends = waits[layout.schedule] * f if layout.schedule in waits else (p - 1) * (f + b + w)
+    return max(ends, p * chunks * (f + b) - layout.micro_batches * chunks * (f + b + w))
 
 
 def boundary_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> float:
