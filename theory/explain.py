@@ -55,7 +55,9 @@ def blackboard(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> str:
         )
     lines += [f"  {dim}                         {busy[dim] * 1e3:8.2f} ms" for dim in ("cp", "ep") if busy.get(dim)]
     compute = n * sum(busy[part] for part in COMPUTE)
-    lines.append(f"compute                      {compute:8.3f} s = n x these (of it computed again {seconds.recompute:.3f} s)")
+    lines.append(
+        f"compute                      {compute:8.3f} s = n x these (of it computed again {seconds.recompute:.3f} s)"
+    )
     if x.pp > 1:
         ideal = n * (x.chunks if x.schedule != "dualpipe" else 1) * (f + b + w)
         message = boundary_seconds(m, x, gpu, recipe)

@@ -73,7 +73,7 @@ def network(layout: Layout, dim: str) -> Network:
 def illegal(m: Shape, layout: Layout) -> str:
     """Why the course's steps refuse a layout, or "": the rules of `check` in services/checks.py, without its words."""
     pp, dp, cp, tp, ep, v = layout.pp, layout.dp, layout.cp, layout.tp, layout.ep, layout.chunks
-    heads, kv_heads, tokens = m.n_heads // tp, max(1, m.n_kv_heads // tp), m.seq_len // cp
+    heads, kv_heads = m.n_heads // tp, max(1, m.n_kv_heads // tp)
     stages = pp if layout.schedule == "dualpipe" else pp * v
     rules = {
         "the batch cannot be dealt to dp": layout.gbs % (layout.mbs * dp) or layout.gbs < layout.mbs * dp,

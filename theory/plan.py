@@ -158,7 +158,12 @@ def alternatives(m: Shape, best: Found, gpu: Gpu) -> list[str]:
             lines.append(f"{name}: does not fit by {(found.held.total - room) / GIB:.1f} GiB")
             continue
         s, slower = found.seconds, found.seconds.step / best.seconds.step - 1
-        parts = {"computing again": s.recompute, "the bubble": s.bubble, "the update": s.update, "computation": s.compute}
+        parts = {
+            "computing again": s.recompute,
+            "the bubble": s.bubble,
+            "the update": s.update,
+            "computation": s.compute,
+        }
         parts |= {f"communication over {dim}": seconds for dim, seconds in s.exposed.items()}
         own = best.seconds
         before = {"computing again": own.recompute, "the bubble": own.bubble, "the update": own.update}

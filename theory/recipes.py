@@ -40,13 +40,22 @@ RECIPES = {
         "megatron-2021", flash=False, gradient=2, reduced=2, overlap_dp=False, scatter=True, split="even", library=0.92
     ),
     "megatron-2022": Recipe(
-        "megatron-2022", flash=False, gradient=2, reduced=2, overlap_dp=False, overlap_tp=True, scatter=True, split="even"
+        "megatron-2022",
+        flash=False,
+        gradient=2,
+        reduced=2,
+        overlap_dp=False,
+        overlap_tp=True,
+        scatter=True,
+        split="even",
     ),
     "vtrain": Recipe("vtrain", flash=False, gradient=2, reduced=2, overlap_dp=False, scatter=True, split="even"),
     "nanotron": Recipe(
         "nanotron", fused=False, temporary=2, keeps=2, products=2, gathered=True, logits=10, split="reached"
     ),
-    "torchtitan": Recipe("torchtitan", weight=4, gradient=4, state=8, logits=14, selective="matmuls", reserved=1.05, resident=True),
+    "torchtitan": Recipe(
+        "torchtitan", weight=4, gradient=4, state=8, logits=14, selective="matmuls", reserved=1.05, resident=True
+    ),
     "llama3": Recipe("llama3", overlap_tp=True, scatter=True, split="ends"),
     "automodel": Recipe("automodel", fused=False),
     "simumax": Recipe("simumax", logits=6, keeps=2, split="even"),

@@ -77,7 +77,9 @@ def best_variant(m: Shape, mesh: Layout, gpu: Gpu, limit: float, recipe: Recipe 
     return winner, timed
 
 
-def search(m: Shape, world: int, gbs: int, gpu: Gpu, count: int = 10, bar: Bar = iter, recipe: Recipe = COURSE) -> Search:
+def search(
+    m: Shape, world: int, gbs: int, gpu: Gpu, count: int = 10, bar: Bar = iter, recipe: Recipe = COURSE
+) -> Search:
     """The `count` best meshes, each with its best schedule, ZeRO stage and recomputation; empty if none fits."""
     all_meshes = list(meshes(m, world, gbs))
     tries = [replace(mesh, recompute=kind) for mesh in all_meshes for kind in RECOMPUTE]

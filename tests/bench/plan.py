@@ -83,7 +83,14 @@ def shape_of(row: dict[str, str]) -> Shape:
         more = MIXTRAL
     sizes = dict(ffn_dim=number(row, "ffn", more.get("ffn_dim", 4 * dim)))
     sizes |= dict(vocab_size=number(row, "vocab", more.get("vocab_size", 128256)))
-    m = Shape(dim, layers, heads, number(row, "kv", heads), **sizes | {k: v for k, v in more.items() if k not in sizes}, seq_len=seq)
+    m = Shape(
+        dim,
+        layers,
+        heads,
+        number(row, "kv", heads),
+        **sizes | {k: v for k, v in more.items() if k not in sizes},
+        seq_len=seq,
+    )
     named = re.search(r"-([\d.]+)B\b", row["model"])
     tied = replace(m, tied=True)
     if row["id"][0] in "VN" and named:  # nanotron's names count weights, and a tied matrix once
@@ -111,10 +118,17 @@ def layout_of(row: dict[str, str]) -> Layout:
     )  # fmt: skip
 
 
+def lines_of(path: str) -> list[str]:
+    """A text file's lines. Raises UserError if it is not there."""
+    if not Path(path).is_file():
+        raise UserError(f"{path}: there is no such file; give one to --rows or --vtrain")
+    return Path(path).read_text().splitlines()
+
+
 def read_rows(path: str) -> list[Case]:
     """The runs of a file. Raises UserError for a letter or GPU that nobody knows."""
     cases = []
-    for row in csv.DictReader(open(path)):
+    for row in csv.DictReader(lines_of(path)):
         if row["id"][0] not in RECIPE or row["gpu"] not in CHIPS:
             raise UserError(f"row {row['id']} on {row['gpu']}: known are ids {''.join(RECIPE)} and {', '.join(CHIPS)}")
         recipe = RECIPES[RECIPE[row["id"][0]]]._replace(fp8=row["prec"] == "fp8")
@@ -130,7 +144,7 @@ def read_rows(path: str) -> list[Case]:
 def read_vtrain(path: str) -> list[Case]:
     """The lines of a file; the id is the line's number, the header not counted, from 1 on."""
     cases = []
-    for line, row in enumerate(csv.reader(open(path))):
+    for line, row in enumerate(csv.reader(lines_of(path))):
         if line and row:
             _, _, gbs, mbs, dim, heads, layers, seq, tp, dp, pp, ms = map(float, row)
             m = gpt(int(dim), int(layers), int(heads), 50257, int(seq))
