@@ -50,7 +50,8 @@ def blackboard(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> str:
     if x.tp > 1:
         sent = ring(tp, tokens * m.dim * 2) / 2**20
         lines.append(
-            f"  tp                         {busy['tp'] * 1e3:8.2f} ms: each gather sends (tp-1)/tp x 2 T h = {sent:.1f} MiB "
+            f"  tp                         {busy['tp'] * 1e3:8.2f} ms: "
+            f"one gather sends (tp-1)/tp x 2 T h = {sent:.1f} MiB "
             f"at {bandwidth(gpu, tp) / 1e9:.0f} GB/s, half of backward's hidden"
         )
     lines += [f"  {dim}                         {busy[dim] * 1e3:8.2f} ms" for dim in ("cp", "ep") if busy.get(dim)]
@@ -74,8 +75,8 @@ def blackboard(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> str:
     lines += [
         f"update                       {seconds.update:8.3f} s = bytes of weights and state / {gpu.hbm:.3g}",
         f"step                         {seconds.step:8.3f} s",
-        f"tokens/s of a GPU            {got['tokens']:8.1f} = {x.gbs} x {m.seq_len} / {x.world} GPUs / {seconds.step:.3f} s",
-        f"MFU                          {got['mfu']:8.1%} = {model_flops(m):.4g} FLOPs a token x tokens/s / {gpu.flops:.3g};"
-        f"  HFU {got['hfu']:.1%}",
+        f"tokens/s of a GPU            {got['tokens']:8.1f} = {x.gbs} x {m.seq_len} / {x.world} GPUs / step",
+        f"MFU                          {got['mfu']:8.1%} = {model_flops(m):.4g} FLOPs a token x tokens/s / {gpu.flops:.3g}"
+        f";  HFU {got['hfu']:.1%}",
     ]
     return "\n".join(lines)

@@ -21,12 +21,15 @@ class Gpu(NamedTuple):
 GIB = 2**30
 ROOM = 0.95  # a plan fills no more of the memory: predictions are up to 5% off, and allocators leave holes
 NODE = 8  # GPUs of a node
-LATENCY = 20e-6  # seconds until a collective moves its first byte, within a node (NCCL's own tests: 10 to 20 us)
+LATENCY = 20e-6  # seconds until a collective among two ranks of a node moves its first byte; x log2(ranks)
 LATENCY_BETWEEN = 50e-6  # the same between nodes
-LAUNCH = 12e-6  # seconds from one kernel's start to the next one's, if both do nothing (calibrate: launch)
+LAUNCH = 12e-6  # seconds that a kernel takes if it has nothing to do (calibrate: launch)
 
-# Peaks: the vendors' data sheets. HBM: 80 to 90% of the data sheet (A100 2.04, H100 3.35, H200 4.8, B200 8 TB/s).
-# Within: NVLink 3, 4, 5 (300, 450, 900 GB/s one way). Between: one 200 or 400 Gbit/s card a GPU, less protocol.
+# `flops`: data sheets. `hbm`: 80% of the data sheets' 2.0, 3.35, 2.4 (HBM2e), 4.8 and 8 TB/s, rounded. `between`: one
+# 200 or 400 Gbit/s card a GPU (H100: less a sixth for protocol). `within`: near NCCL's bus bandwidth on NVLink 3, 4, 5.
+# `matmul`: no such GPU was at hand, so it is fitted, one number for all published step times on that GPU: A100 to the S,
+# K and vTrain rows (with `within`, `hbm`, latencies and launch, all together), H100 to L and N, the 500 W one to T,
+# B200 to X (tests/bench/published). H200 is taken as an H100 with its own memory: not held against anything.
 GPUS = {
     "a100-80": Gpu(80 * GIB, 312e12, 0.84, 1.6e12, 280e9, 25e9),
     "a100-80-half": Gpu(80 * GIB, 312e12, 0.84, 1.6e12, 280e9, 12.5e9),  # four 200 Gbit/s cards a node

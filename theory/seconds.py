@@ -236,7 +236,7 @@ class Seconds(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """One micro-batch: the work of a layer (by whether it has experts), with and without doing again, and of the head."""
+    """A micro-batch: the work of a layer (by whether it has experts), with and without doing again; the head's."""
 
     layers: dict[bool, Work]
     once: dict[bool, Work]
