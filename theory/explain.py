@@ -1,6 +1,6 @@
 """One layout's sums, as one would write them on a blackboard: each formula, the numbers in it, the result."""
 
-from theory.footprint import CHUNK, layer_keeps, rank_numbers, rank_stages
+from theory.footprint import CHUNK, course_layer, layer_keeps, rank_numbers, rank_stages
 from theory.gpus import GIB, Gpu
 from theory.layouts import Layout, network
 from theory.recipes import Recipe
@@ -22,6 +22,10 @@ def blackboard(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> str:
     tokens, n, memory, seconds = x.mbs * m.seq_len // x.cp, x.micro_batches, found.held, found.seconds
     cut = [data.ranks if x.zero >= stage else 1 for stage in (3, 2, 1)]
     per_weight = recipe.weight / cut[0] + recipe.gradient / cut[1] + recipe.state / cut[2]
+    if recipe.name == "course":
+        kept = course_layer(m, x.mbs, x.cp, x.tp, x.sp, x.recompute, x.cp_mode, kinds[-1])[0]
+    else:
+        kept = layer_keeps(m, x, recipe, kinds[-1], x.recompute)
     lines = [
         "MEMORY of the fullest rank",
         f"weights of the model         N = {total_weights(m):.4g};  of a layer / tp: {one:.4g} (tp {x.tp}, ep {x.ep})",
@@ -32,7 +36,7 @@ def blackboard(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> str:
         f"  gradients                  {memory.gradients / GIB:8.2f} GiB",
         f"  optimizer                  {memory.optimizer / GIB:8.2f} GiB",
         f"tokens of a micro-batch      T = b s / cp = {x.mbs} x {m.seq_len} / {x.cp} = {tokens}",
-        f"a layer keeps                about {layer_keeps(m, x, recipe, kinds[-1], x.recompute) / 2**20:.0f} MiB of T "
+        f"a layer keeps                {kept / 2**20:.0f} MiB of T "
         f"(recompute {x.recompute}, tp {x.tp}, {'with' if x.sp else 'no'} sequence parallelism)",
         f"  activations                {memory.activations / GIB:8.2f} GiB: all micro-batches that {x.schedule} "
         f"lets wait, of {layers} layers",
@@ -76,7 +80,7 @@ def blackboard(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> str:
         f"update                       {seconds.update:8.3f} s = bytes of weights and state / {gpu.hbm:.3g}",
         f"step                         {seconds.step:8.3f} s",
         f"tokens/s of a GPU            {got['tokens']:8.1f} = {x.gbs} x {m.seq_len} / {x.world} GPUs / step",
-        f"MFU                          {got['mfu']:8.1%} = {model_flops(m):.4g} FLOPs a token x tokens/s / {gpu.flops:.3g}"
+        f"MFU                          {got['mfu']:8.1%} = {model_flops(m):.4g} FLOPs x tokens/s / {gpu.flops:.3g}"
         f";  HFU {got['hfu']:.1%}",
     ]
     return "\n".join(lines)

@@ -27,7 +27,7 @@ LAUNCH = 12e-6  # seconds that a kernel takes if it has nothing to do (calibrate
 
 # `flops`: data sheets. `hbm`: 80% of the data sheets' 2.0, 3.35, 2.4 (HBM2e), 4.8 and 8 TB/s, rounded. `between`: one
 # 200 or 400 Gbit/s card a GPU (H100: less a sixth for protocol). `within`: near NCCL's bus bandwidth on NVLink 3, 4, 5.
-# `matmul`: no such GPU was at hand, so it is fitted, one number for all published step times on that GPU: A100 to the S,
+# `matmul`: no such GPU was at hand, so it is fitted, one number for all published step times on a GPU: A100 to the S,
 # K and vTrain rows (with `within`, `hbm`, latencies and launch, all together), H100 to L and N, the 500 W one to T,
 # B200 to X (tests/bench/published). H200 is taken as an H100 with its own memory: not held against anything.
 GPUS = {
