@@ -5,7 +5,6 @@ torchrun --nproc_per_node=8 -m theory.calibrate               one node: also `wi
 torchrun --nnodes=2 --nproc_per_node=8 ... -m theory.calibrate   several nodes: `between` instead
 """
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -35,7 +34,7 @@ def measure() -> dict[str, float]:
     found["hbm, bytes/s"] = 3 * x.nbytes / seconds(lambda: torch.add(x, y, out=y))
     found["launch, s"] = seconds(lambda: tiny.add_(1), 1000)
     if dist.is_initialized():
-        n, in_node = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+        n, in_node = dist.get_world_size(), torch.cuda.device_count()
         sent = 2 * (n - 1) / n * x.nbytes / seconds(lambda: dist.all_reduce(x))
         # over nodes, each of a node's GPUs sends its share of the node's traffic
         found |= {"within, bytes/s": sent} if n == in_node else {"between, bytes/s": sent / in_node}
@@ -47,8 +46,8 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("error: PyTorch sees no GPU here: run this on the GPU whose constants you want", file=sys.stderr)
         return 2
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if "WORLD_SIZE" in os.environ:
+    torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
+    if dist.is_torchelastic_launched():
         dist.init_process_group("nccl")
     found = measure()
     if not dist.is_initialized() or dist.get_rank() == 0:
