@@ -175,7 +175,7 @@ class AddLoss(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         """Gradients of x and of the loss. Counts, as forward may run twice (recomputation) or in vain (validation)."""
         ctx.counted.add_(ctx.row)
-        return grad, torch.tensor(ctx.scale, dtype=torch.float64, device=grad.device), None, None, None
+        return grad, grad.new_full((), ctx.scale, dtype=torch.float64), None, None, None
 
 
 @dataclass(eq=False)
@@ -258,7 +258,7 @@ class MoE(nn.Module):
                 kept = within_capacity(all_chosen, m.experts, capacity)[:, self.local_tokens].reshape(chosen.shape)
                 gates = gates * kept
             if balance.kind == "loss":
-                fraction = all_chosen.flatten().bincount(minlength=m.experts) / all_chosen.numel()
+                fraction = F.one_hot(all_chosen.flatten().long(), m.experts).sum(0) / all_chosen.numel()
                 balance_loss = m.experts * (fraction.to(p.dtype) * p.sum(0)).sum() / n_tokens
         z_loss = balance.z_loss * logits.logsumexp(-1).square().sum() / n_tokens if balance.z_loss else 0.0
         loss = balance.weight * balance_loss + z_loss
@@ -266,7 +266,7 @@ class MoE(nn.Module):
         if self.shared_experts is not None:
             out = out + self.shared_experts(x)
         numbers = (~kept).sum(), torch.special.entr(p.detach()).sum(), balance_loss.detach() / balance.micro_batches
-        row = torch.cat((chosen.flatten().bincount(minlength=m.experts), torch.stack(numbers)))
+        row = torch.cat((F.one_hot(chosen.flatten(), m.experts).sum(0), torch.stack(numbers)))  # bincount would wait
         return AddLoss.apply(out, loss, balance.scale, balance.counted[self.number], row)
 
 
