@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from common.model import ModelConfig
 from common.moe import MOE_PRESETS, MoEConfig
+from theory.flops import moe_layers
 
 
 class Latent(NamedTuple):
@@ -123,7 +124,8 @@ def visited_weights(m: Shape, layer: int) -> float:
 @cache
 def layer_counts(m: Shape) -> dict[bool, int]:
     """How many layers have no experts, and how many have."""
-    return {False: m.n_layers - m.moe_layers, True: m.moe_layers}
+    experts = moe_layers(m)
+    return {False: m.n_layers - experts, True: experts}
 
 
 @cache
