@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,6 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from common import comm, layout, model, moe, trainer
 from common.data import Batch
@@ -43,7 +42,6 @@ ROWS = 16  # the value of an integer that nobody knows: how many tokens each exp
 WORLD = 8
 MICRO_BATCH_PHASES = ("forward", "receive", "backward")
 DEVICE = torch.device("cuda", 0)
-aten = torch.ops.aten
 
 
 def place() -> str:
@@ -79,7 +77,9 @@ class Watch(TorchDispatchMode):
         self.calls: list[Call] = []
         self.batch: list[tuple] | None = None  # the messages of the batch that is being posted
         self.dims: dict[str, str] = {}  # name of a communicator -> mesh dimension
-        self.moe_forwards = 0
+        self.moe_forwards = 0  # inside
+        self.answers = dict(_local_scalar_dense=self.item, nonzero=self.nonzero, bincount=self.bincount)
+        self.answers |= dict(_pin_memory=self.pin_memory, _fused_sgd_=self.fused_sgd, _grouped_mm=self.grouped_mm)
 
     def wait(self, reason: str):
         """Note that the host waits for the GPU here, if this is inside the micro-batches."""
@@ -88,46 +88,62 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run an operator, or make its answer up."""
-        kwargs = kwargs or {}
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
         if func.namespace == "c10d":
             self.collective(func, args)
-        tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
-        on_cuda = any(t.is_cuda for t in tensors)
-        if func is aten._local_scalar_dense.default and unknown(args[0]):
-            if args[0].is_cuda:
-                self.wait("item")
-            return made_up(args[0])
-        if func is aten.nonzero.default and on_cuda:
-            self.wait("nonzero")
-            return args[0].new_zeros(ROWS * len(args[0]), args[0].dim(), dtype=torch.int64)
-        if func is aten.bincount.default and on_cuda:
-            self.wait("bincount")
-            return args[0].new_zeros(kwargs.get("minlength", args[-1]), dtype=torch.int64)
-        if func is aten._pin_memory.default:
-            return args[0].clone()
-        if func.overloadpacket is aten._fused_sgd_:  # PyTorch has no fake kernel for it
-            require(len({(t.device, t.dtype) for t in tensors}) == 1, "fused SGD gets tensors of several kinds")
-            return None
+        elif name in self.answers and any(t.is_cuda or unknown(t) for t in tensors_of(args)):
+            return self.answers[name](func, *args, **kwargs)
         out = func(*args, **kwargs)
-        if isinstance(out, Tensor):
-            self.copies(func, args, kwargs, tensors, out)
-            track(func, tensors, out)
+        if name in ("_to_copy", "copy_") or name.startswith("index"):
+            self.copies(name, args, kwargs, out)
+        if isinstance(out, Tensor) and out.dtype in (torch.int64, torch.int32):
+            track(name, tensors_of(args), out)
         return out
 
-    def copies(self, func: Callable, args: tuple, kwargs: dict, tensors: list[Tensor], out: Tensor):
+    def item(self, func: Callable, tensor: Tensor) -> float | bool | int:
+        """A number that the host asks for."""
+        if not unknown(tensor):
+            return func(tensor)
+        if tensor.is_cuda:
+            self.wait("item")
+        return made_up(tensor)
+
+    def nonzero(self, func: Callable, tensor: Tensor) -> Tensor:
+        """ROWS places in each row."""
+        self.wait("nonzero")
+        return tensor.new_zeros(ROWS * len(tensor), tensor.dim(), dtype=torch.int64)
+
+    def bincount(self, func: Callable, tensor: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+        """The kernel looks at the largest number first."""
+        self.wait("bincount")
+        return tensor.new_zeros(minlength, dtype=torch.int64)
+
+    def pin_memory(self, func: Callable, tensor: Tensor, device: Any = None) -> Tensor:
+        """Memory of the host is as good as another."""
+        return tensor.clone()
+
+    def fused_sgd(self, func: Callable, *args, **options):
+        """PyTorch has no fake kernel for it."""
+        require(len({(t.device, t.dtype) for t in tensors_of(args)}) == 1, "fused SGD gets tensors of several kinds")
+
+    def grouped_mm(self, func: Callable, a: Tensor, b: Tensor, *more, **options) -> Tensor:
+        """PyTorch's fake kernel knows bf16 alone. (In other dtypes the real one loops over the experts, and waits.)"""
+        require(a.dtype == b.dtype and a.dtype.itemsize < 8, f"a grouped matmul gets {a.dtype} and {b.dtype}")
+        return func(a.bfloat16(), b.bfloat16(), *more, **options).to(a.dtype)
+
+    def copies(self, name: str, args: tuple, kwargs: dict, out: Tensor):
         """Note a copy between host and GPU that the host waits for, and indices on the host for a tensor on the GPU."""
-        both = len({t.device.type for t in (*tensors, out)} & {"cpu", "cuda"}) == 2
-        name = func.overloadpacket.__name__
-        if both and name in ("_to_copy", "copy_") and not (kwargs.get("non_blocking") or (*args, 0, 0)[2] is True):
-            self.wait("copy between host and GPU")
-        if both and name.startswith("index") and out.is_cuda:
-            self.wait("index on the host")
+        if {t.device.type for t in (*tensors_of(args), out)} >= {"cpu", "cuda"}:
+            if name.startswith("index"):
+                self.wait("index on the host")
+            elif not (kwargs.get("non_blocking") or (*args, False, False)[2] is True):
+                self.wait("copy between host and GPU")
 
     def collective(self, func: Callable, args: tuple):
         """Record a call after looking at what it is given: NCCL takes whole contiguous CUDA tensors of one dtype."""
         name, (group,) = func.overloadpacket.__name__, [a for a in args if isinstance(a, torch.ScriptObject)][:1]
         group = dist.ProcessGroup.unbox(group)
-        tensors = [t for t in tree_iter(args) if isinstance(t, Tensor)]
+        tensors = tensors_of(args)
         sizes, n = [t.numel() for t in tensors], group.size()
         for t in tensors:
             require(t.is_cuda, f"{name} gets a tensor on {t.device}")
@@ -175,14 +191,18 @@ def made_up(tensor: Tensor) -> float | bool | int:
     return False if tensor.dtype == torch.bool else getattr(tensor, "each", ROWS)
 
 
-def track(func: Callable, tensors: list[Tensor], out: Tensor):
+def tensors_of(args: Iterable) -> list[Tensor]:
+    """The tensors among an operator's arguments, and in lists among them."""
+    flat = (part for arg in args for part in (arg if isinstance(arg, list | tuple) else (arg,)))
+    return [part for part in flat if isinstance(part, Tensor)]
+
+
+def track(name: str, tensors: list[Tensor], out: Tensor):
     """Let a sum of made-up integers be their sum, and their maximum that of a rank with all tokens."""
-    if out.dtype in (torch.int64, torch.int32):
-        each = max((getattr(t, "each", ROWS) for t in tensors if t.dtype == out.dtype), default=ROWS)
-        name = func.overloadpacket.__name__
-        if name == "sum" and tensors[0].dtype == out.dtype:
-            each *= tensors[0].numel() // max(1, out.numel())
-        out.each = WORLD * each if name in ("max", "amax") else each
+    each = max((getattr(t, "each", ROWS) for t in tensors if t.dtype == out.dtype), default=ROWS)
+    if name == "sum" and tensors[0].dtype == out.dtype:
+        each *= tensors[0].numel() // max(1, out.numel())
+    out.each = WORLD * each if name in ("max", "amax") else each
 
 
 class Fake(FakeTensorMode):
@@ -260,7 +280,7 @@ def surroundings(watch: Watch) -> Iterator[None]:
             watch.dims[mesh[name].handle.group_name] = name
 
     def moe_forward(layer: moe.MoE, x: Tensor, right: Callable = moe.MoE.forward) -> Tensor:
-        watch.moe_forwards += 1
+        watch.moe_forwards += watch.inside
         return right(layer, x)
 
     def tolist(tensor: Tensor, right: Callable = FakeTensor.tolist) -> list:
