@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common import comm, layout, model, moe, trainer
 from common.data import Batch
 from services import run as run_module
+from services.ledger import Ledger
 
 ROOT = Path(__file__).parents[1]
 STEPS = ["step01_single_gpu", "step02_ddp", "step03_zero", "step04_tp_sp", "step05_cp_ring", "step06_pipeline"]
@@ -198,7 +199,9 @@ def tensors_of(args: Iterable) -> list[Tensor]:
 
 
 def track(name: str, tensors: list[Tensor], out: Tensor):
-    """Let a sum of made-up integers be their sum, and their maximum that of a rank with all tokens."""
+    """Let a sum of made-up integers be their sum, their maximum that of a rank with all tokens, a row all of them."""
+    if name == "cat":
+        out.row = [number for t in tensors for number in [getattr(t, "each", ROWS)] * t.numel()]
     each = max((getattr(t, "each", ROWS) for t in tensors if t.dtype == out.dtype), default=ROWS)
     if name == "sum" and tensors[0].dtype == out.dtype:
         each *= tensors[0].numel() // max(1, out.numel())
@@ -266,9 +269,9 @@ def surroundings(watch: Watch) -> Iterator[None]:
     class Observed(started):
         """Tells the watch when micro-batches begin and when their sums are done."""
 
-        def phase(self, name: str) -> Any:
+        def phase(self, name: str, action: Any = None) -> Any:
             watch.inside = watch.inside or name in MICRO_BATCH_PHASES
-            return super().phase(name)
+            return super().phase(name, action)
 
         def global_loss(self, loss: Tensor) -> float:
             watch.inside = False
@@ -288,7 +291,7 @@ def surroundings(watch: Watch) -> Iterator[None]:
             return right(tensor)
         if tensor.is_cuda:
             watch.wait("tolist")
-        numbers = [made_up(tensor)] * tensor.numel()
+        numbers = getattr(tensor, "row", [made_up(tensor)] * tensor.numel())
         for size in reversed(tensor.shape[1:]):
             numbers = [numbers[i : i + size] for i in range(0, len(numbers), size)]
         return numbers if tensor.dim() else numbers[0]
@@ -318,7 +321,7 @@ def surroundings(watch: Watch) -> Iterator[None]:
         replaced += [(dist, "batch_isend_irecv", partial(watch.post, dist.batch_isend_irecv))]
         replaced += [(trainer, "open_tokens", lambda _, seq_len, size, *__: Tokens(seq_len, size))]
         replaced += [(trainer, "pictures", mock.MagicMock()), (trainer.Run, "finish", lambda *_: None)]
-        replaced += [(run_module, "Watchdog", mock.MagicMock()), (run_module, "shared_store", FakeStore)]
+        replaced += [(run_module, "Watchdog", mock.MagicMock()), (run_module, "shared_store", dist.HashStore)]
         replaced += [(run_module, "run_directory", lambda _: Path(folder))]
         for where, name, value in replaced:
             stack.enter_context(mock.patch.object(where, name, value))
@@ -437,7 +440,7 @@ def count_graphs(options: dict) -> dict:
     if config.cp * config.tp > 1:
         dist.init_process_group("fake", rank=0, world_size=config.cp * config.tp, store=FakeStore())
     try:
-        mesh = comm.Mesh(sizes, torch.device("cpu"))
+        mesh = comm.Mesh(sizes, torch.device("cpu"), Ledger())
         with torch.device("meta"):
             decoder = model.Decoder(shape)
             moe.add_experts(decoder, moe.Balance(shape, 1, mesh.device))
