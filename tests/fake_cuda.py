@@ -81,9 +81,9 @@ class Watch(TorchDispatchMode):
         self.answers = dict(_local_scalar_dense=self.item, nonzero=self.nonzero, bincount=self.bincount)
         self.answers |= dict(_pin_memory=self.pin_memory, _fused_sgd_=self.fused_sgd, _grouped_mm=self.grouped_mm)
 
-    def wait(self, reason: str):
-        """Note that the host waits for the GPU here, if this is inside the micro-batches."""
-        if self.inside:
+    def wait(self, reason: str, asked: Tensor | None = None):
+        """Note that the host waits for the GPU here, if this is inside the micro-batches and `asked` is on the GPU."""
+        if self.inside and (asked is None or asked.is_cuda):
             self.waits[f"{reason} in {place()}"] += 1
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -104,18 +104,17 @@ class Watch(TorchDispatchMode):
         """A number that the host asks for."""
         if not unknown(tensor):
             return func(tensor)
-        if tensor.is_cuda:
-            self.wait("item")
+        self.wait("item", tensor)
         return made_up(tensor)
 
     def nonzero(self, func: Callable, tensor: Tensor) -> Tensor:
         """ROWS places in each row."""
-        self.wait("nonzero")
+        self.wait("nonzero", tensor)
         return tensor.new_zeros(ROWS * len(tensor), tensor.dim(), dtype=torch.int64)
 
     def bincount(self, func: Callable, tensor: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
         """The kernel looks at the largest number first."""
-        self.wait("bincount")
+        self.wait("bincount", tensor)
         return tensor.new_zeros(minlength, dtype=torch.int64)
 
     def pin_memory(self, func: Callable, tensor: Tensor, device: Any = None) -> Tensor:
@@ -274,10 +273,9 @@ def surroundings(watch: Watch) -> Iterator[None]:
             watch.inside = False
             return super().global_loss(loss)
 
-    def join(mesh: comm.Mesh, name: str, ranks: Tensor, right: Callable = comm.Mesh.join):
-        right(mesh, name, ranks)
-        if mesh[name].handle is not None:
-            watch.dims[mesh[name].handle.group_name] = name
+    def join(mesh: comm.Mesh, *arguments, right: Callable = comm.Mesh.join, **options):
+        right(mesh, *arguments, **options)
+        watch.dims = {g.handle.group_name: name for name, g in mesh.groups.items() if g.handle is not None}
 
     def moe_forward(layer: moe.MoE, x: Tensor, right: Callable = moe.MoE.forward) -> Tensor:
         watch.moe_forwards += watch.inside
@@ -286,8 +284,7 @@ def surroundings(watch: Watch) -> Iterator[None]:
     def tolist(tensor: Tensor, right: Callable = FakeTensor.tolist) -> list:
         if not unknown(tensor):
             return right(tensor)
-        if tensor.is_cuda:
-            watch.wait("tolist")
+        watch.wait("tolist", tensor)
         numbers = [made_up(tensor)] * tensor.numel()
         for size in reversed(tensor.shape[1:]):
             numbers = [numbers[i : i + size] for i in range(0, len(numbers), size)]

@@ -154,9 +154,9 @@ CUT = {
     6: dict(tp=2, cp=2, pp=2),
     7: dict(tp=2, cp=2, pp=2, ep=2, ep_mode="alltoall"),
 }
-ORDERS = {f"order{step}-0": order(step, 0, **CUT[step]) for step in (5, 6, 7)}
+ORDERS = {f"order{step}-0": order(step, 0, **CUT[step]) for step in (6, 7)}
 ORDERS |= {"order6-zbv": order(6, 1, pp=4, cp=1, tp=2, schedule="zbv", zero=3)}
-MORE_ORDERS = {f"order{step}-{n}": order(step, n, **CUT[step]) for step in CUT for n in range(1, 5)}
+MORE_ORDERS = {f"order{step}-{n}": order(step, n, **CUT[step]) for step in CUT for n in range(4)}
 MORE_ORDERS |= {f"order6-{name}": order(6, 2, pp=4, cp=1, tp=2, schedule=name) for name in VALUES["schedule"]}
 MORE_ORDERS = {name: case for name, case in MORE_ORDERS.items() if name not in ORDERS}
 
@@ -193,6 +193,7 @@ def results(request, tmp_path_factory) -> dict[str, dict]:
         pytest.skip("no g++ to build tests/fake_cuda_shim.cpp with")
     here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     names = list(dict.fromkeys(name for item in here for name in item.callspec.params.get("cases", ())))
+    names.sort(key=lambda name: CASES[name]["kind"])  # those of eight ranks in turn, for equal halves
     folder, home = tmp_path_factory.mktemp("fake-cuda"), Path(torch.__file__).parent
     build = ["g++", "-shared", "-fPIC", "-std=c++20", f"-I{home}/include", str(ROOT / "tests/fake_cuda_shim.cpp")]
     build += ["-o", "shim.so", f"-L{home}/lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{home}/lib"]
