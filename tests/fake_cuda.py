@@ -25,6 +25,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -33,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import comm, layout, model, moe, trainer
 from common.data import Batch
+from services import pictures
 from services import run as run_module
 from services.ledger import Ledger
 
@@ -43,6 +45,7 @@ ROWS = 16  # the value of an integer that nobody knows: how many tokens each exp
 WORLD = 8
 MICRO_BATCH_PHASES = ("forward", "receive", "backward")
 DEVICE = torch.device("cuda", 0)
+SDPA = "scaled_dot_product_attention"
 
 
 def place() -> str:
@@ -79,12 +82,16 @@ class Watch(TorchDispatchMode):
         self.batch: list[tuple] | None = None  # the messages of the batch that is being posted
         self.dims: dict[str, str] = {}  # name of a communicator -> mesh dimension
         self.moe_forwards = 0  # inside
+        self.unordered: set[str] = set()  # where floating-point numbers are added up on the GPU in any order
+        self.heads: set[tuple[int, int]] = set()  # of q and of k, in calls of fused attention
+        self.measured: dict[str, int] = {}  # bytes by kind, of the memory table
+        self.predicted: dict[str, int | None] = {}
         self.answers = dict(_local_scalar_dense=self.item, nonzero=self.nonzero, bincount=self.bincount)
         self.answers |= dict(_pin_memory=self.pin_memory, _fused_sgd_=self.fused_sgd, _grouped_mm=self.grouped_mm)
 
-    def wait(self, reason: str):
-        """Note that the host waits for the GPU here, if this is inside the micro-batches."""
-        if self.inside:
+    def wait(self, reason: str, asked: Tensor | None = None):
+        """Note that the host waits for the GPU here, if this is inside the micro-batches and `asked` is on the GPU."""
+        if self.inside and (asked is None or asked.is_cuda):
             self.waits[f"{reason} in {place()}"] += 1
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -95,28 +102,43 @@ class Watch(TorchDispatchMode):
         elif name in self.answers and any(t.is_cuda or unknown(t) for t in tensors_of(args)):
             return self.answers[name](func, *args, **kwargs)
         out = func(*args, **kwargs)
+        self.sums(name, args)
         if name in ("_to_copy", "copy_") or name.startswith("index"):
             self.copies(name, args, kwargs, out)
         if isinstance(out, Tensor) and out.dtype in (torch.int64, torch.int32):
             track(name, tensors_of(args), out)
         return out
 
+    def sums(self, name: str, args: tuple):
+        """Note where whole rows are added by atomics. (Along another dimension, the places here are different ones.)"""
+        adds = name in ("index_add", "index_add_", "scatter_add", "scatter_add_")
+        if adds and args[0].is_cuda and args[0].is_floating_point() and args[1] == 0:
+            self.unordered.add(f"{name} in {place()}")
+
+    def attention(self, q: Tensor, k: Tensor, *more, right: Callable = F.scaled_dot_product_attention, **options):
+        """Note the heads that PyTorch's attention is given."""
+        self.heads.add((q.shape[1], k.shape[1]))
+        return right(q, k, *more, **options)
+
+    def finish(self, log: Any, predicted: dict, traffic: Any = None):
+        """Instead of the run's: keep the memory table."""
+        self.measured, self.predicted = log.measured, predicted
+
     def item(self, func: Callable, tensor: Tensor) -> float | bool | int:
         """A number that the host asks for."""
         if not unknown(tensor):
             return func(tensor)
-        if tensor.is_cuda:
-            self.wait("item")
+        self.wait("item", tensor)
         return made_up(tensor)
 
     def nonzero(self, func: Callable, tensor: Tensor) -> Tensor:
         """ROWS places in each row."""
-        self.wait("nonzero")
+        self.wait("nonzero", tensor)
         return tensor.new_zeros(ROWS * len(tensor), tensor.dim(), dtype=torch.int64)
 
     def bincount(self, func: Callable, tensor: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
         """The kernel looks at the largest number first."""
-        self.wait("bincount")
+        self.wait("bincount", tensor)
         return tensor.new_zeros(minlength, dtype=torch.int64)
 
     def pin_memory(self, func: Callable, tensor: Tensor, device: Any = None) -> Tensor:
@@ -262,8 +284,11 @@ def really(function: Callable) -> Callable:
 
 
 @contextmanager
-def surroundings(watch: Watch) -> Iterator[None]:
-    """What a run finds on a machine with GPUs, and a frame that leaves files, pictures and watchdogs alone."""
+def surroundings(watch: Watch, memory: bool) -> Iterator[None]:
+    """What a run finds on a machine with GPUs, and a frame that leaves files, pictures and watchdogs alone.
+
+    `memory`: whether the frame watches what pipelines keep for backward.
+    """
     started = trainer.Trainer
 
     class Observed(started):
@@ -277,10 +302,9 @@ def surroundings(watch: Watch) -> Iterator[None]:
             watch.inside = False
             return super().global_loss(loss)
 
-    def join(mesh: comm.Mesh, name: str, ranks: Tensor, right: Callable = comm.Mesh.join):
-        right(mesh, name, ranks)
-        if mesh[name].handle is not None:
-            watch.dims[mesh[name].handle.group_name] = name
+    def join(mesh: comm.Mesh, *arguments, right: Callable = comm.Mesh.join, **options):
+        right(mesh, *arguments, **options)
+        watch.dims = {g.handle.group_name: name for name, g in mesh.groups.items() if g.handle is not None}
 
     def moe_forward(layer: moe.MoE, x: Tensor, right: Callable = moe.MoE.forward) -> Tensor:
         watch.moe_forwards += watch.inside
@@ -289,8 +313,7 @@ def surroundings(watch: Watch) -> Iterator[None]:
     def tolist(tensor: Tensor, right: Callable = FakeTensor.tolist) -> list:
         if not unknown(tensor):
             return right(tensor)
-        if tensor.is_cuda:
-            watch.wait("tolist")
+        watch.wait("tolist", tensor)
         numbers = getattr(tensor, "row", [made_up(tensor)] * tensor.numel())
         for size in reversed(tensor.shape[1:]):
             numbers = [numbers[i : i + size] for i in range(0, len(numbers), size)]
@@ -320,7 +343,9 @@ def surroundings(watch: Watch) -> Iterator[None]:
         replaced += [(torch, "tensor", tensor), (FakeTensor, "data_ptr", lambda t: t.untyped_storage()._cdata)]
         replaced += [(dist, "batch_isend_irecv", partial(watch.post, dist.batch_isend_irecv))]
         replaced += [(trainer, "open_tokens", lambda _, seq_len, size, *__: Tokens(seq_len, size))]
-        replaced += [(trainer, "pictures", mock.MagicMock()), (trainer.Run, "finish", lambda *_: None)]
+        before = lambda run, costs: pictures.watch(run) if memory else None  # noqa: E731
+        replaced += [(trainer, "pictures", mock.MagicMock(before=before)), (F, SDPA, watch.attention)]
+        replaced += [(trainer.Run, "finish", lambda *args: watch.finish(*args))]
         replaced += [(run_module, "Watchdog", mock.MagicMock()), (run_module, "shared_store", dist.HashStore)]
         replaced += [(run_module, "run_directory", lambda _: Path(folder))]
         for where, name, value in replaced:
@@ -328,7 +353,7 @@ def surroundings(watch: Watch) -> Iterator[None]:
         yield
 
 
-def one_rank(step: int, options: dict, rank: int, fault: str = "") -> Watch:
+def one_rank(step: int, options: dict, rank: int, fault: str = "", memory: bool = False) -> Watch:
     """Train as rank `rank` of 8 (step 1: alone) under `options` of the step's Config; what was seen on the way."""
     module, watch, world = importlib.import_module(STEPS[step - 1]), Watch(rank), 1 if step == 1 else WORLD
     config = module.Config(**options)
@@ -336,7 +361,7 @@ def one_rank(step: int, options: dict, rank: int, fault: str = "") -> Watch:
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         broken = FAULTS[fault](module, watch) if fault else nullcontext()
-        with surroundings(watch), broken, Fake(allow_non_fake_inputs=True), watch, redirect_stdout(None):
+        with surroundings(watch, memory), broken, Fake(allow_non_fake_inputs=True), watch, redirect_stdout(None):
             module.train(config)
     finally:
         if world > 1:
@@ -465,6 +490,8 @@ def run_case(kind: str, **case) -> dict:
     seen = [one_rank(rank=rank, **case) for rank in ranks]
     found = dict(waits=sum((watch.waits for watch in seen), Counter()), calls=[len(watch.calls) for watch in seen])
     found["moe_forwards"] = sum(watch.moe_forwards for watch in seen)
+    found |= dict(unordered=sorted(set().union(*(w.unordered for w in seen))), heads=sorted(seen[0].heads))
+    found |= dict(measured=seen[0].measured, predicted=seen[0].predicted)
     return found | (dict(stuck=stuck([watch.calls for watch in seen])) if kind == "order" else {})
 
 
