@@ -533,6 +533,39 @@ def test_bytes_of_a_layer_follow_from_its_routing(pools, flags, ep, dtype):
             assert sent[dim] == pytest.approx(operations, rel=1e-12), dim
 
 
+def order_on_rank(options: dict) -> list[str]:
+    """Runs on every rank: what happens one after another in a layer's forward and backward."""
+    config, seen, leave, arrive = step07.Config(**options), [], step07.Message.leave, step07.Message.arrive
+
+    def leaving(self, rows, gates, back=False):
+        seen.append("leave")
+        return leave(self, rows, gates, back)
+
+    def arriving(self, tie):
+        seen.append("arrive")
+        return arrive(self, tie)
+
+    with open_mesh({"dp": 2, "cp": 1, "tp": 1}, CPU, "gloo") as mesh:
+        model, _ = build(config, mesh, 2)
+        layer = model.model.layers["0"].mlp
+        layer.shared_experts.register_forward_hook(lambda *_: seen.append("shared"))
+        layer.shared_experts.down_proj.weight.register_hook(lambda _: seen.append("shared backward"))
+        layer.experts.register_forward_hook(lambda *_: seen.append("experts"))
+        layer.experts.down_proj.weight.register_hook(lambda _: seen.append("experts backward"))
+        x = torch.randn(2, config.seq_len, config.dim, dtype=torch.float64, requires_grad=True)
+        with mock.patch.multiple(step07.Message, leave=leaving, arrive=arriving):
+            layer(x).sum().backward()
+    return seen
+
+
+def test_shared_experts_compute_while_tokens_travel(pools):
+    """Between departure and arrival of the tokens, and in backward between those of their gradients."""
+    options = SMALL | BASE | dict(cp=1, tp=1, ep=2, shared_experts=1)
+    forward = ["leave", "shared", "arrive", "experts", "leave", "arrive"]
+    backward = ["leave", "arrive", "experts backward", "leave", "shared backward", "arrive"]
+    assert pools(2).run(order_on_rank, options) == [forward + backward] * 2
+
+
 def test_groups_save_bytes(pools):
     """With one group a rank, a token that may visit M of them is sent at most M times; without a limit more often."""
     options = SMALL | BASE | dict(experts_per_token=4, cp=1, tp=1, expert_groups=4)
