@@ -12,6 +12,7 @@ python -c "import ctypes; ctypes.CDLL('shim.so'); from tests.fake_cuda import ma
 
 import importlib
 import json
+import os
 import tempfile
 import time
 import traceback
@@ -498,7 +499,10 @@ def run_case(kind: str, **case) -> dict:
 def main(cases: str, results: str):
     """Run the cases of one file, {name: arguments of `run_case`}, and append what each came to to another, by line."""
     torch.set_num_threads(1)
+    parent = os.getppid()
     for name, case in json.loads(Path(cases).read_text()).items():
+        if os.getppid() != parent:  # nobody reads the results any more
+            return
         started = time.process_time()
         try:
             found = run_case(**case)
