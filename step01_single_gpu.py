@@ -98,11 +98,11 @@ def wrap_layers(model: Decoder, config: Config):
     options: dict[str, Any] = dict(use_reentrant=False, preserve_rng_state=False)
     if config.recompute == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+    compiled = torch.compile if config.compile else lambda forward: forward
     for layer in model.model.layers.values():
-        if config.recompute != "none":
-            layer.forward = partial(checkpoint, layer.forward, **options)
-        if config.compile:
-            layer.forward = torch.compile(layer.forward)
+        layer.forward = compiled(layer.forward)
+        if config.recompute != "none":  # one graph with its checkpoint; if that breaks, only what is inside is compiled
+            layer.forward = compiled(partial(checkpoint, layer.forward, **options))
 
 
 def update_rule(tensors: list[Tensor], config: Config, decays: list[bool]) -> torch.optim.Optimizer:

@@ -190,11 +190,10 @@ def around_the_ring(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
     yield (r + 1) % n, kv
 
 
-def part_gradients(
-    d_out: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, block: tuple | None, d_q: Tensor
-) -> Tensor:
-    """What our queries add to the gradient of one part kv [2, batch, s/n, kv_heads, d]; adds its share to `d_q`."""
-    d_kv = torch.zeros_like(kv, dtype=lse.dtype)
+def add_part_gradients(
+    d_out: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, block: tuple | None, d_q: Tensor, d_kv: Tensor
+):
+    """Add what our queries contribute with one part kv [2, batch, s/n, kv_heads, d]: to its gradient, and to `d_q`."""
     if block is not None:
         rows, keys, causal = block
         (k, v), (d_k, d_v) = kv[:, :, keys], d_kv[:, :, keys]
@@ -203,7 +202,6 @@ def part_gradients(
         d_q[:, rows] += block_q
         d_k += block_k
         d_v += block_v
-    return d_kv
 
 
 class RingAttention(torch.autograd.Function):
@@ -238,20 +236,21 @@ class RingAttention(torch.autograd.Function):
         ring, zigzag: it follows its part one hop behind, and needs one hop more. allgather: by a reduce-scatter.
         """
         q, kept, out, lse = ctx.saved_tensors
-        group, n, r = ctx.group, ctx.group.size, ctx.group.rank
-        d_q, next_d_kv = torch.zeros_like(q, dtype=lse.dtype), None
-        if ctx.mode == "allgather":
-            blocks = [visible(r, source, q.shape[1], True) for source in range(n)]
-            shares = [part_gradients(d_out, q, kv, out, lse, *b, d_q) for kv, *b in zip(kept, blocks, strict=True)]
-            next_d_kv = torch.empty_like(shares[0])
-            sending = reduce_scatter(next_d_kv.view(-1), torch.stack(shares).view(-1), group)
-        for source, kv in around_the_ring(kept, group) if ctx.mode != "allgather" else ():
-            d_kv = part_gradients(d_out, q, kv, out, lse, visible(r, source, q.shape[1], ctx.mode != "ring"), d_q)
-            if next_d_kv is not None:
-                sending.wait()
-                d_kv += next_d_kv
-            next_d_kv = torch.empty_like(d_kv)
-            sending = exchange([(d_kv, (r + 1) % n)], [(next_d_kv, (r - 1) % n)], group)
+        group, n, r, allgather = ctx.group, ctx.group.size, ctx.group.rank, ctx.mode == "allgather"
+        d_q, sending = torch.zeros_like(q, dtype=lse.dtype), None
+        d_kvs = torch.empty(n if allgather else 2, *kept.shape[-5:], dtype=lse.dtype, device=q.device)
+        next_d_kv = torch.empty_like(d_kvs[0])
+        for hop, (source, kv) in enumerate(enumerate(kept) if allgather else around_the_ring(kept, group)):
+            d_kv = d_kvs[source if allgather else hop % 2].zero_()  # in a ring, two buffers take turns
+            block = visible(r, source, q.shape[1], ctx.mode != "ring")
+            add_part_gradients(d_out, q, kv, out, lse, block, d_q, d_kv)
+            if not allgather:
+                if sending is not None:
+                    sending.wait()
+                    d_kv += next_d_kv
+                sending = exchange([(d_kv, (r + 1) % n)], [(next_d_kv, (r - 1) % n)], group)
+        if allgather:
+            sending = reduce_scatter(next_d_kv.view(-1), d_kvs.view(-1), group)
         sending.wait()
         return d_q.to(q.dtype), *next_d_kv.to(q.dtype), None, None
 

@@ -20,14 +20,14 @@ It is a cut through the dp x cp ranks, which have different tokens already.
 
     --ep-mode alltoall    dispatch: ranks tell each other how many tokens will come, then send the tokens with their
                           gates, once to each rank, however many of its experts a token visits. While they travel,
-                          shared experts compute. There the tokens are sorted by expert, go through one grouped
-                          matmul, are weighted and added up. combine: one row for each token goes home
+                          shared experts compute. The rows that arrive are sorted by expert, go through one grouped
+                          matmul, are weighted and added up. combine: the sums go home, and are added by token
     --ep-mode allgather   every rank gets all tokens of the group, and the results are reduce-scattered: no counts, no
                           sorting of messages, but bytes for tokens that no expert here wants
 
---expert-groups G --groups-per-token M lets a token's experts come from at most M of G groups (DeepSeek-V3). If a group
-lies on one rank, a token is sent at most M times. Bytes that a rank sends in a layer and micro-batch, with h = dim, e
-bytes an element, w bytes in fp32 or wider, T tokens, R rows sent to other ranks and A rows received from them:
+--expert-groups G --groups-per-token M lets a token's experts come from at most M of G groups (DeepSeek-V3). If no such
+group lies on two ranks, a token is sent at most M times. Bytes that a rank sends over ep in a layer and micro-batch:
+h = dim, e bytes an element, w bytes a gate, T tokens of the rank, R rows sent to other ranks, A rows received from them
 
     alltoall    there R (h e + E/ep w), home A h e; backward A (h e + E/ep w) and R h e;  counts 16 (ep-1)
     allgather   (ep-1) T (h e + E w) and (ep-1) T h e;  the same in backward
@@ -36,6 +36,7 @@ bytes an element, w bytes in fp32 or wider, T tokens, R rows sent to other ranks
 The gradient of an expert is summed over the ranks that hold this expert, "expert_data", dp x cp / ep of them. ZeRO cuts
 it there, too. The tokens of the other ranks have come to the expert already. With tp, experts are cut like any MLP.
 With SP, each tp rank sends its own tokens; those that arrive are gathered over tp (filled up to equal numbers).
+Without SP, each sends all tokens. With --recompute, "there", "home" and the counts are sent once more.
 
 ALL FIVE. `train` below applies the dimensions to the plain model one after another. The order matters in three places.
 Stages come first, so that nothing is cut that is not kept. Experts come before the sums over cp and dp are noted, as
@@ -114,7 +115,7 @@ class Route(NamedTuple):
     rank: Tensor  # int64 [rows], sorted
     sent: list[int]
     received: list[int]
-    most: int  # rows received by any of the tp ranks that will gather theirs
+    most: int  # the most rows that one of the tp ranks, which will gather theirs, received
     n_choices: int  # choices of all the rows that these ranks received
 
 
@@ -128,22 +129,22 @@ def find_route(gates: Tensor, ep: Group, tp: Group, sp: bool) -> Route:
     by_tp = received.sum(0, keepdim=True)
     if sp:
         by_tp = gather_tokens(by_tp, tp).wait()
-    counts = torch.cat((sent[:, 0], received[:, 0], by_tp[:, :1].amax(0), by_tp[:, 1:].sum(0))).tolist()
-    rank, token = wanted.T.nonzero_static(size=sum(counts[:n])).unbind(1)  # sorted by rank
-    return Route(token, rank, counts[:n], counts[n:-2], *counts[-2:])
+    numbers = torch.cat((sent[:, 0], received[:, 0], by_tp[:, :1].amax(0), by_tp[:, 1:].sum(0))).tolist()
+    rank, token = wanted.T.nonzero_static(size=sum(numbers[:n])).unbind(1)  # sorted by rank
+    return Route(token, rank, numbers[:n], numbers[n:-2], *numbers[-2:])
 
 
 class Message:
-    """Rows [n, dim] that travel between ranks, each with its gates [n, experts of a rank] behind it, as bits."""
+    """Rows [n, dim] that travel between ranks, with the bits of their gates [n, experts of a rank] behind them."""
 
-    def __init__(self, group: Group, sent: list[int], received: list[int], rows: Tensor, gates: Tensor):
-        """`sent`, `received`: how many rows go to and come from each rank. `rows`, `gates`: like those to travel."""
+    def __init__(self, group: Group, sent: list[int], received: list[int]):
+        """`sent`, `received`: how many rows go to and come from each rank."""
         self.group, self.sent, self.received = group, sent, received
-        self.dim, self.dtype = rows.shape[1], gates.dtype
 
     def leave(self, rows: Tensor, gates: Tensor, back: bool = False) -> tuple[Tensor]:
         """Send them, or their gradients `back`; returns an empty tensor, which ties the arrival to this in autograd."""
         sent, received = (self.received, self.sent) if back else (self.sent, self.received)
+        self.dim, self.dtype = rows.shape[1], gates.dtype
         leaving = torch.cat((rows, gates.contiguous().view(rows.dtype)), 1)
         self.arriving = leaving.new_empty(sum(received), leaving.shape[1])
         self.pending = all_to_all(self.arriving, leaving, self.group, received, sent)
@@ -153,12 +154,12 @@ class Message:
         """Wait; returns rows and gates."""
         self.pending.wait()
         rows, gates = self.arriving[:, : self.dim].contiguous(), self.arriving[:, self.dim :].contiguous()
-        self.arriving = None
+        self.arriving = self.pending = None
         return rows, gates.view(self.dtype)
 
 
 class Travel(torch.autograd.Function):
-    """A message leaves, or arrives. In backward its gradients arrive where it left, and leave where it arrived."""
+    """A message leaves, or arrives. Two nodes, so that other work comes between them, in forward and in backward."""
 
     @staticmethod
     def forward(ctx, message: Message, leaves: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -168,12 +169,12 @@ class Travel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        """The other way round."""
+        """Its gradients arrive where it left, or leave where it arrived."""
         return None, None, *(ctx.message.arrive(*grads) if ctx.leaves else ctx.message.leave(*grads, back=True))
 
 
 class ExpertParallel:
-    """Replaces `MoE.run_experts` where experts are dealt to the ranks of `ep`, or cut over `tp`."""
+    """Replaces `MoE.run_experts`: experts are dealt to the ranks of `ep` and cut over `tp`, each of any size."""
 
     def __init__(self, ep: Group, tp: Group, sp: bool, mode: str):
         self.ep, self.tp, self.sp, self.mode = ep, tp, sp, mode
@@ -187,20 +188,19 @@ class ExpertParallel:
         gates = gates.unflatten(1, (self.ep.size, -1))
         route = find_route(gates.detach(), self.ep, self.tp, self.sp)
         rows, its_gates = TakeRows.apply(x, route.token), gates[route.token, route.rank]
-        there = Message(self.ep, route.sent, route.received, rows, its_gates)
-        dispatched = Travel.apply(there, True, rows, its_gates)
+        there = Message(self.ep, route.sent, route.received)
+        tie = Travel.apply(there, True, rows, its_gates)
 
         def finish() -> Tensor:
-            arrived = Travel.apply(there, False, *dispatched)
-            out = self.over_tp(experts, *arrived, route.most, route.n_choices)
-            home = Message(self.ep, route.received, route.sent, out, its_gates)
-            combined, _ = Travel.apply(home, False, *Travel.apply(home, True, out, its_gates.new_empty(len(out), 0)))
-            return add_rows(combined, route.token, len(x), x.dtype)
+            out = self.over_tp(experts, *Travel.apply(there, False, *tie), route.most, route.n_choices)
+            home, no_gates = Message(self.ep, route.received, route.sent), its_gates.new_empty(len(out), 0)
+            came_home, _ = Travel.apply(home, False, *Travel.apply(home, True, out, no_gates))
+            return add_rows(came_home, route.token, len(x), x.dtype)
 
         return finish
 
     def gathered(self, experts: Experts, x: Tensor, gates: Tensor) -> Tensor:
-        """Every rank gets all tokens of the group; the parts that experts here add to them are reduce-scattered."""
+        """Every rank gets all tokens, the parts that its experts add are reduce-scattered: step 4's pair, over ep."""
         x, gates = (enter_block(t, self.ep, sp=True) for t in (x, gates))
         part = self.over_tp(experts, x, gates.chunk(self.ep.size, 1)[self.ep.rank])
         return leave_block(part, self.ep, sp=True)
@@ -219,7 +219,7 @@ class ExpertParallel:
 
 
 def gather_choices(group: Group, places: Tensor, chosen: Tensor) -> Tensor:
-    """Choices int64 [batch, seq/n, top_k] -> those of all ranks of `group`, int32 [batch, seq, top_k], by `places`."""
+    """Choices int64 [batch, seq/n, top_k] -> of all of `group`, int32 [batch, seq, top_k]; `places` of positions."""
     return gather_tokens(chosen.int(), group).wait()[:, places]
 
 
@@ -235,7 +235,7 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config, ep: int):
     mesh.add("sequence", cp.size * (tp.size if sp else 1), stride=1 if sp else tp.size)
     sequence = mesh["sequence"]
     order = [own_positions(model.config.seq_len, rank, cp.size, config.cp_mode) for rank in range(cp.size)]
-    order = torch.cat(order).to(mesh.device)
+    order = torch.cat(order).to(mesh.device)  # positions, as the ranks of `sequence` hold them
     for moe in [layer.mlp for layer in model.model.layers.values() if isinstance(layer.mlp, MoE)]:
         moe.run_experts = ExpertParallel(mesh["ep"], tp, sp, config.ep_mode)
         if sequence.size > 1:
@@ -250,7 +250,7 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config, ep: int):
                 sums = *record.partial_over, "expert_data"
                 linear.weight.parallel_layout = replace(record, partial_over=sums, replicas="expert_data")
         if tp.size > 1 and sp:
-            note_gradient_sum([moe.router.weight], "tp")
+            note_gradient_sum([moe.router.weight], "tp")  # like a norm, it sees only this rank's tokens
 
 
 class SplitExpertFunction(torch.autograd.Function):
@@ -260,7 +260,7 @@ class SplitExpertFunction(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, counts: Tensor, store: Any) -> Tensor:
         """x [n, in] sorted by expert, weight [experts, out, in], counts int64 [experts] -> [n, out]."""
         ctx.save_for_backward(x, counts)
-        ctx.weight, ctx.store = weight, store
+        ctx.weight, ctx.store = weight, store  # the weight itself, as in step 6
         return grouped_matmul(x, weight.mT, counts)
 
     @staticmethod
@@ -280,8 +280,8 @@ def split_experts(model: Decoder, store: Any):
 
 
 def take_counts(balance: Balance, mesh: Mesh, sp: bool) -> Tensor:
-    """What the experts of all ranks counted in this step: of all tokens, and of all stages' layers."""
-    for dim in ("data", "pp", "tp") if sp else ("data", "pp"):
+    """What all ranks counted in this step, of all tokens and all layers. Without SP, tp ranks count the same tokens."""
+    for dim in ("data", "pp", *["tp"] * sp):
         all_reduce(balance.counted, mesh[dim], "(metrics)").wait()
     return balance.take()
 
@@ -316,7 +316,7 @@ def train(config: Config, observe=None) -> Trained:
             counted = take_counts(balance, mesh, config.sp)
             loss = run.global_loss(loss / optimizer.loss_scale)
             with run.phase("optimizer"):
-                dims = ["tp", "pp"] if config.zero else ["tp", "ep", "pp"]  # ZeRO's slices are cut over ep already
+                dims = ["tp", "pp"] if config.zero else ["tp", "ep", "pp"]  # ZeRO's sum over dp x cp contains ep
                 norm = global_norm(optimizer, mesh, dims, sliced=config.zero > 0)
                 if run.accepts(loss, norm) and optimizer.step(run.learning_rate(step), norm):  # clips, and updates
                     balance.adjust(model, counted)

@@ -17,8 +17,7 @@ micro-batch's choices that fell on expert e, and P_e is the mean of p_e over its
            no gradient, but checkpoints must keep it (Wang et al. 2024, "auxiliary-loss-free"; DeepSeek-V3).
 
 The z-loss, weight x mean (log sum exp)^2 of the router logits, keeps them small (Zoph et al. 2022, "ST-MoE"). With a
-capacity factor C, an expert takes in training at most C top_k T / E of a micro-batch's T tokens, those that come first
-in it under any layout. The residual stream carries the others past it.
+capacity factor C, an expert takes in training at most C top_k T / E of a micro-batch's T tokens: the first ones.
 """
 
 from collections.abc import Callable
@@ -106,12 +105,14 @@ class GroupedLinear(torch.autograd.Function):
 def add_rows(rows: Tensor, place: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     """Sums [n, dim] in `dtype` of rows [any number, dim], each added at its `place` (int64), in fp32 or wider.
 
-    Their order is fixed: a GPU's `index_put_` sorts by place. With `index_add_`, ranks that compute the same could get
-    another last bit, so choose another expert, and wait for rows that never come.
+    The order of these additions is fixed. Else ranks that compute the same could differ in a last bit, so choose other
+    experts, and wait for rows that never come. On a GPU only `index_put_` sorts by place, on a CPU `scatter_add_` does.
     """
     wide = torch.promote_types(rows.dtype, torch.float32)
-    sums = rows.new_zeros(n, rows.shape[1], dtype=wide)
-    return sums.index_put_((place,), rows.to(wide), accumulate=True).to(dtype)
+    sums, rows = rows.new_zeros(n, rows.shape[1], dtype=wide), rows.to(wide)
+    if rows.is_cuda:
+        return sums.index_put_((place,), rows, accumulate=True).to(dtype)
+    return sums.scatter_add_(0, place[:, None].expand_as(rows), rows).to(dtype)
 
 
 class TakeRows(torch.autograd.Function):
@@ -249,7 +250,7 @@ class MoE(nn.Module):
     """Router, experts, shared experts: replaces the MLP of layer `number`.
 
     Expert parallelism replaces `run_experts`, which returns a function for the result: tokens may travel meanwhile.
-    Ranks that share sequences replace `gather_choices`: of their `local_tokens` -> of all, [batch, seq, top_k].
+    Ranks that share sequences set `local_tokens`, their positions, and `gather_choices` -> all [batch, seq, top_k].
     """
 
     def __init__(self, m: MoEConfig, number: int, balance: Balance):

@@ -70,7 +70,7 @@ def write_out(*phases: tuple[int, str]) -> list[Action]:
         if word == "W":
             actions += [waiting.pop(0)] if waiting else []
             continue
-        kind, chunk = word[:-1], int(word[-1])
+        kind, chunk = word.rstrip("0123456789"), int(word.lstrip("FBW"))
         actions.append(Action(kind, count[kind[0], chunk], chunk))
         count[kind[0], chunk] += 1
         if kind == "B":

@@ -77,8 +77,16 @@ def mesh_picture(mesh: Mesh) -> str:
     return "\n".join(lines)
 
 
+def watch(run: Any):
+    """Let the log watch all forward passes of a pipeline's first step for memory, and all actions of its last."""
+    if run.pipeline is not None:
+        run.log.pipelined = True
+        run.log.watch = run.log.forwards = sum(action.kind == "F" for action in run.pipeline.actions)
+
+
 def before(run: Any, costs: Any):
     """Print the model's size, the mesh, the reduction table, the stages, and the memory that theory predicts."""
+    watch(run)
     mesh, pipeline, say = run.mesh, run.pipeline, run.log.say
     dims = [*mesh.sizes]
     if "ep" in mesh.groups and mesh["ep"].size > 1:
@@ -86,8 +94,6 @@ def before(run: Any, costs: Any):
     shapes = {name: layout_of(p).full_shape(p.shape) for name, p in run.model.named_parameters()}
     rows = reduction_table(run.model, dims)
     if pipeline is not None:
-        run.log.pipelined = True
-        run.log.watch = run.log.forwards = sum(action.kind == "F" for action in pipeline.actions)
         both = gather_objects((shapes, rows), mesh)  # a rank holds only some layers
         shapes = {name: shape for theirs, _ in both for name, shape in theirs.items()}
         rows = list({row[0]: row for _, theirs in both for row in theirs}.values())

@@ -111,7 +111,7 @@ class Run:
     def place(self) -> Place:
         """Where this rank is, for the watchdog."""
         ledger = self.mesh.ledger
-        entered = {self.members[name]: count for name, count in list(ledger.entered.items())}
+        entered = {self.members.get(name, name): count for name, count in list(ledger.entered.items())}
         return Place(self.step, self.doing, ledger.last, entered)
 
     def stop(self, *_):

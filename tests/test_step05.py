@@ -668,6 +668,33 @@ def peaks_on_rank(modes: list[str], tokens: int) -> list[tuple[int, int]]:
     return found
 
 
+def buffers_on_rank(mode: str) -> list[tuple[int, int]]:
+    """Runs on every rank: of attention's forward and of its backward, the messages and the buffers they come into."""
+    seen, right = [], step05.exchange
+
+    def watch(sends, receives, *more, **options):
+        seen.append(receives[0][0].data_ptr())
+        return right(sends, receives, *more, **options)
+
+    n = torch.distributed.get_world_size()
+    with open_mesh({"cp": n}, CPU, "gloo") as mesh, mock.patch.object(step05, "exchange", watch):
+        q, k, v = (torch.ones(1, 8, 2, 4, requires_grad=True) for _ in range(3))
+        out = step05.ContextAttention(mesh["cp"], mode)(q, k, v)
+        forward = seen.copy()
+        seen.clear()
+        out.backward(torch.ones_like(out))
+    return [(len(addresses), len(set(addresses))) for addresses in (forward, seen)]
+
+
+@pytest.mark.parametrize("mode", ["ring", "zigzag"])
+def test_a_ring_receives_into_the_same_buffers(pools, mode):
+    """Not into a new one at each hop: on a GPU the allocator would get each back late, as another stream used it.
+
+    On 4 ranks: k and v in 3 hops, into two buffers; in backward again, with their gradients in 4 hops, into a third.
+    """
+    assert pools(4).run(buffers_on_rank, mode) == [[(3, 2), (7, 3)]] * 4
+
+
 def test_peak_memory_of_each_mode(pools):
     """With s/n fixed, 4 and 8 ranks need the same with ring, zigzag and Ulysses; with the all-gather it grows."""
     modes, tokens = ["zigzag", "ring", "ulysses", "allgather"], 32

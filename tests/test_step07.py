@@ -19,8 +19,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
 import step01_single_gpu as step01
@@ -432,40 +430,22 @@ def build(config: step07.Config, mesh: Mesh, ep: int) -> tuple[Decoder, Tensor]:
     return model, own
 
 
-class Operators(TorchDispatchMode):
-    """Notes the names of all operators that make floating-point numbers, each with the last size of what it makes."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen: set[tuple[str, int]] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run it."""
-        out = func(*args, **(kwargs or {}))
-        made = [x for x in tree_iter(out) if isinstance(x, Tensor) and x.is_floating_point()]
-        self.seen |= {(func.overloadpacket.__name__, x.shape[-1] if x.dim() else 1) for x in made}
-        return out
-
-
-def test_the_layer_adds_rows_in_a_fixed_order():
-    """No operator whose CUDA kernel adds floating-point rows by atomics, in any order: not forward, not backward."""
-    config = step07.Config(model="debug", experts=8, experts_per_token=3, shared_experts=1, dtype="bf16")
-    m = config.model_config()
-    balance = moe.Balance(m, 1, CPU, "loss", 0.01)
-    with torch.device("meta"):
-        model = Decoder(m)
-        moe.add_experts(model, balance)
-    materialize(model, 0, CPU, torch.bfloat16)
-    x = torch.randn(2, m.seq_len, m.dim, dtype=torch.bfloat16, requires_grad=True)
-    with Operators() as watched:
-        model.model.layers["0"].mlp(x).sum().backward()
-    by_atomics = {"index_add", "index_add_", "scatter_add", "scatter_add_"}
-    found = {(name, size) for name, size in watched.seen if name in by_atomics}
-    assert ("index_put_", m.dim) in watched.seen
-    assert found <= {("scatter_add", m.experts)}  # the gradient of `p.gather`: a token's experts are different ones
-    with Operators() as watched:
-        x.index_select(0, torch.tensor([0, 0])).sum().backward()
-    assert {name for name, _ in watched.seen} & by_atomics
+@pytest.mark.parametrize("threads", [1, 4])
+def test_rows_are_added_in_a_fixed_order(threads):
+    """The same bits, however often, forward and backward, where several rows have the same place."""
+    generator = torch.Generator().manual_seed(0)
+    rows, x = (torch.randn(n, 128, generator=generator, requires_grad=True) for n in (4096, 256))
+    place, grad = torch.randint(0, 256, (4096,), generator=generator), torch.randn(4096, 128, generator=generator)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        sums = [moe.add_rows(rows, place, 256, torch.float32) for _ in range(10)]
+        grads = [torch.autograd.grad(moe.TakeRows.apply(x, place), x, grad)[0] for _ in range(10)]
+    finally:
+        torch.set_num_threads(before)
+    for one, *others in (sums, grads):
+        assert all(torch.equal(one, other) for other in others)
+    assert difference(sums[0], torch.zeros(256, 128).index_add(0, place, rows)) < 1e-6
 
 
 def test_an_overflow_moves_no_bias(tmp_path):
@@ -551,6 +531,39 @@ def test_bytes_of_a_layer_follow_from_its_routing(pools, flags, ep, dtype):
         assert sent.keys() == expected.keys()
         for dim, operations in expected.items():
             assert sent[dim] == pytest.approx(operations, rel=1e-12), dim
+
+
+def order_on_rank(options: dict) -> list[str]:
+    """Runs on every rank: what happens one after another in a layer's forward and backward."""
+    config, seen, leave, arrive = step07.Config(**options), [], step07.Message.leave, step07.Message.arrive
+
+    def leaving(self, rows, gates, back=False):
+        seen.append("leave")
+        return leave(self, rows, gates, back)
+
+    def arriving(self, tie):
+        seen.append("arrive")
+        return arrive(self, tie)
+
+    with open_mesh({"dp": 2, "cp": 1, "tp": 1}, CPU, "gloo") as mesh:
+        model, _ = build(config, mesh, 2)
+        layer = model.model.layers["0"].mlp
+        layer.shared_experts.register_forward_hook(lambda *_: seen.append("shared"))
+        layer.shared_experts.down_proj.weight.register_hook(lambda _: seen.append("shared backward"))
+        layer.experts.register_forward_hook(lambda *_: seen.append("experts"))
+        layer.experts.down_proj.weight.register_hook(lambda _: seen.append("experts backward"))
+        x = torch.randn(2, config.seq_len, config.dim, dtype=torch.float64, requires_grad=True)
+        with mock.patch.multiple(step07.Message, leave=leaving, arrive=arriving):
+            layer(x).sum().backward()
+    return seen
+
+
+def test_shared_experts_compute_while_tokens_travel(pools):
+    """Between departure and arrival of the tokens, and in backward between those of their gradients."""
+    options = SMALL | BASE | dict(cp=1, tp=1, ep=2, shared_experts=1)
+    forward = ["leave", "shared", "arrive", "experts", "leave", "arrive"]
+    backward = ["leave", "arrive", "experts backward", "leave", "shared backward", "arrive"]
+    assert pools(2).run(order_on_rank, options) == [forward + backward] * 2
 
 
 def test_groups_save_bytes(pools):
