@@ -44,8 +44,14 @@ def gathered_input_kept() -> Iterator[None]:
     right = step04.ColumnParallelLinear.forward
 
     def forward(ctx, x, group, gather, reduce, *weights):
-        ys = right(ctx, x, group, gather, reduce, *weights)
-        ctx.full = gather(x, group).wait()
+        ctx.kept = []
+
+        def keeping(x, group):
+            ctx.kept.append(gather(x, group))
+            return ctx.kept[-1]
+
+        ys = right(ctx, x, group, keeping, reduce, *weights)
+        ctx.gather = gather
         return ys
 
     with mock.patch.object(step04.ColumnParallelLinear, "forward", staticmethod(forward)):

@@ -124,6 +124,7 @@ def host(world: World, size: int, function: str, args: tuple, pipes: list[int], 
     os.setsid()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    faulthandler.disable()  # pytest has its own, which would print a crash into its output
     resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_OUTPUT, MOST_OUTPUT))
     out = os.open(world.output or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
