@@ -1,0 +1,138 @@
+"""Misconceptions that only a student's file can have, to recognise them by their numbers: as tests/faults.py."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+import step02_ddp as step02
+import step04_tp_sp as step04
+from common.comm import exchange
+from services import compression
+
+
+@contextmanager
+def conjugate_is_itself() -> Iterator[None]:
+    """Backward applies the forward's collective again instead of its conjugate."""
+    right = step04.Conjugate.forward
+
+    def forward(ctx, x, group, collective, conjugate):
+        return right(ctx, x, group, collective, collective)
+
+    with mock.patch.object(step04.Conjugate, "forward", staticmethod(forward)):
+        yield
+
+
+@contextmanager
+def dx_not_summed() -> Iterator[None]:
+    """dx is this rank's part alone: the backward of f sums nothing."""
+    right = step04.ColumnParallel.__init__
+
+    def init(self, group, sp, overlap):
+        right(self, group, sp, overlap)
+        if not sp:
+            self.reduce = step04.keep_tokens
+
+    with mock.patch.object(step04.ColumnParallel, "__init__", init):
+        yield
+
+
+@contextmanager
+def gathered_input_kept() -> Iterator[None]:
+    """The input that was gathered in forward is kept for backward, so that memory is not divided by n."""
+    right = step04.ColumnParallelLinear.forward
+
+    def forward(ctx, x, group, gather, reduce, *weights):
+        ys = right(ctx, x, group, gather, reduce, *weights)
+        ctx.full = gather(x, group).wait()
+        return ys
+
+    with mock.patch.object(step04.ColumnParallelLinear, "forward", staticmethod(forward)):
+        yield
+
+
+@contextmanager
+def row_parts_not_summed() -> Iterator[None]:
+    """The row-parallel layer gives its own part of the sum."""
+    right = step04.RowParallelLinear.add
+
+    def add(self, part):
+        return part if not self.sp else right(self, part)
+
+    with mock.patch.object(step04.RowParallelLinear, "add", add):
+        yield
+
+
+@contextmanager
+def parts_beside_one_another() -> Iterator[None]:
+    """What the ranks send is put together along the wrong dimension: tokens of different ranks alternate."""
+
+    def gather_tokens(x, group):
+        right = gather(x, group)
+        return right.returning(lambda f=right.result: mixed(f(), group.size))
+
+    def mixed(full, n):
+        return full.unflatten(-2, (n, -1)).transpose(-2, -3).flatten(-3, -2)
+
+    gather = step04.gather_tokens
+    with mock.patch.object(step04, "gather_tokens", gather_tokens):
+        yield
+
+
+@contextmanager
+def tokens_of_the_next_rank() -> Iterator[None]:
+    """Each rank keeps the tokens of its right neighbour."""
+    scatter = step04.scatter_tokens
+
+    def scatter_tokens(x, group):
+        parts = x.unflatten(-2, (group.size, -1)).roll(-1, -3).flatten(-3, -2)
+        return scatter(parts, group)
+
+    with mock.patch.object(step04, "scatter_tokens", scatter_tokens):
+        yield
+
+
+@contextmanager
+def second_half_left_out() -> Iterator[None]:
+    """The finished pieces are not passed on: each rank has the sum of one piece only."""
+
+    def ring(tensor, group):
+        n, r = group.size, group.rank
+        pieces = tensor.tensor_split(n)
+        for s in range(n - 1):
+            received = torch.empty_like(pieces[(r - s - 1) % n])
+            exchange([(pieces[(r - s) % n], (r + 1) % n)], [(received, (r - 1) % n)], group).wait()
+            pieces[(r - s - 1) % n].add_(received)
+
+    with mock.patch.object(step02, "ring_all_reduce", ring):
+        yield
+
+
+@contextmanager
+def replaced_instead_of_added() -> Iterator[None]:
+    """What arrives in the first half replaces the own piece instead of being added to it."""
+
+    def ring(tensor, group):
+        n, r = group.size, group.rank
+        pieces = tensor.tensor_split(n)
+        for s in range(2 * (n - 1)):
+            received = torch.empty_like(pieces[(r - s - 1) % n])
+            exchange([(pieces[(r - s) % n], (r + 1) % n)], [(received, (r - 1) % n)], group).wait()
+            pieces[(r - s - 1) % n].copy_(received)
+
+    with mock.patch.object(step02, "ring_all_reduce", ring):
+        yield
+
+
+@contextmanager
+def no_error_feedback() -> Iterator[None]:
+    """What a step has lost is never sent."""
+    right = compression.CompressedSum.__call__
+
+    def call(self, buffer, group):
+        self.lost.clear()
+        return right(self, buffer, group)
+
+    with mock.patch.object(compression.CompressedSum, "__call__", call):
+        yield
