@@ -717,8 +717,8 @@ def test_a_signal_at_any_moment_saves_the_last_step(tmp_path, monkeypatch, capsy
             os.kill(os.getpid(), signal.SIGTERM)
 
     @contextmanager
-    def striking_phase(self, name):
-        with phase(self, name):
+    def striking_phase(self, name, action=None):
+        with phase(self, name, action):
             yield
             strike(self, name)
 
