@@ -52,7 +52,7 @@ SDPA = "scaled_dot_product_attention"
 def place() -> str:
     """The innermost line of the project outside tests that is being executed."""
     frames = [f for f in traceback.extract_stack() if Path(f.filename).is_relative_to(ROOT)]
-    frames = [f for f in frames if not f.filename.startswith(str(ROOT / "tests"))]
+    frames = [f for f in frames if not f.filename.startswith(str(ROOT / "tests")) and "site-packages" not in f.filename]
     return (
         f"{Path(frames[-1].filename).name}:{frames[-1].lineno} {frames[-1].line}" if frames else "outside the project"
     )
