@@ -12,7 +12,7 @@ from common.moe import MoEConfig
 from common.schedules import SCHEDULES, Costs, Plan, chunks_per_rank, place_stages
 from services.devices import choose_device, choose_dtype
 from theory.bubble import makespan
-from theory.flops import balance, layer_costs, matmul_weights, moe_layers, times_of_parts
+from theory.flops import balanced_layers, moe_layers, times_of_parts
 from theory.zb_auto import zb_auto
 
 
@@ -234,10 +234,7 @@ def choose_chunks(config: Any) -> int:
 
 
 def split_layers(config: Any, m: ModelConfig, n: int) -> list[int]:
-    """How many layers each of `n` stages has: `--pp-split`, or balanced by cost. Raises UserError.
-
-    Costs are multiply-adds of a token; the head counts, and so does the embedding (a row).
-    """
+    """How many layers each of `n` stages has: `--pp-split`, or balanced by cost. Raises UserError."""
     if config.pp_split:
         try:
             lengths = [int(part) for part in config.pp_split.split(",")]
@@ -249,9 +246,7 @@ def split_layers(config: Any, m: ModelConfig, n: int) -> list[int]:
                 f"that add up to --n-layers {m.n_layers}"
             )
         return lengths
-    costs, ends = layer_costs(m), [0.0] * (m.n_layers - 1)
-    both = zip(costs, [float(m.dim), *ends], [*ends, float(matmul_weights(m)[1])], strict=True)
-    return balance([sum(parts) for parts in both], n)
+    return balanced_layers(m, n)
 
 
 def choose_zb_costs(config: Any, m: ModelConfig) -> Costs:

@@ -1,6 +1,6 @@
 """One layout's sums, as one would write them on a blackboard: each formula, the numbers in it, the result."""
 
-from theory.footprint import CHUNK, course_layer, layer_keeps, rank_numbers, rank_stages
+from theory.footprint import CHUNK, course_parts, layer_keeps, rank_numbers, rank_stages
 from theory.gpus import GIB, Gpu
 from theory.layouts import Layout, network
 from theory.recipes import Recipe
@@ -23,7 +23,7 @@ def blackboard(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> str:
     cut = [data.ranks if x.zero >= stage else 1 for stage in (3, 2, 1)]
     per_weight = recipe.weight / cut[0] + recipe.gradient / cut[1] + recipe.state / cut[2]
     if recipe.name == "course":
-        kept = course_layer(m, x.mbs, x.cp, x.tp, x.sp, x.recompute, x.cp_mode, kinds[-1])[0]
+        kept = course_parts(m, x.mbs, x.cp, x.tp, x.sp, x.recompute, x.cp_mode, kinds[-1]).layer
     else:
         kept = layer_keeps(m, x, recipe, kinds[-1], x.recompute)
     lines = [

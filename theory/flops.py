@@ -29,6 +29,14 @@ def layer_costs(m: ModelConfig) -> list[float]:
     return [dense + more_weights(m) * m.has_experts(number) for number in range(m.n_layers)]
 
 
+def balanced_layers(m: ModelConfig, stages: int) -> list[int]:
+    """Layers of each stage, balanced by multiply-adds of a token; head and embedding (a row) count, too."""
+    costs = layer_costs(m)
+    costs[0] += m.dim
+    costs[-1] += matmul_weights(m)[1]
+    return balance(costs, stages)
+
+
 def times_of_parts(m: ModelConfig, recompute: str) -> tuple[float, float, float]:
     """Multiply-adds of a token in a layer, on average: forward, gradient of the input, gradient of the weights.
 

@@ -88,9 +88,10 @@ def waiting_states(schedule: str, p: int, m: int, v: int, rank: int) -> tuple[tu
 
 
 @lru_cache(maxsize=10_000)
-def with_experts(m: Shape, stage: Stage) -> int:
-    """Layers with experts in a stage."""
-    return sum(m.has_experts(n) for n in stage.layers)
+def layers_by_kind(m: Shape, stage: Stage) -> tuple[tuple[bool, int], ...]:
+    """(Whether they have experts, how many) of a stage's layers, for the kinds that it has."""
+    count = sum(m.has_experts(n) for n in stage.layers)
+    return tuple((flag, n) for flag, n in ((True, count), (False, len(stage.layers) - count)) if n)
 
 
 def layer_keeps(m: Shape, layout: Layout, recipe: Recipe, experts: bool, recompute: str) -> float:
@@ -117,12 +118,10 @@ def layer_keeps(m: Shape, layout: Layout, recipe: Recipe, experts: bool, recompu
 
 def held_weights(m: Shape, stage: Stage, layout: Layout) -> tuple[float, float]:
     """Numbers of one stage on one rank: (replicated over dp x cp, of its experts)."""
-    count = with_experts(m, stage)
     shared, own = 0.0, 0.0
-    for flag, n in ((True, count), (False, len(stage.layers) - count)):
-        if n:
-            a, b = layer_weights(m, flag, layout.tp, layout.ep)
-            shared, own = shared + n * a, own + n * b
+    for flag, n in layers_by_kind(m, stage):
+        a, b = layer_weights(m, flag, layout.tp, layout.ep)
+        shared, own = shared + n * a, own + n * b
     embedding, head = end_weights(m, layout.tp)
     tied_here = m.tied and stage.first and stage.last
     return shared + embedding * stage.first + (m.dim if tied_here else head) * stage.last, own
@@ -169,8 +168,10 @@ def course_config(layout: Layout) -> Any:
 
 
 @lru_cache(maxsize=200_000)
-def course_layer(m: Shape, mbs: int, cp: int, tp: int, sp: bool, recompute: str, cp_mode: str, experts: bool) -> tuple:
-    """The course's bytes of (a layer, tables of RoPE, the embedding, the head) for one micro-batch on one rank.
+def course_parts(
+    m: Shape, mbs: int, cp: int, tp: int, sp: bool, recompute: str, cp_mode: str, experts: bool
+) -> memory.StageParts:
+    """The course's bytes of a stage's parts for one micro-batch on one rank; its layers with or without experts.
 
     Its own formulas are silent on selective recomputation with cp, and with experts: then what the norms and the
     products of the MLP would take is left out of all that "none" keeps.
@@ -179,43 +180,30 @@ def course_layer(m: Shape, mbs: int, cp: int, tp: int, sp: bool, recompute: str,
     silent = recompute == "selective" and (cp > 1 or experts)
     if silent:
         config.recompute = "none"
-    sizes = [
-        memory.cp_activation_bytes(config, memory.replace(m, n_layers=n), tp, cp, torch.bfloat16, False) for n in (1, 2)
-    ]
-    tokens = mbs * m.seq_len // cp
-    rope, embedding = 2 * m.seq_len // cp * m.head_dim * 4, tokens * 9 * (tp > 1)
-    layer, head = sizes[1] - sizes[0], 2 * sizes[0] - sizes[1] - rope - embedding
+    parts = memory.stage_parts(config, m, tp, cp, torch.bfloat16, on_cpu=False)
+    tokens, layer = mbs * m.seq_len // cp, parts.layer
     if experts:
         chunk = Stage(range(m.dense_layers + m.moe_every - 1, m.dense_layers + m.moe_every), False, False)
         layer += memory.expert_activation_bytes(config, m, tp, cp, torch.bfloat16, chunk)
     if silent:
         width = m.ffn_dim if not experts else m.expert_width * (m.experts_per_token + m.shared_experts)
         layer -= tokens // tp * E * (m.dim + 2 * width)
-    return layer, rope, embedding, head
+    return parts._replace(layer=layer)
 
 
 def course_chunk(m: Shape, layout: Layout, stage: Stage) -> tuple[float, float]:
     """The course's bytes of one micro-batch on a stage: from F to B, and what of it stays until W."""
     key = (m, layout.mbs, layout.cp, layout.tp, layout.sp, layout.recompute, layout.cp_mode)
-    count = with_experts(m, stage)
-    whole = 0.0
-    for flag, n in ((True, count), (False, len(stage.layers) - count)):
-        if n:
-            whole += n * course_layer(*key, flag)[0]
-    _, rope, embedding, head = course_layer(*key, False)
-    tokens = layout.mbs * m.seq_len // layout.cp
-    inputs = len(stage.layers) * tokens * (3 * m.dim + m.ffn_dim) * E / layout.tp
-    return whole + rope + stage.last * head + stage.first * embedding, inputs
+    layers = sum(n * course_parts(*key, flag).layer for flag, n in layers_by_kind(m, stage))
+    parts = course_parts(*key, False)
+    whole = layers + parts.rope + stage.last * parts.head + stage.first * parts.embedding
+    return whole, len(stage.layers) * parts.inputs
 
 
 def plain_chunk(m: Shape, layout: Layout, recipe: Recipe, stage: Stage) -> tuple[float, float]:
     """The same for another software."""
-    count = with_experts(m, stage)
-    whole = 0.0
-    for flag, n in ((True, count), (False, len(stage.layers) - count)):
-        if n:
-            whole += n * layer_keeps(m, layout, recipe, flag, layout.recompute)
-    return whole, whole / 2
+    kept = [n * layer_keeps(m, layout, recipe, flag, layout.recompute) for flag, n in layers_by_kind(m, stage)]
+    return sum(kept), sum(kept) / 2
 
 
 @lru_cache(maxsize=10_000)

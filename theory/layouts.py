@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from common.schedules import chunks_per_rank, place_stages
-from theory.flops import balance, layer_costs, matmul_weights
+from theory.flops import balanced_layers, matmul_weights
 from theory.gpus import NODE
 from theory.shapes import Shape, layer_counts
 
@@ -142,11 +142,8 @@ def variants(m: Shape, mesh: Layout) -> Iterator[Layout]:
 
 @cache
 def split_layers(m: Shape, stages: int) -> tuple[int, ...]:
-    """Layers of each stage, as the course's `split_layers` in services/checks.py deals them by default."""
-    costs = layer_costs(m)
-    costs[0] += m.dim
-    costs[-1] += matmul_weights(m)[1]
-    return tuple(balance(costs, stages))
+    """Layers of each stage, as the course deals them by default."""
+    return tuple(balanced_layers(m, stages))
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -131,6 +131,33 @@ def in_flight_bytes(actions: list[Action], whole: list[int], waiting: list[int])
     return most
 
 
+class StageParts(NamedTuple):
+    """Bytes that one micro-batch leaves on a rank, by what a stage may have."""
+
+    layer: int  # each of its layers
+    rope: int
+    embedding: int
+    head: int
+    inputs: int  # of a layer's matmuls, which stay until W if that comes apart from B
+
+
+def stage_parts(config: Any, m: ModelConfig, tp: int, cp: int, dtype: torch.dtype, on_cpu: bool) -> StageParts | None:
+    """Step 5's bytes taken apart; None where they are unknown.
+
+    The inputs of all matmuls are e (3 h + f) a token and layer. Over tp they are cut by channels, or by tokens where W
+    gathers them; else each rank has the two inputs of column-parallel layers whole.
+    """
+    one, two = (cp_activation_bytes(config, replace(m, n_layers=n), tp, cp, dtype, on_cpu) for n in (1, 2))
+    if one is None:
+        return None
+    tokens = config.micro_batch_size * m.seq_len // cp
+    rope = 2 * m.seq_len // cp * m.head_dim * max(4, dtype.itemsize)
+    embedding = tokens * 9 * (tp > 1)
+    by_tokens = config.sp and config.tp_overlap
+    inputs = (tokens * 2 * m.dim // (tp if by_tokens else 1) + tokens * (m.dim + m.ffn_dim) // tp) * dtype.itemsize
+    return StageParts(two - one, rope, embedding, 2 * one - two - rope - embedding, inputs)
+
+
 def pp_activation_bytes(
     config: Any,
     m: ModelConfig,
@@ -144,25 +171,18 @@ def pp_activation_bytes(
 ) -> int | None:
     """What a rank keeps at most: step 5's bytes of its layers (and `more`), times the micro-batches in flight.
 
-    With W apart from B, the inputs of all matmuls, e (3 h + f) a token and layer, stay until W. Over tp they are cut by
-    channels, or by tokens where W gathers them; else each rank has the two inputs of column-parallel layers whole. (The
-    gradients of the outputs, which wait with them, are born in backward, and not counted here.)
-    Unknown (None) where step 5's are, and with W apart from B if anything is computed again, or `more`.
+    With W apart from B, the inputs of all matmuls stay until W. (The gradients of the outputs, which wait with them,
+    are born in backward, and not counted here.) Unknown (None) where step 5's are, and with W apart from B if anything
+    is computed again, or `more`.
     """
-    one, two = (cp_activation_bytes(config, replace(m, n_layers=n), tp, cp, dtype, on_cpu) for n in (1, 2))
+    parts = stage_parts(config, m, tp, cp, dtype, on_cpu)
     split = any(action.kind == "W" for action in actions)
     extra = [more(chunk) for chunk in chunks]
-    if one is None or None in extra or (split and (config.recompute != "none" or any(extra))):
+    if parts is None or None in extra or (split and (config.recompute != "none" or any(extra))):
         return None
-    tokens = config.micro_batch_size * m.seq_len // cp
-    rope = 2 * m.seq_len // cp * m.head_dim * max(4, dtype.itemsize)
-    embedding = tokens * 9 * (tp > 1)
-    layer, head = two - one, 2 * one - two - rope - embedding
-    by_tokens = config.sp and config.tp_overlap
-    inputs = (tokens * 2 * m.dim // (tp if by_tokens else 1) + tokens * (m.dim + m.ffn_dim) // tp) * dtype.itemsize
-    whole = [len(c.layers) * layer + rope + c.last * head + c.first * embedding for c in chunks]
+    whole = [len(c.layers) * parts.layer + parts.rope + c.last * parts.head + c.first * parts.embedding for c in chunks]
     whole = [sum(both) for both in zip(whole, extra, strict=True)]
-    return in_flight_bytes(actions, whole, [len(c.layers) * inputs for c in chunks])
+    return in_flight_bytes(actions, whole, [len(c.layers) * parts.inputs for c in chunks])
 
 
 def expert_activation_bytes(config: Any, m: MoEConfig, tp: int, cp: int, dtype: torch.dtype, chunk: Any) -> int | None:

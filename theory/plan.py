@@ -25,6 +25,7 @@ from theory.gpus import GIB, GPUS, NODE, ROOM, Gpu
 from theory.layouts import Layout, illegal, meshes, variants
 from theory.picture import draw
 from theory.search import COURSE, Found, evaluate, fits, rates, search, smallest
+from theory.seconds import Seconds
 from theory.shapes import MODELS, Shape, total_weights
 
 MOST_GPUS = 2**17
@@ -127,6 +128,12 @@ def show(m: Shape, best: list[Found], gpu: Gpu) -> str:
     )
 
 
+def parts_of(s: Seconds) -> dict[str, float]:
+    """Where a step's seconds go, by name."""
+    parts = {"computing again": s.recompute, "the bubble": s.bubble, "the update": s.update, "computation": s.compute}
+    return parts | {f"communication over {dim}": seconds for dim, seconds in s.exposed.items()}
+
+
 def alternatives(m: Shape, best: Found, gpu: Gpu) -> list[str]:
     """One line each: the obvious other choices, made in the best layout, and why they lose."""
     x, room = best.layout, ROOM * gpu.memory
@@ -157,21 +164,13 @@ def alternatives(m: Shape, best: Found, gpu: Gpu) -> list[str]:
         if found.held.total > room:
             lines.append(f"{name}: does not fit by {(found.held.total - room) / GIB:.1f} GiB")
             continue
-        s, slower = found.seconds, found.seconds.step / best.seconds.step - 1
-        parts = {
-            "computing again": s.recompute,
-            "the bubble": s.bubble,
-            "the update": s.update,
-            "computation": s.compute,
-        }
-        parts |= {f"communication over {dim}": seconds for dim, seconds in s.exposed.items()}
-        own = best.seconds
-        before = {"computing again": own.recompute, "the bubble": own.bubble, "the update": own.update}
-        before |= {"computation": own.compute}
-        before |= {f"communication over {dim}": seconds for dim, seconds in own.exposed.items()}
+        slower = found.seconds.step / best.seconds.step - 1
+        parts, before = parts_of(found.seconds), parts_of(best.seconds)
         worst = max(parts, key=lambda part: parts[part] - before.get(part, 0.0))
         leaves = "; tp leaves the node" if layout.tp > NODE else ""
-        lines.append(f"{name}: {slower:+.1%} time; {worst} is {parts[worst] / s.step:.1%} of its step{leaves}")
+        lines.append(
+            f"{name}: {slower:+.1%} time; {worst} is {parts[worst] / found.seconds.step:.1%} of its step{leaves}"
+        )
     return lines
 
 
