@@ -204,12 +204,15 @@ class Answers(TorchDispatchMode):
                 out.share = tensors[0].share
         elif name == "sum" and tensors[0].dtype == torch.bool:
             with unset_fake_temporarily():
-                each = self.density(tensors[0]) * tensors[0].numel() / max(1, out.numel())
-                out.mean_value = torch.full(out.shape, each, dtype=torch.float64)
+                n, total = max(1, out.numel()), getattr(tensors[0], "total", None)
+                each = [round(self.density(tensors[0]) * tensors[0].numel() / n)] * n
+                if total is not None:  # known: the parts add up to it
+                    each = [total * (i + 1) // n - total * i // n for i in range(n)]
+                out.mean_value = torch.tensor(each[: out.numel()]).view(out.shape)
         elif name in SHAPED and tensors and all(hasattr(t, "mean_value") for t in tensors):
             with unset_fake_temporarily():
                 if name in ("empty_like", "new_empty"):
-                    out.mean_value = torch.zeros(out.shape, dtype=torch.float64)
+                    out.mean_value = torch.zeros(out.shape, dtype=torch.int64)
                 else:
                     options = {} if name != "sum" or len(args) < 3 else dict(keepdim=args[2])
                     out.mean_value = func(*(means_of(arg) for arg in args[: 2 if options else None]), **options)
@@ -231,13 +234,8 @@ class Answers(TorchDispatchMode):
         return False if tensor.dtype == torch.bool else self.numbers(tensor)[0]
 
     def numbers(self, tensor: Tensor) -> list[int]:
-        """The means of whole numbers, rounded; if all are equal, so that they add up."""
-        means = getattr(tensor, "mean_value", None)
-        means = [0.0] * tensor.numel() if means is None else means.flatten().tolist()
-        if len(set(means)) == 1:
-            ends = [round(means[0] * n) for n in range(len(means) + 1)]
-            return [b - a for a, b in zip(ends, ends[1:], strict=False)]
-        return [round(mean) for mean in means]
+        """The means of whole numbers."""
+        return getattr(tensor, "mean_value", torch.zeros(tensor.shape, dtype=torch.int64)).flatten().tolist()
 
     def tolist(self, tensor: Tensor, right: Callable) -> Any:
         """Instead of a fake tensor's own."""
@@ -256,7 +254,7 @@ class Answers(TorchDispatchMode):
 
     def nonzero_static(self, func: Callable, tensor: Tensor, *, size: int, fill_value: int = -1) -> Tensor:
         """The program knows how many."""
-        tensor.share = size / max(1, tensor.numel())
+        tensor.total = size
         return torch.empty(size, tensor.dim(), dtype=torch.int64, device=tensor.device)
 
     def bincount(self, func: Callable, tensor: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:

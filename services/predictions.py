@@ -94,7 +94,7 @@ def predict(run: Any, sync: Any) -> Costs:
             passed = partial(traffic.moe_traffic, config, m, tp, cp, mesh["ep"].size, dtype)
         more = dict(more=kept) if kept else {}
         held["activations"] = memory.pp_activation_bytes(
-            config, m, pipeline.chunks, pipeline.actions, *layout, on_cpu, **more
+            config, m, pipeline.chunks, pipeline.program, pipeline.slices, *layout, on_cpu, **more, rank=mesh["cp"].rank
         )
         size = config.micro_batch_size * pipeline.wire[0] * pipeline.wire[1] * dtype.itemsize
         sent |= traffic.stage_traffic(
@@ -102,7 +102,9 @@ def predict(run: Any, sync: Any) -> Costs:
         )
     elif hasattr(config, "tp"):
         local = traffic.replace(m, seq_len=m.seq_len // cp)
-        held["activations"] = memory.cp_activation_bytes(config, m, tp, cp, dtype, on_cpu)
+        held["activations"] = memory.cp_activation_bytes(
+            config, m, tp, cp, dtype, on_cpu, mesh["cp"].rank if cp > 1 else 0
+        )
         sent |= traffic.tp_traffic(config, local, tp, dtype, micro_batches(run))
         sent |= traffic.cp_traffic(config, m, tp, cp, dtype, micro_batches(run))
     return Costs(per_token, peak, held, sent, work)
@@ -115,7 +117,8 @@ def work_of(run: Any, tp: int, cp: int) -> dict[str, float]:
     if run.pipeline is not None:
         times = Counter(action.chunk for action in run.pipeline.actions if action.kind == "F")
         passed = [([int(n) for n in c.layers], c.last, times[i]) for i, c in enumerate(run.pipeline.chunks)]
-    return flops.rank_flops(run.config, run.shape, passed, tp, cp, rank)
+    split = run.pipeline is not None and run.pipeline.store is not None
+    return flops.rank_flops(run.config, run.shape, passed, tp, cp, rank, split)
 
 
 def micro_batches(run: Any) -> int:

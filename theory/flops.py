@@ -32,11 +32,18 @@ def scores_seen(mode: str, seq_len: int, cp: int, rank: int) -> float:
 
 
 def rank_flops(
-    config: Any, m: ModelConfig, passed: Iterable[tuple[Iterable[int], bool, int]], tp: int, cp: int, cp_rank: int
+    config: Any,
+    m: ModelConfig,
+    passed: Iterable[tuple[Iterable[int], bool, int]],
+    tp: int,
+    cp: int,
+    cp_rank: int,
+    split: bool,
 ) -> dict[str, float]:
     """FLOPs of one rank in a step, executed, with what is done again: of matmuls, and of fused attention.
 
-    `passed`: for each of its stages the numbers of its layers, whether it has the head, and its micro-batches.
+    `passed`: for each of its stages the numbers of its layers, whether it has the head, and its micro-batches. With
+    full recomputation a layer is done again up to its last matmul; with W apart from B (`split`) that is done, too.
     """
     tokens, again = config.micro_batch_size * m.seq_len // cp, config.recompute == "full"
     kv_dim, own = max(1, m.n_kv_heads // tp) * m.head_dim, tokens // tp if getattr(config, "sp", False) else tokens
@@ -52,7 +59,7 @@ def rank_flops(
                 redone = products
             else:
                 products = 2.0 * tokens * (attention + 3 * m.dim * m.ffn_dim // tp)
-                redone = products - 2 * tokens * m.dim * m.ffn_dim // tp
+                redone = products - (not split) * 2 * tokens * m.dim * m.ffn_dim // tp
             found["matmul"] += times * (3 * products + again * redone)
             found["attention"] += times * (3.5 + again) * core
         found["matmul"] += times * head * 6 * tokens * -(-m.vocab_size // tp) * m.dim
