@@ -1,4 +1,4 @@
-"""The dry run: `train` itself, as one rank of so many, for one step, on tensors without numbers. The program is counted.
+"""The dry run: `train` itself, as one rank of so many, for one step, on tensors without numbers: it is counted.
 
     python step06_pipeline.py --dry-run 16384 --model llama3-405b --tp 8 --pp 16 --dtype bf16 --gpu h100-80
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from common import UserError
 from services import pictures, plots
-from services.checks import check, mesh_sizes
+from services.checks import mesh_sizes
 from services.devices import GPU_PEAKS
 from services.fake_device import Answers, can_fake_cuda, fake_device, fake_ranks, tensors_of
 from services.memory import MemoryTimeline
@@ -38,14 +38,17 @@ TAKES = {"embedding", "index_select", "index", "gather"}  # read of their inputs
 PARTS = {"forward": "F", "backward": "BW", "optimizer": "update"}  # of a step, where a pipeline does not say more
 
 
-@dataclass
-class Count:
+class Count(NamedTuple):
     """What operators of one name came to."""
 
     calls: int = 0
     flops: float = 0.0
     bytes: float = 0.0
     seconds: float = 0.0
+
+    def __add__(self, other: "Count") -> "Count":
+        """Both together."""
+        return Count(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 class About(NamedTuple):
@@ -112,7 +115,7 @@ class Meter(Answers):
             if kwargs.get("out") is not None or name in WRITES:
                 inputs = inputs[:-1] if "out" in kwargs else inputs[1:]
             flops = flops_of(name, args, kwargs, facts.causal)
-            self.kernel(name, inputs, made if not written else written, flops)
+            self.kernel(name, inputs, written or made, flops)
         return out
 
     def kernel(self, name: str, inputs: list[Tensor], outputs: list[Tensor], flops: float = 0.0):
@@ -123,9 +126,8 @@ class Meter(Answers):
         read = min(sum(map(size_of, inputs)), written) if name in TAKES else sum(map(size_of, inputs))
         half = (inputs or outputs)[0].dtype.itemsize == 2
         seconds = max(flops / (self.gpu.flops if half else self.single), (read + written) / self.gpu.hbm)
-        count = self.counts[self.part, name.removeprefix(ATTENTION).removeprefix("_")]
-        count.calls, count.flops = count.calls + 1, count.flops + flops
-        count.bytes, count.seconds = count.bytes + read + written, count.seconds + seconds
+        name = name.removeprefix(ATTENTION).removeprefix("_")
+        self.counts[self.part, name] += Count(1, flops, read + written, seconds)
         self.seconds += seconds
 
     @contextmanager
@@ -191,7 +193,7 @@ class Seen:
         run.measure()
         meter.counting, meter.memory.start = True, len(meter.memory.events)
 
-    def log(self, log: Run, *_, **__):
+    def log(self, log: Run):
         """Instead of a record: the step is over."""
         taken = log.mesh.ledger.take()
         self.meter.counting, self.held = False, log.measured
@@ -206,11 +208,11 @@ def run_rank(train: Callable, config: Any, rank: int, world: int, gpu: Gpu, sing
     meter = Meter(device, gpu, single, getattr(m, "experts", 0), getattr(m, "experts_per_token", 0))
     seen = Seen(rank, meter)
     replaced = dict(__enter__=lambda log: log, __exit__=lambda *_: None, steps=lambda log, first: iter([first]))
-    replaced |= dict(phase=lambda log, *about: meter.phase(log, *about), log=seen.log, finish=lambda *_: None)
+    replaced |= dict(phase=lambda log, *about: meter.phase(log, *about), finish=lambda *_: None)
+    replaced["log"] = lambda log, *_, **__: seen.log(log)
     with ExitStack() as stack:
         for name, value in replaced.items():
             stack.enter_context(mock.patch.object(Run, name, value))
-        stack.enter_context(mock.patch.object(Run, "log", lambda log, *a, **k: seen.log(log)))
         stack.enter_context(mock.patch.object(pictures, "before", seen.before))
         stack.enter_context(mock.patch.object(pictures, "after", lambda _: None))
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", meter.memory.resize))
@@ -224,104 +226,88 @@ def by_operator(seen: Seen) -> list[tuple[str, Count]]:
     """The counts of a rank, all parts of the step together, the slowest operator first."""
     found: dict[str, Count] = defaultdict(Count)
     for (_, name), count in seen.meter.counts.items():
-        total = found[name]
-        total.calls, total.flops = total.calls + count.calls, total.flops + count.flops
-        total.bytes, total.seconds = total.bytes + count.bytes, total.seconds + count.seconds
+        found[name] += count
     return sorted(found.items(), key=lambda entry: -entry[1].seconds)
 
 
 def work(seen: Seen) -> dict[str, float]:
     """FLOPs counted: of matmuls, and of attention."""
-    operators = by_operator(seen)
-    attention = sum(count.flops for name, count in operators if "attention" in name)
-    return dict(matmul=sum(count.flops for _, count in operators) - attention, attention=attention)
+    found = dict(matmul=0.0, attention=0.0)
+    for (_, name), count in seen.meter.counts.items():
+        found["attention" if "attention" in name else "matmul"] += count.flops
+    return found
 
 
 def stages_table(seen: list[Seen]) -> str:
     """A line for each rank: memory, traffic and FLOPs beside what theory says, and the seconds of the step's parts."""
-    parts = [
-        part
-        for part in ("F", "B", "W", "BW", "update", "rest")
-        if any(key[0] == part for s in seen for key in s.meter.counts)
-    ]
-    rows = [
-        ["rank", "peak", "held", "predicted", "sent", "predicted", "TFLOPs", "predicted", *(f"{p} s" for p in parts)]
-    ]
+    there = {part for one in seen for part, _ in one.meter.counts}
+    parts = [part for part in ("F", "B", "W", "BW", "update", "rest") if part in there]
+    both = ["held", "predicted", "sent", "predicted", "TFLOPs", "predicted"]
+    rows = [["rank", "peak", *both, *(f"{part} s" for part in parts)]]
     for one in seen:
-        spent = {part: sum(c.seconds for key, c in one.meter.counts.items() if key[0] == part) for part in parts}
-        known = {name: n for name, n in one.traffic.items() if name in one.costs.traffic}
-        rows.append([f"{one.rank:,}", human(sum(one.meter.memory.peak().values())), human(sum(one.held.values()))])
-        rows[-1] += [human(sum(n or 0 for n in one.costs.memory.values())), human(sum(known.values()))]
-        rows[-1] += [human(sum(one.costs.traffic.values())), f"{sum(work(one).values()) / 1e12:,.1f}"]
-        rows[-1] += [f"{sum(one.costs.work.values()) / 1e12:,.1f}", *(f"{spent[part]:.3f}" for part in parts)]
+        sent = sum(n for name, n in one.traffic.items() if name in one.costs.traffic)
+        sizes = [sum(one.meter.memory.peak().values()), sum(one.held.values())]
+        sizes += [sum(one.costs.memory.values()), sent, sum(one.costs.traffic.values())]
+        flops = [sum(work(one).values()), sum(one.costs.work.values())]
+        spent = [sum(c.seconds for key, c in one.meter.counts.items() if key[0] == part) for part in parts]
+        rows.append([f"{one.rank:,}", *map(human, sizes), *(f"{n / 1e12:,.1f}" for n in flops)])
+        rows[-1] += [f"{seconds:.3f}" for seconds in spent]
     return table(rows)
 
 
-def rank_tables(one: Seen, m: Any, dtype: str, share: float) -> str:
-    """What one rank holds, sends and computes; `share`: model FLOPs of a step that fall to a rank."""
-    peak, total = one.meter.memory.peak(), one.meter.seconds
-    rows = [["memory", "counted", "predicted", "at the peak"]]
-    at = dict(parameters=peak["parameters"], gradients=peak["gradients"], activations=peak["activations"])
-    at["moments"] = peak["optimizer"]
-    for kind, predicted in one.costs.memory.items():
-        name = {"masters": "masters", "moments": "masters, moments" if "masters" in one.held else "moments"}.get(kind)
-        rows.append([kind, human(one.held.get(kind, 0)), human(predicted), human(at.get(kind)) if kind in at else ""])
-    rows.append(["temporary", "", "", human(peak["other"])])
-    rows.append(["sum", human(sum(one.held.values())), human(sum(n or 0 for n in one.costs.memory.values()))])
-    rows[-1].append(human(sum(peak.values())))
-    texts = [table(rows)]
-    if one.traffic:
-        rows = [["traffic of a step", "calls", "sent", "predicted"]]
-        for (dim, operation), n in one.traffic.items():
-            there = one.costs.traffic.get((dim, operation))
-            rows.append([f"{dim} {operation}", f"{one.calls[dim, operation]:,}", human(n), human(there)])
-        texts.append(table(rows))
-    found, said = work(one), one.costs.work
-    rows = [["FLOPs of a step", "counted", "predicted"]]
-    rows += [[kind, f"{found[kind]:.6e}", f"{said[kind]:.6e}"] for kind in said]
-    texts.append(table(rows))
-    gpu, rest = one.meter.gpu, Count()
+def memory_table(one: Seen) -> str:
+    """Bytes by kind: the most that was held, what theory says, and what there is when all together are most."""
+    peak = one.meter.memory.peak()
+    at = peak | dict(moments=peak["optimizer"], masters=None)
+    rows = [["memory", "most", "predicted", "at the peak"]]
+    rows += [[kind, human(one.held.get(kind, 0)), human(n), human(at[kind])] for kind, n in one.costs.memory.items()]
+    rows.append(["temporary", "-", "-", human(peak["other"])])
+    sums = sum(one.held.values()), sum(one.costs.memory.values()), sum(peak.values())
+    return table([*rows, ["sum", *map(human, sums)]]) + "\n(masters and moments are one at the peak)"
+
+
+def traffic_table(one: Seen) -> str:
+    """Calls and bytes sent, beside what theory says; it leaves the few numbers of the metrics out."""
+    rows = [["traffic of a step", "calls", "sent", "predicted"]]
+    for name, n in one.traffic.items():
+        rows.append([" ".join(name), f"{one.calls[name]:,}", human(n), human(one.costs.traffic.get(name))])
+    return table(rows)
+
+
+def operators_table(one: Seen, most: int = 16) -> str:
+    """What each operator takes by the roofline, and what part of the time its FLOPs at the peak would not need."""
+    operators, total = by_operator(one), one.meter.seconds
+    if len(operators) > most:
+        rest = sum((count for _, count in operators[most:]), Count())
+        operators[most:] = [(f"{len(operators) - most} others", rest)]
     rows = [["operator", "calls", "FLOPs", "bytes", "bound by", "ms", "of the time", "MFU lost"]]
-    operators = by_operator(one)
-    for number, (name, count) in enumerate(operators):
-        if number >= 16 and len(operators) > 17:
-            rest = Count(*(a + b for a, b in zip(dataclasses.astuple(rest), dataclasses.astuple(count), strict=True)))
-            if number + 1 < len(operators):
-                continue
-            name, count = f"{len(operators) - 16} others", rest
-        lost = 1 - count.flops / gpu.flops / count.seconds if count.seconds else 0.0
-        bound = "FLOPs" if lost < 0.5 else "bytes"
-        rows.append([name, f"{count.calls:,}", f"{count.flops:.3g}", human(count.bytes), bound])
-        rows[-1] += [
-            f"{1e3 * count.seconds:,.2f}",
-            f"{count.seconds / total:.1%}",
-            f"{lost * count.seconds / total:.2%}",
-        ]
-    texts.append(table(rows))
-    done = sum(found.values()) / gpu.flops
-    texts.append(
-        f"all operators take {total:.3f} s, of which {done:.3f} s would do for their FLOPs at the peak. The model's "
-        f"FLOPs would\ntake {share / gpu.flops:.3f} s (attention in full, nothing twice): MFU is at most "
-        f"{share / gpu.flops / total:.1%} before any bubble or message."
-    )
-    return "\n\n".join(texts)
+    for name, (calls, flops, n_bytes, seconds) in operators:
+        lost = max(0.0, seconds - flops / one.meter.gpu.flops)
+        row = [name, f"{calls:,}", f"{flops:.3g}", human(n_bytes), "bytes" if lost > seconds / 2 else "FLOPs"]
+        rows.append([*row, f"{1e3 * seconds:,.2f}", f"{seconds / total:.1%}", f"{lost / total:.2%}"])
+    return table(rows)
 
 
 def report(seen: list[Seen], config: Any, world: int) -> str:
     """All tables: of every rank that was run, and of the fullest."""
-    fullest = max(seen, key=lambda one: sum(one.meter.memory.peak().values()))
-    sizes, m = mesh_sizes(config, world), fullest.shape
-    mesh = " x ".join(f"{name} {size}" for name, size in sizes.items()) or "one device"
-    lines = [
-        f"dry run of {config.model} on {world:,} ranks, {mesh}; operators of {config.device}, roofline of {config.gpu}"
-    ]
+    one = max(seen, key=lambda one: sum(one.meter.memory.peak().values()))
+    m, meter = one.shape, one.meter
+    mesh = " x ".join(f"{name} {size}" for name, size in mesh_sizes(config, world).items()) or "one device"
+    head = f"dry run of {config.model} on {world:,} ranks, {mesh}: operators of {config.device}, peak of {config.gpu}"
     if getattr(m, "experts", 0):
-        lines.append(
-            "experts: every token's choices are taken as equally likely; sizes are the mean over them, rounded"
-        )
-    share = fullest.costs.flops[0] * config.global_batch_size * m.seq_len / world
-    lines += ["", stages_table(seen), "", f"rank {fullest.rank:,}, the fullest of these:" if len(seen) > 1 else ""]
-    return "\n".join([*lines, rank_tables(fullest, m, config.dtype, share)])
+        head += "\nevery choice of experts is taken as equally likely: what they get is the mean, rounded"
+    texts = [head, stages_table(seen), f"rank {one.rank:,}{', the fullest of these' * (len(seen) > 1)}:"]
+    texts += [memory_table(one), *[traffic_table(one)] * bool(one.traffic)]
+    found, said = work(one), one.costs.work
+    rows = [[kind, f"{found[kind]:.6e}", f"{said[kind]:.6e}"] for kind in said]
+    texts += [table([["FLOPs of a step", "counted", "predicted"], *rows]), operators_table(one)]
+    model = one.costs.flops[0] * config.global_batch_size * m.seq_len / world / meter.gpu.flops
+    texts.append(
+        f"all operators take {meter.seconds:.3f} s; at the peak, their FLOPs {sum(found.values()) / meter.gpu.flops:.3f} "
+        f"s. A rank's part of the model's FLOPs (attention in\nfull, nothing twice) would take {model:.3f} s: "
+        f"MFU is at most {model / meter.seconds:.1%}, before any bubble or message."
+    )
+    return "\n\n".join(texts)
 
 
 def refuse(config: Any, world: int):
@@ -352,7 +338,6 @@ def dry_run(train: Callable, config: Any):
     """
     world, gpu = config.dry_run, GPUS.get(config.gpu)
     refuse(config, world)
-    check(config, world)
     if config.device != "cpu" and not can_fake_cuda():
         if config.device == "cuda":
             raise UserError("--device cuda: this torch is built for the CPU, and there is no g++; use --device cpu")

@@ -209,6 +209,9 @@ class Answers(TorchDispatchMode):
                 if total is not None:  # known: the parts add up to it
                     each = [total * (i + 1) // n - total * i // n for i in range(n)]
                 out.mean_value = torch.tensor(each[: out.numel()]).view(out.shape)
+        elif name == "copy_" and all(hasattr(t, "mean_value") for t in tensors):
+            with unset_fake_temporarily():
+                tensors[0].mean_value.copy_(tensors[1].mean_value)
         elif name in SHAPED and tensors and all(hasattr(t, "mean_value") for t in tensors):
             with unset_fake_temporarily():
                 if name in ("empty_like", "new_empty"):
@@ -363,9 +366,9 @@ def fake_ranks(rank: int, world: int) -> Iterator[None]:
     if world > 1:
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
-        with mock.patch.object(dist, "new_group", new_group):
-            with mock.patch.object(dist, "all_gather_object", all_gather_object):
-                yield
+        replaced = dict(new_group=new_group, all_gather_object=all_gather_object)
+        with mock.patch.multiple(dist, **replaced):
+            yield
     finally:
         if world > 1:
             dist.destroy_process_group()

@@ -11,7 +11,7 @@ from theory.traffic import Gradients, Traffic, UnitShape
 
 
 class Costs(NamedTuple):
-    """FLOPs of a token (model, executed), the peak FLOP/s of all ranks, bytes by kind, bytes sent by dimension; work."""
+    """FLOPs of a token (model, executed), the peak FLOP/s of all ranks, bytes by kind and sent; work."""
 
     flops: tuple[float, float]
     peak: float
@@ -102,9 +102,8 @@ def predict(run: Any, sync: Any) -> Costs:
         )
     elif hasattr(config, "tp"):
         local = traffic.replace(m, seq_len=m.seq_len // cp)
-        held["activations"] = memory.cp_activation_bytes(
-            config, m, tp, cp, dtype, on_cpu, mesh["cp"].rank if cp > 1 else 0
-        )
+        rank = mesh["cp"].rank if cp > 1 else 0
+        held["activations"] = memory.cp_activation_bytes(config, m, tp, cp, dtype, on_cpu, rank)
         sent |= traffic.tp_traffic(config, local, tp, dtype, micro_batches(run))
         sent |= traffic.cp_traffic(config, m, tp, cp, dtype, micro_batches(run))
     return Costs(per_token, peak, held, sent, work)

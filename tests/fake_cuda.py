@@ -219,9 +219,11 @@ def one_rank(step: int, options: dict, rank: int, fault: str = "", memory: bool 
     m = config.model_config()
     watch = Watch(rank, getattr(m, "experts", 0), getattr(m, "experts_per_token", 0))
     broken = FAULTS[fault](module, watch) if fault else nullcontext()
-    with fake_ranks(rank, world), fake_device(watch, True, 400 * m.seq_len), surroundings(watch, memory), broken:
-        with redirect_stdout(None):
-            module.train(config)
+    places = [fake_ranks(rank, world), fake_device(watch, True, 400 * m.seq_len), surroundings(watch, memory)]
+    with ExitStack() as stack:
+        for place in (*places, broken, redirect_stdout(None)):
+            stack.enter_context(place)
+        module.train(config)
     return watch
 
 

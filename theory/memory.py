@@ -141,34 +141,37 @@ def in_flight_bytes(actions: list[Action], whole: list[int], waiting: list[int])
     return most
 
 
-def program_bytes(program: list[Step], whole: list[int], waiting: list[int], message: int) -> int:
+def program_bytes(
+    program: list[Step], chunks: list, whole: list[int], waiting: list[int], message: int, slices: int = 1
+) -> int:
     """The most that one rank's program keeps for backward at a time, at the end of an F.
 
     `whole`, by chunk: bytes of a micro-batch from its F to its B; `waiting`: what of them stays until its W. `message`:
-    bytes of an activation that is sent or received. One that comes is there from its recv on, and then a part of
-    `whole`; one that goes stays until something has come from the same rank, for which this rank has waited.
+    bytes of the activation that a stage gives to the next, in `slices` parts if it has to be put together. One that
+    comes is there from its recv on, and then a part of `whole` (but what is put together is not born in F, and not
+    counted). One that goes stays until something has come from the same rank, for which this rank has waited.
     """
     held = most = 0
     gone: dict[int, int] = defaultdict(int)  # by rank, bytes sent since the last recv from there
-    coming: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(
-        list
-    )  # by kind and micro-batch: (its, gone) bytes
+    coming: dict[tuple[str, int], list[int]] = defaultdict(list)  # by kind and micro-batch: its bytes, and those gone
+    kept: dict[tuple[int, int], int] = {}  # by micro-batch and chunk
     for kind, what, peer in program:
-        if kind == "run":
-            its, sent = (
-                coming[what.kind[0], what.micro_batch].pop(0) if coming[what.kind[0], what.micro_batch] else (0, 0)
-            )
-            held -= its + sent
-            change = {"F": whole, "B": [b - a for a, b in zip(whole, waiting, strict=True)], "W": [-n for n in waiting]}
-            held += change.get(what.kind, [-n for n in whole])[what.chunk]
-        elif what[0] == "F" and kind == "send":
-            gone[peer], held = gone[peer] + message, held + message
+        forward = what[0] == "F"
+        if kind == "send" and forward:
+            gone[peer] += message * (slices == 1)
+            held -= message * (slices > 1)  # the part that goes is a copy, born outside of F
         elif kind == "recv":
-            its = message if what[0] == "F" else 0
-            coming[what[0], what[1]].append((its, gone.pop(peer, 0)))
-            held += its
-        if what[0] == "F" and kind != "recv":
-            most = max(most, held)
+            coming[what[:2]].append(forward * message // slices + gone.pop(peer, 0))
+            held += forward * message // slices
+        elif kind == "run":
+            (name, i, chunk), messages = what, coming[what.kind[0], what.micro_batch]
+            here = forward and not (messages or chunks[chunk].first)  # from another stage of this rank
+            own = kept.pop((i, chunk), whole[chunk] - (message if messages and slices > 1 else 0))
+            kept[i, chunk] = {"F": own, "B": waiting[chunk]}.get(name, 0)
+            held += kept[i, chunk] - (0 if forward else own) - (messages.pop(0) if messages else here * message)
+            if forward:
+                held += message * (not chunks[chunk].last)
+                most = max(most, held)
     return most
 
 
@@ -227,9 +230,7 @@ def pp_activation_bytes(
     whole = [n + added for n, (added, _) in zip(whole, extra, strict=True)]
     waiting = [len(c.layers) * parts.inputs + added for c, (_, added) in zip(chunks, extra, strict=True)]
     own = config.micro_batch_size * m.seq_len // cp // (tp if config.sp else 1) * m.dim * dtype.itemsize
-    if slices > 1:
-        whole = [n - own * (not chunk.first) for n, chunk in zip(whole, chunks, strict=True)]
-    return program_bytes(program, whole, waiting, own if slices == 1 else 0)
+    return program_bytes(program, chunks, whole, waiting, own, slices)
 
 
 def expert_activation_bytes(

@@ -232,9 +232,8 @@ def moe_traffic(
         sent = (ep - 1) * each
         add("ep", ep_bytes(config, m, tokens, ep, e, sent, sent))
         there = dict(all_gather=(ep - 1) * tokens * (m.dim * e + m.experts * wide))
-        there = (
-            {"all_to_all": sent * (2 * m.dim * e + gates), "all_to_all (counts)": 16 * (ep - 1)} if travels else there
-        )
+        if travels:
+            there = {"all_to_all": sent * (2 * m.dim * e + gates), "all_to_all (counts)": 16 * (ep - 1)}
         add("ep", there, again)
     if n > 1 and (config.balance == "loss" or config.capacity_factor):
         add("sequence", {"all_gather": (n - 1) * tokens * m.experts_per_token * 4}, 1 + again)
