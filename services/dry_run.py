@@ -302,10 +302,11 @@ def report(seen: list[Seen], config: Any, world: int) -> str:
     rows = [[kind, f"{found[kind]:.6e}", f"{said[kind]:.6e}"] for kind in said]
     texts += [table([["FLOPs of a step", "counted", "predicted"], *rows]), operators_table(one)]
     model = one.costs.flops[0] * config.global_batch_size * m.seq_len / world / meter.gpu.flops
+    at_peak = sum(found.values()) / meter.gpu.flops
     texts.append(
-        f"all operators take {meter.seconds:.3f} s; at the peak, their FLOPs {sum(found.values()) / meter.gpu.flops:.3f} "
-        f"s. A rank's part of the model's FLOPs (attention in\nfull, nothing twice) would take {model:.3f} s: "
-        f"MFU is at most {model / meter.seconds:.1%}, before any bubble or message."
+        f"All operators take {meter.seconds:.3f} s; their FLOPs at the peak, {at_peak:.3f}. "
+        f"A rank's part of the model's FLOPs\n(attention in full, nothing twice) would take {model:.3f}. "
+        f"So MFU is at most {model / meter.seconds:.1%}, before any bubble or message."
     )
     return "\n\n".join(texts)
 

@@ -255,7 +255,8 @@ def expert_activation_bytes(
     visits = tokens * k * (e * (2 * m.dim + 4 * width) + wide + 16)
     router = own * (m.experts * wide + k * (2 * wide + 9) + wide) + (own + m.experts) * m.dim * wide * (e < wide)
     shared = tokens * 4 * e * m.shared_experts * width
-    inputs = tokens * k * e * (m.dim + width) + tokens * e * m.shared_experts * width - dense
-    if not m.shared_experts:
+    inputs, unread = tokens * k * e * (m.dim + width) + tokens * e * m.shared_experts * width - dense, 0
+    if not m.shared_experts:  # nobody keeps the layer's input, but the router if it need not be widened
         inputs -= tokens * m.dim * e // (tp if config.sp and config.tp_overlap else 1)
-    return layers * (visits + router + shared - 4 * dense), layers * inputs
+        unread = ((own if config.tp_overlap else tokens) - own * (e == wide)) * m.dim * e
+    return layers * (visits + router + shared - unread - 4 * dense), layers * inputs
