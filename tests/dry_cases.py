@@ -70,7 +70,7 @@ def run(step: int, world: int, rank: int, options: dict, device: str = "cuda") -
     """The dry run of one rank of a case."""
     module = importlib.import_module(STEPS[step - 1])
     alone = dict(steps=1, save_every=0, eval_every=0, profile_memory=1, peak_tflops=1.0, device=device)
-    return run_rank(module.train, module.Config(**options, **alone), rank, world, GPUS["h100-80"], 67e12)
+    return run_rank(module.train, module.Config(**options | alone), rank, world, GPUS["h100-80"], 67e12)
 
 
 def compared(seen: Seen) -> dict[str, Any]:
