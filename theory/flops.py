@@ -84,11 +84,15 @@ def balance(costs: list[float], n: int) -> list[int]:
         following: dict[int, tuple[float, float, list[int]]] = {}
         for end in range(part, len(costs) - n + part + 1):
             least = (inf, inf, [])
-            for start, (dearest, squares, lengths) in best.items():
-                if start < end:
-                    cost = until[end] - until[start]
-                    if (found := (max(dearest, cost), squares + cost**2)) <= least[:2]:
-                        least = min(least, (*found, [*lengths, end - start]))
+            for start in range(end - 1, part - 2, -1):
+                cost = until[end] - until[start]
+                if cost > least[0]:  # and parts that begin earlier cost more
+                    break
+                if start not in best:
+                    continue
+                dearest, squares, lengths = best[start]
+                if (found := (max(dearest, cost), squares + cost**2)) <= least[:2]:
+                    least = min(least, (*found, [*lengths, end - start]))
             following[end] = least
         best = following
     return best[len(costs)][2]

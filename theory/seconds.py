@@ -287,6 +287,21 @@ def together(work: Pieces, load: tuple[float, float, float]) -> Parts:
     return add(*parts, *(times(part, load[2]) for part in work.head if load[2]))
 
 
+@lru_cache(maxsize=100_000)
+def pieces_with_again(m: Shape, piece: Layout, gpu: Gpu, recipe: Recipe) -> Pieces:
+    """`pieces`, with what is computed again."""
+    once = pieces(m, replace(piece, recompute="none"), gpu, recipe)
+    return Pieces({flag: with_again(layer, piece.recompute, recipe) for flag, layer in once.layers.items()}, once.head)
+
+
+@lru_cache(maxsize=100_000)
+def model_costs(m: Shape, piece: Layout, gpu: Gpu, recipe: Recipe) -> tuple[float, float, float]:
+    """Seconds of one micro-batch in the whole model: forward and both backwards."""
+    work, counts = pieces_with_again(m, piece, gpu, recipe), layer_counts(m)
+    sums = [sum(counts[flag] * total(layer[i]) for flag, layer in work.layers.items()) for i in range(3)]
+    return tuple(sums[i] + total(work.head[i]) for i in range(3))
+
+
 class RankWork(NamedTuple):
     """One micro-batch on the busiest rank, by part, with and without doing again; a mean chunk's f, b and w."""
 
@@ -300,16 +315,11 @@ def rank_work(
     m: Shape, piece: Layout, gpu: Gpu, recipe: Recipe, schedule: str = "1f1b", pp: int = 1, chunks: int = 1
 ) -> RankWork:
     """The work of a pipeline's ranks, for the `piece_of` a layout."""
-    once = pieces(m, replace(piece, recompute="none"), gpu, recipe)
-    work = Pieces({flag: with_again(layer, piece.recompute, recipe) for flag, layer in once.layers.items()}, once.head)
+    once, work = pieces(m, replace(piece, recompute="none"), gpu, recipe), pieces_with_again(m, piece, gpu, recipe)
     load = max(loads(m, schedule, pp, chunks, recipe.split), key=lambda load: total(together(work, load)))
     number = pp * (1 if schedule == "dualpipe" else chunks)
-    counts = {flag: n for flag, n in layer_counts(m).items() if n}
-    costs = [
-        (sum(n * total(work.layers[flag][i]) for flag, n in counts.items()) + total(work.head[i])) / number
-        for i in range(3)
-    ]
-    return RankWork(together(work, load), together(once, load), tuple(costs))
+    costs = tuple(cost / number for cost in model_costs(m, piece, gpu, recipe))
+    return RankWork(together(work, load), together(once, load), costs)
 
 
 def step_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe, simulated: bool = True) -> Seconds:
