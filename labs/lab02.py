@@ -1,6 +1,5 @@
 """Lab 2: what is demanded of data parallelism. Functions `..._on_rank` run on the ranks."""
 
-import json
 from typing import Any
 
 import torch
@@ -449,21 +448,3 @@ def late_not_lost(bench: Bench):
     seed, n, length = case
     run, exact = bench.ranks(n, narrow_on_rank, *case), inputs_of(seed, n, length).double().sum(0)
     bench.same(run, lambda r: {"what has arrived after four steps": exact}, bound=1e-6)
-
-
-# --- the file as it stands -------------------------------------------------------------------------------------------
-
-
-def whole() -> list[float]:
-    """Runs on every rank: the losses of two steps of the student's whole files."""
-    return training.trained("step02_ddp", json.dumps(RUN | WHOLE[1]))["losses"]
-
-
-def one_device() -> list[float]:
-    """The losses of step 1."""
-    return training.trained("step01_single_gpu", json.dumps(RUN))["losses"]
-
-
-def picture_run() -> dict:
-    """Runs on every rank: losses, and bytes sent in the last step."""
-    return training.pictured("step02_ddp", json.dumps(RUN | WHOLE[1]))

@@ -1,6 +1,5 @@
 """Lab 4: what is demanded of tensor and sequence parallelism. Functions `..._on_rank` run on the ranks."""
 
-import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -423,21 +422,3 @@ def trains(bench: Bench):
     base = RUN | dict(seed=draw.randrange(1000), n_kv_heads=draw.choice((1, 2)), vocab_size=draw.randint(257, 263))
     layout = dict(tp=4, sp=True)
     training.equal_to_one_device(bench, "step04_tp_sp", 4, base, layout)
-
-
-# --- the file as it stands -------------------------------------------------------------------------------------------
-
-
-def whole() -> list[float]:
-    """Runs on every rank: the losses of two steps of the student's whole file."""
-    return training.trained("step04_tp_sp", json.dumps(RUN | WHOLE[1]))["losses"]
-
-
-def one_device() -> list[float]:
-    """The losses of step 1."""
-    return training.trained("step01_single_gpu", json.dumps(RUN))["losses"]
-
-
-def picture_run() -> dict:
-    """Runs on every rank: losses, and bytes sent in the last step."""
-    return training.pictured("step04_tp_sp", json.dumps(RUN | WHOLE[1]))
