@@ -330,6 +330,11 @@ def slices_not_summed_in_the_norm():
     return rewritten(layout, "global_norm", "([mesh.data] if sliced else [])", "[]")
 
 
+def scale_left_in_the_global_norm():
+    """The norm is that of gradients times the loss scale."""
+    return rewritten(layout, "global_norm", " / optimizer.loss_scale", "")
+
+
 def norms_added():
     """Norms are added; it is their squares that add up."""
     right = "(square,) = sum_over(group, square)"

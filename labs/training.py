@@ -66,7 +66,7 @@ def same_recordings(bench: Bench, run: Run, one: dict[str, Any], flags: str, bou
 def kind(bench: Bench, run: Run, rank: int, key: str, found: Any, value: Any) -> str:
     """The fault under which the project's own code finds the same number."""
     for name, answers in bench.faulty(run).items():
-        theirs = flat(answers[rank]).get(key) if answers[rank] else None
+        theirs = flat(answers[rank]).get(key) if "losses" in answers[rank] else None
         if theirs is not None and distance(found, theirs) < 1e-8 and distance(theirs, value) > BOUND:
             return f" - {name}: {meaning(name)}"
     return bench.words(factor(found, value), run.size)
