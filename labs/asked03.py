@@ -85,8 +85,8 @@ QUESTIONS = [
     ),
     Question(
         "bytes_sent_in_stage_2",
-        "{L} layers of {layer} million parameters, embedding and head of {E} million each (not tied). --zero 2, --dtype\n"
-        "bf16 --grad-dtype fp32, {n} ranks, {k} micro-batches. How many bytes does a rank send in a step?",
+        "{L} layers of {layer} million parameters, embedding and head of {E} million each (not tied). --zero 2,\n"
+        "--dtype bf16 --grad-dtype fp32, {n} ranks, {k} micro-batches. How many bytes does a rank send in a step?",
         draw_sent,
         lambda v: stage_2(v, v["k"]),
         mistakes={
@@ -97,8 +97,8 @@ QUESTIONS = [
     ),
     Question(
         "bytes_sent_in_stage_3",
-        "The same for --zero 3 with other numbers: {L} layers of {layer} million parameters, embedding and head of {E}\n"
-        "million each (not tied), {n} ranks, {k} micro-batches. How many bytes does a rank send in a step?",
+        "The same for --zero 3 with other numbers: {L} layers of {layer} million parameters, embedding and head of\n"
+        "{E} million each (not tied), {n} ranks, {k} micro-batches. How many bytes does a rank send in a step?",
         draw_sent,
         lambda v: stage_3(v, v["L"] * v["layer"] * 1e6),
         mistakes={
