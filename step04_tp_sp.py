@@ -244,7 +244,7 @@ class VocabParallelHead(nn.Module):
         super().__init__()
         self.weight, self.rows, self.group, self.sp = weight, rows, group, sp
 
-    def loss(self, hidden: Tensor, targets: Tensor, chunk_tokens: int = 1024) -> Tensor:
+    def loss(self, hidden: Tensor, targets: Tensor, chunk_tokens: int = 4096) -> Tensor:
         """The whole sum of cross entropies, the same on every rank: as `Head.loss`, hidden with seq/n tokens if SP."""
         weight = self.weight if torch.is_grad_enabled() else self.weight.detach()
         return VocabParallelCrossEntropy.apply(hidden, weight, targets, chunk_tokens, self.rows, self.group, self.sp)
