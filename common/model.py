@@ -61,14 +61,12 @@ PRESETS = {
 def rope_tables(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary position embedding, RoPE (Su et al., "RoFormer", section 3.2.2).
 
-    positions int64 [seq] or [batch, seq] -> two tensors [..., seq, 1, head_dim], fp32 (fp64 if `dtype` is fp64), with
-    pair i's angle at i and i + head_dim/2. `rope_scaling` divides frequencies that turn at most once in 8192 tokens,
-    and leaves those that turn 4 times or more; between, the part of a frequency that stays grows linearly (Llama 3.1).
+    positions int64 [seq] or [batch, seq] -> two tensors [..., seq, 1, head_dim], fp32 (fp64 if `dtype` is fp64).
     """
     wide = torch.promote_types(dtype, torch.float32)  # bf16 angles would be wrong from position 256 on
     even = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=wide)
     frequency = config.rope_theta ** -(even / config.head_dim)
-    if config.rope_scaling != 1.0:
+    if config.rope_scaling != 1.0:  # Llama 3.1: wave lengths over 8192 tokens grow, under 2048 stay, a ramp between
         turns = frequency * 8192 / (2 * torch.pi)
         keep = ((turns - 1) / 3).clamp(0, 1)
         frequency = frequency * (keep + (1 - keep) / config.rope_scaling)

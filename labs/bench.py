@@ -197,7 +197,7 @@ class Bench:
         if key not in self.under:
             try:
                 args = (self.faults, run.function, run.args)
-                found = ranks.run(World(), run.size, "labs.bench:under_faults", args, min(self.seconds, 20.0))
+                found = ranks.run(World(), run.size, "labs.bench:under_faults", args, max(self.seconds / 2, 20.0))
             except Failed:
                 found = [[]] * run.size
             self.under[key] = found
