@@ -52,7 +52,7 @@ def lab_text(lab: Lab, path: Path) -> str:
         *textwrap.wrap(
             f"In {' and '.join(f'`{file}`' for file in lab.files)} some functions only raise `NotImplementedError`. "
             "Write them. Signature and docstring are the specification. Do the tasks in order. Each task is judged "
-            "alone, with the project's own code around it, on inputs drawn from the id in `answers.toml`. So a task can "
+            "alone, with the project's own code around it, on inputs drawn from the id in `answers.toml`. So it can "
             "earn its points before the others are written.",
             112,
         ),
