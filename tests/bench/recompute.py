@@ -72,7 +72,7 @@ def added_product_flops(total, a, b, *args, out_shape=None, **kwargs) -> int:
 
 
 def counted_flops(model: Decoder, batch: int) -> float:
-    """FLOPs per token that PyTorch's counter sees in forward and backward; to attention on a CPU and `addmm_` it has no formula."""
+    """FLOPs per token in forward and backward, by PyTorch's counter and formulas for what it leaves out on a CPU."""
     aten = torch.ops.aten
     on_cpu = {
         aten.addmm_: added_product_flops,
