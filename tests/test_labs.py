@@ -5,8 +5,10 @@ import ast
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,6 +154,43 @@ def test_commands_of_the_lab_are_commands(tmp_path):
     (hint,) = [command for command in commands if command.startswith("hint")]
     out = subprocess.run([sys.executable, "-m", "labs", *hint.split()], cwd=ROOT, check=True, stdout=subprocess.PIPE)
     assert b"1 of 3" in out.stdout
+
+
+def test_watch_checks_again_at_every_save(tmp_path):
+    """As a student works: answers saved, a file saved by renaming, a folder that is broken for a while; Ctrl-C ends."""
+    lab, log = tmp_path / "lab", tmp_path / "log"
+    handed_in(lab, 4, [])
+    command = [sys.executable, "-m", "labs", "check", str(lab), "--task", "6", "--watch"]
+    with log.open("w") as out, subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out) as process:
+
+        def wait_for(times: int):
+            deadline = time.monotonic() + 120
+            while log.read_text().count("waiting for a save") < times:
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+                time.sleep(0.1)
+
+        def save(path: Path, text: str):
+            (lab / "saving").write_text(text)
+            (lab / "saving").rename(path)
+
+        try:
+            wait_for(1)
+            lines = [f"{q.name} = {q.answer(q.values(ID))!r}" for q in load(4).questions]
+            save(lab / "answers.toml", "\n".join([f'id = "{ID}"', *lines]))
+            wait_for(2)
+            save(lab / "step04_tp_sp.py", "x = (")
+            wait_for(3)
+            (lab / "LAB.md").rename(lab / "elsewhere")
+            wait_for(4)
+            save(lab / "helper.py", "x = 1")
+            (lab / "elsewhere").rename(lab / "LAB.md")
+            wait_for(5)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+    found = re.findall(r"^(\d+) of 8 points|no lab", log.read_text(), re.MULTILINE)
+    assert found[:4] == ["0", "8", "8", ""] and found[-1] == "8", log.read_text()
 
 
 @pytest.mark.exhaustive
