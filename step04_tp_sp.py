@@ -262,7 +262,7 @@ STYLES = dict(q_proj=COLUMN, k_proj=HEADS, v_proj=HEADS, o_proj=ROW, gate_proj=C
 
 
 def shard_block(block: nn.Module, group: Group, sp: bool, overlap: bool, copies: int):
-    """Cut the linear layers of attention or of an MLP, in place; `copies` ranks share each key/value head."""
+    """Cut a block's own linear layers (attention, MLP), in place; `copies` ranks share each key/value head."""
     linears = {name: child for name, child in block.named_children() if isinstance(child, nn.Linear)}
     for name, linear in linears.items():
         style = STYLES[name]
@@ -276,7 +276,7 @@ def shard_block(block: nn.Module, group: Group, sp: bool, overlap: bool, copies:
 
 
 def shard_tensors(model: Decoder, mesh: Mesh, sp: bool, overlap: bool):
-    """Cut the model, on the meta device, over `mesh["tp"]`, in place. Adds the group "kv" to the mesh."""
+    """Cut the model, on the meta device, over `mesh["tp"]` (if that has ranks), in place; add the group "kv" to it."""
     group = mesh["tp"]
     copies = max(1, group.size // model.config.n_kv_heads)
     mesh.add("kv", copies, stride=1)

@@ -40,7 +40,8 @@ def narrow_sum(values: Tensor, group: Group, config: Any) -> Sum:
     """Sum in 16 or 8 bits. Takes this rank's values [elements]; returns (sum over the group, what of ours was lost).
 
     Adding in so few bits would round at every rank, or overflow. So rank r receives slice r of everyone (all-to-all),
-    adds up in fp32, and makes the sum narrow again for all to gather; what that loses, rank r keeps.
+    adds up in fp32, and makes the sum narrow again for all to gather; what that loses, rank r keeps. Before it is sent,
+    the buffer is padded with zeros to n slices of whole blocks of 256. Both results are as long as the values.
     """
     narrow, widen = (quantise, dequantise) if config.compress == "int8" else (Tensor.bfloat16, Tensor.float)
     length = len(values)
