@@ -8,6 +8,7 @@ import torch
 
 import step02_ddp as step02
 import step04_tp_sp as step04
+import step05_cp_ring as step05
 from common.comm import exchange
 from services import compression
 
@@ -141,4 +142,90 @@ def no_error_feedback() -> Iterator[None]:
         return right(self, buffer, group)
 
     with mock.patch.object(compression.CompressedSum, "__call__", call):
+        yield
+
+
+@contextmanager
+def blocks_averaged() -> Iterator[None]:
+    """Two blocks of keys have equal weights: the log-sum-exps are not used."""
+    right = step05.merge
+
+    def merge(out, lse, block_out, block_lse):
+        mean = (out + block_out) / 2
+        right(out, lse, block_out, block_lse)
+        out.copy_(mean)
+
+    with mock.patch.object(step05, "merge", merge):
+        yield
+
+
+@contextmanager
+def a_buffer_for_each_hop() -> Iterator[None]:
+    """Each part comes into new memory, though two buffers can take turns."""
+    right = step05.around_the_ring
+
+    def around_the_ring(kv, group):
+        for hop, (source, part) in enumerate(right(kv, group)):
+            yield source, part.clone() if hop else part
+
+    with mock.patch.object(step05, "around_the_ring", around_the_ring):
+        yield
+
+
+@contextmanager
+def softmax_of_the_block() -> Iterator[None]:
+    """Backward takes the softmax over this block's keys alone, not over all."""
+    right = step05.reference_block_backward
+
+    def backward(d_out, q, k, v, out, lse, causal):
+        return right(d_out, q, k, v, out, step05.block_scores(q, k, causal).logsumexp(-1), causal)
+
+    with mock.patch.object(step05, "reference_block_backward", backward):
+        yield
+
+
+@contextmanager
+def d_left_out() -> Iterator[None]:
+    """dS is taken to be P (do v^T), without D."""
+    right = step05.reference_block_backward
+
+    def backward(d_out, q, k, v, out, lse, causal):
+        return right(d_out, q, k, v, torch.zeros_like(out), lse, causal)
+
+    with mock.patch.object(step05, "reference_block_backward", backward):
+        yield
+
+
+@contextmanager
+def gradients_overwritten() -> Iterator[None]:
+    """A block's part of the gradients takes the place of what is there, instead of being added to it."""
+    right = step05.add_part_gradients
+
+    def add_part_gradients(d_out, q, kv, out, lse, block, d_q, d_kv):
+        if block is not None:
+            rows, keys, _ = block
+            d_q[:, rows], d_kv[:, :, keys] = 0, 0
+        right(d_out, q, kv, out, lse, block, d_q, d_kv)
+
+    with mock.patch.object(step05, "add_part_gradients", add_part_gradients):
+        yield
+
+
+@contextmanager
+def parts_kept() -> Iterator[None]:
+    """What comes round the ring is kept for backward, so that memory does not shrink with more ranks."""
+    right, ring = step05.RingAttention.forward, step05.around_the_ring
+
+    def forward(ctx, q, k, v, group, mode):
+        ctx.parts = []
+
+        def keeping(kv, group):
+            for source, part in ring(kv, group):
+                ctx.parts.append(part.clone())
+                yield source, part
+
+        with mock.patch.object(step05, "around_the_ring", keeping):
+            return right(ctx, q, k, v, group, mode)
+
+    with mock.patch.object(step05.RingAttention, "forward", staticmethod(forward)):
         yield

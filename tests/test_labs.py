@@ -19,7 +19,7 @@ from tests.diff import ROOT
 
 LABS = course.numbers()
 CASES = [(lab, task.number) for lab in LABS for task in load(lab).tasks]
-SOME = [(2, 1), (4, 4), (6, 3)]  # in the default run
+SOME = [(2, 1), (4, 4), (5, 2), (6, 3)]  # in the default run
 TASKS = [pytest.param(*case, marks=() if case in SOME else pytest.mark.exhaustive) for case in CASES]
 ID = "some.student-1"
 
@@ -198,7 +198,7 @@ def test_the_project_earns_all_points(tmp_path, number):
         assert grade.whole(found) == ""
 
 
-S2, S4, S6 = "step02_ddp", "step04_tp_sp", "step06_pipeline"
+S2, S4, S5, S6 = "step02_ddp", "step04_tp_sp", "step05_cp_ring", "step06_pipeline"
 C, LISTS = "services.compression", "common.schedules"
 ADD = "received + pieces[(r - s - 1) % n] if adding else received"
 REDUCE = "            all_reduce(param.grad, group).wait()\n"
@@ -210,6 +210,17 @@ APPLY = "            return list(ColumnParallelLinear.apply(x, self.group, self.
 EACH = "            return [ColumnParallelLinear.apply(x, self.group, self.gather, self.reduce, w)[0] for w in weights]"
 F1B = "    warm_up = min(m, p - 1 - rank)\n"
 ZERO = "            return [0 * grad.flatten(0, -2).T @ full for"
+LSE = "    lse.copy_(torch.logaddexp(lse, block_lse))"
+SOURCE = "    if source == rank:\n"
+NEXT = "        next_kv = buffers[hop % 2]\n"
+BLOCK_P = "    p = (block_scores(q, k, causal) - lse[..., None]).exp()\n"
+ADD_DQ = "        d_q[:, rows] += block_q\n"
+LOOK = "            if block := visible(group.rank,"
+PART = "            add_part_gradients(d_out, q, kv,"
+HOME = "        sending.wait()\n        return d_q"
+RING = "            return RingAttention.apply(q, k, v, self.group, self.mode)"
+REPEAT = "            k, v = repeat_heads(k, q), repeat_heads(v, q)\n"
+DATA = '    mesh.add("data", mesh["dp"].size * group.size,'
 WRONG = [  # lab, task, module, right, wrong, what check must say
     (2, 1, S2, "for s in range(2 * (n - 1)):", "for s in range(n - 1):", "second_half_left_out"),
     (2, 1, S2, ADD, "received", "replaced_instead_of_added"),
@@ -235,8 +246,22 @@ WRONG = [  # lab, task, module, right, wrong, what check must say
     (6, 5, S6, "popped, self.waiting = self.waiting, []", "popped = self.waiting", "closures that wait"),
     (6, 5, S6, "            return [grad.flatten(0, -2).T @ full for", ZERO, "weight gradient after W"),
     (4, 5, S4, KV, "            pass", "kv_gradients_not_summed"),
+    (5, 1, S5, LSE, LSE[:-1] + ".bfloat16())", "lse_in_bf16"),
+    (5, 1, S5, "    out -= share * (out", "    out -= 0.5 * (out", "blocks_averaged"),
+    (5, 2, S5, '    if n == 1 or mode in ("ring", "ulysses"):', "    if True:", "contiguous_chunks"),
+    (5, 2, S5, SOURCE, "    source += source != rank\n" + SOURCE, "wrong_source"),
+    (5, 3, S5, NEXT, NEXT.replace("buffers[hop % 2]", "torch.empty_like(kv)"), "a_buffer_for_each_hop"),
+    (5, 3, S5, "        sending.wait()\n        kv = next_kv", "        kv = next_kv", "part of hop|kv must|is zero"),
+    (5, 4, S5, BLOCK_P, "    lse = block_scores(q, k, causal).logsumexp(-1)\n" + BLOCK_P, "softmax_of_the_block"),
+    (5, 4, S5, "wide_v) - delta)", "wide_v))", "d_left_out"),
+    (5, 4, S5, ADD_DQ, ADD_DQ.replace("+=", "="), "d_q after half a part"),
+    (5, 5, S5, LOOK, '            ctx.parts = [*getattr(ctx, "parts", []), kv.clone()]\n' + LOOK, "parts_kept"),
+    (5, 5, S5, PART, PART.replace("kv,", "kv if allgather else kept,"), "kv_of_hop_0_in_backward"),
+    (5, 5, S5, HOME, "        next_d_kv = next_d_kv if allgather else d_kv\n" + HOME, "no_final_rotation"),
+    (5, 6, S5, RING, REPEAT + RING, "kv_heads_repeated_before_the_ring"),
+    (5, 6, S5, DATA, DATA.replace(" * group.size", ""), "not_summed_over_cp"),
 ]
-SHOWN = (0, 9, 14)  # of WRONG, in the default run
+SHOWN = (0, 9, 14, 36)  # of WRONG, in the default run
 
 
 @pytest.mark.parametrize(
