@@ -88,8 +88,9 @@ def longest(v: dict[str, Any], mode: str) -> int:
 QUESTIONS = [
     Question(
         "bytes_of_a_ring",
-        "--cp {cp} --cp-mode zigzag, bf16, {L} layers, {H} heads of size 128, {kv} key/value heads, {k} micro-batches of\n"
-        "{b} sequences of {s} tokens, nothing recomputed. How many bytes does a rank send over cp in one step?",
+        "--cp {cp} --cp-mode zigzag, bf16, {L} layers, {H} heads of size 128, {kv} key/value heads,\n"
+        "{k} micro-batches of {b} sequences of {s} tokens, nothing recomputed. How many bytes does a rank\n"
+        "send over cp in one step?",
         draw_traffic,
         lambda v: traffic_of(v, "zigzag"),
         mistakes={
@@ -101,8 +102,9 @@ QUESTIONS = [
     ),
     Question(
         "bytes_of_ulysses",
-        "--cp {cp} --cp-mode ulysses, bf16, {L} layers, {H} heads of size 128, {kv} key/value heads, {k} micro-batches of\n"
-        "{b} sequences of {s} tokens, nothing recomputed. How many bytes does a rank send over cp in one step?",
+        "--cp {cp} --cp-mode ulysses, bf16, {L} layers, {H} heads of size 128, {kv} key/value heads,\n"
+        "{k} micro-batches of {b} sequences of {s} tokens, nothing recomputed. How many bytes does a rank\n"
+        "send over cp in one step?",
         draw_traffic,
         lambda v: traffic_of(v, "ulysses"),
         mistakes={
@@ -127,9 +129,9 @@ QUESTIONS = [
     ),
     Question(
         "most_heads_of_a_ring",
-        "bf16, {H} query heads of size 128, --cp {cp}. A ring sends k and v, Ulysses sends all heads. Which is the largest\n"
-        "number of key/value heads, a divisor of {H}, with which zigzag sends fewer bytes in a layer than ulysses,\n"
-        "forward and backward together?",
+        "bf16, {H} query heads of size 128, --cp {cp}. A ring sends k and v, Ulysses sends all heads. Which is\n"
+        "the largest number of key/value heads, a divisor of {H}, with which zigzag sends fewer bytes in a layer than\n"
+        "ulysses, forward and backward together?",
         draw_modes,
         most_heads,
         tolerance=0.0,
@@ -137,8 +139,8 @@ QUESTIONS = [
     ),
     Question(
         "share_of_the_last_rank",
-        "--cp {cp} --cp-mode ring, sequences of {s} tokens. Which part of all pairs of a query and a key that it may look\n"
-        "at (itself included) does the last rank compute (0 to 1)?",
+        "--cp {cp} --cp-mode ring, sequences of {s} tokens. Which part of all pairs of a query and a key that it may\n"
+        "look at (itself included) does the last rank compute (0 to 1)?",
         draw_work,
         lambda v: share(v, "ring"),
         mistakes={"this is zigzag's": lambda v: share(v, "zigzag")},
@@ -146,8 +148,9 @@ QUESTIONS = [
     Question(
         "longest_sequence",
         "llama3-8b (dim 4096, 32 layers, 32 heads, 8 key/value heads, ffn_dim 14336, vocabulary 128256), bf16, GPUs,\n"
-        "--cp {cp} --tp 1 --cp-mode zigzag, nothing recomputed, one sequence at a time. {gib} GiB are for activations.\n"
-        "How long may a sequence be, in tokens, a multiple of 1024 x {cp}? (theory/memory.py, cp_activation_bytes)",
+        "--cp {cp} --tp 1 --cp-mode zigzag, nothing recomputed, one sequence at a time. {gib} GiB are for\n"
+        "activations. How long may a sequence be, in tokens, a multiple of 1024 x {cp}?\n"
+        "(theory/memory.py, cp_activation_bytes, says what is kept.)",
         draw_longest,
         lambda v: longest(v, "zigzag"),
         tolerance=0.0,

@@ -9,6 +9,8 @@ import torch
 import step02_ddp as step02
 import step04_tp_sp as step04
 import step05_cp_ring as step05
+import step07_moe_ep as step07
+from common import moe
 from common.comm import exchange
 from services import compression
 
@@ -228,4 +230,45 @@ def parts_kept() -> Iterator[None]:
             return right(ctx, q, k, v, group, mode)
 
     with mock.patch.object(step05.RingAttention, "forward", staticmethod(forward)):
+        yield
+
+
+@contextmanager
+def groups_by_their_best() -> Iterator[None]:
+    """A group of experts is worth its best score alone, however many of its experts a token may visit."""
+    right = moe.select
+
+    def select(scores, m):
+        if not 0 < m.groups_per_token < m.expert_groups:
+            return right(scores, m)
+        by_group = scores.unflatten(1, (m.expert_groups, -1))
+        best = by_group.amax(-1).topk(m.groups_per_token).indices
+        barred = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(1, best, False)
+        return by_group.masked_fill(barred[..., None], -torch.inf).flatten(1).topk(m.experts_per_token).indices
+
+    with mock.patch.object(moe, "select", select):
+        yield
+
+
+@contextmanager
+def gates_rounded() -> Iterator[None]:
+    """Gates travel in the dtype of the rows, and lose bits."""
+    right = step07.Message.leave
+
+    def leave(self, rows, gates, back=False):
+        return right(self, rows, gates.to(rows.dtype).to(gates.dtype), back)
+
+    with mock.patch.object(step07.Message, "leave", leave):
+        yield
+
+
+@contextmanager
+def part_of_the_sum_over_tp() -> Iterator[None]:
+    """Each tp rank gives out what its part of the experts' width adds; nobody adds up the parts."""
+    right = step07.leave_block
+
+    def leave_block(x, group, sp):
+        return x if group.name == "tp" and not sp else right(x, group, sp)
+
+    with mock.patch.object(step07, "leave_block", leave_block):
         yield

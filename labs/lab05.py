@@ -160,7 +160,7 @@ def merge_blocks(seed: int, b: int, s: int, more: int, heads: int, kv_heads: int
 def merged(bench: Bench, scale: int):
     """One softmax over all keys."""
     case = block_case(bench)
-    _, _, s, more, *_ = case
+    s = case[2]
     blocks = merge_blocks(*case, scale)
     k, v = (torch.cat([block[i] for block in blocks], 1) for i in (1, 2))
     _, out, lse = softmax_of(blocks[0][0], k, v, torch.ones(s, k.shape[1]).bool())
