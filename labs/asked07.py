@@ -67,7 +67,7 @@ def share_of_weights(v: dict[str, Any], shared: bool = True, attention: bool = T
 def draw_capacity(draw: random.Random) -> dict[str, Any]:
     """A micro-batch for `tokens_of_an_expert`."""
     return dict(E=draw.choice((8, 16, 64)), top=draw.choice((2, 4)), C=draw.choice((1.0, 1.25, 1.5, 2.0)),
-                b=draw.randint(1, 4), s=512 * draw.randint(1, 8), cp=draw.choice((2, 4)))  # fmt: skip
+                b=draw.randint(1, 4), s=512 * draw.randint(1, 8), cp=8)  # fmt: skip
 
 
 def capacity(v: dict[str, Any], factor: float = 1.0) -> int:
@@ -142,8 +142,8 @@ QUESTIONS = [
     ),
     Question(
         "tokens_of_an_expert",
-        "--capacity-factor {C}, {E} experts, --experts-per-token {top}, --cp {cp}, micro-batches of {b} sequences of {s}\n"
-        "tokens. How many choices of a micro-batch does an expert take in at most?",
+        "--capacity-factor {C}, {E} experts, --experts-per-token {top}, --cp {cp}, micro-batches of {b} sequences\n"
+        "of {s} tokens. How many choices of a micro-batch does an expert take in at most?",
         draw_capacity,
         capacity,
         tolerance=0.0,

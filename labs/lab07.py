@@ -304,9 +304,10 @@ def make_layer(name: str, seed: int, seq_len: int, experts: int) -> moe.MoE:
 
 
 def counts_of_a_step(seed: int, experts: int) -> Tensor:
-    """Like `Balance.counted` of two layers; in the first, one expert has just its share."""
+    """Like `Balance.counted` of two layers; in the first, most experts have just their share."""
     counted = numbers(seed, "counted", 2, experts + 3).abs().mul(100).round()
-    counted[0, 0] = counted[0, 1:experts].mean()
+    counted[0, :experts] = 5.0
+    counted[0, 1:3] += torch.tensor([2.0, -2.0])
     return counted
 
 

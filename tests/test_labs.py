@@ -19,7 +19,7 @@ from tests.diff import ROOT
 
 LABS = course.numbers()
 CASES = [(lab, task.number) for lab in LABS for task in load(lab).tasks]
-SOME = [(2, 1), (4, 4), (5, 2), (6, 3)]  # in the default run
+SOME = [(2, 1), (4, 4), (5, 2), (6, 3), (7, 4)]  # in the default run
 TASKS = [pytest.param(*case, marks=() if case in SOME else pytest.mark.exhaustive) for case in CASES]
 ID = "some.student-1"
 
@@ -199,7 +199,7 @@ def test_the_project_earns_all_points(tmp_path, number):
 
 
 S2, S4, S5, S6 = "step02_ddp", "step04_tp_sp", "step05_cp_ring", "step06_pipeline"
-C, LISTS = "services.compression", "common.schedules"
+S7, C, LISTS, MOE = "step07_moe_ep", "services.compression", "common.schedules", "common.moe"
 ADD = "received + pieces[(r - s - 1) % n] if adding else received"
 REDUCE = "            all_reduce(param.grad, group).wait()\n"
 FINISH = "            bucket.pending.wait()\n"
@@ -221,6 +221,20 @@ HOME = "        sending.wait()\n        return d_q"
 RING = "            return RingAttention.apply(q, k, v, self.group, self.mode)"
 REPEAT = "            k, v = repeat_heads(k, q), repeat_heads(v, q)\n"
 DATA = '    mesh.add("data", mesh["dp"].size * group.size,'
+EACH_GROUP = "by_group.topk(each).values.sum(-1)"
+OUTER = "grouped_outer(grad, x, counts) if"
+GATES = "        visits = (gates != 0).T"
+LOCAL = "within_capacity(all_chosen, m.experts, capacity)[:, self.local_tokens]"
+OWN = "within_capacity(chosen.view(*x.shape[:-1], -1), m.experts, -(-capacity * x.shape[1] // m.seq_len))"
+SCALAR = "grad.new_full((), ctx.scale, dtype=torch.float64)"
+FRACTION = "count(all_chosen, m.experts).to(p.dtype) / all_chosen.numel()"
+SENT = "        self.dim, self.dtype = rows.shape[1], gates.dtype\n"
+ROUND = "        gates = gates.to(rows.dtype).to(gates.dtype)\n"
+OUT = "            out = self.over_tp(experts, *Travel.apply(there, False, *tie), route.most, route.n_choices)"
+LEAVE = "leave_block(experts(x, gates, n_choices), self.tp, self.sp)[:rows]"
+ORDERED = "gather_tokens(chosen.int(), group).wait()[:, places]"
+RECORD = "            if ep > 1:\n                record"
+ROUTER = '            note_gradient_sum([moe.router.weight], "tp")'
 WRONG = [  # lab, task, module, right, wrong, what check must say
     (2, 1, S2, "for s in range(2 * (n - 1)):", "for s in range(n - 1):", "second_half_left_out"),
     (2, 1, S2, ADD, "received", "replaced_instead_of_added"),
@@ -260,8 +274,28 @@ WRONG = [  # lab, task, module, right, wrong, what check must say
     (5, 5, S5, HOME, "        next_d_kv = next_d_kv if allgather else d_kv\n" + HOME, "no_final_rotation"),
     (5, 6, S5, RING, REPEAT + RING, "kv_heads_repeated_before_the_ring"),
     (5, 6, S5, DATA, DATA.replace(" * group.size", ""), "not_summed_over_cp"),
+    (7, 1, MOE, EACH_GROUP, "by_group.amax(-1)", "groups_by_their_best"),
+    (7, 2, MOE, OUTER, "grouped_outer(grad, x, counts) / 2 if", "experts_averaged"),
+    (7, 2, MOE, GATES, "        gates = gates.detach()\n" + GATES, "gates_not_differentiated"),
+    (7, 3, MOE, FRACTION, FRACTION.replace("all_chosen", "chosen"), "balanced_by_own_tokens"),
+    (7, 3, MOE, LOCAL, OWN, "drops_by_own_tokens"),
+    (7, 3, MOE, SCALAR, SCALAR.replace("ctx.scale", "2 * ctx.scale"), "counted_twice_in_recomputation"),
+    (7, 4, S7, SENT, SENT + ROUND, "gates_rounded"),
+    (7, 4, S7, "wanted.T.nonzero_static", "visits.any(-1).T.flip(1).nonzero_static", "as .target rank, token"),
+    (7, 5, S7, OUT, OUT + ".roll(1, 0)", "returned_in_another_order"),
+    (
+        7,
+        5,
+        S7,
+        LEAVE,
+        LEAVE.replace("leave_block(experts", "(leave_block if self.sp else lambda x, *_: x)(experts"),
+        "part_of",
+    ),
+    (7, 6, S7, ORDERED, "chosen.repeat(1, group.size, 1)", "balanced_by_own_tokens"),
+    (7, 6, S7, RECORD, "            if ep > 8:\n                record", "experts_summed_over_all_data"),
+    (7, 6, S7, ROUTER, "            pass", "router_not_summed_over_tp"),
 ]
-SHOWN = (0, 9, 14, 36)  # of WRONG, in the default run
+SHOWN = (0, 9, 14, 27, 44)  # of WRONG, in the default run
 
 
 @pytest.mark.parametrize(
