@@ -156,10 +156,9 @@ def scaled(grad: Tensor, factor: Tensor, rows: int = 1024) -> Tensor:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """`total` [n, k] += a [n, m] @ b [m, k], in place: a and b as they are, or in 16 bits where `total` is fp32.
+    """`total` [n, k] += a [n, m] @ b [m, k], in place; a and b may have 16 bits where `total` has 32.
 
-    A GPU adds 16-bit products up in fp32 anyway. From torch 2.12 on it can add them to `total` there and then; else
-    the product is rounded, written and read once more.
+    From torch 2.12 on a GPU adds to `total` as it multiplies. Else the product is rounded, written and read once more.
     """
     if a.dtype == total.dtype:
         return total.addmm_(a, b)
