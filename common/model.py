@@ -120,7 +120,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer, "GLU Variants Improve Transformer"): down(silu(gate(x)) * up(x)); one kernel if compiled, not 2."""
+    """SwiGLU (Shazeer, "GLU Variants Improve Transformer"): down(silu(gate(x)) * up(x)). Compiled, it is one kernel."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
