@@ -256,7 +256,7 @@ def run(argv: list[str] | None = None):
         return
     if args.list:
         write_list(args.list, m, args.gpus, batch, gpu)
-    result = search(m, args.gpus, batch, gpu, bar=lambda tries: tqdm(tries, desc="layouts", disable=None, leave=False))
+    result = search(m, args.gpus, batch, gpu, bar=lambda tries: tqdm(tries, disable=None, leave=False))
     if not result.best:
         raise no_fit(m, args, gpu, batch)
     print(f"{args.model}, {args.gpus} {args.gpu}, --seq-len {m.seq_len}, --global-batch-size {batch}")
