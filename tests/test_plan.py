@@ -7,24 +7,28 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import step07_moe_ep as step07
-from common import UserError, trainer
+from common import UserError, schedules, trainer
 from common.model import PRESETS
 from common.moe import MOE_PRESETS
-from common.schedules import SCHEDULES, Costs, place_stages, simulate
+from common.schedules import SCHEDULES, place_stages, simulate
 from services.checks import check, mesh_sizes, split_layers
 from services.flags import parse
+from services.predictions import Costs, predict
 from tests.bench import plan as bench
 from theory import layouts, plan
 from theory.bubble import makespan
 from theory.flops import matmul_weights, moe_flops_per_token
-from theory.footprint import held, waiting_states
+from theory.footprint import held, rank_numbers, state_bytes, waiting_states
 from theory.gpus import GPUS
 from theory.layouts import Layout, illegal, meshes, variants
 from theory.recipes import RECIPES
 from theory.search import COURSE, evaluate, fits, floor_seconds, search
 from theory.seconds import least_bubble, matmul_seconds, pipeline_ratio, step_seconds
+from theory.sent import sent_bytes
 from theory.shapes import MODELS, attention_matmuls, gpt, mlp_matmuls, model_flops, of_preset, total_weights, weights
 
 H100 = GPUS["h100-80"]
@@ -116,6 +120,76 @@ def test_layers_are_dealt_as_the_trainer_does():
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
+class Seen(Exception):
+    """What was looked for is there: no step need be made."""
+
+
+def predicted(layout: Layout, rank: int, flags: dict) -> Costs:
+    """services/predictions.py on one rank of so many that exist on paper only; memory as on a GPU."""
+    found = []
+
+    def look(run, sync):
+        proxy = SimpleNamespace(**{name: getattr(run, name) for name in vars(run) if not name.startswith("_")})
+        proxy.device, proxy.config = SimpleNamespace(type="cuda"), replace(run.config, peak_tflops=1.0)
+        found.append(predict(proxy, sync))
+        raise Seen
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world)
+    try:
+        with (
+            mock.patch.object(trainer, "predict", look),
+            mock.patch.object(trainer, "require_same_flags"),
+            mock.patch.object(trainer, "open_tokens"),
+            mock.patch.object(trainer.Trainer, "require_same_parameters"),
+            pytest.raises(Seen),
+        ):
+            step07.train(step07.Config(**flags))
+    finally:
+        dist.destroy_process_group()
+    return found[0]
+
+
+TINY = dict(dim=64, n_heads=16, n_kv_heads=4, n_layers=8, ffn_dim=96, vocab_size=260, seq_len=64)
+TINY_MOE = dict(experts=4, expert_dim=48, shared_experts=1, dense_layers=1)
+
+
+def drawn_runs(count: int) -> list[Layout]:
+    """Legal layouts of up to 64 ranks, of all schedules and ZeRO stages, from a seed."""
+    draw, found = random.Random(5), []
+    m = replace(MODELS["tiny-moe"], **TINY, **TINY_MOE)
+    while len(found) < count:
+        pp, dp, cp, tp = (draw.choice(sizes) for sizes in ((1, 2, 4), (1, 2, 4), (1, 1, 2), (1, 2, 4, 8)))
+        schedule = list(SCHEDULES)[len(found) % len(SCHEDULES)]
+        chunks = {"interleaved": 2, "zbv": 2, "dualpipe": 2}.get(schedule, 1)
+        options = dict(recompute=draw.choice(["none", "none", "full"]), sp=draw.random() < 0.7)
+        options |= dict(cp_mode=draw.choice(["zigzag", "ring", "allgather"]))
+        x = Layout(pp, dp, cp, tp, draw.choice([1, 2, 4]), len(found) % 4, 1, 4 * dp, schedule, chunks, **options)
+        if x.world <= 64 and not illegal(m, x) and (pp > 1 or schedule == "1f1b"):
+            found.append(x)
+    return found
+
+
+@pytest.mark.parametrize("layout", drawn_runs(14), ids=lambda x: f"{x.world} ranks {x.flags()}")
+def test_bytes_sent_and_state_are_those_that_the_trainer_predicts(tmp_path, layout):
+    """By dimension and operation, byte for byte; and so weights, gradients, masters and moments."""
+    x, draw = layout, random.Random(layout.flags())
+    moe = x.ep > 1 or draw.random() < 0.3
+    shape = TINY | (TINY_MOE if moe else dict(experts=0)) | dict(tied=draw.random() < 0.4)
+    flags = shape | dict(model="tiny-moe", pp=x.pp, cp=x.cp, tp=x.tp, ep=x.ep, zero=x.zero, micro_batch_size=x.mbs)
+    flags |= dict(global_batch_size=x.gbs, schedule=x.schedule, chunks=x.chunks, recompute=x.recompute, sp=x.sp)
+    flags |= dict(cp_mode=x.cp_mode, dtype="bf16", device="cpu", save_every=0, eval_every=0, out=str(tmp_path / "run"))
+    m, inner = replace(MODELS["tiny-moe"], **shape), x.tp * x.cp * x.dp
+    for rank in {0, draw.randrange(x.pp) * inner + draw.randrange(inner), x.world - 1}:
+        theirs = predicted(x, rank, flags)
+        ours = sent_bytes(m, x, rank // inner, rank % inner // x.tp)
+        assert ours == pytest.approx({name: n for name, n in theirs.traffic.items() if n}, rel=1e-12), rank
+        ours = state_bytes(
+            *rank_numbers(m, x.schedule, x.pp, x.chunks, "balanced", x.tp, x.ep)[rank // inner], x, COURSE
+        )
+        kinds = theirs.memory
+        assert ours == (kinds["parameters"], kinds["gradients"], kinds["masters"] + kinds["moments"]), rank
+
+
 def predicted_on_rank(options: dict) -> dict[str, int]:
     """Runs on every rank: what the trainer predicts for its memory, as it would on a GPU."""
     seen: dict[str, int] = {}
@@ -205,7 +279,7 @@ def test_a_long_pipeline_is_continued_from_a_short_one(schedule):
     v = {"zbv": 2, "dualpipe": 2, "interleaved": 3}.get(schedule, 1)
     for p, m, b, w, comm in ((4, 61, 1.0, 1.0, 0.0), (4, 64, 1.6, 0.7, 0.05), (6, 90, 2.0, 1.0, 0.2), (4, 3, 1, 1, 0)):
         lists = [SCHEDULES[schedule](p, m, v, rank) for rank in range(p)]
-        whole = makespan(simulate(lists, place_stages(schedule, p, v), Costs(1.0, b, w, comm)))
+        whole = makespan(simulate(lists, place_stages(schedule, p, v), schedules.Costs(1.0, b, w, comm)))
         assert pipeline_ratio(schedule, p, m, v, b, w, comm) == pytest.approx(whole, rel=0.01), (p, m, b, w, comm)
         layout = Layout(pp=p, gbs=m, schedule=schedule, chunks=v)
         busy = m * (1 + b + w) * (1 if schedule == "dualpipe" else v)
