@@ -105,7 +105,7 @@ def sent_bytes(m: Shape, layout: Layout, rank: int = 0, data_rank: int = 0) -> T
     program = communicate(lists, place_stages(*way))[rank]
     slices = 1 if layout.sp else layout.tp
     message = layout.mbs * (m.seq_len // layout.cp) * m.dim * E // layout.tp
-    sizes = (layout.tp, layout.cp)
-    passed = partial(traffic.moe_traffic, config, m, *sizes, layout.ep, torch.bfloat16)
-    sent |= traffic.stage_traffic(config, m, list(stages), program, message, slices, *sizes, torch.bfloat16, passed)
+    cut = (layout.tp, layout.cp)
+    passed = partial(traffic.moe_traffic, config, m, *cut, layout.ep, torch.bfloat16)
+    sent |= traffic.stage_traffic(config, m, list(stages), program, message, slices, *cut, torch.bfloat16, passed)
     return {name: n_bytes for name, n_bytes in sent.items() if n_bytes}
