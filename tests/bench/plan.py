@@ -39,6 +39,7 @@ VTRAIN += ("tensor parallelism", "data parallelism", "pipeline parallelism")
 LEFT_OUT = """left out                                              the prediction is then
 stragglers, other jobs on the network, stalled data   too fast
 attention that is cut unevenly, imbalance of experts  too fast, too small
+hosts that issue kernels slower than they run         too fast
 clocks that fall when all units work                  too fast
 the allocator's fragments (but torchtitan's 5%)       too small
 kernels that hide a message behind a matmul's tiles   too slow
