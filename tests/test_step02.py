@@ -31,7 +31,7 @@ def micro_batch_size(dp: int, count: int) -> dict[str, int]:
     return dict(micro_batch_size=2, global_batch_size=2 * dp * count)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("count", [1, 3, 4])
 @pytest.mark.parametrize("sync", ["naive", "overlap", "bucket", "torch"])
 @pytest.mark.parametrize("dp", [2, 3, 4, 8])
@@ -60,12 +60,14 @@ def test_equals_one_device_for_every_kind_of_model(pools, sync, base):
     check(pools(4), STEP, base | micro_batch_size(4, 3), dict(sync=sync) | TINY_BUCKETS)
 
 
+@pytest.mark.picked(2, 3)
 @pytest.mark.parametrize("sync", ["naive", "overlap", "bucket", "torch"])
 def test_equals_one_device_with_a_frozen_parameter(pools, sync):
     """A parameter that does not train is in no bucket, and stays."""
     check(pools(2), STEP, dict(optimizer="sgd") | micro_batch_size(2, 3), dict(sync=sync) | TINY_BUCKETS, "frozen")
 
 
+@pytest.mark.picked(1, 2)
 @pytest.mark.parametrize("sync", ["naive", "overlap", "bucket", "torch"])
 def test_equals_one_device_with_uneven_targets(pools, uneven_data, sync):
     """Ranks and micro-batches with different numbers of target tokens, some with none."""
@@ -73,6 +75,7 @@ def test_equals_one_device_with_uneven_targets(pools, uneven_data, sync):
     check(pools(4), STEP, base | dict(micro_batch_size=1), dict(sync=sync) | TINY_BUCKETS)
 
 
+@pytest.mark.picked(0, 2)
 @pytest.mark.parametrize("sync", ["naive", "overlap", "bucket", "torch"])
 def test_fp32_drifts_by_rounding_only(pools, sync):
     """fp32 on four ranks stays within 1e-5 of one device."""

@@ -61,6 +61,7 @@ def named(options: dict) -> str:
 # --- equal to one device ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("dp", [2, 3, 4])
 def test_equals_one_device(pools, dp, stage):
@@ -68,6 +69,7 @@ def test_equals_one_device(pools, dp, stage):
     check(pools(dp), STEP, dict(optimizer="sgd") | micro_batch_size(dp, 3), dict(zero=stage))
 
 
+@pytest.mark.picked(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_equals_one_device_on_eight_ranks(pools, stage):
     """AdamW on eight ranks and a model that is padded there; some ranks own nothing of the last unit."""
@@ -75,6 +77,7 @@ def test_equals_one_device_on_eight_ranks(pools, stage):
     check(pools(8), STEP, base, dict(zero=stage))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_equals_one_device_for_every_number_of_micro_batches(pools, stage, count):
@@ -82,7 +85,7 @@ def test_equals_one_device_for_every_number_of_micro_batches(pools, stage, count
     check(pools(2), STEP, dict(optimizer="sgd") | micro_batch_size(2, count), dict(zero=stage))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "base",
     [
@@ -100,6 +103,7 @@ def test_equals_one_device_for_every_kind_of_model(pools, stage, base):
     check(pools(3), STEP, base | micro_batch_size(3, 2), dict(zero=stage))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dp, stage", [(2, 0), (2, 1), (2, 2), (2, 3), (8, 2)])
 def test_equals_one_device_with_frozen_parameters(pools, dp, stage):
     """A frozen matrix and a frozen norm stay; on eight ranks one rank owns nothing else of its unit."""
@@ -107,6 +111,7 @@ def test_equals_one_device_with_frozen_parameters(pools, dp, stage):
     check(pools(dp), STEP, base, dict(zero=stage), "frozen")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", STAGES)
 def test_equals_one_device_with_uneven_targets(pools, uneven_data, stage):
     """Ranks and micro-batches with different numbers of target tokens, some with none."""
@@ -114,7 +119,7 @@ def test_equals_one_device_with_uneven_targets(pools, uneven_data, stage):
     check(pools(4), STEP, base, dict(zero=stage))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage, offload", [pair for pair in OFFLOADED if pair[1] != "device"])
 def test_equals_one_device_when_offloaded(pools, stage, offload):
     """Masters, moments and slices on the host or on the disk."""
@@ -254,6 +259,7 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
 # --- the stages among themselves -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_stages_agree_bit_for_bit(pools, tmp_path, optimizer, count):
@@ -274,6 +280,7 @@ def test_stages_agree_bit_for_bit(pools, tmp_path, optimizer, count):
         assert torch.allclose(weights[1][name], weights[2][name], rtol=0, atol=1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "dtype, grad_dtype, bound", [("bf16", "fp32", 1e-3), ("bf16", "same", 3e-2), ("fp16", "fp32", 1e-3)]
 )
@@ -315,6 +322,7 @@ def test_all_ranks_skip_a_step_that_overflows(pools, tmp_path, stage):
         assert changed == [True, True, False, True]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dp, stage", [(2, 1), (3, 2), (3, 3)])
 def test_validation_changes_nothing(pools, tmp_path, dp, stage):
     """A validation every second step, of sequences that cannot be dealt evenly: no hang, and the same numbers.
@@ -460,6 +468,7 @@ def test_bytes_are_what_theory_says(pools, tmp_path, dp, shape, stage, grad_dtyp
         assert abs(sum(measured.values()) - per_parameter * found["P"]) <= allowed
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_wide_parameters_need_no_masters(pools, tmp_path, stage, dtype):

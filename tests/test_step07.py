@@ -84,6 +84,7 @@ def test_equals_one_process(pools, optimizer, layout):
     check(pools(4), dict(optimizer=optimizer), layout)
 
 
+@pytest.mark.picked(3)
 @pytest.mark.parametrize(
     "layout",
     [dict(ep=8, zero=1), dict(ep=4, tp=2, zero=3), dict(ep=4, cp=2, tp=2, zero=0), dict(ep=2, cp=2, tp=2, zero=2)],
@@ -122,6 +123,7 @@ def test_equals_one_process_for_every_kind_of_model(pools, base, layout):
     check(pools(4), base, layout)
 
 
+@pytest.mark.picked(1, 3, 4)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -143,6 +145,7 @@ def test_equals_one_process_with_uneven_targets(pools, uneven_data):
     check(pools(4), dict(dataset=uneven_data, micro_batch_size=1), dict(ep=2, cp=2, zero=1))
 
 
+@pytest.mark.picked(1)
 @pytest.mark.parametrize("layout", [dict(ep=4, zero=0), dict(ep=2, tp=2, zero=3)], ids=label)
 def test_equals_one_process_with_frozen_parameters(pools, layout):
     """Experts and a router that do not train get no gradient and stay."""
@@ -155,6 +158,7 @@ def test_equals_one_process_with_weight_gradients_put_off(pools, recompute):
     check(pools(2), dict(recompute=recompute), dict(ep=2, zero=0, schedule="zb-h1"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("layout", [dict(ep=4), dict(ep=2, tp=2), dict(ep=2, cp=2, ep_mode="allgather")], ids=label)
 def test_fp32_drifts_by_rounding_only(pools, layout, recompute):
