@@ -176,7 +176,7 @@ def test_resumes_under_other_layouts(pools, tmp_path, base):
 
 def test_one_process_equals_step01(tmp_path):
     """tp 1 on one process is step01, bit for bit (without clipping: the norm is summed in another order)."""
-    options = SMALL | dict(grad_clip=0.0)
+    options = SMALL | dict(grad_clip=0.0, micro_batch_size=6)
     runs = [
         step01.train(step01.Config(**options, out=str(tmp_path / "one"))),
         step04.train(step04.Config(**options, zero=0, out=str(tmp_path / "four"))),
