@@ -4,14 +4,18 @@ import os
 import signal
 import subprocess
 import time
+from unittest import mock
 
 import pytest
 import torch
 
 import step01_single_gpu as step01
 import step02_ddp as step02
+import step04_tp_sp as step04
 from common import UserError
 from common.comm import all_gather, all_reduce, all_to_all, exchange, reduce_scatter
+from services import compression, resume
+from services.checkpoint import find, gather
 from services.checks import check_dp
 from services.compression import COMPRESSED_SUMS
 from services.launch import open_mesh
@@ -360,6 +364,66 @@ def test_compressed_training_stays_near(pools, tmp_path, mode, bound):
         for kind in ("none", mode)
     ]
     assert 0 < abs(losses[1] - losses[0]) < bound, losses
+
+
+def forgetful_on_rank(options: dict) -> list[dict]:
+    """Runs on every rank: go on, owing nothing."""
+    with mock.patch.object(resume, "take_over", lambda *_: None):
+        return run_history(options)
+
+
+def owed_on_rank(options: dict) -> dict[str, torch.Tensor]:
+    """Runs on every rank: go on with step 4; what all ranks together owe of each parameter when it begins."""
+    found, right = {}, resume.resume
+
+    def watched(optimizer, spikes, config, mesh, sync):
+        start = right(optimizer, spikes, config, mesh, sync)
+        rows = gather(compression.owed(sync, optimizer, mesh), mesh)["owed"]
+        found.update({name: row.sum(0) for name, row in rows.items()})
+        return start
+
+    with equivalence.without_instruments(), mock.patch.object(resume, "resume", watched):
+        step04.train(step04.Config(**options))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["bf16", "int8", "topk"])
+def test_what_is_owed_survives_a_resume(pools, tmp_path, mode):
+    """Three steps and three are six, bit for bit; a resume that owes nothing ends elsewhere."""
+    options = SMALL | micro_batch_size(2, 1) | dict(dtype="fp32", lr=0.01, compress=mode, topk_fraction=0.05, steps=6)
+    cut = str(tmp_path / "cut")
+
+    def losses(function, **flags) -> list[float]:
+        rows = pools(2).run(function, options | dict(out=str(tmp_path / "run")) | flags)[0]
+        return [row["loss"] for row in rows][-3:]
+
+    whole = losses(run_history)
+    losses(run_history, stop_after=3, save_every=3, out=cut)
+    assert losses(run_history, resume=cut) == whole
+    assert losses(forgetful_on_rank, resume=cut) != whole
+    assert len(losses(run_history, resume=cut, compress="none")) == 3  # which asks for nothing of it
+
+
+@pytest.mark.parametrize("ranks, tp", [(4, 2), (4, 1), (3, 1)])
+def test_other_ranks_owe_as_much_together(pools, tmp_path, ranks, tp):
+    """From 4 ranks, dp 2 x tp 2, to others: of each parameter the sum over the ranks is the same."""
+    options = SMALL | dict(compress="topk", zero=0, global_batch_size=12, steps=4, lr=0.01, tp=2)
+    cut = str(tmp_path / "cut")
+    pools(4).run(step_4_on_rank, options | dict(stop_after=2, save_every=2, out=cut))
+    stored = find(cut, tmp_path)
+    together: dict[str, torch.Tensor] = {}
+    for found in pools(ranks).run(owed_on_rank, options | dict(tp=tp, resume=cut, out=str(tmp_path / "on"))):
+        together |= found
+    assert together.keys() == stored.shapes("owed").keys() == stored.shapes("model").keys()
+    for name, total in together.items():
+        expected = stored.full("owed", name).sum(0)
+        assert expected.abs().sum() > 0 and equivalence.difference(total, expected) < 1e-12, name
+
+
+def step_4_on_rank(options: dict):
+    """Runs on every rank: step 4."""
+    with equivalence.without_instruments():
+        step04.train(step04.Config(**options))
 
 
 # --- from the command line -------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 import contextlib
 import io
 import itertools
+import os
 import re
+import resource
 from pathlib import Path
 from unittest import mock
 
@@ -17,6 +19,7 @@ from services import offload
 from services.checks import check_zero
 from services.launch import open_mesh
 from services.predictions import Costs
+from services.run import Run
 from services.state import full_gradients, full_state, held
 from services.tables import bytes_of
 from tests import equivalence, faults
@@ -535,6 +538,55 @@ def test_units_that_are_kept_are_noticed(pools, tmp_path):
     options = SMALL | dict(zero=3, steps=2, out=str(tmp_path / "run")) | micro_batch_size(2, 1)
     for most, _, allowed in pools(2).run(gathered_on_rank, options, "never_freed"):
         assert most > allowed
+
+
+def table_on_rank(options: dict) -> list[list[str]]:
+    """Runs on every rank: train a step; the cells of the last memory table that the run prints."""
+    said, say = [], Run.say
+    with mock.patch.object(Run, "say", lambda self, text: (said.append(text), say(self, text))):
+        step03.train(step03.Config(**options))
+    (table,) = [text for text in said if text.startswith("memory")][-1:]
+    return [re.split("  +", line) for line in table.splitlines()]
+
+
+@pytest.mark.parametrize("offload", ["device", "cpu", "disk", "params", "disk-params"])
+def test_the_memory_table_parts_host_from_device(pools, tmp_path, offload):
+    """What is offloaded to the host stands below the device's sum, with a sum of its own; each sum is of its rows."""
+    options = SMALL | EVEN | dict(dtype="bf16", zero=3, steps=1, out=str(tmp_path / "run")) | micro_batch_size(2, 1)
+    rows = pools(2).run(table_on_rank, options | OFFLOADS[offload])[0][2:]
+    states = ["masters", "moments"]
+    host = {"cpu": states, "params": ["parameters", *states], "disk-params": ["parameters"]}.get(offload, [])
+    kinds = ["parameters", "gradients", *states, "activations"]
+    expected = [f"{kind}, device" for kind in [*(k for k in kinds if k not in host), "sum"]]
+    expected += [f"{kind}, host" for kind in [*host, "sum"]]
+    assert [row[0] for row in rows] == (expected if host else [*kinds, "sum"])
+    units = {"B": 1, "KiB": 2**10, "MiB": 2**20}
+    total, checked = [0.0, 0.0], 0
+    for name, *cells in rows:
+        numbers = [float(cell.split()[0]) * units[cell.split()[1]] for cell in cells]
+        if name.startswith("sum"):
+            assert numbers == pytest.approx(total, abs=30)  # two decimals of a KiB in each row
+            total, checked = [0.0, 0.0], checked + 1
+        else:
+            total = [a + b for a, b in zip(total, numbers, strict=True)]
+    assert checked == 1 + bool(host)
+
+
+def test_space_on_a_disk_is_reserved_without_posix_fallocate(tmp_path, monkeypatch):
+    """On macOS: by writing; a full disk shows then, not when the map is written to."""
+    tensor = torch.arange(3 * 2**18 + 5, dtype=torch.float32)
+    monkeypatch.delattr(os, "posix_fallocate")
+    assert torch.equal(offload.to_file(tmp_path, tensor), tensor)
+    with open(tmp_path / "file", "wb") as file:
+        offload.reserve(file, tensor.nbytes)
+        assert os.fstat(file.fileno()).st_size == tensor.nbytes <= os.fstat(file.fileno()).st_blocks * 512
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            offload.to_file(tmp_path, tensor)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 # --- laws: traffic ---------------------------------------------------------------------------------------------------
