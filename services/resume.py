@@ -12,9 +12,9 @@ from common.comm import Mesh
 from common.layout import layout_of
 from services import checkpoint as checkpoints
 from services.checkpoint import Checkpoint, Piece
-from services.compression import owed, take_over
 from services.health import Spikes
 from services.launch import gather_objects
+from services.residuals import owed, take_over
 from services.run import Run, run_directory
 from services.state import masters_from_weights, pieces, settle
 
