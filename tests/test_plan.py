@@ -15,6 +15,7 @@ from common.moe import MOE_PRESETS
 from common.schedules import SCHEDULES, Costs, place_stages, simulate
 from services.checks import check, mesh_sizes, split_layers
 from services.flags import parse
+from tests import equivalence
 from tests.bench import plan as bench
 from theory import layouts, plan
 from theory.bubble import makespan
@@ -128,7 +129,7 @@ def predicted_on_rank(options: dict) -> dict[str, int]:
         seen.update(own(proxy, sync).memory)
         return own(run, sync)
 
-    with mock.patch.object(trainer, "predict", as_on_gpu):
+    with mock.patch.object(trainer, "predict", as_on_gpu), equivalence.without_instruments():
         step07.train(step07.Config(**options))
     return seen
 

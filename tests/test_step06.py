@@ -94,7 +94,7 @@ def test_equals_one_device_with_all_dimensions(pools, layout):
     check(pools(8), STEP, base, layout)
 
 
-@pytest.mark.picked(0, 3, 6, 7, 10, 12)
+@pytest.mark.picked(0, 3, 6, 7, 10)
 @pytest.mark.parametrize(
     "base, layout",
     [

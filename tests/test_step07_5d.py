@@ -93,7 +93,7 @@ EIGHT = [
 ]
 
 
-@pytest.mark.picked(1, 2, 5)
+@pytest.mark.picked(1, 5)
 @pytest.mark.parametrize("number, layout", list(enumerate(EIGHT)), ids=str)
 def test_eight_ranks_equal_one_process(pools, number, layout):
     """ep x pp, and with cp, tp, dp and ZeRO."""
