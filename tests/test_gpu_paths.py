@@ -143,13 +143,12 @@ def paths(name: str, step: int, flags: set[str]) -> dict[str, dict]:
     return {f"step{step}-{name}{n}": path(step, n, options) for n, options in enumerate(cover(step, flags))}
 
 
-# By default, each flag is tried in the step that brings it, among all others as they are drawn, and again in step 7.
-PATHS = {}
-for number in range(1, 8):
-    PATHS |= paths("", number, flags_of(number).keys() - (flags_of(number - 1).keys() if 1 < number < 7 else set()))
-MORE_PATHS = {}
+# By default step 7 tries every flag, and the others a few draws of the flags that they bring, among all of theirs.
+PATHS, MORE_PATHS = paths("", 1, {*flags_of(1)}) | paths("", 7, {*flags_of(7)}), {}
 for number in range(2, 7):
-    MORE_PATHS |= paths("all-", number, {*flags_of(number)})
+    own = list(paths("", number, flags_of(number).keys() - flags_of(number - 1).keys()).items())
+    PATHS |= dict(own[:3])
+    MORE_PATHS |= dict(own[3:]) | paths("all-", number, {*flags_of(number)})
 
 
 def order(step: int, number: int, **fixed) -> dict:
