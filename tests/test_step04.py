@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import tempfile
+import time
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from services.checks import check_tp
 from services.devices import choose_dtype
 from services.evaluation import generate, look_through
 from services.launch import open_mesh
-from services.memory import storage_bytes_made_by
+from services.memory import MemoryTimeline
 from services.tables import bytes_of
 from tests import equivalence, faults
 from tests.equivalence import SMALL, check, label
@@ -649,12 +650,18 @@ def saved_on_rank(tp: int, options: dict, variants: list[dict]) -> list[tuple[in
             config = step04.Config(**options | variant)
             m, dtype = config.model_config(), choose_dtype(config.dtype, CPU)
             tokens = torch.arange(config.micro_batch_size * m.seq_len).view(-1, m.seq_len) % m.vocab_size
-            measured, _ = storage_bytes_made_by(loss_of, build(config, mesh), tokens)
-            found.append((tp_activation_bytes(config, m, tp, dtype, on_cpu=True), measured))
+            model, timeline = build(config, mesh), MemoryTimeline()
+            with timeline.phase("forward"):
+                loss = loss_of(model, tokens)
+            predicted, deadline = tp_activation_bytes(config, m, tp, dtype, on_cpu=True), time.monotonic() + 2
+            while timeline.live("activations") > 1.05 * predicted and time.monotonic() < deadline:
+                time.sleep(0.01)  # gloo's threads may hold a message's tensors for a moment
+            found.append((predicted, timeline.live("activations")))
+            del loss
     return found
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("tp", [1, 2, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
 def test_saved_activations_are_what_theory_says(pools, tp):
     """Within 5% on every rank, with and without SP, overlap and recomputation, in fp32 and bf16."""
     kinds = product(("none", "selective", "full"), ("fp32", "bf16") if tp < 8 else ("bf16",))
