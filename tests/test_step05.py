@@ -520,6 +520,7 @@ CASES = [
 ]
 
 
+@pytest.mark.picked(0, 1)
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_bytes_of_a_layer_are_what_theory_says(pools, world):
     """The ledger's bytes equal the docstring's formulas on every rank, forward and backward apart, GQA included."""
@@ -672,7 +673,7 @@ def peaks_on_rank(modes: list[str], tokens: int) -> list[tuple[int, int]]:
     with open_mesh({"cp": n}, CPU, "gloo") as mesh:
         for mode in modes:
             turns = []
-            for _ in range(4):
+            for _ in range(2):
                 q, k, v = (torch.ones(1, tokens, h, 4, requires_grad=True) for h in (16, 8, 8))
                 timeline, highest = MemoryTimeline(), []
                 with timeline.phase("forward"):
