@@ -2,7 +2,7 @@
 
 It replaces the all-reduce of a bucket and is lossy. What was not sent is kept and added to the next
 step's gradient, "error feedback" (Seide et al. 2014; Karimireddy et al. 2019), so that it is late, not lost.
-(Checkpoints do not hold it: a resumed compressed run starts with nothing owed.)
+Checkpoints hold it, too.
 
     bf16   16 bits                                                      1/2 of the bytes of fp32
     int8   8 bits, and an fp32 scale per 256 values                     (1 + 4/256) / 4

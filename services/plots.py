@@ -238,3 +238,14 @@ def traffic(run_directory: Path):
     axes.set_axisbelow(True)
     figure.savefig(Path(run_directory) / "traffic.png", dpi=120)
     plt.close(figure)
+
+
+def bandwidth(rows: list[tuple[int, float]], target: Path, title: str):
+    """(bytes, seconds) of messages -> bytes a second by message size, both axes logarithmic."""
+    figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
+    axes.plot([n for n, _ in rows], [n / seconds / 1e9 for n, seconds in rows], marker="o")
+    axes.set_xscale("log", base=2)
+    axes.set(yscale="log", xlabel="message, bytes", ylabel="GB/s that a rank sends", title=f"all-reduce, {title}")
+    axes.grid(alpha=0.3)
+    figure.savefig(target, dpi=120)
+    plt.close(figure)

@@ -12,6 +12,7 @@ from typing import Any
 from common import UserError
 from services.checks import check, choose_chunks, choose_ep, mesh_sizes
 from services.devices import choose_device, choose_dtype
+from services.offload import on_host
 from services.tables import human
 from theory import footprint
 from theory.layouts import Layout
@@ -55,12 +56,11 @@ def device_bytes(config: Any, world: int) -> dict[str, float]:
     gradient = e if config.grad_dtype == "same" else wide
     recipe = RECIPES["course"]._replace(weight=e, gradient=gradient, state=state)
     found = footprint.held(of_preset(config.model_config()), layout_of(config, world), recipe)
-    cut = getattr(config, "offload_params", "none") != "none"
-    away = cut or getattr(config, "offload_optimizer", "none") != "none"
+    host, on_disk = on_host(config), getattr(config, "offload_optimizer", "none") == "disk"
     return {
-        "parameters": 0.0 if cut else found.weights,
+        "parameters": 0.0 if "parameters" in host else found.weights,
         "gradients": found.gradients,
-        "masters and moments": 0.0 if away else found.optimizer,
+        "masters and moments": 0.0 if on_disk or "moments" in host else found.optimizer,
         "activations": found.activations * e / footprint.E,
         "buffers": found.buffers + found.logits,
     }

@@ -30,6 +30,7 @@ from services import plots
 from services.devices import moment, peak_memory
 from services.launch import gather_objects
 from services.memory import MemoryTimeline
+from services.offload import on_host
 from services.tables import bytes_of, human, table
 from services.watchdog import Place, Signals, Watchdog, shared_store
 
@@ -214,10 +215,17 @@ class Run:
                 self.memory.label({"masters": "optimizer", "moments": "optimizer"}.get(kind, kind), tensors)
 
     def memory_table(self, predicted: dict[str, int | None]) -> str:
-        """Predicted bytes by kind and, as far as they are known, the measured ones beside them."""
-        rows = [[kind, human(n), human(self.measured.get(kind))] for kind, n in predicted.items()]
-        total = sum(self.measured.values()) if self.measured.keys() >= predicted.keys() else None
-        rows.append(["sum", human(sum(n or 0 for n in predicted.values())), human(total)])
+        """Predicted bytes by kind and, as far as they are known, the measured ones beside them.
+
+        What is offloaded to the host has a sum of its own.
+        """
+        rows, host = [], on_host(self.config)
+        for away in (False, True) if host else (False,):
+            kinds = [kind for kind in predicted if (kind in host) == away]
+            place = (", host" if away else ", device") if host else ""
+            rows += [[kind + place, human(predicted[kind]), human(self.measured.get(kind))] for kind in kinds]
+            total = sum(map(self.measured.get, kinds)) if self.measured.keys() >= set(kinds) else None
+            rows.append([f"sum{place}", human(sum(predicted[kind] or 0 for kind in kinds)), human(total)])
         return table([["memory", "predicted", "measured"], *rows])
 
     def log(self, loss: float, grad_norm: float, lr: float, tokens: int, **more: Any):

@@ -25,8 +25,9 @@ SEQ = 8
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path):
-    """Keeps what the tests tokenise out of the user's cache."""
+    """Keeps what the tests tokenise out of the user's cache, and opens it each time."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(readers, "load_columns", readers.load_columns.__wrapped__)
 
 
 def stored(tmp_path, **columns) -> str:

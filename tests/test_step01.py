@@ -753,6 +753,7 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path):
         run.stop()
 
 
+@pytest.mark.picked(0)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_signal_to_the_command(tmp_path, number):
     """The real program, interrupted: clean exit, nothing on stderr, and it goes on from the step it said."""
