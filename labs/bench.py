@@ -77,7 +77,9 @@ def first_difference(found: Any, expected: Any, bound: float) -> str:
     if isinstance(found, Tensor) and isinstance(expected, Tensor):
         if found.shape != expected.shape:
             return f"has shape {list(found.shape)} instead of {list(expected.shape)}"
-        off = ~torch.isclose(found.double(), expected.double(), rtol=bound, atol=bound * float(expected.norm()))
+        off = ~torch.isclose(
+            found.double(), expected.double(), rtol=bound, atol=bound * float(expected.double().norm())
+        )
         place = off.nonzero()[0].tolist() if off.any() else [0] * found.dim()
         a, b = (float(x[tuple(place)]) for x in (found, expected))
         return f"differs by {distance(found, expected):.3g} (relative): at {place} it is {a:.6g} instead of {b:.6g}"

@@ -14,7 +14,9 @@ import step01_single_gpu as step01
 import step02_ddp as step02
 import step03_zero as step03
 import step04_tp_sp as step04
-from common import layout, model
+import step05_cp_ring as step05
+import step07_moe_ep as step07
+from common import layout, model, moe
 from common.comm import exchange
 from services import compression
 
@@ -339,3 +341,133 @@ def norms_added():
     """Norms are added; it is their squares that add up."""
     right = "(square,) = sum_over(group, square)"
     return rewritten(layout, "global_norm", right, "square = torch.tensor(sum_over(group, square**0.5)[0] ** 2)")
+
+
+# --- labs 5 and 7 --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def blocks_averaged() -> Iterator[None]:
+    """Two blocks of keys have equal weights: the log-sum-exps are not used."""
+    right = step05.merge
+
+    def merge(out, lse, block_out, block_lse):
+        mean = (out + block_out) / 2
+        right(out, lse, block_out, block_lse)
+        out.copy_(mean)
+
+    with mock.patch.object(step05, "merge", merge):
+        yield
+
+
+@contextmanager
+def a_buffer_for_each_hop() -> Iterator[None]:
+    """Each part comes into new memory, though two buffers can take turns."""
+    right = step05.around_the_ring
+
+    def around_the_ring(kv, group):
+        for hop, (source, part) in enumerate(right(kv, group)):
+            yield source, part.clone() if hop else part
+
+    with mock.patch.object(step05, "around_the_ring", around_the_ring):
+        yield
+
+
+@contextmanager
+def softmax_of_the_block() -> Iterator[None]:
+    """Backward takes the softmax over this block's keys alone, not over all."""
+    right = step05.reference_block_backward
+
+    def backward(d_out, q, k, v, out, lse, causal):
+        return right(d_out, q, k, v, out, step05.block_scores(q, k, causal).logsumexp(-1), causal)
+
+    with mock.patch.object(step05, "reference_block_backward", backward):
+        yield
+
+
+@contextmanager
+def d_left_out() -> Iterator[None]:
+    """dS is taken to be P (do v^T), without D."""
+    right = step05.reference_block_backward
+
+    def backward(d_out, q, k, v, out, lse, causal):
+        return right(d_out, q, k, v, torch.zeros_like(out), lse, causal)
+
+    with mock.patch.object(step05, "reference_block_backward", backward):
+        yield
+
+
+@contextmanager
+def gradients_overwritten() -> Iterator[None]:
+    """A block's part of the gradients takes the place of what is there, instead of being added to it."""
+    right = step05.add_part_gradients
+
+    def add_part_gradients(d_out, q, kv, out, lse, block, d_q, d_kv):
+        if block is not None:
+            rows, keys, _ = block
+            d_q[:, rows], d_kv[:, :, keys] = 0, 0
+        right(d_out, q, kv, out, lse, block, d_q, d_kv)
+
+    with mock.patch.object(step05, "add_part_gradients", add_part_gradients):
+        yield
+
+
+@contextmanager
+def parts_kept() -> Iterator[None]:
+    """What comes round the ring is kept for backward, so that memory does not shrink with more ranks."""
+    right, ring = step05.RingAttention.forward, step05.around_the_ring
+
+    def forward(ctx, q, k, v, group, mode):
+        ctx.parts = []
+
+        def keeping(kv, group):
+            for source, part in ring(kv, group):
+                ctx.parts.append(part.clone())
+                yield source, part
+
+        with mock.patch.object(step05, "around_the_ring", keeping):
+            return right(ctx, q, k, v, group, mode)
+
+    with mock.patch.object(step05.RingAttention, "forward", staticmethod(forward)):
+        yield
+
+
+@contextmanager
+def groups_by_their_best() -> Iterator[None]:
+    """A group of experts is worth its best score alone, however many of its experts a token may visit."""
+    right = moe.select
+
+    def select(scores, m):
+        if not 0 < m.groups_per_token < m.expert_groups:
+            return right(scores, m)
+        by_group = scores.unflatten(1, (m.expert_groups, -1))
+        best = by_group.amax(-1).topk(m.groups_per_token).indices
+        barred = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(1, best, False)
+        return by_group.masked_fill(barred[..., None], -torch.inf).flatten(1).topk(m.experts_per_token).indices
+
+    with mock.patch.object(moe, "select", select):
+        yield
+
+
+@contextmanager
+def gates_rounded() -> Iterator[None]:
+    """Gates travel in the dtype of the rows, and lose bits."""
+    right = step07.Message.leave
+
+    def leave(self, rows, gates, back=False):
+        return right(self, rows, gates.to(rows.dtype).to(gates.dtype), back)
+
+    with mock.patch.object(step07.Message, "leave", leave):
+        yield
+
+
+@contextmanager
+def part_of_the_sum_over_tp() -> Iterator[None]:
+    """Each tp rank gives out what its part of the experts' width adds; nobody adds up the parts."""
+    right = step07.leave_block
+
+    def leave_block(x, group, sp):
+        return x if group.name == "tp" and not sp else right(x, group, sp)
+
+    with mock.patch.object(step07, "leave_block", leave_block):
+        yield

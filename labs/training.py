@@ -45,9 +45,14 @@ def losses(step: str, options: str) -> list[float]:
     return trained(step, options)["losses"]
 
 
-def equal_to_one_device(bench: Bench, step: str, size: int, base: dict, layout: dict):
-    """Raises Wrong at the first number of a run with `base` and `layout` that one device has not with `base`."""
-    one = bench.ranks(1, trained, "step01_single_gpu", json.dumps(base), project=True).answers[0]
+def equal_to_one_device(
+    bench: Bench, step: str, size: int, base: dict, layout: dict, against: str = "step01_single_gpu"
+):
+    """Raises Wrong at the first number of a run with `base` and `layout` that one device has not with `base`.
+
+    `against`: the step that one device runs; step 1 knows no experts.
+    """
+    one = bench.ranks(1, trained, against, json.dumps(base), project=True).answers[0]
     run = bench.ranks(size, trained, step, json.dumps(base | layout))
     same_recordings(bench, run, one, " ".join(f"{k}={v}" for k, v in layout.items()))
 

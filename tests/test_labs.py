@@ -25,7 +25,7 @@ from tests.diff import ROOT
 
 LABS = course.numbers()
 CASES = [(lab, task.number) for lab in LABS for task in load(lab).tasks]
-SOME = [(2, 1), (4, 4), (6, 3)]  # in the default run
+SOME = [(2, 1), (4, 4), (5, 2), (6, 3), (7, 4)]  # in the default run
 TASKS = [pytest.param(*case, marks=() if case in SOME else pytest.mark.exhaustive) for case in CASES]
 ID = "some.student-1"
 
@@ -121,7 +121,7 @@ def test_questions_differ_and_name_mistakes():
             for answer in ("", "x", True, right * 1.37 + 2):
                 with pytest.raises(grade.Wrong) as told:
                     question.judge(ID, {question.name: answer})
-                assert f"{right:.6g}" not in str(told.value)
+                assert not re.search(rf"(?<![\d.]){re.escape(f'{right:.6g}')}(?![\d.])", str(told.value))
 
 
 def test_hints_and_solutions(tmp_path, capsys):
@@ -241,8 +241,9 @@ def test_the_project_earns_all_points(tmp_path, number):
         assert grade.whole(found) == ""
 
 
-S1, S2, S3, S4, S6 = "step01_single_gpu", "step02_ddp", "step03_zero", "step04_tp_sp", "step06_pipeline"
-C, LISTS, M, L = "services.compression", "common.schedules", "common.model", "common.layout"
+S1, S2, S3, S4 = "step01_single_gpu", "step02_ddp", "step03_zero", "step04_tp_sp"
+S5, S6, S7 = "step05_cp_ring", "step06_pipeline", "step07_moe_ep"
+C, LISTS, M, L, MOE = "services.compression", "common.schedules", "common.model", "common.layout", "common.moe"
 WIDE = "    wide = torch.promote_types(hidden.dtype, torch.float32)\n"
 CUT = "return part[start:stop]"
 ADD = "received + pieces[(r - s - 1) % n] if adding else received"
@@ -255,6 +256,31 @@ APPLY = "            return list(ColumnParallelLinear.apply(x, self.group, self.
 EACH = "            return [ColumnParallelLinear.apply(x, self.group, self.gather, self.reduce, w)[0] for w in weights]"
 F1B = "    warm_up = min(m, p - 1 - rank)\n"
 ZERO = "            return [0 * grad.flatten(0, -2).T @ full for"
+LSE = "    lse.copy_(torch.logaddexp(lse, block_lse))"
+SOURCE = "    if source == rank:\n"
+NEXT = "        next_kv = buffers[hop % 2]\n"
+BLOCK_P = "    p = (block_scores(q, k, causal) - lse[..., None]).exp()\n"
+ADD_DQ = "        d_q[:, rows] += block_q\n"
+LOOK = "            if block := visible(group.rank,"
+PART = "            add_part_gradients(d_out, q, kv,"
+HOME = "        sending.wait()\n        return d_q"
+RING = "            return RingAttention.apply(q, k, v, self.group, self.mode)"
+REPEAT = "            k, v = repeat_heads(k, q), repeat_heads(v, q)\n"
+DATA = '    mesh.add("data", mesh["dp"].size * group.size,'
+EACH_GROUP = "by_group.topk(each).values.sum(-1)"
+OUTER = "grouped_outer(grad, x, counts) if"
+GATES = "        visits = (gates != 0).T"
+LOCAL = "within_capacity(all_chosen, m.experts, capacity)[:, self.local_tokens]"
+OWN = "within_capacity(chosen.view(*x.shape[:-1], -1), m.experts, -(-capacity * x.shape[1] // m.seq_len))"
+SCALAR = "grad.new_full((), ctx.scale, dtype=torch.float64)"
+FRACTION = "count(all_chosen, m.experts).to(p.dtype) / all_chosen.numel()"
+SENT = "        self.dim, self.dtype = rows.shape[1], gates.dtype\n"
+ROUND = "        gates = gates.to(rows.dtype).to(gates.dtype)\n"
+OUT = "            out = self.over_tp(experts, *Travel.apply(there, False, *tie), route.most, route.n_choices)"
+LEAVE = "leave_block(experts(x, gates, n_choices), self.tp, self.sp)[:rows]"
+ORDERED = "gather_tokens(chosen.int(), group).wait()[:, places]"
+RECORD = "            if ep > 1:\n                record"
+ROUTER = '            note_gradient_sum([moe.router.weight], "tp")'
 WRONG = [  # lab, task, module, right, wrong, what check must say
     (
         1,
@@ -300,8 +326,49 @@ WRONG = [  # lab, task, module, right, wrong, what check must say
     (6, 5, S6, "popped, self.waiting = self.waiting, []", "popped = self.waiting", "closures that wait"),
     (6, 5, S6, "            return [grad.flatten(0, -2).T @ full for", ZERO, "weight gradient after W"),
     (4, 5, S4, KV, "            pass", "kv_gradients_not_summed"),
+    (5, 1, S5, LSE, LSE[:-1] + ".bfloat16())", "lse_in_bf16"),
+    (5, 1, S5, "    out -= share * (out", "    out -= 0.5 * (out", "blocks_averaged"),
+    (5, 2, S5, '    if n == 1 or mode in ("ring", "ulysses"):', "    if True:", "contiguous_chunks"),
+    (5, 2, S5, SOURCE, "    source += source != rank\n" + SOURCE, "wrong_source"),
+    (5, 3, S5, NEXT, NEXT.replace("buffers[hop % 2]", "torch.empty_like(kv)"), "a_buffer_for_each_hop"),
+    (5, 3, S5, "        sending.wait()\n        kv = next_kv", "        kv = next_kv", "part of hop|kv must|is zero"),
+    (5, 4, S5, BLOCK_P, "    lse = block_scores(q, k, causal).logsumexp(-1)\n" + BLOCK_P, "softmax_of_the_block"),
+    (5, 4, S5, "wide_v) - delta)", "wide_v))", "d_left_out"),
+    (5, 4, S5, ADD_DQ, ADD_DQ.replace("+=", "="), "d_q after half a part"),
+    (5, 5, S5, LOOK, '            ctx.parts = [*getattr(ctx, "parts", []), kv.clone()]\n' + LOOK, "parts_kept"),
+    (5, 5, S5, PART, PART.replace("kv,", "kv if allgather else kept,"), "kv_of_hop_0_in_backward"),
+    (5, 5, S5, HOME, "        next_d_kv = next_d_kv if allgather else d_kv\n" + HOME, "no_final_rotation"),
+    (5, 6, S5, RING, REPEAT + RING, "kv_heads_repeated_before_the_ring"),
+    (5, 6, S5, DATA, DATA.replace(" * group.size", ""), "not_summed_over_cp"),
+    (7, 1, MOE, EACH_GROUP, "by_group.amax(-1)", "groups_by_their_best"),
+    (7, 2, MOE, OUTER, "grouped_outer(grad, x, counts) / 2 if", "experts_averaged"),
+    (7, 2, MOE, GATES, "        gates = gates.detach()\n" + GATES, "gates_not_differentiated"),
+    (7, 3, MOE, FRACTION, FRACTION.replace("all_chosen", "chosen"), "balanced_by_own_tokens"),
+    (7, 3, MOE, LOCAL, OWN, "drops_by_own_tokens"),
+    (7, 3, MOE, SCALAR, SCALAR.replace("ctx.scale", "2 * ctx.scale"), "counted_twice_in_recomputation"),
+    (7, 4, S7, SENT, SENT + ROUND, "gates_rounded"),
+    (7, 4, S7, "wanted.T.nonzero_static", "visits.any(-1).T.flip(1).nonzero_static", "as .target rank, token"),
+    (7, 5, S7, OUT, OUT + ".roll(1, 0)", "returned_in_another_order"),
+    (
+        7,
+        5,
+        S7,
+        LEAVE,
+        LEAVE.replace("leave_block(experts", "(leave_block if self.sp else lambda x, *_: x)(experts"),
+        "part_of",
+    ),
+    (7, 6, S7, ORDERED, "chosen.repeat(1, group.size, 1)", "balanced_by_own_tokens"),
+    (7, 6, S7, RECORD, "            if ep > 8:\n                record", "experts_summed_over_all_data"),
+    (7, 6, S7, ROUTER, "            pass", "router_not_summed_over_tp"),
 ]
-SHOWN = ("ignored_targets_counted", "piece_off_by_one", "second_half_left_out", "g_sums_in_backward_too")  # by default
+SHOWN = (
+    "ignored_targets_counted",
+    "piece_off_by_one",
+    "second_half_left_out",
+    "g_sums_in_backward_too",
+    "lse_in_bf16",
+    "gates_rounded",
+)  # by default
 
 
 @pytest.mark.parametrize(
