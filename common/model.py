@@ -156,10 +156,9 @@ def scaled(grad: Tensor, factor: Tensor, rows: int = 1024) -> Tensor:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """`total` [n, k] += a [n, m] @ b [m, k], in place: a and b as they are, or in 16 bits where `total` is fp32.
+    """`total` [n, k] += a [n, m] @ b [m, k], in place; a and b may have 16 bits where `total` has 32.
 
-    A GPU adds 16-bit products up in fp32 anyway. From torch 2.12 on it can add them to `total` there and then; else
-    the product is rounded, written and read once more.
+    From torch 2.12 on a GPU adds to `total` as it multiplies. Else the product is rounded, written and read once more.
     """
     if a.dtype == total.dtype:
         return total.addmm_(a, b)
@@ -197,14 +196,15 @@ def cross_entropy_and_gradients(
         part_sum = top - softmax.gather(1, at).log()  # log sum exp of this part
         log_sum, picked = combine(part_sum, logits.gather(1, target).to(wide).where(here, 0.0))
         loss += ((log_sum - picked) * valid).sum()
-        if any(want):  # the formula above, and 0 where the target is IGNORE
-            grad = torch.mul(softmax, (part_sum - log_sum).exp() * valid, out=torch.empty_like(logits))
+        if any(want):  # the formula above, and 0 where the target is IGNORE; in the memory of the logits
             at_target = ((picked - log_sum).exp() - 1) * valid
+            grad = torch.mul(softmax, (part_sum - log_sum).exp() * valid, out=logits)
             grad.scatter_(1, target, at_target.to(grad.dtype).where(here, grad.gather(1, target)))
         if grad_hidden is not None:
             torch.mm(grad, weight, out=grad_hidden[start : start + chunk_tokens])
         if grad_weight is not None:
             add_product(grad_weight, grad.T, chunk)
+        del logits, softmax  # before the next chunk's
     return loss, grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import itertools
+import os
 import re
 from pathlib import Path
 from unittest import mock
@@ -471,6 +472,18 @@ def test_wide_parameters_need_no_masters(pools, tmp_path, stage, dtype):
 
 
 @pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind, local_ranks, threads", [("device", 4, []), ("cpu", 4, [4]), ("params", 8, [2])])
+def test_the_update_on_the_host_has_all_cores(monkeypatch, kind, local_ranks, threads):
+    """With a GPU, torchrun's one thread a rank would make the host's update slow."""
+    found = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
+    offload.homes(step03.Config(zero=3, **OFFLOADS[kind]))
+    assert found == threads
+
+
 @pytest.mark.parametrize("stage, offload", [pair for pair in OFFLOADED if pair[1] != "device"])
 def test_offloaded_bytes_are_what_theory_says(pools, tmp_path, stage, offload):
     """Files count for nothing; what is on the host counts as before."""

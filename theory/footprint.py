@@ -22,7 +22,7 @@ from theory.recipes import Recipe
 from theory.shapes import Shape, end_weights, head_widths, kv_width, layer_weights
 
 E = 2  # bytes of an activation
-CHUNK = 1024  # tokens whose logits the course holds at a time
+CHUNK = 4096  # tokens whose logits the course holds at a time: 2 bytes each, and 4 for their softmax
 CONTEXT = int(1.5 * 2**30)  # bytes of CUDA's context and NCCL's buffers, which no framework counts as its own
 
 
@@ -223,7 +223,8 @@ def buffer_bytes(m: Shape, layout: Layout, recipe: Recipe, stages: tuple[Stage, 
     if recipe.name == "course":
         found += CONTEXT
         if any(stage.last for stage in stages):
-            found += CHUNK * m.vocab_size / layout.tp * 12 + 4 * end_weights(m, layout.tp)[1]
+            tokens = min(CHUNK, layout.mbs * m.seq_len // layout.cp)
+            found += tokens * m.vocab_size / layout.tp * 6 + 4 * end_weights(m, layout.tp)[1]
     return found
 
 
