@@ -75,7 +75,10 @@ def rope_tables(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> t
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + head_dim/2) of `x` [batch, seq, heads, head_dim] in the tables' dtype; return x's dtype."""
+    """Rotate pairs (i, i + head_dim/2) of `x` [batch, seq, heads, head_dim] in the tables' dtype; return x's dtype.
+
+    In bf16 this reads and writes 36 bytes an element in six kernels (46 in backward); compiled, 4 in one.
+    """
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
@@ -117,7 +120,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer, "GLU Variants Improve Transformer"): down(silu(gate(x)) * up(x))."""
+    """SwiGLU (Shazeer, "GLU Variants Improve Transformer"): down(silu(gate(x)) * up(x)). Compiled, it is one kernel."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

@@ -471,7 +471,6 @@ def test_wide_parameters_need_no_masters(pools, tmp_path, stage, dtype):
         assert found["measured"]["masters"] == 0 < found["measured"]["moments"]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind, local_ranks, threads", [("device", 4, []), ("cpu", 4, [4]), ("params", 8, [2])])
 def test_the_update_on_the_host_has_all_cores(monkeypatch, kind, local_ranks, threads):
     """With a GPU, torchrun's one thread a rank would make the host's update slow."""
@@ -484,6 +483,7 @@ def test_the_update_on_the_host_has_all_cores(monkeypatch, kind, local_ranks, th
     assert found == threads
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stage, offload", [pair for pair in OFFLOADED if pair[1] != "device"])
 def test_offloaded_bytes_are_what_theory_says(pools, tmp_path, stage, offload):
     """Files count for nothing; what is on the host counts as before."""
