@@ -27,6 +27,7 @@ CPU = torch.device("cpu")
 EXPERTS = dict(experts=8, experts_per_token=2, expert_dim=12, balance_weight=0.5, z_loss=0.1)
 RUN = EXPERTS | dict(n_layers=2, optimizer="sgd", global_batch_size=4, micro_batch_size=2, steps=2, pp=1, cp=1, tp=1)
 WHOLE = (2, dict(ep=2))
+ALONE = "step07_moe_ep"  # step 1 knows no experts
 KEYS = ("gate", "up", "down")
 
 
@@ -807,16 +808,6 @@ def trains(bench: Bench):
 
 
 # --- the file as it stands -------------------------------------------------------------------------------------------
-
-
-def whole() -> list[float]:
-    """Runs on every rank: the losses of two steps of the student's whole files."""
-    return training.trained("step07_moe_ep", json.dumps(RUN | WHOLE[1]))["losses"]
-
-
-def one_device() -> list[float]:
-    """The losses of step 7 in one process."""
-    return training.trained("step07_moe_ep", json.dumps(RUN))["losses"]
 
 
 def picture_run() -> dict:
