@@ -186,7 +186,9 @@ def merge_far(bench: Bench):
 
 def seen_on_rank(length: int) -> dict:
     """For 2 to 5 ranks: the positions of each, and which pairs of the causal square `visible` covers how often."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {
+        "zigzag, 1 rank, an odd number of tokens: positions": step05.own_positions(7, 0, 1, "zigzag")
+    }
     for n in (2, 3, 5):
         s = n * length
         for mode in MODES:
@@ -223,6 +225,7 @@ def positions(bench: Bench):
         for mode in MODES
         for rank in range(n)
     }
+    expected["zigzag, 1 rank, an odd number of tokens: positions"] = torch.arange(7)
     bench.same(bench.ranks(1, seen_on_rank, length), lambda r: expected)
 
 
