@@ -147,9 +147,23 @@ def all_reduce(tensor: Tensor, group: Group, purpose: str = "") -> Pending:
 
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
-    """`output` [k] = this rank's k-th of the sum over the group of `tensor` [n k]."""
+    """`output` [k] = this rank's k-th of the sum over the group of `tensor` [n k].
+
+    gloo's own would all-reduce a copy of all of it. So there each rank sends every other its part, and adds up.
+    """
     sent = (group.size - 1) / group.size * tensor.nbytes
-    return _collective("reduce_scatter", output, tensor, group, sent, _reduce_scatter)
+    if not group.gloo:
+        return _collective("reduce_scatter", output, tensor, group, sent, _reduce_scatter)
+    parts = torch.empty_like(tensor)
+    pending = _collective("reduce_scatter", parts, tensor, group, sent, dist.all_to_all_single)
+    arrive = pending.then or (lambda: None)
+
+    def add_up():
+        arrive()
+        torch.sum(parts.view(group.size, *output.shape), 0, out=output)
+
+    pending.then = add_up
+    return pending
 
 
 def all_gather(output: Tensor, tensor: Tensor, group: Group, purpose: str = "") -> Pending:

@@ -1,16 +1,22 @@
 """Misconceptions that only a student's file can have, to recognise them by their numbers: as tests/faults.py."""
 
+import inspect
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import torch
 
+import step01_single_gpu as step01
 import step02_ddp as step02
+import step03_zero as step03
 import step04_tp_sp as step04
 import step05_cp_ring as step05
 import step07_moe_ep as step07
-from common import moe
+from common import layout, model, moe
 from common.comm import exchange
 from services import compression
 
@@ -137,14 +143,207 @@ def replaced_instead_of_added() -> Iterator[None]:
 @contextmanager
 def no_error_feedback() -> Iterator[None]:
     """What a step has lost is never sent."""
-    right = compression.CompressedSum.__call__
+    right = compression.CompressedSum.messages
 
-    def call(self, buffer, group):
+    def messages(self, buffer, group):
         self.lost.clear()
         return right(self, buffer, group)
 
-    with mock.patch.object(compression.CompressedSum, "__call__", call):
+    with mock.patch.object(compression.CompressedSum, "messages", messages):
         yield
+
+
+# --- labs 1 and 3: the project's own source with one place changed ---------------------------------------------------
+
+
+@contextmanager
+def rewritten(module: ModuleType, name: str, old: str, new: str) -> Iterator[None]:
+    """The function `name` ("Class.method" too) of a module has `new` where its source has `old`, once."""
+    place, _, last = name.rpartition(".")
+    owner = getattr(module, place) if place else module
+    source = textwrap.dedent(inspect.getsource(getattr(owner, last)))
+    if source.count(old) != 1:
+        raise ValueError(f"{name} has {source.count(old)} times {old!r}")
+    made: dict[str, Any] = {}
+    exec(compile(source.replace(old, new), f"<{name} with a fault>", "exec"), vars(module), made)
+    with mock.patch.object(owner, last, made[last]):
+        yield
+
+
+def turned_backwards():
+    """Pairs turn the other way: the sign of the sine belongs to the other half."""
+    return rewritten(model, "apply_rope", "(-second, first)", "(second, -first)")
+
+
+@contextmanager
+def neighbours_rotated() -> Iterator[None]:
+    """Pairs are taken to be (2i, 2i+1), as in the paper; here, as in Hugging Face's Llama, they are (i, i + d/2)."""
+
+    def apply_rope(x, cos, sin):
+        half = x.shape[-1] // 2
+        a, b, c, s = x[..., ::2], x[..., 1::2], cos[..., :half], sin[..., :half]
+        return torch.stack((a * c - b * s, b * c + a * s), -1).flatten(-2).to(x.dtype)
+
+    with mock.patch.object(model, "apply_rope", apply_rope):
+        yield
+
+
+def not_causal():
+    """Tokens see those that come after them."""
+    return rewritten(model, "attend", "is_causal=True", "is_causal=False")
+
+
+@contextmanager
+def key_heads_in_turn() -> Iterator[None]:
+    """Query head i uses key head i mod kv_heads; neighbours share one: i // (heads / kv_heads)."""
+    right = model.attend
+
+    def attend(q, k, v):
+        return right(q, *(x.repeat(1, 1, q.shape[2] // k.shape[2], 1) for x in (k, v)))
+
+    with mock.patch.object(model, "attend", attend):
+        yield
+
+
+def values_rotated_too():
+    """RoPE turns v as well: only the scores, q times k, are to depend on positions."""
+    return rewritten(model, "Attention.forward", "cos, sin), v)", "cos, sin), apply_rope(v, cos, sin))")
+
+
+def gate_and_up_swapped():
+    """SiLU is applied to up instead of gate."""
+    return rewritten(model, "MLP.forward", "F.silu(gate) * up", "gate * F.silu(up)")
+
+
+def norm_after_the_block():
+    """The norm is taken of what attention returns, not of what it reads (post-norm instead of pre-norm)."""
+    wrong = "self.input_layernorm(self.self_attn(x, cos, sin))"
+    return rewritten(model, "DecoderLayer.forward", "self.self_attn(self.input_layernorm(x), cos, sin)", wrong)
+
+
+def last_norm_left_out():
+    """The residual stream is returned without the last norm."""
+    return rewritten(model, "Decoder.forward", "return self.model.norm(x)", "return x")
+
+
+def ignored_targets_counted():
+    """Targets that are IGNORE count like words."""
+    return rewritten(model, "cross_entropy_and_gradients", "target != IGNORE", "target == target")
+
+
+def mean_instead_of_sum():
+    """The loss is a mean over its tokens: means of parts cannot be added."""
+    return rewritten(model, "ChunkedCrossEntropy.forward", "return loss", "return loss / (targets != IGNORE).sum()")
+
+
+def chunks_added_in_16_bits():
+    """The weight gradient's sum over chunks has 8 bits, in which small addends vanish."""
+    return rewritten(model, "cross_entropy_and_gradients", "zeros_like(weight, dtype=wide)", "zeros_like(weight)")
+
+
+def updated_in_16_bits():
+    """What rounding to 16 bits takes off is lost to the masters, too: small steps never add up."""
+    right, wrong = (
+        "param.detach().copy_(self.masters[name])",
+        "self.masters[name].copy_(param.detach().copy_(self.masters[name]))",
+    )
+    return rewritten(step01, "Optimizer.update", right, wrong)
+
+
+def scale_left_in_the_norm():
+    """The norm is that of the scaled gradients."""
+    return rewritten(step01, "Optimizer.grad_norm", " / self.loss_scale", "")
+
+
+def scale_left_in_the_update():
+    """The weights move by the scaled gradients."""
+    return rewritten(step01, "Optimizer.step", " / self.loss_scale)", ")")
+
+
+def scaled_up_to_the_clip():
+    """Small gradients are made as large as grad_clip; clipping only makes large ones small."""
+    return rewritten(step01, "Optimizer.step", "clip and norm > clip", "clip")
+
+
+def mean_of_micro_batches():
+    """The mean of the micro-batches' means: not the mean, where they have different numbers of targets."""
+    each = "(targets != -100).sum().clamp(min=1)"
+    count = "-(-config.global_batch_size // config.micro_batch_size)"
+    return rewritten(step01, "train", "/ batch.n_targets", f"/ {each} / {count}")
+
+
+def targets_of_the_micro_batch():
+    """Each micro-batch's loss is its own mean: the sum of means is too large, once for each micro-batch."""
+    return rewritten(step01, "train", "/ batch.n_targets", "/ (targets != -100).sum().clamp(min=1)")
+
+
+def gradients_not_freed():
+    """Gradients of the step before are still there when the next begins."""
+    return rewritten(step01, "train", "optimizer.zero_grad()", "pass")
+
+
+def loss_not_scaled():
+    """In fp16 the loss goes backward unscaled, and the update divides by the scale all the same."""
+    return rewritten(step01, "train", "(micro_loss * optimizer.loss_scale).backward()", "micro_loss.backward()")
+
+
+def layers_numbered_by_a_digit():
+    """Layers 1, 10 and 11 are one unit: their number is read as one digit."""
+    return rewritten(step03, "group_into_units", r"layers\.\d+", r"layers\.\d")
+
+
+def slices_of_their_own_length():
+    """A part is looked up where it lies in the whole unit, not in this rank's slice."""
+    return rewritten(step03, "Unit.cut", "at - self.first", "at")
+
+
+def gathered_again():
+    """What is there is gathered once more."""
+    return rewritten(step03, "Unit.gather", "if not self.gathered:", "if True:")
+
+
+def factor_left_out():
+    """The gradient is neither clipped nor freed from the loss scale."""
+    return rewritten(step03, "Unit.update", "gradient * factor if factor != 1 else gradient", "gradient")
+
+
+def first_learning_rate():
+    """The update goes on with the learning rate that it was made with."""
+    return rewritten(step03, "Unit.update", 'group["lr"] = lr', "pass")
+
+
+def unused_gradients_forgotten():
+    """A unit that no hook has completed is not summed."""
+    return rewritten(step03, "ZeroOptimizer.finish", "self.reduce(unit)", "pass")
+
+
+def not_prefetched():
+    """A unit is sent for when it is needed, and not while the module before computes."""
+    return rewritten(step03, "ZeroOptimizer.provide", "(self.uses[i], *self.uses[then : then + 1])", "(self.uses[i],)")
+
+
+def gathered_where_not_needed():
+    """The embedding's weights are gathered for its backward, too, which needs none."""
+    return rewritten(step03, "ZeroOptimizer.before_backward", "if self.uses[i].again:", "if True:")
+
+
+def slices_not_summed_in_the_norm():
+    """Each rank takes the norm of its own slice."""
+    return rewritten(layout, "global_norm", "([mesh.data] if sliced else [])", "[]")
+
+
+def scale_left_in_the_global_norm():
+    """The norm is that of gradients times the loss scale."""
+    return rewritten(layout, "global_norm", " / optimizer.loss_scale", "")
+
+
+def norms_added():
+    """Norms are added; it is their squares that add up."""
+    right = "(square,) = sum_over(group, square)"
+    return rewritten(layout, "global_norm", right, "square = torch.tensor(sum_over(group, square**0.5)[0] ** 2)")
+
+
+# --- labs 5 and 7 --------------------------------------------------------------------------------------------------
 
 
 @contextmanager

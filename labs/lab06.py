@@ -287,16 +287,6 @@ def parts_train(bench: Bench):
 # --- the file as it stands -------------------------------------------------------------------------------------------
 
 
-def whole() -> list[float]:
-    """Runs on every rank: the losses of two steps of the student's whole files."""
-    return training.trained("step06_pipeline", json.dumps(RUN | WHOLE[1]))["losses"]
-
-
-def one_device() -> list[float]:
-    """The losses of step 1."""
-    return training.trained("step01_single_gpu", json.dumps(RUN))["losses"]
-
-
 def picture_run() -> dict:
     """Runs on every rank: losses, bytes sent in the last step, and the lists of ZB-H1 for the timeline."""
     return training.pictured("step06_pipeline", json.dumps(RUN | WHOLE[1])) | dict(

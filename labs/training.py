@@ -37,6 +37,11 @@ def flat(recording: dict[str, Any]) -> dict[str, Any]:
     return found | {f"after training: {name}": value for name, value in recording["parameters"].items()}
 
 
+def losses(step: str, options: str) -> list[float]:
+    """Runs on every rank: train; the losses."""
+    return trained(step, options)["losses"]
+
+
 def equal_to_one_device(
     bench: Bench, step: str, size: int, base: dict, layout: dict, against: str = "step01_single_gpu"
 ):
@@ -46,22 +51,27 @@ def equal_to_one_device(
     """
     one = bench.ranks(1, trained, against, json.dumps(base), project=True).answers[0]
     run = bench.ranks(size, trained, step, json.dumps(base | layout))
+    same_recordings(bench, run, one, " ".join(f"{k}={v}" for k, v in layout.items()))
+
+
+def same_recordings(bench: Bench, run: Run, one: dict[str, Any], flags: str, bound: float = BOUND):
+    """Raises Wrong at the first number of any rank's recording that `one` has not; the text begins with `flags`."""
     expected, answers = flat(one), [flat(answer) for answer in run.answers]
     shown = set().union(*answers)
     for key, value in expected.items():
         for rank, answer in enumerate(answers):
-            if key in answer and not distance(answer[key], value) <= BOUND:
-                flags = " ".join(f"{k}={v}" for k, v in layout.items())
-                text = f"{flags}: rank {rank}: {key} differs by {distance(answer[key], value):.3g} (relative)"
+            if key in answer and not distance(answer[key], value) <= bound:
+                where = (f"{flags}: " if flags else "") + (f"rank {rank}: " if run.size > 1 else "")
+                text = f"{where}{key} differs by {distance(answer[key], value):.3g} (relative)"
                 raise Wrong(text + kind(bench, run, rank, key, answer[key], value))
         if key not in shown:
-            raise Wrong(f"no rank has {key}")
+            raise Wrong(f"no rank has {key}" if run.size > 1 else f"there is nothing of {key}")
 
 
 def kind(bench: Bench, run: Run, rank: int, key: str, found: Any, value: Any) -> str:
     """The fault under which the project's own code finds the same number."""
     for name, answers in bench.faulty(run).items():
-        theirs = flat(answers[rank]).get(key) if answers[rank] else None
+        theirs = flat(answers[rank]).get(key) if "losses" in answers[rank] else None
         if theirs is not None and distance(found, theirs) < 1e-8 and distance(theirs, value) > BOUND:
             return f" - {name}: {meaning(name)}"
     return bench.words(factor(found, value), run.size)

@@ -5,16 +5,22 @@ import ast
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from common import UserError
-from labs import course, folder, grade, source
+from labs import course, folder, grade, ranks, source
 from labs.__main__ import main, parser
+from labs.bench import Bench, Run, Wrong
 from labs.course import Lab, Task, load, path_of
+from labs.ranks import Failed, World
 from tests.diff import ROOT
 
 LABS = course.numbers()
@@ -150,6 +156,43 @@ def test_commands_of_the_lab_are_commands(tmp_path):
     assert b"1 of 3" in out.stdout
 
 
+def test_watch_checks_again_at_every_save(tmp_path):
+    """As a student works: answers saved, a file saved by renaming, a folder that is broken for a while; Ctrl-C ends."""
+    lab, log = tmp_path / "lab", tmp_path / "log"
+    handed_in(lab, 4, [])
+    command = [sys.executable, "-m", "labs", "check", str(lab), "--task", "6", "--watch"]
+    with log.open("w") as out, subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out) as process:
+
+        def wait_for(times: int):
+            deadline = time.monotonic() + 120
+            while log.read_text().count("waiting for a save") < times:
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+                time.sleep(0.1)
+
+        def save(path: Path, text: str):
+            (lab / "saving").write_text(text)
+            (lab / "saving").rename(path)
+
+        try:
+            wait_for(1)
+            lines = [f"{q.name} = {q.answer(q.values(ID))!r}" for q in load(4).questions]
+            save(lab / "answers.toml", "\n".join([f'id = "{ID}"', *lines]))
+            wait_for(2)
+            save(lab / "step04_tp_sp.py", "x = (")
+            wait_for(3)
+            (lab / "LAB.md").rename(lab / "elsewhere")
+            wait_for(4)
+            save(lab / "helper.py", "x = 1")
+            (lab / "elsewhere").rename(lab / "LAB.md")
+            wait_for(5)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+    found = re.findall(r"^(\d+) of 8 points|no lab", log.read_text(), re.MULTILINE)
+    assert found[:4] == ["0", "8", "8", ""] and found[-1] == "8", log.read_text()
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("number", LABS)
 def test_all_commands_of_the_lab_run(tmp_path, number):
@@ -198,8 +241,11 @@ def test_the_project_earns_all_points(tmp_path, number):
         assert grade.whole(found) == ""
 
 
-S2, S4, S5, S6 = "step02_ddp", "step04_tp_sp", "step05_cp_ring", "step06_pipeline"
-S7, C, LISTS, MOE = "step07_moe_ep", "services.compression", "common.schedules", "common.moe"
+S1, S2, S3, S4 = "step01_single_gpu", "step02_ddp", "step03_zero", "step04_tp_sp"
+S5, S6, S7 = "step05_cp_ring", "step06_pipeline", "step07_moe_ep"
+C, LISTS, M, L, MOE = "services.compression", "common.schedules", "common.model", "common.layout", "common.moe"
+WIDE = "    wide = torch.promote_types(hidden.dtype, torch.float32)\n"
+CUT = "return part[start:stop]"
 ADD = "received + pieces[(r - s - 1) % n] if adding else received"
 REDUCE = "            all_reduce(param.grad, group).wait()\n"
 FINISH = "            bucket.pending.wait()\n"
@@ -236,6 +282,26 @@ ORDERED = "gather_tokens(chosen.int(), group).wait()[:, places]"
 RECORD = "            if ep > 1:\n                record"
 ROUTER = '            note_gradient_sum([moe.router.weight], "tp")'
 WRONG = [  # lab, task, module, right, wrong, what check must say
+    (
+        1,
+        1,
+        M,
+        "return angle.cos(), angle.sin()",
+        "return angle.cos().bfloat16().to(wide), angle.sin()",
+        "tables_in_bf16",
+    ),
+    (1, 2, M, "self.o_proj(self.attend(", "self.o_proj(attend(", "calls of the cores"),
+    (1, 3, M, WIDE, WIDE + "    chunk_tokens = len(hidden)\n", "all logits at once"),
+    (1, 3, M, "target != IGNORE", "target == target", "ignored_targets_counted"),
+    (1, 4, S1, "clip and norm > clip", "clip", "scaled_up_to_the_clip"),
+    (1, 5, S1, "/ batch.n_targets", "/ (targets != -100).sum().clamp(min=1)", "targets_of_the_micro_batch"),
+    (1, 6, S1, 'if config.recompute == "selective":', "if False:", "that is what full keeps"),
+    (3, 1, S3, CUT, CUT.replace("stop", "stop - (self.place[name][1] > self.first + self.length)"), "piece_off_by_one"),
+    (3, 2, S3, "            self.flat.untyped_storage().resize_(0)\n", "", "bytes of `flat` after"),
+    (3, 3, S3, "gradient * factor if factor != 1 else gradient", "gradient", "factor_left_out"),
+    (3, 4, S3, "unit.grad_slice += total", "unit.grad_slice = total", "slices_not_accumulated"),
+    (3, 5, S3, "self.drop(i + 1, keep=i)", "pass", "whose weights are there"),
+    (3, 6, L, "(squares / copies).sum()", "squares.sum()", "replicas_counted_in_the_norm"),
     (2, 1, S2, "for s in range(2 * (n - 1)):", "for s in range(n - 1):", "second_half_left_out"),
     (2, 1, S2, ADD, "received", "replaced_instead_of_added"),
     (2, 2, S2, REDUCE, REDUCE.replace("grad", "data"), "weights_reduced_instead_of_gradients|not the same"),
@@ -295,12 +361,19 @@ WRONG = [  # lab, task, module, right, wrong, what check must say
     (7, 6, S7, RECORD, "            if ep > 8:\n                record", "experts_summed_over_all_data"),
     (7, 6, S7, ROUTER, "            pass", "router_not_summed_over_tp"),
 ]
-SHOWN = (0, 9, 14, 27, 44)  # of WRONG, in the default run
+SHOWN = (
+    "ignored_targets_counted",
+    "piece_off_by_one",
+    "second_half_left_out",
+    "g_sums_in_backward_too",
+    "lse_in_bf16",
+    "gates_rounded",
+)  # by default
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(w, marks=() if i in SHOWN else pytest.mark.exhaustive, id=w[5][:20]) for i, w in enumerate(WRONG)],
+    [pytest.param(w, marks=() if w[5] in SHOWN else pytest.mark.exhaustive, id=w[5][:20]) for w in WRONG],
 )
 def test_a_wrong_file_loses_its_task_alone_and_is_told_why(tmp_path, case):
     """The grader imports the student's file: the fault costs points of its task, is named, and costs no other's."""
@@ -311,6 +384,47 @@ def test_a_wrong_file_loses_its_task_alone_and_is_told_why(tmp_path, case):
     assert re.search(says, " ".join(r.text for r in results)), [r.text for r in results]
     other = task - 1 or task + 1
     assert not [r.text for r in judged(found, other) if r.text]
+
+
+class Faulty(Bench):
+    """A bench on which a student has handed in the project's code with one fault."""
+
+    fault = ""
+
+    def ranks(self, size: int, function: Callable, *args: Any, project: bool = False) -> Run:
+        """As ever, the ranks under the fault. Raises Failed if it makes them fail."""
+        if project:
+            return super().ranks(size, function, *args, project=True)
+        name = f"{function.__module__}:{function.__name__}"
+        world = [[self.fault], name, args]
+        answers = [found for (found,) in ranks.run(World(), size, "labs.bench:under_faults", tuple(world), 60)]
+        run = Run(answers, size, name, args)
+        for answer in answers:
+            if isinstance(answer, dict) and answer.keys() == {""}:
+                raise self.recognised(Failed(answer[""]), run)
+        return run
+
+
+FAULTS = [(lab, task.number, fault) for lab in LABS for task in load(lab).tasks for fault in task.faults]
+TRIED = ("neighbours_rotated", "freed_before_last_use")  # by default
+
+
+@pytest.mark.parametrize(
+    "number, task, fault", [pytest.param(*f, marks=() if f[2] in TRIED else pytest.mark.exhaustive) for f in FAULTS]
+)
+def test_every_fault_of_a_task_loses_a_criterion_and_is_named(number, task, fault):
+    """The project's code with the fault: some criterion of the task fails, and the first that does says its name."""
+    lab = load(number)
+    bench, texts = Faulty(number, task, ID, World(), lab.tasks[task - 1].faults, 60), []
+    bench.fault = fault
+    questions = {question.name for question in lab.questions}
+    for criterion in lab.tasks[task - 1].criteria:
+        try:
+            if criterion.check not in questions:
+                getattr(lab.module, criterion.check)(bench)
+        except (Wrong, Failed) as error:
+            texts.append(str(error))
+    assert texts and any(f" - {fault}: " in text for text in texts), texts
 
 
 def test_a_right_file_passes_whatever_the_project_has(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ import step02_ddp as step02
 from common import UserError
 from common.comm import all_gather, all_reduce, all_to_all, exchange, reduce_scatter
 from services.checks import check_dp
-from services.compression import COMPRESSED_SUMS
+from services.compression import COMPRESSED_SUMS, CompressedSum, summed
 from services.launch import open_mesh
 from services.plots import read_metrics
 from services.readers import open_tokens
@@ -312,11 +312,11 @@ def compressed_sums(mode: str, feedback: bool, steps: int) -> tuple[float, dict]
             generator = torch.Generator().manual_seed(1000 * step + mesh.rank)
             # A steady direction with noise of very different sizes, as gradients have.
             gradient = (0.1 + torch.randn(n, generator=generator)) * torch.logspace(-3, 0, n)
-            summed = gradient.clone()
-            all_reduce(summed, mesh["dp"]).wait()
-            exact += summed
+            whole = gradient.clone()
+            all_reduce(whole, mesh["dp"]).wait()
+            exact += whole
             mesh.ledger.take()
-            total, left = COMPRESSED_SUMS[mode](gradient + lost, mesh["dp"], config)
+            total, left = summed(COMPRESSED_SUMS[mode](gradient + lost, mesh["dp"], config))
             lost = left if feedback else 0.0
             received += total
         return ((received - exact).norm() / exact.norm()).item(), mesh.ledger.take()["traffic"]["dp"]
@@ -328,6 +328,32 @@ def test_error_feedback_keeps_the_sum_close(pools, mode, bound, ratio):
     (with_feedback, _), *_ = pools(4).run(compressed_sums, mode, True, 100)
     (without, _), *_ = pools(4).run(compressed_sums, mode, False, 100)
     assert with_feedback < bound and without > ratio * with_feedback, (with_feedback, without)
+
+
+def messages_of_two_buckets(mode: str) -> list[dict[str, int]]:
+    """Runs on every rank: the calls when one bucket has been sent, when another has been, and at the end."""
+    with open_mesh({"dp": 2}, torch.device("cpu"), "gloo") as mesh:
+        call, seen = CompressedSum(step02.Config(compress=mode, topk_fraction=0.05)), []
+        sums = []
+        for bucket in (torch.ones(600), torch.ones(600)):
+            sums.append(call(bucket, mesh["dp"]))
+            seen.append(dict(mesh.ledger.take()["calls"]["dp"]))
+        for one in sums:
+            one.wait()
+        return [*seen, dict(mesh.ledger.take()["calls"].get("dp", {}))]
+
+
+@pytest.mark.parametrize(
+    "mode, expected",
+    [
+        ("int8", [{"all_to_all": 1}, {"all_to_all": 1, "all_gather": 1}, {"all_gather": 1}]),
+        ("topk", [{"all_gather": 1}, {"all_gather": 1}, {}]),
+    ],
+)
+def test_a_hook_does_not_wait_for_its_own_message(pools, mode, expected):
+    """A bucket's first message travels until the next bucket is sent; only then is its second one sent."""
+    for seen in pools(2).run(messages_of_two_buckets, mode):
+        assert seen == expected
 
 
 @pytest.mark.parametrize("mode", ["bf16", "int8", "topk"])
