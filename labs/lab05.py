@@ -635,16 +635,6 @@ def trains(bench: Bench):
 # --- the file as it stands -------------------------------------------------------------------------------------------
 
 
-def whole() -> list[float]:
-    """Runs on every rank: the losses of two steps of the student's whole file."""
-    return training.trained("step05_cp_ring", json.dumps(RUN | WHOLE[1]))["losses"]
-
-
-def one_device() -> list[float]:
-    """The losses of step 1."""
-    return training.trained("step01_single_gpu", json.dumps(RUN))["losses"]
-
-
 def picture_run() -> dict:
     """Runs on every rank: losses, bytes sent, and by mode: who computes which pairs, and bytes alive over time."""
     found: dict[str, Any] = training.pictured("step05_cp_ring", json.dumps(RUN | WHOLE[1]))

@@ -45,7 +45,7 @@ def own_run(folder: Folder) -> tuple[list[dict], list[float]]:
     if hasattr(lab.module, "picture_run"):
         run = f"{lab.module.__name__}:picture_run", ()
     mine = ranks.run(World(modules, folder.path), size, *run, 120)
-    alone = ranks.run(World(), 1, "labs.training:losses", ("step01_single_gpu", json.dumps(base)), 120)[0]
+    alone = ranks.run(World(), 1, "labs.training:losses", (lab.alone, json.dumps(base)), 120)[0]
     return mine, alone
 
 
@@ -58,7 +58,7 @@ def pictures(folder: Folder) -> str:
     sent = runs[0]["traffic"]
     figure, axes = plt.subplots(1, 2 if sent else 1, figsize=(10 if sent else 5, 3.5), squeeze=False)
     left = axes[0, 0]
-    left.plot(range(1, len(alone) + 1), alone, "o-", label="one device (step 1)", linewidth=4, alpha=0.4)
+    left.plot(range(1, len(alone) + 1), alone, "o-", label="one device", linewidth=4, alpha=0.4)
     left.plot(range(1, len(runs[0]["losses"]) + 1), runs[0]["losses"], "x--", label=f"your file, {len(runs)} ranks")
     left.set(xlabel="step", ylabel="loss (nats a token)")
     left.legend()
