@@ -68,7 +68,7 @@ class Config(RunFlags):
     """The flags of this chapter (RunFlags: overrides of a shape, and what surrounds a run); later steps add theirs."""
 
     model: str = "tiny"  # preset: debug, tiny, smollm-135m, -360m, -1.7b, llama3.2-1b, llama3-8b, -70b, -405b
-    dataset: str = ""  # hub id, local folder or file (txt, jsonl, parquet); default: Python's own library sources
+    dataset: str = ""  # hub id (or id:config), local folder or file (txt, jsonl, parquet); default: Python's sources
     steps: int = 200  # optimizer steps of the whole schedule
     global_batch_size: int = 32  # sequences per optimizer step, all ranks together
     micro_batch_size: int = 4  # sequences per forward and backward

@@ -105,7 +105,7 @@ class NaiveSync:
 
 
 class Bucket:
-    """A flat buffer [elements] that the gradients of some parameters live in, to be summed over `group`."""
+    """`flat` [elements]: the gradients of `params`, as parts of it (`views`, in their shapes), summed over `group`."""
 
     def __init__(self, params: list[nn.Parameter], group: Group):
         self.params, self.group, sizes = params, group, [p.numel() for p in params]

@@ -244,7 +244,7 @@ class VocabParallelHead(nn.Module):
         super().__init__()
         self.weight, self.rows, self.group, self.sp = weight, rows, group, sp
 
-    def loss(self, hidden: Tensor, targets: Tensor, chunk_tokens: int = 1024) -> Tensor:
+    def loss(self, hidden: Tensor, targets: Tensor, chunk_tokens: int = 4096) -> Tensor:
         """The whole sum of cross entropies, the same on every rank: as `Head.loss`, hidden with seq/n tokens if SP."""
         weight = self.weight if torch.is_grad_enabled() else self.weight.detach()
         return VocabParallelCrossEntropy.apply(hidden, weight, targets, chunk_tokens, self.rows, self.group, self.sp)
@@ -262,7 +262,7 @@ STYLES = dict(q_proj=COLUMN, k_proj=HEADS, v_proj=HEADS, o_proj=ROW, gate_proj=C
 
 
 def shard_block(block: nn.Module, group: Group, sp: bool, overlap: bool, copies: int):
-    """Cut the linear layers of attention or of an MLP, in place; `copies` ranks share each key/value head."""
+    """Cut a block's own linear layers (attention, MLP), in place; `copies` ranks share each key/value head."""
     linears = {name: child for name, child in block.named_children() if isinstance(child, nn.Linear)}
     for name, linear in linears.items():
         style = STYLES[name]
@@ -276,7 +276,7 @@ def shard_block(block: nn.Module, group: Group, sp: bool, overlap: bool, copies:
 
 
 def shard_tensors(model: Decoder, mesh: Mesh, sp: bool, overlap: bool):
-    """Cut the model, on the meta device, over `mesh["tp"]`, in place. Adds the group "kv" to the mesh."""
+    """Cut the model, on the meta device, over `mesh["tp"]` (if that has ranks), in place; add the group "kv" to it."""
     group = mesh["tp"]
     copies = max(1, group.size // model.config.n_kv_heads)
     mesh.add("kv", copies, stride=1)

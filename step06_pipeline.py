@@ -376,7 +376,7 @@ class Pipeline:
         if not self.chunks[chunk].first:
             self.outputs["B", i, Place(self.group.rank, chunk)] = x.grad
 
-    def step(self, tokens: Sequence[Tensor], targets: Sequence[Tensor], scale: float, phase: Callable) -> Tensor:
+    def step(self, tokens: Sequence[Tensor], targets: Sequence[Tensor], scale: float, phase: Callable | None) -> Tensor:
         """Forward and backward of all micro-batches, int64 [batch, seq] each; the sum of losses times `scale`."""
         end = lambda i, hidden: self.model.lm_head.loss(hidden, targets[i]) * scale  # noqa: E731
         return self.run(tokens, end, self.program, phase)

@@ -101,8 +101,8 @@ class Mesh:
 class Pending:
     """Communication under way. `wait` returns when its results may be used, and books the time it took."""
 
-    def __init__(self, group: Group | None, works: list[dist.Work], then: Callable[[], None] | None = None):
-        self.group, self.works, self.then = group, works, then
+    def __init__(self, group: Group | None, works: list[dist.Work], *then: Callable[[], Any]):
+        self.group, self.works, self.then = group, works, list(then)
         self.result: Callable[[], Any] = lambda: None
 
     def returning(self, result: Callable[[], Any]) -> "Pending":
@@ -116,8 +116,8 @@ class Pending:
             with self.group.ledger.waiting(self.group):
                 for work in self.works:
                     work.wait()
-                if self.then is not None:
-                    self.then()
+                for action in self.then:
+                    action()
         self.works = []
         return self.result()
 
@@ -149,7 +149,13 @@ def all_reduce(tensor: Tensor, group: Group, purpose: str = "") -> Pending:
 def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
     """`output` [k] = this rank's k-th of the sum over the group of `tensor` [n k]."""
     sent = (group.size - 1) / group.size * tensor.nbytes
-    return _collective("reduce_scatter", output, tensor, group, sent, _reduce_scatter)
+    if not group.gloo:
+        return _collective("reduce_scatter", output, tensor, group, sent, _reduce_scatter)
+    # gloo's own all-reduces a copy of all of it. This sends each rank its part of everyone's, which it adds up.
+    parts = torch.empty_like(tensor)
+    pending = _collective("reduce_scatter", parts, tensor, group, sent, dist.all_to_all_single)
+    pending.then.append(lambda: torch.sum(parts.view(group.size, *output.shape), 0, out=output))
+    return pending
 
 
 def all_gather(output: Tensor, tensor: Tensor, group: Group, purpose: str = "") -> Pending:

@@ -75,7 +75,10 @@ def rope_tables(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> t
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + head_dim/2) of `x` [batch, seq, heads, head_dim] in the tables' dtype; return x's dtype."""
+    """Rotate pairs (i, i + head_dim/2) of `x` [batch, seq, heads, head_dim] in the tables' dtype; return x's dtype.
+
+    In bf16 this reads and writes 36 bytes an element in six kernels (46 in backward); compiled, 4 in one.
+    """
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
@@ -117,7 +120,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer, "GLU Variants Improve Transformer"): down(silu(gate(x)) * up(x))."""
+    """SwiGLU (Shazeer, "GLU Variants Improve Transformer"): down(silu(gate(x)) * up(x)). Compiled, it is one kernel."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -155,6 +158,18 @@ def scaled(grad: Tensor, factor: Tensor, rows: int = 1024) -> Tensor:
     return torch.cat([(part.to(factor.dtype) * factor).to(grad.dtype) for part in grad.split(rows)])
 
 
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """`total` [n, k] += a [n, m] @ b [m, k], in place; a and b may have 16 bits where `total` has 32.
+
+    From torch 2.12 on a GPU adds to `total` as it multiplies. Else the product is rounded, written and read once more.
+    """
+    if a.dtype == total.dtype:
+        return total.addmm_(a, b)
+    if a.is_cuda and torch.__version__ >= (2, 12):
+        return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    return total.add_(a @ b)
+
+
 def cross_entropy_and_gradients(
     hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, want: tuple, rows: range, combine: Callable
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -177,16 +192,22 @@ def cross_entropy_and_gradients(
         chunk, target = hidden[start : start + chunk_tokens], targets[start : start + chunk_tokens, None]
         valid, here = target != IGNORE, (target >= rows.start) & (target < rows.stop)
         target = (target - rows.start).clamp(0, weight.shape[0] - 1)
-        logits = (chunk @ weight.T).to(wide)
-        logits[:, len(rows) :] = -torch.inf
-        log_sum, picked = combine(logits.logsumexp(-1, keepdim=True), logits.gather(1, target).where(here, 0.0))
+        logits = chunk @ weight.T
+        logits[:, len(rows) :] = torch.finfo(logits.dtype).min  # padding: no probability
+        top, at = logits.max(-1, keepdim=True)
+        softmax = logits.softmax(-1, dtype=wide)  # of this part of the vocabulary, in one pass
+        part_sum = top - softmax.gather(1, at).log()  # log sum exp of this part
+        log_sum, picked = combine(part_sum, logits.gather(1, target).to(wide).where(here, 0.0))
         loss += ((log_sum - picked) * valid).sum()
-        if any(want):  # the formula above, and 0 where the target is IGNORE
-            grad = logits.sub_(log_sum).exp_().scatter_add_(1, target, -here.to(wide)).mul_(valid).to(hidden.dtype)
+        if any(want):  # the formula above, and 0 where the target is IGNORE; in the memory of the logits
+            at_target = ((picked - log_sum).exp() - 1) * valid
+            grad = torch.mul(softmax, (part_sum - log_sum).exp() * valid, out=logits)
+            grad.scatter_(1, target, at_target.to(grad.dtype).where(here, grad.gather(1, target)))
         if grad_hidden is not None:
             torch.mm(grad, weight, out=grad_hidden[start : start + chunk_tokens])
         if grad_weight is not None:
-            grad_weight += grad.T @ chunk
+            add_product(grad_weight, grad.T, chunk)
+        del logits, softmax  # before the next chunk's
     return loss, grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
@@ -210,7 +231,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 class Head(nn.Linear):
     """The output projection, with the loss that belongs to it: a sum, not a mean, in nats."""
 
-    def loss(self, hidden: Tensor, targets: Tensor, chunk_tokens: int = 1024) -> Tensor:
+    def loss(self, hidden: Tensor, targets: Tensor, chunk_tokens: int = 4096) -> Tensor:
         """hidden [batch, seq, dim], targets int64 [batch, seq] -> summed cross entropy of all targets but IGNORE."""
         # An autograd function cannot see that gradients are off, and would compute them in an evaluation too.
         weight = self.weight if torch.is_grad_enabled() else self.weight.detach()

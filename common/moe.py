@@ -281,8 +281,8 @@ class MoE(nn.Module):
                 kept = within_capacity(all_chosen, m.experts, capacity)[:, self.local_tokens].reshape(chosen.shape)
                 gates = gates * kept
             if balance.kind == "loss":
-                fraction = count(all_chosen, m.experts) / all_chosen.numel()
-                balance_loss = m.experts * (fraction.to(p.dtype) * p.sum(0)).sum() / n_tokens
+                fraction = count(all_chosen, m.experts).to(p.dtype) / all_chosen.numel()
+                balance_loss = m.experts * (fraction * p.sum(0)).sum() / n_tokens
         z_loss = balance.z_loss * logits.logsumexp(-1).square().sum() / n_tokens if balance.z_loss else 0.0
         finish = self.run_experts(self.experts, tokens, torch.zeros_like(p).scatter(1, chosen, gates))
         shared = self.shared_experts(x) if self.shared_experts is not None else 0.0  # while tokens travel

@@ -89,11 +89,11 @@ class Trainer(Variants):
         `sync`: what sums the gradients, if it is not the optimizer. `positions` int64 [seq]: which tokens of a sequence
         this rank has, if not all. `pipeline`: what runs the model, if it is cut into stages.
         """
-        self.model, self.optimizer, self.pipeline, config = model, optimizer, pipeline, self.config
+        self.model, self.optimizer, self.sync, self.pipeline, config = model, optimizer, sync, pipeline, self.config
         self.positions = self.positions if positions is None else positions.cpu()
         here = self.positions.to(self.device)
         self.look = partial(evaluation.look_through, model, here) if pipeline is None else pipeline.look
-        first = resume.resume(optimizer, self.spikes, config, self.mesh) if config.resume else 0
+        first = resume.resume(optimizer, self.spikes, config, self.mesh, sync) if config.resume else 0
         self.require_same_parameters()
         if config.generate:
             text = evaluation.generate(self.look, model, here, self.mesh, config.generate, seed=config.seed)
@@ -172,7 +172,7 @@ class Trainer(Variants):
         if getattr(config, "check_replicas", 0) and log.due(config.check_replicas, step):
             require_same_replicas(self.optimizer, self.mesh)
         if log.stopping or (config.save_every and log.due(config.save_every, step)):
-            resume.save(log, step + 1, self.optimizer, self.spikes)
+            resume.save(log, step + 1, self.optimizer, self.spikes, self.sync)
 
     def zero_toy(self, zero_optimizer: type) -> Trained:
         """--toy: print step 3's example and end."""

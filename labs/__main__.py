@@ -1,6 +1,7 @@
 """The labs' commands; `python -m labs --help`."""
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -73,22 +74,34 @@ def checked(args: argparse.Namespace) -> int:
 
 
 def watched(args: argparse.Namespace) -> int:
-    """`check` again whenever a file of the folder is saved."""
-    from labs import grade
+    """`check` again whenever a Python file or answers.toml of the folder is saved, until Ctrl-C; 0.
 
+    A folder that cannot be read is told and waited for: an editor may write a new file and rename it.
+    """
     seen = None
     try:
         while True:
-            folder = grade.open_folder(args.folder)
-            files = [folder.path / name for name in (*folder.lab.files, "answers.toml")]
-            now = [file.stat().st_mtime_ns if file.exists() else 0 for file in files]
-            if now != seen:
-                seen = now
-                checked(args)
+            saved = times_of(args.folder)
+            if saved != seen:
+                seen = saved
+                try:
+                    checked(args)
+                except UserError as error:
+                    print(f"labs: {error}")
                 print("-- waiting for a save; Ctrl-C ends", flush=True)
-            time.sleep(0.5)
+            time.sleep(0.3)
     except KeyboardInterrupt:
+        print()
         return 0
+
+
+def times_of(folder: Path) -> dict[Path, int]:
+    """When each file that `--watch` looks at was saved, as far as it is there just now."""
+    found = {}
+    for path in (*folder.glob("*.py"), folder / "answers.toml", folder / "LAB.md"):
+        with contextlib.suppress(OSError):
+            found[path] = path.stat().st_mtime_ns
+    return found
 
 
 def main(argv: list[str]) -> int:

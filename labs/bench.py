@@ -3,6 +3,7 @@
 import importlib
 import math
 import random
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from labs import ranks
-from labs.ranks import Failed, World
+from labs.ranks import Failed, World, complaint
 
 BOUND = 1e-10
 
@@ -44,15 +45,15 @@ def meaning(name: str) -> str:
 
 
 def under_faults(names: list[str], function: str, args: tuple) -> list[Any]:
-    """Runs on every rank: what `function` returns under each fault, None where it fails."""
+    """Runs on every rank: what `function` returns under each fault; where it fails, {"": why}."""
     module, _, name = function.partition(":")
     call, found = getattr(importlib.import_module(module), name), []
     for fault in names:
         try:
             with applied(fault):
                 found.append(call(*args))
-        except Exception:
-            found.append(None)
+        except Exception as error:
+            found.append({"": complaint(error, [])})
     return found
 
 
@@ -76,7 +77,9 @@ def first_difference(found: Any, expected: Any, bound: float) -> str:
     if isinstance(found, Tensor) and isinstance(expected, Tensor):
         if found.shape != expected.shape:
             return f"has shape {list(found.shape)} instead of {list(expected.shape)}"
-        off = ~torch.isclose(found.double(), expected.double(), rtol=bound, atol=bound * float(expected.norm()))
+        off = ~torch.isclose(
+            found.double(), expected.double(), rtol=bound, atol=bound * float(expected.double().norm())
+        )
         place = off.nonzero()[0].tolist() if off.any() else [0] * found.dim()
         a, b = (float(x[tuple(place)]) for x in (found, expected))
         return f"differs by {distance(found, expected):.3g} (relative): at {place} it is {a:.6g} instead of {b:.6g}"
@@ -138,10 +141,18 @@ class Bench:
                 world = World() if project else self.world
                 self.runs[key] = Run(ranks.run(world, size, name, args, self.seconds), size, name, args)
             except Failed as failed:
-                self.runs[key] = failed
+                self.runs[key] = failed if project else self.recognised(failed, Run([], size, name, args))
         if isinstance(self.runs[key], Failed):
             raise self.runs[key]
         return self.runs[key]
+
+    def recognised(self, failed: Failed, run: Run) -> Failed:
+        """The failure with the name of a fault under which the project's code fails with the same words."""
+        said = re.search(r"(\w+Error: .*?)( \([\w.]+:\d+ in \w+\))?$", str(failed))
+        for name, answers in self.faulty(run).items() if said and self.faults else ():
+            if any(answer == {"": said[1]} for answer in answers):
+                return Failed(f"{failed} - {name}: {meaning(name)}")
+        return failed
 
     def same(self, run: Run, expected: Callable[[int], dict[str, Any]], bound: float = BOUND):
         """Each rank's answer has, under each key of `expected(rank)`, that value. Raises Wrong at the first other."""
@@ -157,7 +168,7 @@ class Bench:
         """What fault this is, if its signature is known: its name after " - "."""
         value = expected(rank)
         for name, answers in self.faulty(run).items():
-            theirs = answers[rank].get(key) if answers[rank] else None
+            theirs = answers[rank].get(key)
             if theirs is not None and distance(found, theirs) < 1e-8 and distance(theirs, value) > bound:
                 return f" - {name}: {meaning(name)}"
         if isinstance(found, Tensor) and found.numel() and not found.any():
@@ -188,7 +199,7 @@ class Bench:
         if key not in self.under:
             try:
                 args = (self.faults, run.function, run.args)
-                found = ranks.run(World(), run.size, "labs.bench:under_faults", args, min(self.seconds, 20.0))
+                found = ranks.run(World(), run.size, "labs.bench:under_faults", args, max(self.seconds / 2, 20.0))
             except Failed:
                 found = [[]] * run.size
             self.under[key] = found

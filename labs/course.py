@@ -63,9 +63,25 @@ class Lab:
         return sum(task.points for task in self.tasks)
 
     @property
+    def step(self) -> str:
+        """The module of the step, whose `train` ends in what one device finds."""
+        (path,) = ROOT.glob(f"step{self.number:02d}_*.py")
+        return path.stem
+
+    @property
+    def alone(self) -> str:
+        """The module of the step that one device trains for comparison: step 1, if the lab names no other as ALONE."""
+        return getattr(self.module, "ALONE", "step01_single_gpu")
+
+    @property
     def module(self) -> Any:
         """labs/labNN.py, the criteria."""
         return importlib.import_module(f"labs.lab{self.number:02d}")
+
+    @property
+    def alone(self) -> str:
+        """The step that one device runs for comparison: step 1, which knows no experts, or the module's ALONE."""
+        return getattr(self.module, "ALONE", "step01_single_gpu")
 
     @property
     def questions(self) -> list[Any]:

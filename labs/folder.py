@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import textwrap
 import time
 from pathlib import Path
 
@@ -48,10 +49,13 @@ def lab_text(lab: Lab, path: Path) -> str:
         "",
         f"Needs: {lab.needs}. {lab.points} points, about {sum(t.minutes for t in lab.tasks)} minutes.",
         "",
-        f"In {' and '.join(f'`{file}`' for file in lab.files)} some functions only raise `NotImplementedError`. Write "
-        "them. Signature and docstring are the",
-        "specification. Do the tasks in order. Each task is judged alone, with the project's own code around it, on",
-        "inputs drawn from the id in `answers.toml`. So a task can earn its points before the others are written.",
+        *textwrap.wrap(
+            f"In {' and '.join(f'`{file}`' for file in lab.files)} some functions only raise `NotImplementedError`. "
+            "Write them. Signature and docstring are the specification. Do the tasks in order. Each task is judged "
+            "alone, with the project's own code around it, on inputs drawn from the id in `answers.toml`. So it can "
+            "earn its points before the others are written.",
+            112,
+        ),
         "",
         "Run all commands in the project's folder, with its environment active:",
         "```bash",

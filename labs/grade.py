@@ -123,9 +123,11 @@ def whole(folder: Folder, seconds: float = 120.0) -> str:
     try:
         for file, module in folder.lab.files.items():
             modules[module] = ast.parse(folder.sources[module], file), str(folder.path / file)
-        run = ranks.run(World(modules, folder.path), folder.lab.module.WHOLE[0], f"{folder.lab.module.__name__}:whole",
-                        (), seconds)  # fmt: skip
-        expected = ranks.run(World(), 1, f"{folder.lab.module.__name__}:one_device", (), seconds)[0]
+        (size, layout), base = folder.lab.module.WHOLE, folder.lab.module.RUN
+        args = folder.lab.step, json.dumps(base | layout)
+        run = ranks.run(World(modules, folder.path), size, "labs.training:losses", args, seconds)
+        args = folder.lab.alone, json.dumps(base)
+        expected = ranks.run(World(), 1, "labs.training:losses", args, seconds)[0]
     except SyntaxError as error:
         return complaint(error, [])
     except Failed as failed:

@@ -1,6 +1,6 @@
 """Lab 2: what is demanded of data parallelism. Functions `..._on_rank` run on the ranks."""
 
-import json
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -176,9 +176,11 @@ def naive_trains(bench: Bench):
 
 
 def buckets_on_rank(limit: int, *sizes: int) -> dict:
-    """fill_buckets of parameters of these numbers of elements, fp64, that alternate between two groups."""
+    """fill_buckets of fp32 parameters with fp64 gradients, of these numbers of elements, in two groups by turns."""
     groups = [here_alone("dp"), here_alone("other")]
-    params = [nn.Parameter(torch.zeros(size, 1, dtype=torch.float64)) for size in sizes]
+    params = [nn.Parameter(torch.zeros(size, 1, dtype=torch.float32)) for size in sizes]
+    for param in params:
+        param.grad_dtype = torch.float64
     numbered = {id(param): i for i, param in enumerate(params)}
     of = {param: groups[i % 5 == 2] for i, param in enumerate(params)}
     found = step02.fill_buckets(of, limit)
@@ -187,6 +189,7 @@ def buckets_on_rank(limit: int, *sizes: int) -> dict:
         "the groups of the buckets": [bucket.group.name for bucket in found],
         "elements of the buffers": [bucket.flat.numel() for bucket in found],
         "dimensions of the buffers": [bucket.flat.dim() for bucket in found],
+        "dtypes of the buffers": [str(bucket.flat.dtype) for bucket in found],
         "shapes of the views": [[list(view.shape) for view in bucket.views] for bucket in found],
         "places of the views": [
             [(view.data_ptr() - bucket.flat.data_ptr()) // 8 for view in bucket.views] for bucket in found
@@ -239,6 +242,7 @@ def bucket_views(bench: Bench):
     places = [[sum(sizes[j] for j in bucket[:k]) for k in range(len(bucket))] for bucket in buckets]
     expected = {
         "dimensions of the buffers": [1] * len(buckets),
+        "dtypes of the buffers": ["torch.float64"] * len(buckets),
         "elements of the buffers": [sum(sizes[i] for i in bucket) for bucket in buckets],
         "shapes of the views": [[[sizes[i], 1] for i in bucket] for bucket in buckets],
         "places of the views": places,
@@ -397,8 +401,10 @@ def narrow_on_rank(seed: int, n: int, length: int) -> dict:
     """narrow_sum once, and CompressedSum four times, of which the last three bring nothing new."""
     mesh, group = here()
     x = inputs_of(seed, n, length)[group.rank]
-    total, lost = compression.narrow_sum(x.clone(), group, INT8)
+    total, lost = compression.summed(compression.narrow_sum(x.clone(), group, INT8))
     found = {"the sum": total, "what was lost": lost, "bytes sent": taken(mesh)}
+    total, lost = compression.summed(compression.narrow_sum(x.clone(), group, replace(INT8, compress="bf16")))
+    found |= {"the sum in bf16": total, "what was lost in bf16": lost, "bytes sent in bf16": taken(mesh)}
     call, buffers = compression.CompressedSum(INT8), [torch.zeros(length), torch.zeros(length)]
     arrived = torch.zeros(length, dtype=torch.float64)
     for step in range(4):
@@ -426,21 +432,24 @@ def narrow_sums(bench: Bench):
     case = narrow_case(bench)
     seed, n, length = case
     run, exact = bench.ranks(n, narrow_on_rank, *case), inputs_of(seed, n, length).double().sum(0)
-    bench.same(run, lambda r: {"the sum": exact}, bound=0.02)
-    kept = run.answers[0]["the sum"].double() + sum(answer["what was lost"].double() for answer in run.answers)
-    off = ((kept - exact).norm() / exact.norm()).item()
-    if not off < 1e-6:
-        text = "of the sum and of what all ranks say was lost, something is missing"
-        raise Wrong(f"{text}: {off:.3g} (relative) - each rank also owes what its own sum lost when it was made narrow")
+    for bits, bound in (("", 0.02), (" in bf16", 0.005)):
+        bench.same(run, lambda r, bits=bits: {f"the sum{bits}": exact}, bound=bound)
+        lost = sum(answer[f"what was lost{bits}"].double() for answer in run.answers)
+        off = ((run.answers[0][f"the sum{bits}"].double() + lost - exact).norm() / exact.norm()).item()
+        if not off < 1e-6:
+            text = f"of the sum{bits} and of what all ranks say was lost, something is missing"
+            why = "each rank also owes what its own sum lost when it was made narrow"
+            raise Wrong(f"{text}: {off:.3g} (relative) - {why}")
 
 
 def narrow_bytes(bench: Bench):
     """A byte a value and four a block, both ways."""
     case = narrow_case(bench)
     _, n, length = case
-    half = (n - 1) * -(-length // (n * 256)) * 260
-    run = bench.ranks(n, narrow_on_rank, *case)
-    bench.same(run, lambda r: {"bytes sent": {"all_to_all": half, "all_gather": half}})
+    run, blocks = bench.ranks(n, narrow_on_rank, *case), (n - 1) * -(-length // (n * 256))
+    for key, size in (("bytes sent", 260), ("bytes sent in bf16", 512)):
+        expected = {key: {"all_to_all": blocks * size, "all_gather": blocks * size}}
+        bench.same(run, lambda r, expected=expected: expected)
 
 
 def late_not_lost(bench: Bench):
@@ -449,21 +458,3 @@ def late_not_lost(bench: Bench):
     seed, n, length = case
     run, exact = bench.ranks(n, narrow_on_rank, *case), inputs_of(seed, n, length).double().sum(0)
     bench.same(run, lambda r: {"what has arrived after four steps": exact}, bound=1e-6)
-
-
-# --- the file as it stands -------------------------------------------------------------------------------------------
-
-
-def whole() -> list[float]:
-    """Runs on every rank: the losses of two steps of the student's whole files."""
-    return training.trained("step02_ddp", json.dumps(RUN | WHOLE[1]))["losses"]
-
-
-def one_device() -> list[float]:
-    """The losses of step 1."""
-    return training.trained("step01_single_gpu", json.dumps(RUN))["losses"]
-
-
-def picture_run() -> dict:
-    """Runs on every rank: losses, and bytes sent in the last step."""
-    return training.pictured("step02_ddp", json.dumps(RUN | WHOLE[1]))

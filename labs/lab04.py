@@ -1,6 +1,5 @@
 """Lab 4: what is demanded of tensor and sequence parallelism. Functions `..._on_rank` run on the ranks."""
 
-import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -45,22 +44,24 @@ def tokens_of(n: int, rank: int, s: int) -> slice:
 
 
 def pair_on_rank(seed: int, n: int, b: int, s: int, h: int) -> dict:
-    """f and g without sequence parallelism: values, gradients and bytes."""
+    """f and g, without and with sequence parallelism: values, gradients and bytes."""
     mesh, group = here()
-    x, dy = (numbers(seed, name, n, b, s, h) for name in ("x", "dy"))
-    found = {}
-    for name, operator in (("f", step04.enter_block), ("g", step04.leave_block)):
-        own = x[group.rank].clone().requires_grad_()
-        y = operator(own, group, False)
-        forward = sent(mesh)
-        y.backward(dy[group.rank] if name == "f" else dy[0])
-        found |= {f"the output of {name}": y, f"the gradient of {name}'s input": own.grad}
-        found |= {f"what {name} sends forward": forward, f"what {name} sends backward": sent(mesh)}
+    x, dy = (numbers(seed, name, n, b, n * s, h) for name in ("x", "dy"))
+    found, part = {}, tokens_of(n, group.rank, n * s)
+    for sp in (False, True):
+        for name, operator in (("f", step04.enter_block), ("g", step04.leave_block)):
+            own = (x[group.rank, :, part] if sp and name == "f" else x[group.rank]).clone().requires_grad_()
+            y = operator(own, group, sp)
+            forward = sent(mesh)
+            y.backward((dy[group.rank] if name == "f" else dy[0][:, part] if sp else dy[0]).clone())
+            mode = f"{name} with sp={sp}"
+            found |= {f"the output of {mode}": y, f"the gradient of the input of {mode}": own.grad}
+            found |= {f"bytes forward, {mode}": forward, f"bytes backward, {mode}": sent(mesh)}
     return found
 
 
 def pair_case(bench: Bench) -> tuple[int, ...]:
-    """(seed, ranks, batch, tokens, dim) of task 1."""
+    """(seed, ranks, batch, tokens of a rank, dim) of task 1."""
     draw = bench.draws()
     return draw.randrange(10**6), draw.choice((3, 4)), draw.randint(1, 3), draw.randint(3, 7), draw.randint(3, 9)
 
@@ -68,25 +69,32 @@ def pair_case(bench: Bench) -> tuple[int, ...]:
 def pair_values(bench: Bench):
     """The forward of f and g."""
     seed, n, b, s, h = pair_case(bench)
-    x = numbers(seed, "x", n, b, s, h)
+    x = numbers(seed, "x", n, b, n * s, h)
+    gathered = torch.cat([x[r, :, tokens_of(n, r, n * s)] for r in range(n)], 1)
     run = bench.ranks(n, pair_on_rank, seed, n, b, s, h)
-    bench.same(run, lambda r: {"the output of f": x[r], "the output of g": x.sum(0)})
+    bench.same(run, lambda r: {"the output of f with sp=False": x[r], "the output of g with sp=False": x.sum(0)})
+    bench.same(run, lambda r: {"the output of f with sp=True": gathered})
+    bench.same(run, lambda r: {"the output of g with sp=True": x.sum(0)[:, tokens_of(n, r, n * s)]})
 
 
 def pair_gradients(bench: Bench):
     """Their backward."""
     seed, n, b, s, h = pair_case(bench)
-    dy = numbers(seed, "dy", n, b, s, h)
-    run = bench.ranks(n, pair_on_rank, seed, n, b, s, h)
-    bench.same(run, lambda r: {"the gradient of f's input": dy.sum(0), "the gradient of g's input": dy[0]})
+    dy = numbers(seed, "dy", n, b, n * s, h)
+    run, text = bench.ranks(n, pair_on_rank, seed, n, b, s, h), "the gradient of the input of {} with sp={}".format
+    bench.same(run, lambda r: {text("f", False): dy.sum(0), text("g", False): dy[0]})
+    bench.same(run, lambda r: {text("f", True): dy.sum(0)[:, tokens_of(n, r, n * s)], text("g", True): dy[0]})
 
 
 def pair_bytes(bench: Bench):
-    """One all-reduce in one direction, nothing in the other."""
+    """One all-reduce in one direction and nothing in the other, or (SP) half of it in each."""
     seed, n, b, s, h = pair_case(bench)
-    run, once = bench.ranks(n, pair_on_rank, seed, n, b, s, h), {"all_reduce": 2 * (n - 1) / n * b * s * h * 8}
-    expected = {"what f sends forward": {}, "what f sends backward": once}
-    expected |= {"what g sends forward": once, "what g sends backward": {}}
+    run, half = bench.ranks(n, pair_on_rank, seed, n, b, s, h), (n - 1) * b * s * h * 8
+    once, gather, scatter = {"all_reduce": 2 * half}, {"all_gather": half}, {"reduce_scatter": half}
+    expected = {"bytes forward, f with sp=False": {}, "bytes backward, f with sp=False": once}
+    expected |= {"bytes forward, g with sp=False": once, "bytes backward, g with sp=False": {}}
+    expected |= {"bytes forward, f with sp=True": gather, "bytes backward, f with sp=True": scatter}
+    expected |= {"bytes forward, g with sp=True": scatter, "bytes backward, g with sp=True": gather}
     bench.same(run, lambda r: expected)
 
 
@@ -423,21 +431,3 @@ def trains(bench: Bench):
     base = RUN | dict(seed=draw.randrange(1000), n_kv_heads=draw.choice((1, 2)), vocab_size=draw.randint(257, 263))
     layout = dict(tp=4, sp=True)
     training.equal_to_one_device(bench, "step04_tp_sp", 4, base, layout)
-
-
-# --- the file as it stands -------------------------------------------------------------------------------------------
-
-
-def whole() -> list[float]:
-    """Runs on every rank: the losses of two steps of the student's whole file."""
-    return training.trained("step04_tp_sp", json.dumps(RUN | WHOLE[1]))["losses"]
-
-
-def one_device() -> list[float]:
-    """The losses of step 1."""
-    return training.trained("step01_single_gpu", json.dumps(RUN))["losses"]
-
-
-def picture_run() -> dict:
-    """Runs on every rank: losses, and bytes sent in the last step."""
-    return training.pictured("step04_tp_sp", json.dumps(RUN | WHOLE[1]))

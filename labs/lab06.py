@@ -287,16 +287,6 @@ def parts_train(bench: Bench):
 # --- the file as it stands -------------------------------------------------------------------------------------------
 
 
-def whole() -> list[float]:
-    """Runs on every rank: the losses of two steps of the student's whole files."""
-    return training.trained("step06_pipeline", json.dumps(RUN | WHOLE[1]))["losses"]
-
-
-def one_device() -> list[float]:
-    """The losses of step 1."""
-    return training.trained("step01_single_gpu", json.dumps(RUN))["losses"]
-
-
 def picture_run() -> dict:
     """Runs on every rank: losses, bytes sent in the last step, and the lists of ZB-H1 for the timeline."""
     return training.pictured("step06_pipeline", json.dumps(RUN | WHOLE[1])) | dict(
@@ -308,7 +298,7 @@ def timelines(runs: list[dict]) -> Any:
     """A figure: the student's three schedules, simulated with F = B = W."""
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(3, 1, figsize=(10, 6), sharex=True)
+    figure, axes = plt.subplots(3, 1, figsize=(10, 6), sharex=True, layout="constrained")
     colours = {"F": "tab:blue", "B": "tab:orange", "W": "tab:green", "BW": "tab:red"}
     for axis, name, rows in zip(axes, FUNCTIONS, runs[0]["lists"], strict=True):
         lists = [[Action(*action) for action in row] for row in rows]

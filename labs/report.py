@@ -4,6 +4,7 @@ import ast
 import base64
 import html
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from labs import ranks
 from labs.folder import note
 from labs.grade import Folder, Result, check, text_of
 from labs.ranks import Failed, World
+from labs.training import PICTURED
 
 STYLE = (
     "body{font:16px sans-serif;max-width:50em;margin:2em auto}td{padding:.2em .8em;vertical-align:top}.no{color:#a00}"
@@ -31,13 +33,21 @@ def as_image(figure: Any) -> str:
 
 
 def own_run(folder: Folder) -> tuple[list[dict], list[float]]:
-    """(by rank what `picture_run` of the lab's module returns with the student's files, one device's losses)."""
-    modules = {}
-    for file, module in folder.lab.files.items():
+    """(by rank what a run of the student's files shows, one device's losses).
+
+    The run is `picture_run()` of the lab's module if there is one, else that of `WHOLE`.
+    """
+    modules, lab = {}, folder.lab
+    for file, module in lab.files.items():
         modules[module] = ast.parse(folder.sources[module], file), str(folder.path / file)
-    name = folder.lab.module.__name__
-    mine = ranks.run(World(modules, folder.path), folder.lab.module.WHOLE[0], f"{name}:picture_run", (), 120)
-    return mine, ranks.run(World(), 1, f"{name}:one_device", (), 120)[0]
+    size, layout = lab.module.WHOLE
+    base = lab.module.RUN
+    run = "labs.training:pictured", (lab.step, json.dumps(base | layout))
+    if hasattr(lab.module, "picture_run"):
+        run = f"{lab.module.__name__}:picture_run", ()
+    mine = ranks.run(World(modules, folder.path), size, *run, 120)
+    alone = ranks.run(World(), 1, "labs.training:losses", (lab.alone, json.dumps(base | PICTURED)), 120)[0]
+    return mine, alone
 
 
 def pictures(folder: Folder) -> str:
@@ -46,17 +56,25 @@ def pictures(folder: Folder) -> str:
         runs, alone = own_run(folder)
     except (Failed, SyntaxError) as error:
         return f"<p>Your file does not run yet: {html.escape(str(error))}</p>"
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.5))
-    left.plot(range(1, len(alone) + 1), alone, "o-", label="one device (step 1)", linewidth=4, alpha=0.4)
-    left.plot(range(1, len(runs[0]["losses"]) + 1), runs[0]["losses"], "x--", label=f"your file, {len(runs)} ranks")
+    sent = runs[0]["traffic"]
+    wide = 2 if sent else 1
+    figure, axes = plt.subplots(1, wide, figsize=(5 * wide, 3.5), squeeze=False, layout="constrained")
+    left = axes[0, 0]
+    left.plot(range(1, len(alone) + 1), alone, "o-", label="one device", linewidth=4, alpha=0.4)
+    left.plot(range(1, len(runs[0]["losses"]) + 1), runs[0]["losses"], "x--", label=f"your file, ranks: {len(runs)}")
     left.set(xlabel="step", ylabel="loss (nats a token)")
     left.legend()
-    sent = runs[0]["traffic"]
-    right.barh(list(sent), [n_bytes / 1e6 for n_bytes in sent.values()])
-    right.set(xlabel="MB that rank 0 sends in a step", title="ledger")
+    if sent:
+        axes[0, 1].barh(list(sent), [n_bytes / 1e6 for n_bytes in sent.values()])
+        axes[0, 1].set(xlabel="MB that rank 0 sends in a step", title="ledger")
     worst = max((abs(a - b) / abs(b) for a, b in zip(runs[0]["losses"], alone, strict=False)), default=0.0)
     text = as_image(figure) + f"<p>Largest relative difference of a loss from one device: {worst:.2g}.</p>"
-    return text + "".join(as_image(draw(runs)) for draw in getattr(folder.lab.module, "PICTURES", []))
+    for draw in getattr(folder.lab.module, "PICTURES", []):
+        try:
+            text += as_image(draw(runs))
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # of what the student's code returned
+            text += f"<p>No picture of {draw.__name__}: {html.escape(str(error))}</p>"
+    return text
 
 
 def rows(results: list[Result]) -> str:

@@ -6,6 +6,7 @@ main(train, Config)    one readable line instead of a traceback, once per job
 
 import argparse
 import dataclasses
+import difflib
 import inspect
 import os
 import re
@@ -24,6 +25,8 @@ import torch
 from common import UserError
 from common.model import PRESETS, ModelConfig
 from services.dry_run import dry_run
+from services.launch import world_size
+from services.relief import out_of_memory
 
 # How gloo and NCCL tell a rank that another one is gone.
 LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited|timed out", re.IGNORECASE)
@@ -120,6 +123,20 @@ class Parser(argparse.ArgumentParser):
         """Raise instead of printing the usage."""
         raise UserError(message)
 
+    def parse_args(self, argv: list[str] | None = None) -> argparse.Namespace:
+        """The flags. Raises UserError; of an unknown flag it says which known one is like it."""
+        found, unknown = self.parse_known_args(argv)
+        if unknown:
+            known = [flag for action in self._actions for flag in action.option_strings]
+            words = [word.split("=")[0] for word in unknown if word.startswith("-")]
+            near = [difflib.get_close_matches(word, known, n=1) for word in words]
+            asked = " ".join(flag for flags in near for flag in flags)
+            raise UserError(
+                f"unrecognized arguments: {' '.join(unknown)}; "
+                + (f"did you mean {asked}?" if asked else "--help lists the flags of this step")
+            )
+        return found
+
 
 def parse(cls: type, argv: list[str] | None = None) -> Any:
     """Command line -> an instance of dataclass `cls`: field `n_layers: int | None` becomes `--n-layers`.
@@ -163,6 +180,9 @@ def main(train: Callable[[Any], Any], cls: type, argv: list[str] | None = None):
         (partial(dry_run, train) if dry else train)(config)
     except UserError as error:
         report(f"error: {error}")
+        status = 2
+    except torch.OutOfMemoryError as error:
+        report(f"error: rank {os.environ.get('RANK', 0)}: {out_of_memory(error, config, world_size())}")
         status = 2
     except KeyboardInterrupt:
         status = 130

@@ -68,6 +68,7 @@ def open_mesh(sizes: dict[str, int], device: torch.device, backend: str, timeout
     joins = world > 1 and not dist.is_initialized()
     if joins:
         chosen = backend if backend != "auto" else "nccl" if own_gpu else "gloo"
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # a message that is ready goes before waiting matmuls
         store = fresh_store(2 * timeout)
         where = {} if store is None else dict(store=store, rank=int(os.environ["RANK"]), world_size=world)
         dist.init_process_group(chosen, timeout=timedelta(seconds=2 * timeout), **where)

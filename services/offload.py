@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,11 +39,22 @@ def to_host(tensor: Tensor) -> Tensor:
     return host.pin_memory() if torch.cuda.is_available() else host
 
 
+def reserve(file: BinaryIO, n_bytes: int):
+    """Give a file so many bytes of the disk now. Raises OSError if it is full, which a write into the map could not."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, n_bytes)
+        return
+    zeros = bytes(2**20)  # macOS has no such call: there the bytes are written
+    for start in range(0, n_bytes, len(zeros)):
+        file.write(zeros[: n_bytes - start])
+    file.flush()
+
+
 def to_file(folder: Path, tensor: Tensor) -> Tensor:
     """A copy in a file of `folder`, its space reserved at once. The file has no name, so it ends with the process."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
-        os.posix_fallocate(file.fileno(), 0, max(1, tensor.nbytes))
+        reserve(file, max(1, tensor.nbytes))
         mapped = mmap.mmap(file.fileno(), max(1, tensor.nbytes))
     return torch.frombuffer(mapped, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape).copy_(tensor)
 
@@ -56,9 +67,23 @@ class Homes(NamedTuple):
 
 
 def homes(config: Any) -> Homes:
-    """What --offload-params and --offload-optimizer say."""
+    """What --offload-params and --offload-optimizer say.
+
+    With a GPU, the update on the host gets as many threads as each rank has cores. (torchrun gives it one.)
+    """
+    if torch.cuda.is_available() and (config.offload_optimizer, config.offload_params) != ("none", "none"):
+        torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     states = dict(none=here, cpu=to_host, disk=partial(to_file, Path(config.out or "runs")))
     return Homes(to_host if config.offload_params == "cpu" else here, states[config.offload_optimizer])
+
+
+def on_host(config: Any) -> set[str]:
+    """The kinds of the memory table that lie in host memory. A slice of weights that does takes its update there."""
+    weights, states = (getattr(config, f"offload_{what}", "none") for what in ("params", "optimizer"))
+    found = {"parameters"} if weights == "cpu" else set()
+    if states == "cpu" or (weights == "cpu" and states == "none"):
+        found |= {"masters", "moments"}
+    return found
 
 
 def require_disk(config: Any, model: nn.Module, dtype: torch.dtype, mesh: Mesh):

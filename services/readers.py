@@ -6,8 +6,10 @@ stored once by `datasets` as Arrow files and memory-mapped.
 """
 
 import os
+import re
 import sys
 import sysconfig
+import textwrap
 from pathlib import Path
 
 import datasets
@@ -70,12 +72,20 @@ def open_dataset(source: str) -> datasets.Dataset | datasets.DatasetDict:
         return datasets.load_dataset(reader, data_files=[str(file) for file in files], split="train", **options)
     if source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix in READERS:
         raise UserError(f"--dataset {source}: no such file or folder")
+    name, _, config = source.partition(":")
     if not datasets.config.HF_HUB_OFFLINE:
         try:  # one quick question first: without a network, load_dataset would retry for half a minute, noisily
-            HfApi().dataset_info(source, timeout=10)
+            HfApi().dataset_info(name, timeout=10)
         except Exception as error:
             raise ConnectionError(source) from error
-    return datasets.load_dataset(source, split="train")
+    try:
+        return datasets.load_dataset(name, config or None, split="train")
+    except ValueError as error:
+        known = re.search(r"[Cc]onfig.*?\[(.*?)\]", str(error), re.DOTALL)  # it has several, or not this one
+        if not known:
+            raise
+        names = textwrap.shorten(known.group(1).replace("'", ""), 300)
+        raise UserError(f"--dataset {source}: use --dataset {name}:CONFIG with one of its configs: {names}") from error
 
 
 def columns_of(data: datasets.Dataset | datasets.DatasetDict, source: str) -> tuple[datasets.Dataset, int]:

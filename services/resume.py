@@ -14,14 +14,15 @@ from services import checkpoint as checkpoints
 from services.checkpoint import Checkpoint, Piece
 from services.health import Spikes
 from services.launch import gather_objects
+from services.residuals import owed, take_over
 from services.run import Run, run_directory
 from services.state import masters_from_weights, pieces, settle
 
 
-def save(run: Run, step: int, optimizer: Any, spikes: Spikes):
+def save(run: Run, step: int, optimizer: Any, spikes: Spikes, sync: Any = None):
     """Write a checkpoint of everything that the next step depends on. Called by every rank, each writes its share.
 
-    The data position is the step itself. What compression owes (step 2) is not kept: a resumed run owes nothing.
+    The data position is the step itself. `sync`: of the gradients (step 2), whose compression may owe something.
     """
     start, config = time.perf_counter(), run.config
     run.doing = "save"
@@ -32,11 +33,12 @@ def save(run: Run, step: int, optimizer: Any, spikes: Spikes):
     meta = dict(**about, dtype=str(optimizer.dtype), position=position, **scaling)
     rng = torch.get_rng_state()
     of_rank_0 = [Piece("rng", "cpu", rng, rng.shape)] if run.rank == 0 else []
-    run.saver.save(step, chain(pieces(optimizer), of_rank_0), meta, config.save_async)
+    held = chain(pieces(optimizer), owed(sync, optimizer, run.mesh), of_rank_0)
+    run.saver.save(step, held, meta, config.save_async)
     run.clock["save"] += time.perf_counter() - start
 
 
-def resume(optimizer: Any, spikes: Spikes, config: Any, mesh: Mesh) -> int:
+def resume(optimizer: Any, spikes: Spikes, config: Any, mesh: Mesh, sync: Any = None) -> int:
     """Take over a checkpoint; returns the number of steps it has done. Raises UserError if it does not fit."""
     found = checkpoints.find(config.resume, run_directory(config), mesh)
     if found is None:
@@ -52,6 +54,7 @@ def resume(optimizer: Any, spikes: Spikes, config: Any, mesh: Mesh) -> int:
         optimizer.loss_scale, optimizer.good_steps = meta["loss_scale"], meta["good_steps"]
         spikes.recent = tuple(map(tuple, meta["recent"]))
         torch.set_rng_state(found.full("rng", "cpu"))
+        take_over(sync, optimizer, mesh, found)
     return found.meta["step"]
 
 

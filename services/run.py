@@ -30,6 +30,7 @@ from services import plots
 from services.devices import moment, peak_memory
 from services.launch import gather_objects
 from services.memory import MemoryTimeline
+from services.offload import on_host
 from services.tables import bytes_of, human, table
 from services.watchdog import Place, Signals, Watchdog, shared_store
 
@@ -166,7 +167,8 @@ class Run:
         if name == "validation":
             self.traffic = self.mesh.ledger.take()
         with ExitStack() as stack:
-            before = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+            count = name == "forward" and self.device.type == "cuda" and self.forwards == 1 and self.measuring
+            before = torch.cuda.memory_allocated(self.device) if count else 0
             if self.profiling:
                 stack.enter_context(self.memory.phase(name))
             if self.device.type == "cuda":
@@ -185,7 +187,7 @@ class Run:
         if name == "forward" and self.profiling and self.watch:
             self.measured["activations"] = max(self.measured.get("activations", 0), self.memory.live("activations"))
             self.watch -= 1
-        elif name == "forward" and self.device.type == "cuda" and self.forwards == 1:
+        elif count:
             # Of the last forward pass: in the first one, cuBLAS takes its workspace.
             self.measured["activations"] = torch.cuda.memory_allocated(self.device) - before
 
@@ -200,19 +202,30 @@ class Run:
             return self.step < self.profiled_until
         return (self.device.type == "cpu" or self.forwards > 1) and self.watch > 0 and not self.config.compile
 
+    @property
+    def measuring(self) -> bool:
+        """Whether the bytes that a rank holds are to be noted: in the first two steps, and in profiled ones."""
+        return self.profiling or self.step < self.first + 2
+
     def measure(self, held: dict[str, list[Tensor]]):
-        """Note the bytes held by tensors, by kind, for the memory table (the most seen in the first two steps)."""
-        if self.profiling or self.step < self.first + 2:
-            for kind, tensors in held.items():
-                self.measured[kind] = max(self.measured.get(kind, 0), bytes_of(tensors))
-                if self.profiling:
-                    self.memory.label({"masters": "optimizer", "moments": "optimizer"}.get(kind, kind), tensors)
+        """Note the bytes held by tensors, by kind, for the memory table (the most seen)."""
+        for kind, tensors in held.items():
+            self.measured[kind] = max(self.measured.get(kind, 0), bytes_of(tensors))
+            if self.profiling:
+                self.memory.label({"masters": "optimizer", "moments": "optimizer"}.get(kind, kind), tensors)
 
     def memory_table(self, predicted: dict[str, int | None]) -> str:
-        """Predicted bytes by kind and, as far as they are known, the measured ones beside them."""
-        rows = [[kind, human(n), human(self.measured.get(kind))] for kind, n in predicted.items()]
-        total = sum(self.measured.values()) if self.measured.keys() >= predicted.keys() else None
-        rows.append(["sum", human(sum(n or 0 for n in predicted.values())), human(total)])
+        """Predicted bytes by kind and, as far as they are known, the measured ones beside them.
+
+        What is offloaded to the host has a sum of its own.
+        """
+        rows, host = [], on_host(self.config)
+        for away in (False, True) if host else (False,):
+            kinds = [kind for kind in predicted if (kind in host) == away]
+            place = (", host" if away else ", device") if host else ""
+            rows += [[kind + place, human(predicted[kind]), human(self.measured.get(kind))] for kind in kinds]
+            total = sum(map(self.measured.get, kinds)) if self.measured.keys() >= set(kinds) else None
+            rows.append([f"sum{place}", human(sum(predicted[kind] or 0 for kind in kinds)), human(total)])
         return table([["memory", "predicted", "measured"], *rows])
 
     def log(self, loss: float, grad_norm: float, lr: float, tokens: int, **more: Any):

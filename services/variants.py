@@ -42,7 +42,8 @@ class Variants:
 
     def measure(self):
         """Note the bytes that this rank holds now, by kind, for the memory table."""
-        self.log.measure(held(self.optimizer, getattr(self.config, "offload_optimizer", "none") == "disk"))
+        if self.log.measuring:
+            self.log.measure(held(self.optimizer, getattr(self.config, "offload_optimizer", "none") == "disk"))
 
     def require_same_parameters(self):
         """Compare the weights of replicas, if they are whole (without ZeRO). Raises RuntimeError."""

@@ -11,19 +11,40 @@ import datasets
 import numpy as np
 import pytest
 
-from tests.pool import Pools
+from tests.pool import Pools, open_data_once
+from tests.sharing import run_shared
+
+
+def pytest_addoption(parser):
+    """--alone: no second process helps to run the tests of many files."""
+    parser.addoption("--alone", action="store_true", help="run all tests in this process")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+    """The tests of many files are run by two processes (tests/sharing.py)."""
+    return run_shared(session)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """`pytest.mark.sampled(n)`: the default run takes every n-th case of a test, `-m exhaustive` the others."""
+    """What the default run takes of a test's cases; `-m exhaustive` has the others.
+
+    `pytest.mark.sampled(n)`: every n-th; `pytest.mark.picked(2, 5)`: those with these numbers, from 0.
+    """
     count = Counter()
     for item in items:
-        if marker := item.get_closest_marker("sampled"):
-            (every,) = marker.args
-            if count[item.parent, item.originalname] % every:
-                item.add_marker("exhaustive")
-            count[item.parent, item.originalname] += 1
+        sampled, picked = item.get_closest_marker("sampled"), item.get_closest_marker("picked")
+        number = count[item.parent, item.originalname]
+        if (sampled and number % sampled.args[0]) or (picked and number not in picked.args):
+            item.add_marker("exhaustive")
+        count[item.parent, item.originalname] += 1
+
+
+@pytest.fixture(scope="session", autouse=True)
+def data_opened_once():
+    """Opening the 674 files of the default text takes longer than a tiny run on it."""
+    open_data_once()
 
 
 @pytest.fixture(scope="session")

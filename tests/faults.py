@@ -566,14 +566,14 @@ def ring_backward_with(**names: Callable) -> Iterator[None]:
 
 
 def kv_of_hop_0_in_backward():
-    """Backward computes every hop (of a contiguous ring) with the keys and values of the first."""
+    """Backward computes every hop with the keys and values of the first, if a hop has as many."""
 
     def make(block_attention_backward):
         held = []
 
         def wrapper(grad, q, k, v, *rest):
             held.extend((k, v)[len(held) :])
-            return block_attention_backward(grad, q, *held, *rest)
+            return block_attention_backward(grad, q, *(held if held[0].shape == k.shape else (k, v)), *rest)
 
         return wrapper
 

@@ -32,17 +32,43 @@ class Hang(AssertionError):
     """Some ranks did not return in time; the text says where each one stood."""
 
 
+def open_data_once():
+    """Tests train hundreds of times on the same data: this process opens each set, and shuffles its windows, once."""
+    import services.readers
+    from common import trainer
+
+    services.readers.load_columns = functools.lru_cache(services.readers.load_columns)
+    trainer.open_tokens = functools.lru_cache(maxsize=8)(trainer.open_tokens)
+
+
+def note_hooks() -> list[Any]:
+    """The handles of hooks on gradients that are added from now on, to be removed after a task.
+
+    Such a hook is held by C++, where Python's garbage collector does not look. It holds the trainer that added it,
+    which holds the parameter: a cycle that would never be freed, megabytes for each task.
+    """
+    import torch
+
+    handles, right = [], torch.Tensor.register_post_accumulate_grad_hook
+
+    def register(tensor: torch.Tensor, hook: Callable) -> Any:
+        handles.append(right(tensor, hook))
+        return handles[-1]
+
+    torch.Tensor.register_post_accumulate_grad_hook = register
+    return handles
+
+
 def serve(rank: int, world: int, folder: str, connection: Connection):
     """A worker's life: join the group, then run what arrives until the connection closes."""
     import torch
     import torch.distributed as dist
 
-    import services.readers
     from common.comm import Mesh
 
     torch.set_num_threads(1)
-    # Tests train hundreds of times on the same data: a worker opens each set once.
-    services.readers.load_columns = functools.lru_cache(services.readers.load_columns)
+    open_data_once()
+    hooks = note_hooks()
     made, join = [], Mesh.join
     Mesh.join = lambda self, name, ranks: (join(self, name, ranks), made.append(self.groups[name]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -56,10 +82,12 @@ def serve(rank: int, world: int, folder: str, connection: Connection):
             function, args = pickle.loads(connection.recv_bytes())
         except EOFError:
             os._exit(0)
+        while hooks:
+            hooks.pop().remove()
         # A group of gloo's has threads, which end with the last reference to it: hundreds would slow down everything.
-        # Hooks of parameters may keep a whole trainer alive, and so its groups: they are taken out of its hands.
-        # Only now, when all ranks have answered the last task: to a rank that is still joining a group, another one
-        # that has left it already looks like a crash.
+        # Whatever keeps a trainer alive for a while keeps its groups: they are taken out of its hands. Only now, when
+        # all ranks have answered the last task: to a rank that is still joining a group, another one that has left it
+        # already looks like a crash.
         for group in list(dist.distributed_c10d._world.pg_map):
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)

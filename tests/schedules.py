@@ -1,11 +1,13 @@
 """Proof that pipeline schedules are complete, in order and free of deadlock; PyTorch's own ones to compare with."""
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from common.schedules import Action, Output, Place, Placement, Step
+from common.schedules import Action, Output, Place, Placement, Step, needs, neighbours
 
 
 class ScheduleError(Exception):
@@ -110,6 +112,60 @@ def check_programs(programs: list[list[Step]], placements: list[Placement], bloc
             waiting = queue[0] if queue else program[position[rank]]
             raise ScheduleError(f"deadlock: rank {rank} waits for ever for {waiting}")
     return most
+
+
+# Which messages of a rank wait for one another. NCCL's batches: all those of a group, as they share one stream.
+QUEUES: dict[str, Callable[[int, Step], Any]] = {
+    "one queue": lambda rank, step: rank,
+    "one for each neighbour": lambda rank, step: (rank, step.peer),
+    "one for each neighbour and direction": lambda rank, step: (rank, step.peer, step.kind),
+    "none": lambda rank, step: (rank, step.what, step.kind),
+}
+
+
+def seconds_of(
+    programs: list[list[Step]],
+    placements: list[Placement],
+    duration: Callable[[int, Action], float],
+    comm: float,
+    queue_of: Callable[[int, Step], Any],
+) -> float:
+    """Seconds until all programs have ended, if messages pass in the order of posting, queue by queue.
+
+    `duration` of a rank's action and `comm` of a message, in seconds. A message starts when it heads its queue on both
+    ranks, and both have posted it. Raises ScheduleError on a deadlock.
+    """
+    before, after = neighbours(placements)
+    clock, at = [0.0] * len(programs), [0] * len(programs)
+    queues, free, arrived = defaultdict(deque), defaultdict(float), {}
+    moving = True
+    while moving:
+        moving = False
+        for rank, program in enumerate(programs):
+            while at[rank] < len(program):
+                step = program[at[rank]]
+                if step.kind == "run":
+                    inputs = [(rank, o) for o in needs(step.what, rank, before, after) if o[2].rank != rank]
+                    if not arrived.keys() >= {*inputs}:
+                        break
+                    clock[rank] = max([clock[rank], *(arrived[one] for one in inputs)]) + duration(rank, step.what)
+                else:
+                    queues[queue_of(rank, step)].append((step, rank, clock[rank]))
+                at[rank], moving = at[rank] + 1, True
+        for here, queue in list(queues.items()):
+            while queue and queue[0][0].kind == "send":
+                step, rank, posted = queue[0]
+                receive = Step("recv", step.what, rank)
+                there = queue_of(step.peer, receive)
+                if not queues[there] or queues[there][0][:2] != (receive, step.peer):
+                    break
+                end = max(posted, queues[there].popleft()[2], free[here], free[there]) + comm
+                free[here] = free[there] = arrived[step.peer, step.what] = end
+                queue.popleft()
+                moving = True
+    if any(queues.values()) or at != [len(program) for program in programs]:
+        raise ScheduleError(f"deadlock: the ranks' programs end at steps {at}")
+    return max(clock)
 
 
 TORCH_SCHEDULES = {

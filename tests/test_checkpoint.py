@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from itertools import product
-from math import prod
+from math import lcm, prod
 from pathlib import Path
 from unittest import mock
 
@@ -36,9 +36,9 @@ from services.plots import read_metrics
 from services.state import full_state, pieces
 from services.watchdog import GRACE, Place, Watchdog, compare
 from tests import faults
-from tests.bench.resume import BASE, BEFORE, PAIRS, cp, one, run, tp, worst_difference, zero
+from tests.bench.resume import BASE, BEFORE, PAIRS, Saved, cp, one, run, tp, worst_difference, zero
 from tests.diff import ROOT
-from tests.equivalence import SMALL, difference, job
+from tests.equivalence import SMALL, difference, job, without_instruments
 from tests.jobs import as_flags, end, ranks_of, steps_done, torchrun, wait_for
 from tests.pool import RankError
 from tests.test_model import norms_in_fp64, rotary_in_fp64
@@ -157,12 +157,13 @@ def saved_on_rank(options: dict) -> tuple[int, dict[str, int]]:
         right(run, *args)
         taken.append(sum(run.mesh.ledger.entered.values()) - before)
 
-    with mock.patch.object(resume, "save", save):
+    with mock.patch.object(resume, "save", save), without_instruments():
         step05.train(step05.Config(**options))
     return taken, {p.name: p.stat().st_size for p in checkpoints.newest(Path(options["out"])).glob("*.bin")}
 
 
-@pytest.mark.parametrize("layout", [dict(tp=4, zero=0), dict(cp=2, tp=2, zero=3), dict(cp=2, tp=1, zero=1)], ids=str)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("layout", [dict(tp=4, zero=0), dict(cp=2, tp=1, zero=1), dict(cp=2, tp=2, zero=3)], ids=str)
 def test_a_save_gathers_nothing_and_writes_each_number_once(pools, tmp_path, layout):
     """Weights and two moments of 8 bytes each, step counts and the RNG's state; shared evenly by the ranks."""
     options = BASE | layout | dict(steps=2, out=str(tmp_path), global_batch_size=8)
@@ -188,10 +189,16 @@ SAVED, RESUMED = ([pair[i] for pair in DENSE] for i in (0, 1))
 PRODUCT = list(product([*SAVED, cp(8, 2, 2, 1), tp(8, 4, 3)], [*RESUMED, cp(8, 2, 2, 3)]))
 
 
+def few_micro_batches(*layouts: Saved) -> dict[str, int]:
+    """The flag that leaves a rank two micro-batches a step (more, if the layouts have unlike numbers of data ranks)."""
+    data = [s.ranks // prod(s.flags.get(dim, 1) for dim in ("pp", "cp", "tp")) for s in layouts]
+    return dict(micro_batch_size=max(1, BASE["global_batch_size"] // lcm(*data) // 2))
+
+
 @pytest.mark.parametrize("saved, resumed", PAIRED, ids=lambda layout: str(layout).replace(" ", "_"))
 def test_saved_under_one_layout_resumed_under_another(pools, tmp_path, saved, resumed):
     """The five losses after the checkpoint, and the final weights, are those of one device that never stopped."""
-    assert worst_difference(pools, saved, resumed, tmp_path, {}) < 1e-10
+    assert worst_difference(pools, saved, resumed, tmp_path, few_micro_batches(saved, resumed)) < 1e-10
 
 
 SWEPT = pytest.mark.exhaustive
@@ -202,7 +209,8 @@ TIED += [pytest.param(*pair, marks=SWEPT) for pair in ((one(), cp(4, 2, 2, 2)), 
 @pytest.mark.parametrize("saved, resumed", TIED)
 def test_tied_weights_change_layouts(pools, tmp_path, saved, resumed):
     """The matrix that is both embedding and head is one tensor in the checkpoint."""
-    assert worst_difference(pools, saved, resumed, tmp_path, dict(tied=True)) < 1e-10
+    base = few_micro_batches(saved, resumed) | dict(tied=True)
+    assert worst_difference(pools, saved, resumed, tmp_path, base) < 1e-10
 
 
 @pytest.mark.exhaustive
@@ -222,7 +230,7 @@ def test_any_layout_to_any_other(pools, tmp_path, saved, resumed):
 )
 def test_an_incomplete_resume_is_noticed(pools, tmp_path, fault, saved, resumed):
     """Fault 17: weights without moments, data position or learning rate."""
-    options = BASE | dict(out=str(tmp_path / "a"))
+    options = BASE | dict(out=str(tmp_path / "a"), micro_batch_size=3)
     losses, _ = run(pools, one(), options | dict(out=str(tmp_path / "whole")))
     run(pools, saved, options | dict(stop_after=BEFORE))
     with faults.applied(fault):
@@ -238,9 +246,10 @@ def resumed_with_fault(options: dict, fault: str) -> list[float]:
 
 def test_reading_rank_0s_part_is_noticed(pools, tmp_path):
     """Fault 8: every tensor-parallel rank is given rank 0's heads and rows."""
-    losses, _ = run(pools, one(), BASE | dict(out=str(tmp_path / "whole")))
-    run(pools, one(), BASE | dict(out=str(tmp_path / "a"), stop_after=BEFORE))
-    options = BASE | dict(tp=2, resume=str(tmp_path / "a"), out=str(tmp_path / "b"))
+    base = BASE | dict(micro_batch_size=3)
+    losses, _ = run(pools, one(), base | dict(out=str(tmp_path / "whole")))
+    run(pools, one(), base | dict(out=str(tmp_path / "a"), stop_after=BEFORE))
+    options = base | dict(tp=2, resume=str(tmp_path / "a"), out=str(tmp_path / "b"))
     later = pools(2).run(resumed_with_fault, options, "read_as_rank_0")[0]
     assert difference(later[0], losses[BEFORE]) > 1e-6
     options["out"] = str(tmp_path / "c")
@@ -270,14 +279,16 @@ def test_one_device_generates_from_any_checkpoint(pools, tmp_path, capsys):
 
 def auto_on_rank(options: dict) -> tuple[list[int], list[float]]:
     """Runs on every rank: step 5 with its own choice of layout."""
-    history = step05.train(step05.Config(**options)).history
+    with without_instruments():
+        history = step05.train(step05.Config(**options)).history
     return [row["step"] for row in history], [row["loss"] for row in history]
 
 
 def test_a_job_shrinks_and_grows(pools, tmp_path):
     """The same command on 4, 2, 3 and 1 ranks: each picks a legal layout, keeps the batch, and goes on."""
-    losses, _ = run(pools, one(), BASE | dict(out=str(tmp_path / "whole")))
-    options = BASE | dict(out=str(tmp_path / "run"), resume="auto", save_every=100)
+    base = BASE | dict(micro_batch_size=2)
+    losses, _ = run(pools, one(), base | dict(out=str(tmp_path / "whole")))
+    options = base | dict(out=str(tmp_path / "run"), resume="auto", save_every=100)
     for ranks, stop in [(4, 2), (2, 4), (3, 6), (1, 8)]:
         on = pools(ranks).run if ranks > 1 else lambda function, *args: [function(*args)]
         steps, found = on(auto_on_rank, options | dict(stop_after=stop))[0]
@@ -464,6 +475,7 @@ def test_every_pause_is_told(tmp_path, capsys):
     assert re.search(r"the last save took a pause of \d+\.\d{3} s", capsys.readouterr().out)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_async_saves_what_was_there(pools, tmp_path, stage):
     """Training goes on while the first snapshot is written: it holds that step's numbers, and the pause is shorter."""
@@ -648,7 +660,8 @@ def diverged_on_rank(options: dict, rank: int, kind: str, name: str) -> int:
             assert piece.tensor.numel()
             piece.tensor.view(-1)[0] += 1e-9
 
-    return len(step05.train(step05.Config(**options), observe).history)
+    with without_instruments():
+        return len(step05.train(step05.Config(**options), observe).history)
 
 
 @pytest.mark.parametrize(
@@ -659,7 +672,7 @@ def diverged_on_rank(options: dict, rank: int, kind: str, name: str) -> int:
         pytest.param(4, dict(tp=2, cp=1, zero=0), 2, "exp_avg", "model.norm.weight", marks=SWEPT),
         (4, dict(tp=2, cp=2, zero=1), 1, "exp_avg_sq", "model.norm.weight"),
         pytest.param(4, dict(tp=2, cp=1, zero=3), 1, "model", "model.norm.weight", marks=SWEPT),
-        (4, dict(tp=4, cp=1, zero=2), 3, "exp_avg", "model.layers.0.self_attn.k_proj.weight"),
+        pytest.param(4, dict(tp=4, cp=1, zero=2), 3, "exp_avg", "model.layers.0.self_attn.k_proj.weight", marks=SWEPT),
     ],
     ids=str,
 )
@@ -668,7 +681,7 @@ def test_a_diverging_replica_is_named(pools, tmp_path, ranks, layout, rank, kind
 
     (A wrong moment shows in the weight as well after the update. What ZeRO 1 and 2 gather anew is healed.)
     """
-    options = BASE | layout | dict(steps=4, check_replicas=2, out=str(tmp_path), lr=0.01)
+    options = BASE | layout | dict(steps=4, check_replicas=2, out=str(tmp_path), lr=0.01, micro_batch_size=3)
     assert pools(ranks).run(diverged_on_rank, options, 99, kind, name) == [4] * ranks
     with pytest.raises(RankError, match=rf"(model|{kind}) of {name} is not the same on ranks \d and {rank}"):
         pools(ranks).run(diverged_on_rank, options, rank, kind, name)
@@ -894,11 +907,12 @@ def require_undisturbed(pools, out: Path, options: dict):
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-def test_three_kills_cost_nothing(pools, tmp_path):
-    """SIGKILL to a random rank, three times: the job restarts itself, and the end is the same bit for bit."""
+@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_kills_cost_nothing(pools, tmp_path, kills):
+    """SIGKILL to a random rank, several times: the job restarts itself, and the end is the same bit for bit."""
     options = KILLED | dict(zero=2, save_async=True)
     flags = as_flags(options | dict(out=str(tmp_path / "run"), resume="auto"))
-    kill_at_random(tmp_path / "run", flags, seed=0, kills=3)
+    kill_at_random(tmp_path / "run", flags, seed=0, kills=kills)
     require_undisturbed(pools, tmp_path / "run", options)
 
 

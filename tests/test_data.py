@@ -25,8 +25,9 @@ SEQ = 8
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path):
-    """Keeps what the tests tokenise out of the user's cache."""
+    """Keeps what the tests tokenise out of the user's cache, and opens it each time."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(readers, "load_columns", readers.load_columns.__wrapped__)
 
 
 def stored(tmp_path, **columns) -> str:
@@ -211,6 +212,32 @@ def test_python_sources_by_default(monkeypatch):
         text = decode(tokens.flatten().tolist())
         assert "self" in text and "def " in text
         assert tokens.min() >= 0 and tokens.max() <= END
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch) -> Path:
+    """A folder with two configs, "first" and "second", which stands for whatever is asked of the hub."""
+    folder = tmp_path / "corpus"
+    lines = ["---", "configs:"]
+    for name in ("first", "second"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "data.jsonl").write_text(json.dumps({"text": f"{name} text " * 20}) + "\n")
+        lines += [f"- config_name: {name}", f"  data_files: {name}/data.jsonl"]
+    (folder / "README.md").write_text("\n".join([*lines, "---", ""]))
+    real = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, *more, **options: real(str(folder), *more, **options))
+    return folder
+
+
+def test_a_data_set_with_configs(corpus):
+    """--dataset some/corpus:second reads that one; without a name, or with a wrong one, the line lists the names."""
+    stream = open_tokens("some/corpus:second", SEQ, 1, 0, BYTE_VOCAB).tokens
+    assert decode(stream.read(0, 11).tolist()) == "second text"
+    for source in ("some/corpus", "some/corpus:third"):
+        with pytest.raises(UserError) as caught:
+            open_tokens(source, SEQ, 1, 0, BYTE_VOCAB)
+        message = f"--dataset {source}: use --dataset some/corpus:CONFIG with one of its configs: first, second"
+        assert str(caught.value) == message
 
 
 # Mistakes

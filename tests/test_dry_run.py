@@ -35,7 +35,7 @@ REAL = {  # layouts of 2 to 16 ranks, to be run by gloo
     "cp-4": (5, 4, dict(cp=2, tp=2, zero=1)),
     "ulysses-2": (5, 2, dict(cp=2, tp=1, cp_mode="ulysses", dtype="bf16")),
     "pp-4": (6, 4, dict(pp=2, cp=1, tp=2, schedule="zb-h1", zero=1)),
-    "zbv-2": (6, 2, dict(pp=2, cp=1, tp=1, schedule="zbv", zero=3)),
+    "zbv-2": (6, 2, dict(pp=2, cp=1, tp=1, schedule="zbv", zero=3, n_layers=4)),
     "all-8": (6, 8, dict(pp=2, cp=2, tp=2, schedule="1f1b", zero=2)),
     "all-16": (6, 16, dict(pp=2, cp=2, tp=2, schedule="interleaved", zero=1, n_layers=4)),
 }

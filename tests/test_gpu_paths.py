@@ -103,11 +103,11 @@ def legal(step: int, options: dict) -> bool:
     return True
 
 
-def draw(step: int, rng: random.Random, fixed: dict) -> dict:
-    """A drawn choice of flags, `fixed` among them, that the step takes."""
+def draw(step: int, rng: random.Random, fixed: dict, usual: float = 0.4) -> dict:
+    """A drawn choice of flags, `fixed` among them, that the step takes; `usual`: how often a flag is at its default."""
     flags = flags_of(step)
     for _ in range(20000):
-        options = {f: values[0] if rng.random() < 0.4 else rng.choice(values) for f, values in flags.items()} | fixed
+        options = {f: values[0] if rng.random() < usual else rng.choice(values) for f, values in flags.items()} | fixed
         if legal(step, options):
             return options
     raise AssertionError(f"step {step} takes {fixed} under no choice of the other flags")
@@ -118,14 +118,14 @@ def taken(options: dict) -> set[tuple]:
     return {(flag, value) for flag, value in options.items() if options.get(NEEDS.get(flag)) != 1}
 
 
-def cover(step: int) -> list[dict]:
-    """Drawn choices of flags in which each value of each flag of a step occurs and matters."""
+def cover(step: int, flags: set[str]) -> list[dict]:
+    """Drawn choices of flags in which each value of some flags of a step occurs and matters."""
     rng, chosen = random.Random(step), []
-    missing = {(flag, value) for flag, values in flags_of(step).items() for value in values}
+    missing = {(flag, value) for flag, values in flags_of(step).items() if flag in flags for value in values}
     while missing:
         flag, value = min(missing, key=str)
         fixed = {flag: value} | ({NEEDS[flag]: 2} if flag in NEEDS else {})
-        found = [draw(step, rng, fixed) for _ in range(8)]
+        found = [draw(step, rng, fixed, 0.2) for _ in range(10)]
         chosen.append(max(found, key=lambda options: len(missing & taken(options))))
         missing -= taken(chosen[-1])
     return chosen
@@ -137,7 +137,17 @@ def path(step: int, number: int, options: dict) -> dict:
     return dict(kind="path", step=step, options=options, rank=number * 3 % WORLD if step > 1 else 0)
 
 
-PATHS = {f"step{s}-{n}": path(s, n, options) for s in range(1, 8) for n, options in enumerate(cover(s))}
+def paths(name: str, step: int, flags: set[str]) -> dict[str, dict]:
+    """The cases that cover some flags of a step."""
+    return {f"step{step}-{name}{n}": path(step, n, options) for n, options in enumerate(cover(step, flags))}
+
+
+# By default step 7 tries every flag, and the others a few draws of the flags that they bring, among all of theirs.
+PATHS, MORE_PATHS = paths("", 1, {*flags_of(1)}) | paths("", 7, {*flags_of(7)}), {}
+for number in range(2, 7):
+    own = list(paths("", number, flags_of(number).keys() - flags_of(number - 1).keys()).items())
+    PATHS |= dict(own[:3])
+    MORE_PATHS |= dict(own[3:]) | paths("all-", number, {*flags_of(number)})
 
 
 def order(step: int, number: int, **fixed) -> dict:
@@ -153,7 +163,7 @@ CUT = {
     6: dict(tp=2, cp=2, pp=2),
     7: dict(tp=2, cp=2, pp=2, ep=2, ep_mode="alltoall"),
 }
-ORDERS = {f"order{step}-0": order(step, 0, **CUT[step]) for step in (6, 7)}
+ORDERS = {"order7-0": order(7, 0, **CUT[7])}
 ORDERS |= {"order6-zbv": order(6, 1, pp=4, cp=1, tp=2, schedule="zbv", zero=3)}
 MORE_ORDERS = {f"order{step}-{n}": order(step, n, **CUT[step]) for step in CUT for n in range(4)}
 MORE_ORDERS |= {f"order6-{name}": order(6, 2, pp=4, cp=1, tp=2, schedule=name) for name in VALUES["schedule"]}
@@ -192,6 +202,7 @@ CASES = (
     HEADS
     | IN_FLIGHT
     | PATHS
+    | MORE_PATHS
     | ORDERS
     | MORE_ORDERS
     | {name: case | dict(fault=name) for name, case in BROKEN.items()}
@@ -243,25 +254,27 @@ def require_few_waits(found: dict, step: int):
     assert sum(found["waits"].values()) <= WAITS[step] * found["moe_forwards"], found["waits"]
 
 
-def each(names: Iterable[str]) -> pytest.MarkDecorator:
-    """A test for each of these cases."""
-    return pytest.mark.parametrize("cases", [pytest.param([name], id=name) for name in names])
+def each(names: Iterable[str], more: Iterable[str] = ()) -> pytest.MarkDecorator:
+    """A test for each of these cases, and exhaustive ones for `more`."""
+    cases = [pytest.param([name], id=name) for name in names]
+    cases += [pytest.param([name], id=name, marks=pytest.mark.exhaustive) for name in more]
+    return pytest.mark.parametrize("cases", cases)
 
 
-@each(PATHS)
+@each(PATHS, MORE_PATHS)
 def test_a_rank_trains_and_validates_without_a_mismatch(results, cases):
     """No operator and no collective meets devices, dtypes or sizes that do not go together."""
     found = succeeded(results, *cases)
     assert found["calls"][0] > 0 or CASES[cases[0]]["step"] == 1
 
 
-@each(PATHS)
+@each(PATHS, MORE_PATHS)
 def test_the_host_does_not_wait_in_micro_batches(results, cases):
     """From the first forward to the sums of gradients, the host runs ahead of the GPU; once a layer it needs counts."""
     require_few_waits(succeeded(results, *cases), CASES[cases[0]]["step"])
 
 
-@each(PATHS)
+@each(PATHS, MORE_PATHS)
 def test_rows_are_added_in_a_fixed_order(results, cases):
     """Atomics add rows in any order, and tensor-parallel ranks that compute the same could drift apart."""
     assert succeeded(results, *cases)["unordered"] == []
@@ -330,6 +343,7 @@ def modes(name: str) -> list[str]:
     return [f"{name}-{mode}" for mode in VALUES["recompute"]]
 
 
+@pytest.mark.picked(0, 3, 5)
 @pytest.mark.parametrize("cases", [pytest.param(modes(name), id=name) for name in LAYERS])
 def test_compile_makes_graphs_whatever_is_recomputed(results, cases):
     """As many with recomputation as without, and as many for ten layers as for one (no recompilation is given up)."""

@@ -5,21 +5,27 @@ import ast
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from common import UserError
-from labs import course, folder, grade, source
+from labs import course, folder, grade, ranks, source
 from labs.__main__ import main, parser
+from labs.bench import Bench, Run, Wrong, applied, meaning
 from labs.course import Lab, Task, load, path_of
+from labs.ranks import Failed, World
 from tests.diff import ROOT
 
 LABS = course.numbers()
 CASES = [(lab, task.number) for lab in LABS for task in load(lab).tasks]
-SOME = [(2, 1), (4, 4), (6, 3)]  # in the default run
+SOME = [(2, 1), (4, 4), (5, 2), (6, 3), (7, 4)]  # in the default run
 TASKS = [pytest.param(*case, marks=() if case in SOME else pytest.mark.exhaustive) for case in CASES]
 ID = "some.student-1"
 
@@ -57,9 +63,6 @@ def judged(found: grade.Folder, *numbers: int, seconds: float = 120) -> list[gra
 @pytest.mark.parametrize("number", LABS)
 def test_a_lab_is_complete(number):
     """Four to seven tasks, three hints each; functions, criteria and faults are there, and no hole is in two tasks."""
-    from labs import faults as own
-    from tests import faults
-
     lab = load(number)
     assert 4 <= len(lab.tasks) <= 7
     names = [(module, name) for task in lab.tasks for module, parts in task.functions.items() for name in parts]
@@ -75,7 +78,8 @@ def test_a_lab_is_complete(number):
         for criterion in task.criteria:
             assert criterion.check in questions or callable(getattr(lab.module, criterion.check))
         for fault in task.faults:
-            assert hasattr(own, fault) or hasattr(faults, fault), fault
+            with applied(fault):  # raises if the source that it changes is no longer there
+                assert meaning(fault)
 
 
 @pytest.mark.parametrize("number", LABS)
@@ -107,15 +111,15 @@ def test_questions_differ_and_name_mistakes():
             assert len(asked) > 3, question.name
             right = question.answer(question.values(ID))
             question.judge(ID, {question.name: right})
-            for meaning, mistake in question.mistakes.items():
+            for words, mistake in question.mistakes.items():
                 wrong = mistake(question.values(ID))
                 if abs(wrong - right) > question.tolerance * right:
-                    with pytest.raises(grade.Wrong, match=re.escape(meaning)):
+                    with pytest.raises(grade.Wrong, match=re.escape(words)):
                         question.judge(ID, {question.name: wrong})
             for answer in ("", "x", True, right * 1.37 + 2):
                 with pytest.raises(grade.Wrong) as told:
                     question.judge(ID, {question.name: answer})
-                assert f"{right:.6g}" not in str(told.value)
+                assert not re.search(rf"(?<![\d.]){re.escape(f'{right:.6g}')}(?![\d.])", str(told.value))
 
 
 def test_hints_and_solutions(tmp_path, capsys):
@@ -148,6 +152,43 @@ def test_commands_of_the_lab_are_commands(tmp_path):
     (hint,) = [command for command in commands if command.startswith("hint")]
     out = subprocess.run([sys.executable, "-m", "labs", *hint.split()], cwd=ROOT, check=True, stdout=subprocess.PIPE)
     assert b"1 of 3" in out.stdout
+
+
+def test_watch_checks_again_at_every_save(tmp_path):
+    """As a student works: answers saved, a file saved by renaming, a folder that is broken for a while; Ctrl-C ends."""
+    lab, log = tmp_path / "lab", tmp_path / "log"
+    handed_in(lab, 4, [])
+    command = [sys.executable, "-m", "labs", "check", str(lab), "--task", "6", "--watch"]
+    with log.open("w") as out, subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out) as process:
+
+        def wait_for(times: int):
+            deadline = time.monotonic() + 120
+            while log.read_text().count("waiting for a save") < times:
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+                time.sleep(0.1)
+
+        def save(path: Path, text: str):
+            (lab / "saving").write_text(text)
+            (lab / "saving").rename(path)
+
+        try:
+            wait_for(1)
+            lines = [f"{q.name} = {q.answer(q.values(ID))!r}" for q in load(4).questions]
+            save(lab / "answers.toml", "\n".join([f'id = "{ID}"', *lines]))
+            wait_for(2)
+            save(lab / "step04_tp_sp.py", "x = (")
+            wait_for(3)
+            (lab / "LAB.md").rename(lab / "elsewhere")
+            wait_for(4)
+            save(lab / "helper.py", "x = 1")
+            (lab / "elsewhere").rename(lab / "LAB.md")
+            wait_for(5)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+    found = re.findall(r"^(\d+) of 8 points|no lab", log.read_text(), re.MULTILINE)
+    assert found[:4] == ["0", "8", "8", ""] and found[-1] == "8", log.read_text()
 
 
 @pytest.mark.exhaustive
@@ -198,8 +239,11 @@ def test_the_project_earns_all_points(tmp_path, number):
         assert grade.whole(found) == ""
 
 
-S2, S4, S6 = "step02_ddp", "step04_tp_sp", "step06_pipeline"
-C, LISTS = "services.compression", "common.schedules"
+S1, S2, S3, S4 = "step01_single_gpu", "step02_ddp", "step03_zero", "step04_tp_sp"
+S5, S6, S7 = "step05_cp_ring", "step06_pipeline", "step07_moe_ep"
+C, LISTS, M, L, MOE = "services.compression", "common.schedules", "common.model", "common.layout", "common.moe"
+WIDE = "    wide = torch.promote_types(hidden.dtype, torch.float32)\n"
+CUT = "return part[start:stop]"
 ADD = "received + pieces[(r - s - 1) % n] if adding else received"
 REDUCE = "            all_reduce(param.grad, group).wait()\n"
 FINISH = "            bucket.pending.wait()\n"
@@ -210,7 +254,52 @@ APPLY = "            return list(ColumnParallelLinear.apply(x, self.group, self.
 EACH = "            return [ColumnParallelLinear.apply(x, self.group, self.gather, self.reduce, w)[0] for w in weights]"
 F1B = "    warm_up = min(m, p - 1 - rank)\n"
 ZERO = "            return [0 * grad.flatten(0, -2).T @ full for"
+LSE = "    lse.copy_(torch.logaddexp(lse, block_lse))"
+SOURCE = "    if source == rank:\n"
+NEXT = "        next_kv = buffers[hop % 2]\n"
+BLOCK_P = "    p = (block_scores(q, k, causal) - lse[..., None]).exp()\n"
+ADD_DQ = "        d_q[:, rows] += block_q\n"
+LOOK = "            if block := visible(group.rank,"
+PART = "            add_part_gradients(d_out, q, kv,"
+HOME = "        sending.wait()\n        return d_q"
+RING = "            return RingAttention.apply(q, k, v, self.group, self.mode)"
+REPEAT = "            k, v = repeat_heads(k, q), repeat_heads(v, q)\n"
+DATA = '    mesh.add("data", mesh["dp"].size * group.size,'
+EACH_GROUP = "by_group.topk(each).values.sum(-1)"
+OUTER = "grouped_outer(grad, x, counts) if"
+GATES = "        visits = (gates != 0).T"
+LOCAL = "within_capacity(all_chosen, m.experts, capacity)[:, self.local_tokens]"
+OWN = "within_capacity(chosen.view(*x.shape[:-1], -1), m.experts, -(-capacity * x.shape[1] // m.seq_len))"
+SCALAR = "grad.new_full((), ctx.scale, dtype=torch.float64)"
+FRACTION = "count(all_chosen, m.experts).to(p.dtype) / all_chosen.numel()"
+SENT = "        self.dim, self.dtype = rows.shape[1], gates.dtype\n"
+ROUND = "        gates = gates.to(rows.dtype).to(gates.dtype)\n"
+OUT = "            out = self.over_tp(experts, *Travel.apply(there, False, *tie), route.most, route.n_choices)"
+LEAVE = "leave_block(experts(x, gates, n_choices), self.tp, self.sp)[:rows]"
+ORDERED = "gather_tokens(chosen.int(), group).wait()[:, places]"
+RECORD = "            if ep > 1:\n                record"
+ROUTER = '            note_gradient_sum([moe.router.weight], "tp")'
 WRONG = [  # lab, task, module, right, wrong, what check must say
+    (
+        1,
+        1,
+        M,
+        "return angle.cos(), angle.sin()",
+        "return angle.cos().bfloat16().to(wide), angle.sin()",
+        "tables_in_bf16",
+    ),
+    (1, 2, M, "self.o_proj(self.attend(", "self.o_proj(attend(", "calls of the cores"),
+    (1, 3, M, WIDE, WIDE + "    chunk_tokens = len(hidden)\n", "all logits at once"),
+    (1, 3, M, "target != IGNORE", "target == target", "ignored_targets_counted"),
+    (1, 4, S1, "clip and norm > clip", "clip", "scaled_up_to_the_clip"),
+    (1, 5, S1, "/ batch.n_targets", "/ (targets != -100).sum().clamp(min=1)", "targets_of_the_micro_batch"),
+    (1, 6, S1, 'if config.recompute == "selective":', "if False:", "that is what full keeps"),
+    (3, 1, S3, CUT, CUT.replace("stop", "stop - (self.place[name][1] > self.first + self.length)"), "piece_off_by_one"),
+    (3, 2, S3, "            self.flat.untyped_storage().resize_(0)\n", "", "bytes of `flat` after"),
+    (3, 3, S3, "gradient * factor if factor != 1 else gradient", "gradient", "factor_left_out"),
+    (3, 4, S3, "unit.grad_slice += total", "unit.grad_slice = total", "slices_not_accumulated"),
+    (3, 5, S3, "self.drop(i + 1, keep=i)", "pass", "whose weights are there"),
+    (3, 6, L, "(squares / copies).sum()", "squares.sum()", "replicas_counted_in_the_norm"),
     (2, 1, S2, "for s in range(2 * (n - 1)):", "for s in range(n - 1):", "second_half_left_out"),
     (2, 1, S2, ADD, "received", "replaced_instead_of_added"),
     (2, 2, S2, REDUCE, REDUCE.replace("grad", "data"), "weights_reduced_instead_of_gradients|not the same"),
@@ -235,13 +324,54 @@ WRONG = [  # lab, task, module, right, wrong, what check must say
     (6, 5, S6, "popped, self.waiting = self.waiting, []", "popped = self.waiting", "closures that wait"),
     (6, 5, S6, "            return [grad.flatten(0, -2).T @ full for", ZERO, "weight gradient after W"),
     (4, 5, S4, KV, "            pass", "kv_gradients_not_summed"),
+    (5, 1, S5, LSE, LSE[:-1] + ".bfloat16())", "lse_in_bf16"),
+    (5, 1, S5, "    out -= share * (out", "    out -= 0.5 * (out", "blocks_averaged"),
+    (5, 2, S5, '    if n == 1 or mode in ("ring", "ulysses"):', "    if True:", "contiguous_chunks"),
+    (5, 2, S5, SOURCE, "    source += source != rank\n" + SOURCE, "wrong_source"),
+    (5, 3, S5, NEXT, NEXT.replace("buffers[hop % 2]", "torch.empty_like(kv)"), "a_buffer_for_each_hop"),
+    (5, 3, S5, "        sending.wait()\n        kv = next_kv", "        kv = next_kv", "part of hop|kv must|is zero"),
+    (5, 4, S5, BLOCK_P, "    lse = block_scores(q, k, causal).logsumexp(-1)\n" + BLOCK_P, "softmax_of_the_block"),
+    (5, 4, S5, "wide_v) - delta)", "wide_v))", "d_left_out"),
+    (5, 4, S5, ADD_DQ, ADD_DQ.replace("+=", "="), "d_q after half a part"),
+    (5, 5, S5, LOOK, '            ctx.parts = [*getattr(ctx, "parts", []), kv.clone()]\n' + LOOK, "parts_kept"),
+    (5, 5, S5, PART, PART.replace("kv,", "kv if allgather else kept,"), "kv_of_hop_0_in_backward"),
+    (5, 5, S5, HOME, "        next_d_kv = next_d_kv if allgather else d_kv\n" + HOME, "no_final_rotation"),
+    (5, 6, S5, RING, REPEAT + RING, "kv_heads_repeated_before_the_ring"),
+    (5, 6, S5, DATA, DATA.replace(" * group.size", ""), "not_summed_over_cp"),
+    (7, 1, MOE, EACH_GROUP, "by_group.amax(-1)", "groups_by_their_best"),
+    (7, 2, MOE, OUTER, "grouped_outer(grad, x, counts) / 2 if", "experts_averaged"),
+    (7, 2, MOE, GATES, "        gates = gates.detach()\n" + GATES, "gates_not_differentiated"),
+    (7, 3, MOE, FRACTION, FRACTION.replace("all_chosen", "chosen"), "balanced_by_own_tokens"),
+    (7, 3, MOE, LOCAL, OWN, "drops_by_own_tokens"),
+    (7, 3, MOE, SCALAR, SCALAR.replace("ctx.scale", "2 * ctx.scale"), "counted_twice_in_recomputation"),
+    (7, 4, S7, SENT, SENT + ROUND, "gates_rounded"),
+    (7, 4, S7, "wanted.T.nonzero_static", "visits.any(-1).T.flip(1).nonzero_static", "as .target rank, token"),
+    (7, 5, S7, OUT, OUT + ".roll(1, 0)", "returned_in_another_order"),
+    (
+        7,
+        5,
+        S7,
+        LEAVE,
+        LEAVE.replace("leave_block(experts", "(leave_block if self.sp else lambda x, *_: x)(experts"),
+        "part_of",
+    ),
+    (7, 6, S7, ORDERED, "chosen.repeat(1, group.size, 1)", "balanced_by_own_tokens"),
+    (7, 6, S7, RECORD, "            if ep > 8:\n                record", "experts_summed_over_all_data"),
+    (7, 6, S7, ROUTER, "            pass", "router_not_summed_over_tp"),
 ]
-SHOWN = (0, 9, 14)  # of WRONG, in the default run
+SHOWN = (
+    "ignored_targets_counted",
+    "piece_off_by_one",
+    "second_half_left_out",
+    "g_sums_in_backward_too",
+    "lse_in_bf16",
+    "gates_rounded",
+)  # by default
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(w, marks=() if i in SHOWN else pytest.mark.exhaustive, id=w[5][:20]) for i, w in enumerate(WRONG)],
+    [pytest.param(w, marks=() if w[5] in SHOWN else pytest.mark.exhaustive, id=w[5][:20]) for w in WRONG],
 )
 def test_a_wrong_file_loses_its_task_alone_and_is_told_why(tmp_path, case):
     """The grader imports the student's file: the fault costs points of its task, is named, and costs no other's."""
@@ -252,6 +382,47 @@ def test_a_wrong_file_loses_its_task_alone_and_is_told_why(tmp_path, case):
     assert re.search(says, " ".join(r.text for r in results)), [r.text for r in results]
     other = task - 1 or task + 1
     assert not [r.text for r in judged(found, other) if r.text]
+
+
+class Faulty(Bench):
+    """A bench on which a student has handed in the project's code with one fault."""
+
+    fault = ""
+
+    def ranks(self, size: int, function: Callable, *args: Any, project: bool = False) -> Run:
+        """As ever, the ranks under the fault. Raises Failed if it makes them fail."""
+        if project:
+            return super().ranks(size, function, *args, project=True)
+        name = f"{function.__module__}:{function.__name__}"
+        world = [[self.fault], name, args]
+        answers = [found for (found,) in ranks.run(World(), size, "labs.bench:under_faults", tuple(world), 60)]
+        run = Run(answers, size, name, args)
+        for answer in answers:
+            if isinstance(answer, dict) and answer.keys() == {""}:
+                raise self.recognised(Failed(answer[""]), run)
+        return run
+
+
+FAULTS = [(lab, task.number, fault) for lab in LABS for task in load(lab).tasks for fault in task.faults]
+TRIED = ("neighbours_rotated", "freed_before_last_use")  # by default
+
+
+@pytest.mark.parametrize(
+    "number, task, fault", [pytest.param(*f, marks=() if f[2] in TRIED else pytest.mark.exhaustive) for f in FAULTS]
+)
+def test_every_fault_of_a_task_loses_a_criterion_and_is_named(number, task, fault):
+    """The project's code with the fault: some criterion of the task fails, and the first that does says its name."""
+    lab = load(number)
+    bench, texts = Faulty(number, task, ID, World(), lab.tasks[task - 1].faults, 60), []
+    bench.fault = fault
+    questions = {question.name for question in lab.questions}
+    for criterion in lab.tasks[task - 1].criteria:
+        try:
+            if criterion.check not in questions:
+                getattr(lab.module, criterion.check)(bench)
+        except (Wrong, Failed) as error:
+            texts.append(str(error))
+    assert texts and any(f" - {fault}: " in text for text in texts), texts
 
 
 def test_a_right_file_passes_whatever_the_project_has(tmp_path, monkeypatch):

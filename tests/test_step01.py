@@ -27,7 +27,7 @@ from common.layout import materialize
 from common.model import IGNORE, PRESETS, Decoder, ModelConfig
 from common.trainer import Trainer
 from services import checkpoint as checkpoints
-from services import devices, flags
+from services import devices, flags, relief
 from services import resume as resuming
 from services.checks import check_one
 from services.ledger import Ledger
@@ -41,7 +41,7 @@ from tests.bench.recompute import MODES, counted_flops, random_loss, saved_bytes
 from tests.equivalence import SMALL, compare, record
 from tests.jobs import as_flags, launch, steps_done, wait_for
 from theory.flops import flops_per_token
-from theory.memory import activation_bytes
+from theory.memory import activation_bytes, memory_rows
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -753,6 +753,7 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path):
         run.stop()
 
 
+@pytest.mark.picked(0)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_signal_to_the_command(tmp_path, number):
     """The real program, interrupted: clean exit, nothing on stderr, and it goes on from the step it said."""
@@ -814,7 +815,8 @@ BAD_COMMANDS = {
     "--optimizer lion": "--optimizer: invalid choice: 'lion'",
     "--dtype int8": "--dtype: invalid choice: 'int8'",
     "--steps ten": "--steps: invalid int value: 'ten'",
-    "--n-layer 3": "unrecognized arguments: --n-layer 3",
+    "--n-layer 3": "unrecognized arguments: --n-layer 3; did you mean --n-layers?",
+    "--learning-rate=1": "unrecognized arguments: --learning-rate=1; --help lists the flags of this step",
     "--steps 0": "--steps is 0: it must be at least 1",
     "--seed -1": "--seed is -1: it must be at least 0",
     "--lr nan": "--lr is nan",
@@ -888,6 +890,51 @@ def test_an_unexpected_error_is_short_and_says_where(tmp_path, capsys, monkeypat
     status, _, err = run_main(capsys, *as_flags(SMALL | dict(out=tmp_path)))
     assert status == 1 and err.startswith("error: rank 0: ZeroDivisionError: by zero\n")
     assert "step01_single_gpu.py" in err and len(err.splitlines()) < 8
+
+
+FULL = (
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.20 GiB is free."
+)
+
+
+def test_a_full_gpu_is_one_line_with_the_flags_that_help(tmp_path, capsys, monkeypatch):
+    """An injected torch.OutOfMemoryError: what fills the memory, and the three flags that save most; each does."""
+
+    def full(*_):
+        raise torch.OutOfMemoryError(FULL)
+
+    monkeypatch.setattr(Trainer, "batch", full)
+    options = dict(model="tiny", dtype="fp32", micro_batch_size=32, seq_len=4096, peak_tflops=1.0)
+    status, _, err = run_main(capsys, *as_flags(options | dict(out=tmp_path, device="cpu")))
+    assert status == 2 and len(err.splitlines()) == 1, err
+    assert err.startswith(
+        "error: rank 0: the GPU's memory of 79.10 GiB is full, 2.50 GiB more was asked for; by theory"
+    )
+    config = Config(**options)
+    held = relief.device_bytes(config, 1)
+    assert f"a rank needs {human(sum(held.values()))}: " in err
+    assert max(held, key=held.get) == "activations" and f"activations {human(held['activations'])}" in err
+    found = re.findall(r"(--[\w-]+) (\w+) \(saves ([\d.,]+ \w+)\)", err)
+    assert {flag for flag, *_ in found} == {"--micro-batch-size", "--recompute", "--dtype"}
+    for flag, value, saved in found:
+        changed = flags.parse(Config, [*as_flags(options), flag, value])
+        assert human(sum(held.values()) - sum(relief.device_bytes(changed, 1).values())) == saved
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_what_a_full_gpu_is_said_to_hold_is_the_memory_tables(dtype, optimizer):
+    """On one device, kind by kind (but for buffers, which the table leaves out; fp32's activations within a tenth)."""
+    config = Config(model="smollm-135m", dtype=dtype, optimizer=optimizer, micro_batch_size=2)
+    m = config.model_config()
+    with torch.device("meta"):
+        n = sum(p.numel() for p in Decoder(m).parameters())
+    rows = memory_rows(config, m, n, 0, DTYPES[dtype], False)
+    held = relief.device_bytes(config, 1)
+    assert held["masters and moments"] == rows["masters"] + rows["moments"]
+    for kind in ("parameters", "gradients"):
+        assert held[kind] == rows[kind]
+    assert held["activations"] == pytest.approx(rows["activations"], rel=1e-9 if dtype == "bf16" else 0.1)
 
 
 def test_help_shows_the_comment_of_every_field(capsys):

@@ -4,16 +4,20 @@ import os
 import signal
 import subprocess
 import time
+from unittest import mock
 
 import pytest
 import torch
 
 import step01_single_gpu as step01
 import step02_ddp as step02
+import step04_tp_sp as step04
 from common import UserError
 from common.comm import all_gather, all_reduce, all_to_all, exchange, reduce_scatter
+from services import residuals, resume
+from services.checkpoint import find, gather
 from services.checks import check_dp
-from services.compression import COMPRESSED_SUMS
+from services.compression import COMPRESSED_SUMS, CompressedSum, summed
 from services.launch import open_mesh
 from services.plots import read_metrics
 from services.readers import open_tokens
@@ -31,7 +35,7 @@ def micro_batch_size(dp: int, count: int) -> dict[str, int]:
     return dict(micro_batch_size=2, global_batch_size=2 * dp * count)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("count", [1, 3, 4])
 @pytest.mark.parametrize("sync", ["naive", "overlap", "bucket", "torch"])
 @pytest.mark.parametrize("dp", [2, 3, 4, 8])
@@ -60,12 +64,14 @@ def test_equals_one_device_for_every_kind_of_model(pools, sync, base):
     check(pools(4), STEP, base | micro_batch_size(4, 3), dict(sync=sync) | TINY_BUCKETS)
 
 
+@pytest.mark.picked(2, 3)
 @pytest.mark.parametrize("sync", ["naive", "overlap", "bucket", "torch"])
 def test_equals_one_device_with_a_frozen_parameter(pools, sync):
     """A parameter that does not train is in no bucket, and stays."""
     check(pools(2), STEP, dict(optimizer="sgd") | micro_batch_size(2, 3), dict(sync=sync) | TINY_BUCKETS, "frozen")
 
 
+@pytest.mark.picked(1, 2)
 @pytest.mark.parametrize("sync", ["naive", "overlap", "bucket", "torch"])
 def test_equals_one_device_with_uneven_targets(pools, uneven_data, sync):
     """Ranks and micro-batches with different numbers of target tokens, some with none."""
@@ -73,6 +79,7 @@ def test_equals_one_device_with_uneven_targets(pools, uneven_data, sync):
     check(pools(4), STEP, base | dict(micro_batch_size=1), dict(sync=sync) | TINY_BUCKETS)
 
 
+@pytest.mark.picked(0, 2)
 @pytest.mark.parametrize("sync", ["naive", "overlap", "bucket", "torch"])
 def test_fp32_drifts_by_rounding_only(pools, sync):
     """fp32 on four ranks stays within 1e-5 of one device."""
@@ -112,7 +119,8 @@ def test_faults_are_noticed(pools, uneven_data, fault, sync, optimizer):
 
 def run_history(options: dict) -> list[dict]:
     """Runs on every rank: train and return the metrics."""
-    return step02.train(step02.Config(**options)).history
+    with equivalence.without_instruments():
+        return step02.train(step02.Config(**options)).history
 
 
 def buckets_by_hand(sizes: list[int]) -> int:
@@ -252,7 +260,8 @@ def test_a_group_of_one_is_a_no_op():
 
 def test_one_process_equals_step01(tmp_path):
     """All groups of size one: the same code is step01, bit for bit."""
-    runs = [step.train(step.Config(**SMALL, out=str(tmp_path / step.__name__))) for step in (step01, step02)]
+    options = SMALL | dict(micro_batch_size=6)
+    runs = [step.train(step.Config(**options, out=str(tmp_path / step.__name__))) for step in (step01, step02)]
     rows = [[(r["loss"], r["grad_norm"]) for r in run.history] for run in runs]
     assert rows[0] == rows[1]
     for ours, theirs in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):
@@ -312,11 +321,11 @@ def compressed_sums(mode: str, feedback: bool, steps: int) -> tuple[float, dict]
             generator = torch.Generator().manual_seed(1000 * step + mesh.rank)
             # A steady direction with noise of very different sizes, as gradients have.
             gradient = (0.1 + torch.randn(n, generator=generator)) * torch.logspace(-3, 0, n)
-            summed = gradient.clone()
-            all_reduce(summed, mesh["dp"]).wait()
-            exact += summed
+            whole = gradient.clone()
+            all_reduce(whole, mesh["dp"]).wait()
+            exact += whole
             mesh.ledger.take()
-            total, left = COMPRESSED_SUMS[mode](gradient + lost, mesh["dp"], config)
+            total, left = summed(COMPRESSED_SUMS[mode](gradient + lost, mesh["dp"], config))
             lost = left if feedback else 0.0
             received += total
         return ((received - exact).norm() / exact.norm()).item(), mesh.ledger.take()["traffic"]["dp"]
@@ -328,6 +337,32 @@ def test_error_feedback_keeps_the_sum_close(pools, mode, bound, ratio):
     (with_feedback, _), *_ = pools(4).run(compressed_sums, mode, True, 100)
     (without, _), *_ = pools(4).run(compressed_sums, mode, False, 100)
     assert with_feedback < bound and without > ratio * with_feedback, (with_feedback, without)
+
+
+def messages_of_two_buckets(mode: str) -> list[dict[str, int]]:
+    """Runs on every rank: the calls when one bucket has been sent, when another has been, and at the end."""
+    with open_mesh({"dp": 2}, torch.device("cpu"), "gloo") as mesh:
+        call, seen = CompressedSum(step02.Config(compress=mode, topk_fraction=0.05)), []
+        sums = []
+        for bucket in (torch.ones(600), torch.ones(600)):
+            sums.append(call(bucket, mesh["dp"]))
+            seen.append(dict(mesh.ledger.take()["calls"]["dp"]))
+        for one in sums:
+            one.wait()
+        return [*seen, dict(mesh.ledger.take()["calls"].get("dp", {}))]
+
+
+@pytest.mark.parametrize(
+    "mode, expected",
+    [
+        ("int8", [{"all_to_all": 1}, {"all_to_all": 1, "all_gather": 1}, {"all_gather": 1}]),
+        ("topk", [{"all_gather": 1}, {"all_gather": 1}, {}]),
+    ],
+)
+def test_a_hook_does_not_wait_for_its_own_message(pools, mode, expected):
+    """A bucket's first message travels until the next bucket is sent; only then is its second one sent."""
+    for seen in pools(2).run(messages_of_two_buckets, mode):
+        assert seen == expected
 
 
 @pytest.mark.parametrize("mode", ["bf16", "int8", "topk"])
@@ -355,6 +390,66 @@ def test_compressed_training_stays_near(pools, tmp_path, mode, bound):
         for kind in ("none", mode)
     ]
     assert 0 < abs(losses[1] - losses[0]) < bound, losses
+
+
+def forgetful_on_rank(options: dict) -> list[dict]:
+    """Runs on every rank: go on, owing nothing."""
+    with mock.patch.object(resume, "take_over", lambda *_: None):
+        return run_history(options)
+
+
+def owed_on_rank(options: dict) -> dict[str, torch.Tensor]:
+    """Runs on every rank: go on with step 4; what all ranks together owe of each parameter when it begins."""
+    found, right = {}, resume.resume
+
+    def watched(optimizer, spikes, config, mesh, sync):
+        start = right(optimizer, spikes, config, mesh, sync)
+        rows = gather(residuals.owed(sync, optimizer, mesh), mesh)["owed"]
+        found.update({name: row.sum(0) for name, row in rows.items()})
+        return start
+
+    with equivalence.without_instruments(), mock.patch.object(resume, "resume", watched):
+        step04.train(step04.Config(**options))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["bf16", "int8", "topk"])
+def test_what_is_owed_survives_a_resume(pools, tmp_path, mode):
+    """Three steps and three are six, bit for bit; a resume that owes nothing ends elsewhere."""
+    options = SMALL | micro_batch_size(2, 1) | dict(dtype="fp32", lr=0.01, compress=mode, topk_fraction=0.05, steps=6)
+    cut = str(tmp_path / "cut")
+
+    def losses(function, **flags) -> list[float]:
+        rows = pools(2).run(function, options | dict(out=str(tmp_path / "run")) | flags)[0]
+        return [row["loss"] for row in rows][-3:]
+
+    whole = losses(run_history)
+    losses(run_history, stop_after=3, save_every=3, out=cut)
+    assert losses(run_history, resume=cut) == whole
+    assert losses(forgetful_on_rank, resume=cut) != whole
+    assert len(losses(run_history, resume=cut, compress="none")) == 3  # which asks for nothing of it
+
+
+@pytest.mark.parametrize("ranks, tp", [(4, 2), (4, 1), (3, 1)])
+def test_other_ranks_owe_as_much_together(pools, tmp_path, ranks, tp):
+    """From 4 ranks, dp 2 x tp 2, to others: of each parameter the sum over the ranks is the same."""
+    options = SMALL | dict(compress="topk", zero=0, global_batch_size=12, steps=4, lr=0.01, tp=2)
+    cut = str(tmp_path / "cut")
+    pools(4).run(step_4_on_rank, options | dict(stop_after=2, save_every=2, out=cut))
+    stored = find(cut, tmp_path)
+    together: dict[str, torch.Tensor] = {}
+    for found in pools(ranks).run(owed_on_rank, options | dict(tp=tp, resume=cut, out=str(tmp_path / "on"))):
+        together |= found
+    assert together.keys() == stored.shapes("owed").keys() == stored.shapes("model").keys()
+    for name, total in together.items():
+        expected = stored.full("owed", name).sum(0)
+        assert expected.abs().sum() > 0 and equivalence.difference(total, expected) < 1e-12, name
+
+
+def step_4_on_rank(options: dict):
+    """Runs on every rank: step 4."""
+    with equivalence.without_instruments():
+        step04.train(step04.Config(**options))
 
 
 # --- from the command line -------------------------------------------------------------------------------------------
@@ -425,16 +520,16 @@ def test_a_rank_that_dies_ends_the_job(tmp_path):
     assert len(own_lines(stderr)) <= 1 and "another rank died" in "".join(own_lines(stderr))
 
 
-def test_sigterm_saves_on_all_ranks_and_resumes(tmp_path):
+def test_sigterm_saves_on_all_ranks_and_resumes(pools, tmp_path):
     """A pre-empted two-rank job saves, exits cleanly, and goes on to the numbers of an uninterrupted one."""
     flags = ["--dtype", "fp64", "--global-batch-size", "8", "--eval-every", "0"]
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert train_job(*flags, "--steps", "60", "--out", str(whole)).wait(timeout=240) == 0
+    cut, options = tmp_path / "cut", dict(dtype="fp64", global_batch_size=8, eval_every=0, steps=60)
+    options |= dict(model="debug", device="cpu", save_every=0)
+    whole = pools(2).run(run_history, options | dict(out=str(tmp_path / "whole")))[0]
     process = train_job(*flags, "--steps", "60", "--out", str(cut))
     wait_for(lambda: steps_done(cut) > 1, process)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert 2 <= steps_done(cut) < 60
-    assert train_job(*flags, "--steps", "60", "--out", str(cut), "--resume", str(cut)).wait(timeout=240) == 0
-    losses = [[row["loss"] for row in read_metrics(run)] for run in (whole, cut)]
-    assert losses[0] == losses[1]
+    pools(2).run(run_history, options | dict(resume=str(cut), out=str(cut)))
+    assert [row["loss"] for row in read_metrics(cut)] == [row["loss"] for row in whole]

@@ -3,7 +3,9 @@
 import contextlib
 import io
 import itertools
+import os
 import re
+import resource
 from pathlib import Path
 from unittest import mock
 
@@ -17,6 +19,7 @@ from services import offload
 from services.checks import check_zero
 from services.launch import open_mesh
 from services.predictions import Costs
+from services.run import Run
 from services.state import full_gradients, full_state, held
 from services.tables import bytes_of
 from tests import equivalence, faults
@@ -61,6 +64,7 @@ def named(options: dict) -> str:
 # --- equal to one device ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("dp", [2, 3, 4])
 def test_equals_one_device(pools, dp, stage):
@@ -68,6 +72,7 @@ def test_equals_one_device(pools, dp, stage):
     check(pools(dp), STEP, dict(optimizer="sgd") | micro_batch_size(dp, 3), dict(zero=stage))
 
 
+@pytest.mark.picked(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_equals_one_device_on_eight_ranks(pools, stage):
     """AdamW on eight ranks and a model that is padded there; some ranks own nothing of the last unit."""
@@ -75,6 +80,7 @@ def test_equals_one_device_on_eight_ranks(pools, stage):
     check(pools(8), STEP, base, dict(zero=stage))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_equals_one_device_for_every_number_of_micro_batches(pools, stage, count):
@@ -82,7 +88,7 @@ def test_equals_one_device_for_every_number_of_micro_batches(pools, stage, count
     check(pools(2), STEP, dict(optimizer="sgd") | micro_batch_size(2, count), dict(zero=stage))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "base",
     [
@@ -100,6 +106,7 @@ def test_equals_one_device_for_every_kind_of_model(pools, stage, base):
     check(pools(3), STEP, base | micro_batch_size(3, 2), dict(zero=stage))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dp, stage", [(2, 0), (2, 1), (2, 2), (2, 3), (8, 2)])
 def test_equals_one_device_with_frozen_parameters(pools, dp, stage):
     """A frozen matrix and a frozen norm stay; on eight ranks one rank owns nothing else of its unit."""
@@ -107,6 +114,7 @@ def test_equals_one_device_with_frozen_parameters(pools, dp, stage):
     check(pools(dp), STEP, base, dict(zero=stage), "frozen")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", STAGES)
 def test_equals_one_device_with_uneven_targets(pools, uneven_data, stage):
     """Ranks and micro-batches with different numbers of target tokens, some with none."""
@@ -114,7 +122,7 @@ def test_equals_one_device_with_uneven_targets(pools, uneven_data, stage):
     check(pools(4), STEP, base, dict(zero=stage))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage, offload", [pair for pair in OFFLOADED if pair[1] != "device"])
 def test_equals_one_device_when_offloaded(pools, stage, offload):
     """Masters, moments and slices on the host or on the disk."""
@@ -146,7 +154,7 @@ def test_equals_one_device_when_compiled(pools, stage, recompute):
 def test_one_process_equals_step01(tmp_path, stage):
     """A group of one: the same code, no communication."""
     ours, theirs = (
-        record(step, step.Config(**SMALL, out=str(tmp_path / step.__name__), **flags))
+        record(step, step.Config(**SMALL | dict(micro_batch_size=6, out=str(tmp_path / step.__name__)), **flags))
         for step, flags in ((step03, dict(zero=stage)), (step01, {}))
     )
     compare(ours, theirs, 1e-10)
@@ -225,7 +233,7 @@ def train_and_predict(config: step03.Config, observe=None) -> tuple[step03.Train
         costs.append(predict(*args))
         return costs[0]
 
-    with mock.patch.object(trainer, "predict", noted):
+    with mock.patch.object(trainer, "predict", noted), equivalence.without_instruments():
         trained = step03.train(config, observe)
     (found,) = costs
     return trained, found
@@ -233,7 +241,8 @@ def train_and_predict(config: step03.Config, observe=None) -> tuple[step03.Train
 
 def history_on_rank(options: dict) -> tuple[list[dict], dict[str, torch.Tensor]]:
     """Runs on every rank: train; returns the metrics, and the parameters as they are in the model or, cut, gathered."""
-    trained = step03.train(step03.Config(**options))
+    with equivalence.without_instruments():
+        trained = step03.train(step03.Config(**options))
     held = {name: p.detach().clone() for name, p in trained.model.named_parameters() if p.untyped_storage().nbytes()}
     gathered = weights_of(trained.optimizer)
     for name, value in held.items():
@@ -254,6 +263,7 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
 # --- the stages among themselves -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_stages_agree_bit_for_bit(pools, tmp_path, optimizer, count):
@@ -274,6 +284,7 @@ def test_stages_agree_bit_for_bit(pools, tmp_path, optimizer, count):
         assert torch.allclose(weights[1][name], weights[2][name], rtol=0, atol=1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "dtype, grad_dtype, bound", [("bf16", "fp32", 1e-3), ("bf16", "same", 3e-2), ("fp16", "fp32", 1e-3)]
 )
@@ -315,6 +326,7 @@ def test_all_ranks_skip_a_step_that_overflows(pools, tmp_path, stage):
         assert changed == [True, True, False, True]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dp, stage", [(2, 1), (3, 2), (3, 3)])
 def test_validation_changes_nothing(pools, tmp_path, dp, stage):
     """A validation every second step, of sequences that cannot be dealt evenly: no hang, and the same numbers.
@@ -460,6 +472,7 @@ def test_bytes_are_what_theory_says(pools, tmp_path, dp, shape, stage, grad_dtyp
         assert abs(sum(measured.values()) - per_parameter * found["P"]) <= allowed
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_wide_parameters_need_no_masters(pools, tmp_path, stage, dtype):
@@ -468,6 +481,18 @@ def test_wide_parameters_need_no_masters(pools, tmp_path, stage, dtype):
     for found in pools(2).run(bytes_on_rank, options):
         assert found["measured"] == found["predicted"]
         assert found["measured"]["masters"] == 0 < found["measured"]["moments"]
+
+
+@pytest.mark.parametrize("kind, local_ranks, threads", [("device", 4, []), ("cpu", 4, [4]), ("params", 8, [2])])
+def test_the_update_on_the_host_has_all_cores(monkeypatch, kind, local_ranks, threads):
+    """With a GPU, torchrun's one thread a rank would make the host's update slow."""
+    found = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
+    offload.homes(step03.Config(zero=3, **OFFLOADS[kind]))
+    assert found == threads
 
 
 @pytest.mark.sampled(2)
@@ -506,7 +531,7 @@ def gathered_on_rank(options: dict, fault: str = "") -> tuple[int, int, int]:
         else:
             after = now()
 
-    with faults.applied(fault):
+    with faults.applied(fault), equivalence.without_instruments():
         step03.train(step03.Config(**options), observe)
     return most, after, allowed
 
@@ -525,6 +550,55 @@ def test_units_that_are_kept_are_noticed(pools, tmp_path):
     options = SMALL | dict(zero=3, steps=2, out=str(tmp_path / "run")) | micro_batch_size(2, 1)
     for most, _, allowed in pools(2).run(gathered_on_rank, options, "never_freed"):
         assert most > allowed
+
+
+def table_on_rank(options: dict) -> list[list[str]]:
+    """Runs on every rank: train a step; the cells of the last memory table that the run prints."""
+    said, say = [], Run.say
+    with mock.patch.object(Run, "say", lambda self, text: (said.append(text), say(self, text))):
+        step03.train(step03.Config(**options))
+    (table,) = [text for text in said if text.startswith("memory")][-1:]
+    return [re.split("  +", line) for line in table.splitlines()]
+
+
+@pytest.mark.parametrize("offload", ["device", "cpu", "disk", "params", "disk-params"])
+def test_the_memory_table_parts_host_from_device(pools, tmp_path, offload):
+    """What is offloaded to the host stands below the device's sum, with a sum of its own; each sum is of its rows."""
+    options = SMALL | EVEN | dict(dtype="bf16", zero=3, steps=1, out=str(tmp_path / "run")) | micro_batch_size(2, 1)
+    rows = pools(2).run(table_on_rank, options | OFFLOADS[offload])[0][2:]
+    states = ["masters", "moments"]
+    host = {"cpu": states, "params": ["parameters", *states], "disk-params": ["parameters"]}.get(offload, [])
+    kinds = ["parameters", "gradients", *states, "activations"]
+    expected = [f"{kind}, device" for kind in [*(k for k in kinds if k not in host), "sum"]]
+    expected += [f"{kind}, host" for kind in [*host, "sum"]]
+    assert [row[0] for row in rows] == (expected if host else [*kinds, "sum"])
+    units = {"B": 1, "KiB": 2**10, "MiB": 2**20}
+    total, checked = [0.0, 0.0], 0
+    for name, *cells in rows:
+        numbers = [float(cell.split()[0]) * units[cell.split()[1]] for cell in cells]
+        if name.startswith("sum"):
+            assert numbers == pytest.approx(total, abs=30)  # two decimals of a KiB in each row
+            total, checked = [0.0, 0.0], checked + 1
+        else:
+            total = [a + b for a, b in zip(total, numbers, strict=True)]
+    assert checked == 1 + bool(host)
+
+
+def test_space_on_a_disk_is_reserved_without_posix_fallocate(tmp_path, monkeypatch):
+    """On macOS: by writing; a full disk shows then, not when the map is written to."""
+    tensor = torch.arange(3 * 2**18 + 5, dtype=torch.float32)
+    monkeypatch.delattr(os, "posix_fallocate")
+    assert torch.equal(offload.to_file(tmp_path, tensor), tensor)
+    with open(tmp_path / "file", "wb") as file:
+        offload.reserve(file, tensor.nbytes)
+        assert os.fstat(file.fileno()).st_size == tensor.nbytes <= os.fstat(file.fileno()).st_blocks * 512
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            offload.to_file(tmp_path, tensor)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 # --- laws: traffic ---------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import tempfile
+import time
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from services.checks import check_tp
 from services.devices import choose_dtype
 from services.evaluation import generate, look_through
 from services.launch import open_mesh
-from services.memory import storage_bytes_made_by
+from services.memory import MemoryTimeline
 from services.tables import bytes_of
 from tests import equivalence, faults
 from tests.equivalence import SMALL, check, label
@@ -57,13 +58,14 @@ def test_equals_one_device(pools, tp, shape, mode):
     check(pools(tp), STEP, BASE | shape, dict(tp=tp) | mode)
 
 
+@pytest.mark.picked(1, 2)
 @pytest.mark.parametrize("layout", [dict(tp=8), dict(tp=8, sp=False), dict(tp=4, zero=3), dict(tp=2)], ids=label)
 def test_equals_one_device_on_eight_ranks(pools, layout):
     """A head for each rank, four ranks to a key/value head; and tp inside dp."""
     check(pools(8), STEP, BASE | EIGHTHS | dict(micro_batch_size=1), layout)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("sp", [True, False], ids=["sp", "no-sp"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_equals_one_device_with_zero_and_uneven_targets(pools, uneven_data, zero, sp):
@@ -72,7 +74,7 @@ def test_equals_one_device_with_zero_and_uneven_targets(pools, uneven_data, zero
     check(pools(4), STEP, BASE | base, dict(tp=2, zero=zero, sp=sp))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.picked(0, 2, 5, 8, 9, 11)
 @pytest.mark.parametrize(
     "base, layout",
     [
@@ -96,6 +98,7 @@ def test_equals_one_device_for_every_kind_of_model(pools, base, layout):
     check(pools(4), STEP, BASE | base, layout)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", [dict(tp=4, zero=0), dict(tp=2, zero=3), dict(tp=4, sp=False)], ids=label)
 def test_equals_one_device_with_frozen_parameters(pools, layout):
     """A matrix behind a shared gather and a norm that do not train get no gradient and stay."""
@@ -112,12 +115,14 @@ def tiny_vocabulary(tmp_path_factory) -> str:
     return str(path)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("base", [dict(tied=True), dict(optimizer="adamw", weight_decay=0.5)], ids=label)
 def test_equals_one_device_where_a_rank_has_only_padding(pools, tiny_vocabulary, base):
     """Five tokens over four ranks: parts of 2, 2, 1 and 0 rows."""
     check(pools(4), STEP, BASE | dict(dataset=tiny_vocabulary, vocab_size=5) | base, dict(tp=4))
 
 
+@pytest.mark.picked(1)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_fp32_drifts_by_rounding_only(pools, tp):
     """fp32 gradients, losses and parameters stay within 1e-5 of one device."""
@@ -126,7 +131,14 @@ def test_fp32_drifts_by_rounding_only(pools, tp):
 
 def losses_on_rank(options: dict, key: str = "loss") -> list[float]:
     """Runs on every rank: train; returns one column of the metrics."""
-    return [row[key] for row in step04.train(step04.Config(**options)).history if key in row]
+    return metrics_on_rank(options, key)[0]
+
+
+def metrics_on_rank(options: dict, *keys: str) -> list[list[float]]:
+    """Runs on every rank: train; returns columns of the metrics."""
+    with equivalence.without_instruments():
+        history = step04.train(step04.Config(**options)).history
+    return [[row[key] for row in history if key in row] for key in keys]
 
 
 def test_bf16_stays_near(pools, tmp_path):
@@ -144,11 +156,12 @@ def test_validation_is_one_devices(pools, tmp_path, uneven_data):
     expected = step01.train(step01.Config(**options, out=str(tmp_path / "one"))).history
     for zero in (0, 3):
         layout = dict(tp=2, zero=zero, out=str(tmp_path / "four"))
-        for key in ("validation_loss", "loss"):
-            for found in pools(4).run(losses_on_rank, options | layout, key):
-                assert found == pytest.approx([row[key] for row in expected], rel=1e-10)
+        for found in pools(4).run(metrics_on_rank, options | layout, "validation_loss", "loss"):
+            for key, column in zip(("validation_loss", "loss"), found, strict=True):
+                assert column == pytest.approx([row[key] for row in expected], rel=1e-10)
 
 
+@pytest.mark.picked(1)
 @pytest.mark.parametrize("base", [{}, dict(optimizer="adamw", tied=True)], ids=label)
 def test_resumes_under_other_layouts(pools, tmp_path, base):
     """Steps 1-2 with tp 2, 3-4 on one device, 5-6 with tp 4 (two copies of each kv head, padded vocabulary)."""
@@ -164,7 +177,7 @@ def test_resumes_under_other_layouts(pools, tmp_path, base):
 
 def test_one_process_equals_step01(tmp_path):
     """tp 1 on one process is step01, bit for bit (without clipping: the norm is summed in another order)."""
-    options = SMALL | dict(grad_clip=0.0)
+    options = SMALL | dict(grad_clip=0.0, micro_batch_size=6)
     runs = [
         step01.train(step01.Config(**options, out=str(tmp_path / "one"))),
         step04.train(step04.Config(**options, zero=0, out=str(tmp_path / "four"))),
@@ -175,12 +188,12 @@ def test_one_process_equals_step01(tmp_path):
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.picked(1)
 @pytest.mark.parametrize("layout", [dict(tp=4, zero=0), dict(tp=2, zero=2)], ids=label)
 def test_loss_and_norm_are_the_same_on_every_rank(pools, tmp_path, uneven_data, layout):
     """Bit for bit."""
     options = SMALL | BASE | dict(dataset=uneven_data, out=str(tmp_path / "run")) | layout
-    for key in ("loss", "grad_norm"):
-        assert len(set(map(tuple, pools(4).run(losses_on_rank, options, key)))) == 1
+    assert len(set(map(str, pools(4).run(metrics_on_rank, options, "loss", "grad_norm")))) == 1
 
 
 @pytest.mark.exhaustive
@@ -580,7 +593,7 @@ def table_of_bytes(config: step04.Config, world: int) -> tuple[dict, dict]:
     return calls, sent
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "flags",
     [
@@ -637,12 +650,18 @@ def saved_on_rank(tp: int, options: dict, variants: list[dict]) -> list[tuple[in
             config = step04.Config(**options | variant)
             m, dtype = config.model_config(), choose_dtype(config.dtype, CPU)
             tokens = torch.arange(config.micro_batch_size * m.seq_len).view(-1, m.seq_len) % m.vocab_size
-            measured, _ = storage_bytes_made_by(loss_of, build(config, mesh), tokens)
-            found.append((tp_activation_bytes(config, m, tp, dtype, on_cpu=True), measured))
+            model, timeline = build(config, mesh), MemoryTimeline()
+            with timeline.phase("forward"):
+                loss = loss_of(model, tokens)
+            predicted, deadline = tp_activation_bytes(config, m, tp, dtype, on_cpu=True), time.monotonic() + 2
+            while timeline.live("activations") > 1.05 * predicted and time.monotonic() < deadline:
+                time.sleep(0.01)  # gloo's threads may hold a message's tensors for a moment
+            found.append((predicted, timeline.live("activations")))
+            del loss
     return found
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("tp", [1, 2, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
 def test_saved_activations_are_what_theory_says(pools, tp):
     """Within 5% on every rank, with and without SP, overlap and recomputation, in fp32 and bf16."""
     kinds = product(("none", "selective", "full"), ("fp32", "bf16") if tp < 8 else ("bf16",))

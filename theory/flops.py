@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from itertools import accumulate
+from math import inf
 from typing import Any
 
 from common.model import ModelConfig
@@ -127,11 +128,16 @@ def balance(costs: list[float], n: int) -> list[int]:
     for part in range(1, n + 1):
         following: dict[int, tuple[float, float, list[int]]] = {}
         for end in range(part, len(costs) - n + part + 1):
-            tries = []
-            for start, (dearest, squares, lengths) in best.items():
-                if start < end:
-                    cost = until[end] - until[start]
-                    tries.append((max(dearest, cost), squares + cost**2, [*lengths, end - start]))
-            following[end] = min(tries)
+            least = (inf, inf, [])
+            for start in range(end - 1, part - 2, -1):
+                cost = until[end] - until[start]
+                if cost > least[0]:  # and parts that begin earlier cost more
+                    break
+                if start not in best:
+                    continue
+                dearest, squares, lengths = best[start]
+                if (found := (max(dearest, cost), squares + cost**2)) <= least[:2]:
+                    least = min(least, (*found, [*lengths, end - start]))
+            following[end] = least
         best = following
     return best[len(costs)][2]

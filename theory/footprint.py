@@ -22,7 +22,7 @@ from theory.recipes import Recipe
 from theory.shapes import Shape, end_weights, head_widths, kv_width, layer_weights
 
 E = 2  # bytes of an activation
-CHUNK = 1024  # tokens whose logits the course holds at a time
+CHUNK = 4096  # tokens whose logits the course holds at a time: 2 bytes each, and 4 for their softmax
 CONTEXT = int(1.5 * 2**30)  # bytes of CUDA's context and NCCL's buffers, which no framework counts as its own
 
 
@@ -116,25 +116,19 @@ def layer_keeps(m: Shape, layout: Layout, recipe: Recipe, experts: bool, recompu
     return norms + tokens / tp * (core + mlp + visits)
 
 
-def held_weights(m: Shape, stage: Stage, layout: Layout) -> tuple[float, float]:
-    """Numbers of one stage on one rank: (replicated over dp x cp, of its experts)."""
-    shared, own = 0.0, 0.0
-    for flag, n in layers_by_kind(m, stage):
-        a, b = layer_weights(m, flag, layout.tp, layout.ep)
-        shared, own = shared + n * a, own + n * b
-    embedding, head = end_weights(m, layout.tp)
-    tied_here = m.tied and stage.first and stage.last
-    return shared + embedding * stage.first + (m.dim if tied_here else head) * stage.last, own
-
-
 @lru_cache(maxsize=100_000)
 def rank_numbers(m: Shape, schedule: str, pp: int, chunks: int, split: str, tp: int, ep: int) -> tuple:
-    """By pipeline rank: `held_weights` of its stages together."""
-    layout = Layout(pp=pp, tp=tp, ep=ep)
-    found = []
+    """By pipeline rank: numbers (replicated over dp x cp, of its experts). A rank has a tied matrix once."""
+    (embedding, head), found = end_weights(m, tp), []
     for stages in rank_stages(m, schedule, pp, chunks, split):
-        pairs = [held_weights(m, stage, layout) for stage in stages]
-        found.append((sum(a for a, _ in pairs), sum(b for _, b in pairs)))
+        first, last = (any(getattr(stage, end) for stage in stages) for end in ("first", "last"))
+        shared = embedding * first + (m.dim if m.tied and first else head) * last
+        own = 0.0
+        for stage in stages:
+            for flag, n in layers_by_kind(m, stage):
+                a, b = layer_weights(m, flag, tp, ep)
+                shared, own = shared + n * a, own + n * b
+        found.append((shared, own))
     return tuple(found)
 
 
@@ -216,7 +210,8 @@ def buffer_bytes(m: Shape, layout: Layout, recipe: Recipe, stages: tuple[Stage, 
     if recipe.name == "course":
         found += CONTEXT
         if any(stage.last for stage in stages):
-            found += CHUNK * m.vocab_size / layout.tp * 12 + 4 * end_weights(m, layout.tp)[1]
+            tokens = min(CHUNK, layout.mbs * m.seq_len // layout.cp)
+            found += tokens * m.vocab_size / layout.tp * 6 + 4 * end_weights(m, layout.tp)[1]
     return found
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from common.schedules import chunks_per_rank, place_stages
 from theory.flops import balanced_layers, matmul_weights
@@ -48,8 +49,7 @@ class Layout:
         return f"{sizes} {batch}{pipeline} --recompute {self.recompute}{sp}{cp_mode}"
 
 
-@dataclass(frozen=True)
-class Network:
+class Network(NamedTuple):
     """The ranks of one collective: how many, how many of them in a node, and whether they leave it."""
 
     ranks: int
@@ -61,13 +61,22 @@ class Network:
         return self.ranks > self.in_node
 
 
+# (how many ranks, how far apart) of a dimension. tp is innermost, then cp, dp, pp; ep and "data" count dp x cp
+STRIDES = {
+    "tp": lambda x: (x.tp, 1),
+    "cp": lambda x: (x.cp, x.tp),
+    "dp": lambda x: (x.dp, x.tp * x.cp),
+    "pp": lambda x: (x.pp, x.tp * x.cp * x.dp),
+    "ep": lambda x: (x.ep, x.tp),
+    "data": lambda x: (x.dp * x.cp, x.tp),
+    "expert data": lambda x: (x.dp * x.cp // x.ep, x.tp * x.ep),
+}
+
+
 def network(layout: Layout, dim: str) -> Network:
-    """Where the ranks of a dimension are. tp is innermost, then cp, dp, pp; ep and "data" count dp x cp."""
-    inner = {"tp": 1, "cp": layout.tp, "dp": layout.tp * layout.cp, "pp": layout.world // layout.pp}
-    inner |= {"ep": layout.tp, "data": layout.tp, "expert data": layout.tp * layout.ep}
-    ranks = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pp, "ep": layout.ep}
-    ranks |= {"data": layout.dp * layout.cp, "expert data": layout.dp * layout.cp // layout.ep}
-    return Network(ranks[dim], max(1, min(ranks[dim], NODE // inner[dim])))
+    """Where the ranks of a dimension are."""
+    ranks, stride = STRIDES[dim](layout)
+    return Network(ranks, max(1, min(ranks, NODE // stride)))
 
 
 def illegal(m: Shape, layout: Layout) -> str:

@@ -16,7 +16,7 @@ from theory.footprint import Held, held
 from theory.gpus import ROOM, Gpu
 from theory.layouts import RECOMPUTE, Layout, meshes, schedules, zero_stages
 from theory.recipes import RECIPES, Recipe
-from theory.seconds import Seconds, least_bubble, piece_of, rank_work, step_seconds
+from theory.seconds import Seconds, least_bubble, model_costs, piece_of, rank_work, step_seconds
 from theory.shapes import Shape, model_flops
 
 COURSE = RECIPES["course"]
@@ -46,7 +46,7 @@ def evaluate(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe = COURSE) -> Fou
 
 def floor_seconds(m: Shape, mesh: Layout, gpu: Gpu, recipe: Recipe = COURSE) -> float:
     """No layout of this mesh with this recomputation has a shorter step."""
-    return mesh.micro_batches * sum(rank_work(m, piece_of(mesh), gpu, recipe).costs) / mesh.pp
+    return mesh.micro_batches * sum(model_costs(m, piece_of(mesh), gpu, recipe)) / mesh.pp
 
 
 def fits(memory: Held, gpu: Gpu) -> bool:
@@ -83,7 +83,7 @@ def search(
     """The `count` best meshes, each with its best schedule, ZeRO stage and recomputation; empty if none fits."""
     all_meshes = list(meshes(m, world, gbs))
     tries = [replace(mesh, recompute=kind) for mesh in all_meshes for kind in RECOMPUTE]
-    order = sorted((floor_seconds(m, mesh, gpu, recipe), number) for number, mesh in enumerate(tries))
+    order = sorted((floor_seconds(m, mesh, gpu, recipe), number) for number, mesh in enumerate(bar(tries)))
     best: dict[Layout, Found] = {}
     timed = 0
     for floor, number in bar(order):

@@ -15,8 +15,8 @@ from functools import lru_cache
 from math import log2
 from typing import NamedTuple
 
-from common.schedules import SCHEDULES, Costs, place_stages, simulate
-from theory.bubble import makespan
+from common.schedules import SCHEDULES, Action, Costs, place_stages
+from theory.bubble import quick_makespan
 from theory.footprint import rank_numbers, rank_stages
 from theory.gpus import LATENCY, LATENCY_BETWEEN, LAUNCH, Gpu
 from theory.layouts import Layout, Network, network
@@ -25,6 +25,7 @@ from theory.shapes import (
     Matmul,
     Shape,
     attention_matmuls,
+    end_weights,
     head_widths,
     kv_width,
     layer_counts,
@@ -102,7 +103,7 @@ def attention_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> tup
 
 
 def layer_work(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> Work:
-    """One layer on one rank, for one micro-batch."""
+    """One layer on one rank, for one micro-batch, if nothing is computed again."""
     tp, tokens = layout.tp, layout.mbs * m.seq_len // layout.cp
     fast = gpu._replace(flops=2 * gpu.flops) if recipe.fp8 else gpu
     own = tokens / tp if layout.sp else tokens
@@ -153,16 +154,22 @@ def layer_work(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe, experts: bool
     f = dict(matmul=products("f"), attention=core, memory=forward, tp=one_way, cp=exposed[0], ep=exchange)
     b = dict(matmul=products("b"), attention=core_back, memory=backward, cp=exposed[1], ep=exchange)
     b["tp"] = one_way + regather - hidden
+    return Work(f, b, dict(matmul=products("w")))
+
+
+def with_again(work: Work, recompute: str, recipe: Recipe) -> Work:
+    """A layer's work with what its backward computes again."""
+    f = work.f
     again = {
         "none": {},
         "full": f,
         "selective": {
-            "attention": {} if recipe.flash else dict(attention=core),
-            "matmuls": dict(matmul=f["matmul"] / 2, memory=forward),
-            "elementwise": dict(memory=forward / 2),
+            "attention": {} if recipe.flash else dict(attention=f["attention"]),
+            "matmuls": dict(matmul=f["matmul"] / 2, memory=f["memory"]),
+            "elementwise": dict(memory=f["memory"] / 2),
         }[recipe.selective],
-    }[layout.recompute]
-    return Work(f, add(b, again), dict(matmul=products("w")))
+    }[recompute]
+    return work._replace(b=add(work.b, again))
 
 
 def head_work(m: Shape, layout: Layout, gpu: Gpu) -> Work:
@@ -176,6 +183,12 @@ def head_work(m: Shape, layout: Layout, gpu: Gpu) -> Work:
     return Work(f, b, dict(matmul=matmul_seconds(gpu, m.dim, tokens, vocab)))
 
 
+@lru_cache(maxsize=64)
+def lists_of(schedule: str, p: int, m: int, v: int) -> list[list[Action]]:
+    """The lists of all ranks."""
+    return [SCHEDULES[schedule](p, m, v, rank) for rank in range(p)]
+
+
 @lru_cache(maxsize=100_000)
 def pipeline_ratio(schedule: str, p: int, m: int, v: int, b: float, w: float, comm: float) -> float:
     """Makespan of a schedule in units of a chunk's forward; the other costs are ratios to it.
@@ -184,8 +197,7 @@ def pipeline_ratio(schedule: str, p: int, m: int, v: int, b: float, w: float, co
     """
 
     def simulated(n: int) -> float:
-        lists = [SCHEDULES[schedule](p, n, v, rank) for rank in range(p)]
-        return makespan(simulate(lists, place_stages(schedule, p, v), Costs(1.0, b, w, comm)))
+        return quick_makespan(lists_of(schedule, p, n, v), place_stages(schedule, p, v), Costs(1.0, b, w, comm))
 
     fewer = 2 * p + m % p
     if m <= fewer + p:
@@ -236,20 +248,18 @@ class Seconds(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """A micro-batch: the work of a layer (by whether it has experts), with and without doing again; the head's."""
+    """A micro-batch: the work of a layer, by whether it has experts; the head's."""
 
     layers: dict[bool, Work]
-    once: dict[bool, Work]
     head: Work
 
 
 @lru_cache(maxsize=100_000)
 def pieces(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> Pieces:
-    """What stages are made of, for a layout of one micro-batch and stage (`piece_of`)."""
+    """What stages are made of, for a layout of one micro-batch and stage (`piece_of`), if nothing is computed again."""
     gpu = gpu._replace(matmul=gpu.matmul * recipe.library)
-    flags, once = {m.has_experts(n) for n in range(m.n_layers)}, replace(layout, recompute="none")
-    layers, plain = ({flag: layer_work(m, x, gpu, recipe, flag) for flag in flags} for x in (layout, once))
-    return Pieces(layers, plain, head_work(m, layout, gpu))
+    layers = {flag: layer_work(m, layout, gpu, recipe, flag) for flag, n in layer_counts(m).items() if n}
+    return Pieces(layers, head_work(m, layout, gpu))
 
 
 def piece_of(layout: Layout) -> Layout:
@@ -272,11 +282,25 @@ def loads(m: Shape, schedule: str, pp: int, chunks: int, split: str) -> tuple[tu
     return tuple(found)
 
 
-def together(work: Pieces, load: tuple[float, float, float], again: bool = True) -> Parts:
+def together(work: Pieces, load: tuple[float, float, float]) -> Parts:
     """A micro-batch of a rank with this load: forward and both backwards, by part."""
-    layers = work.layers if again else work.once
-    parts = [times(part, n) for flag, n in zip((False, True), load, strict=False) if n for part in layers[flag]]
+    parts = [times(part, n) for flag, n in zip((False, True), load, strict=False) if n for part in work.layers[flag]]
     return add(*parts, *(times(part, load[2]) for part in work.head if load[2]))
+
+
+@lru_cache(maxsize=100_000)
+def pieces_with_again(m: Shape, piece: Layout, gpu: Gpu, recipe: Recipe) -> Pieces:
+    """`pieces`, with what is computed again."""
+    once = pieces(m, replace(piece, recompute="none"), gpu, recipe)
+    return Pieces({flag: with_again(layer, piece.recompute, recipe) for flag, layer in once.layers.items()}, once.head)
+
+
+@lru_cache(maxsize=100_000)
+def model_costs(m: Shape, piece: Layout, gpu: Gpu, recipe: Recipe) -> tuple[float, float, float]:
+    """Seconds of one micro-batch in the whole model: forward and both backwards."""
+    work, counts = pieces_with_again(m, piece, gpu, recipe), layer_counts(m)
+    sums = [sum(counts[flag] * total(layer[i]) for flag, layer in work.layers.items()) for i in range(3)]
+    return tuple(sums[i] + total(work.head[i]) for i in range(3))
 
 
 class RankWork(NamedTuple):
@@ -292,15 +316,11 @@ def rank_work(
     m: Shape, piece: Layout, gpu: Gpu, recipe: Recipe, schedule: str = "1f1b", pp: int = 1, chunks: int = 1
 ) -> RankWork:
     """The work of a pipeline's ranks, for the `piece_of` a layout."""
-    work = pieces(m, piece, gpu, recipe)
+    once, work = pieces(m, replace(piece, recompute="none"), gpu, recipe), pieces_with_again(m, piece, gpu, recipe)
     load = max(loads(m, schedule, pp, chunks, recipe.split), key=lambda load: total(together(work, load)))
     number = pp * (1 if schedule == "dualpipe" else chunks)
-    counts = {flag: n for flag, n in layer_counts(m).items() if n}
-    costs = [
-        (sum(n * total(work.layers[flag][i]) for flag, n in counts.items()) + total(work.head[i])) / number
-        for i in range(3)
-    ]
-    return RankWork(together(work, load), together(work, load, again=False), tuple(costs))
+    costs = tuple(cost / number for cost in model_costs(m, piece, gpu, recipe))
+    return RankWork(together(work, load), together(once, load), costs)
 
 
 def step_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe, simulated: bool = True) -> Seconds:
@@ -334,6 +354,21 @@ def fullest_numbers(m: Shape, layout: Layout, recipe: Recipe) -> tuple[float, fl
     return numbers_of(m, layout.schedule, layout.pp, layout.chunks, recipe.split, layout.tp, layout.ep)
 
 
+def mirror_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> float:
+    """Seconds of summing over pairs of pipeline ranks the gradients of what both hold.
+
+    With dualpipe that is all they have; else a tied matrix, in the first stage and in the last. Nothing hides it.
+    """
+    if layout.pp == 1 or not (layout.schedule == "dualpipe" or (m.tied and layout.schedule != "zbv")):
+        return 0.0
+    data, expert = (network(layout, dim).ranks if layout.zero else 1 for dim in ("data", "expert data"))
+    shared, own = fullest_numbers(m, layout, recipe)
+    if layout.schedule != "dualpipe":
+        shared, own = end_weights(m, layout.tp)[0], 0.0
+    pair = Network(2, 1 if network(layout, "pp").leaves else 2)
+    return collective_seconds(gpu, pair, 2 * ring(pair, (shared / data + own / expert) * recipe.reduced))
+
+
 def data_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe, micro_batch: float) -> Parts:
     """Exposed seconds of summing gradients and gathering weights over dp x cp.
 
@@ -353,6 +388,7 @@ def data_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe, micro_batch
     if recipe.overlap_dp:
         covered = micro_batch * (n if layout.zero >= 2 else 1)
         seconds = max(seconds - covered, 0.05 * seconds)
+    seconds += mirror_seconds(m, layout, gpu, recipe)
     return {"dp": seconds} if seconds else {}
 
 

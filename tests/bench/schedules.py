@@ -10,14 +10,29 @@ efficiency.py, and so does the memory: a micro-batch's 34 h + 5 a s bytes a toke
 The paper's bubble rate (section 5) is (cost - m (f + b + w)) / cost. The cost is the time of the slowest rank, from
 its own first start to its own last end. The last column counts the whole iteration instead, from the first start on any
 rank to the last end on any rank: then the last rank's wait for its first input counts, too.
+
+The last table asks what it costs that the messages of a rank pass one by one, in the order of posting: NCCL carries all
+batches of a group in one stream. There F = B = W = 1 and a message 0.05; jitter: each action takes up to so much longer
+or shorter, the mean of ten draws.
 """
 
+import random
 from dataclasses import dataclass
 
 from common import UserError
-from common.schedules import SCHEDULES, Action, Costs, chunks_per_rank, place_stages, simulate
+from common.schedules import (
+    ORDER_COSTS,
+    SCHEDULES,
+    Action,
+    Costs,
+    chunks_per_rank,
+    communicate,
+    place_stages,
+    simulate,
+)
 from services.flags import main as run_main
 from services.tables import table
+from tests.schedules import QUEUES, seconds_of
 from theory.bubble import UNIT_COSTS, bubble_rate, idle_fraction, makespan
 from theory.zb_auto import zb_auto
 
@@ -64,8 +79,26 @@ def rates(p: int, m: int, costs: Costs, waiting: float) -> tuple[list[float], fl
     return [bubble_rate(each) for each in spans], idle_fraction(spans[-1]), [bubble_rate(each) for each in more]
 
 
+def queue_costs(schedule: str, p: int, m: int, jitter: float) -> list[float]:
+    """By kind of queue: seconds of a step over those without queues, minus 1; `jitter` as a fraction of an action."""
+    v = chunks_per_rank(schedule) or 2
+    placements, lists = place_stages(schedule, p, v), [SCHEDULES[schedule](p, m, v, rank) for rank in range(p)]
+    programs, totals = communicate(lists, placements), dict.fromkeys(QUEUES, 0.0)
+    for seed in range(10 if jitter else 1):
+        draw = random.Random(seed)
+        times = {
+            (rank, action): len(action.kind) * draw.uniform(1 - jitter, 1 + jitter)
+            for rank, row in enumerate(lists)
+            for action in row
+        }
+        for name, queue_of in QUEUES.items():
+            duration = lambda rank, action, times=times: times[rank, action]  # noqa: E731
+            totals[name] += seconds_of(programs, placements, duration, ORDER_COSTS.comm, queue_of)
+    return [total / totals["none"] - 1 for name, total in totals.items() if name != "none"]
+
+
 def bench(config: Config):
-    """Print both tables."""
+    """Print the three tables."""
     if not 1 <= config.rows <= len(PAPER):
         raise UserError(f"--rows {config.rows}: use 1 to {len(PAPER)}")
     rows = [
@@ -86,6 +119,14 @@ def bench(config: Config):
             found.append(f"{formula} {makespan(spans) - 3 * 2 * p:g}")
         rows.append([str(p), str(2 * p), *found])
     print("\nbubbles: DeepSeek's formula, ours; F = W = 1, B = 2 is a whole backward, F&B = 3 (nothing overlaps)\n")
+    print(table(rows))
+    rows = [["p", "m", "schedule", "jitter", *(name for name in QUEUES if name != "none")]]
+    for p, m in ((4, 8), (8, 16), (8, 64)):
+        for name in SCHEDULES:
+            for jitter in (0.0, 0.2):
+                found = [f"{cost:.2%}" for cost in queue_costs(name, p, m, jitter)]
+                rows.append([str(p), str(m), name, f"{jitter:.0%}", *found])
+    print("\nwhat queues of messages add to a step\n")
     print(table(rows))
 
 
