@@ -238,7 +238,7 @@ class Answers(TorchDispatchMode):
 
     def numbers(self, tensor: Tensor) -> list[int]:
         """The means of whole numbers."""
-        return getattr(tensor, "mean_value", torch.zeros(tensor.shape, dtype=torch.int64)).flatten().tolist()
+        return tensor.mean_value.flatten().tolist() if hasattr(tensor, "mean_value") else [0] * tensor.numel()
 
     def tolist(self, tensor: Tensor, right: Callable) -> Any:
         """Instead of a fake tensor's own."""
