@@ -193,7 +193,7 @@ def around_the_ring(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
 def add_part_gradients(
     d_out: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, block: tuple | None, d_q: Tensor, d_kv: Tensor
 ):
-    """Add what our queries contribute with one part kv [2, batch, s/n, kv_heads, d]: to its gradient, and to `d_q`."""
+    """Add the gradients of a part kv [2, batch, s/n, kv_heads, d], of which `visible` said `block`, to d_q and d_kv."""
     if block is not None:
         rows, keys, causal = block
         (k, v), (d_k, d_v) = kv[:, :, keys], d_kv[:, :, keys]

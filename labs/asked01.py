@@ -32,7 +32,8 @@ def parameters(v: dict[str, Any]) -> int:
 
 def draw_speed(draw: random.Random) -> dict[str, Any]:
     """A measured speed of llama3-8b's shape."""
-    return dict(s=1024 * draw.randint(2, 8), T=draw.randint(4000, 9000), peak=draw.choice((312, 989)))
+    peak = draw.choice((312, 989))
+    return dict(s=1024 * draw.randint(2, 8), T=peak * draw.randint(500, 900) // 100, peak=peak)
 
 
 def long(v: dict[str, Any], preset: str = "llama3-8b") -> ModelConfig:

@@ -62,10 +62,8 @@ QUESTIONS = [
         draw_held,
         lambda v: held(v, v["stage"], v["n"]),
         mistakes={
-            "masters and moments are cut": lambda v: held(v, 0, 1),
-            "weights are held in full until stage 3": lambda v: held(v, 3, v["n"]),
-            "this is the stage after it": lambda v: held(v, v["stage"] + 1, v["n"]),
-            "this is the stage before it": lambda v: held(v, v["stage"] - 1, v["n"]),
+            "this is the stage after it, where more is cut": lambda v: held(v, v["stage"] + 1, v["n"]),
+            "this is the stage before it, where less is cut": lambda v: held(v, v["stage"] - 1, v["n"]),
             "this is --grad-dtype same": lambda v: (
                 held(v, v["stage"], v["n"]) - 2e6 * v["P"] / (v["n"] if v["stage"] == 2 else 1)
             ),
@@ -80,7 +78,6 @@ QUESTIONS = [
         tolerance=0.0,
         mistakes={
             "fp32 sums of gradients have 4 bytes, so 18 in all": lambda v: ranks_that_suffice(v, 16),
-            "that is one too few: it does not fit": lambda v: ranks_that_suffice(v) - 1,
         },
     ),
     Question(

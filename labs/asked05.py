@@ -8,7 +8,6 @@ import torch
 
 from common.model import ModelConfig
 from labs.questions import Question
-from step05_cp_ring import own_positions
 from theory.memory import cp_activation_bytes
 from theory.traffic import cp_traffic
 
@@ -63,10 +62,10 @@ def draw_work(draw: random.Random) -> dict[str, Any]:
     return dict(cp=n, s=2 * n * draw.randint(3, 12))
 
 
-def share(v: dict[str, Any], mode: str) -> float:
-    """The last rank's part of all pairs of a query and a key that it may look at."""
-    mine = own_positions(v["s"], v["cp"] - 1, v["cp"], mode) + 1
-    return int(mine.sum()) / (v["s"] * (v["s"] + 1) / 2)
+def share(v: dict[str, Any]) -> float:
+    """The last rank's part of all pairs of a query and a key that it may look at: position p looks at p + 1."""
+    first, s = v["s"] - v["s"] // v["cp"], v["s"]
+    return (s * (s + 1) - first * (first + 1)) / (s * (s + 1))
 
 
 def draw_longest(draw: random.Random) -> dict[str, Any]:
@@ -142,8 +141,8 @@ QUESTIONS = [
         "--cp {cp} --cp-mode ring, sequences of {s} tokens. Which part of all pairs of a query and a key that it may\n"
         "look at (itself included) does the last rank compute (0 to 1)?",
         draw_work,
-        lambda v: share(v, "ring"),
-        mistakes={"this is zigzag's": lambda v: share(v, "zigzag")},
+        share,
+        mistakes={"this is zigzag's": lambda v: 1 / v["cp"]},
     ),
     Question(
         "longest_sequence",

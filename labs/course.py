@@ -74,6 +74,11 @@ class Lab:
         return importlib.import_module(f"labs.lab{self.number:02d}")
 
     @property
+    def alone(self) -> str:
+        """The step that one device runs for comparison: step 1, which knows no experts, or the module's ALONE."""
+        return getattr(self.module, "ALONE", "step01_single_gpu")
+
+    @property
     def questions(self) -> list[Any]:
         """labs/askedNN.py, the accounting questions."""
         return importlib.import_module(f"labs.asked{self.number:02d}").QUESTIONS

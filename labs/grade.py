@@ -126,7 +126,7 @@ def whole(folder: Folder, seconds: float = 120.0) -> str:
         (size, layout), base = folder.lab.module.WHOLE, folder.lab.module.RUN
         args = folder.lab.step, json.dumps(base | layout)
         run = ranks.run(World(modules, folder.path), size, "labs.training:losses", args, seconds)
-        args = "step01_single_gpu", json.dumps(base)
+        args = folder.lab.alone, json.dumps(base)
         expected = ranks.run(World(), 1, "labs.training:losses", args, seconds)[0]
     except SyntaxError as error:
         return complaint(error, [])

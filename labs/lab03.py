@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import step03_zero as step03
+from common import layout
 from common.comm import Group, Mesh
 from common.layout import Layout, Split, materialize, note_gradient_sum
 from common.model import Decoder, ModelConfig
@@ -566,7 +567,7 @@ def norm_on_rank(seed: int, dp: int, tp: int, size: int, scale: float) -> dict:
             optimizer = SimpleNamespace(model=model, gradients=lambda own=gradients: own, loss_scale=scale)
             mesh.ledger.take()
             name = f"sliced={sliced}, {dtype}: "
-            found[f"{name}the norm"] = step03.global_norm(optimizer, mesh, ["tp"], sliced)
+            found[f"{name}the norm"] = layout.global_norm(optimizer, mesh, ["tp"], sliced)
             found[f"{name}calls"] = {dim: sum(n.values()) for dim, n in mesh.ledger.take()["calls"].items()}
     return found
 

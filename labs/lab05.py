@@ -186,7 +186,9 @@ def merge_far(bench: Bench):
 
 def seen_on_rank(length: int) -> dict:
     """For 2 to 5 ranks: the positions of each, and which pairs of the causal square `visible` covers how often."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {
+        "zigzag, 1 rank, an odd number of tokens: positions": step05.own_positions(7, 0, 1, "zigzag")
+    }
     for n in (2, 3, 5):
         s = n * length
         for mode in MODES:
@@ -223,6 +225,7 @@ def positions(bench: Bench):
         for mode in MODES
         for rank in range(n)
     }
+    expected["zigzag, 1 rank, an odd number of tokens: positions"] = torch.arange(7)
     bench.same(bench.ranks(1, seen_on_rank, length), lambda r: expected)
 
 
@@ -632,16 +635,6 @@ def trains(bench: Bench):
 # --- the file as it stands -------------------------------------------------------------------------------------------
 
 
-def whole() -> list[float]:
-    """Runs on every rank: the losses of two steps of the student's whole file."""
-    return training.trained("step05_cp_ring", json.dumps(RUN | WHOLE[1]))["losses"]
-
-
-def one_device() -> list[float]:
-    """The losses of step 1."""
-    return training.trained("step01_single_gpu", json.dumps(RUN))["losses"]
-
-
 def picture_run() -> dict:
     """Runs on every rank: losses, bytes sent, and by mode: who computes which pairs, and bytes alive over time."""
     found: dict[str, Any] = training.pictured("step05_cp_ring", json.dumps(RUN | WHOLE[1]))
@@ -678,14 +671,14 @@ def squares_and_memory(runs: list[dict]) -> Any:
         owner = runs[0][f"{mode}: owner"]
         axis.imshow(owner.double().masked_fill(owner < 0, torch.nan), cmap="viridis")
         shares = [f"{(owner == rank).double().sum() / (owner >= 0).sum():.0%}" for rank in range(4)]
-        axis.set(title=f"{mode}: work of ranks 0 to 3: {', '.join(shares)}", xlabel="keys", ylabel="queries")
+        axis.set(title=f"{mode}: ranks 0 to 3\ncompute {', '.join(shares)}", xlabel="keys", ylabel="queries")
     for mode in MODES:
         curve = runs[0][f"{mode}: bytes"]
         axes[2].plot([i / len(curve) for i in range(len(curve))], [n / 1024 for n in curve], label=mode)
     axes[2].set(
-        title="attention on rank 0 of 2: bytes alive", xlabel="from forward to the end of backward", ylabel="KiB"
+        title="attention on rank 0 of 2:\nbytes alive", xlabel="from forward to the end of backward", ylabel="KiB"
     )
-    axes[2].legend()
+    axes[2].legend(loc="lower center")
     return figure
 
 

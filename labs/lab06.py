@@ -298,7 +298,7 @@ def timelines(runs: list[dict]) -> Any:
     """A figure: the student's three schedules, simulated with F = B = W."""
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(3, 1, figsize=(10, 6), sharex=True)
+    figure, axes = plt.subplots(3, 1, figsize=(10, 6), sharex=True, layout="constrained")
     colours = {"F": "tab:blue", "B": "tab:orange", "W": "tab:green", "BW": "tab:red"}
     for axis, name, rows in zip(axes, FUNCTIONS, runs[0]["lists"], strict=True):
         lists = [[Action(*action) for action in row] for row in rows]

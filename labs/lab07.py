@@ -27,6 +27,7 @@ CPU = torch.device("cpu")
 EXPERTS = dict(experts=8, experts_per_token=2, expert_dim=12, balance_weight=0.5, z_loss=0.1)
 RUN = EXPERTS | dict(n_layers=2, optimizer="sgd", global_batch_size=4, micro_batch_size=2, steps=2, pp=1, cp=1, tp=1)
 WHOLE = (2, dict(ep=2))
+ALONE = "step07_moe_ep"  # step 1 knows no experts
 KEYS = ("gate", "up", "down")
 
 
@@ -728,16 +729,16 @@ def dealt_bytes(bench: Bench):
 
 # --- task 6: the layout of experts -----------------------------------------------------------------------------------
 
-LAYOUTS = ((2, 1, 2), (2, 2, 1), (1, 2, 2))  # dp, cp, tp of four ranks
+LAYOUTS = ((2, 1, 2, True), (2, 2, 1, True), (1, 2, 2, True), (1, 2, 2, False))  # dp, cp, tp of four ranks, and sp
 
 
-def records_on_rank(mode: str, experts: int, sp: int, seed: int) -> dict:
-    """Records, groups, and what each MoE layer was given, with experts on two ranks in three layouts; and counts."""
+def records_on_rank(mode: str, experts: int, seed: int) -> dict:
+    """Records, groups, and what each MoE layer was given, with experts on two ranks in four layouts; and counts."""
     found: dict[str, Any] = {}
-    for sizes in LAYOUTS:
-        name = "dp {} x cp {} x tp {}: ".format(*sizes)
+    for *sizes, sp in LAYOUTS:
+        name = "dp {} x cp {} x tp {}, sp {}: ".format(*sizes, sp)
         mesh = Mesh(dict(zip(("pp", "dp", "cp", "tp"), (1, *sizes), strict=True)), CPU, Ledger())
-        config = step07.Config(**SMALL | RUN | dict(experts=experts, cp_mode=mode, sp=bool(sp), n_layers=1, seq_len=8))
+        config = step07.Config(**SMALL | RUN | dict(experts=experts, cp_mode=mode, sp=sp, n_layers=1, seq_len=8))
         m = config.model_config()
         balance = moe.Balance(m, 1, CPU)
         with torch.device("meta"):
@@ -769,15 +770,15 @@ def records_on_rank(mode: str, experts: int, sp: int, seed: int) -> dict:
             found[f"{name}all choices, gathered"] = layer.gather_choices(everyone[:, places]).long()
         source = mesh.rank if sp else mesh.rank // sizes[2]
         balance.counted += numbers(seed, f"counted {source}", *balance.counted.shape)
-        found[f"{name}counts of all ranks"] = step07.take_counts(balance, mesh, bool(sp))
+        found[f"{name}counts of all ranks"] = step07.take_counts(balance, mesh, sp)
         found[f"{name}counts after they were taken"] = balance.counted
     return found
 
 
 def record_case(bench: Bench) -> tuple:
-    """(cp mode, experts, sp, seed) of task 6."""
+    """(cp mode, experts, seed) of task 6."""
     draw = bench.draws()
-    return draw.choice(("zigzag", "ring")), draw.choice((4, 6)), draw.randrange(2), draw.randrange(10**6)
+    return draw.choice(("zigzag", "ring")), draw.choice((4, 6)), draw.randrange(10**6)
 
 
 def records(bench: Bench, keys: Any = lambda key: "counts" not in key and "all choices" not in key):
@@ -803,20 +804,10 @@ def trains(bench: Bench):
     draw = bench.draws()
     base = RUN | dict(seed=draw.randrange(1000), capacity_factor=draw.choice((0.0, 1.0)))
     layout = dict(cp=1, tp=2, ep=2, zero=draw.choice((0, 1)))
-    training.equal_to_one_device(bench, "step07_moe_ep", 4, base, layout, "step07_moe_ep")
+    training.equal_to_one_device(bench, "step07_moe_ep", 4, base, layout, ALONE)
 
 
 # --- the file as it stands -------------------------------------------------------------------------------------------
-
-
-def whole() -> list[float]:
-    """Runs on every rank: the losses of two steps of the student's whole files."""
-    return training.trained("step07_moe_ep", json.dumps(RUN | WHOLE[1]))["losses"]
-
-
-def one_device() -> list[float]:
-    """The losses of step 7 in one process."""
-    return training.trained("step07_moe_ep", json.dumps(RUN))["losses"]
 
 
 def picture_run() -> dict:

@@ -17,6 +17,7 @@ from labs import ranks
 from labs.folder import note
 from labs.grade import Folder, Result, check, text_of
 from labs.ranks import Failed, World
+from labs.training import PICTURED
 
 STYLE = (
     "body{font:16px sans-serif;max-width:50em;margin:2em auto}td{padding:.2em .8em;vertical-align:top}.no{color:#a00}"
@@ -45,7 +46,7 @@ def own_run(folder: Folder) -> tuple[list[dict], list[float]]:
     if hasattr(lab.module, "picture_run"):
         run = f"{lab.module.__name__}:picture_run", ()
     mine = ranks.run(World(modules, folder.path), size, *run, 120)
-    alone = ranks.run(World(), 1, "labs.training:losses", ("step01_single_gpu", json.dumps(base)), 120)[0]
+    alone = ranks.run(World(), 1, "labs.training:losses", (lab.alone, json.dumps(base | PICTURED)), 120)[0]
     return mine, alone
 
 
@@ -56,10 +57,11 @@ def pictures(folder: Folder) -> str:
     except (Failed, SyntaxError) as error:
         return f"<p>Your file does not run yet: {html.escape(str(error))}</p>"
     sent = runs[0]["traffic"]
-    figure, axes = plt.subplots(1, 2 if sent else 1, figsize=(10 if sent else 5, 3.5), squeeze=False)
+    wide = 2 if sent else 1
+    figure, axes = plt.subplots(1, wide, figsize=(5 * wide, 3.5), squeeze=False, layout="constrained")
     left = axes[0, 0]
-    left.plot(range(1, len(alone) + 1), alone, "o-", label="one device (step 1)", linewidth=4, alpha=0.4)
-    left.plot(range(1, len(runs[0]["losses"]) + 1), runs[0]["losses"], "x--", label=f"your file, {len(runs)} ranks")
+    left.plot(range(1, len(alone) + 1), alone, "o-", label="one device", linewidth=4, alpha=0.4)
+    left.plot(range(1, len(runs[0]["losses"]) + 1), runs[0]["losses"], "x--", label=f"your file, ranks: {len(runs)}")
     left.set(xlabel="step", ylabel="loss (nats a token)")
     left.legend()
     if sent:

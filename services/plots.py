@@ -131,6 +131,18 @@ def expert_load(runs: dict[str, Path], target: Path, layer: str = ""):
     plt.close(figure)
 
 
+def expert_similarity(curves: dict[str, dict[str, list[tuple[int, float]]]], target: Path):
+    """By run and layer: (step, mean linear CKA of the pairs of experts) over training."""
+    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    for (label, layers), style in zip(curves.items(), ("-", "--", ":"), strict=False):
+        for number, (layer, points) in enumerate(layers.items()):
+            axes.plot(*zip(*points, strict=True), style, color=f"C{number}", label=f"{label}: layer {layer}")
+    axes.set(xlabel="step", ylabel="similarity of experts (linear CKA)", ylim=(0, 1))
+    axes.legend(fontsize=8)
+    figure.savefig(target, dpi=120)
+    plt.close(figure)
+
+
 def context_work(trace: Path, target: Path):
     """Which rank computes which blocks at which hop, and how much in all, from the json of `tests.bench cp_work`."""
     data = json.loads(Path(trace).read_text())

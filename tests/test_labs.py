@@ -18,7 +18,7 @@ import pytest
 from common import UserError
 from labs import course, folder, grade, ranks, source
 from labs.__main__ import main, parser
-from labs.bench import Bench, Run, Wrong
+from labs.bench import Bench, Run, Wrong, applied, meaning
 from labs.course import Lab, Task, load, path_of
 from labs.ranks import Failed, World
 from tests.diff import ROOT
@@ -63,9 +63,6 @@ def judged(found: grade.Folder, *numbers: int, seconds: float = 120) -> list[gra
 @pytest.mark.parametrize("number", LABS)
 def test_a_lab_is_complete(number):
     """Four to seven tasks, three hints each; functions, criteria and faults are there, and no hole is in two tasks."""
-    from labs import faults as own
-    from tests import faults
-
     lab = load(number)
     assert 4 <= len(lab.tasks) <= 7
     names = [(module, name) for task in lab.tasks for module, parts in task.functions.items() for name in parts]
@@ -81,7 +78,8 @@ def test_a_lab_is_complete(number):
         for criterion in task.criteria:
             assert criterion.check in questions or callable(getattr(lab.module, criterion.check))
         for fault in task.faults:
-            assert hasattr(own, fault) or hasattr(faults, fault), fault
+            with applied(fault):  # raises if the source that it changes is no longer there
+                assert meaning(fault)
 
 
 @pytest.mark.parametrize("number", LABS)
@@ -113,10 +111,10 @@ def test_questions_differ_and_name_mistakes():
             assert len(asked) > 3, question.name
             right = question.answer(question.values(ID))
             question.judge(ID, {question.name: right})
-            for meaning, mistake in question.mistakes.items():
+            for words, mistake in question.mistakes.items():
                 wrong = mistake(question.values(ID))
                 if abs(wrong - right) > question.tolerance * right:
-                    with pytest.raises(grade.Wrong, match=re.escape(meaning)):
+                    with pytest.raises(grade.Wrong, match=re.escape(words)):
                         question.judge(ID, {question.name: wrong})
             for answer in ("", "x", True, right * 1.37 + 2):
                 with pytest.raises(grade.Wrong) as told:

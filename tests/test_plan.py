@@ -1,31 +1,37 @@
 """The planner: its layouts are legal, its bytes the trainer's, its search complete, its errors bounded."""
 
+import csv
+import json
 import random
 import shlex
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import step07_moe_ep as step07
-from common import UserError, trainer
+from common import UserError, schedules, trainer
 from common.model import PRESETS
 from common.moe import MOE_PRESETS
-from common.schedules import SCHEDULES, Costs, place_stages, simulate
+from common.schedules import SCHEDULES, place_stages, simulate
 from services.checks import check, mesh_sizes, split_layers
 from services.flags import parse
-from tests import equivalence
+from services.predictions import Costs, predict
 from tests.bench import plan as bench
-from theory import layouts, plan
-from theory.bubble import makespan
+from theory import calibrate, layouts, plan
+from theory.bubble import makespan, quick_makespan
 from theory.flops import matmul_weights, moe_flops_per_token
-from theory.footprint import held, waiting_states
+from theory.footprint import held, rank_numbers, state_bytes, waiting_states
 from theory.gpus import GPUS
 from theory.layouts import Layout, illegal, meshes, variants
 from theory.recipes import RECIPES
-from theory.search import COURSE, evaluate, fits, floor_seconds, search
-from theory.seconds import least_bubble, matmul_seconds, pipeline_ratio, step_seconds
+from theory.search import COURSE, evaluate, fits, floor_seconds, search, smallest
+from theory.seconds import least_bubble, matmul_seconds, mirror_seconds, pipeline_ratio, step_seconds
+from theory.sent import sent_bytes
 from theory.shapes import MODELS, attention_matmuls, gpt, mlp_matmuls, model_flops, of_preset, total_weights, weights
 
 H100 = GPUS["h100-80"]
@@ -117,21 +123,74 @@ def test_layers_are_dealt_as_the_trainer_does():
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
-def predicted_on_rank(options: dict) -> dict[str, int]:
-    """Runs on every rank: what the trainer predicts for its memory, as it would on a GPU."""
-    seen: dict[str, int] = {}
-    own = trainer.predict
+class Seen(Exception):
+    """What was looked for is there: no step need be made."""
 
-    def as_on_gpu(run, sync):
-        gpu = SimpleNamespace(type="cuda")
+
+def predicted(layout: Layout, rank: int, flags: dict) -> Costs:
+    """services/predictions.py on one rank of so many that exist on paper only; memory as on a GPU."""
+    found = []
+
+    def look(run, sync):
         proxy = SimpleNamespace(**{name: getattr(run, name) for name in vars(run) if not name.startswith("_")})
-        proxy.device, proxy.config = gpu, replace(run.config, peak_tflops=1.0)
-        seen.update(own(proxy, sync).memory)
-        return own(run, sync)
+        proxy.device, proxy.config = SimpleNamespace(type="cuda"), replace(run.config, peak_tflops=1.0)
+        found.append(predict(proxy, sync))
+        raise Seen
 
-    with mock.patch.object(trainer, "predict", as_on_gpu), equivalence.without_instruments():
-        step07.train(step07.Config(**options))
-    return seen
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world)
+    try:
+        with (
+            mock.patch.object(trainer, "predict", look),
+            mock.patch.object(trainer, "require_same_flags"),
+            mock.patch.object(trainer, "open_tokens"),
+            mock.patch.object(trainer.Trainer, "require_same_parameters"),
+            pytest.raises(Seen),
+        ):
+            step07.train(step07.Config(**flags))
+    finally:
+        dist.destroy_process_group()
+    return found[0]
+
+
+TINY = dict(dim=64, n_heads=16, n_kv_heads=4, n_layers=8, ffn_dim=96, vocab_size=260, seq_len=64)
+TINY_MOE = dict(experts=4, expert_dim=48, shared_experts=1, dense_layers=1)
+
+
+def drawn_runs(count: int) -> list[Layout]:
+    """Legal layouts of up to 64 ranks, of all schedules and ZeRO stages, from a seed."""
+    draw, found = random.Random(5), []
+    m = replace(MODELS["tiny-moe"], **TINY, **TINY_MOE)
+    while len(found) < count:
+        pp, dp, cp, tp = (draw.choice(sizes) for sizes in ((1, 2, 4), (1, 2, 4), (1, 1, 2), (1, 2, 4, 8)))
+        schedule = list(SCHEDULES)[len(found) % len(SCHEDULES)]
+        chunks = {"interleaved": 2, "zbv": 2, "dualpipe": 2}.get(schedule, 1)
+        options = dict(recompute=draw.choice(["none", "none", "full"]), sp=draw.random() < 0.7)
+        options |= dict(cp_mode=draw.choice(["zigzag", "ring", "allgather"]))
+        x = Layout(pp, dp, cp, tp, draw.choice([1, 2, 4]), len(found) % 4, 1, 4 * dp, schedule, chunks, **options)
+        if x.world <= 64 and not illegal(m, x) and (pp > 1 or schedule == "1f1b"):
+            found.append(x)
+    return found
+
+
+@pytest.mark.parametrize("layout", drawn_runs(12), ids=lambda x: f"{x.world} ranks {x.flags()}")
+def test_bytes_sent_and_state_are_those_that_the_trainer_predicts(tmp_path, layout):
+    """By dimension and operation, byte for byte; and so weights, gradients, masters and moments."""
+    x, draw = layout, random.Random(layout.flags())
+    moe = x.ep > 1 or draw.random() < 0.3
+    shape = TINY | (TINY_MOE if moe else dict(experts=0)) | dict(tied=draw.random() < 0.4)
+    flags = shape | dict(model="tiny-moe", pp=x.pp, cp=x.cp, tp=x.tp, ep=x.ep, zero=x.zero, micro_batch_size=x.mbs)
+    flags |= dict(global_batch_size=x.gbs, schedule=x.schedule, chunks=x.chunks, recompute=x.recompute, sp=x.sp)
+    flags |= dict(cp_mode=x.cp_mode, dtype="bf16", device="cpu", save_every=0, eval_every=0, out=str(tmp_path / "run"))
+    m, inner = replace(MODELS["tiny-moe"], **shape), x.tp * x.cp * x.dp
+    for rank in {0, draw.randrange(x.pp) * inner + draw.randrange(inner), x.world - 1}:
+        theirs = predicted(x, rank, flags)
+        ours = sent_bytes(m, x, rank // inner, rank % inner // x.tp)
+        assert ours == pytest.approx({name: n for name, n in theirs.traffic.items() if n}, rel=1e-12), rank
+        ours = state_bytes(
+            *rank_numbers(m, x.schedule, x.pp, x.chunks, "balanced", x.tp, x.ep)[rank // inner], x, COURSE
+        )
+        kinds = theirs.memory
+        assert ours == (kinds["parameters"], kinds["gradients"], kinds["masters"] + kinds["moments"]), rank
 
 
 RUNS = [
@@ -143,7 +202,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize("layout", RUNS, ids=lambda x: x.flags())
-def test_bytes_are_those_that_the_trainer_predicts(pools, tmp_path, layout):
+def test_bytes_are_those_that_the_trainer_predicts(tmp_path, layout):
     """Of the fullest of four ranks, within 1% (slices are padded; temporary buffers are the planner's own)."""
     options = dict(
         model="debug", dim=128, n_layers=4, vocab_size=512, steps=1, dtype="bf16", device="cpu", save_every=0
@@ -154,7 +213,7 @@ def test_bytes_are_those_that_the_trainer_predicts(pools, tmp_path, layout):
     m = replace(of_preset(MOE_PRESETS["debug"]), dim=128, n_layers=4, vocab_size=512)
     with mock.patch("theory.footprint.buffer_bytes", lambda *args: 0.0):
         ours = held(m, layout, COURSE)
-    theirs = max(sum(found.values()) for found in pools(4).run(predicted_on_rank, options))
+    theirs = max(sum(predicted(layout, rank, options).memory.values()) for rank in range(4))
     assert ours.total == pytest.approx(theirs, rel=0.01)
 
 
@@ -206,7 +265,8 @@ def test_a_long_pipeline_is_continued_from_a_short_one(schedule):
     v = {"zbv": 2, "dualpipe": 2, "interleaved": 3}.get(schedule, 1)
     for p, m, b, w, comm in ((4, 61, 1.0, 1.0, 0.0), (4, 64, 1.6, 0.7, 0.05), (6, 90, 2.0, 1.0, 0.2), (4, 3, 1, 1, 0)):
         lists = [SCHEDULES[schedule](p, m, v, rank) for rank in range(p)]
-        whole = makespan(simulate(lists, place_stages(schedule, p, v), Costs(1.0, b, w, comm)))
+        whole = makespan(simulate(lists, place_stages(schedule, p, v), schedules.Costs(1.0, b, w, comm)))
+        assert quick_makespan(lists, place_stages(schedule, p, v), schedules.Costs(1.0, b, w, comm)) == whole
         assert pipeline_ratio(schedule, p, m, v, b, w, comm) == pytest.approx(whole, rel=0.01), (p, m, b, w, comm)
         layout = Layout(pp=p, gbs=m, schedule=schedule, chunks=v)
         busy = m * (1 + b + w) * (1 if schedule == "dualpipe" else v)
@@ -278,6 +338,36 @@ def test_errors_beside_published_runs():
     assert len(good) >= 3, choices  # of four: the lines of 39e9 weights with tp 2 and 4 are slower than any rule says
 
 
+def test_files_with_gaps_and_in_another_order(tmp_path, capsys):
+    """The same predictions with rows and columns shuffled; blanks and NaN are figures that a source does not give."""
+    draw = random.Random(3)
+    rows = list(csv.DictReader(bench.lines_of(bench.Config().rows)))[::3]
+    lines = list(csv.DictReader(bench.lines_of(bench.Config().vtrain)))[:30:6]
+    cases = {case.id: case for case in bench.read_rows(bench.Config().rows)}
+    expected = {row["id"]: bench.predict(cases[row["id"]]) for row in rows}
+    paths = [tmp_path / "rows.csv", tmp_path / "vtrain.csv"]
+    rows[1] |= {name: "NaN" for name in bench.FIGURES}
+    lines[1]["iteration time (ms)"] = ""
+    for path, found in zip(paths, (rows, lines), strict=True):
+        names = draw.sample(list(found[0]), len(found[0]))
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, names)
+            writer.writeheader()
+            writer.writerows(draw.sample(found, len(found)))
+    out = tmp_path / "predicted.json"
+    bench.bench(bench.Config(str(paths[0]), str(paths[1]), str(out)))
+    entries = json.loads(out.read_text())
+    assert {entry["id"]: entry["predicted"] for entry in entries[: len(rows)]} == expected
+    assert sorted(len(entry["published"]) for entry in entries[len(rows) :]) == [0, 1, 1, 1, 1]
+    assert [entry["id"] for entry in entries[len(rows) :]] == [1, 2, 3, 4, 5]
+    assert "vTrain group" in capsys.readouterr().out
+    paths[1].write_text(paths[1].read_text().splitlines()[0] + "\n")
+    paths[0].write_text(paths[0].read_text().replace("A100-80", "abacus"))
+    bench.bench(bench.Config(bench.Config().rows, str(paths[1])))
+    with pytest.raises(UserError, match="abacus"):
+        bench.read_rows(str(paths[0]))
+
+
 def test_rank_correlation():
     """1 for the same order, -1 for the reverse, ties share a rank."""
     assert bench.spearman([1, 2, 3], [10, 20, 90]) == 1 and bench.spearman([1, 2, 3], [3, 2, 1]) == -1
@@ -302,6 +392,50 @@ def test_the_command(capsys, tmp_path):
     assert f"{found.seconds.step:.3f} s" in out and f"{found.held.total / 2**30:.2f} GiB" in out
 
 
+def test_what_fits(capsys, tmp_path):
+    """The largest model, the longest sequence (and not an eighth more), and all layouts in a file."""
+    assert plan.main(shlex.split("--gpus 8 --largest")) == 0
+    out = capsys.readouterr().out
+    m = MODELS["gpt3-22b"]
+    assert "fits on 8 h100-80: gpt3-22b" in out and fits(smallest(m, 8, 8).held, H100)
+    assert not fits(smallest(MODELS["mixtral-8x7b"], 8, 8).held, H100)
+    assert plan.main(shlex.split("--model llama3-8b --gpus 2 --longest")) == 0
+    tokens = int(capsys.readouterr().out.split("GPUs")[-1].split()[-2])
+    longer = (replace(MODELS["llama3-8b"], seq_len=size) for size in (tokens, tokens * 9 // 8))
+    assert [fits(smallest(x, 2, 2).held, H100) for x in longer] == [True, False]
+    path = tmp_path / "all.csv"
+    arguments = f"--model smollm-360m --gpus 2 --global-batch-size 4 --picture '' --list {path}"
+    assert plan.main(shlex.split(arguments)) == 0
+    rows = list(csv.DictReader(path.open()))
+    legal, best = capsys.readouterr().out.split("legal layouts")[0].split()[-1], min(float(r["step_s"]) for r in rows)
+    found = search(replace(MODELS["smollm-360m"]), 2, 4, H100).best[0]
+    assert len(rows) == int(legal) and best == pytest.approx(found.seconds.step, abs=1e-4)
+
+
+def test_calibration_says_if_there_is_no_gpu(capsys):
+    """One line, exit status 2."""
+    with mock.patch("torch.cuda.is_available", return_value=False):
+        assert calibrate.main() == 2
+    assert "PyTorch sees no GPU here" in capsys.readouterr().err
+
+
+def test_the_largest_plan_is_quick():
+    """llama3-405b on 16,384 GPUs in under 10 CPU seconds, with a bar over the bounds and one over the layouts."""
+    bars, start = [], time.process_time()
+    found = search(MODELS["llama3-405b"], 16384, 16384, H100, bar=lambda tries: bars.append(len(tries)) or tries)
+    assert time.process_time() - start < 10 and len(found.best) == 10 and len(bars) == 2
+
+
+def test_dualpipe_pays_for_its_second_copy():
+    """The gradients of a pair are summed: bytes over a card's bandwidth; and 1F1B sums only a tied matrix."""
+    layout = Layout(4, 8, 1, 4, zero=0, gbs=64, schedule="dualpipe", chunks=2)
+    m = MODELS["llama3-8b"]
+    numbers = sum(rank_numbers(m, "dualpipe", 4, 2, "balanced", 4, 1)[0])
+    assert mirror_seconds(m, layout, H100, COURSE) == pytest.approx(numbers * 4 / H100.between, rel=0.01)
+    plain = replace(layout, schedule="1f1b", chunks=1)
+    assert mirror_seconds(m, plain, H100, COURSE) == 0 < mirror_seconds(replace(m, tied=True), plain, H100, COURSE)
+
+
 MISTAKES = {
     "--gpu abacus": "no such GPU",
     "--model gpt5": "no such model",
@@ -312,6 +446,14 @@ MISTAKES = {
     "--gpus 8 --explain '--zero 9'": "--zero",
     "--gpus 8 --global-batch-size 7 --explain '--tp 2'": "cannot be dealt",
     "--nonsense": "--nonsense",
+    "--gpus 8 --explain '--tp 2 \"'": "No closing quotation",
+    "--gpus 8 --explain '--pp 2 --schedule zbv'": "another number of chunks",
+    "--gpus 37 --global-batch-size 3": "no layout of 37 GPUs is legal",
+    "--gpus 8 --largest --longest": "not allowed with",
+    "--model gpt3-175b --gpus 8 --longest": "GiB too much",
+    "--list nowhere/all.csv": "no folder nowhere",
+    "--picture nowhere/plan.png": "no folder nowhere",
+    "--gpus 1000000": "counts up to",
 }
 
 

@@ -39,6 +39,7 @@ from services.state import held
 from services.tables import bytes_of
 from services.variants import Variants
 from tests import equivalence, faults
+from tests.bench import expert_load
 from tests.equivalence import SMALL, difference, label
 from tests.pool import RankError
 from theory.flops import flops_per_token, moe_flops_per_token
@@ -417,6 +418,28 @@ def test_balance_keeps_experts_busy(tmp_path):
     assert none > 3 and loss < 0.7 * none and bias < 0.7 * none, (none, loss, bias)
     plots.expert_load({name: tmp_path / name for name in ("none", "loss", "bias")}, tmp_path / "all.png")
     assert (tmp_path / "all.png").stat().st_size > 10_000 and (tmp_path / "loss" / "expert_load.png").exists()
+
+
+def test_experts_are_compared_by_what_they_make_of_the_same_tokens():
+    """Equal up to a rotation and a factor: 1. Unrelated: near 0. Experts with one's weights: 1, and nothing counted."""
+    draw = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(4000, 16, generator=draw, dtype=torch.float64) for _ in range(2))
+    turned = 3 * a @ torch.linalg.qr(torch.randn(16, 16, generator=draw, dtype=torch.float64))[0] + 5
+    assert expert_load.linear_cka(a, turned) == pytest.approx(1) and expert_load.linear_cka(a, b) < 0.01
+    config = step07.Config(**SMALL | BASE | dict(tp=1, cp=1))
+    with torch.device("meta"):
+        model, m = Decoder(config.model_config()), config.model_config()
+        balance = moe.Balance(m, 1, CPU)
+        moe.add_experts(model, balance)
+    materialize(model, 0, CPU, torch.float64)
+    tokens = torch.randint(m.vocab_size, (2, m.seq_len), generator=draw)
+    first = expert_load.similarities(model, tokens)
+    assert first.keys() == {"0", "1"} and max(first.values()) < 0.9
+    for layer in model.model.layers["1"].mlp.experts.children():
+        layer.weight.data[:] = layer.weight.data[:1]
+    then = expert_load.similarities(model, tokens)
+    assert then["1"] == pytest.approx(1) and then["0"] == pytest.approx(first["0"])
+    assert not balance.counted.any() and not any(p.grad is not None for p in model.parameters())
 
 
 # --- what it costs ---------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from theory.layouts import Layout, network
 from theory.recipes import Recipe
 from theory.search import evaluate, rates
 from theory.seconds import COMPUTE, bandwidth, boundary_seconds, piece_of, rank_work, ring
+from theory.sent import sent_bytes
 from theory.shapes import Shape, layer_weights, model_flops, total_weights
 
 
@@ -13,7 +14,9 @@ def blackboard(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> str:
     """The memory of the fullest rank, and where the seconds of a step go."""
     x, found = layout, evaluate(m, layout, gpu, recipe)
     way = (x.schedule, x.pp, x.chunks, recipe.split)
-    numbers = max(rank_numbers(m, *way, x.tp, x.ep), key=sum)
+    by_rank = rank_numbers(m, *way, x.tp, x.ep)
+    fullest = max(range(x.pp), key=lambda rank: sum(by_rank[rank]))
+    numbers = by_rank[fullest]
     busy, _, (f, b, w) = rank_work(m, piece_of(x), gpu, recipe, *way[:3])
     data, tp = network(x, "data"), network(x, "tp")
     layers = max(sum(len(stage.layers) for stage in stages) for stages in rank_stages(m, *way))
@@ -75,6 +78,10 @@ def blackboard(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> str:
         net = network(x, "data") if dim == "dp" else network(x, dim)
         where = "between nodes" if net.leaves else "within a node"
         lines.append(f"exposed over {dim:2}              {exposed:8.3f} s, {net.ranks} ranks {where}")
+    if m.mlp_matrices == 3 and m.latent is None:  # what the course's trainer can run, and its ledger books
+        sent = sorted(sent_bytes(m, x, fullest).items())
+        booked = ", ".join(f"{dim} {operation} {n_bytes / GIB:.3g}" for (dim, operation), n_bytes in sent)
+        lines.append(f"sent by this rank, GiB       {booked or 'nothing'}")
     got = rates(m, found, gpu)
     lines += [
         f"update                       {seconds.update:8.3f} s = bytes of weights and state / {gpu.hbm:.3g}",

@@ -116,25 +116,19 @@ def layer_keeps(m: Shape, layout: Layout, recipe: Recipe, experts: bool, recompu
     return norms + tokens / tp * (core + mlp + visits)
 
 
-def held_weights(m: Shape, stage: Stage, layout: Layout) -> tuple[float, float]:
-    """Numbers of one stage on one rank: (replicated over dp x cp, of its experts)."""
-    shared, own = 0.0, 0.0
-    for flag, n in layers_by_kind(m, stage):
-        a, b = layer_weights(m, flag, layout.tp, layout.ep)
-        shared, own = shared + n * a, own + n * b
-    embedding, head = end_weights(m, layout.tp)
-    tied_here = m.tied and stage.first and stage.last
-    return shared + embedding * stage.first + (m.dim if tied_here else head) * stage.last, own
-
-
 @lru_cache(maxsize=100_000)
 def rank_numbers(m: Shape, schedule: str, pp: int, chunks: int, split: str, tp: int, ep: int) -> tuple:
-    """By pipeline rank: `held_weights` of its stages together."""
-    layout = Layout(pp=pp, tp=tp, ep=ep)
-    found = []
+    """By pipeline rank: numbers (replicated over dp x cp, of its experts). A rank has a tied matrix once."""
+    (embedding, head), found = end_weights(m, tp), []
     for stages in rank_stages(m, schedule, pp, chunks, split):
-        pairs = [held_weights(m, stage, layout) for stage in stages]
-        found.append((sum(a for a, _ in pairs), sum(b for _, b in pairs)))
+        first, last = (any(getattr(stage, end) for stage in stages) for end in ("first", "last"))
+        shared = embedding * first + (m.dim if m.tied and first else head) * last
+        own = 0.0
+        for stage in stages:
+            for flag, n in layers_by_kind(m, stage):
+                a, b = layer_weights(m, flag, tp, ep)
+                shared, own = shared + n * a, own + n * b
+        found.append((shared, own))
     return tuple(found)
 
 

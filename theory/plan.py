@@ -15,6 +15,7 @@ import csv
 import shlex
 import sys
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from tqdm import tqdm
@@ -51,9 +52,10 @@ def flags() -> Parser:
     parser.add_argument("--gpu", default="h100-80", help="one of " + ", ".join(GPUS))
     parser.add_argument("--seq-len", type=int, help="tokens of a sequence; default: the model's")
     parser.add_argument("--global-batch-size", type=int, help="sequences of a step; default: about 4M tokens")
-    parser.add_argument("--explain", metavar="FLAGS", help='one layout on the blackboard: "--tp 8 --pp 4 ..."')
-    parser.add_argument("--largest", action="store_true", help="the largest model that fits")
-    parser.add_argument("--longest", action="store_true", help="the longest sequence that fits")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--explain", metavar="FLAGS", help='one layout on the blackboard: "--tp 8 --pp 4 ..."')
+    instead.add_argument("--largest", action="store_true", help="the largest model that fits")
+    instead.add_argument("--longest", action="store_true", help="the longest sequence that fits")
     parser.add_argument("--list", metavar="FILE", help="write memory and time of every legal layout to a .csv (slow)")
     parser.add_argument("--picture", metavar="FILE", default="plan.png", help="of the ten; empty: none")
     return parser
@@ -73,6 +75,9 @@ def choose(args: Any) -> tuple[Shape, Gpu, int]:
     for name, value in (("gpus", args.gpus), ("seq-len", m.seq_len), ("global-batch-size", batch)):
         if value < 1:
             raise PlanError(f"--{name} is {value}: it must be at least 1")
+    for name, path in (("list", args.list), ("picture", args.picture)):
+        if path and not Path(path).parent.is_dir():
+            raise PlanError(f"--{name} {path}: there is no folder {Path(path).parent}; make it, or name another")
     if args.gpus > MOST_GPUS:
         raise PlanError(f"--gpus {args.gpus}: the planner counts up to {MOST_GPUS}")
     return m, GPUS[args.gpu], batch
@@ -186,7 +191,11 @@ def layout_of(text: str, gpus: int, batch: int, m: Shape) -> Layout:
     parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"))
     parser.add_argument("--cp-mode", default="zigzag", choices=("zigzag", "ring", "allgather", "ulysses"))
     parser.add_argument("--sp", action=argparse.BooleanOptionalAction, default=True)
-    x = parser.parse_args(shlex.split(text))
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise PlanError(f"--explain {text!r}: {error}") from None
+    x = parser.parse_args(words)
     inner = x.pp * x.cp * x.tp
     if inner < 1 or gpus % inner:
         raise PlanError(f"--pp {x.pp} x --cp {x.cp} x --tp {x.tp} = {inner} does not divide --gpus {gpus}: change one")
@@ -215,15 +224,23 @@ def largest(args: Any, gpu: Gpu) -> str:
 
 
 def longest(m: Shape, args: Any, gpu: Gpu) -> str:
-    """Sequences of 1024 x 2^k tokens, and whether any layout takes them."""
-    rows, best = [["tokens", "least GiB a GPU", "layout"]], 0
-    for power in range(10, 25):
-        long = replace(m, seq_len=2**power)
-        least = smallest(long, args.gpus, args.global_batch_size or args.gpus)
-        if least is None or not fits(least.held, gpu):
-            break
-        best = 2**power
-        rows.append([str(best), f"{least.held.total / GIB:.1f}", least.layout.flags()])
+    """Sequences, twice as long each time, then in finer steps, and the layout that takes them with the least memory.
+
+    Raises PlanError if not even 1,024 tokens fit.
+    """
+    batch = args.global_batch_size or args.gpus
+    rows, best, step, growing = [["tokens", "least GiB a GPU", "layout"]], 0, 1024, True
+    while step >= max(1024, best // 8):
+        tokens = best + step
+        least = smallest(replace(m, seq_len=tokens), args.gpus, batch)
+        taken = least is not None and fits(least.held, gpu) and tokens < 2**25
+        if taken:
+            best = tokens
+            rows.append([str(best), f"{least.held.total / GIB:.1f}", least.layout.flags()])
+        elif not best:
+            raise no_fit(replace(m, seq_len=tokens), args, gpu, batch)
+        growing = growing and taken
+        step = best if growing else step // 2
     return f"{table(rows)}\n\nthe longest sequence that fits on {args.gpus} {args.gpu}: {best} tokens"
 
 
@@ -256,7 +273,7 @@ def run(argv: list[str] | None = None):
         return
     if args.list:
         write_list(args.list, m, args.gpus, batch, gpu)
-    result = search(m, args.gpus, batch, gpu, bar=lambda tries: tqdm(tries, desc="layouts", disable=None, leave=False))
+    result = search(m, args.gpus, batch, gpu, bar=lambda tries: tqdm(tries, disable=None, leave=False))
     if not result.best:
         raise no_fit(m, args, gpu, batch)
     print(f"{args.model}, {args.gpus} {args.gpu}, --seq-len {m.seq_len}, --global-batch-size {batch}")

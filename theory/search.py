@@ -83,7 +83,7 @@ def search(
     """The `count` best meshes, each with its best schedule, ZeRO stage and recomputation; empty if none fits."""
     all_meshes = list(meshes(m, world, gbs))
     tries = [replace(mesh, recompute=kind) for mesh in all_meshes for kind in RECOMPUTE]
-    order = sorted((floor_seconds(m, mesh, gpu, recipe), number) for number, mesh in enumerate(tries))
+    order = sorted((floor_seconds(m, mesh, gpu, recipe), number) for number, mesh in enumerate(bar(tries)))
     best: dict[Layout, Found] = {}
     timed = 0
     for floor, number in bar(order):

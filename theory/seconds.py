@@ -25,6 +25,7 @@ from theory.shapes import (
     Matmul,
     Shape,
     attention_matmuls,
+    end_weights,
     head_widths,
     kv_width,
     layer_counts,
@@ -353,6 +354,21 @@ def fullest_numbers(m: Shape, layout: Layout, recipe: Recipe) -> tuple[float, fl
     return numbers_of(m, layout.schedule, layout.pp, layout.chunks, recipe.split, layout.tp, layout.ep)
 
 
+def mirror_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> float:
+    """Seconds of summing over pairs of pipeline ranks the gradients of what both hold.
+
+    With dualpipe that is all they have; else a tied matrix, in the first stage and in the last. Nothing hides it.
+    """
+    if layout.pp == 1 or not (layout.schedule == "dualpipe" or (m.tied and layout.schedule != "zbv")):
+        return 0.0
+    data, expert = (network(layout, dim).ranks if layout.zero else 1 for dim in ("data", "expert data"))
+    shared, own = fullest_numbers(m, layout, recipe)
+    if layout.schedule != "dualpipe":
+        shared, own = end_weights(m, layout.tp)[0], 0.0
+    pair = Network(2, 1 if network(layout, "pp").leaves else 2)
+    return collective_seconds(gpu, pair, 2 * ring(pair, (shared / data + own / expert) * recipe.reduced))
+
+
 def data_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe, micro_batch: float) -> Parts:
     """Exposed seconds of summing gradients and gathering weights over dp x cp.
 
@@ -372,6 +388,7 @@ def data_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe, micro_batch
     if recipe.overlap_dp:
         covered = micro_batch * (n if layout.zero >= 2 else 1)
         seconds = max(seconds - covered, 0.05 * seconds)
+    seconds += mirror_seconds(m, layout, gpu, recipe)
     return {"dp": seconds} if seconds else {}
 
 

@@ -34,9 +34,12 @@ FIGURES = ("step_s", "tflops_gpu", "mfu_pct", "tok_s_gpu", "mem_gib")
 DEEPSEEK_V3 = dict(ffn_dim=18432, vocab_size=129280, experts=256, experts_per_token=8, expert_dim=2048)
 DEEPSEEK_V3 |= dict(shared_experts=1, latent=Latent())
 MIXTRAL = dict(ffn_dim=14336, vocab_size=32000, experts=8, experts_per_token=2)
+VTRAIN = ("global batch", "micro batch", "hidden size", "attention heads", "# layers", "sequence length")
+VTRAIN += ("tensor parallelism", "data parallelism", "pipeline parallelism")
 LEFT_OUT = """left out                                              the prediction is then
 stragglers, other jobs on the network, stalled data   too fast
 attention that is cut unevenly, imbalance of experts  too fast, too small
+hosts that issue kernels slower than they run         too fast
 clocks that fall when all units work                  too fast
 the allocator's fragments (but torchtitan's 5%)       too small
 kernels that hide a message behind a matmul's tiles   too slow
@@ -63,9 +66,26 @@ class Case(NamedTuple):
     published: dict[str, float]
 
 
+def given(row: dict[str, str], name: str) -> str:
+    """A column's text, stripped; "" if it is missing, empty or not a number ("nan")."""
+    text = (row.get(name) or "").strip()
+    return "" if text.lower() == "nan" else text
+
+
+def real(row: dict[str, str], name: str) -> float:
+    """A column's number. Raises UserError if it has none, or none above 0."""
+    try:
+        found = float(given(row, name))
+    except ValueError:
+        raise UserError(f"{row}: {name} must be a number") from None
+    if not 0 <= found < float("inf"):
+        raise UserError(f"{row}: {name} must not be negative or infinite")
+    return found
+
+
 def number(row: dict[str, str], name: str, default: int) -> int:
     """A column, or what it is if empty."""
-    return int(float(row[name])) if (row.get(name) or "").strip() else default
+    return int(real(row, name)) if given(row, name) else default
 
 
 def shape_of(row: dict[str, str]) -> Shape:
@@ -129,11 +149,12 @@ def read_rows(path: str) -> list[Case]:
     """The runs of a file. Raises UserError for a letter or GPU that nobody knows."""
     cases = []
     for row in csv.DictReader(lines_of(path)):
-        if row["id"][0] not in RECIPE or row["gpu"] not in CHIPS:
+        row |= {name: given(row, name) for name in (*row, "id", "gpu", "model", "recompute", "prec")}
+        if row["id"][:1] not in RECIPE or row["gpu"] not in CHIPS:
             raise UserError(f"row {row['id']} on {row['gpu']}: known are ids {''.join(RECIPE)} and {', '.join(CHIPS)}")
         recipe = RECIPES[RECIPE[row["id"][0]]]._replace(fp8=row["prec"] == "fp8")
         recipe = recipe._replace(fused=recipe.fused or "compile" in row["model"])
-        published = {name: float(row[name]) for name in FIGURES if (row.get(name) or "").strip()}
+        published = {name: real(row, name) for name in FIGURES if given(row, name)}
         m, layout, gpu = shape_of(row), layout_of(row), GPUS[CHIPS[row["gpu"]]]
         if not row["recompute"] and held(m, layout, recipe).total > gpu.memory:
             layout = replace(layout, recompute="full")  # not stated, and without it the run does not fit
@@ -143,13 +164,17 @@ def read_rows(path: str) -> list[Case]:
 
 def read_vtrain(path: str) -> list[Case]:
     """The lines of a file; the id is the line's number, the header not counted, from 1 on."""
-    cases = []
-    for line, row in enumerate(csv.reader(lines_of(path))):
-        if line and row:
-            _, _, gbs, mbs, dim, heads, layers, seq, tp, dp, pp, ms = map(float, row)
-            m = gpt(int(dim), int(layers), int(heads), 50257, int(seq))
-            layout = Layout(int(pp), int(dp), 1, int(tp), 1, 0, int(mbs), int(gbs), recompute="full", sp=False)
-            cases.append(Case(str(line), m, layout, GPUS["a100-80-half"], RECIPES["vtrain"], dict(step_s=ms / 1e3)))
+    cases, lines = [], lines_of(path)
+    names = next(csv.reader(lines), [])
+    for line, cells in enumerate(csv.reader(lines)):
+        row = dict(zip(names, cells, strict=False))
+        if line and any(given(row, name) for name in row):
+            gbs, mbs, dim, heads, layers, seq, tp, dp, pp = (int(real(row, name)) for name in VTRAIN)
+            m = gpt(dim, layers, heads, 50257, seq)
+            layout = Layout(pp, dp, 1, tp, 1, 0, mbs, gbs, recompute="full", sp=False)
+            took = "iteration time (ms)"
+            published = dict(step_s=real(row, took) / 1e3) if given(row, took) else {}
+            cases.append(Case(str(line), m, layout, GPUS["a100-80-half"], RECIPES["vtrain"], published))
     return cases
 
 
@@ -236,14 +261,15 @@ def bench(config: Config):
         rows.append([case.id, *time, *bytes_])
     print(f"{table(rows)}\n\n(time: error of the step's time, also where the source gives a rate)\n")
     rows = [["line", "weights", "GPUs", "pp", "dp", "tp", "micro-batch", "seconds", "predicted", "error"]]
-    seconds = [predicted["step_s"] for predicted in found[len(cases) :]]
-    for case, predicted in zip(lines, seconds, strict=True):
+    timed = [(case, predicted["step_s"]) for case, predicted in zip(lines, found[len(cases) :], strict=True)]
+    timed = [(case, predicted) for case, predicted in timed if case.published]
+    for case, predicted in timed:
         x, size = case.layout, f"{total_weights(case.shape) / 1e9:.1f}e9"
         layout = [str(n) for n in (x.world, x.pp, x.dp, x.tp, x.mbs)]
         took = case.published["step_s"]
         rows.append([case.id, size, *layout, f"{took:.2f}", f"{predicted:.2f}", f"{predicted / took - 1:+.1%}"])
     print(f"{table(rows)}\n")
-    took = [case.published["step_s"] for case in lines]
+    took, seconds = [case.published["step_s"] for case, _ in timed], [predicted for _, predicted in timed]
     errors = [["errors of", "runs", "mean", "worst", "bias"]]
     for name, letters in (("X N T", "XNT"), *((x, x) for x in memory)):
         if some := [e for letter in letters for e in memory[letter]]:
@@ -251,11 +277,11 @@ def bench(config: Config):
     for name, letters in (("S K L", "SKL"), *((x, x) for x in times)):
         if some := [e for letter in letters for e in times[letter]]:
             errors.append(summary(f"time, {name}", some))
-    if lines:
+    if timed:
         errors.append(summary("time, vTrain", [b / a - 1 for a, b in zip(took, seconds, strict=True)]))
     print(f"{table(errors)}\n")
     rows = [["vTrain group", "layouts", "mean error", "Spearman", "regret"]]
-    for name, indices in groups_of(lines).items():
+    for name, indices in groups_of([case for case, _ in timed]).items():
         one, two = [took[i] for i in indices], [seconds[i] for i in indices]
         mean = sum(abs(b / a - 1) for a, b in zip(one, two, strict=True)) / len(one)
         correlation, regret = choice(one, two)
