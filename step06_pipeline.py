@@ -176,7 +176,7 @@ class SplitFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         """dy of each -> dx."""
-        (group, gather, reduce, store, weights), (x,) = ctx.arguments, ctx.saved_tensors
+        (group, gather, reduce, store, weights), x = ctx.arguments, ctx.saved_tensors[0].detach()  # W keeps no graph
         trained = [(weight, grad) for weight, grad in zip(weights, grads, strict=True) if weight.requires_grad]
 
         def weight_gradients() -> list[Tensor]:

@@ -266,7 +266,7 @@ class SplitExpertFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         """dy [n, out] -> dx [n, in]."""
-        (x, counts), weight, grad = ctx.saved_tensors, ctx.weight, grad.contiguous()
+        (x, counts), weight, grad = (t.detach() for t in ctx.saved_tensors), ctx.weight, grad.contiguous()
         if weight.requires_grad:
             ctx.store.put([weight], lambda: [grouped_outer(grad, x, counts)])
         return grouped_matmul(grad, weight, counts) if ctx.needs_input_grad[0] else None, None, None, None

@@ -16,6 +16,7 @@ import traceback
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ import torch
 
 from common import UserError
 from common.model import PRESETS, ModelConfig
+from services.dry_run import dry_run
 from services.launch import world_size
 from services.relief import out_of_memory
 
@@ -88,6 +90,9 @@ class RunFlags:
     generate: str = ""  # with --resume: continue this text and exit
     profile_memory: int = 0  # draw memory over time for the first N steps
     peak_tflops: float = 0.0  # the device's dense peak, if the table does not know it
+    dry_run: int = 0  # count a step of one rank of so many, on tensors without numbers, instead of training
+    rank: int = -1  # with --dry-run: this rank alone; default: one rank of each pipeline stage
+    gpu: str = "h100-80"  # with --dry-run: whose peak and bandwidth (theory/gpus.py) the operators' times are for
 
     def presets(self) -> dict[str, ModelConfig]:
         """The shapes that `--model` can name."""
@@ -171,7 +176,8 @@ def main(train: Callable[[Any], Any], cls: type, argv: list[str] | None = None):
     status = 0
     try:
         config = parse(cls, argv)
-        train(config)
+        dry = any(getattr(config, flag, unset) != unset for flag, unset in (("dry_run", 0), ("rank", -1)))
+        (partial(dry_run, train) if dry else train)(config)
     except UserError as error:
         report(f"error: {error}")
         status = 2

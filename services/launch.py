@@ -83,7 +83,7 @@ def require_same_flags(config: Any, mesh: Mesh):
     """The first collective: every rank shows its flags. Raises UserError on all ranks, naming the flag that differs."""
     everyone = gather_objects(asdict(config), mesh)
     for rank, theirs in enumerate(everyone):
-        for name, value in everyone[0].items():
+        for name, value in everyone[0].items() if theirs != everyone[0] else ():
             if theirs.get(name) != value:
                 flag = "--" + name.replace("_", "-")
                 ours = theirs.get(name)

@@ -6,7 +6,8 @@ allocation; a weak reference tells when it is freed. What a kernel allocates and
 
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -30,8 +31,11 @@ class Event(NamedTuple):
 class MemoryTimeline(TorchDispatchMode):
     """Allocations and releases in order, each storage under one of CATEGORIES."""
 
-    def __init__(self):
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        """`clock`: the seconds of an event."""
         super().__init__()
+        self.clock = clock
+        self.total: Counter[str] = Counter()  # bytes now alive, by category
         self.events: list[Event] = []
         self.category: dict[int, str] = {}
         self.number: dict[int, int] = {}  # address of a live storage -> its running number
@@ -48,16 +52,25 @@ class MemoryTimeline(TorchDispatchMode):
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):
                 self.note(tensor, self.birth_category)
+        self.look_again()
+        return out
+
+    def look_again(self):
+        """Record which parameters have been emptied or filled."""
         for storage in [ref() for ref in self.resizable.values()]:
             self.look(storage)
-        return out
 
     def look(self, storage: torch.UntypedStorage):
         """Record that a known storage has changed its size."""
         address, n_bytes = storage._cdata, storage.nbytes()
         if n_bytes != self.size[address]:
-            self.events.append(Event(time.perf_counter(), self.number[address], n_bytes - self.size[address]))
+            self.enter(self.number[address], n_bytes - self.size[address])
             self.size[address] = n_bytes
+
+    def enter(self, number: int, n_bytes: int):
+        """Record an event of a storage."""
+        self.events.append(Event(self.clock(), number, n_bytes))
+        self.total[self.category[number]] += n_bytes
 
     def note(self, tensor: Tensor, category: str) -> int:
         """Record the tensor's storage under `category` if it is new; returns its running number."""
@@ -67,20 +80,23 @@ class MemoryTimeline(TorchDispatchMode):
             number = self.number[address] = len(self.category)
             self.category[number] = category
             self.size[address] = storage.nbytes()
-            self.events.append(Event(time.perf_counter(), number, storage.nbytes()))
+            self.enter(number, storage.nbytes())
             weakref.finalize(storage, self.release, address).atexit = False
         return self.number[address]
 
     def release(self, address: int):
         """Called when a storage dies."""
         self.resizable.pop(address, None)
-        self.events.append(Event(time.perf_counter(), self.number.pop(address), -self.size.pop(address)))
+        self.enter(self.number.pop(address), -self.size.pop(address))
 
     def label(self, category: str, tensors: Iterable[Tensor | None]):
         """Put these tensors' storages under `category`, from their birth on."""
         for tensor in tensors:
             if tensor is not None:
-                self.category[self.note(tensor, category)] = category
+                number, n_bytes = self.note(tensor, category), self.size[tensor.untyped_storage()._cdata]
+                self.total[self.category[number]] -= n_bytes
+                self.total[category] += n_bytes
+                self.category[number] = category
                 if category == "parameters":
                     storage = tensor.untyped_storage()
                     self.resizable[storage._cdata] = weakref.ref(storage)
@@ -95,7 +111,7 @@ class MemoryTimeline(TorchDispatchMode):
 
     def live(self, category: str) -> int:
         """Bytes now alive under `category`."""
-        return sum(event.bytes for event in self.events if self.category[event.storage] == category)
+        return self.total[category]
 
     def curves(self) -> tuple[list[float], dict[str, list[int]]]:
         """Times in seconds from the first event, and for each category its bytes after each event."""

@@ -11,12 +11,13 @@ from theory.traffic import Gradients, Traffic, UnitShape
 
 
 class Costs(NamedTuple):
-    """FLOPs of a token (model, executed), the peak FLOP/s of all ranks, bytes by kind, bytes sent by dimension."""
+    """FLOPs of a token (model, executed), the peak FLOP/s of all ranks, bytes by kind and sent; work."""
 
     flops: tuple[float, float]
     peak: float
     memory: dict[str, int | None]
     traffic: Traffic
+    work: dict[str, float]  # FLOPs that this rank executes in a step, of matmuls and of attention
 
 
 def shape_of(unit: Any) -> UnitShape:
@@ -78,8 +79,9 @@ def predict(run: Any, sync: Any) -> Costs:
         params = list(run.model.parameters())
         n, factored = sum(p.numel() for p in params), sum(sum(p.shape) for p in params)
         held = memory.memory_rows(config, m, n, factored, dtype, on_cpu)
+    work = work_of(run, tp, cp)
     if not mesh.sizes:
-        return Costs(per_token, peak, held, {})
+        return Costs(per_token, peak, held, {}, work)
 
     sent = gradients_sent(run, sync, units)
     if hasattr(config, "tp"):
@@ -92,7 +94,7 @@ def predict(run: Any, sync: Any) -> Costs:
             passed = partial(traffic.moe_traffic, config, m, tp, cp, mesh["ep"].size, dtype)
         more = dict(more=kept) if kept else {}
         held["activations"] = memory.pp_activation_bytes(
-            config, m, pipeline.chunks, pipeline.actions, *layout, on_cpu, **more
+            config, m, pipeline.chunks, pipeline.program, pipeline.slices, *layout, on_cpu, **more, rank=mesh["cp"].rank
         )
         size = config.micro_batch_size * pipeline.wire[0] * pipeline.wire[1] * dtype.itemsize
         sent |= traffic.stage_traffic(
@@ -100,15 +102,28 @@ def predict(run: Any, sync: Any) -> Costs:
         )
     elif hasattr(config, "tp"):
         local = traffic.replace(m, seq_len=m.seq_len // cp)
-        held["activations"] = memory.cp_activation_bytes(config, m, tp, cp, dtype, on_cpu)
+        rank = mesh["cp"].rank if cp > 1 else 0
+        held["activations"] = memory.cp_activation_bytes(config, m, tp, cp, dtype, on_cpu, rank)
         sent |= traffic.tp_traffic(config, local, tp, dtype, micro_batches(run))
         sent |= traffic.cp_traffic(config, m, tp, cp, dtype, micro_batches(run))
-    return Costs(per_token, peak, held, sent)
+    return Costs(per_token, peak, held, sent, work)
+
+
+def work_of(run: Any, tp: int, cp: int) -> dict[str, float]:
+    """FLOPs that this rank executes in a step."""
+    layers, rank = range(run.shape.n_layers), run.mesh["cp"].rank if cp > 1 else 0
+    passed = [(layers, True, micro_batches(run))]
+    if run.pipeline is not None:
+        times = Counter(action.chunk for action in run.pipeline.actions if action.kind == "F")
+        passed = [([int(n) for n in c.layers], c.last, times[i]) for i, c in enumerate(run.pipeline.chunks)]
+    split = run.pipeline is not None and run.pipeline.store is not None
+    return flops.rank_flops(run.config, run.shape, passed, tp, cp, rank, split)
 
 
 def micro_batches(run: Any) -> int:
     """Micro-batches of a rank in a step."""
-    return run.config.global_batch_size // run.mesh["dp"].size // run.config.micro_batch_size
+    ranks = run.mesh["dp"].size if run.mesh.sizes else 1
+    return run.config.global_batch_size // ranks // run.config.micro_batch_size
 
 
 def gradients_sent(run: Any, sync: Any, units: list[UnitShape]) -> Traffic:

@@ -1,13 +1,10 @@
 """Real training runs on CUDA tensors that are not there: the branches for CUDA and NCCL, on a CPU build of torch.
 
-`FakeTensorMode` gives every tensor a device, a dtype and a shape, but no numbers. The process group "fake" lets one
-process be any rank of any world, and sends nothing. So `train` of every step runs as it is, in a second or two, as rank
-3 of 8 GPUs, say. `Watch` sees every operator and every collective on its way. What is not seen: kernels, races, time.
+The tensors and ranks are those of services/fake_device.py: `train` of every step runs as it is, in a second or two, as
+rank 3 of 8 GPUs, say. `Watch` sees every operator and every collective on its way. What is not seen: kernels, races,
+time.
 
-A number that the program asks for is made up: 0.0, False and, for an integer, `ROWS`. So all experts are equally busy.
-
-python -c "import ctypes; ctypes.CDLL('shim.so'); from tests.fake_cuda import main; main('cases.json', 'results.jsonl')"
-(the shim, built of fake_cuda_shim.cpp, must be there before torch is imported)
+python -c "from tests.fake_cuda import main; main('cases.json', 'results.jsonl')"
 """
 
 import importlib
@@ -17,7 +14,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -29,30 +26,27 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import comm, layout, model, moe, trainer
-from common.data import Batch
 from services import pictures
 from services import run as run_module
+from services.fake_device import Answers, fake_device, fake_ranks, fused_attention, tensors_of
 from services.ledger import Ledger
 
 ROOT = Path(__file__).parents[1]
 STEPS = ["step01_single_gpu", "step02_ddp", "step03_zero", "step04_tp_sp", "step05_cp_ring", "step06_pipeline"]
 STEPS += ["step07_moe_ep"]
-ROWS = 16  # the value of an integer that nobody knows: how many tokens each expert, or each rank, gets
 WORLD = 8
 MICRO_BATCH_PHASES = ("forward", "receive", "backward")
-DEVICE = torch.device("cuda", 0)
 SDPA = "scaled_dot_product_attention"
 
 
 def place() -> str:
     """The innermost line of the project outside tests that is being executed."""
     frames = [f for f in traceback.extract_stack() if Path(f.filename).is_relative_to(ROOT)]
-    frames = [f for f in frames if not f.filename.startswith(str(ROOT / "tests")) and "site-packages" not in f.filename]
+    unseen = (str(ROOT / "tests"), str(ROOT / "services/fake_device.py"))
+    frames = [f for f in frames if not f.filename.startswith(unseen) and "site-packages" not in f.filename]
     return (
         f"{Path(frames[-1].filename).name}:{frames[-1].lineno} {frames[-1].line}" if frames else "outside the project"
     )
@@ -72,11 +66,11 @@ class Call(NamedTuple):
         return f"{self.kind} of {self.what} over {self.dim} {list(self.ranks)}"
 
 
-class Watch(TorchDispatchMode):
+class Watch(Answers):
     """Sees each operator of a rank: notes where the host waits for the GPU, answers it, and records collectives."""
 
-    def __init__(self, rank: int):
-        super().__init__()
+    def __init__(self, rank: int, experts: int = 0, experts_per_token: int = 0):
+        super().__init__(experts, experts_per_token)
         self.rank, self.inside = rank, False  # inside: from the first micro-batch of a step to the end of its sums
         self.waits: Counter[str] = Counter()
         self.calls: list[Call] = []
@@ -87,8 +81,6 @@ class Watch(TorchDispatchMode):
         self.heads: set[tuple[int, int]] = set()  # of q and of k, in calls of fused attention
         self.measured: dict[str, int] = {}  # bytes by kind, of the memory table
         self.predicted: dict[str, int | None] = {}
-        self.answers = dict(_local_scalar_dense=self.item, nonzero=self.nonzero, bincount=self.bincount)
-        self.answers |= dict(_pin_memory=self.pin_memory, _fused_sgd_=self.fused_sgd, _grouped_mm=self.grouped_mm)
 
     def wait(self, reason: str, asked: Tensor | None = None):
         """Note that the host waits for the GPU here, if this is inside the micro-batches and `asked` is on the GPU."""
@@ -100,14 +92,12 @@ class Watch(TorchDispatchMode):
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         if func.namespace == "c10d":
             self.collective(func, args)
-        elif name in self.answers and any(t.is_cuda or unknown(t) for t in tensors_of(args)):
-            return self.answers[name](func, *args, **kwargs)
-        out = func(*args, **kwargs)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.prim.device.default or name in self.answers:
+            return out
         self.sums(name, args)
         if name in ("_to_copy", "copy_") or name.startswith("index"):
             self.copies(name, args, kwargs, out)
-        if isinstance(out, Tensor) and out.dtype in (torch.int64, torch.int32):
-            track(name, tensors_of(args), out)
         return out
 
     def sums(self, name: str, args: tuple):
@@ -116,7 +106,7 @@ class Watch(TorchDispatchMode):
         if adds and args[0].is_cuda and args[0].is_floating_point() and args[1] == 0:
             self.unordered.add(f"{name} in {place()}")
 
-    def attention(self, q: Tensor, k: Tensor, *more, right: Callable = F.scaled_dot_product_attention, **options):
+    def attention(self, q: Tensor, k: Tensor, *more, right: Callable = fused_attention, **options):
         """Note the heads that PyTorch's attention is given."""
         self.heads.add((q.shape[1], k.shape[1]))
         return right(q, k, *more, **options)
@@ -125,35 +115,14 @@ class Watch(TorchDispatchMode):
         """Instead of the run's: keep the memory table."""
         self.measured, self.predicted = log.measured, predicted
 
-    def item(self, func: Callable, tensor: Tensor) -> float | bool | int:
-        """A number that the host asks for."""
-        if not unknown(tensor):
-            return func(tensor)
-        self.wait("item", tensor)
-        return made_up(tensor)
-
-    def nonzero(self, func: Callable, tensor: Tensor) -> Tensor:
-        """ROWS places in each row."""
-        self.wait("nonzero", tensor)
-        return tensor.new_zeros(ROWS * len(tensor), tensor.dim(), dtype=torch.int64)
-
-    def bincount(self, func: Callable, tensor: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-        """The kernel looks at the largest number first."""
-        self.wait("bincount", tensor)
-        return tensor.new_zeros(minlength, dtype=torch.int64)
-
-    def pin_memory(self, func: Callable, tensor: Tensor, device: Any = None) -> Tensor:
-        """Memory of the host is as good as another."""
-        return tensor.clone()
-
     def fused_sgd(self, func: Callable, *args, **options):
         """PyTorch has no fake kernel for it."""
         require(len({(t.device, t.dtype) for t in tensors_of(args)}) == 1, "fused SGD gets tensors of several kinds")
 
     def grouped_mm(self, func: Callable, a: Tensor, b: Tensor, *more, **options) -> Tensor:
-        """PyTorch's fake kernel knows bf16 alone. (In other dtypes the real one loops over the experts, and waits.)"""
+        """Look at the dtypes. (In others than bf16 the real kernel loops over the experts, and waits.)"""
         require(a.dtype == b.dtype and a.dtype.itemsize < 8, f"a grouped matmul gets {a.dtype} and {b.dtype}")
-        return func(a.bfloat16(), b.bfloat16(), *more, **options).to(a.dtype)
+        return super().grouped_mm(func, a, b, *more, **options)
 
     def copies(self, name: str, args: tuple, kwargs: dict, out: Tensor):
         """Note a copy between host and GPU that the host waits for, and indices on the host for a tensor on the GPU."""
@@ -203,87 +172,6 @@ def require(right: bool, message: str):
         raise AssertionError(message)
 
 
-def unknown(tensor: Tensor) -> bool:
-    """Whether a tensor has no numbers (a small constant of the host keeps them)."""
-    return isinstance(tensor, FakeTensor) and tensor.constant is None
-
-
-def made_up(tensor: Tensor) -> float | bool | int:
-    """What an element of a tensor without numbers is said to be."""
-    if tensor.dtype.is_floating_point:
-        return 0.0
-    return False if tensor.dtype == torch.bool else getattr(tensor, "each", ROWS)
-
-
-def tensors_of(args: Iterable) -> list[Tensor]:
-    """The tensors among an operator's arguments, and in lists among them."""
-    flat = (part for arg in args for part in (arg if isinstance(arg, list | tuple) else (arg,)))
-    return [part for part in flat if isinstance(part, Tensor)]
-
-
-def track(name: str, tensors: list[Tensor], out: Tensor):
-    """Let a sum of made-up integers be their sum, their maximum that of a rank with all tokens, a row all of them."""
-    if name == "cat":
-        out.row = [number for t in tensors for number in [getattr(t, "each", ROWS)] * t.numel()]
-    each = max((getattr(t, "each", ROWS) for t in tensors if t.dtype == out.dtype), default=ROWS)
-    if name == "sum" and tensors[0].dtype == out.dtype:
-        each *= tensors[0].numel() // max(1, out.numel())
-    out.each = WORLD * each if name in ("max", "amax") else each
-
-
-class Fake(FakeTensorMode):
-    """Fake tensors, on devices that need no start."""
-
-    avoid_device_init = True
-
-
-class Event:
-    """A CUDA event, of a device that takes no time."""
-
-    def __init__(self, watch: Watch, enable_timing: bool = False):
-        self.watch = watch
-
-    def record(self, stream: Any = None):
-        """Nothing is under way."""
-
-    def synchronize(self):
-        """The host waits."""
-        self.watch.wait("an event")
-
-    def elapsed_time(self, other: "Event") -> float:
-        """Milliseconds."""
-        return 1.0
-
-
-class Tokens:
-    """Batches without numbers: as TokenData of common/data.py."""
-
-    def __init__(self, seq_len: int, batch_size: int):
-        self.seq_len, self.batch_size = seq_len, batch_size
-
-    def rows(self, n: int) -> tuple[Tensor, Tensor]:
-        """tokens and targets, int64 [n, seq], on the host."""
-        return torch.zeros(n, self.seq_len, dtype=torch.int64), torch.zeros(n, self.seq_len, dtype=torch.int64)
-
-    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
-        """Some rows of a global batch."""
-        return Batch(*self.rows(len(range(self.batch_size)[rows])), self.batch_size * self.seq_len)
-
-    def validation(self, n_sequences: int) -> tuple[Tensor, Tensor]:
-        """The held-out sequences."""
-        return self.rows(n_sequences)
-
-
-def really(function: Callable) -> Callable:
-    """A function whose tensors have numbers: it counts ranks, on the host."""
-
-    def wrapped(*args, **options):
-        with unset_fake_temporarily():
-            return function(*args, **options)
-
-    return wrapped
-
-
 @contextmanager
 def surroundings(watch: Watch, memory: bool) -> Iterator[None]:
     """What a run finds on a machine with GPUs, and a frame that leaves files, pictures and watchdogs alone.
@@ -311,39 +199,9 @@ def surroundings(watch: Watch, memory: bool) -> Iterator[None]:
         watch.moe_forwards += watch.inside
         return right(layer, x)
 
-    def tolist(tensor: Tensor, right: Callable = FakeTensor.tolist) -> list:
-        if not unknown(tensor):
-            return right(tensor)
-        watch.wait("tolist", tensor)
-        numbers = getattr(tensor, "row", [made_up(tensor)] * tensor.numel())
-        for size in reversed(tensor.shape[1:]):
-            numbers = [numbers[i : i + size] for i in range(0, len(numbers), size)]
-        return numbers if tensor.dim() else numbers[0]
-
-    def all_gather_object(everyone: list, thing: Any, group: Any = None):
-        everyone[:] = [thing] * len(everyone)
-
-    def tensor(data: Any, right: Callable = torch.tensor, **options) -> Tensor:
-        """Numbers of the host on the GPU: a copy that the host waits for."""
-        if torch.device(options.pop("device", None) or "cpu").type == "cpu":
-            return right(data, **options)
-        watch.wait("torch.tensor")
-        there = right(data, **options)
-        return torch.empty(there.shape, dtype=there.dtype, device=DEVICE)
-
-    gpu = dict(is_available=lambda: True, device_count=lambda: WORLD, set_device=lambda device: None)
-    gpu |= dict(memory_allocated=lambda *_: 0, max_memory_allocated=lambda *_: 0, Event=partial(Event, watch))
-    gpu |= dict(get_device_capability=lambda *_: (9, 0), get_device_name=lambda *_: "NVIDIA H100")
-    gpu |= dict(is_bf16_supported=lambda **_: True, synchronize=lambda *_: watch.wait("synchronize"))
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
-        for name, value in gpu.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, value))
         replaced = [(trainer, "Trainer", Observed), (comm.Mesh, "join", join), (moe.MoE, "forward", moe_forward)]
-        replaced += [(comm.Mesh, name, really(getattr(comm.Mesh, name))) for name in ("__init__", "add", "add_pairs")]
-        replaced += [(FakeTensor, "tolist", tolist), (dist, "all_gather_object", all_gather_object)]
-        replaced += [(torch, "tensor", tensor), (FakeTensor, "data_ptr", lambda t: t.untyped_storage()._cdata)]
         replaced += [(dist, "batch_isend_irecv", partial(watch.post, dist.batch_isend_irecv))]
-        replaced += [(trainer, "open_tokens", lambda _, seq_len, size, *__: Tokens(seq_len, size))]
         before = lambda run, costs: pictures.watch(run) if memory else None  # noqa: E731
         replaced += [(trainer, "pictures", mock.MagicMock(before=before)), (F, SDPA, watch.attention)]
         replaced += [(trainer.Run, "finish", lambda *args: watch.finish(*args))]
@@ -356,17 +214,16 @@ def surroundings(watch: Watch, memory: bool) -> Iterator[None]:
 
 def one_rank(step: int, options: dict, rank: int, fault: str = "", memory: bool = False) -> Watch:
     """Train as rank `rank` of 8 (step 1: alone) under `options` of the step's Config; what was seen on the way."""
-    module, watch, world = importlib.import_module(STEPS[step - 1]), Watch(rank), 1 if step == 1 else WORLD
+    module, world = importlib.import_module(STEPS[step - 1]), 1 if step == 1 else WORLD
     config = module.Config(**options)
-    if world > 1:
-        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    try:
-        broken = FAULTS[fault](module, watch) if fault else nullcontext()
-        with surroundings(watch, memory), broken, Fake(allow_non_fake_inputs=True), watch, redirect_stdout(None):
-            module.train(config)
-    finally:
-        if world > 1:
-            dist.destroy_process_group()
+    m = config.model_config()
+    watch = Watch(rank, getattr(m, "experts", 0), getattr(m, "experts_per_token", 0))
+    broken = FAULTS[fault](module, watch) if fault else nullcontext()
+    places = [fake_ranks(rank, world), fake_device(watch, True, 400 * m.seq_len), surroundings(watch, memory)]
+    with ExitStack() as stack:
+        for place in (*places, broken, redirect_stdout(None)):
+            stack.enter_context(place)
+        module.train(config)
     return watch
 
 

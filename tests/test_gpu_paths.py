@@ -9,14 +9,12 @@ import importlib
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 import typing
 from collections.abc import Iterable
 from contextlib import ExitStack
 from math import prod
-from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -24,6 +22,7 @@ import torch
 
 from common import UserError
 from services.checks import check
+from services.fake_device import build_shim
 from tests.fake_cuda import ROOT, STEPS, WORLD, Call, stuck
 from tests.jobs import as_flags
 
@@ -216,15 +215,13 @@ def results(request, tmp_path_factory) -> dict[str, dict]:
     """What all selected cases came to, by name."""
     if torch.version.cuda or torch.version.hip:
         pytest.skip("this torch is built for GPUs and has hooks of its own: fake CUDA tensors want a CPU build")
-    if shutil.which("g++") is None:
-        pytest.skip("no g++ to build tests/fake_cuda_shim.cpp with")
     here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     names = list(dict.fromkeys(name for item in here for name in item.callspec.params.get("cases", ())))
     names.sort(key=lambda name: CASES[name]["kind"])  # those of eight ranks in turn, for equal halves
-    folder, home = tmp_path_factory.mktemp("fake-cuda"), Path(torch.__file__).parent
-    build = ["g++", "-shared", "-fPIC", "-std=c++20", f"-I{home}/include", str(ROOT / "tests/fake_cuda_shim.cpp")]
-    build += ["-o", "shim.so", f"-L{home}/lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{home}/lib"]
-    subprocess.run(build, cwd=folder, check=True)
+    folder = tmp_path_factory.mktemp("fake-cuda")
+    shim = build_shim(folder)
+    if shim is None:
+        pytest.skip("no g++ to build services/fake_cuda.cpp with")
     environment, found = os.environ | dict(OMP_NUM_THREADS="1"), {}
     with ExitStack() as stack:
         jobs = []
@@ -232,7 +229,7 @@ def results(request, tmp_path_factory) -> dict[str, dict]:
             cases, lines, log = (folder / f"{name}-{len(jobs)}" for name in ("cases", "results", "log"))
             cases.write_text(json.dumps({name: CASES[name] for name in half}))
             program = f"from tests.fake_cuda import main; main({str(cases)!r}, {str(lines)!r})"
-            program = f"import ctypes; ctypes.CDLL({str(folder / 'shim.so')!r}); {program}"
+            program = f"import ctypes; ctypes.CDLL({str(shim)!r}); {program}"
             outputs = dict(stdout=stack.enter_context(open(log, "w")), stderr=subprocess.STDOUT)
             job = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=environment, **outputs)
             stack.callback(job.kill)

@@ -629,7 +629,7 @@ def saved_on_rank(options: dict, variants: list[dict]) -> list[tuple[int, int]]:
             timeline = MemoryTimeline()
             with timeline.phase("forward"):
                 loss = loss_of(model, tokens[:, own], own)
-            predicted = cp_activation_bytes(config, m, config.tp, cp, dtype, on_cpu=True)
+            predicted = cp_activation_bytes(config, m, config.tp, cp, dtype, on_cpu=True, rank=mesh["cp"].rank)
             deadline = time.monotonic() + 2  # gloo's threads may hold a message's tensors for a moment
             while predicted and timeline.live("activations") > 1.05 * predicted and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -658,13 +658,13 @@ def test_saved_activations_are_what_theory_says(pools, world, every):
 
 
 def test_selective_recomputation_saves_memory(pools):
-    """Less than without, more than with full, though what is cached depends on mode and rank, so is not predicted."""
+    """Less than without, more than with full. What is cached depends on mode and rank: within 5% of theory."""
     for mode in MODES:
         variants = [dict(cp_mode=mode, recompute=recompute) for recompute in ("none", "selective", "full")]
         options = dict(model="debug", n_heads=8, micro_batch_size=2, device="cpu", dtype="fp32", tp=1)
         for found in pools(2).run(saved_on_rank, options, variants):
             (_, none), (predicted, selective), (_, full) = found
-            assert predicted is None and none > selective > full, (mode, found)
+            assert none > selective > full and selective == pytest.approx(predicted, rel=0.05), (mode, found)
 
 
 def peaks_on_rank(modes: list[str], tokens: int) -> list[tuple[int, int]]:

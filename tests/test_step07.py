@@ -701,7 +701,7 @@ def saved_on_rank(variants: list[dict]) -> list[tuple[int, int]]:
                 loss = model.lm_head.loss(model(tokens, own), tokens)
             predicted = cp_activation_bytes(config, m, config.tp, 1, dtype, on_cpu=True)
             chunk = SimpleNamespace(layers=model.model.layers)
-            predicted += expert_activation_bytes(config, m, config.tp, 1, dtype, chunk)
+            predicted += expert_activation_bytes(config, m, config.tp, 1, dtype, chunk)[0]
             time.sleep(0.05)  # a moment later gloo's threads let go of the tensors of finished collectives
             found.append((predicted, timeline.live("activations")))
             del loss

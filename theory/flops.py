@@ -1,7 +1,9 @@
 """FLOPs of training on one token, and how layers are dealt to stages by their cost."""
 
+from collections.abc import Iterable
 from itertools import accumulate
 from math import inf
+from typing import Any
 
 from common.model import ModelConfig
 from common.moe import MoEConfig
@@ -20,6 +22,49 @@ def flops_per_token(m: ModelConfig, recompute: str) -> tuple[float, float]:
     model = 6 * (m.n_layers * layer + head) + 3 * attention
     again = 2 * m.n_layers * (layer - m.ffn_dim * m.dim) + attention if recompute == "full" else 0
     return model, model + attention / 2 + again
+
+
+def scores_seen(mode: str, seq_len: int, cp: int, rank: int) -> float:
+    """Scores of one head and sequence that a rank's kernels compute, of seq_len^2: causal attention skips half.
+
+    In the plain ring, rank r of cp sees its own keys, and all of r other ranks'. In the other modes all see as many.
+    """
+    return (seq_len / cp) ** 2 * (0.5 + rank if mode == "ring" else 0.5 * cp)
+
+
+def rank_flops(
+    config: Any,
+    m: ModelConfig,
+    passed: Iterable[tuple[Iterable[int], bool, int]],
+    tp: int,
+    cp: int,
+    cp_rank: int,
+    split: bool,
+) -> dict[str, float]:
+    """FLOPs of one rank in a step, executed, with what is done again: of matmuls, and of fused attention.
+
+    `passed`: for each of its stages the numbers of its layers, whether it has the head, and its micro-batches. With
+    full recomputation a layer is done again up to its last matmul; with W apart from B (`split`) that is done, too.
+    """
+    tokens, again = config.micro_batch_size * m.seq_len // cp, config.recompute == "full"
+    kv_dim, own = max(1, m.n_kv_heads // tp) * m.head_dim, tokens // tp if getattr(config, "sp", False) else tokens
+    attention = m.dim * (2 * m.dim // tp + 2 * kv_dim)
+    seen = scores_seen(getattr(config, "cp_mode", ""), m.seq_len, cp, cp_rank)
+    core = 4 * config.micro_batch_size * seen * m.dim / tp
+    found = dict(matmul=0.0, attention=0.0)
+    for layers, head, times in passed:
+        for number in layers:
+            if getattr(m, "experts", 0) and m.has_experts(number):
+                width = m.expert_width * (m.experts_per_token + m.shared_experts)
+                products = 2.0 * tokens * (attention + 3 * m.dim * width // tp) + 2 * own * m.experts * m.dim
+                redone = products
+            else:
+                products = 2.0 * tokens * (attention + 3 * m.dim * m.ffn_dim // tp)
+                redone = products - (not split) * 2 * tokens * m.dim * m.ffn_dim // tp
+            found["matmul"] += times * (3 * products + again * redone)
+            found["attention"] += times * (3.5 + again) * core
+        found["matmul"] += times * head * 6 * tokens * -(-m.vocab_size // tp) * m.dim
+    return found
 
 
 def layer_costs(m: ModelConfig) -> list[float]:

@@ -167,22 +167,15 @@ def course_parts(
 ) -> memory.StageParts:
     """The course's bytes of a stage's parts for one micro-batch on one rank; its layers with or without experts.
 
-    Its own formulas are silent on selective recomputation with cp, and with experts: then what the norms and the
-    products of the MLP would take is left out of all that "none" keeps.
+    Of the cp ranks, the last has most: all keys pass it.
     """
     config = course_config(Layout(mbs=mbs, cp=cp, tp=tp, sp=sp, recompute=recompute, cp_mode=cp_mode))
-    silent = recompute == "selective" and (cp > 1 or experts)
-    if silent:
-        config.recompute = "none"
-    parts = memory.stage_parts(config, m, tp, cp, torch.bfloat16, on_cpu=False)
-    tokens, layer = mbs * m.seq_len // cp, parts.layer
+    parts = memory.stage_parts(config, m, tp, cp, torch.bfloat16, on_cpu=False, rank=cp - 1)
     if experts:
         chunk = Stage(range(m.dense_layers + m.moe_every - 1, m.dense_layers + m.moe_every), False, False)
-        layer += memory.expert_activation_bytes(config, m, tp, cp, torch.bfloat16, chunk)
-    if silent:
-        width = m.ffn_dim if not experts else m.expert_width * (m.experts_per_token + m.shared_experts)
-        layer -= tokens // tp * E * (m.dim + 2 * width)
-    return parts._replace(layer=layer)
+        more, waiting = memory.expert_activation_bytes(config, m, tp, cp, torch.bfloat16, chunk)
+        parts = parts._replace(layer=parts.layer + more, inputs=parts.inputs + waiting)
+    return parts
 
 
 def course_chunk(m: Shape, layout: Layout, stage: Stage) -> tuple[float, float]:

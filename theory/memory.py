@@ -1,5 +1,6 @@
 """Bytes of each kind of tensor that a rank holds."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ import torch
 
 from common.model import ModelConfig
 from common.moe import MoEConfig
-from common.schedules import Action
+from common.schedules import Action, Step
 from theory.traffic import UnitShape
 
 
@@ -95,15 +96,24 @@ def tp_activation_bytes(config: Any, m: ModelConfig, tp: int, dtype: torch.dtype
     return m.n_layers * layer + rope + embedding + head
 
 
-def cp_activation_bytes(config: Any, m: ModelConfig, tp: int, cp: int, dtype: torch.dtype, on_cpu: bool) -> int | None:
-    """What one of tp x cp ranks keeps: that of its s/cp tokens, and what the mode adds. Unknown for selective."""
+def cp_activation_bytes(
+    config: Any, m: ModelConfig, tp: int, cp: int, dtype: torch.dtype, on_cpu: bool, rank: int = 0
+) -> int:
+    """What one of tp x cp ranks keeps: that of its s/cp tokens, and what the mode adds.
+
+    "selective" keeps what the attention kernel returned for every part of the keys that `rank` of cp meets.
+    """
     local = replace(m, seq_len=m.seq_len // cp)
     if tp > 1:
         found = tp_activation_bytes(config, local, tp, dtype, on_cpu)
     else:
         found = activation_bytes(local, config.micro_batch_size, dtype, config.recompute, on_cpu)
-    if config.recompute == "selective" and cp > 1:
-        return None  # the cached outputs of every block depend on the mode and the rank
+    if config.recompute == "selective" and cp > 1 and config.cp_mode != "ulysses":
+        parts = (
+            rank if config.cp_mode == "ring" else rank + (cp - 1 - rank) / 2
+        )  # besides its own; later ones count half
+        row = m.dim // tp * dtype.itemsize + max(4, dtype.itemsize) * m.n_heads // tp
+        found += int(m.n_layers * config.micro_batch_size * local.seq_len * parts * row)
     if config.recompute == "none" and cp > 1:
         tokens, kv_heads = config.micro_batch_size * local.seq_len * dtype.itemsize, max(1, m.n_kv_heads // tp)
         more = {
@@ -131,6 +141,40 @@ def in_flight_bytes(actions: list[Action], whole: list[int], waiting: list[int])
     return most
 
 
+def program_bytes(
+    program: list[Step], chunks: list, whole: list[int], waiting: list[int], message: int, slices: int = 1
+) -> int:
+    """The most that one rank's program keeps for backward at a time, at the end of an F.
+
+    `whole`, by chunk: bytes of a micro-batch from its F to its B; `waiting`: what of them stays until its W. `message`:
+    bytes of the activation that a stage gives to the next, in `slices` parts if it has to be put together. One that
+    comes is there from its recv on, and then a part of `whole` (but what is put together is not born in F, and not
+    counted). One that goes stays until something has come from the same rank, for which this rank has waited.
+    """
+    held = most = 0
+    gone: dict[int, int] = defaultdict(int)  # by rank, bytes sent since the last recv from there
+    coming: dict[tuple[str, int], list[int]] = defaultdict(list)  # by kind and micro-batch: its bytes, and those gone
+    kept: dict[tuple[int, int], int] = {}  # by micro-batch and chunk
+    for kind, what, peer in program:
+        forward = what[0] == "F"
+        if kind == "send" and forward:
+            gone[peer] += message * (slices == 1)
+            held -= message * (slices > 1)  # the part that goes is a copy, born outside of F
+        elif kind == "recv":
+            coming[what[:2]].append(forward * message // slices + gone.pop(peer, 0))
+            held += forward * message // slices
+        elif kind == "run":
+            (name, i, chunk), messages = what, coming[what.kind[0], what.micro_batch]
+            here = forward and not (messages or chunks[chunk].first)  # from another stage of this rank
+            own = kept.pop((i, chunk), whole[chunk] - (message if messages and slices > 1 else 0))
+            kept[i, chunk] = {"F": own, "B": waiting[chunk]}.get(name, 0)
+            held += kept[i, chunk] - (0 if forward else own) - (messages.pop(0) if messages else here * message)
+            if forward:
+                held += message * (not chunks[chunk].last)
+                most = max(most, held)
+    return most
+
+
 class StageParts(NamedTuple):
     """Bytes that one micro-batch leaves on a rank, by what a stage may have."""
 
@@ -141,20 +185,23 @@ class StageParts(NamedTuple):
     inputs: int  # of a layer's matmuls, which stay until W if that comes apart from B
 
 
-def stage_parts(config: Any, m: ModelConfig, tp: int, cp: int, dtype: torch.dtype, on_cpu: bool) -> StageParts | None:
-    """Step 5's bytes taken apart; None where they are unknown.
+def stage_parts(
+    config: Any, m: ModelConfig, tp: int, cp: int, dtype: torch.dtype, on_cpu: bool, rank: int = 0
+) -> StageParts:
+    """Step 5's bytes taken apart.
 
     The inputs of all matmuls are e (3 h + f) a token and layer. Over tp they are cut by channels, or by tokens where W
-    gathers them; else each rank has the two inputs of column-parallel layers whole.
+    gathers them; else each rank has the two inputs of column-parallel layers whole. With recomputation they are made in
+    backward, but for the output of attention, if that is kept.
     """
-    one, two = (cp_activation_bytes(config, replace(m, n_layers=n), tp, cp, dtype, on_cpu) for n in (1, 2))
-    if one is None:
-        return None
+    one, two = (cp_activation_bytes(config, replace(m, n_layers=n), tp, cp, dtype, on_cpu, rank) for n in (1, 2))
     tokens = config.micro_batch_size * m.seq_len // cp
     rope = 2 * m.seq_len // cp * m.head_dim * max(4, dtype.itemsize)
     embedding = tokens * 9 * (tp > 1)
     by_tokens = config.sp and config.tp_overlap
     inputs = (tokens * 2 * m.dim // (tp if by_tokens else 1) + tokens * (m.dim + m.ffn_dim) // tp) * dtype.itemsize
+    if config.recompute != "none":
+        inputs = (config.recompute == "selective" and cp == 1) * tokens * m.dim // tp * dtype.itemsize
     return StageParts(two - one, rope, embedding, 2 * one - two - rope - embedding, inputs)
 
 
@@ -162,45 +209,54 @@ def pp_activation_bytes(
     config: Any,
     m: ModelConfig,
     chunks: list,
-    actions: list[Action],
+    program: list[Step],
+    slices: int,
     tp: int,
     cp: int,
     dtype: torch.dtype,
     on_cpu: bool,
-    more: Callable[[Any], int | None] = lambda chunk: 0,
-) -> int | None:
+    more: Callable[[Any], tuple[int, int]] = lambda chunk: (0, 0),
+    rank: int = 0,
+) -> int:
     """What a rank keeps at most: step 5's bytes of its layers (and `more`), times the micro-batches in flight.
 
     With W apart from B, the inputs of all matmuls stay until W. (The gradients of the outputs, which wait with them,
-    are born in backward, and not counted here.) Unknown (None) where step 5's are, and with W apart from B if anything
-    is computed again, or `more`.
+    are born in backward, and not counted here; nor is an input that is put together from `slices` parts.) `more` says
+    what experts add to both. `rank`: of cp.
     """
-    parts = stage_parts(config, m, tp, cp, dtype, on_cpu)
-    split = any(action.kind == "W" for action in actions)
+    parts = stage_parts(config, m, tp, cp, dtype, on_cpu, rank)
     extra = [more(chunk) for chunk in chunks]
-    if parts is None or None in extra or (split and (config.recompute != "none" or any(extra))):
-        return None
     whole = [len(c.layers) * parts.layer + parts.rope + c.last * parts.head + c.first * parts.embedding for c in chunks]
-    whole = [sum(both) for both in zip(whole, extra, strict=True)]
-    return in_flight_bytes(actions, whole, [len(c.layers) * parts.inputs for c in chunks])
+    whole = [n + added for n, (added, _) in zip(whole, extra, strict=True)]
+    waiting = [len(c.layers) * parts.inputs + added for c, (_, added) in zip(chunks, extra, strict=True)]
+    own = config.micro_batch_size * m.seq_len // cp // (tp if config.sp else 1) * m.dim * dtype.itemsize
+    return program_bytes(program, chunks, whole, waiting, own, slices)
 
 
-def expert_activation_bytes(config: Any, m: MoEConfig, tp: int, cp: int, dtype: torch.dtype, chunk: Any) -> int | None:
-    """What the experts of a chunk add to step 5's bytes that a forward pass keeps, on average over the ranks.
+def expert_activation_bytes(
+    config: Any, m: MoEConfig, tp: int, cp: int, dtype: torch.dtype, chunk: Any
+) -> tuple[int, int]:
+    """What the experts of a chunk add to step 5's bytes: until B, and of them until W; on average over the ranks.
 
     Instead of 4 f e, each token of a layer keeps for each expert that it visits, of width f', its input and output and
     what lies between, e (2 h + 4 f') (h the same on all tp ranks, f' cut over them), where it goes and its gate; for
-    the router p and, if e is 2, the input in fp32. Unknown (None) with selective recomputation.
+    the router p and, if e is 2, the input in fp32. With selective recomputation, what the matmuls made.
     """
     layers = sum(m.has_experts(int(number)) for number in chunk.layers)
     if not layers or config.recompute == "full":
-        return 0
-    if config.recompute == "selective":
-        return None
+        return 0, 0
     e, wide, k = dtype.itemsize, max(4, dtype.itemsize), m.experts_per_token
     tokens = config.micro_batch_size * m.seq_len // cp
     own = tokens // tp if config.sp else tokens
-    visits = tokens * k * (e * (2 * m.dim + 4 * m.expert_width // tp) + wide + 16)
+    width, dense = m.expert_width // tp, tokens * m.ffn_dim // tp * e
+    if config.recompute == "selective":
+        products = tokens * e * (k + (m.shared_experts > 0)) * m.dim + tokens * e * 2 * width * (k + m.shared_experts)
+        return layers * (products + own * m.experts * wide - 2 * dense - tokens * e * m.dim), 0
+    visits = tokens * k * (e * (2 * m.dim + 4 * width) + wide + 16)
     router = own * (m.experts * wide + k * (2 * wide + 9) + wide) + (own + m.experts) * m.dim * wide * (e < wide)
-    shared = tokens * 4 * e * m.shared_experts * m.expert_width // tp
-    return layers * (visits + router + shared - tokens * 4 * e * m.ffn_dim // tp)
+    shared = tokens * 4 * e * m.shared_experts * width
+    inputs, unread = tokens * k * e * (m.dim + width) + tokens * e * m.shared_experts * width - dense, 0
+    if not m.shared_experts:  # nobody keeps the layer's input, but the router if it need not be widened
+        inputs -= tokens * m.dim * e // (tp if config.sp and config.tp_overlap else 1)
+        unread = ((own if config.tp_overlap else tokens) - own * (e == wide)) * m.dim * e
+    return layers * (visits + router + shared - unread - 4 * dense), layers * inputs

@@ -158,21 +158,21 @@ def tp_traffic(
 
 def cp_traffic(config: Any, m: ModelConfig, tp: int, cp: int, dtype: torch.dtype, micro_batches: int) -> dict:
     """Bytes a rank sends over cp in one step, by (mesh dimension, operation): step 5's table, k L times."""
-    if cp == 1 or config.recompute != "none":
+    if cp == 1:
         return {}
-    times = micro_batches * m.n_layers
+    times, passes = micro_batches * m.n_layers, 1 + (config.recompute != "none")  # of forward
     tokens, kv_heads = config.micro_batch_size * m.seq_len // cp, max(1, m.n_kv_heads // tp)
     kv = tokens * 2 * kv_heads * m.head_dim
     narrow, wide = kv * dtype.itemsize, kv * max(4, dtype.itemsize)
     if config.cp_mode == "allgather":
         return {
-            ("cp", "all_gather"): times * (cp - 1) * narrow,
+            ("cp", "all_gather"): times * passes * (cp - 1) * narrow,
             ("cp", "reduce_scatter"): times * (cp - 1) * wide,
         }
     if config.cp_mode == "ulysses":
         q, repeated = tokens * m.dim // tp * dtype.itemsize, narrow * max(kv_heads, cp) // kv_heads
-        return {("cp", "all_to_all"): times * 2 * (cp - 1) / cp * (2 * q + repeated)}
-    return {("cp", "send"): times * (2 * (cp - 1) * narrow + cp * wide)}
+        return {("cp", "all_to_all"): times * (1 + passes) * (cp - 1) / cp * (2 * q + repeated)}
+    return {("cp", "send"): times * ((1 + passes) * (cp - 1) * narrow + cp * wide)}
 
 
 def mean_rows(m: MoEConfig, tokens: int, ep: int) -> float:
@@ -211,29 +211,43 @@ def moe_traffic(
 ) -> Traffic:
     """Bytes a rank sends for the experts of a chunk in `times` micro-batches, if all are equally likely.
 
-    Less what step 4 has counted over tp for the MLPs whose place they take: half a layer's, each.
+    Rows are whole: the mean to each rank is rounded. Less what step 4 has counted over tp for the MLPs whose place they
+    take. If layers are done again, all of forward is, up to the last operator that keeps something for backward: where
+    tokens travel, it is the sum of the rows that came home, else the sum inside the experts.
     """
-    layers = sum(m.has_experts(int(number)) for number in chunk.layers)
-    if not layers or config.recompute != "none":
+    layers, again = sum(m.has_experts(int(number)) for number in chunk.layers), config.recompute != "none"
+    if not layers:
         return {}
-    found: Traffic = {}
+    found: Traffic = defaultdict(float)
 
     def add(dim: str, by_operation: dict[str, float], factor: float = 1):
         for operation, n_bytes in by_operation.items():
-            found[dim, operation] = found.get((dim, operation), 0) + layers * times * factor * n_bytes
+            found[dim, operation] += layers * times * factor * n_bytes
 
     n = cp * tp if config.sp else cp  # ranks that share a sequence
-    e, tokens = dtype.itemsize, config.micro_batch_size * m.seq_len // n
-    sent = mean_rows(m, tokens, ep)
-    rows = {"alltoall": sent * ep / max(1, ep - 1), "allgather": tokens * ep}[config.ep_mode] if ep > 1 else tokens
+    e, wide, tokens = dtype.itemsize, max(4, dtype.itemsize), config.micro_batch_size * m.seq_len // n
+    each, travels = round(mean_rows(m, tokens, ep) / max(1, ep - 1)), ep > 1 and config.ep_mode == "alltoall"
+    rows, gates = (ep * each if travels else ep * tokens), m.experts // ep * wide
     if ep > 1:
+        sent = (ep - 1) * each
         add("ep", ep_bytes(config, m, tokens, ep, e, sent, sent))
+        there = dict(all_gather=(ep - 1) * tokens * (m.dim * e + m.experts * wide))
+        if travels:
+            there = {"all_to_all": sent * (2 * m.dim * e + gates), "all_to_all (counts)": 16 * (ep - 1)}
+        add("ep", there, again)
     if n > 1 and (config.balance == "loss" or config.capacity_factor):
-        add("sequence", {"all_gather": (n - 1) * tokens * m.experts_per_token * 4})
+        add("sequence", {"all_gather": (n - 1) * tokens * m.experts_per_token * 4}, 1 + again)
     if tp > 1:
-        add("tp", expert_tp_bytes(config, m, rows, tp, ep, e, even=ep == 1 or config.ep_mode == "allgather"))
-        if not m.shared_experts:
-            local = replace(m, seq_len=m.seq_len // cp)
-            one, two = (tp_traffic(config, replace(local, n_layers=depth), tp, dtype, 1) for depth in (1, 2))
-            add("tp", {operation: two[dim, operation] - one[dim, operation] for dim, operation in one}, -0.5)
+        add("tp", expert_tp_bytes(config, m, rows, tp, ep, e, even=not travels))
+        x, unit = rows * m.dim * e, (tp - 1) * (config.micro_batch_size * m.seq_len // cp) * m.dim * e / tp
+        if config.sp:
+            counts = 16 * (tp - 1) if travels else 0
+            add("tp", dict(all_gather=(tp - 1) * (x + rows * gates) + counts), again)
+            add("tp", dict(reduce_scatter=(tp - 1) * x), again * travels)
+        else:
+            add("tp", dict(all_reduce=2 * (tp - 1) / tp * x), again * travels)
+        mlp = dict(all_gather=2 + config.tp_overlap + again, reduce_scatter=2) if config.sp else dict(all_reduce=4)
+        last = dict(reduce_scatter=1) if config.sp else dict(all_reduce=2)  # of a shared expert is done again, too
+        for counted, factor in ((last, again),) if m.shared_experts else ((mlp, -1),):
+            add("tp", {operation: count * unit for operation, count in counted.items()}, factor)
     return found

@@ -1,8 +1,10 @@
 // What a CPU build of torch lacks to trace fake CUDA tensors: a device guard that does nothing, and hooks that say that
-// there is one device. Load it before `import torch`. Nothing here computes; see tests/fake_cuda.py.
+// there is one device. Nothing here computes; services/fake_device.py builds and loads it.
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <new>
 
 namespace {
 
@@ -36,14 +38,17 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
 };
 
+// torch has looked for hooks when it was imported, and keeps an object that says "no GPU". Ours takes its place.
+const bool PLACED = [] {
+  auto* kept = const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks());
+  static_assert(sizeof(CUDAHooks) == sizeof(at::CUDAHooksInterface));
+  new (kept) CUDAHooks({});
+  return true;
+}();
+
 }  // namespace
 
 namespace c10 {
 using ::Guard;
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 }  // namespace c10
-
-namespace at {
-using ::CUDAHooks;  // torch looks for this name
-REGISTER_CUDA_HOOKS(CUDAHooks)
-}  // namespace at

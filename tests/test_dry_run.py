@@ -1,0 +1,189 @@
+"""The dry run: what theory says of drawn layouts, and what real ranks measure, beside what it counts.
+
+The cases on fake GPUs are run by one process, which loads the shim of services/fake_device.py.
+"""
+
+import json
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from dataclasses import replace
+
+import pytest
+import torch
+
+import step07_moe_ep
+from common import UserError
+from services.dry_run import Meter, Seen, dry_run
+from services.fake_device import build_shim
+from services.ledger import Ledger
+from services.run import Run
+from tests import dry_cases
+from tests.dry_cases import compared, draw, run
+from tests.fake_cuda import ROOT, STEPS
+from tests.jobs import as_flags, launch
+from theory.gpus import GPUS
+
+CASES = {f"seed-{seed}": draw(seed) for seed in range(200)}
+REAL = {  # layouts of 2 to 16 ranks, to be run by gloo
+    "ddp-2": (2, 2, dict(sync="bucket")),
+    "zero1-4": (3, 4, dict(zero=1)),
+    "zero2-2": (3, 2, dict(zero=2, dtype="bf16")),
+    "zero3-4": (3, 4, dict(zero=3)),
+    "tp-4": (4, 4, dict(tp=2, zero=1)),
+    "no-sp-2": (4, 2, dict(tp=2, sp=False, zero=0)),
+    "cp-4": (5, 4, dict(cp=2, tp=2, zero=1)),
+    "ulysses-2": (5, 2, dict(cp=2, tp=1, cp_mode="ulysses", dtype="bf16")),
+    "pp-4": (6, 4, dict(pp=2, cp=1, tp=2, schedule="zb-h1", zero=1)),
+    "zbv-2": (6, 2, dict(pp=2, cp=1, tp=1, schedule="zbv", zero=3, n_layers=4)),
+    "all-8": (6, 8, dict(pp=2, cp=2, tp=2, schedule="1f1b", zero=2)),
+    "all-16": (6, 16, dict(pp=2, cp=2, tp=2, schedule="interleaved", zero=1, n_layers=4)),
+}
+SMALL = dict(model="debug", n_heads=8, seq_len=64, micro_batch_size=1, global_batch_size=16, eval_every=0, save_every=0)
+
+
+@pytest.fixture(scope="module")
+def counted(request, tmp_path_factory) -> dict[str, dict]:
+    """What the dry runs of all selected cases came to, by name."""
+    folder = tmp_path_factory.mktemp("dry")
+    if not (torch.version.cuda or torch.version.hip) and build_shim(folder) is None:
+        pytest.skip("no g++ to build services/fake_cuda.cpp with")
+    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    names = [item.callspec.params["case"] for item in here if "case" in item.callspec.params]
+    cases, lines = folder / "cases.json", folder / "results.jsonl"
+    cases.write_text(json.dumps({name: CASES[name] for name in names}))
+    program = f"from tests.dry_cases import main; main({str(cases)!r}, {str(lines)!r})"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    return {row["name"]: row for row in map(json.loads, lines.read_text().splitlines())}
+
+
+def differences(found: dict) -> list[str]:
+    """Where counted and predicted differ: traffic in a byte, FLOPs by 0.1%, bytes of a kind or of all by 2%."""
+    assert "error" not in found, found["error"]
+    wrong = [f"sent {k}: {n} {p}" for k, (n, p) in found["sent"].items() if p is None or abs(n - p) > 0.5 + 1e-9 * n]
+    wrong += [f"FLOPs {k}: {n} {p}" for k, (n, p) in found["work"].items() if n != pytest.approx(p, rel=1e-3)]
+    held = found["held"] | dict(all=[sum(both) for both in zip(*found["held"].values(), strict=True)])
+    return wrong + [f"held {k}: {n} {p}" for k, (n, p) in held.items() if n != pytest.approx(p, rel=0.02)]
+
+
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("case", CASES)
+def test_theory_counts_what_the_program_does(counted, case):
+    """On up to 16,384 ranks: traffic byte for byte, FLOPs, and the bytes that each kind of tensor holds at most."""
+    assert differences(counted[case]) == [], CASES[case]
+
+
+def test_a_wrong_prediction_is_noticed():
+    """One gather too few, a forgotten matmul, 3% too many bytes: each is named."""
+    right = dict(sent={"tp all_gather": (4096.0, 4096.0)}, work=dict(matmul=(1e12, 1e12)), held=dict(a=(1000, 1010)))
+    assert differences(right) == []
+    for kind, key, pair in (("sent", "tp all_gather", (4096.0, 4032.0)), ("work", "matmul", (1e12, 0.99e12))):
+        assert [line.split(":")[0][-len(key) :] for line in differences(right | {kind: {key: pair}})] == [key]
+    assert len(differences(right | dict(held=dict(a=(1000, 1030))))) == 2  # and so is their sum
+
+
+def measured_on_rank(step: int, options: dict) -> tuple[dict, dict]:
+    """Runs on every rank: bytes sent in the last of two real steps by gloo, and bytes held by kind."""
+    import importlib
+    from unittest import mock
+
+    found, module = {}, importlib.import_module(STEPS[step - 1])
+    config = module.Config(**SMALL | options, steps=2, device="cpu", profile_memory=2)
+
+    def finish(log: Run, *_):
+        sent = log.history[-1]["traffic"]
+        found.update(sent=sent, held=dict(log.measured))
+
+    with mock.patch.object(Run, "finish", finish), redirect_stdout(None):
+        module.train(config)
+    return found["sent"], found["held"]
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_ranks_measure_what_the_dry_run_says(pools, name, tmp_path):
+    """Of gloo's ranks, the first and the last: traffic exactly, bytes held by each kind within 2%."""
+    step, world, options = REAL[name]
+    real = pools(world).run(measured_on_rank, step, options | dict(out=str(tmp_path / "run")))
+    for rank in (0, world - 1):
+        seen = run(step, world, rank, SMALL | {k: v for k, v in options.items()}, device="cpu")
+        sent, held = real[rank]
+        flat = {(dim, operation): n for dim, each in sent.items() for operation, n in each.items()}
+        assert {k: n for k, n in seen.traffic.items() if "metrics" not in k[1]} == {
+            k: n for k, n in flat.items() if "metrics" not in k[1]
+        }, rank
+        assert held == {kind: pytest.approx(n, rel=0.02, abs=64) for kind, n in seen.held.items()}, rank
+
+
+BAD = [
+    ("--resume runs/x", "--resume"),
+    ("--offload-optimizer disk", "--offload-optimizer disk"),
+    ("--generate a --resume x", "--resume"),
+    ("--toy", "--toy"),
+    ("--sync torch --zero 0", "--sync torch"),
+    ("--compile", "--compile"),
+    ("--rank 8", "--rank 8"),
+    ("--gpu abacus", "--gpu abacus"),
+    ("--tp 3", "--tp 3"),
+    ("--dry-run -1", "--dry-run -1"),
+]
+
+
+@pytest.mark.parametrize("flags, named", BAD)
+def test_what_it_cannot_do_is_refused(flags, named):
+    """With a message that names the flag, before anything is traced."""
+    from services.flags import parse
+
+    config = parse(step07_moe_ep.Config, ["--dry-run", "8", "--device", "cpu", *flags.split()])
+    with pytest.raises(UserError, match=named) as error:
+        dry_run(step07_moe_ep.train, config)
+    assert "\n" not in str(error.value)
+
+
+def test_rank_alone_is_refused():
+    """--rank without --dry-run would train."""
+    with pytest.raises(UserError, match="--rank"):
+        dry_run(step07_moe_ep.train, replace(step07_moe_ep.Config(), rank=3))
+
+
+def test_the_command_prints_every_table(tmp_path):
+    """As a user: a line for each stage, memory, traffic, FLOPs and operators beside theory; a picture; status 0."""
+    flags = as_flags(dict(dry_run=16, model="tiny-moe", pp=2, global_batch_size=16, device="cpu", out=tmp_path / "o"))
+    job = launch(str(ROOT / "step07_moe_ep.py"), *flags)
+    out, _ = job.communicate(timeout=300)
+    assert job.returncode == 0, out
+    for words in ("equally likely", "predicted", "ep all_to_all", "FLOPs of a step", "MFU is at most", "bound by"):
+        assert words in out, out
+    assert (tmp_path / "o/memory.png").exists()
+
+
+def test_bad_input_is_one_line():
+    """On stderr, with a status that is not 0."""
+    job = launch(str(ROOT / "step03_zero.py"), "--dry-run", "8", "--resume", "x", stderr=subprocess.PIPE)
+    out, err = job.communicate(timeout=300)
+    assert job.returncode == 2 and out == "" and len(err.splitlines()) == 1 and "--resume" in err
+
+
+def test_an_operator_takes_the_longer_of_its_flops_and_bytes():
+    """By hand: a matmul at the peak, the same in fp32, and a sum bound by memory; views take no time."""
+    gpu = GPUS["h100-80"]._replace(flops=1e12, hbm=1e9)
+    meter = Meter(torch.device("cpu"), gpu, 1e11, 0, 0)
+    meter.counting, meter.part = True, "F"
+    a = torch.ones(512, 512, dtype=torch.bfloat16)
+    with meter:
+        (a @ a.T).float() @ a.float()
+    n = 512**2
+    seconds = [count.seconds for count in meter.counts.values()]
+    assert [name for _, name in meter.counts] == ["mm", "to_copy"]
+    assert seconds[0] == pytest.approx(max(2 * 512**3 / 1e12, 6 * n / 1e9) + max(2 * 512**3 / 1e11, 12 * n / 1e9))
+    assert seconds[1] == pytest.approx(2 * 6 * n / 1e9)
+
+
+def test_compared_takes_the_bookkeeping_out():
+    """Numbers that ranks sum for metrics are not theory's; what theory predicts and nobody sends is shown."""
+    meter = Meter(torch.device("cpu"), GPUS["h100-80"], 1e11, 0, 0)
+    costs = type("Costs", (), dict(traffic={("tp", "x"): 3.0}, memory={}, work=dict(matmul=0.0, attention=0.0)))
+    meter.memory.events.append(None)
+    meter.memory.peak = dict
+    seen = Seen(0, meter, None, costs, {}, {("dp", "all_reduce (metrics)"): 8.0}, {})
+    assert compared(seen)["sent"] == {"tp x": (0.0, 3.0)} and isinstance(Ledger().take(), dict) and dry_cases.MOST
