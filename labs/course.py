@@ -69,11 +69,6 @@ class Lab:
         return path.stem
 
     @property
-    def alone(self) -> str:
-        """The module of the step that one device trains for comparison: step 1, if the lab names no other as ALONE."""
-        return getattr(self.module, "ALONE", "step01_single_gpu")
-
-    @property
     def module(self) -> Any:
         """labs/labNN.py, the criteria."""
         return importlib.import_module(f"labs.lab{self.number:02d}")

@@ -487,6 +487,7 @@ def test_flags_that_exclude_one_another(flags, message):
         check_dp(step02.Config(**SMALL | flags), 1)
 
 
+@pytest.mark.exhaustive
 def test_one_line_for_bad_flags_under_torchrun():
     """Two ranks, one message, non-zero exit."""
     process = train_job("--global-batch-size", "31")
