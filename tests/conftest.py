@@ -12,18 +12,11 @@ import numpy as np
 import pytest
 
 from tests.pool import Pools, open_data_once
-from tests.sharing import run_shared
 
 
-def pytest_addoption(parser):
-    """--alone: no second process helps to run the tests of many files."""
-    parser.addoption("--alone", action="store_true", help="run all tests in this process")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop(session):
-    """The tests of many files are run by two processes (tests/sharing.py)."""
-    return run_shared(session)
+def pytest_xdist_auto_num_workers(config):
+    """Two processes share the files if all tests are to be run: many tests use one core, or wait."""
+    return 2 if config.args == [str(config.rootpath)] or config.args == config.getini("testpaths") else 0
 
 
 @pytest.hookimpl(tryfirst=True)
