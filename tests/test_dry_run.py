@@ -6,6 +6,7 @@ The cases on fake GPUs are run by one process, which loads the shim of services/
 import json
 import subprocess
 import sys
+import time
 from contextlib import redirect_stdout
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from common import UserError
 from services.dry_run import Meter, Seen, dry_run
 from services.fake_device import build_shim
 from services.ledger import Ledger
+from services.memory import MemoryTimeline
 from services.run import Run
 from tests import dry_cases
 from tests.dry_cases import compared, draw, run
@@ -95,7 +97,14 @@ def measured_on_rank(step: int, options: dict) -> tuple[dict, dict]:
         sent = log.history[-1]["traffic"]
         found.update(sent=sent, held=dict(log.measured))
 
-    with mock.patch.object(Run, "finish", finish), redirect_stdout(None):
+    live = MemoryTimeline.live
+
+    def live_a_moment_later(self, kind):
+        time.sleep(0.05)  # gloo's threads let go of the tensors of finished collectives
+        return live(self, kind)
+
+    later = mock.patch.object(MemoryTimeline, "live", live_a_moment_later)
+    with later, mock.patch.object(Run, "finish", finish), redirect_stdout(None):
         module.train(config)
     return found["sent"], found["held"]
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,11 @@ def test_watch_checks_again_at_every_save(tmp_path):
     lab, log = tmp_path / "lab", tmp_path / "log"
     handed_in(lab, 4, [])
     command = [sys.executable, "-m", "labs", "check", str(lab), "--task", "6", "--watch"]
-    with log.open("w") as out, subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out) as process:
+    listens = partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # also if pytest is in the background
+    with (
+        log.open("w") as out,
+        subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, preexec_fn=listens) as process,
+    ):
 
         def wait_for(times: int):
             deadline = time.monotonic() + 120
