@@ -124,7 +124,7 @@ class Meter(Answers):
             return
         written = sum(map(size_of, outputs))
         read = min(sum(map(size_of, inputs)), written) if name in TAKES else sum(map(size_of, inputs))
-        half = (inputs or outputs)[0].dtype.itemsize == 2
+        half = any(t.dtype.itemsize == 2 for t in inputs or outputs)  # a product of 16 bits may be added to 32
         seconds = max(flops / (self.gpu.flops if half else self.single), (read + written) / self.gpu.hbm)
         name = name.removeprefix(ATTENTION).removeprefix("_")
         self.counts[self.part, name] += Count(1, flops, read + written, seconds)
