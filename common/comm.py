@@ -147,11 +147,11 @@ def all_reduce(tensor: Tensor, group: Group, purpose: str = "") -> Pending:
 
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
-    """`output` [k] = this rank's k-th of the sum over the group of `tensor` [n k]."""
+    """`output` [k] = this rank's part of the sum over the n ranks' `tensor` [n k]."""
     sent = (group.size - 1) / group.size * tensor.nbytes
     if not group.gloo:
         return _collective("reduce_scatter", output, tensor, group, sent, _reduce_scatter)
-    # gloo's own all-reduces a copy of all of it. This sends each rank its part of everyone's, which it adds up.
+    # gloo's own all-reduces a copy of the whole. Here each rank receives its part from every rank and adds these up.
     parts = torch.empty_like(tensor)
     pending = _collective("reduce_scatter", parts, tensor, group, sent, dist.all_to_all_single)
     pending.then.append(lambda: torch.sum(parts.view(group.size, *output.shape), 0, out=output))

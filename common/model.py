@@ -152,7 +152,7 @@ class DecoderLayer(nn.Module):
 
 
 def scaled(grad: Tensor, factor: Tensor, rows: int = 1024) -> Tensor:
-    """`grad` [n, dim] times a scalar of wider dtype (16 bits: up to 0.2% off), `rows` at a time: no wide copy."""
+    """`grad` [n, dim] times a wider scalar (as bf16 it would be up to 0.2% off), `rows` at a time: no wide copy."""
     if grad.dtype == factor.dtype:
         return grad * factor
     return torch.cat([(part.to(factor.dtype) * factor).to(grad.dtype) for part in grad.split(rows)])
@@ -161,7 +161,7 @@ def scaled(grad: Tensor, factor: Tensor, rows: int = 1024) -> Tensor:
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """`total` [n, k] += a [n, m] @ b [m, k], in place; a and b may have 16 bits where `total` has 32.
 
-    From torch 2.12 on a GPU adds to `total` as it multiplies. Else the product is rounded, written and read once more.
+    If dtypes differ, the product is rounded, written and read once more, except on a GPU with torch 2.12 or newer.
     """
     if a.dtype == total.dtype:
         return total.addmm_(a, b)
@@ -180,7 +180,7 @@ def cross_entropy_and_gradients(
     d loss / d logits = softmax(logits) - onehot(target).
 
     hidden [tokens, dim], weight [vocab, dim], targets int64 [tokens] -> the loss, a scalar in fp32 (fp64 for fp64), and
-    the gradients of hidden and weight in their dtypes. `want` says for each of the two whether it is needed, or None.
+    the gradients of hidden and weight in their dtypes, or None where `want` (two bools) says that it is not needed.
     `rows` is the part of the vocabulary that `weight` holds where step 4 cuts it over ranks; any more rows are padding.
     `combine` turns (log sum exp, target's logit or 0) of that part, [chunk, 1] each, into those of all the vocabulary.
     """
@@ -196,10 +196,10 @@ def cross_entropy_and_gradients(
         logits[:, len(rows) :] = torch.finfo(logits.dtype).min  # padding: no probability
         top, at = logits.max(-1, keepdim=True)
         softmax = logits.softmax(-1, dtype=wide)  # of this part of the vocabulary, in one pass
-        part_sum = top - softmax.gather(1, at).log()  # log sum exp of this part
+        part_sum = top - softmax.gather(1, at).log()  # its log sum exp, as softmax at top is e^top / sum
         log_sum, picked = combine(part_sum, logits.gather(1, target).to(wide).where(here, 0.0))
         loss += ((log_sum - picked) * valid).sum()
-        if any(want):  # the formula above, and 0 where the target is IGNORE; in the memory of the logits
+        if any(want):  # exp(part_sum - log_sum) makes it the softmax of all; 0 at IGNORE; in the logits' memory
             at_target = ((picked - log_sum).exp() - 1) * valid
             grad = torch.mul(softmax, (part_sum - log_sum).exp() * valid, out=logits)
             grad.scatter_(1, target, at_target.to(grad.dtype).where(here, grad.gather(1, target)))
@@ -207,7 +207,7 @@ def cross_entropy_and_gradients(
             torch.mm(grad, weight, out=grad_hidden[start : start + chunk_tokens])
         if grad_weight is not None:
             add_product(grad_weight, grad.T, chunk)
-        del logits, softmax  # before the next chunk's
+        logits = softmax = grad = None  # before the next chunk's
     return loss, grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 

@@ -26,7 +26,7 @@ Sum = Generator[Pending, None, tuple[Tensor, Tensor]]
 
 
 def quantise(values: Tensor) -> Tensor:
-    """[..., 256] floats -> int8 [..., 260]: the values in units of scale = max/127, then the scale's four bytes."""
+    """[..., 256] floats -> int8 [..., 260]: values in units of max |value| / 127, then this scale's four bytes."""
     scale = (values.abs().amax(-1, keepdim=True) / 127).float().clamp(min=torch.finfo(torch.float32).tiny)
     return torch.cat(((values / scale).round().to(torch.int8), scale.view(torch.int8)), dim=-1)
 
@@ -51,9 +51,9 @@ def narrow_sum(values: Tensor, group: Group, config: Any) -> Sum:
     received = torch.empty_like(sent)
     yield all_to_all(received, sent, group)
     total = widen(received).sum(0)
-    summed = narrow(total)
-    lost[group.rank] += total - widen(summed)
-    yield all_gather(received.view(-1), summed.view(-1), group)
+    narrowed = narrow(total)
+    lost[group.rank] += total - widen(narrowed)
+    yield all_gather(received.view(-1), narrowed.view(-1), group)
     return widen(received).view(-1)[:length].to(values.dtype), lost.view(-1)[:length]
 
 
