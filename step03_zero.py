@@ -55,7 +55,7 @@ import torch
 from torch import Tensor, nn
 
 import step02_ddp as step02
-from common.comm import Group, Mesh, Pending, all_gather, reduce_scatter
+from common.comm import Group, Mesh, Pending, all_gather, all_reduce, reduce_scatter
 from common.layout import global_norm, materialize, note_gradient_sum, replica_group
 from common.model import Decoder
 from common.trainer import Trained, Trainer, main, start
@@ -67,9 +67,8 @@ from step02_ddp import gradient_sync
 class Config(step02.Config):
     """The flags so far and those of ZeRO."""
 
-    zero: Literal[0, 1, 2, 3] = (
-        1  # cut over dp: 0 nothing (step 2), 1 optimizer state, 2 also gradients, 3 also parameters
-    )
+    zero: Literal[0, 1, 2, 3] = 1  # cut: 0 nothing (step 2), 1 optimizer state, 2 also gradients, 3 also parameters
+    zero_replicas: int = 1  # R: cut over dp / R neighbours (those of a node, say), and sum the slices over R replicas
     offload_optimizer: Literal["none", "cpu", "disk"] = "none"  # where masters and moments live, and are updated
     offload_params: Literal["none", "cpu"] = "none"  # with --zero 3: where parameter slices live
     toy: bool = False  # print the four-weight example in every stage, and exit
@@ -191,15 +190,16 @@ class ZeroOptimizer(Optimizer):
 
     def __init__(self, model: Decoder, config: Config, mesh: Mesh, dtype: torch.dtype, homes: Any):
         self.config, self.model, self.stage, self.dtype = config, model, config.zero, dtype
-        self.units: list[Unit] = []
+        mesh.add_blocks(config.zero_replicas)
+        self.replicas, self.units = mesh["replicas"], []
         for names in group_into_units(model, mesh):
             if model.get_parameter(names[0]).is_meta:
                 materialize(model, config.seed, mesh.device, dtype, names)
             named = {name: model.get_parameter(name) for name in names}
-            self.units.append(Unit(named, replica_group(named[names[0]], mesh), config, homes))
+            group = replica_group(named[names[0]], mesh)
+            self.units.append(Unit(named, mesh["shard"] if group is mesh.data else group, config, homes))
         self.loss_scale, self.good_steps = 2.0**16 if dtype == torch.float16 else 1.0, 0
-        self.in_flight: tuple[Unit, Tensor, Tensor, Pending] | None = None
-        self.armed = False
+        self.in_flight: tuple[Unit, Tensor, Tensor, Pending, bool] | None = None
         self.follow_modules()
         for unit in self.units:
             for name in unit.trained:
@@ -259,7 +259,7 @@ class ZeroOptimizer(Optimizer):
 
     def begin(self):
         """Before the first micro-batch: make room for gradients, whole (stage 1) or in slices."""
-        self.armed = self.stage > 1
+        self.last, self.sums = False, {}
         for unit in self.units:
             if self.stage == 3:
                 unit.free()  # a validation leaves the last unit there
@@ -272,7 +272,7 @@ class ZeroOptimizer(Optimizer):
 
     def last_micro_batch(self):
         """From now on gradients are complete when autograd has added to them, also in stage 1."""
-        self.armed = True
+        self.last = True
 
     def completed(self, unit: Unit, name: str, param: nn.Parameter):
         """Hook: autograd has added to a gradient. Stages 2 and 3 move it into the unit's flat buffer."""
@@ -281,7 +281,7 @@ class ZeroOptimizer(Optimizer):
                 unit.gradient = torch.zeros(unit.flat.shape, dtype=unit.grad_dtype, device=unit.flat.device)
             unit.gradient[slice(*unit.place[name])].view_as(param).add_(param.grad)
             param.grad = None
-        if self.armed:
+        if self.stage > 1 or self.last:
             unit.missing -= 1
             if unit.missing == 0:
                 self.reduce(unit)
@@ -290,19 +290,22 @@ class ZeroOptimizer(Optimizer):
         """Start to sum a unit's gradient over the ranks; the one before has had a layer's time, so finish that."""
         self.land()
         total = torch.empty(unit.length, dtype=unit.grad_dtype, device=unit.flat.device)
-        self.in_flight = (unit, total, unit.gradient, reduce_scatter(total, unit.gradient, unit.group))
+        complete = self.last or self.stage == 1
+        self.in_flight = (unit, total, unit.gradient, reduce_scatter(total, unit.gradient, unit.group), complete)
         unit.gradient, unit.missing = None, len(unit.trained)
 
     def land(self):
-        """Put the slice that was in flight where it belongs."""
+        """Put the slice that was in flight where it belongs. If it is complete, start to sum it over the replicas."""
         if self.in_flight is not None:
-            unit, total, gradient, pending = self.in_flight
+            unit, total, gradient, pending, complete = self.in_flight
             pending.wait()
             if self.stage == 1:
                 unit.grad_slice = gradient[unit.first : unit.first + unit.length].copy_(total)
             else:
                 unit.grad_slice += total
             self.in_flight = None
+            if complete:
+                self.sums[unit] = all_reduce(unit.grad_slice, self.replicas)
 
     def finish(self):
         """After the last backward: reduce what no hook completed (an unused parameter), wait, free the last units."""
@@ -310,8 +313,13 @@ class ZeroOptimizer(Optimizer):
             if unit.gradient is not None:
                 self.reduce(unit)
         self.land()
-        for unit in self.units if self.stage == 3 else ():
-            unit.free()
+        for unit in self.units:
+            if unit.trained and unit not in self.sums:
+                self.sums[unit] = all_reduce(unit.grad_slice, self.replicas)
+            if self.stage == 3:
+                unit.free()
+        for pending in self.sums.values():
+            pending.wait()
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients by name, as far as they lie in this rank's slices, times the loss scale."""

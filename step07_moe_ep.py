@@ -231,7 +231,7 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config, ep: int):
     """
     data, cp, tp, sp = mesh["dp"].size * mesh["cp"].size, mesh["cp"], mesh["tp"], config.sp
     mesh.add("ep", ep, stride=tp.size)
-    mesh.add("expert_data", data // ep, stride=ep * tp.size)
+    mesh.add("expert_data", data // ep // config.zero_replicas, stride=ep * tp.size)
     mesh.add("sequence", cp.size * (tp.size if sp else 1), stride=1 if sp else tp.size)
     sequence = mesh["sequence"]
     order = [own_positions(model.config.seq_len, rank, cp.size, config.cp_mode) for rank in range(cp.size)]

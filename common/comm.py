@@ -91,6 +91,17 @@ class Mesh:
         """
         self.join(name, torch.arange(self.world).view(-1, size, stride).movedim(1, -1).reshape(-1, size))
 
+    def add_blocks(self, count: int):
+        """Two more dimensions: "shard", the neighbours in one of `count` blocks of `data`; "replicas", across blocks.
+
+        dp 4 in 2 blocks, on a node each, say: "shard" {0, 1} and {2, 3}; between nodes "replicas" {0, 2} and {1, 3}.
+        """
+        size, stride = self.data.size // count, self.sizes.get("tp", 1)
+        self.add("replicas", count, size * stride)
+        self.groups["shard"] = self.data
+        if count > 1:
+            self.add("shard", size, stride)
+
     def add_pairs(self, name: str, of: str):
         """One more dimension, that pairs the ranks of dimension `of` from both ends: first with last, and so on."""
         lines = torch.arange(self.world).view(*self.sizes.values()).movedim(list(self.sizes).index(of), -1)

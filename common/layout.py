@@ -149,15 +149,15 @@ def sum_partial_gradients(optimizer: Any, mesh: Mesh, dims: list[str]):
 def global_norm(optimizer: Any, mesh: Mesh, dims: list[str], sliced: bool) -> float:
     """The L2 norm of the whole gradient, each element counted once.
 
-    What several ranks along `dims` hold alike counts 1/copies on each. `sliced`: each rank of `mesh.data` has another
-    slice of the gradient (ZeRO). Norms are taken in fp32 or wider, their squares added in fp64.
+    What several ranks along `dims` hold alike counts 1/copies on each. `sliced`: the ranks of `mesh.data` have
+    slices of the gradient (ZeRO), all replicas the same. Norms are taken in fp32 or wider, squares added in fp64.
     """
     params, sizes = dict(optimizer.model.named_parameters()), {dim: mesh[dim].size for dim in dims}
     parts = optimizer.gradients()
     wide = torch.promote_types(next(iter(parts.values())).dtype, torch.float32)
     squares = torch.stack(torch._foreach_norm(list(parts.values()), dtype=wide)).double().square()
     copies = torch.tensor([layout_of(params[name]).copies(sizes) for name in parts], device=squares.device)
-    square = (squares / copies).sum()
+    square = (squares / copies).sum() / (mesh["replicas"].size if sliced else 1)
     for group in [mesh[dim] for dim in dims] + ([mesh.data] if sliced else []):
         (square,) = sum_over(group, square)
     return float(square) ** 0.5 / optimizer.loss_scale

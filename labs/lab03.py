@@ -552,6 +552,7 @@ def stage_3_trains(bench: Bench):
 def norm_on_rank(seed: int, dp: int, tp: int, size: int, scale: float) -> dict:
     """global_norm of gradients that are cut over tp, alike on all or on some of its ranks; whole or sliced over dp."""
     mesh = Mesh({"dp": dp, "tp": tp}, CPU, Ledger())
+    mesh.add_blocks(1)
     rank, found = mesh["tp"].rank, {}
     model = nn.Module()
     for name, (splits, _) in norm_records(size, rank, tp).items():

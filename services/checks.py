@@ -19,10 +19,10 @@ from theory.zb_auto import zb_auto
 def check(config: Any, world: int):
     """Refuse what cannot work: before anything is built, on every rank alike. Raises UserError naming the flag."""
     checks = dict(ep=check_ep, pp=check_pp, cp=check_cp, tp=check_tp, zero=check_zero, sync=check_dp)
-    for flag, check_step in checks.items():
-        if hasattr(config, flag):
-            return check_step(config, world)
-    check_one(config)
+    check_step = next((checks[flag] for flag in checks if hasattr(config, flag)), lambda *_: check_one(config))
+    check_step(config, world)
+    if hasattr(config, "zero"):
+        check_zero_replicas(config, world)
 
 
 def check_one(config: Any):
@@ -84,6 +84,22 @@ def check_zero(config: Any, dp: int):
             f"--zero {config.zero} reduces gradients itself: leave --sync and --compress at their defaults, "
             "or use them with --zero 0"
         )
+
+
+def check_zero_replicas(config: Any, world: int):
+    """--zero-replicas, among `world` ranks whose other flags are right."""
+    sizes, count = mesh_sizes(config, world), config.zero_replicas
+    data = sizes["dp"] * sizes.get("cp", 1)
+    ep = choose_ep(config, config.model_config(), data) if hasattr(config, "ep") else 1
+    if count < 1 or data // ep % count:
+        legal = [n for n in range(1, data + 1) if data // ep % n == 0]
+        experts = f" / ep = {data} / {ep}" if ep > 1 else ""
+        raise UserError(
+            f"--zero-replicas {count} does not divide dp x cp{experts} = {data // ep} ranks, over which ZeRO cuts "
+            f"{'experts' if ep > 1 else 'everything'}: use one of {legal}"
+        )
+    if count > 1 and config.zero == 0:
+        raise UserError(f"--zero-replicas {count} are of slices: use it with --zero 1, 2 or 3")
 
 
 def check_tp(config: Any, world: int):

@@ -92,7 +92,7 @@ def require_disk(config: Any, model: nn.Module, dtype: torch.dtype, mesh: Mesh):
     Raises UserError on all ranks.
     """
     each = max(4, dtype.itemsize) * (1 + MOMENTS[config.optimizer])
-    n_bytes = each * sum(param.numel() for param in model.parameters())
+    n_bytes = each * config.zero_replicas * sum(param.numel() for param in model.parameters())
     folder = Path(config.out or "runs")
     existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     free = shutil.disk_usage(existing).free

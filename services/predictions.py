@@ -131,11 +131,12 @@ def gradients_sent(run: Any, sync: Any, units: list[UnitShape]) -> Traffic:
     if not units:
         return traffic.gradient_traffic(run.config, summed_gradients(run, sync))
     stage, optimizer = run.config.zero, run.optimizer
+    sums = traffic.replica_traffic(units, stage, optimizer.replicas.size)
     if run.pipeline is None:
         uses = Counter(unit for use in optimizer.uses for unit in use.units)
         uses += Counter(unit for use in optimizer.uses[:-1] if use.again for unit in use.units)
         gathered = [uses[unit] for unit in optimizer.units]
-        return traffic.zero_traffic(units, stage, gathered, micro_batches(run))
+        return sums | traffic.zero_traffic(units, stage, gathered, micro_batches(run))
     numbers = {unit: number for number, unit in enumerate(optimizer.units)}
     chunk_units = [[numbers[unit] for unit in units] for units in optimizer.chunk_units]
-    return traffic.zero_stage_traffic(units, stage, chunk_units, run.pipeline.actions)
+    return sums | traffic.zero_stage_traffic(units, stage, chunk_units, run.pipeline.actions)

@@ -20,7 +20,7 @@ from theory.memory import MOMENTS
 from theory.recipes import RECIPES
 from theory.shapes import of_preset
 
-HALVED = ("micro_batch_size",)
+HALVED = ("micro_batch_size", "zero_replicas")
 DOUBLED = ("tp", "cp", "pp", "ep")
 VALUES = dict(recompute=("selective", "full"), zero=(1, 2, 3), offload_optimizer=("cpu",), offload_params=("cpu",))
 VALUES |= dict(schedule=("1f1b",), dtype=("bf16",))
@@ -44,6 +44,7 @@ def layout_of(config: Any, world: int) -> Layout:
         more |= dict(schedule=schedule, chunks=choose_chunks(config))
     for name in ("zero", "sp", "cp_mode"):
         more |= {name: getattr(config, name)} if hasattr(config, name) else {}
+    more["replicas"] = getattr(config, "zero_replicas", 1)
     more = dict(zero=0) | more | dict(mbs=config.micro_batch_size, gbs=config.global_batch_size)
     return Layout(**sizes, **more, recompute=config.recompute)
 
@@ -75,7 +76,7 @@ def changes(config: Any, world: int) -> Iterator[dict[str, Any]]:
     """Single flags of this step, changed to what takes less memory, if the change is legal."""
     known, sizes = {field.name for field in fields(config)}, sizes_of(config, world)
     now = {name: size for name, size in sizes.items() if name in known}
-    tries = [{name: getattr(config, name) // 2} for name in HALVED if getattr(config, name) > 1]
+    tries = [{name: getattr(config, name) // 2} for name in HALVED if getattr(config, name, 1) > 1]
     tries += [{name: 2 * now[name]} for name in DOUBLED if name in now]
     tries += [{name: value} for name, values in VALUES.items() if name in known for value in values]
     for change in tries:

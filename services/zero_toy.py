@@ -55,7 +55,7 @@ def toy(stage: int, mesh: Mesh, zero_optimizer: type) -> str:
         gradient, ours = shown(weights.grad), shown(weights - lr * weights.grad)
         everyone = ours
     else:
-        numbers = dict(zero=stage, optimizer="sgd", weight_decay=0.0, grad_clip=0.0, grad_dtype="fp32")
+        numbers = dict(zero=stage, zero_replicas=1, optimizer="sgd", weight_decay=0, grad_clip=0, grad_dtype="fp32")
         optimizer = zero_optimizer(model, SimpleNamespace(**numbers), mesh, torch.float64, Homes())
         unit = optimizer.units[0]
         held = shown(unit.slice if stage == 3 else weights)

@@ -283,9 +283,9 @@ def reduced_at_every_micro_batch() -> Iterator[None]:
     """Stage 1 reduces a gradient that is not complete, and then again what it has already summed."""
     begin, reduce = step03.ZeroOptimizer.begin, step03.ZeroOptimizer.reduce
 
-    def begin_armed(self):
+    def begin_last(self):
         begin(self)
-        self.armed = True
+        self.last = True
 
     def reduce_and_keep(self, unit):
         gradient = unit.gradient
@@ -293,9 +293,56 @@ def reduced_at_every_micro_batch() -> Iterator[None]:
         unit.gradient = gradient
 
     with (
-        mock.patch.object(step03.ZeroOptimizer, "begin", begin_armed),
+        mock.patch.object(step03.ZeroOptimizer, "begin", begin_last),
         mock.patch.object(step03.ZeroOptimizer, "reduce", reduce_and_keep),
     ):
+        yield
+
+
+@contextmanager
+def replicas_not_summed() -> Iterator[None]:
+    """Each replica goes on with the sum over its own ranks."""
+    with mock.patch.object(step03, "all_reduce", lambda tensor, group: Pending(group, [])):
+        yield
+
+
+@contextmanager
+def replicas_summed_twice() -> Iterator[None]:
+    """Slices are summed over the replicas as they land, and once more at the end."""
+    finish = step03.ZeroOptimizer.finish
+
+    def finish_again(self):
+        finish(self)
+        for unit in self.units:
+            all_reduce(unit.grad_slice, self.replicas).wait()
+
+    with mock.patch.object(step03.ZeroOptimizer, "finish", finish_again):
+        yield
+
+
+@contextmanager
+def replicas_summed_before_all_has_landed() -> Iterator[None]:
+    """A slice that lands in the last micro-batch is taken for complete, though it is of the one before."""
+    land = step03.ZeroOptimizer.land
+
+    def land_complete(self):
+        if self.in_flight is not None:
+            self.in_flight = (*self.in_flight[:-1], self.last)
+        land(self)
+
+    with mock.patch.object(step03.ZeroOptimizer, "land", land_complete):
+        yield
+
+
+@contextmanager
+def every_replica_in_the_norm() -> Iterator[None]:
+    """A slice counts once for each rank that holds it in the gradient norm."""
+    right = step03.global_norm
+
+    def global_norm(optimizer, mesh, dims, sliced):
+        return right(optimizer, mesh, dims, sliced) * optimizer.replicas.size**0.5
+
+    with mock.patch.object(step03, "global_norm", global_norm):
         yield
 
 

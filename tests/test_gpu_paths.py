@@ -43,6 +43,7 @@ VALUES = dict(
     compress=("none", "bf16", "int8", "topk"),
     check_replicas=(0, 1),
     zero=(1, 0, 2, 3),
+    zero_replicas=(1, 2),
     offload_optimizer=("none", "cpu", "disk"),
     offload_params=("none", "cpu"),
     tp=(2, 1, 4),

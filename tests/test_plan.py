@@ -46,7 +46,7 @@ def accepted(layout: Layout) -> bool:
     """Whether the course's own checks take these flags."""
     flags = dict(pp=layout.pp, cp=layout.cp, tp=layout.tp, ep=layout.ep, zero=layout.zero, schedule=layout.schedule)
     flags |= dict(micro_batch_size=layout.mbs, global_batch_size=layout.gbs, chunks=layout.chunks)
-    flags |= dict(recompute=layout.recompute, sp=layout.sp, cp_mode=layout.cp_mode)
+    flags |= dict(recompute=layout.recompute, sp=layout.sp, cp_mode=layout.cp_mode, zero_replicas=layout.replicas)
     try:
         check(step07.Config(**SMALL_FLAGS, **flags), layout.world)
     except UserError:
@@ -66,6 +66,7 @@ def drawn_layouts(count: int) -> list[Layout]:
         gbs = draw.choice([dp * mbs, dp * mbs * 4, 64])
         ep = draw.choice([1, 1, 2, 3, 8])
         modes = dict(sp=draw.random() < 0.8, cp_mode=draw.choice(["zigzag", "ring", "allgather", "ulysses"]))
+        modes |= dict(replicas=draw.choice([1, 1, 1, 1, 2, 3]))
         layout = Layout(pp, dp, cp, tp, ep, draw.choice([0, 1, 2, 3]), mbs, gbs, schedule, chunks, **modes)
         if layout.world <= 16384:
             found.append(layout)
@@ -165,7 +166,7 @@ def drawn_runs(count: int) -> list[Layout]:
         schedule = list(SCHEDULES)[len(found) % len(SCHEDULES)]
         chunks = {"interleaved": 2, "zbv": 2, "dualpipe": 2}.get(schedule, 1)
         options = dict(recompute=draw.choice(["none", "none", "full"]), sp=draw.random() < 0.7)
-        options |= dict(cp_mode=draw.choice(["zigzag", "ring", "allgather"]))
+        options |= dict(cp_mode=draw.choice(["zigzag", "ring", "allgather"]), replicas=draw.choice([1, 1, 2]))
         x = Layout(pp, dp, cp, tp, draw.choice([1, 2, 4]), len(found) % 4, 1, 4 * dp, schedule, chunks, **options)
         if x.world <= 64 and not illegal(m, x) and (pp > 1 or schedule == "1f1b"):
             found.append(x)
@@ -181,6 +182,7 @@ def test_bytes_sent_and_state_are_those_that_the_trainer_predicts(tmp_path, layo
     flags = shape | dict(model="tiny-moe", pp=x.pp, cp=x.cp, tp=x.tp, ep=x.ep, zero=x.zero, micro_batch_size=x.mbs)
     flags |= dict(global_batch_size=x.gbs, schedule=x.schedule, chunks=x.chunks, recompute=x.recompute, sp=x.sp)
     flags |= dict(cp_mode=x.cp_mode, dtype="bf16", device="cpu", save_every=0, eval_every=0, out=str(tmp_path / "run"))
+    flags |= dict(zero_replicas=x.replicas)
     m, inner = replace(MODELS["tiny-moe"], **shape), x.tp * x.cp * x.dp
     for rank in {0, draw.randrange(x.pp) * inner + draw.randrange(inner), x.world - 1}:
         theirs = predicted(x, rank, flags)

@@ -18,7 +18,7 @@ def blackboard(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> str:
     fullest = max(range(x.pp), key=lambda rank: sum(by_rank[rank]))
     numbers = by_rank[fullest]
     busy, _, (f, b, w) = rank_work(m, piece_of(x), gpu, recipe, *way[:3])
-    data, tp = network(x, "data"), network(x, "tp")
+    data, tp = network(x, "shard"), network(x, "tp")
     layers = max(sum(len(stage.layers) for stage in stages) for stages in rank_stages(m, *way))
     kinds = [m.has_experts(n) for n in range(m.n_layers)]
     one = sum(layer_weights(m, kinds[-1], x.tp, x.ep))
@@ -34,7 +34,8 @@ def blackboard(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> str:
         f"weights of the model         N = {total_weights(m):.4g};  of a layer / tp: {one:.4g} (tp {x.tp}, ep {x.ep})",
         f"weights of this rank         P = {layers} layers x {one:.4g} + embedding or head / tp = {sum(numbers):.4g}",
         f"bytes a weight, ZeRO {x.zero}       {recipe.weight:g}/{cut[0]} + {recipe.gradient:g}/{cut[1]} + "
-        f"{recipe.state:g}/{cut[2]} = {per_weight:.3g}   (weight, gradient, masters and moments; cut over dp x cp)",
+        f"{recipe.state:g}/{cut[2]} = {per_weight:.3g}   (weight, gradient, masters and moments; cut over dp x cp"
+        f"{f' / {x.replicas} replicas' * (x.replicas > 1)})",
         f"  weights                    {memory.weights / GIB:8.2f} GiB",
         f"  gradients                  {memory.gradients / GIB:8.2f} GiB",
         f"  optimizer                  {memory.optimizer / GIB:8.2f} GiB",

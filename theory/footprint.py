@@ -136,7 +136,7 @@ def state_bytes(shared: float, own: float, layout: Layout, recipe: Recipe) -> tu
     """Bytes of weights, gradients and optimizer state that stay; ZeRO cuts each over the ranks that hold it alike."""
     found = []
     for stage, n_bytes in ((3, recipe.weight), (2, recipe.gradient), (1, recipe.state)):
-        cut = [network(layout, dim).ranks if layout.zero >= stage else 1 for dim in ("data", "expert data")]
+        cut = [network(layout, dim).ranks if layout.zero >= stage else 1 for dim in ("shard", "expert shard")]
         found.append(n_bytes * (shared / cut[0] + own / cut[1]))
     if layout.zero == 3 and recipe.resident and layout.pp > 1:  # FSDP in a pipeline: gathered once, for a whole step
         found[0] += E * (shared + own)
@@ -251,7 +251,7 @@ def held(m: Shape, layout: Layout, recipe: Recipe) -> Held:
     p, count = layout.pp, layout.micro_batches
     if layout.schedule != "afab":
         count = min(count, 4 * p + count % p)
-    plain = replace(layout, dp=1, zero=0, gbs=count * layout.mbs)  # what does not matter here, alike
+    plain = replace(layout, dp=1, zero=0, replicas=1, gbs=count * layout.mbs)  # what does not matter here, alike
     found = []
     for rank in ranks_of(m, plain, recipe):
         state = state_bytes(*rank.numbers, layout, recipe)

@@ -28,6 +28,7 @@ class Layout:
     recompute: str = "none"
     sp: bool = True
     cp_mode: str = "zigzag"
+    replicas: int = 1  # of what ZeRO cuts (--zero-replicas)
 
     @property
     def world(self) -> int:
@@ -46,7 +47,8 @@ class Layout:
         pipeline = f" --schedule {self.schedule} --chunks {self.chunks}" if self.pp > 1 else ""
         sp = " --no-sp" if self.tp > 1 and not self.sp else ""
         cp_mode = f" --cp-mode {self.cp_mode}" if self.cp > 1 else ""
-        return f"{sizes} {batch}{pipeline} --recompute {self.recompute}{sp}{cp_mode}"
+        replicas = f" --zero-replicas {self.replicas}" if self.replicas > 1 else ""
+        return f"{sizes} {batch}{pipeline} --recompute {self.recompute}{sp}{cp_mode}{replicas}"
 
 
 class Network(NamedTuple):
@@ -61,7 +63,7 @@ class Network(NamedTuple):
         return self.ranks > self.in_node
 
 
-# (how many ranks, how far apart) of a dimension. tp is innermost, then cp, dp, pp; ep and "data" count dp x cp
+# (how many ranks, how far apart) of a dimension. tp is innermost, then cp, dp, pp; all others lie in dp x cp
 STRIDES = {
     "tp": lambda x: (x.tp, 1),
     "cp": lambda x: (x.cp, x.tp),
@@ -69,7 +71,9 @@ STRIDES = {
     "pp": lambda x: (x.pp, x.tp * x.cp * x.dp),
     "ep": lambda x: (x.ep, x.tp),
     "data": lambda x: (x.dp * x.cp, x.tp),
-    "expert data": lambda x: (x.dp * x.cp // x.ep, x.tp * x.ep),
+    "shard": lambda x: (x.dp * x.cp // x.replicas, x.tp),  # over which ZeRO cuts; and of the experts:
+    "expert shard": lambda x: (x.dp * x.cp // x.ep // x.replicas, x.tp * x.ep),
+    "replicas": lambda x: (x.replicas, x.tp * (x.dp * x.cp // x.replicas)),
 }
 
 
@@ -101,6 +105,8 @@ def illegal(m: Shape, layout: Layout) -> str:
         "ep does not divide dp x cp": dp * cp % ep,
         "ep needs experts": ep > 1 and not layer_counts(m)[True],
         "ep does not divide the experts": ep > 1 and m.experts % ep,
+        "the replicas do not divide dp x cp / ep": layout.replicas < 1 or dp * cp // ep % layout.replicas,
+        "replicas need ZeRO": layout.replicas > 1 and not layout.zero,
         "tp does not divide an expert": layer_counts(m)[True] and m.expert_width % tp,
     }
     return next((reason for reason, broken in rules.items() if broken), "")

@@ -182,7 +182,7 @@ def alternatives(m: Shape, best: Found, gpu: Gpu) -> list[str]:
 def layout_of(text: str, gpus: int, batch: int, m: Shape) -> Layout:
     """The layout of --explain. Raises PlanError."""
     parser = Parser(prog="--explain", allow_abbrev=False)
-    for name in ("pp", "cp", "tp", "ep", "micro-batch-size", "chunks"):
+    for name in ("pp", "cp", "tp", "ep", "micro-batch-size", "chunks", "zero-replicas"):
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--zero", type=int, default=1, choices=(0, 1, 2, 3))
     parser.add_argument("--global-batch-size", type=int, default=batch)
@@ -201,7 +201,7 @@ def layout_of(text: str, gpus: int, batch: int, m: Shape) -> Layout:
         raise PlanError(f"--pp {x.pp} x --cp {x.cp} x --tp {x.tp} = {inner} does not divide --gpus {gpus}: change one")
     layout = Layout(
         x.pp, gpus // inner, x.cp, x.tp, x.ep, x.zero, x.micro_batch_size, x.global_batch_size, x.schedule, x.chunks,
-        x.recompute, x.sp, x.cp_mode,
+        x.recompute, x.sp, x.cp_mode, x.zero_replicas,
     )  # fmt: skip
     if min(x.ep, x.micro_batch_size, x.global_batch_size) < 1:
         raise PlanError("--ep, --micro-batch-size and --global-batch-size must be at least 1")

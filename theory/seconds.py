@@ -361,7 +361,7 @@ def mirror_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> float:
     """
     if layout.pp == 1 or not (layout.schedule == "dualpipe" or (m.tied and layout.schedule != "zbv")):
         return 0.0
-    data, expert = (network(layout, dim).ranks if layout.zero else 1 for dim in ("data", "expert data"))
+    data, expert = (network(layout, dim).ranks if layout.zero else 1 for dim in ("shard", "expert shard"))
     shared, own = fullest_numbers(m, layout, recipe)
     if layout.schedule != "dualpipe":
         shared, own = end_weights(m, layout.tp)[0], 0.0
@@ -370,7 +370,7 @@ def mirror_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> float:
 
 
 def data_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe, micro_batch: float) -> Parts:
-    """Exposed seconds of summing gradients and gathering weights over dp x cp.
+    """Exposed seconds of summing gradients and gathering weights over dp x cp (and slices over replicas, once a step).
 
     Software that overlaps hides them behind a micro-batch (stages 2 and 3: behind all), but for the last twentieth:
     the last unit's gradient travels when nothing is left to compute.
@@ -380,8 +380,11 @@ def data_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe, micro_batch
     gatherings = {0: recipe.reduced / E, 3: 2 * n}.get(layout.zero, 1)
     if layout.zero == 3 and recipe.resident and layout.pp > 1:
         reductions, gatherings = 1, 1
-    for numbers, dim in zip(fullest_numbers(m, layout, recipe), ("data", "expert data"), strict=True):
+    far = network(layout, "replicas")
+    for numbers, dim in zip(fullest_numbers(m, layout, recipe), ("shard", "expert shard"), strict=True):
         net = network(layout, dim)
+        if far.ranks > 1 and numbers:
+            seconds += collective_seconds(gpu, far, 2 * ring(far, numbers / net.ranks * 4))
         if net.ranks > 1 and numbers:
             seconds += reductions * collective_seconds(gpu, net, ring(net, numbers * recipe.reduced))
             seconds += gatherings * collective_seconds(gpu, net, ring(net, numbers * E))
@@ -395,7 +398,7 @@ def data_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe, micro_batch
 def update_seconds(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe) -> float:
     """Norm, clip and AdamW on the rank's part: read and write weights, gradients, masters and moments."""
     shared, own = fullest_numbers(m, layout, recipe)
-    data, expert = network(layout, "data").ranks, network(layout, "expert data").ranks
+    data, expert = network(layout, "shard").ranks, network(layout, "expert shard").ranks
     numbers = shared / (data if layout.zero else 1) + own / (expert if layout.zero else 1)
     passes = 2 * recipe.state + 4 * recipe.gradient + 8
     return memory_seconds(gpu, numbers * passes + 4 * (shared + own), 50)

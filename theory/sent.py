@@ -76,7 +76,8 @@ def sent_bytes(m: Shape, layout: Layout, rank: int = 0, data_rank: int = 0) -> T
     stages = rank_stages(m, *way, "balanced")[rank]
     chunks = rank_units(m, layout, stages)
     units = {key: params for chunk in chunks for key, params in chunk.items()}
-    ranks = {"data": network(layout, "data").ranks, "expert_data": network(layout, "expert data").ranks}
+    ranks = {"data": network(layout, "shard").ranks, "expert_data": network(layout, "expert shard").ranks}
+    data_rank %= ranks["data"]  # among those over which ZeRO cuts
     lists = [SCHEDULES[layout.schedule](layout.pp, layout.micro_batches, layout.chunks, r) for r in range(layout.pp)]
 
     held: Counter[str] = Counter()  # bytes of gradients on this rank, by the dimension over which they are partial
@@ -92,7 +93,10 @@ def sent_bytes(m: Shape, layout: Layout, rank: int = 0, data_rank: int = 0) -> T
     if layout.zero:
         numbers = {key: number for number, key in enumerate(units)}
         turns = [[numbers[key] for key in chunk] for chunk in chunks]
+        if layout.replicas > 1:
+            shapes = [shape._replace(dim="shard" if shape.dim == "data" else shape.dim) for shape in shapes]
         sent = traffic.zero_stage_traffic(shapes, layout.zero, turns, lists[rank])
+        sent |= traffic.replica_traffic(shapes, layout.zero, layout.replicas)
     else:
         sums = {dim: sum(unit.length * WIDE for unit in shapes if unit.dim == dim) for dim in ranks}
         summed = [Gradients(dim, ranks[dim], n_bytes, []) for dim, n_bytes in sums.items()]

@@ -66,6 +66,13 @@ def unit_traffic(units: list[UnitShape], times: list[tuple[int, int]]) -> Traffi
     return found
 
 
+def replica_traffic(units: list[UnitShape], stage: int, replicas: int) -> Traffic:
+    """Bytes each rank sends to sum its slices over the replicas, once a step: in stage 1 as they came, else in fp32."""
+    sizes = [unit.gradient_bytes if stage == 1 else max(4, unit.gradient_bytes) for unit in units]
+    held = sum(unit.trained * unit.length * size for unit, size in zip(units, sizes, strict=True))
+    return {("replicas", "all_reduce"): 2 * (replicas - 1) / replicas * held} if replicas > 1 else {}
+
+
 def zero_traffic(units: list[UnitShape], stage: int, gathered: list[int], micro_batches: int) -> Traffic:
     """Step 3's first table; `gathered`: how often stage 3 gathers each unit in a micro-batch."""
     times = []
