@@ -29,27 +29,23 @@ WHEN. A reduce-scatter starts as soon as autograd has completed a unit, while th
 and 2 gather updated weights during the next forward: each module waits only for its own. Stage 3 gathers the next unit
 while one computes, in both directions.
 
-THE TOY (`--toy`). W = [1,2,3,4], two ranks with x = 1 and 2, loss (sum(W) x)^2 / 2. The gradients are 10 and 40, their
-mean is 25. SGD with learning rate 0.1 takes 2.5 off every weight. The toy prints what each rank holds in every stage:
+REPLICAS (`--zero-replicas R`). Links between nodes are slow. So cut over the n/R ranks of a block (a node, say), and
+let all R blocks hold the same slices (MiCS, Zhang et al. 2022; hybrid sharding in FSDP, Zhao et al. 2023). The tables
+hold with n/R in the place of n. Once a step, a slice of the gradient, by then the sum of its block, is summed over R:
 
-    stage 0, rank 0: weights 1 2 3 4, gradient 25 25 25 25 -> own -1.5 -0.5 0.5 1.5, all -1.5 -0.5 0.5 1.5
-    stage 1, rank 0: weights 1 2 3 4, gradient 25 25 5 5 -> own -1.5 -0.5, all -1.5 -0.5 0.5 1.5
-    stage 2, rank 0: weights 1 2 3 4, gradient 25 25 -> own -1.5 -0.5, all -1.5 -0.5 0.5 1.5
-    stage 3, rank 0: weights 1 2, gradient 25 25 -> own -1.5 -0.5, all -1.5 -0.5 0.5 1.5
-
-(In stage 1 the first half of the gradient is the sum of the ranks; the other half is this rank's part of it, 10 / 2.)
+    n = 4, R = 2     rank 0  rank 1     "shard" {0, 1}, {2, 3}: reduce-scatter and all-gather inside a node
+                     rank 2  rank 3     "replicas" {0, 2}, {1, 3}: all-reduce of P R/n elements between nodes
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
-           torchrun --nproc_per_node=2 step03_zero.py --toy
-You should see step 1's losses in every stage, and a memory table that shrinks by n, line by line. (--offload-optimizer
-and --offload-params move slices to the host or to a disk: services/offload.py.)
+           torchrun --nproc_per_node=2 step03_zero.py --toy    (four weights: who holds what in every stage)
+You should see step 1's losses in every stage, and a memory table that shrinks by n, line by line.
 """
 
 import re
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -107,12 +103,7 @@ class Unit:
             self.slice = homes.slices(self.slice.clone())
             self.free()
         self.master = homes.states(self.slice.to(self.wide))  # the slice itself, if it is wide enough and stays here
-        pieces = {name: self.cut(self.master, name) for name in self.trained}
-        self.pieces = {name: piece for name, piece in pieces.items() if len(piece)}  # of parameters in this slice
-        decays = [named[name].dim() > 1 for name in self.pieces]
-        self.inner = update_rule(list(self.pieces.values()), config, decays) if self.pieces else None
-        for piece in self.pieces.values():
-            self.inner.state[piece] |= {k: homes.states(t) for k, t in self.inner.state[piece].items() if t.dim()}
+        self.pieces = {name: piece for name in self.trained if len(piece := self.cut(self.master, name))}
         self.gradient: Tensor | None = None  # full [padded], of this rank alone: what has not yet been reduced
         self.grad_slice: Tensor | None = None  # [padded / n], in fp32 or wider: the step's gradient, summed over ranks
         self.missing = len(self.trained)  # gradients that this micro-batch's backward has yet to complete
@@ -142,22 +133,34 @@ class Unit:
             self.flat.untyped_storage().resize_(0)
             self.gathered = False
 
-    def update(self, lr: float, factor: float):
-        """Update the slice with its gradient times `factor`; stages 1 and 2 start to gather those of all ranks."""
-        if self.inner is not None:
-            gradient = self.grad_slice.to(self.master.device, self.wide)
-            gradient = gradient * factor if factor != 1 else gradient
-            for name, piece in self.pieces.items():
-                piece.grad = self.cut(gradient, name)
-            for group in self.inner.param_groups:
-                group["lr"] = lr
-            self.inner.step()
-            for piece in self.pieces.values():
-                piece.grad = None
-            if self.master is not self.slice:
-                self.slice.copy_(self.master, non_blocking=True)
-        if self.stage < 3:
-            self.pending = all_gather(self.flat, self.slice, self.group)  # in place: the slice is a part of flat
+
+class SliceUpdate:
+    """The update of this rank's slices of some units, all in one call of the rule: a few kernels, not a few a unit."""
+
+    def __init__(self, units: list[Unit], config: Config, homes: Any):
+        self.units = [unit for unit in units if unit.trained]
+        named = [(piece, unit.named[name]) for unit in self.units for name, piece in unit.pieces.items()]
+        self.rule = update_rule([piece for piece, _ in named], config, [param.dim() > 1 for _, param in named])
+        for piece, _ in named:
+            self.rule.state[piece] |= {k: homes.states(t) for k, t in self.rule.state[piece].items() if t.dim()}
+
+    def step(self, lr: float, factor: float):
+        """Update the slices with their gradients times `factor`; stages 1 and 2 start to gather those of all ranks."""
+        gradients = [unit.grad_slice.to(unit.master.device, unit.wide) for unit in self.units]
+        if factor != 1:
+            torch._foreach_mul_(gradients, factor)
+        for unit, gradient in zip(self.units, gradients, strict=True):
+            for name, piece in unit.pieces.items():
+                piece.grad = unit.cut(gradient, name)
+        for group in self.rule.param_groups:
+            group["lr"] = lr
+        self.rule.step()
+        self.rule.zero_grad()
+        for unit in self.units:
+            if unit.master is not unit.slice:
+                unit.slice.copy_(unit.master, non_blocking=True)
+            if unit.stage < 3:
+                unit.pending = all_gather(unit.flat, unit.slice, unit.group)  # in place: the slice is a part of flat
 
 
 def group_into_units(model: nn.Module, mesh: Mesh) -> list[list[str]]:
@@ -170,14 +173,6 @@ def group_into_units(model: nn.Module, mesh: Mesh) -> list[list[str]]:
         module = re.match(r"model\.layers\.\d+|model\.embed_tokens|", name).group()
         units.setdefault((module, replica_group(param, mesh).name), []).append(name)
     return list(units.values())
-
-
-class Use(NamedTuple):
-    """A module, the units that it computes with, and whether its backward needs them again."""
-
-    module: nn.Module
-    units: list[Unit]
-    again: bool
 
 
 class ZeroOptimizer(Optimizer):
@@ -198,6 +193,8 @@ class ZeroOptimizer(Optimizer):
             named = {name: model.get_parameter(name) for name in names}
             group = replica_group(named[names[0]], mesh)
             self.units.append(Unit(named, mesh["shard"] if group is mesh.data else group, config, homes))
+        together = [self.units] if homes.here else [[unit] for unit in self.units]  # to the host and back, one by one
+        self.updates = [SliceUpdate(units, config, homes) for units in together]
         self.loss_scale, self.good_steps = 2.0**16 if dtype == torch.float16 else 1.0, 0
         self.in_flight: tuple[Unit, Tensor, Tensor, Pending, bool] | None = None
         self.follow_modules()
@@ -210,14 +207,11 @@ class ZeroOptimizer(Optimizer):
 
         The head is computed right after the final norm, by `lm_head.loss`: the norm stands for both.
         """
-        trunk, norm = self.model.model, [self.model.model.norm, self.model.lm_head]
-        computes = [(trunk.embed_tokens, [trunk.embed_tokens], False)]  # (hooked module, all it stands for, again)
-        computes += [(layer, [layer], True) for layer in trunk.layers.values()] + [(trunk.norm, norm, True)]
-        self.uses: list[Use] = []
-        for i, (module, modules, again) in enumerate(computes):
-            params = {param for one in modules for param in one.parameters()}
-            units = [unit for unit in self.units if params & set(unit.named.values())]
-            self.uses.append(Use(module, units, again))
+        trunk, head = self.model.model, self.model.lm_head
+        self.uses: list[list[Unit]] = []  # by module, in the order of forward: the units that it computes with
+        for i, module in enumerate((trunk.embed_tokens, *trunk.layers.values(), trunk.norm)):
+            params = {*module.parameters(), *(head.parameters() if module is trunk.norm else ())}
+            self.uses.append([unit for unit in self.units if params & set(unit.named.values())])
             module.register_forward_pre_hook(partial(self.before_forward, i))
             module.register_forward_hook(partial(self.after_forward, i))
 
@@ -239,26 +233,26 @@ class ZeroOptimizer(Optimizer):
         """Hook on the module's output: the gradient arrives, so the module after it is done, and this one is next."""
         if i + 1 < len(self.uses):
             self.drop(i + 1, keep=i)
-        if self.uses[i].again:
-            self.provide(i, i - 1 if i > 0 and self.uses[i - 1].again else i)
+        if i > 0:  # the embedding's backward needs no weights
+            self.provide(i, max(1, i - 1))
 
     def provide(self, i: int, then: int):
         """Gather the units of module `i` and start to gather those of module `then`."""
         if self.stage == 3:
-            for use in (self.uses[i], *self.uses[then : then + 1]):
-                for unit in use.units:
+            for units in (self.uses[i], *self.uses[then : then + 1]):
+                for unit in units:
                     unit.gather()
-        for unit in self.uses[i].units:
+        for unit in self.uses[i]:
             unit.ready()
 
     def drop(self, i: int, keep: int):
         """Free the units of module `i` that module `keep` does not use."""
-        for unit in self.uses[i].units:
-            if unit not in self.uses[keep].units:
+        for unit in self.uses[i]:
+            if unit not in self.uses[keep]:
                 unit.free()
 
     def begin(self):
-        """Before the first micro-batch: make room for gradients, whole (stage 1) or in slices."""
+        """Before the first micro-batch: make room for whole gradients (stage 1)."""
         self.last, self.sums = False, {}
         for unit in self.units:
             if self.stage == 3:
@@ -267,8 +261,6 @@ class ZeroOptimizer(Optimizer):
                 unit.gradient = torch.zeros_like(unit.flat, dtype=unit.grad_dtype)
                 for name in unit.trained:
                     unit.named[name].grad = unit.gradient[slice(*unit.place[name])].view_as(unit.named[name])
-            elif unit.trained:
-                unit.grad_slice = torch.zeros(unit.length, dtype=unit.wide, device=unit.flat.device)
 
     def last_micro_batch(self):
         """From now on gradients are complete when autograd has added to them, also in stage 1."""
@@ -302,7 +294,7 @@ class ZeroOptimizer(Optimizer):
             if self.stage == 1:
                 unit.grad_slice = gradient[unit.first : unit.first + unit.length].copy_(total)
             else:
-                unit.grad_slice += total
+                unit.grad_slice = total.to(unit.wide) if unit.grad_slice is None else unit.grad_slice.add_(total)
             self.in_flight = None
             if complete:
                 self.sums[unit] = all_reduce(unit.grad_slice, self.replicas)
@@ -314,6 +306,8 @@ class ZeroOptimizer(Optimizer):
                 self.reduce(unit)
         self.land()
         for unit in self.units:
+            if unit.trained and unit.grad_slice is None:
+                unit.grad_slice = torch.zeros(unit.length, dtype=unit.wide, device=unit.flat.device)
             if unit.trained and unit not in self.sums:
                 self.sums[unit] = all_reduce(unit.grad_slice, self.replicas)
             if self.stage == 3:
@@ -326,17 +320,15 @@ class ZeroOptimizer(Optimizer):
         return {name: unit.cut(unit.grad_slice, name) for unit in self.units for name in unit.trained}
 
     def update(self, lr: float, factor: float):
-        """Update all slices, unit by unit in the order in which the next forward pass wants them."""
-        for unit in self.units:
-            if unit.trained:
-                unit.update(lr, factor)
+        """Update all slices; weights are gathered in the order in which the next forward pass wants them."""
+        for update in self.updates:
+            update.step(lr, factor)
 
     def zero_grad(self):
         """Free the gradients."""
         for unit in self.units:
             unit.gradient = unit.grad_slice = None
-            for param in unit.named.values():
-                param.grad = None
+        self.model.zero_grad()
 
 
 def make_optimizer(model: Decoder, config: Config, run: Trainer) -> tuple[Optimizer, Any]:

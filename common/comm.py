@@ -92,10 +92,7 @@ class Mesh:
         self.join(name, torch.arange(self.world).view(-1, size, stride).movedim(1, -1).reshape(-1, size))
 
     def add_blocks(self, count: int):
-        """Two more dimensions: "shard", the neighbours in one of `count` blocks of `data`; "replicas", across blocks.
-
-        dp 4 in 2 blocks, on a node each, say: "shard" {0, 1} and {2, 3}; between nodes "replicas" {0, 2} and {1, 3}.
-        """
+        """Two more dimensions: "shard", the neighbours in one of `count` blocks of `data`; "replicas", across them."""
         size, stride = self.data.size // count, self.sizes.get("tp", 1)
         self.add("replicas", count, size * stride)
         self.groups["shard"] = self.data

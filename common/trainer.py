@@ -44,7 +44,6 @@ from services.replicas import require_same_replicas
 from services.run import Run
 from services.state import settle
 from services.variants import Variants
-from services.zero_toy import print_toy
 
 
 class Trained(NamedTuple):
@@ -128,10 +127,6 @@ class Trainer(Variants):
         progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
         return config.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
-    def dims_to_sum(self) -> list[str]:
-        """The mesh dimensions whose ranks have other tokens (dp, or dp x cp as "data") or other layers (pp)."""
-        return [dim for dim in (self.mesh.data.name, "pp") if dim in self.mesh.groups] if self.mesh.sizes else []
-
     def global_loss(self, loss: Tensor) -> float:
         """The mean loss of the global batch, given each rank's share of it. Raises UserError if it is not finite.
 
@@ -173,11 +168,6 @@ class Trainer(Variants):
             require_same_replicas(self.optimizer, self.mesh)
         if log.stopping or (config.save_every and log.due(config.save_every, step)):
             resume.save(log, step + 1, self.optimizer, self.spikes, self.sync)
-
-    def zero_toy(self, zero_optimizer: type) -> Trained:
-        """--toy: print step 3's example and end."""
-        print_toy(self.mesh, zero_optimizer)
-        return Trained(None, None, [])
 
     def trained(self) -> Trained:
         """What is left after the last step."""

@@ -304,12 +304,12 @@ def gathered_again():
 
 def factor_left_out():
     """The gradient is neither clipped nor freed from the loss scale."""
-    return rewritten(step03, "Unit.update", "gradient * factor if factor != 1 else gradient", "gradient")
+    return rewritten(step03, "SliceUpdate.step", "if factor != 1:", "if False:")
 
 
 def first_learning_rate():
     """The update goes on with the learning rate that it was made with."""
-    return rewritten(step03, "Unit.update", 'group["lr"] = lr', "pass")
+    return rewritten(step03, "SliceUpdate.step", 'group["lr"] = lr', "pass")
 
 
 def unused_gradients_forgotten():
@@ -324,7 +324,7 @@ def not_prefetched():
 
 def gathered_where_not_needed():
     """The embedding's weights are gathered for its backward, too, which needs none."""
-    return rewritten(step03, "ZeroOptimizer.before_backward", "if self.uses[i].again:", "if True:")
+    return rewritten(step03, "ZeroOptimizer.before_backward", "if i > 0:", "if True:")
 
 
 def slices_not_summed_in_the_norm():

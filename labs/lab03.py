@@ -201,15 +201,16 @@ def update_on_rank(seed: int, n: int, rows: int, columns: int, tail: int) -> dic
         mode, config = f"stage {stage} in {dtype}: ", config_of(stage, optimizer="adamw")
         named = update_parameters(seed, rows, columns, tail, dtype)
         unit = step03.Unit(named, group, config, Homes())
+        update = step03.SliceUpdate([unit], config, Homes())
         for step in range(3):
             flat = torch.cat([numbers(seed, f"g{step} {name}", *p.shape).flatten() for name, p in named.items()])
             padded = torch.zeros(unit.length * n, dtype=torch.float64)
             padded[: len(flat)] = flat
             unit.grad_slice = padded[unit.first : unit.first + unit.length].to(unit.wide)
-            unit.update(0.1 / (step + 1), 0.5)
-            found[f"{mode}under way after `update`"] = unit.pending is not None
+            update.step(0.1 / (step + 1), 0.5)
+            found[f"{mode}under way after the step"] = unit.pending is not None
             unit.ready()
-        found[f"{mode}bytes sent in three updates"] = taken(mesh)
+        found[f"{mode}bytes sent in three steps"] = taken(mesh)
         unit.gather()
         unit.ready()
         found |= {f"{mode}{name}": param.detach().double() for name, param in named.items()}
@@ -273,8 +274,8 @@ def update_bytes(bench: Bench):
     run, expected = bench.ranks(n, update_on_rank, *case), {}
     for stage, dtype, e in ((1, "fp64", 8), (2, "fp64", 8), (3, "fp64", 8), (1, "bf16", 2)):
         sent = {"all_gather": 3 * (n - 1) * length * e} if stage < 3 else {}
-        expected[f"stage {stage} in {dtype}: bytes sent in three updates"] = sent
-        expected[f"stage {stage} in {dtype}: under way after `update`"] = stage < 3
+        expected[f"stage {stage} in {dtype}: bytes sent in three steps"] = sent
+        expected[f"stage {stage} in {dtype}: under way after the step"] = stage < 3
     bench.same(run, lambda r: expected)
 
 
@@ -455,7 +456,7 @@ def stage_3_on_rank(seed: int, n: int, layers: int) -> dict:
     there: list[list[int]] = []
 
     def note(*_: Any):
-        there.append([i for i, use in enumerate(optimizer.uses) if all(unit.gathered for unit in use.units)])
+        there.append([i for i, use in enumerate(optimizer.uses) if all(unit.gathered for unit in use)])
 
     def note_backward(_module: nn.Module, _inputs: tuple, output: Tensor):
         output.register_hook(note)

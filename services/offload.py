@@ -65,6 +65,11 @@ class Homes(NamedTuple):
     slices: Home = here
     states: Home = here
 
+    @property
+    def here(self) -> bool:
+        """Whether nothing is elsewhere."""
+        return self == Homes()
+
 
 def homes(config: Any) -> Homes:
     """What --offload-params and --offload-optimizer say.

@@ -133,8 +133,7 @@ def gradients_sent(run: Any, sync: Any, units: list[UnitShape]) -> Traffic:
     stage, optimizer = run.config.zero, run.optimizer
     sums = traffic.replica_traffic(units, stage, optimizer.replicas.size)
     if run.pipeline is None:
-        uses = Counter(unit for use in optimizer.uses for unit in use.units)
-        uses += Counter(unit for use in optimizer.uses[:-1] if use.again for unit in use.units)
+        uses = Counter(unit for units in (*optimizer.uses, *optimizer.uses[1:-1]) for unit in units)  # and in backward
         gathered = [uses[unit] for unit in optimizer.units]
         return sums | traffic.zero_traffic(units, stage, gathered, micro_batches(run))
     numbers = {unit: number for number, unit in enumerate(optimizer.units)}

@@ -34,8 +34,12 @@ def pieces(optimizer: Any) -> Iterator[Piece]:
     """What this rank holds of every full tensor: weights, buffers, masters and the update rule's state."""
     for name, buffer in optimizer.model.named_buffers():
         yield Piece("buffer", name, buffer, buffer.shape, layout_of(buffer))
-    units = getattr(optimizer, "units", None)
-    yield from whole_pieces(optimizer) if units is None else (piece for unit in units for piece in unit_pieces(unit))
+    if not hasattr(optimizer, "units"):
+        yield from whole_pieces(optimizer)
+        return
+    states = {piece: state for update in optimizer.updates for piece, state in update.rule.state.items()}
+    for unit in optimizer.units:
+        yield from unit_pieces(unit, states)
 
 
 def whole_pieces(optimizer: Any) -> Iterator[Piece]:
@@ -50,8 +54,11 @@ def whole_pieces(optimizer: Any) -> Iterator[Piece]:
             yield Piece(kind, name, value, value.shape, layout if value.shape == master.shape else Layout())
 
 
-def unit_pieces(unit: Any) -> Iterator[Piece]:
-    """The pieces of one of ZeRO's units: whole weights (stages 1 and 2), and what lies in this rank's slice."""
+def unit_pieces(unit: Any, states: dict[Tensor, dict]) -> Iterator[Piece]:
+    """The pieces of one of ZeRO's units: whole weights (stages 1 and 2), and what lies in this rank's slice.
+
+    `states`: what the update rule keeps of each part of a slice.
+    """
     unit.ready()
     for name, param in unit.named.items():
         about = param.shape, layout_of(param)
@@ -62,7 +69,7 @@ def unit_pieces(unit: Any) -> Iterator[Piece]:
             yield Piece("model", name, unit.cut(unit.slice, name), *about, first)
         if name in unit.trained and unit.dtype.itemsize == 2:
             yield Piece("master", name, unit.cut(unit.master, name), *about, first)
-        for kind, value in unit.inner.state[unit.pieces[name]].items() if name in unit.pieces else ():
+        for kind, value in states[unit.pieces[name]].items() if name in unit.pieces else ():
             yield Piece(kind, name, value, *((*about, first) if value.dim() else ((),)))
 
 
@@ -101,7 +108,7 @@ def held(optimizer: Any, on_disk: bool) -> dict[str, list[Tensor]]:
             "gradients": [t for unit in units for t in (unit.gradient, unit.grad_slice) if t is not None],
             "masters": [unit.master for unit in units if unit.master is not unit.slice],
         }
-        inner = [unit.inner for unit in units if unit.inner is not None]
+        inner = [update.rule for update in optimizer.updates]
     states = [entry for rule in inner for entry in rule.state.values()]
     found["moments"] = [t for entry in states for t in entry.values() if t.dim()]
     return found | (dict(masters=[], moments=[]) if on_disk else {})

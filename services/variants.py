@@ -14,6 +14,7 @@ from services.offload import homes, require_disk
 from services.replicas import require_same_parameters
 from services.state import held
 from services.torch_ddp import TorchSync
+from services.zero_toy import print_toy
 
 
 class Variants:
@@ -35,6 +36,16 @@ class Variants:
         if self.config.offload_optimizer == "disk":
             require_disk(self.config, model, self.dtype, self.mesh)
         return homes(self.config)
+
+    def dims_to_sum(self) -> list[str]:
+        """The mesh dimensions whose ranks have other tokens (dp, or dp x cp as "data") or other layers (pp)."""
+        return [dim for dim in (self.mesh.data.name, "pp") if dim in self.mesh.groups] if self.mesh.sizes else []
+
+    def zero_toy(self, zero_optimizer: type) -> Any:
+        """--toy: print step 3's example and end."""
+        print_toy(self.mesh, zero_optimizer)
+        self.model = self.optimizer = None
+        return self.trained()
 
     def note_experts(self, counted: Tensor):
         """Add to this step's record how busy the experts were (step 7's `Balance.counted`)."""

@@ -1,4 +1,15 @@
-"""A variant for step 3: four weights on two ranks, printed in every stage (`--toy`; step 3's docstring)."""
+"""A variant for step 3: four weights on two ranks, printed in every stage (`--toy`).
+
+W = [1,2,3,4], two ranks with x = 1 and 2, loss (sum(W) x)^2 / 2. The gradients are 10 and 40, their mean is 25. SGD
+with learning rate 0.1 takes 2.5 off every weight. Printed is what each rank holds in every stage:
+
+    stage 0, rank 0: weights 1 2 3 4, gradient 25 25 25 25 -> own -1.5 -0.5 0.5 1.5, all -1.5 -0.5 0.5 1.5
+    stage 1, rank 0: weights 1 2 3 4, gradient 25 25 5 5 -> own -1.5 -0.5, all -1.5 -0.5 0.5 1.5
+    stage 2, rank 0: weights 1 2 3 4, gradient 25 25 -> own -1.5 -0.5, all -1.5 -0.5 0.5 1.5
+    stage 3, rank 0: weights 1 2, gradient 25 25 -> own -1.5 -0.5, all -1.5 -0.5 0.5 1.5
+
+(In stage 1 the first half of the gradient is the sum of the ranks; the other half is this rank's part of it, 10 / 2.)
+"""
 
 from types import SimpleNamespace
 from typing import Any

@@ -213,21 +213,22 @@ def summed_twice() -> Iterator[None]:
 @contextmanager
 def moments_of_another_rank() -> Iterator[None]:
     """Each slice is updated with the moments of the next rank's slice."""
-    right = step03.Unit.update
+    right = step03.SliceUpdate.step
 
-    def update(self, lr, factor):
-        for key in ("exp_avg", "exp_avg_sq") if self.inner is not None else ():
-            own = torch.zeros_like(self.master)
-            for name, piece in self.pieces.items():
-                self.cut(own, name).copy_(self.inner.state[piece][key])
-            everyone = own.new_empty(self.group.size, self.length)
-            all_gather(everyone.view(-1), own, self.group).wait()
-            for name, piece in self.pieces.items():
-                others = everyone[(self.group.rank + 1) % self.group.size]
-                self.inner.state[piece][key].copy_(self.cut(others, name))
+    def step(self, lr, factor):
+        for unit in self.units:
+            for key in ("exp_avg", "exp_avg_sq"):
+                own = torch.zeros_like(unit.master)
+                for name, piece in unit.pieces.items():
+                    unit.cut(own, name).copy_(self.rule.state[piece][key])
+                everyone = own.new_empty(unit.group.size, unit.length)
+                all_gather(everyone.view(-1), own, unit.group).wait()
+                for name, piece in unit.pieces.items():
+                    others = everyone[(unit.group.rank + 1) % unit.group.size]
+                    self.rule.state[piece][key].copy_(unit.cut(others, name))
         right(self, lr, factor)
 
-    with mock.patch.object(step03.Unit, "update", update):
+    with mock.patch.object(step03.SliceUpdate, "step", step):
         yield
 
 
@@ -250,7 +251,7 @@ def memory_without_weights() -> Iterator[None]:
 
     def before_backward(self, i, gradient):
         right(self, i, gradient)
-        for unit in self.uses[i].units if self.uses[i].again else ():
+        for unit in self.uses[i] if i > 0 else ():
             unit.flat.zero_()
 
     with mock.patch.object(step03.ZeroOptimizer, "before_backward", before_backward):
@@ -271,7 +272,7 @@ def slices_not_accumulated() -> Iterator[None]:
 
     def land(self):
         if self.in_flight is not None:
-            self.in_flight[0].grad_slice.zero_()
+            self.in_flight[0].grad_slice = None
         right(self)
 
     with mock.patch.object(step03.ZeroOptimizer, "land", land):
