@@ -17,9 +17,8 @@ P: number of parameters. m: micro-batches of a step. In each step, each rank sen
 
 Stage 1 reduce-scatters gradients once, after the last micro-batch, and all-gathers the updated weights: together these
 are an all-reduce. Stage 2 has no room for a full gradient, so it reduce-scatters after every micro-batch. Stage 3 also
-gathers the weights of a unit before its forward and before its backward, and frees them after each. Two gatherings are
-saved: the head is the last unit in forward and the first in backward, so it stays; the embedding's backward needs no
-weights. (A tied matrix is the first unit used and the last: it is gathered once more.)
+gathers a unit's weights before its forward and its backward, and frees them after each. (The head stays: it is last in
+forward, first in backward. The embedding's backward needs no weights. A tied matrix is gathered once more, as head.)
 
     bytes per parameter, 16-bit training          stage 0    1            2              3
     --grad-dtype fp32 (default, fp32 sums)        2+4+12     2+4+12/n     2+(4+12)/n     18/n
@@ -31,7 +30,7 @@ while one computes, in both directions.
 
 REPLICAS (`--zero-replicas R`). Links between nodes are slow. So cut over the n/R ranks of a block (a node, say), and
 let all R blocks hold the same slices (MiCS, Zhang et al. 2022; hybrid sharding in FSDP, Zhao et al. 2023). The tables
-hold with n/R in the place of n. Once a step, a slice of the gradient, by then the sum of its block, is summed over R:
+hold with n/R in the place of n. Once a step, a slice's gradient, the sum of a block, is summed over the R replicas:
 
     n = 4, R = 2     rank 0  rank 1     "shard" {0, 1}, {2, 3}: reduce-scatter and all-gather inside a node
                      rank 2  rank 3     "replicas" {0, 2}, {1, 3}: all-reduce of P R/n elements between nodes
@@ -156,9 +155,10 @@ class SliceUpdate:
             group["lr"] = lr
         self.rule.step()
         self.rule.zero_grad()
+        copied = [unit for unit in self.units if unit.master is not unit.slice]
+        if copied:
+            torch._foreach_copy_([unit.slice for unit in copied], [unit.master for unit in copied], non_blocking=True)
         for unit in self.units:
-            if unit.master is not unit.slice:
-                unit.slice.copy_(unit.master, non_blocking=True)
             if unit.stage < 3:
                 unit.pending = all_gather(unit.flat, unit.slice, unit.group)  # in place: the slice is a part of flat
 

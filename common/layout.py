@@ -155,9 +155,9 @@ def global_norm(optimizer: Any, mesh: Mesh, dims: list[str], sliced: bool) -> fl
     params, sizes = dict(optimizer.model.named_parameters()), {dim: mesh[dim].size for dim in dims}
     parts = optimizer.gradients()
     wide = torch.promote_types(next(iter(parts.values())).dtype, torch.float32)
-    squares = torch.stack(torch._foreach_norm(list(parts.values()), dtype=wide)).double().square()
-    copies = torch.tensor([layout_of(params[name]).copies(sizes) for name in parts], device=squares.device)
-    square = (squares / copies).sum() / (mesh["replicas"].size if sliced else 1)
+    norms = torch._foreach_norm(list(parts.values()), dtype=wide)  # lists: a few kernels, no wait of the host
+    torch._foreach_div_(norms, [layout_of(params[name]).copies(sizes) ** 0.5 for name in parts])
+    square = torch.stack(norms).double().square().sum() / (mesh["replicas"].size if sliced else 1)
     for group in [mesh[dim] for dim in dims] + ([mesh.data] if sliced else []):
         (square,) = sum_over(group, square)
     return float(square) ** 0.5 / optimizer.loss_scale

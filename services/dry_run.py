@@ -33,7 +33,7 @@ from theory.gpus import GPUS, Gpu
 MATMULS = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}  # where the two factors begin
 ATTENTION = "_scaled_dot_product_"
 NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view", "detach"}
-WRITES = {"copy_", "zero_", "fill_"}  # do not read the tensor that they write
+WRITES = {"copy_", "_foreach_copy_", "zero_", "fill_"}  # do not read the tensor that they write
 TAKES = {"embedding", "index_select", "index", "gather"}  # read of their inputs what they return
 PARTS = {"forward": "F", "backward": "BW", "optimizer": "update"}  # of a step, where a pipeline does not say more
 
@@ -113,7 +113,7 @@ class Meter(Answers):
             inputs = [t for t in tensors_of((*args, *kwargs.values())) if t.device == self.device]
             written = tensors_of([args[i] for i in facts.changed if i < len(args)])
             if kwargs.get("out") is not None or name in WRITES:
-                inputs = inputs[:-1] if "out" in kwargs else inputs[1:]
+                inputs = inputs[:-1] if "out" in kwargs else inputs[len(written) :]
             flops = flops_of(name, args, kwargs, facts.causal)
             self.kernel(name, inputs, written or made, flops)
         return out

@@ -124,6 +124,18 @@ def test_real_ranks_measure_what_the_dry_run_says(pools, name, tmp_path):
         assert held == {kind: pytest.approx(n, rel=0.02, abs=64) for kind, n in seen.held.items()}, rank
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zeros_update_takes_as_few_operators_for_many_layers(stage):
+    """Norm, clip, rule and rounding take lists of all slices: with 6 layers the same operators as with 2."""
+    found = []
+    for n_layers in (2, 6):
+        seen = run(3, 4, 0, SMALL | dict(zero=stage, n_layers=n_layers, dtype="bf16"), device="cpu")
+        found.append({name: count.calls for (part, name), count in seen.meter.counts.items() if part == "update"})
+    assert found[0] == found[1]
+    assert found[0]["fused_adamw_"] == 2  # with weight decay and without
+    assert sum(found[0].values()) < 16
+
+
 BAD = [
     ("--resume runs/x", "--resume"),
     ("--offload-optimizer disk", "--offload-optimizer disk"),

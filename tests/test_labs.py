@@ -304,7 +304,7 @@ WRONG = [  # lab, task, module, right, wrong, what check must say
     (3, 3, S3, "if factor != 1:", "if False:", "factor_left_out"),
     (3, 4, S3, "if unit.grad_slice is None else unit", "if True else unit", "slices_not_accumulated"),
     (3, 5, S3, "self.drop(i + 1, keep=i)", "pass", "whose weights are there"),
-    (3, 6, L, "(squares / copies).sum()", "squares.sum()", "replicas_counted_in_the_norm"),
+    (3, 6, L, "copies(sizes) ** 0.5", "copies(sizes) ** 0", "replicas_counted_in_the_norm"),
     (2, 1, S2, "for s in range(2 * (n - 1)):", "for s in range(n - 1):", "second_half_left_out"),
     (2, 1, S2, ADD, "received", "replaced_instead_of_added"),
     (2, 2, S2, REDUCE, REDUCE.replace("grad", "data"), "weights_reduced_instead_of_gradients|not the same"),
