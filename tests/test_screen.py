@@ -74,8 +74,11 @@ TABLES = {  # step, ranks, flags, and by dimension what a few parameters are alo
         4,
         4,
         dict(tp=4, zero=0),
-        ["dp", "tp"],
-        {"layers.*.self_attn.k_proj": [PARTIAL, "Shard(0)"], "layers.*.self_attn.q_proj": [PARTIAL, "Shard(0)"]},
+        ["dp", "tp", "kv"],
+        {
+            "layers.*.self_attn.k_proj": [PARTIAL, "Shard(0)", PARTIAL],
+            "layers.*.self_attn.q_proj": [PARTIAL, "Shard(0)", WHOLE],
+        },
     ),
     "5": (5, 4, dict(cp=2, tp=2), ["dp", "cp", "tp"], {"norm": [PARTIAL, PARTIAL, PARTIAL]}),
     "7": (
