@@ -33,10 +33,10 @@ h = dim, e bytes an element, w bytes a gate, T tokens of the rank, R rows sent t
     allgather   (ep-1) T (h e + E w) and (ep-1) T h e;  the same in backward
     R = A = (ep-1) T (1 - C(E - E/ep, top_k) / C(E, top_k))  on average, if all experts are equally likely
 
-The gradient of an expert is summed over the ranks that hold this expert, "expert_data", dp x cp / ep of them (with
---zero-replicas R, 1/R of these). ZeRO cuts it there. The tokens of the other ranks have come to the expert already. With tp, experts are cut like any MLP.
-With SP, each tp rank sends its own tokens; those that arrive are gathered over tp (filled up to equal numbers).
-Without SP, each sends all tokens. With --recompute, "there", "home" and the counts are sent once more.
+The gradient of an expert is summed over the ranks that hold this expert, "expert_data", dp x cp / ep of them (those in
+a block, with --zero-replicas). ZeRO cuts it there. The tokens of other ranks have come to the expert already. With tp,
+experts are cut like any MLP. With SP, each tp rank sends its own tokens; those that arrive are gathered over tp, filled
+up to equal numbers. Without SP, each sends all. With --recompute, "there", "home" and the counts are sent once more.
 
 ALL FIVE. `train` below applies the dimensions to the plain model one after another. The order matters in three places.
 Stages come first, so that nothing is cut that is not kept. Experts come before the sums over cp and dp are noted, as
