@@ -77,6 +77,12 @@ def mesh_picture(mesh: Mesh) -> str:
     return "\n".join(lines)
 
 
+def members(mesh: Mesh, dim: str) -> list[int]:
+    """The ranks of this rank's group along a dimension."""
+    handle = mesh[dim].handle
+    return torch.distributed.get_process_group_ranks(handle) if handle is not None else [mesh.rank]
+
+
 def watch(run: Any):
     """Let the log watch all forward passes of a pipeline's first step for memory, and all actions of its last."""
     if run.pipeline is not None:
@@ -102,6 +108,9 @@ def before(run: Any, costs: Any):
     say(f"{run.config.model}: {sum(map(prod, shapes.values())):,} parameters, {run.dtype}, {run.device}")
     if mesh.sizes:
         say(mesh_picture(mesh))
+    if "replicas" in mesh.groups and mesh["replicas"].size > 1:
+        block, replicas = members(mesh, "shard"), members(mesh, "replicas")
+        say(f"ZeRO: rank {mesh.rank} cuts with its block, {block}, and sums its slices with its replicas, {replicas}")
     say(table(rows))
     if pipeline is not None:
         say(describe(run.config.schedule, pipeline.placements, pipeline.lists, pipeline.lengths))

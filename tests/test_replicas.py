@@ -2,6 +2,7 @@
 
 import re
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import step07_moe_ep as step07
 from common import UserError
 from services.checks import check as check_flags
 from services.launch import open_mesh
+from services.run import Run
 from tests import equivalence
 from tests.equivalence import SMALL, Recording, check, label
 from tests.pool import RankError
@@ -116,6 +118,21 @@ def test_a_shard_is_of_neighbours_and_replicas_are_far(pools, sizes):
         assert {b - a for a, b in pairwise(found["shard"])} <= {tp}
         assert {b - a for a, b in pairwise(found["replicas"])} == {blocks}
         assert found["dp"] == sorted({*found["dp"]} | {*found["shard"], *found["replicas"]})
+
+
+def said_on_rank(options: dict) -> str:
+    """Runs on every rank: train a step; all that the run says."""
+    said = []
+    with mock.patch.object(Run, "say", lambda _, text: said.append(text)):
+        step03.train(step03.Config(**options))
+    return "\n".join(said)
+
+
+def test_the_run_says_who_is_with_whom(pools, tmp_path):
+    """For rank 0, which alone prints."""
+    options = SMALL | dict(zero=1, zero_replicas=2, steps=1, out=str(tmp_path / "run")) | micro_batch_size(4, 1)
+    said = pools(4).run(said_on_rank, options)[0]
+    assert "rank 0 cuts with its block, [0, 1], and sums its slices with its replicas, [0, 2]" in said
 
 
 def traffic_on_rank(options: dict) -> tuple[list[dict], dict, int]:
