@@ -1,7 +1,7 @@
 """A variant of the update (`--optimizer muon`): a matrix moves by its momentum made orthogonal, so it must be whole.
 
-AdamW looks at each number alone, so any slice of a parameter can be updated where it lies. Muon cannot be cut like that.
-With gradient G and momentum M of a matrix W [out, in], learning rate lr and weight decay d (Jordan et al. 2024, "Muon"):
+AdamW looks at each number alone, so any slice of a parameter can be updated where it lies. Muon cannot be cut like
+that. With gradient G and momentum M of a matrix W [out, in], learning rate lr, weight decay d (Jordan et al. 2024):
 
     M = 0.95 M + 0.05 G          U = 0.95 M + 0.05 G           number by number, where the slices lie (Nesterov)
     O = orthogonal(U)            U = A S B^T -> about A B^T    needs all of U: five Newton-Schulz iterations
@@ -59,7 +59,7 @@ def orthogonal(x: Tensor, iterations: int = 5) -> Tensor:
 
 
 def join(part: Tensor, split: Split, dim: int, mesh: Mesh) -> Tensor:
-    """This rank's part of some matrices [n, rows, columns] -> whole along `dim`, gathered from the ranks that cut it."""
+    """A rank's part of matrices [n, rows, columns] -> whole along `dim`, gathered from the ranks that share them."""
     group = mesh[split.over]
     parts = part.new_empty(group.size, *part.shape)
     all_gather(parts.view(-1), part.reshape(-1), group, "(muon)").wait()

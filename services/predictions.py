@@ -69,9 +69,9 @@ def partial_sums(run: Any) -> list[tuple[str, int, int]]:
 class MuonWork(NamedTuple):
     """What --optimizer muon does on one rank in a step."""
 
-    hidden: int = 0  # elements that it updates
-    sent: Traffic = {}
-    flops: float = 0.0
+    hidden: int  # elements that it updates
+    sent: Traffic
+    flops: float
 
 
 def muon_work(optimizer: Any, mesh: Any) -> MuonWork:
@@ -80,8 +80,8 @@ def muon_work(optimizer: Any, mesh: Any) -> MuonWork:
     rules = [rule for rule in rules if isinstance(rule, Muon)]
     gathered = [(rule.unit.group.name, rule.unit.group.size, rule.unit.length) for rule in rules if rule.unit]
     done = 0.0
-    for rule, name in [(rule, name) for rule in rules for name in rule.hidden]:
-        param, (_, low, high) = rule.params[name], rule.place(name)
+    for muon, name in [(rule, name) for rule in rules for name in rule.hidden]:
+        param, (_, low, high) = muon.params[name], muon.place(name)
         layout, n = layout_of(param), (high - low) * param.shape[-2:].numel()
         for split in layout.splits:
             if split.dim - param.dim() >= -2:
