@@ -81,7 +81,7 @@ class Config(RunFlags):
     grad_dtype: Literal["fp32", "same"] = "fp32"  # of gradients in 16-bit training: fp32 sums, or 16 bits as well
     compile: bool = False  # torch.compile each decoder layer
     recompute: Literal["none", "selective", "full"] = "none"  # what the backward pass computes again
-    optimizer: Literal["adamw", "sgd", "adafactor", "muon"] = "adamw"  # the update rule
+    optimizer: Literal["adamw", "sgd", "adafactor", "muon"] = "adamw"  # the update rule (muon: services/muon.py)
 
 
 def wrap_layers(model: Decoder, config: Config):

@@ -93,7 +93,7 @@ class Trainer(Variants):
         self.positions = self.positions if positions is None else positions.cpu()
         here = self.positions.to(self.device)
         self.look = partial(evaluation.look_through, model, here) if pipeline is None else pipeline.look
-        muon.take_over(optimizer, config, self.mesh)
+        muon.take_over(optimizer, config, self.mesh)  # if --optimizer says so; before a state is loaded
         first = resume.resume(optimizer, self.spikes, config, self.mesh, sync) if config.resume else 0
         self.require_same_parameters()
         if config.generate:

@@ -126,7 +126,8 @@ def format_of(m: MoEConfig, biased: bool, source: str) -> tuple[str, MoEConfig]:
 
 def config_of(kind: str, m: MoEConfig, dtype: str) -> dict[str, Any]:
     """config.json of a model of this type and shape; RoPE in the words of transformers 4 and of 5."""
-    rope, style = dict[str, Any](rope_type="default"), FORMATS[kind]
+    style = FORMATS[kind]
+    rope: dict[str, Any] = dict(rope_type="default")
     if m.rope_scaling != 1.0:
         rope = dict(rope_type="llama3", factor=m.rope_scaling, **LLAMA3_ROPE)
     return {theirs: getattr(m, ours) for ours, theirs in (ALL | style.fields).items()} | dict(

@@ -129,7 +129,10 @@ class Muon:
 
 
 def take_over(optimizer: Any, config: Any, mesh: Mesh):
-    """--optimizer muon: put the rule in place of AdamW, whose state is still zero. Each of ZeRO's units has its own."""
+    """--optimizer muon: put the rule in place of AdamW, whose state is still zero. Each of ZeRO's units has its own.
+
+    AdamW's second number is freed here. It has taken no more memory than the gradients will, which do not exist yet.
+    """
     units = getattr(optimizer, "units", None)
     if config.optimizer == "muon" and units is None:
         optimizer.inner = Muon(optimizer.inner, optimizer.masters, optimizer.params, mesh, None)
