@@ -204,7 +204,7 @@ def export(source: str, out: str) -> str:
         size += n_bytes
     files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     files = files if len(shards) > 1 else ["model.safetensors"]
-    dtype, weights = about["model"]["model.embed_tokens.weight"]["dtype"], {}
+    dtype, files_of = about["model"]["model.embed_tokens.weight"]["dtype"], {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, keys in zip(files, shards, strict=True):
@@ -212,10 +212,10 @@ def export(source: str, out: str) -> str:
             for group, name in keys:
                 tensors |= to_theirs(name, found.full(group, name), m, style)
             save_file(tensors, folder / file, {"format": "pt"})
-            weights |= dict.fromkeys(tensors, file)
+            files_of |= dict.fromkeys(tensors, file)
         if len(shards) > 1:
             total = sum((folder / file).stat().st_size for file in files)
-            summary = dict(metadata=dict(total_size=total), weight_map=weights)
+            summary = dict(metadata=dict(total_size=total), weight_map=files_of)
             (folder / "model.safetensors.index.json").write_text(json.dumps(summary, indent=1) + "\n")
         (folder / "config.json").write_text(json.dumps(config_of(kind, m, dtype), indent=1) + "\n")
     except (OSError, SafetensorError) as error:

@@ -63,7 +63,7 @@ def theirs(folder: Path, architecture: str, m: MoEConfig) -> torch.Tensor:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
     assert type(model).__name__ == architecture
     rotary_in_fp64(model.model.rotary_emb, m, None)
-    stored = load_file(folder / "model.safetensors")
+    stored = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
     for name, param in model.named_parameters():
         if param.dtype != torch.float64 and name in stored:  # Ernie keeps its routers in fp32
             param.data = stored[name].double()
@@ -80,12 +80,17 @@ def theirs(folder: Path, architecture: str, m: MoEConfig) -> torch.Tensor:
     ],
     ids=["mixtral", "ernie", "ernie-dense-between"],
 )
-def test_transformers_computes_the_same(pools, tmp_path, capsys, base, layout, architecture):
-    """From any layout: the same fp64 logits; importing it back gives the same bits, and step 7 goes on from there."""
+def test_transformers_computes_the_same(pools, tmp_path, capsys, monkeypatch, base, layout, architecture):
+    """From any layout: the same fp64 logits; importing it back gives the same bits, and step 7 goes on from there.
+
+    A model of more than SHARD_BYTES is in several files.
+    """
+    monkeypatch.setattr(hub, "SHARD_BYTES", 200_000)
     options = BASE | ALONE | layout | base | dict(out=str(tmp_path / "run"))
     pools(4).run(train_on_rank, options) if layout else train_on_rank(options)
     found = find(str(tmp_path / "run"), tmp_path)
     hub.main(["export", str(tmp_path / "run"), str(tmp_path / "hf")])
+    assert len([*(tmp_path / "hf").glob("model-0000?-of-0000?.safetensors")]) > 1
     assert difference(theirs(tmp_path / "hf", architecture, MoEConfig(**found.meta["model"])), ours(found)) < 1e-10
     hub.main(["import", str(tmp_path / "hf"), str(tmp_path / "again")])
     flags = re.search(r"go on in step 7 with (.*)", capsys.readouterr().out).group(1).split()
