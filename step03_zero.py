@@ -193,10 +193,10 @@ class ZeroOptimizer(Optimizer):
             named = {name: model.get_parameter(name) for name in names}
             group = replica_group(named[names[0]], mesh)
             self.units.append(Unit(named, mesh["shard"] if group is mesh.data else group, config, homes))
-        together = [self.units] if homes.here else [[unit] for unit in self.units]  # to the host and back, one by one
+        together = [[unit] for unit in self.units] if homes.one_by_one else [self.units]
         self.updates = [SliceUpdate(units, config, homes) for units in together]
         self.loss_scale, self.good_steps = 2.0**16 if dtype == torch.float16 else 1.0, 0
-        self.in_flight: tuple[Unit, Tensor, Tensor, Pending, bool] | None = None
+        self.in_flight: tuple | None = None  # (unit, sum of its slice, its gradient, Pending, whether it is complete)
         self.follow_modules()
         for unit in self.units:
             for name in unit.trained:
@@ -282,8 +282,8 @@ class ZeroOptimizer(Optimizer):
         """Start to sum a unit's gradient over the ranks; the one before has had a layer's time, so finish that."""
         self.land()
         total = torch.empty(unit.length, dtype=unit.grad_dtype, device=unit.flat.device)
-        complete = self.last or self.stage == 1
-        self.in_flight = (unit, total, unit.gradient, reduce_scatter(total, unit.gradient, unit.group), complete)
+        pending = reduce_scatter(total, unit.gradient, unit.group)
+        self.in_flight = (unit, total, unit.gradient, pending, self.last or self.stage == 1)
         unit.gradient, unit.missing = None, len(unit.trained)
 
     def land(self):

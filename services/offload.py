@@ -64,11 +64,7 @@ class Homes(NamedTuple):
 
     slices: Home = here
     states: Home = here
-
-    @property
-    def here(self) -> bool:
-        """Whether nothing is elsewhere."""
-        return self == Homes()
+    one_by_one: bool = False  # units are updated so, and not together: to the host and back, or as whole matrices
 
 
 def homes(config: Any) -> Homes:
@@ -79,7 +75,9 @@ def homes(config: Any) -> Homes:
     if torch.cuda.is_available() and (config.offload_optimizer, config.offload_params) != ("none", "none"):
         torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     states = dict(none=here, cpu=to_host, disk=partial(to_file, Path(config.out or "runs")))
-    return Homes(to_host if config.offload_params == "cpu" else here, states[config.offload_optimizer])
+    away = (config.offload_optimizer, config.offload_params) != ("none", "none")
+    slices = to_host if config.offload_params == "cpu" else here
+    return Homes(slices, states[config.offload_optimizer], away or config.optimizer == "muon")
 
 
 def on_host(config: Any) -> set[str]:
