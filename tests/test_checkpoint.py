@@ -28,11 +28,13 @@ from common import UserError
 from common.layout import Layout, Split
 from common.model import Decoder, ModelConfig
 from services import checkpoint as checkpoints
-from services import hub, resume
-from services.checkpoint import Box, Checkpoint, Entry, Piece, Saver, divide, find, flat_boxes, overlap, without
+from services import hub, resume, saver
+from services.boxes import Box, Entry, Piece, divide, flat_boxes, overlap, part, without
+from services.checkpoint import Checkpoint, find
 from services.health import Spikes
 from services.launch import open_mesh
 from services.plots import read_metrics
+from services.saver import Saver
 from services.state import full_state, pieces
 from services.watchdog import GRACE, Place, Watchdog, compare
 from tests import faults
@@ -76,7 +78,7 @@ def test_a_range_of_elements_is_a_few_boxes():
         for start in range(prod(shape)):
             for stop in range(start, prod(shape) + 1):
                 boxes = list(flat_boxes(shape, start, stop))
-                found = [checkpoints.part(numbers, Box((0,) * len(shape), shape), box).flatten() for box in boxes]
+                found = [part(numbers, Box((0,) * len(shape), shape), box).flatten() for box in boxes]
                 assert torch.cat([*found, torch.empty(0)]).tolist() == list(range(start, stop))
                 assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
@@ -422,7 +424,7 @@ def test_all_ranks_take_the_same_one(pools, two_ranks_run, tmp_path):
 
 def failing_on_rank(options: dict, rank: int, at: int) -> str:
     """Runs on every rank: the disk of one rank is full at its `at`-th save; returns the error."""
-    right, calls = checkpoints.write_boxes, []
+    right, calls = saver.write_boxes, []
 
     def write_boxes(path, tensors):
         calls.append(path)
@@ -430,7 +432,7 @@ def failing_on_rank(options: dict, rank: int, at: int) -> str:
             raise OSError(28, "No space left on device")
         return right(path, tensors)
 
-    with mock.patch.object(checkpoints, "write_boxes", write_boxes):
+    with mock.patch.object(saver, "write_boxes", write_boxes):
         try:
             step03.train(step03.Config(**options))
         except UserError as error:
@@ -452,7 +454,7 @@ def test_one_ranks_full_disk_is_known_to_all(pools, tmp_path, background, rank, 
 
 def async_on_rank(options: dict, seconds: float) -> tuple[list[dict], int]:
     """Runs on every rank: train while writing is slow; returns the metrics, and how many saves were under way."""
-    right, under_way, most = checkpoints.write_boxes, [], []
+    right, under_way, most = saver.write_boxes, [], []
 
     def write_boxes(path, tensors):
         under_way.append(path)
@@ -462,7 +464,7 @@ def async_on_rank(options: dict, seconds: float) -> tuple[list[dict], int]:
         under_way.pop()
         return digest
 
-    with mock.patch.object(checkpoints, "write_boxes", write_boxes):
+    with mock.patch.object(saver, "write_boxes", write_boxes):
         history = step03.train(step03.Config(**options)).history
     return history, max(most)
 

@@ -22,10 +22,11 @@ import torch
 import step01_single_gpu as step01
 from common.layout import materialize
 from common.model import Decoder
-from services.checkpoint import Saver, find
+from services.checkpoint import find
 from services.devices import choose_dtype
 from services.flags import main as run_main
 from services.resume import load
+from services.saver import Saver
 from services.state import pieces
 from services.tables import human, table
 
