@@ -7,9 +7,7 @@ CRASHES. Everything is written under a hidden name and flushed to the disk; meta
 renamed. One to be removed is renamed back to a hidden name first. So a directory with a final name is complete, and
 checksums tell whether it still is what was written. The last two are kept. (Several nodes need a shared folder.)
 
-THE FORMAT is that of torch.distributed.checkpoint (DCP), whose tools read it: a box is an archive of `torch.save`, and
-`.metadata` says where each is. Its own writer is not used: it keeps copies of all that it writes until its file is
-complete, reports a full disk as "unexpected pos", and computes no checksums (RESULTS.md, Checkpoints).
+The format is that of torch.distributed.checkpoint (DCP). Why its own writer is not used: RESULTS.md, Checkpoints.
 """
 
 import hashlib
@@ -106,26 +104,20 @@ def indices(shares: list[list[Entry]], places: list[list[tuple[int, int, int]]])
 
     Ours is {kind: {name: {shape, dtype, boxes: [[rank's file, byte of its numbers, start, size], ...]}}}.
     """
-    from torch.distributed.checkpoint.filesystem import _StorageInfo  # it is named in every .metadata: here to stay
-    from torch.distributed.checkpoint.metadata import (  # loaded by rank 0 alone, and late: it takes a while
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
+    from torch.distributed.checkpoint import metadata as dcp  # by rank 0 alone, and late: loading it takes a while
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # every .metadata names it: it is here to stay
 
     ours: dict[str, dict[str, Any]] = defaultdict(dict)
-    theirs = Metadata({}, planner_data={}, storage_data={})
+    theirs = dcp.Metadata({}, planner_data={}, storage_data={})
     for rank, (entries, found) in enumerate(zip(shares, places, strict=True)):
         for (kind, name, shape, dtype, box), (numbers, begin, length) in zip(entries, found, strict=True):
             about = ours[kind].setdefault(name, dict(shape=shape, dtype=dtype, boxes=[]))
             about["boxes"].append([rank, numbers, box.start, box.size])
-            key, properties = f"{kind}.{name}", TensorProperties(getattr(torch, dtype))
-            tensor = TensorStorageMetadata(properties, torch.Size(shape), [])
-            chunk = ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size))
+            key, properties = f"{kind}.{name}", dcp.TensorProperties(getattr(torch, dtype))
+            tensor = dcp.TensorStorageMetadata(properties, torch.Size(shape), [])
+            chunk = dcp.ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size))
             theirs.state_dict_metadata.setdefault(key, tensor).chunks.append(chunk)
-            theirs.storage_data[MetadataIndex(key, box.start)] = _StorageInfo(file_name(rank), begin, length)
+            theirs.storage_data[dcp.MetadataIndex(key, box.start)] = _StorageInfo(file_name(rank), begin, length)
             theirs.planner_data[key] = kind, name  # so a tool makes {kind: {name: tensor}} of it
     return ours, theirs
 
@@ -203,7 +195,9 @@ class Saver:
         """This rank's file, and beside it its checksum and places, which tell rank 0 that it is complete."""
         with self.noting_errors():
             told = write_boxes(self.partial / file_name(self.rank), own)
-            (self.partial / f"{file_name(self.rank)}.told").write_text(json.dumps(told) + "\n")
+            side = self.partial / f"{self.rank}.new"
+            side.write_text(json.dumps(told))
+            side.rename(side.with_suffix(".told"))
         self.written.set()
 
     def write_and_commit(self, own: list[Tensor]):
@@ -212,27 +206,22 @@ class Saver:
         if self.rank == 0 and self.error is None:
             self.commit()
 
-    def told(self) -> list[list[Any]]:
-        """What ranks have said of their files so far."""
-        sides = [self.partial / f"{file_name(rank)}.told" for rank in range(self.world)]
-        texts = [side.read_text() for side in sides if side.exists()]
-        return [json.loads(text) for text in texts if text.endswith("\n")]
-
     def commit(self):
         """Rank 0: when all files are complete, write the indices, give the directory its name, remove old ones."""
         final = self.parent / f"step-{self.step:08d}"
+        sides = [self.partial / f"{rank}.told" for rank in range(self.world)]
         with self.noting_errors():
-            while len(told := self.told()) < self.world:
+            while not all(side.exists() for side in sides):
                 if self.cancelled.wait(0.01):
                     return
-            digests, places = zip(*told, strict=True)
+            digests, places = zip(*(json.loads(side.read_text()) for side in sides), strict=True)
             self.meta["tensors"], theirs = indices(self.shares, places)
             (self.partial / ".metadata").write_bytes(pickle.dumps(theirs))
             names = [*map(file_name, range(self.world)), ".metadata"]
             self.meta["files"] = dict(zip(names, [*digests, checksum(self.partial / ".metadata")], strict=True))
             self.meta["sha256"] = meta_checksum(self.meta)
             (self.partial / "meta.json").write_text(json.dumps(self.meta) + "\n")
-            for side in self.partial.glob("*.told"):
+            for side in sides:
                 side.unlink()
             for path in (self.partial / ".metadata", self.partial / "meta.json", self.partial):
                 sync_to_disk(path)
