@@ -10,9 +10,8 @@ import torch
 from common import UserError
 from common.comm import Mesh
 from common.layout import layout_of
-from services import checkpoint as checkpoints
 from services.boxes import Piece
-from services.checkpoint import Checkpoint
+from services.checkpoint import Checkpoint, find
 from services.health import Spikes
 from services.launch import gather_objects
 from services.residuals import owed, take_over
@@ -42,7 +41,7 @@ def save(run: Run, step: int, optimizer: Any, spikes: Spikes, sync: Any = None):
 
 def resume(optimizer: Any, spikes: Spikes, config: Any, mesh: Mesh, sync: Any = None) -> int:
     """Take over a checkpoint; returns the number of steps it has done. Raises UserError if it does not fit."""
-    found = checkpoints.find(config.resume, run_directory(config), mesh)
+    found = find(config.resume, run_directory(config), mesh)
     if found is None:
         if config.generate:
             raise UserError(f"--resume auto: there is no checkpoint in {run_directory(config)} to --generate from")
