@@ -11,7 +11,7 @@ the stored ones overlap. So any layout reads what any other wrote.
 
 OTHERS READ THEM, TOO: `dcp_to_torch_save(step-00000050, file)` of torch.distributed.checkpoint.format_utils makes one
 file {kind: {name: tensor}}, whose "model" fits `load_state_dict`. It compares no checksums. And it opens `.metadata`,
-a pickle: that of a stranger may run any program. We open only meta.json and numbers, which can do no harm.
+a pickle: a stranger's may run any program. What is here opens only meta.json and numbers, which run nothing.
 """
 
 import hashlib

@@ -46,6 +46,7 @@ class Stream:
     def __init__(self, file: IO[bytes], helper: ThreadPoolExecutor):
         self.file, self.helper, self.digest, self.error = file, helper, hashlib.sha256(), None
         self.at, self.small = 0, b""  # bytes put into the file, and what is to follow them
+        self.numbers: int | None = None  # where those of the tensor at hand begin
 
     def write(self, data: Any) -> int:
         """What torch.save calls: many times with a few bytes of a header, once with all numbers."""
@@ -84,6 +85,8 @@ class Stream:
         raw = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
         torch.save(torch.frombuffer(raw, dtype=tensor.dtype).view(tensor.shape), self)  # not all that it is a view of
         self.flush()
+        if self.numbers is None:
+            raise RuntimeError(f"torch.save of PyTorch {torch.__version__} writes no {NUMBERS.decode()}")
         return self.numbers, begin, self.at - begin
 
 
