@@ -37,8 +37,10 @@ from torch import Tensor
 from common import UserError
 from common.model import PRESETS, Decoder, ModelConfig
 from common.moe import MOE_PRESETS, Balance, MoEConfig, add_experts
-from services.checkpoint import Piece, Saver, find
+from services.boxes import Piece
+from services.checkpoint import find
 from services.flags import check_shape
+from services.saver import Saver
 
 SHARD_BYTES = 4 * 2**30  # no more is held in memory at once
 ALL = {  # ours -> theirs, in all formats

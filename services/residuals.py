@@ -15,7 +15,8 @@ from torch import Tensor
 
 from common.comm import Mesh
 from common.layout import Layout, Split, layout_of
-from services.checkpoint import Checkpoint, Piece
+from services.boxes import Piece
+from services.checkpoint import Checkpoint
 
 
 def row_of(param: Tensor, mesh: Mesh) -> Layout:

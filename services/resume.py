@@ -10,12 +10,13 @@ import torch
 from common import UserError
 from common.comm import Mesh
 from common.layout import layout_of
-from services import checkpoint as checkpoints
-from services.checkpoint import Checkpoint, Piece
+from services.boxes import Piece
+from services.checkpoint import Checkpoint, find
 from services.health import Spikes
 from services.launch import gather_objects
 from services.residuals import owed, take_over
 from services.run import Run, run_directory
+from services.saver import Saver
 from services.state import masters_from_weights, pieces, settle
 
 
@@ -26,7 +27,7 @@ def save(run: Run, step: int, optimizer: Any, spikes: Spikes, sync: Any = None):
     """
     start, config = time.perf_counter(), run.config
     run.doing = "save"
-    run.saver = run.saver or checkpoints.Saver(run.out, run.mesh)
+    run.saver = run.saver or Saver(run.out, run.mesh)
     position = dict(step=step, sequences=step * config.global_batch_size)
     scaling = dict(loss_scale=optimizer.loss_scale, good_steps=optimizer.good_steps, recent=spikes.recent)
     about = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(optimizer.model.config))
@@ -40,7 +41,7 @@ def save(run: Run, step: int, optimizer: Any, spikes: Spikes, sync: Any = None):
 
 def resume(optimizer: Any, spikes: Spikes, config: Any, mesh: Mesh, sync: Any = None) -> int:
     """Take over a checkpoint; returns the number of steps it has done. Raises UserError if it does not fit."""
-    found = checkpoints.find(config.resume, run_directory(config), mesh)
+    found = find(config.resume, run_directory(config), mesh)
     if found is None:
         if config.generate:
             raise UserError(f"--resume auto: there is no checkpoint in {run_directory(config)} to --generate from")

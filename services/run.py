@@ -49,7 +49,7 @@ class Run:
         self.rank = mesh.rank
         self.flops_per_token, self.peak = flops, peak
         self.out = run_directory(config)
-        self.saver: Any = None  # of services/checkpoint.py, once something has been saved
+        self.saver: Any = None  # of services/saver.py, once something has been saved
         self.doing = "start"
         self.members = {
             name: f"{name} of ranks {' '.join(map(str, torch.distributed.get_process_group_ranks(group.handle)))}"

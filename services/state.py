@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.comm import Mesh
 from common.layout import Layout, layout_of
-from services.checkpoint import Piece, gather
+from services.boxes import Piece, gather
 
 
 def settle(optimizer: Any):

@@ -18,8 +18,10 @@ from common import UserError
 from common.model import Decoder
 from common.moe import Balance, MoEConfig, add_experts
 from services import hub
-from services.checkpoint import Checkpoint, Piece, Saver, find
+from services.boxes import Piece
+from services.checkpoint import Checkpoint, find
 from services.flags import parse
+from services.saver import Saver
 from tests.equivalence import SMALL, difference, without_instruments
 from tests.test_model import rotary_in_fp64
 

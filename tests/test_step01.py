@@ -27,13 +27,15 @@ from common.layout import materialize
 from common.model import IGNORE, PRESETS, Decoder, ModelConfig
 from common.trainer import Trainer
 from services import checkpoint as checkpoints
-from services import devices, flags, relief
+from services import devices, flags, relief, saver
 from services import resume as resuming
+from services.boxes import Piece
 from services.checks import check_one
 from services.ledger import Ledger
 from services.plots import read_metrics
 from services.readers import BYTE_VOCAB, open_tokens
 from services.run import Run
+from services.saver import Saver
 from services.state import full_state, held
 from services.tables import human
 from step01_single_gpu import Config, Optimizer, wrap_layers
@@ -519,8 +521,8 @@ def test_an_earlier_run_is_moved_aside(tmp_path, capsys):
 
 def save_value(folder: Path, step: int):
     """A checkpoint whose content is its step."""
-    piece = checkpoints.Piece("model", "x", torch.full((1000,), float(step)), (1000,))
-    checkpoints.Saver(folder).save(step, [piece], dict(config={}, loss_scale=1.0))
+    piece = Piece("model", "x", torch.full((1000,), float(step)), (1000,))
+    Saver(folder).save(step, [piece], dict(config={}, loss_scale=1.0))
 
 
 def saved_step(path: Path) -> int:
@@ -581,10 +583,10 @@ def test_a_crash_at_any_point_of_a_save_costs_nothing(tmp_path, monkeypatch, bef
         for earlier in before:
             save_value(folder, earlier)
         with monkeypatch.context() as patch:
-            write_boxes = dying(checkpoints.write_boxes, at, calls, half_a_file)
-            patch.setattr(checkpoints, "write_boxes", write_boxes)
+            write_boxes = dying(saver.write_boxes, at, calls, half_a_file)
+            patch.setattr(saver, "write_boxes", write_boxes)
             patch.setattr(shutil, "rmtree", dying(shutil.rmtree, at, calls, half_a_folder))
-            patch.setattr(checkpoints, "meta_checksum", dying(checkpoints.meta_checksum, at, calls))
+            patch.setattr(saver, "meta_checksum", dying(saver.meta_checksum, at, calls))
             patch.setattr(os, "fsync", dying(os.fsync, at, calls))
             for method in ("mkdir", "write_text", "rename"):
                 patch.setattr(Path, method, dying(getattr(Path, method), at, calls))
@@ -605,7 +607,7 @@ def test_a_crash_at_any_point_of_a_save_costs_nothing(tmp_path, monkeypatch, bef
 
 
 @pytest.mark.parametrize(
-    "failing", ["services.checkpoint.write_boxes", "os.fsync", "pathlib.Path.rename", "pathlib.Path.write_text"]
+    "failing", ["services.saver.write_boxes", "os.fsync", "pathlib.Path.rename", "pathlib.Path.write_text"]
 )
 def test_a_full_disk_at_save(tmp_path, monkeypatch, failing):
     """One line that names the flag, the reason and the checkpoint that is still there."""

@@ -15,7 +15,8 @@ import step04_tp_sp as step04
 from common import UserError
 from common.comm import all_gather, all_reduce, all_to_all, exchange, reduce_scatter
 from services import residuals, resume
-from services.checkpoint import find, gather
+from services.boxes import gather
+from services.checkpoint import find
 from services.checks import check_dp
 from services.compression import COMPRESSED_SUMS, CompressedSum, summed
 from services.launch import open_mesh

@@ -28,7 +28,7 @@ from common import UserError, trainer
 from common.comm import Group, Mesh, sum_over
 from common.layout import layout_of, materialize, note_gradient_sum
 from common.model import IGNORE, Decoder, Head, rope_tables
-from services.checkpoint import Piece, gather
+from services.boxes import Piece, gather
 from services.checks import check_tp
 from services.devices import choose_dtype
 from services.evaluation import generate, look_through

@@ -52,7 +52,7 @@ from common import UserError
 from common.comm import Group, Mesh, sum_over
 from common.layout import layout_of, materialize
 from common.model import Decoder, rope_tables
-from services.checkpoint import Piece, gather
+from services.boxes import Piece, gather
 from services.checks import check_tp
 from services.devices import choose_device, choose_dtype
 from services.flags import main as run_main
