@@ -925,7 +925,7 @@ def gathered_inputs_wait() -> Iterator[None]:
 
     def forward(ctx, x, group, gather, reduce, store, *weights):
         full = gather(x, group).wait() if group is not None else x
-        return right(ctx, full, group, step06.whole, reduce, store, *weights)
+        return right(ctx, full, group, step04.keep_tokens, reduce, store, *weights)
 
     with mock.patch.object(step06.SplitFunction, "forward", forward):
         yield
