@@ -12,7 +12,7 @@ A value is off by at most 1/254 of the largest of its 256. That holds for each m
 
     all-gather      each rank sends its tokens rounded; all, and the sender too, go on with the same rounded ones
     reduce-scatter  numbers in units of different scales cannot be added. So each rank receives its tokens of all ranks
-                    (all-to-all), and adds them up in fp32 (Wang et al. 2023, "ZeRO++": qgZ)
+                    (all-to-all), and adds them up in fp32 or wider (Wang et al. 2023, "ZeRO++": qgZ)
     all-reduce      with --no-sp: both, one after the other (Li et al. 2024, "Flash Communication"), rounded twice
 
 BACKWARD is the gradient of what is not rounded ("straight through"), itself rounded where it travels: the backward of
@@ -103,7 +103,7 @@ class Narrow:
         received = torch.empty_like(ours)
         yield all_to_all(received, ours, self.group)
         parts = self.unpack(received, self.dim).unflatten(0, (self.group.size, -1))
-        output.view(-1, self.dim).copy_(parts.sum(0))
+        output.view(-1, self.dim).copy_(parts.sum(0, dtype=torch.promote_types(output.dtype, torch.float32)))
 
     def all_reduce(self, output: Tensor, tensor: Tensor) -> Iterator[Pending]:
         """`output` = the sum of `tensor`, the same on all ranks. Tokens are filled up to a multiple of n."""
