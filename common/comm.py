@@ -40,7 +40,7 @@ class Group:
     rank: int = 0
     size: int = 1
     handle: dist.ProcessGroup | None = None
-    narrow: Any = None  # what sends activations, of a group that has nothing else to send, in fewer bits
+    narrow: Any = None  # if set, does what is asked of this group in fewer bits (services/activations.py)
 
     def share(self, total: int) -> slice:
         """This rank's part, in order, of `total` things."""
