@@ -86,9 +86,8 @@ class Narrow:
         return x.new_empty(*x.shape[:-1], width, dtype=self.dtype)
 
     def start(self, operation: str, output: Tensor, tensor: Tensor) -> Pending:
-        """Start all_gather, reduce_scatter or all_reduce, of contiguous tensors that hold whole tokens."""
-        collectives = dict(all_gather=self.all_gather, reduce_scatter=self.reduce_scatter, all_reduce=self.all_reduce)
-        return Chain(collectives[operation](output, tensor))
+        """Start the method called `operation`: one of the next three. The tensors hold whole tokens, contiguous."""
+        return Chain(getattr(self, operation)(output, tensor))
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Iterator[Pending]:
         """`output` [n k] = every rank's `tensor` [k]."""
