@@ -90,6 +90,7 @@ def main():
             place = path.relative_to(ROOT)
             (clone / place).write_text(mutated(texts[path], node, new))
             near = [f"tests/{t.name}" for t in tests if re.search(rf"\b{path.stem}\b", t.read_text())]
+            near.sort(key=lambda test: path.stem[:6] not in test)  # those of the step itself first
             far = [] if args.quick else [f"tests/{t.name}" for t in tests if f"tests/{t.name}" not in near]
             noticed = next((found for files in (near, far) if files and (found := first_failure(clone, files))), "")
             alive += not noticed
