@@ -48,6 +48,7 @@ You should see step 1's losses, parameters and moments divided by tp, and with S
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +70,7 @@ class Config(step03.Config):
     tp: int = 0  # ranks that share each matrix; 0: 2 if the ranks that other flags leave are an even number, else 1
     sp: bool = True  # split the tokens over tp between the matrices
     tp_overlap: bool = True  # hide collectives behind weight gradients; with --sp keep s/n tokens and gather again
+    compress_activations: Literal["none", "bf16", "int8"] = "none"  # round what layers send each other (tp, pp); lossy
 
 
 # --- collectives over tokens, [..., tokens, dim]: each starts one; `wait` returns its result
@@ -284,7 +286,7 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool, overlap: bool):
         return
     for layer in model.model.layers.values():
         for block in list(layer.modules()):
-            shard_block(block, group, sp, overlap, copies)
+            shard_block(block, mesh.groups.get("narrow tp", group), sp, overlap, copies)  # --compress-activations
     kinds = {nn.Embedding: VocabParallelEmbedding, Head: VocabParallelHead}
     parts: dict[nn.Parameter, nn.Parameter] = {}
     for owner in (model.model, model):

@@ -75,7 +75,7 @@ from common.schedules import Action, Output, Place, Plan, communicate, needs, ne
 from common.trainer import Trained, Trainer, main, start
 from step01_single_gpu import wrap_layers
 from step03_zero import Unit, ZeroOptimizer, make_optimizer
-from step04_tp_sp import ColumnParallel, RowParallelLinear, input_gradient, shard_tensors
+from step04_tp_sp import RowParallelLinear, input_gradient, keep_tokens, shard_tensors
 from step05_cp_ring import shard_context
 
 
@@ -188,12 +188,7 @@ class SplitFunction(torch.autograd.Function):
         return dx, *[None] * (4 + len(weights))
 
 
-def whole(x: Tensor, group: Group | None) -> Pending:
-    """No communication: the `gather` and the `reduce` of plain and row-parallel layers."""
-    return Pending(group, []).returning(lambda: x.view_as(x))
-
-
-def split_project(project: ColumnParallel, store: WeightGradStore, x: Tensor, *linears: nn.Module) -> list[Tensor]:
+def split_project(project: Any, store: WeightGradStore, x: Tensor, *linears: nn.Module) -> list[Tensor]:
     """Instead of step 4's `project`: the weight gradients wait."""
     weights = [linear.weight for linear in linears]
     return list(SplitFunction.apply(x, project.group, project.gather, project.reduce, store, *weights))
@@ -201,7 +196,7 @@ def split_project(project: ColumnParallel, store: WeightGradStore, x: Tensor, *l
 
 def split_linear(linear: nn.Module, store: WeightGradStore, x: Tensor) -> Tensor:
     """Instead of the forward of a linear layer, plain or row-parallel: its weight gradient waits."""
-    (y,) = SplitFunction.apply(x, None, whole, whole, store, linear.weight)
+    (y,) = SplitFunction.apply(x, None, keep_tokens, keep_tokens, store, linear.weight)
     return linear.add(y) if isinstance(linear, RowParallelLinear) else y
 
 
@@ -213,7 +208,7 @@ def split_backward(model: Decoder, plan: Plan) -> WeightGradStore | None:
     for layer in model.model.layers.values():
         for block in layer.modules():
             project = getattr(block, "project", None)
-            if isinstance(project, ColumnParallel) and project.overlap:
+            if getattr(project, "overlap", False):  # step 4's ColumnParallel
                 block.project = torch.compiler.disable(partial(split_project, project, store))
             if isinstance(block, nn.Linear | RowParallelLinear):
                 block.forward = torch.compiler.disable(partial(split_linear, block, store))
@@ -274,7 +269,7 @@ class Pipeline:
         """`positions` int64 [seq]: which tokens of a sequence are here. Makes `optimizer` and `sync` as step 3."""
         self.model, self.chunks, self.positions, self.store, mesh = model, chunks, positions, store, run.mesh
         self.placements, self.lengths, self.lists = plan
-        self.group, self.tp, self.dtype = mesh["pp"], mesh["tp"], run.dtype
+        self.group, self.tp, self.dtype = mesh.groups.get("narrow pp", mesh["pp"]), mesh["tp"], run.dtype
         self.before, self.after = neighbours(self.placements)
         self.actions = self.lists[self.group.rank]
         self.program = communicate(self.lists, self.placements)[self.group.rank]
@@ -291,7 +286,7 @@ class Pipeline:
         self.graphs: dict[tuple[int, int], tuple[Tensor, Any]] = {}  # (micro-batch, chunk) -> (input, output's edge)
         self.put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}  # (micro-batch, chunk) -> weight gradients
         self.compare = True  # in the first run both ends compare the shapes of their messages
-        sum_over(self.group, 0.0)  # NCCL wants all ranks of a group in its first call
+        sum_over(mesh["pp"], 0.0)  # NCCL wants all ranks of a group in its first call
 
     def run(
         self, micro_batches: Sequence[Tensor], end: Callable, program: list, phase: Callable | None = None

@@ -40,6 +40,7 @@ class Group:
     rank: int = 0
     size: int = 1
     handle: dist.ProcessGroup | None = None
+    narrow: Any = None  # if set, does what is asked of this group in fewer bits (services/activations.py)
 
     def share(self, total: int) -> slice:
         """This rank's part, in order, of `total` things."""
@@ -134,6 +135,8 @@ def _collective(
     operation: str, output: Tensor, tensor: Tensor, group: Group, n_bytes: float, start: Callable[..., dist.Work]
 ) -> Pending:
     """Book a collective and `start` it, through host memory if a GPU's tensors meet gloo. In a group of one, copy."""
+    if group.narrow is not None:
+        return group.narrow.start(operation.split()[0], output, tensor)
     if group.size == 1:
         if output is not tensor:
             output.copy_(tensor)
@@ -157,7 +160,7 @@ def all_reduce(tensor: Tensor, group: Group, purpose: str = "") -> Pending:
 def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
     """`output` [k] = this rank's part of the sum over the n ranks' `tensor` [n k]."""
     sent = (group.size - 1) / group.size * tensor.nbytes
-    if not group.gloo:
+    if not group.gloo or group.narrow is not None:
         return _collective("reduce_scatter", output, tensor, group, sent, _reduce_scatter)
     # gloo's own all-reduces a copy of the whole. Here each rank receives its part from every rank and adds these up.
     parts = torch.empty_like(tensor)
@@ -201,6 +204,8 @@ def exchange(
     """
     if group.size == 1 or not (sends or receives):
         return Pending(group, [])
+    if group.narrow is not None:
+        return group.narrow.exchange(sends, receives, check)
     check, operations, arriving = check and group.gloo, [], []
 
     def post(operation: Callable, tensor: Tensor, peer: int):

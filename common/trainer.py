@@ -30,7 +30,7 @@ from torch import Tensor
 from common.comm import Mesh, all_reduce, sum_over
 from common.data import Batch
 from common.model import Decoder
-from services import evaluation, muon, pictures, resume
+from services import activations, evaluation, muon, pictures, resume
 from services.checks import check, choose_ep, mesh_sizes
 from services.compression import CompressedSum
 from services.devices import choose_device, choose_dtype
@@ -70,9 +70,9 @@ class Trainer(Variants):
     def __init__(self, config: Any, mesh: Mesh, observe: Callable | None, stack: ExitStack):
         self.config, self.mesh, self.observe, self.stack = config, mesh, observe, stack
         self.device, self.dtype = mesh.device, choose_dtype(config.dtype, mesh.device)
-        self.shape = config.model_config()
-        m, size = self.shape, config.global_batch_size
-        self.data = open_tokens(config.dataset, m.seq_len, size, config.seed, m.vocab_size)
+        self.shape = m = config.model_config()
+        self.data = open_tokens(config.dataset, m.seq_len, config.global_batch_size, config.seed, m.vocab_size)
+        activations.narrow(mesh, config, m.dim)
         self.positions = torch.arange(m.seq_len)  # of this rank's tokens in a sequence
         self.all_reduce = all_reduce if getattr(config, "compress", "none") == "none" else CompressedSum(config)
         self.ep = choose_ep(config, m, mesh["dp"].size * mesh["cp"].size) if hasattr(config, "ep") else 1
@@ -162,8 +162,7 @@ class Trainer(Variants):
         if config.eval_every and log.due(config.eval_every, step):
             with self.phase("validation"):
                 self.more["validation_loss"] = evaluation.validate(self)
-        tokens = config.global_batch_size * self.shape.seq_len
-        log.log(loss, norm, self.learning_rate(step), tokens, **self.more)
+        log.log(loss, norm, self.learning_rate(step), config.global_batch_size * self.shape.seq_len, **self.more)
         self.more = {}
         if getattr(config, "check_replicas", 0) and log.due(config.check_replicas, step):
             require_same_replicas(self.optimizer, self.mesh)

@@ -107,6 +107,9 @@ def check_tp(config: Any, world: int):
     tp, m = choose_tp(config, world), config.model_config()
     if config.toy:
         raise UserError("--toy belongs to step 3: run step03_zero.py --toy")
+    narrow = config.compress_activations == "bf16"
+    if narrow and choose_dtype(config.dtype, choose_device(config.device)).itemsize == 2:
+        raise UserError("--compress-activations bf16 makes 16 bits of 16: use int8, or --dtype fp32")
     if tp < 1 or world % tp:
         legal = [n for n in range(1, world + 1) if world % n == 0]
         raise UserError(f"--tp {tp} does not divide the {world} ranks that were started: use one of {legal}")

@@ -7,10 +7,12 @@ collective passes is not a test. Harmless patches (a frozen parameter) live here
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 
 import step01_single_gpu as step01
 import step02_ddp as step02
@@ -25,6 +27,7 @@ from common.data import Batch, TokenData
 from common.layout import Layout, layout_of
 from common.model import IGNORE, draw_parameter
 from services import checkpoint, checks, muon, resume, variants
+from services.activations import Narrow
 
 HEADS = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 
@@ -973,9 +976,121 @@ def gathered_inputs_wait() -> Iterator[None]:
 
     def forward(ctx, x, group, gather, reduce, store, *weights):
         full = gather(x, group).wait() if group is not None else x
-        return right(ctx, full, group, step06.whole, reduce, store, *weights)
+        return right(ctx, full, group, step04.keep_tokens, reduce, store, *weights)
 
     with mock.patch.object(step06.SplitFunction, "forward", forward):
+        yield
+
+
+@contextmanager
+def activations_not_rounded() -> Iterator[None]:
+    """Not a fault: --compress-activations sends every byte of fp64 values, in the same messages, so nothing is lost."""
+    with (
+        mock.patch.object(Narrow, "pack", lambda self, x: x.contiguous().view(torch.int8)),
+        mock.patch.object(Narrow, "unpack", lambda self, message, dim: message.contiguous().view(torch.float64)),
+        mock.patch.object(Narrow, "empty", lambda self, x: torch.empty_like(x).view(torch.int8)),
+    ):
+        yield
+
+
+class Rounded(torch.autograd.Function):
+    """What a message does to x [..., dim] forward, and to its gradient backward."""
+
+    @staticmethod
+    def forward(ctx, x, forward=True, backward=True):
+        ctx.narrow, ctx.backward = Narrow(None, "int8", x.shape[-1]), backward
+        return ctx.narrow.unpack(ctx.narrow.pack(x), x.shape[-1]).to(x.dtype) if forward else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (Rounded.apply(grad, True, False) if ctx.backward else grad), None, None
+
+
+@contextmanager
+def rounding(tp: bool, sp: bool, stages: tuple[int, ...] = ()) -> Iterator[None]:
+    """Not a fault: one device rounds where tp 2, and stages that begin with these layers, would send int8."""
+
+    def project(x, *linears):
+        x = x if sp else Rounded.apply(x, False)
+        copies = [Rounded.apply(x, sp) for _ in range(2)]  # the two parts of dx are rounded one by one
+        return [
+            torch.cat([F.linear(c, w) for c, w in zip(copies, m.weight.chunk(2), strict=True)], -1) for m in linears
+        ]
+
+    def add(linear, x):
+        parts = zip(x.chunk(2, -1), linear.weight.chunk(2, 1), strict=True)
+        total = sum(Rounded.apply(F.linear(part, weight), True, sp) for part, weight in parts)
+        return total if sp else Rounded.apply(total, True, False)
+
+    def materialize(model, *args):
+        right(model, *args)
+        for number, layer in model.model.layers.items():
+            if int(number) in stages:
+                layer.register_forward_pre_hook(lambda _, inputs: (Rounded.apply(inputs[0]), *inputs[1:]))
+            if tp:
+                layer.self_attn.project = layer.mlp.project = project
+                for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                    linear.forward = partial(add, linear)
+
+    right = step01.materialize
+    with mock.patch.object(step01, "materialize", materialize):
+        yield
+
+
+ROUNDING = dict(
+    rounding_like_tp=(True, True),
+    rounding_like_tp_without_sp=(True, False),
+    rounding_like_tp_and_two_stages=(True, True, (2,)),
+    rounding_like_tp_and_four_stages=(True, True, (1, 2, 3)),
+)
+
+
+@contextmanager
+def scales_of_another_rank() -> Iterator[None]:
+    """What is gathered in int8 is read with the scales of the rank before."""
+    right = Narrow.unpack
+
+    def unpack(self, message, dim):
+        if message.dim() == 3 and len(message) == self.group.size:
+            message = torch.cat((message[..., :dim], message[..., dim:].roll(1, 0)), -1)
+        return right(self, message, dim)
+
+    with mock.patch.object(Narrow, "unpack", unpack):
+        yield
+
+
+@contextmanager
+def gradients_sent_whole() -> Iterator[None]:
+    """Layers round activations, but not gradients."""
+
+    def backward(ctx, grad):
+        group, *pair = ctx.arguments
+        return step04.Conjugate.apply(grad, replace(group, narrow=None), *pair), None, None, None
+
+    def column_backward(ctx, *grads):
+        reduce = ctx.reduce
+        ctx.reduce = lambda dx, group: reduce(dx, replace(group, narrow=None))
+        return right(ctx, *grads)
+
+    right = step04.ColumnParallelLinear.backward
+    with (
+        mock.patch.object(step04.Conjugate, "backward", backward),
+        mock.patch.object(step04.ColumnParallelLinear, "backward", column_backward),
+    ):
+        yield
+
+
+@contextmanager
+def gathered_again_whole() -> Iterator[None]:
+    """The input that is gathered again for the weight gradients is not rounded as it was in forward."""
+    right = step04.ColumnParallelLinear.backward
+
+    def backward(ctx, *grads):
+        gather = ctx.gather
+        ctx.gather = lambda x, group: gather(x, replace(group, narrow=None))
+        return right(ctx, *grads)
+
+    with mock.patch.object(step04.ColumnParallelLinear, "backward", backward):
         yield
 
 
@@ -1014,4 +1129,4 @@ def experts_made_orthogonal_together() -> Iterator[None]:
 
 def applied(name: str):
     """The context manager called `name`; "" is none."""
-    return globals()[name or "nothing"]()
+    return rounding(*ROUNDING[name]) if name in ROUNDING else globals()[name or "nothing"]()

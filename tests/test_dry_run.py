@@ -26,7 +26,10 @@ from tests.fake_cuda import ROOT, STEPS
 from tests.jobs import as_flags, launch
 from theory.gpus import GPUS
 
+SHORT = dict(compress_activations="int8", schedule="zb-h1", recompute="full", dtype="bf16", global_batch_size=16)
+SHORT |= dict(model="mixtral-8x7b", seq_len=1024, n_layers=4, pp=2, cp=2, tp=4, ep=2, zero=1)
 CASES = {f"seed-{seed}": draw(seed) for seed in range(200)}
+CASES["compressed"] = dict(step=7, world=64, rank=37, options=SHORT)
 REAL = {  # layouts of 2 to 16 ranks, to be run by gloo
     "ddp-2": (2, 2, dict(sync="bucket")),
     "zero1-4": (3, 4, dict(zero=1)),

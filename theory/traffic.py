@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from math import comb
 from typing import Any, NamedTuple
@@ -24,6 +25,31 @@ class Gradients(NamedTuple):
     ranks: int
     nbytes: int
     buckets: list[int]
+
+
+def row_bytes(mode: str, dim: int, e: int) -> int:
+    """Bytes of `dim` values of one token, as --compress-activations `mode` sends them; `e`: bytes of an element."""
+    return {"none": dim * e, "bf16": 2 * dim, "int8": dim + 4 * -(-dim // BLOCK)}[mode]
+
+
+def compressing(config: Any) -> str:
+    """--compress-activations; "none" where there is no such flag."""
+    return getattr(config, "compress_activations", "none")
+
+
+def token_traffic(
+    mode: str, sp: bool, n: int, tokens: int, dim: int, e: int, gathers: int, sums: int
+) -> dict[str, float]:
+    """Bytes one of `n` ranks sends over tp if activations [tokens, dim] are gathered and summed so often, by operation.
+
+    With SP, a sum is a reduce-scatter; without, an all-reduce, and nothing is gathered. A compressed sum is an
+    all-to-all and, without SP, an all-gather, of tokens filled up to a multiple of n.
+    """
+    filled = tokens if sp or mode == "none" else -(-tokens // n) * n
+    unit = (n - 1) / n * filled * row_bytes(mode, dim, e)
+    if mode == "none":
+        return {"all_gather": gathers * unit, "reduce_scatter": sums * unit} if sp else {"all_reduce": 2 * sums * unit}
+    return {"all_gather": (gathers if sp else sums) * unit, "all_to_all": sums * unit}
 
 
 def gradient_traffic(config: Any, summed: list[Gradients]) -> Traffic:
@@ -131,7 +157,8 @@ def stage_traffic(
     more: Callable[[Any, int], Traffic] = lambda chunk, times: {},
 ) -> Traffic:
     """Bytes a rank sends in one step: for its chunks over tp and cp (and what `more` says of a chunk that so many
-    micro-batches pass), and over the boundaries: `message` bytes each, one of `slices` parts of the hidden states.
+    micro-batches pass), and over the boundaries: `message` bytes each, one of `slices` parts of the hidden states. They
+    are fewer with --compress-activations.
     """
     found: Traffic = defaultdict(float)
     passed = Counter(step.what.chunk for step in program if step.kind == "run" and step.what.kind == "F")
@@ -143,7 +170,9 @@ def stage_traffic(
             for name, n_bytes in part.items():
                 found[name] += n_bytes
     kinds = Counter(step.kind for step in program)
-    found["pp", "send"] += kinds["send"] * message
+    part = m.dim // slices
+    rows = message // (part * dtype.itemsize)
+    found["pp", "send"] += kinds["send"] * rows * row_bytes(compressing(config), part, dtype.itemsize)
     found["tp", "all_gather (boundary)"] += kinds["recv"] * message * (slices - 1)
     return {name: n_bytes for name, n_bytes in found.items() if n_bytes}
 
@@ -159,18 +188,16 @@ def tp_traffic(
     if n == 1:
         return {}
     tokens, layers = config.micro_batch_size * m.seq_len, m.n_layers
-    unit = (n - 1) / n * tokens * m.dim * e
     combine = 2 * (n - 1) * tokens * wide * heads
-    found: dict[tuple[str, str], float] = {}
+    found: dict[tuple[str, str], float] = defaultdict(float)
+    found["tp", "all_gather"] = micro_batches * combine
     redone = config.recompute != "none"  # up to the input of a layer's last matmul
-    if config.sp:
-        gathers = 4 + 2 * config.tp_overlap + 2 * redone
-        found["tp", "all_gather"] = micro_batches * ((gathers * layers + embeddings + heads) * unit + combine)
-        found["tp", "reduce_scatter"] = micro_batches * ((4 + redone) * layers + embeddings + heads) * unit
-    else:
-        found["tp", "all_gather"] = micro_batches * combine
-        found["tp", "all_reduce"] = micro_batches * ((4 + redone) * layers + embeddings + heads) * 2 * unit
-    return found
+    in_layers = (4 + 2 * config.tp_overlap + 2 * redone) * layers, (4 + redone) * layers
+    at_the_ends = embeddings + heads, embeddings + heads  # never compressed
+    for mode, (gathers, sums) in ((compressing(config), in_layers), ("none", at_the_ends)):
+        for operation, sent in token_traffic(mode, config.sp, n, tokens, m.dim, e, gathers, sums).items():
+            found["tp", operation] += micro_batches * sent
+    return {name: n_bytes for name, n_bytes in found.items() if n_bytes}
 
 
 def cp_traffic(config: Any, m: ModelConfig, tp: int, cp: int, dtype: torch.dtype, micro_batches: int) -> dict:
@@ -256,15 +283,18 @@ def moe_traffic(
         add("sequence", {"all_gather": (n - 1) * tokens * m.experts_per_token * 4}, 1 + again)
     if tp > 1:
         add("tp", expert_tp_bytes(config, m, rows, tp, ep, e, even=not travels))
-        x, unit = rows * m.dim * e, (tp - 1) * (config.micro_batch_size * m.seq_len // cp) * m.dim * e / tp
+        x = rows * m.dim * e
         if config.sp:
             counts = 16 * (tp - 1) if travels else 0
             add("tp", dict(all_gather=(tp - 1) * (x + rows * gates) + counts), again)
             add("tp", dict(reduce_scatter=(tp - 1) * x), again * travels)
         else:
             add("tp", dict(all_reduce=2 * (tp - 1) / tp * x), again * travels)
-        mlp = dict(all_gather=2 + config.tp_overlap + again, reduce_scatter=2) if config.sp else dict(all_reduce=4)
-        last = dict(reduce_scatter=1) if config.sp else dict(all_reduce=2)  # of a shared expert is done again, too
-        for counted, factor in ((last, again),) if m.shared_experts else ((mlp, -1),):
-            add("tp", {operation: count * unit for operation, count in counted.items()}, factor)
+        a_dense = partial(
+            token_traffic, compressing(config), config.sp, tp, config.micro_batch_size * m.seq_len // cp, m.dim, e
+        )
+        if m.shared_experts:
+            add("tp", a_dense(gathers=0, sums=1), again)  # the last sum of a shared expert is done again, too
+        else:
+            add("tp", a_dense(gathers=2 + config.tp_overlap + again, sums=2), -1)
     return found
