@@ -428,7 +428,11 @@ def fake_device(answers: Answers, cuda: bool, tokens: int, gpus: int = 8) -> Ite
     gpu |= dict(is_bf16_supported=lambda **_: True, synchronize=lambda *_: answers.wait("synchronize"))
     if cuda:
         replaced += [(torch.cuda, name, value) for name, value in gpu.items()]
-        replaced += [(F, "rms_norm", rms_norm), (FakeTensor, "softmax", softmax), (F, "scaled_dot_product_attention", fused_attention)]
+        replaced += [
+            (F, "rms_norm", rms_norm),
+            (FakeTensor, "softmax", softmax),
+            (F, "scaled_dot_product_attention", fused_attention),
+        ]
     with ExitStack() as stack:
         for where, name, value in replaced:
             stack.enter_context(mock.patch.object(where, name, value))

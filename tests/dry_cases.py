@@ -74,13 +74,18 @@ def run(step: int, world: int, rank: int, options: dict, device: str = "cuda") -
 
 
 def compared(seen: Seen) -> dict[str, Any]:
-    """What was counted beside what theory says: traffic, FLOPs, and bytes by kind, with their peak in all."""
+    """What was counted beside what theory says: traffic, FLOPs, bytes by kind, and the most bytes at a moment."""
     said = seen.costs.traffic
     sent = {" ".join(key): (n, said.get(key)) for key, n in seen.traffic.items() if key[1].split("(")[-1] != "metrics)"}
     sent |= {" ".join(key): (0.0, n) for key, n in said.items() if key not in seen.traffic and n}
     held = {kind: (seen.held.get(kind, 0), n) for kind, n in seen.costs.memory.items()}
     peak = seen.meter.memory.peak()
-    return dict(sent=sent, held=held, peak=peak, work={k: (n, seen.costs.work[k]) for k, n in work(seen).items()})
+    return dict(
+        sent=sent,
+        held=held,
+        peak=(sum(peak.values()), seen.peak),
+        work={k: (n, seen.costs.work[k]) for k, n in work(seen).items()},
+    )
 
 
 def main(cases: str, results: str):

@@ -213,7 +213,9 @@ class Rank:
             x = fetch(others[0]) if others else None
             if kind == "F":
                 grad: list[Bytes] = []
-                tape, out = self.forward(tokens if x is None else x, chunks[c], None if chunks[c].first else grad.append)
+                tape, out = self.forward(
+                    tokens if x is None else x, chunks[c], None if chunks[c].first else grad.append
+                )
                 graphs[i, c] = x, grad, tape, out.node
                 if not chunks[c].last:
                     outputs["F", i, here] = out.bytes

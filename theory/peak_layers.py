@@ -31,6 +31,7 @@ class Sizes(NamedTuple):
     recompute: str
     ep: int = 1
     travels: bool = False  # tokens go to other ranks (--ep-mode alltoall)
+    capacity: float = 0.0  # of an expert, as a multiple of the mean; 0: no limit
 
     @property
     def x(self) -> int:
@@ -103,7 +104,7 @@ class Layers:
 
         def back(*grads: Bytes):
             def weight_gradients(saved=saved, grads=grads) -> list[tuple[str, Bytes]]:
-                full = self.gather(saved) if gather else saved
+                _full = self.gather(saved) if gather else saved
                 return self.gradients(weights)
 
             self.store.append(weight_gradients)
@@ -120,7 +121,7 @@ class Layers:
             x = self.enter(x) if s.tp > 1 else x
             return [self.linear(x, name, n_out, n_in, rows) for name, (n_out, n_in) in weights.items()]
         n_in, saved = next(iter(weights.values()))[1], x.bytes
-        full = self.gather(x.bytes) if s.sp else x.bytes
+        _full = self.gather(x.bytes) if s.sp else x.bytes
         outs = self.outputs(rows, weights)
         if s.split:
             back = self.split_back(saved, weights, rows, s.sp)
@@ -130,7 +131,7 @@ class Layers:
                 parts = self.new(saved.n * s.tp) if s.sp else saved
                 dx = self.new(rows * n_in * s.e)
                 dx = self.reduce(dx)
-                full = self.new(parts.n) if s.sp and s.batch > 1 else parts
+                _full = self.new(parts.n) if s.sp and s.batch > 1 else parts
                 return [dx], self.gradients(weights)
 
         return self.tape.node([x], outs, back, list(weights), early=True)
@@ -211,21 +212,21 @@ class Layers:
 
     def swapped(self, x: Bytes, to_heads: bool) -> Bytes:
         """Ulysses' all-to-all."""
-        parts = self.new(x.n) if to_heads or self.s.batch > 1 else x
+        _parts = self.new(x.n) if to_heads or self.s.batch > 1 else x
         swapped = self.new(x.n)
         return self.new(x.n) if not to_heads or self.s.batch > 1 else swapped
 
     def swap(self, x: Tensor, to_heads: bool) -> Tensor:
         """The same for autograd."""
-        return self.tape.node([x], [self.swapped(x.bytes, to_heads)], lambda dy: ([self.swapped(dy, not to_heads)], []))[0]
+        return self.tape.node(
+            [x], [self.swapped(x.bytes, to_heads)], lambda dy: ([self.swapped(dy, not to_heads)], [])
+        )[0]
 
     def parts(self) -> list[tuple[float, float]]:
         """What a cp rank computes: by part of the keys, (share of its queries, share of the part's keys)."""
         s = self.s
-        if s.cp_mode == "allgather":
-            order = range(s.cp)
-        else:
-            order = [(s.cp_rank - hop) % s.cp for hop in range(s.cp)]
+        hops = range(s.cp)
+        order = hops if s.cp_mode == "allgather" else [(s.cp_rank - hop) % s.cp for hop in hops]
         found = []
         for source in order:
             if source == s.cp_rank:
@@ -241,36 +242,36 @@ class Layers:
         s = self.s
         saved_q, n, kv = q.bytes, q.bytes.n, 2 * k.bytes.n
         ratio, lse_n = s.wide / s.e, q.bytes.n / s.e / s.m.head_dim * s.wide
+
+        def merge(rows: float):
+            _share, _difference, _product = (self.new(rows * size) for size in (lse_n, n * ratio, n * ratio))
+
         kept = self.new(kv)
         if s.cp_mode == "allgather":
             kept = self.new(kv * s.cp)
-        buffers = self.new(kv * min(2, s.cp - 1)) if s.cp_mode != "allgather" else None
-        out = lse = None
-        for rows, keys in self.parts():
+        buffers = 0 if s.cp_mode == "allgather" else kv * min(2, s.cp - 1)  # of keys and values that travel
+        d_kvs = kv * ratio * (s.cp if s.cp_mode == "allgather" else 2)
+        _buffers, out, lse = self.new(buffers), None, None
+        for rows, _ in self.parts():
             if rows:
-                block, block_lse = self.tape.made(n * rows), self.tape.made(lse_n * rows)
+                _block = self.tape.made(n * rows), self.tape.made(lse_n * rows)
                 if out is None:
                     out, lse = self.new(n * ratio), self.new(lse_n)
                 else:
-                    share = self.new(lse_n * rows)
-                    difference = self.new(n * rows * ratio)
-                    product = self.new(n * rows * ratio)
-                    del share, difference, product
+                    merge(rows)
         if ratio != 1:
             out = self.new(n)
 
-        def back(dy: Bytes, saved=(saved_q, kept, out, lse)):
-            d_q = self.new(n * ratio)
-            d_kvs, next_d_kv = self.new(kv * ratio * (s.cp if s.cp_mode == "allgather" else 2)), self.new(kv * ratio)
-            buffers = self.new(kv * min(2, s.cp - 1)) if s.cp_mode != "allgather" else None
+        def back(_dy: Bytes, saved=(saved_q, kept, out, lse)):
+            d_q, _d_kvs, d_kv, _buffers = (self.new(size) for size in (n * ratio, d_kvs, kv * ratio, buffers))
             for rows, keys in self.parts():
-                if rows:
-                    grads = self.new(n * rows), self.new(kv * keys)
-                    del grads
+                self.new(rows and n * rows + kv * keys)
             if ratio == 1:
-                return [d_q, next_d_kv, next_d_kv], []
-            d_q, next_d_kv = (d_q, self.new(n)), (next_d_kv, self.new(kv))
-            return [d_q[1], next_d_kv[1], next_d_kv[1]], []
+                return [d_q, d_kv, d_kv], []
+            wide = d_q, d_kv
+            d_q, d_kv = self.new(n), self.new(kv)
+            del wide
+            return [d_q, d_kv, d_kv], []
 
         return self.tape.node([q, k, v], [out], back)[0]
 
@@ -278,7 +279,11 @@ class Layers:
         """The block."""
         s, m = self.s, self.s.m
         kv = max(1, m.n_kv_heads // s.tp) * m.head_dim
-        weights = {f"{name}.self_attn.q_proj.weight": (m.dim // s.tp, m.dim), f"{name}.self_attn.k_proj.weight": (kv, m.dim), f"{name}.self_attn.v_proj.weight": (kv, m.dim)}
+        weights = {
+            f"{name}.self_attn.q_proj.weight": (m.dim // s.tp, m.dim),
+            f"{name}.self_attn.k_proj.weight": (kv, m.dim),
+            f"{name}.self_attn.v_proj.weight": (kv, m.dim),
+        }
         projected = self.columns(x, weights, s.tokens)
         q, k, v = projected
         out = self.attend(self.rope(q), self.rope(k), v)
@@ -304,7 +309,9 @@ class Layers:
     def mlp(self, x: Tensor, name: str, width: int, last: bool) -> Tensor:
         """SwiGLU; `width` of this rank."""
         s, m = self.s, self.s.m
-        gate, up = self.columns(x, {f"{name}.gate_proj.weight": (width, m.dim), f"{name}.up_proj.weight": (width, m.dim)}, s.tokens)
+        gate, up = self.columns(
+            x, {f"{name}.gate_proj.weight": (width, m.dim), f"{name}.up_proj.weight": (width, m.dim)}, s.tokens
+        )
         return self.row(self.times(self.silu(gate), up), f"{name}.down_proj.weight", m.dim, width, s.tokens, last)
 
     # --- experts, with rows [n, dim]
@@ -317,10 +324,10 @@ class Layers:
     def take(self, x: Tensor, rows: int) -> Tensor:
         """TakeRows; backward adds rows up."""
         n, dim = x.bytes.n, self.s.m.dim
-        index = self.new(rows * 8)
+        index = self.new(rows * 16)  # its place and its rank, or expert
 
-        def back(dy: Bytes, index=index):
-            sums, wide = self.new(n * self.s.wide / self.s.e), self.new(rows * dim * self.s.wide)
+        def back(_dy: Bytes, index=index):
+            _sums, _wide = self.new(n * self.s.wide / self.s.e), self.new(rows * dim * self.s.wide)
             return [self.new(n)], []
 
         return self.tape.node([x], [self.new(rows * dim * self.s.e)], back)[0]
@@ -361,17 +368,15 @@ class Layers:
         s, m = self.s, self.s.m
         here, width = m.experts // s.ep, m.expert_width // s.tp
         rows = self.take(x, choices)
-        index = self.new(choices * 8)
         gate = self.silu(self.grouped(rows, f"{name}.gate_proj.weight", width, m.dim, here, choices))
         hidden = self.times(gate, self.grouped(rows, f"{name}.up_proj.weight", width, m.dim, here, choices))
         del gate
         down = self.grouped(hidden, f"{name}.down_proj.weight", m.dim, width, here, choices)
         chosen, n, w = self.pick(gates, choices * s.wide), choices * m.dim * s.e, choices * m.dim * s.wide
 
-        def back(dy: Bytes, saved=(down.bytes, chosen.bytes, index)):
-            one, other = self.new(w), self.new(w)
-            one = self.narrow(one, n)
-            return [one, self.new(choices * s.wide)], []
+        def back(dy: Bytes, saved=(down.bytes, chosen.bytes)):
+            down, _chosen = self.new(w), self.new(w)
+            return [self.narrow(down, n), self.new(choices * s.wide)], []
 
         (weighted,) = self.tape.node([down, chosen], [self.new(w)], back)
         del down, chosen
@@ -383,7 +388,7 @@ class Layers:
         n = number * (s.m.dim * s.e + extra)
 
         def leave(*parts: Bytes) -> Bytes:
-            leaving = self.new(n)
+            _leaving = self.new(n)
             return self.new(n)
 
         def arrive(message: Bytes) -> list[Bytes]:
@@ -426,7 +431,7 @@ class Layers:
         matrix = self.new(m.experts * m.dim * s.wide) if s.wide != s.e else None
 
         def back(dy: Bytes, saved=(x_wide.bytes, matrix)):
-            grad, d_x = self.new(m.experts * m.dim * s.wide), self.new(s.own * m.dim * s.wide)
+            _wide, d_x = self.new(m.experts * m.dim * s.wide), self.new(s.own * m.dim * s.wide)
             return [d_x], [(f"{name}.router.weight", self.new(m.experts * m.dim * s.e))]
 
         (logits,) = self.tape.node([x_wide], [self.tape.made(table)], back, [f"{name}.router.weight"])
@@ -434,7 +439,9 @@ class Layers:
         p = self.new(table)
         (p,) = self.tape.node([logits], [p], lambda dy, saved=p: ([self.new(table)], []))
         chosen = self.new(s.own * k * 8)
-        (picked,) = self.tape.node([p], [self.new(s.own * k * s.wide)], lambda dy, saved=chosen: ([self.new(table)], []))
+        (picked,) = self.tape.node(
+            [p], [self.new(s.own * k * s.wide)], lambda dy, saved=chosen: ([self.new(table)], [])
+        )
         small = self.new(s.own * k * s.wide)
         (gates,) = self.tape.node([picked], [small], lambda dy, saved=(picked.bytes, small): ([dy], []))
         del small, picked
@@ -467,7 +474,6 @@ class Layers:
             return finish
         number = s.ep * round(mean_rows(m, s.own, s.ep) / (s.ep - 1))
         extra = m.experts // s.ep * s.wide
-        index = self.new(number * 16)
         rows = self.take(x, number)
         its_gates = self.pick(gates, number * extra)
         arrive = self.travel(rows, its_gates, number, extra)

@@ -7,7 +7,6 @@ gradients of one tensor a sum is made; a weight's gradient is cast to the dtype 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 
 class Memory:
@@ -85,7 +84,9 @@ class Tape:
         """A node, and its outputs. An input without gradient is None, or has no node."""
         if not self.keeps:
             return [Tensor(storage) for storage in outputs]
-        node = Node([(t.node, t.index) if t is not None and t.node else None for t in inputs], back, len(outputs), early)
+        node = Node(
+            [(t.node, t.index) if t is not None and t.node else None for t in inputs], back, len(outputs), early
+        )
         self.nodes.append(node)
         for name in weights:
             self.waits[name] = self.waits.get(name, 0) + 1
@@ -158,6 +159,7 @@ class Tape:
         if all(grad is None for grad in grads):
             return
         found, weights = node.back(*grads)
+        grads = None
         if node.early:
             self.widen_all(weights)
         grads = node.back = None
