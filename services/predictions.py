@@ -2,6 +2,7 @@
 
 from collections import Counter
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from common.layout import layout_of, replica_group
@@ -119,12 +120,12 @@ def predict(run: Any, sync: Any) -> Costs:
 
 
 def predict_peak(run: Any, held: dict[str, int | None]) -> float | None:
-    """The most bytes that this rank holds at any moment of a step, on a GPU; None on a CPU, whose kernels differ.
+    """The most bytes that this rank holds at any moment of a step; `held`: the bytes by kind of `predict`.
 
-    `held`: the bytes by kind of `predict`.
+    None where it is not known: on a CPU, whose kernels differ, and with --compress, which keeps what it did not send.
     """
     config, m, mesh, e = run.config, run.shape, run.mesh, run.dtype.itemsize
-    if run.device.type == "cpu":
+    if run.device.type == "cpu" or getattr(config, "compress", "none") != "none":
         return None
     tp, cp, ep = (mesh[dim].size if dim in mesh.groups else 1 for dim in ("tp", "cp", "ep"))
     wide, units, zero = max(4, e), getattr(run.optimizer, "units", []), getattr(config, "zero", 0)
@@ -154,8 +155,11 @@ def predict_peak(run: Any, held: dict[str, int | None]) -> float | None:
         found = [[numbers[unit] for unit in units] for units in found]
         rank.pipeline(pipeline.program, chunks, pipeline.slices, pipeline.placements, mesh["pp"].rank, found)
     summed = [size for _, ranks, size in partial_sums(run) if ranks > 1] if hasattr(config, "tp") else []
-    wider = wide * sum(p.numel() for p in run.model.parameters()) if zero == 0 and grown < wide else 0
-    rank.update(max(summed, default=0), wider)
+    matrices = [wide * p.numel() for p in run.model.parameters() if p.dim() > 1]
+    copies = wide * sum(p.numel() for p in run.model.parameters()) if zero == 0 and grown < wide else 0
+    if config.optimizer == "adafactor":  # the update of a matrix is still there while that of the next is made
+        copies += max(a + b for a, b in pairwise(matrices))
+    rank.update(max(summed, default=0), copies)
     return rank.memory.peak
 
 

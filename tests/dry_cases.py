@@ -25,22 +25,26 @@ SHAPES = dict(
     small=dict(model="tiny"),
 )
 VALUES = dict(
-    dtype=("bf16", "bf16", "fp32"),
+    dtype=("bf16", "bf16", "fp32", "fp16"),
     grad_dtype=("fp32", "same"),
     recompute=("none", "none", "full", "selective"),
     micro_batch_size=(1, 2),
+    optimizer=("adamw", "adamw", "adamw", "sgd", "adafactor"),
+    compress=("none", "none", "none", "none", "bf16", "int8", "topk"),
     zero=(0, 1, 2, 3),
+    offload_optimizer=("none", "none", "none", "cpu"),
     tp=(1, 2, 4, 8),
     sp=(True, True, False),
     tp_overlap=(True, True, False),
     cp=(1, 2, 4),
     cp_mode=("zigzag", "ring", "allgather", "ulysses"),
     pp=(1, 2, 4),
-    schedule=("1f1b", "afab", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe"),
+    schedule=("1f1b", "afab", "interleaved", "zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe"),
     ep=(1, 2, 4),
     ep_mode=("alltoall", "alltoall", "allgather"),
     shared_experts=(0, 1),
     balance=("loss", "bias"),
+    capacity_factor=(0.0, 0.0, 1.25),
 )
 
 
@@ -54,7 +58,9 @@ def draw(seed: int) -> dict[str, Any]:
         options = {name: rng.choice(values) for name, values in VALUES.items() if name in names}
         options |= rng.choice([*SHAPES.values()]) if step < 7 else dict(model="mixtral-8x7b", seq_len=2048)
         if options.get("cp", 1) > 1:
-            options["dtype"] = "bf16"  # in fp32, no fused kernel of a GPU returns what a ring needs
+            options["dtype"] = rng.choice(
+                ("bf16", "fp16")
+            )  # in fp32, no fused kernel of a GPU returns what a ring needs
         options["n_layers"] = rng.choice((2, 3)) * options.get("pp", 1)
         inner = options.get("tp", 1) * options.get("cp", 1) * options.get("pp", 1)
         dp = rng.choice([n for n in (1, 2, 3, 4, 16, 48, 128, 1024, 4096, 16384) if 2 <= n * inner <= MOST])

@@ -262,7 +262,7 @@ class Rank:
     def update(self, summed: float, copies: float):
         """After the last backward: `summed` bytes of gradients are put side by side, to be summed over tp, say.
 
-        `copies`: of all gradients in fp32 at once, without ZeRO.
+        `copies`: what the update makes for a moment without ZeRO.
         """
         self.new(summed)
         self.new(max([copies, *(unit.update for unit in self.zero.units)]))
