@@ -140,6 +140,18 @@ class Rank:
             hidden = layers.loss(hidden, "model.embed_tokens.weight" if self.tied else "lm_head.weight")
         return tape, hidden
 
+    def moment(self, chunk: Chunk) -> float:
+        """Bytes above what a chunk's forward leaves for backward, at the highest point of both."""
+        tokens, before, grads = self.new(0), self.memory.live, []
+        tape, out = self.forward(tokens, chunk, None if chunk.first else grads.append)
+        edge = out.node
+        del out
+        kept = self.memory.live - before
+        tape.backward(edge, self.new(4 if chunk.last else self.sizes.x))
+        waiting, self.put_off[:] = self.put_off[:], []
+        self.weight_gradients(waiting)
+        return self.memory.peak - before - kept
+
     def micro_batches(self, layers: list[int], count: int, uses: Uses):
         """Steps 1 to 5: one micro-batch after another; `uses` of ZeRO's units."""
         zero, last = self.zero, len(uses.units) - 1
