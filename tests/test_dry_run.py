@@ -128,7 +128,7 @@ def test_real_ranks_measure_what_the_dry_run_says(pools, name, tmp_path):
 
 
 def test_a_world_as_large_as_a_sequence():
-    """Ranks are counted with numbers, also where positions of as many tokens were made without: all groups are whole."""
+    """Ranks are counted with numbers, also where as many positions were made without: all groups are whole."""
     seen = run(5, 64, 5, SMALL | dict(cp=2, tp=2, seq_len=64), device="cpu")
     assert seen.traffic["data", "all_gather"] == seen.costs.traffic["data", "all_gather"] > 0
 

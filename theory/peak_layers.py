@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from theory.tape import Bytes, Tape, Tensor
 from theory.traffic import mean_rows
 
+CHUNK = 4096  # tokens whose logits are there at a time
+
 
 class Sizes(NamedTuple):
     """Of one micro-batch on one rank."""
@@ -51,6 +53,13 @@ class Layers:
         self.s, self.tape, self.store = sizes, tape, store
         self.new = tape.new
 
+    def kernel(self, n: float, *inputs: Tensor, saved: tuple = ()) -> Tensor:
+        """What makes `n` bytes, and in backward a gradient as large as each input; until then, `saved` is there."""
+        sizes = [x.bytes.n for x in inputs]
+        return self.tape.node(inputs, [self.new(n)], lambda dy, saved=saved: ([self.new(size) for size in sizes], []))[
+            0
+        ]
+
     # --- collectives over tokens
 
     def gather(self, x: Bytes) -> Bytes:
@@ -68,12 +77,12 @@ class Layers:
         return self.scatter(x) if self.s.sp else self.new(x.n)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Step 4's f."""
+        """Step 4's f: `gather` with sequence parallelism, else nothing; and `reduce` in backward."""
         s = self.s
         return self.tape.node([x], [self.gather(x.bytes) if s.sp else x.bytes], lambda dy: ([self.reduce(dy)], []))[0]
 
     def leave(self, x: Tensor) -> Tensor:
-        """Step 4's g."""
+        """Step 4's g: `reduce`; and in backward `gather`, or nothing."""
         s = self.s
         out = self.reduce(x.bytes)
         return self.tape.node([x], [out], lambda dy: ([self.gather(dy) if s.sp else dy], []))[0]
@@ -81,9 +90,11 @@ class Layers:
     # --- linear layers
 
     def outputs(self, rows: int, weights: dict[str, tuple[int, int]]) -> list[Bytes]:
+        """What matmuls with `weights`, by name [out, in], make of `rows` rows."""
         return [self.tape.made(rows * n * self.s.e) for n, _ in weights.values()]
 
     def gradients(self, weights: dict[str, tuple[int, int]]) -> list[tuple[str, Bytes]]:
+        """The weights' gradients, as matmuls make them."""
         return [(name, self.new(a * b * self.s.e)) for name, (a, b) in weights.items()]
 
     def linear(self, x: Tensor, name: str, n_out: int, n_in: int, rows: int, last: bool = False) -> Tensor:
@@ -182,7 +193,7 @@ class Layers:
         """Attention in one kernel (`attend`)."""
         s = self.s
         if s.e > 2 and q.bytes.n > k.bytes.n:
-            k, v = (self.repeat(x, q.bytes.n) for x in (k, v))
+            k, v = (self.kernel(q.bytes.n, x) for x in (k, v))  # heads repeated
         lse = self.tape.made(q.bytes.n / s.e / s.m.head_dim * s.wide)
         out, saved = self.tape.made(q.bytes.n), (q.bytes, k.bytes, v.bytes)
 
@@ -190,11 +201,6 @@ class Layers:
             return [self.new(x.n) for x in saved], []
 
         return self.tape.node([q, k, v], [out], back)[0]
-
-    def repeat(self, x: Tensor, n: float) -> Tensor:
-        """Heads, repeated."""
-        before = x.bytes.n
-        return self.tape.node([x], [self.new(n)], lambda dy: ([self.new(before)], []))[0]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The core, or step 5's in its place."""
@@ -204,7 +210,7 @@ class Layers:
         if s.cp_mode == "ulysses":
             kv_heads = max(1, s.m.n_kv_heads // s.tp)
             if s.cp > kv_heads:
-                k, v = (self.repeat(x, x.bytes.n * (s.cp // kv_heads)) for x in (k, v))
+                k, v = (self.kernel(x.bytes.n * (s.cp // kv_heads), x) for x in (k, v))  # heads repeated
             q, k, v = (self.swap(x, True) for x in (q, k, v))
             out = self.core(q, k, v)
             return self.swap(out, False)
@@ -291,20 +297,11 @@ class Layers:
 
     def silu(self, x: Tensor) -> Tensor:
         """One kernel, there and back."""
-        saved = x.bytes
-
-        def back(dy: Bytes, saved=saved):
-            return [self.new(saved.n)], []
-
-        return self.tape.node([x], [self.new(x.bytes.n)], back)[0]
+        return self.kernel(x.bytes.n, x, saved=(x.bytes,))
 
     def times(self, a: Tensor, b: Tensor) -> Tensor:
         """A product."""
-
-        def back(dy: Bytes, saved=(a.bytes, b.bytes)):
-            return [self.new(dy.n), self.new(dy.n)], []
-
-        return self.tape.node([a, b], [self.new(a.bytes.n)], back)[0]
+        return self.kernel(a.bytes.n, a, b, saved=(a.bytes, b.bytes))
 
     def mlp(self, x: Tensor, name: str, width: int, last: bool) -> Tensor:
         """SwiGLU; `width` of this rank."""
@@ -318,8 +315,7 @@ class Layers:
 
     def cast(self, x: Tensor, n: float) -> Tensor:
         """Another dtype; nothing, if it is the same."""
-        before = x.bytes.n
-        return x if n == before else self.tape.node([x], [self.new(n)], lambda dy: ([self.new(before)], []))[0]
+        return x if n == x.bytes.n else self.kernel(n, x)
 
     def take(self, x: Tensor, rows: int) -> Tensor:
         """TakeRows; backward adds rows up."""
@@ -336,16 +332,9 @@ class Layers:
         """`number` rows, added up by token, in fp32 or wider."""
         s, dim = self.s, self.s.m.dim
         wide = self.cast(rows, number * dim * s.wide)
-        (sums,) = self.tape.node(
-            [wide], [self.new(tokens * dim * s.wide)], lambda dy: ([self.new(number * dim * s.wide)], [])
-        )
+        sums = self.kernel(tokens * dim * s.wide, wide)
         del wide, rows
         return self.cast(sums, tokens * dim * s.e)
-
-    def pick(self, table: Tensor, n: float) -> Tensor:
-        """Some numbers of a table."""
-        whole = table.bytes.n
-        return self.tape.node([table], [self.new(n)], lambda dy: ([self.new(whole)], []))[0]
 
     def grouped(self, x: Tensor, name: str, n_out: int, n_in: int, experts: int, rows: int) -> Tensor:
         """The same linear layer of all experts of a rank."""
@@ -372,7 +361,7 @@ class Layers:
         hidden = self.times(gate, self.grouped(rows, f"{name}.up_proj.weight", width, m.dim, here, choices))
         del gate
         down = self.grouped(hidden, f"{name}.down_proj.weight", m.dim, width, here, choices)
-        chosen, n, w = self.pick(gates, choices * s.wide), choices * m.dim * s.e, choices * m.dim * s.wide
+        chosen, n, w = self.kernel(choices * s.wide, gates), choices * m.dim * s.e, choices * m.dim * s.wide
 
         def back(dy: Bytes, saved=(down.bytes, chosen.bytes)):
             down, _chosen = self.new(w), self.new(w)
@@ -414,14 +403,9 @@ class Layers:
             return self.tape.node([out], [self.new(out.bytes.n)], lambda dy: ([dy], []))[0]
         if pads:
             x, gates = (self.tape.node([t], [self.new(t.bytes.n)], lambda dy: ([dy], []))[0] for t in (x, gates))
-        x, gates = (self.over(t, s.tp) for t in (x, gates))
+        x, gates = (self.kernel(t.bytes.n * s.tp, t) for t in (x, gates))  # gathered
         out = self.experts(x, gates, name, rows * s.tp, choices)
-        return self.over(out, 1 / s.tp)
-
-    def over(self, x: Tensor, factor: float) -> Tensor:
-        """Rows gathered (factor n) or reduced and scattered (1 / n)."""
-        n = x.bytes.n
-        return self.tape.node([x], [self.new(n * factor)], lambda dy: ([self.new(n)], []))[0]
+        return self.kernel(out.bytes.n / s.tp, out)
 
     def moe(self, x: Tensor, name: str) -> Tensor:
         """Router, experts, shared experts."""
@@ -436,17 +420,13 @@ class Layers:
 
         (logits,) = self.tape.node([x_wide], [self.tape.made(table)], back, [f"{name}.router.weight"])
         del x_wide, matrix
-        p = self.new(table)
-        (p,) = self.tape.node([logits], [p], lambda dy, saved=p: ([self.new(table)], []))
-        chosen = self.new(s.own * k * 8)
-        (picked,) = self.tape.node(
-            [p], [self.new(s.own * k * s.wide)], lambda dy, saved=chosen: ([self.new(table)], [])
-        )
+        p = self.kernel(table, logits)
+        picked = self.kernel(s.own * k * s.wide, p, saved=(p.bytes, self.new(s.own * k * 8)))
         small = self.new(s.own * k * s.wide)
         (gates,) = self.tape.node([picked], [small], lambda dy, saved=(picked.bytes, small): ([dy], []))
         del small, picked
         zeros = self.new(table)
-        (gates,) = self.tape.node([gates], [self.new(table)], lambda dy: ([self.new(s.own * k * s.wide)], []))
+        gates = self.kernel(table, gates)
         del zeros
         finish = self.send(x, gates, f"{name}.experts")
         del gates
@@ -467,15 +447,15 @@ class Layers:
                 choices = round(n * together * m.experts_per_token / s.ep)
                 if s.ep == 1:
                     return self.over_tp(x, gates, name, n, choices, False)
-                a, b = self.over(x, s.ep), self.over(gates, s.ep)
-                out = self.over_tp(a, b, name, n, choices, False)
-                return self.over(out, 1 / s.ep)
+                everyones = (self.kernel(t.bytes.n * s.ep, t) for t in (x, gates))
+                out = self.over_tp(*everyones, name, n, choices, False)
+                return self.kernel(out.bytes.n / s.ep, out)
 
             return finish
         number = s.ep * round(mean_rows(m, s.own, s.ep) / (s.ep - 1))
         extra = m.experts // s.ep * s.wide
         rows = self.take(x, number)
-        its_gates = self.pick(gates, number * extra)
+        its_gates = self.kernel(number * extra, gates)
         arrive = self.travel(rows, its_gates, number, extra)
         del rows
 
@@ -513,7 +493,7 @@ class Layers:
         (x,) = self.tape.node([x], [self.new(s.full)], lambda dy: ([self.new(dy.n)], []))
         return self.leave(x)
 
-    def loss(self, hidden: Tensor, name: str, chunk_tokens: int = 4096) -> Tensor:
+    def loss(self, hidden: Tensor, name: str, chunk_tokens: int = CHUNK) -> Tensor:
         """The chunked cross entropy of a part of the vocabulary."""
         s = self.s
         rows = -(-s.m.vocab_size // s.tp)
