@@ -52,15 +52,15 @@ def draw(seed: int) -> dict[str, Any]:
     """A case: step, ranks, the rank to be, and flags that the step takes on so many ranks."""
     rng = random.Random(seed)
     while True:
-        step = rng.choice((3, 4, 5, 6, 6, 7, 7))
+        step = rng.choice((2, 3, 4, 5, 6, 6, 7, 7))
         config_of = importlib.import_module(STEPS[step - 1]).Config
         names = {field.name for field in dataclasses.fields(config_of)}
         options = {name: rng.choice(values) for name, values in VALUES.items() if name in names}
         options |= rng.choice([*SHAPES.values()]) if step < 7 else dict(model="mixtral-8x7b", seq_len=2048)
-        if options.get("cp", 1) > 1:
-            options["dtype"] = rng.choice(
-                ("bf16", "fp16")
-            )  # in fp32, no fused kernel of a GPU returns what a ring needs
+        if step == 2:  # ZeRO reduces gradients itself
+            options["sync"] = rng.choice(("bucket", "overlap", "naive"))
+        if options.get("cp", 1) > 1:  # in fp32, no fused kernel of a GPU returns what a ring needs
+            options["dtype"] = rng.choice(("bf16", "fp16"))
         options["n_layers"] = rng.choice((2, 3)) * options.get("pp", 1)
         inner = options.get("tp", 1) * options.get("cp", 1) * options.get("pp", 1)
         dp = rng.choice([n for n in (1, 2, 3, 4, 16, 48, 128, 1024, 4096, 16384) if 2 <= n * inner <= MOST])

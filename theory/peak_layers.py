@@ -422,6 +422,8 @@ class Layers:
         del x_wide, matrix
         p = self.kernel(table, logits)
         picked = self.kernel(s.own * k * s.wide, p, saved=(p.bytes, self.new(s.own * k * 8)))
+        if s.capacity:  # who comes first: a table of all choices, and its running sums
+            self.new(2 * s.batch * m.seq_len * k * m.experts * 8)
         small = self.new(s.own * k * s.wide)
         (gates,) = self.tape.node([picked], [small], lambda dy, saved=(picked.bytes, small): ([dy], []))
         del small, picked

@@ -159,10 +159,10 @@ class Tape:
         if all(grad is None for grad in grads):
             return
         found, weights = node.back(*grads)
-        grads = None
+        grads = None  # they were handed to the node, and are gone before casts; what it saved goes after those
         if node.early:
             self.widen_all(weights)
-        grads = node.back = None
+        node.back = None
         for edge, grad in zip(node.edges, found, strict=True):
             if edge is not None and grad is not None:
                 there, index = edge
