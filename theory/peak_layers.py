@@ -100,7 +100,9 @@ class Layers:
     def linear(self, x: Tensor, name: str, n_out: int, n_in: int, rows: int, last: bool = False) -> Tensor:
         """One matmul, whose backward finds both gradients; or whose weight gradient waits."""
         weights, e, saved = {name: (n_out, n_in)}, self.s.e, x.bytes
-        outs = [self.new(0)] if last and self.tape.second else self.outputs(rows, weights)
+        outs = self.outputs(rows, weights) if not last or not self.tape.second or self.s.split else []
+        if last and self.tape.second:  # a second forward stops before this; a function of our own runs, and is dropped
+            outs = [self.new(0)]
         if self.s.split:
             return self.tape.node([x], outs, self.split_back(saved, weights, rows, None), [name], early=True)[0]
 

@@ -130,8 +130,9 @@ class Tape:
         """The gradient in the dtype that it is added up in."""
         return grad if self.cast == 1 else self.new(grad.n * self.cast)
 
-    def accumulate(self, name: str, grad: Bytes):
-        """A gradient of a weight is there; of a weight that is used twice, once both are."""
+    def accumulate(self, found: list[tuple[str, Bytes]]):
+        """The first of these gradients of weights is added up; that of a weight used twice, once both are there."""
+        name, grad = found.pop(0)
         self.waits[name] -= 1
         if name in self.sums:
             grad = self.new(grad.n)
@@ -173,7 +174,7 @@ class Tape:
         if not node.early:
             self.widen_all(weights)
         while weights:
-            self.accumulate(*weights.pop(0))
+            self.accumulate(weights)
 
     def widen_all(self, weights: list[tuple[str, Bytes]]):
         """Cast gradients of weights, one after another."""
