@@ -237,6 +237,7 @@ def buffer_bytes(m: Shape, layout: Layout, recipe: Recipe, stages: tuple[Stage, 
     if recipe.name == "course":
         way, ranks = "zb-h1" if layout.schedule in SPLIT else "1f1b", network(layout, "data").ranks
         key = replace(layout, pp=1, dp=1, zero=2 * (layout.zero > 1), gbs=1, chunks=1, schedule=way)
+        ranks = min(ranks, 16) if layout.zero > 1 else 1  # of more, a slice is little
         found = CONTEXT + max(course_moment(m, key, ranks, kinds(m, (s,)), s.first, s.last) for s in stages)
         if layout.zero == 3 and layout.pp > 1:  # a chunk's weights are there as long as it has its turn
             chunks = [layers_by_kind(m, stage) for stage in stages]
@@ -280,8 +281,8 @@ def ranks_of(m: Shape, layout: Layout, recipe: Recipe) -> tuple[Rank, ...]:
     return tuple(found)
 
 
-def held(m: Shape, layout: Layout, recipe: Recipe) -> Held:
-    """What the fullest rank of a layout holds."""
+def held(m: Shape, layout: Layout, recipe: Recipe, moments: bool = True) -> Held:
+    """What the fullest rank of a layout holds; without `moments`, less what lives for a moment (and takes longest)."""
     p, count = layout.pp, layout.micro_batches
     if layout.schedule != "afab":
         count = min(count, 4 * p + count % p)
@@ -289,5 +290,6 @@ def held(m: Shape, layout: Layout, recipe: Recipe) -> Held:
     found = []
     for rank in ranks_of(m, plain, recipe):
         state = state_bytes(*rank.numbers, layout, recipe)
-        found.append(Held(*state, rank.activations, rank.logits, buffer_bytes(m, layout, recipe, rank.stages)))
+        buffers = buffer_bytes(m, layout, recipe, rank.stages) if moments else 0.0
+        found.append(Held(*state, rank.activations, rank.logits, buffers))
     return Held(*(kind * recipe.reserved for kind in max(found, key=sum)))
