@@ -26,6 +26,7 @@ from services.checks import mesh_sizes
 from services.devices import GPU_PEAKS
 from services.fake_device import Answers, can_fake_cuda, fake_device, fake_ranks, tensors_of
 from services.memory import MemoryTimeline
+from services.predictions import predict_peak
 from services.run import Run, run_directory
 from services.tables import human, table
 from theory.gpus import GPUS, Gpu
@@ -179,6 +180,7 @@ class Seen:
     meter: Meter
     shape: Any = None
     costs: Any = None  # of services/predictions.py
+    peak: float | None = None  # predicted
     held: dict[str, int] = field(default_factory=dict)  # bytes by kind
     traffic: dict[tuple[str, str], float] = field(default_factory=dict)
     calls: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -187,6 +189,7 @@ class Seen:
         """Instead of the tables before the first step: everything up to here was preparation."""
         pictures.watch(run)
         self.shape, self.costs, meter = run.shape, costs, self.meter
+        self.peak = predict_peak(run, costs.memory)
         run.log.memory, run.log.profiled_until = meter.memory, 1
         run.log.forwards = max(2, run.log.forwards)  # no allocator is to be asked
         run.mesh.ledger.take()
@@ -242,11 +245,11 @@ def stages_table(seen: list[Seen]) -> str:
     """A line for each rank: memory, traffic and FLOPs beside what theory says, and the seconds of the step's parts."""
     there = {part for one in seen for part, _ in one.meter.counts}
     parts = [part for part in ("F", "B", "W", "BW", "update", "rest") if part in there]
-    both = ["held", "predicted", "sent", "predicted", "TFLOPs", "predicted"]
-    rows = [["rank", "peak", *both, *(f"{part} s" for part in parts)]]
+    both = [name for found in ("peak", "held", "sent", "TFLOPs") for name in (found, "predicted")]
+    rows = [["rank", *both, *(f"{part} s" for part in parts)]]
     for one in seen:
         sent = sum(n for name, n in one.traffic.items() if name in one.costs.traffic)
-        sizes = [sum(one.meter.memory.peak().values()), sum(one.held.values())]
+        sizes = [sum(one.meter.memory.peak().values()), one.peak, sum(one.held.values())]
         sizes += [sum(one.costs.memory.values()), sent, sum(one.costs.traffic.values())]
         flops = [sum(work(one).values()), sum(one.costs.work.values())]
         spent = [sum(c.seconds for key, c in one.meter.counts.items() if key[0] == part) for part in parts]

@@ -175,7 +175,8 @@ class Answers(TorchDispatchMode):
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         if name in self.answers and any(t.is_cuda or unknown(t) for t in tensors_of(args)):
             return self.answers[name](func, *args, **kwargs)
-        key = self.known.key(func, args, kwargs)
+        faked = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # else ranks are counted
+        key = self.known.key(func, args, kwargs) if faked else None
         if key in self.known.made:
             out = self.known.make(self.known.made[key], args, self.mode)
         else:
@@ -300,6 +301,24 @@ class FusedNorm(torch.autograd.Function):
         return *grads, None
 
 
+class FusedSilu(torch.autograd.Function):
+    """SiLU whose backward is one kernel; on fake tensors PyTorch takes it apart, with seven tensors in between."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, answers: Answers) -> Tensor:
+        """As x."""
+        ctx.save_for_backward(x)
+        ctx.answers = answers
+        return torch.ops.aten.silu(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """The gradient of x."""
+        (x,), out = ctx.saved_tensors, torch.empty_like(grad)
+        ctx.answers.kernel("silu_backward", [grad, x], [out])
+        return out, None
+
+
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, enable_gqa: bool = False) -> Tensor:
     """PyTorch's attention as CUDA's kernels compute it: flash in 16 bits, memory-efficient in fp32."""
     aten = torch.ops.aten
@@ -389,11 +408,20 @@ def fake_device(answers: Answers, cuda: bool, tokens: int, gpus: int = 8) -> Ite
     def rms_norm(x: Tensor, _shape: Any, weight: Tensor, _eps: float, right: Callable = F.rms_norm) -> Tensor:
         return FusedNorm.apply(x, weight, answers) if x.is_cuda else right(x, _shape, weight, _eps)
 
+    def softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None, right: Callable = Tensor.softmax) -> Tensor:
+        """One kernel, also where the result is wider."""
+        if dtype is None or not x.is_cuda:
+            return right(x, dim, dtype)
+        out = torch.empty_like(x, dtype=dtype)
+        answers.kernel("softmax", [x], [out])
+        return out
+
     right = FakeTensor.tolist
     replaced = [(comm.Mesh, name, with_numbers(getattr(comm.Mesh, name))) for name in ("__init__", "add", "add_pairs")]
     replaced += [(FakeTensor, "tolist", lambda t: answers.tolist(t, right)), (torch, "tensor", tensor)]
     replaced += [(FakeTensor, "data_ptr", lambda t: t.untyped_storage()._cdata)]
     replaced += [(readers, "load_columns", lambda _: (Blank(tokens), 0)), (readers, "Stream", lambda data, _: data)]
+    replaced += [(F, "silu", lambda x: FusedSilu.apply(x, answers))]
     replaced += [(kind, "reset_parameters", lambda _: None) for kind in (nn.Linear, nn.Embedding, nn.RMSNorm)]
     gpu = dict(is_available=lambda: True, device_count=lambda: gpus, set_device=lambda device: None)
     gpu |= dict(memory_allocated=lambda *_: 0, max_memory_allocated=lambda *_: 0, Event=partial(Event, answers))
@@ -401,7 +429,11 @@ def fake_device(answers: Answers, cuda: bool, tokens: int, gpus: int = 8) -> Ite
     gpu |= dict(is_bf16_supported=lambda **_: True, synchronize=lambda *_: answers.wait("synchronize"))
     if cuda:
         replaced += [(torch.cuda, name, value) for name, value in gpu.items()]
-        replaced += [(F, "rms_norm", rms_norm), (F, "scaled_dot_product_attention", fused_attention)]
+        replaced += [
+            (F, "rms_norm", rms_norm),
+            (FakeTensor, "softmax", softmax),
+            (F, "scaled_dot_product_attention", fused_attention),
+        ]
     with ExitStack() as stack:
         for where, name, value in replaced:
             stack.enter_context(mock.patch.object(where, name, value))

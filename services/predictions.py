@@ -2,12 +2,15 @@
 
 from collections import Counter
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from common.layout import layout_of, replica_group
 from services.devices import peak_flops
 from services.muon import Muon
 from theory import flops, memory, traffic
+from theory.peak import Chunk, Rank, Unit, Uses
+from theory.peak_layers import Sizes
 from theory.traffic import Gradients, Traffic, UnitShape
 
 
@@ -25,6 +28,13 @@ def shape_of(unit: Any) -> UnitShape:
     """What theory knows of one of ZeRO's units."""
     group, weight_bytes = unit.group, unit.dtype.itemsize
     return UnitShape(group.name, group.size, unit.length, bool(unit.trained), unit.grad_dtype.itemsize, weight_bytes)
+
+
+def unit_bytes(unit: UnitShape, wide: int, zero: int) -> tuple[int, int, int, int]:
+    """Bytes of a unit's weights and gradient, of a slice of the gradient, and of its copy in the update, if any."""
+    whole, part = unit.length * unit.ranks, unit.length * unit.gradient_bytes
+    copy = unit.length * wide if zero == 1 and unit.gradient_bytes < wide else 0
+    return whole * unit.weight_bytes, whole * unit.gradient_bytes, part, copy
 
 
 def summed_gradients(run: Any, sync: Any) -> list[Gradients]:
@@ -136,6 +146,51 @@ def predict(run: Any, sync: Any) -> Costs:
         sent |= traffic.tp_traffic(config, local, tp, dtype, micro_batches(run))
         sent |= traffic.cp_traffic(config, m, tp, cp, dtype, micro_batches(run))
     return Costs(per_token, peak, held, sent, work)
+
+
+def predict_peak(run: Any, held: dict[str, int | None]) -> float | None:
+    """The most bytes that this rank holds at any moment of a step; `held`: the bytes by kind of `predict`.
+
+    None where it is not known: on a CPU, whose kernels differ, with --compress, which keeps what it did not send, and
+    with --optimizer muon, whose update has matrices of its own.
+    """
+    config, m, mesh, e = run.config, run.shape, run.mesh, run.dtype.itemsize
+    if run.device.type == "cpu" or getattr(config, "compress", "none") != "none" or config.optimizer == "muon":
+        return None
+    tp, cp, ep = (mesh[dim].size if dim in mesh.groups else 1 for dim in ("tp", "cp", "ep"))
+    wide, units, zero = max(4, e), getattr(run.optimizer, "units", []), getattr(config, "zero", 0)
+    tokens, sp = config.micro_batch_size * m.seq_len // cp, tp > 1 and config.sp
+    sizes = Sizes(
+        *(m, config.micro_batch_size, tokens, tokens // tp if sp else tokens, e, wide, tp, sp),
+        *(tp > 1 and config.tp_overlap, cp, mesh["cp"].rank if cp > 1 else 0, getattr(config, "cp_mode", "")),
+        *(run.pipeline is not None and run.pipeline.store is not None, config.recompute, ep),
+        *(getattr(config, "ep_mode", "") == "alltoall", getattr(config, "capacity_factor", 0.0)),
+    )
+    grown = wide if config.grad_dtype == "fp32" else e
+    kept = zero == 0 and getattr(config, "sync", "naive") == "naive"
+    apart = held["gradients"] if zero == 1 or kept else 0
+    shapes = [Unit(tuple(unit.named), *unit_bytes(shape_of(unit), wide, zero)) for unit in units]
+    rank = Rank(
+        sizes, sum(n or 0 for n in held.values()) - held["activations"] - apart, grown / e, m.tied, zero, shapes, kept
+    )
+    numbers = {unit: number for number, unit in enumerate(units)}
+    if run.pipeline is None:
+        uses = getattr(run.optimizer, "uses", [])
+        found = Uses([[numbers[unit] for unit in use.units] for use in uses], [use.again for use in uses])
+        rank.micro_batches(list(range(m.n_layers)), micro_batches(run), found)
+    else:
+        pipeline = run.pipeline
+        chunks = [Chunk([int(n) for n in chunk.layers], chunk.first, chunk.last) for chunk in pipeline.chunks]
+        found = getattr(run.optimizer, "chunk_units", [[]] * len(chunks))
+        found = [[numbers[unit] for unit in units] for units in found]
+        rank.pipeline(pipeline.program, chunks, pipeline.slices, pipeline.placements, mesh["pp"].rank, found)
+    summed = [size for _, ranks, size in partial_sums(run) if ranks > 1] if hasattr(config, "tp") else []
+    matrices = [wide * p.numel() for p in run.model.parameters() if p.dim() > 1]
+    copies = wide * sum(p.numel() for p in run.model.parameters()) if zero == 0 and grown < wide else 0
+    if config.optimizer == "adafactor":  # the update of a matrix is still there while that of the next is made
+        copies += max(a + b for a, b in pairwise(matrices))
+    rank.update(max(summed, default=0), copies)
+    return rank.memory.peak
 
 
 def work_of(run: Any, tp: int, cp: int) -> dict[str, float]:

@@ -25,22 +25,26 @@ SHAPES = dict(
     small=dict(model="tiny"),
 )
 VALUES = dict(
-    dtype=("bf16", "bf16", "fp32"),
+    dtype=("bf16", "bf16", "fp32", "fp16"),
     grad_dtype=("fp32", "same"),
     recompute=("none", "none", "full", "selective"),
     micro_batch_size=(1, 2),
+    optimizer=("adamw", "adamw", "adamw", "sgd", "adafactor", "muon"),
+    compress=("none", "none", "none", "none", "bf16", "int8", "topk"),
     zero=(0, 1, 2, 3),
+    offload_optimizer=("none", "none", "none", "cpu"),
     tp=(1, 2, 4, 8),
     sp=(True, True, False),
     tp_overlap=(True, True, False),
     cp=(1, 2, 4),
     cp_mode=("zigzag", "ring", "allgather", "ulysses"),
     pp=(1, 2, 4),
-    schedule=("1f1b", "afab", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe"),
+    schedule=("1f1b", "afab", "interleaved", "zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe"),
     ep=(1, 2, 4),
     ep_mode=("alltoall", "alltoall", "allgather"),
     shared_experts=(0, 1),
     balance=("loss", "bias"),
+    capacity_factor=(0.0, 0.0, 1.25),
 )
 
 
@@ -48,14 +52,15 @@ def draw(seed: int) -> dict[str, Any]:
     """A case: step, ranks, the rank to be, and flags that the step takes on so many ranks."""
     rng = random.Random(seed)
     while True:
-        step = rng.choice((3, 4, 5, 6, 6, 7, 7))
+        step = rng.choice((2, 3, 4, 5, 6, 6, 7, 7))
         config_of = importlib.import_module(STEPS[step - 1]).Config
         names = {field.name for field in dataclasses.fields(config_of)}
         options = {name: rng.choice(values) for name, values in VALUES.items() if name in names}
         options |= rng.choice([*SHAPES.values()]) if step < 7 else dict(model="mixtral-8x7b", seq_len=2048)
-        if options.get("cp", 1) > 1:
-            options["dtype"] = "bf16"  # in fp32, no fused kernel of a GPU returns what a ring needs
-        options["optimizer"] = "adamw" if seed % 20 else "muon"
+        if step == 2:  # ZeRO reduces gradients itself
+            options["sync"] = rng.choice(("bucket", "overlap", "naive"))
+        if options.get("cp", 1) > 1:  # in fp32, no fused kernel of a GPU returns what a ring needs
+            options["dtype"] = rng.choice(("bf16", "fp16"))
         options["n_layers"] = rng.choice((2, 3)) * options.get("pp", 1)
         inner = options.get("tp", 1) * options.get("cp", 1) * options.get("pp", 1)
         dp = rng.choice([n for n in (1, 2, 3, 4, 16, 48, 128, 1024, 4096, 16384) if 2 <= n * inner <= MOST])
@@ -75,13 +80,18 @@ def run(step: int, world: int, rank: int, options: dict, device: str = "cuda") -
 
 
 def compared(seen: Seen) -> dict[str, Any]:
-    """What was counted beside what theory says: traffic, FLOPs, and bytes by kind, with their peak in all."""
+    """What was counted beside what theory says: traffic, FLOPs, bytes by kind, and the most bytes at a moment."""
     said = seen.costs.traffic
     sent = {" ".join(key): (n, said.get(key)) for key, n in seen.traffic.items() if key[1].split("(")[-1] != "metrics)"}
     sent |= {" ".join(key): (0.0, n) for key, n in said.items() if key not in seen.traffic and n}
     held = {kind: (seen.held.get(kind, 0), n) for kind, n in seen.costs.memory.items()}
     peak = seen.meter.memory.peak()
-    return dict(sent=sent, held=held, peak=peak, work={k: (n, seen.costs.work[k]) for k, n in work(seen).items()})
+    return dict(
+        sent=sent,
+        held=held,
+        peak=(sum(peak.values()), seen.peak),
+        work={k: (n, seen.costs.work[k]) for k, n in work(seen).items()},
+    )
 
 
 def main(cases: str, results: str):

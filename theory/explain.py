@@ -1,8 +1,9 @@
 """One layout's sums, as one would write them on a blackboard: each formula, the numbers in it, the result."""
 
-from theory.footprint import CHUNK, course_parts, layer_keeps, rank_numbers, rank_stages
+from theory.footprint import course_parts, layer_keeps, rank_numbers, rank_stages
 from theory.gpus import GIB, Gpu
 from theory.layouts import Layout, network
+from theory.peak_layers import CHUNK
 from theory.recipes import Recipe
 from theory.search import evaluate, rates
 from theory.seconds import COMPUTE, bandwidth, boundary_seconds, piece_of, rank_work, ring

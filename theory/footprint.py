@@ -8,6 +8,7 @@ micro-batches wait at once is read off the schedule's lists.
 The course's own trainer has its own functions, those of theory/memory.py, which its runs print.
 """
 
+import re
 from dataclasses import replace
 from functools import lru_cache
 from types import SimpleNamespace
@@ -16,13 +17,14 @@ from typing import Any, NamedTuple
 import torch
 
 from common.schedules import SCHEDULES, place_stages
-from theory import memory
+from theory import memory, peak
 from theory.layouts import Layout, network, stage_layers
+from theory.peak_layers import Sizes
 from theory.recipes import Recipe
 from theory.shapes import Shape, end_weights, head_widths, kv_width, layer_weights
 
 E = 2  # bytes of an activation
-CHUNK = 4096  # tokens whose logits the course holds at a time: 2 bytes each, and 4 for their softmax
+SPLIT = {"zb-h1", "zb-h2", "zbv", "dualpipe"}  # schedules whose weight gradients wait
 CONTEXT = int(1.5 * 2**30)  # bytes of CUDA's context and NCCL's buffers, which no framework counts as its own
 
 
@@ -199,19 +201,52 @@ def kinds(m: Shape, stages: tuple[Stage, ...]) -> frozenset[bool]:
     return frozenset(m.has_experts(n) for stage in stages for n in stage.layers)
 
 
+@lru_cache(maxsize=200_000)
+def course_moment(m: Shape, layout: Layout, ranks: int, flags: frozenset[bool], first: bool, last: bool) -> float:
+    """The course's bytes above what a stage keeps of one micro-batch, at the highest point of its forward and backward.
+
+    Two layers of each kind show it: in backward one layer is at work, and a gradient of another on its way to `ranks`.
+    """
+    x, tokens, sp = layout, layout.mbs * m.seq_len // layout.cp, layout.sp and layout.tp > 1
+    sizes = Sizes(
+        *(m, x.mbs, tokens, tokens // x.tp if sp else tokens, E, 2 * E, x.tp, sp, x.tp > 1, x.cp, x.cp - 1, x.cp_mode),
+        *(x.schedule in SPLIT, x.recompute, x.ep, True),
+    )
+    layers = [n for flag in sorted(flags) for n in [n for n in range(m.n_layers) if m.has_experts(n) == flag][:2]]
+    chunk, tied = peak.Chunk(layers, first, last), m.tied and first and last
+    if layout.zero < 2:
+        return peak.Rank(sizes, 0, 2, tied, 0, [], keep=False).moment(chunk)
+    rank = peak.Rank(sizes, 0, 2, tied, 0, [], keep=True)  # learns which weights there are
+    rank.moment(chunk)
+    units: dict[str, list[str]] = {}
+    for name in rank.gradients:
+        module = re.match(r"model\.layers\.\d+|model\.embed_tokens|", name).group()
+        units.setdefault(module + "experts" * (x.ep > 1 and ".experts." in name), []).append(name)
+    sums = [(tuple(names), sum(rank.gradients[name].n for name in names)) for names in units.values()]
+    parts = [peak.Unit(names, n / 2, n, n / ranks, 0) for names, n in sums]
+    return peak.Rank(sizes, 0, 2, tied, 2, parts, keep=False).moment(chunk)
+
+
 def buffer_bytes(m: Shape, layout: Layout, recipe: Recipe, stages: tuple[Stage, ...]) -> float:
-    """Bytes of what lives for a moment: a layer computed again, units gathered by ZeRO 3, the loss of a chunk."""
-    found, flags = 0.0, kinds(m, stages) if layout.recompute == "full" or layout.zero == 3 else ()
+    """Bytes of what lives for a moment: a layer computed again, units gathered by ZeRO 3, the loss of a chunk.
+
+    Of the course's trainer, all temporaries of a micro-batch.
+    """
+    found, flags = 0.0, kinds(m, stages)
+    unit = max((sum(layer_weights(m, flag, layout.tp, layout.ep)) for flag in flags), default=0)
+    if recipe.name == "course":
+        way, ranks = "zb-h1" if layout.schedule in SPLIT else "1f1b", network(layout, "data").ranks
+        key = replace(layout, pp=1, dp=1, zero=2 * (layout.zero > 1), gbs=1, chunks=1, schedule=way)
+        ranks = min(ranks, 16) if layout.zero > 1 else 1  # of more, a slice is little
+        found = CONTEXT + max(course_moment(m, key, ranks, kinds(m, (s,)), s.first, s.last) for s in stages)
+        if layout.zero == 3 and layout.pp > 1:  # a chunk's weights are there as long as it has its turn
+            chunks = [layers_by_kind(m, stage) for stage in stages]
+            unit = max(sum(n * sum(layer_weights(m, flag, layout.tp, layout.ep)) for flag, n in c) for c in chunks) / 2
+        return found + (layout.zero == 3) * 2 * unit * E
     if layout.recompute == "full" and flags:
         found += max(layer_keeps(m, layout, recipe, flag, "none") for flag in flags)
-    if layout.zero == 3 and flags and not (recipe.resident and layout.pp > 1):
-        unit = max(sum(layer_weights(m, flag, layout.tp, layout.ep)) for flag in flags)
+    if layout.zero == 3 and not (recipe.resident and layout.pp > 1):
         found += 2 * unit * E + unit * 4  # this one and the next; and its gradient, about to travel
-    if recipe.name == "course":
-        found += CONTEXT
-        if any(stage.last for stage in stages):
-            tokens = min(CHUNK, layout.mbs * m.seq_len // layout.cp)
-            found += tokens * m.vocab_size / layout.tp * 6 + 4 * end_weights(m, layout.tp)[1]
     return found
 
 
@@ -246,8 +281,8 @@ def ranks_of(m: Shape, layout: Layout, recipe: Recipe) -> tuple[Rank, ...]:
     return tuple(found)
 
 
-def held(m: Shape, layout: Layout, recipe: Recipe) -> Held:
-    """What the fullest rank of a layout holds."""
+def held(m: Shape, layout: Layout, recipe: Recipe, moments: bool = True) -> Held:
+    """What the fullest rank of a layout holds; without `moments`, less what lives for a moment (and takes longest)."""
     p, count = layout.pp, layout.micro_batches
     if layout.schedule != "afab":
         count = min(count, 4 * p + count % p)
@@ -255,5 +290,6 @@ def held(m: Shape, layout: Layout, recipe: Recipe) -> Held:
     found = []
     for rank in ranks_of(m, plain, recipe):
         state = state_bytes(*rank.numbers, layout, recipe)
-        found.append(Held(*state, rank.activations, rank.logits, buffer_bytes(m, layout, recipe, rank.stages)))
+        buffers = buffer_bytes(m, layout, recipe, rank.stages) if moments else 0.0
+        found.append(Held(*state, rank.activations, rank.logits, buffers))
     return Held(*(kind * recipe.reserved for kind in max(found, key=sum)))

@@ -20,6 +20,7 @@ class Recipe(NamedTuple):
     reduced: float = 4  # bytes of a gradient that travels
     sharded: str = "dp"  # over which ranks ZeRO cuts: "dp" (the course: dp x cp, too)
     selective: str = "attention"  # selective recomputation: "attention" (core), "matmuls" (half of them), "elementwise"
+    stops: bool = False  # recomputation stops before a layer's last matmul, as torch.utils.checkpoint does
     keeps: float = 0  # more bytes that a layer keeps, in bytes a channel and token: copies of queries and keys
     products: int = 1  # SwiGLU's products kept, of width ffn: 2 if silu(gate) and silu(gate) * up are both kept
     gathered: bool = False  # with SP, keeps the gathered input of a block
@@ -35,7 +36,7 @@ class Recipe(NamedTuple):
 
 
 RECIPES = {
-    "course": Recipe("course", reduced=4, selective="elementwise", overlap_tp=True, scatter=True, logits=0),
+    "course": Recipe("course", reduced=4, selective="elementwise", stops=True, overlap_tp=True, scatter=True, logits=0),
     "megatron-2021": Recipe(  # on CUDA 11.0: the same layout of 530e9 weights took 10% less a year later (S9, K5)
         "megatron-2021", flash=False, gradient=2, reduced=2, overlap_dp=False, scatter=True, split="even", library=0.92
     ),

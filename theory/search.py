@@ -94,7 +94,7 @@ def search(
         if floor >= limit:
             break
         limit = min(limit, best[name].seconds.step) if name in best else limit
-        least = held(m, replace(mesh, zero=zero_stages(mesh)[-1]), recipe).total  # no schedule waits for less than 1F1B
+        least = held(m, replace(mesh, zero=zero_stages(mesh)[-1]), recipe, moments=False).total  # 1F1B waits for least
         if floor < limit and 0.9 * least <= ROOM * gpu.memory:
             winner, more = best_variant(m, mesh, gpu, limit, recipe)
             timed += more

@@ -157,19 +157,28 @@ def layer_work(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe, experts: bool
     return Work(f, b, dict(matmul=products("w")))
 
 
-def with_again(work: Work, recompute: str, recipe: Recipe) -> Work:
-    """A layer's work with what its backward computes again."""
-    f = work.f
-    again = {
-        "none": {},
-        "full": f,
-        "selective": {
+def done_again(m: Shape, layout: Layout, gpu: Gpu, recipe: Recipe, f: Parts, experts: bool) -> Parts:
+    """What a layer's backward computes again of its forward `f`.
+
+    A recipe that `stops` does not do the last matmul of an MLP again, as nobody needs its output: with it goes the last
+    of the collectives over tp, one of 4, or without sequence parallelism one of 2 all-reduces. Its selective
+    recomputation keeps what matmuls made, and sends as much again as the full one. So says theory/traffic.py, too.
+    """
+    if layout.recompute == "none":
+        return {}
+    sent = {dim: f[dim] for dim in ("tp", "cp", "ep")} | dict(tp=f["tp"] * (0.75 if layout.sp else 0.5))
+    if layout.recompute == "selective":
+        kinds = {
             "attention": {} if recipe.flash else dict(attention=f["attention"]),
             "matmuls": dict(matmul=f["matmul"] / 2, memory=f["memory"]),
             "elementwise": dict(memory=f["memory"] / 2),
-        }[recipe.selective],
-    }[recompute]
-    return work._replace(b=add(work.b, again))
+        }
+        return kinds[recipe.selective] | (sent if recipe.stops else {})
+    if not recipe.stops:
+        return f
+    rows = layout.mbs * m.seq_len // layout.cp
+    last = 0.0 if experts else matmul_seconds(gpu, rows, m.ffn_dim / layout.tp, m.dim)
+    return f | sent | dict(matmul=f["matmul"] - last)
 
 
 def head_work(m: Shape, layout: Layout, gpu: Gpu) -> Work:
@@ -291,8 +300,15 @@ def together(work: Pieces, load: tuple[float, float, float]) -> Parts:
 @lru_cache(maxsize=100_000)
 def pieces_with_again(m: Shape, piece: Layout, gpu: Gpu, recipe: Recipe) -> Pieces:
     """`pieces`, with what is computed again."""
-    once = pieces(m, replace(piece, recompute="none"), gpu, recipe)
-    return Pieces({flag: with_again(layer, piece.recompute, recipe) for flag, layer in once.layers.items()}, once.head)
+    once, gpu = (
+        pieces(m, replace(piece, recompute="none"), gpu, recipe),
+        gpu._replace(matmul=gpu.matmul * recipe.library),
+    )
+    layers = {}
+    for flag, layer in once.layers.items():
+        again = done_again(m, piece, gpu, recipe, layer.f, flag)
+        layers[flag] = layer._replace(b=add(layer.b, again))
+    return Pieces(layers, once.head)
 
 
 @lru_cache(maxsize=100_000)

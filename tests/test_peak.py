@@ -1,0 +1,94 @@
+"""The peak of memory on paper: storages live as long as somebody holds them, and autograd's order is PyTorch's."""
+
+import gc
+
+import pytest
+import torch
+
+from common.model import MLP, ModelConfig
+from services.memory import MemoryTimeline
+from theory.peak import Chunk, Rank, Unit
+from theory.peak_layers import Layers, Sizes
+from theory.tape import Bytes, Memory, Tape
+
+M = ModelConfig(48, 2, 4, 4, 160, vocab_size=8, seq_len=64)
+
+
+def sizes(m: ModelConfig, batch: int, recompute: str = "none", e: int = 4, split: bool = False) -> Sizes:
+    """Of one device."""
+    tokens = batch * m.seq_len
+    return Sizes(m, batch, tokens, tokens, e, 4, 1, False, False, 1, 0, "", split, recompute)
+
+
+def test_a_storage_lives_as_long_as_it_is_held():
+    """Two names, one storage; the peak stays."""
+    memory = Memory()
+    a = Bytes(memory, 100)
+    b = a
+    del a
+    assert (memory.live, memory.peak) == (100, 100)
+    del b
+    Bytes(memory, 60)
+    assert (memory.live, memory.peak) == (0, 100)
+
+
+@pytest.mark.parametrize("width, seq", [(160, 64), (160, 8), (16, 64)])
+def test_an_mlp_holds_what_pytorch_does(width, seq):
+    """Forward and backward of real tensors in fp32, by an instrument that sees every operator, and on paper."""
+    m = ModelConfig(48, 2, 4, 4, width, vocab_size=8, seq_len=seq)
+    mlp, x = MLP(m), torch.randn(1, seq, m.dim, requires_grad=True)
+    for p in mlp.parameters():
+        p.grad = torch.zeros_like(p)
+    grad, timeline = torch.randn(1, seq, m.dim), MemoryTimeline()
+    timeline.label("parameters", [x, grad, *mlp.parameters(), *(p.grad for p in mlp.parameters())])
+    start = sum(timeline.total.values())
+    gc.collect()
+    with timeline.phase("forward"):
+        y = mlp(x)
+    with timeline.phase("backward"):
+        torch.autograd.backward((y,), (grad,))
+    sums = [sum(column) for column in zip(*timeline.curves()[1].values(), strict=True)]
+    real = max(sums) - start
+
+    memory, grads = Memory(), []
+    tape = Tape(memory, 1, lambda name, grad: None)
+    out = Layers(sizes(m, 1), tape, []).mlp(tape.leaf(Bytes(memory, 0), grads.append), "mlp", width, last=True)
+    kept, edge = out.bytes, out.node
+    tape.backward(edge, Bytes(memory, 0))
+    assert memory.peak == pytest.approx(real, rel=1e-9), (kept.n, memory.peak, real)
+
+
+def test_a_weight_used_twice_waits_for_its_second_gradient():
+    """A tied matrix: the head's gradient is there during all of backward, and then a sum."""
+    memory, came = Memory(), []
+    tape = Tape(memory, 1, lambda name, grad: came.append((name, memory.live)))
+    for _ in range(2):
+        (y,) = tape.node([], [tape.new(0)], lambda dy: ([], [("w", tape.new(10))]), ["w"])
+        y.node.grads[0] = y.bytes
+    tape.backward(y.node, y.bytes)
+    assert [name for name, _ in came] == ["w"] and memory.peak == 30
+
+
+def test_recomputation_makes_a_layer_again():
+    """With full recomputation less is kept; and in backward, all of one layer is there again."""
+    kept, peak = {}, {}
+    for kind in ("none", "selective", "full"):
+        rank = Rank(sizes(M, 4, kind), 0, 1, False, 0, [], False)
+        tape, out = rank.forward(rank.new(0), Chunk([0, 1], True, False), None)
+        kept[kind], edge = rank.memory.live, out.node
+        del out
+        tape.backward(edge, rank.new(0))
+        peak[kind] = rank.memory.peak
+        assert rank.memory.live == 0
+    assert kept["full"] < kept["selective"] < kept["none"] and peak["full"] < peak["none"]
+    assert peak["full"] - kept["full"] > kept["none"] / 2 - kept["full"]
+
+
+def test_zero_holds_two_gradients_on_their_way():
+    """A unit's whole gradient stays until that of the next unit begins to travel; then a slice is left."""
+    rank = Rank(sizes(M, 1), 0, 1, False, 2, [Unit((name,), 0, 100, 10, 0) for name in "ab"], False)
+    for name in "ab":
+        rank.arrived(name, rank.new(0))
+    assert rank.memory.live == 110 and rank.memory.peak == 210
+    rank.zero.finish()
+    assert rank.memory.live == 0
