@@ -88,8 +88,7 @@ def wrap_layers(model: Decoder, config: Config):
     """Make every layer keep less for its backward pass (see RECOMPUTATION above), and compile it, as the flags say.
 
     `torch.utils.checkpoint` keeps a layer's input and runs the layer again in backward. With "selective", a policy
-    caches the outputs of the listed operators, so that the second run computes only the cheap ones. Gradients do not
-    change.
+    caches the outputs of the listed operators, so that the second run has only the cheap ones. Gradients do not change.
     """
     aten = torch.ops.aten
     kept = [aten.mm.default, aten._grouped_mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default]

@@ -33,6 +33,19 @@ def activation_bytes(m: ModelConfig, batch: int, dtype: torch.dtype, recompute: 
     return tokens * m.n_layers * layer + rope + head
 
 
+def document_bytes(config: Any, m: ModelConfig, tp: int, cp: int, dtype: torch.dtype) -> int:
+    """What --documents adds to the activations of a micro-batch on one of tp x cp ranks.
+
+    Where sequences are whole, attention's output twice: by document, and in one piece. With reset, RoPE tables for each
+    sequence. (What selective recomputation keeps of a ring is counted in full, though fewer blocks are visited.)
+    """
+    kind, tokens = getattr(config, "documents", "off"), config.micro_batch_size * m.seq_len // cp
+    whole = kind != "off" and config.recompute == "none" and (cp == 1 or config.cp_mode == "ulysses")
+    found = whole * m.n_layers * tokens * m.dim // tp * dtype.itemsize
+    tables = 2 * (tokens - m.seq_len // cp) * m.head_dim * max(4, dtype.itemsize)
+    return found + (kind == "reset") * tables
+
+
 MOMENTS = {"adamw": 2, "sgd": 0}  # numbers that the update rule keeps for each element of a parameter
 
 
@@ -46,7 +59,8 @@ def memory_rows(
         "gradients": n * (dtype.itemsize if config.grad_dtype == "same" else wide),
         "masters": n * 4 * mixed,
         "moments": (n * MOMENTS[config.optimizer] if config.optimizer in MOMENTS else factored) * wide,
-        "activations": activation_bytes(m, config.micro_batch_size, dtype, config.recompute, on_cpu),
+        "activations": activation_bytes(m, config.micro_batch_size, dtype, config.recompute, on_cpu)
+        + document_bytes(config, m, 1, 1, dtype),
     }
 
 
@@ -65,7 +79,8 @@ def zero_memory_rows(
         "gradients": trained * wide if config.zero > 1 else gradients,
         "masters": cut * wide * separate * in_memory,
         "moments": trained * wide * MOMENTS[config.optimizer] * in_memory,
-        "activations": activation_bytes(m, config.micro_batch_size, dtype, config.recompute, on_cpu),
+        "activations": activation_bytes(m, config.micro_batch_size, dtype, config.recompute, on_cpu)
+        + document_bytes(config, m, 1, 1, dtype),
     }
 
 
@@ -121,7 +136,7 @@ def cp_activation_bytes(
             "ulysses": m.dim // tp + 2 * (max(kv_heads, cp) - kv_heads) * m.head_dim,
         }.get(config.cp_mode, 0)
         found += m.n_layers * tokens * more
-    return found
+    return found + document_bytes(config, m, tp, cp, dtype)
 
 
 def in_flight_bytes(actions: list[Action], whole: list[int], waiting: list[int]) -> int:
@@ -197,6 +212,7 @@ def stage_parts(
     one, two = (cp_activation_bytes(config, replace(m, n_layers=n), tp, cp, dtype, on_cpu, rank) for n in (1, 2))
     tokens = config.micro_batch_size * m.seq_len // cp
     rope = 2 * m.seq_len // cp * m.head_dim * max(4, dtype.itemsize)
+    rope += document_bytes(config, replace(m, n_layers=0), tp, cp, dtype)
     embedding = tokens * 9 * (tp > 1)
     by_tokens = config.sp and config.tp_overlap
     inputs = (tokens * 2 * m.dim // (tp if by_tokens else 1) + tokens * (m.dim + m.ffn_dim) // tp) * dtype.itemsize
