@@ -214,7 +214,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, mode: str, cut=every_sequence) -> Tensor:
-        """q [batch, s/n, heads, d]; k, v [batch, s/n, kv_heads, d]; returns the attention output, like q."""
+        """q [batch, s/n, heads, d]; k, v [batch, s/n, kv_heads, d] -> like q. `cut`: what of a block to compute."""
         kept, wide = torch.stack((k, v)), torch.promote_types(q.dtype, torch.float32)
         if mode == "allgather":  # keep all ranks' parts, [n, 2, batch, s/n, kv_heads, d]; else only this one's
             parts = kept.new_empty(group.size, *kept.shape)
