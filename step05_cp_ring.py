@@ -220,12 +220,15 @@ class RingAttention(torch.autograd.Function):
             parts = kept.new_empty(group.size, *kept.shape)
             all_gather(parts.view(-1), kept.view(-1), group).wait()
             kept = parts
-        out = torch.zeros_like(q, dtype=wide)
-        lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=wide)  # of no keys
-        for source, kv in enumerate(kept) if mode == "allgather" else around_the_ring(kept, group):
+        out, lse = torch.empty_like(q, dtype=wide), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide)
+        own_first = ((i, kept[i]) for i in sorted(range(group.size), key=lambda i: i != group.rank))
+        for source, kv in own_first if mode == "allgather" else around_the_ring(kept, group):
             for some, rows, keys, causal in cut(source, visible(group.rank, source, q.shape[1], mode != "ring")):
                 block_out, block_lse = block_attention(q[some, rows], *kv[:, some, keys], causal)
-                merge(out[some, rows], lse[some, :, rows], block_out, block_lse)
+                if source == group.rank:  # the first part, whose blocks have every query once
+                    out[some, rows], lse[some, :, rows] = block_out, block_lse
+                else:
+                    merge(out[some, rows], lse[some, :, rows], block_out, block_lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, kept, out, lse)
         ctx.group, ctx.mode, ctx.cut = group, mode, cut

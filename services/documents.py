@@ -1,10 +1,11 @@
 """A variant for all steps: attention that stops at the borders of documents (--documents mask or reset).
 
 A sequence is a window of the stream, so it holds several documents in a row (*packing*: Krell et al. 2021, "Efficient
-Sequence Packing without Cross-contamination"). Causal attention also looks at the documents before. With
+Sequence Packing without Cross-contamination"), the first and the last of them cut (Ding et al. 2024, "Fewer Truncations
+Improve Language Modeling"). Causal attention also looks at the documents before. With
 
     mask    token i looks at the tokens j <= i of its own document (Llama 3: Dubey et al. 2024, section 3.2)
-    reset   so, too; and RoPE's positions begin with 0 in each document
+    reset   the same, and RoPE's positions begin with 0 in each document (RoPE is relative: only rounding changes)
 
 A document ends with its END, the token --end-token. The target of END, the first token of the next document, counts.
 Nothing is padded, and no mask is made. Documents lie in a row, so what is computed is made of triangles and rectangles:

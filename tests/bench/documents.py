@@ -4,12 +4,13 @@
     python -m tests.bench documents --seq-len 8192 --cp 8
 
 Sequences are random tokens of which some are END, 1 to 64 documents of random lengths each, and windows of the default
-text. Seconds are those of forward and backward of one attention, one thread: causal over all, with --documents, and
-with a boolean mask of s x s. They take turns; the least of the rounds counts, as other work on the machine only adds.
+text. Seconds are CPU seconds of forward and backward of one attention, one thread: causal over all, with --documents,
+and with a boolean mask of s x s. They take turns; the least of the rounds counts, as other work on the machine adds.
 "busiest": its pairs over the mean of the ranks, the mean over the sequences. Ranks meet at every layer's messages, so
 attention takes that much longer than if they shared the pairs evenly, as Ulysses' ranks do.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,9 +28,6 @@ from services.flags import main as run_main
 from services.readers import END, open_tokens
 from services.tables import table
 from tests.bench.cp_work import pairs
-from tests.bench.step05 import seconds
-
-CPU = torch.device("cpu")
 
 
 @dataclass
@@ -61,6 +59,13 @@ def masked(mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(*by_head, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
+def seconds(step: Callable[[], object]) -> float:
+    """CPU time of one call."""
+    start = time.process_time()
+    step()
+    return time.process_time() - start
+
+
 def timed(config: Config, tokens: Tensor) -> list[float]:
     """Seconds of attention to one sequence [1, seq]: causal over all, by documents, with a mask."""
     here = MicroBatch(tokens, END, lambda rank: torch.arange(config.seq_len))
@@ -69,7 +74,7 @@ def timed(config: Config, tokens: Tensor) -> list[float]:
     heads = config.n_heads, config.n_kv_heads, config.n_kv_heads, config.n_heads
     q, k, v, grad = (torch.randn(1, config.seq_len, n, config.head_dim).requires_grad_() for n in heads)
     steps = [lambda core=core: torch.autograd.grad(core(q, k, v), (q, k, v), grad) for core in cores]
-    taken = [[seconds(step, CPU) for step in steps] for _ in range(config.rounds + 1)]
+    taken = [[seconds(step) for step in steps] for _ in range(config.rounds + 1)]
     return [min(column) for column in zip(*taken[1:], strict=True)]
 
 
