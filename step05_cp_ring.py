@@ -285,7 +285,7 @@ class ContextAttention:
 
     def __init__(self, group: Group, mode: str):
         self.group, self.mode, self.cut, self.attend = group, mode, every_sequence, None  # two that can be replaced
-        self.positions = lambda seq_len, rank: own_positions(seq_len, rank, group.size, mode)
+        self.positions = lambda seq_len, rank: own_positions(seq_len, rank, group.size, mode)  # of any rank's tokens
 
     @torch.compiler.disable
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
