@@ -36,12 +36,12 @@ def activation_bytes(m: ModelConfig, batch: int, dtype: torch.dtype, recompute: 
 def document_bytes(config: Any, m: ModelConfig, tp: int, cp: int, dtype: torch.dtype) -> int:
     """What --documents adds to the activations of a micro-batch on one of tp x cp ranks.
 
-    Where sequences are whole, attention's output twice: by document, and in one piece. With reset, RoPE tables for each
-    sequence. (What selective recomputation keeps of a ring is counted in full, though fewer blocks are visited.)
+    Where sequences are not cut, attention's output twice: by document, and in one piece (which Ulysses need not keep).
+    With reset, RoPE tables for each sequence. (What selective recomputation keeps of a ring is counted in full.)
     """
     kind, tokens = getattr(config, "documents", "off"), config.micro_batch_size * m.seq_len // cp
-    whole = kind != "off" and config.recompute == "none" and (cp == 1 or config.cp_mode == "ulysses")
-    found = whole * m.n_layers * tokens * m.dim // tp * dtype.itemsize
+    twice = kind != "off" and config.recompute == "none" and cp == 1
+    found = twice * m.n_layers * tokens * m.dim // tp * dtype.itemsize
     tables = 2 * (tokens - m.seq_len // cp) * m.head_dim * max(4, dtype.itemsize)
     return found + (kind == "reset") * tables
 
