@@ -45,8 +45,7 @@ the masked half of causal attention.
 
 Run it (any machine; no download):    python step01_single_gpu.py
                                       python step01_single_gpu.py --resume runs/step01_single_gpu --generate "def "
-You should see the loss fall from 5.5 (= ln 257) to about 2 in two minutes on two CPU cores; guessing by byte
-frequency alone gives 3.3.
+You should see the loss fall from 5.5 (= ln 257) to about 2 in two minutes on two cores; byte frequencies give 3.3.
 """
 
 import math
@@ -88,8 +87,7 @@ def wrap_layers(model: Decoder, config: Config):
     """Make every layer keep less for its backward pass (see RECOMPUTATION above), and compile it, as the flags say.
 
     `torch.utils.checkpoint` keeps a layer's input and runs the layer again in backward. With "selective", a policy
-    caches the outputs of the listed operators, so that the second run computes only the cheap ones. Gradients do not
-    change.
+    caches the outputs of the listed operators, so that the second run has only the cheap ones. Gradients do not change.
     """
     aten = torch.ops.aten
     kept = [aten.mm.default, aten._grouped_mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default]
@@ -108,8 +106,7 @@ def wrap_layers(model: Decoder, config: Config):
 def update_rule(tensors: list[Tensor], config: Config, decays: list[bool]) -> torch.optim.Optimizer:
     """The rule from torch.optim, its state made at once. `decays`: which tensors belong to matrices (weight decay).
 
-    One step with zero gradients and learning rate 0 makes the state (moments, counts) and changes no weight; then all
-    of the state is set to zero.
+    One step with zero gradients and rate 0 makes the state (moments, counts) and changes no weight; then it is zeroed.
     """
     matrices = [t for t, decay in zip(tensors, decays, strict=True) if decay]
     vectors = [t for t, decay in zip(tensors, decays, strict=True) if not decay]

@@ -11,8 +11,7 @@ over ranks is the gradient that one device would have found. A mean of the ranks
 happen to have the same number of target tokens.
 
 ALL-REDUCE = REDUCE-SCATTER + ALL-GATHER. The tensor is cut in n pieces. The ranks sit in a ring and send only to the
-right. In n-1 rounds every piece visits all ranks and grows into the sum. In n-1 more rounds the finished pieces visit
-all ranks:
+right. In n-1 rounds every piece visits all ranks and grows into the sum. In n-1 more the finished pieces visit all:
 
     round 0   r0 --piece 0--> r1 --piece 1--> r2 --piece 2--> r3 --piece 3--> r0       (n = 4)
     round 1   r1 sends on piece 0 with its own added, r2 piece 1, ...  after n-1 rounds rank r owns the sum of piece r+1

@@ -204,29 +204,34 @@ def add_part_gradients(
         d_v += block_v
 
 
+def every_sequence(_source: int, block: tuple | None) -> list[tuple[slice, slice, slice, bool]]:
+    """All of a block that `visible` found, for all sequences: one (sequences, query rows, key rows, causal) or none."""
+    return [] if block is None else [(slice(None), *block)]
+
+
 class RingAttention(torch.autograd.Function):
     """Queries stay. The keys and values of all ranks come to them, part by part: round the ring, or gathered before."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, mode: str) -> Tensor:
-        """q [batch, s/n, heads, d]; k, v [batch, s/n, kv_heads, d]; returns the attention output, like q."""
-        kept, wide, lse = torch.stack((k, v)), torch.promote_types(q.dtype, torch.float32), None
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, mode: str, cut=every_sequence) -> Tensor:
+        """q [batch, s/n, heads, d]; k, v [batch, s/n, kv_heads, d] -> like q. `cut`: what of a block to compute."""
+        kept, wide = torch.stack((k, v)), torch.promote_types(q.dtype, torch.float32)
         if mode == "allgather":  # keep all ranks' parts, [n, 2, batch, s/n, kv_heads, d]; else only this one's
             parts = kept.new_empty(group.size, *kept.shape)
             all_gather(parts.view(-1), kept.view(-1), group).wait()
             kept = parts
-        for source, kv in enumerate(kept) if mode == "allgather" else around_the_ring(kept, group):
-            if block := visible(group.rank, source, q.shape[1], mode != "ring"):
-                rows, keys, causal = block
-                block_out, block_lse = block_attention(q[:, rows], *kv[:, :, keys], causal)
-                # All queries see the first part. Copies: selective recomputation may keep what the kernel returned.
-                if lse is None:
-                    out, lse = block_out.to(wide, copy=True), block_lse.to(wide, copy=True)
+        out, lse = torch.empty_like(q, dtype=wide), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide)
+        own_first = ((i, kept[i]) for i in sorted(range(group.size), key=lambda i: i != group.rank))
+        for source, kv in own_first if mode == "allgather" else around_the_ring(kept, group):
+            for some, rows, keys, causal in cut(source, visible(group.rank, source, q.shape[1], mode != "ring")):
+                block_out, block_lse = block_attention(q[some, rows], *kv[:, some, keys], causal)
+                if source == group.rank:  # the first part, whose blocks have every query once
+                    out[some, rows], lse[some, :, rows] = block_out, block_lse
                 else:
-                    merge(out[:, rows], lse[:, :, rows], block_out, block_lse)
+                    merge(out[some, rows], lse[some, :, rows], block_out, block_lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, kept, out, lse)
-        ctx.group, ctx.mode = group, mode
+        ctx.group, ctx.mode, ctx.cut = group, mode, cut
         return out
 
     @staticmethod
@@ -242,8 +247,9 @@ class RingAttention(torch.autograd.Function):
         next_d_kv = torch.empty_like(d_kvs[0])
         for hop, (source, kv) in enumerate(enumerate(kept) if allgather else around_the_ring(kept, group)):
             d_kv = d_kvs[source if allgather else hop % 2].zero_()  # in a ring, two buffers take turns
-            block = visible(r, source, q.shape[1], ctx.mode != "ring")
-            add_part_gradients(d_out, q, kv, out, lse, block, d_q, d_kv)
+            for some, *block in ctx.cut(source, visible(r, source, q.shape[1], ctx.mode != "ring")):
+                these = d_out[some], q[some], kv[:, some], out[some], lse[some]
+                add_part_gradients(*these, block, d_q[some], d_kv[:, some])
             if not allgather:
                 if sending is not None:
                     sending.wait()
@@ -252,7 +258,7 @@ class RingAttention(torch.autograd.Function):
         if allgather:
             sending = reduce_scatter(next_d_kv.view(-1), d_kvs.view(-1), group)
         sending.wait()
-        return d_q.to(q.dtype), *next_d_kv.to(q.dtype), None, None
+        return d_q.to(q.dtype), *next_d_kv.to(q.dtype), None, None, None
 
 
 class SwapTokensAndHeads(torch.autograd.Function):
@@ -278,17 +284,18 @@ class ContextAttention:
     """Replaces `attend` where the sequence is cut: q, k, v of s/n tokens -> the output for them."""
 
     def __init__(self, group: Group, mode: str):
-        self.group, self.mode = group, mode
+        self.group, self.mode, self.cut, self.attend = group, mode, every_sequence, None  # two that can be replaced
+        self.positions = lambda seq_len, rank: own_positions(seq_len, rank, group.size, mode)  # of any rank's tokens
 
     @torch.compiler.disable
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [batch, s/n, heads, d]; k, v [batch, s/n, kv_heads, d], rotated already; returns the output, like q."""
         if self.mode != "ulysses":
-            return RingAttention.apply(q, k, v, self.group, self.mode)
+            return RingAttention.apply(q, k, v, self.group, self.mode, self.cut)
         if (copies := self.group.size // k.shape[2]) > 1:
             k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
         q, k, v = (SwapTokensAndHeads.apply(x, self.group, True) for x in (q, k, v))
-        return SwapTokensAndHeads.apply(attend(q, k, v), self.group, False)
+        return SwapTokensAndHeads.apply((self.attend or attend)(q, k, v), self.group, False)
 
 
 def shard_context(model: Decoder, mesh: Mesh, mode: str) -> Tensor:

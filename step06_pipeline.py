@@ -117,8 +117,7 @@ def keep_stage(model: Decoder, mesh: Mesh, plan: Plan) -> list[Chunk]:
     """Keep the layers of this rank of `mesh["pp"]`, under their global names; returns its chunks.
 
     Adds the pairs "mirror" to the mesh: first and last rank, which share a tied embedding, and with dualpipe all ranks
-    i and p-1-i, which hold the same two stages. Records say how many ranks hold a parameter; if two do, its gradient is
-    summed over the pair.
+    i and p-1-i, which hold the same two stages. Records say how many ranks hold a parameter; two sum its gradient.
     """
     rank, trunk = mesh["pp"].rank, model.model
     mesh.add_pairs("mirror", of="pp")

@@ -198,9 +198,8 @@ def exchange(
 ) -> Pending:
     """Point-to-point messages in one batch: (tensor, peer's rank in the group) each; receives fill their tensor.
 
-    Tensors must be contiguous, those to send unchanged until `wait`. gloo silently accepts a tensor of another shape.
-    So under gloo a message that tells shape and dtype goes first, and `wait` raises RuntimeError if they differ. Both
-    ends may leave this out, without `check`.
+    Tensors must be contiguous, those to send unchanged until `wait`. gloo silently accepts another shape, so with
+    `check`, which both ends may leave out, shape and dtype go first, and `wait` raises RuntimeError if they differ.
     """
     if group.size == 1 or not (sends or receives):
         return Pending(group, [])

@@ -5,7 +5,7 @@
     sample j of step s = window order(seed, epoch)[s*B + j]   B = global batch size, in sequences
 
 The stream is one column of a table, memory-mapped (services/readers.py): all ranks of a node share one copy in the page
-cache. Attention does not stop at document borders. The last twentieth of the stream is held out for validation.
+cache. Attention stops at document borders only with --documents. The stream's last twentieth is for validation.
 """
 
 from typing import Any, NamedTuple
@@ -38,8 +38,7 @@ class TokenData:
     ):
         """`tokens`, and `labels` if targets are not the tokens: streams, with len() and `read(start, stop)` -> int64.
 
-        `source`: their name in messages. `batch_size` in sequences, of the global batch. Raises UserError if the data
-        does not suffice or fit.
+        `source`: their name in messages. `batch_size`: sequences of a global batch. Raises UserError for unfit data.
         """
         self.tokens, self.labels, self.source, self.seq_len = tokens, labels, source, seq_len
         self.batch_size, self.seed, self.vocab_size = batch_size, seed, vocab_size

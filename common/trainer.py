@@ -13,9 +13,8 @@
 
 `observe(step, optimizer)`, if given, sees each step's complete gradients before the update. `run.steps` also takes the
 gradient sync (step 2), this rank's positions (step 5) and the pipeline (step 6). services/variants.py has more verbs:
-`run.plan_pipeline`, `run.make_balance` and `run.note_experts` for steps 6 and 7, and variants of a mechanism:
-`run.torch_ddp` is PyTorch's own data parallelism, `run.homes` says where ZeRO keeps its slices. `run.all_reduce` may
-compress.
+`run.plan_pipeline`, `run.make_balance` and `run.note_experts` for steps 6 and 7, and variants: `run.torch_ddp` is
+PyTorch's own data parallelism, `run.homes` says where ZeRO keeps its slices. `run.all_reduce` may compress.
 """
 
 import math
@@ -100,6 +99,7 @@ class Trainer(Variants):
             if self.mesh.rank == 0:
                 print(text)
             return
+        self.follow_documents()
         costs = predict(self, sync)
         self.log = self.stack.enter_context(Run(config, self.device, costs.flops, costs.peak, self.mesh))
         pictures.before(self, costs)
@@ -114,6 +114,7 @@ class Trainer(Variants):
         with self.phase("data"):
             batch = self.data.batch(step, share)
             tokens, targets = (x[:, self.positions].to(self.device) for x in (batch.tokens, batch.targets))
+            self.find_documents(batch.tokens)
             return Batch(tokens, targets, batch.n_targets)
 
     def phase(self, name: str, action: Any = None) -> Any:

@@ -417,7 +417,7 @@ def parts_kept() -> Iterator[None]:
     """What comes round the ring is kept for backward, so that memory does not shrink with more ranks."""
     right, ring = step05.RingAttention.forward, step05.around_the_ring
 
-    def forward(ctx, q, k, v, group, mode):
+    def forward(ctx, q, k, v, group, mode, *cut):
         ctx.parts = []
 
         def keeping(kv, group):
@@ -426,7 +426,7 @@ def parts_kept() -> Iterator[None]:
                 yield source, part
 
         with mock.patch.object(step05, "around_the_ring", keeping):
-            return right(ctx, q, k, v, group, mode)
+            return right(ctx, q, k, v, group, mode, *cut)
 
     with mock.patch.object(step05.RingAttention, "forward", staticmethod(forward)):
         yield

@@ -45,6 +45,11 @@ def check_one(config: Any):
         raise UserError(f"--timeout {config.timeout:g}: it must be more than 0 seconds")
     if config.generate and not config.resume:
         raise UserError("--generate needs --resume with the run directory to take the weights from")
+    if config.documents != "off" and not 0 <= config.end_token < config.model_config().vocab_size:
+        raise UserError(
+            f"--end-token {config.end_token} is not among the --vocab-size {config.model_config().vocab_size} tokens: "
+            "give the one that ends a document in this data"
+        )
     if config.compile and config.profile_memory:
         raise UserError("--profile-memory cannot look inside --compile: leave one of them away")
 

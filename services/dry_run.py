@@ -318,6 +318,7 @@ def refuse(config: Any, world: int):
     """What a dry run cannot do. Raises UserError."""
     refused = dict(resume=config.resume, generate=config.generate, compile=config.compile)
     refused |= {flag: getattr(config, flag, False) for flag in ("check_replicas", "toy")}
+    refused["documents"] = config.documents != "off"
     refused["sync torch"] = getattr(config, "sync", "") == "torch"
     refused["offload_optimizer disk"] = getattr(config, "offload_optimizer", "") == "disk"
     refused["backend gloo"] = config.backend == "gloo" and config.device != "cpu"

@@ -43,6 +43,8 @@ def validate(run: Any) -> float:
     config, mesh, size = run.config, run.mesh, run.config.micro_batch_size
     place = (mesh["dp"].rank, mesh["dp"].size) if mesh.sizes else (0, 1)
     tokens, targets = held_out(run.data, config.eval_sequences, size, *place)
+    if run.documents is not None:
+        run.documents.begin(tokens)
     tokens, targets = (x[:, run.positions].to(run.device) for x in (tokens, targets))
     rows = targets.split(size)
     loss = run.look(tokens, size, lambda i, hidden: run.model.lm_head.loss(hidden, rows[i]))

@@ -85,6 +85,8 @@ class RunFlags:
     skip_spikes: float = 0.0  # skip a step whose loss or gradient norm exceeds K x its running median; 0: never
     timeout: float = 600.0  # seconds without progress until the rank that hangs is named and the job ends
     log_ranks: bool = False  # each rank's loss, gradient norm, memory and seconds in metrics.jsonl
+    documents: Literal["off", "mask", "reset"] = "off"  # attention stops at their borders; reset: positions restart
+    end_token: int = 256  # with --documents: the token that ends one; 256 is what each text ends with here
     eval_every: int = 50  # steps between validations; 0: never
     eval_sequences: int = 64  # sequences of the held-out split in a validation
     generate: str = ""  # with --resume: continue this text and exit

@@ -9,6 +9,7 @@ from common.model import Decoder
 from common.moe import Balance
 from common.schedules import Plan
 from services.checks import plan_pipeline
+from services.documents import Documents
 from services.health import expert_metrics
 from services.offload import homes, require_disk
 from services.replicas import require_same_parameters
@@ -22,6 +23,7 @@ class Variants:
 
     config: Any
     more: dict[str, Any]
+    documents: Documents | None = None
 
     def plan_pipeline(self) -> Plan:
         """Who has which layers, and does what in which order (step 6)."""
@@ -50,6 +52,17 @@ class Variants:
     def note_experts(self, counted: Tensor):
         """Add to this step's record how busy the experts were (step 7's `Balance.counted`)."""
         self.more |= expert_metrics(self.shape, counted)
+
+    def follow_documents(self):
+        """--documents: from here on, the attention of every layer stops at their borders."""
+        if self.config.documents != "off":
+            self.documents = Documents(self)
+
+    def find_documents(self, tokens: Tensor):
+        """Note where the documents end in the whole sequences int64 [rows, seq] of a step, if --documents asks."""
+        if self.documents is not None:
+            self.documents.begin(tokens)
+            self.more["attention_pairs"] = self.documents.share_of_pairs()
 
     def measure(self):
         """Note the bytes that this rank holds now, by kind, for the memory table."""

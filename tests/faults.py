@@ -26,7 +26,7 @@ from common.comm import Group, Mesh, Pending, all_gather, all_reduce
 from common.data import Batch, TokenData
 from common.layout import Layout, layout_of
 from common.model import IGNORE, draw_parameter
-from services import checkpoint, checks, muon, resume, variants
+from services import checkpoint, checks, documents, muon, resume, variants
 from services.activations import Narrow
 
 HEADS = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
@@ -966,6 +966,44 @@ def read_as_rank_0() -> Iterator[None]:
         return right(self, replace(piece, layout=replace(piece.layout, splits=tuple(cuts))))
 
     with mock.patch.object(checkpoint.Checkpoint, "fill", fill):
+        yield
+
+
+@contextmanager
+def positions_restart_on_rank_0_alone() -> Iterator[None]:
+    """--documents reset: other ranks of cp rotate by the places in the sequence."""
+    right = documents.Documents.begin
+
+    def begin(self, tokens):
+        right(self, tokens)
+        for micro_batch in self.micro_batches if self.rank else ():
+            micro_batch.rope = self.run.positions.expand_as(micro_batch.rope)
+
+    with mock.patch.object(documents.Documents, "begin", begin):
+        yield
+
+
+def reaching_document_skipped():
+    """Keys of other ranks are looked at by no document, as if each ended at the cut."""
+    return mock.patch.object(documents, "rectangle", lambda queries, keys: [])
+
+
+def borders_ignored():
+    """Every token of a sequence is taken for one of its first document."""
+    return mock.patch.object(documents, "document_numbers", lambda tokens, end: torch.zeros_like(tokens))
+
+
+@contextmanager
+def documents_of_the_forward_in_backward() -> Iterator[None]:
+    """A pipeline notes which micro-batch it computes in forward alone: backward takes the one before for it."""
+    right = documents.Documents.act
+
+    def act(self, pipeline, inner, action, peer):
+        if action.kind == "F":
+            return right(self, pipeline, inner, action, peer)
+        return inner(action, peer)
+
+    with mock.patch.object(documents.Documents, "act", act):
         yield
 
 

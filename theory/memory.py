@@ -33,6 +33,19 @@ def activation_bytes(m: ModelConfig, batch: int, dtype: torch.dtype, recompute: 
     return tokens * m.n_layers * layer + rope + head
 
 
+def document_bytes(config: Any, m: ModelConfig, tp: int, cp: int, dtype: torch.dtype) -> int:
+    """What --documents adds to the activations of a micro-batch on one of tp x cp ranks.
+
+    Where sequences are not cut, attention's output twice: by document, and in one piece (which Ulysses need not keep).
+    With reset, RoPE tables for each sequence. (What selective recomputation keeps of a ring is counted in full.)
+    """
+    kind, tokens = getattr(config, "documents", "off"), config.micro_batch_size * m.seq_len // cp
+    twice = kind != "off" and config.recompute == "none" and cp == 1
+    found = twice * m.n_layers * tokens * m.dim // tp * dtype.itemsize
+    tables = 2 * (tokens - m.seq_len // cp) * m.head_dim * max(4, dtype.itemsize)
+    return found + (kind == "reset") * tables
+
+
 # Numbers that the update rule keeps for each element of a parameter; muon: one less for elements of hidden matrices.
 MOMENTS = {"adamw": 2, "sgd": 0, "muon": 2}
 
@@ -50,7 +63,8 @@ def memory_rows(
         "gradients": n * (dtype.itemsize if config.grad_dtype == "same" else wide),
         "masters": n * 4 * mixed,
         "moments": (n * MOMENTS[config.optimizer] - hidden if config.optimizer in MOMENTS else factored) * wide,
-        "activations": activation_bytes(m, config.micro_batch_size, dtype, config.recompute, on_cpu),
+        "activations": activation_bytes(m, config.micro_batch_size, dtype, config.recompute, on_cpu)
+        + document_bytes(config, m, 1, 1, dtype),
     }
 
 
@@ -72,7 +86,8 @@ def zero_memory_rows(
         "gradients": trained * wide if config.zero > 1 else gradients,
         "masters": cut * wide * separate * in_memory,
         "moments": (trained * MOMENTS[config.optimizer] - hidden) * wide * in_memory,
-        "activations": activation_bytes(m, config.micro_batch_size, dtype, config.recompute, on_cpu),
+        "activations": activation_bytes(m, config.micro_batch_size, dtype, config.recompute, on_cpu)
+        + document_bytes(config, m, 1, 1, dtype),
     }
 
 
@@ -128,7 +143,7 @@ def cp_activation_bytes(
             "ulysses": m.dim // tp + 2 * (max(kv_heads, cp) - kv_heads) * m.head_dim,
         }.get(config.cp_mode, 0)
         found += m.n_layers * tokens * more
-    return found
+    return found + document_bytes(config, m, tp, cp, dtype)
 
 
 def in_flight_bytes(actions: list[Action], whole: list[int], waiting: list[int]) -> int:
@@ -204,6 +219,7 @@ def stage_parts(
     one, two = (cp_activation_bytes(config, replace(m, n_layers=n), tp, cp, dtype, on_cpu, rank) for n in (1, 2))
     tokens = config.micro_batch_size * m.seq_len // cp
     rope = 2 * m.seq_len // cp * m.head_dim * max(4, dtype.itemsize)
+    rope += document_bytes(config, replace(m, n_layers=0), tp, cp, dtype)
     embedding = tokens * 9 * (tp > 1)
     by_tokens = config.sp and config.tp_overlap
     inputs = (tokens * 2 * m.dim // (tp if by_tokens else 1) + tokens * (m.dim + m.ffn_dim) // tp) * dtype.itemsize
