@@ -18,7 +18,6 @@ gradient sync (step 2), this rank's positions (step 5) and the pipeline (step 6)
 compress.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -44,7 +43,6 @@ from services.replicas import require_same_replicas
 from services.run import Run
 from services.state import settle
 from services.variants import Variants
-from services.zero_toy import print_toy
 
 
 class Trained(NamedTuple):
@@ -78,7 +76,7 @@ class Trainer(Variants):
         self.all_reduce = all_reduce if getattr(config, "compress", "none") == "none" else CompressedSum(config)
         self.ep = choose_ep(config, m, mesh["dp"].size * mesh["cp"].size) if hasattr(config, "ep") else 1
         self.spikes = Spikes(config.skip_spikes)
-        self.log: Run | None = None
+        self.model, self.optimizer, self.log = None, None, None  # `steps` is given them, and opens the log
         self.more: dict[str, Any] = {}  # what else this step's record says
 
     def steps(
@@ -120,18 +118,6 @@ class Trainer(Variants):
         """A context: its seconds and, in profiled steps, bytes are booked under `name`. `action`: a pipeline's."""
         return self.log.phase(name, action)
 
-    def learning_rate(self, step: int) -> float:
-        """Linear warm-up, then a cosine down to a tenth of the peak. `step` counts from 0."""
-        config = self.config
-        if step < config.warmup_steps:
-            return config.lr * (step + 1) / config.warmup_steps
-        progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
-        return config.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
-
-    def dims_to_sum(self) -> list[str]:
-        """The mesh dimensions whose ranks have other tokens (dp, or dp x cp as "data") or other layers (pp)."""
-        return [dim for dim in (self.mesh.data.name, "pp") if dim in self.mesh.groups] if self.mesh.sizes else []
-
     def global_loss(self, loss: Tensor) -> float:
         """The mean loss of the global batch, given each rank's share of it. Raises UserError if it is not finite.
 
@@ -151,12 +137,6 @@ class Trainer(Variants):
         self.measure()
         return float(total)
 
-    def accepts(self, loss: float, norm: float) -> bool:
-        """False if loss or gradient norm is a spike (--skip-spikes): the step is then left out."""
-        spike = math.isfinite(norm) and self.spikes.is_spike(loss, norm)
-        self.more |= dict(skipped=True) if spike else {}
-        return not spike
-
     def end_step(self, loss: float, norm: float):
         """After the update: measure, validate, log, compare replicas, save, each when it is due."""
         config, log, step = self.config, self.log, self.log.step
@@ -173,11 +153,6 @@ class Trainer(Variants):
             require_same_replicas(self.optimizer, self.mesh)
         if log.stopping or (config.save_every and log.due(config.save_every, step)):
             resume.save(log, step + 1, self.optimizer, self.spikes, self.sync)
-
-    def zero_toy(self, zero_optimizer: type) -> Trained:
-        """--toy: print step 3's example and end."""
-        print_toy(self.mesh, zero_optimizer)
-        return Trained(None, None, [])
 
     def trained(self) -> Trained:
         """What is left after the last step."""

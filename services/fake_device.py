@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common import comm
+from common import comm, layout
 from services import readers
 
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
@@ -389,10 +389,14 @@ def fake_device(answers: Answers, cuda: bool, tokens: int, gpus: int = 8) -> Ite
     def rms_norm(x: Tensor, _shape: Any, weight: Tensor, _eps: float, right: Callable = F.rms_norm) -> Tensor:
         return FusedNorm.apply(x, weight, answers) if x.is_cuda else right(x, _shape, weight, _eps)
 
+    def draw_parameter(name: str, shape: torch.Size, layers: int, seed: int, dtype: torch.dtype, rows: range) -> Tensor:
+        return torch.empty(shape, dtype=dtype)  # threads would draw numbers: the mode is not theirs
+
     right = FakeTensor.tolist
     replaced = [(comm.Mesh, name, with_numbers(getattr(comm.Mesh, name))) for name in ("__init__", "add", "add_pairs")]
     replaced += [(FakeTensor, "tolist", lambda t: answers.tolist(t, right)), (torch, "tensor", tensor)]
     replaced += [(FakeTensor, "data_ptr", lambda t: t.untyped_storage()._cdata)]
+    replaced += [(layout, "draw_parameter", draw_parameter), (torch, "set_num_threads", lambda n: None)]
     replaced += [(readers, "load_columns", lambda _: (Blank(tokens), 0)), (readers, "Stream", lambda data, _: data)]
     replaced += [(kind, "reset_parameters", lambda _: None) for kind in (nn.Linear, nn.Embedding, nn.RMSNorm)]
     gpu = dict(is_available=lambda: True, device_count=lambda: gpus, set_device=lambda device: None)

@@ -67,12 +67,7 @@ class Homes(NamedTuple):
 
 
 def homes(config: Any) -> Homes:
-    """What --offload-params and --offload-optimizer say.
-
-    With a GPU, the update on the host gets as many threads as each rank has cores. (torchrun gives it one.)
-    """
-    if torch.cuda.is_available() and (config.offload_optimizer, config.offload_params) != ("none", "none"):
-        torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    """What --offload-params and --offload-optimizer say."""
     states = dict(none=here, cpu=to_host, disk=partial(to_file, Path(config.out or "runs")))
     return Homes(to_host if config.offload_params == "cpu" else here, states[config.offload_optimizer])
 

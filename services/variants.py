@@ -1,5 +1,6 @@
-"""What flags ask of a trainer beyond the verbs of its loop: variants of a mechanism, plans, records, comparisons."""
+"""What flags ask of a trainer: its learning rate, variants of a mechanism, plans, records, comparisons."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from services.offload import homes, require_disk
 from services.replicas import require_same_parameters
 from services.state import held
 from services.torch_ddp import TorchSync
+from services.zero_toy import print_toy
 
 
 class Variants:
@@ -22,6 +24,24 @@ class Variants:
     config: Any
     more: dict[str, Any]
 
+    def learning_rate(self, step: int) -> float:
+        """Linear warm-up, then a cosine down to a tenth of the peak. `step` counts from 0."""
+        config = self.config
+        if step < config.warmup_steps:
+            return config.lr * (step + 1) / config.warmup_steps
+        progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+        return config.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+    def dims_to_sum(self) -> list[str]:
+        """The mesh dimensions whose ranks have other tokens (dp, or dp x cp as "data") or other layers (pp)."""
+        return [dim for dim in (self.mesh.data.name, "pp") if dim in self.mesh.groups] if self.mesh.sizes else []
+
+    def accepts(self, loss: float, norm: float) -> bool:
+        """False if loss or gradient norm is a spike (--skip-spikes): the step is then left out."""
+        spike = math.isfinite(norm) and self.spikes.is_spike(loss, norm)
+        self.more |= dict(skipped=True) if spike else {}
+        return not spike
+
     def plan_pipeline(self) -> Plan:
         """Who has which layers, and does what in which order (step 6)."""
         return plan_pipeline(self.config, self.shape, self.mesh.sizes)
@@ -29,6 +49,11 @@ class Variants:
     def torch_ddp(self, model: Decoder) -> TorchSync:
         """--sync torch: PyTorch's DistributedDataParallel around the model."""
         return TorchSync(model, self.mesh.data, self.config.bucket_mb)
+
+    def zero_toy(self, zero_optimizer: type) -> Any:
+        """--toy: print step 3's example; nothing is trained."""
+        print_toy(self.mesh, zero_optimizer)
+        return self.trained()
 
     def homes(self, model: Decoder) -> tuple[Callable, Callable]:
         """Where ZeRO's slices live: of the weights, and of masters and moments (--offload-...)."""
