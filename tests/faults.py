@@ -24,7 +24,7 @@ from common.comm import Group, Mesh, Pending, all_gather, all_reduce
 from common.data import Batch, TokenData
 from common.layout import Layout, layout_of
 from common.model import IGNORE, draw_parameter
-from services import checkpoint, checks, resume, variants
+from services import checkpoint, checks, fused_gradients, resume, variants
 
 HEADS = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 
@@ -928,6 +928,30 @@ def gathered_inputs_wait() -> Iterator[None]:
         return right(ctx, full, group, step06.whole, reduce, store, *weights)
 
     with mock.patch.object(step06.SplitFunction, "forward", forward):
+        yield
+
+
+@contextmanager
+def weight_gradients_added_twice() -> Iterator[None]:
+    """--fuse-gradients adds a product to `.grad`, and gives it to autograd, too."""
+    right = fused_gradients.weight_gradient
+
+    def weight_gradient(weight, dy, x):
+        right(weight, dy, x)
+        return dy.T @ x
+
+    with mock.patch.object(fused_gradients, "weight_gradient", weight_gradient):
+        yield
+
+
+@contextmanager
+def weight_gradients_replaced() -> Iterator[None]:
+    """--fuse-gradients forgets what earlier micro-batches have added up."""
+
+    def weight_gradient(weight, dy, x):
+        weight.grad.copy_(dy.T @ x)
+
+    with mock.patch.object(fused_gradients, "weight_gradient", weight_gradient):
         yield
 
 

@@ -38,6 +38,7 @@ VALUES = dict(
     n_kv_heads=(2, 4, 1),
     grad_clip=(1.0, 0.0),
     log_ranks=(False, True),
+    fuse_gradients=(False, True),
     sync=("bucket", "naive", "overlap"),
     bucket_mb=(25.0, 0.01),
     compress=("none", "bf16", "int8", "topk"),
