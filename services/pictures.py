@@ -91,6 +91,8 @@ def before(run: Any, costs: Any):
     dims = [*mesh.sizes]
     if "ep" in mesh.groups and mesh["ep"].size > 1:
         dims += ["ep", "expert_data"]
+    if "kv" in mesh.groups and mesh["kv"].size > 1:
+        dims += ["kv"]  # the ranks that hold copies of a key/value head
     shapes = {name: layout_of(p).full_shape(p.shape) for name, p in run.model.named_parameters()}
     rows = reduction_table(run.model, dims)
     if pipeline is not None:
