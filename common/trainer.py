@@ -35,7 +35,6 @@ from services.compression import CompressedSum
 from services.devices import choose_device, choose_dtype
 from services.flags import RunFlags as RunFlags
 from services.flags import main as main
-from services.fused_gradients import fuse_gradients
 from services.health import Spikes, health, require_finite
 from services.launch import open_mesh, require_same_flags, world_size
 from services.predictions import predict
@@ -89,8 +88,7 @@ class Trainer(Variants):
         this rank has, if not all. `pipeline`: what runs the model, if it is cut into stages.
         """
         self.model, self.optimizer, self.sync, self.pipeline, config = model, optimizer, sync, pipeline, self.config
-        if config.fuse_gradients:
-            fuse_gradients(model)
+        self.vary(model, optimizer)
         self.positions = self.positions if positions is None else positions.cpu()
         here = self.positions.to(self.device)
         self.look = partial(evaluation.look_through, model, here) if pipeline is None else pipeline.look

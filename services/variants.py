@@ -10,8 +10,9 @@ from common.model import Decoder
 from common.moe import Balance
 from common.schedules import Plan
 from services.checks import plan_pipeline
+from services.fused_gradients import fuse_gradients
 from services.health import expert_metrics
-from services.offload import homes, require_disk
+from services.offload import homes, require_disk, travel_beside
 from services.replicas import require_same_parameters
 from services.state import held
 from services.torch_ddp import TorchSync
@@ -59,7 +60,13 @@ class Variants:
         """Where ZeRO's slices live: of the weights, and of masters and moments (--offload-...)."""
         if self.config.offload_optimizer == "disk":
             require_disk(self.config, model, self.dtype, self.mesh)
-        return homes(self.config)
+        return homes(self.config, self.stack)
+
+    def vary(self, model: Decoder, optimizer: Any):
+        """Change from outside what the step has built: --fuse-gradients, --offload-..."""
+        if self.config.fuse_gradients:
+            fuse_gradients(model)
+        travel_beside(optimizer, self.stack)
 
     def note_experts(self, counted: Tensor):
         """Add to this step's record how busy the experts were (step 7's `Balance.counted`)."""
