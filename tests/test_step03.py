@@ -3,6 +3,7 @@
 import contextlib
 import io
 import itertools
+import mmap
 import os
 import re
 import resource
@@ -482,6 +483,26 @@ def test_wide_parameters_need_no_masters(pools, tmp_path, stage, dtype):
     for found in pools(2).run(bytes_on_rank, options):
         assert found["measured"] == found["predicted"]
         assert found["measured"]["masters"] == 0 < found["measured"]["moments"]
+
+
+def test_host_copies_are_pinned_to_the_byte_until_the_run_ends(monkeypatch):
+    """Pages of their own, registered with as many bytes as the tensor has, and given back once."""
+    pinned = {}
+    runtime = mock.MagicMock()
+    runtime.cudaHostRegister = lambda address, n_bytes, flags: pinned.update({address: n_bytes}) or 0
+    runtime.cudaHostUnregister = pinned.pop
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    given = [torch.randn(3, 5), torch.randn(1000).bfloat16(), torch.randn(2**12 + 1)]
+    with contextlib.ExitStack() as stack:
+        homes = offload.homes(step03.Config(zero=3, offload_params="cpu", offload_optimizer="cpu"), stack)
+        for home in homes:
+            copies = [home(tensor) for tensor in given]
+            assert all(torch.equal(*both) and both[0] is not both[1] for both in zip(copies, given, strict=True))
+            assert [pinned[copy.data_ptr()] for copy in copies] == [60, 2000, 4 * (2**12 + 1)]
+            assert all(copy.data_ptr() % mmap.PAGESIZE == 0 for copy in copies)
+    assert not pinned
 
 
 @pytest.mark.parametrize("given, local_ranks, threads", [("1", 4, [4]), ("1", 32, [1]), (None, 1, [16]), ("3", 4, [])])
