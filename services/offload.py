@@ -115,7 +115,11 @@ class Ahead:
 
 
 def gather_beside(stream: torch.cuda.Stream, gather: Callable[[], None]):
-    """Start to copy and gather a unit's weights after what the GPU was told so far, and beside what comes next."""
+    """Start to copy and gather a unit's weights after what the GPU was told so far, and beside what comes next.
+
+    The memory of whole units is then this stream's. It is free again as soon as the host says so, while kernels may
+    still read it; but the stream first waits for them.
+    """
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         gather()
