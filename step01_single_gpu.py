@@ -81,7 +81,7 @@ class Config(RunFlags):
     grad_dtype: Literal["fp32", "same"] = "fp32"  # of gradients in 16-bit training: fp32 sums, or 16 bits as well
     compile: bool = False  # torch.compile each decoder layer
     recompute: Literal["none", "selective", "full"] = "none"  # what the backward pass computes again
-    optimizer: Literal["adamw", "sgd", "adafactor"] = "adamw"  # the update rule, from torch.optim
+    optimizer: Literal["adamw", "sgd", "adafactor", "muon"] = "adamw"  # the update rule (muon: services/muon.py)
 
 
 def wrap_layers(model: Decoder, config: Config):
@@ -114,11 +114,10 @@ def update_rule(tensors: list[Tensor], config: Config, decays: list[bool]) -> to
     matrices = [t for t, decay in zip(tensors, decays, strict=True) if decay]
     vectors = [t for t, decay in zip(tensors, decays, strict=True) if not decay]
     groups = [dict(params=matrices, weight_decay=config.weight_decay), dict(params=vectors, weight_decay=0.0)]
-    rule = {
-        "adamw": partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True),
-        "sgd": partial(torch.optim.SGD, fused=True),
-        "adafactor": torch.optim.Adafactor,
-    }[config.optimizer](groups, lr=0.0)
+    adamw = partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True)
+    rules = dict(adamw=adamw, sgd=partial(torch.optim.SGD, fused=True), adafactor=torch.optim.Adafactor)
+    rules["muon"] = adamw  # whose matrices services/muon.py takes over
+    rule = rules[config.optimizer](groups, lr=0.0)
     for tensor in tensors:
         tensor.grad = torch.zeros_like(tensor)
     rule.step()

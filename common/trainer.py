@@ -29,7 +29,7 @@ from torch import Tensor
 from common.comm import Mesh, all_reduce, sum_over
 from common.data import Batch
 from common.model import Decoder
-from services import evaluation, pictures, resume
+from services import evaluation, muon, pictures, resume
 from services.checks import check, choose_ep, mesh_sizes
 from services.compression import CompressedSum
 from services.devices import choose_device, choose_dtype
@@ -92,6 +92,7 @@ class Trainer(Variants):
         self.positions = self.positions if positions is None else positions.cpu()
         here = self.positions.to(self.device)
         self.look = partial(evaluation.look_through, model, here) if pipeline is None else pipeline.look
+        muon.take_over(optimizer, config, self.mesh)  # if --optimizer says so; before a state is loaded
         first = resume.resume(optimizer, self.spikes, config, self.mesh, sync) if config.resume else 0
         self.require_same_parameters()
         if config.generate:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from common.layout import layout_of, replica_group
 from services.devices import peak_flops
+from services.muon import Muon
 from theory import flops, memory, traffic
 from theory.traffic import Gradients, Traffic, UnitShape
 
@@ -65,6 +66,32 @@ def partial_sums(run: Any) -> list[tuple[str, int, int]]:
     ]
 
 
+class MuonWork(NamedTuple):
+    """What --optimizer muon does on one rank in a step."""
+
+    hidden: int  # elements that it updates
+    sent: Traffic
+    flops: float
+
+
+def muon_work(optimizer: Any, mesh: Any) -> MuonWork:
+    """From the shapes of a rank's pieces and the cuts of their parameters."""
+    rules = [unit.inner for unit in optimizer.units] if hasattr(optimizer, "units") else [optimizer.inner]
+    rules = [rule for rule in rules if isinstance(rule, Muon)]
+    gathered = [(rule.unit.group.name, rule.unit.group.size, rule.unit.length) for rule in rules if rule.unit]
+    done = 0.0
+    for muon, name in [(rule, name) for rule in rules for name in rule.hidden]:
+        param, (_, low, high) = muon.params[name], muon.place(name)
+        layout, n = layout_of(param), (high - low) * param.shape[-2:].numel()
+        for split in layout.splits:
+            if split.dim - param.dim() >= -2:
+                gathered.append((split.over, mesh[split.over].size, n))
+                n *= mesh[split.over].size // split.copies
+        done += (high - low) * flops.newton_schulz_flops(*layout.full_shape(param.shape)[-2:])
+    hidden = sum(piece.numel() for rule in rules for piece in rule.hidden.values())
+    return MuonWork(hidden, traffic.muon_traffic(gathered, rules[0].dtype.itemsize) if rules else {}, done)
+
+
 def predict(run: Any, sync: Any) -> Costs:
     """All of it, for one rank and step; `run`: a Trainer that knows its model, optimizer and pipeline."""
     config, m, mesh, dtype, on_cpu = run.config, run.shape, run.mesh, run.dtype, run.device.type == "cpu"
@@ -73,17 +100,19 @@ def predict(run: Any, sync: Any) -> Costs:
     per_token = (flops.moe_flops_per_token if moe else flops.flops_per_token)(m, config.recompute)
     peak = mesh.world * peak_flops(run.device, dtype, config.peak_tflops)
     units = [shape_of(unit) for unit in getattr(run.optimizer, "units", [])]
+    muon = muon_work(run.optimizer, mesh)
     if units:
-        held = memory.zero_memory_rows(config, m, units, dtype, on_cpu)
+        held = memory.zero_memory_rows(config, m, units, dtype, on_cpu, muon.hidden)
     else:
         params = list(run.model.parameters())
         n, factored = sum(p.numel() for p in params), sum(sum(p.shape) for p in params)
-        held = memory.memory_rows(config, m, n, factored, dtype, on_cpu)
+        held = memory.memory_rows(config, m, n, factored, dtype, on_cpu, muon.hidden)
     work = work_of(run, tp, cp)
+    work["matmul"] += muon.flops
     if not mesh.sizes:
         return Costs(per_token, peak, held, {}, work)
 
-    sent = gradients_sent(run, sync, units)
+    sent = gradients_sent(run, sync, units) | muon.sent
     if hasattr(config, "tp"):
         sent |= traffic.partial_traffic(partial_sums(run))
     if run.pipeline is not None:

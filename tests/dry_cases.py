@@ -55,6 +55,7 @@ def draw(seed: int) -> dict[str, Any]:
         options |= rng.choice([*SHAPES.values()]) if step < 7 else dict(model="mixtral-8x7b", seq_len=2048)
         if options.get("cp", 1) > 1:
             options["dtype"] = "bf16"  # in fp32, no fused kernel of a GPU returns what a ring needs
+        options["optimizer"] = "adamw" if seed % 20 else "muon"
         options["n_layers"] = rng.choice((2, 3)) * options.get("pp", 1)
         inner = options.get("tp", 1) * options.get("cp", 1) * options.get("pp", 1)
         dp = rng.choice([n for n in (1, 2, 3, 4, 16, 48, 128, 1024, 4096, 16384) if 2 <= n * inner <= MOST])

@@ -24,7 +24,7 @@ from common.comm import Group, Mesh, Pending, all_gather, all_reduce
 from common.data import Batch, TokenData
 from common.layout import Layout, layout_of
 from common.model import IGNORE, draw_parameter
-from services import checkpoint, checks, fused_gradients, resume, variants
+from services import checkpoint, checks, fused_gradients, muon, resume, variants
 
 HEADS = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 
@@ -952,6 +952,39 @@ def weight_gradients_replaced() -> Iterator[None]:
         weight.grad.copy_(dy.T @ x)
 
     with mock.patch.object(fused_gradients, "weight_gradient", weight_gradient):
+        yield
+
+
+@contextmanager
+def orthogonal_without(missed: Callable[[str], bool]) -> Iterator[None]:
+    """Muon gathers nothing in groups whose name is `missed`: what other ranks hold of a matrix counts as zero."""
+    right = muon.all_gather
+
+    def all_gather(output, tensor, group, purpose):
+        if not missed(group.name):
+            return right(output, tensor, group, purpose)
+        output.zero_().view(group.size, -1)[group.rank].copy_(tensor)
+        return Pending(group, [])
+
+    with mock.patch.object(muon, "all_gather", all_gather):
+        yield
+
+
+def each_shard_made_orthogonal_alone():
+    """Each tensor-parallel rank makes its own part of a matrix orthogonal."""
+    return orthogonal_without(lambda name: name == "tp")
+
+
+def each_slice_made_orthogonal_alone():
+    """Under ZeRO, each rank makes its own slice orthogonal."""
+    return orthogonal_without(lambda name: name != "tp")
+
+
+@contextmanager
+def experts_made_orthogonal_together() -> Iterator[None]:
+    """The matrices of a layer's experts, one below the other, count as one."""
+    right = muon.orthogonal
+    with mock.patch.object(muon, "orthogonal", lambda x: right(x.flatten(0, 1)[None]).reshape(x.shape)):
         yield
 
 

@@ -579,7 +579,7 @@ def test_a_model_of_hugging_face_is_imported(tmp_path, capsys):
 
 
 def test_what_cannot_be_exported_or_imported_is_one_line(tmp_path, capsys):
-    """Experts, another architecture, missing files, a folder that is there already."""
+    """An odd tensor, another architecture, missing files, a folder that is there already."""
     step01.train(step01.Config(**BASE | dict(steps=1, out=str(tmp_path / "run"))))
     found = find(str(tmp_path / "run"), tmp_path)
     shapes = found.shapes("model")
@@ -593,7 +593,7 @@ def test_what_cannot_be_exported_or_imported_is_one_line(tmp_path, capsys):
     hub.main(["export", str(tmp_path / "run"), str(tmp_path / "hf")])
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"garbage")
     for argv, says in [
-        (["export", "moe", "out"], "only dense models fit LlamaForCausalLM"),
+        (["export", "moe", "out"], "does not fit the model that its meta.json describes"),
         (["export", "nowhere", "out"], "no checkpoint there"),
         (["export", "run"], "usage"),
         (["import", "gpt", "out"], "its model_type is gpt2"),

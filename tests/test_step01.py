@@ -346,7 +346,7 @@ def test_learning_rate_schedule():
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp64", "bf16"])
-@pytest.mark.parametrize("optimizer, lr", [("adamw", 0.01), ("sgd", 1.0), ("adafactor", 0.05)])
+@pytest.mark.parametrize("optimizer, lr", [("adamw", 0.01), ("sgd", 1.0), ("adafactor", 0.05), ("muon", 0.01)])
 def test_every_optimizer_learns_and_is_accounted_for(tmp_path, monkeypatch, optimizer, lr, dtype):
     """The loss falls, and at the end every kind of memory measured equals the predicted one (activations: 5%)."""
     tables = []
@@ -434,7 +434,7 @@ def require_same(a: step01.Trained, b: step01.Trained):
 @pytest.mark.parametrize(
     "options",
     [dict(dtype=dtype) for dtype in DTYPES]
-    + [dict(optimizer=optimizer) for optimizer in ("sgd", "adafactor")]
+    + [dict(optimizer=optimizer) for optimizer in ("sgd", "adafactor", "muon")]
     + [dict(tied=True, dtype="bf16"), dict(recompute="full")],
     ids=str,
 )

@@ -67,6 +67,12 @@ def rank_flops(
     return found
 
 
+def newton_schulz_flops(rows: int, columns: int, iterations: int = 5) -> float:
+    """FLOPs of making one matrix orthogonal (services/muon.py): in an iteration x x^T, its square, and that times x."""
+    short, long = sorted((rows, columns))
+    return iterations * 2.0 * (2 * short**2 * long + short**3)
+
+
 def layer_costs(m: ModelConfig) -> list[float]:
     """Multiply-adds of a token in each layer: its matmuls (of the experts, those that it visits) and attention."""
     dense = matmul_weights(m)[0] + 2.0 * m.seq_len * m.dim

@@ -33,27 +33,34 @@ def activation_bytes(m: ModelConfig, batch: int, dtype: torch.dtype, recompute: 
     return tokens * m.n_layers * layer + rope + head
 
 
-MOMENTS = {"adamw": 2, "sgd": 0}  # numbers that the update rule keeps for each element of a parameter
+# Numbers that the update rule keeps for each element of a parameter; muon: one less for elements of hidden matrices.
+MOMENTS = {"adamw": 2, "sgd": 0, "muon": 2}
 
 
 def memory_rows(
-    config: Any, m: ModelConfig, n: int, factored: int, dtype: torch.dtype, on_cpu: bool
+    config: Any, m: ModelConfig, n: int, factored: int, dtype: torch.dtype, on_cpu: bool, hidden: int = 0
 ) -> dict[str, int | None]:
-    """Predicted bytes of each kind of tensor for `n` parameters, of which adafactor keeps `factored` numbers."""
+    """Predicted bytes of each kind of tensor for `n` parameters, of which adafactor keeps `factored` numbers.
+
+    `hidden`: how many of them Muon updates.
+    """
     mixed, wide = dtype.itemsize == 2, max(4, dtype.itemsize)
     return {
         "parameters": n * dtype.itemsize,
         "gradients": n * (dtype.itemsize if config.grad_dtype == "same" else wide),
         "masters": n * 4 * mixed,
-        "moments": (n * MOMENTS[config.optimizer] if config.optimizer in MOMENTS else factored) * wide,
+        "moments": (n * MOMENTS[config.optimizer] - hidden if config.optimizer in MOMENTS else factored) * wide,
         "activations": activation_bytes(m, config.micro_batch_size, dtype, config.recompute, on_cpu),
     }
 
 
 def zero_memory_rows(
-    config: Any, m: ModelConfig, units: list[UnitShape], dtype: torch.dtype, on_cpu: bool
+    config: Any, m: ModelConfig, units: list[UnitShape], dtype: torch.dtype, on_cpu: bool, hidden: int = 0
 ) -> dict[str, int | None]:
-    """Predicted bytes of each kind of tensor on one rank, after step 3's second table (with padding)."""
+    """Predicted bytes of each kind of tensor on one rank, after step 3's second table (with padding).
+
+    `hidden`: elements of its slices that Muon updates.
+    """
     wide = max(4, dtype.itemsize)
     cut = sum(unit.length for unit in units)
     trained = sum(unit.length for unit in units if unit.trained)
@@ -64,7 +71,7 @@ def zero_memory_rows(
         "parameters": (cut if config.zero == 3 else sum(unit.length * unit.ranks for unit in units)) * dtype.itemsize,
         "gradients": trained * wide if config.zero > 1 else gradients,
         "masters": cut * wide * separate * in_memory,
-        "moments": trained * wide * MOMENTS[config.optimizer] * in_memory,
+        "moments": (trained * MOMENTS[config.optimizer] - hidden) * wide * in_memory,
         "activations": activation_bytes(m, config.micro_batch_size, dtype, config.recompute, on_cpu),
     }
 

@@ -101,6 +101,16 @@ def partial_traffic(summed: list[tuple[str, int, int]]) -> Traffic:
     return {(dim, "all_reduce (partial)"): 2 * (n - 1) / n * size for dim, n, size in summed if size and n > 1}
 
 
+def muon_traffic(gathered: list[tuple[str, int, int]], e: int) -> Traffic:
+    """Bytes a rank sends to make updates whole for Muon, of `e` bytes a number; for each all-gather (dimension, ranks,
+    elements of one rank's part): a unit's slice under ZeRO, then this rank's part of the matrices that tp cuts.
+    """
+    found: Traffic = {}
+    for dim, n, length in gathered:
+        found[dim, "all_gather (muon)"] = found.get((dim, "all_gather (muon)"), 0) + (n - 1) * length * e
+    return {name: n_bytes for name, n_bytes in found.items() if n_bytes}
+
+
 def stage_traffic(
     config: Any,
     m: ModelConfig,
