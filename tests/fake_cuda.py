@@ -53,6 +53,13 @@ def place() -> str:
     )
 
 
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """From which byte of its storage to which a tensor lies, gaps among them."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.storage_offset() * tensor.itemsize
+    return start, start + (last + 1) * tensor.itemsize * (tensor.numel() > 0)
+
+
 class Call(NamedTuple):
     """A collective, or a batch of point-to-point messages, as one rank launches it."""
 
@@ -80,7 +87,8 @@ class Watch(Answers):
         self.moe_forwards = 0  # inside
         self.unordered: set[str] = set()  # where floating-point numbers are added up on the GPU in any order
         self.heads: set[tuple[int, int]] = set()  # of q and of k, in calls of fused attention
-        self.written: dict[int, tuple[Stream, int]] = {}  # by storage, who will have written it: a stream's n-th launch
+        # By storage and its bytes [start, stop), who will have written them: a stream's n-th launch.
+        self.written: dict[int, dict[tuple[int, int], tuple[Stream, int]]] = {}
         self.early: set[str] = set()  # where something is read that its reader has not waited for
         self.first, self.nccl, self.beside = (
             self.stream,
@@ -123,10 +131,15 @@ class Watch(Answers):
         self.beside += reader is not self.host and self.stream is not self.first
         name = func.overloadpacket.__name__
         for tensor in () if name in NO_KERNEL or name.startswith("new_") or name.endswith("_like") else inputs:
-            writer, n = self.written.get(tensor.untyped_storage()._cdata, (self.host, 0))
-            if writer not in (reader, self.host) and reader.after.get(writer, 0) < n:
-                self.early.add(f"{name} in {place()}")
-        self.written |= {tensor.untyped_storage()._cdata: (reader, reader.launched) for tensor in changed}
+            start, stop = extent(tensor)
+            for (first, last), (writer, n) in self.written.get(tensor.untyped_storage()._cdata, {}).items():
+                late = writer not in (reader, self.host) and reader.after.get(writer, 0) < n
+                if late and first < stop and start < last:
+                    self.early.add(f"{name} in {place()}")
+        self.written |= {tensor.untyped_storage()._cdata: {} for tensor in made if not any(tensor is t for t in inputs)}
+        for tensor in changed:
+            parts = self.written.setdefault(tensor.untyped_storage()._cdata, {})
+            parts[extent(tensor)] = reader, reader.launched
 
     def sums(self, name: str, args: tuple):
         """Note where whole rows are added by atomics. (Along another dimension, the places here are different ones.)"""
