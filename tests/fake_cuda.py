@@ -60,6 +60,11 @@ def extent(tensor: Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.itemsize * (tensor.numel() > 0)
 
 
+def place_of(tensor: Tensor) -> tuple[str, int]:
+    """Its kind of device, and its storage there. (Readers of data make tensors unseen, where others have been.)"""
+    return tensor.device.type, tensor.untyped_storage()._cdata
+
+
 class Call(NamedTuple):
     """A collective, or a batch of point-to-point messages, as one rank launches it."""
 
@@ -88,7 +93,7 @@ class Watch(Answers):
         self.unordered: set[str] = set()  # where floating-point numbers are added up on the GPU in any order
         self.heads: set[tuple[int, int]] = set()  # of q and of k, in calls of fused attention
         # By storage and its bytes [start, stop), who will have written them: a stream's n-th launch.
-        self.written: dict[int, dict[tuple[int, int], tuple[Stream, int]]] = {}
+        self.written: dict[tuple[str, int], dict[tuple[int, int], tuple[Stream, int]]] = {}
         self.early: set[str] = set()  # where something is read that its reader has not waited for
         self.first, self.nccl, self.beside = (
             self.stream,
@@ -132,13 +137,13 @@ class Watch(Answers):
         name = func.overloadpacket.__name__
         for tensor in () if name in NO_KERNEL or name.startswith("new_") or name.endswith("_like") else inputs:
             start, stop = extent(tensor)
-            for (first, last), (writer, n) in self.written.get(tensor.untyped_storage()._cdata, {}).items():
+            for (first, last), (writer, n) in self.written.get(place_of(tensor), {}).items():
                 late = writer not in (reader, self.host) and reader.after.get(writer, 0) < n
                 if late and first < stop and start < last:
                     self.early.add(f"{name} in {place()}")
-        self.written |= {tensor.untyped_storage()._cdata: {} for tensor in made if not any(tensor is t for t in inputs)}
+        self.written |= {place_of(tensor): {} for tensor in made if not any(tensor is t for t in inputs)}
         for tensor in changed:
-            parts = self.written.setdefault(tensor.untyped_storage()._cdata, {})
+            parts = self.written.setdefault(place_of(tensor), {})
             parts[extent(tensor)] = reader, reader.launched
 
     def sums(self, name: str, args: tuple):
