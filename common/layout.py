@@ -61,6 +61,13 @@ class Layout:
             full = local
         return full
 
+    def rows(self, full: int) -> range:
+        """Which of the `full` indices of dimension 0 this rank has; its padding is not among them."""
+        rows = range(full)
+        for split in self.splits:
+            rows = rows[split.start : split.stop] if split.dim == 0 else rows
+        return rows
+
     def copies(self, mesh_sizes: dict[str, int]) -> int:
         """How many ranks, along the given mesh dimensions, hold the same elements of the parameter."""
         count, held = 1, dict(self.held)
@@ -110,7 +117,7 @@ def materialize(
 ):
     """Give parameters on the meta device (all, or `only` these names) their initial value, in place, one at a time.
 
-    The full value is drawn from (seed, global name), then sliced by the record: the same numbers under every layout.
+    The value is drawn from (seed, global name), then sliced by the record: the same numbers under every layout.
     Tied parameters stay tied, records and `requires_grad` are kept. Buffers, in their own dtype, start at zero.
     """
     names = {id(param): name for name, param in model.named_parameters()}
@@ -120,10 +127,10 @@ def materialize(
             if param is None or (only is not None and names[id(param)] not in only):
                 continue
             if id(param) not in made:
-                layout = layout_of(param)
-                full = draw_parameter(names[id(param)], layout.full_shape(param.shape), model.config.n_layers, seed)
-                value = layout.slice(full).to(device=device, dtype=dtype)
-                made[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
+                layout, name = layout_of(param), names[id(param)]
+                shape = layout.full_shape(param.shape)
+                full = draw_parameter(name, shape, model.config.n_layers, seed, dtype, layout.rows(shape[0]))
+                made[id(param)] = nn.Parameter(layout.slice(full).to(device), requires_grad=param.requires_grad)
                 made[id(param)].parallel_layout = layout
             module._parameters[key] = made[id(param)]
         for key, buffer in module._buffers.items():

@@ -12,6 +12,7 @@ in a dict under their *global* number: layer 17 is `model.layers.17` also where 
 
 import hashlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -272,15 +273,27 @@ class Decoder(nn.Module):
         return self.model.norm(x)
 
 
-def draw_parameter(name: str, shape: torch.Size, n_layers: int, seed: int) -> Tensor:
-    """The full initial value of one parameter, fp32 on the CPU: a pure function of its global name and the seed.
+def draw_parameter(
+    name: str, shape: torch.Size, n_layers: int, seed: int, dtype: torch.dtype = torch.float32, rows: range = range(0)
+) -> Tensor:
+    """The full initial value of one parameter, on the CPU: a pure function of its global name and the seed.
 
     Norms start at one. Matrices are normal with standard deviation 0.02; those that write to the residual stream are
     divided by sqrt(2 L) (Radford et al., GPT-2, section 2.3). No rank, layout, device or order of drawing has a say.
+    Every 2^20 numbers have a generator of their own. So threads share the work, and a rank draws only the blocks with
+    some of the `rows` (indices of dimension 0; by default all) that it needs. All other numbers are not defined.
     """
     if len(shape) == 1:
-        return torch.ones(shape)
+        return torch.ones(shape, dtype=dtype)
     std = 0.02 / (2 * n_layers) ** 0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-    return torch.empty(shape).normal_(0.0, std, generator=generator)
+    full, block, row, rows = torch.empty(shape, dtype=dtype), 2**20, shape[1:].numel(), rows or range(shape[0])
+
+    def draw(start: int):
+        digest = hashlib.sha256(f"{seed}:{name}{f':{start}' if start else ''}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        for part in full.view(-1)[start : start + block].split(2**15):  # so few stay in the core's cache
+            part.copy_(torch.empty(part.shape).normal_(0.0, std, generator=generator))
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        list(pool.map(draw, range(rows.start * row // block * block, rows.stop * row, block)))
+    return full

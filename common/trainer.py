@@ -17,7 +17,6 @@ gradient sync (step 2), this rank's positions (step 5) and the pipeline (step 6)
 PyTorch's own data parallelism, `run.homes` says where ZeRO keeps its slices. `run.all_reduce` may compress.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -29,7 +28,7 @@ from torch import Tensor
 from common.comm import Mesh, all_reduce, sum_over
 from common.data import Batch
 from common.model import Decoder
-from services import activations, evaluation, muon, pictures, resume
+from services import activations, evaluation, pictures, resume
 from services.checks import check, choose_ep, mesh_sizes
 from services.compression import CompressedSum
 from services.devices import choose_device, choose_dtype
@@ -39,7 +38,6 @@ from services.health import Spikes, health, require_finite
 from services.launch import open_mesh, require_same_flags, world_size
 from services.predictions import predict
 from services.readers import open_tokens
-from services.replicas import require_same_replicas
 from services.run import Run
 from services.state import settle
 from services.variants import Variants
@@ -76,7 +74,7 @@ class Trainer(Variants):
         self.all_reduce = all_reduce if getattr(config, "compress", "none") == "none" else CompressedSum(config)
         self.ep = choose_ep(config, m, mesh["dp"].size * mesh["cp"].size) if hasattr(config, "ep") else 1
         self.spikes = Spikes(config.skip_spikes)
-        self.log: Run | None = None
+        self.model, self.optimizer, self.log = None, None, None  # `steps` is given them, and opens the log
         self.more: dict[str, Any] = {}  # what else this step's record says
 
     def steps(
@@ -88,16 +86,14 @@ class Trainer(Variants):
         this rank has, if not all. `pipeline`: what runs the model, if it is cut into stages.
         """
         self.model, self.optimizer, self.sync, self.pipeline, config = model, optimizer, sync, pipeline, self.config
+        self.vary(model, optimizer)
         self.positions = self.positions if positions is None else positions.cpu()
         here = self.positions.to(self.device)
         self.look = partial(evaluation.look_through, model, here) if pipeline is None else pipeline.look
-        muon.take_over(optimizer, config, self.mesh)  # if --optimizer says so; before a state is loaded
         first = resume.resume(optimizer, self.spikes, config, self.mesh, sync) if config.resume else 0
         self.require_same_parameters()
         if config.generate:
-            text = evaluation.generate(self.look, model, here, self.mesh, config.generate, seed=config.seed)
-            if self.mesh.rank == 0:
-                print(text)
+            self.print_text(here)
             return
         self.follow_documents()
         costs = predict(self, sync)
@@ -121,14 +117,6 @@ class Trainer(Variants):
         """A context: its seconds and, in profiled steps, bytes are booked under `name`. `action`: a pipeline's."""
         return self.log.phase(name, action)
 
-    def learning_rate(self, step: int) -> float:
-        """Linear warm-up, then a cosine down to a tenth of the peak. `step` counts from 0."""
-        config = self.config
-        if step < config.warmup_steps:
-            return config.lr * (step + 1) / config.warmup_steps
-        progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
-        return config.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
-
     def global_loss(self, loss: Tensor) -> float:
         """The mean loss of the global batch, given each rank's share of it. Raises UserError if it is not finite.
 
@@ -148,12 +136,6 @@ class Trainer(Variants):
         self.measure()
         return float(total)
 
-    def accepts(self, loss: float, norm: float) -> bool:
-        """False if loss or gradient norm is a spike (--skip-spikes): the step is then left out."""
-        spike = math.isfinite(norm) and self.spikes.is_spike(loss, norm)
-        self.more |= dict(skipped=True) if spike else {}
-        return not spike
-
     def end_step(self, loss: float, norm: float):
         """After the update: measure, validate, log, compare replicas, save, each when it is due."""
         config, log, step = self.config, self.log, self.log.step
@@ -165,8 +147,7 @@ class Trainer(Variants):
                 self.more["validation_loss"] = evaluation.validate(self)
         log.log(loss, norm, self.learning_rate(step), config.global_batch_size * self.shape.seq_len, **self.more)
         self.more = {}
-        if getattr(config, "check_replicas", 0) and log.due(config.check_replicas, step):
-            require_same_replicas(self.optimizer, self.mesh)
+        self.check_replicas(step)
         if log.stopping or (config.save_every and log.due(config.save_every, step)):
             resume.save(log, step + 1, self.optimizer, self.spikes, self.sync)
 

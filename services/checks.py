@@ -52,6 +52,8 @@ def check_one(config: Any):
         )
     if config.compile and config.profile_memory:
         raise UserError("--profile-memory cannot look inside --compile: leave one of them away")
+    if config.compile and config.fuse_gradients:
+        raise UserError("--fuse-gradients adds to .grad inside backward, --compile cannot: leave one of them away")
 
 
 def check_dp(config: Any, dp: int):
@@ -68,6 +70,8 @@ def check_dp(config: Any, dp: int):
         raise UserError("--compress would carry an fp16 overflow on for ever: use --dtype bf16 or fp32")
     if config.sync == "torch" and choose_dtype(config.dtype, choose_device(config.device)).itemsize == 2:
         raise UserError("--sync torch adds gradients up in 16 bits: use --dtype fp32, or another --sync")
+    if config.sync == "torch" and config.fuse_gradients:
+        raise UserError("--sync torch wants autograd's gradients: leave --fuse-gradients away, or use another --sync")
     if config.check_replicas < 0:
         raise UserError(f"--check-replicas is {config.check_replicas}: it must be at least 0")
     if config.bucket_mb <= 0 or not 0 < config.topk_fraction <= 1:
@@ -82,6 +86,8 @@ def check_zero(config: Any, dp: int):
         raise UserError(f"--offload-optimizer {config.offload_optimizer} moves slices: use it with --zero 1, 2 or 3")
     if config.zero != 3 and config.offload_params != "none":
         raise UserError("--offload-params cpu needs parameters in slices: use it with --zero 3")
+    if config.zero > 1 and config.fuse_gradients:
+        raise UserError(f"--fuse-gradients: --zero {config.zero} has no sum in .grad to add to; use --zero 0 or 1")
     if config.zero and config.optimizer == "adafactor":
         raise UserError("--optimizer adafactor looks at whole rows and columns, slices have none: use it with --zero 0")
     if config.zero and (config.sync != "bucket" or config.compress != "none"):
@@ -186,6 +192,10 @@ def check_pp(config: Any, world: int):
     dp = mesh_sizes(config, world)["dp"]
     if reason := refuse(config.schedule, pp, config.global_batch_size // dp // config.micro_batch_size, v):
         raise UserError(reason)
+    if config.fuse_gradients and config.schedule not in ("afab", "1f1b", "interleaved"):
+        raise UserError(
+            f"--schedule {config.schedule} puts weight gradients off: leave --fuse-gradients away, or use 1f1b"
+        )
     if not config.zb_memory * pp >= 1:
         raise UserError(
             f"--zb-memory {config.zb_memory:g} of --pp {pp} is not one micro-batch: use at least {1 / pp:g}"

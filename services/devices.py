@@ -31,13 +31,19 @@ GPU_PEAKS = {
 
 
 def choose_device(name: str) -> torch.device:
-    """`--device` -> the device of this process: one GPU a local rank, shared in turn where there are fewer GPUs."""
+    """`--device` -> the device of this process: one GPU a local rank, shared in turn where there are fewer GPUs.
+
+    With a GPU, the host draws the initial weights and updates what is offloaded: with its share of the cores, not with
+    the one thread that torchrun gives a rank. (Another number in OMP_NUM_THREADS is the user's, and stays.)
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch sees no GPU here; use --device cpu or auto")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     torch.cuda.set_device(device)
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     return device
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -31,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common import comm
+from common import comm, layout
 from services import readers
 
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
@@ -151,12 +152,33 @@ class Known:
         return FakeTensor(mode, tensor, device)
 
 
+class Stream:
+    """A CUDA stream (or the host) of a device that takes no time: what it was told, and what it has waited for."""
+
+    def __init__(self):
+        self.launched = 0
+        self.after: dict[Stream, int] = {}  # how many launches of other streams come before its next one
+
+    def now(self) -> dict["Stream", int]:
+        """What will be done when all that was launched here is."""
+        return self.after | {self: self.launched}
+
+    def catch_up(self, moment: dict["Stream", int]):
+        """Wait for a moment of some stream."""
+        self.after |= {stream: max(n, self.after.get(stream, 0)) for stream, n in moment.items()}
+
+    def wait_stream(self, other: "Stream"):
+        """Wait for what another stream was told so far."""
+        self.catch_up(other.now())
+
+
 class Answers(TorchDispatchMode):
     """Runs every operator, and answers where the program asks for numbers. `wait` is told where that is."""
 
     def __init__(self, experts: int = 0, experts_per_token: int = 0):
         super().__init__()
         self.known, self.mode = Known(), Fake(allow_non_fake_inputs=True)
+        self.stream, self.host = Stream(), Stream()  # the stream of what comes next; what the host has waited for
         self.experts, self.chosen = max(1, experts), experts_per_token
         self.answers = dict(_local_scalar_dense=self.item, nonzero=self.nonzero, bincount=self.bincount)
         self.answers |= dict(_pin_memory=self.pin_memory, _fused_sgd_=self.fused_sgd, _grouped_mm=self.grouped_mm)
@@ -164,6 +186,13 @@ class Answers(TorchDispatchMode):
 
     def wait(self, reason: str, asked: Tensor | None = None):
         """The host waits for the device here."""
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """Instead of `torch.cuda.stream`."""
+        before, self.stream = self.stream, stream
+        yield
+        self.stream = before
 
     def kernel(self, name: str, inputs: list[Tensor], outputs: list[Tensor]):
         """A kernel of a GPU has run, which torch's operators on fake tensors do not show as one."""
@@ -331,14 +360,16 @@ class Event:
     """A CUDA event, of a device that takes no time."""
 
     def __init__(self, answers: Answers, enable_timing: bool = False):
-        self.answers = answers
+        self.answers, self.at = answers, {}
 
     def record(self, stream: Any = None):
-        """Nothing is under way."""
+        """Take the current stream's moment."""
+        self.at = self.answers.stream.now()
 
     def synchronize(self):
         """The host waits."""
         self.answers.wait("an event")
+        self.answers.host.catch_up(self.at)
 
     def elapsed_time(self, other: "Event") -> float:
         """Milliseconds."""
@@ -416,15 +447,23 @@ def fake_device(answers: Answers, cuda: bool, tokens: int, gpus: int = 8) -> Ite
         answers.kernel("softmax", [x], [out])
         return out
 
+    def draw_parameter(name: str, shape: torch.Size, layers: int, seed: int, dtype: torch.dtype, rows: range) -> Tensor:
+        return torch.empty(shape, dtype=dtype)  # threads would draw numbers: the mode is not theirs
+
     right = FakeTensor.tolist
     replaced = [(comm.Mesh, name, with_numbers(getattr(comm.Mesh, name))) for name in ("__init__", "add", "add_pairs")]
     replaced += [(FakeTensor, "tolist", lambda t: answers.tolist(t, right)), (torch, "tensor", tensor)]
     replaced += [(FakeTensor, "data_ptr", lambda t: t.untyped_storage()._cdata)]
+    replaced += [(layout, "draw_parameter", draw_parameter), (torch, "set_num_threads", lambda n: None)]
     replaced += [(readers, "load_columns", lambda _: (Blank(tokens), 0)), (readers, "Stream", lambda data, _: data)]
     replaced += [(F, "silu", lambda x: FusedSilu.apply(x, answers))]
     replaced += [(kind, "reset_parameters", lambda _: None) for kind in (nn.Linear, nn.Embedding, nn.RMSNorm)]
     gpu = dict(is_available=lambda: True, device_count=lambda: gpus, set_device=lambda device: None)
     gpu |= dict(memory_allocated=lambda *_: 0, max_memory_allocated=lambda *_: 0, Event=partial(Event, answers))
+    gpu |= dict(
+        Stream=Stream, stream=answers.on, current_stream=lambda *_: answers.stream, check_error=lambda code: None
+    )
+    gpu |= dict(cudart=lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0))
     gpu |= dict(get_device_capability=lambda *_: (9, 0), get_device_name=lambda *_: "NVIDIA H100")
     gpu |= dict(is_bf16_supported=lambda **_: True, synchronize=lambda *_: answers.wait("synchronize"))
     if cuda:

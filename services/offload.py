@@ -6,6 +6,10 @@ Everything streams unit by unit. The files never have a name: they vanish with t
 checkpoint.
 
 A home is a function from a tensor to the tensor that lives where it is to live, the same one or a copy.
+
+With a GPU, copies travel on a stream of their own, while GPU and host compute. `Ahead`: the gradient of the next unit
+comes to the host while the host updates this one. `gather_beside`: the weights of the next unit (--offload-params) go
+to the GPU while it computes with this one.
 """
 
 import mmap
@@ -13,6 +17,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -33,10 +38,17 @@ def here(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, pinned where there is a GPU to copy to."""
-    host = tensor.to("cpu", copy=True)
-    return host.pin_memory() if torch.cuda.is_available() else host
+def to_host(stack: ExitStack, tensor: Tensor) -> Tensor:
+    """A copy in pages of host memory, pinned until `stack` ends where there is a GPU to copy to.
+
+    `pin_memory` of PyTorch takes the next power of two in bytes: up to twice as much.
+    """
+    host = torch.frombuffer(mmap.mmap(-1, tensor.nbytes), dtype=tensor.dtype).view(tensor.shape)
+    if torch.cuda.is_available():
+        runtime, address = torch.cuda.cudart(), host.data_ptr()
+        torch.cuda.check_error(runtime.cudaHostRegister(address, tensor.nbytes, 0))
+        stack.callback(runtime.cudaHostUnregister, address)
+    return host.copy_(tensor)
 
 
 def reserve(file: BinaryIO, n_bytes: int):
@@ -67,17 +79,66 @@ class Homes(NamedTuple):
     one_by_one: bool = False  # units are updated so, and not together: to the host and back, or as whole matrices
 
 
-def homes(config: Any) -> Homes:
-    """What --offload-params and --offload-optimizer say.
-
-    With a GPU, the update on the host gets as many threads as each rank has cores. (torchrun gives it one.)
-    """
-    if torch.cuda.is_available() and (config.offload_optimizer, config.offload_params) != ("none", "none"):
-        torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-    states = dict(none=here, cpu=to_host, disk=partial(to_file, Path(config.out or "runs")))
+def homes(config: Any, stack: ExitStack) -> Homes:
+    """What --offload-params and --offload-optimizer say; `stack` ends with the run."""
+    host = partial(to_host, stack)
+    states = dict(none=here, cpu=host, disk=partial(to_file, Path(config.out or "runs")))
     away = (config.offload_optimizer, config.offload_params) != ("none", "none")
-    slices = to_host if config.offload_params == "cpu" else here
+    slices = host if config.offload_params == "cpu" else here
     return Homes(slices, states[config.offload_optimizer], away or config.optimizer == "muon")
+
+
+class Ahead:
+    """The update of units whose masters are on the host: gradients arrive one unit ahead, in two buffers in turn."""
+
+    def __init__(self, updates: list[Any], stack: ExitStack):
+        """`updates`: those of step 3's ZeRO, of a unit each."""
+        self.updates, self.stream = [update for update in updates if update.units], torch.cuda.Stream()
+        units = [unit for update in self.updates for unit in update.units]
+        n = max((unit.length for unit in units), default=0)
+        self.buffers = [to_host(stack, torch.empty(n, dtype=units[0].wide)) for _ in range(min(2, len(units)))]
+
+    def send(self, i: int) -> tuple[Tensor, torch.cuda.Event]:
+        """Start to copy the gradient of unit i; where it will be, and what to wait for."""
+        (unit,) = self.updates[i].units
+        gradient = unit.grad_slice
+        arrived, there = torch.cuda.Event(), self.buffers[i % 2][: len(gradient)]
+        with torch.cuda.stream(self.stream):
+            there.copy_(gradient, non_blocking=True)
+            arrived.record()
+        return there, arrived
+
+    def update(self, lr: float, factor: float):
+        """Instead of the update of step 3's ZeRO."""
+        self.stream.wait_stream(torch.cuda.current_stream())  # the gradients are summed on that one
+        coming = [self.send(0)] if self.updates else []
+        for i, update in enumerate(self.updates):
+            if i + 1 < len(self.updates):
+                coming.append(self.send(i + 1))  # into the buffer of unit i - 1, which is updated
+            update.units[0].grad_slice, arrived = coming.pop(0)
+            arrived.synchronize()
+            update.step(lr, factor)
+
+
+def gather_beside(stream: torch.cuda.Stream, gather: Callable[[], None]):
+    """Start to copy and gather a unit's weights after what the GPU was told so far, and beside what comes next.
+
+    The memory of whole units is then this stream's. It is free again as soon as the host says so, while kernels may
+    still read it; but the stream first waits for them.
+    """
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        gather()
+
+
+def travel_beside(optimizer: Any, stack: ExitStack):
+    """Let offloaded units of ZeRO travel while GPU and host compute, in place; nothing without a GPU."""
+    units = getattr(optimizer, "units", [])
+    if any(unit.flat.is_cuda and not unit.master.is_cuda for unit in units):
+        optimizer.update = Ahead(optimizer.updates, stack).update
+    beside = torch.cuda.Stream() if any(unit.flat.is_cuda and not unit.slice.is_cuda for unit in units) else None
+    for unit in units if beside is not None else ():
+        unit.gather = partial(gather_beside, beside, unit.gather)
 
 
 def on_host(config: Any) -> set[str]:

@@ -1,8 +1,8 @@
 """Real training runs on CUDA tensors that are not there: the branches for CUDA and NCCL, on a CPU build of torch.
 
 The tensors and ranks are those of services/fake_device.py: `train` of every step runs as it is, in a second or two, as
-rank 3 of 8 GPUs, say. `Watch` sees every operator and every collective on its way. What is not seen: kernels, races,
-time.
+rank 3 of 8 GPUs, say. `Watch` sees every operator and every collective on its way, and whether streams and the
+host wait for what they read. What is not seen: kernels, time, memory that is given away too early.
 
 python -c "from tests.fake_cuda import main; main('cases.json', 'results.jsonl')"
 """
@@ -31,7 +31,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from common import comm, layout, model, moe, trainer
 from services import pictures
 from services import run as run_module
-from services.fake_device import Answers, fake_device, fake_ranks, fused_attention, tensors_of
+from services.dry_run import NO_KERNEL, about
+from services.fake_device import Answers, Event, Stream, fake_device, fake_ranks, fused_attention, tensors_of
 from services.ledger import Ledger
 
 ROOT = Path(__file__).parents[1]
@@ -50,6 +51,18 @@ def place() -> str:
     return (
         f"{Path(frames[-1].filename).name}:{frames[-1].lineno} {frames[-1].line}" if frames else "outside the project"
     )
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """From which byte of its storage to which a tensor lies, gaps among them."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.storage_offset() * tensor.itemsize
+    return start, start + (last + 1) * tensor.itemsize * (tensor.numel() > 0)
+
+
+def place_of(tensor: Tensor) -> tuple[str, int]:
+    """Its kind of device, and its storage there. (Readers of data make tensors unseen, where others have been.)"""
+    return tensor.device.type, tensor.untyped_storage()._cdata
 
 
 class Call(NamedTuple):
@@ -79,6 +92,14 @@ class Watch(Answers):
         self.moe_forwards = 0  # inside
         self.unordered: set[str] = set()  # where floating-point numbers are added up on the GPU in any order
         self.heads: set[tuple[int, int]] = set()  # of q and of k, in calls of fused attention
+        # By storage and its bytes [start, stop), who will have written them: a stream's n-th launch.
+        self.written: dict[tuple[str, int], dict[tuple[int, int], tuple[Stream, int]]] = {}
+        self.early: set[str] = set()  # where something is read that its reader has not waited for
+        self.first, self.nccl, self.beside = (
+            self.stream,
+            Stream(),
+            0,
+        )  # beside: launches on other streams than the first
         self.measured: dict[str, int] = {}  # bytes by kind, of the memory table
         self.predicted: dict[str, int | None] = {}
 
@@ -86,6 +107,7 @@ class Watch(Answers):
         """Note that the host waits for the GPU here, if this is inside the micro-batches and `asked` is on the GPU."""
         if self.inside and (asked is None or asked.is_cuda):
             self.waits[f"{reason} in {place()}"] += 1
+        self.host.catch_up(self.stream.now())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run an operator, or make its answer up."""
@@ -93,12 +115,36 @@ class Watch(Answers):
         if func.namespace == "c10d":
             self.collective(func, args)
         out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is not torch.ops.prim.device.default and not func.is_view:
+            self.order(func, args, kwargs, out)
         if func is torch.ops.prim.device.default or name in self.answers:
             return out
         self.sums(name, args)
         if name in ("_to_copy", "copy_") or name.startswith("index"):
             self.copies(name, args, kwargs, out)
         return out
+
+    def order(self, func: Callable, args: tuple, kwargs: dict, out: Any):
+        """Note who reads what another stream has not written yet, and who writes what. NCCL has a stream of its own."""
+        inputs, made = tensors_of((*args, *kwargs.values())), tensors_of(out if isinstance(out, tuple) else (out,))
+        reader = self.stream if any(t.is_cuda for t in (*inputs, *made)) else self.host
+        changed = made + tensors_of([args[i] for i in about(func).changed if i < len(args)])
+        if func.namespace == "c10d":
+            self.nccl.catch_up(self.stream.now())
+            reader, changed = self.nccl, [] if func.overloadpacket.__name__ == "send" else inputs[:1]
+        reader.launched += 1
+        self.beside += reader is not self.host and self.stream is not self.first
+        name = func.overloadpacket.__name__
+        for tensor in () if name in NO_KERNEL or name.startswith("new_") or name.endswith("_like") else inputs:
+            start, stop = extent(tensor)
+            for (first, last), (writer, n) in self.written.get(place_of(tensor), {}).items():
+                late = writer not in (reader, self.host) and reader.after.get(writer, 0) < n
+                if late and first < stop and start < last:
+                    self.early.add(f"{name} in {place()}")
+        self.written |= {place_of(tensor): {} for tensor in made if not any(tensor is t for t in inputs)}
+        for tensor in changed:
+            parts = self.written.setdefault(place_of(tensor), {})
+            parts[extent(tensor)] = reader, reader.launched
 
     def sums(self, name: str, args: tuple):
         """Note where whole rows are added by atomics. (Along another dimension, the places here are different ones.)"""
@@ -195,12 +241,21 @@ def surroundings(watch: Watch, memory: bool) -> Iterator[None]:
         right(mesh, *arguments, **options)
         watch.dims = {g.handle.group_name: name for name, g in mesh.groups.items() if g.handle is not None}
 
+    def pend(pending: comm.Pending, *arguments, right: Callable = comm.Pending.__init__):
+        right(pending, *arguments)
+        pending.moment = watch.nccl.now()
+
+    def arrive(pending: comm.Pending, right: Callable = comm.Pending.wait) -> Any:
+        watch.stream.catch_up(pending.moment)
+        return right(pending)
+
     def moe_forward(layer: moe.MoE, x: Tensor, right: Callable = moe.MoE.forward) -> Tensor:
         watch.moe_forwards += watch.inside
         return right(layer, x)
 
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         replaced = [(trainer, "Trainer", Observed), (comm.Mesh, "join", join), (moe.MoE, "forward", moe_forward)]
+        replaced += [(comm.Pending, "__init__", pend), (comm.Pending, "wait", arrive)]
         replaced += [(dist, "batch_isend_irecv", partial(watch.post, dist.batch_isend_irecv))]
         before = lambda run, costs: pictures.watch(run) if memory else None  # noqa: E731
         replaced += [(trainer, "pictures", mock.MagicMock(before=before)), (F, SDPA, watch.attention)]
@@ -303,9 +358,23 @@ def message_on_the_host(module: Any, watch: Watch) -> Any:
     return mock.patch.object(module, "sum_partial_gradients", sum_partial_gradients)
 
 
-FAULTS = {
-    f.__name__: f for f in (reversed_on_ranks_0_and_5, item_in_a_micro_batch, table_on_the_host, message_on_the_host)
-}
+def host_does_not_wait(module: Any, watch: Watch) -> Any:
+    """A fault: the host updates with a gradient that is still coming."""
+    return mock.patch.object(Event, "synchronize", lambda event: None)
+
+
+def copies_do_not_wait(module: Any, watch: Watch) -> Any:
+    """A fault: gradients leave for the host before they are summed."""
+    return mock.patch.object(Stream, "wait_stream", lambda stream, other: None)
+
+
+def weights_not_waited_for(module: Any, watch: Watch) -> Any:
+    """A fault: modules compute with weights that are still coming."""
+    return mock.patch.object(module.Unit, "ready", lambda unit: None)
+
+
+FAULTS = [reversed_on_ranks_0_and_5, item_in_a_micro_batch, table_on_the_host, message_on_the_host]
+FAULTS = {f.__name__: f for f in (*FAULTS, host_does_not_wait, copies_do_not_wait, weights_not_waited_for)}
 
 
 def count_graphs(options: dict) -> dict:
@@ -349,6 +418,7 @@ def run_case(kind: str, **case) -> dict:
     found = dict(waits=sum((watch.waits for watch in seen), Counter()), calls=[len(watch.calls) for watch in seen])
     found["moe_forwards"] = sum(watch.moe_forwards for watch in seen)
     found |= dict(unordered=sorted(set().union(*(w.unordered for w in seen))), heads=sorted(seen[0].heads))
+    found |= dict(early=sorted(set().union(*(w.early for w in seen))), beside=[watch.beside for watch in seen])
     found |= dict(measured=seen[0].measured, predicted=seen[0].predicted)
     return found | (dict(stuck=stuck([watch.calls for watch in seen])) if kind == "order" else {})
 

@@ -26,7 +26,7 @@ from common.comm import Group, Mesh, Pending, all_gather, all_reduce
 from common.data import Batch, TokenData
 from common.layout import Layout, layout_of
 from common.model import IGNORE, draw_parameter
-from services import checkpoint, checks, documents, muon, resume, variants
+from services import checkpoint, checks, documents, fused_gradients, muon, resume, variants
 from services.activations import Narrow
 
 HEADS = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
@@ -1098,6 +1098,19 @@ def scales_of_another_rank() -> Iterator[None]:
 
 
 @contextmanager
+def weight_gradients_added_twice() -> Iterator[None]:
+    """--fuse-gradients adds a product to `.grad`, and gives it to autograd, too."""
+    right = fused_gradients.weight_gradient
+
+    def weight_gradient(weight, dy, x):
+        right(weight, dy, x)
+        return dy.T @ x
+
+    with mock.patch.object(fused_gradients, "weight_gradient", weight_gradient):
+        yield
+
+
+@contextmanager
 def gradients_sent_whole() -> Iterator[None]:
     """Layers round activations, but not gradients."""
 
@@ -1129,6 +1142,17 @@ def gathered_again_whole() -> Iterator[None]:
         return right(ctx, *grads)
 
     with mock.patch.object(step04.ColumnParallelLinear, "backward", backward):
+        yield
+
+
+@contextmanager
+def weight_gradients_replaced() -> Iterator[None]:
+    """--fuse-gradients forgets what earlier micro-batches have added up."""
+
+    def weight_gradient(weight, dy, x):
+        weight.grad.copy_(dy.T @ x)
+
+    with mock.patch.object(fused_gradients, "weight_gradient", weight_gradient):
         yield
 
 

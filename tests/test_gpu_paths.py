@@ -38,6 +38,7 @@ VALUES = dict(
     n_kv_heads=(2, 4, 1),
     grad_clip=(1.0, 0.0),
     log_ranks=(False, True),
+    fuse_gradients=(False, True),
     sync=("bucket", "naive", "overlap"),
     bucket_mb=(25.0, 0.01),
     compress=("none", "bf16", "int8", "topk"),
@@ -177,6 +178,14 @@ BROKEN = {
     "message_on_the_host": path(4, 1, dict(tp=2)),
 }
 
+OFFLOADS = dict(optimizer=dict(zero=1, offload_optimizer="cpu"), both=dict(zero=3, offload_optimizer="cpu"))
+OFFLOADS["both"] |= dict(offload_params="cpu")
+OFFLOADED = {f"offloaded-{name}": path(3, 0, options) for name, options in OFFLOADS.items()}
+EARLY = dict(
+    host_does_not_wait="step03_zero.py", copies_do_not_wait="in offload.py", weights_not_waited_for="mm in model"
+)
+BROKEN |= {name: path(3, 0, OFFLOADS["both"]) for name in EARLY}
+
 DENSE = dict(model="debug", n_layers=10, seq_len=64, experts=0, tp=1, cp=1, ep=1)
 LAYERS = dict(
     whole=DENSE,
@@ -202,6 +211,7 @@ IN_FLIGHT = {
 CASES = (
     HEADS
     | IN_FLIGHT
+    | OFFLOADED
     | PATHS
     | MORE_PATHS
     | ORDERS
@@ -279,6 +289,26 @@ def test_the_host_does_not_wait_in_micro_batches(results, cases):
 def test_rows_are_added_in_a_fixed_order(results, cases):
     """Atomics add rows in any order, and tensor-parallel ranks that compute the same could drift apart."""
     assert succeeded(results, *cases)["unordered"] == []
+
+
+@each(PATHS, MORE_PATHS)
+def test_nothing_is_read_before_it_arrives(results, cases):
+    """Streams, NCCL and the host wait for what another one of them writes."""
+    assert succeeded(results, *cases)["early"] == []
+
+
+@each(OFFLOADED)
+def test_offloaded_units_travel_beside(results, cases):
+    """Gradients to the host and, with --offload-params, weights to the GPU are copied on streams of their own."""
+    found = succeeded(results, *cases)
+    assert found["early"] == [] and found["beside"][0] > 0
+
+
+@each(EARLY)
+def test_a_stream_that_does_not_wait_is_found(results, cases):
+    """The host reads a gradient, or a copy takes one, or NCCL gathers weights, before it is there."""
+    early = succeeded(results, *cases)["early"]
+    assert any(EARLY[cases[0]] in where for where in early), early
 
 
 @pytest.mark.parametrize("cases", [[*HEADS]])

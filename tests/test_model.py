@@ -1,5 +1,6 @@
 """The model alone: published sizes, Hugging Face's numbers, and each part against a plain formula in this file."""
 
+import hashlib
 import math
 
 import pytest
@@ -274,6 +275,52 @@ def test_initial_values_depend_on_seed_and_name_only():
     assert torch.equal(draw_parameter("model.layers.0.mlp.up_proj.weight", shape, 2, 3), first)
     assert not torch.equal(draw_parameter("model.layers.1.mlp.up_proj.weight", shape, 2, 3), first)
     assert not torch.equal(draw_parameter("model.layers.0.mlp.up_proj.weight", shape, 2, 4), first)
+
+
+def test_threads_change_no_bit():
+    """A matrix of three blocks has the same numbers whoever draws them, in fp32 and rounded; the blocks differ."""
+    shape, before, drawn = torch.Size((2100, 1024)), torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            drawn += [draw_parameter("q_proj.weight", shape, 2, 0, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(drawn[0], drawn[2]) and torch.equal(drawn[1], drawn[3])
+    assert torch.equal(drawn[0].bfloat16(), drawn[1]) and not torch.equal(drawn[0][:1024], drawn[0][1024:2048])
+    assert drawn[0].std().item() == pytest.approx(0.02, rel=0.01) and drawn[0].mean().abs() < 1e-4
+
+
+@pytest.mark.parametrize("dims, blocks", [((0,), 2), ((1,), 5), ((0, 1), 2)])
+def test_a_rank_draws_the_blocks_that_it_needs(monkeypatch, dims, blocks):
+    """Parts of a matrix in five blocks, the last with padding, are those of the whole, and each draws so many blocks.
+
+    What was not drawn is not a number here, so a slice that took some of it would differ.
+    """
+    shape, seeds = torch.Size((5000, 1024)), []
+    full = draw_parameter("up_proj.weight", shape, 2, 0)
+    monkeypatch.setattr(torch, "empty", lambda shape, **options: torch.full(shape, math.nan, **options))
+    monkeypatch.setattr(hashlib, "sha256", lambda text, right=hashlib.sha256: seeds.append(text) or right(text))
+    for rank in range(4):
+        splits = (
+            Split(0, "tp", 1300 * rank, 1300 * (rank + 1), 5000),
+            Split(1, "ep", 256 * rank, 256 * rank + 256, 1024),
+        )
+        layout = Layout(tuple(split for split in splits if split.dim in dims))
+        seeds.clear()
+        found = draw_parameter("up_proj.weight", shape, 2, 0, rows=layout.rows(5000))
+        assert torch.equal(layout.slice(found), layout.slice(full))
+        assert len({*seeds}) == len(seeds) == blocks
+        if rank and 0 in dims:  # a rank that thought its rows were the first would be noticed
+            found = draw_parameter("up_proj.weight", shape, 2, 0, rows=range(1300))
+            assert not torch.equal(layout.slice(found), layout.slice(full))
+
+
+def test_rows_are_those_without_padding():
+    """Of 10 rows on 4 ranks in 3, 3, 3, 1; and cut again."""
+    cuts = [Split(0, "a", 3 * rank, 3 * rank + 3, 10) for rank in range(4)]
+    assert [Layout((cut,)).rows(10) for cut in cuts] == [range(3), range(3, 6), range(6, 9), range(9, 10)]
+    assert Layout((cuts[1], Split(1, "b", 0, 2, 4), Split(0, "b", 1, 3, 3))).rows(10) == range(4, 6)
 
 
 @pytest.mark.parametrize("name, std", [("q_proj.weight", 0.02), ("o_proj.weight", 0.005), ("down_proj.weight", 0.005)])

@@ -12,7 +12,7 @@ from torch.optim import _muon
 
 import step01_single_gpu as step01
 import step07_moe_ep as step07
-from common import trainer
+from services import variants
 from services.muon import A, B, C, is_hidden, orthogonal
 from services.state import full_state
 from tests import equivalence
@@ -82,7 +82,7 @@ def test_one_device_is_torchs_own(tmp_path, dtype):
     config = step01.Config(**SMALL | BASE | dict(dtype=dtype, out=str(tmp_path / "run")))
     ours = equivalence.record(step01, config)
     dtypes = in_its_own_dtype() if dtype == "fp64" else nullcontext()
-    with dtypes, mock.patch.object(trainer.muon, "take_over", torchs_own):
+    with dtypes, mock.patch.object(variants, "take_over", torchs_own):
         theirs = equivalence.record(step01, config)
     assert equivalence.compare(ours, theirs, 1e-12 if dtype == "fp64" else 0.0) < 1e-12
 

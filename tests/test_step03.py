@@ -3,6 +3,7 @@
 import contextlib
 import io
 import itertools
+import mmap
 import os
 import re
 import resource
@@ -17,6 +18,7 @@ import step03_zero as step03
 from common import UserError, trainer
 from services import offload, zero_toy
 from services.checks import check_zero
+from services.devices import choose_device
 from services.launch import open_mesh
 from services.predictions import Costs
 from services.run import Run
@@ -483,16 +485,40 @@ def test_wide_parameters_need_no_masters(pools, tmp_path, stage, dtype):
         assert found["measured"]["masters"] == 0 < found["measured"]["moments"]
 
 
-@pytest.mark.parametrize("kind, local_ranks, threads", [("device", 4, []), ("cpu", 4, [4]), ("params", 8, [2])])
-def test_the_update_on_the_host_has_all_cores(monkeypatch, kind, local_ranks, threads):
-    """With a GPU, torchrun's one thread a rank would make the host's update slow."""
+def test_host_copies_are_pinned_to_the_byte_until_the_run_ends(monkeypatch):
+    """Pages of their own, registered with as many bytes as the tensor has, and given back once."""
+    pinned = {}
+    runtime = mock.MagicMock()
+    runtime.cudaHostRegister = lambda address, n_bytes, flags: pinned.update({address: n_bytes}) or 0
+    runtime.cudaHostUnregister = pinned.pop
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    given = [torch.randn(3, 5), torch.randn(1000).bfloat16(), torch.randn(2**12 + 1)]
+    with contextlib.ExitStack() as stack:
+        homes = offload.homes(step03.Config(zero=3, offload_params="cpu", offload_optimizer="cpu"), stack)
+        for home in homes[:2]:
+            copies = [home(tensor) for tensor in given]
+            assert all(torch.equal(*both) and both[0] is not both[1] for both in zip(copies, given, strict=True))
+            assert [pinned[copy.data_ptr()] for copy in copies] == [60, 2000, 4 * (2**12 + 1)]
+            assert all(copy.data_ptr() % mmap.PAGESIZE == 0 for copy in copies)
+    assert not pinned
+
+
+@pytest.mark.parametrize("given, local_ranks, threads", [("1", 4, [4]), ("1", 32, [1]), (None, 1, [16]), ("3", 4, [])])
+def test_the_host_beside_a_gpu_uses_its_cores(monkeypatch, given, local_ranks, threads):
+    """Torchrun's one thread a rank would make drawing and the host's update slow. A number of the user's stays."""
     found = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch, "set_num_threads", found.append)
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
-    offload.homes(step03.Config(zero=3, **OFFLOADS[kind]))
-    assert found == threads
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert choose_device("auto").type == "cuda" and found == threads
 
 
 @pytest.mark.sampled(2)

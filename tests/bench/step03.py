@@ -15,6 +15,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from statistics import median
@@ -89,7 +90,8 @@ def plain_model(config: Config) -> Decoder:
 def ours(config: Config, mesh: Mesh) -> TrainStep:
     """One step of `step03.train`, without data, logging and checks."""
     model, group = plain_model(config), mesh["dp"]
-    optimizer = step03.ZeroOptimizer(model, config, mesh, choose_dtype(config.dtype, mesh.device), homes(config))
+    home = homes(config, ExitStack())  # pinned until the process ends
+    optimizer = step03.ZeroOptimizer(model, config, mesh, choose_dtype(config.dtype, mesh.device), home)
     tokens, targets, positions, n_targets = batch(config, group)
 
     def step() -> float:
