@@ -1,13 +1,13 @@
 """Step 3: ZeRO. Data-parallel ranks share out what step 2 held on each of them: optimizer state, gradients, parameters.
 
 In step 2 every rank updates every weight. ZeRO (Rajbhandari et al. 2020) lets rank r update only slice r of n.
-Parameters are laid out in *units*: one for each layer, one each for embedding and head. A unit is one flat buffer,
+Parameters are laid out in *units*: each layer; the embedding; the final norm with the head. A unit is a flat buffer,
 padded and cut in n equal slices:
 
     unit "layers.0":  [ q_proj ........ | k_proj .. v_proj .. | o_proj ... gate ... | ... down_proj ... norms  0 0 ]
                       '---- rank 0 ----''------ rank 1 ------''------ rank 2 ------''---------- rank 3 ----------'
 
-P: number of parameters. m: micro-batches of a step. In each step, each rank sends (n-1)/n times:
+P: number of parameters. n: ranks. m: micro-batches of a step. Each rank sends (n-1)/n times the last column in a step:
 
     stage   held in full                cut in n                       elements sent
     0       weights, gradients, state                                  2 P       all-reduce (step 2)
@@ -20,7 +20,7 @@ are an all-reduce. Stage 2 has no room for a full gradient, so it reduce-scatter
 gathers a unit's weights before its forward and its backward, and frees them after each. (The head stays: it is last in
 forward, first in backward. The embedding's backward needs no weights. A tied matrix is gathered once more, as head.)
 
-    bytes per parameter, 16-bit training          stage 0    1            2              3
+    bytes per parameter, 16-bit training          stage 0    1            2              3       (weight+gradient+state)
     --grad-dtype fp32 (default, fp32 sums)        2+4+12     2+4+12/n     2+(4+12)/n     18/n
     --grad-dtype same (16-bit gradients)          2+2+12     2+2+12/n     2+(4+12)/n     18/n    (slices sum in fp32)
 
@@ -78,7 +78,7 @@ class Unit:
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group, config: Config, homes: Any):
-        """`homes.slices` and `.states` take the weight slice (stage 3), and masters and moments, to where they live."""
+        """`homes` (services/offload.py): `.slices` moves the weight slice (stage 3), `.states` masters and moments."""
         self.named, self.group, self.stage = named, group, config.zero
         first = next(iter(named.values()))
         self.dtype, self.wide = first.dtype, torch.promote_types(first.dtype, torch.float32)
@@ -104,7 +104,7 @@ class Unit:
         self.master = homes.states(self.slice.to(self.wide))  # the slice itself, if it is wide enough and stays here
         self.pieces = {name: piece for name in self.trained if len(piece := self.cut(self.master, name))}
         self.gradient: Tensor | None = None  # full [padded], of this rank alone: what has not yet been reduced
-        self.grad_slice: Tensor | None = None  # [padded / n], in fp32 or wider: the step's gradient, summed over ranks
+        self.grad_slice: Tensor | None = None  # [padded / n], summed; in `wide` (stage 1: grad_dtype)
         self.missing = len(self.trained)  # gradients that this micro-batch's backward has yet to complete
 
     def cut(self, part: Tensor, name: str) -> Tensor:
@@ -140,7 +140,7 @@ class SliceUpdate:
         self.units = [unit for unit in units if unit.trained]
         named = [(piece, unit.named[name]) for unit in self.units for name, piece in unit.pieces.items()]
         self.rule = update_rule([piece for piece, _ in named], config, [param.dim() > 1 for _, param in named])
-        for piece, _ in named:
+        for piece, _ in named:  # moments move to their home; the count of steps has no dimensions, and stays
             self.rule.state[piece] |= {k: homes.states(t) for k, t in self.rule.state[piece].items() if t.dim()}
 
     def step(self, lr: float, factor: float):
@@ -166,11 +166,11 @@ class SliceUpdate:
 def group_into_units(model: nn.Module, mesh: Mesh) -> list[list[str]]:
     """Names of parameters, by unit: each layer, the embedding, and the final norm with the head.
 
-    A unit is cut over one group, so parameters of a module whose records name other replicas are a unit of their own.
+    A unit is cut over one group: what a module sums over another group (experts, step 7) is a unit of its own.
     """
     units: dict[tuple[str, str], list[str]] = {}
     for name, param in model.named_parameters():
-        module = re.match(r"model\.layers\.\d+|model\.embed_tokens|", name).group()
+        module = re.match(r"model\.layers\.\d+|model\.embed_tokens|", name).group()  # "": norm and head
         units.setdefault((module, replica_group(param, mesh).name), []).append(name)
     return list(units.values())
 
@@ -180,7 +180,7 @@ class ZeroOptimizer(Optimizer):
 
     Units are made one by one, and their parameters are drawn then. So in stage 3 the whole model never exists anywhere.
     Collectives start from hooks, so all ranks must use the same parameters in backward. The norm needs all ranks:
-    it is `global_norm`, not the inherited `grad_norm`.
+    it is `global_norm`, not `grad_norm`. Inherited is only `step`: it clips, takes the loss scale out, calls `update`.
     """
 
     def __init__(self, model: Decoder, config: Config, mesh: Mesh, dtype: torch.dtype, homes: Any):
@@ -193,7 +193,7 @@ class ZeroOptimizer(Optimizer):
             named = {name: model.get_parameter(name) for name in names}
             group = replica_group(named[names[0]], mesh)
             self.units.append(Unit(named, mesh["shard"] if group is mesh.data else group, config, homes))
-        together = [[unit] for unit in self.units] if homes.one_by_one else [self.units]
+        together = [[unit] for unit in self.units] if homes.one_by_one else [self.units]  # one by one: offload
         self.updates = [SliceUpdate(units, config, homes) for units in together]
         self.loss_scale, self.good_steps = 2.0**16 if dtype == torch.float16 else 1.0, 0
         self.in_flight: tuple | None = None  # (unit, sum of its slice, its gradient, Pending, whether it is complete)
@@ -217,7 +217,7 @@ class ZeroOptimizer(Optimizer):
 
     def before_forward(self, i: int, *_):
         """Hook: have this module's parameters, and send for the next one's."""
-        for unit in self.units if i == 0 else ():  # a micro-batch begins, whose backward pass may complete a unit
+        for unit in self.units if i == 0 else ():  # a micro-batch begins: forget what unused parameters left uncounted
             unit.missing = len(unit.trained)
         self.provide(i, i + 1)
 
@@ -253,7 +253,7 @@ class ZeroOptimizer(Optimizer):
 
     def begin(self):
         """Before the first micro-batch: make room for whole gradients (stage 1)."""
-        self.last, self.sums = False, {}
+        self.last, self.sums = False, {}  # `sums`: unit -> the sum over replicas that is under way
         for unit in self.units:
             if self.stage == 3:
                 unit.free()  # a validation leaves the last unit there
@@ -283,7 +283,7 @@ class ZeroOptimizer(Optimizer):
         self.land()
         total = torch.empty(unit.length, dtype=unit.grad_dtype, device=unit.flat.device)
         pending = reduce_scatter(total, unit.gradient, unit.group)
-        self.in_flight = (unit, total, unit.gradient, pending, self.last or self.stage == 1)
+        self.in_flight = (unit, total, unit.gradient, pending, self.last or self.stage == 1)  # (step 6 sets no `last`)
         unit.gradient, unit.missing = None, len(unit.trained)
 
     def land(self):
@@ -306,7 +306,7 @@ class ZeroOptimizer(Optimizer):
                 self.reduce(unit)
         self.land()
         for unit in self.units:
-            if unit.trained and unit.grad_slice is None:
+            if unit.trained and unit.grad_slice is None:  # no gradient reached it
                 unit.grad_slice = torch.zeros(unit.length, dtype=unit.wide, device=unit.flat.device)
             if unit.trained and unit not in self.sums:
                 self.sums[unit] = all_reduce(unit.grad_slice, self.replicas)
@@ -368,7 +368,7 @@ def train(config: Config, observe=None) -> Trained:
             sync.finish()
             loss = run.global_loss(loss)
             with run.phase("optimizer"):
-                norm = global_norm(optimizer, mesh, [], sliced=config.zero > 0)
+                norm = global_norm(optimizer, mesh, [], sliced=config.zero > 0)  # []: no dimension but dp yet
                 if run.accepts(loss, norm):
                     optimizer.step(run.learning_rate(step), norm)  # clips, and updates
                 optimizer.zero_grad()

@@ -223,12 +223,12 @@ class RingAttention(torch.autograd.Function):
         out, lse = torch.empty_like(q, dtype=wide), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide)
         own_first = ((i, kept[i]) for i in sorted(range(group.size), key=lambda i: i != group.rank))
         for source, kv in own_first if mode == "allgather" else around_the_ring(kept, group):
-            for some, rows, keys, causal in cut(source, visible(group.rank, source, q.shape[1], mode != "ring")):
-                block_out, block_lse = block_attention(q[some, rows], *kv[:, some, keys], causal)
+            for seqs, rows, keys, causal in cut(source, visible(group.rank, source, q.shape[1], mode != "ring")):
+                block_out, block_lse = block_attention(q[seqs, rows], *kv[:, seqs, keys], causal)
                 if source == group.rank:  # the first part, whose blocks have every query once
-                    out[some, rows], lse[some, :, rows] = block_out, block_lse
+                    out[seqs, rows], lse[seqs, :, rows] = block_out, block_lse
                 else:
-                    merge(out[some, rows], lse[some, :, rows], block_out, block_lse)
+                    merge(out[seqs, rows], lse[seqs, :, rows], block_out, block_lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, kept, out, lse)
         ctx.group, ctx.mode, ctx.cut = group, mode, cut
@@ -247,9 +247,9 @@ class RingAttention(torch.autograd.Function):
         next_d_kv = torch.empty_like(d_kvs[0])
         for hop, (source, kv) in enumerate(enumerate(kept) if allgather else around_the_ring(kept, group)):
             d_kv = d_kvs[source if allgather else hop % 2].zero_()  # in a ring, two buffers take turns
-            for some, *block in ctx.cut(source, visible(r, source, q.shape[1], ctx.mode != "ring")):
-                these = d_out[some], q[some], kv[:, some], out[some], lse[some]
-                add_part_gradients(*these, block, d_q[some], d_kv[:, some])
+            for seqs, *block in ctx.cut(source, visible(r, source, q.shape[1], ctx.mode != "ring")):
+                these = d_out[seqs], q[seqs], kv[:, seqs], out[seqs], lse[seqs]
+                add_part_gradients(*these, block, d_q[seqs], d_kv[:, seqs])
             if not allgather:
                 if sending is not None:
                     sending.wait()
@@ -284,8 +284,8 @@ class ContextAttention:
     """Replaces `attend` where the sequence is cut: q, k, v of s/n tokens -> the output for them."""
 
     def __init__(self, group: Group, mode: str):
-        self.group, self.mode, self.cut, self.attend = group, mode, every_sequence, None  # two that can be replaced
-        self.positions = lambda seq_len, rank: own_positions(seq_len, rank, group.size, mode)  # of any rank's tokens
+        self.group, self.mode, self.cut, self.attend = group, mode, every_sequence, None  # --documents sets these two
+        self.positions = lambda seq_len, rank: own_positions(seq_len, rank, group.size, mode)  # --documents reads it
 
     @torch.compiler.disable
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

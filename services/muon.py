@@ -18,13 +18,13 @@ multiplied. The router stays with AdamW, too: it is a classifier, as the head is
 WHO OWNS WHAT, as in Moonlight's Algorithm 1. Momentum is cut by ZeRO as AdamW's moments are: 4 bytes a number, not 8.
 
     1  each rank makes U of its slice                              nothing is sent
-    2  a unit's U is all-gathered over the ranks that cut it       (n-1)/n S            ZeRO's dp (experts: expert_data)
+    2  a unit's U is all-gathered over the n ranks that cut it     (n-1)/n S            ZeRO's dp (experts: expert_data)
     3  the parts of a matrix are all-gathered over tp              (tp-1)/tp S          where tensor parallelism cuts it
     4  each rank makes O of the matrices of which its slice has a part, keeps its own part, and drops the rest
 
-U is rounded to bf16 before it travels, as the iterations would round it anyway (in fp64, nothing is rounded): S has 2
-bytes a number. A matrix on k slices is made orthogonal k times, and tp times with tp; in return, no O is sent. Without
-ZeRO, each rank has all of U, and step 2 sends nothing. In fp32, layouts differ by the rounding of bf16.
+S: bytes that are gathered, 2 a number: U is rounded to bf16 before it travels, as the iterations would round it anyway
+(in fp64, nothing is rounded). A matrix on k slices is made orthogonal k times on each tp rank; in return, no O is sent.
+Without ZeRO, each rank has all of U, and step 2 sends nothing. In fp32, layouts differ by the rounding of bf16.
 """
 
 from typing import Any
@@ -77,11 +77,11 @@ class Muon:
         self.adamw, self.params, self.mesh, self.unit = adamw, params, mesh, unit
         self.hidden = {name: piece for name, piece in pieces.items() if is_hidden(name)}
         self.state, self.param_groups = adamw.state, adamw.param_groups
-        for piece in self.hidden.values():  # one number each, where AdamW has put its two (--offload-optimizer)
+        for piece in self.hidden.values():  # keeps the first of AdamW's two, in its home (--offload-...)
             self.state[piece] = dict(momentum_buffer=self.state[piece]["exp_avg"])
         self.dtype = torch.float64 if next(iter(params.values())).dtype == torch.float64 else torch.bfloat16
 
-    def place(self, name: str) -> tuple[int, int, int]:
+    def own_part(self, name: str) -> tuple[int, int, int]:
         """Of a hidden parameter: this rank's first element, and from which matrix to which it has a part (experts)."""
         first = max(0, self.unit.first - self.unit.place[name][0]) if self.unit else 0
         each = self.params[name].shape[-2:].numel()
@@ -98,9 +98,9 @@ class Muon:
         all_gather(whole, own, unit.group, "(muon)").wait()
         return {name: whole[slice(*unit.place[name])] for name in updates}
 
-    def orthogonal(self, name: str, update: Tensor) -> tuple[Tensor, float]:
+    def orthogonal_part(self, name: str, update: Tensor) -> tuple[Tensor, float]:
         """The flat update of a parameter -> of the matrices of which this rank has a part: its part; and the scale."""
-        param, (first, low, high) = self.params[name], self.place(name)
+        param, (first, low, high) = self.params[name], self.own_part(name)
         rows, columns = param.shape[-2:]
         cuts = [(split, split.dim - param.dim()) for split in layout_of(param).splits]
         cuts = [(split, dim) for split, dim in cuts if dim >= -2]  # to be dealt experts cuts no matrix
@@ -123,9 +123,9 @@ class Muon:
         updates = {}
         for name, piece in self.hidden.items():
             momentum = self.state[piece]["momentum_buffer"].lerp_(piece.grad, 1 - MOMENTUM)
-            updates[name], piece.grad = piece.grad.lerp(momentum, MOMENTUM), None  # without one, AdamW leaves it alone
+            updates[name], piece.grad = piece.grad.lerp(momentum, MOMENTUM), None  # AdamW skips what has no gradient
         for name, update in self.gather(updates).items():
-            (part, scale), piece, group = self.orthogonal(name, update), self.hidden[name], self.param_groups[0]
+            (part, scale), piece, group = self.orthogonal_part(name, update), self.hidden[name], self.param_groups[0]
             piece.mul_(1 - group["lr"] * group["weight_decay"])
             piece.add_(part.view_as(piece).to(piece), alpha=-group["lr"] * scale)
         self.adamw.step()

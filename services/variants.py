@@ -1,7 +1,6 @@
 """What flags ask of a trainer: its learning rate, variants of a mechanism, plans, records, comparisons."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +14,7 @@ from services.evaluation import generate
 from services.fused_gradients import fuse_gradients
 from services.health import expert_metrics
 from services.muon import take_over
-from services.offload import homes, require_disk, travel_beside
+from services.offload import Homes, homes, require_disk, travel_beside
 from services.replicas import require_same_parameters, require_same_replicas
 from services.state import held
 from services.torch_ddp import TorchSync
@@ -60,8 +59,8 @@ class Variants:
         print_toy(self.mesh, zero_optimizer)
         return self.trained()
 
-    def homes(self, model: Decoder) -> tuple[Callable, Callable]:
-        """Where ZeRO's slices live: of the weights, and of masters and moments (--offload-...)."""
+    def homes(self, model: Decoder) -> Homes:
+        """Where ZeRO's slices live: of the weights, and of masters and moments (--offload-...); how they are updated."""
         if self.config.offload_optimizer == "disk":
             require_disk(self.config, model, self.dtype, self.mesh)
         return homes(self.config, self.stack)
