@@ -9,7 +9,7 @@ from common.layout import layout_of, replica_group
 from services.devices import peak_flops
 from services.muon import Muon
 from theory import flops, memory, traffic
-from theory.peak import Chunk, Rank, Unit, Uses
+from theory.peak import Chunk, Rank, Unit
 from theory.peak_layers import Sizes
 from theory.traffic import Gradients, Traffic, UnitShape
 
@@ -30,11 +30,10 @@ def shape_of(unit: Any) -> UnitShape:
     return UnitShape(group.name, group.size, unit.length, bool(unit.trained), unit.grad_dtype.itemsize, weight_bytes)
 
 
-def unit_bytes(unit: UnitShape, wide: int, zero: int) -> tuple[int, int, int, int]:
-    """Bytes of a unit's weights and gradient, of a slice of the gradient, and of its copy in the update, if any."""
+def unit_bytes(unit: UnitShape, wide: int) -> tuple[int, int, int, int]:
+    """Bytes of a unit's weights and gradient, and of a slice of the gradient, as it is reduced and as it is summed."""
     whole, part = unit.length * unit.ranks, unit.length * unit.gradient_bytes
-    copy = unit.length * wide if zero == 1 and unit.gradient_bytes < wide else 0
-    return whole * unit.weight_bytes, whole * unit.gradient_bytes, part, copy
+    return whole * unit.weight_bytes, whole * unit.gradient_bytes, part, unit.length * wide
 
 
 def summed_gradients(run: Any, sync: Any) -> list[Gradients]:
@@ -91,7 +90,7 @@ def muon_work(optimizer: Any, mesh: Any) -> MuonWork:
     gathered = [(rule.unit.group.name, rule.unit.group.size, rule.unit.length) for rule in rules if rule.unit]
     done = 0.0
     for muon, name in [(rule, name) for rule in rules for name in rule.hidden]:
-        param, (_, low, high) = muon.params[name], muon.place(name)
+        param, (_, low, high) = muon.params[name], muon.own_part(name)
         layout, n = layout_of(param), (high - low) * param.shape[-2:].numel()
         for split in layout.splits:
             if split.dim - param.dim() >= -2:
@@ -168,16 +167,15 @@ def predict_peak(run: Any, held: dict[str, int | None]) -> float | None:
     )
     grown = wide if config.grad_dtype == "fp32" else e
     kept = zero == 0 and getattr(config, "sync", "naive") == "naive"
-    apart = held["gradients"] if zero == 1 or kept else 0
-    shapes = [Unit(tuple(unit.named), *unit_bytes(shape_of(unit), wide, zero)) for unit in units]
+    apart = held["gradients"] if zero or kept else 0
+    shapes = [Unit(tuple(unit.named), *unit_bytes(shape_of(unit), wide)) for unit in units]
     rank = Rank(
         sizes, sum(n or 0 for n in held.values()) - held["activations"] - apart, grown / e, m.tied, zero, shapes, kept
     )
     numbers = {unit: number for number, unit in enumerate(units)}
     if run.pipeline is None:
-        uses = getattr(run.optimizer, "uses", [])
-        found = Uses([[numbers[unit] for unit in use.units] for use in uses], [use.again for use in uses])
-        rank.micro_batches(list(range(m.n_layers)), micro_batches(run), found)
+        uses = [[numbers[unit] for unit in units] for units in getattr(run.optimizer, "uses", [])]
+        rank.micro_batches(list(range(m.n_layers)), micro_batches(run), uses)
     else:
         pipeline = run.pipeline
         chunks = [Chunk([int(n) for n in chunk.layers], chunk.first, chunk.last) for chunk in pipeline.chunks]
@@ -189,6 +187,9 @@ def predict_peak(run: Any, held: dict[str, int | None]) -> float | None:
     copies = wide * sum(p.numel() for p in run.model.parameters()) if zero == 0 and grown < wide else 0
     if config.optimizer == "adafactor":  # the update of a matrix is still there while that of the next is made
         copies += max(a + b for a, b in pairwise(matrices))
+    if zero == 1 and grown < wide:  # slices of gradients in fp32: of all units, or of one after the other
+        together = sum if len(run.optimizer.updates) == 1 else max
+        copies = together(unit.sum for unit in shapes)
     rank.update(max(summed, default=0), copies)
     return rank.memory.peak
 

@@ -60,7 +60,7 @@ class Variants:
         return self.trained()
 
     def homes(self, model: Decoder) -> Homes:
-        """Where ZeRO's slices live: of the weights, and of masters and moments (--offload-...); how they are updated."""
+        """Where ZeRO's slices live: of the weights, and of masters and moments (--offload-...)."""
         if self.config.offload_optimizer == "disk":
             require_disk(self.config, model, self.dtype, self.mesh)
         return homes(self.config, self.stack)

@@ -50,6 +50,8 @@ VALUES = dict(
     tp=(2, 1, 4),
     sp=(True, False),
     tp_overlap=(True, False),
+    compress_activations=("none", "int8", "bf16"),
+    documents=("off",),
     cp=(2, 1, 4),
     cp_mode=("zigzag", "ring", "allgather", "ulysses"),
     pp=(2, 1, 4),
@@ -66,11 +68,14 @@ VALUES = dict(
     balance=("loss", "bias", "none"),
     z_loss=(0.0, 0.1),
 )
-NEEDS = dict(sp="tp", tp_overlap="tp", cp_mode="cp", schedule="pp", ep_mode="ep")  # a flag, and what must be above 1
+NEEDS = dict(
+    sp="tp", tp_overlap="tp", compress_activations="tp", cp_mode="cp", schedule="pp", ep_mode="ep"
+)  # a flag, and what must be above 1
 # Values that are left out: chosen by the machine, or not for a GPU; not NCCL; C++ that wants the numbers themselves; of
 # the frame around a run; --compile, whose graphs are counted below.
 LEFT_OUT = dict(dtype=("auto", "fp64"), device=("auto", "cpu"), backend=("auto", "gloo"), sync=("torch",))
 LEFT_OUT |= dict(toy=(False, True), save_async=(False, True), compile=(False, True))
+LEFT_OUT |= dict(documents=("mask", "reset"))  # a fake token is no END
 
 
 def config_of(step: int) -> type:

@@ -499,10 +499,10 @@ def test_no_input_gradient_where_none_is_wanted():
     store, weight = step06.WeightGradStore(), torch.ones(3, 2, dtype=torch.float64, requires_grad=True)
     x = torch.ones(1, 4, 2, dtype=torch.float64)
     with mock.patch.object(step06, "input_gradient", side_effect=AssertionError("dx computed")):
-        (y,) = step06.SplitFunction.apply(x, None, step06.whole, step06.whole, store, weight)
+        (y,) = step06.SplitFunction.apply(x, None, step06.keep_tokens, step06.keep_tokens, store, weight)
         y.sum().backward()
         with pytest.raises(AssertionError, match="dx computed"):
-            step06.SplitFunction.apply(x.requires_grad_(), None, step06.whole, step06.whole, store, weight)[
+            step06.SplitFunction.apply(x.requires_grad_(), None, step06.keep_tokens, step06.keep_tokens, store, weight)[
                 0
             ].sum().backward()
     for weight_gradient in store.pop():

@@ -17,13 +17,13 @@ from theory.tape import Bytes, Memory, Tape, Tensor
 
 
 class Unit(NamedTuple):
-    """One of ZeRO's units: its weights by name; bytes of them all, of their gradient, and of a slice of both."""
+    """One of ZeRO's units: its weights by name; bytes of them all, of their gradient, and of a slice of that."""
 
     names: tuple[str, ...]
     weights: float
     gradient: float
     part: float  # of the gradient, as it is reduced
-    update: float  # what the update of a slice makes for a moment
+    sum: float  # of the gradient, as it is added up over micro-batches (stages 2 and 3)
 
 
 class Zero:
@@ -34,9 +34,9 @@ class Zero:
         self.unit = {name: i for i, unit in enumerate(units) for name in unit.names}
         self.weights: dict[int, Bytes] = {}
         self.gradient = {i: Bytes(memory, unit.gradient) for i, unit in enumerate(units) if stage == 1}
-        self.reduced: list[Bytes] = []  # stage 1: slices are views of these
+        self.reduced: dict[int, Bytes] = {}  # slices; in stage 1 the gradients of which they are views
         self.missing = [len(unit.names) for unit in units]
-        self.in_flight: tuple[Bytes, Bytes] | None = None
+        self.in_flight: tuple[int, Bytes, Bytes] | None = None
         self.armed = stage > 1
 
     def gather(self, units: Iterable[int]):
@@ -62,17 +62,25 @@ class Zero:
 
     def reduce(self, i: int):
         """The sum of a unit's gradient begins; that of the one before has landed."""
-        self.in_flight = None
-        self.in_flight = Bytes(self.memory, self.units[i].part), self.gradient.pop(i)
-        if self.stage == 1:
-            self.reduced.append(self.in_flight[1])
+        self.land()
+        self.in_flight = i, Bytes(self.memory, self.units[i].part), self.gradient.pop(i)
         self.missing[i] = len(self.units[i].names)
+
+    def land(self):
+        """The first sum of a step becomes the slice, in the dtype to add up in; later ones are added to it."""
+        if self.in_flight is not None:
+            i, total, gradient = self.in_flight
+            if self.stage == 1:
+                self.reduced[i] = gradient
+            elif i not in self.reduced:
+                self.reduced[i] = total if total.n == self.units[i].sum else Bytes(self.memory, self.units[i].sum)
+            self.in_flight = None
 
     def finish(self):
         """After the last backward."""
         for i in list(self.gradient):
             self.reduce(i)
-        self.in_flight = None
+        self.land()
         self.free(range(len(self.units)))
 
 
@@ -84,18 +92,11 @@ class Chunk(NamedTuple):
     last: bool
 
 
-class Uses(NamedTuple):
-    """Step 3's hooks: of each module in turn, the units that it computes with, and whether backward needs them."""
-
-    units: list[list[int]]
-    again: list[bool]
-
-
 class Rank:
     """One rank, and what it holds while it does a step."""
 
     def __init__(self, sizes: Sizes, held: float, cast: float, tied: bool, zero: int, units: list[Unit], keep: bool):
-        """`held`: bytes that stay; with ZeRO 1, less the gradients. `cast`: by which a gradient grows to be added up.
+        """`held`: bytes that stay; with ZeRO, less the gradients. `cast`: by which a gradient grows to be added up.
 
         `keep`: without ZeRO and buckets, a step's first gradient of a weight is kept as it comes.
         """
@@ -152,18 +153,18 @@ class Rank:
         self.weight_gradients(waiting)
         return self.memory.peak - before - kept
 
-    def micro_batches(self, layers: list[int], count: int, uses: Uses):
-        """Steps 1 to 5: one micro-batch after another; `uses` of ZeRO's units."""
-        zero, last = self.zero, len(uses.units) - 1
+    def micro_batches(self, layers: list[int], count: int, uses: list[list[int]]):
+        """Steps 1 to 5: one micro-batch after another. `uses`: of each module in turn, its units of ZeRO."""
+        zero, last = self.zero, len(uses) - 1
 
         def drop(i: int, keep: int):
-            zero.free(unit for unit in uses.units[i] if unit not in uses.units[keep])
+            zero.free(unit for unit in uses[i] if unit not in uses[keep])
 
         def before_backward(i: int, grad: Bytes) -> tuple[list[Bytes], list]:
             if i < last:
                 drop(i + 1, keep=i)
-            if uses.again[i]:
-                zero.gather(uses.units[i] + (uses.units[i - 1] if i and uses.again[i - 1] else []))
+            if i > 0:
+                zero.gather(uses[i] + uses[max(1, i - 1)])
             return [grad], []
 
         def after_forward(i: int, x: Tensor, tape: Tape) -> Tensor:
@@ -171,14 +172,14 @@ class Rank:
                 return x
             if i < last:
                 drop(i, keep=i + 1)
-                zero.gather(unit for units in uses.units[i + 1 : i + 3] for unit in units)
+                zero.gather(unit for units in uses[i + 1 : i + 3] for unit in units)
             return tape.node([x], [x.bytes], partial(before_backward, i))[0]
 
         tokens = self.new(self.sizes.tokens * 16 * count)
         for i in range(count):
             zero.missing = [len(unit.names) for unit in zero.units]
             zero.armed = zero.stage > 1 or i + 1 == count
-            zero.gather(unit for units in uses.units[:2] for unit in units)
+            zero.gather(unit for units in uses[:2] for unit in units)
             tape, loss = self.forward(tokens, Chunk(layers, True, True), None, after_forward)
             tape.backward(loss.node, loss.bytes)
         zero.finish()
@@ -274,10 +275,10 @@ class Rank:
     def update(self, summed: float, copies: float):
         """After the last backward: `summed` bytes of gradients are put side by side, to be summed over tp, say.
 
-        `copies`: what the update makes for a moment without ZeRO.
+        `copies`: what the update makes for a moment.
         """
         self.new(summed)
-        self.new(max([copies, *(unit.update for unit in self.zero.units)]))
+        self.new(copies)
 
 
 def no_gradient(_saved: Bytes, *_grads: Bytes) -> tuple[list, list]:
