@@ -166,7 +166,7 @@ class SliceUpdate:
 def group_into_units(model: nn.Module, mesh: Mesh) -> list[list[str]]:
     """Names of parameters, by unit: each layer, the embedding, and the final norm with the head.
 
-    A unit is cut over one group: what a module sums over another group (experts, step 7) is a unit of its own.
+    A unit is cut over one group: what a module sums over another group (experts, say) is a unit of its own.
     """
     units: dict[tuple[str, str], list[str]] = {}
     for name, param in model.named_parameters():
@@ -193,7 +193,7 @@ class ZeroOptimizer(Optimizer):
             named = {name: model.get_parameter(name) for name in names}
             group = replica_group(named[names[0]], mesh)
             self.units.append(Unit(named, mesh["shard"] if group is mesh.data else group, config, homes))
-        together = [[unit] for unit in self.units] if homes.one_by_one else [self.units]  # one by one: offload
+        together = [[unit] for unit in self.units] if homes.one_by_one else [self.units]  # (services/offload.py)
         self.updates = [SliceUpdate(units, config, homes) for units in together]
         self.loss_scale, self.good_steps = 2.0**16 if dtype == torch.float16 else 1.0, 0
         self.in_flight: tuple | None = None  # (unit, sum of its slice, its gradient, Pending, whether it is complete)
@@ -283,7 +283,13 @@ class ZeroOptimizer(Optimizer):
         self.land()
         total = torch.empty(unit.length, dtype=unit.grad_dtype, device=unit.flat.device)
         pending = reduce_scatter(total, unit.gradient, unit.group)
-        self.in_flight = (unit, total, unit.gradient, pending, self.last or self.stage == 1)  # (step 6 sets no `last`)
+        self.in_flight = (
+            unit,
+            total,
+            unit.gradient,
+            pending,
+            self.last or self.stage == 1,
+        )  # (a pipeline sets no `last`)
         unit.gradient, unit.missing = None, len(unit.trained)
 
     def land(self):

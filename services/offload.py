@@ -76,16 +76,21 @@ class Homes(NamedTuple):
 
     slices: Home = here
     states: Home = here
-    one_by_one: bool = False  # units are updated so, and not together: to the host and back, or as whole matrices
+    one_by_one: bool = False  # units are updated so, and not together
 
 
-def homes(config: Any, stack: ExitStack) -> Homes:
-    """What --offload-params and --offload-optimizer say; `stack` ends with the run."""
+def homes(config: Any, stack: ExitStack, device: torch.device) -> Homes:
+    """What --offload-params and --offload-optimizer say; `stack` ends with the run.
+
+    Units are updated one by one where they go to the host and back, where they are whole matrices (muon), and on a CPU:
+    there no time goes to the start of a kernel, and the first weights travel while the next ones are updated.
+    """
     host = partial(to_host, stack)
     states = dict(none=here, cpu=host, disk=partial(to_file, Path(config.out or "runs")))
     away = (config.offload_optimizer, config.offload_params) != ("none", "none")
     slices = host if config.offload_params == "cpu" else here
-    return Homes(slices, states[config.offload_optimizer], away or config.optimizer == "muon")
+    alone = away or config.optimizer == "muon" or device.type == "cpu"
+    return Homes(slices, states[config.offload_optimizer], alone)
 
 
 class Ahead:

@@ -63,7 +63,7 @@ class Variants:
         """Where ZeRO's slices live: of the weights, and of masters and moments (--offload-...)."""
         if self.config.offload_optimizer == "disk":
             require_disk(self.config, model, self.dtype, self.mesh)
-        return homes(self.config, self.stack)
+        return homes(self.config, self.stack, self.device)
 
     def vary(self, model: Decoder, optimizer: Any):
         """Change from outside what the step has built, before a state is loaded: --fuse-gradients, --offload, muon."""

@@ -60,6 +60,14 @@ def frozen(*names: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def units_updated_together() -> Iterator[None]:
+    """Not a fault: ZeRO's update as on a GPU, one call of the rule for all units."""
+    right = variants.homes
+    with mock.patch.object(variants, "homes", lambda *args: right(*args)._replace(one_by_one=False)):
+        yield
+
+
 def frozen_experts():
     """Not a fault: one matrix of all experts, and a router, do not train."""
     return frozen("layers.1.mlp.experts.up_proj.weight", "layers.0.mlp.router.weight")

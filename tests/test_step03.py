@@ -116,6 +116,13 @@ def test_equals_one_device_with_frozen_parameters(pools, dp, stage):
     check(pools(dp), STEP, base, dict(zero=stage), "frozen")
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_equals_one_device_with_one_update_of_all_units(pools, stage):
+    """As on a GPU, where a kernel for all units starts once."""
+    base = dict(optimizer="adamw", tied=stage == 2) | micro_batch_size(3, 2)
+    check(pools(3), STEP, base, dict(zero=stage), fault="units_updated_together")
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", STAGES)
 def test_equals_one_device_with_uneven_targets(pools, uneven_data, stage):
@@ -496,7 +503,9 @@ def test_host_copies_are_pinned_to_the_byte_until_the_run_ends(monkeypatch):
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
     given = [torch.randn(3, 5), torch.randn(1000).bfloat16(), torch.randn(2**12 + 1)]
     with contextlib.ExitStack() as stack:
-        homes = offload.homes(step03.Config(zero=3, offload_params="cpu", offload_optimizer="cpu"), stack)
+        homes = offload.homes(
+            step03.Config(zero=3, offload_params="cpu", offload_optimizer="cpu"), stack, torch.device("cuda")
+        )
         for home in homes[:2]:
             copies = [home(tensor) for tensor in given]
             assert all(torch.equal(*both) and both[0] is not both[1] for both in zip(copies, given, strict=True))

@@ -90,7 +90,7 @@ def plain_model(config: Config) -> Decoder:
 def ours(config: Config, mesh: Mesh) -> TrainStep:
     """One step of `step03.train`, without data, logging and checks."""
     model, group = plain_model(config), mesh["dp"]
-    home = homes(config, ExitStack())  # pinned until the process ends
+    home = homes(config, ExitStack(), mesh.device)  # pinned until the process ends
     optimizer = step03.ZeroOptimizer(model, config, mesh, choose_dtype(config.dtype, mesh.device), home)
     tokens, targets, positions, n_targets = batch(config, group)
 
