@@ -207,6 +207,7 @@ def test_training_stays_near(pools, mode):
     assert 1e-4 < max(found) <= 0.05
 
 
+@pytest.mark.exhaustive
 def test_ten_steps_end_near(pools, tmp_path):
     """AdamW in fp32: the loss is within 0.01 nats of that without the flag, and not equal to it."""
     options = SMALL | BASE | PP | dict(optimizer="adamw", dtype="fp32", lr=0.01, steps=10)

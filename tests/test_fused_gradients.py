@@ -17,7 +17,7 @@ FUSED = dict(fuse_gradients=True)
 BASE = dict(n_layers=2, steps=2, global_batch_size=12)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_equals_autograd_on_one_device(tmp_path, recompute, optimizer):
