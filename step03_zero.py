@@ -146,7 +146,7 @@ class SliceUpdate:
     def step(self, lr: float, factor: float):
         """Update the slices with their gradients times `factor`; stages 1 and 2 start to gather those of all ranks."""
         gradients = [unit.grad_slice.to(unit.master.device, unit.wide) for unit in self.units]
-        if factor != 1:
+        if factor != 1 and gradients:
             torch._foreach_mul_(gradients, factor)
         for unit, gradient in zip(self.units, gradients, strict=True):
             for name, piece in unit.pieces.items():

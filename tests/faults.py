@@ -60,6 +60,13 @@ def frozen(*names: str) -> Iterator[None]:
         yield
 
 
+def frozen_layer():
+    """Not a fault: a whole layer does not train, so one of ZeRO's units has no gradient."""
+    inside = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "input_layernorm")
+    inside += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "post_attention_layernorm")
+    return frozen(*(f"layers.1.{name}.weight" for name in inside))
+
+
 @contextmanager
 def units_updated_together() -> Iterator[None]:
     """Not a fault: ZeRO's update as on a GPU, one call of the rule for all units."""

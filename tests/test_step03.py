@@ -117,6 +117,12 @@ def test_equals_one_device_with_frozen_parameters(pools, dp, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
+def test_equals_one_device_with_a_frozen_layer(pools, stage):
+    """A unit without gradient stays, while the others are clipped."""
+    check(pools(2), STEP, dict(optimizer="adamw") | micro_batch_size(2, 2), dict(zero=stage), "frozen_layer")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_equals_one_device_with_one_update_of_all_units(pools, stage):
     """As on a GPU, where a kernel for all units starts once."""
     base = dict(optimizer="adamw", tied=stage == 2) | micro_batch_size(3, 2)
