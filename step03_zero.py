@@ -134,10 +134,10 @@ class Unit:
 
 
 class SliceUpdate:
-    """The update of this rank's slices of some units, all in one call of the rule: a few kernels, not a few a unit."""
+    """The update of this rank's slices of trained units, all in one call of the rule: few kernels, not few a unit."""
 
     def __init__(self, units: list[Unit], config: Config, homes: Any):
-        self.units = [unit for unit in units if unit.trained]
+        self.units = units
         named = [(piece, unit.named[name]) for unit in self.units for name, piece in unit.pieces.items()]
         self.rule = update_rule([piece for piece, _ in named], config, [param.dim() > 1 for _, param in named])
         for piece, _ in named:  # moments move to their home; the count of steps has no dimensions, and stays
@@ -146,7 +146,7 @@ class SliceUpdate:
     def step(self, lr: float, factor: float):
         """Update the slices with their gradients times `factor`; stages 1 and 2 start to gather those of all ranks."""
         gradients = [unit.grad_slice.to(unit.master.device, unit.wide) for unit in self.units]
-        if factor != 1 and gradients:
+        if factor != 1:
             torch._foreach_mul_(gradients, factor)
         for unit, gradient in zip(self.units, gradients, strict=True):
             for name, piece in unit.pieces.items():
@@ -166,7 +166,7 @@ class SliceUpdate:
 def group_into_units(model: nn.Module, mesh: Mesh) -> list[list[str]]:
     """Names of parameters, by unit: each layer, the embedding, and the final norm with the head.
 
-    A unit is cut over one group: what a module sums over another group (experts, say) is a unit of its own.
+    A unit is cut over one group: what a module sums over another group is a unit of its own.
     """
     units: dict[tuple[str, str], list[str]] = {}
     for name, param in model.named_parameters():
@@ -193,7 +193,8 @@ class ZeroOptimizer(Optimizer):
             named = {name: model.get_parameter(name) for name in names}
             group = replica_group(named[names[0]], mesh)
             self.units.append(Unit(named, mesh["shard"] if group is mesh.data else group, config, homes))
-        together = [[unit] for unit in self.units] if homes.one_by_one else [self.units]  # (services/offload.py)
+        trained = [unit for unit in self.units if unit.trained]
+        together = [[unit] for unit in trained] if homes.one_by_one else [trained]  # (services/offload.py)
         self.updates = [SliceUpdate(units, config, homes) for units in together]
         self.loss_scale, self.good_steps = 2.0**16 if dtype == torch.float16 else 1.0, 0
         self.in_flight: tuple | None = None  # (unit, sum of its slice, its gradient, Pending, whether it is complete)
@@ -283,25 +284,18 @@ class ZeroOptimizer(Optimizer):
         self.land()
         total = torch.empty(unit.length, dtype=unit.grad_dtype, device=unit.flat.device)
         pending = reduce_scatter(total, unit.gradient, unit.group)
-        self.in_flight = (
-            unit,
-            total,
-            unit.gradient,
-            pending,
-            self.last or self.stage == 1,
-        )  # (a pipeline sets no `last`)
+        self.in_flight = (unit, total, unit.gradient, pending, self.last or self.stage == 1)
         unit.gradient, unit.missing = None, len(unit.trained)
 
     def land(self):
         """Put the slice that was in flight where it belongs. If it is complete, start to sum it over the replicas."""
         if self.in_flight is not None:
-            unit, total, gradient, pending, complete = self.in_flight
+            (unit, total, gradient, pending, complete), self.in_flight = self.in_flight, None
             pending.wait()
             if self.stage == 1:
                 unit.grad_slice = gradient[unit.first : unit.first + unit.length].copy_(total)
             else:
                 unit.grad_slice = total.to(unit.wide) if unit.grad_slice is None else unit.grad_slice.add_(total)
-            self.in_flight = None
             if complete:
                 self.sums[unit] = all_reduce(unit.grad_slice, self.replicas)
 
