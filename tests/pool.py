@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,13 @@ class RankError(AssertionError):
 
 class Hang(AssertionError):
     """Some ranks did not return in time; the text says where each one stood."""
+
+
+def forkserver() -> BaseContext:
+    """Starts processes from a server that has imported what is slow to import."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 def open_data_once():
@@ -110,8 +118,7 @@ class Pool:
 
     def start(self):
         """Fork the workers and wait until they have found one another."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = forkserver()
         self.folder = tempfile.mkdtemp(prefix=f"pool-{self.world}-")
         self.connections: list[Connection] = []
         for rank in range(self.world):

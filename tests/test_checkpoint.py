@@ -8,10 +8,11 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
 from itertools import product
 from math import lcm, prod
 from pathlib import Path
@@ -32,7 +33,7 @@ from common import UserError
 from common.layout import Layout, Split
 from common.model import Decoder, ModelConfig
 from services import checkpoint as checkpoints
-from services import hub, resume, saver
+from services import hub, resume, saver, watchdog
 from services.boxes import Box, Entry, Piece, divide, flat_boxes, overlap, part, without
 from services.checkpoint import Checkpoint, find
 from services.health import Spikes
@@ -40,12 +41,22 @@ from services.launch import open_mesh
 from services.plots import read_metrics
 from services.saver import Saver
 from services.state import full_state, pieces
-from services.watchdog import GRACE, Place, Watchdog, compare
+from services.watchdog import GRACE, SILENT, Place, Signals, Watchdog, compare
 from tests import faults
-from tests.bench.resume import BASE, BEFORE, PAIRS, Saved, cp, one, run, tp, worst_difference, zero
-from tests.diff import ROOT
+from tests.bench.resume import BASE, BEFORE, PAIRS, Saved, cp, one, run, tp, uninterrupted, worst_difference, zero
 from tests.equivalence import SMALL, difference, job, without_instruments
-from tests.jobs import as_flags, end, ranks_of, steps_done, torchrun, wait_for
+from tests.jobs import (
+    Forked,
+    Job,
+    as_flags,
+    end,
+    forked_torchrun,
+    lines_until,
+    ranks_of,
+    steps_done,
+    torchrun,
+    wait_for,
+)
 from tests.pool import RankError
 from tests.test_model import norms_in_fp64, rotary_in_fp64
 
@@ -169,11 +180,11 @@ def saved_on_rank(options: dict) -> list[int]:
     return taken
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.picked(2)
 @pytest.mark.parametrize("layout", [dict(tp=4, zero=0), dict(cp=2, tp=1, zero=1), dict(cp=2, tp=2, zero=3)], ids=str)
 def test_a_save_gathers_nothing_and_writes_each_number_once(pools, tmp_path, layout):
     """Weights and two moments of 8 bytes each, step counts and the RNG's state; shared evenly by the ranks."""
-    options = BASE | layout | dict(steps=2, out=str(tmp_path), global_batch_size=8)
+    options = BASE | layout | dict(steps=1, out=str(tmp_path), global_batch_size=8, micro_batch_size=2)
     assert pools(4).run(saved_on_rank, options)[0] == [0]
     found = find(str(tmp_path), tmp_path)
     shapes = found.shapes("model")
@@ -194,30 +205,30 @@ def test_a_save_gathers_nothing_and_writes_each_number_once(pools, tmp_path, lay
 # --- any layout to any other -----------------------------------------------------------------------------------------
 
 
-OFTEN = (1, 8, 12, 18, 22)  # pairs of the default run; each dimension and stage is in one of them
-PAIRED = [pair if i in OFTEN else pytest.param(*pair, marks=pytest.mark.exhaustive) for i, pair in enumerate(PAIRS)]
 DENSE = [pair for pair in PAIRS if not pair[0].step.startswith("step07")]
 SAVED, RESUMED = ([pair[i] for pair in DENSE] for i in (0, 1))
 PRODUCT = list(product([*SAVED, cp(8, 2, 2, 1), tp(8, 4, 3)], [*RESUMED, cp(8, 2, 2, 3)]))
 
 
 def few_micro_batches(*layouts: Saved) -> dict[str, int]:
-    """The flag that leaves a rank two micro-batches a step (more, if the layouts have unlike numbers of data ranks)."""
+    """The flag that leaves a rank one micro-batch a step, or two of a pipeline (more, if data ranks differ)."""
     data = [s.ranks // prod(s.flags.get(dim, 1) for dim in ("pp", "cp", "tp")) for s in layouts]
-    return dict(micro_batch_size=max(1, BASE["global_batch_size"] // lcm(*data) // 2))
+    two = any("pp" in s.flags for s in layouts)
+    return dict(micro_batch_size=max(1, BASE["global_batch_size"] // lcm(*data) // (1 + two)))
 
 
-@pytest.mark.parametrize("saved, resumed", PAIRED, ids=lambda layout: str(layout).replace(" ", "_"))
+@pytest.mark.picked(12, 18, 21)  # with the tied pair below, each dimension and stage is in one of them
+@pytest.mark.parametrize("saved, resumed", PAIRS, ids=lambda layout: str(layout).replace(" ", "_"))
 def test_saved_under_one_layout_resumed_under_another(pools, tmp_path, saved, resumed):
-    """The five losses after the checkpoint, and the final weights, are those of one device that never stopped."""
+    """The losses after the checkpoint, and the final weights, are those of one device that never stopped."""
     assert worst_difference(pools, saved, resumed, tmp_path, few_micro_batches(saved, resumed)) < 1e-10
 
 
 SWEPT = pytest.mark.exhaustive
-TIED = [(tp(4, 4, 1), one())]
-TIED += [pytest.param(*pair, marks=SWEPT) for pair in ((one(), cp(4, 2, 2, 2)), (cp(4, 2, 2, 3), tp(2, 2, 0)))]
+TIED = [(tp(4, 2, 1), tp(4, 4, 0)), (tp(4, 4, 1), one()), (one(), cp(4, 2, 2, 2)), (cp(4, 2, 2, 3), tp(2, 2, 0))]
 
 
+@pytest.mark.picked(0)
 @pytest.mark.parametrize("saved, resumed", TIED)
 def test_tied_weights_change_layouts(pools, tmp_path, saved, resumed):
     """The matrix that is both embedding and head is one tensor in the checkpoint."""
@@ -232,6 +243,9 @@ def test_any_layout_to_any_other(pools, tmp_path, saved, resumed):
     assert worst_difference(pools, saved, resumed, tmp_path, {}) < 1e-10
 
 
+LITTLE = BASE | dict(steps=BEFORE + 2, n_layers=1, micro_batch_size=6)
+
+
 @pytest.mark.parametrize(
     "fault, saved, resumed",
     [
@@ -242,11 +256,10 @@ def test_any_layout_to_any_other(pools, tmp_path, saved, resumed):
 )
 def test_an_incomplete_resume_is_noticed(pools, tmp_path, fault, saved, resumed):
     """Fault 17: weights without moments, data position or learning rate."""
-    options = BASE | dict(out=str(tmp_path / "a"), micro_batch_size=3)
-    losses, _ = run(pools, one(), options | dict(out=str(tmp_path / "whole")))
-    run(pools, saved, options | dict(stop_after=BEFORE))
+    losses, _ = uninterrupted("step01_single_gpu", json.dumps(LITTLE))
+    run(pools, saved, LITTLE | dict(out=str(tmp_path / "a"), stop_after=BEFORE))
     with faults.applied(fault):
-        later, _ = run(pools, resumed, options | dict(out=str(tmp_path / "b"), resume=str(tmp_path / "a")))
+        later, _ = run(pools, resumed, LITTLE | dict(out=str(tmp_path / "b"), resume=str(tmp_path / "a")))
     assert max(difference(a, b) for a, b in zip(later, losses[BEFORE:], strict=True)) > 1e-6
 
 
@@ -258,10 +271,9 @@ def resumed_with_fault(options: dict, fault: str) -> list[float]:
 
 def test_reading_rank_0s_part_is_noticed(pools, tmp_path):
     """Fault 8: every tensor-parallel rank is given rank 0's heads and rows."""
-    base = BASE | dict(micro_batch_size=3)
-    losses, _ = run(pools, one(), base | dict(out=str(tmp_path / "whole")))
-    run(pools, one(), base | dict(out=str(tmp_path / "a"), stop_after=BEFORE))
-    options = base | dict(tp=2, resume=str(tmp_path / "a"), out=str(tmp_path / "b"))
+    losses, _ = uninterrupted("step01_single_gpu", json.dumps(LITTLE))
+    run(pools, one(), LITTLE | dict(out=str(tmp_path / "a"), stop_after=BEFORE))
+    options = LITTLE | dict(tp=2, resume=str(tmp_path / "a"), out=str(tmp_path / "b"))
     later = pools(2).run(resumed_with_fault, options, "read_as_rank_0")[0]
     assert difference(later[0], losses[BEFORE]) > 1e-6
     options["out"] = str(tmp_path / "c")
@@ -282,7 +294,7 @@ def test_data_position_rng_and_schedule_are_in_the_checkpoint(tmp_path):
 
 def test_one_device_generates_from_any_checkpoint(pools, tmp_path, capsys):
     """Saved by 2 x 2 ranks with ZeRO 3, read by one."""
-    options = BASE | dict(steps=1, out=str(tmp_path))
+    options = LITTLE | dict(steps=1, out=str(tmp_path))
     run(pools, cp(4, 2, 2, 3), options)
     capsys.readouterr()
     step01.train(step01.Config(**options | dict(resume=str(tmp_path), generate="def ")))
@@ -298,10 +310,10 @@ def auto_on_rank(options: dict) -> tuple[list[int], list[float]]:
 
 def test_a_job_shrinks_and_grows(pools, tmp_path):
     """The same command on 4, 2, 3 and 1 ranks: each picks a legal layout, keeps the batch, and goes on."""
-    base = BASE | dict(micro_batch_size=2)
-    losses, _ = run(pools, one(), base | dict(out=str(tmp_path / "whole")))
+    base = BASE | dict(steps=4, n_layers=2, micro_batch_size=2)
+    losses, _ = uninterrupted("step01_single_gpu", json.dumps(base))
     options = base | dict(out=str(tmp_path / "run"), resume="auto", save_every=100)
-    for ranks, stop in [(4, 2), (2, 4), (3, 6), (1, 8)]:
+    for ranks, stop in [(4, 1), (2, 2), (3, 3), (1, 4)]:
         on = pools(ranks).run if ranks > 1 else lambda function, *args: [function(*args)]
         steps, found = on(auto_on_rank, options | dict(stop_after=stop))[0]
         assert steps == list(range(1, stop + 1))
@@ -312,11 +324,14 @@ def test_a_job_shrinks_and_grows(pools, tmp_path):
 # --- damage ----------------------------------------------------------------------------------------------------------
 
 
+TINY = dict(dim=16, ffn_dim=24, n_layers=2, micro_batch_size=2)
+
+
 @pytest.fixture(scope="module")
 def two_ranks_run(pools, tmp_path_factory) -> Path:
     """A run of two ranks that saved after its second and fourth step."""
     out = tmp_path_factory.mktemp("damage") / "run"
-    run(pools, zero(2, 2), BASE | dict(out=str(out), steps=4, save_every=2, dim=16, ffn_dim=24, n_layers=2))
+    run(pools, zero(2, 2), BASE | TINY | dict(out=str(out), steps=4, save_every=2))
     return out
 
 
@@ -452,14 +467,15 @@ def test_a_strangers_program_is_not_run(two_ranks_run, tmp_path):
     assert (tmp_path / "ran").exists()
 
 
-def test_200_corruptions_are_detected_or_harmless(two_ranks_run, tmp_path, capsys):
+@pytest.mark.parametrize("trials", [60, pytest.param(200, marks=SWEPT)])
+def test_corruptions_are_detected_or_harmless(two_ranks_run, tmp_path, capsys, trials):
     """Whatever is taken is bit for bit what was saved at its step; whatever is refused is so in one line.
 
     Where the newest is damaged it is named, and the one before it taken.
     """
     sound = {step: contents(find(str(two_ranks_run / "checkpoints" / f"step-{step:08d}"), tmp_path)) for step in (2, 4)}
     rng, outcomes = random.Random(0), {"detected": 0, "harmless": 0}
-    for trial in range(200):
+    for trial in range(trials):
         folder = tmp_path / str(trial)
         shutil.copytree(two_ranks_run, folder)
         what = damage(folder, rng)
@@ -479,7 +495,7 @@ def test_200_corruptions_are_detected_or_harmless(two_ranks_run, tmp_path, capsy
         assert step == 4 or lines or what.startswith(("delete all", "rename")), (what, step)
         outcomes["detected" if lines else "harmless"] += 1
         shutil.rmtree(folder)
-    assert outcomes["detected"] > 100
+    assert outcomes["detected"] > trials / 2
 
 
 def test_both_damaged_is_one_line(two_ranks_run, tmp_path):
@@ -497,11 +513,11 @@ def test_all_ranks_take_the_same_one(pools, two_ranks_run, tmp_path):
     shutil.copytree(two_ranks_run, tmp_path / "run")
     newer = tmp_path / "run" / "checkpoints" / "step-00000004"
     os.truncate(newer / "rank-00001.bin", 8)
-    options = BASE | dict(steps=6, dim=16, ffn_dim=24, n_layers=2, resume="auto", out=str(tmp_path / "run"))
+    options = BASE | TINY | dict(steps=5, resume="auto")
     for ranks in (2, 3):
         shutil.copytree(tmp_path / "run", tmp_path / f"{ranks}")
         found = pools(ranks).run(auto_on_rank, options | dict(out=str(tmp_path / f"{ranks}")))
-        assert all(steps == list(range(3 if rank else 1, 7)) for rank, (steps, _) in enumerate(found))
+        assert all(steps == list(range(3 if rank else 1, 6)) for rank, (steps, _) in enumerate(found))
 
 
 # --- failures while saving -------------------------------------------------------------------------------------------
@@ -529,7 +545,7 @@ def failing_on_rank(options: dict, rank: int, at: int) -> str:
 @pytest.mark.parametrize("rank, at", [(1, 2), (0, 2), (1, 4)])
 def test_one_ranks_full_disk_is_known_to_all(pools, tmp_path, background, rank, at):
     """On every rank alike, at once or at the next save or the end; the checkpoint before is intact."""
-    options = SMALL | dict(zero=1, save_every=1, save_async=background, out=str(tmp_path))
+    options = SMALL | TINY | dict(zero=1, save_every=1, save_async=background, out=str(tmp_path), micro_batch_size=12)
     for text in pools(2).run(failing_on_rank, options, rank, at):
         assert f"saving step {at} failed (rank {rank}: No space left on device)" in text
         assert f"step-{at - 1:08d} is intact" in text
@@ -537,44 +553,47 @@ def test_one_ranks_full_disk_is_known_to_all(pools, tmp_path, background, rank, 
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
-def async_on_rank(options: dict, seconds: float) -> tuple[list[dict], int]:
-    """Runs on every rank: train while writing is slow; returns the metrics, and how many saves were under way."""
-    right, under_way, most = saver.write_boxes, [], []
+def async_on_rank(options: dict) -> tuple[list[dict], int]:
+    """Runs on every rank: train, and write the first snapshot of `save_async` only when the next step is at work.
+
+    Returns the metrics, and how many saves were under way at once.
+    """
+    right, under_way, most, next_step = saver.write_boxes, [], [], threading.Event()
 
     def write_boxes(path, tensors):
         under_way.append(path)
         most.append(len(under_way))
-        time.sleep(seconds)
+        assert next_step.wait(60) or not options["save_async"], "training waits for the snapshot to be written"
         digest = right(path, tensors)
         under_way.pop()
         return digest
 
+    def observe(step, optimizer):
+        if step == options["save_every"] or not options["save_async"]:
+            next_step.set()
+
     with mock.patch.object(saver, "write_boxes", write_boxes):
-        history = step03.train(step03.Config(**options)).history
+        history = step03.train(step03.Config(**options), observe).history
     return history, max(most)
 
 
 def test_every_pause_is_told(tmp_path, capsys):
     """That of each save in the next step's metrics, that of the last save at the end."""
-    options = SMALL | dict(steps=4, save_every=2, out=str(tmp_path))
+    options = SMALL | TINY | dict(steps=4, save_every=2, out=str(tmp_path), micro_batch_size=12)
     history = step01.train(step01.Config(**options)).history
     assert [row["step"] for row in history if row.get("save_seconds", 0) > 0] == [3]
     assert re.search(r"the last save took a pause of \d+\.\d{3} s", capsys.readouterr().out)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.picked(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_async_saves_what_was_there(pools, tmp_path, stage):
-    """Training goes on while the first snapshot is written: it holds that step's numbers, and the pause is shorter."""
-    options = BASE | dict(zero=stage, steps=5, save_every=3)
-    waited = {}
+    """Training goes on while the first snapshot is written: it holds that step's numbers."""
+    options = BASE | TINY | dict(zero=stage, steps=5, save_every=3)
     for background in (False, True):
         out = str(tmp_path / str(background))
-        found = pools(2).run(async_on_rank, options | dict(save_async=background, out=out), 0.5)
-        history, most = found[0]
-        assert most == 1
-        waited[background] = [row["save_seconds"] for row in history if "save_seconds" in row]
-    assert waited[False][0] > 0.5 > waited[True][0] and len(waited[True]) == 1
+        history, most = pools(2).run(async_on_rank, options | dict(save_async=background, out=out))[0]
+        assert most == 1 and len([row for row in history if "save_seconds" in row]) == 1
     for step in (3, 5):
         ours, theirs = (
             contents(find(str(tmp_path / name / "checkpoints" / f"step-{step:08d}"), tmp_path))
@@ -609,7 +628,7 @@ def logits_of(folder: Path, tokens: torch.Tensor, m: ModelConfig) -> torch.Tenso
 )
 def test_hugging_face_opens_what_is_exported(pools, tmp_path, capsys, base, saved):
     """From any layout: the same fp64 logits; and importing it back gives the same bits, which a run begins with."""
-    options = BASE | dict(steps=2, out=str(tmp_path / "run")) | base
+    options = BASE | dict(steps=2, out=str(tmp_path / "run"), micro_batch_size=6) | base
     run(pools, saved, options)
     found = find(str(tmp_path / "run"), tmp_path)
     m = ModelConfig(**found.meta["model"])
@@ -717,7 +736,8 @@ def spike_on_rank(options: dict, at: int) -> tuple[list[dict], list[bool]]:
 @pytest.mark.parametrize("stage, stop", [(1, 0), (3, 9)])
 def test_a_spike_is_skipped_by_all_ranks(pools, tmp_path, stage, stop):
     """Nobody updates, everybody says so, training goes on; also after a resume, as the medians are saved."""
-    options = SMALL | dict(steps=13, zero=stage, lr=0.01, skip_spikes=5.0, global_batch_size=8, out=str(tmp_path))
+    options = SMALL | TINY | dict(steps=13, zero=stage, lr=0.01, skip_spikes=5.0, out=str(tmp_path))
+    options |= dict(global_batch_size=8, micro_batch_size=4)
     if stop:
         pools(2).run(spike_on_rank, options | dict(stop_after=stop, save_every=100), 99)
         options |= dict(resume="auto")
@@ -768,11 +788,11 @@ def test_a_diverging_replica_is_named(pools, tmp_path, ranks, layout, rank, kind
 
     (A wrong moment shows in the weight as well after the update. What ZeRO 1 and 2 gather anew is healed.)
     """
-    options = BASE | layout | dict(steps=4, check_replicas=2, out=str(tmp_path), lr=0.01, micro_batch_size=3)
-    assert pools(ranks).run(diverged_on_rank, options, 99, kind, name) == [4] * ranks
+    options = BASE | layout | dict(steps=2, n_layers=2, check_replicas=2, out=str(tmp_path), micro_batch_size=6)
+    assert pools(ranks).run(diverged_on_rank, options, 99, kind, name) == [2] * ranks
     with pytest.raises(RankError, match=rf"(model|{kind}) of {name} is not the same on ranks \d and {rank}"):
         pools(ranks).run(diverged_on_rank, options, rank, kind, name)
-    assert pools(ranks).run(diverged_on_rank, options | dict(check_replicas=0, zero=1), 99, kind, name) == [4] * ranks
+    assert pools(ranks).run(diverged_on_rank, options | dict(check_replicas=0, zero=1), 99, kind, name) == [2] * ranks
 
 
 def health_on_rank(options: dict) -> list[dict]:
@@ -780,7 +800,7 @@ def health_on_rank(options: dict) -> list[dict]:
     forward = step04.VocabParallelHead.loss
 
     def slow(self, *args):
-        time.sleep(0.02 * (dist.get_rank() == 1))
+        time.sleep(0.3 * (dist.get_rank() == 1))
         return forward(self, *args)
 
     with mock.patch.object(step04.VocabParallelHead, "loss", slow):
@@ -789,7 +809,7 @@ def health_on_rank(options: dict) -> list[dict]:
 
 def test_each_ranks_health_is_in_the_metrics(pools, tmp_path):
     """Losses of data ranks add up to the loss; the slow rank of a pair is the one that waits less."""
-    options = SMALL | dict(steps=3, log_ranks=True, out=str(tmp_path), tp=2, cp=1)
+    options = SMALL | dict(steps=2, n_layers=1, micro_batch_size=6, log_ranks=True, out=str(tmp_path), tp=2, cp=1)
     for history in pools(4).run(health_on_rank, options):
         for row in history:
             ranks = row["ranks"]
@@ -805,34 +825,63 @@ def test_each_ranks_health_is_in_the_metrics(pools, tmp_path):
 # --- the watchdog ----------------------------------------------------------------------------------------------------
 
 
-def test_the_watchdog_names_who_is_behind():
-    """Two ranks go on, the third stops in step 6: warned at half the time, ended in time, with the table of all."""
+class Clock:
+    """The time of some watchdogs. It goes on when all that are left have looked at it, however busy the machine is."""
+
+    def __init__(self):
+        self.now, self.looks = 1e6, Counter()
+
+    def time(self) -> float:
+        """In place of the module `time`."""
+        return self.now
+
+    def looked(self, rank: int, place: Place) -> Place:
+        """A watchdog asks where its rank is."""
+        self.looks[rank] += 1
+        return place
+
+    def at_work(self, rank: int) -> Place:
+        """The same of a rank that moves every second."""
+        return self.looked(rank, Place(int(self.now), "forward", "", {}))
+
+    def go_on(self, dogs: list[Watchdog], ticks: int, seconds: float = 1.0):
+        """So many times so many seconds, after each of which all dogs look around once or more."""
+        for _ in range(ticks):
+            self.now += seconds
+            looks = self.looks.copy()
+            while any(dog.thread.is_alive() and self.looks[dog.rank] < looks[dog.rank] + 2 for dog in dogs):
+                time.sleep(0.001)
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    """What the watchdogs of this process take for the time. They look at it forty times in their `seconds`."""
+    clock = Clock()
+    monkeypatch.setattr(watchdog, "time", clock)
+    return clock
+
+
+def test_the_watchdog_names_who_is_behind(clock):
+    """Two ranks go on, the third stops in step 6: not ended before the time, then with the table of all."""
     store, told, places = dist.HashStore(), [], [Place(5, "forward", "tp all_reduce", {})] * 3
-    said = threading.Event()
-
-    def end(text):
-        told.append(text)
-        said.set()
-
-    dogs = [Watchdog(lambda r=r: places[r], 1.0, r, 3, store, end) for r in range(3)]
-    start = time.monotonic()
-    while time.monotonic() < start + 0.4:  # all move, then rank 2 no longer does
-        places[:] = [p._replace(entered={"messages": p.entered.get("messages", 0) + 1}) for p in places]
-        time.sleep(0.02)
-    stopped = time.monotonic()
-    time.sleep(0.1)
+    dogs = [Watchdog(lambda r=r: clock.looked(r, places[r]), 1.0, r, 3, store, told.append) for r in range(3)]
+    for messages in range(20):  # all move, longer than the limit
+        places[:] = [p._replace(entered={"messages": messages}) for p in places]
+        clock.go_on(dogs, 1, 0.1)
+    clock.go_on(dogs, 1, 0.1)
     places[0] = places[1] = Place(5, "backward", "dp all_reduce", {})
-    assert said.wait(3) and time.monotonic() - stopped < 1.3
-    time.sleep(0.2)
+    clock.go_on(dogs, 6, 0.1)
+    assert not told
+    clock.go_on(dogs, 5, 0.1)
     for dog in dogs:
-        dog.stop()
+        dog.thread.join()
     text = max(told, key=len)
-    assert sum(map(bool, told)) == 1
+    assert len(told) == 3 and sum(map(bool, told)) == 1
     assert "rank 2 is behind, in step 6, forward, after entering tp all_reduce" in text.splitlines()[0]
     assert len(text.splitlines()) == 4 and "rank 0: step 6, backward; last collective dp all_reduce" in text
 
 
-def test_the_watchdog_compares_collectives_not_times():
+def test_the_watchdog_compares_collectives_not_times(clock):
     """Hosts that run ahead of their GPUs all stop at once: who entered fewer collectives of a group is behind.
 
     Ranks 0 and 1 are a tp group, 2 and 3 another. Rank 3 left one out: 2 waits for it, and over dp 0 waits for 2.
@@ -847,51 +896,73 @@ def test_the_watchdog_compares_collectives_not_times():
     assert set(behind) == {2, 3} and ahead == {0, 2}
     store, told = dist.HashStore(), []
     places = [Place(5, "forward", "tp all_reduce", entered) for entered in counts]
-    dogs = [Watchdog(lambda r=r: places[r], 0.4, r, 4, store, told.append) for r in (3, 2, 1, 0)]
+    ranks = (3, 2, 1, 0)
+    dogs = [Watchdog(lambda r=r: clock.looked(r, places[r]), 0.4, r, 4, store, told.append) for r in ranks]
+    clock.go_on(dogs, 6, 0.1)
     for dog in dogs:
-        dog.thread.join(5)
+        dog.thread.join()
     (text,) = filter(None, told)
     assert "rank 3 is behind" in text and "(in tp of ranks 2 3: 6 collectives entered, others 7)" in text
 
 
-def test_a_rank_that_failed_ends_the_others():
+def test_a_rank_that_failed_ends_the_others(clock):
     """One says that it failed: the others, whose main threads may hang in C++, end after a few seconds, silently."""
-    store, told, start = dist.HashStore(), [], time.monotonic()
-    place = Place(0, "forward", "", {})
-    dogs = [Watchdog(lambda: place, 600.0, r, 3, store, told.append) for r in range(3)]
+    store, told = dist.HashStore(), []
+    dogs = [Watchdog(lambda r=r: clock.at_work(r), 2.0, r, 3, store, told.append) for r in range(3)]
     dogs[1].stop(failed=True)
+    clock.go_on(dogs, int(GRACE))
+    assert told == []
+    clock.go_on(dogs, 3)
     for dog in dogs:
-        dog.thread.join(10)
-    assert told == ["", ""] and GRACE < time.monotonic() - start < GRACE + 5
+        dog.thread.join()
+    assert told == ["", ""]
 
 
-STUCK = """
-import sys, time, torch.distributed as dist
-from datetime import timedelta
-from services.watchdog import Place, Signals, Watchdog
-signals, store = Signals(), dist.HashStore()
-import signal; signal.signal(signal.SIGTERM, lambda *_: print("handled"))
-beats = [Watchdog(lambda: Place(0, "forward", "", {}), 600.0, r, 2, store, signalled=s) for r, s in
-         ((0, signals.came), (1, lambda: False))]
-time.sleep(1.5)
-if sys.argv[1] == "dead":
-    beats[1].publish = lambda *_: None  # it is killed: it writes nothing any more
-print("stuck", flush=True)
-store.wait(["never"], timedelta(seconds=60 if sys.argv[1] == "dead" else 15))
-"""
+def stuck(peer_alive: bool):
+    """Runs in a process of its own: two watchdogs, of this rank and a peer, while the main thread waits in C++.
+
+    The wait ends some time after a signal has come, if the watchdog has not ended the process by then.
+    """
+    watchdog.time = clock = Clock()
+    signals, store = Signals(), dist.HashStore()
+    signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"handled\n"))
+    came = threading.Event()
+
+    def signalled() -> bool:
+        if signals.came():
+            came.set()
+        return came.is_set()
+
+    dogs = [Watchdog(lambda: clock.at_work(0), 2.0, 0, 2, store, signalled=signalled)]
+    dogs.append(Watchdog(lambda: clock.at_work(1), 2.0, 1, 2, store))
+    clock.go_on(dogs, 1)  # both have written down where they are
+    if not peer_alive:
+        dogs.pop().stopped.set()  # it is killed: it writes nothing any more
+
+    def go_on():
+        came.wait()
+        clock.go_on(dogs, 2 * int(SILENT + GRACE))
+        store.set("long enough", "")
+
+    threading.Thread(target=go_on, daemon=True).start()
+    print("stuck")
+    store.wait(["long enough"], timedelta(minutes=5))
+    print("waited")
 
 
 @pytest.mark.parametrize("peer", ["dead", "alive"])
 def test_a_signal_is_seen_while_the_main_thread_is_in_cpp(peer):
     """SIGTERM comes, as torchrun sends it when a rank has died: Python's handler cannot run, the watchdog ends it.
 
-    If all peers are alive, the signal asks for a last save, and nobody is ended.
+    If all peers are alive, the signal asks for a last save, and nobody is ended. (The signal may come just before the
+    wait in C++ begins: then Python handles it at once.)
     """
-    process = subprocess.Popen([sys.executable, "-c", STUCK, peer], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    process = Forked(stuck, peer == "alive")
     assert process.stdout.readline() == "stuck\n"
     process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 1
-    assert process.stdout.read() == ("" if peer == "dead" else "handled\n")  # by Python, once C++ has given up
+    said = process.communicate()[0].split()
+    assert process.wait(60) == (1 if peer == "dead" else 0)
+    assert "waited" not in said if peer == "dead" else said == ["handled", "waited"]
 
 
 def sub_timeouts_on_rank(seconds: float) -> list[float]:
@@ -907,32 +978,15 @@ def test_the_time_limit_reaches_every_group(pools):
     assert pools(4).run(sub_timeouts_on_rank, 7.0) == [[14.0] * 3] * 4
 
 
-def train_job(*flags: str, launcher: tuple[str, ...] = ("--nproc_per_node=2",)) -> subprocess.Popen:
-    """Step 3 under torchrun, on a free port."""
-    return torchrun("--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", *launcher, "step03_zero.py", *flags)
-
-
-def test_a_stopped_rank_is_named_and_the_job_ends(tmp_path):
-    """SIGSTOP to one rank: within --timeout the other names it and ends."""
-    flags = ["--model", "debug", "--global-batch-size", "8", "--eval-every", "0", "--steps", "100000"]
-    job = train_job(*flags, "--timeout", "10", "--out", str(tmp_path))
-    try:
-        wait_for(lambda: steps_done(tmp_path) > 3, job)
-        pid = ranks_of(job)[1]
-        os.kill(pid, signal.SIGSTOP)
-        stopped, lines = time.monotonic(), []
-        for line in job.stdout:
-            lines.append(line)
-            if "ending the job" in line:
-                break
-        assert time.monotonic() - stopped < 12
-        assert "rank 1 is behind" in lines[-1] and "(--timeout 10), ending the job" in lines[-1]
-        os.kill(pid, signal.SIGKILL)  # torchrun would, after half a minute
-        out = "".join(job.stdout)
-        assert job.wait(timeout=60) != 0
-    finally:
-        end(job)
-    assert re.search(r"rank 0: step \d+, \w+; last collective dp \w+", out)
+def train_job(*flags: str, restarts: int = 0, start: Callable[..., Job] = forked_torchrun) -> Job:
+    """Step 3 on two ranks under torchrun, on a free port."""
+    launcher = [
+        "--rdzv_backend=c10d",
+        "--rdzv_endpoint=localhost:0",
+        "--nproc_per_node=2",
+        f"--max-restarts={restarts}",
+    ]
+    return start(*launcher, "step03_zero.py", *flags)
 
 
 # --- killed ranks ----------------------------------------------------------------------------------------------------
@@ -940,21 +994,50 @@ def test_a_stopped_rank_is_named_and_the_job_ends(tmp_path):
 KILLED = dict(BASE, steps=60, save_every=4, global_batch_size=8, lr=0.01)
 
 
+def stop_one(out: Path, job: Job):
+    """SIGSTOP to rank 1, once there is a checkpoint: the other one names it and ends."""
+    wait_for(lambda: steps_done(out) > 8 and len(ranks_of(job)) == 2, job)
+    pid = ranks_of(job)[1]
+    os.kill(pid, signal.SIGSTOP)
+    lines = lines_until(job, "ending the job")
+    assert "rank 1 is behind" in lines[-1] and "(--timeout 10), ending the job" in lines[-1]
+    assert re.search(r"rank 0: step \d+, \w+; last collective dp \w+", next(job.stdout) + next(job.stdout))
+    os.kill(pid, signal.SIGKILL)  # torchrun would, after half a minute
+
+
+@pytest.mark.exhaustive
+def test_a_stopped_rank_is_named_and_the_job_ends(tmp_path):
+    """torchrun's own ranks, and no restart: a status that is not 0."""
+    flags = ["--model", "debug", "--global-batch-size", "8", "--eval-every", "0", "--steps", "100000"]
+    job = train_job(*flags, "--timeout", "10", "--out", str(tmp_path), start=torchrun)
+    try:
+        stop_one(tmp_path, job)
+        job.communicate()
+        assert job.wait(timeout=60) != 0
+    finally:
+        end(job)
+
+
 def kept_losses_on_rank(options: dict) -> list[float]:
     """Runs on every rank: the losses of a run that nobody disturbs."""
     return [row["loss"] for row in step03.train(step03.Config(**options)).history]
 
 
-def kill_at_random(out: Path, flags: list[str], seed: int, kills: int):
+def kill_at_random(out: Path, options: dict, seed: int, kills: int, stop: bool = False, start=torchrun):
     """Train under torchrun, killing a random rank at random moments, half of them during a save.
 
-    Asserts that each restart goes on from the last checkpoint that was complete at the time, or a later one.
+    Asserts that each restart goes on from the last checkpoint that was complete at the time, or a later one. `stop`:
+    before that, a rank is stopped.
     """
-    rng = random.Random(seed)
-    job = train_job(*flags, launcher=("--nproc_per_node=2", f"--max-restarts={kills}"))
+    rng, steps = random.Random(seed), options["steps"]
+    flags = as_flags(options | dict(out=str(out), resume="auto"))
+    job = train_job(*flags, restarts=kills + stop, start=start)
     try:
+        if stop:
+            stop_one(out, job)
+            lines_until(job, f"going on from {out}/checkpoints/")
         for kill in range(kills):
-            target = 60 * (kill + 1) // (kills + 2) + rng.randrange(4)
+            target = steps * (kill + 1) // (kills + 2) + rng.randrange(4)
             wait_for(lambda target=target: steps_done(out) >= target and len(ranks_of(job)) == 2, job)
             if rng.random() < 0.5:
                 deadline = time.monotonic() + 1
@@ -964,14 +1047,7 @@ def kill_at_random(out: Path, flags: list[str], seed: int, kills: int):
                 time.sleep(rng.random() * 0.05)
             complete = checkpoints.newest(out)
             os.kill(rng.choice(list(ranks_of(job).values())), signal.SIGKILL)
-            restarted = f"going on from {out}/checkpoints/"
-            lines = []
-            for line in job.stdout:
-                lines.append(line)
-                if line.startswith(restarted):
-                    break
-            else:
-                raise AssertionError("".join(lines))
+            line = lines_until(job, f"going on from {out}/checkpoints/")[-1]
             at = int(line.rsplit("step-", 1)[1])
             assert at >= int(complete.name[5:]), f"went back to step {at}, {complete} was complete"
         text = "".join(job.stdout)
@@ -994,12 +1070,18 @@ def require_undisturbed(pools, out: Path, options: dict):
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_kills_cost_nothing(pools, tmp_path, kills):
-    """SIGKILL to a random rank, several times: the job restarts itself, and the end is the same bit for bit."""
+def test_a_stopped_and_a_killed_rank_cost_nothing(pools, tmp_path):
+    """SIGSTOP to a rank, which is named; then SIGKILL: the job restarts itself, and the end is the same bit for bit."""
+    options = KILLED | dict(micro_batch_size=2, zero=2, save_async=True, timeout=10)
+    kill_at_random(tmp_path / "run", options, seed=0, kills=1, stop=True, start=forked_torchrun)
+    require_undisturbed(pools, tmp_path / "run", options)
+
+
+@pytest.mark.exhaustive
+def test_kills_cost_nothing(pools, tmp_path):
+    """Three in a run of torchrun's own ranks."""
     options = KILLED | dict(zero=2, save_async=True)
-    flags = as_flags(options | dict(out=str(tmp_path / "run"), resume="auto"))
-    kill_at_random(tmp_path / "run", flags, seed=0, kills=kills)
+    kill_at_random(tmp_path / "run", options, seed=0, kills=3)
     require_undisturbed(pools, tmp_path / "run", options)
 
 
@@ -1009,8 +1091,7 @@ def test_kills_cost_nothing(pools, tmp_path, kills):
 def test_twenty_kills_cost_nothing(pools, tmp_path, seed, background):
     """Two kills each in ten runs, of every stage in turn."""
     options = KILLED | dict(zero=seed % 4, save_async=background)
-    flags = as_flags(options | dict(out=str(tmp_path / "run"), resume="auto"))
-    kill_at_random(tmp_path / "run", flags, seed=seed + 10 * background, kills=2)
+    kill_at_random(tmp_path / "run", options, seed=seed + 10 * background, kills=2)
     require_undisturbed(pools, tmp_path / "run", options)
 
 

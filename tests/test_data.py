@@ -5,9 +5,12 @@ import logging
 import os
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import datasets
+import huggingface_hub
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -18,6 +21,7 @@ from common.data import TokenData
 from common.model import IGNORE
 from services import readers
 from services.readers import BYTE_VOCAB, END, decode, open_tokens
+from tests.jobs import Forked
 
 ROOT = Path(__file__).parents[1]
 SEQ = 8
@@ -313,8 +317,21 @@ def test_a_vocabulary_smaller_than_bytes(counting, tmp_path):
         open_tokens(str(junk("a.txt", b"x" * 100)(tmp_path)), SEQ, 4, 0, 256)
 
 
+def test_an_unreachable_hub_is_asked_once(monkeypatch):
+    """Nothing listens at the hub's address: one question, no retries, and what to do instead."""
+    asked, ask = [], readers.HfApi.dataset_info
+    monkeypatch.setattr(readers.HfApi, "dataset_info", lambda *a, **options: (asked.append(a), ask(*a, **options)))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(readers, "HfApi", partial(readers.HfApi, endpoint="http://127.0.0.1:9"))
+    with pytest.raises(UserError, match=r"--dataset some/corpus: .* leave --dataset away"):
+        open_tokens("some/corpus", SEQ, 4, 0, BYTE_VOCAB)
+    assert len(asked) == 1
+
+
+@pytest.mark.exhaustive
 def test_an_unreachable_hub_is_told_at_once():
-    """Nothing listens at the hub's address: one line on stderr, within seconds, with what to do instead."""
+    """The command: one line on stderr, within seconds."""
     offline = {"HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"}
     environment = {key: value for key, value in os.environ.items() if key not in offline}
     done = subprocess.run(
@@ -330,29 +347,27 @@ def test_an_unreachable_hub_is_told_at_once():
     assert done.stderr.startswith("error: --dataset some/corpus:") and "leave --dataset away" in done.stderr
 
 
-TWO_AT_ONCE = """
-import sys, time
-from services import readers as data
+def open_counted(text: Path, cache: Path, log: Path):
+    """Runs in a process of its own: open a text; prints how many tokens it has, and logs that it was tokenised."""
+    real = readers.tokenise
 
-real = data.tokenise
-def counted(rows):
-    open(sys.argv[2], "a").write("worked\\n")
-    time.sleep(0.5)
-    return real(rows)
-data.tokenise = counted
-print(len(data.open_tokens(sys.argv[1], 8, 1, 0, 257).tokens))
-"""
+    def counted(rows: dict) -> dict:
+        with log.open("a") as out:
+            out.write("worked\n")
+        time.sleep(0.5)
+        return real(rows)
+
+    readers.tokenise, datasets.config.HF_DATASETS_CACHE = counted, cache
+    print(len(open_tokens(str(text), SEQ, 1, 0, BYTE_VOCAB).tokens))
 
 
 def test_one_process_of_a_node_tokenises(tmp_path):
     """Two processes that open the same new text at the same time: one does the work, both have the tokens."""
-    (tmp_path / "two.py").write_text(TWO_AT_ONCE)
-    (tmp_path / "text.txt").write_text("some text " * 20)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "home")}
-    command = [sys.executable, "two.py", str(tmp_path / "text.txt"), str(tmp_path / "log")]
-    both = [subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE) for _ in range(2)]
-    assert [process.communicate(timeout=60)[0] for process in both] == [b"201\n"] * 2
-    assert (tmp_path / "log").read_text() == "worked\n"
+    text, log = tmp_path / "text.txt", tmp_path / "log"
+    text.write_text("some text " * 20)
+    both = [Forked(open_counted, text, tmp_path / "cache", log) for _ in range(2)]
+    assert [process.communicate()[0] for process in both] == ["201\n"] * 2
+    assert log.read_text() == "worked\n"
 
 
 def test_a_second_opening_finds_the_tokens(tmp_path, monkeypatch):

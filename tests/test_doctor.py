@@ -13,10 +13,14 @@ import torch.distributed as dist
 
 from services import doctor
 from services.doctor import GIB, SIZES, Exchange, Finding
+from tests.pool import forkserver
 
 
-def test_the_screen_and_the_picture(tmp_path, capsys):
+@pytest.mark.parametrize("how", ["forkserver", pytest.param("spawn", marks=pytest.mark.exhaustive)])
+def test_the_screen_and_the_picture(tmp_path, capsys, monkeypatch, how):
     """The command: at most 40 lines of 120 letters, a row for each message size, status 1 if there is a problem."""
+    if how == "forkserver":
+        monkeypatch.setattr(torch.multiprocessing, "get_context", lambda _: forkserver())
     status = doctor.main(["--picture", str(tmp_path / "doctor.png")])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 120
@@ -33,8 +37,9 @@ def test_the_screen_and_the_picture(tmp_path, capsys):
         assert row[:2] == doctor.human(size).split() and speed == pytest.approx(size / us / 1e3, abs=1e-3 + speed / 50)
 
 
-def test_ranks_that_do_not_meet_are_a_problem():
+def test_ranks_that_do_not_meet_are_a_problem(monkeypatch):
     """They are ended, and the line has a mend."""
+    monkeypatch.setattr(torch.multiprocessing, "get_context", lambda _: forkserver())
     rows, finding = doctor.exchange(seconds=0.0)
     assert rows == [] and "they did not meet within 0 s" in finding.problem and "GLOO_SOCKET_IFNAME" in finding.mend
 

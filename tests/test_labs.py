@@ -8,9 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +21,11 @@ from labs.bench import Bench, Run, Wrong, applied, meaning
 from labs.course import Lab, Task, load, path_of
 from labs.ranks import Failed, World
 from tests.diff import ROOT
+from tests.jobs import end, forked, lines_until
 
 LABS = course.numbers()
 CASES = [(lab, task.number) for lab in LABS for task in load(lab).tasks]
-SOME = [(2, 1), (4, 4), (5, 2), (6, 3), (7, 4)]  # in the default run
+SOME = [(5, 2), (7, 4)]  # in the default run
 TASKS = [pytest.param(*case, marks=() if case in SOME else pytest.mark.exhaustive) for case in CASES]
 ID = "some.student-1"
 
@@ -157,43 +156,36 @@ def test_commands_of_the_lab_are_commands(tmp_path):
 
 def test_watch_checks_again_at_every_save(tmp_path):
     """As a student works: answers saved, a file saved by renaming, a folder that is broken for a while; Ctrl-C ends."""
-    lab, log = tmp_path / "lab", tmp_path / "log"
+    lab, said = tmp_path / "lab", []
     handed_in(lab, 4, [])
-    command = [sys.executable, "-m", "labs", "check", str(lab), "--task", "6", "--watch"]
-    listens = partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # also if pytest is in the background
-    with (
-        log.open("w") as out,
-        subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, preexec_fn=listens) as process,
-    ):
+    job = forked("labs", "check", str(lab), "--task", "6", "--watch")
 
-        def wait_for(times: int):
-            deadline = time.monotonic() + 120
-            while log.read_text().count("waiting for a save") < times:
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-                time.sleep(0.1)
+    def save(path: Path, text: str):
+        (lab / "saving").write_text(text)
+        (lab / "saving").rename(path)
 
-        def save(path: Path, text: str):
-            (lab / "saving").write_text(text)
-            (lab / "saving").rename(path)
+    def waits():
+        said.extend(lines_until(job, "waiting for a save"))
 
-        try:
-            wait_for(1)
-            lines = [f"{q.name} = {q.answer(q.values(ID))!r}" for q in load(4).questions]
-            save(lab / "answers.toml", "\n".join([f'id = "{ID}"', *lines]))
-            wait_for(2)
-            save(lab / "step04_tp_sp.py", "x = (")
-            wait_for(3)
-            (lab / "LAB.md").rename(lab / "elsewhere")
-            wait_for(4)
-            save(lab / "helper.py", "x = 1")
-            (lab / "elsewhere").rename(lab / "LAB.md")
-            wait_for(5)
-            process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
-    found = re.findall(r"^(\d+) of 8 points|no lab", log.read_text(), re.MULTILINE)
-    assert found[:4] == ["0", "8", "8", ""] and found[-1] == "8", log.read_text()
+    try:
+        waits()
+        lines = [f"{q.name} = {q.answer(q.values(ID))!r}" for q in load(4).questions]
+        save(lab / "answers.toml", "\n".join([f'id = "{ID}"', *lines]))
+        waits()
+        save(lab / "step04_tp_sp.py", "x = (")
+        waits()
+        (lab / "LAB.md").rename(lab / "elsewhere")
+        waits()
+        save(lab / "helper.py", "x = 1")
+        (lab / "elsewhere").rename(lab / "LAB.md")
+        waits()
+        job.send_signal(signal.SIGINT)
+        said.append(job.communicate()[0])
+        assert job.wait(60) == 0
+    finally:
+        end(job)
+    found = re.findall(r"^(\d+) of 8 points|no lab", "".join(said), re.MULTILINE)
+    assert found[:4] == ["0", "8", "8", ""] and found[-1] == "8", said
 
 
 @pytest.mark.exhaustive
@@ -364,14 +356,7 @@ WRONG = [  # lab, task, module, right, wrong, what check must say
     (7, 6, S7, RECORD, "            if ep > 8:\n                record", "experts_summed_over_all_data"),
     (7, 6, S7, ROUTER, "            pass", "router_not_summed_over_tp"),
 ]
-SHOWN = (
-    "ignored_targets_counted",
-    "piece_off_by_one",
-    "second_half_left_out",
-    "g_sums_in_backward_too",
-    "lse_in_bf16",
-    "gates_rounded",
-)  # by default
+SHOWN = ("ignored_targets_counted", "lse_in_bf16", "g_sums_in_backward_too")  # by default
 
 
 @pytest.mark.parametrize(
@@ -409,7 +394,7 @@ class Faulty(Bench):
 
 
 FAULTS = [(lab, task.number, fault) for lab in LABS for task in load(lab).tasks for fault in task.faults]
-TRIED = ("neighbours_rotated", "freed_before_last_use")  # by default
+TRIED = ("neighbours_rotated", "parts_beside_one_another")  # by default: on one rank and on several
 
 
 @pytest.mark.parametrize(
@@ -444,10 +429,12 @@ def test_a_right_file_passes_whatever_the_project_has(tmp_path, monkeypatch):
 GATHER = "    parts = x.new_empty(group.size, *x.shape)\n"
 ALONE = "    if group.rank:\n        return keep_tokens(x, group)\n"
 LOOP = "    while True:\n        pass\n"
+IDLE = "    import time\n    while True:\n        time.sleep(1)\n"
 CLOCK = "    import time\n    time.monotonic = time.time = lambda: 0\n"
 DEAF = "    import signal\n    for s in (1, 2, 10, 15):\n        signal.signal(s, signal.SIG_IGN)\n"
 HOSTILE = {  # name: right, wrong, what every failing criterion says
     "a syntax error": ("def gather_tokens(", "def gather_tokens((", "SyntaxError"),
+    "a loop that sleeps": (GATHER, IDLE, r"no answer within .* in gather_tokens"),
     "an endless loop": (GATHER, LOOP, r"no answer within .* in gather_tokens"),
     "a rank that leaves out a collective": (GATHER, ALONE + GATHER, "no answer|do not match|without an answer"),
     "os._exit": (GATHER, "    import os\n    os._exit(0)\n", "ended without an answer"),
@@ -464,14 +451,17 @@ HOSTILE = {  # name: right, wrong, what every failing criterion says
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n in ("an endless loop", "os._exit") else pytest.mark.exhaustive) for n in HOSTILE],
+    [pytest.param(n, marks=() if n in ("a loop that sleeps", "os._exit") else pytest.mark.exhaustive) for n in HOSTILE],
 )
 def test_hostile_code_costs_its_criteria_and_never_the_run(tmp_path, name):
     """Every criterion of the task says why; nothing is left running."""
     old, new, says = HOSTILE[name]
     found = handed_in(tmp_path / "lab", 4)
     found.sources[S4] = found.sources[S4].replace(old, new, 1)
-    results = judged(found, 4, seconds=12)
+    for seconds in (4, 12, 60):  # a busy machine may need longer to come as far as the student's line
+        results = judged(found, 4, seconds=seconds)
+        if all(re.search(says, r.text) for r in results):
+            break
     assert not any(r.earned for r in results) and all(re.search(says, r.text) for r in results), results
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     names = [Path(f"/proc/{child}/cmdline").read_text() for child in children]
