@@ -14,6 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from services.plots import read_metrics
 from tests.pool import forkserver
@@ -98,12 +99,20 @@ def run_module(name: str, *arguments: str):
 
 
 def run_rank(script: str, *arguments: str):
-    """A rank under a forked torchrun: as in a fresh Python, signals do what they do by default."""
+    """A rank under a forked torchrun: as in a fresh Python, signals do what they do by default.
+
+    A rank that is done leaves by os._exit(0). Here it has to return: that is what torchrun waits for.
+    """
     for which in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(which, signal.SIG_DFL)
     Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")
-    sys.argv = [script, *arguments]
-    runpy.run_path(script, run_name="__main__")
+    sys.argv, leave = [script, *arguments], os._exit
+    with mock.patch.object(os, "_exit", lambda status: leave(status) if status else sys.exit(0)):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as done:
+            if done.code:
+                raise
 
 
 def run_torchrun(*arguments: str):
