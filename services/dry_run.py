@@ -192,6 +192,9 @@ class Seen:
         self.peak = predict_peak(run, costs.memory)
         run.log.memory, run.log.profiled_until = meter.memory, 1
         run.log.forwards = max(2, run.log.forwards)  # no allocator is to be asked
+        if getattr(run.config, "compress", "none") != "none":  # a step finds what the one before has not sent
+            run.sync.begin()
+            run.sync.finish()
         run.mesh.ledger.take()
         run.measure()
         meter.counting, meter.memory.start = True, len(meter.memory.events)
@@ -299,7 +302,10 @@ def report(seen: list[Seen], config: Any, world: int) -> str:
     head = f"dry run of {config.model} on {world:,} ranks, {mesh}: operators of {config.device}, peak of {config.gpu}"
     if getattr(m, "experts", 0):
         head += "\nevery choice of experts is taken as equally likely: what they get is the mean, rounded"
-    texts = [head, stages_table(seen), f"rank {one.rank:,}{', the fullest of these' * (len(seen) > 1)}:"]
+    stages = stages_table(seen)
+    if one.peak is None:
+        stages += "\nno peak is predicted for a CPU: its norms, attention and loss make and keep other tensors"
+    texts = [head, stages, f"rank {one.rank:,}{', the fullest of these' * (len(seen) > 1)}:"]
     texts += [memory_table(one), *[traffic_table(one)] * bool(one.traffic)]
     found, said = work(one), one.costs.work
     rows = [[kind, f"{found[kind]:.6e}", f"{said[kind]:.6e}"] for kind in said]

@@ -30,6 +30,12 @@ SHORT = dict(compress_activations="int8", schedule="zb-h1", recompute="full", dt
 SHORT |= dict(model="mixtral-8x7b", seq_len=1024, n_layers=4, pp=2, cp=2, tp=4, ep=2, zero=1)
 CASES = {f"seed-{seed}": draw(seed) for seed in range(200)}
 CASES["compressed"] = dict(step=7, world=64, rank=37, options=SHORT)
+NARROW = dict(model="llama3-8b", vocab_size=32000, seq_len=2048, n_layers=4, tp=4, micro_batch_size=2, zero=1)
+NARROW |= dict(dtype="bf16", compress_activations="int8", global_batch_size=64)
+CASES["compressed-all-reduce"] = dict(step=6, world=16, rank=3, options=NARROW | dict(sp=False, pp=2, cp=1))
+CASES["compressed-fp32"] = dict(
+    step=4, world=8, rank=3, options=NARROW | dict(dtype="fp32", compress_activations="bf16", n_layers=3)
+)
 REAL = {  # layouts of 2 to 16 ranks, to be run by gloo
     "ddp-2": (2, 2, dict(sync="bucket")),
     "zero1-4": (3, 4, dict(zero=1)),
