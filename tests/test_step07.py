@@ -60,7 +60,7 @@ def check(pool, base: dict, layout: dict, patch: str = "", fault: str = "") -> f
 # --- equal to one process --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.picked(6, 9, 12)
 @pytest.mark.parametrize(
     "optimizer, layout",
     [
@@ -96,7 +96,7 @@ def test_equals_one_process_on_eight_ranks(pools, layout):
     check(pools(8), dict(micro_batch_size=1), layout)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.picked(0, 3, 9, 12, 15)
 @pytest.mark.parametrize(
     "base, layout",
     [
@@ -124,7 +124,7 @@ def test_equals_one_process_for_every_kind_of_model(pools, base, layout):
     check(pools(4), base, layout)
 
 
-@pytest.mark.picked(1, 3, 4)
+@pytest.mark.picked(1, 3)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -153,13 +153,14 @@ def test_equals_one_process_with_frozen_parameters(pools, layout):
     check(pools(4), {}, layout, "frozen_experts")
 
 
+@pytest.mark.picked(0)
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_equals_one_process_with_weight_gradients_put_off(pools, recompute):
     """What W adds to a gradient reaches the parameter itself, although recomputation hands backward copies of it."""
     check(pools(2), dict(recompute=recompute), dict(ep=2, zero=0, schedule="zb-h1"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.picked(2)
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("layout", [dict(ep=4), dict(ep=2, tp=2), dict(ep=2, cp=2, ep_mode="allgather")], ids=label)
 def test_fp32_drifts_by_rounding_only(pools, layout, recompute):
@@ -536,6 +537,7 @@ def exchange_on_rank(options: dict, ep: int, fault: str = "") -> tuple[dict, dic
         return sent, expected, routes[0].sent if routes else []
 
 
+@pytest.mark.picked(0, 5, 6, 8, 11, 13, 16)
 @pytest.mark.parametrize("dtype", ["fp64", "bf16"])
 @pytest.mark.parametrize(
     "flags, ep",
@@ -742,6 +744,7 @@ def held_on_rank(options: dict) -> tuple[dict, dict]:
     return seen, predictions[0]
 
 
+@pytest.mark.picked(1, 3)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_memory_is_what_theory_says(pools, tmp_path, zero):
     """Parameters, gradients and moments of a rank with two of eight experts."""
@@ -754,6 +757,7 @@ def test_memory_is_what_theory_says(pools, tmp_path, zero):
 # --- faults ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.picked(1, 2, 3, 4, 6, 7, 8, 9, 10, 11)
 @pytest.mark.parametrize(
     "fault, base, layout, complaint",
     [

@@ -151,7 +151,7 @@ def run_on_rank(options: dict) -> tuple[list[dict], dict, dict]:
     return history, sent, seen
 
 
-@pytest.mark.picked(1, 2)
+@pytest.mark.picked(1)
 @pytest.mark.parametrize(
     "layout",
     [
