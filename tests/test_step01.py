@@ -42,6 +42,7 @@ from step01_single_gpu import Config, Optimizer, wrap_layers
 from tests.bench.recompute import MODES, counted_flops, random_loss, saved_bytes
 from tests.equivalence import SMALL, compare, record
 from tests.jobs import as_flags, launch, steps_done, wait_for
+from tests.pool import with_figures
 from theory.flops import flops_per_token
 from theory.memory import activation_bytes, memory_rows
 
@@ -972,7 +973,8 @@ METRICS |= {"forward_seconds", "backward_seconds", "optimizer_seconds", "peak_me
 
 def test_metrics(tmp_path, capsys):
     """One JSON object per step with all fields; loss.png, a memory table and a summary at the end."""
-    history = step01.train(small(tmp_path, eval_every=2, eval_sequences=6, recompute="full")).history
+    config = small(tmp_path, eval_every=2, eval_sequences=6, recompute="full")
+    history = with_figures(step01.train, config).history
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows == history and [row["step"] for row in rows] == [1, 2, 3, 4]  # floats at full precision
     for row in rows:
@@ -1014,7 +1016,7 @@ def test_validation_loss_does_not_depend_on_micro_batches(tmp_path):
 
 def test_profile_memory(tmp_path):
     """The curves of bytes over time: never negative, parameters throughout, gradients and activations come and go."""
-    trained = step01.train(small(tmp_path, profile_memory=2, dtype="fp32"))
+    trained = with_figures(step01.train, small(tmp_path, profile_memory=2, dtype="fp32"))
     data = json.loads((tmp_path / "memory.json").read_text())
     curves, n = data["bytes"], sum(p.numel() for p in trained.model.parameters())
     assert {len(curve) for curve in curves.values()} == {len(data["seconds"])}

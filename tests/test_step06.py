@@ -32,7 +32,7 @@ from services.run import Run
 from tests import equivalence, faults
 from tests.bench.timelines import Recorder
 from tests.equivalence import SMALL, check, difference, label
-from tests.pool import RankError
+from tests.pool import RankError, with_figures
 from theory.bubble import in_flight
 from theory.flops import balance
 
@@ -626,7 +626,7 @@ def test_a_run_leaves_its_timeline(pools, tmp_path):
     import json
 
     options = SMALL | BASE | PLAIN | dict(pp=4, schedule="zb-h1", out=str(tmp_path / "run"))
-    pools(4).run(history_on_rank, options)
+    pools(4).run(with_figures, history_on_rank, options)
     panel = json.loads((tmp_path / "run" / "timeline.json").read_text())["panels"]["zb-h1"]
     for rank, row in enumerate(panel["ranks"]):
         assert [Action(*entry[:3]) for entry in row] == SCHEDULES["zb-h1"](4, 8, 1, rank)
