@@ -190,15 +190,12 @@ def updates_of(run: Any, wide: int) -> list[tuple[float, MuonUnit | None]]:
     rules = [rule if isinstance(rule, Muon) else None for rule in rules_of(optimizer)]
     muon = [rule and muon_unit(rule, run.mesh) for rule in rules]
     cast = wide * (config.grad_dtype == "same" and run.dtype.itemsize < wide)  # to what gradients grow
-    if hasattr(
-        optimizer, "updates"
-    ):  # slices are wide already, but in stage 1; what goes to the host does not grow here
+    if hasattr(optimizer, "updates"):  # ZeRO's slices grow in stage 1 alone, and not here if they go to the host
         cast *= config.zero == 1 and not on_host(config)
         copies = [cast * sum(unit.length for unit in update.units) for update in optimizer.updates]
         return list(zip(copies, muon, strict=True))
-    sizes = {name: param.numel() for name, param in optimizer.params.items()}
     hidden = sum(found.own for found in muon[0].matrices) if muon[0] else 0  # the update takes their copies' place
-    copies = cast * (sum(sizes.values()) - hidden)
+    copies = cast * (sum(param.numel() for param in optimizer.params.values()) - hidden)
     if config.optimizer == "adafactor":  # the update of a matrix is still there while that of the next is made
         matrices = [wide * param.numel() for param in optimizer.params.values() if param.dim() > 1]
         copies += max(a + b for a, b in pairwise(matrices))
