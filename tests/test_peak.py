@@ -128,7 +128,7 @@ def test_zero_holds_two_gradients_on_their_way():
     """A unit's whole gradient stays until that of the next unit begins to travel; then a slice is left, in fp32."""
     zero = Zero(Memory(), 2, [Unit((name,), 0, 100, 10, 20) for name in "ab"])
     for name in "ab":
-        zero.arrived(name, zero.new(0))
+        zero.arrived(name, [])
     assert zero.memory.live == 20 + 110 and zero.memory.peak == 20 + 210
     zero.finish()
     assert zero.memory.live == 40
