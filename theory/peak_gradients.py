@@ -114,7 +114,9 @@ class Compressed(Sync):
         lost = self.new(n * self.e)
         del widened
         _received = self.new(sent.n)
+        del _values, _ours
         yield
+        del sent
         widened = self.new(wide)
         _total = self.new(wide / bucket.ranks)
         del widened
