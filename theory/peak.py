@@ -117,6 +117,11 @@ class Rank:
         elif self.keep:
             self.gradients.setdefault(name, grad)
 
+    def room(self, name: str, n: float):
+        """`total` of services/fused_gradients.py: `n` bytes for a gradient, if it has no buffer."""
+        if self.keep and name not in self.gradients:
+            self.gradients[name] = self.new(n)
+
     def forward(
         self, x: Bytes, chunk: Chunk, keep: Callable | None, after: Callable = lambda i, x, tape: x
     ) -> tuple[Tape, Tensor]:
@@ -125,7 +130,7 @@ class Rank:
         `after(i, x, tape)`: a hook on the output of module i.
         """
         s, tape = self.sizes, Tape(self.memory, self.cast, self.arrived)
-        layers = Layers(s, tape, self.put_off)
+        layers = Layers(s, tape, self.put_off, self.room)
         tape.node([], [self.new(0)], partial(no_gradient, self.new(2 * s.tokens // s.batch * s.m.head_dim * s.wide)))
         hidden = tape.leaf(x, keep) if keep else layers.embedding(x)
         hidden = after(0, hidden, tape)

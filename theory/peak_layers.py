@@ -34,6 +34,7 @@ class Sizes(NamedTuple):
     ep: int = 1
     travels: bool = False  # tokens go to other ranks (--ep-mode alltoall)
     capacity: float = 0.0  # of an expert, as a multiple of the mean; 0: no limit
+    fused: bool = False  # --fuse-gradients
 
     @property
     def x(self) -> int:
@@ -49,8 +50,9 @@ class Sizes(NamedTuple):
 class Layers:
     """The modules of a rank, as functions of one micro-batch; they write on `tape`."""
 
-    def __init__(self, sizes: Sizes, tape: Tape, store: list):
-        self.s, self.tape, self.store = sizes, tape, store
+    def __init__(self, sizes: Sizes, tape: Tape, store: list, room: Callable = lambda name, n: None):
+        """`room(name, n)`: have `n` bytes for a weight's gradient (--fuse-gradients)."""
+        self.s, self.tape, self.store, self.room = sizes, tape, store, room
         self.new = tape.new
 
     def kernel(self, n: float, *inputs: Tensor, saved: tuple = ()) -> Tensor:
@@ -94,13 +96,20 @@ class Layers:
         return [self.tape.made(rows * n * self.s.e) for n, _ in weights.values()]
 
     def gradients(self, weights: dict[str, tuple[int, int]]) -> list[tuple[str, Bytes]]:
-        """The weights' gradients, as matmuls make them."""
+        """The weights' gradients, as matmuls make them, or nothing where they add them to their sums."""
+        if self.s.fused:
+            return [self.added(name, a * b) for name, (a, b) in weights.items()]
         return [(name, self.new(a * b * self.s.e)) for name, (a, b) in weights.items()]
+
+    def added(self, name: str, n: float) -> tuple[str, Bytes]:
+        """What autograd gets of a gradient of `n` numbers that is in its sum already."""
+        self.room(name, n * self.s.e * self.tape.cast)
+        return name, self.new(0)
 
     def linear(self, x: Tensor, name: str, n_out: int, n_in: int, rows: int, last: bool = False) -> Tensor:
         """One matmul, whose backward finds both gradients; or whose weight gradient waits."""
         weights, e, saved = {name: (n_out, n_in)}, self.s.e, x.bytes
-        outs = self.outputs(rows, weights) if not last or not self.tape.second or self.s.split else []
+        outs = self.outputs(rows, weights) if not last or not self.tape.second or self.s.split or self.s.fused else []
         if last and self.tape.second:  # a second forward stops before this; a function of our own runs, and is dropped
             outs = [self.new(0)]
         if self.s.split:
@@ -130,6 +139,13 @@ class Layers:
     def columns(self, x: Tensor, weights: dict[str, tuple[int, int]], rows: int) -> list[Tensor]:
         """`project`: several matmuls of one input."""
         s = self.s
+        if s.fused and s.tp == 1:
+            n_in, saved = next(iter(weights.values()))[1], x.bytes
+
+            def together(*_: Bytes, saved=saved):
+                return [self.new(rows * n_in * s.e)], self.gradients(weights)
+
+            return self.tape.node([x], self.outputs(rows, weights), together, list(weights), early=True)
         if s.tp == 1 or not s.overlap:
             x = self.enter(x) if s.tp > 1 else x
             return [self.linear(x, name, n_out, n_in, rows) for name, (n_out, n_in) in weights.items()]
@@ -171,21 +187,29 @@ class Layers:
         return self.tape.node([a, b], [self.new(min(a.bytes.n, b.bytes.n))], lambda dy: ([dy, dy], []))[0]
 
     def rope(self, x: Tensor) -> Tensor:
-        """apply_rope: six kernels, the middle ones in fp32."""
+        """apply_rope: five kernels, two of them with fp32 results; or services/fused_gradients.py's."""
         s, n = self.s, x.bytes.n
         w = n * s.wide / s.e
+        if s.fused:
+            return self.tape.node([x], [self.rotated(n, w)], lambda dy: ([self.rotated(n, w)], []))[0]
         second, first = self.tape.node([x], [x.bytes] * 2, lambda *_: ([self.new(n)], []))
-        wide = lambda dy: ([self.narrow(self.new(w), n)], [])  # noqa: E731
-        (a,) = self.tape.node([x], [self.new(w)], wide)
+        wide = lambda dy: self.narrow(self.new(w), n)  # noqa: E731
+        (a,) = self.tape.node([x], [self.new(w)], lambda dy: ([wide(dy)], []))
         (turned,) = self.tape.node([second], [self.new(n / 2)], lambda dy: ([self.new(n / 2)], []))
         (turned,) = self.tape.node([turned, first], [self.new(n)], lambda dy: ([dy, dy], []))
-        (b,) = self.tape.node([turned], [self.new(w)], wide)
-        del turned, first, second
-        (out,) = self.tape.node([a, b], [self.new(w)], lambda dy: ([dy, dy], []))
-        del a, b
+        del first, second
+        (out,) = self.tape.node([a, turned], [self.new(w)], lambda dy: ([dy, wide(dy)], []))
+        del a, turned
         if s.wide == s.e:
             return out
         return self.tape.node([out], [self.new(n)], lambda dy: ([self.new(w)], []))[0]
+
+    def rotated(self, n: float, wide: float) -> Bytes:
+        """A rotation, half after half."""
+        out = self.new(n)
+        for _ in range(2):
+            self.new(wide / 2)
+        return out
 
     def narrow(self, grad: Bytes, n: float) -> Bytes:
         """A gradient cast to the dtype of its tensor."""
@@ -344,7 +368,8 @@ class Layers:
         out = self.tape.made(rows * n_out * s.e)
 
         def outer() -> list[tuple[str, Bytes]]:
-            return [(name, self.new(experts * n_out * n_in * s.e))]
+            product = self.new(experts * n_out * n_in * s.e)
+            return [self.added(name, experts * n_out * n_in)] if s.fused else [(name, product)]
 
         def back(dy: Bytes, saved=saved):
             if s.split:
@@ -489,6 +514,9 @@ class Layers:
         saved = self.new(s.tokens * 9) if s.tp > 1 else tokens
 
         def back(dy: Bytes, saved=saved):
+            if s.fused:
+                _wide, found = dy if s.wide == s.e else self.new(dy.n * s.wide / s.e), self.added(name, rows * s.m.dim)
+                return [], [found]
             return [], [(name, self.new(rows * s.m.dim * s.e))]
 
         (x,) = self.tape.node([], [self.new(s.full)], back, [name], early=True)
@@ -502,7 +530,8 @@ class Layers:
         s = self.s
         rows = -(-s.m.vocab_size // s.tp)
         full = self.gather(hidden.bytes) if s.tp > 1 and s.sp else hidden.bytes
-        grad_hidden, grad_weight = self.new(s.full), self.new(rows * s.m.dim * s.wide)
+        at_once = s.fused and s.e * self.tape.cast > 2
+        grad_hidden, grad_weight = self.new(s.full), self.new(0 if at_once else rows * s.m.dim * s.wide)
         for start in range(0, s.tokens, chunk_tokens):
             n = min(chunk_tokens, s.tokens - start)
             logits = self.new(n * rows * s.e)
@@ -510,26 +539,15 @@ class Layers:
             softmax = self.new(n * rows * s.wide)
             combined = self.new(n * 8 * (s.tp + 2) if s.tp > 1 else n * 8)
             del logits, softmax, small, combined
-        if s.wide != s.e:
+        if at_once:
+            self.room(name, rows * s.m.dim * s.e * self.tape.cast)
+        elif s.wide != s.e:
             grad_weight = self.new(rows * s.m.dim * s.e)
         del full
         if s.tp > 1:
             grad_hidden = self.reduce(grad_hidden)
 
         def back(dy: Bytes, saved=(grad_hidden, grad_weight)):
-            return [self.scaled(saved[0])], [(name, self.scaled(saved[1]))]
+            return [self.new(saved[0].n)], [(name, self.new(saved[1].n))]
 
         return self.tape.node([hidden], [self.new(4)], back, [name], early=True)[0]
-
-    def scaled(self, grad: Bytes) -> Bytes:
-        """A gradient [.., dim] times a wider factor, in parts of 1,024 rows that are put together."""
-        if self.s.wide == self.s.e:
-            return self.new(grad.n)
-        parts, row = [], self.s.m.dim * self.s.e
-        for start in range(0, int(grad.n / row), 1024):
-            n = min(1024 * row, grad.n - start * row)
-            wide, product = (self.new(n * self.s.wide / self.s.e) for _ in range(2))
-            del wide
-            parts.append(self.new(n))
-            del product
-        return self.new(grad.n)
