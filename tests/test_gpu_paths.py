@@ -153,8 +153,8 @@ def paths(name: str, step: int, flags: set[str]) -> dict[str, dict]:
 PATHS, MORE_PATHS = paths("", 1, {*flags_of(1)}) | paths("", 7, {*flags_of(7)}), {}
 for number in range(2, 7):
     own = list(paths("", number, flags_of(number).keys() - flags_of(number - 1).keys()).items())
-    PATHS |= dict(own[:3])
-    MORE_PATHS |= dict(own[3:]) | paths("all-", number, {*flags_of(number)})
+    PATHS |= dict(own[:2])
+    MORE_PATHS |= dict(own[2:]) | paths("all-", number, {*flags_of(number)})
 
 
 def order(step: int, number: int, **fixed) -> dict:
@@ -379,7 +379,7 @@ def modes(name: str) -> list[str]:
     return [f"{name}-{mode}" for mode in VALUES["recompute"]]
 
 
-@pytest.mark.picked(0, 3, 5)
+@pytest.mark.picked(0, 5)
 @pytest.mark.parametrize("cases", [pytest.param(modes(name), id=name) for name in LAYERS])
 def test_compile_makes_graphs_whatever_is_recomputed(results, cases):
     """As many with recomputation as without, and as many for ten layers as for one (no recompilation is given up)."""
