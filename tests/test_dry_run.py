@@ -228,6 +228,24 @@ def test_an_operator_takes_the_longer_of_its_flops_and_bytes():
     assert seconds[1] == pytest.approx(2 * 6 * n / 1e9)
 
 
+def test_operators_count_what_they_touch():
+    """Of 3 rows put among 100, the rows; of zeros, what is written; of a fused update, no change of the gradient."""
+    meter = Meter(torch.device("cpu"), GPUS["h100-80"], 1e11, 0, 0)
+    meter.counting, meter.part = True, "F"
+    table, rows, place = torch.ones(100, 8), torch.ones(3, 8), torch.arange(3)
+    state = [[torch.ones(8)] for _ in range(4)]
+    with meter:
+        table.index_put_((place,), rows, accumulate=True)
+        torch.zeros_like(table, dtype=torch.float64)
+        torch._fused_adamw_(
+            *state, [], [torch.ones(())], lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0, eps=1e-8, amsgrad=False,
+            maximize=False,
+        )  # fmt: skip
+    moved = {name: count.bytes for (_, name), count in meter.counts.items()}
+    assert moved["index_put_"] == 3 * rows.nbytes + place.nbytes and moved["zeros_like"] == 2 * table.nbytes
+    assert moved["fused_adamw_"] == 7 * 8 * 4 + 4 + 4 * (moved["fused_adamw_"] % 8 == 0)  # and its count of steps
+
+
 def test_compared_takes_the_bookkeeping_out():
     """Numbers that ranks sum for metrics are not theory's; what theory predicts and nobody sends is shown."""
     meter = Meter(torch.device("cpu"), GPUS["h100-80"], 1e11, 0, 0)

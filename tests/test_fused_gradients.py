@@ -9,9 +9,10 @@ import step01_single_gpu as step01
 import step06_pipeline as step06
 import step07_moe_ep as step07
 from common import UserError
-from common.model import add_product
+from common.model import PRESETS, add_product, apply_rope, rope_tables
 from services.checks import check as check_flags
 from services.dry_run import Seen
+from services.fused_gradients import Rotation
 from tests import dry_cases, faults
 from tests.equivalence import BOUNDS, SMALL, Recording, check, compare, label, record, reference
 from tests.pool import RankError
@@ -121,6 +122,19 @@ def test_every_product_is_added_by_its_matmul(step, world, layout):
     for seen in (fused.held, fused.costs.memory), (plain.held, plain.costs.memory):
         assert seen[0]["activations"] == pytest.approx(seen[1]["activations"], rel=0.02)
     assert plain.held["activations"] - fused.held["activations"] == head
+
+
+def test_a_rotation_and_its_gradient_are_rounded_once():
+    """In bf16, of one sequence for all and of one each: as `apply_rope`, there, and in fp64 by autograd, back."""
+    config = PRESETS["debug"]
+    for positions in (torch.arange(1000, 1009), torch.arange(18).view(2, 9)):
+        cos, sin = rope_tables(positions, config, torch.bfloat16)
+        x, dy = (torch.randn(2, 9, 4, config.head_dim).bfloat16() for _ in range(2))
+        narrow, wide = x.clone().requires_grad_(), x.double().requires_grad_()
+        Rotation.apply(narrow, cos, sin).backward(dy)
+        apply_rope(wide, cos.double(), sin.double()).backward(dy.double())
+        torch.testing.assert_close(Rotation.apply(x, cos, sin), apply_rope(x, cos, sin), rtol=2**-8, atol=1e-6)
+        torch.testing.assert_close(narrow.grad.double(), wide.grad, rtol=2**-8, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype, total", [("float64", "float64"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")])
