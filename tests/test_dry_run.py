@@ -89,6 +89,7 @@ def test_theory_counts_what_the_program_does(counted, case):
     assert differences(counted[case]) == [], CASES[case]
 
 
+@pytest.mark.picked(1)
 @pytest.mark.parametrize("case", [name for name in CASES if "fused" in name])
 def test_theory_knows_fused_gradients(counted, case):
     """With --fuse-gradients: the head, alone, cut and on a last stage; the embedding; experts."""
@@ -243,7 +244,7 @@ def test_operators_count_what_they_touch():
         )  # fmt: skip
     moved = {name: count.bytes for (_, name), count in meter.counts.items()}
     assert moved["index_put_"] == 3 * rows.nbytes + place.nbytes and moved["zeros_like"] == 2 * table.nbytes
-    assert moved["fused_adamw_"] == 7 * 8 * 4 + 4 + 4 * (moved["fused_adamw_"] % 8 == 0)  # and its count of steps
+    assert moved["fused_adamw_"] == (4 + 3) * 8 * 4 + 4  # and its count of steps
 
 
 def test_compared_takes_the_bookkeeping_out():

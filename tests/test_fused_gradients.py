@@ -95,6 +95,7 @@ def calls(seen: Seen) -> Counter:
     return found
 
 
+@pytest.mark.picked(1, 3)
 @pytest.mark.parametrize(
     "step, world, layout", [(1, 1, {}), (4, 4, dict(tp=2, zero=1)), (6, 4, dict(pp=2, cp=1, tp=1)), (7, 2, dict(pp=1))]
 )
