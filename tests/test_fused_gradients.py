@@ -68,8 +68,8 @@ def test_equals_one_device_with_experts(pools):
     [
         ("told_another_scale", "--fuse-gradients: the loss was to be scaled by"),
         ("weight_gradients_added_twice", r"model\.layers\.0\.\S+ differs by"),
-        ("weight_gradients_replaced", r"\S+ differs by"),
-        ("rotated_on", r"model\.layers\.0\.self_attn\.[qk]_proj\.weight differs by"),
+        ("weight_gradients_replaced", r"the gradient of \S+ differs by"),
+        ("rotated_on", r"the gradient of \S+ differs by"),
         ("tokens_counted_once", r"model\.embed_tokens\.weight differs by"),
     ],
 )
