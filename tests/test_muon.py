@@ -115,7 +115,7 @@ def test_equals_one_device(pools, tp, zero):
     equivalence.check(pools(4), step, BASE, dict(zero=zero) | (dict(tp=tp) if tp > 1 else {}))
 
 
-@pytest.mark.picked(0, 10, 20)
+@pytest.mark.picked(0, 20)
 @pytest.mark.parametrize(
     "layout",
     [dict(ep=ep, tp=tp, zero=zero) for tp, ep, zero in product((2, 1), (2, 1), (2, 0, 1, 3))]

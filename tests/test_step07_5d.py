@@ -100,7 +100,7 @@ def test_eight_ranks_equal_one_process(pools, number, layout):
     check(pools(8), number, layout)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "number, layout",
     [
