@@ -218,7 +218,7 @@ def predict_peak(run: Any, held: dict[str, int | None]) -> float | None:
         *(tp > 1 and config.tp_overlap, cp, mesh["cp"].rank if cp > 1 else 0, getattr(config, "cp_mode", "")),
         *(run.pipeline is not None and run.pipeline.store is not None, config.recompute, ep),
         *(getattr(config, "ep_mode", "") == "alltoall", getattr(config, "capacity_factor", 0.0)),
-        traffic.compressing(config),
+        *(traffic.compressing(config), config.fuse_gradients),
     )
     grown = wide if config.grad_dtype == "fp32" else e
     shapes = [Unit(tuple(unit.named), *unit_bytes(shape_of(unit), wide)) for unit in units]
@@ -247,7 +247,7 @@ def work_of(run: Any, tp: int, cp: int) -> dict[str, float]:
     if run.pipeline is not None:
         times = Counter(action.chunk for action in run.pipeline.actions if action.kind == "F")
         passed = [([int(n) for n in c.layers], c.last, times[i]) for i, c in enumerate(run.pipeline.chunks)]
-    split = run.pipeline is not None and run.pipeline.store is not None
+    split = run.config.fuse_gradients or (run.pipeline is not None and run.pipeline.store is not None)
     return flops.rank_flops(run.config, run.shape, passed, tp, cp, rank, split)
 
 

@@ -43,7 +43,7 @@ class Rank:
         `after(i, x, tape)`: a hook on the output of module i.
         """
         s, tape = self.sizes, Tape(self.memory, self.cast, self.arrived)
-        layers = Layers(s, tape, self.put_off)
+        layers = Layers(s, tape, self.put_off, self.sync.room)
         tape.node([], [self.new(0)], partial(no_gradient, self.new(2 * s.tokens // s.batch * s.m.head_dim * s.wide)))
         hidden = tape.leaf(x, keep) if keep else layers.embedding(x)
         hidden = after(0, hidden, tape)

@@ -14,7 +14,8 @@ class Sync:
     """Buffers that are there all the time, to which autograd adds: nothing else happens. The others do more.
 
     `begin(last)`: a micro-batch, perhaps the last. `arrived(name, held)`: a weight has its gradient of a micro-batch,
-    which `held` holds. `finish()`: the last backward is over. `gather(units)`, `free(units)`: ZeRO's stage 3.
+    which `held` holds. `room(name, n)`: have `n` bytes for its sum. `finish()`: the last backward is over.
+    `gather(units)`, `free(units)`: ZeRO's stage 3.
     """
 
     stage = 0  # of ZeRO
@@ -29,7 +30,7 @@ class Sync:
     def nothing(self, *_: Any):
         """What happens here."""
 
-    begin = arrived = finish = gather = free = nothing
+    begin = arrived = room = finish = gather = free = nothing
 
 
 class FirstKept(Sync):
@@ -42,6 +43,11 @@ class FirstKept(Sync):
     def arrived(self, name: str, held: list[Bytes]):
         """Later ones are added."""
         self.kept.setdefault(name, *held)
+
+    def room(self, name: str, n: float):
+        """`total` of services/fused_gradients.py."""
+        if name not in self.kept:
+            self.kept[name] = self.new(n)
 
 
 class Bucket(NamedTuple):

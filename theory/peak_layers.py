@@ -38,6 +38,7 @@ class Sizes(NamedTuple):
     travels: bool = False  # tokens go to other ranks (--ep-mode alltoall)
     capacity: float = 0.0  # of an expert, as a multiple of the mean; 0: no limit
     narrow: str = "none"  # --compress-activations
+    fused: bool = False  # --fuse-gradients
 
     @property
     def x(self) -> int:
@@ -106,8 +107,9 @@ class Tokens:
 class Layers:
     """The modules of a rank, as functions of one micro-batch; they write on `tape`."""
 
-    def __init__(self, sizes: Sizes, tape: Tape, store: list):
-        self.s, self.tape, self.store = sizes, tape, store
+    def __init__(self, sizes: Sizes, tape: Tape, store: list, room: Callable = lambda name, n: None):
+        """`room(name, n)`: have `n` bytes for a weight's gradient (--fuse-gradients)."""
+        self.s, self.tape, self.store, self.room = sizes, tape, store, room
         self.new = tape.new
         self.exact, self.tokens = Tokens(sizes, tape.new), Tokens(sizes, tape.new, sizes.narrow)
 
@@ -142,7 +144,10 @@ class Layers:
         again = last and self.tape.second  # stops before a matmul; a function of our own runs, and is dropped
 
         def gradients() -> list[tuple[str, Bytes]]:
-            return [(name, self.new(experts * a * b * e)) for name, (a, b) in weights.items()]
+            if s.fused and experts == 1:
+                return [self.added(name, a * b) for name, (a, b) in weights.items()]
+            made = [(name, self.new(experts * a * b * e)) for name, (a, b) in weights.items()]
+            return [self.added(name, experts * a * b) for name, (a, b) in weights.items()] if s.fused else made
 
         def waiting(saved: Bytes, _grads: tuple) -> list[tuple[str, Bytes]]:
             _full = before(saved)
@@ -157,15 +162,20 @@ class Layers:
             return [after(self.new(n))], gradients()
 
         full = before(saved)
-        outs = [self.tape.made(rows * n * e) for n, _ in weights.values()] if not again or s.split else []
+        outs = [self.tape.made(rows * n * e) for n, _ in weights.values()] if not again or s.split or s.fused else []
         del full
         outs = [self.new(0)] if again else outs
         return self.tape.node([x], outs, back, list(weights), early=s.split or way is not None)
 
+    def added(self, name: str, n: float) -> tuple[str, Bytes]:
+        """What autograd gets of a gradient of `n` numbers that a function of ours adds to its sum."""
+        self.room(name, n * self.s.e * self.tape.cast)
+        return name, self.new(0)
+
     def columns(self, x: Tensor, weights: Weights, rows: int) -> list[Tensor]:
         """`project`: several linear layers of one input."""
-        if self.s.overlap:
-            return self.matmuls(x, weights, rows, self.tokens.enter)
+        if self.s.overlap or (self.s.fused and self.s.tp == 1):
+            return self.matmuls(x, weights, rows, self.tokens.enter if self.s.tp > 1 else (keep, keep))
         x = self.conjugate(x, *self.tokens.enter) if self.s.tp > 1 else x
         return [self.matmuls(x, {name: shape}, rows)[0] for name, shape in weights.items()]
 
@@ -191,19 +201,27 @@ class Layers:
         return self.node([a, b], self.new(min(a.bytes.n, b.bytes.n)), lambda dy: ([dy, dy], []))
 
     def rope(self, x: Tensor) -> Tensor:
-        """apply_rope: six kernels, the middle ones in fp32."""
+        """apply_rope: five kernels, two of them with fp32 results; or services/fused_gradients.py's."""
         s, n = self.s, x.bytes.n
         w = n * s.wide / s.e
+        if s.fused:
+            return self.node([x], self.rotated(n, w), lambda dy: ([self.rotated(n, w)], []))
         second, first = self.tape.node([x], [x.bytes] * 2, lambda *_: ([self.new(n)], []))
-        wide = lambda dy: ([self.narrow(self.new(w), n)], [])  # noqa: E731
-        a = self.node([x], self.new(w), wide)
+        wide = lambda dy: self.narrow(self.new(w), n)  # noqa: E731
+        a = self.node([x], self.new(w), lambda dy: ([wide(dy)], []))
         turned = self.node([second], self.new(n / 2), lambda dy: ([self.new(n / 2)], []))
         turned = self.node([turned, first], self.new(n), lambda dy: ([dy, dy], []))
-        b = self.node([turned], self.new(w), wide)
-        del turned, first, second
-        out = self.add(a, b)
-        del a, b
+        del first, second
+        out = self.node([a, turned], self.new(w), lambda dy: ([dy, wide(dy)], []))
+        del a, turned
         return self.cast(out, n)
+
+    def rotated(self, n: float, wide: float) -> Bytes:
+        """A rotation, half after half."""
+        out = self.new(n)
+        for _ in range(2):
+            self.new(wide / 2)
+        return out
 
     def narrow(self, grad: Bytes, n: float) -> Bytes:
         """A gradient cast to the dtype of its tensor."""
@@ -473,6 +491,9 @@ class Layers:
         saved = self.new(s.tokens * 9) if s.tp > 1 else tokens
 
         def back(dy: Bytes, saved=saved):
+            if s.fused:
+                _wide, found = dy if s.wide == s.e else self.new(dy.n * s.wide / s.e), self.added(name, rows * s.m.dim)
+                return [], [found]
             return [], [(name, self.new(rows * s.m.dim * s.e))]
 
         x = self.node([], self.new(s.full), back, [name], early=True)
@@ -484,7 +505,8 @@ class Layers:
         rows = -(-s.m.vocab_size // s.tp)
         before, after = self.exact.enter if s.tp > 1 else (keep, keep)
         full = before(hidden.bytes)
-        grad_hidden, grad_weight = self.new(s.full), self.new(rows * s.m.dim * s.wide)
+        at_once = s.fused and s.e * self.tape.cast > 2
+        grad_hidden, grad_weight = self.new(s.full), self.new(0 if at_once else rows * s.m.dim * s.wide)
         for start in range(0, s.tokens, chunk_tokens):
             n = min(chunk_tokens, s.tokens - start)
             logits = self.new(n * rows * s.e)
@@ -492,21 +514,14 @@ class Layers:
             softmax = self.new(n * rows * s.wide)
             combined = self.new(n * 8 * (s.tp + 2) if s.tp > 1 else n * 8)
             del logits, softmax, small, combined
-        if s.wide != s.e:
+        if at_once:
+            self.room(name, rows * s.m.dim * s.e * self.tape.cast)
+        elif s.wide != s.e:
             grad_weight = self.new(rows * s.m.dim * s.e)
         grad_hidden = after(grad_hidden)
         del full
 
         def back(dy: Bytes, saved=(grad_hidden, grad_weight)):
-            return [self.scaled(saved[0])], [(name, self.scaled(saved[1]))]
+            return [self.new(saved[0].n)], [(name, self.new(saved[1].n))]
 
         return self.node([hidden], self.new(4), back, [name], early=True)
-
-    def scaled(self, grad: Bytes) -> Bytes:
-        """A gradient [.., dim] times a wider factor, in parts of 1,024 rows that are put together."""
-        if self.s.wide != self.s.e:
-            block = min(grad.n, 1024 * self.s.m.dim * self.s.e)
-            _parts = self.new(grad.n - block)
-            self.new(2 * block * self.s.wide / self.s.e)
-            _last = self.new(block)
-        return self.new(grad.n)
