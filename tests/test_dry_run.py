@@ -15,6 +15,7 @@ import torch
 
 import step07_moe_ep
 from common import UserError
+from services import flags
 from services.dry_run import Meter, Seen, dry_run
 from services.fake_device import build_shim
 from services.ledger import Ledger
@@ -30,6 +31,20 @@ SHORT = dict(compress_activations="int8", schedule="zb-h1", recompute="full", dt
 SHORT |= dict(model="mixtral-8x7b", seq_len=1024, n_layers=4, pp=2, cp=2, tp=4, ep=2, zero=1)
 CASES = {f"seed-{seed}": draw(seed) for seed in range(200)}
 CASES["compressed"] = dict(step=7, world=64, rank=37, options=SHORT)
+NARROW = dict(model="llama3-8b", vocab_size=32000, seq_len=2048, n_layers=4, tp=4, micro_batch_size=2, zero=1)
+NARROW |= dict(dtype="bf16", compress_activations="int8", global_batch_size=64)
+CASES["compressed-all-reduce"] = dict(step=6, world=16, rank=3, options=NARROW | dict(sp=False, pp=2, cp=1))
+CASES["compressed-fp32"] = dict(
+    step=4, world=8, rank=3, options=NARROW | dict(dtype="fp32", compress_activations="bf16", n_layers=3)
+)
+FUSED = dict(fuse_gradients=True, dtype="bf16", global_batch_size=64)
+CASES["fused"] = dict(step=1, world=1, rank=0, options=FUSED | dict(model="llama3.2-1b", n_layers=3, seq_len=1024))
+LATER = dict(
+    model="llama3-8b", n_layers=4, seq_len=2048, pp=2, cp=1, tp=2, micro_batch_size=2, recompute="full", zero=1
+)
+CASES["fused-stages"] = dict(step=6, world=32, rank=31, options=FUSED | LATER)
+LATER = dict(model="mixtral-8x7b", n_layers=2, seq_len=2048, pp=1, cp=2, tp=1, ep=4, zero=0, sync="bucket")
+CASES["fused-experts"] = dict(step=7, world=16, rank=3, options=FUSED | LATER)
 REAL = {  # layouts of 2 to 16 ranks, to be run by gloo
     "ddp-2": (2, 2, dict(sync="bucket")),
     "zero1-4": (3, 4, dict(zero=1)),
@@ -74,9 +89,16 @@ def differences(found: dict) -> list[str]:
 
 
 @pytest.mark.sampled(10)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [name for name in CASES if "fused" not in name])
 def test_theory_counts_what_the_program_does(counted, case):
     """On up to 16,384 ranks: traffic byte for byte, FLOPs, the most bytes of each kind, and of all at a moment."""
+    assert differences(counted[case]) == [], CASES[case]
+
+
+@pytest.mark.picked(1)
+@pytest.mark.parametrize("case", [name for name in CASES if "fused" in name])
+def test_theory_knows_fused_gradients(counted, case):
+    """With --fuse-gradients: the head, alone, cut and on a last stage; the embedding; experts."""
     assert differences(counted[case]) == [], CASES[case]
 
 
@@ -115,6 +137,7 @@ def measured_on_rank(step: int, options: dict) -> tuple[dict, dict]:
     return found["sent"], found["held"]
 
 
+@pytest.mark.picked(3, 6, 9)
 @pytest.mark.parametrize("name", REAL)
 def test_real_ranks_measure_what_the_dry_run_says(pools, name, tmp_path):
     """Of gloo's ranks, the first and the last: traffic exactly, bytes held by each kind within 2%."""
@@ -163,12 +186,10 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("flags, named", BAD)
-def test_what_it_cannot_do_is_refused(flags, named):
+@pytest.mark.parametrize("words, named", BAD)
+def test_what_it_cannot_do_is_refused(words, named):
     """With a message that names the flag, before anything is traced."""
-    from services.flags import parse
-
-    config = parse(step07_moe_ep.Config, ["--dry-run", "8", "--device", "cpu", *flags.split()])
+    config = flags.parse(step07_moe_ep.Config, ["--dry-run", "8", "--device", "cpu", *words.split()])
     with pytest.raises(UserError, match=named) as error:
         dry_run(step07_moe_ep.train, config)
     assert "\n" not in str(error.value)
@@ -182,8 +203,8 @@ def test_rank_alone_is_refused():
 
 def test_the_command_prints_every_table(tmp_path):
     """As a user: a line for each stage, memory, traffic, FLOPs and operators beside theory; a picture; status 0."""
-    flags = as_flags(dict(dry_run=16, model="tiny-moe", pp=2, global_batch_size=16, device="cpu", out=tmp_path / "o"))
-    job = launch(str(ROOT / "step07_moe_ep.py"), *flags)
+    options = dict(dry_run=16, model="tiny-moe", pp=2, global_batch_size=16, device="cpu", out=tmp_path / "o")
+    job = launch(str(ROOT / "step07_moe_ep.py"), *as_flags(options))
     out, _ = job.communicate(timeout=300)
     assert job.returncode == 0, out
     for words in ("equally likely", "predicted", "ep all_to_all", "FLOPs of a step", "MFU is at most", "bound by"):
@@ -191,11 +212,12 @@ def test_the_command_prints_every_table(tmp_path):
     assert (tmp_path / "o/memory.png").exists()
 
 
-def test_bad_input_is_one_line():
+def test_bad_input_is_one_line(capsys):
     """On stderr, with a status that is not 0."""
-    job = launch(str(ROOT / "step03_zero.py"), "--dry-run", "8", "--resume", "x", stderr=subprocess.PIPE)
-    out, err = job.communicate(timeout=300)
-    assert job.returncode == 2 and out == "" and len(err.splitlines()) == 1 and "--resume" in err
+    with pytest.raises(SystemExit) as left:
+        flags.main(step07_moe_ep.train, step07_moe_ep.Config, ["--dry-run", "8", "--resume", "x"])
+    out, err = capsys.readouterr()
+    assert left.value.code == 2 and out == "" and len(err.splitlines()) == 1 and "--resume" in err
 
 
 def test_an_operator_takes_the_longer_of_its_flops_and_bytes():
@@ -211,6 +233,24 @@ def test_an_operator_takes_the_longer_of_its_flops_and_bytes():
     assert [name for _, name in meter.counts] == ["mm", "to_copy"]
     assert seconds[0] == pytest.approx(max(2 * 512**3 / 1e12, 6 * n / 1e9) + max(2 * 512**3 / 1e11, 12 * n / 1e9))
     assert seconds[1] == pytest.approx(2 * 6 * n / 1e9)
+
+
+def test_operators_count_what_they_touch():
+    """Of 3 rows put among 100, the rows; of zeros, what is written; of a fused update, no change of the gradient."""
+    meter = Meter(torch.device("cpu"), GPUS["h100-80"], 1e11, 0, 0)
+    meter.counting, meter.part = True, "F"
+    table, rows, place = torch.ones(100, 8), torch.ones(3, 8), torch.arange(3)
+    state = [[torch.ones(8)] for _ in range(4)]
+    with meter:
+        table.index_put_((place,), rows, accumulate=True)
+        torch.zeros_like(table, dtype=torch.float64)
+        torch._fused_adamw_(
+            *state, [], [torch.ones(())], lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0, eps=1e-8, amsgrad=False,
+            maximize=False,
+        )  # fmt: skip
+    moved = {name: count.bytes for (_, name), count in meter.counts.items()}
+    assert moved["index_put_"] == 3 * rows.nbytes + place.nbytes and moved["zeros_like"] == 2 * table.nbytes
+    assert moved["fused_adamw_"] == (4 + 3) * 8 * 4 + 4  # and its count of steps
 
 
 def test_compared_takes_the_bookkeeping_out():
