@@ -24,7 +24,7 @@ from tests.bench import plan as bench
 from theory import calibrate, layouts, plan
 from theory.bubble import makespan, quick_makespan
 from theory.flops import matmul_weights, moe_flops_per_token
-from theory.footprint import CONTEXT, course_moment, held, rank_numbers, state_bytes, waiting_states
+from theory.footprint import CONTEXT, course_moment, held, rank_numbers, ranks_of, state_bytes, waiting_states
 from theory.gpus import GPUS
 from theory.layouts import Layout, illegal, meshes, network, variants
 from theory.recipes import RECIPES
@@ -207,23 +207,32 @@ RUNS = [
     Layout(2, 1, 1, 2, zero=0, mbs=1, gbs=4),
     Layout(2, 2, 1, 1, zero=1, mbs=1, gbs=8, schedule="interleaved", chunks=2),
     Layout(1, 1, 2, 2, zero=2, mbs=2, gbs=4, recompute="full"),
+    Layout(2, 2, 1, 1, ep=2, zero=1, mbs=1, gbs=16, schedule="zb-h2"),
 ]
 
 
 @pytest.mark.parametrize("layout", RUNS, ids=lambda x: x.flags())
 def test_bytes_are_those_that_the_trainer_predicts(tmp_path, layout):
-    """Of the fullest of four ranks, within 2% (slices are padded; temporary buffers are the planner's own)."""
+    """Of the fullest of four ranks, within 2% (slices are padded; temporary buffers are the planner's own).
+
+    Activations of every rank, within 5%.
+    """
     options = dict(
         model="debug", dim=128, n_layers=4, vocab_size=512, steps=1, dtype="bf16", device="cpu", save_every=0
     )
-    options |= dict(eval_every=0, out=str(tmp_path / "run"), tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=1)
+    options |= dict(eval_every=0, out=str(tmp_path / "run"), tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep)
     options |= dict(zero=layout.zero, micro_batch_size=layout.mbs, global_batch_size=layout.gbs, tied=False)
     options |= dict(schedule=layout.schedule, chunks=layout.chunks, recompute=layout.recompute)
-    m = replace(of_preset(MOE_PRESETS["debug"]), dim=128, n_layers=4, vocab_size=512)
+    options |= dict(experts=4 * (layout.ep > 1))
+    m = replace(of_preset(MOE_PRESETS["debug"]), dim=128, n_layers=4, vocab_size=512, experts=options["experts"])
     with mock.patch("theory.footprint.buffer_bytes", lambda *args: 0.0):
         ours = held(m, layout, COURSE)
-    theirs = max(sum(predicted(layout, rank, options).memory.values()) for rank in range(4))
-    assert ours.total == pytest.approx(theirs, rel=0.02)  # messages under way: only the trainer counts them
+    theirs = [predicted(layout, rank, options).memory for rank in range(4)]
+    # messages under way: only the trainer counts them
+    assert ours.total == pytest.approx(max(sum(each.values()) for each in theirs), rel=0.02)
+    ranks = ranks_of(m, replace(layout, dp=1, gbs=layout.micro_batches * layout.mbs), COURSE)
+    kept = [ranks[rank * layout.pp // 4].activations for rank in range(4)]
+    assert kept == pytest.approx([each["activations"] for each in theirs], rel=0.05)
 
 
 def test_weights_and_flops_are_those_of_theory():
