@@ -3,12 +3,16 @@
 import csv
 import json
 import random
+import re
 import shlex
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -16,7 +20,7 @@ import step07_moe_ep as step07
 from common import UserError, schedules, trainer
 from common.model import PRESETS
 from common.moe import MOE_PRESETS
-from common.schedules import SCHEDULES, place_stages, simulate
+from common.schedules import SCHEDULES, chunks_per_rank, place_stages, simulate
 from services.checks import check, mesh_sizes, split_layers
 from services.flags import parse
 from services.predictions import Costs, predict
@@ -24,12 +28,24 @@ from tests.bench import plan as bench
 from theory import calibrate, layouts, plan
 from theory.bubble import makespan, quick_makespan
 from theory.flops import matmul_weights, moe_flops_per_token
-from theory.footprint import CONTEXT, course_moment, held, rank_numbers, ranks_of, state_bytes, waiting_states
-from theory.gpus import GPUS
-from theory.layouts import Layout, illegal, meshes, network, variants
+from theory.footprint import (
+    CONTEXT,
+    buffer_bytes,
+    course_moment,
+    course_parts,
+    held,
+    rank_numbers,
+    rank_stages,
+    ranks_of,
+    state_bytes,
+    waiting_states,
+)
+from theory.gpus import GPUS, LATENCY, LATENCY_BETWEEN
+from theory.layouts import RECOMPUTE, Layout, illegal, meshes, network, variants
 from theory.recipes import RECIPES
 from theory.search import COURSE, evaluate, fits, floor_seconds, search, smallest
 from theory.seconds import (
+    boundary_seconds,
     collective_seconds,
     least_bubble,
     matmul_seconds,
@@ -39,7 +55,17 @@ from theory.seconds import (
     step_seconds,
 )
 from theory.sent import sent_bytes
-from theory.shapes import MODELS, attention_matmuls, gpt, mlp_matmuls, model_flops, of_preset, total_weights, weights
+from theory.shapes import (
+    MODELS,
+    attention_matmuls,
+    gpt,
+    layer_weights,
+    mlp_matmuls,
+    model_flops,
+    of_preset,
+    total_weights,
+    weights,
+)
 
 H100 = GPUS["h100-80"]
 SMALL = replace(MODELS["tiny-moe"], n_layers=8, n_heads=16, n_kv_heads=4, dim=512, ffn_dim=1536, expert_dim=768)
@@ -108,6 +134,17 @@ def test_no_legal_mesh_is_left_out():
                         if 24 % (pp * tp * cp) == 0:
                             layout = Layout(pp, 24 // (pp * tp * cp), cp, tp, ep, mbs=mbs, gbs=24)
                             assert accepted(layout) == ((pp, cp, tp, ep, mbs) in listed), layout
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_no_legal_variant_is_left_out(pp):
+    """All ZeRO stages, recomputations and schedules that the checks accept; chunks of whole layers, alike on all."""
+    mesh = Layout(pp, 2, gbs=32)
+    chunks = {schedule: chunks_per_rank(schedule) or 1 for schedule in SCHEDULES if pp > 1 or schedule == "1f1b"}
+    ways = [*chunks.items(), *(("interleaved", v) for v in range(2, 9) if pp > 1 and SMALL.n_layers // pp % v == 0)]
+    tried = product([way for way in ways if way != ("interleaved", 1)], range(4), RECOMPUTE)
+    every = [replace(mesh, schedule=s, chunks=v, zero=zero, recompute=kind) for (s, v), zero, kind in tried]
+    assert {*variants(SMALL, mesh)} == {layout for layout in every if accepted(layout)}
 
 
 def test_printed_flags_run():
@@ -256,6 +293,15 @@ def test_memory_grows_and_shrinks_as_it_must():
         states = [sum(held(m, replace(base, zero=zero), recipe)[:3]) for zero in (2, 1, 0)]
         assert states == sorted(states) and states[0] < states[2]
         assert held(m, replace(base, tp=4, dp=2), recipe).weights < held(m, base, recipe).weights
+
+
+@pytest.mark.parametrize("pp, units", [(1, 2), (4, 9)])
+def test_gathered_units_are_two_layers_or_a_chunk(pp, units):
+    """What ZeRO's stage 3 holds for a moment and stage 2 does not: this unit and the next; a pipeline's whole chunk."""
+    m, layout = MODELS["llama3-8b"], Layout(pp, 8, gbs=8, zero=2)
+    stages = rank_stages(m, "1f1b", pp, 1, "balanced")[pp // 2]  # of 4, this one has 9 layers
+    found = [buffer_bytes(m, replace(layout, zero=zero), COURSE, stages) for zero in (2, 3)]
+    assert found[1] - found[0] == units * sum(layer_weights(m, False, 1, 1)) * 2
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -408,6 +454,13 @@ def test_the_command(capsys, tmp_path):
     layout = Layout(2, 2, 1, 2, mbs=2, gbs=64)
     found = evaluate(MODELS["smollm-1.7b"], layout, GPUS["a100-80"])
     assert f"{found.seconds.step:.3f} s" in out and f"{found.held.total / 2**30:.2f} GiB" in out
+    *parts, whole = map(float, re.findall(r"^  \w.*? ([\d.]+) GiB", out, re.MULTILINE))
+    assert len(parts) == 5 and sum(parts) == pytest.approx(whole, abs=0.03)
+    times = re.findall(r"^(compute|bubble|exposed over \w+|update|step) +([\d.]+) s", out, re.MULTILINE)
+    *parts, step = [float(seconds) for _, seconds in times]
+    assert [*dict(times)][:2] == ["compute", "bubble"] and sum(parts) == pytest.approx(step, abs=0.003)
+    kept = course_parts(MODELS["smollm-1.7b"], 2, 1, 2, True, "none", "zigzag", False).layer
+    assert f"a layer keeps {kept / 2**20:.0f} MiB" in " ".join(out.split())
 
 
 def test_what_fits(capsys, tmp_path):
@@ -437,6 +490,18 @@ def test_calibration_says_if_there_is_no_gpu(capsys):
     assert "PyTorch sees no GPU here" in capsys.readouterr().err
 
 
+def test_constants_are_work_over_seconds():
+    """If everything took a second: FLOPs of a matmul, and two reads and a write of 2^28 numbers in bf16."""
+    rand = partial(torch.empty, device="meta")
+    with (
+        mock.patch.object(calibrate, "seconds", lambda *_: 1.0),
+        mock.patch("torch.randn", lambda *shape, dtype, device: rand(shape, dtype=dtype)),
+        mock.patch("torch.zeros", lambda *shape, device: rand(shape)),
+    ):
+        found = calibrate.measure()
+    assert found == {"matmul, FLOP/s": 2 * 8192**3, "hbm, bytes/s": 3 * 2 * 2**28, "launch, s": 1.0}
+
+
 def test_the_largest_plan_does_little_work():
     """llama3-405b on 16,384 GPUs: of all legal layouts, 1% are bounded one by one, and 1 in 5,000 is simulated."""
     bars, bounded, memory = [], mock.Mock(side_effect=step_seconds), mock.Mock(side_effect=held)
@@ -461,6 +526,26 @@ def test_what_is_sent_again_over_tp_takes_its_time(sp, recompute):
     times = again.micro_batches * m.n_layers * (3 if sp else 2)
     assert sent[0] - sent[1] == pytest.approx(times * ring(net, whole))
     assert seconds[0] - seconds[1] == pytest.approx(times * collective_seconds(H100, net, ring(net, whole)))
+
+
+@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("dp", [1, 4])
+def test_a_message_takes_its_bytes_and_a_latency(dp, sp):
+    """A slice from each rank of tp over the boundary, within a node or between two; without SP, gathered there."""
+    layout, m = Layout(2, dp, 1, 4, gbs=8, sp=sp), MODELS["llama3-8b"]
+    whole, tp = 2 * m.seq_len * m.dim, network(layout, "tp")
+    speed, latency = (H100.within, LATENCY) if dp == 1 else (H100.between, LATENCY_BETWEEN)
+    gather = 0.0 if sp else collective_seconds(H100, tp, ring(tp, whole))
+    assert boundary_seconds(m, layout, H100, COURSE) == pytest.approx(whole / 4 / speed + latency + gather, rel=1e-9)
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_tokens_for_experts_take_their_time(sp):
+    """To the experts and back, in a layer's forward and in its backward; with SP, each rank of tp sends its own."""
+    layout, m = Layout(1, 8, 1, 2, ep=4, gbs=8, sp=sp), MODELS["mixtral-8x7b"]
+    net, rows = network(layout, "ep"), m.seq_len * m.experts_per_token / (2 if sp else 1)
+    one_way = collective_seconds(H100, net, ring(net, 2 * rows * m.dim))
+    assert step_seconds(m, layout, H100, COURSE).exposed["ep"] == pytest.approx(4 * m.n_layers * one_way)
 
 
 def test_what_lives_for_a_moment_counts_against_the_memory():
