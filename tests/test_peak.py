@@ -1,11 +1,13 @@
 """The peak of memory on paper: storages live as long as somebody holds them, and autograd's order is PyTorch's."""
 
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from common.model import MLP, ModelConfig
+from common.model import MLP, ModelConfig, scaled
+from common.schedules import SCHEDULES, communicate, place_stages
 from services.memory import MemoryTimeline
 from theory.peak import Chunk, Rank, Unit
 from theory.peak_layers import Layers, Sizes
@@ -32,23 +34,27 @@ def test_a_storage_lives_as_long_as_it_is_held():
     assert (memory.live, memory.peak) == (0, 100)
 
 
+def measured(known: list[torch.Tensor], work: Callable) -> float:
+    """The most bytes that `work` makes beside what is `known`, by an instrument that sees every operator."""
+    timeline = MemoryTimeline()
+    timeline.label("parameters", known)
+    start = sum(timeline.total.values())
+    gc.collect()
+    with timeline.phase("forward"):
+        work()
+    return max(map(sum, zip(*timeline.curves()[1].values(), strict=True))) - start
+
+
 @pytest.mark.parametrize("width, seq", [(160, 64), (160, 8), (16, 64)])
 def test_an_mlp_holds_what_pytorch_does(width, seq):
-    """Forward and backward of real tensors in fp32, by an instrument that sees every operator, and on paper."""
+    """Forward and backward of real tensors in fp32, and on paper."""
     m = ModelConfig(48, 2, 4, 4, width, vocab_size=8, seq_len=seq)
     mlp, x = MLP(m), torch.randn(1, seq, m.dim, requires_grad=True)
     for p in mlp.parameters():
         p.grad = torch.zeros_like(p)
-    grad, timeline = torch.randn(1, seq, m.dim), MemoryTimeline()
-    timeline.label("parameters", [x, grad, *mlp.parameters(), *(p.grad for p in mlp.parameters())])
-    start = sum(timeline.total.values())
-    gc.collect()
-    with timeline.phase("forward"):
-        y = mlp(x)
-    with timeline.phase("backward"):
-        torch.autograd.backward((y,), (grad,))
-    sums = [sum(column) for column in zip(*timeline.curves()[1].values(), strict=True)]
-    real = max(sums) - start
+    grad = torch.randn(1, seq, m.dim)
+    known = [x, grad, *mlp.parameters(), *(p.grad for p in mlp.parameters())]
+    real = measured(known, lambda: torch.autograd.backward((mlp(x),), (grad,)))
 
     memory, grads = Memory(), []
     tape = Tape(memory, 1, lambda name, grad: None)
@@ -56,6 +62,27 @@ def test_an_mlp_holds_what_pytorch_does(width, seq):
     kept, edge = out.bytes, out.node
     tape.backward(edge, Bytes(memory, 0))
     assert memory.peak == pytest.approx(real, rel=1e-9), (kept.n, memory.peak, real)
+
+
+@pytest.mark.parametrize("rows", [100, 1024, 3000])
+def test_a_gradient_scaled_in_parts_holds_what_pytorch_does(rows):
+    """The loss's gradient in 16 bits, times the incoming one in fp32: one part of it is wide at a time."""
+    grad, factor, memory = torch.ones(rows, M.dim, dtype=torch.bfloat16), torch.ones(()), Memory()
+    real = measured([grad, factor], lambda: scaled(grad, factor))
+    whole = Bytes(memory, grad.nbytes)
+    Layers(sizes(M, 1, e=2), Tape(memory, 1, lambda name, grad: None), []).scaled(whole)
+    assert memory.peak - whole.n == real
+
+
+def test_a_further_micro_batch_costs_its_tokens():
+    """1F1B's first rank holds activations of two, however many there are; tokens and targets are there all the time."""
+    peaks, placements = [], place_stages("1f1b", 2, 1)
+    for count in (4, 8):
+        program = communicate([SCHEDULES["1f1b"](2, count, 1, rank) for rank in range(2)], placements)[0]
+        rank = Rank(sizes(M, 1), 0, 1, False, 0, [], False)
+        rank.pipeline(program, [Chunk([0], True, False)], 1, placements, 0, [[]])
+        peaks.append(rank.memory.peak)
+    assert peaks[1] - peaks[0] == 4 * M.seq_len * 2 * 8
 
 
 def test_a_weight_used_twice_waits_for_its_second_gradient():

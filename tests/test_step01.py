@@ -25,6 +25,7 @@ from common import UserError
 from common.comm import Mesh
 from common.layout import materialize
 from common.model import IGNORE, PRESETS, Decoder, ModelConfig
+from common.moe import MOE_PRESETS
 from common.trainer import Trainer
 from services import checkpoint as checkpoints
 from services import devices, flags, relief, saver
@@ -1071,9 +1072,10 @@ def test_peak_is_from_the_table_the_flag_or_a_matmul(monkeypatch):
 
 
 def test_the_default_model_reads_bytes():
-    """`python step01_single_gpu.py` needs no flag: byte vocabulary, and a batch of whole micro-batches."""
+    """`python step01_single_gpu.py` needs no flag: byte vocabulary (of all home-made presets), whole micro-batches."""
     config = Config()
     assert config.model_config().vocab_size == BYTE_VOCAB
+    assert {MOE_PRESETS[name].vocab_size for name in ("tiny", "debug", "tiny-moe")} == {BYTE_VOCAB}
     check_one(config)
 
 
