@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,6 +73,20 @@ def test_a_gradient_scaled_in_parts_holds_what_pytorch_does(rows):
     whole = Bytes(memory, grad.nbytes)
     Layers(sizes(M, 1, e=2), Tape(memory, 1, lambda name, grad: None), []).scaled(whole)
     assert memory.peak - whole.n == real
+
+
+def test_ulysses_keeps_as_many_heads_as_ranks():
+    """For backward, on 4 ranks: keys and values of 1 or 2 heads are repeated, and then as large as those of 4."""
+    kept, grads = [], []
+    for kv_heads in (1, 2, 4):
+        m, memory = replace(M, n_kv_heads=kv_heads), Memory()
+        tape, row = Tape(memory, 1, lambda name, grad: None), 2 * M.seq_len * M.head_dim
+        q, k, v = (tape.leaf(Bytes(memory, row * heads), grads.append) for heads in (4, kv_heads, kv_heads))
+        out = Layers(sizes(m, 1, e=2)._replace(cp=4, cp_mode="ulysses"), tape, []).attend(q, k, v)
+        del q, k, v
+        kept.append(memory.live)
+        del out
+    assert kept == [kept[0]] * 3 and kept[0] > 4 * 4 * row
 
 
 def test_a_further_micro_batch_costs_its_tokens():
