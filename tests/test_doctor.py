@@ -33,9 +33,12 @@ def test_the_screen_and_the_picture(tmp_path, capsys):
         assert row[:2] == doctor.human(size).split() and speed == pytest.approx(size / us / 1e3, abs=1e-3 + speed / 50)
 
 
-def test_ranks_that_do_not_meet_are_a_problem():
-    """They are ended, and the line has a mend."""
+def test_ranks_that_do_not_meet_are_a_problem(monkeypatch):
+    """The two are ended, and the line has a mend."""
+    process, started = torch.multiprocessing.get_context("spawn").Process, []
+    monkeypatch.setattr(process, "start", lambda self, start=process.start: started.append(start(self)))
     rows, finding = doctor.exchange(seconds=0.0)
+    assert len(started) == 2
     assert rows == [] and "they did not meet within 0 s" in finding.problem and "GLOO_SOCKET_IFNAME" in finding.mend
 
 
