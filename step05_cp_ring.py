@@ -5,46 +5,46 @@ one token at a time, so each rank runs them on its own s/n tokens. In attention 
 most of these are on other ranks. There are four ways to bring them together (--cp-mode):
 
     ring       k, v travel round in n-1 hops; each rank attends to what it holds (Liu et al. 2023, "Ring Attention")
-    zigzag     the same, but the sequence has 2n chunks and rank r holds chunks r and 2n-1-r, so all have equal work
-    allgather  k, v of all tokens are gathered once (Llama 3), on zigzag chunks; memory O(s) instead of O(s/n)
+    zigzag     (default) the same with 2n chunks: rank r holds chunks r and 2n-1-r, so all ranks have equal work
+    allgather  k, v of all ranks are gathered once (Llama 3), on zigzag chunks; each rank keeps k, v of all s tokens
     ulysses    all-to-all: s/n tokens of all heads -> all tokens of 1/n heads, and back (Jacobs et al. 2023)
 
     ring, n = 4: keys of chunk ->   0 1 2 3      zigzag: keys of chunk ->   0 1 2 3 4 5 6 7
-                 rank 0: queries 0  #            rank 0: queries 0 and 7    # . . . . . . .  and  # # # # # # # #
-                 rank 1: queries 1  # #          rank 1: queries 1 and 6    # # . . . . . .  and  # # # # # # # .
-                 rank 2: queries 2  # # #        rank 2: queries 2 and 5    # # # . . . . .  and  # # # # # # . .
-                 rank 3: queries 3  # # # #      rank 3: queries 3 and 4    # # # # . . . .  and  # # # # # . . .
-                 work (2r+1)/n^2 of the whole    1/n of the whole, for every rank
+                 rank 0: queries 0  +            rank 0: queries 0 and 7    + . . . . . . .  and  # # # # # # # +
+                 rank 1: queries 1  # +          rank 1: queries 1 and 6    # + . . . . . .  and  # # # # # # + .
+                 rank 2: queries 2  # # +        rank 2: queries 2 and 5    # # + . . . . .  and  # # # # # + . .
+                 rank 3: queries 3  # # # +      rank 3: queries 3 and 4    # # # + . . . .  and  # # # # + . . .
+    +: half a #  work (2r+1)/n^2 of the whole    1/n of the whole, for every rank
 
-MERGING. Attention to one block i of keys gives o_i, the softmax average of the values, and lse_i, the log of the sum of
-exp(scores). Two blocks together give
+MERGING. Part: k and v of one rank. Block: queries, and the keys they look at in one kernel call. d: the size of a head.
+scores = q k^T / sqrt(d). Attention to one block i gives o_i, the softmax average of its values, and lse_i, the log of
+the sum of exp(scores). Two blocks of keys together give, in fp32 at least,
 
     lse = log(e^lse_1 + e^lse_2)
     o   = e^(lse_1 - lse) o_1 + e^(lse_2 - lse) o_2   =   o_1 - sigmoid(lse_2 - lse_1) (o_1 - o_2)
 
-in fp32 at least. Backward needs no merging. do: the gradient of o. d: the size of a head. With the lse of all keys,
-P = exp(scores - lse) is right block by block. With D = sum(do * o) over a head (FlashAttention, Dao et al. 2022)
+Backward needs no merging: the shares of all blocks add up. do: the gradient of o. P = exp(scores - lse), with the lse
+of all keys. D = sum(do * o) over a head = sum(P * (do v^T)) over *all* keys (FlashAttention, Dao et al. 2022).
 
-    dv = P^T do      dS = P * (do v^T - D)      dq = dS k / sqrt(d)      dk = dS^T q / sqrt(d)
+    dv = P^T do      dS = P * (do v^T - D)      dq = dS k / sqrt(d)      dk = dS^T q / sqrt(d)      (*: by element)
 
 k and v make the same journey again. dk and dv follow them, and each rank adds its share. One more hop brings them home.
 With allgather, k and v are still there. One reduce-scatter adds the ranks' shares of dk and dv and brings them home.
 
-POSITIONS. Targets are shifted first; then tokens and targets are cut. Every rank rotates q and k (RoPE) by the own
-positions of its tokens before anything is sent. k and v travel with kv heads, never repeated to all query heads.
+POSITIONS. Targets are shifted first; then tokens and targets are cut. Every rank rotates q and k (RoPE) by its tokens'
+places in the whole sequence, then sends. kv heads travel unrepeated (ulysses: repeated up to n, if they are fewer).
 
 Bytes a rank sends per layer and micro-batch. K: the bytes of k and v of s/n tokens in the training dtype. W: those of
 the same numbers in fp32 or wider (dk and dv are sums). Q: the bytes of q. K': K with kv heads repeated up to n.
 
     ring, zigzag   (n-1) K forward, (n-1) K + n W backward     allgather   (n-1) K forward, (n-1) W backward
-    ulysses        (n-1)/n (2 Q + K') forward, again backward
+    ulysses        (n-1)/n (2 Q + K') forward, again backward  --recompute  the forward's bytes once more
 
-With tensor parallelism heads are cut first, and all this is about the heads of one tp rank. With sequence parallelism
-tokens are cut by cp, then by tp. All cp ranks have the same weights. So gradients are summed, and cut by ZeRO, over the
-dp x cp ranks together: the mesh dimension "data".
+With tensor parallelism, all heads here are those of one tp rank. With --sp, cp cuts the tokens, then tp. All cp ranks
+have the same weights. So their gradients are summed, and cut by ZeRO, over dp x cp: the mesh dimension "data".
 
-Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4 --tp 1
-You should see step 1's losses in every mode, and activations divided by cp.
+Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
+You should see step 1's losses in every mode. Activations are divided by cp; allgather and ulysses keep a little more.
 """
 
 from collections.abc import Iterator
@@ -90,8 +90,8 @@ def reference_block_backward(
     p = (block_scores(q, k, causal) - lse[..., None]).exp()
     wide_q, wide_k, wide_v = (x.to(p.dtype) for x in (q, repeat_heads(k, q), repeat_heads(v, q)))
     d_out = d_out.to(p.dtype)
-    delta = (d_out * out).sum(-1).transpose(1, 2)[..., None]
-    d_s = p * (torch.einsum("bqhd,bkhd->bhqk", d_out, wide_v) - delta) * q.shape[-1] ** -0.5
+    delta = (d_out * out).sum(-1).transpose(1, 2)[..., None]  # D, [batch, heads, s_q, 1]
+    d_s = p * (torch.einsum("bqhd,bkhd->bhqk", d_out, wide_v) - delta) * q.shape[-1] ** -0.5  # dS / sqrt(d)
     d_q = torch.einsum("bhqk,bkhd->bqhd", d_s, wide_k)
     d_k, d_v = (torch.einsum("bhqk,bqhd->bkhd", *both) for both in ((d_s, wide_q), (p, d_out)))
     d_k, d_v = (x.unflatten(2, (k.shape[2], -1)).sum(3) for x in (d_k, d_v))  # over the queries of each kv head
@@ -134,7 +134,7 @@ def block_attention_backward(
     """`reference_block_backward` by PyTorch's flash-attention kernels where there is one."""
     if not has_flash_kernel(q):
         return reference_block_backward(d_out, q, k, v, out, lse, causal)
-    aten, tensors = torch.ops.aten, (*(x.transpose(1, 2) for x in (d_out, q, k, v, out)), lse)
+    aten, tensors = torch.ops.aten, (*(x.transpose(1, 2) for x in (d_out, q, k, v, out)), lse)  # heads first
     if q.is_cuda:
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
         options = None, None, q.shape[1], k.shape[1], 0.0, causal, seed, seed[:0]
@@ -152,7 +152,7 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor):
 
 
 def own_positions(seq_len: int, rank: int, n: int, mode: str) -> Tensor:
-    """int64 [seq_len / n]: which tokens of a sequence a rank holds. Two chunks from both ends for equal causal work."""
+    """int64 [seq_len / n]: which tokens a rank holds. ring, ulysses: chunk `rank` of n. Else two chunks of 2n."""
     positions = torch.arange(seq_len)
     if n == 1 or mode in ("ring", "ulysses"):
         return positions.chunk(n)[rank]
@@ -161,15 +161,15 @@ def own_positions(seq_len: int, rank: int, n: int, mode: str) -> Tensor:
 
 
 def visible(rank: int, source: int, length: int, zigzag: bool) -> tuple[slice, slice, bool] | None:
-    """What `rank` computes with the keys of rank `source`: (its query rows, their key rows, causal), or None.
+    """What `rank` computes with the keys of rank `source`: (rows of our queries, rows of their keys, causal), or None.
 
     Zigzag: the two chunks of a smaller rank enclose those of a larger one. A smaller source's first chunk is past for
     all our queries, its second is future. A larger source's two chunks are both past, for our second chunk only.
     """
     everything, first, second = slice(0, length), slice(0, length // 2), slice(length // 2, length)
-    if source == rank:
+    if source == rank:  # rows are in order of position, so causal is right for two chunks too
         return everything, everything, True
-    if zigzag:
+    if zigzag:  # length^2 / 2 pairs either way, as in the own part
         return (everything, first, False) if source < rank else (second, everything, False)
     return (everything, everything, False) if source < rank else None
 
@@ -177,7 +177,7 @@ def visible(rank: int, source: int, length: int, zigzag: bool) -> tuple[slice, s
 def around_the_ring(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
     """Yield (source, the kv of rank `source`) for every rank of the group, beginning with this one's `kv` (contiguous).
 
-    The next part arrives while the caller computes with the present one. Two buffers take turns.
+    The next part arrives while the caller computes with the present one. Two buffers: one is sent, the other filled.
     """
     n, r = group.size, group.rank
     buffers = kv.new_empty(min(2, n - 1), *kv.shape)
@@ -187,7 +187,7 @@ def around_the_ring(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
         yield (r - hop) % n, kv
         sending.wait()
         kv = next_kv
-    yield (r + 1) % n, kv
+    yield (r + 1) % n, kv  # the last part, r - (n-1): there is nothing left to send
 
 
 def add_part_gradients(
@@ -197,7 +197,7 @@ def add_part_gradients(
     if block is not None:
         rows, keys, causal = block
         (k, v), (d_k, d_v) = kv[:, :, keys], d_kv[:, :, keys]
-        given = out[:, rows], lse[:, :, rows].contiguous(), causal
+        given = out[:, rows], lse[:, :, rows].contiguous(), causal  # (some rows of lse have gaps between heads)
         block_q, block_k, block_v = block_attention_backward(d_out[:, rows], q[:, rows], k, v, *given)
         d_q[:, rows] += block_q
         d_k += block_k
@@ -205,7 +205,7 @@ def add_part_gradients(
 
 
 def every_sequence(_source: int, block: tuple | None) -> list[tuple[slice, slice, slice, bool]]:
-    """All of a block that `visible` found, for all sequences: one (sequences, query rows, key rows, causal) or none."""
+    """`visible`'s block for all sequences: [(sequences, query rows, key rows, causal)]; --documents replaces this."""
     return [] if block is None else [(slice(None), *block)]
 
 
@@ -214,18 +214,18 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, mode: str, cut=every_sequence) -> Tensor:
-        """q [batch, s/n, heads, d]; k, v [batch, s/n, kv_heads, d] -> like q. `cut`: what of a block to compute."""
-        kept, wide = torch.stack((k, v)), torch.promote_types(q.dtype, torch.float32)
+        """q [batch, s/n, heads, d]; k, v [batch, s/n, kv_heads, d] -> like q. `cut`: see `every_sequence`."""
+        kept, wide, n, r = torch.stack((k, v)), torch.promote_types(q.dtype, torch.float32), group.size, group.rank
         if mode == "allgather":  # keep all ranks' parts, [n, 2, batch, s/n, kv_heads, d]; else only this one's
-            parts = kept.new_empty(group.size, *kept.shape)
+            parts = kept.new_empty(n, *kept.shape)
             all_gather(parts.view(-1), kept.view(-1), group).wait()
             kept = parts
         out, lse = torch.empty_like(q, dtype=wide), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide)
-        own_first = ((i, kept[i]) for i in sorted(range(group.size), key=lambda i: i != group.rank))
+        own_first = ((i % n, kept[i % n]) for i in range(r, r + n))  # the own blocks make out and lse
         for source, kv in own_first if mode == "allgather" else around_the_ring(kept, group):
-            for seqs, rows, keys, causal in cut(source, visible(group.rank, source, q.shape[1], mode != "ring")):
+            for seqs, rows, keys, causal in cut(source, visible(r, source, q.shape[1], mode != "ring")):
                 block_out, block_lse = block_attention(q[seqs, rows], *kv[:, seqs, keys], causal)
-                if source == group.rank:  # the first part, whose blocks have every query once
+                if source == r:  # its blocks have every query once
                     out[seqs, rows], lse[seqs, :, rows] = block_out, block_lse
                 else:
                     merge(out[seqs, rows], lse[seqs, :, rows], block_out, block_lse)
@@ -236,21 +236,21 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out: Tensor):
-        """The parts come again. Each rank finds its share d_kv of each part's gradient. The sum of shares must go home.
+        """The parts come again (allgather: they are here). d_kv: a part's gradient; each rank adds its share to it.
 
-        ring, zigzag: it follows its part one hop behind, and needs one hop more. allgather: by a reduce-scatter.
+        ring, zigzag: d_kv travels one hop behind its part, and is home after n hops. allgather: by a reduce-scatter.
         """
         q, kept, out, lse = ctx.saved_tensors
         group, n, r, allgather = ctx.group, ctx.group.size, ctx.group.rank, ctx.mode == "allgather"
         d_q, sending = torch.zeros_like(q, dtype=lse.dtype), None
-        d_kvs = torch.empty(n if allgather else 2, *kept.shape[-5:], dtype=lse.dtype, device=q.device)
-        next_d_kv = torch.empty_like(d_kvs[0])
+        d_kvs = torch.empty(n if allgather else 2, *kept.shape[-5:], dtype=lse.dtype, device=q.device)  # -5: a part's
+        next_d_kv = torch.empty_like(d_kvs[0])  # arrives from rank r-1; the last to arrive is our own part's gradient
         for hop, (source, kv) in enumerate(enumerate(kept) if allgather else around_the_ring(kept, group)):
-            d_kv = d_kvs[source if allgather else hop % 2].zero_()  # in a ring, two buffers take turns
+            d_kv = d_kvs[source if allgather else hop % 2].zero_()  # a ring: one buffer is sent, the other filled
             for seqs, *block in ctx.cut(source, visible(r, source, q.shape[1], ctx.mode != "ring")):
                 these = d_out[seqs], q[seqs], kv[:, seqs], out[seqs], lse[seqs]
                 add_part_gradients(*these, block, d_q[seqs], d_kv[:, seqs])
-            if not allgather:
+            if not allgather:  # next_d_kv: this part's gradient so far, from rank r-1, which had the part one hop ago
                 if sending is not None:
                     sending.wait()
                     d_kv += next_d_kv
@@ -284,7 +284,7 @@ class ContextAttention:
     """Replaces `attend` where the sequence is cut: q, k, v of s/n tokens -> the output for them."""
 
     def __init__(self, group: Group, mode: str):
-        self.group, self.mode, self.cut, self.attend = group, mode, every_sequence, None  # --documents sets these two
+        self.group, self.mode, self.cut, self.attend = group, mode, every_sequence, attend  # --documents sets two
         self.positions = lambda seq_len, rank: own_positions(seq_len, rank, group.size, mode)  # --documents reads it
 
     @torch.compiler.disable
@@ -292,10 +292,10 @@ class ContextAttention:
         """q [batch, s/n, heads, d]; k, v [batch, s/n, kv_heads, d], rotated already; returns the output, like q."""
         if self.mode != "ulysses":
             return RingAttention.apply(q, k, v, self.group, self.mode, self.cut)
-        if (copies := self.group.size // k.shape[2]) > 1:
+        if (copies := self.group.size // k.shape[2]) > 1:  # fewer kv heads than ranks: K' of the docstring
             k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
         q, k, v = (SwapTokensAndHeads.apply(x, self.group, True) for x in (q, k, v))
-        return SwapTokensAndHeads.apply((self.attend or attend)(q, k, v), self.group, False)
+        return SwapTokensAndHeads.apply(self.attend(q, k, v), self.group, False)
 
 
 def shard_context(model: Decoder, mesh: Mesh, mode: str) -> Tensor:

@@ -2,16 +2,21 @@
 
 import json
 from pathlib import Path
-
-import matplotlib
+from typing import Any
 
 from services.memory import CATEGORIES, MemoryTimeline
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-from matplotlib.colors import to_rgb
-
 COLOURS = dict(zip(CATEGORIES, ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#999999"), strict=True))
+
+
+def pyplot() -> Any:
+    """matplotlib.pyplot, which draws into files. It takes a second to import, and most ranks draw nothing."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
 
 
 def read_metrics(run_directory: Path) -> list[dict]:
@@ -22,6 +27,7 @@ def read_metrics(run_directory: Path) -> list[dict]:
 
 def loss_curves(runs: dict[str, Path], target: Path, title: str = ""):
     """Training loss of several runs, by label, into one figure; validation losses as dots."""
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for label, directory in runs.items():
         rows = read_metrics(directory)
@@ -50,6 +56,7 @@ def save_timeline(memory: MemoryTimeline, run_directory: Path):
 def memory_over_time(run_directory: Path):
     """memory.png: bytes over time, stacked by category, from memory.json."""
     data = json.loads((Path(run_directory) / "memory.json").read_text())
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
     stacked = [[n / 2**20 for n in data["bytes"][name]] for name in CATEGORIES]
     axes.stackplot(data["seconds"], stacked, labels=CATEGORIES, colors=[COLOURS[n] for n in CATEGORIES], step="post")
@@ -62,6 +69,7 @@ def memory_over_time(run_directory: Path):
 
 def memory_side_by_side(runs: dict[str, Path], target: Path, title: str = ""):
     """Bytes over time of several runs, by label, stacked by category, from their memory.json; one scale for all."""
+    plt = pyplot()
     figure, panels = plt.subplots(1, len(runs), figsize=(3 * len(runs), 4), layout="constrained", sharey=True)
     for axes, (label, directory) in zip(panels, runs.items(), strict=True):
         data = json.loads((Path(directory) / "memory.json").read_text())
@@ -87,6 +95,7 @@ def predicted_and_measured(file: Path, target: Path):
     `file`: JSON {"title", "groups": [label], "bars": {label: {"predicted": [bytes by group], "measured": [...]}}}.
     """
     data = json.loads(Path(file).read_text())
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     width = 0.8 / len(data["bars"])
     for i, (label, heights) in enumerate(data["bars"].items()):
@@ -112,6 +121,7 @@ def expert_load(runs: dict[str, Path], target: Path, layer: str = ""):
     rows = {label: [row for row in read_metrics(folder) if "expert_load" in row] for label, folder in runs.items()}
     last = [run[-1]["expert_load"] for run in rows.values()]
     layer = layer or max(last[0], key=lambda number: max(max(load[number]) for load in last))
+    plt = pyplot()
     figure, panels = plt.subplots(
         1, len(runs), figsize=(1 + 4 * len(runs), 3.6), layout="constrained", sharey=True, squeeze=False
     )
@@ -133,6 +143,7 @@ def expert_load(runs: dict[str, Path], target: Path, layer: str = ""):
 
 def expert_similarity(curves: dict[str, dict[str, list[tuple[int, float]]]], target: Path):
     """By run and layer: (step, mean linear CKA of the pairs of experts) over training."""
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
     for (label, layers), style in zip(curves.items(), ("-", "--", ":"), strict=False):
         for number, (layer, points) in enumerate(layers.items()):
@@ -149,6 +160,7 @@ def context_work(trace: Path, target: Path):
     total = data["tokens"] * (data["tokens"] + 1) // 2
     modes, n = data["modes"], len(next(iter(data["modes"].values())))
     most = max(work["pairs"] for ranks in modes.values() for rank in ranks for work in rank)
+    plt = pyplot()
     figure, panels = plt.subplots(1, len(modes) + 1, figsize=(2.2 + n * (len(modes) + 1), 1.6 + 0.8 * n), squeeze=False)
     for axes, (mode, ranks) in zip(panels[0], modes.items(), strict=False):
         for rank, done in enumerate(ranks):
@@ -188,6 +200,7 @@ def pipeline_timelines(source: Path | dict, target: Path, title: str = ""):
     """
     panels = (source if isinstance(source, dict) else json.loads(Path(source).read_text()))["panels"]
     width, heights = 12, [0.55 + 0.25 * len(panel["ranks"]) for panel in panels.values()]
+    plt = pyplot()
     figure, rows = plt.subplots(
         len(panels), 1, figsize=(width, sum(heights) + 0.6), height_ratios=heights, squeeze=False, layout="constrained"
     )
@@ -198,7 +211,7 @@ def pipeline_timelines(source: Path | dict, target: Path, title: str = ""):
         n_chunks = 1 + max(box[3] for box in boxes)
         for rank, kind, micro_batch, chunk, start, end in boxes:
             pale = 0.65 * chunk / max(2, n_chunks)
-            colour = [c + (1 - c) * pale for c in to_rgb(ACTIONS[kind])]
+            colour = [c + (1 - c) * pale for c in plt.matplotlib.colors.to_rgb(ACTIONS[kind])]
             corner = (start - first, rank - 0.42)
             axes.add_patch(plt.Rectangle(corner, end - start, 0.84, facecolor=colour, edgecolor="white", linewidth=0.4))
             if (end - start) / (last - first) * width > 0.08 * len(str(micro_batch)):
@@ -227,6 +240,7 @@ def traffic(run_directory: Path):
     last = read_metrics(run_directory)[-1]["traffic"]
     entries = [(f"{dim}: {operation}", sent) for dim, by_op in last.items() for operation, sent in by_op.items()]
     entries = sorted((entry for entry in entries if entry[1]), key=lambda entry: entry[1])
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 1 + 0.26 * len(entries)), layout="constrained")
     dims = sorted({label.split(":")[0] for label, _ in entries})
     colours = [plt.colormaps["tab10"](dims.index(label.split(":")[0]) % 10) for label, _ in entries]
@@ -242,6 +256,7 @@ def traffic(run_directory: Path):
 
 def bandwidth(rows: list[tuple[int, float]], target: Path, title: str):
     """(bytes, seconds) of messages -> bytes a second by message size, both axes logarithmic."""
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
     axes.plot([n for n, _ in rows], [n / seconds / 1e9 for n, seconds in rows], marker="o")
     axes.set_xscale("log", base=2)

@@ -11,7 +11,7 @@ import datasets
 import numpy as np
 import pytest
 
-from tests.pool import Pools, open_data_once
+from tests.pool import Pools, leave_figures_out, open_data_once
 
 
 def pytest_xdist_auto_num_workers(config):
@@ -35,9 +35,10 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def data_opened_once():
-    """Opening the 674 files of the default text takes longer than a tiny run on it."""
+def only_what_a_test_looks_at():
+    """Opening the 674 files of the default text takes longer than a tiny run on it, and so do a run's figures."""
     open_data_once()
+    leave_figures_out()
 
 
 @pytest.fixture(scope="session")

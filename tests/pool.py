@@ -20,7 +20,9 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+FIGURES = ("loss_curve", "memory_over_time", "pipeline_timelines", "traffic", "expert_load")
 PRELOADED = ["torch", "torch.distributed", "services.run", "common.data", "step02_ddp", "tests.equivalence"]
 
 
@@ -39,6 +41,24 @@ def open_data_once():
 
     services.readers.load_columns = functools.lru_cache(services.readers.load_columns)
     trainer.open_tokens = functools.lru_cache(maxsize=8)(trainer.open_tokens)
+
+
+def leave_figures_out():
+    """A run's figures take longer than a tiny run: from now on they are drawn only for `with_figures`."""
+    from services import plots
+
+    for name in FIGURES:
+        if not hasattr(draw := getattr(plots, name), "drawn"):
+            setattr(plots, name, lambda *_: None)
+            getattr(plots, name).drawn = draw
+
+
+def with_figures(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, which draws its figures; also to be sent to a pool."""
+    from services import plots
+
+    with mock.patch.multiple(plots, **{name: getattr(plots, name).drawn for name in FIGURES}):
+        return function(*args)
 
 
 def note_hooks() -> list[Any]:
@@ -68,6 +88,7 @@ def serve(rank: int, world: int, folder: str, connection: Connection):
 
     torch.set_num_threads(1)
     open_data_once()
+    leave_figures_out()
     hooks = note_hooks()
     made, join = [], Mesh.join
     Mesh.join = lambda self, name, ranks: (join(self, name, ranks), made.append(self.groups[name]))

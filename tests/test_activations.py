@@ -97,6 +97,7 @@ def collectives_on_rank(dim: int, fault: str = "") -> str:
         return "; ".join(wrong)
 
 
+@pytest.mark.picked(1)
 @pytest.mark.parametrize("world, dim", [(2, 300), (4, 3)])
 def test_collectives_are_as_exact_as_the_law_says(pools, world, dim):
     """And ranks that are to go on with the same numbers do, bit for bit."""
@@ -178,7 +179,7 @@ def found_on_rank(step: str, options: dict, file: str, bound: float, fault: str)
         return str(complaint)
 
 
-@pytest.mark.picked(0, 2, 4)
+@pytest.mark.picked(0, 4)
 @pytest.mark.parametrize("step, layout, reference", SAME, ids=str)
 def test_equals_one_device_that_rounds_the_same(pools, step, layout, reference):
     """Losses, gradients and parameters to 1e-10: each x and dx is rounded once where it travels, and nowhere else.
@@ -266,7 +267,7 @@ TP_LAWS = [
 ]
 
 
-@pytest.mark.picked(0, 1)
+@pytest.mark.picked(0)
 @pytest.mark.parametrize("flags", TP_LAWS, ids=label)
 def test_bytes_over_tp(pools, tmp_path, flags):
     """Calls and bytes of a step on every rank, by operation; and those that the run predicts."""

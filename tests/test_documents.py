@@ -222,7 +222,7 @@ def test_kernels_are_asked_for_the_pairs_of_documents(pools, world):
 # --- equal to one device ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.picked(0, 5, 8, 10, 15)
+@pytest.mark.picked(5, 8, 10, 15)
 @pytest.mark.parametrize(
     "kind, cp, mode", [(kind, cp, mode) for kind, mode, cp in product(("reset", "mask"), MODES, (2, 4))], ids=str
 )
@@ -232,7 +232,7 @@ def test_equals_one_device(pools, document_data, kind, cp, mode):
     check(pools(cp), "step05_cp_ring", base, dict(cp=cp, cp_mode=mode))
 
 
-@pytest.mark.picked(2, 4, 7)
+@pytest.mark.picked(2, 7)
 @pytest.mark.parametrize(
     "step, base, layout",
     [

@@ -76,6 +76,7 @@ def test_matrices_are_made_orthogonal_as_torch_does(shape):
         assert ((values > 0.6) & (values < 1.3)).all()
 
 
+@pytest.mark.picked(0)
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16"])
 def test_one_device_is_torchs_own(tmp_path, dtype):
     """Four clipped steps with weight decay equal torch.optim.Muon beside AdamW: bit for bit, in fp64 to rounding."""
@@ -114,7 +115,7 @@ def test_equals_one_device(pools, tp, zero):
     equivalence.check(pools(4), step, BASE, dict(zero=zero) | (dict(tp=tp) if tp > 1 else {}))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.picked(0, 20)
 @pytest.mark.parametrize(
     "layout",
     [dict(ep=ep, tp=tp, zero=zero) for tp, ep, zero in product((2, 1), (2, 1), (2, 0, 1, 3))]
@@ -158,6 +159,7 @@ def sent_on_rank(step: str, options: dict) -> tuple[int, float, int]:
     return calls, sent, sum(entry["momentum_buffer"].nbytes for entry in states if "momentum_buffer" in entry)
 
 
+@pytest.mark.picked(0)
 @pytest.mark.parametrize("dtype, e", [("fp32", 2), ("fp64", 8)])
 def test_bytes_are_the_laws(pools, tmp_path, dtype, e):
     """ZeRO: one gather a layer of its padded slices. tp: one a matrix. Momentum: one number an element, in slices."""

@@ -43,7 +43,7 @@ CASES = [
 ]
 
 
-@pytest.mark.picked(5, 14, 21, 28)
+@pytest.mark.picked(5, 14, 28)
 @pytest.mark.parametrize("ranks, step, flags", CASES)
 def test_equals_one_device(pools, ranks, step, flags):
     """Two micro-batches, SGD, which shows the gradient's scale: dp 4 and 8, with tensors, sequences and layers cut."""
@@ -61,7 +61,7 @@ def test_equals_one_device_in_other_schedules(pools, stage, schedule):
     check(pools(4), STEP[6], base, flags)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.picked(0)
 @pytest.mark.parametrize(
     "ranks, flags",
     [
@@ -81,7 +81,7 @@ def test_experts_equal_one_process(pools, ranks, flags):
     check(pools(ranks), "step07_moe_ep", base, dict(pp=1, tp=1, cp=1, zero_replicas=2) | flags, against=step07)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.picked(4, 8)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "base, more",
@@ -152,7 +152,7 @@ def traffic_on_rank(options: dict) -> tuple[list[dict], dict, int]:
     return rows, costs.traffic, sum(p.numel() for p in trained.model.parameters())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.picked(0, 10)
 @pytest.mark.parametrize("count, dtype", [(1, "fp32"), (3, "bf16")])
 @pytest.mark.parametrize("replicas", [2, 4])
 @pytest.mark.parametrize("stage", STAGES)
@@ -223,6 +223,7 @@ def test_resuming_with_other_replicas(pools, tmp_path, first, second):
 # --- negative controls -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.picked(0, 2, 3, 4)
 @pytest.mark.parametrize(
     "fault, stage, optimizer, what",
     [

@@ -65,11 +65,11 @@ def bubble(spans: list[list[Span]]) -> float:
 def test_every_size_is_sound(schedule, all_of_them):
     """Every p, m, v: well formed, and the programs end on strict queues, with few receives posted ahead.
 
-    By default with every fifth m above 16.
+    By default with every seventh m above 12.
     """
     most = 0
     for p, m, v in sizes(schedule):
-        if m > 16 and m % 5 and not all_of_them:
+        if m > 12 and m % 7 and not all_of_them:
             continue
         lists, placements = lists_of(schedule, p, m, v)
         check_lists(lists, placements, m)
@@ -114,7 +114,7 @@ def test_messages_in_queues_take_their_time(schedule):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_rank_may_wait_for_what_it_has_posted(schedule):
     """Wherever an executor waits for a message that it has posted, nothing hangs: not even if every post blocks."""
-    for p, m, v in sizes(schedule)[::5]:
+    for p, m, v in sizes(schedule)[::11]:
         lists, placements = lists_of(schedule, p, m, v)
         check_programs(communicate(lists, placements), placements, blocking=True)
 
@@ -122,7 +122,7 @@ def test_a_rank_may_wait_for_what_it_has_posted(schedule):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_forward_passes_alone_are_sound(schedule):
     """Evaluation: each rank does all micro-batches on its first chunk, then all on the next."""
-    for p, m, v in sizes(schedule)[::3]:
+    for p, m, v in sizes(schedule)[::11]:
         placements = place_stages(schedule, p, v)
         chunks = [[place.chunk for place in placements[0] if place.rank == rank] for rank in range(p)]
         lists = [[Action("F", i, chunk) for chunk in row for i in range(m)] for row in chunks]
@@ -135,7 +135,7 @@ def test_what_was_sent_to_a_rank_has_its_receive_before_that_rank_sends_back(sch
 
     So when a message arrives, an executor can free what it had sent to that rank: no other action must run for this.
     """
-    for p, m, v in sizes(schedule)[::5]:
+    for p, m, v in sizes(schedule)[::11]:
         programs = communicate(*lists_of(schedule, p, m, v))
         index = [{step: i for i, step in enumerate(program)} for program in programs]
         for rank, program in enumerate(programs):
@@ -304,7 +304,7 @@ def test_idle_fraction_of_gpipe_and_1f1b(schedule):
 
 def test_idle_fraction_of_interleaved():
     """(p-1)/(vm+p-1) for p micro-batches or more, whether p divides them or not."""
-    for p, m, v in sizes("interleaved"):
+    for p, m, v in sizes("interleaved")[::5]:
         if m >= p:
             idle = idle_fraction(simulate(*lists_of("interleaved", p, m, v), UNIT_COSTS))
             assert idle == pytest.approx((p - 1) / (v * m + p - 1)), (p, m, v)
@@ -312,7 +312,7 @@ def test_idle_fraction_of_interleaved():
 
 def test_bubble_of_zb_h1():
     """(p-1)(f+b-w) as in the paper if w is at most f and b; the smallest of the three fills the gap in any case."""
-    for (p, m, _), costs in product(sizes("zb-h1")[::5], COSTS):
+    for (p, m, _), costs in product(sizes("zb-h1")[::11], COSTS):
         if m >= p:
             expected = (p - 1) * (costs.f + costs.b - min(costs.f, costs.b, costs.w))
             assert bubble(simulate(*lists_of("zb-h1", p, m), costs)) == expected, (p, m, costs)
@@ -324,7 +324,7 @@ def test_bubble_of_zb_h2():
     Counted from a rank's own first action to its last. Never negative, and at least (p-1)(b-f): forwards come to the
     ranks f apart, backwards leave them b apart. From first start to last end of all ranks, (p-1) f more.
     """
-    for (p, m, _), costs in product(sizes("zb-h2")[::3], COSTS):
+    for (p, m, _), costs in product(sizes("zb-h2")[::11], COSTS):
         if m >= 2 * p - 1:
             spans = simulate(*lists_of("zb-h2", p, m), costs)
             f, b, w, _ = costs
@@ -335,7 +335,7 @@ def test_bubble_of_zb_h2():
 
 def test_bubble_of_zbv():
     """None on any rank for f = b = w from 2p-1 micro-batches: the last rank starts p-1 chunks late, and that is all."""
-    for p, m, _ in sizes("zbv"):
+    for p, m, _ in sizes("zbv")[::3]:
         if m >= 2 * p - 1:
             spans = simulate(*lists_of("zbv", p, m), UNIT_COSTS)
             assert bubble(spans) == p - 1, (p, m)
@@ -436,7 +436,7 @@ def test_bubble_rates_of_the_papers_handmade_schedules():
 def test_zb_auto_is_sound_within_its_memory_and_no_worse_than_what_was_made_by_hand():
     """Any p, m, costs and limit: complete, in order, free of deadlock; with p at least zb-h1, with 2p zb-h2."""
     draw = random.Random(0)
-    for _ in range(30):
+    for _ in range(12):
         p, m, waiting = draw.randint(1, 8), draw.randint(1, 20), draw.choice([0.0, WAITING, 1.0])
         limit = draw.choice([p, 2 * p, draw.uniform(1, 3 * p)])
         costs = Costs(*(draw.choice([1, 2, 5, draw.uniform(0.1, 3)]) for _ in range(3)), draw.choice([0, 0.3, 2]))
@@ -549,7 +549,7 @@ def test_chunks_in_flight():
 def test_timelines_are_drawn(tmp_path):
     """One figure of several schedules from a JSON file or from the same data in memory, without the file."""
     panels = {}
-    for schedule in SCHEDULES:
+    for schedule in ("1f1b", "zbv"):
         spans = simulate(*lists_of(schedule, 4, 8), UNIT_COSTS)
         ranks = [[[*action[:3], start, end] for action, start, end in row] for row in spans]
         panels[schedule] = {"ranks": ranks, "idle": idle_fraction(spans), "simulated_idle": None}

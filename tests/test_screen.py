@@ -96,6 +96,7 @@ TABLES = {  # step, ranks, flags, and by dimension what a few parameters are alo
 }
 
 
+@pytest.mark.picked(0, 2, 4)
 @pytest.mark.parametrize("name", TABLES)
 def test_the_reduction_table(pools, tmp_path, name):
     """Every layout's table says how a parameter is cut and over which ranks its gradient is summed."""
@@ -148,6 +149,7 @@ def gradients_leave_on_rank(number: int, options: dict) -> list[tuple[str, str]]
     return found
 
 
+@pytest.mark.picked(0, 2, 3, 6)
 @pytest.mark.parametrize(
     "number, flags",
     [
@@ -170,6 +172,7 @@ def test_gradients_leave_while_backward_goes_on(pools, tmp_path, number, flags):
         assert len(phases) > 3 and phases.count("backward") >= len(phases) - 1, phases
 
 
+@pytest.mark.picked(0, 2)
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_gradients_of_fp16(tmp_path, number):
     """`gradients()` has them times the loss scale; the norm, and what is gathered, are those of fp32."""

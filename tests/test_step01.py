@@ -43,6 +43,7 @@ from step01_single_gpu import Config, Optimizer, wrap_layers
 from tests.bench.recompute import MODES, counted_flops, random_loss, saved_bytes
 from tests.equivalence import SMALL, compare, record
 from tests.jobs import as_flags, launch, steps_done, wait_for
+from tests.pool import with_figures
 from theory.flops import flops_per_token
 from theory.memory import activation_bytes, memory_rows
 
@@ -175,6 +176,7 @@ def test_flops_are_megatrons():
 # Arithmetic of a step
 
 
+@pytest.mark.picked(0, 3)
 @pytest.mark.parametrize("data", ["even", "uneven"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_micro_batches_do_not_matter(tmp_path, uneven_data, optimizer, data):
@@ -202,6 +204,7 @@ def test_recomputation_trains_to_the_same_numbers(tmp_path):
         compare(record(step01, small(tmp_path, recompute=mode)), none, 1e-12)
 
 
+@pytest.mark.picked(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_compile_makes_one_graph_for_all_layers(tmp_path, monkeypatch, mode):
     """--compile is neither silently off nor given up after eight layers, whatever is recomputed; same losses."""
@@ -215,6 +218,7 @@ def test_compile_makes_one_graph_for_all_layers(tmp_path, monkeypatch, mode):
     assert [row["loss"] for row in compiled] == pytest.approx([row["loss"] for row in plain], rel=1e-12)
 
 
+@pytest.mark.picked(0)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_16_bit_training_keeps_fp32_beside_it(tmp_path, dtype):
     """Weights are 16 bits, masters, gradients and moments fp32; the weights are the masters, rounded."""
@@ -348,6 +352,7 @@ def test_learning_rate_schedule():
     assert Trainer.learning_rate(SimpleNamespace(config=Config(lr=2.0, warmup_steps=0)), 0) == 2.0
 
 
+@pytest.mark.picked(2, 4, 6, 11)
 @pytest.mark.parametrize("dtype", ["fp32", "fp64", "bf16"])
 @pytest.mark.parametrize("optimizer, lr", [("adamw", 0.01), ("sgd", 1.0), ("adafactor", 0.05), ("muon", 0.01)])
 def test_every_optimizer_learns_and_is_accounted_for(tmp_path, monkeypatch, optimizer, lr, dtype):
@@ -434,6 +439,7 @@ def require_same(a: step01.Trained, b: step01.Trained):
     assert [[row[k] for k in kept] for row in a.history] == [[row[k] for k in kept] for row in b.history]
 
 
+@pytest.mark.picked(3, 4, 5, 6, 7)
 @pytest.mark.parametrize(
     "options",
     [dict(dtype=dtype) for dtype in DTYPES]
@@ -707,6 +713,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, finished, changes, say
 WHERE = ["data", "forward", "backward", "optimizer", "validation", "log", "save"]
 
 
+@pytest.mark.picked(0, 2, 3, 11, 12, 13)
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("save_every", [0, 3])
 def test_a_signal_at_any_moment_saves_the_last_step(tmp_path, monkeypatch, capsys, where, save_every):
@@ -970,7 +977,8 @@ METRICS |= {"forward_seconds", "backward_seconds", "optimizer_seconds", "peak_me
 
 def test_metrics(tmp_path, capsys):
     """One JSON object per step with all fields; loss.png, a memory table and a summary at the end."""
-    history = step01.train(small(tmp_path, eval_every=2, eval_sequences=6, recompute="full")).history
+    config = small(tmp_path, eval_every=2, eval_sequences=6, recompute="full")
+    history = with_figures(step01.train, config).history
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows == history and [row["step"] for row in rows] == [1, 2, 3, 4]  # floats at full precision
     for row in rows:
@@ -1012,7 +1020,7 @@ def test_validation_loss_does_not_depend_on_micro_batches(tmp_path):
 
 def test_profile_memory(tmp_path):
     """The curves of bytes over time: never negative, parameters throughout, gradients and activations come and go."""
-    trained = step01.train(small(tmp_path, profile_memory=2, dtype="fp32"))
+    trained = with_figures(step01.train, small(tmp_path, profile_memory=2, dtype="fp32"))
     data = json.loads((tmp_path / "memory.json").read_text())
     curves, n = data["bytes"], sum(p.numel() for p in trained.model.parameters())
     assert {len(curve) for curve in curves.values()} == {len(data["seconds"])}

@@ -37,7 +37,7 @@ def micro_batch_size(dp: int, count: int) -> dict[str, int]:
     return dict(micro_batch_size=2, global_batch_size=2 * dp * count)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.picked(7, 14, 28, 35)
 @pytest.mark.parametrize("count", [1, 3, 4])
 @pytest.mark.parametrize("sync", ["naive", "overlap", "bucket", "torch"])
 @pytest.mark.parametrize("dp", [2, 3, 4, 8])
@@ -46,7 +46,7 @@ def test_equals_one_device(pools, dp, sync, count):
     check(pools(dp), STEP, dict(optimizer="sgd") | micro_batch_size(dp, count), dict(sync=sync) | TINY_BUCKETS)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.picked(4, 8, 10, 12)
 @pytest.mark.parametrize(
     "base",
     [
@@ -96,6 +96,7 @@ def test_uneven_data_is_uneven(uneven_data):
     assert 0 in counts and len({int(n) for n in counts.view(4, 6).sum(1)}) > 1
 
 
+@pytest.mark.picked(0, 1, 2, 3, 5, 6, 8, 9, 14, 17)
 @pytest.mark.parametrize(
     "fault, sync",
     [
@@ -135,7 +136,7 @@ def buckets_by_hand(sizes: list[int]) -> int:
     return count
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.picked(0, 6, 10)
 @pytest.mark.parametrize("dp", [2, 3, 8])
 @pytest.mark.parametrize("sync", ["naive", "overlap", "bucket", "torch"])
 def test_traffic_is_what_theory_says(pools, tmp_path, sync, dp):
@@ -333,6 +334,7 @@ def compressed_sums(mode: str, feedback: bool, steps: int) -> tuple[float, dict]
         return ((received - exact).norm() / exact.norm()).item(), mesh.ledger.take()["traffic"]["dp"]
 
 
+@pytest.mark.picked(1, 2)
 @pytest.mark.parametrize("mode, bound, ratio", [("bf16", 2e-4, 5.0), ("int8", 1e-3, 5.0), ("topk", 0.5, 1.2)])
 def test_error_feedback_keeps_the_sum_close(pools, mode, bound, ratio):
     """What is lost in one step arrives later: the accumulated update stays near the exact one; without, it drifts."""
@@ -383,6 +385,7 @@ def test_compressed_traffic_is_what_theory_says(pools, tmp_path, mode):
     assert sent / full == pytest.approx({"bf16": 1 / 2, "int8": 260 / 256 / 4, "topk": 4 * 0.01}[mode], rel=0.06)
 
 
+@pytest.mark.picked(1)
 @pytest.mark.parametrize("mode, bound", [("bf16", 0.01), ("int8", 0.01), ("topk", 0.5)])
 def test_compressed_training_stays_near(pools, tmp_path, mode, bound):
     """Lossy by design: the loss after 20 steps is within `bound` nats of the exact one (and not equal to it)."""
@@ -415,6 +418,7 @@ def owed_on_rank(options: dict) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.picked(1, 2)
 @pytest.mark.parametrize("mode", ["bf16", "int8", "topk"])
 def test_what_is_owed_survives_a_resume(pools, tmp_path, mode):
     """Three steps and three are six, bit for bit; a resume that owes nothing ends elsewhere."""
@@ -432,6 +436,7 @@ def test_what_is_owed_survives_a_resume(pools, tmp_path, mode):
     assert len(losses(run_history, resume=cut, compress="none")) == 3  # which asks for nothing of it
 
 
+@pytest.mark.picked(0, 2)
 @pytest.mark.parametrize("ranks, tp", [(4, 2), (4, 1), (3, 1)])
 def test_other_ranks_owe_as_much_together(pools, tmp_path, ranks, tp):
     """From 4 ranks, dp 2 x tp 2, to others: of each parameter the sum over the ranks is the same."""

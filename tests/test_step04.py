@@ -50,7 +50,7 @@ MODES = [dict(sp=sp, tp_overlap=overlap) for sp in (True, False) for overlap in 
 # --- equal to one device ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.picked(0, 6, 9)
 @pytest.mark.parametrize("mode", MODES, ids=label)
 @pytest.mark.parametrize("tp, shape", [(2, {}), (3, THIRDS), (4, {})], ids=["tp2", "tp3", "tp4-kv2"])
 def test_equals_one_device(pools, tp, shape, mode):
@@ -58,7 +58,7 @@ def test_equals_one_device(pools, tp, shape, mode):
     check(pools(tp), STEP, BASE | shape, dict(tp=tp) | mode)
 
 
-@pytest.mark.picked(1, 2)
+@pytest.mark.picked(1)
 @pytest.mark.parametrize("layout", [dict(tp=8), dict(tp=8, sp=False), dict(tp=4, zero=3), dict(tp=2)], ids=label)
 def test_equals_one_device_on_eight_ranks(pools, layout):
     """A head for each rank, four ranks to a key/value head; and tp inside dp."""
@@ -74,7 +74,7 @@ def test_equals_one_device_with_zero_and_uneven_targets(pools, uneven_data, zero
     check(pools(4), STEP, BASE | base, dict(tp=2, zero=zero, sp=sp))
 
 
-@pytest.mark.picked(0, 2, 5, 8, 9, 11)
+@pytest.mark.picked(2, 5, 9, 11)
 @pytest.mark.parametrize(
     "base, layout",
     [
@@ -593,7 +593,7 @@ def table_of_bytes(config: step04.Config, world: int) -> tuple[dict, dict]:
     return calls, sent
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.picked(3, 6, 9, 12)
 @pytest.mark.parametrize(
     "flags",
     [
@@ -661,6 +661,7 @@ def saved_on_rank(tp: int, options: dict, variants: list[dict]) -> list[tuple[in
     return found
 
 
+@pytest.mark.picked(1)
 @pytest.mark.parametrize("tp", [1, 2, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
 def test_saved_activations_are_what_theory_says(pools, tp):
     """Within 5% on every rank, with and without SP, overlap and recomputation, in fp32 and bf16."""
@@ -717,6 +718,7 @@ def test_parameters_gradients_and_moments_divide_by_tp(pools, tmp_path):
 PLAIN = dict(sp=False, tp_overlap=False, zero=0)
 
 
+@pytest.mark.picked(0, 1, 2, 3, 5, 7, 8, 9, 10, 11, 12)
 @pytest.mark.parametrize(
     "fault, tp, layout, optimizers, complaint",
     [

@@ -58,7 +58,7 @@ def test_equals_one_device(pools, cp, shape, mode):
     check(pools(cp), STEP, BASE | shape, dict(cp=cp, cp_mode=mode))
 
 
-@pytest.mark.picked(3, 6)
+@pytest.mark.picked(3)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -85,7 +85,7 @@ def test_equals_one_device_with_zero_and_uneven_targets(pools, uneven_data, zero
     check(pools(4), STEP, BASE | base, dict(cp=2, tp=1, zero=zero, cp_mode=mode))
 
 
-@pytest.mark.picked(2, 4, 8, 11, 14, 15)
+@pytest.mark.picked(2, 4, 11, 14)
 @pytest.mark.parametrize(
     "base, layout",
     [
@@ -731,6 +731,7 @@ def test_peak_memory_of_each_mode(pools):
 # --- faults ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.picked(0, 2, 4, 6, 7, 9, 10, 11)
 @pytest.mark.parametrize(
     "fault, cp, base, layout, complaint",
     [

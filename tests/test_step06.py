@@ -32,7 +32,7 @@ from services.run import Run
 from tests import equivalence, faults
 from tests.bench.timelines import Recorder
 from tests.equivalence import SMALL, check, difference, label
-from tests.pool import RankError
+from tests.pool import RankError, with_figures
 from theory.bubble import in_flight
 from theory.flops import balance
 
@@ -94,7 +94,7 @@ def test_equals_one_device_with_all_dimensions(pools, layout):
     check(pools(8), STEP, base, layout)
 
 
-@pytest.mark.picked(0, 3, 6, 7, 10)
+@pytest.mark.picked(0, 3, 7, 10)
 @pytest.mark.parametrize(
     "base, layout",
     [
@@ -164,6 +164,7 @@ def test_every_layout_of_eight_ranks_equals_one_device(pools, number, layout):
     check(pools(8), STEP, base, dict(pp=pp, cp=cp, tp=tp, schedule=schedule, zero=number // 7 % 4, sp=sp))
 
 
+@pytest.mark.picked(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_fp32_drifts_by_rounding_only(pools, schedule):
     """fp32 gradients, losses and parameters stay within 1e-5 of one device."""
@@ -187,6 +188,7 @@ def columns_on_rank(options: dict, *keys: str) -> list[list[float]]:
     return [[row[key] for row in history if key in row] for key in keys]
 
 
+@pytest.mark.picked(0)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_16_bits_stay_near(pools, tmp_path, dtype):
     """16-bit training is within 0.02 nats of one device's over 10 steps, on all ranks alike; W sums in fp32, too."""
@@ -442,6 +444,7 @@ def plan_of(options: dict) -> Plan:
     return plan_pipeline(config, config.model_config(), dict(pp=4, dp=1, cp=1, tp=1))
 
 
+@pytest.mark.picked(0, 1, 2, 4, 6, 7)
 @pytest.mark.parametrize("schedule", NAMES)
 def test_activations_in_flight_are_the_schedules(pools, tmp_path, schedule):
     """The executor holds as many graphs as the list says: 1f1b and zb-h1 p - rank, zb-h2 at most 2(p-rank) - 1."""
@@ -454,7 +457,7 @@ def test_activations_in_flight_are_the_schedules(pools, tmp_path, schedule):
         assert all(n <= 2 * (4 - rank) - 1 for rank, n in enumerate(found))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.picked(2, 4, 6)
 @pytest.mark.parametrize("schedule", NAMES)
 def test_measured_activations_are_the_predicted_ones(pools, tmp_path, schedule):
     """Bytes alive at the worst moment: those in flight by the list; and boundary tensors that are on their way.
@@ -471,7 +474,7 @@ def test_measured_activations_are_the_predicted_ones(pools, tmp_path, schedule):
         assert measured["parameters"] == predicted["parameters"]
 
 
-@pytest.mark.picked(0, 3, 4)
+@pytest.mark.picked(0, 3)
 @pytest.mark.parametrize("schedule", ["zb-h1", "zbv"])
 @pytest.mark.parametrize("flags", [dict(), dict(sp=False), dict(tp_overlap=False)], ids=label)
 def test_inputs_wait_for_w_as_they_are_kept(pools, tmp_path, schedule, flags):
@@ -542,6 +545,7 @@ def test_sends_do_not_wait(pools):
 # --- what peers got wrong --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.picked(0, 2, 3, 4, 5, 6, 7, 8, 9)
 @pytest.mark.parametrize(
     "fault, base, layout, complaint",
     [
@@ -572,7 +576,7 @@ def test_faults_are_noticed(pools, tmp_path, fault, base, layout, complaint):
 
 def few_tokens() -> Any:
     """A context: a text is 40 tokens long, some of them beyond the sequence."""
-    return mock.patch.object(evaluation, "generate", partial(evaluation.generate, n_tokens=40))
+    return mock.patch.object(evaluation, "generate", partial(evaluation.generate, n_tokens=12))
 
 
 def text_on_rank(options: dict, folder: str) -> str:
@@ -583,6 +587,7 @@ def text_on_rank(options: dict, folder: str) -> str:
     return out.getvalue()
 
 
+@pytest.mark.picked(1)
 @pytest.mark.parametrize(
     "layout", [dict(pp=4), dict(pp=2, cp=2, schedule="zbv", zero=3), dict(pp=2, tp=2, schedule="dualpipe")], ids=label
 )
@@ -621,7 +626,7 @@ def test_a_run_leaves_its_timeline(pools, tmp_path):
     import json
 
     options = SMALL | BASE | PLAIN | dict(pp=4, schedule="zb-h1", out=str(tmp_path / "run"))
-    pools(4).run(history_on_rank, options)
+    pools(4).run(with_figures, history_on_rank, options)
     panel = json.loads((tmp_path / "run" / "timeline.json").read_text())["panels"]["zb-h1"]
     for rank, row in enumerate(panel["ranks"]):
         assert [Action(*entry[:3]) for entry in row] == SCHEDULES["zb-h1"](4, 8, 1, rank)

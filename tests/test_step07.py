@@ -29,7 +29,7 @@ from common import UserError, moe
 from common.comm import Mesh
 from common.layout import materialize
 from common.model import Decoder
-from services import evaluation, plots
+from services import evaluation
 from services.checks import check_ep
 from services.devices import choose_dtype
 from services.launch import open_mesh
@@ -41,7 +41,7 @@ from services.variants import Variants
 from tests import equivalence, faults
 from tests.bench import expert_load
 from tests.equivalence import SMALL, difference, label
-from tests.pool import RankError
+from tests.pool import RankError, with_figures
 from theory.flops import flops_per_token, moe_flops_per_token
 from theory.memory import cp_activation_bytes, expert_activation_bytes
 from theory.traffic import ep_bytes, expert_tp_bytes, mean_rows, moe_traffic, tp_traffic
@@ -60,7 +60,7 @@ def check(pool, base: dict, layout: dict, patch: str = "", fault: str = "") -> f
 # --- equal to one process --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.picked(6, 9, 12)
 @pytest.mark.parametrize(
     "optimizer, layout",
     [
@@ -96,7 +96,7 @@ def test_equals_one_process_on_eight_ranks(pools, layout):
     check(pools(8), dict(micro_batch_size=1), layout)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.picked(0, 3, 9, 12, 15)
 @pytest.mark.parametrize(
     "base, layout",
     [
@@ -124,7 +124,7 @@ def test_equals_one_process_for_every_kind_of_model(pools, base, layout):
     check(pools(4), base, layout)
 
 
-@pytest.mark.picked(1, 3, 4)
+@pytest.mark.picked(1, 3)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -153,13 +153,14 @@ def test_equals_one_process_with_frozen_parameters(pools, layout):
     check(pools(4), {}, layout, "frozen_experts")
 
 
+@pytest.mark.picked(0)
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_equals_one_process_with_weight_gradients_put_off(pools, recompute):
     """What W adds to a gradient reaches the parameter itself, although recomputation hands backward copies of it."""
     check(pools(2), dict(recompute=recompute), dict(ep=2, zero=0, schedule="zb-h1"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.picked(2)
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("layout", [dict(ep=4), dict(ep=2, tp=2), dict(ep=2, cp=2, ep_mode="allgather")], ids=label)
 def test_fp32_drifts_by_rounding_only(pools, layout, recompute):
@@ -414,10 +415,9 @@ def test_balance_keeps_experts_busy(tmp_path):
     """Both ways bring the busiest expert nearer to its share than nothing does; the figure shows it."""
     none = busiest(tmp_path, "none", balance="none")
     loss = busiest(tmp_path, "loss", balance="loss", balance_weight=0.05)
-    bias = busiest(tmp_path, "bias", balance="bias", bias_speed=0.02)
+    bias = with_figures(partial(busiest, tmp_path, "bias", balance="bias", bias_speed=0.02))
     assert none > 3 and loss < 0.7 * none and bias < 0.7 * none, (none, loss, bias)
-    plots.expert_load({name: tmp_path / name for name in ("none", "loss", "bias")}, tmp_path / "all.png")
-    assert (tmp_path / "all.png").stat().st_size > 10_000 and (tmp_path / "loss" / "expert_load.png").exists()
+    assert (tmp_path / "bias" / "expert_load.png").stat().st_size > 10_000
 
 
 def test_experts_are_compared_by_what_they_make_of_the_same_tokens():
@@ -536,6 +536,7 @@ def exchange_on_rank(options: dict, ep: int, fault: str = "") -> tuple[dict, dic
         return sent, expected, routes[0].sent if routes else []
 
 
+@pytest.mark.picked(0, 5, 6, 8, 11, 13, 16)
 @pytest.mark.parametrize("dtype", ["fp64", "bf16"])
 @pytest.mark.parametrize(
     "flags, ep",
@@ -742,6 +743,7 @@ def held_on_rank(options: dict) -> tuple[dict, dict]:
     return seen, predictions[0]
 
 
+@pytest.mark.picked(1, 3)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_memory_is_what_theory_says(pools, tmp_path, zero):
     """Parameters, gradients and moments of a rank with two of eight experts."""
@@ -754,6 +756,7 @@ def test_memory_is_what_theory_says(pools, tmp_path, zero):
 # --- faults ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.picked(1, 2, 3, 4, 6, 7, 8, 9, 10, 11)
 @pytest.mark.parametrize(
     "fault, base, layout, complaint",
     [

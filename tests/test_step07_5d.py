@@ -19,7 +19,7 @@ from services.checks import check_ep, choose_ep, mesh_sizes, refuse
 from services.run import Run
 from tests import equivalence
 from tests.equivalence import SMALL, label
-from tests.pool import RankError
+from tests.pool import RankError, with_figures
 
 STEP = "step07_moe_ep"
 MODES = ["zigzag", "ring", "allgather", "ulysses"]
@@ -100,7 +100,7 @@ def test_eight_ranks_equal_one_process(pools, number, layout):
     check(pools(8), number, layout)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "number, layout",
     [
@@ -151,7 +151,7 @@ def run_on_rank(options: dict) -> tuple[list[dict], dict, dict]:
     return history, sent, seen
 
 
-@pytest.mark.picked(1, 2)
+@pytest.mark.picked(1)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -189,7 +189,7 @@ def test_a_run_leaves_its_figures(pools, tmp_path, uneven_data):
     """Loss, timeline, traffic and load of the experts; the same metrics on every rank."""
     options = SMALL | MODEL | dict(eval_every=2, eval_sequences=4, global_batch_size=4, dtype="fp32")
     options |= dict(dataset=uneven_data, out=str(tmp_path / "run"))
-    found = pools(8).run(run_on_rank, options)
+    found = pools(8).run(with_figures, run_on_rank, options)
     for key in ("loss", "grad_norm", "validation_loss", "expert_load"):
         assert len({json.dumps([row.get(key) for row in history]) for history, _, _ in found}) == 1
     for name in ("loss.png", "timeline.png", "traffic.png", "expert_load.png"):
