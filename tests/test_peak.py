@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.model import MLP, ModelConfig, scaled
+from common.model import MLP, Head, ModelConfig, scaled
 from common.schedules import SCHEDULES, communicate, place_stages
 from services.memory import MemoryTimeline
 from theory.peak import Chunk, Rank, Unit
@@ -73,6 +73,20 @@ def test_a_gradient_scaled_in_parts_holds_what_pytorch_does(rows):
     whole = Bytes(memory, grad.nbytes)
     Layers(sizes(M, 1, e=2), Tape(memory, 1, lambda name, grad: None), []).scaled(whole)
     assert memory.peak - whole.n == real
+
+
+@pytest.mark.parametrize("vocab, tokens", [(2000, 96), (50, 192)])
+def test_a_loss_holds_what_pytorch_does(vocab, tokens):
+    """In fp32, 64 tokens at a time: their logits and softmax, and the gradients of the hidden states and the matrix."""
+    m = replace(M, vocab_size=vocab, seq_len=tokens)
+    head, hidden = Head(m.dim, vocab, bias=False), torch.randn(1, tokens, m.dim, requires_grad=True)
+    targets, memory = torch.zeros(1, tokens, dtype=torch.int64), Memory()
+    real = measured([hidden, targets, head.weight], lambda: head.loss(hidden, targets, chunk_tokens=64))
+    tape = Tape(memory, 1, lambda name, grad: None)
+    loss = Layers(sizes(m, 1), tape, []).loss(
+        tape.leaf(Bytes(memory, 0), lambda grad: None), "lm_head", chunk_tokens=64
+    )
+    assert memory.peak == pytest.approx(real, rel=0.02), loss.bytes.n
 
 
 def test_ulysses_keeps_as_many_heads_as_ranks():

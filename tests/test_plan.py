@@ -559,6 +559,14 @@ def test_what_lives_for_a_moment_counts_against_the_memory():
     assert held(m, layout, COURSE).buffers == CONTEXT + course_moment(m, layout, 1, middle, True, True)
 
 
+def test_the_vocabulary_counts_for_a_moment_where_it_is():
+    """In backward of the first stage, the embedding's gradient; a stage in the middle has no vocabulary."""
+    small, layout, layers = replace(MODELS["llama3-8b"], vocab_size=8), Layout(zero=0, gbs=8), frozenset({False})
+    large = replace(small, vocab_size=2**20)
+    first, middle = ([course_moment(m, layout, 1, layers, at, False) for m in (small, large)] for at in (True, False))
+    assert middle[0] == middle[1] and first[1] > 2 * 2**20 * large.dim > first[0]
+
+
 def test_dualpipe_pays_for_its_second_copy():
     """The gradients of a pair are summed: bytes over a card's bandwidth; and 1F1B sums only a tied matrix."""
     layout = Layout(4, 8, 1, 4, zero=0, gbs=64, schedule="dualpipe", chunks=2)

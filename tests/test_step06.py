@@ -35,6 +35,8 @@ from tests.equivalence import SMALL, check, difference, label
 from tests.pool import RankError, with_figures
 from theory.bubble import in_flight
 from theory.flops import balance
+from theory.memory import cp_activation_bytes, stage_parts
+from theory.traffic import UnitShape, zero_stage_traffic
 
 STEP = "step06_pipeline"
 CPU = torch.device("cpu")
@@ -412,6 +414,27 @@ def test_traffic_is_what_theory_says(pools, tmp_path, layout):
         assert sent.keys() | {k for k, n in predicted.items() if n} == sent.keys()
         for name, n_bytes in sent.items():
             assert n_bytes == pytest.approx(predicted[name], rel=1e-12), name
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_stages_keep_adds_up_to_the_model(tp):
+    """Layers, RoPE's tables, embedding and head; the embedding keeps something only if tp cuts it: 9 bytes a token."""
+    config = step06.Config(**SMALL | BASE)
+    m, about = config.model_config(), (torch.float32, True)
+    parts = stage_parts(config, m, tp, 1, *about)
+    whole = m.n_layers * parts.layer + parts.rope + parts.embedding + parts.head
+    assert whole == cp_activation_bytes(config, m, tp, 1, *about)
+    assert parts.embedding == (9 * config.micro_batch_size * m.seq_len if tp > 1 else 0)
+
+
+def test_a_weight_gradient_begins_no_turn():
+    """By hand: ZeRO 3 gathers a chunk's unit when its F or B follows another chunk's; each W sends a gradient."""
+    actions = [Action(kind, 0, chunk) for kind, chunk in (("F", 0), ("F", 1), ("B", 1), ("B", 0), ("W", 1), ("W", 0))]
+    units = [UnitShape("dp", 2, 10, True, 4, 2), UnitShape("dp", 2, 100, True, 4, 2)]
+    assert zero_stage_traffic(units, 3, [[0], [1]], actions) == {
+        ("dp", "reduce_scatter"): 4 * (10 + 100),
+        ("dp", "all_gather"): 2 * (2 * 10 + 100),
+    }
 
 
 @pytest.mark.parametrize("layout", [dict(), dict(tp=2), dict(tp=2, sp=False), dict(cp=2)], ids=label)
