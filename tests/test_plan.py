@@ -272,6 +272,16 @@ def test_bytes_are_those_that_the_trainer_predicts(tmp_path, layout):
     assert kept == pytest.approx([each["activations"] for each in theirs], rel=0.05)
 
 
+def test_each_rank_of_a_ring_has_its_own_work(tmp_path):
+    """Of two contiguous halves, the later one attends to three times as many pairs; the trainer predicts it by rank."""
+    flags = TINY | dict(
+        model="tiny-moe", experts=0, pp=1, cp=2, tp=1, cp_mode="ring", global_batch_size=4, device="cpu"
+    )
+    flags |= dict(save_every=0, eval_every=0, micro_batch_size=1, dtype="bf16", out=str(tmp_path / "run"))
+    few, many = (predicted(Layout(cp=2, gbs=4), rank, flags).work["attention"] for rank in (0, 1))
+    assert many == pytest.approx(3 * few)
+
+
 def test_weights_and_flops_are_those_of_theory():
     """The planner's matrices are those of theory/flops.py, for every preset; GPT-3 has 175e9 weights."""
     for name, preset in PRESETS.items():
