@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from common.model import MLP, Head, ModelConfig, scaled
 from common.schedules import SCHEDULES, communicate, place_stages
@@ -87,6 +88,17 @@ def test_a_loss_holds_what_pytorch_does(vocab, tokens):
         tape.leaf(Bytes(memory, 0), lambda grad: None), "lm_head", chunk_tokens=64
     )
     assert memory.peak == pytest.approx(real, rel=0.02), loss.bytes.n
+
+
+def test_an_embedding_holds_what_pytorch_does():
+    """In fp32: the output, and in backward the gradient of the whole matrix."""
+    table, tokens, grad = nn.Embedding(500, M.dim), torch.arange(M.seq_len), torch.randn(M.seq_len, M.dim)
+    real = measured([table.weight, tokens, grad], lambda: torch.autograd.backward((table(tokens),), (grad,)))
+    memory = Memory()
+    tape = Tape(memory, 1, lambda name, grad: None)
+    x = Layers(sizes(replace(M, vocab_size=500), 1), tape, []).embedding(Bytes(memory, 0))
+    tape.backward(x.node, Bytes(memory, 0))
+    assert memory.peak == pytest.approx(real, rel=0.02)
 
 
 def test_ulysses_keeps_as_many_heads_as_ranks():
