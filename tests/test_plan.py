@@ -47,6 +47,7 @@ from theory.search import COURSE, evaluate, fits, floor_seconds, search, smalles
 from theory.seconds import (
     boundary_seconds,
     collective_seconds,
+    layer_work,
     least_bubble,
     matmul_seconds,
     mirror_seconds,
@@ -556,6 +557,21 @@ def test_tokens_for_experts_take_their_time(sp):
     net, rows = network(layout, "ep"), m.seq_len * m.experts_per_token / (2 if sp else 1)
     one_way = collective_seconds(H100, net, ring(net, 2 * rows * m.dim))
     assert step_seconds(m, layout, H100, COURSE).exposed["ep"] == pytest.approx(4 * m.n_layers * one_way)
+
+
+def test_a_rank_reads_the_experts_that_it_has():
+    """With ep 4, as many tokens meet a quarter of the matrices: the others are not read from memory."""
+    m = MODELS["mixtral-8x7b"]
+    one, four = (layer_work(m, Layout(1, 8, ep=ep, gbs=8), H100, COURSE, True).f["matmul"] for ep in (1, 4))
+    assert one - four == pytest.approx(2 * 3 * m.dim * m.expert_width * (m.experts - m.experts // 4) / H100.hbm)
+
+
+@pytest.mark.parametrize("name", ["llama3", "megatron-2022"])
+def test_selective_recomputation_does_attention_again_where_it_was_kept(name):
+    """One kernel keeps no scores and has nothing to do again; several kernels have."""
+    layout = Layout(1, 8, gbs=8, recompute="selective")
+    seconds = step_seconds(MODELS["llama3-8b"], layout, H100, RECIPES[name])
+    assert (seconds.recompute > 0) == (not RECIPES[name].flash)
 
 
 def test_what_lives_for_a_moment_counts_against_the_memory():
