@@ -427,6 +427,13 @@ def test_what_stages_keep_adds_up_to_the_model(tp):
     assert parts.embedding == (9 * config.micro_batch_size * m.seq_len if tp > 1 else 0)
 
 
+def test_a_rank_has_its_share_of_micro_batches():
+    """Of 24 sequences on 3 data ranks, two at a time: each list of the pipeline goes forward with four."""
+    config = step06.Config(**SMALL | BASE | dict(global_batch_size=24, micro_batch_size=2, schedule="1f1b", chunks=1))
+    plan = plan_pipeline(config, config.model_config(), dict(pp=2, dp=3, cp=1, tp=1))
+    assert [sum(action.kind == "F" for action in actions) for actions in plan.lists] == [4, 4]
+
+
 def test_a_weight_gradient_begins_no_turn():
     """By hand: ZeRO 3 gathers a chunk's unit when its F or B follows another chunk's; each W sends a gradient."""
     actions = [Action(kind, 0, chunk) for kind, chunk in (("F", 0), ("F", 1), ("B", 1), ("B", 0), ("W", 1), ("W", 0))]
