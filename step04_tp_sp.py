@@ -200,12 +200,12 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, weight: nn.Parameter, rows: range, group: Group, sp: bool):
         super().__init__()
-        self.weight, self.rows, self.group, self.sp = weight, rows, group, sp
+        self.weight, self.rows, self.group, self.sp, self.look_up = weight, rows, group, sp, F.embedding
 
     def forward(self, tokens: Tensor) -> Tensor:
         """int64 [batch, seq] -> [batch, seq/n (SP) or seq, dim]."""
         here = (tokens >= self.rows.start) & (tokens < self.rows.stop)
-        found = F.embedding((tokens - self.rows.start).where(here, 0), self.weight) * here[..., None]
+        found = self.look_up((tokens - self.rows.start).where(here, 0), self.weight) * here[..., None]
         return leave_block(found, self.group, self.sp)
 
 
@@ -245,11 +245,12 @@ class VocabParallelHead(nn.Module):
     def __init__(self, weight: nn.Parameter, rows: range, group: Group, sp: bool):
         super().__init__()
         self.weight, self.rows, self.group, self.sp = weight, rows, group, sp
+        self.cross_entropy = VocabParallelCrossEntropy
 
     def loss(self, hidden: Tensor, targets: Tensor, chunk_tokens: int = 4096) -> Tensor:
         """The whole sum of cross entropies, the same on every rank: as `Head.loss`, hidden with seq/n tokens if SP."""
         weight = self.weight if torch.is_grad_enabled() else self.weight.detach()
-        return VocabParallelCrossEntropy.apply(hidden, weight, targets, chunk_tokens, self.rows, self.group, self.sp)
+        return self.cross_entropy.apply(hidden, weight, targets, chunk_tokens, self.rows, self.group, self.sp)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits for generation, gathered: [batch, seq/n or seq, dim] -> [batch, seq, vocab]; not differentiable."""

@@ -110,7 +110,7 @@ class Trainer(Variants):
         with self.phase("data"):
             batch = self.data.batch(step, share)
             tokens, targets = (x[:, self.positions].to(self.device) for x in (batch.tokens, batch.targets))
-            self.find_documents(batch.tokens)
+            self.note_batch(batch)
             return Batch(tokens, targets, batch.n_targets)
 
     def phase(self, name: str, action: Any = None) -> Any:

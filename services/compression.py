@@ -44,17 +44,19 @@ def narrow_sum(values: Tensor, group: Group, config: Any) -> Sum:
     the buffer is padded with zeros to n slices of whole blocks of 256. Both results are as long as the values.
     """
     narrow, widen = (quantise, dequantise) if config.compress == "int8" else (Tensor.bfloat16, Tensor.float)
-    length = len(values)
+    length, dtype = len(values), values.dtype
     ours = F.pad(values, (0, -length % (group.size * BLOCK))).view(group.size, -1, BLOCK)
     sent = narrow(ours)
     lost = ours - widen(sent)
     received = torch.empty_like(sent)
+    del values, ours  # a bucket waits for its messages: what they do not need is freed before
     yield all_to_all(received, sent, group)
+    del sent
     total = widen(received).sum(0)
     narrowed = narrow(total)
     lost[group.rank] += total - widen(narrowed)
     yield all_gather(received.view(-1), narrowed.view(-1), group)
-    return widen(received).view(-1)[:length].to(values.dtype), lost.view(-1)[:length]
+    return widen(received).view(-1)[:length].to(dtype), lost.view(-1)[:length]
 
 
 def topk_sum(values: Tensor, group: Group, config: Any) -> Sum:

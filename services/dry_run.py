@@ -35,7 +35,9 @@ MATMULS = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "addmm": 1, "addmm_": 1, "baddbm
 ATTENTION = "_scaled_dot_product_"
 NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view", "detach"}
 WRITES = {"copy_", "_foreach_copy_", "zero_", "fill_"}  # do not read the tensor that they write
+FILLS = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}  # read nothing
 TAKES = {"embedding", "index_select", "index", "gather"}  # read of their inputs what they return
+PUTS = {"scatter_", "scatter_add_", "index_add_", "index_put_"}  # of the tensor that they change, as much as they get
 PARTS = {"forward": "F", "backward": "BW", "optimizer": "update"}  # of a step, where a pipeline does not say more
 
 
@@ -62,9 +64,10 @@ class About(NamedTuple):
 
 @cache
 def about(func: Any) -> About:
-    """Read an operator's schema."""
+    """Read an operator's schema. (Fused rules may change gradients, but do so for a GradScaler alone.)"""
     arguments = func._schema.arguments
-    changed = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+    written = (a.alias_info is not None and a.alias_info.is_write and a.name != "grads" for a in arguments)
+    changed = tuple(i for i, changes in enumerate(written) if changes)
     names, name = [a.name for a in arguments], func.overloadpacket.__name__
     kernel = func.namespace == "aten" and not func.is_view and name not in NO_KERNEL
     return About(kernel, changed, names.index("is_causal") if "is_causal" in names else -1)
@@ -116,7 +119,7 @@ class Meter(Answers):
             if kwargs.get("out") is not None or name in WRITES:
                 inputs = inputs[:-1] if "out" in kwargs else inputs[len(written) :]
             flops = flops_of(name, args, kwargs, facts.causal)
-            self.kernel(name, inputs, written or made, flops)
+            self.kernel(name, [] if name in FILLS else inputs, written or made, flops)
         return out
 
     def kernel(self, name: str, inputs: list[Tensor], outputs: list[Tensor], flops: float = 0.0):
@@ -125,6 +128,9 @@ class Meter(Answers):
             return
         written = sum(map(size_of, outputs))
         read = min(sum(map(size_of, inputs)), written) if name in TAKES else sum(map(size_of, inputs))
+        if name in PUTS:
+            touched = min(written, inputs[-1].numel() * outputs[0].itemsize)
+            read, written = read - written + touched, touched
         half = any(t.dtype.itemsize == 2 for t in inputs or outputs)  # a product of 16 bits may be added to 32
         seconds = max(flops / (self.gpu.flops if half else self.single), (read + written) / self.gpu.hbm)
         name = name.removeprefix(ATTENTION).removeprefix("_")
@@ -192,6 +198,9 @@ class Seen:
         self.peak = predict_peak(run, costs.memory)
         run.log.memory, run.log.profiled_until = meter.memory, 1
         run.log.forwards = max(2, run.log.forwards)  # no allocator is to be asked
+        if getattr(run.config, "compress", "none") != "none":  # a step finds what the one before has not sent
+            run.sync.begin()
+            run.sync.finish()
         run.mesh.ledger.take()
         run.measure()
         meter.counting, meter.memory.start = True, len(meter.memory.events)
@@ -299,7 +308,10 @@ def report(seen: list[Seen], config: Any, world: int) -> str:
     head = f"dry run of {config.model} on {world:,} ranks, {mesh}: operators of {config.device}, peak of {config.gpu}"
     if getattr(m, "experts", 0):
         head += "\nevery choice of experts is taken as equally likely: what they get is the mean, rounded"
-    texts = [head, stages_table(seen), f"rank {one.rank:,}{', the fullest of these' * (len(seen) > 1)}:"]
+    stages = stages_table(seen)
+    if one.peak is None:
+        stages += "\nno peak is predicted for a CPU: its norms, attention and loss make and keep other tensors"
+    texts = [head, stages, f"rank {one.rank:,}{', the fullest of these' * (len(seen) > 1)}:"]
     texts += [memory_table(one), *[traffic_table(one)] * bool(one.traffic)]
     found, said = work(one), one.costs.work
     rows = [[kind, f"{found[kind]:.6e}", f"{said[kind]:.6e}"] for kind in said]

@@ -77,7 +77,7 @@ class RunFlags:
     tied: bool | None = None  # override whether embedding and head share one matrix
     device: Literal["auto", "cuda", "cpu"] = "auto"  # where to compute
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed, from step 2 on
-    fuse_gradients: bool = False  # matmuls add weight gradients to .grad by themselves (not ZeRO 2, 3, split backward)
+    fuse_gradients: bool = False  # backward in fewer kernels: matmuls add to .grad (not ZeRO 2, 3, split backward)
     out: str = ""  # run directory; default: runs/STEP
     save_every: int = 100  # steps between checkpoints (and one at the end); 0: only when interrupted
     save_async: bool = False  # write checkpoints in the background, while training goes on

@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 from common.layout import layout_of, replica_group
 from services.devices import peak_flops
 from services.muon import Muon
+from services.offload import on_host
 from theory import flops, memory, traffic
-from theory.peak import Chunk, Rank, Unit
+from theory.peak import Chunk, Rank
+from theory.peak_gradients import Bucket, Compressed, FirstKept, Matrices, MuonUnit, Sync, Unit, Zero
 from theory.peak_layers import Sizes
+from theory.tape import Memory
 from theory.traffic import Gradients, Traffic, UnitShape
 
 
@@ -83,22 +86,41 @@ class MuonWork(NamedTuple):
     flops: float
 
 
+def rules_of(optimizer: Any) -> list[Any]:
+    """The rules of the update, one after another."""
+    return [update.rule for update in getattr(optimizer, "updates", ())] or [optimizer.inner]
+
+
+def muon_unit(rule: Muon, mesh: Any) -> MuonUnit:
+    """The shapes of what a rule updates, and the cuts of its parameters."""
+    matrices = []
+    for name, piece in rule.hidden.items():
+        param, (_, low, high) = rule.params[name], rule.own_part(name)
+        splits = [(split, split.dim - param.dim()) for split in layout_of(param).splits]
+        cuts = [(split.over, mesh[split.over].size, split.copies, dim) for split, dim in splits if dim >= -2]
+        matrices.append(Matrices(high - low, *param.shape[-2:], piece.numel(), cuts))
+    if rule.unit is None:
+        return MuonUnit("", 1, sum(found.own for found in matrices), matrices)
+    return MuonUnit(rule.unit.group.name, rule.unit.group.size, rule.unit.length, matrices)
+
+
 def muon_work(optimizer: Any, mesh: Any) -> MuonWork:
     """From the shapes of a rank's pieces and the cuts of their parameters."""
-    rules = [update.rule for update in getattr(optimizer, "updates", ())] or [optimizer.inner]
-    rules = [rule for rule in rules if isinstance(rule, Muon)]
-    gathered = [(rule.unit.group.name, rule.unit.group.size, rule.unit.length) for rule in rules if rule.unit]
-    done = 0.0
-    for muon, name in [(rule, name) for rule in rules for name in rule.hidden]:
-        param, (_, low, high) = muon.params[name], muon.own_part(name)
-        layout, n = layout_of(param), (high - low) * param.shape[-2:].numel()
-        for split in layout.splits:
-            if split.dim - param.dim() >= -2:
-                gathered.append((split.over, mesh[split.over].size, n))
-                n *= mesh[split.over].size // split.copies
-        done += (high - low) * flops.newton_schulz_flops(*layout.full_shape(param.shape)[-2:])
-    hidden = sum(piece.numel() for rule in rules for piece in rule.hidden.values())
+    rules = [rule for rule in rules_of(optimizer) if isinstance(rule, Muon)]
+    units, hidden, done = [muon_unit(rule, mesh) for rule in rules], 0, 0.0
+    gathered = [unit[:3] for unit in units if unit.dim]
+    for count, rows, columns, own, cuts in [matrices for unit in units for matrices in unit.matrices]:
+        shape = {-2: rows, -1: columns}
+        for over, ranks, copies, dim in cuts:
+            gathered.append((over, ranks, count * shape[-2] * shape[-1]))
+            shape[dim] *= ranks // copies
+        hidden, done = hidden + own, done + count * flops.newton_schulz_flops(shape[-2], shape[-1])
     return MuonWork(hidden, traffic.muon_traffic(gathered, rules[0].dtype.itemsize) if rules else {}, done)
+
+
+def factored_numbers(param: Any) -> int:
+    """What Adafactor keeps of a parameter: means of the rows and the columns of its matrices; all, if it has none."""
+    return sum(param.numel() // n for n in param.shape[-2:]) if param.dim() > 1 else param.numel()
 
 
 def predict(run: Any, sync: Any) -> Costs:
@@ -114,10 +136,12 @@ def predict(run: Any, sync: Any) -> Costs:
         held = memory.zero_memory_rows(config, m, units, dtype, on_cpu, muon.hidden)
     else:
         params = list(run.model.parameters())
-        n, factored = sum(p.numel() for p in params), sum(sum(p.shape) for p in params)
+        n, factored = sum(p.numel() for p in params), sum(map(factored_numbers, params))
         held = memory.memory_rows(config, m, n, factored, dtype, on_cpu, muon.hidden)
     work = work_of(run, tp, cp)
     work["matmul"] += muon.flops
+    if config.optimizer == "adafactor":  # rows' means times columns'
+        work["matmul"] += sum(2.0 * param.numel() for param in run.model.parameters() if param.dim() > 1)
     if not mesh.sizes:
         return Costs(per_token, peak, held, {}, work)
 
@@ -147,31 +171,60 @@ def predict(run: Any, sync: Any) -> Costs:
     return Costs(per_token, peak, held, sent, work)
 
 
+def sync_of(run: Any, shapes: list[Unit], memory: Memory) -> Sync:
+    """How gradients are summed."""
+    config, sync = run.config, getattr(run, "sync", None)
+    if shapes:
+        return Zero(memory, config.zero, shapes)
+    if getattr(config, "compress", "none") != "none":
+        names = {param: name for name, param in run.model.named_parameters()}
+        buckets = [b for b in sync.buckets if b.group.size > 1]
+        buckets = [Bucket(tuple(map(names.get, b.params)), len(b.flat), b.group.size) for b in buckets]
+        return Compressed(memory, buckets, sync.buckets[0].flat.itemsize, config.compress, config.topk_fraction)
+    return Sync(memory) if hasattr(sync, "buckets") else FirstKept(memory)
+
+
+def updates_of(run: Any, wide: int) -> list[tuple[float, MuonUnit | None]]:
+    """What the update does on the device, one group of weights after another: bytes of copies, and what Muon does."""
+    optimizer, config = run.optimizer, run.config
+    rules = [rule if isinstance(rule, Muon) else None for rule in rules_of(optimizer)]
+    muon = [rule and muon_unit(rule, run.mesh) for rule in rules]
+    cast = wide * (config.grad_dtype == "same" and run.dtype.itemsize < wide)  # to what gradients grow
+    if hasattr(optimizer, "updates"):  # ZeRO's slices grow in stage 1 alone, and not here if they go to the host
+        cast *= config.zero == 1 and not on_host(config)
+        copies = [cast * sum(unit.length for unit in update.units) for update in optimizer.updates]
+        return list(zip(copies, muon, strict=True))
+    hidden = sum(found.own for found in muon[0].matrices) if muon[0] else 0  # the update takes their copies' place
+    copies = cast * (sum(param.numel() for param in optimizer.params.values()) - hidden)
+    if config.optimizer == "adafactor":  # the update of a matrix is still there while that of the next is made
+        matrices = [wide * param.numel() for param in optimizer.params.values() if param.dim() > 1]
+        copies += max(a + b for a, b in pairwise(matrices))
+    return [(copies, muon[0])]
+
+
 def predict_peak(run: Any, held: dict[str, int | None]) -> float | None:
     """The most bytes that this rank holds at any moment of a step; `held`: the bytes by kind of `predict`.
 
-    None where it is not known: on a CPU, whose kernels differ, with --compress, which keeps what it did not send, and
-    with --optimizer muon, whose update has matrices of its own.
+    With --compress, of a step that finds what the one before has not sent. None on a CPU, whose kernels differ.
     """
     config, m, mesh, e = run.config, run.shape, run.mesh, run.dtype.itemsize
-    if run.device.type == "cpu" or getattr(config, "compress", "none") != "none" or config.optimizer == "muon":
+    if run.device.type == "cpu":
         return None
     tp, cp, ep = (mesh[dim].size if dim in mesh.groups else 1 for dim in ("tp", "cp", "ep"))
-    wide, units, zero = max(4, e), getattr(run.optimizer, "units", []), getattr(config, "zero", 0)
+    wide, units = max(4, e), getattr(run.optimizer, "units", [])
     tokens, sp = config.micro_batch_size * m.seq_len // cp, tp > 1 and config.sp
     sizes = Sizes(
         *(m, config.micro_batch_size, tokens, tokens // tp if sp else tokens, e, wide, tp, sp),
         *(tp > 1 and config.tp_overlap, cp, mesh["cp"].rank if cp > 1 else 0, getattr(config, "cp_mode", "")),
         *(run.pipeline is not None and run.pipeline.store is not None, config.recompute, ep),
         *(getattr(config, "ep_mode", "") == "alltoall", getattr(config, "capacity_factor", 0.0)),
+        *(traffic.compressing(config), config.fuse_gradients),
     )
     grown = wide if config.grad_dtype == "fp32" else e
-    kept = zero == 0 and getattr(config, "sync", "naive") == "naive"
-    apart = held["gradients"] if zero or kept else 0
     shapes = [Unit(tuple(unit.named), *unit_bytes(shape_of(unit), wide)) for unit in units]
-    rank = Rank(
-        sizes, sum(n or 0 for n in held.values()) - held["activations"] - apart, grown / e, m.tied, zero, shapes, kept
-    )
+    sync = sync_of(run, shapes, Memory())
+    apart = {"activations"} if type(sync) in (Sync, Compressed) else {"activations", "gradients"}
+    rank = Rank(sizes, sum(n or 0 for kind, n in held.items() if kind not in apart), grown / e, m.tied, sync)
     numbers = {unit: number for number, unit in enumerate(units)}
     if run.pipeline is None:
         uses = [[numbers[unit] for unit in units] for units in getattr(run.optimizer, "uses", [])]
@@ -183,14 +236,7 @@ def predict_peak(run: Any, held: dict[str, int | None]) -> float | None:
         found = [[numbers[unit] for unit in units] for units in found]
         rank.pipeline(pipeline.program, chunks, pipeline.slices, pipeline.placements, mesh["pp"].rank, found)
     summed = [size for _, ranks, size in partial_sums(run) if ranks > 1] if hasattr(config, "tp") else []
-    matrices = [wide * p.numel() for p in run.model.parameters() if p.dim() > 1]
-    copies = wide * sum(p.numel() for p in run.model.parameters()) if zero == 0 and grown < wide else 0
-    if config.optimizer == "adafactor":  # the update of a matrix is still there while that of the next is made
-        copies += max(a + b for a, b in pairwise(matrices))
-    if zero == 1 and grown < wide:  # slices of gradients in fp32: of all units, or of one after the other
-        together = sum if len(run.optimizer.updates) == 1 else max
-        copies = together(unit.sum for unit in shapes)
-    rank.update(max(summed, default=0), copies)
+    rank.update(max(summed, default=0), updates_of(run, wide), 8 if e == 8 else 2, 0 if on_host(config) else wide)
     return rank.memory.peak
 
 
@@ -201,7 +247,7 @@ def work_of(run: Any, tp: int, cp: int) -> dict[str, float]:
     if run.pipeline is not None:
         times = Counter(action.chunk for action in run.pipeline.actions if action.kind == "F")
         passed = [([int(n) for n in c.layers], c.last, times[i]) for i, c in enumerate(run.pipeline.chunks)]
-    split = run.pipeline is not None and run.pipeline.store is not None
+    split = run.config.fuse_gradients or (run.pipeline is not None and run.pipeline.store is not None)
     return flops.rank_flops(run.config, run.shape, passed, tp, cp, rank, split)
 
 

@@ -5,13 +5,14 @@ from typing import Any
 
 from torch import Tensor
 
+from common.data import Batch
 from common.model import Decoder
 from common.moe import Balance
 from common.schedules import Plan
 from services.checks import plan_pipeline
 from services.documents import Documents
 from services.evaluation import generate
-from services.fused_gradients import fuse_gradients
+from services.fused_gradients import fuse_gradients, make_room
 from services.health import expert_metrics
 from services.muon import take_over
 from services.offload import Homes, homes, require_disk, travel_beside
@@ -27,6 +28,7 @@ class Variants:
     config: Any
     more: dict[str, Any]
     documents: Documents | None = None
+    n_targets = 1  # of this step's global batch
 
     def learning_rate(self, step: int) -> float:
         """Linear warm-up, then a cosine down to a tenth of the peak. `step` counts from 0."""
@@ -68,7 +70,7 @@ class Variants:
     def vary(self, model: Decoder, optimizer: Any):
         """Change from outside what the step has built, before a state is loaded: --fuse-gradients, --offload, muon."""
         if self.config.fuse_gradients:
-            fuse_gradients(model)
+            fuse_gradients(model, lambda: optimizer.loss_scale / self.n_targets)
         travel_beside(optimizer, self.stack)
         take_over(optimizer, self.config, self.mesh)
 
@@ -88,10 +90,13 @@ class Variants:
         if self.config.documents != "off":
             self.documents = Documents(self)
 
-    def find_documents(self, tokens: Tensor):
-        """Note where the documents end in the whole sequences int64 [rows, seq] of a step, if --documents asks."""
+    def note_batch(self, batch: Batch):
+        """Note the targets of a step and, if --documents asks, where documents end in its whole sequences."""
+        self.n_targets, config = batch.n_targets, self.config
+        if config.fuse_gradients and not getattr(config, "zero", 0) and getattr(config, "sync", "naive") == "naive":
+            make_room(self.model)  # else it lies in a buffer
         if self.documents is not None:
-            self.documents.begin(tokens)
+            self.documents.begin(batch.tokens)
             self.more["attention_pairs"] = self.documents.share_of_pairs()
 
     def measure(self):

@@ -1114,14 +1114,13 @@ def scales_of_another_rank() -> Iterator[None]:
 
 @contextmanager
 def weight_gradients_added_twice() -> Iterator[None]:
-    """--fuse-gradients adds a product to `.grad`, and gives it to autograd, too."""
-    right = fused_gradients.weight_gradient
+    """--fuse-gradients adds a product to `.grad` twice."""
+    right = fused_gradients.add_product
 
-    def weight_gradient(weight, dy, x):
-        right(weight, dy, x)
-        return dy.T @ x
+    def add_product(total, a, b):
+        right(right(total, a, b), a, b)
 
-    with mock.patch.object(fused_gradients, "weight_gradient", weight_gradient):
+    with mock.patch.object(fused_gradients, "add_product", add_product):
         yield
 
 
@@ -1163,11 +1162,49 @@ def gathered_again_whole() -> Iterator[None]:
 @contextmanager
 def weight_gradients_replaced() -> Iterator[None]:
     """--fuse-gradients forgets what earlier micro-batches have added up."""
+    right = fused_gradients.total
+    with mock.patch.object(fused_gradients, "total", lambda weight: right(weight).zero_()):
+        yield
 
-    def weight_gradient(weight, dy, x):
-        weight.grad.copy_(dy.T @ x)
 
-    with mock.patch.object(fused_gradients, "weight_gradient", weight_gradient):
+@contextmanager
+def tokens_counted_once() -> Iterator[None]:
+    """--fuse-gradients adds one gradient to an embedding's row, however often the token occurs."""
+
+    def backward(ctx, grad):
+        fused_gradients.total(ctx.weight)[ctx.saved_tensors[0].flatten()] += grad.flatten(0, -2)
+        return None, None
+
+    with mock.patch.object(fused_gradients.FusedLookUp, "backward", staticmethod(backward)):
+        yield
+
+
+@contextmanager
+def experts_added_twice() -> Iterator[None]:
+    """--fuse-gradients adds the weight gradients of experts, and gives them to autograd, too."""
+    right = fused_gradients.FusedGrouped.backward
+
+    def backward(ctx, grad):
+        right(ctx, grad)
+        return moe.GroupedLinear.backward(ctx, grad)
+
+    with mock.patch.object(fused_gradients.FusedGrouped, "backward", staticmethod(backward)):
+        yield
+
+
+@contextmanager
+def rotated_on() -> Iterator[None]:
+    """--fuse-gradients rotates gradients of q and k as these themselves, not back."""
+    right = fused_gradients.rotated
+    with mock.patch.object(fused_gradients, "rotated", lambda x, cos, sin, _: right(x, cos, sin, 1.0)):
+        yield
+
+
+@contextmanager
+def told_another_scale() -> Iterator[None]:
+    """--fuse-gradients is told that the loss is going to be twice as large."""
+    right = variants.fuse_gradients
+    with mock.patch.object(variants, "fuse_gradients", lambda model, factor: right(model, lambda: 2 * factor())):
         yield
 
 

@@ -32,6 +32,20 @@ SHORT = dict(compress_activations="int8", schedule="zb-h1", recompute="full", dt
 SHORT |= dict(model="mixtral-8x7b", seq_len=1024, n_layers=4, pp=2, cp=2, tp=4, ep=2, zero=1)
 CASES = {f"seed-{seed}": draw(seed) for seed in range(200)}
 CASES["compressed"] = dict(step=7, world=64, rank=37, options=SHORT)
+NARROW = dict(model="llama3-8b", vocab_size=32000, seq_len=2048, n_layers=4, tp=4, micro_batch_size=2, zero=1)
+NARROW |= dict(dtype="bf16", compress_activations="int8", global_batch_size=64)
+CASES["compressed-all-reduce"] = dict(step=6, world=16, rank=3, options=NARROW | dict(sp=False, pp=2, cp=1))
+CASES["compressed-fp32"] = dict(
+    step=4, world=8, rank=3, options=NARROW | dict(dtype="fp32", compress_activations="bf16", n_layers=3)
+)
+FUSED = dict(fuse_gradients=True, dtype="bf16", global_batch_size=64)
+CASES["fused"] = dict(step=1, world=1, rank=0, options=FUSED | dict(model="llama3.2-1b", n_layers=3, seq_len=1024))
+LATER = dict(
+    model="llama3-8b", n_layers=4, seq_len=2048, pp=2, cp=1, tp=2, micro_batch_size=2, recompute="full", zero=1
+)
+CASES["fused-stages"] = dict(step=6, world=32, rank=31, options=FUSED | LATER)
+LATER = dict(model="mixtral-8x7b", n_layers=2, seq_len=2048, pp=1, cp=2, tp=1, ep=4, zero=0, sync="bucket")
+CASES["fused-experts"] = dict(step=7, world=16, rank=3, options=FUSED | LATER)
 REAL = {  # layouts of 2 to 16 ranks, to be run by gloo
     "ddp-2": (2, 2, dict(sync="bucket")),
     "zero1-4": (3, 4, dict(zero=1)),
@@ -76,9 +90,16 @@ def differences(found: dict) -> list[str]:
 
 
 @pytest.mark.sampled(10)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [name for name in CASES if "fused" not in name])
 def test_theory_counts_what_the_program_does(counted, case):
     """On up to 16,384 ranks: traffic byte for byte, FLOPs, the most bytes of each kind, and of all at a moment."""
+    assert differences(counted[case]) == [], CASES[case]
+
+
+@pytest.mark.picked(1)
+@pytest.mark.parametrize("case", [name for name in CASES if "fused" in name])
+def test_theory_knows_fused_gradients(counted, case):
+    """With --fuse-gradients: the head, alone, cut and on a last stage; the embedding; experts."""
     assert differences(counted[case]) == [], CASES[case]
 
 
@@ -218,6 +239,24 @@ def test_an_operator_takes_the_longer_of_its_flops_and_bytes():
     assert [name for _, name in meter.counts] == ["mm", "to_copy"]
     assert seconds[0] == pytest.approx(max(2 * 512**3 / 1e12, 6 * n / 1e9) + max(2 * 512**3 / 1e11, 12 * n / 1e9))
     assert seconds[1] == pytest.approx(2 * 6 * n / 1e9)
+
+
+def test_operators_count_what_they_touch():
+    """Of 3 rows put among 100, the rows; of zeros, what is written; of a fused update, no change of the gradient."""
+    meter = Meter(torch.device("cpu"), GPUS["h100-80"], 1e11, 0, 0)
+    meter.counting, meter.part = True, "F"
+    table, rows, place = torch.ones(100, 8), torch.ones(3, 8), torch.arange(3)
+    state = [[torch.ones(8)] for _ in range(4)]
+    with meter:
+        table.index_put_((place,), rows, accumulate=True)
+        torch.zeros_like(table, dtype=torch.float64)
+        torch._fused_adamw_(
+            *state, [], [torch.ones(())], lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0, eps=1e-8, amsgrad=False,
+            maximize=False,
+        )  # fmt: skip
+    moved = {name: count.bytes for (_, name), count in meter.counts.items()}
+    assert moved["index_put_"] == 3 * rows.nbytes + place.nbytes and moved["zeros_like"] == 2 * table.nbytes
+    assert moved["fused_adamw_"] == (4 + 3) * 8 * 4 + 4  # and its count of steps
 
 
 def test_compared_takes_the_bookkeeping_out():

@@ -44,7 +44,8 @@ def rank_flops(
     """FLOPs of one rank in a step, executed, with what is done again: of matmuls, and of fused attention.
 
     `passed`: for each of its stages the numbers of its layers, whether it has the head, and its micro-batches. With
-    full recomputation a layer is done again up to its last matmul; with W apart from B (`split`) that is done, too.
+    full recomputation a layer is done again up to its last matmul; that is done, too, where backward is written by hand
+    (`split`: with W apart from B, and with --fuse-gradients).
     """
     tokens, again = config.micro_batch_size * m.seq_len // cp, config.recompute == "full"
     kv_dim, own = max(1, m.n_kv_heads // tp) * m.head_dim, tokens // tp if getattr(config, "sp", False) else tokens

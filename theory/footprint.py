@@ -19,9 +19,11 @@ import torch
 from common.schedules import SCHEDULES, place_stages
 from theory import memory, peak
 from theory.layouts import Layout, network, stage_layers
+from theory.peak_gradients import FirstKept, Sync, Unit, Zero
 from theory.peak_layers import Sizes
 from theory.recipes import Recipe
 from theory.shapes import Shape, end_weights, head_widths, kv_width, layer_weights
+from theory.tape import Memory
 
 E = 2  # bytes of an activation
 SPLIT = {"zb-h1", "zb-h2", "zbv", "dualpipe"}  # schedules whose weight gradients wait
@@ -216,16 +218,16 @@ def course_moment(m: Shape, layout: Layout, ranks: int, flags: frozenset[bool], 
     layers = [n for flag in sorted(flags) for n in [n for n in range(m.n_layers) if m.has_experts(n) == flag][:2]]
     chunk, tied = peak.Chunk(layers, first, last), m.tied and first and last
     if layout.zero < 2:
-        return peak.Rank(sizes, 0, 2, tied, 0, [], keep=False).moment(chunk)
-    rank = peak.Rank(sizes, 0, 2, tied, 0, [], keep=True)  # learns which weights there are
-    rank.moment(chunk)
+        return peak.Rank(sizes, 0, 2, tied, Sync(Memory())).moment(chunk)
+    learnt = FirstKept(Memory())  # which weights there are
+    peak.Rank(sizes, 0, 2, tied, learnt).moment(chunk)
     units: dict[str, list[str]] = {}
-    for name in rank.gradients:
+    for name in learnt.kept:
         module = re.match(r"model\.layers\.\d+|model\.embed_tokens|", name).group()
         units.setdefault(module + "experts" * (x.ep > 1 and ".experts." in name), []).append(name)
-    sums = [(tuple(names), sum(rank.gradients[name].n for name in names)) for names in units.values()]
-    parts = [peak.Unit(names, n / 2, n, n / ranks, 0) for names, n in sums]
-    return peak.Rank(sizes, 0, 2, tied, 2, parts, keep=False).moment(chunk)
+    sums = [(tuple(names), sum(learnt.kept[name].n for name in names)) for names in units.values()]
+    parts = [Unit(names, n / 2, n, n / ranks, 0) for names, n in sums]
+    return peak.Rank(sizes, 0, 2, tied, Zero(Memory(), 2, parts)).moment(chunk)
 
 
 def buffer_bytes(m: Shape, layout: Layout, recipe: Recipe, stages: tuple[Stage, ...]) -> float:

@@ -18,8 +18,18 @@ def kept_heads(kv_heads: int, heads: int, e: int, on_cpu: bool) -> int:
     return kv_heads if on_cpu or e == 2 else heads
 
 
-def activation_bytes(m: ModelConfig, batch: int, dtype: torch.dtype, recompute: str, on_cpu: bool) -> int:
-    """Bytes that a forward pass of [batch, seq_len] tokens leaves for backward: RECOMPUTATION in step 1's docstring."""
+def adds_at_once(config: Any, dtype: torch.dtype) -> bool:
+    """Whether the head adds its weight gradient to `.grad` in forward (services/fused_gradients.py)."""
+    return getattr(config, "fuse_gradients", False) and not (dtype.itemsize == 2 and config.grad_dtype == "same")
+
+
+def activation_bytes(
+    m: ModelConfig, batch: int, dtype: torch.dtype, recompute: str, on_cpu: bool, at_once: bool = False
+) -> int:
+    """Bytes that a forward pass of [batch, seq_len] tokens leaves for backward: RECOMPUTATION in step 1's docstring.
+
+    `at_once`: the head's weight gradient does not wait (`adds_at_once`).
+    """
     e, wide, kv_dim, tokens = dtype.itemsize, max(4, dtype.itemsize), m.n_kv_heads * m.head_dim, batch * m.seq_len
     norm = wide + on_cpu * m.dim * (2 * wide - e if e < wide else wide)
     kept = kept_heads(m.n_kv_heads, m.n_heads, e, on_cpu)
@@ -29,7 +39,8 @@ def activation_bytes(m: ModelConfig, batch: int, dtype: torch.dtype, recompute: 
         "full": e * m.dim,
     }[recompute]
     rope = 2 * m.seq_len * m.head_dim * wide
-    head = e * m.dim * (2 * tokens + m.vocab_size) + norm * tokens  # its input; two gradients, known since forward
+    words = 0 if at_once else m.vocab_size
+    head = e * m.dim * (2 * tokens + words) + norm * tokens  # its input; two gradients, known since forward
     return tokens * m.n_layers * layer + rope + head
 
 
@@ -44,6 +55,13 @@ def document_bytes(config: Any, m: ModelConfig, tp: int, cp: int, dtype: torch.d
     found = twice * m.n_layers * tokens * m.dim // tp * dtype.itemsize
     tables = 2 * (tokens - m.seq_len // cp) * m.head_dim * max(4, dtype.itemsize)
     return found + (kind == "reset") * tables
+
+
+def whole_activation_bytes(config: Any, m: ModelConfig, dtype: torch.dtype, on_cpu: bool) -> int:
+    """`activation_bytes` and `document_bytes` of a rank that has whole sequences and matrices."""
+    at_once = adds_at_once(config, dtype)
+    kept = activation_bytes(m, config.micro_batch_size, dtype, config.recompute, on_cpu, at_once)
+    return kept + document_bytes(config, m, 1, 1, dtype)
 
 
 # Numbers that the update rule keeps for each element of a parameter; muon: one less for elements of hidden matrices.
@@ -63,8 +81,7 @@ def memory_rows(
         "gradients": n * (dtype.itemsize if config.grad_dtype == "same" else wide),
         "masters": n * 4 * mixed,
         "moments": (n * MOMENTS[config.optimizer] - hidden if config.optimizer in MOMENTS else factored) * wide,
-        "activations": activation_bytes(m, config.micro_batch_size, dtype, config.recompute, on_cpu)
-        + document_bytes(config, m, 1, 1, dtype),
+        "activations": whole_activation_bytes(config, m, dtype, on_cpu),
     }
 
 
@@ -86,8 +103,7 @@ def zero_memory_rows(
         "gradients": trained * wide if config.zero > 1 else gradients,
         "masters": cut * wide * separate * in_memory,
         "moments": (trained * MOMENTS[config.optimizer] - hidden) * wide * in_memory,
-        "activations": activation_bytes(m, config.micro_batch_size, dtype, config.recompute, on_cpu)
-        + document_bytes(config, m, 1, 1, dtype),
+        "activations": whole_activation_bytes(config, m, dtype, on_cpu),
     }
 
 
@@ -114,7 +130,7 @@ def tp_activation_bytes(config: Any, m: ModelConfig, tp: int, dtype: torch.dtype
     }[config.recompute]
     rope = 2 * m.seq_len * m.head_dim * wide
     embedding = tokens * 9  # which rows were looked up, and which of them are here
-    head = own * (2 * e * h + norm) + e * h * -(-m.vocab_size // n)
+    head = own * (2 * e * h + norm) + (0 if adds_at_once(config, dtype) else e * h * -(-m.vocab_size // n))
     return m.n_layers * layer + rope + embedding + head
 
 
@@ -129,7 +145,8 @@ def cp_activation_bytes(
     if tp > 1:
         found = tp_activation_bytes(config, local, tp, dtype, on_cpu)
     else:
-        found = activation_bytes(local, config.micro_batch_size, dtype, config.recompute, on_cpu)
+        at_once = adds_at_once(config, dtype)
+        found = activation_bytes(local, config.micro_batch_size, dtype, config.recompute, on_cpu, at_once)
     if config.recompute == "selective" and cp > 1 and config.cp_mode != "ulysses":
         parts = (
             rank if config.cp_mode == "ring" else rank + (cp - 1 - rank) / 2

@@ -5,13 +5,16 @@ the same local variables, with bytes instead of tensors; theory/tape.py says how
 GPU. Numbers for each token that are a few bytes are left out, but for the loss of a small vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from theory.tape import Bytes, Tape, Tensor
-from theory.traffic import mean_rows
+from theory.traffic import BLOCK, mean_rows, row_bytes
 
 CHUNK = 4096  # tokens whose logits are there at a time
+Weights = dict[str, tuple[int, int]]
+Way = tuple[Callable[[Bytes], Bytes], Callable[[Bytes], Bytes]]
 
 
 class Sizes(NamedTuple):
@@ -34,6 +37,8 @@ class Sizes(NamedTuple):
     ep: int = 1
     travels: bool = False  # tokens go to other ranks (--ep-mode alltoall)
     capacity: float = 0.0  # of an expert, as a multiple of the mean; 0: no limit
+    narrow: str = "none"  # --compress-activations
+    fused: bool = False  # --fuse-gradients
 
     @property
     def x(self) -> int:
@@ -46,113 +51,138 @@ class Sizes(NamedTuple):
         return self.tokens * self.m.dim * self.e
 
 
-class Layers:
-    """The modules of a rank, as functions of one micro-batch; they write on `tape`."""
+def keep(x: Bytes) -> Bytes:
+    """The identity, as a collective."""
+    return x
 
-    def __init__(self, sizes: Sizes, tape: Tape, store: list):
-        self.s, self.tape, self.store = sizes, tape, store
-        self.new = tape.new
 
-    def kernel(self, n: float, *inputs: Tensor, saved: tuple = ()) -> Tensor:
-        """What makes `n` bytes, and in backward a gradient as large as each input; until then, `saved` is there."""
-        sizes = [x.bytes.n for x in inputs]
-        return self.tape.node(inputs, [self.new(n)], lambda dy, saved=saved: ([self.new(size) for size in sizes], []))[
-            0
-        ]
+class Tokens:
+    """Step 4's collectives over tokens. `narrow` (none, bf16, int8): how services/activations.py sends them."""
 
-    # --- collectives over tokens
+    def __init__(self, sizes: Sizes, new: Callable[[float], Bytes], narrow: str = "none"):
+        self.s, self.new, self.narrow = sizes, new, narrow
+
+    @property
+    def enter(self) -> Way:
+        """Step 4's f, and its conjugate, g."""
+        return (self.gather, self.scatter) if self.s.sp else (keep, self.total)
+
+    def room(self, n: float, dim: int) -> Bytes:
+        """A message that says `n` bytes of rows of `dim`; nothing besides these, if it is not narrow."""
+        return self.new(0 if self.narrow == "none" else n / dim / self.s.e * row_bytes(self.narrow, dim, self.s.e))
+
+    def pack(self, n: float, dim: int) -> Bytes:
+        """The same, filled."""
+        wide = 4 * (self.narrow == "int8") * n / dim / self.s.e * -(-dim // BLOCK) * BLOCK
+        _values, _units, _rounded = self.new(wide), self.new(wide), self.new(wide)
+        return self.room(n, dim)
+
+    def unpack(self, n: float):
+        """What a message says, in fp32; for int8 its values and their blocks besides."""
+        self.new(n / self.s.e * dict(none=0, bf16=4, int8=6)[self.narrow])
 
     def gather(self, x: Bytes) -> Bytes:
         """[.., tokens/n, dim] of every rank -> [.., tokens, dim]; the parts lie in order if there is one sequence."""
-        parts = self.new(x.n * self.s.tp)
+        parts, message = self.new(x.n * self.s.tp), self.pack(x.n, self.s.m.dim)
+        _everyones = self.new(message.n * self.s.tp)
+        self.unpack(parts.n)
         return self.new(parts.n) if self.s.batch > 1 else parts
 
     def scatter(self, x: Bytes) -> Bytes:
         """The reverse, of a sum."""
         parts = self.new(x.n) if self.s.batch > 1 else x
-        return self.new(parts.n / self.s.tp)
+        part, message = self.new(parts.n / self.s.tp), self.pack(parts.n, self.s.m.dim)
+        _received = self.new(message.n)
+        self.unpack(parts.n)
+        return part
 
-    def reduce(self, x: Bytes) -> Bytes:
-        """What becomes of an input's gradient, if all tp ranks have a part."""
-        return self.scatter(x) if self.s.sp else self.new(x.n)
+    def total(self, x: Bytes) -> Bytes:
+        """The sum of every rank's x."""
+        total = self.new(x.n)
+        if self.narrow != "none":
+            self.gather(self.scatter(self.new(x.n)))
+        return total
 
-    def enter(self, x: Tensor) -> Tensor:
-        """Step 4's f: `gather` with sequence parallelism, else nothing; and `reduce` in backward."""
-        s = self.s
-        return self.tape.node([x], [self.gather(x.bytes) if s.sp else x.bytes], lambda dy: ([self.reduce(dy)], []))[0]
 
-    def leave(self, x: Tensor) -> Tensor:
-        """Step 4's g: `reduce`; and in backward `gather`, or nothing."""
-        s = self.s
-        out = self.reduce(x.bytes)
-        return self.tape.node([x], [out], lambda dy: ([self.gather(dy) if s.sp else dy], []))[0]
+class Layers:
+    """The modules of a rank, as functions of one micro-batch; they write on `tape`."""
+
+    def __init__(self, sizes: Sizes, tape: Tape, store: list, room: Callable = lambda name, n: None):
+        """`room(name, n)`: have `n` bytes for a weight's gradient (--fuse-gradients)."""
+        self.s, self.tape, self.store, self.room = sizes, tape, store, room
+        self.new = tape.new
+        self.exact, self.tokens = Tokens(sizes, tape.new), Tokens(sizes, tape.new, sizes.narrow)
+
+    def node(self, inputs: list, out: Bytes, back: Callable, weights: Sequence = (), early: bool = False) -> Tensor:
+        """A node with one output."""
+        return self.tape.node(inputs, [out], back, weights, early)[0]
+
+    def kernel(self, n: float, *inputs: Tensor, saved: tuple = ()) -> Tensor:
+        """What makes `n` bytes, and in backward a gradient as large as each input; until then, `saved` is there."""
+        sizes = [x.bytes.n for x in inputs]
+        return self.node(inputs, self.new(n), lambda dy, saved=saved: ([self.new(size) for size in sizes], []))
+
+    def product(self, *inputs: Tensor) -> Tensor:
+        """A kernel that keeps its inputs: SiLU of one, or a product of two."""
+        return self.kernel(inputs[0].bytes.n, *inputs, saved=tuple(x.bytes for x in inputs))
+
+    def conjugate(self, x: Tensor, collective: Callable, conjugate: Callable) -> Tensor:
+        """One collective in forward, the other in backward: step 4's f, and g with the two swapped."""
+        return self.node([x], collective(x.bytes), lambda dy: ([conjugate(dy)], []))
 
     # --- linear layers
 
-    def outputs(self, rows: int, weights: dict[str, tuple[int, int]]) -> list[Bytes]:
-        """What matmuls with `weights`, by name [out, in], make of `rows` rows."""
-        return [self.tape.made(rows * n * self.s.e) for n, _ in weights.values()]
+    def matmuls(
+        self, x: Tensor, weights: Weights, rows: int, way: Way | None = None, last: bool = False, experts: int = 1
+    ) -> list[Tensor]:
+        """Linear layers of one input of `rows` rows, of each of so many `experts`; `weights`: [out, in] by name.
 
-    def gradients(self, weights: dict[str, tuple[int, int]]) -> list[tuple[str, Bytes]]:
-        """The weights' gradients, as matmuls make them."""
-        return [(name, self.new(a * b * self.s.e)) for name, (a, b) in weights.items()]
+        `way`: what is done to x before and to dx after, in one function of our own. Of the `last` of a layer that is
+        done again, nobody needs the output. In step 6, weight gradients may wait.
+        """
+        s, e, saved, (before, after) = self.s, self.s.e, x.bytes, way or (keep, keep)
+        again = last and self.tape.second  # stops before a matmul; a function of our own runs, and is dropped
 
-    def linear(self, x: Tensor, name: str, n_out: int, n_in: int, rows: int, last: bool = False) -> Tensor:
-        """One matmul, whose backward finds both gradients; or whose weight gradient waits."""
-        weights, e, saved = {name: (n_out, n_in)}, self.s.e, x.bytes
-        outs = self.outputs(rows, weights) if not last or not self.tape.second or self.s.split else []
-        if last and self.tape.second:  # a second forward stops before this; a function of our own runs, and is dropped
-            outs = [self.new(0)]
-        if self.s.split:
-            return self.tape.node([x], outs, self.split_back(saved, weights, rows, None), [name], early=True)[0]
+        def gradients() -> list[tuple[str, Bytes]]:
+            if s.fused and experts == 1:
+                return [self.added(name, a * b) for name, (a, b) in weights.items()]
+            made = [(name, self.new(experts * a * b * e)) for name, (a, b) in weights.items()]
+            return [self.added(name, experts * a * b) for name, (a, b) in weights.items()] if s.fused else made
 
-        def back(dy: Bytes, saved=saved):
-            return [self.new(rows * n_in * e) if x.node else None], self.gradients(weights)
+        def waiting(saved: Bytes, _grads: tuple) -> list[tuple[str, Bytes]]:
+            _full = before(saved)
+            return gradients()
 
-        return self.tape.node([x], outs, back, [name])[0]
+        def back(*grads: Bytes, saved=saved):
+            n = rows * next(iter(weights.values()))[1] * e
+            if s.split:
+                self.store.append(partial(waiting, saved, grads))
+                return [after(self.new(n))], []
+            _full = before(saved)
+            return [after(self.new(n))], gradients()
 
-    def split_back(self, saved: Bytes, weights: dict, rows: int, gather: bool | None) -> Callable:
-        """Backward of step 6's SplitFunction; `gather`: over tp, None: no."""
-        n_in = next(iter(weights.values()))[1]
+        full = before(saved)
+        outs = [self.tape.made(rows * n * e) for n, _ in weights.values()] if not again or s.split or s.fused else []
+        del full
+        outs = [self.new(0)] if again else outs
+        return self.tape.node([x], outs, back, list(weights), early=s.split or way is not None)
 
-        def back(*grads: Bytes):
-            def weight_gradients(saved=saved, grads=grads) -> list[tuple[str, Bytes]]:
-                _full = self.gather(saved) if gather else saved
-                return self.gradients(weights)
+    def added(self, name: str, n: float) -> tuple[str, Bytes]:
+        """What autograd gets of a gradient of `n` numbers that a function of ours adds to its sum."""
+        self.room(name, n * self.s.e * self.tape.cast)
+        return name, self.new(0)
 
-            self.store.append(weight_gradients)
-            del weight_gradients
-            dx = self.new(rows * n_in * self.s.e)
-            return [dx if gather is None else self.reduce(dx)], []
-
-        return back
-
-    def columns(self, x: Tensor, weights: dict[str, tuple[int, int]], rows: int) -> list[Tensor]:
-        """`project`: several matmuls of one input."""
-        s = self.s
-        if s.tp == 1 or not s.overlap:
-            x = self.enter(x) if s.tp > 1 else x
-            return [self.linear(x, name, n_out, n_in, rows) for name, (n_out, n_in) in weights.items()]
-        n_in, saved = next(iter(weights.values()))[1], x.bytes
-        _full = self.gather(x.bytes) if s.sp else x.bytes
-        outs = self.outputs(rows, weights)
-        if s.split:
-            back = self.split_back(saved, weights, rows, s.sp)
-        else:
-
-            def back(*grads: Bytes, saved=saved):
-                parts = self.new(saved.n * s.tp) if s.sp else saved
-                dx = self.new(rows * n_in * s.e)
-                dx = self.reduce(dx)
-                _full = self.new(parts.n) if s.sp and s.batch > 1 else parts
-                return [dx], self.gradients(weights)
-
-        return self.tape.node([x], outs, back, list(weights), early=True)
+    def columns(self, x: Tensor, weights: Weights, rows: int) -> list[Tensor]:
+        """`project`: several linear layers of one input."""
+        if self.s.overlap or (self.s.fused and self.s.tp == 1):
+            return self.matmuls(x, weights, rows, self.tokens.enter if self.s.tp > 1 else (keep, keep))
+        x = self.conjugate(x, *self.tokens.enter) if self.s.tp > 1 else x
+        return [self.matmuls(x, {name: shape}, rows)[0] for name, shape in weights.items()]
 
     def row(self, x: Tensor, name: str, n_out: int, n_in: int, rows: int, last: bool = False) -> Tensor:
         """A row-parallel layer; of the `last` of a layer, nobody needs the output again."""
-        y = self.linear(x, name, n_out, n_in, rows, last)
-        return self.leave(y) if self.s.tp > 1 else y
+        (y,) = self.matmuls(x, {name: (n_out, n_in)}, rows, last=last)
+        return self.conjugate(y, *reversed(self.tokens.enter)) if self.s.tp > 1 else y
 
     # --- a layer
 
@@ -164,28 +194,34 @@ class Layers:
         def back(dy: Bytes, saved=saved, root=root):
             return [self.new(saved.n)], [(name, self.new(s.m.dim * s.e))]
 
-        return self.tape.node([x], [out], back, [name], early=True)[0]
+        return self.node([x], out, back, [name], early=True)
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         """A sum, whose gradient is that of both."""
-        return self.tape.node([a, b], [self.new(min(a.bytes.n, b.bytes.n))], lambda dy: ([dy, dy], []))[0]
+        return self.node([a, b], self.new(min(a.bytes.n, b.bytes.n)), lambda dy: ([dy, dy], []))
 
     def rope(self, x: Tensor) -> Tensor:
-        """apply_rope: six kernels, the middle ones in fp32."""
+        """apply_rope: five kernels, two of them with fp32 results; or services/fused_gradients.py's."""
         s, n = self.s, x.bytes.n
         w = n * s.wide / s.e
+        if s.fused:
+            return self.node([x], self.rotated(n, w), lambda dy: ([self.rotated(n, w)], []))
         second, first = self.tape.node([x], [x.bytes] * 2, lambda *_: ([self.new(n)], []))
-        wide = lambda dy: ([self.narrow(self.new(w), n)], [])  # noqa: E731
-        (a,) = self.tape.node([x], [self.new(w)], wide)
-        (turned,) = self.tape.node([second], [self.new(n / 2)], lambda dy: ([self.new(n / 2)], []))
-        (turned,) = self.tape.node([turned, first], [self.new(n)], lambda dy: ([dy, dy], []))
-        (b,) = self.tape.node([turned], [self.new(w)], wide)
-        del turned, first, second
-        (out,) = self.tape.node([a, b], [self.new(w)], lambda dy: ([dy, dy], []))
-        del a, b
-        if s.wide == s.e:
-            return out
-        return self.tape.node([out], [self.new(n)], lambda dy: ([self.new(w)], []))[0]
+        wide = lambda dy: self.narrow(self.new(w), n)  # noqa: E731
+        a = self.node([x], self.new(w), lambda dy: ([wide(dy)], []))
+        turned = self.node([second], self.new(n / 2), lambda dy: ([self.new(n / 2)], []))
+        turned = self.node([turned, first], self.new(n), lambda dy: ([dy, dy], []))
+        del first, second
+        out = self.node([a, turned], self.new(w), lambda dy: ([dy, wide(dy)], []))
+        del a, turned
+        return self.cast(out, n)
+
+    def rotated(self, n: float, wide: float) -> Bytes:
+        """A rotation, half after half."""
+        out = self.new(n)
+        for _ in range(2):
+            self.new(wide / 2)
+        return out
 
     def narrow(self, grad: Bytes, n: float) -> Bytes:
         """A gradient cast to the dtype of its tensor."""
@@ -196,13 +232,9 @@ class Layers:
         s = self.s
         if s.e > 2 and q.bytes.n > k.bytes.n:
             k, v = (self.kernel(q.bytes.n, x) for x in (k, v))  # heads repeated
-        lse = self.tape.made(q.bytes.n / s.e / s.m.head_dim * s.wide)
-        out, saved = self.tape.made(q.bytes.n), (q.bytes, k.bytes, v.bytes)
-
-        def back(dy: Bytes, saved=saved, kept=(out, lse)):
-            return [self.new(x.n) for x in saved], []
-
-        return self.tape.node([q, k, v], [out], back)[0]
+        lse, out = self.tape.made(q.bytes.n / s.e / s.m.head_dim * s.wide), self.tape.made(q.bytes.n)
+        saved = q.bytes, k.bytes, v.bytes, out, lse
+        return self.node([q, k, v], out, lambda dy, saved=saved: ([self.new(x.n) for x in saved[:3]], []))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The core, or step 5's in its place."""
@@ -226,34 +258,20 @@ class Layers:
 
     def swap(self, x: Tensor, to_heads: bool) -> Tensor:
         """The same for autograd."""
-        return self.tape.node(
-            [x], [self.swapped(x.bytes, to_heads)], lambda dy: ([self.swapped(dy, not to_heads)], [])
-        )[0]
+        return self.node([x], self.swapped(x.bytes, to_heads), lambda dy: ([self.swapped(dy, not to_heads)], []))
 
     def parts(self) -> list[tuple[float, float]]:
         """What a cp rank computes: by part of the keys, (share of its queries, share of the part's keys)."""
-        s = self.s
-        hops = range(s.cp)
+        s, hops = self.s, range(self.s.cp)
         order = hops if s.cp_mode == "allgather" else [(s.cp_rank - hop) % s.cp for hop in hops]
-        found = []
-        for source in order:
-            if source == s.cp_rank:
-                found.append((1, 1))
-            elif s.cp_mode == "ring":
-                found.append((1, 1) if source < s.cp_rank else (0, 0))
-            else:
-                found.append((1, 0.5) if source < s.cp_rank else (0.5, 1))
-        return found
+        before, after = ((1, 1), (0, 0)) if s.cp_mode == "ring" else ((1, 0.5), (0.5, 1))
+        return [(1, 1) if part == s.cp_rank else before if part < s.cp_rank else after for part in order]
 
     def ring(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Step 5's RingAttention."""
         s = self.s
         saved_q, n, kv = q.bytes, q.bytes.n, 2 * k.bytes.n
         ratio, lse_n = s.wide / s.e, q.bytes.n / s.e / s.m.head_dim * s.wide
-
-        def merge(rows: float):
-            _share, _difference, _product = (self.new(rows * size) for size in (lse_n, n * ratio, n * ratio))
-
         kept = self.new(kv)
         if s.cp_mode == "allgather":
             kept = self.new(kv * s.cp)
@@ -266,22 +284,17 @@ class Layers:
                 if out is None:
                     out, lse = self.new(n * ratio), self.new(lse_n)
                 else:
-                    merge(rows)
-        if ratio != 1:
-            out = self.new(n)
+                    self.new(rows * (lse_n + 2 * n * ratio))  # to merge two: a share, a difference, their product
+        out = self.narrow(out, n)
 
         def back(_dy: Bytes, saved=(saved_q, kept, out, lse)):
             d_q, _d_kvs, d_kv, _buffers = (self.new(size) for size in (n * ratio, d_kvs, kv * ratio, buffers))
             for rows, keys in self.parts():
                 self.new(rows and n * rows + kv * keys)
-            if ratio == 1:
-                return [d_q, d_kv, d_kv], []
-            wide = d_q, d_kv
-            d_q, d_kv = self.new(n), self.new(kv)
-            del wide
-            return [d_q, d_kv, d_kv], []
+            narrow_q, narrow_kv = self.narrow(d_q, n), self.narrow(d_kv, kv)
+            return [narrow_q, narrow_kv, narrow_kv], []
 
-        return self.tape.node([q, k, v], [out], back)[0]
+        return self.node([q, k, v], out, back)
 
     def attention(self, x: Tensor, name: str) -> Tensor:
         """The block."""
@@ -297,21 +310,13 @@ class Layers:
         out = self.attend(self.rope(q), self.rope(k), v)
         return self.row(out, f"{name}.self_attn.o_proj.weight", m.dim, m.dim // s.tp, s.tokens)
 
-    def silu(self, x: Tensor) -> Tensor:
-        """One kernel, there and back."""
-        return self.kernel(x.bytes.n, x, saved=(x.bytes,))
-
-    def times(self, a: Tensor, b: Tensor) -> Tensor:
-        """A product."""
-        return self.kernel(a.bytes.n, a, b, saved=(a.bytes, b.bytes))
-
     def mlp(self, x: Tensor, name: str, width: int, last: bool) -> Tensor:
         """SwiGLU; `width` of this rank."""
         s, m = self.s, self.s.m
         gate, up = self.columns(
             x, {f"{name}.gate_proj.weight": (width, m.dim), f"{name}.up_proj.weight": (width, m.dim)}, s.tokens
         )
-        return self.row(self.times(self.silu(gate), up), f"{name}.down_proj.weight", m.dim, width, s.tokens, last)
+        return self.row(self.product(self.product(gate), up), f"{name}.down_proj.weight", m.dim, width, s.tokens, last)
 
     # --- experts, with rows [n, dim]
 
@@ -328,50 +333,38 @@ class Layers:
             _sums, _wide = self.new(n * self.s.wide / self.s.e), self.new(rows * dim * self.s.wide)
             return [self.new(n)], []
 
-        return self.tape.node([x], [self.new(rows * dim * self.s.e)], back)[0]
+        return self.node([x], self.new(rows * dim * self.s.e), back)
 
-    def add_rows(self, rows: Tensor, number: int, tokens: int) -> Tensor:
-        """`number` rows, added up by token, in fp32 or wider."""
+    def add_rows(self, rows: Tensor, number: int, tokens: int, last: bool) -> Tensor:
+        """`number` rows, added up by token, in fp32 or wider; a layer is not done again beyond its `last` sum."""
         s, dim = self.s, self.s.m.dim
         wide = self.cast(rows, number * dim * s.wide)
         sums = self.kernel(tokens * dim * s.wide, wide)
         del wide, rows
-        return self.cast(sums, tokens * dim * s.e)
-
-    def grouped(self, x: Tensor, name: str, n_out: int, n_in: int, experts: int, rows: int) -> Tensor:
-        """The same linear layer of all experts of a rank."""
-        s, saved = self.s, x.bytes
-        out = self.tape.made(rows * n_out * s.e)
-
-        def outer() -> list[tuple[str, Bytes]]:
-            return [(name, self.new(experts * n_out * n_in * s.e))]
-
-        def back(dy: Bytes, saved=saved):
-            if s.split:
-                self.store.append(lambda saved=saved, dy=dy: outer())
-                return [self.new(rows * n_in * s.e)], []
-            return [self.new(rows * n_in * s.e)], outer()
-
-        return self.tape.node([x], [out], back, [name], early=True)[0]
+        return sums if s.wide == s.e else self.kernel((not (last and self.tape.second)) * tokens * dim * s.e, sums)
 
     def experts(self, x: Tensor, gates: Tensor, name: str, tokens: int, choices: int) -> Tensor:
         """The experts of this rank: x [tokens, dim], of which each goes to some -> weighted sums [tokens, dim]."""
         s, m = self.s, self.s.m
-        here, width = m.experts // s.ep, m.expert_width // s.tp
-        rows = self.take(x, choices)
-        gate = self.silu(self.grouped(rows, f"{name}.gate_proj.weight", width, m.dim, here, choices))
-        hidden = self.times(gate, self.grouped(rows, f"{name}.up_proj.weight", width, m.dim, here, choices))
+        rows, width = self.take(x, choices), m.expert_width // s.tp
+
+        def grouped(x: Tensor, matrix: str, *shape: int) -> Tensor:
+            weights = {f"{name}.{matrix}.weight": shape}
+            return self.matmuls(x, weights, choices, (keep, keep), experts=m.experts // s.ep)[0]
+
+        gate = self.product(grouped(rows, "gate_proj", width, m.dim))
+        hidden = self.product(gate, grouped(rows, "up_proj", width, m.dim))
         del gate
-        down = self.grouped(hidden, f"{name}.down_proj.weight", m.dim, width, here, choices)
+        down = grouped(hidden, "down_proj", m.dim, width)
         chosen, n, w = self.kernel(choices * s.wide, gates), choices * m.dim * s.e, choices * m.dim * s.wide
 
         def back(dy: Bytes, saved=(down.bytes, chosen.bytes)):
             down, _chosen = self.new(w), self.new(w)
             return [self.narrow(down, n), self.new(choices * s.wide)], []
 
-        (weighted,) = self.tape.node([down, chosen], [self.new(w)], back)
+        weighted = self.node([down, chosen], self.new(w), back)
         del down, chosen
-        return self.add_rows(weighted, choices, tokens)
+        return self.add_rows(weighted, choices, tokens, last=s.ep == 1 or not s.travels)
 
     def travel(self, rows: Tensor, gates: Tensor | None, number: int, extra: float) -> Callable[[], list[Tensor]]:
         """A message of `number` rows leaves, with `extra` bytes of gates each; call the result to receive it."""
@@ -385,7 +378,7 @@ class Layers:
         def arrive(message: Bytes) -> list[Bytes]:
             return [self.new(number * s.m.dim * s.e), self.new(number * extra)] if extra else [message]
 
-        (tie,) = self.tape.node([rows, gates], [leave()], lambda message: (fill(arrive(message)), []))
+        tie = self.node([rows, gates], leave(), lambda message: (fill(arrive(message)), []))
         fill = lambda parts: [*parts, None][:2]  # noqa: E731
 
         def finish(tie=tie) -> list[Tensor]:
@@ -394,20 +387,22 @@ class Layers:
 
         return finish
 
+    def spread(self, x: Tensor, times: float) -> Tensor:
+        """Rows gathered; or, if `times` is below 1, added up and scattered."""
+        return self.node([x], self.new(x.bytes.n * times), lambda dy: ([self.new(dy.n / times)], []))
+
     def over_tp(self, x: Tensor, gates: Tensor, name: str, rows: int, choices: int, pads: bool) -> Tensor:
         """The experts, cut over tp; `choices` of all that tp brings together."""
         s = self.s
         if s.tp == 1:
             return self.experts(x, gates, name, rows, choices)
         if not s.sp:
-            x, gates = (self.tape.node([t], [t.bytes], lambda dy: ([self.new(dy.n)], []))[0] for t in (x, gates))
-            out = self.experts(x, gates, name, rows, choices)
-            return self.tape.node([out], [self.new(out.bytes.n)], lambda dy: ([dy], []))[0]
+            x, gates = (self.conjugate(t, keep, self.exact.total) for t in (x, gates))
+            return self.conjugate(self.experts(x, gates, name, rows, choices), self.exact.total, keep)
         if pads:
-            x, gates = (self.tape.node([t], [self.new(t.bytes.n)], lambda dy: ([dy], []))[0] for t in (x, gates))
-        x, gates = (self.kernel(t.bytes.n * s.tp, t) for t in (x, gates))  # gathered
-        out = self.experts(x, gates, name, rows * s.tp, choices)
-        return self.kernel(out.bytes.n / s.tp, out)
+            x, gates = (self.conjugate(t, self.exact.total, keep) for t in (x, gates))
+        x, gates = (self.spread(t, s.tp) for t in (x, gates))
+        return self.spread(self.experts(x, gates, name, rows * s.tp, choices), 1 / s.tp)
 
     def moe(self, x: Tensor, name: str) -> Tensor:
         """Router, experts, shared experts."""
@@ -420,14 +415,14 @@ class Layers:
             _wide, d_x = self.new(m.experts * m.dim * s.wide), self.new(s.own * m.dim * s.wide)
             return [d_x], [(f"{name}.router.weight", self.new(m.experts * m.dim * s.e))]
 
-        (logits,) = self.tape.node([x_wide], [self.tape.made(table)], back, [f"{name}.router.weight"])
+        logits = self.node([x_wide], self.tape.made(table), back, [f"{name}.router.weight"])
         del x_wide, matrix
         p = self.kernel(table, logits)
         picked = self.kernel(s.own * k * s.wide, p, saved=(p.bytes, self.new(s.own * k * 8)))
         if s.capacity:  # who comes first: a table of all choices, and its running sums
             self.new(2 * s.batch * m.seq_len * k * m.experts * 8)
         small = self.new(s.own * k * s.wide)
-        (gates,) = self.tape.node([picked], [small], lambda dy, saved=(picked.bytes, small): ([dy], []))
+        gates = self.node([picked], small, lambda dy, saved=(picked.bytes, small): ([dy], []))
         del small, picked
         zeros = self.new(table)
         gates = self.kernel(table, gates)
@@ -451,9 +446,8 @@ class Layers:
                 choices = round(n * together * m.experts_per_token / s.ep)
                 if s.ep == 1:
                     return self.over_tp(x, gates, name, n, choices, False)
-                everyones = (self.kernel(t.bytes.n * s.ep, t) for t in (x, gates))
-                out = self.over_tp(*everyones, name, n, choices, False)
-                return self.kernel(out.bytes.n / s.ep, out)
+                everyones = (self.spread(t, s.ep) for t in (x, gates))
+                return self.spread(self.over_tp(*everyones, name, n, choices, False), 1 / s.ep)
 
             return finish
         number = s.ep * round(mean_rows(m, s.own, s.ep) / (s.ep - 1))
@@ -467,7 +461,7 @@ class Layers:
             choices = s.own * together * m.experts_per_token
             out = self.over_tp(*arrive(), name, number, choices, True)
             (home,) = self.travel(out, None, number, 0)()
-            return self.add_rows(home, number, s.own)
+            return self.add_rows(home, number, s.own, last=True)
 
         return come
 
@@ -480,6 +474,14 @@ class Layers:
             return self.add(x, self.moe(y, f"{name}.mlp"))
         return self.add(x, self.mlp(y, f"{name}.mlp", m.ffn_dim // self.s.tp, last=True))
 
+    def tail(self, number: int) -> float:
+        """Bytes of the gradient of a layer's last output of which something is kept, if it is not the layer's own."""
+        s, m = self.s, self.s.m
+        if not (hasattr(m, "experts") and m.has_experts(number)):
+            return s.sp * s.full
+        rows = s.own * (1 if s.ep > 1 and s.travels else s.ep * (s.tp if s.sp else 1))
+        return rows * m.dim * s.wide * (rows > s.own or s.wide > s.e)
+
     # --- the ends
 
     def embedding(self, tokens: Bytes) -> Tensor:
@@ -489,20 +491,22 @@ class Layers:
         saved = self.new(s.tokens * 9) if s.tp > 1 else tokens
 
         def back(dy: Bytes, saved=saved):
+            if s.fused:
+                _wide, found = dy if s.wide == s.e else self.new(dy.n * s.wide / s.e), self.added(name, rows * s.m.dim)
+                return [], [found]
             return [], [(name, self.new(rows * s.m.dim * s.e))]
 
-        (x,) = self.tape.node([], [self.new(s.full)], back, [name], early=True)
-        if s.tp == 1:
-            return x
-        (x,) = self.tape.node([x], [self.new(s.full)], lambda dy: ([self.new(dy.n)], []))
-        return self.leave(x)
+        x = self.node([], self.new(s.full), back, [name], early=True)
+        return x if s.tp == 1 else self.conjugate(self.kernel(s.full, x), *reversed(self.exact.enter))
 
     def loss(self, hidden: Tensor, name: str, chunk_tokens: int = CHUNK) -> Tensor:
         """The chunked cross entropy of a part of the vocabulary."""
         s = self.s
         rows = -(-s.m.vocab_size // s.tp)
-        full = self.gather(hidden.bytes) if s.tp > 1 and s.sp else hidden.bytes
-        grad_hidden, grad_weight = self.new(s.full), self.new(rows * s.m.dim * s.wide)
+        before, after = self.exact.enter if s.tp > 1 else (keep, keep)
+        full = before(hidden.bytes)
+        at_once = s.fused and s.e * self.tape.cast > 2
+        grad_hidden, grad_weight = self.new(s.full), self.new(0 if at_once else rows * s.m.dim * s.wide)
         for start in range(0, s.tokens, chunk_tokens):
             n = min(chunk_tokens, s.tokens - start)
             logits = self.new(n * rows * s.e)
@@ -510,26 +514,14 @@ class Layers:
             softmax = self.new(n * rows * s.wide)
             combined = self.new(n * 8 * (s.tp + 2) if s.tp > 1 else n * 8)
             del logits, softmax, small, combined
-        if s.wide != s.e:
+        if at_once:
+            self.room(name, rows * s.m.dim * s.e * self.tape.cast)
+        elif s.wide != s.e:
             grad_weight = self.new(rows * s.m.dim * s.e)
+        grad_hidden = after(grad_hidden)
         del full
-        if s.tp > 1:
-            grad_hidden = self.reduce(grad_hidden)
 
         def back(dy: Bytes, saved=(grad_hidden, grad_weight)):
-            return [self.scaled(saved[0])], [(name, self.scaled(saved[1]))]
+            return [self.new(saved[0].n)], [(name, self.new(saved[1].n))]
 
-        return self.tape.node([hidden], [self.new(4)], back, [name], early=True)[0]
-
-    def scaled(self, grad: Bytes) -> Bytes:
-        """A gradient [.., dim] times a wider factor, in parts of 1,024 rows that are put together."""
-        if self.s.wide == self.s.e:
-            return self.new(grad.n)
-        parts, row = [], self.s.m.dim * self.s.e
-        for start in range(0, int(grad.n / row), 1024):
-            n = min(1024 * row, grad.n - start * row)
-            wide, product = (self.new(n * self.s.wide / self.s.e) for _ in range(2))
-            del wide
-            parts.append(self.new(n))
-            del product
-        return self.new(grad.n)
+        return self.node([hidden], self.new(4), back, [name], early=True)

@@ -57,9 +57,9 @@ class Node:
 
 
 class Tape:
-    """The nodes of one forward. `arrived(name, gradient)`: a weight's gradient is there, and may be kept."""
+    """The nodes of one forward. `arrived(name, [gradient])`: a weight's gradient is there, to be kept or let go."""
 
-    def __init__(self, memory: Memory, cast: float, arrived: Callable[[str, Bytes], None]):
+    def __init__(self, memory: Memory, cast: float, arrived: Callable[[str, list[Bytes]], None]):
         """`cast`: how many times larger a weight's gradient gets by the cast."""
         self.memory, self.cast, self.arrived = memory, cast, arrived
         self.nodes: list[Node] = []
@@ -73,20 +73,12 @@ class Tape:
         """A new storage."""
         return Bytes(self.memory, n)
 
-    def node(
-        self,
-        inputs: Sequence[Tensor | None],
-        outputs: Sequence[Bytes],
-        back: Callable,
-        weights: Sequence[str] = (),
-        early: bool = False,
-    ) -> list[Tensor]:
+    def node(self, inputs: Sequence, outputs: Sequence, back: Callable, weights: Sequence = (), early=False) -> list:
         """A node, and its outputs. An input without gradient is None, or has no node."""
         if not self.keeps:
             return [Tensor(storage) for storage in outputs]
-        node = Node(
-            [(t.node, t.index) if t is not None and t.node else None for t in inputs], back, len(outputs), early
-        )
+        edges = [(t.node, t.index) if t is not None and t.node else None for t in inputs]
+        node = Node(edges, back, len(outputs), early)
         self.nodes.append(node)
         for name in weights:
             self.waits[name] = self.waits.get(name, 0) + 1
@@ -101,8 +93,11 @@ class Tape:
         self.cache.append(self.new(n))
         return self.cache[-1]
 
-    def checkpoint(self, x: Tensor, function: Callable[[Tensor], Tensor], selective: bool) -> Tensor:
-        """`function` of x, of which backward does the forward again, up to what its last node keeps."""
+    def checkpoint(self, x: Tensor, function: Callable[[Tensor], Tensor], selective: bool, tail: float) -> Tensor:
+        """`function` of x, of which backward does the forward again, up to what its last node keeps.
+
+        `tail`: bytes of the gradient that has come as far as to that node then.
+        """
         cache: list[Bytes] | None = [] if selective else None
         edge = (x.node, x.index)
         self.keeps, self.cache = False, cache
@@ -112,7 +107,7 @@ class Tape:
         node = self.node([], [out.bytes], lambda: None)[0].node
 
         def again(storage=storage, cache=cache) -> Tensor:
-            x = Tensor(storage, *edge)
+            x, _tail = Tensor(storage, *edge), self.new(tail)
             (x,) = self.node([x], [x.bytes], lambda dy, cache=cache: ([dy], []))
             self.cache, self.second = cache, True
             out = function(x)
@@ -140,7 +135,9 @@ class Tape:
         if self.waits[name]:
             self.sums[name] = grad
         else:
-            self.arrived(name, grad)
+            held = [grad]
+            del grad
+            self.arrived(name, held)
 
     def backward(self, edge: Node, grad: Bytes):
         """Run all nodes, from the last one on; `grad`: of what `edge` made."""
