@@ -103,7 +103,7 @@ FORMATS = {
             "mlp.experts.": "mlp.experts.*.",
         },
         dict(use_bias=False, moe_norm_min=1e-12),
-        dict(rms_norm_eps=1e-5, rope_theta=5e5),
+        dict(rms_norm_eps=1e-5, rope_theta=5e5, tie_word_embeddings=True),
         pairs=True,
     ),
 }

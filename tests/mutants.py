@@ -3,17 +3,19 @@
     python -m tests.mutants --seed 1 --count 20                     any file of the project
     python -m tests.mutants --seed 1 --count 20 step03_zero.py      these files alone
 
-A mutant is the project with one change: another operator or constant, the other branch of an `if`, a call left out.
-First come the tests that name its module, then all others of the default run. A mutant that passes them all *lives*:
-either it changes nothing that matters, or a test is missing. (DeMillo, Lipton, Sayward 1978, "Hints on test data
-selection".)
+A mutant is the project, as last committed, with one change: another operator or constant, the other branch of an
+`if`, a call left out. First come the tests that name its module, those that name it most often before the others, then
+the rest of the default run. A mutant that passes them all *lives*: either it changes nothing that matters, or a test
+is missing. (DeMillo, Lipton, Sayward 1978, "Hints on test data selection".)
 """
 
 import argparse
 import ast
 import copy
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -62,12 +64,21 @@ def mutated(text: str, node: ast.AST, new: ast.AST) -> str:
 def first_failure(clone: Path, files: list[str]) -> str:
     """The first test that fails, "" if none does."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files]
-    try:
-        done = subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        return f"no end within {LIMIT} s"
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    return "" if done.returncode == 0 else failed[1] if failed else f"exit status {done.returncode}"
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with subprocess.Popen(command, cwd=clone, start_new_session=True, **pipes) as run:
+        try:
+            out, _ = run.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(run.pid, signal.SIGKILL)  # with its ranks, which wait for one another
+            return f"no end within {LIMIT} s"
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", out, re.MULTILINE)
+    return "" if run.returncode == 0 else failed[1] if failed else f"exit status {run.returncode}"
+
+
+def nearest(path: Path, tests: dict[str, str]) -> list[str]:
+    """The files of `tests` (name -> text) that name a module: those of the step itself first, then by how often."""
+    names = {test: len(re.findall(rf"\b{path.stem}\b", text)) for test, text in tests.items()}
+    return sorted(filter(names.get, tests), key=lambda test: (path.stem[:6] not in test, -names[test]))
 
 
 def main():
@@ -78,25 +89,23 @@ def main():
     parser.add_argument("--quick", action="store_true", help="only the tests that name the module of the change")
     parser.add_argument("files", nargs="*", help="where to change something; without it anywhere")
     args = parser.parse_args()
-    paths = [ROOT / file for file in args.files] or [path for names in SOURCES for path in sorted(ROOT.glob(names))]
-    texts = {path: path.read_text() for path in paths}
-    places = [(path, *change) for path, text in texts.items() for change in changes(ast.parse(text))]
-    drawn = random.Random(args.seed).sample(places, min(args.count, len(places)))
-    tests, alive = sorted((ROOT / "tests").glob("test_*.py")), 0
     with tempfile.TemporaryDirectory() as folder:
         clone = Path(folder) / "repo"
         subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
+        paths = [clone / file for file in args.files] or [p for names in SOURCES for p in sorted(clone.glob(names))]
+        texts = {path: path.read_text() for path in paths}
+        places = [(path, *change) for path, text in texts.items() for change in changes(ast.parse(text))]
+        drawn = random.Random(args.seed).sample(places, min(args.count, len(places)))
+        tests, alive = {f"tests/{t.name}": t.read_text() for t in sorted((clone / "tests").glob("test_*.py"))}, 0
         for path, node, new in tqdm(drawn, desc="mutants", file=sys.stderr):
-            place = path.relative_to(ROOT)
-            (clone / place).write_text(mutated(texts[path], node, new))
-            near = [f"tests/{t.name}" for t in tests if re.search(rf"\b{path.stem}\b", t.read_text())]
-            near.sort(key=lambda test: path.stem[:6] not in test)  # those of the step itself first
-            far = [] if args.quick else [f"tests/{t.name}" for t in tests if f"tests/{t.name}" not in near]
+            path.write_text(mutated(texts[path], node, new))
+            near = nearest(path, tests)
+            far = [] if args.quick else [test for test in tests if test not in near]
             noticed = next((found for files in (near, far) if files and (found := first_failure(clone, files))), "")
             alive += not noticed
             was, now = (" ".join(ast.unparse(x).split())[:60] for x in (node, new))
-            print(f"{place}:{node.lineno}: {was} -> {now}: {noticed or 'LIVES'}", flush=True)
-            (clone / place).write_text(texts[path])
+            print(f"{path.relative_to(clone)}:{node.lineno}: {was} -> {now}: {noticed or 'LIVES'}", flush=True)
+            path.write_text(texts[path])
     print(f"{len(drawn) - alive} of {len(drawn)} noticed")
 
 

@@ -38,9 +38,13 @@ def test_the_screen_and_the_picture(tmp_path, capsys, monkeypatch, how):
 
 
 def test_ranks_that_do_not_meet_are_a_problem(monkeypatch):
-    """They are ended, and the line has a mend."""
-    monkeypatch.setattr(torch.multiprocessing, "get_context", lambda _: forkserver())
+    """The two are ended, and the line has a mend."""
+    context, started = forkserver(), []
+    start = context.Process.start
+    monkeypatch.setattr(torch.multiprocessing, "get_context", lambda _: context)
+    monkeypatch.setattr(context.Process, "start", lambda self: started.append(start(self)))
     rows, finding = doctor.exchange(seconds=0.0)
+    assert len(started) == 2
     assert rows == [] and "they did not meet within 0 s" in finding.problem and "GLOO_SOCKET_IFNAME" in finding.mend
 
 

@@ -13,10 +13,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+import step01_single_gpu
 import step07_moe_ep
 from common import UserError
 from services import flags
-from services.dry_run import Meter, Seen, dry_run
+from services.dry_run import Meter, Seen, dry_run, refuse
 from services.fake_device import build_shim
 from services.ledger import Ledger
 from services.memory import MemoryTimeline
@@ -193,6 +194,11 @@ def test_what_it_cannot_do_is_refused(words, named):
     with pytest.raises(UserError, match=named) as error:
         dry_run(step07_moe_ep.train, config)
     assert "\n" not in str(error.value)
+
+
+def test_one_rank_is_enough():
+    """Step 1 has no other: nothing is refused."""
+    refuse(step01_single_gpu.Config(), 1)
 
 
 def test_rank_alone_is_refused():

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import step07_moe_ep as step07
 from common import UserError
@@ -152,6 +152,26 @@ def save(folder: Path, biased: bool = False, **shape) -> Path:
         pieces.append(Piece(kind, name, scale * torch.randn(size, generator=generator), size))
     Saver(folder).save(1, pieces, dict(model=vars(m)))
     return folder
+
+
+def test_what_ours_need_not_hold_is_passed_over(tmp_path):
+    """A file of theirs may have a copy of a tied embedding, RoPE's table, a part that predicts more tokens."""
+    hub.export(str(save(tmp_path / "run", tied=True)), str(tmp_path / "hf"))
+    (file,) = (tmp_path / "hf").glob("*.safetensors")
+    more = ("lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq", "model.mtp.0.weight")
+    save_file(load_file(file) | {name: torch.ones(3) for name in more}, file)
+    hub.import_weights(str(tmp_path / "hf"), str(tmp_path / "again"))
+    before, after = (find(str(tmp_path / name), tmp_path) for name in ("run", "again"))
+    assert torch.equal(ours(after), ours(before))
+
+
+@pytest.mark.parametrize("kind", hub.FORMATS)
+def test_what_a_config_leaves_out_is_as_in_transformers(kind):
+    """Values of keys that a config.json may lack, and of those that our decoder has not."""
+    transformers = pytest.importorskip("transformers")
+    style, config = hub.FORMATS[kind], transformers.CONFIG_MAPPING[kind]().to_dict()
+    assumed = dict(tie_word_embeddings=False) | style.defaults | style.without
+    assert {key: (config | config.get("rope_parameters", {}))[key] for key in assumed} == assumed
 
 
 @pytest.mark.parametrize("part", ["rows", "names"])

@@ -1,14 +1,18 @@
 """The peak of memory on paper: storages live as long as somebody holds them, and autograd's order is PyTorch's."""
 
 import gc
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from common.comm import Group
-from common.model import MLP, ModelConfig
+from common.model import MLP, Head, ModelConfig
+from common.schedules import SCHEDULES, communicate, place_stages
 from services.compression import COMPRESSED_SUMS, summed
 from services.ledger import Ledger
 from services.memory import MemoryTimeline
@@ -39,23 +43,27 @@ def test_a_storage_lives_as_long_as_it_is_held():
     assert (memory.live, memory.peak) == (0, 100)
 
 
+def measured(known: list[torch.Tensor], work: Callable) -> float:
+    """The most bytes that `work` makes beside what is `known`, by an instrument that sees every operator."""
+    timeline = MemoryTimeline()
+    timeline.label("parameters", known)
+    start = sum(timeline.total.values())
+    gc.collect()
+    with timeline.phase("forward"):
+        work()
+    return max(map(sum, zip(*timeline.curves()[1].values(), strict=True))) - start
+
+
 @pytest.mark.parametrize("width, seq", [(160, 64), (160, 8), (16, 64)])
 def test_an_mlp_holds_what_pytorch_does(width, seq):
-    """Forward and backward of real tensors in fp32, by an instrument that sees every operator, and on paper."""
+    """Forward and backward of real tensors in fp32, and on paper."""
     m = ModelConfig(48, 2, 4, 4, width, vocab_size=8, seq_len=seq)
     mlp, x = MLP(m), torch.randn(1, seq, m.dim, requires_grad=True)
     for p in mlp.parameters():
         p.grad = torch.zeros_like(p)
-    grad, timeline = torch.randn(1, seq, m.dim), MemoryTimeline()
-    timeline.label("parameters", [x, grad, *mlp.parameters(), *(p.grad for p in mlp.parameters())])
-    start = sum(timeline.total.values())
-    gc.collect()
-    with timeline.phase("forward"):
-        y = mlp(x)
-    with timeline.phase("backward"):
-        torch.autograd.backward((y,), (grad,))
-    sums = [sum(column) for column in zip(*timeline.curves()[1].values(), strict=True)]
-    real = max(sums) - start
+    grad = torch.randn(1, seq, m.dim)
+    known = [x, grad, *mlp.parameters(), *(p.grad for p in mlp.parameters())]
+    real = measured(known, lambda: torch.autograd.backward((mlp(x),), (grad,)))
 
     memory, grads = Memory(), []
     tape = Tape(memory, 1, lambda name, grad: None)
@@ -63,6 +71,56 @@ def test_an_mlp_holds_what_pytorch_does(width, seq):
     kept, edge = out.bytes, out.node
     tape.backward(edge, Bytes(memory, 0))
     assert memory.peak == pytest.approx(real, rel=1e-9), (kept.n, memory.peak, real)
+
+
+@pytest.mark.parametrize("vocab, tokens", [(2000, 96), (50, 192)])
+def test_a_loss_holds_what_pytorch_does(vocab, tokens):
+    """In fp32, 64 tokens at a time: their logits and softmax, and the gradients of the hidden states and the matrix."""
+    m = replace(M, vocab_size=vocab, seq_len=tokens)
+    head, hidden = Head(m.dim, vocab, bias=False), torch.randn(1, tokens, m.dim, requires_grad=True)
+    targets, memory = torch.zeros(1, tokens, dtype=torch.int64), Memory()
+    real = measured([hidden, targets, head.weight], lambda: head.loss(hidden, targets, chunk_tokens=64))
+    tape = Tape(memory, 1, lambda name, grad: None)
+    loss = Layers(sizes(m, 1), tape, []).loss(
+        tape.leaf(Bytes(memory, 0), lambda grad: None), "lm_head", chunk_tokens=64
+    )
+    assert memory.peak == pytest.approx(real, rel=0.02), loss.bytes.n
+
+
+def test_an_embedding_holds_what_pytorch_does():
+    """In fp32: the output, and in backward the gradient of the whole matrix."""
+    table, tokens, grad = nn.Embedding(500, M.dim), torch.arange(M.seq_len), torch.randn(M.seq_len, M.dim)
+    real = measured([table.weight, tokens, grad], lambda: torch.autograd.backward((table(tokens),), (grad,)))
+    memory = Memory()
+    tape = Tape(memory, 1, lambda name, grad: None)
+    x = Layers(sizes(replace(M, vocab_size=500), 1), tape, []).embedding(Bytes(memory, 0))
+    tape.backward(x.node, Bytes(memory, 0))
+    assert memory.peak == pytest.approx(real, rel=0.02)
+
+
+def test_ulysses_keeps_as_many_heads_as_ranks():
+    """For backward, on 4 ranks: keys and values of 1 or 2 heads are repeated, and then as large as those of 4."""
+    kept, grads = [], []
+    for kv_heads in (1, 2, 4):
+        m, memory = replace(M, n_kv_heads=kv_heads), Memory()
+        tape, row = Tape(memory, 1, lambda name, grad: None), 2 * M.seq_len * M.head_dim
+        q, k, v = (tape.leaf(Bytes(memory, row * heads), grads.append) for heads in (4, kv_heads, kv_heads))
+        out = Layers(sizes(m, 1, e=2)._replace(cp=4, cp_mode="ulysses"), tape, []).attend(q, k, v)
+        del q, k, v
+        kept.append(memory.live)
+        del out
+    assert kept == [kept[0]] * 3 and kept[0] > 4 * 4 * row
+
+
+def test_a_further_micro_batch_costs_its_tokens():
+    """1F1B's first rank holds activations of two, however many there are; tokens and targets are there all the time."""
+    peaks, placements = [], place_stages("1f1b", 2, 1)
+    for count in (4, 8):
+        program = communicate([SCHEDULES["1f1b"](2, count, 1, rank) for rank in range(2)], placements)[0]
+        rank = Rank(sizes(M, 1), 0, 1, False, Sync(Memory()))
+        rank.pipeline(program, [Chunk([0], True, False)], 1, placements, 0, [[]])
+        peaks.append(rank.memory.peak)
+    assert peaks[1] - peaks[0] == 4 * M.seq_len * 2 * 8
 
 
 def most_of(function) -> int:

@@ -3,12 +3,16 @@
 import csv
 import json
 import random
+import re
 import shlex
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -16,7 +20,7 @@ import step07_moe_ep as step07
 from common import UserError, schedules, trainer
 from common.model import PRESETS
 from common.moe import MOE_PRESETS
-from common.schedules import SCHEDULES, place_stages, simulate
+from common.schedules import SCHEDULES, chunks_per_rank, place_stages, simulate
 from services.checks import check, mesh_sizes, split_layers
 from services.flags import parse
 from services.predictions import Costs, predict
@@ -24,13 +28,26 @@ from tests.bench import plan as bench
 from theory import calibrate, layouts, plan
 from theory.bubble import makespan, quick_makespan
 from theory.flops import matmul_weights, moe_flops_per_token
-from theory.footprint import CONTEXT, course_moment, held, rank_numbers, state_bytes, waiting_states
-from theory.gpus import GPUS
-from theory.layouts import Layout, illegal, meshes, network, variants
+from theory.footprint import (
+    CONTEXT,
+    buffer_bytes,
+    course_moment,
+    course_parts,
+    held,
+    rank_numbers,
+    rank_stages,
+    ranks_of,
+    state_bytes,
+    waiting_states,
+)
+from theory.gpus import GPUS, LATENCY, LATENCY_BETWEEN
+from theory.layouts import RECOMPUTE, Layout, illegal, meshes, network, variants
 from theory.recipes import RECIPES
 from theory.search import COURSE, evaluate, fits, floor_seconds, search, smallest
 from theory.seconds import (
+    boundary_seconds,
     collective_seconds,
+    layer_work,
     least_bubble,
     matmul_seconds,
     mirror_seconds,
@@ -39,7 +56,17 @@ from theory.seconds import (
     step_seconds,
 )
 from theory.sent import sent_bytes
-from theory.shapes import MODELS, attention_matmuls, gpt, mlp_matmuls, model_flops, of_preset, total_weights, weights
+from theory.shapes import (
+    MODELS,
+    attention_matmuls,
+    gpt,
+    layer_weights,
+    mlp_matmuls,
+    model_flops,
+    of_preset,
+    total_weights,
+    weights,
+)
 
 H100 = GPUS["h100-80"]
 SMALL = replace(MODELS["tiny-moe"], n_layers=8, n_heads=16, n_kv_heads=4, dim=512, ffn_dim=1536, expert_dim=768)
@@ -108,6 +135,17 @@ def test_no_legal_mesh_is_left_out():
                         if 24 % (pp * tp * cp) == 0:
                             layout = Layout(pp, 24 // (pp * tp * cp), cp, tp, ep, mbs=mbs, gbs=24)
                             assert accepted(layout) == ((pp, cp, tp, ep, mbs) in listed), layout
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_no_legal_variant_is_left_out(pp):
+    """All ZeRO stages, recomputations and schedules that the checks accept; chunks of whole layers, alike on all."""
+    mesh = Layout(pp, 2, gbs=32)
+    chunks = {schedule: chunks_per_rank(schedule) or 1 for schedule in SCHEDULES if pp > 1 or schedule == "1f1b"}
+    ways = [*chunks.items(), *(("interleaved", v) for v in range(2, 9) if pp > 1 and SMALL.n_layers // pp % v == 0)]
+    tried = product([way for way in ways if way != ("interleaved", 1)], range(4), RECOMPUTE)
+    every = [replace(mesh, schedule=s, chunks=v, zero=zero, recompute=kind) for (s, v), zero, kind in tried]
+    assert {*variants(SMALL, mesh)} == {layout for layout in every if accepted(layout)}
 
 
 def test_printed_flags_run():
@@ -207,23 +245,42 @@ RUNS = [
     Layout(2, 1, 1, 2, zero=0, mbs=1, gbs=4),
     Layout(2, 2, 1, 1, zero=1, mbs=1, gbs=8, schedule="interleaved", chunks=2),
     Layout(1, 1, 2, 2, zero=2, mbs=2, gbs=4, recompute="full"),
+    Layout(2, 2, 1, 1, ep=2, zero=1, mbs=1, gbs=16, schedule="zb-h2"),
 ]
 
 
 @pytest.mark.parametrize("layout", RUNS, ids=lambda x: x.flags())
 def test_bytes_are_those_that_the_trainer_predicts(tmp_path, layout):
-    """Of the fullest of four ranks, within 2% (slices are padded; temporary buffers are the planner's own)."""
+    """Of the fullest of four ranks, within 2% (slices are padded; temporary buffers are the planner's own).
+
+    Activations of every rank, within 5%.
+    """
     options = dict(
         model="debug", dim=128, n_layers=4, vocab_size=512, steps=1, dtype="bf16", device="cpu", save_every=0
     )
-    options |= dict(eval_every=0, out=str(tmp_path / "run"), tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=1)
+    options |= dict(eval_every=0, out=str(tmp_path / "run"), tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep)
     options |= dict(zero=layout.zero, micro_batch_size=layout.mbs, global_batch_size=layout.gbs, tied=False)
     options |= dict(schedule=layout.schedule, chunks=layout.chunks, recompute=layout.recompute)
-    m = replace(of_preset(MOE_PRESETS["debug"]), dim=128, n_layers=4, vocab_size=512)
+    options |= dict(experts=4 * (layout.ep > 1))
+    m = replace(of_preset(MOE_PRESETS["debug"]), dim=128, n_layers=4, vocab_size=512, experts=options["experts"])
     with mock.patch("theory.footprint.buffer_bytes", lambda *args: 0.0):
         ours = held(m, layout, COURSE)
-    theirs = max(sum(predicted(layout, rank, options).memory.values()) for rank in range(4))
-    assert ours.total == pytest.approx(theirs, rel=0.02)  # messages under way: only the trainer counts them
+    theirs = [predicted(layout, rank, options).memory for rank in range(4)]
+    # messages under way: only the trainer counts them
+    assert ours.total == pytest.approx(max(sum(each.values()) for each in theirs), rel=0.02)
+    ranks = ranks_of(m, replace(layout, dp=1, gbs=layout.micro_batches * layout.mbs), COURSE)
+    kept = [ranks[rank * layout.pp // 4].activations for rank in range(4)]
+    assert kept == pytest.approx([each["activations"] for each in theirs], rel=0.05)
+
+
+def test_each_rank_of_a_ring_has_its_own_work(tmp_path):
+    """Of two contiguous halves, the later one attends to three times as many pairs; the trainer predicts it by rank."""
+    flags = TINY | dict(
+        model="tiny-moe", experts=0, pp=1, cp=2, tp=1, cp_mode="ring", global_batch_size=4, device="cpu"
+    )
+    flags |= dict(save_every=0, eval_every=0, micro_batch_size=1, dtype="bf16", out=str(tmp_path / "run"))
+    few, many = (predicted(Layout(cp=2, gbs=4), rank, flags).work["attention"] for rank in (0, 1))
+    assert many == pytest.approx(3 * few)
 
 
 def test_weights_and_flops_are_those_of_theory():
@@ -247,6 +304,15 @@ def test_memory_grows_and_shrinks_as_it_must():
         states = [sum(held(m, replace(base, zero=zero), recipe)[:3]) for zero in (2, 1, 0)]
         assert states == sorted(states) and states[0] < states[2]
         assert held(m, replace(base, tp=4, dp=2), recipe).weights < held(m, base, recipe).weights
+
+
+@pytest.mark.parametrize("pp, units", [(1, 2), (4, 9)])
+def test_gathered_units_are_two_layers_or_a_chunk(pp, units):
+    """What ZeRO's stage 3 holds for a moment and stage 2 does not: this unit and the next; a pipeline's whole chunk."""
+    m, layout = MODELS["llama3-8b"], Layout(pp, 8, gbs=8, zero=2)
+    stages = rank_stages(m, "1f1b", pp, 1, "balanced")[pp // 2]  # of 4, this one has 9 layers
+    found = [buffer_bytes(m, replace(layout, zero=zero), COURSE, stages) for zero in (2, 3)]
+    assert found[1] - found[0] == units * sum(layer_weights(m, False, 1, 1)) * 2
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -399,6 +465,13 @@ def test_the_command(capsys, tmp_path):
     layout = Layout(2, 2, 1, 2, mbs=2, gbs=64)
     found = evaluate(MODELS["smollm-1.7b"], layout, GPUS["a100-80"])
     assert f"{found.seconds.step:.3f} s" in out and f"{found.held.total / 2**30:.2f} GiB" in out
+    *parts, whole = map(float, re.findall(r"^  \w.*? ([\d.]+) GiB", out, re.MULTILINE))
+    assert len(parts) == 5 and sum(parts) == pytest.approx(whole, abs=0.03)
+    times = re.findall(r"^(compute|bubble|exposed over \w+|update|step) +([\d.]+) s", out, re.MULTILINE)
+    *parts, step = [float(seconds) for _, seconds in times]
+    assert [*dict(times)][:2] == ["compute", "bubble"] and sum(parts) == pytest.approx(step, abs=0.003)
+    kept = course_parts(MODELS["smollm-1.7b"], 2, 1, 2, True, "none", "zigzag", False).layer
+    assert f"a layer keeps {kept / 2**20:.0f} MiB" in " ".join(out.split())
 
 
 def test_what_fits(capsys, tmp_path):
@@ -428,6 +501,18 @@ def test_calibration_says_if_there_is_no_gpu(capsys):
     assert "PyTorch sees no GPU here" in capsys.readouterr().err
 
 
+def test_constants_are_work_over_seconds():
+    """If everything took a second: FLOPs of a matmul, and two reads and a write of 2^28 numbers in bf16."""
+    rand = partial(torch.empty, device="meta")
+    with (
+        mock.patch.object(calibrate, "seconds", lambda *_: 1.0),
+        mock.patch("torch.randn", lambda *shape, dtype, device: rand(shape, dtype=dtype)),
+        mock.patch("torch.zeros", lambda *shape, device: rand(shape)),
+    ):
+        found = calibrate.measure()
+    assert found == {"matmul, FLOP/s": 2 * 8192**3, "hbm, bytes/s": 3 * 2 * 2**28, "launch, s": 1.0}
+
+
 def test_the_largest_plan_does_little_work():
     """llama3-405b on 16,384 GPUs: of all legal layouts, 1% are bounded one by one, and 1 in 5,000 is simulated."""
     bars, bounded, memory = [], mock.Mock(side_effect=step_seconds), mock.Mock(side_effect=held)
@@ -454,6 +539,41 @@ def test_what_is_sent_again_over_tp_takes_its_time(sp, recompute):
     assert seconds[0] - seconds[1] == pytest.approx(times * collective_seconds(H100, net, ring(net, whole)))
 
 
+@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("dp", [1, 4])
+def test_a_message_takes_its_bytes_and_a_latency(dp, sp):
+    """A slice from each rank of tp over the boundary, within a node or between two; without SP, gathered there."""
+    layout, m = Layout(2, dp, 1, 4, gbs=8, sp=sp), MODELS["llama3-8b"]
+    whole, tp = 2 * m.seq_len * m.dim, network(layout, "tp")
+    speed, latency = (H100.within, LATENCY) if dp == 1 else (H100.between, LATENCY_BETWEEN)
+    gather = 0.0 if sp else collective_seconds(H100, tp, ring(tp, whole))
+    assert boundary_seconds(m, layout, H100, COURSE) == pytest.approx(whole / 4 / speed + latency + gather, rel=1e-9)
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_tokens_for_experts_take_their_time(sp):
+    """To the experts and back, in a layer's forward and in its backward; with SP, each rank of tp sends its own."""
+    layout, m = Layout(1, 8, 1, 2, ep=4, gbs=8, sp=sp), MODELS["mixtral-8x7b"]
+    net, rows = network(layout, "ep"), m.seq_len * m.experts_per_token / (2 if sp else 1)
+    one_way = collective_seconds(H100, net, ring(net, 2 * rows * m.dim))
+    assert step_seconds(m, layout, H100, COURSE).exposed["ep"] == pytest.approx(4 * m.n_layers * one_way)
+
+
+def test_a_rank_reads_the_experts_that_it_has():
+    """With ep 4, as many tokens meet a quarter of the matrices: the others are not read from memory."""
+    m = MODELS["mixtral-8x7b"]
+    one, four = (layer_work(m, Layout(1, 8, ep=ep, gbs=8), H100, COURSE, True).f["matmul"] for ep in (1, 4))
+    assert one - four == pytest.approx(2 * 3 * m.dim * m.expert_width * (m.experts - m.experts // 4) / H100.hbm)
+
+
+@pytest.mark.parametrize("name", ["llama3", "megatron-2022"])
+def test_selective_recomputation_does_attention_again_where_it_was_kept(name):
+    """One kernel keeps no scores and has nothing to do again; several kernels have."""
+    layout = Layout(1, 8, gbs=8, recompute="selective")
+    seconds = step_seconds(MODELS["llama3-8b"], layout, H100, RECIPES[name])
+    assert (seconds.recompute > 0) == (not RECIPES[name].flash)
+
+
 def test_what_lives_for_a_moment_counts_against_the_memory():
     """By hand: without recomputation, backward of SwiGLU's product has three gradients of width f at a time."""
     m = replace(MODELS["llama3-8b"], vocab_size=8)  # no loss to speak of, and an MLP whose tokens weigh more than it
@@ -463,6 +583,14 @@ def test_what_lives_for_a_moment_counts_against_the_memory():
     # the output's gradient and the three are there; the product that down_proj kept has gone
     assert moment == pytest.approx(2 * tokens * (m.dim + 3 * m.ffn_dim - m.ffn_dim), rel=1e-3)
     assert held(m, layout, COURSE).buffers == CONTEXT + course_moment(m, layout, 1, middle, True, True)
+
+
+def test_the_vocabulary_counts_for_a_moment_where_it_is():
+    """In backward of the first stage, the embedding's gradient; a stage in the middle has no vocabulary."""
+    small, layout, layers = replace(MODELS["llama3-8b"], vocab_size=8), Layout(zero=0, gbs=8), frozenset({False})
+    large = replace(small, vocab_size=2**20)
+    first, middle = ([course_moment(m, layout, 1, layers, at, False) for m in (small, large)] for at in (True, False))
+    assert middle[0] == middle[1] and first[1] > 2 * 2**20 * large.dim > first[0]
 
 
 def test_dualpipe_pays_for_its_second_copy():

@@ -3,6 +3,7 @@
 import json
 import random
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,7 +34,7 @@ from tests.schedules import (
     torch_lists,
 )
 from theory.bubble import UNIT_COSTS, bubble_rate, idle_fraction, in_flight, longest, makespan
-from theory.memory import in_flight_bytes
+from theory.memory import in_flight_bytes, program_bytes
 from theory.zb_auto import zb_auto
 
 GRID = [(4, 8), (4, 16), (8, 16), (8, 32)]
@@ -529,6 +530,14 @@ def test_activations_in_flight():
         assert in_flight(h2) == [min(m, 2 * (p - rank) - 1) for rank in range(p)]
         assert max(in_flight(h1, until="W")) == min(m, p)
         assert max(in_flight(h2, until="W")) == min(m, 2 * p - 1)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_nothing_is_left_of_a_micro_batch(schedule):
+    """One rank, one stage: after its backward, the next micro-batch finds all bytes free; to the byte."""
+    lists, placements = lists_of(schedule, 1, 5)
+    stage = SimpleNamespace(first=True, last=True)
+    assert program_bytes(communicate(lists, placements)[0], [stage], whole=[10], waiting=[3], message=7) == 10
 
 
 def test_chunks_in_flight():

@@ -25,6 +25,7 @@ from common import UserError
 from common.comm import Mesh
 from common.layout import materialize
 from common.model import IGNORE, PRESETS, Decoder, ModelConfig
+from common.moe import MOE_PRESETS
 from common.trainer import Trainer
 from services import checkpoint as checkpoints
 from services import devices, flags, relief, saver
@@ -930,10 +931,13 @@ def test_a_full_gpu_is_one_line_with_the_flags_that_help(tmp_path, capsys, monke
         assert human(sum(held.values()) - sum(relief.device_bytes(changed, 1).values())) == saved
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_what_a_full_gpu_is_said_to_hold_is_the_memory_tables(dtype, optimizer):
-    """On one device, kind by kind (but for buffers, which the table leaves out; fp32's activations within a tenth)."""
+    """On one device, kind by kind (but for buffers, which the table leaves out; fp32's activations within a tenth).
+
+    Adafactor's few numbers are left out.
+    """
     config = Config(model="smollm-135m", dtype=dtype, optimizer=optimizer, micro_batch_size=2)
     m = config.model_config()
     with torch.device("meta"):
@@ -1079,9 +1083,10 @@ def test_peak_is_from_the_table_the_flag_or_a_matmul(monkeypatch):
 
 
 def test_the_default_model_reads_bytes():
-    """`python step01_single_gpu.py` needs no flag: byte vocabulary, and a batch of whole micro-batches."""
+    """`python step01_single_gpu.py` needs no flag: byte vocabulary (of all home-made presets), whole micro-batches."""
     config = Config()
     assert config.model_config().vocab_size == BYTE_VOCAB
+    assert {MOE_PRESETS[name].vocab_size for name in ("tiny", "debug", "tiny-moe")} == {BYTE_VOCAB}
     check_one(config)
 
 

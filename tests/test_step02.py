@@ -14,11 +14,12 @@ import step02_ddp as step02
 import step04_tp_sp as step04
 from common import UserError
 from common.comm import all_gather, all_reduce, all_to_all, exchange, reduce_scatter
-from services import residuals, resume
+from services import relief, residuals, resume
 from services.boxes import gather
 from services.checkpoint import find
 from services.checks import check_dp
 from services.compression import COMPRESSED_SUMS, CompressedSum, summed
+from services.flags import report
 from services.launch import open_mesh
 from services.plots import read_metrics
 from services.readers import open_tokens
@@ -491,6 +492,25 @@ def test_flags_that_exclude_one_another(flags, message):
     """Refused before anything starts."""
     with pytest.raises(UserError, match=message):
         check_dp(step02.Config(**SMALL | flags), 1)
+
+
+def test_a_rank_without_zero_is_said_to_hold_what_one_device_holds():
+    """Data parallelism alone cuts nothing: what a full GPU is said to hold does not depend on the ranks."""
+    config = step02.Config(model="smollm-135m", micro_batch_size=2, global_batch_size=8)
+    assert relief.device_bytes(config, 4) == relief.device_bytes(config, 1)
+
+
+@pytest.mark.parametrize(
+    "world, elastic, came, said", [(1, True, 1, 1), (2, False, 2, 1), (2, True, 1, 1), (2, True, 2, 0)]
+)
+def test_an_error_is_said_once_a_job(monkeypatch, capsys, world, elastic, came, said):
+    """Of torchrun's ranks, the first that comes to its store speaks; one rank, or another launcher's, asks nobody."""
+    store = mock.Mock(**{"return_value.add.return_value": came})
+    monkeypatch.setattr(torch.distributed, "TCPStore", store)
+    names = dict(WORLD_SIZE=str(world), MASTER_ADDR="here", MASTER_PORT="1")
+    with mock.patch.dict(os.environ, names | dict(TORCHELASTIC_RUN_ID="job") if elastic else names):
+        report("error: full")
+    assert capsys.readouterr().err == "error: full\n" * said and store.called == (world == 2 and elastic)
 
 
 @pytest.mark.exhaustive

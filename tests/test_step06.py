@@ -35,6 +35,8 @@ from tests.equivalence import SMALL, check, difference, label
 from tests.pool import RankError, with_figures
 from theory.bubble import in_flight
 from theory.flops import balance
+from theory.memory import cp_activation_bytes, stage_parts
+from theory.traffic import UnitShape, zero_stage_traffic
 
 STEP = "step06_pipeline"
 CPU = torch.device("cpu")
@@ -414,6 +416,34 @@ def test_traffic_is_what_theory_says(pools, tmp_path, layout):
             assert n_bytes == pytest.approx(predicted[name], rel=1e-12), name
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_stages_keep_adds_up_to_the_model(tp):
+    """Layers, RoPE's tables, embedding and head; the embedding keeps something only if tp cuts it: 9 bytes a token."""
+    config = step06.Config(**SMALL | BASE)
+    m, about = config.model_config(), (torch.float32, True)
+    parts = stage_parts(config, m, tp, 1, *about)
+    whole = m.n_layers * parts.layer + parts.rope + parts.embedding + parts.head
+    assert whole == cp_activation_bytes(config, m, tp, 1, *about)
+    assert parts.embedding == (9 * config.micro_batch_size * m.seq_len if tp > 1 else 0)
+
+
+def test_a_rank_has_its_share_of_micro_batches():
+    """Of 24 sequences on 3 data ranks, two at a time: each list of the pipeline goes forward with four."""
+    config = step06.Config(**SMALL | BASE | dict(global_batch_size=24, micro_batch_size=2, schedule="1f1b", chunks=1))
+    plan = plan_pipeline(config, config.model_config(), dict(pp=2, dp=3, cp=1, tp=1))
+    assert [sum(action.kind == "F" for action in actions) for actions in plan.lists] == [4, 4]
+
+
+def test_a_weight_gradient_begins_no_turn():
+    """By hand: ZeRO 3 gathers a chunk's unit when its F or B follows another chunk's; each W sends a gradient."""
+    actions = [Action(kind, 0, chunk) for kind, chunk in (("F", 0), ("F", 1), ("B", 1), ("B", 0), ("W", 1), ("W", 0))]
+    units = [UnitShape("dp", 2, 10, True, 4, 2), UnitShape("dp", 2, 100, True, 4, 2)]
+    assert zero_stage_traffic(units, 3, [[0], [1]], actions) == {
+        ("dp", "reduce_scatter"): 4 * (10 + 100),
+        ("dp", "all_gather"): 2 * (2 * 10 + 100),
+    }
+
+
 @pytest.mark.parametrize("layout", [dict(), dict(tp=2), dict(tp=2, sp=False), dict(cp=2)], ids=label)
 def test_bytes_over_a_boundary(pools, tmp_path, layout):
     """1F1B: each rank but the last sends x, each but the first sends dx: b s h e / (cp tp) for every micro-batch."""
@@ -645,8 +675,8 @@ def test_a_run_leaves_its_timeline(pools, tmp_path):
             8,
             "--pp 2 x --cp 2 x --tp 4 = 16 does not divide the 8 ranks that were started: use --pp among",
         ),
-        (dict(pp=4, n_layers=3), 4, "--n-layers 3 cannot be cut into 4 stages"),
-        (dict(pp=2, schedule="zbv", n_layers=3), 2, "--n-layers 3 cannot be cut into 4 stages"),
+        (dict(pp=4, n_layers=3), 4, "--n-layers 3 cannot be cut into 4 stages (--pp 4 x 1 chunks"),
+        (dict(pp=2, schedule="zbv", n_layers=3), 2, "--n-layers 3 cannot be cut into 4 stages (--pp 2 x 2 chunks"),
         (dict(pp=2, schedule="interleaved", chunks=3, n_layers=5), 2, "cannot be cut into 6 stages"),
         (dict(pp=3, schedule="dualpipe", n_layers=6), 3, "even number of ranks"),
         (dict(pp=2, schedule="zbv", chunks=3), 2, "--chunks 2"),

@@ -617,6 +617,18 @@ def test_mean_rows(experts, k, ep):
     assert mean_rows(m, 10, ep) <= 10 * min(k, ep - 1)
 
 
+@pytest.mark.parametrize("ep", [1, 2])
+def test_sums_inside_experts_are_done_again_where_tokens_travel(ep):
+    """With recomputation: a further reduce-scatter over tp of the rows that came; else the layer stops before it."""
+    config = step07.Config(**SMALL | BASE | dict(tp=2, cp=1, ep=ep))
+    m, chunk = config.model_config(), SimpleNamespace(layers=range(2))
+    tokens = config.micro_batch_size * m.seq_len // 2
+    rows = ep * round(mean_rows(m, tokens, ep) / max(1, ep - 1))
+    kinds = [replace(config, recompute=kind) for kind in ("none", "full")]
+    once, again = (moe_traffic(c, m, 2, 1, ep, torch.float32, chunk, 5)["tp", "reduce_scatter"] for c in kinds)
+    assert again - once == (2 * 5 * rows * m.dim * 4 if ep > 1 else 0)
+
+
 def step_on_rank(options: dict, ep: int) -> tuple[dict, dict]:
     """Runs on every rank: train a step in which all experts are as likely; traffic, and what step07 predicts."""
     config = step07.Config(**options)

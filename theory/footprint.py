@@ -185,10 +185,11 @@ def course_parts(
 def course_chunk(m: Shape, layout: Layout, stage: Stage) -> tuple[float, float]:
     """The course's bytes of one micro-batch on a stage: from F to B, and what of it stays until W."""
     key = (m, layout.mbs, layout.cp, layout.tp, layout.sp, layout.recompute, layout.cp_mode)
-    layers = sum(n * course_parts(*key, flag).layer for flag, n in layers_by_kind(m, stage))
-    parts = course_parts(*key, False)
-    whole = layers + parts.rope + stage.last * parts.head + stage.first * parts.embedding
-    return whole, len(stage.layers) * parts.inputs
+    layers = [(n, course_parts(*key, flag)) for flag, n in layers_by_kind(m, stage)]
+    ends = course_parts(*key, False)
+    whole = sum(n * parts.layer for n, parts in layers)
+    whole += ends.rope + stage.last * ends.head + stage.first * ends.embedding
+    return whole, sum(n * parts.inputs for n, parts in layers)
 
 
 def plain_chunk(m: Shape, layout: Layout, recipe: Recipe, stage: Stage) -> tuple[float, float]:

@@ -36,7 +36,7 @@ class Recipe(NamedTuple):
 
 
 RECIPES = {
-    "course": Recipe("course", reduced=4, selective="elementwise", stops=True, overlap_tp=True, scatter=True, logits=0),
+    "course": Recipe("course", selective="elementwise", stops=True, overlap_tp=True, scatter=True, logits=0),
     "megatron-2021": Recipe(  # on CUDA 11.0: the same layout of 530e9 weights took 10% less a year later (S9, K5)
         "megatron-2021", flash=False, gradient=2, reduced=2, overlap_dp=False, scatter=True, split="even", library=0.92
     ),
