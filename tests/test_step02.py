@@ -207,6 +207,34 @@ def collectives_on_rank() -> dict:
         )  # fmt: skip
 
 
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU; its copy on the host is a plain one."""
+
+    is_cuda = True
+
+    def cpu(self) -> torch.Tensor:
+        """The same numbers elsewhere."""
+        return self.as_subclass(torch.Tensor).clone()
+
+
+def collectives_through_the_host(fake: bool) -> list[list[float]]:
+    """Runs on every rank: three collectives of tensors that may be on a GPU."""
+    world = torch.distributed.get_world_size()
+    with open_mesh({"dp": world}, torch.device("cpu"), "gloo") as mesh:
+        place = (lambda x: x.as_subclass(OnGpu)) if fake else lambda x: x
+        numbers = place(torch.arange(2.0 * world) + mesh.rank)
+        parts, everyones = place(torch.empty(2)), place(torch.empty(2 * world**2))
+        reduce_scatter(parts, numbers, mesh["dp"]).wait()
+        all_gather(everyones, numbers, mesh["dp"]).wait()
+        all_reduce(numbers, mesh["dp"]).wait()
+        return [x.as_subclass(torch.Tensor).tolist() for x in (numbers, parts, everyones)]
+
+
+def test_gloo_takes_a_gpus_tensors_through_host_memory(pools):
+    """Results are where they are without the detour."""
+    assert pools(2).run(collectives_through_the_host, True) == pools(2).run(collectives_through_the_host, False)
+
+
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_collectives_and_their_bytes(pools, world):
     """Results against arithmetic, ledger entries against the ring formulas, the hand-written ring against gloo's."""
