@@ -176,7 +176,7 @@ def check(
     `patch` is applied to both sides (a frozen parameter, say), `fault` to the layout alone; `against`: the step to
     compare with, in one process, if it is not step01. Returns the worst difference.
     """
-    options = SMALL | dict(steps=3) | base
+    options = SMALL | dict(steps=2 if fault else 3) | base
     file, bound = str(reference(options, patch, against)), BOUNDS[options["dtype"]]
     with tempfile.TemporaryDirectory(dir=SCRATCH.name) as out:
         return max(pool.run(on_rank, step_name, options | layout | dict(out=out), file, bound, [patch, fault]))

@@ -138,7 +138,7 @@ WHOLE = [
 ]
 
 
-@pytest.mark.picked(1, 2)
+@pytest.mark.picked(2)
 @pytest.mark.parametrize("step, world, layout, base", WHOLE, ids=str)
 def test_equals_one_device_if_nothing_is_rounded(pools, step, world, layout, base):
     """The same messages, with every byte of the values in them: only rounding is lossy."""

@@ -378,7 +378,7 @@ def modes(name: str) -> list[str]:
     return [f"{name}-{mode}" for mode in VALUES["recompute"]]
 
 
-@pytest.mark.picked(0, 5)
+@pytest.mark.picked(5)
 @pytest.mark.parametrize("cases", [pytest.param(modes(name), id=name) for name in LAYERS])
 def test_compile_makes_graphs_whatever_is_recomputed(results, cases):
     """As many with recomputation as without, and as many for ten layers as for one (no recompilation is given up)."""

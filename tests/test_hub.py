@@ -73,7 +73,7 @@ def theirs(folder: Path, architecture: str, m: MoEConfig) -> torch.Tensor:
         return model(TOKENS).logits
 
 
-@pytest.mark.picked(0, 2)
+@pytest.mark.picked(0)
 @pytest.mark.parametrize(
     "base, layout, architecture",
     [

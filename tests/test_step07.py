@@ -60,7 +60,7 @@ def check(pool, base: dict, layout: dict, patch: str = "", fault: str = "") -> f
 # --- equal to one process --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.picked(6, 9, 12)
+@pytest.mark.picked(6, 9)
 @pytest.mark.parametrize(
     "optimizer, layout",
     [
@@ -85,7 +85,7 @@ def test_equals_one_process(pools, optimizer, layout):
     check(pools(4), dict(optimizer=optimizer), layout)
 
 
-@pytest.mark.picked(3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "layout",
     [dict(ep=8, zero=1), dict(ep=4, tp=2, zero=3), dict(ep=4, cp=2, tp=2, zero=0), dict(ep=2, cp=2, tp=2, zero=2)],
@@ -96,7 +96,7 @@ def test_equals_one_process_on_eight_ranks(pools, layout):
     check(pools(8), dict(micro_batch_size=1), layout)
 
 
-@pytest.mark.picked(0, 3, 9, 12, 15)
+@pytest.mark.picked(0, 9, 12, 15)
 @pytest.mark.parametrize(
     "base, layout",
     [
