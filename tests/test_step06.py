@@ -8,8 +8,8 @@ import io
 import itertools
 import os
 import signal
-import time
-from contextlib import nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
 import step01_single_gpu as step01
 import step06_pipeline as step06
@@ -30,7 +31,6 @@ from services.checks import check_pp, choose_chunks, plan_pipeline, split_layers
 from services.launch import open_mesh
 from services.run import Run
 from tests import equivalence, faults
-from tests.bench.timelines import Recorder
 from tests.equivalence import SMALL, check, difference, label
 from tests.pool import RankError, with_figures
 from theory.bubble import in_flight
@@ -546,8 +546,11 @@ def test_no_input_gradient_where_none_is_wanted():
 # --- messages --------------------------------------------------------------------------------------------------------
 
 
-def overlap_on_rank(delay: float, fault: str) -> list[float]:
-    """Runs on two ranks: afab, the last stage begins `delay` seconds late; when rank 0's forward passes ended."""
+def overlap_on_rank(patience: float, fault: str, key: str) -> bool:
+    """Runs on two ranks: afab. Rank 1 begins when rank 0 has done all its forward passes, or after so many seconds.
+
+    Returns whether it had; it says so under this key of the store.
+    """
     flags = dict(pp=2, n_layers=2, zero=0, schedule="afab", seq_len=512, dim=256, global_batch_size=4, dtype="fp32")
     config = step06.Config(**SMALL | PLAIN | flags)
     with start(config) as run, faults.applied(fault):
@@ -556,20 +559,30 @@ def overlap_on_rank(delay: float, fault: str) -> list[float]:
             model = Decoder(run.shape)
         chunks = step06.keep_stage(model, run.mesh, plan)
         pipeline = step06.Pipeline(model, chunks, plan, torch.arange(512), None, config, run)
-        tokens, began = torch.zeros(1, 512, dtype=torch.int64), time.perf_counter()
+        tokens, store, done = torch.zeros(1, 512, dtype=torch.int64), _get_default_store(), []
         if run.mesh.rank == 1:
-            time.sleep(delay)
+            with suppress(RuntimeError):  # it has waited in vain
+                store.wait([key], timedelta(seconds=patience))
+                done.append("F")
+
+        @contextmanager
+        def phase(_name: str, action: Action | None = None):
+            yield
+            if action is not None:
+                done.append(action.kind)
+            if run.mesh.rank == 0 and done == ["F"] * 4:
+                store.set(key, "")
+
+        had = bool(done)
         end = lambda i, hidden: model.lm_head.loss(hidden, tokens)  # noqa: E731
-        recorder = Recorder()
-        pipeline.run([tokens] * 4, end, pipeline.program, recorder)
-        return [stop - began for kind, *_, stop in recorder.rows if kind == "F"]
+        pipeline.run([tokens] * 4, end, pipeline.program, phase)
+        return had
 
 
-def test_sends_do_not_wait(pools):
+def test_sends_do_not_wait(pools, tmp_path):
     """Rank 0 has done all its forward passes before rank 1 looks at the first; with blocking messages it has not."""
-    delay = 3.0
-    assert pools(2).run(overlap_on_rank, delay, "")[0][-1] < delay
-    assert pools(2).run(overlap_on_rank, delay, "blocking_messages")[0][-1] > delay
+    assert pools(2).run(overlap_on_rank, 120.0, "", f"{tmp_path}/1")[1]
+    assert not pools(2).run(overlap_on_rank, 1.0, "blocking_messages", f"{tmp_path}/2")[1]
 
 
 # --- what peers got wrong --------------------------------------------------------------------------------------------
