@@ -26,7 +26,7 @@ from services import plots
 from services.run import Run
 from services.state import full_gradients, full_state
 from tests import faults
-from tests.pool import Pool
+from tests.pool import FIGURES, Pool
 
 SCRATCH = tempfile.TemporaryDirectory(prefix="equivalence-")
 BOUNDS = {"fp64": 1e-10, "fp32": 1e-5}
@@ -66,7 +66,7 @@ class Recording:
 @contextmanager
 def without_instruments() -> Iterator[None]:
     """Training draws no figures and does not watch its memory: both together take half of the time of a tiny model."""
-    figures = dict.fromkeys(("loss_curve", "pipeline_timelines", "traffic", "expert_load"), lambda *_: None)
+    figures = dict.fromkeys(FIGURES, lambda *_: None)
     with mock.patch.multiple(plots, **figures), mock.patch.object(Run, "profiling", False):
         yield
 

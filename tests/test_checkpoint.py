@@ -994,13 +994,13 @@ def train_job(*flags: str, restarts: int = 0, start: Callable[..., Job] = forked
 KILLED = dict(BASE, steps=60, save_every=4, global_batch_size=8, lr=0.01)
 
 
-def stop_one(out: Path, job: Job):
+def stop_one(out: Path, job: Job, seconds: int):
     """SIGSTOP to rank 1, once there is a checkpoint: the other one names it and ends."""
     wait_for(lambda: steps_done(out) > 8 and len(ranks_of(job)) == 2, job)
     pid = ranks_of(job)[1]
     os.kill(pid, signal.SIGSTOP)
     lines = lines_until(job, "ending the job")
-    assert "rank 1 is behind" in lines[-1] and re.search(r"\(--timeout \d+\), ending the job", lines[-1])
+    assert "rank 1 is behind" in lines[-1] and f"(--timeout {seconds}), ending the job" in lines[-1]
     assert re.search(r"rank 0: step \d+, \w+; last collective dp \w+", next(job.stdout) + next(job.stdout))
     os.kill(pid, signal.SIGKILL)  # torchrun would, after half a minute
 
@@ -1011,7 +1011,7 @@ def test_a_stopped_rank_is_named_and_the_job_ends(tmp_path):
     flags = ["--model", "debug", "--global-batch-size", "8", "--eval-every", "0", "--steps", "100000"]
     job = train_job(*flags, "--timeout", "10", "--out", str(tmp_path), start=torchrun)
     try:
-        stop_one(tmp_path, job)
+        stop_one(tmp_path, job, 10)
         job.communicate()
         assert job.wait(timeout=60) != 0
     finally:
@@ -1034,7 +1034,7 @@ def kill_at_random(out: Path, options: dict, seed: int, kills: int, stop: bool =
     job = train_job(*flags, restarts=kills + stop, start=start)
     try:
         if stop:
-            stop_one(out, job)
+            stop_one(out, job, options["timeout"])
             lines_until(job, f"going on from {out}/checkpoints/")
         for kill in range(kills):
             target = steps * (kill + 1) // (kills + 2) + rng.randrange(4)

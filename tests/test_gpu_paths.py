@@ -139,8 +139,8 @@ def cover(step: int, flags: set[str]) -> list[dict]:
 
 
 def path(step: int, number: int, options: dict) -> dict:
-    """The case of one rank; the first of each step takes a second step, too."""
-    options = complete(step, options) | dict(steps=1 if number else 2)
+    """The case of one rank; every other one takes a second step, too."""
+    options = complete(step, options) | dict(steps=2 - number % 2)
     return dict(kind="path", step=step, options=options, rank=number * 3 % WORLD if step > 1 else 0)
 
 
@@ -155,6 +155,8 @@ for number in range(2, 7):
     own = list(paths("", number, flags_of(number).keys() - flags_of(number - 1).keys()).items())
     PATHS |= dict(own[:2])
     MORE_PATHS |= dict(own[2:]) | paths("all-", number, {*flags_of(number)})
+for name, case in PATHS.items():  # by default, a second step is taken by the first case of each step alone
+    case["options"]["steps"] = 2 if name.endswith("-0") else 1
 
 
 def order(step: int, number: int, **fixed) -> dict:
@@ -173,11 +175,12 @@ CUT = {
 ORDERS = {"order7-0": order(7, 0, **CUT[7])}
 MORE_ORDERS = {f"order{step}-{n}": order(step, n, **CUT[step]) for step in CUT for n in range(4)}
 MORE_ORDERS |= {f"order6-{name}": order(6, 2, pp=4, cp=1, tp=2, schedule=name) for name in VALUES["schedule"]}
+MORE_ORDERS |= {"order6-zbv": order(6, 1, pp=4, cp=1, tp=2, schedule="zbv", zero=3)}
 MORE_ORDERS = {name: case for name, case in MORE_ORDERS.items() if name not in ORDERS}
 
 BROKEN = {
     "reversed_on_ranks_0_and_5": dict(kind="order", step=6, options=complete(6, dict(pp=2, cp=1, tp=2, steps=1))),
-    "item_in_a_micro_batch": path(3, 0, {}),
+    "item_in_a_micro_batch": path(3, 2, {}),
     "table_on_the_host": path(4, 1, dict(tp=2)),
     "message_on_the_host": path(4, 1, dict(tp=2)),
 }

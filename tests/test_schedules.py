@@ -53,6 +53,11 @@ def sizes(schedule: str):
     return [size for size in product(range(1, 9), range(1, 33), chunks) if not refuse(schedule, *size)]
 
 
+def some(usual: int) -> pytest.MarkDecorator:
+    """A test of every `usual`-th size by default, and of each in -m exhaustive."""
+    return pytest.mark.parametrize("every", [usual, pytest.param(1, marks=pytest.mark.exhaustive)])
+
+
 def bubble(spans: list[list[Span]]) -> float:
     """Seconds that a rank idles between the first start and the last end of all ranks, all of them equally busy."""
     return makespan(spans) - sum(span.end - span.start for span in spans[0])
@@ -112,31 +117,34 @@ def test_messages_in_queues_take_their_time(schedule):
         seconds_of(programs, placements, unit, 0.05, QUEUES["none"])
 
 
+@some(11)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_rank_may_wait_for_what_it_has_posted(schedule):
+def test_a_rank_may_wait_for_what_it_has_posted(schedule, every):
     """Wherever an executor waits for a message that it has posted, nothing hangs: not even if every post blocks."""
-    for p, m, v in sizes(schedule)[::11]:
+    for p, m, v in sizes(schedule)[::every]:
         lists, placements = lists_of(schedule, p, m, v)
         check_programs(communicate(lists, placements), placements, blocking=True)
 
 
+@some(11)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_forward_passes_alone_are_sound(schedule):
+def test_forward_passes_alone_are_sound(schedule, every):
     """Evaluation: each rank does all micro-batches on its first chunk, then all on the next."""
-    for p, m, v in sizes(schedule)[::11]:
+    for p, m, v in sizes(schedule)[::every]:
         placements = place_stages(schedule, p, v)
         chunks = [[place.chunk for place in placements[0] if place.rank == rank] for rank in range(p)]
         lists = [[Action("F", i, chunk) for chunk in row for i in range(m)] for row in chunks]
         check_programs(communicate(lists, placements), placements)
 
 
+@some(11)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_was_sent_to_a_rank_has_its_receive_before_that_rank_sends_back(schedule):
+def test_what_was_sent_to_a_rank_has_its_receive_before_that_rank_sends_back(schedule, every):
     """When a message is here, its sender has posted the receives of all that was sent to it before this one's receive.
 
     So when a message arrives, an executor can free what it had sent to that rank: no other action must run for this.
     """
-    for p, m, v in sizes(schedule)[::11]:
+    for p, m, v in sizes(schedule)[::every]:
         programs = communicate(*lists_of(schedule, p, m, v))
         index = [{step: i for i, step in enumerate(program)} for program in programs]
         for rank, program in enumerate(programs):
@@ -303,29 +311,32 @@ def test_idle_fraction_of_gpipe_and_1f1b(schedule):
         assert idle_fraction(simulate(*lists_of(schedule, p, m), costs)) == pytest.approx((p - 1) / (m + p - 1))
 
 
-def test_idle_fraction_of_interleaved():
+@some(5)
+def test_idle_fraction_of_interleaved(every):
     """(p-1)/(vm+p-1) for p micro-batches or more, whether p divides them or not."""
-    for p, m, v in sizes("interleaved")[::5]:
+    for p, m, v in sizes("interleaved")[::every]:
         if m >= p:
             idle = idle_fraction(simulate(*lists_of("interleaved", p, m, v), UNIT_COSTS))
             assert idle == pytest.approx((p - 1) / (v * m + p - 1)), (p, m, v)
 
 
-def test_bubble_of_zb_h1():
+@some(11)
+def test_bubble_of_zb_h1(every):
     """(p-1)(f+b-w) as in the paper if w is at most f and b; the smallest of the three fills the gap in any case."""
-    for (p, m, _), costs in product(sizes("zb-h1")[::11], COSTS):
+    for (p, m, _), costs in product(sizes("zb-h1")[::every], COSTS):
         if m >= p:
             expected = (p - 1) * (costs.f + costs.b - min(costs.f, costs.b, costs.w))
             assert bubble(simulate(*lists_of("zb-h1", p, m), costs)) == expected, (p, m, costs)
 
 
-def test_bubble_of_zb_h2():
+@some(11)
+def test_bubble_of_zb_h2(every):
     """(p-1)(f+b-2w) per rank, as in the paper, from 2p-1 micro-batches: none for f = b = w.
 
     Counted from a rank's own first action to its last. Never negative, and at least (p-1)(b-f): forwards come to the
     ranks f apart, backwards leave them b apart. From first start to last end of all ranks, (p-1) f more.
     """
-    for (p, m, _), costs in product(sizes("zb-h2")[::11], COSTS):
+    for (p, m, _), costs in product(sizes("zb-h2")[::every], COSTS):
         if m >= 2 * p - 1:
             spans = simulate(*lists_of("zb-h2", p, m), costs)
             f, b, w, _ = costs
@@ -334,9 +345,10 @@ def test_bubble_of_zb_h2():
                 assert bubble(spans) == (p - 1) * f
 
 
-def test_bubble_of_zbv():
+@some(3)
+def test_bubble_of_zbv(every):
     """None on any rank for f = b = w from 2p-1 micro-batches: the last rank starts p-1 chunks late, and that is all."""
-    for p, m, _ in sizes("zbv")[::3]:
+    for p, m, _ in sizes("zbv")[::every]:
         if m >= 2 * p - 1:
             spans = simulate(*lists_of("zbv", p, m), UNIT_COSTS)
             assert bubble(spans) == p - 1, (p, m)
@@ -434,10 +446,11 @@ def test_bubble_rates_of_the_papers_handmade_schedules():
         assert round(bubble_rate(simulate(*lists_of(schedule, 8, 24), TIMES)), 4) == paper
 
 
-def test_zb_auto_is_sound_within_its_memory_and_no_worse_than_what_was_made_by_hand():
+@pytest.mark.parametrize("trials", [12, pytest.param(30, marks=pytest.mark.exhaustive)])
+def test_zb_auto_is_sound_within_its_memory_and_no_worse_than_what_was_made_by_hand(trials):
     """Any p, m, costs and limit: complete, in order, free of deadlock; with p at least zb-h1, with 2p zb-h2."""
     draw = random.Random(0)
-    for _ in range(12):
+    for _ in range(trials):
         p, m, waiting = draw.randint(1, 8), draw.randint(1, 20), draw.choice([0.0, WAITING, 1.0])
         limit = draw.choice([p, 2 * p, draw.uniform(1, 3 * p)])
         costs = Costs(*(draw.choice([1, 2, 5, draw.uniform(0.1, 3)]) for _ in range(3)), draw.choice([0, 0.3, 2]))
@@ -555,10 +568,11 @@ def test_chunks_in_flight():
 # --- drawn
 
 
-def test_timelines_are_drawn(tmp_path):
+@pytest.mark.parametrize("drawn", [("1f1b", "zbv"), pytest.param((*SCHEDULES,), marks=pytest.mark.exhaustive)])
+def test_timelines_are_drawn(tmp_path, drawn):
     """One figure of several schedules from a JSON file or from the same data in memory, without the file."""
     panels = {}
-    for schedule in ("1f1b", "zbv"):
+    for schedule in drawn:
         spans = simulate(*lists_of(schedule, 4, 8), UNIT_COSTS)
         ranks = [[[*action[:3], start, end] for action, start, end in row] for row in spans]
         panels[schedule] = {"ranks": ranks, "idle": idle_fraction(spans), "simulated_idle": None}

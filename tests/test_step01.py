@@ -28,7 +28,7 @@ from common.model import IGNORE, PRESETS, Decoder, ModelConfig
 from common.moe import MOE_PRESETS
 from common.trainer import Trainer
 from services import checkpoint as checkpoints
-from services import devices, evaluation, flags, relief, saver
+from services import devices, flags, relief, saver
 from services import resume as resuming
 from services.boxes import Piece
 from services.checks import check_one
@@ -1034,9 +1034,8 @@ def test_profile_memory(tmp_path):
     assert (tmp_path / "memory.png").stat().st_size > 5000
 
 
-def test_generate_prints_text(tmp_path, capsys, monkeypatch):
+def test_generate_prints_text(tmp_path, capsys):
     """`--resume OUT --generate TEXT` continues the text, in whatever precision and touches nothing."""
-    monkeypatch.setattr(evaluation, "generate", partial(evaluation.generate, n_tokens=40))
     options = SMALL | dict(out=tmp_path, micro_batch_size=6)
     step01.train(Config(**options | dict(out=str(tmp_path), dtype="bf16", save_every=4)))
     before = sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("*"))
@@ -1050,7 +1049,7 @@ def test_generate_prints_text(tmp_path, capsys, monkeypatch):
     ):
         words = as_flags(options | dict(generate="def ", resume=tmp_path) | change)
         status, out, err = run_main(capsys, *words)
-        assert status == 0 and err == "" and out.startswith("def ") and len(out) > 20
+        assert status == 0 and err == "" and out.startswith("def ") and len(out) > 100
         texts.append(out)
     assert texts[0] == texts[1] != texts[3]
     assert sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("*")) == before

@@ -619,7 +619,7 @@ def test_faults_are_noticed(pools, tmp_path, fault, base, layout, complaint):
 
 def few_tokens() -> Any:
     """A context: a text is 40 tokens long, some of them beyond the sequence."""
-    return mock.patch.object(evaluation, "generate", partial(evaluation.generate, n_tokens=12))
+    return mock.patch.object(evaluation, "generate", partial(evaluation.generate, n_tokens=40))
 
 
 def text_on_rank(options: dict, folder: str) -> str:
