@@ -3,12 +3,12 @@
     tokens -> [ embedding, layers 0-1 ] -- x --> [ layers 2-4 ] -- x --> [ layers 5-6, norm, head ] -> loss
                   stage 0, pp rank 0    <-- dx --    stage 1    <-- dx --          stage 2
 
-Only x and dx [batch, seq, h] cross a boundary: b s h elements a micro-batch and direction, about 1/(8 L) of what tensor
-parallelism sends for L layers. The price is idle time, the *bubble*: at first the last stage has no input yet, at the
+Only x and dx [batch, seq, h] cross a boundary: 2 b s h elements a micro-batch, about 1/(4 L) of what tensor parallelism
+sends for L layers. The price is idle time, the *bubble*: at first the last stage has no input yet, at the
 end the first waits for gradients. Its size depends on the order of the work, the *schedule*. A schedule is data: a list
 of actions for each rank (common/schedules.py). It can be printed, drawn, timed, proved free of deadlock, and run.
 
-    F forward    B gradient of the input    W gradient of the weights (BW: both in one go)
+    F forward    B gradient of the input    W gradient of the layers' matrices (BW: both in one go)
     p ranks, m micro-batches, v chunks (stages) on a rank
 
     4 ranks, 6 micro-batches; F is shown as the number of its micro-batch, b and w are B and W, a dot is idle time
@@ -24,15 +24,15 @@ of actions for each rank (common/schedules.py). It can be printed, drawn, timed,
     interleaved   (p-1) / (v m + p-1)         (v-1) p + 2 (p-rank) - 1 v stages a rank: v times the messages (Megatron)
     zb-h1         (p-1) / (3 m + p-1)         p - rank                 only B is urgent, W fills gaps (zero bubble)
     zb-h2         as zb-h1                    2 (p - rank) - 1         twice the warm-up: once at work, no rank waits
-    zb-auto       at most zb-h1's             within --zb-memory       searched for given times (theory/zb_auto.py)
+    zb-auto       zb-h1's or less, memory 1   within --zb-memory       searched for given times (theory/zb_auto.py)
     zbv           (p-1) / (6 m + p-1)         2 p, of half the layers  two stages a rank in a V: the loss is on rank 0
     dualpipe      (p/2-1) / (3 m + p/2-1)     p + 1                    from both ends at once, two copies of the weights
 
-(The bubble: from the first start to the last end, for m of 2p or more, with dualpipe m even. In flight: between F and
-the end of B, in stages; with v stages a rank, each has 1/v of its layers. tests/test_schedules.py proves both.)
+(Bubble: idle share of the time from any rank's first start to any rank's last end; m >= 2p, dualpipe m even. In flight:
+F to end of B, in stages of L/(v p) layers, dualpipe L/p; interleaved: if p divides m. Until W: zb-h1 p, zb-h2 2p - 1.)
 
 A PROGRAM is one rank's list with its messages. recv and send post a message and go on; run waits for what it needs.
-Rank 1 of 3 with 1f1b and 3 micro-batches:
+Rank 1 of 3, 1f1b, 3 micro-batches (F1, BW1: of micro-batch 1; B1: the dx that BW1 makes):
 
     recv F0  recv F1  run F0  send F0  recv F2  run F1  send F1  recv B0  run BW0  send B0
     recv B1  run F2  send F2  run BW1  send B1  recv B2  run BW2  send B2
@@ -44,14 +44,14 @@ AUTOGRAD ends at a boundary. The input of a stage is a leaf. Of its output only 
 Backward starts from this edge with the gradient that arrives, and the leaf's `.grad` is what travels on.
 
 ZeRO's hooks fit one micro-batch after another. Here the pipeline says when it needs a chunk's weights and when a chunk
-is done. With --zero 1 gradients are reduced once, after the chunk's last W, in the bubble; with --zero 2 and 3 after
-each micro-batch. --zero 3 gathers a chunk when its turn begins and frees it when another chunk's turn begins.
+is done. With --zero 1 gradients are reduced once, after the chunk's last W; with --zero 2 and 3 once a micro-batch.
+--zero 3 gathers a chunk when its turn begins, frees it when another's begins: with one chunk, it stays for the step.
 
 A tied embedding is on two stages, and its gradient is the sum of both. dualpipe has every stage twice. The records say
 so, and `sum_partial_gradients` sums them over the pair of ranks, the mesh dimension "mirror".
 
 Run it:    torchrun --nproc_per_node=4 step06_pipeline.py --pp 4 --cp 1 --tp 1 --schedule zb-h1
-You should see step 1's losses under every schedule; runs/step06_pipeline/timeline.png shows who did what when.
+You should see step 1's losses (interleaved, zbv: both with --n-layers 8); timeline.png shows who did what when.
 """
 
 from collections import Counter, defaultdict
@@ -116,8 +116,8 @@ class Chunk:
 def keep_stage(model: Decoder, mesh: Mesh, plan: Plan) -> list[Chunk]:
     """Keep the layers of this rank of `mesh["pp"]`, under their global names; returns its chunks.
 
-    Adds the pairs "mirror" to the mesh: first and last rank, which share a tied embedding, and with dualpipe all ranks
-    i and p-1-i, which hold the same two stages. Records say how many ranks hold a parameter; two sum its gradient.
+    Adds "mirror" to the mesh, the pairs i, p-1-i. With dualpipe both have the same two stages; else only the ends share
+    a tied embedding (zbv: none). Records say how many ranks hold a parameter; two sum its gradient.
     """
     rank, trunk = mesh["pp"].rank, model.model
     mesh.add_pairs("mirror", of="pp")
@@ -136,7 +136,7 @@ def keep_stage(model: Decoder, mesh: Mesh, plan: Plan) -> list[Chunk]:
         params = list(getattr(owner, name).parameters())
         if rank not in ranks:
             owner._modules.pop(name) if owner is trunk.layers else setattr(owner, name, None)
-        elif mesh["pp"].size > 1 and not (tied and name == "lm_head"):
+        elif mesh["pp"].size > 1 and not (tied and name == "lm_head"):  # if tied, it is embed_tokens' weight
             for param in params:
                 param.parallel_layout = replace(layout_of(param), held=(("pp", len(ranks)),))
             if len(ranks) == 2:
@@ -167,7 +167,7 @@ class SplitFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: Group, gather: Callable, reduce: Callable, store: Any, *weights: Tensor):
         """As step 4's ColumnParallelLinear: x [batch, seq, in], weights [out, in] -> [batch, seq, out] for each."""
-        ctx.arguments = group, gather, reduce, store, weights  # themselves: a saved one may come back as another tensor
+        ctx.arguments = group, gather, reduce, store, weights  # leaves: W fills their .grad; saved ones may be copies
         ctx.save_for_backward(x)
         full = gather(x, group).wait()
         return tuple(F.linear(full, weight) for weight in weights)
@@ -207,7 +207,7 @@ def split_backward(model: Decoder, plan: Plan) -> WeightGradStore | None:
     for layer in model.model.layers.values():
         for block in layer.modules():
             project = getattr(block, "project", None)
-            if getattr(project, "overlap", False):  # step 4's ColumnParallel
+            if getattr(project, "overlap", False):  # step 4's ColumnParallel; else its linears, below
                 block.project = torch.compiler.disable(partial(split_project, project, store))
             if isinstance(block, nn.Linear | RowParallelLinear):
                 block.forward = torch.compiler.disable(partial(split_linear, block, store))
@@ -228,7 +228,7 @@ class PipelineZero(ZeroOptimizer):
         self.entered: list[Unit] = []  # the units of the chunk whose turn it is
 
     def begin(self):
-        """As in step 3; and no chunk has its weights, none has found a weight gradient."""
+        """As in step 3; no chunk has its turn, and all its W are still to come."""
         super().begin()
         self.left, self.entered = self.weight_gradients.copy(), []
 
@@ -250,7 +250,7 @@ class PipelineZero(ZeroOptimizer):
             super().completed(unit, name, param)
 
     def done(self, chunk: int):
-        """A weight gradient of a chunk was found. After its last, --zero 1 starts to reduce the chunk's."""
+        """A weight gradient of a chunk was found. After its last, --zero 1 reduces (tied: after both chunks' last)."""
         self.left[chunk] -= 1
         if self.stage == 1 and not self.left[chunk]:
             unfinished = [unit for c, units in enumerate(self.chunk_units) if self.left[c] for unit in units]
@@ -267,13 +267,13 @@ class Pipeline:
     ):
         """`positions` int64 [seq]: which tokens of a sequence are here. Makes `optimizer` and `sync` as step 3."""
         self.model, self.chunks, self.positions, self.store, mesh = model, chunks, positions, store, run.mesh
-        self.placements, self.lengths, self.lists = plan
-        self.group, self.tp, self.dtype = mesh.groups.get("narrow pp", mesh["pp"]), mesh["tp"], run.dtype
+        (self.placements, self.lengths, self.lists), self.tp, self.dtype = plan, mesh["tp"], run.dtype
+        self.group = mesh.groups.get("narrow pp", mesh["pp"])  # narrow: --compress-activations
         self.before, self.after = neighbours(self.placements)
         self.actions = self.lists[self.group.rank]
         self.program = communicate(self.lists, self.placements)[self.group.rank]
         self.slices = 1 if config.sp else self.tp.size  # without SP all tp ranks have the same x: each sends a part
-        self.wire = len(positions) // (self.tp.size if config.sp else 1), model.config.dim // self.slices
+        self.wire = len(positions) // (self.tp.size if config.sp else 1), model.config.dim // self.slices  # [seq, dim]
         if config.zero:
             self.zero = self.optimizer = self.sync = PipelineZero(model, config, mesh, run.dtype, run.homes(model))
             self.zero.serve(chunks, self.actions)
@@ -281,10 +281,10 @@ class Pipeline:
             self.zero, (self.optimizer, self.sync) = None, make_optimizer(model, config, run)
         self.inbox: dict[Output, tuple[Tensor, list[Pending]]] = {}  # what to wait for before a tensor may be used
         self.outputs: dict[Output, Tensor] = {}  # of this rank, for the next stage (F) or the one before (B)
-        self.sent: dict[int, list[tuple[Pending, Tensor]]] = defaultdict(list)  # by rank, what may still be under way
+        self.sent: dict[int, list[Pending]] = defaultdict(list)  # by rank, what may still be under way
         self.graphs: dict[tuple[int, int], tuple[Tensor, Any]] = {}  # (micro-batch, chunk) -> (input, output's edge)
         self.put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}  # (micro-batch, chunk) -> weight gradients
-        self.compare = True  # in the first run both ends compare the shapes of their messages
+        self.compare = True  # in the first run, with gloo, both ends compare the shapes of their messages
         sum_over(mesh["pp"], 0.0)  # NCCL wants all ranks of a group in its first call
 
     def run(
@@ -293,7 +293,7 @@ class Pipeline:
         """Run a program; returns the sum of what `end` gave on this rank, detached (0 without the last stage).
 
         `micro_batches`: tokens int64 [batch, seq] each. `end(i, hidden)`: what the last chunk makes of its hidden
-        states; in training the loss of micro-batch i. `phase`: in training `run.phase`.
+        states; in training the loss of micro-batch i. `phase`: in training the Trainer's.
         """
         self.micro_batches, self.end, self.phase = micro_batches, end, phase or (lambda *_: nullcontext())
         self.total = torch.zeros((), device=self.group.device)
@@ -301,23 +301,23 @@ class Pipeline:
         for step in program:
             verbs[step.kind](step.what, step.peer)
         while self.sent:
-            for pending, _ in self.sent.popitem()[1]:
+            for pending in self.sent.popitem()[1]:
                 pending.wait()
         self.compare = False
         return self.total
 
     def send(self, output: Output, peer: int):
-        """Post a send. Without sequence parallelism all tp ranks have the same tensor: each sends a part."""
+        """Post a send."""
         tensor = self.outputs.pop(output).chunk(self.slices, -1)[self.tp.rank if self.slices > 1 else 0].contiguous()
-        self.sent[peer].append((exchange([(tensor, peer)], [], self.group, check=self.compare), tensor))
+        self.sent[peer].append(exchange([(tensor, peer)], [], self.group, check=self.compare))
 
     def receive(self, output: Output, peer: int):
-        """Post a receive. When it is here, all that was sent to `peer` before has arrived; `fetch` then frees it."""
+        """Post a receive. `fetch` waits for it, and for all sent to `peer` before, which had to come first."""
         with self.phase("receive" if output[0] == "F" else "backward"):
             shape = len(self.micro_batches[0]), *self.wire
-            buffer = torch.empty(shape, dtype=self.dtype, device=self.group.device)
+            buffer = torch.empty(shape, dtype=self.dtype, device=self.group.device)  # its bytes count in this phase
         pending = exchange([], [(buffer, peer)], self.group, check=self.compare)
-        self.inbox[output] = buffer, [pending, *(sent for sent, _ in self.sent.pop(peer, []))]
+        self.inbox[output] = buffer, [pending, *self.sent.pop(peer, [])]
 
     def fetch(self, output: Output) -> Tensor:
         """The output of another stage, waited for if it comes from another rank, put together from its parts."""
@@ -377,7 +377,7 @@ class Pipeline:
 
     @torch.no_grad()
     def look(self, tokens: Tensor, batch: int, end: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Send tokens int64 [rows, seq] through the stages, `batch` rows at a time; the sum of `end` over them."""
+        """Forward only, to validate or generate: tokens int64 [rows, seq], `batch` rows at a time; the sum of `end`."""
         micro_batches, placement = tokens.split(batch), self.placements[0]
         lists: list[list[Action]] = [[] for _ in self.lists]
         for rank, chunk in placement:
@@ -404,7 +404,7 @@ def train(config: Config, observe=None) -> Trained:
         for step in run.steps(model, optimizer, sync, positions, pipeline):
             batch = run.batch(step, share)
             tokens, targets = zip(*batch.micro_batches(config.micro_batch_size), strict=True)
-            sync.begin()
+            sync.begin()  # without last_micro_batch: --zero 0 sums all in finish
             loss = pipeline.step(tokens, targets, optimizer.loss_scale / batch.n_targets, run.phase)
             sync.finish()
             sum_partial_gradients(optimizer, mesh, ["tp", "kv", "mirror"])

@@ -9,7 +9,7 @@ micro-batch, and with SP the tp ranks do, too. So these ranks gather their choic
 know who comes first under --capacity-factor. Each rank adds up P over its own tokens. P alone has a gradient, so
 backward needs no collective. Unlike the main loss, this one is a mean over micro-batches (`balance.scale`).
 
-EXPERT PARALLELISM. ep ranks hold E/ep experts each, and everything else as before. ep is no new dimension of the mesh.
+EXPERT PARALLELISM. ep ranks hold E/ep experts each, and everything else as before. ep does not multiply the ranks.
 It is a cut through the dp x cp ranks, which have different tokens already.
 
     dp 2 x cp 2, ep 2                 tokens travel in     gradients are summed in
@@ -18,35 +18,35 @@ It is a cut through the dp x cp ranks, which have different tokens already.
     rank 2   dp 1 cp 0   [e0 e1]      --.                  --'  |  an expert_data group
     rank 3   dp 1 cp 1   [e2 e3]      --'  an ep group     -----'
 
-    --ep-mode alltoall    dispatch: ranks tell each other how many tokens will come, then send the tokens with their
+    --ep-mode alltoall    "there": ranks tell each other how many tokens will come, then send the tokens with their
                           gates, once to each rank, however many of its experts a token visits. While they travel,
-                          shared experts compute. The rows that arrive are sorted by expert, go through one grouped
-                          matmul, are weighted and added up. combine: the sums go home, and are added by token
+                          shared experts compute. The rows that arrive are sorted by expert, go through grouped
+                          matmuls, are weighted and added up. "home": the sums go back, and are added by token
     --ep-mode allgather   every rank gets all tokens of the group, and the results are reduce-scattered: no counts, no
                           sorting of messages, but bytes for tokens that no expert here wants
 
 --expert-groups G --groups-per-token M lets a token's experts come from at most M of G groups (DeepSeek-V3). If no such
 group lies on two ranks, a token is sent at most M times. Bytes that a rank sends over ep in a layer and micro-batch:
-h = dim, e bytes an element, w bytes a gate, T tokens of the rank, R rows sent to other ranks, A rows received from them
+h = dim, e bytes an element, w a gate (4; fp64: 8), T tokens of the rank, R rows sent to other ranks, A rows received
 
     alltoall    there R (h e + E/ep w), home A h e; backward A (h e + E/ep w) and R h e;  counts 16 (ep-1)
     allgather   (ep-1) T (h e + E w) and (ep-1) T h e;  the same in backward
-    R = A = (ep-1) T (1 - C(E - E/ep, top_k) / C(E, top_k))  on average, if all experts are equally likely
+    R = A = (ep-1) T (1 - C(E - E/ep, top_k) / C(E, top_k))  on average, if each set of top_k is as likely; C: binomial
 
-The gradient of an expert is summed over the ranks that hold this expert, "expert_data", dp x cp / ep of them (those in
-a block, with --zero-replicas). ZeRO cuts it there. The tokens of other ranks have come to the expert already. With tp,
+The gradient of an expert is summed over the ranks that hold this expert, "expert_data", dp x cp / ep of them (with
+--zero-replicas: in a block, then over blocks). ZeRO cuts it there. Other ranks' tokens have come to it. With tp,
 experts are cut like any MLP. With SP, each tp rank sends its own tokens; those that arrive are gathered over tp, filled
-up to equal numbers. Without SP, each sends all. With --recompute, "there", "home" and the counts are sent once more.
+up to equal numbers. Without SP, each sends all. --recompute sends forward once more (allgather: only its first term).
 
 ALL FIVE. `train` below applies the dimensions to the plain model one after another. The order matters in three places.
 Stages come first, so that nothing is cut that is not kept. Experts come before the sums over cp and dp are noted, as
-their records name ranks of their own (`replicas`). Recomputation comes last, as it wraps what the layers have become.
+their records name ranks of their own (`replicas`). `split_backward` comes after tp: it wraps what tp puts in place.
 Weights are drawn after all that, each in full from (seed, name), then sliced by its record. The mesh is pp x dp x cp x
 tp, slowest dimension first: tensor parallelism sends most and has the nearest neighbours, pipelines send least.
 
 Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py          pp 2 x cp 2 x tp 2, experts on ep 2
-           torchrun --nproc_per_node=4 step07_moe_ep.py --pp 1 --cp 1 --tp 1 --ep 4
-You should see the losses of one process under every layout, and each expert's load near 1/E.
+           torchrun --nproc_per_node=4 step07_moe_ep.py --pp 1 --cp 2 --tp 1 --ep 2      the picture above
+You should see the losses of one process, up to rounding; no expert's load is near 0, or several times 1/E.
 """
 
 from collections.abc import Callable
@@ -115,8 +115,8 @@ class Route(NamedTuple):
     rank: Tensor  # int64 [rows], sorted
     sent: list[int]
     received: list[int]
-    most: int  # the most rows that one of the tp ranks, which will gather theirs, received
-    n_choices: int  # choices of all the rows that these ranks received
+    most: int  # rows that this rank received; with SP, the most on a tp rank: they will gather theirs
+    n_choices: int  # choices of these rows; with SP, of all tp ranks' rows
 
 
 def find_route(gates: Tensor, ep: Group, tp: Group, sp: bool) -> Route:
@@ -218,13 +218,13 @@ class ExpertParallel:
         return leave_block(experts(x, gates, n_choices), self.tp, self.sp)[:rows]
 
 
-def gather_choices(group: Group, places: Tensor, chosen: Tensor) -> Tensor:
-    """Choices int64 [batch, seq/n, top_k] -> of all of `group`, int32 [batch, seq, top_k]; `places` of positions."""
+def gather_in_order(group: Group, places: Tensor, chosen: Tensor) -> Tensor:
+    """Choices int64 [batch, seq/n, top_k] -> all, int32 [batch, seq, top_k]; `places`: where each position arrives."""
     return gather_tokens(chosen.int(), group).wait()[:, places]
 
 
 def shard_experts(model: Decoder, mesh: Mesh, config: Config, ep: int):
-    """Deal the experts of the model, on the meta device, to `ep` of the data ranks and cut them over tp, in place.
+    """Deal the experts of the model, on the meta device, to each `ep` of the data ranks and cut them over tp, in place.
 
     The mesh is (pp, dp, cp, tp), tp innermost. Adds the groups "ep", `ep` neighbours of the dp x cp ranks (with the
     same tp); "expert_data", the ranks that hold the same experts; "sequence", those that share sequences.
@@ -239,7 +239,7 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config, ep: int):
     for moe in [layer.mlp for layer in model.model.layers.values() if isinstance(layer.mlp, MoE)]:
         moe.run_experts = ExpertParallel(mesh["ep"], tp, sp, config.ep_mode)
         if sequence.size > 1:
-            moe.gather_choices = partial(gather_choices, sequence, order.argsort())
+            moe.gather_choices = partial(gather_in_order, sequence, order.argsort())
             moe.local_tokens = order.chunk(sequence.size)[sequence.rank]
         for linear, dim in ((moe.experts.gate_proj, 1), (moe.experts.up_proj, 1), (moe.experts.down_proj, 2)):
             for group, at in ((mesh["ep"], 0), (tp, dim)):
@@ -247,7 +247,7 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config, ep: int):
                     linear.weight = cut(linear.weight, at, group)
             if ep > 1:
                 record = layout_of(linear.weight)
-                sums = *record.partial_over, "expert_data"
+                sums = *record.partial_over, "expert_data"  # the first: "mirror", of step 6
                 linear.weight.parallel_layout = replace(record, partial_over=sums, replicas="expert_data")
         if tp.size > 1 and sp:
             note_gradient_sum([moe.router.weight], "tp")  # like a norm, it sees only this rank's tokens

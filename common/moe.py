@@ -12,12 +12,12 @@ E, and FLOPs with top_k (Shazeer et al. 2017; Fedus et al. 2021, "Switch Transfo
 The router may send all tokens to one expert. Two ways keep the experts balanced. Here f_e is the fraction of a
 micro-batch's choices that fell on expert e, and P_e is the mean of p_e over its tokens.
 
-    loss   adds weight x E x sum_e f_e P_e, the auxiliary load-balancing loss: least if even. Only P has a gradient.
+    loss   adds weight x E x sum_e f_e P_e (load-balancing loss): lowers P_e most where f_e is high. f has no gradient.
     bias   chooses by p + b, but weighs by p. After each step b_e moves by a fixed amount, against the load of e. b has
            no gradient, but checkpoints must keep it (Wang et al. 2024, "auxiliary-loss-free"; DeepSeek-V3).
 
 The z-loss, weight x mean (log sum exp)^2 of the router logits, keeps them small (Zoph et al. 2022, "ST-MoE"). With a
-capacity factor C, an expert takes in training at most C top_k T / E of a micro-batch's T tokens: the first ones.
+capacity factor c, an expert takes in training the first c top_k T / E of a micro-batch's T tokens: c times the mean.
 """
 
 from collections.abc import Callable
@@ -196,9 +196,9 @@ class AddLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        """Gradients of x and of the loss. Counts, as forward may run twice (recomputation) or in vain (validation)."""
+        """Gradients of x and the loss. Counts here: forward may run twice (recomputation) or in vain (validation)."""
         ctx.counted.add_(ctx.row)
-        return grad, grad.new_full((), ctx.scale, dtype=torch.float64), None, None, None
+        return grad, grad.new_full((), ctx.scale, dtype=torch.float64), None, None, None  # bf16 would round it
 
 
 @dataclass(eq=False)
@@ -216,7 +216,7 @@ class Balance:
     scale: float = 1.0  # to be set in each step: the loss scale over the number of micro-batches
 
     def __post_init__(self):
-        # Since the last `take`: choices of each expert; choices dropped, sum of entropies in nats, mean balance loss.
+        # Sums since `take`, by layer: each expert's choices; choices dropped, entropies (nats), balance loss.
         self.counted = torch.zeros(self.m.n_layers, self.m.experts + 3, dtype=torch.float64, device=self.device)
 
     def take(self) -> Tensor:
@@ -258,7 +258,7 @@ class MoE(nn.Module):
         self.m, self.number, self.balance = m, number, balance
         self.router, self.experts = Router(m), Experts(m)
         self.shared_experts = MLP(replace(m, ffn_dim=m.shared_experts * m.expert_width)) if m.shared_experts else None
-        self.run_experts: Callable[[Experts, Tensor, Tensor], Callable[[], Tensor]] = partial
+        self.run_experts: Callable[[Experts, Tensor, Tensor], Callable[[], Tensor]] = partial  # `finish` calls experts
         self.gather_choices: Callable[[Tensor], Tensor] = lambda chosen: chosen
         self.local_tokens: slice | Tensor = slice(None)
 

@@ -63,7 +63,7 @@ def needs(action: Action, rank: int, before: dict[Place, Place], after: dict[Pla
 def write_out(*phases: tuple[int, str]) -> list[Action]:
     """The actions of phases (how often, pattern), for example (3, "F0 B0 W").
 
-    F0, B1, BW0: the next micro-batch of that kind on that chunk. W: the weight gradient that waits longest, if any.
+    F0, B1, BW0: on chunk 0 or 1, its next micro-batch of that kind. W: the weight gradient that waits longest, if any.
     """
     actions, count, waiting = [], defaultdict(int), []
     for word in chain.from_iterable(pattern.split() * times for times, pattern in phases):
@@ -106,7 +106,7 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
 
 
 def zb_h1(p: int, m: int, v: int, rank: int, depth: int = 1) -> list[Action]:
-    """ZB-H1 (Qi et al. 2023, figure 2): 1F1B's memory, and (p-1)(f+b-w) seconds of bubble instead of (p-1)(f+b+w)."""
+    """ZB-H1 (Qi et al. 2023, figure 2): 1F1B's memory; bubble (p-1)(f+b-w) s if w <= f, b, instead of (p-1)(f+b+w)."""
     warm_up = min(m, depth * (p - 1 - rank))
     lag = min(m - warm_up, depth * rank)  # W comes so many micro-batches after B. The last W fill the cool-down's gaps
     return write_out((warm_up, "F0"), (lag, "F0 B0"), (m - warm_up - lag, "F0 B0 W"), (warm_up, "B0 W"), (lag, "W"))
@@ -129,7 +129,7 @@ def dualpipe(p: int, m: int, v: int, rank: int) -> list[Action]:
     """DualPipe (DeepSeek-V3, section 3.2, its eight steps): half of the micro-batches enter at either end.
 
     The price is two copies of every stage. Where DeepSeek overlaps a forward with a backward, here one follows the
-    other. Backwards are whole (BW) but in steps 3 and 7 and the second half of step 6. Fewer than 2p: as in zbv.
+    other. Backwards are whole (BW) but in steps 3 and 7 and the second half of step 6. Fewer than 2p: cut from 2p.
     """
     size = (m + 1) // 2, m // 2  # of the two halves of the micro-batches, on chunk 0 and on chunk 1
     near = min(rank + 1, p - rank)  # stages from the nearer end to this one. Chunk 0 begins there in these lines

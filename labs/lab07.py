@@ -426,7 +426,7 @@ def shared_on_rank(name: str, seed: int, b: int, s: int, experts: int) -> dict:
     mesh = Mesh({"dp": 1, "cp": 2, "tp": 1}, CPU, Ledger())
     group, layer = mesh["cp"], make_layer(name, seed, s, experts)
     own = slice(group.rank * s // 2, (group.rank + 1) * s // 2)
-    layer.local_tokens, layer.gather_choices = own, partial(step07.gather_choices, group, torch.arange(s))
+    layer.local_tokens, layer.gather_choices = own, partial(step07.gather_in_order, group, torch.arange(s))
     x = numbers(seed, "x", b, s, 6)[:, own].clone().requires_grad_()
     out = layer(x)
     out.backward(numbers(seed, "dy", b, s, 6)[:, own].clone())

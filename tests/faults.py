@@ -807,10 +807,10 @@ def blocking_messages() -> Iterator[None]:
 def balanced_by_own_tokens() -> Iterator[None]:
     """The balance loss takes each rank's own choices for those of the whole micro-batch."""
 
-    def gather_choices(group, places, chosen):
+    def gather_in_order(group, places, chosen):
         return chosen.repeat(1, group.size, 1)
 
-    with mock.patch.object(step07, "gather_choices", gather_choices):
+    with mock.patch.object(step07, "gather_in_order", gather_in_order):
         yield
 
 
