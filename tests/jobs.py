@@ -116,11 +116,23 @@ def run_rank(script: str, *arguments: str):
 
 
 def run_torchrun(*arguments: str):
-    """torchrun itself, whose ranks are forked from it."""
+    """torchrun itself, whose ranks are forked from it.
+
+    A rank that is done waits until torchrun has noticed. A torchrun that is told to end does not, and would let it wait
+    for half a minute.
+    """
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+
+    close = MultiprocessContext._close
+
+    def close_at_once(self, *args: Any, **kwargs: Any):
+        self._worker_finished_event.set()
+        close(self, *args, **kwargs)
 
     run.run_script_path = run_rank
-    run.main(["--run-path", "--start-method=fork", *arguments])
+    with mock.patch.object(MultiprocessContext, "_close", close_at_once):
+        run.main(["--run-path", "--start-method=fork", *arguments])
 
 
 def forked(module: str, *arguments: str) -> Forked:

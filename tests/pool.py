@@ -24,7 +24,15 @@ from typing import Any
 from unittest import mock
 
 FIGURES = ("loss_curve", "memory_over_time", "pipeline_timelines", "traffic", "expert_load")
-PRELOADED = ["torch", "torch.distributed", "services.run", "common.data", "step02_ddp", "tests.equivalence"]
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "services.run",
+    "common.data",
+    "step07_moe_ep",
+    "tests.equivalence",
+    "tests.frozen",
+]
 
 
 class RankError(AssertionError):

@@ -4,8 +4,6 @@ The cases on fake GPUs are run by one process, which loads the shim of services/
 """
 
 import json
-import subprocess
-import sys
 import time
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -24,8 +22,8 @@ from services.memory import MemoryTimeline
 from services.run import Run
 from tests import dry_cases, faults
 from tests.dry_cases import compared, draw, run
-from tests.fake_cuda import ROOT, STEPS
-from tests.jobs import as_flags, forked
+from tests.fake_cuda import STEPS
+from tests.jobs import Forked, as_flags, forked
 from theory.gpus import GPUS
 
 SHORT = dict(compress_activations="int8", schedule="zb-h1", recompute="full", dtype="bf16", global_batch_size=16)
@@ -73,9 +71,9 @@ def counted(request, tmp_path_factory) -> dict[str, dict]:
     names = [item.callspec.params["case"] for item in here if "case" in item.callspec.params]
     cases, lines = folder / "cases.json", folder / "results.jsonl"
     cases.write_text(json.dumps({name: CASES[name] for name in names}))
-    program = f"from tests.dry_cases import main; main({str(cases)!r}, {str(lines)!r})"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stderr
+    job = Forked(dry_cases.main, str(cases), str(lines))
+    text, _ = job.communicate()
+    assert job.wait(60) == 0, text
     return {row["name"]: row for row in map(json.loads, lines.read_text().splitlines())}
 
 
@@ -89,7 +87,7 @@ def differences(found: dict) -> list[str]:
     return wrong + [f"held {k}: {n} {p}" for k, (n, p) in held.items() if n != pytest.approx(p, rel=0.02)]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize("case", [name for name in CASES if "fused" not in name])
 def test_theory_counts_what_the_program_does(counted, case):
     """On up to 16,384 ranks: traffic byte for byte, FLOPs, the most bytes of each kind, and of all at a moment."""

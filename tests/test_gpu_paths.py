@@ -4,13 +4,11 @@ Seen are devices and dtypes that do not go together, waits of the host for the G
 their collectives, and how many graphs --compile makes. The runs are made by two processes, which load a shim of C++.
 """
 
+import ctypes
 import dataclasses
 import importlib
 import json
-import os
 import random
-import subprocess
-import sys
 import typing
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -23,8 +21,9 @@ import torch
 from common import UserError
 from services.checks import check
 from services.fake_device import build_shim
-from tests.fake_cuda import ROOT, STEPS, WORLD, Call, stuck
-from tests.jobs import as_flags
+from tests import fake_cuda
+from tests.fake_cuda import STEPS, WORLD, Call, stuck
+from tests.jobs import Forked, as_flags
 
 WAITS = {step: 0 for step in range(1, 7)} | {7: 1}  # of the host for the GPU in a micro-batch: per layer with experts
 
@@ -125,14 +124,14 @@ def taken(options: dict) -> set[tuple]:
     return {(flag, value) for flag, value in options.items() if options.get(NEEDS.get(flag)) != 1}
 
 
-def cover(step: int, flags: set[str]) -> list[dict]:
-    """Drawn choices of flags in which each value of some flags of a step occurs and matters."""
+def cover(step: int, flags: set[str], tries: int) -> list[dict]:
+    """Drawn choices of flags in which each value of some flags of a step occurs and matters: few, after many tries."""
     rng, chosen = random.Random(step), []
     missing = {(flag, value) for flag, values in flags_of(step).items() if flag in flags for value in values}
     while missing:
         flag, value = min(missing, key=str)
         fixed = {flag: value} | ({NEEDS[flag]: 2} if flag in NEEDS else {})
-        found = [draw(step, rng, fixed, 0.2) for _ in range(10)]
+        found = [draw(step, rng, fixed, 0.2) for _ in range(tries)]
         chosen.append(max(found, key=lambda options: len(missing & taken(options))))
         missing -= taken(chosen[-1])
     return chosen
@@ -144,13 +143,13 @@ def path(step: int, number: int, options: dict) -> dict:
     return dict(kind="path", step=step, options=options, rank=number * 3 % WORLD if step > 1 else 0)
 
 
-def paths(name: str, step: int, flags: set[str]) -> dict[str, dict]:
+def paths(name: str, step: int, flags: set[str], tries: int = 3) -> dict[str, dict]:
     """The cases that cover some flags of a step."""
-    return {f"step{step}-{name}{n}": path(step, n, options) for n, options in enumerate(cover(step, flags))}
+    return {f"step{step}-{name}{n}": path(step, n, options) for n, options in enumerate(cover(step, flags, tries))}
 
 
 # By default step 7 tries every flag, and the others a few draws of the flags that they bring, among all of theirs.
-PATHS, MORE_PATHS = paths("", 1, {*flags_of(1)}) | paths("", 7, {*flags_of(7)}), {}
+PATHS, MORE_PATHS = paths("", 1, {*flags_of(1)}) | paths("", 7, {*flags_of(7)}, tries=10), {}
 for number in range(2, 7):
     own = list(paths("", number, flags_of(number).keys() - flags_of(number - 1).keys()).items())
     PATHS |= dict(own[:2])
@@ -228,6 +227,12 @@ CASES = (
 )
 
 
+def run_cases(shim: str, cases: str, results: str):
+    """What a process does that has loaded the shim."""
+    ctypes.CDLL(shim)
+    fake_cuda.main(cases, results)
+
+
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory) -> dict[str, dict]:
     """What all selected cases came to, by name."""
@@ -240,22 +245,18 @@ def results(request, tmp_path_factory) -> dict[str, dict]:
     shim = build_shim(folder)
     if shim is None:
         pytest.skip("no g++ to build services/fake_cuda.cpp with")
-    environment, found = os.environ | dict(OMP_NUM_THREADS="1"), {}
+    found, jobs = {}, []
     with ExitStack() as stack:
-        jobs = []
         for half in (names[::2], names[1::2]):
-            cases, lines, log = (folder / f"{name}-{len(jobs)}" for name in ("cases", "results", "log"))
+            cases, lines = (folder / f"{name}-{len(jobs)}" for name in ("cases", "results"))
             cases.write_text(json.dumps({name: CASES[name] for name in half}))
-            program = f"from tests.fake_cuda import main; main({str(cases)!r}, {str(lines)!r})"
-            program = f"import ctypes; ctypes.CDLL({str(shim)!r}); {program}"
-            outputs = dict(stdout=stack.enter_context(open(log, "w")), stderr=subprocess.STDOUT)
-            job = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=environment, **outputs)
-            stack.callback(job.kill)
-            jobs.append((job, half, lines, log))
-        for job, half, lines, log in jobs:
-            status = job.wait(1800)
+            job = Forked(run_cases, str(shim), str(cases), str(lines))
+            stack.callback(job.process.kill)
+            jobs.append((job, half, lines))
+        for job, half, lines in jobs:
+            text, _ = job.communicate()
             rows = map(json.loads, lines.read_text().splitlines() if lines.exists() else ())
-            found |= {name: dict(error=f"its process ended with {status}:\n{log.read_text()[-3000:]}") for name in half}
+            found |= {name: dict(error=f"its process ended with {job.wait(60)}:\n{text[-3000:]}") for name in half}
             found |= {row["name"]: row for row in rows}
     return found
 

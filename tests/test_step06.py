@@ -618,8 +618,8 @@ def test_faults_are_noticed(pools, tmp_path, fault, base, layout, complaint):
 
 
 def few_tokens() -> Any:
-    """A context: a text is 40 tokens long, some of them beyond the sequence."""
-    return mock.patch.object(evaluation, "generate", partial(evaluation.generate, n_tokens=40))
+    """A context: a text is 24 tokens long, some of them beyond the sequence."""
+    return mock.patch.object(evaluation, "generate", partial(evaluation.generate, n_tokens=24))
 
 
 def text_on_rank(options: dict, folder: str) -> str:
@@ -637,7 +637,7 @@ def text_on_rank(options: dict, folder: str) -> str:
 def test_generates_step01s_text(pools, tmp_path, capsys, layout):
     """From step01's checkpoint, in fp32 as in fp64 the same tokens are drawn."""
     one = str(tmp_path / "one")
-    options = SMALL | BASE | dict(seq_len=32, save_every=100, steps=1)
+    options = SMALL | BASE | dict(save_every=100, steps=1)
     step01.train(step01.Config(**options, out=one))
     capsys.readouterr()
     with few_tokens():
