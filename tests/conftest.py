@@ -11,12 +11,13 @@ import datasets
 import numpy as np
 import pytest
 
+from tests import equivalence
 from tests.pool import Pools, leave_figures_out, open_data_once
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Two processes share the files if all tests are to be run: many tests use one core, or wait."""
-    return 2 if config.args == [str(config.rootpath)] or config.args == config.getini("testpaths") else 0
+    """Three processes share the files if all tests are to be run: many tests use one core, or wait."""
+    return 3 if config.args == [str(config.rootpath)] or config.args == config.getini("testpaths") else 0
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -39,6 +40,13 @@ def only_what_a_test_looks_at():
     """Opening the 674 files of the default text takes longer than a tiny run on it, and so do a run's figures."""
     open_data_once()
     leave_figures_out()
+
+
+@pytest.fixture(autouse=True)
+def one_more_step_in_sweeps(request, monkeypatch):
+    """Two steps show what one update leaves to the next; -m exhaustive compares three."""
+    if request.node.get_closest_marker("exhaustive"):
+        monkeypatch.setattr(equivalence, "STEPS", 3)
 
 
 @pytest.fixture(scope="session")

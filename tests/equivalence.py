@@ -30,6 +30,7 @@ from tests.pool import FIGURES, Pool
 
 SCRATCH = tempfile.TemporaryDirectory(prefix="equivalence-")
 BOUNDS = {"fp64": 1e-10, "fp32": 1e-5}
+STEPS = 2  # of a comparison; 3 in the sweeps (conftest.py)
 SMALL = dict(
     model="debug",
     dim=32,
@@ -176,7 +177,7 @@ def check(
     `patch` is applied to both sides (a frozen parameter, say), `fault` to the layout alone; `against`: the step to
     compare with, in one process, if it is not step01. Returns the worst difference.
     """
-    options = SMALL | dict(steps=2 if fault else 3) | base
+    options = SMALL | dict(steps=2 if fault else STEPS) | base
     file, bound = str(reference(options, patch, against)), BOUNDS[options["dtype"]]
     with tempfile.TemporaryDirectory(dir=SCRATCH.name) as out:
         return max(pool.run(on_rank, step_name, options | layout | dict(out=out), file, bound, [patch, fault]))

@@ -1,4 +1,4 @@
-"""Imported last by the server that forks: nothing that is here already will be looked at, so copied, by the collector."""
+"""Imported last by the server that forks: the collector will not look at, so copy, what is here already."""
 
 import gc
 

@@ -1072,7 +1072,7 @@ def require_undisturbed(pools, out: Path, options: dict):
 
 def test_a_stopped_and_a_killed_rank_cost_nothing(pools, tmp_path):
     """SIGSTOP to a rank, which is named; then SIGKILL: the job restarts itself, and the end is the same bit for bit."""
-    options = KILLED | dict(micro_batch_size=2, zero=2, save_async=True, timeout=20)
+    options = KILLED | dict(steps=40, micro_batch_size=2, zero=2, save_async=True, timeout=20)
     kill_at_random(tmp_path / "run", options, seed=0, kills=1, stop=True, start=forked_torchrun)
     require_undisturbed(pools, tmp_path / "run", options)
 

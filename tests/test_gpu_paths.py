@@ -102,6 +102,8 @@ def complete(step: int, options: dict) -> dict:
 
 def legal(step: int, options: dict) -> bool:
     """Whether the step takes these flags on 8 ranks."""
+    if prod(options.get(dim, 1) for dim in ("pp", "cp", "tp")) > WORLD:
+        return False  # `check` would say so, too, after a while
     try:
         check(config_of(step)(**complete(step, options)), 1 if step == 1 else WORLD)
     except UserError:
@@ -148,12 +150,12 @@ def paths(name: str, step: int, flags: set[str], tries: int = 3) -> dict[str, di
     return {f"step{step}-{name}{n}": path(step, n, options) for n, options in enumerate(cover(step, flags, tries))}
 
 
-# By default step 7 tries every flag, and the others a few draws of the flags that they bring, among all of theirs.
+# By default step 7 tries every flag, and the others one draw of the flags that they bring, among all of theirs.
 PATHS, MORE_PATHS = paths("", 1, {*flags_of(1)}) | paths("", 7, {*flags_of(7)}, tries=10), {}
 for number in range(2, 7):
     own = list(paths("", number, flags_of(number).keys() - flags_of(number - 1).keys()).items())
-    PATHS |= dict(own[:2])
-    MORE_PATHS |= dict(own[2:]) | paths("all-", number, {*flags_of(number)})
+    PATHS |= dict(own[:1])
+    MORE_PATHS |= dict(own[1:]) | paths("all-", number, {*flags_of(number)})
 for name, case in PATHS.items():  # by default, a second step is taken by the first case of each step alone
     case["options"]["steps"] = 2 if name.endswith("-0") else 1
 

@@ -101,7 +101,7 @@ TABLES = {  # step, ranks, flags, and by dimension what a few parameters are alo
 def test_the_reduction_table(pools, tmp_path, name):
     """Every layout's table says how a parameter is cut and over which ranks its gradient is summed."""
     number, world, flags, dims, rows = TABLES[name]
-    options = SMALL | dict(steps=1, out=str(tmp_path / "run")) | flags
+    options = SMALL | dict(steps=1, global_batch_size=4, out=str(tmp_path / "run")) | flags
     found = cells(pools(world).run(screen_on_rank, number, options)[0][0])
     assert found["parameter"] == dims
     assert {key: found[key] for key in rows} == rows

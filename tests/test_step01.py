@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from common.model import IGNORE, PRESETS, Decoder, ModelConfig
 from common.moe import MOE_PRESETS
 from common.trainer import Trainer
 from services import checkpoint as checkpoints
-from services import devices, flags, relief, saver
+from services import devices, flags, relief, saver, variants
 from services import resume as resuming
 from services.boxes import Piece
 from services.checks import check_one
@@ -1048,7 +1049,8 @@ def test_generate_prints_text(tmp_path, capsys):
         dict(dtype="bf16", seed=5),
     ):
         words = as_flags(options | dict(generate="def ", resume=tmp_path) | change)
-        status, out, err = run_main(capsys, *words)
+        with mock.patch.object(variants, "generate", partial(variants.generate, n_tokens=120)):
+            status, out, err = run_main(capsys, *words)
         assert status == 0 and err == "" and out.startswith("def ") and len(out) > 100
         texts.append(out)
     assert texts[0] == texts[1] != texts[3]

@@ -26,7 +26,7 @@ from common.layout import materialize
 from common.model import Decoder
 from common.schedules import SCHEDULES, Action, Plan, place_stages
 from common.trainer import start
-from services import evaluation
+from services import variants
 from services.checks import check_pp, choose_chunks, plan_pipeline, split_layers
 from services.launch import open_mesh
 from services.run import Run
@@ -618,8 +618,8 @@ def test_faults_are_noticed(pools, tmp_path, fault, base, layout, complaint):
 
 
 def few_tokens() -> Any:
-    """A context: a text is 24 tokens long, some of them beyond the sequence."""
-    return mock.patch.object(evaluation, "generate", partial(evaluation.generate, n_tokens=24))
+    """A context: a text is 40 tokens long, some of them beyond the sequence."""
+    return mock.patch.object(variants, "generate", partial(variants.generate, n_tokens=40))
 
 
 def text_on_rank(options: dict, folder: str) -> str:
