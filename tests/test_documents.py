@@ -232,7 +232,7 @@ def test_equals_one_device(pools, document_data, kind, cp, mode):
     check(pools(cp), "step05_cp_ring", base, dict(cp=cp, cp_mode=mode))
 
 
-@pytest.mark.picked(2, 7)
+@pytest.mark.picked(7)
 @pytest.mark.parametrize(
     "step, base, layout",
     [

@@ -152,6 +152,7 @@ def test_real_ranks_measure_what_the_dry_run_says(pools, name, tmp_path):
         assert held == {kind: pytest.approx(n, rel=0.02, abs=64) for kind, n in seen.held.items()}, rank
 
 
+@pytest.mark.picked(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zeros_update_takes_as_few_operators_for_many_layers(stage):
     """Norm, clip, rule and rounding take lists of all slices: with 6 layers the same operators as with 2."""

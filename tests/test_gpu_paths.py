@@ -173,14 +173,16 @@ CUT = {
     6: dict(tp=2, cp=2, pp=2),
     7: dict(tp=2, cp=2, pp=2, ep=2, ep_mode="alltoall"),
 }
-ORDERS = {"order7-0": order(7, 0, **CUT[7])}
+ORDERS = {"order7-0": order(7, 0, **CUT[7], n_layers=2)}
 MORE_ORDERS = {f"order{step}-{n}": order(step, n, **CUT[step]) for step in CUT for n in range(4)}
 MORE_ORDERS |= {f"order6-{name}": order(6, 2, pp=4, cp=1, tp=2, schedule=name) for name in VALUES["schedule"]}
 MORE_ORDERS |= {"order6-zbv": order(6, 1, pp=4, cp=1, tp=2, schedule="zbv", zero=3)}
 MORE_ORDERS = {name: case for name, case in MORE_ORDERS.items() if name not in ORDERS}
 
 BROKEN = {
-    "reversed_on_ranks_0_and_5": dict(kind="order", step=6, options=complete(6, dict(pp=2, cp=1, tp=2, steps=1))),
+    "reversed_on_ranks_0_and_5": dict(
+        kind="order", step=6, options=complete(6, dict(pp=2, cp=1, tp=2, steps=1, n_layers=2))
+    ),
     "item_in_a_micro_batch": path(3, 2, {}),
     "table_on_the_host": path(4, 1, dict(tp=2)),
     "message_on_the_host": path(4, 1, dict(tp=2)),

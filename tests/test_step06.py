@@ -52,9 +52,9 @@ NAMES = [*SCHEDULES, "zb-auto"]
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("p, m", [(4, 5), (2, 8), (4, 8), (2, 3)], ids=str)
 def test_equals_one_device(pools, schedule, p, m):
-    """Every schedule, with few and many micro-batches, over four steps; layers that do not divide."""
+    """Every schedule, with few and many micro-batches; layers that do not divide."""
     stages = p * (2 if schedule in ("interleaved", "zbv") else 1)
-    base = BASE | dict(n_layers=stages + 1, global_batch_size=m, steps=4 if p == 2 else 2)
+    base = BASE | dict(n_layers=stages + 1, global_batch_size=m, steps=equivalence.STEPS)
     check(pools(p), STEP, base, PLAIN | dict(pp=p, schedule=schedule))
 
 

@@ -169,8 +169,8 @@ def test_fp32_drifts_by_rounding_only(pools, layout, recompute):
 
 
 def test_bf16_stays_near(pools, tmp_path):
-    """bf16 with ep 2 is within 0.02 nats of one process' bf16 run over 10 steps, on both ranks alike."""
-    options = SMALL | BASE | dict(optimizer="adamw", dtype="bf16", lr=0.01, steps=10, recompute="selective")
+    """bf16 with ep 2 is within 0.02 nats of one process' bf16 run over 6 steps, on both ranks alike."""
+    options = SMALL | BASE | dict(optimizer="adamw", dtype="bf16", lr=0.01, steps=6, recompute="selective")
     (expected,) = columns_on_rank(options | dict(out=str(tmp_path / "one")), "loss")
     layout = dict(ep=2, tp=1, cp=1, out=str(tmp_path / "two"))
     (first,), (second,) = pools(2).run(columns_on_rank, options | layout, "loss")
