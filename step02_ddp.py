@@ -17,17 +17,17 @@ right. In n-1 rounds every piece visits all ranks and grows into the sum. In n-1
     round 1   r1 sends on piece 0 with its own added, r2 piece 1, ...  after n-1 rounds rank r owns the sum of piece r+1
 
 Each rank sends 2 (n-1)/n S bytes of a tensor of S bytes, never more than 2 S, however many ranks there are (Patarasuk
-and Yuan 2009). The ledger is checked against this law.
+and Yuan 2009). The ledger books an all-reduce by this law; the ring below, message by message, is tested against it.
 
 WHEN TO SEND. Backward finds the gradients of the last layer first and those of the first layer last. So communication
 can hide behind the rest of backward. Only the last micro-batch's backward completes a gradient, so only then is
-anything sent. (The embedding's gradient comes at the very end, so its bucket always has to be waited for.)
+anything sent. (The embedding's gradient comes last: its bucket always has to wait. tiny is one bucket: --bucket-mb 1.)
 
     --sync naive     after backward, one all-reduce per parameter, each waited for
-    --sync overlap   one all-reduce per parameter, started during backward, as soon as its gradient is complete
+    --sync overlap   one all-reduce per parameter, started during backward, once it and all before it are complete
     --sync bucket    gradients are views into flat buffers of --bucket-mb; one all-reduce per buffer (Li et al. 2020,
-                     "PyTorch Distributed"): fewer and larger messages, still overlapped, and no copy before sending
-    --sync torch     PyTorch's DistributedDataParallel, for comparison
+                     "PyTorch Distributed"): fewer and larger messages, still overlapped
+    --sync torch     PyTorch's DistributedDataParallel, for comparison (refused in 16 bits: --dtype fp32)
 
 Run it:    torchrun --nproc_per_node=4 step02_ddp.py
 You should see step 1's losses, digit by digit up to rounding, and 2 (n-1)/n x 4 bytes per parameter sent by each rank.
@@ -54,8 +54,8 @@ class Config(step01.Config):
     """Step 1's flags and those of data parallelism."""
 
     sync: Literal["naive", "overlap", "bucket", "torch"] = "bucket"  # how gradients are summed over dp
-    bucket_mb: float = 25.0  # size of a gradient bucket, in MiB
-    compress: Literal["none", "bf16", "int8", "topk"] = "none"  # lossy gradients, with error feedback
+    bucket_mb: float = 25.0  # largest gradient bucket, in MiB
+    compress: Literal["none", "bf16", "int8", "topk"] = "none"  # lossy sums of buckets (services/compression.py)
     topk_fraction: float = 0.01  # share of the values that --compress topk sends
     check_replicas: int = 0  # steps between bitwise comparisons of what several ranks hold alike; 0: never
 
@@ -93,7 +93,7 @@ class NaiveSync:
         """Before the first micro-batch of a step."""
 
     def last_micro_batch(self):
-        """Before the forward pass of the last micro-batch: gradients completed from now on may be sent."""
+        """Before the forward pass of the last micro-batch (DDP decides there): what is completed now may be sent."""
 
     def finish(self):
         """After the last backward: when it returns, every `.grad` is the sum over the group."""
@@ -137,9 +137,9 @@ class BucketSync:
     ranks must start their collectives in the same order: a bucket is sent when it *and all before it* are complete.
     """
 
-    def __init__(self, model: Decoder, mesh: Mesh, limit: float, all_reduce: Callable[[Tensor, Group], Pending]):
+    def __init__(self, model: Decoder, mesh: Mesh, limit: float, sum_up: Callable[[Tensor, Group], Pending]):
         """`limit` of a bucket in bytes."""
-        self.all_reduce, self.armed = all_reduce, False
+        self.sum_up, self.armed = sum_up, False
         self.buckets = fill_buckets(trained_over(model, mesh), limit)
         for bucket in self.buckets:
             for param in bucket.params:
@@ -167,7 +167,7 @@ class BucketSync:
 
     def send(self, bucket: Bucket):
         """Start the sum of one bucket."""
-        bucket.pending = self.all_reduce(bucket.flat, bucket.group)
+        bucket.pending = self.sum_up(bucket.flat, bucket.group)
 
     def finish(self):
         """Send what no gradient reached (an unused parameter), then wait for everything."""
@@ -193,7 +193,7 @@ def train(config: Config, observe=None) -> Trained:
         mesh = run.mesh
         with torch.device("meta"):
             model = Decoder(run.shape)
-        note_gradient_sum(model.parameters(), "dp")
+        note_gradient_sum(model.parameters(), "dp")  # a record for tables and checkpoints; what sums is `sync`
         materialize(model, config.seed, run.device, run.dtype)
         wrap_layers(model, config)
         optimizer = Optimizer(model, config)

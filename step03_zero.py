@@ -4,10 +4,10 @@ In step 2 every rank updates every weight. ZeRO (Rajbhandari et al. 2020) lets r
 Parameters are laid out in *units*: each layer; the embedding; the final norm with the head. A unit is a flat buffer,
 padded and cut in n equal slices:
 
-    unit "layers.0":  [ q_proj ........ | k_proj .. v_proj .. | o_proj ... gate ... | ... down_proj ... norms  0 0 ]
-                      '---- rank 0 ----''------ rank 1 ------''------ rank 2 ------''---------- rank 3 ----------'
+    unit "layers.0":  [ norm  q  k  v  o .. | .. o  norm  gate .. | .. gate  up .. | .. up  down  0 0 ]
+                      '----- rank 0 -----''------- rank 1 -------''---- rank 2 ----''---- rank 3 ----'
 
-P: number of parameters. n: ranks. m: micro-batches of a step. Each rank sends (n-1)/n times the last column in a step:
+P: number of parameters. n: ranks. m: micro-batches of a rank. Each rank sends (n-1)/n times the last column in a step:
 
     stage   held in full                cut in n                       elements sent
     0       weights, gradients, state                                  2 P       all-reduce (step 2)
@@ -15,8 +15,8 @@ P: number of parameters. n: ranks. m: micro-batches of a step. Each rank sends (
     2       weights                     masters, moments, gradients    (m+1) P
     3                                   everything                     3 m P     a little less, see below
 
-Stage 1 reduce-scatters gradients once, after the last micro-batch, and all-gathers the updated weights: together these
-are an all-reduce. Stage 2 has no room for a full gradient, so it reduce-scatters after every micro-batch. Stage 3 also
+Stage 1 reduce-scatters gradients once, in the last micro-batch, and all-gathers the updated weights: together these
+are an all-reduce. Stage 2 has no room for a full gradient, so it reduce-scatters in every micro-batch. Stage 3 also
 gathers a unit's weights before its forward and its backward, and frees them after each. (The head stays: it is last in
 forward, first in backward. The embedding's backward needs no weights. A tied matrix is gathered once more, as head.)
 
@@ -37,7 +37,7 @@ hold with n/R in the place of n. Once a step, a slice's gradient, the sum of a b
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
            torchrun --nproc_per_node=2 step03_zero.py --toy    (four weights: who holds what in every stage)
-You should see step 1's losses in every stage, and a memory table that shrinks by n, line by line.
+You should see step 1's losses in every stage; each divides more of the memory table by n, but never the activations.
 """
 
 import re
@@ -63,9 +63,9 @@ class Config(step02.Config):
     """The flags so far and those of ZeRO."""
 
     zero: Literal[0, 1, 2, 3] = 1  # cut: 0 nothing (step 2), 1 optimizer state, 2 also gradients, 3 also parameters
-    zero_replicas: int = 1  # R: cut over dp / R neighbours (those of a node, say), and sum the slices over R replicas
-    offload_optimizer: Literal["none", "cpu", "disk"] = "none"  # where masters and moments live, and are updated
-    offload_params: Literal["none", "cpu"] = "none"  # with --zero 3: where parameter slices live
+    zero_replicas: int = 1  # R: cut over dp / R neighbours (those of a node, say), and sum slices' gradients over R
+    offload_optimizer: Literal["none", "cpu", "disk"] = "none"  # where masters and moments live, are updated
+    offload_params: Literal["none", "cpu"] = "none"  # with --zero 3: where parameter slices live, with masters
     toy: bool = False  # print the four-weight example in every stage, and exit
 
 
@@ -134,7 +134,7 @@ class Unit:
 
 
 class SliceUpdate:
-    """The update of this rank's slices of trained units, all in one call of the rule: few kernels, not few a unit."""
+    """The update of this rank's slices of some trained units (on a CPU, one) in one call of the rule: few kernels."""
 
     def __init__(self, units: list[Unit], config: Config, homes: Any):
         self.units = units
@@ -180,7 +180,7 @@ class ZeroOptimizer(Optimizer):
 
     Units are made one by one, and their parameters are drawn then. So in stage 3 the whole model never exists anywhere.
     Collectives start from hooks, so all ranks must use the same parameters in backward. The norm needs all ranks:
-    it is `global_norm`, not `grad_norm`. Inherited is only `step`: it clips, takes the loss scale out, calls `update`.
+    it is `global_norm`, not `grad_norm`. Of its base only `step` is used: it clips, unscales, and calls `update`.
     """
 
     def __init__(self, model: Decoder, config: Config, mesh: Mesh, dtype: torch.dtype, homes: Any):
@@ -191,13 +191,13 @@ class ZeroOptimizer(Optimizer):
             if model.get_parameter(names[0]).is_meta:
                 materialize(model, config.seed, mesh.device, dtype, names)
             named = {name: model.get_parameter(name) for name in names}
-            group = replica_group(named[names[0]], mesh)
+            group = replica_group(named[names[0]], mesh)  # here mesh.data, all of dp: not the R replicas
             self.units.append(Unit(named, mesh["shard"] if group is mesh.data else group, config, homes))
         trained = [unit for unit in self.units if unit.trained]
         together = [[unit] for unit in trained] if homes.one_by_one else [trained]  # (services/offload.py)
         self.updates = [SliceUpdate(units, config, homes) for units in together]
         self.loss_scale, self.good_steps = 2.0**16 if dtype == torch.float16 else 1.0, 0
-        self.in_flight: tuple | None = None  # (unit, sum of its slice, its gradient, Pending, whether it is complete)
+        self.in_flight: tuple | None = None  # (unit, sum of its slice, its gradient, Pending, whether it is the last)
         self.follow_modules()
         for unit in self.units:
             for name in unit.trained:
@@ -268,7 +268,7 @@ class ZeroOptimizer(Optimizer):
         self.last = True
 
     def completed(self, unit: Unit, name: str, param: nn.Parameter):
-        """Hook: autograd has added to a gradient. Stages 2 and 3 move it into the unit's flat buffer."""
+        """Hook: autograd has added to a gradient. Stages 2 and 3 move it into the unit's `gradient`."""
         if self.stage > 1:
             if unit.gradient is None:
                 unit.gradient = torch.zeros(unit.flat.shape, dtype=unit.grad_dtype, device=unit.flat.device)
@@ -288,15 +288,15 @@ class ZeroOptimizer(Optimizer):
         unit.gradient, unit.missing = None, len(unit.trained)
 
     def land(self):
-        """Put the slice that was in flight where it belongs. If it is complete, start to sum it over the replicas."""
+        """Put the slice that was in flight where it belongs. If it is the last, start to sum it over the replicas."""
         if self.in_flight is not None:
-            (unit, total, gradient, pending, complete), self.in_flight = self.in_flight, None
+            (unit, total, gradient, pending, last), self.in_flight = self.in_flight, None
             pending.wait()
             if self.stage == 1:
                 unit.grad_slice = gradient[unit.first : unit.first + unit.length].copy_(total)
             else:
                 unit.grad_slice = total.to(unit.wide) if unit.grad_slice is None else unit.grad_slice.add_(total)
-            if complete:
+            if last:
                 self.sums[unit] = all_reduce(unit.grad_slice, self.replicas)
 
     def finish(self):

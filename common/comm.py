@@ -1,12 +1,12 @@
 """The mesh of ranks and its collectives.
 
-    mesh = Mesh({"dp": 2, "tp": 4}, device)      ranks 0-7 as arange(8).view(dp=2, tp=4), tp along the row
+    mesh = Mesh({"dp": 2, "tp": 4}, device, ledger)      ranks 0-7 as arange(8).view(dp=2, tp=4), tp along the row
 
         dp 0      [0  1  2  3]        mesh["tp"] of rank 5: the group {4, 5, 6, 7}, in which it is number 1
         dp 1      [4  5  6  7]        mesh["dp"] of rank 5: the group {1, 5}
 
 Every function takes the group it works in. In a group of one it sends nothing, so the same code runs on one process.
-The ledger (services/ledger.py) sees every byte. They are booked as a ring sends them, per rank, for n ranks and a full
+The ledger (services/ledger.py) sees every byte of them, booked as a ring sends them, per rank, for n ranks and a full
 tensor of S bytes (the whole input of a reduction, the whole output of a gather):
 
     all_reduce 2 (n-1)/n S     reduce_scatter (n-1)/n S     all_gather (n-1)/n S     all_to_all (n-1)/n S     send S

@@ -30,7 +30,7 @@ def row_of(param: Tensor, mesh: Mesh) -> Layout:
 
 def owed(sync: Any, optimizer: Any, mesh: Mesh) -> Iterator[Piece]:
     """What this rank's compressed sums owe, of each parameter; nothing without --compress, or before the first sum."""
-    lost = getattr(getattr(sync, "all_reduce", None), "lost", {})
+    lost = getattr(getattr(sync, "sum_up", None), "lost", {})
     names = {param: name for name, param in optimizer.model.named_parameters()}
     for bucket in sync.buckets if lost else ():
         if bucket.flat.data_ptr() in lost:
@@ -42,12 +42,12 @@ def owed(sync: Any, optimizer: Any, mesh: Mesh) -> Iterator[Piece]:
 def take_over(sync: Any, optimizer: Any, mesh: Mesh, found: Checkpoint):
     """Owe what a checkpoint says: each rank its own row or, if they were more or fewer ranks, an equal share of all."""
     stored = found.meta["tensors"].get("owed", {})
-    if not stored or not hasattr(getattr(sync, "all_reduce", None), "lost"):
+    if not stored or not hasattr(getattr(sync, "sum_up", None), "lost"):
         return
     dtype = getattr(torch, next(iter(stored.values()))["dtype"])
     for bucket in sync.buckets:
         if bucket.group.size > 1:
-            sync.all_reduce.lost[bucket.flat.data_ptr()] = torch.zeros_like(bucket.flat, dtype=dtype)
+            sync.sum_up.lost[bucket.flat.data_ptr()] = torch.zeros_like(bucket.flat, dtype=dtype)
     for piece in owed(sync, optimizer, mesh):
         mine, *cuts = piece.layout.splits
         n = stored[piece.name]["shape"][0] if piece.name in stored else 0
