@@ -29,7 +29,7 @@ h = dim, k = kv heads x head_dim, f = ffn_dim, a = heads, e = bytes per element,
     full       e h                             x alone; the layer's forward is done again: almost +1/3 FLOPs
 
 for its backward pass. (Korthikanti's  s b h (34 + 5 a s / h)  is GPT in 16 bits without flash attention.) On a CPU
-each RMSNorm keeps one more fp32 copy of its input; if x has 16 bits, two fp32 copies in place of x.
+each RMSNorm keeps one more fp32 copy of its input; with 16 bits two, in place of x. (GPU, not 16 bits: none has k = h.)
 
 FLOPs per token. N: weights in matmuls (all but norms and the embedding's look-up), N_layers: those in the L layers;
 s: sequence length; MFU, HFU: model and hardware FLOPs utilization:
@@ -45,7 +45,7 @@ the masked half of causal attention.
 
 Run it (any machine; no download):    python step01_single_gpu.py
                                       python step01_single_gpu.py --resume runs/step01_single_gpu --generate "def "
-You should see the loss fall from 5.5 (= ln 257) to about 2 in two minutes on two cores; byte frequencies give 3.3.
+You should see the loss fall from 5.6 (ln 257: 5.5) to about 2 in two minutes on two cores; byte frequencies give 3.2.
 """
 
 import math

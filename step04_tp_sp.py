@@ -1,6 +1,6 @@
-"""Step 4: tensor and sequence parallelism. Each matrix is cut, and so are the tokens between the matrices.
+"""Step 4: tensor and sequence parallelism. Each matrix is cut, and so are the tokens between the blocks.
 
-Symbols: n ranks, b sequences of s tokens, h = dim. Megatron's pair (Shoeybi et al. 2019): the first matrix of a block
+n = tp ranks, b sequences of s tokens, h = dim. Megatron's pair (Shoeybi et al. 2019): the first matrix of a block
 is cut by columns (its outputs), the second by rows (its inputs). What lies between needs no communication, because
 heads and MLP channels do not look at one another. (These are columns and rows of W in x W. PyTorch stores weights as
 [out, in], so they are dimensions 0 and 1.)
@@ -19,15 +19,15 @@ halves of an all-reduce, at the same price:
     x [b, s/n, h] -- all-gather --> [b, s, h] -- column, row --> partial [b, s, h] -- reduce-scatter --> [b, s/n, h]
 
         forward              backward                         forward               backward
-    f   copy                 all-reduce             with SP   all-gather            reduce-scatter
-    g   all-reduce           copy                             reduce-scatter        all-gather
+    f   nothing              all-reduce             with SP   all-gather            reduce-scatter
+    g   all-reduce           nothing                          reduce-scatter        all-gather
 
-In this table each operator's backward is the other one's forward. A norm's weight sees only s/n tokens, so its gradient
-is summed over tp: its layout record says so.
+In this table each operator's backward is the other one's forward. With SP norms see only s/n tokens, so their gradient
+is summed over tp: their layout record says so.
 
-OVERLAP (--tp-overlap, default). q, k, v share one f; gate and up share another: never one collective a matrix. In their
+q, k, v share one f; gate and up share another: never one collective a matrix. OVERLAP (--tp-overlap, default). In their
 backward the collective of dx runs while the weight gradients are computed. With SP the gathered input is not kept. It
-is gathered again while dx is computed: two more all-gathers a layer, but all saved activations are divided by n.
+is gathered again while dx is computed: two more all-gathers a layer, but a layer then keeps 1/n (selective: more).
 
 VOCABULARY. Embedding and head, [vocab, h], are cut along dimension 0. The last part is padded with rows that stay zero.
 A rank looks up the tokens that it has, the others give zero, and the sum is right. For the loss each rank sends two
@@ -35,7 +35,7 @@ numbers a token: the log of its sum of exponentials, and the target's logit (or 
 
 KEY/VALUE HEADS. If ranks outnumber them, tp / kv_heads neighbouring ranks hold the same head and sum its gradient.
 
-Bytes that a rank sends per micro-batch, forward and backward. L: layers; e: bytes an element; U = (n-1)/n b s h e.
+Bytes that a rank sends over tp in each micro-batch. L: layers; e: bytes an element; U = (n-1)/n b s h e.
 
     layers      8 L U  [+ 2 L U with SP and overlap: gathered again]     4 all-reduces a layer, or 4 gathers, 4 scatters
     embedding   2 U
@@ -43,7 +43,7 @@ Bytes that a rank sends per micro-batch, forward and backward. L: layers; e: byt
     --recompute 2 L U [with SP 3 L U]                                    the forward again, without its last collective
 
 Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
-You should see step 1's losses, parameters and moments divided by tp, and with SP the activations too.
+You should see step 1's losses, parameters and gradients divided by tp, and with SP the activations too.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,12 +68,12 @@ class Config(step03.Config):
     """The flags so far and those of tensor parallelism."""
 
     tp: int = 0  # ranks that share each matrix; 0: 2 if the ranks that other flags leave are an even number, else 1
-    sp: bool = True  # split the tokens over tp between the matrices
+    sp: bool = True  # split the tokens over tp between the blocks
     tp_overlap: bool = True  # hide collectives behind weight gradients; with --sp keep s/n tokens and gather again
     compress_activations: Literal["none", "bf16", "int8"] = "none"  # round what layers send each other (tp, pp); lossy
 
 
-# --- collectives over tokens, [..., tokens, dim]: each starts one; `wait` returns its result
+# --- collectives over tokens, [..., tokens, dim]: each returns a Pending, whose `wait` returns the result
 
 
 def keep_tokens(x: Tensor, group: Group) -> Pending:
@@ -210,7 +210,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """The chunked loss of common/model.py over a vocabulary that is cut: no rank ever sees another's logits."""
+    """The chunked loss of common/model.py over a vocabulary that is cut: no logits travel but the target's."""
 
     @staticmethod
     def forward(
@@ -240,7 +240,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 class VocabParallelHead(nn.Module):
-    """The head cut by rows of the vocabulary; `weight` beyond `rows` is padding."""
+    """The head, its outputs cut; `weight` from row len(rows) on is padding."""
 
     def __init__(self, weight: nn.Parameter, rows: range, group: Group, sp: bool):
         super().__init__()
@@ -279,7 +279,7 @@ def shard_block(block: nn.Module, group: Group, sp: bool, overlap: bool, copies:
 
 
 def shard_tensors(model: Decoder, mesh: Mesh, sp: bool, overlap: bool):
-    """Cut the model, on the meta device, over `mesh["tp"]` (if that has ranks), in place; add the group "kv" to it."""
+    """Cut the model, on the meta device, in place, over `mesh["tp"]` if that has several ranks; add "kv" to `mesh`."""
     group = mesh["tp"]
     copies = max(1, group.size // model.config.n_kv_heads)
     mesh.add("kv", copies, stride=1)

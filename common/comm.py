@@ -1,6 +1,6 @@
 """The mesh of ranks and its collectives.
 
-    mesh = Mesh({"dp": 2, "tp": 4}, device, ledger)      ranks 0-7 as arange(8).view(dp=2, tp=4), tp along the row
+    mesh = Mesh({"dp": 2, "tp": 4}, device, ledger)      ranks 0-7 as arange(8).view(2, 4), tp along the row
 
         dp 0      [0  1  2  3]        mesh["tp"] of rank 5: the group {4, 5, 6, 7}, in which it is number 1
         dp 1      [4  5  6  7]        mesh["dp"] of rank 5: the group {1, 5}

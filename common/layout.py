@@ -5,8 +5,8 @@ gradients, the gradient norm, the checkpoint and the tables read it. Sums over d
 ZeRO, over `mesh.data` or the ranks that `replicas` names; the others (tp, kv, mirror) by `sum_partial_gradients`.
 
     parameter (full shape)          splits                       partial_over
-    q_proj.weight   [512, 512]      dim 0 over tp: rows 0-255    ("dp",)
-    norm.weight     [512]           none                         ("dp",)
+    q_proj.weight   [128, 128]      dim 0 over tp: rows 0-63     ("dp",)
+    norm.weight     [128]           none                         ("tp", "dp")
 """
 
 from collections.abc import Collection, Iterable
@@ -41,7 +41,7 @@ class Layout:
     """The record of one parameter: its cuts, and the mesh dimensions over which its gradient is summed.
 
     `replicas`: the mesh dimension whose ranks hold the same parameter and see other tokens, if it is not `mesh.data`
-    (experts). There its gradient is summed, and ZeRO cuts it.
+    (experts; not step 3's replicas). There its gradient is summed, and ZeRO cuts it.
     `held`: (mesh dimension, how many of its ranks have this parameter at all), where not all have it (pipelines).
     """
 

@@ -1,12 +1,12 @@
 """The decoder: a Llama-style language model in plain PyTorch. It knows nothing of ranks.
 
-    tokens [batch, seq] -> embed_tokens -> layers 0..L-1 -> norm -> lm_head -> logits [batch, seq, vocab]
+    tokens [batch, seq] -> embed_tokens -> layers 0..L-1 -> norm (`forward` ends here) -> lm_head.loss -> sum of losses
 
     layer:   x = x + self_attn(input_layernorm(x))            RoPE rotates q and k by position; a group of query
              x = x + mlp(post_attention_layernorm(x))         heads shares one k and v (GQA); the MLP is a SwiGLU
 
 Names, shapes and the RoPE convention are those of Hugging Face's `LlamaForCausalLM`: it loads our state dict unchanged.
-Each dimension of parallelism is applied from outside: it replaces a layer, `project`, `attend` or the head. Layers live
+Each dimension of parallelism is applied from outside: it replaces modules, `project`, `rotate` or `attend`. Layers live
 in a dict under their *global* number: layer 17 is `model.layers.17` also where layers 0-16 have been taken away.
 """
 
@@ -64,7 +64,7 @@ def rope_tables(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> t
 
     positions int64 [seq] or [batch, seq] -> two tensors [..., seq, 1, head_dim], fp32 (fp64 if `dtype` is fp64).
     """
-    wide = torch.promote_types(dtype, torch.float32)  # bf16 angles would be wrong from position 256 on
+    wide = torch.promote_types(dtype, torch.float32)  # in bf16, positions 256 and 257 are the same
     even = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=wide)
     frequency = config.rope_theta ** -(even / config.head_dim)
     if config.rope_scaling != 1.0:  # Llama 3.1: wave lengths over 8192 tokens grow, under 2048 stay, a ramp between
@@ -119,7 +119,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer, "GLU Variants Improve Transformer"): down(silu(gate(x)) * up(x)). Compiled, it is one kernel."""
+    """SwiGLU (Shazeer, "GLU Variants Improve Transformer"): down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -151,7 +151,7 @@ class DecoderLayer(nn.Module):
 
 
 def scaled(grad: Tensor, factor: Tensor) -> Tensor:
-    """`grad` [n, dim] times a wider scalar (as bf16 it would be up to 0.2% off) in one kernel, in grad's dtype."""
+    """`grad` times a wider scalar (as bf16 it would be up to 0.2% off) in one kernel, in grad's dtype."""
     return torch.mul(grad, factor.view(1), out=torch.empty_like(grad))  # [1]: a scalar would be cast to that dtype
 
 
@@ -275,7 +275,7 @@ class Decoder(nn.Module):
 def draw_parameter(
     name: str, shape: torch.Size, n_layers: int, seed: int, dtype: torch.dtype = torch.float32, rows: range = range(0)
 ) -> Tensor:
-    """The full initial value of one parameter, on the CPU: a pure function of its global name and the seed.
+    """The initial value of one parameter, on the CPU: a pure function of its global name and the seed.
 
     Norms start at one. Matrices are normal with standard deviation 0.02; those that write to the residual stream are
     divided by sqrt(2 L) (Radford et al., GPT-2, section 2.3). No rank, layout, device or order of drawing has a say.

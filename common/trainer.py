@@ -5,16 +5,16 @@
         for step in run.steps(model, optimizer):    resumes if asked to; prints before and after what the run costs
             batch = run.batch(step, share)          the rows `share` of the global batch, on this rank's device
             with run.phase("forward"): ...          counts seconds and bytes under this name
-            loss = run.global_loss(loss)            adds up the ranks' losses; ends the run if the sum is not finite
+            loss = run.global_loss(loss)            adds up losses over dp (pp); ends the run if the sum is not finite
             if run.accepts(loss, norm): ...         whether this step is no spike (--skip-spikes)
             run.learning_rate(step)                 warm-up, then a cosine
             run.end_step(loss, norm)                validates, logs, compares replicas, saves, each when it is due
     return run.trained()                            (model, optimizer, history of metrics)
 
 `observe(step, optimizer)`, if given, sees each step's complete gradients before the update. `run.steps` also takes the
-gradient sync (step 2), this rank's positions (step 5) and the pipeline (step 6). services/variants.py has more verbs:
-`run.plan_pipeline`, `run.make_balance` and `run.note_experts` for steps 6 and 7, and variants: `run.torch_ddp` is
-PyTorch's own data parallelism, `run.homes` says where ZeRO keeps its slices. `run.all_reduce` may compress.
+gradient sync (step 2), this rank's positions (step 5) and the pipeline (step 6). services/variants.py has `accepts`,
+`learning_rate`, for steps 6 and 7 `plan_pipeline`, `make_balance`, `note_experts`, and variants: `torch_ddp` is
+PyTorch's own data parallelism, `homes` says where ZeRO keeps its slices, and `all_reduce` may compress.
 """
 
 from collections.abc import Callable, Iterator
@@ -139,7 +139,7 @@ class Trainer(Variants):
     def end_step(self, loss: float, norm: float):
         """After the update: measure, validate, log, compare replicas, save, each when it is due."""
         config, log, step = self.config, self.log, self.log.step
-        if self.optimizer.loss_scale < 1:  # worse than an fp16 overflow, which skips a step and halves the scale
+        if self.optimizer.loss_scale < 1:  # `step` halves it if the norm is not finite: from 1 in bf16, fp32, fp64
             require_finite(norm, step, log, "gradient norm")
         self.measure()
         if config.eval_every and log.due(config.eval_every, step):

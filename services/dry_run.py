@@ -1,6 +1,6 @@
 """The dry run: `train` itself, as one rank of so many, for one step, on tensors without numbers: it is counted.
 
-    python step06_pipeline.py --dry-run 16384 --model llama3-405b --tp 8 --pp 16 --dtype bf16 --gpu h100-80
+    python step06_pipeline.py --dry-run 1024 --model llama3-405b --tp 8 --pp 16 --dtype bf16 --gpu h100-80
 
 Each operator adds its calls, FLOPs and bytes. By the roofline it takes max(FLOPs / peak, bytes / bandwidth), if PyTorch
 runs it as one kernel, and nothing else holds it up. Collectives are booked by the ledger, and take no time here.
