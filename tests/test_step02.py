@@ -218,16 +218,18 @@ class OnGpu(torch.Tensor):
 
 
 def collectives_through_the_host(fake: bool) -> list[list[float]]:
-    """Runs on every rank: three collectives of tensors that may be on a GPU."""
+    """Runs on every rank: three collectives and a message of tensors that may be on a GPU."""
     world = torch.distributed.get_world_size()
     with open_mesh({"dp": world}, torch.device("cpu"), "gloo") as mesh:
         place = (lambda x: x.as_subclass(OnGpu)) if fake else lambda x: x
         numbers = place(torch.arange(2.0 * world) + mesh.rank)
-        parts, everyones = place(torch.empty(2)), place(torch.empty(2 * world**2))
+        parts, everyones, theirs = (place(torch.zeros(n)) for n in (2, 2 * world**2, 2 * world))
+        peers = ((mesh.rank + step) % world for step in (1, -1))
+        exchange([(numbers, next(peers))], [(theirs, next(peers))], mesh["dp"]).wait()
         reduce_scatter(parts, numbers, mesh["dp"]).wait()
         all_gather(everyones, numbers, mesh["dp"]).wait()
         all_reduce(numbers, mesh["dp"]).wait()
-        return [x.as_subclass(torch.Tensor).tolist() for x in (numbers, parts, everyones)]
+        return [x.as_subclass(torch.Tensor).tolist() for x in (theirs, numbers, parts, everyones)]
 
 
 def test_gloo_takes_a_gpus_tensors_through_host_memory(pools):
