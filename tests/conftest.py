@@ -7,12 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
-import datasets
-import numpy as np
-import pytest
-
-from tests import equivalence
-from tests.pool import Pools, leave_figures_out, open_data_once
+import pytest  # what imports torch is imported where it is needed: the process that deals out tests does without
 
 
 def pytest_xdist_auto_num_workers(config):
@@ -38,6 +33,8 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session", autouse=True)
 def only_what_a_test_looks_at():
     """Opening the 674 files of the default text takes longer than a tiny run on it, and so do a run's figures."""
+    from tests.pool import leave_figures_out, open_data_once
+
     open_data_once()
     leave_figures_out()
 
@@ -46,12 +43,14 @@ def only_what_a_test_looks_at():
 def one_more_step_in_sweeps(request, monkeypatch):
     """Two steps show what one update leaves to the next; -m exhaustive compares three."""
     if request.node.get_closest_marker("exhaustive"):
-        monkeypatch.setattr(equivalence, "STEPS", 3)
+        monkeypatch.setattr("tests.equivalence.STEPS", 3)
 
 
 @pytest.fixture(scope="session")
 def pools():
     """`pools(4)` is a pool of four ranks; all are killed at the end of the session."""
+    from tests.pool import Pools
+
     pools = Pools()
     yield pools
     pools.stop()
@@ -60,6 +59,9 @@ def pools():
 @pytest.fixture(scope="session")
 def uneven_data(tmp_path_factory) -> str:
     """A data set of tokens and labels where most targets are masked: many micro-batches have few, some have none."""
+    import datasets
+    import numpy as np
+
     rng = np.random.default_rng(7)
     documents = []
     for length in rng.integers(40, 400, size=120):

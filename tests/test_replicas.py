@@ -43,7 +43,7 @@ CASES = [
 ]
 
 
-@pytest.mark.picked(5, 14, 28)
+@pytest.mark.picked(5, 14)
 @pytest.mark.parametrize("ranks, step, flags", CASES)
 def test_equals_one_device(pools, ranks, step, flags):
     """Two micro-batches, SGD, which shows the gradient's scale: dp 4 and 8, with tensors, sequences and layers cut."""

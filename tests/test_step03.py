@@ -74,7 +74,7 @@ def test_equals_one_device(pools, dp, stage):
     check(pools(dp), STEP, dict(optimizer="sgd") | micro_batch_size(dp, 3), dict(zero=stage))
 
 
-@pytest.mark.picked(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", STAGES)
 def test_equals_one_device_on_eight_ranks(pools, stage):
     """AdamW on eight ranks and a model that is padded there; some ranks own nothing of the last unit."""

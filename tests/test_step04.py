@@ -58,7 +58,7 @@ def test_equals_one_device(pools, tp, shape, mode):
     check(pools(tp), STEP, BASE | shape, dict(tp=tp) | mode)
 
 
-@pytest.mark.picked(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", [dict(tp=8), dict(tp=8, sp=False), dict(tp=4, zero=3), dict(tp=2)], ids=label)
 def test_equals_one_device_on_eight_ranks(pools, layout):
     """A head for each rank, four ranks to a key/value head; and tp inside dp."""
@@ -467,6 +467,7 @@ def padding_on_rank(options: dict) -> list[float]:
     return found
 
 
+@pytest.mark.picked(1)
 @pytest.mark.parametrize("dtype", ["fp64", "bf16"])
 def test_padding_stays_exactly_zero(pools, tmp_path, tiny_vocabulary, dtype):
     """Weights and moments of rows beyond the vocabulary, after four steps of AdamW with weight decay."""

@@ -58,7 +58,7 @@ def test_equals_one_device(pools, cp, shape, mode):
     check(pools(cp), STEP, BASE | shape, dict(cp=cp, cp_mode=mode))
 
 
-@pytest.mark.picked(3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "layout",
     [
@@ -477,6 +477,7 @@ def precision(pools, world: int, modes: list[str], fault: str = "") -> dict[str,
     }
 
 
+@pytest.mark.picked(1)
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_bf16_is_as_precise_as_on_one_device(pools, world):
     """Norm-wise errors of at most 1.2 times those of one call, for normal q, k, v: what merging rounds once more."""
@@ -638,7 +639,8 @@ def saved_on_rank(options: dict, variants: list[dict]) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.picked(2)
+@pytest.mark.parametrize("every", [5, 1])
 @pytest.mark.parametrize("world", [2, 4])
 def test_saved_activations_are_what_theory_says(pools, world, every):
     """Within 5% on every rank, in every mode, with and without tp and recomputation, fp32 and bf16, kv heads < cp.

@@ -361,6 +361,7 @@ def split_layers_on_rank(options: dict) -> list[str]:
     return sorted(set(found))
 
 
+@pytest.mark.picked(0, 1)
 @pytest.mark.parametrize("mode", [{}, dict(sp=False), dict(tp_overlap=False)], ids=label)
 def test_all_linear_layers_are_split(pools, tmp_path, mode):
     """Of every layer of a stage seven matrices wait, with tensor parallelism, too."""
@@ -444,6 +445,7 @@ def test_a_weight_gradient_begins_no_turn():
     }
 
 
+@pytest.mark.picked(2, 3)
 @pytest.mark.parametrize("layout", [dict(), dict(tp=2), dict(tp=2, sp=False), dict(cp=2)], ids=label)
 def test_bytes_over_a_boundary(pools, tmp_path, layout):
     """1F1B: each rank but the last sends x, each but the first sends dx: b s h e / (cp tp) for every micro-batch."""
@@ -504,7 +506,7 @@ def test_measured_activations_are_the_predicted_ones(pools, tmp_path, schedule):
         assert measured["parameters"] == predicted["parameters"]
 
 
-@pytest.mark.picked(0, 3)
+@pytest.mark.picked(3)
 @pytest.mark.parametrize("schedule", ["zb-h1", "zbv"])
 @pytest.mark.parametrize("flags", [dict(), dict(sp=False), dict(tp_overlap=False)], ids=label)
 def test_inputs_wait_for_w_as_they_are_kept(pools, tmp_path, schedule, flags):
