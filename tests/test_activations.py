@@ -314,7 +314,7 @@ def test_bytes_over_a_boundary(pools, tmp_path, layout):
         assert without_metrics(sent) == pytest.approx({name: n for name, n in predicted.items() if n}, rel=1e-12)
 
 
-@pytest.mark.picked(0)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "more", [dict(shared_experts=1), dict(sp=False), dict(shared_experts=0, recompute="full")], ids=label
 )

@@ -136,7 +136,7 @@ def measured_on_rank(step: int, options: dict) -> tuple[dict, dict]:
     return found["sent"], found["held"]
 
 
-@pytest.mark.picked(3, 9)
+@pytest.mark.picked(3)
 @pytest.mark.parametrize("name", REAL)
 def test_real_ranks_measure_what_the_dry_run_says(pools, name, tmp_path):
     """Of gloo's ranks, the first and the last: traffic exactly, bytes held by each kind within 2%."""

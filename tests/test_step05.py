@@ -816,6 +816,7 @@ def text_on_rank(options: dict) -> str:
         return text_of(*build(config, mesh), mesh)
 
 
+@pytest.mark.picked(1, 2)
 @pytest.mark.parametrize("layout", [dict(tp=1), dict(tp=2), dict(tp=1, cp_mode="ulysses")], ids=label)
 def test_generates_step01s_text(pools, layout):
     """Logits put together from all ranks' tokens give the same text on every rank."""

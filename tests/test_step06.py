@@ -404,7 +404,7 @@ TRAFFIC = [
 ]
 
 
-@pytest.mark.picked(1, 2, 5, 8, 9)
+@pytest.mark.picked(2, 5, 8, 9)
 @pytest.mark.parametrize("layout", TRAFFIC, ids=label)
 def test_traffic_is_what_theory_says(pools, tmp_path, layout):
     """Every byte in the ledger, on every rank, dimension by dimension."""
@@ -489,7 +489,7 @@ def test_activations_in_flight_are_the_schedules(pools, tmp_path, schedule):
         assert all(n <= 2 * (4 - rank) - 1 for rank, n in enumerate(found))
 
 
-@pytest.mark.picked(2, 4, 6)
+@pytest.mark.picked(4, 6)
 @pytest.mark.parametrize("schedule", NAMES)
 def test_measured_activations_are_the_predicted_ones(pools, tmp_path, schedule):
     """Bytes alive at the worst moment: those in flight by the list; and boundary tensors that are on their way.

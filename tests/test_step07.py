@@ -809,6 +809,7 @@ def text_on_rank(options: dict, ep: int) -> str:
         return evaluation.generate(look, model, own, mesh, "def ", 15, 0)
 
 
+@pytest.mark.picked(1, 2)
 @pytest.mark.parametrize("layout", [dict(tp=1, cp=1), dict(tp=2, cp=1), dict(tp=1, cp=2)], ids=label)
 def test_generates_one_processes_text(pools, layout):
     """Experts on two ranks, tokens of one text on one or two of them."""
