@@ -87,7 +87,7 @@ def differences(found: dict) -> list[str]:
     return wrong + [f"held {k}: {n} {p}" for k, (n, p) in held.items() if n != pytest.approx(p, rel=0.02)]
 
 
-@pytest.mark.sampled(25)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("case", [name for name in CASES if "fused" not in name])
 def test_theory_counts_what_the_program_does(counted, case):
     """On up to 16,384 ranks: traffic byte for byte, FLOPs, the most bytes of each kind, and of all at a moment."""
