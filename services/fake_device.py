@@ -42,8 +42,9 @@ SHAPED += ("squeeze", "unsqueeze", "expand", "empty_like", "new_empty", "detach"
 IN_PLACE = {"add_", "addmm_", "sub_", "mul_", "div_", "exp_", "copy_", "zero_", "fill_", "scatter_add_", "masked_fill_"}
 
 
-def build_shim(folder: Path) -> Path | None:
-    """The shared library of fake_cuda.cpp in `folder`, built if it is not there; None without g++."""
+def build_shim() -> Path | None:
+    """The shared library of fake_cuda.cpp in the user's cache, built if it is not there; None without g++."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "llm-training-parallelism"
     home = Path(torch.__file__).parent
     about = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode() + str(home).encode()).hexdigest()[:16]
     target = folder / f"fake_cuda-{about}.so"
@@ -63,7 +64,7 @@ def can_fake_cuda() -> bool:
     """Whether this torch traces tensors on "cuda": a build for GPUs does, a CPU build with the shim, loaded here."""
     if torch.version.cuda or torch.version.hip:
         return True
-    shim = build_shim(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "llm-training-parallelism")
+    shim = build_shim()
     if shim is not None:
         ctypes.CDLL(str(shim))
     return shim is not None

@@ -32,7 +32,16 @@ from common import comm, layout, model, moe, trainer
 from services import pictures
 from services import run as run_module
 from services.dry_run import NO_KERNEL, about
-from services.fake_device import Answers, Event, Stream, fake_device, fake_ranks, fused_attention, tensors_of
+from services.fake_device import (
+    Answers,
+    Event,
+    Stream,
+    can_fake_cuda,
+    fake_device,
+    fake_ranks,
+    fused_attention,
+    tensors_of,
+)
 from services.ledger import Ledger
 
 ROOT = Path(__file__).parents[1]
@@ -425,6 +434,7 @@ def run_case(kind: str, **case) -> dict:
 
 def main(cases: str, results: str):
     """Run the cases of one file, {name: arguments of `run_case`}, and append what each came to to another, by line."""
+    assert can_fake_cuda()
     torch.set_num_threads(1)
     parent = os.getppid()
     for name, case in json.loads(Path(cases).read_text()).items():

@@ -4,7 +4,6 @@ Seen are devices and dtypes that do not go together, waits of the host for the G
 their collectives, and how many graphs --compile makes. The runs are made by two processes, which load a shim of C++.
 """
 
-import ctypes
 import dataclasses
 import importlib
 import json
@@ -231,12 +230,6 @@ CASES = (
 )
 
 
-def run_cases(shim: str, cases: str, results: str):
-    """What a process does that has loaded the shim."""
-    ctypes.CDLL(shim)
-    fake_cuda.main(cases, results)
-
-
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory) -> dict[str, dict]:
     """What all selected cases came to, by name."""
@@ -246,15 +239,14 @@ def results(request, tmp_path_factory) -> dict[str, dict]:
     names = list(dict.fromkeys(name for item in here for name in item.callspec.params.get("cases", ())))
     names.sort(key=lambda name: CASES[name]["kind"])  # those of eight ranks in turn, for equal halves
     folder = tmp_path_factory.mktemp("fake-cuda")
-    shim = build_shim(folder)
-    if shim is None:
+    if build_shim() is None:
         pytest.skip("no g++ to build services/fake_cuda.cpp with")
     found, jobs = {}, []
     with ExitStack() as stack:
         for half in (names[::2], names[1::2]):
             cases, lines = (folder / f"{name}-{len(jobs)}" for name in ("cases", "results"))
             cases.write_text(json.dumps({name: CASES[name] for name in half}))
-            job = Forked(run_cases, str(shim), str(cases), str(lines))
+            job = Forked(fake_cuda.main, str(cases), str(lines))
             stack.callback(job.process.kill)
             jobs.append((job, half, lines))
         for job, half, lines in jobs:
