@@ -1,0 +1,164 @@
+"""Ranks, the mesh that they form, and what they send one another: torch.distributed, with names.
+
+A *rank* is one of the processes that torchrun starts, and also its number, from 0. Each has its own memory (a GPU, if
+there are any) and runs the same script. Ranks meet in *collectives*: calls that all ranks of a group make together.
+
+              tp ->
+        dp  [0  1  2  3]      Mesh(dp=2, tp=4) lays the ranks out as arange(8).reshape(2, 4). On rank 5, mesh["tp"] is
+         |  [4  5  6  7]      the group {4, 5, 6, 7}, in which it is number 1, and mesh["dp"] is the group {1, 5}.
+
+A collective starts at once and returns a `Pending`. Until its `wait`, do not touch the tensors that it was given: they
+are contiguous, and stay unchanged. In a group of one nothing is sent, so one process runs the same code as eight.
+A rank of a group of n sends, of a whole tensor of S bytes:
+
+    all_reduce 2 (n-1)/n S         all_gather, reduce_scatter, all_to_all (n-1)/n S         exchange: each message
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common import UserError
+
+observer: Callable[[str, "Group", Tensor, float], None] | None = None  # if set: is shown every operation (`note`)
+
+# torch 2.13 renamed two collectives; both names are served.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass
+class Group:
+    """The ranks along one mesh dimension. `rank` counts inside the group; `handle` is None for a group of one."""
+
+    name: str
+    rank: int
+    size: int
+    handle: dist.ProcessGroup | None
+
+    def share(self, total: int, what: str) -> slice:
+        """This rank's part, in order, of `total` things. Raises UserError if they do not divide."""
+        if total % self.size:
+            raise UserError(f"{what} {total} must be a multiple of the {self.size} ranks of {self.name}")
+        part = total // self.size
+        return slice(self.rank * part, (self.rank + 1) * part)
+
+
+class Mesh:
+    """Named dimensions over all ranks: `mesh["tp"]` is this rank's group along tp."""
+
+    def __init__(self, **sizes: int):
+        """Number of ranks of each dimension, slowest first. Raises UserError unless they multiply to all ranks."""
+        self.sizes, self.world = sizes, dist.get_world_size() if dist.is_initialized() else 1
+        if math.prod(sizes.values()) != self.world:
+            asked = " x ".join(f"--{name} {size}" for name, size in sizes.items() if name != "dp")
+            raise UserError(f"{asked} must divide the number of ranks, which is {self.world} (--nproc_per_node)")
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.groups: dict[str, Group] = {}
+        self.handles: dict[tuple[int, ...], dist.ProcessGroup] = {}  # one for each set of ranks
+        self.ranks = np.arange(self.world).reshape(*sizes.values())
+        for name in sizes:
+            self.join(name, name)
+
+    def __getitem__(self, name: str) -> Group:
+        """This rank's group along a dimension."""
+        return self.groups[name]
+
+    def join(self, name: str, *dims: str) -> np.ndarray:
+        """A dimension made of several: join("data", "dp", "cp"). Returns its groups' ranks, int [groups, size]."""
+        axes = [list(self.sizes).index(dim) for dim in dims]
+        rows = np.moveaxis(self.ranks, axes, range(-len(axes), 0))
+        rows = rows.reshape(-1, math.prod(self.sizes[dim] for dim in dims))
+        self.enter(name, rows)
+        return rows
+
+    def enter(self, name: str, rows: np.ndarray):
+        """Make the groups of a dimension, the rows of int [groups, size], and enter the one with this rank."""
+        for row in map(tuple, rows.tolist()):
+            if len(row) > 1 and row not in self.handles:
+                self.handles[row] = dist.new_group(row)  # all ranks take part in making every group
+            if self.rank in row:
+                self.groups[name] = Group(name, row.index(self.rank), len(row), self.handles.get(row))
+
+
+class Pending:
+    """Communication under way, or already done if there are no `works`."""
+
+    def __init__(self, *works: dist.Work, then: Callable | None = None):
+        self.works, self.then = works, then
+
+    def wait(self):
+        """Return when the results may be used (on a GPU: let the compute stream wait). A second call does nothing."""
+        for work in self.works:
+            work.wait()
+        if self.works and self.then is not None:
+            self.then()
+        self.works = ()
+
+
+def all_reduce(tensor: Tensor, group: Group) -> Pending:
+    """Sum `tensor` over the group, in place."""
+    if group.size == 1:
+        return Pending()
+    note("all_reduce", group, tensor, 2 * (group.size - 1) / group.size)
+    return Pending(dist.all_reduce(tensor, group=group.handle, async_op=True))
+
+
+def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
+    """`output` [n k] = the `tensor` [k] of every rank of the group, in order. `tensor` may be its place in `output`."""
+    if group.size == 1:
+        output.copy_(tensor)
+        return Pending()
+    note("all_gather", group, output, (group.size - 1) / group.size)
+    return Pending(_all_gather(output, tensor, group=group.handle, async_op=True))
+
+
+def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
+    """`output` [k] = this rank's part of the sum of all ranks' `tensor` [n k]."""
+    if group.size == 1:
+        output.copy_(tensor)
+        return Pending()
+    note("reduce_scatter", group, tensor, (group.size - 1) / group.size)
+    if dist.get_backend(group.handle) != "gloo":
+        return Pending(_reduce_scatter(output, tensor, group=group.handle, async_op=True))
+    parts = torch.empty_like(tensor)  # gloo's own all-reduces the whole. Here a rank gets its part from each, and adds
+    work = dist.all_to_all_single(parts, tensor, group=group.handle, async_op=True)
+    return Pending(work, then=lambda: torch.sum(parts.view(group.size, -1), 0, out=output.view(-1)))
+
+
+Sizes = list[int] | None
+
+
+def all_to_all(output: Tensor, tensor: Tensor, group: Group, sent: Sizes = None, received: Sizes = None) -> Pending:
+    """Rank r gets the r-th part of everyone's `tensor` (along dim 0), in order. Sizes of the parts, if they differ."""
+    if group.size == 1:
+        output.copy_(tensor)
+        return Pending()
+    stays = sent[group.rank] / max(1, len(tensor)) if sent else 1 / group.size
+    note("all_to_all", group, tensor, 1 - stays)
+    return Pending(dist.all_to_all_single(output, tensor, received, sent, group=group.handle, async_op=True))
+
+
+def exchange(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group) -> Pending:
+    """Messages between two ranks each: (tensor, the peer's rank in the group); those to receive are filled.
+
+    Both ends must agree on shape and dtype: gloo does not check them.
+    """
+    operations = []
+    for tensor, peer in sends:
+        note("send", group, tensor, 1.0)
+        operations.append(dist.P2POp(dist.isend, tensor, group=group.handle, group_peer=peer))
+    for tensor, peer in receives:
+        operations.append(dist.P2POp(dist.irecv, tensor, group=group.handle, group_peer=peer))
+    return Pending(*(dist.batch_isend_irecv(operations) if operations else ()))
+
+
+def note(operation: str, group: Group, tensor: Tensor, share: float):
+    """Show the observer an operation, its whole tensor, and which share of the tensor's bytes this rank sends."""
+    if observer is not None:
+        observer(operation, group, tensor, share)

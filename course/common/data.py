@@ -1,0 +1,109 @@
+"""Token batches: a pure function of (seed, step), the same on every rank and in every layout.
+
+    documents -> bytes 0-255, END after each -> one long stream:   d e f ... END i m p o r t ... END ...
+    window i  = stream[i*seq : i*seq + seq + 1]                    tokens = its first seq, targets = its last seq
+    sample j of step s = window order(seed, epoch)[s*B + j]        B = global batch size, in sequences
+
+Targets are shifted here, before anything cuts a sequence. Every rank reads the whole global batch and works on its part
+of it: token ids are small. The stream's last twentieth is kept for validation.
+"""
+
+import os
+import sysconfig
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common import UserError
+from common.model import IGNORE, ModelConfig
+
+END = 256  # ends a document
+SKIPPED = {"test", "tests", "idlelib", "site-packages", "__pycache__"}
+
+
+def to_tokens(texts: Iterable[str]) -> np.ndarray:
+    """Texts -> one stream of bytes, END after each."""
+    texts = (np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.uint16) for text in texts)
+    return np.concatenate([np.append(text, np.uint16(END)) for text in texts])
+
+
+def read_files(paths: list[Path]) -> tuple[np.ndarray, None]:
+    """Text files. Neighbours in the alphabet are alike: a fixed shuffle makes the held-out tail look like the rest."""
+    order = np.random.default_rng(0).permutation(len(paths))
+    return to_tokens(paths[i].read_text(encoding="utf-8", errors="replace") for i in order), None
+
+
+def read_library(_source: str) -> tuple[np.ndarray, None]:
+    """The source code of Python's standard library."""
+    paths = []
+    for folder, inside, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        inside[:] = sorted(set(inside) - SKIPPED)
+        paths += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
+    return read_files(paths)
+
+
+def read_hub(source: str) -> tuple[np.ndarray, None]:
+    """A data set of the hub with a column `text`."""
+    import datasets  # takes seconds to import
+
+    try:
+        return to_tokens(datasets.load_dataset(source, split="train")["text"]), None
+    except Exception as error:
+        raise UserError(f"--dataset {source}: no such file, and as a data set of the hub: {error!r:.200}") from error
+
+
+# From the kind of a source (its suffix if it is a file) to what opens it: -> tokens, and labels if targets are others.
+READERS: dict[str, Callable[[str], tuple[Any, Any]]] = {
+    "": read_library,
+    ".txt": lambda source: read_files([Path(source)]),
+    "hub": read_hub,
+}
+
+
+@lru_cache(maxsize=2)
+def shuffled(n: int, seed: int, epoch: int) -> np.ndarray:
+    """The numbers 0 to n-1 in the order of an epoch."""
+    return np.random.default_rng((seed, epoch)).permutation(n)
+
+
+class Data:
+    """The batches of a run."""
+
+    def __init__(self, source: str, shape: ModelConfig, batch_size: int, seed: int):
+        """`source`: see READERS. `batch_size` in sequences. Raises UserError for data that do not fit the model."""
+        kind = Path(source).suffix or "folder" if source and Path(source).exists() else "hub" if source else ""
+        if kind not in READERS:
+            raise UserError(f"--dataset {source}: cannot read a {kind}; known are {', '.join(filter(None, READERS))}")
+        self.tokens, self.labels = READERS[kind](source)
+        self.source, self.shape, self.batch_size, self.seed = source, shape, batch_size, seed
+        n_windows = (len(self.tokens) - 1) // shape.seq_len
+        self.n_train = n_windows - max(1, n_windows // 20)
+        if self.n_train < 1:
+            raise UserError(
+                f"--dataset {source}: {len(self.tokens)} tokens are too few for sequences of {shape.seq_len}"
+            )
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """The global batch of a step: tokens and targets, int64 [batch_size, seq]."""
+        windows = []
+        for place in range(step * self.batch_size, (step + 1) * self.batch_size):
+            epoch, place = divmod(place, self.n_train)
+            windows.append(shuffled(self.n_train, self.seed, epoch)[place])
+        return self.read(windows)
+
+    def read(self, windows: Iterable[int]) -> tuple[Tensor, Tensor]:
+        """Tokens and targets, int64 [windows, seq]. Raises UserError for an id outside the vocabulary."""
+        seq = self.shape.seq_len
+        rows = np.stack([self.tokens[i * seq : (i + 1) * seq + 1] for i in windows]).astype(np.int64)
+        targets = rows[:, 1:]
+        if self.labels is not None:
+            targets = np.stack([self.labels[i * seq + 1 : (i + 1) * seq + 1] for i in windows]).astype(np.int64)
+        for ids in rows, targets[targets != IGNORE]:
+            if ids.size and not 0 <= ids.min() <= ids.max() < self.shape.vocab_size:
+                raise UserError(f"--dataset {self.source}: ids {ids.min()} to {ids.max()} are not in the vocabulary")
+        return torch.from_numpy(rows[:, :-1]), torch.from_numpy(targets)

@@ -1,0 +1,181 @@
+"""The decoder: a Llama-style language model in plain PyTorch. It knows nothing of ranks.
+
+    tokens [batch, seq] -> embed_tokens -> layers 0..L-1 -> norm -> lm_head -> logits -> sum of the cross entropies
+
+    layer:   x = x + self_attn(input_layernorm(x))            RoPE rotates q and k by position; a group of query
+             x = x + mlp(post_attention_layernorm(x))         heads shares one k and v (GQA); the MLP is a SwiGLU
+
+Names, shapes and the RoPE convention are those of Hugging Face's `LlamaForCausalLM`: it loads our state dict unchanged.
+Nothing here counts heads, channels or vocabulary: they follow from the weights, so a rank with a part of the weights
+runs the same code.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORE = -100  # a target with this value counts neither in the loss nor among the target tokens
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    ffn_dim: int
+    vocab_size: int
+    seq_len: int
+    tied: bool = False  # one matrix serves as embedding and as head
+    rope_theta: float = 10000.0
+    rope_scaling: float = 1.0  # stretches RoPE's long wave lengths, as Llama 3.1 and 3.2 do
+    norm_eps: float = 1e-5
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one attention head."""
+        return self.dim // self.n_heads
+
+
+SMOLLM = dict(vocab_size=49152, seq_len=2048, tied=True)
+LLAMA3 = dict(vocab_size=128256, seq_len=8192, rope_theta=500000.0)
+PRESETS = {
+    "debug": ModelConfig(64, 2, 4, 2, 176, vocab_size=257, seq_len=64),
+    "tiny": ModelConfig(128, 4, 8, 4, 352, vocab_size=257, seq_len=256),
+    "smollm-135m": ModelConfig(576, 30, 9, 3, 1536, **SMOLLM),
+    "smollm-360m": ModelConfig(960, 32, 15, 5, 2560, **SMOLLM),
+    "smollm-1.7b": ModelConfig(2048, 24, 32, 32, 8192, **SMOLLM),
+    "llama3.2-1b": ModelConfig(2048, 16, 32, 8, 8192, **LLAMA3, tied=True, rope_scaling=32.0),
+    "llama3-8b": ModelConfig(4096, 32, 32, 8, 14336, **LLAMA3),
+    "llama3-70b": ModelConfig(8192, 80, 64, 8, 28672, **LLAMA3),
+    "llama3-405b": ModelConfig(16384, 126, 128, 8, 53248, **LLAMA3, rope_scaling=8.0),
+}
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype for what 16 bits cannot hold (sums, masters, angles): fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def rope_tables(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary position embedding (Su et al., "RoFormer", section 3.2.2).
+
+    positions int64 [seq] -> two tensors [seq, 1, head_dim].
+    """
+    even = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=dtype)
+    frequency = config.rope_theta ** -(even / config.head_dim)
+    if config.rope_scaling != 1.0:  # Llama 3.1: wave lengths over 8192 tokens grow, under 2048 stay, a ramp between
+        turns = frequency * 8192 / (2 * torch.pi)
+        keep = ((turns - 1) / 3).clamp(0, 1)
+        frequency = frequency * (keep + (1 - keep) / config.rope_scaling)
+    angle = (positions[:, None] * frequency).tile(2)[:, None, :]
+    return angle.cos(), angle.sin()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + head_dim/2) of x [batch, seq, heads, head_dim]."""
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention by PyTorch's fused kernel.
+
+    q [batch, seq, heads, head_dim]; k, v [batch, seq, kv_heads, head_dim] -> as q.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention around `self.attend`, which step 5 replaces."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.head_dim, kv_dim = config.head_dim, config.n_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
+        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
+        self.attend = attend
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [batch, seq, dim], tables from `rope_tables` -> [batch, seq, dim]."""
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(self.attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v).flatten(-2))
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer, "GLU Variants Improve Transformer"): down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.up_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.down_proj = nn.Linear(config.ffn_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, dim] -> [batch, seq, dim]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each on a normalised copy of the residual stream, each added back to it."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[batch, seq, dim] -> [batch, seq, dim]."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Trunk(nn.Module):
+    """Everything but the head (Hugging Face's `model.` prefix). Layers go by their number in the whole model."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(config) for i in range(config.n_layers)})
+        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
+
+
+def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """logits [batch, seq, vocab], targets int64 [batch, seq] -> the *sum* over all targets but IGNORE, in nats."""
+    flat = logits.flatten(0, 1).to(wide(logits.dtype))
+    return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+class Decoder(nn.Module):
+    """The whole model. Build it under `torch.device("meta")` and fill it with `materialize` of common/layout.py."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.model = Trunk(config)
+        self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.loss = summed_cross_entropy
+        if config.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
+        """tokens, targets int64 [batch, seq] -> the summed loss, a scalar.
+
+        `positions` int64 [seq]: where the tokens stand in their sequence, if not at 0, 1, 2, ...
+        """
+        x = self.model.embed_tokens(tokens)
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        cos, sin = rope_tables(positions, self.config, wide(x.dtype))
+        for layer in self.model.layers.values():
+            x = layer(x, cos, sin)
+        return self.loss(self.lm_head(self.model.norm(x)), targets)

@@ -1,0 +1,128 @@
+"""Pipeline schedules as data: who does what in which order, in lists that can be printed, drawn, checked and run.
+
+A schedule is a function of p ranks, m micro-batches and v stages on a rank; it returns the list of one rank. Those here
+differ in one number, the forwards that come before the first backward. Others may also split B, or place stages anew.
+
+    python -m common.schedules 4 8 2          draws them for 4 ranks, 8 micro-batches, 2 stages on a rank
+"""
+
+import sys
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from common import UserError
+
+COSTS = {"F": 1, "B": 2, "W": 1}  # units of time; a schedule with W, weight gradients on their own, has B = 1
+
+
+class Action(NamedTuple):
+    """What a rank does in one go. ("F", 3, 1): micro-batch 3 goes forward through stage 1."""
+
+    kind: str  # F forward, B backward
+    micro_batch: int
+    stage: int
+
+
+class Place(NamedTuple):
+    """Where a stage is, and what: `before` gives it its input (None: tokens), `after` takes its output (None: loss)."""
+
+    rank: int
+    layers: range
+    before: int | None
+    after: int | None
+
+
+def loop(n_layers: int, p: int, v: int) -> list[Place]:
+    """The places of p v stages: v times through all ranks."""
+    n = p * v
+    bounds = [n_layers * stage // n for stage in range(n + 1)]
+    link = [None, *range(n), None]
+    return [Place(s % p, range(bounds[s], bounds[s + 1]), link[s], link[s + 2]) for s in range(n)]
+
+
+def weave(p: int, m: int, v: int, rank: int, warm_up: int) -> list[Action]:
+    """`warm_up` forwards, then a forward and a backward in turn, then the backwards that are left.
+
+    Micro-batches go in rounds of p: all of a round do the rank's first stage, then all its second one, and so on. When
+    the last of a round has left rank 0, the first has come round to it again.
+    """
+    rounds = [range(start, min(start + p, m)) for start in range(0, m, p)]
+    stages = range(rank, p * v, p)
+    forwards = [Action("F", i, stage) for some in rounds for stage in stages for i in some]
+    backwards = [Action("B", i, stage) for some in rounds for stage in reversed(stages) for i in some]
+    in_turn = [action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair]
+    return forwards[:warm_up] + in_turn + backwards[len(in_turn) // 2 :]
+
+
+def afab(p: int, m: int, v: int, rank: int) -> list[Action]:
+    """All forward, all backward (GPipe, Huang et al. 2019): m micro-batches in flight."""
+    return weave(p, m, v, rank, warm_up=m * v)
+
+
+def one_f_one_b(p: int, m: int, v: int, rank: int) -> list[Action]:
+    """1F1B (PipeDream-flush, Narayanan et al. 2021): as many as it takes to reach the last rank; p - rank in flight."""
+    return weave(p, m, v, rank, warm_up=p - 1 - rank)
+
+
+def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
+    """1F1B over v stages a rank (Megatron, Narayanan et al. 2021): bubble (p-1)/(v m + p-1). Raises UserError."""
+    if v > 1 and m % p:
+        raise UserError(f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank")
+    return weave(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))
+
+
+class Schedule(NamedTuple):
+    """An entry of the menu: the list of a rank, where its stages are, and how many a rank has under the given flags."""
+
+    actions: Callable[[int, int, int, int], list[Action]]  # (p, m, v, rank)
+    places: Callable[[int, int, int], list[Place]] = loop  # (n_layers, p, v)
+    stages: Callable[[Any], int] = lambda config: 1
+
+
+SCHEDULES = {
+    "1f1b": Schedule(one_f_one_b),
+    "afab": Schedule(afab),
+    "interleaved": Schedule(interleaved, stages=lambda config: config.chunks),
+}
+
+
+def goes_to(action: Action, places: list[Place]) -> Action | None:
+    """The action that waits for the output of this one."""
+    there = {"F": places[action.stage].after, "B": places[action.stage].before}.get(action.kind)
+    return None if there is None else action._replace(stage=there)
+
+
+def simulate(lists: list[list[Action]], places: list[Place], costs: dict) -> list[tuple[int, int, int, Action]]:
+    """(end, rank, start, action) of all actions, sorted: each starts when its rank is free and its input is there."""
+    awaited = {goes_to(action, places) for row in lists for action in row}
+    spans, arrival, free, left = [], {}, [0 for _ in lists], [deque(row) for row in lists]
+    while any(left):
+        ready = [rank for rank, row in enumerate(left) if row and (row[0] in arrival or row[0] not in awaited)]
+        if not ready:
+            raise ValueError(f"each rank waits for ever: {[row[0] for row in left if row]}")
+        for rank in ready:
+            action = left[rank].popleft()
+            start = max(free[rank], arrival.get(action, 0))
+            free[rank] = arrival[goes_to(action, places)] = start + costs[action.kind]
+            spans.append((free[rank], rank, start, action))
+    return sorted(spans)
+
+
+def draw(lists: list[list[Action]], places: list[Place], costs: dict = COSTS) -> str:
+    """A line for each rank, a character for a unit of time: F of micro-batch 0 is 0, its B is a; a dot is idle."""
+    spans = simulate(lists, places, costs)
+    rows = [["."] * spans[-1][0] for _ in lists]
+    for end, rank, start, (kind, i, _) in spans:
+        rows[rank][start:end] = {"F": str(i % 10), "B": chr(ord("a") + i % 26)}.get(kind, "-") * (end - start)
+    return "\n".join("".join(row) for row in rows)
+
+
+if __name__ == "__main__":
+    p, m, chunks = map(int, sys.argv[1:])
+    for name, schedule in SCHEDULES.items():
+        v = schedule.stages(SimpleNamespace(chunks=chunks))
+        print(
+            name, draw([schedule.actions(p, m, v, rank) for rank in range(p)], schedule.places(p * v, p, v)), sep="\n"
+        )

@@ -1,0 +1,185 @@
+"""Flags, and what a run leaves behind: a progress bar, metrics.jsonl and loss.png.
+
+    with Run(config) as run:                      opens the run directory
+        for step in run.steps(model=..., ...):    yields 0, 1, ..., drawing the bar
+            run.record(step, loss=..., ...)       one line of metrics.jsonl
+
+`Run` is also where other code attaches, by a subclass that `main` or a test passes to `train`. A subclass sees
+
+    steps     every part of the run, once, before the first step: it may look at them, load them, wrap them
+    record    the numbers of every step, with the parts as the update has left them
+    __exit__  the end, or the error that ended it
+
+and nothing else in a step's file knows that it exists.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import inspect
+import json
+import math
+import os
+import re
+import sys
+import time
+import typing
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from common import UserError, comm
+
+DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def choose(config: Any) -> tuple[torch.device, torch.dtype]:
+    """`--device` and `--dtype`; auto is this process's GPU with bf16 if there is one, else the CPU with fp32."""
+    kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = config.dtype if config.dtype != "auto" else "bf16" if kind == "cuda" else "fp32"
+    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda" and device.index >= torch.cuda.device_count():
+        raise UserError(f"{torch.cuda.device_count()} GPUs for more ranks: lower --nproc_per_node, or use --device cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    return device, DTYPES[dtype]
+
+
+def among(menu: dict, default: Any) -> Any:
+    """A field of a Config that names an entry of a menu. Others may add entries before the flags are read."""
+    return dataclasses.field(default=default, metadata=dict(menu=menu))
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a wrong flag is a UserError: one line."""
+
+    def error(self, message: str):
+        """Raise instead of printing the usage."""
+        raise UserError(f"{message} (--help lists all flags)")
+
+
+def parse(cls: type, argv: list[str] | None = None) -> Any:
+    """Command line -> an instance of dataclass `cls`: a flag for each field, with its trailing comment as help.
+
+    Flags of the class itself come before those of its bases. A whole number is at least 1, or 0 where 0 is the default
+    or its help says what "0:" means; no number is negative. Raises UserError.
+    """
+    parser = Parser(description=inspect.getmodule(cls).__doc__.split("\n\n")[0], allow_abbrev=False)
+    fields, helps = {field.name: field for field in dataclasses.fields(cls)}, {}
+    for base in cls.__mro__[:-1]:
+        group = parser.add_argument_group(base.__doc__)
+        comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(base), re.MULTILINE))
+        for name, kind in typing.get_type_hints(base).items():
+            if name in helps or name not in comments:
+                continue
+            helps[name], field = comments[name], fields[name]
+            options: dict[str, Any] = dict(default=field.default, help=helps[name].replace("%", "%%"))
+            if kind is bool:
+                options["action"] = argparse.BooleanOptionalAction
+            elif "menu" in field.metadata:
+                options |= dict(type=kind, choices=list(field.metadata["menu"]))
+            elif typing.get_origin(kind) is typing.Literal:
+                options["choices"] = typing.get_args(kind)
+            else:
+                options |= dict(type=kind, metavar=name.upper())
+            group.add_argument("--" + name.replace("_", "-"), **options)
+    config = cls(**vars(parser.parse_args(argv)))
+    for name, value in vars(config).items():
+        least = 1 if type(fields[name].default) is int and fields[name].default and "0:" not in helps[name] else 0
+        if type(value) in (int, float) and "menu" not in fields[name].metadata and not value >= least:
+            raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least {least}")
+    return config
+
+
+class Run:
+    """One training run as seen from outside. Only rank 0 writes files and draws the bar."""
+
+    def __init__(self, config: Any):
+        self.config, self.history, self.sent = config, [], Counter()
+        self.out = Path(config.out or f"runs/{Path(inspect.getfile(type(config))).stem}")
+        self.first = int(os.environ.get("RANK", 0)) == 0
+
+    def __enter__(self) -> "Run":
+        """Open the run directory; an earlier run's metrics are overwritten."""
+        if self.first:
+            self.out.mkdir(parents=True, exist_ok=True)
+            (self.out / "config.json").write_text(json.dumps(dataclasses.asdict(self.config), indent=1))
+            self.file = open(self.out / "metrics.jsonl", "w")
+        return self
+
+    def __exit__(self, error: type | None, *_):
+        """Draw loss.png, unless an error ended the run."""
+        comm.observer = None
+        if self.first:
+            self.file.close()
+            if error is None and self.history:
+                draw_loss(self.history, self.out / "loss.png")
+
+    def steps(self, **parts: Any) -> Iterator[int]:
+        """Yield the numbers of the steps. `parts`: the objects that make up this run (model, optimizer, mesh, ...)."""
+        self.parts, self.began, comm.observer = SimpleNamespace(**parts), time.perf_counter(), self.count
+        with tqdm(total=self.config.steps, unit="step", disable=not self.first) as self.bar:
+            yield from range(self.config.steps)
+
+    def count(self, _operation: str, group: comm.Group, tensor: Tensor, share: float):
+        """Add up the bytes that this rank sends in a step, by mesh dimension."""
+        self.sent[group.name] += round(share * tensor.nbytes)
+
+    def record(self, step: int, tokens: int, **numbers: float):
+        """Write what a step has found: `tokens` of it, all ranks together, and other numbers by name."""
+        if not math.isfinite(numbers["loss"]):
+            raise UserError(f"step {step + 1}: the loss is {numbers['loss']}: lower --lr")
+        seconds, self.began = time.perf_counter() - self.began, time.perf_counter()
+        row = dict(step=step + 1, **numbers, tokens=tokens, tokens_per_second=tokens / seconds, seconds=seconds)
+        self.history.append(row | dict(sent=dict(self.sent)))
+        self.sent.clear()
+        if self.first:
+            self.file.write(json.dumps(self.history[-1]) + "\n")
+            self.file.flush()
+            self.bar.set_postfix_str(f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tok/s", refresh=False)
+            self.bar.update()
+
+
+def draw_loss(history: list[dict], target: Path):
+    """The loss over the steps, as a picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot([row["step"] for row in history], [row["loss"] for row in history])
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    figure.savefig(target, dpi=120)
+    plt.close(figure)
+
+
+def main(train: Callable[[Any, Run], None], cls: type):
+    """Parse the flags and train. What the user can put right is one line, not a traceback, and a non-zero exit status.
+
+    The only door to what surrounds a run: a folder services/, where there is one, gives more flags and a richer Run.
+    """
+    several, status, run_type = int(os.environ.get("WORLD_SIZE", 1)) > 1, 0, Run
+    try:
+        if importlib.util.find_spec("services") is not None:
+            train, cls, run_type = importlib.import_module("services.run").surround(train)
+        config = parse(cls)
+        with run_type(config) as run:
+            train(config, run)
+        if torch.distributed.is_initialized():  # after an error the others may be gone: no one waits for them
+            torch.distributed.destroy_process_group()
+    except UserError as error:
+        if int(os.environ.get("RANK", 0)):
+            time.sleep(2)  # rank 0 has most likely made the same mistake: then torchrun ends this process meanwhile
+        print(f"error: {error}", file=sys.stderr)
+        status = 2
+    sys.stdout.flush(), sys.stderr.flush()
+    if several:  # the interpreter's own shutdown can abort under the threads of gloo
+        os._exit(status)
+    sys.exit(status)

@@ -1,0 +1,145 @@
+"""Step 1: one device. A complete trainer: everything that happens in a training step stands in `train`, below.
+
+              micro-batch 1        micro-batch 2        ...
+    batch -> forward, backward -> forward, backward -> ... -> clip -> AdamW -> weights
+                   gradients add up in fp32 ---------------->         fp32 masters, two moments
+
+SCALE ONCE, THEN ONLY SUM. A micro-batch's loss is the *sum* over its tokens, divided by the number of target tokens in
+the *global* batch. The gradients of micro-batches, and in later steps of ranks, are then plainly added; nothing is
+averaged again. (A mean of means is not the mean when micro-batches have different numbers of target tokens.)
+
+PRECISION. An update of 1e-5 vanishes in a bf16 weight (Micikevicius et al., "Mixed Precision Training"). So weights
+compute in bf16, gradients add up in fp32, and AdamW updates *masters*, copies of the weights in fp32:
+2 + 4 + 4 + 8 (two moments) = 18 bytes a parameter. In fp32 the weights are their own masters: 4 + 4 + 8 = 16.
+
+RECOMPUTATION (--recompute full) trades FLOPs for bytes (Chen et al., "Sublinear Memory Cost"): a layer keeps only its
+input, and its forward is done again in backward, for almost a third more FLOPs.
+
+Run it:    python step01_single_gpu.py
+You should see the loss fall from 5.6 (a guess among 257 bytes costs ln 257 = 5.5) to about 2.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from common.data import Data
+from common.layout import materialize
+from common.model import IGNORE, PRESETS, Decoder, wide
+from common.trainer import DTYPES, Run, among, choose, main
+
+
+def decay_groups(masters: dict[str, Tensor], config: "Config") -> list[dict]:
+    """Tensors by name, as torch.optim wants them: matrices decay, norms do not."""
+    matrices = [tensor for name, tensor in masters.items() if not name.endswith("norm.weight")]
+    norms = [tensor for name, tensor in masters.items() if name.endswith("norm.weight")]
+    return [dict(params=matrices, weight_decay=config.weight_decay), dict(params=norms, weight_decay=0.0)]
+
+
+def adamw(masters: dict[str, Tensor], config: "Config") -> torch.optim.Optimizer:
+    """The update rule."""
+    return torch.optim.AdamW(decay_groups(masters, config), betas=(0.9, 0.95), fused=True)
+
+
+def recompute_layers(model: Decoder):
+    """Let every layer keep only its input, and run again in backward. Gradients do not change."""
+    for layer in model.model.layers.values():
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+# Menus: what a flag's values stand for. Code around the course may add entries.
+OPTIMIZERS: dict[str, Callable] = {"adamw": adamw}
+RECOMPUTE: dict[str, Callable[[Decoder], None]] = {"none": lambda model: None, "full": recompute_layers}
+
+
+@dataclass
+class Config:
+    """The trainer."""
+
+    model: str = among(PRESETS, "tiny")  # preset
+    dataset: str = ""  # text file, or data set of the hub with a column "text"; default: Python's own sources
+    steps: int = 200  # optimizer steps of the whole schedule
+    global_batch_size: int = 32  # sequences per optimizer step, all ranks together
+    micro_batch_size: int = 4  # sequences per forward and backward
+    optimizer: str = among(OPTIMIZERS, "adamw")  # the update rule
+    lr: float = 3e-3  # peak learning rate
+    warmup_steps: int = 20  # steps of linear warm-up, before the cosine to a tenth; 0: none
+    weight_decay: float = 0.1  # on matrices, not on norms
+    grad_clip: float = 1.0  # largest global gradient norm; 0: no clipping
+    seed: int = 0  # of initial weights and data order
+    device: Literal["auto", "cuda", "cpu"] = "auto"  # where to compute
+    dtype: str = among(DTYPES, "auto")  # of weights and compute; auto: bf16 on GPU, fp32 on CPU
+    recompute: str = among(RECOMPUTE, "none")  # what the backward pass computes again
+    out: str = ""  # run directory; default: runs/STEP
+
+
+def learning_rate(step: int, config: Config) -> float:
+    """Linear warm-up, then a cosine down to a tenth of the peak. `step` counts from 0."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    return config.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+class Optimizer:
+    """AdamW on fp32 masters (fp64 for fp64). If the weights are wide enough, they are their own masters."""
+
+    def __init__(self, model: Decoder, config: Config):
+        self.params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        self.masters = {name: param.detach().to(wide(param.dtype)) for name, param in self.params.items()}
+        for param in self.params.values():
+            param.grad_dtype = wide(param.dtype)  # autograd adds each micro-batch's bf16 gradient to an fp32 sum
+        self.rule = OPTIMIZERS[config.optimizer](self.masters, config)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients by name."""
+        return {name: param.grad for name, param in self.params.items()}
+
+    def step(self, lr: float, factor: float):
+        """Update the masters with the gradients times `factor`, round them into the weights, free the gradients."""
+        for name, param in self.params.items():
+            self.masters[name].grad = param.grad.mul_(factor)
+        for group in self.rule.param_groups:
+            group["lr"] = lr
+        self.rule.step()
+        for name, param in self.params.items():
+            param.detach().copy_(self.masters[name])
+            param.grad = self.masters[name].grad = None
+
+
+def train(config: Config, run: Run):
+    """The whole run."""
+    device, dtype = choose(config)
+    shape = PRESETS[config.model]
+    data = Data(config.dataset, shape, config.global_batch_size, config.seed)
+    with torch.device("meta"):
+        model = Decoder(shape)
+    materialize(model, config.seed, device, dtype)
+    RECOMPUTE[config.recompute](model)
+    optimizer = Optimizer(model, config)
+
+    for step in run.steps(model=model, optimizer=optimizer, data=data):
+        tokens, targets = (x.to(device) for x in data.batch(step))
+        n_targets = (targets != IGNORE).sum().clamp(min=1)
+        xs, ys = (x.split(config.micro_batch_size) for x in (tokens, targets))
+        loss = 0.0
+        for x, y in zip(xs, ys, strict=True):
+            micro_loss = model(x, y) / n_targets  # scale once ...
+            micro_loss.backward()  # ... then only sum
+            loss = loss + micro_loss.detach()
+
+        norm = torch.nn.utils.get_total_norm(optimizer.gradients().values()).item()
+        clip = config.grad_clip / max(norm, config.grad_clip) if config.grad_clip else 1.0
+        lr = learning_rate(step, config)
+        optimizer.step(lr, clip)
+        run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
+
+
+if __name__ == "__main__":
+    main(train, Config)

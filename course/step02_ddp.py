@@ -1,0 +1,213 @@
+"""Step 2: data parallelism. Every rank holds the whole model and works on its share of the batch; gradients are summed.
+
+    rank 0: sequences 0..7    -> forward, backward -> gradient g0 -+
+    rank 1: sequences 8..15   -> forward, backward -> gradient g1 -+-> all-reduce: g0 + g1 + g2 + g3 on every rank
+    rank 2: sequences 16..23  -> forward, backward -> gradient g2 -+   -> the same update everywhere
+    rank 3: sequences 24..31  -> forward, backward -> gradient g3 -+
+
+torchrun starts this script n times. Each process, a *rank*, calls `init_process_group` to meet the others.
+`dist.all_reduce(tensor)`, called by all of them, puts the sum of all ranks' tensors into each one's tensor.
+
+WHY A SUM IS ENOUGH. The loss is sum_i l_i / T over all T target tokens of the global batch, and the gradient of a
+sum is the sum of gradients. Each rank's loss is already divided by the global T (step 1: scale once).
+
+    --sync naive     after the last backward, one all-reduce per parameter, each waited for
+    --sync ring      the same, with the all-reduce written out below
+    --sync bucket    gradients lie in flat buffers of --bucket-mb; the all-reduce of a buffer starts during the last
+                     backward, as soon as the buffer is complete (Li et al. 2020, "PyTorch Distributed")
+
+Each rank sends 2 (n-1)/n S bytes of S bytes of gradients, never more than 2 S, however many ranks there are.
+
+Run it:    torchrun --nproc_per_node=4 step02_ddp.py
+You should see step 1's losses, equal up to rounding; `sent` in runs/step02_ddp/metrics.jsonl is 2 (n-1)/n S.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import step01_single_gpu as step01
+from common.comm import Group, Mesh, all_reduce, exchange, note
+from common.data import Data
+from common.layout import layout_of, materialize
+from common.model import IGNORE, PRESETS, Decoder
+from common.trainer import Run, among, choose, main
+from step01_single_gpu import RECOMPUTE, Optimizer, learning_rate
+
+
+def join_ranks(device: torch.device) -> int:
+    """Meet the other processes; returns how many there are. torchrun put RANK, WORLD_SIZE, ... in the environment.
+
+    Whoever wants another backend has called `init_process_group` before.
+    """
+    if "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+class NaiveSync:
+    """Sum the gradients one by one when backward is done. Every sync has these methods."""
+
+    def __init__(self, model: Decoder, config: "Config", mesh: Mesh):
+        self.params, self.mesh = [param for param in model.parameters() if param.requires_grad], mesh
+
+    def begin(self, additions: int):
+        """Before the first micro-batch. Autograd will add to each gradient so many times."""
+
+    def finish(self):
+        """After the last one: when it returns, every `.grad` is the sum over the ranks."""
+        for param in self.params:
+            group = self.mesh[layout_of(param).data]  # dp: the ranks that hold the same, and see other tokens
+            if group.size > 1:
+                self.sum_up(param.grad, group)
+
+    def sum_up(self, gradient: Tensor, group: Group):
+        """What data parallelism needs of torch.distributed: one call."""
+        note("all_reduce", group, gradient, 2 * (group.size - 1) / group.size)
+        dist.all_reduce(gradient, group=group.handle)
+
+
+class RingSync(NaiveSync):
+    """The same with an all-reduce of our own: 2 (n-1) messages to the right (Patarasuk and Yuan 2009).
+
+    n = 4: each gradient has pieces a b c d. Digits say whose parts of a piece a rank has added up so far:
+
+                           rank 0         rank 1         rank 2         rank 3
+        at first           a0 b0 c0 d0    a1 b1 c1 d1    a2 b2 c2 d2    a3 b3 c3 d3
+        round 0 receives   d30            a01            b12            c23         rank r sends piece r
+        round 1            c230           d301           a012           b123        and then what it has added to
+        round 2            b1230          c2301          d3012          a0123       complete: a reduce-scatter
+        rounds 3 to 5      a              b              c              d           they visit all: an all-gather
+
+    In round s rank r sends piece r-s and receives piece r-s-1.
+    """
+
+    def sum_up(self, gradient: Tensor, group: Group):
+        """Sum a contiguous tensor over the group, in place."""
+        n, r = group.size, group.rank
+        pieces = gradient.view(-1).tensor_split(n)
+        for s in range(2 * (n - 1)):
+            mine, theirs = pieces[(r - s) % n], pieces[(r - s - 1) % n]
+            received = torch.empty_like(theirs)
+            exchange([(mine, (r + 1) % n)], [(received, (r - 1) % n)], group).wait()
+            theirs.copy_(theirs + received if s < n - 1 else received)
+
+
+class Bucket:
+    """`flat` [elements]: the gradients of `params`, as parts of it (`views`, in their shapes)."""
+
+    def __init__(self, params: list[nn.Parameter], group: Group):
+        self.params, self.group, sizes = params, group, [param.numel() for param in params]
+        self.flat = torch.zeros(sum(sizes), dtype=params[0].grad_dtype, device=params[0].device)
+        self.views = [part.view_as(p) for part, p in zip(self.flat.split(sizes), params, strict=True)]
+        self.missing = 0  # additions, until all gradients are complete
+
+
+def group_params(params: list[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
+    """Lists of at most `limit` bytes of gradients (or one parameter), to be summed over the same ranks."""
+    lists: dict[str, list[list[nn.Parameter]]] = {}
+    for param in params:
+        same = lists.setdefault(layout_of(param).data, [[]])
+        if same[-1] and sum(p.numel() * p.grad_dtype.itemsize for p in [*same[-1], param]) > limit:
+            same.append([])
+        same[-1].append(param)
+    return [some for same in lists.values() for some in same]
+
+
+class BucketSync:
+    """All-reduces of buckets, started during the last backward.
+
+    Autograd adds into an existing `.grad` in place, so a gradient that starts as a view of a buffer stays there.
+    Backward completes gradients roughly from the last parameter to the first; buckets are filled in this order. All
+    ranks must start their collectives in the same order: a bucket is sent when it *and all before it* are complete.
+    """
+
+    def __init__(self, model: Decoder, config: "Config", mesh: Mesh):
+        """Make it after the optimizer, which decides the dtype of gradients."""
+        backwards = [param for param in reversed(list(model.parameters())) if param.requires_grad]
+        lists = group_params(backwards, config.bucket_mb * 2**20)
+        self.buckets = [Bucket(params, mesh[layout_of(params[0]).data]) for params in lists]
+        for bucket in self.buckets:
+            for param in bucket.params:
+                param.register_post_accumulate_grad_hook(partial(self.added, bucket))
+
+    def begin(self, additions: int):
+        """Empty the buffers and put the gradients back into them."""
+        self.unsent, self.pending = list(self.buckets), []
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+            bucket.missing = additions * len(bucket.params)
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                param.grad = view
+
+    def added(self, bucket: Bucket, _param: nn.Parameter):
+        """Hook: autograd has added to a gradient of `bucket`."""
+        bucket.missing -= 1
+        while self.unsent and self.unsent[0].missing == 0:
+            self.send(self.unsent.pop(0))
+
+    def send(self, bucket: Bucket):
+        """Start the sum of a bucket; backward goes on meanwhile."""
+        self.pending.append(all_reduce(bucket.flat, bucket.group))
+
+    def finish(self):
+        """Wait for every sum. (The embedding's gradient comes last: its bucket always has to wait.)"""
+        while self.unsent:  # a parameter that no micro-batch has used
+            self.send(self.unsent.pop(0))
+        for pending in self.pending:
+            pending.wait()
+
+
+SYNCS: dict[str, Callable[..., Any]] = {"bucket": BucketSync, "naive": NaiveSync, "ring": RingSync}
+
+
+@dataclass
+class Config(step01.Config):
+    """Data parallelism."""
+
+    sync: str = among(SYNCS, "bucket")  # how gradients are summed over dp
+    bucket_mb: float = 1.0  # largest gradient bucket, in MiB
+
+
+def train(config: Config, run: Run):
+    """The whole run."""
+    device, dtype = choose(config)
+    mesh = Mesh(dp=join_ranks(device))
+    mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # these sequences are mine
+    shape = PRESETS[config.model]
+    data = Data(config.dataset, shape, config.global_batch_size, config.seed)
+    with torch.device("meta"):
+        model = Decoder(shape)
+    materialize(model, config.seed, device, dtype)  # the same weights on every rank
+    RECOMPUTE[config.recompute](model)
+    optimizer = Optimizer(model, config)
+    sync = SYNCS[config.sync](model, config, mesh)
+
+    for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
+        tokens, targets = (x.to(device) for x in data.batch(step))
+        n_targets = (targets != IGNORE).sum().clamp(min=1)  # of all ranks
+        xs, ys = (x[mine].split(config.micro_batch_size) for x in (tokens, targets))
+        loss = 0.0
+        sync.begin(len(xs))
+        for x, y in zip(xs, ys, strict=True):
+            micro_loss = model(x, y) / n_targets  # scale once ...
+            micro_loss.backward()  # ... then only sum,
+            loss = loss + micro_loss.detach()
+        sync.finish()  # also over ranks
+        all_reduce(loss, mesh["dp"]).wait()
+
+        norm = torch.nn.utils.get_total_norm(optimizer.gradients().values()).item()
+        clip = config.grad_clip / max(norm, config.grad_clip) if config.grad_clip else 1.0
+        lr = learning_rate(step, config)
+        optimizer.step(lr, clip)
+        run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
+
+
+if __name__ == "__main__":
+    main(train, Config)

@@ -1,0 +1,337 @@
+"""Step 3: ZeRO. Data-parallel ranks share out what step 2 held on each of them: optimizer state, gradients, parameters.
+
+In step 2 every rank updates every weight. ZeRO (Rajbhandari et al. 2020) lets rank r update only slice r of n. Four
+weights 1 2 3 4 on two ranks, whose gradients are 5 5 5 5 and 20 20 20 20, with learning rate 0.1:
+
+    stage  rank 0 holds                                  rank 1 holds
+    0      weights 1 2 3 4    gradient 25 25 25 25       weights 1 2 3 4    gradient 25 25 25 25
+    1      weights 1 2 3 4    gradient 25 25  5  5       weights 1 2 3 4    gradient 20 20 25 25     updates its half
+    2      weights 1 2 3 4    gradient 25 25             weights 1 2 3 4    gradient       25 25     keeps that half
+    3      weights 1 2        gradient 25 25             weights     3 4    gradient       25 25
+    after  -1.5 -0.5, then (but in stage 3) all-gather: -1.5 -0.5 0.5 1.5 on both
+
+Parameters are laid out in *units*: each layer; the embedding; the final norm with the head. A unit is a flat buffer,
+padded and cut in n equal slices. (More units, smaller buffers: stage 3 holds only one or two whole units at a time.)
+
+    unit "layers.0":  [ norm  q  k  v  o .. | .. o  norm  gate .. | .. gate  up .. | .. up  down  0 0 ]
+                      '----- rank 0 -----''------- rank 1 -------''---- rank 2 ----''---- rank 3 ----'
+
+P: parameters. n: ranks. m: micro-batches of a rank. Each rank sends (n-1)/n times the last column in a step:
+
+    stage   held in full                cut in n                       elements sent
+    0       weights, gradients, state                                  2 P       all-reduce (step 2)
+    1       weights, gradients          masters, moments               2 P       reduce-scatter + all-gather
+    2       weights                     masters, moments, gradients    (m+1) P   reduce-scatter in every micro-batch
+    3                                   everything                     3 m P     and all-gather twice
+
+Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
+You should see step 1's losses in every stage, and `sent` in metrics.jsonl grow as the table says.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import step02_ddp as step02
+from common.comm import Group, Mesh, Pending, all_gather, all_reduce, reduce_scatter
+from common.data import Data
+from common.layout import global_norm, layout_of, materialize
+from common.model import IGNORE, PRESETS, Decoder, wide
+from common.trainer import Run, among, choose, main
+from step01_single_gpu import OPTIMIZERS, RECOMPUTE, Optimizer, learning_rate
+from step02_ddp import SYNCS, join_ranks
+
+
+class Unit:
+    """Some parameters in one flat buffer [padded], cut in n slices [padded / n], of which this rank updates one."""
+
+    def __init__(self, named: dict[str, nn.Parameter], group: Group):
+        self.named, self.group = named, group
+        self.trained = {name: param for name, param in named.items() if param.requires_grad}
+        ends = list(accumulate((param.numel() for param in named.values()), initial=0))
+        self.place = dict(zip(named, pairwise(ends), strict=True))  # name -> (start, stop) in flat
+        self.length = -(-ends[-1] // group.size)
+        self.first = group.rank * self.length
+        some = next(iter(named.values()))
+        self.flat = torch.zeros(self.length * group.size, dtype=some.dtype, device=some.device)
+        for name, param in named.items():
+            self.view(self.flat, name).copy_(param.detach())
+            param.data = self.view(self.flat, name)  # .data: else autograd calls a refilled buffer "modified in place"
+            param.grad_dtype = wide(param.dtype)
+        self.slice = self.mine(self.flat)
+        self.gradient: Tensor | None = None  # [padded], of this rank alone: what has not yet been summed
+        self.total: Tensor | None = None  # [padded / n], the sum over the ranks of `gradient`
+        self.grad_slice: Tensor | None = None  # [padded / n], that of all micro-batches
+
+    def view(self, flat: Tensor, name: str) -> Tensor:
+        """A parameter's part of a flat buffer, in the parameter's shape."""
+        return flat[slice(*self.place[name])].view_as(self.named[name])
+
+    def mine(self, flat: Tensor) -> Tensor:
+        """This rank's slice of a flat buffer."""
+        return flat[self.first : self.first + self.length]
+
+    def part(self, slice_: Tensor, name: str) -> Tensor:
+        """The part of this rank's slice that belongs to a parameter: empty if it lies on other ranks."""
+        start, stop = (min(max(at - self.first, 0), self.length) for at in self.place[name])
+        return slice_[start:stop]
+
+    def make_room(self):
+        """A flat buffer of zeros for this rank's gradients."""
+        self.gradient = torch.zeros(len(self.flat), dtype=wide(self.flat.dtype), device=self.flat.device)
+
+
+def unit_names(model: Decoder) -> list[list[str]]:
+    """Names of parameters, by unit. Experts (step 7), which other ranks hold too, make units of their own."""
+    units: dict[tuple[str, str], list[str]] = {}
+    for name, param in model.named_parameters():
+        module = re.match(r"model\.layers\.\d+|model\.embed_tokens|", name).group()  # "": norm and head
+        units.setdefault((module, layout_of(param).data), []).append(name)
+    return list(units.values())
+
+
+class Zero1:
+    """Optimizer state is cut. An object of this class is the optimizer, and also the sync (step 2: begin, finish)."""
+
+    unit_type: type[Unit] = Unit
+
+    def __init__(self, model: Decoder, config: "Config", mesh: Mesh, device: torch.device, dtype: torch.dtype):
+        self.units: list[Unit] = []
+        for names in unit_names(model):
+            materialize(model, config.seed, device, dtype, names)
+            named = {name: model.get_parameter(name) for name in names}
+            group = mesh[layout_of(named[names[0]]).data]  # dp: the ranks that hold the same, and see other tokens
+            self.units.append(self.unit_type(named, group))
+        self.pieces: dict[str, Tensor] = {}  # of the masters, by name, as far as they lie in this rank's slices
+        for unit in self.units:
+            unit.master = unit.slice.to(wide(dtype))  # the slice itself, if it is wide enough
+            self.pieces |= {name: part for name in unit.trained if len(part := unit.part(unit.master, name))}
+        self.rule = OPTIMIZERS[config.optimizer](self.pieces, config)
+
+    def begin(self, additions: int):
+        """Before the first micro-batch: let autograd add up in flat buffers."""
+        for unit in self.units:
+            unit.make_room()
+            for name, param in unit.trained.items():
+                param.grad = unit.view(unit.gradient, name)
+
+    def reduce(self, unit: Unit) -> Pending:
+        """Start to sum a unit's gradient over the ranks; this one gets its slice of the sum."""
+        unit.total = torch.empty_like(unit.mine(unit.gradient))
+        return reduce_scatter(unit.total, unit.gradient, unit.group)
+
+    def finish(self):
+        """After the last micro-batch: when it returns, every `grad_slice` is complete."""
+        for pending in [self.reduce(unit) for unit in self.units]:
+            pending.wait()
+        for unit in self.units:
+            unit.grad_slice = unit.total
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients by name, as far as they lie in this rank's slices."""
+        return {name: unit.part(unit.grad_slice, name) for unit in self.units for name in unit.trained}
+
+    def step(self, lr: float, factor: float):
+        """Update this rank's slices of the masters, round them into those of the weights, and free the gradients."""
+        for name, gradient in self.gradients().items():
+            if name in self.pieces:
+                self.pieces[name].grad = gradient.mul_(factor)
+        for group in self.rule.param_groups:
+            group["lr"] = lr
+        self.rule.step()
+        self.rule.zero_grad()
+        for unit in self.units:
+            if unit.master is not unit.slice:
+                unit.slice.copy_(unit.master)
+            unit.gradient = unit.total = unit.grad_slice = None
+            for param in unit.trained.values():
+                param.grad = None
+        self.publish()
+
+    def publish(self):
+        """Give every rank all updated weights."""
+        for pending in [all_gather(unit.flat, unit.slice, unit.group) for unit in self.units]:
+            pending.wait()
+
+
+class Zero2(Zero1):
+    """Gradients are cut as well: a unit's whole gradient exists only from its backward to its reduce-scatter."""
+
+    def __init__(self, *same):
+        super().__init__(*same)
+        for unit in self.units:
+            for name, param in unit.trained.items():
+                param.register_post_accumulate_grad_hook(partial(self.added, unit, name))
+
+    def begin(self, additions: int):
+        """Before the first micro-batch: the slices start at zero."""
+        self.in_flight: tuple[Unit, Pending] | None = None
+        for unit in self.units:
+            unit.missing, unit.grad_slice = len(unit.trained), torch.zeros_like(unit.master)
+
+    def added(self, unit: Unit, name: str, param: nn.Parameter):
+        """Hook: autograd has made a gradient, complete for this micro-batch: move it into the unit's buffer."""
+        if self.in_flight is not None and self.in_flight[0] is unit:  # of the micro-batch before
+            self.land()
+        if unit.gradient is None:
+            unit.make_room()
+        unit.view(unit.gradient, name).copy_(param.grad)
+        param.grad = None
+        unit.missing -= 1
+        if unit.missing == 0:
+            self.send(unit)
+
+    def send(self, unit: Unit):
+        """Start the sum of a unit; the unit before it has had a layer's time, so finish that."""
+        self.land()
+        self.in_flight = unit, self.reduce(unit)
+
+    def land(self):
+        """Add the sum that is under way to its slice, and free the whole gradient."""
+        if self.in_flight is not None:
+            unit, pending = self.in_flight
+            pending.wait()
+            unit.grad_slice += unit.total
+            unit.missing, unit.gradient, unit.total, self.in_flight = len(unit.trained), None, None, None
+
+    def finish(self):
+        """After the last micro-batch: finish the last unit."""
+        self.land()
+
+
+class SlicedUnit(Unit):
+    """A unit of which only the slice stays.
+
+    The parameters are views of `flat` all the time. `free` shrinks the storage of `flat` to 0 bytes, and the tensors
+    survive; `gather` fills it again. So whatever autograd saved of them finds its bytes again in backward.
+    """
+
+    def __init__(self, named: dict[str, nn.Parameter], group: Group):
+        super().__init__(named, group)
+        self.slice, self.nbytes, self.gathered, self.gathering = self.slice.clone(), self.flat.nbytes, True, Pending()
+        self.free()
+
+    def gather(self):
+        """Start to fill the flat buffer from the slices of all ranks, if it is empty."""
+        if not self.gathered:
+            self.flat.untyped_storage().resize_(self.nbytes)
+            self.gathering, self.gathered = all_gather(self.flat, self.slice, self.group), True
+
+    def free(self):
+        """Give the flat buffer's memory back."""
+        if self.gathered:
+            self.gathering.wait()
+            self.flat.untyped_storage().resize_(0)
+            self.gathered = False
+
+
+class Zero3(Zero2):
+    """Parameters are cut as well. Hooks on the modules gather a unit in time, and the next one while it computes."""
+
+    unit_type = SlicedUnit
+
+    def __init__(self, model: Decoder, *same):
+        super().__init__(model, *same)
+        trunk, head = model.model, model.lm_head
+        modules = [m for m in (trunk.embed_tokens, *trunk.layers.values(), trunk.norm) if m is not None]
+        self.uses: list[list[Unit]] = []  # by module, in the order of forward: the units that it computes with
+        for i, module in enumerate(modules):
+            params = {*module.parameters(), *(head.parameters() if module is trunk.norm else ())}  # the head comes next
+            self.uses.append([unit for unit in self.units if params & set(unit.named.values())])
+            module.register_forward_pre_hook(partial(self.before_forward, i))
+            module.register_forward_hook(partial(self.after_forward, i))
+        self.embedding = trunk.embed_tokens
+
+    def fetch(self, i: int, following: int):
+        """Have the units of module `i`, and start to gather those of the `following` one."""
+        for unit in [*self.uses[i], *self.uses[following]]:
+            unit.gather()
+        for unit in self.uses[i]:
+            unit.gathering.wait()
+
+    def before_forward(self, i: int, *_):
+        """Hook: module `i` is about to compute."""
+        self.fetch(i, min(i + 1, len(self.uses) - 1))
+
+    def after_forward(self, i: int, module: nn.Module, _inputs: tuple, output: Tensor):
+        """Hook: it has computed. Drop its weights until the gradient of its output arrives."""
+        for unit in self.uses[i] if i + 1 < len(self.uses) else ():  # backward begins with the last
+            unit.free()
+        if output.requires_grad and module is not self.embedding:  # whose backward needs no weights
+            output.register_hook(lambda _gradient: self.fetch(i, max(i - 1, int(self.embedding is not None))))
+
+    def send(self, unit: Unit):
+        """As in stage 2; the unit's backward is done, so its weights may go."""
+        super().send(unit)
+        unit.free()
+
+    def begin(self, additions: int):
+        """As in stage 2; an evaluation leaves the last unit there."""
+        super().begin(additions)
+        for unit in self.units:
+            unit.free()
+
+    def publish(self):
+        """Nothing: the next forward gathers the updated slices."""
+
+
+STAGES: dict[int, Callable[..., Any] | None] = {0: None, 1: Zero1, 2: Zero2, 3: Zero3}
+
+
+@dataclass
+class Config(step02.Config):
+    """ZeRO."""
+
+    zero: int = among(STAGES, 1)  # cut: 0 nothing (step 2), 1 optimizer state, 2 also gradients, 3 also parameters
+
+
+def make_optimizer(model: Decoder, config: Config, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> tuple:
+    """Fill in the weights; return what `--zero` stands for: step 2's optimizer and sync, or one object that is both."""
+    if config.zero == 0:
+        materialize(model, config.seed, device, dtype)
+        optimizer = Optimizer(model, config)
+        return optimizer, SYNCS[config.sync](model, config, mesh)
+    zero = STAGES[config.zero](model, config, mesh, device, dtype)
+    return zero, zero
+
+
+def train(config: Config, run: Run):
+    """The whole run."""
+    device, dtype = choose(config)
+    mesh = Mesh(dp=join_ranks(device))
+    mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
+    shape = PRESETS[config.model]
+    data = Data(config.dataset, shape, config.global_batch_size, config.seed)
+    with torch.device("meta"):
+        model = Decoder(shape)
+    RECOMPUTE[config.recompute](model)
+    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # this slice of the update is mine
+
+    for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
+        tokens, targets = (x.to(device) for x in data.batch(step))
+        n_targets = (targets != IGNORE).sum().clamp(min=1)  # of all ranks
+        xs, ys = (x[mine].split(config.micro_batch_size) for x in (tokens, targets))
+        loss = 0.0
+        sync.begin(len(xs))
+        for x, y in zip(xs, ys, strict=True):
+            micro_loss = model(x, y) / n_targets  # scale once ...
+            micro_loss.backward()  # ... then only sum,
+            loss = loss + micro_loss.detach()
+        sync.finish()  # also over ranks
+        all_reduce(loss, mesh["dp"]).wait()
+
+        norm = global_norm(model, optimizer.gradients(), mesh, sliced=config.zero > 0)
+        clip = config.grad_clip / max(norm, config.grad_clip) if config.grad_clip else 1.0
+        lr = learning_rate(step, config)
+        optimizer.step(lr, clip)
+        run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
+
+
+if __name__ == "__main__":
+    main(train, Config)

@@ -1,0 +1,218 @@
+"""Step 4: tensor and sequence parallelism. Each matrix is cut, and so are the tokens between the blocks.
+
+Megatron's pair (Shoeybi et al. 2019): the first matrices of a block are cut by columns (their outputs), the last one by
+rows (its inputs). What lies between needs no communication, because heads and MLP channels do not look at one another.
+(These are columns and rows of W in x W. PyTorch stores weights as [out, in], so they are dimensions 0 and 1.)
+
+            .- f -> q k v, heads 0-3 -> attention -> o_proj, rows of heads 0-3 -> g -.       rank 0
+    x, all -|                                                                        |-> the block's output
+            '- f -> q k v, heads 4-7 -> attention -> o_proj, rows of heads 4-7 -> g -'       rank 1
+
+                             forward                          backward
+    f   enter_block          nothing: all have x              all-reduce: each rank has found a part of dx
+    g   leave_block          all-reduce: each rank has a      nothing: d(sum)/d(part) is 1, so each part's gradient
+                             part of the output's sum         is the sum's, which all have
+
+The model stays as it is. Its matrices become smaller, and f and g are hooks: f runs before attention, MLP and head, g
+after embedding, attention and MLP.
+
+SEQUENCE PARALLELISM (--sp; Korthikanti et al. 2022). Between the blocks, where all ranks would repeat the same work,
+each holds only seq/n tokens. f and g become the two halves of an all-reduce, for the same bytes:
+
+    f   enter_block          all-gather: tokens come          reduce-scatter: dx is summed, tokens go apart
+    g   leave_block          reduce-scatter                   all-gather
+
+Norms now see only seq/n tokens, so their gradient is partial, and summed over tp.
+
+Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
+You should see step 1's losses, and by --tp 2 half of each matrix; `sent` shows what tp costs: 4 activations a layer.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import step03_zero as step03
+from common import UserError
+from common.comm import Group, Mesh, all_gather, all_reduce, reduce_scatter
+from common.data import Data
+from common.layout import cut, global_norm, layout_of, note_layout, sum_partial_gradients
+from common.model import IGNORE, PRESETS, Decoder, wide
+from common.trainer import Run, among, choose, main
+from step01_single_gpu import RECOMPUTE, learning_rate
+from step02_ddp import join_ranks
+from step03_zero import STAGES, make_optimizer
+
+
+@dataclass
+class Config(step03.Config):
+    """Tensor and sequence parallelism."""
+
+    tp: int = 1  # ranks that share each matrix
+    sp: bool = True  # split the tokens over tp between the blocks
+    zero: int = among(STAGES, 0)  # ZeRO (step 3), now over the ranks that have the same rows and columns
+
+
+def keep(x: Tensor, group: Group) -> Tensor:
+    """The identity."""
+    return x.view_as(x)
+
+
+def total(x: Tensor, group: Group) -> Tensor:
+    """All-reduce: the sum of every rank's x."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    all_reduce(x, group).wait()
+    return x
+
+
+def gather(x: Tensor, group: Group) -> Tensor:
+    """All-gather: [batch, seq/n, dim] of every rank -> [batch, seq, dim]."""
+    parts = x.new_empty(group.size, *x.shape)
+    all_gather(parts.view(-1), x.contiguous().view(-1), group).wait()
+    return parts.movedim(0, 1).flatten(1, 2)
+
+
+def scatter(x: Tensor, group: Group) -> Tensor:
+    """Reduce-scatter: [batch, seq, dim] on every rank -> this rank's tokens of the sum, [batch, seq/n, dim]."""
+    parts = x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()
+    part = torch.empty_like(parts[0])
+    reduce_scatter(part.view(-1), parts.view(-1), group).wait()
+    return part
+
+
+class Conjugate(torch.autograd.Function):
+    """One of the four functions above in forward, and another one in backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group, forwards: Callable, backwards: Callable) -> Tensor:
+        """x [batch, seq or seq/n, dim] -> what `forwards` makes of it."""
+        ctx.group, ctx.backwards = group, backwards
+        return forwards(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """The gradient of the output -> that of x."""
+        return ctx.backwards(grad, ctx.group), None, None, None
+
+
+def enter_block(x: Tensor, group: Group, sp: bool) -> Tensor:
+    """f. Forward: identity (SP: all-gather the tokens). Backward: all-reduce (SP: reduce-scatter)."""
+    return Conjugate.apply(x, group, gather, scatter) if sp else Conjugate.apply(x, group, keep, total)
+
+
+def leave_block(x: Tensor, group: Group, sp: bool) -> Tensor:
+    """g. Forward: all-reduce (SP: reduce-scatter). Backward: identity (SP: all-gather)."""
+    return Conjugate.apply(x, group, scatter, gather) if sp else Conjugate.apply(x, group, total, keep)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """The embedding of the tokens in `rows`; zero for all others, so that the sum over the ranks (g) is right."""
+
+    def __init__(self, weight: nn.Parameter, rows: range):
+        super().__init__()
+        self.weight, self.rows = weight, rows
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """int64 [batch, seq] -> this rank's part of the sum [batch, seq, dim]."""
+        here = (tokens >= self.rows.start) & (tokens < self.rows.stop)
+        row = (tokens - self.rows.start) % len(self.weight)  # of a token that is not here: any
+        return F.embedding(row, self.weight) * here[..., None]
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, rows: range, group: Group) -> Tensor:
+    """The summed cross entropy, whole on every rank, of this rank's logits: those of the tokens in `rows`.
+
+    logits [batch, seq, vocab/n], targets int64 [batch, seq]. A token's loss is log sum exp(all logits) - its target's
+    logit. So each rank sends two numbers a token: the log of its own sum, and the target's logit if it has that, else
+    0. What the others send are constants to autograd: it finds the gradient of the whole loss for our own logits.
+    """
+    logits = logits.to(wide(logits.dtype))
+    here = (targets >= rows.start) & (targets < rows.stop)
+    row = (targets - rows.start) % logits.shape[-1]
+    picked = logits.gather(-1, row[..., None]).squeeze(-1).where(here, 0.0)
+    ours = torch.stack((logits[..., : len(rows)].logsumexp(-1), picked))  # the logits behind len(rows) are padding
+    everyone = ours.new_empty(group.size, *ours.shape)
+    all_gather(everyone.view(-1), ours.detach().view(-1), group).wait()
+    everyone[group.rank] = ours
+    losses = everyone[:, 0].logsumexp(0) - everyone[:, 1].sum(0)
+    return losses.where(targets != IGNORE, 0.0).sum()
+
+
+COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+
+
+def shard_tensors(model: Decoder, group: Group, sp: bool):
+    """Cut a model on the meta device, in place: fewer rows or columns in each matrix, and f and g around each block.
+
+    A column-parallel linear layer is an nn.Linear with fewer outputs, a row-parallel one has fewer inputs. q, k and v
+    share one f, and so do gate and up: never one collective a matrix. Raises UserError.
+    """
+    if group.size == 1:
+        return
+    config, trunk = model.config, model.model
+    if config.n_kv_heads % group.size:
+        raise UserError(f"--tp {group.size} must divide the {config.n_kv_heads} key/value heads of the model")
+    if sp and config.seq_len % group.size:
+        raise UserError(f"--tp {group.size} must divide the {config.seq_len} tokens of a sequence; or use --no-sp")
+    blocks = [block for layer in trunk.layers.values() for block in (layer.self_attn, layer.mlp)]
+    for block in blocks:
+        for name, module in block.named_modules():
+            if (last := name.split(".")[-1]) in COLUMNS + ROWS:  # weight [out, in]; of experts, step 7, [E, out, in]
+                module.weight = cut(module.weight, module.weight.dim() - (2 if last in COLUMNS else 1), group)
+
+    trunk.embed_tokens.weight = cut(trunk.embed_tokens.weight, 0, group)
+    model.lm_head.weight = trunk.embed_tokens.weight if config.tied else cut(model.lm_head.weight, 0, group)
+    part = layout_of(model.lm_head.weight).splits[-1]
+    rows = range(part.start, max(part.start, min(part.stop, part.full)))
+    trunk.embed_tokens = VocabParallelEmbedding(trunk.embed_tokens.weight, rows)
+    model.loss = partial(vocab_parallel_cross_entropy, rows=rows, group=group)
+
+    for module in (*blocks, model.lm_head):
+        module.register_forward_pre_hook(lambda _, inputs: (enter_block(inputs[0], group, sp), *inputs[1:]))
+    for module in (trunk.embed_tokens, *blocks):
+        module.register_forward_hook(lambda _module, _inputs, output: leave_block(output, group, sp))
+    for param in model.parameters() if sp else ():
+        if param.dim() == 1:  # a norm's
+            note_layout(param, partial_over=(*layout_of(param).partial_over, group.name))
+
+
+def train(config: Config, run: Run):
+    """The whole run."""
+    device, dtype = choose(config)
+    mesh = Mesh(dp=join_ranks(device) // config.tp, tp=config.tp)
+    mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
+    shape = PRESETS[config.model]
+    data = Data(config.dataset, shape, config.global_batch_size, config.seed)
+    with torch.device("meta"):
+        model = Decoder(shape)
+    shard_tensors(model, mesh["tp"], config.sp)  # these rows and columns are mine
+    RECOMPUTE[config.recompute](model)
+    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this slice of the update is mine
+
+    for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
+        tokens, targets = (x.to(device) for x in data.batch(step))
+        n_targets = (targets != IGNORE).sum().clamp(min=1)  # of all ranks
+        xs, ys = (x[mine].split(config.micro_batch_size) for x in (tokens, targets))
+        loss = 0.0
+        sync.begin(len(xs))
+        for x, y in zip(xs, ys, strict=True):
+            micro_loss = model(x, y) / n_targets  # scale once ...
+            micro_loss.backward()  # ... then only sum,
+            loss = loss + micro_loss.detach()
+        sync.finish()  # also over ranks
+        sum_partial_gradients(model, optimizer.gradients(), mesh["tp"])  # and where a rank saw a part of the tokens
+        all_reduce(loss, mesh["dp"]).wait()
+
+        norm = global_norm(model, optimizer.gradients(), mesh, sliced=config.zero > 0)
+        clip = config.grad_clip / max(norm, config.grad_clip) if config.grad_clip else 1.0
+        lr = learning_rate(step, config)
+        optimizer.step(lr, clip)
+        run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
+
+
+if __name__ == "__main__":
+    main(train, Config)

@@ -1,0 +1,295 @@
+"""Step 6: pipeline parallelism. The layers are cut into stages, and micro-batches follow one another through them.
+
+    tokens -> [ embedding, layers 0-1 ] -- x --> [ layers 2-3 ] -- x --> [ layers 4-5, norm, head ] -> loss
+                  stage 0, rank 0      <-- dx --    stage 1    <-- dx --         stage 2
+
+Only x and dx, [batch, seq, dim] each, cross a boundary. The price is idle time: at first the last rank has no input,
+at the end the first one waits for gradients. "One forward, one backward" (1F1B) on 4 ranks, with 6 micro-batches:
+
+    rank 0      0123......aa4bb5cc.dd.ee.ff         0   forward of micro-batch 0, then 1, 2, ...
+    rank 1      .012....aa3bb4cc5dd.ee.ff..         aa  backward of micro-batch 0, twice the work; then b, c, ...
+    rank 2      ..01..aa2bb3cc4dd5ee.ff....         .   idle
+    rank 3      ...0aa1bb2cc3dd4ee5ff......         rank 2: forward 0, 1; backward 0, forward 2; backward 1, ...
+
+THE BUBBLE. With m micro-batches p ranks are idle for (p-1) / (m + p-1) of the time. Backward as early as it can be does
+not change this, but memory: a rank holds the activations of min(m, p - rank) micro-batches, never of m. What shortens
+the bubble is v short stages on each rank (interleaved): (p-1) / (v m + p-1), for v times the messages.
+
+DEADLOCK. In the steady state rank r has an x for r+1, and r+1 has a dx for r. If both send first, and a send waits for
+its receiver, both wait for ever. `send_receive` starts both at once.
+
+AUTOGRAD ends at a boundary. The input of a stage is a leaf. Of its output only the *edge* into the graph is kept.
+Backward starts from this edge with the gradient that arrives, and the leaf's `.grad` is what travels on.
+
+Run it:    torchrun --nproc_per_node=4 step06_pipeline.py --pp 4
+You should see step 1's losses, and `sent` over pp: 2 activations a micro-batch and boundary.
+`python -m common.schedules 4 8 2` draws other schedules; --schedule interleaved runs one.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+import step05_cp_ring as step05
+from common import UserError
+from common.comm import Group, Mesh, Pending, all_reduce, exchange
+from common.data import Data
+from common.layout import global_norm, sum_partial_gradients
+from common.model import IGNORE, PRESETS, Decoder, rope_tables, wide
+from common.schedules import COSTS, SCHEDULES, Action, Place, goes_to, simulate
+from common.trainer import Run, among, choose, main
+from step01_single_gpu import RECOMPUTE, learning_rate
+from step02_ddp import join_ranks
+from step03_zero import make_optimizer
+from step04_tp_sp import shard_tensors
+from step05_cp_ring import CONTEXT, shard_context
+
+
+@dataclass
+class Config(step05.Config):
+    """Pipeline parallelism."""
+
+    pp: int = 1  # ranks that share the layers
+    schedule: str = among(SCHEDULES, "1f1b")  # order of the work
+    chunks: int = 2  # stages on each rank with --schedule interleaved
+
+
+def keep_stage(model: Decoder, group: Group, places: list[Place]):
+    """Keep what this rank's stages compute with, under its global names. The rest goes, before it has any memory.
+
+    With a tied head the last rank keeps the embedding too, because the matrix goes by its name.
+    """
+    trunk, mine = model.model, [place for place in places if place.rank == group.rank]
+    first, last = any(place.before is None for place in mine), any(place.after is None for place in mine)
+    kept = {str(n) for place in mine for n in place.layers}
+    for name in [*trunk.layers]:
+        if name not in kept:
+            del trunk.layers[name]
+    if not last:
+        trunk.norm = model.lm_head = None
+    if not first and not (last and model.config.tied):
+        trunk.embed_tokens = None
+
+
+def forward_stage(model: Decoder, place: Place, x: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
+    """The part of `Decoder.forward` that a stage computes.
+
+    x: tokens int64 [batch, seq], or hidden [batch, seq (/tp with SP), dim] of the stage before -> hidden, or the loss.
+    """
+    trunk = model.model
+    x = trunk.embed_tokens(x) if place.before is None else x
+    cos, sin = rope_tables(positions, model.config, wide(x.dtype))
+    for n in place.layers:
+        x = trunk.layers[str(n)](x, cos, sin)
+    return model.loss(model.lm_head(trunk.norm(x)), targets) if place.after is None else x
+
+
+class Pipeline:
+    """This rank's part of the work: forward, backward, and 1F1B written out, for one stage a rank."""
+
+    def __init__(self, model: Decoder, places: list[Place], group: Group, positions: Tensor, sharers: int):
+        """`positions` of this rank's tokens. `sharers`: ranks that share the tokens of x, tp with SP and else 1."""
+        self.model, self.places, self.group, self.positions, self.sharers = model, places, group, positions, sharers
+        self.some = next(model.parameters())  # its dtype and device are those of x
+        self.graphs: dict[tuple[int, int], tuple] = {}  # (micro-batch, stage) -> (input, edge of the output)
+        all_reduce(torch.zeros(1, device=self.some.device), group).wait()  # NCCL wants all of a group in its first call
+
+    def step(self, xs: list[Tensor], ys: list[Tensor], n_targets: Tensor) -> Tensor:
+        """Forward and backward of all micro-batches, int64 [batch, seq] each; the loss, or 0 without the last stage."""
+        self.xs, self.ys, self.n_targets = xs, ys, n_targets
+        self.loss = torch.zeros((), dtype=wide(self.some.dtype), device=self.some.device)
+        self.run()
+        return self.loss
+
+    def forward(self, i: int, stage: int, x: Tensor | None) -> Tensor:
+        """Micro-batch i through a stage, from its tokens if x is None."""
+        place = self.places[stage]
+        x = self.xs[i] if x is None else x.requires_grad_()
+        y = forward_stage(self.model, place, x, self.ys[i], self.positions)
+        if place.after is None:
+            y = y / self.n_targets  # scale once ...
+            self.loss += y.detach()
+        self.graphs[i, stage] = x, get_gradient_edge(y)
+        return y.detach()
+
+    def backward(self, i: int, stage: int, dy: Tensor | None) -> Tensor | None:
+        """From the gradient of a stage's output, or from the loss, to that of its input."""
+        x, edge = self.graphs.pop((i, stage))
+        torch.autograd.backward((edge,), None if dy is None else (dy,))  # ... then only sum
+        return x.grad
+
+    def buffer(self, i: int) -> Tensor:
+        """Room for the x or dx of micro-batch i."""
+        batch, seq = self.xs[i].shape
+        return self.some.new_empty(batch, seq // self.sharers, self.model.config.dim)
+
+    def send_receive(self, peer: int, send: Tensor | None = None, receive: int | None = None) -> Tensor | None:
+        """Send a tensor, receive that of micro-batch `receive`, both at once; None past the first or last rank."""
+        if not 0 <= peer < self.group.size:
+            return None
+        received = None if receive is None else self.buffer(receive)
+        sends, receives = ([] if tensor is None else [(tensor, peer)] for tensor in (send, received))
+        exchange(sends, receives, self.group).wait()
+        return received
+
+    def run(self):
+        """1F1B. Every rank has begun as many micro-batches as there are ranks from here to the end, and no more."""
+        rank, m = self.group.rank, len(self.xs)
+        left, right, warm_up = rank - 1, rank + 1, min(m, self.group.size - 1 - rank)
+
+        for i in range(warm_up):  # warm-up: forward, until the first micro-batch is on the last rank
+            x = self.send_receive(left, receive=i)
+            y = self.forward(i, rank, x)
+            self.send_receive(right, send=y)
+
+        x = self.send_receive(left, receive=warm_up) if warm_up < m else None
+        for i in range(warm_up, m):  # steady: one forward, one backward
+            y = self.forward(i, rank, x)
+            dy = self.send_receive(right, send=y, receive=i - warm_up)
+            dx = self.backward(i - warm_up, rank, dy)
+            x = self.send_receive(left, send=dx, receive=i + 1 if i + 1 < m else None)
+
+        for i in range(m - warm_up, m):  # cool-down: the backwards that are left
+            dy = self.send_receive(right, receive=i)
+            dx = self.backward(i, rank, dy)
+            self.send_receive(left, send=dx)
+
+
+# --- the same for any order of work: a schedule is a list (common/schedules.py), and one executor runs all lists
+
+
+class Line(NamedTuple):
+    """One line of a rank's program: run an action, or send or receive what it waits for."""
+
+    verb: Literal["run", "send", "receive"]
+    action: Action
+    peer: int | None = None
+
+
+def add_messages(lists: list[list[Action]], places: list[Place], costs: dict = COSTS) -> list[list[Line]]:
+    """The program of each rank: its list, with the sends and receives that it takes. Rank 1 of 2, 2 micro-batches:
+
+        receive F0 from 0, run F0, run B0, send B0 to 0, receive F1 from 0, run F1, run B1, send B1 to 0
+
+    All actions of all ranks are sorted by their end in a simulation. An output that another rank waits for is sent at
+    once, and the line to receive it is put there too. There is no deadlock: whatever is first in this common order and
+    not yet done has its inputs, and is next on all ranks that take part in it.
+    """
+    programs: list[list[Line]] = [[] for _ in lists]
+    for _, rank, _, action in simulate(lists, places, costs):
+        programs[rank].append(Line("run", action))
+        waiting = goes_to(action, places)
+        if waiting is not None and (peer := places[waiting.stage].rank) != rank:
+            programs[rank].append(Line("send", waiting, peer))
+            programs[peer].append(Line("receive", waiting, rank))
+    return programs
+
+
+class ListPipeline(Pipeline):
+    """The same, for any lists of actions and any number of stages on a rank."""
+
+    def __init__(self, lists: list[list[Action]], *same):
+        super().__init__(*same)
+        self.program = add_messages(lists, self.places)[self.group.rank]
+        self.acts = {"F": self.forward, "B": self.backward}  # by kind: (micro-batch, stage, input) -> output
+
+    def run(self):
+        """Follow the program. Sends and receives are posted, and work goes on; only an action waits for its input."""
+        box: dict[Action, tuple[Tensor, Pending]] = {}  # by the action that waits for it
+        sent: dict[int, Pending] = defaultdict(Pending)  # by rank: what may still be under way
+        for verb, action, peer in self.program:
+            if verb == "run":
+                received, pending = box.pop(action, (None, Pending()))
+                pending.wait()
+                output = self.acts[action.kind](action.micro_batch, action.stage, received)
+                if (waiting := goes_to(action, self.places)) is not None:
+                    box[waiting] = output, Pending()
+            elif verb == "send":
+                sent[peer].wait()
+                sent[peer] = exchange([(box.pop(action)[0], peer)], [], self.group)
+            else:
+                buffer = self.buffer(action.micro_batch)
+                box[action] = buffer, exchange([], [(buffer, peer)], self.group)
+        for pending in sent.values():
+            pending.wait()
+
+
+def plan(config: Config, m: int) -> tuple[list[Place], list[list[Action]]]:
+    """What `--schedule` stands for: where stages are, and each rank's list for m micro-batches. Raises UserError."""
+    schedule, n_layers = SCHEDULES[config.schedule], PRESETS[config.model].n_layers
+    v = schedule.stages(config) if config.pp > 1 else 1
+    if n_layers < config.pp * v:
+        raise UserError(f"--pp {config.pp}: {n_layers} layers are too few for {config.pp * v} stages")
+    lists = [schedule.actions(config.pp, m, v, rank) for rank in range(config.pp)]
+    return schedule.places(n_layers, config.pp, v), lists
+
+
+TIED = "model.embed_tokens.weight"
+
+
+def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group, places: list[Place]):
+    """Sum the gradient of a tied matrix, in place: the ranks of the first and the last stage swap theirs and add.
+
+    Its entry stays in `gradients` on the first one only, so that the norm counts it once.
+    """
+    first, last = places[0].rank, places[-1].rank
+    if model.config.tied and first != last and group.rank in (first, last):
+        other, theirs = first + last - group.rank, torch.empty_like(gradients[TIED])
+        if theirs.numel():
+            exchange([(gradients[TIED], other)], [(theirs, other)], group).wait()
+        gradients[TIED] += theirs
+        if group.rank == last:
+            del gradients[TIED]
+
+
+def make_pipeline(config: Config, model: Decoder, mesh: Mesh, positions: Tensor, places: list, lists: list) -> Pipeline:
+    """1F1B as it is written out above; other orders from their lists."""
+    parts = model, places, mesh["pp"], positions, config.tp if config.sp else 1
+    return Pipeline(*parts) if config.schedule == "1f1b" else ListPipeline(lists, *parts)
+
+
+def train(config: Config, run: Run):
+    """The whole run."""
+    device, dtype = choose(config)
+    cut = config.pp * config.cp * config.tp
+    mesh = Mesh(pp=config.pp, dp=join_ranks(device) // cut, cp=config.cp, tp=config.tp)
+    mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
+    shape = PRESETS[config.model]
+    data = Data(config.dataset, shape, config.global_batch_size, config.seed)
+    places, lists = plan(config, m=-(-(mine.stop - mine.start) // config.micro_batch_size))
+    with torch.device("meta"):
+        model = Decoder(shape)
+    shard_tensors(model, mesh["tp"], config.sp)  # step 4: these rows and columns are mine
+    here = shard_context(model, mesh, CONTEXT[config.cp_mode]).to(device)  # step 5: these tokens are mine
+    keep_stage(model, mesh["pp"], places)  # these layers are mine
+    RECOMPUTE[config.recompute](model)
+    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this slice of the update is mine
+    pipeline = make_pipeline(config, model, mesh, here, places, lists)
+
+    parts = dict(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh, positions=here, pipeline=pipeline)
+    for step in run.steps(**parts):
+        tokens, targets = (x.to(device) for x in data.batch(step))
+        n_targets = (targets != IGNORE).sum().clamp(min=1)  # of all ranks
+        xs, ys = (x[mine][:, here].split(config.micro_batch_size) for x in (tokens, targets))
+        sync.begin(len(xs))
+        loss = pipeline.step(xs, ys, n_targets)  # forward and backward of all micro-batches
+        sync.finish()  # sums over ranks
+        gradients = optimizer.gradients()
+        sum_partial_gradients(model, gradients, mesh["tp"])  # and where a rank saw a part of the tokens
+        sum_tied(model, gradients, mesh["pp"], places)  # and where two stages hold the same matrix
+        all_reduce(loss, mesh["data"]).wait()
+        all_reduce(loss, mesh["pp"]).wait()
+
+        norm = global_norm(model, gradients, mesh, sliced=config.zero > 0)
+        clip = config.grad_clip / max(norm, config.grad_clip) if config.grad_clip else 1.0
+        lr = learning_rate(step, config)
+        optimizer.step(lr, clip)
+        run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
+
+
+if __name__ == "__main__":
+    main(train, Config)

@@ -1,0 +1,247 @@
+"""Step 7: mixture of experts and expert parallelism. Many MLPs, of which each token visits a few; each rank owns some.
+
+THE LAYER. In place of an MLP stand E of them, the experts, and a router W [E, dim], which picks top_k for each token.
+Parameters grow with E, FLOPs with top_k (Shazeer et al. 2017; Fedus et al. 2021, "Switch Transformer").
+
+    p = softmax(W x)    chosen: the top_k largest p    gate_e = p_e / (sum of the chosen p)    out = sum gate_e MLP_e(x)
+
+Nothing keeps a router from sending all tokens to one expert. So a layer adds weight * E * sum_e f_e P_e to the loss:
+f_e is the fraction of a micro-batch's choices that fell on e, P_e the mean of its tokens' p_e. Where f is high, P is
+pushed down. No layout may change it.
+
+EXPERT PARALLELISM. ep ranks hold E/ep experts each, and everything else as before. ep does not multiply the ranks: it
+is a cut through the dp x cp ranks, which have different tokens already. (tp cuts an expert like any MLP.)
+
+    rank 0, e0 e1:  t0 -> e0 e3      dispatch   a row of x for each choice, by expert:  e0:t0 e0:t1 | e2:t1 e3:t0
+                    t1 -> e2 e0                 all_to_all: rank 1 gets what stands right of the bar
+    rank 1, e2 e3:  t2 -> ...        experts    rows have come from several ranks: they are sorted by expert again
+                                     combine    all_to_all, the reverse; times the gate, and summed by token
+
+Bytes sent over ep in a layer and micro-batch, T tokens of a rank, all experts equally busy, b bytes an element:
+2 (ep-1)/ep T top_k dim b forward and as many backward. Counts go first, 8 E bytes: all must know what will come.
+
+An expert's gradient has its ep group's tokens in it. It is summed over the ranks with the same experts, expert_data:
+
+    dp x cp = 4, ep = 2:    ranks 0 [e0 e1]   1 [e2 e3]   2 [e0 e1]   3 [e2 e3]    ep 0-1, 2-3    expert_data 0-2, 1-3
+
+Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py --pp 2 --cp 2 --tp 2 --ep 2
+You should see the losses of one process: python step07_moe_ep.py
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import step06_pipeline as step06
+from common import UserError
+from common.comm import Group, Mesh, all_reduce, all_to_all
+from common.data import Data
+from common.layout import cut, global_norm, note_layout, sum_partial_gradients
+from common.model import IGNORE, PRESETS, Decoder, wide
+from common.trainer import Run, among, choose, main
+from step01_single_gpu import RECOMPUTE, learning_rate
+from step02_ddp import join_ranks
+from step03_zero import make_optimizer
+from step04_tp_sp import shard_tensors
+from step05_cp_ring import CONTEXT, shard_context
+from step06_pipeline import keep_stage, make_pipeline, plan, sum_tied
+
+
+class ExpertLinear(nn.Module):
+    """The same linear layer of all experts: `weight` [experts, out, in]."""
+
+    def __init__(self, experts: int, n_in: int, n_out: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, n_out, n_in))
+
+    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """rows [n, in], the first counts[0] of them for expert 0, and so on -> [n, out]."""
+        return torch.cat([part @ w.T for part, w in zip(rows.split(counts), self.weight, strict=True)])
+
+
+class Experts(nn.Module):
+    """SwiGLU MLPs side by side."""
+
+    def __init__(self, experts: int, dim: int, ffn_dim: int):
+        super().__init__()
+        self.gate_proj = ExpertLinear(experts, dim, ffn_dim)
+        self.up_proj = ExpertLinear(experts, dim, ffn_dim)
+        self.down_proj = ExpertLinear(experts, ffn_dim, dim)
+
+    def forward(self, rows: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        """rows [n, dim] sorted by expert, int64 [experts] -> [n, dim]."""
+        counts = num_tokens_per_expert.tolist()
+        return self.down_proj(F.silu(self.gate_proj(rows, counts)) * self.up_proj(rows, counts), counts)
+
+
+class AddLoss(torch.autograd.Function):
+    """x, unchanged. In backward the scalar `loss` gets the gradient `weight`, as if it stood in the model's loss."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, loss: Tensor, weight: float) -> Tensor:
+        """So any layer, wherever it runs, can add a loss."""
+        ctx.weight = weight
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """The gradients of x and of the loss."""
+        return grad, grad.new_full((), ctx.weight, dtype=wide(grad.dtype)), None
+
+
+class MoE(nn.Module):
+    """Router and experts, in the place of an MLP. Expert parallelism replaces `experts.forward`."""
+
+    def __init__(self, dim: int, ffn_dim: int, config: "Config", sharers: Group):
+        """`sharers`: the ranks that share a sequence (cp)."""
+        super().__init__()
+        self.router = nn.Linear(dim, config.experts, bias=False)
+        self.experts = Experts(config.experts, dim, ffn_dim)
+        self.top_k, self.sharers = config.experts_per_token, sharers
+        # Unlike the main loss this one is a mean over micro-batches. All tp ranks compute it: each adds its share.
+        self.weight = config.balance_weight * config.micro_batch_size / config.global_batch_size / config.tp
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, dim] -> [batch, seq, dim]."""
+        tokens, precise = x.flatten(0, 1), wide(x.dtype)
+        p = F.linear(tokens.to(precise), self.router.weight.to(precise)).softmax(-1)
+        top_scores, selected_experts = p.topk(self.top_k)  # [tokens, top_k] each
+        if self.top_k > 1:  # a single p / p would be 1, and the router would learn nothing
+            top_scores = top_scores / top_scores.sum(-1, keepdim=True)
+        num_tokens_per_expert = torch.bincount(selected_experts.flatten(), minlength=p.shape[-1])
+        order = selected_experts.flatten().argsort(stable=True)  # choices [tokens * top_k], sorted by expert
+        rows = self.experts(tokens[order // self.top_k], num_tokens_per_expert)  # a row for each choice
+        by_token = rows[order.argsort()].unflatten(0, selected_experts.shape)
+        out = (by_token * top_scores[..., None]).sum(1).to(x.dtype)
+        return AddLoss.apply(out.view_as(x), self.balance_loss(p, num_tokens_per_expert), self.weight)
+
+    def balance_loss(self, p: Tensor, counts: Tensor) -> Tensor:
+        """E sum_e f_e P_e of the micro-batch: this rank's part, for its tokens' p [tokens, experts].
+
+        f has no gradient, so its counts are summed over the ranks that share the micro-batch's sequences. P has one:
+        each rank adds up P over its own tokens.
+        """
+        counts = counts.clone()
+        all_reduce(counts, self.sharers).wait()
+        n_tokens = counts.sum() / self.top_k
+        return len(counts) * (counts / counts.sum() * p.sum(0)).sum() / n_tokens
+
+
+class AllToAll(torch.autograd.Function):
+    """Rows travel over a group; in backward, their gradients travel back."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
+        """rows [n, dim], sorted by rank, sent[r] of them for rank r -> received[0] rows of rank 0, and so on."""
+        ctx.way_back = received, sent, group
+        arrived = rows.new_empty(sum(received), rows.shape[1])
+        all_to_all(arrived, rows.contiguous(), group, sent, received).wait()
+        return arrived
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """The gradient of what arrived -> that of the rows."""
+        return AllToAll.apply(grad, *ctx.way_back), None, None, None
+
+
+def visit_experts(experts: Callable, group: Group, rows: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+    """Replaces `Experts.forward`: rows [n, dim], sorted by expert, go to the ranks that hold these, and come home."""
+    leaving = num_tokens_per_expert.view(group.size, -1)  # [rank, expert of that rank]: how many rows go there
+    coming = torch.empty_like(leaving)
+    all_to_all(coming, leaving, group).wait()
+    sent, received = leaving.sum(1).tolist(), coming.sum(1).tolist()
+    visitors = AllToAll.apply(rows, sent, received, group)  # dispatch; sorted by the rank they are from, then by expert
+    expert = torch.arange(coming.shape[1], device=rows.device).repeat(group.size).repeat_interleave(coming.flatten())
+    order = expert.argsort(stable=True)
+    out = experts(visitors[order], coming.sum(0))
+    return AllToAll.apply(out[order.argsort()], received, sent, group)  # combine
+
+
+DISPATCH: dict[str, Callable] = {"alltoall": visit_experts}
+
+
+@dataclass
+class Config(step06.Config):
+    """Mixture of experts and expert parallelism."""
+
+    experts: int = 8  # MLPs in each layer
+    experts_per_token: int = 2  # how many of them a token visits
+    expert_dim: int = 0  # width of an expert; 0: the preset's ffn_dim
+    balance_weight: float = 0.01  # of the balance loss
+    ep: int = 1  # ranks, of dp x cp, that share the experts
+    ep_mode: str = among(DISPATCH, "alltoall")  # how tokens meet experts
+
+
+def shard_experts(model: Decoder, mesh: Mesh, config: Config):
+    """Put experts in the place of all MLPs of a model on the meta device, and deal them to the ranks of `mesh["ep"]`.
+
+    It comes after step 5, which has made `mesh["data"]`, and before step 4, which cuts them once more, over tp.
+    Raises UserError.
+    """
+    rows, ep = mesh.join("data", "dp", "cp"), config.ep  # int [groups, dp x cp]
+    if config.experts % ep or rows.shape[1] % ep:
+        raise UserError(f"--ep {ep} must divide --experts {config.experts}, and the {rows.shape[1]} ranks of dp x cp")
+    if config.experts_per_token > config.experts:
+        raise UserError(f"--experts-per-token {config.experts_per_token} is more than --experts {config.experts}")
+    if config.global_batch_size // mesh["dp"].size % config.micro_batch_size:
+        raise UserError("--micro-batch-size must divide the sequences of a rank: the balance loss is a mean over them")
+    mesh.enter("ep", rows.reshape(-1, ep))
+    mesh.enter("expert_data", rows.reshape(len(rows), -1, ep).swapaxes(1, 2).reshape(-1, rows.shape[1] // ep))
+    for layer in model.model.layers.values():
+        with torch.device("meta"):
+            layer.mlp = moe = MoE(model.config.dim, config.expert_dim or model.config.ffn_dim, config, mesh["cp"])
+        # tp ranks route the same tokens, but find a part of each expert's output, and so of the router's gradient.
+        note_layout(moe.router.weight, data="data", partial_over=("tp",))
+        for linear in moe.experts.children():
+            linear.weight = cut(linear.weight, 0, mesh["ep"])
+            note_layout(linear.weight, data="expert_data")
+        if ep > 1:
+            moe.experts.forward = partial(DISPATCH[config.ep_mode], moe.experts.forward, mesh["ep"])
+
+
+def train(config: Config, run: Run):
+    """The whole run: five dimensions, put on the plain model one after another."""
+    device, dtype = choose(config)
+    cuts = config.pp * config.cp * config.tp
+    mesh = Mesh(pp=config.pp, dp=join_ranks(device) // cuts, cp=config.cp, tp=config.tp)
+    mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
+    shape = PRESETS[config.model]
+    data = Data(config.dataset, shape, config.global_batch_size, config.seed)
+    places, lists = plan(config, m=-(-(mine.stop - mine.start) // config.micro_batch_size))
+    with torch.device("meta"):
+        model = Decoder(shape)
+    here = shard_context(model, mesh, CONTEXT[config.cp_mode]).to(device)  # step 5: these tokens are mine
+    shard_experts(model, mesh, config)  # these experts are mine
+    shard_tensors(model, mesh["tp"], config.sp)  # step 4: these rows and columns are mine
+    keep_stage(model, mesh["pp"], places)  # step 6: these layers are mine
+    RECOMPUTE[config.recompute](model)
+    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this slice of the update is mine
+    pipeline = make_pipeline(config, model, mesh, here, places, lists)
+
+    parts = dict(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh, positions=here, pipeline=pipeline)
+    for step in run.steps(**parts):
+        tokens, targets = (x.to(device) for x in data.batch(step))
+        n_targets = (targets != IGNORE).sum().clamp(min=1)  # of all ranks
+        xs, ys = (x[mine][:, here].split(config.micro_batch_size) for x in (tokens, targets))
+        sync.begin(len(xs))
+        loss = pipeline.step(xs, ys, n_targets)  # forward and backward of all micro-batches
+        sync.finish()  # sums over ranks
+        gradients = optimizer.gradients()
+        sum_partial_gradients(model, gradients, mesh["tp"])  # and where a rank saw, or found, a part
+        sum_tied(model, gradients, mesh["pp"], places)  # and where two stages hold the same matrix
+        all_reduce(loss, mesh["data"]).wait()
+        all_reduce(loss, mesh["pp"]).wait()
+
+        norm = global_norm(model, gradients, mesh, sliced=config.zero > 0)
+        clip = config.grad_clip / max(norm, config.grad_clip) if config.grad_clip else 1.0
+        lr = learning_rate(step, config)
+        optimizer.step(lr, clip)
+        run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
+
+
+if __name__ == "__main__":
+    main(train, Config)

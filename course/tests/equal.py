@@ -1,0 +1,171 @@
+"""The proof that a layout trains to the same numbers as one device.
+
+`record` trains with a step's own `train` and keeps every loss, gradient norm, gathered gradient and final parameter. A
+layout is right if what its ranks gather equals what step 1 has in one process, to a norm-wise relative 1e-10 in fp64.
+"""
+
+import importlib
+import tempfile
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.layout import layout_of
+from common.model import PRESETS, ModelConfig
+from common.trainer import Run
+from services.run import attach, check, compose
+from tests import faults
+
+SHAPE = list(ModelConfig.__dataclass_fields__)
+BOUND = {"fp64": 1e-10, "fp32": 1e-5}
+SMALL = dict(
+    dim=32, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=259, seq_len=16
+)  # a vocabulary that nothing divides
+BASE = dict(
+    steps=3,
+    warmup_steps=2,
+    global_batch_size=24,
+    micro_batch_size=1,
+    lr=0.05,
+    grad_clip=0.5,
+    dtype="fp64",
+    device="cpu",
+)
+
+
+class Watch(Run):
+    """A run that draws and writes nothing, and keeps what it sees."""
+
+    def __enter__(self) -> "Watch":
+        self.first, self.gradients, self.parameters = False, [], {}
+        return self
+
+    def steps(self, **parts: Any) -> Iterator[int]:
+        """Before each update, gather the gradients; after the last one, the weights."""
+        self.parts = SimpleNamespace(**parts)
+        attach(self.config, self.parts)
+        optimizer, parts = self.parts.optimizer, vars(self.parts)
+        update = optimizer.step
+
+        def step(lr: float, factor: float):
+            self.gradients.append(self.gather(optimizer.gradients()))
+            update(lr, factor)
+
+        optimizer.step = step
+        yield from super().steps(**parts)
+        masters = optimizer.pieces if hasattr(optimizer, "units") else optimizer.masters
+        self.parameters = self.gather(masters)
+
+    def gather(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors by name, of those that this rank has a part of. All ranks show their parts to all."""
+        named = dict(self.parts.model.named_parameters())
+        units = {name: unit for unit in getattr(self.parts.optimizer, "units", ()) for name in unit.named}
+        mine = []
+        for name, value in local.items():
+            param, unit = named[name], units.get(name)
+            splits = layout_of(param).splits
+            first = 0 if unit is None else max(0, unit.first - unit.place[name][0])
+            mine.append((name, tuple(param.shape), splits, first, value.detach().flatten().clone()))
+        everyone = [mine]
+        if dist.is_initialized():
+            everyone = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, mine)
+        return assemble([part for parts in everyone for part in parts])
+
+
+def assemble(parts: list[tuple]) -> dict[str, Tensor]:
+    """(name, local shape, splits, first element, values) of all ranks -> whole tensors. Raises if copies differ."""
+    cut: dict[tuple, Tensor] = {}  # by name and cuts: this part of the tensor, flat
+    shapes = {}
+    for name, shape, splits, first, values in parts:
+        key = name, splits
+        whole = cut.setdefault(key, torch.full(shape, torch.nan, dtype=values.dtype).flatten())
+        place = whole[first : first + len(values)]
+        known = ~place.isnan()
+        if known.any() and not torch.allclose(place[known], values[known], rtol=1e-9, atol=1e-12):
+            raise AssertionError(f"{name}: copies on different ranks differ")
+        place.copy_(values)
+        shapes[key] = shape
+    whole: dict[str, Tensor] = {}
+    for (name, splits), values in cut.items():
+        shape = list(shapes[name, splits])
+        part = values.view(shape)
+        for split in reversed(splits):
+            shape[split.dim] = split.full
+        if name not in whole:
+            whole[name] = torch.full(shape, torch.nan, dtype=values.dtype)
+        place = whole[name]
+        for split in splits:  # cuts of one dimension by two groups: the second counts within the first
+            stop = min(split.stop, split.full, split.start + place.shape[split.dim])
+            place = place.narrow(split.dim, min(split.start, place.shape[split.dim]), max(0, stop - split.start))
+            part = part.narrow(split.dim, 0, place.shape[split.dim])
+        place.copy_(part)
+    for name, value in whole.items():
+        assert not value.isnan().any(), f"{name}: some elements are on no rank"
+    return whole
+
+
+def record(step_name: str, options: dict[str, Any], fault: str = "") -> SimpleNamespace:
+    """Train under `options` (flags of the step, and fields of the model's shape)."""
+    step = importlib.import_module(step_name)
+    shape = {name: options[name] for name in SHAPE if name in options}
+    PRESETS["test"] = ModelConfig(**SMALL | shape)
+    flags = {name: value for name, value in (BASE | options).items() if name not in shape}
+    config = compose(step)(model="test", out=tempfile.gettempdir(), **flags)
+    check(config, dist.get_world_size() if dist.is_initialized() else 1)
+    with faults.injected(fault) if fault else nullcontext(), Watch(config) as run:
+        step.train(config, run)
+    history = run.history
+    return SimpleNamespace(
+        losses=[row["loss"] for row in history],
+        norms=[row["grad_norm"] for row in history],
+        gradients=run.gradients,
+        parameters=run.parameters,
+        sent=[row["sent"] for row in history],
+    )
+
+
+def difference(a: Any, b: Any) -> float:
+    """Norm-wise relative difference |a - b| / |b|: unlike a cosine it sees a wrong scale."""
+    a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
+    if a.shape != b.shape:
+        return float("inf")
+    distance, scale = (a - b).norm().item(), b.norm().item()
+    return distance / scale if scale else distance
+
+
+def compare(ours: SimpleNamespace, theirs: SimpleNamespace, bound: float) -> float:
+    """Raise AssertionError at the first number that differs, naming step and parameter; returns the worst."""
+    pairs = []
+    assert len(ours.losses) == len(theirs.losses)
+    for i in range(len(ours.losses)):
+        pairs.append((f"step {i + 1}: the loss", ours.losses[i], theirs.losses[i]))
+        assert ours.gradients[i].keys() == theirs.gradients[i].keys(), "gradients of other parameters"
+        pairs += [
+            (f"step {i + 1}: the gradient of {n}", g, theirs.gradients[i][n]) for n, g in ours.gradients[i].items()
+        ]
+        pairs.append((f"step {i + 1}: the gradient norm", ours.norms[i], theirs.norms[i]))
+    assert ours.parameters.keys() == theirs.parameters.keys(), "other parameters"
+    pairs += [(f"after training: {name}", p, theirs.parameters[name]) for name, p in ours.parameters.items()]
+    worst = 0.0
+    for what, a, b in pairs:
+        found = difference(a, b)
+        assert found <= bound, f"{what} differs by {found:.3g} (relative), more than {bound:g}"
+        worst = max(worst, found)
+    return worst
+
+
+def on_rank(step_name: str, options: dict[str, Any], file: str, bound: float = 0.0, fault: str = "") -> float:
+    """Runs on every rank: train under the layout and compare with the reference; returns the worst difference."""
+    theirs = torch.load(file, weights_only=False)
+    return compare(record(step_name, options, fault), theirs, bound or BOUND[options.get("dtype", "fp64")])
+
+
+def save_record(step_name: str, options: dict[str, Any], file: str):
+    """Runs in one process: the reference."""
+    torch.save(record(step_name, options), file)

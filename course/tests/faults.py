@@ -1,0 +1,55 @@
+"""Mistakes that the tests must notice: a name, where the text stands, what it becomes, and what that would mean.
+
+A fault is put into the source of a function or class, which is compiled anew. One whose text is gone raises KeyError.
+"""
+
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """One mistake."""
+
+    module: str
+    owner: str  # function, or class
+    old: str
+    new: str
+    meaning: str
+
+
+FAULTS: dict[str, Fault] = {}
+
+
+@contextmanager
+def injected(name: str) -> Iterator[None]:
+    """Inside, the named mistake is in the program."""
+    fault = FAULTS[name]
+    module = importlib.import_module(fault.module)
+    right = getattr(module, fault.owner)
+    source = textwrap.dedent(inspect.getsource(right))
+    if fault.old not in source:
+        raise KeyError(f"{name}: {fault.old!r} is not in {fault.module}.{fault.owner}")
+    made: dict = {}
+    exec(compile(source.replace(fault.old, fault.new), f"<fault {name}>", "exec"), vars(module), made)
+    wrong = made[fault.owner]
+    if inspect.isclass(right):  # menus and importers hold the class itself: its methods are exchanged
+        kept = {key: value for key, value in vars(right).items() if key in vars(wrong) and callable(value)}
+        kept |= {key: value for key, value in vars(right).items() if isinstance(value, staticmethod)}
+        for key in kept:
+            setattr(right, key, vars(wrong)[key])
+        try:
+            yield
+        finally:
+            for key, value in kept.items():
+                setattr(right, key, value)
+    else:
+        code = right.__code__
+        right.__code__ = wrong.__code__
+        try:
+            yield
+        finally:
+            right.__code__ = code

@@ -1,0 +1,112 @@
+"""Persistent worker processes joined by gloo, one pool per world size: a test sends a function, every rank runs it.
+
+Starting eight Pythons that import torch takes ten seconds; here one server process imports it once and the workers
+are forked from it. They meet through a file, never a port, and have one thread each.
+"""
+
+import functools
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+PRELOADED = ["torch", "torch.distributed", "step07_moe_ep", "tests.equal"]
+
+
+class RankError(AssertionError):
+    """A function failed on some rank, or did not return in time; the text is that rank's traceback."""
+
+
+def serve(rank: int, world: int, folder: str, connection: Connection):
+    """A worker's life: join the group, then run what arrives until the connection closes."""
+    import torch
+    import torch.distributed as dist
+
+    from common import data
+
+    torch.set_num_threads(1)
+    data.READERS[""] = functools.lru_cache(data.READERS[""])  # opening 674 files takes longer than a tiny run
+    if world > 1:
+        os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(world))
+        where = f"file://{folder}/rendezvous"
+        dist.init_process_group("gloo", where, timedelta(minutes=10), world_size=world, rank=rank)
+    while True:
+        try:
+            function, args = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        # A group of gloo's has threads: those that the last task made end when all ranks have answered it.
+        for group in list(dist.distributed_c10d._world.pg_map) if world > 1 else ():
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+        try:
+            answer = ("done", function(*args))
+        except BaseException:
+            answer = ("failed", traceback.format_exc())
+        connection.send_bytes(pickle.dumps(answer))
+
+
+class Pool:
+    """`world` processes; `run(function, *args)` calls it on all of them and returns the results by rank."""
+
+    def __init__(self, world: int):
+        self.world, self.processes = world, []
+
+    def start(self):
+        """Fork the workers."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self.folder = tempfile.TemporaryDirectory(prefix=f"pool-{self.world}-")
+        self.connections = []
+        for rank in range(self.world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(rank, self.world, self.folder.name, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.connections.append(ours)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
+        """Results of `function(*args)` by rank. Raises RankError; the pool then starts anew on next use."""
+        if not self.processes:
+            self.start()
+        message = pickle.dumps((function, args))
+        for connection in self.connections:
+            connection.send_bytes(message)
+        answers, deadline = {}, time.monotonic() + timeout
+        while len(answers) < self.world:
+            open_ones = [c for rank, c in enumerate(self.connections) if rank not in answers]
+            ready = wait(open_ones, timeout=max(0.0, deadline - time.monotonic()))
+            for connection in ready:
+                rank = self.connections.index(connection)
+                try:
+                    answers[rank] = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    answers[rank] = ("failed", "the process died")
+            failed = {rank: text for rank, (kind, text) in answers.items() if kind == "failed"}
+            if failed and len(answers) < self.world:  # the others may wait for it for ever: give them a moment
+                deadline = min(deadline, time.monotonic() + 3)
+            if not ready:
+                missing = sorted(set(range(self.world)) - answers.keys())
+                self.stop()
+                text = next(iter(failed.values()), "")
+                raise RankError(f"no answer from ranks {missing} of {self.world}\n{text}")
+        if failed:
+            if len(failed) < self.world:
+                self.stop()
+            rank, text = min(failed.items())
+            raise RankError(f"rank {rank} of {self.world} failed (also {sorted(failed)[1:]}):\n{text}")
+        return [answers[rank][1] for rank in range(self.world)]
+
+    def stop(self):
+        """Kill all workers."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.processes = []

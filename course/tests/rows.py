@@ -1,0 +1,80 @@
+"""The table of layouts: every row trains, and equals one process. A new technique adds its rows here.
+
+Row(ranks, step, layout, base, tier)     `layout` are the flags of the run that is tested; `base` those that it has
+                                         in common with the one process that it is compared with
+"""
+
+from typing import Any, NamedTuple
+
+DEFAULT, EXHAUSTIVE = "default", "exhaustive"
+SGD, TIED, MHA = dict(optimizer="sgd", lr=0.5), dict(tied=True), dict(n_kv_heads=4)
+EXPERTS = dict(experts=4)
+
+
+class Row(NamedTuple):
+    """One layout."""
+
+    ranks: int
+    step: str
+    layout: dict[str, Any] = {}  # noqa: RUF012
+    base: dict[str, Any] = {}  # noqa: RUF012
+    tier: str = DEFAULT
+    bound: float = 0.0  # of a lossy technique; 0: what the dtype holds
+
+
+ROWS = [
+    # step 2
+    Row(2, "step02_ddp", dict(sync="naive")),
+    Row(3, "step02_ddp", dict(sync="ring"), SGD),
+    Row(4, "step02_ddp", dict(sync="bucket", bucket_mb=0.01), TIED),
+    # step 3
+    *(Row(4, "step03_zero", dict(zero=zero), SGD) for zero in (0, 1, 2, 3)),
+    Row(3, "step03_zero", dict(zero=3), TIED),
+    Row(
+        2, "step03_zero", dict(zero=2, recompute="full"), dict(dtype="fp32", optimizer="sgd")
+    ),  # Adam amplifies rounding
+    # step 4
+    Row(2, "step04_tp_sp", dict(tp=2, zero=0), SGD),
+    Row(4, "step04_tp_sp", dict(tp=2, zero=3, sp=False), TIED),
+    Row(4, "step04_tp_sp", dict(tp=4, recompute="full"), MHA | TIED),
+    # step 5
+    Row(2, "step05_cp_ring", dict(cp=2), SGD),
+    Row(4, "step05_cp_ring", dict(cp=2, tp=2, zero=3), SGD),
+    Row(4, "step05_cp_ring", dict(cp=4, zero=1, recompute="full"), TIED),
+    Row(4, "step05_cp_ring", dict(cp=2, zero=2), dict(seq_len=24)),
+    # step 6
+    Row(3, "step06_pipeline", dict(pp=3)),
+    Row(4, "step06_pipeline", dict(pp=2, zero=3), TIED | SGD),
+    Row(4, "step06_pipeline", dict(pp=2, tp=2, zero=2), TIED),
+    Row(4, "step06_pipeline", dict(pp=2, cp=2, schedule="interleaved"), dict(n_layers=4)),
+    Row(4, "step06_pipeline", dict(pp=2, zero=1, schedule="afab", recompute="full"), TIED | SGD),
+    # step 7
+    Row(2, "step07_moe_ep", dict(tp=2), EXPERTS | SGD),
+    Row(4, "step07_moe_ep", dict(tp=2, ep=2, sp=False, zero=1), EXPERTS),
+    Row(4, "step07_moe_ep", dict(cp=2, ep=4, zero=3), EXPERTS),
+    Row(4, "step07_moe_ep", dict(pp=2, ep=2, zero=2), dict(experts=6, experts_per_token=1)),
+    Row(8, "step07_moe_ep", dict(pp=2, cp=2, tp=2, ep=2), EXPERTS | SGD),
+    Row(
+        8,
+        "step07_moe_ep",
+        dict(pp=2, cp=2, tp=2, ep=2, zero=3, schedule="interleaved"),
+        EXPERTS | TIED | dict(n_layers=4),
+    ),
+]
+
+
+def every_legal_layout(ranks: int = 8) -> list[Row]:
+    """All products pp x dp x cp x tp of `ranks`, each with every ep that divides dp x cp, in every stage of ZeRO."""
+    sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    rows = []
+    for pp in sizes:
+        for cp in sizes:
+            for tp in sizes:
+                if ranks % (pp * cp * tp) or tp > 4:
+                    continue
+                for ep in (n for n in sizes if (ranks // (pp * tp)) % n == 0):
+                    zero = len(rows) % 4
+                    layout = dict(pp=pp, cp=cp, tp=tp, ep=ep, zero=zero, sp=len(rows) % 3 > 0)
+                    base = dict(experts=8, n_heads=4, n_kv_heads=4, n_layers=8, seq_len=16 if cp * tp < 8 else 32)
+                    rows.append(Row(ranks, "step07_moe_ep", layout, base | dict(tied=len(rows) % 2 == 0), EXHAUSTIVE))
+    return rows
