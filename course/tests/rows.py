@@ -23,31 +23,43 @@ class Row(NamedTuple):
 
 
 ROWS = [
+    # step 1: variants of the trainer
+    #
     # step 2
     Row(2, "step02_ddp", dict(sync="naive")),
     Row(3, "step02_ddp", dict(sync="ring"), SGD),
     Row(4, "step02_ddp", dict(sync="bucket", bucket_mb=0.01), TIED),
+    # variants of gradient sums
+    #
     # step 3
     *(Row(4, "step03_zero", dict(zero=zero), SGD) for zero in (0, 1, 2, 3)),
     Row(3, "step03_zero", dict(zero=3), TIED),
     Row(
         2, "step03_zero", dict(zero=2, recompute="full"), dict(dtype="fp32", optimizer="sgd")
     ),  # Adam amplifies rounding
+    # variants of ZeRO
+    #
     # step 4
     Row(2, "step04_tp_sp", dict(tp=2, zero=0), SGD),
     Row(4, "step04_tp_sp", dict(tp=2, zero=3, sp=False), TIED),
     Row(4, "step04_tp_sp", dict(tp=4, recompute="full"), MHA | TIED),
+    # variants of tensor parallelism
+    #
     # step 5
     Row(2, "step05_cp_ring", dict(cp=2), SGD),
     Row(4, "step05_cp_ring", dict(cp=2, tp=2, zero=3), SGD),
     Row(4, "step05_cp_ring", dict(cp=4, zero=1, recompute="full"), TIED),
     Row(4, "step05_cp_ring", dict(cp=2, zero=2), dict(seq_len=24)),
+    # variants of context parallelism
+    #
     # step 6
     Row(3, "step06_pipeline", dict(pp=3)),
     Row(4, "step06_pipeline", dict(pp=2, zero=3), TIED | SGD),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, zero=2), TIED),
     Row(4, "step06_pipeline", dict(pp=2, cp=2, schedule="interleaved"), dict(n_layers=4)),
     Row(4, "step06_pipeline", dict(pp=2, zero=1, schedule="afab", recompute="full"), TIED | SGD),
+    # variants of pipelines
+    #
     # step 7
     Row(2, "step07_moe_ep", dict(tp=2), EXPERTS | SGD),
     Row(4, "step07_moe_ep", dict(tp=2, ep=2, sp=False, zero=1), EXPERTS),
@@ -60,6 +72,8 @@ ROWS = [
         dict(pp=2, cp=2, tp=2, ep=2, zero=3, schedule="interleaved"),
         EXPERTS | TIED | dict(n_layers=4),
     ),
+    # variants of experts
+    #
 ]
 
 
