@@ -63,7 +63,7 @@ class ServedRun(Run):
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """As the plain run's, after everything has been attached."""
-        parts = SimpleNamespace(**parts)
+        parts = SimpleNamespace(run=self, **parts)
         attach(self.config, parts)
         yield from super().steps(**vars(parts))
 
