@@ -108,7 +108,7 @@ class Compression:
         self.owed[bucket][group.rank] += total - self.widen(message, len(total), total.dtype)[0]
         everyone = message.new_empty(group.size, *message.shape[1:])
         yield all_gather(everyone.view(-1), message.view(-1), group)
-        flat.copy_(self.widen(everyone, len(total), total.dtype).view(-1)[: len(flat)])
+        flat.copy_(self.widen(everyone, len(total), total.dtype).flatten()[: len(flat)])
 
     def reduce_scatter(self, unit: Unit) -> Iterator[Pending]:
         """Fill in this rank's slice of the sum of a unit's gradient; yields the message that it has sent."""
