@@ -35,13 +35,13 @@ from common.model import Decoder, ModelConfig
 from services import checkpoint as checkpoints
 from services import hub, resume, saver, watchdog
 from services.boxes import Box, Entry, Piece, divide, flat_boxes, overlap, part, without
-from services.checkpoint import Checkpoint, find
+from services.checkpoint import Checkpoint, find, newest
 from services.health import Spikes
 from services.launch import open_mesh
 from services.plots import read_metrics
 from services.saver import Saver
 from services.state import full_state, pieces
-from services.watchdog import GRACE, SILENT, Place, Signals, Watchdog, compare
+from services.watchdog import GRACE, SAVES, SILENT, Place, Signals, Watchdog, compare
 from tests import faults
 from tests.bench.resume import BASE, BEFORE, PAIRS, Saved, cp, one, run, tp, uninterrupted, worst_difference, zero
 from tests.equivalence import SMALL, difference, job, without_instruments
@@ -527,11 +527,11 @@ def failing_on_rank(options: dict, rank: int, at: int) -> str:
     """Runs on every rank: the disk of one rank is full at its `at`-th save; returns the error."""
     right, calls = saver.write_boxes, []
 
-    def write_boxes(path, tensors):
+    def write_boxes(path, tensors, note):
         calls.append(path)
         if dist.get_rank() == rank and len(calls) == at:
             raise OSError(28, "No space left on device")
-        return right(path, tensors)
+        return right(path, tensors, note)
 
     with mock.patch.object(saver, "write_boxes", write_boxes):
         try:
@@ -560,11 +560,11 @@ def async_on_rank(options: dict) -> tuple[list[dict], int]:
     """
     right, under_way, most, next_step = saver.write_boxes, [], [], threading.Event()
 
-    def write_boxes(path, tensors):
+    def write_boxes(path, tensors, note):
         under_way.append(path)
         most.append(len(under_way))
         assert next_step.wait(60) or not options["save_async"], "training waits for the snapshot to be written"
-        digest = right(path, tensors)
+        digest = right(path, tensors, note)
         under_way.pop()
         return digest
 
@@ -903,6 +903,64 @@ def test_the_watchdog_compares_collectives_not_times(clock):
         dog.thread.join()
     (text,) = filter(None, told)
     assert "rank 3 is behind" in text and "(in tp of ranks 2 3: 6 collectives entered, others 7)" in text
+
+
+def test_a_save_may_take_longer_than_the_limit(clock):
+    """While bytes reach the disk of one rank, no rank is ended; when none do any more, the one without its file is."""
+    store, told, written, places = dist.HashStore(), [], [0, 0], [Place(5, "save", "dp all_gather", {SAVES: 0})] * 2
+    dogs = [
+        Watchdog(lambda r=r: clock.looked(r, places[r]), 1.0, r, 2, store, told.append, written=lambda r=r: written[r])
+        for r in range(2)
+    ]
+    clock.go_on(dogs, 1, 0.1)
+    places[0] = places[0]._replace(entered={SAVES: 1})  # rank 0 is done, and waits
+    for _ in range(40):  # of the tenths of a second that rank 1 takes, four times the limit
+        written[1] += 1
+        clock.go_on(dogs, 1, 0.1)
+    assert told == []
+    clock.go_on(dogs, 12, 0.1)
+    for dog in dogs:
+        dog.thread.join()
+    (text,) = filter(None, told)
+    assert "rank 1 is behind, in step 6, save" in text and f"(in {SAVES}: 0 files written, others 1)" in text
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
+def test_bytes_count_as_soon_as_they_are_on_the_disk(tmp_path, monkeypatch, background):
+    """In parts of a large tensor, too, and not when the file is complete: its last part may come much later."""
+    progress, flush = [], os.fsync
+    own = Saver(tmp_path)
+
+    def fsync(descriptor: int):
+        progress.append(own.bytes_written)
+        flush(descriptor)
+
+    monkeypatch.setattr(saver, "PART", 2**12)
+    monkeypatch.setattr(os, "fsync", fsync)
+    tensor = torch.arange(2**17, dtype=torch.float32)
+    own.save(1, [Piece("model", "a", tensor, tensor.shape)], {}, background)
+    own.settle()
+    size = next((tmp_path / "checkpoints").glob("*/rank-00000.bin")).stat().st_size
+    assert size > tensor.nbytes and own.bytes_written == size and own.files_written == (not background)
+    assert progress[0] == 0 and len({*progress}) > tensor.nbytes // 2**13
+    assert Checkpoint(newest(tmp_path)).full("model", "a").equal(tensor)
+
+
+def test_a_runs_watchdog_hears_of_its_saves(tmp_path, monkeypatch):
+    """The bytes and the files of all checkpoints so far; none before the first."""
+    dogs, found = [], []
+
+    def started(*args, **options) -> Watchdog:
+        dogs.append(Watchdog(*args, **options))
+        return dogs[-1]
+
+    def observe(step, optimizer):
+        found.append((dogs[-1].written(), dogs[-1].place().entered.get(SAVES, 0)))
+
+    monkeypatch.setattr("services.run.Watchdog", started)
+
+    step01.train(step01.Config(**SMALL | TINY | dict(steps=3, save_every=1, out=str(tmp_path))), observe)
+    assert found[0] == (0, 0) and found[1][1:] == (1,) and found[2] == (2 * found[1][0], 2) and found[1][0] > 1000
 
 
 def test_a_rank_that_failed_ends_the_others(clock):

@@ -573,7 +573,7 @@ def dying(function, at: int, calls: list, effect=None):
     return wrapper
 
 
-def half_a_file(path, _):
+def half_a_file(path, *_):
     """A file with numbers got no further."""
     Path(path).write_bytes(b"half")
 
