@@ -127,7 +127,7 @@ def measured_on_rank(step: int, options: dict) -> tuple[dict, dict]:
     live = MemoryTimeline.live
 
     def live_a_moment_later(self, kind):
-        time.sleep(0.05)  # gloo's threads let go of the tensors of finished collectives
+        time.sleep(0.25)  # gloo's threads let go of the tensors of finished collectives
         return live(self, kind)
 
     later = mock.patch.object(MemoryTimeline, "live", live_a_moment_later)

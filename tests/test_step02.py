@@ -1,6 +1,7 @@
 """Data parallelism: equal to one device under every sync mode, exact traffic, and faults that must be noticed."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -307,7 +308,7 @@ def test_one_process_equals_step01(tmp_path):
 def hang_on_rank(rank: int) -> None:
     """Runs on every rank: one never joins the all-reduce."""
     if torch.distributed.get_rank() == rank:
-        time.sleep(60)
+        time.sleep(10**6)
     torch.distributed.all_reduce(torch.ones(1))
 
 
@@ -320,8 +321,13 @@ def fail_on_rank(rank: int) -> None:
 
 def test_a_hang_is_ended_and_located(pools):
     """A collective that never completes is killed; the report says where each rank stood, and the pool recovers."""
-    with pytest.raises(Hang, match=r"(?s)ranks \[0, 1, 2\].*rank 0 stood at.*in hang_on_rank.*rank 2 stood at"):
-        pools(3).run(hang_on_rank, 1, timeout=2)
+    places = re.compile(r"(?s)ranks \[0, 1, 2\].*rank 0 stood at.*in hang_on_rank.*rank 2 stood at")
+    for seconds in (2, 20, 120):  # a busy machine may need longer to come as far as the line that hangs
+        with pytest.raises(Hang) as hang:
+            pools(3).run(hang_on_rank, 1, timeout=seconds)
+        if places.search(str(hang.value)):
+            break
+    assert places.search(str(hang.value))
     assert pools(3).run(torch.distributed.get_rank) == [0, 1, 2]
 
 
@@ -576,20 +582,21 @@ def test_a_rank_that_dies_ends_the_job(tmp_path, start):
     os.kill(ranks_of(process)[1], signal.SIGKILL)
     killed = time.monotonic()
     lines = own_lines(process.communicate()[0])
-    assert process.wait(60) != 0 and time.monotonic() - killed < 40
+    assert process.wait(240) != 0 and time.monotonic() - killed < 240  # --timeout is 600
     assert len(lines) <= 1 and "another rank died" in "".join(lines)
 
 
 def test_sigterm_saves_on_all_ranks_and_resumes(pools, tmp_path):
     """A pre-empted two-rank job saves, exits cleanly, and goes on to the numbers of an uninterrupted one."""
     flags = ["--dtype", "fp64", "--global-batch-size", "8", "--eval-every", "0"]
-    cut, options = tmp_path / "cut", dict(dtype="fp64", global_batch_size=8, eval_every=0, steps=60)
+    cut, options = tmp_path / "cut", dict(dtype="fp64", global_batch_size=8, eval_every=0, steps=10**6)
     options |= dict(model="debug", device="cpu", save_every=0)
-    whole = pools(2).run(run_history, options | dict(out=str(tmp_path / "whole")))[0]
-    process = train_job(*flags, "--steps", "60", "--out", str(cut))
+    process = train_job(*flags, "--steps", str(10**6), "--out", str(cut))
     wait_for(lambda: steps_done(cut) > 1, process)
     process.send_signal(signal.SIGTERM)
-    process.wait(60)
-    assert 2 <= steps_done(cut) < 60
+    process.wait(240)
+    options["stop_after"] = steps_done(cut) + 2
+    assert options["stop_after"] >= 4
+    whole = pools(2).run(run_history, options | dict(out=str(tmp_path / "whole")))[0]
     pools(2).run(run_history, options | dict(resume=str(cut), out=str(cut)))
     assert [row["loss"] for row in read_metrics(cut)] == [row["loss"] for row in whole]

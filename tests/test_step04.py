@@ -654,7 +654,7 @@ def saved_on_rank(tp: int, options: dict, variants: list[dict]) -> list[tuple[in
             model, timeline = build(config, mesh), MemoryTimeline()
             with timeline.phase("forward"):
                 loss = loss_of(model, tokens)
-            predicted, deadline = tp_activation_bytes(config, m, tp, dtype, on_cpu=True), time.monotonic() + 2
+            predicted, deadline = tp_activation_bytes(config, m, tp, dtype, on_cpu=True), time.monotonic() + 30
             while timeline.live("activations") > 1.05 * predicted and time.monotonic() < deadline:
                 time.sleep(0.01)  # gloo's threads may hold a message's tensors for a moment
             found.append((predicted, timeline.live("activations")))

@@ -631,7 +631,7 @@ def saved_on_rank(options: dict, variants: list[dict]) -> list[tuple[int, int]]:
             with timeline.phase("forward"):
                 loss = loss_of(model, tokens[:, own], own)
             predicted = cp_activation_bytes(config, m, config.tp, cp, dtype, on_cpu=True, rank=mesh["cp"].rank)
-            deadline = time.monotonic() + 2  # gloo's threads may hold a message's tensors for a moment
+            deadline = time.monotonic() + 30  # gloo's threads may hold a message's tensors for a moment
             while predicted and timeline.live("activations") > 1.05 * predicted and time.monotonic() < deadline:
                 time.sleep(0.01)
             found.append((predicted, timeline.live("activations")))

@@ -717,7 +717,11 @@ def saved_on_rank(variants: list[dict]) -> list[tuple[int, int]]:
             predicted = cp_activation_bytes(config, m, config.tp, 1, dtype, on_cpu=True)
             chunk = SimpleNamespace(layers=model.model.layers)
             predicted += expert_activation_bytes(config, m, config.tp, 1, dtype, chunk)[0]
-            time.sleep(0.05)  # a moment later gloo's threads let go of the tensors of finished collectives
+            deadline = time.monotonic() + (
+                30 if config.ep == 1 else 0.25
+            )  # gloo's threads may hold tensors for a moment
+            while timeline.live("activations") > 1.05 * predicted and time.monotonic() < deadline:
+                time.sleep(0.01)
             found.append((predicted, timeline.live("activations")))
             del loss
     return found
