@@ -89,6 +89,8 @@ def every_legal_layout(ranks: int = 8) -> list[Row]:
                 for ep in (n for n in sizes if (ranks // (pp * tp)) % n == 0):
                     zero = len(rows) % 4
                     layout = dict(pp=pp, cp=cp, tp=tp, ep=ep, zero=zero, sp=len(rows) % 3 > 0)
-                    base = dict(experts=8, n_heads=4, n_kv_heads=4, n_layers=8, seq_len=16 if cp * tp < 8 else 32)
+                    base = dict(
+                        steps=4, experts=8, n_heads=4, n_kv_heads=4, n_layers=8, seq_len=16 if cp * tp < 8 else 32
+                    )
                     rows.append(Row(ranks, "step07_moe_ep", layout, base | dict(tied=len(rows) % 2 == 0), EXHAUSTIVE))
     return rows
