@@ -215,10 +215,14 @@ class Pool:
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid, signal.SIGUSR1)
-        time.sleep(0.3)
+        deadline = time.monotonic() + 10
         for rank in ranks:
-            lines = Path(f"{self.folder}/where-{rank}").read_text().splitlines()
-            ours = [line.strip().replace(root + "/", "") for line in lines if root in line and "pool.py" not in line]
+            while "<module>" not in (text := Path(f"{self.folder}/where-{rank}").read_text()):  # the outermost frame
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.01)
+            lines = [line for line in text.splitlines() if root in line and "pool.py" not in line]
+            ours = [line.strip().replace(root + "/", "") for line in lines]
             places[rank] = " <- ".join(ours[:3]) or "an unknown place"
         return places
 
