@@ -212,7 +212,6 @@ def test_nobody_imports_the_labs():
 # --- points ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.numerics
 @pytest.mark.parametrize("number, task", TASKS)
 def test_one_solved_task_raises_its_own_points(tmp_path, number, task):
     """With the project's code in this task's holes alone: all its points; the next task, untouched, has none."""
