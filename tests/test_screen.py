@@ -196,6 +196,7 @@ def test_gradients_leave_while_backward_goes_on(pools, tmp_path, number, flags):
         assert len(phases) > 3 and phases.count("backward") >= len(phases) - 1, phases
 
 
+@pytest.mark.numerics
 @pytest.mark.picked(0, 2)
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_gradients_of_fp16(tmp_path, number):

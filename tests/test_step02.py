@@ -24,7 +24,7 @@ from services.flags import report
 from services.launch import open_mesh
 from services.plots import read_metrics
 from services.readers import open_tokens
-from tests import equivalence
+from tests import bounds, equivalence
 from tests.equivalence import SMALL, check, label
 from tests.jobs import Job, forked_torchrun, ranks_of, steps_done, torchrun, wait_for
 from tests.pool import Hang, RankError
@@ -249,7 +249,7 @@ def test_collectives_and_their_bytes(pools, world):
         assert found["gathered"].tolist() == [x for q in range(world) for x in (q, -q)]
         assert found["received"].tolist() == [q for q in range(world) for _ in range((r + q) % 3)]
         assert found["neighbour"].tolist() == [(r - 1) % world] * 2
-        assert torch.allclose(found["by_hand"], found["by_library"], rtol=1e-15)
+        assert torch.equal(found["by_hand"], found["by_library"])  # whole numbers: every order adds them exactly
         share = (world - 1) / world
         assert found["ledger"]["traffic"]["dp"] == pytest.approx(
             dict(
@@ -370,6 +370,7 @@ def compressed_sums(mode: str, feedback: bool, steps: int) -> tuple[float, dict]
         return ((received - exact).norm() / exact.norm()).item(), mesh.ledger.take()["traffic"]["dp"]
 
 
+@pytest.mark.numerics
 @pytest.mark.picked(2)
 @pytest.mark.parametrize("mode, bound, ratio", [("bf16", 2e-4, 5.0), ("int8", 1e-3, 5.0), ("topk", 0.5, 1.2)])
 def test_error_feedback_keeps_the_sum_close(pools, mode, bound, ratio):
@@ -421,6 +422,7 @@ def test_compressed_traffic_is_what_theory_says(pools, tmp_path, mode):
     assert sent / full == pytest.approx({"bf16": 1 / 2, "int8": 260 / 256 / 4, "topk": 4 * 0.01}[mode], rel=0.06)
 
 
+@pytest.mark.numerics
 @pytest.mark.picked(1)
 @pytest.mark.parametrize("mode, bound", [("bf16", 0.01), ("int8", 0.01), ("topk", 0.5)])
 def test_compressed_training_stays_near(pools, tmp_path, mode, bound):
@@ -486,7 +488,7 @@ def test_other_ranks_owe_as_much_together(pools, tmp_path, ranks, tp):
     assert together.keys() == stored.shapes("owed").keys() == stored.shapes("model").keys()
     for name, total in together.items():
         expected = stored.full("owed", name).sum(0)
-        assert expected.abs().sum() > 0 and equivalence.difference(total, expected) < 1e-12, name
+        assert expected.abs().sum() > 0 and equivalence.difference(total, expected) < bounds.FP64, name
 
 
 def step_4_on_rank(options: dict):
@@ -575,7 +577,7 @@ def different_flags() -> None:
 @pytest.mark.picked(0)
 @pytest.mark.parametrize("start", [forked_torchrun, torchrun])
 def test_a_rank_that_dies_ends_the_job(tmp_path, start):
-    """One rank is killed in the middle: the others end within seconds, with one readable message."""
+    """One rank is killed in the middle: the others end, long before their --timeout, with one readable message."""
     flags = ["--steps", "100000", "--eval-every", "0", "--out", str(tmp_path / "run")]
     process = train_job(*flags, start=start)
     wait_for(lambda: steps_done(tmp_path / "run") > 0, process)
