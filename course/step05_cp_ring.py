@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,12 +59,12 @@ def zigzag_positions(seq_len: int, rank: int, n: int) -> Tensor:
     return torch.cat((chunks[rank], chunks[-1 - rank]))
 
 
-def zigzag_visible(rank: int, source: int, length: int) -> tuple[slice, slice, bool]:
-    """What `rank` computes with the k, v of `source`: (rows of its queries, rows of their keys, causal)."""
-    both, first, second = slice(0, length), slice(0, length // 2), slice(length // 2, length)
+def zigzag_visible(rank: int, source: int, length: int) -> list[tuple]:
+    """What `rank` computes with the k, v of `source`: (queries, keys, causal), indices of [batch, heads, length, d]."""
+    both, first, second = np.s_[:, :, :length], np.s_[:, :, : length // 2], np.s_[:, :, length // 2 :]
     if source == rank:
-        return both, both, True  # rows are in order of position, so causal is right for two chunks too
-    return (both, first, False) if source < rank else (second, both, False)
+        return [(both, both, True)]  # rows are in order of position, so causal is right for two chunks too
+    return [(both, first, False) if source < rank else (second, both, False)]
 
 
 def has_kernel(q: Tensor) -> bool:
@@ -143,16 +144,14 @@ class RingAttention(torch.autograd.Function):
         """q [batch, heads, s/n, d]; k, v [batch, kv_heads, s/n, d] -> like q."""
         n, r = group.size, group.rank
         own = kv = torch.stack((k, v))
+        o = torch.zeros_like(q, dtype=wide(q.dtype))  # attention to no keys at all: a sum of no exponentials
+        lse = torch.full_like(o[..., 0], -torch.inf)
         for hop in range(n):
             if hop + 1 < n:  # send on what is here ...
                 next_kv = torch.empty_like(kv)
                 sending = exchange([(kv, (r + 1) % n)], [(next_kv, (r - 1) % n)], group)
-            rows, keys, causal = visible(r, (r - hop) % n, q.shape[2])  # ... and compute with it meanwhile
-            block_o, block_lse = block_attention(q[:, :, rows], *kv[..., keys, :], causal)
-            if hop == 0:
-                o, lse = block_o.to(wide(q.dtype)), block_lse
-            else:
-                merge(o[:, :, rows], lse[:, :, rows], block_o, block_lse)
+            for rows, keys, causal in visible(r, (r - hop) % n, q.shape[2]):  # ... and compute with it meanwhile
+                merge(o[rows], lse[rows], *block_attention(q[rows], kv[0][keys], kv[1][keys], causal))
             if hop + 1 < n:
                 sending.wait()
                 kv = next_kv
@@ -172,12 +171,13 @@ class RingAttention(torch.autograd.Function):
             if hop + 1 < n:
                 next_kv = torch.empty_like(kv)
                 sending = exchange([(kv, (r + 1) % n)], [(next_kv, (r - 1) % n)], ctx.group)
-            rows, keys, causal = ctx.visible(r, (r - hop) % n, q.shape[2])
-            given = *kv[..., keys, :], o[:, :, rows], lse[:, :, rows], causal
-            block_dq, *block_dkv = block_gradients(do[:, :, rows], q[:, :, rows], *given)
-            dq[:, :, rows] += block_dq
+            share = torch.zeros_like(dkv)
+            for rows, keys, causal in ctx.visible(r, (r - hop) % n, q.shape[2]):
+                given = do[rows], q[rows], kv[0][keys], kv[1][keys], o[rows], lse[rows], causal
+                for x, index, part in zip((dq, *share), (rows, keys, keys), block_gradients(*given), strict=True):
+                    x[index] += part
             arriving.wait()  # dkv: what the ranks before us have added for this part
-            dkv[..., keys, :] += torch.stack(block_dkv)
+            dkv += share
             outgoing, dkv = dkv, torch.empty_like(dkv)
             arriving = exchange([(outgoing, (r + 1) % n)], [(dkv, (r - 1) % n)], ctx.group)
             if hop + 1 < n:

@@ -52,6 +52,11 @@ ROWS = [
     Row(4, "step05_cp_ring", dict(cp=2, zero=2), dict(seq_len=24)),
     # variants of context parallelism
     #
+    Row(3, "step05_cp_ring", dict(cp=3, cp_mode="ring"), SGD | dict(seq_len=18)),
+    Row(4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="ring", recompute="full"), TIED),
+    Row(4, "step05_cp_ring", dict(cp=4, cp_mode="allgather", zero=3), SGD),
+    Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses"), SGD),
+    Row(4, "step05_cp_ring", dict(cp=4, cp_mode="ulysses", zero=2)),  # twice as many ranks as key/value heads
     # step 6
     Row(3, "step06_pipeline", dict(pp=3)),
     Row(4, "step06_pipeline", dict(pp=2, zero=3), TIED | SGD),
