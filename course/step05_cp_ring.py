@@ -174,8 +174,10 @@ class RingAttention(torch.autograd.Function):
             share = torch.zeros_like(dkv)
             for rows, keys, causal in ctx.visible(r, (r - hop) % n, q.shape[2]):
                 given = do[rows], q[rows], kv[0][keys], kv[1][keys], o[rows], lse[rows], causal
-                for x, index, part in zip((dq, *share), (rows, keys, keys), block_gradients(*given), strict=True):
-                    x[index] += part
+                block_dq, block_dk, block_dv = block_gradients(*given)
+                dq[rows] += block_dq
+                share[0][keys] += block_dk
+                share[1][keys] += block_dv
             arriving.wait()  # dkv: what the ranks before us have added for this part
             dkv += share
             outgoing, dkv = dkv, torch.empty_like(dkv)
