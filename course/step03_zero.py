@@ -246,6 +246,8 @@ class Zero3(Zero2):
             self.uses.append([unit for unit in self.units if params & set(unit.named.values())])
             module.register_forward_pre_hook(partial(self.before_forward, i))
             module.register_forward_hook(partial(self.after_forward, i))
+        if head is not None:  # its unit may have gone since, with another micro-batch's backward
+            head.register_forward_hook(partial(self.after_forward, len(self.uses) - 1))
         self.embedding = trunk.embed_tokens
 
     def fetch(self, i: int, following: int):

@@ -1,0 +1,150 @@
+"""The course stands alone: copies of the steps and common/, in an empty folder, train to step 1's numbers.
+
+They run by their launch lines, in processes that find nothing else of ours.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests import jobs
+from tests.equal import difference
+
+COURSE = Path(__file__).parents[1]
+STEPS = sorted(path.stem for path in COURSE.glob("step0*.py"))
+TINY = "--model debug --dtype fp64 --device cpu --steps 3 --warmup-steps 1 --global-batch-size 12 --micro-batch-size 1"
+FILES = {"metrics.jsonl", "config.json", "loss.png"}
+
+
+def launch_line(step: str) -> tuple[int, str]:
+    """(ranks, flags) of the line `Run it:` in a step's docstring; ranks 0: no torchrun."""
+    text = (COURSE / f"{step}.py").read_text()
+    ranks, flags = re.search(
+        rf"^Run it: +(?:torchrun --nproc_per_node=(\d)|python) {step}.py(.*)$", text, re.M
+    ).groups()
+    return int(ranks or 0), flags.strip()
+
+
+def cases() -> list:
+    """(step, ranks, flags, whether in a fresh Python); the default: each step on one rank, and on some."""
+    some = [
+        ("step02_ddp", 3, ""),
+        ("step03_zero", 4, "--zero 3"),
+        ("step04_tp_sp", 4, "--tp 2"),
+        ("step05_cp_ring", 4, "--cp 4"),
+        ("step06_pipeline", 4, "--pp 2"),
+        ("step07_moe_ep", 4, "--pp 2 --ep 2"),
+    ]
+    found = [pytest.param(step, 0, "", False, id=f"{step}-alone") for step in STEPS]
+    found += [pytest.param(*case, False, id="-".join(map(str, case))) for case in some]
+    found += [pytest.param("step03_zero", 2, "--zero 2", True, id="step03_zero-2-fresh")]
+    sweep = [(step, n, "--global-batch-size 24" * (n == 8), False) for step in STEPS[1:] for n in (1, 2, 3, 4, 8)]
+    for step in STEPS:
+        ranks, flags = launch_line(step)
+        flags += " --model tiny" * ("--pp 4" in flags)  # "debug" has two layers
+        sweep.append((step, ranks, flags, True))
+    return found + [pytest.param(*case, id="-".join(map(str, case)), marks=pytest.mark.exhaustive) for case in sweep]
+
+
+@pytest.fixture(scope="module")
+def server():
+    """Forks jobs."""
+    started = jobs.Server()
+    yield started
+    started.stop()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    """A folder with the steps and common/, and nothing else."""
+    folder = tmp_path_factory.mktemp("alone")
+    for path in COURSE.glob("step0*.py"):
+        shutil.copy(path, folder)
+    (folder / "common").mkdir()
+    for path in (COURSE / "common").glob("*.py"):
+        shutil.copy(path, folder / "common")
+    return folder
+
+
+def metrics(folder: Path) -> list[dict]:
+    """The rows of metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def reference(server, alone):
+    """`reference(step, flags)`: losses and norms of one process: of step 1, or of step 7, which has experts."""
+    made = {}
+
+    def make(step: str, flags: str) -> list[dict]:
+        step = step if step == STEPS[6] else STEPS[0]
+        shared = " ".join(re.findall(r"--(?:model|global-batch-size) \w+", flags))
+        if (step, shared) not in made:
+            status, text = server.run(alone, 0, f"{step}.py", *f"{TINY} {shared} --out reference".split())
+            assert status == 0, text
+            made[step, shared] = metrics(alone / "reference")
+        return made[step, shared]
+
+    return make
+
+
+@pytest.mark.parametrize("step, ranks, flags, fresh", cases())
+def test_a_step_trains_alone(server, alone, reference, step, ranks, flags, fresh):
+    """Its losses and norms are those of one process, and it leaves the bar, its metrics, flags and picture."""
+    theirs = reference(step, flags)
+    run = jobs.launch if fresh else server.run
+    status, text = run(alone, ranks, f"{step}.py", *f"{TINY} {flags}".split())
+    assert status == 0, text
+    assert "3/3" in text and "loss " in text and "tok/s" in text, f"no bar: {text}"
+    out = alone / "runs" / step
+    assert {path.name for path in out.iterdir()} == FILES and (out / "loss.png").stat().st_size > 5000
+    assert json.loads((out / "config.json").read_text())["steps"] == 3
+    ours = metrics(out)
+    assert [row["step"] for row in ours] == [1, 2, 3] and all(row["tokens"] == theirs[0]["tokens"] for row in ours)
+    for key in ("loss", "grad_norm", "lr"):
+        assert difference([row[key] for row in ours], [row[key] for row in theirs]) < 1e-10, key
+    shutil.rmtree(out)
+
+
+WRONG = [
+    ("step01_single_gpu", 0, "--micro-batch 4", "--micro-batch"),
+    ("step01_single_gpu", 0, "--steps many", "--steps"),
+    ("step01_single_gpu", 0, "--lr -1", "--lr"),
+    ("step01_single_gpu", 0, "--grad-clip nan", "--grad-clip"),
+    ("step01_single_gpu", 0, "--dtype fp12", "--dtype"),
+    ("step01_single_gpu", 0, "--dataset step01_single_gpu.py", "--dataset"),  # of an unknown kind
+    ("step01_single_gpu", 0, "--lr 1e38 --dtype fp32 --warmup-steps 0", "--lr"),
+    ("step02_ddp", 0, "--sync later", "--sync"),
+    ("step02_ddp", 2, "--global-batch-size 5", "--global-batch-size"),
+    ("step03_zero", 0, "--zero 4", "--zero"),
+    ("step04_tp_sp", 0, "--tp 2", "--tp"),
+    ("step04_tp_sp", 4, "--tp 4", "--tp"),  # of 2 key/value heads
+    ("step05_cp_ring", 3, "--cp 3", "--cp"),  # of 64 tokens
+    ("step06_pipeline", 4, "--pp 4", "--pp"),  # of 2 layers
+    ("step06_pipeline", 2, "--pp 2 --schedule interleaved", "--pp"),
+    ("step06_pipeline", 0, "--chunks 0", "--chunks"),
+    ("step07_moe_ep", 2, "--ep 2 --experts 3", "--ep"),
+    ("step07_moe_ep", 0, "--experts-per-token 9", "--experts-per-token"),
+    ("step07_moe_ep", 0, "--micro-batch-size 5", "--micro-batch-size"),
+]
+
+
+def wrong_cases() -> list:
+    """Those of several ranks are for the sweep, but for one that each of two steps finds."""
+    often = ("step02_ddp", "step04_tp_sp")
+    marks = [[pytest.mark.exhaustive] if case[1] and case[0] not in often else [] for case in WRONG]
+    return [pytest.param(*case, marks=mark) for case, mark in zip(WRONG, marks, strict=True)]
+
+
+@pytest.mark.parametrize("step, ranks, flags, named", wrong_cases())
+def test_a_wrong_flag_is_one_line(server, alone, step, ranks, flags, named):
+    """It names the flag; the exit status is not 0."""
+    status, text = server.run(alone, ranks, f"{step}.py", *f"{TINY} {flags}".split())
+    assert status != 0
+    lines = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and named in lines[0], text
+    if not ranks:  # torchrun says more
+        assert status == 2 and "Traceback" not in text, text
