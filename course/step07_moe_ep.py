@@ -164,6 +164,7 @@ def visit_experts(experts: Callable, group: Group, rows: Tensor, num_tokens_per_
 
 
 DISPATCH: dict[str, Callable] = {"alltoall": visit_experts}
+BALANCE: dict[str, Callable[..., MoE]] = {"loss": MoE}
 
 
 @dataclass
@@ -173,13 +174,16 @@ class Config(step06.Config):
     experts: int = 8  # MLPs in each layer
     experts_per_token: int = 2  # how many of them a token visits
     expert_dim: int = 0  # width of an expert; 0: the preset's ffn_dim
+    moe_every: int = 1  # every so many layers have experts, the others their MLP
+    dense_layers: int = 0  # layers with an MLP before the first of these
+    balance: str = among(BALANCE, "loss")  # what keeps the experts equally busy
     balance_weight: float = 0.01  # of the balance loss
     ep: int = 1  # ranks, of dp x cp, that share the experts
     ep_mode: str = among(DISPATCH, "alltoall")  # how tokens meet experts
 
 
 def shard_experts(model: Decoder, mesh: Mesh, config: Config):
-    """Put experts in the place of all MLPs of a model on the meta device, and deal them to the ranks of `mesh["ep"]`.
+    """Put experts in the place of MLPs of a model on the meta device, and deal them to the ranks of `mesh["ep"]`.
 
     It comes after step 5, which would overwrite "expert_data", and before step 4, which cuts experts again, over tp.
     Raises UserError.
@@ -193,9 +197,10 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config):
         raise UserError("--micro-batch-size must divide the sequences of a rank: the balance loss is a mean over them")
     mesh.enter("ep", ranks.reshape(-1, ep))  # neighbours
     mesh.enter("expert_data", ranks.reshape(len(ranks), -1, ep).swapaxes(1, 2).reshape(-1, ranks.shape[1] // ep))
-    for layer in model.model.layers.values():
+    width = config.expert_dim or model.config.ffn_dim
+    for layer in [*model.model.layers.values()][config.dense_layers + config.moe_every - 1 :: config.moe_every]:
         with torch.device("meta"):
-            layer.mlp = moe = MoE(model.config.dim, config.expert_dim or model.config.ffn_dim, config, mesh["cp"])
+            layer.mlp = moe = BALANCE[config.balance](model.config.dim, width, config, mesh["cp"])
         # tp ranks route the same tokens, but find a part of each expert's output, and so of the router's gradient.
         note_layout(moe.router.weight, data="data", partial_over=("tp",))
         for linear in moe.experts.children():

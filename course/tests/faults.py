@@ -39,6 +39,65 @@ FAULTS: dict[str, Fault] = {
         "ctx.to_heads",
         "backward repeats the exchange of forward instead of the reverse one",
     ),
+    "pipeline: the norm counts a tied matrix twice": Fault(
+        "step06_pipeline",
+        "keep_stage",
+        "note_layout(trunk.embed_tokens.weight, stages=2)",
+        "pass",
+        "each of its two stages takes it for its own",
+    ),
+    "split: norms get no gradient": Fault(
+        "variants.split_backward",
+        "SplitBackward",
+        "found.append((param, lambda gradient=gradient: gradient))",
+        "found.append((param, lambda gradient=gradient: gradient * 0))",
+        "what B finds for W is lost",
+    ),
+    "split: the head's part of a tied matrix is lost": Fault(
+        "variants.split_backward",
+        "SplitBackward",
+        "(0 if self.held is None else self.held)",
+        "0",
+        "zbv: of several heads' gradients that wait for the embedding's only the last counts",
+    ),
+    "dualpipe: copies drift apart": Fault(
+        "variants.dualpipe",
+        "attach",
+        'sum_partial_gradients(model, parts.optimizer.gradients(), mesh["mirror"])',
+        "pass",
+        "each copy learns from its own half of the micro-batches",
+    ),
+    "zero 3: the head's weights have gone": Fault(
+        "step03_zero",
+        "Zero3",
+        "head.register_forward_hook(partial(self.after_forward, len(self.uses) - 1))",
+        "pass",
+        "afab: the first micro-batch's backward has freed them",
+    ),
+    "rows: gates of another rank's experts": Fault(
+        "variants.expert_rows",
+        "send_rows",
+        "gates[token, rank]",
+        "gates[token, group.rank]",
+        "rows and gates do not belong together",
+    ),
+    "capacity: who comes first": Fault(
+        "variants.routing",
+        "RoutedMoE",
+        "order.flatten().argsort()",
+        "order.flatten()",
+        "the choices of cp ranks are not in order of the tokens",
+    ),
+    "bias: by a rank's own load": Fault(
+        "variants.balance_bias", "update", "all_reduce(moe.load, group).wait()", "pass", "ranks choose by other biases"
+    ),
+    "shared experts: no sum over cp": Fault(
+        "variants.routing",
+        "RoutedMoE",
+        'note_layout(param, data="data")',
+        "pass",
+        "their gradients are summed over dp alone",
+    ),
 }
 
 
@@ -59,6 +118,9 @@ def injected(name: str) -> Iterator[None]:
         kept |= {key: value for key, value in vars(right).items() if isinstance(value, staticmethod)}
         for key in kept:
             setattr(right, key, vars(wrong)[key])
+            for cell in getattr(vars(wrong)[key], "__closure__", None) or ():
+                if cell.cell_contents is wrong:  # what `super()` looks up
+                    cell.cell_contents = right
         try:
             yield
         finally:

@@ -16,6 +16,8 @@ LOSSY = (
     (dict(compress="topk", topk_fraction=0.8), 0.4),
 )
 SLOW = dict(optimizer="sgd", lr=0.1)  # so what is lost in one step does not grow much in the next
+BIAS = dict(balance="bias", bias_speed=0.1)
+GROUPS = dict(experts=8, experts_per_token=3, expert_groups=4, groups_per_token=2, n_layers=4, moe_every=2)
 
 
 class Row(NamedTuple):
@@ -96,8 +98,26 @@ ROWS = [
     Row(4, "step06_pipeline", dict(pp=2, tp=2, zero=2), TIED),
     Row(4, "step06_pipeline", dict(pp=2, cp=2, schedule="interleaved"), dict(n_layers=4)),
     Row(4, "step06_pipeline", dict(pp=2, zero=1, schedule="afab", recompute="full"), TIED | SGD),
+    Row(2, "step06_pipeline", dict(pp=2, zero=3, schedule="afab")),
     # variants of pipelines
-    #
+    Row(2, "step06_pipeline", dict(pp=2, schedule="zb-h1", zero=1)),
+    Row(4, "step06_pipeline", dict(pp=4, schedule="zb-h2", zero=3), dict(n_layers=4)),
+    Row(2, "step06_pipeline", dict(pp=2, schedule="zbv"), TIED | dict(n_layers=4)),
+    Row(2, "step06_pipeline", dict(pp=2, schedule="zbv", zero=3), TIED | dict(n_layers=4)),
+    Row(
+        2,
+        "step06_pipeline",
+        dict(pp=2, schedule="zbv", pp_split="2,1,1,1", zero=2, recompute="full"),
+        TIED | dict(n_layers=5),
+    ),
+    Row(1, "step06_pipeline", dict(schedule="zbv", zero=2), TIED),
+    Row(2, "step06_pipeline", dict(pp=2, schedule="zb-auto", zb_memory=2.0, zero=2), SGD),
+    Row(2, "step06_pipeline", dict(pp=2, schedule="dualpipe"), TIED),
+    Row(2, "step06_pipeline", dict(pp=2, pp_split="1,2", sync="naive"), SGD),
+    Row(4, "step07_moe_ep", dict(pp=4, schedule="dualpipe", zero=2), EXPERTS | dict(n_layers=4)),
+    Row(4, "step07_moe_ep", dict(pp=2, tp=2, schedule="zb-h2", zero=1), EXPERTS | TIED),
+    Row(4, "step07_moe_ep", dict(pp=2, cp=2, ep=2, schedule="dualpipe", zero=3), EXPERTS | TIED),
+    Row(4, "step07_moe_ep", dict(pp=2, ep=2, schedule="zb-h2", zero=3, recompute="full"), EXPERTS | TIED),
     # step 7
     Row(2, "step07_moe_ep", dict(tp=2), EXPERTS | SGD),
     Row(4, "step07_moe_ep", dict(tp=2, ep=2, sp=False, zero=1), EXPERTS),
@@ -111,7 +131,15 @@ ROWS = [
         EXPERTS | TIED | dict(n_layers=4),
     ),
     # variants of experts
-    #
+    Row(4, "step07_moe_ep", dict(cp=2, ep=4, ep_mode="rows", zero=3), EXPERTS),
+    Row(4, "step07_moe_ep", dict(tp=2, ep=2, ep_mode="rows"), EXPERTS | dict(capacity_factor=0.6)),
+    Row(4, "step07_moe_ep", dict(cp=2, ep=2, ep_mode="allgather", zero=1), EXPERTS | SGD),
+    Row(2, "step07_moe_ep", dict(ep=2, capacity_factor=4.0), EXPERTS),  # no choice is dropped
+    Row(4, "step07_moe_ep", dict(cp=2, ep=2), EXPERTS | BIAS | dict(capacity_factor=0.6)),
+    Row(4, "step07_moe_ep", dict(pp=2, ep=2, schedule="dualpipe", zero=2), EXPERTS | BIAS | dict(z_loss=0.1)),
+    Row(4, "step07_moe_ep", dict(tp=2, cp=2, zero=2), EXPERTS | dict(shared_experts=1, z_loss=0.1, balance="none")),
+    Row(4, "step07_moe_ep", dict(ep=4, ep_mode="rows", recompute="full"), GROUPS),
+    Row(4, "step07_moe_ep", dict(pp=2, ep=2, ep_mode="rows", schedule="zbv", zero=3), GROUPS | dict(shared_experts=2)),
 ]
 
 

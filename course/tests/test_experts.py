@@ -1,0 +1,145 @@
+"""Experts beyond the table: a layer against its definition, token by token; what travels; kernels; presets."""
+
+from math import ceil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import step06_pipeline as step06
+import step07_moe_ep as step07
+from common import UserError
+from common.comm import Group, Mesh
+from common.model import PRESETS, ModelConfig
+from services.run import check, compose
+from tests.equal import BASE, SMALL, record
+from variants.balance_bias import update
+from variants.grouped_matmul import GroupedLinear, can_group, grouped_matmul, grouped_outer
+from variants.routing import RoutedMoE
+
+ALONE = Group("cp", 0, 1, None)
+
+
+def by_definition(moe: RoutedMoE, config, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [batch, seq, dim] -> the output, and the losses that the layer adds, each step as the papers have it."""
+    tokens, E, k = x.flatten(0, 1), config.experts, config.experts_per_token
+    logits = tokens @ moe.router.weight.T
+    p, rows, taken, asked = logits.softmax(-1), [], [0] * E, torch.zeros(E)
+    capacity = ceil(config.capacity_factor * k * len(tokens) / E) if config.capacity_factor else len(tokens)
+    mlp = lambda gate, up, down, t: down @ (torch.nn.functional.silu(gate @ t) * (up @ t))  # noqa: E731
+    for t, token in enumerate(tokens):
+        score = p[t].detach() + (0 if moe.bias is None else moe.bias)
+        size = E // config.expert_groups
+        if config.groups_per_token:
+            best_of = lambda g: score[g * size : (g + 1) * size].topk(max(1, k // config.groups_per_token))[0].sum()  # noqa: B023, E731
+            groups = sorted(range(config.expert_groups), key=best_of, reverse=True)[: config.groups_per_token]
+        else:
+            groups = range(config.expert_groups)
+        chosen = sorted((e for e in range(E) if e // size in groups), key=lambda e: -score[e])[:k]
+        out = torch.zeros_like(token)
+        for e in chosen:
+            asked[e] += 1
+            taken[e] += 1
+            if taken[e] <= capacity:
+                gate = p[t, e] / p[t, chosen].sum() if k > 1 else p[t, e]
+                weights = (linear.weight[e] for linear in moe.experts.children())
+                out = out + gate * mlp(*weights, token)
+        if moe.shared_experts is not None:
+            out = out + mlp(*(linear.weight for linear in moe.shared_experts.children()), token)
+        rows.append(out)
+    balance = E * (asked / asked.sum() * p.mean(0)).sum() * (config.balance == "loss")
+    z = logits.logsumexp(-1).square().mean()
+    share = config.micro_batch_size / config.global_batch_size
+    return torch.stack(rows).view_as(x), share * (config.balance_weight * balance + config.z_loss * z)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        dict(capacity_factor=0.7, z_loss=0.3),
+        dict(expert_groups=4, groups_per_token=2, experts_per_token=3, shared_experts=2),
+        dict(balance="bias", capacity_factor=1.0, experts_per_token=1),
+        dict(balance="none", z_loss=0.5),
+    ],
+)
+def test_a_layer_is_its_definition(flags):
+    """Output and all gradients, of which the added losses are a part."""
+    torch.manual_seed(0)
+    PRESETS["test"] = ModelConfig(**SMALL)
+    config = compose(step07)(model="test", **dict(experts=8, balance_weight=0.5) | flags)
+    moe = RoutedMoE(32, 48, config, ALONE).double()
+    for param in moe.parameters():
+        torch.nn.init.normal_(param, std=0.3)
+    if config.balance == "bias":
+        moe.bias, moe.load = torch.randn(8), torch.zeros(8)
+    x, dy = torch.randn(2, 2, 16, 32, dtype=torch.float64)
+    x.requires_grad_()
+    ours = moe(x)
+    (theirs, loss), leaves = by_definition(moe, config, x), [x, *moe.parameters()]
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    wanted = torch.autograd.grad((theirs * dy).sum() + loss, leaves)
+    names, found = ["x", *dict(moe.named_parameters())], torch.autograd.grad(ours, leaves, dy)
+    for name, a, b in zip(names, found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_bias_follows_the_load():
+    """It goes up where an expert had less than its share, and the load starts anew."""
+    moe = SimpleNamespace(bias=torch.zeros(3), load=torch.tensor([1.0, 2.0, 3.0]))
+    update(lambda lr, factor: None, [moe], Mesh(data=1), 0.5, 0.1, 1.0)
+    assert moe.bias.tolist() == [0.5, 0.0, -0.5] and not moe.load.any()
+
+
+@pytest.mark.parametrize("mode", ["alltoall", "rows", "allgather"])
+def test_what_travels(pools, mode):
+    """Bytes that a rank sends over ep in a step, if each token visits every expert; fp64, 2 ranks."""
+    flags = dict(experts=4, experts_per_token=4, ep=2, ep_mode=mode, zero=0)
+    sent = pools(2).run(bytes_over_ep, flags)
+    tokens, dim, e, experts, w = BASE["micro_batch_size"] * SMALL["seq_len"], SMALL["dim"], 8, 4, 8
+    once = {
+        "alltoall": 2 * tokens * 4 // 2 * dim * e,  # to the other rank, and home: half of the choices
+        "rows": tokens * (dim * e + experts // 2 * w) + tokens * dim * e,
+        "allgather": tokens * (2 * dim * e + experts * w),
+    }[mode]
+    counts = dict(alltoall=8 * experts // 2, rows=8, allgather=0)[mode]
+    micro_batches = BASE["global_batch_size"] // 2 // BASE["micro_batch_size"]
+    assert sent == [micro_batches * SMALL["n_layers"] * (2 * once + counts)] * 2
+
+
+def bytes_over_ep(flags: dict) -> int:
+    """Runs on every rank."""
+    return record("step07_moe_ep", flags).sent[0]["ep"]
+
+
+def test_grouped_is_expert_by_expert():
+    """Outputs and gradients in fp32 and bf16; an expert without a row gets a gradient of zero."""
+    torch.manual_seed(0)
+    counts = [3, 0, 5]
+    for dtype, bound in (torch.float32, 1e-5), (torch.bfloat16, 2e-2):
+        rows, weight, dy = (torch.randn(*shape).to(dtype) for shape in ((8, 16), (3, 24, 16), (8, 24)))
+        assert can_group(rows, weight.mT, dy) and not can_group(rows.double())
+        rows.requires_grad_(), weight.requires_grad_()
+        y = GroupedLinear.apply(rows, weight, counts)
+        plain = step07.ExpertLinear.forward(SimpleNamespace(weight=weight), rows, counts)
+        close = dict(rtol=bound, atol=bound * 10)
+        torch.testing.assert_close(y, plain, **close)
+        for a, b in zip(*(torch.autograd.grad(out, (rows, weight), dy) for out in (y, plain)), strict=True):
+            torch.testing.assert_close(a, b, **close)
+        torch.testing.assert_close(grouped_matmul(rows, weight.mT, counts), plain, **close)
+        assert not grouped_outer(dy, rows.detach(), counts)[1].any()
+
+
+def test_presets_set_the_flags():
+    """What the user gives stays; a step without experts refuses; groups must fit."""
+    config = compose(step07)(model="deepseek-v3-like", experts_per_token=4)
+    check(config, 1)
+    assert (config.experts, config.experts_per_token, config.dense_layers, config.shared_experts) == (256, 4, 3, 1)
+    with pytest.raises(UserError, match="step 7"):
+        check(compose(step06)(model="tiny-moe"), 1)
+    for flags, words in [
+        (dict(expert_groups=3), "--expert-groups 3"),
+        (dict(expert_groups=4, groups_per_token=1, experts_per_token=3), "--groups-per-token 1"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            check(compose(step07)(**flags), 1)

@@ -1,0 +1,233 @@
+"""Schedules as data: complete, in order, free of deadlock; the papers' formulas of idle time and memory."""
+
+import random
+from collections import Counter, deque
+from itertools import accumulate, product
+from types import SimpleNamespace
+
+import pytest
+
+from common import UserError
+from common.schedules import SCHEDULES, Action, Place, goes_to, simulate
+from services.run import plugins
+from step06_pipeline import Line, add_messages
+from variants.uneven_stages import deal
+from variants.zb_auto import Costs, search, time_of
+from variants.zero_bubble import zb_h1
+
+plugins()
+UNIT = dict(F=1, B=1, W=1)
+PLAIN = dict(F=1, B=2)  # B of a schedule without W is both gradients
+COSTS = [dict(F=f, B=b, W=w) for f, b, w in product((2, 3, 5), repeat=3)]  # whole numbers: the laws hold exactly
+SIZES = [(p, m) for p in (1, 2, 3, 4, 6, 8) for m in (1, 2, 3, 5, 7, 8, 12, 16, 19, 24)]
+FLAGS = dict(chunks=2, zb_memory=1.0, zb_costs="1,1,1,0.05", pp_split="")
+Lists = list[list[Action]]
+
+
+def made(name: str, p: int, m: int, **flags) -> tuple[Lists, list[Place]]:
+    """(every rank's list, the places) of a schedule. Raises UserError for what it refuses."""
+    actions, places, stages = SCHEDULES[name](SimpleNamespace(pp=p, **FLAGS | flags))
+    v = stages if p > 1 else 1
+    return [actions(p, m, v, rank) for rank in range(p)], places(p * v, p, v)
+
+
+def sizes(name: str, v: int = 2):
+    """The sizes of the grid that a schedule takes."""
+    for p, m in SIZES:
+        try:
+            yield p, m, *made(name, p, m, chunks=v)
+        except UserError:
+            assert (name == "interleaved" and m % p) or (name == "dualpipe" and (p % 2 or m < 2))
+
+
+def check_lists(lists: Lists, places: list[Place], m: int):
+    """Each micro-batch does F, B and, if there is any, W once at each stage of its way, in this order; nowhere else."""
+    kinds = "FBW" if any(action.kind == "W" for row in lists for action in row) else "FB"
+    starts = [s for s, place in enumerate(places) if place.before is None]
+    expected = Counter()
+    for i in range(m):
+        stage = starts[0 if 2 * i < m or len(starts) == 1 else 1]
+        while stage is not None:
+            expected.update((places[stage].rank, kind, i, stage) for kind in kinds)
+            stage = places[stage].after
+    assert Counter((rank, *action) for rank, row in enumerate(lists) for action in row) == expected
+    for row in lists:
+        at = {action: n for n, action in enumerate(row)}
+        for action in row:
+            if action.kind != "F":
+                assert at[action._replace(kind=kinds[kinds.index(action.kind) - 1])] < at[action]
+
+
+def check_programs(programs: list[list[Line]], places: list[Place]):
+    """Carry programs out under the strictest rule: a rank does nothing until the message that it posted has passed.
+
+    A message passes when both its ranks have come to it. Raises AssertionError on a deadlock, or on an action whose
+    input is not there.
+    """
+    left, there = [deque(program) for program in programs], set()
+    moving = True
+    while moving:
+        moving = False
+        for rank, program in enumerate(left):
+            while program:
+                verb, action, peer = program[0]
+                if verb == "run":
+                    before = places[action.stage].before if action.kind == "F" else places[action.stage].after
+                    assert action.kind == "W" or before is None or (rank, action) in there, (rank, action)
+                    there.add((rank, goes_to(action, places)))
+                elif not left[peer] or left[peer][0] != (dict(send="receive", receive="send")[verb], action, rank):
+                    break
+                else:
+                    sender, receiver = (rank, peer) if verb == "send" else (peer, rank)
+                    assert (sender, action) in there, "it is sent before it is computed"
+                    there.add((receiver, action))
+                    left[peer].popleft()
+                program.popleft()
+                moving = True
+    assert not any(left), f"a deadlock: {[program[0] for program in left if program]}"
+
+
+def makespan(lists: Lists, places: list[Place], costs: dict) -> int:
+    """From the first start to the last end of all ranks."""
+    return simulate(lists, places, costs)[-1][0]
+
+
+def in_flight(row: list[Action], until: str = "B") -> int:
+    """The most (micro-batch, stage)s that a rank holds at once, from F to the end of B, or of W."""
+    return max(accumulate({"F": 1, until: -1}.get(action.kind, 0) for action in row))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_size_is_complete_and_ends(name):
+    """Also with two stages a rank, and messages ordered by any costs."""
+    draw = random.Random(0)
+    for _, m, lists, places in sizes(name):
+        check_lists(lists, places, m)
+        for costs in UNIT | PLAIN, {kind: draw.uniform(0.1, 3) for kind in "FBW"}:
+            check_programs(add_messages(lists, places, costs), places)
+
+
+def test_wrong_lists_and_programs_are_noticed():
+    """A missing action; W before its B; ranks that wait for each other; a receive too late; sends in another order."""
+    lists, places = made("zb-h1", 4, 8)
+    for change in lambda row: row.pop(), lambda row: row.insert(0, row.pop()), lambda row: row.append(row[0]):
+        wrong = [list(row) for row in lists]
+        change(wrong[1])
+        with pytest.raises(AssertionError):
+            check_lists(wrong, places, 8)
+    wrong = [list(row) for row in lists]
+    wrong[3].insert(0, wrong[3].pop(wrong[3].index(Action("F", 4, 3))))
+    with pytest.raises(ValueError, match="waits for ever"):
+        simulate(wrong, places, UNIT)
+    for verb in "send", "receive":
+        programs = add_messages(lists, places)
+        first = next(line for line in programs[1] if line.verb == verb)
+        programs[1].append(programs[1].pop(programs[1].index(first)))
+        with pytest.raises(AssertionError):
+            check_programs(programs, places)
+
+
+def test_places():
+    """A loop, a V, two opposite ways; uneven stages."""
+    assert [place.rank for place in made("interleaved", 2, 2, chunks=3)[1]] == [0, 1, 0, 1, 0, 1]
+    assert [place.rank for place in made("zbv", 2, 2)[1]] == [0, 1, 1, 0]
+    ways = made("dualpipe", 2, 2)[1]
+    assert [place.rank for place in ways] == [0, 1, 1, 0] and [place.before for place in ways] == [None, 0, None, 2]
+    assert [len(place.layers) for place in deal(ways, "3,1", 4)] == [3, 1, 3, 1]
+    for split in "3,2", "4,0", "1,1,2", "a,4":
+        with pytest.raises(UserError, match="--pp-split"):
+            deal(ways, split, 4)
+
+
+@pytest.mark.parametrize("name, v", [("afab", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 3)])
+def test_bubble_without_w(name, v):
+    """(p-1) (f+b), in stages of 1/v, for any costs (interleaved: b = 2 f)."""
+    for p, m, lists, places in sizes(name, v):
+        stages = v if p > 1 else 1
+        for costs in [PLAIN] if v > 1 else COSTS:
+            assert makespan(lists, places, costs) == (stages * m + p - 1) * (costs["F"] + costs["B"]), (p, m)
+
+
+def test_bubble_of_zb_h1_and_zb_h2():
+    """(p-1)(f+b-w) if w is at most f and b; the smallest of the three fills the gap in any case. None in ZB-H2 at work.
+
+    From 2p-1 micro-batches a rank of ZB-H2 takes (p-1) max(0, f+b-2w, b-f) longer than its work.
+    """
+    for costs in COSTS:
+        f, b, w = costs.values()
+        for p, m, lists, places in sizes("zb-h1"):
+            if m >= p:
+                assert makespan(lists, places, costs) == m * (f + b + w) + (p - 1) * (f + b - min(f, b, w))
+        for p, m, lists, places in sizes("zb-h2"):
+            if m >= 2 * p - 1:
+                spans = simulate(lists, places, costs)
+                rows = [[span for span in spans if span[1] == rank] for rank in range(p)]
+                longest = max(row[-1][0] - row[0][2] for row in rows)
+                assert longest == m * (f + b + w) + (p - 1) * max(0, f + b - 2 * w, b - f)
+
+
+def test_bubble_of_zbv_and_dualpipe():
+    """If f = b = w: zbv p-1 half stages, from 2p-1 micro-batches; dualpipe p/2-1, an even number from 2p."""
+    for p, m, lists, places in sizes("zbv"):
+        if m >= 2 * p - 1 and p > 1:
+            assert makespan(lists, places, UNIT) == 6 * m + p - 1
+    for p, m, lists, places in sizes("dualpipe"):
+        if m >= 2 * p and m % 2 == 0:
+            assert makespan(lists, places, UNIT) == 3 * m + p // 2 - 1
+
+
+def test_activations_in_flight():
+    """Micro-batches that a rank holds, and until when."""
+    for p, m, lists, _ in sizes("afab"):
+        assert [in_flight(row) for row in lists] == [m] * p
+    for name in "1f1b", "zb-h1":
+        for p, m, lists, _ in sizes(name):
+            assert [in_flight(row) for row in lists] == [min(m, p - rank) for rank in range(p)]
+    for name, depth in ("zb-h1", 1), ("zb-h2", 2):
+        for p, m, lists, _ in sizes(name):
+            assert max(in_flight(row, "W") for row in lists) == min(m, depth * (p - 1) + 1)
+    for p, m, lists, _ in sizes("interleaved"):
+        if p > 1:
+            assert [in_flight(row) for row in lists] == [min(2 * m, p + 2 * (p - 1 - r) + 1) for r in range(p)]
+    assert all(in_flight(row, "W") <= 2 * p for p, _, lists, _ in sizes("zbv") for row in lists)
+    assert all(in_flight(row, "W") <= p + 1 for p, _, lists, _ in sizes("dualpipe") for row in lists)
+
+
+def test_dualpipe_puts_off_what_the_paper_does():
+    """W does not follow its B at once in steps 3, 6 (the second half) and 7 alone; rank 0 of 4, letter for letter."""
+    lists, _ = made("dualpipe", 4, 8)
+    words = [f"{kind}{int(stage >= 4)}" for kind, _, stage in lists[0]]
+    expected = "F0 F0 F0 F1  B1 W1 F1  F0 B1 W1 F1 B0 W0  B1 W1 F1 B0 W0  B1 W1 B0  W0 B0 W0"
+    assert words == expected.split()
+
+
+def test_zb_auto_is_sound_within_its_memory_and_no_worse_than_by_hand():
+    """Any p, m, costs and limit: complete, in order, free of deadlock; more memory never costs time here."""
+    draw = random.Random(0)
+    for _ in range(8):
+        p, m = draw.randint(1, 6), draw.randint(1, 12)
+        limit = draw.choice([p, 2 * p, draw.uniform(1, 3 * p)])
+        costs = Costs(*(draw.choice([1, 2, 5, draw.uniform(0.1, 3)]) for _ in range(3)), draw.choice([0, 0.3, 2]))
+        places, lists = made("1f1b", p, m)[1], search(p, m, costs, limit)
+        check_lists(lists, places, m)
+        check_programs(add_messages(lists, places), places)
+        assert all(in_flight(row, "W") <= limit for row in lists)
+        for depth in (1, 2):
+            if limit >= depth * p:
+                assert time_of(lists, costs) <= time_of([zb_h1(p, m, 1, rank, depth) for rank in range(p)], costs)
+    times = [time_of(search(4, 16, Costs(1, 1, 1, 0), limit), Costs(1, 1, 1, 0)) for limit in (1, 2, 4, 7)]
+    assert times == sorted(times, reverse=True) and times[-1] == 3 * 16 + 3
+
+
+def test_refusals():
+    """What cannot run is refused in words that name the flag."""
+    for words, name, p, m, flags in [
+        ("even number of ranks", "dualpipe", 3, 8, {}),
+        ("at least 2 micro-batches", "dualpipe", 2, 1, {}),
+        ("--pp 4 must divide", "interleaved", 4, 6, {}),
+        ("--zb-costs 1,2", "zb-auto", 2, 2, dict(zb_costs="1,2")),
+        ("--zb-memory 0.2", "zb-auto", 4, 2, dict(zb_memory=0.2)),
+        ("--pp-split 1,1,1", "1f1b", 2, 2, dict(pp_split="1,1,1")),
+    ]:
+        with pytest.raises(UserError, match=words):
+            made(name, p, m, **flags)

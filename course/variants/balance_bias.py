@@ -1,0 +1,53 @@
+"""`--balance bias`: experts are kept busy without a loss (Wang et al. 2024, "auxiliary-loss-free"; DeepSeek-V3).
+
+A token's experts are chosen by p + b, and weighed by p. After each step, b_e of each expert moves by --bias-speed: up
+if it had less than its share of all ranks' choices, else down. b has no gradient, but it is a part of the model: a
+buffer `bias` [experts], fp32, of each layer.
+
+In step 7, `top_k` in `MoE.forward` would see p + b, and the last three lines of `update` would follow the optimizer's.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import step07_moe_ep as step07
+from common.comm import Mesh, all_reduce
+from step07_moe_ep import BALANCE
+from variants.routing import RoutedMoE
+
+SINCE = step07.Config
+BALANCE["bias"] = RoutedMoE
+
+
+@dataclass
+class Flags:
+    """Balance by bias."""
+
+    bias_speed: float = 0.001  # change of an expert's bias in a step, with --balance bias
+
+
+def attach(config: Any, parts: SimpleNamespace):
+    """Give each layer its biases, and move them after each update."""
+    if config.balance != "bias":
+        return
+    layers = [module for module in parts.model.modules() if isinstance(module, RoutedMoE)]
+    for moe in layers:
+        del moe.bias  # None until now
+        moe.register_buffer("bias", torch.zeros(config.experts, device=parts.positions.device))
+        moe.load = torch.zeros_like(moe.bias)  # choices of this step
+    parts.optimizer.step = partial(update, parts.optimizer.step, layers, parts.mesh, config.bias_speed)
+
+
+def update(step: Callable, layers: list[RoutedMoE], mesh: Mesh, speed: float, *arguments: float):
+    """The optimizer's step, then that of the biases."""
+    step(*arguments)
+    for moe in layers:
+        for group in (mesh["data"], *([mesh["mirror"]] if "mirror" in mesh.groups else [])):  # dualpipe's other copy
+            all_reduce(moe.load, group).wait()
+        moe.bias += speed * (moe.load.mean() - moe.load).sign()
+        moe.load.zero_()

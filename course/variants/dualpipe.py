@@ -1,0 +1,75 @@
+"""`--schedule dualpipe`: micro-batches enter at both ends (DeepSeek-V3, section 3.2), over two copies of the model.
+
+    half of the micro-batches    stage 0  stage 1  stage 2  stage 3      Rank r has stage r of the first way and stage
+    rank                            0        1        2        3         p-1-r of the second: the layers that rank p-1-r
+    the other half               stage 3  stage 2  stage 1  stage 0      has, too. Bubble (p/2-1) / (3 m + p/2-1).
+
+Ranks r and p-1-r sum their gradients after each step, as ranks of data parallelism do. Where DeepSeek overlaps a
+forward with a backward, here one follows the other. W comes apart from B (variants/split_backward.py) in the paper's
+steps 3 and 7 and the second half of step 6; else it follows at once.
+
+In step 6, `keep_stage` would note that two stages hold each parameter, and the sum over the pair would stand after
+`sync.finish()`.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+import step06_pipeline as step06
+from common import UserError
+from common.layout import layout_of, note_layout, sum_partial_gradients
+from common.schedules import SCHEDULES, Action, Place, Schedule, loop
+from variants.zero_bubble import write_out
+
+SINCE = step06.Config
+
+
+def dualpipe(p: int, m: int, v: int, rank: int) -> list[Action]:
+    """The paper's eight steps. At most p + 1 micro-batches in flight. Fewer than 2p: cut from 2p. Raises UserError."""
+    if p % 2:
+        raise UserError(f"--schedule dualpipe: micro-batches enter at both ends of an even number of ranks, not {p}")
+    if m < 2:
+        raise UserError("--schedule dualpipe: use at least 2 micro-batches, one for each end")
+    size = (m + 1) // 2, m // 2  # of the two halves of the micro-batches
+    near = min(rank + 1, p - rank)  # stages from the nearer end to this one. 0 is the way that begins there
+    far, n = p // 2 - near, max(size[0], p)
+    phases = (2 * far, "F0"), (near, "F0 F1"), (far, "B1 W F1"), (n - p + near, "F0 B1 W F1 B0 W")
+    phases += (
+        (far, "B1 W F1 B0 W"),
+        (near // 2, "B1 W B0 W"),
+        (near % 2, "B1 W B0"),
+        (near // 2, "B1 B0"),
+        (far, "W B0"),
+    )
+    ways = (rank, 2 * p - 1 - rank) if rank < p // 2 else (2 * p - 1 - rank, rank)
+    actions = [action for action in write_out(ways, *phases) if action.micro_batch < size[action.stage >= p]]
+    return [a._replace(micro_batch=a.micro_batch + size[0]) if a.stage >= p else a for a in actions]
+
+
+def two_ways(n_layers: int, p: int, v: int) -> list[Place]:
+    """Stages 0 to p-1 on ranks 0 to p-1; p to 2p-1, with the same layers, on ranks p-1 to 0."""
+    down = loop(n_layers, p, 1)
+    link = lambda stage: None if stage is None else stage + p  # noqa: E731
+    return down + [Place(p - 1 - rank, layers, link(before), link(after)) for rank, layers, before, after in down]
+
+
+SCHEDULES["dualpipe"] = lambda config: Schedule(dualpipe, two_ways)
+
+
+def attach(config: Any, parts: SimpleNamespace):
+    """Sum the gradients of both copies."""
+    if getattr(config, "schedule", "") != "dualpipe":
+        return
+    model, mesh, finish = parts.model, parts.mesh, parts.sync.finish
+    pairs = np.stack([mesh.ranks, mesh.ranks[::-1]], -1)[: config.pp // 2]  # pp is the mesh's first dimension
+    mesh.enter("mirror", pairs.reshape(-1, 2))
+    for param in model.parameters():
+        note_layout(param, partial_over=(*layout_of(param).partial_over, "mirror"), stages=2)
+
+    def finish_both():
+        finish()
+        sum_partial_gradients(model, parts.optimizer.gradients(), mesh["mirror"])
+
+    parts.sync.finish = finish_both

@@ -1,0 +1,70 @@
+"""Other ways for tokens to meet experts on other ranks: `--ep-mode rows`, and `allgather`. Step 7 sends a row a choice.
+
+    rows        a token is sent once to each rank, however many of its experts are there, and its gates go along. The
+                rank that computes also weighs and adds up, so as many rows come home. With --groups-per-token M, and
+                no group on two ranks, a token is sent at most M times
+    allgather   every rank gets all tokens of the group, and the weighted sums are reduce-scattered: no counts, no
+                sorting of messages, but bytes for tokens that no expert here wants
+
+Bytes that a rank sends over ep in a layer and micro-batch, forward: h = dim, e bytes an element, w a gate (4; fp64: 8),
+T tokens of the rank, R rows sent to other ranks, A received. Backward sends as many.
+
+    rows        R (h e + E/ep w) + A h e         and 8 (ep-1) for the counts
+    allgather   (ep-1) T (2 h e + E w)
+
+In step 7, these functions would stand where `MoE.forward` calls `self.experts`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import step07_moe_ep as step07
+from common.comm import Group, all_to_all
+from step04_tp_sp import enter_block, leave_block
+from step07_moe_ep import DISPATCH, AllToAll
+from variants.routing import RoutedMoE, add_rows, visit_local
+
+SINCE = step07.Config
+
+
+def send_rows(group: Group, experts: Callable, tokens: Tensor, gates: Tensor) -> Tensor:
+    """tokens [n, dim], gates [n, all experts], zero where a token does not go -> the weighted sums [n, dim], wide."""
+    gates = gates.unflatten(1, (group.size, -1))
+    rank, token = (gates != 0).any(-1).T.nonzero().unbind(1)  # sorted by rank
+    leaving = torch.bincount(rank, minlength=group.size)
+    coming = torch.empty_like(leaving)
+    all_to_all(coming, leaving, group).wait()
+    sent, received = leaving.tolist(), coming.tolist()
+    visitors, their_gates = (
+        AllToAll.apply(rows, sent, received, group) for rows in (tokens[token], gates[token, rank])
+    )
+    out = visit_local(experts, visitors, their_gates).to(tokens.dtype)
+    return add_rows(AllToAll.apply(out, received, sent, group), token, len(tokens))
+
+
+def gather_all(group: Group, experts: Callable, tokens: Tensor, gates: Tensor) -> Tensor:
+    """The same: step 4's pair of all-gather and reduce-scatter, over ep."""
+    tokens, gates = (enter_block(x[None], group, sp=True)[0] for x in (tokens, gates))
+    part = visit_local(experts, tokens, gates.chunk(group.size, 1)[group.rank])
+    return leave_block(part.to(tokens.dtype)[None], group, sp=True)[0]
+
+
+def at_home(experts: Callable, group: Group, *rows: Tensor) -> Tensor:
+    """Replaces `Experts.forward`: the rows have come already."""
+    return experts(*rows)
+
+
+MODES = {"rows": send_rows, "allgather": gather_all}
+DISPATCH |= dict.fromkeys(MODES, at_home)
+
+
+def attach(config: Any, parts: SimpleNamespace):
+    """Let the layers send their tokens this way."""
+    for module in parts.model.modules():
+        if isinstance(module, RoutedMoE) and config.ep > 1 and config.ep_mode in MODES:
+            module.visit = partial(MODES[config.ep_mode], parts.mesh["ep"])

@@ -1,0 +1,72 @@
+"""One matmul for all experts of a layer (step 7), instead of one for each: on by default where the kernel takes it.
+
+In step 7, `ExpertLinear.forward` would be the three lines of `GroupedLinear.forward`. The kernel of torch is for up to
+32 bits and rows of a multiple of 16 bytes; all else goes expert by expert, as on the page.
+"""
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import step07_moe_ep as step07
+
+SINCE = step07.Config
+
+
+def ends(counts: list[int], like: Tensor) -> Tensor:
+    """int32 [experts]: where each expert's rows end."""
+    return torch.tensor(counts, device=like.device).cumsum(0, dtype=torch.int32)
+
+
+def can_group(*tensors: Tensor) -> bool:
+    """Whether torch's kernel takes these."""
+    return all(t.dtype.itemsize <= 4 and t.shape[-1] * t.dtype.itemsize % 16 == 0 and t.numel() for t in tensors)
+
+
+def grouped_matmul(rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
+    """rows [n, in], the first counts[0] of them times weights[0] [in, out], and so on -> [n, out]."""
+    if can_group(rows, weights, weights.mT):
+        return torch._grouped_mm(rows, weights, offs=ends(counts, rows))
+    return torch.cat([part @ w for part, w in zip(rows.split(counts), weights, strict=True)])
+
+
+def grouped_outer(a: Tensor, b: Tensor, counts: list[int]) -> Tensor:
+    """a [n, out], b [n, in] -> [experts, out, in]: a^T b over the rows of each expert, zero if it has none."""
+    if can_group(a, b):
+        outer = torch._grouped_mm(a.T, b, offs=ends(counts, a))
+        empty = torch.tensor([not count for count in counts], device=a.device)
+        return outer.masked_fill_(empty[:, None, None], 0)  # which the kernel may have left unwritten
+    return torch.stack([x.T @ y for x, y in zip(a.split(counts), b.split(counts), strict=True)])
+
+
+class GroupedLinear(torch.autograd.Function):
+    """rows [n, in] sorted by expert, weight [experts, out, in] -> [n, out]."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+        """`counts` of the rows for each expert."""
+        ctx.save_for_backward(rows, weight)
+        ctx.counts = counts
+        return grouped_matmul(rows, weight.mT, counts)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """d rows [n, in] and d weight, zero for an expert without rows."""
+        (rows, weight), grad = ctx.saved_tensors, grad.contiguous()
+        grad_rows = grouped_matmul(grad, weight, ctx.counts) if ctx.needs_input_grad[0] else None
+        return grad_rows, grouped_outer(grad, rows, ctx.counts) if ctx.needs_input_grad[1] else None, None
+
+
+def group(linear: step07.ExpertLinear, rows: Tensor, counts: list[int]) -> Tensor:
+    """Replaces `ExpertLinear.forward`."""
+    return GroupedLinear.apply(rows, linear.weight, counts)
+
+
+def attach(config: Any, parts: SimpleNamespace):
+    """All experts that are here."""
+    for module in parts.model.modules():
+        if isinstance(module, step07.ExpertLinear):
+            module.forward = partial(group, module)

@@ -1,0 +1,149 @@
+"""Which experts a token visits, beyond step 7: groups, capacity, a z-loss, shared experts; no balance, or by bias.
+
+    --expert-groups        a token's experts come from at most --groups-per-token of them (DeepSeek-V3, 2.1.2)
+    --capacity-factor c    in training an expert takes the first c top_k T / E choices of a micro-batch's T tokens
+                           (Fedus et al. 2021); others get nothing from it. The cp ranks gather their choices for this
+    --z-loss               weight of mean (log sum exp)^2 of the router's logits (Zoph et al. 2022, "ST-MoE")
+    --shared-experts       so many more, which every token visits, as one MLP (DeepSeek)
+    --balance none, bias   no balance loss; variants/balance_bias.py
+
+In step 7, each of these is one to four lines of `MoE.forward`, of which the one below is the long form.
+"""
+
+from dataclasses import dataclass, replace
+from math import ceil
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import step07_moe_ep as step07
+from common import UserError
+from common.comm import Group, all_gather
+from common.layout import note_layout
+from common.model import MLP, PRESETS, wide
+from step07_moe_ep import BALANCE, AddLoss, MoE
+
+SINCE = step07.Config
+
+
+@dataclass
+class Flags:
+    """More about experts."""
+
+    z_loss: float = 0.0  # weight of the router's z-loss
+    capacity_factor: float = 0.0  # most tokens of an expert, as a multiple of the mean; 0: no limit
+    expert_groups: int = 1  # groups of experts
+    groups_per_token: int = 0  # how many groups a token's experts may come from; 0: all
+    shared_experts: int = 0  # experts that every token visits
+
+
+def add_rows(rows: Tensor, place: Tensor, n: int) -> Tensor:
+    """Sums [n, dim] of rows [any number, dim], each added at its `place` (int64), in fp32 or wider, in a fixed order.
+
+    Else ranks that compute the same could differ in a last bit, and choose other experts. On a GPU only `index_put_`
+    sorts by place.
+    """
+    sums, rows = rows.new_zeros(n, rows.shape[1], dtype=wide(rows.dtype)), rows.to(wide(rows.dtype))
+    return sums.index_put((place,), rows, accumulate=True) if rows.is_cuda else sums.index_add(0, place, rows)
+
+
+def visit_local(experts: Any, tokens: Tensor, gates: Tensor) -> Tensor:
+    """tokens [n, dim], gates [n, experts], zero where a token does not go -> the weighted sums [n, dim], wide.
+
+    `experts` has step 7's `forward`: a row for each choice.
+    """
+    visits = (gates != 0).T
+    expert, token = visits.nonzero().unbind(1)  # sorted by expert
+    return add_rows(experts(tokens[token], visits.sum(1)) * gates[token, expert][:, None], token, len(tokens))
+
+
+class RoutedMoE(MoE):
+    """Step 7's layer with what the flags say. `visit`: how tokens meet experts (variants/expert_rows.py)."""
+
+    def __init__(self, dim: int, ffn_dim: int, config: Any, sharers: Group):
+        super().__init__(dim, ffn_dim, config, sharers)
+        self.config, self.visit = config, visit_local
+        self.positions: Tensor | None = None  # of this rank's tokens, where ranks share a sequence
+        self.z_weight = config.z_loss * config.micro_batch_size / config.global_batch_size / config.tp  # as `weight`
+        self.weight *= config.balance == "loss"
+        self.bias: Tensor | None = None  # [experts], added for the choice
+        self.shared_experts = None
+        asked = config.capacity_factor, config.groups_per_token, config.z_loss, config.shared_experts
+        if not any(asked) and config.balance != "bias" and config.ep_mode == "alltoall":
+            self.forward = super().forward  # as in step 7
+        if config.shared_experts:
+            self.shared_experts = MLP(replace(PRESETS[config.model], ffn_dim=config.shared_experts * ffn_dim))
+            for param in self.shared_experts.parameters():
+                note_layout(param, data="data")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, dim] -> [batch, seq, dim]."""
+        tokens, precise = x.flatten(0, 1), wide(x.dtype)
+        logits = F.linear(tokens.to(precise), self.router.weight.to(precise))
+        if self.z_weight:
+            z = logits.logsumexp(-1).square().sum() / (len(tokens) * self.sharers.size)
+            logits = AddLoss.apply(logits, z, self.z_weight)
+        p = logits.softmax(-1)
+        chosen = self.choose(p.detach() if self.bias is None else p.detach() + self.bias)
+        scores = p.gather(1, chosen)
+        if self.top_k > 1:
+            scores = scores / scores.sum(-1, keepdim=True)
+        counts = torch.bincount(chosen.flatten(), minlength=p.shape[-1])
+        if torch.is_grad_enabled():  # in training
+            if self.bias is not None:
+                self.load += counts
+            if self.config.capacity_factor:
+                scores = scores * self.within_capacity(chosen.view(*x.shape[:-1], -1), p.shape[-1]).flatten(0, 1)
+        out = self.visit(self.experts, tokens, torch.zeros_like(p).scatter(1, chosen, scores)).to(x.dtype).view_as(x)
+        if self.shared_experts is not None:
+            out = out + self.shared_experts(x)
+        return AddLoss.apply(out, self.balance_loss(p, counts), self.weight)
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """scores [tokens, experts] -> the best of each token, int64 [tokens, top_k], from the best groups."""
+        groups, most = self.config.expert_groups, self.config.groups_per_token
+        if 0 < most < groups:
+            by_group = scores.unflatten(1, (groups, -1))
+            each = min(max(1, self.top_k // most), by_group.shape[-1])  # a group is worth its best few
+            best = by_group.topk(each).values.sum(-1).topk(most).indices
+            barred = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(1, best, False)
+            scores = by_group.masked_fill(barred[..., None], -torch.inf).flatten(1)
+        return scores.topk(self.top_k).indices
+
+    def within_capacity(self, chosen: Tensor, experts: int) -> Tensor:
+        """int64 [batch, seq/n, top_k] -> bool: whether each choice is among its expert's first, in order of the tokens.
+
+        The ranks that share sequences gather their choices for that.
+        """
+        if self.sharers.size > 1:
+            everyone, places = chosen.new_empty(self.sharers.size, *chosen.shape), self.positions
+            all_gather(everyone.view(-1), chosen.contiguous().view(-1), self.sharers).wait()
+            order = places.new_empty(self.sharers.size, len(places))
+            all_gather(order.view(-1), places, self.sharers).wait()
+            chosen = everyone.movedim(0, 1).flatten(1, 2)[:, order.flatten().argsort()]
+        capacity = ceil(self.config.capacity_factor * chosen.numel() / experts)
+        asked = F.one_hot(chosen.flatten(), experts).cumsum(0).gather(1, chosen.flatten()[:, None])
+        kept = (asked <= capacity).view(chosen.shape)
+        return kept[:, self.positions] if self.sharers.size > 1 else kept
+
+
+BALANCE |= dict.fromkeys(("loss", "none"), RoutedMoE)
+
+
+def check(config: Any, world: int):
+    """Groups must be equal, and have enough experts. Raises UserError."""
+    groups, most = config.expert_groups, config.groups_per_token
+    if config.experts % groups:
+        raise UserError(f"--expert-groups {groups} must divide --experts {config.experts}")
+    if 0 < most < groups and most * config.experts // groups < config.experts_per_token:
+        raise UserError(f"--groups-per-token {most} have less than --experts-per-token {config.experts_per_token}")
+
+
+def attach(config: Any, parts: SimpleNamespace):
+    """Tell the layers which tokens of a sequence are here."""
+    for module in parts.model.modules():
+        if isinstance(module, RoutedMoE):
+            module.positions = parts.positions
