@@ -121,8 +121,6 @@ def draw(lists: list[list[Action]], places: list[Place], costs: dict = COSTS) ->
 
 if __name__ == "__main__":
     p, m, chunks = map(int, sys.argv[1:])
-    for name, schedule in SCHEDULES.items():
-        v = schedule.stages(SimpleNamespace(chunks=chunks))
-        print(
-            name, draw([schedule.actions(p, m, v, rank) for rank in range(p)], schedule.places(p * v, p, v)), sep="\n"
-        )
+    for name, (actions, places, stages) in SCHEDULES.items():
+        v = stages(SimpleNamespace(chunks=chunks))
+        print(name, draw([actions(p, m, v, rank) for rank in range(p)], places(p * v, p, v)), sep="\n")
