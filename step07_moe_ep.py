@@ -9,8 +9,7 @@ micro-batch, and with SP the tp ranks do, too. So these ranks gather their choic
 know who comes first under --capacity-factor. Each rank adds up P over its own tokens. P alone has a gradient, so
 backward needs no collective. Unlike the main loss, this one is a mean over micro-batches (`balance.scale`).
 
-EXPERT PARALLELISM. ep ranks hold E/ep experts each, and everything else as before. ep does not multiply the ranks.
-It is a cut through the dp x cp ranks, which have different tokens already.
+EXPERT PARALLELISM. ep ranks hold E/ep experts each. They are not more ranks, but a cut through dp x cp: other tokens.
 
     dp 2 x cp 2, ep 2                 tokens travel in     gradients are summed in
     rank 0   dp 0 cp 0   [e0 e1]      --.                  --+
@@ -41,8 +40,7 @@ up to equal numbers. Without SP, each sends all. --recompute sends forward once 
 ALL FIVE. `train` below applies the dimensions to the plain model one after another. The order matters in three places.
 Stages come first, so that nothing is cut that is not kept. Experts come before the sums over cp and dp are noted, as
 their records name ranks of their own (`replicas`). `split_backward` comes after tp: it wraps what tp puts in place.
-Weights are drawn after all that, each in full from (seed, name), then sliced by its record. The mesh is pp x dp x cp x
-tp, slowest dimension first: tensor parallelism sends most and has the nearest neighbours, pipelines send least.
+Weights are drawn last. The mesh is pp x dp x cp x tp: tp sends most and has the nearest neighbours, pp sends least.
 
 Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py          pp 2 x cp 2 x tp 2, experts on ep 2
            torchrun --nproc_per_node=4 step07_moe_ep.py --pp 1 --cp 2 --tp 1 --ep 2      the picture above
@@ -86,7 +84,9 @@ class Config(step06.Config):
     """The flags so far and those of experts."""
 
     model: str = "tiny-moe"  # preset: tiny-moe, mixtral-8x7b, deepseek-v3-like, or a dense one of step 1
-    steps: int = 100  # optimizer steps of the whole schedule
+    steps: int = 40  # optimizer steps of the whole schedule
+    global_batch_size: int = 16  # sequences per optimizer step, all ranks together
+    lr: float = 1e-2  # peak learning rate
     experts: int | None = None  # override the number of experts in a layer; 0: dense layers
     experts_per_token: int | None = None  # override how many experts a token visits
     expert_dim: int | None = None  # override the width of an expert; 0: --ffn-dim

@@ -5,18 +5,18 @@
                    gradients add up in fp32 ---------------->         fp32 masters, two moments
 
 SCALE ONCE, THEN ONLY SUM. A micro-batch's loss is the *sum* over its tokens, divided by the number of target tokens in
-the *global* batch. The gradients of micro-batches, and in later steps of ranks, are then plainly added; nothing is
+the *global* batch. Gradients of micro-batches (from chapter 2 on, also of ranks) are then simply added; nothing is
 averaged again. (A mean of means is not the mean when micro-batches have different numbers of target tokens.)
 
-PRECISION. An update of 1e-5 vanishes in a bf16 weight (Micikevicius et al., "Mixed Precision Training"). So weights
+PRECISION. bf16 keeps 8 bits: 0.02 + 1e-5 is still 0.02 (Micikevicius et al., "Mixed Precision Training"). So weights
 compute in bf16, gradients add up in fp32, and AdamW updates *masters*, copies of the weights in fp32:
 2 + 4 + 4 + 8 (two moments) = 18 bytes a parameter. In fp32 the weights are their own masters: 4 + 4 + 8 = 16.
 
-RECOMPUTATION (--recompute full) trades FLOPs for bytes (Chen et al., "Sublinear Memory Cost"): a layer keeps only its
-input, and its forward is done again in backward, for almost a third more FLOPs.
+RECOMPUTATION (--recompute full) spends FLOPs to save memory (Chen et al., "Sublinear Memory Cost"): a layer keeps only
+its input, and does its forward again in backward. Forward is a third of the FLOPs, so it costs almost a third more.
 
 Run it:    python step01_single_gpu.py
-You should see the loss fall from 5.6 (a guess among 257 bytes costs ln 257 = 5.5) to about 2.
+You should see the loss fall from 5.6 (a guess among 256 bytes and END costs ln 257 = 5.55) to about 2.
 """
 
 import math
@@ -60,7 +60,7 @@ RECOMPUTE: dict[str, Callable[[Decoder], None]] = {"none": lambda model: None, "
 
 @dataclass
 class Config:
-    """The trainer."""
+    """Flags of the trainer."""
 
     model: str = among(PRESETS, "tiny")  # preset
     dataset: str = ""  # text file, or data set of the hub with a column "text"; default: Python's own sources
@@ -76,7 +76,7 @@ class Config:
     device: Literal["auto", "cuda", "cpu"] = "auto"  # where to compute
     dtype: str = among(DTYPES, "auto")  # of weights and compute; auto: bf16 on GPU, fp32 on CPU
     recompute: str = among(RECOMPUTE, "none")  # what the backward pass computes again
-    out: str = ""  # run directory; default: runs/STEP
+    out: str = ""  # run directory; default: runs/ and the name of the script
 
 
 def learning_rate(step: int, config: Config) -> float:
@@ -88,13 +88,13 @@ def learning_rate(step: int, config: Config) -> float:
 
 
 class Optimizer:
-    """AdamW on fp32 masters (fp64 for fp64). If the weights are wide enough, they are their own masters."""
+    """The update rule on masters, copies of the weights in fp32. Weights in fp32 or fp64 are their own masters."""
 
     def __init__(self, model: Decoder, config: Config):
         self.params = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.masters = {name: param.detach().to(wide(param.dtype)) for name, param in self.params.items()}
         for param in self.params.values():
-            param.grad_dtype = wide(param.dtype)  # autograd adds each micro-batch's bf16 gradient to an fp32 sum
+            param.grad_dtype = wide(param.dtype)  # autograd casts each gradient to this before it adds
         self.rule = OPTIMIZERS[config.optimizer](self.masters, config)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -118,14 +118,14 @@ def train(config: Config, run: Run):
     device, dtype = choose(config)
     shape = PRESETS[config.model]
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
-    with torch.device("meta"):
+    with torch.device("meta"):  # shapes, no memory
         model = Decoder(shape)
-    materialize(model, config.seed, device, dtype)
+    materialize(model, config.seed, device, dtype)  # memory, and values: they depend on seed and name only
     RECOMPUTE[config.recompute](model)
     optimizer = Optimizer(model, config)
 
-    for step in run.steps(model=model, optimizer=optimizer, data=data):
-        tokens, targets = (x.to(device) for x in data.batch(step))
+    for step in run.steps(model=model, optimizer=optimizer, data=data):  # 0, 1, ...; `run` logs, and may look at all
+        tokens, targets = (x.to(device) for x in data.batch(step))  # targets: each token's next one
         n_targets = (targets != IGNORE).sum().clamp(min=1)
         xs, ys = (x.split(config.micro_batch_size) for x in (tokens, targets))
         loss = 0.0
@@ -135,7 +135,7 @@ def train(config: Config, run: Run):
             loss = loss + micro_loss.detach()
 
         norm = torch.nn.utils.get_total_norm(optimizer.gradients().values()).item()
-        clip = config.grad_clip / max(norm, config.grad_clip) if config.grad_clip else 1.0
+        clip = config.grad_clip / max(norm, config.grad_clip) if config.grad_clip else 1.0  # min(1, grad_clip / norm)
         lr = learning_rate(step, config)
         optimizer.step(lr, clip)
         run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)

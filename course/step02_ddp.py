@@ -16,10 +16,11 @@ sum is the sum of gradients. Each rank's loss is already divided by the global T
     --sync bucket    gradients lie in flat buffers of --bucket-mb; the all-reduce of a buffer starts during the last
                      backward, as soon as the buffer is complete (Li et al. 2020, "PyTorch Distributed")
 
-Each rank sends 2 (n-1)/n S bytes of S bytes of gradients, never more than 2 S, however many ranks there are.
+For S bytes of gradients each of n ranks sends 2 (n-1)/n S bytes: less than 2 S for any n.
 
 Run it:    torchrun --nproc_per_node=4 step02_ddp.py
-You should see step 1's losses, equal up to rounding; `sent` in runs/step02_ddp/metrics.jsonl is 2 (n-1)/n S.
+You should see step 1's losses, equal up to rounding. `sent` in runs/step02_ddp/metrics.jsonl counts the bytes: these,
+and 6 more for the loss.
 """
 
 import os
@@ -49,13 +50,13 @@ def join_ranks(device: torch.device) -> int:
 
 
 class NaiveSync:
-    """Sum the gradients one by one when backward is done. Every sync has these methods."""
+    """Sum the gradients one by one when backward is done. Every sync has `begin` and `finish`."""
 
     def __init__(self, model: Decoder, config: "Config", mesh: Mesh):
         self.params, self.mesh = [param for param in model.parameters() if param.requires_grad], mesh
 
     def begin(self, additions: int):
-        """Before the first micro-batch. Autograd will add to each gradient so many times."""
+        """Before the first micro-batch. `additions`: how often autograd will add to each gradient."""
 
     def finish(self):
         """After the last one: when it returns, every `.grad` is the sum over the ranks."""
@@ -66,7 +67,7 @@ class NaiveSync:
 
     def sum_up(self, gradient: Tensor, group: Group):
         """What data parallelism needs of torch.distributed: one call."""
-        note("all_reduce", group, gradient, 2 * (group.size - 1) / group.size)
+        note("all_reduce", group, gradient, 2 * (group.size - 1) / group.size)  # only counts bytes, for `sent`
         dist.all_reduce(gradient, group=group.handle)
 
 
@@ -77,12 +78,12 @@ class RingSync(NaiveSync):
 
                            rank 0         rank 1         rank 2         rank 3
         at first           a0 b0 c0 d0    a1 b1 c1 d1    a2 b2 c2 d2    a3 b3 c3 d3
-        round 0 receives   d30            a01            b12            c23         rank r sends piece r
-        round 1            c230           d301           a012           b123        and then what it has added to
-        round 2            b1230          c2301          d3012          a0123       complete: a reduce-scatter
-        rounds 3 to 5      a              b              c              d           they visit all: an all-gather
+        after round 0      d30            a01            b12            c23         rank r sends piece r
+        after round 1      c230           d301           a012           b123        and then what it has added to
+        after round 2      b1230          c2301          d3012          a0123       complete: a reduce-scatter
+        rounds 3, 4, 5     a d c          b a d          c b a          d c b       arrive complete: an all-gather
 
-    In round s rank r sends piece r-s and receives piece r-s-1.
+    In round s rank r sends piece r-s and receives piece r-s-1 (mod n).
     """
 
     def sum_up(self, gradient: Tensor, group: Group):
@@ -90,10 +91,10 @@ class RingSync(NaiveSync):
         n, r = group.size, group.rank
         pieces = gradient.view(-1).tensor_split(n)
         for s in range(2 * (n - 1)):
-            mine, theirs = pieces[(r - s) % n], pieces[(r - s - 1) % n]
-            received = torch.empty_like(theirs)
-            exchange([(mine, (r + 1) % n)], [(received, (r - 1) % n)], group).wait()
-            theirs.copy_(theirs + received if s < n - 1 else received)
+            outgoing, own = pieces[(r - s) % n], pieces[(r - s - 1) % n]
+            incoming = torch.empty_like(own)
+            exchange([(outgoing, (r + 1) % n)], [(incoming, (r - 1) % n)], group).wait()
+            own.copy_(own + incoming if s < n - 1 else incoming)
 
 
 class Bucket:
@@ -108,13 +109,13 @@ class Bucket:
 
 def group_params(params: list[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
     """Lists of at most `limit` bytes of gradients (or one parameter), to be summed over the same ranks."""
-    lists: dict[str, list[list[nn.Parameter]]] = {}
+    by_ranks: dict[str, list[list[nn.Parameter]]] = {}  # here all are summed over dp; experts, step 7, are not
     for param in params:
-        same = lists.setdefault(layout_of(param).data, [[]])
-        if same[-1] and sum(p.numel() * p.grad_dtype.itemsize for p in [*same[-1], param]) > limit:
-            same.append([])
-        same[-1].append(param)
-    return [some for same in lists.values() for some in same]
+        lists = by_ranks.setdefault(layout_of(param).data, [[]])
+        if lists[-1] and sum(p.numel() * p.grad_dtype.itemsize for p in [*lists[-1], param]) > limit:
+            lists.append([])
+        lists[-1].append(param)
+    return [some for lists in by_ranks.values() for some in lists]
 
 
 class BucketSync:
@@ -154,7 +155,7 @@ class BucketSync:
         self.pending.append(all_reduce(bucket.flat, bucket.group))
 
     def finish(self):
-        """Wait for every sum. (The embedding's gradient comes last: its bucket always has to wait.)"""
+        """Wait for every sum. (The embedding's gradient comes last: no backward is left to hide its sum.)"""
         while self.unsent:  # a parameter that no micro-batch has used
             self.send(self.unsent.pop(0))
         for pending in self.pending:
@@ -197,7 +198,7 @@ def train(config: Config, run: Run):
             micro_loss.backward()  # ... then only sum,
             loss = loss + micro_loss.detach()
         sync.finish()  # also over ranks
-        all_reduce(loss, mesh["dp"]).wait()
+        all_reduce(loss, mesh["dp"]).wait()  # as dist.all_reduce, but it returns at once, and `wait` waits
 
         norm = torch.nn.utils.get_total_norm(optimizer.gradients().values()).item()
         clip = config.grad_clip / max(norm, config.grad_clip) if config.grad_clip else 1.0

@@ -1,12 +1,12 @@
 """Step 4: tensor and sequence parallelism. Each matrix is cut, and so are the tokens between the blocks.
 
-Megatron's pair (Shoeybi et al. 2019): the first matrices of a block are cut by columns (their outputs), the last one by
-rows (its inputs). What lies between needs no communication, because heads and MLP channels do not look at one another.
-(These are columns and rows of W in x W. PyTorch stores weights as [out, in], so they are dimensions 0 and 1.)
+A *block* is attention or the MLP. Megatron's pair (Shoeybi et al. 2019): its first matrices are cut by columns (their
+outputs), its last one by rows (its inputs). What lies between needs no communication, because heads and MLP channels do
+not look at one another. (Columns and rows of W in x W; PyTorch stores [out, in], so they are dimensions 0 and 1.)
 
-            .- f -> q k v, heads 0-3 -> attention -> o_proj, rows of heads 0-3 -> g -.       rank 0
-    x, all -|                                                                        |-> the block's output
-            '- f -> q k v, heads 4-7 -> attention -> o_proj, rows of heads 4-7 -> g -'       rank 1
+             .- f -> q k v, heads 0-3 -> attention -> o_proj, rows of heads 0-3 -> g -.       rank 0
+    x whole -|                                                                        |-> the block's output
+             '- f -> q k v, heads 4-7 -> attention -> o_proj, rows of heads 4-7 -> g -'       rank 1
 
                              forward                          backward
     f   enter_block          nothing: all have x              all-reduce: each rank has found a part of dx
@@ -16,8 +16,8 @@ rows (its inputs). What lies between needs no communication, because heads and M
 The model stays as it is. Its matrices become smaller, and f and g are hooks: f runs before attention, MLP and head, g
 after embedding, attention and MLP.
 
-SEQUENCE PARALLELISM (--sp; Korthikanti et al. 2022). Between the blocks, where all ranks would repeat the same work,
-each holds only seq/n tokens. f and g become the two halves of an all-reduce, for the same bytes:
+SEQUENCE PARALLELISM (on unless --no-sp; Korthikanti et al. 2022). Between the blocks, where all ranks would repeat the
+same work, each holds only seq/n tokens. f and g become the two halves of an all-reduce, for the same bytes:
 
     f   enter_block          all-gather: tokens come          reduce-scatter: dx is summed, tokens go apart
     g   leave_block          reduce-scatter                   all-gather
@@ -25,7 +25,7 @@ each holds only seq/n tokens. f and g become the two halves of an all-reduce, fo
 Norms now see only seq/n tokens, so their gradient is partial, and summed over tp.
 
 Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
-You should see step 1's losses, and by --tp 2 half of each matrix; `sent` shows what tp costs: 4 activations a layer.
+You should see step 1's losses. `sent` over tp, a micro-batch: (n-1)/n of 8 activations a layer and of 4 for both ends.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,7 @@ class Config(step03.Config):
 
     tp: int = 1  # ranks that share each matrix
     sp: bool = True  # split the tokens over tp between the blocks
-    zero: int = among(STAGES, 0)  # ZeRO (step 3), now over the ranks that have the same rows and columns
+    zero: int = among(STAGES, 0)  # ZeRO (step 3), now over the ranks that hold the same parts
 
 
 def keep(x: Tensor, group: Group) -> Tensor:
@@ -64,7 +64,7 @@ def keep(x: Tensor, group: Group) -> Tensor:
 
 def total(x: Tensor, group: Group) -> Tensor:
     """All-reduce: the sum of every rank's x."""
-    x = x.clone(memory_format=torch.contiguous_format)
+    x = x.clone(memory_format=torch.contiguous_format)  # all_reduce works in place
     all_reduce(x, group).wait()
     return x
 
@@ -85,7 +85,7 @@ def scatter(x: Tensor, group: Group) -> Tensor:
 
 
 class Conjugate(torch.autograd.Function):
-    """One of the four functions above in forward, and another one in backward."""
+    """f or g: one of the four functions above in forward, and another one in backward."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group, forwards: Callable, backwards: Callable) -> Tensor:
@@ -110,31 +110,31 @@ def leave_block(x: Tensor, group: Group, sp: bool) -> Tensor:
 
 
 class VocabParallelEmbedding(nn.Module):
-    """The embedding of the tokens in `rows`; zero for all others, so that the sum over the ranks (g) is right."""
+    """The embedding of the tokens in `ids`; zero for all others, so that the sum over the ranks (g) is right."""
 
-    def __init__(self, weight: nn.Parameter, rows: range):
+    def __init__(self, weight: nn.Parameter, ids: range):
         super().__init__()
-        self.weight, self.rows = weight, rows
+        self.weight, self.ids = weight, ids
 
     def forward(self, tokens: Tensor) -> Tensor:
         """int64 [batch, seq] -> this rank's part of the sum [batch, seq, dim]."""
-        here = (tokens >= self.rows.start) & (tokens < self.rows.stop)
-        row = (tokens - self.rows.start) % len(self.weight)  # of a token that is not here: any
+        here = (tokens >= self.ids.start) & (tokens < self.ids.stop)
+        row = (tokens - self.ids.start) % len(self.weight)  # of a token that is not here: any
         return F.embedding(row, self.weight) * here[..., None]
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, rows: range, group: Group) -> Tensor:
-    """The summed cross entropy, whole on every rank, of this rank's logits: those of the tokens in `rows`.
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, ids: range, group: Group) -> Tensor:
+    """The summed cross entropy, whole on every rank, of this rank's logits: those of the tokens in `ids`.
 
     logits [batch, seq, vocab/n], targets int64 [batch, seq]. A token's loss is log sum exp(all logits) - its target's
     logit. So each rank sends two numbers a token: the log of its own sum, and the target's logit if it has that, else
-    0. What the others send are constants to autograd: it finds the gradient of the whole loss for our own logits.
+    0. Others' numbers are constants to autograd; ours give softmax - one-hot for our logits, so backward sends nothing.
     """
     logits = logits.to(wide(logits.dtype))
-    here = (targets >= rows.start) & (targets < rows.stop)
-    row = (targets - rows.start) % logits.shape[-1]
+    here = (targets >= ids.start) & (targets < ids.stop)
+    row = (targets - ids.start) % logits.shape[-1]
     picked = logits.gather(-1, row[..., None]).squeeze(-1).where(here, 0.0)
-    ours = torch.stack((logits[..., : len(rows)].logsumexp(-1), picked))  # the logits behind len(rows) are padding
+    ours = torch.stack((logits[..., : len(ids)].logsumexp(-1), picked))  # the logits behind len(ids) are padding
     everyone = ours.new_empty(group.size, *ours.shape)
     all_gather(everyone.view(-1), ours.detach().view(-1), group).wait()
     everyone[group.rank] = ours
@@ -173,15 +173,16 @@ def shard_tensors(model: Decoder, group: Group, sp: bool):
     blocks = [block for layer in trunk.layers.values() for block in (layer.self_attn, layer.mlp)]
     for block in blocks:
         for name, module in block.named_modules():
-            if (last := name.split(".")[-1]) in COLUMNS + ROWS:  # weight [out, in]; of experts, step 7, [E, out, in]
-                module.weight = cut(module.weight, module.weight.dim() - (2 if last in COLUMNS else 1), group)
+            if (last := name.split(".")[-1]) in COLUMNS + ROWS:
+                out_dim = module.weight.dim() - 2  # weight [out, in]; of experts, step 7, [experts, out, in]
+                module.weight = cut(module.weight, out_dim if last in COLUMNS else out_dim + 1, group)
 
     trunk.embed_tokens.weight = cut(trunk.embed_tokens.weight, 0, group)
     model.lm_head.weight = trunk.embed_tokens.weight if config.tied else cut(model.lm_head.weight, 0, group)
     part = layout_of(model.lm_head.weight).splits[-1]
-    rows = range(part.start, max(part.start, min(part.stop, part.full)))
-    trunk.embed_tokens = VocabParallelEmbedding(trunk.embed_tokens.weight, rows)
-    model.loss = partial(vocab_parallel_cross_entropy, rows=rows, group=group)
+    ids = range(part.start, max(part.start, min(part.stop, part.full)))  # the last ranks may have fewer, or none
+    trunk.embed_tokens = VocabParallelEmbedding(trunk.embed_tokens.weight, ids)
+    model.loss = partial(vocab_parallel_cross_entropy, ids=ids, group=group)
 
     for module in (*blocks, model.lm_head):
         module.register_forward_pre_hook(lambda _, inputs: (enter_block(inputs[0], group, sp), *inputs[1:]))
@@ -209,7 +210,7 @@ def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], group: G
 def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose(config)
-    mesh = Mesh(dp=join_ranks(device) // config.tp, tp=config.tp)
+    mesh = Mesh(dp=join_ranks(device) // config.tp, tp=config.tp)  # neighbours share tp
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
     shape = PRESETS[config.model]
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
@@ -230,8 +231,8 @@ def train(config: Config, run: Run):
             micro_loss.backward()  # ... then only sum,
             loss = loss + micro_loss.detach()
         sync.finish()  # also over ranks
-        sum_partial_gradients(model, optimizer.gradients(), mesh["tp"])  # and where a rank saw a part of the tokens
-        all_reduce(loss, mesh["dp"]).wait()
+        sum_partial_gradients(model, optimizer.gradients(), mesh["tp"])  # of norms: with SP a rank saw only its tokens
+        all_reduce(loss, mesh["dp"]).wait()  # along tp all have the whole loss
 
         norm = global_norm(model, optimizer.gradients(), mesh, sliced=config.zero > 0)
         clip = config.grad_clip / max(norm, config.grad_clip) if config.grad_clip else 1.0

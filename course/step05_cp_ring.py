@@ -2,30 +2,31 @@
 
 n ranks share s tokens. Norms, matrices and the loss look at one token at a time. In attention a query looks at all keys
 before it. So queries stay, and keys and values travel round a ring: a rank computes with the part that is here while
-the next one arrives (Liu et al. 2023, "Ring Attention"). With tokens in order the last rank has seven times the work:
+the next one arrives (Liu et al. 2023, "Ring Attention"). With tokens in order the last of 4 ranks has the most work:
 
     keys of part ->         0 1 2 3
-    rank 0: queries of 0    + . . .       # all pairs are computed      . no pair is: later keys
-    rank 1: queries of 1    # + . .       + causal: half of them
+    rank 0: queries of 0    + . . .       # every pair of a query and a key      . none: the keys are later
+    rank 1: queries of 1    # + . .       + the causal half
     rank 2: queries of 2    # # + .
     rank 3: queries of 3    # # # +
 
 ZIGZAG. Early queries see few keys, late ones many. So rank r gets chunks r and 2n-1-r of 2n: the same work for all.
 
-    keys of chunk ->           0 1 2 3 4 5 6 7        0 1 2 3 4 5 6 7      hop 0   our own chunks, causal: + and # +
-    rank 0: queries of 0, 7    + . . . . . . .        # # # # # # # +      hop h   those of rank r-h (mod n):
-    rank 1: queries of 1, 6    # + . . . . . .        # # # # # # + .      from a smaller rank, all our queries see the
-    rank 2: queries of 2, 5    # # + . . . . .        # # # # # + . .      first chunk; from a larger one, our second
-    rank 3: queries of 3, 4    # # # + . . . .        # # # # + . . .      chunk's queries see both: # # either way
+    keys of chunk ->   0 1 2 3 4 5 6 7          0 1 2 3 4 5 6 7   hop 0   our own chunks, causal: + and # +
+    rank 0: queries 0  + . . . . . . .   and 7  # # # # # # # +   hop h   the chunks of rank r-h (mod n), always # #:
+    rank 1: queries 1  # + . . . . . .   and 6  # # # # # # + .           all our queries see a smaller rank's first
+    rank 2: queries 2  # # + . . . . .   and 5  # # # # # + . .           chunk; only those of our second chunk see
+    rank 3: queries 3  # # # + . . . .   and 4  # # # # + . . .           a larger rank's chunks, both of them
 
-In backward k and v make the journey again, and the sums of their gradients follow, one hop behind; the n-th hop brings
+In backward k and v make the journey again. The sums of their gradients follow, one hop behind; the n-th message brings
 them home. With B bytes of k and v, G of their gradients (fp32), for s/n tokens, a rank sends in a layer and micro-batch
 (n-1) B forward and (n-1) B + n G backward. That grows with s and the work with s^2/n: long sequences hide it.
 
-Targets were shifted before anything was cut (common/data.py). To shift each rank's part alone is the classic mistake.
+Targets were shifted before anything was cut (common/data.py). Shifted after it, each chunk's last token would lose its
+target: the classic mistake.
 
 Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
-You should see step 1's losses, and `sent` over cp as the formula says.
+You should see step 1's losses, and `sent` over cp: the formula x layers x micro-batches (+ 12 bytes of the norm).
 """
 
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,12 +59,12 @@ def zigzag_positions(seq_len: int, rank: int, n: int) -> Tensor:
     return torch.cat((chunks[rank], chunks[-1 - rank]))
 
 
-def zigzag_visible(rank: int, source: int, length: int) -> tuple[slice, slice, bool]:
-    """What `rank` computes with the k, v of `source`: (rows of its queries, rows of their keys, causal)."""
-    both, first, second = slice(0, length), slice(0, length // 2), slice(length // 2, length)
+def zigzag_visible(rank: int, source: int, length: int) -> list[tuple]:
+    """What `rank` computes with the k, v of `source`: (queries, keys, causal), indices of [batch, heads, length, d]."""
+    both, first, second = np.s_[:, :, :length], np.s_[:, :, : length // 2], np.s_[:, :, length // 2 :]
     if source == rank:
-        return both, both, True  # rows are in order of position, so causal is right for two chunks too
-    return (both, first, False) if source < rank else (second, both, False)
+        return [(both, both, True)]  # rows are in order of position, so causal is right for two chunks too
+    return [(both, first, False) if source < rank else (second, both, False)]
 
 
 def has_kernel(q: Tensor) -> bool:
@@ -87,7 +89,7 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
 
     q [batch, heads, s_q, d]; k, v [batch, kv_heads, s_k, d] -> o like q, lse [batch, heads, s_q].
     """
-    if has_kernel(q):  # the same without a matrix [s_q, s_k] in memory
+    if has_kernel(q):  # the formulas below without a matrix [s_q, s_k] in memory; it takes fewer kv heads itself
         aten = torch.ops.aten
         kernel = (
             aten._scaled_dot_product_flash_attention if q.is_cuda else aten._scaled_dot_product_flash_attention_for_cpu
@@ -102,7 +104,9 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
 def block_gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This part's share of the gradients of q, k, v, given `o` and `lse` of attention to *all* keys. Shares add up:
+    """This part's share of the gradients of q, k and v, given `o` and `lse` of attention to *all* keys.
+
+    With that lse P is the final softmax, and this part of the keys is some of its columns. So shares add up:
 
     P = exp(scores - lse)    dS = P * (do v^T - rowsum(do * o))
     dv = P^T do              dq = dS k / sqrt(d)                      dk = dS^T q / sqrt(d)
@@ -140,16 +144,14 @@ class RingAttention(torch.autograd.Function):
         """q [batch, heads, s/n, d]; k, v [batch, kv_heads, s/n, d] -> like q."""
         n, r = group.size, group.rank
         own = kv = torch.stack((k, v))
+        o = torch.zeros_like(q, dtype=wide(q.dtype))  # attention to no keys at all: a sum of no exponentials
+        lse = torch.full_like(o[..., 0], -torch.inf)
         for hop in range(n):
             if hop + 1 < n:  # send on what is here ...
                 next_kv = torch.empty_like(kv)
                 sending = exchange([(kv, (r + 1) % n)], [(next_kv, (r - 1) % n)], group)
-            rows, keys, causal = visible(r, (r - hop) % n, q.shape[2])  # ... and compute with it meanwhile
-            block_o, block_lse = block_attention(q[:, :, rows], *kv[..., keys, :], causal)
-            if hop == 0:
-                o, lse = block_o.to(wide(q.dtype)), block_lse
-            else:
-                merge(o[:, :, rows], lse[:, :, rows], block_o, block_lse)
+            for rows, keys, causal in visible(r, (r - hop) % n, q.shape[2]):  # ... and compute with it meanwhile
+                merge(o[rows], lse[rows], *block_attention(q[rows], kv[0][keys], kv[1][keys], causal))
             if hop + 1 < n:
                 sending.wait()
                 kv = next_kv
@@ -163,18 +165,21 @@ class RingAttention(torch.autograd.Function):
         """k, v travel as in forward; the sum of their gradients, to which each rank adds its share, one hop behind."""
         q, kv, o, lse = ctx.saved_tensors
         n, r = ctx.group.size, ctx.group.rank
-        dq, dkv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, kv))
-        arriving = Pending()
+        dq, dkv = (torch.zeros_like(x, dtype=wide(q.dtype)) for x in (q, kv))
+        arriving = Pending()  # nothing yet
         for hop in range(n):
             if hop + 1 < n:
                 next_kv = torch.empty_like(kv)
                 sending = exchange([(kv, (r + 1) % n)], [(next_kv, (r - 1) % n)], ctx.group)
-            rows, keys, causal = ctx.visible(r, (r - hop) % n, q.shape[2])
-            given = *kv[..., keys, :], o[:, :, rows], lse[:, :, rows], causal
-            block_dq, *block_dkv = block_gradients(do[:, :, rows], q[:, :, rows], *given)
-            dq[:, :, rows] += block_dq
+            share = torch.zeros_like(dkv)
+            for rows, keys, causal in ctx.visible(r, (r - hop) % n, q.shape[2]):
+                given = do[rows], q[rows], kv[0][keys], kv[1][keys], o[rows], lse[rows], causal
+                block_dq, block_dk, block_dv = block_gradients(*given)
+                dq[rows] += block_dq
+                share[0][keys] += block_dk
+                share[1][keys] += block_dv
             arriving.wait()  # dkv: what the ranks before us have added for this part
-            dkv[..., keys, :] += torch.stack(block_dkv)
+            dkv += share
             outgoing, dkv = dkv, torch.empty_like(dkv)
             arriving = exchange([(outgoing, (r + 1) % n)], [(dkv, (r - 1) % n)], ctx.group)
             if hop + 1 < n:
@@ -210,11 +215,12 @@ class Config(step04.Config):
 def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode) -> Tensor:
     """Let the ranks of `mesh["cp"]` share each sequence. Returns the positions of this rank's tokens, int64 [seq / n].
 
-    Attention goes round the ring; RoPE is told the positions. These ranks hold the same weights and see other tokens,
-    as those of dp do: gradients are now summed, and ZeRO cuts, over both together, `mesh["data"]`. Raises UserError.
+    Attention goes round the ring; RoPE is told the positions, and k travels already rotated. These ranks hold the same
+    weights and see other tokens, as those of dp do. So gradients are now summed, and ZeRO cuts, over both together,
+    `mesh["data"]`. Raises UserError.
     """
     group, tp, seq_len = mesh["cp"], mesh["tp"], model.config.seq_len
-    mesh.join("data", "dp", "cp")
+    mesh.join("data", "dp", "cp")  # a group of all dp x cp ranks
     for param in model.parameters():
         note_layout(param, data="data")
     if group.size == 1:

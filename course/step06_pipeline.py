@@ -3,29 +3,31 @@
     tokens -> [ embedding, layers 0-1 ] -- x --> [ layers 2-3 ] -- x --> [ layers 4-5, norm, head ] -> loss
                   stage 0, rank 0      <-- dx --    stage 1    <-- dx --         stage 2
 
-Only x and dx, [batch, seq, dim] each, cross a boundary. The price is idle time: at first the last rank has no input,
-at the end the first one waits for gradients. "One forward, one backward" (1F1B) on 4 ranks, with 6 micro-batches:
+Only x and dx, [batch, seq, dim] each, cross a boundary. The price is idle time: first later ranks have no input, then
+earlier ones wait for gradients. "One forward, one backward" (1F1B) on 4 ranks, with 6 micro-batches:
 
     rank 0      0123......aa4bb5cc.dd.ee.ff         0   forward of micro-batch 0, then 1, 2, ...
     rank 1      .012....aa3bb4cc5dd.ee.ff..         aa  backward of micro-batch 0, twice the work; then b, c, ...
     rank 2      ..01..aa2bb3cc4dd5ee.ff....         .   idle
     rank 3      ...0aa1bb2cc3dd4ee5ff......         rank 2: forward 0, 1; backward 0, forward 2; backward 1, ...
 
-THE BUBBLE. With m micro-batches p ranks are idle for (p-1) / (m + p-1) of the time. Backward as early as it can be does
-not change this, but memory: a rank holds the activations of min(m, p - rank) micro-batches, never of m. What shortens
-the bubble is v short stages on each rank (interleaved): (p-1) / (v m + p-1), for v times the messages.
+THE BUBBLE. With m micro-batches p ranks are idle for (p-1) / (m + p-1) of the time (here 9 of 27). Early backwards do
+not shorten it. They save memory: a rank holds the activations of at most p - rank micro-batches, however large m is.
+With v short stages on each rank (interleaved: r, r+p, ...) it is (p-1) / (v m + p-1), for more messages and memory.
 
 DEADLOCK. In the steady state rank r has an x for r+1, and r+1 has a dx for r. If both send first, and a send waits for
 its receiver, both wait for ever. `send_receive` starts both at once.
 
-AUTOGRAD ends at a boundary. The input of a stage is a leaf. Of its output only the *edge* into the graph is kept.
-Backward starts from this edge with the gradient that arrives, and the leaf's `.grad` is what travels on.
+AUTOGRAD ends at a boundary. The input of a stage is a leaf. Of its output only the *edge* is kept, its place in the
+graph: the data may go once they are sent. Backward starts from this edge with the gradient that arrives, and the leaf's
+`.grad` is what travels on.
 
 Run it:    torchrun --nproc_per_node=4 step06_pipeline.py --pp 4
-You should see step 1's losses, and `sent` over pp: 2 activations a micro-batch and boundary.
-`python -m common.schedules 4 8 2` draws other schedules; --schedule interleaved runs one.
+You should see step 1's losses, and rank 0's `sent` over pp: one x a micro-batch (+ 18 bytes).
+`python -m common.schedules 4 8 2` draws other schedules; --pp 2 --schedule interleaved runs one.
 """
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -61,17 +63,17 @@ class Config(step05.Config):
 def keep_stage(model: Decoder, group: Group, places: list[Place]):
     """Keep what this rank's stages compute with, under its global names. The rest goes, before it has any memory.
 
-    With a tied head the last rank keeps the embedding too, because the matrix goes by its name.
+    The last rank keeps a tied embedding too: the matrix that it shares with the head goes by this name (TIED).
     """
     trunk, mine = model.model, [place for place in places if place.rank == group.rank]
-    first, last = any(place.before is None for place in mine), any(place.after is None for place in mine)
+    has_first, has_last = any(place.before is None for place in mine), any(place.after is None for place in mine)
     kept = {str(n) for place in mine for n in place.layers}
     for name in [*trunk.layers]:
         if name not in kept:
             del trunk.layers[name]
-    if not last:
+    if not has_last:
         trunk.norm = model.lm_head = None
-    if not first and not (last and model.config.tied):
+    if not has_first and not (has_last and model.config.tied):
         trunk.embed_tokens = None
 
 
@@ -91,9 +93,9 @@ def forward_stage(model: Decoder, place: Place, x: Tensor, targets: Tensor, posi
 class Pipeline:
     """This rank's part of the work: forward, backward, and 1F1B written out, for one stage a rank."""
 
-    def __init__(self, model: Decoder, places: list[Place], group: Group, positions: Tensor, sharers: int):
-        """`positions` of this rank's tokens. `sharers`: ranks that share the tokens of x, tp with SP and else 1."""
-        self.model, self.places, self.group, self.positions, self.sharers = model, places, group, positions, sharers
+    def __init__(self, model: Decoder, places: list[Place], group: Group, positions: Tensor, sp_ranks: int):
+        """`positions` of this rank's tokens. `sp_ranks`: ranks that share the tokens of x, tp with SP and else 1."""
+        self.model, self.places, self.group, self.positions, self.sp_ranks = model, places, group, positions, sp_ranks
         self.some = next(model.parameters())  # its dtype and device are those of x
         self.graphs: dict[tuple[int, int], tuple] = {}  # (micro-batch, stage) -> (input, edge of the output)
         all_reduce(torch.zeros(1, device=self.some.device), group).wait()  # NCCL wants all of a group in its first call
@@ -125,7 +127,7 @@ class Pipeline:
     def buffer(self, i: int) -> Tensor:
         """Room for the x or dx of micro-batch i."""
         batch, seq = self.xs[i].shape
-        return self.some.new_empty(batch, seq // self.sharers, self.model.config.dim)
+        return self.some.new_empty(batch, seq // self.sp_ranks, self.model.config.dim)
 
     def send_receive(self, peer: int, send: Tensor | None = None, receive: int | None = None) -> Tensor | None:
         """Send a tensor, receive that of micro-batch `receive`, both at once; None past the first or last rank."""
@@ -137,7 +139,7 @@ class Pipeline:
         return received
 
     def run(self):
-        """1F1B. Every rank has begun as many micro-batches as there are ranks from here to the end, and no more."""
+        """1F1B. A rank never has more micro-batches between F and B than there are ranks from itself to the end."""
         rank, m = self.group.rank, len(self.xs)
         left, right, warm_up = rank - 1, rank + 1, min(m, self.group.size - 1 - rank)
 
@@ -146,10 +148,10 @@ class Pipeline:
             y = self.forward(i, rank, x)
             self.send_receive(right, send=y)
 
-        x = self.send_receive(left, receive=warm_up) if warm_up < m else None
+        x = self.send_receive(left, receive=warm_up) if warm_up < m else None  # later ones arrive while a dx leaves
         for i in range(warm_up, m):  # steady: one forward, one backward
             y = self.forward(i, rank, x)
-            dy = self.send_receive(right, send=y, receive=i - warm_up)
+            dy = self.send_receive(right, send=y, receive=i - warm_up)  # nobody is behind the last rank: None
             dx = self.backward(i - warm_up, rank, dy)
             x = self.send_receive(left, send=dx, receive=i + 1 if i + 1 < m else None)
 
@@ -173,7 +175,7 @@ class Line(NamedTuple):
 def add_messages(lists: list[list[Action]], places: list[Place], costs: dict = COSTS) -> list[list[Line]]:
     """The program of each rank: its list, with the sends and receives that it takes. Rank 1 of 2, 2 micro-batches:
 
-        receive F0 from 0, run F0, run B0, send B0 to 0, receive F1 from 0, run F1, run B1, send B1 to 0
+        receive F0 from 0, receive F1 from 0, run F0, run B0, send B0 to 0, run F1, run B1, send B1 to 0
 
     All actions of all ranks are sorted by their end in a simulation. An output that another rank waits for is sent at
     once, and the line to receive it is put there too. There is no deadlock: whatever is first in this common order and
@@ -223,7 +225,9 @@ def plan(config: Config, m: int) -> tuple[list[Place], list[list[Action]]]:
     schedule, n_layers = SCHEDULES[config.schedule], PRESETS[config.model].n_layers
     v = schedule.stages(config) if config.pp > 1 else 1
     if n_layers < config.pp * v:
-        raise UserError(f"--pp {config.pp}: {n_layers} layers are too few for {config.pp * v} stages")
+        raise UserError(
+            f"--pp {config.pp}: {n_layers} layers are too few for {config.pp * v} stages; lower --pp or --chunks"
+        )
     lists = [schedule.actions(config.pp, m, v, rank) for rank in range(config.pp)]
     return schedule.places(n_layers, config.pp, v), lists
 
@@ -260,7 +264,7 @@ def train(config: Config, run: Run):
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
     shape = PRESETS[config.model]
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
-    places, lists = plan(config, m=-(-(mine.stop - mine.start) // config.micro_batch_size))
+    places, lists = plan(config, m=math.ceil((mine.stop - mine.start) / config.micro_batch_size))
     with torch.device("meta"):
         model = Decoder(shape)
     shard_tensors(model, mesh["tp"], config.sp)  # step 4: these rows and columns are mine

@@ -3,31 +3,33 @@
 THE LAYER. In place of an MLP stand E of them, the experts, and a router W [E, dim], which picks top_k for each token.
 Parameters grow with E, FLOPs with top_k (Shazeer et al. 2017; Fedus et al. 2021, "Switch Transformer").
 
-    p = softmax(W x)    chosen: the top_k largest p    gate_e = p_e / (sum of the chosen p)    out = sum gate_e MLP_e(x)
+    p = softmax(W x)    chosen: the top_k largest p    score_e = p_e / (sum of the chosen p), or p_e if top_k is 1
+    out = sum of score_e MLP_e(x) over the chosen e. No token is dropped.
 
-Nothing keeps a router from sending all tokens to one expert. So a layer adds weight * E * sum_e f_e P_e to the loss:
-f_e is the fraction of a micro-batch's choices that fell on e, P_e the mean of its tokens' p_e. Where f is high, P is
-pushed down. No layout may change it.
+Nothing keeps a router from sending all tokens to one expert. So a layer adds the gradient of weight * E * sum_e f_e P_e
+(the loss that is shown is without it): f_e is the fraction of a micro-batch's choices that fell on e, P_e the mean of
+its tokens' p_e. Where f is high, P is pushed down. It is the same in every layout: f counts the whole micro-batch.
 
 EXPERT PARALLELISM. ep ranks hold E/ep experts each, and everything else as before. ep does not multiply the ranks: it
 is a cut through the dp x cp ranks, which have different tokens already. (tp cuts an expert like any MLP.)
 
     rank 0, e0 e1:  t0 -> e0 e3      dispatch   a row of x for each choice, by expert:  e0:t0 e0:t1 | e2:t1 e3:t0
                     t1 -> e2 e0                 all_to_all: rank 1 gets what stands right of the bar
-    rank 1, e2 e3:  t2 -> ...        experts    rows have come from several ranks: they are sorted by expert again
-                                     combine    all_to_all, the reverse; times the gate, and summed by token
+    rank 1, e2 e3:  t2 -> e2 e1      experts    rank 1 has e2:t1 e3:t0, e2:t2; by expert again: e2:t1 e2:t2 e3:t0
+                                     combine    all_to_all, the reverse; times the scores, and summed by token
 
 Bytes sent over ep in a layer and micro-batch, T tokens of a rank, all experts equally busy, b bytes an element:
-2 (ep-1)/ep T top_k dim b forward and as many backward. Counts go first, 8 E bytes: all must know what will come.
+2 (ep-1)/ep T top_k dim b forward and as many backward. Counts go first, (ep-1)/ep of 8 E bytes.
 
 An expert's gradient has its ep group's tokens in it. It is summed over the ranks with the same experts, expert_data:
 
-    dp x cp = 4, ep = 2:    ranks 0 [e0 e1]   1 [e2 e3]   2 [e0 e1]   3 [e2 e3]    ep 0-1, 2-3    expert_data 0-2, 1-3
+    dp x cp = 4, ep = 2:   ranks 0 [e0 e1]  1 [e2 e3]  2 [e0 e1]  3 [e2 e3]    ep {0 1} {2 3}    expert_data {0 2} {1 3}
 
 Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py --pp 2 --cp 2 --tp 2 --ep 2
 You should see the losses of one process: python step07_moe_ep.py
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -153,7 +155,7 @@ def visit_experts(experts: Callable, group: Group, rows: Tensor, num_tokens_per_
     leaving = num_tokens_per_expert.view(group.size, -1)  # [rank, expert of that rank]: how many rows go there
     coming = torch.empty_like(leaving)
     all_to_all(coming, leaving, group).wait()
-    sent, received = leaving.sum(1).tolist(), coming.sum(1).tolist()
+    sent, received = leaving.sum(1).tolist(), coming.sum(1).tolist()  # here the CPU waits for the GPU
     visitors = AllToAll.apply(rows, sent, received, group)  # dispatch; sorted by the rank they are from, then by expert
     expert = torch.arange(coming.shape[1], device=rows.device).repeat(group.size).repeat_interleave(coming.flatten())
     order = expert.argsort(stable=True)
@@ -179,18 +181,18 @@ class Config(step06.Config):
 def shard_experts(model: Decoder, mesh: Mesh, config: Config):
     """Put experts in the place of all MLPs of a model on the meta device, and deal them to the ranks of `mesh["ep"]`.
 
-    It comes after step 5, which has made `mesh["data"]`, and before step 4, which cuts them once more, over tp.
+    It comes after step 5, which would overwrite "expert_data", and before step 4, which cuts experts again, over tp.
     Raises UserError.
     """
-    rows, ep = mesh.join("data", "dp", "cp"), config.ep  # int [groups, dp x cp]
-    if config.experts % ep or rows.shape[1] % ep:
-        raise UserError(f"--ep {ep} must divide --experts {config.experts}, and the {rows.shape[1]} ranks of dp x cp")
+    ranks, ep = mesh.join("data", "dp", "cp"), config.ep  # int [groups, dp x cp]
+    if config.experts % ep or ranks.shape[1] % ep:
+        raise UserError(f"--ep {ep} must divide --experts {config.experts}, and the {ranks.shape[1]} ranks of dp x cp")
     if config.experts_per_token > config.experts:
         raise UserError(f"--experts-per-token {config.experts_per_token} is more than --experts {config.experts}")
     if config.global_batch_size // mesh["dp"].size % config.micro_batch_size:
         raise UserError("--micro-batch-size must divide the sequences of a rank: the balance loss is a mean over them")
-    mesh.enter("ep", rows.reshape(-1, ep))
-    mesh.enter("expert_data", rows.reshape(len(rows), -1, ep).swapaxes(1, 2).reshape(-1, rows.shape[1] // ep))
+    mesh.enter("ep", ranks.reshape(-1, ep))  # neighbours
+    mesh.enter("expert_data", ranks.reshape(len(ranks), -1, ep).swapaxes(1, 2).reshape(-1, ranks.shape[1] // ep))
     for layer in model.model.layers.values():
         with torch.device("meta"):
             layer.mlp = moe = MoE(model.config.dim, config.expert_dim or model.config.ffn_dim, config, mesh["cp"])
@@ -207,15 +209,15 @@ def train(config: Config, run: Run):
     """The whole run: five dimensions, put on the plain model one after another."""
     device, dtype = choose(config)
     cuts = config.pp * config.cp * config.tp
-    mesh = Mesh(pp=config.pp, dp=join_ranks(device) // cuts, cp=config.cp, tp=config.tp)
+    mesh = Mesh(pp=config.pp, dp=join_ranks(device) // cuts, cp=config.cp, tp=config.tp)  # tp sends most: neighbours
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
     shape = PRESETS[config.model]
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
-    places, lists = plan(config, m=-(-(mine.stop - mine.start) // config.micro_batch_size))
+    places, lists = plan(config, m=math.ceil((mine.stop - mine.start) / config.micro_batch_size))
     with torch.device("meta"):
         model = Decoder(shape)
     here = shard_context(model, mesh, CONTEXT[config.cp_mode]).to(device)  # step 5: these tokens are mine
-    shard_experts(model, mesh, config)  # these experts are mine
+    shard_experts(model, mesh, config)  # these experts are mine; now, as step 4 cuts them too
     shard_tensors(model, mesh["tp"], config.sp)  # step 4: these rows and columns are mine
     keep_stage(model, mesh["pp"], places)  # step 6: these layers are mine
     RECOMPUTE[config.recompute](model)

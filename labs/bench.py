@@ -14,7 +14,10 @@ from torch import Tensor
 from labs import ranks
 from labs.ranks import Failed, World, complaint
 
-BOUND = 1e-10
+# Norm-wise, for whatever order and kernels a processor adds in: a number of roundings of half a unit in the last place.
+BOUND = 1e-10  # in fp64: a million
+IN_FP32 = 1e-5  # 170; a value in 16 bits, or one rounding that is left out or made twice, is further off
+IN_BF16 = 2**-8  # one of the largest, or three at random: each has a square mean of 0.41 of it
 
 
 class Wrong(Exception):

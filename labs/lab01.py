@@ -22,7 +22,7 @@ from common.data import Batch, TokenData
 from common.layout import materialize
 from common.model import IGNORE, Decoder, ModelConfig
 from labs import training
-from labs.bench import Bench, Wrong, numbers
+from labs.bench import IN_BF16, IN_FP32, Bench, Wrong, numbers
 from services.memory import MemoryTimeline
 from services.run import Run
 from tests.bench.recompute import MODES, counted_flops, saved_bytes
@@ -420,7 +420,7 @@ def loss_narrow(bench: Bench):
     F.cross_entropy((hidden @ weight.T).flatten(0, 1), targets.flatten(), reduction="sum").backward()
     run = bench.ranks(1, loss_on_rank, *case)
     bench.same(run, lambda r: {"dtypes in bf16": ["torch.float32", "torch.bfloat16", "torch.bfloat16"]})
-    bench.same(run, lambda r: {"the gradient of the weight in bf16, one token a chunk": weight.grad}, bound=4e-3)
+    bench.same(run, lambda r: {"the gradient of the weight in bf16, one token a chunk": weight.grad}, IN_BF16)
 
 
 def loss_of_a_part(bench: Bench):
@@ -543,7 +543,7 @@ def update_norm(bench: Bench):
     expected = {"names of the gradients": names, "the norm": total_norm(drawn_gradients(*case, leave_out=LEFT_OUT))}
     bench.same(run, lambda r: expected | {"gradients after zero_grad": 0, "tensors left by zero_grad": 0})
     narrow = {"fp16: the norm": total_norm(drawn_gradients(*case))}
-    bench.same(run, lambda r: narrow, bound=1e-6)
+    bench.same(run, lambda r: narrow, IN_FP32)
 
 
 def update_clipped(bench: Bench):

@@ -12,7 +12,7 @@ from common.comm import Mesh, all_reduce
 from common.layout import materialize, note_gradient_sum
 from common.model import Decoder, ModelConfig
 from labs import training
-from labs.bench import Bench, Wrong, numbers
+from labs.bench import IN_FP32, Bench, Wrong, numbers
 from services import compression
 from services.ledger import Ledger
 
@@ -436,7 +436,7 @@ def narrow_sums(bench: Bench):
         bench.same(run, lambda r, bits=bits: {f"the sum{bits}": exact}, bound=bound)
         lost = sum(answer[f"what was lost{bits}"].double() for answer in run.answers)
         off = ((run.answers[0][f"the sum{bits}"].double() + lost - exact).norm() / exact.norm()).item()
-        if not off < 1e-6:
+        if not off < IN_FP32:
             text = f"of the sum{bits} and of what all ranks say was lost, something is missing"
             why = "each rank also owes what its own sum lost when it was made narrow"
             raise Wrong(f"{text}: {off:.3g} (relative) - {why}")
@@ -457,4 +457,4 @@ def late_not_lost(bench: Bench):
     case = narrow_case(bench)
     seed, n, length = case
     run, exact = bench.ranks(n, narrow_on_rank, *case), inputs_of(seed, n, length).double().sum(0)
-    bench.same(run, lambda r: {"what has arrived after four steps": exact}, bound=1e-6)
+    bench.same(run, lambda r: {"what has arrived after four steps": exact}, IN_FP32)

@@ -15,7 +15,7 @@ from common.comm import Group, Mesh
 from common.layout import Layout, Split, materialize, note_gradient_sum
 from common.model import Decoder, ModelConfig
 from labs import training
-from labs.bench import Bench, numbers
+from labs.bench import BOUND, IN_FP32, Bench, numbers
 from services.ledger import Ledger
 from services.offload import Homes
 from services.state import held
@@ -609,7 +609,7 @@ def norm(bench: Bench, sliced: bool):
     """In both dtypes."""
     case = norm_case(bench)
     run = bench.ranks(4, norm_on_rank, *case)
-    for dtype, bound in ((torch.float64, 1e-10), (torch.bfloat16, 1e-6)):
+    for dtype, bound in ((torch.float64, BOUND), (torch.bfloat16, IN_FP32)):
         right = whole_norm(case, dtype)
         bench.same(run, lambda r, d=dtype, w=right: {f"sliced={sliced}, {d}: the norm": w}, bound)
 

@@ -12,7 +12,7 @@ from common.comm import Mesh
 from common.layout import layout_of
 from common.model import Decoder
 from labs import training
-from labs.bench import Bench, Run, Wrong, numbers
+from labs.bench import IN_FP32, Bench, Run, Wrong, numbers
 from labs.lab04 import settled
 from services.ledger import Ledger
 from services.memory import MemoryTimeline
@@ -132,7 +132,7 @@ def block_precision(bench: Bench):
     dtypes = {"bf16: dtype of out": "torch.bfloat16", "bf16: dtype of lse": "torch.float32"}
     bench.same(run, lambda r: dtypes)
     expected = {"bf16: lse": block_expected(*case)["bf16: lse"]}
-    bench.same(run, lambda r: expected, 1e-5)
+    bench.same(run, lambda r: expected, IN_FP32)
 
 
 def merge_on_rank(seed: int, b: int, s: int, more: int, heads: int, kv_heads: int, d: int) -> dict:

@@ -19,7 +19,7 @@ from common.layout import layout_of
 from common.model import Decoder
 from common.moe import MoEConfig
 from labs import training
-from labs.bench import Bench, numbers
+from labs.bench import BOUND, IN_FP32, Bench, numbers
 from services.ledger import Ledger
 from tests.equivalence import SMALL, without_instruments
 
@@ -105,7 +105,7 @@ def router_logits(bench: Bench):
     x, w = numbers(seed, "x", tokens, dim), numbers(seed, "w", experts, dim)
     run = bench.ranks(1, router_on_rank, *case)
     bench.same(run, lambda r: {"router logits": x @ w.T, "bf16: dtype of router logits": "torch.float32"})
-    bench.same(run, lambda r: {"bf16: router logits": x.bfloat16().double() @ w.bfloat16().double().T}, 1e-5)
+    bench.same(run, lambda r: {"bf16: router logits": x.bfloat16().double() @ w.bfloat16().double().T}, IN_FP32)
 
 
 def best_of(row: list[float], k: int, groups: int, most: int) -> list[int]:
@@ -205,7 +205,7 @@ def grouped_values(bench: Bench):
     matmul = torch.cat([a[part] @ w[e] for e, part in enumerate(parts)])
     outer = torch.stack([b[part].T @ a[part] for part in parts])
     run = bench.ranks(1, grouped_on_rank, *case)
-    for dtype, bound in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+    for dtype, bound in ((torch.float64, BOUND), (torch.float32, IN_FP32)):
         expected = {f"{dtype}: grouped_matmul": matmul, f"{dtype}: grouped_outer": outer}
         bench.same(run, lambda r, values=expected: values, bound)
 

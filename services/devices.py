@@ -1,9 +1,11 @@
 """Which device and dtype a rank computes with, and how fast that could be."""
 
 import os
+import re
 import resource
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,15 +31,44 @@ GPU_PEAKS = {
     "T4": (65.0, 8.1),
 }
 
+OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}  # NVIDIA's for Linux, by the major version of CUDA
+
+
+def driver_version(about: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """NVIDIA's driver, as its kernel module says of itself; "" if there is none."""
+    found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", about.read_text()) if about.exists() else None
+    return found[1] if found else ""
+
+
+def unusable_gpu(files: Path = Path("/dev")) -> tuple[str, str]:
+    """(problem, mend) if this PyTorch is built for GPUs and one is here that it cannot use; else ("", "").
+
+    Whoever hides the GPUs, CUDA_VISIBLE_DEVICES= or -1, wants it so.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    there = sorted(files.glob("nvidia[0-9]*"))
+    if hidden or not there or not torch.version.cuda or torch.cuda.is_available():
+        return "", ""
+    wheel, driver = f"torch {torch.__version__}, built for CUDA {torch.version.cuda},", driver_version()
+    oldest = OLDEST_DRIVERS.get(int(torch.version.cuda.split(".")[0]), 0)
+    problem = f"{there[0]} is a GPU, but {wheel} cannot use it (driver {driver or 'unknown'})"
+    if driver and int(driver.split(".")[0]) >= oldest:
+        return problem, "see what nvidia-smi says"
+    return problem, f"update the driver to {oldest} or newer, or install a torch wheel for an older CUDA"
+
 
 def choose_device(name: str) -> torch.device:
     """`--device` -> the device of this process: one GPU a local rank, shared in turn where there are fewer GPUs.
 
     With a GPU, the host draws the initial weights and updates what is offloaded: with its share of the cores, not with
-    the one thread that torchrun gives a rank. (Another number in OMP_NUM_THREADS is the user's, and stays.)
+    the one thread that torchrun gives a rank. (Another number in OMP_NUM_THREADS is the user's, and stays.) Raises
+    UserError if there is a GPU that was not renounced, and cannot be used.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch sees no GPU here; use --device cpu or auto")
+    problem, mend = unusable_gpu() if name == "auto" else ("", "")
+    if problem:  # hours later somebody would notice how slow it is
+        raise UserError(f"{problem}: {mend}; or train on the CPU on purpose, with --device cpu")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from common.comm import all_reduce
 from services import plots
+from services.devices import driver_version, unusable_gpu
 from services.launch import open_mesh
 from services.tables import human, table
 
@@ -56,10 +57,15 @@ class Exchange(NamedTuple):
 def look_at_torch() -> Finding:
     """Python and PyTorch, and whether its build fits the machine."""
     found = f"Python {platform.python_version()}, torch {torch.__version__}"
+    if torch.version.cuda:
+        found += f", built for CUDA {torch.version.cuda}; NVIDIA driver {driver_version() or 'none'}"
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if sys.version_info < (3, 10) or version < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         return Finding("software", found, f"Python 3.10 and torch {oldest} are needed", "pip install torch==2.13.0")
+    problem, mend = unusable_gpu()
+    if problem:
+        return Finding("software", found, problem, mend)
     if torch.version.cuda and not torch.cuda.is_available():
         problem = f"torch is built for CUDA {torch.version.cuda} but sees no GPU"
         return Finding("software", found, problem, "see what nvidia-smi says; start containers with --gpus all")

@@ -367,6 +367,10 @@ class Event:
         """Take the current stream's moment."""
         self.at = self.answers.stream.now()
 
+    def wait(self, stream: Any = None):
+        """The current stream waits."""
+        self.answers.stream.catch_up(self.at)
+
     def synchronize(self):
         """The host waits."""
         self.answers.wait("an event")

@@ -2,8 +2,10 @@
 
 import math
 import os
+import socket
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -79,8 +81,28 @@ def open_mesh(sizes: dict[str, int], device: torch.device, backend: str, timeout
         dist.destroy_process_group()
 
 
-def require_same_flags(config: Any, mesh: Mesh):
-    """The first collective: every rank shows its flags. Raises UserError on all ranks, naming the flag that differs."""
+def where_ranks_are(mesh: Mesh) -> str:
+    """Which devices the ranks have, and how they talk. A collective."""
+    gpu = mesh.device.type == "cuda"
+    name = torch.cuda.get_device_name(mesh.device) if gpu else "cpu"
+    ranks: dict[str, list[tuple]] = defaultdict(list)
+    for theirs, *place in gather_objects((name, socket.gethostname(), mesh.device.index), mesh):
+        ranks[theirs].append(tuple(place))
+    parts = []
+    for name, places in ranks.items():
+        count = f"{len(set(places))} x " if name != "cpu" else ""
+        parts.append(f"{len(places)} rank{'s' * (len(places) > 1)} on {count}{name}")
+    return ", ".join(parts) + (f"; backend {dist.get_backend()}" if mesh.world > 1 else "; no backend")
+
+
+def introduce(config: Any, mesh: Mesh):
+    """The first collective: every rank shows its device and flags; a run's first line says where it trains.
+
+    Raises UserError on all ranks, naming the flag that differs.
+    """
+    where = where_ranks_are(mesh)
+    if mesh.rank == 0 and not (config.generate or config.dry_run):
+        print(f"device: {where}", flush=True)
     everyone = gather_objects(asdict(config), mesh)
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items() if theirs != everyone[0] else ():

@@ -125,15 +125,21 @@ class Ahead:
             update.step(lr, factor)
 
 
-def gather_beside(stream: torch.cuda.Stream, gather: Callable[[], None]):
+def gather_beside(stream: torch.cuda.Stream, unit: Any, gather: Callable[[], None]):
     """Start to copy and gather a unit's weights after what the GPU was told so far, and beside what comes next.
 
     The memory of whole units is then this stream's. It is free again as soon as the host says so, while kernels may
-    still read it; but the stream first waits for them.
+    still read it; but the stream first waits for them. `unit.ready` waits for what is pending: for NCCL, and for this
+    stream, which in a group of one is alone with the copy.
     """
+    before = unit.pending
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         gather()
+        if unit.pending is not before:  # else it was there already
+            arrived = torch.cuda.Event()
+            arrived.record()
+            unit.pending.works.append(arrived)
 
 
 def travel_beside(optimizer: Any, stack: ExitStack):
@@ -143,7 +149,7 @@ def travel_beside(optimizer: Any, stack: ExitStack):
         optimizer.update = Ahead(optimizer.updates, stack).update
     beside = torch.cuda.Stream() if any(unit.flat.is_cuda and not unit.slice.is_cuda for unit in units) else None
     for unit in units if beside is not None else ():
-        unit.gather = partial(gather_beside, beside, unit.gather)
+        unit.gather = partial(gather_beside, beside, unit, unit.gather)
 
 
 def on_host(config: Any) -> set[str]:

@@ -32,7 +32,7 @@ from services.launch import gather_objects
 from services.memory import MemoryTimeline
 from services.offload import on_host
 from services.tables import bytes_of, human, table
-from services.watchdog import Place, Signals, Watchdog, shared_store
+from services.watchdog import SAVES, Place, Signals, Watchdog, shared_store
 
 
 def run_directory(config: Any) -> Path:
@@ -88,7 +88,9 @@ class Run:
         number = store.add(f"runs of {self.rank}", 1)  # the keys of an earlier run in this process are not ours
         store = torch.distributed.PrefixStore(f"watchdog/{number}", store)
         self.watchdog = Watchdog(
-            self.place, self.config.timeout, self.rank, self.mesh.world, store, signalled=self.signals.came
+            *(self.place, self.config.timeout, self.rank, self.mesh.world, store),
+            signalled=self.signals.came,
+            written=lambda: self.saver.bytes_written if self.saver is not None else 0,
         )
         return self
 
@@ -113,6 +115,8 @@ class Run:
         """Where this rank is, for the watchdog."""
         ledger = self.mesh.ledger
         entered = {self.members.get(name, name): count for name, count in list(ledger.entered.items())}
+        if self.saver is not None:
+            entered[SAVES] = self.saver.files_written
         return Place(self.step, self.doing, ledger.last, entered)
 
     def stop(self, *_):

@@ -17,7 +17,7 @@ import pickle
 import shutil
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +33,7 @@ from services.checkpoint import FORMAT, checksum, file_name, meta_checksum, newe
 from services.launch import gather_objects
 
 ALIGNMENT = 64  # bytes: where an archive begins in its file, and the numbers in it
+PART = 2**26  # bytes that are flushed to the disk before more are written: so one can see that it goes on
 SMALL = 2**16  # bytes: what another thread is not worth waking up for
 NUMBERS = b"archive/data/0"  # the name of a tensor's numbers in the archive, which is a zip file
 
@@ -43,8 +44,10 @@ class Stream:
     torch.save would turn an OSError into another error. So the first one is kept, for who closes the file.
     """
 
-    def __init__(self, file: IO[bytes], helper: ThreadPoolExecutor):
+    def __init__(self, file: IO[bytes], helper: ThreadPoolExecutor, note: Callable[[int], None]):
+        """`note` is told how many more bytes are on the disk."""
         self.file, self.helper, self.digest, self.error = file, helper, hashlib.sha256(), None
+        self.note, self.unsynced = note, 0
         self.at, self.small = 0, b""  # bytes put into the file, and what is to follow them
         self.numbers: int | None = None  # where those of the tensor at hand begin
 
@@ -70,13 +73,22 @@ class Stream:
         """Write and hash."""
         hashed = self.helper.submit(self.digest.update, data) if len(data) > SMALL else self.digest.update(data)
         try:
-            if self.error is None:
-                self.file.write(data)
+            for start in range(0, len(data) if self.error is None else 0, PART):
+                self.unsynced += self.file.write(memoryview(data)[start : start + PART])
+                if self.unsynced >= PART:
+                    self.sync()
         except OSError as error:
             self.error = error
         self.at += len(data)
         if hashed is not None:
             hashed.result()
+
+    def sync(self):
+        """Flush what was written to the disk."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.note(self.unsynced)
+        self.unsynced = 0
 
     def archive(self, tensor: Tensor) -> tuple[int, int, int]:
         """Write a tensor as an archive; returns where its numbers begin, where it does, and its length: in bytes."""
@@ -90,15 +102,16 @@ class Stream:
         return self.numbers, begin, self.at - begin
 
 
-def write_boxes(path: Path, tensors: Iterable[Tensor]) -> tuple[str, list[tuple[int, int, int]]]:
+def write_boxes(
+    path: Path, tensors: Iterable[Tensor], note: Callable[[int], None]
+) -> tuple[str, list[tuple[int, int, int]]]:
     """Write tensors one after another, flushed to the disk; returns the SHA-256 of the file, and where they are."""
     with ThreadPoolExecutor(1) as helper, open(path, "wb") as file:
-        stream = Stream(file, helper)
+        stream = Stream(file, helper, note)
         places = [stream.archive(tensor) for tensor in tensors]
         if stream.error is not None:
             raise stream.error
-        file.flush()
-        os.fsync(file.fileno())
+        stream.sync()
     return stream.digest.hexdigest(), places
 
 
@@ -147,6 +160,7 @@ class Saver:
         self.parent = self.out / "checkpoints"
         self.busy = False  # a checkpoint has been begun and not yet settled
         self.thread: threading.Thread | None = None
+        self.bytes_written = self.files_written = 0  # of all saves; files: of those that training waited for
 
     def save(self, step: int, pieces: Iterable[Piece], meta: dict[str, Any], background: bool = False):
         """Write a checkpoint of `step` and remove all but the last `keep`. A collective.
@@ -197,11 +211,16 @@ class Saver:
     def write(self, own: list[Tensor]):
         """This rank's file, and beside it its checksum and places, which tell rank 0 that it is complete."""
         with self.noting_errors():
-            told = write_boxes(self.partial / file_name(self.rank), own)
+            told = write_boxes(self.partial / file_name(self.rank), own, self.note)
             side = self.partial / f"{self.rank}.new"
             side.write_text(json.dumps(told))
             side.rename(side.with_suffix(".told"))
+        self.files_written += self.thread is None
         self.written.set()
+
+    def note(self, n_bytes: int):
+        """So many more bytes are on the disk."""
+        self.bytes_written += n_bytes
 
     def write_and_commit(self, own: list[Tensor]):
         """The background thread. It takes part in no collective: ranks may be in different steps."""

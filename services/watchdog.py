@@ -9,6 +9,9 @@ its group keeps that one waiting. The rank to blame is behind in some group and 
 show this on a GPU: there the hosts run ahead of their streams, and then all stop at the same line. Where no count
 differs, it is the rank whose last movement lies farthest back. (Clocks of nodes should agree.)
 
+SAVING. A rank that writes a checkpoint enters no collective, and the others wait for it. So all ranks add the bytes
+that they have written to one number in the store: while it grows, the job moves.
+
 A RANK THAT DIED. Under NCCL the others notice nothing, and Python cannot handle the launcher's SIGTERM while the main
 thread waits in C++ for a GPU. This thread can. A rank that fails says so in the store. One that was killed writes no
 more. The others then have a few seconds to leave by themselves.
@@ -27,11 +30,12 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 SILENT = 4.0  # seconds after which a rank that writes nothing is taken for dead, if a signal has come, too
+SAVES = "saves"  # among the groups of collectives: here the files are counted that a rank has written
 GRACE = 4.0  # seconds for the main thread to leave by itself, after another rank has died
 
 
 class Place(NamedTuple):
-    """Where a rank is; `entered`: how many collectives since the start, by group ("tp of ranks 0 1")."""
+    """Where a rank is; `entered`: how many collectives since the start, by group ("tp of ranks 0 1"), and SAVES."""
 
     step: int
     phase: str
@@ -89,10 +93,14 @@ class Watchdog:
         store: dist.Store,
         end: Callable[[str], None] = say_and_exit,
         signalled: Callable[[], bool] = lambda: False,
+        written: Callable[[], int] = lambda: 0,
     ):
-        """`end` gets the report on one rank, "" on the others. `signalled`: whether a signal has come."""
+        """`end` gets the report on one rank, "" on the others. `signalled`: whether a signal has come.
+
+        `written`: how many bytes this rank has saved since the start.
+        """
         self.place, self.seconds, self.rank, self.world, self.store, self.end = place, seconds, rank, world, store, end
-        self.signalled, self.lost_since = signalled, 0.0
+        self.signalled, self.written, self.lost_since = signalled, written, 0.0
         self.stopped = threading.Event()
         self.thread = threading.Thread(target=self.watch, daemon=True)
         self.thread.start()
@@ -119,11 +127,13 @@ class Watchdog:
 
     def look(self):
         """Until stopped: publish this rank's place; at half the time warn, and shortly before all of it end."""
-        seen, since, warned, asked = None, time.time(), False, False
+        seen, since, warned, asked, added = None, time.time(), False, False, 0
         while not self.stopped.wait(min(1.0, self.seconds / 40)):
-            place = self.place()
-            if place != seen:
-                seen, since, warned = place, time.time(), False
+            place, written = self.place(), self.written()
+            moved = place, self.store.add("written", written - added)  # of all ranks
+            added = written
+            if moved != seen:
+                seen, since, warned = moved, time.time(), False
             self.publish(since, time.time())
             asked = self.signalled() or asked
             if self.lost(asked):
@@ -191,7 +201,8 @@ def compare(entered: dict[int, dict[str, int]]) -> tuple[dict[int, str], set[int
         least, most = min(counts.values()), max(counts.values())
         for rank, count in counts.items():
             if count < most:
-                behind[rank] = f" (in {group}: {count} collectives entered, others {most})"
+                what = "files written" if group == SAVES else "collectives entered"
+                behind[rank] = f" (in {group}: {count} {what}, others {most})"
             if count > least:
                 ahead.add(rank)
     return behind, ahead

@@ -9,6 +9,8 @@ os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 import pytest  # what imports torch is imported where it is needed: the process that deals out tests does without
 
+from tests.slowest import pytest_terminal_summary as pytest_terminal_summary
+
 
 def pytest_xdist_auto_num_workers(config):
     """Three processes share the files if all tests are to be run: many tests use one core, or wait."""

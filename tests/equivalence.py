@@ -25,11 +25,10 @@ from common import UserError
 from services import plots
 from services.run import Run
 from services.state import full_gradients, full_state
-from tests import faults
+from tests import bounds, faults
 from tests.pool import FIGURES, Pool
 
 SCRATCH = tempfile.TemporaryDirectory(prefix="equivalence-")
-BOUNDS = {"fp64": 1e-10, "fp32": 1e-5}
 STEPS = 2  # of a comparison; 3 in the sweeps (conftest.py)
 SMALL = dict(
     model="debug",
@@ -178,7 +177,7 @@ def check(
     compare with, in one process, if it is not step01. Returns the worst difference.
     """
     options = SMALL | dict(steps=2 if fault else STEPS) | base
-    file, bound = str(reference(options, patch, against)), BOUNDS[options["dtype"]]
+    file, bound = str(reference(options, patch, against)), bounds.RUN[options["dtype"]]
     with tempfile.TemporaryDirectory(dir=SCRATCH.name) as out:
         return max(pool.run(on_rank, step_name, options | layout | dict(out=out), file, bound, [patch, fault]))
 

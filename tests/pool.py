@@ -157,9 +157,9 @@ class Pool:
             theirs.close()
             self.processes.append(process)
             self.connections.append(ours)
-        self.collect(time.monotonic() + 120)
+        self.collect(time.monotonic() + 600)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 900.0) -> list[Any]:
         """Results of `function(*args)` by rank. Raises RankError or Hang; the pool then starts anew on next use,
         unless all ranks have failed alike.
         """
@@ -215,9 +215,12 @@ class Pool:
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid, signal.SIGUSR1)
-        time.sleep(0.3)
+        deadline = time.monotonic() + 60  # a rank writes as soon as it gets a core
         for rank in ranks:
-            lines = Path(f"{self.folder}/where-{rank}").read_text().splitlines()
+            file = Path(f"{self.folder}/where-{rank}")
+            while "pool.py" not in file.read_text() and self.processes[rank].is_alive() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            lines = file.read_text().splitlines()
             ours = [line.strip().replace(root + "/", "") for line in lines if root in line and "pool.py" not in line]
             places[rank] = " <- ".join(ours[:3]) or "an unknown place"
         return places

@@ -43,6 +43,7 @@ def largest(x: Tensor) -> Tensor:
     return torch.cat([b.abs().amax(-1, keepdim=True).expand_as(b) for b in x.split(256, -1)], -1)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("dim", [3, 256, 300])
 def test_a_message_is_as_long_and_as_exact_as_the_law_says(dim):
     """int8: a byte a value and 4 for a block, off by at most 1/254 of its largest value; bf16: by 2^-8 of itself."""

@@ -340,7 +340,7 @@ def test_an_unreachable_hub_is_told_at_once():
         env=environment | {"HF_ENDPOINT": "http://127.0.0.1:9"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1, done.stderr

@@ -5,13 +5,15 @@ import os
 import resource
 import shutil
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from services import doctor
+from common import UserError
+from services import devices, doctor
 from services.doctor import GIB, SIZES, Exchange, Finding
 from tests.pool import forkserver
 
@@ -76,6 +78,17 @@ PROBLEMS = {  # what is patched; who looks; what the screen then says
         doctor.look_at_torch,
         "built for CUDA 12.8 but sees no GPU",
     ),
+    "an old driver": (
+        [
+            (torch.version, "cuda", "13.0"),
+            (torch.cuda, "is_available", lambda: False),
+            (doctor, "driver_version", lambda: "535.104.05"),
+            (devices, "driver_version", lambda: "535.104.05"),
+            (Path, "glob", lambda *_: [Path("/dev/nvidia0")]),
+        ],
+        doctor.look_at_torch,
+        "(driver 535.104.05) update the driver to 580 or newer, or install a torch wheel for an older CUDA",
+    ),
     "a CPU build": (
         [(torch.version, "cuda", None), (torch.version, "hip", None), (shutil, "which", lambda _: "/bin/nvidia-smi")],
         doctor.look_at_torch,
@@ -112,6 +125,53 @@ def test_each_problem_has_its_mend(monkeypatch, name):
     assert found.problem and found.mend and says in f"{found.problem} {found.mend}" and found != sound
     text = doctor.screen([Finding("host", "fine"), found], [])
     assert f"! {found.what}" in text and "1 problem:" in text and f"mend: {found.mend}" in text
+
+
+KERNEL_MODULES = {
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version: 12": "535",
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder)\n": "580",
+    "something else": "",
+}
+
+
+def test_the_driver_is_read_from_its_kernel_module(tmp_path):
+    """Of both kinds of modules; "" if there is no such file."""
+    for text, version in KERNEL_MODULES.items():
+        (tmp_path / "version").write_text(text)
+        assert devices.driver_version(tmp_path / "version").split(".")[0] == version
+    assert devices.driver_version(tmp_path / "none") == ""
+
+
+@pytest.mark.parametrize(
+    "driver, mend",
+    [("535.104.05", "update the driver to 580"), ("", "update the driver to 580"), ("580.65.06", "nvidia-smi")],
+)
+def test_a_gpu_that_this_torch_cannot_use_is_not_passed_over(monkeypatch, driver, mend):
+    """A line with driver, wheel and mend instead of days on the CPU; --device cpu, or hiding the GPU, is on purpose."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(devices, "driver_version", lambda: driver)
+    monkeypatch.setattr(Path, "glob", lambda *_: [Path("/dev/nvidia0")])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(UserError) as raised:
+        devices.choose_device("auto")
+    said = str(raised.value)
+    assert "\n" not in said and f"torch {torch.__version__}, built for CUDA 13.0" in said and mend in said
+    assert (driver or "unknown") in said and said.endswith("--device cpu")
+    assert devices.choose_device("cpu").type == "cpu"
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert devices.choose_device("auto").type == "cpu"
+
+
+def test_without_a_gpu_all_is_well(monkeypatch):
+    """A wheel for GPUs on a machine without one trains on the CPU, and so does a wheel for CPUs beside a GPU."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for cuda, files in (("13.0", []), (None, [Path("/dev/nvidia0")])):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(Path, "glob", lambda *_, files=files: files)
+        assert devices.choose_device("auto").type == "cpu"
 
 
 @pytest.mark.parametrize("peers", [True, False])

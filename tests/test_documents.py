@@ -23,7 +23,7 @@ from services.documents import Documents, MicroBatch, document_numbers, restarte
 from services.launch import open_mesh
 from services.memory import MemoryTimeline
 from services.readers import open_tokens
-from tests import equivalence, faults
+from tests import bounds, equivalence, faults
 from tests.bench.cp_work import pairs
 from tests.equivalence import SMALL, check, difference
 from theory.memory import memory_rows
@@ -92,6 +92,7 @@ def small_model(**flags) -> Decoder:
     return model
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("kind", ["mask", "reset"])
 def test_each_document_is_as_if_it_were_alone(kind):
     """Hidden states and gradients of packed sequences are those of the plain model on every document by itself.
@@ -111,11 +112,12 @@ def test_each_document_is_as_if_it_were_alone(kind):
             alone.append(plain(row[None, start:end], at))
             plain.lm_head.loss(alone[-1], row[None, start:end]).backward()
     assert len(alone) > 9
-    assert difference(hidden.detach().flatten(0, 1), torch.cat(alone, 1)[0].detach()) < 1e-12
+    assert difference(hidden.detach().flatten(0, 1), torch.cat(alone, 1)[0].detach()) < bounds.FP64
     for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
-        assert difference(mine.grad, theirs.grad) < 1e-11
+        assert difference(mine.grad, theirs.grad) < bounds.RUN["fp64"]
 
 
+@pytest.mark.numerics
 def test_rope_is_relative():
     """Positions that restart change nothing but rounding."""
     tokens, found = random_tokens(2, 2, 16, 4), []
@@ -123,7 +125,7 @@ def test_rope_is_relative():
         model = small_model()
         follower(model, kind, 2).begin(tokens)
         found.append(model(tokens).detach())
-    assert 0 < difference(*found) < 1e-12
+    assert 0 < difference(*found) < bounds.FP64
 
 
 # --- the law of visited blocks ---------------------------------------------------------------------------------------

@@ -189,6 +189,7 @@ BROKEN = {
 
 OFFLOADS = dict(optimizer=dict(zero=1, offload_optimizer="cpu"), both=dict(zero=3, offload_optimizer="cpu"))
 OFFLOADS["both"] |= dict(offload_params="cpu")
+OFFLOADS["alone"] = OFFLOADS["both"] | dict(zero_replicas=WORLD)  # slices of a group of one: no collective gathers them
 OFFLOADED = {f"offloaded-{name}": path(3, 0, options) for name, options in OFFLOADS.items()}
 EARLY = dict(
     host_does_not_wait="step03_zero.py", copies_do_not_wait="in offload.py", weights_not_waited_for="mm in model"
@@ -303,7 +304,10 @@ def test_nothing_is_read_before_it_arrives(results, cases):
 
 @each(OFFLOADED)
 def test_offloaded_units_travel_beside(results, cases):
-    """Gradients to the host and, with --offload-params, weights to the GPU are copied on streams of their own."""
+    """Gradients to the host and, with --offload-params, weights to the GPU are copied on streams of their own.
+
+    Also where each rank holds all slices: then no collective, whose end is waited for, follows the copy.
+    """
     found = succeeded(results, *cases)
     assert found["early"] == [] and found["beside"][0] > 0
 

@@ -1,6 +1,7 @@
 """The rules of the house, checked on the parsed source: what a step is, who may import whom, how long a room may be."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -197,3 +198,19 @@ def test_no_state_in_modules_and_no_environment_in_models():
         assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)], path.name
         reads = "os.environ" in path.read_text()
         assert not reads, f"{path.name} reads the environment"
+
+
+@pytest.mark.parametrize("workers", [1, 0])
+def test_a_run_of_tests_names_its_slowest(tmp_path, workers):
+    """Wall time and five tests, those of other processes, too; after that pytest's own last line."""
+    ordered = "".join(f"def test_{n}():\n    time.sleep({n} / 50)\n\n" for n in range(7))
+    (tmp_path / "test_some.py").write_text(f"import time\n\n{ordered}")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.slowest", "-c", os.devnull, "-n", str(workers)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    command += ["--rootdir", str(tmp_path), str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    head, *rows, last = done.stdout.splitlines()[-7:]
+    assert re.fullmatch(r"=+ \d+ s of wall time; the slowest of 7 tests =+", head), done.stdout
+    assert all(re.fullmatch(r" +\d+\.\d\d s  test_some\.py::test_\d", row) for row in rows)
+    assert {row.split()[2] for row in rows} & {"test_some.py::test_6"} and last.startswith("7 passed in ")

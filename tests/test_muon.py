@@ -15,7 +15,7 @@ import step07_moe_ep as step07
 from services import variants
 from services.muon import A, B, C, is_hidden, orthogonal
 from services.state import full_state
-from tests import equivalence
+from tests import bounds, equivalence
 from tests.equivalence import SMALL, Recording, difference, job, label, on_rank
 from theory.flops import newton_schulz_flops
 from theory.traffic import muon_traffic
@@ -61,31 +61,52 @@ def torchs_own(optimizer, config, mesh):
 # --- one device ------------------------------------------------------------------------------------------------------
 
 
+def added_alike(shape: tuple[int, int]) -> float:
+    """How far Newton-Schulz iterations in bf16 may be from torch's, which takes one matrix at a time, not a stack.
+
+    0, if this processor's matmuls of a stack and of one matrix add in the same order; else 15 roundings.
+    """
+    stack = torch.randn(3, *sorted(shape), generator=torch.Generator().manual_seed(0)).bfloat16()
+    grams = stack @ stack.mT
+    one_by_one = [
+        (x @ x.T, torch.addmm(gram, gram, gram, beta=B, alpha=C)) for x, gram in zip(stack, grams, strict=True)
+    ]
+    both = grams, torch.baddbmm(grams, grams, grams, beta=B, alpha=C)
+    alike = all(map(torch.equal, both, map(torch.stack, zip(*one_by_one, strict=True))))
+    return 0.0 if alike else bounds.roundings(torch.bfloat16, 15)
+
+
+@pytest.mark.numerics
 @pytest.mark.parametrize("shape", SHAPES)
 def test_matrices_are_made_orthogonal_as_torch_does(shape):
-    """Bit for bit in bf16, to rounding in fp64, each of a stack alone; singular values end between 0.6 and 1.3."""
+    """Bit for bit in bf16 (if matmuls add alike), else to rounding, each of a stack alone; singular values near 1."""
     stack = torch.randn(3, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     expected = [_muon._zeropower_via_newtonschulz(x, (A, B, C), 5, 1e-7) for x in stack]
-    assert torch.equal(orthogonal(stack.bfloat16()), torch.stack(expected))
+    assert difference(orthogonal(stack.bfloat16()), torch.stack(expected)) <= added_alike(shape)
     with in_its_own_dtype():
         expected = [_muon._zeropower_via_newtonschulz(x, (A, B, C), 5, 1e-7) for x in stack]
     found = orthogonal(stack)
-    assert difference(found, torch.stack(expected)) < 1e-12
+    assert difference(found, torch.stack(expected)) < bounds.FP64
     if shape[0] != shape[1]:  # a square random matrix has singular values near 0, which take more iterations
         values = torch.linalg.svdvals(found)
         assert ((values > 0.6) & (values < 1.3)).all()
 
 
+@pytest.mark.numerics
 @pytest.mark.picked(0)
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16"])
 def test_one_device_is_torchs_own(tmp_path, dtype):
-    """Four clipped steps with weight decay equal torch.optim.Muon beside AdamW: bit for bit, in fp64 to rounding."""
+    """Four clipped steps with weight decay equal torch.optim.Muon beside AdamW: in fp64 to rounding, else bit for bit.
+
+    (If the matmuls of this processor add alike.)
+    """
     config = step01.Config(**SMALL | BASE | dict(dtype=dtype, out=str(tmp_path / "run")))
     ours = equivalence.record(step01, config)
     dtypes = in_its_own_dtype() if dtype == "fp64" else nullcontext()
     with dtypes, mock.patch.object(variants, "take_over", torchs_own):
         theirs = equivalence.record(step01, config)
-    assert equivalence.compare(ours, theirs, 1e-12 if dtype == "fp64" else 0.0) < 1e-12
+    bound = bounds.RUN["fp64"] if dtype == "fp64" else max(map(added_alike, [(32, 32), (16, 32), (48, 32), (32, 48)]))
+    equivalence.compare(ours, theirs, bound)
 
 
 def test_fp16_steps_that_are_skipped_leave_the_momentum(tmp_path):

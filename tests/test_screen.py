@@ -5,10 +5,14 @@ import importlib
 import io
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 
+import step01_single_gpu as step01
+from services import launch
 from services.ledger import Ledger
 from services.run import Run
 from services.state import full_gradients
@@ -53,6 +57,26 @@ def test_the_readmes_table(pools, tmp_path):
     lines = shown.strip().splitlines()
     assert len(lines) == 10 and set(lines[2:]) <= set(printed.splitlines())
     assert lines[0] in printed
+    assert printed.splitlines()[0] == "device: 4 ranks on cpu; backend gloo"
+
+
+@pytest.mark.parametrize("gpus, shown", [((0, 1, 2), 3), ((0, 0, 0), 1)])
+def test_the_first_line_says_where_a_job_trains(monkeypatch, capsys, gpus, shown):
+    """Ranks that share a GPU, and one that has none, are seen at once; who writes a text has no such line."""
+    seen = [("NVIDIA H100", "node0", gpu) for gpu in gpus] + [("cpu", "node0", None)]
+    monkeypatch.setattr(launch, "gather_objects", lambda thing, mesh: seen if isinstance(thing, tuple) else [thing])
+    monkeypatch.setattr(launch.dist, "get_backend", lambda: "gloo")
+    mesh = SimpleNamespace(device=torch.device("cpu"), world=4, rank=0)
+    launch.introduce(step01.Config(), mesh)
+    assert capsys.readouterr().out == f"device: 3 ranks on {shown} x NVIDIA H100, 1 rank on cpu; backend gloo\n"
+    launch.introduce(step01.Config(generate="def "), mesh)
+    assert capsys.readouterr().out == ""
+
+
+def test_alone_there_is_no_backend(tmp_path, capsys):
+    """Step 1, before anything else."""
+    step01.train(step01.Config(**SMALL | dict(steps=1, eval_every=0, save_every=0, out=str(tmp_path / "run"))))
+    assert capsys.readouterr().out.splitlines()[0] == "device: 1 rank on cpu; no backend"
 
 
 WHOLE, PARTIAL = "Replicate", "Partial"
@@ -172,6 +196,7 @@ def test_gradients_leave_while_backward_goes_on(pools, tmp_path, number, flags):
         assert len(phases) > 3 and phases.count("backward") >= len(phases) - 1, phases
 
 
+@pytest.mark.numerics
 @pytest.mark.picked(0, 2)
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_gradients_of_fp16(tmp_path, number):

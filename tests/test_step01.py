@@ -41,6 +41,7 @@ from services.saver import Saver
 from services.state import full_state, held
 from services.tables import human
 from step01_single_gpu import Config, Optimizer, wrap_layers
+from tests import bounds
 from tests.bench.recompute import MODES, counted_flops, random_loss, saved_bytes
 from tests.equivalence import SMALL, compare, record
 from tests.jobs import as_flags, launch, steps_done, wait_for
@@ -109,6 +110,7 @@ DEVICES = [
 ]
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("dtype", ["fp64", "bf16"])
 def test_recomputation_does_not_change_a_bit(dtype):
     """All gradients are identical under the three modes."""
@@ -177,6 +179,7 @@ def test_flops_are_megatrons():
 # Arithmetic of a step
 
 
+@pytest.mark.numerics
 @pytest.mark.picked(0, 3)
 @pytest.mark.parametrize("data", ["even", "uneven"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -198,11 +201,12 @@ def test_micro_batches_do_not_matter(tmp_path, uneven_data, optimizer, data):
         compare(record(step01, small(tmp_path, micro_batch_size=24 // k, **options)), whole, 1e-10)
 
 
+@pytest.mark.numerics
 def test_recomputation_trains_to_the_same_numbers(tmp_path):
     """A whole run with full or selective recomputation."""
     none = record(step01, small(tmp_path))
     for mode in MODES[1:]:
-        compare(record(step01, small(tmp_path, recompute=mode)), none, 1e-12)
+        compare(record(step01, small(tmp_path, recompute=mode)), none, bounds.RUN["fp64"])
 
 
 @pytest.mark.picked(2)
@@ -216,9 +220,10 @@ def test_compile_makes_one_graph_for_all_layers(tmp_path, monkeypatch, mode):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # all but the code generation
     compiled = step01.train(small(tmp_path, compile=True, **options)).history
     assert counters["stats"]["unique_graphs"] == counters["frames"]["total"] == 1
-    assert [row["loss"] for row in compiled] == pytest.approx([row["loss"] for row in plain], rel=1e-12)
+    assert [row["loss"] for row in compiled] == pytest.approx([row["loss"] for row in plain], rel=bounds.RUN["fp64"])
 
 
+@pytest.mark.numerics
 @pytest.mark.picked(0)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_16_bit_training_keeps_fp32_beside_it(tmp_path, dtype):
@@ -238,6 +243,7 @@ def test_16_bit_training_keeps_fp32_beside_it(tmp_path, dtype):
     assert history[-1]["loss"] < history[0]["loss"]
 
 
+@pytest.mark.numerics
 def test_gradients_add_up_in_fp32():
     """300 equal micro-batches give 300 times the gradient; a bf16 sum would stand still after 256."""
     model = build(torch.bfloat16, dim=16, n_layers=1, ffn_dim=16, seq_len=4)
@@ -245,9 +251,12 @@ def test_gradients_add_up_in_fp32():
     (once,) = torch.autograd.grad(random_loss(model, 1), [model.lm_head.weight])
     for _ in range(300):
         random_loss(model, 1).backward()
-    torch.testing.assert_close(model.lm_head.weight.grad, 300 * once.float(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        model.lm_head.weight.grad, 300 * once.float(), rtol=bounds.roundings(torch.float32, 300), atol=0
+    )
 
 
+@pytest.mark.numerics
 def test_masters_take_updates_too_small_for_16_bits():
     """A step of 1e-6 leaves a bf16 weight as it was; a thousand of them must not be lost."""
     model = build(torch.bfloat16, dim=16, n_layers=1, ffn_dim=16, seq_len=4)
@@ -288,6 +297,7 @@ def test_fp16_overflow_skips_and_halves(tmp_path, monkeypatch):
     assert "Infinity" not in (tmp_path / "metrics.jsonl").read_text()  # which would not be JSON
 
 
+@pytest.mark.numerics
 def test_fp16_scale_doubles_after_1000_good_steps_and_is_taken_out():
     """The scale changes neither norm nor update: with SGD the masters move by the unscaled gradient."""
     moves = []
@@ -304,11 +314,12 @@ def test_fp16_scale_doubles_after_1000_good_steps_and_is_taken_out():
     assert moves[0] == pytest.approx(moves[1], rel=1e-2)
 
 
+@pytest.mark.numerics
 def test_fp16_follows_fp32(tmp_path):
-    """Four steps in fp16 and in bf16 stay near fp32's loss."""
+    """Four steps in fp16 and in bf16 stay near fp32's loss (about 4 nats)."""
     losses = {d: [r["loss"] for r in step01.train(small(tmp_path, dtype=d)).history] for d in ("fp32", "bf16", "fp16")}
-    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.01)
-    assert losses["fp16"] == pytest.approx(losses["fp32"], rel=0.002)
+    assert losses["bf16"] == pytest.approx(losses["fp32"], abs=2 * bounds.DRIFT)
+    assert losses["fp16"] == pytest.approx(losses["fp32"], abs=bounds.DRIFT)
 
 
 def test_weight_decay_spares_norms():
@@ -321,9 +332,10 @@ def test_weight_decay_spares_norms():
     take_step(optimizer, 0.01)
     for name, param in model.named_parameters():
         factor = 1.0 if "norm" in name else 1 - 0.01 * 0.5
-        torch.testing.assert_close(param.detach(), before[name] * factor, rtol=1e-12, atol=0)
+        torch.testing.assert_close(param.detach(), before[name] * factor, rtol=bounds.FP64, atol=0)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("clip", [0.0, 0.01, 1e6])
 def test_clipping(clip):
     """The norm returned is that of the whole gradient; the update is scaled down to the limit, if there is one."""
@@ -333,7 +345,7 @@ def test_clipping(clip):
     random_loss(model, 2).backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
-    assert take_step(optimizer, 0.1) == pytest.approx(norm, rel=1e-12)
+    assert take_step(optimizer, 0.1) == pytest.approx(norm, rel=bounds.FP64)
     factor = clip / norm if 0 < clip < norm else 1.0
     assert (factor < 1) == (clip == 0.01)
     for name, param in model.named_parameters():
@@ -377,6 +389,7 @@ def test_tied_weights_are_one_parameter(tmp_path):
     assert torch.equal(again.model.lm_head.weight, trained.model.lm_head.weight)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
 def test_an_update_rule_begins_with_all_of_its_state(optimizer):
     """It is there before the first step, all zero, and making it changed no weight; the first step is torch.optim's."""
@@ -401,10 +414,11 @@ def test_an_update_rule_begins_with_all_of_its_state(optimizer):
         rule.step()
         expected.step()
     for i, (ours, theirs) in enumerate(zip(tensors, plain, strict=True)):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+        torch.testing.assert_close(ours, theirs, rtol=bounds.FP64, atol=0)
         assert begin[i].keys() == expected.state[theirs].keys()
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_frozen_parameter_stays(dtype):
     """No gradient, no update, no decay, no share in the norm."""
@@ -414,7 +428,8 @@ def test_a_frozen_parameter_stays(dtype):
     optimizer = adamw(model)
     random_loss(model, 2).backward()
     norm = optimizer.grad_norm()
-    assert norm == pytest.approx(math.sqrt(sum(g.double().square().sum() for g in optimizer.gradients().values())))
+    exact = math.sqrt(sum(g.double().square().sum() for g in optimizer.gradients().values()))
+    assert norm == pytest.approx(exact, rel=bounds.RUN["fp32"])
     assert take_step(optimizer, 0.01) == norm
     assert torch.equal(still, before) and len(optimizer.gradients()) == 0
     assert "model.layers.1.mlp.up_proj.weight" not in state_of(optimizer)["exp_avg"]
@@ -573,7 +588,7 @@ def dying(function, at: int, calls: list, effect=None):
     return wrapper
 
 
-def half_a_file(path, _):
+def half_a_file(path, *_):
     """A file with numbers got no further."""
     Path(path).write_bytes(b"half")
 
@@ -772,7 +787,7 @@ def test_a_signal_to_the_command(tmp_path, number):
     process = launch("step01_single_gpu.py", *as_flags(options), stderr=subprocess.PIPE)
     wait_for(lambda: steps_done(tmp_path / "run") > 2, process)
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 0 and err == ""
     last = read_metrics(tmp_path / "run")[-1]["step"]
     assert f"interrupted after step {last}" in out
@@ -1005,7 +1020,7 @@ def test_the_loss_is_the_mean_over_all_targets(tmp_path):
     model = build(torch.float64)
     logits = model.lm_head(model(batch.tokens))
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
-    assert history[0]["loss"] == pytest.approx(expected.item(), rel=1e-12)
+    assert history[0]["loss"] == pytest.approx(expected.item(), rel=bounds.FP64)
     assert history[0]["loss"] == pytest.approx(math.log(259), rel=0.01)
 
 
@@ -1016,7 +1031,7 @@ def test_validation_loss_does_not_depend_on_micro_batches(tmp_path):
         step01.train(small(tmp_path, micro_batch_size=size, **options)).history[0]["validation_loss"]
         for size in (1, 4, 24)
     ]
-    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-12)
+    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=bounds.FP64)
 
 
 def test_profile_memory(tmp_path):

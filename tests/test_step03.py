@@ -279,6 +279,7 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
 # --- the stages among themselves -------------------------------------------------------------------------------------
 
 
+@pytest.mark.numerics
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("count", [1, 3])
@@ -300,6 +301,7 @@ def test_stages_agree_bit_for_bit(pools, tmp_path, optimizer, count):
         assert torch.allclose(weights[1][name], weights[2][name], rtol=0, atol=1e-4)
 
 
+@pytest.mark.numerics
 @pytest.mark.picked(0)
 @pytest.mark.parametrize(
     "dtype, grad_dtype, bound", [("bf16", "fp32", 1e-3), ("bf16", "same", 3e-2), ("fp16", "fp32", 1e-3)]

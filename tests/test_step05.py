@@ -33,7 +33,7 @@ from services.evaluation import generate, look_through
 from services.launch import gather_objects, open_mesh
 from services.memory import MemoryTimeline
 from services.readers import open_tokens
-from tests import equivalence, faults
+from tests import bounds, equivalence, faults
 from tests.bench.cp_work import pairs, watched
 from tests.equivalence import SMALL, check, difference, label
 from tests.pool import RankError
@@ -166,13 +166,14 @@ def columns_on_rank(options: dict, *keys: str) -> list[list[float]]:
     return [[row[key] for row in history if key in row] for key in keys]
 
 
+@pytest.mark.numerics
 def test_bf16_stays_near(pools, tmp_path):
-    """bf16 is within 0.02 nats of one device's bf16 run over 20 steps, on both ranks alike."""
+    """bf16 is within `bounds.DRIFT` nats of one device's bf16 run over 20 steps, on both ranks alike."""
     options = SMALL | BASE | dict(optimizer="adamw", dtype="bf16", lr=0.01, steps=20)
     expected = step01.train(step01.Config(**options, out=str(tmp_path / "one"))).history
     losses = pools(2).run(column_on_rank, options | dict(cp=2, out=str(tmp_path / "two")))
     assert losses[0] == losses[1]
-    assert max(abs(a - row["loss"]) for a, row in zip(losses[0], expected, strict=True)) < 0.02
+    assert max(abs(a - row["loss"]) for a, row in zip(losses[0], expected, strict=True)) < bounds.DRIFT
 
 
 def test_validation_is_one_devices(pools, tmp_path, uneven_data):
@@ -284,6 +285,7 @@ def block_inputs(name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor,
     return q, k, v, grad, causal
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("name", BLOCKS)
 def test_reference_block_and_its_backward(name):
     """Against autograd through a softmax written out, fp64 to 1e-12: GQA, causal or not, s_q unlike s_k."""
@@ -299,18 +301,20 @@ def test_reference_block_and_its_backward(name):
 
     out, lse = step05.reference_block(q, k, v, causal)
     found = step05.reference_block_backward(grad, q, k, v, out, lse, causal)
-    assert difference(out, expected.detach()) < 1e-12 and difference(lse, scores.detach().logsumexp(-1)) < 1e-12
+    assert difference(out, expected.detach()) < bounds.FP64
+    assert difference(lse, scores.detach().logsumexp(-1)) < bounds.FP64
     for mine, leaf in zip(found, leaves, strict=True):
-        assert difference(mine, leaf.grad) < 1e-12
+        assert difference(mine, leaf.grad) < bounds.FP64
 
 
-ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
-
-
-@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.numerics
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["diagonal", "past", "long", "one kv head"])
 def test_block_attention_is_the_reference(name, dtype):
-    """The kernels agree with the formulas, on tensors that are not contiguous too; the lse is fp32 or wider."""
+    """The kernels agree with the formulas, on tensors that are not contiguous too.
+
+    The lse is fp32 or wider, and exact enough that one in 16 bits, whatever it says of itself, would be noticed.
+    """
     q, k, v, grad, causal = block_inputs(name, dtype)
     expected = step05.reference_block(q, k, v, causal)
     back = step05.reference_block_backward(grad, q, k, v, *expected, causal)
@@ -318,14 +322,17 @@ def test_block_attention_is_the_reference(name, dtype):
     for g, *qkv in ((grad, q, k, v), strided):
         found = step05.block_attention(*qkv, causal)
         assert found[0].dtype == dtype and found[1].dtype == torch.promote_types(dtype, torch.float32)
-        assert difference(found[1], expected[1]) < max(1e-6 * (dtype.itemsize < 8), 1e-14)
+        assert (found[1] - expected[1]).abs().max() < bounds.log_sum_exp(dtype)
+        if dtype.itemsize == 2:
+            assert (expected[1].to(dtype) - expected[1]).abs().max() > 2 * bounds.log_sum_exp(dtype)
         for mine, theirs in zip(
             (found[0], *step05.block_attention_backward(g, *qkv, *expected, causal)), (expected[0], *back), strict=True
         ):
             assert mine.shape == theirs.shape and mine.dtype == dtype
-            assert difference(mine, theirs) < ROUNDING[dtype]
+            assert difference(mine, theirs) < bounds.attention(dtype)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 def test_merge_is_the_softmax_over_the_union(scale):
     """Three blocks of keys in any order give one softmax over all, also where scores are far apart."""
@@ -336,7 +343,7 @@ def test_merge_is_the_softmax_over_the_union(scale):
         out, lse = (x.clone() for x in parts[order[0]])
         for i in order[1:]:
             step05.merge(out, lse, *parts[i])
-        assert difference(out, expected) < 1e-13 and difference(lse, expected_lse) < 1e-14
+        assert difference(out, expected) < bounds.FP64 and difference(lse, expected_lse) < bounds.FP64
 
 
 # --- who holds and sees what -----------------------------------------------------------------------------------------
@@ -406,7 +413,7 @@ def swap_on_rank() -> None:
             cotangent = normal(2, 2, 3 * n, 2 * n, 5).chunk(n, 2 if to_heads else 1)[rank]
             out.backward(cotangent)
             inner = sum_over(group, (out.detach() * cotangent).sum().item(), (leaf.grad * x).sum().item())
-            assert abs(inner[0] - inner[1]) < 1e-12 * abs(inner[0])
+            assert abs(inner[0] - inner[1]) < bounds.FP64 * abs(inner[0])
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -451,6 +458,7 @@ def attention_on_rank(modes: list[str], shape: Shape, dtype: torch.dtype, fault:
     return found
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_each_mode_is_one_call_on_the_whole_sequence(pools, world, kv_heads):
@@ -460,7 +468,7 @@ def test_each_mode_is_one_call_on_the_whole_sequence(pools, world, kv_heads):
     expected = on_one_device(shape, torch.float64, torch.float64)
     for mode, found in zip(modes, pools(world).run(attention_on_rank, modes, shape, torch.float64)[0], strict=True):
         for what, mine, theirs in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
-            assert difference(mine, theirs) < 1e-12, (mode, what)
+            assert difference(mine, theirs) < bounds.FP64, (mode, what)
 
 
 PRECISION = (1, 256, 8, 2, 32)
@@ -477,12 +485,13 @@ def precision(pools, world: int, modes: list[str], fault: str = "") -> dict[str,
     }
 
 
+@pytest.mark.numerics
 @pytest.mark.picked(1)
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_bf16_is_as_precise_as_on_one_device(pools, world):
-    """Norm-wise errors of at most 1.2 times those of one call, for normal q, k, v: what merging rounds once more."""
+    """Norm-wise errors of at most sqrt(2) times those of one call, for normal q, k, v: merging rounds once more."""
     for mode, ratios in precision(pools, world, MODES).items():
-        assert max(ratios) < 1.2, (mode, ratios)
+        assert max(ratios) < bounds.ONE_MORE_ROUNDING, (mode, ratios)
 
 
 # --- what it costs ---------------------------------------------------------------------------------------------------
@@ -631,7 +640,7 @@ def saved_on_rank(options: dict, variants: list[dict]) -> list[tuple[int, int]]:
             with timeline.phase("forward"):
                 loss = loss_of(model, tokens[:, own], own)
             predicted = cp_activation_bytes(config, m, config.tp, cp, dtype, on_cpu=True, rank=mesh["cp"].rank)
-            deadline = time.monotonic() + 2  # gloo's threads may hold a message's tensors for a moment
+            deadline = time.monotonic() + 30  # gloo's threads may hold a message's tensors for a moment
             while predicted and timeline.live("activations") > 1.05 * predicted and time.monotonic() < deadline:
                 time.sleep(0.01)
             found.append((predicted, timeline.live("activations")))
@@ -756,7 +765,7 @@ def test_faults_are_noticed(pools, tmp_path, fault, cp, base, layout, complaint,
     """What peers got wrong makes the comparison with one device fail, whatever the optimizer hides."""
     options = SMALL | BASE | base | dict(optimizer=optimizer, steps=2)
     ours = options | dict(cp=cp, tp=1) | layout | dict(out=str(tmp_path / "run"))
-    bound = equivalence.BOUNDS[options["dtype"]]
+    bound = bounds.RUN[options["dtype"]]
     found = pools(cp).run(
         equivalence.complaint_on_rank,
         equivalence.on_rank,
@@ -769,11 +778,12 @@ def test_faults_are_noticed(pools, tmp_path, fault, cp, base, layout, complaint,
     assert any(re.search(f"({complaint}).* differs by", text) for text in found), found
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("mode", ["zigzag", "ring", "allgather"])
 def test_a_log_sum_exp_in_bf16_is_noticed(pools, mode):
     """The law of precision sees it, first of all in dq."""
     ratios = precision(pools, 4, [mode], "lse_in_bf16")[mode]
-    assert ratios[1] > 1.5 and max(ratios) > 1.2, ratios
+    assert ratios[1] == max(ratios) > 1.5 * bounds.ONE_MORE_ROUNDING, ratios
 
 
 @pytest.mark.parametrize("mode", ["zigzag", "ring", "allgather"])
@@ -782,7 +792,7 @@ def test_repeated_key_value_heads_are_noticed(pools, mode):
     shape = (2, 16, 8, 2, 6)
     (found,) = pools(2).run(attention_on_rank, [mode], shape, torch.float64, "kv_heads_repeated_before_the_ring")[0]
     for mine, theirs in zip(found, on_one_device(shape, torch.float64, torch.float64), strict=True):
-        assert difference(mine, theirs) < 1e-12
+        assert difference(mine, theirs) < bounds.FP64
     dtype = torch.float32
     for sent in pools(2).run(bytes_on_rank, [(mode, 2, dtype)], "kv_heads_repeated_before_the_ring"):
         forward, backward = docstring_bytes(mode, 2, 2, dtype)
@@ -796,7 +806,7 @@ def test_contiguous_chunks_are_noticed(pools, world):
     shape = (2, 4 * world, 8, 2, 6)
     (found,) = pools(world).run(attention_on_rank, ["zigzag"], shape, torch.float64, "contiguous_chunks")[0]
     for mine, theirs in zip(found, on_one_device(shape, torch.float64, torch.float64), strict=True):
-        assert difference(mine, theirs) < 1e-12
+        assert difference(mine, theirs) < bounds.FP64
     with pytest.raises(AssertionError):
         require_balance(pools, world, "zigzag", "contiguous_chunks")
 

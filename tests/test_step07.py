@@ -38,7 +38,7 @@ from services.run import Run
 from services.state import held
 from services.tables import bytes_of
 from services.variants import Variants
-from tests import equivalence, faults
+from tests import bounds, equivalence, faults
 from tests.bench import expert_load
 from tests.equivalence import SMALL, difference, label
 from tests.pool import RankError, with_figures
@@ -178,6 +178,7 @@ def test_bf16_stays_near(pools, tmp_path):
     assert max(abs(a - b) for a, b in zip(first, expected, strict=True)) < 0.02
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("base", [dict(experts=0), dict(experts=0, recompute="full", tied=True)], ids=label)
 def test_without_experts_it_is_step01(tmp_path, base):
     """But for the rounding of a loss that is multiplied instead of divided."""
@@ -188,9 +189,9 @@ def test_without_experts_it_is_step01(tmp_path, base):
         step07.train(step07.Config(**options | base | experts, zero=0, out=str(tmp_path / "seven"))),
     ]
     rows = [[row["loss"] for row in run.history] for run in runs]
-    assert rows[0] == pytest.approx(rows[1], rel=1e-12)
+    assert rows[0] == pytest.approx(rows[1], rel=bounds.RUN["fp64"])
     for ours, theirs in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):
-        assert difference(ours.detach(), theirs.detach()) < 1e-12
+        assert difference(ours.detach(), theirs.detach()) < bounds.RUN["fp64"]
 
 
 def columns_on_rank(options: dict, *keys: str) -> list[list]:
@@ -299,6 +300,7 @@ def oracle(layer: moe.MoE, x: Tensor) -> tuple[Tensor, Tensor, list[list[int]], 
     return torch.stack(outs).view_as(x), loss + balance.z_loss * z, went, dropped
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize(
     "flags",
     [
@@ -365,6 +367,7 @@ def test_select_stays_within_groups():
 COUNTS = [[5, 0, 3], [0, 0, 8], [0, 0, 0], [8, 0, 0]]
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [16, 6])
@@ -373,7 +376,6 @@ def test_grouped_matmul_is_the_loop(counts, dtype, width):
     generator, n = torch.Generator().manual_seed(3), sum(counts)
     x, w, grad = (torch.randn(s, generator=generator).to(dtype) for s in ((n, width), (3, 8, width), (n, 8)))
     counts = torch.tensor(counts)
-    bound = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
     x.requires_grad_()
     w.requires_grad_()
     out = moe.GroupedLinear.apply(x, w, counts)
@@ -384,7 +386,7 @@ def test_grouped_matmul_is_the_loop(counts, dtype, width):
     expected.backward(grad.double())
     assert out.dtype == dtype and out.shape == expected.shape
     for mine, theirs in ((out.detach(), expected.detach()), (x.grad, wide[0].grad), (w.grad, wide[1].grad)):
-        assert difference(mine, theirs) < bound
+        assert difference(mine, theirs) < bounds.products(dtype, 16)  # 16 numbers at most are added
     assert not w.grad[counts == 0].any()
 
 
@@ -422,6 +424,7 @@ def test_balance_keeps_experts_busy(tmp_path):
     assert (tmp_path / "all.png").stat().st_size > 10_000 and (tmp_path / "loss" / "expert_load.png").exists()
 
 
+@pytest.mark.numerics
 def test_experts_are_compared_by_what_they_make_of_the_same_tokens():
     """Equal up to a rotation and a factor: 1. Unrelated: near 0. Experts with one's weights: 1, and nothing counted."""
     draw = torch.Generator().manual_seed(0)
@@ -460,6 +463,7 @@ def build(config: step07.Config, mesh: Mesh, ep: int) -> tuple[Decoder, Tensor]:
     return model, own
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("threads", [1, 4])
 def test_rows_are_added_in_a_fixed_order(threads):
     """The same bits, however often, forward and backward, where several rows have the same place."""
@@ -475,7 +479,7 @@ def test_rows_are_added_in_a_fixed_order(threads):
         torch.set_num_threads(before)
     for one, *others in (sums, grads):
         assert all(torch.equal(one, other) for other in others)
-    assert difference(sums[0], torch.zeros(256, 128).index_add(0, place, rows)) < 1e-6
+    assert difference(sums[0], torch.zeros(256, 128).index_add(0, place, rows)) < bounds.roundings(torch.float32, 64)
 
 
 def test_an_overflow_moves_no_bias(tmp_path):
@@ -702,6 +706,21 @@ def test_presets_have_their_published_size(name, total, used):
     assert sum(sizes.values()) - idle == pytest.approx(used, rel=0.04)
 
 
+def settled(timeline: MemoryTimeline, predicted: int) -> int:
+    """Bytes of activations, once gloo's threads have let go of the tensors of finished collectives. A collective.
+
+    So once all ranks together are near what is predicted for all, or after 20 seconds in any case.
+    """
+    for _ in range(400):
+        live = timeline.live("activations")
+        over = torch.tensor(live - 1.05 * predicted)
+        torch.distributed.all_reduce(over)
+        if over <= 0:
+            break
+        time.sleep(0.05)
+    return live
+
+
 def saved_on_rank(variants: list[dict]) -> list[tuple[int, int]]:
     """Runs on every rank: for each variant, bytes that a forward pass leaves for backward, predicted and measured."""
     world, found = torch.distributed.get_world_size(), []
@@ -717,8 +736,7 @@ def saved_on_rank(variants: list[dict]) -> list[tuple[int, int]]:
             predicted = cp_activation_bytes(config, m, config.tp, 1, dtype, on_cpu=True)
             chunk = SimpleNamespace(layers=model.model.layers)
             predicted += expert_activation_bytes(config, m, config.tp, 1, dtype, chunk)[0]
-            time.sleep(0.05)  # a moment later gloo's threads let go of the tensors of finished collectives
-            found.append((predicted, timeline.live("activations")))
+            found.append((predicted, settled(timeline, predicted)))
             del loss
     return found
 

@@ -185,6 +185,15 @@ def test_default_layouts_show_what_the_ranks_allow(world, sizes):
     check_ep(config, world)
 
 
+def test_the_first_command_is_short():
+    """Two slow cores took 0.41 s for a micro-batch, whatever is in it: 160 of them are to take about a minute."""
+    config = step07.Config()
+    (pp, dp, _, _), batch = mesh_sizes(config, 8).values(), config.global_batch_size
+    micro_batches = batch // dp // config.micro_batch_size
+    assert config.steps * micro_batches <= 160 and config.steps * batch * config.model_config().seq_len <= 170_000
+    assert micro_batches >= 2 * pp  # else the picture of the pipeline shows little
+
+
 def test_a_run_leaves_its_figures(pools, tmp_path, uneven_data):
     """Loss, timeline, traffic and load of the experts; the same metrics on every rank."""
     options = SMALL | MODEL | dict(eval_every=2, eval_sequences=4, global_batch_size=4, dtype="fp32")

@@ -21,7 +21,25 @@ class Fault(NamedTuple):
     meaning: str
 
 
-FAULTS: dict[str, Fault] = {}
+FAULTS: dict[str, Fault] = {
+    "ring_skips_the_past": Fault(
+        "variants.cp_ring", "ordered_visible", "if source <= rank", "if source == rank", "a rank sees its own keys only"
+    ),
+    "gathered_shares_not_summed": Fault(
+        "variants.cp_allgather",
+        "GatheredAttention",
+        "reduce_scatter(dkv.view(-1), dparts.view(-1), ctx.group).wait()",
+        "dkv.copy_(dparts[ctx.group.rank])",
+        "the gradients that other ranks have found for our keys are lost",
+    ),
+    "ulysses_swaps_forward_again": Fault(
+        "variants.cp_ulysses",
+        "Swap",
+        "not ctx.to_heads",
+        "ctx.to_heads",
+        "backward repeats the exchange of forward instead of the reverse one",
+    ),
+}
 
 
 @contextmanager

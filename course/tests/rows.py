@@ -52,6 +52,11 @@ ROWS = [
     Row(4, "step05_cp_ring", dict(cp=2, zero=2), dict(seq_len=24)),
     # variants of context parallelism
     #
+    Row(3, "step05_cp_ring", dict(cp=3, cp_mode="ring"), SGD | dict(seq_len=18)),
+    Row(4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="ring", recompute="full"), TIED),
+    Row(4, "step05_cp_ring", dict(cp=4, cp_mode="allgather", zero=3), SGD),
+    Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses"), SGD),
+    Row(4, "step05_cp_ring", dict(cp=4, cp_mode="ulysses", zero=2)),  # twice as many ranks as key/value heads
     # step 6
     Row(3, "step06_pipeline", dict(pp=3)),
     Row(4, "step06_pipeline", dict(pp=2, zero=3), TIED | SGD),
@@ -89,6 +94,8 @@ def every_legal_layout(ranks: int = 8) -> list[Row]:
                 for ep in (n for n in sizes if (ranks // (pp * tp)) % n == 0):
                     zero = len(rows) % 4
                     layout = dict(pp=pp, cp=cp, tp=tp, ep=ep, zero=zero, sp=len(rows) % 3 > 0)
-                    base = dict(experts=8, n_heads=4, n_kv_heads=4, n_layers=8, seq_len=16 if cp * tp < 8 else 32)
+                    base = dict(
+                        steps=4, experts=8, n_heads=4, n_kv_heads=4, n_layers=8, seq_len=16 if cp * tp < 8 else 32
+                    )
                     rows.append(Row(ranks, "step07_moe_ep", layout, base | dict(tied=len(rows) % 2 == 0), EXHAUSTIVE))
     return rows

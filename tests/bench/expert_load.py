@@ -83,6 +83,7 @@ def bench(config: Config):
     for mode in MODES:
         options = {name: value for name, value in vars(config).items() if name not in ("runs", "out", "samples")}
         options |= dict(model="debug", expert_dim=88, balance=mode, micro_batch_size=16, eval_every=0, save_every=0)
+        options |= dict(global_batch_size=32)
         curve = curves[mode] = defaultdict(list)
 
         def compare(step: int, optimizer, curve=curve):

@@ -99,7 +99,8 @@ def step_seconds(flags: str, config: Config) -> list[float]:
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=8"]
         command += ["step07_moe_ep.py", "--model", config.model, "--steps", str(config.steps), "--out", out]
-        command += ["--eval-every", "0", "--save-every", "0", "--device", config.device, *flags.split()]
+        command += ["--global-batch-size", "32", "--eval-every", "0", "--save-every", "0"]
+        command += ["--device", config.device, *flags.split()]
         found = subprocess.run(command, env=os.environ | dict(OMP_NUM_THREADS="1"), capture_output=True, text=True)
         if found.returncode:
             raise UserError(f"step 7 with {flags} failed: {found.stderr[-600:]}")

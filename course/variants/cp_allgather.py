@@ -1,0 +1,70 @@
+"""Gather all keys and values once (`--cp-mode allgather`; Llama 3: Dubey et al. 2024, section 3.3.2).
+
+One all-gather before attention, in place of n-1 hops that hide behind it; one reduce-scatter of their gradients after
+its backward. The tokens of a rank are those of zigzag. Each rank keeps k and v of all s tokens for backward, so they
+need not travel again. With B bytes of k and v, G of their gradients (fp32), for s/n tokens, a rank sends in a layer and
+micro-batch
+
+    (n-1) B forward and (n-1) G backward            (the ring: (n-1) B forward, (n-1) B + n G backward)
+
+In step 5, `exchange` in RingAttention's two loops would give way to the two collectives.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from common.comm import Group, all_gather, reduce_scatter
+from common.model import wide
+from step05_cp_ring import (
+    CONTEXT,
+    ContextMode,
+    block_attention,
+    block_gradients,
+    merge,
+    zigzag_positions,
+    zigzag_visible,
+)
+
+
+class GatheredAttention(torch.autograd.Function):
+    """Causal attention of a rank's queries to the keys and values of all ranks, which it has gathered."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable) -> Tensor:
+        """q [batch, heads, s/n, d]; k, v [batch, kv_heads, s/n, d] -> like q."""
+        own = torch.stack((k, v))
+        parts = own.new_empty(group.size, *own.shape)  # k and v of each rank
+        all_gather(parts.view(-1), own.view(-1), group).wait()
+        o = torch.zeros_like(q, dtype=wide(q.dtype))
+        lse = torch.full_like(o[..., 0], -torch.inf)
+        for source, (k, v) in enumerate(parts):
+            for rows, keys, causal in visible(group.rank, source, q.shape[2]):
+                merge(o[rows], lse[rows], *block_attention(q[rows], k[keys], v[keys], causal))
+        o = o.to(q.dtype)
+        ctx.save_for_backward(q, parts, o, lse)
+        ctx.group, ctx.visible = group, visible
+        return o
+
+    @staticmethod
+    def backward(ctx, do: Tensor):
+        """Each rank finds its share of the gradients of all keys and values; they are summed where these are from."""
+        q, parts, o, lse = ctx.saved_tensors
+        dq, dparts = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, parts))
+        for source, ((k, v), share) in enumerate(zip(parts, dparts, strict=True)):
+            for rows, keys, causal in ctx.visible(ctx.group.rank, source, q.shape[2]):
+                given = do[rows], q[rows], k[keys], v[keys], o[rows], lse[rows], causal
+                for x, index, part in zip((dq, *share), (rows, keys, keys), block_gradients(*given), strict=True):
+                    x[index] += part
+        dkv = torch.empty_like(dparts[0])
+        reduce_scatter(dkv.view(-1), dparts.view(-1), ctx.group).wait()
+        return dq.to(q.dtype), *dkv.to(q.dtype), None, None
+
+
+def gathered_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable = zigzag_visible) -> Tensor:
+    """q [batch, seq/n, heads, head_dim]; k, v [batch, seq/n, kv_heads, head_dim] -> like q."""
+    return GatheredAttention.apply(*(x.transpose(1, 2) for x in (q, k, v)), group, visible).transpose(1, 2)
+
+
+CONTEXT["allgather"] = ContextMode(zigzag_positions, gathered_attention)

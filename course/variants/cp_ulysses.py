@@ -1,0 +1,66 @@
+"""Ulysses (`--cp-mode ulysses`; Jacobs et al. 2023): swap tokens for heads, attend as one device would, swap back.
+
+    before     rank r has s/n tokens of all heads         attention cannot be computed
+    between    rank r has all s tokens of 1/n of the heads        heads do not look at one another: it can
+    after      rank r has s/n tokens of all heads
+
+Each swap is an all-to-all, and its backward is the reverse one. The tokens of a rank are in order: part r of n. With Q
+and B bytes of q, and of k and v, for s/n tokens, a rank sends in a layer and micro-batch
+
+    (n-1)/n (2 Q + B) forward, and as much backward: less, the more ranks. But n is at most the number of heads.
+
+If there are fewer key/value heads than ranks, each is repeated before it is sent, until there are n of them.
+
+In step 5, `ring_attention` would be `swapped_attention`: attention itself is that of common/model.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common import UserError
+from common.comm import Group, all_to_all
+from common.model import PRESETS, attend
+from step05_cp_ring import CONTEXT, Config, ContextMode
+from variants.cp_ring import ordered_positions
+
+SINCE = Config
+
+
+class Swap(torch.autograd.Function):
+    """[batch, s/n, heads, d] -> [batch, s, heads/n, d], or the reverse; each is the other's backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group, to_heads: bool) -> Tensor:
+        """`to_heads`: from our tokens of all heads to all tokens of our heads."""
+        ctx.group, ctx.to_heads = group, to_heads
+        cut, join = (2, 1) if to_heads else (1, 2)
+        parts = x.unflatten(cut, (group.size, -1)).movedim(cut, 0).contiguous()
+        swapped = torch.empty_like(parts)
+        all_to_all(swapped, parts, group).wait()
+        return swapped.movedim(0, join).flatten(join, join + 1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """The reverse."""
+        return Swap.apply(grad, ctx.group, not ctx.to_heads), None, None
+
+
+def swapped_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, attend: Callable = attend) -> Tensor:
+    """q [batch, seq/n, heads, head_dim]; k, v [batch, seq/n, kv_heads, head_dim] -> like q."""
+    copies = max(1, group.size // k.shape[2])
+    q, k, v = (Swap.apply(x.repeat_interleave(c, 2), group, True) for x, c in ((q, 1), (k, copies), (v, copies)))
+    return Swap.apply(attend(q, k, v), group, False)
+
+
+def check(config: Any, world: int):
+    """Each rank must get whole heads. Raises UserError."""
+    shape, n = PRESETS[config.model], config.cp
+    heads, kv_heads = shape.n_heads // config.tp, max(1, shape.n_kv_heads // config.tp)  # of a rank
+    if config.cp_mode == "ulysses" and (heads % n or (kv_heads % n and n % kv_heads)):
+        raise UserError(f"--cp-mode ulysses: --cp {n} does not divide {heads} heads ({kv_heads} kv): use zigzag")
+
+
+CONTEXT["ulysses"] = ContextMode(ordered_positions, swapped_attention)
