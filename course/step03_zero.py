@@ -64,7 +64,7 @@ class Unit:
             self.view(self.flat, name).copy_(param.detach())
             param.data = self.view(self.flat, name)  # .data: else autograd calls a refilled buffer "modified in place"
             param.grad_dtype = wide(param.dtype)
-        self.slice = self.mine(self.flat)
+        self.slice = self.flat[self.first : self.first + self.length]
         self.gradient: Tensor | None = None  # [padded], of this rank alone: what has not yet been summed
         self.total: Tensor | None = None  # [padded / n], the sum over the ranks of `gradient`
         self.grad_slice: Tensor | None = None  # [padded / n], that of all micro-batches
@@ -72,10 +72,6 @@ class Unit:
     def view(self, flat: Tensor, name: str) -> Tensor:
         """A parameter's part of a flat buffer, in the parameter's shape."""
         return flat[slice(*self.place[name])].view_as(self.named[name])
-
-    def mine(self, flat: Tensor) -> Tensor:
-        """This rank's slice of a flat buffer."""
-        return flat[self.first : self.first + self.length]
 
     def part(self, slice_: Tensor, name: str) -> Tensor:
         """The part of this rank's slice that belongs to a parameter: empty if it lies on other ranks."""
@@ -123,7 +119,7 @@ class Zero1:
 
     def reduce(self, unit: Unit) -> Pending:
         """Start to sum a unit's gradient over the ranks; this one gets its slice of the sum."""
-        unit.total = torch.empty_like(unit.mine(unit.gradient))
+        unit.total = unit.gradient.new_empty(unit.length)
         return reduce_scatter(unit.total, unit.gradient, unit.group)
 
     def finish(self):
@@ -139,16 +135,15 @@ class Zero1:
 
     def step(self, lr: float, factor: float):
         """Update this rank's slices of the masters, round them into those of the weights, and free the gradients."""
-        for name, gradient in self.gradients().items():
-            if name in self.pieces:
-                self.pieces[name].grad = gradient.mul_(factor)
+        gradients = self.gradients()
+        for name, piece in self.pieces.items():
+            piece.grad = gradients[name].mul_(factor)
         for group in self.rule.param_groups:
             group["lr"] = lr
         self.rule.step()
         self.rule.zero_grad()
         for unit in self.units:
-            if unit.master is not unit.slice:
-                unit.slice.copy_(unit.master)
+            unit.slice.copy_(unit.master)
             unit.gradient = unit.total = unit.grad_slice = None
             for param in unit.trained.values():
                 param.grad = None
@@ -244,25 +239,21 @@ class Zero3(Zero2):
         for i, module in enumerate(modules):
             params = {*module.parameters(), *(head.parameters() if module is trunk.norm else ())}  # the head comes next
             self.uses.append([unit for unit in self.units if params & set(unit.named.values())])
-            module.register_forward_pre_hook(partial(self.before_forward, i))
+            module.register_forward_pre_hook(lambda *_, i=i: self.fetch(i, min(i + 1, len(modules) - 1)))
             module.register_forward_hook(partial(self.after_forward, i))
         if head is not None:  # its unit may have gone since, with another micro-batch's backward
             head.register_forward_hook(partial(self.after_forward, len(self.uses) - 1))
         self.embedding = trunk.embed_tokens
 
     def fetch(self, i: int, following: int):
-        """Have the units of module `i`, and start to gather those of the `following` one."""
+        """Have the units of module `i`, which is about to compute, and start to gather those of the `following` one."""
         for unit in [*self.uses[i], *self.uses[following]]:
             unit.gather()
         for unit in self.uses[i]:
             unit.gathering.wait()
 
-    def before_forward(self, i: int, *_):
-        """Hook: module `i` is about to compute."""
-        self.fetch(i, min(i + 1, len(self.uses) - 1))
-
     def after_forward(self, i: int, module: nn.Module, _inputs: tuple, output: Tensor):
-        """Hook: it has computed. Drop its weights until the gradient of its output arrives."""
+        """Hook: module `i` has computed. Drop its weights until the gradient of its output arrives."""
         for unit in self.uses[i] if i + 1 < len(self.uses) else ():  # backward begins with the last
             unit.free()
         if output.requires_grad and module is not self.embedding:  # whose backward needs no weights
@@ -273,14 +264,10 @@ class Zero3(Zero2):
         super().send(unit)
         unit.free()
 
-    def begin(self, additions: int):
-        """As in stage 2; an evaluation leaves the last unit there."""
-        super().begin(additions)
+    def publish(self):
+        """The next forward gathers the updated slices."""
         for unit in self.units:
             unit.free()
-
-    def publish(self):
-        """Nothing: the next forward gathers the updated slices."""
 
 
 STAGES: dict[int, Callable[..., Any] | None] = {0: None, 1: Zero1, 2: Zero2, 3: Zero3}

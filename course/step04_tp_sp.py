@@ -29,7 +29,7 @@ You should see step 1's losses. `sent` over tp, a micro-batch: (n-1)/n of 8 acti
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -40,7 +40,7 @@ import step03_zero as step03
 from common import UserError
 from common.comm import Group, Mesh, all_gather, all_reduce, reduce_scatter
 from common.data import Data
-from common.layout import cut, global_norm, layout_of, note_layout, sum_partial_gradients
+from common.layout import Split, global_norm, layout_of, note_layout
 from common.model import IGNORE, PRESETS, Decoder, wide
 from common.trainer import Run, among, choose, main
 from step01_single_gpu import RECOMPUTE, learning_rate
@@ -142,6 +142,18 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, ids: range, gr
     return losses.where(targets != IGNORE, 0.0).sum()
 
 
+def cut(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
+    """This rank's part of a parameter on the meta device, with its record; the parameter itself in a group of one."""
+    if group.size == 1:
+        return weight
+    full, shape = weight.shape[dim], list(weight.shape)
+    shape[dim] = length = -(-full // group.size)
+    part = nn.Parameter(torch.empty(shape, device="meta"), weight.requires_grad)
+    split = Split(dim, group.name, group.rank * length, (group.rank + 1) * length, full)
+    part.parallel_layout = replace(layout_of(weight), splits=(*layout_of(weight).splits, split))
+    return part
+
+
 COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
 
 
@@ -179,6 +191,20 @@ def shard_tensors(model: Decoder, group: Group, sp: bool):
     for param in model.parameters() if sp else ():
         if param.dim() == 1:  # a norm's
             note_layout(param, partial_over=(*layout_of(param).partial_over, group.name))
+
+
+def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], group: Group):
+    """Sum gradients, in place and in one all-reduce, over a group that their records name in `partial_over`.
+
+    It comes after the sum over dp. Under ZeRO a rank sums its slices, which the ranks of the group cut alike.
+    """
+    params = dict(model.named_parameters())
+    parts = [grad for name, grad in gradients.items() if group.name in layout_of(params[name]).partial_over]
+    if parts and group.size > 1:
+        flat = torch.cat([part.flatten() for part in parts])
+        all_reduce(flat, group).wait()
+        for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+            part.copy_(total.view_as(part))
 
 
 def train(config: Config, run: Run):

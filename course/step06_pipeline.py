@@ -40,14 +40,14 @@ import step05_cp_ring as step05
 from common import UserError
 from common.comm import Group, Mesh, Pending, all_reduce, exchange
 from common.data import Data
-from common.layout import global_norm, note_layout, sum_partial_gradients
+from common.layout import global_norm, note_layout
 from common.model import IGNORE, PRESETS, Decoder, rope_tables, wide
 from common.schedules import COSTS, SCHEDULES, Action, Place, goes_to, simulate
 from common.trainer import Run, among, choose, main
 from step01_single_gpu import RECOMPUTE, learning_rate
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
-from step04_tp_sp import shard_tensors
+from step04_tp_sp import shard_tensors, sum_partial_gradients
 from step05_cp_ring import CONTEXT, shard_context
 
 

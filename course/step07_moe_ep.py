@@ -42,13 +42,13 @@ import step06_pipeline as step06
 from common import UserError
 from common.comm import Group, Mesh, all_reduce, all_to_all
 from common.data import Data
-from common.layout import cut, global_norm, note_layout, sum_partial_gradients
+from common.layout import global_norm, note_layout
 from common.model import IGNORE, PRESETS, Decoder, wide
 from common.trainer import Run, among, choose, main
 from step01_single_gpu import RECOMPUTE, learning_rate
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
-from step04_tp_sp import shard_tensors
+from step04_tp_sp import cut, shard_tensors, sum_partial_gradients
 from step05_cp_ring import CONTEXT, shard_context
 from step06_pipeline import keep_stage, make_pipeline, plan, sum_tied
 

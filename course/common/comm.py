@@ -7,9 +7,8 @@ there are any) and runs the same script. Ranks meet in *collectives*: calls that
         dp  [0  1  2  3]      Mesh(dp=2, tp=4) lays the ranks out as arange(8).reshape(2, 4). On rank 5, mesh["tp"] is
          |  [4  5  6  7]      the group {4, 5, 6, 7}, in which it is number 1, and mesh["dp"] is the group {1, 5}.
 
-A collective starts at once and returns a `Pending`. Until its `wait`, do not touch the tensors that it was given: they
-are contiguous, and stay unchanged. In a group of one nothing is sent, so one process runs the same code as eight.
-A rank of a group of n sends, of a whole tensor of S bytes:
+A collective starts at once and returns a `Pending`. Until its `wait`, do not touch the tensors that it was given; they
+are contiguous. In a group of one nothing is sent. In one of n, a rank sends, of a whole tensor of S bytes:
 
     all_reduce 2 (n-1)/n S         all_gather, reduce_scatter, all_to_all (n-1)/n S         exchange: each message
 """
@@ -26,6 +25,8 @@ from torch import Tensor
 from common import UserError
 
 observer: Callable[[str, "Group", Tensor, float], None] | None = None  # if set: is shown every operation (`note`)
+
+Sizes = list[int] | None  # of parts along dim 0; None: all are equal
 
 # torch 2.13 renamed two collectives; both names are served.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -131,11 +132,8 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
     return Pending(work, then=lambda: torch.sum(parts.view(group.size, -1), 0, out=output.view(-1)))
 
 
-Sizes = list[int] | None
-
-
 def all_to_all(output: Tensor, tensor: Tensor, group: Group, sent: Sizes = None, received: Sizes = None) -> Pending:
-    """Rank r gets the r-th part of everyone's `tensor` (along dim 0), in order. Sizes of the parts, if they differ."""
+    """Rank r gets the r-th part of everyone's `tensor` (along dim 0), in order."""
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
@@ -145,10 +143,7 @@ def all_to_all(output: Tensor, tensor: Tensor, group: Group, sent: Sizes = None,
 
 
 def exchange(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group) -> Pending:
-    """Messages between two ranks each: (tensor, the peer's rank in the group); those to receive are filled.
-
-    Both ends must agree on shape and dtype: gloo does not check them.
-    """
+    """Messages: (tensor, peer's rank in the group). Both ends must agree on shape and dtype: gloo does not check."""
     operations = []
     for tensor, peer in sends:
         note("send", group, tensor, 1.0)

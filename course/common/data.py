@@ -28,7 +28,7 @@ SKIPPED = {"test", "tests", "idlelib", "site-packages", "__pycache__"}
 
 def to_tokens(texts: Iterable[str]) -> np.ndarray:
     """Texts -> one stream of bytes, END after each."""
-    texts = (np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.uint16) for text in texts)
+    texts = (np.frombuffer(text.encode(errors="replace"), np.uint8) for text in texts)
     return np.concatenate([np.append(text, np.uint16(END)) for text in texts])
 
 
@@ -84,17 +84,13 @@ class Data:
         n_windows = (len(self.tokens) - 1) // shape.seq_len
         self.n_train = n_windows - max(1, n_windows // 20)
         if self.n_train < 1:
-            raise UserError(
-                f"--dataset {source}: {len(self.tokens)} tokens are too few for sequences of {shape.seq_len}"
-            )
+            raise UserError(f"--dataset {source}: {len(self.tokens)} tokens are less than two sequences")
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """The global batch of a step: tokens and targets, int64 [batch_size, seq]."""
-        windows = []
-        for place in range(step * self.batch_size, (step + 1) * self.batch_size):
-            epoch, place = divmod(place, self.n_train)
-            windows.append(shuffled(self.n_train, self.seed, epoch)[place])
-        return self.read(windows)
+        places = range(step * self.batch_size, (step + 1) * self.batch_size)
+        places = [divmod(place, self.n_train) for place in places]
+        return self.read([shuffled(self.n_train, self.seed, epoch)[place] for epoch, place in places])
 
     def read(self, windows: Iterable[int]) -> tuple[Tensor, Tensor]:
         """Tokens and targets, int64 [windows, seq]. Raises UserError for an id outside the vocabulary."""

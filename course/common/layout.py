@@ -1,7 +1,7 @@
 """One small record per parameter: how it is cut, and over which ranks its gradient is still to be summed.
 
-Every dimension of parallelism notes in this record what it did to a parameter. Three functions below read it: the one
-that fills in initial weights, the one that sums partial gradients, and the one that takes the global norm.
+Every dimension of parallelism notes in this record what it did to a parameter. Whoever fills in initial weights, sums
+gradients, cuts optimizer state or takes the global norm reads it.
 
     parameter (full shape)          splits                       partial_over     data
     q_proj.weight   [128, 128]      dim 0 over tp: rows 0-63     ()               "dp"
@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.comm import Group, Mesh, all_reduce
+from common.comm import Mesh, all_reduce
 from common.model import Decoder, wide
 
 BLOCK = 2**20  # numbers that one generator draws; so whoever needs a part of a large matrix may draw only its blocks
@@ -25,16 +26,13 @@ BLOCK = 2**20  # numbers that one generator draws; so whoever needs a part of a 
 
 @dataclass(frozen=True)
 class Split:
-    """One cut: this rank holds indices start..stop-1 of dimension `dim`, of which there are `full`.
-
-    Where a size does not divide, `stop` may pass `full`: the rows beyond are padding and stay zero.
-    """
+    """One cut: this rank holds indices start..stop-1 of dimension `dim`. Those from `full` on are padding, and zero."""
 
     dim: int
     over: str  # a dimension of the mesh
     start: int
     stop: int
-    full: int
+    full: int  # the size of the dimension
 
 
 @dataclass(frozen=True)
@@ -57,18 +55,6 @@ def note_layout(param: Tensor, **changes: Any):
     param.parallel_layout = replace(layout_of(param), **changes)
 
 
-def cut(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
-    """This rank's part of a parameter on the meta device, with its record; the parameter itself in a group of one."""
-    if group.size == 1:
-        return weight
-    full, shape = weight.shape[dim], list(weight.shape)
-    shape[dim] = length = -(-full // group.size)
-    part = nn.Parameter(torch.empty(shape, device="meta"), weight.requires_grad)
-    split = Split(dim, group.name, group.rank * length, (group.rank + 1) * length, full)
-    part.parallel_layout = replace(layout_of(weight), splits=(*layout_of(weight).splits, split))
-    return part
-
-
 def draw(name: str, shape: list[int], n_layers: int, seed: int) -> Tensor:
     """The initial value of a whole parameter, fp32: a function of its name and the seed, whatever the layout.
 
@@ -88,23 +74,15 @@ def draw(name: str, shape: list[int], n_layers: int, seed: int) -> Tensor:
 
 def take(full: Tensor, split: Split) -> Tensor:
     """The part of a tensor that a cut leaves, zero in the padding."""
-    indices = range(split.full)[split.start : split.stop]
-    shape = list(full.shape)
-    shape[split.dim] = split.stop - split.start
-    part = full.new_zeros(shape)
-    part.narrow(split.dim, 0, len(indices)).copy_(full.narrow(split.dim, min(split.start, split.full), len(indices)))
-    return part
+    part = full.movedim(split.dim, -1)[..., split.start : split.stop]
+    padding = split.stop - split.start - part.shape[-1]
+    return F.pad(part, (0, padding)).movedim(-1, split.dim).contiguous()
 
 
-def materialize(
-    model: Decoder, seed: int, device: torch.device, dtype: torch.dtype, only: Collection[str] | None = None
-):
-    """Give parameters on the meta device (all, or `only` these names) their initial value: draw whole, keep our part.
-
-    Tied parameters stay tied, and records are kept.
-    """
+def materialize(model: Decoder, seed: int, device: torch.device, dtype: torch.dtype, only: Collection[str] = ()):
+    """Give parameters on the meta device (all, or `only` these names) their initial value: draw all, keep our part."""
     for name, param in list(model.named_parameters()):
-        if only is not None and name not in only:
+        if only and name not in only:
             continue
         shape = list(param.shape)
         for split in reversed(layout_of(param).splits):
@@ -114,32 +92,14 @@ def materialize(
             value = take(value, split)
         filled = nn.Parameter(value.to(device, dtype), param.requires_grad)
         filled.parallel_layout = layout_of(param)
-        for module in model.modules():
-            for key, held in module._parameters.items():
-                if held is param:
-                    module._parameters[key] = filled
-
-
-def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], group: Group):
-    """Sum gradients, in place and in one all-reduce, over a group that their records name in `partial_over`.
-
-    It comes after the sum over dp. Under ZeRO a rank sums its slices, which the ranks of the group cut alike.
-    """
-    params = dict(model.named_parameters())
-    parts = [grad for name, grad in gradients.items() if group.name in layout_of(params[name]).partial_over]
-    if parts and group.size > 1:
-        flat = torch.cat([part.flatten() for part in parts])
-        all_reduce(flat, group).wait()
-        for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-            part.copy_(total.view_as(part))
+        torch.utils.swap_tensors(param, filled)  # so whoever holds the parameter, as a tied head does, has it filled
 
 
 def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sliced: bool = False) -> float:
-    """The L2 norm of the whole gradient. Every element must count once, although some are held by several ranks.
+    """The L2 norm of the whole gradient. An element that c ranks hold counts 1/c on each, and so once in the sum.
 
-    Each rank adds up its squares, and an element that c ranks hold counts 1/c on each. Ranks of different pipeline
-    stages (but for what several hold), of different parts of a cut, and of different slices (`sliced`: ZeRO) hold
-    different elements; all others hold the same. Then the squares are summed over all ranks.
+    Ranks of different pipeline stages (but for what several hold), parts of a cut and slices (`sliced`: ZeRO) hold
+    different elements; all others hold the same.
     """
     params = dict(model.named_parameters())
     square = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)

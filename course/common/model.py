@@ -6,8 +6,7 @@
              x = x + mlp(post_attention_layernorm(x))         heads shares one k and v (GQA); the MLP is a SwiGLU
 
 Names, shapes and the RoPE convention are those of Hugging Face's `LlamaForCausalLM`: it loads our state dict unchanged.
-Nothing here counts heads, channels or vocabulary: they follow from the weights, so a rank with a part of the weights
-runs the same code.
+Heads, channels and vocabulary follow from the weights: a rank with a part of the weights runs the same code.
 """
 
 from dataclasses import dataclass
@@ -62,15 +61,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def rope_tables(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary position embedding (Su et al., "RoFormer", section 3.2.2).
-
-    positions int64 [seq] -> two tensors [seq, 1, head_dim].
-    """
+    """Cosines and sines of RoPE (Su et al., "RoFormer"): positions int64 [seq] -> two tensors [seq, 1, head_dim]."""
     even = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=dtype)
     frequency = config.rope_theta ** -(even / config.head_dim)
     if config.rope_scaling != 1.0:  # Llama 3.1: wave lengths over 8192 tokens grow, under 2048 stay, a ramp between
-        turns = frequency * 8192 / (2 * torch.pi)
-        keep = ((turns - 1) / 3).clamp(0, 1)
+        keep = ((frequency * 8192 / (2 * torch.pi) - 1) / 3).clamp(0, 1)
         frequency = frequency * (keep + (1 - keep) / config.rope_scaling)
     angle = (positions[:, None] * frequency).tile(2)[:, None, :]
     return angle.cos(), angle.sin()
@@ -83,10 +78,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention by PyTorch's fused kernel.
-
-    q [batch, seq, heads, head_dim]; k, v [batch, seq, kv_heads, head_dim] -> as q.
-    """
+    """Causal attention: q [batch, seq, heads, head_dim]; k, v [batch, seq, kv_heads, head_dim] -> as q."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
@@ -168,10 +160,7 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
-        """tokens, targets int64 [batch, seq] -> the summed loss, a scalar.
-
-        `positions` int64 [seq]: where the tokens stand in their sequence, if not at 0, 1, 2, ...
-        """
+        """tokens, targets int64 [batch, seq], and `positions` int64 [seq] if not 0, 1, 2, ... -> the summed loss."""
         x = self.model.embed_tokens(tokens)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)

@@ -1,16 +1,11 @@
 """Flags, and what a run leaves behind: a progress bar, metrics.jsonl and loss.png.
 
-    with Run(config) as run:                      opens the run directory
-        for step in run.steps(model=..., ...):    yields 0, 1, ..., drawing the bar
+    with Run(config) as run:                      opens the run directory; at the end, or an error, closes it
+        for step in run.steps(model=..., ...):    is given every part of the run; yields 0, 1, ..., drawing the bar
             run.record(step, loss=..., ...)       one line of metrics.jsonl
 
-`Run` is also where other code attaches, by a subclass that `main` or a test passes to `train`. A subclass sees
-
-    steps     every part of the run, once, before the first step: it may look at them, load them, wrap them
-    record    the numbers of every step, with the parts as the update has left them
-    __exit__  the end, or the error that ended it
-
-and nothing else in a step's file knows that it exists.
+Other code attaches here, by a subclass of `Run` that `main` or a test passes to `train`: it may look at the parts, load
+and wrap them, and it sees the numbers and the end. A step does not know that it exists.
 """
 
 import argparse
@@ -23,12 +18,11 @@ import os
 import re
 import sys
 import time
-import typing
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -56,36 +50,32 @@ def among(menu: dict, default: Any) -> Any:
     return dataclasses.field(default=default, metadata=dict(menu=menu))
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse, but a wrong flag is a UserError: one line."""
-
-    def error(self, message: str):
-        """Raise instead of printing the usage."""
-        raise UserError(f"{message} (--help lists all flags)")
-
-
 def parse(cls: type, argv: list[str] | None = None) -> Any:
     """Command line -> an instance of dataclass `cls`: a flag for each field, with its trailing comment as help.
 
     Flags of the class itself come before those of its bases. A whole number is at least 1, or 0 where 0 is the default
     or its help says what "0:" means; no number is negative. Raises UserError.
     """
-    parser = Parser(description=inspect.getmodule(cls).__doc__.split("\n\n")[0], allow_abbrev=False)
+
+    def wrong(message: str):
+        raise UserError(f"{message} (--help lists all flags)")
+
+    parser = argparse.ArgumentParser(description=inspect.getmodule(cls).__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser.error = wrong  # its own would print the usage
     fields, helps = {field.name: field for field in dataclasses.fields(cls)}, {}
     for base in cls.__mro__[:-1]:
         group = parser.add_argument_group(base.__doc__)
         comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(base), re.MULTILINE))
-        for name, kind in typing.get_type_hints(base).items():
+        for name, kind in get_type_hints(base).items():
             if name in helps or name not in comments:
                 continue
             helps[name], field = comments[name], fields[name]
             options: dict[str, Any] = dict(default=field.default, help=helps[name].replace("%", "%%"))
+            choices = list(field.metadata.get("menu", get_args(kind)))
             if kind is bool:
                 options["action"] = argparse.BooleanOptionalAction
-            elif "menu" in field.metadata:
-                options |= dict(type=kind, choices=list(field.metadata["menu"]))
-            elif typing.get_origin(kind) is typing.Literal:
-                options["choices"] = typing.get_args(kind)
+            elif choices:
+                options |= dict(type=type(field.default), choices=choices)
             else:
                 options |= dict(type=kind, metavar=name.upper())
             group.add_argument("--" + name.replace("_", "-"), **options)
@@ -148,26 +138,19 @@ class Run:
 
 def draw_loss(history: list[dict], target: Path):
     """The loss over the steps, as a picture."""
-    import matplotlib
+    from matplotlib.figure import Figure  # takes a second to import
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots(subplot_kw=dict(xlabel="step", ylabel="loss (nats per token)"))
     axes.plot([row["step"] for row in history], [row["loss"] for row in history])
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
     figure.savefig(target, dpi=120)
-    plt.close(figure)
 
 
 def main(train: Callable[[Any, Run], None], cls: type):
-    """Parse the flags and train. What the user can put right is one line, not a traceback, and a non-zero exit status.
-
-    The only door to what surrounds a run: a folder services/, where there is one, gives more flags and a richer Run.
-    """
+    """Parse the flags and train. What the user can put right is one line, no traceback, and a non-zero exit status."""
     several, status, run_type = int(os.environ.get("WORLD_SIZE", 1)) > 1, 0, Run
     try:
-        if importlib.util.find_spec("services") is not None:
+        if importlib.util.find_spec("services") is not None:  # a folder beside the course: more flags, a richer Run
             train, cls, run_type = importlib.import_module("services.run").surround(train)
         config = parse(cls)
         with run_type(config) as run:

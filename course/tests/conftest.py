@@ -1,6 +1,10 @@
-"""Shared by all tests: pools of ranks."""
+"""Shared by all tests: pools of ranks, and what one process has seen."""
 
+import json
 import os
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -16,3 +20,30 @@ def pools():
     yield lambda world: made.setdefault(world, Pool(world))
     for pool in made.values():
         pool.stop()
+
+
+def one_process(row) -> str:
+    """What the row is compared with: step 1, but for flags that only step 7 has."""
+    from tests import equal
+
+    known = {field.name for field in fields(import_module("step01_single_gpu").Config)} | set(equal.SHAPE)
+    return "step01_single_gpu" if set(row.base) <= known else row.step
+
+
+@pytest.fixture(scope="session")
+def reference(pools, tmp_path_factory):
+    """`reference(row)`: the file with what one process has seen, made once for each base."""
+    from tests import equal
+
+    folder: Path = tmp_path_factory.mktemp("references")
+    made: dict[str, str] = {}
+
+    def make(row) -> str:
+        step = one_process(row)
+        key = json.dumps([step, row.base], sort_keys=True)
+        if key not in made:
+            made[key] = str(folder / f"{len(made)}.pt")
+            pools(1).run(equal.save_record, step, row.base, made[key])
+        return made[key]
+
+    return make

@@ -19,7 +19,7 @@ import numpy as np
 
 import step06_pipeline as step06
 from common import UserError
-from common.layout import layout_of, note_layout, sum_partial_gradients
+from common.layout import layout_of, note_layout
 from common.schedules import SCHEDULES, Action, Place, Schedule, loop
 from variants.zero_bubble import write_out
 

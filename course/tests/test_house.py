@@ -1,0 +1,241 @@
+"""The rules of the house, on the parsed source: who may import whom, and how much a reader has to open."""
+
+import ast
+import difflib
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+COURSE = Path(__file__).parents[1]
+STEPS = sorted(path.stem for path in COURSE.glob("step0*.py"))
+MOST_LINES = dict(zip(STEPS, (900, 1100, 1400, 1700, 2000, 2400, 2700), strict=True))  # all that running one loads
+OUTSIDE = {"torch", "tqdm", "matplotlib", "datasets", "numpy"}
+STANDARD = {
+    "argparse",
+    "ast",
+    "collections",
+    "dataclasses",
+    "functools",
+    "hashlib",
+    "importlib",
+    "inspect",
+    "itertools",
+}
+STANDARD |= {"json", "math", "os", "pathlib", "re", "sys", "sysconfig", "time", "types", "typing"}
+MAY = {  # room -> the rooms that it may import, beside itself
+    "step": {"common"},
+    "common": set(),
+    "variants": {"step", "common"},
+    "services": {"step", "common", "variants"},
+    "theory": {"common"},
+    "tests": {"step", "common", "variants", "services", "theory", "labs"},
+    "labs": {"step", "common", "variants", "services", "theory", "tests"},
+}
+
+
+def module_of(path: Path) -> str:
+    """The name under which a file is imported."""
+    return ".".join(path.relative_to(COURSE).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = {module_of(path): path for path in sorted(COURSE.rglob("*.py"))}
+
+
+def room_of(module: str) -> str:
+    """ "step", "common", "variants", ..., or "" for what is not ours."""
+    first = module.split(".")[0]
+    return "step" if first in STEPS else first if (COURSE / first).is_dir() else ""
+
+
+def tree_of(module: str) -> ast.Module:
+    """The parsed file."""
+    return ast.parse(FILES[module].read_text())
+
+
+def imported(module: str) -> set[str]:
+    """All modules that a file imports, ours with full names, wherever the import stands."""
+    found = set()
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            inner = {f"{node.module}.{alias.name}" for alias in node.names} & FILES.keys()
+            found |= inner | ({node.module} if len(inner) < len(node.names) else set())
+    return found | {name.split(".")[0] for name in found if "." in name and name.split(".")[0] in FILES}
+
+
+def closure(module: str) -> set[str]:
+    """Our modules that are loaded with one."""
+    seen, todo = set(), {module}
+    while todo:
+        seen |= todo
+        todo = {name for one in todo for name in imported(one) if name in FILES} - seen
+    return seen
+
+
+def lines_of(modules: set[str]) -> int:
+    """Raw lines."""
+    return sum(len(FILES[module].read_text().splitlines()) for module in modules)
+
+
+def function(module: str, name: str) -> ast.FunctionDef:
+    """A top-level function."""
+    (found,) = [node for node in tree_of(module).body if isinstance(node, ast.FunctionDef) and node.name == name]
+    return found
+
+
+def text_of_train(step: str) -> list[str]:
+    """The lines of `train` without comments and docstring, as `ast` writes them."""
+    node = function(step, "train")
+    node.body = node.body[1:]
+    return ast.unparse(node).splitlines()
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_reader_can_open_everything_that_a_step_loads(step):
+    """From common and from steps alone, and few enough lines."""
+    loaded = closure(step)
+    assert {room_of(module) for module in loaded} == {"step", "common"}
+    assert all(module <= step for module in loaded if room_of(module) == "step"), "a later step"
+    assert lines_of(loaded) <= MOST_LINES[step], {module: lines_of({module}) for module in sorted(loaded)}
+
+
+def test_common_is_small():
+    """At most 850 lines, and no file that no step loads."""
+    files = {module for module in FILES if room_of(module) == "common"}
+    assert lines_of(files) <= 850
+    assert files <= closure(STEPS[-1])
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_is_a_docstring_a_mechanism_and_train(step):
+    """The docstring has at most 30 lines, `train` at most 45; `train` comes last, and `main` starts it."""
+    body = tree_of(step).body
+    assert isinstance(body[0], ast.Expr) and body[0].end_lineno <= 30
+    assert re.search(rf"^Run it:    .*{step}.py", ast.get_docstring(tree_of(step)), re.M), "no launch line"
+    train = function(step, "train")
+    assert train is not None and train.end_lineno - train.lineno + 1 <= 45
+    assert body[-2].name == "train"
+    assert ast.unparse(body[-1]) == "if __name__ == '__main__':\n    main(train, Config)"
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_loop_is_on_the_page(step):
+    """Mesh, model, optimizer, batch, loss, norm, clip, update: `train` itself says all of it, in this order."""
+    text = "\n".join(text_of_train(step))
+    verbs = [
+        "choose(config)",
+        "PRESETS[",
+        "Data(",
+        "Decoder(shape)",
+        "RECOMPUTE[",
+        "ptimizer",
+        "run.steps(",
+        "data.batch(",
+    ]
+    verbs += ["n_targets = ", "xs, ys", "norm = ", "clip = ", "learning_rate(", "optimizer.step(", "run.record("]
+    places = [text.find(verb) for verb in verbs]
+    assert -1 not in places and places == sorted(places), dict(zip(verbs, places, strict=True))
+
+
+@pytest.mark.parametrize("step, following", list(pairwise(STEPS)))
+def test_neighbours_differ_by_their_lesson(step, following):
+    """At most 16 lines of `train` come, and 16 go: what both have stands in both alike, letter by letter."""
+    lines = list(difflib.ndiff(text_of_train(step), text_of_train(following)))
+    came, went = (sum(line.startswith(sign) for line in lines) for sign in "+-")
+    assert came <= 16 and went <= 16, (came, went)
+
+
+@pytest.mark.parametrize("module", [name for name in FILES if room_of(name) in MAY])
+def test_imports_point_one_way(module):
+    """Steps import common and earlier steps; variants steps; services both; theory nothing of them."""
+    room = room_of(module)
+    for name in imported(module):
+        target = room_of(name)
+        assert not target or target == room or target in MAY[room], f"{module} imports {name}"
+        assert target != "step" or room != "step" or name < module, f"{module} imports {name}, which is not earlier"
+        if room in ("step", "common") and not target:
+            assert name.split(".")[0] in OUTSIDE | STANDARD, f"{module} imports {name}"
+
+
+def test_the_only_door_is_in_trainer():
+    """No step and no file of common names what surrounds a run, but for `main`."""
+    for module in FILES:
+        if room_of(module) in ("step", "common"):
+            text = FILES[module].read_text()
+            if module == "common.trainer":
+                main = ast.get_source_segment(text, function(module, "main"))
+                text = text.replace(main, "")
+                assert main.count('"services') == 2
+            strings = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)]
+            assert not [s for s in strings if str(s).split(".")[0] in ("services", "variants", "theory", "labs")], (
+                module
+            )
+            assert "importlib" not in text or module == "common.trainer", module
+
+
+def test_there_is_no_circle():
+    """The modules can be put in an order in which each imports earlier ones only."""
+    rooms = {"", "tests", "labs"}
+    waits = {
+        name: {other for other in imported(name) if other in FILES and other not in (name, room_of(name))}
+        for name in FILES
+        if room_of(name) not in rooms
+    }
+    while ready := [name for name, needs in waits.items() if not needs & waits.keys()]:
+        for name in ready:
+            del waits[name]
+    assert not waits, f"a circle among {sorted(waits)}"
+
+
+FORBIDDEN = {  # what only later steps bring
+    1: "mesh|pipeline|expert|sharded",
+    2: "pipeline|expert|stage",
+    3: "pipeline|zigzag",
+    4: "pipeline|zigzag",
+    5: "pipeline|expert|schedule",
+    6: "expert|router",
+}
+
+
+@pytest.mark.parametrize("number", FORBIDDEN)
+def test_no_step_serves_a_later_one(number):
+    """No name in a step's code speaks of what only a later step brings."""
+    tree = tree_of(STEPS[number - 1])
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    assert not [name for name in names if re.search(FORBIDDEN[number], name, re.IGNORECASE)]
+
+
+@pytest.mark.parametrize("module", [name for name in FILES if room_of(name) not in ("", "tests", "labs")])
+def test_public_names_have_docstrings(module):
+    """Every public function, class and method says what it is, and so does the file."""
+    tree = tree_of(module)
+    assert ast.get_docstring(tree), "the file"
+    public = [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]
+    for node in (part for owner in public for part in owner.body):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{module}:{node.lineno} {node.name}"
+
+
+@pytest.mark.parametrize("module", [name for name in FILES if room_of(name) == "variants" and name != "variants"])
+def test_a_variant_is_one_small_file(module):
+    """At most 150 lines; its flags are dataclass fields with a comment each, which is their help."""
+    assert lines_of({module}) <= 150
+    for node in tree_of(module).body:
+        if isinstance(node, ast.ClassDef) and node.name == "Flags":
+            for field in (part for part in node.body if isinstance(part, ast.AnnAssign)):
+                line = FILES[module].read_text().splitlines()[field.lineno - 1]
+                assert "  # " in line, f"{module}: {line.strip()} has no help"
+
+
+def test_no_state_in_modules():
+    """Nothing is `global`, and only common and services read the environment (step 2: torchrun's)."""
+    for module in FILES:
+        if room_of(module) in ("step", "common", "variants", "theory"):
+            assert not [node for node in ast.walk(tree_of(module)) if isinstance(node, ast.Global)], module
+            reads = "os.environ" in FILES[module].read_text()
+            assert not reads or module in ("common.trainer", "step02_ddp") or room_of(module) == "variants", module

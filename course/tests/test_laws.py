@@ -1,0 +1,222 @@
+"""What the docstrings of the steps promise in numbers: bytes and calls by dimension, live memory, bubbles."""
+
+import importlib
+import re
+from collections import Counter
+from unittest import mock
+
+import pytest
+
+import step03_zero as step03
+import step06_pipeline as step06
+import step07_moe_ep as step07
+from common.comm import Group
+from common.schedules import COSTS, SCHEDULES, draw, simulate
+from tests import equal
+
+L, D, FFN, VOCAB, SEQ, HEADS, KV = (
+    equal.SMALL[name] for name in ("n_layers", "dim", "ffn_dim", "vocab_size", "seq_len", "n_heads", "n_kv_heads")
+)
+B = 8  # bytes of an element in fp64
+LAYER = 2 * D * D + 2 * D * D * KV // HEADS + 3 * D * FFN + 2 * D
+END = VOCAB * D  # the embedding, and the head
+P = L * LAYER + 2 * END + D
+A = SEQ * D * B  # an activation of a micro-batch of one sequence
+SCALAR = B  # the loss, and the square of the norm, are summed too
+LAWS = dict(global_batch_size=12, steps=2)
+M = 12  # micro-batches in all
+
+
+class Meter(equal.Watch):
+    """A run that also counts operations, and what the spies below tell it."""
+
+    seen: Counter = Counter()  # noqa: RUF012
+
+    def count(self, operation: str, group: Group, tensor, share: float):
+        """One more operation along a dimension."""
+        self.calls = getattr(self, "calls", Counter())
+        self.calls[group.name, operation] += 1
+        Meter.last = self
+        super().count(operation, group, tensor, share)
+
+
+def measure(step: str, options: dict) -> tuple[dict, dict]:
+    """Runs on every rank: (bytes that it sends in the second step by dimension, calls a step by dimension)."""
+    Meter.seen = Counter()
+    with mock.patch.object(equal, "Watch", Meter):
+        seen = equal.record(step, LAWS | options)
+    assert seen.sent[0] == seen.sent[1] or "experts" in options, "steps differ"
+    return seen.sent[1], {key: count / 2 for key, count in Meter.last.calls.items()}
+
+
+def check(found: dict, expected: dict[str, float]):
+    """All dimensions, to the byte."""
+    assert {key: value for key, value in found.items() if value} == expected
+
+
+def reduced(n: int, size: float) -> float:
+    """Bytes that a rank sends in an all-reduce of `size` bytes."""
+    return 2 * (n - 1) / n * size
+
+
+@pytest.mark.parametrize("n, sync", [(4, "naive"), (4, "bucket"), (2, "ring")])
+def test_data_parallel(pools, n, sync):
+    """2 (n-1)/n S and the loss: the same bytes for all, in a call a parameter, or a bucket, or 2 (n-1) messages."""
+    for sent, calls in pools(n).run(measure, "step02_ddp", dict(sync=sync, bucket_mb=0.05)):
+        check(sent, dict(dp=reduced(n, P * B + SCALAR)))
+        params, lists = 9 * L + 3, calls["dp", "all_reduce"] - 1
+        assert (lists == {"naive": params, "ring": 0}.get(sync, lists) and 1 <= lists <= params) or sync == "ring"
+        assert calls.get(("dp", "send"), 0) == (2 * (n - 1) * params if sync == "ring" else 0)
+        if sync == "bucket":
+            assert lists < params / 3
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_zero(pools, zero):
+    """(n-1)/n of 2 P, 2 P, (m+1) P; 3 m P but for the first and the last unit, which are gathered once."""
+    n, m = 4, M // 4
+    once = END + END + D
+    elements = {0: 2 * P, 1: 2 * P, 2: (m + 1) * P, 3: m * (3 * P - once)}[zero]
+    units = L + 2
+    for sent, calls in pools(n).run(measure, "step03_zero", dict(zero=zero)):
+        check(sent, dict(dp=(n - 1) / n * elements * B + reduced(n, 2 * SCALAR)))
+        assert calls.get(("dp", "reduce_scatter"), 0) == {0: 0, 1: units, 2: m * units, 3: m * units}[zero]
+        assert calls.get(("dp", "all_gather"), 0) == {0: 0, 1: units, 2: units, 3: m * (2 * units - 2)}[zero]
+
+
+def gathered_units(options: dict) -> tuple[int, int]:
+    """Runs on every rank: the most whole units that were there at a time, and how many were after the update."""
+    alive, most, after = set(), [0], []
+    gather, step = step03.SlicedUnit.gather, step03.Zero3.step
+
+    def gathering(unit):
+        gather(unit)
+        alive.add(unit)
+        most[0] = max(most[0], sum(u.flat.untyped_storage().nbytes() > 0 for u in alive))
+
+    def stepping(self, *args):
+        step(self, *args)
+        after.append(sum(u.flat.untyped_storage().nbytes() > 0 for u in self.units))
+
+    with (
+        mock.patch.object(step03.SlicedUnit, "gather", gathering),
+        mock.patch.object(step03.Zero3, "step", stepping),
+    ):
+        equal.record("step03_zero", LAWS | options)
+    return most[0], max(after)
+
+
+def test_zero_3_holds_few_whole_units(pools):
+    """One or two at a time, of L + 2, and none after the update."""
+    assert set(pools(2).run(gathered_units, dict(zero=3, n_layers=6))) == {(2, 0)}
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("n", [2, 4])
+def test_tensor_parallel(pools, n, sp):
+    """(n-1)/n of 8 activations a layer and 4 at the ends; two numbers a token; one call a block and direction."""
+    norms = (2 * L + 1) * D * B if sp else 0
+    loss = (n - 1) * 2 * SEQ * B
+    expected = M * ((n - 1) / n * (8 * L + 4) * A + loss) + reduced(n, norms + SCALAR)
+    for sent, calls in pools(n).run(measure, "step04_tp_sp", dict(tp=n, sp=sp, n_kv_heads=HEADS)):
+        check(sent, dict(tp=expected))
+        if sp:
+            assert calls["tp", "all_gather"] == M * (4 * L + 2 + 1) and calls["tp", "reduce_scatter"] == M * (4 * L + 2)
+        else:
+            assert calls["tp", "all_reduce"] == M * (4 * L + 2) + 1
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_ring(pools, n):
+    """(n-1) B forward, (n-1) B + n G backward in a layer and micro-batch; k and v travel with their own heads."""
+    seq = 12 * n
+    kv = 2 * KV * seq // n * (D // HEADS) * B
+    expected = M * L * (2 * (n - 1) * kv + n * kv)
+    for sent, calls in pools(n).run(measure, "step05_cp_ring", dict(cp=n, seq_len=seq)):
+        assert set(sent) == {"cp", "data"}
+        assert sent["cp"] == expected + round(reduced(n, SCALAR))
+        assert abs(sent["data"] - reduced(n, P * B + SCALAR)) < 100  # a bucket's bytes are rounded
+        assert calls["cp", "send"] == M * L * (2 * (n - 1) + n)
+
+
+@pytest.mark.parametrize("schedule, p", [("1f1b", 3), ("afab", 2), ("interleaved", 2)])
+def test_pipeline(pools, schedule, p):
+    """2 activations a micro-batch and boundary: x to the right, dx to the left."""
+    v = 2 if schedule == "interleaved" else 1
+    options = dict(pp=p, schedule=schedule, n_layers=2 * p)
+    scalars = 2 * round(reduced(p, SCALAR))
+    total = 0
+    for rank, (sent, calls) in enumerate(pools(p).run(measure, "step06_pipeline", options)):
+        assert set(sent) == {"pp"}
+        total += sent["pp"] - scalars
+        if v == 1:
+            assert sent["pp"] - scalars == M * A * ((rank > 0) + (rank < p - 1))
+            assert calls["pp", "send"] == M * ((rank > 0) + (rank < p - 1))
+    assert total == 2 * M * A * (p * v - 1)
+
+
+def most_in_flight(options: dict) -> int:
+    """Runs on every rank: the most micro-batches and stages whose activations were there at a time."""
+    most, forward = [0], step06.Pipeline.forward
+
+    def spy(self, *args):
+        y = forward(self, *args)
+        most[0] = max(most[0], len(self.graphs))
+        return y
+
+    with mock.patch.object(step06.Pipeline, "forward", spy):
+        equal.record("step06_pipeline", LAWS | options)
+    return most[0]
+
+
+def test_activations_in_flight(pools):
+    """1F1B: p - rank micro-batches. All forward, all backward: all."""
+    assert pools(3).run(most_in_flight, dict(pp=3)) == [3, 2, 1]
+    assert pools(3).run(most_in_flight, dict(pp=3, micro_batch_size=6)) == [2, 2, 1]
+    assert pools(3).run(most_in_flight, dict(pp=3, schedule="afab", global_batch_size=6)) == [6, 6, 6]
+
+
+def measure_experts(options: dict) -> tuple[dict, int]:
+    """Runs on every rank: (bytes of the last step, rows that it sent to other ranks in this step)."""
+    leaving, right = [], step07.DISPATCH["alltoall"]
+
+    def spy(experts, group, rows, counts):
+        parts = counts.view(group.size, -1).sum(1)
+        leaving.append(int(parts.sum() - parts[group.rank]))
+        return right(experts, group, rows, counts)
+
+    with mock.patch.dict(step07.DISPATCH, alltoall=spy):
+        seen = equal.record("step07_moe_ep", LAWS | options)
+    return seen.sent[-1], sum(leaving[len(leaving) // 2 :])
+
+
+def test_experts(pools):
+    """A row of another rank's expert goes there and comes home, forward and backward; counts of 8 E bytes go first."""
+    ep, experts = 2, 4
+    found = pools(ep).run(measure_experts, dict(ep=ep, experts=experts))
+    rows = sum(away for _, away in found)
+    counts = ep * (M // ep) * L * (ep - 1) / ep * 8 * experts
+    assert rows > 0 and sum(sent["ep"] for sent, _ in found) == 4 * rows * D * B + counts
+
+
+@pytest.mark.parametrize("p, m, v", [(1, 3, 1), (2, 2, 2), (4, 6, 1), (4, 8, 2), (3, 9, 3), (8, 32, 2)])
+def test_bubbles(p, m, v):
+    """(p-1) / (m + p-1), and for v stages a rank (p-1) / (v m + p-1)."""
+    for name, stages in (("1f1b", 1), ("afab", 1), ("interleaved", v)):
+        if stages > 1 and m % p:
+            continue
+        schedule = SCHEDULES[name]
+        places = schedule.places(p * stages, p, stages)
+        lists = [schedule.actions(p, m, stages, rank) for rank in range(p)]
+        end = simulate(lists, places, COSTS)[-1][0]
+        busy = sum(COSTS[action.kind] for row in lists for action in row)
+        assert 1 - busy / (p * end) == pytest.approx((p - 1) / (stages * m + p - 1), abs=1e-12)
+        assert all(sorted(row) == sorted({*row}) and len(row) == 2 * m * stages for row in lists)
+
+
+def test_the_picture_is_the_schedule():
+    """Step 6's docstring shows 1F1B on 4 ranks with 6 micro-batches."""
+    schedule = SCHEDULES["1f1b"]
+    lists = [schedule.actions(4, 6, 1, rank) for rank in range(4)]
+    shown = re.findall(r"^    rank \d      ([0-9a-f.]+) ", importlib.import_module("step06_pipeline").__doc__, re.M)
+    assert shown == draw(lists, schedule.places(4, 4, 1)).splitlines()
