@@ -114,6 +114,11 @@ ROWS = [
     Row(2, "step06_pipeline", dict(pp=2, schedule="zb-auto", zb_memory=2.0, zero=2), SGD),
     Row(2, "step06_pipeline", dict(pp=2, schedule="dualpipe"), TIED),
     Row(2, "step06_pipeline", dict(pp=2, pp_split="1,2", sync="naive"), SGD),
+    *(
+        Row(4, "step06_pipeline", dict(pp=2, schedule=schedule, zero=zero), TIED | dict(n_layers=4), EXHAUSTIVE)
+        for schedule in ("afab", "interleaved", "zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe")
+        for zero in (0, 1, 2, 3)
+    ),
     Row(4, "step07_moe_ep", dict(pp=4, schedule="dualpipe", zero=2), EXPERTS | dict(n_layers=4)),
     Row(4, "step07_moe_ep", dict(pp=2, tp=2, schedule="zb-h2", zero=1), EXPERTS | TIED),
     Row(4, "step07_moe_ep", dict(pp=2, cp=2, ep=2, schedule="dualpipe", zero=3), EXPERTS | TIED),
