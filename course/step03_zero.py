@@ -1,17 +1,18 @@
 """Step 3: ZeRO. Data-parallel ranks share out what step 2 held on each of them: optimizer state, gradients, parameters.
 
 In step 2 every rank updates every weight. ZeRO (Rajbhandari et al. 2020) lets rank r update only slice r of n. Four
-weights 1 2 3 4 on two ranks, whose gradients are 5 5 5 5 and 20 20 20 20, with learning rate 0.1:
+weights 1 2 3 4 on two ranks, whose gradients are 5 5 5 5 and 20 20 20 20, with plain SGD of learning rate 0.1:
 
     stage  rank 0 holds                                  rank 1 holds
     0      weights 1 2 3 4    gradient 25 25 25 25       weights 1 2 3 4    gradient 25 25 25 25
-    1      weights 1 2 3 4    gradient 25 25  5  5       weights 1 2 3 4    gradient 20 20 25 25     updates its half
-    2      weights 1 2 3 4    gradient 25 25             weights 1 2 3 4    gradient       25 25     keeps that half
-    3      weights 1 2        gradient 25 25             weights     3 4    gradient       25 25
-    after  -1.5 -0.5, then (but in stage 3) all-gather: -1.5 -0.5 0.5 1.5 on both
+    1      weights 1 2 3 4    gradient  5  5  5  5       weights 1 2 3 4    gradient 20 20 20 20
+                              its half of the sum 25 25                     its half of the sum 25 25
+    2      weights 1 2 3 4    its half of the sum 25 25  weights 1 2 3 4    its half of the sum 25 25
+    3      weights 1 2        its half of the sum 25 25  weights     3 4    its half of the sum 25 25
+    after  -1.5 -0.5; stages 1 and 2 all-gather all      0.5 1.5; stages 1 and 2 all-gather all
 
 Parameters are laid out in *units*: each layer; the embedding; the final norm with the head. A unit is a flat buffer,
-padded and cut in n equal slices. (More units, smaller buffers: stage 3 holds only one or two whole units at a time.)
+padded and cut in n equal slices. (Stage 3 holds two whole units at a time, and a third if the head is tied.)
 
     unit "layers.0":  [ norm  q  k  v  o .. | .. o  norm  gate .. | .. gate  up .. | .. up  down  0 0 ]
                       '----- rank 0 -----''------- rank 1 -------''---- rank 2 ----''---- rank 3 ----'
@@ -22,10 +23,10 @@ P: parameters. n: ranks. m: micro-batches of a rank. Each rank sends (n-1)/n tim
     0       weights, gradients, state                                  2 P       all-reduce (step 2)
     1       weights, gradients          masters, moments               2 P       reduce-scatter + all-gather
     2       weights                     masters, moments, gradients    (m+1) P   reduce-scatter in every micro-batch
-    3                                   everything                     3 m P     and all-gather twice
+    3                                   everything                     3 m P     and all-gather twice (both ends: once)
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
-You should see step 1's losses in every stage, and `sent` in metrics.jsonl grow as the table says.
+You should see step 1's losses in every stage, and `sent` as the table says (bytes: fp32 gradients, --dtype weights).
 """
 
 import re
@@ -56,13 +57,13 @@ class Unit:
         self.trained = {name: param for name, param in named.items() if param.requires_grad}
         ends = list(accumulate((param.numel() for param in named.values()), initial=0))
         self.place = dict(zip(named, pairwise(ends), strict=True))  # name -> (start, stop) in flat
-        self.length = -(-ends[-1] // group.size)
+        self.length = -(-ends[-1] // group.size)  # rounded up
         self.first = group.rank * self.length
         some = next(iter(named.values()))
         self.flat = torch.zeros(self.length * group.size, dtype=some.dtype, device=some.device)
         for name, param in named.items():
             self.view(self.flat, name).copy_(param.detach())
-            param.data = self.view(self.flat, name)  # .data: else autograd calls a refilled buffer "modified in place"
+            param.data = self.view(self.flat, name)  # .data: autograd does not see later writes to flat
             param.grad_dtype = wide(param.dtype)
         self.slice = self.flat[self.first : self.first + self.length]
         self.gradient: Tensor | None = None  # [padded], of this rank alone: what has not yet been summed
@@ -71,7 +72,8 @@ class Unit:
 
     def view(self, flat: Tensor, name: str) -> Tensor:
         """A parameter's part of a flat buffer, in the parameter's shape."""
-        return flat[slice(*self.place[name])].view_as(self.named[name])
+        start, stop = self.place[name]
+        return flat[start:stop].view_as(self.named[name])
 
     def part(self, slice_: Tensor, name: str) -> Tensor:
         """The part of this rank's slice that belongs to a parameter: empty if it lies on other ranks."""
@@ -99,7 +101,7 @@ class Zero1:
 
     def __init__(self, model: Decoder, config: "Config", mesh: Mesh, device: torch.device, dtype: torch.dtype):
         self.units: list[Unit] = []
-        for names in unit_names(model):
+        for names in unit_names(model):  # one by one: in stage 3 no rank ever holds the whole model
             materialize(model, config.seed, device, dtype, names)
             named = {name: model.get_parameter(name) for name in names}
             group = mesh[layout_of(named[names[0]]).data]  # dp: the ranks that hold the same, and see other tokens
@@ -118,7 +120,7 @@ class Zero1:
                 param.grad = unit.view(unit.gradient, name)
 
     def reduce(self, unit: Unit) -> Pending:
-        """Start to sum a unit's gradient over the ranks; this one gets its slice of the sum."""
+        """Start to sum a unit's gradient over the ranks; this rank gets its slice of the sum."""
         unit.total = unit.gradient.new_empty(unit.length)
         return reduce_scatter(unit.total, unit.gradient, unit.group)
 
@@ -172,7 +174,7 @@ class Zero2(Zero1):
 
     def added(self, unit: Unit, name: str, param: nn.Parameter):
         """Hook: autograd has made a gradient, complete for this micro-batch: move it into the unit's buffer."""
-        if self.in_flight is not None and self.in_flight[0] is unit:  # of the micro-batch before
+        if self.in_flight is not None and self.in_flight[0] is unit:  # where a pipeline's stage is a single unit
             self.land()
         if unit.gradient is None:
             unit.make_room()
@@ -193,7 +195,8 @@ class Zero2(Zero1):
             unit, pending = self.in_flight
             pending.wait()
             unit.grad_slice += unit.total
-            unit.missing, unit.gradient, unit.total, self.in_flight = len(unit.trained), None, None, None
+            unit.gradient = unit.total = self.in_flight = None
+            unit.missing = len(unit.trained)
 
     def finish(self):
         """After the last micro-batch: finish the last unit."""
@@ -234,16 +237,14 @@ class Zero3(Zero2):
     def __init__(self, model: Decoder, *same):
         super().__init__(model, *same)
         trunk, head = model.model, model.lm_head
-        modules = [m for m in (trunk.embed_tokens, *trunk.layers.values(), trunk.norm) if m is not None]
+        modules = [m for m in (trunk.embed_tokens, *trunk.layers.values(), trunk.norm, head) if m is not None]
+        self.lowest = int(trunk.embed_tokens is not None)  # the first module whose backward needs weights
         self.uses: list[list[Unit]] = []  # by module, in the order of forward: the units that it computes with
         for i, module in enumerate(modules):
-            params = {*module.parameters(), *(head.parameters() if module is trunk.norm else ())}  # the head comes next
+            params = set(module.parameters())
             self.uses.append([unit for unit in self.units if params & set(unit.named.values())])
             module.register_forward_pre_hook(lambda *_, i=i: self.fetch(i, min(i + 1, len(modules) - 1)))
             module.register_forward_hook(partial(self.after_forward, i))
-        if head is not None:  # its unit may have gone since, with another micro-batch's backward
-            head.register_forward_hook(partial(self.after_forward, len(self.uses) - 1))
-        self.embedding = trunk.embed_tokens
 
     def fetch(self, i: int, following: int):
         """Have the units of module `i`, which is about to compute, and start to gather those of the `following` one."""
@@ -252,12 +253,13 @@ class Zero3(Zero2):
         for unit in self.uses[i]:
             unit.gathering.wait()
 
-    def after_forward(self, i: int, module: nn.Module, _inputs: tuple, output: Tensor):
+    def after_forward(self, i: int, _module: nn.Module, _inputs: tuple, output: Tensor):
         """Hook: module `i` has computed. Drop its weights until the gradient of its output arrives."""
-        for unit in self.uses[i] if i + 1 < len(self.uses) else ():  # backward begins with the last
-            unit.free()
-        if output.requires_grad and module is not self.embedding:  # whose backward needs no weights
-            output.register_hook(lambda _gradient: self.fetch(i, max(i - 1, int(self.embedding is not None))))
+        for unit in self.uses[i]:
+            if unit not in self.uses[min(i + 1, len(self.uses) - 1)]:  # not the last one's: backward begins there
+                unit.free()
+        if output.requires_grad and i >= self.lowest:
+            output.register_hook(lambda _gradient: self.fetch(i, max(i - 1, self.lowest)))
 
     def send(self, unit: Unit):
         """As in stage 2; the unit's backward is done, so its weights may go."""

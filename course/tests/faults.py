@@ -109,8 +109,8 @@ FAULTS: dict[str, Fault] = {
     "zero 3: the head's weights have gone": Fault(
         "step03_zero",
         "Zero3",
-        "head.register_forward_hook(partial(self.after_forward, len(self.uses) - 1))",
-        "pass",
+        "trunk.norm, head)",
+        "trunk.norm, trunk.norm and nn.Sequential(trunk.norm, head))",
         "afab: the first micro-batch's backward has freed them",
     ),
     "rows: gates of another rank's experts": Fault(
@@ -393,7 +393,7 @@ FAULTS: dict[str, Fault] = {
         (
             "memory_without_weights",
             "Zero3",
-            "self.fetch(i, max(i - 1, int(self.embedding is not None)))",
+            "self.fetch(i, max(i - 1, self.lowest))",
             "[unit.flat.zero_() for unit in self.uses[i] if self.fetch(i, i) is None] and None",
             "zero in backward",
         ),

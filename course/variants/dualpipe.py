@@ -21,6 +21,7 @@ import step06_pipeline as step06
 from common import UserError
 from common.layout import layout_of, note_layout
 from common.schedules import SCHEDULES, Action, Place, Schedule, loop
+from step04_tp_sp import sum_partial_gradients
 from variants.zero_bubble import write_out
 
 SINCE = step06.Config
