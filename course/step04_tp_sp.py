@@ -41,7 +41,7 @@ from common import UserError
 from common.comm import Group, Mesh, all_gather, all_reduce, reduce_scatter
 from common.data import Data
 from common.layout import cut, global_norm, layout_of, note_layout, sum_partial_gradients
-from common.model import IGNORE, PRESETS, Decoder, wide
+from common.model import IGNORE, PRESETS, Decoder, ModelConfig, wide
 from common.trainer import Run, among, choose, main
 from step01_single_gpu import RECOMPUTE, learning_rate
 from step02_ddp import join_ranks
@@ -142,27 +142,34 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, rows: range, g
     return losses.where(targets != IGNORE, 0.0).sum()
 
 
-COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+def cut_matrix(dim: int, weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
+    """This rank's part of [out, in] along dimension -2 or -1; of experts (step 7), of [experts, out, in]."""
+    return cut(weight, weight.dim() + dim, mesh["tp"])
 
 
-def shard_tensors(model: Decoder, group: Group, sp: bool):
+COLUMNS, ROWS = partial(cut_matrix, -2), partial(cut_matrix, -1)
+CUTS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), COLUMNS)  # name of a layer -> its rule
+CUTS |= dict.fromkeys(("o_proj", "down_proj"), ROWS)
+
+
+def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
     """Cut a model on the meta device, in place: fewer rows or columns in each matrix, and f and g around each block.
 
     A column-parallel linear layer is an nn.Linear with fewer outputs, a row-parallel one has fewer inputs. q, k and v
     share one f, and so do gate and up: never one collective a matrix. Raises UserError.
     """
+    config, trunk, group = model.config, model.model, mesh["tp"]
     if group.size == 1:
         return
-    config, trunk = model.config, model.model
-    if config.n_kv_heads % group.size:
+    if config.n_kv_heads % group.size and CUTS["k_proj"] is COLUMNS:
         raise UserError(f"--tp {group.size} must divide the {config.n_kv_heads} key/value heads of the model")
     if sp and config.seq_len % group.size:
         raise UserError(f"--tp {group.size} must divide the {config.seq_len} tokens of a sequence; or use --no-sp")
     blocks = [block for layer in trunk.layers.values() for block in (layer.self_attn, layer.mlp)]
     for block in blocks:
         for name, module in block.named_modules():
-            if (last := name.split(".")[-1]) in COLUMNS + ROWS:  # weight [out, in]; of experts, step 7, [E, out, in]
-                module.weight = cut(module.weight, module.weight.dim() - (2 if last in COLUMNS else 1), group)
+            if (last := name.split(".")[-1]) in CUTS:
+                module.weight = CUTS[last](module.weight, mesh, config)
 
     trunk.embed_tokens.weight = cut(trunk.embed_tokens.weight, 0, group)
     model.lm_head.weight = trunk.embed_tokens.weight if config.tied else cut(model.lm_head.weight, 0, group)
@@ -175,9 +182,8 @@ def shard_tensors(model: Decoder, group: Group, sp: bool):
         module.register_forward_pre_hook(lambda _, inputs: (enter_block(inputs[0], group, sp), *inputs[1:]))
     for module in (trunk.embed_tokens, *blocks):
         module.register_forward_hook(lambda _module, _inputs, output: leave_block(output, group, sp))
-    for param in model.parameters() if sp else ():
-        if param.dim() == 1:  # a norm's
-            note_layout(param, partial_over=(*layout_of(param).partial_over, group.name))
+    for param in (param for param in model.parameters() if sp and param.dim() == 1):  # norms'
+        note_layout(param, partial_over=(*layout_of(param).partial_over, group.name))
 
 
 def train(config: Config, run: Run):
@@ -189,7 +195,7 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    shard_tensors(model, mesh["tp"], config.sp)  # these rows and columns are mine
+    shard_tensors(model, mesh, config.sp)  # these rows and columns are mine
     RECOMPUTE[config.recompute](model)
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this slice of the update is mine
 
@@ -204,7 +210,7 @@ def train(config: Config, run: Run):
             micro_loss.backward()  # ... then only sum,
             loss = loss + micro_loss.detach()
         sync.finish()  # also over ranks
-        sum_partial_gradients(model, optimizer.gradients(), mesh["tp"])  # and where a rank saw a part of the tokens
+        sum_partial_gradients(model, optimizer.gradients(), mesh)  # and where a rank saw a part of the tokens
         all_reduce(loss, mesh["dp"]).wait()
 
         norm = global_norm(model, optimizer.gradients(), mesh, sliced=config.zero > 0)

@@ -119,18 +119,19 @@ def materialize(
                     module._parameters[key] = filled
 
 
-def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], group: Group):
-    """Sum gradients, in place and in one all-reduce, over a group that their records name in `partial_over`.
+def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh):
+    """Sum gradients, in place, over the groups that their records name in `partial_over`: one all-reduce a group.
 
     It comes after the sum over dp. Under ZeRO a rank sums its slices, which the ranks of the group cut alike.
     """
     params = dict(model.named_parameters())
-    parts = [grad for name, grad in gradients.items() if group.name in layout_of(params[name]).partial_over]
-    if parts and group.size > 1:
-        flat = torch.cat([part.flatten() for part in parts])
-        all_reduce(flat, group).wait()
-        for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-            part.copy_(total.view_as(part))
+    for group in mesh.groups.values():
+        parts = [grad for name, grad in gradients.items() if group.name in layout_of(params[name]).partial_over]
+        if parts and group.size > 1:
+            flat = torch.cat([part.flatten() for part in parts])
+            all_reduce(flat, group).wait()
+            for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+                part.copy_(total.view_as(part))
 
 
 def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sliced: bool = False) -> float:

@@ -64,7 +64,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def rope_tables(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary position embedding (Su et al., "RoFormer", section 3.2.2).
 
-    positions int64 [seq] -> two tensors [seq, 1, head_dim].
+    positions int64 [seq] or [batch, seq] -> two tensors [..., seq, 1, head_dim].
     """
     even = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=dtype)
     frequency = config.rope_theta ** -(even / config.head_dim)
@@ -72,7 +72,7 @@ def rope_tables(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> t
         turns = frequency * 8192 / (2 * torch.pi)
         keep = ((turns - 1) / 3).clamp(0, 1)
         frequency = frequency * (keep + (1 - keep) / config.rope_scaling)
-    angle = (positions[:, None] * frequency).tile(2)[:, None, :]
+    angle = (positions[..., None] * frequency).tile(2)[..., None, :]
     return angle.cos(), angle.sin()
 
 
