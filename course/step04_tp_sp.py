@@ -147,9 +147,8 @@ def cut_matrix(dim: int, weight: nn.Parameter, mesh: Mesh, config: ModelConfig) 
     return cut(weight, weight.dim() + dim, mesh["tp"])
 
 
-COLUMNS, ROWS = partial(cut_matrix, -2), partial(cut_matrix, -1)
-CUTS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), COLUMNS)  # name of a layer -> its rule
-CUTS |= dict.fromkeys(("o_proj", "down_proj"), ROWS)
+COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+CUTS = dict.fromkeys(COLUMNS, partial(cut_matrix, -2)) | dict.fromkeys(ROWS, partial(cut_matrix, -1))
 
 
 def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
@@ -161,7 +160,7 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
     config, trunk, group = model.config, model.model, mesh["tp"]
     if group.size == 1:
         return
-    if config.n_kv_heads % group.size and CUTS["k_proj"] is COLUMNS:
+    if config.n_kv_heads % group.size and CUTS["k_proj"] is CUTS["q_proj"]:
         raise UserError(f"--tp {group.size} must divide the {config.n_kv_heads} key/value heads of the model")
     if sp and config.seq_len % group.size:
         raise UserError(f"--tp {group.size} must divide the {config.seq_len} tokens of a sequence; or use --no-sp")

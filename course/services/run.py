@@ -22,9 +22,10 @@ from common.trainer import Run
 
 @lru_cache
 def plugins() -> list[ModuleType]:
-    """All variants, by name. To import them adds their entries to the menus."""
+    """All variants, by name, and those that must be last. To import them adds their entries to the menus."""
     names = sorted(info.name for info in pkgutil.iter_modules(variants.__path__))
-    return [importlib.import_module(f"variants.{name}") for name in names]
+    found = [importlib.import_module(f"variants.{name}") for name in names]
+    return sorted(found, key=lambda plugin: hasattr(plugin, "LAST"))
 
 
 def offered(cls: type) -> list[ModuleType]:

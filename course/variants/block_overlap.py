@@ -22,9 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common import UserError
 from common.comm import Group, all_gather, all_reduce, reduce_scatter
 from common.model import Decoder
-from step04_tp_sp import CUTS, ROWS, Config
+from step04_tp_sp import COLUMNS, Config
 
 SINCE = Config
 
@@ -107,14 +108,17 @@ def overlap_blocks(model: Decoder, group: Group, gather: Callable, reduce: Calla
     """Put `enter` in the place of f in every attention and MLP, whose first matrices step 4 has cut by columns."""
     for layer in model.model.layers.values():
         for block in (layer.self_attn, layer.mlp):
-            linears = [child for name, child in block.named_children() if CUTS.get(name, ROWS) is not ROWS]
+            linears = [child for name, child in block.named_children() if name in COLUMNS]
             if linears:
                 block._forward_pre_hooks.clear()
                 block.register_forward_pre_hook(partial(enter, linears, group, gather, reduce))
 
 
 def attach(config: Any, parts: SimpleNamespace):
-    """Let the blocks overlap, where there is something to wait for."""
+    """Let the blocks overlap, where there is something to wait for. Raises UserError."""
+    program = getattr(getattr(parts, "pipeline", None), "program", ())
+    if config.tp_overlap and any(line.action.kind == "W" for line in program):
+        raise UserError(f"--schedule {config.schedule} has weight gradients on their own: --no-tp-overlap")
     if config.tp_overlap and config.tp > 1:
         starts = (start_gather, start_scatter) if config.sp else (start_keep, start_total)
         overlap_blocks(parts.model, parts.mesh["tp"], *starts)

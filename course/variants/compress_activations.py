@@ -34,7 +34,7 @@ from common.model import wide
 from step04_tp_sp import Config, Conjugate, keep
 from variants.block_overlap import Ending, overlap_blocks, start_keep
 
-SINCE = Config
+SINCE, LAST = Config, True
 BLOCK = 256  # values with one scale
 KINDS = dict(bf16=torch.bfloat16, int8=torch.int8)
 
@@ -132,7 +132,7 @@ def narrow_stages(pipeline: Any, bits: Bits):
 
 
 def attach(config: Any, parts: SimpleNamespace):
-    """After block_overlap.py, by name: what it has put on a block, this does anew."""
+    """What others have put on blocks and pipelines travels in fewer bits."""
     if config.compress_activations != "none":
         bits = Bits(config.compress_activations, next(parts.model.parameters()).dtype, parts.model.config.dim)
         if config.tp > 1:

@@ -6,8 +6,8 @@ and the last of them cut. Causal attention also looks at the documents before. W
     mask    token i looks at the tokens j <= i of its own document (Llama 3: Dubey et al. 2024, section 3.2)
     reset   the same, and RoPE's positions begin with 0 in each document (RoPE is relative: only rounding changes)
 
-A document ends with its END, the token --end-token. The target of END, the first token of the next document, counts.
-No mask is made. Documents lie in a row, so what is computed is made of triangles and rectangles:
+A document ends with its END, the token --end-token, whose target, the first token of the next one, counts. No mask is
+made. Documents lie in a row, so what is computed is made of triangles and rectangles:
 
     keys ->    a a a b | b c c      Tokens that a rank has in a row: a triangle for each document.
     queries a  #       |            Earlier keys, in a row too: a rectangle, or nothing. Only the last key's document
@@ -16,8 +16,7 @@ No mask is made. Documents lie in a row, so what is computed is made of triangle
             b        # |            Law: all ranks together compute sum L (L+1) / 2 pairs for documents of L tokens,
             -----------+-----       no matter how the sequence is cut.
             b        # | #
-            c          |   #        A batch is a pure function of (seed, step), so all ranks know where documents end,
-            c          |   # #      and nothing more is sent.
+            c          |   # #      Nothing is sent for it: all ranks know the batch of a step, and where documents end.
 
 In steps 1 to 4, and behind Ulysses' exchange, sequences are whole: triangles alone. Else it is a `visible` of step 5.
 """
@@ -37,6 +36,8 @@ from torch import Tensor
 from common import UserError
 from common.model import PRESETS, attend
 from step05_cp_ring import CONTEXT
+
+LAST = True
 
 
 @dataclass
@@ -92,17 +93,17 @@ class Documents:
     def __init__(self, config: Any, parts: SimpleNamespace):
         self.config, self.next, self.read = config, 0, parts.data.batch
         self.device, seq = next(parts.model.parameters()).device, parts.model.config.seq_len
-        self.here, self.positions = getattr(parts, "positions", torch.arange(seq)).cpu(), None
+        self.here = getattr(parts, "positions", torch.arange(seq)).cpu()
         self.mine = parts.mesh["dp"].share(config.global_batch_size, "batch") if hasattr(parts, "mesh") else slice(None)
-        if getattr(config, "cp", 1) > 1:
-            self.positions = partial(CONTEXT[config.cp_mode].positions, seq, n=config.cp)
+        mode = CONTEXT[getattr(config, "cp_mode", "zigzag")]
+        self.positions = partial(mode.positions, seq, n=getattr(config, "cp", 1))
         for layer in parts.model.model.layers.values():
             layer.self_attn.attend = self.within(layer.self_attn.attend)
         parts.data.batch = self.batch
         parts.model.register_forward_pre_hook(self.enter)
         if pipeline := getattr(parts, "pipeline", None):  # it does not call the model
-            acts = getattr(pipeline, "acts", {})  # of an executor of lists
-            acts |= {kind: partial(self.act, pipeline, act) for kind, act in acts.items()}
+            for kind, act in getattr(pipeline, "acts", {}).items():  # of an executor of lists
+                pipeline.acts[kind] = partial(self.act, pipeline, act)
             pipeline.forward = partial(self.act, pipeline, pipeline.forward)
             pipeline.backward = partial(self.act, pipeline, pipeline.backward)
 
@@ -120,9 +121,9 @@ class Documents:
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """As `Data.batch`; on the way, find the documents of this rank's sequences."""
-        tokens, targets = self.read(step)
+        (tokens, targets), end, self.next = self.read(step), self.config.end_token, 0
         parts = tokens[self.mine].split(self.config.micro_batch_size)
-        self.all, self.next = [MicroBatch(part, self.config.end_token, self.positions) for part in parts], 0
+        self.all = [MicroBatch(part, end, self.positions) for part in parts]
         return tokens, targets
 
     def enter(self, _model: Any, inputs: tuple) -> tuple:

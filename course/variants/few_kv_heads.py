@@ -17,14 +17,14 @@ from common import UserError
 from common.comm import Mesh
 from common.layout import cut, layout_of, note_layout
 from common.model import ModelConfig
-from step04_tp_sp import COLUMNS, CUTS
+from step04_tp_sp import CUTS
 
 
 def cut_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
     """This rank's rows of k_proj or v_proj [kv_heads * head_dim, dim], at least one head. Raises UserError."""
     tp, heads = mesh["tp"].size, config.n_kv_heads
     if heads % tp == 0:
-        return COLUMNS(weight, mesh, config)
+        return CUTS["q_proj"](weight, mesh, config)
     if tp % heads or config.n_heads % tp:
         raise UserError(f"--tp {tp} must divide {config.n_heads} heads, and divide {heads} kv heads or be a multiple")
     rows, copies = mesh.join("tp", "tp"), tp // heads  # int [groups, tp]
