@@ -41,7 +41,7 @@ from common import UserError
 from common.comm import Group, Mesh, all_gather, all_reduce, reduce_scatter
 from common.data import Data
 from common.layout import Split, global_norm, layout_of, note_layout
-from common.model import IGNORE, PRESETS, Decoder, wide
+from common.model import IGNORE, PRESETS, Decoder, ModelConfig, wide
 from common.trainer import Run, among, choose, main
 from step01_single_gpu import RECOMPUTE, learning_rate
 from step02_ddp import join_ranks
@@ -154,28 +154,39 @@ def cut(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
     return part
 
 
+def cut_matrix(dim: int, weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
+    """This rank's part of [out, in] along dimension -2 or -1; of experts (step 7), of [experts, out, in]."""
+    return cut(weight, weight.dim() + dim, mesh["tp"])
+
+
+def cut_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
+    """This rank's key/value heads. Raises UserError."""
+    if config.n_kv_heads % mesh["tp"].size:
+        raise UserError(f"--tp {mesh['tp'].size} must divide the {config.n_kv_heads} key/value heads of the model")
+    return cut_matrix(-2, weight, mesh, config)
+
+
 COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+CUTS = dict.fromkeys(COLUMNS, partial(cut_matrix, -2)) | dict.fromkeys(ROWS, partial(cut_matrix, -1))
+CUTS |= dict(k_proj=cut_heads, v_proj=cut_heads)
 
 
-def shard_tensors(model: Decoder, group: Group, sp: bool):
+def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
     """Cut a model on the meta device, in place: fewer rows or columns in each matrix, and f and g around each block.
 
     A column-parallel linear layer is an nn.Linear with fewer outputs, a row-parallel one has fewer inputs. q, k and v
     share one f, and so do gate and up: never one collective a matrix. Raises UserError.
     """
+    config, trunk, group = model.config, model.model, mesh["tp"]
     if group.size == 1:
         return
-    config, trunk = model.config, model.model
-    if config.n_kv_heads % group.size:
-        raise UserError(f"--tp {group.size} must divide the {config.n_kv_heads} key/value heads of the model")
     if sp and config.seq_len % group.size:
         raise UserError(f"--tp {group.size} must divide the {config.seq_len} tokens of a sequence; or use --no-sp")
     blocks = [block for layer in trunk.layers.values() for block in (layer.self_attn, layer.mlp)]
     for block in blocks:
         for name, module in block.named_modules():
-            if (last := name.split(".")[-1]) in COLUMNS + ROWS:
-                out_dim = module.weight.dim() - 2  # weight [out, in]; of experts, step 7, [experts, out, in]
-                module.weight = cut(module.weight, out_dim if last in COLUMNS else out_dim + 1, group)
+            if (last := name.split(".")[-1]) in CUTS:
+                module.weight = CUTS[last](module.weight, mesh, config)
 
     trunk.embed_tokens.weight = cut(trunk.embed_tokens.weight, 0, group)
     model.lm_head.weight = trunk.embed_tokens.weight if config.tied else cut(model.lm_head.weight, 0, group)
@@ -188,23 +199,23 @@ def shard_tensors(model: Decoder, group: Group, sp: bool):
         module.register_forward_pre_hook(lambda _, inputs: (enter_block(inputs[0], group, sp), *inputs[1:]))
     for module in (trunk.embed_tokens, *blocks):
         module.register_forward_hook(lambda _module, _inputs, output: leave_block(output, group, sp))
-    for param in model.parameters() if sp else ():
-        if param.dim() == 1:  # a norm's
-            note_layout(param, partial_over=(*layout_of(param).partial_over, group.name))
+    for param in (param for param in model.parameters() if sp and param.dim() == 1):  # norms'
+        note_layout(param, partial_over=(*layout_of(param).partial_over, group.name))
 
 
-def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], group: Group):
-    """Sum gradients, in place and in one all-reduce, over a group that their records name in `partial_over`.
+def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh):
+    """Sum gradients, in place, over the groups that their records name in `partial_over`: one all-reduce a group.
 
     It comes after the sum over dp. Under ZeRO a rank sums its slices, which the ranks of the group cut alike.
     """
     params = dict(model.named_parameters())
-    parts = [grad for name, grad in gradients.items() if group.name in layout_of(params[name]).partial_over]
-    if parts and group.size > 1:
-        flat = torch.cat([part.flatten() for part in parts])
-        all_reduce(flat, group).wait()
-        for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-            part.copy_(total.view_as(part))
+    for group in mesh.groups.values():
+        parts = [grad for name, grad in gradients.items() if group.name in layout_of(params[name]).partial_over]
+        if parts and group.size > 1:
+            flat = torch.cat([part.flatten() for part in parts])
+            all_reduce(flat, group).wait()
+            for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+                part.copy_(total.view_as(part))
 
 
 def train(config: Config, run: Run):
@@ -216,7 +227,7 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    shard_tensors(model, mesh["tp"], config.sp)  # these rows and columns are mine
+    shard_tensors(model, mesh, config.sp)  # these rows and columns are mine
     RECOMPUTE[config.recompute](model)
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this slice of the update is mine
 
@@ -231,7 +242,7 @@ def train(config: Config, run: Run):
             micro_loss.backward()  # ... then only sum,
             loss = loss + micro_loss.detach()
         sync.finish()  # also over ranks
-        sum_partial_gradients(model, optimizer.gradients(), mesh["tp"])  # of norms: with SP a rank saw only its tokens
+        sum_partial_gradients(model, optimizer.gradients(), mesh)  # of norms: with SP a rank saw only its tokens
         all_reduce(loss, mesh["dp"]).wait()  # along tp all have the whole loss
 
         norm = global_norm(model, optimizer.gradients(), mesh, sliced=config.zero > 0)

@@ -90,11 +90,8 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
     q [batch, heads, s_q, d]; k, v [batch, kv_heads, s_k, d] -> o like q, lse [batch, heads, s_q].
     """
     if has_kernel(q):  # the formulas below without a matrix [s_q, s_k] in memory; it takes fewer kv heads itself
-        aten = torch.ops.aten
-        kernel = (
-            aten._scaled_dot_product_flash_attention if q.is_cuda else aten._scaled_dot_product_flash_attention_for_cpu
-        )
-        return kernel(q, k, v, 0.0, causal)[:2]  # 0.0: no dropout
+        kernel = "_scaled_dot_product_flash_attention" + ("" if q.is_cuda else "_for_cpu")
+        return getattr(torch.ops.aten, kernel)(q, k, v, 0.0, causal)[:2]  # 0.0: no dropout
     q, k, v = same_heads(q, k, v)
     scores = scaled_scores(q, k, causal)
     lse = scores.logsumexp(-1)
@@ -242,7 +239,7 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    shard_tensors(model, mesh["tp"], config.sp)  # step 4: these rows and columns are mine
+    shard_tensors(model, mesh, config.sp)  # step 4: these rows and columns are mine
     here = shard_context(model, mesh, CONTEXT[config.cp_mode]).to(device)  # of my sequences, these tokens are mine
     RECOMPUTE[config.recompute](model)
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this slice of the update is mine
@@ -258,7 +255,7 @@ def train(config: Config, run: Run):
             micro_loss.backward()  # ... then only sum,
             loss = loss + micro_loss.detach()
         sync.finish()  # also over ranks
-        sum_partial_gradients(model, optimizer.gradients(), mesh["tp"])  # and where a rank saw a part of the tokens
+        sum_partial_gradients(model, optimizer.gradients(), mesh)  # and where a rank saw a part of the tokens
         all_reduce(loss, mesh["data"]).wait()
 
         norm = global_norm(model, optimizer.gradients(), mesh, sliced=config.zero > 0)

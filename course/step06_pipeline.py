@@ -264,7 +264,7 @@ def train(config: Config, run: Run):
     places, lists = plan(config, m=math.ceil((mine.stop - mine.start) / config.micro_batch_size))
     with torch.device("meta"):
         model = Decoder(shape)
-    shard_tensors(model, mesh["tp"], config.sp)  # step 4: these rows and columns are mine
+    shard_tensors(model, mesh, config.sp)  # step 4: these rows and columns are mine
     here = shard_context(model, mesh, CONTEXT[config.cp_mode]).to(device)  # step 5: these tokens are mine
     keep_stage(model, mesh["pp"], places)  # these layers are mine
     RECOMPUTE[config.recompute](model)
@@ -280,7 +280,7 @@ def train(config: Config, run: Run):
         loss = pipeline.step(xs, ys, n_targets)  # forward and backward of all micro-batches
         sync.finish()  # sums over ranks
         gradients = optimizer.gradients()
-        sum_partial_gradients(model, gradients, mesh["tp"])  # and where a rank saw a part of the tokens
+        sum_partial_gradients(model, gradients, mesh)  # and where a rank saw a part of the tokens
         sum_tied(model, gradients, mesh["pp"], places)  # and where two stages hold the same matrix
         all_reduce(loss, mesh["data"]).wait()
         all_reduce(loss, mesh["pp"]).wait()

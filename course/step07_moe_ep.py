@@ -223,7 +223,7 @@ def train(config: Config, run: Run):
         model = Decoder(shape)
     here = shard_context(model, mesh, CONTEXT[config.cp_mode]).to(device)  # step 5: these tokens are mine
     shard_experts(model, mesh, config)  # these experts are mine; now, as step 4 cuts them too
-    shard_tensors(model, mesh["tp"], config.sp)  # step 4: these rows and columns are mine
+    shard_tensors(model, mesh, config.sp)  # step 4: these rows and columns are mine
     keep_stage(model, mesh["pp"], places)  # step 6: these layers are mine
     RECOMPUTE[config.recompute](model)
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this slice of the update is mine
@@ -238,7 +238,7 @@ def train(config: Config, run: Run):
         loss = pipeline.step(xs, ys, n_targets)  # forward and backward of all micro-batches
         sync.finish()  # sums over ranks
         gradients = optimizer.gradients()
-        sum_partial_gradients(model, gradients, mesh["tp"])  # and where a rank saw, or found, a part
+        sum_partial_gradients(model, gradients, mesh)  # and where a rank saw, or found, a part
         sum_tied(model, gradients, mesh["pp"], places)  # and where two stages hold the same matrix
         all_reduce(loss, mesh["data"]).wait()
         all_reduce(loss, mesh["pp"]).wait()

@@ -61,13 +61,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def rope_tables(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of RoPE (Su et al., "RoFormer"): positions int64 [seq] -> two tensors [seq, 1, head_dim]."""
+    """Cosines and sines of RoPE (Su et al., "RoFormer"): positions int64 [..., seq] -> two [..., seq, 1, head_dim]."""
     even = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=dtype)
     frequency = config.rope_theta ** -(even / config.head_dim)
     if config.rope_scaling != 1.0:  # Llama 3.1: wave lengths over 8192 tokens grow, under 2048 stay, a ramp between
         keep = ((frequency * 8192 / (2 * torch.pi) - 1) / 3).clamp(0, 1)
         frequency = frequency * (keep + (1 - keep) / config.rope_scaling)
-    angle = (positions[:, None] * frequency).tile(2)[:, None, :]
+    angle = (positions[..., None] * frequency).tile(2)[..., None, :]
     return angle.cos(), angle.sin()
 
 

@@ -34,9 +34,10 @@ SERVICES = [
 
 @lru_cache
 def plugins() -> list[ModuleType]:
-    """All variants, by name, and services. To import them adds their entries to the menus."""
+    """All variants, by name, but `LAST` ones last; then services. To import them adds their entries to the menus."""
     names = sorted(info.name for info in pkgutil.iter_modules(variants.__path__))
-    return [*(importlib.import_module(f"variants.{name}") for name in names), *SERVICES]
+    found = [importlib.import_module(f"variants.{name}") for name in names]
+    return [*sorted(found, key=lambda plugin: hasattr(plugin, "LAST")), *SERVICES]
 
 
 def offered(cls: type) -> list[ModuleType]:

@@ -71,6 +71,51 @@ FAULTS: dict[str, Fault] = {
         "dkv.copy_(dparts[ctx.group.rank])",
         "the gradients that other ranks have found for our keys are lost",
     ),
+    "kv_copies_not_summed": Fault(
+        "variants.few_kv_heads",
+        "cut_heads",
+        "note_layout(part,",
+        "dict(",
+        "ranks with the same key/value head each keep their own queries' share of its gradient",
+    ),
+    "overlapped_gradient_not_summed": Fault(
+        "variants.block_overlap",
+        "start_total",
+        "pending = all_reduce(x, group)",
+        "pending = all_reduce(x.clone(), group)",
+        "each rank goes on with its part of dx",
+    ),
+    "replicas_not_summed": Fault(
+        "variants.zero_replicas",
+        "with_replicas",
+        "for unit in zero.units if",
+        "for unit in [] if",
+        "each replica trains on its own tokens",
+    ),
+    "documents_see_the_one_before": Fault(
+        "variants.documents", "MicroBatch", "document == other and", "document >= other and", "borders are open"
+    ),
+    "offloaded_update_is_lost": Fault(
+        "variants.offload_optimizer",
+        "Update",
+        "unit.slice.copy_(unit.master, non_blocking=True)",
+        "pass",
+        "the host updates masters, and the weights stay as they are",
+    ),
+    "offloaded_masters_are_not_the_rules": Fault(
+        "variants.offload_optimizer",
+        "move",
+        "zero.pieces[name].data = unit.part(master, name)",
+        "pass",
+        "the rule updates tensors that nobody reads",
+    ),
+    "narrow_sum_has_one_part": Fault(
+        "variants.compress_activations",
+        "Bits",
+        "all_to_all(received, ours, group)",
+        "all_to_all(received, ours, group); received[1:] = 0",
+        "of a sum of parts only the first is taken",
+    ),
     "ulysses_swaps_forward_again": Fault(
         "variants.cp_ulysses",
         "Swap",
@@ -102,8 +147,8 @@ FAULTS: dict[str, Fault] = {
     "dualpipe: copies drift apart": Fault(
         "variants.dualpipe",
         "attach",
-        'sum_partial_gradients(model, parts.optimizer.gradients(), mesh["mirror"])',
-        "pass",
+        '(*layout_of(param).partial_over, "mirror")',
+        "layout_of(param).partial_over",
         "each copy learns from its own half of the micro-batches",
     ),
     "zero 3: the head's weights have gone": Fault(

@@ -18,6 +18,7 @@ LOSSY = (
 SLOW = dict(optimizer="sgd", lr=0.1)  # so what is lost in one step does not grow much in the next
 BIAS = dict(balance="bias", bias_speed=0.1)
 GROUPS = dict(experts=8, experts_per_token=3, expert_groups=4, groups_per_token=2, n_layers=4, moe_every=2)
+MASK = dict(documents="mask", end_token=32)  # a document ends with each blank
 
 
 class Row(NamedTuple):
@@ -74,12 +75,26 @@ ROWS = [
     ),  # Adam amplifies rounding
     # variants of ZeRO
     #
+    *(Row(4, "step03_zero", dict(zero=zero, zero_replicas=2), SGD) for zero in (1, 3)),
+    Row(2, "step03_zero", dict(zero=1, offload_optimizer="cpu")),
+    Row(2, "step03_zero", dict(zero=3, offload_optimizer="disk"), TIED),
+    Row(2, "step03_zero", dict(zero=3, offload_params="cpu"), SGD),
+    Row(4, "step04_tp_sp", dict(tp=2, zero=3, offload_params="cpu", offload_optimizer="cpu")),
+    Row(4, "step05_cp_ring", dict(cp=2, tp=2, zero=2, zero_replicas=2), TIED),
     # step 4
     Row(2, "step04_tp_sp", dict(tp=2, zero=0), SGD),
     Row(4, "step04_tp_sp", dict(tp=2, zero=3, sp=False), TIED),
     Row(4, "step04_tp_sp", dict(tp=4, recompute="full"), MHA | TIED),
     # variants of tensor parallelism
     #
+    Row(2, "step04_tp_sp", dict(tp=2, tp_overlap=True), SGD),
+    Row(4, "step04_tp_sp", dict(tp=2, tp_overlap=True, sp=False, zero=3, recompute="full"), TIED),
+    Row(2, "step04_tp_sp", dict(tp=2, compress_activations="bf16"), SGD, bound=0.01),
+    Row(2, "step04_tp_sp", dict(tp=2, compress_activations="int8", tp_overlap=True), SGD, bound=0.03),
+    Row(4, "step06_pipeline", dict(pp=2, tp=2, compress_activations="int8", sp=False), SGD, bound=0.03),
+    Row(4, "step04_tp_sp", dict(tp=4, zero=1), SGD),  # two key/value heads
+    Row(4, "step05_cp_ring", dict(cp=1, tp=4, sp=False, recompute="full"), dict(n_kv_heads=1)),
+    Row(8, "step05_cp_ring", dict(cp=2, tp=4, zero=3), SGD | TIED, EXHAUSTIVE),
     # step 5
     Row(2, "step05_cp_ring", dict(cp=2), SGD),
     Row(4, "step05_cp_ring", dict(cp=2, tp=2, zero=3), SGD),
@@ -92,6 +107,13 @@ ROWS = [
     Row(4, "step05_cp_ring", dict(cp=4, cp_mode="allgather", zero=3), SGD),
     Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses"), SGD),
     Row(4, "step05_cp_ring", dict(cp=4, cp_mode="ulysses", zero=2)),  # twice as many ranks as key/value heads
+    Row(1, "step05_cp_ring", dict(documents="reset"), MASK),  # RoPE is relative
+    Row(4, "step05_cp_ring", dict(cp=2, micro_batch_size=3), MASK | SGD),
+    Row(3, "step05_cp_ring", dict(cp=3, cp_mode="ring", documents="reset"), MASK | SGD | dict(seq_len=18)),
+    Row(2, "step05_cp_ring", dict(cp=2, cp_mode="allgather", zero=3, recompute="full"), MASK | TIED),
+    Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses", documents="reset"), MASK),
+    Row(4, "step06_pipeline", dict(pp=2, cp=2, documents="reset"), MASK),
+    Row(4, "step06_pipeline", dict(pp=2, tp=2, schedule="interleaved", recompute="full"), MASK | dict(n_layers=4)),
     # step 6
     Row(3, "step06_pipeline", dict(pp=3)),
     Row(4, "step06_pipeline", dict(pp=2, zero=3), TIED | SGD),

@@ -21,7 +21,6 @@ import step06_pipeline as step06
 from common import UserError
 from common.layout import layout_of, note_layout
 from common.schedules import SCHEDULES, Action, Place, Schedule, loop
-from step04_tp_sp import sum_partial_gradients
 from variants.zero_bubble import write_out
 
 SINCE = step06.Config
@@ -60,17 +59,11 @@ SCHEDULES["dualpipe"] = lambda config: Schedule(dualpipe, two_ways)
 
 
 def attach(config: Any, parts: SimpleNamespace):
-    """Sum the gradients of both copies."""
+    """Note that the gradients of both copies are parts of a sum, and that two stages hold each parameter."""
     if getattr(config, "schedule", "") != "dualpipe":
         return
-    model, mesh, finish = parts.model, parts.mesh, parts.sync.finish
+    mesh = parts.mesh
     pairs = np.stack([mesh.ranks, mesh.ranks[::-1]], -1)[: config.pp // 2]  # pp is the mesh's first dimension
     mesh.enter("mirror", pairs.reshape(-1, 2))
-    for param in model.parameters():
+    for param in parts.model.parameters():
         note_layout(param, partial_over=(*layout_of(param).partial_over, "mirror"), stages=2)
-
-    def finish_both():
-        finish()
-        sum_partial_gradients(model, parts.optimizer.gradients(), mesh["mirror"])
-
-    parts.sync.finish = finish_both

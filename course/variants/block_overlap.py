@@ -1,0 +1,124 @@
+"""Hide collectives of tensor parallelism behind weight gradients (`--tp-overlap`; Korthikanti et al. 2022).
+
+In step 4 the backward of a block ends: dW of q, k, v; dx; then the collective of dx, for which all wait. But dW needs
+no dx, and nobody waits for dW. So, here in one function for f and the matrices behind it:
+
+    dx ->  all-reduce, or with --sp reduce-scatter  ---------.
+           dW of q, k, v (or gate, up)                       '-> the next block's backward
+
+With --sp, f has made s tokens of s/n. Autograd would keep all s for dW. Here a block keeps its s/n, and gathers them
+again in backward while dx is computed: two more all-gathers a layer and micro-batch, and n times less to keep.
+
+In step 4, f's hook would stand for q_proj, k_proj and v_proj too, as `enter` does below. Experts stay as they are.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common import UserError
+from common.comm import Group, all_gather, all_reduce, reduce_scatter
+from common.model import Decoder
+from step04_tp_sp import COLUMNS, Config
+
+SINCE = Config
+
+
+@dataclass
+class Flags:
+    """Overlap in tensor parallelism."""
+
+    tp_overlap: bool = False  # hide collectives behind weight gradients; with --sp keep s/n tokens and gather again
+
+
+# --- step 4's four functions, started: each returns a function that waits and returns the result
+
+Ending = Callable[[], Tensor]
+
+
+def start_keep(x: Tensor, group: Group) -> Ending:
+    """The identity."""
+    return lambda: x
+
+
+def start_total(x: Tensor, group: Group) -> Ending:
+    """All-reduce: the sum of every rank's x."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    pending = all_reduce(x, group)
+    return lambda: pending.wait() or x
+
+
+def start_gather(x: Tensor, group: Group) -> Ending:
+    """All-gather: [batch, seq/n, dim] of every rank -> [batch, seq, dim]."""
+    parts, x = x.new_empty(group.size, *x.shape), x.contiguous()
+    pending = all_gather(parts.view(-1), x.view(-1), group)
+    return lambda: pending.wait() or parts.movedim(0, 1).flatten(1, 2)
+
+
+def start_scatter(x: Tensor, group: Group) -> Ending:
+    """Reduce-scatter: [batch, seq, dim] on every rank -> this rank's tokens of the sum, [batch, seq/n, dim]."""
+    parts = x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()
+    part = torch.empty_like(parts[0])
+    pending = reduce_scatter(part.view(-1), parts.view(-1), group)
+    return lambda: pending.wait() or part
+
+
+class EnterLinears(torch.autograd.Function):
+    """f and the column-parallel matrices that read what it makes."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group, gather: Callable, reduce: Callable, *weights: Tensor) -> tuple:
+        """x [batch, seq/n (SP) or seq, dim], weights [out/n, dim] -> a [batch, seq, out/n] for each.
+
+        `gather`: what f does to x. `reduce`: what its backward does to dx. Both as `start_gather`.
+        """
+        ctx.group, ctx.gather, ctx.reduce = group, gather, reduce
+        ctx.save_for_backward(x, *weights)
+        full = gather(x, group)()
+        return tuple(F.linear(full, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        """The gradients of x and of the weights."""
+        x, *weights = ctx.saved_tensors
+        gathering = ctx.gather(x, ctx.group)
+        dx = grads[0] @ weights[0]  # while x is gathered
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            dx.flatten(0, -2).addmm_(grad.flatten(0, -2), weight)
+        reducing = ctx.reduce(dx, ctx.group)  # while dW are computed
+        full, wanted = gathering().flatten(0, -2), ctx.needs_input_grad[4:]
+        dws = [dy.flatten(0, -2).T @ full if want else None for dy, want in zip(grads, wanted, strict=True)]
+        return reducing(), None, None, None, *dws
+
+
+def enter(linears: list[nn.Linear], group: Group, gather: Callable, reduce: Callable, _block: Any, inputs: tuple):
+    """Pre-hook of a block, in the place of f: compute what its first matrices will be asked for, and hand it over."""
+    outputs = EnterLinears.apply(inputs[0], group, gather, reduce, *(linear.weight for linear in linears))
+    for linear, output in zip(linears, outputs, strict=True):
+        linear.forward = partial(lambda box, _x: box.pop(), [output])  # given away: a layer must not keep it
+
+
+def overlap_blocks(model: Decoder, group: Group, gather: Callable, reduce: Callable):
+    """Put `enter` in the place of f in every attention and MLP, whose first matrices step 4 has cut by columns."""
+    for layer in model.model.layers.values():
+        for block in (layer.self_attn, layer.mlp):
+            linears = [child for name, child in block.named_children() if name in COLUMNS]
+            if linears:
+                block._forward_pre_hooks.clear()
+                block.register_forward_pre_hook(partial(enter, linears, group, gather, reduce))
+
+
+def attach(config: Any, parts: SimpleNamespace):
+    """Let the blocks overlap, where there is something to wait for. Raises UserError."""
+    program = getattr(getattr(parts, "pipeline", None), "program", ())
+    if config.tp_overlap and any(line.action.kind == "W" for line in program):
+        raise UserError(f"--schedule {config.schedule} has weight gradients on their own: --no-tp-overlap")
+    if config.tp_overlap and config.tp > 1:
+        starts = (start_gather, start_scatter) if config.sp else (start_keep, start_total)
+        overlap_blocks(parts.model, parts.mesh["tp"], *starts)

@@ -1,0 +1,141 @@
+"""Activations that travel in fewer bits (`--compress-activations bf16` or `int8`). It is lossy.
+
+What blocks and stages send one another is rounded before it leaves, in forward and in backward:
+
+    steps 4-7   over tp: f and g of attention and MLP, with their gradients
+    steps 6-7   over pp: x forward, dx backward (also from stage to stage of one rank)
+
+    bf16   16 bits (where --dtype has more)                                  2 bytes a value
+    int8   8 bits, and an fp32 scale for every 256 values of a token         1 + 4/256 bytes a value
+
+    all-gather      each rank sends its tokens rounded; all, the sender too, go on with the rounded ones
+    reduce-scatter  numbers in units of different scales cannot be added. So each rank receives its tokens of all ranks
+                    (all-to-all), and adds them up in fp32 or wider (Wang et al. 2023, "ZeRO++": qgZ)
+    all-reduce      with --no-sp: both, one after the other (Li et al. 2024, "Flash Communication"), rounded twice
+
+Backward is the gradient of what is not rounded ("straight through"), itself rounded where it travels. Exact stay
+embedding, head and loss, experts' rows, and keys and values over cp.
+
+In step 4, `gather`, `scatter` and `total` would be the three below; in step 6 `send_receive` would pack and unpack.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.comm import Group, all_gather, all_to_all
+from common.model import wide
+from step04_tp_sp import Config, Conjugate, keep
+from variants.block_overlap import Ending, overlap_blocks, start_keep
+
+SINCE, LAST = Config, True
+BLOCK = 256  # values with one scale
+KINDS = dict(bf16=torch.bfloat16, int8=torch.int8)
+
+
+@dataclass
+class Flags:
+    """Compression of activations."""
+
+    compress_activations: Literal["none", "bf16", "int8"] = "none"  # round what layers send each other (tp, pp); lossy
+
+
+class Bits:
+    """How values [..., dim] become a message and values again."""
+
+    def __init__(self, mode: str, dtype: torch.dtype, dim: int):
+        """`dtype` of the values."""
+        self.kind, self.dtype, self.dim, self.blocks = KINDS[mode], dtype, dim, -(-dim // BLOCK)
+        self.width = dim + 4 * self.blocks if mode == "int8" else dim
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Round: [..., dim] -> bf16 [..., dim], or int8 [..., values, then the bytes of the scales]."""
+        if self.kind != torch.int8:
+            return x.to(self.kind)
+        blocks = F.pad(x.float(), (0, -self.dim % BLOCK)).unflatten(-1, (-1, BLOCK))
+        scales = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+        values = (blocks / scales).round().to(torch.int8).flatten(-2)[..., : self.dim]
+        return torch.cat((values, scales.flatten(-2).contiguous().view(torch.int8)), -1)
+
+    def unpack(self, message: Tensor, dtype: torch.dtype) -> Tensor:
+        """What a message says: [..., dim]."""
+        if self.kind != torch.int8:
+            return message.to(dtype)
+        values, scales = message.split((self.dim, 4 * self.blocks), -1)
+        blocks = F.pad(values.float(), (0, -self.dim % BLOCK)).unflatten(-1, (-1, BLOCK))
+        return (blocks * scales.contiguous().view(torch.float32)[..., None]).flatten(-2)[..., : self.dim].to(dtype)
+
+    def start_gather(self, x: Tensor, group: Group) -> Ending:
+        """As that of block_overlap.py: [batch, seq/n, dim] -> [batch, seq, dim]."""
+        ours = self.pack(x).contiguous()
+        parts = ours.new_empty(group.size, *ours.shape)
+        pending = all_gather(parts.view(-1), ours.view(-1), group)
+        return lambda: pending.wait() or self.unpack(parts, x.dtype).movedim(0, 1).flatten(1, 2)
+
+    def start_scatter(self, x: Tensor, group: Group) -> Ending:
+        """As that of block_overlap.py: [batch, seq, dim] of all ranks -> this rank's tokens of the sum."""
+        ours = self.pack(x.unflatten(1, (group.size, -1)).movedim(1, 0)).contiguous()
+        received = torch.empty_like(ours)
+        pending = all_to_all(received, ours, group)
+        return lambda: pending.wait() or self.unpack(received, wide(x.dtype)).sum(0).to(x.dtype)
+
+    def start_total(self, x: Tensor, group: Group) -> Ending:
+        """As that of block_overlap.py; the tokens of all sequences are shared out, filled up to a multiple of n."""
+        tokens = x.reshape(1, -1, self.dim)
+        filled = F.pad(tokens, (0, 0, 0, -tokens.shape[1] % group.size))
+        gathering = self.start_gather(self.start_scatter(filled, group)(), group)
+        return lambda: gathering()[:, : tokens.shape[1]].reshape(x.shape)
+
+
+def at_once(start: Callable, x: Tensor, group: Group) -> Tensor:
+    """A collective as step 4 has it: with its end."""
+    return start(x, group)()
+
+
+def narrow_blocks(parts: SimpleNamespace, config: Any, bits: Bits):
+    """Other f and g for every attention and MLP, in the place of step 4's hooks."""
+    group = parts.mesh["tp"]
+    gather, scatter, total = (
+        partial(at_once, start) for start in (bits.start_gather, bits.start_scatter, bits.start_total)
+    )
+    f, g = ((gather, scatter), (scatter, gather)) if config.sp else ((keep, total), (total, keep))
+    for layer in parts.model.model.layers.values():
+        for block in (layer.self_attn, layer.mlp):
+            block._forward_pre_hooks.clear()
+            block._forward_hooks.clear()
+            block.register_forward_pre_hook(lambda _, inputs: (Conjugate.apply(inputs[0], group, *f), *inputs[1:]))
+            block.register_forward_hook(lambda _module, _inputs, output: Conjugate.apply(output, group, *g))
+    if config.tp_overlap:
+        starts = (bits.start_gather, bits.start_scatter) if config.sp else (start_keep, bits.start_total)
+        overlap_blocks(parts.model, group, *starts)
+
+
+def narrow_stages(pipeline: Any, bits: Bits):
+    """Let stages hand on messages, not values."""
+    right = pipeline.buffer
+
+    def act(run: Callable, i: int, stage: int, message: Tensor | None) -> Tensor | None:
+        """Forward or backward of a stage: values come as a message, and leave as one. A loss is a number."""
+        output = run(i, stage, None if message is None else bits.unpack(message, bits.dtype))
+        return bits.pack(output) if output is not None and output.dim() else output
+
+    pipeline.buffer = lambda i: right(i).new_empty(*right(i).shape[:-1], bits.width, dtype=bits.kind)
+    pipeline.forward, pipeline.backward = partial(act, pipeline.forward), partial(act, pipeline.backward)
+    acts = getattr(pipeline, "acts", {})  # of an executor of lists
+    acts |= {kind: partial(act, run) for kind, run in acts.items()}
+
+
+def attach(config: Any, parts: SimpleNamespace):
+    """What others have put on blocks and pipelines travels in fewer bits."""
+    if config.compress_activations != "none":
+        bits = Bits(config.compress_activations, next(parts.model.parameters()).dtype, parts.model.config.dim)
+        if config.tp > 1:
+            narrow_blocks(parts, config, bits)
+        if getattr(config, "pp", 1) > 1:
+            narrow_stages(parts.pipeline, bits)

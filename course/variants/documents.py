@@ -1,0 +1,150 @@
+"""Attention that stops at the borders of documents (`--documents mask` or `reset`).
+
+A sequence is a window of the stream, so it holds several documents in a row (*packing*: Krell et al. 2021), the first
+and the last of them cut. Causal attention also looks at the documents before. With
+
+    mask    token i looks at the tokens j <= i of its own document (Llama 3: Dubey et al. 2024, section 3.2)
+    reset   the same, and RoPE's positions begin with 0 in each document (RoPE is relative: only rounding changes)
+
+A document ends with its END, the token --end-token, whose target, the first token of the next one, counts. No mask is
+made. Documents lie in a row, so what is computed is made of triangles and rectangles:
+
+    keys ->    a a a b | b c c      Tokens that a rank has in a row: a triangle for each document.
+    queries a  #       |            Earlier keys, in a row too: a rectangle, or nothing. Only the last key's document
+            a  # #     |            can reach to these queries. Its keys are the last, its queries the first ones.
+            a  # # #   |
+            b        # |            Law: all ranks together compute sum L (L+1) / 2 pairs for documents of L tokens,
+            -----------+-----       no matter how the sequence is cut.
+            b        # | #
+            c          |   # #      Nothing is sent for it: all ranks know the batch of a step, and where documents end.
+
+In steps 1 to 4, and behind Ulysses' exchange, sequences are whole: triangles alone. Else it is a `visible` of step 5.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise, product
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common import UserError
+from common.model import PRESETS, attend
+from step05_cp_ring import CONTEXT
+
+LAST = True
+
+
+@dataclass
+class Flags:
+    """Documents."""
+
+    documents: Literal["off", "mask", "reset"] = "off"  # attention stops at their borders; reset: positions restart
+    end_token: int = 256  # with --documents: the token that ends one (0: token 0); 256 is what each text ends with here
+
+
+def check(config: Any, world: int):
+    """The end must be a token. Raises UserError."""
+    if config.documents != "off" and config.end_token >= PRESETS[config.model].vocab_size:
+        raise UserError(f"--end-token {config.end_token} is not in the vocabulary ({PRESETS[config.model].vocab_size})")
+
+
+def segments(numbers: Tensor, positions: Tensor) -> list[tuple[int, int, int, int]]:
+    """Tokens in a row of one document: (start, stop, position of the first, document), counted in `positions`.
+
+    numbers int64 [seq]: the document of each token of a sequence. positions int64 [s]: those that a rank holds.
+    """
+    documents = numbers[positions]
+    borders = 1 + ((positions.diff() != 1) | (documents.diff() != 0)).nonzero().flatten()
+    runs = pairwise([0, *borders.tolist(), len(positions)])
+    return [(start, stop, int(positions[start]), int(documents[start])) for start, stop in runs]
+
+
+class MicroBatch:
+    """The documents of a few sequences: which are at which place, on every rank that shares them."""
+
+    def __init__(self, tokens: Tensor, end: int, positions: Callable[[int], Tensor]):
+        """tokens int64 [batch, seq], whole sequences on the CPU; `positions` of the tokens that a rank of cp holds."""
+        ends, whole = (tokens == end).long(), torch.arange(tokens.shape[1])
+        self.numbers, self.positions = ends.cumsum(1) - ends, positions  # [batch, seq]: the ENDs before each token
+        self.lengths = [stop - start for row in self.numbers for start, stop, *_ in segments(row, whole)]
+        self.found: dict[int, list[tuple]] = {}  # by source: the same in all layers, forward and backward
+
+    def visible(self, rank: int, source: int, length: int) -> list[tuple]:
+        """In the place of `zigzag_visible` of step 5, for any positions."""
+        if source not in self.found:
+            blocks = self.found[source] = []
+            for i, row in enumerate(self.numbers):
+                pairs = product(segments(row, self.positions(rank)), segments(row, self.positions(source)))
+                for (start, stop, at, document), (first, end, key_at, other) in pairs:
+                    if document == other and key_at <= at:
+                        blocks.append((np.s_[i : i + 1, :, start:stop], np.s_[i : i + 1, :, first:end], key_at == at))
+        return self.found[source]
+
+
+class Documents:
+    """Attention within the documents of `now`, the micro-batch that is computed: forward, backward or again."""
+
+    def __init__(self, config: Any, parts: SimpleNamespace):
+        self.config, self.next, self.read = config, 0, parts.data.batch
+        self.device, seq = next(parts.model.parameters()).device, parts.model.config.seq_len
+        self.here = getattr(parts, "positions", torch.arange(seq)).cpu()
+        self.mine = parts.mesh["dp"].share(config.global_batch_size, "batch") if hasattr(parts, "mesh") else slice(None)
+        mode = CONTEXT[getattr(config, "cp_mode", "zigzag")]
+        self.positions = partial(mode.positions, seq, n=getattr(config, "cp", 1))
+        for layer in parts.model.model.layers.values():
+            layer.self_attn.attend = self.within(layer.self_attn.attend)
+        parts.data.batch = self.batch
+        parts.model.register_forward_pre_hook(self.enter)
+        if pipeline := getattr(parts, "pipeline", None):  # it does not call the model
+            for kind, act in getattr(pipeline, "acts", {}).items():  # of an executor of lists
+                pipeline.acts[kind] = partial(self.act, pipeline, act)
+            pipeline.forward = partial(self.act, pipeline, pipeline.forward)
+            pipeline.backward = partial(self.act, pipeline, pipeline.backward)
+
+    def within(self, core: Callable) -> Callable:
+        """Attention as `core` brings queries and keys together: with other blocks of parts, or of whole sequences."""
+        known = inspect.signature(core).parameters
+        if "visible" in known:
+            return lambda q, k, v: core(q, k, v, visible=self.now.visible)
+        return partial(core, attend=self.attend) if "attend" in known else self.attend
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As `attend` of common/model.py, on whole sequences: a call for each document. (On a GPU, varlen is one.)"""
+        parts = (x.flatten(0, 1)[None].split(self.now.lengths, 1) for x in (q, k, v))
+        return torch.cat([attend(*document) for document in zip(*parts, strict=True)], 1).view(q.shape)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """As `Data.batch`; on the way, find the documents of this rank's sequences."""
+        (tokens, targets), end, self.next = self.read(step), self.config.end_token, 0
+        parts = tokens[self.mine].split(self.config.micro_batch_size)
+        self.all = [MicroBatch(part, end, self.positions) for part in parts]
+        return tokens, targets
+
+    def enter(self, _model: Any, inputs: tuple) -> tuple:
+        """Before the model is called: the next micro-batch, and the positions of its tokens if they restart."""
+        self.now, self.next = self.all[self.next], self.next + 1
+        return (*inputs[:2], self.rope()) if self.config.documents == "reset" else inputs
+
+    def act(self, pipeline: Any, right: Callable, i: int, *rest: Any) -> Any:
+        """Before a pipeline's action on micro-batch i, the same."""
+        self.now = self.all[i]
+        if self.config.documents == "reset":
+            pipeline.positions = self.rope()
+        return right(i, *rest)
+
+    def rope(self) -> Tensor:
+        """int64 [batch, this rank's tokens]: positions in their documents."""
+        places = torch.cat([torch.arange(n) for n in self.now.lengths]).view_as(self.now.numbers)
+        return places[:, self.here].to(self.device)
+
+
+def attach(config: Any, parts: SimpleNamespace):
+    """From here on, the attention of every layer stops at borders."""
+    if config.documents != "off":
+        Documents(config, parts)

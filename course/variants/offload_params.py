@@ -1,0 +1,69 @@
+"""ZeRO's weight slices in host memory (`--offload-params cpu`; "ZeRO-Infinity", Rajbhandari et al. 2021).
+
+In stage 3 a unit's weights are gathered before they are used. Here the slices that are gathered lie on the host, and go
+to the GPU one unit ahead, on a stream of their own, while it computes. Masters and update are on the host as well
+(variants/offload_optimizer.py); the GPU holds one or two units of weights, the gradients' slices, and activations.
+
+In step 3, `SlicedUnit.gather` would copy the slice first.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+
+from common import UserError
+from common.comm import Pending, all_gather
+from step03_zero import Config, SlicedUnit
+from variants.offload_optimizer import Update, move, to_host
+
+SINCE = Config
+
+
+@dataclass
+class Flags:
+    """Offload of weights."""
+
+    offload_params: Literal["none", "cpu"] = "none"  # with --zero 3: where parameter slices live, with masters
+
+
+def check(config: Any, world: int):
+    """There must be slices to move. Raises UserError."""
+    if config.offload_params != "none" and config.zero != 3:
+        raise UserError("--offload-params cpu needs parameters in slices: use it with --zero 3")
+
+
+def gather_beside(unit: SlicedUnit, stream: torch.cuda.Stream):
+    """In the place of `SlicedUnit.gather`: copy the slice to the GPU and gather, beside what the GPU is computing.
+
+    The memory of whole units is then this stream's. It is free again as soon as the host says so, while kernels may
+    still read it; but the stream first waits for them. Who waits for the unit waits for this stream as well: in a group
+    of one there is no collective, and nothing else to wait for.
+    """
+    if unit.gathered:
+        return
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        unit.flat.untyped_storage().resize_(unit.nbytes)
+        pending = all_gather(unit.flat, unit.slice.to(unit.flat.device, non_blocking=True), unit.group)
+        arrived = torch.cuda.Event()
+        arrived.record()
+    unit.gathering, unit.gathered = Pending(*pending.works, arrived), True
+
+
+def attach(config: Any, parts: SimpleNamespace):
+    """Move the slices. It comes after offload_optimizer.py, by name, which may have moved masters already."""
+    if config.offload_params == "none":
+        return
+    zero = parts.optimizer
+    beside = torch.cuda.Stream() if zero.units[0].flat.is_cuda else None
+    for unit in zero.units:
+        unit.slice = to_host(unit.slice)
+        if config.offload_optimizer == "none":
+            move(zero, unit, unit.slice.to(unit.master.dtype))  # the slice itself, if it is wide enough
+        if beside is not None:
+            unit.gather = partial(gather_beside, unit, beside)
+    if config.offload_optimizer == "none":
+        zero.step = Update(zero, lambda moment: moment).step

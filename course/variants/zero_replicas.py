@@ -1,0 +1,77 @@
+"""ZeRO over some of the ranks (`--zero-replicas R`; MiCS: Zhang et al. 2022; "hybrid sharding" in FSDP).
+
+Slices over all dp ranks mean that every gather waits for the slowest link. With R replicas, dp / R neighbours (those of
+a node, say) share the slices, and gather among themselves; R ranks hold the same slice.
+
+    dp = 4, R = 2:     shard 0-1, 2-3         replicas 0-2, 1-3
+
+    gather, reduce-scatter     over shard                                  as in step 3, with fewer ranks
+    once a step                over replicas: all-reduce of the slices     2 (R-1)/R P R/n elements a rank
+
+Memory: a slice is R times as large. With R = dp nothing is cut.
+
+In step 3 a unit's group would be "shard", and `finish` would have two more lines. The record of a parameter says
+data="shard"; so norm and checkpoints know.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from common import UserError
+from common.comm import Mesh, all_reduce
+from common.layout import layout_of, note_layout
+from common.model import Decoder
+from step03_zero import STAGES, Config
+
+SINCE = Config
+
+
+@dataclass
+class Flags:
+    """Replicas of ZeRO's slices."""
+
+    zero_replicas: int = 1  # R: cut over dp / R neighbours (those of a node, say), and sum slices' gradients over R
+
+
+def check(config: Any, world: int):
+    """R divides the ranks that share tokens' gradients. Raises UserError."""
+    n = world // (getattr(config, "tp", 1) * getattr(config, "pp", 1))  # dp x cp
+    if n % config.zero_replicas:
+        raise UserError(f"--zero-replicas {config.zero_replicas} must divide the {n} ranks over which ZeRO cuts")
+    if config.zero == 0 and config.zero_replicas > 1:
+        raise UserError(f"--zero-replicas {config.zero_replicas}: --zero 0 has no slices; use --zero 1, 2 or 3")
+
+
+def with_replicas(
+    stage: Callable, model: Decoder, config: Any, mesh: Mesh, device: torch.device, dtype: torch.dtype
+) -> Any:
+    """A stage of ZeRO, its slices cut over "shard" and summed over "replicas" too. Experts keep their own group."""
+    n_replicas = config.zero_replicas
+    if n_replicas == 1:
+        return stage(model, config, mesh, device, dtype)
+    rows = mesh.join("data", *(dim for dim in ("dp", "cp") if dim in mesh.sizes))  # int [groups, dp x cp]
+    shards = rows.reshape(len(rows), n_replicas, -1)
+    mesh.enter("shard", shards.reshape(-1, shards.shape[2]))
+    mesh.enter("replicas", shards.swapaxes(1, 2).reshape(-1, n_replicas))
+    for param in model.parameters():
+        if layout_of(param).data in ("dp", "data"):
+            note_layout(param, data="shard")
+    zero = stage(model, config, mesh, device, dtype)
+    sum_over_shard = zero.finish
+
+    def finish():
+        """As `Zero1.finish`, and over the replicas."""
+        sum_over_shard()
+        slices = [unit.grad_slice for unit in zero.units if unit.group.name == "shard"]
+        for pending in [all_reduce(gradient, mesh["replicas"]) for gradient in slices]:
+            pending.wait()
+
+    zero.finish = finish
+    return zero
+
+
+STAGES |= {number: partial(with_replicas, stage) for number, stage in STAGES.items() if stage}
