@@ -40,7 +40,7 @@ import step05_cp_ring as step05
 from common import UserError
 from common.comm import Group, Mesh, Pending, all_reduce, exchange
 from common.data import Data
-from common.layout import global_norm
+from common.layout import global_norm, note_layout
 from common.model import IGNORE, PRESETS, Decoder, rope_tables, wide
 from common.schedules import COSTS, SCHEDULES, Action, Place, goes_to, simulate
 from common.trainer import Run, among, choose, main
@@ -75,6 +75,8 @@ def keep_stage(model: Decoder, group: Group, places: list[Place]):
         trunk.norm = model.lm_head = None
     if not has_first and not (has_last and model.config.tied):
         trunk.embed_tokens = None
+    elif model.config.tied and places[0].rank != places[-1].rank:
+        note_layout(trunk.embed_tokens.weight, stages=2)
 
 
 def forward_stage(model: Decoder, place: Place, x: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
@@ -222,8 +224,8 @@ class ListPipeline(Pipeline):
 
 def plan(config: Config, m: int) -> tuple[list[Place], list[list[Action]]]:
     """What `--schedule` stands for: where stages are, and each rank's list for m micro-batches. Raises UserError."""
-    schedule, n_layers = SCHEDULES[config.schedule], PRESETS[config.model].n_layers
-    v = schedule.stages(config) if config.pp > 1 else 1
+    schedule, n_layers = SCHEDULES[config.schedule](config), PRESETS[config.model].n_layers
+    v = schedule.stages if config.pp > 1 else 1
     if n_layers < config.pp * v:
         raise UserError(
             f"--pp {config.pp}: {n_layers} layers are too few for {config.pp * v} stages; lower --pp or --chunks"
@@ -236,18 +238,13 @@ TIED = "model.embed_tokens.weight"
 
 
 def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group, places: list[Place]):
-    """Sum the gradient of a tied matrix, in place: the ranks of the first and the last stage swap theirs and add.
-
-    Its entry stays in `gradients` on the first one only, so that the norm counts it once.
-    """
+    """Sum the gradient of a tied matrix, in place: the ranks of the first and the last stage swap theirs and add."""
     first, last = places[0].rank, places[-1].rank
     if model.config.tied and first != last and group.rank in (first, last):
         other, theirs = first + last - group.rank, torch.empty_like(gradients[TIED])
         if theirs.numel():
             exchange([(gradients[TIED], other)], [(theirs, other)], group).wait()
         gradients[TIED] += theirs
-        if group.rank == last:
-            del gradients[TIED]
 
 
 def make_pipeline(config: Config, model: Decoder, mesh: Mesh, positions: Tensor, places: list, lists: list) -> Pipeline:

@@ -42,6 +42,7 @@ class Layout:
     splits: tuple[Split, ...] = ()  # its cuts, in the order in which they were made
     partial_over: tuple[str, ...] = ()  # mesh dimensions whose ranks each have a part of the sum that is its gradient
     data: str = "dp"  # the mesh dimension whose ranks hold the same and see other tokens: step 2 sums, ZeRO cuts there
+    stages: int = 1  # of a pipeline that hold it, on different ranks
 
 
 def layout_of(param: Tensor) -> Layout:
@@ -97,15 +98,16 @@ def materialize(model: Decoder, seed: int, device: torch.device, dtype: torch.dt
 def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sliced: bool = False) -> float:
     """The L2 norm of the whole gradient. An element that c ranks hold counts 1/c on each, and so once in the sum.
 
-    Ranks of different pipeline stages, parts of a cut and slices (`sliced`: ZeRO) hold different elements; all others
-    hold the same.
+    Ranks of different pipeline stages (but for what several hold), parts of a cut and slices (`sliced`: ZeRO) hold
+    different elements; all others hold the same.
     """
     params = dict(model.named_parameters())
     square = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     for name, grad in gradients.items():
         record = layout_of(params[name])
         apart = {"pp", *(split.over for split in record.splits), *((record.data,) if sliced else ())}
-        copies = mesh.world / math.prod(group.size for dim, group in mesh.groups.items() if dim in apart)
+        parts = math.prod(group.size for dim, group in mesh.groups.items() if dim in apart)
+        copies = record.stages * mesh.world / parts
         square = square + grad.norm(dtype=wide(grad.dtype)).double().square() / copies
     for dim in mesh.sizes:
         all_reduce(square, mesh[dim]).wait()

@@ -74,17 +74,17 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
 
 
 class Schedule(NamedTuple):
-    """An entry of the menu: the list of a rank, where its stages are, and how many a rank has under the given flags."""
+    """The list of a rank, where stages are, and how many a rank has."""
 
     actions: Callable[[int, int, int, int], list[Action]]  # (p, m, v, rank)
     places: Callable[[int, int, int], list[Place]] = loop  # (n_layers, p, v)
-    stages: Callable[[Any], int] = lambda config: 1
+    stages: int = 1
 
 
-SCHEDULES = {
-    "1f1b": Schedule(one_f_one_b),
-    "afab": Schedule(afab),
-    "interleaved": Schedule(interleaved, stages=lambda config: config.chunks),
+SCHEDULES: dict[str, Callable[[Any], Schedule]] = {  # what a name stands for, under the other flags
+    "1f1b": lambda config: Schedule(one_f_one_b),
+    "afab": lambda config: Schedule(afab),
+    "interleaved": lambda config: Schedule(interleaved, stages=config.chunks),
 }
 
 
@@ -121,6 +121,6 @@ def draw(lists: list[list[Action]], places: list[Place], costs: dict = COSTS) ->
 
 if __name__ == "__main__":
     p, m, chunks = map(int, sys.argv[1:])
-    for name, (actions, places, stages) in SCHEDULES.items():
-        v = stages(SimpleNamespace(chunks=chunks))
+    for name, make in SCHEDULES.items():
+        actions, places, v = make(SimpleNamespace(chunks=chunks))
         print(name, draw([actions(p, m, v, rank) for rank in range(p)], places(p * v, p, v)), sep="\n")

@@ -16,15 +16,27 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from torch import Tensor
+
 import variants
+from common.comm import Group
 from common.trainer import Run
+from services import devices, failures, screen
+from services.ledger import Ledger
+from services.screen import Screen
+from services.watchdog import Guard
+
+SERVICES = [
+    devices,
+    screen,
+]  # those with flags, or with a `check`
 
 
 @lru_cache
 def plugins() -> list[ModuleType]:
-    """All variants, by name. To import them adds their entries to the menus."""
+    """All variants, by name, and services. To import them adds their entries to the menus."""
     names = sorted(info.name for info in pkgutil.iter_modules(variants.__path__))
-    return [importlib.import_module(f"variants.{name}") for name in names]
+    return [*(importlib.import_module(f"variants.{name}") for name in names), *SERVICES]
 
 
 def offered(cls: type) -> list[ModuleType]:
@@ -60,12 +72,41 @@ class ServedRun(Run):
     def __init__(self, config: Any):
         super().__init__(config)
         check(config, int(os.environ.get("WORLD_SIZE", 1)))
+        self.ledger = Ledger()
+
+    def __enter__(self) -> "ServedRun":
+        """Before `train`."""
+        devices.join(self.config)
+        super().__enter__()
+        self.guard = Guard(self)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any):
+        """After `train`, or after the error that ended it."""
+        self.guard.stop(error)
+        super().__exit__(kind, error, trace)
+        if error is not None:
+            failures.report(error)
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """As the plain run's, after everything has been attached."""
-        parts = SimpleNamespace(**parts)
+        parts = SimpleNamespace(run=self, **parts)
         attach(self.config, parts)
-        yield from super().steps(**vars(parts))
+        self.screen = Screen(self, parts, self.ledger)
+        for step in super().steps(**vars(parts)):
+            self.screen.begin(step)
+            yield step
+        self.screen.finish()
+
+    def count(self, operation: str, group: Group, tensor: Tensor, share: float):
+        """The observer: book it by operation, too."""
+        super().count(operation, group, tensor, share)
+        self.ledger.book(operation, group, tensor, share)
+
+    def record(self, step: int, tokens: int, **numbers: float):
+        """As the plain run's, with more numbers."""
+        super().record(step, tokens, **numbers, **self.screen.more(step, tokens))
+        self.screen.line(self.history[-1])
 
 
 def surround(train: Callable) -> tuple[Callable, type, type]:

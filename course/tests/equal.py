@@ -63,7 +63,7 @@ class Watch(Run):
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """Before each update, gather the gradients; after the last one, the weights."""
-        self.parts = SimpleNamespace(**parts)
+        self.parts = SimpleNamespace(run=self, **parts)
         attach(self.config, self.parts)
         optimizer, parts = self.parts.optimizer, vars(self.parts)
         update = optimizer.step

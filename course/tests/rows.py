@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 
 DEFAULT, EXHAUSTIVE = "default", "exhaustive"
 SGD, TIED, MHA = dict(optimizer="sgd", lr=0.5), dict(tied=True), dict(n_kv_heads=4)
-EXPERTS = dict(experts=4)
+EXPERTS, MUON = dict(experts=4), dict(optimizer="muon")
+LOSSY = (
+    (dict(compress="topk", topk_fraction=1.0), 0.0),  # loses nothing; slices, messages, what is owed: as in the others
+    (dict(compress="bf16"), 0.02),
+    (dict(compress="int8"), 0.2),
+    (dict(compress="topk", topk_fraction=0.8), 0.4),
+)
+SLOW = dict(optimizer="sgd", lr=0.1)  # so what is lost in one step does not grow much in the next
 
 
 class Row(NamedTuple):
@@ -24,12 +31,38 @@ class Row(NamedTuple):
 
 ROWS = [
     # step 1: variants of the trainer
+    Row(1, "step01_single_gpu", dict(recompute="selective")),
+    Row(3, "step02_ddp", {}, dict(optimizer="adafactor")),
+    Row(2, "step06_pipeline", dict(pp=2, zero=0, recompute="selective"), TIED | dict(optimizer="adafactor")),
+    Row(4, "step05_cp_ring", dict(cp=2, tp=2, zero=3, recompute="selective")),
+    Row(4, "step07_moe_ep", dict(cp=2, ep=2, zero=2, recompute="selective"), EXPERTS),
+    Row(2, "step02_ddp", dict(loss_chunk=5), SGD),
+    Row(2, "step04_tp_sp", dict(tp=2, sp=False, loss_chunk=7)),
+    Row(4, "step06_pipeline", dict(pp=2, tp=2, loss_chunk=5), TIED),
+    Row(2, "step03_zero", dict(zero=3, loss_chunk=5), TIED | SGD),
+    Row(3, "step03_zero", dict(zero=2), MUON),
+    Row(4, "step06_pipeline", dict(pp=2, tp=2, zero=0), MUON | TIED),
+    Row(4, "step07_moe_ep", dict(tp=2, ep=2, zero=3), MUON | EXPERTS),
+    *(Row(2, "step03_zero", dict(zero=zero, grad_dtype="same"), SGD) for zero in (0, 1)),
+    *(Row(2, "step03_zero", dict(zero=zero, grad_dtype="same", dtype="bf16"), SLOW, bound=0.3) for zero in (0, 1, 2)),
+    Row(1, "step01_single_gpu", dict(dtype="fp16"), SLOW, bound=0.05),
+    Row(4, "step07_moe_ep", dict(pp=2, ep=2, zero=2, dtype="fp16", loss_chunk=5), SLOW | EXPERTS, bound=0.1),
+    Row(2, "step02_ddp", {}, dict(skip_spikes=1.001, steps=12, global_batch_size=4)),
     #
     # step 2
     Row(2, "step02_ddp", dict(sync="naive")),
     Row(3, "step02_ddp", dict(sync="ring"), SGD),
     Row(4, "step02_ddp", dict(sync="bucket", bucket_mb=0.01), TIED),
     # variants of gradient sums
+    Row(4, "step02_ddp", dict(sync="overlap"), TIED | SGD),
+    Row(3, "step02_ddp", dict(sync="torch", bucket_mb=0.01), TIED | SGD),
+    Row(4, "step05_cp_ring", dict(sync="torch", zero=0, cp=2, recompute="full")),
+    *(Row(3, "step02_ddp", dict(bucket_mb=0.001, **lossy), SLOW, bound=bound) for lossy, bound in LOSSY),
+    *(
+        Row(4, "step06_pipeline", dict(pp=2, zero=zero, **lossy), SLOW, bound=bound)
+        for zero, (lossy, bound) in enumerate(LOSSY[:3])
+    ),
+    Row(3, "step03_zero", dict(zero=3, compress="topk", topk_fraction=1.0), TIED | SGD),
     #
     # step 3
     *(Row(4, "step03_zero", dict(zero=zero), SGD) for zero in (0, 1, 2, 3)),

@@ -6,5 +6,5 @@ A file may hold
     SINCE                 the Config of the step from which on these flags exist; without it, they do in all steps
     check(config, world)  raises UserError for flags that cannot work, before anything is built
     attach(config, parts) called once before the first step; parts.model, .optimizer, .sync, .data, .mesh, .positions,
-                          .pipeline (as far as the step has them) may be looked at, changed, wrapped
+                          .pipeline (as far as the step has them) and .run may be looked at, changed, wrapped
 """

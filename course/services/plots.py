@@ -1,0 +1,102 @@
+"""Pictures of a run, drawn from the files in its directory."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from services.memory import CATEGORIES
+
+COLOURS = dict(zip(CATEGORIES, ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#999999"), strict=True))
+ACTIONS = {"F": "#4c72b0", "B": "#dd8452", "W": "#55a868"}
+
+
+def pyplot() -> Any:
+    """matplotlib.pyplot, which draws into files. It takes a second to import, and most ranks draw nothing."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
+def read_metrics(folder: Path) -> list[dict]:
+    """The records of metrics.jsonl, without a last line that a crash cut short."""
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def memory(folder: Path):
+    """memory.png: bytes over time, stacked by category, from memory.json."""
+    data, plt = json.loads((folder / "memory.json").read_text()), pyplot()
+    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
+    stacked = [[n / 2**20 for n in data["bytes"][name]] for name in CATEGORIES]
+    axes.stackplot(data["seconds"], stacked, labels=CATEGORIES, colors=[COLOURS[n] for n in CATEGORIES], step="post")
+    axes.set(xlabel="seconds", ylabel="MiB")
+    axes.legend(loc="upper left", ncols=len(CATEGORIES), fontsize=8)
+    axes.set_ylim(top=axes.get_ylim()[1] * 1.12)
+    figure.savefig(folder / "memory.png", dpi=120)
+    plt.close(figure)
+
+
+def expert_load(folder: Path):
+    """expert_load.png: the share of each expert in the choices, in the layer whose busiest one is busiest at last."""
+    rows, plt = [row for row in read_metrics(folder) if "expert_load" in row], pyplot()
+    last = rows[-1]["expert_load"]
+    layer = max(last, key=lambda number: max(last[number]))
+    loads, n = [row["expert_load"][layer] for row in rows], len(last[layer])
+    figure, axes = plt.subplots(figsize=(5, 3.6), layout="constrained")
+    colours = [plt.colormaps["viridis"](i / max(1, n - 1)) for i in range(n)]
+    axes.stackplot([row["step"] for row in rows], *zip(*loads, strict=True), colors=colours, step="post")
+    for i in range(1, n):
+        axes.axhline(i / n, color="white", linewidth=0.6, linestyle=":")
+    axes.set_title(f"layer {layer}, busiest expert at the end {max(loads[-1]) * n:.1f} x its share", fontsize=9)
+    axes.set(xlabel="step", ylim=(0, 1), ylabel="share of all choices, by expert")
+    axes.set_xlim(rows[0]["step"], max(rows[-1]["step"], rows[0]["step"] + 1))
+    figure.savefig(folder / "expert_load.png", dpi=120)
+    plt.close(figure)
+
+
+def traffic(folder: Path):
+    """traffic.png: what rank 0 sent in the last step, by mesh dimension and operation."""
+    last, plt = read_metrics(folder)[-1]["traffic"], pyplot()
+    entries = [(f"{dim}: {operation}", sent) for dim, each in last.items() for operation, sent in each.items()]
+    entries = sorted((entry for entry in entries if entry[1]), key=lambda entry: entry[1])
+    dims = sorted({label.split(":")[0] for label, _ in entries})
+    colours = [plt.colormaps["tab10"](dims.index(label.split(":")[0]) % 10) for label, _ in entries]
+    figure, axes = plt.subplots(figsize=(8, 1 + 0.26 * len(entries)), layout="constrained")
+    axes.barh([label for label, _ in entries], [sent / 2**20 for _, sent in entries], color=colours)
+    axes.set(xscale="log", xlabel="MiB sent by rank 0 in the last step", title="traffic by dimension and operation")
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    figure.savefig(folder / "traffic.png", dpi=120)
+    plt.close(figure)
+
+
+def timeline(folder: Path):
+    """timeline.png: what each stage did when, from timeline.json.
+
+    {"schedule": name, "ranks": [[[kind, micro_batch, stage, start, end], ...]], "idle": fraction, "simulated_idle":
+    fraction}. The micro-batch stands in a box that is wide enough; later stages of a rank are paler.
+    """
+    data, plt = json.loads((folder / "timeline.json").read_text()), pyplot()
+    ranks, width = data["ranks"], 12
+    boxes = [(rank, *box) for rank, row in enumerate(ranks) for box in row]
+    first, last = min(box[4] for box in boxes), max(box[5] for box in boxes)
+    figure, axes = plt.subplots(figsize=(width, 1.2 + 0.25 * len(ranks)), layout="constrained")
+    for rank, kind, micro_batch, stage, start, end in boxes:
+        own = sorted({box[2] for box in ranks[rank]})
+        pale = 0.65 * own.index(stage) / max(2, len(own))
+        colour = [c + (1 - c) * pale for c in plt.matplotlib.colors.to_rgb(ACTIONS.get(kind, "#999999"))]
+        corner = (start - first, rank - 0.42)
+        axes.add_patch(plt.Rectangle(corner, end - start, 0.84, facecolor=colour, edgecolor="white", linewidth=0.4))
+        if (end - start) / (last - first) * width > 0.08 * len(str(micro_batch)):
+            middle = (start + end) / 2 - first
+            axes.text(middle, rank, micro_batch, ha="center", va="center_baseline", fontsize=7, color="white")
+    title = f"{data['schedule']}: idle {data['idle']:.1%}, simulated {data['simulated_idle']:.1%}"
+    axes.set_title(title, fontsize=9, loc="left")
+    axes.set(xlim=(0, last - first), ylim=(len(ranks) - 0.5, -0.5), yticks=range(len(ranks)))
+    axes.set(xlabel="seconds", ylabel="rank along pp")
+    axes.spines[:].set_visible(False)
+    figure.savefig(folder / "timeline.png", dpi=120)
+    plt.close(figure)

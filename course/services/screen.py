@@ -1,0 +1,231 @@
+"""What a run shows: tables before its first step and after its last, numbers of every step, pictures at the end.
+
+screen = Screen(run, parts)     prints the mesh, the cuts, the layers of each rank, the memory that theory predicts
+screen.begin(step)              before a step
+screen.more(step, tokens)       fields for metrics.jsonl
+screen.line(row)                after a step: a line, where there is no terminal for a bar
+screen.finish()                 tables and pictures
+"""
+
+import json
+import sys
+import time
+from dataclasses import dataclass, fields
+from functools import partial
+from itertools import product
+from math import prod
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from common import comm
+from common.comm import Mesh
+from common.schedules import COSTS, Action, Place, simulate
+from services import plots, predictions
+from services.clocks import Clock
+from services.devices import peak_flops
+from services.ledger import Ledger, traffic_table
+from services.memory import Held, peak_memory
+from services.tables import full_shape, gather_objects, human, reduction_table, table
+from step06_pipeline import plan
+
+
+@dataclass
+class Flags:
+    """What a run shows."""
+
+    profile_memory: int = 0  # draw memory over time for the first N steps
+    peak_tflops: float = 0.0  # the device's dense peak, if the table does not know it
+
+
+def mesh_picture(mesh: Mesh) -> str:
+    """Which rank is where: the last dimension from left to right, the others from row to row."""
+    *outer, inner = mesh.sizes
+    lines = [f"mesh: {' x '.join(f'{name} {size}' for name, size in mesh.sizes.items())} ({inner} along the row)"]
+    places = product(*(range(mesh.sizes[name]) for name in outer))
+    for place, ranks in zip(places, mesh.ranks.reshape(-1, mesh.sizes[inner]).tolist(), strict=True):
+        label = "  ".join(f"{name} {index}" for name, index in zip(outer, place, strict=True))
+        lines.append(f"  {label}  [" + " ".join(f"{rank:2d}" for rank in ranks) + " ]")
+    return "\n".join(lines)
+
+
+def idle_fraction(spans: list[tuple[int, float, float]], ranks: int) -> float:
+    """The part of all ranks' time, from the first start to the last end, outside these (rank, start, end)."""
+    length = max(end for *_, end in spans) - min(start for _, start, _ in spans)
+    return 1 - sum(end - start for _, start, end in spans) / (ranks * length)
+
+
+def simulated_idle(lists: list[list[Action]], places: list[Place], costs: dict) -> float:
+    """The bubble of a schedule whose actions take so long, by kind."""
+    spans = simulate(lists, places, costs)
+    return idle_fraction([(rank, start, end) for end, rank, start, _ in spans], len(lists))
+
+
+def stages_picture(schedule: str, places: list[Place], lists: list[list[Action]]) -> str:
+    """Which rank has which layers, and the idle time if backward takes twice as long as forward."""
+    split = {"W"} & {action.kind for row in lists for action in row}
+    idle = simulated_idle(lists, places, COSTS | (dict(B=1) if split else {}))
+    lines = [f"stages of {schedule}, which is idle for {idle:.1%} of the time:"]
+    for rank in range(len(lists)):
+        shown = []
+        for stage, place in enumerate(places):
+            ends = ["embedding"] * (place.before is None), ["norm and head"] * (place.after is None)
+            layers = f"layers {place.layers.start}-{place.layers.stop - 1}"
+            if place.rank == rank:
+                shown.append(f"stage {stage}: " + ", ".join([*ends[0], layers, *ends[1]]))
+        lines.append(f"  pp {rank}  " + ";  ".join(shown))
+    return "\n".join(lines)
+
+
+def parameters_in_all(parts: SimpleNamespace) -> int:
+    """Numbers in all parameters of all ranks. A collective."""
+    shapes = {name: prod(full_shape(param)) for name, param in parts.model.named_parameters()}
+    return sum({name: n for theirs in gather_objects(shapes) for name, n in theirs.items()}.values())
+
+
+def uses_variants(config: Any) -> bool:
+    """Whether a flag of a variant is set, or a menu's entry is one: theory knows the steps, not their variants."""
+    entries = [f.metadata["menu"].get(getattr(config, f.name)) for f in fields(config) if "menu" in f.metadata]
+    parts = [part for entry in entries for part in (entry if isinstance(entry, tuple) else (entry,))]
+    owners = [base for base in type(config).__mro__ if base.__module__.startswith("variants.")]
+    changed = [getattr(config, f.name) != f.default for base in owners for f in fields(base)]
+    return any(changed) or any(str(getattr(part, "__module__", "")).startswith("variants.") for part in parts)
+
+
+class ExpertLoad:
+    """How many tokens have chosen each expert, in each layer with experts, since the last `take`."""
+
+    def __init__(self, parts: SimpleNamespace):
+        self.mesh, some = parts.mesh, next(parts.model.parameters())
+        self.counts: Tensor | None = None
+        for number, layer in parts.model.model.layers.items():
+            if self.counts is None:
+                rows = parts.model.config.n_layers, layer.mlp.router.out_features
+                self.counts = torch.zeros(rows, dtype=torch.int64, device=some.device)
+            layer.mlp.experts.register_forward_pre_hook(partial(self.count, int(number)))
+
+    def count(self, number: int, _module: torch.nn.Module, given: tuple[Tensor, Tensor]):
+        """Hook: the experts of a layer are given rows, and how many of these are for each."""
+        self.counts[number] += given[1]
+
+    def take(self) -> dict[str, list[float]]:
+        """By layer the share of each expert in the choices of all ranks. A collective, of which no one is told."""
+        observer, comm.observer = comm.observer, None
+        for dim in ("data", "pp"):
+            comm.all_reduce(self.counts, self.mesh[dim]).wait()
+        comm.observer = observer
+        shares = (self.counts / self.counts.sum(-1, keepdim=True).clamp(min=1)).tolist()
+        self.counts.zero_()
+        return {str(number): row for number, row in enumerate(shares) if any(row)}
+
+
+class Screen:
+    """What one run shows. Only rank 0 prints and draws, but all ranks help."""
+
+    def __init__(self, run: Any, parts: SimpleNamespace, ledger: Ledger):
+        self.run, self.config, self.parts, self.ledger = run, run.config, parts, ledger
+        some = next(parts.model.parameters())
+        self.device, self.world = some.device, parts.mesh.world if hasattr(parts, "mesh") else 1
+        self.flops = predictions.flops_per_token(self.config, parts)
+        self.peak = self.world * peak_flops(self.device, some.dtype, self.config.peak_tflops)
+        self.load = ExpertLoad(parts) if hasattr(self.config, "experts") else None
+        watched = self.config.profile_memory or int(self.device.type == "cpu")
+        self.clock, self.held = Clock(parts), Held(parts, watched)
+        self.clock.listeners.append(self.held.phase)
+        self.predicted = predictions.held_bytes(self.config, parts)
+        for text in self.introduction(some.dtype):
+            self.say(text)
+
+    def say(self, text: str):
+        """Print on rank 0, above the bar."""
+        if self.run.first:
+            tqdm.write(text)
+
+    def introduction(self, dtype: torch.dtype) -> list[str]:
+        """The tables before the first step. A collective."""
+        config, parts = self.config, self.parts
+        texts = [f"{config.model}: {parameters_in_all(parts):,} parameters, {dtype}, {self.device}"]
+        if hasattr(parts, "mesh"):
+            texts += [mesh_picture(parts.mesh), reduction_table(parts.model, parts.mesh)]
+        if hasattr(parts, "pipeline"):
+            texts.append(stages_picture(config.schedule, *plan(config, predictions.micro_batches(config, parts))))
+        return [*texts, self.memory_table()]
+
+    def memory_table(self) -> str:
+        """Predicted bytes by kind and, as far as they are known, the measured ones beside them."""
+        rows = [[kind, human(n), human(self.held.most.get(kind))] for kind, n in self.predicted.items()]
+        known = self.held.most.keys() >= self.predicted.keys()
+        total = human(sum(self.held.most.values()) if known else None)
+        return table([["memory", "predicted", "measured"], *rows, ["sum", human(sum(self.predicted.values())), total]])
+
+    def begin(self, step: int):
+        """Before a step."""
+        self.ledger.take()  # what was not part of a step
+        self.held.begin(step)
+        self.clock.begin()
+        if step == 0 and self.run.first and not sys.stderr.isatty():  # lines instead of a bar
+            self.run.bar.clear()
+            self.run.bar.disable = True
+
+    def more(self, step: int, tokens: int) -> dict[str, Any]:
+        """Fields for the record of a step. A collective, if there are experts."""
+        seconds = time.perf_counter() - self.run.began
+        model, executed = (flops * tokens / seconds / self.peak for flops in self.flops)
+        found = dict(mfu=model, hfu=executed) | self.clock.take()
+        found |= dict(peak_memory_bytes=peak_memory(self.device)) | self.ledger.take()
+        if self.load is not None:
+            found["expert_load"] = self.load.take()
+        return found
+
+    def line(self, row: dict[str, Any]):
+        """Now and then, where there is no bar."""
+        end = self.config.steps
+        if self.run.first and self.run.bar.disable and (row["step"] % max(1, end // 10) == 0 or row["step"] == end):
+            print(
+                f"step {row['step']}/{end}  loss {row['loss']:.4f}  norm {row['grad_norm']:.3f}  "
+                f"{row['tokens_per_second']:,.0f} tok/s  MFU {row['mfu']:.1%}  {human(row['peak_memory_bytes'])}",
+                flush=True,
+            )
+
+    def finish(self):
+        """Tables and pictures, after the last step. A collective."""
+        if self.held.watching:
+            self.held.stop()
+        timelines = gather_objects(self.clock.timeline())
+        if not self.run.first or not self.run.history:
+            return
+        last, steady, out = self.run.history[-1], self.run.history[1:] or self.run.history, self.run.out
+        self.say(self.memory_table())
+        if last["traffic"]:
+            head = "plain form" if uses_variants(self.config) else "predicted"
+            self.say(traffic_table(last, predictions.sent_bytes(self.config, self.parts), head))
+            plots.traffic(out)
+        if self.load is not None:
+            plots.expert_load(out)
+        if self.config.profile_memory:
+            seconds, curves = self.held.timeline.curves()
+            (out / "memory.json").write_text(json.dumps(dict(seconds=seconds, bytes=curves)))
+            plots.memory(out)
+        if hasattr(self.parts, "pipeline") and self.config.pp > 1:
+            self.draw_timeline(timelines[:: self.world // self.config.pp])
+        mean = {key: sum(row[key] for row in steady) / len(steady) for key in ("tokens_per_second", "mfu", "hfu")}
+        self.say(
+            f"step {last['step']}: loss {last['loss']:.4f}; {mean['tokens_per_second']:,.0f} tokens/s, "
+            f"MFU {mean['mfu']:.1%}, HFU {mean['hfu']:.1%} of {self.peak / 1e12:.2f} TFLOP/s; "
+            f"peak memory {human(last['peak_memory_bytes'])}; see {out}/"
+        )
+
+    def draw_timeline(self, rows: list[list]):
+        """timeline.json and timeline.png: what each stage did when in the last step, of one pipeline."""
+        places, lists = plan(self.config, predictions.micro_batches(self.config, self.parts))
+        kinds = {kind for row in rows for kind, *_ in row}
+        spans = {kind: [end - start for row in rows for k, *_, start, end in row if k == kind] for kind in kinds}
+        costs = {kind: sum(seconds) / len(seconds) for kind, seconds in spans.items()}
+        idle = idle_fraction([(rank, *box[3:]) for rank, row in enumerate(rows) for box in row], len(rows))
+        data = dict(schedule=self.config.schedule, ranks=rows, idle=idle)
+        data["simulated_idle"] = simulated_idle(lists, places, costs)
+        (self.run.out / "timeline.json").write_text(json.dumps(data))
+        plots.timeline(self.run.out)

@@ -1,0 +1,97 @@
+"""Text tables, bytes for a person to read, and the table that shows how every parameter is cut."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.comm import Mesh
+from common.layout import layout_of
+from common.model import Decoder
+
+
+def table(rows: list[list[str]]) -> str:
+    """Rows of cells, the first a header, as an aligned text table."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        lines.append("  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(cells)))
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def human(n_bytes: float | None) -> str:
+    """Bytes for a person to read; "-" for None."""
+    if n_bytes is None:
+        return "-"
+    for unit in ("B", "KiB", "MiB"):
+        if abs(n_bytes) < 1024:
+            return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:,.2f} {unit}"
+        n_bytes /= 1024
+    return f"{n_bytes:,.2f} GiB"
+
+
+def bytes_of(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes held by the distinct storages behind these tensors."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
+    return sum(storages.values())
+
+
+def gather_objects(thing: Any) -> list[Any]:
+    """Small Python objects of all ranks, in their order, on every rank (for set-up and reports)."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return [thing]
+    everyone = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, thing)
+    return everyone
+
+
+def shown_dims(mesh: Mesh) -> list[str]:
+    """The dimensions of the mesh, and those that cut experts, if there is a cut."""
+    more = ["ep", "expert_data"] if "ep" in mesh.groups and mesh["ep"].size > 1 else []
+    return [*mesh.sizes, *more]
+
+
+def full_shape(param: Tensor) -> list[int]:
+    """The shape of the whole parameter."""
+    shape = list(param.shape)
+    for split in reversed(layout_of(param).splits):
+        shape[split.dim] = split.full
+    return shape
+
+
+def reduction_rows(model: Decoder, dims: list[str]) -> dict[str, list[str]]:
+    """By name of a parameter: its full shape, and by dimension Shard(its own dimension), Partial or Replicate.
+
+    Partial: its gradient is a sum over these ranks. Of layers only one is shown, with a star for its number.
+    """
+    rows = {}
+    for name, param in model.named_parameters():
+        record = layout_of(param)
+        summed = {*record.partial_over, *(("dp", "cp") if record.data == "data" else (record.data,))}
+        cells = []
+        for dim in dims:
+            cuts = [f"Shard({split.dim})" for split in record.splits if split.over == dim]
+            cells.append(", ".join(cuts) or ("Partial" if dim in summed else "Replicate"))
+        rows.setdefault(re.sub(r"\.\d+\.", ".*.", name), [str(full_shape(param)), *cells])
+    return rows
+
+
+def reduction_table(model: Decoder, mesh: Mesh) -> str:
+    """The table of all ranks' parameters. Along pp it says on how many of the ranks a parameter is. A collective."""
+    dims = shown_dims(mesh)
+    names = [name for name, _ in model.named_parameters()]
+    everyone = gather_objects((mesh["pp"].rank if "pp" in dims else 0, reduction_rows(model, dims), names))
+    stages = {rank: (rows, names) for rank, rows, names in everyone}  # ranks of a stage have the same names
+    holders = Counter(name for _, names in stages.values() for name in names)
+    merged: dict[str, list[str]] = {}
+    for rows, names in (stages[rank] for rank in sorted(stages)):
+        for name in names:
+            kind = re.sub(r"\.\d+\.", ".*.", name)
+            row = merged.setdefault(kind, list(rows[kind]))
+            if "pp" in dims:
+                row[1 + dims.index("pp")] = f"on {holders[name]}"
+    return table([["parameter", "full shape", *dims], *([name, *row] for name, row in merged.items())])

@@ -1,0 +1,76 @@
+"""The loss in chunks of tokens (`--loss-chunk`), so that the logits of a micro-batch never exist all at once.
+
+Logits [tokens, vocab] are the largest tensor of many a model: 8192 x 128256 take 2.1 GB in bf16, their copy in fp32,
+softmax and gradient some 10 GB more. But the loss is a sum over tokens. So the gradients of a chunk's hidden states and
+its part of the head's gradient can be found as soon as its loss is, and its logits go before the next chunk's come.
+
+The head hands the hidden states on, and the loss multiplies by its weight, chunk by chunk. Whatever loss the model has
+(step 4's too, over a vocabulary that is cut) is called for each chunk. Where no gradient is wanted, or all tokens are
+one chunk, all is as in the plain step, whose `Decoder.forward` would call this function in its last line.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.model import wide
+
+
+@dataclass
+class Flags:
+    """The loss in chunks."""
+
+    loss_chunk: int = 4096  # tokens whose logits exist at the same time; 0: all of a micro-batch
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """Forward finds the gradients as well, for an incoming gradient of 1; backward scales them."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, loss: Callable) -> Tensor:
+        """hidden [batch, seq, dim], weight [vocab, dim], targets int64 [batch, seq] -> what `loss` is, summed."""
+        weight, total = weight.detach().requires_grad_(), 0.0
+        grad_hidden, grad_weight = hidden.new_empty(hidden.shape), torch.zeros_like(weight, dtype=wide(weight.dtype))
+        rows, row_targets, row_grads = hidden.flatten(0, 1), targets.flatten(), grad_hidden.view(-1, hidden.shape[-1])
+        for part, target, row_grad in zip(*(x.split(chunk) for x in (rows, row_targets, row_grads)), strict=True):
+            with torch.enable_grad():
+                part = part.detach().requires_grad_()
+                value = loss(F.linear(part, weight)[None], target[None])
+            found, more = torch.autograd.grad(value, (part, weight))
+            row_grad.copy_(found)
+            grad_weight += more
+            total = total + value.detach()
+        ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """The gradient of the loss, a scalar in fp32 or wider -> those of hidden and weight."""
+        return *((found * grad.view(1)).to(found.dtype) for found in ctx.saved_tensors), None, None, None
+
+
+def attach(config: Any, parts: SimpleNamespace):
+    """Only the last stage of a pipeline has a head."""
+    model, chunk = parts.model, config.loss_chunk
+    if model.lm_head is None or not chunk:
+        return
+    plain, head = model.loss, model.lm_head
+    multiply = head.forward
+
+    def chunked(tokens: int) -> bool:
+        return tokens > chunk and torch.is_grad_enabled()
+
+    def project(hidden: Tensor) -> Tensor:
+        return hidden if chunked(hidden.shape[:-1].numel()) else multiply(hidden)
+
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        if chunked(targets.numel()):
+            return ChunkedLoss.apply(output, head.weight, targets, chunk, plain)
+        return plain(output, targets)
+
+    head.forward, model.loss = project, loss

@@ -1,0 +1,22 @@
+"""One all-reduce for each gradient, started during the last backward (`--sync overlap`): step 2's buckets without them.
+
+It hides communication as buckets do, but in many small messages: each costs its latency. In step 2 this is BucketSync
+with a limit of 0 bytes, as a bucket holds at least one parameter.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from common.comm import Mesh
+from common.model import Decoder
+from step02_ddp import SYNCS, BucketSync
+
+
+class OverlapSync(BucketSync):
+    """A bucket for each parameter."""
+
+    def __init__(self, model: Decoder, config: Any, mesh: Mesh):
+        super().__init__(model, replace(config, bucket_mb=0.0), mesh)
+
+
+SYNCS["overlap"] = OverlapSync
