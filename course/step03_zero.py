@@ -82,7 +82,7 @@ class Unit:
 
     def make_room(self):
         """A flat buffer of zeros for this rank's gradients."""
-        self.gradient = torch.zeros(len(self.flat), dtype=wide(self.flat.dtype), device=self.flat.device)
+        self.gradient = torch.zeros_like(self.flat, dtype=wide(self.flat.dtype))
 
 
 def unit_names(model: Decoder) -> list[list[str]]:
@@ -204,11 +204,7 @@ class Zero2(Zero1):
 
 
 class SlicedUnit(Unit):
-    """A unit of which only the slice stays.
-
-    The parameters are views of `flat` all the time. `free` shrinks the storage of `flat` to 0 bytes, and the tensors
-    survive; `gather` fills it again. So whatever autograd saved of them finds its bytes again in backward.
-    """
+    """A unit of which only the slice stays. The parameters remain views of `flat`, even while that has no memory."""
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
         super().__init__(named, group)
@@ -222,7 +218,7 @@ class SlicedUnit(Unit):
             self.gathering, self.gathered = all_gather(self.flat, self.slice, self.group), True
 
     def free(self):
-        """Give the flat buffer's memory back."""
+        """Give the memory back. What autograd saved of the weights finds its bytes again after the next `gather`."""
         if self.gathered:
             self.gathering.wait()
             self.flat.untyped_storage().resize_(0)

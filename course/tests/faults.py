@@ -604,10 +604,14 @@ FAULTS: dict[str, Fault] = {
         ("stage_starts_late", "forward_stage", "in place.layers:", "in place.layers[1:]:", "a layer less on each"),
     ),
     **of(
+        "common.layout",
+        "pp, tied",
+        ("tied_counted_twice", "global_norm", "record.stages * mesh.world", "mesh.world", "in the norm"),
+    ),
+    **of(
         "step06_pipeline",
         "pp, tied",
         ("tied_not_summed", "sum_tied", "gradients[TIED] += theirs", "pass", "each end learns for itself"),
-        ("tied_counted_twice", "sum_tied", "del gradients[TIED]", "pass", "in the norm"),
         (
             "tie_dropped_by_the_stage",
             "keep_stage",

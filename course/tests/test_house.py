@@ -150,7 +150,7 @@ def test_neighbours_differ_by_their_lesson(step, following):
 
 @pytest.mark.parametrize("module", [name for name in FILES if room_of(name) in MAY])
 def test_imports_point_one_way(module):
-    """Steps import common and earlier steps; variants steps; services both; theory nothing of them."""
+    """Steps import common and earlier steps; variants steps; services both, and theory; theory nothing of them."""
     room = room_of(module)
     for name in imported(module):
         target = room_of(name)

@@ -3,6 +3,7 @@
 import importlib
 import re
 from collections import Counter
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -205,7 +206,7 @@ def test_bubbles(p, m, v):
     for name, stages in (("1f1b", 1), ("afab", 1), ("interleaved", v)):
         if stages > 1 and m % p:
             continue
-        schedule = SCHEDULES[name]
+        schedule = SCHEDULES[name](SimpleNamespace(chunks=stages))
         places = schedule.places(p * stages, p, stages)
         lists = [schedule.actions(p, m, stages, rank) for rank in range(p)]
         end = simulate(lists, places, COSTS)[-1][0]
@@ -216,7 +217,7 @@ def test_bubbles(p, m, v):
 
 def test_the_picture_is_the_schedule():
     """Step 6's docstring shows 1F1B on 4 ranks with 6 micro-batches."""
-    schedule = SCHEDULES["1f1b"]
+    schedule = SCHEDULES["1f1b"](None)
     lists = [schedule.actions(4, 6, 1, rank) for rank in range(4)]
     shown = re.findall(r"^    rank \d      ([0-9a-f.]+) ", importlib.import_module("step06_pipeline").__doc__, re.M)
     assert shown == draw(lists, schedule.places(4, 4, 1)).splitlines()
