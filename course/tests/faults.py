@@ -52,9 +52,6 @@ FAULTS: dict[str, Fault] = {
     "scale_stays": Fault(
         "variants.fp16", "LossScaling", "gradient.mul_(1 / self.scale)", "pass", "the update sees the loss scale"
     ),
-    "spike_is_applied": Fault(
-        "variants.fp16", "skip_update", "lambda: None", "optimizer.rule.step", "what is skipped moves the masters"
-    ),
     "ring_skips_the_past": Fault(
         "variants.cp_ring", "ordered_visible", "if source <= rank", "if source == rank", "a rank sees its own keys only"
     ),
