@@ -61,6 +61,36 @@ def of(module: str, row: str, *faults: tuple[str, str, str, str, str]) -> dict[s
 
 
 FAULTS: dict[str, Fault] = {
+    "sent_and_still_owed": Fault(
+        "variants.compress",
+        "Compression",
+        "self.owed[key] = values - self.widen(message, length, dtype)",
+        "self.owed[key] = values",
+        "what has been sent is sent again in the next step",
+    ),
+    "last_pass_not_awaited": Fault(
+        "variants.torch_ddp", "TorchSync", "self.left == 0", "self.left < 0", "DDP never sums the gradients"
+    ),
+    "chunk_forgets_the_head": Fault(
+        "variants.chunked_loss",
+        "ChunkedLoss",
+        "grad_weight += more",
+        "grad_weight = more",
+        "only the last chunk counts",
+    ),
+    "muon_of_a_part": Fault(
+        "variants.muon", "Muon", "for split in splits:", "for split in ():", "each part is made orthogonal alone"
+    ),
+    "muon_of_a_slice": Fault(
+        "variants.muon",
+        "Muon",
+        "all_gather(whole, own, unit.group).wait()",
+        "whole.zero_(), unit.mine(whole).copy_(own)",
+        "what lies on other ranks counts as zero",
+    ),
+    "scale_stays": Fault(
+        "variants.fp16", "LossScaling", "gradient.mul_(1 / self.scale)", "pass", "the update sees the loss scale"
+    ),
     "ring_skips_the_past": Fault(
         "variants.cp_ring", "ordered_visible", "if source <= rank", "if source == rank", "a rank sees its own keys only"
     ),

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.trainer import DTYPES
@@ -161,3 +162,20 @@ def test_masters_are_not_touched_by_a_skipped_update():
     assert calls == []
     rule.step()
     assert calls == ["rule"]
+
+
+def count_graphs(layers: int, steps: int) -> tuple[int, int]:
+    """Graphs, and how often a function was compiled, with so many layers."""
+    plain = torch.compile
+    torch.compile = partial(plain, backend="aot_eager")
+    torch.compiler.reset(), counters.clear()
+    try:
+        equal.record("step01_single_gpu", SLOW | dict(n_layers=layers, steps=steps, compile=True, global_batch_size=4))
+    finally:
+        torch.compile = plain
+    return counters["stats"]["unique_graphs"], counters["frames"]["total"]
+
+
+def test_one_graph_serves_all_layers(pools):
+    """--compile does not give up after eight layers, as it would if each were compiled anew."""
+    assert pools(1).run(count_graphs, 10, 2) == [(1, 1)]

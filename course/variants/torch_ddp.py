@@ -18,7 +18,7 @@ from common.comm import Group, Mesh, note
 from common.layout import layout_of
 from common.model import Decoder
 from common.trainer import choose
-from step02_ddp import SYNCS, NaiveSync
+from step02_ddp import SYNCS
 
 SINCE = step02.Config
 
@@ -44,13 +44,12 @@ class Inside(nn.Module):
         return self.original(*inputs)
 
 
-class TorchSync(NaiveSync):
+class TorchSync:
     """DistributedDataParallel, told to add instead of average, and to leave the initial weights alone."""
 
     def __init__(self, model: Decoder, config: Any, mesh: Mesh):
         """Replaces `model.forward`, so that whoever calls the model calls DistributedDataParallel."""
-        super().__init__(model, config, mesh)
-        group, self.left = mesh[layout_of(self.params[0]).data], 0
+        group, self.left = mesh[layout_of(next(model.parameters())).data], 0
         if group.size == 1:
             return
         self.ddp = DistributedDataParallel(
