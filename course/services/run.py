@@ -10,6 +10,7 @@ import importlib
 import inspect
 import os
 import pkgutil
+import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +19,15 @@ from typing import Any
 
 import variants
 from common.trainer import Run
+from services import evaluation, launch, readers, resume, shapes
+
+SERVICES = [
+    launch,
+    shapes,
+    readers,
+    resume,
+    evaluation,
+]  # attached like variants, and named below where a run calls them
 
 
 @lru_cache
@@ -29,7 +39,7 @@ def plugins() -> list[ModuleType]:
 
 def offered(cls: type) -> list[ModuleType]:
     """Those whose flags a step with this Config has."""
-    return [plugin for plugin in plugins() if issubclass(cls, getattr(plugin, "SINCE", object))]
+    return [plugin for plugin in plugins() + SERVICES if issubclass(cls, getattr(plugin, "SINCE", object))]
 
 
 @lru_cache
@@ -60,12 +70,42 @@ class ServedRun(Run):
     def __init__(self, config: Any):
         super().__init__(config)
         check(config, int(os.environ.get("WORLD_SIZE", 1)))
+        launch.join(config)
+
+    def __enter__(self) -> "ServedRun":
+        """Open the run directory, unless the run only generates; from now on signals are caught."""
+        self.first = self.first and not self.config.generate
+        self.kept = resume.move_aside(self) if self.first else ""
+        self.keeper = resume.Keeper(self, offered(type(self.config)))
+        return super().__enter__()
+
+    def __exit__(self, error: type | None, *rest):
+        """The end, or an error."""
+        self.keeper.close()
+        super().__exit__(error, *rest)
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """As the plain run's, after everything has been attached."""
-        parts = SimpleNamespace(**parts)
+        """As the plain run's, after everything has been attached, from where --resume goes on."""
+        parts = self.parts = SimpleNamespace(**parts)
         attach(self.config, parts)
-        yield from super().steps(**vars(parts))
+        start = self.keeper.start(parts, self.kept, weights_only=bool(self.config.generate))
+        if self.config.generate:
+            evaluation.answer(self.config, parts)
+            return
+        for step in super().steps(**vars(parts)):
+            if step < start:
+                self.bar.update()
+                continue
+            yield step
+            if self.keeper.leave(step):
+                return
+
+    def record(self, step: int, tokens: int, **numbers: float):
+        """With what services add to the numbers of a step."""
+        before = time.perf_counter()
+        numbers |= evaluation.metrics(self.config, self.parts, step, self.keeper.end)
+        self.began += time.perf_counter() - before  # not a part of the step's seconds
+        super().record(step, tokens, **numbers)
 
 
 def surround(train: Callable) -> tuple[Callable, type, type]:
