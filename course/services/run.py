@@ -19,7 +19,7 @@ from typing import Any
 
 import variants
 from common.trainer import Run
-from services import evaluation, launch, readers, resume, shapes
+from services import evaluation, health, launch, readers, replicas, resume, shapes
 
 SERVICES = [
     launch,
@@ -27,6 +27,8 @@ SERVICES = [
     readers,
     resume,
     evaluation,
+    health,
+    replicas,
 ]  # attached like variants, and named below where a run calls them
 
 
@@ -103,6 +105,9 @@ class ServedRun(Run):
     def record(self, step: int, tokens: int, **numbers: float):
         """With what services add to the numbers of a step."""
         before = time.perf_counter()
+        numbers |= health.metrics(self.parts)
+        if hasattr(self.parts, "mesh"):
+            replicas.check_replicas(self.config, self.parts, step)
         numbers |= evaluation.metrics(self.config, self.parts, step, self.keeper.end)
         self.began += time.perf_counter() - before  # not a part of the step's seconds
         super().record(step, tokens, **numbers)
