@@ -7,6 +7,7 @@ import importlib
 import os
 import shutil
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from services import checkpoint
 from services.boxes import Box, Piece, flat_boxes, overlap
 from services.checkpoint import Checkpoint, Saver, find, newest
 from services.run import ServedRun, compose
+from tests import faults
 from tests.equal import BASE, SHAPE, SMALL, difference
 from tests.rows import EXHAUSTIVE, EXPERTS, TIED
 
@@ -124,7 +126,7 @@ def test_resumed_is_bit_for_bit_the_same(pools, tmp_path, layout):
     """In the same layout and in fp64. And one that a signal stops goes on in its own directory, metrics and all."""
     base = dict(save_async=True)
     train(pools, base, layout, out=tmp_path / "whole")
-    options = BASE | base | layout[1] | dict(out=str(tmp_path / "cut"), save_every=0)
+    options = base | layout[1] | dict(out=str(tmp_path / "cut"), save_every=0)
     for rows in pools(layout[0]).run(train_on_rank, "step06_pipeline", options, 3):
         assert len(rows) == 3, "every rank leaves after the same step"
     rows = train(pools, base, layout, out=tmp_path / "cut", resume="auto")
@@ -132,6 +134,34 @@ def test_resumed_is_bit_for_bit_the_same(pools, tmp_path, layout):
     expected, found = stored(tmp_path / "whole"), stored(tmp_path / "cut")
     assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[key]) for key, tensor in found.items())
+
+
+def faulty_on_rank(fault: str, *args) -> list[dict]:
+    """Runs on every rank: the same with a mistake in the program."""
+    with faults.injected(fault) if fault else nullcontext():
+        return train_on_rank(*args)
+
+
+@pytest.mark.parametrize(
+    "fault, ranks, layout",
+    [
+        ("", 2, dict(tp=2)),
+        ("resume-without-moments", 1, {}),
+        ("resume-from-rank-0s-slice", 3, dict(zero=1)),
+        ("resume-from-rank-0s-rows", 2, dict(tp=2)),
+        ("resume-at-the-first-batch", 1, {}),
+        ("validation-of-one-rank", 2, {}),
+    ],
+)
+def test_a_mistake_is_noticed(pools, tmp_path, fault, ranks, layout):
+    """Each shows in the losses of a run that goes on in another layout; without one, nothing does."""
+    options = dict(eval_every=4, eval_sequences=6)
+    whole = train(pools, options, ALONE, out=tmp_path / "whole")
+    train(pools, options | dict(stop_after=2), ALONE, out=tmp_path / "cut")
+    options = options | layout | dict(out=str(tmp_path / "cut"), resume="auto")
+    rows = pools(ranks).run(faulty_on_rank, fault, "step06_pipeline", options)[0]
+    numbers = [[*(row["loss"] for row in rows), rows[-1]["validation_loss"]] for rows in (rows, whole)]
+    assert difference(*numbers) > 1e-6 if fault else difference(*numbers) < 1e-10
 
 
 def test_bf16_goes_on_from_its_masters(pools, tmp_path):
