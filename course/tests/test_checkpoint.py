@@ -9,11 +9,13 @@ import shutil
 import signal
 from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
+import services.run
 from common import UserError
 from common.model import PRESETS, ModelConfig
 from services import checkpoint
@@ -186,6 +188,19 @@ def test_what_does_not_fit_is_one_line(pools, tmp_path):
     ]:
         with pytest.raises(UserError, match=says):
             train_on_rank("step01_single_gpu", dict(resume=out, out=str(tmp_path / "other")) | change)
+
+
+def test_a_variants_own_state_is_kept(tmp_path, monkeypatch):
+    """What `state` returns at the time of saving comes back to `restore`."""
+    seen, variant = [], ModuleType("variant")
+    variant.state = lambda config, parts: dict(scale=config.steps)
+    variant.restore = lambda config, parts, state: seen.append(state)
+    monkeypatch.setattr(services.run, "SERVICES", [*services.run.SERVICES, variant])
+    options = dict(out=str(tmp_path / "run"), resume="auto")
+    train_on_rank("step01_single_gpu", options | dict(stop_after=2))
+    assert seen == []
+    train_on_rank("step01_single_gpu", options)
+    assert seen == [dict(scale=4)]
 
 
 # --- files
