@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common import UserError
-from services.tables import gather_objects
+from services.launch import gather_objects
 
 # Dense peak in TFLOP/s without sparsity, from the vendors' data sheets: (16-bit matrix units, fp32 without TF32).
 GPU_PEAKS = {

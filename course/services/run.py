@@ -10,6 +10,7 @@ import importlib
 import inspect
 import os
 import pkgutil
+import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -21,15 +22,13 @@ from torch import Tensor
 import variants
 from common.comm import Group
 from common.trainer import Run
-from services import devices, failures, screen
+from services import devices, evaluation, failures, health, readers, replicas, resume, screen, shapes
 from services.ledger import Ledger
 from services.screen import Screen
 from services.watchdog import Guard
 
-SERVICES = [
-    devices,
-    screen,
-]  # those with flags, or with a `check`
+# Attached like variants, and named below where a run calls them.
+SERVICES = [devices, shapes, readers, resume, evaluation, health, replicas, screen]
 
 
 @lru_cache
@@ -42,7 +41,7 @@ def plugins() -> list[ModuleType]:
 
 def offered(cls: type) -> list[ModuleType]:
     """Those whose flags a step with this Config has."""
-    return [plugin for plugin in plugins() if issubclass(cls, getattr(plugin, "SINCE", object))]
+    return [plugin for plugin in plugins() + SERVICES if issubclass(cls, getattr(plugin, "SINCE", object))]
 
 
 @lru_cache
@@ -76,27 +75,40 @@ class ServedRun(Run):
         self.ledger = Ledger()
 
     def __enter__(self) -> "ServedRun":
-        """Before `train`."""
+        """Meet the other ranks; open the run directory, unless the run only generates; catch signals from now on."""
         devices.join(self.config)
+        self.first = self.first and not self.config.generate
+        self.kept = resume.move_aside(self) if self.first else ""
+        self.keeper = resume.Keeper(self, offered(type(self.config)))
         super().__enter__()
         self.guard = Guard(self)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any):
-        """After `train`, or after the error that ended it."""
+        """The end, or the error that ended it."""
         self.guard.stop(error)
+        self.keeper.close()
         super().__exit__(kind, error, trace)
         if error is not None:
             failures.report(error)
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """As the plain run's, after everything has been attached."""
-        parts = SimpleNamespace(run=self, **parts)
+        """As the plain run's, after everything has been attached, from where --resume goes on."""
+        parts = self.parts = SimpleNamespace(run=self, **parts)
         attach(self.config, parts)
+        start = self.keeper.start(parts, self.kept, weights_only=bool(self.config.generate))
+        if self.config.generate:
+            evaluation.answer(self.config, parts)
+            return
         self.screen = Screen(self, parts, self.ledger)
         for step in super().steps(**vars(parts)):
+            if step < start:
+                self.bar.update()
+                continue
             self.screen.begin(step)
             yield step
+            if self.keeper.leave(step):
+                break
         self.screen.finish()
 
     def count(self, operation: str, group: Group, tensor: Tensor, share: float):
@@ -105,8 +117,14 @@ class ServedRun(Run):
         self.ledger.book(operation, group, tensor, share)
 
     def record(self, step: int, tokens: int, **numbers: float):
-        """As the plain run's, with more numbers."""
-        super().record(step, tokens, **numbers, **self.screen.more(step, tokens))
+        """With what services add to the numbers of a step."""
+        numbers |= self.screen.more(step, tokens) | health.metrics(self.parts)
+        before = time.perf_counter()
+        if hasattr(self.parts, "mesh"):
+            replicas.check_replicas(self.config, self.parts, step)
+        numbers |= evaluation.metrics(self.config, self.parts, step, self.keeper.end)
+        self.began += time.perf_counter() - before  # not a part of the step's seconds
+        super().record(step, tokens, **numbers)
         self.screen.line(self.history[-1])
 
 

@@ -27,9 +27,10 @@ from common.schedules import COSTS, Action, Place, simulate
 from services import plots, predictions
 from services.clocks import Clock
 from services.devices import peak_flops
+from services.launch import gather_objects
 from services.ledger import Ledger, traffic_table
 from services.memory import Held, peak_memory
-from services.tables import full_shape, gather_objects, human, reduction_table, table
+from services.tables import full_shape, human, reduction_table, table
 from step06_pipeline import plan
 
 

@@ -3,14 +3,13 @@
 import re
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from common.comm import Mesh
 from common.layout import layout_of
 from common.model import Decoder
+from services.launch import gather_objects
 
 
 def table(rows: list[list[str]]) -> str:
@@ -38,15 +37,6 @@ def bytes_of(tensors: Iterable[Tensor | None]) -> int:
     """Bytes held by the distinct storages behind these tensors."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
     return sum(storages.values())
-
-
-def gather_objects(thing: Any) -> list[Any]:
-    """Small Python objects of all ranks, in their order, on every rank (for set-up and reports)."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return [thing]
-    everyone = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, thing)
-    return everyone
 
 
 def shown_dims(mesh: Mesh) -> list[str]:

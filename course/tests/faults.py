@@ -718,6 +718,42 @@ FAULTS: dict[str, Fault] = {
             "the norm takes ours for everyone's",
         ),
     ),
+    # services
+    "resume-without-moments": Fault(
+        "services.boxes",
+        "take",
+        "optimizer.rule.state[master.tensor][kind] = room.tensor",
+        "pass",
+        "a resumed AdamW begins anew",
+    ),
+    "resume-from-rank-0s-slice": Fault(
+        "services.boxes",
+        "masters",
+        "first = max(0, units[name].first - units[name].place[name][0]) if units else 0",
+        "first = 0",
+        "a slice is read from the beginning of its parameter",
+    ),
+    "resume-from-rank-0s-rows": Fault(
+        "services.boxes",
+        "Piece",
+        "start[split.dim] += split.start",
+        "start[split.dim] += 0",
+        "all ranks of tp read the rows of the first",
+    ),
+    "resume-at-the-first-batch": Fault(
+        "services.resume",
+        "Keeper",
+        'self.done = found.index["step"]',
+        "self.done = 0",
+        "data and learning rate begin anew",
+    ),
+    "validation-of-one-rank": Fault(
+        "services.evaluation",
+        "validate",
+        'for dim in ("dp", "cp", "pp"):',
+        "for dim in ():",
+        "the validation loss is that of one rank's tokens",
+    ),
 }
 
 

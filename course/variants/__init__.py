@@ -8,4 +8,6 @@ A file may hold
     check(config, world)  raises UserError for flags that cannot work, before anything is built
     attach(config, parts) called once before the first step; parts.model, .optimizer, .sync, .data, .mesh, .positions,
                           .pipeline (as far as the step has them) and .run may be looked at, changed, wrapped
+    state(config, parts)  what a checkpoint keeps besides masters, moments and buffers: JSON holds it, all ranks alike
+    restore(config, parts, state)  takes it again
 """

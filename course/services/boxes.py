@@ -1,0 +1,169 @@
+"""What a rank holds, as boxes of whole tensors.
+
+Whole tensors have step 1's names, whatever the layout. A rank says what it holds as `Piece`s: its record of cuts and,
+under ZeRO, a range of the cut tensor's elements. That is at most a few boxes (rectangles) of the whole tensor:
+
+    q_proj.weight [8, 6]; tp rank 1 of 2 holds rows 4-7, and its ZeRO slice elements 4-19 of these 24:
+
+        . . . . . .
+        . . . . . .        elements 4-5     box at (4, 4), 1 x 2      the end of a row
+        . . . . . .        elements 6-17    box at (5, 0), 2 x 6      whole rows
+        . . . . . .        elements 18-19   box at (7, 0), 1 x 2      the beginning of a row
+        . . . . 1 1
+        2 2 2 2 2 2
+        2 2 2 2 2 2
+        3 3 . . . .
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from common.layout import Split, layout_of
+
+
+class Box(NamedTuple):
+    """A rectangle of a tensor: indices start[d] .. start[d] + size[d] - 1 of each dimension d."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Elements start .. stop-1 of a tensor of this shape, counted in memory order, as boxes in that order.
+
+    The end of a first row, whole rows, the beginning of a last one; the same again inside these two rows.
+    """
+    if not shape and start < stop:
+        yield Box((), ())
+        return
+    row = prod(shape[1:])
+    while start < stop:
+        i, inside = divmod(start, row)
+        if inside == 0 and stop - start >= row:
+            count = (stop - start) // row
+            yield Box((i, *[0] * (len(shape) - 1)), (count, *shape[1:]))
+            start += count * row
+        else:
+            end = min(stop, (i + 1) * row)
+            for box in flat_boxes(shape[1:], inside, end - i * row):
+                yield Box((i, *box.start), (1, *box.size))
+            start = end
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """What two boxes have in common, if anything."""
+    start = tuple(map(max, a.start, b.start))
+    size = tuple(min(i + n, j + m) - k for i, n, j, m, k in zip(*a, *b, start, strict=True))
+    return Box(start, size) if all(n > 0 for n in size) else None
+
+
+def place_in(outer: Box, inner: Box) -> tuple[slice, ...]:
+    """Where the box `inner` lies in a tensor that holds `outer`."""
+    places = zip(inner.start, inner.size, outer.start, strict=True)
+    return tuple(slice(i - first, i - first + n) for i, n, first in places)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank holds of one whole tensor, and where it lies in memory: to be saved from, or to be filled.
+
+    `kind`: "master", "buffer", or a name in the update rule's state, such as "exp_avg".
+    `tensor`: contiguous, elements `first`, `first` + 1, ... of this rank's part, which has `shape` after its `splits`.
+    """
+
+    kind: str
+    name: str
+    tensor: Tensor
+    shape: tuple[int, ...]
+    splits: tuple[Split, ...] = ()
+    first: int = 0
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the tensor that this is a piece of."""
+        shape = list(self.shape)
+        for split in reversed(self.splits):
+            shape[split.dim] = split.full
+        return tuple(shape)
+
+    def boxes(self) -> Iterator[tuple[Box, Tensor]]:
+        """The piece as boxes of the whole tensor, each with its view of the memory; padding is left out."""
+        flat, done = self.tensor.view(-1), 0
+        for box in flat_boxes(tuple(self.shape), self.first, self.first + len(flat)):
+            view = flat[done : done + prod(box.size)].view(box.size)
+            done += view.numel()
+            start, size = list(box.start), list(box.size)
+            for split in reversed(self.splits):
+                start[split.dim] += split.start
+                size[split.dim] = min(size[split.dim], split.full - start[split.dim])
+            if all(n > 0 for n in size):
+                yield Box(tuple(start), tuple(size)), view[tuple(slice(n) for n in size)]
+
+
+def masters(parts: SimpleNamespace) -> Iterator[Piece]:
+    """What this rank updates: the masters, whole parameters in step 1's optimizer, parts of slices in ZeRO's."""
+    optimizer, params = parts.optimizer, dict(parts.model.named_parameters())
+    units = {name: unit for unit in getattr(optimizer, "units", ()) for name in unit.named}
+    for name, master in (optimizer.pieces if units else optimizer.masters).items():
+        first = max(0, units[name].first - units[name].place[name][0]) if units else 0
+        yield Piece("master", name, master, tuple(params[name].shape), layout_of(params[name]).splits, first)
+
+
+def state_piece(kind: str, master: Piece, value: Tensor, shape: tuple[int, ...]) -> Piece:
+    """The update rule's `value` for a master: like it, or with dimensions of size 1, or a number.
+
+    `shape` of the value before ZeRO cuts it; a dimension that is as long as the parameter's is cut as that one is.
+    """
+    alike = len(shape) == len(master.shape)
+    splits = tuple(s for s in master.splits if alike and shape[s.dim] == master.shape[s.dim])
+    return Piece(kind, master.name, value, shape, splits, master.first if shape == master.shape else 0)
+
+
+def pieces(parts: SimpleNamespace) -> Iterator[Piece]:
+    """All that this rank holds from one step to the next: masters, the update rule's state, and buffers."""
+    for master in masters(parts):
+        yield master
+        for kind, value in parts.optimizer.rule.state.get(master.tensor, {}).items():
+            shape = master.shape if value.shape == master.tensor.shape else tuple(value.shape)
+            yield state_piece(kind, master, value, shape)
+    for name, buffer in parts.model.named_buffers():
+        yield Piece("buffer", name, buffer, tuple(buffer.shape), layout_of(buffer).splits)
+
+
+def room_for(kind: str, master: Piece, stored: tuple[int, ...], dtype: torch.dtype) -> Piece:
+    """A piece of zeros for the update rule's state of a master, of which the `stored` whole tensor has this shape."""
+    if stored == master.whole_shape:
+        zeros = torch.zeros_like(master.tensor, dtype=dtype)
+        return state_piece(kind, master, zeros, master.shape)
+    alike = zip(stored, master.whole_shape, master.shape, strict=True) if len(stored) == len(master.shape) else ()
+    shape = tuple(ours if n == whole else n for n, whole, ours in alike)
+    zeros = torch.zeros(shape, dtype=dtype, device=master.tensor.device)
+    return state_piece(kind, master, zeros, shape)
+
+
+def take(parts: SimpleNamespace, stored: Any, moments: bool):
+    """Fill what this rank holds from a checkpoint (services/checkpoint.py), and let the weights follow the masters.
+
+    Without `moments` the update rule begins anew.
+    """
+    optimizer = parts.optimizer
+    for master in masters(parts):
+        stored.fill(master)
+        for kind in stored.kinds(master.name) - {"master", "buffer"} if moments else ():
+            room = room_for(kind, master, *stored.about(kind, master.name))
+            stored.fill(room)
+            optimizer.rule.state[master.tensor][kind] = room.tensor
+    for name, buffer in parts.model.named_buffers():
+        stored.fill(Piece("buffer", name, buffer, tuple(buffer.shape), layout_of(buffer).splits))
+    for unit in getattr(optimizer, "units", ()):
+        if unit.master is not unit.slice:
+            unit.slice.copy_(unit.master)
+    for name, master in getattr(optimizer, "masters", {}).items():
+        optimizer.params[name].detach().copy_(master)
+    getattr(optimizer, "publish", lambda: None)()

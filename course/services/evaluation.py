@@ -1,0 +1,156 @@
+"""Validation and generation: what a run does with a model besides training it, in every layout.
+
+Both look at the model through `look(parts, tokens, targets)`: forward only, whole or stage after stage; the model's
+`loss`, which sees the logits at the end, is what it is, or one that keeps the logits.
+"""
+
+import os
+from dataclasses import dataclass
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common import UserError, comm
+from common.comm import Group, all_gather, all_reduce, exchange
+from common.data import END, Data
+from common.model import IGNORE
+from step06_pipeline import forward_stage
+
+
+@dataclass
+class Flags:
+    """Validation and generation (services/evaluation.py)."""
+
+    eval_every: int = 50  # steps between validations (and one at the end); 0: never
+    eval_sequences: int = 64  # sequences of the held-out split in a validation
+    generate: str = ""  # with --resume: continue this text and exit
+
+
+def check(config: Any, _world: int):
+    """Raises UserError."""
+    if config.generate and not config.resume:
+        raise UserError("--generate needs --resume with the run directory to take the weights from")
+
+
+def group_of(parts: SimpleNamespace, dim: str) -> Group:
+    """A group of the mesh; of one, in a step that does not know this dimension."""
+    mesh = getattr(parts, "mesh", None)
+    return mesh[dim] if mesh is not None and dim in mesh.groups else Group(dim, 0, 1, None)
+
+
+def positions_of(parts: SimpleNamespace) -> Tensor:
+    """int64 [seq / cp]: the positions of this rank's tokens."""
+    here = getattr(parts, "positions", None)
+    return torch.arange(parts.model.config.seq_len) if here is None else here
+
+
+@torch.no_grad()
+def look(parts: SimpleNamespace, tokens: Tensor, targets: Tensor) -> Tensor:
+    """One micro-batch, int64 [batch, seq] of this rank's tokens, forward: what `model.loss` returns at the end.
+
+    On a rank without the last stage: 0. A collective of tp, cp and pp.
+    """
+    model, pipeline = parts.model, getattr(parts, "pipeline", None)
+    if pipeline is None:
+        return model(tokens, targets, positions_of(parts).to(tokens.device))
+    places, group, result = pipeline.places, pipeline.group, torch.zeros((), device=tokens.device)
+    chain = [next(stage for stage, place in enumerate(places) if place.before is None)]
+    while (following := places[chain[-1]].after) is not None:
+        chain.append(following)
+    pipeline.xs, x = [tokens], tokens
+    for stage, following in pairwise([*chain, None]):
+        place, peer = places[stage], None if following is None else places[following].rank
+        if place.rank == group.rank:
+            x = forward_stage(model, place, x, targets, pipeline.positions)
+            if following is None:
+                result = x
+            elif peer != group.rank:
+                exchange([(x.contiguous(), peer)], [], group).wait()
+        elif peer == group.rank:
+            x = pipeline.buffer(0)
+            exchange([], [(x, place.rank)], group).wait()
+    return result
+
+
+def held_out(data: Data, sequences: int, multiple: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, int64 [rows, seq], of the first held-out sequences; rows that do not count fill them up."""
+    n_windows = (len(data.tokens) - 1) // data.shape.seq_len
+    tokens, targets = data.read(range(data.n_train, min(n_windows, data.n_train + sequences)))
+    missing = -len(tokens) % multiple
+    tokens = torch.cat((tokens, tokens[:1].expand(missing, -1)))
+    return tokens, torch.cat((targets, targets.new_full((missing, targets.shape[1]), IGNORE)))
+
+
+def validate(config: Any, parts: SimpleNamespace) -> float:
+    """Mean loss over all targets of the held-out sequences. A collective; its traffic is not shown."""
+    observer, comm.observer = comm.observer, None
+    size, dp, here = config.micro_batch_size, group_of(parts, "dp"), positions_of(parts)
+    tokens, targets = held_out(parts.data, config.eval_sequences, dp.size * size)
+    device = next(parts.model.parameters()).device
+    count = (targets != IGNORE).sum().clamp(min=1).item()
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    for x, y in zip(
+        *(t[dp.rank :: dp.size][:, here.cpu()].to(device).split(size) for t in (tokens, targets)), strict=True
+    ):
+        loss += look(parts, x, y)
+    for dim in ("dp", "cp", "pp"):
+        all_reduce(loss, group_of(parts, dim)).wait()
+    comm.observer = observer
+    return loss.item() / count
+
+
+def whole_logits(parts: SimpleNamespace, tokens: Tensor) -> Tensor:
+    """int64 [1, seq] -> logits [seq, vocab] on every rank. A collective."""
+    model, here, tp = parts.model, positions_of(parts), group_of(parts, "tp")
+    seen: list[Tensor] = []
+    right, model.loss = model.loss, lambda logits, _targets: (seen.append(logits), logits.new_zeros(()))[1]
+    x = tokens[:, here.cpu()].to(next(model.parameters()).device)
+    try:
+        look(parts, x, x)
+    finally:
+        model.loss = right
+    whole = torch.zeros(tokens.shape[1], model.config.vocab_size, device=x.device)
+    if seen:
+        ours = seen[0][0].float().contiguous()  # [seq / cp, vocab / tp]
+        columns = ours.new_empty(tp.size, *ours.shape)
+        all_gather(columns.view(-1), ours.view(-1), tp).wait()
+        whole[here] = columns.movedim(0, 1).flatten(1)[:, : whole.shape[1]]  # without the padding of an uneven cut
+    for dim in ("cp", "pp"):
+        all_reduce(whole, group_of(parts, dim)).wait()
+    return whole
+
+
+def decode(tokens: list[int]) -> str:
+    """Byte tokens -> text; END becomes a blank line, ids that are no byte are skipped."""
+    return b"".join(b"\n\n" if t == END else bytes([t]) for t in tokens if t <= END).decode("utf-8", errors="replace")
+
+
+def generate(parts: SimpleNamespace, prompt: str, n_tokens: int = 400, seed: int = 0) -> str:
+    """Continue `prompt` (bytes) by `n_tokens` sampled at temperature 0.8, by a full forward pass for each.
+
+    A text shorter than the sequence is filled up behind, where causal attention does not look.
+    """
+    seq_len, tokens = parts.model.config.seq_len, list(prompt.encode())
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(n_tokens):
+        window = tokens[-seq_len:]
+        logits = whole_logits(parts, torch.tensor([window + [0] * (seq_len - len(window))]))
+        probabilities = (logits[len(window) - 1].cpu() / 0.8).softmax(-1)
+        tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+    return decode(tokens)
+
+
+def metrics(config: Any, parts: SimpleNamespace, step: int, end: int) -> dict[str, float]:
+    """For metrics.jsonl, when it is time: the validation loss. `end`: how many steps the run will have done."""
+    due = config.eval_every and ((step + 1) % config.eval_every == 0 or step + 1 == end)
+    return dict(validation_loss=validate(config, parts)) if due else {}
+
+
+def answer(config: Any, parts: SimpleNamespace):
+    """What --generate prints, on rank 0."""
+    text = generate(parts, config.generate)
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(text, flush=True)

@@ -1,0 +1,268 @@
+"""Between checkpoints and Hugging Face's formats: `python -m services.hub export | import`.
+
+    export DIR OUT     the weights of a run (or checkpoint) DIR as config.json and model.safetensors, which
+                       AutoModelForCausalLM.from_pretrained(OUT) opens; in the dtype that the run computed in
+    import FOLDER OUT  config.json and *.safetensors of such a model as a checkpoint of step 0: start with it by
+                       --resume OUT. There are no moments yet, and the data begins at the beginning
+
+Two of their architectures compute what this decoder computes, number for number:
+
+    Llama       no experts. Names and shapes are the same on both sides
+    Mixtral     step 7: softmax over all experts, top-k, the gates of the chosen sum to 1
+
+Mixtral's files have one tensor for each expert; ours has one for all, [experts, out, in]. A token that visits one
+expert (its gate is p, not 1) has no place in Mixtral's format.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from common import UserError
+from common.model import PRESETS, Decoder, ModelConfig
+from services.boxes import Piece
+from services.checkpoint import Saver, find
+from services.shapes import check_shape, differing
+
+SHARD_BYTES = 4 * 2**30  # no more is held in memory at once
+SIZES = {  # ours -> theirs
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "vocab_size": "vocab_size",
+    "seq_len": "max_position_embeddings",
+    "tied": "tie_word_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "ffn_dim": "intermediate_size",
+}
+EXPERT_SIZES = {"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"}
+EXPERT_NAMES = {  # the * is the number of an expert
+    "mlp.router.": "block_sparse_moe.gate.",
+    "mlp.experts.gate_proj.": "block_sparse_moe.experts.*.w1.",
+    "mlp.experts.up_proj.": "block_sparse_moe.experts.*.w3.",
+    "mlp.experts.down_proj.": "block_sparse_moe.experts.*.w2.",
+}
+
+
+class Format(NamedTuple):
+    """One of their architectures."""
+
+    architecture: str
+    without: dict[str, Any]  # what the format could have, and the value that says that this model has not
+    defaults: dict[str, Any]  # of keys that an old config.json may lack
+
+
+FORMATS = {
+    "llama": Format(
+        "LlamaForCausalLM", dict(attention_bias=False, mlp_bias=False), dict(rms_norm_eps=1e-6, rope_theta=1e4)
+    ),
+    "mixtral": Format("MixtralForCausalLM", dict(sliding_window=None), dict(rms_norm_eps=1e-5, rope_theta=1e6)),
+}
+LLAMA3_ROPE = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+
+
+class Moe(NamedTuple):
+    """Experts: none, or step 7's."""
+
+    experts: int = 0
+    experts_per_token: int = 0
+
+
+def their_names(name: str, experts: int) -> list[str]:
+    """What their files call one of our tensors: one name, or one for each expert."""
+    for ours, theirs in EXPERT_NAMES.items():
+        if ours in name:
+            name = name.replace(ours, theirs)
+    return [name.replace("*", str(e)) for e in range(experts)] if "*" in name else [name]
+
+
+def shapes_of(m: ModelConfig, experts: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of all parameters by name. With `experts`, ffn_dim is their width."""
+    with torch.device("meta"):
+        shapes = {name: tuple(param.shape) for name, param in Decoder(m).named_parameters()}
+    for name in [name for name in shapes if experts and ".mlp." in name]:
+        layer, linear = name.split("mlp.")
+        shapes[f"{layer}mlp.router.weight"] = (experts, m.dim)
+        shapes[f"{layer}mlp.experts.{linear}"] = (experts, *shapes.pop(name))
+    return shapes
+
+
+def config_of(m: ModelConfig, moe: Moe, dtype: str) -> dict[str, Any]:
+    """config.json of a model; RoPE in the words of transformers 4 and of 5."""
+    kind = "mixtral" if moe.experts else "llama"
+    rope: dict[str, Any] = dict(rope_type="default")
+    if m.rope_scaling != 1.0:
+        rope = dict(rope_type="llama3", factor=m.rope_scaling, **LLAMA3_ROPE)
+    sizes = {theirs: getattr(m, ours) for ours, theirs in SIZES.items()}
+    sizes |= {theirs: getattr(moe, ours) for ours, theirs in EXPERT_SIZES.items() if moe.experts}
+    return sizes | dict(
+        **FORMATS[kind].without,
+        architectures=[FORMATS[kind].architecture],
+        model_type=kind,
+        head_dim=m.head_dim,
+        hidden_act="silu",
+        rope_theta=m.rope_theta,
+        rope_scaling=rope if m.rope_scaling != 1.0 else None,
+        rope_parameters=dict(rope_theta=m.rope_theta, **rope),
+        bos_token_id=None,
+        eos_token_id=256 if m.vocab_size == 257 else None,  # the END of our byte tokens
+        pad_token_id=None,
+        torch_dtype=dtype,
+    )
+
+
+def export(source: str, out: str) -> str:
+    """Write the folder `out` from a run directory or checkpoint; returns what to say. Raises UserError."""
+    found, folder = find(source, Path(source)), Path(out)
+    index, m = found.index, ModelConfig(**found.index["model"])
+    held = {name: tuple(about["shape"]) for name, about in index["tensors"]["master"].items()}
+    routers = [shape[0] for name, shape in held.items() if name.endswith("router.weight")]
+    moe = Moe(routers[0], index["config"]["experts_per_token"]) if routers else Moe()
+    if routers:
+        m = dataclasses.replace(m, ffn_dim=index["config"].get("expert_dim") or m.ffn_dim)
+    if moe.experts_per_token == 1:
+        raise UserError(f"export {source}: the gate of --experts-per-token 1 is p; in Hugging Face's formats it is 1")
+    buffers = index["tensors"].get("buffer", {})
+    if odd := sorted(name for name, _ in held.items() ^ shapes_of(m, moe.experts).items()) or sorted(buffers):
+        raise UserError(f"export {source}: Llama's and Mixtral's formats have no place for {odd[0]}")
+    dtype, shards, size = getattr(torch, index["dtype"].removeprefix("torch.")), [[]], 0
+    for name, shape in held.items():
+        n_bytes = torch.Size(shape).numel() * dtype.itemsize
+        if shards[-1] and size + n_bytes > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += n_bytes
+    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    files, file_of = files if len(shards) > 1 else ["model.safetensors"], {}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, names in zip(files, shards, strict=True):
+            tensors: dict[str, Tensor] = {}
+            for name in names:
+                full, theirs = found.whole("master", name).to(dtype), their_names(name, moe.experts)
+                tensors |= {a: b.clone() for a, b in zip(theirs, full if ".experts." in name else [full], strict=True)}
+            save_file(tensors, folder / file, {"format": "pt"})
+            file_of |= dict.fromkeys(tensors, file)
+        if len(shards) > 1:
+            total = sum((folder / file).stat().st_size for file in files)
+            summary = dict(metadata=dict(total_size=total), weight_map=file_of)
+            (folder / "model.safetensors.index.json").write_text(json.dumps(summary, indent=1) + "\n")
+        config = config_of(m, moe, index["dtype"].removeprefix("torch."))
+        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"export: {out} cannot be written ({error})") from error
+    return f"{found.path} (step {index['step']}, {index['dtype']}) -> {folder}/, {config['architectures'][0]}"
+
+
+def model_of(theirs: dict[str, Any], source: str) -> tuple[ModelConfig, Moe]:
+    """config.json -> the shape of a decoder, and its experts. Raises UserError for what ours does not have."""
+
+    def need(name: str, found: Any, *allowed: Any):
+        if found not in allowed:
+            raise UserError(f"import {source}: its {name} is {found}, this decoder knows only {allowed[0]}")
+
+    kind = theirs.get("model_type")
+    if kind not in FORMATS:
+        raise UserError(f"import {source}: its model_type is {kind}, this decoder knows {', '.join(FORMATS)}")
+    style, names = FORMATS[kind], SIZES | (EXPERT_SIZES if kind == "mixtral" else {})
+    defaults = dict(num_key_value_heads=None, tie_word_embeddings=False) | style.defaults
+    need("hidden_act", theirs.get("hidden_act", "silu"), "silu")
+    for key, value in style.without.items():
+        need(key, theirs.get(key, value), value)
+    if missing := [key for key in names.values() if key not in theirs and key not in defaults]:
+        raise UserError(f"import {source}: config.json does not say {', '.join(missing)}")
+    values = {ours: theirs.get(key, defaults.get(key)) for ours, key in names.items()}
+    values["n_kv_heads"] = values["n_kv_heads"] or values["n_heads"]
+    moe = Moe(*(values.pop(name, 0) for name in EXPERT_SIZES))
+    if moe.experts_per_token == 1:
+        raise UserError(f"import {source}: its one expert a token has the gate 1, this decoder's has p")
+    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    scaled = rope.get("rope_type", rope.get("type", "default"))
+    need("rope_type", scaled, "default", "llama3")
+    if scaled == "llama3":
+        for key, value in LLAMA3_ROPE.items():
+            need(key, rope.get(key), value)
+        values["rope_scaling"] = float(rope["factor"])
+    values["rope_theta"] = float(rope.get("rope_theta", theirs.get("rope_theta", defaults["rope_theta"])))
+    m = ModelConfig(**values)
+    check_shape(m)
+    need("head_dim", theirs.get("head_dim") or m.head_dim, m.head_dim)
+    return m, moe
+
+
+def flags_for(m: ModelConfig, moe: Moe, source: str) -> str:
+    """The command-line flags of the nearest preset, and those that make it this shape. Raises UserError."""
+    fixed = ("rope_theta", "rope_scaling", "norm_eps")
+    fitting = {k: p for k, p in PRESETS.items() if all(getattr(p, name) == getattr(m, name) for name in fixed)}
+    if not fitting:
+        known = sorted({tuple(getattr(p, name) for name in fixed) for p in PRESETS.values()})
+        raise UserError(f"import {source}: no preset has its {fixed} {tuple(getattr(m, f) for f in fixed)}: {known} do")
+    preset = min(fitting, key=lambda name: len(differing(m, fitting[name]).split()))
+    experts = [f"--experts {moe.experts} --experts-per-token {moe.experts_per_token}"] if moe.experts else []
+    return " ".join([f"--model {preset}", differing(m, fitting[preset]), *experts])
+
+
+def weights(folder: Path, m: ModelConfig, moe: Moe) -> Iterator[Piece]:
+    """The tensors of a folder's safetensors files, as parts of ours. Raises UserError if one is missing or odd."""
+    wanted = {  # their name -> name and shape of the tensor of ours that has it, and which part of that it is
+        theirs: (name, shape, part)
+        for name, shape in shapes_of(m, moe.experts).items()
+        for part, theirs in enumerate(their_names(name, moe.experts))
+    }
+    missing = set(wanted)
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for theirs in file.keys():  # noqa: SIM118  # not a dict
+                tied = theirs == "lm_head.weight" and theirs not in wanted
+                if tied or theirs.endswith("rotary_emb.inv_freq"):
+                    continue  # a copy of the embedding, or a table
+                tensor, (name, shape, part) = file.get_tensor(theirs), wanted.get(theirs, ("", (), 0))
+                if not name or tuple(tensor.shape) != (shape[1:] if ".experts." in name else shape):
+                    raise UserError(f"import {folder}: {theirs} {list(tensor.shape)} does not fit config.json")
+                missing.discard(theirs)
+                yield Piece("master", name, tensor.contiguous(), shape, first=part * tensor.numel())
+    if missing:
+        raise UserError(f"import {folder}: no *.safetensors file there has {sorted(missing)[0]}")
+
+
+def import_weights(source: str, out: str) -> str:
+    """Write a checkpoint of step 0 into run directory `out`; returns how to go on. Raises UserError."""
+    folder, target = Path(source), Path(out)
+    if target.exists():
+        raise UserError(f"import: {out} exists already; give a new run directory")
+    try:
+        m, moe = model_of(json.loads((folder / "config.json").read_text()), source)
+        flags = flags_for(m, moe, source)
+        pieces = list(weights(folder, m, moe))
+    except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:
+        raise UserError(f"import {source}: its config.json or *.safetensors cannot be read ({error})") from error
+    dtype = next(str(piece.tensor.dtype) for piece in pieces if "embed_tokens" in piece.name)
+    config = dict(model=flags.split()[1], imported=str(folder), experts_per_token=moe.experts_per_token)
+    Saver(target).save(0, pieces, dict(config=config, model=dataclasses.asdict(m), dtype=dtype, state={}))
+    return f"{folder} ({dtype}) -> {target}/; go on{' in step 7' * bool(moe.experts)} with {flags} --resume {target}"
+
+
+def main(argv: list[str]):
+    """The command line."""
+    verbs = {"export": export, "import": import_weights}
+    try:
+        if len(argv) != 3 or argv[0] not in verbs:
+            raise UserError("usage: python -m services.hub export DIR OUT, or import FOLDER OUT")
+        print(verbs[argv[0]](*argv[1:]))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

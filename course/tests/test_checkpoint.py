@@ -1,0 +1,331 @@
+"""Checkpoints: resumed equals uninterrupted, in any pair of layouts; a death while saving, or damage, costs little.
+
+The table PAIRS holds (base, saved under, resumed under). A layout is (ranks, flags).
+"""
+
+import importlib
+import os
+import shutil
+import signal
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+import services.run
+from common import UserError
+from common.model import PRESETS, ModelConfig
+from services import checkpoint
+from services.boxes import Box, Piece, flat_boxes, overlap
+from services.checkpoint import Checkpoint, Saver, find, newest
+from services.run import ServedRun, compose
+from tests import faults
+from tests.equal import BASE, SHAPE, SMALL, difference
+from tests.rows import EXHAUSTIVE, EXPERTS, TIED
+
+STEPS = dict(steps=4, save_every=2, eval_every=0)
+
+
+def train_on_rank(step_name: str, options: dict, killed_at: int = 0) -> list[dict]:
+    """Runs on every rank: a run with everything around it; returns its metrics. A signal may come in a step."""
+    step = importlib.import_module(step_name)
+    PRESETS["test"] = ModelConfig(**SMALL | {name: options[name] for name in SHAPE if name in options})
+    flags = {name: value for name, value in (BASE | STEPS | options).items() if name not in SHAPE}
+    with ServedRun(compose(step)(model="test", **flags)) as run:
+        record = run.record
+
+        def struck(step: int, tokens: int, **numbers: float):
+            record(step, tokens, **numbers)
+            if step + 1 == killed_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        run.record = struck
+        step.train(run.config, run)
+    return run.history
+
+
+def train(pools, base: dict, layout: tuple[int, dict], **options) -> list[dict]:
+    """The same, on a pool of ranks."""
+    ranks, flags = layout
+    step = "step07_moe_ep" if "experts" in base else "step06_pipeline"
+    return pools(ranks).run(train_on_rank, step, base | flags | {k: str(v) for k, v in options.items()})[0]
+
+
+def stored(folder: Path) -> dict[tuple[str, str], Tensor]:
+    """All whole tensors of the last checkpoint of a run."""
+    found = Checkpoint(newest(folder))
+    assert found.index["step"] == STEPS["steps"]
+    return {(kind, name): found.whole(kind, name) for kind, t in found.index["tensors"].items() for name in t}
+
+
+ALONE = (1, {})
+ZEROS = {zero: (3, dict(zero=zero)) for zero in range(4)}
+LAYOUTS = [
+    ALONE,
+    *ZEROS.values(),
+    (4, dict(tp=2, zero=3)),
+    (4, dict(pp=2, zero=2)),
+    (4, dict(pp=2, tp=2)),
+    (4, dict(cp=2, tp=2, zero=1)),
+    (3, dict(pp=3)),
+]
+MOE_LAYOUTS = [ALONE, (4, dict(ep=2, tp=2, zero=1)), (4, dict(pp=2, ep=2, zero=3)), (4, dict(ep=4, cp=2, zero=0))]
+PAIRS = [
+    ({}, ALONE, ZEROS[3]),
+    (TIED, (4, dict(tp=2, zero=3)), (3, dict(pp=3))),
+    (TIED, (4, dict(pp=2, zero=2)), ALONE),
+    ({}, (4, dict(pp=2, tp=2)), (4, dict(cp=2, tp=2, zero=1))),
+    (EXPERTS, (4, dict(ep=2, tp=2, zero=1)), (4, dict(pp=2, ep=2, zero=3))),
+    (EXPERTS | dict(optimizer="sgd", lr=0.5), (4, dict(ep=4, cp=2, zero=0)), ALONE),
+]
+SWEEP = [(TIED, a, b) for a in LAYOUTS for b in LAYOUTS] + [(EXPERTS, a, b) for a in MOE_LAYOUTS for b in MOE_LAYOUTS]
+
+
+def cases() -> list:
+    """The table, and all pairs for the sweep."""
+    marked = [(pair, []) for pair in PAIRS] + [(pair, [getattr(pytest.mark, EXHAUSTIVE)]) for pair in SWEEP]
+
+    def label(layout: tuple[int, dict]) -> str:
+        return "-".join([str(layout[0]), *(f"{key}={value}" for key, value in layout[1].items())])
+
+    return [pytest.param(*p, marks=marks, id=f"{label(p[1])}-to-{label(p[2])}") for p, marks in marked]
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(pools, tmp_path_factory):
+    """`uninterrupted(base)`: tensors and metrics of one process that trains to the end."""
+    made: dict[str, tuple] = {}
+
+    def make(base: dict) -> tuple:
+        if str(base) not in made:
+            out = tmp_path_factory.mktemp("uninterrupted") / "run"
+            history = train(pools, base, ALONE, out=out)
+            made[str(base)] = stored(out), history
+        return made[str(base)]
+
+    return make
+
+
+@pytest.mark.parametrize("base, saved, resumed", cases())
+def test_saved_under_one_layout_resumed_under_another(pools, uninterrupted, tmp_path, base, saved, resumed):
+    """Masters and moments after training, and every loss, as if one process had never stopped."""
+    expected, history = uninterrupted(base)
+    train(pools, base | dict(stop_after=2), saved, out=tmp_path / "first")
+    rows = train(pools, base, resumed, out=tmp_path / "second", resume=tmp_path / "first")
+    assert [row["step"] for row in rows] == [3, 4]
+    assert difference([row["loss"] for row in rows], [row["loss"] for row in history[2:]]) < 1e-10
+    found = stored(tmp_path / "second")
+    assert found.keys() == expected.keys()
+    for key, tensor in found.items():
+        assert difference(tensor, expected[key]) < 1e-10, key
+
+
+@pytest.mark.parametrize("layout", [(2, dict(zero=0)), (3, dict(zero=3)), (4, dict(pp=2, tp=2, zero=1))], ids=str)
+def test_resumed_is_bit_for_bit_the_same(pools, tmp_path, layout):
+    """In the same layout and in fp64. And one that a signal stops goes on in its own directory, metrics and all."""
+    base = dict(save_async=True)
+    train(pools, base, layout, out=tmp_path / "whole")
+    options = base | layout[1] | dict(out=str(tmp_path / "cut"), save_every=0)
+    for rows in pools(layout[0]).run(train_on_rank, "step06_pipeline", options, 3):
+        assert len(rows) == 3, "every rank leaves after the same step"
+    rows = train(pools, base, layout, out=tmp_path / "cut", resume="auto")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    expected, found = stored(tmp_path / "whole"), stored(tmp_path / "cut")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in found.items())
+
+
+def faulty_on_rank(fault: str, *args) -> list[dict]:
+    """Runs on every rank: the same with a mistake in the program."""
+    with faults.injected(fault) if fault else nullcontext():
+        return train_on_rank(*args)
+
+
+@pytest.mark.parametrize(
+    "fault, ranks, layout",
+    [
+        ("", 2, dict(tp=2)),
+        ("resume-without-moments", 1, {}),
+        ("resume-from-rank-0s-slice", 3, dict(zero=1)),
+        ("resume-from-rank-0s-rows", 2, dict(tp=2)),
+        ("resume-at-the-first-batch", 1, {}),
+        ("validation-of-one-rank", 2, {}),
+    ],
+)
+def test_a_mistake_is_noticed(pools, tmp_path, fault, ranks, layout):
+    """Each shows in the losses of a run that goes on in another layout; without one, nothing does."""
+    options = dict(eval_every=4, eval_sequences=6)
+    whole = train(pools, options, ALONE, out=tmp_path / "whole")
+    train(pools, options | dict(stop_after=2), ALONE, out=tmp_path / "cut")
+    options = options | layout | dict(out=str(tmp_path / "cut"), resume="auto")
+    rows = pools(ranks).run(faulty_on_rank, fault, "step06_pipeline", options)[0]
+    numbers = [[*(row["loss"] for row in rows), rows[-1]["validation_loss"]] for rows in (rows, whole)]
+    assert difference(*numbers) > 1e-6 if fault else difference(*numbers) < 1e-10
+
+
+def test_bf16_goes_on_from_its_masters(pools, tmp_path):
+    """Weights are the masters, rounded."""
+    base = dict(dtype="bf16", zero=1)
+    train(pools, base, (2, {}), out=tmp_path / "whole")
+    train(pools, base | dict(stop_after=2), (2, {}), out=tmp_path / "cut")
+    train(pools, base, (2, {}), out=tmp_path / "cut", resume="auto")
+    expected, found = stored(tmp_path / "whole"), stored(tmp_path / "cut")
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in found.items())
+
+
+def test_what_does_not_fit_is_one_line(pools, tmp_path):
+    """Another model, precision or rule; no checkpoint at all."""
+    out = str(tmp_path / "run")
+    train_on_rank("step01_single_gpu", dict(out=out, steps=1))
+    for change, says in [
+        (dict(n_layers=2), "its n_layers is 3, not 2; use --model test"),
+        (dict(dtype="fp32"), "written with dtype torch.float64, not torch.float32: set --dtype"),
+        (dict(optimizer="sgd"), "written with optimizer adamw, not sgd: set --optimizer"),
+        (dict(resume=str(tmp_path)), "no checkpoint there; give a run directory"),
+    ]:
+        with pytest.raises(UserError, match=says):
+            train_on_rank("step01_single_gpu", dict(resume=out, out=str(tmp_path / "other")) | change)
+
+
+def test_a_variants_own_state_is_kept(tmp_path, monkeypatch):
+    """What `state` returns at the time of saving comes back to `restore`."""
+    seen, variant = [], ModuleType("variant")
+    variant.state = lambda config, parts: dict(scale=config.steps)
+    variant.restore = lambda config, parts, state: seen.append(state)
+    monkeypatch.setattr(services.run, "SERVICES", [*services.run.SERVICES, variant])
+    options = dict(out=str(tmp_path / "run"), resume="auto")
+    train_on_rank("step01_single_gpu", options | dict(stop_after=2))
+    assert seen == []
+    train_on_rank("step01_single_gpu", options)
+    assert seen == [dict(scale=4)]
+
+
+# --- files
+
+
+def some(step: int) -> list[Piece]:
+    """What a small run holds."""
+    return [Piece("master", "w", torch.full((3, 4), float(step)), (3, 4)), Piece("step", "w", torch.tensor(step), ())]
+
+
+def save(out: Path, step: int):
+    """A checkpoint of it."""
+    Saver(out).save(step, some(step), dict(config={}, model={}))
+
+
+class Death(BaseException):
+    """The process is gone: nothing after this runs."""
+
+
+def mortal(monkeypatch, calls: list, dies_at: int):
+    """Let every call that changes the disk be counted, and the one of that number die, half of them before it works."""
+    owners = [(checkpoint, "save_file"), (checkpoint, "flush"), (checkpoint.shutil, "rmtree")]
+    for owner, name in [*owners, (Path, "rename"), (Path, "write_text"), (Path, "mkdir")]:
+        right = getattr(owner, name)
+
+        def struck(*args, _right=right, _name=name, **options):
+            calls.append(_name)
+            if len(calls) == (dies_at + 1) // 2 and dies_at % 2:
+                raise Death
+            result = _right(*args, **options)
+            if len(calls) == (dies_at + 1) // 2:
+                raise Death
+            return result
+
+        monkeypatch.setattr(owner, name, struck)
+    monkeypatch.setattr(Saver, "writing", lambda saver: False)
+
+
+class Now:
+    """A thread that runs at once, so that a death in it is one of the process."""
+
+    def __init__(self, target, args, daemon):
+        self.start, self.join = (lambda: target(*args)), lambda: None
+
+
+def test_death_at_every_call_while_saving_leaves_a_valid_one(tmp_path, monkeypatch):
+    """Before or after each call that changes the disk: the one before, or the new one, is there and whole."""
+    calls: list[str] = []
+    monkeypatch.setattr(checkpoint.threading, "Thread", Now)
+    with monkeypatch.context() as patch:
+        save(tmp_path / "count", 10), save(tmp_path / "count", 20)
+        mortal(patch, calls, 0)
+        save(tmp_path / "count", 30)
+    deaths = 2 * len(calls)
+    assert {"save_file", "rename", "write_text", "mkdir", "flush", "rmtree"} <= set(calls)
+    for dies_at in range(1, deaths + 1):
+        out = tmp_path / str(dies_at)
+        save(out, 10), save(out, 20)
+        with monkeypatch.context() as patch:
+            mortal(patch, [], dies_at)
+            with pytest.raises(Death):
+                save(out, 30)
+        found = find("auto", out)
+        step = found.index["step"]
+        assert step in (20, 30), dies_at
+        assert torch.equal(found.whole("master", "w"), torch.full((3, 4), float(step)))
+        save(out, 40)  # and the next one finds a clean place
+        left = sorted(path.name for path in (out / "checkpoints").iterdir())
+        assert left == [f"step-000000{step}", "step-00000040"]
+
+
+def test_any_flipped_byte_is_noticed(tmp_path, capsys):
+    """In any file: then the one before is taken. Without one before, it is one line."""
+    save(tmp_path, 1), save(tmp_path, 2)
+    last = newest(tmp_path)
+    for path in list(last.iterdir()):
+        right = path.read_bytes()
+        for place in range(0, len(right), max(1, len(right) // 40)):
+            path.write_bytes(right[:place] + bytes([right[place] ^ 1]) + right[place + 1 :])
+            assert find("auto", tmp_path).index["step"] == 1, (path.name, place)
+            assert "step-00000002 is damaged" in capsys.readouterr().err
+        path.write_bytes(right[:-1])
+        assert find("auto", tmp_path).index["step"] == 1
+        path.write_bytes(right)
+    assert find("auto", tmp_path).index["step"] == 2
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000001")
+    (last / "rank-00000.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match="no checkpoint there is sound"):
+        find(str(tmp_path), tmp_path)
+
+
+def fail_on_rank(out: str, rank: int) -> str:
+    """Runs on every rank: the disk of one is full. Returns what the user is told."""
+    save(Path(out), 1)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    right = checkpoint.save_file
+    checkpoint.save_file = full if torch.distributed.get_rank() == rank else right
+    try:
+        save(Path(out), 2)
+    except UserError as error:
+        return str(error)
+    finally:
+        checkpoint.save_file = right
+    return ""
+
+
+def test_one_ranks_full_disk_is_known_to_all(pools, tmp_path):
+    """All say so, and name the checkpoint that is intact."""
+    for text in pools(2).run(fail_on_rank, str(tmp_path), 1):
+        assert "saving step 2 failed (rank 1: No space left on device); the checkpoint " in text
+        assert text.endswith("step-00000001 is intact")
+    assert find("auto", tmp_path).index["step"] == 1
+
+
+def test_boxes_of_a_range():
+    """A range of elements is a few boxes, which hold these elements in order."""
+    whole = torch.arange(4 * 3 * 5).view(4, 3, 5)
+    for start in range(60):
+        for stop in range(start, 61):
+            boxes = list(flat_boxes((4, 3, 5), start, stop))
+            found = [whole[checkpoint.place_in(Box((0, 0, 0), (4, 3, 5)), box)].flatten() for box in boxes]
+            assert torch.cat([torch.empty(0), *found]).tolist() == list(range(start, stop))
+            assert len(boxes) <= 5
+    assert overlap(Box((0, 2), (3, 3)), Box((1, 0), (9, 3))) == Box((1, 2), (2, 1))
+    assert overlap(Box((0,), (3,)), Box((3,), (1,))) is None

@@ -1,0 +1,151 @@
+"""Validation and generation give the same in every layout (services/evaluation.py); Hugging Face computes it, too."""
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from common import UserError
+from common.layout import materialize
+from common.model import Decoder, ModelConfig
+from common.trainer import parse
+from services import evaluation, hub
+from services.checkpoint import Checkpoint, find, newest
+from services.run import compose
+from tests.equal import difference
+from tests.rows import EXPERTS, TIED
+from tests.test_checkpoint import train_on_rank
+
+OPTIONS = dict(steps=2, eval_every=2, eval_sequences=5, micro_batch_size=2, save_every=2)
+MOE = EXPERTS | dict(balance_weight=0.0)
+ROWS = [
+    (2, "step03_zero", dict(zero=3), TIED),
+    (4, "step05_cp_ring", dict(cp=2, tp=2), TIED),
+    (4, "step06_pipeline", dict(pp=2, tp=2, zero=1), TIED),
+    (4, "step06_pipeline", dict(pp=2, cp=2, schedule="interleaved"), dict(n_layers=4)),
+    (4, "step07_moe_ep", dict(pp=2, ep=2, zero=3), MOE),
+]
+
+
+def look_on_rank(step: str, options: dict) -> tuple[float, str]:
+    """Runs on every rank: the validation loss of a run, and what is generated from another run's weights."""
+    losses = [row["validation_loss"] for row in train_on_rank(step, options | OPTIONS) if "validation_loss" in row]
+    assert len(losses) == 1
+    texts: list[str] = []
+    right = evaluation.answer
+    evaluation.answer = lambda config, parts: texts.append(evaluation.generate(parts, config.generate, 10))
+    where = dict(resume=options["out"], out=options["out"] + "-none", generate="def f(")
+    try:
+        train_on_rank(step, options | OPTIONS | where)
+    finally:
+        evaluation.answer = right
+    assert not Path(where["out"]).exists()
+    return losses[0], texts[0]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_the_same_in_every_layout(pools, tmp_path, row):
+    """Loss of the held-out sequences to 1e-10, the text to the letter, on every rank."""
+    ranks, step, layout, base = row
+    one = pools(1).run(look_on_rank, step, base | dict(out=str(tmp_path / "one")))[0]
+    assert one[1].startswith("def f(") and len(one[1]) > len("def f(")
+    for loss, text in pools(ranks).run(look_on_rank, step, base | layout | dict(out=str(tmp_path / "several"))):
+        assert difference(loss, one[0]) < 1e-10
+        assert text == one[1]
+
+
+def test_generate_needs_weights(tmp_path):
+    """One line."""
+    with pytest.raises(UserError, match="--generate needs --resume"):
+        train_on_rank("step01_single_gpu", dict(out=str(tmp_path / "run"), generate="x"))
+
+
+# --- Hugging Face
+
+TOKENS = torch.randint(0, 257, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def loss_of(found: Checkpoint) -> torch.Tensor:
+    """The logits of our plain decoder with the weights of a checkpoint."""
+    with torch.device("meta"):
+        model = Decoder(ModelConfig(**found.index["model"]))
+    materialize(model, 0, torch.device("cpu"), torch.float64)
+    for name, param in model.named_parameters():
+        param.data = found.whole("master", name).double()
+    model.loss = lambda logits, _: logits
+    with torch.no_grad():
+        return model(TOKENS, TOKENS)
+
+
+@pytest.mark.parametrize("base", [dict(dtype="fp32"), dict(dtype="fp32", tied=True, n_kv_heads=4)], ids=str)
+def test_llama_computes_the_same(tmp_path, base, capsys, monkeypatch):
+    """Exported: the same logits to what fp32 holds. Imported again: the same bits, and a run starts from them."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(hub, "SHARD_BYTES", 20_000)
+    run, folder, again = (str(tmp_path / name) for name in ("run", "hf", "again"))
+    options = OPTIONS | base | dict(eval_every=0)
+    train_on_rank("step01_single_gpu", options | dict(out=run))
+    hub.main(["export", run, folder])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert type(theirs).__name__ == "LlamaForCausalLM"
+    found = find(run, tmp_path)
+    with torch.no_grad():
+        assert difference(theirs(TOKENS).logits, loss_of(found)) < 1e-5
+    hub.main(["import", folder, again])
+    imported = find(again, tmp_path)
+    for name in found.index["tensors"]["master"]:
+        assert torch.equal(imported.whole("master", name), found.whole("master", name)), name
+    assert "go on with --model" in capsys.readouterr().out
+    train_on_rank("step01_single_gpu", options | dict(out=str(tmp_path / "on"), resume=again))
+
+
+def test_mixtral_there_and_back(pools, tmp_path, capsys):
+    """From four ranks to Mixtral's files and back: the same bits, and the run's validation loss."""
+    transformers = pytest.importorskip("transformers")
+    import step07_moe_ep as step07
+
+    run, folder, again = (str(tmp_path / name) for name in ("run", "hf", "again"))
+    options = OPTIONS | MOE | dict(dtype="fp32", ep=2, tp=2, out=run, micro_batch_size=1, eval_sequences=8)
+    history = pools(4).run(train_on_rank, "step07_moe_ep", options)[0]
+    hub.main(["export", run, folder])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert type(theirs).__name__ == "MixtralForCausalLM"
+    found = find(run, tmp_path)
+    m = ModelConfig(**found.index["model"])
+    data = evaluation.Data("", m, 24, 0)
+    tokens, targets = evaluation.held_out(data, 8, 1)
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(theirs(tokens).logits.flatten(0, 1), targets.flatten())
+    assert difference(loss, history[-1]["validation_loss"]) < 1e-5
+    hub.main(["import", folder, again])
+    imported = find(again, tmp_path)
+    for name in found.index["tensors"]["master"]:
+        assert torch.equal(imported.whole("master", name), found.whole("master", name)), name
+    flags = re.search(r"go on in step 7 with (.*)", capsys.readouterr().out).group(1).split()
+    config = parse(compose(step07), flags)
+    assert config.experts == 4 and config.experts_per_token == 2 and config.resume == again
+
+
+def test_what_cannot_be_converted_is_one_line(tmp_path):
+    """Another architecture, a size left out, another scaling of RoPE."""
+    m = ModelConfig(32, 3, 4, 2, 48, 259, 16)
+    good = hub.config_of(m, hub.Moe(), "float32")
+    assert hub.model_of(good, "x") == (m, hub.Moe())
+    for change, says in [
+        (dict(model_type="qwen3"), "its model_type is qwen3"),
+        (dict(attention_bias=True), "its attention_bias is True"),
+        (dict(rope_parameters=dict(rope_type="yarn")), "its rope_type is yarn"),
+        (dict(head_dim=16), "its head_dim is 16"),
+    ]:
+        with pytest.raises(UserError, match=says):
+            hub.model_of(good | change, "x")
+    del good["hidden_size"]
+    with pytest.raises(UserError, match="does not say hidden_size"):
+        hub.model_of(good, "x")
+    (tmp_path / "config.json").write_text(json.dumps(good | dict(hidden_size=32)))
+    with pytest.raises(UserError, match=r"no \*.safetensors file there has lm_head"):
+        hub.import_weights(str(tmp_path), str(tmp_path / "out"))
+    assert asdict(m) and newest(tmp_path) is None

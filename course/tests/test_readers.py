@@ -1,0 +1,133 @@
+"""What --dataset takes (services/readers.py): every kind of file gives the same stream; mistakes are one line."""
+
+import json
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+
+from common.data import END, Data, read_files
+from common.model import IGNORE, PRESETS, ModelConfig
+from services import evaluation, readers, shapes
+from services.run import compose
+
+SEQ = 8
+TEXTS = ["Hello, world.\n", "Grüße, Welt!", "", "third " * 20]
+
+
+def shape(vocab_size: int) -> ModelConfig:
+    """As far as data need one."""
+    return ModelConfig(8, 1, 1, 1, 8, vocab_size, SEQ)
+
+
+def read(source: str | Path, vocab_size: int = END + 1) -> Data:
+    """Batches of 4."""
+    return Data(str(source), shape(vocab_size), 4, 0)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """No test looks into the user's cache, or to the hub."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+def jsonl(path: Path, **columns) -> Path:
+    """A file with a row for each element of the columns."""
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_all_kinds_give_the_same_stream(tmp_path):
+    """jsonl, parquet, a folder, text, and a stored data set; text as the plain reader has it."""
+    expected = [*b"".join(text.encode() + b"\0" for text in TEXTS)]
+    expected = [END if token == 0 else token for token in expected]
+    sources = [
+        jsonl(tmp_path / "a.jsonl", text=TEXTS),
+        tmp_path / "a.parquet",
+        tmp_path / "stored",
+        tmp_path / "folder",
+    ]
+    data = datasets.Dataset.from_dict(dict(text=TEXTS))
+    data.to_parquet(sources[1]), data.save_to_disk(sources[2])
+    sources[3].mkdir()
+    jsonl(sources[3] / "1.jsonl", text=TEXTS[:2]), jsonl(sources[3] / "2.jsonl", text=TEXTS[2:])
+    for source in sources:
+        tokens = read(source).tokens
+        assert len(tokens) == len(expected) and tokens[0 : len(expected)].tolist() == expected, source
+        assert tokens[5:9].tolist() == expected[5:9]
+    (tmp_path / "b.txt").write_text("".join(TEXTS))
+    assert read(tmp_path / "b.txt").tokens[0:400].tolist() == read_files([tmp_path / "b.txt"])[0].tolist()
+
+
+def test_labels_are_the_targets(tmp_path):
+    """Where there is a column `labels`; -100 counts nowhere."""
+    tokens = np.arange(400)
+    labels = np.where(tokens % 3 == 0, tokens, IGNORE)
+    source = jsonl(
+        tmp_path / "a.jsonl", input_ids=tokens.reshape(10, 40).tolist(), labels=labels.reshape(10, 40).tolist()
+    )
+    data = read(source, 400)
+    for step in range(5):
+        x, y = data.batch(step)
+        assert torch.equal(y, torch.where((x + 1) % 3 == 0, x + 1, IGNORE))
+
+
+@pytest.mark.parametrize(
+    "name, content, says",
+    [
+        ("nowhere/at/all.txt", None, "no such file or folder"),
+        ("some/corpus", None, "the hub cannot be reached or does not have it"),
+        ("empty.jsonl", b"", "empty"),
+        ("table.csv", b"text\nhello\n", "cannot read a .csv"),
+        ("body.jsonl", b'{"body": "hello"}\n', "no `text` and no `input_ids` column, only ['body']"),
+        ("number.jsonl", b'{"text": 5}\n', "`text` holds int64, not strings"),
+        ("broken.jsonl", b'{"text": "a"}\n{"text": 5x}\n', "cannot be read"),
+        ("flat.jsonl", b'{"input_ids": 5}\n', "not lists of integers"),
+        ("two.jsonl", b'{"input_ids": [1, 2], "labels": [1]}\n', "`labels` and `input_ids` differ in length"),
+    ],
+)
+def test_bad_data_is_one_line(tmp_path, name, content, says):
+    """A UserError that names --dataset and the source, and nothing else of what failed."""
+    source = name if content is None else tmp_path / name
+    if content is not None:
+        source.write_bytes(content)
+    with pytest.raises(Exception, match="--dataset") as caught:
+        read(source)
+    assert type(caught.value).__name__ == "UserError" and says in str(caught.value)
+    assert str(caught.value).startswith(f"--dataset {source}: ") and "\n" not in str(caught.value)
+
+
+def test_a_vocabulary_smaller_than_bytes(tmp_path):
+    """Is told before the first batch."""
+    data = read(jsonl(tmp_path / "a.jsonl", text=TEXTS), 200)
+    with pytest.raises(Exception, match="bytes and END are 257 tokens: set --vocab-size"):
+        readers.attach(None, type("parts", (), dict(data=data)))
+
+
+def test_held_out_sequences_are_not_trained_on(tmp_path):
+    """No target is in both, and what fills up the last micro-batch does not count."""
+    data = read(jsonl(tmp_path / "a.jsonl", input_ids=[[*range(1000)]]), 1000)
+    trained = {target for step in range(data.n_train) for target in data.batch(step)[1].flatten().tolist()}
+    _, targets = evaluation.held_out(data, 10**6, 4)
+    assert len(targets) % 4 == 0
+    assert not trained & set(targets.flatten().tolist())
+    assert sorted(trained | set(targets[targets != IGNORE].tolist())) == list(range(1, 993))
+
+
+def test_shape_flags():
+    """They make an entry of the menu, whose name says how; parts that do not fit together are one line."""
+    import step01_single_gpu as step01
+
+    made = compose(step01)
+    config = made(model="debug", dim=32, tied=True)
+    for _ in range(2):  # the second time nothing is left to change
+        shapes.check(config, 1)
+    assert config.model == "debug --dim 32 --tied"
+    assert PRESETS[config.model].dim == 32 and PRESETS[config.model].tied and PRESETS[config.model].n_layers == 2
+    for flags, says in [(dict(dim=36), "choose --dim as a multiple of 8"), (dict(n_kv_heads=3), "divisors of 4")]:
+        with pytest.raises(Exception, match=says):
+            shapes.check(made(model="debug", **flags), 1)
