@@ -21,13 +21,14 @@ from torch import Tensor
 import variants
 from common.comm import Group
 from common.trainer import Run
-from services import devices, failures, screen
+from services import devices, dry_run, failures, screen
 from services.ledger import Ledger
 from services.screen import Screen
 from services.watchdog import Guard
 
 SERVICES = [
     devices,
+    dry_run,
     screen,
 ]  # those with flags, or with a `check`
 
@@ -73,10 +74,12 @@ class ServedRun(Run):
         super().__init__(config)
         check(config, int(os.environ.get("WORLD_SIZE", 1)))
         self.ledger = Ledger()
+        self.first = self.first and not config.dry_run  # which leaves nothing behind
 
     def __enter__(self) -> "ServedRun":
         """Before `train`."""
-        devices.join(self.config)
+        if not self.config.dry_run:
+            devices.join(self.config)
         super().__enter__()
         self.guard = Guard(self)
         return self
@@ -115,4 +118,4 @@ def surround(train: Callable) -> tuple[Callable, type, type]:
     The script runs as `__main__`; what attaches imports it by its name, so that module's `train` is taken.
     """
     step = importlib.import_module(Path(inspect.getfile(train)).stem)
-    return step.train, compose(step), ServedRun
+    return dry_run.instead_of(step.train, attach), compose(step), ServedRun
