@@ -20,8 +20,9 @@ PHASES = {"F": "forward", "B": "backward", "W": "weights"}
 class Clock:
     """Which phase this rank is in, and the seconds of each since the last `take`. Listeners hear of every change."""
 
-    def __init__(self, parts: SimpleNamespace):
-        self.cuda = next(parts.model.parameters()).is_cuda
+    def __init__(self, parts: SimpleNamespace, host: bool = False):
+        """`host`: take the host's time, also with a GPU."""
+        self.cuda = next(parts.model.parameters()).is_cuda and not host
         self.phase, self.listeners = "data", []
         self.marks: list[tuple[str, Any]] = [("data", self.now())]
         self.spans: list[tuple[str, int, int, Any, Any]] = []  # (kind, micro-batch, stage, start, end)

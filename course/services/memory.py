@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from services.tables import bytes_of
+from services.tables import bytes_of, human, table
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "other")
 
@@ -65,6 +65,25 @@ class MemoryTimeline(TorchDispatchMode):
             self.known[address] = number, n_bytes
             self.enter(number, n_bytes - before)
         return number
+
+    def __enter__(self) -> "MemoryTimeline":
+        """Also watch storages that are emptied and filled in place, as ZeRO 3 does."""
+        right = self.right = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, n_bytes: int):
+            right(storage, n_bytes)
+            if storage._cdata in self.known:
+                number, before = self.known[storage._cdata]
+                self.known[storage._cdata] = number, n_bytes
+                self.enter(number, n_bytes - before)
+
+        torch.UntypedStorage.resize_ = resize_
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        """Stop."""
+        torch.UntypedStorage.resize_ = self.right
+        super().__exit__(*error)
 
     def release(self, address: int):
         """Called when a storage dies."""
@@ -162,6 +181,13 @@ class Held:
         """A listener of the clock."""
         if self.watching:
             self.timeline.phase(name)
+
+
+def memory_table(predicted: dict[str, float], most: dict[str, int]) -> str:
+    """Predicted bytes by kind and, as far as they are known, the measured ones beside them."""
+    rows = [[kind, human(n), human(most.get(kind))] for kind, n in predicted.items()]
+    total = human(sum(most.values()) if most.keys() >= predicted.keys() else None)
+    return table([["memory", "predicted", "measured"], *rows, ["sum", human(sum(predicted.values())), total]])
 
 
 def peak_memory(device: torch.device) -> int:

@@ -92,15 +92,27 @@ def data_traffic(config: Any, parts: SimpleNamespace) -> Traffic:
             dim = layout_of(param).data
             found += traffic.gradient_traffic(dim, size(parts, dim), param.numel() * w.wide, config.sync == "ring")
         return found
-    uses = [unit for some in getattr(parts.optimizer, "uses", ()) for unit in some]
-    ends = parts.optimizer.uses[-1] if uses else []
+    gathered = traffic.gatherings(*gathering(config, parts)) if stage == 3 else dict.fromkeys(units, 1)
     for unit in units:
-        # Stage 3 gathers a unit for forward and for backward, but not the last one twice, and the embedding once.
-        times = 2 * uses.count(unit) - (unit in ends) - (unit in parts.optimizer.uses[0]) if uses else 1
-        sums = m if stage >= 2 else 1
         about = unit.group.name, unit.group.size, len(unit.flat), w.e, w.wide
-        found += traffic.unit_traffic(*about, sums, m * times if stage == 3 else 1)
+        found += traffic.unit_traffic(*about, m if stage >= 2 else 1, gathered[unit])
     return found
+
+
+def gathering(config: Any, parts: SimpleNamespace) -> tuple[list, list[tuple[str, list[int]]], int]:
+    """What ZeRO 3 computes with in which order, as `theory.traffic.gatherings` wants it."""
+    uses, m = parts.optimizer.uses, micro_batches(config, parts)
+    first = int(parts.model.model.embed_tokens is not None)
+    if not hasattr(parts, "pipeline"):
+        return uses, [("F", [*range(len(uses))]), ("B", [*range(len(uses))])] * m, first
+    places, lists = plan(config, m)
+    number = {name: first + i for i, name in enumerate(parts.model.model.layers)}
+    runs = []
+    for action in lists[parts.pipeline.group.rank]:
+        place = places[action.stage]
+        ends = [0] * (place.before is None), [len(uses) - 1] * (place.after is None)
+        runs.append((action.kind, [*ends[0], *(number[str(n)] for n in place.layers), *ends[1]]))
+    return uses, runs, first
 
 
 def pipeline_traffic(config: Any, parts: SimpleNamespace) -> Traffic:

@@ -22,13 +22,13 @@ from torch import Tensor
 import variants
 from common.comm import Group
 from common.trainer import Run
-from services import devices, evaluation, failures, health, readers, replicas, resume, screen, shapes
+from services import devices, dry_run, evaluation, failures, health, readers, replicas, resume, screen, shapes
 from services.ledger import Ledger
 from services.screen import Screen
 from services.watchdog import Guard
 
 # Attached like variants, and named below where a run calls them.
-SERVICES = [devices, shapes, readers, resume, evaluation, health, replicas, screen]
+SERVICES = [devices, shapes, readers, resume, evaluation, health, replicas, dry_run, screen]
 
 
 @lru_cache
@@ -73,10 +73,12 @@ class ServedRun(Run):
         super().__init__(config)
         check(config, int(os.environ.get("WORLD_SIZE", 1)))
         self.ledger = Ledger()
+        self.first = self.first and not config.dry_run  # which leaves nothing behind
 
     def __enter__(self) -> "ServedRun":
         """Meet the other ranks; open the run directory, unless the run only generates; catch signals from now on."""
-        devices.join(self.config)
+        if not self.config.dry_run:
+            devices.join(self.config)
         self.first = self.first and not self.config.generate
         self.kept = resume.move_aside(self) if self.first else ""
         self.keeper = resume.Keeper(self, offered(type(self.config)))
@@ -134,4 +136,4 @@ def surround(train: Callable) -> tuple[Callable, type, type]:
     The script runs as `__main__`; what attaches imports it by its name, so that module's `train` is taken.
     """
     step = importlib.import_module(Path(inspect.getfile(train)).stem)
-    return step.train, compose(step), ServedRun
+    return dry_run.instead_of(step.train, attach), compose(step), ServedRun

@@ -29,8 +29,8 @@ from services.clocks import Clock
 from services.devices import peak_flops
 from services.launch import gather_objects
 from services.ledger import Ledger, traffic_table
-from services.memory import Held, peak_memory
-from services.tables import full_shape, human, reduction_table, table
+from services.memory import Held, memory_table, peak_memory
+from services.tables import full_shape, human, reduction_table
 from step06_pipeline import plan
 
 
@@ -153,14 +153,7 @@ class Screen:
             texts += [mesh_picture(parts.mesh), reduction_table(parts.model, parts.mesh)]
         if hasattr(parts, "pipeline"):
             texts.append(stages_picture(config.schedule, *plan(config, predictions.micro_batches(config, parts))))
-        return [*texts, self.memory_table()]
-
-    def memory_table(self) -> str:
-        """Predicted bytes by kind and, as far as they are known, the measured ones beside them."""
-        rows = [[kind, human(n), human(self.held.most.get(kind))] for kind, n in self.predicted.items()]
-        known = self.held.most.keys() >= self.predicted.keys()
-        total = human(sum(self.held.most.values()) if known else None)
-        return table([["memory", "predicted", "measured"], *rows, ["sum", human(sum(self.predicted.values())), total]])
+        return [*texts, memory_table(self.predicted, self.held.most)]
 
     def begin(self, step: int):
         """Before a step."""
@@ -199,7 +192,7 @@ class Screen:
         if not self.run.first or not self.run.history:
             return
         last, steady, out = self.run.history[-1], self.run.history[1:] or self.run.history, self.run.out
-        self.say(self.memory_table())
+        self.say(memory_table(self.predicted, self.held.most))
         if last["traffic"]:
             head = "plain form" if uses_variants(self.config) else "predicted"
             self.say(traffic_table(last, predictions.sent_bytes(self.config, self.parts), head))

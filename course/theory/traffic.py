@@ -33,6 +33,28 @@ def unit_traffic(dim: str, n: int, elements: int, e: int, wide: int, reductions:
     return Traffic({(dim, "reduce_scatter"): reductions * passed * wide, (dim, "all_gather"): gatherings * passed * e})
 
 
+def gatherings(uses: list[list], runs: list[tuple[str, list[int]]], first_layer: int) -> Counter:
+    """How often ZeRO 3 gathers each unit in a step.
+
+    `uses`: by module, in the order of forward, the units that it computes with. `runs`: ("F" or "B", its modules) of
+    everything that the rank does. A module fetches its own units and the next one's. They go after its forward, but for
+    the last module, and after their last use in a backward. An embedding, before `first_layer`, needs no weights there.
+    """
+    there, found, last = set(), Counter(), len(uses) - 1
+    for kind, modules in runs:
+        for at, i in enumerate(modules if kind == "F" else modules[::-1]):
+            following = min(i + 1, last) if kind == "F" else max(i - 1, first_layer)
+            if kind == "F" or i >= first_layer:
+                wanted = {*uses[i], *uses[following]}
+                found.update(wanted - there)
+                there |= wanted
+            if kind == "F":
+                there -= {*uses[i]} if i < last else set()
+            else:
+                there -= {*uses[i]} - {unit for j in modules[: len(modules) - 1 - at] for unit in uses[j]}
+    return found
+
+
 def tensor_traffic(w: Work, n: int, sp: bool) -> Traffic:
     """Step 4: f and g around two blocks a layer, g behind the embedding, f before the head, and two numbers a token.
 
