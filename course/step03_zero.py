@@ -5,10 +5,9 @@ weights 1 2 3 4 on two ranks, whose gradients are 5 5 5 5 and 20 20 20 20, with 
 
     stage  rank 0 holds                                  rank 1 holds
     0      weights 1 2 3 4    gradient 25 25 25 25       weights 1 2 3 4    gradient 25 25 25 25
-    1      weights 1 2 3 4    gradient  5  5  5  5       weights 1 2 3 4    gradient 20 20 20 20
-                              its half of the sum 25 25                     its half of the sum 25 25
-    2      weights 1 2 3 4    its half of the sum 25 25  weights 1 2 3 4    its half of the sum 25 25
-    3      weights 1 2        its half of the sum 25 25  weights     3 4    its half of the sum 25 25
+    1      weights 1 2 3 4    gradient 5 5 5 5, sum 25 25 weights 1 2 3 4   gradient 20 20 20 20, sum 25 25
+    2      weights 1 2 3 4    its half of the sum: 25 25  weights 1 2 3 4   its half of the sum: 25 25
+    3      weights 1 2        its half of the sum: 25 25  weights     3 4   its half of the sum: 25 25
     after  -1.5 -0.5; stages 1 and 2 all-gather all      0.5 1.5; stages 1 and 2 all-gather all
 
 Parameters are laid out in *units*: each layer; the embedding; the final norm with the head. A unit is a flat buffer,
