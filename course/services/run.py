@@ -41,7 +41,7 @@ def plugins() -> list[ModuleType]:
 
 def offered(cls: type) -> list[ModuleType]:
     """Those whose flags a step with this Config has."""
-    return [plugin for plugin in plugins() + SERVICES if issubclass(cls, getattr(plugin, "SINCE", object))]
+    return [plugin for plugin in plugins() if issubclass(cls, getattr(plugin, "SINCE", object))]
 
 
 @lru_cache
