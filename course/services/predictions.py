@@ -121,7 +121,7 @@ def pipeline_traffic(config: Any, parts: SimpleNamespace) -> Traffic:
     places, lists = plan(config, micro_batches(config, parts))
     targets = (goes_to(action, places) for action in lists[rank])
     sends = sum(to is not None and places[to.stage].rank != rank for to in targets)
-    sent = sends * w.tokens / parts.pipeline.sharers * w.m.dim * w.e
+    sent = sends * w.tokens / parts.pipeline.sp_ranks * w.m.dim * w.e
     first, last = places[0].rank, places[-1].rank
     if w.m.tied and first != last and rank in (first, last):
         sent += sliced(parts, TIED) * w.wide
