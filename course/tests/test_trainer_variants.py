@@ -15,7 +15,7 @@ from tests import equal
 from variants import skip_spikes
 from variants.fp16 import LossScaling
 
-SLOW = dict(optimizer="sgd", lr=0.1)
+SLOW = dict(optimizer="sgd", lr=0.1, steps=3)
 
 
 def exact_fp16_on_rank(step: str, options: dict, file: str) -> float:
