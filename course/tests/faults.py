@@ -85,7 +85,7 @@ FAULTS: dict[str, Fault] = {
         "variants.muon",
         "Muon",
         "all_gather(whole, own, unit.group).wait()",
-        "whole.zero_(), unit.mine(whole).copy_(own)",
+        "whole.zero_()[unit.first : unit.first + unit.length].copy_(own)",
         "what lies on other ranks counts as zero",
     ),
     "scale_stays": Fault(
@@ -500,8 +500,8 @@ FAULTS: dict[str, Fault] = {
         (
             "norm_gradients_not_summed",
             "shard_tensors",
-            "for param in model.parameters() if sp else ()",
-            "for param in ()",
+            "if sp and param.dim() == 1",
+            "if False",
             "norms learn from their own tokens",
         ),
         ("partial_sums_stay", "sum_partial_gradients", "all_reduce(flat, group).wait()", "pass", "the same, elsewhere"),
@@ -535,9 +535,9 @@ FAULTS: dict[str, Fault] = {
         ),
         (
             "rows_for_columns",
-            "shard_tensors",
-            "out_dim if last in COLUMNS else out_dim + 1",
-            "out_dim",
+            "cut_matrix",
+            "weight.dim() + dim",
+            "weight.dim() - 2",
             "o_proj, down_proj",
         ),
     ),
