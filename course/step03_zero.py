@@ -194,8 +194,7 @@ class Zero2(Zero1):
             unit, pending = self.in_flight
             pending.wait()
             unit.grad_slice += unit.total
-            unit.gradient = unit.total = self.in_flight = None
-            unit.missing = len(unit.trained)
+            unit.missing, unit.gradient, unit.total, self.in_flight = len(unit.trained), None, None, None
 
     def finish(self):
         """After the last micro-batch: finish the last unit."""

@@ -11,6 +11,14 @@ from pathlib import Path
 import pytest
 
 COURSE = Path(__file__).parents[1] / "course"
+FIRST = (
+    "house",
+    "not_yet",
+    "layouts",
+    "laws",
+    "faults",
+    "checkpoint",
+)  # the others are for the sweep, and for its folder
 
 
 def run_tests(*arguments: str):
@@ -21,12 +29,14 @@ def run_tests(*arguments: str):
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-def test_the_course_equals_one_process():
-    """Its table of layouts, its laws, its faults, its house, its steps alone."""
-    run_tests()
+@pytest.mark.parametrize("name", FIRST)
+def test_the_course(name):
+    """The rules of its house, every row of its table of layouts, its laws, its faults, its checkpoints."""
+    run_tests(f"tests/test_{name}.py")
 
 
 @pytest.mark.exhaustive
-def test_every_legal_layout_of_the_course_equals_one_process():
-    """Its sweeps."""
-    run_tests("-m", "exhaustive")
+@pytest.mark.parametrize("marker", ["not exhaustive", "exhaustive"])
+def test_all_of_the_course(marker):
+    """All its tests, and its sweeps."""
+    run_tests("-m", marker)

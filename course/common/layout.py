@@ -92,7 +92,8 @@ def materialize(model: Decoder, seed: int, device: torch.device, dtype: torch.dt
             value = take(value, split)
         filled = nn.Parameter(value.to(device, dtype), param.requires_grad)
         filled.parallel_layout = layout_of(param)
-        torch.utils.swap_tensors(param, filled)  # so whoever holds the parameter, as a tied head does, has it filled
+        for module in model.modules():  # several, if it is tied
+            module._parameters |= {key: filled for key, held in module._parameters.items() if held is param}
 
 
 def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sliced: bool = False) -> float:

@@ -164,7 +164,7 @@ def read(source: str) -> tuple[Stream, Stream | None]:
 def attach(_config: Any, parts: SimpleNamespace):
     """Raises UserError if bytes do not fit the vocabulary, before one that does not occurs."""
     vocab_size = parts.data.shape.vocab_size
-    if isinstance(parts.data.tokens, Bytes) and vocab_size <= END:
+    if isinstance(getattr(parts.data, "tokens", None), Bytes) and vocab_size <= END:
         source = parts.data.source
         raise UserError(f"--dataset {source}: bytes and END are {END + 1} tokens: set --vocab-size to at least that")
 

@@ -195,7 +195,8 @@ def test_a_variants_own_state_is_kept(tmp_path, monkeypatch):
     seen, variant = [], ModuleType("variant")
     variant.state = lambda config, parts: dict(scale=config.steps)
     variant.restore = lambda config, parts, state: seen.append(state)
-    monkeypatch.setattr(services.run, "SERVICES", [*services.run.SERVICES, variant])
+    found = [*services.run.plugins(), variant]
+    monkeypatch.setattr(services.run, "plugins", lambda: found)
     options = dict(out=str(tmp_path / "run"), resume="auto")
     train_on_rank("step01_single_gpu", options | dict(stop_after=2))
     assert seen == []

@@ -65,6 +65,7 @@ def test_a_fault_is_noticed(pools, reference, name):
     print(name, "->", seen)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_fault_of_a_variant_is_noticed(pools, reference, name):
     """By some row of the table, on at most four ranks; those whose flags share most words with the fault come first."""
