@@ -35,7 +35,7 @@ from services.devices import choose_device, choose_dtype
 from services.flags import RunFlags as RunFlags
 from services.flags import main as main
 from services.health import Spikes, health, require_finite
-from services.launch import introduce, open_mesh, world_size
+from services.launch import open_mesh, require_same_flags, world_size
 from services.predictions import predict
 from services.readers import open_tokens
 from services.run import Run
@@ -57,7 +57,7 @@ def start(config: Any, observe: Callable | None = None) -> Iterator["Trainer"]:
     check(config, world_size())
     device, sizes = choose_device(config.device), mesh_sizes(config, world_size())
     with open_mesh(sizes, device, config.backend, config.timeout) as mesh, ExitStack() as stack:
-        introduce(config, mesh)
+        require_same_flags(config, mesh)
         yield Trainer(config, mesh, observe, stack)
 
 

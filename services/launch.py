@@ -95,14 +95,8 @@ def where_ranks_are(mesh: Mesh) -> str:
     return ", ".join(parts) + (f"; backend {dist.get_backend()}" if mesh.world > 1 else "; no backend")
 
 
-def introduce(config: Any, mesh: Mesh):
-    """The first collective: every rank shows its device and flags; a run's first line says where it trains.
-
-    Raises UserError on all ranks, naming the flag that differs.
-    """
-    where = where_ranks_are(mesh)
-    if mesh.rank == 0 and not (config.generate or config.dry_run):
-        print(f"device: {where}", flush=True)
+def require_same_flags(config: Any, mesh: Mesh):
+    """The first collective: every rank shows its flags. Raises UserError on all ranks, naming the flag that differs."""
     everyone = gather_objects(asdict(config), mesh)
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items() if theirs != everyone[0] else ():

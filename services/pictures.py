@@ -11,7 +11,7 @@ from common.comm import Mesh
 from common.layout import layout_of
 from common.schedules import Action, Costs, Placement, Span, simulate
 from services import plots
-from services.launch import gather_objects
+from services.launch import gather_objects, where_ranks_are
 from services.tables import reduction_table, table
 from theory.bubble import UNIT_COSTS, idle_fraction
 from theory.flops import moe_layers
@@ -91,9 +91,10 @@ def watch(run: Any):
 
 
 def before(run: Any, costs: Any):
-    """Print the model's size, the mesh, the reduction table, the stages, and the memory that theory predicts."""
+    """Print where the run trains, its model, mesh, reduction table, stages, and the memory that theory predicts."""
     watch(run)
     mesh, pipeline, say = run.mesh, run.pipeline, run.log.say
+    say(f"device: {where_ranks_are(mesh)}")
     dims = [*mesh.sizes]
     if "ep" in mesh.groups and mesh["ep"].size > 1:
         dims += ["ep", "expert_data"]

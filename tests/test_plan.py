@@ -187,7 +187,7 @@ def predicted(layout: Layout, rank: int, flags: dict) -> Costs:
     try:
         with (
             mock.patch.object(trainer, "predict", look),
-            mock.patch.object(trainer, "introduce"),
+            mock.patch.object(trainer, "require_same_flags"),
             mock.patch.object(trainer, "open_tokens"),
             mock.patch.object(trainer.Trainer, "require_same_parameters"),
             pytest.raises(Seen),
