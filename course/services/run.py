@@ -1,6 +1,6 @@
 """A run with everything around it: flags of all variants and services, and what they attach to a step's parts.
 
-main(train, Config)      what common/trainer.py's `main` calls: parse all flags, train with a `ServedRun`
+surround(train)          what common/trainer.py's `main` asks for: a step's `train`, all flags, and a `ServedRun`
 compose(step)            the step's Config with the flags of all variants and services
 attach(config, parts)    let every variant change what a step has built
 """
