@@ -5,222 +5,206 @@
     rank 2: sequences 16..23  -> forward, backward -> gradient g2 -+   -> the same update everywhere
     rank 3: sequences 24..31  -> forward, backward -> gradient g3 -+
 
+torchrun starts this script n times. Each process, a *rank*, calls `init_process_group` to meet the others.
+`dist.all_reduce(tensor)`, called by all of them, puts the sum of all ranks' tensors into each one's tensor.
+
 WHY A SUM IS ENOUGH. The loss is sum_i l_i / T over all T target tokens of the global batch, and the gradient of a
-sum is the sum of gradients. Each rank's loss is already divided by the global T (step 1: scale once). So a plain *sum*
-over ranks is the gradient that one device would have found. A mean of the ranks' own means is only right if all ranks
-happen to have the same number of target tokens.
+sum is the sum of gradients. Each rank's loss is already divided by the global T (step 1: scale once).
 
-ALL-REDUCE = REDUCE-SCATTER + ALL-GATHER. The tensor is cut in n pieces. The ranks sit in a ring and send only to the
-right. In n-1 rounds every piece visits all ranks and grows into the sum. In n-1 more the finished pieces visit all:
+    --sync naive     after the last backward, one all-reduce per parameter, each waited for
+    --sync ring      the same, with the all-reduce written out below
+    --sync bucket    gradients lie in flat buffers of --bucket-mb; the all-reduce of a buffer starts during the last
+                     backward, as soon as the buffer is complete (Li et al. 2020, "PyTorch Distributed")
 
-    round 0   r0 --piece 0--> r1 --piece 1--> r2 --piece 2--> r3 --piece 3--> r0       (n = 4)
-    round 1   r1 sends on piece 0 with its own added, r2 piece 1, ...  after n-1 rounds rank r owns the sum of piece r+1
-
-Each rank sends 2 (n-1)/n S bytes of a tensor of S bytes, never more than 2 S, however many ranks there are (Patarasuk
-and Yuan 2009). The ledger books an all-reduce by this law; the ring below, message by message, is tested against it.
-
-WHEN TO SEND. Backward finds the gradients of the last layer first and those of the first layer last. So communication
-can hide behind the rest of backward. Only the last micro-batch's backward completes a gradient, so only then is
-anything sent. (The embedding's gradient comes last: its bucket always has to wait. tiny is one bucket: --bucket-mb 1.)
-
-    --sync naive     after backward, one all-reduce per parameter, each waited for
-    --sync overlap   one all-reduce per parameter, started during backward, once it and all before it are complete
-    --sync bucket    gradients are views into flat buffers of --bucket-mb; one all-reduce per buffer (Li et al. 2020,
-                     "PyTorch Distributed"): fewer and larger messages, still overlapped
-    --sync torch     PyTorch's DistributedDataParallel, for comparison (refused in 16 bits: --dtype fp32)
+For S bytes of gradients each of n ranks sends 2 (n-1)/n S bytes: less than 2 S for any n.
 
 Run it:    torchrun --nproc_per_node=4 step02_ddp.py
-You should see step 1's losses, digit by digit up to rounding, and 2 (n-1)/n x 4 bytes per parameter sent by each rank.
+You should see step 1's losses, equal up to rounding. `sent` in runs/step02_ddp/metrics.jsonl counts the bytes: these,
+and 6 more for the loss.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import step01_single_gpu as step01
-from common.comm import Group, Mesh, Pending, all_reduce, exchange
-from common.layout import materialize, note_gradient_sum, replica_group
-from common.model import Decoder
-from common.trainer import Trained, Trainer, main, start
-from step01_single_gpu import Optimizer, wrap_layers
+from common.comm import Group, Mesh, all_reduce, exchange, note
+from common.data import Data
+from common.layout import layout_of, materialize
+from common.model import IGNORE, PRESETS, Decoder
+from common.trainer import Run, among, choose, main
+from step01_single_gpu import RECOMPUTE, Optimizer, learning_rate
+
+
+def join_ranks(device: torch.device) -> int:
+    """Meet the other processes; returns how many there are. torchrun put RANK, WORLD_SIZE, ... in the environment."""
+    if "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+class NaiveSync:
+    """Sum the gradients one by one when backward is done. Every sync has `begin` and `finish`."""
+
+    def __init__(self, model: Decoder, config: "Config", mesh: Mesh):
+        self.params, self.mesh = [param for param in model.parameters() if param.requires_grad], mesh
+
+    def begin(self, additions: int):
+        """Before the first micro-batch. `additions`: how often autograd will add to each gradient."""
+
+    def finish(self):
+        """After the last one: when it returns, every `.grad` is the sum over the ranks."""
+        for param in self.params:
+            group = self.mesh[layout_of(param).data]  # dp: the ranks that hold the same, and see other tokens
+            if group.size > 1:
+                self.sum_up(param.grad, group)
+
+    def sum_up(self, gradient: Tensor, group: Group):
+        """What data parallelism needs of torch.distributed: one call."""
+        note("all_reduce", group, gradient, 2 * (group.size - 1) / group.size)  # only counts bytes, for `sent`
+        dist.all_reduce(gradient, group=group.handle)
+
+
+class RingSync(NaiveSync):
+    """The same with an all-reduce of our own: 2 (n-1) messages to the right (Patarasuk and Yuan 2009).
+
+    n = 4: each gradient has pieces a b c d. Digits say whose parts of a piece a rank has added up so far:
+
+                           rank 0         rank 1         rank 2         rank 3
+        at first           a0 b0 c0 d0    a1 b1 c1 d1    a2 b2 c2 d2    a3 b3 c3 d3
+        after round 0      d30            a01            b12            c23         rank r sends piece r
+        after round 1      c230           d301           a012           b123        and then what it has added to
+        after round 2      b1230          c2301          d3012          a0123       complete: a reduce-scatter
+        rounds 3, 4, 5     a d c          b a d          c b a          d c b       arrive complete: an all-gather
+
+    In round s rank r sends piece r-s and receives piece r-s-1 (mod n).
+    """
+
+    def sum_up(self, gradient: Tensor, group: Group):
+        """Sum a contiguous tensor over the group, in place."""
+        n, r = group.size, group.rank
+        pieces = gradient.view(-1).tensor_split(n)
+        for s in range(2 * (n - 1)):
+            outgoing, own = pieces[(r - s) % n], pieces[(r - s - 1) % n]
+            incoming = torch.empty_like(own)
+            exchange([(outgoing, (r + 1) % n)], [(incoming, (r - 1) % n)], group).wait()
+            own.copy_(own + incoming if s < n - 1 else incoming)
+
+
+class Bucket:
+    """`flat` [elements]: the gradients of `params`, as parts of it (`views`, in their shapes)."""
+
+    def __init__(self, params: list[nn.Parameter], group: Group):
+        self.params, self.group, sizes = params, group, [param.numel() for param in params]
+        self.flat = torch.zeros(sum(sizes), dtype=params[0].grad_dtype, device=params[0].device)
+        self.views = [part.view_as(p) for part, p in zip(self.flat.split(sizes), params, strict=True)]
+        self.missing = 0  # additions, until all gradients are complete
+
+
+def group_params(params: list[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
+    """Lists of at most `limit` bytes of gradients (or one parameter), to be summed over the same ranks."""
+    by_ranks: dict[str, list[list[nn.Parameter]]] = {}  # here all are summed over dp; experts, step 7, are not
+    for param in params:
+        lists = by_ranks.setdefault(layout_of(param).data, [[]])
+        if lists[-1] and sum(p.numel() * p.grad_dtype.itemsize for p in [*lists[-1], param]) > limit:
+            lists.append([])
+        lists[-1].append(param)
+    return [some for lists in by_ranks.values() for some in lists]
+
+
+class BucketSync:
+    """All-reduces of buckets, started during the last backward.
+
+    Autograd adds into an existing `.grad` in place, so a gradient that starts as a view of a buffer stays there.
+    Backward completes gradients roughly from the last parameter to the first; buckets are filled in this order. All
+    ranks must start their collectives in the same order: a bucket is sent when it *and all before it* are complete.
+    """
+
+    def __init__(self, model: Decoder, config: "Config", mesh: Mesh):
+        """Make it after the optimizer, which decides the dtype of gradients."""
+        backwards = [param for param in reversed(list(model.parameters())) if param.requires_grad]
+        lists = group_params(backwards, config.bucket_mb * 2**20)
+        self.buckets = [Bucket(params, mesh[layout_of(params[0]).data]) for params in lists]
+        for bucket in self.buckets:
+            for param in bucket.params:
+                param.register_post_accumulate_grad_hook(partial(self.added, bucket))
+
+    def begin(self, additions: int):
+        """Empty the buffers and put the gradients back into them."""
+        self.unsent, self.pending = list(self.buckets), []
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+            bucket.missing = additions * len(bucket.params)
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                param.grad = view
+
+    def added(self, bucket: Bucket, _param: nn.Parameter):
+        """Hook: autograd has added to a gradient of `bucket`."""
+        bucket.missing -= 1
+        while self.unsent and self.unsent[0].missing == 0:
+            self.send(self.unsent.pop(0))
+
+    def send(self, bucket: Bucket):
+        """Start the sum of a bucket; backward goes on meanwhile."""
+        self.pending.append(all_reduce(bucket.flat, bucket.group))
+
+    def finish(self):
+        """Wait for every sum. (The embedding's gradient comes last: no backward is left to hide its sum.)"""
+        while self.unsent:  # a parameter that no micro-batch has used
+            self.send(self.unsent.pop(0))
+        for pending in self.pending:
+            pending.wait()
+
+
+SYNCS: dict[str, Callable[..., Any]] = {"bucket": BucketSync, "naive": NaiveSync, "ring": RingSync}
 
 
 @dataclass
 class Config(step01.Config):
-    """Step 1's flags and those of data parallelism."""
+    """Data parallelism."""
 
-    sync: Literal["naive", "overlap", "bucket", "torch"] = "bucket"  # how gradients are summed over dp
-    bucket_mb: float = 25.0  # largest gradient bucket, in MiB
-    compress: Literal["none", "bf16", "int8", "topk"] = "none"  # lossy sums of buckets (services/compression.py)
-    topk_fraction: float = 0.01  # share of the values that --compress topk sends
-    check_replicas: int = 0  # steps between bitwise comparisons of what several ranks hold alike; 0: never
+    sync: str = among(SYNCS, "bucket")  # how gradients are summed over dp
+    bucket_mb: float = 1.0  # largest gradient bucket, in MiB
 
 
-def ring_all_reduce(tensor: Tensor, group: Group):
-    """Sum `tensor` [elements] over the group, in place, by 2 (n-1) messages to the right: what the library does for us.
+def train(config: Config, run: Run):
+    """The whole run."""
+    device, dtype = choose(config)
+    mesh = Mesh(dp=join_ranks(device))
+    mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # these sequences are mine
+    shape = PRESETS[config.model]
+    data = Data(config.dataset, shape, config.global_batch_size, config.seed)
+    with torch.device("meta"):
+        model = Decoder(shape)
+    materialize(model, config.seed, device, dtype)  # the same weights on every rank
+    RECOMPUTE[config.recompute](model)
+    optimizer = Optimizer(model, config)
+    sync = SYNCS[config.sync](model, config, mesh)
 
-    In round s of the first half rank r sends piece r - s, which is the sum of its values on s + 1 ranks, and adds the
-    piece that it receives to its own. Then rank r owns the finished piece r + 1. The second half passes the pieces on.
-    """
-    n, r = group.size, group.rank
-    pieces = tensor.tensor_split(n)
-    for s in range(2 * (n - 1)):
-        adding = s < n - 1
-        received = torch.empty_like(pieces[(r - s - 1) % n])
-        exchange([(pieces[(r - s) % n], (r + 1) % n)], [(received, (r - 1) % n)], group).wait()
-        pieces[(r - s - 1) % n].copy_(received + pieces[(r - s - 1) % n] if adding else received)
+    for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
+        tokens, targets = (x.to(device) for x in data.batch(step))
+        n_targets = (targets != IGNORE).sum().clamp(min=1)  # of all ranks
+        xs, ys = (x[mine].split(config.micro_batch_size) for x in (tokens, targets))
+        loss = 0.0
+        sync.begin(len(xs))
+        for x, y in zip(xs, ys, strict=True):
+            micro_loss = model(x, y) / n_targets  # scale once ...
+            micro_loss.backward()  # ... then only sum,
+            loss = loss + micro_loss.detach()
+        sync.finish()  # also over ranks
+        all_reduce(loss, mesh["dp"]).wait()  # as dist.all_reduce, but it returns at once, and `wait` waits
 
-
-def trained_over(model: Decoder, mesh: Mesh) -> dict[nn.Parameter, Group]:
-    """The parameters that are trained, each with the data-parallel ranks over which its gradient is summed."""
-    return {param: replica_group(param, mesh) for param in model.parameters() if param.requires_grad}
-
-
-class NaiveSync:
-    """Sum gradients after the last backward, parameter by parameter.
-
-    Every sync has these three methods. Build it after the optimizer, which decides the dtype of the gradients.
-    """
-
-    def __init__(self, model: Decoder, mesh: Mesh):
-        self.groups = trained_over(model, mesh)
-
-    def begin(self):
-        """Before the first micro-batch of a step."""
-
-    def last_micro_batch(self):
-        """Before the forward pass of the last micro-batch (DDP decides there): what is completed now may be sent."""
-
-    def finish(self):
-        """After the last backward: when it returns, every `.grad` is the sum over the group."""
-        for param, group in self.groups.items():
-            if param.grad is None:
-                param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
-            all_reduce(param.grad, group).wait()
-
-
-class Bucket:
-    """`flat` [elements]: the gradients of `params`, as parts of it (`views`, in their shapes), summed over `group`."""
-
-    def __init__(self, params: list[nn.Parameter], group: Group):
-        self.params, self.group, sizes = params, group, [p.numel() for p in params]
-        self.flat = torch.zeros(sum(sizes), dtype=params[0].grad_dtype, device=params[0].device)
-        self.views = [part.view_as(p) for part, p in zip(self.flat.split(sizes), params, strict=True)]
-        self.missing = 0  # gradients not yet complete in this step
-        self.pending: Pending | None = None
-
-
-def fill_buckets(groups: dict[nn.Parameter, Group], limit: float) -> list[Bucket]:
-    """Parameters of one group, in buckets of up to `limit` bytes of gradients (or of one parameter, if it has more).
-
-    Backward completes gradients roughly from the last parameter to the first; buckets are in this order.
-    """
-    filled: list[list[nn.Parameter]] = []
-    filling: dict[str, list[nn.Parameter]] = {}  # by name of the group
-    for param in reversed(groups):
-        bucket = filling.get(groups[param].name, [])
-        if not bucket or sum(p.numel() * p.grad_dtype.itemsize for p in [*bucket, param]) > limit:
-            bucket = filling[groups[param].name] = []
-            filled.append(bucket)
-        bucket.append(param)
-    return [Bucket(params, groups[params[0]]) for params in filled]
-
-
-class BucketSync:
-    """All-reduces of buckets, started during the last backward; with a bucket per parameter this is "overlap".
-
-    Autograd adds into an existing `.grad` in place, so a gradient that starts as a view of the buffer stays there. All
-    ranks must start their collectives in the same order: a bucket is sent when it *and all before it* are complete.
-    """
-
-    def __init__(self, model: Decoder, mesh: Mesh, limit: float, sum_up: Callable[[Tensor, Group], Pending]):
-        """`limit` of a bucket in bytes."""
-        self.sum_up, self.armed = sum_up, False
-        self.buckets = fill_buckets(trained_over(model, mesh), limit)
-        for bucket in self.buckets:
-            for param in bucket.params:
-                param.register_post_accumulate_grad_hook(partial(self.completed, bucket))
-
-    def begin(self):
-        """Empty the buffers and put the gradients back into them."""
-        for bucket in self.buckets:
-            bucket.flat.zero_()
-            bucket.missing = len(bucket.params)
-            for param, view in zip(bucket.params, bucket.views, strict=True):
-                param.grad = view
-        self.unsent = list(self.buckets)
-
-    def last_micro_batch(self):
-        """From now on a gradient that autograd has added to is complete."""
-        self.armed = True
-
-    def completed(self, bucket: Bucket, *_):
-        """Hook: autograd has added to a gradient of `bucket`."""
-        if self.armed:
-            bucket.missing -= 1
-            while self.unsent and self.unsent[0].missing == 0:
-                self.send(self.unsent.pop(0))
-
-    def send(self, bucket: Bucket):
-        """Start the sum of one bucket."""
-        bucket.pending = self.sum_up(bucket.flat, bucket.group)
-
-    def finish(self):
-        """Send what no gradient reached (an unused parameter), then wait for everything."""
-        while self.unsent:
-            self.send(self.unsent.pop(0))
-        for bucket in self.buckets:
-            bucket.pending.wait()
-        self.armed = False
-
-
-def gradient_sync(model: Decoder, config: Config, run: Trainer) -> Any:
-    """The object behind `--sync`; `run.all_reduce` may compress what it sends (--compress)."""
-    if config.sync == "torch" and run.mesh.world > 1:
-        return run.torch_ddp(model)
-    if config.sync in ("naive", "torch"):
-        return NaiveSync(model, run.mesh)
-    return BucketSync(model, run.mesh, config.bucket_mb * 2**20 if config.sync == "bucket" else 0, run.all_reduce)
-
-
-def train(config: Config, observe=None) -> Trained:
-    """The whole run; `run` (common/trainer.py) is what surrounds it."""
-    with start(config, observe) as run:
-        mesh = run.mesh
-        with torch.device("meta"):
-            model = Decoder(run.shape)
-        note_gradient_sum(model.parameters(), "dp")  # a record for tables and checkpoints; what sums is `sync`
-        materialize(model, config.seed, run.device, run.dtype)
-        wrap_layers(model, config)
-        optimizer = Optimizer(model, config)
-        sync = gradient_sync(model, config, run)
-        share = mesh["dp"].share(config.global_batch_size)  # these sequences are mine
-
-        for step in run.steps(model, optimizer, sync):
-            batch, loss = run.batch(step, share), 0.0
-            micro_batches = batch.micro_batches(config.micro_batch_size)
-            sync.begin()
-            for i, (tokens, targets) in enumerate(micro_batches):
-                if i + 1 == len(micro_batches):
-                    sync.last_micro_batch()
-                with run.phase("forward"):
-                    micro_loss = model.lm_head.loss(model(tokens), targets) / batch.n_targets
-                with run.phase("backward"):
-                    (micro_loss * optimizer.loss_scale).backward()
-                loss = loss + micro_loss.detach()
-            sync.finish()
-            loss = run.global_loss(loss)
-            with run.phase("optimizer"):
-                norm = optimizer.grad_norm()
-                if run.accepts(loss, norm):
-                    optimizer.step(run.learning_rate(step), norm)  # clips, and updates
-                optimizer.zero_grad()
-            run.end_step(loss, norm)
-    return run.trained()
+        norm = torch.nn.utils.get_total_norm(optimizer.gradients().values()).item()
+        clip = config.grad_clip / max(norm, config.grad_clip) if config.grad_clip else 1.0
+        lr = learning_rate(step, config)
+        optimizer.step(lr, clip)
+        run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
 
 
 if __name__ == "__main__":

@@ -1,156 +1,168 @@
-"""What surrounds a training loop, as a few verbs. The code below this docstring is not needed to follow the chapters.
+"""Flags, and what a run leaves behind: a progress bar, metrics.jsonl and loss.png.
 
-    with start(config, observe) as run:             checks the flags, joins the ranks as a mesh, opens the data
-        run.mesh, run.device, run.dtype, run.shape  where the model lives and which shape it has
-        for step in run.steps(model, optimizer):    resumes if asked to; prints before and after what the run costs
-            batch = run.batch(step, share)          the rows `share` of the global batch, on this rank's device
-            with run.phase("forward"): ...          counts seconds and bytes under this name
-            loss = run.global_loss(loss)            adds up losses over dp (pp); ends the run if the sum is not finite
-            if run.accepts(loss, norm): ...         whether this step is no spike (--skip-spikes)
-            run.learning_rate(step)                 warm-up, then a cosine
-            run.end_step(loss, norm)                validates, logs, compares replicas, saves, each when it is due
-    return run.trained()                            (model, optimizer, history of metrics)
+    with Run(config) as run:                      opens the run directory; at the end, or an error, closes it
+        for step in run.steps(model=..., ...):    is given every part of the run; yields 0, 1, ..., drawing the bar
+            run.record(step, loss=..., ...)       one line of metrics.jsonl
 
-`observe(step, optimizer)`, if given, sees each step's complete gradients before the update. `run.steps` also takes the
-gradient sync (step 2), this rank's positions (step 5) and the pipeline (step 6). services/variants.py has `accepts`,
-`learning_rate`, for steps 6 and 7 `plan_pipeline`, `make_balance`, `note_experts`, and variants: `torch_ddp` is
-PyTorch's own data parallelism, `homes` says where ZeRO keeps its slices, and `all_reduce` may compress.
+Other code attaches here, by a subclass of `Run` that `main` or a test passes to `train`: it may look at the parts, load
+and wrap them, and it sees the numbers and the end. A step does not know that it exists.
 """
 
+import argparse
+import dataclasses
+import importlib.util
+import inspect
+import json
+import math
+import os
+import re
+import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from common.comm import Mesh, all_reduce, sum_over
-from common.data import Batch
-from common.model import Decoder
-from services import activations, evaluation, pictures, resume
-from services.checks import check, choose_ep, mesh_sizes
-from services.compression import CompressedSum
-from services.devices import choose_device, choose_dtype
-from services.flags import RunFlags as RunFlags
-from services.flags import main as main
-from services.health import Spikes, health, require_finite
-from services.launch import open_mesh, require_same_flags, world_size
-from services.predictions import predict
-from services.readers import open_tokens
-from services.run import Run
-from services.state import settle
-from services.variants import Variants
+from common import UserError, comm
+
+DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-class Trained(NamedTuple):
-    """What a run leaves in memory."""
-
-    model: Decoder
-    optimizer: Any
-    history: list[dict]
-
-
-@contextmanager
-def start(config: Any, observe: Callable | None = None) -> Iterator["Trainer"]:
-    """The frame of a run. Raises UserError, on every rank, for flags that cannot work. Leaves the ranks at its end."""
-    check(config, world_size())
-    device, sizes = choose_device(config.device), mesh_sizes(config, world_size())
-    with open_mesh(sizes, device, config.backend, config.timeout) as mesh, ExitStack() as stack:
-        require_same_flags(config, mesh)
-        yield Trainer(config, mesh, observe, stack)
+def choose(config: Any) -> tuple[torch.device, torch.dtype]:
+    """`--device` and `--dtype`; auto is this process's GPU with bf16 if there is one, else the CPU with fp32."""
+    kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = config.dtype if config.dtype != "auto" else "bf16" if kind == "cuda" else "fp32"
+    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda" and device.index >= torch.cuda.device_count():
+        raise UserError(f"{torch.cuda.device_count()} GPUs for more ranks: lower --nproc_per_node, or use --device cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    return device, DTYPES[dtype]
 
 
-class Trainer(Variants):
-    """The verbs above."""
+def among(menu: dict, default: Any) -> Any:
+    """A field of a Config that names an entry of a menu. Others may add entries before the flags are read."""
+    return dataclasses.field(default=default, metadata=dict(menu=menu))
 
-    def __init__(self, config: Any, mesh: Mesh, observe: Callable | None, stack: ExitStack):
-        self.config, self.mesh, self.observe, self.stack = config, mesh, observe, stack
-        self.device, self.dtype = mesh.device, choose_dtype(config.dtype, mesh.device)
-        self.shape = m = config.model_config()
-        self.data = open_tokens(config.dataset, m.seq_len, config.global_batch_size, config.seed, m.vocab_size)
-        activations.narrow(mesh, config, m.dim)
-        self.positions = torch.arange(m.seq_len)  # of this rank's tokens in a sequence
-        self.all_reduce = all_reduce if getattr(config, "compress", "none") == "none" else CompressedSum(config)
-        self.ep = choose_ep(config, m, mesh["dp"].size * mesh["cp"].size) if hasattr(config, "ep") else 1
-        self.spikes = Spikes(config.skip_spikes)
-        self.model, self.optimizer, self.log = None, None, None  # `steps` is given them, and opens the log
-        self.more: dict[str, Any] = {}  # what else this step's record says
 
-    def steps(
-        self, model: Decoder, optimizer: Any, sync: Any = None, positions: Tensor | None = None, pipeline: Any = None
-    ) -> Iterator[int]:
-        """Yield the numbers of the steps to run, from 0 or from where --resume goes on; none with --generate.
+def parse(cls: type, argv: list[str] | None = None) -> Any:
+    """Command line -> an instance of dataclass `cls`: a flag for each field, with its trailing comment as help.
 
-        `sync`: what sums the gradients, if it is not the optimizer. `positions` int64 [seq]: which tokens of a sequence
-        this rank has, if not all. `pipeline`: what runs the model, if it is cut into stages.
-        """
-        self.model, self.optimizer, self.sync, self.pipeline, config = model, optimizer, sync, pipeline, self.config
-        self.vary(model, optimizer)
-        self.positions = self.positions if positions is None else positions.cpu()
-        here = self.positions.to(self.device)
-        self.look = partial(evaluation.look_through, model, here) if pipeline is None else pipeline.look
-        first = resume.resume(optimizer, self.spikes, config, self.mesh, sync) if config.resume else 0
-        self.require_same_parameters()
-        if config.generate:
-            self.print_text(here)
-            return
-        self.follow_documents()
-        costs = predict(self, sync)
-        self.log = self.stack.enter_context(Run(config, self.device, costs.flops, costs.peak, self.mesh))
-        pictures.before(self, costs)
-        yield from self.log.steps(first)
-        self.require_same_parameters()
-        settle(optimizer)
-        self.log.finish(costs.memory, costs.traffic)
-        pictures.after(self)
+    Flags of the class itself come before those of its bases. A whole number is at least 1, or 0 where 0 is the default
+    or its help says what "0:" means; no number is negative. Raises UserError.
+    """
 
-    def batch(self, step: int, share: slice = slice(None)) -> Batch:
-        """The rows `share` of the global batch of a step, this rank's tokens of them, on its device."""
-        with self.phase("data"):
-            batch = self.data.batch(step, share)
-            tokens, targets = (x[:, self.positions].to(self.device) for x in (batch.tokens, batch.targets))
-            self.note_batch(batch)
-            return Batch(tokens, targets, batch.n_targets)
+    def wrong(message: str):
+        raise UserError(f"{message} (--help lists all flags)")
 
-    def phase(self, name: str, action: Any = None) -> Any:
-        """A context: its seconds and, in profiled steps, bytes are booked under `name`. `action`: a pipeline's."""
-        return self.log.phase(name, action)
+    parser = argparse.ArgumentParser(description=inspect.getmodule(cls).__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser.error = wrong  # its own would print the usage
+    fields, helps = {field.name: field for field in dataclasses.fields(cls)}, {}
+    for base in cls.__mro__[:-1]:
+        group = parser.add_argument_group(base.__doc__)
+        comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(base), re.MULTILINE))
+        for name, kind in get_type_hints(base).items():
+            if name in helps or name not in comments:
+                continue
+            helps[name], field = comments[name], fields[name]
+            options: dict[str, Any] = dict(default=field.default, help=helps[name].replace("%", "%%"))
+            choices = list(field.metadata.get("menu", get_args(kind)))
+            if kind is bool:
+                options["action"] = argparse.BooleanOptionalAction
+            elif choices:
+                options |= dict(type=type(field.default), choices=choices)
+            else:
+                options |= dict(type=kind, metavar=name.upper())
+            group.add_argument("--" + name.replace("_", "-"), **options)
+    config = cls(**vars(parser.parse_args(argv)))
+    for name, value in vars(config).items():
+        least = 1 if type(fields[name].default) is int and fields[name].default and "0:" not in helps[name] else 0
+        if type(value) in (int, float) and "menu" not in fields[name].metadata and not value >= least:
+            raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least {least}")
+    return config
 
-    def global_loss(self, loss: Tensor) -> float:
-        """The mean loss of the global batch, given each rank's share of it. Raises UserError if it is not finite.
 
-        The ranks also agree here on whether a signal has asked them to stop.
-        """
-        self.more |= health(self.log, loss, self.optimizer)
-        total, stopping = loss, self.log.stopping
-        for dim in self.dims_to_sum():
-            total, stopping = sum_over(self.mesh[dim], total, stopping)
-        if "tp" in self.mesh.groups:  # a signal may reach one rank a step before another
-            (stopping,) = sum_over(self.mesh["tp"], stopping)
-        if self.mesh.world > 1:  # alone, a rank may decide until its step is logged
-            self.log.stopping = stopping > 0
-        require_finite(total, self.log.step, self.log)
-        if self.observe is not None:
-            self.observe(self.log.step, self.optimizer)
-        self.measure()
-        return float(total)
+class Run:
+    """One training run as seen from outside. Only rank 0 writes files and draws the bar."""
 
-    def end_step(self, loss: float, norm: float):
-        """After the update: measure, validate, log, compare replicas, save, each when it is due."""
-        config, log, step = self.config, self.log, self.log.step
-        if self.optimizer.loss_scale < 1:  # `step` halves it if the norm is not finite: from 1 in bf16, fp32, fp64
-            require_finite(norm, step, log, "gradient norm")
-        self.measure()
-        if config.eval_every and log.due(config.eval_every, step):
-            with self.phase("validation"):
-                self.more["validation_loss"] = evaluation.validate(self)
-        log.log(loss, norm, self.learning_rate(step), config.global_batch_size * self.shape.seq_len, **self.more)
-        self.more = {}
-        self.check_replicas(step)
-        if log.stopping or (config.save_every and log.due(config.save_every, step)):
-            resume.save(log, step + 1, self.optimizer, self.spikes, self.sync)
+    def __init__(self, config: Any):
+        self.config, self.history, self.sent = config, [], Counter()
+        self.out = Path(config.out or f"runs/{Path(inspect.getfile(type(config))).stem}")
+        self.first = int(os.environ.get("RANK", 0)) == 0
 
-    def trained(self) -> Trained:
-        """What is left after the last step."""
-        return Trained(self.model, self.optimizer, self.log.history if self.log is not None else [])
+    def __enter__(self) -> "Run":
+        """Open the run directory; an earlier run's metrics are overwritten."""
+        if self.first:
+            self.out.mkdir(parents=True, exist_ok=True)
+            (self.out / "config.json").write_text(json.dumps(dataclasses.asdict(self.config), indent=1))
+            self.file = open(self.out / "metrics.jsonl", "w")
+        return self
+
+    def __exit__(self, error: type | None, *_):
+        """Draw loss.png, unless an error ended the run."""
+        comm.observer = None
+        if self.first:
+            self.file.close()
+            if error is None and self.history:
+                draw_loss(self.history, self.out / "loss.png")
+
+    def steps(self, **parts: Any) -> Iterator[int]:
+        """Yield the numbers of the steps. `parts`: the objects that make up this run (model, optimizer, mesh, ...)."""
+        self.parts, self.began, comm.observer = SimpleNamespace(**parts), time.perf_counter(), self.count
+        with tqdm(total=self.config.steps, unit="step", disable=not self.first) as self.bar:
+            yield from range(self.config.steps)
+
+    def count(self, _operation: str, group: comm.Group, tensor: Tensor, share: float):
+        """Add up the bytes that this rank sends in a step, by mesh dimension."""
+        self.sent[group.name] += round(share * tensor.nbytes)
+
+    def record(self, step: int, tokens: int, **numbers: float):
+        """Write what a step has found: `tokens` of it, all ranks together, and other numbers by name."""
+        if not math.isfinite(numbers["loss"]):
+            raise UserError(f"step {step + 1}: the loss is {numbers['loss']}: lower --lr")
+        seconds, self.began = time.perf_counter() - self.began, time.perf_counter()
+        row = dict(step=step + 1, **numbers, tokens=tokens, tokens_per_second=tokens / seconds, seconds=seconds)
+        self.history.append(row | dict(sent=dict(self.sent)))
+        self.sent.clear()
+        if self.first:
+            self.file.write(json.dumps(self.history[-1]) + "\n")
+            self.file.flush()
+            self.bar.set_postfix_str(f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tok/s", refresh=False)
+            self.bar.update()
+
+
+def draw_loss(history: list[dict], target: Path):
+    """The loss over the steps, as a picture."""
+    from matplotlib.figure import Figure  # takes a second to import
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots(subplot_kw=dict(xlabel="step", ylabel="loss (nats per token)"))
+    axes.plot([row["step"] for row in history], [row["loss"] for row in history])
+    figure.savefig(target, dpi=120)
+
+
+def main(train: Callable[[Any, Run], None], cls: type):
+    """Parse the flags and train. What the user can put right is one line, no traceback, and a non-zero exit status."""
+    several, status, run_type = int(os.environ.get("WORLD_SIZE", 1)) > 1, 0, Run
+    try:
+        if importlib.util.find_spec("services") is not None:  # a folder beside the course: more flags, a richer Run
+            train, cls, run_type = importlib.import_module("services.run").surround(train)
+        config = parse(cls)
+        with run_type(config) as run:
+            train(config, run)
+        if torch.distributed.is_initialized():  # after an error the others may be gone: no one waits for them
+            torch.distributed.destroy_process_group()
+    except UserError as error:
+        if int(os.environ.get("RANK", 0)):
+            time.sleep(2)  # rank 0 has most likely made the same mistake: then torchrun ends this process meanwhile
+        print(f"error: {error}", file=sys.stderr)
+        status = 2
+    sys.stdout.flush(), sys.stderr.flush()
+    if several:  # the interpreter's own shutdown can abort under the threads of gloo
+        os._exit(status)
+    sys.exit(status)

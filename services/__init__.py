@@ -1,1 +1,1 @@
-"""What surrounds a run and need not be read to understand it."""
+"""What surrounds a run. Nothing in a step knows that it exists; common/trainer.py's `main` opens the door to run.py."""

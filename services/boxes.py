@@ -1,7 +1,7 @@
-"""What a rank holds, as boxes of full tensors; and who writes which of them.
+"""What a rank holds, as boxes of whole tensors.
 
-Full tensors have step 1's names, whatever the layout. A rank says what it holds as `Piece`s: its record of cuts and,
-under ZeRO, a range of the cut tensor's elements. That is at most a few boxes (rectangles) of the full tensor:
+Whole tensors have step 1's names, whatever the layout. A rank says what it holds as `Piece`s: its record of cuts and,
+under ZeRO, a range of the cut tensor's elements. That is at most a few boxes (rectangles) of the whole tensor:
 
     q_proj.weight [8, 6]; tp rank 1 of 2 holds rows 4-7, and its ZeRO slice elements 4-19 of these 24:
 
@@ -13,24 +13,18 @@ under ZeRO, a range of the cut tensor's elements. That is at most a few boxes (r
         2 2 2 2 2 2
         2 2 2 2 2 2
         3 3 . . . .
-
-Checkpoints, comparisons of replicas and of layouts all speak of boxes (services/checkpoint.py, replicas.py, state.py).
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from common.comm import Mesh
-from common.layout import Layout
-from services.launch import gather_objects
-
-WHOLE = Layout()
+from common.layout import Split, layout_of
 
 
 class Box(NamedTuple):
@@ -45,9 +39,7 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 
     The end of a first row, whole rows, the beginning of a last one; the same again inside these two rows.
     """
-    if start >= stop:
-        return
-    if not shape:
+    if not shape and start < stop:
         yield Box((), ())
         return
     row = prod(shape[1:])
@@ -71,128 +63,107 @@ def overlap(a: Box, b: Box) -> Box | None:
     return Box(start, size) if all(n > 0 for n in size) else None
 
 
-def without(a: Box, b: Box) -> list[Box]:
-    """`a` less what `b` covers of it, as disjoint boxes."""
-    common, found = overlap(a, b), []
-    if common is None:
-        return [a]
-    start, size = list(a.start), list(a.size)
-    for d in range(len(start)):  # what lies before and behind in dimension d, inside the overlap in those before d
-        end, inner_end = start[d] + size[d], common.start[d] + common.size[d]
-        for low, high in ((start[d], common.start[d]), (inner_end, end)):
-            if low < high:
-                found.append(Box((*start[:d], low, *start[d + 1 :]), (*size[:d], high - low, *size[d + 1 :])))
-        start[d], size[d] = common.start[d], common.size[d]
-    return found
-
-
-def part(view: Tensor, box: Box, inner: Box) -> Tensor:
-    """Of a tensor that holds `box`, the part that is `inner`: a view."""
-    places = zip(inner.start, inner.size, box.start, strict=True)
-    return view[tuple(slice(i - first, i - first + n) for i, n, first in places)]
+def place_in(outer: Box, inner: Box) -> tuple[slice, ...]:
+    """Where the box `inner` lies in a tensor that holds `outer`."""
+    places = zip(inner.start, inner.size, outer.start, strict=True)
+    return tuple(slice(i - first, i - first + n) for i, n, first in places)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank holds of one full tensor, and where it lies in memory: to be saved from, or to be filled.
+    """What a rank holds of one whole tensor, and where it lies in memory: to be saved from, or to be filled.
 
-    `kind`: "model" (weights), "master", "buffer", or a name in the update rule's state, such as "exp_avg".
-    `tensor`: contiguous, the elements `start`, `start` + 1, ... of the cut tensor, which has `shape` and `layout`.
+    `kind`: "master", "buffer", or a name in the update rule's state, such as "exp_avg".
+    `tensor`: contiguous, elements `first`, `first` + 1, ... of this rank's part, which has `shape` after its `splits`.
     """
 
     kind: str
     name: str
     tensor: Tensor
     shape: tuple[int, ...]
-    layout: Layout = WHOLE
-    start: int = 0
+    splits: tuple[Split, ...] = ()
+    first: int = 0
 
     @property
-    def full_shape(self) -> tuple[int, ...]:
-        """Of the tensor that this is a part of."""
-        return tuple(self.layout.full_shape(torch.Size(self.shape)))
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the tensor that this is a piece of."""
+        shape = list(self.shape)
+        for split in reversed(self.splits):
+            shape[split.dim] = split.full
+        return tuple(shape)
 
     def boxes(self) -> Iterator[tuple[Box, Tensor]]:
-        """The piece as boxes of the full tensor, each with its view of the memory; padding is left out."""
+        """The piece as boxes of the whole tensor, each with its view of the memory; padding is left out."""
         flat, done = self.tensor.view(-1), 0
-        for box in flat_boxes(tuple(self.shape), self.start, self.start + flat.numel()):
+        for box in flat_boxes(tuple(self.shape), self.first, self.first + len(flat)):
             view = flat[done : done + prod(box.size)].view(box.size)
             done += view.numel()
             start, size = list(box.start), list(box.size)
-            for split in reversed(self.layout.splits):
+            for split in reversed(self.splits):
                 start[split.dim] += split.start
                 size[split.dim] = min(size[split.dim], split.full - start[split.dim])
             if all(n > 0 for n in size):
                 yield Box(tuple(start), tuple(size)), view[tuple(slice(n) for n in size)]
 
 
-def gather(pieces: Iterable[Piece], mesh: Mesh | None) -> dict[str, dict[str, Tensor]]:
-    """Full tensors on every rank, by kind and name (for small models: comparisons). A collective."""
-    held = [(p.kind, p.name, p.full_shape, box, view.dtype, view) for p in pieces for box, view in p.boxes()]
-    parts = [view.cpu().reshape(-1).view(torch.uint8) for *_, view in held]
-    own = [entry[:-1] for entry in held], torch.cat([torch.empty(0, dtype=torch.uint8), *parts])  # quick to pickle
-    found: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for entries, data in [*gather_objects(own, mesh), own]:  # one's own last: a copy that differs shows on its rank
-        parts = data.split([prod(box.size) * dtype.itemsize for *_, box, dtype in entries])
-        for (kind, name, shape, box, dtype), values in zip(entries, parts, strict=True):
-            full = found[kind].setdefault(name, torch.zeros(shape, dtype=dtype))
-            part(full, Box((0,) * len(shape), shape), box).copy_(values.clone().view(dtype).view(box.size))
-    return dict(found)
+def masters(parts: SimpleNamespace) -> Iterator[Piece]:
+    """What this rank updates: the masters, whole parameters in step 1's optimizer, parts of slices in ZeRO's."""
+    optimizer, params = parts.optimizer, dict(parts.model.named_parameters())
+    units = {name: unit for unit in getattr(optimizer, "units", ()) for name in unit.named}
+    for name, master in (optimizer.pieces if units else optimizer.masters).items():
+        first = max(0, units[name].first - units[name].place[name][0]) if units else 0
+        yield Piece("master", name, master, tuple(params[name].shape), layout_of(params[name]).splits, first)
 
 
-# --- who writes what
+def state_piece(kind: str, master: Piece, value: Tensor, shape: tuple[int, ...]) -> Piece:
+    """The update rule's `value` for a master: like it, or with dimensions of size 1, or a number.
 
-
-class Entry(NamedTuple):
-    """One box of a full tensor, as ranks tell each other of it."""
-
-    kind: str
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    box: Box
-
-    @property
-    def nbytes(self) -> int:
-        """Of its numbers."""
-        return prod(self.box.size) * getattr(torch, self.dtype).itemsize
-
-
-def divide(everyone: list[list[Entry]]) -> list[list[Entry]]:
-    """From the boxes that each rank holds, those that it is to write: each element once, by whoever has least to do.
-
-    Raises RuntimeError if a tensor is not whole, or ranks disagree about its shape or dtype.
+    `shape` of the value before ZeRO cuts it; a dimension that is as long as the parameter's is cut as that one is.
     """
-    held: dict[tuple[str, str], dict[Entry, list[int]]] = defaultdict(dict)
-    for rank, entries in enumerate(everyone):
-        for entry in entries:
-            held[entry.kind, entry.name].setdefault(entry, []).append(rank)
-    whole: list[tuple[Entry, list[int]]] = []
-    for (kind, name), owners in held.items():
-        shapes = {(entry.shape, entry.dtype) for entry in owners}
-        if len(shapes) > 1:
-            raise RuntimeError(f"{kind} of {name}: ranks hold parts of different tensors, {sorted(shapes)}")
-        [(shape, _)] = shapes
-        if sum(prod(entry.box.size) for entry in owners) > prod(shape):  # cut differently on different ranks
-            owners = disjoint(owners)
-        if sum(prod(entry.box.size) for entry in owners) != prod(shape):
-            raise RuntimeError(f"{kind} of {name}: no rank holds some of its {prod(shape)} elements")
-        whole += owners.items()
-    shares: list[list[Entry]] = [[] for _ in everyone]
-    written = [0] * len(everyone)
-    for entry, ranks in sorted(whole, key=lambda item: (len(item[1]), -item[0].nbytes)):  # who has a choice comes last
-        owner = min(ranks, key=written.__getitem__)
-        shares[owner].append(entry)
-        written[owner] += entry.nbytes
-    return shares
+    alike = len(shape) == len(master.shape)
+    splits = tuple(s for s in master.splits if alike and shape[s.dim] == master.shape[s.dim])
+    return Piece(kind, master.name, value, shape, splits, master.first if shape == master.shape else 0)
 
 
-def disjoint(owners: dict[Entry, list[int]]) -> dict[Entry, list[int]]:
-    """The same elements in boxes that do not overlap."""
-    found: dict[Entry, list[int]] = {}
-    for entry, ranks in owners.items():
-        rest = [entry.box]
-        for other in found:
-            rest = [smaller for box in rest for smaller in without(box, other.box)]
-        found |= {entry._replace(box=box): ranks for box in rest}
-    return found
+def pieces(parts: SimpleNamespace) -> Iterator[Piece]:
+    """All that this rank holds from one step to the next: masters, the update rule's state, and buffers."""
+    for master in masters(parts):
+        yield master
+        for kind, value in parts.optimizer.rule.state.get(master.tensor, {}).items():
+            shape = master.shape if value.shape == master.tensor.shape else tuple(value.shape)
+            yield state_piece(kind, master, value, shape)
+    for name, buffer in parts.model.named_buffers():
+        yield Piece("buffer", name, buffer, tuple(buffer.shape), layout_of(buffer).splits)
+
+
+def room_for(kind: str, master: Piece, stored: tuple[int, ...], dtype: torch.dtype) -> Piece:
+    """A piece of zeros for the update rule's state of a master, of which the `stored` whole tensor has this shape."""
+    if stored == master.whole_shape:
+        zeros = torch.zeros_like(master.tensor, dtype=dtype)
+        return state_piece(kind, master, zeros, master.shape)
+    alike = zip(stored, master.whole_shape, master.shape, strict=True) if len(stored) == len(master.shape) else ()
+    shape = tuple(ours if n == whole else n for n, whole, ours in alike)
+    zeros = torch.zeros(shape, dtype=dtype, device=master.tensor.device)
+    return state_piece(kind, master, zeros, shape)
+
+
+def take(parts: SimpleNamespace, stored: Any, moments: bool):
+    """Fill what this rank holds from a checkpoint (services/checkpoint.py), and let the weights follow the masters.
+
+    Without `moments` the update rule begins anew.
+    """
+    optimizer = parts.optimizer
+    for master in masters(parts):
+        stored.fill(master)
+        for kind in stored.kinds(master.name) - {"master", "buffer"} if moments else ():
+            room = room_for(kind, master, *stored.about(kind, master.name))
+            stored.fill(room)
+            optimizer.rule.state[master.tensor][kind] = room.tensor
+    for name, buffer in parts.model.named_buffers():
+        stored.fill(Piece("buffer", name, buffer, tuple(buffer.shape), layout_of(buffer).splits))
+    for unit in getattr(optimizer, "units", ()):
+        if unit.master is not unit.slice:
+            unit.slice.copy_(unit.master)
+    for name, master in getattr(optimizer, "masters", {}).items():
+        optimizer.params[name].detach().copy_(master)
+    getattr(optimizer, "publish", lambda: None)()

@@ -1,16 +1,26 @@
-"""Which device and dtype a rank computes with, and how fast that could be."""
+"""Which devices and processes a run has: GPUs that may be shared, the meeting of the ranks, their first words.
+
+Where a machine has fewer GPUs than ranks, they share them in turn. NCCL refuses that; so messages go through the host,
+by gloo (`Staged`).
+"""
 
 import os
 import re
-import resource
-import sys
+import socket
 import time
+import uuid
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from common import UserError
+from services.launch import gather_objects
 
 # Dense peak in TFLOP/s without sparsity, from the vendors' data sheets: (16-bit matrix units, fp32 without TF32).
 GPU_PEAKS = {
@@ -30,8 +40,15 @@ GPU_PEAKS = {
     "V100": (125.0, 15.7),
     "T4": (65.0, 8.1),
 }
-
 OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}  # NVIDIA's for Linux, by the major version of CUDA
+
+
+@dataclass
+class Flags:
+    """How ranks talk."""
+
+    backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed, from step 2 on
+    timeout: float = 600.0  # seconds without progress until the rank that hangs is named and the job ends
 
 
 def driver_version(about: Path = Path("/proc/driver/nvidia/version")) -> str:
@@ -57,32 +74,165 @@ def unusable_gpu(files: Path = Path("/dev")) -> tuple[str, str]:
     return problem, f"update the driver to {oldest} or newer, or install a torch wheel for an older CUDA"
 
 
-def choose_device(name: str) -> torch.device:
-    """`--device` -> the device of this process: one GPU a local rank, shared in turn where there are fewer GPUs.
-
-    With a GPU, the host draws the initial weights and updates what is offloaded: with its share of the cores, not with
-    the one thread that torchrun gives a rank. (Another number in OMP_NUM_THREADS is the user's, and stays.) Raises
-    UserError if there is a GPU that was not renounced, and cannot be used.
-    """
-    if name == "cuda" and not torch.cuda.is_available():
+def check(config: Any, world: int):
+    """Raises UserError for a device that is not there, or cannot be used and was not renounced."""
+    if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch sees no GPU here; use --device cpu or auto")
-    problem, mend = unusable_gpu() if name == "auto" else ("", "")
+    problem, mend = unusable_gpu() if config.device == "auto" else ("", "")
     if problem:  # hours later somebody would notice how slow it is
         raise UserError(f"{problem}: {mend}; or train on the CPU on purpose, with --device cpu")
-    if name == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-    return device
+    if config.backend == "nccl" and (config.device == "cpu" or local_ranks() > torch.cuda.device_count()):
+        raise UserError("--backend nccl needs one GPU for each local rank; use --backend gloo or auto")
 
 
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`--dtype` -> torch dtype; auto is bf16 on a GPU that has it, else fp32."""
-    if name == "auto":
-        name = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}[name]
+def local_ranks() -> int:
+    """Ranks on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+class Staging(dist.Work):
+    """Something that gloo does with copies on the host; `wait` brings the results to the device."""
+
+    def __init__(self, work: dist.Work, results: list[tuple[Tensor, Tensor]]):
+        """`results`: (where it belongs, the copy on the host) of each."""
+        super().__init__()
+        self.work, self.results = work, results
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when it is done."""
+        self.work.wait()
+        for there, host in self.results:
+            there.copy_(host)
+        self.results = []
+        return True
+
+
+class Staged(dist.ProcessGroup):
+    """A process group for several ranks on one GPU: tensors are copied to the host, gloo sends, results come back."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
+        super().__init__(rank, size)
+        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def getBackendName(self) -> str:
+        """What `get_backend` says."""
+        return "staged"
+
+    def staged(self, operation: str, outputs: list[Tensor], inputs: list[Tensor], call: Any) -> Staging:
+        """Copy, and start `call(gloo's method, outputs, inputs)` with the copies."""
+        hosts = [torch.empty_like(x, device="cpu") for x in outputs]
+        copies = [x.to("cpu", copy=True) for x in inputs]
+        return Staging(call(getattr(self.gloo, operation), hosts, copies), list(zip(outputs, hosts, strict=True)))
+
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> Staging:
+        """In place."""
+        hosts = [x.to("cpu", copy=True) for x in tensors]
+        return Staging(self.gloo.allreduce(hosts, options), list(zip(tensors, hosts, strict=True)))
+
+    def _allgather_base(self, output: Tensor, tensor: Tensor, options: Any = None) -> Staging:
+        return self.staged("_allgather_base", [output], [tensor], lambda do, o, i: do(o[0], i[0], options))
+
+    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, options: Any = None) -> Staging:
+        return self.staged("_reduce_scatter_base", [output], [tensor], lambda do, o, i: do(o[0], i[0], options))
+
+    def alltoall_base(self, output: Tensor, tensor: Tensor, came: list, went: list, options: Any = None) -> Staging:
+        """Rows to every rank, rows from every rank."""
+        return self.staged("alltoall_base", [output], [tensor], lambda do, o, i: do(o[0], i[0], came, went, options))
+
+    def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], options: Any = None) -> dist.Work:
+        """Of tensors on the host: `all_gather_object`."""
+        return self.gloo.allgather(outputs, tensors, options)
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int = 0) -> Staging:
+        """A message."""
+        return self.staged("send", [], tensors, lambda do, _, i: do(i, rank, tag))
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int = 0) -> Staging:
+        """A message."""
+        return self.staged("recv", tensors, [], lambda do, o, _: do(o, rank, tag))
+
+    # torch 2.13 renamed some.
+    all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
+
+
+def fresh_store(timeout: float) -> dist.Store | None:
+    """Where the ranks that torchrun started find each other's addresses; None without torchrun.
+
+    Its agents keep one store over all restarts (torch 2.13), and in it the addresses of processes that are gone: a rank
+    that comes first would call them. So rank 0 draws a prefix that is new, and every rank shows it a number of its own:
+    the prefix under which rank 0 has answered with this number is not one of an earlier attempt.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    rank, world, own = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), uuid.uuid4().hex
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
+    if rank == 0:
+        store.set("prefix", own)
+        store.set(f"{own}/answer", b" ".join(store.get(f"{own}/{other}") for other in range(1, world)))
+        return dist.PrefixStore(own, store)
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        prefix = store.get("prefix").decode()
+        store.set(f"{prefix}/{rank}", own)
+        if store.check([f"{prefix}/answer"]) and own in store.get(f"{prefix}/answer").decode():
+            return dist.PrefixStore(prefix, store)
+        time.sleep(0.02)
+    raise RuntimeError(f"timed out: rank {rank} waited {timeout:g} s for rank 0 to start")
+
+
+def join(config: Any):
+    """Before `train`: take this process's GPU and, from step 2 on, meet the others. Says where the run trains.
+
+    With a GPU, the host works with its share of the cores, not with the one thread that torchrun gives a rank.
+    Collectives of gloo raise after twice `--timeout`; the watchdog is there first, and says more. Raises UserError on
+    all ranks if they were started with different flags.
+    """
+    gpus = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
+    if gpus:
+        os.environ["LOCAL_RANK"] = str(int(os.environ.get("LOCAL_RANK", 0)) % gpus)
+        if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+            torch.set_num_threads(max(1, os.cpu_count() // local_ranks()))
+    if "RANK" in os.environ and hasattr(config, "sync") and not dist.is_initialized():
+        own_gpu = gpus >= local_ranks()
+        backend = "nccl" if own_gpu and config.backend != "gloo" else "staged" if gpus else "gloo"
+        if backend == "staged":
+            dist.Backend.register_backend("staged", Staged, devices=["cpu", "cuda"])
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # a message that is ready goes before waiting matmuls
+        store = fresh_store(2 * config.timeout)
+        where = dict(rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])) if store else {}
+        if own_gpu and gpus:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(backend, timeout=timedelta(seconds=2 * config.timeout), store=store, **where)
+    introduce(config, torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpus else torch.device("cpu"))
+
+
+def introduce(config: Any, device: torch.device):
+    """The first collective: all ranks show their device and flags. Rank 0 prints which devices, and how they talk."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    everyone = gather_objects(((name, socket.gethostname(), device.index), asdict(config)))
+    require_same_flags([flags for _, flags in everyone])
+    places = defaultdict(list)
+    for (name, *place), _ in everyone:
+        places[name].append(tuple(place))
+    parts = []
+    for name, ranks in places.items():
+        count = f"{len(set(ranks))} x " if name != "cpu" else ""
+        parts.append(f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {count}{name}")
+    backend = f"backend {dist.get_backend()}" if len(everyone) > 1 else "no backend"
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"device: {', '.join(parts)}; {backend}", flush=True)
+
+
+def require_same_flags(everyone: list[dict[str, Any]]):
+    """The flags of all ranks. Raises UserError on all of them, naming the flag that differs."""
+    for rank, theirs in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if theirs.get(name) != value:
+                flag = "--" + name.replace("_", "-")
+                raise UserError(
+                    f"rank {rank} was started with {flag} {theirs.get(name)}, rank 0 with {value}: use the same"
+                )
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, override_tflops: float) -> float:
@@ -90,9 +240,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype, override_tflops: float)
 
     Ranks that share a GPU share its peak.
     """
-    share = 1.0
-    if device.type == "cuda":
-        share = min(1.0, torch.cuda.device_count() / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    share = min(1.0, torch.cuda.device_count() / local_ranks()) if device.type == "cuda" else 1.0
     if override_tflops:
         return override_tflops * 1e12 * share
     if device.type == "cuda":
@@ -107,19 +255,3 @@ def peak_flops(device: torch.device, dtype: torch.dtype, override_tflops: float)
         (a @ a)[0, 0].item()  # waits for a GPU
         times.append(time.perf_counter() - start)
     return 2 * n**3 / min(times)
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes at the highest point so far: the allocator's on a GPU, the resident size of the process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def moment(device: torch.device) -> Any:
-    """Now: seconds, or an event in a GPU's stream."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event

@@ -1,85 +1,156 @@
-"""Validation and generation: what a run does with a model besides training it.
+"""Validation and generation: what a run does with a model besides training it, in every layout.
 
-Both look at the model through one function, `look(tokens, batch, end)`: it sends tokens int64 [rows, seq], `batch` rows
-at a time, through the model as it is laid over the ranks, and returns the sum of `end(i, hidden)` over the
-micro-batches i. A rank without the last stage of a pipeline returns 0.
+Both look at the model through `look(parts, tokens, targets)`: forward only, whole or stage after stage; the model's
+`loss`, which sees the logits at the end, is what it is, or one that keeps the logits.
 """
 
-from collections.abc import Callable
-from functools import partial
+import os
+from dataclasses import dataclass
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from common.comm import Mesh, all_reduce, sum_over
-from common.data import TokenData
-from common.model import IGNORE, Decoder
-from services.readers import decode
+from common import UserError, comm
+from common.comm import Group, all_gather, all_reduce, exchange
+from common.data import END, Data
+from common.model import IGNORE
+from step06_pipeline import forward_stage
 
-Look = Callable[[Tensor, int, Callable[[int, Tensor], Tensor]], Tensor]
+
+@dataclass
+class Flags:
+    """Validation and generation (services/evaluation.py)."""
+
+    eval_every: int = 50  # steps between validations (and one at the end); 0: never
+    eval_sequences: int = 64  # sequences of the held-out split in a validation
+    generate: str = ""  # with --resume: continue this text and exit
+
+
+def check(config: Any, _world: int):
+    """Raises UserError."""
+    if config.generate and not config.resume:
+        raise UserError("--generate needs --resume with the run directory to take the weights from")
+
+
+def group_of(parts: SimpleNamespace, dim: str) -> Group:
+    """A group of the mesh; of one, in a step that does not know this dimension."""
+    mesh = getattr(parts, "mesh", None)
+    return mesh[dim] if mesh is not None and dim in mesh.groups else Group(dim, 0, 1, None)
+
+
+def positions_of(parts: SimpleNamespace) -> Tensor:
+    """int64 [seq / cp]: the positions of this rank's tokens."""
+    here = getattr(parts, "positions", None)
+    return torch.arange(parts.model.config.seq_len) if here is None else here
 
 
 @torch.no_grad()
-def look_through(model: Decoder, positions: Tensor, tokens: Tensor, batch: int, end: Callable) -> Tensor:
-    """The `look` of a model that is not cut into stages; `positions` int64 [seq] of the tokens."""
-    return sum(end(i, model(rows, positions)).double() for i, rows in enumerate(tokens.split(batch)))
+def look(parts: SimpleNamespace, tokens: Tensor, targets: Tensor) -> Tensor:
+    """One micro-batch, int64 [batch, seq] of this rank's tokens, forward: what `model.loss` returns at the end.
 
-
-def held_out(data: TokenData, sequences: int, micro_batch_size: int, rank=0, ranks=1) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, int64 [rows, seq], of one of `ranks` shares of the held-out sequences.
-
-    The last micro-batches are filled up with sequences that do not count, so that all ranks do equally many.
+    On a rank without the last stage: 0. A collective of tp, cp and pp.
     """
-    tokens, targets = data.validation(sequences)
-    missing = -len(tokens) % (ranks * micro_batch_size)
-    tokens = torch.cat((tokens, tokens[:1].expand(missing, -1)))[rank::ranks]
-    targets = torch.cat((targets, targets[:1].new_full((missing, targets.shape[1]), IGNORE)))[rank::ranks]
-    return tokens, targets
+    model, pipeline = parts.model, getattr(parts, "pipeline", None)
+    if pipeline is None:
+        return model(tokens, targets, positions_of(parts).to(tokens.device))
+    places, group, result = pipeline.places, pipeline.group, torch.zeros((), device=tokens.device)
+    chain = [next(stage for stage, place in enumerate(places) if place.before is None)]
+    while (following := places[chain[-1]].after) is not None:
+        chain.append(following)
+    pipeline.xs, x = [tokens], tokens
+    for stage, following in pairwise([*chain, None]):
+        place, peer = places[stage], None if following is None else places[following].rank
+        if place.rank == group.rank:
+            x = forward_stage(model, place, x, targets, pipeline.positions)
+            if following is None:
+                result = x
+            elif peer != group.rank:
+                exchange([(x.contiguous(), peer)], [], group).wait()
+        elif peer == group.rank:
+            x = pipeline.buffer(0)
+            exchange([], [(x, place.rank)], group).wait()
+    return result
 
 
-def validate(run: Any) -> float:
-    """Mean loss over all targets of the held-out sequences. `run`: a Trainer in its steps."""
-    config, mesh, size = run.config, run.mesh, run.config.micro_batch_size
-    place = (mesh["dp"].rank, mesh["dp"].size) if mesh.sizes else (0, 1)
-    tokens, targets = held_out(run.data, config.eval_sequences, size, *place)
-    if run.documents is not None:
-        run.documents.begin(tokens)
-    tokens, targets = (x[:, run.positions].to(run.device) for x in (tokens, targets))
-    rows = targets.split(size)
-    loss = run.look(tokens, size, lambda i, hidden: run.model.lm_head.loss(hidden, rows[i]))
-    count = (targets != IGNORE).sum()
-    for dim in run.dims_to_sum():
-        (loss,) = sum_over(mesh[dim], loss)
-        if dim != "pp":  # all stages have the same targets
-            (count,) = sum_over(mesh[dim], count)
-    return float(loss) / max(1, int(count))
+def held_out(data: Data, sequences: int, multiple: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, int64 [rows, seq], of the first held-out sequences; rows that do not count fill them up."""
+    n_windows = (len(data.tokens) - 1) // data.shape.seq_len
+    tokens, targets = data.read(range(data.n_train, min(n_windows, data.n_train + sequences)))
+    missing = -len(tokens) % multiple
+    tokens = torch.cat((tokens, tokens[:1].expand(missing, -1)))
+    return tokens, torch.cat((targets, targets.new_full((missing, targets.shape[1]), IGNORE)))
 
 
-def whole_logits(look: Look, model: Decoder, positions: Tensor, mesh: Mesh, tokens: Tensor) -> Tensor:
-    """int64 [1, seq] -> logits [1, seq, vocab] on every rank: each puts those of its `positions` in their places."""
-    here = tokens.to(positions.device)[:, positions]
-    found = look(here, 1, lambda _, hidden: model.lm_head(hidden).float())
-    logits = torch.zeros(1, tokens.shape[1], model.config.vocab_size, device=positions.device)
-    logits[:, positions] = found.float() if found.dim() else 0.0
+def validate(config: Any, parts: SimpleNamespace) -> float:
+    """Mean loss over all targets of the held-out sequences. A collective; its traffic is not shown."""
+    observer, comm.observer = comm.observer, None
+    size, dp, here = config.micro_batch_size, group_of(parts, "dp"), positions_of(parts)
+    tokens, targets = held_out(parts.data, config.eval_sequences, dp.size * size)
+    device = next(parts.model.parameters()).device
+    count = (targets != IGNORE).sum().clamp(min=1).item()
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    for x, y in zip(
+        *(t[dp.rank :: dp.size][:, here.cpu()].to(device).split(size) for t in (tokens, targets)), strict=True
+    ):
+        loss += look(parts, x, y)
+    for dim in ("dp", "cp", "pp"):
+        all_reduce(loss, group_of(parts, dim)).wait()
+    comm.observer = observer
+    return loss.item() / count
+
+
+def whole_logits(parts: SimpleNamespace, tokens: Tensor) -> Tensor:
+    """int64 [1, seq] -> logits [seq, vocab] on every rank. A collective."""
+    model, here, tp = parts.model, positions_of(parts), group_of(parts, "tp")
+    seen: list[Tensor] = []
+    right, model.loss = model.loss, lambda logits, _targets: (seen.append(logits), logits.new_zeros(()))[1]
+    x = tokens[:, here.cpu()].to(next(model.parameters()).device)
+    try:
+        look(parts, x, x)
+    finally:
+        model.loss = right
+    whole = torch.zeros(tokens.shape[1], model.config.vocab_size, device=x.device)
+    if seen:
+        ours = seen[0][0].float().contiguous()  # [seq / cp, vocab / tp]
+        columns = ours.new_empty(tp.size, *ours.shape)
+        all_gather(columns.view(-1), ours.view(-1), tp).wait()
+        whole[here] = columns.movedim(0, 1).flatten(1)[:, : whole.shape[1]]  # without the padding of an uneven cut
     for dim in ("cp", "pp"):
-        if dim in mesh.groups:
-            all_reduce(logits, mesh[dim], "(logits)").wait()
-    return logits
+        all_reduce(whole, group_of(parts, dim)).wait()
+    return whole
 
 
-def generate(
-    look: Look, model: Decoder, positions: Tensor, mesh: Mesh, prompt: str, n_tokens: int = 400, seed: int = 0
-) -> str:
+def decode(tokens: list[int]) -> str:
+    """Byte tokens -> text; END becomes a blank line, ids that are no byte are skipped."""
+    return b"".join(b"\n\n" if t == END else bytes([t]) for t in tokens if t <= END).decode("utf-8", errors="replace")
+
+
+def generate(parts: SimpleNamespace, prompt: str, n_tokens: int = 400, seed: int = 0) -> str:
     """Continue `prompt` (bytes) by `n_tokens` sampled at temperature 0.8, by a full forward pass for each.
 
     A text shorter than the sequence is filled up behind, where causal attention does not look.
     """
-    logits_of, seq_len = partial(whole_logits, look, model, positions, mesh), model.config.seq_len
-    tokens, generator = list(prompt.encode()), torch.Generator().manual_seed(seed)
+    seq_len, tokens = parts.model.config.seq_len, list(prompt.encode())
+    generator = torch.Generator().manual_seed(seed)
     for _ in range(n_tokens):
         window = tokens[-seq_len:]
-        logits = logits_of(torch.tensor([window + [0] * (seq_len - len(window))]))
-        probabilities = (logits[0, len(window) - 1].cpu() / 0.8).softmax(-1)
+        logits = whole_logits(parts, torch.tensor([window + [0] * (seq_len - len(window))]))
+        probabilities = (logits[len(window) - 1].cpu() / 0.8).softmax(-1)
         tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     return decode(tokens)
+
+
+def metrics(config: Any, parts: SimpleNamespace, step: int, end: int) -> dict[str, float]:
+    """For metrics.jsonl, when it is time: the validation loss. `end`: how many steps the run will have done."""
+    due = config.eval_every and ((step + 1) % config.eval_every == 0 or step + 1 == end)
+    return dict(validation_loss=validate(config, parts)) if due else {}
+
+
+def answer(config: Any, parts: SimpleNamespace):
+    """What --generate prints, on rank 0."""
+    text = generate(parts, config.generate)
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(text, flush=True)

@@ -1,77 +1,73 @@
-"""Is a run still healthy: finite numbers, no spikes, and what each rank sees before all numbers are summed."""
+"""What each rank sees before all numbers are summed (`--log-ranks`).
 
-import math
-import statistics
+metrics.jsonl gets `ranks`, a list with, for each rank, its `loss` (mean over its own target tokens; 0 without the last
+stage of a pipeline), the `grad_norm` of the gradients that it updates with, the `seconds` from the last step's end
+until it waits for the sums over ranks, and `peak_memory_bytes` (of a GPU; else of the whole process).
+"""
+
+import resource
 import time
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from common import UserError
-from common.moe import MoEConfig
-from services import checkpoint as checkpoints
-from services.devices import peak_memory
+from common.model import IGNORE
 from services.launch import gather_objects
-from services.run import Run
-
-WINDOW = 32  # steps that the running medians of --skip-spikes look back on
+from step02_ddp import Config as SINCE  # noqa: F401  # one process is its own metrics
 
 
-class Spikes:
-    """--skip-spikes: the loss and the gradient norm of the last steps, `recent`, and whether new ones stand out."""
+@dataclass
+class Flags:
+    """Health (services/health.py)."""
 
-    def __init__(self, factor: float):
-        self.factor = factor
-        self.recent: tuple[tuple[float, float], ...] = ()
-
-    def is_spike(self, *values: float) -> bool:
-        """Whether loss or norm exceeds `factor` times its median over the last steps, of which 8 are needed.
-
-        Spikes enter the medians too: what lasts becomes normal, and training goes on.
-        """
-        if not self.factor:
-            return False
-        medians = [statistics.median(before) for before in zip(*self.recent, strict=True)]
-        enough = len(self.recent) >= 8
-        self.recent = (*self.recent, values)[-WINDOW:]
-        return enough and any(v > self.factor * median for v, median in zip(values, medians, strict=True))
+    log_ranks: bool = False  # each rank's loss, gradient norm, memory and seconds in metrics.jsonl
 
 
-def health(run: Run, loss: Tensor | float, optimizer: Any) -> dict[str, list[dict]]:
-    """With --log-ranks, for the record: {"ranks": what each rank sees before all numbers are summed}. A collective.
+class Health:
+    """Listens to the parts of a run; `of_rank` is what it has heard in this step."""
 
-    A straggler has the most `seconds` less `waited_seconds`; what replicas hold alike has one `grad_norm`.
-    """
-    if not run.config.log_ranks:
-        return {}
-    parts = [part for part in optimizer.gradients().values() if part.numel()]
-    norm = torch.nn.utils.get_total_norm(parts).item() / optimizer.loss_scale if parts else 0.0
-    ours = dict(rank=run.rank, loss=float(loss), grad_norm=norm, seconds=time.perf_counter() - run.started)
-    ours["waited_seconds"] = sum(run.mesh.ledger.wait_seconds.values())
-    ours["peak_memory_bytes"] = peak_memory(run.device)
-    return dict(ranks=gather_objects(ours, run.mesh))
+    def __init__(self, parts: SimpleNamespace):
+        self.parts, self.began = parts, time.perf_counter()
+        self.loss, self.update, self.finish = parts.model.loss, parts.optimizer.step, parts.sync.finish
+        parts.model.loss, parts.optimizer.step, parts.sync.finish = self.losing, self.updating, self.finishing
+        self.total, self.count = 0.0, 0
+
+    def losing(self, logits: Tensor, targets: Tensor, *more: Any) -> Tensor:
+        """Instead of the model's loss."""
+        loss = self.loss(logits, targets, *more)
+        if torch.is_grad_enabled():  # not a validation's
+            self.total, self.count = self.total + loss.detach(), self.count + (targets != IGNORE).sum()
+        return loss
+
+    def finishing(self):
+        """Instead of the sums over ranks."""
+        self.seconds = time.perf_counter() - self.began
+        self.finish()
+
+    def updating(self, lr: float, factor: float):
+        """Instead of the update."""
+        parts = [part for part in self.parts.optimizer.gradients().values() if part.numel()]
+        self.norm = torch.nn.utils.get_total_norm(parts).item() if parts else 0.0
+        self.update(lr, factor)
+
+    def of_step(self) -> dict[str, list[dict]]:
+        """For the record: what each rank has seen. A collective."""
+        ours = dict(loss=float(self.total) / max(1, int(self.count)), grad_norm=self.norm, seconds=self.seconds)
+        gpu = next(self.parts.model.parameters()).is_cuda
+        peak = torch.cuda.max_memory_allocated() if gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self.total, self.count, self.began = 0.0, 0, time.perf_counter()
+        return dict(ranks=gather_objects(ours | dict(peak_memory_bytes=peak)))
 
 
-def expert_metrics(m: MoEConfig, counted: Tensor) -> dict[str, Any]:
-    """For metrics.jsonl: load of each expert by layer (1/E is even), the share of choices dropped, and so on."""
-    layers = [n for n in range(m.n_layers) if m.has_experts(n)]
-    if not layers:
-        return {}
-    choices, (drops, entropy, loss) = counted[layers, :-3].sum(-1), counted[layers, -3:].unbind(-1)
-    load = (counted[layers, :-3] / choices[:, None]).tolist()
-    return dict(
-        expert_load=dict(zip(map(str, layers), load, strict=True)),
-        drop_rate=(drops / choices).mean().item(),
-        router_entropy=(entropy / choices).mean().item() * m.experts_per_token,
-        balance_loss=loss.sum().item(),
-    )
+def attach(config: Any, parts: SimpleNamespace):
+    """Listen, if asked to."""
+    parts.health = Health(parts) if config.log_ranks else None
 
 
-def require_finite(value: Tensor | float, step: int, run: Run, what: str = "loss"):
-    """Stop before a NaN or an infinity reaches the weights. Raises UserError."""
-    if not math.isfinite(value):
-        raise UserError(
-            f"step {step + 1}: the {what} is {float(value)}; lower --lr, or resume from the last good checkpoint, "
-            f"{checkpoints.newest(run.out) or 'of which there is none'}"
-        )
+def metrics(parts: SimpleNamespace) -> dict[str, list[dict]]:
+    """For metrics.jsonl."""
+    health = getattr(parts, "health", None)
+    return {} if health is None else health.of_step()

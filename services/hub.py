@@ -1,31 +1,23 @@
 """Between checkpoints and Hugging Face's formats: `python -m services.hub export | import`.
 
     export DIR OUT     the weights of a run (or checkpoint) DIR as config.json and model.safetensors, which
-                       AutoModelForCausalLM.from_pretrained(OUT) opens; in their dtype, tensor by tensor.
+                       AutoModelForCausalLM.from_pretrained(OUT) opens; in the dtype that the run computed in
     import FOLDER OUT  config.json and *.safetensors of such a model as a checkpoint of step 0: start with it by
-                       --resume OUT. There are no moments yet, and the data begins at the beginning.
+                       --resume OUT. There are no moments yet, and the data begins at the beginning
 
-Three of their architectures compute what this decoder computes, number for number:
+Two of their architectures compute what this decoder computes, number for number:
 
-    Llama         no experts. Names and shapes are the same on both sides
-    Mixtral       every layer has experts, and nothing else: softmax over all experts, top-k, the chosen sum to 1
-    Ernie 4.5     the same with what Mixtral has not: shared experts, whose output is added plainly; a bias that chooses
-    MoE           but does not weigh (--balance bias); layers without experts before, or between, those with experts
+    Llama       no experts. Names and shapes are the same on both sides
+    Mixtral     step 7: softmax over all experts, top-k, the gates of the chosen sum to 1
 
-A model with experts is exported as Mixtral if it fits, else as Ernie 4.5 MoE. Files have one tensor for each expert;
-ours has one for all, [experts, out, in]. Ernie's RoPE rotates neighbouring components, 2i and 2i+1, ours i and
-i + head_dim/2: so the rows of q_proj and k_proj change places.
-
-Not the same, and so not served: Qwen3-MoE and OLMoE normalise queries and keys (an RMSNorm is no identity, whatever its
-weight); Qwen2-MoE multiplies shared experts by a sigmoid gate; DeepSeek has latent attention. A token that visits one
-expert (gates p, not 1), and groups of experts, have no place in these formats.
+Mixtral's files have one tensor for each expert; ours has one for all, [experts, out, in]. A token that visits one
+expert (its gate is p, not 1) has no place in Mixtral's format.
 """
 
 import dataclasses
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,14 +28,12 @@ from torch import Tensor
 
 from common import UserError
 from common.model import PRESETS, Decoder, ModelConfig
-from common.moe import MOE_PRESETS, Balance, MoEConfig, add_experts
 from services.boxes import Piece
-from services.checkpoint import find
-from services.flags import check_shape
-from services.saver import Saver
+from services.checkpoint import Saver, find
+from services.shapes import check_shape, differing
 
 SHARD_BYTES = 4 * 2**30  # no more is held in memory at once
-ALL = {  # ours -> theirs, in all formats
+SIZES = {  # ours -> theirs
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads",
@@ -54,87 +44,69 @@ ALL = {  # ours -> theirs, in all formats
     "norm_eps": "rms_norm_eps",
     "ffn_dim": "intermediate_size",
 }
+EXPERT_SIZES = {"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"}
+EXPERT_NAMES = {  # the * is the number of an expert
+    "mlp.router.": "block_sparse_moe.gate.",
+    "mlp.experts.gate_proj.": "block_sparse_moe.experts.*.w1.",
+    "mlp.experts.up_proj.": "block_sparse_moe.experts.*.w3.",
+    "mlp.experts.down_proj.": "block_sparse_moe.experts.*.w2.",
+}
 
 
 class Format(NamedTuple):
-    """One of their architectures: what its config.json and its files call what is ours."""
+    """One of their architectures."""
 
     architecture: str
-    fields: dict[str, str]  # ours -> theirs, besides ALL
-    names: dict[str, str]  # parts of a tensor's name, ours -> theirs; the * is the number of an expert
     without: dict[str, Any]  # what the format could have, and the value that says that this model has not
     defaults: dict[str, Any]  # of keys that an old config.json may lack
-    pairs: bool = False  # RoPE rotates components 2i and 2i+1
 
 
 FORMATS = {
     "llama": Format(
-        "LlamaForCausalLM",
-        {},
-        {},
-        dict(attention_bias=False, mlp_bias=False),
-        dict(rms_norm_eps=1e-6, rope_theta=1e4),
+        "LlamaForCausalLM", dict(attention_bias=False, mlp_bias=False), dict(rms_norm_eps=1e-6, rope_theta=1e4)
     ),
-    "mixtral": Format(
-        "MixtralForCausalLM",
-        dict(experts="num_local_experts", experts_per_token="num_experts_per_tok"),
-        {
-            "mlp.router.": "block_sparse_moe.gate.",
-            "mlp.experts.gate_proj.": "block_sparse_moe.experts.*.w1.",
-            "mlp.experts.up_proj.": "block_sparse_moe.experts.*.w3.",
-            "mlp.experts.down_proj.": "block_sparse_moe.experts.*.w2.",
-        },
-        dict(sliding_window=None),
-        dict(rms_norm_eps=1e-5, rope_theta=1e6),
-    ),
-    "ernie4_5_moe": Format(
-        "Ernie4_5_MoeForCausalLM",
-        dict(
-            experts="moe_num_experts",
-            experts_per_token="moe_k",
-            expert_dim="moe_intermediate_size",
-            shared_experts="moe_num_shared_experts",
-            dense_layers="moe_layer_start_index",
-            moe_every="moe_layer_interval",
-        ),
-        {
-            "mlp.router.bias": "mlp.moe_statics.e_score_correction_bias",
-            "mlp.router.": "mlp.gate.",
-            "mlp.experts.": "mlp.experts.*.",
-        },
-        dict(use_bias=False, moe_norm_min=1e-12),
-        dict(rms_norm_eps=1e-5, rope_theta=5e5, tie_word_embeddings=True),
-        pairs=True,
-    ),
+    "mixtral": Format("MixtralForCausalLM", dict(sliding_window=None), dict(rms_norm_eps=1e-5, rope_theta=1e6)),
 }
 LLAMA3_ROPE = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 
 
-def format_of(m: MoEConfig, biased: bool, source: str) -> tuple[str, MoEConfig]:
-    """Their model type for a decoder, and its shape in their terms. `biased`: some router has a bias. UserError."""
-    moe = [m.has_experts(layer) for layer in range(m.n_layers)]
-    if not any(moe):
-        return "llama", m
-    if m.experts_per_token == 1:
-        raise UserError(f"export {source}: the gate of --experts-per-token 1 is p; in Hugging Face's formats it is 1")
-    if 0 < m.groups_per_token < m.expert_groups:
-        raise UserError(f"export {source}: Hugging Face's formats for this router have no --groups-per-token")
-    if all(moe) and not m.shared_experts and not biased:
-        return "mixtral", replace(m, ffn_dim=m.expert_width, expert_dim=0)
-    if m.dense_layers % m.moe_every:
-        raise UserError(f"export {source}: --dense-layers {m.dense_layers} is no multiple of --moe-every {m.moe_every}")
-    return "ernie4_5_moe", replace(m, expert_dim=m.expert_width)
+class Moe(NamedTuple):
+    """Experts: none, or step 7's."""
+
+    experts: int = 0
+    experts_per_token: int = 0
 
 
-def config_of(kind: str, m: MoEConfig, dtype: str) -> dict[str, Any]:
-    """config.json of a model of this type and shape; RoPE in the words of transformers 4 and of 5."""
-    style = FORMATS[kind]
+def their_names(name: str, experts: int) -> list[str]:
+    """What their files call one of our tensors: one name, or one for each expert."""
+    for ours, theirs in EXPERT_NAMES.items():
+        if ours in name:
+            name = name.replace(ours, theirs)
+    return [name.replace("*", str(e)) for e in range(experts)] if "*" in name else [name]
+
+
+def shapes_of(m: ModelConfig, experts: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of all parameters by name. With `experts`, ffn_dim is their width."""
+    with torch.device("meta"):
+        shapes = {name: tuple(param.shape) for name, param in Decoder(m).named_parameters()}
+    for name in [name for name in shapes if experts and ".mlp." in name]:
+        layer, linear = name.split("mlp.")
+        shapes[f"{layer}mlp.router.weight"] = (experts, m.dim)
+        shapes[f"{layer}mlp.experts.{linear}"] = (experts, *shapes.pop(name))
+    return shapes
+
+
+def config_of(m: ModelConfig, moe: Moe, dtype: str) -> dict[str, Any]:
+    """config.json of a model; RoPE in the words of transformers 4 and of 5."""
+    kind = "mixtral" if moe.experts else "llama"
     rope: dict[str, Any] = dict(rope_type="default")
     if m.rope_scaling != 1.0:
         rope = dict(rope_type="llama3", factor=m.rope_scaling, **LLAMA3_ROPE)
-    return {theirs: getattr(m, ours) for ours, theirs in (ALL | style.fields).items()} | dict(
-        **style.without,
-        architectures=[style.architecture],
+    sizes = {theirs: getattr(m, ours) for ours, theirs in SIZES.items()}
+    sizes |= {theirs: getattr(moe, ours) for ours, theirs in EXPERT_SIZES.items() if moe.experts}
+    return sizes | dict(
+        **FORMATS[kind].without,
+        architectures=[FORMATS[kind].architecture],
         model_type=kind,
         head_dim=m.head_dim,
         hidden_act="silu",
@@ -148,110 +120,72 @@ def config_of(kind: str, m: MoEConfig, dtype: str) -> dict[str, Any]:
     )
 
 
-def shapes_of(m: ModelConfig) -> dict[tuple[str, str], tuple[int, ...]]:
-    """Shapes of a decoder's parameters and buffers by (kind, name), kinds as in checkpoints."""
-    with torch.device("meta"):
-        model = Decoder(m)
-        if getattr(m, "experts", 0):
-            add_experts(model, Balance(m, 1, torch.device("meta")))
-    found = {("model", name): tuple(param.shape) for name, param in model.named_parameters()}
-    return found | {("buffer", name): tuple(buffer.shape) for name, buffer in model.named_buffers()}
-
-
-def their_names(name: str, m: MoEConfig, style: Format) -> list[str]:
-    """What their files call one of our tensors: one name, or one for each expert."""
-    for ours, theirs in style.names.items():
-        if ours in name:
-            name = name.replace(ours, theirs)
-            return [name.replace("*", str(e)) for e in range(m.experts)] if "*" in name else [name]
-    return [name]
-
-
-def swap_pairs(weight: Tensor, name: str, m: ModelConfig, back: bool) -> Tensor:
-    """Rows of q_proj and k_proj [heads x head_dim, dim]: component h head_dim/2 + i of a head <-> 2 i + h."""
-    if not name.endswith(("q_proj.weight", "k_proj.weight")):
-        return weight
-    halves = (m.head_dim // 2, 2) if back else (2, m.head_dim // 2)
-    return weight.view(-1, *halves, m.dim).transpose(1, 2).reshape(weight.shape)
-
-
-def to_theirs(name: str, full: Tensor, m: MoEConfig, style: Format) -> dict[str, Tensor]:
-    """One of our tensors as theirs, by name: each in memory of its own."""
-    names = their_names(name, m, style)
-    full = swap_pairs(full, name, m, back=False) if style.pairs else full
-    parts = full if len(names) > 1 else [full[None] if name.endswith("router.bias") else full]
-    return {theirs: part.clone() for theirs, part in zip(names, parts, strict=True)}
-
-
 def export(source: str, out: str) -> str:
     """Write the folder `out` from a run directory or checkpoint; returns what to say. Raises UserError."""
     found, folder = find(source, Path(source)), Path(out)
-    known = {field.name for field in dataclasses.fields(MoEConfig)}
-    m = MoEConfig(**{key: value for key, value in found.meta["model"].items() if key in known})
-    held = {(kind, name): shape for kind in ("model", "buffer") for name, shape in found.shapes(kind).items()}
-    if odd := sorted(name for (kind, name), shape in held.items() ^ shapes_of(m).items() if kind == "model"):
-        raise UserError(f"export {source}: {odd[0]} does not fit the model that its meta.json describes")
-    biases = [name for kind, name in held if kind == "buffer"]
-    kind, m = format_of(m, any(found.full("buffer", name).any() for name in biases), source)
-    about, style = found.meta["tensors"], FORMATS[kind]
-    wanted = [key for key in held if key[0] == "model" or kind == "ernie4_5_moe"]
-    shards: list[list[tuple[str, str]]] = [[]]
-    size = 0
-    for group, name in wanted:
-        n_bytes = torch.Size(held[group, name]).numel() * getattr(torch, about[group][name]["dtype"]).itemsize
+    index, m = found.index, ModelConfig(**found.index["model"])
+    held = {name: tuple(about["shape"]) for name, about in index["tensors"]["master"].items()}
+    routers = [shape[0] for name, shape in held.items() if name.endswith("router.weight")]
+    moe = Moe(routers[0], index["config"]["experts_per_token"]) if routers else Moe()
+    if routers:
+        m = dataclasses.replace(m, ffn_dim=index["config"].get("expert_dim") or m.ffn_dim)
+    if moe.experts_per_token == 1:
+        raise UserError(f"export {source}: the gate of --experts-per-token 1 is p; in Hugging Face's formats it is 1")
+    buffers = index["tensors"].get("buffer", {})
+    if odd := sorted(name for name, _ in held.items() ^ shapes_of(m, moe.experts).items()) or sorted(buffers):
+        raise UserError(f"export {source}: Llama's and Mixtral's formats have no place for {odd[0]}")
+    dtype, shards, size = getattr(torch, index["dtype"].removeprefix("torch.")), [[]], 0
+    for name, shape in held.items():
+        n_bytes = torch.Size(shape).numel() * dtype.itemsize
         if shards[-1] and size + n_bytes > SHARD_BYTES:
             shards.append([])
             size = 0
-        shards[-1].append((group, name))
+        shards[-1].append(name)
         size += n_bytes
     files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    files = files if len(shards) > 1 else ["model.safetensors"]
-    dtype, files_of = about["model"]["model.embed_tokens.weight"]["dtype"], {}
+    files, file_of = files if len(shards) > 1 else ["model.safetensors"], {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for file, keys in zip(files, shards, strict=True):
+        for file, names in zip(files, shards, strict=True):
             tensors: dict[str, Tensor] = {}
-            for group, name in keys:
-                tensors |= to_theirs(name, found.full(group, name), m, style)
+            for name in names:
+                full, theirs = found.whole("master", name).to(dtype), their_names(name, moe.experts)
+                tensors |= {a: b.clone() for a, b in zip(theirs, full if ".experts." in name else [full], strict=True)}
             save_file(tensors, folder / file, {"format": "pt"})
-            files_of |= dict.fromkeys(tensors, file)
+            file_of |= dict.fromkeys(tensors, file)
         if len(shards) > 1:
             total = sum((folder / file).stat().st_size for file in files)
-            summary = dict(metadata=dict(total_size=total), weight_map=files_of)
+            summary = dict(metadata=dict(total_size=total), weight_map=file_of)
             (folder / "model.safetensors.index.json").write_text(json.dumps(summary, indent=1) + "\n")
-        (folder / "config.json").write_text(json.dumps(config_of(kind, m, dtype), indent=1) + "\n")
+        config = config_of(m, moe, index["dtype"].removeprefix("torch."))
+        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     except (OSError, SafetensorError) as error:
         raise UserError(f"export: {out} cannot be written ({error})") from error
-    n = sum(torch.Size(shape).numel() for (group, _), shape in held.items() if group == "model")
-    return f"{found.path} (step {found.meta['step']}, {n:,} parameters, {dtype}) -> {folder}/, {style.architecture}"
+    return f"{found.path} (step {index['step']}, {index['dtype']}) -> {folder}/, {config['architectures'][0]}"
 
 
-def model_config(theirs: dict[str, Any], source: str) -> ModelConfig:
-    """config.json -> the shape of a decoder. Raises UserError for what ours does not have."""
+def model_of(theirs: dict[str, Any], source: str) -> tuple[ModelConfig, Moe]:
+    """config.json -> the shape of a decoder, and its experts. Raises UserError for what ours does not have."""
 
     def need(name: str, found: Any, *allowed: Any):
         if found not in allowed:
             raise UserError(f"import {source}: its {name} is {found}, this decoder knows only {allowed[0]}")
 
-    if theirs.get("model_type") not in FORMATS:
-        kinds = ", ".join(FORMATS)
-        raise UserError(f"import {source}: its model_type is {theirs.get('model_type')}, this decoder knows {kinds}")
-    style = FORMATS[theirs["model_type"]]
+    kind = theirs.get("model_type")
+    if kind not in FORMATS:
+        raise UserError(f"import {source}: its model_type is {kind}, this decoder knows {', '.join(FORMATS)}")
+    style, names = FORMATS[kind], SIZES | (EXPERT_SIZES if kind == "mixtral" else {})
     defaults = dict(num_key_value_heads=None, tie_word_embeddings=False) | style.defaults
     need("hidden_act", theirs.get("hidden_act", "silu"), "silu")
     for key, value in style.without.items():
         need(key, theirs.get(key, value), value)
-    names = ALL | style.fields
-    missing = [key for key in names.values() if key not in theirs and key not in defaults]
-    if missing:
+    if missing := [key for key in names.values() if key not in theirs and key not in defaults]:
         raise UserError(f"import {source}: config.json does not say {', '.join(missing)}")
     values = {ours: theirs.get(key, defaults.get(key)) for ours, key in names.items()}
     values["n_kv_heads"] = values["n_kv_heads"] or values["n_heads"]
-    if values.get("experts_per_token") == 1:
+    moe = Moe(*(values.pop(name, 0) for name in EXPERT_SIZES))
+    if moe.experts_per_token == 1:
         raise UserError(f"import {source}: its one expert a token has the gate 1, this decoder's has p")
-    if "dense_layers" in values:  # theirs: layers from here on, if (number + 1) % moe_every == 0
-        values["dense_layers"] -= values["dense_layers"] % values["moe_every"]
-        need("moe_layer_end_index", theirs.get("moe_layer_end_index", -1), -1, values["n_layers"] - 1)
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     scaled = rope.get("rope_type", rope.get("type", "default"))
     need("rope_type", scaled, "default", "llama3")
@@ -260,56 +194,43 @@ def model_config(theirs: dict[str, Any], source: str) -> ModelConfig:
             need(key, rope.get(key), value)
         values["rope_scaling"] = float(rope["factor"])
     values["rope_theta"] = float(rope.get("rope_theta", theirs.get("rope_theta", defaults["rope_theta"])))
-    try:
-        m = check_shape((MoEConfig if "experts" in values else ModelConfig)(**values))
-    except (UserError, TypeError) as error:
-        raise UserError(f"import {source}: {error}") from error
+    m = ModelConfig(**values)
+    check_shape(m)
     need("head_dim", theirs.get("head_dim") or m.head_dim, m.head_dim)
-    return m
+    return m, moe
 
 
-def flags_for(m: ModelConfig, source: str) -> tuple[str, str]:
-    """The preset nearest to a shape, and the command-line flags that make it that shape. Raises UserError."""
-    fixed, presets = ("rope_theta", "rope_scaling", "norm_eps"), MOE_PRESETS if hasattr(m, "experts") else PRESETS
-    fitting = {k: p for k, p in presets.items() if all(getattr(p, name) == getattr(m, name) for name in fixed)}
+def flags_for(m: ModelConfig, moe: Moe, source: str) -> str:
+    """The command-line flags of the nearest preset, and those that make it this shape. Raises UserError."""
+    fixed = ("rope_theta", "rope_scaling", "norm_eps")
+    fitting = {k: p for k, p in PRESETS.items() if all(getattr(p, name) == getattr(m, name) for name in fixed)}
     if not fitting:
-        known = sorted({tuple(getattr(p, name) for name in fixed) for p in presets.values()})
+        known = sorted({tuple(getattr(p, name) for name in fixed) for p in PRESETS.values()})
         raise UserError(f"import {source}: no preset has its {fixed} {tuple(getattr(m, f) for f in fixed)}: {known} do")
-    names = [f.name for f in dataclasses.fields(m) if f.name not in fixed]
-
-    def differing(preset: str) -> list[str]:
-        return [name for name in names if getattr(presets[preset], name) != getattr(m, name)]
-
-    preset, flags = min(fitting, key=lambda name: len(differing(name))), []
-    for name in differing(preset):
-        flag, value = name.replace("_", "-"), getattr(m, name)
-        flags.append(f"--{flag} {value}" if not isinstance(value, bool) else f"--{flag}" if value else f"--no-{flag}")
-    return preset, " ".join([f"--model {preset}", *flags])
+    preset = min(fitting, key=lambda name: len(differing(m, fitting[name]).split()))
+    experts = [f"--experts {moe.experts} --experts-per-token {moe.experts_per_token}"] if moe.experts else []
+    return " ".join([f"--model {preset}", differing(m, fitting[preset]), *experts])
 
 
-def weights(folder: Path, m: ModelConfig, style: Format) -> Iterator[Piece]:
+def weights(folder: Path, m: ModelConfig, moe: Moe) -> Iterator[Piece]:
     """The tensors of a folder's safetensors files, as parts of ours. Raises UserError if one is missing or odd."""
-    files = sorted(folder.glob("*.safetensors"))
-    wanted = {  # their name -> kind, name and shape of the tensor of ours that has it, and which part of that it is
-        theirs: (kind, name, shape, part)
-        for (kind, name), shape in shapes_of(m).items()
-        if kind == "model" or style is FORMATS["ernie4_5_moe"]
-        for part, theirs in enumerate(their_names(name, m, style))
+    wanted = {  # their name -> name and shape of the tensor of ours that has it, and which part of that it is
+        theirs: (name, shape, part)
+        for name, shape in shapes_of(m, moe.experts).items()
+        for part, theirs in enumerate(their_names(name, moe.experts))
     }
     missing = set(wanted)
-    for path in files:
+    for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for theirs in file.keys():  # noqa: SIM118  # not a dict
                 tied = theirs == "lm_head.weight" and theirs not in wanted
-                if tied or theirs.endswith("rotary_emb.inv_freq") or "mtp" in theirs:
-                    continue  # a copy of the embedding, a table, or a part that predicts more tokens than the next
-                tensor, (kind, name, shape, part) = file.get_tensor(theirs), wanted.get(theirs, ("", "", (), 0))
-                expected = shape[1:] if ".mlp.experts." in name else (1, *shape) if kind == "buffer" else shape
-                if not name or tuple(tensor.shape) != expected:
+                if tied or theirs.endswith("rotary_emb.inv_freq"):
+                    continue  # a copy of the embedding, or a table
+                tensor, (name, shape, part) = file.get_tensor(theirs), wanted.get(theirs, ("", (), 0))
+                if not name or tuple(tensor.shape) != (shape[1:] if ".experts." in name else shape):
                     raise UserError(f"import {folder}: {theirs} {list(tensor.shape)} does not fit config.json")
                 missing.discard(theirs)
-                tensor = swap_pairs(tensor, name, m, back=True) if style.pairs else tensor
-                yield Piece(kind, name, tensor.contiguous(), shape, start=part * tensor.numel())
+                yield Piece("master", name, tensor.contiguous(), shape, first=part * tensor.numel())
     if missing:
         raise UserError(f"import {folder}: no *.safetensors file there has {sorted(missing)[0]}")
 
@@ -320,18 +241,15 @@ def import_weights(source: str, out: str) -> str:
     if target.exists():
         raise UserError(f"import: {out} exists already; give a new run directory")
     try:
-        theirs = json.loads((folder / "config.json").read_text())
-        m = model_config(theirs, source)
-        preset, flags = flags_for(m, source)
-        pieces = list(weights(folder, m, FORMATS[theirs["model_type"]]))
-    except (OSError, ValueError, AttributeError, SafetensorError) as error:
+        m, moe = model_of(json.loads((folder / "config.json").read_text()), source)
+        flags = flags_for(m, moe, source)
+        pieces = list(weights(folder, m, moe))
+    except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:
         raise UserError(f"import {source}: its config.json or *.safetensors cannot be read ({error})") from error
-    config = dict(model=preset, imported=str(folder))
     dtype = next(str(piece.tensor.dtype) for piece in pieces if "embed_tokens" in piece.name)
-    Saver(target).save(0, pieces, dict(config=config, model=dataclasses.asdict(m), dtype=dtype))
-    n = sum(piece.tensor.numel() for piece in pieces if piece.kind == "model")
-    step = " in step 7" * hasattr(m, "experts")
-    return f"{folder} ({n:,} parameters, {dtype[6:]}) -> {target}/; go on{step} with {flags} --resume {target}"
+    config = dict(model=flags.split()[1], imported=str(folder), experts_per_token=moe.experts_per_token)
+    Saver(target).save(0, pieces, dict(config=config, model=dataclasses.asdict(m), dtype=dtype, state={}))
+    return f"{folder} ({dtype}) -> {target}/; go on{' in step 7' * bool(moe.experts)} with {flags} --resume {target}"
 
 
 def main(argv: list[str]):

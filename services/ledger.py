@@ -1,59 +1,56 @@
-"""What every rank sends: calls and bytes by mesh dimension and operation, as common/comm.py books them."""
+"""What this rank sends: calls and bytes by mesh dimension and operation, as `comm.observer` sees them."""
 
-import time
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
 from typing import Any
 
-import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from common.comm import Group
+from services.tables import human, table
+from theory.traffic import Traffic
 
 
-@dataclass
 class Ledger:
-    """Calls and bytes sent by this rank, by (mesh dimension, operation), and seconds waited, since the last `take`."""
+    """Entries since the last `take`; for the watchdog, also what was entered since the start."""
 
-    calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
-    bytes: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
-    wait_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    events: list[tuple[str, Any, Any]] = field(default_factory=list)
-    entered: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # collectives by dimension, never cleared
-    last: str = ""  # the call entered last
+    def __init__(self):
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.bytes: Counter[tuple[str, str]] = Counter()
+        self.entered: Counter[str] = Counter()  # collectives, by group; never cleared
+        self.last = ""  # the call entered last
+        self.names: dict[int, str] = {}
 
-    def book(self, group: Group, operation: str, n_bytes: float):
-        """Enter one call that sends `n_bytes` from this rank."""
-        self.entered[group.name] += operation != "send"
-        self.last = f"{group.name} {operation}"
+    def book(self, operation: str, group: Group, tensor: Tensor, share: float):
+        """An observer."""
         self.calls[group.name, operation] += 1
-        self.bytes[group.name, operation] += n_bytes
+        self.bytes[group.name, operation] += round(share * tensor.nbytes)
+        self.entered[self.members(group)] += operation != "send"
+        self.last = f"{group.name} {operation}"
 
-    @contextmanager
-    def waiting(self, group: Group) -> Iterator[None]:
-        """Book the enclosed time, during which this rank (or its GPU's compute stream) does nothing but wait."""
-        if group.device.type == "cuda":
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            yield
-            last.record()
-            self.events.append((group.name, first, last))
-        else:
-            start = time.perf_counter()
-            yield
-            self.wait_seconds[group.name] += time.perf_counter() - start
+    def members(self, group: Group) -> str:
+        """A group by its ranks."""
+        if id(group) not in self.names:
+            ranks = dist.get_process_group_ranks(group.handle)
+            self.names[id(group)] = f"{group.name} of ranks {' '.join(map(str, ranks))}"
+        return self.names[id(group)]
 
     def take(self) -> dict[str, Any]:
-        """The entries as metrics, `traffic` {dim: {operation: bytes}}, `calls` and `wait_seconds`; then start anew."""
-        for name, first, last in self.events:
-            last.synchronize()
-            self.wait_seconds[name] += first.elapsed_time(last) / 1e3
-        traffic, calls = defaultdict(dict), defaultdict(dict)
+        """The entries as metrics, `traffic` {dim: {operation: bytes}} and `calls`; then start anew."""
+        found: dict[str, Any] = dict(traffic=defaultdict(dict), calls=defaultdict(dict))
         for (dim, operation), n_bytes in self.bytes.items():
-            traffic[dim][operation] = n_bytes
-            calls[dim][operation] = self.calls[dim, operation]
-        taken = dict(traffic=dict(traffic), calls=dict(calls), wait_seconds=dict(self.wait_seconds))
-        for entries in (self.calls, self.bytes, self.wait_seconds, self.events):
-            entries.clear()
-        return taken
+            found["traffic"][dim][operation] = n_bytes
+            found["calls"][dim][operation] = self.calls[dim, operation]
+        self.calls.clear()
+        self.bytes.clear()
+        return found
+
+
+def traffic_table(taken: dict[str, Any], theory: Traffic, head: str = "predicted") -> str:
+    """Calls and bytes of a step, as `Ledger.take` has them, beside what theory says."""
+    rows = [["traffic of a step", "calls", "sent", head]]
+    for dim, operations in taken["traffic"].items():
+        for operation, sent in operations.items():
+            said = human(theory.get((dim, operation)))
+            rows.append([f"{dim} {operation}", f"{taken['calls'][dim][operation]:,}", human(sent), said])
+    return table(rows)

@@ -7,8 +7,8 @@ allocation; a weak reference tells when it is freed. What a kernel allocates and
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from services.tables import bytes_of, human, table
+
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "other")
-BORN_IN = {"forward": "activations", "receive": "activations"}  # in other phases "other", until `label` knows better
 
 
 class Event(NamedTuple):
@@ -34,84 +35,80 @@ class MemoryTimeline(TorchDispatchMode):
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         """`clock`: the seconds of an event."""
         super().__init__()
-        self.clock = clock
+        self.clock, self.born = clock, "other"  # under which category new storages go
         self.total: Counter[str] = Counter()  # bytes now alive, by category
+        self.kept = 0  # most bytes of activations at the end of a forward
         self.events: list[Event] = []
-        self.category: dict[int, str] = {}
-        self.number: dict[int, int] = {}  # address of a live storage -> its running number
-        self.size: dict[int, int] = {}  # address of a live storage -> its bytes as last seen
-        self.resizable: dict[int, weakref.ref] = {}  # storages of parameters: ZeRO-3 empties and refills them in place
-        self.birth_category = "other"
+        self.category: dict[int, str] = {}  # by running number of a storage
+        self.known: dict[int, tuple[int, int]] = {}  # address of a live storage -> (running number, bytes)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run the operator and note the storages of its inputs, which were there before, and of its outputs."""
+        """Run the operator, and note the storages of its inputs, which were there before, and of its outputs."""
         for tensor in tree_iter((args, kwargs)):
             if isinstance(tensor, Tensor):
                 self.note(tensor, "other")
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):
-                self.note(tensor, self.birth_category)
-        self.look_again()
+                self.note(tensor, self.born)
         return out
 
-    def look_again(self):
-        """Record which parameters have been emptied or filled."""
-        for storage in [ref() for ref in self.resizable.values()]:
-            self.look(storage)
-
-    def look(self, storage: torch.UntypedStorage):
-        """Record that a known storage has changed its size."""
+    def note(self, tensor: Tensor, category: str) -> int:
+        """Look at a tensor's storage: it may be new, or have been emptied or filled. Returns its running number."""
+        storage = tensor.untyped_storage()
         address, n_bytes = storage._cdata, storage.nbytes()
-        if n_bytes != self.size[address]:
-            self.enter(self.number[address], n_bytes - self.size[address])
-            self.size[address] = n_bytes
+        number, before = self.known.get(address, (len(self.category), 0))
+        if address not in self.known:
+            self.category[number] = category
+            weakref.finalize(storage, self.release, address).atexit = False
+        if n_bytes != before or address not in self.known:
+            self.known[address] = number, n_bytes
+            self.enter(number, n_bytes - before)
+        return number
+
+    def __enter__(self) -> "MemoryTimeline":
+        """Also watch storages that are emptied and filled in place, as ZeRO 3 does."""
+        right = self.right = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, n_bytes: int):
+            right(storage, n_bytes)
+            if storage._cdata in self.known:
+                number, before = self.known[storage._cdata]
+                self.known[storage._cdata] = number, n_bytes
+                self.enter(number, n_bytes - before)
+
+        torch.UntypedStorage.resize_ = resize_
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        """Stop."""
+        torch.UntypedStorage.resize_ = self.right
+        super().__exit__(*error)
+
+    def release(self, address: int):
+        """Called when a storage dies."""
+        number, n_bytes = self.known.pop(address)
+        self.enter(number, -n_bytes)
 
     def enter(self, number: int, n_bytes: int):
         """Record an event of a storage."""
         self.events.append(Event(self.clock(), number, n_bytes))
         self.total[self.category[number]] += n_bytes
 
-    def note(self, tensor: Tensor, category: str) -> int:
-        """Record the tensor's storage under `category` if it is new; returns its running number."""
-        storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address not in self.number:
-            number = self.number[address] = len(self.category)
-            self.category[number] = category
-            self.size[address] = storage.nbytes()
-            self.enter(number, storage.nbytes())
-            weakref.finalize(storage, self.release, address).atexit = False
-        return self.number[address]
-
-    def release(self, address: int):
-        """Called when a storage dies."""
-        self.resizable.pop(address, None)
-        self.enter(self.number.pop(address), -self.size.pop(address))
-
     def label(self, category: str, tensors: Iterable[Tensor | None]):
         """Put these tensors' storages under `category`, from their birth on."""
         for tensor in tensors:
             if tensor is not None:
-                number, n_bytes = self.note(tensor, category), self.size[tensor.untyped_storage()._cdata]
+                number, n_bytes = self.note(tensor, category), tensor.untyped_storage().nbytes()
                 self.total[self.category[number]] -= n_bytes
                 self.total[category] += n_bytes
                 self.category[number] = category
-                if category == "parameters":
-                    storage = tensor.untyped_storage()
-                    self.resizable[storage._cdata] = weakref.ref(storage)
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Watch the enclosed operators, those of forward as activations."""
-        self.birth_category = BORN_IN.get(name, "other")
-        with self:
-            yield
-        self.birth_category = "other"
-
-    def live(self, category: str) -> int:
-        """Bytes now alive under `category`."""
-        return self.total[category]
+    def phase(self, name: str):
+        """A listener of the clock: what is born in forward is an activation."""
+        if self.born == "activations" and name != "forward":
+            self.kept = max(self.kept, self.total["activations"])
+        self.born = "activations" if name == "forward" else "other"
 
     def curves(self) -> tuple[list[float], dict[str, list[int]]]:
         """Times in seconds from the first event, and for each category its bytes after each event."""
@@ -125,9 +122,79 @@ class MemoryTimeline(TorchDispatchMode):
         return times, curves
 
 
-def storage_bytes_made_by(function, *args) -> tuple[int, object]:
-    """Run `function(*args)`; returns the bytes of all storages it created that are still alive, and its result."""
-    timeline = MemoryTimeline()
-    with timeline.phase("forward"), torch.enable_grad():
-        result = function(*args)
-    return timeline.live("activations"), result
+def held_tensors(parts: SimpleNamespace) -> dict[str, list[Tensor | None]]:
+    """What a rank holds when gradients are complete, by kind."""
+    params, units = list(parts.model.parameters()), getattr(parts.optimizer, "units", [])
+    rule, masters = parts.optimizer.rule, [unit.master for unit in units]
+    if not units:
+        masters = list(parts.optimizer.masters.values())
+    weights = [*params, *(unit.slice for unit in units)]
+    own = {tensor.untyped_storage()._cdata for tensor in weights}
+    states = [value for state in getattr(rule, "state", {}).values() for value in state.values()]
+    return {
+        "parameters": weights,
+        "gradients": [*(param.grad for param in params), *(t for u in units for t in (u.gradient, u.grad_slice))],
+        "masters": [tensor for tensor in masters if tensor.untyped_storage()._cdata not in own],
+        "moments": [value for value in states if isinstance(value, Tensor) and value.dim()],
+    }
+
+
+class Held:
+    """Bytes by kind, as most seen; with a timeline of the steps that are watched closely."""
+
+    def __init__(self, parts: SimpleNamespace, steps: int):
+        """`steps`: how many of the first ones are watched."""
+        self.parts, self.steps = parts, steps
+        self.most: dict[str, int] = {}
+        self.timeline: MemoryTimeline | None = None
+        self.watching = False
+        right = parts.optimizer.step
+
+        def step(*args):
+            self.measure()
+            right(*args)
+            self.measure()  # the first update makes the moments
+
+        parts.optimizer.step = step
+
+    def measure(self):
+        """Note what there is."""
+        for kind, tensors in held_tensors(self.parts).items():
+            self.most[kind] = max(self.most.get(kind, 0), bytes_of(tensors))
+            if self.watching:
+                self.timeline.label({"masters": "optimizer", "moments": "optimizer"}.get(kind, kind), tensors)
+
+    def begin(self, step: int):
+        """Before a step: begin, or end, to watch every tensor."""
+        self.timeline = self.timeline or (MemoryTimeline() if self.steps else None)
+        if self.watching != (step < self.steps):
+            self.watching = not self.watching
+            self.timeline.__enter__() if self.watching else self.stop()
+
+    def stop(self):
+        """The watched steps are over."""
+        self.watching = False
+        self.timeline.__exit__(None, None, None)
+        self.most["activations"] = self.timeline.kept
+
+    def phase(self, name: str):
+        """A listener of the clock."""
+        if self.watching:
+            self.timeline.phase(name)
+
+
+def memory_table(predicted: dict[str, float], most: dict[str, int]) -> str:
+    """Predicted bytes by kind and, as far as they are known, the measured ones beside them."""
+    rows = [[kind, human(n), human(most.get(kind))] for kind, n in predicted.items()]
+    total = human(sum(most.values()) if most.keys() >= predicted.keys() else None)
+    return table([["memory", "predicted", "measured"], *rows, ["sum", human(sum(predicted.values())), total]])
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes at the highest point so far: the allocator's on a GPU, the resident size of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+    import sys
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,30 +1,23 @@
-"""Data sets of many kinds become one table with a column of token lists.
+"""Data sets of many kinds for `--dataset`: .jsonl, .parquet, folders, the hub (`name:config`), stored data sets.
 
-Text becomes bytes (ids 0-255) with END (256) after each document. Data sets that already have an `input_ids` column are
-used as they are; a `labels` column beside it (same length, -100 where no loss is wanted) supplies the targets. All is
-stored once by `datasets` as Arrow files and memory-mapped.
+Text becomes bytes (ids 0-255) with END (256) after each document. Data sets that have a column `input_ids` are used as
+they are; a column `labels` beside it (same length, -100 where no loss is wanted) supplies the targets. All is stored
+once by `datasets` as Arrow files and memory-mapped.
 """
 
-import os
 import re
 import sys
-import sysconfig
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-import datasets
 import numpy as np
-import pyarrow as pa
-from filelock import FileLock
-from huggingface_hub import HfApi
 
 from common import UserError
-from common.data import TokenData
+from common.data import END, READERS
 
-END = 256
-BYTE_VOCAB = 257
-READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text", ".py": "text"}
-SKIPPED = {"test", "tests", "idlelib", "site-packages", "__pycache__"}
+KINDS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text", ".py": "text"}
 
 
 def tokenise(rows: dict) -> dict:
@@ -33,44 +26,64 @@ def tokenise(rows: dict) -> dict:
     return {"input_ids": [np.append(np.frombuffer(text, np.uint8).astype(np.uint16), np.uint16(END)) for text in texts]}
 
 
-def decode(tokens: list[int]) -> str:
-    """Byte tokens -> text; END becomes a blank line, ids that are no byte are skipped."""
-    return b"".join(b"\n\n" if t == END else bytes([t]) for t in tokens if t <= END).decode("utf-8", errors="replace")
+class Stream:
+    """One column of token lists seen as a single memory-mapped sequence; slices of it are int64 arrays."""
+
+    def __init__(self, data: Any, column: str):
+        chunks = data.data.column(column).chunks
+        self.pieces = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks]
+        self.ends = np.cumsum([len(piece) for piece in self.pieces])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def __getitem__(self, where: slice) -> np.ndarray:
+        start, stop, _ = where.indices(len(self))
+        out = np.empty(max(0, stop - start), np.int64)
+        piece, done = int(np.searchsorted(self.ends, start, side="right")), 0
+        while done < len(out):
+            offset = start + done - (int(self.ends[piece]) - len(self.pieces[piece]))
+            part = self.pieces[piece][offset : offset + len(out) - done]
+            out[done : done + len(part)] = part
+            piece, done = piece + 1, done + len(part)
+        return out
 
 
-def local_files(source: str) -> list[Path]:
-    """The data files that `source` (a file, a folder, or "" for Python's own library) stands for, in a fixed order."""
-    if not source:
-        found = []
-        for folder, inside, names in os.walk(sysconfig.get_paths()["stdlib"]):
-            inside[:] = sorted(set(inside) - SKIPPED)
-            found += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
-        # Neighbours in the alphabet are alike: a fixed shuffle makes the held-out tail look like the rest.
-        return [found[i] for i in np.random.default_rng(0).permutation(len(found))]
+class Bytes(Stream):
+    """One that was text: bytes and END."""
+
+
+def files_of(source: str) -> list[Path]:
+    """The data files of a file or folder, in a fixed order. Raises UserError."""
     path = Path(source)
-    if path.is_file():
-        return [path]
-    for suffix in READERS:
-        if found := sorted(path.rglob(f"*{suffix}")):
-            return found
-    raise UserError(f"--dataset {source}: the folder holds no {', '.join(READERS)} file")
+    found = [path] if path.is_file() else []
+    for suffix in KINDS:
+        found = found or sorted(path.rglob(f"*{suffix}"))
+    if not found:
+        raise UserError(f"--dataset {source}: the folder holds no {', '.join(KINDS)} file")
+    if not any(file.stat().st_size for file in found):
+        raise UserError(f"--dataset {source}: empty")
+    return found
 
 
-def open_dataset(source: str) -> datasets.Dataset | datasets.DatasetDict:
-    """The raw data behind `--dataset`: rows with a `text` or an `input_ids` column. May raise UserError."""
-    path = Path(source)
-    if source and any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
+def open_path(source: str) -> Any:
+    """The raw data behind a file or folder: rows with a `text` or an `input_ids` column."""
+    import datasets  # takes seconds to import
+
+    if any((Path(source) / name).exists() for name in ("state.json", "dataset_dict.json")):
         return datasets.load_from_disk(source)
-    if not source or path.exists():
-        files = local_files(source)
-        reader = READERS.get(files[0].suffix)
-        if reader is None:
-            raise UserError(f"--dataset {source}: cannot read *{files[0].suffix}; use one of {', '.join(READERS)}")
-        if not any(file.stat().st_size for file in files):
-            raise UserError(f"--dataset {source}: empty")
-        options = dict(sample_by="document", encoding_errors="replace") if reader == "text" else {}
-        return datasets.load_dataset(reader, data_files=[str(file) for file in files], split="train", **options)
-    if source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix in READERS:
+    files = files_of(source)
+    kind = KINDS[files[0].suffix]
+    options = dict(sample_by="document", encoding_errors="replace") if kind == "text" else {}
+    return datasets.load_dataset(kind, data_files=[str(file) for file in files], split="train", **options)
+
+
+def open_hub(source: str) -> Any:
+    """The same of a data set of the hub, `name` or `name:config`."""
+    import datasets
+    from huggingface_hub import HfApi
+
+    if source.startswith((".", "/", "~")) or source.count("/") > 1 or Path(source).suffix in KINDS:
         raise UserError(f"--dataset {source}: no such file or folder")
     name, _, config = source.partition(":")
     if not datasets.config.HF_HUB_OFFLINE:
@@ -88,8 +101,11 @@ def open_dataset(source: str) -> datasets.Dataset | datasets.DatasetDict:
         raise UserError(f"--dataset {source}: use --dataset {name}:CONFIG with one of its configs: {names}") from error
 
 
-def columns_of(data: datasets.Dataset | datasets.DatasetDict, source: str) -> tuple[datasets.Dataset, int]:
-    """Rows with lists of tokens, made from `text` if there are none, and the vocabulary size that bytes need, or 0."""
+def columns_of(data: Any, source: str) -> tuple[Stream, Stream | None]:
+    """Tokens, made from `text` if there are none, and labels if there are any. Raises UserError."""
+    import datasets
+    import pyarrow as pa
+
     if isinstance(data, datasets.DatasetDict):
         if "train" not in data:
             raise UserError(f"--dataset {source}: no `train` split, only {list(data)}")
@@ -102,20 +118,28 @@ def columns_of(data: datasets.Dataset | datasets.DatasetDict, source: str) -> tu
             raise UserError(f"--dataset {source}: `text` holds {schema.field('text').type}, not strings")
         features = datasets.Features({"input_ids": datasets.List(datasets.Value("uint16"))})
         options = dict(batched=True, remove_columns=data.column_names, features=features, desc="tokenise")
-        return data.map(tokenise, **options), BYTE_VOCAB
-    for column in {"input_ids", "labels"} & set(data.column_names):
+        return Bytes(data.map(tokenise, **options), "input_ids"), None
+    for column in sorted({"input_ids", "labels"} & set(data.column_names)):
         held = schema.field(column).type
         if not pa.types.is_integer(getattr(held, "value_type", pa.null())):
             raise UserError(f"--dataset {source}: `{column}` holds {held}, not lists of integers")
-    return data, 0
+    tokens, labels = Stream(data, "input_ids"), None
+    if "labels" in data.column_names:
+        labels = Stream(data, "labels")
+        if len(labels) != len(tokens):
+            raise UserError(f"--dataset {source}: `labels` and `input_ids` differ in length")
+    return tokens, labels
 
 
-def load_columns(source: str) -> tuple[datasets.Dataset, int]:
-    """Open and, if it is text, tokenise `--dataset`; returns it and the vocabulary size it needs.
+def read(source: str) -> tuple[Stream, Stream | None]:
+    """Open and, if it is text, tokenise `--dataset`.
 
     One process of a node does the work (and shows the progress bar) while the others wait at a file lock, then find
     the result in `datasets`' cache. Raises UserError, in one line, for whatever is wrong with the data.
     """
+    import datasets
+    from filelock import FileLock
+
     cache = Path(datasets.config.HF_DATASETS_CACHE)
     cache.mkdir(parents=True, exist_ok=True)
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is said once, below
@@ -123,7 +147,7 @@ def load_columns(source: str) -> tuple[datasets.Dataset, int]:
         datasets.disable_progress_bars()
     with FileLock(cache / "tokenise.lock"):
         try:
-            return columns_of(open_dataset(source), source)
+            return columns_of((open_path if Path(source).exists() else open_hub)(source), source)
         except UserError:
             raise
         except (ConnectionError, datasets.exceptions.DatasetNotFoundError) as error:
@@ -137,37 +161,12 @@ def load_columns(source: str) -> tuple[datasets.Dataset, int]:
             raise UserError(f"--dataset {source}: cannot be read ({reason})") from error
 
 
-class Stream:
-    """One column of token lists seen as a single memory-mapped sequence."""
-
-    def __init__(self, data: datasets.Dataset, column: str):
-        chunks = data.data.column(column).chunks
-        self.pieces = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks]
-        self.ends = np.cumsum([len(piece) for piece in self.pieces])
-
-    def __len__(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens start..stop-1, int64."""
-        out = np.empty(stop - start, np.int64)
-        piece, done = int(np.searchsorted(self.ends, start, side="right")), 0
-        while done < len(out):
-            offset = start + done - (int(self.ends[piece]) - len(self.pieces[piece]))
-            part = self.pieces[piece][offset : offset + len(out) - done]
-            out[done : done + len(part)] = part
-            piece, done = piece + 1, done + len(part)
-        return out
+def attach(_config: Any, parts: SimpleNamespace):
+    """Raises UserError if bytes do not fit the vocabulary, before one that does not occurs."""
+    vocab_size = parts.data.shape.vocab_size
+    if isinstance(getattr(parts.data, "tokens", None), Bytes) and vocab_size <= END:
+        source = parts.data.source
+        raise UserError(f"--dataset {source}: bytes and END are {END + 1} tokens: set --vocab-size to at least that")
 
 
-def open_tokens(source: str, seq_len: int, batch_size: int, seed: int, vocab_size: int) -> TokenData:
-    """The batches of `--dataset`. Raises UserError, in one line, if the data cannot be read, is too short or unfit."""
-    data, needs = load_columns(source)
-    if needs > vocab_size:
-        raise UserError(f"--dataset {source}: bytes and END are {needs} tokens: set --vocab-size to at least that")
-    tokens, labels = Stream(data, "input_ids"), None
-    if "labels" in data.column_names:
-        labels = Stream(data, "labels")
-        if len(labels) != len(tokens):
-            raise UserError(f"--dataset {source}: `labels` and `input_ids` differ in length")
-    return TokenData(tokens, labels, source, seq_len, batch_size, seed, vocab_size)
+READERS |= dict.fromkeys([*KINDS, "folder", "hub"], read)

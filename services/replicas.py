@@ -1,22 +1,31 @@
-"""The proof, during a run, that ranks that hold the same numbers hold the same bits.
+"""The proof, during a run, that ranks that hold the same numbers hold the same bits (`--check-replicas N`).
 
-This may be asked on GPUs, too, though two runs differ there in their last bits (the backward of flash attention adds by
-atomics). What several ranks hold alike has come to them from one reduction. Or each has computed it from the same bits,
-by operators that add in a fixed order; common/moe.py's `add_rows` takes care of that.
+What several ranks hold alike has come to them from one reduction, or each has computed it from the same bits, by
+operators that add in a fixed order. A rank whose memory or kernel errs, or a collective that was left out, shows here
+long before it shows in the loss.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from common.comm import Mesh, all_gather
-from common.layout import replica_group
-from common.model import Decoder
+from common.layout import layout_of
+from services.boxes import Piece, pieces
 from services.launch import gather_objects
-from services.state import pieces
+from step02_ddp import Config as SINCE  # noqa: F401  # one process has no replicas
 
 BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # integers by size in bytes
+
+
+@dataclass
+class Flags:
+    """Replicas (services/replicas.py)."""
+
+    check_replicas: int = 0  # steps between proofs that whatever several ranks hold is the same; 0: never
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
@@ -24,42 +33,33 @@ def bit_sum(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(BITS[tensor.dtype.itemsize]).sum(dtype=torch.int64)
 
 
-def require_same_parameters(model: Decoder, mesh: Mesh):
-    """Prove that all replicas hold the same weights, rather than copy rank 0's and hide why they differ.
+def held(parts: SimpleNamespace) -> Iterator[Piece]:
+    """The pieces of a checkpoint, and the weights, unless they are in slices (ZeRO 3)."""
+    yield from pieces(parts)
+    for name, param in parts.model.named_parameters():
+        if param.untyped_storage().size():
+            yield Piece("weight", name, param.detach(), tuple(param.shape), layout_of(param).splits)
 
-    Compares a sum over each parameter's bits. Raises RuntimeError on every rank, naming the first that differs.
+
+def check_replicas(config: Any, parts: SimpleNamespace, step: int):
+    """After an update, if it is time: whatever several ranks hold, along any dimension, is the same on all of them.
+
+    Each rank tells of the boxes of whole tensors that it holds, with a sum over each one's bits. Raises RuntimeError on
+    every rank, naming the first that differs. Cheap: the numbers stay where they are.
     """
-    alike: dict[str, list[str]] = {}  # name of a group -> parameters of which its ranks hold the same
-    for name, param in model.named_parameters():
-        alike.setdefault(replica_group(param, mesh).name, []).append(name)
-    for dim, names in alike.items():
-        group = mesh[dim]
-        if group.size == 1:
-            continue
-        sums = torch.stack([bit_sum(model.get_parameter(name).detach()) for name in names])
-        everyone = sums.new_empty(group.size, len(sums))
-        all_gather(everyone.view(-1), sums, group, "(check)").wait()
-        for name, column in zip(names, everyone.T, strict=True):
-            if (column != column[0]).any():
-                raise RuntimeError(f"{name} is not the same on all ranks of {dim}: bit sums {column.tolist()}")
-
-
-def require_same_replicas(optimizer: Any, mesh: Mesh):
-    """Prove that whatever several ranks hold, along any dimension, is the same: weights, masters, moments, slices.
-
-    Each rank tells of the boxes of full tensors that it holds (as for a checkpoint), with a sum over each one's bits.
-    Raises RuntimeError on every rank, naming the first that differs. Cheap: the numbers stay where they are.
-    """
-    held = [(piece, *found) for piece in pieces(optimizer) for found in piece.boxes()]
-    sums = [bit_sum(view).to(mesh.device) for *_, view in held]
+    if not config.check_replicas or (step + 1) % config.check_replicas:
+        return
+    found = [(piece, *box) for piece in held(parts) for box in piece.boxes()]
+    sums = [bit_sum(view).to(next(parts.model.parameters()).device) for *_, view in found]
     sums = torch.stack(sums).tolist() if sums else []  # one wait for a GPU
-    own = {(piece.kind, piece.name, box): s for (piece, box, _), s in zip(held, sums, strict=True)}
+    own = {(piece.kind, piece.name, box): s for (piece, box, _), s in zip(found, sums, strict=True)}
     seen: dict[tuple, tuple[int, int]] = {}
-    for rank, theirs in enumerate(gather_objects(own, mesh)):
+    for rank, theirs in enumerate(gather_objects(own)):
         for (kind, name, box), bits in theirs.items():
             first, expected = seen.setdefault((kind, name, box), (rank, bits))
             if bits != expected:
-                raise RuntimeError(
-                    f"{kind} of {name} is not the same on ranks {first} and {rank}: bit sums {expected}, {bits} of the "
-                    f"part that begins at {list(box.start)}"
+                text = (
+                    f"step {step + 1}: {kind} of {name} is not the same on ranks {first} and {rank}: "
+                    f"bit sums {expected}, {bits} of the part that begins at {list(box.start)}"
                 )
+                raise RuntimeError(text)

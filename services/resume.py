@@ -1,94 +1,145 @@
-"""What a run saves, and how another one goes on from it."""
+"""What a run saves and when, how another one goes on from it, and how a run ends early.
+
+A checkpoint holds what the next step depends on: masters, the update rule's state, buffers, and the number of the step,
+from which batch and learning rate follow. A variant that keeps more has two functions: `state(config, parts)` returns
+what JSON can hold, alike on all ranks, and `restore(config, parts, state)` takes it again.
+
+Ctrl-C and SIGTERM: the step is finished, saved, and the run ends. Under torchrun --max-restarts N a job whose rank dies
+is started anew; with --resume auto it then goes on from its last checkpoint, also with fewer ranks.
+"""
 
 import dataclasses
+import json
+import signal
 import time
-from itertools import chain
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import torch
-
 from common import UserError
-from common.comm import Mesh
-from common.layout import layout_of
-from services.boxes import Piece
-from services.checkpoint import Checkpoint, find
-from services.health import Spikes
-from services.launch import gather_objects
-from services.residuals import owed, take_over
-from services.run import Run, run_directory
-from services.saver import Saver
-from services.state import masters_from_weights, pieces, settle
+from common.trainer import Run
+from services.boxes import masters, pieces, take
+from services.checkpoint import Checkpoint, Saver, find
+from services.launch import agree
 
 
-def save(run: Run, step: int, optimizer: Any, spikes: Spikes, sync: Any = None):
-    """Write a checkpoint of everything that the next step depends on. Called by every rank, each writes its share.
+@dataclass
+class Flags:
+    """Checkpoints (services/resume.py)."""
 
-    The data position is the step itself. `sync`: of the gradients (step 2), whose compression may owe something.
+    save_every: int = 100  # steps between checkpoints (and one at the end); 0: only when interrupted
+    save_async: bool = False  # write checkpoints in the background, while training goes on
+    resume: str = ""  # run directory or checkpoint to go on from; auto: the newest in --out, if there is one
+    stop_after: int = 0  # end after this step of the same schedule, as a pre-empted job would; 0: at the end
+
+
+def goes_on(run: Run) -> bool:
+    """Whether a run writes into the directory that it resumes."""
+    where = run.config.resume
+    return where == "auto" or (bool(where) and Path(where).resolve().is_relative_to(run.out.resolve()))
+
+
+def move_aside(run: Run) -> str:
+    """Rank 0, before the run directory is opened: an earlier run's gets another name, unless this run goes on there.
+
+    Returns the metrics that are to be kept. Raises UserError if the directory cannot be written.
     """
-    start, config = time.perf_counter(), run.config
-    run.doing = "save"
-    run.saver = run.saver or Saver(run.out, run.mesh)
-    position = dict(step=step, sequences=step * config.global_batch_size)
-    scaling = dict(loss_scale=optimizer.loss_scale, good_steps=optimizer.good_steps, recent=spikes.recent)
-    about = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(optimizer.model.config))
-    meta = dict(**about, dtype=str(optimizer.dtype), position=position, **scaling)
-    rng = torch.get_rng_state()
-    of_rank_0 = [Piece("rng", "cpu", rng, rng.shape)] if run.rank == 0 else []
-    held = chain(pieces(optimizer), owed(sync, optimizer, run.mesh), of_rank_0)
-    run.saver.save(step, held, meta, config.save_async)
-    run.clock["save"] += time.perf_counter() - start
+    metrics = run.out / "metrics.jsonl"
+    try:
+        if metrics.exists() and goes_on(run):
+            return metrics.read_text()
+        if metrics.exists():
+            aside = next(p for n in range(1, 10**6) if not (p := Path(f"{run.out}.{n}")).exists())
+            run.out.rename(aside)
+            print(f"the earlier run in {run.out} is now {aside}")
+        run.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {run.out}: cannot be written ({error.strerror})") from error
+    return ""
 
 
-def resume(optimizer: Any, spikes: Spikes, config: Any, mesh: Mesh, sync: Any = None) -> int:
-    """Take over a checkpoint; returns the number of steps it has done. Raises UserError if it does not fit."""
-    found = find(config.resume, run_directory(config), mesh)
-    if found is None:
-        if config.generate:
-            raise UserError(f"--resume auto: there is no checkpoint in {run_directory(config)} to --generate from")
-        return 0
-    require_fit(found, optimizer, config, mesh)
-    if not config.generate and mesh.rank == 0:
-        print(f"going on from {found.path}", flush=True)
-    load(optimizer, found, weights_only=bool(config.generate))
-    if not config.generate and found.shapes("rng"):
-        meta = found.meta
-        optimizer.loss_scale, optimizer.good_steps = meta["loss_scale"], meta["good_steps"]
-        spikes.recent = tuple(map(tuple, meta["recent"]))
-        torch.set_rng_state(found.full("rng", "cpu"))
-        take_over(sync, optimizer, mesh, found)
-    return found.meta["step"]
+class Keeper:
+    """Saves a run, from its first step to its last; knows when it is to end."""
+
+    def __init__(self, run: Run, plugins: list[ModuleType]):
+        self.run, self.config, self.plugins = run, run.config, plugins
+        self.signalled, self.done, self.saver = 0.0, 0, Saver(run.out)
+        self.end = min(self.config.steps, self.config.stop_after or self.config.steps)
+        self.handlers = {number: signal.signal(number, self.stop) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def stop(self, *_):
+        """Signal handler: leave after this step; a second Ctrl-C leaves at once."""
+        if self.signalled and time.monotonic() - self.signalled > 2:  # launchers repeat the first one at once
+            raise KeyboardInterrupt
+        self.signalled = self.signalled or time.monotonic()
+
+    def close(self):
+        """Give the signals back."""
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+    def start(self, parts: SimpleNamespace, kept: str, weights_only: bool = False) -> int:
+        """Take over what --resume names, and the rows of `kept` metrics that led there; returns the steps done.
+
+        A collective. Raises UserError if the checkpoint is of another model, dtype or update rule.
+        """
+        self.parts = parts
+        found = find(self.config.resume, self.run.out) if self.config.resume else None
+        if found is not None:
+            imported = "optimizer" not in found.index["config"]
+            require_fit(found, parts, self.config, weights_only or imported)
+            take(parts, found, moments=not weights_only)
+            for plugin in self.plugins:
+                if hasattr(plugin, "restore") and plugin.__name__ in found.index["state"]:
+                    plugin.restore(self.config, parts, found.index["state"][plugin.__name__])
+            self.done = found.index["step"]
+        if self.run.first and not weights_only:
+            rows = [row for row in map(json.loads, kept.splitlines()) if row["step"] <= self.done]
+            self.run.history.extend(rows)
+            self.run.file.write("".join(json.dumps(row) + "\n" for row in rows))
+            self.run.file.flush()
+            if found is not None:
+                print(f"going on from {found.path}", flush=True)
+        return self.done
+
+    def leave(self, step: int) -> bool:
+        """After a step: save if it is time; whether the run ends here. All ranks decide alike."""
+        stopping, writing = agree(bool(self.signalled), self.saver.writing())
+        last = stopping or step + 1 >= self.end
+        if self.saver.busy and not writing:
+            self.saver.settle()
+        every = self.config.save_every
+        if stopping or (every and (last or (step + 1) % every == 0)):
+            self.save(step + 1)
+        if last:
+            self.saver.settle()
+        if stopping and self.run.first:
+            print(f"interrupted after step {step + 1}; go on with --resume {self.run.out}", flush=True)
+        return last
+
+    def save(self, step: int):
+        """Write a checkpoint after so many steps. A collective."""
+        config, parts = self.config, self.parts
+        state = {p.__name__: p.state(config, parts) for p in self.plugins if hasattr(p, "state")}
+        about = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(parts.model.config), state=state)
+        about["dtype"] = str(next(parts.model.parameters()).dtype)
+        self.saver.save(step, pieces(parts), about, config.save_async)
 
 
-def load(optimizer: Any, checkpoint: Checkpoint, weights_only: bool):
-    """Read this rank's pieces, each from where it is stored. What is not (an imported model) stays as it begins."""
-    settle(optimizer)
-    for piece in pieces(optimizer):
-        if piece.kind in ("model", "buffer"):
-            checkpoint.fill(piece)
-    masters_from_weights(optimizer)
-    for piece in pieces(optimizer) if not weights_only else ():
-        if piece.kind not in ("model", "buffer"):
-            checkpoint.fill(piece)
-
-
-def require_fit(found: Checkpoint, optimizer: Any, config: Any, mesh: Mesh):
-    """Refuse a checkpoint of another model, precision or rule. Raises UserError, on every rank alike."""
-    meta, theirs, ours = found.meta, found.shapes("model"), {}
-    held = {n: tuple(layout_of(p).full_shape(p.shape)) for n, p in optimizer.model.named_parameters()}
-    for shapes in gather_objects(held, mesh):  # a rank may hold only some layers
-        ours |= shapes
-    advice = f"use --model {meta['config']['model']} and the overrides it was trained with"
-    for name in sorted(ours.keys() | theirs.keys()):
-        if ours.get(name) != theirs.get(name):
-            raise UserError(f"--resume {found.path}: its {name} does not fit this model; {advice}")
-    for key, value in dataclasses.asdict(optimizer.model.config).items():
-        if key != "seq_len" and meta["model"].get(key, value) != value:  # only step 7 knows experts
-            raise UserError(f"--resume {found.path}: its {key} is {meta['model'][key]}, not {value}; {advice}")
-    if config.generate or not found.shapes("rng"):  # weights alone may be read in any precision
-        return
-    for flag, theirs_was, ours_is in (
-        ("optimizer", meta["config"]["optimizer"], config.optimizer),
-        ("dtype", meta["dtype"], str(optimizer.dtype)),
-    ):
-        if theirs_was != ours_is:
-            raise UserError(f"--resume {found.path} was written with {flag} {theirs_was}, not {ours_is}: set --{flag}")
+def require_fit(found: Checkpoint, parts: SimpleNamespace, config: Any, weights_only: bool):
+    """Refuse a checkpoint of another model and, unless weights alone count, precision or rule. Raises UserError."""
+    index, where = found.index, f"--resume {found.path}"
+    advice = f"use --model {index['config']['model']} and the overrides it was trained with"
+    for key, value in dataclasses.asdict(parts.model.config).items():
+        if key != "seq_len" and index["model"].get(key) != value:
+            raise UserError(f"{where}: its {key} is {index['model'].get(key)}, not {value}; {advice}")
+    stored = index["tensors"]["master"]
+    for master in masters(parts):
+        if tuple(stored.get(master.name, {}).get("shape", ())) != master.whole_shape:
+            raise UserError(f"{where}: its {master.name} does not fit this model; {advice}")
+    ours = dict(optimizer=config.optimizer, dtype=str(next(parts.model.parameters()).dtype))
+    theirs = dict(optimizer=index["config"].get("optimizer"), dtype=index["dtype"])
+    for flag in ours if not weights_only else ():
+        if theirs[flag] != ours[flag]:
+            raise UserError(f"{where} was written with {flag} {theirs[flag]}, not {ours[flag]}: set --{flag}")

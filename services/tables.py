@@ -1,49 +1,87 @@
-"""Text tables, and bytes for a person to read."""
+"""Text tables, bytes for a person to read, and the table that shows how every parameter is cut."""
 
 import re
-import typing
+from collections import Counter
+from collections.abc import Iterable
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from common.comm import Mesh
 from common.layout import layout_of
+from common.model import Decoder
+from services.launch import gather_objects
 
 
 def table(rows: list[list[str]]) -> str:
     """Rows of cells, the first a header, as an aligned text table."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        lines.append("  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(cells)))
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
 def human(n_bytes: float | None) -> str:
-    """Bytes for a person to read."""
+    """Bytes for a person to read; "-" for None."""
     if n_bytes is None:
         return "-"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(n_bytes) < 1024 or unit == "GiB":
+    for unit in ("B", "KiB", "MiB"):
+        if abs(n_bytes) < 1024:
             return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:,.2f} {unit}"
         n_bytes /= 1024
+    return f"{n_bytes:,.2f} GiB"
 
 
-def bytes_of(tensors: typing.Iterable[Tensor]) -> int:
+def bytes_of(tensors: Iterable[Tensor | None]) -> int:
     """Bytes held by the distinct storages behind these tensors."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
     return sum(storages.values())
 
 
-def reduction_table(model: nn.Module, mesh_dims: list[str]) -> list[list[str]]:
-    """Rows for the table: kind of parameter x mesh dimension -> Shard(tensor dim), Partial (its gradient is
-    a sum over these ranks), Replicate, or on how many of the dimension's ranks it is."""
-    rows: dict[str, list[str]] = {}
+def shown_dims(mesh: Mesh) -> list[str]:
+    """The dimensions of the mesh, and those that cut experts, if there is a cut."""
+    more = ["ep", "expert_data"] if "ep" in mesh.groups and mesh["ep"].size > 1 else []
+    return [*mesh.sizes, *more]
+
+
+def full_shape(param: Tensor) -> list[int]:
+    """The shape of the whole parameter."""
+    shape = list(param.shape)
+    for split in reversed(layout_of(param).splits):
+        shape[split.dim] = split.full
+    return shape
+
+
+def reduction_rows(model: Decoder, dims: list[str]) -> dict[str, list[str]]:
+    """By name of a parameter: its full shape, and by dimension Shard(its own dimension), Partial or Replicate.
+
+    Partial: its gradient is a sum over these ranks. Of layers only one is shown, with a star for its number.
+    """
+    rows = {}
     for name, param in model.named_parameters():
-        layout = layout_of(param)
+        record = layout_of(param)
+        summed = {*record.partial_over, *(("dp", "cp") if record.data == "data" else (record.data,))}
         cells = []
-        for dim in mesh_dims:
-            cuts = [f"Shard({split.dim})" for split in layout.splits if split.over == dim]
-            cuts += [f"on {count}" for name, count in layout.held if name == dim]
-            cells.append(", ".join(cuts) or ("Partial" if dim in layout.partial_over else "Replicate"))
-        rows.setdefault(re.sub(r"\.\d+\.", ".*.", name), [str(list(layout.full_shape(param.shape))), *cells])
-    return [["parameter", "full shape", *mesh_dims], *([name, *cells] for name, cells in rows.items())]
+        for dim in dims:
+            cuts = [f"Shard({split.dim})" for split in record.splits if split.over == dim]
+            cells.append(", ".join(cuts) or ("Partial" if dim in summed else "Replicate"))
+        rows.setdefault(re.sub(r"\.\d+\.", ".*.", name), [str(full_shape(param)), *cells])
+    return rows
+
+
+def reduction_table(model: Decoder, mesh: Mesh) -> str:
+    """The table of all ranks' parameters. Along pp it says on how many of the ranks a parameter is. A collective."""
+    dims = shown_dims(mesh)
+    names = [name for name, _ in model.named_parameters()]
+    everyone = gather_objects((mesh["pp"].rank if "pp" in dims else 0, reduction_rows(model, dims), names))
+    stages = {rank: (rows, names) for rank, rows, names in everyone}  # ranks of a stage have the same names
+    holders = Counter(name for _, names in stages.values() for name in names)
+    merged: dict[str, list[str]] = {}
+    for rows, names in (stages[rank] for rank in sorted(stages)):
+        for name in names:
+            kind = re.sub(r"\.\d+\.", ".*.", name)
+            row = merged.setdefault(kind, list(rows[kind]))
+            if "pp" in dims:
+                row[1 + dims.index("pp")] = f"on {holders[name]}"
+    return table([["parameter", "full shape", *dims], *([name, *row] for name, row in merged.items())])

@@ -25,13 +25,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 SILENT = 4.0  # seconds after which a rank that writes nothing is taken for dead, if a signal has come, too
-SAVES = "saves"  # among the groups of collectives: here the files are counted that a rank has written
 GRACE = 4.0  # seconds for the main thread to leave by itself, after another rank has died
+SAVES = "saves"  # among the groups of collectives: here the files are counted that a rank has written
 
 
 class Place(NamedTuple):
@@ -41,6 +41,14 @@ class Place(NamedTuple):
     phase: str
     collective: str  # the last one
     entered: dict[str, int]
+
+
+def place_of(run: Any) -> Place:
+    """Where a run is, from its parts as far as they are there."""
+    entered, screen = dict(run.ledger.entered), getattr(run, "screen", None)
+    if hasattr(run, "files_written"):
+        entered[SAVES] = run.files_written
+    return Place(len(run.history), screen.clock.phase if screen else "start", run.ledger.last, entered)
 
 
 def shared_store() -> dist.Store:
@@ -120,10 +128,8 @@ class Watchdog:
 
     def watch(self):
         """The thread."""
-        try:
+        with suppress(RuntimeError):  # the store is gone, and with it the launcher
             self.look()
-        except RuntimeError:  # the store is gone, and with it the launcher
-            return
 
     def look(self):
         """Until stopped: publish this rank's place; at half the time warn, and shortly before all of it end."""
@@ -137,8 +143,7 @@ class Watchdog:
             self.publish(since, time.time())
             asked = self.signalled() or asked
             if self.lost(asked):
-                self.end("")
-                return
+                return self.end("")
             idle = time.time() - since
             if idle > self.seconds / 2 and not warned:
                 warned = True
@@ -148,8 +153,7 @@ class Watchdog:
                 first = self.store.add("ended", 1) == 1
                 if not first:
                     self.stopped.wait(self.seconds / 20)  # for the first one's report
-                self.end(self.report(idle, "ending the job") if first else "")
-                return
+                return self.end(self.report(idle, "ending the job") if first else "")
 
     def lost(self, asked: bool) -> bool:
         """Whether another rank is gone, and this one has had its time to leave. `asked`: a signal has come."""
@@ -182,14 +186,11 @@ class Watchdog:
                 f"(number {sum(entered.values())}); {moved}"
             )
         step, phase, collective, *_ = places[order[0]]
-        return "\n".join(
-            [
-                f"error: no progress for {idle:.1f} s (--timeout {self.seconds:g}), {then}: rank {order[0]} is behind, "
-                f"in step {step + 1}, {phase}, after entering {collective or 'no collective'}"
-                + behind.get(order[0], ""),
-                *lines,
-            ]
+        head = (
+            f"error: no progress for {idle:.1f} s (--timeout {self.seconds:g}), {then}: rank {order[0]} is behind, "
+            f"in step {step + 1}, {phase}, after entering {collective or 'no collective'}" + behind.get(order[0], "")
         )
+        return "\n".join([head, *lines])
 
 
 def compare(entered: dict[int, dict[str, int]]) -> tuple[dict[int, str], set[int]]:
@@ -206,3 +207,24 @@ def compare(entered: dict[int, dict[str, int]]) -> tuple[dict[int, str], set[int
             if count > least:
                 ahead.add(rank)
     return behind, ahead
+
+
+class Guard:
+    """The watchdog of a run, from its begin to its end."""
+
+    def __init__(self, run: Any):
+        """Reads `run.history`, `.ledger`, `.screen` and, of who saves, `.bytes_written` and `.files_written`."""
+        alone = not dist.is_initialized()
+        rank, world = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+        self.signals, store = Signals(), shared_store()
+        number = store.add(f"runs of {rank}", 1)  # the keys of an earlier run in this process are not ours
+        self.dog = Watchdog(
+            *(lambda: place_of(run), run.config.timeout, rank, world, dist.PrefixStore(f"watchdog/{number}", store)),
+            signalled=self.signals.came,
+            written=lambda: getattr(run, "bytes_written", 0),
+        )
+
+    def stop(self, error: BaseException | None):
+        """The run has ended; an error that not all ranks have seen leaves the others waiting."""
+        self.dog.stop(failed=error is not None)
+        self.signals.close()

@@ -1,13 +1,16 @@
-"""Shared by all tests: pools of ranks, data sets with uneven targets, and what the default run leaves out."""
+"""Shared by all tests: pools of ranks, and what one process has seen."""
 
+import json
 import os
-from collections import Counter
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
-import pytest  # what imports torch is imported where it is needed: the process that deals out tests does without
+import pytest
 
 from tests.slowest import pytest_terminal_summary as pytest_terminal_summary
 
@@ -17,59 +20,39 @@ def pytest_xdist_auto_num_workers(config):
     return 3 if config.args == [str(config.rootpath)] or config.args == config.getini("testpaths") else 0
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """What the default run takes of a test's cases; `-m exhaustive` has the others.
-
-    `pytest.mark.sampled(n)`: every n-th; `pytest.mark.picked(2, 5)`: those with these numbers, from 0.
-    """
-    count = Counter()
-    for item in items:
-        sampled, picked = item.get_closest_marker("sampled"), item.get_closest_marker("picked")
-        number = count[item.parent, item.originalname]
-        if (sampled and number % sampled.args[0]) or (picked and number not in picked.args):
-            item.add_marker("exhaustive")
-        count[item.parent, item.originalname] += 1
-
-
-@pytest.fixture(scope="session", autouse=True)
-def only_what_a_test_looks_at():
-    """Opening the 674 files of the default text takes longer than a tiny run on it, and so do a run's figures."""
-    from tests.pool import leave_figures_out, open_data_once
-
-    open_data_once()
-    leave_figures_out()
-
-
-@pytest.fixture(autouse=True)
-def one_more_step_in_sweeps(request, monkeypatch):
-    """Two steps show what one update leaves to the next; -m exhaustive compares three."""
-    if request.node.get_closest_marker("exhaustive"):
-        monkeypatch.setattr("tests.equivalence.STEPS", 3)
-
-
 @pytest.fixture(scope="session")
 def pools():
     """`pools(4)` is a pool of four ranks; all are killed at the end of the session."""
-    from tests.pool import Pools
+    from tests.pool import Pool
 
-    pools = Pools()
-    yield pools
-    pools.stop()
+    made = {}
+    yield lambda world: made.setdefault(world, Pool(world))
+    for pool in made.values():
+        pool.stop()
+
+
+def one_process(row) -> str:
+    """What the row is compared with: step 1, but for flags that only step 7 has."""
+    from tests import equal
+
+    known = {field.name for field in fields(import_module("step01_single_gpu").Config)} | set(equal.SHAPE)
+    return "step01_single_gpu" if set(row.base) <= known else row.step
 
 
 @pytest.fixture(scope="session")
-def uneven_data(tmp_path_factory) -> str:
-    """A data set of tokens and labels where most targets are masked: many micro-batches have few, some have none."""
-    import datasets
-    import numpy as np
+def reference(pools, tmp_path_factory):
+    """`reference(row)`: the file with what one process has seen, made once for each base."""
+    from tests import equal
 
-    rng = np.random.default_rng(7)
-    documents = []
-    for length in rng.integers(40, 400, size=120):
-        tokens = rng.integers(0, 257, size=length)
-        labels = np.where(rng.random(length) < rng.choice([0.0, 0.05, 0.9]), tokens, -100)
-        documents.append(dict(input_ids=tokens.tolist(), labels=labels.tolist()))
-    path = tmp_path_factory.mktemp("uneven") / "data"
-    datasets.Dataset.from_list(documents).save_to_disk(str(path))
-    return str(path)
+    folder: Path = tmp_path_factory.mktemp("references")
+    made: dict[str, str] = {}
+
+    def make(row) -> str:
+        step = one_process(row)
+        key = json.dumps([step, row.base], sort_keys=True)
+        if key not in made:
+            made[key] = str(folder / f"{len(made)}.pt")
+            pools(1).run(equal.save_record, step, row.base, made[key])
+        return made[key]
+
+    return make

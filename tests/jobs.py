@@ -1,205 +1,126 @@
-"""Commands in processes of their own: start them, wait for what they do, find and signal their ranks.
+"""Commands in processes of their own. A fresh Python takes seconds to import torch; here one server has, and forks.
 
-`launch` and `torchrun` start real ones: each Python takes six seconds of CPU to import what training needs. `forked`
-and `forked_torchrun` start the same in a process forked from the pools' server, which has imported all of it.
+python tests/jobs.py      reads jobs, a line of JSON each: {"ranks", "folder", "words", "log"}; answers an exit status
+
+With ranks 0 a job is `python words`, otherwise `torchrun --standalone --nproc_per_node=ranks words`: the launcher is
+torch's own, but its ranks are forked as well. The server imports nothing of ours: a job finds what is in its folder.
 """
 
+import json
 import os
 import runpy
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
-from services.plots import read_metrics
-from tests.pool import forkserver
-
-ROOT = Path(__file__).parents[1]
+SECONDS = 150  # that a job may take
 
 
-def as_flags(options: dict) -> list[str]:
-    """Options of a Config as a command line."""
-    words = []
-    for key, value in options.items():
-        flag = key.replace("_", "-")
-        words += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
-    return words
+def run_script(script: str, *words: str):
+    """`python script words`, in a process that has already been forked."""
+    sys.argv, sys.path[0] = [script, *words], os.getcwd()
+    runpy.run_path(script, run_name="__main__")
 
 
-def launch(*arguments: str, stderr: int = subprocess.STDOUT) -> subprocess.Popen:
-    """Python with these arguments, at the project's root; if it has to be aborted, it says where it was."""
-    environment = os.environ | dict(OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1", PYTHONFAULTHANDLER="1")
-    pipes = dict(stdout=subprocess.PIPE, stderr=stderr, text=True)
-    return subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment, start_new_session=True, **pipes)
-
-
-def torchrun(*arguments: str, **options) -> subprocess.Popen:
-    """torchrun with these arguments."""
-    return launch("-m", "torch.distributed.run", *arguments, **options)
-
-
-class Forked:
-    """A forked process that runs a function, and what a test asks of a Popen: its output is read line by line."""
-
-    def __init__(self, function: Callable, *args: Any):
-        context = forkserver()
-        ours, theirs = context.Pipe(duplex=False)
-        self.process = context.Process(target=run_apart, args=(theirs, function, *args))
-        self.process.start()
-        theirs.close()
-        self.pid, self.stdout = self.process.pid, os.fdopen(os.dup(ours.fileno()))
-        ours.close()
-
-    @property
-    def returncode(self) -> int | None:
-        """Exit status, or minus the signal that ended it; None while it runs."""
-        return self.process.exitcode
-
-    def poll(self) -> int | None:
-        """The same."""
-        return self.process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Until it ends. Raises TimeoutExpired."""
-        self.process.join(timeout)
-        if self.returncode is None:
-            raise subprocess.TimeoutExpired(str(self.process), timeout)
-        return self.returncode
-
-    def send_signal(self, which: signal.Signals):
-        """To this process alone."""
-        os.kill(self.pid, which)
-
-    def communicate(self) -> tuple[str, None]:
-        """What it has printed and nobody has read, once all have closed their output."""
-        return self.stdout.read(), None
-
-
-def run_apart(out: Connection, function: Callable, *args: Any):
-    """A forked process' life: like a fresh one, with `out` as its output, in a session of its own."""
-    os.setsid()
-    for number in (1, 2):
-        os.dup2(out.fileno(), number)
-    out.close()
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
-    os.chdir(ROOT)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
-    function(*args)
-
-
-def run_module(name: str, *arguments: str):
-    """`python -m name arguments`."""
-    sys.argv = [name, *arguments]
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
-
-
-def run_rank(script: str, *arguments: str):
-    """A rank under a forked torchrun: as in a fresh Python, signals do what they do by default.
-
-    A rank that is done leaves by os._exit(0). Here it has to return: that is what torchrun waits for.
-    """
+def run_rank(script: str, *words: str):
+    """A rank under a forked torchrun. It must return where a real one leaves by os._exit(0): torchrun waits for it."""
     for which in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(which, signal.SIG_DFL)
-    Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")
-    sys.argv, leave = [script, *arguments], os._exit
+    leave = os._exit
     with mock.patch.object(os, "_exit", lambda status: leave(status) if status else sys.exit(0)):
         try:
-            runpy.run_path(script, run_name="__main__")
+            run_script(script, *words)
         except SystemExit as done:
             if done.code:
                 raise
 
 
-def run_torchrun(*arguments: str):
-    """torchrun itself, whose ranks are forked from it.
-
-    A rank that is done waits until torchrun has noticed. A torchrun that is told to end does not, and would let it wait
-    for half a minute.
-    """
+def run_torchrun(*words: str):
+    """torchrun itself, whose ranks are forked from it."""
     from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
-
-    close = MultiprocessContext._close
-
-    def close_at_once(self, *args: Any, **kwargs: Any):
-        self._worker_finished_event.set()
-        close(self, *args, **kwargs)
 
     run.run_script_path = run_rank
-    with mock.patch.object(MultiprocessContext, "_close", close_at_once):
-        run.main(["--run-path", "--start-method=fork", *arguments])
+    run.main(["--run-path", "--start-method=fork", *words])
 
 
-def forked(module: str, *arguments: str) -> Forked:
-    """`python -m module arguments`, forked."""
-    return Forked(run_module, module, *arguments)
-
-
-def forked_torchrun(*arguments: str) -> Forked:
-    """torchrun with these arguments, forked: the launcher and its restarts are the real ones."""
-    return Forked(run_torchrun, *arguments)
-
-
-Job = subprocess.Popen | Forked
-
-
-def ranks_of(job: Job) -> dict[int, int]:
-    """Process ids of a job's ranks by rank."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            if parent != job.pid:
-                continue
-            forked_as = (path / "comm").read_bytes().strip().replace(b"rank ", b"RANK=")
-            variables = [*(path / "environ").read_bytes().split(b"\0"), forked_as]
-        except OSError:
-            continue
-        for entry in variables:
-            if entry.startswith(b"RANK="):
-                found[int(entry[5:])] = int(path.name)
-    return found
-
-
-def end(job: Job, how: signal.Signals = signal.SIGKILL):
-    """A signal to a job and its ranks (torchrun gives each a session of its own), if it is still there."""
-    if job.poll() is None:
-        for pid in [*ranks_of(job).values(), job.pid]:
-            os.kill(pid, how)
-
-
-def wait_for(what: Callable[[], object], job: Job, seconds: float = 240.0):
-    """Until `what()` is true. Fails with what the job printed if it ends before, or is aborted after that time.
-
-    (Importing torch can take a minute where its files have to be read from a slow disk again.)
-    """
-    deadline = time.monotonic() + seconds
-    while not what():
-        if time.monotonic() > deadline:
-            end(job, signal.SIGABRT)
-            job.wait()
-        assert job.poll() is None, "\n".join(filter(None, job.communicate()))
-        time.sleep(0.003)
-
-
-def lines_until(job: Job, text: str) -> list[str]:
-    """What a job prints, as far as the first line with this text."""
-    lines = []
-    for line in job.stdout:
-        lines.append(line)
-        if text in line:
-            return lines
-    raise AssertionError("".join(lines))
-
-
-def steps_done(out: Path) -> int:
-    """The last step in metrics.jsonl."""
+def live(job: dict):
+    """The life of a forked job."""
+    os.setsid()
+    signal.alarm(SECONDS)
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for number in (1, 2):
+        os.dup2(log, number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    os.chdir(job["folder"])
+    status = 0
     try:
-        return read_metrics(out)[-1]["step"]
-    except (OSError, IndexError):
-        return 0
+        if job["ranks"]:
+            run_torchrun("--standalone", f"--nproc_per_node={job['ranks']}", *job["words"])
+        else:
+            run_script(*job["words"])
+    except SystemExit as done:
+        status = done.code or 0
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        status = 1
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def serve():
+    """Jobs come in, exit statuses go out."""
+    import matplotlib.pyplot  # noqa: F401
+    import torch.distributed.run
+    import tqdm  # noqa: F401
+
+    torch.set_num_threads(1)
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            live(json.loads(line))
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=answers)
+
+
+class Server:
+    """The server as seen by a test."""
+
+    def __init__(self):
+        self.process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
+        )
+
+    def run(self, folder: Path, ranks: int, *words: str) -> tuple[int, str]:
+        """(exit status, everything printed) of a job in a folder; ranks 0: without torchrun."""
+        job = dict(folder=str(folder), ranks=ranks, words=words, log=str(folder / "log.txt"))
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        status = int(self.process.stdout.readline())
+        return status, (folder / "log.txt").read_text()
+
+    def stop(self):
+        """The end of its input ends it."""
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def environment() -> dict[str, str]:
+    """Of a process that finds no module of ours but in its own folder."""
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    return kept | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+
+
+def launch(folder: Path, ranks: int, *words: str) -> tuple[int, str]:
+    """The same as `Server.run`, by a fresh Python."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+    done = subprocess.run(
+        [sys.executable, *torchrun, *words],
+        cwd=folder, env=environment(), capture_output=True, text=True, timeout=SECONDS,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+if __name__ == "__main__":
+    serve()

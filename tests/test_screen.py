@@ -1,115 +1,88 @@
-"""What a run shows, and what no number shows: tables, figures, predictions, when gradients leave, fp16's scale."""
+"""What a run shows: tables, records, traffic beside theory and beside the dry run, who hangs, what is refused."""
 
 import contextlib
 import importlib
 import io
+import json
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-import step01_single_gpu as step01
-from services import launch
-from services.ledger import Ledger
-from services.run import Run
-from services.state import full_gradients
-from tests import equivalence
-from tests.equivalence import SMALL, job
-from tests.fake_cuda import STEPS
-from tests.test_step02 import micro_batch_size
+from common import UserError, comm
+from common.model import PRESETS, ModelConfig
+from services import devices, failures
+from services.dry_run import run_rank
+from services.run import ServedRun, attach, compose
+from services.watchdog import Place, Watchdog, compare
+from tests.equal import BASE, SHAPE, SMALL
+
+WHOLE, PARTIAL = "Replicate", "Partial"
 
 
-def screen_on_rank(number: int, options: dict) -> tuple[str, dict, dict]:
-    """Runs on every rank: train; what is printed, bytes sent in the last step, and bytes predicted."""
-    module, seen, finish = importlib.import_module(STEPS[number - 1]), {}, Run.finish
+def config_of(step: Any, options: dict, out: str = "", **more: Any) -> Any:
+    """A small model's Config."""
+    shape = {name: options[name] for name in SHAPE if name in options}
+    PRESETS["test"] = ModelConfig(**SMALL | shape)
+    flags = {name: value for name, value in (BASE | options | more).items() if name not in shape}
+    return compose(step)(model="test", out=out, peak_tflops=1.0, **flags)
 
-    def spy(self, predicted, traffic):
-        seen.update(traffic)
-        finish(self, predicted, traffic)
 
-    screen = io.StringIO()
-    with equivalence.without_instruments(), mock.patch.object(Run, "finish", spy), contextlib.redirect_stdout(screen):
-        history = module.train(module.Config(**options)).history
-    sent = {(dim, op): n for dim, each in history[-1]["traffic"].items() for op, n in each.items()}
-    return screen.getvalue(), {key: n for key, n in sent.items() if "(metrics)" not in key[1]}, seen
+def serve_on_rank(name: str, options: dict, out: str) -> SimpleNamespace:
+    """Runs on every rank: train with everything around; what is printed, and the records."""
+    from services import predictions
+
+    step, screen = importlib.import_module(name), io.StringIO()
+    config = config_of(step, options, out, steps=2)
+    with contextlib.redirect_stdout(screen), ServedRun(config) as run:
+        step.train(config, run)
+    return SimpleNamespace(
+        text=screen.getvalue(),
+        rows=run.history,
+        theory={" ".join(key): n for key, n in predictions.sent_bytes(config, run.screen.parts).items()},
+        held=(run.screen.predicted, run.screen.held.most),
+    )
+
+
+def count_on_rank(name: str, options: dict, world: int) -> list[dict]:
+    """Runs in one process: the traffic of a dry run of every rank."""
+    step = importlib.import_module(name)
+    config = config_of(step, options, dry_run=world)
+    return [run_rank(step.train, config, rank, attach).taken for rank in range(world)]
+
+
+def flat(traffic: dict) -> dict[str, int]:
+    """By "dimension operation"."""
+    return {f"{dim} {operation}": n for dim, each in traffic.items() for operation, n in each.items()}
 
 
 def cells(screen: str) -> dict[str, list[str]]:
     """The reduction table: by parameter its row, without the full shape; the header under "parameter"."""
     rows = [re.split(r"\s{2,}", line.strip()) for line in screen.splitlines()]
-    start = next(i for i, row in enumerate(rows) if row[:2] == ["parameter", "full shape"])
-    table = rows[start : next(i for i in range(start, len(rows)) if len(rows[i]) < 3 and i > start + 1)]
-    return {row[0].removeprefix("model.").removesuffix(".weight"): row[2:] for row in table if len(row) > 1}
+    rows = [row for row in rows if len(row) > 2 and (row[1].startswith("[") or row[:2] == ["parameter", "full shape"])]
+    return {row[0].removeprefix("model.").removesuffix(".weight"): row[2:] for row in rows}
 
 
-# --- the reduction table ---------------------------------------------------------------------------------------------
-
-
-def test_the_readmes_table(pools, tmp_path):
-    """The part of the reduction table that README shows is printed, letter by letter."""
-    options = dict(tp=2, steps=1, global_batch_size=8, eval_every=0, device="cpu", out=str(tmp_path / "run"))
-    printed = pools(4).run(screen_on_rank, 4, options)[0][0]
-    text = (Path(__file__).parent.parent / "README.md").read_text()
-    shown = next(block for block in text.split("```") if block.startswith("\nparameter "))
-    lines = shown.strip().splitlines()
-    assert len(lines) == 10 and set(lines[2:]) <= set(printed.splitlines())
-    assert lines[0] in printed
-    assert printed.splitlines()[0] == "device: 4 ranks on cpu; backend gloo"
-
-
-@pytest.mark.parametrize("gpus, shown", [((0, 1, 2), 3), ((0, 0, 0), 1)])
-def test_the_first_line_says_where_a_job_trains(monkeypatch, gpus, shown):
-    """Ranks that share a GPU, and one that has none, are seen at once."""
-    seen = [("NVIDIA H100", "node0", gpu) for gpu in gpus] + [("cpu", "node0", None)]
-    monkeypatch.setattr(launch, "gather_objects", lambda thing, mesh: seen if isinstance(thing, tuple) else [thing])
-    monkeypatch.setattr(launch.dist, "get_backend", lambda: "gloo")
-    mesh = SimpleNamespace(device=torch.device("cpu"), world=4, rank=0)
-    assert launch.where_ranks_are(mesh) == f"3 ranks on {shown} x NVIDIA H100, 1 rank on cpu; backend gloo"
-
-
-def test_alone_there_is_no_backend(tmp_path, capsys):
-    """Step 1, before anything else."""
-    step01.train(step01.Config(**SMALL | dict(steps=1, eval_every=0, save_every=0, out=str(tmp_path / "run"))))
-    assert capsys.readouterr().out.splitlines()[0] == "device: 1 rank on cpu; no backend"
-
-
-WHOLE, PARTIAL = "Replicate", "Partial"
-TABLES = {  # step, ranks, flags, and by dimension what a few parameters are along it
-    "2": (2, 2, {}, ["dp"], dict(norm=[PARTIAL], lm_head=[PARTIAL])),
-    "4-no-sp": (
+RUNS = {  # ranks, step, flags, and by dimension what a few parameters are along it
+    "2": (2, "step02_ddp", {}, ["dp"], dict(norm=[PARTIAL], lm_head=[PARTIAL])),
+    "4": (
         4,
-        4,
-        dict(tp=2, sp=False),
+        "step04_tp_sp",
+        dict(tp=2, sp=False, zero=3, tied=True),
         ["dp", "tp"],
-        {
-            "norm": [PARTIAL, WHOLE],
-            "embed_tokens": [PARTIAL, "Shard(0)"],
-            "layers.*.self_attn.o_proj": [PARTIAL, "Shard(1)"],
-            "layers.*.self_attn.k_proj": [PARTIAL, "Shard(0)"],
-        },
+        {"norm": [PARTIAL, WHOLE], "layers.*.self_attn.o_proj": [PARTIAL, "Shard(1)"]},
     ),
-    "4-copies-of-heads": (
-        4,
-        4,
-        dict(tp=4, zero=0),
-        ["dp", "tp", "kv"],
-        {
-            "layers.*.self_attn.k_proj": [PARTIAL, "Shard(0)", PARTIAL],
-            "layers.*.self_attn.q_proj": [PARTIAL, "Shard(0)", WHOLE],
-        },
-    ),
-    "5": (5, 4, dict(cp=2, tp=2), ["dp", "cp", "tp"], {"norm": [PARTIAL, PARTIAL, PARTIAL]}),
     "7": (
-        7,
-        8,
-        dict(pp=2, cp=2, tp=2, ep=2, experts=8, experts_per_token=2),
+        4,
+        "step07_moe_ep",
+        dict(tp=2, ep=2, experts=4),
         ["pp", "dp", "cp", "tp", "ep", "expert_data"],
         {
-            "norm": ["on 1", PARTIAL, PARTIAL, PARTIAL, WHOLE, WHOLE],
-            "layers.*.self_attn.q_proj": ["on 1", PARTIAL, PARTIAL, "Shard(0)", WHOLE, WHOLE],
             "layers.*.mlp.router": ["on 1", PARTIAL, PARTIAL, PARTIAL, WHOLE, WHOLE],
             "layers.*.mlp.experts.gate_proj": ["on 1", WHOLE, WHOLE, "Shard(1)", "Shard(0)", PARTIAL],
         },
@@ -117,101 +90,122 @@ TABLES = {  # step, ranks, flags, and by dimension what a few parameters are alo
 }
 
 
-@pytest.mark.picked(0, 2, 4)
-@pytest.mark.parametrize("name", TABLES)
-def test_the_reduction_table(pools, tmp_path, name):
-    """Every layout's table says how a parameter is cut and over which ranks its gradient is summed."""
-    number, world, flags, dims, rows = TABLES[name]
-    options = SMALL | dict(steps=1, global_batch_size=4, out=str(tmp_path / "run")) | flags
-    found = cells(pools(world).run(screen_on_rank, number, options)[0][0])
-    assert found["parameter"] == dims
-    assert {key: found[key] for key in rows} == rows
+@pytest.mark.parametrize("name", RUNS)
+def test_a_served_run(pools, tmp_path, name):
+    """The cuts are shown as they are; bytes sent are those that theory says, and those that the dry run counts."""
+    world, step, options, dims, rows = RUNS[name]
+    out = tmp_path / "run"
+    found = pools(world).run(serve_on_rank, step, options, str(out))
+    text = found[0].text
+    shown = cells(text)
+    assert text.startswith(f"device: {world} ranks on cpu; backend gloo\n")
+    assert shown["parameter"] == dims and {key: shown[key] for key in rows} == rows
+    assert all(one.text == "" for one in found[1:])
+    counted = pools(1).run(count_on_rank, step, options, world)[0]
+    for one, dry in zip(found, counted, strict=True):
+        last = one.rows[-1]
+        sent = flat(last["traffic"])
+        if "experts" not in options:  # the dry run and theory know the mean of what goes to experts
+            assert dry["traffic"] == last["traffic"] and dry["calls"] == last["calls"]
+            assert sent == pytest.approx(one.theory, abs=sum(flat(last["calls"]).values()))  # a call rounds to a byte
+        assert sent.keys() == one.theory.keys() and sent
+        said, measured = one.held
+        assert all(measured[kind] == said[kind] for kind in ("parameters", "gradients", "masters"))
+        assert measured["activations"] == pytest.approx(said["activations"], rel=0.3)
+        fields = {"mfu", "hfu", "peak_memory_bytes", "forward_seconds", "backward_seconds", "optimizer_seconds"}
+        assert fields <= last.keys()
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert lines == found[0].rows
+    there = {path.name for path in out.glob("*.png")}
+    experts = "experts" in options
+    more = ["expert_load.png"] * experts
+    assert there == {"loss.png", "traffic.png", *more}
+    if experts:
+        assert all(sum(shares) == pytest.approx(1.0) for shares in lines[-1]["expert_load"].values())
 
 
-# --- predictions -----------------------------------------------------------------------------------------------------
+def test_memory_over_time(pools, tmp_path):
+    """--profile-memory draws what the first steps hold; one process has no traffic."""
+    out = tmp_path / "run"
+    found = pools(1).run(serve_on_rank, "step01_single_gpu", dict(profile_memory=2), str(out))[0]
+    data = json.loads((out / "memory.json").read_text())
+    assert (out / "memory.png").exists() and max(data["bytes"]["activations"]) >= found.held[1]["activations"]
+    assert found.rows[-1]["traffic"] == {} and "traffic of a step" not in found.text
 
 
-@pytest.mark.parametrize(
-    "compress, sync", [("none", "naive"), *((c, "bucket") for c in ("none", "bf16", "int8", "topk"))]
-)
-def test_step_2_predicts_what_it_sends(pools, tmp_path, compress, sync):
-    """Byte for byte, whatever compresses the gradients and however they are grouped (the other steps: their tests)."""
-    options = SMALL | micro_batch_size(3, 2) | dict(compress=compress, sync=sync, bucket_mb=0.02, dtype="fp32", steps=2)
-    for _, sent, predicted in pools(3).run(screen_on_rank, 2, options | dict(out=str(tmp_path / "run"))):
-        assert sent == pytest.approx(predicted, rel=1e-12) and sent
+def test_the_watchdog_names_the_rank_that_hangs():
+    """Two ranks wait in a collective that the third has not entered: all end, and one tells of the third."""
+    store, told = dist.HashStore(), []
+    entered = [2, 1, 2]
+    dogs = [
+        Watchdog(lambda r=r: Place(4, "backward", "dp all_reduce", dict(dp=entered[r])), 0.6, r, 3, store, told.append)
+        for r in range(3)
+    ]
+    for dog in dogs:
+        dog.thread.join(30)
+    (text,) = filter(None, told)
+    assert "rank 1 is behind, in step 5, backward" in text and "(in dp: 1 collectives entered, others 2)" in text
 
 
-# --- what no number shows --------------------------------------------------------------------------------------------
+def test_bytes_that_are_saved_are_progress():
+    """While a rank writes, nobody is ended; when it stops, somebody is."""
+    store, told, written = dist.HashStore(), [], [0]
+    dog = Watchdog(lambda: Place(0, "", "", {}), 1.0, 0, 1, store, told.append, written=lambda: written[0])
+    for _ in range(15):
+        written[0] += 1
+        time.sleep(0.1)
+    assert not told
+    dog.thread.join(30)
+    assert "no progress" in told[0]
+    assert compare({0: dict(a=1), 1: dict(a=2)}) == ({0: " (in a: 1 collectives entered, others 2)"}, {1})
 
 
-def gradients_leave_on_rank(number: int, options: dict) -> list[tuple[str, str]]:
-    """Runs on every rank: train; for each sum of gradients of the last step, operation and phase."""
-    module, inside, found = importlib.import_module(STEPS[number - 1]), [""], []
-    phase, book = Run.phase, Ledger.book
-
-    @contextlib.contextmanager
-    def watched(self, name, action=None):
-        inside.append(name)
-        with phase(self, name, action):
-            yield
-        inside.pop()
-
-    def booked(self, group, operation, n_bytes):
-        if operation in ("all_reduce", "reduce_scatter") and group.name in ("dp", "data"):
-            found.append((operation, inside[-1]))
-        book(self, group, operation, n_bytes)
-
-    with (
-        equivalence.without_instruments(),
-        mock.patch.object(Run, "phase", watched),
-        mock.patch.object(Ledger, "book", booked),
-    ):
-        module.train(module.Config(**options))
-    return found
+def staged_on_rank() -> float:
+    """Runs on every rank: all operations of comm.py through copies on the host; the largest difference to gloo's."""
+    if "staged" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("staged", devices.Staged, devices=["cpu", "cuda"])
+    rank, n = dist.get_rank(), dist.get_world_size()
+    found = []
+    for backend in ("gloo", "staged"):
+        group = comm.Group("x", rank, n, dist.new_group(list(range(n)), backend=backend))
+        x = torch.arange(4.0 * n) + rank
+        outs = [x.clone(), torch.empty(4 * n * n), torch.empty(4), torch.empty(4 * n), torch.empty(4 * n)]
+        comm.all_reduce(outs[0], group).wait()
+        comm.all_gather(outs[1], x, group).wait()
+        comm.reduce_scatter(outs[2], x, group).wait()
+        comm.all_to_all(outs[3], x, group).wait()
+        comm.exchange([(x, (rank + 1) % n)], [(outs[4], (rank - 1) % n)], group).wait()
+        found.append(torch.cat(outs))
+    return (found[0] - found[1]).abs().max().item()
 
 
-@pytest.mark.picked(0, 2, 3, 6)
-@pytest.mark.parametrize(
-    "number, flags",
-    [
-        (2, {}),
-        *((number, dict(zero=zero)) for number in (3, 4, 5) for zero in (0, 1)),
-    ],
-    ids=str,
-)
-def test_gradients_leave_while_backward_goes_on(pools, tmp_path, number, flags):
-    """Complete gradients are sent during the last backward pass, all but the last bucket: else nothing overlaps.
-
-    Without this, all numbers stay right: what is left is sent at the end of the step.
-    """
-    options = SMALL | micro_batch_size(2, 2) | dict(bucket_mb=0.01, steps=1, out=str(tmp_path / "run")) | flags
-    options |= dict(tp=1) if number > 3 else {}
-    options |= dict(cp=1) if number > 4 else {}
-    operation = "reduce_scatter" if flags.get("zero") else "all_reduce"
-    for found in pools(2).run(gradients_leave_on_rank, number, options):
-        phases = [where for op, where in found if op == operation]
-        assert len(phases) > 3 and phases.count("backward") >= len(phases) - 1, phases
+def test_messages_through_the_host(pools):
+    """Several ranks on one GPU: the group in Python does what gloo does."""
+    assert pools(2).run(staged_on_rank) == [0.0, 0.0]
 
 
-@pytest.mark.numerics
-@pytest.mark.picked(0, 2)
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_gradients_of_fp16(tmp_path, number):
-    """`gradients()` has them times the loss scale; the norm, and what is gathered, are those of fp32."""
-    module, found = importlib.import_module(STEPS[number - 1]), {}
-    options = SMALL | dict(steps=1, grad_clip=0.0, out=str(tmp_path / "run")) | (dict(zero=2) if number == 3 else {})
+@pytest.mark.parametrize("driver, mend", [("535.104.05", "update the driver to 580"), ("580.65.06", "nvidia-smi")])
+def test_a_gpu_that_this_torch_cannot_use_is_not_passed_over(monkeypatch, driver, mend):
+    """A line with driver, wheel and mend instead of days on the CPU; --device cpu, or hiding the GPU, is on purpose."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(devices, "driver_version", lambda: driver)
+    monkeypatch.setattr(Path, "glob", lambda *_: [Path("/dev/nvidia0")])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    asked = SimpleNamespace(device="auto", backend="auto")
+    with pytest.raises(UserError, match=mend) as raised:
+        devices.check(asked, 1)
+    assert "\n" not in str(raised.value) and driver in str(raised.value)
+    devices.check(SimpleNamespace(device="cpu", backend="auto"), 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    devices.check(asked, 1)
 
-    def observe(_, optimizer):
-        largest = max(part.abs().max().item() for part in optimizer.gradients().values())
-        found[optimizer.loss_scale] = (largest, full_gradients(optimizer, job()))
 
-    norms = []
-    for dtype in ("fp32", "fp16"):
-        with equivalence.without_instruments():
-            trained = module.train(module.Config(**options | dict(dtype=dtype)), observe)
-        norms.append(trained.history[0]["grad_norm"])
-    assert [*found] == [1, 2**16] and norms[1] == pytest.approx(norms[0], rel=0.01)
-    (largest, exact), (scaled, gathered) = found.values()
-    assert scaled / 2**16 == pytest.approx(largest, rel=0.02)
-    for name, gradient in exact.items():
-        assert equivalence.difference(gathered[name], gradient) < 0.02, name
+def test_one_line_for_a_mistake():
+    """Flags that differ, and a full memory."""
+    with pytest.raises(UserError, match="rank 1 was started with --lr 2, rank 0 with 1"):
+        devices.require_same_flags([dict(lr=1), dict(lr=2)])
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")
+    assert "asked for 2.50 GiB more" in failures.describe(full) and "\n" not in failures.describe(full)
+    with pytest.raises(UserError, match="--dry-run"):
+        failures.report(full)

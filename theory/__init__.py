@@ -1,1 +1,1 @@
-"""What a run costs on paper: bytes, FLOPs, traffic. Pure functions of shape, precision and layout."""
+"""Laws on paper: FLOPs, bytes held, bytes sent, as functions of plain sizes. Steps and variants are not imported."""

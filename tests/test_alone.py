@@ -13,15 +13,15 @@ import pytest
 from tests import jobs
 from tests.equal import difference
 
-COURSE = Path(__file__).parents[1]
-STEPS = sorted(path.stem for path in COURSE.glob("step0*.py"))
+ROOT = Path(__file__).parents[1]
+STEPS = sorted(path.stem for path in ROOT.glob("step0*.py"))
 TINY = "--model debug --dtype fp64 --device cpu --steps 3 --warmup-steps 1 --global-batch-size 12 --micro-batch-size 1"
 FILES = {"metrics.jsonl", "config.json", "loss.png"}
 
 
 def launch_line(step: str) -> tuple[int, str]:
     """(ranks, flags) of the line `Run it:` in a step's docstring; ranks 0: no torchrun."""
-    text = (COURSE / f"{step}.py").read_text()
+    text = (ROOT / f"{step}.py").read_text()
     ranks, flags = re.search(
         rf"^Run it: +(?:torchrun --nproc_per_node=(\d)|python) {step}.py(.*)$", text, re.M
     ).groups()
@@ -61,10 +61,10 @@ def server():
 def alone(tmp_path_factory) -> Path:
     """A folder with the steps and common/, and nothing else."""
     folder = tmp_path_factory.mktemp("alone")
-    for path in COURSE.glob("step0*.py"):
+    for path in ROOT.glob("step0*.py"):
         shutil.copy(path, folder)
     (folder / "common").mkdir()
-    for path in (COURSE / "common").glob("*.py"):
+    for path in (ROOT / "common").glob("*.py"):
         shutil.copy(path, folder / "common")
     return folder
 

@@ -17,7 +17,7 @@ from services.replicas import held
 from tests.equal import difference
 from tests.test_checkpoint import train_on_rank
 
-COURSE = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[1]
 
 
 def children(pid: int) -> list[int]:
@@ -42,7 +42,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(pools, tmp_path
     environment = os.environ | dict(OMP_NUM_THREADS="1")
     command = [sys.executable, *command.split(), "--resume", "auto", "--out", str(out)]
     with open(tmp_path / "log", "w") as log:
-        job = subprocess.Popen(command, cwd=COURSE, env=environment, stdout=log, stderr=log)
+        job = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
     deadline, metrics = time.monotonic() + 200, out / "metrics.jsonl"
     while job.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) > 7):
         assert time.monotonic() < deadline, (tmp_path / "log").read_text()
