@@ -61,7 +61,7 @@ class NaiveSync:
     def finish(self):
         """After the last one: when it returns, every `.grad` is the sum over the ranks."""
         for param in self.params:
-            group = self.mesh[layout_of(param).data]  # dp: the ranks that hold the same, and see other tokens
+            group = self.mesh[layout_of(param).data_group]  # dp: the ranks that hold the same, and see other tokens
             if group.size > 1:
                 self.sum_up(param.grad, group)
 
@@ -111,7 +111,7 @@ def group_params(params: list[nn.Parameter], limit: float) -> list[list[nn.Param
     """Lists of at most `limit` bytes of gradients (or one parameter), to be summed over the same ranks."""
     by_ranks: dict[str, list[list[nn.Parameter]]] = {}  # here all are summed over dp; experts, step 7, are not
     for param in params:
-        lists = by_ranks.setdefault(layout_of(param).data, [[]])
+        lists = by_ranks.setdefault(layout_of(param).data_group, [[]])
         if lists[-1] and sum(p.numel() * p.grad_dtype.itemsize for p in [*lists[-1], param]) > limit:
             lists.append([])
         lists[-1].append(param)
@@ -130,7 +130,7 @@ class BucketSync:
         """Make it after the optimizer, which decides the dtype of gradients."""
         backwards = [param for param in reversed(list(model.parameters())) if param.requires_grad]
         lists = group_params(backwards, config.bucket_mb * 2**20)
-        self.buckets = [Bucket(params, mesh[layout_of(params[0]).data]) for params in lists]
+        self.buckets = [Bucket(params, mesh[layout_of(params[0]).data_group]) for params in lists]
         for bucket in self.buckets:
             for param in bucket.params:
                 param.register_post_accumulate_grad_hook(partial(self.added, bucket))

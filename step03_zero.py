@@ -89,7 +89,7 @@ def unit_names(model: Decoder) -> list[list[str]]:
     units: dict[tuple[str, str], list[str]] = {}
     for name, param in model.named_parameters():
         module = re.match(r"model\.layers\.\d+|model\.embed_tokens|", name).group()  # "": norm and head
-        units.setdefault((module, layout_of(param).data), []).append(name)
+        units.setdefault((module, layout_of(param).data_group), []).append(name)
     return list(units.values())
 
 
@@ -103,7 +103,7 @@ class Zero1:
         for names in unit_names(model):  # one by one: in stage 3 no rank ever holds the whole model
             materialize(model, config.seed, device, dtype, names)
             named = {name: model.get_parameter(name) for name in names}
-            group = mesh[layout_of(named[names[0]]).data]  # dp: the ranks that hold the same, and see other tokens
+            group = mesh[layout_of(named[names[0]]).data_group]  # dp: they hold the same, see other tokens
             self.units.append(self.unit_type(named, group))
         self.pieces: dict[str, Tensor] = {}  # of the masters, by name, as far as they lie in this rank's slices
         for unit in self.units:

@@ -57,26 +57,26 @@ class Config(step03.Config):
     zero: int = among(STAGES, 0)  # ZeRO (step 3), now over the ranks that hold the same parts
 
 
-def keep(x: Tensor, group: Group) -> Tensor:
+def unchanged(x: Tensor, group: Group) -> Tensor:
     """The identity."""
     return x.view_as(x)
 
 
-def total(x: Tensor, group: Group) -> Tensor:
+def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
     """All-reduce: the sum of every rank's x."""
     x = x.clone(memory_format=torch.contiguous_format)  # all_reduce works in place
     all_reduce(x, group).wait()
     return x
 
 
-def gather(x: Tensor, group: Group) -> Tensor:
+def gather_tokens(x: Tensor, group: Group) -> Tensor:
     """All-gather: [batch, seq/n, dim] of every rank -> [batch, seq, dim]."""
     parts = x.new_empty(group.size, *x.shape)
     all_gather(parts.view(-1), x.contiguous().view(-1), group).wait()
     return parts.movedim(0, 1).flatten(1, 2)
 
 
-def scatter(x: Tensor, group: Group) -> Tensor:
+def sum_and_split_tokens(x: Tensor, group: Group) -> Tensor:
     """Reduce-scatter: [batch, seq, dim] on every rank -> this rank's tokens of the sum, [batch, seq/n, dim]."""
     parts = x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()
     part = torch.empty_like(parts[0])
@@ -101,12 +101,16 @@ class Conjugate(torch.autograd.Function):
 
 def enter_block(x: Tensor, group: Group, sp: bool) -> Tensor:
     """f. Forward: identity (SP: all-gather the tokens). Backward: all-reduce (SP: reduce-scatter)."""
-    return Conjugate.apply(x, group, gather, scatter) if sp else Conjugate.apply(x, group, keep, total)
+    if sp:
+        return Conjugate.apply(x, group, gather_tokens, sum_and_split_tokens)
+    return Conjugate.apply(x, group, unchanged, sum_over_ranks)
 
 
 def leave_block(x: Tensor, group: Group, sp: bool) -> Tensor:
     """g. Forward: all-reduce (SP: reduce-scatter). Backward: identity (SP: all-gather)."""
-    return Conjugate.apply(x, group, scatter, gather) if sp else Conjugate.apply(x, group, total, keep)
+    if sp:
+        return Conjugate.apply(x, group, sum_and_split_tokens, gather_tokens)
+    return Conjugate.apply(x, group, sum_over_ranks, unchanged)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -219,7 +219,7 @@ def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode) -> Tensor:
     group, tp, seq_len = mesh["cp"], mesh["tp"], model.config.seq_len
     mesh.join("data", "dp", "cp")  # a group of all dp x cp ranks
     for param in model.parameters():
-        note_layout(param, data="data")
+        note_layout(param, data_group="data")
     if group.size == 1:
         return torch.arange(seq_len)
     positions = mode.positions(seq_len, group.rank, group.size)

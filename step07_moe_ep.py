@@ -202,10 +202,10 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config):
         with torch.device("meta"):
             layer.mlp = moe = BALANCE[config.balance](model.config.dim, width, config, mesh["cp"])
         # tp ranks route the same tokens, but find a part of each expert's output, and so of the router's gradient.
-        note_layout(moe.router.weight, data="data", partial_over=("tp",))
+        note_layout(moe.router.weight, data_group="data", partial_over=("tp",))
         for linear in moe.experts.children():
             linear.weight = cut(linear.weight, 0, mesh["ep"])
-            note_layout(linear.weight, data="expert_data")
+            note_layout(linear.weight, data_group="expert_data")
         if ep > 1:
             moe.experts.forward = partial(DISPATCH[config.ep_mode], moe.experts.forward, mesh["ep"])
 

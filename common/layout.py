@@ -3,7 +3,7 @@
 Every dimension of parallelism notes in this record what it did to a parameter. Whoever fills in initial weights, sums
 gradients, cuts optimizer state or takes the global norm reads it.
 
-    parameter (full shape)          splits                       partial_over     data
+    parameter (full shape)          splits                       partial_over     data_group
     q_proj.weight   [128, 128]      dim 0 over tp: rows 0-63     ()               "dp"
     norm.weight     [128]           none                         ("tp",)          "dp"      (sequence parallelism)
 """
@@ -41,7 +41,7 @@ class Layout:
 
     splits: tuple[Split, ...] = ()  # its cuts, in the order in which they were made
     partial_over: tuple[str, ...] = ()  # mesh dimensions whose ranks each have a part of the sum that is its gradient
-    data: str = "dp"  # the mesh dimension whose ranks hold the same and see other tokens: step 2 sums, ZeRO cuts there
+    data_group: str = "dp"  # whose ranks hold the same and see other tokens: step 2 sums, ZeRO cuts there
     stages: int = 1  # of a pipeline that hold it, on different ranks
 
 
@@ -106,7 +106,7 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sliced
     square = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     for name, grad in gradients.items():
         record = layout_of(params[name])
-        apart = {"pp", *(split.over for split in record.splits), *((record.data,) if sliced else ())}
+        apart = {"pp", *(split.over for split in record.splits), *((record.data_group,) if sliced else ())}
         parts = math.prod(group.size for dim, group in mesh.groups.items() if dim in apart)
         copies = record.stages * mesh.world / parts
         square = square + grad.norm(dtype=wide(grad.dtype)).double().square() / copies

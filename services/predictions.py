@@ -89,7 +89,7 @@ def data_traffic(config: Any, parts: SimpleNamespace) -> Traffic:
     stage, units = getattr(config, "zero", 0), getattr(parts.optimizer, "units", [])
     if not units:
         for param in parts.model.parameters():
-            dim = layout_of(param).data
+            dim = layout_of(param).data_group
             found += traffic.gradient_traffic(dim, size(parts, dim), param.numel() * w.wide, config.sync == "ring")
         return found
     gathered = traffic.gatherings(*gathering(config, parts)) if stage == 3 else dict.fromkeys(units, 1)

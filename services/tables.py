@@ -61,7 +61,7 @@ def reduction_rows(model: Decoder, dims: list[str]) -> dict[str, list[str]]:
     rows = {}
     for name, param in model.named_parameters():
         record = layout_of(param)
-        summed = {*record.partial_over, *(("dp", "cp") if record.data == "data" else (record.data,))}
+        summed = {*record.partial_over, *(("dp", "cp") if record.data_group == "data" else (record.data_group,))}
         cells = []
         for dim in dims:
             cuts = [f"Shard({split.dim})" for split in record.splits if split.over == dim]

@@ -208,7 +208,7 @@ FAULTS: dict[str, Fault] = {
     "shared experts: no sum over cp": Fault(
         "variants.routing",
         "RoutedMoE",
-        'note_layout(param, data="data")',
+        'note_layout(param, data_group="data")',
         "pass",
         "their gradients are summed over dp alone",
     ),
@@ -483,9 +483,27 @@ FAULTS: dict[str, Fault] = {
     **of(
         "step04_tp_sp",
         "tp, no sp",
-        ("g_sums_in_backward_too", "leave_block", "total, keep", "total, total", "as torch.distributed.nn does"),
-        ("f_does_not_sum_in_backward", "enter_block", "keep, total", "keep, keep", "each goes on with its part of dx"),
-        ("g_does_not_sum", "leave_block", "total, keep", "keep, keep", "each goes on with its part of the output"),
+        (
+            "g_sums_in_backward_too",
+            "leave_block",
+            "sum_over_ranks, unchanged",
+            "sum_over_ranks, sum_over_ranks",
+            "as torch.distributed.nn does",
+        ),
+        (
+            "f_does_not_sum_in_backward",
+            "enter_block",
+            "unchanged, sum_over_ranks",
+            "unchanged, unchanged",
+            "each goes on with its part of dx",
+        ),
+        (
+            "g_does_not_sum",
+            "leave_block",
+            "sum_over_ranks, unchanged",
+            "unchanged, unchanged",
+            "each goes on with its part of the output",
+        ),
     ),
     **of(
         "step04_tp_sp",
@@ -493,8 +511,8 @@ FAULTS: dict[str, Fault] = {
         (
             "tokens_cut_but_not_summed",
             "enter_block",
-            "gather, scatter",
-            "gather, lambda dx, g: dx.chunk(g.size, 1)[g.rank].contiguous()",
+            "gather_tokens, sum_and_split_tokens",
+            "gather_tokens, lambda dx, g: dx.chunk(g.size, 1)[g.rank].contiguous()",
             "dx of our own heads only",
         ),
         (

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from common.comm import Group, all_gather, all_to_all
 from common.model import wide
-from step04_tp_sp import Config, Conjugate, keep
+from step04_tp_sp import Config, Conjugate, unchanged
 from variants.block_overlap import Ending, overlap_blocks, start_keep
 
 SINCE, LAST = Config, True
@@ -104,7 +104,7 @@ def narrow_blocks(parts: SimpleNamespace, config: Any, bits: Bits):
     gather, scatter, total = (
         partial(at_once, start) for start in (bits.start_gather, bits.start_scatter, bits.start_total)
     )
-    f, g = ((gather, scatter), (scatter, gather)) if config.sp else ((keep, total), (total, keep))
+    f, g = ((gather, scatter), (scatter, gather)) if config.sp else ((unchanged, total), (total, unchanged))
     for layer in parts.model.model.layers.values():
         for block in (layer.self_attn, layer.mlp):
             block._forward_pre_hooks.clear()

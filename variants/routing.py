@@ -77,7 +77,7 @@ class RoutedMoE(MoE):
         if config.shared_experts:
             self.shared_experts = MLP(replace(PRESETS[config.model], ffn_dim=config.shared_experts * ffn_dim))
             for param in self.shared_experts.parameters():
-                note_layout(param, data="data")
+                note_layout(param, data_group="data")
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq, dim] -> [batch, seq, dim]."""

@@ -49,7 +49,7 @@ class TorchSync:
 
     def __init__(self, model: Decoder, config: Any, mesh: Mesh):
         """Replaces `model.forward`, so that whoever calls the model calls DistributedDataParallel."""
-        group, self.left = mesh[layout_of(next(model.parameters())).data], 0
+        group, self.left = mesh[layout_of(next(model.parameters())).data_group], 0
         if group.size == 1:
             return
         self.ddp = DistributedDataParallel(

@@ -58,8 +58,8 @@ def with_replicas(
     mesh.enter("shard", shards.reshape(-1, shards.shape[2]))
     mesh.enter("replicas", shards.swapaxes(1, 2).reshape(-1, n_replicas))
     for param in model.parameters():
-        if layout_of(param).data in ("dp", "data"):
-            note_layout(param, data="shard")
+        if layout_of(param).data_group in ("dp", "data"):
+            note_layout(param, data_group="shard")
     zero = stage(model, config, mesh, device, dtype)
     sum_over_shard = zero.finish
 
