@@ -84,7 +84,7 @@ def scaled_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     return scores + torch.full_like(scores[0, 0], -torch.inf).triu(1) if causal else scores
 
 
-def block_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def part_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Attention to one part of the keys, and lse, the log of its softmax's sum. `causal` only with s_q = s_k.
 
     q [batch, heads, s_q, d]; k, v [batch, kv_heads, s_k, d] -> o like q, lse [batch, heads, s_q].
@@ -98,7 +98,7 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
     return (scores - lse[..., None]).exp() @ v, lse
 
 
-def block_gradients(
+def part_gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This part's share of the gradients of q, k and v, given `o` and `lse` of attention to *all* keys.
@@ -123,14 +123,14 @@ def block_gradients(
     return ds @ k, dk, dv
 
 
-def merge(o: Tensor, lse: Tensor, block_o: Tensor, block_lse: Tensor):
+def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):
     """Add another part of the keys to a softmax, in place: o [batch, heads, s_q, d], lse [batch, heads, s_q].
 
     The result is the average of both outputs, weighted by their sums of exponentials:
-    o = (e^lse o + e^block_lse block_o) / (e^lse + e^block_lse). The second weight is sigmoid(block_lse - lse).
+    o = (e^lse o + e^part_lse part_o) / (e^lse + e^part_lse). The second weight is sigmoid(part_lse - lse).
     """
-    o.lerp_(block_o.to(o.dtype), torch.sigmoid(block_lse - lse)[..., None])
-    lse.copy_(torch.logaddexp(lse, block_lse))
+    o.lerp_(part_o.to(o.dtype), torch.sigmoid(part_lse - lse)[..., None])
+    lse.copy_(torch.logaddexp(lse, part_lse))
 
 
 class RingAttention(torch.autograd.Function):
@@ -148,7 +148,7 @@ class RingAttention(torch.autograd.Function):
                 next_kv = torch.empty_like(kv)
                 sending = exchange([(kv, (r + 1) % n)], [(next_kv, (r - 1) % n)], group)
             for rows, keys, causal in visible(r, (r - hop) % n, q.shape[2]):  # ... and compute with it meanwhile
-                merge(o[rows], lse[rows], *block_attention(q[rows], kv[0][keys], kv[1][keys], causal))
+                merge(o[rows], lse[rows], *part_attention(q[rows], kv[0][keys], kv[1][keys], causal))
             if hop + 1 < n:
                 sending.wait()
                 kv = next_kv
@@ -171,10 +171,10 @@ class RingAttention(torch.autograd.Function):
             share = torch.zeros_like(dkv)
             for rows, keys, causal in ctx.visible(r, (r - hop) % n, q.shape[2]):
                 given = do[rows], q[rows], kv[0][keys], kv[1][keys], o[rows], lse[rows], causal
-                block_dq, block_dk, block_dv = block_gradients(*given)
-                dq[rows] += block_dq
-                share[0][keys] += block_dk
-                share[1][keys] += block_dv
+                part_dq, part_dk, part_dv = part_gradients(*given)
+                dq[rows] += part_dq
+                share[0][keys] += part_dk
+                share[1][keys] += part_dv
             arriving.wait()  # dkv: what the ranks before us have added for this part
             dkv += share
             outgoing, dkv = dkv, torch.empty_like(dkv)

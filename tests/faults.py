@@ -592,8 +592,8 @@ FAULTS: dict[str, Fault] = {
         (
             "lse_in_bf16",
             "merge",
-            "torch.logaddexp(lse, block_lse)",
-            "torch.logaddexp(lse, block_lse).bfloat16()",
+            "torch.logaddexp(lse, part_lse)",
+            "torch.logaddexp(lse, part_lse).bfloat16()",
             "rounded",
         ),
         (
