@@ -9,13 +9,11 @@ import shutil
 import signal
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
-import services.run
 from common import UserError
 from common.model import PRESETS, ModelConfig
 from services import checkpoint
@@ -190,18 +188,14 @@ def test_what_does_not_fit_is_one_line(pools, tmp_path):
             train_on_rank("step01_single_gpu", dict(resume=out, out=str(tmp_path / "other")) | change)
 
 
-def test_a_variants_own_state_is_kept(tmp_path, monkeypatch):
-    """What `state` returns at the time of saving comes back to `restore`."""
-    seen, variant = [], ModuleType("variant")
-    variant.state = lambda config, parts: dict(scale=config.steps)
-    variant.restore = lambda config, parts, state: seen.append(state)
-    found = [*services.run.plugins(), variant]
-    monkeypatch.setattr(services.run, "plugins", lambda: found)
-    options = dict(out=str(tmp_path / "run"), resume="auto")
+def test_a_variants_own_state_is_kept(tmp_path):
+    """The scale of fp16 and how long it has been good; the numbers that a spike is compared with."""
+    options = dict(dtype="fp16", skip_spikes=9.0, out=str(tmp_path / "run"), resume="auto")
     train_on_rank("step01_single_gpu", options | dict(stop_after=2))
-    assert seen == []
     train_on_rank("step01_single_gpu", options)
-    assert seen == [dict(scale=4)]
+    state = Checkpoint(newest(tmp_path / "run")).index["state"]
+    assert state["variants.fp16"] == dict(scale=2.0**16, good_steps=4)
+    assert len(state["variants.skip_spikes"]) == 4
 
 
 # --- files

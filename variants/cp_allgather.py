@@ -20,9 +20,9 @@ from common.model import wide
 from step05_cp_ring import (
     CONTEXT,
     ContextMode,
+    merge,
     part_attention,
     part_gradients,
-    merge,
     zigzag_positions,
     zigzag_visible,
 )
