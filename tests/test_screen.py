@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import io
 import json
+import math
 import re
 import time
 from pathlib import Path
@@ -20,7 +21,9 @@ from services import devices, failures
 from services.dry_run import run_rank
 from services.run import ServedRun, attach, compose
 from services.watchdog import Place, Watchdog, compare
-from tests.equal import BASE, SHAPE, SMALL
+from tests.equal import BASE, BOUND, SHAPE, SMALL, difference
+from tests.rows import ROWS
+from tests.test_layouts import label
 
 WHOLE, PARTIAL = "Replicate", "Partial"
 
@@ -122,6 +125,26 @@ def test_a_served_run(pools, tmp_path, name):
     assert there == {"loss.png", "traffic.png", *more}
     if experts:
         assert all(sum(shares) == pytest.approx(1.0) for shares in lines[-1]["expert_load"].values())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("row", ROWS, ids=label)
+def test_every_row_is_served(pools, reference, tmp_path, row):
+    """With everything around it, a run of any row sees the first loss of one process."""
+    found = pools(row.ranks).run(serve_on_rank, row.step, row.base | row.layout, str(tmp_path / "run"))[0]
+    first = torch.load(reference(row), weights_only=False).losses[0]
+    dtype = (row.base | row.layout).get("dtype", "fp64")
+    assert difference(found.rows[0]["loss"], first) <= (row.bound or BOUND[dtype])
+
+
+@pytest.mark.parametrize("mode", ["alltoall", "rows", "allgather"])
+def test_what_routers_decide(pools, tmp_path, mode):
+    """Some layers have no experts; fresh routers are undecided; experts with half the room lose half the choices."""
+    options = dict(experts=4, ep=2, ep_mode=mode, dense_layers=1, lr=1e-9, capacity_factor=0.5)
+    last = pools(2).run(serve_on_rank, "step07_moe_ep", options, str(tmp_path / "run"))[0].rows[-1]
+    assert "0" not in last["expert_load"] and last["expert_load"]
+    assert 0.99 * math.log(4) < last["router_entropy"] <= math.log(4)
+    assert 0.5 <= last["drop_rate"] < 0.6
 
 
 def test_memory_over_time(pools, tmp_path):
