@@ -16,7 +16,7 @@ from services import evaluation, hub
 from services.checkpoint import Checkpoint, find, newest
 from services.run import compose
 from tests.equal import difference
-from tests.rows import EXPERTS, TIED
+from tests.rows import EXPERTS, MASK, TIED
 from tests.test_checkpoint import train_on_rank
 
 OPTIONS = dict(steps=2, eval_every=2, eval_sequences=5, micro_batch_size=2, save_every=2)
@@ -27,6 +27,8 @@ ROWS = [
     (4, "step06_pipeline", dict(pp=2, tp=2, zero=1), TIED),
     (4, "step06_pipeline", dict(pp=2, cp=2, schedule="interleaved"), dict(n_layers=4)),
     (4, "step07_moe_ep", dict(pp=2, ep=2, zero=3), MOE),
+    (4, "step06_pipeline", dict(pp=2, cp=2), MASK),
+    (2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses"), MASK | dict(documents="reset")),
 ]
 
 
