@@ -43,7 +43,7 @@ from common.data import Data
 from common.layout import global_norm, note_layout
 from common.model import IGNORE, PRESETS, Decoder, rope_tables, wide
 from common.schedules import COSTS, SCHEDULES, Action, Place, goes_to, simulate
-from common.trainer import Run, among, choose, main
+from common.trainer import Run, among, choose_device, main
 from step01_single_gpu import RECOMPUTE, learning_rate
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
@@ -255,7 +255,7 @@ def make_pipeline(config: Config, model: Decoder, mesh: Mesh, positions: Tensor,
 
 def train(config: Config, run: Run):
     """The whole run."""
-    device, dtype = choose(config)
+    device, dtype = choose_device(config)
     cut = config.pp * config.cp * config.tp
     mesh = Mesh(pp=config.pp, dp=join_ranks(device) // cut, cp=config.cp, tp=config.tp)
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine

@@ -44,7 +44,7 @@ from common.comm import Group, Mesh, all_reduce, all_to_all
 from common.data import Data
 from common.layout import global_norm, note_layout
 from common.model import IGNORE, PRESETS, Decoder, wide
-from common.trainer import Run, among, choose, main
+from common.trainer import Run, among, choose_device, main
 from step01_single_gpu import RECOMPUTE, learning_rate
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
@@ -212,7 +212,7 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config):
 
 def train(config: Config, run: Run):
     """The whole run: five dimensions, put on the plain model one after another."""
-    device, dtype = choose(config)
+    device, dtype = choose_device(config)
     cuts = config.pp * config.cp * config.tp
     mesh = Mesh(pp=config.pp, dp=join_ranks(device) // cuts, cp=config.cp, tp=config.tp)  # tp sends most: neighbours
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
