@@ -722,7 +722,7 @@ FAULTS: dict[str, Fault] = {
     **of(
         "step07_moe_ep",
         "ep of 4",
-        ("experts_summed_over_all_data", "shard_experts", 'data="expert_data"', 'data="data"', "with other experts'"),
+        ("experts_summed_over_all_data", "shard_experts", 'data_group="expert_data"', 'data_group="data"', "with other experts'"),
         ("experts_averaged", "AllToAll", "AllToAll.apply(grad,", "AllToAll.apply(grad / 2,", "by the ranks of ep"),
     ),
     **of(
