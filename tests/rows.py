@@ -76,6 +76,8 @@ ROWS = [
     Row(4, "step06_pipeline", dict(pp=2, tp=2, loss_chunk=5), TIED),
     Row(2, "step03_zero", dict(zero=3, loss_chunk=5), TIED | SGD),
     Row(3, "step03_zero", dict(zero=2), MUON),
+    Row(2, "step03_zero", dict(zero=1, offload_optimizer="cpu"), MUON),
+    Row(4, "step04_tp_sp", dict(tp=2, zero=3, offload_optimizer="disk"), MUON, EXHAUSTIVE),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, zero=0), MUON | TIED),
     Row(4, "step07_moe_ep", dict(tp=2, ep=2, zero=3), MUON | EXPERTS),
     *(Row(2, "step03_zero", dict(zero=zero, grad_dtype="same"), SGD) for zero in (0, 1)),
