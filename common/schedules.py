@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from common import UserError
 
-COSTS = {"F": 1, "B": 2, "W": 1}  # units of time; a schedule with W, weight gradients on their own, has B = 1
+COSTS = {"F": 1, "B": 2, "W": 1}  # units of time; where weight gradients are split off as W, B takes 1
 
 
 class Action(NamedTuple):
@@ -38,7 +38,7 @@ def loop(n_layers: int, p: int, v: int) -> list[Place]:
     """The places of p v stages: v times through all ranks."""
     n = p * v
     bounds = [n_layers * stage // n for stage in range(n + 1)]
-    link = [None, *range(n), None]
+    link = [None, *range(n), None]  # each stage between its neighbours
     return [Place(s % p, range(bounds[s], bounds[s + 1]), link[s], link[s + 2]) for s in range(n)]
 
 

@@ -632,8 +632,8 @@ FAULTS: dict[str, Fault] = {
         (
             "wrong_source",
             "RingAttention",
-            "visible(r, (r - hop) % n",
-            "visible(r, (r + hop) % n",
+            "source = (r - hop) % n",
+            "source = (r + hop) % n",
             "the rank on the right",
         ),
     ),
@@ -685,7 +685,7 @@ FAULTS: dict[str, Fault] = {
         "moe",
         ("gates_not_differentiated", "MoE", "top_scores[..., None]", "top_scores.detach()[..., None]", "a deaf router"),
         ("scores_not_normalised", "MoE", "if self.top_k > 1:", "if False:", "they do not sum to one"),
-        ("rows_of_other_tokens", "MoE", "tokens[order // self.top_k]", "tokens[order % len(tokens)]", "wrong order"),
+        ("rows_of_other_tokens", "MoE", "token = order // self.top_k", "token = order % len(tokens)", "wrong order"),
         ("balance_not_added", "AddLoss", "ctx.weight, dtype", "0.0, dtype", "nothing spreads the tokens"),
         (
             "balance_per_micro_batch",
@@ -722,7 +722,7 @@ FAULTS: dict[str, Fault] = {
     **of(
         "step07_moe_ep",
         "ep of 4",
-        ("experts_summed_over_all_data", "shard_experts", 'data="expert_data"', 'data="data"', "with other experts'"),
+        ("experts_summed_over_all_data", "shard_experts", 'data_group="expert_data"', 'data_group="data"', "with other experts'"),
         ("experts_averaged", "AllToAll", "AllToAll.apply(grad,", "AllToAll.apply(grad / 2,", "by the ranks of ep"),
     ),
     **of(
