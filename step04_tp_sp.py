@@ -1,8 +1,8 @@
 """Step 4: tensor and sequence parallelism. Each matrix is cut, and so are the tokens between the blocks.
 
 A *block* is attention or the MLP. Megatron's pair (Shoeybi et al. 2019): its first matrices are cut by columns (their
-outputs), its last one by rows (its inputs). What lies between needs no communication, because heads and MLP channels do
-not look at one another. (Columns and rows of W in x W; PyTorch stores [out, in], so they are dimensions 0 and 1.)
+outputs), its last one by rows (its inputs): x [A0 A1] = [y0 y1] and [y0 y1] [B0; B1] = y0 B0 + y1 B1. Between them no
+rank needs another, as heads and MLP channels do not look at one another. (In [out, in], columns are dimension 0.)
 
              .- f -> q k v, heads 0-3 -> attention -> o_proj, rows of heads 0-3 -> g -.       rank 0
     x whole -|                                                                        |-> the block's output
@@ -123,9 +123,9 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """int64 [batch, seq] -> this rank's part of the sum [batch, seq, dim]."""
-        here = (tokens >= self.ids.start) & (tokens < self.ids.stop)
-        row = (tokens - self.ids.start) % len(self.weight)  # of a token that is not here: any
-        return F.embedding(row, self.weight) * here[..., None]
+        held = (tokens >= self.ids.start) & (tokens < self.ids.stop)
+        row = (tokens - self.ids.start) % len(self.weight)  # of a token that others hold: any
+        return F.embedding(row, self.weight) * held[..., None]
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, ids: range, group: Group) -> Tensor:
@@ -136,9 +136,9 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, ids: range, gr
     0. Others' numbers are constants to autograd; ours give softmax - one-hot for our logits, so backward sends nothing.
     """
     logits = logits.to(wide(logits.dtype))
-    here = (targets >= ids.start) & (targets < ids.stop)
+    held = (targets >= ids.start) & (targets < ids.stop)
     column = (targets - ids.start) % logits.shape[-1]
-    picked = logits.gather(-1, column[..., None]).squeeze(-1).where(here, 0.0)
+    picked = logits.gather(-1, column[..., None]).squeeze(-1).where(held, 0.0)
     ours = torch.stack((logits[..., : len(ids)].logsumexp(-1), picked))  # the logits behind len(ids) are padding
     everyone = ours.new_empty(group.size, *ours.shape)
     all_gather(everyone.view(-1), ours.detach().view(-1), group).wait()

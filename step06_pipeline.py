@@ -259,8 +259,8 @@ def make_pipeline(config: Config, model: Decoder, mesh: Mesh, positions: Tensor,
 def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
-    cut = config.pp * config.cp * config.tp
-    mesh = Mesh(pp=config.pp, dp=join_ranks(device) // cut, cp=config.cp, tp=config.tp)
+    taken = config.pp * config.cp * config.tp  # dp is what is left
+    mesh = Mesh(pp=config.pp, dp=join_ranks(device) // taken, cp=config.cp, tp=config.tp)
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
     shape = PRESETS[config.model]
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)

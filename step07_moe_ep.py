@@ -216,8 +216,8 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config):
 def train(config: Config, run: Run):
     """The whole run: five dimensions, put on the plain model one after another."""
     device, dtype = choose_device(config)
-    cuts = config.pp * config.cp * config.tp
-    mesh = Mesh(pp=config.pp, dp=join_ranks(device) // cuts, cp=config.cp, tp=config.tp)  # tp sends most: neighbours
+    taken = config.pp * config.cp * config.tp  # dp is what is left
+    mesh = Mesh(pp=config.pp, dp=join_ranks(device) // taken, cp=config.cp, tp=config.tp)  # tp sends most: neighbours
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
     shape = PRESETS[config.model]
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)

@@ -722,7 +722,13 @@ FAULTS: dict[str, Fault] = {
     **of(
         "step07_moe_ep",
         "ep of 4",
-        ("experts_summed_over_all_data", "shard_experts", 'data_group="expert_data"', 'data_group="data"', "with other experts'"),
+        (
+            "experts_summed_over_all_data",
+            "shard_experts",
+            'data_group="expert_data"',
+            'data_group="data"',
+            "with other experts'",
+        ),
         ("experts_averaged", "AllToAll", "AllToAll.apply(grad,", "AllToAll.apply(grad / 2,", "by the ranks of ep"),
     ),
     **of(
@@ -747,7 +753,7 @@ FAULTS: dict[str, Fault] = {
     "resume-from-rank-0s-slice": Fault(
         "services.boxes",
         "masters",
-        "first = max(0, units[name].first - units[name].place[name][0]) if units else 0",
+        "first = max(0, units[name].first - units[name].span[name][0]) if units else 0",
         "first = 0",
         "a slice is read from the beginning of its parameter",
     ),

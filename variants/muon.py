@@ -117,7 +117,7 @@ class Muon:
         firsts = dict.fromkeys(updates, 0)
         for unit in self.units:
             updates |= self.gather(unit, updates)
-            firsts |= {name: max(0, unit.first - unit.place[name][0]) for name in unit.trained}
+            firsts |= {name: max(0, unit.first - unit.span[name][0]) for name in unit.trained}
         rate, decay = self.group["lr"], self.group["weight_decay"]
         for name, piece in self.hidden.items():
             part = self.orthogonal_part(name, updates[name].flatten(), firsts[name])
