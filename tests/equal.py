@@ -25,7 +25,7 @@ from services.run import attach, check, compose
 from tests import faults
 
 SHAPE = list(ModelConfig.__dataclass_fields__)
-BOUND = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-12}  # bf16: only a process with itself
+BOUND = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-12, "fp16": 1e-12}  # 16 bits: only a process with itself
 SMALL = dict(
     dim=32, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=259, seq_len=16
 )  # a vocabulary that nothing divides
