@@ -90,11 +90,12 @@ def parameters_in_all(parts: SimpleNamespace) -> int:
 
 def uses_variants(config: Any) -> bool:
     """Whether a flag of a variant is set, or a menu's entry is one: theory knows the steps, not their variants."""
-    entries = [f.metadata["menu"].get(getattr(config, f.name)) for f in fields(config) if "menu" in f.metadata]
+    chosen = [f for f in fields(config) if getattr(config, f.name) != f.default]
+    entries = [f.metadata["menu"].get(getattr(config, f.name)) for f in chosen if "menu" in f.metadata]
     parts = [part for entry in entries for part in (entry if isinstance(entry, tuple) else (entry,))]
-    owners = [base for base in type(config).__mro__ if base.__module__.startswith("variants.")]
-    changed = [getattr(config, f.name) != f.default for base in owners for f in fields(base)]
-    return any(changed) or any(str(getattr(part, "__module__", "")).startswith("variants.") for part in parts)
+    variants = [base for base in type(config).__mro__ if base.__module__.startswith("variants.")]
+    changed = {f.name for f in chosen} & {f.name for base in variants for f in fields(base)}
+    return bool(changed) or any(str(getattr(part, "__module__", "")).startswith("variants.") for part in parts)
 
 
 class ExpertLoad:

@@ -90,7 +90,7 @@ class Watch(Run):
         for name, value in local.items():
             param, unit = named[name], units.get(name)
             splits = layout_of(param).splits
-            first = 0 if unit is None else max(0, unit.first - unit.place[name][0])
+            first = 0 if unit is None else max(0, unit.first - unit.span[name][0])
             mine.append((name, tuple(param.shape), splits, first, value.detach().flatten().clone()))
         everyone = [mine]
         if dist.is_initialized():

@@ -120,7 +120,7 @@ class Muon:
             if not any(map(is_hidden, unit.trained)):
                 continue
             updates |= self.gather(unit, updates)  # also without a piece of ours
-            firsts |= {name: max(0, unit.first - unit.place[name][0]) for name in unit.trained}
+            firsts |= {name: max(0, unit.first - unit.span[name][0]) for name in unit.trained}
         rate, decay = self.group["lr"], self.group["weight_decay"]
         for name in updates:
             piece = self.hidden[name]
