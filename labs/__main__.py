@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
 def checked(args: argparse.Namespace) -> int:
     """`check`, once; the exit status."""
     from labs import folder as folders
-    from labs.judge import check
+    from labs.judge import Result, check
 
     folder = folders.open_folder(args.folder)
     if args.task:
@@ -61,18 +61,13 @@ def checked(args: argparse.Namespace) -> int:
     print(f"lab {folder.lab.number}, {folder.lab.title}; id {folder.student}")
     output = folder.path / "output.txt"
     output.unlink(missing_ok=True)
-    results, printed = [], 0
-    wanted = [args.task] if args.task else []
-    for result in check(folder, *wanted, seconds=args.seconds, output=output):
-        results.append(result)
-        lines = folders.lines_of(folder, results)
-        print("\n".join(lines[printed:]), flush=True)
-        printed = len(lines)
-    for number in dict.fromkeys(result.task for result in results):
-        own = [result for result in results if result.task == number]
-        folders.note(
-            folder.path, f"check of task {number}: {sum(r.earned for r in own)} of {sum(r.points for r in own)}"
-        )
+    results: list[Result] = []
+    for number in [args.task] if args.task else [*range(1, len(folder.lab.tasks) + 1), 0]:
+        before = {result.text: result.says for result in results if result.text}
+        results += (own := list(check(folder, number, seconds=args.seconds, output=output)))
+        print("\n".join(folders.lines_of(folder, own, before)), flush=True)
+        earned, points = sum(r.earned for r in own), sum(r.points for r in own)
+        folders.note(folder.path, f"check of task {number}: {earned} of {points}")
     print(folders.progress(folder))
     return 1 if any(result.text for result in results) else 0
 

@@ -51,7 +51,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Criterion:
-    """One demand. `explain(case, rank, key, found, expected)`: more words about a wrong value, or ""."""
+    """One demand. `explain(case, rank, key, found, expected)`: more words about a wrong value, or "".
+
+    `keys`: only the keys of `expected` that contain one of these are judged. `whole`: the file is judged as it stands,
+    without the project's functions in other tasks' holes.
+    """
 
     says: str
     points: int
@@ -60,6 +64,18 @@ class Criterion:
     cases: tuple[dict[str, Any], ...]
     bound: float = BOUND
     explain: Callable[[Case, int, str, Any, Any], str] | None = None
+    keys: tuple[str, ...] = ()
+    whole: bool = False
+
+    def wanted(self, rank: int, case: Case) -> dict[str, Any]:
+        """What has to be found, by key."""
+        found = self.expected(rank, case)
+        return {key: found[key] for key in found if not self.keys or any(word in key for word in self.keys)}
+
+
+def demands(on_rank: Callable, expected: Callable, cases: tuple, *rows: tuple, **more: Any) -> tuple[Criterion, ...]:
+    """Several criteria of the same cases; rows of (what it says, points, keys ...)."""
+    return tuple(Criterion(s, points, on_rank, expected, cases, keys=tuple(keys), **more) for s, points, *keys in rows)
 
 
 @dataclass(frozen=True)

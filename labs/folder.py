@@ -136,21 +136,17 @@ def hint(folder: Folder, number: int) -> str:
     return f"{taken + 1} of {len(hints)}: {hints[taken]}"
 
 
-def lines_of(folder: Folder, results: list[Result]) -> list[str]:
-    """Points by task and criterion, and why a criterion failed; what several have in common once."""
-    lines, seen = [], {}
-    for number in dict.fromkeys(result.task for result in results):
-        own = [result for result in results if result.task == number]
-        name = folder.lab.tasks[number - 1].name if number else "the question"
-        earned, points = sum(r.earned for r in own), sum(r.points for r in own)
-        lines.append(f"task {number}  {name}: {earned} of {points}" if number else f"{name}: {earned} of {points}")
-        for result in own:
-            lines.append(f"    {'FAIL' if result.text else 'ok  '} {result.earned}/{result.points}  {result.says}")
-            if result.text and result.text in seen:
-                lines.append(f"              the same as of: {seen[result.text]}")
-            elif result.text:
-                seen[result.text] = result.says
-                lines.append(f"              {result.text}")
+def lines_of(folder: Folder, own: list[Result], seen: dict[str, str]) -> list[str]:
+    """Points of a task, and why a criterion failed; what has been `seen` (text -> criterion) is not said again."""
+    number = own[0].task
+    name = f"task {number}  {folder.lab.tasks[number - 1].name}" if number else "the question"
+    lines = [f"{name}: {sum(r.earned for r in own)} of {sum(r.points for r in own)}"]
+    for result in own:
+        lines.append(f"    {'FAIL' if result.text else 'ok  '} {result.earned}/{result.points}  {result.says}")
+        if result.text:
+            again = f"the same as of: {seen[result.text]}" if result.text in seen else result.text
+            seen.setdefault(result.text, result.says)
+            lines.append(f"              {again}")
     return lines
 
 

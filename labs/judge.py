@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -144,19 +145,17 @@ class Judge:
 
     def results(self) -> Iterator[Result]:
         """One by one. What fails with the project's other holes is tried with the file as it stands."""
-        started = time.monotonic()
-        found = self.pass_over(range(len(self.task.criteria)), self.world(given=True))
-        texts = {}
-        for place, text in found:
-            texts[place] = text
-        wrong = [place for place, text in texts.items() if text and "not written yet" not in text]
-        if wrong and self.shared():
-            for place, text in self.pass_over(wrong, self.world(given=False)):
-                texts[place] = texts[place] and text and texts[place]
+        started, criteria = time.monotonic(), self.task.criteria
+        texts = self.pass_over([i for i, c in enumerate(criteria) if not c.whole], self.world(given=True))
+        again = [i for i, text in texts.items() if text and "not written yet" not in text and self.shared]
+        stands = self.pass_over([i for i, c in enumerate(criteria) if c.whole or i in again], self.world(given=False))
+        for place, text in stands.items():
+            texts[place] = texts.get(place, text) and text and texts.get(place, text)
         for place, criterion in enumerate(self.task.criteria):
             spent, started = time.monotonic() - started, time.monotonic()
             yield Result(self.number, criterion.says, criterion.points, texts[place], spent)
 
+    @cached_property
     def shared(self) -> bool:
         """Whether the student has written other tasks' holes, which this one's may rely on."""
         holes = {module: self.lab.holes(module) for module in self.lab.modules}
@@ -165,8 +164,8 @@ class Judge:
         except Failed:
             return False
 
-    def pass_over(self, places: Any, world: World) -> Iterator[tuple[int, str]]:
-        """(place, what is wrong) of some criteria."""
+    def pass_over(self, places: list[int], world: World) -> dict[int, str]:
+        """What is wrong, by place, of some criteria; "" if nothing is."""
         jobs = []
         for place in places:
             criterion = self.task.criteria[place]
@@ -178,7 +177,7 @@ class Judge:
             for (place, criterion, case), outcome in zip(some, outcomes, strict=True):
                 if not texts[place]:
                     texts[place] = self.wrong(criterion, case, outcome)
-        yield from texts.items()
+        return texts
 
     def wrong(self, criterion: Criterion, case: Case, outcome: list[Any] | Failed) -> str:
         """What is wrong with an outcome; "" if nothing is."""
@@ -186,7 +185,7 @@ class Judge:
         if isinstance(outcome, Failed):
             return f"{outcome if outcome.fatal or 'not written yet' in str(outcome) else f'{where}{outcome}'}"
         for rank in range(case.ranks):
-            found, expected = outcome[rank], criterion.expected(rank, case)
+            found, expected = outcome[rank], criterion.wanted(rank, case)
             for key, value in expected.items():
                 if not isinstance(found, dict) or key not in found:
                     return f"{where}there is no {key}"
@@ -235,10 +234,10 @@ def meaning(name: str) -> str:
 
 
 def check(folder: Folder, *tasks: int, seconds: float = 60.0, output: Path | None = None) -> Iterator[Result]:
-    """The results of some tasks (none: all, and the question), one by one. `seconds`: the limit of one run."""
-    for number in tasks or range(1, len(folder.lab.tasks) + 1):
-        yield from Judge(folder, number, seconds, output).results()
-    if not tasks:
-        question = folder.lab.question
-        text = folder.trouble or question.judge(folder.student, folder.answer)
-        yield Result(0, "the question in answers.toml", question.points, text)
+    """The results of some tasks, one by one; 0 is the question. `seconds`: the limit of one run."""
+    for number in tasks:
+        if number:
+            yield from Judge(folder, number, seconds, output).results()
+        else:
+            text = folder.trouble or folder.lab.question.judge(folder.student, folder.answer)
+            yield Result(0, "the question in answers.toml", folder.lab.question.points, text)

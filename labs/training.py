@@ -98,7 +98,7 @@ def one_device(case: Case) -> dict[str, Any]:
             for group in rule.param_groups:
                 group["lr"] = flags.lr * warm
             for param in named.values():
-                param.grad *= min(1.0, flags.grad_clip / norm)
+                param.grad *= min(1.0, flags.grad_clip / norm) if flags.grad_clip else 1.0
             rule.step()
             rule.zero_grad()
             losses.append(loss.item()), norms.append(norm)
@@ -111,11 +111,11 @@ kept: dict[tuple, dict[str, Any]] = {}  # what one device finds, by case
 
 
 def expected(rank: int, case: Case) -> dict[str, Any]:
-    """Losses and norms, the same on every rank."""
+    """Losses and norms, the same on every rank; on one rank weights, too."""
     key = case.seed, str(sorted(case.sizes.get("shape", {}).items())), str(sorted(case.sizes.get("flags", {}).items()))
     if key not in kept:
         kept[key] = one_device(case)
-    return {name: value for name, value in kept[key].items() if name.startswith("the ")}
+    return {name: value for name, value in kept[key].items() if case.ranks == 1 or name.startswith("the ")}
 
 
 def trains(points: int, *layouts: tuple[int, dict[str, Any]], says: str = "", **more: Any) -> Criterion:
