@@ -18,7 +18,7 @@ from labs.training import trains
 
 # --- task 1: the sums and the gathering that f and g are made of -----------------------------------------------------
 
-BLOCK = (dict(mesh=dict(tp=3), b=2, part=5, dim=7), dict(mesh=dict(tp=2), b=3, part=4, dim=5))
+BLOCK = (dict(mesh=dict(tp=3), b=2, part=5, dim=7, dense=False), dict(mesh=dict(tp=2), b=3, part=4, dim=5, dense=True))
 
 
 def tokens_of(case: Case, rank: int) -> slice:
@@ -37,7 +37,7 @@ def strided(x: Tensor) -> Tensor:
 
 
 def collectives_on_rank(step: Any, case: Case, mesh: Any) -> dict[str, Any]:
-    """Each of the three, of a tensor that is not contiguous."""
+    """Each of the three, of tensors that are contiguous (`dense`) or not."""
     group, found = mesh["tp"], {}
     x = wholes(case)[group.rank]
     for name, given in (
@@ -45,7 +45,7 @@ def collectives_on_rank(step: Any, case: Case, mesh: Any) -> dict[str, Any]:
         ("gather_tokens", x[:, tokens_of(case, group.rank)]),
         ("sum_and_split_tokens", x),
     ):
-        given = strided(given)
+        given = given.clone(memory_format=torch.contiguous_format) if case.dense else strided(given)
         with Tape(mesh) as tape:
             found[f"the result of {name}"] = getattr(step, name)(given, group)
         found[f"the bytes that {name} sends"] = tape.sent()

@@ -110,7 +110,8 @@ def facts(student: dict[str, str], project: dict[str, str], holes: dict[str, dic
             if name in theirs and not is_hole(theirs[name]):
                 written += 1
                 same += fingerprint(theirs[name]) == fingerprint(ours[name])
-                prints.append(f"{name}: {fingerprint(theirs[name])}")
+                if fingerprint(theirs[name]) != fingerprint(ours[name]):
+                    prints.append(f"{name}: {fingerprint(theirs[name])}")
         reaches |= set(words_of(text)) - set(words_of(project[module]))
     return dict(written=written, same=same, prints=prints, reaches=sorted(reaches))
 
