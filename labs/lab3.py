@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 # --- task 1: slices --------------------------------------------------------------------------------------------------
 
-SLICES = (dict(sizes=((2, 3), (4, 5), (1, 1), (3, 2)), n=4), dict(sizes=((5, 1), (2, 2), (1, 3)), n=5))
+SLICES = (dict(shapes=((2, 3), (4, 5), (1, 1), (3, 2)), n=4), dict(shapes=((5, 1), (2, 2), (1, 3)), n=5))
 DEEP = (dict(layers=12, special=10),)
 
 
@@ -27,7 +27,7 @@ def slices_on_rank(step: Any, case: Case, mesh: Any) -> dict[str, Any]:
     """`view` and `part` on each of n ranks, one after another."""
     found = {}
     for rank in range(case.n):
-        named = {f"p{i}": nn.Parameter(torch.zeros(shape).double()) for i, shape in enumerate(case.sizes)}
+        named = {f"p{i}": nn.Parameter(torch.zeros(shape).double()) for i, shape in enumerate(case.shapes)}
         unit = step.Unit(named, Group("dp", rank, case.n, None))
         own = torch.arange(unit.first, unit.first + unit.length)
         for name in named:
@@ -42,9 +42,9 @@ def slices_on_rank(step: Any, case: Case, mesh: Any) -> dict[str, Any]:
 
 def slices_expected(rank: int, case: Case) -> dict[str, Any]:
     """By counting."""
-    found, total = {}, sum(a * b for a, b in case.sizes)
+    found, total = {}, sum(a * b for a, b in case.shapes)
     length, at = -(-total // case.n), 0
-    for i, (a, b) in enumerate(case.sizes):
+    for i, (a, b) in enumerate(case.shapes):
         places = torch.arange(at, at + a * b)
         found[f"the places of p{i} in the buffer"] = places.view(a, b)
         for r in range(case.n):
@@ -310,12 +310,12 @@ STAGE_2 = Task(
 
 # --- task 5: gather and free -----------------------------------------------------------------------------------------
 
-GATHER = (dict(mesh=dict(dp=3), sizes=((3, 2), (5, 1), (2, 2))),)
+GATHER = (dict(mesh=dict(dp=3), shapes=((3, 2), (5, 1), (2, 2))),)
 
 
 def gather_on_rank(step: Any, case: Case, mesh: Any) -> dict[str, Any]:
     """A unit that is gathered and freed twice, with other slices the second time."""
-    named = {f"p{i}": nn.Parameter(case.draw(f"p{i}", *shape)) for i, shape in enumerate(case.sizes)}
+    named = {f"p{i}": nn.Parameter(case.draw(f"p{i}", *shape)) for i, shape in enumerate(case.shapes)}
     unit, found = step.SlicedUnit(named, mesh["dp"]), {}
     found["bytes of the buffer at first"] = unit.flat.untyped_storage().nbytes()
     for turn in (1, 2):
@@ -339,12 +339,12 @@ def gather_on_rank(step: Any, case: Case, mesh: Any) -> dict[str, Any]:
 def gather_expected(rank: int, case: Case) -> dict[str, Any]:
     """By hand."""
     found = {"bytes of the buffer at first": 0, "freed while it arrives: bytes of the buffer": 0}
-    length = -(-sum(a * b for a, b in case.sizes) // case.ranks)
+    length = -(-sum(a * b for a, b in case.shapes) // case.ranks)
     for turn in (1, 2):
         found[f"turn {turn}: waits in gather()"] = 0
         found[f"turn {turn}: bytes sent by gather() and another gather()"] = dict(dp=8 * length * (case.ranks - 1))
         found[f"turn {turn}: bytes of the buffer after free()"] = 0
-        found |= {f"turn {turn}: p{i}": case.draw(f"p{i}", *s) * 3 ** (turn - 1) for i, s in enumerate(case.sizes)}
+        found |= {f"turn {turn}: p{i}": case.draw(f"p{i}", *s) * 3 ** (turn - 1) for i, s in enumerate(case.shapes)}
     return found
 
 

@@ -11,7 +11,7 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
         ("what is not trained has a master", "Optimizer", " if param.requires_grad}", "}"),
     ],
     (1, 4): [
-        ("one layer is left out", "recompute_layers", "model.model.layers.values()", "[*model.model.layers.values()][1:]"),
+        ("one layer is left out", "recompute_layers", "model.model.layers.values()", "[model.model.layers['0']]"),
         ("nothing is recomputed", "recompute_layers", "layer.forward = ", "layer.other = "),
     ],
     (1, 5): [
@@ -58,7 +58,7 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
     (3, 1): [
         ("a layer's number has one digit", "unit_names", r"layers\.\d+", r"layers\.\d"),
         ("a part is a copy", "Unit", "return slice_[start:stop]", "return slice_[start:stop].clone()"),
-        ("other ranks' parameters in the same unit", "unit_names", "(module, layout_of(param).data_group)", '(module, "")'),
+        ("units with others' parameters", "unit_names", "(module, layout_of(param).data_group)", '(module, "")'),
     ],
     (3, 2): [
         (
@@ -100,7 +100,7 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
     ],
     (4, 1): [
         ("the caller's tensor", "sum_over_ranks", "x.clone(memory_format=torch.contiguous_format)", "x.contiguous()"),
-        ("parts side by side", "gather_tokens", "parts.movedim(0, 1).flatten(1, 2)", "parts.movedim(0, 2).flatten(1, 2)"),
+        ("parts side by side", "gather_tokens", "parts.movedim(0, 1)", "parts.movedim(0, 2)"),
         (
             "tokens of the own part alone",
             "sum_and_split_tokens",
@@ -113,7 +113,7 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
         ("sp is ignored in g", "leave_block", "if sp:", "if False:"),
     ],
     (4, 3): [
-        ("exp and a sum", "vocab_parallel_cross_entropy", "everyone[:, 0].logsumexp(0)", "everyone[:, 0].exp().sum(0).log()"),
+        ("exp and a sum", "vocab_parallel_cross_entropy", "[:, 0].logsumexp(0)", "[:, 0].exp().sum(0).log()"),
         ("no gradient", "vocab_parallel_cross_entropy", "everyone[group.rank] = ours", "pass"),
         ("targets that do not count", "vocab_parallel_cross_entropy", ".where(targets != IGNORE, 0.0).sum()", ".sum()"),
         ("others' tokens get a row", "VocabParallelEmbedding", " * here[..., None]", ""),
@@ -121,11 +121,11 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
     (4, 4): [
         ("nothing is cut", "shard_tensors", "if group.size == 1:", "if True:"),
         ("norms are summed without SP, too", "shard_tensors", "if sp and param.dim() == 1", "if param.dim() == 1"),
-        ("SP whatever the flag says", "shard_tensors", "leave_block(output, group, sp)", "leave_block(output, group, True)"),
+        ("SP whatever the flag says", "shard_tensors", "(output, group, sp)", "(output, group, True)"),
         ("the earlier cuts are forgotten", "cut", "(*layout_of(weight).splits, split)", "(split,)"),
     ],
     (4, 5): [
         ("new tensors", "sum_partial_gradients", "part.copy_(total.view_as(part))", "part = total"),
-        ("one group too many", "sum_partial_gradients", "if group.name in layout_of(params[name]).partial_over", "if True"),
+        ("too many sums", "sum_partial_gradients", "if group.name in layout_of(params[name]).partial_over", "if True"),
     ],
 }  # fmt: skip

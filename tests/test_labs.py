@@ -14,7 +14,7 @@ from common import UserError
 from labs import folder as folders
 from labs import source
 from labs.__main__ import parser
-from labs.course import ROOT, Lab, file_of, load, numbers, path_of
+from labs.course import ROOT, file_of, load, numbers, path_of
 from labs.grade import restore
 from labs.judge import Folder, Judge, Result, check
 from tests.faults import FAULTS
@@ -23,6 +23,7 @@ from tests.sabotage import ROWS
 LABS = numbers()
 ID = "some.student-1"
 S2, S4 = "step02_ddp", "step04_tp_sp"
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
 def changed(text: str, owner: str, old: str, new: str) -> str:
@@ -229,8 +230,8 @@ RAW_RING = """        n, r = group.size, group.rank
         right, left = (dist.get_global_rank(group.handle, (r + d) % n) for d in (1, -1))
         for s in range(2 * n - 2):
             room = torch.empty_like(pieces[(r - s - 1) % n])
-            works = [dist.isend(pieces[(r - s) % n], right, group=group.handle), dist.irecv(room, left, group=group.handle)]
-            [work.wait() for work in works]
+            sending = dist.isend(pieces[(r - s) % n], right, group=group.handle)
+            dist.irecv(room, left, group=group.handle).wait(), sending.wait()
             pieces[(r - s - 1) % n] = pieces[(r - s - 1) % n] + room if s < n - 1 else room
         gradient.copy_(torch.cat(pieces).view_as(gradient))
 """
@@ -267,24 +268,40 @@ def body(module: str, name: str) -> str:
     return "".join(text.splitlines(True)[code[0].lineno - 1 : code[-1].end_lineno])
 
 
+F, G = "def enter_block(x: Tensor, group: Group, sp: bool)", "def leave_block(x: Tensor, group: Group,"
+DOCSTRING = '    """f or g: one of the four functions above in forward, and another one in backward."""\n'
+NONES = "ctx.backwards(grad, ctx.group), None, None, None"
+OPTIONAL = "\ntry:\n    import numpy as np\nexcept ImportError:\n    np = None\n"
+QUIET = "def quiet(f):\n    return lambda *a, **k: f(*a, **k)\n\n\n@quiet\n"
+MISSING = "        self.missing = 0  # additions, until all gradients are complete\n"
+FUTURE = "from __future__ import annotations\n\n"
+RAW = "    import torch.distributed as dist\n\n    dist.all_reduce(x, group=group.handle)\n"
+JOINED = "def joined(parts):\n    return torch.cat(list(parts), 1)\n\n\n"
+POPPED = "        last = lists.pop()\n        lists += [[*last, param]]\n"
+CALLABLE = "from collections.abc import Callable\n"
 STYLES = {  # lab, task, changes
-    "from __future__ import annotations": (4, 2, [("from collections.abc import Callable\n", "from __future__ import annotations\n\nfrom collections.abc import Callable\n")]),
-    "an own decorator": (4, 2, [("def enter_block(", "def quiet(f):\n    return lambda *a, **k: f(*a, **k)\n\n\n@quiet\ndef enter_block(")]),
-    "a constant as default": (4, 2, [(LAST_IMPORT, LAST_IMPORT + "\nSP = True\n"), ("def enter_block(x: Tensor, group: Group, sp: bool)", "def enter_block(x: Tensor, group: Group, sp: bool = SP)")]),
-    "an alias in an annotation": (4, 2, [(LAST_IMPORT, LAST_IMPORT + "\nRanks = Group\n"), ("def leave_block(x: Tensor, group: Group,", "def leave_block(x: Tensor, group: Ranks,")]),
-    "try: import": (4, 2, [(LAST_IMPORT, LAST_IMPORT + "\ntry:\n    import numpy as np\nexcept ImportError:\n    np = None\n"), ("    if sp:\n        return Conjugate.apply(x, group, gather_tokens", "    if np.any(sp):\n        return Conjugate.apply(x, group, gather_tokens")]),
-    "a class attribute": (4, 2, [('    """f or g: one of the four functions above in forward, and another one in backward."""\n', '    """f or g."""\n\n    nothing = None\n'), ("ctx.backwards(grad, ctx.group), None, None, None", "ctx.backwards(grad, ctx.group), *[Conjugate.nothing] * 3")]),
-    "a helper of one's own": (4, 1, [("def gather_tokens(", "def joined(parts):\n    return torch.cat(list(parts), 1)\n\n\ndef gather_tokens("), ("return parts.movedim(0, 1).flatten(1, 2)", "return joined(parts)")]),
-    "raw torch.distributed": (4, 1, [("    all_reduce(x, group).wait()\n    return x\n", "    import torch.distributed as dist\n\n    dist.all_reduce(x, group=group.handle)\n    return x\n")]),
+    "from __future__ import annotations": (4, 2, [(CALLABLE, FUTURE + CALLABLE)]),
+    "an own decorator": (4, 2, [(F, QUIET + F)]),
+    "a constant as default": (4, 2, [(LAST_IMPORT, LAST_IMPORT + "\nY = True\n"), (F, F.replace("bool", "bool = Y"))]),
+    "an alias": (4, 2, [(LAST_IMPORT, LAST_IMPORT + "\nRanks = Group\n"), (G, G.replace("Group", "Ranks"))]),
+    "try: import": (4, 2, [(LAST_IMPORT, LAST_IMPORT + OPTIONAL), (NONES, NONES + " if np else None")]),
+    "a class attribute": (
+        4, 2, [(DOCSTRING, DOCSTRING + "\n    no = None\n"), (NONES, NONES.replace("None", "Conjugate.no"))]),
+    "a helper of one's own": (
+        4, 1, [("def gather_tokens(", JOINED + "def gather_tokens("),
+               ("parts.movedim(0, 1).flatten(1, 2)", "joined(parts)")]),
+    "raw torch.distributed": (4, 1, [("    all_reduce(x, group).wait()\n    return x\n", RAW + "    return x\n")]),
     "the loss by other collectives": (4, 3, [(body(S4, "vocab_parallel_cross_entropy"), BY_ALL_REDUCES)]),
-    "an attribute of an earlier task": (2, 4, [("        self.missing = 0  # additions, until all gradients are complete\n", "        self.missing, self.number = 0, len(params)\n"), ("additions * len(bucket.params)", "additions * bucket.number")]),
+    "an attribute of an earlier task": (
+        2, 4, [(MISSING, "        self.missing, self.number = 0, len(params)\n"),
+               ("additions * len(bucket.params)", "additions * bucket.number")]),
     "a raw ring": (2, 2, [(body(S2, "RingSync.sum_up"), RAW_RING)]),
-    "other names and loops": (2, 3, [("        lists[-1].append(param)\n", "        last = lists.pop()\n        lists += [[*last, param]]\n")]),
+    "other names and loops": (2, 3, [("        lists[-1].append(param)\n", POPPED)]),
 }  # fmt: skip
 TRIED = ("an attribute of an earlier task", "from __future__ import annotations")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in TRIED else pytest.mark.exhaustive) for n in STYLES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in TRIED else EXHAUSTIVE) for n in STYLES])
 def test_a_right_solution_in_another_style_earns_all_points(tmp_path, name):
     """What has earned none in labs before this one."""
     number, task, changes = STYLES[name]
@@ -327,7 +344,7 @@ HOSTILE = {  # what it does, and what every failing criterion says
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ("os._exit", "20,000 unary minuses") else pytest.mark.exhaustive) for n in HOSTILE])  # fmt: skip
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "os._exit" else EXHAUSTIVE) for n in HOSTILE])
 def test_hostile_code_costs_its_criteria_and_never_the_run(tmp_path, monkeypatch, name):
     """The criteria of gather_tokens say why; nothing is left running."""
     change, says = HOSTILE[name]
