@@ -59,8 +59,9 @@ def judged(folder: Folder, seconds: float, pipe: int):
         output = Path(scratch) / "output.txt"
         holes = {module: lab.holes(module) for module in lab.modules}
         texts = {module: path_of(module).read_text() for module in lab.modules}
+        others = [data.decode() for data in folder.files.values()]
         try:
-            lines.write(json.dumps(dict(facts=ranks.call(facts, folder.sources, texts, holes))) + "\n")
+            lines.write(json.dumps(dict(facts=ranks.call(facts, folder.sources, texts, holes, others))) + "\n")
         except ranks.Failed as failed:
             lines.write(json.dumps(dict(trouble=str(failed))) + "\n")
         for number in [*range(1, len(lab.tasks) + 1), 0]:

@@ -61,15 +61,11 @@ def naive_expected(rank: int, case: Case) -> dict[str, Any]:
 
 
 ONE_BY_ONE = Task(
-    "one all-reduce a gradient",
-    15,
-    ("NaiveSync.finish", "NaiveSync.sum_up"),
+    "one all-reduce a gradient", 15, ("NaiveSync.finish", "NaiveSync.sum_up"),
     "the docstring of the step; of NaiveSync; torch.distributed.all_reduce in PyTorch's documentation",
-    (
-        "The record of a parameter (layout_of) names the group over which its gradient is summed; the mesh has it.",
-        "dist.all_reduce works in place, and needs to know the group: group.handle. What do you do in a group of one?",
-        "The loss was divided by the number of targets of all ranks already: nothing is averaged.",
-    ),
+    ("The record of a parameter (layout_of) names the group over which its gradient is summed; the mesh has it.",
+     "dist.all_reduce works in place, and needs to know the group: group.handle. What do you do in a group of one?",
+     "The loss was divided by the number of targets of all ranks already: nothing is averaged."),
     demands(
         naive_on_rank, naive_expected, NAIVE,
         ("each gradient is the sum over the ranks of its own group; nothing else changes", 3, "gradient", "changed"),
@@ -119,25 +115,19 @@ def ring_expected(rank: int, case: Case) -> dict[str, Any]:
 
 
 RING = Task(
-    "the all-reduce by hand",
-    25,
-    ("RingSync.sum_up",),
+    "the all-reduce by hand", 25, ("RingSync.sum_up"),
     "the docstring of RingSync; exchange in common/comm.py; Patarasuk and Yuan 2009",
-    (
-        "Follow one piece through the table: where is it first, and who adds to it in which round? In the second half "
-        "complete pieces go round, and nobody adds any more.",
-        "gradient.view(-1).tensor_split(n) are n pieces, as views, also where n does not divide. What arrives needs "
-        "room of the same size and dtype.",
-        "In round s send piece r-s to the right, receive piece r-s-1 from the left (mod n); for s < n-1 add it, later "
-        "replace. The piece that you send must not change before the exchange is complete.",
-    ),
-    (
-        *demands(ring_on_rank, ring_expected, EVEN, ("the sum, where the ranks divide the length", 2, "the sum")),
-        *demands(ring_on_rank, ring_expected, UNEVEN, ("the sum of other shapes, some with empty pieces", 2, "sum")),
-        *demands(ring_on_rank, ring_expected, NARROW, ("the sum in bf16", 1, "the sum")),
-        *demands(ring_on_rank, ring_expected, EVEN + UNEVEN,
-                 ("by messages alone, with the bytes of the pieces that pass", 2, "bytes", "operations")),
-    ),
+    ("Follow one piece through the table: where is it first, and who adds to it in which round? In the second half "
+     "complete pieces go round, and nobody adds any more.",
+     "gradient.view(-1).tensor_split(n) are n pieces, as views, also where n does not divide. What arrives needs "
+     "room of the same size and dtype.",
+     "In round s send piece r-s to the right, receive piece r-s-1 from the left (mod n); for s < n-1 add it, later "
+     "replace. The piece that you send must not change before the exchange is complete."),
+    (*demands(ring_on_rank, ring_expected, EVEN, ("the sum, where the ranks divide the length", 2, "the sum")),
+     *demands(ring_on_rank, ring_expected, UNEVEN, ("the sum of other shapes, some with empty pieces", 2, "sum")),
+     *demands(ring_on_rank, ring_expected, NARROW, ("the sum in bf16", 1, "the sum")),
+     *demands(ring_on_rank, ring_expected, EVEN + UNEVEN,
+              ("by messages alone, with the bytes of the pieces that pass", 2, "bytes", "operations")),),
     faults=("ring_one_round_short", "ring_adds_for_ever"),
 )  # fmt: skip
 
@@ -188,24 +178,18 @@ def exact_on_rank(step: Any, case: Case, mesh: Any) -> dict[str, Any]:
 FULL = demands(exact_on_rank, lambda rank, case: {"how many parameters are in each list": [3, 1]}, FILL,
                ("a list may be exactly full", 1))  # fmt: skip
 BUCKETS = Task(
-    "buckets",
-    15,
-    ("Bucket.__init__", "group_params"),
+    "buckets", 15, ("Bucket.__init__", "group_params"),
     "the docstrings of both; grad_dtype of a tensor",
-    (
-        "Bytes are those of gradients: param.grad_dtype.itemsize, not the parameter's. So is the buffer's dtype.",
-        "A view of a part of the buffer has the parameter's shape: split, then view_as.",
-        "Keep the lists of each data_group apart, in the order in which the parameters come. A list that is full is "
-        "closed; a parameter that is larger than the limit has a list of its own.",
-    ),
-    (
-        *demands(
-            buckets_on_rank, buckets_expected, FILL,
-            ("lists of at most the limit, each of one group", 2, "lists"),
-            ("the buffer, its dtype, and views one after another", 2, "buffer", "views", "its "),
-        ),
-        *FULL,
-    ),
+    ("Bytes are those of gradients: param.grad_dtype.itemsize, not the parameter's. So is the buffer's dtype.",
+     "A view of a part of the buffer has the parameter's shape: split, then view_as.",
+     "Keep the lists of each data_group apart, in the order in which the parameters come. A list that is full is "
+     "closed; a parameter that is larger than the limit has a list of its own."),
+    (*demands(
+         buckets_on_rank, buckets_expected, FILL,
+         ("lists of at most the limit, each of one group", 2, "lists"),
+         ("the buffer, its dtype, and views one after another", 2, "buffer", "views", "its "),
+     ),
+     *FULL,),
 )  # fmt: skip
 
 # --- task 4: overlap -------------------------------------------------------------------------------------------------
@@ -281,27 +265,22 @@ def overlap_expected(rank: int, case: Case) -> dict[str, Any]:
 
 
 HOOKS = Task(
-    "sums under backward",
-    35,
+    "sums under backward", 35,
     ("BucketSync.__init__", "BucketSync.begin", "BucketSync.added", "BucketSync.send", "BucketSync.finish"),
     "the docstring of BucketSync; register_post_accumulate_grad_hook in PyTorch's documentation; Li et al. 2020",
-    (
-        "Each hook has to know its own bucket: bind it when you register the hook (partial), not when it runs.",
-        "How many additions does a bucket get in a step? Count down from there. When it is complete, it may still have "
-        "to wait for those before it, or ranks would start sums in different orders.",
-        "begin: empty the buffers, put views into param.grad. send: start, and keep the Pending. finish: send what is "
-        "left, and only now wait, for all.",
-    ),
-    (
-        *demands(
-            overlap_on_rank, overlap_expected, OVERLAP,
-            ("the sums of all ranks and micro-batches, in two steps", 3, "gradient"),
-            ("each bucket is sent once, in order, during the last backward and not before", 3, "sums started", "bytes"),
-            ("nothing is waited for in backward, and matmuls run meanwhile", 2, "waits", "matmuls"),
-        ),
-        *demands(overlap_on_rank, overlap_expected, UNUSED,
-                 ("a parameter that one rank alone uses: the order of sums is the same on all", 2, "gradient")),
-    ),
+    ("Each hook has to know its own bucket: bind it when you register the hook (partial), not when it runs.",
+     "How many additions does a bucket get in a step? Count down from there. When it is complete, it may still have "
+     "to wait for those before it, or ranks would start sums in different orders.",
+     "begin: empty the buffers, put views into param.grad. send: start, and keep the Pending. finish: send what is "
+     "left, and only now wait, for all."),
+    (*demands(
+         overlap_on_rank, overlap_expected, OVERLAP,
+         ("the sums of all ranks and micro-batches, in two steps", 3, "gradient"),
+         ("each bucket is sent once, in order, during the last backward and not before", 3, "sums started", "bytes"),
+         ("nothing is waited for in backward, and matmuls run meanwhile", 2, "waits", "matmuls"),
+     ),
+     *demands(overlap_on_rank, overlap_expected, UNUSED,
+              ("a parameter that one rank alone uses: the order of sums is the same on all", 2, "gradient")),),
     faults=("not_summed", "last_bucket_forgotten", "summed_twice", "sent_after_the_first_micro_batch",
             "buckets_not_emptied"),
 )  # fmt: skip
@@ -309,21 +288,15 @@ HOOKS = Task(
 # --- task 5: the whole file ------------------------------------------------------------------------------------------
 
 LOOP = Task(
-    "the loop",
-    15,
-    ("train",),
+    "the loop", 15, ("train"),
     "train of step01_single_gpu.py, and the docstring of the step; Mesh and Group.share in common/comm.py",
-    (
-        "What changes against step 1: the mesh, this rank's share of the sequences, the sync, the sum of the loss.",
-        "n_targets still counts the whole global batch: every rank reads it all.",
-        "sync.begin(number of micro-batches) before the first, sync.finish() after the last; the loss is summed over "
-        "dp for the log. The sync is made after the optimizer.",
-    ),
-    (
-        trains(3, (2, dict(sync="naive")), (3, dict(sync="bucket", bucket_mb=0.01))),
-        trains(2, (3, dict(sync="ring")), (2, dict(sync="bucket", bucket_mb=0.01)), flags=dict(micro_batch_size=4),
-               says="so it does by the ring, and with micro-batches of 4"),
-    ),
+    ("What changes against step 1: the mesh, this rank's share of the sequences, the sync, the sum of the loss.",
+     "n_targets still counts the whole global batch: every rank reads it all.",
+     "sync.begin(number of micro-batches) before the first, sync.finish() after the last; the loss is summed over "
+     "dp for the log. The sync is made after the optimizer."),
+    (trains(3, (2, dict(sync="naive")), (3, dict(sync="bucket", bucket_mb=0.01))),
+     trains(2, (3, dict(sync="ring")), (2, dict(sync="bucket", bucket_mb=0.01)), flags=dict(micro_batch_size=4),
+            says="so it does by the ring, and with micro-batches of 4"),),
     faults=("loss_of_the_own_rank", "same_sequences_everywhere", "mean_of_ranks_means"),
 )  # fmt: skip
 
@@ -348,4 +321,6 @@ QUESTION = Question(
     ),
 )  # fmt: skip
 
-LAB = Lab(2, "Data parallelism", ("step02_ddp",), (ONE_BY_ONE, RING, BUCKETS, HOOKS, LOOP), QUESTION)
+LAB = Lab(
+    2, "Data parallelism", ("step02_ddp",), (ONE_BY_ONE, RING, BUCKETS, HOOKS, LOOP), QUESTION, flags="--sync ring"
+)

@@ -76,24 +76,18 @@ def units_expected(rank: int, case: Case) -> dict[str, Any]:
 
 
 CUT = Task(
-    "units and slices",
-    15,
-    ("Unit.view", "Unit.part", "unit_names"),
+    "units and slices", 15, ("Unit.view", "Unit.part", "unit_names"),
     "the docstring of the step from \"Parameters are laid out in units\"; Unit.__init__",
-    (
-        "self.place has where a parameter begins and ends in the whole buffer. This rank's slice begins at self.first "
-        "and has self.length elements. Draw a parameter before it, one behind it, and one across its border.",
-        "Subtract self.first from both ends, and keep the result within 0 to self.length.",
-        "unit_names: a dictionary whose key is (the module: a layer's name, the embedding's, or the rest; the "
-        "data_group in the record). A layer's number can have two digits.",
-    ),
-    (
-        *demands(slices_on_rank, slices_expected, SLICES,
-                 ("every element of every parameter, on one rank, as a view", 3, "elements", "is a view"),
-                 ("a parameter's place in the whole buffer, in its shape", 1, "places")),
-        *demands(units_on_rank, units_expected, DEEP, ("a unit for each layer, embedding, norm with head", 2)),
-    ),
-    faults=("piece_off_by_one",),
+    ("self.place has where a parameter begins and ends in the whole buffer. This rank's slice begins at self.first "
+     "and has self.length elements. Draw a parameter before it, one behind it, and one across its border.",
+     "Subtract self.first from both ends, and keep the result within 0 to self.length.",
+     "unit_names: a dictionary whose key is (the module: a layer's name, the embedding's, or the rest; the "
+     "data_group in the record). A layer's number can have two digits."),
+    (*demands(slices_on_rank, slices_expected, SLICES,
+              ("every element of every parameter, on one rank, as a view", 3, "elements", "is a view"),
+              ("a parameter's place in the whole buffer, in its shape", 1, "places")),
+     *demands(units_on_rank, units_expected, DEEP, ("a unit for each layer, embedding, norm with head", 2)),),
+    faults=("piece_off_by_one"),
 )  # fmt: skip
 
 # --- what tasks 2 to 4 and 6 run -------------------------------------------------------------------------------------
@@ -199,22 +193,16 @@ def stages(*numbers: int) -> tuple[dict[str, Any], ...]:
 
 
 STAGE_1 = Task(
-    "stage 1: slices of the sum",
-    20,
-    ("Zero1.begin", "Zero1.reduce", "Zero1.finish", "Zero1.gradients"),
+    "stage 1: slices of the sum", 20, ("Zero1.begin", "Zero1.reduce", "Zero1.finish", "Zero1.gradients"),
     "the docstring of the step, the table of stages; Unit; reduce_scatter in common/comm.py; begin in step02_ddp.py",
-    (
-        "As with buckets, gradients are views of a flat buffer: autograd adds up in place, over all micro-batches.",
-        "A reduce-scatter gives rank k the k-th slice of the sum: a new tensor of unit.length, in the dtype of the "
-        "gradients. Start those of all units before you wait for the first.",
-        "begin: unit.make_room(), then param.grad = unit.view(unit.gradient, name) for those that are trained. finish: "
-        "grad_slice is total. gradients: unit.part(unit.grad_slice, name).",
-    ),
-    (
-        *demands(gradients_on_rank, gradients_expected, stages(1),
-                 ("our slices of the sum over ranks and micro-batches", 3, "gradient of"),
-                 ("one reduce-scatter a unit and step", 2, "bytes")),
-    ),
+    ("As with buckets, gradients are views of a flat buffer: autograd adds up in place, over all micro-batches.",
+     "A reduce-scatter gives rank k the k-th slice of the sum: a new tensor of unit.length, in the dtype of the "
+     "gradients. Start those of all units before you wait for the first.",
+     "begin: unit.make_room(), then param.grad = unit.view(unit.gradient, name) for those that are trained. finish: "
+     "grad_slice is total. gradients: unit.part(unit.grad_slice, name)."),
+    (*demands(gradients_on_rank, gradients_expected, stages(1),
+              ("our slices of the sum over ranks and micro-batches", 3, "gradient of"),
+              ("one reduce-scatter a unit and step", 2, "bytes")),),
 )  # fmt: skip
 
 # --- task 3: the update ----------------------------------------------------------------------------------------------
@@ -259,52 +247,40 @@ def update_expected(rank: int, case: Case) -> dict[str, Any]:
 
 FP64, BF16 = (dict(mesh=dict(dp=3), dtype="float64"),), (dict(mesh=dict(dp=3), dtype="bfloat16"),)
 UPDATE = Task(
-    "the update of slices",
-    20,
-    ("Zero1.step", "Zero1.publish"),
+    "the update of slices", 20, ("Zero1.step", "Zero1.publish"),
     "Zero1.__init__; Optimizer.step in step01_single_gpu.py",
-    (
-        "self.pieces are the parts of masters that this rank updates; self.rule was made with them. Where does each "
-        "find its gradient, and with which factor?",
-        "After the rule, unit.slice is filled from unit.master (with 16 bits these are different tensors), and "
-        "gradients are freed: of the units, of the parameters and of the pieces.",
-        "publish: start an all_gather of every unit's slices into unit.flat, then wait for all.",
-    ),
-    (
-        *demands(update_on_rank, update_expected, FP64,
-                 ("two updates on every rank: all weights, each with its learning rate and factor", 3, "after two"),
-                 ("all gradients are freed", 1, "left"),
-                 ("one all-gather a unit", 1, "bytes")),
-        *demands(update_on_rank, update_expected, BF16, ("bf16 weights are rounded masters", 2, "after two", "bytes"),
-                 bound=2**-7),
-        trains(2, (3, dict(zero=1)), (2, dict(zero=1)), flags=dict(micro_batch_size=3)),
-    ),
+    ("self.pieces are the parts of masters that this rank updates; self.rule was made with them. Where does each "
+     "find its gradient, and with which factor?",
+     "After the rule, unit.slice is filled from unit.master (with 16 bits these are different tensors), and "
+     "gradients are freed: of the units, of the parameters and of the pieces.",
+     "publish: start an all_gather of every unit's slices into unit.flat, then wait for all."),
+    (*demands(update_on_rank, update_expected, FP64,
+              ("two updates on every rank: all weights, each with its learning rate and factor", 3, "after two"),
+              ("all gradients are freed", 1, "left"),
+              ("one all-gather a unit", 1, "bytes")),
+     *demands(update_on_rank, update_expected, BF16, ("bf16 weights are rounded masters", 2, "after two", "bytes"),
+              bound=2**-7),
+     trains(2, (3, dict(zero=1)), (2, dict(zero=1)), flags=dict(micro_batch_size=3)),),
     faults=("updates_not_gathered", "slices_not_clipped"),
 )  # fmt: skip
 
 # --- task 4: stage 2 -------------------------------------------------------------------------------------------------
 
 STAGE_2 = Task(
-    "stage 2: no whole gradients",
-    30,
-    ("Zero2.begin", "Zero2.added", "Zero2.send", "Zero2.land", "Zero2.finish"),
+    "stage 2: no whole gradients", 30, ("Zero2.begin", "Zero2.added", "Zero2.send", "Zero2.land", "Zero2.finish"),
     "Zero2.__init__; the row of stage 2 in the table of the step's docstring",
-    (
-        "unit.missing counts the gradients that this micro-batch's backward has yet to make. When it is 0, the unit "
-        "goes out, and its whole gradient can go when it has landed.",
-        "added: land what is in flight if it is this very unit; move param.grad into the unit's buffer (make_room, if "
-        "there is none) and set it to None. send: land the unit before, then start this one's sum.",
-        "land: wait, add unit.total to unit.grad_slice, and forget gradient and total; the unit is missing all of its "
-        "gradients again. begin makes grad_slice zeros like unit.master.",
-    ),
-    (
-        *demands(gradients_on_rank, gradients_expected, stages(2),
-                 ("our slices of the sum over ranks and micro-batches, in two steps", 3, "gradient of"),
-                 ("one reduce-scatter a unit and micro-batch", 2, "bytes"),
-                 ("after a backward at most the last unit's whole gradient is left", 2, "whole gradient"),
-                 ("a sum is under way while the next layer computes", 2, "matmuls")),
-        trains(2, (2, dict(zero=2)), (3, dict(zero=2))),
-    ),
+    ("unit.missing counts the gradients that this micro-batch's backward has yet to make. When it is 0, the unit "
+     "goes out, and its whole gradient can go when it has landed.",
+     "added: land what is in flight if it is this very unit; move param.grad into the unit's buffer (make_room, if "
+     "there is none) and set it to None. send: land the unit before, then start this one's sum.",
+     "land: wait, add unit.total to unit.grad_slice, and forget gradient and total; the unit is missing all of its "
+     "gradients again. begin makes grad_slice zeros like unit.master."),
+    (*demands(gradients_on_rank, gradients_expected, stages(2),
+              ("our slices of the sum over ranks and micro-batches, in two steps", 3, "gradient of"),
+              ("one reduce-scatter a unit and micro-batch", 2, "bytes"),
+              ("after a backward at most the last unit's whole gradient is left", 2, "whole gradient"),
+              ("a sum is under way while the next layer computes", 2, "matmuls")),
+     trains(2, (2, dict(zero=2)), (3, dict(zero=2))),),
     faults=("slices_not_accumulated", "last_unit_not_landed", "slices_not_emptied"),
 )  # fmt: skip
 
@@ -349,24 +325,20 @@ def gather_expected(rank: int, case: Case) -> dict[str, Any]:
 
 
 FREE = Task(
-    "weights come and go",
-    15,
-    ("SlicedUnit.gather", "SlicedUnit.free"),
+    "weights come and go", 15, ("SlicedUnit.gather", "SlicedUnit.free"),
     "SlicedUnit.__init__; untyped_storage().resize_ in PyTorch's documentation; Pending in common/comm.py",
-    (
-        "Parameters, and what autograd saves of them, are views of self.flat. The tensor stays; its memory goes.",
-        "self.gathered says whether the weights are there or arriving, self.gathering what is to be waited for. Both "
-        "functions may be called when there is nothing to do.",
-        "self.flat.untyped_storage().resize_(0), and back to self.nbytes. Memory into which something arrives must "
-        "not be given back: wait first.",
-    ),
+    ("Parameters, and what autograd saves of them, are views of self.flat. The tensor stays; its memory goes.",
+     "self.gathered says whether the weights are there or arriving, self.gathering what is to be waited for. Both "
+     "functions may be called when there is nothing to do.",
+     "self.flat.untyped_storage().resize_(0), and back to self.nbytes. Memory into which something arrives must "
+     "not be given back: wait first."),
     demands(
         gather_on_rank, gather_expected, GATHER,
         ("the parameters are what all slices are now", 2, ": p"),
         ("one gathering, started and not waited for; none of what is there", 2, "waits", "sent"),
         ("after free() the buffer has no memory, even if it was arriving", 2, "bytes of the buffer"),
     ),
-    faults=("gathered_from_itself",),
+    faults=("gathered_from_itself"),
 )  # fmt: skip
 
 # --- task 6: stage 3 -------------------------------------------------------------------------------------------------
@@ -424,30 +396,24 @@ def there_expected(rank: int, case: Case) -> dict[str, Any]:
 
 
 STAGE_3 = Task(
-    "stage 3: weights, just in time",
-    30,
-    ("Zero3.fetch", "Zero3.after_forward", "Zero3.send", "Zero3.publish"),
+    "stage 3: weights, just in time", 30, ("Zero3.fetch", "Zero3.after_forward", "Zero3.send", "Zero3.publish"),
     "Zero3.__init__ and the docstrings of its methods; register_hook of a tensor in PyTorch's documentation",
-    (
-        "self.uses are the units of each module in the order of forward. While module i computes, the next one's are "
-        "arriving; in backward, the previous one's. So at any time two units are there.",
-        "Backward of module i begins when the gradient of its output is known: a hook on the output. The embedding's "
-        "backward needs no weights (self.lowest). The last module's are still there.",
-        "fetch: gather both, wait for those of i alone. after_forward: free the units of i, unless the next module "
-        "uses them too, or i is the last. send: as in stage 2, then free. publish: the next forward gathers.",
-    ),
-    (
-        *demands(gradients_on_rank, gradients_expected, stages(3), ("our slices of the gradients", 2, "gradient of")),
-        *demands(there_on_rank, there_expected, STAGE_3_RUN,
-                 ("the losses", 1, "the loss"),
-                 ("while a layer computes, its weights and its neighbour's are there, no others", 3, "layer by layer"),
-                 ("a layer is gathered twice in a micro-batch, embedding and head once", 2, "gathered"),
-                 ("a neighbour arrives while a layer computes", 1, "matmuls"),
-                 ("between steps no weights are there", 1, "between")),
-        trains(3, (2, dict(zero=3)), (3, dict(zero=3))),
-        trains(1, (2, dict(zero=3)), shape=dict(tied=True), says="so it does with a tied matrix"),
-    ),
-    faults=("memory_without_weights",),
+    ("self.uses are the units of each module in the order of forward. While module i computes, the next one's are "
+     "arriving; in backward, the previous one's. So at any time two units are there.",
+     "Backward of module i begins when the gradient of its output is known: a hook on the output. The embedding's "
+     "backward needs no weights (self.lowest). The last module's are still there.",
+     "fetch: gather both, wait for those of i alone. after_forward: free the units of i, unless the next module "
+     "uses them too, or i is the last. send: as in stage 2, then free. publish: the next forward gathers."),
+    (*demands(gradients_on_rank, gradients_expected, stages(3), ("our slices of the gradients", 2, "gradient of")),
+     *demands(there_on_rank, there_expected, STAGE_3_RUN,
+              ("the losses", 1, "the loss"),
+              ("while a layer computes, its weights and its neighbour's are there, no others", 3, "layer by layer"),
+              ("a layer is gathered twice in a micro-batch, embedding and head once", 2, "gathered"),
+              ("a neighbour arrives while a layer computes", 1, "matmuls"),
+              ("between steps no weights are there", 1, "between")),
+     trains(3, (2, dict(zero=3)), (3, dict(zero=3))),
+     trains(1, (2, dict(zero=3)), shape=dict(tied=True), says="so it does with a tied matrix"),),
+    faults=("memory_without_weights"),
 )  # fmt: skip
 
 # --- the question ----------------------------------------------------------------------------------------------------
@@ -477,4 +443,4 @@ QUESTION = Question(
     ),
 )
 
-LAB = Lab(3, "ZeRO", ("step03_zero",), (CUT, STAGE_1, UPDATE, STAGE_2, FREE, STAGE_3), QUESTION)
+LAB = Lab(3, "ZeRO", ("step03_zero",), (CUT, STAGE_1, UPDATE, STAGE_2, FREE, STAGE_3), QUESTION, flags="--zero 3")
