@@ -140,6 +140,7 @@ class Lab:
     tasks: tuple[Task, ...]
     question: Question
     ranks: int = 4  # of `python -m labs run`
+    flags: str = ""  # an example for it
 
     @property
     def points(self) -> int:

@@ -72,8 +72,7 @@ def text_of_lab(lab: Lab, path: Path) -> str:
         f"cd {path}",
         "python -m labs check . --task 1   # one task; --watch: again at every save; without --task all of them",
         "python -m labs hint . 1           # the next of three hints for task 1",
-        f"python -m labs run . -- {'--steps 20' if lab.number == 1 else '--steps 20 --help'}"
-        "   # your file as it stands, with flags of the step",
+        f"python -m labs run . -- --steps 20 {lab.flags}   # your file as it stands, with flags of the step",
         "```",
         "What your code prints in a check goes to `output.txt`. `progress.txt` keeps notes.",
         "",

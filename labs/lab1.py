@@ -42,18 +42,14 @@ def rates_expected(rank: int, case: Case) -> dict[str, Any]:
 
 
 RATE = Task(
-    "the learning rate",
-    10,
-    ("learning_rate",),
+    "the learning rate", 10, ("learning_rate"),
     "the docstring of the function; warmup_steps in Config",
-    (
-        "Steps count from 0. In which step is the peak reached? What is the rate of step 0?",
-        "After the warm-up, progress goes from 0 at step warmup_steps towards 1 at step `steps`.",
-        "A cosine from 1 to -1 becomes one from 1 to 0.1: 0.1 + 0.45 (1 + cos).",
-    ),
+    ("Steps count from 0. In which step is the peak reached? What is the rate of step 0?",
+     "After the warm-up, progress goes from 0 at step warmup_steps towards 1 at step `steps`.",
+     "A cosine from 1 to -1 becomes one from 1 to 0.1: 0.1 + 0.45 (1 + cos)."),
     (Criterion("warm-up, then the cosine, with and without warm-up", 3, rates_on_rank, rates_expected, SCHEDULES),),
-    faults=("warm_up_from_zero",),
-)
+    faults=("warm_up_from_zero"),
+)  # fmt: skip
 
 # --- task 2: AdamW ---------------------------------------------------------------------------------------------------
 
@@ -95,23 +91,17 @@ def adamw_expected(rank: int, case: Case) -> dict[str, Any]:
 
 
 RULE = Task(
-    "AdamW, and what decays",
-    10,
-    ("decay_groups", "adamw"),
+    "AdamW, and what decays", 10, ("decay_groups", "adamw"),
     "torch.optim.AdamW in PyTorch's documentation, parameter groups; Loshchilov and Hutter 2019",
-    (
-        "torch.optim takes a list of dicts, each with `params` and what differs for them.",
-        "Names of norms end in norm.weight. Their decay is 0, that of matrices config.weight_decay.",
-        "The moments' coefficients are 0.9 and 0.95, not PyTorch's defaults.",
-    ),
-    (
-        Criterion(
-            "matrices decay, with betas 0.9 and 0.95", 2, adamw_on_rank, adamw_expected, ({},), keys=("proj", "lm_head")
-        ),
-        Criterion("norms do not decay", 1, adamw_on_rank, adamw_expected, ({},), keys=("norm", "groups")),
-    ),
-    faults=("norms_decay",),
-)
+    ("torch.optim takes a list of dicts, each with `params` and what differs for them.",
+     "Names of norms end in norm.weight. Their decay is 0, that of matrices config.weight_decay.",
+     "The moments' coefficients are 0.9 and 0.95, not PyTorch's defaults."),
+    (Criterion(
+         "matrices decay, with betas 0.9 and 0.95", 2, adamw_on_rank, adamw_expected, ({},), keys=("proj", "lm_head")
+     ),
+     Criterion("norms do not decay", 1, adamw_on_rank, adamw_expected, ({},), keys=("norm", "groups")),),
+    faults=("norms_decay"),
+)  # fmt: skip
 
 # --- task 3: masters -------------------------------------------------------------------------------------------------
 
@@ -181,28 +171,22 @@ def update_expected(rank: int, case: Case) -> dict[str, Any]:
 
 
 MASTERS = Task(
-    "the update on masters",
-    25,
-    ("Optimizer.__init__", "Optimizer.gradients", "Optimizer.step"),
+    "the update on masters", 25, ("Optimizer.__init__", "Optimizer.gradients", "Optimizer.step"),
     "the docstring of the step, PRECISION; of the class; `grad_dtype` of a tensor; wide in common/model.py",
-    (
-        "self.params are what computes, self.masters what is updated. In fp32 and fp64, `.to(...)` of a detached "
-        "parameter is the parameter's own memory. Where does torch.optim look for gradients?",
-        "Three micro-batches in bf16 add up to the wrong sum unless autograd adds in fp32: param.grad_dtype says so. "
-        "Parameters that are not trained have no gradient.",
-        "step: masters[name].grad = param.grad times the factor, `lr` into every group of self.rule, self.rule.step(), "
-        "copy the masters into the parameters, and set both gradients to None.",
-    ),
-    (
-        Criterion("fp64: two updates, each with its learning rate and its factor", 3, update_on_rank,
-                  update_expected, WIDE, keys=("after the updates", "where they were")),
-        Criterion("bf16: 40 small updates add up in masters", 3, update_on_rank,
-                  update_expected, NARROW, keys=("moved", "the dtype of norm", "the dtype of proj"), bound=0.2),
-        Criterion("gradients by name, of what is trained; step() frees them", 2, update_on_rank,
-                  update_expected, WIDE, keys=("gradients()[", "names in", "left after")),
-        Criterion("in bf16, gradients add up in fp32", 2, update_on_rank,
-                  update_expected, NARROW, keys=("gradients()[", "dtype of gradients"), bound=1e-6),
-    ),
+    ("self.params are what computes, self.masters what is updated. In fp32 and fp64, `.to(...)` of a detached "
+     "parameter is the parameter's own memory. Where does torch.optim look for gradients?",
+     "Three micro-batches in bf16 add up to the wrong sum unless autograd adds in fp32: param.grad_dtype says so. "
+     "Parameters that are not trained have no gradient.",
+     "step: masters[name].grad = param.grad times the factor, `lr` into every group of self.rule, self.rule.step(), "
+     "copy the masters into the parameters, and set both gradients to None."),
+    (Criterion("fp64: two updates, each with its learning rate and its factor", 3, update_on_rank,
+               update_expected, WIDE, keys=("after the updates", "where they were")),
+     Criterion("bf16: 40 small updates add up in masters", 3, update_on_rank,
+               update_expected, NARROW, keys=("moved", "the dtype of norm", "the dtype of proj"), bound=0.2),
+     Criterion("gradients by name, of what is trained; step() frees them", 2, update_on_rank,
+               update_expected, WIDE, keys=("gradients()[", "names in", "left after")),
+     Criterion("in bf16, gradients add up in fp32", 2, update_on_rank,
+               update_expected, NARROW, keys=("gradients()[", "dtype of gradients"), bound=1e-6),),
     faults=("not_clipped", "gradients_kept", "sums_in_16_bits", "gradients_cast_back", "masters_rounded"),
 )  # fmt: skip
 
@@ -252,23 +236,17 @@ def recomputed_expected(rank: int, case: Case) -> dict[str, Any]:
 
 
 RECOMPUTE = Task(
-    "recomputation",
-    15,
-    ("recompute_layers",),
+    "recomputation", 15, ("recompute_layers"),
     "the docstring of the step, RECOMPUTATION; torch.utils.checkpoint in PyTorch's documentation",
-    (
-        "A layer's forward can be replaced: layer.forward = something that takes the same arguments.",
-        "checkpoint(f, *args, use_reentrant=False) calls f and keeps only args.",
-        "In a loop over the layers, what you bind must be this layer's forward as it is now: functools.partial.",
-    ),
-    (
-        *demands(
-            recomputed_on_rank, recomputed_expected, DEEP,
-            ("loss and gradients do not change", 2, "the loss", "the gradient"),
-            ("a layer keeps nothing of what it computes inside", 2, "activations"),
-            ("each layer runs once in forward, and once more in backward", 2, "runs"),
-        ),
-    ),
+    ("A layer's forward can be replaced: layer.forward = something that takes the same arguments.",
+     "checkpoint(f, *args, use_reentrant=False) calls f and keeps only args.",
+     "In a loop over the layers, what you bind must be this layer's forward as it is now: functools.partial."),
+    (*demands(
+         recomputed_on_rank, recomputed_expected, DEEP,
+         ("loss and gradients do not change", 2, "the loss", "the gradient"),
+         ("a layer keeps nothing of what it computes inside", 2, "activations"),
+         ("each layer runs once in forward, and once more in backward", 2, "runs"),
+     ),),
 )  # fmt: skip
 
 # --- task 5: the loop ------------------------------------------------------------------------------------------------
@@ -338,29 +316,23 @@ def loop_expected(rank: int, case: Case) -> dict[str, Any]:
 
 UNEVEN = (dict(flags=dict(micro_batch_size=5)),)
 LOOP = Task(
-    "the loop",
-    25,
-    ("train",),
+    "the loop", 25, ("train"),
     "the docstring of common/trainer.py; SCALE ONCE in the docstring of the step; Data.batch; materialize",
-    (
-        "The model is built under torch.device('meta'), and materialize gives it memory and values. RECOMPUTE, "
-        "Optimizer and run.steps(model=..., optimizer=..., data=...) come next, in this order.",
-        "n_targets counts the targets of the whole batch that are not IGNORE. Each micro-batch's summed loss is "
-        "divided by it, before backward; then gradients just add up.",
-        "Add up micro_loss.detach(), or every graph stays. The norm is that of all gradients together; the factor is "
-        "min(1, grad_clip / norm), or 1 if grad_clip is 0. At the end optimizer.step and run.record.",
-    ),
-    (
-        trains(4, (1, {}), says="losses, norms and weights of two steps, with unevenly many targets"),
-        trains(1, (1, {}), flags=dict(micro_batch_size=5), says="a last micro-batch that is smaller"),
-        trains(1, (1, {}), flags=dict(grad_clip=0.0), says="grad_clip 0: no clipping"),
-        trains(1, (1, dict(recompute="full")), says="--recompute full changes nothing"),
-        *demands(
-            loop_on_rank, loop_expected, UNEVEN,
-            ("no graph but the last is left at the end of a step", 2, "graphs"),
-            ("micro-batches, tokens and learning rate are as the flags say", 1, "sequences", "recorded", "types"),
-        ),
-    ),
+    ("The model is built under torch.device('meta'), and materialize gives it memory and values. RECOMPUTE, "
+     "Optimizer and run.steps(model=..., optimizer=..., data=...) come next, in this order.",
+     "n_targets counts the targets of the whole batch that are not IGNORE. Each micro-batch's summed loss is "
+     "divided by it, before backward; then gradients just add up.",
+     "Add up micro_loss.detach(), or every graph stays. The norm is that of all gradients together; the factor is "
+     "min(1, grad_clip / norm), or 1 if grad_clip is 0. At the end optimizer.step and run.record."),
+    (trains(4, (1, {}), says="losses, norms and weights of two steps, with unevenly many targets"),
+     trains(1, (1, {}), flags=dict(micro_batch_size=5), says="a last micro-batch that is smaller"),
+     trains(1, (1, {}), flags=dict(grad_clip=0.0), says="grad_clip 0: no clipping"),
+     trains(1, (1, dict(recompute="full")), says="--recompute full changes nothing"),
+     *demands(
+         loop_on_rank, loop_expected, UNEVEN,
+         ("no graph but the last is left at the end of a step", 2, "graphs"),
+         ("micro-batches, tokens and learning rate are as the flags say", 1, "sequences", "recorded", "types"),
+     ),),
     faults=("gradient_times_micro_batches", "last_micro_batch_logged", "mean_of_means", "all_tokens_counted"),
 )  # fmt: skip
 

@@ -18,7 +18,7 @@ from labs.training import trains
 
 # --- task 1: the sums and the gathering that f and g are made of -----------------------------------------------------
 
-BLOCK = (dict(mesh=dict(tp=3), b=2, part=5, dim=7), dict(mesh=dict(tp=2), b=3, part=4, dim=5))
+BLOCK = (dict(mesh=dict(tp=3), b=2, part=5, dim=7, dense=False), dict(mesh=dict(tp=2), b=3, part=4, dim=5, dense=True))
 
 
 def tokens_of(case: Case, rank: int) -> slice:
@@ -37,7 +37,7 @@ def strided(x: Tensor) -> Tensor:
 
 
 def collectives_on_rank(step: Any, case: Case, mesh: Any) -> dict[str, Any]:
-    """Each of the three, of a tensor that is not contiguous."""
+    """Each of the three, of tensors that are contiguous (`dense`) or not."""
     group, found = mesh["tp"], {}
     x = wholes(case)[group.rank]
     for name, given in (
@@ -45,7 +45,7 @@ def collectives_on_rank(step: Any, case: Case, mesh: Any) -> dict[str, Any]:
         ("gather_tokens", x[:, tokens_of(case, group.rank)]),
         ("sum_and_split_tokens", x),
     ):
-        given = strided(given)
+        given = given.clone(memory_format=torch.contiguous_format) if case.dense else strided(given)
         with Tape(mesh) as tape:
             found[f"the result of {name}"] = getattr(step, name)(given, group)
         found[f"the bytes that {name} sends"] = tape.sent()
@@ -69,28 +69,22 @@ def collectives_expected(rank: int, case: Case) -> dict[str, Any]:
 
 
 COLLECTIVES = Task(
-    "three collectives on tokens",
-    20,
-    ("sum_over_ranks", "gather_tokens", "sum_and_split_tokens"),
+    "three collectives on tokens", 20, ("sum_over_ranks", "gather_tokens", "sum_and_split_tokens"),
     "common/comm.py: all_reduce, all_gather, reduce_scatter, Pending; Korthikanti et al. 2022, figure 5",
-    (
-        "The collectives of common/comm.py work on contiguous tensors, and all_reduce works in place. Whose tensor is "
-        "x? An all-gather puts the ranks' tensors one after another; a reduce-scatter gives rank k the k-th piece.",
-        "Gather: a buffer [n, batch, seq/n, dim] has to become [batch, seq, dim]. Dimension 0 belongs just before the "
-        "tokens; then both are one dimension. Splitting is the way back.",
-        "unflatten, movedim, flatten and contiguous are all you need around the collective. Wait for it before you "
-        "look at its result.",
-    ),
-    (
-        *demands(
-            collectives_on_rank, collectives_expected, BLOCK,
-            ("sum_over_ranks: the sum of every rank's x; x stays as it is", 2, "t of sum_over_ranks"),
-            ("gather_tokens: all ranks' tokens in order", 2, "t of gather_tokens"),
-            ("sum_and_split_tokens: this rank's tokens of the sum", 2, "t of sum_and_split_tokens"),
-            ("gather_tokens sends (n-1)/n of the whole", 1, "bytes that gather_tokens"),
-            ("sum_and_split_tokens sends (n-1)/n of the whole", 1, "bytes that sum_and_split_tokens"),
-        ),
-    ),
+    ("The collectives of common/comm.py work on contiguous tensors, and all_reduce works in place. Whose tensor is "
+     "x? An all-gather puts the ranks' tensors one after another; a reduce-scatter gives rank k the k-th piece.",
+     "Gather: a buffer [n, batch, seq/n, dim] has to become [batch, seq, dim]. Dimension 0 belongs just before the "
+     "tokens; then both are one dimension. Splitting is the way back.",
+     "unflatten, movedim, flatten and contiguous are all you need around the collective. Wait for it before you "
+     "look at its result."),
+    (*demands(
+         collectives_on_rank, collectives_expected, BLOCK,
+         ("sum_over_ranks: the sum of every rank's x; x stays as it is", 2, "t of sum_over_ranks"),
+         ("gather_tokens: all ranks' tokens in order", 2, "t of gather_tokens"),
+         ("sum_and_split_tokens: this rank's tokens of the sum", 2, "t of sum_and_split_tokens"),
+         ("gather_tokens sends (n-1)/n of the whole", 1, "bytes that gather_tokens"),
+         ("sum_and_split_tokens sends (n-1)/n of the whole", 1, "bytes that sum_and_split_tokens"),
+     ),),
     faults=(),
 )  # fmt: skip
 
@@ -139,26 +133,20 @@ def pair_expected(rank: int, case: Case) -> dict[str, Any]:
 
 F_KEYS, G_KEYS = ("output of f", "f's input", "f leaves"), ("output of g", "g's input", "g leaves")
 PAIR = Task(
-    "f and g",
-    15,
-    ("Conjugate.forward", "Conjugate.backward", "enter_block", "leave_block"),
+    "f and g", 15, ("Conjugate.forward", "Conjugate.backward", "enter_block", "leave_block"),
     "the docstring of the step, both tables of f and g; Shoeybi et al. 2019, section 3",
-    (
-        "Write down for two ranks which of x, y, dx, dy are the same numbers on both, and which are parts of a sum. "
-        "Where y is the same on all ranks, so is dy, and each rank already has all of it.",
-        "The transpose of a copy to n ranks is a sum over n ranks, and the other way round. The transpose of a gather "
-        "is a reduce-scatter.",
-        "Conjugate.forward keeps on ctx what backward needs, and calls one of the four functions above it; backward "
-        "calls the other, and returns None for the three arguments that have no gradient.",
-    ),
-    (
-        *demands(pair_on_rank, pair_expected, PLAIN, ("f without SP: values and gradients", 2, *F_KEYS),
-                 ("g without SP: values and gradients", 2, *G_KEYS)),
-        *demands(pair_on_rank, pair_expected, SP, ("f with SP", 2, *F_KEYS), ("g with SP", 2, *G_KEYS)),
-        *demands(pair_on_rank, pair_expected, PLAIN + SP,
-                 ("f sends one all-reduce backward, or (SP) half of it each way", 1, "bytes of f"),
-                 ("g sends one all-reduce forward, or (SP) half of it each way", 1, "bytes of g")),
-    ),
+    ("Write down for two ranks which of x, y, dx, dy are the same numbers on both, and which are parts of a sum. "
+     "Where y is the same on all ranks, so is dy, and each rank already has all of it.",
+     "The transpose of a copy to n ranks is a sum over n ranks, and the other way round. The transpose of a gather "
+     "is a reduce-scatter.",
+     "Conjugate.forward keeps on ctx what backward needs, and calls one of the four functions above it; backward "
+     "calls the other, and returns None for the three arguments that have no gradient."),
+    (*demands(pair_on_rank, pair_expected, PLAIN, ("f without SP: values and gradients", 2, *F_KEYS),
+              ("g without SP: values and gradients", 2, *G_KEYS)),
+     *demands(pair_on_rank, pair_expected, SP, ("f with SP", 2, *F_KEYS), ("g with SP", 2, *G_KEYS)),
+     *demands(pair_on_rank, pair_expected, PLAIN + SP,
+              ("f sends one all-reduce backward, or (SP) half of it each way", 1, "bytes of f"),
+              ("g sends one all-reduce forward, or (SP) half of it each way", 1, "bytes of g")),),
     faults=("g_sums_in_backward_too", "f_does_not_sum_in_backward", "g_does_not_sum", "tokens_cut_but_not_summed"),
 )  # fmt: skip
 
@@ -258,35 +246,30 @@ def loss_expected(rank: int, case: Case) -> dict[str, Any]:
 
 STAY = "logits and targets stay"
 VOCABULARY = Task(
-    "vocabulary-parallel embedding and cross entropy",
-    25,
+    "vocabulary-parallel embedding and cross entropy", 25,
     ("VocabParallelEmbedding.forward", "vocab_parallel_cross_entropy"),
     "the docstrings of both; summed_cross_entropy in common/model.py",
-    (
-        "A token that is not in `ids` gives zero here, and its row on another rank. Which row do you look up for it, "
-        "so that nothing is out of range?",
-        "The log-sum-exp of log-sum-exps is that of the whole, and it does not overflow. All ranks but one have 0 for "
-        "the target's logit. Padding must not count: it stands behind the first len(ids) logits.",
-        "Gather the detached two numbers of every rank into [n, 2, batch, seq] and put your own, with their graph, in "
-        "their place: then autograd finds softmax - one-hot for your logits. Targets that are IGNORE lose their term.",
-    ),
-    (
-        Criterion(
-            "the embedding: rows of the tokens in `ids`, zero for others; and its gradient",
-            2,
-            embedding_on_rank,
-            embedding_expected,
-            WORDS,
-            explain=whose_token,
-        ),
-        *demands(
-            loss_on_rank, loss_expected, WORDS,
-            ("the loss, whole on every rank", 2, "the loss", STAY),
-            ("its gradient", 3, "gradient"),
-            ("two numbers a token travel, and nothing in backward", 1, "bytes"),
-        ),
-        *demands(loss_on_rank, loss_expected, LARGE, ("large logits do not overflow", 1, "the loss", "gradient")),
-    ),
+    ("A token that is not in `ids` gives zero here, and its row on another rank. Which row do you look up for it, "
+     "so that nothing is out of range?",
+     "The log-sum-exp of log-sum-exps is that of the whole, and it does not overflow. All ranks but one have 0 for "
+     "the target's logit. Padding must not count: it stands behind the first len(ids) logits.",
+     "Gather the detached two numbers of every rank into [n, 2, batch, seq] and put your own, with their graph, in "
+     "their place: then autograd finds softmax - one-hot for your logits. Targets that are IGNORE lose their term."),
+    (Criterion(
+         "the embedding: rows of the tokens in `ids`, zero for others; and its gradient",
+         2,
+         embedding_on_rank,
+         embedding_expected,
+         WORDS,
+         explain=whose_token,
+     ),
+     *demands(
+         loss_on_rank, loss_expected, WORDS,
+         ("the loss, whole on every rank", 2, "the loss", STAY),
+         ("its gradient", 3, "gradient"),
+         ("two numbers a token travel, and nothing in backward", 1, "bytes"),
+     ),
+     *demands(loss_on_rank, loss_expected, LARGE, ("large logits do not overflow", 1, "the loss", "gradient")),),
     faults=("embedding_off_by_one", "target_off_by_one", "padding_in_the_softmax", "softmax_of_own_logits"),
 )  # fmt: skip
 
@@ -384,28 +367,22 @@ def cut_expected(rank: int, case: Case) -> dict[str, Any]:
 
 
 CUTS = Task(
-    "cuts and their records",
-    30,
-    ("cut", "cut_matrix", "cut_heads", "shard_tensors"),
+    "cuts and their records", 30, ("cut", "cut_matrix", "cut_heads", "shard_tensors"),
     "common/layout.py: its docstring, Split, Layout, note_layout; register_forward_pre_hook in PyTorch's documentation",
-    (
-        "A weight is [out, in]: the paper's columns are dimension 0. The part is a new parameter on the meta device; "
-        "its record is that of the whole, with one more Split. The last part may have padding.",
-        "CUTS says which matrix is cut how. A tied matrix is one parameter with two names: cut it once. f runs before "
-        "each block and before the head, g after the embedding and after each block.",
-        "A forward pre-hook gets (module, inputs) and returns new inputs; a forward hook gets (module, inputs, output) "
-        "and returns a new output. With SP a norm has seen this rank's tokens only: note_layout says so.",
-    ),
-    (
-        Criterion("cut: the part, its record, a group of one; cut_heads refuses", 2, cut_on_rank, cut_expected, ({},)),
-        *demands(
-            model_on_rank, model_expected, CUT,
-            ("every matrix is cut along the right dimension, a tied one once", 3, "shape of", "cuts of", "parameters"),
-            ("norms are partial over tp with SP, and nothing else is", 2, "is partial over"),
-            ("the loss is that of one device", 2, "the loss"),
-            ("one f for q, k, v and one for gate, up", 2, "bytes"),
-        ),
-    ),
+    ("A weight is [out, in]: the paper's columns are dimension 0. The part is a new parameter on the meta device; "
+     "its record is that of the whole, with one more Split. The last part may have padding.",
+     "CUTS says which matrix is cut how. A tied matrix is one parameter with two names: cut it once. f runs before "
+     "each block and before the head, g after the embedding and after each block.",
+     "A forward pre-hook gets (module, inputs) and returns new inputs; a forward hook gets (module, inputs, output) "
+     "and returns a new output. With SP a norm has seen this rank's tokens only: note_layout says so."),
+    (Criterion("cut: the part, its record, a group of one; cut_heads refuses", 2, cut_on_rank, cut_expected, ({},)),
+     *demands(
+         model_on_rank, model_expected, CUT,
+         ("every matrix is cut along the right dimension, a tied one once", 3, "shape of", "cuts of", "parameters"),
+         ("norms are partial over tp with SP, and nothing else is", 2, "is partial over"),
+         ("the loss is that of one device", 2, "the loss"),
+         ("one f for q, k, v and one for gate, up", 2, "bytes"),
+     ),),
     faults=("norm_gradients_not_summed", "rows_for_columns", "tie_dropped"),
 )  # fmt: skip
 
@@ -442,26 +419,20 @@ def sums_expected(rank: int, case: Case) -> dict[str, Any]:
 
 
 LAST = Task(
-    "partial gradients, and the whole file",
-    15,
-    ("sum_partial_gradients",),
+    "partial gradients, and the whole file", 15, ("sum_partial_gradients"),
     "the docstring of common/layout.py; that of the function",
-    (
-        "For every group of the mesh: which gradients are partial over it? Those go into one flat buffer.",
-        "torch.cat of the flattened gradients, one all_reduce, split by their sizes, and copy each back in place.",
-        "`gradients` has the tensors that the optimizer will read: copy_ into them; do not put new ones in the dict.",
-    ),
-    (
-        *demands(
-            sums_on_rank, sums_expected, SUMS,
-            ("sums over the groups that a record names, in place", 2, "gradient"),
-            ("one all-reduce a group", 1, "collectives"),
-        ),
-        trains(4, (2, dict(tp=2)), (2, dict(tp=2, sp=False))),
-        trains(
-            2, (2, dict(tp=2)), (2, dict(tp=2, sp=False)), says="so it does with a tied matrix", shape=dict(tied=True)
-        ),
-    ),
+    ("For every group of the mesh: which gradients are partial over it? Those go into one flat buffer.",
+     "torch.cat of the flattened gradients, one all_reduce, split by their sizes, and copy each back in place.",
+     "`gradients` has the tensors that the optimizer will read: copy_ into them; do not put new ones in the dict."),
+    (*demands(
+         sums_on_rank, sums_expected, SUMS,
+         ("sums over the groups that a record names, in place", 2, "gradient"),
+         ("one all-reduce a group", 1, "collectives"),
+     ),
+     trains(4, (2, dict(tp=2)), (2, dict(tp=2, sp=False))),
+     trains(
+         2, (2, dict(tp=2)), (2, dict(tp=2, sp=False)), says="so it does with a tied matrix", shape=dict(tied=True)
+     ),),
     faults=("partial_sums_stay", "norm_gradients_not_summed"),
 )  # fmt: skip
 
@@ -493,5 +464,10 @@ QUESTION = Question(
 )  # fmt: skip
 
 LAB = Lab(
-    4, "Tensor and sequence parallelism", ("step04_tp_sp",), (COLLECTIVES, PAIR, VOCABULARY, CUTS, LAST), QUESTION
+    4,
+    "Tensor and sequence parallelism",
+    ("step04_tp_sp",),
+    (COLLECTIVES, PAIR, VOCABULARY, CUTS, LAST),
+    QUESTION,
+    flags="--tp 2 --no-sp",
 )

@@ -149,7 +149,10 @@ def host(world: World, ranks: int, jobs: list[Job], pipes: list[int], scratch: s
     for stream in (1, 2):
         os.dup2(out, stream)
     sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in {0, *map(int, os.listdir("/proc/self/fd"))} - {1, 2, *pipes} if sys.platform == "linux" else {0}:
+        with contextlib.suppress(OSError):  # no other pipe of the grader's is open here
+            os.dup2(nothing, fd)
     os.chdir(scratch)
     for name, data in world.files.items():
         Path(name).write_bytes(data)

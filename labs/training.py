@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from common import data
-from common.layout import layout_of, materialize
+from common.layout import materialize
 from common.model import IGNORE, PRESETS, Decoder, ModelConfig
 from common.trainer import Run
 from labs.course import Case, Criterion
@@ -64,16 +64,14 @@ def flags_of(case: Case) -> dict[str, Any]:
 
 
 def train_on_rank(step: Any, case: Case, mesh: Any) -> dict[str, Any]:
-    """Train; losses, norms, and this rank's final weights."""
+    """Train; losses, norms, and on one rank the final weights."""
     config = step.Config(**flags_of(case) | case.layout)
     with tokens(case), Watch(config) as run:
         step.train(config, run)
     found = {"the losses": [row["loss"] for row in run.history]}
     found["the gradient norms"] = [row["grad_norm"] for row in run.history]
-    if case.sizes.get("weights", True):
-        for name, param in run.parts.model.named_parameters():
-            found[f"after training, {name}"] = param.detach()
-            found[f"the cuts of {name}"] = [[s.dim, s.start, s.stop] for s in layout_of(param).splits]
+    if case.ranks == 1:  # on several, weights may be parts, or have no memory between steps
+        found |= {f"after training, {name}": param.detach() for name, param in run.parts.model.named_parameters()}
     return found
 
 
@@ -123,7 +121,11 @@ def trains(points: int, *layouts: tuple[int, dict[str, Any]], says: str = "", **
 
     `more`: `shape` (fields of the model) and `flags`, of all layouts.
     """
-    names = [" ".join(f"--{k} {v}" for k, v in flags.items()) or "no flags" for _, flags in layouts]
+    words = {True: "--{}", False: "--no-{}"}
+    names = [
+        " ".join([f"{n} ranks", *(words.get(v, f"--{{}} {v}").format(k.replace("_", "-")) for k, v in flags.items())])
+        for n, flags in layouts
+    ]
     cases = tuple(dict(mesh=dict(dp=n), layout=flags, **more) for n, flags in layouts)
     return Criterion(
         says or f"the file trains as one device: {'; '.join(names)}", points, train_on_rank, expected, cases
