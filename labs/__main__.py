@@ -39,7 +39,6 @@ def parser() -> argparse.ArgumentParser:
     verb("hint", "the next of three hints for a task", "folder", "task")
     run = verb("run", "train with your file: python -m labs run FOLDER -- FLAGS OF THE STEP", "folder")
     run.add_argument("--ranks", type=int, default=0, help="how many processes; default: the step's launch line")
-    run.add_argument("flags", nargs="*", help="after --")
     hand = verb("handout", "for teachers: a copy of the project for students, without some solutions", "folder")
     hand.add_argument("--without", default="", help="labs not given yet, as 3,4,5; all of them by default")
     grade = verb("grade", "for teachers: judge folders; exit status 0 whatever they contain")
@@ -96,7 +95,8 @@ def watched(args: argparse.Namespace) -> int:
 
 def main(argv: list[str]) -> int:
     """Run a command; returns the exit status."""
-    args = parser().parse_args(argv)
+    cut = argv.index("--") if "--" in argv else len(argv)  # what follows are a step's flags
+    args, flags = parser().parse_args(argv[:cut]), argv[cut + 1 :]
     from labs import folder as folders
 
     if args.verb == "start":
@@ -109,7 +109,7 @@ def main(argv: list[str]) -> int:
     elif args.verb == "run":
         from labs.launch import run
 
-        return run(folders.open_folder(args.folder), args.ranks, args.flags)
+        return run(folders.open_folder(args.folder), args.ranks, flags)
     elif args.verb == "handout":
         from labs.launch import handout
 

@@ -183,7 +183,7 @@ class Judge:
         """What is wrong with an outcome; "" if nothing is."""
         where = f"[{case}] " if len(criterion.cases) > 1 else ""
         if isinstance(outcome, Failed):
-            return f"{outcome if outcome.fatal or 'not written yet' in str(outcome) else f'{where}{outcome}'}"
+            return str(outcome) if outcome.fatal or str(outcome).startswith("not written yet") else f"{where}{outcome}"
         for rank in range(case.ranks):
             found, expected = outcome[rank], criterion.wanted(rank, case)
             for key, value in expected.items():

@@ -335,8 +335,9 @@ def failure(child: int, answers: dict, errors: dict[int, str], ranks: int, scrat
     echoes = ("collectives do not match", SILENT)  # what one rank's end does to others
     first = sorted(errors, key=lambda rank: (sum((i + 1) * (e in errors[rank]) for i, e in enumerate(echoes)), rank))
     if first:
-        fatal = bool(answers[first[0]].get("fatal"))
-        failed = Failed(errors[first[0]] if fatal or ranks == 1 else f"rank {first[0]} of {ranks}: {errors[first[0]]}")
+        fatal, text = bool(answers[first[0]].get("fatal")), errors[first[0]]
+        alike = fatal or ranks == 1 or text.startswith("not written yet")
+        failed = Failed(text if alike else f"rank {first[0]} of {ranks}: {text}")
         failed.fatal = fatal
         return failed
     with contextlib.suppress(ProcessLookupError):

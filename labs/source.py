@@ -97,7 +97,8 @@ def fingerprint(node: ast.FunctionDef) -> str:
 
 REACHES = re.compile(  # what a right solution does not need, and a look at the grader or at the solution does
     r"\b(labs|sys|os|io|inspect|exec|eval|compile|open|importlib|__import__|subprocess|ctypes|gc|runpy|pathlib|globals"
-    r"|pickle|tests|socket|signal|variants|services|step0\d_\w+|Path|load|from_?file|memmap|loadtxt|genfromtxt|read_\w+|__\w+__(?<!__init__)(?<!__name__)(?<!__main__)(?<!__future__)(?<!__class__))\b"
+    r"|pickle|tests|socket|signal|variants|services|step0\d_\w+|Path|load|from_?file|memmap|loadtxt|genfromtxt|read_\w+"
+    r"|__\w+__(?<!__init__)(?<!__name__)(?<!__main__)(?<!__future__)(?<!__class__))\b"
 )
 
 

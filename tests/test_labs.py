@@ -17,6 +17,7 @@ from labs.__main__ import parser
 from labs.course import ROOT, file_of, load, numbers, path_of
 from labs.grade import restore
 from labs.judge import Folder, Judge, Result, check
+from labs.ranks import complaint
 from tests.faults import FAULTS
 from tests.sabotage import ROWS
 
@@ -132,7 +133,7 @@ def test_progress_hints_and_words(tmp_path):
     with pytest.raises(UserError, match="no lab"):
         folders.open_folder(tmp_path)
     commands = re.findall(r"^python -m labs ([^#\n]+)", (tmp_path / "lab" / "LAB.md").read_text(), re.MULTILINE)
-    assert len(commands) == 3 and all(parser().parse_args(command.split()) for command in commands)
+    assert len(commands) == 3 and all(parser().parse_args(c.split(" -- ")[0].split()) for c in commands)
 
 
 # --- points ----------------------------------------------------------------------------------------------------------
@@ -220,6 +221,14 @@ def test_a_crash_costs_its_own_criterion_alone(tmp_path):
     assert (
         "ValueError: oh (step04_tp_sp.py:" in results[1].text and "in vocab_parallel_cross_entropy" in results[1].text
     )
+
+
+def test_gloos_words_are_quoted():
+    """A mismatched collective: what gloo says, and where, without its path."""
+    error = RuntimeError(
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] op.preamble.length <= op.nbytes. 8 vs 4"
+    )
+    assert complaint(error).endswith(": [pair.cc:534] op.preamble.length <= op.nbytes. 8 vs 4")
 
 
 # --- right solutions in other styles ---------------------------------------------------------------------------------
