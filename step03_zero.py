@@ -55,7 +55,7 @@ class Unit:
         self.named, self.group = named, group
         self.trained = {name: param for name, param in named.items() if param.requires_grad}
         ends = list(accumulate((param.numel() for param in named.values()), initial=0))
-        self.place = dict(zip(named, pairwise(ends), strict=True))  # name -> (start, stop) in flat
+        self.span = dict(zip(named, pairwise(ends), strict=True))  # name -> (start, stop) in flat
         self.length = -(-ends[-1] // group.size)  # rounded up
         self.first = group.rank * self.length
         some = next(iter(named.values()))
@@ -71,12 +71,12 @@ class Unit:
 
     def view(self, flat: Tensor, name: str) -> Tensor:
         """A parameter's part of a flat buffer, in the parameter's shape."""
-        start, stop = self.place[name]
+        start, stop = self.span[name]
         return flat[start:stop].view_as(self.named[name])
 
     def part(self, slice_: Tensor, name: str) -> Tensor:
         """The part of this rank's slice that belongs to a parameter: empty if it lies on other ranks."""
-        start, stop = (min(max(at - self.first, 0), self.length) for at in self.place[name])
+        start, stop = (min(max(at - self.first, 0), self.length) for at in self.span[name])
         return slice_[start:stop]
 
     def make_room(self):
@@ -224,7 +224,7 @@ class SlicedUnit(Unit):
 
 
 class Zero3(Zero2):
-    """Parameters are cut as well. Hooks on the modules gather a unit in time, and the next one while it computes."""
+    """Parameters are cut too. Hooks on modules gather a unit in time, and the next one meanwhile; else Zero2."""
 
     unit_type = SlicedUnit
 

@@ -12,11 +12,11 @@ the next one arrives (Liu et al. 2023, "Ring Attention"). With tokens in order t
 
 ZIGZAG. Early queries see few keys, late ones many. So rank r gets chunks r and 2n-1-r of 2n: the same work for all.
 
-    keys of chunk ->   0 1 2 3 4 5 6 7          0 1 2 3 4 5 6 7   hop 0   our own chunks, causal: + and # +
-    rank 0: queries 0  + . . . . . . .   and 7  # # # # # # # +   hop h   the chunks of rank r-h (mod n), always # #:
-    rank 1: queries 1  # + . . . . . .   and 6  # # # # # # + .           all our queries see a smaller rank's first
-    rank 2: queries 2  # # + . . . . .   and 5  # # # # # + . .           chunk; only those of our second chunk see
-    rank 3: queries 3  # # # + . . . .   and 4  # # # # + . . .           a larger rank's chunks, both of them
+    keys of chunk ->   0 1 2 3 4 5 6 7          0 1 2 3 4 5 6 7
+    rank 0: queries 0  + . . . . . . .   and 7  # # # # # # # +      hop 0: our own chunks, + and # +
+    rank 1: queries 1  # + . . . . . .   and 6  # # # # # # + .      hop h: those of rank r-h (mod n), always # #
+    rank 2: queries 2  # # + . . . . .   and 5  # # # # # + . .      so in each hop all ranks have the same work
+    rank 3: queries 3  # # # + . . . .   and 4  # # # # + . . .
 
 In backward k and v make the journey again. The sums of their gradients follow, one hop behind; the n-th message brings
 them home. With B bytes of k and v, G of their gradients (fp32), for s/n tokens, a rank sends in a layer and micro-batch
@@ -63,7 +63,8 @@ def zigzag_visible(rank: int, source: int, length: int) -> list[tuple]:
     """What `rank` computes with the k, v of `source`: (queries, keys, causal), indices of [batch, heads, length, d]."""
     both, first, second = np.s_[:, :, :length], np.s_[:, :, : length // 2], np.s_[:, :, length // 2 :]
     if source == rank:
-        return [(both, both, True)]  # rows are in order of position, so causal is right for two chunks too
+        return [(both, both, True)]  # rows are in order of position, so causal is right for both chunks together
+    # Our chunks are r and 2n-1-r. Both come after a smaller rank's first one; our second after both of a larger rank's.
     return [(both, first, False) if source < rank else (second, both, False)]
 
 
@@ -141,13 +142,14 @@ class RingAttention(torch.autograd.Function):
         """q [batch, heads, s/n, d]; k, v [batch, kv_heads, s/n, d] -> like q."""
         n, r = group.size, group.rank
         own = kv = torch.stack((k, v))
-        o = torch.zeros_like(q, dtype=wide(q.dtype))  # attention to no keys at all: a sum of no exponentials
+        o = torch.zeros_like(q, dtype=wide(q.dtype))  # no keys yet: the log of an empty sum is -inf
         lse = torch.full_like(o[..., 0], -torch.inf)
         for hop in range(n):
-            if hop + 1 < n:  # send on what is here ...
+            if hop + 1 < n:  # send on what is here, to the right, and receive from the left ...
                 next_kv = torch.empty_like(kv)
                 sending = exchange([(kv, (r + 1) % n)], [(next_kv, (r - 1) % n)], group)
-            for rows, keys, causal in visible(r, (r - hop) % n, q.shape[2]):  # ... and compute with it meanwhile
+            source = (r - hop) % n  # whose part is here
+            for rows, keys, causal in visible(r, source, q.shape[2]):  # ... and compute with it meanwhile
                 merge(o[rows], lse[rows], *part_attention(q[rows], kv[0][keys], kv[1][keys], causal))
             if hop + 1 < n:
                 sending.wait()
@@ -168,8 +170,8 @@ class RingAttention(torch.autograd.Function):
             if hop + 1 < n:
                 next_kv = torch.empty_like(kv)
                 sending = exchange([(kv, (r + 1) % n)], [(next_kv, (r - 1) % n)], ctx.group)
-            share = torch.zeros_like(dkv)
-            for rows, keys, causal in ctx.visible(r, (r - hop) % n, q.shape[2]):
+            share, source = torch.zeros_like(dkv), (r - hop) % n
+            for rows, keys, causal in ctx.visible(r, source, q.shape[2]):
                 given = do[rows], q[rows], kv[0][keys], kv[1][keys], o[rows], lse[rows], causal
                 part_dq, part_dk, part_dv = part_gradients(*given)
                 dq[rows] += part_dq
@@ -217,7 +219,7 @@ def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode) -> Tensor:
     `mesh["data"]`. Raises UserError.
     """
     group, tp, seq_len = mesh["cp"], mesh["tp"], model.config.seq_len
-    mesh.join("data", "dp", "cp")  # a group of all dp x cp ranks
+    mesh.join("data", "dp", "cp")  # the group of all dp x cp ranks; with --cp 4 on 4 ranks that of mesh["cp"]
     for param in model.parameters():
         note_layout(param, data_group="data")
     if group.size == 1:

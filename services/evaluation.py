@@ -63,7 +63,7 @@ def look(parts: SimpleNamespace, tokens: Tensor, targets: Tensor) -> Tensor:
     chain = [next(stage for stage, place in enumerate(places) if place.before is None)]
     while (following := places[chain[-1]].after) is not None:
         chain.append(following)
-    pipeline.xs, x = [tokens], tokens
+    x = tokens
     for stage, following in pairwise([*chain, None]):
         place, peer = places[stage], None if following is None else places[following].rank
         if place.rank == group.rank:
@@ -73,7 +73,7 @@ def look(parts: SimpleNamespace, tokens: Tensor, targets: Tensor) -> Tensor:
             elif peer != group.rank:
                 exchange([(x.contiguous(), peer)], [], group).wait()
         elif peer == group.rank:
-            x = pipeline.buffer(0)
+            x = pipeline.some.new_empty(len(tokens), tokens.shape[1] // pipeline.sp_ranks, model.config.dim)
             exchange([], [(x, place.rank)], group).wait()
     return result
 

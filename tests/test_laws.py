@@ -7,13 +7,17 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 
 import step03_zero as step03
+import step05_cp_ring as step05
 import step06_pipeline as step06
 import step07_moe_ep as step07
 from common.comm import Group
+from common.model import Decoder, ModelConfig
 from common.schedules import COSTS, SCHEDULES, draw, simulate
-from tests import equal
+from tests import bounds, equal
+from variants import cp_ring
 
 L, D, FFN, VOCAB, SEQ, HEADS, KV = (
     equal.SMALL[name] for name in ("n_layers", "dim", "ffn_dim", "vocab_size", "seq_len", "n_heads", "n_kv_heads")
@@ -112,6 +116,19 @@ def test_zero_3_holds_few_whole_units(pools):
     assert set(pools(2).run(gathered_units, dict(zero=3, n_layers=6))) == {(2, 0)}
 
 
+def names_of_units(n_layers: int) -> list[list[str]]:
+    """ZeRO's units of a model with so many layers."""
+    with torch.device("meta"):
+        return step03.unit_names(Decoder(ModelConfig(**equal.SMALL | dict(n_layers=n_layers))))
+
+
+def test_each_layer_is_a_unit():
+    """Also the eleventh; embedding, and norm with head, are two more."""
+    found = names_of_units(12)
+    assert len(found) == 14 and all(len({name.split(".")[2] for name in some}) == 1 for some in found[1:-1])
+    assert found[-1] == ["model.norm.weight", "lm_head.weight"]
+
+
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("n", [2, 4])
 def test_tensor_parallel(pools, n, sp):
@@ -138,6 +155,44 @@ def test_ring(pools, n):
         assert sent["cp"] == expected + round(reduced(n, SCALAR))
         assert abs(sent["data"] - reduced(n, P * B + SCALAR)) < 100  # a bucket's bytes are rounded
         assert calls["cp", "send"] == M * L * (2 * (n - 1) + n)
+
+
+def by_formulas() -> list[float]:
+    """How far the formulas for parts of the keys, which some GPUs need, are from the kernel; and both from autograd."""
+    torch.manual_seed(0)
+    q, do = torch.randn(2, 2, 4, 6, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 2, 6, 8, dtype=torch.float64)
+    found = []
+    for causal in (True, False):
+        lse = step05.part_attention(q, k, v, causal)[1] + 0.5  # other keys are elsewhere
+        both = []
+        for kernel in (True, False):
+            with mock.patch.object(step05, "has_kernel", lambda _, kernel=kernel: kernel):
+                o = step05.part_attention(q, k, v, causal)
+                both.append([*o, *step05.part_gradients(do, q, k, v, o[0], lse, causal)])
+        found += [equal.difference(a, b) for a, b in zip(*both, strict=True)]
+    return found
+
+
+def test_formulas_are_the_kernels():
+    """Attention to a part of the keys, its log-sum-exp, and this part's share of all gradients."""
+    assert max(by_formulas()) < bounds.FP64
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_zigzag_shares_the_work(n):
+    """Each rank computes as many pairs as any other; in the plain ring the last one (2n-1) times those of the first."""
+    length = 12
+
+    def work(visible, rank: int) -> float:
+        pairs = 0
+        for source in range(n):
+            for (_, _, q), (_, _, k), causal in visible(rank, source, length):
+                pairs += len(range(length)[q]) * len(range(length)[k]) / (2 if causal else 1)
+        return pairs
+
+    assert {work(step05.zigzag_visible, rank) for rank in range(n)} == {length**2 * n / 2}
+    assert [work(cp_ring.ordered_visible, rank) for rank in range(n)] == [length**2 * (r + 0.5) for r in range(n)]
 
 
 @pytest.mark.parametrize("schedule, p", [("1f1b", 3), ("afab", 2), ("interleaved", 2)])
