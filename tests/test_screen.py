@@ -164,7 +164,7 @@ ORDERS = [(schedule, zero) for schedule in SCHEDULES for zero in range(4)]
     [pytest.param(*row, marks=[pytest.mark.exhaustive] * ((i + i // 4) % 2)) for i, row in enumerate(ORDERS)],
 )
 def test_traffic_of_pipelines(schedule, zero):
-    """In every order of work and every stage of ZeRO theory says what the dry run counts, on the first and last rank."""
+    """In every order of work and stage of ZeRO theory says what the dry run counts, on the first and last rank."""
     options = dict(pp=2, schedule=schedule, zero=zero, tied=zero % 2 == 0, n_layers=4, global_batch_size=8)
     for more in {}, dict(tp=2, recompute="full"):
         config = config_of(step06_pipeline, options | more, dry_run=4)

@@ -170,12 +170,6 @@ def layer_moment(p: Piece, experts: bool, split: bool) -> float:
     return again + max(2 * inner, inner + matrix) + p.tokens * p.m.dim * p.e * visits + p.own * p.m.dim * p.e
 
 
-def largest_layer(m: Shape, places: dict[int, Place], x: Layout) -> float:
-    """Numbers of the largest layer of a rank: what ZeRO has as one unit, and with experts as two."""
-    flags = {m.has_experts(n) for place in places.values() for n in place.layers}
-    return max((sum(layer_weights(m, flag, x.tp, x.ep)) for flag in flags), default=0.0)
-
-
 class Held(NamedTuple):
     """Bytes by kind."""
 
@@ -221,51 +215,75 @@ def rank_numbers(m: Shape, schedule: str, pp: int, chunks: int, tp: int, ep: int
     return tuple(found)
 
 
+class Rank(NamedTuple):
+    """One pipeline rank, and what it does in a step."""
+
+    m: Shape
+    x: Layout
+    p: Piece
+    places: dict[int, Place]  # its stages
+    parts: dict[int, Kept]  # what a micro-batch keeps on each
+    split: bool  # W comes apart from B
+    data: int  # ranks over which ZeRO cuts
+
+    def ends(self) -> tuple[bool, bool]:
+        """Whether it has the embedding, and the head."""
+        return tuple(any(getattr(place, to) is None for place in self.places.values()) for to in ("before", "after"))
+
+
+def highest_moment(r: Rank) -> float:
+    """The most that lives for less than a layer's time, above what waits. See the head of this file.
+
+    `sliced`: a unit's gradient on its way, with the slice that is its sum. It stays until the next one's is complete,
+    `before` also from one micro-batch to the next. With W apart from B, units of weights stay gathered from B to W, and
+    a tied matrix whose stages are both here holds the head's gradient back until the embedding's has come.
+    """
+    m, x, p, split, (first, last) = r.m, r.x, r.p, r.split, r.ends()
+    kinds = [m.has_experts(n) for place in r.places.values() for n in place.layers]
+    layer, end = max((sum(layer_weights(m, flag, x.tp, x.ep)) for flag in kinds), default=0.0), p.rows * m.dim
+    whole, gathered, hidden = p.wide * (x.zero >= 2), p.e * (x.zero == 3), p.own * m.dim * p.e
+    sliced = whole * (1 + 1 / r.data)
+    before = sliced * max(layer, end * (first or last)) * (x.micro_batches > 1)
+    held_back = p.wide * end * (m.tied and first and last and len(r.places) > 1 and x.schedule != "dualpipe")
+    there = gathered * layer * (len(kinds) if split else min(2, len(kinds)))
+
+    at_layer = max((layer_moment(p, flag, split) for flag in set(kinds)), default=0.0) + there
+    if split:
+        at_layer += before + gathered * end * last
+    else:
+        at_layer += whole * layer + sliced * (end if last else layer) - end_bytes(p) * (last and len(r.places) == 1)
+    found = [at_layer]
+    if last:
+        found.append(head_moment(p, split, whole * end) + before + gathered * end)
+    for stage, place in r.places.items():  # a micro-batch is done, or waits for W
+        gone = r.parts[stage].whole - (r.parts[stage].inputs + r.parts[stage].gradients) * split
+        if place.before is None or (split and place.after is None):
+            added = max(cast(p) * end, (p.wide + whole + p.e * split) * end, 3 * held_back)
+            found.append(added + sliced * layer + (there + gathered * end) * split + hidden - gone)
+        if split:
+            matrix = cast(p) * m.dim * max(m.dim, m.ffn_dim) / x.tp
+            found.append(whole * layer + before + matrix + there + held_back - gone)
+    return max(found)
+
+
 def rank_bytes(m: Shape, x: Layout, rank: int, e: int = 2, wide: int = 4, on_cpu: bool = False) -> Held:
     """What a pipeline rank holds at the highest point of a step, by kind. AdamW; masters, if weights are narrow."""
-    way = x.schedule, x.pp, x.chunks
-    shared, own = rank_numbers(m, *way, x.tp, x.ep)[rank]
-    places = rank_places(x.schedule, m.n_layers, x.pp, x.chunks)[rank]
+    way, data = (x.schedule, x.pp, x.chunks), network(x, "shard").ranks
     p = Piece(m, x.micro_batch_size, m.seq_len // x.cp, e, wide, x.tp, x.sp, x.recompute, on_cpu)
     count = x.micro_batches if x.schedule == "afab" else min(x.micro_batches, 4 * x.pp + x.micro_batches % x.pp)
-    row = lists_of(*way, count)[rank]
-    split = any(action.kind == "W" for action in row)
+    row, places = lists_of(*way, count)[rank], rank_places(x.schedule, m.n_layers, x.pp, x.chunks)[rank]
     parts = {stage: stage_bytes(p, place) for stage, place in places.items()}
+    here = Rank(m, x, p, places, parts, any(action.kind == "W" for action in row), data)
     kept = most_kept(row, parts)
 
-    data, experts = network(x, "shard").ranks, network(x, "expert shard").ranks
-    state = []
-    for stage, size in ((3, e), (2, wide), (1, wide * (3 if e < wide else 2))):
-        state.append(size * (shared / data + own / experts if x.zero >= stage else shared + own))
-    cut = wide * (shared / data + own / experts)
+    shared, own = rank_numbers(m, *way, x.tp, x.ep)[rank]
+    cut = shared / data + own / network(x, "expert shard").ranks
+    sizes = (3, e), (2, wide), (1, wide * (3 if e < wide else 2))
+    state = [n_bytes * (cut if x.zero >= stage else shared + own) for stage, n_bytes in sizes]
 
-    layer, end = largest_layer(m, places, x), p.rows * m.dim  # numbers of a unit
-    first, last = (any(getattr(place, end) is None for place in places.values()) for end in ("before", "after"))
-    whole = wide * (x.zero >= 2)  # of a unit's gradient, before it is summed
-    sliced = whole * (1 + 1 / data)  # and with the slice that is its sum, on its way
-    before = sliced * max(layer, end * (first or last)) * (x.micro_batches > 1)  # from the last micro-batch
-    gathered, in_turn = e * (x.zero == 3), sum(len(place.layers) for place in places.values())
-    x_bytes, alone = p.own * m.dim * e, len(row) == 2 * len({action.micro_batch for action in row})
-    flags = {m.has_experts(n) for place in places.values() for n in place.layers}
-    moments = [
-        max((layer_moment(p, flag, split) for flag in flags), default=0.0)
-        + whole * layer * (not split)
-        + (before if split else sliced * (end if last else layer))
-        + gathered * (layer * (in_turn if split else min(2, in_turn)) + end * (split and last))
-        - last * alone * end_bytes(p)
-    ]
-    if last:
-        moments.append(head_moment(p, split, whole * end) + before + gathered * end)
-    for stage, place in places.items():
-        if place.before is None or (split and place.after is None):  # its micro-batch is done, or waits for W
-            gone = parts[stage].whole - (parts[stage].inputs + parts[stage].gradients) * split
-            there = gathered * (end + layer * in_turn) * split
-            added = max(cast(p) * end, (wide + whole + p.e * split) * end)
-            moments.append(added + sliced * layer + there + x_bytes - gone)
-    mirrored = wide * (shared + own) if x.schedule == "dualpipe" else 0.0
-    tied = wide * end * (m.tied and first != last and (first or last))
-    copies = (mirrored or tied) / (data if x.zero else 1) + cut * (x.zero == 1)
-    moments.append(copies - kept)
+    first, last = here.ends()
+    both = shared + own if x.schedule == "dualpipe" else p.rows * m.dim * (m.tied and first != last)
+    update = wide * (both / (data if x.zero else 1) + cut * (x.zero == 1))  # copies of what two ranks sum; slices
+    messages = 2 * p.own * m.dim * e * (x.pp > 1)
     tokens = 16 * (x.global_batch_size * m.seq_len + x.micro_batches * p.tokens)
-    boundary = x_bytes * 2 * (x.pp > 1)
-    return Held(*state, kept, max(moments) + tokens + boundary)
+    return Held(*state, kept, max(highest_moment(here), update - kept) + messages + tokens)

@@ -22,12 +22,13 @@ from services.tables import table
 from theory.footprint import held
 from theory.gpus import GIB, GPUS, Gpu
 from theory.layouts import Layout
-from theory.recipes import COURSE, RECIPES, Recipe
+from theory.recipes import RECIPES, Recipe
 from theory.seconds import step_seconds
 from theory.shapes import Shape, flops_per_token, gpt, total_weights
 
 HERE = Path(__file__).parent / "published"
 RECIPE = dict(S="megatron-2021", K="megatron-2022")
+KINDS = {"megatron-2021": "time, S", "megatron-2022": "time, K", "vtrain": "time, vTrain"}
 CHIPS = {"A100-80": "a100-80", "H100": "h100-80", "H100-80": "h100-80", "H100-96-500W": "h100-96-500w", "B200": "b200"}
 FIGURES = ("step_s", "tflops_gpu", "mfu_pct", "tok_s_gpu", "mem_gib")
 NAMED = {  # what rows that name a model do not give
@@ -37,13 +38,8 @@ NAMED = {  # what rows that name a model do not give
 }
 VTRAIN = ("global batch", "micro batch", "hidden size", "attention heads", "# layers", "sequence length")
 VTRAIN += ("tensor parallelism", "data parallelism", "pipeline parallelism")
-LEFT_OUT = """left out                                              the prediction is then
-stragglers, other jobs on the network, stalled data   too fast
-hosts that issue kernels slower than they run         too fast
-clocks that fall when all units work                  too fast
-the allocator's fragments                             too small
-kernels that hide a message behind a matmul's tiles   too slow
-caches that save a pass over memory                   too slow"""
+LEFT_OUT = """Left out, so the prediction is too fast: stragglers, stalled data, slow hosts, falling clocks;
+too small: the allocator's fragments; too slow: kernels that hide a message behind a matmul's tiles, caches."""
 
 
 @dataclass
@@ -110,20 +106,9 @@ def layout_of(row: dict[str, str]) -> Layout:
     mbs = number(row, "mbs", 1)
     whole = gbs // dp // mbs % pp == 0  # as an interleaved schedule wants it
     recompute = {"sel+SP": "selective", "sel": "selective", "full": "full"}.get(row["recompute"], "none")
-    return Layout(
-        pp,
-        cp,
-        tp,
-        number(row, "ep", 1),
-        number(row, "zero", 1),
-        mbs,
-        gbs,
-        "interleaved" if chunks > 1 and pp > 1 and whole else "1f1b",
-        chunks,
-        recompute,
-        sp=row["id"][0] not in RECIPE or row["recompute"] == "sel+SP",
-        dp=dp,
-    )
+    x = Layout(pp, cp, tp, number(row, "ep", 1), number(row, "zero", 1), mbs, gbs, dp=dp, recompute=recompute)
+    way = "interleaved" if chunks > 1 and pp > 1 and whole else "1f1b"
+    return replace(x, schedule=way, chunks=chunks, sp=row["id"][0] not in RECIPE or row["recompute"] == "sel+SP")
 
 
 def lines_of(path: str) -> list[str]:
@@ -234,8 +219,7 @@ def bench(config: Config):
     rows, errors = [["id", "as if by", "figure", "published", "predicted", "time", "memory, GiB", "error"]], {}
     for case, predicted in zip(cases + lines, found, strict=True):
         name = time_figure(case)
-        kind = f"time, {case.id[0] if case.recipe is not COURSE else 'other software'}"
-        kind = "time, vTrain" if case.recipe.name == "vtrain" else kind
+        kind = KINDS.get(case.recipe.name, "time, other software")
         row = [case.id, case.recipe.name, "", "", "", "", f"{predicted['mem_gib']:.1f}", ""]
         if name:
             off = error(case, predicted, name)
@@ -245,8 +229,8 @@ def bench(config: Config):
             row[7] = f"{error(case, predicted, 'mem_gib'):+.1%}"
         rows.append(row)
     print(f"{table(rows)}\n\n(time: error of the step's time, also where the source gives a rate)\n")
-    both = errors.get("time, S", []) + errors.get("time, K", [])
-    errors = dict(errors, **{"time, S and K": both} if both else {})
+    if both := errors.get("time, S", []) + errors.get("time, K", []):
+        errors["time, S and K"] = both
     head = ["errors of", "runs", "mean", "worst", "bias"]
     print(table([head, *(summary(name, found) for name, found in errors.items())]), end="\n\n")
     timed = [(case, predicted["step_s"]) for case, predicted in zip(lines, found[len(cases) :], strict=True)]
