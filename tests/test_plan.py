@@ -438,7 +438,7 @@ MISTAKES = {
     "--gpus 8 --global-batch-size 7 --explain '--tp 2 --pp 1'": "must be a multiple of the 4 ranks of dp",
     "--nonsense": "--nonsense",
     "--gpus 8 --explain '--tp 2 \"'": "No closing quotation",
-    "--gpus 9 --explain '--pp 3 --schedule dualpipe'": "both ends of an even number",
+    "--gpus 12 --explain '--pp 3 --schedule dualpipe'": "both ends of an even number",
     "--gpus 37 --global-batch-size 3": "no layout of 37 GPUs is legal",
     "--gpus 8 --largest --longest": "one at a time",
     "--model gpt3-175b --gpus 8 --longest": "GiB too much",

@@ -21,7 +21,7 @@ from common.model import PRESETS, ModelConfig
 from common.schedules import SCHEDULES
 from services import devices, failures
 from services.dry_run import run_rank
-from services.run import ServedRun, attach, compose
+from services.run import ServedRun, attach, compose, plugins
 from services.watchdog import Place, Watchdog, compare
 from tests.equal import BASE, BOUND, SHAPE, SMALL, difference
 from tests.rows import ROWS
@@ -156,6 +156,7 @@ def test_what_routers_decide(pools, tmp_path, mode):
     assert 0.5 <= last["drop_rate"] < 0.6
 
 
+plugins()
 ORDERS = [(schedule, zero) for schedule in SCHEDULES for zero in range(4)]
 
 

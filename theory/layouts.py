@@ -22,9 +22,7 @@ class Layout:
     cp: int = 1  # ranks that share each sequence
     tp: int = 1  # ranks that share each matrix
     ep: int = 1  # ranks, of dp x cp, that share the experts
-    zero: int = among(
-        dict.fromkeys(range(4)), 1
-    )  # cut: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters
+    zero: int = among(dict.fromkeys(range(4)), 1)  # what ZeRO cuts: 0 nothing, ... 3 everything
     micro_batch_size: int = 1  # sequences per forward and backward
     global_batch_size: int = 1  # sequences per step, all ranks together
     schedule: str = among(SCHEDULES, "1f1b")  # order of the work in a pipeline
@@ -33,7 +31,7 @@ class Layout:
     sp: bool = True  # split the tokens over tp between the blocks
     cp_mode: str = among(dict.fromkeys(CP_MODES), "zigzag")  # how queries meet the keys of other ranks
     zero_replicas: int = 1  # groups of ranks, each with all slices of ZeRO
-    dp: int = 1
+    dp: int = 1  # ranks that see other sequences: what is left
 
     @property
     def world(self) -> int:
@@ -175,8 +173,6 @@ def rules(m: Shape, x: Any, v: int) -> list[tuple[bool, str]]:
 
 def illegal(m: Shape, x: Layout) -> str:
     """Why the steps refuse a layout, or ""."""
-    if x.world < 1 or x.micro_batches < 1:
-        return f"--global-batch-size {x.global_batch_size} leaves a rank of dp {x.dp} nothing to do"
     broken = (message for ok, message in rules(m, x, stages(schedule_of(x), x.pp)) if not ok)
     return next(broken, "")
 

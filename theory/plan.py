@@ -32,6 +32,7 @@ from theory.memory import Held
 from theory.search import Found, evaluate, fits, rates, search, smallest
 from theory.seconds import Seconds
 from theory.shapes import GPTS, Shape, shape_of, total_weights
+from theory.tables import table
 
 MOST_GPUS = 2**17
 
@@ -96,13 +97,6 @@ def no_fit(m: Shape, flags: Flags, batch: int) -> UserError:
         f"{flags.model} with --seq-len {m.seq_len} does not fit on {flags.gpus} {flags.gpu}: the smallest layout needs "
         f"{need:.1f} GiB a GPU, {need - ROOM * gpu.memory / GIB:.1f} GiB too much ({least.layout.flags()}); {more}"
     )
-
-
-def table(rows: list[list[str]]) -> str:
-    """Rows of cells, the first a header, aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
 def show(m: Shape, best: list[Found], gpu: Gpu) -> str:
@@ -178,6 +172,8 @@ def layout_of(text: str, gpus: int, batch: int, m: Shape) -> Layout:
     inner = x.pp * x.cp * x.tp
     if gpus % inner:
         raise UserError(f"--pp {x.pp} x --cp {x.cp} x --tp {x.tp} = {inner} does not divide --gpus {gpus}: change one")
+    if x.dp not in (1, gpus // inner):
+        raise UserError(f"--explain {text!r}: --dp is what is left of --gpus {gpus}, {gpus // inner}; leave it away")
     own = x.global_batch_size if "--global-batch-size" in text else batch
     x = replace(x, dp=gpus // inner, global_batch_size=own)
     if reason := illegal(m, x):

@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 from common import UserError
 from common.trainer import parse
-from services.tables import table
 from theory.footprint import held
 from theory.gpus import GIB, GPUS, Gpu
 from theory.layouts import Layout
 from theory.recipes import RECIPES, Recipe
 from theory.seconds import step_seconds
 from theory.shapes import Shape, flops_per_token, gpt, total_weights
+from theory.tables import table
 
 HERE = Path(__file__).parent / "published"
 RECIPE = dict(S="megatron-2021", K="megatron-2022")
