@@ -249,6 +249,6 @@ def bench(config: Config):
         Path(config.json).write_text(json.dumps(entries, indent=1) + "\n")
 
 
-def main(argv: list[str]):
+def main(_name: str, argv: list[str]):
     """The command line."""
     bench(parse(Config, argv))
