@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, NamedTuple
 
-from tests.rows import BIAS, DEFAULT, EXHAUSTIVE, EXPERTS, GROUPS, MASK, MUON, SGD, TIED, Row
+from tests.rows import BIAS, DEFAULT, EXHAUSTIVE, EXPERTS, GROUPS, MASK, MUON, SGD, TIED, UNEVEN, Row
 
 
 class Fault(NamedTuple):
@@ -27,7 +27,6 @@ class Fault(NamedTuple):
     meaning: str
 
 
-UNEVEN = dict(dataset=__file__)  # read by `read_uneven` of tests/equal.py: many targets do not count
 BF16, FP16 = dict(dtype="bf16"), SGD | dict(dtype="fp16")  # a process with itself
 SMALL_ROWS: dict[str, Row] = {
     "one": Row(1, "step01_single_gpu", {}, SGD),
@@ -618,6 +617,18 @@ FAULTS: dict[str, Fault] = {
         ("resume_at_the_first_step", "Keeper", 'self.done = found.index["step"]', "self.done = 0",
          "data and learning rate begin anew"),
     ),}
+
+PATCHES = {  # no mistakes: both sides of a comparison have them (`patch` of tests/rows.py)
+    **of("common.layout", "", DEFAULT,
+        ("frozen", "materialize", "param.requires_grad)",
+         'param.requires_grad and not name.endswith(("1.mlp.up_proj.weight", "0.input_layernorm.weight")))',
+         "a matrix and a norm do not train"),
+    ),
+    **of("step07_moe_ep", "", DEFAULT,
+        ("idle_experts", "MoE", "p.topk(self.top_k)",
+         "p.masked_fill(torch.arange(p.shape[-1]) > 1, 0.0).topk(self.top_k)", "tokens go to experts 0 and 1 alone"),
+    ),
+}
 # fmt: on
 
 
@@ -634,7 +645,7 @@ def injected(name: str) -> Iterator[None]:
 
     The functions stay the objects that they are, so menus, importers and `super()` meet the mistake too.
     """
-    fault = FAULTS[name]
+    fault = (FAULTS | PATCHES)[name]
     module = importlib.import_module(fault.module)
     right = getattr(module, fault.owner)
     source = textwrap.dedent(inspect.getsource(right))

@@ -41,7 +41,7 @@ def serve_on_rank(name: str, options: dict, out: str) -> SimpleNamespace:
     from services import predictions
 
     step, screen = importlib.import_module(name), io.StringIO()
-    config = config_of(step, options, out, steps=2)
+    config = config_of(step, options, out, steps=2, global_batch_size=4)
     with contextlib.redirect_stdout(screen), ServedRun(config) as run:
         step.train(config, run)
     return SimpleNamespace(
@@ -55,7 +55,7 @@ def serve_on_rank(name: str, options: dict, out: str) -> SimpleNamespace:
 def count_on_rank(name: str, options: dict, world: int) -> list[dict]:
     """Runs in one process: the traffic of a dry run of every rank."""
     step = importlib.import_module(name)
-    config = config_of(step, options, dry_run=world)
+    config = config_of(step, options, dry_run=world, global_batch_size=4)
     return [run_rank(step.train, config, rank, attach).taken for rank in range(world)]
 
 
