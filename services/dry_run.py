@@ -175,7 +175,6 @@ def without_numbers(meter: Meter, rank: int, world: int) -> Iterator[None]:
         (Tensor, "item", lambda tensor: 1.0),
         (FakeTensor, "tolist", evenly),
         (Tensor, "repeat_interleave", repeat_rows),
-        (torch, "bincount", lambda choices, minlength: choices.new_empty(minlength)),
         (layout, "draw", lambda name, shape, *_: torch.empty(shape)),
         (dist, "new_group", lambda row: make_group(row) if rank in row else None),
         (Data, "__init__", empty_data),

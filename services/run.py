@@ -135,5 +135,6 @@ def surround(train: Callable) -> tuple[Callable, type, type]:
 
     The script runs as `__main__`; what attaches imports it by its name, so that module's `train` is taken.
     """
+    devices.prepare()
     step = importlib.import_module(Path(inspect.getfile(train)).stem)
     return dry_run.instead_of(step.train, attach), compose(step), ServedRun
