@@ -7,6 +7,7 @@ The table is written anew after each folder.
 
 import csv
 import hashlib
+import importlib
 import json
 import os
 import re
@@ -114,7 +115,7 @@ def grade(paths: list[Path], table: Path | None, number: int, seconds: float):
         except Exception as error:  # a folder that is a device, a loop of links, ...
             folders[str(path)] = f"{type(error).__name__}: {error}"
     for n in numbers():  # nothing of the project is read from its files after a student's code has run
-        load(n)
+        importlib.import_module(load(n).modules[-1])
     before, rows, prints = project(), {}, {}
     for name, folder in folders.items():
         rows[name] = (
