@@ -2,7 +2,16 @@
 
 All folders are read before any student's code runs. Each is judged in a process of its own, which starts those of the
 ranks; in the end all descendants are killed. Then the project's files are compared with what they were, and restored.
-The table is written anew after each folder.
+The table is written anew after each folder. What to look at in it, beside the points:
+
+    same as the project's file   functions that are the project's but for names (of "functions written")
+    same as folder               others with the same functions but for names; compare `id` with your roster
+    reaches for                  names such as labs, sys, inspect, exec, open, tests: a look at the solution or grader
+    project files changed        what its code wrote into the project; it has been put back
+    error in the file, ended early, attempts (checks in progress.txt, which the student could edit)
+
+This protects the run, not the machine: code can still read files and send signals. Grade what strangers hand in inside
+a container.
 """
 
 import csv
