@@ -375,7 +375,7 @@ def test_files_with_gaps_and_in_another_order(tmp_path, capsys):
             writer.writeheader()
             writer.writerows(draw.sample(found, len(found)))
     out = tmp_path / "predicted.json"
-    bench.main(["--rows", str(paths[0]), "--vtrain", str(paths[1]), "--json", str(out)])
+    bench.main("plan", ["--rows", str(paths[0]), "--vtrain", str(paths[1]), "--json", str(out)])
     entries = json.loads(out.read_text())
     assert {entry["id"]: entry["predicted"] for entry in entries[: len(rows)]} == expected
     assert sorted(len(entry["published"]) for entry in entries[len(rows) :]) == [0, 1, 1, 1, 1]
