@@ -251,7 +251,7 @@ def test_a_long_pipeline_is_continued_from_a_short_one(schedule):
 
 def test_a_message_is_waited_for():
     """By hand: two ranks, one micro-batch. F, message, F, B, message, B."""
-    lists, places = [[Action("F", 0, r), Action("B", 0, r)] for r in range(2)], schedules.loop(2, 2, 1)
+    lists, places = [[Action("F", 0, r), Action("B", 0, r)] for r in range(2)], schedules.round_robin(2, 2, 1)
     assert isinstance(places[0], Place) and makespan(lists, places, dict(F=1.0, B=2.0), 0.5) == 7.0
 
 
