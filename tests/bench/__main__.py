@@ -19,7 +19,6 @@ MODULES = {  # name -> module with main(name, argv)
     "experts": "experts",
     "timelines": "timelines",
     "versions": "versions",
-    "first_run": "first_run",
 }
 
 
