@@ -34,6 +34,7 @@ from services.ledger import Ledger, traffic_table
 from services.memory import Held, MemoryTimeline, memory_table
 from services.tables import human, table
 from theory.traffic import Traffic
+from variants import grouped_matmul
 
 
 class Gpu(NamedTuple):
@@ -189,6 +190,7 @@ def without_numbers(meter: Meter, rank: int, world: int) -> Iterator[None]:
         (Tensor, "item", lambda tensor: 1.0),
         (FakeTensor, "tolist", evenly),
         (Tensor, "repeat_interleave", repeat_rows),
+        (grouped_matmul, "can_group", lambda *tensors: False),  # its FLOPs are counted expert by expert
         (torch, "bincount", lambda choices, minlength: choices.new_empty(minlength)),
         (layout, "draw", lambda name, shape, *_: torch.empty(shape)),
         (dist, "new_group", lambda row: make_group(row) if rank in row else None),
