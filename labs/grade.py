@@ -2,11 +2,21 @@
 
 All folders are read before any student's code runs. Each is judged in a process of its own, which starts those of the
 ranks; in the end all descendants are killed. Then the project's files are compared with what they were, and restored.
-The table is written anew after each folder.
+The table is written anew after each folder. What to look at in it, beside the points:
+
+    same as the project's file   functions that are the project's but for names (of "functions written")
+    same as folder               others with the same functions but for names; compare `id` with your roster
+    reaches for                  names such as labs, sys, inspect, exec, open, tests: a look at the solution or grader
+    project files changed        what its code wrote into the project; it has been put back
+    error in the file, ended early, attempts (checks in progress.txt, which the student could edit)
+
+This protects the run, not the machine: code can still read files and send signals. Grade what strangers hand in inside
+a container.
 """
 
 import csv
 import hashlib
+import importlib
 import json
 import os
 import re
@@ -114,7 +124,7 @@ def grade(paths: list[Path], table: Path | None, number: int, seconds: float):
         except Exception as error:  # a folder that is a device, a loop of links, ...
             folders[str(path)] = f"{type(error).__name__}: {error}"
     for n in numbers():  # nothing of the project is read from its files after a student's code has run
-        load(n)
+        importlib.import_module(load(n).modules[-1])
     before, rows, prints = project(), {}, {}
     for name, folder in folders.items():
         rows[name] = (

@@ -42,13 +42,13 @@ def rates_expected(rank: int, case: Case) -> dict[str, Any]:
 
 
 RATE = Task(
-    "the learning rate", 10, ("learning_rate"),
+    "the learning rate", 10, ("learning_rate",),
     "the docstring of the function; warmup_steps in Config",
     ("Steps count from 0. In which step is the peak reached? What is the rate of step 0?",
      "After the warm-up, progress goes from 0 at step warmup_steps towards 1 at step `steps`.",
      "A cosine from 1 to -1 becomes one from 1 to 0.1: 0.1 + 0.45 (1 + cos)."),
     (Criterion("warm-up, then the cosine, with and without warm-up", 3, rates_on_rank, rates_expected, SCHEDULES),),
-    faults=("warm_up_from_zero"),
+    faults=("warm_up_from_zero",),
 )  # fmt: skip
 
 # --- task 2: AdamW ---------------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ RULE = Task(
          "matrices decay, with betas 0.9 and 0.95", 2, adamw_on_rank, adamw_expected, ({},), keys=("proj", "lm_head")
      ),
      Criterion("norms do not decay", 1, adamw_on_rank, adamw_expected, ({},), keys=("norm", "groups")),),
-    faults=("norms_decay"),
+    faults=("norms_decay",),
 )  # fmt: skip
 
 # --- task 3: masters -------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def recomputed_expected(rank: int, case: Case) -> dict[str, Any]:
 
 
 RECOMPUTE = Task(
-    "recomputation", 15, ("recompute_layers"),
+    "recomputation", 15, ("recompute_layers",),
     "the docstring of the step, RECOMPUTATION; torch.utils.checkpoint in PyTorch's documentation",
     ("A layer's forward can be replaced: layer.forward = something that takes the same arguments.",
      "checkpoint(f, *args, use_reentrant=False) calls f and keeps only args.",
@@ -316,7 +316,7 @@ def loop_expected(rank: int, case: Case) -> dict[str, Any]:
 
 UNEVEN = (dict(flags=dict(micro_batch_size=5)),)
 LOOP = Task(
-    "the loop", 25, ("train"),
+    "the loop", 25, ("train",),
     "the docstring of common/trainer.py; SCALE ONCE in the docstring of the step; Data.batch; materialize",
     ("The model is built under torch.device('meta'), and materialize gives it memory and values. RECOMPUTE, "
      "Optimizer and run.steps(model=..., optimizer=..., data=...) come next, in this order.",

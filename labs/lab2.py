@@ -115,7 +115,7 @@ def ring_expected(rank: int, case: Case) -> dict[str, Any]:
 
 
 RING = Task(
-    "the all-reduce by hand", 25, ("RingSync.sum_up"),
+    "the all-reduce by hand", 25, ("RingSync.sum_up",),
     "the docstring of RingSync; exchange in common/comm.py; Patarasuk and Yuan 2009",
     ("Follow one piece through the table: where is it first, and who adds to it in which round? In the second half "
      "complete pieces go round, and nobody adds any more.",
@@ -288,7 +288,7 @@ HOOKS = Task(
 # --- task 5: the whole file ------------------------------------------------------------------------------------------
 
 LOOP = Task(
-    "the loop", 15, ("train"),
+    "the loop", 15, ("train",),
     "train of step01_single_gpu.py, and the docstring of the step; Mesh and Group.share in common/comm.py",
     ("What changes against step 1: the mesh, this rank's share of the sequences, the sync, the sum of the loss.",
      "n_targets still counts the whole global batch: every rank reads it all.",

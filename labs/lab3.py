@@ -87,7 +87,7 @@ CUT = Task(
               ("every element of every parameter, on one rank, as a view", 3, "elements", "is a view"),
               ("a parameter's place in the whole buffer, in its shape", 1, "places")),
      *demands(units_on_rank, units_expected, DEEP, ("a unit for each layer, embedding, norm with head", 2)),),
-    faults=("piece_off_by_one"),
+    faults=("piece_off_by_one",),
 )  # fmt: skip
 
 # --- what tasks 2 to 4 and 6 run -------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ FREE = Task(
         ("one gathering, started and not waited for; none of what is there", 2, "waits", "sent"),
         ("after free() the buffer has no memory, even if it was arriving", 2, "bytes of the buffer"),
     ),
-    faults=("gathered_from_itself"),
+    faults=("gathered_from_itself",),
 )  # fmt: skip
 
 # --- task 6: stage 3 -------------------------------------------------------------------------------------------------
@@ -413,7 +413,7 @@ STAGE_3 = Task(
               ("between steps no weights are there", 1, "between")),
      trains(3, (2, dict(zero=3)), (3, dict(zero=3))),
      trains(1, (2, dict(zero=3)), shape=dict(tied=True), says="so it does with a tied matrix"),),
-    faults=("memory_without_weights"),
+    faults=("memory_without_weights",),
 )  # fmt: skip
 
 # --- the question ----------------------------------------------------------------------------------------------------

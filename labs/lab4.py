@@ -419,7 +419,7 @@ def sums_expected(rank: int, case: Case) -> dict[str, Any]:
 
 
 LAST = Task(
-    "partial gradients, and the whole file", 15, ("sum_partial_gradients"),
+    "partial gradients, and the whole file", 15, ("sum_partial_gradients",),
     "the docstring of common/layout.py; that of the function",
     ("For every group of the mesh: which gradients are partial over it? Those go into one flat buffer.",
      "torch.cat of the flattened gradients, one all_reduce, split by their sizes, and copy each back in place.",

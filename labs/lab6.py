@@ -249,14 +249,14 @@ STAGE = Task(
             ("an output has no graph, and may go once it is sent", 1, "sent"),
         ),
     ),
-    faults=("pipeline_loss_not_divided", "targets_of_another", "stage_starts_late"),
+    faults=("pipeline_loss_not_divided", "targets_of_another", "stage_starts_late", "lists_forget_loss"),
 )  # fmt: skip
 
 # --- task 3: 1F1B and its messages -----------------------------------------------------------------------------------
 
 
 class Log:
-    """What a rank does, in order: ("send" or "recv", peer), ("wait", number of the message), ("act", action)."""
+    """What a rank does, in order: ("send" or "recv", (peer, tag)), ("wait", number of the message), ("act", action)."""
 
     def __init__(self):
         self.events: list[tuple[str, Any]] = []
@@ -272,7 +272,7 @@ class Log:
 
         def watched(name: str, post: Any) -> Any:
             def posted(group: Any, tensors: Any, peer: int, *args: Any) -> Any:
-                self.events.append((name, peer))
+                self.events.append((name, (peer, "")))
                 works.append(post(group, tensors, peer, *args))
                 return works[-1]
 
@@ -302,7 +302,7 @@ class Log:
 
 
 def stuck(logs: list[list[tuple[str, Any]]]) -> str:
-    """Which ranks would wait for ever if no send ended before it is received; or ""."""
+    """Which ranks would wait for ever if no send ended before its receive has begun; or ""."""
     at, posted, moving = [0] * len(logs), [[] for _ in logs], True
     while moving:
         moving = False
@@ -310,12 +310,12 @@ def stuck(logs: list[list[tuple[str, Any]]]) -> str:
             while at[rank] < len(log):
                 what, value = log[at[rank]]
                 if what == "wait":
-                    mine, peer = posted[rank][value]
-                    nth = posted[rank][:value].count((mine, peer))
-                    if posted[peer].count(("recv" if mine == "send" else "send", rank)) <= nth:
+                    mine, peer, tag = posted[rank][value]
+                    wanted = "recv" if mine == "send" else "send", rank, tag
+                    if posted[peer].count(wanted) <= posted[rank][:value].count((mine, peer, tag)):
                         break
                 elif what != "act":
-                    posted[rank].append((what, value))
+                    posted[rank].append((what, *value))
                 at[rank], moving = at[rank] + 1, True
     late = [rank for rank, log in enumerate(logs) if at[rank] < len(log)]
     return f"ranks {late} wait for one another, if a send waits for its receiver" if late else ""
@@ -415,34 +415,26 @@ def spare(program: Program) -> int:
 
 def clash(found: list[Program], lists: list[list[Action]], links: Links) -> str:
     """What is wrong with programs if a rank does nothing until the message that it posted has passed; or ""."""
+    logs: list[list[tuple[str, Any]]] = []
     for rank, program in enumerate(found):
+        here, log = set(), []
+        for verb, (kind, i, stage), peer in program:
+            action, forward = (kind, i, stage), kind == "F"
+            if (
+                verb != "receive"
+                and action not in here
+                and (verb == "send" or links[stage][1 if forward else 2] is not None)
+            ):
+                return f"rank {rank}: {verb} {action} before its input is there"
+            here.add((kind, i, links[stage][2 if forward else 1]) if verb == "run" else action)
+            if verb != "run":
+                if peer not in range(len(found)):
+                    return f"rank {rank}: {verb} {action} names no peer"
+                log += [("recv" if verb == "receive" else verb, (peer, action)), ("wait", len(log) // 2)]
+        logs.append(log)
         if [action for verb, action, _ in program if verb == "run"] != lists[rank]:
             return f"rank {rank} does not run its list in order"
-    at, there, moving = [0] * len(found), set(), True
-    while moving:
-        moving = False
-        for rank, program in enumerate(found):
-            while at[rank] < len(program):
-                verb, action, peer = program[at[rank]]
-                kind, i, stage = action
-                if verb == "run":
-                    if links[stage][1 if kind == "F" else 2] is not None and (rank, action) not in there:
-                        return f"rank {rank} runs {action} without its input"
-                    there.add((rank, (kind, i, links[stage][2 if kind == "F" else 1])))
-                elif peer not in range(len(found)) or peer == rank:
-                    return f"rank {rank}: {verb} of the input of {action}, with {peer}"
-                else:
-                    other = dict(send="receive", receive="send").get(verb), action, rank
-                    if [other] != found[peer][at[peer] : at[peer] + 1]:
-                        break
-                    sender, receiver = (rank, peer) if verb == "send" else (peer, rank)
-                    if (sender, action) not in there:
-                        return f"rank {sender} sends the input of {action} before it has it"
-                    there.add((receiver, action))
-                    at[peer] += 1
-                at[rank], moving = at[rank] + 1, True
-    late = [rank for rank, program in enumerate(found) if at[rank] < len(program)]
-    return f"ranks {late} wait for ever, from {found[late[0]][at[late[0]]]} on" if late else ""
+    return stuck(logs)
 
 
 LOOPED, FOLDED = all_forward_first(4, (0, 2), (1, 3)), all_forward_first(3, (0, 3), (1, 2))
@@ -495,7 +487,7 @@ PROGRAMS = Task(
             ("run: work goes on while messages are under way", 2, "awaited"),
         ),
     ),
-    faults=("last_output_taken", "lists_forget_loss"),
+    faults=("last_output_taken",),
 )  # fmt: skip
 
 # --- task 5: who keeps what ------------------------------------------------------------------------------------------
@@ -576,7 +568,7 @@ KEEPING = Task(
                   (dict(mesh=dict(pp=3)),)),
         trains(4, (3, dict(pp=3)), (4, dict(pp=2, tp=2, schedule="interleaved")), shape=dict(tied=True, n_layers=4)),
     ),
-    faults=("tied_not_summed", "tie_dropped_by_the_stage"),
+    faults=("tied_not_summed", "tie_dropped_by_the_stage", "pipeline: the norm counts a tied matrix twice"),
 )  # fmt: skip
 
 

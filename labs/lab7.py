@@ -541,7 +541,6 @@ QUESTION = Question(
     bytes_over_ep,
     mistakes=(
         ("this is forward alone", lambda v: bytes_over_ep(v, ways=2)),
-        ("rows go there, and come home", lambda v: bytes_over_ep(v, ways=2)),
         ("a token sends a row for each of its experts", lambda v: bytes_over_ep(v, top=1)),
         ("1/ep of the rows stay where they are", lambda v: bytes_over_ep(v, away=1.0)),
         ("this is one micro-batch", lambda v: bytes_over_ep(v) / v["k"]),

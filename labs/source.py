@@ -67,9 +67,8 @@ def assemble(student: str, project: str, given: Collection[str]) -> ast.Module:
             continue
         places = [i for i, node in enumerate(home.body) if isinstance(node, Definition) and node.name == method]
         node = ast.increment_lineno(copy.deepcopy(right[name]), SHIFT)
-        home.body[places[-1] : places[-1] + 1] = [node] if places else home.body[places[-1:]] or []
-        if not places:
-            home.body.append(node)
+        at = places[-1] if places else len(home.body)
+        home.body[at : at + 1] = [node]
     future = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
     imports = [node for node in ours.body if isinstance(node, ast.Import | ast.ImportFrom)]  # that ours may need
     rest = [node for node in tree.body if node not in future]

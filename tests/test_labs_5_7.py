@@ -1,269 +1,195 @@
-"""Labs 5 to 7: the project's files earn all points; each wrong file loses some of its task; other styles lose none."""
+"""Labs 5 to 7, beside tests/test_labs.py: wrong solutions that must lose points, and right ones in other styles."""
 
 import ast
-from pathlib import Path
 
 import pytest
 
 from labs.course import load, path_of
-from labs.judge import Folder, Judge, Result
+from labs.judge import Judge
 from labs.source import definitions
-from tests.faults import FAULTS
+from tests.test_labs import handed_in, judged, sabotaged
 
-S5, S6, S7, LISTS = "step05_cp_ring", "step06_pipeline", "step07_moe_ep", "common.schedules"
-SHARED = {  # rows of tests/faults.py, by lab and task
-    (5, 1): ("lse_in_bf16",),
-    (5, 2): ("cut_in_order", "not_causal_at_home"),
-    (5, 4): ("wrong_source", "no_final_rotation", "keys_of_hop_0_in_backward", "own_share_only"),
-    (5, 5): ("not_summed_over_cp",),
-    (6, 2): ("pipeline_loss_not_divided", "targets_of_another", "stage_starts_late"),
-    (6, 4): ("last_output_taken",),
-    (6, 5): ("tied_not_summed", "tie_dropped_by_the_stage", "pipeline: the norm counts a tied matrix twice"),
-    (7, 2): ("gates_not_differentiated", "scores_not_normalised", "rows_of_other_tokens"),
-    (7, 3): ("balance_not_added", "balanced_by_own_tokens"),
-    (7, 4): ("experts_averaged", "returned_in_another_order", "not_sorted_by_expert"),
-    (7, 5): ("experts_summed_over_all_data", "router_not_summed_over_tp"),
+ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {  # as tests/sabotage.py
+    (5, 1): [
+        ("no part is causal", "block_attention", "0.0, causal)", "0.0, False)"),
+        ("merge: parts count alike", "merge", "torch.sigmoid(block_lse - lse)[..., None]", "0.5"),
+        ("merge: exp overflows", "merge", "torch.logaddexp(lse, block_lse)", "(lse.exp() + block_lse.exp()).log()"),
+        ("merge: not in place", "merge", "o.lerp_(", "o = o.lerp("),
+    ],
+    (5, 2): [
+        ("zigzag: before and after", "zigzag_visible", "source < rank", "source > rank"),
+        ("zigzag: all see all", "zigzag_visible", "(both, first, False)", "(both, both, False)"),
+        ("zigzag: an odd number of tokens", "zigzag_positions", "if seq_len % (2 * n):", "if False:"),
+    ],
+    (5, 3): [
+        ("backward: softmax of the part", "block_gradients", "lse.contiguous()", "block_attention(q, k, v, causal)[1]"),
+        ("backward: without rowsum", "block_gradients", "q, k, v, o, lse.con", "q, k, v, 0 * o, lse.con"),
+    ],
+    (5, 4): [
+        (
+            "ring: waits at once",
+            "RingAttention",
+            "            for rows, keys, causal in visible(r",
+            "            sending.wait() if hop + 1 < n else None\n            for rows, keys, causal in visible(r",
+        ),
+        (
+            "ring: backward waits for sums at once",
+            "RingAttention",
+            "[(dkv, (r - 1) % n)], ctx.group)\n",
+            "[(dkv, (r - 1) % n)], ctx.group)\n            arriving.wait()\n",
+        ),
+        (
+            "ring: every part is kept",
+            "RingAttention",
+            "                kv = next_kv\n        o = o",
+            "                kv = next_kv\n                ctx.parts = [*getattr(ctx, 'parts', []), kv]\n        o = o",
+        ),
+        ("ring: zigzag whatever `visible` says", "RingAttention", " in visible(", " in zigzag_visible("),
+        ("ring: backward, too", "RingAttention", "ctx.visible(", "zigzag_visible("),
+        (
+            "ring: sums in 16 bits",
+            "RingAttention",
+            "(torch.zeros_like(x, dtype=wide(q.dtype)) for x in (q, kv))",
+            "(torch.zeros_like(x) for x in (q, kv))",
+        ),
+        ("ring: a message too many", "RingAttention", "if hop + 1 < n:", "if True:"),
+    ],
+    (5, 5): [
+        (
+            "heads repeated before the ring",
+            "ring_attention",
+            "for x in (q, k, v))",
+            "for x in (q, *(y.repeat_interleave(q.shape[2] // y.shape[2], 2) for y in (k, v))))",
+        ),
+        ("ring_attention: zigzag only", "ring_attention", "group, visible)", "group, zigzag_visible)"),
+        ("records forget data", "shard_context", 'note_layout(param, data_group="data")', "pass"),
+        ("first layer only", "shard_context", "model.model.layers.values()", "[model.model.layers['0']]"),
+        ("tokens tp cannot divide", "shard_context", "if len(positions) % tp.size:", "if False:"),
+    ],
+    (6, 1): [
+        ("1F1B: one forward too few", "one_f_one_b", "p - 1 - rank", "p - 2 - rank"),
+        ("1F1B: as afab", "one_f_one_b", "p - 1 - rank", "m"),
+        ("interleaved: backwards in order of forwards", "weave", "reversed(stages)", "stages"),
+        ("interleaved: as afab", "interleaved", "(v - 1) * p + 2 * (p - 1 - rank)", "v * m"),
+        ("interleaved: rounds that are not full", "interleaved", "if v > 1 and m % p:", "if False:"),
+    ],
+    (6, 2): [
+        (
+            "a stage forgets positions",
+            "forward_stage",
+            "rope_tables(positions,",
+            "rope_tables(torch.arange(len(positions)),",
+        ),
+        ("the output is kept", "Pipeline", "= x, get_gradient_edge(y)", "= x, y"),
+        ("the last loss only", "Pipeline", "self.loss += y", "self.loss = y"),
+    ],
+    (6, 3): [
+        (
+            "a send before the receive",
+            "Pipeline",
+            "exchange(sends, receives, self.group).wait()",
+            "exchange(sends, [], self.group).wait(); exchange([], receives, self.group).wait()",
+        ),
+        ("all forwards first", "Pipeline", "min(m, self.group.size - 1 - rank)", "m"),
+        ("few micro-batches forgotten", "Pipeline", "min(m, self.group.size - 1 - rank)", "self.group.size - 1 - rank"),
+        (
+            "dx of the wrong micro-batch",
+            "Pipeline",
+            "self.backward(i - warm_up, rank, dy)",
+            "self.backward(i, rank, dy)",
+        ),
+    ],
+    (6, 4): [
+        (
+            "receives at the end",
+            "add_messages",
+            'programs[peer].append(Line("receive", waiting, rank))',
+            'programs[peer].insert(0, Line("receive", waiting, rank))',
+        ),
+        (
+            "messages inside a rank",
+            "add_messages",
+            " and (peer := places[waiting.stage].rank) != rank",
+            " and ((peer := places[waiting.stage].rank) or True)",
+        ),
+        (
+            "receives awaited where posted",
+            "ListPipeline",
+            "exchange([], [(buffer, peer)], self.group)\n",
+            "exchange([], [(buffer, peer)], self.group)\n                box[action][1].wait()\n",
+        ),
+        (
+            "sends awaited at once",
+            "ListPipeline",
+            "[(box.pop(action)[0], peer)], [], self.group)\n",
+            "[(box.pop(action)[0], peer)], [], self.group)\n                sent[peer].wait()\n",
+        ),
+        (
+            "inputs are not awaited",
+            "ListPipeline",
+            "                pending.wait()\n                output",
+            "                output",
+        ),
+    ],
+    (6, 5): [
+        (
+            "all embeddings count twice",
+            "keep_stage",
+            "elif model.config.tied and places[0].rank != places[-1].rank:",
+            "elif model.config.tied:",
+        ),
+        ("layers of the first stage only", "keep_stage", "for place in mine for n", "for place in mine[:1] for n"),
+    ],
+    (7, 1): [
+        ("experts in another order", "ExpertLinear", "self.weight, strict", "self.weight.flip(0), strict"),
+        (
+            "silu of the wrong matrix",
+            "Experts",
+            "F.silu(self.gate_proj(rows, counts)) * self.up_proj(rows, counts)",
+            "F.silu(self.up_proj(rows, counts)) * self.gate_proj(rows, counts)",
+        ),
+    ],
+    (7, 2): [
+        ("one score divided by itself", "MoE", "if self.top_k > 1:", "if True:"),
+        ("router in 16 bits", "MoE", "wide(x.dtype)", "x.dtype"),
+        ("experts that nobody chose", "MoE", ", minlength=p.shape[-1])", ")"),
+    ],
+    (7, 3): [
+        (
+            "weight times dy",
+            "AddLoss",
+            "grad.new_full((), ctx.weight, dtype=wide(grad.dtype))",
+            "ctx.weight * grad.sum()",
+        ),
+        ("counts summed in place", "MoE", "counts = counts.clone()", "pass"),
+        ("P of own tokens", "MoE", "/ n_tokens", "/ len(p)"),
+    ],
+    (7, 4): [
+        (
+            "backward sends as forward",
+            "AllToAll",
+            "ctx.way_back = received, sent, group",
+            "ctx.way_back = sent, received, group",
+        ),
+        (
+            "counts of this rank",
+            "visit_experts",
+            "experts(visitors[order], coming.sum(0))",
+            "experts(visitors[order], leaving[group.rank] * len(visitors) // max(1, len(visitors)))",
+        ),
+    ],
+    (7, 5): [
+        ("dense layers forgotten", "shard_experts", "config.dense_layers + ", ""),
+        (
+            "ep multiplies",
+            "shard_experts",
+            'mesh.enter("ep", ranks.reshape(-1, ep))',
+            'mesh.enter("ep", ranks.reshape(len(ranks), -1, ep).swapaxes(1, 2).reshape(-1, ep))',
+        ),
+        ("experts are not cut", "shard_experts", 'cut(linear.weight, 0, mesh["ep"])', "linear.weight"),
+        ("too many experts a token", "shard_experts", "config.experts_per_token > config.experts:", "False:"),
+    ],
 }
-WRONG: dict[str, tuple[int, int, str, str, str, str]] = {  # lab, task, module, function or class, right, wrong
-    "no part is causal": (5, 1, S5, "block_attention", "0.0, causal)", "0.0, False)"),
-    "merge: parts count alike": (5, 1, S5, "merge", "torch.sigmoid(block_lse - lse)[..., None]", "0.5"),
-    "merge: exp overflows": (
-        5,
-        1,
-        S5,
-        "merge",
-        "torch.logaddexp(lse, block_lse)",
-        "(lse.exp() + block_lse.exp()).log()",
-    ),
-    "merge: not in place": (5, 1, S5, "merge", "o.lerp_(", "o = o.lerp("),
-    "zigzag: before and after": (5, 2, S5, "zigzag_visible", "source < rank", "source > rank"),
-    "zigzag: all see all": (5, 2, S5, "zigzag_visible", "(both, first, False)", "(both, both, False)"),
-    "zigzag: an odd number of tokens": (5, 2, S5, "zigzag_positions", "if seq_len % (2 * n):", "if False:"),
-    "backward: softmax of the part": (
-        5,
-        3,
-        S5,
-        "block_gradients",
-        "lse.contiguous()",
-        "block_attention(q, k, v, causal)[1]",
-    ),
-    "backward: without rowsum": (5, 3, S5, "block_gradients", "q, k, v, o, lse.con", "q, k, v, 0 * o, lse.con"),
-    "ring: waits at once": (
-        5,
-        4,
-        S5,
-        "RingAttention",
-        "            for rows, keys, causal in visible(r",
-        "            sending.wait() if hop + 1 < n else None\n            for rows, keys, causal in visible(r",
-    ),
-    "ring: backward waits for sums at once": (
-        5,
-        4,
-        S5,
-        "RingAttention",
-        "[(dkv, (r - 1) % n)], ctx.group)\n",
-        "[(dkv, (r - 1) % n)], ctx.group)\n            arriving.wait()\n",
-    ),
-    "ring: every part is kept": (
-        5,
-        4,
-        S5,
-        "RingAttention",
-        "                kv = next_kv\n        o = o",
-        "                kv = next_kv\n                ctx.parts = [*getattr(ctx, 'parts', []), kv]\n        o = o",
-    ),
-    "ring: zigzag whatever `visible` says": (5, 4, S5, "RingAttention", " in visible(", " in zigzag_visible("),
-    "ring: backward, too": (5, 4, S5, "RingAttention", "ctx.visible(", "zigzag_visible("),
-    "ring: sums in 16 bits": (
-        5,
-        4,
-        S5,
-        "RingAttention",
-        "(torch.zeros_like(x, dtype=wide(q.dtype)) for x in (q, kv))",
-        "(torch.zeros_like(x) for x in (q, kv))",
-    ),
-    "ring: a message too many": (5, 4, S5, "RingAttention", "if hop + 1 < n:", "if True:"),
-    "heads repeated before the ring": (
-        5,
-        5,
-        S5,
-        "ring_attention",
-        "for x in (q, k, v))",
-        "for x in (q, *(y.repeat_interleave(q.shape[2] // y.shape[2], 2) for y in (k, v))))",
-    ),
-    "ring_attention: zigzag only": (5, 5, S5, "ring_attention", "group, visible)", "group, zigzag_visible)"),
-    "records forget data": (5, 5, S5, "shard_context", 'note_layout(param, data_group="data")', "pass"),
-    "first layer only": (5, 5, S5, "shard_context", "model.model.layers.values()", "[model.model.layers['0']]"),
-    "tokens tp cannot divide": (5, 5, S5, "shard_context", "if len(positions) % tp.size:", "if False:"),
-    "1F1B: one forward too few": (6, 1, LISTS, "one_f_one_b", "p - 1 - rank", "p - 2 - rank"),
-    "1F1B: as afab": (6, 1, LISTS, "one_f_one_b", "p - 1 - rank", "m"),
-    "interleaved: backwards in order of forwards": (6, 1, LISTS, "weave", "reversed(stages)", "stages"),
-    "interleaved: as afab": (6, 1, LISTS, "interleaved", "(v - 1) * p + 2 * (p - 1 - rank)", "v * m"),
-    "interleaved: rounds that are not full": (6, 1, LISTS, "interleaved", "if v > 1 and m % p:", "if False:"),
-    "a stage forgets positions": (
-        6,
-        2,
-        S6,
-        "forward_stage",
-        "rope_tables(positions,",
-        "rope_tables(torch.arange(len(positions)),",
-    ),
-    "the output is kept": (6, 2, S6, "Pipeline", "= x, get_gradient_edge(y)", "= x, y"),
-    "the last loss only": (6, 2, S6, "Pipeline", "self.loss += y", "self.loss = y"),
-    "a send before the receive": (
-        6,
-        3,
-        S6,
-        "Pipeline",
-        "exchange(sends, receives, self.group).wait()",
-        "exchange(sends, [], self.group).wait(); exchange([], receives, self.group).wait()",
-    ),
-    "all forwards first": (6, 3, S6, "Pipeline", "min(m, self.group.size - 1 - rank)", "m"),
-    "few micro-batches forgotten": (
-        6,
-        3,
-        S6,
-        "Pipeline",
-        "min(m, self.group.size - 1 - rank)",
-        "self.group.size - 1 - rank",
-    ),
-    "dx of the wrong micro-batch": (
-        6,
-        3,
-        S6,
-        "Pipeline",
-        "self.backward(i - warm_up, rank, dy)",
-        "self.backward(i, rank, dy)",
-    ),
-    "receives at the end": (
-        6,
-        4,
-        S6,
-        "add_messages",
-        'programs[peer].append(Line("receive", waiting, rank))',
-        'programs[peer].insert(0, Line("receive", waiting, rank))',
-    ),
-    "messages inside a rank": (
-        6,
-        4,
-        S6,
-        "add_messages",
-        " and (peer := places[waiting.stage].rank) != rank",
-        " and ((peer := places[waiting.stage].rank) or True)",
-    ),
-    "receives awaited where posted": (
-        6,
-        4,
-        S6,
-        "ListPipeline",
-        "exchange([], [(buffer, peer)], self.group)\n",
-        "exchange([], [(buffer, peer)], self.group)\n                box[action][1].wait()\n",
-    ),
-    "sends awaited at once": (
-        6,
-        4,
-        S6,
-        "ListPipeline",
-        "[(box.pop(action)[0], peer)], [], self.group)\n",
-        "[(box.pop(action)[0], peer)], [], self.group)\n                sent[peer].wait()\n",
-    ),
-    "inputs are not awaited": (
-        6,
-        4,
-        S6,
-        "ListPipeline",
-        "                pending.wait()\n                output",
-        "                output",
-    ),
-    "all embeddings count twice": (
-        6,
-        5,
-        S6,
-        "keep_stage",
-        "elif model.config.tied and places[0].rank != places[-1].rank:",
-        "elif model.config.tied:",
-    ),
-    "layers of the first stage only": (
-        6,
-        5,
-        S6,
-        "keep_stage",
-        "for place in mine for n",
-        "for place in mine[:1] for n",
-    ),
-    "experts in another order": (7, 1, S7, "ExpertLinear", "self.weight, strict", "self.weight.flip(0), strict"),
-    "silu of the wrong matrix": (
-        7,
-        1,
-        S7,
-        "Experts",
-        "F.silu(self.gate_proj(rows, counts)) * self.up_proj(rows, counts)",
-        "F.silu(self.up_proj(rows, counts)) * self.gate_proj(rows, counts)",
-    ),
-    "one score divided by itself": (7, 2, S7, "MoE", "if self.top_k > 1:", "if True:"),
-    "router in 16 bits": (7, 2, S7, "MoE", "wide(x.dtype)", "x.dtype"),
-    "experts that nobody chose": (7, 2, S7, "MoE", ", minlength=p.shape[-1])", ")"),
-    "weight times dy": (
-        7,
-        3,
-        S7,
-        "AddLoss",
-        "grad.new_full((), ctx.weight, dtype=wide(grad.dtype))",
-        "ctx.weight * grad.sum()",
-    ),
-    "counts summed in place": (7, 3, S7, "MoE", "counts = counts.clone()", "pass"),
-    "P of own tokens": (7, 3, S7, "MoE", "/ n_tokens", "/ len(p)"),
-    "backward sends as forward": (
-        7,
-        4,
-        S7,
-        "AllToAll",
-        "ctx.way_back = received, sent, group",
-        "ctx.way_back = sent, received, group",
-    ),
-    "counts of this rank": (
-        7,
-        4,
-        S7,
-        "visit_experts",
-        "experts(visitors[order], coming.sum(0))",
-        "experts(visitors[order], leaving[group.rank] * len(visitors) // max(1, len(visitors)))",
-    ),
-    "dense layers forgotten": (7, 5, S7, "shard_experts", "config.dense_layers + ", ""),
-    "ep multiplies": (
-        7,
-        5,
-        S7,
-        "shard_experts",
-        'mesh.enter("ep", ranks.reshape(-1, ep))',
-        'mesh.enter("ep", ranks.reshape(len(ranks), -1, ep).swapaxes(1, 2).reshape(-1, ep))',
-    ),
-    "experts are not cut": (7, 5, S7, "shard_experts", 'cut(linear.weight, 0, mesh["ep"])', "linear.weight"),
-    "too many experts a token": (7, 5, S7, "shard_experts", "config.experts_per_token > config.experts:", "False:"),
-}
-WRONG |= {
-    name: (*place, FAULTS[name].module, FAULTS[name].owner, FAULTS[name].old, FAULTS[name].new)
-    for place, names in SHARED.items()
-    for name in names
-}
-
-
-def edited(module: str, owner: str, old: str, new: str) -> dict[str, str]:
-    """The source of a module of the project with a mistake, by the module's name."""
-    text = path_of(module).read_text()
-    (node,) = [node for node in ast.parse(text).body if getattr(node, "name", "") == owner]
-    lines = text.splitlines(keepends=True)
-    part = "".join(lines[node.lineno - 1 : node.end_lineno])
-    assert old in part, f"{old!r} is not in {module}.{owner}"
-    return {module: "".join(lines[: node.lineno - 1]) + part.replace(old, new) + "".join(lines[node.end_lineno :])}
-
-
-def judged(number: int, task: int, sources: dict[str, str]) -> list[Result]:
-    """The results of a task, of the project's files with changes."""
-    lab = load(number)
-    sources = {module: path_of(module).read_text() for module in lab.modules} | sources
-    return list(Judge(Folder(Path("."), lab, "some.id", 0.0, sources, {}), task).results())
-
 
 # Right solutions as others would write them: lab, task, {hole: its source}
 STYLES: dict[str, tuple[int, int, dict[str, str]]] = {
@@ -514,7 +440,7 @@ def visit_experts(experts, group, rows, num_tokens_per_expert):
 
 
 def restyled(number: int, holes: dict[str, str]) -> dict[str, str]:
-    """The project's files with these definitions in the place of their own."""
+    """The project's files with these definitions in the place of their own, by module."""
     sources: dict[str, str] = {}
     for hole, text in holes.items():
         home, _, name = hole.rpartition(":")
@@ -526,32 +452,25 @@ def restyled(number: int, holes: dict[str, str]) -> dict[str, str]:
     return sources
 
 
-SHOWN = ("ring: waits at once", "a send before the receive", "returned_in_another_order")  # by default
-TASKS = [(number, task) for number in (5, 6, 7) for task in range(1, 1 + len(load(number).tasks))]
-
-
-@pytest.mark.parametrize("number, task", TASKS)
-def test_the_project_earns_all_points(number, task):
-    """The reference; and the question has an answer that is right."""
-    assert [result.text for result in judged(number, task, {})] == [""] * len(load(number).task(task).criteria)
-    question = load(number).question
-    values = question.values("some.id")
-    assert question.judge("some.id", question.answer(values)) == ""
-    assert all(question.judge("some.id", mistake(values)) for _, mistake in question.mistakes)
+SHOWN = ("ring: waits at once", "a send before the receive")  # by default
+WRONG = [(*place, row) for place, rows in ROWS.items() for row in rows]
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SHOWN else pytest.mark.exhaustive) for name in WRONG]
+    "number, task, row",
+    [pytest.param(*w, marks=() if w[2][0] in SHOWN else pytest.mark.exhaustive, id=w[2][0]) for w in WRONG],
 )
-def test_a_wrong_file_loses_points(name):
-    """Of its own task, and is told why."""
-    number, task, *change = WRONG[name]
-    assert any(result.text for result in judged(number, task, edited(*change)))
+def test_a_wrong_solution_loses_points(tmp_path, monkeypatch, number, task, row):
+    """Each in its own task."""
+    monkeypatch.setattr(Judge, "words", lambda *_: "")  # what kind it is takes more runs
+    assert any(result.text for result in judged(sabotaged(tmp_path / "lab", number, row), task, seconds=20))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", STYLES)
-def test_another_style_loses_nothing(name):
+def test_another_style_loses_nothing(tmp_path, name):
     """Right numbers, bytes and order are enough."""
     number, task, holes = STYLES[name]
-    assert [result.text for result in judged(number, task, restyled(number, holes)) if result.text] == []
+    folder = handed_in(tmp_path / "lab", number)
+    folder.sources |= restyled(number, holes)
+    assert [result.text for result in judged(folder, task) if result.text] == []
