@@ -489,9 +489,9 @@ DEALING = Task(
 def draw_bytes(draw: Random) -> dict[str, Any]:
     """A layout."""
     ep = draw.choice((4, 8))
-    return dict(ep=ep, E=ep * draw.choice((2, 4, 8)), top=draw.choice((2, 4)), h=512 * draw.randint(2, 8),
+    return dict(ep=ep, E=ep * draw.choice((2, 4, 8)), top=draw.choice((3, 5)), h=512 * draw.randint(2, 8),
                 L=draw.choice((12, 24, 32)), b=draw.choice((1, 2)), s=1024 * draw.randint(2, 8),
-                k=draw.choice((3, 5, 7)))  # fmt: skip
+                k=draw.choice((4, 6, 7)))  # fmt: skip
 
 
 def bytes_over_ep(v: dict[str, Any], ways: int = 4, top: int = 0, away: float = 0.0) -> float:
