@@ -85,7 +85,7 @@ def materialize(model: Decoder, seed: int, device: torch.device, dtype: torch.dt
         if only and name not in only:
             continue
         shape = list(param.shape)
-        for split in reversed(layout_of(param).splits):
+        for split in reversed(layout_of(param).splits):  # the first cut knows the full size
             shape[split.dim] = split.full
         value = draw(name, shape, model.config.n_layers, seed)
         for split in layout_of(param).splits:
