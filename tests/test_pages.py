@@ -65,7 +65,7 @@ def test_types_tell_which_method_is_meant(tmp_path):
     at = {spot[1:]: ids for spot, ids in names.refs.items() if spot[0] == "b"}
     assert at[7, 6] == ["a:A.go", "a:B.go"] and at[12, 10] == ["a:A.go"] and at[10, 14] == ["a:B.go"]
     assert not {8, 9} & found.keys(), "c has no `go`; the parameter `go` is no method"
-    assert names.refs["a", 5, 27] == ["a:A.go"] and names.users["a:make"] == {"b:use"}
+    assert names.refs["a", 5, 26] == ["a:A.go"] and names.users["a:make"] == {"b:use"}
 
 
 @cache

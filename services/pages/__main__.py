@@ -49,7 +49,9 @@ class Pages:
             ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths
         }
         self.names, self.comments, self.badges = Names(files), {}, badges()
-        self.modules = sorted((m for m in files if re.match("step|common", m)), key=lambda m: ("." in m, m))
+        self.modules = sorted(
+            (m for m in files if re.match("step|common", m)), key=lambda m: (m.startswith("common"), m)
+        )
         self.number = {id_: n for n, id_ in enumerate(self.names.defs)}
         self.html = {module: self.highlight(module) for module in self.modules}
         self.markdown = MarkdownIt("commonmark", dict(html=False)).enable("table")
