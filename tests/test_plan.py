@@ -321,6 +321,7 @@ def test_pairs_of_ranks_sum_what_both_hold():
 # --- search ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_search_finds_what_trying_everything_finds():
     """The five best meshes of a small model on 8 GPUs, among all layouts one by one."""
     m, best = replace(MODELS["smollm-360m"], n_layers=4), {}
@@ -417,6 +418,7 @@ def test_the_command(capsys, tmp_path):
     assert [*dict(times)][:2] == ["compute", "bubble"] and sum(parts) == pytest.approx(step, abs=0.003)
 
 
+@pytest.mark.exhaustive
 def test_the_largest_plan_does_little_work():
     """llama3-405b on 16,384 GPUs: of all legal layouts, some 1% are bounded one by one, few are simulated."""
     bounded, memory = mock.Mock(side_effect=step_seconds), mock.Mock(side_effect=held)
