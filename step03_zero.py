@@ -169,7 +169,7 @@ class Zero2(Zero1):
         """Before the first micro-batch: the slices start at zero."""
         self.in_flight: tuple[Unit, Pending] | None = None
         for unit in self.units:
-            unit.missing, unit.grad_slice = len(unit.trained), torch.zeros_like(unit.master)
+            unit.missing, unit.grad_slice = len(unit.trained), torch.zeros_like(unit.master, device=unit.flat.device)
 
     def added(self, unit: Unit, name: str, param: nn.Parameter):
         """Hook: autograd has made a gradient, complete for this micro-batch: move it into the unit's buffer."""

@@ -282,13 +282,12 @@ def train(config: Config, run: Run):
         sync.begin(len(xs))
         loss = pipeline.step(xs, ys, n_targets)  # forward and backward of all micro-batches
         sync.finish()  # sums over ranks
-        gradients = optimizer.gradients()
-        sum_partial_gradients(model, gradients, mesh)  # and where a rank saw a part of the tokens
-        sum_tied(model, gradients, mesh["pp"], places)  # and where two stages hold the same matrix
+        sum_partial_gradients(model, optimizer.gradients(), mesh)  # and where a rank saw a part of the tokens
+        sum_tied(model, optimizer.gradients(), mesh["pp"], places)  # and where two stages hold the same matrix
         all_reduce(loss, mesh["data"]).wait()
         all_reduce(loss, mesh["pp"]).wait()
 
-        norm = global_norm(model, gradients, mesh, sliced=config.zero > 0)
+        norm = global_norm(model, optimizer.gradients(), mesh, sliced=config.zero > 0)
         clip = config.grad_clip / max(norm, config.grad_clip) if config.grad_clip else 1.0
         lr = learning_rate(step, config)
         optimizer.step(lr, clip)

@@ -114,7 +114,7 @@ class MoE(nn.Module):
         top_scores, selected_experts = p.topk(self.top_k)  # [tokens, top_k] each
         if self.top_k > 1:  # a single p / p would be 1, and the router would learn nothing
             top_scores = top_scores / top_scores.sum(-1, keepdim=True)
-        num_tokens_per_expert = torch.bincount(selected_experts.flatten(), minlength=p.shape[-1])
+        num_tokens_per_expert = F.one_hot(selected_experts.flatten(), p.shape[-1]).sum(0)
         order = selected_experts.flatten().argsort(stable=True)  # choices [tokens * top_k], sorted by expert
         token = order // self.top_k  # of each of these choices
         rows = self.experts(tokens[token], num_tokens_per_expert)  # a row for each choice
@@ -156,12 +156,13 @@ def visit_experts(experts: Callable, group: Group, rows: Tensor, num_tokens_per_
     leaving = num_tokens_per_expert.view(group.size, -1)  # [rank, expert of that rank]: how many rows go there
     coming = torch.empty_like(leaving)
     all_to_all(coming, leaving, group).wait()
-    sent, received = leaving.sum(1).tolist(), coming.sum(1).tolist()  # here the CPU waits for the GPU
+    outward, inward = torch.stack((leaving, coming)).cpu()  # here the CPU waits for the GPU: it must know all counts
+    sent, received = outward.sum(1).tolist(), inward.sum(1).tolist()
     visitors = AllToAll.apply(rows, sent, received, group)  # dispatch; sorted by the rank they are from, then by expert
-    mine = torch.arange(coming.shape[1], device=rows.device)
-    expert = mine.repeat(group.size).repeat_interleave(coming.flatten())  # which of mine each visitor wants
+    mine = torch.arange(coming.shape[1], device=rows.device).repeat(group.size)
+    expert = mine.repeat_interleave(coming.flatten(), output_size=len(visitors))  # which of mine each visitor wants
     order = expert.argsort(stable=True)
-    out = experts(visitors[order], coming.sum(0))
+    out = experts(visitors[order], inward.sum(0))
     return AllToAll.apply(out[order.argsort()], received, sent, group)  # combine
 
 
@@ -240,13 +241,12 @@ def train(config: Config, run: Run):
         sync.begin(len(xs))
         loss = pipeline.step(xs, ys, n_targets)  # forward and backward of all micro-batches
         sync.finish()  # sums over ranks
-        gradients = optimizer.gradients()
-        sum_partial_gradients(model, gradients, mesh)  # and where a rank saw, or found, a part
-        sum_tied(model, gradients, mesh["pp"], places)  # and where two stages hold the same matrix
+        sum_partial_gradients(model, optimizer.gradients(), mesh)  # and where a rank saw, or found, a part
+        sum_tied(model, optimizer.gradients(), mesh["pp"], places)  # and where two stages hold the same matrix
         all_reduce(loss, mesh["data"]).wait()
         all_reduce(loss, mesh["pp"]).wait()
 
-        norm = global_norm(model, gradients, mesh, sliced=config.zero > 0)
+        norm = global_norm(model, optimizer.gradients(), mesh, sliced=config.zero > 0)
         clip = config.grad_clip / max(norm, config.grad_clip) if config.grad_clip else 1.0
         lr = learning_rate(step, config)
         optimizer.step(lr, clip)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, NamedTuple
 
-from tests.rows import BIAS, DEFAULT, EXHAUSTIVE, EXPERTS, GROUPS, MASK, MUON, SGD, TIED, Row
+from tests.rows import BIAS, DEFAULT, EXHAUSTIVE, EXPERTS, GROUPS, MASK, MUON, SGD, TIED, UNEVEN, Row
 
 
 class Fault(NamedTuple):
@@ -27,7 +27,6 @@ class Fault(NamedTuple):
     meaning: str
 
 
-UNEVEN = dict(dataset=__file__)  # read by `read_uneven` of tests/equal.py: many targets do not count
 BF16, FP16 = dict(dtype="bf16"), SGD | dict(dtype="fp16")  # a process with itself
 SMALL_ROWS: dict[str, Row] = {
     "one": Row(1, "step01_single_gpu", {}, SGD),
@@ -259,7 +258,7 @@ FAULTS: dict[str, Fault] = {
          "the last"),
         ("last_unit_not_landed", "Zero2", 'the last unit."""\n        self.land()', 'the last unit."""',
          "the embedding"),
-        ("slices_not_emptied", "Zero2", "torch.zeros_like(unit.master)", "torch.ones_like(unit.master)",
+        ("slices_not_emptied", "Zero2", "torch.zeros_like(unit.master", "torch.ones_like(unit.master",
          "they start at 1"),
         ("summed_again", "Zero2", "param.grad = None", "pass", "what has been summed is in the next sum, too"),
     ),
@@ -391,6 +390,14 @@ FAULTS: dict[str, Fault] = {
         ("tied_not_summed", "sum_tied", "gradients[TIED] += theirs", "pass", "each end learns for itself"),
         ("tie_dropped_by_the_stage", "keep_stage", " and not (has_last and model.config.tied)", "",
          "the last has none"),
+    ),
+    **of("step02_ddp", "law: unused", EXHAUSTIVE,
+        ("unused_gradients_forgotten", "BucketSync", "while self.unsent:  #", "while False:  #",
+         "what waits behind a parameter that nobody used is not summed"),
+    ),
+    **of("step06_pipeline", "law: messages", EXHAUSTIVE,
+        ("blocking_messages", "ListPipeline", "peer)], [], self.group)", "peer)], [], self.group); sent[peer].wait()",
+         "right numbers, but each is waited for where it is sent"),
     ),
     **of("step06_pipeline", "pp", DEFAULT,
         ("pipeline_loss_not_divided", "Pipeline", "y / self.n_targets", "y / (self.n_targets / len(self.xs))",
@@ -618,6 +625,21 @@ FAULTS: dict[str, Fault] = {
         ("resume_at_the_first_step", "Keeper", 'self.done = found.index["step"]', "self.done = 0",
          "data and learning rate begin anew"),
     ),}
+
+PATCHES = {  # no mistakes: both sides of a comparison have them (`patch` of tests/rows.py)
+    **of("common.layout", "", DEFAULT,
+        ("frozen", "materialize", "param.requires_grad)",
+         'param.requires_grad and not name.endswith(("1.mlp.up_proj.weight", "0.input_layernorm.weight")))',
+         "a matrix and a norm do not train"),
+    ),
+    **of("step07_moe_ep", "", DEFAULT,
+        ("idle_experts", "MoE", "p.topk(self.top_k)",
+         "p.masked_fill(torch.arange(p.shape[-1]) > 1, 0.0).topk(self.top_k)", "tokens go to experts 0 and 1 alone"),
+    ),
+    **of("variants.compress_activations", "", DEFAULT,
+        ("not_rounded", "Bits", "KINDS[mode]", "torch.float64", "what is called bf16 has 64 bits"),
+    ),
+}
 # fmt: on
 
 
@@ -634,7 +656,7 @@ def injected(name: str) -> Iterator[None]:
 
     The functions stay the objects that they are, so menus, importers and `super()` meet the mistake too.
     """
-    fault = FAULTS[name]
+    fault = (FAULTS | PATCHES)[name]
     module = importlib.import_module(fault.module)
     right = getattr(module, fault.owner)
     source = textwrap.dedent(inspect.getsource(right))

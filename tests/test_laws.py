@@ -8,12 +8,15 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+import step02_ddp as step02
 import step03_zero as step03
 import step05_cp_ring as step05
 import step06_pipeline as step06
 import step07_moe_ep as step07
-from common.comm import Group
+from common.comm import Group, Mesh, Pending
 from common.model import Decoder, ModelConfig
 from common.schedules import COSTS, SCHEDULES, draw, simulate
 from tests import bounds, equal
@@ -230,6 +233,48 @@ def test_activations_in_flight(pools):
     assert pools(3).run(most_in_flight, dict(pp=3)) == [3, 2, 1]
     assert pools(3).run(most_in_flight, dict(pp=3, micro_batch_size=6)) == [2, 2, 1]
     assert pools(3).run(most_in_flight, dict(pp=3, schedule="afab", global_batch_size=6)) == [6, 6, 6]
+
+
+def sends_under_way(options: dict) -> int:
+    """Runs on every rank: the most messages that it had sent and not yet waited for when it began to compute."""
+    under_way, most, forward, exchange = set(), [0], step06.Pipeline.forward, step06.exchange
+
+    def noted(sends, *rest):
+        pending = exchange(sends, *rest)
+        if sends:
+            under_way.add(pending)
+            pending.wait = lambda: under_way.discard(pending) or Pending.wait(pending)
+        return pending
+
+    def spy(self, *args):
+        most[0] = max(most[0], len(under_way))
+        return forward(self, *args)
+
+    with mock.patch.object(step06, "exchange", noted), mock.patch.object(step06.Pipeline, "forward", spy):
+        equal.record("step06_pipeline", LAWS | options)
+    return most[0]
+
+
+def test_messages_travel_meanwhile(pools):
+    """Lists: a rank computes while what it has sent is on its way."""
+    assert pools(2).run(sends_under_way, dict(pp=2, schedule="interleaved", n_layers=4)) == [1, 1]
+
+
+def unused() -> list[list[float]]:
+    """Runs on every rank: buckets' sums of two gradients, where no micro-batch has used the second parameter."""
+    model = nn.ParameterList([torch.ones(2), torch.ones(2)])
+    for param in model:
+        param.grad_dtype = param.dtype
+    sync = step02.BucketSync(model, SimpleNamespace(bucket_mb=1e-6), Mesh(dp=dist.get_world_size()))
+    sync.begin(1)
+    model[0].sum().backward()
+    sync.finish()
+    return [param.grad.tolist() for param in model]
+
+
+def test_what_is_not_used_holds_nothing_up(pools):
+    """Nor is what comes behind it forgotten."""
+    assert pools(2).run(unused) == [[[2.0, 2.0], [0.0, 0.0]]] * 2
 
 
 def measure_experts(options: dict) -> tuple[dict, int]:

@@ -138,13 +138,12 @@ class Documents:
 
     def rope(self) -> Tensor:
         """int64 [batch, this rank's tokens]: positions in their documents; [this rank's tokens] if they go on."""
-        if self.config.documents == "mask":
-            return self.here.to(self.device)
         places = torch.cat([torch.arange(n) for n in self.now.lengths]).view_as(self.now.numbers)
-        return places[:, self.here].to(self.device)
+        return (self.here if self.config.documents == "mask" else places[:, self.here]).to(self.device)
 
 
 def attach(config: Any, parts: SimpleNamespace):
     """From here on, the attention of every layer stops at borders."""
     if config.documents != "off":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # Hopper's default; it plans for 20 ms and more for a new length
         parts.documents = Documents(config, parts)

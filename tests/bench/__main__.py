@@ -9,6 +9,7 @@ The table goes to stdout, everything else to stderr. Figures go to tests/bench/f
 import importlib
 import sys
 
+from common import UserError
 from tests.bench.contests import CONTESTS
 from tests.bench.runs import RUNS
 
@@ -19,21 +20,25 @@ MODULES = {  # name -> module with main(name, argv)
     "experts": "experts",
     "timelines": "timelines",
     "versions": "versions",
+    "plan": "plan",
 }
 
 
 def main(argv: list[str]) -> int:
-    """Call the measurement's `main`; returns the exit status."""
-    if argv and argv[0] in MODULES:
-        importlib.import_module(f"tests.bench.{MODULES[argv[0]]}").main(*argv[:1], argv[1:])
-        return 0
-    if argv:
-        print(f"error: no measurement is called {argv[0]}", file=sys.stderr)
-    for name, module in MODULES.items():
+    """Call the measurement's `main`; returns the exit status. A mistake is one line."""
+    try:
+        if argv and argv[0] not in MODULES:
+            raise UserError(f"no measurement is called {argv[0]}; there are {', '.join(MODULES)}")
+        if argv:
+            importlib.import_module(f"tests.bench.{MODULES[argv[0]]}").main(argv[0], argv[1:])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for name, module in MODULES.items() if not argv else ():
         row = (CONTESTS | RUNS).get(name)
         about = row.about if row else importlib.import_module(f"tests.bench.{module}").__doc__
-        print(f"{name:12} {about.splitlines()[0]}", file=sys.stderr if argv else sys.stdout)
-    return 2 if argv else 0
+        print(f"{name:12} {about.splitlines()[0]}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,172 @@
+"""For teachers: judge folders. Whatever one of them contains, the others get their points, and the exit status is 0.
+
+All folders are read before any student's code runs. Each is judged in a process of its own, which starts those of the
+ranks; in the end all descendants are killed. Then the project's files are compared with what they were, and restored.
+The table is written anew after each folder. What to look at in it, beside the points:
+
+    same as the project's file   functions that are the project's but for names (of "functions written")
+    same as folder               others with the same functions but for names; compare `id` with your roster
+    reaches for                  names such as labs, sys, inspect, exec, open, tests: a look at the solution or grader
+    project files changed        what its code wrote into the project; it has been put back
+    error in the file, ended early, attempts (checks in progress.txt, which the student could edit)
+
+This protects the run, not the machine: code can still read files and send signals. Grade what strangers hand in inside
+a container.
+"""
+
+import csv
+import hashlib
+import importlib
+import json
+import os
+import re
+import selectors
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import UserError
+from labs import ranks
+from labs.course import ROOT, load, numbers, path_of
+from labs.folder import open_folder
+from labs.judge import Folder, check
+from labs.source import facts
+
+REST = {".git", ".venv", "runs"}
+
+
+def project() -> dict[Path, bytes]:
+    """All files of the project."""
+    found = {}
+    for home, inside, names in os.walk(ROOT):
+        inside[:] = sorted(set(inside) - REST)
+        found |= {
+            Path(home, name): Path(home, name).read_bytes() for name in names if not Path(home, name).is_symlink()
+        }
+    return found
+
+
+def restore(before: dict[Path, bytes]) -> list[str]:
+    """Put back what has changed; the names, but for caches."""
+    now, changed = project(), []
+    for path in sorted(before.keys() | now.keys()):
+        if before.get(path) != now.get(path):
+            if path in before:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(before[path])
+            else:
+                path.unlink(missing_ok=True)
+            if not {"__pycache__", ".pytest_cache", ".ruff_cache"} & set(path.parts):
+                changed.append(str(path.relative_to(ROOT)))
+    return changed
+
+
+def judged(folder: Folder, seconds: float, pipe: int):
+    """In a process of its own: a line of JSON for what is known of the sources, and for each task."""
+    lab, lines = folder.lab, os.fdopen(pipe, "w", buffering=1)
+    with tempfile.TemporaryDirectory() as scratch:
+        output = Path(scratch) / "output.txt"
+        holes = {module: lab.holes(module) for module in lab.modules}
+        texts = {module: path_of(module).read_text() for module in lab.modules}
+        others = [data.decode() for data in folder.files.values()]
+        try:
+            lines.write(json.dumps(dict(facts=ranks.call(facts, folder.sources, texts, holes, others))) + "\n")
+        except ranks.Failed as failed:
+            lines.write(json.dumps(dict(trouble=str(failed))) + "\n")
+        for number in [*range(1, len(lab.tasks) + 1), 0]:
+            earned = sum(result.earned for result in check(folder, number, seconds=seconds, output=output))
+            lines.write(json.dumps(dict(task=number, earned=earned)) + "\n")
+
+
+def lines_of(folder: Folder, seconds: float, limit: float) -> list[dict[str, Any]]:
+    """What `judged` writes, as far as it comes; it and all of its descendants have ended then."""
+    ranks.adopt()
+    others, (reading, writing) = set(ranks.descendants(os.getpid())), os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(reading)
+            os.setsid()
+            judged(folder, seconds, writing)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    data, deadline = b"", time.monotonic() + limit
+    with selectors.DefaultSelector() as selector:
+        selector.register(reading, selectors.EVENT_READ)
+        while (left := deadline - time.monotonic()) > 0 and selector.select(left):
+            if not (part := os.read(reading, 2**16)):
+                break
+            data += part
+    ranks.end(others)
+    os.close(reading)
+    return [json.loads(line) for line in data.decode().splitlines() if line.endswith("}")]
+
+
+def same_as(prints: dict[str, list[str]], folder: str) -> str:
+    """Folders with this one's functions but for names: at least four of five of those that are not the project's."""
+    own, found = set(prints[folder]), []
+    for other, theirs in prints.items():
+        if other != folder and own and theirs and len(own & set(theirs)) >= 0.8 * max(len(own), len(theirs)):
+            found.append(other)
+    return " ".join(found)
+
+
+def grade(paths: list[Path], table: Path | None, number: int, seconds: float):
+    """Grade folders; prints a line for each, and writes a row. `number`: judge as this lab."""
+    folders: dict[str, Folder | str] = {}
+    for path in paths:
+        try:
+            folders[str(path)] = open_folder(path, number)
+        except UserError as error:
+            folders[str(path)] = str(error)
+        except Exception as error:  # a folder that is a device, a loop of links, ...
+            folders[str(path)] = f"{type(error).__name__}: {error}"
+    for n in numbers():  # nothing of the project is read from its files after a student's code has run
+        importlib.import_module(load(n).modules[-1])
+    before, rows, prints = project(), {}, {}
+    for name, folder in folders.items():
+        rows[name] = (
+            dict(folder=name, error=folder) if isinstance(folder, str) else row_of(name, folder, seconds, prints)
+        )
+        if changed := restore(before):
+            rows[name]["project files changed"] = " ".join(changed)[:300]
+        print(f"{name}: {rows[name].get('error') or '{points} of {of}'.format(**rows[name])}", flush=True)
+        for other in prints:
+            rows[other]["same as folder"] = same_as(prints, other)
+        if table:
+            write(table, list(rows.values()))
+
+
+def row_of(name: str, folder: Folder, seconds: float, prints: dict[str, list[str]]) -> dict[str, Any]:
+    """One row of the table."""
+    lab = folder.lab
+    row: dict[str, Any] = dict(folder=name, lab=lab.number, id=folder.student, points=0, of=lab.points)
+    found = lines_of(folder, seconds, limit=600 + 20 * seconds)
+    for line in found:
+        if "task" in line:
+            row[f"task {line['task']}" if line["task"] else "question"] = line["earned"]
+            row["points"] += line["earned"]
+        elif "facts" in line:
+            known = line["facts"]
+            row["functions written"] = known["written"]
+            row["same as the project's file"] = known["same"]
+            row["reaches for"] = " ".join(known["reaches"])
+            prints[name] = known["prints"]
+        else:
+            row["error in the file"] = line["trouble"][:200]
+    row["attempts"] = folder.attempts
+    row["code"] = hashlib.sha256("".join(folder.sources.values()).encode()).hexdigest()[:12]
+    if len([line for line in found if "task" in line]) <= len(lab.tasks):
+        row["ended early"] = "the process that judged it was killed, or time was up: look at this folder"
+    return row
+
+
+def write(table: Path, rows: list[dict[str, Any]]):
+    """All rows there are, as CSV; a cell never begins with what a spreadsheet would run."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    with table.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows({key: re.sub(r"^[=+@-]", r"'\g<0>", str(value)) for key, value in row.items()} for row in rows)

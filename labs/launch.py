@@ -1,0 +1,67 @@
+"""A student's file as a program of its own, and a copy of the project for students."""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from common import UserError
+from labs.course import ROOT, file_of, load, numbers, path_of
+from labs.judge import Folder
+from labs.source import hollow
+
+SKIPPED = {".git", ".venv", "runs", "tests", "__pycache__", ".pytest_cache", ".ruff_cache"}
+
+
+def project_files() -> list[Path]:
+    """Files of the project, by their paths in it; no tests, which quote the solutions."""
+    found = [path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file()]
+    return sorted(path for path in found if not SKIPPED & set(path.parts))
+
+
+def run(folder: Folder, ranks: int, flags: list[str]) -> int:
+    """Train with the student's file, as a script, in the folder; the exit status of its last process.
+
+    The script lies in a copy of the project's Python files, so that what imports the step gets the student's.
+    """
+    with tempfile.TemporaryDirectory(prefix="lab-") as scratch:
+        for path in project_files():
+            if path.suffix == ".py" and path.parts[0] != "labs":
+                (Path(scratch) / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / path, Path(scratch) / path)
+        for module in folder.lab.modules:
+            (Path(scratch) / path_of(module).relative_to(ROOT)).write_text(folder.sources[module])
+        for name, data in folder.files.items():
+            (Path(scratch) / name).write_bytes(data)
+        script, n = str(Path(scratch) / f"{folder.lab.modules[-1]}.py"), ranks or folder.lab.ranks
+        many = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"] if n > 1 else []
+        print(f"{' '.join(many[2:])} {folder.lab.modules[-1]}.py {' '.join(flags)}".strip(), flush=True)
+        return subprocess.run([sys.executable, *many, script, *flags], cwd=folder.path).returncode
+
+
+def handout(target: Path, without: str):
+    """A copy of the project without tests, in which the steps of labs not given yet (3,4 or "": all) are holes.
+
+    Variants that import such a step are left out: they hold parts of it. Raises UserError.
+    """
+    try:
+        labs = [int(word) for word in without.split(",")] if without else numbers()
+    except ValueError:
+        raise UserError(f"--without {without}: numbers of labs, as 3,4,5") from None
+    target = target.expanduser().resolve()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} is not empty: name a new folder")
+    holes = {module: (load(n), n) for n in labs for module in load(n).modules}
+    for path in project_files():
+        text = (ROOT / path).read_bytes()
+        module = ".".join(path.with_suffix("").parts)
+        if path.parts[0] == "variants" and any(name.encode() in text for name in holes):
+            continue
+        if module in holes and path.suffix == ".py":
+            lab, number = holes[module]
+            text = hollow(text.decode(), lab.holes(module), number).encode()
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        (target / path).write_bytes(text)
+    files = ", ".join(file_of(module) for module in holes)
+    print(f"{target}: without the solutions in {files}; without tests, and without variants of these steps")

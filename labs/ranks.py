@@ -1,0 +1,368 @@
+"""Functions on some ranks, in processes of their own in which a student's modules take the place of the project's.
+
+The grader has imported torch and the project, and never parses or runs a student's line itself. For each session it
+forks a host, which builds the student's modules and forks a process for each rank. They meet through a file and work
+through a list of jobs; each writes its answers into a pipe. In the end all descendants are killed, even those that
+have left the process group: the grader is their subreaper. A failed job costs this job; the rest get a new session.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import io
+import os
+import re
+import resource
+import selectors
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from labs.course import Case
+from labs.source import SHIFT, assemble, missing
+
+MOST_OUTPUT = 2**24  # bytes that a student's prints may write to a file
+MOST_ANSWER = 2**28  # bytes of one rank's answer
+SILENT = "ended without an answer (os._exit, a crash, or killed); what it printed is in output.txt"
+Job = tuple[Callable[[Any, Case, Any], dict[str, Any]], Case]
+
+
+@dataclass
+class World:
+    """Whose code the ranks run. By module: the student's source, the project's, and the holes that are given.
+
+    An empty `student` is the project's own code. `files`: others of the folder, by name. `wanted`: holes that must be
+    there. `before`: called in each rank before a job (for a fault), with the job's number.
+    """
+
+    modules: tuple[str, ...]
+    student: dict[str, str] = field(default_factory=dict)
+    project: dict[str, str] = field(default_factory=dict)
+    given: dict[str, set[str]] = field(default_factory=dict)
+    wanted: dict[str, set[str]] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
+    output: Path | None = None
+    before: Callable[[int], Any] | None = None
+
+
+class Failed(Exception):
+    """Some rank did not answer: one line that says which, and why or where it stood. `fatal`: all jobs fail so."""
+
+    fatal = False
+
+
+def frame_of(frames: list[tuple[str, int, str]]) -> str:
+    """ " (file.py:12 in name)" for the innermost of the frames (file, line, function) that is a student's line."""
+    for file, line, name in reversed(frames):
+        if file.startswith("lab/") and line < SHIFT:
+            return f" ({file[4:]}:{line} in {name})"
+    return ""
+
+
+def complaint(error: BaseException) -> str:
+    """One line about an exception, with the student's line that it comes from."""
+    frames = [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, NotImplementedError) and "task" in str(error):
+        return f"not written yet: {error}{frame_of(frames)}"
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError: {error.msg} ({Path(error.filename or '').name}:{error.lineno})"
+    text = " ".join(line.strip() for line in str(error).splitlines()[:2] if line.strip())[:300]
+    if "gloo" in text:
+        text = re.sub(r"^\[[^\]]*?([\w.]+:\d+)\]", r"[\1]", text)
+        return f"the ranks' collectives do not match in order or size, or a rank has ended{frame_of(frames)}: {text}"
+    return f"{type(error).__name__}: {text}{frame_of(frames)}"
+
+
+def build(world: World) -> ModuleType:
+    """The modules, in order, in the place of the project's; returns the last, the step."""
+    for name in world.modules:
+        if name not in world.student:
+            continue
+        where = f"lab/{name.rpartition('.')[2]}.py"
+        text = world.student[name]
+        if not text.strip():
+            raise Failed(f"{where[4:]} is missing or empty")
+        try:
+            if lost := missing(text, world.wanted.get(name, ())):
+                raise Failed(f"{where[4:]} has no {lost[0]} any more")
+            tree = assemble(text, world.project[name], world.given.get(name, ()))
+            code = compile(tree, where, "exec")
+        except SyntaxError as error:
+            error.filename = where
+            raise
+        module = ModuleType(name)
+        module.__file__ = where
+        sys.modules[name] = module
+        package, _, part = name.rpartition(".")
+        if package:
+            setattr(sys.modules[package], part, module)
+        exec(code, vars(module))
+    return sys.modules[world.modules[-1]]
+
+
+def plain(value: Any) -> Any:
+    """Tensors as copies, and containers of them: what can be loaded without running code."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().contiguous()
+    if isinstance(value, dict):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return value if isinstance(value, int | float | str | bool | None) else repr(value)
+
+
+def answer(pipe: int, value: dict[str, Any], last: bool):
+    """Write an answer, all of it. After the `last` stay until killed: to ranks at work, one that ends is a crash."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    data = memoryview(struct.pack("q", buffer.tell()) + buffer.getvalue())
+    while data:
+        data = data[os.write(pipe, data) :]
+    while last:
+        signal.pause()
+
+
+def control(option: int, value: int):
+    """Linux' prctl."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def host(world: World, ranks: int, jobs: list[Job], pipes: list[int], scratch: str):
+    """The forked host: build the student's modules, fork the ranks, wait for them."""
+    os.setsid()
+    control(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends if the grader does
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    faulthandler.disable()  # pytest has its own, which would print a crash into its output
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_OUTPUT, MOST_OUTPUT))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, these go first
+    out = os.open(world.output or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(out, stream)
+    sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in {0, *map(int, os.listdir("/proc/self/fd"))} - {1, 2, *pipes} if sys.platform == "linux" else {0}:
+        with contextlib.suppress(OSError):  # no other pipe of the grader's is open here
+            os.dup2(nothing, fd)
+    os.chdir(scratch)
+    for name, data in world.files.items():
+        Path(name).write_bytes(data)
+    sys.path.insert(1, scratch)  # for a student's own helper modules
+    try:
+        step = build(world)
+    except BaseException as error:
+        text = str(error) if isinstance(error, Failed) else complaint(error)
+        for pipe in pipes[1:]:
+            os.close(pipe)
+        answer(pipes[0], dict(error=text, fatal=True), last=True)
+    children = []
+    for rank in range(ranks):
+        child = os.fork()
+        if not child:
+            one_rank(world, rank, ranks, step, jobs, pipes, scratch)
+        children.append(child)
+    for pipe in pipes:
+        os.close(pipe)
+    for child in children:
+        os.waitpid(child, 0)
+    os._exit(0)
+
+
+def one_rank(world: World, rank: int, ranks: int, step: Any, jobs: list[Job], pipes: list[int], scratch: str):
+    """A forked rank: join the others, work through the jobs, answer each."""
+    from common.comm import Mesh
+
+    control(1, signal.SIGKILL)
+    for other, pipe in enumerate(pipes):
+        if other != rank:
+            os.close(pipe)
+    trace = open(f"{scratch}/where-{rank}", "w")  # noqa: SIM115  # open as long as the process lives
+    faulthandler.register(signal.SIGUSR1, file=trace, all_threads=False)
+    value, last = {}, False
+    try:
+        torch.set_num_threads(1)
+        if ranks > 1:
+            where = f"file://{scratch}/rendezvous"
+            dist.init_process_group("gloo", where, timedelta(minutes=5), world_size=ranks, rank=rank)
+        for number, (function, case) in enumerate(jobs):
+            with world.before(number) if world.before else contextlib.nullcontext():
+                value = dict(value=plain(function(step, case, Mesh(**case.mesh))))
+            sys.stdout.flush()
+            answer(pipes[rank], value, last=False)
+        last = True
+    except BaseException as error:
+        value = dict(error=complaint(error))
+    while last:
+        signal.pause()
+    sys.stdout.flush()
+    answer(pipes[rank], value, last=True)
+
+
+# --- what the grader does with them ----------------------------------------------------------------------------------
+
+
+def adopt():
+    """Become the parent of orphans among our descendants, so that `end` finds them."""
+    control(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below one."""
+    found, todo = [], [pid]
+    while todo:
+        for path in Path(f"/proc/{todo.pop()}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                todo += (new := [int(word) for word in path.read_text().split()])
+                found += new
+    return found
+
+
+def end(others: set[int]):
+    """Kill all of our descendants but these, and wait for them; they may be making new ones meanwhile."""
+    for turn in range(1000):
+        left = [pid for pid in descendants(os.getpid()) if pid not in others]
+        if not left:
+            return
+        for which in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, which)
+        for pid in left:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.001 * min(turn, 20))
+
+
+def run(world: World, jobs: list[Job], seconds: float = 60.0) -> Iterator[list[Any] | Failed]:
+    """For each job, what it returns by rank, or why there is no answer. All jobs have the same number of ranks."""
+    done = 0
+    while done < len(jobs):
+        for outcome in session(world, jobs[done:], seconds):
+            done += 1
+            yield outcome
+            if isinstance(outcome, Failed):
+                break
+        while isinstance(outcome, Failed) and outcome.fatal and done < len(jobs):
+            done += 1
+            yield outcome
+
+
+def session(world: World, jobs: list[Job], seconds: float) -> Iterator[list[Any] | Failed]:
+    """The jobs of one set of processes, to the first that fails."""
+    ranks = jobs[0][1].ranks
+    adopt()
+    others = set(descendants(os.getpid()))
+    scratch, pipes = tempfile.mkdtemp(prefix="lab-"), [os.pipe() for _ in range(ranks)]
+    sys.stdout.flush(), sys.stderr.flush()
+    child = os.fork()
+    if not child:
+        try:
+            for reading, _ in pipes:
+                os.close(reading)
+            host(world, ranks, jobs, [writing for _, writing in pipes], scratch)
+        finally:
+            os._exit(1)
+    for _, writing in pipes:
+        os.close(writing)
+    try:
+        data = {reading: bytearray() for reading, _ in pipes}
+        for _ in jobs:
+            outcome = collect(child, data, scratch, seconds)
+            yield outcome
+            if isinstance(outcome, Failed):
+                return
+    finally:
+        end(others)
+        for reading, _ in pipes:
+            os.close(reading)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def taken(data: bytearray) -> dict[str, Any] | None:
+    """The first answer in what a rank has written, if it is complete."""
+    if len(data) < 8 or len(data) < 8 + (size := struct.unpack("q", data[:8])[0]):
+        return None
+    message = bytes(data[8 : 8 + size])
+    del data[: 8 + size]
+    try:
+        found = torch.load(io.BytesIO(message), weights_only=True)
+        return found if isinstance(found, dict) and found else dict(error=SILENT)
+    except Exception:
+        return dict(error=SILENT)
+
+
+def collect(child: int, data: dict[int, bytearray], scratch: str, seconds: float) -> list[Any] | Failed:
+    """The next answer of every rank, until the time is up; a rank's error leaves the others two seconds."""
+    deadline, answers, order = time.monotonic() + seconds, {}, list(data)
+
+    def keep(rank: int, found: dict[str, Any] | None):
+        nonlocal deadline
+        if found is not None and rank not in answers:
+            answers[rank] = found
+            if "value" not in found:
+                deadline = min(deadline, time.monotonic() + (0 if found.get("fatal") else 2))
+
+    with selectors.DefaultSelector() as selector:
+        for rank, pipe in enumerate(order):
+            keep(rank, taken(data[pipe]))
+            if rank not in answers:
+                selector.register(pipe, selectors.EVENT_READ)
+        while len(answers) < len(order) and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                part, rank = os.read(key.fd, 2**20), order.index(key.fd)
+                data[key.fd] += part
+                too_much = len(data[key.fd]) > MOST_ANSWER
+                keep(rank, dict(error=SILENT) if not part or too_much else taken(data[key.fd]))
+                if rank in answers:
+                    selector.unregister(key.fd)
+    errors = {rank: str(found.get("error", SILENT)) for rank, found in answers.items() if "value" not in found}
+    if not errors and len(answers) == len(order):
+        return [answers[rank]["value"] for rank in range(len(order))]
+    return failure(child, answers, errors, len(order), scratch, seconds)
+
+
+def failure(child: int, answers: dict, errors: dict[int, str], ranks: int, scratch: str, seconds: float) -> Failed:
+    """The error that comes first, or where the ranks stand that have not answered."""
+    echoes = ("collectives do not match", SILENT)  # what one rank's end does to others
+    first = sorted(errors, key=lambda rank: (sum((i + 1) * (e in errors[rank]) for i, e in enumerate(echoes)), rank))
+    if first:
+        fatal, text = bool(answers[first[0]].get("fatal")), errors[first[0]]
+        alike = fatal or ranks == 1 or text.startswith("not written yet")
+        failed = Failed(text if alike else f"rank {first[0]} of {ranks}: {text}")
+        failed.fatal = fatal
+        return failed
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGUSR1)
+    time.sleep(0.3)
+    late, stood = sorted(set(range(ranks)) - answers.keys()), []
+    for rank in late:
+        path = Path(scratch) / f"where-{rank}"
+        text = path.read_text(errors="replace") if path.exists() else ""
+        found = [(file, int(line), name) for file, line, name in re.findall(r'File "(.+)", line (\d+) in (\S+)', text)]
+        stood.append(f"rank {rank}{frame_of(found[::-1]) or ' in the code around it'}")
+    text = f"no answer within {seconds:g} s (an endless loop, or ranks that wait for one another): {', '.join(stood)}"
+    return Failed(text)
+
+
+def call(function: Callable[..., Any], *args: Any, seconds: float = 20.0) -> Any:
+    """What a function of ours finds in a student's source, in a process that may crash. Raises Failed."""
+    (outcome,) = run(World(modules=("labs",)), [(lambda _step, _case, _mesh: function(*args), Case(0))], seconds)
+    if isinstance(outcome, Failed):
+        raise outcome
+    return outcome[0]

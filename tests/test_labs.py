@@ -1,0 +1,477 @@
+"""The labs judged: holes give nothing away, right solutions earn all points in any style, wrong ones lose theirs."""
+
+import ast
+import csv
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common import UserError
+from labs import folder as folders
+from labs import source
+from labs.__main__ import parser
+from labs.course import ROOT, file_of, load, numbers, path_of
+from labs.grade import restore
+from labs.judge import Folder, Judge, Result, check
+from labs.launch import project_files
+from labs.ranks import complaint
+from tests.faults import FAULTS
+from tests.sabotage import ROWS
+
+LABS = numbers()
+ID = "some.student-1"
+S2, S4 = "step02_ddp", "step04_tp_sp"
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
+def changed(text: str, owner: str, old: str, new: str) -> str:
+    """A source in which a function or class has other text. Raises KeyError if the old text is not in it."""
+    (node,) = [node for node in ast.parse(text).body if getattr(node, "name", "") == owner]
+    part = ast.get_source_segment(text, node)
+    if old not in part:
+        raise KeyError(f"{old!r} is not in {owner}")
+    return text.replace(part, part.replace(old, new))
+
+
+def handed_in(path: Path, number: int, *changes: tuple[str, str], only: int = 0, answer: bool = False) -> Folder:
+    """A folder with the project's code, but for texts (old, new); `only`: in the holes of one task alone."""
+    folders.start(number, path, ID)
+    lab = load(number)
+    for module in lab.modules:
+        text = path_of(module).read_text()
+        for old, new in changes:
+            assert text.count(old) == 1, f"{text.count(old)} times {old!r}"
+            text = text.replace(old, new)
+        holes = {name: task for name, task in lab.holes(module).items() if only and task != only}
+        (path / file_of(module)).write_text(source.hollow(text, holes, number) if holes else text)
+    if answer:
+        right = lab.question.answer(lab.question.values(ID))
+        (path / "answers.toml").write_text(f'id = "{ID}"\nanswer = {right!r}\n')
+    return folders.open_folder(path)
+
+
+def judged(folder: Folder, *tasks: int, seconds: float = 120) -> list[Result]:
+    """The results of some tasks."""
+    return list(check(folder, *tasks, seconds=seconds))
+
+
+# --- what stands in the folder ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", LABS)
+def test_a_lab_is_complete(number):
+    """Four to six tasks; holes are there, have a docstring, or their class has one, and no hole is in two tasks."""
+    lab = load(number)
+    assert 4 <= len(lab.tasks) <= 6
+    holes = [hole for task in lab.tasks for hole in task.holes]
+    assert len(holes) == len(set(holes))
+    for module in lab.modules:
+        tree = ast.parse(path_of(module).read_text())
+        found, classes = source.definitions(tree), {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}
+        for hole in lab.holes(module):
+            assert ast.get_docstring(found[hole]) or ast.get_docstring(classes[hole.partition(".")[0]]), hole
+    for task in lab.tasks:
+        assert task.read and task.criteria and all(len(hint) > 20 for hint in task.hints)
+        assert not [name for name in task.faults if name not in FAULTS]
+    assert any(criterion.whole for task in lab.tasks for criterion in task.criteria), "no run of the whole file"
+
+
+@pytest.mark.parametrize("number", LABS)
+def test_a_starter_gives_nothing_away(tmp_path, number):
+    """Signatures and docstrings stay; no line of a body that was taken out stands anywhere in the folder."""
+    folders.start(number, tmp_path / "lab", ID)
+    lab, shown = load(number), "".join(p.read_text() for p in (tmp_path / "lab").iterdir())
+    lines = {line.strip() for line in shown.splitlines()}
+    for module in lab.modules:
+        text = path_of(module).read_text()
+        before, after = (
+            source.definitions(ast.parse(t)) for t in (text, (tmp_path / "lab" / file_of(module)).read_text())
+        )
+        outside = text.splitlines()
+        bodies = {}
+        for name in lab.holes(module):
+            code = source.code_of(before[name])
+            bodies[name] = [line.strip() for line in outside[code[0].lineno - 1 : code[-1].end_lineno]]
+            for i in range(code[0].lineno - 1, code[-1].end_lineno):
+                outside[i] = ""
+            assert ast.unparse(before[name].args) == ast.unparse(after[name].args)
+            assert ast.get_docstring(before[name]) == ast.get_docstring(after[name]) and source.is_hole(after[name])
+        kept = {line.strip() for line in outside}
+        for name, body in bodies.items():
+            assert not [line for line in body if len(line) > 12 and line in lines - kept], name
+
+
+@pytest.mark.parametrize("number", LABS)
+def test_a_question_differs_by_id_and_names_mistakes(number):
+    """The right number passes, a known mistake is named, and nothing that a file can contain stops the judge."""
+    question = load(number).question
+    assert len({str(question.values(f"student{i}")) for i in range(12)}) > 6
+    right = question.answer(question.values(ID))
+    assert question.judge(ID, right) == ""
+    for words, mistake in question.mistakes:
+        assert words in question.judge(ID, mistake(question.values(ID)))
+    for answer in ("", "x", True, None, [1], {}, float("inf"), float("nan"), right * 1.37 + 2, 10**400):
+        text = question.judge(ID, answer)
+        assert text and f"{right:.6g}" not in text
+
+
+def test_progress_hints_and_words(tmp_path):
+    """Three hints, one at a time; the bar knows the last check of each task, and which is next."""
+    folder = handed_in(tmp_path / "lab", 4)
+    assert [folders.hint(folder, 4)[:7] for _ in range(3)] == ["1 of 3:", "2 of 3:", "3 of 3:"]
+    assert "all hints" in folders.hint(folder, 4)
+    assert "next: task 1" in folders.progress(folder)
+    folders.note(folder.path, f"check of task 1: {folder.lab.tasks[0].points} of {folder.lab.tasks[0].points}")
+    assert "next: task 2" in folders.progress(folder) and "[####" in folders.progress(folder)
+    same = [Result(1, "one", 2, "an error"), Result(1, "two", 2, "an error"), Result(1, "three", 1, "")]
+    assert "".join(folders.lines_of(folder, same, {})).count("an error") == 1
+    with pytest.raises(UserError, match="not empty"):
+        folders.start(4, tmp_path / "lab", ID)
+    with pytest.raises(UserError, match="no lab"):
+        folders.open_folder(tmp_path)
+    commands = re.findall(r"^python -m labs ([^#\n]+)", (tmp_path / "lab" / "LAB.md").read_text(), re.MULTILINE)
+    assert len(commands) == 3 and all(parser().parse_args(c.split(" -- ")[0].split()) for c in commands)
+
+
+# --- points ----------------------------------------------------------------------------------------------------------
+
+TASKS = [(lab, task) for lab in LABS for task in range(1, len(load(lab).tasks) + 1)]
+SHOWN = {(4, 2), (1, 1)}  # in the default run
+SABOTAGES = [(*place, row) for place, rows in ROWS.items() for row in rows]
+SABOTAGES += [
+    (lab, task, (name, FAULTS[name].owner, FAULTS[name].old, FAULTS[name].new))
+    for lab, task in TASKS
+    for name in load(lab).tasks[task - 1].faults
+    if FAULTS[name].module in load(lab).modules
+]
+
+
+def tier(cases: list[tuple], shown: set) -> list:
+    """Parameters of which most are exhaustive."""
+    return [pytest.param(*c, marks=() if c[:2] in shown else pytest.mark.exhaustive, id=str(c)[:70]) for c in cases]
+
+
+@pytest.mark.parametrize("number, task", tier(TASKS, SHOWN))
+def test_one_solved_task_earns_its_points(tmp_path, number, task):
+    """With the project's code in this task's holes alone, but for the whole file; the next task has none."""
+    folder = handed_in(tmp_path / "lab", number, only=task)
+    criteria = load(number).tasks[task - 1].criteria
+    wrong = [
+        r.text for r, criterion in zip(judged(folder, task), criteria, strict=True) if r.text and not criterion.whole
+    ]
+    assert not wrong
+    for result in judged(folder, task % len(folder.lab.tasks) + 1):
+        assert result.text.startswith("not written yet: lab") and "same numbers" not in result.text
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", LABS)
+def test_the_project_earns_all_points(tmp_path, number):
+    """Under two ids."""
+    for student in ("a", "b"):
+        folder = handed_in(tmp_path / student, number)
+        folder.student, lab = student, folder.lab
+        folder.answer = lab.question.answer(lab.question.values(student))
+        assert not [r.text for r in judged(folder, *range(1, len(lab.tasks) + 1), 0) if r.text]
+
+
+def sabotaged(path: Path, number: int, row: tuple[str, str, str, str]) -> Folder:
+    """A folder with the project's code, but for one change."""
+    folder = handed_in(path, number)
+    for module, text in folder.sources.items():
+        if re.search(rf"^(def|class) {row[1]}\b", text, re.MULTILINE):
+            folder.sources[module] = changed(text, *row[1:])
+    return folder
+
+
+@pytest.mark.parametrize("number, task, row", tier(SABOTAGES, SHOWN))
+def test_a_wrong_solution_loses_points(tmp_path, monkeypatch, number, task, row):
+    """Each sabotage, in its own task."""
+    monkeypatch.setattr(Judge, "words", lambda *_: "")  # what kind it is takes more runs
+    results = judged(sabotaged(tmp_path / "lab", number, row), task, seconds=20)
+    texts = [result.text for result in results if result.text]
+    assert texts, f"{row[0]}: {sum(r.points for r in results)} points"
+    print(row[0], "->", texts[0][:160])
+
+
+def test_there_are_thirty_wrong_solutions_in_every_lab_some():
+    """What the issue with full points for wrong code was."""
+    assert len(SABOTAGES) >= 30
+    assert {lab for lab, *_ in SABOTAGES} >= {1, 2, 3, 4}
+
+
+def test_a_fault_is_named_and_hedged(tmp_path):
+    """The numbers of a known fault are recognised; a wrong scale and a wrong slice of the vocabulary are told."""
+    fault = FAULTS["g_sums_in_backward_too"]
+    folder = sabotaged(tmp_path / "a", 4, ("", fault.owner, fault.old, fault.new))
+    texts = " ".join(r.text for r in judged(folder, 2))
+    assert "the same numbers as with g_sums_in_backward_too: as torch.distributed.nn does" in texts
+    folder = sabotaged(tmp_path / "b", 4, ("", "VocabParallelEmbedding", " * here[..., None]", ""))
+    assert re.search(r"token \d+ belongs to rank \d, which has ids \d+ to \d+: .* zero", judged(folder, 3)[0].text)
+
+
+def test_a_crash_costs_its_own_criterion_alone(tmp_path):
+    """A loss that raises leaves the embedding its points."""
+    line = "    logits = logits.to(wide(logits.dtype))\n"
+    results = judged(handed_in(tmp_path / "lab", 4, (line, line + "    raise ValueError('oh')\n")), 3)
+    assert [bool(result.text) for result in results] == [False, True, True, True, True]
+    assert (
+        "ValueError: oh (step04_tp_sp.py:" in results[1].text and "in vocab_parallel_cross_entropy" in results[1].text
+    )
+
+
+def test_gloos_words_are_quoted():
+    """A mismatched collective: what gloo says, and where, without its path."""
+    error = RuntimeError(
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] op.preamble.length <= op.nbytes. 8 vs 4"
+    )
+    assert complaint(error).endswith(": [pair.cc:534] op.preamble.length <= op.nbytes. 8 vs 4")
+
+
+# --- right solutions in other styles ---------------------------------------------------------------------------------
+
+LAST_IMPORT = "from step03_zero import STAGES, make_optimizer\n"
+RAW_RING = """        n, r = group.size, group.rank
+        pieces = [p.clone() for p in gradient.view(-1).tensor_split(n)]
+        right, left = (dist.get_global_rank(group.handle, (r + d) % n) for d in (1, -1))
+        for s in range(2 * n - 2):
+            room = torch.empty_like(pieces[(r - s - 1) % n])
+            sending = dist.isend(pieces[(r - s) % n], right, group=group.handle)
+            dist.irecv(room, left, group=group.handle).wait(), sending.wait()
+            pieces[(r - s - 1) % n] = pieces[(r - s - 1) % n] + room if s < n - 1 else room
+        gradient.copy_(torch.cat(pieces).view_as(gradient))
+"""
+BY_ALL_REDUCES = """    logits = logits.to(wide(logits.dtype))
+    own = logits[..., : len(ids)]
+    most = own.detach().amax(-1) if len(ids) else logits.new_full(targets.shape, -torch.inf)
+    everyone = most.new_empty(group.size, *most.shape)
+    all_gather(everyone.view(-1), most.contiguous().view(-1), group).wait()
+    most = everyone.amax(0)
+    sums = SumForward.apply((own - most[..., None]).exp().sum(-1), group)
+    here = (targets >= ids.start) & (targets < ids.stop)
+    picked = logits.gather(-1, torch.where(here, targets - ids.start, 0)[..., None])[..., 0] * here
+    total = SumForward.apply(picked, group)
+    return ((sums.log() + most - total) * (targets != IGNORE)).sum()
+
+
+class SumForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        x = x.clone()
+        all_reduce(x, group).wait()
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+"""
+
+
+def body(module: str, name: str) -> str:
+    """The text of a function's body, without its docstring."""
+    text = path_of(module).read_text()
+    code = source.code_of(source.definitions(ast.parse(text))[name])
+    return "".join(text.splitlines(True)[code[0].lineno - 1 : code[-1].end_lineno])
+
+
+F, G = "def enter_block(x: Tensor, group: Group, sp: bool)", "def leave_block(x: Tensor, group: Group,"
+DOCSTRING = '    """f or g: one of the four functions above in forward, and another one in backward."""\n'
+NONES = "ctx.backwards(grad, ctx.group), None, None, None"
+OPTIONAL = "\ntry:\n    import numpy as np\nexcept ImportError:\n    np = None\n"
+QUIET = "def quiet(f):\n    return lambda *a, **k: f(*a, **k)\n\n\n@quiet\n"
+MISSING = "        self.missing = 0  # additions, until all gradients are complete\n"
+FUTURE = "from __future__ import annotations\n\n"
+RAW = "    import torch.distributed as dist\n\n    dist.all_reduce(x, group=group.handle)\n"
+JOINED = "def joined(parts):\n    return torch.cat(list(parts), 1)\n\n\n"
+POPPED = "        last = lists.pop()\n        lists += [[*last, param]]\n"
+CALLABLE = "from collections.abc import Callable\n"
+STYLES = {  # lab, task, changes
+    "from __future__ import annotations": (4, 2, [(CALLABLE, FUTURE + CALLABLE)]),
+    "an own decorator": (4, 2, [(F, QUIET + F)]),
+    "a constant as default": (4, 2, [(LAST_IMPORT, LAST_IMPORT + "\nY = True\n"), (F, F.replace("bool", "bool = Y"))]),
+    "an alias": (4, 2, [(LAST_IMPORT, LAST_IMPORT + "\nRanks = Group\n"), (G, G.replace("Group", "Ranks"))]),
+    "try: import": (4, 2, [(LAST_IMPORT, LAST_IMPORT + OPTIONAL), (NONES, NONES + " if np else None")]),
+    "a class attribute": (
+        4, 2, [(DOCSTRING, DOCSTRING + "\n    no = None\n"), (NONES, NONES.replace("None", "Conjugate.no"))]),
+    "a helper of one's own": (
+        4, 1, [("def gather_tokens(", JOINED + "def gather_tokens("),
+               ("parts.movedim(0, 1).flatten(1, 2)", "joined(parts)")]),
+    "raw torch.distributed": (4, 1, [("    all_reduce(x, group).wait()\n    return x\n", RAW + "    return x\n")]),
+    "the loss by other collectives": (4, 3, [(body(S4, "vocab_parallel_cross_entropy"), BY_ALL_REDUCES)]),
+    "an attribute of an earlier task": (
+        2, 4, [(MISSING, "        self.missing, self.number = 0, len(params)\n"),
+               ("additions * len(bucket.params)", "additions * bucket.number")]),
+    "a raw ring": (2, 2, [(body(S2, "RingSync.sum_up"), RAW_RING)]),
+    "other names and loops": (2, 3, [("        lists[-1].append(param)\n", POPPED)]),
+}  # fmt: skip
+TRIED = ("an attribute of an earlier task", "from __future__ import annotations")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in TRIED else EXHAUSTIVE) for n in STYLES])
+def test_a_right_solution_in_another_style_earns_all_points(tmp_path, name):
+    """What has earned none in labs before this one."""
+    number, task, changes = STYLES[name]
+    results = judged(handed_in(tmp_path / "lab", number, *changes), task)
+    assert not [r.text for r in results if r.text]
+
+
+# --- hostile folders -------------------------------------------------------------------------------------------------
+
+GATHER = "    parts = x.new_empty(group.size, *x.shape)\n"
+FORK = """    import os, time
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(4)
+        open({!r}, "w").write("here")
+"""
+HOSTILE = {  # what it does, and what every failing criterion says
+    "a syntax error": (("def gather_tokens(", "def gather_tokens(("), "SyntaxError"),
+    "a loop that sleeps": (
+        (GATHER, "    import time\n    time.sleep(1000)\n"),
+        r"no answer within .* in gather_tokens",
+    ),
+    "an endless loop": ((GATHER, "    while True:\n        pass\n"), r"no answer within .* in gather_tokens"),
+    "a rank that leaves out a collective": (
+        (GATHER, "    if group.rank:\n        return x\n" + GATHER),
+        "no answer|do not match|without an answer|shape",
+    ),
+    "os._exit": ((GATHER, "    import os\n    os._exit(0)\n"), "ended without an answer .*output.txt"),
+    "a crash of one rank": (
+        (GATHER, "    import os\n    group.rank or os.abort()\n" + GATHER),
+        "ended without an answer",
+    ),
+    "os._exit at import": (("@dataclass\n", "import os\nx = os._exit(0)\n\n\n@dataclass\n"), "ended without an answer"),
+    "a patched clock": (
+        (GATHER, "    import time\n    time.monotonic = time.time = lambda: 0\n    while True:\n        pass\n"),
+        "no answer",
+    ),
+    "20,000 unary minuses": (("@dataclass\n", f"x = {'-' * 20000}1\n\n\n@dataclass\n"), "Error|without an answer"),
+    "a gigabyte of output": ((GATHER, "    while True:\n        print('x' * 10**6)\n"), "Error|no answer"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "os._exit" else EXHAUSTIVE) for n in HOSTILE])
+def test_hostile_code_costs_its_criteria_and_never_the_run(tmp_path, monkeypatch, name):
+    """The criteria of gather_tokens say why; nothing is left running."""
+    change, says = HOSTILE[name]
+    folder = handed_in(tmp_path / "lab", 4, *([change] if change[0] != "@dataclass\n" else []))
+    if change[0] == "@dataclass\n":
+        folder.sources[S4] = folder.sources[S4].replace(*change, 1)
+    before = children()
+    for seconds in (5, 20, 60):  # a busy machine may need longer to come as far as the student's line
+        texts = [r.text for r in judged(folder, 1, seconds=seconds) if "gather" in r.says]
+        if all(re.search(says, text) for text in texts):
+            break
+    assert all(re.search(says, text) for text in texts), texts
+    assert children() <= before
+
+
+def children() -> set[str]:
+    """Processes of ours."""
+    return set(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
+
+
+def command(*words: object, folder: Path = ROOT, status: int | None = 0) -> str:
+    """`python -m labs ...`; what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "labs", *map(str, words)], cwd=folder, capture_output=True, text=True, timeout=900
+    )
+    assert status is None or done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.exhaustive
+def test_no_folder_stops_or_touches_another(tmp_path):
+    """Each evil folder first, then a right one: all points; what was done is in the table; the exit status is 0."""
+    copy, mark, n = tmp_path / "project", tmp_path / "results.json", load(1).points
+    for path in project_files():
+        if path.suffix == ".py":
+            (copy / path).parent.mkdir(parents=True, exist_ok=True)
+            (copy / path).write_bytes((ROOT / path).read_bytes())
+    target = copy / "common" / "__init__.py"
+    kept = target.read_text()
+    evil = {
+        "deep": ("", 'id = "x"\nanswer = ' + "[" * 100000),
+        "infinite": ("", 'id = "x"\nanswer = inf'),
+        "huge": ("", 'id = "x"\nanswer = 1e400'),
+        "minuses": (f"x = {'-' * 20000}1\n", None),
+        "parentheses": (f"x = {'(' * 300000}\n", None),
+        "daemon": (FORK.format(str(mark)).replace("\n    ", "\n")[4:], None),
+        "writer": (f"open({str(target)!r}, 'a').write('raise SystemExit\\n')\n", None),
+        "killer": ("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n", None),
+    }
+    for name, (code, answers) in evil.items():
+        folder = handed_in(tmp_path / name, 1)
+        (folder.path / "step01_single_gpu.py").write_text(folder.sources["step01_single_gpu"] + "\n" + code)
+        if answers:
+            (folder.path / "answers.toml").write_text(answers)
+    handed_in(tmp_path / "right", 1, answer=True)
+    handed_in(
+        tmp_path / "too", 1, ("loss = loss + micro_loss.detach()", "loss = micro_loss.detach() + loss"), answer=True
+    )
+    (tmp_path / "empty").mkdir()
+    order, table = [*evil, "empty", "right", "too"], tmp_path / "points.csv"
+    said = command("grade", *(tmp_path / x for x in order), "--csv", table, "--seconds", "20", folder=copy)
+    assert "Traceback" not in said and target.read_text() == kept and not mark.exists()
+    with table.open(newline="") as file:
+        rows = {Path(row["folder"]).name: row for row in csv.DictReader(file)}
+    assert [*rows] == order and rows["right"]["points"] == rows["too"]["points"] == str(n)
+    assert rows["writer"]["project files changed"] == "common/__init__.py" and "open" in rows["writer"]["reaches for"]
+    assert "no lab" in rows["empty"]["error"] and "os" in rows["killer"]["reaches for"]
+    assert rows["killer"]["ended early"] and not rows["right"]["ended early"]
+    for name in ("deep", "infinite", "huge"):
+        assert rows[name]["points"] == str(n - load(1).question.points) and rows[name]["question"] == "0"
+    assert int(rows["right"]["same as the project's file"]) == len(load(1).holes("step01_single_gpu"))
+
+
+def test_a_table_shows_what_a_teacher_should_see(tmp_path, monkeypatch):
+    """Copies of a folder and of the project, with other names of variables; what a source reaches for; `restore`."""
+    text = path_of("step01_single_gpu").read_text()
+    holes = {"step01_single_gpu": load(1).holes("step01_single_gpu")}
+    project = {"step01_single_gpu": text}
+    assert source.facts(project, project, holes)["same"] == len(holes["step01_single_gpu"])
+    renamed = {"step01_single_gpu": text.replace("progress", "p")}
+    assert source.facts(renamed, project, holes)["same"] == len(holes["step01_single_gpu"])
+    for line, word in (
+        ("import labs.lab1", "labs"),
+        ("eval('1')", "eval"),
+        ("x = getattr(torch, '__builtins__')", "__b"),
+    ):
+        found = source.facts({"step01_single_gpu": text + "\n" + line}, project, holes)["reaches"]
+        assert any(word in name for name in found), (line, found)
+    before = {tmp_path / "kept": b"1"}
+    monkeypatch.setattr("labs.grade.ROOT", tmp_path)
+    (tmp_path / "kept").write_bytes(b"2")
+    (tmp_path / "new").write_bytes(b"2")
+    assert restore(before) == ["kept", "new"] and restore(before) == []
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.exhaustive
+def test_a_folder_runs_by_itself(tmp_path):
+    """In its own folder: a check, and training with the student's file, which is seen to run."""
+    handed_in(tmp_path / "lab", 4, ("class Conjugate(", "print('mine')\n\n\nclass Conjugate("), answer=True)
+    assert "8 of 49 points; next: task 2" in command("check", ".", "--task", "1", folder=tmp_path / "lab")
+    flags = "--tp 2 --no-sp --steps 2 --global-batch-size 4 --model debug --device cpu"
+    said = command("run", ".", "--ranks", "2", "--", *flags.split(), folder=tmp_path / "lab")
+    assert said.count("mine") >= 2 and (tmp_path / "lab" / "runs" / "step04_tp_sp" / "metrics.jsonl").exists()
+
+
+def test_a_handout_has_no_solution(tmp_path):
+    """Steps of labs not given yet are holes; tests and variants of them are not there; a lab starts and is judged."""
+    copy = tmp_path / "copy"
+    command("handout", copy, "--without", "3,4")
+    lab = load(4)
+    found = source.definitions(ast.parse((copy / "step04_tp_sp.py").read_text()))
+    assert all(source.is_hole(found[name]) for name in lab.holes(S4))
+    assert not (copy / "tests").exists() and (copy / "step02_ddp.py").read_text() == path_of(S2).read_text()
+    line = "return parts.movedim(0, 1).flatten(1, 2)"
+    assert not [path for path in copy.rglob("*.py") if line in path.read_text()]
+    command("start", 4, tmp_path / "lab", folder=copy)
+    assert "not written yet" in command("check", tmp_path / "lab", "--task", 1, folder=copy, status=1)
