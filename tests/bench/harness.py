@@ -46,7 +46,7 @@ class Result(NamedTuple):
 
     seconds: list[float]
     cpu: list[float]
-    row: dict[str, Any]  # of the last step
+    row: dict[str, Any]  # of the last step; of PyTorch's own it is not known what is sent
     peak: int  # bytes of rank 0's tensors, at most, in the second step
 
 
@@ -217,7 +217,11 @@ def contest(entries: dict[str, Entry], rounds: int, n_steps: int, bound: float, 
         if apart > bound:
             raise RuntimeError(f"{name}: its loss differs by {apart:.3g} from that of the first")
     return {
-        name: Result(*map(list, zip(*times[name], strict=True)), one.history[-1], peaks[name])
+        name: Result(
+            *map(list, zip(*times[name], strict=True)),
+            one.history[-1] | ({} if one.ours else dict(sent={})),
+            peaks[name],
+        )
         for name, one in made.items()
     }
 

@@ -32,11 +32,10 @@ class Runs(NamedTuple):
 def served(step: str, flags: dict[str, Any]) -> SimpleNamespace:
     """Runs on every rank: train with everything around; what the run has seen."""
     module = importlib.import_module(step)
-    with tempfile.TemporaryDirectory() as out:
-        config = compose(module)(**dict(save_every=0, eval_every=0, peak_tflops=1.0, out=out) | flags)
-        with ServedRun(config) as run:
-            module.train(config, run)
-        pictures = {path.stem: path.read_bytes() for path in Path(out).glob("*.png")}
+    config = compose(module)(**dict(save_every=0, eval_every=0, peak_tflops=1.0) | flags)
+    with ServedRun(config) as run:
+        module.train(config, run)
+    pictures = {path.stem: path.read_bytes() for path in Path(config.out).glob("*.png")}
     held, curves = run.screen.held, None
     if flags.get("profile_memory"):
         curves = dict(zip(("seconds", "bytes"), held.timeline.curves(), strict=True))
@@ -185,7 +184,10 @@ def main(name: str, argv: list[str]):
         shared = shared | {key: value for key, value in vars(config).items() if value}
         if shared.get("eval_every"):
             shared["eval_every"] = min(shared["eval_every"], shared["steps"])
-        found = {label: on_ranks(n, served, step, shared | flags) for label, (n, step, flags) in rows.items()}
+        found = {}
+        for label, (n, step, flags) in rows.items():
+            with tempfile.TemporaryDirectory() as out:  # the same on all ranks
+                found[label] = on_ranks(n, served, step, shared | flags | dict(out=out))
         print(f"{name}: {about}\n{' '.join(f'{key} {value}' for key, value in shared.items())}\n")
         show(found, shared)
 
