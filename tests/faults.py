@@ -258,7 +258,7 @@ FAULTS: dict[str, Fault] = {
          "the last"),
         ("last_unit_not_landed", "Zero2", 'the last unit."""\n        self.land()', 'the last unit."""',
          "the embedding"),
-        ("slices_not_emptied", "Zero2", "torch.zeros_like(unit.master,", "torch.ones_like(unit.master,",
+        ("slices_not_emptied", "Zero2", "torch.zeros_like(unit.master", "torch.ones_like(unit.master",
          "they start at 1"),
         ("summed_again", "Zero2", "param.grad = None", "pass", "what has been summed is in the next sum, too"),
     ),
