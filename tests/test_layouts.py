@@ -79,15 +79,20 @@ def goes_on(pools, reference, row: Row, folder: Path):
     assert all(torch.equal(tensor, expected[key]) for key, tensor in found.items())
 
 
+def label(row: Row) -> str:
+    """A test id."""
+    flags = "-".join(f"{key}={Path(str(value)).name}" for key, value in (row.layout | row.base).items())
+    return f"{row.step[:6]}-{row.ranks}-{flags}"
+
+
 def cases() -> list:
     """The table, and every legal layout of 8 ranks for the sweep."""
     found = []
     for row in sorted([*ROWS, *every_legal_layout()], key=lambda row: row.ranks):
-        flags = "-".join(f"{key}={Path(str(value)).name}" for key, value in (row.layout | row.base).items())
         for name in row.does:
             marks = [pytest.mark.exhaustive] * (row.tier == EXHAUSTIVE)
             marks += [pytest.mark.numerics] * (name in ("drifts", "stays_near"))
-            found.append(pytest.param(name, row, marks=marks, id=f"{name}-{row.step[:6]}-{row.ranks}-{flags}"))
+            found.append(pytest.param(name, row, marks=marks, id=f"{name}-{label(row)}"))
     return found
 
 
