@@ -134,6 +134,8 @@ class ExpertLoad:
             comm.all_reduce(self.sums, self.mesh[dim]).wait()
         comm.observer = observer
         choices, (rows, tokens, entropy) = self.sums[:, :-3], self.sums[:, -3:].sum(0).tolist()
+        if not tokens:  # no layer has experts
+            return {}
         shares = {str(n): (row / row.sum()).tolist() for n, row in enumerate(choices) if row.any()}
         dropped = 1 - rows / choices.sum().item()
         self.sums.zero_()
