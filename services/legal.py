@@ -11,15 +11,15 @@ from theory.shapes import shape_of
 
 
 def layout_of(config: Any, world: int) -> Layout:
-    """The layout of a run; dimensions that the step does not have are 1."""
+    """The layout of a run of so many ranks, or of a dry run; dimensions that the step does not have are 1."""
     found = {field.name: getattr(config, field.name) for field in fields(Layout) if hasattr(config, field.name)}
     x = Layout(**found)
-    return Layout(**found, dp=world // (x.pp * x.cp * x.tp))
+    return Layout(**found, dp=(config.dry_run or world) // (x.pp * x.cp * x.tp))
 
 
 def check(config: Any, world: int):
     """Raises UserError with the first rule that is broken. What does not divide the ranks, the mesh refuses."""
-    x = layout_of(config, config.dry_run or world)
+    x = layout_of(config, world)
     if hasattr(config, "sync") and x.world == (config.dry_run or world):
         v = stages(SCHEDULES[x.schedule](config), x.pp) if x.pp > 1 else 1
         for ok, message in rules(shape_of(PRESETS[config.model], config), x, v):

@@ -636,6 +636,9 @@ PATCHES = {  # no mistakes: both sides of a comparison have them (`patch` of tes
         ("idle_experts", "MoE", "p.topk(self.top_k)",
          "p.masked_fill(torch.arange(p.shape[-1]) > 1, 0.0).topk(self.top_k)", "tokens go to experts 0 and 1 alone"),
     ),
+    **of("variants.compress_activations", "", DEFAULT,
+        ("not_rounded", "Bits", "KINDS[mode]", "torch.float64", "what is called bf16 has 64 bits"),
+    ),
 }
 # fmt: on
 

@@ -251,7 +251,7 @@ def test_a_long_pipeline_is_continued_from_a_short_one(schedule):
 
 def test_a_message_is_waited_for():
     """By hand: two ranks, one micro-batch. F, message, F, B, message, B."""
-    lists, places = [[Action("F", 0, r), Action("B", 0, r)] for r in range(2)], schedules.loop(2, 2, 1)
+    lists, places = [[Action("F", 0, r), Action("B", 0, r)] for r in range(2)], schedules.round_robin(2, 2, 1)
     assert isinstance(places[0], Place) and makespan(lists, places, dict(F=1.0, B=2.0), 0.5) == 7.0
 
 
@@ -375,7 +375,7 @@ def test_files_with_gaps_and_in_another_order(tmp_path, capsys):
             writer.writeheader()
             writer.writerows(draw.sample(found, len(found)))
     out = tmp_path / "predicted.json"
-    bench.main(["--rows", str(paths[0]), "--vtrain", str(paths[1]), "--json", str(out)])
+    bench.main("plan", ["--rows", str(paths[0]), "--vtrain", str(paths[1]), "--json", str(out)])
     entries = json.loads(out.read_text())
     assert {entry["id"]: entry["predicted"] for entry in entries[: len(rows)]} == expected
     assert sorted(len(entry["published"]) for entry in entries[len(rows) :]) == [0, 1, 1, 1, 1]

@@ -25,7 +25,6 @@ from services.run import ServedRun, attach, compose, plugins
 from services.watchdog import Place, Watchdog, compare
 from tests.equal import BASE, BOUND, SHAPE, SMALL, difference
 from tests.rows import ROWS
-from tests.test_layouts import label
 
 WHOLE, PARTIAL = "Replicate", "Partial"
 
@@ -137,7 +136,7 @@ def test_a_served_run(pools, tmp_path, name):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("row", ROWS, ids=label)
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_every_row_is_served(pools, reference, tmp_path, row):
     """With everything around it, a run of any row sees the first loss of one process."""
     found = pools(row.ranks).run(serve_on_rank, row.step, row.base | row.layout, str(tmp_path / "run"))[0]
