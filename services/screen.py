@@ -216,7 +216,7 @@ class Screen:
             head = "plain form" if uses_variants(self.config) else "predicted"
             self.say(traffic_table(last, predictions.sent_bytes(self.config, self.parts), head))
             plots.traffic(out)
-        if self.load is not None:
+        if "expert_load" in last:
             plots.expert_load(out)
         if self.config.profile_memory:
             seconds, curves = self.held.timeline.curves()
