@@ -134,6 +134,8 @@ class ExpertLoad:
             comm.all_reduce(self.sums, self.mesh[dim]).wait()
         comm.observer = observer
         choices, (rows, tokens, entropy) = self.sums[:, :-3], self.sums[:, -3:].sum(0).tolist()
+        if not tokens:  # no layer has experts
+            return {}
         shares = {str(n): (row / row.sum()).tolist() for n, row in enumerate(choices) if row.any()}
         dropped = 1 - rows / choices.sum().item()
         self.sums.zero_()
@@ -214,7 +216,7 @@ class Screen:
             head = "plain form" if uses_variants(self.config) else "predicted"
             self.say(traffic_table(last, predictions.sent_bytes(self.config, self.parts), head))
             plots.traffic(out)
-        if self.load is not None:
+        if "expert_load" in last:
             plots.expert_load(out)
         if self.config.profile_memory:
             seconds, curves = self.held.timeline.curves()
