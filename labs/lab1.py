@@ -327,6 +327,7 @@ LOOP = Task(
     (trains(4, (1, {}), says="losses, norms and weights of two steps, with unevenly many targets"),
      trains(1, (1, {}), flags=dict(micro_batch_size=5), says="a last micro-batch that is smaller"),
      trains(1, (1, {}), flags=dict(grad_clip=0.0), says="grad_clip 0: no clipping"),
+     trains(1, (1, {}), flags=dict(grad_clip=1e6), says="a norm below grad_clip: nothing is scaled up"),
      trains(1, (1, dict(recompute="full")), says="--recompute full changes nothing"),
      *demands(
          loop_on_rank, loop_expected, UNEVEN,
