@@ -139,7 +139,9 @@ def update_on_rank(step: Any, case: Case, mesh: Any) -> dict[str, Any]:
         if i == 0:
             found |= {f"gradients()[{name}]": g.clone() for name, g in optimizer.gradients().items()}
             found["names in gradients()"] = sorted(optimizer.gradients())
-        optimizer.step(case.lr / (i + 1) if not narrow else case.lr, 0.5)
+        optimizer.step(
+            case.lr if narrow else case.lr / (i + 1), 0.5 if narrow else 0.5**i
+        )  # AdamW hides a common factor
         found["gradients left after step()"] = sum(param.grad is not None for param in model.parameters())
     for name, param in model.named_parameters():
         found[f"{name} after the updates"] = param.detach()
@@ -163,7 +165,8 @@ def update_expected(rank: int, case: Case) -> dict[str, Any]:
                      for s in range(2)]  # fmt: skip
             gradients = [sum(three) for three in parts] * (20 if narrow else 1)
             rates = [case.lr] * 40 if narrow else [case.lr, case.lr / 2]
-            end = adamw_by_hand(start, [g * 0.5 for g in gradients], rates, 0.0)
+            scaled = [g * (0.5 if narrow else 0.5**i) for i, g in enumerate(gradients)]
+            end = adamw_by_hand(start, scaled, rates, 0.0)
             found[f"gradients()[{name}]"] = gradients[0] if not narrow else gradients[0].float()
         found[f"{name} after the updates"] = end
         found[f"how far {name} has moved"] = end - start
