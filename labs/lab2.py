@@ -215,8 +215,8 @@ def decoder_of(case: Case) -> Decoder:
 def loss_of(model: Decoder, case: Case, rank: int, step: int, micro: int) -> Tensor:
     """The loss of drawn tokens."""
     tokens = case.ids(f"tokens {rank} {step} {micro}", 11, 2, 4)
-    spare = (micro + 1) * model.lm_head.spare.sum() if case.unused and rank == 0 else 0
-    return model(tokens, tokens.flip(1)) + spare
+    loss = model(tokens, tokens.flip(1))  # first, so that autograd comes to it last
+    return loss + (micro + 1) * model.lm_head.spare.sum() if case.unused and rank == 0 else loss
 
 
 def overlap_on_rank(step: Any, case: Case, mesh: Any) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def complaint(error: BaseException) -> str:
         return f"not written yet: {error}{frame_of(frames)}"
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({Path(error.filename or '').name}:{error.lineno})"
-    text = " ".join(line.strip() for line in str(error).splitlines()[:2] if line.strip())[:300]
+    text = " ".join(line.strip() for line in str(error).splitlines()[:2] if line.strip())[:200]
     if "gloo" in text:
         text = re.sub(r"^\[[^\]]*?([\w.]+:\d+)\]", r"[\1]", text)
         return f"the ranks' collectives do not match in order or size, or a rank has ended{frame_of(frames)}: {text}"
@@ -339,7 +339,7 @@ def collect(child: int, data: dict[int, bytearray], scratch: str, seconds: float
 
 def failure(child: int, answers: dict, errors: dict[int, str], ranks: int, scratch: str, seconds: float) -> Failed:
     """The error that comes first, or where the ranks stand that have not answered."""
-    echoes = ("collectives do not match", SILENT)  # what one rank's end does to others
+    echoes = (SILENT, "collectives do not match")  # what one rank's end does to others
     first = sorted(errors, key=lambda rank: (sum((i + 1) * (e in errors[rank]) for i, e in enumerate(echoes)), rank))
     if first:
         fatal, text = bool(answers[first[0]].get("fatal")), errors[first[0]]
