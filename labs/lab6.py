@@ -355,7 +355,7 @@ def one_f_one_b(p: int, m: int) -> list[list[Action]]:
     return found
 
 
-RUNS = tuple(dict(mesh=dict(pp=3), m=m, links=loop(3, 1), lists=None) for m in (5, 2))
+RUNS = tuple(dict(mesh=dict(pp=p), m=m, links=loop(p, 1), lists=None) for p, m in ((3, 5), (4, 2)))
 
 MESSAGES = Task(
     "1F1B with its messages", 35, ("Pipeline.send_receive", "Pipeline.run"),
