@@ -32,18 +32,18 @@ from torch.utils.checkpoint import checkpoint
 from common.data import Data
 from common.layout import materialize
 from common.model import IGNORE, PRESETS, Decoder, wide
-from common.trainer import DTYPES, Run, among, choose, main
+from common.trainer import DTYPES, Run, among, choose_device, main
 
 
 def decay_groups(masters: dict[str, Tensor], config: "Config") -> list[dict]:
-    """Tensors by name, as torch.optim wants them: matrices decay, norms do not."""
+    """Two parameter groups for torch.optim, from tensors by name: matrices decay, norms do not."""
     matrices = [tensor for name, tensor in masters.items() if not name.endswith("norm.weight")]
     norms = [tensor for name, tensor in masters.items() if name.endswith("norm.weight")]
     return [dict(params=matrices, weight_decay=config.weight_decay), dict(params=norms, weight_decay=0.0)]
 
 
 def adamw(masters: dict[str, Tensor], config: "Config") -> torch.optim.Optimizer:
-    """The update rule."""
+    """AdamW, given the masters by name."""
     return torch.optim.AdamW(decay_groups(masters, config), betas=(0.9, 0.95), fused=True)
 
 
@@ -94,7 +94,7 @@ class Optimizer:
         self.params = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.masters = {name: param.detach().to(wide(param.dtype)) for name, param in self.params.items()}
         for param in self.params.values():
-            param.grad_dtype = wide(param.dtype)  # autograd casts each gradient to this before it adds
+            param.grad_dtype = wide(param.dtype)  # new in torch: autograd casts gradients to this, then adds
         self.rule = OPTIMIZERS[config.optimizer](self.masters, config)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -109,13 +109,13 @@ class Optimizer:
             group["lr"] = lr
         self.rule.step()
         for name, param in self.params.items():
-            param.detach().copy_(self.masters[name])
+            param.detach().copy_(self.masters[name])  # in fp32 both are the same memory
             param.grad = self.masters[name].grad = None
 
 
 def train(config: Config, run: Run):
     """The whole run."""
-    device, dtype = choose(config)
+    device, dtype = choose_device(config)
     shape = PRESETS[config.model]
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):  # shapes, no memory
@@ -124,8 +124,8 @@ def train(config: Config, run: Run):
     RECOMPUTE[config.recompute](model)
     optimizer = Optimizer(model, config)
 
-    for step in run.steps(model=model, optimizer=optimizer, data=data):  # 0, 1, ...; `run` logs, and may look at all
-        tokens, targets = (x.to(device) for x in data.batch(step))  # targets: each token's next one
+    for step in run.steps(model=model, optimizer=optimizer, data=data):  # 0, 1, ...; loggers may look at the parts
+        tokens, targets = (x.to(device) for x in data.batch(step))  # int64 [batch, seq]; targets: each next token
         n_targets = (targets != IGNORE).sum().clamp(min=1)
         xs, ys = (x.split(config.micro_batch_size) for x in (tokens, targets))
         loss = 0.0

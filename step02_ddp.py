@@ -38,7 +38,7 @@ from common.comm import Group, Mesh, all_reduce, exchange, note
 from common.data import Data
 from common.layout import layout_of, materialize
 from common.model import IGNORE, PRESETS, Decoder
-from common.trainer import Run, among, choose, main
+from common.trainer import Run, among, choose_device, main
 from step01_single_gpu import RECOMPUTE, Optimizer, learning_rate
 
 
@@ -56,12 +56,12 @@ class NaiveSync:
         self.params, self.mesh = [param for param in model.parameters() if param.requires_grad], mesh
 
     def begin(self, additions: int):
-        """Before the first micro-batch. `additions`: how often autograd will add to each gradient."""
+        """Before the first micro-batch. `additions`: to each gradient, one a micro-batch."""
 
     def finish(self):
         """After the last one: when it returns, every `.grad` is the sum over the ranks."""
         for param in self.params:
-            group = self.mesh[layout_of(param).data_group]  # dp: the ranks that hold the same, and see other tokens
+            group = self.mesh[layout_of(param).data_group]  # dp: they hold the same weights, and see other tokens
             if group.size > 1:
                 self.sum_up(param.grad, group)
 
@@ -74,14 +74,14 @@ class NaiveSync:
 class RingSync(NaiveSync):
     """The same with an all-reduce of our own: 2 (n-1) messages to the right (Patarasuk and Yuan 2009).
 
-    n = 4: each gradient has pieces a b c d. Digits say whose parts of a piece a rank has added up so far:
+    n = 4: each gradient has pieces a b c d. A row shows the pieces that changed; digits say whose parts they hold:
 
                            rank 0         rank 1         rank 2         rank 3
         at first           a0 b0 c0 d0    a1 b1 c1 d1    a2 b2 c2 d2    a3 b3 c3 d3
-        after round 0      d30            a01            b12            c23         rank r sends piece r
-        after round 1      c230           d301           a012           b123        and then what it has added to
-        after round 2      b1230          c2301          d3012          a0123       complete: a reduce-scatter
-        rounds 3, 4, 5     a d c          b a d          c b a          d c b       arrive complete: an all-gather
+        after round 0      d30            a01            b12            c23         rank r sent piece r
+        after round 1      c230           d301           a012           b123        it sent what it had added
+        after round 2      b1230          c2301          d3012          a0123       one is complete: reduce-scatter
+        rounds 3, 4, 5     a d c          b a d          c b a          d c b       arrive complete: all-gather
 
     In round s rank r sends piece r-s and receives piece r-s-1 (mod n).
     """
@@ -109,13 +109,13 @@ class Bucket:
 
 def group_params(params: list[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
     """Lists of at most `limit` bytes of gradients (or one parameter), to be summed over the same ranks."""
-    by_ranks: dict[str, list[list[nn.Parameter]]] = {}  # here all are summed over dp; experts, step 7, are not
+    by_group: dict[str, list[list[nn.Parameter]]] = {}  # here all are summed over dp; experts, step 7, are not
     for param in params:
-        lists = by_ranks.setdefault(layout_of(param).data_group, [[]])
+        lists = by_group.setdefault(layout_of(param).data_group, [[]])
         if lists[-1] and sum(p.numel() * p.grad_dtype.itemsize for p in [*lists[-1], param]) > limit:
             lists.append([])
         lists[-1].append(param)
-    return [some for lists in by_ranks.values() for some in lists]
+    return [some for lists in by_group.values() for some in lists]
 
 
 class BucketSync:
@@ -175,7 +175,7 @@ class Config(step01.Config):
 
 def train(config: Config, run: Run):
     """The whole run."""
-    device, dtype = choose(config)
+    device, dtype = choose_device(config)
     mesh = Mesh(dp=join_ranks(device))
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # these sequences are mine
     shape = PRESETS[config.model]

@@ -3,12 +3,12 @@
 In step 2 every rank updates every weight. ZeRO (Rajbhandari et al. 2020) lets rank r update only slice r of n. Four
 weights 1 2 3 4 on two ranks, whose gradients are 5 5 5 5 and 20 20 20 20, with plain SGD of learning rate 0.1:
 
-    stage  rank 0 holds                                  rank 1 holds
-    0      weights 1 2 3 4    gradient 25 25 25 25       weights 1 2 3 4    gradient 25 25 25 25
-    1      weights 1 2 3 4    gradient 5 5 5 5, sum 25 25 weights 1 2 3 4   gradient 20 20 20 20, sum 25 25
-    2      weights 1 2 3 4    its half of the sum: 25 25  weights 1 2 3 4   its half of the sum: 25 25
-    3      weights 1 2        its half of the sum: 25 25  weights     3 4   its half of the sum: 25 25
-    after  -1.5 -0.5; stages 1 and 2 all-gather all      0.5 1.5; stages 1 and 2 all-gather all
+    stage  rank 0 holds                                    rank 1 holds
+    0      weights 1 2 3 4   gradient 25 25 25 25          weights 1 2 3 4   gradient 25 25 25 25
+    1      weights 1 2 3 4   gradient 5 5 5 5, sum 25 25   weights 1 2 3 4   gradient 20 20 20 20, sum 25 25
+    2      weights 1 2 3 4   half of the sum: 25 25        weights 1 2 3 4   half of the sum: 25 25
+    3      weights 1 2       half of the sum: 25 25        weights     3 4   half of the sum: 25 25
+    after  weights -1.5 -0.5                               weights 0.5 1.5   (stages 1 and 2 all-gather both)
 
 Parameters are laid out in *units*: each layer; the embedding; the final norm with the head. A unit is a flat buffer,
 padded and cut in n equal slices. (Stage 3 holds two whole units at a time, and a third if the head is tied.)
@@ -20,12 +20,12 @@ P: parameters. n: ranks. m: micro-batches of a rank. Each rank sends (n-1)/n tim
 
     stage   held in full                cut in n                       elements sent
     0       weights, gradients, state                                  2 P       all-reduce (step 2)
-    1       weights, gradients          masters, moments               2 P       reduce-scatter + all-gather
-    2       weights                     masters, moments, gradients    (m+1) P   reduce-scatter in every micro-batch
-    3                                   everything                     3 m P     and all-gather twice (both ends: once)
+    1       weights, gradients          masters, moments               2 P       reduce-scatter, all-gather
+    2       weights                     masters, moments, gradients    (m+1) P   m reduce-scatters, one all-gather
+    3                                   everything                     3 m P     m times: reduce-scatter, 2 all-gathers
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
-You should see step 1's losses in every stage, and `sent` as the table says (bytes: fp32 gradients, --dtype weights).
+You should see step 1's losses, and `sent` as in the table (in bytes; stage 3 gathers both ends once a micro-batch).
 """
 
 import re
@@ -43,7 +43,7 @@ from common.comm import Group, Mesh, Pending, all_gather, all_reduce, reduce_sca
 from common.data import Data
 from common.layout import global_norm, layout_of, materialize
 from common.model import IGNORE, PRESETS, Decoder, wide
-from common.trainer import Run, among, choose, main
+from common.trainer import Run, among, choose_device, main
 from step01_single_gpu import OPTIMIZERS, RECOMPUTE, Optimizer, learning_rate
 from step02_ddp import SYNCS, join_ranks
 
@@ -55,7 +55,7 @@ class Unit:
         self.named, self.group = named, group
         self.trained = {name: param for name, param in named.items() if param.requires_grad}
         ends = list(accumulate((param.numel() for param in named.values()), initial=0))
-        self.place = dict(zip(named, pairwise(ends), strict=True))  # name -> (start, stop) in flat
+        self.span = dict(zip(named, pairwise(ends), strict=True))  # name -> (start, stop) in flat
         self.length = -(-ends[-1] // group.size)  # rounded up
         self.first = group.rank * self.length
         some = next(iter(named.values()))
@@ -67,16 +67,16 @@ class Unit:
         self.slice = self.flat[self.first : self.first + self.length]
         self.gradient: Tensor | None = None  # [padded], of this rank alone: what has not yet been summed
         self.total: Tensor | None = None  # [padded / n], the sum over the ranks of `gradient`
-        self.grad_slice: Tensor | None = None  # [padded / n], that of all micro-batches
+        self.grad_slice: Tensor | None = None  # [padded / n], `total` of all micro-batches, added up
 
     def view(self, flat: Tensor, name: str) -> Tensor:
         """A parameter's part of a flat buffer, in the parameter's shape."""
-        start, stop = self.place[name]
+        start, stop = self.span[name]
         return flat[start:stop].view_as(self.named[name])
 
     def part(self, slice_: Tensor, name: str) -> Tensor:
         """The part of this rank's slice that belongs to a parameter: empty if it lies on other ranks."""
-        start, stop = (min(max(at - self.first, 0), self.length) for at in self.place[name])
+        start, stop = (min(max(at - self.first, 0), self.length) for at in self.span[name])
         return slice_[start:stop]
 
     def make_room(self):
@@ -103,7 +103,7 @@ class Zero1:
         for names in unit_names(model):  # one by one: in stage 3 no rank ever holds the whole model
             materialize(model, config.seed, device, dtype, names)
             named = {name: model.get_parameter(name) for name in names}
-            group = mesh[layout_of(named[names[0]]).data_group]  # dp: they hold the same, see other tokens
+            group = mesh[layout_of(named[names[0]]).data_group]  # dp: same weights, other tokens
             self.units.append(self.unit_type(named, group))
         self.pieces: dict[str, Tensor] = {}  # of the masters, by name, as far as they lie in this rank's slices
         for unit in self.units:
@@ -159,8 +159,8 @@ class Zero1:
 class Zero2(Zero1):
     """Gradients are cut as well: a unit's whole gradient exists only from its backward to its reduce-scatter."""
 
-    def __init__(self, *same):
-        super().__init__(*same)
+    def __init__(self, *args):
+        super().__init__(*args)
         for unit in self.units:
             for name, param in unit.trained.items():
                 param.register_post_accumulate_grad_hook(partial(self.added, unit, name))
@@ -169,11 +169,11 @@ class Zero2(Zero1):
         """Before the first micro-batch: the slices start at zero."""
         self.in_flight: tuple[Unit, Pending] | None = None
         for unit in self.units:
-            unit.missing, unit.grad_slice = len(unit.trained), torch.zeros_like(unit.master)
+            unit.missing, unit.grad_slice = len(unit.trained), torch.zeros_like(unit.master, device=unit.flat.device)
 
     def added(self, unit: Unit, name: str, param: nn.Parameter):
         """Hook: autograd has made a gradient, complete for this micro-batch: move it into the unit's buffer."""
-        if self.in_flight is not None and self.in_flight[0] is unit:  # where a pipeline's stage is a single unit
+        if self.in_flight is not None and self.in_flight[0] is unit:  # only in step 6, where a stage may be one unit
             self.land()
         if unit.gradient is None:
             unit.make_room()
@@ -224,12 +224,12 @@ class SlicedUnit(Unit):
 
 
 class Zero3(Zero2):
-    """Parameters are cut as well. Hooks on the modules gather a unit in time, and the next one while it computes."""
+    """Parameters are cut too. Hooks on modules gather a unit in time, and the next one meanwhile; else Zero2."""
 
     unit_type = SlicedUnit
 
-    def __init__(self, model: Decoder, *same):
-        super().__init__(model, *same)
+    def __init__(self, model: Decoder, *args):
+        super().__init__(model, *args)
         trunk, head = model.model, model.lm_head
         modules = [m for m in (trunk.embed_tokens, *trunk.layers.values(), trunk.norm, head) if m is not None]
         self.lowest = int(trunk.embed_tokens is not None)  # the first module whose backward needs weights
@@ -241,7 +241,7 @@ class Zero3(Zero2):
             module.register_forward_hook(partial(self.after_forward, i))
 
     def fetch(self, i: int, following: int):
-        """Have the units of module `i`, which is about to compute, and start to gather those of the `following` one."""
+        """Start to gather the units of module `i` and of the `following` one; wait for those of `i`, to compute now."""
         for unit in [*self.uses[i], *self.uses[following]]:
             unit.gather()
         for unit in self.uses[i]:
@@ -288,7 +288,7 @@ def make_optimizer(model: Decoder, config: Config, mesh: Mesh, device: torch.dev
 
 def train(config: Config, run: Run):
     """The whole run."""
-    device, dtype = choose(config)
+    device, dtype = choose_device(config)
     mesh = Mesh(dp=join_ranks(device))
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
     shape = PRESETS[config.model]

@@ -1,8 +1,8 @@
 """Step 4: tensor and sequence parallelism. Each matrix is cut, and so are the tokens between the blocks.
 
 A *block* is attention or the MLP. Megatron's pair (Shoeybi et al. 2019): its first matrices are cut by columns (their
-outputs), its last one by rows (its inputs). What lies between needs no communication, because heads and MLP channels do
-not look at one another. (Columns and rows of W in x W; PyTorch stores [out, in], so they are dimensions 0 and 1.)
+outputs), its last one by rows (its inputs): x [A0 A1] = [y0 y1] and [y0 y1] [B0; B1] = y0 B0 + y1 B1. Between them no
+rank needs another, as heads and MLP channels do not look at one another. (In [out, in], columns are dimension 0.)
 
              .- f -> q k v, heads 0-3 -> attention -> o_proj, rows of heads 0-3 -> g -.       rank 0
     x whole -|                                                                        |-> the block's output
@@ -25,7 +25,8 @@ same work, each holds only seq/n tokens. f and g become the two halves of an all
 Norms now see only seq/n tokens, so their gradient is partial, and summed over tp.
 
 Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
-You should see step 1's losses. `sent` over tp, a micro-batch: (n-1)/n of 8 activations a layer and of 4 for both ends.
+You should see step 1's losses. `sent` over tp, a micro-batch: (n-1)/n of 8 [batch, seq, dim] a layer and of 4 for both
+ends (and .1 % more: two numbers a token for the loss, gradients of norms).
 """
 
 from collections.abc import Callable
@@ -42,7 +43,7 @@ from common.comm import Group, Mesh, all_gather, all_reduce, reduce_scatter
 from common.data import Data
 from common.layout import Split, global_norm, layout_of, note_layout
 from common.model import IGNORE, PRESETS, Decoder, ModelConfig, wide
-from common.trainer import Run, among, choose, main
+from common.trainer import Run, among, choose_device, main
 from step01_single_gpu import RECOMPUTE, learning_rate
 from step02_ddp import join_ranks
 from step03_zero import STAGES, make_optimizer
@@ -59,7 +60,7 @@ class Config(step03.Config):
 
 def unchanged(x: Tensor, group: Group) -> Tensor:
     """The identity."""
-    return x.view_as(x)
+    return x.view_as(x)  # a Function must not return its own input
 
 
 def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
@@ -122,9 +123,9 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """int64 [batch, seq] -> this rank's part of the sum [batch, seq, dim]."""
-        here = (tokens >= self.ids.start) & (tokens < self.ids.stop)
-        row = (tokens - self.ids.start) % len(self.weight)  # of a token that is not here: any
-        return F.embedding(row, self.weight) * here[..., None]
+        held = (tokens >= self.ids.start) & (tokens < self.ids.stop)
+        row = (tokens - self.ids.start) % len(self.weight)  # of a token that others hold: any
+        return F.embedding(row, self.weight) * held[..., None]
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, ids: range, group: Group) -> Tensor:
@@ -135,19 +136,22 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, ids: range, gr
     0. Others' numbers are constants to autograd; ours give softmax - one-hot for our logits, so backward sends nothing.
     """
     logits = logits.to(wide(logits.dtype))
-    here = (targets >= ids.start) & (targets < ids.stop)
-    row = (targets - ids.start) % logits.shape[-1]
-    picked = logits.gather(-1, row[..., None]).squeeze(-1).where(here, 0.0)
+    held = (targets >= ids.start) & (targets < ids.stop)
+    column = (targets - ids.start) % logits.shape[-1]
+    picked = logits.gather(-1, column[..., None]).squeeze(-1).where(held, 0.0)
     ours = torch.stack((logits[..., : len(ids)].logsumexp(-1), picked))  # the logits behind len(ids) are padding
     everyone = ours.new_empty(group.size, *ours.shape)
     all_gather(everyone.view(-1), ours.detach().view(-1), group).wait()
-    everyone[group.rank] = ours
+    everyone[group.rank] = ours  # the same numbers, now with their graph
     losses = everyone[:, 0].logsumexp(0) - everyone[:, 1].sum(0)
     return losses.where(targets != IGNORE, 0.0).sum()
 
 
 def cut(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
-    """This rank's part of a parameter on the meta device, with its record; the parameter itself in a group of one."""
+    """This rank's part of a parameter on the meta device, with its record; the parameter itself in a group of one.
+
+    `materialize` reads the record: it draws the whole matrix, as in step 1, and keeps this part.
+    """
     if group.size == 1:
         return weight
     full, shape = weight.shape[dim], list(weight.shape)
@@ -189,13 +193,14 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
     blocks = [block for layer in trunk.layers.values() for block in (layer.self_attn, layer.mlp)]
     for block in blocks:
         for name, module in block.named_modules():
-            if (last := name.split(".")[-1]) in CUTS:
-                module.weight = CUTS[last](module.weight, mesh, config)
+            kind = name.split(".")[-1]
+            if kind in CUTS:
+                module.weight = CUTS[kind](module.weight, mesh, config)  # fewer heads: the model counts them by itself
 
     trunk.embed_tokens.weight = cut(trunk.embed_tokens.weight, 0, group)
     model.lm_head.weight = trunk.embed_tokens.weight if config.tied else cut(model.lm_head.weight, 0, group)
-    part = layout_of(model.lm_head.weight).splits[-1]
-    ids = range(part.start, max(part.start, min(part.stop, part.full)))  # the last ranks may have fewer, or none
+    split = layout_of(model.lm_head.weight).splits[-1]
+    ids = range(split.start, max(split.start, min(split.stop, split.full)))  # the last ranks may have fewer, or none
     trunk.embed_tokens = VocabParallelEmbedding(trunk.embed_tokens.weight, ids)
     model.loss = partial(vocab_parallel_cross_entropy, ids=ids, group=group)
 
@@ -224,7 +229,7 @@ def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Me
 
 def train(config: Config, run: Run):
     """The whole run."""
-    device, dtype = choose(config)
+    device, dtype = choose_device(config)
     mesh = Mesh(dp=join_ranks(device) // config.tp, tp=config.tp)  # neighbours share tp
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
     shape = PRESETS[config.model]

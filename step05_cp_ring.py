@@ -12,11 +12,11 @@ the next one arrives (Liu et al. 2023, "Ring Attention"). With tokens in order t
 
 ZIGZAG. Early queries see few keys, late ones many. So rank r gets chunks r and 2n-1-r of 2n: the same work for all.
 
-    keys of chunk ->   0 1 2 3 4 5 6 7          0 1 2 3 4 5 6 7   hop 0   our own chunks, causal: + and # +
-    rank 0: queries 0  + . . . . . . .   and 7  # # # # # # # +   hop h   the chunks of rank r-h (mod n), always # #:
-    rank 1: queries 1  # + . . . . . .   and 6  # # # # # # + .           all our queries see a smaller rank's first
-    rank 2: queries 2  # # + . . . . .   and 5  # # # # # + . .           chunk; only those of our second chunk see
-    rank 3: queries 3  # # # + . . . .   and 4  # # # # + . . .           a larger rank's chunks, both of them
+    keys of chunk ->   0 1 2 3 4 5 6 7          0 1 2 3 4 5 6 7
+    rank 0: queries 0  + . . . . . . .   and 7  # # # # # # # +      hop 0: our own chunks, + and # +
+    rank 1: queries 1  # + . . . . . .   and 6  # # # # # # + .      hop h: those of rank r-h (mod n), always # #
+    rank 2: queries 2  # # + . . . . .   and 5  # # # # # + . .      so in each hop all ranks have the same work
+    rank 3: queries 3  # # # + . . . .   and 4  # # # # + . . .
 
 In backward k and v make the journey again. The sums of their gradients follow, one hop behind; the n-th message brings
 them home. With B bytes of k and v, G of their gradients (fp32), for s/n tokens, a rank sends in a layer and micro-batch
@@ -44,7 +44,7 @@ from common.comm import Group, Mesh, Pending, all_reduce, exchange
 from common.data import Data
 from common.layout import global_norm, note_layout
 from common.model import IGNORE, PRESETS, Decoder, wide
-from common.trainer import Run, among, choose, main
+from common.trainer import Run, among, choose_device, main
 from step01_single_gpu import RECOMPUTE, learning_rate
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
@@ -63,7 +63,8 @@ def zigzag_visible(rank: int, source: int, length: int) -> list[tuple]:
     """What `rank` computes with the k, v of `source`: (queries, keys, causal), indices of [batch, heads, length, d]."""
     both, first, second = np.s_[:, :, :length], np.s_[:, :, : length // 2], np.s_[:, :, length // 2 :]
     if source == rank:
-        return [(both, both, True)]  # rows are in order of position, so causal is right for two chunks too
+        return [(both, both, True)]  # rows are in order of position, so causal is right for both chunks together
+    # Our chunks are r and 2n-1-r. Both come after a smaller rank's first one; our second after both of a larger rank's.
     return [(both, first, False) if source < rank else (second, both, False)]
 
 
@@ -84,7 +85,7 @@ def scaled_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     return scores + torch.full_like(scores[0, 0], -torch.inf).triu(1) if causal else scores
 
 
-def block_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def part_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Attention to one part of the keys, and lse, the log of its softmax's sum. `causal` only with s_q = s_k.
 
     q [batch, heads, s_q, d]; k, v [batch, kv_heads, s_k, d] -> o like q, lse [batch, heads, s_q].
@@ -98,7 +99,7 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
     return (scores - lse[..., None]).exp() @ v, lse
 
 
-def block_gradients(
+def part_gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This part's share of the gradients of q, k and v, given `o` and `lse` of attention to *all* keys.
@@ -123,14 +124,14 @@ def block_gradients(
     return ds @ k, dk, dv
 
 
-def merge(o: Tensor, lse: Tensor, block_o: Tensor, block_lse: Tensor):
+def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):
     """Add another part of the keys to a softmax, in place: o [batch, heads, s_q, d], lse [batch, heads, s_q].
 
     The result is the average of both outputs, weighted by their sums of exponentials:
-    o = (e^lse o + e^block_lse block_o) / (e^lse + e^block_lse). The second weight is sigmoid(block_lse - lse).
+    o = (e^lse o + e^part_lse part_o) / (e^lse + e^part_lse). The second weight is sigmoid(part_lse - lse).
     """
-    o.lerp_(block_o.to(o.dtype), torch.sigmoid(block_lse - lse)[..., None])
-    lse.copy_(torch.logaddexp(lse, block_lse))
+    o.lerp_(part_o.to(o.dtype), torch.sigmoid(part_lse - lse)[..., None])
+    lse.copy_(torch.logaddexp(lse, part_lse))
 
 
 class RingAttention(torch.autograd.Function):
@@ -141,14 +142,15 @@ class RingAttention(torch.autograd.Function):
         """q [batch, heads, s/n, d]; k, v [batch, kv_heads, s/n, d] -> like q."""
         n, r = group.size, group.rank
         own = kv = torch.stack((k, v))
-        o = torch.zeros_like(q, dtype=wide(q.dtype))  # attention to no keys at all: a sum of no exponentials
+        o = torch.zeros_like(q, dtype=wide(q.dtype))  # no keys yet: the log of an empty sum is -inf
         lse = torch.full_like(o[..., 0], -torch.inf)
         for hop in range(n):
-            if hop + 1 < n:  # send on what is here ...
+            if hop + 1 < n:  # send on what is here, to the right, and receive from the left ...
                 next_kv = torch.empty_like(kv)
                 sending = exchange([(kv, (r + 1) % n)], [(next_kv, (r - 1) % n)], group)
-            for rows, keys, causal in visible(r, (r - hop) % n, q.shape[2]):  # ... and compute with it meanwhile
-                merge(o[rows], lse[rows], *block_attention(q[rows], kv[0][keys], kv[1][keys], causal))
+            source = (r - hop) % n  # whose part is here
+            for rows, keys, causal in visible(r, source, q.shape[2]):  # ... and compute with it meanwhile
+                merge(o[rows], lse[rows], *part_attention(q[rows], kv[0][keys], kv[1][keys], causal))
             if hop + 1 < n:
                 sending.wait()
                 kv = next_kv
@@ -168,13 +170,13 @@ class RingAttention(torch.autograd.Function):
             if hop + 1 < n:
                 next_kv = torch.empty_like(kv)
                 sending = exchange([(kv, (r + 1) % n)], [(next_kv, (r - 1) % n)], ctx.group)
-            share = torch.zeros_like(dkv)
-            for rows, keys, causal in ctx.visible(r, (r - hop) % n, q.shape[2]):
+            share, source = torch.zeros_like(dkv), (r - hop) % n
+            for rows, keys, causal in ctx.visible(r, source, q.shape[2]):
                 given = do[rows], q[rows], kv[0][keys], kv[1][keys], o[rows], lse[rows], causal
-                block_dq, block_dk, block_dv = block_gradients(*given)
-                dq[rows] += block_dq
-                share[0][keys] += block_dk
-                share[1][keys] += block_dv
+                part_dq, part_dk, part_dv = part_gradients(*given)
+                dq[rows] += part_dq
+                share[0][keys] += part_dk
+                share[1][keys] += part_dv
             arriving.wait()  # dkv: what the ranks before us have added for this part
             dkv += share
             outgoing, dkv = dkv, torch.empty_like(dkv)
@@ -217,7 +219,7 @@ def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode) -> Tensor:
     `mesh["data"]`. Raises UserError.
     """
     group, tp, seq_len = mesh["cp"], mesh["tp"], model.config.seq_len
-    mesh.join("data", "dp", "cp")  # a group of all dp x cp ranks
+    mesh.join("data", "dp", "cp")  # the group of all dp x cp ranks; with --cp 4 on 4 ranks that of mesh["cp"]
     for param in model.parameters():
         note_layout(param, data_group="data")
     if group.size == 1:
@@ -232,7 +234,7 @@ def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode) -> Tensor:
 
 def train(config: Config, run: Run):
     """The whole run."""
-    device, dtype = choose(config)
+    device, dtype = choose_device(config)
     mesh = Mesh(dp=join_ranks(device) // (config.cp * config.tp), cp=config.cp, tp=config.tp)
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
     shape = PRESETS[config.model]

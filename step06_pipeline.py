@@ -11,8 +11,8 @@ earlier ones wait for gradients. "One forward, one backward" (1F1B) on 4 ranks, 
     rank 2      ..01..aa2bb3cc4dd5ee.ff....         .   idle
     rank 3      ...0aa1bb2cc3dd4ee5ff......         rank 2: forward 0, 1; backward 0, forward 2; backward 1, ...
 
-THE BUBBLE. With m micro-batches p ranks are idle for (p-1) / (m + p-1) of the time (here 9 of 27). Early backwards do
-not shorten it. They save memory: a rank holds the activations of at most p - rank micro-batches, however large m is.
+THE BUBBLE. With m micro-batches p ranks are idle for (p-1) / (m + p-1) of the time (here 9 of 27). All forwards first
+would take as long. 1F1B saves memory: a rank holds the activations of at most p - rank micro-batches.
 With v short stages on each rank (interleaved: r, r+p, ...) it is (p-1) / (v m + p-1), for more messages and memory.
 
 DEADLOCK. In the steady state rank r has an x for r+1, and r+1 has a dx for r. If both send first, and a send waits for
@@ -43,7 +43,7 @@ from common.data import Data
 from common.layout import global_norm, note_layout
 from common.model import IGNORE, PRESETS, Decoder, rope_tables, wide
 from common.schedules import COSTS, SCHEDULES, Action, Place, goes_to, simulate
-from common.trainer import Run, among, choose, main
+from common.trainer import Run, among, choose_device, main
 from step01_single_gpu import RECOMPUTE, learning_rate
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
@@ -63,7 +63,8 @@ class Config(step05.Config):
 def keep_stage(model: Decoder, group: Group, places: list[Place]):
     """Keep what this rank's stages compute with, under its global names. The rest goes, before it has any memory.
 
-    The last rank keeps a tied embedding too: the matrix that it shares with the head goes by this name (TIED).
+    A `Place` says of a stage its rank, its layers, and the stages `before` and `after` it (None at the ends). The last
+    rank keeps a tied embedding too: the matrix that it shares with the head goes by this name (TIED).
     """
     trunk, mine = model.model, [place for place in places if place.rank == group.rank]
     has_first, has_last = any(place.before is None for place in mine), any(place.after is None for place in mine)
@@ -76,7 +77,7 @@ def keep_stage(model: Decoder, group: Group, places: list[Place]):
     if not has_first and not (has_last and model.config.tied):
         trunk.embed_tokens = None
     elif model.config.tied and places[0].rank != places[-1].rank:
-        note_layout(trunk.embed_tokens.weight, stages=2)
+        note_layout(trunk.embed_tokens.weight, stages=2)  # two copies: the norm counts it once
 
 
 def forward_stage(model: Decoder, place: Place, x: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
@@ -123,7 +124,8 @@ class Pipeline:
     def backward(self, i: int, stage: int, dy: Tensor | None) -> Tensor | None:
         """From the gradient of a stage's output, or from the loss, to that of its input."""
         x, edge = self.graphs.pop((i, stage))
-        torch.autograd.backward((edge,), None if dy is None else (dy,))  # ... then only sum
+        # ... then only sum. An edge may stand for its tensor:
+        torch.autograd.backward((edge,), None if dy is None else (dy,))
         return x.grad
 
     def buffer(self, i: int) -> Tensor:
@@ -136,12 +138,13 @@ class Pipeline:
         if not 0 <= peer < self.group.size:
             return None
         received = None if receive is None else self.buffer(receive)
-        sends, receives = ([] if tensor is None else [(tensor, peer)] for tensor in (send, received))
+        sends = [] if send is None else [(send, peer)]
+        receives = [] if receive is None else [(received, peer)]
         exchange(sends, receives, self.group).wait()
         return received
 
     def run(self):
-        """1F1B. A rank never has more micro-batches between F and B than there are ranks from itself to the end."""
+        """1F1B. A rank never has more than p - rank micro-batches between their forward and their backward."""
         rank, m = self.group.rank, len(self.xs)
         left, right, warm_up = rank - 1, rank + 1, min(m, self.group.size - 1 - rank)
 
@@ -255,9 +258,9 @@ def make_pipeline(config: Config, model: Decoder, mesh: Mesh, positions: Tensor,
 
 def train(config: Config, run: Run):
     """The whole run."""
-    device, dtype = choose(config)
-    cut = config.pp * config.cp * config.tp
-    mesh = Mesh(pp=config.pp, dp=join_ranks(device) // cut, cp=config.cp, tp=config.tp)
+    device, dtype = choose_device(config)
+    taken = config.pp * config.cp * config.tp  # dp is what is left
+    mesh = Mesh(pp=config.pp, dp=join_ranks(device) // taken, cp=config.cp, tp=config.tp)
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
     shape = PRESETS[config.model]
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
@@ -279,13 +282,12 @@ def train(config: Config, run: Run):
         sync.begin(len(xs))
         loss = pipeline.step(xs, ys, n_targets)  # forward and backward of all micro-batches
         sync.finish()  # sums over ranks
-        gradients = optimizer.gradients()
-        sum_partial_gradients(model, gradients, mesh)  # and where a rank saw a part of the tokens
-        sum_tied(model, gradients, mesh["pp"], places)  # and where two stages hold the same matrix
+        sum_partial_gradients(model, optimizer.gradients(), mesh)  # and where a rank saw a part of the tokens
+        sum_tied(model, optimizer.gradients(), mesh["pp"], places)  # and where two stages hold the same matrix
         all_reduce(loss, mesh["data"]).wait()
         all_reduce(loss, mesh["pp"]).wait()
 
-        norm = global_norm(model, gradients, mesh, sliced=config.zero > 0)
+        norm = global_norm(model, optimizer.gradients(), mesh, sliced=config.zero > 0)
         clip = config.grad_clip / max(norm, config.grad_clip) if config.grad_clip else 1.0
         lr = learning_rate(step, config)
         optimizer.step(lr, clip)

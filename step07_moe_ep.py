@@ -18,7 +18,7 @@ is a cut through the dp x cp ranks, which have different tokens already. (tp cut
     rank 1, e2 e3:  t2 -> e2 e1      experts    rank 1 has e2:t1 e3:t0, e2:t2; by expert again: e2:t1 e2:t2 e3:t0
                                      combine    all_to_all, the reverse; times the scores, and summed by token
 
-Bytes sent over ep in a layer and micro-batch, T tokens of a rank, all experts equally busy, b bytes an element:
+Bytes sent over ep in a layer and micro-batch, T tokens in a rank's MLP, all experts equally busy, b bytes an element:
 2 (ep-1)/ep T top_k dim b forward and as many backward. Counts go first, (ep-1)/ep of 8 E bytes.
 
 An expert's gradient has its ep group's tokens in it. It is summed over the ranks with the same experts, expert_data:
@@ -44,7 +44,7 @@ from common.comm import Group, Mesh, all_reduce, all_to_all
 from common.data import Data
 from common.layout import global_norm, note_layout
 from common.model import IGNORE, PRESETS, Decoder, wide
-from common.trainer import Run, among, choose, main
+from common.trainer import Run, among, choose_device, main
 from step01_single_gpu import RECOMPUTE, learning_rate
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
@@ -104,7 +104,7 @@ class MoE(nn.Module):
         self.router = nn.Linear(dim, config.experts, bias=False)
         self.experts = Experts(config.experts, dim, ffn_dim)
         self.top_k, self.sharers = config.experts_per_token, sharers
-        # Unlike the main loss this one is a mean over micro-batches. All tp ranks compute it: each adds its share.
+        # micro / global: the mean over micro-batches. 1 / tp: all tp ranks add it, and their gradients are summed.
         self.weight = config.balance_weight * config.micro_batch_size / config.global_batch_size / config.tp
 
     def forward(self, x: Tensor) -> Tensor:
@@ -114,10 +114,11 @@ class MoE(nn.Module):
         top_scores, selected_experts = p.topk(self.top_k)  # [tokens, top_k] each
         if self.top_k > 1:  # a single p / p would be 1, and the router would learn nothing
             top_scores = top_scores / top_scores.sum(-1, keepdim=True)
-        num_tokens_per_expert = torch.bincount(selected_experts.flatten(), minlength=p.shape[-1])
+        num_tokens_per_expert = F.one_hot(selected_experts.flatten(), p.shape[-1]).sum(0)
         order = selected_experts.flatten().argsort(stable=True)  # choices [tokens * top_k], sorted by expert
-        rows = self.experts(tokens[order // self.top_k], num_tokens_per_expert)  # a row for each choice
-        by_token = rows[order.argsort()].unflatten(0, selected_experts.shape)
+        token = order // self.top_k  # of each of these choices
+        rows = self.experts(tokens[token], num_tokens_per_expert)  # a row for each choice
+        by_token = rows[order.argsort()].unflatten(0, selected_experts.shape)  # argsort of an order undoes it
         out = (by_token * top_scores[..., None]).sum(1).to(x.dtype)
         return AddLoss.apply(out.view_as(x), self.balance_loss(p, num_tokens_per_expert), self.weight)
 
@@ -155,11 +156,13 @@ def visit_experts(experts: Callable, group: Group, rows: Tensor, num_tokens_per_
     leaving = num_tokens_per_expert.view(group.size, -1)  # [rank, expert of that rank]: how many rows go there
     coming = torch.empty_like(leaving)
     all_to_all(coming, leaving, group).wait()
-    sent, received = leaving.sum(1).tolist(), coming.sum(1).tolist()  # here the CPU waits for the GPU
+    outward, inward = torch.stack((leaving, coming)).cpu()  # here the CPU waits for the GPU: it must know all counts
+    sent, received = outward.sum(1).tolist(), inward.sum(1).tolist()
     visitors = AllToAll.apply(rows, sent, received, group)  # dispatch; sorted by the rank they are from, then by expert
-    expert = torch.arange(coming.shape[1], device=rows.device).repeat(group.size).repeat_interleave(coming.flatten())
+    mine = torch.arange(coming.shape[1], device=rows.device).repeat(group.size)
+    expert = mine.repeat_interleave(coming.flatten(), output_size=len(visitors))  # which of mine each visitor wants
     order = expert.argsort(stable=True)
-    out = experts(visitors[order], coming.sum(0))
+    out = experts(visitors[order], inward.sum(0))
     return AllToAll.apply(out[order.argsort()], received, sent, group)  # combine
 
 
@@ -195,26 +198,27 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config):
         raise UserError(f"--experts-per-token {config.experts_per_token} is more than --experts {config.experts}")
     if config.global_batch_size // mesh["dp"].size % config.micro_batch_size:
         raise UserError("--micro-batch-size must divide the sequences of a rank: the balance loss is a mean over them")
-    mesh.enter("ep", ranks.reshape(-1, ep))  # neighbours
+    mesh.enter("ep", ranks.reshape(-1, ep))  # each row is a group: neighbours (figure above)
     mesh.enter("expert_data", ranks.reshape(len(ranks), -1, ep).swapaxes(1, 2).reshape(-1, ranks.shape[1] // ep))
     width = config.expert_dim or model.config.ffn_dim
-    for layer in [*model.model.layers.values()][config.dense_layers + config.moe_every - 1 :: config.moe_every]:
+    first = config.dense_layers + config.moe_every - 1  # with --moe-every 2: layers 1, 3, ...
+    for layer in [*model.model.layers.values()][first :: config.moe_every]:
         with torch.device("meta"):
             layer.mlp = moe = BALANCE[config.balance](model.config.dim, width, config, mesh["cp"])
         # tp ranks route the same tokens, but find a part of each expert's output, and so of the router's gradient.
         note_layout(moe.router.weight, data_group="data", partial_over=("tp",))
         for linear in moe.experts.children():
             linear.weight = cut(linear.weight, 0, mesh["ep"])
-            note_layout(linear.weight, data_group="expert_data")
+            note_layout(linear.weight, data_group="expert_data")  # and split over ep: the norm counts it once
         if ep > 1:
             moe.experts.forward = partial(DISPATCH[config.ep_mode], moe.experts.forward, mesh["ep"])
 
 
 def train(config: Config, run: Run):
     """The whole run: five dimensions, put on the plain model one after another."""
-    device, dtype = choose(config)
-    cuts = config.pp * config.cp * config.tp
-    mesh = Mesh(pp=config.pp, dp=join_ranks(device) // cuts, cp=config.cp, tp=config.tp)  # tp sends most: neighbours
+    device, dtype = choose_device(config)
+    taken = config.pp * config.cp * config.tp  # dp is what is left
+    mesh = Mesh(pp=config.pp, dp=join_ranks(device) // taken, cp=config.cp, tp=config.tp)  # tp sends most: neighbours
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
     shape = PRESETS[config.model]
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
@@ -223,7 +227,7 @@ def train(config: Config, run: Run):
         model = Decoder(shape)
     here = shard_context(model, mesh, CONTEXT[config.cp_mode]).to(device)  # step 5: these tokens are mine
     shard_experts(model, mesh, config)  # these experts are mine; now, as step 4 cuts them too
-    shard_tensors(model, mesh, config.sp)  # step 4: these rows and columns are mine
+    shard_tensors(model, mesh, config.sp)  # step 4: these rows and columns are mine, f and g stand round each MoE
     keep_stage(model, mesh["pp"], places)  # step 6: these layers are mine
     RECOMPUTE[config.recompute](model)
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this slice of the update is mine
@@ -237,13 +241,12 @@ def train(config: Config, run: Run):
         sync.begin(len(xs))
         loss = pipeline.step(xs, ys, n_targets)  # forward and backward of all micro-batches
         sync.finish()  # sums over ranks
-        gradients = optimizer.gradients()
-        sum_partial_gradients(model, gradients, mesh)  # and where a rank saw, or found, a part
-        sum_tied(model, gradients, mesh["pp"], places)  # and where two stages hold the same matrix
+        sum_partial_gradients(model, optimizer.gradients(), mesh)  # and where a rank saw, or found, a part
+        sum_tied(model, optimizer.gradients(), mesh["pp"], places)  # and where two stages hold the same matrix
         all_reduce(loss, mesh["data"]).wait()
         all_reduce(loss, mesh["pp"]).wait()
 
-        norm = global_norm(model, gradients, mesh, sliced=config.zero > 0)
+        norm = global_norm(model, optimizer.gradients(), mesh, sliced=config.zero > 0)
         clip = config.grad_clip / max(norm, config.grad_clip) if config.grad_clip else 1.0
         lr = learning_rate(step, config)
         optimizer.step(lr, clip)

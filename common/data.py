@@ -2,7 +2,7 @@
 
     documents -> bytes 0-255, END after each -> one long stream:   d e f ... END i m p o r t ... END ...
     window i  = stream[i*seq : i*seq + seq + 1]                    tokens = its first seq, targets = its last seq
-    sample j of step s = window order(seed, epoch)[s*B + j]        B = global batch size, in sequences
+    sample j of step s = window order(seed, epoch)[s*B + j mod n]  B = global batch size, n = windows, an epoch
 
 Targets are shifted here, before anything cuts a sequence. Every rank reads the whole global batch and works on its part
 of it: token ids are small. The stream's last twentieth is kept for validation.

@@ -67,14 +67,14 @@ def rope_tables(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> t
     if config.rope_scaling != 1.0:  # Llama 3.1: wave lengths over 8192 tokens grow, under 2048 stay, a ramp between
         keep = ((frequency * 8192 / (2 * torch.pi) - 1) / 3).clamp(0, 1)
         frequency = frequency * (keep + (1 - keep) / config.rope_scaling)
-    angle = (positions[..., None] * frequency).tile(2)[..., None, :]
+    angle = (positions[..., None] * frequency).tile(2)[..., None, :]  # [..., seq, 1 for all heads, head_dim]
     return angle.cos(), angle.sin()
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + head_dim/2) of x [batch, seq, heads, head_dim]."""
     first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+    return torch.addcmul(x * cos, torch.cat((-second, first), dim=-1), sin).to(x.dtype)  # a + b * c
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

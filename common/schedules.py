@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from common import UserError
 
-COSTS = {"F": 1, "B": 2, "W": 1}  # units of time; a schedule with W, weight gradients on their own, has B = 1
+COSTS = {"F": 1, "B": 2, "W": 1}  # units of time; where weight gradients are split off as W, B takes 1
 
 
 class Action(NamedTuple):
@@ -34,19 +34,20 @@ class Place(NamedTuple):
     after: int | None
 
 
-def loop(n_layers: int, p: int, v: int) -> list[Place]:
+def round_robin(n_layers: int, p: int, v: int) -> list[Place]:
     """The places of p v stages: v times through all ranks."""
     n = p * v
     bounds = [n_layers * stage // n for stage in range(n + 1)]
-    link = [None, *range(n), None]
+    link = [None, *range(n), None]  # each stage between its neighbours
     return [Place(s % p, range(bounds[s], bounds[s + 1]), link[s], link[s + 2]) for s in range(n)]
 
 
 def weave(p: int, m: int, v: int, rank: int, warm_up: int) -> list[Action]:
     """`warm_up` forwards, then a forward and a backward in turn, then the backwards that are left.
 
-    Micro-batches go in rounds of p: all of a round do the rank's first stage, then all its second one, and so on. When
-    the last of a round has left rank 0, the first has come round to it again.
+    Micro-batches go in rounds of p: all of a round do the rank's first stage, then all its second one, and so on. On 2
+    ranks with 2 stages each, 4 micro-batches go forward as 01 (stage 0), 01 (stage 2), 23 (stage 0), 23 (stage 2) on
+    rank 0: when 1 has left it, 0 is back from stage 1.
     """
     rounds = [range(start, min(start + p, m)) for start in range(0, m, p)]
     stages = range(rank, p * v, p)
@@ -77,7 +78,7 @@ class Schedule(NamedTuple):
     """The list of a rank, where stages are, and how many a rank has."""
 
     actions: Callable[[int, int, int, int], list[Action]]  # (p, m, v, rank)
-    places: Callable[[int, int, int], list[Place]] = loop  # (n_layers, p, v)
+    places: Callable[[int, int, int], list[Place]] = round_robin  # (n_layers, p, v)
     stages: int = 1
 
 

@@ -2,7 +2,7 @@
 
     with Run(config) as run:                      opens the run directory; at the end, or an error, closes it
         for step in run.steps(model=..., ...):    is given every part of the run; yields 0, 1, ..., drawing the bar
-            run.record(step, loss=..., ...)       one line of metrics.jsonl
+            run.record(step, tokens, loss=..., ...)   one line of metrics.jsonl
 
 Other code attaches here, by a subclass of `Run` that `main` or a test passes to `train`: it may look at the parts, load
 and wrap them, and it sees the numbers and the end. A step does not know that it exists.
@@ -33,7 +33,7 @@ from common import UserError, comm
 DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-def choose(config: Any) -> tuple[torch.device, torch.dtype]:
+def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
     """`--device` and `--dtype`; auto is this process's GPU with bf16 if there is one, else the CPU with fp32."""
     kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     dtype = config.dtype if config.dtype != "auto" else "bf16" if kind == "cuda" else "fp32"
@@ -122,7 +122,7 @@ class Run:
         self.sent[group.name] += round(share * tensor.nbytes)
 
     def record(self, step: int, tokens: int, **numbers: float):
-        """Write what a step has found: `tokens` of it, all ranks together, and other numbers by name."""
+        """Write what a step has found: how many `tokens`, all ranks together, and other numbers by name."""
         if not math.isfinite(numbers["loss"]):
             raise UserError(f"step {step + 1}: the loss is {numbers['loss']}: lower --lr")
         seconds, self.began = time.perf_counter() - self.began, time.perf_counter()

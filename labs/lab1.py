@@ -139,7 +139,9 @@ def update_on_rank(step: Any, case: Case, mesh: Any) -> dict[str, Any]:
         if i == 0:
             found |= {f"gradients()[{name}]": g.clone() for name, g in optimizer.gradients().items()}
             found["names in gradients()"] = sorted(optimizer.gradients())
-        optimizer.step(case.lr / (i + 1) if not narrow else case.lr, 0.5)
+        optimizer.step(
+            case.lr if narrow else case.lr / (i + 1), 0.5 if narrow else 0.5**i
+        )  # AdamW hides a common factor
         found["gradients left after step()"] = sum(param.grad is not None for param in model.parameters())
     for name, param in model.named_parameters():
         found[f"{name} after the updates"] = param.detach()
@@ -163,7 +165,8 @@ def update_expected(rank: int, case: Case) -> dict[str, Any]:
                      for s in range(2)]  # fmt: skip
             gradients = [sum(three) for three in parts] * (20 if narrow else 1)
             rates = [case.lr] * 40 if narrow else [case.lr, case.lr / 2]
-            end = adamw_by_hand(start, [g * 0.5 for g in gradients], rates, 0.0)
+            scaled = [g * (0.5 if narrow else 0.5**i) for i, g in enumerate(gradients)]
+            end = adamw_by_hand(start, scaled, rates, 0.0)
             found[f"gradients()[{name}]"] = gradients[0] if not narrow else gradients[0].float()
         found[f"{name} after the updates"] = end
         found[f"how far {name} has moved"] = end - start
@@ -327,6 +330,7 @@ LOOP = Task(
     (trains(4, (1, {}), says="losses, norms and weights of two steps, with unevenly many targets"),
      trains(1, (1, {}), flags=dict(micro_batch_size=5), says="a last micro-batch that is smaller"),
      trains(1, (1, {}), flags=dict(grad_clip=0.0), says="grad_clip 0: no clipping"),
+     trains(1, (1, {}), flags=dict(grad_clip=1e6), says="a norm below grad_clip: nothing is scaled up"),
      trains(1, (1, dict(recompute="full")), says="--recompute full changes nothing"),
      *demands(
          loop_on_rank, loop_expected, UNEVEN,

@@ -111,7 +111,7 @@ def masters(parts: SimpleNamespace) -> Iterator[Piece]:
     optimizer, params = parts.optimizer, dict(parts.model.named_parameters())
     units = {name: unit for unit in getattr(optimizer, "units", ()) for name in unit.named}
     for name, master in (optimizer.pieces if units else optimizer.masters).items():
-        first = max(0, units[name].first - units[name].place[name][0]) if units else 0
+        first = max(0, units[name].first - units[name].span[name][0]) if units else 0
         yield Piece("master", name, master, tuple(params[name].shape), layout_of(params[name]).splits, first)
 
 

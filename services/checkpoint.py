@@ -32,7 +32,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from common import UserError
@@ -40,6 +39,9 @@ from services.boxes import Box, Piece, overlap, place_in
 from services.launch import gather_objects
 
 FORMAT = "course checkpoint 1"
+PART = 2**26  # bytes that are flushed to the disk before more are written, so one sees that it goes on
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
 
 
 def file_name(rank: int) -> str:
@@ -71,6 +73,27 @@ def flush(path: Path):
     os.close(descriptor)
 
 
+def save_file(tensors: dict[str, Tensor], path: Path, wrote: Callable[[int], None]) -> str:
+    """Write a safetensors file, a header and then the bytes, in parts: `wrote` is told of each. Returns its SHA-256."""
+    header, stop, digest = {}, 0, hashlib.sha256()
+    for key, tensor in tensors.items():
+        start, stop = stop, stop + tensor.nbytes
+        header[key] = dict(dtype=DTYPES[tensor.dtype], shape=list(tensor.shape), data_offsets=[start, stop])
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        bodies = (tensor.view(-1).view(torch.uint8).numpy().data for tensor in tensors.values())
+        for body in (memoryview(len(text).to_bytes(8, "little") + text), *bodies):
+            for at in range(0, len(body), PART):
+                part = body[at : at + PART]
+                file.write(part)
+                digest.update(part)
+                file.flush()
+                os.fsync(file.fileno())
+                wrote(len(part))
+    return digest.hexdigest()
+
+
 def sweep(folder: Path):
     """Delete what bears a hidden name: checkpoints half written, or to be removed."""
     for path in folder.glob(".step-*"):
@@ -88,6 +111,7 @@ class Saver:
     def __init__(self, out: Path, keep: int = 2):
         self.out, self.folder, self.keep = out, out / "checkpoints", keep
         self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.bytes_written = self.files_written = 0  # the watchdog looks at them; files: that training waited for
         self.thread: threading.Thread | None = None
         self.busy = False  # a checkpoint has been begun and not yet settled
 
@@ -123,7 +147,7 @@ class Saver:
             if writer == self.rank:
                 tensors[str(i)] = held[key].detach().to("cpu", copy=True).contiguous()
         self.index = dict(format=FORMAT, step=step, **about, tensors=index)
-        self.thread = threading.Thread(target=self.attempt, args=(self.write, tensors), daemon=True)
+        self.thread = threading.Thread(target=self.attempt, args=(self.write, tensors, background), daemon=True)
         self.thread.start()
         if not background:
             self.settle()
@@ -140,12 +164,14 @@ class Saver:
         sweep(self.folder)
         self.hidden.mkdir(parents=True)
 
-    def write(self, tensors: dict[str, Tensor]):
+    def write(self, tensors: dict[str, Tensor], background: bool):
         """This rank's file. The thread takes part in no collective: ranks may be in different steps."""
-        path = self.hidden / file_name(self.rank)
-        save_file(tensors, path)
-        flush(path)
-        self.digest = checksum(path)
+        self.digest = save_file(tensors, self.hidden / file_name(self.rank), self.wrote)
+        self.files_written += not background
+
+    def wrote(self, n_bytes: int):
+        """So many more bytes are on the disk."""
+        self.bytes_written += n_bytes
 
     def writing(self) -> bool:
         """Whether this rank's file is still being written."""

@@ -40,6 +40,11 @@ GPU_PEAKS = {
     "V100": (125.0, 15.7),
     "T4": (65.0, 8.1),
 }
+ENVIRONMENT = {  # what CUDA and NCCL read when they start; what the user has set stays
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # else sizes that change leave gaps that nothing fits into
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # queues to a GPU: a run has some nine streams, and in one they would wait
+    "TORCH_NCCL_HIGH_PRIORITY": "1",  # a message that is ready goes before waiting matmuls
+}
 OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}  # NVIDIA's for Linux, by the major version of CUDA
 
 
@@ -49,6 +54,17 @@ class Flags:
 
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed, from step 2 on
     timeout: float = 600.0  # seconds without progress until the rank that hangs is named and the job ends
+
+
+def prepare():
+    """Before anything asks for a GPU: settings of the environment."""
+    for name, value in ENVIRONMENT.items() if torch.version.cuda else ():
+        os.environ.setdefault(name, value)
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def driver_version(about: Path = Path("/proc/driver/nvidia/version")) -> str:
@@ -81,8 +97,8 @@ def check(config: Any, world: int):
     problem, mend = unusable_gpu() if config.device == "auto" else ("", "")
     if problem:  # hours later somebody would notice how slow it is
         raise UserError(f"{problem}: {mend}; or train on the CPU on purpose, with --device cpu")
-    if config.backend == "nccl" and (config.device == "cpu" or local_ranks() > torch.cuda.device_count()):
-        raise UserError("--backend nccl needs one GPU for each local rank; use --backend gloo or auto")
+    if config.backend == "nccl" and (config.device == "cpu" or not torch.cuda.is_available()):
+        raise UserError("--backend nccl needs one GPU for each rank; use --backend gloo or auto")
 
 
 def local_ranks() -> int:
@@ -155,15 +171,15 @@ class Staged(dist.ProcessGroup):
     all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
 
 
-def fresh_store(timeout: float) -> dist.Store | None:
-    """Where the ranks that torchrun started find each other's addresses; None without torchrun.
+def fresh_store(timeout: float) -> dist.Store:
+    """Where the ranks find each other's addresses.
 
-    Its agents keep one store over all restarts (torch 2.13), and in it the addresses of processes that are gone: a rank
-    that comes first would call them. So rank 0 draws a prefix that is new, and every rank shows it a number of its own:
-    the prefix under which rank 0 has answered with this number is not one of an earlier attempt.
+    Agents of torchrun keep one store over all restarts (torch 2.13), and in it addresses of processes that are gone: a
+    rank that comes first would call them. So rank 0 draws a prefix that is new, and every rank shows it a number of its
+    own: the prefix under which rank 0 has answered with this number is not one of an earlier attempt.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
+        return next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))[0]
     rank, world, own = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), uuid.uuid4().hex
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
@@ -181,29 +197,44 @@ def fresh_store(timeout: float) -> dist.Store | None:
     raise RuntimeError(f"timed out: rank {rank} waited {timeout:g} s for rank 0 to start")
 
 
-def join(config: Any):
-    """Before `train`: take this process's GPU and, from step 2 on, meet the others. Says where the run trains.
+def own_gpus(store: dist.Store, gpus: int) -> bool:
+    """Whether each rank has a GPU of its own. All show theirs to all: a rank may see one GPU alone, and call it 0."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    gpu = torch.cuda.get_device_properties(int(os.environ["LOCAL_RANK"])).uuid if gpus else ""
+    store.set(f"gpu/{rank}", str(gpu))
+    shown = {store.get(f"gpu/{other}") for other in range(world)}
+    return gpus > 0 and len(shown) == world
+
+
+def meet(config: Any) -> int:
+    """Take this process's GPU and, from step 2 on, meet the others. Returns how many GPUs are here.
 
     With a GPU, the host works with its share of the cores, not with the one thread that torchrun gives a rank.
     Collectives of gloo raise after twice `--timeout`; the watchdog is there first, and says more. Raises UserError on
-    all ranks if they were started with different flags.
+    all ranks if they share a GPU that they cannot share.
     """
     gpus = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
     if gpus:
         os.environ["LOCAL_RANK"] = str(int(os.environ.get("LOCAL_RANK", 0)) % gpus)
         if os.environ.get("OMP_NUM_THREADS", "1") == "1":
-            torch.set_num_threads(max(1, os.cpu_count() // local_ranks()))
+            torch.set_num_threads(max(1, cores() // local_ranks()))
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if "RANK" in os.environ and hasattr(config, "sync") and not dist.is_initialized():
-        own_gpu = gpus >= local_ranks()
-        backend = "nccl" if own_gpu and config.backend != "gloo" else "staged" if gpus else "gloo"
+        store = fresh_store(2 * config.timeout)
+        apart = own_gpus(store, gpus)
+        if config.backend == "nccl" and not apart:
+            raise UserError("--backend nccl needs one GPU for each rank; use --backend gloo or auto")
+        backend = "nccl" if apart and config.backend != "gloo" else "staged" if gpus else "gloo"
         if backend == "staged":
             dist.Backend.register_backend("staged", Staged, devices=["cpu", "cuda"])
-        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # a message that is ready goes before waiting matmuls
-        store = fresh_store(2 * config.timeout)
-        where = dict(rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])) if store else {}
-        if own_gpu and gpus:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        where = dict(rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
         dist.init_process_group(backend, timeout=timedelta(seconds=2 * config.timeout), store=store, **where)
+    return gpus
+
+
+def join(config: Any):
+    """Before `train`: meet the others, and say where the run trains. Raises UserError if flags or GPUs do not fit."""
+    gpus = meet(config)
     introduce(config, torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpus else torch.device("cpu"))
 
 
@@ -220,8 +251,9 @@ def introduce(config: Any, device: torch.device):
         count = f"{len(set(ranks))} x " if name != "cpu" else ""
         parts.append(f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {count}{name}")
     backend = f"backend {dist.get_backend()}" if len(everyone) > 1 else "no backend"
+    settings = [f"{key}={os.environ[key]}" for key in ENVIRONMENT if key in os.environ and device.type == "cuda"]
     if int(os.environ.get("RANK", 0)) == 0:
-        print(f"device: {', '.join(parts)}; {backend}", flush=True)
+        print("; ".join([f"device: {', '.join(parts)}", backend, *settings]), flush=True)
 
 
 def require_same_flags(everyone: list[dict[str, Any]]):
@@ -240,7 +272,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype, override_tflops: float)
 
     Ranks that share a GPU share its peak.
     """
-    share = min(1.0, torch.cuda.device_count() / local_ranks()) if device.type == "cuda" else 1.0
+    shared = dist.is_initialized() and dist.get_backend() == "staged"
+    share = min(1.0, torch.cuda.device_count() / local_ranks()) if shared else 1.0
     if override_tflops:
         return override_tflops * 1e12 * share
     if device.type == "cuda":

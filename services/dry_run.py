@@ -33,23 +33,10 @@ from services.clocks import Clock
 from services.ledger import Ledger, traffic_table
 from services.memory import Held, MemoryTimeline, memory_table
 from services.tables import human, table
+from theory.gpus import GPUS, Gpu
 from theory.traffic import Traffic
+from variants import grouped_matmul
 
-
-class Gpu(NamedTuple):
-    """How fast a GPU is, by its data sheet: FLOP/s in 16 bits and in fp32, bytes/s (80% of the sheet's)."""
-
-    half: float
-    single: float
-    hbm: float
-
-
-GPUS = {
-    "a100-80": Gpu(312e12, 19.5e12, 1.6e12),
-    "h100-80": Gpu(989e12, 66.9e12, 2.8e12),
-    "h200": Gpu(989e12, 66.9e12, 4.0e12),
-    "b200": Gpu(2250e12, 75e12, 6.4e12),
-}
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}  # where the two factors begin
 NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view", "detach"}
 
@@ -109,7 +96,7 @@ class Meter(MemoryTimeline):
             tensors = [t for t in tree_iter((args, kwargs or {}, out)) if isinstance(t, Tensor)]
             n_bytes = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in tensors)
             flops, half = flops_of(name, args, kwargs or {}), any(t.dtype.itemsize == 2 for t in tensors)
-            seconds = max(flops / (self.gpu.half if half else self.gpu.single), n_bytes / self.gpu.hbm)
+            seconds = max(flops / (self.gpu.flops if half else self.gpu.single), n_bytes / self.gpu.hbm)
             self.count[name] += Counter(calls=1, flops=flops, bytes=n_bytes, seconds=seconds)
             self.seconds += seconds
         return out
@@ -189,7 +176,7 @@ def without_numbers(meter: Meter, rank: int, world: int) -> Iterator[None]:
         (Tensor, "item", lambda tensor: 1.0),
         (FakeTensor, "tolist", evenly),
         (Tensor, "repeat_interleave", repeat_rows),
-        (torch, "bincount", lambda choices, minlength: choices.new_empty(minlength)),
+        (grouped_matmul, "can_group", lambda *tensors: False),  # its FLOPs are counted expert by expert
         (layout, "draw", lambda name, shape, *_: torch.empty(shape)),
         (dist, "new_group", lambda row: make_group(row) if rank in row else None),
         (Data, "__init__", empty_data),
@@ -237,10 +224,10 @@ def report(seen: list[Seen], config: Any) -> str:
     texts += [traffic_table(one.taken, one.traffic)] * bool(one.taken["traffic"])
     rows = [["operator", "calls", "FLOPs", "bytes", "bound by", "ms", "of the time"]]
     for name, c in sorted(one.meter.count.items(), key=lambda entry: -entry[1]["seconds"])[:12]:
-        bound = "FLOPs" if c["flops"] / one.meter.gpu.half > c["seconds"] / 2 else "bytes"
+        bound = "FLOPs" if c["flops"] / one.meter.gpu.flops > c["seconds"] / 2 else "bytes"
         rows.append([name.removeprefix("_scaled_dot_product_"), f"{c['calls']:,}", f"{c['flops']:.3g}"])
         rows[-1] += [human(c["bytes"]), bound, f"{1e3 * c['seconds']:,.2f}", f"{c['seconds'] / total:.1%}"]
-    mfu = one.flops / one.meter.gpu.half / total
+    mfu = one.flops / one.meter.gpu.flops / total
     texts += [table(rows), f"MFU is at most {mfu:.1%}: these operators take {total:.3f} s, before bubbles and messages"]
     return "\n\n".join(texts)
 

@@ -49,28 +49,31 @@ def positions_of(parts: SimpleNamespace) -> Tensor:
 
 @torch.no_grad()
 def look(parts: SimpleNamespace, tokens: Tensor, targets: Tensor) -> Tensor:
-    """One micro-batch, int64 [batch, seq] of this rank's tokens, forward: what `model.loss` returns at the end.
+    """One micro-batch of whole sequences, int64 [batch, seq], forward: what `model.loss` returns at the end.
 
     On a rank without the last stage: 0. A collective of tp, cp and pp.
     """
-    model, pipeline = parts.model, getattr(parts, "pipeline", None)
+    model, pipeline, here = parts.model, getattr(parts, "pipeline", None), positions_of(parts)
+    device = next(model.parameters()).device
+    positions = parts.documents.look(tokens) if hasattr(parts, "documents") else here.to(device)
+    tokens, targets = (x[:, here.cpu()].to(device) for x in (tokens, targets))
     if pipeline is None:
-        return model(tokens, targets, positions_of(parts).to(tokens.device))
-    places, group, result = pipeline.places, pipeline.group, torch.zeros((), device=tokens.device)
+        return model(tokens, targets, positions)
+    places, group, result = pipeline.places, pipeline.group, torch.zeros((), device=device)
     chain = [next(stage for stage, place in enumerate(places) if place.before is None)]
     while (following := places[chain[-1]].after) is not None:
         chain.append(following)
-    pipeline.xs, x = [tokens], tokens
+    x = tokens
     for stage, following in pairwise([*chain, None]):
         place, peer = places[stage], None if following is None else places[following].rank
         if place.rank == group.rank:
-            x = forward_stage(model, place, x, targets, pipeline.positions)
+            x = forward_stage(model, place, x, targets, positions)
             if following is None:
                 result = x
             elif peer != group.rank:
                 exchange([(x.contiguous(), peer)], [], group).wait()
         elif peer == group.rank:
-            x = pipeline.buffer(0)
+            x = pipeline.some.new_empty(len(tokens), tokens.shape[1] // pipeline.sp_ranks, model.config.dim)
             exchange([], [(x, place.rank)], group).wait()
     return result
 
@@ -87,14 +90,11 @@ def held_out(data: Data, sequences: int, multiple: int) -> tuple[Tensor, Tensor]
 def validate(config: Any, parts: SimpleNamespace) -> float:
     """Mean loss over all targets of the held-out sequences. A collective; its traffic is not shown."""
     observer, comm.observer = comm.observer, None
-    size, dp, here = config.micro_batch_size, group_of(parts, "dp"), positions_of(parts)
+    size, dp = config.micro_batch_size, group_of(parts, "dp")
     tokens, targets = held_out(parts.data, config.eval_sequences, dp.size * size)
-    device = next(parts.model.parameters()).device
     count = (targets != IGNORE).sum().clamp(min=1).item()
-    loss = torch.zeros((), dtype=torch.float64, device=device)
-    for x, y in zip(
-        *(t[dp.rank :: dp.size][:, here.cpu()].to(device).split(size) for t in (tokens, targets)), strict=True
-    ):
+    loss = torch.zeros((), dtype=torch.float64, device=next(parts.model.parameters()).device)
+    for x, y in zip(*(t[dp.rank :: dp.size].split(size) for t in (tokens, targets)), strict=True):
         loss += look(parts, x, y)
     for dim in ("dp", "cp", "pp"):
         all_reduce(loss, group_of(parts, dim)).wait()
@@ -107,12 +107,11 @@ def whole_logits(parts: SimpleNamespace, tokens: Tensor) -> Tensor:
     model, here, tp = parts.model, positions_of(parts), group_of(parts, "tp")
     seen: list[Tensor] = []
     right, model.loss = model.loss, lambda logits, _targets: (seen.append(logits), logits.new_zeros(()))[1]
-    x = tokens[:, here.cpu()].to(next(model.parameters()).device)
     try:
-        look(parts, x, x)
+        look(parts, tokens, tokens)
     finally:
         model.loss = right
-    whole = torch.zeros(tokens.shape[1], model.config.vocab_size, device=x.device)
+    whole = torch.zeros(tokens.shape[1], model.config.vocab_size, device=next(model.parameters()).device)
     if seen:
         ours = seen[0][0].float().contiguous()  # [seq / cp, vocab / tp]
         columns = ours.new_empty(tp.size, *ours.shape)

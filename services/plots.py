@@ -39,20 +39,25 @@ def memory(folder: Path):
     plt.close(figure)
 
 
-def expert_load(folder: Path):
-    """expert_load.png: the share of each expert in the choices, in the layer whose busiest one is busiest at last."""
-    rows, plt = [row for row in read_metrics(folder) if "expert_load" in row], pyplot()
-    last = rows[-1]["expert_load"]
-    layer = max(last, key=lambda number: max(last[number]))
-    loads, n = [row["expert_load"][layer] for row in rows], len(last[layer])
-    figure, axes = plt.subplots(figsize=(5, 3.6), layout="constrained")
-    colours = [plt.colormaps["viridis"](i / max(1, n - 1)) for i in range(n)]
+def draw_load(axes: Any, rows: list[dict], layer: str, label: str = ""):
+    """The share of each expert in the choices of one layer, stacked over the steps."""
+    loads = [row["expert_load"][layer] for row in rows]
+    n = len(loads[0])
+    colours = [pyplot().colormaps["viridis"](i / max(1, n - 1)) for i in range(n)]
     axes.stackplot([row["step"] for row in rows], *zip(*loads, strict=True), colors=colours, step="post")
     for i in range(1, n):
         axes.axhline(i / n, color="white", linewidth=0.6, linestyle=":")
-    axes.set_title(f"layer {layer}, busiest expert at the end {max(loads[-1]) * n:.1f} x its share", fontsize=9)
+    axes.set_title(f"{label}layer {layer}, busiest expert at the end {max(loads[-1]) * n:.1f} x its share", fontsize=9)
     axes.set(xlabel="step", ylim=(0, 1), ylabel="share of all choices, by expert")
     axes.set_xlim(rows[0]["step"], max(rows[-1]["step"], rows[0]["step"] + 1))
+
+
+def expert_load(folder: Path):
+    """expert_load.png: the layer whose busiest expert is busiest at last."""
+    rows, plt = [row for row in read_metrics(folder) if "expert_load" in row], pyplot()
+    last = rows[-1]["expert_load"]
+    figure, axes = plt.subplots(figsize=(5, 3.6), layout="constrained")
+    draw_load(axes, rows, max(last, key=lambda number: max(last[number])))
     figure.savefig(folder / "expert_load.png", dpi=120)
     plt.close(figure)
 
@@ -73,17 +78,15 @@ def traffic(folder: Path):
     plt.close(figure)
 
 
-def timeline(folder: Path):
-    """timeline.png: what each stage did when, from timeline.json.
+def draw_timeline(axes: Any, data: dict, width: float):
+    """What each stage did when: {"schedule": name, "ranks": [[[kind, micro_batch, stage, start, end], ...]], "idle":
+    fraction, "simulated_idle": fraction}, on axes `width` inches wide.
 
-    {"schedule": name, "ranks": [[[kind, micro_batch, stage, start, end], ...]], "idle": fraction, "simulated_idle":
-    fraction}. The micro-batch stands in a box that is wide enough; later stages of a rank are paler.
+    The micro-batch stands in a box that is wide enough; later stages of a rank are paler.
     """
-    data, plt = json.loads((folder / "timeline.json").read_text()), pyplot()
-    ranks, width = data["ranks"], 12
+    ranks, plt = data["ranks"], pyplot()
     boxes = [(rank, *box) for rank, row in enumerate(ranks) for box in row]
     first, last = min(box[4] for box in boxes), max(box[5] for box in boxes)
-    figure, axes = plt.subplots(figsize=(width, 1.2 + 0.25 * len(ranks)), layout="constrained")
     for rank, kind, micro_batch, stage, start, end in boxes:
         own = sorted({box[2] for box in ranks[rank]})
         pale = 0.65 * own.index(stage) / max(2, len(own))
@@ -95,8 +98,15 @@ def timeline(folder: Path):
             axes.text(middle, rank, micro_batch, ha="center", va="center_baseline", fontsize=7, color="white")
     title = f"{data['schedule']}: idle {data['idle']:.1%}, simulated {data['simulated_idle']:.1%}"
     axes.set_title(title, fontsize=9, loc="left")
-    axes.set(xlim=(0, last - first), ylim=(len(ranks) - 0.5, -0.5), yticks=range(len(ranks)))
-    axes.set(xlabel="seconds", ylabel="rank along pp")
+    axes.set(xlim=(0, last - first), ylim=(len(ranks) - 0.5, -0.5), yticks=range(len(ranks)), ylabel="rank along pp")
     axes.spines[:].set_visible(False)
+
+
+def timeline(folder: Path):
+    """timeline.png, from timeline.json."""
+    data, plt = json.loads((folder / "timeline.json").read_text()), pyplot()
+    figure, axes = plt.subplots(figsize=(12, 1.2 + 0.25 * len(data["ranks"])), layout="constrained")
+    draw_timeline(axes, data, 12)
+    axes.set(xlabel="seconds")
     figure.savefig(folder / "timeline.png", dpi=120)
     plt.close(figure)

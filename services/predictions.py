@@ -1,15 +1,14 @@
 """What theory says of a run: it is told sizes, as plain numbers, that are taken from the run's parts."""
 
-from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
 from common.layout import layout_of
 from common.model import wide
-from common.schedules import goes_to
+from common.schedules import Action, Place, goes_to
 from step06_pipeline import TIED, plan
-from theory import flops, memory, traffic
-from theory.flops import Experts
+from theory import memory, shapes, traffic
+from theory.shapes import Shape
 from theory.traffic import Traffic, Work
 
 
@@ -18,16 +17,14 @@ def size(parts: SimpleNamespace, dim: str) -> int:
     return parts.mesh[dim].size if hasattr(parts, "mesh") and dim in parts.mesh.groups else 1
 
 
-def experts_of(config: Any, parts: SimpleNamespace) -> Experts | None:
-    """What stands in place of the MLPs."""
-    if not hasattr(config, "experts"):
-        return None
-    return Experts(config.experts, config.experts_per_token, config.expert_dim or parts.model.config.ffn_dim)
+def shape(config: Any, parts: SimpleNamespace) -> Shape:
+    """The model, with the experts that the flags ask for."""
+    return shapes.shape_of(parts.model.config, config)
 
 
 def flops_per_token(config: Any, parts: SimpleNamespace) -> tuple[float, float]:
     """(model, executed)."""
-    return flops.flops_per_token(parts.model.config, config.recompute == "full", experts_of(config, parts))
+    return shapes.flops_per_token(shape(config, parts), config.recompute == "full")
 
 
 def micro_batches(config: Any, parts: SimpleNamespace) -> int:
@@ -35,84 +32,89 @@ def micro_batches(config: Any, parts: SimpleNamespace) -> int:
     return -(-config.global_batch_size // size(parts, "dp") // config.micro_batch_size)
 
 
-def stages_of(config: Any, parts: SimpleNamespace) -> list[tuple[int, bool, bool]]:
-    """(layers, whether it begins with the embedding, whether it ends with the head) of each stage of this rank."""
+def work_lists(config: Any, parts: SimpleNamespace) -> tuple[dict[int, Place], list[Action]]:
+    """This rank's stages, and what it does with them in a step."""
+    m, n = parts.model.config, micro_batches(config, parts)
     if not hasattr(parts, "pipeline"):
-        return [(parts.model.config.n_layers, True, True)]
-    pipeline = parts.pipeline
-    mine = [place for place in pipeline.places if place.rank == pipeline.group.rank]
-    return [(len(place.layers), place.before is None, place.after is None) for place in mine]
+        return {0: Place(0, range(m.n_layers), None, None)}, [Action(kind, i, 0) for i in range(n) for kind in "FB"]
+    rank = parts.pipeline.group.rank
+    places, lists = plan(config, n)
+    return {stage: place for stage, place in enumerate(places) if place.rank == rank}, lists[rank]
 
 
 def work_of(config: Any, parts: SimpleNamespace) -> Work:
     """What this rank does in a step."""
-    m, times, stages = parts.model.config, micro_batches(config, parts), stages_of(config, parts)
-    dtype = next(parts.model.parameters()).dtype
-    layers, begins, ends = (times * sum(column) for column in zip(*stages, strict=True))
+    m, dtype = shape(config, parts), next(parts.model.parameters()).dtype
+    places, row = work_lists(config, parts)
+    passed = [places[stage] for kind, _, stage in row if kind == "F"]
+    layers = [n for place in passed for n in place.layers]
+    begins, ends = (sum(getattr(place, end) is None for place in passed) for end in ("before", "after"))
+    sums = len(layers), sum(map(m.has_experts, layers)), begins, ends
     tokens = config.micro_batch_size * m.seq_len // size(parts, "cp")
-    return Work(m, tokens, layers, begins, ends, dtype.itemsize, wide(dtype).itemsize, config.recompute == "full")
-
-
-def in_flight(lists: list[list], rank: int) -> int:
-    """The most forwards of a rank that still wait for their backward."""
-    return max(accumulate({"F": 1, "B": -1}.get(action.kind, 0) for action in lists[rank]))
+    return Work(m, tokens, *sums, dtype.itemsize, wide(dtype).itemsize, config.recompute != "none")
 
 
 def held_bytes(config: Any, parts: SimpleNamespace) -> dict[str, float]:
     """Bytes of each kind of tensor on this rank."""
-    m, w, on_cpu = parts.model.config, work_of(config, parts), next(parts.model.parameters()).device.type == "cpu"
+    w, on_cpu = work_of(config, parts), next(parts.model.parameters()).device.type == "cpu"
     stage, units = getattr(config, "zero", 0), getattr(parts.optimizer, "units", [])
     params = [param for param in parts.model.parameters() if param.requires_grad]
     n = cut = sum(param.numel() for param in params)
     if units:
         n, cut = (sum(unit.length * (unit.group.size if whole else 1) for unit in units) for whole in (True, False))
-    tp, sp = size(parts, "tp"), getattr(config, "sp", False)
-    about = (w.tokens, w.e, w.wide, tp, sp)
-    layer = memory.layer_bytes(m, *about, w.recompute, on_cpu, experts_of(config, parts))
-    stages = stages_of(config, parts)
-    kept = sum(layers * layer + ends * memory.end_bytes(m, *about, on_cpu) for layers, _, ends in stages) / len(stages)
-    waiting = 1
-    if hasattr(parts, "pipeline"):
-        waiting = in_flight(plan(config, micro_batches(config, parts))[1], parts.pipeline.group.rank)
+    batch, seq = config.micro_batch_size, w.m.seq_len // size(parts, "cp")
+    about = size(parts, "tp"), getattr(config, "sp", False), config.recompute, on_cpu, config.loss_chunk
+    piece = memory.Piece(w.m, batch, seq, w.e, w.wide, *about)
+    places, row = work_lists(config, parts)
     return {
         "parameters": (cut if stage == 3 else n) * w.e,
         "gradients": (cut if stage >= 2 else n) * w.wide,
         "masters": cut * w.wide * (w.wide != w.e),
         "moments": cut * w.wide * {"adamw": 2, "sgd": 0}.get(config.optimizer, 2),
-        "activations": waiting * kept,
+        "activations": memory.most_kept(row, {s: memory.stage_bytes(piece, p) for s, p in places.items()}, False),
     }
 
 
 def data_traffic(config: Any, parts: SimpleNamespace) -> Traffic:
     """What gradients and, under ZeRO, weights cost."""
-    found, m, w = Traffic(), micro_batches(config, parts), work_of(config, parts)
+    found, w = Traffic(), work_of(config, parts)
     stage, units = getattr(config, "zero", 0), getattr(parts.optimizer, "units", [])
     if not units:
         for param in parts.model.parameters():
             dim = layout_of(param).data_group
             found += traffic.gradient_traffic(dim, size(parts, dim), param.numel() * w.wide, config.sync == "ring")
         return found
-    gathered = traffic.gatherings(*gathering(config, parts)) if stage == 3 else dict.fromkeys(units, 1)
+    reduced, gathered = traffic.unit_travels(*module_runs(config, parts)) if stage >= 2 else ({}, {})
     for unit in units:
-        about = unit.group.name, unit.group.size, len(unit.flat), w.e, w.wide
-        found += traffic.unit_traffic(*about, m if stage >= 2 else 1, gathered[unit])
+        times = reduced.get(unit, 1), gathered.get(unit, 1) if stage == 3 else 1
+        found += traffic.unit_traffic(unit.group.name, unit.group.size, len(unit.flat), w.e, w.wide, *times)
     return found
 
 
-def gathering(config: Any, parts: SimpleNamespace) -> tuple[list, list[tuple[str, list[int]]], int]:
-    """What ZeRO 3 computes with in which order, as `theory.traffic.gatherings` wants it."""
-    uses, m = parts.optimizer.uses, micro_batches(config, parts)
-    first = int(parts.model.model.embed_tokens is not None)
-    if not hasattr(parts, "pipeline"):
-        return uses, [("F", [*range(len(uses))]), ("B", [*range(len(uses))])] * m, first
-    places, lists = plan(config, m)
-    number = {name: first + i for i, name in enumerate(parts.model.model.layers)}
+def module_runs(config: Any, parts: SimpleNamespace) -> tuple[list, list, set[int], set]:
+    """What ZeRO's units are used by in which order, as `theory.traffic.unit_travels` wants it."""
+    trunk, head = parts.model.model, parts.model.lm_head
+    modules = [m for m in (trunk.embed_tokens, *trunk.layers.values(), trunk.norm, head) if m is not None]
+    params = [set(module.parameters()) for module in modules]
+    uses = [[unit for unit in parts.optimizer.units if own & set(unit.named.values())] for own in params]
+    first, number = int(trunk.embed_tokens is not None), {}
+    number |= {int(name): first + i for i, name in enumerate(trunk.layers)}
+    places, row = work_lists(config, parts)
     runs = []
-    for action in lists[parts.pipeline.group.rank]:
-        place = places[action.stage]
-        ends = [0] * (place.before is None), [len(uses) - 1] * (place.after is None)
-        runs.append((action.kind, [*ends[0], *(number[str(n)] for n in place.layers), *ends[1]]))
-    return uses, runs, first
+    for kind, _, stage in row:
+        place, last = places[stage], len(modules) - 1
+        ends = [0] * (place.before is None), [last - 1, last] * (place.after is None)
+        runs.append((kind, [*ends[0], *(number[n] for n in place.layers), *ends[1]]))
+    shared = {*uses[0]} & {*uses[-1]} if 0 in places and way_end(config, parts) in places else set()
+    return uses, runs, set(number.values()), shared
+
+
+def way_end(config: Any, parts: SimpleNamespace) -> int:
+    """The stage with the loss of what begins in stage 0."""
+    places, stage = plan(config, micro_batches(config, parts))[0] if hasattr(parts, "pipeline") else [], 0
+    while places and places[stage].after is not None:
+        stage = places[stage].after
+    return stage
 
 
 def pipeline_traffic(config: Any, parts: SimpleNamespace) -> Traffic:
@@ -128,6 +130,15 @@ def pipeline_traffic(config: Any, parts: SimpleNamespace) -> Traffic:
     return Traffic({("pp", "send"): sent})
 
 
+def partial_traffic(parts: SimpleNamespace, n_bytes: int) -> Traffic:
+    """Gradients of `n_bytes` an element that are parts of a sum over other dimensions than that of the data."""
+    found = Traffic()
+    for name, param in parts.model.named_parameters():
+        for dim in layout_of(param).partial_over:
+            found += traffic.sum_traffic(dim, size(parts, dim), n_bytes * sliced(parts, name))
+    return found
+
+
 def sliced(parts: SimpleNamespace, name: str) -> int:
     """Elements of a parameter's gradient that this rank has in the end: all, or those in its slice."""
     for unit in getattr(parts.optimizer, "units", ()):
@@ -141,15 +152,13 @@ def sent_bytes(config: Any, parts: SimpleNamespace) -> Traffic:
     if not hasattr(parts, "mesh"):
         return Traffic()
     w, tp, cp, ep = work_of(config, parts), *(size(parts, dim) for dim in ("tp", "cp", "ep"))
-    found = data_traffic(config, parts)
+    found = data_traffic(config, parts) + partial_traffic(parts, w.wide)
     if tp > 1:
-        partial = [name for name, p in parts.model.named_parameters() if "tp" in layout_of(p).partial_over]
         found += traffic.tensor_traffic(w, tp, config.sp)
-        found += traffic.sum_traffic("tp", tp, w.wide * sum(sliced(parts, name) for name in partial))
     if cp > 1:
         found += traffic.context_traffic(w, cp, tp)
     if hasattr(config, "experts"):
-        found += traffic.expert_traffic(w, ep, cp, experts_of(config, parts))
+        found += traffic.expert_traffic(w, ep, cp)
     if hasattr(parts, "pipeline"):
         found += pipeline_traffic(config, parts)
         found += traffic.sum_traffic("pp", size(parts, "pp"), w.wide)  # the loss

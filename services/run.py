@@ -22,13 +22,13 @@ from torch import Tensor
 import variants
 from common.comm import Group
 from common.trainer import Run
-from services import devices, dry_run, evaluation, failures, health, readers, replicas, resume, screen, shapes
+from services import devices, dry_run, evaluation, failures, health, legal, readers, replicas, resume, screen, shapes
 from services.ledger import Ledger
 from services.screen import Screen
 from services.watchdog import Guard
 
 # Attached like variants, and named below where a run calls them.
-SERVICES = [devices, shapes, readers, resume, evaluation, health, replicas, dry_run, screen]
+SERVICES = [devices, shapes, legal, readers, resume, evaluation, health, replicas, dry_run, screen]
 
 
 @lru_cache
@@ -135,5 +135,6 @@ def surround(train: Callable) -> tuple[Callable, type, type]:
 
     The script runs as `__main__`; what attaches imports it by its name, so that module's `train` is taken.
     """
+    devices.prepare()
     step = importlib.import_module(Path(inspect.getfile(train)).stem)
     return dry_run.instead_of(step.train, attach), compose(step), ServedRun

@@ -10,6 +10,7 @@ screen.finish()                 tables and pictures
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import product
@@ -89,38 +90,54 @@ def parameters_in_all(parts: SimpleNamespace) -> int:
 
 def uses_variants(config: Any) -> bool:
     """Whether a flag of a variant is set, or a menu's entry is one: theory knows the steps, not their variants."""
-    entries = [f.metadata["menu"].get(getattr(config, f.name)) for f in fields(config) if "menu" in f.metadata]
+    chosen = [f for f in fields(config) if getattr(config, f.name) != f.default]
+    entries = [f.metadata["menu"].get(getattr(config, f.name)) for f in chosen if "menu" in f.metadata]
     parts = [part for entry in entries for part in (entry if isinstance(entry, tuple) else (entry,))]
-    owners = [base for base in type(config).__mro__ if base.__module__.startswith("variants.")]
-    changed = [getattr(config, f.name) != f.default for base in owners for f in fields(base)]
-    return any(changed) or any(str(getattr(part, "__module__", "")).startswith("variants.") for part in parts)
+    variants = [base for base in type(config).__mro__ if base.__module__.startswith("variants.")]
+    changed = {f.name for f in chosen} & {f.name for base in variants for f in fields(base)}
+    return bool(changed) or any(str(getattr(part, "__module__", "")).startswith("variants.") for part in parts)
 
 
 class ExpertLoad:
-    """How many tokens have chosen each expert, in each layer with experts, since the last `take`."""
+    """What the routers have decided since the last `take`, by layer."""
 
-    def __init__(self, parts: SimpleNamespace):
-        self.mesh, some = parts.mesh, next(parts.model.parameters())
-        self.counts: Tensor | None = None
+    def __init__(self, config: Any, parts: SimpleNamespace):
+        self.mesh, shape = parts.mesh, (parts.model.config.n_layers, config.experts + 3)
+        self.sums = torch.zeros(shape, dtype=torch.float64, device=next(parts.model.parameters()).device)
         for number, layer in parts.model.model.layers.items():
-            if self.counts is None:
-                rows = parts.model.config.n_layers, layer.mlp.router.out_features
-                self.counts = torch.zeros(rows, dtype=torch.int64, device=some.device)
-            layer.mlp.experts.register_forward_pre_hook(partial(self.count, int(number)))
+            if hasattr(layer.mlp, "experts"):
+                sums = self.sums[int(number)]  # choices of each expert; rows that experts are given, tokens, entropy
+                layer.mlp.experts.register_forward_pre_hook(partial(self.give, sums))
+                layer.mlp.balance_loss = partial(self.choose, sums, layer.mlp.balance_loss)
 
-    def count(self, number: int, _module: torch.nn.Module, given: tuple[Tensor, Tensor]):
-        """Hook: the experts of a layer are given rows, and how many of these are for each."""
-        self.counts[number] += given[1]
+    @staticmethod
+    def give(sums: Tensor, _module: torch.nn.Module, given: tuple[Tensor, Tensor]):
+        """Hook: a layer's experts, all or those of this rank, are given rows; how many are for each comes second."""
+        sums[-3] += given[1].sum()
 
-    def take(self) -> dict[str, list[float]]:
-        """By layer the share of each expert in the choices of all ranks. A collective, of which no one is told."""
+    @staticmethod
+    def choose(sums: Tensor, plain: Callable, p: Tensor, counts: Tensor) -> Tensor:
+        """Replaces a layer's `balance_loss`, which is told p [tokens, experts] and the choices of each expert."""
+        sums[:-3] += counts
+        sums[-2] += len(p)
+        sums[-1] += torch.special.entr(p.detach()).sum()
+        return plain(p, counts)
+
+    def take(self) -> dict[str, Any]:
+        """Of all ranks: `expert_load`, by layer each expert's share of the choices; `drop_rate`, the part of choices
+        that no expert was given; `router_entropy`, the mean of p's (nats; log E if undecided).
+
+        A collective, of which the observer is not told.
+        """
         observer, comm.observer = comm.observer, None
         for dim in ("data", "pp"):
-            comm.all_reduce(self.counts, self.mesh[dim]).wait()
+            comm.all_reduce(self.sums, self.mesh[dim]).wait()
         comm.observer = observer
-        shares = (self.counts / self.counts.sum(-1, keepdim=True).clamp(min=1)).tolist()
-        self.counts.zero_()
-        return {str(number): row for number, row in enumerate(shares) if any(row)}
+        choices, (rows, tokens, entropy) = self.sums[:, :-3], self.sums[:, -3:].sum(0).tolist()
+        shares = {str(n): (row / row.sum()).tolist() for n, row in enumerate(choices) if row.any()}
+        dropped = 1 - rows / choices.sum().item()
+        self.sums.zero_()
+        return dict(expert_load=shares, drop_rate=dropped, router_entropy=entropy / tokens)
 
 
 class Screen:
@@ -132,7 +149,7 @@ class Screen:
         self.device, self.world = some.device, parts.mesh.world if hasattr(parts, "mesh") else 1
         self.flops = predictions.flops_per_token(self.config, parts)
         self.peak = self.world * peak_flops(self.device, some.dtype, self.config.peak_tflops)
-        self.load = ExpertLoad(parts) if hasattr(self.config, "experts") else None
+        self.load = ExpertLoad(self.config, parts) if hasattr(self.config, "experts") else None
         watched = self.config.profile_memory or int(self.device.type == "cpu")
         self.clock, self.held = Clock(parts), Held(parts, watched)
         self.clock.listeners.append(self.held.phase)
@@ -171,7 +188,7 @@ class Screen:
         found = dict(mfu=model, hfu=executed) | self.clock.take()
         found |= dict(peak_memory_bytes=peak_memory(self.device)) | self.ledger.take()
         if self.load is not None:
-            found["expert_load"] = self.load.take()
+            found |= self.load.take()
         return found
 
     def line(self, row: dict[str, Any]):

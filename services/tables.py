@@ -10,16 +10,7 @@ from common.comm import Mesh
 from common.layout import layout_of
 from common.model import Decoder
 from services.launch import gather_objects
-
-
-def table(rows: list[list[str]]) -> str:
-    """Rows of cells, the first a header, as an aligned text table."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = zip(row, widths, strict=True)
-        lines.append("  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(cells)))
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+from theory.tables import table
 
 
 def human(n_bytes: float | None) -> str:

@@ -46,8 +46,7 @@ class Place(NamedTuple):
 def place_of(run: Any) -> Place:
     """Where a run is, from its parts as far as they are there."""
     entered, screen = dict(run.ledger.entered), getattr(run, "screen", None)
-    if hasattr(run, "files_written"):
-        entered[SAVES] = run.files_written
+    entered[SAVES] = run.keeper.saver.files_written
     return Place(len(run.history), screen.clock.phase if screen else "start", run.ledger.last, entered)
 
 
@@ -213,7 +212,7 @@ class Guard:
     """The watchdog of a run, from its begin to its end."""
 
     def __init__(self, run: Any):
-        """Reads `run.history`, `.ledger`, `.screen` and, of who saves, `.bytes_written` and `.files_written`."""
+        """Reads `run.history`, `.ledger`, `.screen`, and `.keeper`, which saves."""
         alone = not dist.is_initialized()
         rank, world = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
         self.signals, store = Signals(), shared_store()
@@ -221,7 +220,7 @@ class Guard:
         self.dog = Watchdog(
             *(lambda: place_of(run), run.config.timeout, rank, world, dist.PrefixStore(f"watchdog/{number}", store)),
             signalled=self.signals.came,
-            written=lambda: getattr(run, "bytes_written", 0),
+            written=lambda: run.keeper.saver.bytes_written,
         )
 
     def stop(self, error: BaseException | None):

@@ -8,7 +8,7 @@ import functools
 import importlib
 import tempfile
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,14 +25,14 @@ from services.run import attach, check, compose
 from tests import faults
 
 SHAPE = list(ModelConfig.__dataclass_fields__)
-BOUND = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-12}  # bf16: only a process with itself
+BOUND = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-12, "fp16": 1e-12}  # 16 bits: only a process with itself
 SMALL = dict(
     dim=32, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=259, seq_len=16
 )  # a vocabulary that nothing divides
 BASE = dict(
     steps=2,  # the second shows what one update leaves to the next; the sweep takes four
     warmup_steps=2,
-    global_batch_size=24,
+    global_batch_size=12,
     micro_batch_size=1,
     lr=0.05,
     grad_clip=0.5,
@@ -51,7 +51,12 @@ def read_uneven(_source: str) -> tuple[np.ndarray, np.ndarray]:
     return tokens, labels
 
 
-data.READERS[".py"] = functools.lru_cache(read_uneven)
+def read_few(_source: str) -> tuple[np.ndarray, None]:
+    """Tokens 0 to 4."""
+    return data.READERS[""]("")[0] % 5, None
+
+
+data.READERS |= {".py": functools.lru_cache(read_uneven), ".toml": functools.lru_cache(read_few)}
 
 
 class Watch(Run):
@@ -85,7 +90,7 @@ class Watch(Run):
         for name, value in local.items():
             param, unit = named[name], units.get(name)
             splits = layout_of(param).splits
-            first = 0 if unit is None else max(0, unit.first - unit.place[name][0])
+            first = 0 if unit is None else max(0, unit.first - unit.span[name][0])
             mine.append((name, tuple(param.shape), splits, first, value.detach().flatten().clone()))
         everyone = [mine]
         if dist.is_initialized():
@@ -127,14 +132,18 @@ def assemble(parts: list[tuple]) -> dict[str, Tensor]:
 
 
 def record(step_name: str, options: dict[str, Any], fault: str = "") -> SimpleNamespace:
-    """Train under `options` (flags of the step, and fields of the model's shape)."""
-    step = importlib.import_module(step_name)
+    """Train under `options`: flags of the step, fields of the model's shape; `patch`, a change as `fault` is one."""
+    options = dict(options)
+    changes, step = {fault, options.pop("patch", "")} - {""}, importlib.import_module(step_name)
     shape = {name: options[name] for name in SHAPE if name in options}
     PRESETS["test"] = ModelConfig(**SMALL | shape)
     flags = {name: value for name, value in (BASE | options).items() if name not in shape}
     config = compose(step)(model="test", out=tempfile.gettempdir(), **flags)
     check(config, dist.get_world_size() if dist.is_initialized() else 1)
-    with faults.injected(fault) if fault else nullcontext(), Watch(config) as run:
+    with ExitStack() as stack:
+        for change in changes:
+            stack.enter_context(faults.injected(change))
+        run = stack.enter_context(Watch(config))
         step.train(config, run)
     history = run.history
     return SimpleNamespace(

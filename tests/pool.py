@@ -5,7 +5,6 @@ are forked from it. They meet through a file, never a port, and have one thread 
 """
 
 import contextlib
-import functools
 import multiprocessing
 import os
 import pickle
@@ -17,7 +16,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOADED = ["torch", "torch.distributed", "step07_moe_ep", "tests.equal"]
+PRELOADED = ["torch", "torch.distributed", "step07_moe_ep", "services.run", "tests.equal", "tests.warm"]
 
 
 class RankError(AssertionError):
@@ -29,10 +28,7 @@ def serve(rank: int, world: int, folder: str, connection: Connection):
     import torch
     import torch.distributed as dist
 
-    from common import data
-
     torch.set_num_threads(1)
-    data.READERS[""] = functools.lru_cache(data.READERS[""])  # opening 674 files takes longer than a tiny run
     if world > 1:
         os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(world))
         where = f"file://{folder}/rendezvous"

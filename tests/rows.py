@@ -1,4 +1,4 @@
-"""The table of layouts: every row trains, and equals one process. A new technique adds its rows here.
+"""The table of layouts x behaviours: what a row does, one process does too. A new technique adds its rows here.
 
 Row(ranks, step, layout, base, tier)     `layout` are the flags of the run that is tested; `base` those that it has
                                          in common with the one process that it is compared with
@@ -7,6 +7,11 @@ Row(ranks, step, layout, base, tier)     `layout` are the flags of the run that 
 from typing import Any, NamedTuple
 
 DEFAULT, EXHAUSTIVE = "default", "exhaustive"
+EQUALS = ("equals",)  # names of functions in tests/test_layouts.py
+ALL = ("equals", "drifts", "stays_near", "evaluates", "goes_on")
+UNEVEN = dict(dataset=__file__)  # many targets do not count; tests/equal.py reads it
+FEW = dict(dataset="pyproject.toml", vocab_size=5)  # so few tokens that a rank of four has none of them; there, too
+FROZEN, IDLE, EXACT = dict(patch="frozen"), dict(patch="idle_experts"), dict(patch="not_rounded")  # tests/faults.py
 SGD, TIED, MHA = dict(optimizer="sgd", lr=0.5), dict(tied=True), dict(n_kv_heads=4)
 EXPERTS, MUON = dict(experts=4), dict(optimizer="muon")
 LOSSY = (
@@ -15,7 +20,7 @@ LOSSY = (
     (dict(compress="int8"), 0.2),
     (dict(compress="topk", topk_fraction=0.8), 0.4),
 )
-SLOW = dict(optimizer="sgd", lr=0.1)  # so what is lost in one step does not grow much in the next
+SLOW = dict(optimizer="sgd", lr=0.1, global_batch_size=24)  # so what is lost in one step does not grow in the next
 BIAS = dict(balance="bias", bias_speed=0.1)
 GROUPS = dict(experts=8, experts_per_token=3, expert_groups=4, groups_per_token=2, n_layers=4, moe_every=2)
 MASK = dict(documents="mask", end_token=32)  # a document ends with each blank
@@ -30,9 +35,33 @@ class Row(NamedTuple):
     base: dict[str, Any] = {}  # noqa: RUF012
     tier: str = DEFAULT
     bound: float = 0.0  # of a lossy technique; 0: what the dtype holds
+    does: tuple[str, ...] = EQUALS
 
 
 ROWS = [
+    # each step: alone, and in a layout that has all that came before, with every behaviour
+    *(
+        Row(1, step, {}, base, EXHAUSTIVE if base else DEFAULT)
+        for step in ("step02_ddp", "step03_zero", "step04_tp_sp", "step05_cp_ring", "step06_pipeline")
+        for base in ({}, SGD | TIED)
+    ),
+    Row(2, "step02_ddp", dict(bucket_mb=0.01), does=ALL),
+    Row(2, "step03_zero", dict(zero=3), TIED, does=ALL),
+    Row(4, "step04_tp_sp", dict(tp=2, zero=1), does=ALL),
+    Row(4, "step05_cp_ring", dict(cp=2, tp=2, zero=2), TIED, does=ALL),
+    Row(4, "step06_pipeline", dict(pp=2, tp=2, zero=1), TIED, does=ALL),
+    Row(4, "step06_pipeline", dict(pp=2, cp=2, schedule="zb-h1"), does=ALL),
+    Row(4, "step07_moe_ep", dict(pp=2, ep=2, zero=3), EXPERTS | dict(balance_weight=0.0), does=ALL),
+    # what many targets do not count in, what does not train, what has nothing to do
+    Row(4, "step03_zero", dict(zero=2), UNEVEN | SGD),
+    Row(4, "step05_cp_ring", dict(cp=2, tp=2), UNEVEN),
+    Row(4, "step06_pipeline", dict(pp=2, schedule="zb-h1"), UNEVEN | SGD),
+    Row(4, "step07_moe_ep", dict(tp=2, ep=2), UNEVEN | EXPERTS),
+    *(Row(2, "step03_zero", dict(zero=zero), FROZEN | SGD, EXHAUSTIVE if zero == 1 else DEFAULT) for zero in range(3)),
+    Row(4, "step06_pipeline", dict(pp=2, tp=2, schedule="zb-h2", zero=2), FROZEN | TIED),
+    Row(4, "step07_moe_ep", dict(ep=4, zero=1), IDLE | EXPERTS),
+    Row(4, "step04_tp_sp", dict(tp=4, zero=1), FEW | SGD | TIED),
+    Row(2, "step04_tp_sp", dict(tp=2, sp=False), dict(seq_len=15)),
     # step 1: variants of the trainer
     Row(1, "step01_single_gpu", dict(recompute="selective")),
     Row(3, "step02_ddp", {}, dict(optimizer="adafactor")),
@@ -44,6 +73,8 @@ ROWS = [
     Row(4, "step06_pipeline", dict(pp=2, tp=2, loss_chunk=5), TIED),
     Row(2, "step03_zero", dict(zero=3, loss_chunk=5), TIED | SGD),
     Row(3, "step03_zero", dict(zero=2), MUON),
+    Row(2, "step03_zero", dict(zero=1, offload_optimizer="cpu"), MUON),
+    Row(4, "step04_tp_sp", dict(tp=2, zero=3, offload_optimizer="disk"), MUON, EXHAUSTIVE),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, zero=0), MUON | TIED),
     Row(4, "step07_moe_ep", dict(tp=2, ep=2, zero=3), MUON | EXPERTS),
     *(Row(2, "step03_zero", dict(zero=zero, grad_dtype="same"), SGD) for zero in (0, 1)),
@@ -90,8 +121,18 @@ ROWS = [
     Row(2, "step04_tp_sp", dict(tp=2, tp_overlap=True), SGD),
     Row(4, "step04_tp_sp", dict(tp=2, tp_overlap=True, sp=False, zero=3, recompute="full"), TIED),
     Row(2, "step04_tp_sp", dict(tp=2, compress_activations="bf16"), SGD, bound=0.01),
+    *(
+        Row(2, "step06_pipeline", dict(compress_activations="bf16") | layout, SGD | EXACT)
+        for layout in (
+            dict(tp=2, tp_overlap=True),
+            dict(tp=2, sp=False),
+            dict(pp=2, schedule="afab"),
+            dict(pp=2, schedule="zb-h1"),
+        )
+    ),
     Row(2, "step04_tp_sp", dict(tp=2, compress_activations="int8", tp_overlap=True), SGD, bound=0.03),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, compress_activations="int8", sp=False), SGD, bound=0.03),
+    Row(4, "step06_pipeline", dict(pp=2, tp=2, compress_activations="int8", schedule="zb-h1"), SGD, bound=0.03),
     Row(4, "step04_tp_sp", dict(tp=4, zero=1), SGD),  # two key/value heads
     Row(4, "step05_cp_ring", dict(cp=1, tp=4, sp=False, recompute="full"), dict(n_kv_heads=1)),
     Row(8, "step05_cp_ring", dict(cp=2, tp=4, zero=3), SGD | TIED, EXHAUSTIVE),
@@ -111,9 +152,10 @@ ROWS = [
     Row(4, "step05_cp_ring", dict(cp=2, micro_batch_size=3), MASK | SGD),
     Row(3, "step05_cp_ring", dict(cp=3, cp_mode="ring", documents="reset"), MASK | SGD | dict(seq_len=18)),
     Row(2, "step05_cp_ring", dict(cp=2, cp_mode="allgather", zero=3, recompute="full"), MASK | TIED),
-    Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses", documents="reset"), MASK),
-    Row(4, "step06_pipeline", dict(pp=2, cp=2, documents="reset"), MASK),
+    Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses", documents="reset"), MASK, does=("equals", "evaluates")),
+    Row(4, "step06_pipeline", dict(pp=2, cp=2, documents="reset"), MASK, does=("equals", "evaluates")),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, schedule="interleaved", recompute="full"), MASK | dict(n_layers=4)),
+    Row(4, "step06_pipeline", dict(pp=2, cp=2, schedule="zb-h1", documents="reset"), MASK | SGD),
     # step 6
     Row(3, "step06_pipeline", dict(pp=3)),
     Row(4, "step06_pipeline", dict(pp=2, zero=3), TIED | SGD),
@@ -139,6 +181,11 @@ ROWS = [
     *(
         Row(4, "step06_pipeline", dict(pp=2, schedule=schedule, zero=zero), TIED | dict(n_layers=4), EXHAUSTIVE)
         for schedule in ("afab", "interleaved", "zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe")
+        for zero in (0, 1, 2, 3)
+    ),
+    *(
+        Row(4, "step07_moe_ep", dict(pp=2, ep=2, schedule=name, zero=zero), EXPERTS | dict(n_layers=4), EXHAUSTIVE)
+        for name in ("1f1b", "afab", "interleaved", "zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe")
         for zero in (0, 1, 2, 3)
     ),
     Row(4, "step07_moe_ep", dict(pp=4, schedule="dualpipe", zero=2), EXPERTS | dict(n_layers=4)),
@@ -182,8 +229,7 @@ def every_legal_layout(ranks: int = 8) -> list[Row]:
                 for ep in (n for n in sizes if (ranks // (pp * tp)) % n == 0):
                     zero = len(rows) % 4
                     layout = dict(pp=pp, cp=cp, tp=tp, ep=ep, zero=zero, sp=len(rows) % 3 > 0)
-                    base = dict(
-                        steps=4, experts=8, n_heads=4, n_kv_heads=4, n_layers=8, seq_len=16 if cp * tp < 8 else 32
-                    )
-                    rows.append(Row(ranks, "step07_moe_ep", layout, base | dict(tied=len(rows) % 2 == 0), EXHAUSTIVE))
+                    base = dict(steps=4, global_batch_size=24, experts=8, n_heads=4, n_kv_heads=4, n_layers=8)
+                    base |= dict(seq_len=16 if cp * tp < 8 else 32, tied=len(rows) % 2 == 0)
+                    rows.append(Row(ranks, "step07_moe_ep", layout, base, EXHAUSTIVE))
     return rows

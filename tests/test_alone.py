@@ -15,7 +15,8 @@ from tests.equal import difference
 
 ROOT = Path(__file__).parents[1]
 STEPS = sorted(path.stem for path in ROOT.glob("step0*.py"))
-TINY = "--model debug --dtype fp64 --device cpu --steps 3 --warmup-steps 1 --global-batch-size 12 --micro-batch-size 1"
+TINY = "--model debug --dtype fp64 --device cpu --steps 3 --warmup-steps 1 --global-batch-size 12 --micro-batch-size 2"
+TINY += " --dataset text.txt"  # the default text takes longer to read than such a run
 FILES = {"metrics.jsonl", "config.json", "loss.png"}
 
 
@@ -41,7 +42,7 @@ def cases() -> list:
     found = [pytest.param(step, 0, "", False, id=f"{step}-alone") for step in STEPS]
     found += [pytest.param(*case, False, id="-".join(map(str, case))) for case in some]
     found += [pytest.param("step03_zero", 2, "--zero 2", True, id="step03_zero-2-fresh")]
-    sweep = [(step, n, "--global-batch-size 24" * (n == 8), False) for step in STEPS[1:] for n in (1, 2, 3, 4, 8)]
+    sweep = [(step, n, "--global-batch-size 32" * (n == 8), False) for step in STEPS[1:] for n in (1, 2, 3, 4, 8)]
     for step in STEPS:
         ranks, flags = launch_line(step)
         flags += " --model tiny" * ("--pp 4" in flags)  # "debug" has two layers
@@ -66,6 +67,7 @@ def alone(tmp_path_factory) -> Path:
     (folder / "common").mkdir()
     for path in (ROOT / "common").glob("*.py"):
         shutil.copy(path, folder / "common")
+    (folder / "text.txt").write_text("".join(path.read_text() for path in ROOT.glob("step0*.py")))
     return folder
 
 

@@ -1,9 +1,8 @@
-"""Validation and generation give the same in every layout (services/evaluation.py); Hugging Face computes it, too."""
+"""Weights go to Hugging Face and come back: what it computes is what we do (services/hub.py)."""
 
 import json
 import re
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,45 +15,11 @@ from services import evaluation, hub
 from services.checkpoint import Checkpoint, find, newest
 from services.run import compose
 from tests.equal import difference
-from tests.rows import EXPERTS, TIED
+from tests.rows import EXPERTS
 from tests.test_checkpoint import train_on_rank
 
 OPTIONS = dict(steps=2, eval_every=2, eval_sequences=5, micro_batch_size=2, save_every=2)
 MOE = EXPERTS | dict(balance_weight=0.0)
-ROWS = [
-    (2, "step03_zero", dict(zero=3), TIED),
-    (4, "step05_cp_ring", dict(cp=2, tp=2), TIED),
-    (4, "step06_pipeline", dict(pp=2, tp=2, zero=1), TIED),
-    (4, "step06_pipeline", dict(pp=2, cp=2, schedule="interleaved"), dict(n_layers=4)),
-    (4, "step07_moe_ep", dict(pp=2, ep=2, zero=3), MOE),
-]
-
-
-def look_on_rank(step: str, options: dict) -> tuple[float, str]:
-    """Runs on every rank: the validation loss of a run, and what is generated from another run's weights."""
-    losses = [row["validation_loss"] for row in train_on_rank(step, options | OPTIONS) if "validation_loss" in row]
-    assert len(losses) == 1
-    texts: list[str] = []
-    right = evaluation.answer
-    evaluation.answer = lambda config, parts: texts.append(evaluation.generate(parts, config.generate, 10))
-    where = dict(resume=options["out"], out=options["out"] + "-none", generate="def f(")
-    try:
-        train_on_rank(step, options | OPTIONS | where)
-    finally:
-        evaluation.answer = right
-    assert not Path(where["out"]).exists()
-    return losses[0], texts[0]
-
-
-@pytest.mark.parametrize("row", ROWS, ids=str)
-def test_the_same_in_every_layout(pools, tmp_path, row):
-    """Loss of the held-out sequences to 1e-10, the text to the letter, on every rank."""
-    ranks, step, layout, base = row
-    one = pools(1).run(look_on_rank, step, base | dict(out=str(tmp_path / "one")))[0]
-    assert one[1].startswith("def f(") and len(one[1]) > len("def f(")
-    for loss, text in pools(ranks).run(look_on_rank, step, base | layout | dict(out=str(tmp_path / "several"))):
-        assert difference(loss, one[0]) < 1e-10
-        assert text == one[1]
 
 
 def test_generate_needs_weights(tmp_path):
@@ -80,7 +45,9 @@ def loss_of(found: Checkpoint) -> torch.Tensor:
         return model(TOKENS, TOKENS)
 
 
-@pytest.mark.parametrize("base", [dict(dtype="fp32"), dict(dtype="fp32", tied=True, n_kv_heads=4)], ids=str)
+@pytest.mark.parametrize(
+    "base", [dict(dtype="fp32", rope_scaling=8.0), dict(dtype="fp32", tied=True, n_kv_heads=4)], ids=str
+)
 def test_llama_computes_the_same(tmp_path, base, capsys, monkeypatch):
     """Exported: the same logits to what fp32 holds. Imported again: the same bits, and a run starts from them."""
     transformers = pytest.importorskip("transformers")

@@ -94,7 +94,7 @@ def test_a_bias_follows_the_load():
 @pytest.mark.parametrize("mode", ["alltoall", "rows", "allgather"])
 def test_what_travels(pools, mode):
     """Bytes that a rank sends over ep in a step, if each token visits every expert; fp64, 2 ranks."""
-    flags = dict(experts=4, experts_per_token=4, ep=2, ep_mode=mode, zero=0)
+    flags = dict(experts=4, experts_per_token=4, ep=2, ep_mode=mode, zero=0, steps=1)
     sent = pools(2).run(bytes_over_ep, flags)
     tokens, dim, e, experts, w = BASE["micro_batch_size"] * SMALL["seq_len"], SMALL["dim"], 8, 4, 8
     once = {

@@ -1,31 +1,51 @@
-"""Each fault is noticed: with it a layout ends with another number or an error; without it, it equals one process."""
+"""Each fault is noticed: with it a layout ends with another number or an error, or a law of costs has other numbers."""
 
 import importlib
 import inspect
-import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from tests import equal
+from tests import equal, test_compress, test_laws, test_sent
 from tests.faults import FAULTS, SMALL_ROWS, functions_of, injected
 from tests.pool import RankError
-from tests.rows import EXHAUSTIVE, ROWS, Row
+from tests.rows import EXHAUSTIVE, Row
+from tests.test_checkpoint import goes_on_elsewhere
+
+INT8 = dict(tp=2, compress_activations="int8")
+LAWS: dict[str, tuple] = {  # ranks, and a function with its arguments that every rank calls: what it returns is the law
+    "law: units": (2, test_laws.gathered_units, dict(zero=3, n_layers=6)),
+    "law: unit names": (1, test_laws.names_of_units, 12),
+    "law: zero 3": (2, test_laws.measure, "step03_zero", dict(zero=3)),
+    "law: tp": (2, test_laws.measure, "step04_tp_sp", dict(tp=2)),
+    "law: ring": (2, test_laws.measure, "step05_cp_ring", dict(cp=2)),
+    "law: messages": (2, test_laws.sends_under_way, dict(pp=2, schedule="interleaved", n_layers=4)),
+    "law: unused": (2, test_laws.unused),
+    "law: formulas": (1, test_laws.by_formulas),
+    "law: debts": (3, test_compress.sums_on_rank, "topk", True),
+    "law: int8": (2, test_sent.sent, "step04_tp_sp", INT8),
+    "law: int8 overlap": (2, test_sent.sent, "step04_tp_sp", INT8 | dict(tp_overlap=True)),
+}
+RESUMED = {"resume": (1, {}), "resume, zero": (3, dict(zero=1)), "resume, tp": (2, dict(tp=2))}
+JUDGES = [*SMALL_ROWS, *LAWS, *RESUMED]
 
 
 def small(name: str) -> Row:
-    """A layout for faults."""
-    ranks, step, layout, base = SMALL_ROWS[name]
-    return Row(ranks, step, layout, base | dict(global_batch_size=12))
+    """A layout for faults: two or three micro-batches on each rank."""
+    row = SMALL_ROWS[name]
+    return row._replace(base=row.base | dict(global_batch_size=8 if row.ranks == 4 else 6))
 
 
-def by_ranks(names: list[str], row_of: dict[str, str]) -> list[str]:
-    """Names in an order in which pools and references are used again."""
-    order = list(SMALL_ROWS)
-    return sorted(names, key=lambda name: (SMALL_ROWS[row_of[name]][0], order.index(row_of[name])))
+def ranks_of(judge: str) -> int:
+    """How many a judge takes."""
+    return SMALL_ROWS[judge].ranks if judge in SMALL_ROWS else (LAWS | RESUMED)[judge][0]
 
 
-USUAL = by_ranks([n for n, fault in FAULTS.items() if fault.row], {n: fault.row for n, fault in FAULTS.items()})
-OTHERS = [name for name, fault in FAULTS.items() if not fault.row]
+def cases() -> list:
+    """Faults, in an order in which pools and references are used again."""
+    names = sorted(FAULTS, key=lambda name: (ranks_of(FAULTS[name].judge), JUDGES.index(FAULTS[name].judge)))
+    return [pytest.param(n, marks=[pytest.mark.exhaustive] * (FAULTS[n].tier == EXHAUSTIVE)) for n in names]
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -40,36 +60,54 @@ def test_a_fault_is_in_the_program(name):
     assert all(function.__code__ is right[key] for key, function in functions_of(owner).items())
 
 
-@pytest.mark.parametrize("name", by_ranks(list(SMALL_ROWS), {name: name for name in SMALL_ROWS}))
-def test_the_right_program_passes(pools, reference, name):
-    """What the faults are held against."""
-    row = small(name)
-    pools(row.ranks).run(equal.on_rank, row.step, row.base | row.layout, reference(row))
+def with_fault(fault: str, function: Callable, *args: Any) -> Any:
+    """Runs on every rank: a function, with a mistake in the program."""
+    with injected(fault):
+        return function(*args)
 
 
-def notices(pools, reference, row: Row, fault: str) -> str:
-    """The last line of the error that the fault leads to; "" if there is none."""
-    file = reference(row)
+def complaint(fault: str, row: Row, file: str) -> str:
+    """Runs on every rank: what differs from the reference. (An error that all share would cost a new pool.)"""
     try:
-        pools(row.ranks).run(equal.on_rank, row.step, row.base | row.layout, file, row.bound, fault, timeout=60)
-    except RankError as error:
-        return str(error).strip().splitlines()[-1]
+        equal.on_rank(row.step, row.base | row.layout, file, row.bound, fault)
+    except AssertionError as error:
+        return str(error)
     return ""
 
 
-@pytest.mark.parametrize("name", USUAL)
-def test_a_fault_is_noticed(pools, reference, name):
+@pytest.fixture(scope="module")
+def ask(pools, reference, tmp_path_factory):
+    """`ask(judge, fault)`: what a judge says of a mistake, or of the right program if there is none; "": all right."""
+    lawful: dict[str, list] = {}
+
+    def answer(judge: str, fault: str = "") -> str:
+        if judge in SMALL_ROWS:
+            row = small(judge)
+            return max(pools(row.ranks).run(complaint, fault, row, reference(row), timeout=60))
+        if judge in RESUMED:
+            folder = tmp_path_factory.mktemp("resumed")
+            return goes_on_elsewhere(pools, folder, fault, *RESUMED[judge])
+        ranks, *call = LAWS[judge]
+        if judge not in lawful:
+            lawful[judge] = pools(ranks).run(*call)
+        found = pools(ranks).run(with_fault, fault, *call) if fault else lawful[judge]
+        return "" if found == lawful[judge] else f"{found} instead of {lawful[judge]}"
+
+    return answer
+
+
+@pytest.mark.parametrize("judge", sorted(JUDGES, key=ranks_of))
+def test_the_right_program_passes(ask, judge):
+    """What the faults are held against."""
+    assert ask(judge) == ""
+
+
+@pytest.mark.parametrize("name", cases())
+def test_a_fault_is_noticed(ask, name):
     """By a wrong number, or an error."""
-    seen = notices(pools, reference, small(FAULTS[name].row), name)
+    try:
+        seen = ask(FAULTS[name].judge, name)
+    except RankError as error:
+        seen = str(error).strip().splitlines()[-1]
     assert seen, FAULTS[name].meaning
-    print(name, "->", seen)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_fault_of_a_variant_is_noticed(pools, reference, name):
-    """By some row of the table, on at most four ranks; those whose flags share most words with the fault come first."""
-    words = set(re.findall(r"[a-z0-9]+", f"{FAULTS[name].module} {name}"))
-    rows = [row for row in ROWS if row.tier != EXHAUSTIVE and row.ranks <= 4]
-    rows.sort(key=lambda row: -len(words & set(re.findall(r"[a-z0-9]+", f"{row.step} {row.layout | row.base}"))))
-    assert any(notices(pools, reference, row, name) for row in rows), FAULTS[name].meaning
+    print(name, "->", seen[:200])

@@ -131,7 +131,7 @@ def test_the_loop_is_on_the_page(step):
     """Mesh, model, optimizer, batch, loss, norm, clip, update: `train` itself says all of it, in this order."""
     text = "\n".join(text_of_train(step))
     verbs = [
-        "choose(config)",
+        "choose_device(config)",
         "PRESETS[",
         "Data(",
         "Decoder(shape)",

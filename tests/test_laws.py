@@ -7,13 +7,20 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
+import step02_ddp as step02
 import step03_zero as step03
+import step05_cp_ring as step05
 import step06_pipeline as step06
 import step07_moe_ep as step07
-from common.comm import Group
+from common.comm import Group, Mesh, Pending
+from common.model import Decoder, ModelConfig
 from common.schedules import COSTS, SCHEDULES, draw, simulate
-from tests import equal
+from tests import bounds, equal
+from variants import cp_ring
 
 L, D, FFN, VOCAB, SEQ, HEADS, KV = (
     equal.SMALL[name] for name in ("n_layers", "dim", "ffn_dim", "vocab_size", "seq_len", "n_heads", "n_kv_heads")
@@ -112,6 +119,19 @@ def test_zero_3_holds_few_whole_units(pools):
     assert set(pools(2).run(gathered_units, dict(zero=3, n_layers=6))) == {(2, 0)}
 
 
+def names_of_units(n_layers: int) -> list[list[str]]:
+    """ZeRO's units of a model with so many layers."""
+    with torch.device("meta"):
+        return step03.unit_names(Decoder(ModelConfig(**equal.SMALL | dict(n_layers=n_layers))))
+
+
+def test_each_layer_is_a_unit():
+    """Also the eleventh; embedding, and norm with head, are two more."""
+    found = names_of_units(12)
+    assert len(found) == 14 and all(len({name.split(".")[2] for name in some}) == 1 for some in found[1:-1])
+    assert found[-1] == ["model.norm.weight", "lm_head.weight"]
+
+
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("n", [2, 4])
 def test_tensor_parallel(pools, n, sp):
@@ -138,6 +158,44 @@ def test_ring(pools, n):
         assert sent["cp"] == expected + round(reduced(n, SCALAR))
         assert abs(sent["data"] - reduced(n, P * B + SCALAR)) < 100  # a bucket's bytes are rounded
         assert calls["cp", "send"] == M * L * (2 * (n - 1) + n)
+
+
+def by_formulas() -> list[float]:
+    """How far the formulas for parts of the keys, which some GPUs need, are from the kernel; and both from autograd."""
+    torch.manual_seed(0)
+    q, do = torch.randn(2, 2, 4, 6, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 2, 6, 8, dtype=torch.float64)
+    found = []
+    for causal in (True, False):
+        lse = step05.part_attention(q, k, v, causal)[1] + 0.5  # other keys are elsewhere
+        both = []
+        for kernel in (True, False):
+            with mock.patch.object(step05, "has_kernel", lambda _, kernel=kernel: kernel):
+                o = step05.part_attention(q, k, v, causal)
+                both.append([*o, *step05.part_gradients(do, q, k, v, o[0], lse, causal)])
+        found += [equal.difference(a, b) for a, b in zip(*both, strict=True)]
+    return found
+
+
+def test_formulas_are_the_kernels():
+    """Attention to a part of the keys, its log-sum-exp, and this part's share of all gradients."""
+    assert max(by_formulas()) < bounds.FP64
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_zigzag_shares_the_work(n):
+    """Each rank computes as many pairs as any other; in the plain ring the last one (2n-1) times those of the first."""
+    length = 12
+
+    def work(visible, rank: int) -> float:
+        pairs = 0
+        for source in range(n):
+            for (_, _, q), (_, _, k), causal in visible(rank, source, length):
+                pairs += len(range(length)[q]) * len(range(length)[k]) / (2 if causal else 1)
+        return pairs
+
+    assert {work(step05.zigzag_visible, rank) for rank in range(n)} == {length**2 * n / 2}
+    assert [work(cp_ring.ordered_visible, rank) for rank in range(n)] == [length**2 * (r + 0.5) for r in range(n)]
 
 
 @pytest.mark.parametrize("schedule, p", [("1f1b", 3), ("afab", 2), ("interleaved", 2)])
@@ -175,6 +233,48 @@ def test_activations_in_flight(pools):
     assert pools(3).run(most_in_flight, dict(pp=3)) == [3, 2, 1]
     assert pools(3).run(most_in_flight, dict(pp=3, micro_batch_size=6)) == [2, 2, 1]
     assert pools(3).run(most_in_flight, dict(pp=3, schedule="afab", global_batch_size=6)) == [6, 6, 6]
+
+
+def sends_under_way(options: dict) -> int:
+    """Runs on every rank: the most messages that it had sent and not yet waited for when it began to compute."""
+    under_way, most, forward, exchange = set(), [0], step06.Pipeline.forward, step06.exchange
+
+    def noted(sends, *rest):
+        pending = exchange(sends, *rest)
+        if sends:
+            under_way.add(pending)
+            pending.wait = lambda: under_way.discard(pending) or Pending.wait(pending)
+        return pending
+
+    def spy(self, *args):
+        most[0] = max(most[0], len(under_way))
+        return forward(self, *args)
+
+    with mock.patch.object(step06, "exchange", noted), mock.patch.object(step06.Pipeline, "forward", spy):
+        equal.record("step06_pipeline", LAWS | options)
+    return most[0]
+
+
+def test_messages_travel_meanwhile(pools):
+    """Lists: a rank computes while what it has sent is on its way."""
+    assert pools(2).run(sends_under_way, dict(pp=2, schedule="interleaved", n_layers=4)) == [1, 1]
+
+
+def unused() -> list[list[float]]:
+    """Runs on every rank: buckets' sums of two gradients, where no micro-batch has used the second parameter."""
+    model = nn.ParameterList([torch.ones(2), torch.ones(2)])
+    for param in model:
+        param.grad_dtype = param.dtype
+    sync = step02.BucketSync(model, SimpleNamespace(bucket_mb=1e-6), Mesh(dp=dist.get_world_size()))
+    sync.begin(1)
+    model[0].sum().backward()
+    sync.finish()
+    return [param.grad.tolist() for param in model]
+
+
+def test_what_is_not_used_holds_nothing_up(pools):
+    """Nor is what comes behind it forgotten."""
+    assert pools(2).run(unused) == [[[2.0, 2.0], [0.0, 0.0]]] * 2
 
 
 def measure_experts(options: dict) -> tuple[dict, int]:

@@ -1,24 +1,105 @@
-"""Every row of the table equals one process: losses, norms, gathered gradients, final parameters (tests/equal.py)."""
+"""What rows of the table do, as one process does: a behaviour is a function here, and its name stands in `Row.does`."""
+
+import importlib
+from pathlib import Path
 
 import pytest
+import torch
 
-from tests import equal
-from tests.rows import EXHAUSTIVE, ROWS, Row, every_legal_layout
+from services import evaluation
+from tests import bounds, equal
+from tests.equal import difference
+from tests.rows import EXHAUSTIVE, ROWS, SGD, Row, every_legal_layout
+from tests.test_checkpoint import STEPS, stored, train_on_rank
+
+FP32, BF16 = SGD | dict(dtype="fp32", lr=0.01), dict(dtype="bf16", lr=0.01, steps=3)
+LOOKS = dict(steps=2, eval_every=2, eval_sequences=5, global_batch_size=4, micro_batch_size=2, save_every=2)
 
 
-def label(row: Row) -> str:
-    """A test id."""
-    flags = "-".join(f"{key}={value}" for key, value in (row.layout | row.base).items())
-    return f"{row.step[:6]}-{row.ranks}-{flags}"
+def equals(pools, reference, row: Row, folder: Path):
+    """Losses, norms, gathered gradients, final parameters (tests/equal.py): in fp64 to 1e-10, on every rank."""
+    pools(row.ranks).run(equal.on_rank, row.step, row.base | row.layout, reference(row), row.bound)
+
+
+def drifts(pools, reference, row: Row, folder: Path):
+    """In fp32, the same to what rounding makes of it."""
+    equals(pools, reference, row._replace(base=row.base | FP32, bound=bounds.RUN["fp32"]), folder)
+
+
+def losses_on_rank(step: str, options: dict) -> list[float]:
+    """Runs on every rank."""
+    return equal.record(step, options).losses
+
+
+def stays_near(pools, reference, row: Row, folder: Path):
+    """In bf16, losses are near those of one process in bf16, and the same on all ranks."""
+    options = row.base | BF16
+    (expected,) = pools(1).run(losses_on_rank, row.step, options)
+    first, *others = pools(row.ranks).run(losses_on_rank, row.step, options | row.layout)
+    assert all(losses == first for losses in others)
+    assert max(abs(a - b) for a, b in zip(first, expected, strict=True)) < bounds.DRIFT
+
+
+def look_on_rank(step: str, options: dict) -> tuple[float, str]:
+    """Runs on every rank: the validation loss of a run, and what is generated from its weights."""
+    (loss,) = (row["validation_loss"] for row in train_on_rank(step, options | LOOKS) if "validation_loss" in row)
+    texts: list[str] = []
+    right = evaluation.answer
+    evaluation.answer = lambda config, parts: texts.append(evaluation.generate(parts, config.generate, 10))
+    where = dict(resume=options["out"], out=options["out"] + "-none", generate="def f(")
+    try:
+        train_on_rank(step, options | LOOKS | where)
+    finally:
+        evaluation.answer = right
+    assert not Path(where["out"]).exists()
+    return loss, texts[0]
+
+
+def evaluates(pools, reference, row: Row, folder: Path):
+    """The loss of the held-out sequences is the same to 1e-10, and generated text to the letter, on every rank."""
+    one = pools(1).run(look_on_rank, row.step, row.base | dict(out=str(folder / "one")))[0]
+    assert one[1].startswith("def f(") and len(one[1]) > len("def f(")
+    options = row.base | row.layout | dict(out=str(folder / "several"))
+    for loss, text in pools(row.ranks).run(look_on_rank, row.step, options):
+        assert difference(loss, one[0]) < 1e-10
+        assert text == one[1]
+
+
+def goes_on(pools, reference, row: Row, folder: Path):
+    """A signal to one rank stops all after the same step; resumed, the run ends with the same bits, metrics and all."""
+    options = row.base | row.layout | dict(save_async=True)
+    whole, cut = (options | dict(out=str(folder / name)) for name in ("whole", "cut"))
+    pools(row.ranks).run(train_on_rank, row.step, whole)
+    for rows in pools(row.ranks).run(train_on_rank, row.step, cut | dict(save_every=0), 3):
+        assert len(rows) == 3, "every rank leaves after the same step"
+    rows = pools(row.ranks).run(train_on_rank, row.step, cut | dict(resume="auto"))[0]
+    assert [found["step"] for found in rows] == [*range(1, STEPS["steps"] + 1)]
+    expected, found = stored(folder / "whole"), stored(folder / "cut")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in found.items())
 
 
 def cases() -> list:
     """The table, and every legal layout of 8 ranks for the sweep."""
-    rows = sorted([*ROWS, *every_legal_layout()], key=lambda row: row.ranks)
-    return [pytest.param(r, id=label(r), marks=[pytest.mark.exhaustive] * (r.tier == EXHAUSTIVE)) for r in rows]
+    found = []
+    for row in sorted([*ROWS, *every_legal_layout()], key=lambda row: row.ranks):
+        flags = "-".join(f"{key}={Path(str(value)).name}" for key, value in (row.layout | row.base).items())
+        for name in row.does:
+            marks = [pytest.mark.exhaustive] * (row.tier == EXHAUSTIVE)
+            marks += [pytest.mark.numerics] * (name in ("drifts", "stays_near"))
+            found.append(pytest.param(name, row, marks=marks, id=f"{name}-{row.step[:6]}-{row.ranks}-{flags}"))
+    return found
 
 
-@pytest.mark.parametrize("row", cases())
-def test_equals_one_process(pools, reference, row):
-    """In fp64 to 1e-10, in fp32 to 1e-5, on every rank."""
-    pools(row.ranks).run(equal.on_rank, row.step, row.base | row.layout, reference(row), row.bound)
+@pytest.mark.parametrize("behaviour, row", cases())
+def test_does_what_one_process_does(pools, reference, tmp_path, behaviour, row):
+    """See the behaviours."""
+    globals()[behaviour](pools, reference, row, tmp_path)
+
+
+def test_every_step_has_every_behaviour():
+    """In some row of the default run."""
+    for step in sorted({row.step for row in ROWS} - {"step01_single_gpu"}):
+        names = {name for row in ROWS for name in row.does if row.step == step and row.tier != EXHAUSTIVE}
+        assert len(names) == 5, step
+        assert importlib.import_module(step).train

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import io
 import json
+import math
 import re
 import time
 from pathlib import Path
@@ -14,13 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import step06_pipeline
 from common import UserError, comm
 from common.model import PRESETS, ModelConfig
+from common.schedules import SCHEDULES
 from services import devices, failures
 from services.dry_run import run_rank
-from services.run import ServedRun, attach, compose
+from services.run import ServedRun, attach, compose, plugins
 from services.watchdog import Place, Watchdog, compare
-from tests.equal import BASE, SHAPE, SMALL
+from tests.equal import BASE, BOUND, SHAPE, SMALL, difference
+from tests.rows import ROWS
 
 WHOLE, PARTIAL = "Replicate", "Partial"
 
@@ -38,7 +42,7 @@ def serve_on_rank(name: str, options: dict, out: str) -> SimpleNamespace:
     from services import predictions
 
     step, screen = importlib.import_module(name), io.StringIO()
-    config = config_of(step, options, out, steps=2)
+    config = config_of(step, options, out, steps=2, global_batch_size=4)
     with contextlib.redirect_stdout(screen), ServedRun(config) as run:
         step.train(config, run)
     return SimpleNamespace(
@@ -52,7 +56,7 @@ def serve_on_rank(name: str, options: dict, out: str) -> SimpleNamespace:
 def count_on_rank(name: str, options: dict, world: int) -> list[dict]:
     """Runs in one process: the traffic of a dry run of every rank."""
     step = importlib.import_module(name)
-    config = config_of(step, options, dry_run=world)
+    config = config_of(step, options, dry_run=world, global_batch_size=4)
     return [run_rank(step.train, config, rank, attach).taken for rank in range(world)]
 
 
@@ -76,6 +80,13 @@ RUNS = {  # ranks, step, flags, and by dimension what a few parameters are along
         dict(tp=2, sp=False, zero=3, tied=True),
         ["dp", "tp"],
         {"norm": [PARTIAL, WHOLE], "layers.*.self_attn.o_proj": [PARTIAL, "Shard(1)"]},
+    ),
+    "6": (
+        4,
+        "step06_pipeline",
+        dict(pp=2, zero=3, schedule="interleaved", tied=True, n_layers=4),
+        ["pp", "dp", "cp", "tp"],
+        dict(norm=["on 1", PARTIAL, PARTIAL, WHOLE], embed_tokens=["on 2", PARTIAL, PARTIAL, WHOLE]),
     ),
     "7": (
         4,
@@ -122,6 +133,45 @@ def test_a_served_run(pools, tmp_path, name):
     assert there == {"loss.png", "traffic.png", *more}
     if experts:
         assert all(sum(shares) == pytest.approx(1.0) for shares in lines[-1]["expert_load"].values())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_every_row_is_served(pools, reference, tmp_path, row):
+    """With everything around it, a run of any row sees the first loss of one process."""
+    found = pools(row.ranks).run(serve_on_rank, row.step, row.base | row.layout, str(tmp_path / "run"))[0]
+    first = torch.load(reference(row), weights_only=False).losses[0]
+    dtype = (row.base | row.layout).get("dtype", "fp64")
+    assert difference(found.rows[0]["loss"], first) <= (row.bound or BOUND[dtype])
+
+
+@pytest.mark.parametrize("mode", ["alltoall", "rows", "allgather"])
+def test_what_routers_decide(pools, tmp_path, mode):
+    """Some layers have no experts; fresh routers are undecided; experts with half the room lose half the choices."""
+    options = dict(experts=4, ep=2, ep_mode=mode, dense_layers=1, lr=1e-9, capacity_factor=0.5)
+    last = pools(2).run(serve_on_rank, "step07_moe_ep", options, str(tmp_path / "run"))[0].rows[-1]
+    assert "0" not in last["expert_load"] and last["expert_load"]
+    assert 0.99 * math.log(4) < last["router_entropy"] <= math.log(4)
+    assert 0.5 <= last["drop_rate"] < 0.6
+
+
+plugins()
+ORDERS = [(schedule, zero) for schedule in SCHEDULES for zero in range(4)]
+
+
+@pytest.mark.parametrize(
+    "schedule, zero",
+    [pytest.param(*row, marks=[pytest.mark.exhaustive] * ((i + i // 4) % 2)) for i, row in enumerate(ORDERS)],
+)
+def test_traffic_of_pipelines(schedule, zero):
+    """In every order of work and stage of ZeRO theory says what the dry run counts, on the first and last rank."""
+    options = dict(pp=2, schedule=schedule, zero=zero, tied=zero % 2 == 0, n_layers=4, global_batch_size=8)
+    for more in {}, dict(tp=2, recompute="full"):
+        config = config_of(step06_pipeline, options | more, dry_run=4)
+        for rank in (0, 3):
+            seen = run_rank(step06_pipeline.train, config, rank, attach)
+            sent, said = flat(seen.taken["traffic"]), {" ".join(key): n for key, n in seen.traffic.items()}
+            assert sent == pytest.approx(said, abs=sum(flat(seen.taken["calls"]).values())), (more, rank)
 
 
 def test_memory_over_time(pools, tmp_path):

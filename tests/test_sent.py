@@ -26,12 +26,11 @@ def over_cp(mode: str, n: int) -> int:
 
 
 def over_tp(n: int, blocks: int, again: int = 0) -> int:
-    """8 collectives a layer of `blocks` bytes a token, 2 of embedding and 2 of head, two numbers for the loss.
-
-    `again`: more of them, of whole values. Once a step: norms' gradients, and the norm.
+    """8 collectives a layer of `blocks` bytes a token (`again`: more), 2 of embedding and 2 of head, 2 numbers for the
+    loss. Once a step: norms' gradients, and the norm.
     """
     m, whole = BASE["global_batch_size"], H * 8
-    tokens = L * 8 * blocks + 4 * whole + L * again * whole
+    tokens = L * (8 + again) * blocks + 4 * whole
     once = ((2 * L + 1) * H + 1) * 8 * 2
     return (m * S * tokens + once) * (n - 1) // n + m * 2 * (n - 1) * S * 8
 
@@ -50,6 +49,13 @@ LAWS = {
     "cp-ulysses": (4, "step05_cp_ring", dict(cp=4, cp_mode="ulysses"), "cp", over_cp("ulysses", 4)),
     "tp": (2, "step04_tp_sp", dict(tp=2), "tp", over_tp(2, H * 8)),
     "tp-overlap": (2, "step04_tp_sp", dict(tp=2, tp_overlap=True), "tp", over_tp(2, H * 8, again=2)),
+    "tp-int8-overlap": (
+        2,
+        "step04_tp_sp",
+        dict(tp=2, compress_activations="int8", tp_overlap=True),
+        "tp",
+        over_tp(2, H + SCALES, 2),
+    ),
     "tp-int8": (2, "step04_tp_sp", dict(tp=2, compress_activations="int8"), "tp", over_tp(2, H + SCALES)),
 }
 

@@ -138,9 +138,9 @@ def compiled_on_rank(step: str, options: dict, file: str) -> float:
 @pytest.mark.parametrize(
     "ranks, step, layout",
     [
+        pytest.param(2, "step04_tp_sp", dict(tp=2, recompute="full"), marks=pytest.mark.exhaustive),
+        pytest.param(2, "step06_pipeline", dict(pp=2), marks=pytest.mark.exhaustive),
         (1, "step01_single_gpu", dict(recompute="selective")),
-        (2, "step04_tp_sp", dict(tp=2, recompute="full")),
-        (2, "step06_pipeline", dict(pp=2)),
         (2, "step03_zero", dict(zero=3)),
     ],
 )

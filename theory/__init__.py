@@ -1,1 +1,1 @@
-"""Laws on paper: FLOPs, bytes held, bytes sent, as functions of plain sizes. Steps and variants are not imported."""
+"""Laws on paper: FLOPs, bytes held, bytes sent, seconds, as functions of plain sizes; the planner asks them."""

@@ -3,8 +3,7 @@
 from collections import Counter
 from typing import NamedTuple
 
-from common.model import ModelConfig
-from theory.flops import Experts
+from theory.shapes import Shape
 
 Traffic = Counter  # of bytes, by (mesh dimension, operation)
 
@@ -12,9 +11,10 @@ Traffic = Counter  # of bytes, by (mesh dimension, operation)
 class Work(NamedTuple):
     """What one rank does in a step."""
 
-    m: ModelConfig
+    m: Shape
     tokens: int  # of a micro-batch, in this rank's part of its sequences
     layers: int  # layers passed forward, all micro-batches together
+    routers: int  # of these, layers with experts
     embeddings: int  # micro-batches that begin here
     heads: int  # micro-batches that end here
     e: int  # bytes of an element
@@ -33,26 +33,34 @@ def unit_traffic(dim: str, n: int, elements: int, e: int, wide: int, reductions:
     return Traffic({(dim, "reduce_scatter"): reductions * passed * wide, (dim, "all_gather"): gatherings * passed * e})
 
 
-def gatherings(uses: list[list], runs: list[tuple[str, list[int]]], first_layer: int) -> Counter:
-    """How often ZeRO 3 gathers each unit in a step.
+def unit_travels(
+    uses: list[list], runs: list[tuple[str, list[int]]], layers: set[int], shared: set
+) -> tuple[Counter, Counter]:
+    """How often stages 2 and 3 of ZeRO reduce, and stage 3 gathers, each unit in a step.
 
-    `uses`: by module, in the order of forward, the units that it computes with. `runs`: ("F" or "B", its modules) of
-    everything that the rank does. A module fetches its own units and the next one's. They go after its forward, but for
-    the last module, and after their last use in a backward. An embedding, before `first_layer`, needs no weights there.
+    `uses`: by module of the rank, in the order of forward, the units that it computes with; `layers`: which are layers.
+    `runs`: (F, B or W, its modules) of all that the rank does. A module fetches its own units and the next one's. They
+    go after its forward, but for the last module, and when their gradients are complete: those of layers in W, if the
+    schedule has any; those `shared` by head and embedding with the latter. An embedding, before all layers, needs no
+    weights in backward.
     """
-    there, found, last = set(), Counter(), len(uses) - 1
+    there, reduced, gathered, last = set(), Counter(), Counter(), len(uses) - 1
+    first = min(layers, default=0)
+    split = any(kind == "W" for kind, _ in runs)
     for kind, modules in runs:
-        for at, i in enumerate(modules if kind == "F" else modules[::-1]):
-            following = min(i + 1, last) if kind == "F" else max(i - 1, first_layer)
-            if kind == "F" or i >= first_layer:
-                wanted = {*uses[i], *uses[following]}
-                found.update(wanted - there)
+        done: list = []
+        for i in modules if kind == "F" else modules[::-1]:
+            if kind == "F" or (kind == "B" and i >= first):
+                wanted = {*uses[i], *uses[min(i + 1, last) if kind == "F" else max(i - 1, first)]}
+                gathered.update(wanted - there)
                 there |= wanted
             if kind == "F":
-                there -= {*uses[i]} if i < last else set()
-            else:
-                there -= {*uses[i]} - {unit for j in modules[: len(modules) - 1 - at] for unit in uses[j]}
-    return found
+                there -= {*uses[i]} - {*uses[min(i + 1, last)]} if i < last else set()
+            elif (i in layers) == (kind == "W") or not split:
+                done += [unit for unit in uses[i] if unit not in done and (i == 0 or unit not in shared)]
+        reduced.update(done)
+        there -= {*done}
+    return reduced, gathered
 
 
 def tensor_traffic(w: Work, n: int, sp: bool) -> Traffic:
@@ -77,12 +85,12 @@ def context_traffic(w: Work, n: int, tp: int) -> Traffic:
     return Traffic({("cp", "send"): w.layers * (kv * ((2 + w.recompute) * (n - 1) * w.e + n * w.wide))})
 
 
-def expert_traffic(w: Work, n: int, cp: int, experts: Experts) -> Traffic:
+def expert_traffic(w: Work, n: int, cp: int) -> Traffic:
     """Step 7: a row for each choice goes and comes, forward and backward, if all experts are equally busy; counts."""
-    passes, counts = 1 + w.recompute, 8 * experts.number
-    rows = (n - 1) / n * w.tokens * experts.visited * w.m.dim * w.e
-    found = Traffic({("ep", "all_to_all"): w.layers * (2 * (1 + passes) * rows + passes * (n - 1) / n * counts)})
-    found["cp", "all_reduce"] += w.layers * passes * 2 * (cp - 1) / cp * counts
+    passes, counts = 1 + w.recompute, 8 * w.m.experts
+    rows = (n - 1) / n * w.tokens * w.m.experts_per_token * w.m.dim * w.e
+    found = Traffic({("ep", "all_to_all"): w.routers * (2 * (1 + passes) * rows + passes * (n - 1) / n * counts)})
+    found["cp", "all_reduce"] += w.routers * passes * 2 * (cp - 1) / cp * counts
     return found
 
 

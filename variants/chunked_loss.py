@@ -20,12 +20,14 @@ from torch import Tensor
 
 from common.model import wide
 
+MOST = 2**30  # bytes of a chunk's logits in fp32: there are three such at a time, and one or two in the model's dtype
+
 
 @dataclass
 class Flags:
     """The loss in chunks."""
 
-    loss_chunk: int = 4096  # tokens whose logits exist at the same time; 0: all of a micro-batch
+    loss_chunk: int = 4096  # most tokens whose logits exist at the same time (at most 1 GiB in fp32); 0: all
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -56,10 +58,11 @@ class ChunkedLoss(torch.autograd.Function):
 
 def attach(config: Any, parts: SimpleNamespace):
     """Only the last stage of a pipeline has a head."""
-    model, chunk = parts.model, config.loss_chunk
-    if model.lm_head is None or not chunk:
+    model, head = parts.model, parts.model.lm_head
+    if head is None or not config.loss_chunk:
         return
-    plain, head = model.loss, model.lm_head
+    chunk = min(config.loss_chunk, max(1, MOST // (len(head.weight) * wide(head.weight.dtype).itemsize)))
+    plain = model.loss
     multiply = head.forward
 
     def chunked(tokens: int) -> bool:

@@ -20,9 +20,9 @@ from common.model import wide
 from step05_cp_ring import (
     CONTEXT,
     ContextMode,
-    block_attention,
-    block_gradients,
     merge,
+    part_attention,
+    part_gradients,
     zigzag_positions,
     zigzag_visible,
 )
@@ -41,7 +41,7 @@ class GatheredAttention(torch.autograd.Function):
         lse = torch.full_like(o[..., 0], -torch.inf)
         for source, (k, v) in enumerate(parts):
             for rows, keys, causal in visible(group.rank, source, q.shape[2]):
-                merge(o[rows], lse[rows], *block_attention(q[rows], k[keys], v[keys], causal))
+                merge(o[rows], lse[rows], *part_attention(q[rows], k[keys], v[keys], causal))
         o = o.to(q.dtype)
         ctx.save_for_backward(q, parts, o, lse)
         ctx.group, ctx.visible = group, visible
@@ -55,7 +55,7 @@ class GatheredAttention(torch.autograd.Function):
         for source, ((k, v), share) in enumerate(zip(parts, dparts, strict=True)):
             for rows, keys, causal in ctx.visible(ctx.group.rank, source, q.shape[2]):
                 given = do[rows], q[rows], k[keys], v[keys], o[rows], lse[rows], causal
-                for x, index, part in zip((dq, *share), (rows, keys, keys), block_gradients(*given), strict=True):
+                for x, index, part in zip((dq, *share), (rows, keys, keys), part_gradients(*given), strict=True):
                     x[index] += part
         dkv = torch.empty_like(dparts[0])
         reduce_scatter(dkv.view(-1), dparts.view(-1), ctx.group).wait()

@@ -15,18 +15,14 @@ In step 5, `ring_attention` would be `swapped_attention`: attention itself is th
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from common import UserError
 from common.comm import Group, all_to_all
-from common.model import PRESETS, attend
-from step05_cp_ring import CONTEXT, Config, ContextMode
+from common.model import attend
+from step05_cp_ring import CONTEXT, ContextMode
 from variants.cp_ring import ordered_positions
-
-SINCE = Config
 
 
 class Swap(torch.autograd.Function):
@@ -53,14 +49,6 @@ def swapped_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, attend: Cal
     copies = max(1, group.size // k.shape[2])
     q, k, v = (Swap.apply(x.repeat_interleave(c, 2), group, True) for x, c in ((q, 1), (k, copies), (v, copies)))
     return Swap.apply(attend(q, k, v), group, False)
-
-
-def check(config: Any, world: int):
-    """Each rank must get whole heads. Raises UserError."""
-    shape, n = PRESETS[config.model], config.cp
-    heads, kv_heads = shape.n_heads // config.tp, max(1, shape.n_kv_heads // config.tp)  # of a rank
-    if config.cp_mode == "ulysses" and (heads % n or (kv_heads % n and n % kv_heads)):
-        raise UserError(f"--cp-mode ulysses: --cp {n} does not divide {heads} heads ({kv_heads} kv): use zigzag")
 
 
 CONTEXT["ulysses"] = ContextMode(ordered_positions, swapped_attention)

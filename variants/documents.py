@@ -1,24 +1,21 @@
 """Attention that stops at the borders of documents (`--documents mask` or `reset`).
 
-A sequence is a window of the stream, so it holds several documents in a row (*packing*: Krell et al. 2021), the first
-and the last of them cut. Causal attention also looks at the documents before. With
+A sequence is a window of the stream, and has several documents in a row (*packing*: Krell et al. 2021). With
 
     mask    token i looks at the tokens j <= i of its own document (Llama 3: Dubey et al. 2024, section 3.2)
     reset   the same, and RoPE's positions begin with 0 in each document (RoPE is relative: only rounding changes)
 
-A document ends with its END, the token --end-token, whose target, the first token of the next one, counts. No mask is
-made. Documents lie in a row, so what is computed is made of triangles and rectangles:
+A document ends with --end-token, whose target, the first token of the next one, counts. No mask is made:
 
-    keys ->    a a a b | b c c      Tokens that a rank has in a row: a triangle for each document.
-    queries a  #       |            Earlier keys, in a row too: a rectangle, or nothing. Only the last key's document
-            a  # #     |            can reach to these queries. Its keys are the last, its queries the first ones.
-            a  # # #   |
-            b        # |            Law: all ranks together compute sum L (L+1) / 2 pairs for documents of L tokens,
-            -----------+-----       no matter how the sequence is cut.
-            b        # | #
-            c          |   # #      Nothing is sent for it: all ranks know the batch of a step, and where documents end.
+    keys ->    a a b | b c c      Tokens that a rank has in a row: a triangle for each document.
+    queries a  #     |            Earlier keys, in a row too: a rectangle, or nothing. Only the last key's document can
+            a  # #   |            reach to these queries. Its keys are the last, its queries the first ones.
+            b      # |
+            ---------+-----       Law: all ranks together compute sum L (L+1) / 2 pairs for documents of L tokens, no
+            b      # | #          matter how the sequence is cut. Nothing is sent for it: all ranks know the batch, and
+            c        |   # #      where documents end.
 
-In steps 1 to 4, and behind Ulysses' exchange, sequences are whole: triangles alone. Else it is a `visible` of step 5.
+Where sequences are whole (also behind Ulysses' exchange) there are triangles alone. Else it is a `visible` of step 5.
 """
 
 import inspect
@@ -55,10 +52,7 @@ def check(config: Any, world: int):
 
 
 def segments(numbers: Tensor, positions: Tensor) -> list[tuple[int, int, int, int]]:
-    """Tokens in a row of one document: (start, stop, position of the first, document), counted in `positions`.
-
-    numbers int64 [seq]: the document of each token of a sequence. positions int64 [s]: those that a rank holds.
-    """
+    """int64 [seq], int64 [s] -> tokens in a row of one document: (start, stop, position of the first, document)."""
     documents = numbers[positions]
     borders = 1 + ((positions.diff() != 1) | (documents.diff() != 0)).nonzero().flatten()
     runs = pairwise([0, *borders.tolist(), len(positions)])
@@ -66,10 +60,10 @@ def segments(numbers: Tensor, positions: Tensor) -> list[tuple[int, int, int, in
 
 
 class MicroBatch:
-    """The documents of a few sequences: which are at which place, on every rank that shares them."""
+    """The documents of a few sequences, on every rank that shares them."""
 
     def __init__(self, tokens: Tensor, end: int, positions: Callable[[int], Tensor]):
-        """tokens int64 [batch, seq], whole sequences on the CPU; `positions` of the tokens that a rank of cp holds."""
+        """tokens int64 [batch, seq], on the CPU; `positions` of the tokens that a rank of cp holds."""
         ends, whole = (tokens == end).long(), torch.arange(tokens.shape[1])
         self.numbers, self.positions = ends.cumsum(1) - ends, positions  # [batch, seq]: the ENDs before each token
         self.lengths = [stop - start for row in self.numbers for start, stop, *_ in segments(row, whole)]
@@ -80,18 +74,18 @@ class MicroBatch:
         if source not in self.found:
             blocks = self.found[source] = []
             for i, row in enumerate(self.numbers):
-                pairs = product(segments(row, self.positions(rank)), segments(row, self.positions(source)))
-                for (start, stop, at, document), (first, end, key_at, other) in pairs:
+                ours, theirs = (segments(row, self.positions(r)) for r in (rank, source))
+                for (start, stop, at, document), (first, end, key_at, other) in product(ours, theirs):
                     if document == other and key_at <= at:
                         blocks.append((np.s_[i : i + 1, :, start:stop], np.s_[i : i + 1, :, first:end], key_at == at))
         return self.found[source]
 
 
 class Documents:
-    """Attention within the documents of `now`, the micro-batch that is computed: forward, backward or again."""
+    """Attention within the documents of `now`, the micro-batch that is computed."""
 
     def __init__(self, config: Any, parts: SimpleNamespace):
-        self.config, self.next, self.read = config, 0, parts.data.batch
+        self.config, self.size, self.read = config, config.micro_batch_size, parts.data.batch
         self.device, seq = next(parts.model.parameters()).device, parts.model.config.seq_len
         self.here = getattr(parts, "positions", torch.arange(seq)).cpu()
         self.mine = parts.mesh["dp"].share(config.global_batch_size, "batch") if hasattr(parts, "mesh") else slice(None)
@@ -116,35 +110,40 @@ class Documents:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As `attend` of common/model.py, on whole sequences: a call for each document. (On a GPU, varlen is one.)"""
-        parts = (x.flatten(0, 1)[None].split(self.now.lengths, 1) for x in (q, k, v))
-        return torch.cat([attend(*document) for document in zip(*parts, strict=True)], 1).view(q.shape)
+        split = (x.flatten(0, 1)[None].split(self.now.lengths, 1) for x in (q, k, v))
+        return torch.cat([attend(*one) for one in zip(*split, strict=True)], 1).view(q.shape)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """As `Data.batch`; on the way, find the documents of this rank's sequences."""
         (tokens, targets), end, self.next = self.read(step), self.config.end_token, 0
-        parts = tokens[self.mine].split(self.config.micro_batch_size)
-        self.all = [MicroBatch(part, end, self.positions) for part in parts]
+        self.all = [MicroBatch(part, end, self.positions) for part in tokens[self.mine].split(self.size)]
         return tokens, targets
 
     def enter(self, _model: Any, inputs: tuple) -> tuple:
         """Before the model is called: the next micro-batch, and the positions of its tokens if they restart."""
-        self.now, self.next = self.all[self.next], self.next + 1
-        return (*inputs[:2], self.rope()) if self.config.documents == "reset" else inputs
+        if torch.is_grad_enabled():
+            self.now, self.next = self.all[self.next], self.next + 1
+        return (*inputs[:2], self.rope())
 
     def act(self, pipeline: Any, right: Callable, i: int, *rest: Any) -> Any:
         """Before a pipeline's action on micro-batch i, the same."""
         self.now = self.all[i]
-        if self.config.documents == "reset":
-            pipeline.positions = self.rope()
+        pipeline.positions = self.rope()
         return right(i, *rest)
 
+    def look(self, tokens: Tensor) -> Tensor:
+        """For validation: whole sequences int64 [batch, seq], on the CPU, come next; returns `rope`."""
+        self.now = MicroBatch(tokens, self.config.end_token, self.positions)
+        return self.rope()
+
     def rope(self) -> Tensor:
-        """int64 [batch, this rank's tokens]: positions in their documents."""
+        """int64 [batch, this rank's tokens]: positions in their documents; [this rank's tokens] if they go on."""
         places = torch.cat([torch.arange(n) for n in self.now.lengths]).view_as(self.now.numbers)
-        return places[:, self.here].to(self.device)
+        return (self.here if self.config.documents == "mask" else places[:, self.here]).to(self.device)
 
 
 def attach(config: Any, parts: SimpleNamespace):
     """From here on, the attention of every layer stops at borders."""
     if config.documents != "off":
-        Documents(config, parts)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # Hopper's default; it plans for 20 ms and more for a new length
+        parts.documents = Documents(config, parts)

@@ -20,7 +20,7 @@ import numpy as np
 import step06_pipeline as step06
 from common import UserError
 from common.layout import layout_of, note_layout
-from common.schedules import SCHEDULES, Action, Place, Schedule, loop
+from common.schedules import SCHEDULES, Action, Place, Schedule, round_robin
 from variants.zero_bubble import write_out
 
 SINCE = step06.Config
@@ -50,7 +50,7 @@ def dualpipe(p: int, m: int, v: int, rank: int) -> list[Action]:
 
 def two_ways(n_layers: int, p: int, v: int) -> list[Place]:
     """Stages 0 to p-1 on ranks 0 to p-1; p to 2p-1, with the same layers, on ranks p-1 to 0."""
-    down = loop(n_layers, p, 1)
+    down = round_robin(n_layers, p, 1)
     link = lambda stage: None if stage is None else stage + p  # noqa: E731
     return down + [Place(p - 1 - rank, layers, link(before), link(after)) for rank, layers, before, after in down]
 

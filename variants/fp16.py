@@ -103,3 +103,16 @@ def attach(config: Any, parts: SimpleNamespace):
     parts.model.loss = lambda *inputs: ScaleGradient.apply(plain(*inputs), parts.loss_scaling)
     parts.optimizer.gradients = parts.loss_scaling.unscaled_gradients
     parts.optimizer.step = parts.loss_scaling.step
+
+
+def state(_config: Any, parts: SimpleNamespace) -> dict | None:
+    """What a checkpoint keeps: the scale, and how long it has been good."""
+    scaling = getattr(parts, "loss_scaling", None)
+    return None if scaling is None else dict(scale=scaling.scale, good_steps=scaling.good_steps)
+
+
+def restore(_config: Any, parts: SimpleNamespace, found: dict | None):
+    """Take it again."""
+    if found is not None and hasattr(parts, "loss_scaling"):
+        parts.loss_scaling.good_steps = found["good_steps"]
+        parts.loss_scaling.set_scale(found["scale"])

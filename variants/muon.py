@@ -67,8 +67,7 @@ class Muon:
     def see(self, parts: SimpleNamespace):
         """Before the first step: what it must know to see whole matrices."""
         self.params, self.mesh = dict(parts.model.named_parameters()), getattr(parts, "mesh", None)
-        units = getattr(parts.optimizer, "units", ())
-        self.units = [unit for unit in units if any(map(is_hidden, unit.trained))]  # also without a piece of ours
+        self.units = getattr(parts.optimizer, "units", ())  # those that are updated now; offload: one after another
 
     def gather(self, unit: Unit, updates: dict[str, Tensor]) -> dict[str, Tensor]:
         """Updates of this rank's pieces of a unit -> of all elements of these parameters, flat."""
@@ -108,18 +107,23 @@ class Muon:
 
     @torch.no_grad()
     def step(self):
-        """Update the pieces from their gradients. A collective: ranks that share a unit or a matrix meet here."""
+        """Update the pieces that have gradients. A collective: ranks that share a unit or a matrix meet here."""
         updates = {}
         for name, piece in self.hidden.items():
+            if piece.grad is None:
+                continue
             momentum = self.state[piece].setdefault("momentum_buffer", torch.zeros_like(piece))
             momentum.lerp_(piece.grad, 1 - MOMENTUM)
             updates[name] = piece.grad.lerp(momentum, MOMENTUM)
         firsts = dict.fromkeys(updates, 0)
         for unit in self.units:
-            updates |= self.gather(unit, updates)
-            firsts |= {name: max(0, unit.first - unit.place[name][0]) for name in unit.trained}
+            if not any(map(is_hidden, unit.trained)):
+                continue
+            updates |= self.gather(unit, updates)  # also without a piece of ours
+            firsts |= {name: max(0, unit.first - unit.span[name][0]) for name in unit.trained}
         rate, decay = self.group["lr"], self.group["weight_decay"]
-        for name, piece in self.hidden.items():
+        for name in updates:
+            piece = self.hidden[name]
             part = self.orthogonal_part(name, updates[name].flatten(), firsts[name])
             piece.mul_(1 - rate * decay).sub_(part, alpha=rate)
         self.adamw.step()

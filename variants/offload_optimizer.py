@@ -4,9 +4,8 @@
     disk    the same in memory-mapped files of the run directory. They have no name: they end with the process, and
             nobody takes them for a checkpoint
 
-The update goes unit by unit (PyTorch's rules skip what has no gradient). With a GPU, copies travel on a stream of their
-own: the next unit's gradient comes to the host while the host updates this one. (Pinned host memory is rounded up to a
-power of two.)
+The update goes unit by unit (rules skip what has no gradient). With a GPU, copies travel on a stream of their own: the
+next unit's gradient comes while the host updates this one. (Pinned host memory is rounded up to a power of two.)
 
 In step 3, `Zero1.step` would be `step` below.
 """
@@ -121,6 +120,7 @@ class Update:
             pieces = {name: zero.pieces[name] for name in unit.trained if name in zero.pieces}
             for name, piece in pieces.items():
                 piece.grad = unit.part(gradient, name).mul_(factor)
+            rule.units = [unit]  # Muon asks for whole matrices of these
             rule.step()
             rule.zero_grad()
             for piece in set(pieces.values()) - self.moved:  # their moments have just been made

@@ -91,7 +91,7 @@ class RoutedMoE(MoE):
         scores = p.gather(1, chosen)
         if self.top_k > 1:
             scores = scores / scores.sum(-1, keepdim=True)
-        counts = torch.bincount(chosen.flatten(), minlength=p.shape[-1])
+        counts = F.one_hot(chosen.flatten(), p.shape[-1]).sum(0)
         if torch.is_grad_enabled():  # in training
             if self.bias is not None:
                 self.load += counts

@@ -8,15 +8,19 @@ an element, a token of a layer keeps for backward:
     selective  e (5 h + 2 k + 2 f) + 4 a
     full       e h
 
+A router (step 7) chooses once: where a layer has one, its choice is kept, also with `full`. Computed again, a last bit
+may differ, and with it who goes where: then counts and rows would not be those that backward is for.
+
 In step 1 it would be `recompute_layers` with one more argument: a list of operators whose outputs `checkpoint` keeps.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from common.model import Decoder, attend
+from common.model import MLP, Decoder, attend
 from step01_single_gpu import RECOMPUTE
 
 aten = torch.ops.aten
@@ -29,15 +33,27 @@ ATTENTION = [
 ]
 
 
+CHOICE = [aten.topk.default]
+
+
 def recompute_selectively(model: Decoder):
     """Let every layer keep its input and the outputs of these operators. Gradients do not change.
 
     Attention that step 5 has replaced is done again, with its messages: it adds to what an operator has made, in place.
     """
     for layer in model.model.layers.values():
-        kept = PRODUCTS + (ATTENTION if layer.self_attn.attend is attend else [])
+        kept = PRODUCTS + CHOICE + (ATTENTION if layer.self_attn.attend is attend else [])
         contexts = partial(create_selective_checkpoint_contexts, kept)
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
 
 
-RECOMPUTE["selective"] = recompute_selectively
+def recompute_but_choices(model: Decoder, plain: Callable = RECOMPUTE["full"]):
+    """As in step 1; layers with a router also keep what it chooses."""
+    plain(model)
+    for layer in model.model.layers.values():
+        if not isinstance(layer.mlp, MLP):  # it takes time to look at every operator
+            contexts = partial(create_selective_checkpoint_contexts, CHOICE)
+            layer.forward = partial(layer.forward, context_fn=contexts)
+
+
+RECOMPUTE |= dict(selective=recompute_selectively, full=recompute_but_choices)

@@ -65,3 +65,14 @@ def attach(config: Any, parts: SimpleNamespace):
 
     optimizer.step = lambda lr, factor: put_off.append((lr, factor))
     run.record = record
+
+
+def state(_config: Any, parts: SimpleNamespace) -> list | None:
+    """What a checkpoint keeps: the numbers of the last steps."""
+    return parts.spikes.recent if hasattr(parts, "spikes") else None
+
+
+def restore(_config: Any, parts: SimpleNamespace, found: list | None):
+    """Take them again."""
+    if found is not None and hasattr(parts, "spikes"):
+        parts.spikes.recent = found

@@ -17,7 +17,7 @@ from common import UserError
 from common.comm import Group, Mesh, note
 from common.layout import layout_of
 from common.model import Decoder
-from common.trainer import choose
+from common.trainer import choose_device
 from step02_ddp import SYNCS
 
 SINCE = step02.Config
@@ -26,7 +26,7 @@ SINCE = step02.Config
 def check(config: Any, world: int):
     """Raises UserError."""
     if config.sync == "torch" and not getattr(config, "zero", 0):
-        if choose(config)[1].itemsize == 2:
+        if choose_device(config)[1].itemsize == 2:
             raise UserError("--sync torch adds gradients up in 16 bits: use --dtype fp32, or another --sync")
         if hasattr(config, "pp"):
             raise UserError("--sync torch wraps the whole model, which a pipeline runs in parts: use another --sync")

@@ -1,8 +1,8 @@
 """`--pp-split 3,3,2`: how many layers each stage has, first to last, if not as equal as can be.
 
-The first stage also has the embedding, the last one norm and head; so they may have fewer layers. In step 6, `loop` of
-common/schedules.py would take its bounds from the flag. Here every entry of the menu of schedules is asked for its
-places, and their layers are dealt anew.
+The first stage also has the embedding, the last one norm and head; so they may have fewer layers. In step 6,
+`round_robin` of common/schedules.py would take its bounds from the flag. Here every entry of the menu of schedules is
+asked for its places, and their layers are dealt anew.
 """
 
 from collections.abc import Callable

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import chain
 
 import step06_pipeline as step06
-from common.schedules import SCHEDULES, Action, Place, Schedule, loop
+from common.schedules import SCHEDULES, Action, Place, Schedule, round_robin
 
 SINCE = step06.Config
 
@@ -58,7 +58,10 @@ def zbv(p: int, m: int, v: int, rank: int) -> list[Action]:
 
 def vee(n_layers: int, p: int, v: int) -> list[Place]:
     """Down through all ranks and up again."""
-    return [place._replace(rank=min(s, v * p - 1 - s) if v > 1 else s) for s, place in enumerate(loop(n_layers, p, v))]
+    return [
+        place._replace(rank=min(s, v * p - 1 - s) if v > 1 else s)
+        for s, place in enumerate(round_robin(n_layers, p, v))
+    ]
 
 
 SCHEDULES["zb-h1"] = lambda config: Schedule(zb_h1)

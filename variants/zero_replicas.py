@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from common import UserError
 from common.comm import Mesh, all_reduce
 from common.layout import layout_of, note_layout
 from common.model import Decoder
@@ -35,15 +34,6 @@ class Flags:
     """Replicas of ZeRO's slices."""
 
     zero_replicas: int = 1  # R: cut over dp / R neighbours (those of a node, say), and sum slices' gradients over R
-
-
-def check(config: Any, world: int):
-    """R divides the ranks that share tokens' gradients. Raises UserError."""
-    n = world // (getattr(config, "tp", 1) * getattr(config, "pp", 1))  # dp x cp
-    if n % config.zero_replicas:
-        raise UserError(f"--zero-replicas {config.zero_replicas} must divide the {n} ranks over which ZeRO cuts")
-    if config.zero == 0 and config.zero_replicas > 1:
-        raise UserError(f"--zero-replicas {config.zero_replicas}: --zero 0 has no slices; use --zero 1, 2 or 3")
 
 
 def with_replicas(

@@ -1,0 +1,27 @@
+"""Layouts that cannot work are refused before anything is built: by the planner's list of rules (theory/layouts.py)."""
+
+from dataclasses import fields
+from typing import Any
+
+from common import UserError
+from common.model import PRESETS
+from common.schedules import SCHEDULES
+from theory.layouts import Layout, rules, stages
+from theory.shapes import shape_of
+
+
+def layout_of(config: Any, world: int) -> Layout:
+    """The layout of a run of so many ranks, or of a dry run; dimensions that the step does not have are 1."""
+    found = {field.name: getattr(config, field.name) for field in fields(Layout) if hasattr(config, field.name)}
+    x = Layout(**found)
+    return Layout(**found, dp=(config.dry_run or world) // (x.pp * x.cp * x.tp))
+
+
+def check(config: Any, world: int):
+    """Raises UserError with the first rule that is broken. What does not divide the ranks, the mesh refuses."""
+    x = layout_of(config, world)
+    if hasattr(config, "sync") and x.world == (config.dry_run or world):
+        v = stages(SCHEDULES[x.schedule](config), x.pp) if x.pp > 1 else 1
+        for ok, message in rules(shape_of(PRESETS[config.model], config), x, v):
+            if not ok:
+                raise UserError(message)

@@ -1,0 +1,155 @@
+"""What a machine has for training, what is wrong with it, and its mend: the first part of services/certify.py."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from services.devices import cores, driver_version, unusable_gpu
+from services.tables import human
+
+PACKAGES = ("numpy", "safetensors", "datasets", "tqdm", "matplotlib")
+GIB = 2**30
+OLDEST = (2, 11)
+
+
+class Finding(NamedTuple):
+    """One line of the screen; `problem` and its `mend` are empty if all is well."""
+
+    what: str
+    found: str
+    problem: str = ""
+    mend: str = ""
+
+
+def look_at_torch() -> Finding:
+    """Python and PyTorch, and whether its build fits the machine."""
+    found = f"Python {platform.python_version()}, torch {torch.__version__}"
+    if torch.version.cuda:
+        found += f", built for CUDA {torch.version.cuda}; NVIDIA driver {driver_version() or 'none'}"
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if sys.version_info < (3, 10) or version < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        return Finding("software", found, f"Python 3.10 and torch {oldest} are needed", "pip install torch==2.13.0")
+    problem, mend = unusable_gpu()
+    if problem:
+        return Finding("software", found, problem, mend)
+    if not torch.version.cuda and not torch.version.hip and shutil.which("nvidia-smi"):
+        problem = "there is NVIDIA's driver, but this torch is built for CPUs alone"
+        return Finding("software", found, problem, "pip install torch==2.13.0, with the index that pytorch.org names")
+    return Finding("software", found)
+
+
+def look_at_packages() -> Finding:
+    """What training needs besides PyTorch."""
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    here = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES if name not in missing)
+    if missing:
+        return Finding("packages", here, f"missing: {', '.join(missing)}", "pip install -r requirements.txt")
+    return Finding("packages", here)
+
+
+def look_at_backends() -> Finding:
+    """What ranks can talk through."""
+    known = dict(gloo=dist.is_gloo_available(), nccl=dist.is_nccl_available())
+    found = ", ".join(f"{name} {'yes' if here else 'no'}" for name, here in known.items())
+    if torch.cuda.device_count() > 1 and not known["nccl"]:
+        return Finding("backends", found, "several GPUs, but no NCCL", "use --backend gloo, or a torch with NCCL")
+    return Finding("backends", found)
+
+
+def look_at_host() -> Finding:
+    """Cores, memory that is free now, and shared memory, through which NCCL's ranks exchange what no link carries."""
+    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
+    free = next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), pages * size)
+    found, shared = f"{cores()} cores, memory {human(pages * size)}, free {human(free)}", Path("/dev/shm")
+    if free < 4 * GIB:
+        return Finding("host", found, "eight ranks need about 4 GiB", "use fewer ranks: torchrun --nproc_per_node=2")
+    if shared.exists():
+        free = shutil.disk_usage(shared).free
+        found += f"; {shared} free {human(free)}"
+        if free < GIB:
+            return Finding("host", found, "NCCL may need 1 GiB of it", "docker run --shm-size=8g, or --ipc=host")
+    return Finding("host", found)
+
+
+def look_at_limits() -> Finding:
+    """Files that a process may open: sockets between ranks, and mapped data, count."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{soft} open files (at most {hard})"
+    if soft != resource.RLIM_INFINITY and soft < 1024:
+        return Finding("limits", found, "1024 open files are needed", f"ulimit -n {min(65536, max(hard, 1024))}")
+    return Finding("limits", found)
+
+
+def look_at_names() -> Finding:
+    """Whether this host's name leads to an address, as torchrun wants it."""
+    name = socket.gethostname()
+    try:
+        address = socket.getaddrinfo(name, None)[0][4][0]
+    except OSError as error:
+        mend = f"add '127.0.1.1 {name}' to /etc/hosts, or torchrun --local-addr=localhost"
+        return Finding("network", name, f"the host's own name has no address ({error.strerror})", mend)
+    return Finding("network", f"{name} is {address}")
+
+
+def look_at_disk(folder: str = ".") -> Finding:
+    """Room for runs/."""
+    free = shutil.disk_usage(folder).free
+    found = f"{human(free)} free here"
+    if not os.access(folder, os.W_OK):
+        return Finding("disk", found, "this folder cannot be written", "start runs with --out DIR in another folder")
+    if free < GIB:
+        return Finding("disk", found, "checkpoints and data sets need about 1 GiB", "--out, HF_HOME on another disk")
+    return Finding("disk", found)
+
+
+def copy_seconds(a: int, b: int, n_bytes: int) -> float:
+    """The seconds of a copy from one GPU to another, the least of five."""
+    source = torch.empty(n_bytes, dtype=torch.uint8, device=f"cuda:{a}")
+    target, found = torch.empty_like(source, device=f"cuda:{b}"), []
+    for _ in range(5):
+        for gpu in (a, b):
+            torch.cuda.synchronize(gpu)
+        start = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize(b)
+        found.append(time.perf_counter() - start)
+    del source, target
+    torch.cuda.empty_cache()  # runs that follow want all of it
+    return min(found)
+
+
+def look_at_gpus() -> list[Finding]:
+    """A line for each GPU: its name, memory and links, whether it reads each other one's memory, and how fast."""
+    count, size = torch.cuda.device_count() if torch.cuda.is_available() else 0, 2**28
+    if not count:
+        return [Finding("GPUs", "none: all steps run on the CPU, with gloo")]
+    findings = []
+    for gpu in range(count):
+        about, links, without = torch.cuda.get_device_properties(gpu), [], []
+        for other in (other for other in range(count) if other != gpu):
+            if not torch.cuda.can_device_access_peer(gpu, other):
+                without.append(str(other))
+            links.append(f"{other}: {size / copy_seconds(gpu, other, size) / 1e9:.0f} GB/s")
+        found = f"{about.name}, {human(about.total_memory)}" + (f"; to {', '.join(links)}" if links else "")
+        problem = f"no direct link to GPU {', '.join(without)}" if without else ""
+        findings.append(Finding(f"GPU {gpu}", found, problem, "keep --tp and --ep at 1 between them" * bool(problem)))
+    return findings
+
+
+def examine() -> list[Finding]:
+    """Everything, in the order of the screen."""
+    findings = [look_at_torch(), look_at_packages(), look_at_backends(), look_at_host()]
+    return [*findings, look_at_limits(), look_at_names(), look_at_disk(), *look_at_gpus()]

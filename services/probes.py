@@ -1,0 +1,149 @@
+"""What services/certify.py asks of the machine's kernels and links, each in processes of their own.
+
+    python -m services.probes attention           and grouped, documents: one process
+    torchrun --nproc_per_node=2 -m services.probes exchange            and uneven
+
+Each prints one line of JSON: {name: number}. With a GPU it computes there, in bf16; else on the CPU.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from itertools import product
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common import comm
+from services import devices
+from services.run import plugins
+from step05_cp_ring import part_attention, part_gradients, same_heads, scaled_scores
+from variants.documents import Documents, MicroBatch
+from variants.grouped_matmul import GroupedLinear
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count() if GPU else 0)
+DEVICE = DEVICE if GPU else torch.device("cpu")
+
+
+def normal(*shape: int) -> Tensor:
+    """Random numbers in bf16."""
+    return torch.randn(shape, dtype=torch.bfloat16).to(DEVICE)
+
+
+def farthest(ours: Tensor, right: Tensor) -> float:
+    """The largest difference, as a part of the largest right number if that is above 1."""
+    return ((ours.double() - right.double()).abs().max() / right.abs().max().clamp(min=1)).item()
+
+
+def attention() -> dict[str, float]:
+    """Blocks of step 5 against their formula in fp64: outputs, log-sum-exps and gradients; grouped heads or not."""
+    found = dict(output=0.0, lse=0.0, gradients=0.0)
+    for causal, kv_heads in product((True, False), (8, 2)):
+        q, do, k, v = normal(2, 8, 256, 64), normal(2, 8, 256, 64), *(normal(2, kv_heads, 256, 64) for _ in range(2))
+        o, lse = part_attention(q, k, v, causal)
+        given = [x.double().requires_grad_() for x in (q, k, v)]
+        scores = scaled_scores(*same_heads(*given[:2]), causal)
+        right = scores.softmax(-1) @ same_heads(*given)[2]
+        ours = part_gradients(do, q, k, v, o, lse, causal)
+        gradients = zip(ours, torch.autograd.grad(right, given, do.double()), strict=True)
+        found["output"] = max(found["output"], farthest(o, right.detach()))
+        found["lse"] = max(found["lse"], (lse - scores.logsumexp(-1)).abs().max().item())
+        found["gradients"] = max(found["gradients"], *(farthest(a, b) for a, b in gradients))
+    return found
+
+
+@contextmanager
+def no_waits():
+    """Inside, a host that waits for its GPU raises RuntimeError."""
+    if GPU:
+        torch.cuda.set_sync_debug_mode("error")
+    yield
+    if GPU:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def grouped() -> dict[str, float]:
+    """Products of experts, one without rows, beside a loop in fp64. The host may not wait for the GPU."""
+    rows, weight, dy, counts = normal(96, 64), normal(4, 32, 64), normal(96, 32), [40, 0, 24, 32]
+    given = [x.requires_grad_() for x in (rows, weight)]
+    for _ in range(2):  # the first call may set up
+        with no_waits():
+            out = GroupedLinear.apply(*given, counts)
+            gradients = torch.autograd.grad(out, given, dy)
+    exact = [x.detach().double().requires_grad_() for x in given]
+    parts = zip(exact[0].split(counts), exact[1], strict=True)
+    right = torch.cat([part @ w.T for part, w in parts])
+    pairs = zip((out, *gradients), (right, *torch.autograd.grad(right, exact, dy.double())), strict=True)
+    return dict(error=max(farthest(ours.detach(), b.detach()) for ours, b in pairs), waits=0.0)
+
+
+def documents() -> dict[str, float]:
+    """Seconds of attention over documents of new lengths by those of known lengths; with cuDNN, and as we do it."""
+    q, batch, found = normal(1, 2048, 8, 64), Documents.__new__(Documents), {}
+    for cudnn in (False, True):
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        batches, times = [torch.randint(0, 200, (1, 2048)) for _ in range(4)], []
+        for tokens in (batches[0], batches[0], *batches[1:], *batches[1:]):
+            batch.now = MicroBatch(tokens, 0, lambda _: torch.arange(2048))
+            start = time.perf_counter()
+            batch.attend(q, q, q).float().sum().item()
+            times.append(time.perf_counter() - start)
+        found["with cuDNN" if cudnn else "new / known"] = sum(times[2:5]) / sum(times[5:])
+    return found
+
+
+def join() -> comm.Group:
+    """Meet the others, as a run would."""
+    devices.prepare()
+    devices.meet(SimpleNamespace(device="auto", backend="auto", timeout=60.0, sync=""))
+    return comm.Mesh(dp=dist.get_world_size())["dp"]
+
+
+def exchange() -> dict[str, float]:
+    """All-reduces of 1 KiB to 64 MiB: the median seconds by bytes. A rank sends 2 (n-1)/n of them."""
+    group, found = join(), {}
+    for n_bytes in (2**power for power in range(10, 27, 4)):
+        message, times = torch.ones(n_bytes // 4, device=DEVICE), []
+        for _ in range(3 + min(10, 2**25 // n_bytes)):
+            start = time.perf_counter()
+            comm.all_reduce(message, group).wait()
+            message[0].item()  # waits for a GPU
+            times.append(time.perf_counter() - start)
+            message.fill_(1.0)
+        times = sorted(times[2:])  # the first ones make connections
+        found[str(n_bytes)] = times[len(times) // 2]
+    return found
+
+
+def uneven() -> dict[str, float]:
+    """An all-to-all in which rank r sends r + p rows to rank p, also with one rank: how many numbers are wrong."""
+    group = join()
+    n, r = group.size, group.rank
+    sent, received = [r + p for p in range(n)], [p + r for p in range(n)]
+    rows = torch.full((sum(sent), 3), float(r), device=DEVICE)
+    arrived = torch.full((sum(received), 3), -1.0, device=DEVICE)
+    dist.all_to_all_single(arrived, rows, received, sent, group=group.handle)
+    right = torch.cat([torch.full((p + r, 3), float(p)) for p in range(n)])
+    return dict(wrong=float((arrived.cpu() != right).sum()))
+
+
+PROBES: dict[str, Callable[[], dict[str, float]]] = {
+    probe.__name__: probe for probe in (attention, grouped, documents, exchange, uneven)
+}
+
+if __name__ == "__main__":
+    plugins()
+    torch.manual_seed(0)
+    answer = json.dumps(PROBES[sys.argv[1]]())
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(answer, flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,1 @@
+"""Measurements: `python -m tests.bench` lists them."""

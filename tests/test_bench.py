@@ -1,0 +1,59 @@
+"""The measurements' tables of rows: every flag is one of the step's, every value one that its menu has."""
+
+import dataclasses
+import importlib
+
+import pytest
+
+from common.trainer import parse
+from services.run import compose
+from tests.bench import __main__ as bench
+from tests.bench.contests import CONTESTS
+from tests.bench.harness import Result, report, spread
+from tests.bench.runs import RUNS
+from tests.bench.versions import ALL, CASES, SERVED
+
+ROWS = [(c.step, c.shared | row) for c in CONTESTS.values() for row in c.rows.values()]
+ROWS += [(step, runs.shared | flags) for runs in RUNS.values() for _, step, flags in runs.rows.values()]
+
+
+def words(flags: dict) -> list[str]:
+    """Flags as on a command line."""
+    found = []
+    for name, value in flags.items():
+        flag = name.replace("_", "-")
+        found += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return found
+
+
+@pytest.mark.parametrize("step, flags", ROWS, ids=[f"{step[:6]}-{flags}" for step, flags in ROWS])
+def test_a_row_is_a_legal_command_line(step, flags):
+    """And says the same as the row."""
+    given = {name: value for name, value in flags.items() if name != "peer"}
+    config = parse(compose(importlib.import_module(step)), words(given))
+    assert {name: getattr(config, name) for name in given} == given
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_versions_cases_are_command_lines(name):
+    """Of this checkout."""
+    script, flags = CASES[name]
+    step = importlib.import_module(script.removesuffix(".py"))
+    assert dataclasses.is_dataclass(parse(compose(step), f"{flags} {ALL} {SERVED}".split()))
+
+
+def test_every_measurement_is_listed(capsys):
+    """With a line that says what it is; another name is refused."""
+    assert bench.main([]) == 0
+    listed = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert [name for name, about in listed if about] == list(bench.MODULES)
+    assert bench.main(["nothing"]) == 2
+
+
+def test_a_ratio_compares_neighbours_of_a_round():
+    """A slow round hits both alike: twice as long is twice as long."""
+    ours, theirs = [1.0, 10.0, 2.0], [2.0, 20.0, 4.0]
+    row = dict(sent={})
+    found = dict(ours=Result(ours, ours, row, 0), theirs=Result(theirs, theirs, row, 0))
+    assert spread([3.0, 1.0, 2.0]) == "2.000 (1.000 .. 3.000)"
+    assert report(found, dict(ours="ours", theirs="ours")).count("2.000 (2.000 .. 2.000)") == 2

@@ -1,0 +1,61 @@
+"""Flags that cannot work: the same one line on every rank, which names the flag, before anything is sent."""
+
+import pytest
+
+from common import UserError
+from tests import equal
+from tests.rows import EXPERTS
+
+WRONG = {  # ranks, step, flags; the line begins with the flag
+    "--global-batch-size 5": (2, "step02_ddp", dict(global_batch_size=5)),
+    "--compress bf16": (2, "step02_ddp", dict(compress="bf16", sync="naive")),
+    "--compress would": (2, "step02_ddp", dict(compress="bf16", dtype="fp16")),
+    "--topk-fraction 2": (2, "step02_ddp", dict(compress="topk", topk_fraction=2.0)),
+    "--sync torch adds": (2, "step02_ddp", dict(sync="torch", dtype="bf16")),
+    "--skip-spikes 0.5": (2, "step02_ddp", dict(skip_spikes=0.5)),
+    "--zero-replicas 3": (2, "step03_zero", dict(zero=1, zero_replicas=3)),
+    "--zero-replicas 2": (2, "step03_zero", dict(zero=0, zero_replicas=2)),
+    "--offload-optimizer cpu": (2, "step03_zero", dict(zero=0, offload_optimizer="cpu")),
+    "--offload-params cpu": (2, "step03_zero", dict(zero=2, offload_params="cpu")),
+    "--end-token 259": (1, "step01_single_gpu", dict(documents="mask", end_token=259)),
+    "--tp 3": (2, "step04_tp_sp", dict(tp=3)),
+    "--tp 2 must divide the 15 tokens": (2, "step04_tp_sp", dict(tp=2, seq_len=15)),
+    "--tp 3 must divide 4 heads": (3, "step04_tp_sp", dict(tp=3, sp=False)),
+    "--cp 2": (2, "step05_cp_ring", dict(cp=2, seq_len=18)),
+    "--cp 3": (3, "step05_cp_ring", dict(cp=3, cp_mode="ring")),
+    "--cp 2 leaves": (4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="ring", seq_len=14)),
+    "--cp-mode ulysses": (3, "step05_cp_ring", dict(cp=3, cp_mode="ulysses", seq_len=18)),
+    "--pp 2": (2, "step06_pipeline", dict(pp=2, schedule="interleaved", chunks=2)),
+    "--pp-split 1,1": (2, "step06_pipeline", dict(pp=2, pp_split="1,1")),
+    "--schedule dualpipe": (3, "step06_pipeline", dict(pp=3, schedule="dualpipe")),
+    "--schedule interleaved": (
+        2,
+        "step06_pipeline",
+        dict(pp=2, schedule="interleaved", n_layers=4, micro_batch_size=4),
+    ),
+    "--sync torch wraps": (2, "step06_pipeline", dict(sync="torch", zero=0)),
+    "--schedule zb-h1": (4, "step06_pipeline", dict(pp=2, tp=2, schedule="zb-h1", tp_overlap=True)),
+    "--ep 2": (2, "step07_moe_ep", dict(ep=2, experts=3)),
+    "--ep 4": (2, "step07_moe_ep", EXPERTS | dict(ep=4)),
+    "--experts-per-token 9": (2, "step07_moe_ep", dict(experts_per_token=9)),
+    "--micro-batch-size": (2, "step07_moe_ep", EXPERTS | dict(micro_batch_size=5)),
+    "--expert-groups 3": (2, "step07_moe_ep", EXPERTS | dict(expert_groups=3)),
+}
+
+
+def refusal(step: str, options: dict) -> str:
+    """Runs on every rank: what a run ends with."""
+    try:
+        equal.record(step, options)
+    except UserError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("flag", sorted(WRONG, key=lambda flag: WRONG[flag][0]))
+def test_every_rank_refuses_in_one_line(pools, flag):
+    """All with the same words."""
+    ranks, *call = WRONG[flag]
+    first, *others = pools(ranks).run(refusal, *call, timeout=60)
+    assert first.startswith(flag) and "\n" not in first, first
+    assert all(text == first for text in others)

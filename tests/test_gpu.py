@@ -1,0 +1,330 @@
+"""What a reading of the CUDA and NCCL paths found, N1 to N10: each is mended, and its test fails without the mend.
+
+N1 an older driver (tests/test_screen.py)      N2 weights that nobody waits for     N3 waits of experts
+N4 plans of cuDNN     N5 the loss's memory     N6 long saves     N7 memory outside the plan     N8 routers that change
+their mind     N9 duplicates in one row     N10 queues, cores, one visible GPU     N11 is services/certify.py
+
+Tests with `seen` train on GPUs that are not there (tests/fake_gpu.py), in a process that loads a shim of C++.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.checkpoint import CheckpointError
+
+import step01_single_gpu as step01
+from common import UserError, comm
+from common.data import Data
+from common.model import PRESETS
+from services import checkpoint, devices
+from services.boxes import Piece
+from services.dry_run import run_rank
+from services.run import attach, compose
+from services.watchdog import SAVES, Guard, place_of
+from step04_tp_sp import VocabParallelEmbedding
+from tests import equal
+from tests.fake_gpu import Call, Event, Watch, can_fake_cuda, see, stuck
+from tests.faults import FAULTS, Fault, injected
+from tests.pool import Pool, RankError
+from variants import chunked_loss, documents
+from variants.prefetch import Ahead
+
+MOE, OFFLOADED = dict(experts=4, ep=2, ffn_dim=48), dict(zero=3, offload_params="cpu", offload_optimizer="cpu")
+CASES = {  # step, flags, ranks, capability of the GPUs, and how often the host waits in forward and backward
+    "plain": ("step01_single_gpu", {}, 1, (9, 0), 0),
+    "buckets": ("step02_ddp", {}, 8, (9, 0), 0),
+    "zero 3": ("step03_zero", dict(zero=3, recompute="full"), 8, (9, 0), 0),
+    "offloaded": ("step03_zero", OFFLOADED, 8, (9, 0), 0),
+    "offloaded, alone": ("step03_zero", OFFLOADED, 1, (9, 0), 0),
+    "ring": ("step05_cp_ring", dict(cp=2, tp=2), 8, (9, 0), 0),
+    "lists": ("step06_pipeline", dict(pp=2, tp=2, schedule="zb-h1", zero=1), 8, (9, 0), 0),
+    "experts": ("step07_moe_ep", MOE, 8, (9, 0), 12),  # once for 3 layers, 2 micro-batches, 2 steps
+    "experts, A100": ("step07_moe_ep", MOE, 8, (8, 0), 12),
+    "experts, again": ("step07_moe_ep", MOE | dict(recompute="full", ep=1), 8, (9, 0), 24),
+}
+USUAL = ("offloaded, alone", "experts", "experts, A100")
+VISIT, GROUPED, COUNT = "visit_experts", "variants.grouped_matmul", "F.one_hot(selected_experts.flatten(), p.shape[-1])"
+FAULTY = {  # what is undone: the case; in which of the watch's notes it shows, or an error; module, owner, old, new
+    "N2": (
+        "offloaded, alone",
+        "early",
+        "variants.offload_params",
+        "gather_beside",
+        "*pending.works, arrived",
+        "*pending.works",
+    ),
+    "N3: counts": (
+        "experts",
+        "waits",
+        "step07_moe_ep",
+        VISIT,
+        "torch.stack((leaving, coming)).cpu()",
+        "leaving, coming",
+    ),
+    "N3: rows": ("experts", "waits", "step07_moe_ep", VISIT, ", output_size=len(visitors)", ""),
+    "N3: A100": ("experts, A100", "waits", GROUPED, "can_group", "major not in (9, 10)", "False"),
+    "N3: ends": ("experts", "waits", GROUPED, "ends", ", non_blocking=True", ""),
+    "N3: bincount": ("experts", "bincount", "step07_moe_ep", "MoE", COUNT, "torch.bincount(selected_experts.view(-1))"),
+    "a gradient": ("offloaded", "early", "variants.offload_optimizer", "Update", "            wait()", "            0"),
+    "a look": ("plain", "waits", "common.model", "summed_cross_entropy", "return F", "logits.sum().item(); return F"),
+    "a table": ("plain", "device", "common.model", "apply_rope", "x * cos", "x * cos.cpu()"),
+    "a message": ("buckets", "tensor on cpu", "common.layout", "global_norm", "(square, mesh", "(square.cpu(), mesh"),
+}
+USUAL_FAULTS = [name for name in FAULTY if name.startswith("N")]
+
+
+@contextmanager
+def put(*text: str) -> Iterator[None]:
+    """Inside, this text is in the program: module, owner, old, new; none: it is as it is."""
+    if text:
+        FAULTS["fault"] = Fault(text[0], "", "", *text[1:], "")
+    with injected("fault") if text else nullcontext():
+        FAULTS.pop("fault", None)
+        yield
+
+
+def look(name: str, *text: str) -> dict:
+    """Runs in a process of its own: what is seen of a case."""
+    assert can_fake_cuda()
+    step, options, world, capability, _ = CASES[name]
+    with put(*text):
+        watch = see(step, options, 0, world, capability)
+    return dict(
+        waits=sum(watch.waits.values()), where=dict(watch.waits), early=sorted(watch.early), beside=watch.beside
+    )
+
+
+def calls_of(*text: str) -> list[str]:
+    """Runs in a process of its own: what the ranks of a layout wait for that never ends."""
+    assert can_fake_cuda()
+    with put(*text):
+        options = dict(pp=2, tp=2, steps=1, n_layers=2, global_batch_size=2)
+        return stuck([see("step06_pipeline", options, rank, 4).calls for rank in range(4)])
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """`seen(function, ...)`: what it returns, in a process that has loaded the shim."""
+    pool = Pool(1)
+    if not pool.run(can_fake_cuda)[0]:
+        pytest.skip("fake GPUs want a CPU build of torch, and g++")
+    yield lambda *call: pool.run(*call)[0]
+    pool.stop()
+
+
+def usual_first(names, usual):
+    """A test for each, of which those that are not usual are exhaustive."""
+    return [pytest.param(name, marks=[] if name in usual else pytest.mark.exhaustive) for name in names]
+
+
+@pytest.mark.parametrize("name", usual_first(CASES, USUAL))
+def test_the_host_runs_ahead_and_nothing_is_read_early(seen, name):
+    """In forward and backward it waits for the counts of experts alone; streams and NCCL wait for what they read."""
+    found = seen(look, name)
+    assert found["waits"] == CASES[name][-1], found["where"]
+    assert found["early"] == []
+    assert (found["beside"] > 0) == ("offloaded" in name)
+
+
+@pytest.mark.parametrize("name", usual_first(FAULTY, USUAL_FAULTS))
+def test_what_is_undone_shows(seen, name):
+    """More waits, something that is read too early, or an error of that kind."""
+    case, note, *text = FAULTY[name]
+    try:
+        found = seen(look, case, *text)
+    except RankError as error:
+        assert note in str(error), name
+    else:
+        assert (found["waits"] > CASES[case][-1]) if note == "waits" else found[note], name
+
+
+def test_all_ranks_launch_in_an_order_that_ends(seen):
+    """As if each call blocked its rank. When rank 0 sums its norm over the dimensions in another order, four wait."""
+    assert seen(calls_of) == []
+    other = "for dim in list(mesh.sizes)[:: -1 if mesh.rank == 0 else 1]:"
+    assert len(seen(calls_of, "common.layout", "global_norm", "for dim in mesh.sizes:", other)) > 1
+
+
+def test_stuck_names_what_never_ends():
+    """Two ranks, two communicators: the same order ends, the other order does not, nor does a lone or a longer call."""
+    a, b = (Call("allreduce", name, (0, 1), (4, "torch.float32")) for name in "ab")
+    assert stuck([[a, b], [a, b]]) == []
+    assert stuck([[a, b], [b, a]]) == [f"rank 0, call 0: {a}", f"rank 1, call 0: {b}"]
+    assert len(stuck([[a, b], [a]])) == 1 and len(stuck([[a], [a._replace(what=(5, "torch.float32"))]])) == 2
+    ring = [[Call("messages", "cp", (0, 1), (("send", p, 4, "f"), ("recv", p, 4, "f")))] for p in (1, 0)]
+    assert (
+        stuck(ring) == []
+        and len(stuck([[c._replace(what=(m,)) for c in calls for m in c.what] for calls in ring])) == 2
+    )
+
+
+@pytest.mark.parametrize("mode", ["off", "mask"])
+def test_n4_documents_leave_cudnn_alone(monkeypatch, mode):
+    """It would plan anew for each length that it meets; whole sequences have one."""
+    monkeypatch.setattr(documents, "Documents", lambda config, parts: None)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    documents.attach(SimpleNamespace(documents=mode), SimpleNamespace())
+    assert torch.backends.cuda.cudnn_sdp_enabled() == (mode == "off")
+    assert torch.backends.cuda.flash_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def peak(most: int) -> int:
+    """The dry run's highest bytes of a model of 131,072 words, with chunks of so many bytes."""
+    PRESETS["test"] = equal.ModelConfig(**equal.SMALL | dict(vocab_size=2**17, seq_len=4096, n_layers=1))
+    sizes = dict(micro_batch_size=2, global_batch_size=2, dtype="bf16", device="cpu", peak_tflops=1.0)
+    with mock.patch.object(chunked_loss, "MOST", most):
+        config = compose(step01)(model="test", dry_run=1, **sizes)
+        return sum(run_rank(step01.train, config, 0, attach).meter.peak().values())
+
+
+def test_n5_the_loss_takes_the_bytes_that_are_promised():
+    """Three chunks in fp32 and two in bf16; the dry run sees them. Without a bound, 4,096 tokens take 2 GiB each."""
+    for most in (2**29, 2**30):
+        assert 3 * most < peak(most) < 4.1 * most
+    assert 3 * 2**31 < peak(2**40) < 4.1 * 2**31
+
+
+def test_n6_a_save_is_progress_while_it_goes_on(tmp_path, monkeypatch):
+    """Bytes are counted as they reach the disk, in parts, and the watchdog of a run looks at them."""
+    saver, on_disk = checkpoint.Saver(tmp_path), []
+    monkeypatch.setattr(checkpoint, "PART", 1000)
+    right = os.fsync
+    monkeypatch.setattr(checkpoint.os, "fsync", lambda file: (right(file), on_disk.append(saver.bytes_written))[0])
+    saver.save(1, [Piece("master", "w", torch.ones(1000, dtype=torch.float64), (1000,))], {})
+    assert len(set(on_disk)) > 8 and on_disk == sorted(on_disk)
+    assert saver.bytes_written == (checkpoint.newest(tmp_path) / "rank-00000.safetensors").stat().st_size
+    config, ledger = SimpleNamespace(timeout=60.0), SimpleNamespace(entered={}, last="")
+    run = SimpleNamespace(config=config, ledger=ledger, history=[], keeper=SimpleNamespace(saver=saver))
+    guard = Guard(run)
+    guard.stop(None)
+    assert guard.dog.written() == saver.bytes_written and place_of(run).entered[SAVES] == 1
+
+
+def test_n7_and_n10_settings_before_cuda_starts(monkeypatch, capsys):
+    """With a build for GPUs: what the user has set stays; a run's first line shows it. Else nothing is set."""
+    kept = {name: value for name, value in os.environ.items() if name not in devices.ENVIRONMENT}
+    with mock.patch.dict(os.environ, kept, clear=True):
+        devices.prepare()
+        assert not devices.ENVIRONMENT.keys() & os.environ.keys()
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "16"
+        devices.prepare()
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H100")
+        devices.introduce(step01.Config(), torch.device("cuda", 0))
+    said = capsys.readouterr().out
+    assert said.startswith("device: 1 rank on 1 x H100; no backend; PYTORCH_ALLOC_CONF=expandable_segments:True")
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=16" in said
+
+
+def test_n7_one_communicator_for_a_set_of_ranks(monkeypatch):
+    """pp 2 x dp 2 x cp 2: data, ep and expert_data are sets that others have, too."""
+    made = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(dist, "get_rank", lambda: 5)
+    monkeypatch.setattr(dist, "new_group", lambda ranks: made.append(ranks) or len(made))
+    mesh = comm.Mesh(pp=2, dp=2, cp=2, tp=1)
+    ranks = mesh.join("data", "dp", "cp")
+    mesh.enter("ep", ranks.reshape(-1, 2))
+    mesh.enter("expert_data", ranks.reshape(2, 2, 2).swapaxes(1, 2).reshape(-1, 2))
+    assert len(made) == len(set(made)) == 14
+    assert mesh["ep"].handle == mesh["cp"].handle and mesh["expert_data"].handle == mesh["dp"].handle
+    assert comm.Mesh(pp=1, dp=8).join("mirror", "dp").tolist() == [[*range(8)]]
+
+
+UNSTEADY = ("step07_moe_ep", "MoE", ".softmax(-1)", ".softmax(-1) * shaky()")
+
+
+def train_unsteadily(mode: str):
+    """Train with a router that finds other scores whenever it is asked."""
+    import step07_moe_ep as step07
+
+    numbers, options = np.random.default_rng(0), dict(experts=4, recompute=mode, steps=1)
+    step07.shaky = lambda: torch.from_numpy(numbers.random(4))
+    with put(*UNSTEADY):
+        return equal.record("step07_moe_ep", options)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_n8_a_router_chooses_once(mode, monkeypatch):
+    """What is recomputed visits the experts of the first time; else counts differ, and with them shapes."""
+    train_unsteadily(mode)
+    kept = "recompute_but_choices" if mode == "full" else "recompute_selectively"
+    lost = ("variants.selective", kept, "CHOICE", "[]")
+    with (
+        mock.patch.dict(FAULTS, lost=Fault(*lost, "")),
+        injected("lost"),
+        pytest.raises((CheckpointError, RuntimeError)),
+    ):
+        train_unsteadily(mode)
+
+
+def test_n9_tokens_of_other_ranks_are_spread_over_the_rows(monkeypatch):
+    """As many a row as tokens of our own: a GPU adds what falls on one row one after another."""
+    rows, right = [], F.embedding
+    monkeypatch.setattr(F, "embedding", lambda row, weight: rows.append(row) or right(row, weight))
+    layer = VocabParallelEmbedding(torch.nn.Parameter(torch.randn(8, 4)), range(16, 24))
+    out = layer(torch.arange(64).view(1, 64))
+    assert torch.bincount(rows[0].flatten()).tolist() == [8] * 8
+    assert torch.equal(out[0, 16:24], layer.weight) and not out[0, :16].any() and not out[0, 24:].any()
+
+
+def test_n10_cores_are_those_that_may_be_used(monkeypatch):
+    """Not those of the machine."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 5}, raising=False)
+    assert devices.cores() == 3
+
+
+@pytest.mark.parametrize("seen_by, gpus, apart", [("ab", 1, True), ("aa", 1, False), ("ab", 2, True), ("", 0, False)])
+def test_n10_one_visible_gpu_a_rank_is_a_gpu_of_its_own(monkeypatch, seen_by, gpus, apart):
+    """Ranks that see one GPU each are told apart by its number: they take NCCL. Who shares one gets gloo, or a line."""
+    store = dist.HashStore()
+    store.set("gpu/1", seen_by[1:])
+    about = SimpleNamespace(uuid=seen_by[:1])
+    for key, value in dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2", OMP_NUM_THREADS="2").items():
+        monkeypatch.setenv(key, value)
+    for key, value in dict(device_count=lambda: gpus, is_available=lambda: gpus > 0, set_device=lambda _: 0).items():
+        monkeypatch.setattr(torch.cuda, key, value)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: about)
+    monkeypatch.setattr(devices, "fresh_store", lambda _: store)
+    chosen = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: chosen.append(backend))
+    config = SimpleNamespace(device="auto", backend="auto", timeout=60.0, sync="bucket")
+    assert devices.meet(config) == gpus
+    assert chosen == ["nccl" if apart else "staged" if gpus else "gloo"]
+    config.backend = "nccl"
+    if not apart:
+        with pytest.raises(UserError, match="needs one GPU for each rank"):
+            devices.meet(config)
+
+
+def test_the_next_batch_is_read_ahead():
+    """Each step gets its own batch, and each is read once, whatever is asked for first."""
+    asked = []
+    data = Data("", equal.ModelConfig(**equal.SMALL), 4, 0)
+    ahead = Ahead(lambda step: (asked.append(step), data.batch(step))[1])
+    for step in (3, 4, 5, 9, 10):
+        assert all(map(torch.equal, ahead(step), data.batch(step)))
+    ahead.reader.shutdown()
+    assert sorted(asked) == [3, 4, 5, 6, 9, 10, 11]
+
+
+def test_a_fake_stream_orders_what_it_is_told():
+    """An event carries a moment of one stream to another one."""
+    watch = Watch()
+    beside, event = type(watch.stream)(), Event(watch)
+    with watch.on(beside):
+        beside.launched = 3
+        event.record()
+    assert beside not in watch.stream.after
+    event.wait()
+    assert watch.stream.after[beside] == 3

@@ -1,0 +1,268 @@
+"""The course as pages: every name leads to its definition, and a real browser shows them as they should be."""
+
+import ast
+import inspect
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("jinja2")
+pytest.importorskip("markdown_it")
+pytest.importorskip("pygments")
+
+from services.pages.names import Names
+
+ROOT = Path(__file__).parents[1]
+FILES = {path.stem: path for path in sorted(ROOT.glob("step0*.py"))}
+FILES |= {f"common.{path.stem}".removesuffix(".__init__"): path for path in sorted((ROOT / "common").glob("*.py"))}
+PAGES = ["index", "run", *FILES]
+LARGEST = 3_000_000  # bytes of all pages together
+LIGHT, DARK = "light", "dark"
+
+BOXES = """
+const f = document.forms[0], v = (b, n) => +b.style.getPropertyValue(n);
+[f.schedule.value, f.ranks.value, f.micro_batches.value] = arguments
+f.ranks.dispatchEvent(new Event('input', {bubbles: true}))
+return [...document.querySelectorAll('.stage b')].map(
+  b => [v(b, '--y'), v(b, '--x'), v(b, '--w'), b.className.split(' ')[0], +b.textContent])"""
+PANEL = "return panel.hidden ? '' : panel.querySelector('h2').textContent"
+CONTRASTS = """
+const parse = c => (c.match(/[\\d.]+/g) || []).map(Number)
+const shine = c => { const [r, g, b] = c.map(v => (v /= 255) <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
+                     return .2126 * r + .7152 * g + .0722 * b }
+const behind = e => { for (; e; e = e.parentElement) { const c = parse(getComputedStyle(e).backgroundColor)
+                      if (c.length && c[3] !== 0) return c } return [255, 255, 255] }
+const low = [], walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT)
+while (walk.nextNode()) {
+  const e = walk.currentNode.parentElement
+  if (!walk.currentNode.data.trim() || !e.checkVisibility({visibilityProperty: true}) || e.closest("script")) continue
+  const [a, b] = [shine(parse(getComputedStyle(e).color)), shine(behind(e))].sort((x, y) => x - y)
+  if ((b + .05) / (a + .05) < 4.5) low.push([e.tagName, e.className, walk.currentNode.data, (b + .05) / (a + .05)])
+}
+return low"""
+
+
+def test_types_tell_which_method_is_meant(tmp_path):
+    """An attribute leads to the class of its object, to each class of a menu, and nowhere if it is not ours."""
+    (tmp_path / "a.py").write_text(
+        '"""A."""\nclass A:\n    def go(self): pass\nclass B(A):\n    def go(self): super().go()\nclass C: pass\n'
+        "MENU = {1: A, 2: B}\ndef make(k) -> tuple:\n    return MENU[k](), C()\n"
+    )
+    (tmp_path / "b.py").write_text(
+        '"""B."""\nfrom a import C, make\nimport a as other\n\ndef use(c: C, go):\n    x, _ = make(1)\n    x.go()\n'
+        "    c.go()\n    go()\n    other.B().go()\n    for y in [other.A()]:\n        y.go()\n"
+    )
+    names = Names({name: tmp_path / f"{name}.py" for name in "ab"})
+    found = {line: ids for (module, line, column), ids in names.refs.items() if (module, column > 9) == ("b", False)}
+    at = {spot[1:]: ids for spot, ids in names.refs.items() if spot[0] == "b"}
+    assert at[7, 6] == ["a:A.go", "a:B.go"] and at[12, 10] == ["a:A.go"] and at[10, 14] == ["a:B.go"]
+    assert not {8, 9} & found.keys(), "c has no `go`; the parameter `go` is no method"
+    assert names.refs["a", 5, 26] == ["a:A.go"] and names.users["a:make"] == {"b:use"}
+
+
+@cache
+def all_names() -> Names:
+    """Of steps and common."""
+    return Names(FILES)
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_every_function_and_class_that_is_named_is_a_link(module):
+    """What a name stands for says the module itself, imported."""
+    names, loaded = all_names(), import_module(module)
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
+        value = getattr(loaded, node.id, None) if isinstance(node, ast.Name) else None
+        local = isinstance(node, ast.Name) and (module, node.lineno, node.col_offset) not in names.refs
+        if (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__ in FILES:
+            id_ = f"{value.__module__}:{value.__qualname__}"
+            assert local or names.refs[module, node.lineno, node.col_offset] == [id_]
+            assert not local or isinstance(node.ctx, ast.Store) or id_.split(":")[1].islower(), (module, node.lineno)
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """The folder of the pages, with a run's."""
+    folder = tmp_path_factory.mktemp("pages")
+    rows = [dict(step=n, loss=5.0 / n, peak_memory_bytes=n, expert_load={"1": [0.25, 0.75]}) for n in (1, 2, 3)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, "-m", "services.pages", folder / "out", "--run", folder]
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
+    return folder / "out"
+
+
+def test_pages_are_small_and_whole(pages):
+    """A page for each step and file of common; nothing from a network."""
+    assert sorted(path.stem for path in pages.glob("*.html")) == sorted(PAGES)
+    assert sum(path.stat().st_size for path in pages.iterdir()) < LARGEST
+    assert not [path for path in pages.glob("*.html") if 'src="http' in path.read_text()]
+
+
+def test_a_missing_run_is_one_line(tmp_path):
+    """As any mistake of a user."""
+    command = [sys.executable, "-m", "services.pages", tmp_path, "--run", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode and done.stderr.startswith("error: --run") and done.stderr.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium, headless."""
+    webdriver = pytest.importorskip("selenium.webdriver")
+    binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not binary or not driver:
+        pytest.skip("no chromium and chromedriver: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage"):
+        options.add_argument(f"--{flag}")
+    made = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield made
+    made.quit()
+
+
+def show(browser, pages: Path, page: str, width: int = 1280, scheme: str = LIGHT):
+    """Open a page in a window of a width."""
+    size = dict(width=width, height=900, deviceScaleFactor=1, mobile=width < 500)
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    scheme = dict(features=[dict(name="prefers-color-scheme", value=scheme)])
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", scheme)
+    browser.get((pages / f"{page}.html").as_uri())
+
+
+def check_page(browser, pages: Path, page: str, width: int, scheme: str):
+    """No error, nothing wider than the window, contrast AA; the same with what is new, and with a definition open."""
+    browser.get_log("browser")
+    show(browser, pages, page, width, scheme)
+    for script in ("", "document.querySelector('#new')?.click()", "document.querySelector('a[data-d]')?.click()"):
+        browser.execute_script(script)
+        needs, has = browser.execute_script("const e = document.documentElement; return [e.scrollWidth, e.clientWidth]")
+        assert needs <= has, (page, width, script)
+        wider = "return [...document.querySelectorAll('main *')].filter(e => e.scrollWidth > e.clientWidth + 1 &&"
+        wider += " getComputedStyle(e).overflowX == 'auto').map(e => e.textContent)"
+        assert width < 1280 or not browser.execute_script(wider), page
+        assert browser.execute_script(CONTRASTS) == [], (page, scheme, script)
+    assert browser.get_log("browser") == [], page
+
+
+def test_a_page_in_a_browser(browser, pages):
+    """A sample of the sweep below."""
+    check_page(browser, pages, "step06_pipeline", 390, DARK)
+    check_page(browser, pages, "index", 1280, LIGHT)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("page", PAGES)
+def test_all_pages_in_a_browser(browser, pages, page):
+    """Two widths, light and dark."""
+    for width in (390, 1280):
+        for scheme in (LIGHT, DARK):
+            check_page(browser, pages, page, width, scheme)
+
+
+def hover(browser, pages: Path, n: int, seed: int):
+    """Hover over n drawn names: the panel shows the lines that Python itself says define them."""
+    from selenium.webdriver import ActionChains
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    draw = random.Random(seed)
+    for module in draw.choices(list(FILES), k=5):
+        show(browser, pages, module)
+        links = browser.find_elements("css selector", "section > .row:not(.both) a[data-d]")
+        values = [getattr(import_module(module), link.text, None) for link in links]
+        known = [(a, v) for a, v in zip(links, values, strict=True) if inspect.isclass(v) or inspect.isfunction(v)]
+        for link, value in draw.sample(known, min(n // 5, len(known))):
+            browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", link)
+            ActionChains(browser).move_by_offset(0, 0).move_to_element(link).perform()
+            lines, start = inspect.getsourcelines(value)
+            head = f"{value.__module__.replace('.', '/')}.py:{start} {value.__qualname__}"
+            WebDriverWait(browser, 10, 0.05).until(lambda _, head=head: browser.execute_script(PANEL) == head, head)
+            code = browser.execute_script("return panel.querySelector('pre').textContent")
+            assert code.rstrip() == "".join(lines).rstrip()
+            browser.execute_script("close(false), pinned = false")
+            ActionChains(browser).move_to_element(browser.find_element("css selector", "h1")).perform()
+
+
+def test_hovering_shows_a_definition(browser, pages):
+    """A few."""
+    hover(browser, pages, 5, seed=1)
+
+
+@pytest.mark.exhaustive
+def test_hovering_shows_fifty_definitions(browser, pages):
+    """Drawn from five pages."""
+    hover(browser, pages, 50, seed=0)
+
+
+def test_the_player_shows_the_schedules_times(browser, pages):
+    """For ten drawn choices: every box, and what it waits for, against `simulate`."""
+    import step06_pipeline as step06
+    from common.schedules import COSTS, SCHEDULES, goes_to, simulate
+    from services.run import compose, plugins
+
+    plugins()
+    show(browser, pages, "common.schedules")
+    draw, done = random.Random(0), 0
+    while done < 10:
+        name, p, m = draw.choice(list(SCHEDULES)), draw.choice([2, 3, 4, 8]), draw.choice([2, 4, 8, 16])
+        try:
+            places, lists = step06.plan(compose(step06)(model="llama3-8b", schedule=name, pp=p), m)
+        except Exception:
+            continue
+        done += 1
+        split = any(action.kind == "W" for row in lists for action in row)
+        spans = simulate(lists, places, COSTS | (dict(B=1) if split else {}))
+        shown = browser.execute_script(BOXES, name, str(p), str(m))
+        assert sorted(shown) == sorted(
+            [rank, start, end - start, a.kind, a.micro_batch] for end, rank, start, a in spans
+        )
+        n, (end, _, start, a) = draw.choice([(n, span) for n, span in enumerate(spans) if span[2]])
+        browser.execute_script(f"document.querySelector('.stage b[data-n=\"{n}\"]').click()")
+        note = browser.find_element("css selector", ".note").text
+        before = [(t, b) for t, _, _, b in spans if goes_to(b, places) == a]
+        waits = "".join(f". Waits for {b.kind} {b.micro_batch}, stage {b.stage}, done at {t}" for t, b in before)
+        assert note == f"{a.kind} {a.micro_batch}, stage {a.stage}: time {start} to {end}{waits}"
+
+
+def test_the_keyboard_suffices(browser, pages):
+    """From name to definition, deeper, back and out; choose, move and step through a picture."""
+    from selenium.webdriver import ActionChains, Keys
+
+    def press(*keys: str) -> str:
+        ActionChains(browser).send_keys(*keys).perform()
+        return browser.execute_script(
+            "const e = document.activeElement; return e.dataset.d || e.id || e.name || e.className"
+        )
+
+    def tab_to(wanted: Callable[[str], bool]) -> str:
+        for _ in range(60):
+            if wanted(at := press(Keys.TAB)):
+                return at
+        raise AssertionError("60 tabs do not lead there")
+
+    show(browser, pages, "step06_pipeline")
+    assert press(Keys.TAB) == "skip"
+    press(Keys.ENTER)
+    link = tab_to(lambda at: at[:1].isdigit())
+    assert press(Keys.ENTER) == "panel" and browser.execute_script("return !panel.hidden")
+    tab_to(lambda at: at[:1].isdigit())
+    assert press(Keys.ENTER) == "panel" and browser.execute_script("return trail.length") == 2
+    assert press(Keys.ESCAPE) == link and browser.execute_script("return panel.hidden")
+    tab_to(lambda at: at == "schedule")
+    press("a")
+    assert browser.execute_script("return document.forms[0].schedule.value") == "afab"
+    tab_to(lambda at: at == "moment")
+    said = browser.find_element("css selector", "output").text
+    press(Keys.ARROW_LEFT)
+    assert browser.find_element("css selector", "output").text != said
+    tab_to(lambda at: at == "stage")
+    press(Keys.ARROW_RIGHT)
+    assert browser.find_element("css selector", ".note").text.startswith("F 0, stage 0: time 0 to 1")

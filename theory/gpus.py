@@ -1,0 +1,42 @@
+"""GPUs, each as memory and a few constants, and what holds for all of them.
+
+A constant comes from a data sheet, or from published step times. The last kind is fitted once for a GPU, to all
+published rows on it together; none belongs to a row.
+"""
+
+from typing import NamedTuple
+
+
+class Gpu(NamedTuple):
+    """One GPU and its share of the networks."""
+
+    memory: float  # bytes
+    flops: float  # FLOP/s: dense 16-bit peak, from the data sheet
+    single: float  # the same in fp32
+    matmul: float  # the part of `flops` that a large matmul reaches
+    hbm: float  # bytes/s that an elementwise kernel reaches
+    within: float  # bytes/s that a GPU sends to others of its node, bus bandwidth of NCCL
+    between: float  # bytes/s that a GPU sends to other nodes while all GPUs of its node do
+
+
+GIB = 2**30
+ROOM = 0.95  # a plan fills no more of the memory: predictions are up to 5% off, and allocators leave holes
+CONTEXT = 1.5 * GIB  # CUDA's context and NCCL's buffers
+NODE = 8  # GPUs of a node
+LATENCY = 20e-6  # seconds until a collective among two ranks of a node moves its first byte; x log2(ranks)
+LATENCY_BETWEEN = 50e-6  # the same between nodes
+LAUNCH = 12e-6  # seconds that a kernel takes if it has nothing to do
+
+# `flops`, `single`: data sheets. `hbm`: 80% of the data sheets' 2.0, 3.35, 2.4 (HBM2e), 4.8 and 8 TB/s, rounded.
+# `between`: one 200 or 400 Gbit/s card a GPU (H100: less a sixth for protocol). `within`: near NCCL's bus bandwidth on
+# NVLink 3, 4, 5. `matmul`: no such GPU was at hand, so it is fitted, one number for all published step times on a GPU:
+# A100 to Megatron's and vTrain's (with `within`, `hbm`, latencies and launch, all together), H100, the 500 W one and
+# B200 to those of other software (tests/bench/published). H200 is taken as an H100 with its own memory.
+GPUS = {
+    "a100-80": Gpu(80 * GIB, 312e12, 19.5e12, 0.84, 1.6e12, 280e9, 25e9),
+    "a100-80-half": Gpu(80 * GIB, 312e12, 19.5e12, 0.84, 1.6e12, 280e9, 12.5e9),  # four 200 Gbit/s cards a node
+    "h100-80": Gpu(80 * GIB, 989e12, 66.9e12, 0.61, 2.8e12, 360e9, 42e9),
+    "h100-96-500w": Gpu(94 * GIB, 989e12, 66.9e12, 0.50, 2.0e12, 360e9, 42e9),  # 500 W instead of 700 W; HBM2e
+    "h200": Gpu(141e9, 989e12, 66.9e12, 0.61, 4.0e12, 360e9, 42e9),
+    "b200": Gpu(180e9, 2250e12, 75e12, 0.50, 6.4e12, 700e9, 42e9),
+}

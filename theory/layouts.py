@@ -1,0 +1,222 @@
+"""A layout: how many ranks each dimension has, and what else decides memory and time. Which layouts are legal."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from common.schedules import SCHEDULES, Schedule
+from common.trainer import among
+from theory.gpus import NODE
+from theory.shapes import Shape, divisors
+
+RECOMPUTE = ("none", "selective", "full")
+CP_MODES = ("zigzag", "ring", "allgather", "ulysses")
+BOTH_ENDS = ("zigzag", "allgather")  # a rank has a chunk of each half of the sequence
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The flags of step 7 that are a layout."""
+
+    pp: int = 1  # ranks that share the layers
+    cp: int = 1  # ranks that share each sequence
+    tp: int = 1  # ranks that share each matrix
+    ep: int = 1  # ranks, of dp x cp, that share the experts
+    zero: int = among(dict.fromkeys(range(4)), 1)  # what ZeRO cuts: 0 nothing, ... 3 everything
+    micro_batch_size: int = 1  # sequences per forward and backward
+    global_batch_size: int = 1  # sequences per step, all ranks together
+    schedule: str = among(SCHEDULES, "1f1b")  # order of the work in a pipeline
+    chunks: int = 2  # stages on each rank with --schedule interleaved
+    recompute: str = among(dict.fromkeys(RECOMPUTE), "none")  # what the backward pass computes again
+    sp: bool = True  # split the tokens over tp between the blocks
+    cp_mode: str = among(dict.fromkeys(CP_MODES), "zigzag")  # how queries meet the keys of other ranks
+    zero_replicas: int = 1  # groups of ranks, each with all slices of ZeRO
+    dp: int = 1  # ranks that see other sequences: what is left
+
+    @property
+    def world(self) -> int:
+        """All ranks; ep lies inside dp x cp."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a rank in a step."""
+        return -(-self.global_batch_size // self.dp // self.micro_batch_size)
+
+    def flags(self) -> str:
+        """What to write after torchrun's script, step07_moe_ep.py."""
+        words = [f"--pp {self.pp} --cp {self.cp} --tp {self.tp} --ep {self.ep} --zero {self.zero}"]
+        words += [f"--micro-batch-size {self.micro_batch_size} --global-batch-size {self.global_batch_size}"]
+        words += [f"--schedule {self.schedule}"] * (self.pp > 1)
+        words += [f"--chunks {self.chunks}"] * (self.pp > 1 and self.schedule == "interleaved")
+        words += [f"--recompute {self.recompute}"] + ["--no-sp"] * (self.tp > 1 and not self.sp)
+        words += [f"--cp-mode {self.cp_mode}"] * (self.cp > 1)
+        words += [f"--zero-replicas {self.zero_replicas}"] * (self.zero_replicas > 1)
+        return " ".join(words)
+
+
+class Network(NamedTuple):
+    """The ranks of one collective: how many, how many of them in a node, and whether they leave it."""
+
+    ranks: int
+    in_node: int
+
+    @property
+    def leaves(self) -> bool:
+        """Whether its ranks are on more than one node."""
+        return self.ranks > self.in_node
+
+
+# (how many ranks, how far apart) of a dimension. tp is innermost, then cp, dp, pp; all others lie in dp x cp
+STRIDES = {
+    "tp": lambda x: (x.tp, 1),
+    "cp": lambda x: (x.cp, x.tp),
+    "dp": lambda x: (x.dp * x.cp, x.tp),
+    "pp": lambda x: (x.pp, x.tp * x.cp * x.dp),
+    "ep": lambda x: (x.ep, x.tp),
+    "shard": lambda x: (x.dp * x.cp // x.zero_replicas, x.tp),  # over which ZeRO cuts; and of the experts:
+    "expert shard": lambda x: (x.dp * x.cp // x.ep, x.tp * x.ep),
+    "replicas": lambda x: (x.zero_replicas, x.tp * (x.dp * x.cp // x.zero_replicas)),
+}
+
+
+def network(x: Layout, dim: str) -> Network:
+    """Where the ranks of a dimension are."""
+    ranks, stride = STRIDES[dim](x)
+    return Network(ranks, max(1, min(ranks, NODE // stride)))
+
+
+def stages(schedule: Schedule, pp: int) -> int:
+    """On each rank."""
+    return schedule.stages if pp > 1 else 1
+
+
+def rules(m: Shape, x: Any, v: int) -> list[tuple[bool, str]]:
+    """What the steps ask of a layout: (whether it is so, what to say if not). `v`: stages on each rank.
+
+    Everything that cannot work, once: for the flags of a run (services/legal.py) and for the planner.
+    """
+    pp, dp, cp, tp, data, seq = x.pp, x.dp, x.cp, x.tp, x.dp * x.cp, m.seq_len
+    heads, kv_heads, cut = m.n_heads // tp, max(1, m.n_kv_heads // tp), 2 * cp if x.cp_mode in BOTH_ENDS else cp
+    mine, n = x.global_batch_size // dp, x.micro_batches
+    whole_heads = heads % cp == 0 and (kv_heads % cp == 0 or cp % kv_heads == 0)
+    found = [
+        (
+            x.global_batch_size % dp == 0,
+            f"--global-batch-size {x.global_batch_size} must be a multiple of the {dp} ranks of dp",
+        ),
+        (
+            m.n_kv_heads % tp == 0 or (tp % m.n_kv_heads == 0 and m.n_heads % tp == 0),
+            f"--tp {tp} must divide the {m.n_heads} heads, and divide the {m.n_kv_heads} key/value heads "
+            "or be a multiple of them",
+        ),
+        (
+            not x.sp or seq % tp == 0,
+            f"--tp {tp} must divide the {seq} tokens of a sequence; or use --no-sp",
+        ),
+        (
+            x.cp_mode != "ulysses" or cp == 1 or whole_heads,
+            f"--cp-mode ulysses: --cp {cp} does not divide {heads} heads ({kv_heads} kv): use zigzag",
+        ),
+        (
+            cp == 1 or seq % cut == 0,
+            f"--cp {cp} --cp-mode {x.cp_mode}: the sequence length {seq} must be a multiple of {cut}",
+        ),
+        (
+            cp == 1 or seq // cp % tp == 0,
+            f"--cp {cp} leaves a rank {seq // cp} tokens: --tp {tp} must divide them",
+        ),
+        (
+            m.n_layers >= pp * v,
+            f"--pp {pp}: {m.n_layers} layers are too few for {pp * v} stages; lower --pp or --chunks",
+        ),
+        (
+            x.schedule != "interleaved" or pp == 1 or v == 1 or n % pp == 0,
+            f"--schedule interleaved: --pp {pp} must divide the {n} micro-batches of a rank",
+        ),
+        (
+            x.schedule != "dualpipe" or pp % 2 == 0,
+            f"--schedule dualpipe: micro-batches enter at both ends of an even number of ranks, not {pp}",
+        ),
+        (
+            x.schedule != "dualpipe" or n >= 2,
+            "--schedule dualpipe: use at least 2 micro-batches, one for each end",
+        ),
+        (
+            data % x.zero_replicas == 0,
+            f"--zero-replicas {x.zero_replicas} must divide the {data} ranks over which ZeRO cuts",
+        ),
+        (
+            x.zero_replicas == 1 or x.zero > 0,
+            f"--zero-replicas {x.zero_replicas}: --zero 0 has no slices; use --zero 1, 2 or 3",
+        ),
+    ]
+    if not m.experts:
+        return [*found, (x.ep == 1, f"--ep {x.ep}: the model has no experts")]
+    return [
+        *found,
+        (
+            m.experts % x.ep == 0 and data % x.ep == 0,
+            f"--ep {x.ep} must divide --experts {m.experts}, and the {data} ranks of dp x cp",
+        ),
+        (
+            m.experts_per_token <= m.experts,
+            f"--experts-per-token {m.experts_per_token} is more than --experts {m.experts}",
+        ),
+        (
+            mine % x.micro_batch_size == 0,
+            f"--micro-batch-size {x.micro_batch_size} must divide the {mine} sequences of a rank: "
+            "the balance loss is a mean over them",
+        ),
+    ]
+
+
+def illegal(m: Shape, x: Layout) -> str:
+    """Why the steps refuse a layout, or ""."""
+    broken = (message for ok, message in rules(m, x, stages(schedule_of(x), x.pp)) if not ok)
+    return next(broken, "")
+
+
+def schedule_of(x: Layout) -> Schedule:
+    """What `--schedule` stands for."""
+    return SCHEDULES[x.schedule](x)
+
+
+def meshes(m: Shape, world: int, batch: int) -> Iterator[Layout]:
+    """Every legal (pp, dp, cp, tp, ep, micro-batch size), as layouts with all other choices at their defaults.
+
+    A micro-batch divides the sequences of a rank.
+    """
+    for pp in [d for d in divisors(world) if d <= m.n_layers]:
+        for tp in [d for d in divisors(world // pp) if m.n_heads % d == 0]:
+            for cp in [d for d in divisors(world // pp // tp) if d == 1 or m.seq_len % (2 * d) == 0]:
+                dp = world // pp // tp // cp
+                for ep in [d for d in divisors(max(1, m.experts)) if dp * cp % d == 0]:
+                    x = Layout(pp, cp, tp, ep, global_batch_size=batch, dp=dp)
+                    if not illegal(m, x):
+                        yield from (replace(x, micro_batch_size=size) for size in divisors(batch // dp))
+
+
+def schedules(m: Shape, mesh: Layout) -> list[tuple[str, int]]:
+    """Every legal schedule of a mesh, with --chunks; without a pipeline there is nothing to choose.
+
+    zb-auto is a search of its own, for given times; its like are here.
+    """
+    if mesh.pp == 1:
+        return [("1f1b", 1)]
+    ways = [(name, 1) for name in SCHEDULES if name not in ("interleaved", "zb-auto")]
+    ways += [("interleaved", v) for v in range(2, m.n_layers // mesh.pp + 1) if m.n_layers // mesh.pp % v == 0]
+    return [way for way in ways if not illegal(m, replace(mesh, schedule=way[0], chunks=way[1]))]
+
+
+def zero_stages(mesh: Layout) -> tuple[int, ...]:
+    """The stages of ZeRO that differ on a mesh."""
+    return (0, 1, 2, 3) if mesh.dp * mesh.cp > 1 else (0,)
+
+
+def variants(m: Shape, mesh: Layout) -> Iterator[Layout]:
+    """Every legal schedule, ZeRO stage and recomputation on a mesh."""
+    for schedule, chunks in schedules(m, mesh):
+        for zero in zero_stages(mesh):
+            for recompute in RECOMPUTE:
+                yield replace(mesh, schedule=schedule, chunks=chunks, zero=zero, recompute=recompute)

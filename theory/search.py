@@ -1,0 +1,130 @@
+"""The best layouts among all legal ones, found without timing them all.
+
+A bound comes first: a step is never shorter than its computation and its exposed messages, dealt evenly to all ranks.
+Meshes, each with one kind of recomputation, are taken in the order of their bounds. As soon as the next bound is longer
+than the tenth best step, the search is over, and nothing better can be left. Within a mesh, a schedule is bounded by
+the least bubble it could have; only what fits, and could still win, is simulated.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+from theory.footprint import held
+from theory.gpus import ROOM, Gpu
+from theory.layouts import RECOMPUTE, Layout, meshes, schedules, zero_stages
+from theory.memory import Held
+from theory.recipes import COURSE, Recipe
+from theory.seconds import Seconds, least_bubble, model_costs, piece_of, rank_work, step_seconds
+from theory.shapes import Shape, flops_per_token
+
+Bar = Callable[[Iterable], Iterable]
+
+
+class Found(NamedTuple):
+    """A layout with what it costs."""
+
+    layout: Layout
+    held: Held
+    seconds: Seconds
+
+
+class Search(NamedTuple):
+    """The best layouts, one of each mesh; how many layouts are legal, and how many were looked at."""
+
+    best: list[Found]
+    legal: int
+    timed: int
+
+
+def evaluate(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe = COURSE) -> Found:
+    """All that is known of one layout."""
+    return Found(x, held(m, x, recipe), step_seconds(m, x, gpu, recipe))
+
+
+def floor_seconds(m: Shape, mesh: Layout, gpu: Gpu) -> float:
+    """No layout of this mesh with this recomputation has a shorter step."""
+    return mesh.micro_batches * sum(model_costs(m, piece_of(mesh), gpu, COURSE)) / mesh.pp
+
+
+def fits(memory: Held, gpu: Gpu) -> bool:
+    """Whether a plan may hold so much."""
+    return memory.total <= ROOM * gpu.memory
+
+
+def best_variant(m: Shape, mesh: Layout, gpu: Gpu, limit: float) -> tuple[Found | None, int]:
+    """The best schedule and ZeRO stage of a mesh with a step under `limit` seconds, if any; how many were timed."""
+    winner, timed, n, ways = None, 0, mesh.micro_batches, []
+    for schedule, chunks in schedules(m, mesh):
+        way = replace(mesh, schedule=schedule, chunks=chunks)
+        busy, _, costs = rank_work(m, piece_of(way), gpu, COURSE, schedule, mesh.pp, chunks)
+        ways.append((n * sum(busy.values()) + least_bubble(way, *costs), len(ways), way))
+    for bound, _, way in sorted(ways):
+        if bound >= limit:
+            break
+        for zero in zero_stages(mesh):
+            x = replace(way, zero=zero)
+            if step_seconds(m, x, gpu, COURSE, simulated=False).step < limit:
+                memory = held(m, x, COURSE)
+                if fits(memory, gpu):
+                    timed += 1
+                    seconds = step_seconds(m, x, gpu, COURSE)
+                    if seconds.step < limit:
+                        winner, limit = Found(x, memory, seconds), seconds.step
+    return winner, timed
+
+
+def search(m: Shape, world: int, batch: int, gpu: Gpu, count: int = 10, bar: Bar = iter) -> Search:
+    """The `count` best meshes, each with its best schedule, ZeRO stage and recomputation; empty if none fits."""
+    all_meshes = list(meshes(m, world, batch))
+    tries = [replace(mesh, recompute=kind) for mesh in all_meshes for kind in RECOMPUTE]
+    order = sorted((floor_seconds(m, mesh, gpu), number) for number, mesh in enumerate(bar(tries)))
+    best: dict[Layout, Found] = {}
+    timed = 0
+    for floor, number in bar(order):
+        mesh = tries[number]
+        name = replace(mesh, recompute="none")
+        steps = sorted(found.seconds.step for found in best.values())
+        limit = steps[count - 1] if len(steps) >= count else float("inf")
+        if floor >= limit:
+            break
+        limit = min(limit, best[name].seconds.step) if name in best else limit
+        least = held(m, replace(mesh, zero=zero_stages(mesh)[-1]), COURSE)  # 1F1B lets least wait
+        if floor < limit and 0.8 * (least.total - least.moment) <= ROOM * gpu.memory:
+            winner, more = best_variant(m, mesh, gpu, limit)
+            timed += more
+            if winner:
+                best[name] = winner
+    found = sorted(best.values(), key=lambda found: found.seconds.step)[:count]
+    return Search(found, count_legal(m, all_meshes), timed)
+
+
+def count_legal(m: Shape, found: list[Layout]) -> int:
+    """How many layouts these meshes have, with all schedules, ZeRO stages and kinds of recomputation."""
+    ways: dict[tuple, int] = {}
+    for mesh in found:
+        key = mesh.pp, min(mesh.micro_batches, 2), mesh.micro_batches % mesh.pp == 0  # what a schedule asks for
+        ways[key] = ways.get(key) or len(schedules(m, mesh))
+    keys = [(mesh.pp, min(mesh.micro_batches, 2), mesh.micro_batches % mesh.pp == 0) for mesh in found]
+    return sum(ways[key] * len(zero_stages(mesh)) for key, mesh in zip(keys, found, strict=True)) * len(RECOMPUTE)
+
+
+def smallest(m: Shape, world: int, batch: int) -> Found | None:
+    """The layout that needs the least memory (its seconds are not known: None); None if no layout is legal."""
+    best = None
+    for mesh in meshes(m, world, batch):
+        if mesh.micro_batch_size == 1:
+            for zero in zero_stages(mesh):
+                x = replace(mesh, zero=zero, recompute="full")
+                memory = held(m, x, COURSE)
+                if best is None or memory.total < best.held.total:
+                    best = Found(x, memory, None)
+    return best
+
+
+def rates(m: Shape, found: Found, gpu: Gpu) -> dict[str, float]:
+    """MFU (work of the model), HFU (all that is done), tokens/s of a GPU."""
+    x = found.layout
+    tokens = x.global_batch_size * m.seq_len / x.world / found.seconds.step
+    model, executed = flops_per_token(m, x.recompute == "full")
+    return dict(mfu=model * tokens / gpu.flops, hfu=executed * tokens / gpu.flops, tokens=tokens)

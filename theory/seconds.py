@@ -1,0 +1,419 @@
+"""The time of one step on paper: each matmul, each pass over memory and each message has its seconds.
+
+    matmul        FLOPs / (peak x part reached) + bytes of its three matrices / memory bandwidth + a launch
+    elementwise   bytes / memory bandwidth + a launch
+    collective    bytes sent by a rank / bandwidth + latency x hops; `within` a node, or `between` nodes x the ranks
+                  of the group that a node has, which send side by side
+    pipeline      its lists, simulated with the mean stage; and the dearest stage for the rest
+    update        bytes of weights, gradients, masters and moments / memory bandwidth
+
+The bytes in the formula of a matmul say why small ones are slow: time is FLOPs x (1 / peak + (1/N + 1/M + 1/K) / HBM).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from math import log2
+from typing import NamedTuple
+
+from common.schedules import Action, Place
+from theory.gpus import LATENCY, LATENCY_BETWEEN, LAUNCH, Gpu
+from theory.layouts import Layout, Network, network
+from theory.memory import lists_of, rank_numbers, rank_places
+from theory.recipes import Recipe
+from theory.shapes import Shape, end_weights, layer_counts
+
+FLASH = 0.75  # the part of a large matmul's speed that fused attention reaches (FlashAttention-2 and 3, their tables)
+COMPUTE = ("matmul", "attention", "memory")
+E = 2  # bytes of an activation
+Parts = dict[str, float]  # seconds by part: matmul, attention, memory, tp, cp, ep
+
+
+class Work(NamedTuple):
+    """Seconds of forward, of the input's gradient (with what is computed again), and of the weights' gradient."""
+
+    f: Parts
+    b: Parts
+    w: Parts
+
+
+def add(*parts: Parts) -> Parts:
+    """Sums by part."""
+    return {name: sum(p.get(name, 0.0) for p in parts) for name in {name: 0 for p in parts for name in p}}
+
+
+def times(parts: Parts, factor: float) -> Parts:
+    """Every part so many times."""
+    return {name: seconds * factor for name, seconds in parts.items()}
+
+
+def total(parts: Parts) -> float:
+    """All parts together."""
+    return sum(parts.values())
+
+
+def matmul_seconds(gpu: Gpu, rows: float, inner: float, outer: float, count: float = 1) -> float:
+    """`count` products [rows, inner] x [inner, outer] in one launch."""
+    flops, numbers = 2 * rows * inner * outer, rows * inner + inner * outer + rows * outer
+    return count * (flops / (gpu.flops * gpu.matmul) + E * numbers / gpu.hbm) + LAUNCH
+
+
+def memory_seconds(gpu: Gpu, n_bytes: float, kernels: int = 1) -> float:
+    """Reading and writing so many bytes in all."""
+    return n_bytes / gpu.hbm + kernels * LAUNCH
+
+
+def bandwidth(gpu: Gpu, net: Network) -> float:
+    """Bytes/s at which a rank of this group sends while the node's other groups do the same."""
+    return min(gpu.within, net.in_node * gpu.between) if net.leaves else gpu.within
+
+
+def collective_seconds(gpu: Gpu, net: Network, sent: float) -> float:
+    """A collective in which each rank sends so many bytes; the latency grows with the tree of ranks."""
+    if net.ranks == 1:
+        return 0.0
+    latency = (LATENCY_BETWEEN if net.leaves else LATENCY) * log2(net.ranks)
+    return sent / bandwidth(gpu, net) + latency
+
+
+def ring(net: Network, n_bytes: float) -> float:
+    """Bytes that each rank sends to gather (or to reduce and scatter) a whole of `n_bytes`."""
+    return (net.ranks - 1) / net.ranks * n_bytes
+
+
+def attention_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> tuple[float, float]:
+    """Forward and backward of one layer's attention core on one rank, for one micro-batch."""
+    tokens = x.micro_batch_size * m.seq_len // x.cp
+    if recipe.flash:
+        forward = tokens * m.seq_len * 2 * m.dim / x.tp / (gpu.flops * gpu.matmul * FLASH)  # half of 2 x 2 s h
+        return forward + LAUNCH, 2.5 * forward + LAUNCH
+    heads, scores = x.micro_batch_size * m.n_heads / x.tp, tokens * m.seq_len * m.n_heads / x.tp
+    one = matmul_seconds(gpu, m.seq_len, m.head_dim, m.seq_len, heads)
+    # softmax reads and writes 2 bytes; dropout reads 2 and writes 2 and its mask; their backwards read what they need
+    return 2 * one + memory_seconds(gpu, 9 * scores, 2), 4 * one + memory_seconds(gpu, 11 * scores, 2)
+
+
+def matrices(m: Shape, tp: int, width: int) -> list[tuple[float, float]]:
+    """(inner, outer) of an MLP's matrices on one rank; those that stand side by side are one."""
+    return [(m.dim, (1 if m.gpt else 2) * width / tp), (width / tp, m.dim)]
+
+
+def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> Work:
+    """One layer on one rank, for one micro-batch, if nothing is computed again."""
+    tp, tokens = x.tp, x.micro_batch_size * m.seq_len // x.cp
+    own = tokens / tp if x.sp else tokens
+    dense = [(m.dim, (m.dim + 2 * m.kv_dim) / tp), (m.dim / tp, m.dim)]
+    dense += [] if experts else matrices(m, tp, m.ffn_dim)
+    visits = tokens * m.experts_per_token if experts else 0
+    width = visits * m.expert_width + tokens * m.shared_experts * m.expert_width if experts else tokens * m.ffn_dim
+
+    def products(which: str) -> float:
+        def product(rows: float, inner: float, outer: float, count: float = 1) -> float:
+            sizes = {"f": (rows, inner, outer), "b": (rows, outer, inner), "w": (inner, rows, outer)}
+            return matmul_seconds(gpu, *sizes[which], count)
+
+        found = sum(product(tokens, *matrix) for matrix in dense)
+        if experts:
+            here, one = m.experts / x.ep, matrices(m, tp, m.expert_width)
+            found += sum(product(visits / here, *matrix, here) for matrix in one)
+            found += sum(product(tokens, *matrix) for matrix in one) * m.shared_experts
+            found += product(own, m.dim, m.experts)
+        return found
+
+    core, core_back = attention_seconds(m, x, gpu, recipe)
+    qkv = (m.dim + 2 * m.kv_dim) / tp
+    between = own * m.dim * (22 if m.gpt else 20)  # norms 2 x 4, residual sums (with GPT's dropout)
+    inside = tokens * qkv * (4 if recipe.flash else 12) + width / tp * (4 if m.gpt else 6)
+    travels = visits * m.dim * 4 * 3  # rows are sorted, sent, and put back
+    forward = memory_seconds(gpu, between + inside + travels, 12)
+    backward = memory_seconds(gpu, 1.5 * between + 1.7 * inside + travels, 20)
+
+    net, whole = network(x, "tp"), tokens * m.dim * E
+    gather = collective_seconds(gpu, net, ring(net, whole))
+    one_way = 4 * gather  # two blocks, each with a gather and a scatter (or an all-reduce)
+    regather = 2 * gather * (x.sp and recipe.overlap_tp)
+    hidden = min(one_way / 2 + regather, products("w")) if recipe.overlap_tp else 0.0
+
+    net = network(x, "cp")
+    kv = tokens * 2 * m.kv_dim / min(tp, m.n_kv_heads)
+    there, back = (x.cp - 1) * kv * E, (x.cp - 1) * kv * E + x.cp * kv * 4  # in backward gradients follow, in fp32
+    cp = [max(0.0, collective_seconds(gpu, net, n) - seconds) for n, seconds in ((there, core), (back, core_back))]
+
+    net = network(x, "ep")
+    exchange = 2 * collective_seconds(gpu, net, ring(net, visits * m.dim * E))
+
+    f = dict(matmul=products("f"), attention=core, memory=forward, tp=one_way, cp=cp[0], ep=exchange)
+    b = dict(matmul=products("b"), attention=core_back, memory=backward, cp=cp[1], ep=exchange)
+    b["tp"] = one_way + regather - hidden
+    return Work(f, b, dict(matmul=products("w")))
+
+
+def done_again(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, f: Parts, experts: bool) -> Parts:
+    """What a layer's backward computes again of its forward `f`.
+
+    A recipe that `stops` does not do the last matmul of an MLP again, as nobody needs its output: with it goes the last
+    of the collectives over tp, one of 4, or without SP one of 2 all-reduces. Its selective recomputation keeps what
+    matmuls made, and sends as much again as the full one. So says theory/traffic.py, too. Megatron's selective
+    recomputation does the scores again.
+    """
+    if x.recompute == "none":
+        return {}
+    sent = {dim: f[dim] for dim in ("tp", "cp", "ep")} | dict(tp=f["tp"] * (0.75 if x.sp else 0.5))
+    if x.recompute == "selective":
+        return sent | dict(memory=f["memory"] / 2) if recipe.stops else dict(attention=f["attention"])
+    if not recipe.stops:
+        return f
+    rows = x.micro_batch_size * m.seq_len // x.cp
+    last = 0.0 if experts else matmul_seconds(gpu, rows, m.ffn_dim / x.tp, m.dim)
+    return f | sent | dict(matmul=f["matmul"] - last)
+
+
+def head_work(m: Shape, x: Layout, gpu: Gpu) -> Work:
+    """The output projection and the loss of one micro-batch, which nobody computes again."""
+    tokens, vocab, net = x.micro_batch_size * m.seq_len // x.cp, m.vocab_size / x.tp, network(x, "tp")
+    gather = collective_seconds(gpu, net, ring(net, tokens * m.dim * E))
+    logits = memory_seconds(gpu, 14 * tokens * vocab, 5)  # 16 bits, then fp32: maximum, exponential, sum
+    f = dict(matmul=matmul_seconds(gpu, tokens, m.dim, vocab), memory=logits, tp=gather)
+    b = dict(matmul=matmul_seconds(gpu, tokens, vocab, m.dim), memory=logits / 2, tp=gather)
+    return Work(f, b, dict(matmul=matmul_seconds(gpu, m.dim, tokens, vocab)))
+
+
+def makespan(lists: list[list[Action]], places: Sequence[Place], seconds: dict[str, float], message: float) -> float:
+    """When the last rank ends, as `common.schedules.simulate` has it, but with messages, and without the spans.
+
+    Each action is looked at once. A rank goes on until an input from another stage is missing, and whoever makes that
+    input wakes it. Inputs that a rank makes itself stand before in its list.
+    """
+    ends: dict[tuple, float] = {}  # (F or B, micro-batch, stage) -> when it is done
+    asleep: dict[tuple, int] = {}  # the missing input -> the rank that waits
+    at, now, awake = [0] * len(lists), [0.0] * len(lists), list(range(len(lists)))
+    while awake:
+        rank = awake.pop()
+        end, row = now[rank], lists[rank]
+        while at[rank] < len(row):
+            kind, i, stage = row[at[rank]]
+            source = None if kind == "W" else places[stage].before if kind == "F" else places[stage].after
+            if source is not None:
+                if (kind, i, source) not in ends:
+                    asleep[kind, i, source] = rank
+                    break
+                end = max(end, ends[kind, i, source] + message * (places[source].rank != rank))
+            end += seconds[kind]
+            at[rank] += 1
+            ends[kind, i, stage] = end
+            if (kind, i, stage) in asleep:
+                awake.append(asleep.pop((kind, i, stage)))
+        now[rank] = end
+    return max(now)
+
+
+@lru_cache(maxsize=100_000)
+def pipeline_ratio(schedule: str, p: int, chunks: int, n: int, b: float, w: float, message: float) -> float:
+    """Makespan of a schedule in units of a stage's forward; the other costs are ratios to it.
+
+    After 3 p micro-batches every further p of them add the same time, so the rest is continued from there.
+    """
+    places = {s: place for row in rank_places(schedule, p * max(2, chunks), p, chunks) for s, place in row.items()}
+
+    def simulated(n: int) -> float:
+        lists = lists_of(schedule, p, chunks, n)
+        split = any(action.kind == "W" for action in lists[0])
+        return makespan(lists, places, dict(F=1.0, B=b if split else b + w, W=w), message)
+
+    fewer = 2 * p + n % p
+    if n <= fewer + p:
+        return simulated(n)
+    first, second = simulated(fewer), simulated(fewer + p)
+    return second + (n - fewer - p) / p * (second - first)
+
+
+def stages_of(x: Layout) -> int:
+    """Stages that a micro-batch passes on each rank."""
+    return {"interleaved": x.chunks, "zbv": 2}.get(x.schedule, 1) if x.pp > 1 else 1
+
+
+def least_bubble(x: Layout, f: float, b: float, w: float) -> float:
+    """Seconds that no order of work can save.
+
+    Some rank waits for its first forward; with 1F1B and its kin, another also for the last backward. And one
+    micro-batch passes all stages in turn, there and back.
+    """
+    p, v = x.pp, stages_of(x)
+    waits = {"zb-h1": p - 1, "zb-h2": p - 1, "zbv": p - 1, "dualpipe": p // 2 - 1}
+    ends = waits[x.schedule] * f if x.schedule in waits else (p - 1) * (f + b + w)
+    return max(ends, p * v * (f + b) - x.micro_batches * v * (f + b + w))
+
+
+def boundary_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> float:
+    """A message over a pipeline boundary."""
+    size, net = x.micro_batch_size * m.seq_len // x.cp * m.dim * E, network(x, "pp")
+    crosses = net.in_node == 1
+    sent = size / x.tp if recipe.scatter or x.sp else size
+    seconds = sent / (gpu.between if crosses else gpu.within) + (LATENCY_BETWEEN if crosses else LATENCY)
+    if recipe.scatter and not x.sp:
+        tp = network(x, "tp")
+        seconds += collective_seconds(gpu, tp, ring(tp, size))
+    return seconds
+
+
+class Seconds(NamedTuple):
+    """Where the time of a step goes; `exposed`: communication that nothing hides, by dimension."""
+
+    compute: float
+    recompute: float
+    bubble: float
+    exposed: Parts
+    update: float
+
+    @property
+    def step(self) -> float:
+        """The whole step."""
+        return self.compute + self.recompute + self.bubble + sum(self.exposed.values()) + self.update
+
+
+class Pieces(NamedTuple):
+    """A micro-batch: the work of a layer, by whether it has experts; the head's."""
+
+    layers: dict[bool, Work]
+    head: Work
+
+
+def piece_of(x: Layout) -> Layout:
+    """The part of a layout that decides the work of a layer."""
+    keep = dict(micro_batch_size=x.micro_batch_size, recompute=x.recompute, sp=x.sp)
+    return Layout(cp=x.cp, tp=x.tp, ep=x.ep, **keep)
+
+
+@lru_cache(maxsize=100_000)
+def pieces(m: Shape, piece: Layout, gpu: Gpu, recipe: Recipe) -> Pieces:
+    """What stages are made of, for a layout of one micro-batch and stage (`piece_of`)."""
+    gpu = gpu._replace(matmul=gpu.matmul * recipe.library)
+    if piece.recompute == "none":
+        layers = {flag: layer_work(m, piece, gpu, recipe, flag) for flag, n in layer_counts(m).items() if n}
+        return Pieces(layers, head_work(m, piece, gpu))
+    once = pieces(m, replace(piece, recompute="none"), gpu._replace(matmul=gpu.matmul / recipe.library), recipe)
+    layers = {
+        flag: work._replace(b=add(work.b, done_again(m, piece, gpu, recipe, work.f, flag)))
+        for flag, work in once.layers.items()
+    }
+    return Pieces(layers, once.head)
+
+
+@lru_cache(maxsize=4096)
+def loads(m: Shape, schedule: str, pp: int, chunks: int) -> set[tuple[float, float, float]]:
+    """The different loads of ranks: (layers without, layers with experts, heads), in micro-batches of the step."""
+    found, share = set(), 0.5 if schedule == "dualpipe" else 1.0  # a rank has two stages, with half of them each
+    for places in rank_places(schedule, m.n_layers, pp, chunks):
+        kinds = [m.has_experts(n) for place in places.values() for n in place.layers]
+        heads = sum(place.after is None for place in places.values())
+        found.add((kinds.count(False) * share, kinds.count(True) * share, heads * share))
+    return found
+
+
+def together(work: Pieces, load: tuple[float, float, float]) -> Parts:
+    """A micro-batch of a rank with this load: forward and both backwards, by part."""
+    parts = [times(part, n) for flag, n in zip((False, True), load, strict=False) if n for part in work.layers[flag]]
+    return add(*parts, *(times(part, load[2]) for part in work.head if load[2]))
+
+
+@lru_cache(maxsize=100_000)
+def model_costs(m: Shape, piece: Layout, gpu: Gpu, recipe: Recipe) -> tuple[float, float, float]:
+    """Seconds of one micro-batch in the whole model: forward and both backwards."""
+    work, counts = pieces(m, piece, gpu, recipe), layer_counts(m)
+    sums = [sum(counts[flag] * total(layer[i]) for flag, layer in work.layers.items()) for i in range(3)]
+    return tuple(sums[i] + total(work.head[i]) for i in range(3))
+
+
+class RankWork(NamedTuple):
+    """One micro-batch on the busiest rank, by part, with and without doing again; a mean stage's f, b and w."""
+
+    busy: Parts
+    once: Parts
+    costs: tuple[float, float, float]
+
+
+@lru_cache(maxsize=200_000)
+def rank_work(m: Shape, piece: Layout, gpu: Gpu, recipe: Recipe, schedule: str, pp: int, chunks: int) -> RankWork:
+    """The work of a pipeline's ranks, for the `piece_of` a layout."""
+    once, work = pieces(m, replace(piece, recompute="none"), gpu, recipe), pieces(m, piece, gpu, recipe)
+    load = max(loads(m, schedule, pp, chunks), key=lambda load: total(together(work, load)))
+    number = pp * stages_of(Layout(pp=pp, schedule=schedule, chunks=chunks))
+    costs = tuple(cost / number for cost in model_costs(m, piece, gpu, recipe))
+    return RankWork(together(work, load), together(once, load), costs)
+
+
+def step_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, simulated: bool = True) -> Seconds:
+    """The step of one layout; not `simulated`: with the least bubble that its schedule could have."""
+    n, way = x.micro_batches, (x.schedule, x.pp, x.chunks)
+    busy, once, (f, b, w) = rank_work(m, piece_of(x), gpu, recipe, *way)
+    bubble, exposed = 0.0, {}
+    if x.pp > 1:
+        message = boundary_seconds(m, x, gpu, recipe)
+        bubble = least_bubble(x, f, b, w)
+        if simulated:
+            b, w = round(b / f, 2), round(w / f, 2)
+            idle = pipeline_ratio(*way, n, b, w, float(f"{message / f:.2g}")) - n * (1 + b + w) * stages_of(x)
+            exposed["pp"] = min(f * idle, 2 * (x.pp - 1) * message)  # to fill the pipeline and to drain it
+            bubble = f * idle - exposed["pp"]
+    exposed |= {dim: n * busy[dim] for dim in ("tp", "cp", "ep") if busy.get(dim)}
+    exposed |= data_seconds(m, x, gpu, recipe, total(busy))
+    compute, plain = (n * sum(parts.get(part, 0.0) for part in COMPUTE) for parts in (busy, once))
+    return Seconds(plain, compute - plain, bubble, exposed, update_seconds(m, x, gpu, recipe))
+
+
+def fullest_numbers(m: Shape, x: Layout) -> tuple[float, float]:
+    """Numbers of weights of the fullest rank: (replicated over dp x cp, of its experts)."""
+    return max(rank_numbers(m, x.schedule, x.pp, x.chunks, x.tp, x.ep), key=sum)
+
+
+def pair_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> float:
+    """Seconds of summing over pairs of pipeline ranks the gradients of what both hold.
+
+    With dualpipe that is all they have; else a tied matrix, in the first stage and in the last. Nothing hides it.
+    """
+    if x.pp == 1 or not (x.schedule == "dualpipe" or (m.tied and x.schedule != "zbv")):
+        return 0.0
+    shared, own = fullest_numbers(m, x) if x.schedule == "dualpipe" else (end_weights(m, x.tp)[0], 0.0)
+    if x.zero:
+        shared, own = shared / network(x, "shard").ranks, own / network(x, "expert shard").ranks
+    pair = Network(2, 1 if network(x, "pp").leaves else 2)
+    return collective_seconds(gpu, pair, 2 * ring(pair, (shared + own) * recipe.gradient))
+
+
+def data_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, micro_batch: float) -> Parts:
+    """Exposed seconds of summing gradients and gathering weights over dp x cp (and slices over replicas, once a step).
+
+    Software that overlaps hides an all-reduce behind the last micro-batch, stages 2 and 3 behind all of them, but for
+    the last twentieth: the last unit's gradient travels when nothing is left to compute. ZeRO's stage 1 sums at the
+    end, and stages 1 and 2 gather the weights after the update.
+    """
+    n, hidden, open_ = x.micro_batches, 0.0, 0.0
+    far = network(x, "replicas")
+    for numbers, dim in zip(fullest_numbers(m, x), ("shard", "expert shard"), strict=True):
+        net = network(x, dim)
+        if net.ranks == 1 or not numbers:
+            continue
+        if far.ranks > 1 and dim == "shard":
+            open_ += collective_seconds(gpu, far, 2 * ring(far, numbers / net.ranks * 4))
+        reduced = collective_seconds(gpu, net, ring(net, numbers * recipe.gradient))
+        gathered = collective_seconds(gpu, net, ring(net, numbers * E))
+        if x.zero == 0:
+            hidden += reduced + collective_seconds(gpu, net, ring(net, numbers * recipe.gradient))
+        elif x.zero == 1:
+            open_ += reduced + gathered
+        elif x.zero == 2:
+            hidden, open_ = hidden + n * reduced, open_ + gathered
+        else:
+            hidden += n * (reduced + 2 * gathered)
+    if recipe.overlap_dp:
+        hidden = max(hidden - micro_batch * (n if x.zero >= 2 else 1), 0.05 * hidden)
+    seconds = hidden + open_ + pair_seconds(m, x, gpu, recipe)
+    return {"dp": seconds} if seconds else {}
+
+
+def update_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> float:
+    """Norm, clip and AdamW on the rank's part: read and write weights, gradients, masters and moments."""
+    shared, own = fullest_numbers(m, x)
+    data, expert = (network(x, dim).ranks if x.zero else 1 for dim in ("shard", "expert shard"))
+    passes = 2 * 12 + 4 * recipe.gradient + 8
+    return memory_seconds(gpu, (shared / data + own / expert) * passes + 4 * (shared + own), 50)

@@ -1,0 +1,123 @@
+"""The one description of a model that laws on paper ask: its sizes, its weights, its FLOPs."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any
+
+from common.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class Shape(ModelConfig):
+    """A decoder, with the experts of step 7, or with what GPT-3 has (Brown et al. 2020)."""
+
+    experts: int = 0  # in the place of an MLP, in layers that have them
+    experts_per_token: int = 2
+    expert_dim: int = 0  # width of an expert; 0: ffn_dim
+    shared_experts: int = 0
+    moe_every: int = 1
+    dense_layers: int = 0  # the first ones, without experts
+    gpt: bool = False  # an MLP of two matrices, learned positions, LayerNorm, biases, dropout
+
+    @property
+    def expert_width(self) -> int:
+        """Of one expert."""
+        return self.expert_dim or self.ffn_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Channels of keys, and of values."""
+        return self.n_kv_heads * self.head_dim
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer's MLP is made of experts."""
+        after = layer - self.dense_layers - self.moe_every + 1
+        return self.experts > 0 and after >= 0 and after % self.moe_every == 0
+
+
+def shape_of(m: ModelConfig, flags: Any) -> Shape:
+    """A model's shape, with the experts that `flags` ask for, if they are those of step 7."""
+    own = {field.name for field in fields(Shape)} - {field.name for field in fields(ModelConfig)}
+    return Shape(**vars(m) | {name: value for name, value in vars(flags).items() if name in own})
+
+
+def gpt(dim: int, n_layers: int, n_heads: int, vocab_size: int = 51200, seq_len: int = 2048, ffn_dim: int = 0) -> Shape:
+    """GPT-3's shape: an MLP of width 4 dim, a tied head."""
+    return Shape(dim, n_layers, n_heads, n_heads, ffn_dim or 4 * dim, vocab_size, seq_len, tied=True, gpt=True)
+
+
+GPTS = {
+    "gpt3-22b": gpt(6144, 48, 64),
+    "gpt3-175b": gpt(12288, 96, 96),
+    "gpt3-530b": gpt(20480, 105, 128),
+    "gpt3-1t": gpt(25600, 128, 160),
+}
+
+
+def mlp_weights(m: Shape, width: int) -> int:
+    """Numbers in an MLP, or in an expert, of this width."""
+    return (2 if m.gpt else 3) * m.dim * width
+
+
+def layer_weights(m: Shape, experts: bool, tp: int = 1, ep: int = 1) -> tuple[float, float]:
+    """Numbers of one layer on one rank: (those that dp x cp ranks hold alike, of its experts)."""
+    kv = m.kv_dim * max(1, tp / m.n_kv_heads)  # neighbours may hold the same head
+    shared = (2 * m.dim * m.dim + 2 * m.dim * kv) / tp + 2 * m.dim
+    if m.gpt:
+        shared += 4 * m.dim + (3 * m.dim + m.ffn_dim) / tp  # biases
+    if not experts:
+        return shared + mlp_weights(m, m.ffn_dim) / tp, 0.0
+    one = mlp_weights(m, m.expert_width) / tp
+    return shared + m.dim * m.experts + m.shared_experts * one, m.experts / ep * one
+
+
+def end_weights(m: Shape, tp: int = 1) -> tuple[int, int]:
+    """Numbers in the embedding (with learned positions), and in the head with the final norm, if it is not tied."""
+    rows = -(-m.vocab_size // tp) * m.dim
+    return rows + m.gpt * m.seq_len * m.dim, rows + m.dim * (1 + m.gpt)
+
+
+def total_weights(m: Shape) -> float:
+    """Numbers in the whole model."""
+    embedding, head = end_weights(m)
+    ends = embedding + (m.dim * (1 + m.gpt) if m.tied else head)
+    return ends + sum(n * sum(layer_weights(m, flag)) for flag, n in layer_counts(m).items())
+
+
+@cache
+def layer_counts(m: Shape) -> dict[bool, int]:
+    """How many layers have no experts, and how many have."""
+    experts = sum(m.has_experts(layer) for layer in range(m.n_layers))
+    return {False: m.n_layers - experts, True: experts}
+
+
+def visited_weights(m: Shape, experts: bool) -> int:
+    """Numbers of one layer's matrices that a token is multiplied with."""
+    attention = 2 * m.dim * (m.dim + m.kv_dim)
+    if not experts:
+        return attention + mlp_weights(m, m.ffn_dim)
+    return attention + m.dim * m.experts + (m.experts_per_token + m.shared_experts) * mlp_weights(m, m.expert_width)
+
+
+def flops_per_token(m: Shape, recompute: bool = False) -> tuple[float, float]:
+    """FLOPs of training on one token: (model, executed).
+
+    A token is multiplied with each weight that it meets once, 2 FLOPs, and backward does twice as much: 6. Attention to
+    seq_len keys is 4 seq_len dim forward, and three times that in all; that keys come later is not subtracted, by
+    convention (Chowdhery et al. 2022, appendix B). Executed are also the scores, once more in flash attention's
+    backward, and a layer's forward, if it is recomputed: up to its last matrix, whose output nobody keeps; with
+    experts, to its end.
+    """
+    layers = sum(n * visited_weights(m, flag) for flag, n in layer_counts(m).items())
+    attention = 4 * m.n_layers * m.seq_len * m.dim
+    model = 6 * (layers + m.vocab_size * m.dim) + 3 * attention
+    again = 2 * (layers - layer_counts(m)[False] * m.ffn_dim * m.dim) + attention if recompute else 0
+    return model, model + attention / 2 + again
+
+
+def divisors(n: int) -> Iterator[int]:
+    """All of them, in order."""
+    low = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    yield from low
+    yield from (n // d for d in reversed(low) if d * d != n)
