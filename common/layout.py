@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.comm import Mesh, all_reduce
-from common.model import Decoder, wide
+from common.model import Decoder
 
 BLOCK = 2**20  # numbers that one generator draws; so whoever needs a part of a large matrix may draw only its blocks
 
@@ -102,14 +102,13 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sliced
     Ranks of different pipeline stages (but for what several hold), parts of a cut and slices (`sliced`: ZeRO) hold
     different elements; all others hold the same.
     """
-    params = dict(model.named_parameters())
-    square = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    params, alike = dict(model.named_parameters()), {}  # gradients by their number of copies
     for name, grad in gradients.items():
         record = layout_of(params[name])
         apart = {"pp", *(split.over for split in record.splits), *((record.data_group,) if sliced else ())}
         parts = math.prod(group.size for dim, group in mesh.groups.items() if dim in apart)
-        copies = record.stages * mesh.world / parts
-        square = square + grad.norm(dtype=wide(grad.dtype)).double().square() / copies
+        alike.setdefault(record.stages * mesh.world / parts, []).append(grad)
+    square = sum(nn.utils.get_total_norm(some).double().square() / copies for copies, some in alike.items())
     for dim in mesh.sizes:
         all_reduce(square, mesh[dim]).wait()
     return square.sqrt().item()

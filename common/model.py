@@ -74,7 +74,7 @@ def rope_tables(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> t
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + head_dim/2) of x [batch, seq, heads, head_dim]."""
     first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+    return torch.addcmul(x * cos, torch.cat((-second, first), dim=-1), sin).to(x.dtype)  # a + b * c
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ class Question:
         """What is wrong with an answer, without the right number; "" if it is within a thousandth."""
         if found in ("", None):
             return "not answered yet: `answer` in answers.toml"
-        if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+        if isinstance(found, bool) or not isinstance(found, int | float) or not -1e300 < found < 1e300:
             return f"`answer` in answers.toml has to be a number, and is {str(found)[:40]}"
         values = self.values(student)
         right = self.answer(values)

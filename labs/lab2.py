@@ -147,36 +147,39 @@ def bucket_params() -> list[nn.Parameter]:
     return params
 
 
-def buckets_on_rank(step: Any, case: Case, mesh: Any) -> dict[str, Any]:
-    """group_params, and a bucket."""
-    params, group = bucket_params(), Group("dp", 0, 1, None)
+def lists_on_rank(step: Any, case: Case, mesh: Any) -> dict[str, Any]:
+    """group_params; then three parameters that fill a list to the last byte, and a fourth."""
+    params = bucket_params()
     numbers = {id(param): i for i, param in enumerate(params)}
     found = {"the lists": sorted([numbers[id(p)] for p in some] for some in step.group_params(params, case.limit))}
-    bucket = step.Bucket(params[:3], group)
-    found |= {"the buffer's shape": list(bucket.flat.shape), "its dtype": str(bucket.flat.dtype)}
-    found |= {"the buffer at first": bucket.flat.clone(), "the views' shapes": [list(v.shape) for v in bucket.views]}
-    found["the views begin at"] = [(v.data_ptr() - bucket.flat.data_ptr()) // 8 for v in bucket.views]
-    return found | {"its group and parameters": bucket.group is group and bucket.params == params[:3]}
-
-
-def buckets_expected(rank: int, case: Case) -> dict[str, Any]:
-    """By hand."""
-    found = {"the lists": [[0, 1], [2], [3], [4, 6], [5, 7], [8]], "its group and parameters": True}
-    found |= {"the buffer's shape": [20], "its dtype": "torch.float64", "the views begin at": [0, 9, 13]}
-    return found | {"the buffer at first": torch.zeros(20).double(), "the views' shapes": [[9, 1], [4, 1], [7, 1]]}
-
-
-def exact_on_rank(step: Any, case: Case, mesh: Any) -> dict[str, Any]:
-    """Three parameters that fill a bucket to the last byte, and a fourth."""
     params = [nn.Parameter(torch.zeros(size)) for size in (4, 7, 5, 1)]
     for param in params:
         param.grad_dtype = torch.float64
-    lists = step.group_params(params, case.limit)
-    return {"how many parameters are in each list": [len(some) for some in lists]}
+    return found | {"exactly full": [len(some) for some in step.group_params(params, case.limit)]}
 
 
-FULL = demands(exact_on_rank, lambda rank, case: {"how many parameters are in each list": [3, 1]}, FILL,
-               ("a list may be exactly full", 1))  # fmt: skip
+def lists_expected(rank: int, case: Case) -> dict[str, Any]:
+    """By hand."""
+    return {"the lists": [[0, 1], [2], [3], [4, 6], [5, 7], [8]], "exactly full": [3, 1]}
+
+
+def bucket_on_rank(step: Any, case: Case, mesh: Any) -> dict[str, Any]:
+    """A bucket of three parameters."""
+    params, group = bucket_params()[:3], Group("dp", 0, 1, None)
+    bucket = step.Bucket(params, group)
+    found = {"the buffer's shape": list(bucket.flat.shape), "its dtype": str(bucket.flat.dtype)}
+    found |= {"the buffer at first": bucket.flat.clone(), "the views' shapes": [list(v.shape) for v in bucket.views]}
+    found["the views begin at"] = [(v.data_ptr() - bucket.flat.data_ptr()) // 8 for v in bucket.views]
+    return found | {"its group and parameters": bucket.group is group and bucket.params == params}
+
+
+def bucket_expected(rank: int, case: Case) -> dict[str, Any]:
+    """By hand."""
+    found = {"the buffer's shape": [20], "its dtype": "torch.float64", "the views begin at": [0, 9, 13]}
+    found |= {"the buffer at first": torch.zeros(20).double(), "its group and parameters": True}
+    return found | {"the views' shapes": [[9, 1], [4, 1], [7, 1]]}
+
+
 BUCKETS = Task(
     "buckets", 15, ("Bucket.__init__", "group_params"),
     "the docstrings of both; grad_dtype of a tensor",
@@ -184,12 +187,10 @@ BUCKETS = Task(
      "A view of a part of the buffer has the parameter's shape: split, then view_as.",
      "Keep the lists of each data_group apart, in the order in which the parameters come. A list that is full is "
      "closed; a parameter that is larger than the limit has a list of its own."),
-    (*demands(
-         buckets_on_rank, buckets_expected, FILL,
-         ("lists of at most the limit, each of one group", 2, "lists"),
-         ("the buffer, its dtype, and views one after another", 2, "buffer", "views", "its "),
-     ),
-     *FULL,),
+    (*demands(lists_on_rank, lists_expected, FILL,
+              ("lists of at most the limit, each of one group", 2, "lists"),
+              ("a list may be exactly full", 1, "full")),
+     *demands(bucket_on_rank, bucket_expected, FILL, ("the buffer, its dtype, and views one after another", 2))),
 )  # fmt: skip
 
 # --- task 4: overlap -------------------------------------------------------------------------------------------------

@@ -36,8 +36,14 @@ def slices_on_rank(step: Any, case: Case, mesh: Any) -> dict[str, Any]:
             piece += 1000
             found[f"rank {rank}: the part of {name} is a view"] = bool((own >= 1000).sum() == piece.numel())
             own.remainder_(1000)
-            found[f"the places of {name} in the buffer"] = unit.view(torch.arange(len(unit.flat)), name)
     return found
+
+
+def places_on_rank(step: Any, case: Case, mesh: Any) -> dict[str, Any]:
+    """`view` of the whole buffer; Unit.__init__ uses it, too."""
+    named = {f"p{i}": nn.Parameter(torch.zeros(shape).double()) for i, shape in enumerate(case.shapes)}
+    unit = step.Unit(named, Group("dp", 0, case.n, None))
+    return {f"the places of {name} in the buffer": unit.view(torch.arange(len(unit.flat)), name) for name in named}
 
 
 def slices_expected(rank: int, case: Case) -> dict[str, Any]:
@@ -84,7 +90,8 @@ CUT = Task(
      "unit_names: a dictionary whose key is (the module: a layer's name, the embedding's, or the rest; the "
      "data_group in the record). A layer's number can have two digits."),
     (*demands(slices_on_rank, slices_expected, SLICES,
-              ("every element of every parameter, on one rank, as a view", 3, "elements", "is a view"),
+              ("every element of every parameter, on one rank, as a view", 3, "elements", "is a view")),
+     *demands(places_on_rank, slices_expected, SLICES,
               ("a parameter's place in the whole buffer, in its shape", 1, "places")),
      *demands(units_on_rank, units_expected, DEEP, ("a unit for each layer, embedding, norm with head", 2)),),
     faults=("piece_off_by_one",),

@@ -128,25 +128,19 @@ def merge_expected(_: int, case: Case) -> dict[str, Any]:
 
 PART = (lambda step, case, _: parts(step.block_attention, case)), (lambda _, case: parts(one_part, case))
 PARTS = Task(
-    "a part of the keys, and merging two",
-    25,
-    ("block_attention", "merge"),
+    "a part of the keys, and merging two", 25, ("block_attention", "merge"),
     "the first picture of the step; same_heads and scaled_scores in the file; Dao et al. 2022 (FlashAttention), 3.1",
-    (
-        "lse is the log of the sum of exp(score) over the keys of this part. logsumexp(-1) subtracts the largest "
-        "score by itself, so nothing overflows. With it, the softmax is exp(scores - lse).",
-        "merge: o is an average of two outputs. The share of the new one is e^block_lse / (e^lse + e^block_lse). "
-        "Divide both by e^block_lse: it is a sigmoid. It is found before lse changes.",
-        "Both tensors of merge are changed in place (lerp_, copy_), because the caller gives it views. logaddexp "
-        "adds two sums of exponentials; if one is empty, its lse is minus infinity, and that is right too.",
-    ),
-    (
-        Criterion("o and lse of one part, causal or not, with fewer key/value heads", 2, *PART, (BLOCK,)),
-        Criterion("also if exp() of a score overflows", 1, *PART, (BLOCK | LARGE,)),
-        Criterion("lse of 16-bit inputs has 32 bits", 1, narrow_on_rank, narrow_expected, (BLOCK,), bound=4e-4),
-        Criterion("three parts merged in any order are one softmax", 2, merge_on_rank, merge_expected, (BLOCK,)),
-        Criterion("also if exp() of an lse overflows", 1, merge_on_rank, merge_expected, (BLOCK | LARGE,)),
-    ),
+    ("lse is the log of the sum of exp(score) over the keys of this part. logsumexp(-1) subtracts the largest "
+     "score by itself, so nothing overflows. With it, the softmax is exp(scores - lse).",
+     "merge: o is an average of two outputs. The share of the new one is e^block_lse / (e^lse + e^block_lse). "
+     "Divide both by e^block_lse: it is a sigmoid. It is found before lse changes.",
+     "Both tensors of merge are changed in place (lerp_, copy_), because the caller gives it views. logaddexp "
+     "adds two sums of exponentials; if one is empty, its lse is minus infinity, and that is right too.",),
+    (Criterion("o and lse of one part, causal or not, with fewer key/value heads", 2, *PART, (BLOCK,)),
+     Criterion("also if exp() of a score overflows", 1, *PART, (BLOCK | LARGE,)),
+     Criterion("lse of 16-bit inputs has 32 bits", 1, narrow_on_rank, narrow_expected, (BLOCK,), bound=4e-4),
+     Criterion("three parts merged in any order are one softmax", 2, merge_on_rank, merge_expected, (BLOCK,)),
+     Criterion("also if exp() of an lse overflows", 1, merge_on_rank, merge_expected, (BLOCK | LARGE,)),),
     ("lse_in_bf16",),
 )  # fmt: skip
 
@@ -229,26 +223,20 @@ def pairs_expected(_: int, case: Case) -> dict[str, Any]:
 
 
 TOKENS = Task(
-    "who holds which tokens, and sees what",
-    20,
-    ("zigzag_positions", "zigzag_visible"),
+    "who holds which tokens, and sees what", 20, ("zigzag_positions", "zigzag_visible"),
     "ZIGZAG in the docstring of the step, with its picture",
-    (
-        "chunk() cuts a tensor into equal parts. How many parts are there for n ranks, and which two are rank r's?",
-        "zigzag_visible speaks of rows of our tokens and of theirs, not of positions. Draw ranks 0 and 1 of 2: "
-        "chunks 0 3 and 1 2. Which of rank 0's are before chunk 1, and which before chunk 2?",
-        "Our own part is one causal square. A smaller rank's first half is before all of our tokens. All of a larger "
-        "rank's tokens are before our second half. np.s_[:, :, a:b] is an index of [batch, heads, length, d].",
-    ),
-    (
-        Criterion("rank r has chunks r and 2n-1-r; a UserError if that cannot be", 2, positions_on_rank,
-                  lambda _, case: positions(zigzag, case) | {"the error": "UserError"}, RANKS),
-        *demands(
-            pairs_on_rank, pairs_expected, RANKS,
-            ("all parts together look at each pair of the causal half once, and at no other", 3, "how often"),
-            ("all ranks look at as many pairs", 1, "pairs of each rank"),
-        ),
-    ),
+    ("chunk() cuts a tensor into equal parts. How many parts are there for n ranks, and which two are rank r's?",
+     "zigzag_visible speaks of rows of our tokens and of theirs, not of positions. Draw ranks 0 and 1 of 2: "
+     "chunks 0 3 and 1 2. Which of rank 0's are before chunk 1, and which before chunk 2?",
+     "Our own part is one causal square. A smaller rank's first half is before all of our tokens. All of a larger "
+     "rank's tokens are before our second half. np.s_[:, :, a:b] is an index of [batch, heads, length, d].",),
+    (Criterion("rank r has chunks r and 2n-1-r; a UserError if that cannot be", 2, positions_on_rank,
+               lambda _, case: positions(zigzag, case) | {"the error": "UserError"}, RANKS),
+     *demands(
+         pairs_on_rank, pairs_expected, RANKS,
+         ("all parts together look at each pair of the causal half once, and at no other", 3, "how often"),
+         ("all ranks look at as many pairs", 1, "pairs of each rank"),
+     ),),
     ("not_causal_at_home", "cut_in_order"),
 )  # fmt: skip
 
@@ -287,22 +275,16 @@ def back_expected(_: int, case: Case) -> dict[str, Any]:
 
 SHARED = ("both parts' dq, added", "causal: dk", "causal: dv", "not causal: dk", "not causal: dv")
 SHARES = Task(
-    "the backward of one part",
-    25,
-    ("block_gradients",),
+    "the backward of one part", 25, ("block_gradients",),
     "the four formulas in the docstring of block_gradients; Dao et al. 2022, appendix B.2",
-    (
-        "P = exp(scores - lse) with the lse that is given. It is no softmax of this part: its rows add up to less "
-        "than 1. rowsum(do * o) is one number for each query and head, of attention to all keys, too.",
-        "1/sqrt(d) belongs to dq and to dk. dk and dv come out for each query head: those that share a key/value "
-        "head are added up.",
-        "same_heads repeats a key/value head for its query heads, beside one another. unflatten(1, (kv_heads, "
-        "-1)).sum(2) is the reverse. Compute in the dtype that same_heads returns.",
-    ),
-    (
-        Criterion("both parts' gradients are those of one softmax", 4, back_on_rank, back_expected, (BLOCK,)),
-        Criterion("also if exp() of a score overflows", 1, back_on_rank, back_expected, (BLOCK | LARGE,)),
-    ),
+    ("P = exp(scores - lse) with the lse that is given. It is no softmax of this part: its rows add up to less "
+     "than 1. rowsum(do * o) is one number for each query and head, of attention to all keys, too.",
+     "1/sqrt(d) belongs to dq and to dk. dk and dv come out for each query head: those that share a key/value "
+     "head are added up.",
+     "same_heads repeats a key/value head for its query heads, beside one another. unflatten(1, (kv_heads, "
+     "-1)).sum(2) is the reverse. Compute in the dtype that same_heads returns.",),
+    (Criterion("both parts' gradients are those of one softmax", 4, back_on_rank, back_expected, (BLOCK,)),
+     Criterion("also if exp() of a score overflows", 1, back_on_rank, back_expected, (BLOCK | LARGE,)),),
 )  # fmt: skip
 
 
@@ -394,36 +376,30 @@ def backward_expected(rank: int, case: Case) -> dict[str, Any]:
 
 
 ROUND = Task(
-    "the ring, there and back",
-    50,
-    ("RingAttention.forward", "RingAttention.backward"),
+    "the ring, there and back", 50, ("RingAttention.forward", "RingAttention.backward"),
     "the docstring of the step from ZIGZAG on; exchange and Pending in common/comm.py; Liu et al. 2023, section 3",
-    (
-        "Begin with forward: it earns points alone. In hop h the part of rank r - h is here. Send it on, receive "
-        "the next one into other memory, compute meanwhile, then wait. The last hop sends nothing.",
-        "`visible` says what to compute with: a list, which may be empty. o[rows] is a view, so merge changes o. "
-        "Backward needs q, our own k and v, o and lse: no part of another rank, as these come again.",
-        "Backward: what you hold is a sum for the part that is here. Take what has come from the left, add your "
-        "share, send it to the right. In hop h it travels while you compute the share of hop h+1. The n-th message "
-        "brings home the sum for your own part. Sums are in wide(dtype) until the end.",
-    ),
-    (
-        *demands(
-            forward_on_rank, forward_expected, (ZIGZAG,),
-            ("forward: the output is one device's", 3, "output", "inputs"),
-            ("forward sends n - 1 parts, and not more heads than there are", 1, "bytes sent"),
-            ("forward computes while the next part travels", 2, "hops"),
-            ("no part of another rank is kept for backward", 1, "kept for"),
-        ),
-        *demands(forward_on_rank, forward_expected, (IN_ORDER,), ("forward follows `visible`, too", 1, "output")),
-        *demands(
-            backward_on_rank, backward_expected, (ZIGZAG,),
-            ("backward: the gradients are one device's", 3, "gradient of"),
-            ("backward sends n - 1 parts and n sums; sums have 32 bits or more", 1, "bytes sent", "dtypes"),
-            ("backward computes while parts and sums travel", 2, "hops"),
-        ),
-        *demands(backward_on_rank, backward_expected, (IN_ORDER,), ("backward follows `visible`", 1, "gradient of")),
-    ),
+    ("Begin with forward: it earns points alone. In hop h the part of rank r - h is here. Send it on, receive "
+     "the next one into other memory, compute meanwhile, then wait. The last hop sends nothing.",
+     "`visible` says what to compute with: a list, which may be empty. o[rows] is a view, so merge changes o. "
+     "Backward needs q, our own k and v, o and lse: no part of another rank, as these come again.",
+     "Backward: what you hold is a sum for the part that is here. Take what has come from the left, add your "
+     "share, send it to the right. In hop h it travels while you compute the share of hop h+1. The n-th message "
+     "brings home the sum for your own part. Sums are in wide(dtype) until the end.",),
+    (*demands(
+         forward_on_rank, forward_expected, (ZIGZAG,),
+         ("forward: the output is one device's", 3, "output", "inputs"),
+         ("forward sends n - 1 parts, and not more heads than there are", 1, "bytes sent"),
+         ("forward computes while the next part travels", 2, "hops"),
+         ("no part of another rank is kept for backward", 1, "kept for"),
+     ),
+     *demands(forward_on_rank, forward_expected, (IN_ORDER,), ("forward follows `visible`, too", 1, "output")),
+     *demands(
+         backward_on_rank, backward_expected, (ZIGZAG,),
+         ("backward: the gradients are one device's", 3, "gradient of"),
+         ("backward sends n - 1 parts and n sums; sums have 32 bits or more", 1, "bytes sent", "dtypes"),
+         ("backward computes while parts and sums travel", 2, "hops"),
+     ),
+     *demands(backward_on_rank, backward_expected, (IN_ORDER,), ("backward follows `visible`", 1, "gradient of")),),
     ("wrong_source", "no_final_rotation", "keys_of_hop_0_in_backward", "own_share_only"),
 )  # fmt: skip
 
@@ -485,27 +461,21 @@ def refusal_on_rank(step: Any, case: Case, mesh: Mesh) -> dict[str, Any]:
 
 
 WHOLE = Task(
-    "the whole model",
-    25,
-    ("ring_attention", "shard_context"),
+    "the whole model", 25, ("ring_attention", "shard_context"),
     "`attend` and `Attention` of common/model.py; Layout and note_layout of common/layout.py; `train` of the step",
-    (
-        "The model has [batch, seq, heads, head_dim], the ring [batch, heads, s/n, d]. A key/value head is never "
-        "repeated before it travels.",
-        'Ranks of dp and of cp see other tokens: mesh.join("data", "dp", "cp") makes the group that sums '
-        "gradients, also if cp is 1. Whose records have to say so?",
-        "If cp is 1, return torch.arange(seq_len) and leave the model alone. Otherwise each layer's "
-        "self_attn.attend becomes partial(mode.attention, group=...), and the positions come from mode.positions.",
-    ),
-    (
-        Criterion("attention as the model calls it, both ways, with as few bytes as can be", 2, attend_on_rank,
-                  attend_expected, (ZIGZAG, IN_ORDER)),
-        Criterion("every layer, every record, the positions and the ranks that sum gradients", 2, shard_on_rank,
-                  shard_expected, MESHES),
-        Criterion("tokens that tp cannot divide are a UserError", 1, refusal_on_rank,
-                  lambda *_: {"the error": "UserError"}, (dict(mesh=dict(dp=1, cp=2, tp=2)),)),
-        trains(4, (4, dict(cp=2, zero=1)), (4, dict(cp=2, tp=2))),
-    ),
+    ("The model has [batch, seq, heads, head_dim], the ring [batch, heads, s/n, d]. A key/value head is never "
+     "repeated before it travels.",
+     'Ranks of dp and of cp see other tokens: mesh.join("data", "dp", "cp") makes the group that sums '
+     "gradients, also if cp is 1. Whose records have to say so?",
+     "If cp is 1, return torch.arange(seq_len) and leave the model alone. Otherwise each layer's "
+     "self_attn.attend becomes partial(mode.attention, group=...), and the positions come from mode.positions.",),
+    (Criterion("attention as the model calls it, both ways, with as few bytes as can be", 2, attend_on_rank,
+               attend_expected, (ZIGZAG, IN_ORDER)),
+     Criterion("every layer, every record, the positions and the ranks that sum gradients", 2, shard_on_rank,
+               shard_expected, MESHES),
+     Criterion("tokens that tp cannot divide are a UserError", 1, refusal_on_rank,
+               lambda *_: {"the error": "UserError"}, (dict(mesh=dict(dp=1, cp=2, tp=2)),)),
+     trains(4, (4, dict(cp=2, zero=1)), (4, dict(cp=2, tp=2))),),
     ("not_summed_over_cp",),
 )  # fmt: skip
 

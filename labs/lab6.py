@@ -115,34 +115,28 @@ def lists(name: str, cases: tuple, *rows: tuple) -> tuple[Criterion, ...]:
 
 
 ORDERS = Task(
-    "orders of work",
-    40,
-    tuple(f"common.schedules:{name}" for name in ("weave", "afab", "one_f_one_b", "interleaved")),
+    "orders of work", 40, tuple(f"common.schedules:{name}" for name in ("weave", "afab", "one_f_one_b", "interleaved")),
     "the docstring of the step to THE BUBBLE; `weave` and its callers; Narayanan et al. 2021, section 2.2",
-    (
-        "Draw rank 0 and the last rank of 1F1B. How many forwards come before the first backward on each? With it "
-        "known, the rest of a list follows: forward and backward in turn, then the backwards that are left.",
-        "weave: write all forwards of the rank in order, and all backwards in order. Rounds of p micro-batches: all of "
-        "a round do the rank's first stage, then all its second one. Backwards take the stages in reverse.",
-        "interleaved: before the first backward a rank does its v-1 earlier stages for a whole round, and two forwards "
-        "for each rank behind it. Rounds that are not full are refused with a UserError.",
-    ),
-    (
-        *lists("afab", ONE, ("afab: each action once, no rank waits for ever", 1, "mistakes")),
-        *lists(
-            "one_f_one_b", ONE,
-            ("1F1B: the same, also with few micro-batches", 2, "mistakes"),
-            ("1F1B: idle (p-1) / (m+p-1) of the time", 1, "time"),
-            ("1F1B: at most p - rank micro-batches in flight", 2, "in flight"),
-        ),
-        *lists(
-            "interleaved", SEVERAL,
-            ("interleaved: each action once, no rank waits for ever", 2, "mistakes"),
-            ("interleaved: idle (p-1) / (v m+p-1) of the time", 2, "time"),
-            ("interleaved: at most (v-1) p + 2 (p - rank) - 1 in flight", 1, "in flight"),
-            ("interleaved: rounds that are not full are refused", 1, "error"),
-        ),
-    ),
+    ("Draw rank 0 and the last rank of 1F1B. How many forwards come before the first backward on each? With it "
+     "known, the rest of a list follows: forward and backward in turn, then the backwards that are left.",
+     "weave: write all forwards of the rank in order, and all backwards in order. Rounds of p micro-batches: all of "
+     "a round do the rank's first stage, then all its second one. Backwards take the stages in reverse.",
+     "interleaved: before the first backward a rank does its v-1 earlier stages for a whole round, and two forwards "
+     "for each rank behind it. Rounds that are not full are refused with a UserError.",),
+    (*lists("afab", ONE, ("afab: each action once, no rank waits for ever", 1, "mistakes")),
+     *lists(
+         "one_f_one_b", ONE,
+         ("1F1B: the same, also with few micro-batches", 2, "mistakes"),
+         ("1F1B: idle (p-1) / (m+p-1) of the time", 1, "time"),
+         ("1F1B: at most p - rank micro-batches in flight", 2, "in flight"),
+     ),
+     *lists(
+         "interleaved", SEVERAL,
+         ("interleaved: each action once, no rank waits for ever", 2, "mistakes"),
+         ("interleaved: idle (p-1) / (v m+p-1) of the time", 2, "time"),
+         ("interleaved: at most (v-1) p + 2 (p - rank) - 1 in flight", 1, "in flight"),
+         ("interleaved: rounds that are not full are refused", 1, "error"),
+     ),),
 )  # fmt: skip
 
 # --- task 2: a stage -------------------------------------------------------------------------------------------------
@@ -228,27 +222,21 @@ def stages_expected(_rank: int, case: Case) -> dict[str, Any]:
 
 
 STAGE = Task(
-    "a stage, forward and backward",
-    30,
-    ("forward_stage", "Pipeline.forward", "Pipeline.backward"),
+    "a stage, forward and backward", 30, ("forward_stage", "Pipeline.forward", "Pipeline.backward"),
     "AUTOGRAD in the docstring of the step; Decoder.forward in common/model.py; Pipeline.step",
-    (
-        "forward_stage is Decoder.forward with conditions: embedding if there is nothing before; norm, head and loss "
-        "if there is nothing after. RoPE needs the positions on every stage.",
-        "What arrives is a leaf: requires_grad_() before the layers. What leaves has no graph: detach(). Keep the leaf "
-        "and get_gradient_edge(y) by (i, stage): the edge, unlike y, does not hold the data.",
-        "Only the last stage has a loss: divide it by n_targets, add its detached value to self.loss. backward: pop, "
-        "torch.autograd.backward((edge,), (dy,)) or None in place of (dy,) for the loss, then the leaf's .grad.",
-    ),
-    (
-        *demands(parts_on_rank, stages_expected, (dict(m=3),), ("forward_stage: together the model", 2, "sum")),
-        *demands(
-            stages_on_rank, stages_expected, (dict(m=3),),
-            ("the loss is one device's", 1, "the loss"),
-            ("so are all gradients", 3, "gradient of"),
-            ("an output has no graph, and may go once it is sent", 1, "sent"),
-        ),
-    ),
+    ("forward_stage is Decoder.forward with conditions: embedding if there is nothing before; norm, head and loss "
+     "if there is nothing after. RoPE needs the positions on every stage.",
+     "What arrives is a leaf: requires_grad_() before the layers. What leaves has no graph: detach(). Keep the leaf "
+     "and get_gradient_edge(y) by (i, stage): the edge, unlike y, does not hold the data.",
+     "Only the last stage has a loss: divide it by n_targets, add its detached value to self.loss. backward: pop, "
+     "torch.autograd.backward((edge,), (dy,)) or None in place of (dy,) for the loss, then the leaf's .grad.",),
+    (*demands(parts_on_rank, stages_expected, (dict(m=3),), ("forward_stage: together the model", 2, "sum")),
+     *demands(
+         stages_on_rank, stages_expected, (dict(m=3),),
+         ("the loss is one device's", 1, "the loss"),
+         ("so are all gradients", 3, "gradient of"),
+         ("an output has no graph, and may go once it is sent", 1, "sent"),
+     ),),
     faults=("pipeline_loss_not_divided", "targets_of_another", "stage_starts_late", "lists_forget_loss"),
 )  # fmt: skip
 
@@ -369,18 +357,14 @@ def one_f_one_b(p: int, m: int) -> list[list[Action]]:
 RUNS = tuple(dict(mesh=dict(pp=3), m=m, links=loop(3, 1), lists=None) for m in (5, 2))
 
 MESSAGES = Task(
-    "1F1B with its messages",
-    35,
-    ("Pipeline.send_receive", "Pipeline.run"),
+    "1F1B with its messages", 35, ("Pipeline.send_receive", "Pipeline.run"),
     "the picture and DEADLOCK in the docstring of the step; exchange in common/comm.py; Pipeline.buffer",
-    (
-        "send_receive: a buffer if something is to come, one exchange for both, wait, return the buffer. Past the "
-        "first or last rank there is nobody: return None, and forward and backward know what None means.",
-        "Three phases, as in the picture: min(m, p - 1 - rank) forwards alone; forward and backward in turn; backwards "
-        "alone. In each, what arrives before the work, and what leaves after it?",
-        "In the middle, y goes right while a dy comes from there, and dx goes left while the next x comes from there: "
-        "one call each. Before the first of these x comes alone; in the last one no x is left to come.",
-    ),
+    ("send_receive: a buffer if something is to come, one exchange for both, wait, return the buffer. Past the "
+     "first or last rank there is nobody: return None, and forward and backward know what None means.",
+     "Three phases, as in the picture: min(m, p - 1 - rank) forwards alone; forward and backward in turn; backwards "
+     "alone. In each, what arrives before the work, and what leaves after it?",
+     "In the middle, y goes right while a dy comes from there, and dx goes left while the next x comes from there: "
+     "one call each. Before the first of these x comes alone; in the last one no x is left to come.",),
     demands(
         run_on_rank, run_expected, RUNS,
         ("the loss and all gradients are one device's", 3, "the loss", "gradient of"),
@@ -463,30 +447,24 @@ LISTED = (
 )
 
 PROGRAMS = Task(
-    "any order of work",
-    35,
-    ("add_messages", "ListPipeline.run"),
+    "any order of work", 35, ("add_messages", "ListPipeline.run"),
     "the docstrings of add_messages and of ListPipeline; goes_to and simulate in common/schedules.py",
-    (
-        "Messages between two ranks pass in the order of posting, so both must post them in one order. Which order of "
-        "all actions of all ranks has no output before its input? simulate returns it.",
-        "Each action is appended to its rank's program. If its output goes to a stage on another rank, a send is "
-        "appended there and a receive on the other, at once.",
-        "run: keep by action the tensor and a Pending. A receive posts and goes on. A run waits for its own input "
-        "alone. An output for a stage on the same rank needs no message. Wait for the send before to the same peer, "
-        "and in the end for all.",
-    ),
-    (
-        Criterion("add_messages: no deadlock for chains, loops, a V and two ways", 3, programs_on_rank,
-                  lambda *_: dict.fromkeys(PLANS, ""), ({},)),
-        *demands(
-            run_on_rank, run_expected, LISTED,
-            ("run: the loss and all gradients are one device's", 3, "the loss", "gradient of"),
-            ("run: each rank follows its list", 1, "order"),
-            ("run: one message for each x and dx", 1, "messages"),
-            ("run: work goes on while messages are under way", 2, "awaited"),
-        ),
-    ),
+    ("Messages between two ranks pass in the order of posting, so both must post them in one order. Which order of "
+     "all actions of all ranks has no output before its input? simulate returns it.",
+     "Each action is appended to its rank's program. If its output goes to a stage on another rank, a send is "
+     "appended there and a receive on the other, at once.",
+     "run: keep by action the tensor and a Pending. A receive posts and goes on. A run waits for its own input "
+     "alone. An output for a stage on the same rank needs no message. Wait for the send before to the same peer, "
+     "and in the end for all.",),
+    (Criterion("add_messages: no deadlock for chains, loops, a V and two ways", 3, programs_on_rank,
+               lambda *_: dict.fromkeys(PLANS, ""), ({},)),
+     *demands(
+         run_on_rank, run_expected, LISTED,
+         ("run: the loss and all gradients are one device's", 3, "the loss", "gradient of"),
+         ("run: each rank follows its list", 1, "order"),
+         ("run: one message for each x and dx", 1, "messages"),
+         ("run: work goes on while messages are under way", 2, "awaited"),
+     ),),
     faults=("last_output_taken",),
 )  # fmt: skip
 
@@ -549,25 +527,19 @@ def tied_expected(rank: int, case: Case) -> dict[str, Any]:
 
 
 KEEPING = Task(
-    "who keeps what, and the whole file",
-    25,
-    ("keep_stage", "sum_tied"),
+    "who keeps what, and the whole file", 25, ("keep_stage", "sum_tied"),
     "Place in common/schedules.py; `stages` in common/layout.py; `train` of the step",
-    (
-        "A rank keeps the layers of all its stages. Delete the others from trunk.layers, set to None what is not here. "
-        "A tied head is the embedding's matrix: it goes by the name model.embed_tokens.weight on the last stage, too.",
-        "Two ranks hold a tied matrix only if the first and the last stage are on different ones. Then its record says "
-        "stages=2, so that the norm counts it once.",
-        "sum_tied: the two ranks swap their gradients by one exchange and add. The others do nothing. With ZeRO a "
-        "slice may be empty: then nothing is sent.",
-    ),
-    (
-        Criterion("keep_stage: parameters and records, of a chain and a V", 3, keep_on_rank, keep_expected,
-                  (dict(tied=False), dict(tied=True))),
-        Criterion("sum_tied: both ends have the sum, and nothing else changes", 2, tied_on_rank, tied_expected,
-                  (dict(mesh=dict(pp=3)),)),
-        trains(4, (3, dict(pp=3)), (4, dict(pp=2, tp=2, schedule="interleaved")), shape=dict(tied=True, n_layers=4)),
-    ),
+    ("A rank keeps the layers of all its stages. Delete the others from trunk.layers, set to None what is not here. "
+     "A tied head is the embedding's matrix: it goes by the name model.embed_tokens.weight on the last stage, too.",
+     "Two ranks hold a tied matrix only if the first and the last stage are on different ones. Then its record says "
+     "stages=2, so that the norm counts it once.",
+     "sum_tied: the two ranks swap their gradients by one exchange and add. The others do nothing. With ZeRO a "
+     "slice may be empty: then nothing is sent.",),
+    (Criterion("keep_stage: parameters and records, of a chain and a V", 3, keep_on_rank, keep_expected,
+               (dict(tied=False), dict(tied=True))),
+     Criterion("sum_tied: both ends have the sum, and nothing else changes", 2, tied_on_rank, tied_expected,
+               (dict(mesh=dict(pp=3)),)),
+     trains(4, (3, dict(pp=3)), (4, dict(pp=2, tp=2, schedule="interleaved")), shape=dict(tied=True, n_layers=4)),),
     faults=("tied_not_summed", "tie_dropped_by_the_stage", "pipeline: the norm counts a tied matrix twice"),
 )  # fmt: skip
 

@@ -92,20 +92,14 @@ def grads_of(y: Tensor, leaves: Any, dy: Tensor) -> tuple[Tensor, ...]:
 
 
 EXPERTS = Task(
-    "experts side by side",
-    15,
-    ("ExpertLinear.forward", "Experts.forward"),
+    "experts side by side", 15, ("ExpertLinear.forward", "Experts.forward"),
     "the docstring of the step, THE LAYER; MLP in common/model.py",
-    (
-        "rows.split(counts) are the rows of each expert. Some have none: what is an empty part times a matrix?",
-        "y = rows W^T for each part with its own W; torch.cat puts the parts side by side again, in the same order.",
-        "Experts.forward is an MLP's: down(silu(gate(x)) * up(x)). counts as a list come from .tolist(), once.",
-    ),
-    (
-        *demands(linear_on_rank, side_expected, SIDE[0], ("ExpertLinear: each part with its own matrix", 2, "linear")),
-        *demands(side_on_rank, side_expected, SIDE[0], ("Experts: the three layers, and the gradients", 2, "experts")),
-        *demands(side_on_rank, side_expected, SIDE[1], ("no rows: gradients are zero", 1, "experts")),
-    ),
+    ("rows.split(counts) are the rows of each expert. Some have none: what is an empty part times a matrix?",
+     "y = rows W^T for each part with its own W; torch.cat puts the parts side by side again, in the same order.",
+     "Experts.forward is an MLP's: down(silu(gate(x)) * up(x)). counts as a list come from .tolist(), once.",),
+    (*demands(linear_on_rank, side_expected, SIDE[0], ("ExpertLinear: each part with its own matrix", 2, "linear")),
+     *demands(side_on_rank, side_expected, SIDE[0], ("Experts: the three layers, and the gradients", 2, "experts")),
+     *demands(side_on_rank, side_expected, SIDE[1], ("no rows: gradients are zero", 1, "experts")),),
 )  # fmt: skip
 
 # --- task 2: the layer -----------------------------------------------------------------------------------------------
@@ -176,24 +170,18 @@ def narrow_expected(_rank: int, case: Case) -> dict[str, Any]:
 
 
 LAYER = Task(
-    "the layer",
-    30,
-    ("MoE.forward",),
+    "the layer", 30, ("MoE.forward",),
     "the docstring of the step, THE LAYER; MoE.__init__, and balance_loss, which comes in the next task",
-    (
-        "tokens [b s, dim]. p = softmax of the router's logits, in wide(x.dtype): small differences decide. p.topk "
-        "gives scores and experts [tokens, top_k]. When are scores divided by their sum, and when not?",
-        "The experts want rows sorted by expert, and how many each has. argsort of selected_experts.flatten() sorts "
-        "all choices; choice c belongs to token c // top_k. bincount with minlength counts also those that nobody "
-        "chose.",
-        "order.argsort() is the way back. Then unflatten to [tokens, top_k, dim], times the scores, sum over top_k. "
-        "End with AddLoss.apply(out, self.balance_loss(p, counts), self.weight).",
-    ),
-    (
-        Criterion("three experts a token: output and all gradients", 4, layer_on_rank, layer_expected, (dict(k=3),)),
-        Criterion("one expert a token: its score is p", 2, layer_on_rank, layer_expected, (dict(k=1),)),
-        Criterion("16 bits: the router still chooses in 32", 1, narrow_on_rank, narrow_expected, (dict(k=3),)),
-    ),
+    ("tokens [b s, dim]. p = softmax of the router's logits, in wide(x.dtype): small differences decide. p.topk "
+     "gives scores and experts [tokens, top_k]. When are scores divided by their sum, and when not?",
+     "The experts want rows sorted by expert, and how many each has. argsort of selected_experts.flatten() sorts "
+     "all choices; choice c belongs to token c // top_k. bincount with minlength counts also those that nobody "
+     "chose.",
+     "order.argsort() is the way back. Then unflatten to [tokens, top_k, dim], times the scores, sum over top_k. "
+     "End with AddLoss.apply(out, self.balance_loss(p, counts), self.weight).",),
+    (Criterion("three experts a token: output and all gradients", 4, layer_on_rank, layer_expected, (dict(k=3),)),
+     Criterion("one expert a token: its score is p", 2, layer_on_rank, layer_expected, (dict(k=1),)),
+     Criterion("16 bits: the router still chooses in 32", 1, narrow_on_rank, narrow_expected, (dict(k=3),)),),
     ("gates_not_differentiated", "scores_not_normalised", "rows_of_other_tokens"),
 )  # fmt: skip
 
@@ -249,26 +237,20 @@ def sharers_expected(rank: int, case: Case) -> dict[str, Any]:
 
 
 BALANCE = Task(
-    "the balance loss",
-    20,
-    ("AddLoss.forward", "AddLoss.backward", "MoE.balance_loss"),
+    "the balance loss", 20, ("AddLoss.forward", "AddLoss.backward", "MoE.balance_loss"),
     "the docstring of the step from \"Nothing keeps a router\"; how MoE.forward uses both",
-    (
-        "AddLoss returns x as it is: x.view_as(x), so that autograd sees another tensor. backward gets the gradient "
-        "of x. What is the gradient of the loss, if it stood in the model's loss with a weight? Whatever dy is.",
-        "f_e: what share of all choices of the micro-batch fell on e. Ranks that share its sequences add up their "
-        "counts first, in a copy: the experts need the given ones.",
-        "P_e: a mean over all tokens of the micro-batch. A rank adds up p over its own tokens and divides by the "
-        "number of all of them, counts.sum() / top_k. The parts of the ranks add up to the loss.",
-    ),
-    (
-        Criterion("AddLoss: x goes through, the loss gets its weight", 2, added_on_rank, added_expected,
-                  (dict(weight=0.375),)),
-        Criterion("balance_loss and its gradient, on one rank", 2, sharers_on_rank, sharers_expected,
-                  (dict(mesh=dict(cp=1), k=3),), bound=FP32),
-        Criterion("shared by three ranks: the parts of one loss", 2, sharers_on_rank, sharers_expected,
-                  (dict(mesh=dict(cp=3), k=2),), bound=FP32),
-    ),
+    ("AddLoss returns x as it is: x.view_as(x), so that autograd sees another tensor. backward gets the gradient "
+     "of x. What is the gradient of the loss, if it stood in the model's loss with a weight? Whatever dy is.",
+     "f_e: what share of all choices of the micro-batch fell on e. Ranks that share its sequences add up their "
+     "counts first, in a copy: the experts need the given ones.",
+     "P_e: a mean over all tokens of the micro-batch. A rank adds up p over its own tokens and divides by the "
+     "number of all of them, counts.sum() / top_k. The parts of the ranks add up to the loss.",),
+    (Criterion("AddLoss: x goes through, the loss gets its weight", 2, added_on_rank, added_expected,
+               (dict(weight=0.375),)),
+     Criterion("balance_loss and its gradient, on one rank", 2, sharers_on_rank, sharers_expected,
+               (dict(mesh=dict(cp=1), k=3),), bound=FP32),
+     Criterion("shared by three ranks: the parts of one loss", 2, sharers_on_rank, sharers_expected,
+               (dict(mesh=dict(cp=3), k=2),), bound=FP32),),
     ("balance_not_added", "balanced_by_own_tokens"),
 )  # fmt: skip
 
@@ -340,29 +322,23 @@ def visit_expected(rank: int, case: Case) -> dict[str, Any]:
 
 
 TRAVEL = Task(
-    "there and back",
-    35,
-    ("AllToAll.forward", "AllToAll.backward", "visit_experts"),
+    "there and back", 35, ("AllToAll.forward", "AllToAll.backward", "visit_experts"),
     "the docstring of the step, EXPERT PARALLELISM, with its picture; all_to_all in common/comm.py",
-    (
-        "AllToAll: room for sum(received) rows, one all_to_all, wait. What goes from a to b in forward: where does its "
-        "gradient go in backward, and how many rows are sent then?",
-        "visit_experts: counts viewed as [ranks, experts of a rank] say what leaves; an all_to_all of them says what "
-        "comes. Their sums over a row are the sizes of the second all_to_all.",
-        "What arrives is sorted by the rank it is from, then by expert; experts want it by expert alone. "
-        "repeat_interleave writes down each visitor's expert, a stable argsort is the order, its argsort the way back.",
-    ),
-    (
-        Criterion("AllToAll: rows arrive, and gradients go back", 3, travel_on_rank, travel_expected,
-                  (dict(mesh=dict(ep=3)),)),
-        *demands(
-            visit_on_rank, visit_expected, (dict(mesh=dict(ep=4)),),
-            ("visit_experts: each row comes home from its expert", 3, "output"),
-            ("visit_experts: so do gradients, of rows and experts", 2, "gradient"),
-            ("experts are called once, with the rows of all ranks", 1, "calls"),
-            ("rows go to the ranks that they visit, and to no other", 1, "bytes"),
-        ),
-    ),
+    ("AllToAll: room for sum(received) rows, one all_to_all, wait. What goes from a to b in forward: where does its "
+     "gradient go in backward, and how many rows are sent then?",
+     "visit_experts: counts viewed as [ranks, experts of a rank] say what leaves; an all_to_all of them says what "
+     "comes. Their sums over a row are the sizes of the second all_to_all.",
+     "What arrives is sorted by the rank it is from, then by expert; experts want it by expert alone. "
+     "repeat_interleave writes down each visitor's expert, a stable argsort is the order, its argsort the way back.",),
+    (Criterion("AllToAll: rows arrive, and gradients go back", 3, travel_on_rank, travel_expected,
+               (dict(mesh=dict(ep=3)),)),
+     *demands(
+         visit_on_rank, visit_expected, (dict(mesh=dict(ep=4)),),
+         ("visit_experts: each row comes home from its expert", 3, "output"),
+         ("visit_experts: so do gradients, of rows and experts", 2, "gradient"),
+         ("experts are called once, with the rows of all ranks", 1, "calls"),
+         ("rows go to the ranks that they visit, and to no other", 1, "bytes"),
+     ),),
     ("returned_in_another_order", "not_sorted_by_expert", "experts_averaged"),
 )  # fmt: skip
 
@@ -487,31 +463,25 @@ LAYOUTS = (dict(ep=2, zero=1), dict(cp=2, tp=2, ep=2))
 TRAINED = dict(experts=4, balance_weight=WEIGHT)
 
 DEALING = Task(
-    "dealing experts, and the whole file",
-    30,
-    ("shard_experts",),
+    "dealing experts, and the whole file", 30, ("shard_experts",),
     "the last picture of the step's docstring; Mesh.join and Mesh.enter in common/comm.py; `cut` in step 4; `train`",
-    (
-        'The rows of mesh.join("data", "dp", "cp") are the ranks that have other tokens. ep neighbours of a row '
-        "share all experts; ranks with the same place in their ep group hold the same ones, and are expert_data.",
-        "Layers from dense_layers + moe_every - 1 on, every moe_every-th, get BALANCE[config.balance](...) on the meta "
-        "device. cut(weight, 0, mesh[\"ep\"]) cuts experts. Who sums the router's gradient, and who an expert's?",
-        "Router: data_group \"data\", partial_over (\"tp\",), as each tp rank finds a part of the experts' outputs. If "
-        'ep > 1, experts.forward becomes partial(DISPATCH[config.ep_mode], experts.forward, mesh["ep"]). Then the '
-        "three errors.",
-    ),
-    (
-        *demands(
-            deal_on_rank, deal_expected, MESHES,
-            ("the right layers, shapes, cuts and records", 2, "layer"),
-            ("the groups data, ep and expert_data", 2, "the ranks"),
-        ),
-        Criterion("flags that cannot work are a UserError", 1, refusals_on_rank,
-                  lambda *_: {str(flags): "UserError" for flags in WRONG}, (dict(mesh=dict(dp=4, cp=1, tp=1)),)),
-        Criterion("the file trains as one device: --ep 2 --zero 1; --cp 2 --tp 2 --ep 2", 4, training.train_on_rank,
-                  trained, tuple(dict(mesh=dict(dp=4), layout=layout, flags=TRAINED) for layout in LAYOUTS),
-                  bound=FP32),
-    ),
+    ('The rows of mesh.join("data", "dp", "cp") are the ranks that have other tokens. ep neighbours of a row '
+     "share all experts; ranks with the same place in their ep group hold the same ones, and are expert_data.",
+     "Layers from dense_layers + moe_every - 1 on, every moe_every-th, get BALANCE[config.balance](...) on the meta "
+     "device. cut(weight, 0, mesh[\"ep\"]) cuts experts. Who sums the router's gradient, and who an expert's?",
+     "Router: data_group \"data\", partial_over (\"tp\",), as each tp rank finds a part of the experts' outputs. If "
+     'ep > 1, experts.forward becomes partial(DISPATCH[config.ep_mode], experts.forward, mesh["ep"]). Then the '
+     "three errors.",),
+    (*demands(
+         deal_on_rank, deal_expected, MESHES,
+         ("the right layers, shapes, cuts and records", 2, "layer"),
+         ("the groups data, ep and expert_data", 2, "the ranks"),
+     ),
+     Criterion("flags that cannot work are a UserError", 1, refusals_on_rank,
+               lambda *_: {str(flags): "UserError" for flags in WRONG}, (dict(mesh=dict(dp=4, cp=1, tp=1)),)),
+     Criterion("the file trains as one device: --ep 2 --zero 1; --cp 2 --tp 2 --ep 2", 4, training.train_on_rank,
+               trained, tuple(dict(mesh=dict(dp=4), layout=layout, flags=TRAINED) for layout in LAYOUTS),
+               bound=FP32, whole=True),),
     ("experts_summed_over_all_data", "router_not_summed_over_tp"),
 )  # fmt: skip
 
@@ -519,9 +489,9 @@ DEALING = Task(
 def draw_bytes(draw: Random) -> dict[str, Any]:
     """A layout."""
     ep = draw.choice((4, 8))
-    return dict(ep=ep, E=ep * draw.choice((2, 4, 8)), top=draw.choice((2, 4)), h=512 * draw.randint(2, 8),
+    return dict(ep=ep, E=ep * draw.choice((2, 4, 8)), top=draw.choice((3, 5)), h=512 * draw.randint(2, 8),
                 L=draw.choice((12, 24, 32)), b=draw.choice((1, 2)), s=1024 * draw.randint(2, 8),
-                k=draw.choice((3, 5, 7)))  # fmt: skip
+                k=draw.choice((4, 6, 7)))  # fmt: skip
 
 
 def bytes_over_ep(v: dict[str, Any], ways: int = 4, top: int = 0, away: float = 0.0) -> float:

@@ -135,9 +135,16 @@ def answer(pipe: int, value: dict[str, Any], last: bool):
         signal.pause()
 
 
+def control(option: int, value: int):
+    """Linux' prctl."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
 def host(world: World, ranks: int, jobs: list[Job], pipes: list[int], scratch: str):
     """The forked host: build the student's modules, fork the ranks, wait for them."""
     os.setsid()
+    control(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends if the grader does
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.disable()  # pytest has its own, which would print a crash into its output
@@ -181,6 +188,7 @@ def one_rank(world: World, rank: int, ranks: int, step: Any, jobs: list[Job], pi
     """A forked rank: join the others, work through the jobs, answer each."""
     from common.comm import Mesh
 
+    control(1, signal.SIGKILL)
     for other, pipe in enumerate(pipes):
         if other != rank:
             os.close(pipe)
@@ -211,8 +219,7 @@ def one_rank(world: World, rank: int, ranks: int, step: Any, jobs: list[Job], pi
 
 def adopt():
     """Become the parent of orphans among our descendants, so that `end` finds them."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    control(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
 def descendants(pid: int) -> list[int]:

@@ -127,6 +127,5 @@ def trains(points: int, *layouts: tuple[int, dict[str, Any]], says: str = "", **
         for n, flags in layouts
     ]
     cases = tuple(dict(mesh=dict(dp=n), layout=flags, **more) for n, flags in layouts)
-    return Criterion(
-        says or f"the file trains as one device: {'; '.join(names)}", points, train_on_rank, expected, cases
-    )
+    says = says or f"the file trains as one device: {'; '.join(names)}"
+    return Criterion(says, points, train_on_rank, expected, cases, whole=True)

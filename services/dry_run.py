@@ -35,6 +35,7 @@ from services.memory import Held, MemoryTimeline, memory_table
 from services.tables import human, table
 from theory.gpus import GPUS, Gpu
 from theory.traffic import Traffic
+from variants import grouped_matmul
 
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}  # where the two factors begin
 NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view", "detach"}
@@ -175,6 +176,7 @@ def without_numbers(meter: Meter, rank: int, world: int) -> Iterator[None]:
         (Tensor, "item", lambda tensor: 1.0),
         (FakeTensor, "tolist", evenly),
         (Tensor, "repeat_interleave", repeat_rows),
+        (grouped_matmul, "can_group", lambda *tensors: False),  # its FLOPs are counted expert by expert
         (layout, "draw", lambda name, shape, *_: torch.empty(shape)),
         (dist, "new_group", lambda row: make_group(row) if rank in row else None),
         (Data, "__init__", empty_data),

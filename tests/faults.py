@@ -258,7 +258,7 @@ FAULTS: dict[str, Fault] = {
          "the last"),
         ("last_unit_not_landed", "Zero2", 'the last unit."""\n        self.land()', 'the last unit."""',
          "the embedding"),
-        ("slices_not_emptied", "Zero2", "torch.zeros_like(unit.master)", "torch.ones_like(unit.master)",
+        ("slices_not_emptied", "Zero2", "torch.zeros_like(unit.master", "torch.ones_like(unit.master",
          "they start at 1"),
         ("summed_again", "Zero2", "param.grad = None", "pass", "what has been summed is in the next sum, too"),
     ),
@@ -635,6 +635,9 @@ PATCHES = {  # no mistakes: both sides of a comparison have them (`patch` of tes
     **of("step07_moe_ep", "", DEFAULT,
         ("idle_experts", "MoE", "p.topk(self.top_k)",
          "p.masked_fill(torch.arange(p.shape[-1]) > 1, 0.0).topk(self.top_k)", "tokens go to experts 0 and 1 alone"),
+    ),
+    **of("variants.compress_activations", "", DEFAULT,
+        ("not_rounded", "Bits", "KINDS[mode]", "torch.float64", "what is called bf16 has 64 bits"),
     ),
 }
 # fmt: on

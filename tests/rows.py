@@ -11,7 +11,7 @@ EQUALS = ("equals",)  # names of functions in tests/test_layouts.py
 ALL = ("equals", "drifts", "stays_near", "evaluates", "goes_on")
 UNEVEN = dict(dataset=__file__)  # many targets do not count; tests/equal.py reads it
 FEW = dict(dataset="pyproject.toml", vocab_size=5)  # so few tokens that a rank of four has none of them; there, too
-FROZEN, IDLE = dict(patch="frozen"), dict(patch="idle_experts")  # changes of both runs: tests/faults.py
+FROZEN, IDLE, EXACT = dict(patch="frozen"), dict(patch="idle_experts"), dict(patch="not_rounded")  # tests/faults.py
 SGD, TIED, MHA = dict(optimizer="sgd", lr=0.5), dict(tied=True), dict(n_kv_heads=4)
 EXPERTS, MUON = dict(experts=4), dict(optimizer="muon")
 LOSSY = (
@@ -121,6 +121,15 @@ ROWS = [
     Row(2, "step04_tp_sp", dict(tp=2, tp_overlap=True), SGD),
     Row(4, "step04_tp_sp", dict(tp=2, tp_overlap=True, sp=False, zero=3, recompute="full"), TIED),
     Row(2, "step04_tp_sp", dict(tp=2, compress_activations="bf16"), SGD, bound=0.01),
+    *(
+        Row(2, "step06_pipeline", dict(compress_activations="bf16") | layout, SGD | EXACT)
+        for layout in (
+            dict(tp=2, tp_overlap=True),
+            dict(tp=2, sp=False),
+            dict(pp=2, schedule="afab"),
+            dict(pp=2, schedule="zb-h1"),
+        )
+    ),
     Row(2, "step04_tp_sp", dict(tp=2, compress_activations="int8", tp_overlap=True), SGD, bound=0.03),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, compress_activations="int8", sp=False), SGD, bound=0.03),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, compress_activations="int8", schedule="zb-h1"), SGD, bound=0.03),

@@ -1,34 +1,9 @@
-"""Messages of activations: with nothing rounded they equal one process; rounded, a value is off by a known part."""
+"""Messages of activations are off by a known part. With nothing rounded, rows of the table equal one process."""
 
 import pytest
 import torch
 
-from tests import equal
-from variants.compress_activations import BLOCK, KINDS, Bits
-
-SGD = dict(optimizer="sgd", lr=0.5)
-LAYOUTS = {
-    "sp": ("step04_tp_sp", dict(tp=2, tp_overlap=True)),
-    "no-sp": ("step04_tp_sp", dict(tp=2, sp=False)),
-    "pp": ("step06_pipeline", dict(pp=2, schedule="afab")),
-}
-
-
-def exactly(step: str, options: dict, file: str) -> float:
-    """Runs on every rank: what is called bf16 has 64 bits."""
-    KINDS["bf16"] = torch.float64
-    try:
-        return equal.on_rank(step, options | dict(compress_activations="bf16"), file)
-    finally:
-        KINDS["bf16"] = torch.bfloat16
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_equals_one_process_if_nothing_is_lost(pools, tmp_path, name):
-    """So the messages go where they should."""
-    step, layout = LAYOUTS[name]
-    pools(1).run(equal.save_record, "step01_single_gpu", SGD, str(tmp_path / "one.pt"))
-    pools(2).run(exactly, step, SGD | layout, str(tmp_path / "one.pt"))
+from variants.compress_activations import BLOCK, Bits
 
 
 @pytest.mark.parametrize("dim", [8, BLOCK, BLOCK + 44])

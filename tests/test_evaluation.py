@@ -45,7 +45,9 @@ def loss_of(found: Checkpoint) -> torch.Tensor:
         return model(TOKENS, TOKENS)
 
 
-@pytest.mark.parametrize("base", [dict(dtype="fp32"), dict(dtype="fp32", tied=True, n_kv_heads=4)], ids=str)
+@pytest.mark.parametrize(
+    "base", [dict(dtype="fp32", rope_scaling=8.0), dict(dtype="fp32", tied=True, n_kv_heads=4)], ids=str
+)
 def test_llama_computes_the_same(tmp_path, base, capsys, monkeypatch):
     """Exported: the same logits to what fp32 holds. Imported again: the same bits, and a run starts from them."""
     transformers = pytest.importorskip("transformers")

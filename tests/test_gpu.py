@@ -23,17 +23,17 @@ from torch.utils.checkpoint import CheckpointError
 import step01_single_gpu as step01
 from common import UserError, comm
 from common.data import Data
+from common.model import PRESETS
 from services import checkpoint, devices
 from services.boxes import Piece
 from services.dry_run import run_rank
-from services.run import attach
+from services.run import attach, compose
 from services.watchdog import SAVES, Guard, place_of
 from step04_tp_sp import VocabParallelEmbedding
 from tests import equal
 from tests.fake_gpu import Call, Event, Watch, can_fake_cuda, see, stuck
 from tests.faults import FAULTS, Fault, injected
 from tests.pool import Pool, RankError
-from tests.test_screen import config_of
 from variants import chunked_loss, documents
 from variants.prefetch import Ahead
 
@@ -84,9 +84,10 @@ USUAL_FAULTS = [name for name in FAULTY if name.startswith("N")]
 @contextmanager
 def put(*text: str) -> Iterator[None]:
     """Inside, this text is in the program: module, owner, old, new; none: it is as it is."""
-    FAULTS["fault"] = Fault(*text, "") if text else None
+    if text:
+        FAULTS["fault"] = Fault(text[0], "", "", *text[1:], "")
     with injected("fault") if text else nullcontext():
-        del FAULTS["fault"]
+        FAULTS.pop("fault", None)
         yield
 
 
@@ -178,9 +179,11 @@ def test_n4_documents_leave_cudnn_alone(monkeypatch, mode):
 
 def peak(most: int) -> int:
     """The dry run's highest bytes of a model of 131,072 words, with chunks of so many bytes."""
-    shape = dict(vocab_size=2**17, seq_len=4096, n_layers=1, micro_batch_size=2, global_batch_size=2, dtype="bf16")
+    PRESETS["test"] = equal.ModelConfig(**equal.SMALL | dict(vocab_size=2**17, seq_len=4096, n_layers=1))
+    sizes = dict(micro_batch_size=2, global_batch_size=2, dtype="bf16", device="cpu", peak_tflops=1.0)
     with mock.patch.object(chunked_loss, "MOST", most):
-        return sum(run_rank(step01.train, config_of(step01, shape, dry_run=1), 0, attach).meter.peak().values())
+        config = compose(step01)(model="test", dry_run=1, **sizes)
+        return sum(run_rank(step01.train, config, 0, attach).meter.peak().values())
 
 
 def test_n5_the_loss_takes_the_bytes_that_are_promised():

@@ -20,7 +20,6 @@ MODULES = {  # name -> module with main(name, argv)
     "experts": "experts",
     "timelines": "timelines",
     "versions": "versions",
-    "first_run": "first_run",
     "plan": "plan",
 }
 

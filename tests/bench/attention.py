@@ -1,4 +1,4 @@
-"""Attention alone: which rank computes what in the ring (figure), and every --cp-mode beside one call on one device.
+"""Attention alone: what each rank of a ring computes (figure), and every --cp-mode beside one call.
 
 Forward and backward of causal attention with grouped queries. The modes take turns; rank 0 alone makes the call on the
 whole sequence, while the others wait. FLOPs are those of the pairs that causal attention needs, 4 x head_dim x heads a
@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
-from unittest import mock
 
 import torch
-from torch import Tensor
 
 import step05_cp_ring as step05
 from common import UserError
@@ -42,28 +40,18 @@ class Config:
     work_of: int = 4  # ranks in the figure of who computes what; 0: no figure
 
 
-def work_on_rank(length: int) -> dict[str, list[tuple[int, int, int]]]:
-    """Runs on every rank: (hop, whose keys, query-key pairs) of the blocks that one attention has computed, by mode."""
-    plugins()  # more modes
-    n, found = torch.distributed.get_world_size(), {}
-    group, right = Mesh(cp=n)["cp"], step05.block_attention
-    for mode in RINGS:
-        done, asked = found.setdefault(mode, []), []
-        visible = step05.CONTEXT[mode].attention
-
-        def block(q: Tensor, k: Tensor, v: Tensor, causal: bool, done=done, asked=asked) -> tuple[Tensor, Tensor]:
-            s_q, s_k = q.shape[2], k.shape[2]
-            done.append((*asked[-1], s_q * (s_q + 1) // 2 if causal else s_q * s_k))
-            return right(q, k, v, causal)
-
-        def looking(rank: int, source: int, length: int, right, asked=asked) -> list[tuple]:
-            asked.append(((rank - source) % n, source))
-            return right(rank, source, length)
-
-        kept = visible.keywords["visible"] if isinstance(visible, partial) else step05.zigzag_visible
-        with mock.patch.object(step05, "block_attention", block):
-            tensors = [torch.ones(1, length // n, 1, 8) for _ in range(3)]
-            step05.ring_attention(*tensors, group, partial(looking, right=kept))
+def work(mode: str, n: int, length: int) -> list[list[tuple[int, int, int]]]:
+    """By rank: (hop, whose keys, query-key pairs) of what a ring of n ranks with `length` tokens each computes."""
+    function, found = step05.CONTEXT[mode].attention, []
+    visible = function.keywords["visible"] if isinstance(function, partial) else step05.zigzag_visible
+    tensor = torch.empty(1, 1, length, device="meta")
+    for rank in range(n):
+        found.append([])
+        for hop in range(n):
+            for rows, keys, causal in visible(rank, (rank - hop) % n, length):
+                s_q, s_k = tensor[rows].shape[2], tensor[keys].shape[2]
+                pairs = s_q * (s_q + 1) // 2 if causal else s_q * s_k
+                found[-1].append((hop, (rank - hop) % n, pairs))
     return found
 
 
@@ -90,14 +78,15 @@ def bench(config: Config):
     """The figure, and both tables."""
     if config.cp < 2 or config.seq_len % (2 * config.cp) or config.n_heads % config.n_kv_heads:
         raise UserError("--cp must be at least 2, --seq-len a multiple of 2 x --cp, --n-heads one of --n-kv-heads")
+    plugins()  # more modes
     if config.work_of:
-        length, n = 64 * config.work_of, config.work_of
-        ranks = on_ranks(n, work_on_rank, length)
-        total = length * (length + 1) // 2
+        n, length = config.work_of, 64
+        modes, total = {mode: work(mode, n, length) for mode in RINGS}, n * length * (n * length + 1) // 2
         rows = [["rank", *(f"{mode}: share of all pairs" for mode in RINGS)]]
-        for rank, found in enumerate(ranks):
-            rows.append([str(rank), *(f"{sum(pairs for *_, pairs in found[mode]) / total:.2%}" for mode in RINGS)])
-        picture = figures.ring_work({mode: [found[mode] for found in ranks] for mode in RINGS}, total, "cp_work")
+        for rank in range(n):
+            shares = (sum(pairs for *_, pairs in modes[mode][rank]) / total for mode in RINGS)
+            rows.append([str(rank), *(f"{share:.2%}" for share in shares)])
+        picture = figures.ring_work(modes, total, "cp_work")
         print(f"{table(rows)}\n\nsee {picture}\n")
     found, *_ = on_ranks(config.cp, modes_on_rank, config)
     flops = 14 * config.head_dim * config.n_heads * config.seq_len * (config.seq_len + 1) / 2

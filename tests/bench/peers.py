@@ -76,46 +76,30 @@ def train(build: Callable[[Any, Mesh, Decoder], Peer], cut: str, config: Any, ru
 
 def kinds(module: nn.Module) -> list[list[nn.Parameter]]:
     """Matrices and norms, DTensors apart: PyTorch's fused kernels take no mixture."""
-    params = list(module.parameters())
-    sets = [[p for p in params if (p.dim() > 1, isinstance(p, DTensor)) == key] for key in
-            ((True, True), (True, False), (False, True), (False, False))]  # fmt: skip
-    return sets
+    sets: dict[tuple, list[nn.Parameter]] = {}
+    for param in module.parameters():
+        sets.setdefault((param.dim() > 1, isinstance(param, DTensor)), []).append(param)
+    return list(sets.values())
 
 
 def adamw(module: nn.Module, config: Any) -> torch.optim.Optimizer:
     """Step 1's update rule on a module's parameters as they are."""
-    groups = [
-        dict(params=params, weight_decay=config.weight_decay * (params[0].dim() > 1))
-        for params in kinds(module)
-        if params
-    ]
+    groups = [dict(params=p, weight_decay=config.weight_decay * (p[0].dim() > 1)) for p in kinds(module)]
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
 
 def clip(module: nn.Module, most: float, mesh: Mesh | None) -> float:
     """PyTorch's clipping; where stages are cut (`mesh`), the squares of their norms are added up."""
     square = 0.0
-    for params in filter(None, kinds(module)):
+    for params in kinds(module):
         norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
         square = square + (norm.full_tensor() if isinstance(norm, DTensor) else norm).double().square()
     if mesh is not None:
         all_reduce(square, mesh["pp"]).wait()
     norm = square.sqrt()
-    for params in filter(None, kinds(module)):
+    for params in kinds(module):
         nn.utils.clip_grads_with_norm_(params, most, norm.float())
     return norm.item()
-
-
-class WithLoss(nn.Module):
-    """The decoder's call as that of a module, which wrappers want."""
-
-    def __init__(self, model: Decoder):
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The summed loss of a micro-batch."""
-        return self.model(tokens, targets)
 
 
 def in_micro_batches(module: nn.Module, last: Callable[[bool], Any], xs: Any, ys: Any, n_targets: Tensor) -> Tensor:
@@ -133,15 +117,14 @@ def build_fsdp(config: Any, mesh: Mesh, model: Decoder) -> Peer:
     """FSDP2: each layer a unit and the rest one, freed after use; gradients are summed, not averaged."""
     device, dtype = choose_device(config)
     materialize(model, config.seed, device, wide(dtype))
-    wrapped = WithLoss(model)
     options = dict(mesh=dist.init_device_mesh(device.type, (mesh["dp"].size,)), reshard_after_forward=True)
     if dtype.itemsize == 2:
         options["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32)
-    for module in (*model.model.layers.values(), wrapped):
+    for module in (*model.model.layers.values(), model):
         shard = fully_shard(module, **options)
         shard.set_gradient_divide_factor(1.0)
         shard.set_force_sum_reduction_for_comms(True)
-    return Peer(wrapped, partial(in_micro_batches, wrapped, lambda _: None), mesh)
+    return Peer(model, partial(in_micro_batches, model, lambda _: None), mesh)
 
 
 def build_zero_redundancy(config: Any, mesh: Mesh, model: Decoder) -> Peer:
@@ -149,9 +132,9 @@ def build_zero_redundancy(config: Any, mesh: Mesh, model: Decoder) -> Peer:
     device, dtype = choose_device(config)
     materialize(model, config.seed, device, dtype)
     options = dict(gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=config.bucket_mb)
-    wrapped = DistributedDataParallel(WithLoss(model), process_group=mesh["dp"].handle, **options)
+    wrapped = DistributedDataParallel(model, process_group=mesh["dp"].handle, **options)
     wrapped.register_comm_hook(mesh["dp"], TorchSync.add)
-    groups = [dict(params=p, weight_decay=config.weight_decay * (p[0].dim() > 1)) for p in kinds(model) if p]
+    groups = [dict(params=p, weight_decay=config.weight_decay * (p[0].dim() > 1)) for p in kinds(model)]
     rule = dict(betas=(0.9, 0.95), fused=True, process_group=mesh["dp"].handle)
     optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, parameters_as_bucket_view=True, lr=0.0, **rule)
     last = partial(setattr, wrapped, "require_backward_grad_sync")

@@ -8,6 +8,7 @@ import importlib
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -35,11 +36,13 @@ def served(step: str, flags: dict[str, Any]) -> SimpleNamespace:
         config = compose(module)(**dict(save_every=0, eval_every=0, peak_tflops=1.0, out=out) | flags)
         with ServedRun(config) as run:
             module.train(config, run)
+        pictures = {path.stem: path.read_bytes() for path in Path(out).glob("*.png")}
     held, curves = run.screen.held, None
     if flags.get("profile_memory"):
         curves = dict(zip(("seconds", "bytes"), held.timeline.curves(), strict=True))
     n = sum(param.numel() for param in run.parts.model.parameters())
-    return SimpleNamespace(rows=run.history, predicted=run.screen.predicted, most=held.most, curves=curves, n=n)
+    seen = dict(predicted=run.screen.predicted, most=held.most, curves=curves, n=n, pictures=pictures)
+    return SimpleNamespace(rows=run.history, **seen)
 
 
 def last(found: list[SimpleNamespace], key: str) -> float:
@@ -107,9 +110,23 @@ def show_experts(found: dict[str, list[SimpleNamespace]], shared: dict):
     print(f"{table(rows)}\n\nmeans of the last ten steps; see {picture}")
 
 
+def show_first(found: dict[str, list[SimpleNamespace]], shared: dict):
+    """The end of the first command; its pictures become the README's."""
+    ((first, *_),) = found.values()
+    for name in ("loss", "timeline"):
+        (figures.FIGURES / f"first_run_{name}.png").write_bytes(first.pictures[name])
+    rows, speed = first.rows, last([first], "tokens_per_second")
+    losses = f"loss {rows[0]['loss']:.2f} to {rows[-1]['loss']:.2f}, validation {rows[-1]['validation_loss']:.2f}"
+    print(f"{losses}; {speed:,.0f} tokens/s; see first_run_*.png in {figures.FIGURES}")
+
+
 ONE, SIZES = dict(steps=1, global_batch_size=4), (1, 2, 4, 8)
 SMALL16 = dict(dim=160, n_layers=16, ffn_dim=448, seq_len=64, global_batch_size=8, micro_batch_size=1)
 RUNS = {
+    "first_run": Runs(
+        "the first command (figures of the README)", show_first, dict(steps=40, eval_every=40),
+        {"first": (8, "step07_moe_ep", dict(pp=2, cp=2, tp=2, ep=2, global_batch_size=16))},
+    ),
     "recompute_memory": Runs(
         "activations kept with each --recompute", show_kept, dict(micro_batch_size=4) | ONE,
         {f"--recompute {way}": (1, "step01_single_gpu", dict(recompute=way)) for way in ("none", "selective", "full")},
@@ -142,20 +159,6 @@ RUNS = {
         dict(steps=100, eval_every=100, pp=2, tp=2),
         {f"--compress-activations {way}": (4, "step06_pipeline", dict(compress_activations=way))
          for way in ("none", "bf16", "int8")},
-    ),
-    "tp_bf16": Runs(
-        "losses of bf16 on two tp ranks, on one, and of fp32 (figure)",
-        lambda *found: show_curves("tp_bf16", ("tp",), *found),
-        dict(steps=50, warmup_steps=10, lr=1e-3, global_batch_size=16),
-        {"bf16, --tp 2": (2, "step04_tp_sp", dict(tp=2, dtype="bf16")),
-         "bf16, one device": (1, "step01_single_gpu", dict(dtype="bf16")),
-         "fp32, one device": (1, "step01_single_gpu", dict(dtype="fp32"))},
-    ),
-    "optimizers": Runs(
-        "losses of the update rules (figure)", lambda *found: show_curves("optimizers", (), *found),
-        dict(steps=200, eval_every=50),
-        {f"--optimizer {rule}": (1, "step01_single_gpu", dict(optimizer=rule))
-         for rule in ("adamw", "muon", "adafactor")},
     ),
     "expert_load": Runs(
         "how busy experts are with every --balance (figure)", show_experts,
