@@ -87,7 +87,8 @@ for (const figure of document.querySelectorAll("figure")) {
         `<polygon class=${kind} points="${points}" />`).join("")}</svg><hr>` : "")
     stage.hidden = !rows.length && !areas.length
     boxes = stage.querySelectorAll("b")
-    field.moment.max = field.moment.value = Math.max(0, texts.length - 1)
+    field.moment.max = Math.max(0, texts.length - 1)
+    field.moment.value = field.moment.max
     form.classList.toggle("still", texts.length < 2)
     chosen = -1
     tick()

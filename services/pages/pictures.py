@@ -129,27 +129,32 @@ def mesh(pp: int, dp: int, cp: int, tp: int, ep: int) -> dict:
     return dict(rows=rows, width=tp, boxes=boxes, text=f"{world} ranks; those of a row differ in tp.", texts=[""])
 
 
-def areas(series: dict[str, list[float]]) -> dict:
-    """Curves, stacked, as polygons; a moment for each point."""
+def areas(moments: list[str], series: dict[str, list[float]]) -> dict:
+    """Curves, stacked, as polygons; a point of each at every moment."""
     points = list(zip(*series.values(), strict=True))
     most, n = max(map(sum, points)) or 1, max(1, len(points) - 1)
     tops = [[100 - 100 * sum(point[: k + 1]) / most for point in points] for k in range(len(series))]
     shapes = [" ".join(f"{100 * i / n:.4g},{y:.4g}" for i, y in enumerate(top)) + " 100,100 0,100" for top in tops]
-    texts = [", ".join(f"{name} {value:,.5g}" for name, value in zip(series, point, strict=True)) for point in points]
+    says = lambda value: f"{value:,.0f}" if value > 999 else f"{value:.4g}"  # noqa: E731
+    values = [", ".join(f"{name} {says(v)}" for name, v in zip(series, point, strict=True)) for point in points]
+    texts = [f"{moment}: {value}" for moment, value in zip(moments, values, strict=True)]
     kinds = [f"r{k % 8}" for k in range(len(series))]
-    return dict(areas=list(zip(kinds, shapes, series, strict=True))[::-1], texts=texts, text=f"Top: {most:,.5g}")
+    return dict(areas=list(zip(kinds, shapes, series, strict=True))[::-1], texts=texts, text=f"Top: {says(most)}")
 
 
 def run(folder: Path) -> dict:
     """Loss, memory and the load of experts of a run, from the files in its directory."""
-    rows = read_metrics(folder)
-    curves = {name: {name: [row[name] for row in rows]} for name in ("loss", "peak_memory_bytes") if name in rows[0]}
+    rows, curves = read_metrics(folder), {}
+    steps = [f"Step {row['step']}" for row in rows]
+    for name in (name for name in ("loss", "peak_memory_bytes") if name in rows[0]):
+        curves[name] = steps, {name: [row[name] for row in rows]}
     if (folder / "memory.json").exists():
-        curves["memory over time"] = json.loads((folder / "memory.json").read_text())["bytes"]
+        memory = json.loads((folder / "memory.json").read_text())
+        curves["memory over time"] = [f"{seconds:.3f} s, bytes" for seconds in memory["seconds"]], memory["bytes"]
     for layer in rows[0].get("expert_load", ()):
         loads = zip(*(row["expert_load"][layer] for row in rows), strict=True)
-        curves[f"expert load, layer {layer}"] = {f"expert {e}": load for e, load in enumerate(loads)}
-    return picture(lambda name: areas(curves[name]), curve=list(curves))
+        curves[f"expert load, layer {layer}"] = steps, {f"expert {e}": load for e, load in enumerate(loads)}
+    return picture(lambda name: areas(*curves[name]), curve=list(curves))
 
 
 def all_pictures() -> dict[str, dict]:
