@@ -258,7 +258,8 @@ class Zero3(Zero2):
     def send(self, unit: Unit):
         """As in stage 2; the unit's backward is done, so its weights may go."""
         super().send(unit)
-        unit.free()
+        if len(unit.trained) == len(unit.named):  # else backward may still need what is frozen
+            unit.free()
 
     def publish(self):
         """The next forward gathers the updated slices."""

@@ -57,7 +57,7 @@ ROWS = [
     Row(4, "step05_cp_ring", dict(cp=2, tp=2), UNEVEN),
     Row(4, "step06_pipeline", dict(pp=2, schedule="zb-h1"), UNEVEN | SGD),
     Row(4, "step07_moe_ep", dict(tp=2, ep=2), UNEVEN | EXPERTS),
-    *(Row(2, "step03_zero", dict(zero=zero), FROZEN | SGD, EXHAUSTIVE if zero == 1 else DEFAULT) for zero in range(3)),
+    *(Row(2, "step03_zero", dict(zero=zero), FROZEN | SGD, EXHAUSTIVE if zero == 1 else DEFAULT) for zero in range(4)),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, schedule="zb-h2", zero=2), FROZEN | TIED),
     Row(4, "step07_moe_ep", dict(ep=4, zero=1), IDLE | EXPERTS),
     Row(4, "step04_tp_sp", dict(tp=4, zero=1), FEW | SGD | TIED),
