@@ -84,7 +84,7 @@ def units_expected(rank: int, case: Case) -> dict[str, Any]:
 CUT = Task(
     "units and slices", 15, ("Unit.view", "Unit.part", "unit_names"),
     "the docstring of the step from \"Parameters are laid out in units\"; Unit.__init__",
-    ("self.place has where a parameter begins and ends in the whole buffer. This rank's slice begins at self.first "
+    ("self.span has where a parameter begins and ends in the whole buffer. This rank's slice begins at self.first "
      "and has self.length elements. Draw a parameter before it, one behind it, and one across its border.",
      "Subtract self.first from both ends, and keep the result within 0 to self.length.",
      "unit_names: a dictionary whose key is (the module: a layer's name, the embedding's, or the rest; the "

@@ -68,7 +68,7 @@ def block_inputs(case: Case) -> list[Tensor]:
 
 
 def one_part(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """block_attention, written out."""
+    """part_attention, written out."""
     return softmax_of(q, k, v, triangle(q.shape[2]) if causal else torch.ones(q.shape[2], k.shape[2]).bool())
 
 
@@ -83,7 +83,7 @@ def parts(attention: Any, case: Case) -> dict[str, Any]:
 
 def narrow_on_rank(step: Any, case: Case, _: Mesh) -> dict[str, Any]:
     """16 bits."""
-    lse = step.block_attention(*(x.bfloat16() for x in block_inputs(case)[:3]), True)[1]
+    lse = step.part_attention(*(x.bfloat16() for x in block_inputs(case)[:3]), True)[1]
     return {"lse has 32 bits or more": lse.dtype.itemsize >= 4, "lse": lse}
 
 
@@ -126,14 +126,14 @@ def merge_expected(_: int, case: Case) -> dict[str, Any]:
     return found
 
 
-PART = (lambda step, case, _: parts(step.block_attention, case)), (lambda _, case: parts(one_part, case))
+PART = (lambda step, case, _: parts(step.part_attention, case)), (lambda _, case: parts(one_part, case))
 PARTS = Task(
-    "a part of the keys, and merging two", 25, ("block_attention", "merge"),
+    "a part of the keys, and merging two", 25, ("part_attention", "merge"),
     "the first picture of the step; same_heads and scaled_scores in the file; Dao et al. 2022 (FlashAttention), 3.1",
     ("lse is the log of the sum of exp(score) over the keys of this part. logsumexp(-1) subtracts the largest "
      "score by itself, so nothing overflows. With it, the softmax is exp(scores - lse).",
-     "merge: o is an average of two outputs. The share of the new one is e^block_lse / (e^lse + e^block_lse). "
-     "Divide both by e^block_lse: it is a sigmoid. It is found before lse changes.",
+     "merge: o is an average of two outputs. The share of the new one is e^part_lse / (e^lse + e^part_lse). "
+     "Divide both by e^part_lse: it is a sigmoid. It is found before lse changes.",
      "Both tensors of merge are changed in place (lerp_, copy_), because the caller gives it views. logaddexp "
      "adds two sums of exponentials; if one is empty, its lse is minus infinity, and that is right too.",),
     (Criterion("o and lse of one part, causal or not, with fewer key/value heads", 2, *PART, (BLOCK,)),
@@ -260,8 +260,8 @@ def back_on_rank(step: Any, case: Case, _: Mesh) -> dict[str, Any]:
     wider[..., 1:-1] = lse.detach()
     q, k, v, past_k, past_v, o, lse = given = [*(x.detach() for x in (*leaves, o)), wider[..., 1:-1]]
     before = [x.clone() for x in given]
-    own = step.block_gradients(do, q, k, v, o, lse, True)
-    past = step.block_gradients(do, q, past_k, past_v, o, lse, False)
+    own = step.part_gradients(do, q, k, v, o, lse, True)
+    past = step.part_gradients(do, q, past_k, past_v, o, lse, False)
     found = dict(zip(SHARED, (own[0] + past[0], *own[1:], *past[1:]), strict=True))
     return found | {"inputs that were changed": changed(before, given)}
 
@@ -275,8 +275,8 @@ def back_expected(_: int, case: Case) -> dict[str, Any]:
 
 SHARED = ("both parts' dq, added", "causal: dk", "causal: dv", "not causal: dk", "not causal: dv")
 SHARES = Task(
-    "the backward of one part", 25, ("block_gradients",),
-    "the four formulas in the docstring of block_gradients; Dao et al. 2022, appendix B.2",
+    "the backward of one part", 25, ("part_gradients",),
+    "the four formulas in the docstring of part_gradients; Dao et al. 2022, appendix B.2",
     ("P = exp(scores - lse) with the lse that is given. It is no softmax of this part: its rows add up to less "
      "than 1. rowsum(do * o) is one number for each query and head, of attention to all keys, too.",
      "1/sqrt(d) belongs to dq and to dk. dk and dv come out for each query head: those that share a key/value "

@@ -116,7 +116,7 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
         ("exp and a sum", "vocab_parallel_cross_entropy", "[:, 0].logsumexp(0)", "[:, 0].exp().sum(0).log()"),
         ("no gradient", "vocab_parallel_cross_entropy", "everyone[group.rank] = ours", "pass"),
         ("targets that do not count", "vocab_parallel_cross_entropy", ".where(targets != IGNORE, 0.0).sum()", ".sum()"),
-        ("others' tokens get a row", "VocabParallelEmbedding", " * here[..., None]", ""),
+        ("others' tokens get a row", "VocabParallelEmbedding", " * held[..., None]", ""),
     ],
     (4, 4): [
         ("nothing is cut", "shard_tensors", "if group.size == 1:", "if True:"),

@@ -210,7 +210,7 @@ def test_a_fault_is_named_and_hedged(tmp_path):
     folder = sabotaged(tmp_path / "a", 4, ("", fault.owner, fault.old, fault.new))
     texts = " ".join(r.text for r in judged(folder, 2))
     assert "the same numbers as with g_sums_in_backward_too: as torch.distributed.nn does" in texts
-    folder = sabotaged(tmp_path / "b", 4, ("", "VocabParallelEmbedding", " * here[..., None]", ""))
+    folder = sabotaged(tmp_path / "b", 4, ("", "VocabParallelEmbedding", " * held[..., None]", ""))
     assert re.search(r"token \d+ belongs to rank \d, which has ids \d+ to \d+: .* zero", judged(folder, 3)[0].text)
 
 

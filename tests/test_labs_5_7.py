@@ -11,9 +11,9 @@ from tests.test_labs import handed_in, judged, sabotaged
 
 ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {  # as tests/sabotage.py
     (5, 1): [
-        ("no part is causal", "block_attention", "0.0, causal)", "0.0, False)"),
-        ("merge: parts count alike", "merge", "torch.sigmoid(block_lse - lse)[..., None]", "0.5"),
-        ("merge: exp overflows", "merge", "torch.logaddexp(lse, block_lse)", "(lse.exp() + block_lse.exp()).log()"),
+        ("no part is causal", "part_attention", "0.0, causal)", "0.0, False)"),
+        ("merge: parts count alike", "merge", "torch.sigmoid(part_lse - lse)[..., None]", "0.5"),
+        ("merge: exp overflows", "merge", "torch.logaddexp(lse, part_lse)", "(lse.exp() + part_lse.exp()).log()"),
         ("merge: not in place", "merge", "o.lerp_(", "o = o.lerp("),
     ],
     (5, 2): [
@@ -22,8 +22,8 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {  # as tests/sab
         ("zigzag: an odd number of tokens", "zigzag_positions", "if seq_len % (2 * n):", "if False:"),
     ],
     (5, 3): [
-        ("backward: softmax of the part", "block_gradients", "lse.contiguous()", "block_attention(q, k, v, causal)[1]"),
-        ("backward: without rowsum", "block_gradients", "q, k, v, o, lse.con", "q, k, v, 0 * o, lse.con"),
+        ("backward: softmax of the part", "part_gradients", "lse.contiguous()", "part_attention(q, k, v, causal)[1]"),
+        ("backward: without rowsum", "part_gradients", "q, k, v, o, lse.con", "q, k, v, 0 * o, lse.con"),
     ],
     (5, 4): [
         (
@@ -197,8 +197,8 @@ STYLES: dict[str, tuple[int, int, dict[str, str]]] = {
         5,
         1,
         {
-            "block_attention": """
-def block_attention(q, k, v, causal):
+            "part_attention": """
+def part_attention(q, k, v, causal):
     g = q.shape[1] // k.shape[1]
     q, k, v = (x.float() if x.dtype == torch.bfloat16 else x for x in (q, k, v))
     scores = torch.einsum("bgrqd,bgkd->bgrqk", q.unflatten(1, (-1, g)), k) / q.shape[-1] ** 0.5
@@ -210,10 +210,10 @@ def block_attention(q, k, v, causal):
     return o.flatten(1, 2), (top.squeeze(-1) + e.sum(-1).log()).flatten(1, 2)
 """,
             "merge": """
-def merge(o, lse, block_o, block_lse):
-    total = torch.maximum(lse, block_lse) + torch.log1p(torch.exp(-(lse - block_lse).abs()))
+def merge(o, lse, part_o, part_lse):
+    total = torch.maximum(lse, part_lse) + torch.log1p(torch.exp(-(lse - part_lse).abs()))
     o *= torch.exp(lse - total).unsqueeze(-1)
-    o += torch.exp(block_lse - total).unsqueeze(-1) * block_o
+    o += torch.exp(part_lse - total).unsqueeze(-1) * part_o
     lse[...] = total
 """,
         },
@@ -239,7 +239,7 @@ def merge(o, lse, block_o, block_lse):
                     works.append(dist.isend(x, ahead, group=group.handle))
                     works.append(dist.irecv(coming[-1], behind, group=group.handle))
             for rows, keys, causal in visible(r, source, q.shape[2]):
-                part, part_lse = block_attention(q[rows], mine[0][keys], mine[1][keys], causal)
+                part, part_lse = part_attention(q[rows], mine[0][keys], mine[1][keys], causal)
                 merge(o[rows], lse[rows], part, part_lse)
             for work in works:
                 work.wait()
@@ -265,7 +265,7 @@ def merge(o, lse, block_o, block_lse):
             coming, works = swap(*mine) if i < n - 1 else (None, [])
             shares = [torch.zeros(x.shape, dtype=dtype) for x in (k, v)]
             for rows, keys, causal in visible(r, (r - i) % n, q.shape[2]):
-                a, b, c = block_gradients(do[rows], q[rows], mine[0][keys], mine[1][keys], o[rows], lse[rows], causal)
+                a, b, c = part_gradients(do[rows], q[rows], mine[0][keys], mine[1][keys], o[rows], lse[rows], causal)
                 dq[rows] += a
                 shares[0][keys] += b
                 shares[1][keys] += c
