@@ -152,7 +152,12 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {  # as tests/sab
     (7, 2): [
         ("one score divided by itself", "MoE", "if self.top_k > 1:", "if True:"),
         ("router in 16 bits", "MoE", "wide(x.dtype)", "x.dtype"),
-        ("experts that nobody chose", "MoE", ", minlength=p.shape[-1])", ")"),
+        (
+            "experts that nobody chose",
+            "MoE",
+            "F.one_hot(selected_experts.flatten(), p.shape[-1]).sum(0)",
+            "torch.bincount(selected_experts.flatten())",
+        ),
     ],
     (7, 3): [
         (
@@ -174,7 +179,7 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {  # as tests/sab
         (
             "counts of this rank",
             "visit_experts",
-            "experts(visitors[order], coming.sum(0))",
+            "experts(visitors[order], inward.sum(0))",
             "experts(visitors[order], leaving[group.rank] * len(visitors) // max(1, len(visitors)))",
         ),
     ],
