@@ -176,7 +176,6 @@ def without_numbers(meter: Meter, rank: int, world: int) -> Iterator[None]:
         (Tensor, "item", lambda tensor: 1.0),
         (FakeTensor, "tolist", evenly),
         (Tensor, "repeat_interleave", repeat_rows),
-        (grouped_matmul, "can_group", lambda *tensors: False),  # its FLOPs are counted expert by expert
         (layout, "draw", lambda name, shape, *_: torch.empty(shape)),
         (dist, "new_group", lambda row: make_group(row) if rank in row else None),
         (Data, "__init__", empty_data),
@@ -197,7 +196,8 @@ def without_numbers(meter: Meter, rank: int, world: int) -> Iterator[None]:
 def run_rank(train: Callable, config: Any, rank: int, attach: Callable) -> Seen:
     """Train two steps as one rank of `config.dry_run`. Raises what `train` raises."""
     meter, world = Meter(GPUS[config.gpu]), config.dry_run
-    with without_numbers(meter, rank, world), mock.patch.object(Counted, "__enter__", lambda run: run):
+    loops = mock.patch.object(grouped_matmul, "can_group", lambda *_: False)  # FLOPs are counted expert by expert
+    with without_numbers(meter, rank, world), loops, mock.patch.object(Counted, "__enter__", lambda run: run):
         with Counted(replace(config, steps=2), meter, attach) as run:
             train(run.config, run)
         model = predictions.flops_per_token(config, run.parts)[0] * run.tokens / world

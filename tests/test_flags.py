@@ -20,7 +20,7 @@ WRONG = {  # ranks, step, flags; the line begins with the flag
     "--end-token 259": (1, "step01_single_gpu", dict(documents="mask", end_token=259)),
     "--tp 3": (2, "step04_tp_sp", dict(tp=3)),
     "--tp 2 must divide the 15 tokens": (2, "step04_tp_sp", dict(tp=2, seq_len=15)),
-    "--tp 3 must divide 4 heads": (3, "step04_tp_sp", dict(tp=3, sp=False)),
+    "--tp 3 must divide the 4 heads, and": (3, "step04_tp_sp", dict(tp=3, sp=False)),
     "--cp 2": (2, "step05_cp_ring", dict(cp=2, seq_len=18)),
     "--cp 3": (3, "step05_cp_ring", dict(cp=3, cp_mode="ring")),
     "--cp 2 leaves": (4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="ring", seq_len=14)),

@@ -130,7 +130,7 @@ def test_a_served_run(pools, tmp_path, name):
     assert lines == found[0].rows
     there = {path.name for path in out.glob("*.png")}
     experts = "experts" in options
-    more = ["expert_load.png"] * experts
+    more = ["expert_load.png"] * experts + ["timeline.png"] * (step == "step06_pipeline")
     assert there == {"loss.png", "traffic.png", *more}
     if experts:
         assert all(sum(shares) == pytest.approx(1.0) for shares in lines[-1]["expert_load"].values())
