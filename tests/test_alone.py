@@ -32,12 +32,12 @@ def launch_line(step: str) -> tuple[int, str]:
 def cases() -> list:
     """(step, ranks, flags, whether in a fresh Python); the default: each step on one rank, and on some."""
     some = [
-        ("step02_ddp", 3, ""),
-        ("step03_zero", 4, "--zero 3"),
-        ("step04_tp_sp", 4, "--tp 2"),
-        ("step05_cp_ring", 4, "--cp 4"),
-        ("step06_pipeline", 4, "--pp 2"),
-        ("step07_moe_ep", 4, "--pp 2 --ep 2"),
+        ("step02_ddp", 2, ""),
+        ("step03_zero", 2, "--zero 3"),
+        ("step04_tp_sp", 2, "--tp 2"),
+        ("step05_cp_ring", 2, "--cp 2"),
+        ("step06_pipeline", 2, "--pp 2"),
+        ("step07_moe_ep", 2, "--ep 2"),
     ]
     found = [pytest.param(step, 0, "", False, id=f"{step}-alone") for step in STEPS]
     found += [pytest.param(*case, False, id="-".join(map(str, case))) for case in some]

@@ -99,7 +99,7 @@ def sent_on_rank(name: str, options: dict) -> dict:
     return Booked.taken
 
 
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n >= 8)) for n in range(200)])
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n >= 3)) for n in range(200)])
 def test_real_ranks_send_what_the_dry_run_counts(pools, seed):
     """The first and the last rank: all bytes, all calls."""
     name, ranks, options, expected = pools(1).run(draw, seed, 4 if seed < 8 else 8)[0]
