@@ -30,7 +30,7 @@ def launch_line(step: str) -> tuple[int, str]:
 
 
 def cases() -> list:
-    """(step, ranks, flags, whether in a fresh Python); the default: each step on one rank, and on some."""
+    """(step, ranks, flags, whether in a fresh Python); the default: each step on one rank, two also on several."""
     some = [
         ("step02_ddp", 2, ""),
         ("step03_zero", 2, "--zero 3"),
@@ -40,7 +40,9 @@ def cases() -> list:
         ("step07_moe_ep", 2, "--ep 2"),
     ]
     found = [pytest.param(step, 0, "", False, id=f"{step}-alone") for step in STEPS]
-    found += [pytest.param(*case, False, id="-".join(map(str, case))) for case in some]
+    for case in some:
+        marks = [pytest.mark.exhaustive] * (case[0] not in (STEPS[3], STEPS[6]))
+        found.append(pytest.param(*case, False, id="-".join(map(str, case)), marks=marks))
     found += [pytest.param("step03_zero", 2, "--zero 2", True, id="step03_zero-2-fresh")]
     sweep = [(step, n, "--global-batch-size 32" * (n == 8), False) for step in STEPS[1:] for n in (1, 2, 3, 4, 8)]
     for step in STEPS:
