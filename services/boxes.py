@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from common.layout import Split, layout_of
+from services.tables import full_shape
 
 
 class Box(NamedTuple):
@@ -87,10 +88,7 @@ class Piece:
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """Of the tensor that this is a piece of."""
-        shape = list(self.shape)
-        for split in reversed(self.splits):
-            shape[split.dim] = split.full
-        return tuple(shape)
+        return tuple(full_shape(self.shape, self.splits))
 
     def boxes(self) -> Iterator[tuple[Box, Tensor]]:
         """The piece as boxes of the whole tensor, each with its view of the memory; padding is left out."""

@@ -50,7 +50,7 @@ class Row(NamedTuple):
     numbers: dict[str, float]
 
 
-class Layout(NamedTuple):
+class Trial(NamedTuple):
     """A run beside another one of the same batch: ranks, step, flags; with what they are to agree on, and how well."""
 
     ranks: int
@@ -60,7 +60,7 @@ class Layout(NamedTuple):
     bound: float
 
 
-def equality(gpus: int) -> list[Layout]:
+def equality(gpus: int) -> list[Trial]:
     """Part 3: all ranks on one GPU (or few, or the CPU), or a node's steps by their launch lines."""
     dense, moe = f"step07_moe_ep {DENSE}", f"step07_moe_ep {MOE}"
     if not gpus:
@@ -79,15 +79,15 @@ def equality(gpus: int) -> list[Layout]:
         n = 8 if gpus >= 8 else 4
         rows = [(n, step, flags, "step01_single_gpu") for flags, step in steps]
         rows += [(n, "step07_moe_ep", f"--pp 2 --cp 2 --ep 2 --zero 3 {MOE}", moe)]
-    return [Layout(*row, 1e-9) for row in rows]
+    return [Trial(*row, 1e-9) for row in rows]
 
 
-def precision(gpus: int) -> list[Layout]:
+def precision(gpus: int) -> list[Trial]:
     """Part 4."""
     n = 8 if gpus >= 8 else 4 if gpus >= 4 else 2
     modes = ("zigzag", "ring", "allgather", "ulysses") if gpus else ("zigzag",)
-    rows = [Layout(n, "step05_cp_ring", f"--cp 2 --cp-mode {mode}", "step01_single_gpu", 2e-2) for mode in modes]
-    return [*rows, Layout(1, "step03_zero", "--zero 3 --offload-params cpu", "step03_zero --zero 3", 5e-3)]
+    rows = [Trial(n, "step05_cp_ring", f"--cp 2 --cp-mode {mode}", "step01_single_gpu", 2e-2) for mode in modes]
+    return [*rows, Trial(1, "step03_zero", "--zero 3 --offload-params cpu", "step03_zero --zero 3", 5e-3)]
 
 
 def speeds(gpus: int) -> list[tuple[int, str, str]]:
@@ -114,8 +114,15 @@ def steps_done(out: Path) -> int:
 
 def children(pid: int) -> list[int]:
     """Processes that a process has started."""
-    stats = (path.read_text().rsplit(")", 1) for path in Path("/proc").glob("[0-9]*/stat") if path.exists())
-    return [int(start.split()[0]) for start, rest in stats if int(rest.split()[1]) == pid]
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rsplit(")", 1)[1].split()
+        except OSError:  # it has ended
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(path.parent.name))
+    return found
 
 
 def to_bytes(text: str) -> float:
@@ -231,11 +238,11 @@ class Certificate:
 
             self.attempt("kernels", name, check)
 
-    def beside(self, part: str, layouts: list[Layout], dtype: str):
+    def beside(self, part: str, trials: list[Trial], dtype: str):
         """Parts 3 and 4: losses and gradient norms of two runs."""
-        for one in layouts:
+        for one in trials:
 
-            def check(one: Layout = one) -> tuple:
+            def check(one: Trial = one) -> tuple:
                 step, *flags = one.beside.split()
                 both = (one.ranks, one.step, one.flags), (0, step, " ".join(flags))
                 ours, right = (self.train(n, step, f"{SMALL} --dtype {dtype} {flags}") for n, step, flags in both)

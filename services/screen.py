@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from common import comm
 from common.comm import Mesh
+from common.layout import layout_of
 from common.schedules import COSTS, Action, Place, simulate
 from services import plots, predictions
 from services.clocks import Clock
@@ -84,8 +85,9 @@ def stages_picture(schedule: str, places: list[Place], lists: list[list[Action]]
 
 def parameters_in_all(parts: SimpleNamespace) -> int:
     """Numbers in all parameters of all ranks. A collective."""
-    shapes = {name: prod(full_shape(param)) for name, param in parts.model.named_parameters()}
-    return sum({name: n for theirs in gather_objects(shapes) for name, n in theirs.items()}.values())
+    named = parts.model.named_parameters()
+    sizes = {name: prod(full_shape(param.shape, layout_of(param).splits)) for name, param in named}
+    return sum({name: n for theirs in gather_objects(sizes) for name, n in theirs.items()}.values())
 
 
 def uses_variants(config: Any) -> bool:
@@ -133,7 +135,8 @@ class ExpertLoad:
         for dim in ("data", "pp"):
             comm.all_reduce(self.sums, self.mesh[dim]).wait()
         comm.observer = observer
-        choices, (rows, tokens, entropy) = self.sums[:, :-3], self.sums[:, -3:].sum(0).tolist()
+        sums = self.sums.cpu()  # one wait for the device
+        choices, (rows, tokens, entropy) = sums[:, :-3], sums[:, -3:].sum(0).tolist()
         if not tokens:  # no layer has experts
             return {}
         shares = {str(n): (row / row.sum()).tolist() for n, row in enumerate(choices) if row.any()}

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from common.comm import Mesh
-from common.layout import layout_of
+from common.layout import Split, layout_of
 from common.model import Decoder
 from services.launch import gather_objects
 from theory.tables import table
@@ -36,10 +36,10 @@ def shown_dims(mesh: Mesh) -> list[str]:
     return [*mesh.sizes, *more]
 
 
-def full_shape(param: Tensor) -> list[int]:
-    """The shape of the whole parameter."""
-    shape = list(param.shape)
-    for split in reversed(layout_of(param).splits):
+def full_shape(shape: Iterable[int], splits: tuple[Split, ...]) -> list[int]:
+    """The shape of the whole tensor, from that of a rank's part and its cuts."""
+    shape = list(shape)
+    for split in reversed(splits):
         shape[split.dim] = split.full
     return shape
 
@@ -57,7 +57,7 @@ def reduction_rows(model: Decoder, dims: list[str]) -> dict[str, list[str]]:
         for dim in dims:
             cuts = [f"Shard({split.dim})" for split in record.splits if split.over == dim]
             cells.append(", ".join(cuts) or ("Partial" if dim in summed else "Replicate"))
-        rows.setdefault(re.sub(r"\.\d+\.", ".*.", name), [str(full_shape(param)), *cells])
+        rows.setdefault(re.sub(r"\.\d+\.", ".*.", name), [str(full_shape(param.shape, record.splits)), *cells])
     return rows
 
 

@@ -125,7 +125,7 @@ class Told(Certificate):
         return [dict(loss=self.losses[ranks, step], grad_norm=1.0)]
 
 
-ONE = certify.Layout(2, "step03_zero", "--zero 3", "step01_single_gpu", 1e-9)
+ONE = certify.Trial(2, "step03_zero", "--zero 3", "step01_single_gpu", 1e-9)
 
 
 @pytest.mark.parametrize(

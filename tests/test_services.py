@@ -12,25 +12,13 @@ import pytest
 import torch
 
 from common.model import PRESETS
+from services.certify import children
 from services.checkpoint import Checkpoint, newest
 from services.replicas import held
 from tests.equal import difference
 from tests.test_checkpoint import train_on_rank
 
 ROOT = Path(__file__).parents[1]
-
-
-def children(pid: int) -> list[int]:
-    """Processes that a process has started."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            continue
-        if int(fields[1]) == pid:
-            found.append(int(path.parent.name))
-    return found
 
 
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(pools, tmp_path):

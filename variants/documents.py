@@ -87,7 +87,7 @@ class Documents:
     def __init__(self, config: Any, parts: SimpleNamespace):
         self.config, self.size, self.read = config, config.micro_batch_size, parts.data.batch
         self.device, seq = next(parts.model.parameters()).device, parts.model.config.seq_len
-        self.here = getattr(parts, "positions", torch.arange(seq)).cpu()
+        self.here = getattr(parts, "positions", torch.arange(seq)).to(self.device)
         self.mine = parts.mesh["dp"].share(config.global_batch_size, "batch") if hasattr(parts, "mesh") else slice(None)
         mode = CONTEXT[getattr(config, "cp_mode", "zigzag")]
         self.positions = partial(mode.positions, seq, n=getattr(config, "cp", 1))
@@ -138,8 +138,9 @@ class Documents:
 
     def rope(self) -> Tensor:
         """int64 [batch, this rank's tokens]: positions in their documents; [this rank's tokens] if they go on."""
-        places = torch.cat([torch.arange(n) for n in self.now.lengths]).view_as(self.now.numbers)
-        return (self.here if self.config.documents == "mask" else places[:, self.here]).to(self.device)
+        if self.config.documents == "mask":
+            return self.here
+        return torch.cat([*map(torch.arange, self.now.lengths)]).view_as(self.now.numbers).to(self.device)[:, self.here]
 
 
 def attach(config: Any, parts: SimpleNamespace):
