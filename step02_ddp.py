@@ -27,7 +27,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -162,7 +161,7 @@ class BucketSync:
             pending.wait()
 
 
-SYNCS: dict[str, Callable[..., Any]] = {"bucket": BucketSync, "naive": NaiveSync, "ring": RingSync}
+SYNCS: dict[str, Callable[..., NaiveSync | BucketSync]] = {"bucket": BucketSync, "naive": NaiveSync, "ring": RingSync}
 
 
 @dataclass

@@ -33,7 +33,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -267,7 +266,7 @@ class Zero3(Zero2):
             unit.free()
 
 
-STAGES: dict[int, Callable[..., Any] | None] = {0: None, 1: Zero1, 2: Zero2, 3: Zero3}
+STAGES: dict[int, Callable[..., Zero1 | Zero2] | None] = {0: None, 1: Zero1, 2: Zero2, 3: Zero3}
 
 
 @dataclass
@@ -277,7 +276,7 @@ class Config(step02.Config):
     zero: int = among(STAGES, 1)  # cut: 0 nothing (step 2), 1 optimizer state, 2 also gradients, 3 also parameters
 
 
-def make_optimizer(model: Decoder, config: Config, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> tuple:
+def make_optimizer(model: Decoder, config: Config, mesh: Mesh, device: torch.device, dtype: torch.dtype):
     """Fill in the weights; return what `--zero` stands for: step 2's optimizer and sync, or one object that is both."""
     if config.zero == 0:
         materialize(model, config.seed, device, dtype)

@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("jinja2")
 pytest.importorskip("markdown_it")
 pytest.importorskip("pygments")
+pytest.importorskip("pyrefly")
 
 from services.pages.names import Names
 
@@ -54,24 +55,23 @@ def test_types_tell_which_method_is_meant(tmp_path):
     """An attribute leads to the class of its object, to each class of a menu, and nowhere if it is not ours."""
     (tmp_path / "a.py").write_text(
         '"""A."""\nclass A:\n    def go(self): pass\nclass B(A):\n    def go(self): super().go()\nclass C: pass\n'
-        "MENU = {1: A, 2: B}\ndef make(k) -> tuple:\n    return MENU[k](), C()\n"
+        "MENU = {1: A, 2: B}\ndef make(k):\n    return MENU[k](), C()\n"
     )
     (tmp_path / "b.py").write_text(
         '"""B."""\nfrom a import C, make\nimport a as other\n\ndef use(c: C, go):\n    x, _ = make(1)\n    x.go()\n'
         "    c.go()\n    go()\n    other.B().go()\n    for y in [other.A()]:\n        y.go()\n"
     )
-    names = Names({name: tmp_path / f"{name}.py" for name in "ab"})
-    found = {line: ids for (module, line, column), ids in names.refs.items() if (module, column > 9) == ("b", False)}
-    at = {spot[1:]: ids for spot, ids in names.refs.items() if spot[0] == "b"}
-    assert at[7, 6] == ["a:A.go", "a:B.go"] and at[12, 10] == ["a:A.go"] and at[10, 14] == ["a:B.go"]
-    assert not {8, 9} & found.keys(), "c has no `go`; the parameter `go` is no method"
-    assert names.refs["a", 5, 26] == ["a:A.go"] and names.users["a:make"] == {"b:use"}
+    names = Names(tmp_path, {name: tmp_path / f"{name}.py" for name in "ab"})
+    at = {spot[1:]: ids for spot, ids in names.refs.items() if spot[0] == "b" and ids}
+    assert at[7, 6] == {"a:A.go", "a:B.go"} and at[12, 10] == {"a:A.go"} and at[10, 14] == {"a:B.go"}
+    assert not {8, 9} & {line for line, _ in at}, "c has no `go`; the parameter `go` is no method"
+    assert names.refs["a", 5, 26] == {"a:A.go"} and names.users["a:make"] == {"b:use"}
 
 
 @cache
 def all_names() -> Names:
     """Of steps and common."""
-    return Names(FILES)
+    return Names(ROOT, FILES)
 
 
 @pytest.mark.parametrize("module", FILES)
@@ -80,10 +80,10 @@ def test_every_function_and_class_that_is_named_is_a_link(module):
     names, loaded = all_names(), import_module(module)
     for node in ast.walk(ast.parse(FILES[module].read_text())):
         value = getattr(loaded, node.id, None) if isinstance(node, ast.Name) else None
-        local = isinstance(node, ast.Name) and (module, node.lineno, node.col_offset) not in names.refs
+        local = isinstance(node, ast.Name) and not names.refs.get((module, node.lineno, node.col_offset))
         if (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__ in FILES:
             id_ = f"{value.__module__}:{value.__qualname__}"
-            assert local or names.refs[module, node.lineno, node.col_offset] == [id_]
+            assert local or names.refs[module, node.lineno, node.col_offset] == {id_}
             assert not local or isinstance(node.ctx, ast.Store) or id_.split(":")[1].islower(), (module, node.lineno)
 
 

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
@@ -48,7 +49,7 @@ class Pages:
         files = {
             ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths
         }
-        self.names, self.comments, self.badges = Names(files), {}, badges()
+        self.names, self.comments, self.badges = Names(ROOT, files), {}, badges()
         self.modules = sorted(
             (m for m in files if re.match("step|common", m)), key=lambda m: (m.startswith("common"), m)
         )
@@ -57,9 +58,9 @@ class Pages:
         self.markdown = MarkdownIt("commonmark", dict(html=False)).enable("table")
         self.markdown.renderer.rules |= dict(code_inline=self.inline, code_block=self.block, fence=self.block)
 
-    def link(self, ids: list[str], text: str) -> str:
+    def link(self, ids: Iterable[str], text: str) -> str:
         """A name as a link to what it stands for, as far as that is on a page."""
-        ids = [id_ for id_ in ids if self.names.defs[id_].module in self.modules]
+        ids = sorted(id_ for id_ in ids if self.names.defs[id_].module in self.modules)
         href, numbers = ids and ids[0].replace(":", ".html#"), " ".join(str(self.number[id_]) for id_ in ids)
         return f'<a href="{href}" data-d="{numbers}">{text}</a>' if ids else text
 
@@ -80,19 +81,18 @@ class Pages:
                     self.comments[module, len(lines)] = part.strip("#- ")
                 if html:
                     html = f"<i class={css}>{html}</i>" if css else html
-                    lines[-1] += self.link(self.names.refs.get((module, len(lines), column), []), html)
+                    lines[-1] += self.link(self.names.refs.get((module, len(lines), column), ()), html)
                 column += len(part)
         return lines
 
     def inline(self, tokens: list, n: int, _options: dict, env: dict) -> str:
-        """A name in a text: a global one of the file, or one that ends so in the file, or somewhere alone."""
+        """A name in a text: what the file defines or names so, or else a function or class anywhere."""
         text, (module, names) = tokens[n].content, (env.get("module", ""), self.names)
-        ids = set(names.globals[module].get(text, ()))
-        for known in (
-            i for i in (*names.functions, *names.bases) if not ids and re.fullmatch(r"[A-Z]\w+|\w+[_.][\w.]+", text)
-        ):
-            ids |= {known} if re.search(rf"[:.]{re.escape(text)}$", known) else set()
-        return f"<code>{self.link(sorted(ids), escape(text)) if len(ids) < 4 else escape(text)}</code>"
+        among = names.known[module] if module else ()
+        ids = {i for i in among if i.endswith((f":{text}", f".{text}"))}
+        if not ids and re.fullmatch(r"[A-Z]\w+|\w+[_.][\w.]+", text):
+            ids = {i for i in names.owners.values() if i.endswith((f":{text}", f".{text}"))}
+        return f"<code>{self.link(ids, escape(text)) if len(ids) < 4 else escape(text)}</code>"
 
     def block(self, tokens: list, n: int, *_) -> str:
         """A picture in letters, as it is; CSS makes it fit its `--w` columns."""

@@ -1,18 +1,19 @@
-"""Which name stands for what: the sources are read as an interpreter would, with types in place of values.
+"""Which name stands for what: Pyrefly, a type checker, says it; how far a definition goes, Python's own parser.
 
-A value is ("def", id), a function, class or module itself, or ("obj", id), an object of a class; an id is
-"module:Class.name", or "module:". An expression has a set of values, as a menu's entry may be any of them. A list, dict
-or tuple of objects counts as these objects: no name of ours is looked up in the list itself.
+An id, of a function, class, constant, attribute or module, is "module:Class.name", or "module:".
 """
 
 import ast
+import json
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-SAME = {"partial", "sorted", "reversed", "list", "tuple", "deque", "ModuleDict", "zip", "enumerate", "next"}
-TAKE = {"values", "items", "pop", "get", "popleft"}
-Values = set[tuple[str, str]]
+CHECK = "check --skip-interpreter-query --threads=1 --untyped-def-behavior=check-and-infer-return-type --search-path=."
+CHECK += " --replace-imports-with-any=torch --replace-imports-with-any=torch.* --report-pysa-format=json"
 
 
 class Definition(NamedTuple):
@@ -24,188 +25,102 @@ class Definition(NamedTuple):
     end: int
 
 
+def report(root: Path, paths: list[Path]) -> tuple[dict[Path, list], dict[str, dict[str, list]]]:
+    """What names of each file stand for, and, by module and place, the classes of each expression. Torch is unknown."""
+    targets, types = {}, defaultdict(dict)
+    with TemporaryDirectory() as out:
+        reports = [f"--report-glean={out}/glean", f"--report-pysa={out}/pysa"]
+        command = [sys.executable, "-m", "pyrefly", *CHECK.split(), *reports, *paths]
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+        for path in Path(out).glob("glean/*.json"):
+            for part in json.loads(path.read_text()):
+                if part.get("predicate", "").startswith("python.XRefsViaNameByFile"):
+                    for fact in part["facts"]:
+                        targets[root / fact["key"]["file"]["key"]] = fact["key"]["xrefs"]
+        for path in Path(out).glob("pysa/type_of_expressions/*.json"):
+            read = json.loads(path.read_text())
+            for function in read["functions"].values():
+                kinds = [kind.get("class_names", {}).get("classes", []) for kind in function["type_table"]]
+                types[read["module_name"]] |= {place: kinds[n] for place, n in function["locations"].items()}
+    if not targets:
+        sys.exit(f"error: the pages need pyrefly (pip install -r requirements-dev.txt), which says: {done.stderr}")
+    return targets, types
+
+
 class Names:
     """All definitions; `refs`, from (module, line, column) to ids; `users`, from an id to those who name it."""
 
-    def __init__(self, files: dict[str, Path]):
+    def __init__(self, root: Path, files: dict[str, Path]):
         self.lines = {module: path.read_text().split("\n") for module, path in files.items()}
         self.trees = {module: ast.parse("\n".join(lines)) for module, lines in self.lines.items()}
-        self.defs = {f"{m}:": Definition(m, "", 1, tree.body[0].end_lineno) for m, tree in self.trees.items()}
-        self.globals: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-        self.types: dict[str, Values] = defaultdict(set)  # of an attribute or constant; what a function returns
-        self.bases: dict[str, list[str]] = {}  # of each class
-        self.functions: set[str] = set()
-        self.refs: dict[tuple[str, int, int], list[str]] = {}
+        self.defs: dict[str, Definition] = {}
+        self.classes: dict[str, tuple[str, ast.ClassDef]] = {}  # by name with dots: its module and body
+        self.owners: dict[tuple[str, int], str] = {}  # the innermost function or class that a line belongs to
+        self.refs: dict[tuple[str, int, int], set[str]] = defaultdict(set)
         self.users: dict[str, set[str]] = defaultdict(set)
-        for _ in range(2):  # what is learnt of one function helps to read another
-            for module, tree in self.trees.items():
-                self.module, self.owner, self.scopes = module, f"{module}:", []
-                self.see(tree)
+        self.known: dict[str, set[str]] = defaultdict(set)  # all that a module defines or names
+        for module, tree in self.trees.items():
+            self.defs[f"{module}:"] = Definition(module, "", 1, tree.body[0].end_lineno)
+            self.define(module, tree, f"{module}:")
+        self.ids = {id_.replace(":", ".").rstrip("."): id_ for id_ in self.defs}
+        targets, self.types = report(root, list(files.values()))
+        for module, path in files.items():
+            source = path.read_bytes()
+            for xref in targets[path]:
+                before = source[: xref["source"]["start"]].decode()
+                place = module, before.count("\n") + 1, len(before) - before.rfind("\n") - 1
+                self.refs[place] |= self.find(xref["target"]["key"])
+            for node in ast.walk(self.trees[module]):
+                if isinstance(node, ast.Attribute):
+                    self.refer(module, node, self.classes_of(module, node.value), node.attr)
+                elif isinstance(node, ast.Call):  # an object's call is its `forward`
+                    self.refer(module, node.func, self.classes_of(module, node.func, of_objects=True), "forward")
+        for (module, line, _), ids in self.refs.items():
+            self.known[module] |= ids
+            if not self.lines[module][line - 1].lstrip().startswith(("from ", "import ")):
+                for id_ in ids:
+                    self.users[id_] |= {self.owners.get((module, line), f"{module}:")} - {id_}
 
-    def define(self, id_: str, node: ast.AST):
-        """Note where an id is defined; the first place counts. The name there shows who else names it."""
-        start = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
-        self.defs.setdefault(id_, Definition(self.module, id_.split(":")[1], start, node.end_lineno))
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            self.refs[self.module, node.lineno, node.col_offset + (6 if isinstance(node, ast.ClassDef) else 4)] = [id_]
+    def define(self, module: str, scope: ast.Module | ast.ClassDef, inside: str):
+        """Note what a module or class defines, attributes of `self` included; the first place counts."""
+        for node in ast.walk(scope):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node in scope.body:
+                id_, start = inside + node.name, min([node.lineno, *(mark.lineno for mark in node.decorator_list)])
+                self.defs[id_] = Definition(module, id_.split(":")[1], start, node.end_lineno)
+                self.owners |= {(module, line): id_ for line in range(start, node.end_lineno + 1)}
+                self.refs[module, node.lineno, self.lines[module][node.lineno - 1].index(node.name)] = {id_}
+                if isinstance(node, ast.ClassDef):
+                    self.classes[id_.replace(":", ".")] = module, node
+                    self.define(module, node, f"{id_}.")
+            for part in ast.walk(node) if isinstance(node, ast.Assign | ast.AnnAssign) else ():
+                match part:
+                    case ast.Name(id=name, ctx=ast.Store()) if node in scope.body:
+                        self.refs[module, part.lineno, part.col_offset] = {inside + name}
+                    case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()) if inside[-1] == ".":
+                        pass
+                    case _:
+                        continue
+                id_ = inside + name
+                self.defs.setdefault(id_, Definition(module, id_.split(":")[1], node.lineno, node.end_lineno))
 
-    def refer(self, line: int, column: int, ids: set[str]):
-        """The name here stands for these."""
-        here = self.module, line, len(self.lines[self.module][line - 1].encode()[:column].decode())  # ast counts bytes
-        if ids:
-            self.refs[here] = sorted({*ids, *self.refs.get(here, ())})
-        for id_ in ids - {self.owner} if not isinstance(self.statement, ast.Import | ast.ImportFrom) else ():
-            self.users[id_].add(self.owner)
+    def find(self, dotted: str) -> set[str]:
+        """The id of a name with dots, which a class may have from its bases; none if it is not ours."""
+        owner, _, name = dotted.rpartition(".")
+        if dotted in self.ids or owner not in self.classes:
+            return {self.ids[dotted]} if dotted in self.ids else set()
+        module, body = self.classes[owner]
+        return {id_ for base in body.bases for up in self.classes_of(module, base) for id_ in self.find(f"{up}.{name}")}
 
-    def mro(self, id_: str) -> list[str]:
-        """A class and its bases."""
-        return [id_, *(up for base in self.bases.get(id_, ()) for up in self.mro(base))]
+    def classes_of(self, module: str, node: ast.expr, of_objects: bool = False) -> list[str]:
+        """The classes that an expression, or only an object, may be or have, by name with dots."""
+        place = f"{node.lineno}:{node.col_offset + 1}-{node.end_lineno}:{node.end_col_offset + 1}"
+        found = [kind for kind in self.types[module].get(place, ()) if not (of_objects and kind.get("modifiers"))]
+        return [f"{kind['class']['module_name']}.{kind['class']['class_name']}" for kind in found]
 
-    def members(self, values: Values, name: str) -> set[str]:
-        """The ids of an attribute."""
-        modules = [what[:-1] for _, what in values if what.endswith(":")]
-        ways = ([way for c in self.mro(what) if (way := f"{c}.{name}") in self.defs] for _, what in values)
-        return {way[0] for way in ways if way}.union(*(self.globals[module][name] for module in modules))
-
-    def read(self, ids: set[str]) -> Values:
-        """The values of what has these definitions."""
-        plain = {i for i in ids if i in self.bases or i in self.functions or i.endswith(":")}
-        return {("def", i) for i in plain}.union(*(self.types[i] for i in ids - plain))
-
-    def all(self, nodes: list[ast.AST]) -> Values:
-        """The values of any of these."""
-        return set().union(*map(self.see, nodes))
-
-    def annotation(self, node: ast.AST | None) -> Values:
-        """The objects of our classes that an annotation names."""
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            ids = self.globals[self.module][node.value]
-            self.refer(node.lineno, node.col_offset + 1, ids)
-            return {("obj", i) for i in ids}
-        values = self.all([part for part in ast.walk(node or ast.Pass()) if isinstance(part, ast.Name | ast.Attribute)])
-        text, classes = ast.unparse(node) if node else "", {i for _, i in values if i in self.bases}
-        return set() if "Callable" in text else {("def" if "type[" in text else "obj", i) for i in classes}
-
-    def bind(self, target: ast.AST | None, values: Values):
-        """Assign."""
-        match target:
-            case ast.Name(id=name) if self.scopes:
-                self.scopes[-1][name] = self.scopes[-1].get(name, set()) | values
-            case ast.Name(id=name):
-                id_ = self.owner + "." * (not self.owner.endswith(":")) + name
-                self.define(id_, self.statement)
-                self.refs[self.module, target.lineno, target.col_offset] = [id_]
-                self.types[id_] |= values
-                if self.owner.endswith(":"):
-                    self.globals[self.module][name] = {id_}
-            case ast.Tuple(elts=parts) | ast.List(elts=parts):
-                for part in parts:
-                    self.bind(part, values)
-            case ast.Attribute(value=base, attr=name):
-                for obj in (value for value in self.see(base) if value[0] == "obj"):
-                    (id_,) = self.members({obj}, name) or {f"{obj[1]}.{name}"}
-                    self.define(id_, self.statement)
-                    self.types[id_] |= values
-                self.see(target)
-            case _:
-                self.see(target)
-
-    def call(self, node: ast.Call) -> Values:
-        """What a call returns. A module's call is its `forward`."""
-        called, given = self.see(node.func), [self.see(arg) for arg in (*node.args, *(k.value for k in node.keywords))]
-        name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-        if name == "super" and "." in self.owner:
-            return {("obj", base) for base in self.bases[self.owner.rpartition(".")[0]]}
-        if not called and name in SAME:
-            return set().union(*given[: None if name == "zip" else 1])
-        if not called:
-            return self.see(node.func.value) if name in TAKE else set()
-        forward = self.members({value for value in called if value[0] == "obj"}, "forward")
-        self.refer(node.func.end_lineno, node.func.end_col_offset - len(name), forward)
-        made = {("obj", i) for kind, i in called if i in self.bases and (kind == "def" or not forward)}
-        return made.union(*(self.types[i] for i in (*(i for kind, i in called if kind == "def"), *forward)))
-
-    def function(self, node: ast.FunctionDef | ast.Lambda, id_: str, of: str = "") -> Values:
-        """Read a function, `of` a class if it is a method; what it returns."""
-        known, marks, parts = node.args, getattr(node, "decorator_list", []), list(ast.walk(node))
-        local = {a.arg: self.annotation(a.annotation) for a in parts if isinstance(a, ast.arg)}
-        if of and "staticmethod" not in map(ast.unparse, marks):
-            local[known.args[0].arg] = {("obj", of)}
-        for part in parts:
-            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-                local.setdefault(part.id, set())
-        self.all([*known.defaults, *known.kw_defaults, *marks])
-        told, before, local["return"] = self.annotation(getattr(node, "returns", None)), self.owner, set()
-        self.owner, self.scopes = id_, [*self.scopes, local]
-        found = self.all(node.body if isinstance(node.body, list) else [node.body])
-        self.owner, self.scopes = before, self.scopes[:-1]
-        return told or local["return"] | found
-
-    def see(self, node: ast.AST | None) -> Values:
-        """Read a statement, or an expression, whose values it returns."""
-        if isinstance(node, ast.stmt):
-            self.statement = node
-        match node:
-            case ast.Name(id=name):
-                for scope in (scope for scope in reversed(self.scopes) if name in scope):
-                    return scope[name]
-                self.refer(node.lineno, node.col_offset, self.globals[self.module][name])
-                return self.read(self.globals[self.module][name])
-            case ast.Attribute(value=base, attr=name):
-                found = self.members(self.see(base), name)
-                self.refer(node.end_lineno, node.end_col_offset - len(name), found)
-                return self.read(found)
-            case ast.Call():
-                return self.call(node)
-            case ast.Subscript(value=base, slice=index):
-                values, _ = self.see(base), self.see(index)
-                return values.union(*(self.types[i] for i in self.members(values, "__getitem__")))
-            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
-                self.scopes.append({})
-                for loop in node.generators:
-                    self.bind(loop.target, self.see(loop.iter))
-                    self.all(loop.ifs)
-                values = self.all([part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)])
-                self.scopes.pop()
-                return values
-            case ast.Lambda():
-                return self.function(node, self.owner)
-            case ast.FunctionDef(name=name) if self.scopes:
-                self.scopes[-1][name] = self.function(node, self.owner)
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                owner, inside = self.owner, not self.owner.endswith(":")
-                id_ = owner + "." * inside + name
-                self.define(id_, node)
-                if not inside:
-                    self.globals[self.module][name] = {id_}
-                if isinstance(node, ast.FunctionDef):
-                    self.functions |= set() if "property" in map(ast.unparse, node.decorator_list) else {id_}
-                    self.types[id_] |= self.function(node, id_, owner if inside else "")
-                else:
-                    self.bases[id_] = [i for _, i in self.all(node.bases) if i in self.bases]
-                    self.owner = id_
-                    self.all([*node.decorator_list, *node.body])
-                    self.owner = owner
-            case ast.Assign(targets=targets, value=value):
-                values = self.see(value)
-                for target in targets:
-                    self.bind(target, values)
-            case ast.AnnAssign(target=target, annotation=said, value=value):
-                self.bind(target, self.annotation(said) | self.see(value))
-            case ast.For(target=target, iter=value) | ast.withitem(optional_vars=target, context_expr=value):
-                self.bind(target, self.see(value))
-                self.all([*getattr(node, "body", ()), *getattr(node, "orelse", ())])
-            case ast.Return(value=value):
-                self.scopes[-1]["return"] |= self.see(value)
-            case ast.Import(names=names) | ast.ImportFrom(names=names):
-                source = getattr(node, "module", None) or ""
-                self.refer(node.lineno, node.col_offset + 6 + source.rfind("."), {f"{source}:"} & self.defs.keys())
-                for alias in names:
-                    ids = {f"{source}.{alias.name}:".lstrip("."), f"{alias.name}:" * (not source)} & self.defs.keys()
-                    ids |= self.globals[source][alias.name]
-                    self.globals[self.module][alias.asname or alias.name] |= ids
-                    self.refer(alias.lineno, alias.col_offset, ids)
-            case ast.AST():
-                values = self.all(list(ast.iter_child_nodes(node)))
-                return values if isinstance(node, ast.expr) else set()
-        return set()
+    def refer(self, module: str, node: ast.expr, classes: list[str], member: str):
+        """The last name of an expression stands for this member of these classes."""
+        line = self.lines[module][node.end_lineno - 1].encode()[: node.end_col_offset].decode()  # ast counts bytes
+        name = getattr(node, "id", getattr(node, "attr", ""))
+        self.refs[module, node.end_lineno, len(line) - len(name)] |= {
+            i for c in classes for i in self.find(f"{c}.{member}")
+        }
