@@ -34,7 +34,7 @@ const f = document.forms[0], v = (b, n) => +b.style.getPropertyValue(n);
 f.ranks.dispatchEvent(new Event('input', {bubbles: true}))
 return [...document.querySelectorAll('.stage b')].map(
   b => [v(b, '--y'), v(b, '--x'), v(b, '--w'), b.className.split(' ')[0], +b.textContent])"""
-PANEL = "return panel.hidden ? '' : panel.querySelector('h2').textContent"
+PANEL = "return panel.matches(':popover-open') ? panel.querySelector('h2').textContent : ''"
 CONTRASTS = """
 const parse = c => (c.match(/[\\d.]+/g) || []).map(Number)
 const shine = c => { const [r, g, b] = c.map(v => (v /= 255) <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
@@ -189,7 +189,7 @@ def hover(browser, pages: Path, n: int, seed: int):
             WebDriverWait(browser, 10, 0.05).until(lambda _, head=head: browser.execute_script(PANEL) == head, head)
             code = browser.execute_script("return panel.querySelector('pre').textContent")
             assert code.rstrip() == "".join(lines).rstrip()
-            browser.execute_script("close(false), pinned = false")
+            browser.execute_script("pinned = false; panel.hidePopover()")
             ActionChains(browser, duration=0).move_to_element(browser.find_element("css selector", "h1")).perform()
 
 
@@ -254,10 +254,10 @@ def test_the_keyboard_suffices(browser, pages):
     assert press(Keys.TAB) == "skip"
     press(Keys.ENTER)
     link = tab_to(lambda at: at[:1].isdigit())
-    assert press(Keys.ENTER) == "panel" and browser.execute_script("return !panel.hidden")
+    assert press(Keys.ENTER) == "panel" and browser.execute_script(PANEL)
     tab_to(lambda at: at[:1].isdigit())
     assert press(Keys.ENTER) == "panel" and browser.execute_script("return trail.length") == 2
-    assert press(Keys.ESCAPE) == link and browser.execute_script("return panel.hidden")
+    assert press(Keys.ESCAPE) == link and not browser.execute_script(PANEL)
     tab_to(lambda at: at == "schedule")
     press("a")
     assert browser.execute_script("return document.forms[0].schedule.value") == "afab"
