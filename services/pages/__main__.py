@@ -24,7 +24,7 @@ from services.pages import pictures
 from services.pages.names import Names
 
 ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
-ROOMS = ("common", "", "variants", "services", "theory")
+ROOMS = ("", "common", "variants", "services", "theory")
 KINDS = {Comment: "c", String: "s", Keyword: "k", Number: "m", Name.Function: "f", Name.Class: "f", Name.Builtin: "b"}
 SHOWS = {"step05": ["ring"], "step06": ["schedules"], "step07": ["mesh"]}  # pictures, by the start of a module's name
 SHOWS |= {"common.schedules": ["schedules"], "common.comm": ["mesh"], "run": ["run"]}
@@ -50,9 +50,7 @@ class Pages:
             ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths
         }
         self.names, self.comments, self.badges = Names(ROOT, files), {}, badges()
-        self.modules = sorted(
-            (m for m in files if re.match("step|common", m)), key=lambda m: (m.startswith("common"), m)
-        )
+        self.modules = [module for module in files if module.startswith(("step", "common"))]
         self.number = {id_: n for n, id_ in enumerate(self.names.defs)}
         self.html = {module: self.highlight(module) for module in self.modules}
         self.markdown = MarkdownIt("commonmark", dict(html=False)).enable("table")
@@ -165,17 +163,6 @@ class Pages:
     def docstring(self, module: str) -> str:
         """That of a file."""
         return ast.get_docstring(self.names.trees[module])
-
-    def rooms(self) -> dict[str, list[str]]:
-        """The files of each room."""
-        found = {room or "steps": [] for room in ROOMS}
-        for module in self.names.trees:
-            found["steps" if module.startswith("step") else module.split(".")[0]].append(module)
-        return found
-
-    def first_line(self, module: str) -> str:
-        """What a file is, in a line."""
-        return self.markdown.renderInline(self.docstring(module).split("\n")[0], dict(module=module))
 
     def write(self, out: Path, run: Path | None):
         """All files."""

@@ -96,12 +96,12 @@ class Names:
                 match part:
                     case ast.Name(id=name, ctx=ast.Store()) if node in scope.body:
                         self.refs[module, part.lineno, part.col_offset] = {inside + name}
-                    case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()) if inside[-1] == ".":
-                        pass
+                    case ast.Attribute(value=ast.Name("self"), attr=name, ctx=ast.Store()) if inside.endswith("."):
+                        pass  # Pyrefly says what it stands for
                     case _:
                         continue
-                id_ = inside + name
-                self.defs.setdefault(id_, Definition(module, id_.split(":")[1], node.lineno, node.end_lineno))
+                spot = Definition(module, f"{inside}{name}".split(":")[1], node.lineno, node.end_lineno)
+                self.defs.setdefault(inside + name, spot)
 
     def find(self, dotted: str) -> set[str]:
         """The id of a name with dots, which a class may have from its bases; none if it is not ours."""
