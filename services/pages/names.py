@@ -73,7 +73,7 @@ class Names:
             for node in ast.walk(self.trees[module]):
                 if isinstance(node, ast.Attribute):
                     self.refer(module, node, self.classes_of(module, node.value), node.attr)
-                elif isinstance(node, ast.Call):  # an object's call is its `forward`
+                elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):  # of an nn.Module
                     self.refer(module, node.func, self.classes_of(module, node.func, of_objects=True), "forward")
         for (module, line, _), ids in self.refs.items():
             self.known[module] |= ids
@@ -117,10 +117,10 @@ class Names:
         found = [kind for kind in self.types[module].get(place, ()) if not (of_objects and kind.get("modifiers"))]
         return [f"{kind['class']['module_name']}.{kind['class']['class_name']}" for kind in found]
 
-    def refer(self, module: str, node: ast.expr, classes: list[str], member: str):
+    def refer(self, module: str, node: ast.Name | ast.Attribute, classes: list[str], member: str):
         """The last name of an expression stands for this member of these classes."""
         line = self.lines[module][node.end_lineno - 1].encode()[: node.end_col_offset].decode()  # ast counts bytes
-        name = getattr(node, "id", getattr(node, "attr", ""))
+        name = node.id if isinstance(node, ast.Name) else node.attr
         self.refs[module, node.end_lineno, len(line) - len(name)] |= {
             i for c in classes for i in self.find(f"{c}.{member}")
         }
