@@ -22,13 +22,26 @@ from torch import Tensor
 import variants
 from common.comm import Group
 from common.trainer import Run
-from services import devices, dry_run, evaluation, failures, health, legal, readers, replicas, resume, screen, shapes
+from services import (
+    devices,
+    dry_run,
+    evaluation,
+    failures,
+    health,
+    legal,
+    readers,
+    replicas,
+    resume,
+    screen,
+    shapes,
+    stages,
+)
 from services.ledger import Ledger
 from services.screen import Screen
 from services.watchdog import Guard
 
 # Attached like variants, and named below where a run calls them.
-SERVICES = [devices, shapes, legal, readers, resume, evaluation, health, replicas, dry_run, screen]
+SERVICES = [devices, shapes, stages, legal, readers, resume, evaluation, health, replicas, dry_run, screen]
 
 
 @lru_cache

@@ -6,6 +6,7 @@ import random
 import re
 import shlex
 from dataclasses import fields, replace
+from itertools import accumulate, product
 from types import SimpleNamespace
 from unittest import mock
 
@@ -24,7 +25,7 @@ from tests.bench import plan as bench
 from theory import plan
 from theory.footprint import gpt_layer_bytes, held
 from theory.gpus import GPUS, LATENCY, LATENCY_BETWEEN
-from theory.layouts import RECOMPUTE, Layout, illegal, meshes, network, variants
+from theory.layouts import RECOMPUTE, Layout, balanced, illegal, meshes, network, variants
 from theory.memory import Kept, Piece, layer_bytes, lists_of, most_kept, rank_bytes, rank_numbers, rank_places
 from theory.recipes import COURSE, RECIPES
 from theory.search import count_legal, evaluate, fits, floor_seconds, search, smallest
@@ -41,7 +42,7 @@ from theory.seconds import (
     stages_of,
     step_seconds,
 )
-from theory.shapes import divisors, flops_per_token, gpt, layer_counts, shape_of, total_weights
+from theory.shapes import divisors, flops_per_token, gpt, layer_counts, shape_of, total_weights, visited_weights
 from theory.traffic import Work, tensor_traffic
 
 H100, MODELS = GPUS["h100-80"], plan.models()
@@ -124,6 +125,24 @@ def test_no_legal_layout_is_left_out():
     expected = {(*way, zero, kind) for way in ways for zero in range(4) for kind in RECOMPUTE}
     assert {(x.schedule, x.chunks, x.zero, x.recompute) for x in variants(dense, mesh)} == expected
     assert count_legal(dense, [mesh, replace(mesh, pp=1, schedule="1f1b")]) == len(expected) + 4 * 3
+
+
+@pytest.mark.parametrize("vocab", [64, 700, 5000])
+def test_the_dearest_stage_costs_least(vocab):
+    """Of all ways to deal 7 layers, every third with experts, and the head; then the least sum of squares."""
+    m = replace(MODELS["tiny-moe"], n_layers=7, moe_every=3, vocab_size=vocab)
+    costs = [visited_weights(m, m.has_experts(n)) + 2 * m.seq_len * m.dim for n in range(7)]
+    costs[-1] += m.dim * vocab
+
+    def cost(lengths: tuple[int, ...]) -> tuple[int, int]:
+        stages = [sum(costs[stop - n : stop]) for n, stop in zip(lengths, accumulate(lengths), strict=True)]
+        return max(stages), sum(stage**2 for stage in stages)
+
+    for n in range(1, 8):
+        ways = [lengths for lengths in product(range(1, 8), repeat=n) if sum(lengths) == 7]
+        dearest, squares = cost(balanced(m, n))
+        least = min(map(cost, ways))
+        assert dearest == least[0] and squares <= 1.05 * least[1], n
 
 
 def test_printed_flags_stand_for_the_layout():
@@ -240,7 +259,7 @@ def test_a_long_pipeline_is_continued_from_a_short_one(schedule):
         (4, 4, 1, 1, 0),
     ):
         lists = lists_of(schedule, p, v, n)
-        places = {s: place for row in rank_places(schedule, 24, p, v) for s, place in row.items()}
+        places = {s: place for row in rank_places(LLAMA, schedule, p, v) for s, place in row.items()}
         costs = dict(F=1.0, B=b if any(action.kind == "W" for action in lists[0]) else b + w, W=w)
         whole = makespan(lists, places, costs, message)
         if not message:

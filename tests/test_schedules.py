@@ -10,8 +10,8 @@ import pytest
 from common import UserError
 from common.schedules import SCHEDULES, Action, Place, goes_to, simulate
 from services.run import plugins
+from services.stages import given
 from step06_pipeline import Line, add_messages
-from variants.uneven_stages import deal
 from variants.zb_auto import Costs, search, time_of
 from variants.zero_bubble import zb_h1
 
@@ -20,7 +20,7 @@ UNIT = dict(F=1, B=1, W=1)
 PLAIN = dict(F=1, B=2)  # B of a schedule without W is both gradients
 COSTS = [dict(F=f, B=b, W=w) for f, b, w in product((2, 3, 5), repeat=3)]  # whole numbers: the laws hold exactly
 SIZES = [(p, m) for p in (1, 2, 3, 4, 6, 8) for m in (1, 2, 3, 5, 7, 8, 12, 16, 19, 24)]
-FLAGS = dict(chunks=2, zb_memory=1.0, zb_costs="1,1,1,0.05", pp_split="")
+FLAGS = dict(chunks=2, zb_memory=1.0, zb_costs="1,1,1,0.05")
 Lists = list[list[Action]]
 
 
@@ -133,10 +133,10 @@ def test_places():
     assert [place.rank for place in made("zbv", 2, 2)[1]] == [0, 1, 1, 0]
     ways = made("dualpipe", 2, 2)[1]
     assert [place.rank for place in ways] == [0, 1, 1, 0] and [place.before for place in ways] == [None, 0, None, 2]
-    assert [len(place.layers) for place in deal(ways, "3,1", 4)] == [3, 1, 3, 1]
+    assert [len(place.layers) for place in given(ways, "3,1", 4)] == [3, 1, 3, 1]
     for split in "3,2", "4,0", "1,1,2", "a,4":
         with pytest.raises(UserError, match="--pp-split"):
-            deal(ways, split, 4)
+            given(ways, split, 4)
 
 
 @pytest.mark.parametrize("name, v", [("afab", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 3)])

@@ -16,7 +16,7 @@ def blackboard(m: Shape, x: Layout, gpu: Gpu) -> str:
     numbers = max(rank_numbers(m, *way, x.tp, x.ep), key=sum)
     busy, _, (f, b, w) = rank_work(m, piece_of(x), gpu, COURSE, *way)
     data, tp, experts = network(x, "shard"), network(x, "tp"), m.has_experts(m.n_layers - 1)
-    ranks = rank_places(x.schedule, m.n_layers, x.pp, x.chunks)
+    ranks = rank_places(m, *way)
     layers = max(sum(len(place.layers) for place in places.values()) for places in ranks)
     one = sum(layer_weights(m, experts, x.tp, x.ep))
     tokens, n = x.micro_batch_size * m.seq_len // x.cp, x.micro_batches

@@ -1,13 +1,16 @@
 """A layout: how many ranks each dimension has, and what else decides memory and time. Which layouts are legal."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+from math import inf
 from typing import Any, NamedTuple
 
-from common.schedules import SCHEDULES, Schedule
+from common.schedules import SCHEDULES, Place, Schedule
 from common.trainer import among
 from theory.gpus import NODE
-from theory.shapes import Shape, divisors
+from theory.shapes import Shape, divisors, visited_weights
 
 RECOMPUTE = ("none", "selective", "full")
 CP_MODES = ("zigzag", "ring", "allgather", "ulysses")
@@ -180,6 +183,43 @@ def illegal(m: Shape, x: Layout) -> str:
 def schedule_of(x: Layout) -> Schedule:
     """What `--schedule` stands for."""
     return SCHEDULES[x.schedule](x)
+
+
+@lru_cache(maxsize=4096)
+def balanced(m: Shape, n: int) -> tuple[int, ...]:
+    """Layers of each of n stages, so that the dearest costs least, and then all cost about alike (squares).
+
+    The cost is that of a token forward, in multiply-adds: of a layer's matrices and its attention; last, of the head.
+    """
+    costs = [visited_weights(m, m.has_experts(layer)) + 2 * m.seq_len * m.dim for layer in range(m.n_layers)]
+    costs[-1] += m.vocab_size * m.dim
+    until, limit = [0, *accumulate(costs)], sum(costs) / n + max(costs)  # no stage has to cost more
+    best = {0: (0, 0, ())}  # layers dealt -> (the dearest stage, squares, layers of each)
+    for stage in range(n):
+        best = {
+            stop: min(
+                (
+                    (max(dearest, cost), squares + cost**2, (*lengths, stop - start))
+                    for start, (dearest, squares, lengths) in best.items()
+                    if start < stop and (cost := until[stop] - until[start]) <= limit
+                ),
+                default=(inf, inf, ()),
+            )
+            for stop in range(stage + 1, m.n_layers - n + stage + 2)
+        }
+    return best[m.n_layers][2]
+
+
+def deal(places: list[Place], lengths: Sequence[int]) -> list[Place]:
+    """The same places with so many layers each; dualpipe's two ways have the same."""
+    bounds = [*accumulate(lengths, initial=0)]
+    stages = [range(*bounds[s : s + 2]) for s in range(len(lengths))]
+    return [place._replace(layers=stages[s % len(stages)]) for s, place in enumerate(places)]
+
+
+def balance(m: Shape, places: list[Place]) -> list[Place]:
+    """The same places with layers balanced by cost, as a run deals them by default (services/stages.py)."""
+    return deal(places, balanced(m, len(places) // sum(place.before is None for place in places)))
 
 
 def meshes(m: Shape, world: int, batch: int) -> Iterator[Layout]:

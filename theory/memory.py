@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from common.schedules import Action, Place
-from theory.layouts import Layout, network, schedule_of, stages
+from theory.layouts import Layout, balance, network, schedule_of, stages
 from theory.shapes import Shape, end_weights, layer_weights
 
 CHUNK = 4096  # tokens whose logits exist at the same time, unless --loss-chunk says otherwise
@@ -186,10 +186,10 @@ class Held(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def rank_places(schedule: str, n_layers: int, pp: int, chunks: int) -> tuple[dict[int, Place], ...]:
+def rank_places(m: Shape, schedule: str, pp: int, chunks: int) -> tuple[dict[int, Place], ...]:
     """By pipeline rank its stages: number and place."""
     found = schedule_of(Layout(pp=pp, schedule=schedule, chunks=chunks))
-    places = found.places(n_layers, pp, stages(found, pp))
+    places = balance(m, found.places(m.n_layers, pp, stages(found, pp)))
     return tuple({s: place for s, place in enumerate(places) if place.rank == rank} for rank in range(pp))
 
 
@@ -204,7 +204,7 @@ def lists_of(schedule: str, pp: int, chunks: int, n: int) -> list[list[Action]]:
 def rank_numbers(m: Shape, schedule: str, pp: int, chunks: int, tp: int, ep: int) -> tuple[tuple[float, float], ...]:
     """By pipeline rank: numbers of weights (that dp x cp ranks hold alike, of its experts). Tied ones count once."""
     (embedding, head), found = end_weights(m, tp), []
-    for places in rank_places(schedule, m.n_layers, pp, chunks):
+    for places in rank_places(m, schedule, pp, chunks):
         first, last = (any(getattr(place, end) is None for place in places.values()) for end in ("before", "after"))
         norm = m.dim * (1 + m.gpt)
         shared, own = float(embedding * (first or (last and m.tied)) + last * (norm if m.tied else head)), 0.0
@@ -271,7 +271,7 @@ def rank_bytes(m: Shape, x: Layout, rank: int, e: int = 2, wide: int = 4, on_cpu
     way, data = (x.schedule, x.pp, x.chunks), network(x, "shard").ranks
     p = Piece(m, x.micro_batch_size, m.seq_len // x.cp, e, wide, x.tp, x.sp, x.recompute, on_cpu)
     count = x.micro_batches if x.schedule == "afab" else min(x.micro_batches, 4 * x.pp + x.micro_batches % x.pp)
-    row, places = lists_of(*way, count)[rank], rank_places(x.schedule, m.n_layers, x.pp, x.chunks)[rank]
+    row, places = lists_of(*way, count)[rank], rank_places(m, *way)[rank]
     parts = {stage: stage_bytes(p, place) for stage, place in places.items()}
     here = Rank(m, x, p, places, parts, any(action.kind == "W" for action in row), data)
     kept = most_kept(row, parts)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from common.schedules import Action, Place
 from theory.gpus import LATENCY, LATENCY_BETWEEN, LAUNCH, Gpu
-from theory.layouts import Layout, Network, network
+from theory.layouts import Layout, Network, network, schedule_of, stages
 from theory.memory import lists_of, rank_numbers, rank_places
 from theory.recipes import Recipe
 from theory.shapes import Shape, end_weights, layer_counts
@@ -213,7 +213,8 @@ def pipeline_ratio(schedule: str, p: int, chunks: int, n: int, b: float, w: floa
 
     After 3 p micro-batches every further p of them add the same time, so the rest is continued from there.
     """
-    places = {s: place for row in rank_places(schedule, p * max(2, chunks), p, chunks) for s, place in row.items()}
+    found = schedule_of(Layout(p, schedule=schedule, chunks=chunks))
+    places = found.places(p * max(2, chunks), p, stages(found, p))
 
     def simulated(n: int) -> float:
         lists = lists_of(schedule, p, chunks, n)
@@ -303,7 +304,7 @@ def pieces(m: Shape, piece: Layout, gpu: Gpu, recipe: Recipe) -> Pieces:
 def loads(m: Shape, schedule: str, pp: int, chunks: int) -> set[tuple[float, float, float]]:
     """The different loads of ranks: (layers without, layers with experts, heads), in micro-batches of the step."""
     found, share = set(), 0.5 if schedule == "dualpipe" else 1.0  # a rank has two stages, with half of them each
-    for places in rank_places(schedule, m.n_layers, pp, chunks):
+    for places in rank_places(m, schedule, pp, chunks):
         kinds = [m.has_experts(n) for place in places.values() for n in place.layers]
         heads = sum(place.after is None for place in places.values())
         found.add((kinds.count(False) * share, kinds.count(True) * share, heads * share))

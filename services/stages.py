@@ -1,0 +1,54 @@
+"""`--pp-split 3,3,2`: how many layers each stage has, first to last, if not balanced by cost.
+
+A pipeline is as fast as its dearest stage, and the last one also has the head. A step alone deals layers as equally as
+can be; here every entry of the menu of schedules is asked for its places, and their layers are dealt anew.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+from common import UserError
+from common.model import PRESETS
+from common.schedules import SCHEDULES, Place, Schedule
+from step06_pipeline import Config as SINCE  # noqa: F401
+from theory.layouts import balance, deal
+from theory.shapes import shape_of
+from variants import dualpipe, zb_auto, zero_bubble  # noqa: F401  their entries are in the menu
+
+
+@dataclass
+class Flags:
+    """Stages (services/stages.py)."""
+
+    pp_split: str = ""  # layers of each stage, like 3,3,2; default: balanced by cost, the head counted
+
+
+def given(places: list[Place], split: str, n_layers: int) -> list[Place]:
+    """The same places with the layers of `split`. Raises UserError."""
+    n = len(places) // sum(place.before is None for place in places)
+    lengths = [int(part) if part.strip().isdecimal() else 0 for part in split.split(",")]
+    if len(lengths) != n or min(lengths) < 1 or sum(lengths) != n_layers:
+        raise UserError(f"--pp-split {split}: give {n} numbers of layers from 1 on, {n_layers} in all")
+    return deal(places, lengths)
+
+
+def with_split(make: Callable[[Any], Schedule]) -> Callable[[Any], Schedule]:
+    """An entry of the menu that also reads `--pp-split`, if its flags have that: those of a step alone do not."""
+
+    @wraps(make)
+    def entry(config: Any) -> Schedule:
+        plain, split = make(config), getattr(config, "pp_split", None)
+        if split is None:
+            return plain
+        if split:
+            return plain._replace(places=lambda n, p, v: given(plain.places(n, p, v), split, n))
+        m = shape_of(PRESETS[config.model], config)
+        return plain._replace(places=lambda n, p, v: balance(m, plain.places(n, p, v)))
+
+    return entry
+
+
+for name, make in SCHEDULES.items():
+    SCHEDULES[name] = with_split(make)
