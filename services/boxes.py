@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from common.layout import Split, layout_of
+from services.launch import agree
 from services.tables import full_shape
 
 
@@ -132,6 +133,30 @@ def pieces(parts: SimpleNamespace) -> Iterator[Piece]:
             yield state_piece(kind, master, value, shape)
     for name, buffer in parts.model.named_buffers():
         yield Piece("buffer", name, buffer, tuple(buffer.shape), layout_of(buffer).splits)
+    for name, key, _ in debts(parts):
+        if (owed := parts.compression.owed.get(key)) is not None:
+            yield Piece("owed", name, owed, tuple(owed.shape))
+
+
+def debts(parts: SimpleNamespace) -> Iterator[tuple[str, Any, tuple[int, int]]]:
+    """(name, key, shape) of what this rank's compressed sums may owe (variants/compress.py); no other rank owes it."""
+    names = {param: name for name, param in parts.model.named_parameters()}
+    sums = [(bucket, bucket.params) for bucket in getattr(getattr(parts, "sync", None), "buckets", ())]
+    sums += [(unit, unit.named.values()) for unit in getattr(parts.optimizer, "units", ())]
+    for key, params in sums if hasattr(parts, "compression") else ():
+        n, length = key.group.size, sum(param.numel() for param in params)
+        yield f"rank {parts.mesh.rank}: {' '.join(names[param] for param in params)}", key, (n, -(-length // n))
+
+
+def take_debts(parts: SimpleNamespace, stored: Any):
+    """Owe what a checkpoint says, if all ranks did under the same layout; else begin without. A collective."""
+    about = stored.index["tensors"].get("owed", {})
+    found = [debt for debt in debts(parts) if debt[0] in about]
+    (lost,) = agree(bool(about) and not (found and all((*about[name]["shape"],) == shape for name, _, shape in found)))
+    for name, key, _ in () if lost else found:
+        parts.compression.owed[key] = stored.whole("owed", name).to(next(parts.model.parameters()).device)
+    if lost and (not hasattr(parts, "mesh") or parts.mesh.rank == 0):
+        print("what --compress still owed belongs to another layout, and is left out", flush=True)
 
 
 def room_for(kind: str, master: Piece, stored: tuple[int, ...], dtype: torch.dtype) -> Piece:
@@ -165,3 +190,5 @@ def take(parts: SimpleNamespace, stored: Any, moments: bool):
     for name, master in getattr(optimizer, "masters", {}).items():
         optimizer.params[name].detach().copy_(master)
     getattr(optimizer, "publish", lambda: None)()
+    if moments:
+        take_debts(parts, stored)

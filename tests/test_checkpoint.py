@@ -4,10 +4,11 @@ The table PAIRS holds (base, saved under, resumed under). A layout is (ranks, fl
 """
 
 import importlib
+import io
 import os
 import shutil
 import signal
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -140,14 +141,25 @@ def goes_on_elsewhere(pools, folder: Path, fault: str, ranks: int, layout: dict)
     return "" if difference(*numbers) < 1e-10 else f"losses, and validation loss, are {numbers[0]}, not {numbers[1]}"
 
 
-def test_bf16_goes_on_from_its_masters(pools, tmp_path):
-    """Weights are the masters, rounded."""
-    base = dict(dtype="bf16", zero=1)
+@pytest.mark.parametrize("base", [dict(dtype="bf16", zero=1), dict(compress="int8"), dict(compress="topk", zero=2)])
+def test_a_layout_goes_on_bit_for_bit(pools, tmp_path, base):
+    """Weights are the masters, rounded; what compressed sums owe is kept, but in another layout."""
     train(pools, base, (2, {}), out=tmp_path / "whole")
     train(pools, base | dict(stop_after=2), (2, {}), out=tmp_path / "cut")
     train(pools, base, (2, {}), out=tmp_path / "cut", resume="auto")
     expected, found = stored(tmp_path / "whole"), stored(tmp_path / "cut")
+    assert found.keys() == expected.keys() and ("compress" in base) == any(kind == "owed" for kind, _ in found)
     assert all(torch.equal(tensor, expected[key]) for key, tensor in found.items())
+    cut = dict(out=str(tmp_path / "other"), resume=str(tmp_path / "cut/checkpoints/step-00000002"))
+    said = pools(3).run(said_on_rank, "step06_pipeline", base | cut)
+    assert [("still owed" in text) for text in said] == ["compress" in base, False, False]
+
+
+def said_on_rank(*args) -> str:
+    """Runs on every rank: what a run prints."""
+    with redirect_stdout(io.StringIO()) as text:
+        train_on_rank(*args)
+    return text.getvalue()
 
 
 def test_what_does_not_fit_is_one_line(pools, tmp_path):
