@@ -1,10 +1,11 @@
 """Validation and generation: what a run does with a model besides training it, in every layout.
 
-Both look at the model through `look(parts, tokens, targets)`: forward only, whole or stage after stage; the model's
-`loss`, which sees the logits at the end, is what it is, or one that keeps the logits.
+Both look at the model through `look(parts, tokens, targets)`: forward only, whole or stage after stage. Validation has
+the model's own `loss`, also in chunks. Generation gives the head one token, and has a loss that keeps the logits.
 """
 
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
@@ -102,21 +103,24 @@ def validate(config: Any, parts: SimpleNamespace) -> float:
     return loss.item() / count
 
 
-def whole_logits(parts: SimpleNamespace, tokens: Tensor) -> Tensor:
-    """int64 [1, seq] -> logits [seq, vocab] on every rank. A collective."""
-    model, here, tp = parts.model, positions_of(parts), group_of(parts, "tp")
+def logits_after(parts: SimpleNamespace, tokens: Tensor, place: int) -> Tensor:
+    """int64 [1, seq] -> the logits [vocab] of what follows the token at `place`, on every rank. A collective."""
+    model, found, tp = parts.model, positions_of(parts) == place, group_of(parts, "tp")
     seen: list[Tensor] = []
+    row = int(found.int().argmax())  # of this rank's tokens; any, if another rank of cp has this one
     right, model.loss = model.loss, lambda logits, _targets: (seen.append(logits), logits.new_zeros(()))[1]
-    try:
+    with ExitStack() as stack:
+        stack.callback(setattr, model, "loss", right)
+        if model.lm_head is not None:
+            hook = model.lm_head.register_forward_pre_hook(lambda _head, hidden: hidden[0][:, row : row + 1])
+            stack.callback(hook.remove)
         look(parts, tokens, tokens)
-    finally:
-        model.loss = right
-    whole = torch.zeros(tokens.shape[1], model.config.vocab_size, device=next(model.parameters()).device)
+    whole = torch.zeros(model.config.vocab_size, device=next(model.parameters()).device)
     if seen:
-        ours = seen[0][0].float().contiguous()  # [seq / cp, vocab / tp]
-        columns = ours.new_empty(tp.size, *ours.shape)
-        all_gather(columns.view(-1), ours.view(-1), tp).wait()
-        whole[here] = columns.movedim(0, 1).flatten(1)[:, : whole.shape[1]]  # without the padding of an uneven cut
+        ours = seen[0].flatten().float()  # [vocab / tp]
+        columns = ours.new_empty(tp.size * len(ours))
+        all_gather(columns, ours, tp).wait()
+        whole += columns[: len(whole)] * found.any().to(whole.device)  # without the padding of an uneven cut
     for dim in ("cp", "pp"):
         all_reduce(whole, group_of(parts, dim)).wait()
     return whole
@@ -136,8 +140,8 @@ def generate(parts: SimpleNamespace, prompt: str, n_tokens: int = 400, seed: int
     generator = torch.Generator().manual_seed(seed)
     for _ in range(n_tokens):
         window = tokens[-seq_len:]
-        logits = whole_logits(parts, torch.tensor([window + [0] * (seq_len - len(window))]))
-        probabilities = (logits[len(window) - 1].cpu() / 0.8).softmax(-1)
+        logits = logits_after(parts, torch.tensor([window + [0] * (seq_len - len(window))]), len(window) - 1)
+        probabilities = (logits.cpu() / 0.8).softmax(-1)
         tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     return decode(tokens)
 

@@ -6,7 +6,9 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from torch.nn import Linear
 
+import common.model
 from common import UserError
 from common.layout import materialize
 from common.model import Decoder, ModelConfig
@@ -26,6 +28,24 @@ def test_generate_needs_weights(tmp_path):
     """One line."""
     with pytest.raises(UserError, match="--generate needs --resume"):
         train_on_rank("step01_single_gpu", dict(out=str(tmp_path / "run"), generate="x"))
+
+
+def test_logits_never_exist_as_a_whole(tmp_path, monkeypatch):
+    """A validation's are those of a chunk, as a training step's; generation needs those of one token."""
+    seen, right = [], common.model.summed_cross_entropy
+    monkeypatch.setattr(common.model, "summed_cross_entropy", lambda x, y: (seen.append(len(y[0])), right(x, y))[1])
+    one = dict(out=str(tmp_path / "run"), loss_chunk=5)
+    (loss,) = (row["validation_loss"] for row in train_on_rank("step01_single_gpu", OPTIONS | one)[1:])
+    assert max(seen) == 5 and seen.count(5) == (2 * 3 + 3) * 6 and torch.tensor(loss).isfinite()
+    rows = []
+    made = Linear.forward
+    monkeypatch.setattr(
+        Linear, "forward", lambda head, x: (rows.append((head.weight.shape[0], x.shape)), made(head, x))[1]
+    )
+    monkeypatch.setattr(evaluation.generate, "__defaults__", (3, 0))
+    where = dict(resume=one["out"], out=str(tmp_path / "none"), generate="x")
+    train_on_rank("step01_single_gpu", OPTIONS | where)
+    assert {tuple(shape) for width, shape in rows if width == 259} == {(1, 1, 32)}
 
 
 # --- Hugging Face

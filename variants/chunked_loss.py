@@ -5,8 +5,8 @@ softmax and gradient some 10 GB more. But the loss is a sum over tokens. So the 
 its part of the head's gradient can be found as soon as its loss is, and its logits go before the next chunk's come.
 
 The head hands the hidden states on, and the loss multiplies by its weight, chunk by chunk. Whatever loss the model has
-(step 4's too, over a vocabulary that is cut) is called for each chunk. Where no gradient is wanted, or all tokens are
-one chunk, all is as in the plain step, whose `Decoder.forward` would call this function in its last line.
+(step 4's too, over a vocabulary that is cut) is called for each chunk. Where all tokens are one chunk, all is as in the
+plain step, whose `Decoder.forward` would call this function in its last line.
 """
 
 from collections.abc import Callable
@@ -65,15 +65,15 @@ def attach(config: Any, parts: SimpleNamespace):
     plain = model.loss
     multiply = head.forward
 
-    def chunked(tokens: int) -> bool:
-        return tokens > chunk and torch.is_grad_enabled()
-
     def project(hidden: Tensor) -> Tensor:
-        return hidden if chunked(hidden.shape[:-1].numel()) else multiply(hidden)
+        return hidden if hidden.shape[:-1].numel() > chunk else multiply(hidden)
 
     def loss(output: Tensor, targets: Tensor) -> Tensor:
-        if chunked(targets.numel()):
+        if targets.numel() <= chunk:
+            return plain(output, targets)
+        if torch.is_grad_enabled():
             return ChunkedLoss.apply(output, head.weight, targets, chunk, plain)
-        return plain(output, targets)
+        parts = zip(output.flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True)
+        return sum(plain(F.linear(part, head.weight)[None], target[None]) for part, target in parts)
 
     head.forward, model.loss = project, loss
