@@ -128,18 +128,9 @@ def attach(config: Any, parts: SimpleNamespace):
         return
     parts.compression = made = Compression(config)
     sync = parts.sync
-    plain = sync.send if isinstance(sync, BucketSync) else sync.reduce
-
-    def send(bucket: Bucket):
-        if bucket.group.size > 1:
-            sync.pending.append(made.start(bucket))
-        else:
-            plain(bucket)
-
-    def reduce(unit: Unit) -> Pending | Chain:
-        return Chain(made.reduce_scatter(unit)) if unit.group.size > 1 else plain(unit)
-
     if isinstance(sync, BucketSync):
-        sync.send = send
+        send = sync.send
+        sync.send = lambda b: sync.pending.append(made.start(b)) if b.group.size > 1 else send(b)
     else:
-        sync.reduce = reduce
+        reduce = sync.reduce
+        sync.reduce = lambda unit: Chain(made.reduce_scatter(unit)) if unit.group.size > 1 else reduce(unit)
