@@ -3,6 +3,8 @@
 data       until the first forward                      backward   from the end of a forward to the next, or to ...
 forward    the model's own call, or a pipeline's F      optimizer  ... the call of the optimizer's `step`
 waiting    between a pipeline's actions                 weights    a pipeline's W
+
+`waited_seconds` {mesh dimension: seconds} of all phases: the host, or a GPU's compute stream, waits for messages.
 """
 
 import time
@@ -14,7 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.comm import Pending
+from services.ledger import Ledger
+
 PHASES = {"F": "forward", "B": "backward", "W": "weights"}
+
+
+class Timed(Pending):
+    """What `comm.Pending` is during a run: each wait is noted, for the group that the ledger was told of last."""
+
+    def __init__(self, clock: "Clock", ledger: Ledger, *works: Any, then: Callable | None = None):
+        super().__init__(*works, then=then)
+        self.clock, self.dim = clock, ledger.last.split(" ")[0]
+
+    def wait(self):
+        """As ever, and note when."""
+        start, waits = self.clock.now(), bool(self.works)
+        super().wait()
+        self.clock.waits += [(self.dim, start, self.clock.now())] * waits
 
 
 class Clock:
@@ -26,6 +45,7 @@ class Clock:
         self.phase, self.listeners = "data", []
         self.marks: list[tuple[str, Any]] = [("data", self.now())]
         self.spans: list[tuple[str, int, int, Any, Any]] = []  # (kind, micro-batch, stage, start, end)
+        self.waits: list[tuple[str, Any, Any]] = []  # (mesh dimension, start, end)
         self.call(parts.optimizer, "step", "optimizer")
         if not hasattr(parts, "pipeline"):
             parts.model.register_forward_pre_hook(lambda *_: self.mark("forward"))
@@ -85,15 +105,19 @@ class Clock:
         """A step begins."""
         self.marks.clear()
         self.spans.clear()
+        self.waits.clear()
         self.mark("data")
 
-    def take(self) -> dict[str, float]:
-        """Seconds of each phase of the step."""
+    def take(self) -> dict[str, Any]:
+        """Seconds of each phase of the step, and those waited for messages."""
         self.mark("data")
         seconds: dict[str, float] = defaultdict(float)
         for (phase, start), (_, end) in zip(self.marks, self.marks[1:], strict=False):
             seconds[f"{phase}_seconds"] += self.between(start, end)
-        return dict(seconds)
+        waited: dict[str, float] = defaultdict(float)
+        for dim, start, end in self.waits:
+            waited[dim] += self.between(start, end)
+        return dict(seconds, waited_seconds=dict(waited))
 
     def timeline(self) -> list[list]:
         """[kind, micro-batch, stage, start, end] of the actions of this step, in seconds from its begin."""

@@ -2,7 +2,8 @@
 
 metrics.jsonl gets `ranks`, a list with, for each rank, its `loss` (mean over its own target tokens; 0 without the last
 stage of a pipeline), the `grad_norm` of the gradients that it updates with, the `seconds` from the last step's end
-until it waits for the sums over ranks, and `peak_memory_bytes` (of a GPU; else of the whole process).
+until it waits for the sums over ranks, the `waited_seconds` of the whole step (a straggler has
+the least), and `peak_memory_bytes` (of a GPU; else of the whole process).
 """
 
 import resource
@@ -53,13 +54,13 @@ class Health:
         self.norm = torch.nn.utils.get_total_norm(parts).item() if parts else 0.0
         self.update(lr, factor)
 
-    def of_step(self) -> dict[str, list[dict]]:
+    def of_step(self, waited: dict[str, float]) -> dict[str, list[dict]]:
         """For the record: what each rank has seen. A collective."""
         ours = dict(loss=float(self.total) / max(1, int(self.count)), grad_norm=self.norm, seconds=self.seconds)
         gpu = next(self.parts.model.parameters()).is_cuda
         peak = torch.cuda.max_memory_allocated() if gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         self.total, self.count, self.began = 0.0, 0, time.perf_counter()
-        return dict(ranks=gather_objects(ours | dict(peak_memory_bytes=peak)))
+        return dict(ranks=gather_objects(ours | dict(waited_seconds=sum(waited.values()), peak_memory_bytes=peak)))
 
 
 def attach(config: Any, parts: SimpleNamespace):
@@ -67,7 +68,7 @@ def attach(config: Any, parts: SimpleNamespace):
     parts.health = Health(parts) if config.log_ranks else None
 
 
-def metrics(parts: SimpleNamespace) -> dict[str, list[dict]]:
-    """For metrics.jsonl."""
+def metrics(parts: SimpleNamespace, waited: dict[str, float]) -> dict[str, list[dict]]:
+    """For metrics.jsonl; `waited` seconds of this rank, by mesh dimension."""
     health = getattr(parts, "health", None)
-    return {} if health is None else health.of_step()
+    return {} if health is None else health.of_step(waited)

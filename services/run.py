@@ -12,7 +12,8 @@ import os
 import pkgutil
 import time
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
+from math import prod
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,7 +21,8 @@ from typing import Any
 from torch import Tensor
 
 import variants
-from common.comm import Group
+from common import comm
+from common.comm import Group, Pending
 from common.trainer import Run
 from services import (
     devices,
@@ -36,6 +38,7 @@ from services import (
     shapes,
     stages,
 )
+from services.clocks import Timed
 from services.ledger import Ledger
 from services.screen import Screen
 from services.watchdog import Guard
@@ -57,12 +60,25 @@ def offered(cls: type) -> list[ModuleType]:
     return [plugin for plugin in plugins() if issubclass(cls, getattr(plugin, "SINCE", object))]
 
 
+def choose_sizes(config: Any):
+    """Let 0 ranks mean: 2 if those that other flags leave are an even number (for ep, experts too), else 1."""
+    sizes = {dim: getattr(config, dim, 1) for dim in ("pp", "cp", "tp")}
+    left = (config.dry_run or int(os.environ.get("WORLD_SIZE", 1))) // prod(size or 1 for size in sizes.values())
+    for dim in [dim for dim, size in sizes.items() if size == 0]:
+        sizes[dim] = 1 + (left % 2 == 0)
+        setattr(config, dim, sizes[dim])
+        left //= sizes[dim]
+    if getattr(config, "ep", 1) == 0:
+        config.ep = 1 + (left * sizes["cp"] % 2 == config.experts % 2 == 0)
+
+
 @lru_cache
 def compose(step: ModuleType) -> type:
     """The step's Config with the flags of everything that attaches to it."""
     flags = [plugin.Flags for plugin in offered(step.Config) if hasattr(plugin, "Flags")]
-    made = type("Config", (step.Config, *flags), dict(__module__=step.__name__, __doc__=step.Config.__doc__))
-    return dataclasses.dataclass(made)
+    about = step.Config.__doc__ + " --pp, --cp, --tp, --ep 0: 2, if it divides, else 1." * hasattr(step.Config, "tp")
+    about = dict(__module__=step.__name__, __doc__=about, __post_init__=choose_sizes)
+    return dataclasses.dataclass(type("Config", (step.Config, *flags), about))
 
 
 def check(config: Any, world: int):
@@ -101,6 +117,7 @@ class ServedRun(Run):
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any):
         """The end, or the error that ended it."""
+        comm.Pending = Pending
         self.guard.stop(error)
         self.keeper.close()
         super().__exit__(kind, error, trace)
@@ -116,6 +133,7 @@ class ServedRun(Run):
             evaluation.answer(self.config, parts)
             return
         self.screen = Screen(self, parts, self.ledger)
+        comm.Pending = partial(Timed, self.screen.clock, self.ledger)
         for step in super().steps(**vars(parts)):
             if step < start:
                 self.bar.update()
@@ -133,7 +151,8 @@ class ServedRun(Run):
 
     def record(self, step: int, tokens: int, **numbers: float):
         """With what services add to the numbers of a step."""
-        numbers |= self.screen.more(step, tokens) | health.metrics(self.parts)
+        numbers |= self.screen.more(step, tokens)
+        numbers |= health.metrics(self.parts, numbers["waited_seconds"])
         before = time.perf_counter()
         if hasattr(self.parts, "mesh"):
             replicas.check_replicas(self.config, self.parts, step)

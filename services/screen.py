@@ -194,6 +194,10 @@ class Screen:
         found |= dict(peak_memory_bytes=peak_memory(self.device)) | self.ledger.take()
         if self.load is not None:
             found |= self.load.take()
+        if hasattr(self.parts, "documents"):  # the part of causal attention's pairs that is left
+            lengths = [n for some in self.parts.documents.all for n in some.lengths]
+            pairs = sum(lengths) * (self.parts.model.config.seq_len + 1)
+            found["attention_pairs"] = sum(n * (n + 1) for n in lengths) / pairs
         return found
 
     def line(self, row: dict[str, Any]):

@@ -2,7 +2,10 @@
 
 import pytest
 
+import step07_moe_ep as step07
 from common import UserError
+from common.trainer import parse
+from services.run import compose
 from tests import equal
 from tests.rows import EXPERTS
 
@@ -41,6 +44,27 @@ WRONG = {  # ranks, step, flags; the line begins with the flag
     "--micro-batch-size": (2, "step07_moe_ep", EXPERTS | dict(micro_batch_size=5)),
     "--expert-groups 3": (2, "step07_moe_ep", EXPERTS | dict(expert_groups=3)),
 }
+
+
+@pytest.mark.parametrize(
+    "ranks, flags, chosen",
+    [
+        (8, {}, (1, 1, 1, 1)),
+        (8, dict(pp=0, cp=0, tp=0, ep=0), (2, 2, 2, 2)),
+        (6, dict(pp=0, cp=0, tp=0, ep=0), (2, 1, 1, 1)),
+        (8, dict(pp=0, cp=0, tp=4, ep=0), (2, 1, 4, 1)),
+        (8, dict(tp=0, ep=0), (1, 1, 2, 2)),
+        (8, dict(ep=0, experts=5), (1, 1, 1, 1)),
+    ],
+)
+def test_0_ranks_means_choose(ranks, flags, chosen):
+    """From the ranks that are left; a step alone does not choose."""
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    config = parse(compose(step07), ["--dry-run", str(ranks), *words])
+    assert (config.pp, config.cp, config.tp, config.ep) == chosen
+    if 0 in flags.values():
+        with pytest.raises(UserError, match=" is 0: it must be at least 1"):
+            parse(step07.Config, words)
 
 
 def refusal(step: str, options: dict) -> str:

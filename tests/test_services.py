@@ -7,16 +7,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from common.model import PRESETS
+from common.data import Data
+from common.model import PRESETS, ModelConfig
 from services.certify import children
 from services.checkpoint import Checkpoint, newest
 from services.replicas import held
-from tests.equal import difference
-from tests.test_checkpoint import train_on_rank
+from tests.equal import SMALL, difference
+from tests.test_checkpoint import STEPS, train_on_rank
 
 ROOT = Path(__file__).parents[1]
 
@@ -85,10 +87,35 @@ def test_a_replica_that_strays_is_named(pools, tmp_path, zero, kind):
     pools(4).run(train_on_rank, "step04_tp_sp", options)
 
 
+def slow_on_rank(*args) -> list[dict]:
+    """Runs on every rank: rank 1 takes its time for each batch."""
+    right = Data.batch
+
+    def slow(data: Data, step: int):
+        time.sleep(0.3 * int(os.environ["RANK"]))
+        return right(data, step)
+
+    with mock.patch.object(Data, "batch", slow):
+        return train_on_rank(*args)
+
+
 def test_each_rank_is_in_the_metrics(pools, tmp_path):
-    """The mean of the ranks' losses, each of as many tokens, is the loss; replicas have one gradient norm."""
+    """The mean of the ranks' losses, each of as many tokens, is the loss; replicas have one gradient norm.
+
+    Others wait for a slow rank. The part of the pairs of tokens that attention looks at is that of a mask.
+    """
     options = dict(log_ranks=True, save_every=0, eval_every=2, out=str(tmp_path / "run"), zero=0)
-    for row in pools(2).run(train_on_rank, "step03_zero", options)[0]:
+    rows = pools(2).run(slow_on_rank, "step03_zero", options | dict(documents="mask", end_token=32))[0]
+    waited = [sum(row["ranks"][rank]["waited_seconds"] for row in rows) for rank in range(2)]
+    assert waited[0] > 0.25 * len(rows) and waited[0] > waited[1]
+    data = Data("", ModelConfig(**SMALL), STEPS["global_batch_size"], 0)
+    for row in rows:
+        assert row["waited_seconds"].keys() == {"dp"}
+        assert row["waited_seconds"]["dp"] == row["ranks"][0]["waited_seconds"]
+        ends = (data.batch(row["step"] - 1)[0][:3] == 32).long()
+        numbers = ends.cumsum(1) - ends
+        seen = (numbers[:, :, None] == numbers[:, None]).tril().sum().item()
+        assert row["attention_pairs"] == pytest.approx(seen / (3 * 136))
         ranks = row["ranks"]
         assert difference(sum(rank["loss"] for rank in ranks) / 2, row["loss"]) < 1e-10
         assert ranks[0]["grad_norm"] == ranks[1]["grad_norm"]
