@@ -3,10 +3,12 @@
     python step06_pipeline.py --dry-run 1024 --model llama3-405b --tp 8 --pp 16 --dtype bf16 --gpu h100-80
 
 `FakeTensorMode` gives every tensor all but its numbers. The process group "fake" lets one process be any rank of any
-world, and sends nothing. A number that the program asks for is 1.0. Tokens go to all experts alike.
+world, and sends nothing. A number that the program asks for is 1.0. Tokens go to all experts alike: how many rows that
+makes is said in one place (`Counted.route`).
 
 Each operator adds its FLOPs and bytes. By the roofline it takes max(FLOPs / peak, bytes / bandwidth), if nothing else
-holds it up; messages take no time here. Causal attention counts the half of the scores that its kernels compute.
+holds it up; messages take no time here. Causal attention counts the half of the scores that its kernels compute. Memory
+is that of a CPU's operators. So is the time, but for RMSNorm: a GPU has one kernel for it, where a CPU has ten.
 """
 
 import os
@@ -14,13 +16,15 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_iter
@@ -33,12 +37,17 @@ from services.clocks import Clock
 from services.ledger import Ledger, traffic_table
 from services.memory import Held, MemoryTimeline, memory_table
 from services.tables import human, table
+from step07_moe_ep import MoE
 from theory.gpus import GPUS, Gpu
 from theory.traffic import Traffic
 from variants import grouped_matmul
+from variants.routing import RoutedMoE
 
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}  # where the two factors begin
 NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view", "detach"}
+WRITES = {"copy_", "zero_", "fill_"}  # do not read the tensor that they change
+FILLS = {"zeros_like", "full_like", "new_zeros", "new_full", "nll_loss_backward"}  # read nothing, or a few
+TAKES = {"embedding", "index_select", "index", "gather", "nll_loss_forward"}  # read as much as they return
 
 
 @dataclass
@@ -81,25 +90,63 @@ def flops_of(name: str, args: tuple, kwargs: dict) -> float:
     return 2.0 * scores * matmuls  # backward computes the scores again
 
 
+def bytes_of(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
+    """What a kernel reads and writes; an expanded tensor's bytes are there once."""
+
+    def total(values: Any) -> int:
+        return sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in tree_iter(values) if isinstance(t, Tensor))
+
+    name, arguments = func.overloadpacket.__name__, func._schema.arguments
+    given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+    marked = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+    changed = {key: given.pop(key) for key in marked & given.keys() - {"grads"}}  # only a GradScaler changes gradients
+    written = total(changed or out)
+    read = 0 if name in FILLS else total(given) + total(changed) * (name not in WRITES and "out" not in kwargs)
+    return written + (min(read, written) if name in TAKES else read)
+
+
 class Meter(MemoryTimeline):
     """Counts every operator, and the bytes that live on the device."""
 
     def __init__(self, gpu: Gpu):
         super().__init__(lambda: self.seconds)
         self.gpu, self.seconds, self.counting, self.start = gpu, 0.0, False, 0
+        self.found: list[int] = []  # rows that each next `nonzero` finds
+        self.rows = 0  # that are on their way to experts now
+        self.inside = False  # a kernel that is counted already
         self.count: dict[str, Counter] = defaultdict(Counter)  # by operator: calls, flops, bytes, seconds
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run an operator, and count it."""
         out, name = super().__torch_dispatch__(func, types, args, kwargs), func.overloadpacket.__name__
         if self.counting and func.namespace == "aten" and not func.is_view and name not in NO_KERNEL:
-            tensors = [t for t in tree_iter((args, kwargs or {}, out)) if isinstance(t, Tensor)]
-            n_bytes = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in tensors)
-            flops, half = flops_of(name, args, kwargs or {}), any(t.dtype.itemsize == 2 for t in tensors)
+            half = any(isinstance(t, Tensor) and t.dtype.itemsize == 2 for t in tree_iter((args, out)))
+            self.book(name, bytes_of(func, args, kwargs or {}, out), flops_of(name, args, kwargs or {}), half)
+        return out
+
+    def book(self, name: str, n_bytes: int, flops: float = 0.0, half: bool = True):
+        """Count a kernel; `half`: of 16 bits."""
+        if self.counting and not self.inside:
             seconds = max(flops / (self.gpu.flops if half else self.gpu.single), n_bytes / self.gpu.hbm)
             self.count[name] += Counter(calls=1, flops=flops, bytes=n_bytes, seconds=seconds)
             self.seconds += seconds
-        return out
+
+    def norm(self, module: nn.RMSNorm, x: Tensor) -> Tensor:
+        """Its forward, counted as one kernel; so is backward, which goes from the node of y to those of the inputs."""
+
+        def enter(name: str, times: int, n_bytes: int = x.nbytes):
+            self.book(name, times * n_bytes)
+            self.inside = True
+
+        x, weight = x.view_as(x), module.weight.view_as(module.weight)
+        enter("rms_norm", 2)
+        y = F.rms_norm(x, module.normalized_shape, weight, module.eps)
+        self.inside = False
+        if y.requires_grad:
+            y.grad_fn.register_prehook(lambda _: enter("rms_norm_backward", 3))
+            for node in {x.grad_fn, weight.grad_fn} - {None}:
+                node.register_prehook(lambda _: setattr(self, "inside", False))
+        return y
 
     def begin(self):
         """The step begins here: what was before was preparation."""
@@ -125,12 +172,26 @@ class Seen(NamedTuple):
     flops: float  # of the model, for this rank's share of a step
 
 
+def ranks_of_a_token(config: Any) -> float:
+    """On how many ranks of ep a token's experts are, in the mean over 4,096 tokens that like all experts alike."""
+    layer = SimpleNamespace(config=config, top_k=config.experts_per_token)
+    chosen = RoutedMoE.choose(layer, torch.rand(4096, config.experts, generator=torch.Generator().manual_seed(0)))
+    there = F.one_hot(chosen, config.experts).sum(1).unflatten(1, (config.ep, -1)).any(-1)
+    return there.sum().item() / len(chosen)
+
+
 class Counted(Run):
     """A run of two steps, which leaves nothing behind but the counts of the second."""
 
     def __init__(self, config: Any, meter: Meter, attach: Callable):
         super().__init__(config)
         self.first, self.meter, self.attach, self.ledger = False, meter, attach, Ledger()
+        self.by_rank = getattr(config, "ep_mode", "") == "rows" and config.ep > 1
+        self.ranks = ranks_of_a_token(config) if self.by_rank else 0.0
+
+    def __enter__(self) -> "Counted":
+        """No files."""
+        return self
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """Count from here on."""
@@ -139,15 +200,23 @@ class Counted(Run):
         self.held = Held(parts, 1)
         self.held.timeline, self.held.watching = self.meter, True
         Clock(parts, host=True).listeners.append(self.meter.phase)
-        for name, module in parts.model.named_modules():
-            if name.endswith(".experts"):
-                module.register_forward_pre_hook(lambda _, given: setattr(self.meter, "rows", len(given[0])))
+        for module in parts.model.modules():
+            if isinstance(module, MoE):
+                module.register_forward_pre_hook(self.route)
+            elif isinstance(module, nn.RMSNorm):
+                module.forward = partial(self.meter.norm, module)
         self.held.measure()
         comm.observer = self.ledger.book
         yield 0  # after which there are moments
         self.ledger.take()
         self.meter.begin()
         yield 1
+
+    def route(self, _layer: MoE, given: tuple):
+        """Tokens come to a layer of experts: `nonzero` will find these choices; before, if by rank, (rank, token)."""
+        tokens = given[0].shape[:-1].numel() * min(1.0, self.config.capacity_factor or 1.0)
+        self.meter.rows = round(tokens * self.config.experts_per_token)
+        self.meter.found = [round(tokens * self.ranks)] * self.by_rank + [self.meter.rows]
 
     def record(self, step: int, tokens: int, **numbers: float):
         """A step is over."""
@@ -158,13 +227,14 @@ class Counted(Run):
 @contextmanager
 def without_numbers(meter: Meter, rank: int, world: int) -> Iterator[None]:
     """Inside, this process is a rank of so many, and tensors have no numbers."""
-    make_group, repeat = dist.new_group, Tensor.repeat_interleave
+    make_group = dist.new_group
 
     def evenly(tensor: Tensor) -> list[int]:
         return [meter.rows * (i + 1) // len(tensor) - meter.rows * i // len(tensor) for i in range(len(tensor))]
 
-    def repeat_rows(tensor: Tensor, times: Any, *more: Any, **how: Any) -> Tensor:
-        return tensor.new_empty(meter.rows) if isinstance(times, Tensor) else repeat(tensor, times, *more, **how)
+    def nonzero(tensor: Tensor) -> Tensor:
+        meter.rows = meter.found.pop(0)
+        return tensor.new_empty(meter.rows, tensor.dim(), dtype=torch.int64)
 
     def tokens(data: Data, step: int) -> tuple[Tensor, Tensor]:
         return tuple(torch.zeros(data.batch_size, data.shape.seq_len, dtype=torch.int64) for _ in range(2))
@@ -175,7 +245,7 @@ def without_numbers(meter: Meter, rank: int, world: int) -> Iterator[None]:
     replaced = [
         (Tensor, "item", lambda tensor: 1.0),
         (FakeTensor, "tolist", evenly),
-        (Tensor, "repeat_interleave", repeat_rows),
+        (Tensor, "nonzero", nonzero),
         (layout, "draw", lambda name, shape, *_: torch.empty(shape)),
         (dist, "new_group", lambda row: make_group(row) if rank in row else None),
         (Data, "__init__", empty_data),
@@ -197,8 +267,9 @@ def run_rank(train: Callable, config: Any, rank: int, attach: Callable) -> Seen:
     """Train two steps as one rank of `config.dry_run`. Raises what `train` raises."""
     meter, world = Meter(GPUS[config.gpu]), config.dry_run
     loops = mock.patch.object(grouped_matmul, "can_group", lambda *_: False)  # FLOPs are counted expert by expert
-    with without_numbers(meter, rank, world), loops, mock.patch.object(Counted, "__enter__", lambda run: run):
-        with Counted(replace(config, steps=2), meter, attach) as run:
+    run = Counted(replace(config, steps=2), meter, attach)
+    with without_numbers(meter, rank, world), loops:
+        with run:
             train(run.config, run)
         model = predictions.flops_per_token(config, run.parts)[0] * run.tokens / world
         said = predictions.held_bytes(config, run.parts), predictions.sent_bytes(config, run.parts)

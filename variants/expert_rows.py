@@ -39,8 +39,9 @@ SINCE = step07.Config
 def send_rows(group: Group, experts: Callable, tokens: Tensor, gates: Tensor) -> Tensor:
     """tokens [n, dim], gates [n, all experts], zero where a token does not go -> the weighted sums [n, dim], wide."""
     gates = gates.unflatten(1, (group.size, -1))
-    rank, token = (gates != 0).any(-1).T.nonzero().unbind(1)  # sorted by rank
-    leaving = torch.bincount(rank, minlength=group.size)
+    visits = (gates != 0).any(-1).T
+    rank, token = visits.nonzero().unbind(1)  # sorted by rank
+    leaving = visits.sum(1)
     coming = torch.empty_like(leaving)
     all_to_all(coming, leaving, group).wait()
     sent, received = leaving.tolist(), coming.tolist()
