@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,11 @@ class Event(NamedTuple):
     bytes: int
 
 
+def with_memory(values: Any) -> list[Tensor]:
+    """The tensors among values, but for shapes alone, on the meta device."""
+    return [value for value in tree_iter(values) if isinstance(value, Tensor) and value.device.type != "meta"]
+
+
 class MemoryTimeline(TorchDispatchMode):
     """Allocations and releases in order, each storage under one of CATEGORIES."""
 
@@ -44,13 +49,11 @@ class MemoryTimeline(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run the operator, and note the storages of its inputs, which were there before, and of its outputs."""
-        for tensor in tree_iter((args, kwargs)):
-            if isinstance(tensor, Tensor):
-                self.note(tensor, "other")
+        for tensor in with_memory((args, kwargs)):
+            self.note(tensor, "other")
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(out):
-            if isinstance(tensor, Tensor):
-                self.note(tensor, self.born)
+        for tensor in with_memory(out):
+            self.note(tensor, self.born)
         return out
 
     def note(self, tensor: Tensor, category: str) -> int:
