@@ -53,7 +53,7 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         """The gradient of the loss, a scalar in fp32 or wider -> those of hidden and weight."""
-        return *((found * grad.view(1)).to(found.dtype) for found in ctx.saved_tensors), None, None, None
+        return *(found.mul_(grad.view(1)) for found in ctx.saved_tensors), None, None, None  # a scalar would be rounded
 
 
 def attach(config: Any, parts: SimpleNamespace):
