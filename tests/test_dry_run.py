@@ -108,7 +108,7 @@ def compare(real: list[SimpleNamespace], dry: list[SimpleNamespace], options: di
     """All bytes, calls and FLOPs. Without ZeRO also the peak: gloo's reduce-scatter has a buffer that others lack."""
     for ours, theirs in zip((real[0], real[-1]), dry, strict=True):
         assert (ours.sent, ours.flops) == (theirs.sent, theirs.flops), options
-        assert options.get("zero") or ours.peak == pytest.approx(theirs.peak, rel=0.005), options
+        assert options.get("zero") or ours.peak == pytest.approx(theirs.peak, rel=0.01), options
 
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n >= 3)) for n in range(200)])
