@@ -17,7 +17,7 @@ from common.schedules import Action, Place
 from theory.layouts import Layout, balance, network, schedule_of, stages
 from theory.shapes import Shape, end_weights, layer_weights
 
-CHUNK = 4096  # tokens whose logits exist at the same time, unless --loss-chunk says otherwise
+CHUNK = 2048  # tokens whose logits exist at the same time, unless --loss-chunk says otherwise
 
 
 class Piece(NamedTuple):

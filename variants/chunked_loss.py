@@ -27,7 +27,7 @@ MOST = 2**30  # bytes of a chunk's logits in fp32: there are three such at a tim
 class Flags:
     """The loss in chunks."""
 
-    loss_chunk: int = 4096  # most tokens whose logits exist at the same time (at most 1 GiB in fp32); 0: all
+    loss_chunk: int = 2048  # most tokens whose logits exist at the same time (at most 1 GiB in fp32); 0: all
 
 
 class ChunkedLoss(torch.autograd.Function):
