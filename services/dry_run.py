@@ -11,6 +11,7 @@ holds it up; messages take no time here. Causal attention counts the half of the
 is that of a CPU's operators. So is the time, but for RMSNorm: a GPU has one kernel for it, where a CPU has ten.
 """
 
+import gc
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -149,7 +150,8 @@ class Meter(MemoryTimeline):
         return y
 
     def begin(self):
-        """The step begins here: what was before was preparation."""
+        """The step begins here: what was before was preparation, of which nothing stays but by accident."""
+        gc.collect()
         self.counting, self.start = True, len(self.events)
 
     def peak(self) -> dict[str, int]:

@@ -6,7 +6,7 @@ from typing import Any
 from common import UserError
 from common.model import PRESETS
 from common.schedules import SCHEDULES
-from theory.layouts import Layout, rules, stages
+from theory.layouts import Layout, broken, stages
 from theory.shapes import shape_of
 
 
@@ -22,6 +22,5 @@ def check(config: Any, world: int):
     x = layout_of(config, world)
     if hasattr(config, "sync") and x.world == (config.dry_run or world):
         v = stages(SCHEDULES[x.schedule](config), x.pp) if x.pp > 1 else 1
-        for ok, message in rules(shape_of(PRESETS[config.model], config), x, v):
-            if not ok:
-                raise UserError(message)
+        for message in broken(shape_of(PRESETS[config.model], config), x, v):
+            raise UserError(message)

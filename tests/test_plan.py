@@ -16,47 +16,26 @@ import step06_pipeline as step06
 import step07_moe_ep as step07
 from common import UserError, schedules
 from common.model import PRESETS, ModelConfig
-from common.schedules import SCHEDULES, Action, Place
+from common.schedules import SCHEDULES, Action
 from common.trainer import parse
 from services.dry_run import Counted, run_rank
 from services.legal import layout_of
 from services.run import attach, check, compose
 from tests.bench import plan as bench
-from theory import plan
+from theory import plan, seconds
 from theory.footprint import gpt_layer_bytes, held
 from theory.gpus import GPUS, LATENCY, LATENCY_BETWEEN
 from theory.layouts import RECOMPUTE, Layout, balanced, illegal, meshes, network, variants
-from theory.memory import Kept, Piece, layer_bytes, lists_of, most_kept, rank_bytes, rank_numbers, rank_places
+from theory.memory import Kept, Module, Piece, layer_bytes, lists_of, most_kept, rank_bytes, rank_numbers, rank_places
 from theory.recipes import COURSE, RECIPES
 from theory.search import count_legal, evaluate, fits, floor_seconds, search, smallest
-from theory.seconds import (
-    boundary_seconds,
-    collective_seconds,
-    layer_work,
-    least_bubble,
-    makespan,
-    matmul_seconds,
-    pair_seconds,
-    pipeline_ratio,
-    ring,
-    stages_of,
-    step_seconds,
-)
+from theory.seconds import ring, step_seconds
 from theory.shapes import divisors, flops_per_token, gpt, layer_counts, shape_of, total_weights, visited_weights
 from theory.traffic import Work, tensor_traffic
 
 H100, MODELS = GPUS["h100-80"], plan.models()
 LLAMA, MIXTRAL = MODELS["llama3-8b"], MODELS["mixtral-8x7b"]
 ORDERS = [name for name in SCHEDULES if name != "zb-auto"]
-
-
-# --- layouts ---------------------------------------------------------------------------------------------------------
-
-SMALL = dict(dim=32, n_layers=8, n_heads=8, n_kv_heads=4, ffn_dim=48, vocab_size=64, seq_len=48)
-
-
-class Reached(Exception):
-    """The first step would begin: nothing has been refused."""
 
 
 def config_of(x: Layout, shape: dict, **flags) -> object:
@@ -68,55 +47,44 @@ def config_of(x: Layout, shape: dict, **flags) -> object:
     return compose(step)(model="drawn", dry_run=x.world, device="cpu", **flags)
 
 
+class Reached(Exception):
+    """The first step would begin: nothing has been refused."""
+
+
 def refused_by_the_steps(config: object) -> bool:
     """Whether a step itself, with its variants, refuses what it is to build."""
-    with mock.patch.object(Counted, "steps", mock.Mock(side_effect=Reached)):
-        try:
-            run_rank(step07.train if hasattr(config, "experts") else step06.train, config, 0, attach)
-        except (UserError, Reached) as found:
-            return isinstance(found, UserError)
-    raise AssertionError("the step never began")
-
-
-def drawn_layouts(count: int) -> list[Layout]:
-    """Random layouts of up to 64 ranks, many of them wrong in one way."""
-    draw, found = random.Random(0), []
-    while len(found) < count:
-        pp, tp, cp = (draw.choice(sizes) for sizes in ([1, 1, 2, 3, 4, 9], [1, 2, 4, 8, 3, 16], [1, 1, 2, 3, 4]))
-        dp, mbs = draw.choice([1, 2, 3, 4]), draw.choice([1, 2, 3])
-        batch = draw.choice([dp * mbs, dp * mbs * 4, 12, 16])
-        mode = draw.choice(["zigzag", "zigzag", "ring", "allgather"])
-        x = Layout(pp, cp, tp, draw.choice([1, 1, 2, 3]), draw.choice([0, 1]), mbs, batch, dp=dp)
-        x = replace(
-            x, schedule=draw.choice(ORDERS), chunks=draw.choice([1, 2, 3]), sp=draw.random() < 0.8, cp_mode=mode
-        )
-        if x.world <= 64:
-            found.append(x)
-    return found
+    first = mock.patch.object(Counted, "steps", mock.Mock(side_effect=Reached))
+    with first, pytest.raises((UserError, Reached)) as found:
+        run_rank(step07.train if hasattr(config, "experts") else step06.train, config, 0, attach)
+    return found.type is not Reached
 
 
 def test_what_the_rules_refuse_the_steps_refuse():
-    """One list, for flags and planner, and what the steps themselves say where they cut: the same verdicts."""
-    refused = 0
-    for x in drawn_layouts(60):
-        experts = dict(experts=4, experts_per_token=2) if x.ep > 1 or x.micro_batch_size == 2 else {}
-        config = config_of(x, SMALL, **experts)
-        m = shape_of(PRESETS["drawn"], config)
-        assert layout_of(config, 1) == replace(x, ep=x.ep if experts else 1)
-        assert bool(illegal(m, x)) == refused_by_the_steps(config), (illegal(m, x), x)
-        refused += bool(illegal(m, x))
-    assert 15 <= refused <= 45
+    """60 random layouts of up to 64 ranks: one list of rules, for flags and planner, says what the steps say."""
+    shape = dict(dim=32, n_layers=8, n_heads=8, n_kv_heads=4, ffn_dim=48, vocab_size=64, seq_len=48)
+    draw, verdicts = random.Random(0), []
+    while len(verdicts) < 60:
+        pp, tp, cp = (draw.choice(sizes) for sizes in ([1, 1, 2, 3, 4, 9], [1, 2, 4, 8, 3, 16], [1, 1, 2, 3, 4]))
+        dp, mbs = draw.choice([1, 2, 3, 4]), draw.choice([1, 2, 3])
+        batch, mode = draw.choice([dp * mbs, dp * mbs * 4, 12, 16]), draw.choice(["zigzag", "ring", "allgather"])
+        x = Layout(pp, cp, tp, draw.choice([1, 1, 2, 3]), draw.choice([0, 1]), mbs, batch, draw.choice(ORDERS), dp=dp)
+        x = replace(x, chunks=draw.choice([1, 2, 3]), sp=draw.random() < 0.8, cp_mode=mode)
+        if x.world <= 64:
+            experts = dict(experts=4, experts_per_token=2) if x.ep > 1 or x.micro_batch_size == 2 else {}
+            config = config_of(x, shape, **experts)
+            m = shape_of(PRESETS["drawn"], config)
+            assert layout_of(config, 1) == replace(x, ep=x.ep if experts else 1)
+            verdicts.append(bool(illegal(m, x)))
+            assert verdicts[-1] == refused_by_the_steps(config), (illegal(m, x), x)
+    assert 15 <= sum(verdicts) <= 45
 
 
 def test_no_legal_layout_is_left_out():
     """Of 24 ranks, all products of sizes that the rules allow are listed; and all schedules, stages, recomputations."""
-    m = replace(MODELS["tiny-moe"], n_layers=8, n_heads=16)
+    m, sizes = replace(MODELS["tiny-moe"], n_layers=8, n_heads=16), [1, 2, 3, 4, 6, 8, 12, 24]
     listed = {(x.pp, x.cp, x.tp, x.ep, x.micro_batch_size) for x in meshes(m, 24, 24)}
-    sizes = [1, 2, 3, 4, 6, 8, 12, 24]
-    every = [
-        (pp, cp, tp, ep) for pp in sizes for cp in sizes for tp in sizes for ep in sizes if 24 % (pp * cp * tp) == 0
-    ]
-    for pp, cp, tp, ep in every:
+    every = [(pp, cp, tp, ep) for pp in sizes for cp in sizes for tp in sizes for ep in sizes]
+    for pp, cp, tp, ep in (each for each in every if 24 % (each[0] * each[1] * each[2]) == 0):
         x = Layout(pp, cp, tp, ep, global_batch_size=24, dp=24 // (pp * cp * tp))
         for size in divisors(24 // x.dp):
             assert ((pp, cp, tp, ep, size) in listed) == (not illegal(m, replace(x, micro_batch_size=size))), x
@@ -145,20 +113,9 @@ def test_the_dearest_stage_costs_least(vocab):
         assert dearest == least[0] and squares <= 1.05 * least[1], n
 
 
-def test_printed_flags_stand_for_the_layout():
-    """They are parsed by step 7, accepted, and mean the same."""
-    for found in search(LLAMA, 64, 128, H100, count=3).best:
-        config = parse(compose(step07), shlex.split(f"--model llama3-8b --dry-run 64 {found.layout.flags()}"))
-        check(config, 1)
-        assert layout_of(config, 1) == replace(found.layout, chunks=config.chunks)
-
-
-# --- bytes -----------------------------------------------------------------------------------------------------------
-
-
-def drawn_run(seed: int) -> tuple[Layout, dict, str, int]:
-    """A legal layout, a shape of some size (it is counted, not computed), a dtype, and a rank."""
-    draw = random.Random(seed)
+def drawn_run(seed: int, with_experts: bool) -> tuple[Layout, dict, dict, str, int]:
+    """A legal layout, a shape of some size (it is counted, not computed), its experts, a dtype, and a rank."""
+    draw, experts = random.Random(seed), {}
     while True:
         pp, dp, cp, tp = (draw.choice(sizes) for sizes in ((1, 1, 2, 4), (1, 2, 4), (1, 1, 2), (1, 2, 4)))
         schedule = draw.choice(ORDERS) if pp > 1 else "1f1b"
@@ -171,23 +128,25 @@ def drawn_run(seed: int) -> tuple[Layout, dict, str, int]:
         n = 2 if pp == 1 else pp if schedule == "interleaved" else draw.choice([2, 4])
         x = Layout(pp, cp, tp, 1, draw.choice([0, 1, 2, 3]), mbs, dp * mbs * n, schedule, dp=dp)
         x = replace(x, recompute=draw.choice(["none", "none", "selective", "full"]), sp=draw.random() < 0.7)
-        if not illegal(shape_of(ModelConfig(**shape), SimpleNamespace()), x):
-            return x, shape, draw.choice(["bf16", "bf16", "bf16", "fp32"]), draw.choice([0, x.world - 1])
+        if with_experts:
+            experts = dict(experts=draw.choice([4, 8]), experts_per_token=draw.choice([1, 2]))
+            experts |= dict(moe_every=draw.choice([1, 1, 2]), expert_dim=shape["ffn_dim"] // draw.choice([1, 2, 4]))
+            experts |= dict(dense_layers=draw.choice([0, 0, 1]))
+            x = replace(x, ep=draw.choice([1, 2, 4]))
+        if not illegal(shape_of(ModelConfig(**shape), SimpleNamespace(**experts)), x):
+            return x, shape, experts, draw.choice(["bf16", "bf16", "bf16", "fp32"]), draw.choice([0, x.world - 1])
 
 
-FEW = 0, 1, 2, 4, 7  # 3, 5 and 6 are outside of the bound, at 0.85, 1.20 and 1.25 of the peak: the sweep shows them
-MANY = sorted({*range(200)} - {*FEW})
-
-
-@pytest.mark.parametrize("seed", [*FEW, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in MANY)])
-def test_the_bound_of_the_peak(seed):
+@pytest.mark.parametrize("with_experts", [False, True])
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(8, 200))])
+def test_the_bound_of_the_peak(seed, with_experts):
     """Within 10% of the peak that the dry run counts, on the kernels of a CPU, and never 5% below it."""
-    x, shape, dtype, rank = drawn_run(seed)
-    config = config_of(x, shape, dtype=dtype)
-    seen = run_rank(step06.train, config, rank, attach)
+    x, shape, experts, dtype, rank = drawn_run(seed, with_experts)
+    config = config_of(x, shape, dtype=dtype, **experts)
+    seen = run_rank((step07 if experts else step06).train, config, rank, attach)
     m, peak = shape_of(PRESETS["drawn"], config), sum(seen.meter.peak().values())
     ours = rank_bytes(m, x, rank * x.pp // x.world, dict(bf16=2, fp32=4)[dtype], 4, on_cpu=True)
-    assert 0.95 * peak <= ours.total <= 1.10 * peak, (ours.total / peak, x, shape, dtype, rank)
+    assert 0.95 * peak <= ours.total <= 1.10 * peak, (ours.total / peak, x, shape, experts, dtype, rank)
     state = sum(seen.held[kind] for kind in ("parameters", "masters", "moments"))
     assert ours.weights + ours.optimizer == pytest.approx(state, rel=0.005)
 
@@ -204,18 +163,17 @@ def test_weights_and_flops():
     assert layer_counts(m) == {False: 17, True: 15} and m.has_experts(3) and not m.has_experts(2)
 
 
-def test_memory_grows_and_shrinks_as_it_must():
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_memory_grows_and_shrinks_as_it_must(recipe):
     """More with larger micro-batches, less recomputation and lower ZeRO stages; less with tp."""
-    for recipe in RECIPES.values():
-        m = LLAMA if recipe is COURSE else gpt(4096, 32, 32)
-        base = Layout(2, 1, 2, 1, 1, 1, 64, dp=4)
-        sizes = [held(m, replace(base, micro_batch_size=mbs), recipe).total for mbs in (1, 2, 4)]
-        assert sizes == sorted(sizes) and sizes[0] < sizes[2]
-        sizes = [held(m, replace(base, recompute=kind), recipe).activations for kind in ("full", "selective", "none")]
-        assert sizes == sorted(sizes) and sizes[0] < sizes[2]
-        states = [sum(held(m, replace(base, zero=zero), recipe)[:3]) for zero in (3, 2, 1, 0)]
-        assert states == sorted(states) and states[0] < states[3]
-        assert held(m, replace(base, tp=4, dp=2), recipe).weights < held(m, base, recipe).weights
+    m, base = LLAMA if recipe is COURSE else gpt(4096, 32, 32), Layout(2, 1, 2, 1, 1, 1, 64, dp=4)
+    for sizes in (
+        [held(m, replace(base, micro_batch_size=mbs), recipe).total for mbs in (1, 2, 4)],
+        [held(m, replace(base, recompute=kind), recipe).activations for kind in ("full", "selective", "none")],
+        [sum(held(m, replace(base, zero=zero), recipe)[:3]) for zero in (3, 2, 1, 0)],
+    ):
+        assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
+    assert held(m, replace(base, tp=4, dp=2), recipe).weights < held(m, base, recipe).weights
 
 
 def test_a_layer_keeps_what_the_papers_say():
@@ -227,67 +185,49 @@ def test_a_layer_keeps_what_the_papers_say():
 
 
 def test_what_waits():
-    """Two micro-batches in flight; with W, inputs and gradients wait; in the last layer's B, the others' are there."""
+    """Two micro-batches in flight; with W, inputs and gradients wait. Modules rise above; what they send stays a while.
+
+    Layer "1" rises by 5 at first, and later stands on the 4 that "0" has sent; "0" makes room of its own 4 for 9.
+    """
     row = [Action(*what) for what in (("F", 0, 0), ("F", 1, 0), ("B", 0, 0), ("B", 1, 0))]
-    assert most_kept(row, {0: Kept(10.0, 0.0, 0.0, 2)}) == 20
+    kept, layers = {0: Kept(10.0, 0.0, 0.0)}, [Module("1", 5.0, -4.0), Module("0", 9.0, -6.0, 4.0)]
+    assert most_kept(row, kept) == 20 and most_kept(row, kept, {("B", 0): layers}) == 20 - 4 + 9
+    assert most_kept(row[:1] + row[2:3] + row[1:2] + row[3:], kept, {("B", 0): layers}) == 10 + 4 + 5
     row += [Action("W", 0, 0), Action("W", 1, 0)]
-    assert most_kept(row, {0: Kept(10.0, 8.0, 6.0, 2)}) == 14 + 10 + (14 - 10) / 2
-    assert most_kept(row, {0: Kept(10.0, 8.0, 6.0, 2)}, backward=False) == 20
-
-
-@pytest.mark.parametrize("schedule", ORDERS)
-def test_what_waits_is_seen_in_a_short_list(schedule):
-    """As much waits in the first 4 p + m % p micro-batches as in all; only afab goes on and on."""
-    p, v = 4, {"interleaved": 3}.get(schedule, 1)
-    kept = {stage: Kept(1.0, 0.5, 0.5, 1) for stage in range(p * max(2, v))}
-    for rank in range(p):
-        few, all_ = (most_kept(lists_of(schedule, p, v, n)[rank], kept) for n in (16, 40))
-        assert (few == all_) == (schedule != "afab")
-
-
-# --- seconds ---------------------------------------------------------------------------------------------------------
+    assert most_kept(row, {0: Kept(10.0, 8.0, 6.0)}) == 14 + 14
+    assert most_kept(row, {0: Kept(10.0, 8.0, 6.0)}, backward=False) == 20
 
 
 @pytest.mark.parametrize("schedule", ORDERS)
 def test_a_long_pipeline_is_continued_from_a_short_one(schedule):
-    """`makespan` is the simulation's, `pipeline_ratio` the whole's within 1%, `least_bubble` at most its bubble."""
-    v = 3 if schedule == "interleaved" else 1
-    for p, n, b, w, message in (
-        (4, 64, 1.0, 1.0, 0.0),
-        (4, 60, 1.6, 0.7, 0.05),
-        (6, 90, 2.0, 1.0, 0.2),
-        (4, 4, 1, 1, 0),
-    ):
+    """`makespan` is the simulation's, `pipeline_ratio` the whole's within 1%, `least_bubble` at most its bubble.
+
+    As much waits in the first 4 p + m % p micro-batches as in all; only afab goes on and on.
+    """
+    v = {"interleaved": 3}.get(schedule, 1)
+    kept = {stage: Kept(1.0, 0.5, 0.5) for stage in range(4 * max(2, v))}
+    for rank in range(4):
+        few, all_ = (most_kept(lists_of(schedule, 4, v, n)[rank], kept) for n in (16, 40))
+        assert (few == all_) == (schedule != "afab")
+    cases = (4, 64, 1.0, 1.0, 0.0), (4, 60, 1.6, 0.7, 0.05), (6, 90, 2.0, 1.0, 0.2), (4, 4, 1, 1, 0)
+    for p, n, b, w, message in cases:
         lists = lists_of(schedule, p, v, n)
         places = {s: place for row in rank_places(LLAMA, schedule, p, v) for s, place in row.items()}
         costs = dict(F=1.0, B=b if any(action.kind == "W" for action in lists[0]) else b + w, W=w)
-        whole = makespan(lists, places, costs, message)
+        whole = seconds.makespan(lists, places, costs, message)
         if not message:
             assert whole == pytest.approx(schedules.simulate(lists, places, costs)[-1][0])
-        assert pipeline_ratio(schedule, p, v, n, b, w, message) == pytest.approx(whole, rel=0.01)
+        assert seconds.pipeline_ratio(schedule, p, v, n, b, w, message) == pytest.approx(whole, rel=0.01)
         x = Layout(p, global_batch_size=n, schedule=schedule, chunks=v)
-        assert least_bubble(x, 1.0, b, w) <= whole - n * (1 + b + w) * stages_of(x) + 1e-9
+        assert seconds.least_bubble(x, 1.0, b, w) <= whole - n * (1 + b + w) * seconds.stages_of(x) + 1e-9
 
 
-def test_a_message_is_waited_for():
-    """By hand: two ranks, one micro-batch. F, message, F, B, message, B."""
+def test_small_things():
+    """Two ranks, one micro-batch: F, message, F, B, message, B. Small matmuls are slow, large ones reach a constant."""
     lists, places = [[Action("F", 0, r), Action("B", 0, r)] for r in range(2)], schedules.round_robin(2, 2, 1)
-    assert isinstance(places[0], Place) and makespan(lists, places, dict(F=1.0, B=2.0), 0.5) == 7.0
-
-
-def test_small_matmuls_are_slow_and_large_ones_reach_the_constant():
-    """The part of the peak that is reached."""
-    part = [2 * n**3 / matmul_seconds(H100, n, n, n) / H100.flops for n in (256, 1024, 4096, 65536)]
+    assert seconds.makespan(lists, places, dict(F=1.0, B=2.0), 0.5) == 7.0
+    part = [2 * n**3 / seconds.matmul_seconds(H100, n, n, n) / H100.flops for n in (256, 1024, 4096, 65536)]
     assert part == sorted(part) and part[0] < 0.02 and part[-1] == pytest.approx(H100.matmul, rel=0.03)
-
-
-def test_parts_add_up_and_have_signs():
-    """Every part is at least 0, with and without pipelines, and recomputation costs time."""
-    for x in (Layout(1, 1, 8, 8, 1, 1, 64, dp=8), Layout(4, 2, 2, 4, 1, 1, 64, "zb-h1", recompute="full", dp=4)):
-        seconds = step_seconds(MIXTRAL, x, H100, COURSE)
-        assert min(seconds.compute, seconds.recompute, seconds.bubble, *seconds.exposed.values()) >= 0
-        assert (seconds.recompute > 0) == (x.recompute == "full")
-        assert seconds.exposed["ep"] > 0
 
 
 @pytest.mark.parametrize("sp", [True, False])
@@ -295,12 +235,11 @@ def test_parts_add_up_and_have_signs():
 def test_what_is_sent_again_over_tp_takes_its_time(sp, recompute):
     """Of the four collectives of a forward, three (of two all-reduces, one): in seconds as in bytes of the traffic."""
     again, m = Layout(1, 1, 4, 1, 1, 1, 8, recompute=recompute, sp=sp, dp=2), LLAMA
-    net, whole, n = network(again, "tp"), 2 * m.seq_len * m.dim, 4 * m.n_layers
+    net, whole, times = network(again, "tp"), 2 * m.seq_len * m.dim, 4 * m.n_layers * (3 if sp else 2)
     sent = [tensor_traffic(Work(m, 4 * m.seq_len, m.n_layers, 0, 1, 1, 2, 4, r), 4, sp).total() for r in (True, False)]
-    seconds = [step_seconds(m, x, H100, COURSE).exposed["tp"] for x in (again, replace(again, recompute="none"))]
-    times = n * (3 if sp else 2)
+    took = [step_seconds(m, x, H100, COURSE).exposed["tp"] for x in (again, replace(again, recompute="none"))]
     assert sent[0] - sent[1] == pytest.approx(times * ring(net, whole))
-    assert seconds[0] - seconds[1] == pytest.approx(times * collective_seconds(H100, net, ring(net, whole)))
+    assert took[0] - took[1] == pytest.approx(times * seconds.collective_seconds(H100, net, ring(net, whole)))
 
 
 @pytest.mark.parametrize("sp", [True, False])
@@ -309,35 +248,34 @@ def test_a_message_takes_its_bytes_and_a_latency(dp, sp):
     """Between two stages, within a node or between two: a rank's own tokens; Megatron cuts them always."""
     x, whole = Layout(2, 1, 4, global_batch_size=8, sp=sp, dp=dp), 2 * LLAMA.seq_len * LLAMA.dim
     speed, latency = (H100.within, LATENCY) if dp == 1 else (H100.between, LATENCY_BETWEEN)
-    assert boundary_seconds(LLAMA, x, H100, COURSE) == pytest.approx(whole / (4 if sp else 1) / speed + latency)
-    tp = network(x, "tp")
-    gather = 0.0 if sp else collective_seconds(H100, tp, ring(tp, whole))
-    megatron = boundary_seconds(LLAMA, x, H100, RECIPES["megatron-2021"])
+    course, megatron = (seconds.boundary_seconds(LLAMA, x, H100, RECIPES[r]) for r in ("course", "megatron-2021"))
+    assert course == pytest.approx(whole / (4 if sp else 1) / speed + latency)
+    gather = 0.0 if sp else seconds.collective_seconds(H100, network(x, "tp"), ring(network(x, "tp"), whole))
     assert megatron == pytest.approx(whole / 4 / speed + latency + gather)
 
 
-def test_experts_take_their_time():
+def test_parts_have_signs_and_experts_take_their_time():
     """Rows to the experts and back, forward and backward; a rank reads the matrices of its own experts only."""
     m, x = MIXTRAL, Layout(1, 1, 2, 4, 1, 1, 8, dp=8)
+    for layout in (x, Layout(4, 2, 2, 4, 1, 1, 64, "zb-h1", recompute="full", dp=4)):
+        took = step_seconds(m, layout, H100, COURSE)
+        assert min(took.compute, took.recompute, took.bubble, *took.exposed.values()) >= 0
+        assert (took.recompute > 0) == (layout.recompute == "full")
     net, rows = network(x, "ep"), m.seq_len * m.experts_per_token
-    one_way = collective_seconds(H100, net, ring(net, 2 * rows * m.dim))
+    one_way = seconds.collective_seconds(H100, net, ring(net, 2 * rows * m.dim))
     assert step_seconds(m, x, H100, COURSE).exposed["ep"] == pytest.approx(4 * m.n_layers * one_way)
-    one, four = (
-        layer_work(m, Layout(ep=ep, global_batch_size=8, dp=8), H100, COURSE, True).f["matmul"] for ep in (1, 4)
-    )
+    layouts = (Layout(ep=ep, global_batch_size=8, dp=8) for ep in (1, 4))
+    one, four = (seconds.layer_work(m, layout, H100, COURSE, True).f["matmul"] for layout in layouts)
     assert one - four == pytest.approx(2 * 3 * m.dim * m.expert_width * (m.experts - m.experts // 4) / H100.hbm)
 
 
 def test_pairs_of_ranks_sum_what_both_hold():
     """dualpipe: all gradients of a pair, over a card's bandwidth; 1F1B: a tied matrix."""
-    x = Layout(4, 1, 4, global_batch_size=64, zero=0, schedule="dualpipe", dp=8)
+    x, pair = Layout(4, 1, 4, global_batch_size=64, zero=0, schedule="dualpipe", dp=8), seconds.pair_seconds
     numbers = sum(max(rank_numbers(LLAMA, "dualpipe", 4, 2, 4, 1), key=sum))
-    assert pair_seconds(LLAMA, x, H100, COURSE) == pytest.approx(numbers * 4 / H100.between, rel=0.01)
+    assert pair(LLAMA, x, H100, COURSE) == pytest.approx(numbers * 4 / H100.between, rel=0.01)
     plain = replace(x, schedule="1f1b")
-    assert pair_seconds(LLAMA, plain, H100, COURSE) == 0 < pair_seconds(replace(LLAMA, tied=True), plain, H100, COURSE)
-
-
-# --- search ----------------------------------------------------------------------------------------------------------
+    assert pair(LLAMA, plain, H100, COURSE) == 0 < pair(replace(LLAMA, tied=True), plain, H100, COURSE)
 
 
 @pytest.mark.exhaustive
@@ -354,89 +292,6 @@ def test_search_finds_what_trying_everything_finds():
     assert found == pytest.approx(sorted(best.values())[:5], rel=1e-9)
 
 
-def test_what_fits():
-    """The longest sequence, and not an eighth more; the largest model."""
-    m, flags = LLAMA, plan.Flags(gpus=2)
-    tokens = int(plan.longest(m, flags).split()[-2])
-    assert [fits(smallest(replace(m, seq_len=n), 2, 2).held, H100) for n in (tokens, tokens * 9 // 8)] == [True, False]
-    known = {name: MODELS[name] for name in ("llama3-8b", "mixtral-8x7b", "gpt3-1t")}
-    assert plan.largest(plan.Flags(), known, iter).endswith("fits on 8 h100-80: llama3-8b")
-
-
-# --- held against what others measured -------------------------------------------------------------------------------
-
-
-def test_errors_beside_published_runs():
-    """Means and choices of the table in RESULTS.md."""
-    cases, lines = bench.read_rows(bench.Config().rows), bench.read_vtrain(bench.Config().vtrain)
-    known = [case for case in cases if case.recipe is not COURSE]
-    errors = [abs(bench.error(case, bench.predict(case), bench.time_figure(case))) for case in known]
-    assert len(known) == 9 and sum(errors) / len(errors) <= 0.05 and max(errors) <= 0.06
-    took, seconds = [c.published["step_s"] for c in lines], [bench.predict(c)["step_s"] for c in lines]
-    assert sum(abs(b / a - 1) for a, b in zip(took, seconds, strict=True)) / len(lines) <= 0.08
-    for name, group in bench.groups_of(lines).items():
-        correlation, regret = bench.choice([took[i] for i in group], [seconds[i] for i in group])
-        # lines of 39.1e9 weights with tp 2 and 4 are slower than any rule says
-        assert (correlation >= 0.9 and regret <= 0.05) or name.startswith("39.1e9"), (name, correlation, regret)
-
-
-def test_files_with_gaps_and_in_another_order(tmp_path, capsys):
-    """The same predictions with rows and columns shuffled; blanks and NaN are figures that a source does not give."""
-    draw = random.Random(3)
-    rows = list(csv.DictReader(bench.lines_of(bench.Config().rows)))[::3]
-    lines = list(csv.DictReader(bench.lines_of(bench.Config().vtrain)))[:30:6]
-    cases = {case.id: case for case in bench.read_rows(bench.Config().rows)}
-    expected = {row["id"]: bench.predict(cases[row["id"]]) for row in rows}
-    rows[1] |= {name: "NaN" for name in bench.FIGURES}
-    lines[1]["iteration time (ms)"] = ""
-    paths = [tmp_path / "rows.csv", tmp_path / "vtrain.csv"]
-    for path, found in zip(paths, (rows, lines), strict=True):
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, draw.sample(list(found[0]), len(found[0])))
-            writer.writeheader()
-            writer.writerows(draw.sample(found, len(found)))
-    out = tmp_path / "predicted.json"
-    bench.main("plan", ["--rows", str(paths[0]), "--vtrain", str(paths[1]), "--json", str(out)])
-    entries = json.loads(out.read_text())
-    assert {entry["id"]: entry["predicted"] for entry in entries[: len(rows)]} == expected
-    assert sorted(len(entry["published"]) for entry in entries[len(rows) :]) == [0, 1, 1, 1, 1]
-    assert [entry["id"] for entry in entries[len(rows) :]] == [1, 2, 3, 4, 5]
-    assert "vTrain group" in capsys.readouterr().out
-    paths[0].write_text(paths[0].read_text().replace("A100-80", "abacus"))
-    with pytest.raises(UserError, match="abacus"):
-        bench.read_rows(str(paths[0]))
-
-
-def test_rank_correlation():
-    """1 for the same order, -1 for the reverse, ties share a rank."""
-    assert bench.spearman([1, 2, 3], [10, 20, 90]) == 1 and bench.spearman([1, 2, 3], [3, 2, 1]) == -1
-    assert bench.spearman([1, 2, 2, 3], [1, 2, 2, 3]) == pytest.approx(1)
-    assert bench.choice([2.0, 1.0], [1.0, 3.0]) == (-1, 1.0)
-
-
-# --- the command -----------------------------------------------------------------------------------------------------
-
-
-def test_the_command(capsys, tmp_path):
-    """Ten layouts, tables, alternatives, a file; and a blackboard whose sums are the layout's."""
-    arguments, file = "--model smollm-1.7b --gpus 8 --gpu a100-80 --global-batch-size 64", tmp_path / "plan.json"
-    assert plan.main([*arguments.split(), "--json", str(file)]) == 0
-    out = capsys.readouterr().out
-    assert "\n10  --pp" in out and "bubble" in out and "obvious alternatives" in out
-    entries = json.loads(file.read_text())
-    assert len(entries) == 10 and Layout(**entries[0]["layout"]).flags() in out
-    assert plan.main([*arguments.split(), "--explain", "--tp 2 --pp 2 --micro-batch-size 2"]) == 0
-    out = capsys.readouterr().out
-    x = Layout(2, 1, 2, 1, 1, 2, 64, dp=2)
-    found = evaluate(MODELS["smollm-1.7b"], x, GPUS["a100-80"])
-    assert f"{found.seconds.step:.3f} s" in out and f"{found.held.total / 2**30:.2f} GiB" in out
-    *parts, whole = map(float, re.findall(r"^  \w.*? ([\d.]+) GiB", out, re.MULTILINE))
-    assert len(parts) == 5 and sum(parts) == pytest.approx(whole, abs=0.03)
-    times = re.findall(r"^(compute|bubble|exposed over \w+|update|step) +([\d.]+) s", out, re.MULTILINE)
-    *parts, step = [float(seconds) for _, seconds in times]
-    assert [*dict(times)][:2] == ["compute", "bubble"] and sum(parts) == pytest.approx(step, abs=0.003)
-
-
 @pytest.mark.exhaustive
 def test_the_largest_plan_does_little_work():
     """llama3-405b on 16,384 GPUs: of all legal layouts, some 1% are bounded one by one, few are simulated."""
@@ -449,18 +304,83 @@ def test_the_largest_plan_does_little_work():
     assert len(simulated) == found.timed < found.legal / 2000
 
 
+def test_what_fits():
+    """The longest sequence, and not an eighth more; the largest model."""
+    tokens = int(plan.longest(LLAMA, plan.Flags(gpus=2)).split()[-2])
+    ours = [smallest(replace(LLAMA, seq_len=n), 2, 2).held for n in (tokens, tokens * 9 // 8)]
+    assert [fits(each, H100) for each in ours] == [True, False]
+    known = {name: MODELS[name] for name in ("llama3-8b", "mixtral-8x7b", "gpt3-1t")}
+    assert plan.largest(plan.Flags(), known, iter).endswith("fits on 8 h100-80: llama3-8b")
+
+
+def test_errors_beside_published_runs():
+    """Means and choices of the table in RESULTS.md; of a rank correlation, what it is of the same and the reverse."""
+    assert bench.spearman([1, 2, 2, 3], [1, 2, 2, 3]) == pytest.approx(1)  # ties share a rank
+    assert bench.choice([2.0, 1.0], [1.0, 3.0]) == (-1, 1.0)
+    cases, lines = bench.read_rows(bench.Config().rows), bench.read_vtrain(bench.Config().vtrain)
+    known = [case for case in cases if case.recipe is not COURSE]
+    errors = [abs(bench.error(case, bench.predict(case), bench.time_figure(case))) for case in known]
+    assert len(known) == 9 and sum(errors) / len(errors) <= 0.05 and max(errors) <= 0.06
+    took, ours = [c.published["step_s"] for c in lines], [bench.predict(c)["step_s"] for c in lines]
+    assert sum(abs(b / a - 1) for a, b in zip(took, ours, strict=True)) / len(lines) <= 0.08
+    for name, group in bench.groups_of(lines).items():
+        correlation, regret = bench.choice([took[i] for i in group], [ours[i] for i in group])
+        # lines of 39.1e9 weights with tp 2 and 4 are slower than any rule says
+        assert (correlation >= 0.9 and regret <= 0.05) or name.startswith("39.1e9"), (name, correlation, regret)
+
+
+def test_files_with_gaps_and_in_another_order(tmp_path, capsys):
+    """The same predictions with rows and columns shuffled; blanks and NaN are figures that a source does not give."""
+    draw, sources = random.Random(3), (bench.Config().rows, bench.Config().vtrain)
+    rows, lines = (list(csv.DictReader(bench.lines_of(source)))[::6] for source in sources)
+    cases = {case.id: bench.predict(case) for case in bench.read_rows(sources[0])}
+    rows[1] |= {name: "NaN" for name in bench.FIGURES}
+    lines[1]["iteration time (ms)"] = ""
+    paths, out = [tmp_path / "rows.csv", tmp_path / "vtrain.csv"], tmp_path / "predicted.json"
+    for path, found in zip(paths, (rows, lines), strict=True):
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, draw.sample(list(found[0]), len(found[0])))
+            writer.writeheader()
+            writer.writerows(draw.sample(found, len(found)))
+    bench.main("plan", ["--rows", str(paths[0]), "--vtrain", str(paths[1]), "--json", str(out)])
+    entries = json.loads(out.read_text())
+    ours, theirs = entries[: len(rows)], entries[len(rows) :]
+    assert {entry["id"]: entry["predicted"] for entry in ours} == {row["id"]: cases[row["id"]] for row in rows}
+    assert sorted(len(entry["published"]) for entry in theirs) == [0] + [1] * (len(lines) - 1)
+    assert "vTrain group" in capsys.readouterr().out
+    paths[0].write_text(paths[0].read_text().replace("A100-80", "abacus"))
+    with pytest.raises(UserError, match="abacus"):
+        bench.read_rows(str(paths[0]))
+
+
+def test_the_command(capsys, tmp_path):
+    """Layouts whose printed flags step 7 takes as the same, tables, a file; a blackboard's sums are the layout's."""
+    arguments, file = "--model smollm-1.7b --gpus 8 --gpu a100-80 --global-batch-size 64", tmp_path / "plan.json"
+    assert plan.main([*arguments.split(), "--json", str(file)]) == 0
+    out, entries = capsys.readouterr().out, json.loads(file.read_text())
+    assert "\n10  --pp" in out and "bubble" in out and "obvious alternatives" in out and len(entries) == 10
+    for x in (Layout(**entry["layout"]) for entry in entries):
+        config = parse(compose(step07), shlex.split(f"--model smollm-1.7b --dry-run 8 --seq-len 2048 {x.flags()}"))
+        check(config, 1)
+        assert x.flags() in out and layout_of(config, 1) == replace(x, chunks=config.chunks)
+    assert plan.main([*arguments.split(), "--explain", "--tp 2 --pp 2 --micro-batch-size 2"]) == 0
+    out, x = capsys.readouterr().out, Layout(2, 1, 2, 1, 1, 2, 64, dp=2)
+    found = evaluate(MODELS["smollm-1.7b"], x, GPUS["a100-80"])
+    assert f"{found.seconds.step:.3f} s" in out and f"{found.held.total / 2**30:.2f} GiB" in out
+    *parts, whole = map(float, re.findall(r"^  \w.*? ([\d.]+) GiB", out, re.MULTILINE))
+    assert len(parts) == 5 and sum(parts) == pytest.approx(whole, abs=0.03)
+    times = re.findall(r"^(compute|bubble|exposed over \w+|update|step) +([\d.]+) s", out, re.MULTILINE)
+    *parts, step = [float(took) for _, took in times]
+    assert [*dict(times)][:2] == ["compute", "bubble"] and sum(parts) == pytest.approx(step, abs=0.003)
+
+
 MISTAKES = {
     "--gpu abacus": "invalid choice",
     "--model gpt5": "no such model",
-    "--gpus 0": "--gpus is 0",
-    "--gpus many": "--gpus",
     "--model llama3-405b --gpus 8 --global-batch-size 8": "GiB too much",
     "--gpus 8 --explain '--tp 3 --pp 1'": "does not divide",
-    "--gpus 8 --explain '--zero 9 --pp 1'": "--zero",
     "--gpus 8 --global-batch-size 7 --explain '--tp 2 --pp 1'": "must be a multiple of the 4 ranks of dp",
-    "--nonsense": "--nonsense",
     "--gpus 8 --explain '--tp 2 \"'": "No closing quotation",
-    "--gpus 12 --explain '--pp 3 --schedule dualpipe'": "both ends of an even number",
     "--gpus 37 --global-batch-size 3": "no layout of 37 GPUs is legal",
     "--gpus 8 --largest --longest": "one at a time",
     "--model gpt3-175b --gpus 8 --longest": "GiB too much",

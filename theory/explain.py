@@ -38,7 +38,7 @@ def blackboard(m: Shape, x: Layout, gpu: Gpu) -> str:
         f"  activations                {memory.activations / GIB:8.2f} GiB: all micro-batches that {x.schedule} "
         f"lets wait, of {layers} layers",
         f"  for a moment               {memory.moment / GIB:8.2f} GiB "
-        f"(loss of {piece.chunk} tokens at a time, gathered units, a layer computed again, CUDA)",
+        f"(loss of {piece.at_once} tokens at a time, gathered units, a layer computed again, CUDA)",
         f"  sum                        {memory.total / GIB:8.2f} GiB of {gpu.memory / GIB:.0f} GiB",
         "",
         f"TIME of a step               n = batch / dp / b = {x.global_batch_size} / {x.dp} / {x.micro_batch_size} "

@@ -94,90 +94,53 @@ def stages(schedule: Schedule, pp: int) -> int:
     return schedule.stages if pp > 1 else 1
 
 
-def rules(m: Shape, x: Any, v: int) -> list[tuple[bool, str]]:
-    """What the steps ask of a layout: (whether it is so, what to say if not). `v`: stages on each rank.
+def broken(m: Shape, x: Any, v: int) -> Iterator[str]:
+    """The rules of the steps that a layout breaks, each as what to say. `v`: stages on each rank.
 
     Everything that cannot work, once: for the flags of a run (services/legal.py) and for the planner.
     """
     pp, dp, cp, tp, data, seq = x.pp, x.dp, x.cp, x.tp, x.dp * x.cp, m.seq_len
     heads, kv_heads, cut = m.n_heads // tp, max(1, m.n_kv_heads // tp), 2 * cp if x.cp_mode in BOTH_ENDS else cp
     mine, n = x.global_batch_size // dp, x.micro_batches
-    whole_heads = heads % cp == 0 and (kv_heads % cp == 0 or cp % kv_heads == 0)
-    found = [
-        (
-            x.global_batch_size % dp == 0,
-            f"--global-batch-size {x.global_batch_size} must be a multiple of the {dp} ranks of dp",
-        ),
-        (
-            m.n_kv_heads % tp == 0 or (tp % m.n_kv_heads == 0 and m.n_heads % tp == 0),
-            f"--tp {tp} must divide the {m.n_heads} heads, and divide the {m.n_kv_heads} key/value heads "
-            "or be a multiple of them",
-        ),
-        (
-            not x.sp or seq % tp == 0,
-            f"--tp {tp} must divide the {seq} tokens of a sequence; or use --no-sp",
-        ),
-        (
-            x.cp_mode != "ulysses" or cp == 1 or whole_heads,
-            f"--cp-mode ulysses: --cp {cp} does not divide {heads} heads ({kv_heads} kv): use zigzag",
-        ),
-        (
-            cp == 1 or seq % cut == 0,
-            f"--cp {cp} --cp-mode {x.cp_mode}: the sequence length {seq} must be a multiple of {cut}",
-        ),
-        (
-            cp == 1 or seq // cp % tp == 0,
-            f"--cp {cp} leaves a rank {seq // cp} tokens: --tp {tp} must divide them",
-        ),
-        (
-            m.n_layers >= pp * v,
-            f"--pp {pp}: {m.n_layers} layers are too few for {pp * v} stages; lower --pp or --chunks",
-        ),
-        (
-            x.schedule != "interleaved" or pp == 1 or v == 1 or n % pp == 0,
-            f"--schedule interleaved: --pp {pp} must divide the {n} micro-batches of a rank",
-        ),
-        (
-            x.schedule != "dualpipe" or pp % 2 == 0,
-            f"--schedule dualpipe: micro-batches enter at both ends of an even number of ranks, not {pp}",
-        ),
-        (
-            x.schedule != "dualpipe" or n >= 2,
-            "--schedule dualpipe: use at least 2 micro-batches, one for each end",
-        ),
-        (
-            data % x.zero_replicas == 0,
-            f"--zero-replicas {x.zero_replicas} must divide the {data} ranks over which ZeRO cuts",
-        ),
-        (
-            x.zero_replicas == 1 or x.zero > 0,
-            f"--zero-replicas {x.zero_replicas}: --zero 0 has no slices; use --zero 1, 2 or 3",
-        ),
-    ]
-    if not m.experts:
-        return [*found, (x.ep == 1, f"--ep {x.ep}: the model has no experts")]
-    return [
-        *found,
-        (
-            m.experts % x.ep == 0 and data % x.ep == 0,
-            f"--ep {x.ep} must divide --experts {m.experts}, and the {data} ranks of dp x cp",
-        ),
-        (
-            m.experts_per_token <= m.experts,
-            f"--experts-per-token {m.experts_per_token} is more than --experts {m.experts}",
-        ),
-        (
-            mine % x.micro_batch_size == 0,
-            f"--micro-batch-size {x.micro_batch_size} must divide the {mine} sequences of a rank: "
-            "the balance loss is a mean over them",
-        ),
-    ]
+    if x.global_batch_size % dp:
+        yield f"--global-batch-size {x.global_batch_size} must be a multiple of the {dp} ranks of dp"
+    if m.n_kv_heads % tp and (tp % m.n_kv_heads or m.n_heads % tp):
+        kinds = f"the {m.n_heads} heads, and divide the {m.n_kv_heads} key/value heads"
+        yield f"--tp {tp} must divide {kinds} or be a multiple of them"
+    if x.sp and seq % tp:
+        yield f"--tp {tp} must divide the {seq} tokens of a sequence; or use --no-sp"
+    if x.cp_mode == "ulysses" and cp > 1 and (heads % cp or (kv_heads % cp and cp % kv_heads)):
+        yield f"--cp-mode ulysses: --cp {cp} does not divide {heads} heads ({kv_heads} kv): use zigzag"
+    if cp > 1 and seq % cut:
+        yield f"--cp {cp} --cp-mode {x.cp_mode}: the sequence length {seq} must be a multiple of {cut}"
+    if cp > 1 and seq // cp % tp:
+        yield f"--cp {cp} leaves a rank {seq // cp} tokens: --tp {tp} must divide them"
+    if m.n_layers < pp * v:
+        yield f"--pp {pp}: {m.n_layers} layers are too few for {pp * v} stages; lower --pp or --chunks"
+    if x.schedule == "interleaved" and pp > 1 and v > 1 and n % pp:
+        yield f"--schedule interleaved: --pp {pp} must divide the {n} micro-batches of a rank"
+    if x.schedule == "dualpipe" and pp % 2:
+        yield f"--schedule dualpipe: micro-batches enter at both ends of an even number of ranks, not {pp}"
+    if x.schedule == "dualpipe" and n < 2:
+        yield "--schedule dualpipe: use at least 2 micro-batches, one for each end"
+    if data % x.zero_replicas:
+        yield f"--zero-replicas {x.zero_replicas} must divide the {data} ranks over which ZeRO cuts"
+    if x.zero_replicas > 1 and not x.zero:
+        yield f"--zero-replicas {x.zero_replicas}: --zero 0 has no slices; use --zero 1, 2 or 3"
+    if not m.experts and x.ep > 1:
+        yield f"--ep {x.ep}: the model has no experts"
+    if m.experts and (m.experts % x.ep or data % x.ep):
+        yield f"--ep {x.ep} must divide --experts {m.experts}, and the {data} ranks of dp x cp"
+    if m.experts and m.experts_per_token > m.experts:
+        yield f"--experts-per-token {m.experts_per_token} is more than --experts {m.experts}"
+    if m.experts and mine % x.micro_batch_size:
+        part = f"--micro-batch-size {x.micro_batch_size} must divide the {mine} sequences of a rank"
+        yield f"{part}: the balance loss is a mean over them"
 
 
 def illegal(m: Shape, x: Layout) -> str:
     """Why the steps refuse a layout, or ""."""
-    broken = (message for ok, message in rules(m, x, stages(schedule_of(x), x.pp)) if not ok)
-    return next(broken, "")
+    return next(broken(m, x, stages(schedule_of(x), x.pp)), "")
 
 
 def schedule_of(x: Layout) -> Schedule:

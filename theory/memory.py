@@ -3,11 +3,18 @@
     a step      update ............ forward .. backward .. forward .. backward ............ update
     what stays  weights, gradients (from the first backward on), masters, moments
     waits       activations of each micro-batch from its F to its B (with W apart: inputs and gradients until W)
-    a moment    of all that lives for less than a layer's time only the highest point counts. It is found among four:
-                head (a chunk's logits and softmax), layer (SwiGLU's products, a layer done again), embedding (the cast
-                of its gradient), update (copies). Where ZeRO cuts, whole units of weights and gradients go with each.
 
-The bound is their sum. It is held against the dry run, which counts every tensor: tests/test_plan.py.
+A rank's list of actions is walked once, module by module, and the highest point kept (`most_kept`). e, w: bytes of an
+element, and of one that is added up. T: tokens. h: dim. V, f: a rank's rows of the vocabulary, and part of ffn_dim.
+U: numbers of a ZeRO unit. N: numbers of a matrix. For a moment, five terms rise above what waits:
+
+    logits      2 w T V, over tp 3 w T V; in chunks of C tokens 3 w C V, over tp 4 w C V, and w V h + e T h
+    casts       (e + w) N: a gradient as autograd makes it and as it is added up; w N + w U as ZeRO moves it (`added`)
+    units       of ZeRO: e U of each that is gathered; w U (1 + 1/n) of a gradient that is being summed over n ranks
+    products    2 e T f besides the four that SwiGLU keeps, 3 e T f with W apart; before it, what is done again
+    update      w of what two ranks sum (`sum_tied`, `sum_partial_gradients`), and of ZeRO 1's sums (`reduce`)
+
+The bound is held against the dry run, which counts every tensor: tests/test_plan.py.
 """
 
 from functools import lru_cache
@@ -17,6 +24,7 @@ from common.schedules import Action, Place
 from theory.layouts import Layout, balance, network, schedule_of, stages
 from theory.shapes import Shape, end_weights, layer_weights
 
+MOST = 2**30  # bytes of a chunk's logits, wide (variants/chunked_loss.py)
 CHUNK = 2048  # tokens whose logits exist at the same time, unless --loss-chunk says otherwise
 
 
@@ -50,9 +58,10 @@ class Piece(NamedTuple):
         return -(-self.m.vocab_size // self.tp)
 
     @property
-    def chunked(self) -> bool:
-        """Whether the loss is taken in several chunks."""
-        return 0 < self.chunk < self.tokens
+    def at_once(self) -> int:
+        """Tokens whose logits exist at the same time."""
+        most = max(1, MOST // (self.rows * self.wide))
+        return min(self.tokens, self.chunk, most) if self.chunk else self.tokens
 
 
 def norm_bytes(p: Piece) -> float:
@@ -102,7 +111,7 @@ def end_bytes(p: Piece) -> float:
     In chunks: the gradients of the hidden states and of the head, which are known since forward.
     """
     head = p.m.dim * p.e * p.tokens
-    loss = p.rows * p.m.dim * p.e if p.chunked else p.tokens * p.wide * p.rows
+    loss = p.rows * p.m.dim * p.e if p.at_once < p.tokens else p.tokens * p.wide * p.rows
     return p.own * norm_bytes(p) + head + loss
 
 
@@ -112,7 +121,6 @@ class Kept(NamedTuple):
     whole: float  # from F to B
     inputs: float  # of them, until W
     gradients: float  # from B to W
-    layers: int
 
 
 def stage_bytes(p: Piece, place: Place) -> Kept:
@@ -124,50 +132,36 @@ def stage_bytes(p: Piece, place: Place) -> Kept:
     whole, inputs, gradients = (sum(each[flag][i] for flag in kinds) for i in range(3))
     if p.recompute != "none":
         inputs, gradients = 0.0, inputs + gradients
-    return Kept(whole + tables + ends, inputs, gradients, len(kinds))
+    return Kept(whole + tables + ends, inputs, gradients)
 
 
-def most_kept(row: list[Action], kept: dict[int, Kept], backward: bool = True) -> float:
-    """The most that a rank's list of actions keeps at a time; `kept` by stage.
+class Module(NamedTuple):
+    """Backward of a module, in bytes above what was there when it began."""
 
-    In the last layer of B what the others leave for W is there already. Not `backward`: of what is born in forward.
+    unit: str  # of ZeRO, whose gradient it completes
+    rise: float  # at its highest point
+    change: float = 0.0  # at its end
+    sends: float = 0.0  # of these, of the gradient that is then under way
+
+
+def most_kept(row: list[Action], kept: dict[int, Kept], modules: dict | None = None, backward: bool = True) -> float:
+    """The most that a rank's list of actions keeps at a time; `kept` by stage, `modules` by (kind, stage), in order.
+
+    A gradient under way lands when the next one leaves, or its unit makes another. Not `backward`: of what is born in
+    forward.
     """
-    held, most, split = 0.0, 0.0, any(action.kind == "W" for action in row)
+    held, most, unit, way, split = 0.0, 0.0, "", 0.0, any(action.kind == "W" for action in row)
     for kind, _, stage in row:
-        k = kept[stage]
+        k, here = kept[stage], held
+        for module in (modules or {}).get((kind, stage), ()):
+            way *= module.unit != unit
+            most = max(most, here + way + module.rise)
+            here += module.change
+            unit, way = (module.unit, module.sends) if module.sends else (unit, way)
         waits = split * (k.inputs + k.gradients * backward)
-        if kind == "B" and backward:
-            most = max(most, held + max(0.0, waits - k.whole) * (1 - 1 / max(1, k.layers)))
         held += {"F": k.whole, "B": waits - k.whole, "W": -waits}[kind]
-        most = max(most, held) if kind == "F" else most
+        most = max(most, held + way)
     return most
-
-
-def cast(p: Piece) -> int:
-    """Bytes of a weight's gradient from autograd: as it is made, and as wide as it is added up."""
-    return p.e + p.wide * (p.e < p.wide)
-
-
-def head_moment(p: Piece, split: bool, unit: float) -> float:
-    """The loss above what it leaves: logits, softmax and their gradients, wide; then the gradient of the matrix.
-
-    Where tp cuts the vocabulary, the logits' gradient is a sum of two. `unit`: the buffer to which ZeRO moves the
-    matrix' gradient, which a split backward adds later.
-    """
-    logits, matrix = p.rows * min(p.tokens, p.chunk or p.tokens), p.rows * p.m.dim
-    loss, added = p.wide * logits * (3 if p.tp == 1 else 4), max(cast(p) * matrix, p.wide * matrix + unit) * (not split)
-    if p.chunked:  # two gradients of the matrix: the sum, and that of the chunk before
-        return max(p.wide * matrix + max(loss, p.e * (logits + matrix)), added - p.e * matrix)
-    return max(loss, p.e * (logits + matrix), added) - p.wide * logits
-
-
-def layer_moment(p: Piece, experts: bool, split: bool) -> float:
-    """Backward of a layer above what it has left: what is done again, and gradients of the products of SwiGLU."""
-    again = layer_bytes(p._replace(recompute="none"), experts) - layer_bytes(p, experts)
-    width, visits = (p.m.expert_width, p.m.experts_per_token) if experts else (p.m.ffn_dim, 1)
-    inner = p.tokens * visits * width / p.tp * p.e
-    matrix = 0 if split else cast(p) * width * p.m.dim / p.tp * (p.m.experts if experts else 1)
-    return again + max(2 * inner, inner + matrix) + p.tokens * p.m.dim * p.e * visits + p.own * p.m.dim * p.e
 
 
 class Held(NamedTuple):
@@ -216,54 +210,94 @@ def rank_numbers(m: Shape, schedule: str, pp: int, chunks: int, tp: int, ep: int
 
 
 class Rank(NamedTuple):
-    """One pipeline rank, and what it does in a step."""
+    """One pipeline rank in a step. `cast` to `gathered`: bytes a number."""
 
-    m: Shape
-    x: Layout
     p: Piece
+    ep: int
     places: dict[int, Place]  # its stages
-    parts: dict[int, Kept]  # what a micro-batch keeps on each
     split: bool  # W comes apart from B
-    data: int  # ranks over which ZeRO cuts
+    matrix: int  # numbers of the embedding, and of the head
+    tied: bool  # both are one, and serve the same micro-batches
+    cast: int  # of a gradient as it is made, and as wide as it is added up
+    buffer: int  # of a gradient that ZeRO moves into its unit's
+    sent: float  # the same, with the slice that is its sum
+    gathered: int  # of weights that ZeRO gathers
 
-    def ends(self) -> tuple[bool, bool]:
-        """Whether it has the embedding, and the head."""
-        return tuple(any(getattr(place, to) is None for place in self.places.values()) for to in ("before", "after"))
+
+def largest(r: Rank, experts: bool) -> float:
+    """Numbers of a layer's largest matrix."""
+    m = r.p.m
+    return m.dim / r.p.tp * (m.experts / r.ep * m.expert_width if experts else max(m.dim, m.ffn_dim))
 
 
-def highest_moment(r: Rank) -> float:
-    """The most that lives for less than a layer's time, above what waits. See the head of this file.
+def head_module(r: Rank) -> Module:
+    """Gradients of the softmax and the logits (over tp one more, as the loss picks targets apart); then the matrix'.
 
-    `sliced`: a unit's gradient on its way, with the slice that is its sum. It stays until the next one's is complete,
-    `before` also from one micro-batch to the next. With W apart from B, units of weights stay gathered from B to W, and
-    a tied matrix whose stages are both here holds the head's gradient back until the embedding's has come.
+    In chunks all but its cast was in forward. With W apart it is added later, and if tied with the embedding's.
     """
-    m, x, p, split, (first, last) = r.m, r.x, r.p, r.split, r.ends()
-    kinds = [m.has_experts(n) for place in r.places.values() for n in place.layers]
-    layer, end = max((sum(layer_weights(m, flag, x.tp, x.ep)) for flag in kinds), default=0.0), p.rows * m.dim
-    whole, gathered, hidden = p.wide * (x.zero >= 2), p.e * (x.zero == 3), p.own * m.dim * p.e
-    sliced = whole * (1 + 1 / r.data)
-    before = sliced * max(layer, end * (first or last)) * (x.micro_batches > 1)
-    held_back = p.wide * end * (m.tied and first and last and len(r.places) > 1 and x.schedule != "dualpipe")
-    there = gathered * layer * (len(kinds) if split else min(2, len(kinds)))
+    p, later, chunked = r.p, r.split or r.tied, r.p.at_once < r.p.tokens
+    made, added = r.cast * r.matrix, (p.wide + r.buffer) * r.matrix * (not later)
+    softmax = p.wide * p.rows * p.tokens
+    rise = max((2 if p.tp == 1 else 3) * softmax, max(p.e / p.wide * softmax + p.e * r.matrix, made, added) - softmax)
+    rise = max(made, added - p.e * r.matrix) if chunked else rise
+    change = p.wide * r.matrix * later - end_bytes(p)
+    return Module("head" * (not later), rise + p.own * p.m.dim * p.e, change, r.sent * r.matrix * (not later))
 
-    at_layer = max((layer_moment(p, flag, split) for flag in set(kinds)), default=0.0) + there
-    if split:
-        at_layer += before + gathered * end * last
-    else:
-        at_layer += whole * layer + sliced * (end if last else layer) - end_bytes(p) * (last and len(r.places) == 1)
-    found = [at_layer]
-    if last:
-        found.append(head_moment(p, split, whole * end) + before + gathered * end)
-    for stage, place in r.places.items():  # a micro-batch is done, or waits for W
-        gone = r.parts[stage].whole - (r.parts[stage].inputs + r.parts[stage].gradients) * split
-        if place.before is None or (split and place.after is None):
-            added = max(cast(p) * end, (p.wide + whole + p.e * split) * end, 3 * held_back)
-            found.append(added + sliced * layer + (there + gathered * end) * split + hidden - gone)
-        if split:
-            matrix = cast(p) * m.dim * max(m.dim, m.ffn_dim) / x.tp
-            found.append(whole * layer + before + matrix + there + held_back - gone)
-    return max(found)
+
+def layer_module(r: Rank, experts: bool) -> Module:
+    """What is done again, the gradients of SwiGLU's products, and that of a matrix, unless W makes it."""
+    p, m, e, matrix = r.p, r.p.m, r.p.e, largest(r, experts)
+    again = layer_bytes(p._replace(recompute="none"), experts) - layer_bytes(p, experts)
+    shared, own = layer_weights(m, experts, p.tp, r.ep)
+    width, visits = (m.expert_width, m.experts_per_token) if experts else (m.ffn_dim, 1)
+    product = p.tokens * visits * width / p.tp * e
+    output = p.tokens * m.dim * e * (visits if experts else p.tp > 1 and p.sp)  # its gradient, of all tokens
+    added = r.buffer * (own or shared) + max(p.wide * matrix, 2 * product)
+    most = output + 3 * product if r.split else max(output + product + e * matrix, r.cast * matrix, added)
+    change = sum(waiting_bytes(p, experts)) * r.split - layer_bytes(p, experts)
+    rise = p.own * m.dim * e + max(output * (1 + (p.batch > 1)), again + most)
+    return Module("", rise, change, r.sent * shared * (not r.split))
+
+
+def embedding_module(r: Rank) -> Module:
+    """The gradient of its matrix; if that is tied, also the sum with the head's, which has waited."""
+    p, apart = r.p, r.split
+    added = 0 if apart else max(2 * p.wide, r.buffer) if r.tied else p.wide + r.buffer
+    rise = max(p.tokens * p.m.dim * p.e + p.e * r.matrix, max(r.cast, added) * r.matrix)
+    change = p.wide * r.matrix * (1 if apart else -r.tied)
+    return Module("embedding" * (not apart), rise, change, r.sent * r.matrix * (not apart))
+
+
+def modules_of(r: Rank) -> dict[tuple[str, int], list[Module]]:
+    """By kind of action and stage. With W apart, B finds the gradients of both ends, and adds them at its end.
+
+    Such gradients are held by others too, so autograd keeps a copy (`copied`) if there is nothing to add it to.
+    """
+    p, m, found, layers = r.p, r.p.m, {}, [n for place in r.places.values() for n in place.layers]
+    each = {flag: layer_module(r, flag) for flag in {m.has_experts(n) for n in layers}}
+    units = {flag: sum(layer_weights(m, flag, p.tp, r.ep)) for flag in each}
+    waits, copied = p.wide * r.matrix * (r.tied and r.split), p.wide * (r.buffer > 0)
+    there = r.gathered * max(units.values(), default=0) * (len(layers) if r.split else min(2, len(layers)))
+    there += r.gathered * r.matrix * r.tied + waits
+    added = {flag: there + r.buffer * units[flag] + max(r.cast, p.e + copied) * largest(r, flag) for flag in each}
+    for stage, (_, numbers, before, after) in r.places.items():
+        kinds = [(f"{n}", m.has_experts(n)) for n in reversed(numbers)]
+        found["W", stage] = [Module(name, added[flag], 0.0, r.sent * units[flag]) for name, flag in kinds]
+        found["B", stage] = [each[flag]._replace(unit=name * (not r.split)) for name, flag in kinds]
+        found["B", stage] += [embedding_module(r)] * (before is None)
+        if r.split and None in (before, after):
+            rise = max((copied + r.buffer) * r.matrix, waits)
+            found["B", stage].append(Module("head" if after is None else "embedding", rise, 0.0, r.sent * r.matrix))
+        found["B", stage] = [module._replace(rise=module.rise + there) for module in found["B", stage]]
+        if after is None:
+            head, gathered = head_module(r), r.gathered * r.matrix
+            found["B", stage].insert(0, head._replace(rise=head.rise + gathered + there * r.split))
+            if p.at_once < p.tokens:  # loss and gradients, in forward
+                logits = p.rows * p.at_once
+                most = max(p.wide * logits * (3 if p.tp == 1 else 4), p.e * (logits + r.matrix))
+                most += p.wide * r.matrix + p.tokens * m.dim * p.e + gathered
+                found["F", stage] = [Module("", stage_bytes(p, r.places[stage]).whole + most)]
+    return found
 
 
 def rank_bytes(m: Shape, x: Layout, rank: int, e: int = 2, wide: int = 4, on_cpu: bool = False) -> Held:
@@ -273,17 +307,20 @@ def rank_bytes(m: Shape, x: Layout, rank: int, e: int = 2, wide: int = 4, on_cpu
     count = x.micro_batches if x.schedule == "afab" else min(x.micro_batches, 4 * x.pp + x.micro_batches % x.pp)
     row, places = lists_of(*way, count)[rank], rank_places(m, *way)[rank]
     parts = {stage: stage_bytes(p, place) for stage, place in places.items()}
-    here = Rank(m, x, p, places, parts, any(action.kind == "W" for action in row), data)
-    kept = most_kept(row, parts)
+    first, last = (any(getattr(place, to) is None for place in places.values()) for to in ("before", "after"))
+    matrix, whole, tied = p.rows * m.dim, wide * (x.zero >= 2), m.tied and first and last and x.schedule != "dualpipe"
+    split = any(action.kind == "W" for action in row)
+    a_number = e + wide * (e < wide), whole, whole * (1 + 1 / data), e * (x.zero == 3)
+    here = Rank(p, x.ep, places, split, matrix, tied, *a_number)
+    kept, highest = most_kept(row, parts), most_kept(row, parts, modules_of(here))
 
     shared, own = rank_numbers(m, *way, x.tp, x.ep)[rank]
     cut = shared / data + own / network(x, "expert shard").ranks
     sizes = (3, e), (2, wide), (1, wide * (3 if e < wide else 2))
     state = [n_bytes * (cut if x.zero >= stage else shared + own) for stage, n_bytes in sizes]
 
-    first, last = here.ends()
-    both = shared + own if x.schedule == "dualpipe" else p.rows * m.dim * (m.tied and first != last)
+    both = shared + own if x.schedule == "dualpipe" else matrix * (m.tied and first != last)
     update = wide * (both / (data if x.zero else 1) + cut * (x.zero == 1))  # copies of what two ranks sum; slices
     messages = 2 * p.own * m.dim * e * (x.pp > 1)
     tokens = 16 * (x.global_batch_size * m.seq_len + x.micro_batches * p.tokens)
-    return Held(*state, kept, max(highest_moment(here), update - kept) + messages + tokens)
+    return Held(*state, kept, max(highest, update) - kept + messages + tokens)
