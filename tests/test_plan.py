@@ -63,12 +63,12 @@ def test_what_the_rules_refuse_the_steps_refuse():
     """60 random layouts of up to 64 ranks: one list of rules, for flags and planner, says what the steps say."""
     shape = dict(dim=32, n_layers=8, n_heads=8, n_kv_heads=4, ffn_dim=48, vocab_size=64, seq_len=48)
     draw, verdicts = random.Random(0), []
+    pick = lambda *options: draw.choice(options)  # noqa: E731
     while len(verdicts) < 60:
-        pp, tp, cp = (draw.choice(sizes) for sizes in ([1, 1, 2, 3, 4, 9], [1, 2, 4, 8, 3, 16], [1, 1, 2, 3, 4]))
-        dp, mbs = draw.choice([1, 2, 3, 4]), draw.choice([1, 2, 3])
-        batch, mode = draw.choice([dp * mbs, dp * mbs * 4, 12, 16]), draw.choice(["zigzag", "ring", "allgather"])
-        x = Layout(pp, cp, tp, draw.choice([1, 1, 2, 3]), draw.choice([0, 1]), mbs, batch, draw.choice(ORDERS), dp=dp)
-        x = replace(x, chunks=draw.choice([1, 2, 3]), sp=draw.random() < 0.8, cp_mode=mode)
+        pp, tp, cp, dp = pick(1, 1, 2, 3, 4, 9), pick(1, 2, 4, 8, 3, 16), pick(1, 1, 2, 3, 4), pick(1, 2, 3, 4)
+        ep, zero, mbs, schedule = pick(1, 1, 2, 3), pick(0, 1), pick(1, 2, 3), pick(*ORDERS)
+        x = Layout(pp, cp, tp, ep, zero, mbs, pick(dp * mbs, dp * mbs * 4, 12, 16), schedule, dp=dp)
+        x = replace(x, chunks=pick(1, 2, 3), sp=draw.random() < 0.8, cp_mode=pick("zigzag", "ring", "allgather"))
         if x.world <= 64:
             experts = dict(experts=4, experts_per_token=2) if x.ep > 1 or x.micro_batch_size == 2 else {}
             config = config_of(x, shape, **experts)
@@ -116,25 +116,24 @@ def test_the_dearest_stage_costs_least(vocab):
 def drawn_run(seed: int, with_experts: bool) -> tuple[Layout, dict, dict, str, int]:
     """A legal layout, a shape of some size (it is counted, not computed), its experts, a dtype, and a rank."""
     draw, experts = random.Random(seed), {}
+    pick = lambda *options: draw.choice(options)  # noqa: E731
     while True:
-        pp, dp, cp, tp = (draw.choice(sizes) for sizes in ((1, 1, 2, 4), (1, 2, 4), (1, 1, 2), (1, 2, 4)))
-        schedule = draw.choice(ORDERS) if pp > 1 else "1f1b"
+        pp, dp, cp, tp = pick(1, 1, 2, 4), pick(1, 2, 4), pick(1, 1, 2), pick(1, 2, 4)
+        schedule = pick(*ORDERS) if pp > 1 else "1f1b"
         layers = {"interleaved": 2, "zbv": 2}.get(schedule, 1) * pp * (2 if pp < 4 else 1)
-        dim = draw.choice([1024, 2048, 4096])
-        shape = dict(dim=dim, n_layers=max(2, layers), n_heads=32, n_kv_heads=draw.choice([8, 32]))
-        shape |= dict(ffn_dim=int(dim * draw.choice([2.75, 3.5])), vocab_size=draw.choice([32000, 128256]))
-        shape |= dict(seq_len=draw.choice([1024, 2048, 4096]), tied=draw.random() < 0.3)
-        mbs = draw.choice([1, 2, 4])
-        n = 2 if pp == 1 else pp if schedule == "interleaved" else draw.choice([2, 4])
-        x = Layout(pp, cp, tp, 1, draw.choice([0, 1, 2, 3]), mbs, dp * mbs * n, schedule, dp=dp)
-        x = replace(x, recompute=draw.choice(["none", "none", "selective", "full"]), sp=draw.random() < 0.7)
+        dim = pick(1024, 2048, 4096)
+        shape = dict(dim=dim, n_layers=max(2, layers), n_heads=32, n_kv_heads=pick(8, 32))
+        shape |= dict(ffn_dim=dim * pick(11, 14) // 4, vocab_size=pick(32000, 128256))
+        shape |= dict(seq_len=pick(1024, 2048, 4096), tied=draw.random() < 0.3)
+        mbs, n = pick(1, 2, 4), 2 if pp == 1 else pp if schedule == "interleaved" else pick(2, 4)
+        x = Layout(pp, cp, tp, 1, pick(0, 1, 2, 3), mbs, dp * mbs * n, schedule, dp=dp)
+        x = replace(x, recompute=pick("none", "none", "selective", "full"), sp=draw.random() < 0.7)
         if with_experts:
-            experts = dict(experts=draw.choice([4, 8]), experts_per_token=draw.choice([1, 2]))
-            experts |= dict(moe_every=draw.choice([1, 1, 2]), expert_dim=shape["ffn_dim"] // draw.choice([1, 2, 4]))
-            experts |= dict(dense_layers=draw.choice([0, 0, 1]))
-            x = replace(x, ep=draw.choice([1, 2, 4]))
+            experts = dict(experts=pick(4, 8), experts_per_token=pick(1, 2), moe_every=pick(1, 1, 2))
+            experts |= dict(expert_dim=shape["ffn_dim"] // pick(1, 2, 4), dense_layers=pick(0, 0, 1))
+            x = replace(x, ep=pick(1, 2, 4))
         if not illegal(shape_of(ModelConfig(**shape), SimpleNamespace(**experts)), x):
-            return x, shape, experts, draw.choice(["bf16", "bf16", "bf16", "fp32"]), draw.choice([0, x.world - 1])
+            return x, shape, experts, pick("bf16", "bf16", "bf16", "fp32"), pick(0, x.world - 1)
 
 
 @pytest.mark.parametrize("with_experts", [False, True])
@@ -174,14 +173,11 @@ def test_memory_grows_and_shrinks_as_it_must(recipe):
     ):
         assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
     assert held(m, replace(base, tp=4, dp=2), recipe).weights < held(m, base, recipe).weights
-
-
-def test_a_layer_keeps_what_the_papers_say():
-    """Selective: e (5 h + 2 k + 2 f) + 4 a a token; Megatron's GPT: sbh (34 + 5 a s / h) / t."""
-    m, piece = LLAMA, Piece(LLAMA, 1, 1, 2, 4, sp=False, recompute="selective")
+    assert gpt_layer_bytes(gpt(4096, 1, 32), Layout(), "none") == 2048 * (
+        34 * 4096 + 5 * 32 * 2048
+    )  # sbh (34 + 5 as/h)
+    m, piece = LLAMA, Piece(LLAMA, 1, 1, 2, 4, sp=False, recompute="selective")  # variants/selective.py
     assert layer_bytes(piece, False) == 2 * (5 * m.dim + 2 * m.kv_dim + 2 * m.ffn_dim) + 4 * m.n_heads
-    m, x = gpt(4096, 1, 32), Layout(tp=4)
-    assert gpt_layer_bytes(m, x, "none") == m.seq_len * m.dim * (34 + 5 * 32 * m.seq_len / 4096) / 4
 
 
 def test_what_waits():

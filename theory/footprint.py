@@ -25,7 +25,7 @@ def gpt_rank_bytes(m: Shape, x: Layout, recipe: Recipe, rank: int) -> Held:
     way = x.schedule, x.pp, x.chunks
     shared, own = rank_numbers(m, *way, x.tp, x.ep)[rank]
     places, n = rank_places(m, *way)[rank], min(x.micro_batches, 4 * x.pp)
-    kept = {s: Kept(len(place.layers) * gpt_layer_bytes(m, x, x.recompute), 0.0, 0.0, 1) for s, place in places.items()}
+    kept = {s: Kept(len(place.layers) * gpt_layer_bytes(m, x, x.recompute), 0.0, 0.0) for s, place in places.items()}
     data = network(x, "shard").ranks
     state = [(shared + own) * size / (data if x.zero >= stage else 1) for stage, size in ((3, 2), (2, 2), (1, 12))]
     state[1] *= recipe.gradient / 2
