@@ -227,27 +227,26 @@ def test_small_things():
 
 
 @pytest.mark.parametrize("sp", [True, False])
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_what_is_sent_again_over_tp_takes_its_time(sp, recompute):
-    """Of the four collectives of a forward, three (of two all-reduces, one): in seconds as in bytes of the traffic."""
-    again, m = Layout(1, 1, 4, 1, 1, 1, 8, recompute=recompute, sp=sp, dp=2), LLAMA
-    net, whole, times = network(again, "tp"), 2 * m.seq_len * m.dim, 4 * m.n_layers * (3 if sp else 2)
-    sent = [tensor_traffic(Work(m, 4 * m.seq_len, m.n_layers, 0, 1, 1, 2, 4, r), 4, sp).total() for r in (True, False)]
-    took = [step_seconds(m, x, H100, COURSE).exposed["tp"] for x in (again, replace(again, recompute="none"))]
-    assert sent[0] - sent[1] == pytest.approx(times * ring(net, whole))
-    assert took[0] - took[1] == pytest.approx(times * seconds.collective_seconds(H100, net, ring(net, whole)))
+def test_messages_take_their_time(sp):
+    """Sent again over tp: of a forward's four collectives three (of two all-reduces, one), in seconds as in bytes.
 
-
-@pytest.mark.parametrize("sp", [True, False])
-@pytest.mark.parametrize("dp", [1, 4])
-def test_a_message_takes_its_bytes_and_a_latency(dp, sp):
-    """Between two stages, within a node or between two: a rank's own tokens; Megatron cuts them always."""
-    x, whole = Layout(2, 1, 4, global_batch_size=8, sp=sp, dp=dp), 2 * LLAMA.seq_len * LLAMA.dim
-    speed, latency = (H100.within, LATENCY) if dp == 1 else (H100.between, LATENCY_BETWEEN)
-    course, megatron = (seconds.boundary_seconds(LLAMA, x, H100, RECIPES[r]) for r in ("course", "megatron-2021"))
-    assert course == pytest.approx(whole / (4 if sp else 1) / speed + latency)
-    gather = 0.0 if sp else seconds.collective_seconds(H100, network(x, "tp"), ring(network(x, "tp"), whole))
-    assert megatron == pytest.approx(whole / 4 / speed + latency + gather)
+    Between two stages, in a node or not: a rank's own tokens, and a latency; Megatron cuts them always.
+    """
+    m, course, megatron = LLAMA, COURSE, RECIPES["megatron-2021"]
+    whole, times = 2 * m.seq_len * m.dim, 4 * m.n_layers * (3 if sp else 2)
+    for recompute in ("full", "selective"):
+        again = Layout(1, 1, 4, 1, 1, 1, 8, recompute=recompute, sp=sp, dp=2)
+        net, works = network(again, "tp"), (Work(m, 4 * m.seq_len, 32, 0, 1, 1, 2, 4, r) for r in (True, False))
+        sent = [tensor_traffic(work, 4, sp).total() for work in works]
+        took = [step_seconds(m, x, H100, course).exposed["tp"] for x in (again, replace(again, recompute="none"))]
+        assert sent[0] - sent[1] == pytest.approx(times * ring(net, whole))
+        assert took[0] - took[1] == pytest.approx(times * seconds.collective_seconds(H100, net, ring(net, whole)))
+    gather = 0.0 if sp else seconds.collective_seconds(H100, net, ring(net, whole))
+    for dp, speed, latency in ((1, H100.within, LATENCY), (4, H100.between, LATENCY_BETWEEN)):
+        x = Layout(2, 1, 4, global_batch_size=8, sp=sp, dp=dp)
+        ours, theirs = (seconds.boundary_seconds(m, x, H100, recipe) for recipe in (course, megatron))
+        assert ours == pytest.approx(whole / (4 if sp else 1) / speed + latency)
+        assert theirs == pytest.approx(whole / 4 / speed + latency + gather)
 
 
 def test_parts_have_signs_and_experts_take_their_time():
