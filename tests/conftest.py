@@ -12,8 +12,6 @@ os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 import pytest
 
-from tests.slowest import pytest_terminal_summary as pytest_terminal_summary
-
 
 def pytest_xdist_auto_num_workers(config):
     """Three processes share the files if all tests are to be run: many tests use one core, or wait."""

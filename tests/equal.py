@@ -38,6 +38,7 @@ BASE = dict(
     grad_clip=0.5,
     dtype="fp64",
     device="cpu",
+    peak_tflops=1.0,  # not measured
 )
 
 
@@ -91,7 +92,8 @@ class Watch(Run):
             param, unit = named[name], units.get(name)
             splits = layout_of(param).splits
             first = 0 if unit is None else max(0, unit.first - unit.span[name][0])
-            mine.append((name, tuple(param.shape), splits, first, value.detach().flatten().clone()))
+            values = value.detach().flatten().double().numpy().copy()  # which pickle takes faster than tensors
+            mine.append((name, tuple(param.shape), splits, first, values))
         everyone = [mine]
         if dist.is_initialized():
             everyone = [None] * dist.get_world_size()
@@ -104,7 +106,7 @@ def assemble(parts: list[tuple]) -> dict[str, Tensor]:
     cut: dict[tuple, Tensor] = {}  # by name and cuts: this part of the tensor, flat
     shapes = {}
     for name, shape, splits, first, values in parts:
-        key = name, splits
+        key, values = (name, splits), torch.from_numpy(values)
         whole = cut.setdefault(key, torch.full(shape, torch.nan, dtype=values.dtype).flatten())
         place = whole[first : first + len(values)]
         known = ~place.isnan()
@@ -131,28 +133,31 @@ def assemble(parts: list[tuple]) -> dict[str, Tensor]:
     return whole
 
 
-def record(step_name: str, options: dict[str, Any], fault: str = "") -> SimpleNamespace:
-    """Train under `options`: flags of the step, fields of the model's shape; `patch`, a change as `fault` is one."""
-    options = dict(options)
-    changes, step = {fault, options.pop("patch", "")} - {""}, importlib.import_module(step_name)
-    shape = {name: options[name] for name in SHAPE if name in options}
-    PRESETS["test"] = ModelConfig(**SMALL | shape)
-    flags = {name: value for name, value in (BASE | options).items() if name not in shape}
-    config = compose(step)(model="test", out=tempfile.gettempdir(), **flags)
+def config_of(step_name: str, options: dict[str, Any]) -> Any:
+    """A small model's Config, with all flags: `options` are flags of the step, and fields of the model's shape."""
+    PRESETS["test"] = ModelConfig(**SMALL | {name: options[name] for name in SHAPE if name in options})
+    flags = {name: value for name, value in (BASE | options).items() if name not in SHAPE}
+    return compose(importlib.import_module(step_name))(model="test", **flags)
+
+
+def watch(step_name: str, options: dict[str, Any], fault: str = "") -> Watch:
+    """Train under `options` of `config_of`; with `patch`, a change as `fault` is one."""
+    options = dict(out=tempfile.gettempdir()) | options
+    changes, config = {fault, options.pop("patch", "")} - {""}, config_of(step_name, options)
     check(config, dist.get_world_size() if dist.is_initialized() else 1)
     with ExitStack() as stack:
         for change in changes:
             stack.enter_context(faults.injected(change))
         run = stack.enter_context(Watch(config))
-        step.train(config, run)
-    history = run.history
-    return SimpleNamespace(
-        losses=[row["loss"] for row in history],
-        norms=[row["grad_norm"] for row in history],
-        gradients=run.gradients,
-        parameters=run.parameters,
-        sent=[row["sent"] for row in history],
-    )
+        importlib.import_module(step_name).train(config, run)
+    return run
+
+
+def record(step_name: str, options: dict[str, Any], fault: str = "") -> SimpleNamespace:
+    """What `watch` has seen: losses, norms and bytes of each step, gradients, and parameters after the last."""
+    run = watch(step_name, options, fault)
+    losses, norms, sent = ([row[key] for row in run.history] for key in ("loss", "grad_norm", "sent"))
+    return SimpleNamespace(losses=losses, norms=norms, gradients=run.gradients, parameters=run.parameters, sent=sent)
 
 
 def difference(a: Any, b: Any) -> float:

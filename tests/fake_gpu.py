@@ -32,12 +32,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import comm
-from common.model import PRESETS, ModelConfig
 from common.trainer import Run
 from services.clocks import Clock
 from services.dry_run import NO_KERNEL, without_numbers
-from services.run import attach, check, compose
-from tests.equal import SHAPE, SMALL
+from services.run import attach, check
+from tests.equal import config_of
 
 ROOT = Path(__file__).parents[1]
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
@@ -348,13 +347,10 @@ BASE = dict(steps=2, micro_batch_size=1, dtype="bf16", device="cuda", seq_len=16
 def see(step: str, options: dict, rank: int = 0, world: int = 8, capability: tuple[int, int] = (9, 0)) -> Watch:
     """Train as a rank of so many under `options` (flags, and fields of the model's shape); what was seen on the way."""
     cuts = prod(options.get(dim, 1) for dim in ("pp", "cp", "tp"))
-    module, options = importlib.import_module(step), BASE | dict(global_batch_size=2 * world // cuts) | options
-    shape = {name: options.pop(name) for name in SHAPE if name in options}
-    PRESETS["test"] = ModelConfig(**SMALL | shape)
-    config, watch = compose(module)(model="test", **options), Watch()
+    config, watch = config_of(step, BASE | dict(global_batch_size=2 * world // cuts) | options), Watch()
     with fake_gpu(watch, rank, world, capability), Watched(config, watch) as run:
         check(config, world)
-        module.train(config, run)
+        importlib.import_module(step).train(config, run)
     return watch
 
 

@@ -92,13 +92,14 @@ class Server:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
         )
 
-    def run(self, folder: Path, ranks: int, *words: str) -> tuple[int, str]:
+    def run(self, folder: Path, ranks: int, *words: str, log: Path | None = None) -> tuple[int, str]:
         """(exit status, everything printed) of a job in a folder; ranks 0: without torchrun."""
-        job = dict(folder=str(folder), ranks=ranks, words=words, log=str(folder / "log.txt"))
+        log = log or folder / "log.txt"
+        job = dict(folder=str(folder), ranks=ranks, words=words, log=str(log))
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         status = int(self.process.stdout.readline())
-        return status, (folder / "log.txt").read_text()
+        return status, log.read_text()
 
     def stop(self):
         """The end of its input ends it."""

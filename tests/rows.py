@@ -38,6 +38,13 @@ class Row(NamedTuple):
     does: tuple[str, ...] = EQUALS
 
 
+def sized(row: Row) -> Row:
+    """With a batch of three micro-batches on each rank, or in a pipeline of two for each stage."""
+    pp, cp, tp, size = (row.layout.get(name, 1) for name in ("pp", "cp", "tp", "micro_batch_size"))
+    batch = row.ranks // (pp * cp * tp) * max(3, 2 * pp) * size
+    return row._replace(base=dict(global_batch_size=batch) | row.base)
+
+
 ROWS = [
     # each step: alone, and in a layout that has all that came before, with every behaviour
     *(

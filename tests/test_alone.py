@@ -1,15 +1,21 @@
 """The course stands alone: copies of the steps and common/, in an empty folder, train to step 1's numbers.
 
-They run by their launch lines, in processes that find nothing else of ours.
+They run by their launch lines, in processes that find nothing else of ours; last, with everything, a job loses a rank.
 """
 
 import json
+import os
 import re
 import shutil
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
+from services.checkpoint import Checkpoint, newest
 from tests import jobs
 from tests.equal import difference
 
@@ -74,8 +80,9 @@ def alone(tmp_path_factory) -> Path:
 
 
 def metrics(folder: Path) -> list[dict]:
-    """The rows of metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """The rows of metrics.jsonl, as far as there are any."""
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 @pytest.fixture(scope="module")
@@ -152,3 +159,30 @@ def test_a_wrong_flag_is_one_line(server, alone, step, ranks, flags, named):
     assert len(lines) == 1 and named in lines[0], text
     if not ranks:  # torchrun says more
         assert status == 2 and "Traceback" not in text, text
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started, oldest first."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(server, tmp_path):
+    """torchrun starts the job anew, it goes on from its last checkpoint, and ends as if nothing had happened."""
+    (tmp_path / "text.txt").write_text(Path(__file__).read_text() * 20)
+    words = f"step03_zero.py --zero 3 {TINY} --steps 12 --save-every 4 --eval-every 0 --resume auto --out "
+    words = words.replace("text.txt", str(tmp_path / "text.txt"))
+    whole, killed = (f"--max-restarts=1 {words} {tmp_path / name}".split() for name in ("whole", "killed"))
+    assert server.run(ROOT, 2, *whole, log=tmp_path / "log")[0] == 0
+    with ThreadPoolExecutor() as thread:
+        job = thread.submit(server.run, ROOT, 2, *killed, log=tmp_path / "log")
+        while not job.done() and len(metrics(tmp_path / "killed")) < 6:
+            time.sleep(0.02)
+        (launcher,) = children(server.process.pid)
+        os.kill(children(launcher)[-1], signal.SIGKILL)
+        status, text = job.result()
+    assert status == 0 and "going on from" in text, text
+    rows, expected = metrics(tmp_path / "killed"), metrics(tmp_path / "whole")
+    assert [(row["step"], row["loss"]) for row in rows] == [(n + 1, row["loss"]) for n, row in enumerate(expected)]
+    found, same = Checkpoint(newest(tmp_path / "killed")), Checkpoint(newest(tmp_path / "whole"))
+    for kind, tensors in same.index["tensors"].items():
+        assert all(torch.equal(found.whole(kind, name), same.whole(kind, name)) for name in tensors), kind

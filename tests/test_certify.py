@@ -28,40 +28,26 @@ def usage(free: int):
     return lambda _: SimpleNamespace(total=64 * GIB, free=free)
 
 
+# fmt: off
 DRIVER = [(module, "driver_version", lambda: "535.104.05") for module in (machine, devices)]
+DRIVER += [(torch.version, "cuda", "13.0"), (torch.cuda, "is_available", lambda: False)]
 PROBLEMS = {  # what is patched; who looks; what the screen then says
     "an old torch": ([(torch, "__version__", "2.9.1")], machine.look_at_torch, "torch 2.11 are needed"),
-    "an old driver": (
-        [
-            *DRIVER,
-            (torch.version, "cuda", "13.0"),
-            (torch.cuda, "is_available", lambda: False),
-            (Path, "glob", lambda *_: [Path("/dev/nvidia0")]),
-        ],
-        machine.look_at_torch,
-        "update the driver to 580 or newer, or install a torch wheel for an older CUDA",
-    ),
-    "a CPU build": (
-        [(torch.version, "cuda", None), (torch.version, "hip", None), (shutil, "which", lambda _: "/bin/nvidia-smi")],
-        machine.look_at_torch,
-        "built for CPUs alone",
-    ),
-    "a missing package": (
-        [(importlib.util, "find_spec", lambda name: name != "tqdm" or None)],
-        machine.look_at_packages,
-        "missing: tqdm",
-    ),
-    "no nccl": (
-        [(torch.cuda, "device_count", lambda: 2), (dist, "is_nccl_available", lambda: False)],
-        machine.look_at_backends,
-        "several GPUs, but no NCCL",
-    ),
+    "an old driver": ([*DRIVER, (Path, "glob", lambda *_: [Path("/dev/nvidia0")])], machine.look_at_torch,
+                      "update the driver to 580 or newer, or install a torch wheel for an older CUDA"),
+    "a CPU build": ([*((torch.version, kind, None) for kind in ("cuda", "hip")),
+                     (shutil, "which", lambda _: "/bin/nvidia-smi")], machine.look_at_torch, "built for CPUs alone"),
+    "a missing package": ([(importlib.util, "find_spec", lambda name: name != "tqdm" or None)],
+                          machine.look_at_packages, "missing: tqdm"),
+    "no nccl": ([(torch.cuda, "device_count", lambda: 2), (dist, "is_nccl_available", lambda: False)],
+                machine.look_at_backends, "several GPUs, but no NCCL"),
     "little shared memory": ([(shutil, "disk_usage", usage(2**26))], machine.look_at_host, "--shm-size"),
     "few open files": ([(resource, "getrlimit", lambda _: (256, 4096))], machine.look_at_limits, "ulimit -n 4096"),
     "no address": ([(socket, "getaddrinfo", no_address)], machine.look_at_names, "/etc/hosts"),
     "a full disk": ([(shutil, "disk_usage", usage(2**20))], machine.look_at_disk, "HF_HOME on another disk"),
     "a folder of others": ([(os, "access", lambda *_: False)], machine.look_at_disk, "cannot be written"),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

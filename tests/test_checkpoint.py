@@ -10,31 +10,31 @@ import shutil
 import signal
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from common import UserError
-from common.model import PRESETS, ModelConfig
 from services import checkpoint
 from services.boxes import Box, Piece, flat_boxes, overlap
 from services.checkpoint import Checkpoint, Saver, find, newest
-from services.run import ServedRun, compose
+from services.run import ServedRun
 from tests import faults
-from tests.equal import BASE, SHAPE, SMALL, difference
+from tests.equal import config_of, difference
 from tests.rows import EXHAUSTIVE, EXPERTS, TIED
 
 STEPS = dict(steps=4, save_every=2, eval_every=0, global_batch_size=6)
 
 
 def train_on_rank(step_name: str, options: dict, killed_at: int = 0) -> list[dict]:
-    """Runs on every rank: a run with everything around it; returns its metrics. In a step the last rank may be told to
-    stop."""
-    step = importlib.import_module(step_name)
-    PRESETS["test"] = ModelConfig(**SMALL | {name: options[name] for name in SHAPE if name in options})
-    flags = {name: value for name, value in (BASE | STEPS | options).items() if name not in SHAPE}
-    with ServedRun(compose(step)(model="test", **flags)) as run:
+    """Runs on every rank: a run with everything around it but pictures; returns its metrics.
+
+    In a step the last rank may be told to stop.
+    """
+    no_pictures = mock.patch("services.screen.plots"), mock.patch("common.trainer.draw_loss")
+    with no_pictures[0], no_pictures[1], ServedRun(config_of(step_name, STEPS | options)) as run:
         record = run.record
 
         def struck(step: int, tokens: int, **numbers: float):
@@ -44,7 +44,7 @@ def train_on_rank(step_name: str, options: dict, killed_at: int = 0) -> list[dic
                 os.kill(os.getpid(), signal.SIGTERM)
 
         run.record = struck
-        step.train(run.config, run)
+        importlib.import_module(step_name).train(run.config, run)
     return run.history
 
 
@@ -282,14 +282,12 @@ def fail_on_rank(out: str, rank: int) -> str:
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    right = checkpoint.save_file
-    checkpoint.save_file = full if torch.distributed.get_rank() == rank else right
-    try:
-        save(Path(out), 2)
-    except UserError as error:
-        return str(error)
-    finally:
-        checkpoint.save_file = right
+    mine = torch.distributed.get_rank() == rank
+    with mock.patch.object(checkpoint, "save_file", full if mine else checkpoint.save_file):
+        try:
+            save(Path(out), 2)
+        except UserError as error:
+            return str(error)
     return ""
 
 

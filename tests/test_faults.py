@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests import equal, test_compress, test_laws, test_sent
+from tests import equal, test_laws, test_variants
 from tests.faults import FAULTS, SMALL_ROWS, functions_of, injected
 from tests.pool import RankError
-from tests.rows import EXHAUSTIVE, Row
+from tests.rows import EXHAUSTIVE, Row, sized
 from tests.test_checkpoint import goes_on_elsewhere
 
-INT8 = dict(tp=2, compress_activations="int8")
+INT8 = dict(tp=2) | test_laws.INT8
 LAWS: dict[str, tuple] = {  # ranks, and a function with its arguments that every rank calls: what it returns is the law
     "law: units": (2, test_laws.gathered_units, dict(zero=3, n_layers=6)),
     "law: unit names": (1, test_laws.names_of_units, 12),
@@ -23,18 +23,12 @@ LAWS: dict[str, tuple] = {  # ranks, and a function with its arguments that ever
     "law: messages": (2, test_laws.sends_under_way, dict(pp=2, schedule="interleaved", n_layers=4)),
     "law: unused": (2, test_laws.unused),
     "law: formulas": (1, test_laws.by_formulas),
-    "law: debts": (3, test_compress.sums_on_rank, "topk", True),
-    "law: int8": (2, test_sent.sent, "step04_tp_sp", INT8),
-    "law: int8 overlap": (2, test_sent.sent, "step04_tp_sp", INT8 | dict(tp_overlap=True)),
+    "law: debts": (3, test_variants.sums_on_rank, "topk", True),
+    "law: int8": (2, test_laws.measure, "step04_tp_sp", INT8),
+    "law: int8 overlap": (2, test_laws.measure, "step04_tp_sp", INT8 | dict(tp_overlap=True)),
 }
 RESUMED = {"resume": (1, {}), "resume, zero": (3, dict(zero=1)), "resume, tp": (2, dict(tp=2))}
 JUDGES = [*SMALL_ROWS, *LAWS, *RESUMED]
-
-
-def small(name: str) -> Row:
-    """A layout for faults: two or three micro-batches on each rank."""
-    row = SMALL_ROWS[name]
-    return row._replace(base=row.base | dict(global_batch_size=8 if row.ranks == 4 else 6))
 
 
 def ranks_of(judge: str) -> int:
@@ -82,7 +76,7 @@ def ask(pools, reference, tmp_path_factory):
 
     def answer(judge: str, fault: str = "") -> str:
         if judge in SMALL_ROWS:
-            row = small(judge)
+            row = sized(SMALL_ROWS[judge])
             return max(pools(row.ranks).run(complaint, fault, row, reference(row), timeout=60))
         if judge in RESUMED:
             folder = tmp_path_factory.mktemp("resumed")

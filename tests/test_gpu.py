@@ -51,23 +51,12 @@ CASES = {  # step, flags, ranks, capability of the GPUs, and how often the host 
 }
 USUAL = ("offloaded, alone", "experts", "experts, A100")
 VISIT, GROUPED, COUNT = "visit_experts", "variants.grouped_matmul", "F.one_hot(selected_experts.flatten(), p.shape[-1])"
+# fmt: off
 FAULTY = {  # what is undone: the case; in which of the watch's notes it shows, or an error; module, owner, old, new
-    "N2": (
-        "offloaded, alone",
-        "early",
-        "variants.offload_params",
-        "gather_beside",
-        "*pending.works, arrived",
-        "*pending.works",
-    ),
-    "N3: counts": (
-        "experts",
-        "waits",
-        "step07_moe_ep",
-        VISIT,
-        "torch.stack((leaving, coming)).cpu()",
-        "leaving, coming",
-    ),
+    "N2": ("offloaded, alone", "early", "variants.offload_params", "gather_beside",
+           "*pending.works, arrived", "*pending.works"),
+    "N3: counts": ("experts", "waits", "step07_moe_ep", VISIT,
+                   "torch.stack((leaving, coming)).cpu()", "leaving, coming"),
     "N3: rows": ("experts", "repeat_interleave", "step07_moe_ep", VISIT, ", output_size=len(visitors)", ""),
     "N3: A100": ("experts, A100", "waits", GROUPED, "can_group", "major not in (9, 10)", "False"),
     "N3: ends": ("experts", "waits", GROUPED, "ends", ", non_blocking=True", ""),
@@ -77,6 +66,7 @@ FAULTY = {  # what is undone: the case; in which of the watch's notes it shows, 
     "a table": ("plain", "device", "common.model", "apply_rope", "x * cos", "x * cos.cpu()"),
     "a message": ("buckets", "tensor on cpu", "common.layout", "global_norm", "(square, mesh", "(square.cpu(), mesh"),
 }
+# fmt: on
 USUAL_FAULTS = [name for name in FAULTY if name.startswith("N")]
 
 

@@ -23,7 +23,7 @@ STANDARD = {
     "inspect",
     "itertools",
 }
-STANDARD |= {"json", "math", "os", "pathlib", "re", "sys", "sysconfig", "time", "types", "typing"}
+STANDARD |= {"itertools", "json", "math", "os", "pathlib", "re", "sys", "sysconfig", "time", "types", "typing"}
 MAY = {  # room -> the rooms that it may import, beside itself
     "step": {"common"},
     "common": set(),
@@ -130,17 +130,9 @@ def test_a_step_is_a_docstring_a_mechanism_and_train(step):
 def test_the_loop_is_on_the_page(step):
     """Mesh, model, optimizer, batch, loss, norm, clip, update: `train` itself says all of it, in this order."""
     text = "\n".join(text_of_train(step))
-    verbs = [
-        "choose_device(config)",
-        "PRESETS[",
-        "Data(",
-        "Decoder(shape)",
-        "RECOMPUTE[",
-        "ptimizer",
-        "run.steps(",
-        "data.batch(",
-    ]
-    verbs += ["n_targets = ", "xs, ys", "norm = ", "clip = ", "learning_rate(", "optimizer.step(", "run.record("]
+    verbs = ["choose_device(config)", "PRESETS[", "Data(", "Decoder(shape)", "RECOMPUTE[", "ptimizer", "run.steps("]
+    verbs += ["data.batch(", "n_targets = ", "xs, ys", "norm = ", "clip = ", "learning_rate(", "optimizer.step("]
+    verbs += ["run.record("]
     places = [text.find(verb) for verb in verbs]
     assert -1 not in places and places == sorted(places), dict(zip(verbs, places, strict=True))
 
@@ -174,10 +166,8 @@ def test_the_only_door_is_in_trainer():
                 main = ast.get_source_segment(text, function(module, "main"))
                 text = text.replace(main, "")
                 assert main.count('"services') == 2
-            strings = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)]
-            assert not [s for s in strings if str(s).split(".")[0] in ("services", "variants", "theory", "labs")], (
-                module
-            )
+            strings = [str(node.value) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)]
+            assert not {s.split(".")[0] for s in strings} & {"services", "variants", "theory", "labs"}, module
             assert "importlib" not in text or module == "common.trainer", module
 
 

@@ -31,30 +31,23 @@ END = VOCAB * D  # the embedding, and the head
 P = L * LAYER + 2 * END + D
 A = SEQ * D * B  # an activation of a micro-batch of one sequence
 SCALAR = B  # the loss, and the square of the norm, are summed too
-LAWS = dict(global_batch_size=12, steps=2)
-M = 12  # micro-batches in all
-
-
-class Meter(equal.Watch):
-    """A run that also counts operations, and what the spies below tell it."""
-
-    seen: Counter = Counter()  # noqa: RUF012
-
-    def count(self, operation: str, group: Group, tensor, share: float):
-        """One more operation along a dimension."""
-        self.calls = getattr(self, "calls", Counter())
-        self.calls[group.name, operation] += 1
-        Meter.last = self
-        super().count(operation, group, tensor, share)
+M = 6  # micro-batches in all
+LAWS = dict(global_batch_size=M, steps=2)
+INT8 = dict(compress_activations="int8")
 
 
 def measure(step: str, options: dict) -> tuple[dict, dict]:
     """Runs on every rank: (bytes that it sends in the second step by dimension, calls a step by dimension)."""
-    Meter.seen = Counter()
-    with mock.patch.object(equal, "Watch", Meter):
-        seen = equal.record(step, LAWS | options)
-    assert seen.sent[0] == seen.sent[1] or "experts" in options, "steps differ"
-    return seen.sent[1], {key: count / 2 for key, count in Meter.last.calls.items()}
+    calls, count = Counter(), equal.Watch.count
+
+    def counted(run, operation: str, group: Group, tensor, share: float):
+        calls[group.name, operation] += 1
+        count(run, operation, group, tensor, share)
+
+    with mock.patch.object(equal.Watch, "count", counted):
+        first, second = equal.record(step, LAWS | options).sent
+    assert first == second or "experts" in options, "steps differ"
+    return second, {key: n / 2 for key, n in calls.items()}
 
 
 def check(found: dict, expected: dict[str, float]):
@@ -70,7 +63,7 @@ def reduced(n: int, size: float) -> float:
 @pytest.mark.parametrize("n, sync", [(4, "naive"), (4, "bucket"), (2, "ring")])
 def test_data_parallel(pools, n, sync):
     """2 (n-1)/n S and the loss: the same bytes for all, in a call a parameter, or a bucket, or 2 (n-1) messages."""
-    for sent, calls in pools(n).run(measure, "step02_ddp", dict(sync=sync, bucket_mb=0.05)):
+    for sent, calls in pools(n).run(measure, "step02_ddp", dict(sync=sync, bucket_mb=0.05, global_batch_size=12)):
         check(sent, dict(dp=reduced(n, P * B + SCALAR)))
         params, lists = 9 * L + 3, calls["dp", "all_reduce"] - 1
         assert (lists == {"naive": params, "ring": 0}.get(sync, lists) and 1 <= lists <= params) or sync == "ring"
@@ -82,11 +75,11 @@ def test_data_parallel(pools, n, sync):
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_zero(pools, zero):
     """(n-1)/n of 2 P, 2 P, (m+1) P; 3 m P but for the first and the last unit, which are gathered once."""
-    n, m = 4, M // 4
+    n, m = 4, 3
     once = END + END + D
     elements = {0: 2 * P, 1: 2 * P, 2: (m + 1) * P, 3: m * (3 * P - once)}[zero]
     units = L + 2
-    for sent, calls in pools(n).run(measure, "step03_zero", dict(zero=zero)):
+    for sent, calls in pools(n).run(measure, "step03_zero", dict(zero=zero, global_batch_size=n * m)):
         check(sent, dict(dp=(n - 1) / n * elements * B + reduced(n, 2 * SCALAR)))
         assert calls.get(("dp", "reduce_scatter"), 0) == {0: 0, 1: units, 2: m * units, 3: m * units}[zero]
         assert calls.get(("dp", "all_gather"), 0) == {0: 0, 1: units, 2: units, 3: m * (2 * units - 2)}[zero]
@@ -132,32 +125,48 @@ def test_each_layer_is_a_unit():
     assert found[-1] == ["model.norm.weight", "lm_head.weight"]
 
 
-@pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize("n", [2, 4])
-def test_tensor_parallel(pools, n, sp):
-    """(n-1)/n of 8 activations a layer and 4 at the ends; two numbers a token; one call a block and direction."""
+@pytest.mark.parametrize(
+    "n, flags",
+    [
+        *((n, dict(sp=sp)) for n in (2, 4) for sp in (False, True)),
+        *((2, INT8 | dict(tp_overlap=overlap)) for overlap in (False, True)),
+        (2, dict(tp_overlap=True)),
+    ],
+)
+def test_tensor_parallel(pools, n, flags):
+    """(n-1)/n of 8 activations a layer and 4 at the ends; two numbers a token; one call a block and direction.
+
+    With overlap the input of a block is gathered once more in backward. int8: a byte a value, 4 more for each 256.
+    """
+    sp, gathers = flags.get("sp", True), (4 + 2 * flags.get("tp_overlap", False)) * L
+    block = SEQ * (D + 4) if "compress_activations" in flags else A
     norms = (2 * L + 1) * D * B if sp else 0
     loss = (n - 1) * 2 * SEQ * B
-    expected = M * ((n - 1) / n * (8 * L + 4) * A + loss) + reduced(n, norms + SCALAR)
-    for sent, calls in pools(n).run(measure, "step04_tp_sp", dict(tp=n, sp=sp, n_kv_heads=HEADS)):
+    expected = M * ((n - 1) / n * ((gathers + 4 * L) * block + 4 * A) + loss) + reduced(n, norms + SCALAR)
+    for sent, calls in pools(n).run(measure, "step04_tp_sp", dict(tp=n, n_kv_heads=HEADS) | flags):
         check(sent, dict(tp=expected))
-        if sp:
-            assert calls["tp", "all_gather"] == M * (4 * L + 2 + 1) and calls["tp", "reduce_scatter"] == M * (4 * L + 2)
-        else:
+        if not sp:
             assert calls["tp", "all_reduce"] == M * (4 * L + 2) + 1
+        elif block == A:
+            assert calls["tp", "all_gather"] == M * (gathers + 3) and calls["tp", "reduce_scatter"] == M * (4 * L + 2)
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_ring(pools, n):
-    """(n-1) B forward, (n-1) B + n G backward in a layer and micro-batch; k and v travel with their own heads."""
+@pytest.mark.parametrize("n, mode", [(2, "zigzag"), (3, "zigzag"), (2, "ring"), (4, "allgather"), (4, "ulysses")])
+def test_context_parallel(pools, n, mode):
+    """(n-1) B forward, (n-1) B + n G backward in a layer and micro-batch; k and v travel with their own heads.
+
+    Gathered: (n-1) G backward. Ulysses: (n-1)/n of q, k, v and the output, each way; n ranks share few k and v.
+    """
     seq = 12 * n
-    kv = 2 * KV * seq // n * (D // HEADS) * B
-    expected = M * L * (2 * (n - 1) * kv + n * kv)
-    for sent, calls in pools(n).run(measure, "step05_cp_ring", dict(cp=n, seq_len=seq)):
+    q, kv = (heads * seq // n * (D // HEADS) * B for heads in (HEADS, 2 * KV))
+    hops = 2 * (n - 1) if mode == "allgather" else 2 * (n - 1) + n
+    size = 2 * (n - 1) * (2 * q + kv * max(1, n // KV)) // n if mode == "ulysses" else hops * kv
+    for sent, calls in pools(n).run(measure, "step05_cp_ring", dict(cp=n, cp_mode=mode, seq_len=seq)):
         assert set(sent) == {"cp", "data"}
-        assert sent["cp"] == expected + round(reduced(n, SCALAR))
+        assert sent["cp"] == M * L * size + round(reduced(n, SCALAR))
         assert abs(sent["data"] - reduced(n, P * B + SCALAR)) < 100  # a bucket's bytes are rounded
-        assert calls["cp", "send"] == M * L * (2 * (n - 1) + n)
+        if mode in ("zigzag", "ring"):
+            assert calls["cp", "send"] == M * L * hops
 
 
 def by_formulas() -> list[float]:
@@ -231,8 +240,8 @@ def most_in_flight(options: dict) -> int:
 def test_activations_in_flight(pools):
     """1F1B: p - rank micro-batches. All forward, all backward: all."""
     assert pools(3).run(most_in_flight, dict(pp=3)) == [3, 2, 1]
-    assert pools(3).run(most_in_flight, dict(pp=3, micro_batch_size=6)) == [2, 2, 1]
-    assert pools(3).run(most_in_flight, dict(pp=3, schedule="afab", global_batch_size=6)) == [6, 6, 6]
+    assert pools(3).run(most_in_flight, dict(pp=3, micro_batch_size=3)) == [2, 2, 1]
+    assert pools(3).run(most_in_flight, dict(pp=3, schedule="afab")) == [M, M, M]
 
 
 def sends_under_way(options: dict) -> int:

@@ -2,6 +2,7 @@
 
 import importlib
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from services import evaluation
 from tests import bounds, equal
 from tests.equal import difference
-from tests.rows import EXHAUSTIVE, ROWS, SGD, Row, every_legal_layout
+from tests.rows import EXHAUSTIVE, ROWS, SGD, Row, every_legal_layout, sized
 from tests.test_checkpoint import STEPS, stored, train_on_rank
 
 FP32, BF16 = SGD | dict(dtype="fp32", lr=0.01), dict(dtype="bf16", lr=0.01, steps=3)
@@ -44,13 +45,10 @@ def look_on_rank(step: str, options: dict) -> tuple[float, str]:
     """Runs on every rank: the validation loss of a run, and what is generated from its weights."""
     (loss,) = (row["validation_loss"] for row in train_on_rank(step, options | LOOKS) if "validation_loss" in row)
     texts: list[str] = []
-    right = evaluation.answer
-    evaluation.answer = lambda config, parts: texts.append(evaluation.generate(parts, config.generate, 10))
     where = dict(resume=options["out"], out=options["out"] + "-none", generate="def f(")
-    try:
+    answer = lambda config, parts: texts.append(evaluation.generate(parts, config.generate, 10))  # noqa: E731
+    with mock.patch.object(evaluation, "answer", answer):
         train_on_rank(step, options | LOOKS | where)
-    finally:
-        evaluation.answer = right
     assert not Path(where["out"]).exists()
     return loss, texts[0]
 
@@ -88,7 +86,7 @@ def label(row: Row) -> str:
 def cases() -> list:
     """The table, and every legal layout of 8 ranks for the sweep."""
     found = []
-    for row in sorted([*ROWS, *every_legal_layout()], key=lambda row: row.ranks):
+    for row in sorted([*map(sized, ROWS), *every_legal_layout()], key=lambda row: row.ranks):
         for name in row.does:
             marks = [pytest.mark.exhaustive] * (row.tier == EXHAUSTIVE)
             marks += [pytest.mark.numerics] * (name in ("drifts", "stays_near"))

@@ -9,7 +9,6 @@ import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,24 +16,15 @@ import torch.distributed as dist
 
 import step06_pipeline
 from common import UserError, comm
-from common.model import PRESETS, ModelConfig
 from common.schedules import SCHEDULES
 from services import devices, failures
 from services.dry_run import run_rank
-from services.run import ServedRun, attach, compose, plugins
+from services.run import ServedRun, attach, plugins
 from services.watchdog import Place, Watchdog, compare
-from tests.equal import BASE, BOUND, SHAPE, SMALL, difference
+from tests.equal import BOUND, config_of, difference
 from tests.rows import ROWS
 
 WHOLE, PARTIAL = "Replicate", "Partial"
-
-
-def config_of(step: Any, options: dict, out: str = "", **more: Any) -> Any:
-    """A small model's Config."""
-    shape = {name: options[name] for name in SHAPE if name in options}
-    PRESETS["test"] = ModelConfig(**SMALL | shape)
-    flags = {name: value for name, value in (BASE | options | more).items() if name not in shape}
-    return compose(step)(model="test", out=out, peak_tflops=1.0, **flags)
 
 
 def serve_on_rank(name: str, options: dict, out: str) -> SimpleNamespace:
@@ -42,7 +32,7 @@ def serve_on_rank(name: str, options: dict, out: str) -> SimpleNamespace:
     from services import predictions
 
     step, screen = importlib.import_module(name), io.StringIO()
-    config = config_of(step, options, out, steps=2)
+    config = config_of(name, options | dict(out=out, steps=2))
     with contextlib.redirect_stdout(screen), ServedRun(config) as run:
         step.train(config, run)
     return SimpleNamespace(
@@ -56,7 +46,7 @@ def serve_on_rank(name: str, options: dict, out: str) -> SimpleNamespace:
 def count_on_rank(name: str, options: dict, world: int) -> list[dict]:
     """Runs in one process: the traffic of a dry run of every rank."""
     step = importlib.import_module(name)
-    config = config_of(step, options, dry_run=world)
+    config = config_of(name, options | dict(dry_run=world))
     return [run_rank(step.train, config, rank, attach).taken for rank in range(world)]
 
 
@@ -168,7 +158,7 @@ def test_traffic_of_pipelines(schedule, zero):
     """In every order of work and stage of ZeRO theory says what the dry run counts, on the first and last rank."""
     options = dict(pp=2, schedule=schedule, zero=zero, tied=zero % 2 == 0, n_layers=4, global_batch_size=8)
     for more in {}, dict(tp=2, recompute="full"):
-        config = config_of(step06_pipeline, options | more, dry_run=4)
+        config = config_of("step06_pipeline", options | more | dict(dry_run=4))
         for rank in (0, 3):
             seen = run_rank(step06_pipeline.train, config, rank, attach)
             sent, said = flat(seen.taken["traffic"]), {" ".join(key): n for key, n in seen.traffic.items()}

@@ -1,0 +1,362 @@
+"""Variants, beyond equality: what is skipped, late, or never there; what hides behind what; where it lives."""
+
+import math
+import re
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common import comm
+from common.comm import Mesh
+from common.model import attend
+from common.trainer import DTYPES
+from services.run import plugins
+from step05_cp_ring import CONTEXT
+from tests import equal
+from variants import skip_spikes, zero_toy
+from variants.block_overlap import EnterLinears, start_gather, start_keep, start_scatter, start_total
+from variants.compress import Chain, Compression
+from variants.compress_activations import BLOCK, Bits
+from variants.documents import MicroBatch, segments
+from variants.fp16 import LossScaling, skip_update
+
+SLOW = dict(optimizer="sgd", lr=0.1, steps=3)
+
+
+def exact_fp16_on_rank(step: str, options: dict, file: str) -> float:
+    """The machinery of --dtype fp16, in fp64."""
+    with mock.patch.dict(DTYPES, fp16=torch.float64):
+        return equal.on_rank(step, options | dict(dtype="fp16"), file, 1e-10)
+
+
+@pytest.mark.parametrize(
+    "ranks, step, layout, base",
+    [
+        (1, "step01_single_gpu", {}, SLOW),
+        (4, "step07_moe_ep", dict(pp=2, ep=2, zero=2, loss_chunk=5), SLOW | dict(experts=4)),
+        (4, "step06_pipeline", dict(pp=2, zero=0, grad_clip=0.0), SLOW | dict(tied=True, grad_clip=0.0)),
+    ],
+)
+def test_loss_scaling_alone_changes_nothing(pools, tmp_path, ranks, step, layout, base):
+    """In fp64 a scale, a power of two, is exact: only that fp16 is narrow makes a difference."""
+    file = str(tmp_path / "reference.pt")
+    pools(1).run(equal.save_record, step, base, file)
+    pools(ranks).run(exact_fp16_on_rank, step, base | layout, file)
+
+
+def overflow_on_rank(step: str, options: dict) -> tuple:
+    """Train three steps; in the second, one rank's gradient is infinite. What the scaling has seen before each step."""
+    seen, plain = [], LossScaling.step
+
+    def sabotaged(self, lr: float, factor: float):
+        pieces = getattr(self.optimizer, "pieces", None) or self.optimizer.masters
+        if len(seen) == 1 and self.mesh.rank == self.mesh.world - 1:
+            next(iter(self.unscaled_gradients().values())).fill_(torch.inf)
+        before = {name: piece.detach().clone() for name, piece in pieces.items()}
+        plain(self, lr, factor)
+        moved = any(not torch.equal(before[name], piece) for name, piece in pieces.items())
+        freed = all(param.grad is None for param in getattr(self.optimizer, "params", {}).values())
+        seen.append((moved, freed, math.log2(self.scale)))
+
+    with mock.patch.object(LossScaling, "step", sabotaged):
+        equal.record(step, options)
+    return seen
+
+
+@pytest.mark.parametrize("layout", [dict(zero=0), dict(zero=2), dict(pp=2, zero=0, grad_clip=0.0)])
+def test_an_overflow_on_one_rank_skips_the_update_on_all(pools, layout):
+    """And halves the scale, on all; the next update is made."""
+    options = SLOW | dict(dtype="fp16") | layout
+    for seen in pools(2).run(overflow_on_rank, "step06_pipeline", options):
+        assert seen == [(True, True, 16.0), (False, True, 15.0), (True, True, 15.0)]
+
+
+def test_spikes_are_left_out_and_become_normal():
+    """A value above K times its median, of which there must be enough; all values enter the median."""
+    spikes = skip_spikes.Spikes(3.0)
+    assert not any(spikes.is_spike(1.0, 100.0) for _ in range(7))
+    assert not spikes.is_spike(50.0, 1.0)  # seven are not enough
+    assert spikes.is_spike(3.1, 100.0) and spikes.is_spike(1.0, 301.0) and not spikes.is_spike(2.9, 299.0)
+    assert not [spikes.is_spike(10.0, 100.0) for _ in range(40)][-1]
+
+
+def test_a_spike_moves_nothing(monkeypatch):
+    """The update is left out, gradients are freed, and the record says so."""
+    monkeypatch.setattr(skip_spikes.Spikes, "is_spike", lambda self, *values: len(seen) == 1)
+    seen, plain = [], equal.Watch.record
+
+    def record(run, step, tokens, **numbers):
+        plain(run, step, tokens, **numbers)
+        masters = run.parts.optimizer.masters.values()
+        freed = all(param.grad is None for param in run.parts.model.parameters())
+        seen.append((sum(m.sum().item() for m in masters), numbers.get("skipped", 0), freed))
+
+    monkeypatch.setattr(equal.Watch, "record", record)
+    equal.record("step01_single_gpu", SLOW | dict(skip_spikes=2.0))
+    sums, skipped, freed = zip(*seen, strict=True)
+    assert skipped == (0, 1, 0) and all(freed)
+    assert sums[0] == sums[1] != sums[2]
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor that an operator has made."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        """Run it, and look."""
+        made = function(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (equal.SMALL["vocab_size"],):
+                self.numel = max(self.numel, tensor.numel())
+        return made
+
+
+@pytest.mark.parametrize("chunk", [0, 40, 64])
+def test_logits_of_one_chunk_exist(chunk):
+    """Of 64 tokens of a micro-batch, `chunk` have logits at a time; with 0, all."""
+    with Largest() as largest:
+        equal.record("step01_single_gpu", dict(steps=1, micro_batch_size=4, global_batch_size=4, loss_chunk=chunk))
+    assert largest.numel == (chunk or 64) * equal.SMALL["vocab_size"]
+
+
+def compiled_on_rank(step: str, options: dict, file: str) -> float:
+    """--compile without generating code; more graphs than one layer's would be an error."""
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        found = equal.on_rank(step, options | dict(compile=True), file)
+    torch.compiler.reset()
+    return found
+
+
+@pytest.mark.parametrize(
+    "ranks, step, layout",
+    [
+        pytest.param(2, "step04_tp_sp", dict(tp=2, recompute="full"), marks=pytest.mark.exhaustive),
+        pytest.param(2, "step06_pipeline", dict(pp=2), marks=pytest.mark.exhaustive),
+        (1, "step01_single_gpu", dict(recompute="selective")),
+        (2, "step03_zero", dict(zero=3)),
+    ],
+)
+def test_compiled_layers_compute_the_same(pools, tmp_path, ranks, step, layout):
+    """Whatever a layer sends, and recomputes."""
+    file = str(tmp_path / "reference.pt")
+    pools(1).run(equal.save_record, "step01_single_gpu", SLOW, file)
+    pools(ranks).run(compiled_on_rank, step, SLOW | layout, file)
+
+
+def test_masters_are_not_touched_by_a_skipped_update():
+    """`skip_update` gives the rule its own step back."""
+
+    calls = []
+    rule = type("Rule", (), dict(step=lambda self: calls.append("rule")))()
+    optimizer = SimpleNamespace(rule=rule)
+    skip_update(optimizer, lambda lr, factor: optimizer.rule.step(), 0.1)
+    assert calls == []
+    rule.step()
+    assert calls == ["rule"]
+
+
+def count_graphs(layers: int, steps: int) -> tuple[int, int]:
+    """Graphs, and how often a function was compiled, with so many layers."""
+    from torch._dynamo.utils import counters  # takes seconds to import
+
+    torch.compiler.reset(), counters.clear()
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        equal.record("step01_single_gpu", SLOW | dict(n_layers=layers, steps=steps, compile=True, global_batch_size=4))
+    return counters["stats"]["unique_graphs"], counters["frames"]["total"]
+
+
+def test_one_graph_serves_all_layers(pools):
+    """--compile does not give up after eight layers, as it would if each were compiled anew."""
+    assert pools(1).run(count_graphs, 10, 2) == [(1, 1)]
+
+
+# --- overlap
+
+B, S, DIM, OUT = 1, 6, 4, 5
+STARTS = dict(sp=(start_gather, start_scatter), whole=(start_keep, start_total))
+ORDER = dict(
+    sp=["all_gather", "dx", "dx", "reduce_scatter", "wait", "dW", "dW", "wait"],
+    whole=["dx", "dx", "all_reduce", "dW", "dW", "wait"],
+)
+
+
+class Order(TorchDispatchMode):
+    """Notes matrix products by the shape of their results."""
+
+    def __init__(self, seen: list[str]):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm_):
+            self.seen.append("dW" if result.shape == (OUT, DIM) else "dx")
+        return result
+
+
+def order(name: str) -> tuple[list[str], list[torch.Size]]:
+    """Runs on every rank: what backward does, and the shapes of what it kept of the input."""
+    group, starts, seen = Mesh(tp=dist.get_world_size())["tp"], STARTS[name], []
+    x = torch.ones(B, S // group.size if name == "sp" else S, DIM, requires_grad=True)
+    weights = [torch.ones(OUT, DIM, requires_grad=True) for _ in range(2)]
+    outputs = EnterLinears.apply(x, group, *starts, *weights)
+    kept, wait = outputs[0].grad_fn.saved_tensors[0].shape, comm.Pending.wait
+
+    def noted(pending):
+        if pending.works:
+            seen.append("wait")
+        wait(pending)
+
+    told = mock.patch.object(comm, "observer", lambda operation, *_: seen.append(operation))
+    with told, mock.patch.object(comm.Pending, "wait", noted), Order(seen):
+        sum(output.sum() for output in outputs).backward()
+    return seen, kept
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_collectives_hide_behind_matrices(pools, name):
+    """The gathering is waited for after dx, the sum of dx after dW; with SP only s/n tokens are kept."""
+    for seen, kept in pools(2).run(order, name):
+        assert seen == ORDER[name]
+        assert kept == (B, S // 2 if name == "sp" else S, DIM)
+
+
+# --- fewer bits
+
+WORDS = {"bf16": 2, "int8": 260 / 256, "topk": 8 * 0.25}  # bytes that are sent of a number
+KINDS = ["bf16", "int8", "topk"]
+
+
+def sums_on_rank(kind: str, whole: bool) -> tuple[float, float, float]:
+    """Five sums of random gradients, fp32 [3000], `whole` or cut.
+
+    Returns how much of the true sum is missing, with and without what all ranks owe, and the bytes sent in one sum.
+    """
+    mesh, sent = Mesh(dp=dist.get_world_size()), []
+    group, found, added, length = mesh["dp"], 0.0, 0.0, 3000
+    compression = Compression(SimpleNamespace(compress=kind, topk_fraction=0.25))
+    key = type("Part", (), dict(group=group))()  # a bucket, or a unit
+    comm.observer = lambda _operation, _group, tensor, share: sent.append(share * tensor.nbytes)
+    for step in range(5):
+        everyone = [
+            torch.randn(length, generator=torch.Generator().manual_seed(step * 10 + r)) for r in range(group.size)
+        ]
+        key.flat = key.gradient = everyone[group.rank].clone()
+        Chain((compression.all_reduce if whole else compression.reduce_scatter)(key)).wait()
+        part = length // group.size
+        mine = slice(0, length) if whole else slice(group.rank * part, group.rank * part + part)
+        found = found + (key.flat if whole else key.total)
+        added = added + sum(everyone)[mine]
+    comm.observer = None
+    owed = compression.owed[key].clone().view(-1)
+    dist.all_reduce(owed)
+    return (found + owed[mine] - added).abs().max().item(), (found - added).abs().max().item(), sum(sent) / 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_lost_is_owed(pools, kind, whole):
+    """All that has arrived, and all that is owed, make up all that was to be summed; most has arrived."""
+    for with_debt, without, n_bytes in pools(3).run(sums_on_rank, kind, whole):
+        assert with_debt < 1e-4
+        assert 1e-4 < without < {"bf16": 0.1, "int8": 0.3, "topk": 20.0}[kind]
+        padded = 3072 if kind == "int8" else 3000  # three slices in whole blocks
+        assert n_bytes == pytest.approx((1 + whole) * 2 / 3 * padded * WORDS[kind])
+
+
+@pytest.mark.parametrize("dim", [8, BLOCK, BLOCK + 44])
+def test_rounds_to_a_part_of_the_largest(dim):
+    """int8: at most 1/254 of the largest of a block; zero stays zero."""
+    bits, x = Bits("int8", torch.float32, dim), torch.randn(3, 5, dim, generator=torch.Generator().manual_seed(0))
+    x[0, 0] = 0
+    message = bits.pack(x)
+    assert message.dtype == torch.int8 and message.shape == (3, 5, bits.width)
+    off = (bits.unpack(message, torch.float32) - x).abs()
+    for some, largest in zip(off.split(BLOCK, -1), x.abs().split(BLOCK, -1), strict=True):
+        assert (some.amax(-1) <= largest.amax(-1) / 253).all()
+
+
+# --- documents
+
+END = 0
+plugins()  # fills CONTEXT
+
+
+@pytest.mark.parametrize("mode", ["zigzag", "ring", "allgather"])
+def test_visits_each_pair_within_a_document_once(mode):
+    """sum L (L+1) / 2 pairs, no matter how the sequence is cut; and they are the right ones."""
+    n, seq = 3, 36
+    tokens = torch.randint(0, 5, (2, seq), generator=torch.Generator().manual_seed(0))
+    batch = MicroBatch(tokens, END, lambda rank: CONTEXT[mode].positions(seq, rank, n))
+    seen = torch.zeros(2, seq, seq)
+    for rank in range(n):
+        batch.found.clear()
+        for source in range(n):
+            mine, theirs = (CONTEXT[mode].positions(seq, r, n) for r in (rank, source))
+            for (rows, _, q), (_, _, k), causal in batch.visible(rank, source, seq // n):
+                block = torch.ones(q.stop - q.start, k.stop - k.start)
+                pairs = torch.zeros(seq, seq)
+                pairs[mine[q][:, None], theirs[k]] = block.tril() if causal else block
+                seen[rows] += pairs
+    numbers = batch.numbers
+    within = (numbers[:, :, None] == numbers[:, None, :]) & torch.ones(seq, seq, dtype=torch.bool).tril()
+    assert torch.equal(seen, within.float())
+    assert seen.sum() == sum(length * (length + 1) // 2 for length in batch.lengths)
+
+
+def test_whole_sequences_equal_a_mask():
+    """Document by document is attention with the mask that nobody makes."""
+    tokens = torch.tensor([[1, 2, END, 3, 4, 5, END, 6], [END, 1, END, END, 2, 3, 4, 5]])
+    batch = MicroBatch(tokens, END, lambda rank: torch.arange(8))
+    q, k, v = torch.randn(3, 2, 8, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    parts = (x.flatten(0, 1)[None].split(batch.lengths, 1) for x in (q, k, v))
+    ours = torch.cat([attend(*document) for document in zip(*parts, strict=True)], 1).view(q.shape)
+    same = batch.numbers[:, :, None] == batch.numbers[:, None, :]
+    mask = (same & torch.ones(8, 8, dtype=torch.bool).tril())[:, None]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    right = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+    assert (ours - right).abs().max() < 1e-14
+    assert [run[3] for run in segments(batch.numbers[0], torch.arange(8))] == [0, 1, 2]
+
+
+# --- where it lives
+
+
+def in_files(options: dict) -> list[int]:
+    """Runs on every rank: how many masters and moments there are, and how many of them lie in files without a name."""
+    zero, lines = equal.watch("step03_zero", options).parts.optimizer, Path("/proc/self/maps").read_text().splitlines()
+    files = [re.split("[- ]", line)[:2] for line in lines if "(deleted)" in line and "/dev/shm" not in line]
+    states = [*zero.pieces.values(), *(t for state in zero.rule.state.values() for t in state.values() if t.dim())]
+    states = [state for state in states if state.numel()]
+    found = [any(int(a, 16) <= state.data_ptr() < int(b, 16) for a, b in files) for state in states]
+    return [len(found), sum(found)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks Linux where memory is")
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_state_is_where_the_flag_says(pools, where):
+    """After three steps all masters and both moments of AdamW; on the CPU none is in a file."""
+    for total, mapped in pools(2).run(in_files, dict(zero=1, offload_optimizer=where)):
+        assert total > 3 and mapped == (total if where == "disk" else 0)
+
+
+def lines() -> list[str]:
+    """Runs on every rank."""
+    mesh = Mesh(dp=dist.get_world_size())
+    return [zero_toy.toy(stage, mesh, torch.device("cpu")) for stage in range(4)]
+
+
+def test_prints_the_example(pools):
+    """Rank 0's lines stand in the docstring."""
+    first, second = pools(2).run(lines)
+    assert all(line in zero_toy.__doc__ for line in first), first
+    assert second[3] == "stage 3, rank 1: weights 3 4, gradient 25 25 -> own 0.5 1.5, all -1.5 -0.5 0.5 1.5"
