@@ -130,15 +130,22 @@ def faulty_on_rank(fault: str, *args) -> list[dict]:
         return train_on_rank(*args)
 
 
-def goes_on_elsewhere(pools, folder: Path, fault: str, ranks: int, layout: dict) -> str:
+@pytest.fixture(scope="session")
+def goes_on_elsewhere(pools, tmp_path_factory):
     """What is wrong with a run of one process that goes on in a layout, with a mistake in it; "" if nothing is."""
-    options = dict(eval_every=4, eval_sequences=6)
-    whole = train(pools, options, ALONE, out=folder / "whole")
-    train(pools, options | dict(stop_after=2), ALONE, out=folder / "cut")
-    options = options | layout | dict(out=str(folder / "cut"), resume="auto")
-    rows = pools(ranks).run(faulty_on_rank, fault, "step06_pipeline", options)[0]
-    numbers = [[*(row["loss"] for row in rows), rows[-1]["validation_loss"]] for rows in (rows, whole)]
-    return "" if difference(*numbers) < 1e-10 else f"losses, and validation loss, are {numbers[0]}, not {numbers[1]}"
+    folder, options = tmp_path_factory.mktemp("elsewhere"), dict(eval_every=4, eval_sequences=6)
+    whole: list[dict] = []
+
+    def answer(fault: str, ranks: int, layout: dict) -> str:
+        if not whole:
+            whole.extend(train(pools, options, ALONE, out=folder / "whole"))
+            train(pools, options | dict(stop_after=2), ALONE, out=folder / "cut")
+        where = dict(out=str(folder / "on"), resume=str(folder / "cut"))
+        rows = pools(ranks).run(faulty_on_rank, fault, "step06_pipeline", options | layout | where)[0]
+        found, right = ([*(row["loss"] for row in rows[-2:]), rows[-1]["validation_loss"]] for rows in (rows, whole))
+        return "" if difference(found, right) < 1e-10 else f"losses, and validation loss, are {found}, not {right}"
+
+    return answer
 
 
 @pytest.mark.parametrize("base", [dict(dtype="bf16", zero=1), dict(compress="int8"), dict(compress="topk", zero=2)])

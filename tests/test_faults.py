@@ -11,7 +11,7 @@ from tests import equal, test_laws, test_variants
 from tests.faults import FAULTS, SMALL_ROWS, functions_of, injected
 from tests.pool import RankError
 from tests.rows import EXHAUSTIVE, Row, sized
-from tests.test_checkpoint import goes_on_elsewhere
+from tests.test_checkpoint import goes_on_elsewhere as goes_on_elsewhere  # a fixture
 
 INT8 = dict(tp=2) | test_laws.INT8
 LAWS: dict[str, tuple] = {  # ranks, and a function with its arguments that every rank calls: what it returns is the law
@@ -70,7 +70,7 @@ def complaint(fault: str, row: Row, file: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def ask(pools, reference, tmp_path_factory):
+def ask(pools, reference, goes_on_elsewhere):
     """`ask(judge, fault)`: what a judge says of a mistake, or of the right program if there is none; "": all right."""
     lawful: dict[str, list] = {}
 
@@ -79,8 +79,7 @@ def ask(pools, reference, tmp_path_factory):
             row = sized(SMALL_ROWS[judge])
             return max(pools(row.ranks).run(complaint, fault, row, reference(row), timeout=60))
         if judge in RESUMED:
-            folder = tmp_path_factory.mktemp("resumed")
-            return goes_on_elsewhere(pools, folder, fault, *RESUMED[judge])
+            return goes_on_elsewhere(fault, *RESUMED[judge])
         ranks, *call = LAWS[judge]
         if judge not in lawful:
             lawful[judge] = pools(ranks).run(*call)
