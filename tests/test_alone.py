@@ -169,9 +169,9 @@ def children(pid: int) -> list[int]:
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(server, tmp_path):
     """torchrun starts the job anew, it goes on from its last checkpoint, and ends as if nothing had happened."""
     (tmp_path / "text.txt").write_text(Path(__file__).read_text() * 20)
-    words = f"step03_zero.py --zero 3 {TINY} --steps 12 --save-every 4 --eval-every 0 --resume auto --out "
-    words = words.replace("text.txt", str(tmp_path / "text.txt"))
-    whole, killed = (f"--max-restarts=1 {words} {tmp_path / name}".split() for name in ("whole", "killed"))
+    words = f"--max-restarts=1 step03_zero.py --zero 3 {TINY}".replace("text.txt", str(tmp_path / "text.txt"))
+    words += " --steps 12 --save-every 4 --eval-every 0 --peak-tflops 1 --resume auto --out"
+    whole, killed = (f"{words} {tmp_path / name}".split() for name in ("whole", "killed"))
     assert server.run(ROOT, 2, *whole, log=tmp_path / "log")[0] == 0
     with ThreadPoolExecutor() as thread:
         job = thread.submit(server.run, ROOT, 2, *killed, log=tmp_path / "log")

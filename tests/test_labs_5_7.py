@@ -457,7 +457,7 @@ def restyled(number: int, holes: dict[str, str]) -> dict[str, str]:
     return sources
 
 
-SHOWN = ("ring: waits at once", "a send before the receive")  # by default
+SHOWN = ("ring: waits at once", "1F1B: as afab", "silu of the wrong matrix")  # by default
 WRONG = [(*place, row) for place, rows in ROWS.items() for row in rows]
 
 
