@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.certify import children
 from services.checkpoint import Checkpoint, newest
 from tests import jobs
 from tests.equal import difference
@@ -159,11 +160,6 @@ def test_a_wrong_flag_is_one_line(server, alone, step, ranks, flags, named):
     assert len(lines) == 1 and named in lines[0], text
     if not ranks:  # torchrun says more
         assert status == 2 and "Traceback" not in text, text
-
-
-def children(pid: int) -> list[int]:
-    """Processes that a process has started, oldest first."""
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(server, tmp_path):
