@@ -166,7 +166,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(server, tmp_pat
     """torchrun starts the job anew, it goes on from its last checkpoint, and ends as if nothing had happened."""
     (tmp_path / "text.txt").write_text(Path(__file__).read_text() * 20)
     words = f"--max-restarts=1 step03_zero.py --zero 3 {TINY}".replace("text.txt", str(tmp_path / "text.txt"))
-    words += " --steps 12 --save-every 4 --eval-every 0 --peak-tflops 1 --resume auto --out"
+    words += " --steps 20 --save-every 4 --eval-every 0 --peak-tflops 1 --resume auto --out"
     whole, killed = (f"{words} {tmp_path / name}".split() for name in ("whole", "killed"))
     assert server.run(ROOT, 2, *whole, log=tmp_path / "log")[0] == 0
     with ThreadPoolExecutor() as thread:
