@@ -245,7 +245,10 @@ def head_module(r: Rank) -> Module:
 
 
 def layer_module(r: Rank, experts: bool) -> Module:
-    """What is done again, the gradients of SwiGLU's products, and that of a matrix, unless W makes it."""
+    """What is done again, the gradients of SwiGLU's products, and that of a matrix, unless W makes it.
+
+    With experts, before these, in wide numbers: the gradients of out, and of the products of rows and scores.
+    """
     p, m, e, matrix = r.p, r.p.m, r.p.e, largest(r, experts)
     again = layer_bytes(p._replace(recompute="none"), experts) - layer_bytes(p, experts)
     shared, own = layer_weights(m, experts, p.tp, r.ep)
@@ -254,6 +257,8 @@ def layer_module(r: Rank, experts: bool) -> Module:
     output = p.tokens * m.dim * e * (visits if experts else p.tp > 1 and p.sp)  # its gradient, of all tokens
     added = r.buffer * (own or shared) + max(p.wide * matrix, 2 * product)
     most = output + 3 * product if r.split else max(output + product + e * matrix, r.cast * matrix, added)
+    scored = p.tokens * m.dim * (p.wide * (2 * visits + (e < p.wide)) + e * (p.tp > 1 and p.sp))
+    most = max(most, scored) if experts else most
     change = sum(waiting_bytes(p, experts)) * r.split - layer_bytes(p, experts)
     rise = p.own * m.dim * e + max(output * (1 + (p.batch > 1)), again + most)
     return Module("", rise, change, r.sent * shared * (not r.split))
