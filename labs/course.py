@@ -3,8 +3,8 @@
 import importlib
 import math
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,34 @@ class Most:
 
 
 class Case:
-    """One input of a criterion: `sizes` as attributes, `mesh` (ranks along each dimension), numbers from a seed."""
+    """One input of a criterion: `sizes` as attributes, `mesh` (ranks along each dimension), numbers from a seed.
+
+    A lab derives its experiments from it: what they draw, what a student's code makes of it, what has to come out.
+    """
 
     def __init__(self, seed: int, mesh: dict[str, int] | None = None, **sizes: Any):
         self.seed, self.mesh, self.sizes = seed, mesh or dict(dp=1), sizes
         self.ranks = math.prod(self.mesh.values())
         vars(self).update(sizes)
+        self.kept: dict[int, dict[str, Any]] = {}
+
+    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
+        """What the student's functions make of it, by name; runs on every rank."""
+        raise NotImplementedError
+
+    def expected(self, rank: int) -> dict[str, Any]:
+        """What has to stand there; runs in the grader."""
+        raise NotImplementedError
+
+    def explain(self, rank: int, key: str, found: Any, expected: Any) -> str:
+        """More words about a wrong value, or ""."""
+        return ""
+
+    def wanted(self, rank: int) -> dict[str, Any]:
+        """`expected`, computed once."""
+        if rank not in self.kept:
+            self.kept[rank] = self.expected(rank)
+        return self.kept[rank]
 
     def draw(self, name: str, *shape: int) -> Tensor:
         """Normal numbers in fp64, a pure function of the seed, the name and the shape: the same on all ranks."""
@@ -44,6 +66,11 @@ class Case:
         generator = torch.Generator().manual_seed(random.Random(f"{self.seed} {name}").getrandbits(60))
         return torch.randint(below, shape, generator=generator)
 
+    @property
+    def identity(self) -> str:
+        """Two cases with the same are one."""
+        return f"{type(self).__qualname__} {self.seed} {self.mesh} {self.sizes}"
+
     def __str__(self) -> str:
         ranks = [f"{dim}={n}" for dim, n in self.mesh.items() if n > 1]
         return ", ".join(ranks + [f"{name}={value}" for name, value in self.sizes.items()])
@@ -51,7 +78,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Criterion:
-    """One demand. `explain(case, rank, key, found, expected)`: more words about a wrong value, or "".
+    """One demand: what experiments of one kind find in some cases (sizes) is what they expect.
 
     `keys`: only the keys of `expected` that contain one of these are judged. `whole`: the file is judged as it stands,
     without the project's functions in other tasks' holes.
@@ -59,36 +86,34 @@ class Criterion:
 
     says: str
     points: int
-    on_rank: Callable[[Any, Case, Any], dict[str, Any]]
-    expected: Callable[[int, Case], dict[str, Any]]
-    cases: tuple[dict[str, Any], ...]
-    bound: float = BOUND
-    explain: Callable[[Case, int, str, Any, Any], str] | None = None
+    kind: type[Case]
+    cases: tuple[dict[str, Any], ...] = ({},)
     keys: tuple[str, ...] = ()
+    bound: float = BOUND
     whole: bool = False
 
     def wanted(self, rank: int, case: Case) -> dict[str, Any]:
         """What has to be found, by key."""
-        found = self.expected(rank, case)
+        found = case.wanted(rank)
         return {key: found[key] for key in found if not self.keys or any(word in key for word in self.keys)}
 
 
-def demands(on_rank: Callable, expected: Callable, cases: tuple, *rows: tuple, **more: Any) -> tuple[Criterion, ...]:
+def demands(kind: type[Case], cases: tuple, *rows: tuple, **more: Any) -> tuple[Criterion, ...]:
     """Several criteria of the same cases; rows of (what it says, points, keys ...)."""
-    return tuple(Criterion(s, points, on_rank, expected, cases, keys=tuple(keys), **more) for s, points, *keys in rows)
+    return tuple(Criterion(says, points, kind, cases, tuple(keys), **more) for says, points, *keys in rows)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Task:
-    """Some functions to write. `faults`: rows of tests/faults.py to recognise."""
+    """Some functions to write. `faults`: rows of tests/faults.py to recognise. The rest stands in the lab's text."""
 
-    name: str
-    minutes: int
     holes: tuple[str, ...]
-    read: str
-    hints: tuple[str, str, str]
     criteria: tuple[Criterion, ...]
     faults: tuple[str, ...] = ()
+    name: str = ""
+    minutes: int = 0
+    read: str = ""
+    hints: list[str] = field(default_factory=list)
 
     @property
     def points(self) -> int:
@@ -96,22 +121,27 @@ class Task:
         return sum(criterion.points for criterion in self.criteria)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Question:
-    """The written question of a lab. `text` is a format string over what `draw` returns, `answer` is of the same.
+    """The written question of a lab. `numbers`: what each is drawn from; the text and the formulas have them by name.
 
-    `mistakes`: by what they show, other numbers that a student may have found.
+    `mistakes`: by what they show, formulas of other numbers that a student may have found.
     """
 
-    text: str
-    draw: Callable[[random.Random], dict[str, Any]]
-    answer: Callable[[dict[str, Any]], float]
+    numbers: dict[str, Sequence[int]]
+    answer: Callable[..., float]
+    mistakes: dict[str, Callable[..., float]]
     points: int = 2
-    mistakes: tuple[tuple[str, Callable[[dict[str, Any]], float]], ...] = ()
+    text: str = ""
 
-    def values(self, student: str) -> dict[str, Any]:
+    def values(self, student: str) -> dict[str, int]:
         """The numbers of a student's question."""
-        return self.draw(random.Random(f"{student} {self.text}"))
+        draw = random.Random(f"{student} {self.text}")
+        return {name: draw.choice(some) for name, some in self.numbers.items()}
+
+    def right(self, student: str) -> float:
+        """The answer."""
+        return self.answer(**self.values(student))
 
     def judge(self, student: str, found: Any) -> str:
         """What is wrong with an answer, without the right number; "" if it is within a thousandth."""
@@ -119,28 +149,39 @@ class Question:
             return "not answered yet: `answer` in answers.toml"
         if isinstance(found, bool) or not isinstance(found, int | float) or not -1e300 < found < 1e300:
             return f"`answer` in answers.toml has to be a number, and is {str(found)[:40]}"
-        values = self.values(student)
-        right = self.answer(values)
+        right = self.right(student)
         if abs(found - right) <= 0.001 * abs(right):
             return ""
-        for meaning, mistake in self.mistakes:
-            other = mistake(values)
+        for meaning, mistake in self.mistakes.items():
+            other = mistake(**self.values(student))
             if abs(other - right) > 0.001 * abs(right) and abs(found - other) <= 0.001 * abs(other):
                 return f"{found:.12g} is not it: {meaning}"
         return f"{found:.12g} is too {'large' if found > right else 'small'}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Lab:
-    """A lab. `modules`: those that the student gets, in the order of their imports; the last is the step."""
+    """A lab. `modules`: those that the student gets, in the order of their imports; the last is the step.
+
+    Its text, labs/labN.md: the title; for each task its name, its minutes, what to read and three hints; the question.
+    """
 
     number: int
-    title: str
     modules: tuple[str, ...]
     tasks: tuple[Task, ...]
     question: Question
     ranks: int = 4  # of `python -m labs run`
     flags: str = ""  # an example for it
+
+    def __post_init__(self):
+        title, *parts = (ROOT / f"labs/lab{self.number}.md").read_text().split("\n## ")
+        self.title = title[2:].strip()
+        *parts, (_, self.question.text) = [part.split("\n\n", 1) for part in parts]
+        for task, (name, text) in zip(self.tasks, parts, strict=True):
+            task.name, task.minutes = name.split(" (")[0], int(name.split(" (")[1].split()[0])
+            task.read, *task.hints = (
+                line.removeprefix(f"{i}. ") for i, line in enumerate(filter(None, text.split("\n")))
+            )
 
     @property
     def points(self) -> int:
@@ -167,7 +208,7 @@ class Lab:
 def cases_of(lab: Lab, task: int, criterion: Criterion, student: str) -> list[Case]:
     """The cases of a criterion with the numbers of a student."""
     seed = random.Random(f"{student} lab {lab.number} task {task}").randrange(10**6)
-    return [Case(seed, **sizes) for sizes in criterion.cases]
+    return [criterion.kind(seed, **sizes) for sizes in criterion.cases]
 
 
 def path_of(module: str) -> Path:

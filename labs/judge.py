@@ -166,17 +166,18 @@ class Judge:
 
     def pass_over(self, places: list[int], world: World) -> dict[int, str]:
         """What is wrong, by place, of some criteria; "" if nothing is."""
-        jobs = []
-        for place in places:
-            criterion = self.task.criteria[place]
-            jobs += [(place, criterion, c) for c in cases_of(self.lab, self.number, criterion, self.folder.student)]
+        by_place = {i: cases_of(self.lab, self.number, self.task.criteria[i], self.folder.student) for i in places}
+        jobs = {case.identity: case for cases in by_place.values() for case in cases}  # criteria may share a case
+        outcomes: dict[str, list[Any] | Failed] = {}
+        for n in sorted({case.ranks for case in jobs.values()}):
+            some = [name for name, case in jobs.items() if case.ranks == n]
+            found = ranks.run(world, [jobs[name] for name in some], self.seconds)
+            outcomes |= zip(some, found, strict=True)
         texts = dict.fromkeys(places, "")
-        for n in sorted({case.ranks for _, _, case in jobs}):
-            some = [job for job in jobs if job[2].ranks == n]
-            outcomes = ranks.run(world, [(criterion.on_rank, case) for _, criterion, case in some], self.seconds)
-            for (place, criterion, case), outcome in zip(some, outcomes, strict=True):
-                if not texts[place]:
-                    texts[place] = self.wrong(criterion, case, outcome)
+        for place, cases in by_place.items():
+            for case in cases:
+                criterion = self.task.criteria[place]
+                texts[place] = texts[place] or self.wrong(criterion, jobs[case.identity], outcomes[case.identity])
         return texts
 
     def wrong(self, criterion: Criterion, case: Case, outcome: list[Any] | Failed) -> str:
@@ -198,20 +199,20 @@ class Judge:
 
     def words(self, criterion: Criterion, case: Case, rank: int, key: str, found: Any, value: Any) -> str:
         """What kind of mistake this may be."""
-        if criterion.explain and (text := criterion.explain(case, rank, key, found, value)):
+        if text := case.explain(rank, key, found, value):
             return text
-        for name, answers in self.under_faults(criterion, case):
+        for name, answers in self.under_faults(case):
             theirs = answers[rank].get(key) if isinstance(answers, list) and isinstance(answers[rank], dict) else None
             if theirs is not None and distance(found, theirs) < 1e-8 and not distance(theirs, value) <= criterion.bound:
                 return f"the same numbers as with {name}: {meaning(name)}"
         if isinstance(found, Tensor) and found.numel() and not found.any():
             return "it is zero: has anything been written there?"
         for other in range(case.ranks):
-            if other != rank and distance(found, criterion.expected(other, case).get(key)) < 1e-8:
+            if other != rank and distance(found, case.wanted(other).get(key)) < 1e-8:
                 return f"the same numbers as rank {other} should have"
         return scale_words(factor(found, value), case.ranks)
 
-    def under_faults(self, criterion: Criterion, case: Case) -> Iterator[tuple[str, Any]]:
+    def under_faults(self, case: Case) -> Iterator[tuple[str, Any]]:
         """(fault, what the project's code answers with it); nothing in a copy without tests or solutions."""
         try:
             from tests.faults import FAULTS, injected
@@ -222,7 +223,7 @@ class Judge:
             return
         for name in names:
             world = World(self.lab.modules, before=lambda _job, name=name: injected(name))
-            (answers,) = ranks.run(world, [(criterion.on_rank, case)], 20.0)
+            (answers,) = ranks.run(world, [case], 20.0)
             yield name, answers
 
 

@@ -1,45 +1,18 @@
 """Lab 5: context parallelism. Parts of a softmax, who sees what, the ring and its way back, the whole model."""
 
 import math
-from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from common.comm import Mesh, all_reduce
 from common.layout import layout_of
-from common.model import Decoder, ModelConfig, attend
-from labs.course import Case, Criterion, Lab, Most, Question, Task, demands
+from common.model import attend
+from labs.course import Case, Lab, Most, Question, Task, demands
+from labs.probes import decoder, members, refused, same, there_and_back
 from labs.tape import Tape
 from labs.training import trains
 from services.memory import MemoryTimeline
-
-# Every size is another number: a transposed dimension cannot go unnoticed.
-BLOCK = dict(b=2, heads=6, kv_heads=3, d=4, s=5, past=7)
-RING = dict(b=2, heads=6, kv_heads=3, d=5, length=14)  # a rank's tokens; halves of 7
-LARGE = dict(scale=900)  # of scores
-RANKS = (dict(sizes_of=((2, 3), (3, 4), (5, 2))),)  # (ranks, tokens of a chunk)
-ZIGZAG, IN_ORDER = (dict(mesh=dict(cp=4), rule=rule) | RING for rule in ("zigzag", "tokens in order"))
-MESHES = tuple(
-    dict(mesh=dict(dp=dp, cp=cp, tp=tp), seq_len=24, tied=dp != tp)
-    for dp, cp, tp in ((1, 4, 1), (2, 2, 1), (1, 2, 2), (4, 1, 1))
-)
-NAMES = ("output", "gradient of q", "gradient of k", "gradient of v")
-
-
-def refused(function: Any, *args: Any) -> str:
-    """The kind of error that a call ends with."""
-    try:
-        function(*args)
-    except Exception as error:
-        return type(error).__name__
-    return "nothing"
-
-
-def changed(before: list[Tensor], after: list[Tensor]) -> list[int]:
-    """Which of these tensors are not what they were."""
-    return [i for i, (x, y) in enumerate(zip(before, after, strict=True)) if not torch.equal(x, y)]
 
 
 def softmax_of(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,14 +30,23 @@ def triangle(s: int) -> Tensor:
 # --- task 1: a part of the keys, and merging -------------------------------------------------------------------------
 
 
-def block_inputs(case: Case) -> list[Tensor]:
-    """q, own k and v, those of an earlier part; the last two are slices of something larger."""
-    c = case
-    q, k, v = (
-        case.draw(name, c.b, n, c.s, c.d) for name, n in zip("qkv", (c.heads, c.kv_heads, c.kv_heads), strict=True)
-    )
-    past = [case.draw(f"past {name}", c.b, c.kv_heads, c.past + 1, c.d)[:, :, 1:] for name in "kv"]
-    return [q * getattr(case, "scale", 1), k, v, *past]
+class Block(Case):
+    """Six query heads and three of keys and values, s tokens, of which an earlier part has `past`."""
+
+    b, s, past = 2, 5, 7  # every size is another number
+
+    def heads(self, name: str, n: int, s: int) -> Tensor:
+        """[b, n, s, 4]; `large`: all scores are about 880 larger, so the softmax is the same, and exp() is infinite."""
+        x = self.draw(name, self.b, n, s, 4)
+        if self.sizes.get("large") and "v" not in name:
+            x[..., 0] = 42.0
+        return x
+
+    def inputs(self) -> list[Tensor]:
+        """q, own k and v, those of an earlier part; the last two are slices of something larger."""
+        own = [self.heads(name, 3, self.s) for name in "kv"]
+        past = [self.heads(f"past {name}", 3, self.past + 1)[:, :, 1:] for name in "kv"]
+        return [self.heads("q", 6, self.s), *own, *past]
 
 
 def one_part(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -72,80 +54,83 @@ def one_part(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Ten
     return softmax_of(q, k, v, triangle(q.shape[2]) if causal else torch.ones(q.shape[2], k.shape[2]).bool())
 
 
-def parts(attention: Any, case: Case) -> dict[str, Any]:
-    """A part on the diagonal, and an earlier one, with more keys than queries; with 16 bits the lse alone."""
-    q, k, v, past_k, past_v = given = block_inputs(case)
-    before = [x.clone() for x in given]
-    own, past = attention(q, k, v, True), attention(q, past_k, past_v, False)
-    found = {"causal: o": own[0], "causal: lse": own[1], "not causal: o": past[0], "not causal: lse": past[1]}
-    return found | {"inputs that were changed": changed(before, given)}
+class Part(Block):
+    """A part on the diagonal, and an earlier one, with more keys than queries."""
+
+    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
+        return self.parts(step.part_attention)
+
+    def expected(self, rank: int) -> dict[str, Any]:
+        return self.parts(one_part)
+
+    def parts(self, attention: Any) -> dict[str, Any]:
+        """By either."""
+        q, k, v, *past = given = self.inputs()
+        before, found = [x.clone() for x in given], {}
+        for name, keys in (("causal", (k, v)), ("not causal", past)):
+            found[f"{name}: o"], found[f"{name}: lse"] = attention(q, *keys, name == "causal")
+        return found | {"the inputs stay": same(before, given)}
 
 
-def narrow_on_rank(step: Any, case: Case, _: Mesh) -> dict[str, Any]:
+class Narrow(Block):
     """16 bits."""
-    lse = step.part_attention(*(x.bfloat16() for x in block_inputs(case)[:3]), True)[1]
-    return {"lse has 32 bits or more": lse.dtype.itemsize >= 4, "lse": lse}
+
+    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
+        lse = step.part_attention(*(x.bfloat16() for x in self.inputs()[:3]), True)[1]
+        return {"lse has 32 bits or more": lse.dtype.itemsize >= 4, "lse": lse}
+
+    def expected(self, rank: int) -> dict[str, Any]:
+        rounded = (x.bfloat16().double() for x in self.inputs()[:3])
+        return {"lse has 32 bits or more": True, "lse": one_part(*rounded, True)[1]}
 
 
-def narrow_expected(_: int, case: Case) -> dict[str, Any]:
-    """Of the rounded inputs."""
-    rounded = (x.bfloat16().double() for x in block_inputs(case)[:3])
-    return {"lse has 32 bits or more": True, "lse": one_part(*rounded, True)[1]}
+class Merge(Block):
+    """Parts of 7, 6 and 5 keys, begun with none; the last one in an order reaches the last two queries only."""
+
+    orders = (0, 1, 2), (2, 0, 1)
+
+    def parts(self) -> list[list[Tensor]]:
+        """Of each, q, k and v."""
+        return [[self.inputs()[0], *(self.heads(f"{x} {i}", 3, self.past - i) for x in "kv")] for i in range(3)]
+
+    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
+        parts, found = [one_part(*part, False) for part in self.parts()], {}
+        for order in self.orders:
+            o, lse = torch.zeros_like(parts[0][0]), torch.full_like(parts[0][1], -torch.inf)
+            for i in order:
+                rows = slice(self.s - 2 if i == order[-1] else 0, None)
+                step.merge(o[:, :, rows], lse[:, :, rows], *(x[:, :, rows].clone() for x in parts[i]))
+            found |= {f"parts {order}: o": o, f"parts {order}: lse": lse}
+        return found
+
+    def expected(self, rank: int) -> dict[str, Any]:
+        parts, found = self.parts(), {}
+        for order in self.orders:
+            k, v = (torch.cat([parts[i][x] for i in order], 2) for x in (1, 2))
+            seen = torch.ones(self.s, k.shape[2]).bool()
+            seen[: self.s - 2, -parts[order[-1]][1].shape[2] :] = False
+            found[f"parts {order}: o"], found[f"parts {order}: lse"] = softmax_of(parts[0][0], k, v, seen)
+        return found
 
 
-ORDERS = ((0, 1, 2), (2, 0, 1))
-
-
-def three_parts(case: Case) -> list[list[Tensor]]:
-    """(q, k, v) of three parts of 7, 6 and 5 keys, for the same queries."""
-    q, heads = block_inputs(case)[0], case.kv_heads
-    return [[q, *(case.draw(f"{x} {i}", case.b, heads, case.past - i, case.d) for x in "kv")] for i in range(3)]
-
-
-def merge_on_rank(step: Any, case: Case, _: Mesh) -> dict[str, Any]:
-    """Three parts, begun with none; the last one in an order reaches the last two queries only."""
-    parts, found = [one_part(*part, False) for part in three_parts(case)], {}
-    for order in ORDERS:
-        o, lse = torch.zeros_like(parts[0][0]), torch.full_like(parts[0][1], -torch.inf)
-        for i in order:
-            rows = slice(case.s - 2 if i == order[-1] else 0, None)
-            step.merge(o[:, :, rows], lse[:, :, rows], *(x[:, :, rows].clone() for x in parts[i]))
-        found |= {f"parts {order}: o": o, f"parts {order}: lse": lse}
-    return found
-
-
-def merge_expected(_: int, case: Case) -> dict[str, Any]:
-    """One softmax over all keys that a query sees."""
-    parts, found = three_parts(case), {}
-    for order in ORDERS:
-        k, v = (torch.cat([parts[i][x] for i in order], 2) for x in (1, 2))
-        seen = torch.ones(case.s, k.shape[2]).bool()
-        seen[: case.s - 2, -parts[order[-1]][1].shape[2] :] = False
-        o, lse = softmax_of(parts[0][0], k, v, seen)
-        found |= {f"parts {order}: o": o, f"parts {order}: lse": lse}
-    return found
-
-
-PART = (lambda step, case, _: parts(step.part_attention, case)), (lambda _, case: parts(one_part, case))
+LARGE = (dict(large=True),)
 PARTS = Task(
-    "a part of the keys, and merging two", 25, ("part_attention", "merge"),
-    "the first picture of the step; same_heads and scaled_scores in the file; Dao et al. 2022 (FlashAttention), 3.1",
-    ("lse is the log of the sum of exp(score) over the keys of this part. logsumexp(-1) subtracts the largest "
-     "score by itself, so nothing overflows. With it, the softmax is exp(scores - lse).",
-     "merge: o is an average of two outputs. The share of the new one is e^part_lse / (e^lse + e^part_lse). "
-     "Divide both by e^part_lse: it is a sigmoid. It is found before lse changes.",
-     "Both tensors of merge are changed in place (lerp_, copy_), because the caller gives it views. logaddexp "
-     "adds two sums of exponentials; if one is empty, its lse is minus infinity, and that is right too.",),
-    (Criterion("o and lse of one part, causal or not, with fewer key/value heads", 2, *PART, (BLOCK,)),
-     Criterion("also if exp() of a score overflows", 1, *PART, (BLOCK | LARGE,)),
-     Criterion("lse of 16-bit inputs has 32 bits", 1, narrow_on_rank, narrow_expected, (BLOCK,), bound=4e-4),
-     Criterion("three parts merged in any order are one softmax", 2, merge_on_rank, merge_expected, (BLOCK,)),
-     Criterion("also if exp() of an lse overflows", 1, merge_on_rank, merge_expected, (BLOCK | LARGE,)),),
-    ("lse_in_bf16",),
+    ("part_attention", "merge"),
+    (*demands(Part, ({},), ("o and lse of one part, causal or not, with fewer key/value heads", 2)),
+     *demands(Part, LARGE, ("also if exp() of a score overflows", 1)),
+     *demands(Narrow, ({},), ("lse of 16-bit inputs has 32 bits", 1), bound=4e-4),
+     *demands(Merge, ({},), ("three parts merged in any order are one softmax", 2)),
+     *demands(Merge, LARGE, ("also if exp() of an lse overflows", 1))),
+    faults=("lse_in_bf16",),
 )  # fmt: skip
 
-
 # --- task 2: who holds and sees what ---------------------------------------------------------------------------------
+
+
+def halves(length: int) -> list[tuple]:
+    """Indices of [b, heads, length, d]: all, the first half, the second half."""
+    parts = slice(0, length), slice(0, length // 2), slice(length // 2, length)
+    return [(slice(None), slice(None), part) for part in parts]
 
 
 def zigzag(s: int, rank: int, n: int) -> Tensor:
@@ -154,274 +139,241 @@ def zigzag(s: int, rank: int, n: int) -> Tensor:
     return torch.cat((chunks[rank], chunks[2 * n - 1 - rank]))
 
 
-def in_order(s: int, rank: int, n: int) -> Tensor:
-    """Those of the plain ring."""
-    return torch.arange(s).chunk(n)[rank]
-
-
 def zigzag_seen(rank: int, source: int, length: int) -> list[tuple]:
     """The rule of zigzag, as `visible` of the ring."""
-    every, first, second = ((slice(None), slice(None), s) for s in halves(length))
+    every, first, second = halves(length)
     if source == rank:
         return [(every, every, True)]
     return [(every, first, False) if source < rank else (second, every, False)]
 
 
+def in_order(s: int, rank: int, n: int) -> Tensor:
+    """The positions of the plain ring."""
+    return torch.arange(s).chunk(n)[rank]
+
+
 def in_order_seen(rank: int, source: int, length: int) -> list[tuple]:
     """The plain ring, in smaller parts: up to three, and none of later ranks."""
-    every, first, second = ((slice(None), slice(None), s) for s in halves(length))
+    every, first, second = halves(length)
     if source == rank:
         return [(first, first, True), (second, first, False), (second, second, True)]
     return [(every, first, False), (every, second, False)] if source < rank else []
 
 
-def halves(length: int) -> tuple[slice, slice, slice]:
-    """All, the first half, the second half."""
-    return slice(0, length), slice(0, length // 2), slice(length // 2, length)
-
-
 RULES = {"zigzag": (zigzag, zigzag_seen), "tokens in order": (in_order, in_order_seen)}
+SIZES = ((2, 3), (3, 4), (5, 2))  # ranks, tokens of a chunk
 
 
-def positions(rule: Any, case: Case) -> dict[str, Any]:
-    """Of all ranks of three numbers of ranks."""
-    return {f"{n} ranks: rank {r}": rule(2 * n * chunk, r, n) for n, chunk in case.sizes_of for r in range(n)}
+class Positions(Case):
+    """Of all ranks of three numbers of ranks; and what cannot be cut: 3 chunks for 2 ranks."""
+
+    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
+        return self.by(step.zigzag_positions) | {"the error": refused(step.zigzag_positions, 6, 0, 2)}
+
+    def expected(self, rank: int) -> dict[str, Any]:
+        return self.by(zigzag) | {"the error": "UserError"}
+
+    def by(self, rule: Any) -> dict[str, Any]:
+        """A rule."""
+        return {f"{n} ranks: rank {r}": rule(2 * n * chunk, r, n) for n, chunk in SIZES for r in range(n)}
 
 
-def positions_on_rank(step: Any, case: Case, _: Mesh) -> dict[str, Any]:
-    """Also what cannot be cut: 3 chunks for 2 ranks."""
-    return positions(step.zigzag_positions, case) | {"the error": refused(step.zigzag_positions, 6, 0, 2)}
-
-
-def pairs_on_rank(step: Any, case: Case, _: Mesh) -> dict[str, Any]:
+class Pairs(Case):
     """How often each pair of a query and a key is computed, and by which rank how many."""
-    found: dict[str, Any] = {}
-    for n, chunk in case.sizes_of:
-        s, length = 2 * n * chunk, 2 * chunk
-        pairs, by_rank = torch.zeros(s, s, dtype=torch.int64), [0] * n
-        for rank in range(n):
-            for source in range(n):
+
+    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for n, chunk in SIZES:
+            s, by_rank = 2 * n * chunk, [0] * n
+            pairs = torch.zeros(s, s, dtype=torch.int64)
+            for rank, source in ((rank, source) for rank in range(n) for source in range(n)):
                 queries, keys = (zigzag(s, r, n).view(1, 1, -1, 1) for r in (rank, source))
-                for rows, columns, causal in step.zigzag_visible(rank, source, length):
+                for rows, columns, causal in step.zigzag_visible(rank, source, 2 * chunk):
                     some, others = queries[rows].flatten(), keys[columns].flatten()
                     seen = torch.ones(len(some), len(others), dtype=torch.int64)
                     seen = seen.tril() if causal else seen
                     pairs[some[:, None], others] += seen
                     by_rank[rank] += int(seen.sum())
-        found[f"{n} ranks: how often a query (row) meets a key (column)"] = pairs
-        found[f"{n} ranks: pairs of each rank"] = by_rank
-    return found
+            found[f"{n} ranks: how often a query (row) meets a key (column)"] = pairs
+            found[f"{n} ranks: pairs of each rank"] = by_rank
+        return found
 
-
-def pairs_expected(_: int, case: Case) -> dict[str, Any]:
-    """Each pair of the causal half once, as many on each rank."""
-    found: dict[str, Any] = {}
-    for n, chunk in case.sizes_of:
-        found[f"{n} ranks: how often a query (row) meets a key (column)"] = triangle(2 * n * chunk).long()
-        found[f"{n} ranks: pairs of each rank"] = [chunk * (2 * n * chunk + 1)] * n
-    return found
+    def expected(self, rank: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for n, chunk in SIZES:
+            found[f"{n} ranks: how often a query (row) meets a key (column)"] = triangle(2 * n * chunk).long()
+            found[f"{n} ranks: pairs of each rank"] = [chunk * (2 * n * chunk + 1)] * n
+        return found
 
 
 TOKENS = Task(
-    "who holds which tokens, and sees what", 20, ("zigzag_positions", "zigzag_visible"),
-    "ZIGZAG in the docstring of the step, with its picture",
-    ("chunk() cuts a tensor into equal parts. How many parts are there for n ranks, and which two are rank r's?",
-     "zigzag_visible speaks of rows of our tokens and of theirs, not of positions. Draw ranks 0 and 1 of 2: "
-     "chunks 0 3 and 1 2. Which of rank 0's are before chunk 1, and which before chunk 2?",
-     "Our own part is one causal square. A smaller rank's first half is before all of our tokens. All of a larger "
-     "rank's tokens are before our second half. np.s_[:, :, a:b] is an index of [batch, heads, length, d].",),
-    (Criterion("rank r has chunks r and 2n-1-r; a UserError if that cannot be", 2, positions_on_rank,
-               lambda _, case: positions(zigzag, case) | {"the error": "UserError"}, RANKS),
-     *demands(
-         pairs_on_rank, pairs_expected, RANKS,
-         ("all parts together look at each pair of the causal half once, and at no other", 3, "how often"),
-         ("all ranks look at as many pairs", 1, "pairs of each rank"),
-     ),),
-    ("not_causal_at_home", "cut_in_order"),
+    ("zigzag_positions", "zigzag_visible"),
+    (*demands(Positions, ({},), ("rank r has chunks r and 2n-1-r; a UserError if that cannot be", 2)),
+     *demands(Pairs, ({},),
+              ("all parts together look at each pair of the causal half once, and at no other", 3, "how often"),
+              ("all ranks look at as many pairs", 1, "pairs of each rank"))),
+    faults=("not_causal_at_home", "cut_in_order"),
 )  # fmt: skip
-
 
 # --- task 3: the backward of a part ----------------------------------------------------------------------------------
 
 
-def whole_softmax(case: Case) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    """Leaves q, k, v, past k, past v; o and lse of attention to all keys; do."""
-    leaves = [x.requires_grad_() for x in block_inputs(case)]
-    q, k, v, past_k, past_v = leaves
-    seen = torch.cat((torch.ones(case.s, case.past).bool(), triangle(case.s)), 1)
-    o, lse = softmax_of(q, torch.cat((past_k, k), 2), torch.cat((past_v, v), 2), seen)
-    return leaves, o, lse, case.draw("do", *o.shape)
+class Shares(Block):
+    """Each part's share of dq, dk, dv, of attention to all keys. lse has gaps between the heads."""
+
+    names = ("both parts' dq, added", "causal: dk", "causal: dv", "not causal: dk", "not causal: dv")
+
+    def whole(self) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+        """Leaves q, k, v, past k, past v; o and lse; do."""
+        q, k, v, past_k, past_v = leaves = [x.requires_grad_() for x in self.inputs()]
+        seen = torch.cat((torch.ones(self.s, self.past).bool(), triangle(self.s)), 1)
+        o, lse = softmax_of(q, torch.cat((past_k, k), 2), torch.cat((past_v, v), 2), seen)
+        return leaves, o, lse, self.draw("do", *o.shape)
+
+    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
+        leaves, o, lse, do = self.whole()
+        lse = torch.nn.functional.pad(lse, (1, 1))[..., 1:-1]
+        q, k, v, past_k, past_v, o, lse = given = [x.detach() for x in (*leaves, o, lse)]
+        before = [x.clone() for x in given]
+        own = step.part_gradients(do, q, k, v, o, lse, True)
+        past = step.part_gradients(do, q, past_k, past_v, o, lse, False)
+        found = dict(zip(self.names, (own[0] + past[0], *own[1:], *past[1:]), strict=True))
+        return found | {"the inputs stay": same(before, given)}
+
+    def expected(self, rank: int) -> dict[str, Any]:
+        leaves, o, _, do = self.whole()
+        return dict(zip(self.names, torch.autograd.grad(o, leaves, do), strict=True)) | {"the inputs stay": True}
 
 
-def back_on_rank(step: Any, case: Case, _: Mesh) -> dict[str, Any]:
-    """Each part's share of dq, dk, dv. lse has gaps between the heads."""
-    leaves, o, lse, do = whole_softmax(case)
-    wider = torch.zeros(*lse.shape[:2], case.s + 2, dtype=lse.dtype)
-    wider[..., 1:-1] = lse.detach()
-    q, k, v, past_k, past_v, o, lse = given = [*(x.detach() for x in (*leaves, o)), wider[..., 1:-1]]
-    before = [x.clone() for x in given]
-    own = step.part_gradients(do, q, k, v, o, lse, True)
-    past = step.part_gradients(do, q, past_k, past_v, o, lse, False)
-    found = dict(zip(SHARED, (own[0] + past[0], *own[1:], *past[1:]), strict=True))
-    return found | {"inputs that were changed": changed(before, given)}
-
-
-def back_expected(_: int, case: Case) -> dict[str, Any]:
-    """Autograd through the whole softmax."""
-    leaves, o, _lse, do = whole_softmax(case)
-    found = dict(zip(SHARED, torch.autograd.grad(o, leaves, do), strict=True))
-    return found | {"inputs that were changed": []}
-
-
-SHARED = ("both parts' dq, added", "causal: dk", "causal: dv", "not causal: dk", "not causal: dv")
 SHARES = Task(
-    "the backward of one part", 25, ("part_gradients",),
-    "the four formulas in the docstring of part_gradients; Dao et al. 2022, appendix B.2",
-    ("P = exp(scores - lse) with the lse that is given. It is no softmax of this part: its rows add up to less "
-     "than 1. rowsum(do * o) is one number for each query and head, of attention to all keys, too.",
-     "1/sqrt(d) belongs to dq and to dk. dk and dv come out for each query head: those that share a key/value "
-     "head are added up.",
-     "same_heads repeats a key/value head for its query heads, beside one another. unflatten(1, (kv_heads, "
-     "-1)).sum(2) is the reverse. Compute in the dtype that same_heads returns.",),
-    (Criterion("both parts' gradients are those of one softmax", 4, back_on_rank, back_expected, (BLOCK,)),
-     Criterion("also if exp() of a score overflows", 1, back_on_rank, back_expected, (BLOCK | LARGE,)),),
+    ("part_gradients",),
+    (*demands(Shares, ({},), ("both parts' gradients are those of one softmax", 4)),
+     *demands(Shares, LARGE, ("also if exp() of a score overflows", 1))),
 )  # fmt: skip
-
 
 # --- task 4: the ring ------------------------------------------------------------------------------------------------
 
-
-def whole(case: Case) -> list[Tensor]:
-    """q, k, v and do of whole sequences, [b, heads, s, d]."""
-    c, s = case, case.ranks * case.length
-    return [case.draw(name, c.b, n, s, c.d) for name, n in zip(("q", "k", "v", "do"), (6, 3, 3, 6), strict=True)]
+NAMES = ("output", "gradient of q", "gradient of k", "gradient of v")
+IDLE, LEFT = "hops that compute while nothing travels", "kept for backward, in parts of k and v"
 
 
-def one_device(case: Case) -> dict[str, Tensor]:
-    """Causal attention to whole sequences: o, and gradients of q, k and v."""
-    *qkv, do = whole(case)
-    leaves = [x.requires_grad_() for x in qkv]
-    o, _ = softmax_of(*leaves, triangle(case.ranks * case.length))
-    return dict(zip(NAMES, (o.detach(), *torch.autograd.grad(o, leaves, do)), strict=True))
+class Ring(Case):
+    """Whole sequences [2, heads, s, 5] whose tokens are dealt by a rule, 14 to a rank, in halves of 7."""
+
+    def __init__(self, *seed: int, **sizes: Any):
+        super().__init__(*seed, **sizes)
+        self.positions, self.visible = RULES[self.rule]
+        self.whole = [self.draw(name, 2, n, self.ranks * 14, 5) for name, n in dict(q=6, k=3, v=3, do=6).items()]
+
+    def own(self, rank: int, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:
+        """A rank's q, k, v as leaves, and its do."""
+        *qkv, do = (self.rows(rank, x).to(dtype) for x in self.whole)
+        return [x.requires_grad_() for x in qkv], do
+
+    def rows(self, rank: int, x: Tensor) -> Tensor:
+        """A rank's tokens."""
+        return x[:, :, self.positions(self.ranks * 14, rank, self.ranks)]
+
+    def one_device(self, rank: int) -> dict[str, Tensor]:
+        """A rank's rows of causal attention to whole sequences: o, and gradients of q, k and v."""
+        *leaves, do = (x.clone().requires_grad_() for x in self.whole)
+        found = there_and_back(NAMES, softmax_of(*leaves, triangle(self.ranks * 14))[0], leaves, do)
+        return {name: self.rows(rank, x) for name, x in found.items()}
+
+    def part(self, width: int = 8) -> float:
+        """Bytes of k and v of a rank's tokens."""
+        return 2.0 * 2 * 3 * 14 * 5 * width
+
+    def idle(self, tape: Tape) -> float:
+        """In how many hops nothing travelled while the rank computed."""
+        total = sum(event.kind == "compute" for event in tape.events)
+        return self.ranks * (total - tape.hidden()) / total if total else math.inf
 
 
-def own_parts(case: Case, mesh: Mesh, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor, Any]:
-    """This rank's q, k, v as leaves, its do, and the rule of who sees whom."""
-    positions, visible = RULES[getattr(case, "rule", "zigzag")]
-    here = positions(case.ranks * case.length, mesh["cp"].rank, case.ranks)
-    *qkv, do = (x[:, :, here].to(dtype) for x in whole(case))
-    return [x.requires_grad_() for x in qkv], do, visible
-
-
-def own_rows(case: Case, rank: int, x: Tensor) -> Tensor:
-    """A rank's tokens of [b, heads, s, d]."""
-    return x[:, :, RULES[case.rule][0](case.ranks * case.length, rank, case.ranks)]
-
-
-def part_bytes(case: Case, width: int = 8) -> float:
-    """k and v of a rank's tokens."""
-    return 2.0 * case.b * case.kv_heads * case.length * case.d * width
-
-
-def idle_parts(tape: Tape, n: int) -> float:
-    """In how many of n hops nothing travelled while the rank computed."""
-    total = sum(kind == "compute" for kind, *_ in tape.events)
-    return n * (total - tape.hidden()) / total if total else math.inf
-
-
-def forward_on_rank(step: Any, case: Case, mesh: Mesh) -> dict[str, Any]:
+class Forward(Ring):
     """Output; what was sent, and when; bytes that are alive between forward and backward."""
-    qkv, _, visible = own_parts(case, mesh)
-    before, timeline = [x.detach().clone() for x in qkv], MemoryTimeline()
-    timeline.phase("forward")
-    with Tape(mesh) as tape, timeline:
-        o = step.RingAttention.apply(*qkv, mesh["cp"], visible)
-    found = {"output": o, "inputs that were changed": changed(before, qkv), "bytes sent": tape.sent()}
-    found["hops that compute while nothing travels"] = idle_parts(tape, case.ranks)
-    return found | {
-        "kept for backward, in parts of k and v": (timeline.total["activations"] - o.nbytes) / part_bytes(case)
-    }
+
+    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
+        (qkv, _), timeline = self.own(mesh["cp"].rank), MemoryTimeline()
+        before = [x.detach().clone() for x in qkv]
+        timeline.phase("forward")
+        with Tape(mesh) as tape, timeline:
+            o = step.RingAttention.apply(*qkv, mesh["cp"], self.visible)
+        kept = (timeline.total["activations"] - o.nbytes) / self.part()
+        found = {"output": o, "the inputs stay": same(before, qkv), "bytes sent": tape.sent()}
+        return found | {IDLE: self.idle(tape), LEFT: kept}
+
+    def expected(self, rank: int) -> dict[str, Any]:
+        """Only the last hop has nothing that follows. Own k and v, a copy of q and the lse may stay."""
+        found = {"output": self.one_device(rank)["output"], "the inputs stay": True}
+        return found | {"bytes sent": {"cp": (self.ranks - 1) * self.part()}, IDLE: Most(1.0), LEFT: Most(2.5)}
 
 
-def forward_expected(rank: int, case: Case) -> dict[str, Any]:
-    """One device's rows. Only the last hop has nothing that follows. Own k and v, a copy of q and the lse may stay."""
-    found = {"output": own_rows(case, rank, one_device(case)["output"]), "inputs that were changed": []}
-    found |= {"bytes sent": {"cp": (case.ranks - 1) * part_bytes(case)}}
-    return found | {
-        "hops that compute while nothing travels": Most(1.0),
-        "kept for backward, in parts of k and v": Most(2.5),
-    }
-
-
-def backward_on_rank(step: Any, case: Case, mesh: Mesh) -> dict[str, Any]:
+class Backward(Ring):
     """Gradients; what was sent, and when; with 16 bits the bytes alone."""
-    found: dict[str, Any] = {}
-    for dtype in (torch.bfloat16, torch.float64):
-        qkv, do, visible = own_parts(case, mesh, dtype)
-        o = step.RingAttention.apply(*qkv, mesh["cp"], visible)
-        with Tape(mesh) as tape:
-            grads = torch.autograd.grad(o, qkv, do)
-        found |= {f"{dtype}: bytes sent": tape.sent(), f"{dtype}: dtypes": [str(grad.dtype) for grad in grads]}
-    found |= dict(zip(NAMES[1:], grads, strict=True))
-    return found | {"hops that compute while nothing travels": idle_parts(tape, case.ranks)}
+
+    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for dtype in (torch.bfloat16, torch.float64):
+            qkv, do = self.own(mesh["cp"].rank, dtype)
+            o = step.RingAttention.apply(*qkv, mesh["cp"], self.visible)
+            with Tape(mesh) as tape:
+                grads = torch.autograd.grad(o, qkv, do)
+            found |= {f"{dtype}: bytes sent": tape.sent(), f"{dtype}: dtypes": [str(grad.dtype) for grad in grads]}
+        return found | dict(zip(NAMES[1:], grads, strict=True)) | {IDLE: self.idle(tape)}
+
+    def expected(self, rank: int) -> dict[str, Any]:
+        """A part or a sum travels in every hop; k and v n - 1 times, sums n times, in fp32 at least."""
+        found = {name: x for name, x in self.one_device(rank).items() if name != "output"} | {IDLE: Most(0.0)}
+        for dtype in (torch.bfloat16, torch.float64):
+            width = dtype.itemsize
+            sent = (self.ranks - 1) * self.part(width) + self.ranks * self.part(max(4, width))
+            found |= {f"{dtype}: bytes sent": {"cp": sent}, f"{dtype}: dtypes": [str(dtype)] * 3}
+        return found
 
 
-def backward_expected(rank: int, case: Case) -> dict[str, Any]:
-    """One device's. A part or a sum travels in every hop; k and v n - 1 times, sums n times, in fp32 at least."""
-    found = {name: own_rows(case, rank, one_device(case)[name]) for name in NAMES[1:]}
-    for dtype in (torch.bfloat16, torch.float64):
-        sent = sum(part_bytes(case, width) for width in [dtype.itemsize] * 3 + [max(4, dtype.itemsize)] * 4)
-        found |= {f"{dtype}: bytes sent": {"cp": sent}, f"{dtype}: dtypes": [str(dtype)] * 3}
-    return found | {"hops that compute while nothing travels": Most(0.0)}
-
-
+ZIGZAG, IN_ORDER = ((dict(mesh=dict(cp=4), rule=rule),) for rule in RULES)
 ROUND = Task(
-    "the ring, there and back", 50, ("RingAttention.forward", "RingAttention.backward"),
-    "the docstring of the step from ZIGZAG on; exchange and Pending in common/comm.py; Liu et al. 2023, section 3",
-    ("Begin with forward: it earns points alone. In hop h the part of rank r - h is here. Send it on, receive "
-     "the next one into other memory, compute meanwhile, then wait. The last hop sends nothing.",
-     "`visible` says what to compute with: a list, which may be empty. o[rows] is a view, so merge changes o. "
-     "Backward needs q, our own k and v, o and lse: no part of another rank, as these come again.",
-     "Backward: what you hold is a sum for the part that is here. Take what has come from the left, add your "
-     "share, send it to the right. In hop h it travels while you compute the share of hop h+1. The n-th message "
-     "brings home the sum for your own part. Sums are in wide(dtype) until the end.",),
+    ("RingAttention.forward", "RingAttention.backward"),
     (*demands(
-         forward_on_rank, forward_expected, (ZIGZAG,),
+         Forward, ZIGZAG,
          ("forward: the output is one device's", 3, "output", "inputs"),
          ("forward sends n - 1 parts, and not more heads than there are", 1, "bytes sent"),
-         ("forward computes while the next part travels", 2, "hops"),
-         ("no part of another rank is kept for backward", 1, "kept for"),
+         ("forward computes while the next part travels", 2, IDLE),
+         ("no part of another rank is kept for backward", 1, LEFT),
      ),
-     *demands(forward_on_rank, forward_expected, (IN_ORDER,), ("forward follows `visible`, too", 1, "output")),
+     *demands(Forward, IN_ORDER, ("forward follows `visible`, too", 1, "output")),
      *demands(
-         backward_on_rank, backward_expected, (ZIGZAG,),
+         Backward, ZIGZAG,
          ("backward: the gradients are one device's", 3, "gradient of"),
          ("backward sends n - 1 parts and n sums; sums have 32 bits or more", 1, "bytes sent", "dtypes"),
-         ("backward computes while parts and sums travel", 2, "hops"),
+         ("backward computes while parts and sums travel", 2, IDLE),
      ),
-     *demands(backward_on_rank, backward_expected, (IN_ORDER,), ("backward follows `visible`", 1, "gradient of")),),
-    ("wrong_source", "no_final_rotation", "keys_of_hop_0_in_backward", "own_share_only"),
+     *demands(Backward, IN_ORDER, ("backward follows `visible`", 1, "gradient of"))),
+    faults=("wrong_source", "no_final_rotation", "keys_of_hop_0_in_backward", "own_share_only"),
 )  # fmt: skip
-
 
 # --- task 5: the whole model -----------------------------------------------------------------------------------------
 
 
-def attend_on_rank(step: Any, case: Case, mesh: Mesh) -> dict[str, Any]:
+class Attend(Ring):
     """As the model calls it: [batch, seq/n, heads, head_dim]."""
-    qkv, do, visible = own_parts(case, mesh)
-    leaves = [x.detach().transpose(1, 2).requires_grad_() for x in qkv]
-    more = dict(visible=visible) if case.rule != "zigzag" else {}
-    with Tape(mesh) as tape:
-        o = step.ring_attention(*leaves, mesh["cp"], **more)
-        grads = torch.autograd.grad(o, leaves, do.transpose(1, 2))
-    return dict(zip(NAMES, (o, *grads), strict=True)) | {"bytes sent": tape.sent()}
+
+    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
+        qkv, do = self.own(mesh["cp"].rank)
+        leaves = [x.detach().transpose(1, 2).requires_grad_() for x in qkv]
+        more = dict(visible=self.visible) if self.rule != "zigzag" else {}
+        with Tape(mesh) as tape:
+            o = step.ring_attention(*leaves, mesh["cp"], **more)
+            found = there_and_back(NAMES, o, leaves, do.transpose(1, 2))
+        return found | {"bytes sent": tape.sent()}
+
+    def expected(self, rank: int) -> dict[str, Any]:
+        found = {name: x.transpose(1, 2) for name, x in self.one_device(rank).items()}
+        return found | {"bytes sent": {"cp": (3 * self.ranks - 2) * self.part()}}
 
 
-def attend_expected(rank: int, case: Case) -> dict[str, Any]:
-    """One device's; the docstring's bytes."""
-    found = {name: own_rows(case, rank, x).transpose(1, 2) for name, x in one_device(case).items()}
-    return found | {"bytes sent": {"cp": (3 * case.ranks - 2) * part_bytes(case)}}
+SHAPE = dict(dim=16, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=24, vocab_size=31)
 
 
 def every_other(s: int, rank: int, n: int) -> Tensor:
@@ -429,80 +381,64 @@ def every_other(s: int, rank: int, n: int) -> Tensor:
     return torch.arange(s)[rank::n]
 
 
-def shard_on_rank(step: Any, case: Case, mesh: Mesh) -> dict[str, Any]:
+class Shard(Case):
     """What `shard_context` does to a model and a mesh, with a mode of our own."""
-    with torch.device("meta"):
-        model = Decoder(ModelConfig(16, 3, 4, 2, 24, vocab_size=31, seq_len=case.seq_len, tied=case.tied))
-    mode = step.ContextMode(every_other, lambda q, k, v, group: f"{q}{k}{v} {group.name} {group.rank}")
-    found: dict[str, Any] = {"tokens": step.shard_context(model, mesh, mode)}
-    cores = [layer.self_attn.attend for layer in model.model.layers.values()]
-    found["attention of each layer"] = [core is attend or core("q", "k", "v") for core in cores]
-    found["data_group of the parameters"] = sorted({layout_of(param).data_group for param in model.parameters()})
-    here = torch.zeros(mesh.world).index_fill_(0, torch.tensor([mesh.rank]), 1.0)
-    all_reduce(here, mesh["data"]).wait()
-    return found | {'ranks of mesh["data"]': here.nonzero().flatten()}
+
+    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
+        model = decoder(seq_len=24, tied=self.tied, **SHAPE)
+        mode = step.ContextMode(every_other, lambda q, k, v, group: f"{q}{k}{v} {group.name} {group.rank}")
+        found: dict[str, Any] = {"tokens": step.shard_context(model, mesh, mode)}
+        cores = [layer.self_attn.attend for layer in model.model.layers.values()]
+        found["attention of each layer"] = [core is attend or core("q", "k", "v") for core in cores]
+        found["data_group of the parameters"] = sorted({layout_of(param).data_group for param in model.parameters()})
+        return found | {'ranks of mesh["data"]': members(mesh, "data")}
+
+    def expected(self, rank: int) -> dict[str, Any]:
+        dp, cp, tp = self.mesh.values()
+        place = rank // tp % cp
+        found: dict[str, Any] = {"tokens": every_other(24, place, cp), "data_group of the parameters": ["data"]}
+        found["attention of each layer"] = [f"qkv cp {place}" if cp > 1 else True] * 3
+        return found | {'ranks of mesh["data"]': torch.arange(dp * cp) * tp + rank % tp}
 
 
-def shard_expected(rank: int, case: Case) -> dict[str, Any]:
-    """Every layer, every record, the positions, and who sums gradients."""
-    dp, cp, tp = case.mesh.values()
-    position = rank // tp % cp
-    found: dict[str, Any] = {"tokens": every_other(case.seq_len, position, cp)}
-    found["data_group of the parameters"] = ["data"]
-    found["attention of each layer"] = [f"qkv cp {position}" if cp > 1 else True] * 3
-    return found | {'ranks of mesh["data"]': torch.arange(dp * cp) * tp + rank % tp}
-
-
-def refusal_on_rank(step: Any, case: Case, mesh: Mesh) -> dict[str, Any]:
+class Refused(Case):
     """Three tokens on each of two ranks of tp."""
-    with torch.device("meta"):
-        model = Decoder(ModelConfig(16, 3, 4, 2, 24, vocab_size=31, seq_len=6))
-    return {"the error": refused(step.shard_context, model, mesh, step.ContextMode(every_other, attend))}
+
+    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
+        mode = step.ContextMode(every_other, attend)
+        return {"the error": refused(step.shard_context, decoder(seq_len=6, **SHAPE), mesh, mode)}
+
+    def expected(self, rank: int) -> dict[str, Any]:
+        return {"the error": "UserError"}
 
 
+MESHES = tuple(
+    dict(mesh=dict(dp=dp, cp=cp, tp=tp), tied=dp != tp) for dp, cp, tp in ((1, 4, 1), (2, 2, 1), (1, 2, 2), (4, 1, 1))
+)
 WHOLE = Task(
-    "the whole model", 25, ("ring_attention", "shard_context"),
-    "`attend` and `Attention` of common/model.py; Layout and note_layout of common/layout.py; `train` of the step",
-    ("The model has [batch, seq, heads, head_dim], the ring [batch, heads, s/n, d]. A key/value head is never "
-     "repeated before it travels.",
-     'Ranks of dp and of cp see other tokens: mesh.join("data", "dp", "cp") makes the group that sums '
-     "gradients, also if cp is 1. Whose records have to say so?",
-     "If cp is 1, return torch.arange(seq_len) and leave the model alone. Otherwise each layer's "
-     "self_attn.attend becomes partial(mode.attention, group=...), and the positions come from mode.positions.",),
-    (Criterion("attention as the model calls it, both ways, with as few bytes as can be", 2, attend_on_rank,
-               attend_expected, (ZIGZAG, IN_ORDER)),
-     Criterion("every layer, every record, the positions and the ranks that sum gradients", 2, shard_on_rank,
-               shard_expected, MESHES),
-     Criterion("tokens that tp cannot divide are a UserError", 1, refusal_on_rank,
-               lambda *_: {"the error": "UserError"}, (dict(mesh=dict(dp=1, cp=2, tp=2)),)),
-     trains(4, (4, dict(cp=2, zero=1)), (4, dict(cp=2, tp=2))),),
-    ("not_summed_over_cp",),
+    ("ring_attention", "shard_context"),
+    (*demands(Attend, ZIGZAG + IN_ORDER,
+              ("attention as the model calls it, both ways, with as few bytes as can be", 2)),
+     *demands(Shard, MESHES, ("every layer, every record, the positions and the ranks that sum gradients", 2)),
+     *demands(Refused, (dict(mesh=dict(dp=1, cp=2, tp=2)),), ("tokens that tp cannot divide are a UserError", 1)),
+     trains(4, (4, dict(cp=2, zero=1)), (4, dict(cp=2, tp=2)))),
+    faults=("not_summed_over_cp",),
 )  # fmt: skip
 
 
-def draw_ring(draw: Random) -> dict[str, int]:
-    """A model and a layout."""
-    return dict(cp=draw.choice((4, 8, 16)), b=draw.choice((1, 2)), k=draw.choice((3, 5, 7)), 
-                s=8192 * draw.randint(2, 8), L=draw.choice((16, 24, 32)), kv=draw.choice((2, 4, 8)))  # fmt: skip
-
-
-def ring_bytes(v: dict[str, int], forward: int = 1, back: int = 1, wide: int = 4, kv: int = 0, k: int = 0) -> float:
+def ring_bytes(cp: int, b: int, k: int, s: int, L: int, kv: int, forward: int = 1, back: int = 1, wide: int = 4) -> int:
     """What a rank sends over cp in a step, bf16, heads of size 128."""
-    n, part = v["cp"], v["b"] * v["s"] // v["cp"] * 2 * (kv or v["kv"]) * 128
-    return (k or v["k"]) * v["L"] * part * ((n - 1) * 2 * forward + back * ((n - 1) * 2 + n * wide))
+    part = b * s // cp * 2 * kv * 128
+    return k * L * part * ((cp - 1) * 2 * forward + back * ((cp - 1) * 2 + cp * wide))
 
 
 QUESTION = Question(
-    "--cp {cp}, bf16, {L} layers, {kv} key/value heads of size 128, {k} micro-batches of {b} sequences of {s} tokens,\n"
-    "nothing recomputed. How many bytes does a rank send over cp in one step?",
-    draw_ring,
+    dict(cp=(4, 8, 16), b=(1, 2), k=(3, 5, 7), s=range(16384, 65537, 8192), L=(16, 24, 32), kv=(2, 4, 8)),
     ring_bytes,
-    mistakes=(
-        ("this is one micro-batch", lambda v: ring_bytes(v, k=1)),
-        ("this is forward alone", lambda v: ring_bytes(v, back=0)),
-        ("gradients of k and v are sums, and travel in fp32", lambda v: ring_bytes(v, wide=2)),
-        ("this is all ranks together", lambda v: ring_bytes(v) * v["cp"]),
-    ),
-)
+    {"this is one micro-batch": lambda **v: ring_bytes(**v | dict(k=1)),
+     "this is forward alone": lambda **v: ring_bytes(**v, back=0),
+     "gradients of k and v are sums, and travel in fp32": lambda **v: ring_bytes(**v, wide=2),
+     "this is all ranks together": lambda **v: ring_bytes(**v) * v["cp"]},
+)  # fmt: skip
 
-LAB = Lab(5, "Context parallelism", ("step05_cp_ring",), (PARTS, TOKENS, SHARES, ROUND, WHOLE), QUESTION)
+LAB = Lab(5, ("step05_cp_ring",), (PARTS, TOKENS, SHARES, ROUND, WHOLE), QUESTION)

@@ -37,7 +37,6 @@ from labs.source import SHIFT, assemble, missing
 MOST_OUTPUT = 2**24  # bytes that a student's prints may write to a file
 MOST_ANSWER = 2**28  # bytes of one rank's answer
 SILENT = "ended without an answer (os._exit, a crash, or killed); what it printed is in output.txt"
-Job = tuple[Callable[[Any, Case, Any], dict[str, Any]], Case]
 
 
 @dataclass
@@ -141,7 +140,7 @@ def control(option: int, value: int):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def host(world: World, ranks: int, jobs: list[Job], pipes: list[int], scratch: str):
+def host(world: World, ranks: int, jobs: list[Case], pipes: list[int], scratch: str):
     """The forked host: build the student's modules, fork the ranks, wait for them."""
     os.setsid()
     control(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends if the grader does
@@ -184,7 +183,7 @@ def host(world: World, ranks: int, jobs: list[Job], pipes: list[int], scratch: s
     os._exit(0)
 
 
-def one_rank(world: World, rank: int, ranks: int, step: Any, jobs: list[Job], pipes: list[int], scratch: str):
+def one_rank(world: World, rank: int, ranks: int, step: Any, jobs: list[Case], pipes: list[int], scratch: str):
     """A forked rank: join the others, work through the jobs, answer each."""
     from common.comm import Mesh
 
@@ -200,9 +199,9 @@ def one_rank(world: World, rank: int, ranks: int, step: Any, jobs: list[Job], pi
         if ranks > 1:
             where = f"file://{scratch}/rendezvous"
             dist.init_process_group("gloo", where, timedelta(minutes=5), world_size=ranks, rank=rank)
-        for number, (function, case) in enumerate(jobs):
+        for number, case in enumerate(jobs):
             with world.before(number) if world.before else contextlib.nullcontext():
-                value = dict(value=plain(function(step, case, Mesh(**case.mesh))))
+                value = dict(value=plain(case.found(step, Mesh(**case.mesh))))
             sys.stdout.flush()
             answer(pipes[rank], value, last=False)
         last = True
@@ -249,7 +248,7 @@ def end(others: set[int]):
         time.sleep(0.001 * min(turn, 20))
 
 
-def run(world: World, jobs: list[Job], seconds: float = 60.0) -> Iterator[list[Any] | Failed]:
+def run(world: World, jobs: list[Case], seconds: float = 60.0) -> Iterator[list[Any] | Failed]:
     """For each job, what it returns by rank, or why there is no answer. All jobs have the same number of ranks."""
     done = 0
     while done < len(jobs):
@@ -263,9 +262,9 @@ def run(world: World, jobs: list[Job], seconds: float = 60.0) -> Iterator[list[A
             yield outcome
 
 
-def session(world: World, jobs: list[Job], seconds: float) -> Iterator[list[Any] | Failed]:
+def session(world: World, jobs: list[Case], seconds: float) -> Iterator[list[Any] | Failed]:
     """The jobs of one set of processes, to the first that fails."""
-    ranks = jobs[0][1].ranks
+    ranks = jobs[0].ranks
     adopt()
     others = set(descendants(os.getpid()))
     scratch, pipes = tempfile.mkdtemp(prefix="lab-"), [os.pipe() for _ in range(ranks)]
@@ -362,7 +361,9 @@ def failure(child: int, answers: dict, errors: dict[int, str], ranks: int, scrat
 
 def call(function: Callable[..., Any], *args: Any, seconds: float = 20.0) -> Any:
     """What a function of ours finds in a student's source, in a process that may crash. Raises Failed."""
-    (outcome,) = run(World(modules=("labs",)), [(lambda _step, _case, _mesh: function(*args), Case(0))], seconds)
+    job = Case(0)
+    job.found = lambda _step, _mesh: function(*args)
+    (outcome,) = run(World(modules=("labs",)), [job], seconds)
     if isinstance(outcome, Failed):
         raise outcome
     return outcome[0]

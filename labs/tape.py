@@ -4,7 +4,7 @@ A collective is booked with the bytes that this rank sends of it, as common/comm
 """
 
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -17,22 +17,33 @@ from common.comm import Mesh
 COMPUTE = ("mm", "bmm", "addmm", "baddbmm", "attention")
 
 
-class Tape(TorchDispatchMode):
-    """Inside `with Tape(mesh) as tape:` everything is recorded, in backward too.
+class Event(NamedTuple):
+    """Something that happened."""
 
-    `events`: (kind, what, bytes, dimension); kind is "start", "wait", "compute" or, by `mark`, "mark".
-    """
+    kind: str  # "start", "wait", "compute" or, by `mark`, "mark"
+    what: Any  # the operation; of a wait, the number of the start (-1: it was before the tape); what was marked
+    sent: float = 0.0  # bytes
+    dim: str = ""
+    peer: int = -1  # of a message, its rank in the group
+
+
+class Tape(TorchDispatchMode):
+    """Inside `with Tape(mesh) as tape:` everything is recorded, in backward too."""
 
     def __init__(self, mesh: Mesh):
         super().__init__()
-        self.events: list[tuple[str, str, float, str]] = []
+        self.events: list[Event] = []
+        self.works: list[Any] = []  # of all starts; None when it has been waited for, or it would hold memory
         self.names = {g.handle.group_name: g.name for g in mesh.groups.values() if g.handle is not None}
 
     def __enter__(self) -> "Tape":
-        real, events = dist.Work.wait, self.events
+        real = dist.Work.wait
 
         def wait(work: Any, *args: Any) -> Any:
-            events.append(("wait", "", 0, ""))
+            number = next((i for i, other in enumerate(self.works) if other is work), -1)
+            self.events.append(Event("wait", number))
+            if number >= 0:
+                self.works[number] = None
             return real(work, *args)
 
         self.patch = mock.patch.object(dist.Work, "wait", wait)
@@ -45,40 +56,46 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         space, _, name = function.name().partition("::")
+        name = name.split(".")[0]
         if space == "c10d":
-            self.book(name, args)
-        elif any(word in name.split(".")[0] for word in COMPUTE):
-            self.events.append(("compute", name, 0, ""))
-        return function(*args, **kwargs or {})
+            self.book(name.strip("_"), args)
+        elif any(word in name for word in COMPUTE):
+            self.events.append(Event("compute", name))
+        result = function(*args, **kwargs or {})
+        if space == "c10d":
+            work = result[-1] if isinstance(result, tuple) else result
+            self.works.append(dist.Work.unbox(work) if isinstance(work, torch.ScriptObject) else None)
+        return result
 
     def book(self, name: str, args: tuple):
         """A collective begins."""
         group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
-        n, whole, name = (
-            group.size(),
-            max((t.nbytes for t in tensors_of(args)), default=0),
-            name.split(".")[0].strip("_"),
-        )
+        n, whole = group.size(), max((t.nbytes for t in tensors_of(args)), default=0)
         share = dict(allreduce=2 * (n - 1) / n, allgather=n - 1, reduce_scatter=n - 1, send=1.0, recv=0.0)
         sent = share.get(name, (n - 1) / n) * whole
         if name == "alltoall_base" and len(args) > 4 and args[4]:  # parts of different lengths
             sent = args[1].nbytes * (1 - args[4][group.rank()] / max(1, sum(args[4])))
-        self.events.append(("start", name, sent, self.names.get(group.group_name, "other")))
+        peer = args[2] if name in ("send", "recv") else -1
+        self.events.append(Event("start", name, sent, self.names.get(group.group_name, "other"), peer))
 
-    def mark(self, text: str):
+    def mark(self, what: Any):
         """Put a mark among the events."""
-        self.events.append(("mark", text, 0, ""))
+        self.events.append(Event("mark", what))
 
     def sent(self) -> dict[str, float]:
         """Bytes that this rank has sent, by mesh dimension; dimensions with none are left out."""
         total: Counter[str] = Counter()
-        for _, _, amount, dim in self.events:
-            total[dim] += amount
+        for event in self.events:
+            total[event.dim] += event.sent
         return {dim: round(amount, 6) for dim, amount in total.items() if amount}
 
-    def starts(self, *names: str) -> int:
-        """How many collectives (with one of these names) were started."""
-        return sum(kind == "start" and (not names or what in names) for kind, what, _, _ in self.events)
+    def starts(self) -> list[Event]:
+        """The collectives and messages that were started."""
+        return [event for event in self.events if event.kind == "start"]
+
+    def waits(self) -> int:
+        """How often something was waited for."""
+        return sum(event.kind == "wait" for event in self.events)
 
     def hidden(self) -> int:
         """How many matmuls ran while something was under way."""

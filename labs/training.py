@@ -14,7 +14,7 @@ from common import data
 from common.layout import materialize
 from common.model import IGNORE, PRESETS, Decoder, ModelConfig
 from common.trainer import Run
-from labs.course import Case, Criterion
+from labs.course import BOUND, Case, Criterion
 
 SHAPE = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=259, seq_len=16)
 FLAGS = dict(
@@ -63,18 +63,6 @@ def flags_of(case: Case) -> dict[str, Any]:
     return FLAGS | dict(model="lab", seed=case.seed % 1000, dataset=__file__, out="run") | case.sizes.get("flags", {})
 
 
-def train_on_rank(step: Any, case: Case, mesh: Any) -> dict[str, Any]:
-    """Train; losses, norms, and on one rank the final weights."""
-    config = step.Config(**flags_of(case) | case.layout)
-    with tokens(case), Watch(config) as run:
-        step.train(config, run)
-    found = {"the losses": [row["loss"] for row in run.history]}
-    found["the gradient norms"] = [row["grad_norm"] for row in run.history]
-    if case.ranks == 1:  # on several, weights may be parts, or have no memory between steps
-        found |= {f"after training, {name}": param.detach() for name, param in run.parts.model.named_parameters()}
-    return found
-
-
 def one_device(case: Case) -> dict[str, Any]:
     """The same in one process, from the formulas: a plain loop."""
     flags = SimpleNamespace(**dict(optimizer="adamw", weight_decay=0.1) | flags_of(case))
@@ -105,27 +93,42 @@ def one_device(case: Case) -> dict[str, Any]:
     }
 
 
-kept: dict[tuple, dict[str, Any]] = {}  # what one device finds, by case
+kept: dict[str, dict[str, Any]] = {}  # what one device finds, by case
 
 
-def expected(rank: int, case: Case) -> dict[str, Any]:
-    """Losses and norms, the same on every rank; on one rank weights, too."""
-    key = case.seed, str(sorted(case.sizes.get("shape", {}).items())), str(sorted(case.sizes.get("flags", {}).items()))
-    if key not in kept:
-        kept[key] = one_device(case)
-    return {name: value for name, value in kept[key].items() if case.ranks == 1 or name.startswith("the ")}
+class Trained(Case):
+    """Train: losses, norms, and on one rank the final weights."""
+
+    one_device = staticmethod(one_device)
+
+    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
+        config = step.Config(**flags_of(self) | self.layout)
+        with tokens(self), Watch(config) as run:
+            step.train(config, run)
+        found = {"the losses": [row["loss"] for row in run.history]}
+        found["the gradient norms"] = [row["grad_norm"] for row in run.history]
+        if self.ranks == 1:  # on several, weights may be parts, or have no memory between steps
+            found |= {f"after training, {name}": param.detach() for name, param in run.parts.model.named_parameters()}
+        return found
+
+    def expected(self, rank: int) -> dict[str, Any]:
+        key = f"{type(self)} {self.seed} {self.sizes.get('shape')} {self.sizes.get('flags')}"
+        if key not in kept:
+            kept[key] = self.one_device(self)
+        return {name: value for name, value in kept[key].items() if self.ranks == 1 or name.startswith("the ")}
 
 
 def trains(points: int, *layouts: tuple[int, dict[str, Any]], says: str = "", **more: Any) -> Criterion:
     """A criterion: the whole file trains as one device in each layout, (ranks, flags of the step).
 
-    `more`: `shape` (fields of the model) and `flags`, of all layouts.
+    `more`: `shape` (fields of the model) and `flags`, of all layouts; `kind`, `bound`.
     """
     words = {True: "--{}", False: "--no-{}"}
     names = [
         " ".join([f"{n} ranks", *(words.get(v, f"--{{}} {v}").format(k.replace("_", "-")) for k, v in flags.items())])
         for n, flags in layouts
     ]
+    kind, bound = more.pop("kind", Trained), more.pop("bound", BOUND)
     cases = tuple(dict(mesh=dict(dp=n), layout=flags, **more) for n, flags in layouts)
     says = says or f"the file trains as one device: {'; '.join(names)}"
-    return Criterion(says, points, train_on_rank, expected, cases, whole=True)
+    return Criterion(says, points, kind, cases, bound=bound, whole=True)

@@ -4,8 +4,12 @@ Beside these, a task's `faults` name rows of tests/faults.py. tests/test_labs.py
 """
 
 ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
-    (1, 1): [("the cosine ends at zero", "learning_rate", "0.1 + 0.45", "0.5")],
-    (1, 2): [("PyTorch's betas", "adamw", "(0.9, 0.95)", "(0.9, 0.999)")],
+    (1, 1): [
+        ("the cosine ends at zero", "learning_rate", "0.1 + 0.45", "0.5"),
+    ],
+    (1, 2): [
+        ("PyTorch's betas", "adamw", "(0.9, 0.95)", "(0.9, 0.999)"),
+    ],
     (1, 3): [
         ("the first learning rate for ever", "Optimizer", 'group["lr"] = lr', 'group.setdefault("lr", lr)'),
         ("what is not trained has a master", "Optimizer", " if param.requires_grad}", "}"),
@@ -24,12 +28,8 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
     ],
     (2, 2): [
         ("what arrives has another dtype", "RingSync", "torch.empty_like(own)", "torch.zeros(own.shape)"),
-        (
-            "torch's all-reduce after all",
-            "RingSync",
-            "        for s in range(2 * (n - 1)):",
-            "        dist.all_reduce(gradient, group=group.handle)\n        for s in range(0):",
-        ),
+        ("torch's all-reduce after all", "RingSync", "        for s in range(2 * (n - 1)):",
+         "        dist.all_reduce(gradient, group=group.handle)\n        for s in range(0):"),
         ("only the first half", "RingSync", "range(2 * (n - 1))", "range(n - 1)"),
     ],
     (2, 3): [
@@ -41,39 +41,28 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
     (2, 4): [
         ("no hook", "BucketSync", "param.register_post_accumulate_grad_hook(partial(self.added, bucket))", "pass"),
         ("a late-binding lambda", "BucketSync", "partial(self.added, bucket)", "lambda p: self.added(bucket, p)"),
-        (
-            "waiting at once",
-            "BucketSync",
-            "self.pending.append(all_reduce(bucket.flat, bucket.group))",
-            "all_reduce(bucket.flat, bucket.group).wait()",
-        ),
-        (
-            "sent out of order",
-            "BucketSync",
-            "        while self.unsent and self.unsent[0].missing == 0:\n            self.send(self.unsent.pop(0))",
-            "        if bucket.missing == 0:\n            self.unsent.remove(bucket), self.send(bucket)",
-        ),
+        ("waiting at once", "BucketSync", "self.pending.append(all_reduce(bucket.flat, bucket.group))",
+         "all_reduce(bucket.flat, bucket.group).wait()"),
+        ("sent out of order", "BucketSync",
+         "        while self.unsent and self.unsent[0].missing == 0:\n            self.send(self.unsent.pop(0))",
+         "        if bucket.missing == 0:\n            self.unsent.remove(bucket), self.send(bucket)"),
     ],
-    (2, 5): [("the sync begins with one addition", "train", "sync.begin(len(xs))", "sync.begin(1)")],
+    (2, 5): [
+        ("the sync begins with one addition", "train", "sync.begin(len(xs))", "sync.begin(1)"),
+    ],
     (3, 1): [
-        ("a layer's number has one digit", "unit_names", r"layers\.\d+", r"layers\.\d"),
+        ("a layer's number has one digit", "unit_names", "layers\\.\\d+", "layers\\.\\d"),
         ("a part is a copy", "Unit", "return slice_[start:stop]", "return slice_[start:stop].clone()"),
         ("units with others' parameters", "unit_names", "(module, layout_of(param).data_group)", '(module, "")'),
     ],
     (3, 2): [
-        (
-            "an all-reduce",
-            "Zero1",
-            "        return reduce_scatter(unit.total, unit.gradient, unit.group)",
-            "        all_reduce(unit.gradient, unit.group).wait()\n"
-            "        unit.total.copy_(unit.gradient[unit.first : unit.first + unit.length])\n        return Pending()",
-        ),
-        (
-            "our own slice, not summed",
-            "Zero1",
-            "        return reduce_scatter(unit.total, unit.gradient, unit.group)",
-            "        unit.total.copy_(unit.gradient[unit.first : unit.first + unit.length])\n        return Pending()",
-        ),
+        ("an all-reduce", "Zero1",
+         "        return reduce_scatter(unit.total, unit.gradient, unit.group)",
+         "        all_reduce(unit.gradient, unit.group).wait()\n"
+         "        unit.total.copy_(unit.gradient[unit.first : unit.first + unit.length])\n"
+         "        return Pending()"),
+        ("our own slice, not summed", "Zero1", "        return reduce_scatter(unit.total, unit.gradient, unit.group)",
+         "        unit.total.copy_(unit.gradient[unit.first : unit.first + unit.length])\n        return Pending()"),
     ],
     (3, 3): [
         ("the first learning rate for ever", "Zero1", 'group["lr"] = lr', 'group.setdefault("lr", lr)'),
@@ -81,12 +70,8 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
         ("gradients stay", "Zero1", "unit.gradient = unit.total = unit.grad_slice = None", "pass"),
     ],
     (3, 4): [
-        (
-            "waiting at once",
-            "Zero2",
-            "self.in_flight = unit, self.reduce(unit)",
-            "self.in_flight = unit, self.reduce(unit)\n        self.land()",
-        ),
+        ("waiting at once", "Zero2", "self.in_flight = unit, self.reduce(unit)",
+         "self.in_flight = unit, self.reduce(unit)\n        self.land()"),
         ("whole gradients stay", "Zero2", "param.grad = None\n        unit.missing", "unit.missing"),
     ],
     (3, 5): [
@@ -101,12 +86,9 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
     (4, 1): [
         ("the caller's tensor", "sum_over_ranks", "x.clone(memory_format=torch.contiguous_format)", "x.contiguous()"),
         ("parts side by side", "gather_tokens", "parts.movedim(0, 1)", "parts.movedim(0, 2)"),
-        (
-            "tokens of the own part alone",
-            "sum_and_split_tokens",
-            "reduce_scatter(part.view(-1), parts.view(-1), group).wait()",
-            "part.copy_(parts[group.rank])",
-        ),
+        ("tokens of the own part alone", "sum_and_split_tokens",
+         "reduce_scatter(part.view(-1), parts.view(-1), group).wait()",
+         "part.copy_(parts[group.rank])"),
     ],
     (4, 2): [
         ("sp the other way round in f", "enter_block", "if sp:", "if not sp:"),
@@ -127,5 +109,109 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
     (4, 5): [
         ("new tensors", "sum_partial_gradients", "part.copy_(total.view_as(part))", "part = total"),
         ("too many sums", "sum_partial_gradients", "if group.name in layout_of(params[name]).partial_over", "if True"),
+    ],
+    (5, 1): [
+        ("no part is causal", "part_attention", "0.0, causal)", "0.0, False)"),
+        ("merge: parts count alike", "merge", "torch.sigmoid(part_lse - lse)[..., None]", "0.5"),
+        ("merge: exp overflows", "merge", "torch.logaddexp(lse, part_lse)", "(lse.exp() + part_lse.exp()).log()"),
+        ("merge: not in place", "merge", "o.lerp_(", "o = o.lerp("),
+    ],
+    (5, 2): [
+        ("zigzag: before and after", "zigzag_visible", "source < rank", "source > rank"),
+        ("zigzag: all see all", "zigzag_visible", "(both, first, False)", "(both, both, False)"),
+        ("zigzag: an odd number of tokens", "zigzag_positions", "if seq_len % (2 * n):", "if False:"),
+    ],
+    (5, 3): [
+        ("backward: softmax of the part", "part_gradients", "lse.contiguous()", "part_attention(q, k, v, causal)[1]"),
+        ("backward: without rowsum", "part_gradients", "q, k, v, o, lse.con", "q, k, v, 0 * o, lse.con"),
+    ],
+    (5, 4): [
+        ("ring: waits at once", "RingAttention", "            for rows, keys, causal in visible(r",
+         "            sending.wait() if hop + 1 < n else None\n            for rows, keys, causal in visible(r"),
+        ("ring: backward waits for sums at once", "RingAttention", "[(dkv, (r - 1) % n)], ctx.group)\n",
+         "[(dkv, (r - 1) % n)], ctx.group)\n            arriving.wait()\n"),
+        ("ring: every part is kept", "RingAttention", "                kv = next_kv\n        o = o",
+         "                kv = next_kv\n                ctx.parts = [*getattr(ctx, 'parts', []), kv]\n        o = o"),
+        ("ring: zigzag whatever `visible` says", "RingAttention", " in visible(", " in zigzag_visible("),
+        ("ring: backward, too", "RingAttention", "ctx.visible(", "zigzag_visible("),
+        ("ring: sums in 16 bits", "RingAttention", "(torch.zeros_like(x, dtype=wide(q.dtype)) for x in (q, kv))",
+         "(torch.zeros_like(x) for x in (q, kv))"),
+        ("ring: a message too many", "RingAttention", "if hop + 1 < n:", "if True:"),
+    ],
+    (5, 5): [
+        ("heads repeated before the ring", "ring_attention", "for x in (q, k, v))",
+         "for x in (q, *(y.repeat_interleave(q.shape[2] // y.shape[2], 2) for y in (k, v))))"),
+        ("ring_attention: zigzag only", "ring_attention", "group, visible)", "group, zigzag_visible)"),
+        ("records forget data", "shard_context", 'note_layout(param, data_group="data")', "pass"),
+        ("first layer only", "shard_context", "model.model.layers.values()", "[model.model.layers['0']]"),
+        ("tokens tp cannot divide", "shard_context", "if len(positions) % tp.size:", "if False:"),
+    ],
+    (6, 1): [
+        ("1F1B: one forward too few", "one_f_one_b", "p - 1 - rank", "p - 2 - rank"),
+        ("1F1B: as afab", "one_f_one_b", "p - 1 - rank", "m"),
+        ("interleaved: backwards in order of forwards", "weave", "reversed(stages)", "stages"),
+        ("interleaved: as afab", "interleaved", "(v - 1) * p + 2 * (p - 1 - rank)", "v * m"),
+        ("interleaved: rounds that are not full", "interleaved", "if v > 1 and m % p:", "if False:"),
+    ],
+    (6, 2): [
+        ("a stage forgets positions", "forward_stage", "rope_tables(positions,",
+         "rope_tables(torch.arange(len(positions)),"),
+        ("the output is kept", "Pipeline", "= x, get_gradient_edge(y)", "= x, y"),
+        ("the last loss only", "Pipeline", "self.loss += y", "self.loss = y"),
+    ],
+    (6, 3): [
+        ("a send before the receive", "Pipeline", "exchange(sends, receives, self.group).wait()",
+         "exchange(sends, [], self.group).wait(); exchange([], receives, self.group).wait()"),
+        ("all forwards first", "Pipeline", "min(m, self.group.size - 1 - rank)", "m"),
+        ("few micro-batches forgotten", "Pipeline", "min(m, self.group.size - 1 - rank)", "self.group.size - 1 - rank"),
+        ("dx of the wrong micro-batch", "Pipeline", "self.backward(i - warm_up, rank, dy)",
+         "self.backward(i, rank, dy)"),
+    ],
+    (6, 4): [
+        ("receives at the end", "add_messages", 'programs[peer].append(Line("receive", waiting, rank))',
+         'programs[peer].insert(0, Line("receive", waiting, rank))'),
+        ("messages inside a rank", "add_messages", " and (peer := places[waiting.stage].rank) != rank",
+         " and ((peer := places[waiting.stage].rank) or True)"),
+        ("receives awaited where posted", "ListPipeline", "exchange([], [(buffer, peer)], self.group)\n",
+         "exchange([], [(buffer, peer)], self.group)\n                box[action][1].wait()\n"),
+        ("sends awaited at once", "ListPipeline", "[(box.pop(action)[0], peer)], [], self.group)\n",
+         "[(box.pop(action)[0], peer)], [], self.group)\n                sent[peer].wait()\n"),
+        ("inputs are not awaited", "ListPipeline", "                pending.wait()\n                output",
+         "                output"),
+    ],
+    (6, 5): [
+        ("all embeddings count twice", "keep_stage", "elif model.config.tied and places[0].rank != places[-1].rank:",
+         "elif model.config.tied:"),
+        ("layers of the first stage only", "keep_stage", "for place in mine for n", "for place in mine[:1] for n"),
+    ],
+    (7, 1): [
+        ("experts in another order", "ExpertLinear", "self.weight, strict", "self.weight.flip(0), strict"),
+        ("silu of the wrong matrix", "Experts", "F.silu(self.gate_proj(rows, counts)) * self.up_proj(rows, counts)",
+         "F.silu(self.up_proj(rows, counts)) * self.gate_proj(rows, counts)"),
+    ],
+    (7, 2): [
+        ("one score divided by itself", "MoE", "if self.top_k > 1:", "if True:"),
+        ("router in 16 bits", "MoE", "wide(x.dtype)", "x.dtype"),
+        ("experts that nobody chose", "MoE", "F.one_hot(selected_experts.flatten(), p.shape[-1]).sum(0)",
+         "torch.bincount(selected_experts.flatten())"),
+    ],
+    (7, 3): [
+        ("weight times dy", "AddLoss", "grad.new_full((), ctx.weight, dtype=wide(grad.dtype))",
+         "ctx.weight * grad.sum()"),
+        ("counts summed in place", "MoE", "counts = counts.clone()", "pass"),
+        ("P of own tokens", "MoE", "/ n_tokens", "/ len(p)"),
+    ],
+    (7, 4): [
+        ("backward sends as forward", "AllToAll", "ctx.way_back = received, sent, group",
+         "ctx.way_back = sent, received, group"),
+        ("counts of this rank", "visit_experts", "experts(visitors[order], inward.sum(0))",
+         "experts(visitors[order], leaving[group.rank] * len(visitors) // max(1, len(visitors)))"),
+    ],
+    (7, 5): [
+        ("dense layers forgotten", "shard_experts", "config.dense_layers + ", ""),
+        ("ep multiplies", "shard_experts", 'mesh.enter("ep", ranks.reshape(-1, ep))',
+         'mesh.enter("ep", ranks.reshape(len(ranks), -1, ep).swapaxes(1, 2).reshape(-1, ep))'),
+        ("experts are not cut", "shard_experts", 'cut(linear.weight, 0, mesh["ep"])', "linear.weight"),
+        ("too many experts a token", "shard_experts", "config.experts_per_token > config.experts:", "False:"),
     ],
 }  # fmt: skip
