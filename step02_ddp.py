@@ -107,7 +107,7 @@ class Bucket:
 
 
 def group_params(params: list[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
-    """Lists of at most `limit` bytes of gradients (or one parameter), to be summed over the same ranks."""
+    """By group of ranks, parameters in order, in lists of at most `limit` bytes of gradients (or one parameter)."""
     by_group: dict[str, list[list[nn.Parameter]]] = {}  # here all are summed over dp; experts, step 7, are not
     for param in params:
         lists = by_group.setdefault(layout_of(param).data_group, [[]])

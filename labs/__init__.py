@@ -3,19 +3,20 @@
     python -m labs start 4 FOLDER       a folder with the step, in which the functions of the tasks only raise
     python -m labs check FOLDER         judges it; `python -m labs --help` lists the other commands
 
-A lab is one file, labs/labN.py, which ends in `LAB = Lab(...)`. The types are in labs/course.py:
+Lab N is labs/labN.py, which ends in `LAB = Lab(...)`, and labs/labN.md: its title; each task's name, minutes, what to
+read and three hints; the question. The types are in labs/course.py:
 
-    Lab        title, modules (those that the student gets; the last is the step), tasks, question
-    Task       holes ("function", "Class.method", or "module:name"), what to read, three hints, criteria, faults
-    Criterion  what it demands, points, `on_rank`, `expected`, cases (sizes; "mesh": how many ranks along what)
+    Lab        modules (those that the student gets; the last is the step), tasks, question
+    Task       holes ("function", "Class.method", or "module:name"), criteria, faults
+    Criterion  what it demands, points, the kind of case, the sizes of its cases ("mesh": how many ranks along what)
     Case       the sizes as attributes, and `draw`: numbers from the student's id. Sizes are the same for every id
 
-`on_rank(step, case, mesh)` runs on every rank, in processes of their own, with the student's module as `step`. It calls
-the student's functions and returns a dict: what was found, by name. `expected(rank, case)` runs in the grader. It says
-what has to stand there, from the formulas of one device (torch and common.model), never from the step: in a copy for
-students the step is not there. Only the keys of `expected` are judged, or those with one of the criterion's `keys` in
-them: numbers and tensors to a norm-wise bound, other values by ==, `Most(x)` as an upper limit. Each criterion is
-judged by itself, by all of its cases; `demands` makes several criteria of the same cases.
+A lab derives kinds from Case. `found(step, mesh)` runs on every rank, in processes of their own, with the student's
+module as `step`. It calls the student's functions and returns a dict: what was found, by name. `expected(rank)` runs in
+the grader. It says what has to stand there, from the formulas of one device (torch and common.model), never from the
+step: in a copy for students the step is not there. Only the keys of `expected` are judged, or those with one of the
+criterion's `keys` in them: numbers and tensors to a norm-wise bound, other values by ==, `Most(x)` as an upper limit.
+Each criterion is judged by itself, by all of its cases; `demands` makes several of the same cases, which run once.
 
 A task's criteria call its own holes, holes of earlier tasks, and what is no hole. Each is judged with the student's
 file in which the holes of *other* tasks are the project's; if that fails, with the file as it stands. So neither an

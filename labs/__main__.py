@@ -39,8 +39,7 @@ def parser() -> argparse.ArgumentParser:
     verb("hint", "the next of three hints for a task", "folder", "task")
     run = verb("run", "train with your file: python -m labs run FOLDER -- FLAGS OF THE STEP", "folder")
     run.add_argument("--ranks", type=int, default=0, help="how many processes; default: the step's launch line")
-    hand = verb("handout", "for teachers: a copy of the project for students, without some solutions", "folder")
-    hand.add_argument("--without", default="", help="labs not given yet, as 3,4,5; all of them by default")
+    verb("handout", "for teachers: a copy of the project without solutions of this lab and later ones", "lab", "folder")
     grade = verb("grade", "for teachers: judge folders; exit status 0 whatever they contain")
     grade.add_argument("folders", nargs="+", type=Path)
     grade.add_argument("--csv", type=Path, metavar="FILE", help="a row for each folder, written as they come")
@@ -113,7 +112,7 @@ def main(argv: list[str]) -> int:
     elif args.verb == "handout":
         from labs.launch import handout
 
-        handout(args.folder, args.without)
+        handout(args.folder, args.lab)
     else:
         from labs.grade import grade
 

@@ -57,8 +57,8 @@ def text_of_lab(lab: Lab, path: Path) -> str:
     words = (
         f"In {files} some functions only raise `NotImplementedError`. Write them: signature and docstring are the "
         "specification. Do the tasks in order. Each criterion is judged by itself, on inputs drawn from the id in "
-        "`answers.toml`, with the project's functions in the place of those that you have not written. A failed one "
-        "prints the first number that differs."
+        "`answers.toml`, with the project's functions, if this copy has them, in the place of those of other tasks. A "
+        "failed one prints the first number that differs."
     )
     lines = [
         f"# {lab.title} (lab {lab.number})",

@@ -184,7 +184,10 @@ class Judge:
         """What is wrong with an outcome; "" if nothing is."""
         where = f"[{case}] " if len(criterion.cases) > 1 else ""
         if isinstance(outcome, Failed):
-            return str(outcome) if outcome.fatal or str(outcome).startswith("not written yet") else f"{where}{outcome}"
+            if str(outcome).startswith("not written yet"):
+                ours = f"lab {self.lab.number}," in str(outcome)
+                return f"{outcome}{'' if ours else f'; use a copy made by python -m labs handout {self.lab.number}'}"
+            return str(outcome) if outcome.fatal else f"{where}{outcome}"
         for rank in range(case.ranks):
             found, expected = outcome[rank], criterion.wanted(rank, case)
             for key, value in expected.items():

@@ -129,11 +129,13 @@ class Lists(Case):
     def found(self, step: Any, mesh: Any) -> dict[str, Any]:
         params = wide_params(*SIZES)
         numbers = {id(param): i for i, param in enumerate(params)}
-        found = {"the lists": sorted([numbers[id(p)] for p in some] for some in step.group_params(params, 16 * 8))}
+        found = {
+            "the lists, by number": sorted([numbers[id(p)] for p in some] for some in step.group_params(params, 16 * 8))
+        }
         return found | {"exactly full": [len(some) for some in step.group_params(wide_params(4, 7, 5, 1), 16 * 8)]}
 
     def expected(self, rank: int) -> dict[str, Any]:
-        return {"the lists": [[0, 1], [2], [3], [4, 6], [5, 7], [8]], "exactly full": [3, 1]}
+        return {"the lists, by number": [[0, 1], [2], [3], [4, 6], [5, 7], [8]], "exactly full": [3, 1]}
 
 
 class Bucket(Case):
@@ -156,7 +158,7 @@ class Bucket(Case):
 BUCKETS = Task(
     ("Bucket.__init__", "group_params"),
     (*demands(Lists, ({},),
-              ("lists of at most the limit, each of one group", 2, "lists"),
+              ("lists of at most the limit, each of one group, which stays open while others come", 2, "lists"),
               ("a list may be exactly full", 1, "full")),
      *demands(Bucket, ({},), ("the buffer, its dtype, and views one after another", 2))),
 )  # fmt: skip

@@ -223,40 +223,57 @@ VOCABULARY = Task(
 # --- task 4: cuts ----------------------------------------------------------------------------------------------------
 
 
-class Model(Case):
-    """Records and shapes of a cut model in which no two sizes are the same; its loss, and what it sends."""
+class Records(Case):
+    """Records and shapes of a cut model in which no two sizes are the same."""
 
-    def inputs(self, *seed: int) -> tuple[Decoder, Tensor, Tensor]:
-        """The model, tokens and targets int64 [batch, seq]."""
-        shape = dict(dim=16, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=12, vocab_size=13, seq_len=6, tied=self.tied)
-        targets = self.ids("targets", 13, 2, 6)
-        targets[0, 0] = IGNORE
-        return decoder(*seed, **shape), self.ids("tokens", 13, 2, 6), targets
+    def model(self, *seed: int) -> Decoder:
+        """Before it is cut."""
+        shape = dict(dim=16, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=12, vocab_size=13, seq_len=6)
+        return decoder(*seed, tied=self.tied, **shape)
 
     def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        model, *batch = self.inputs()
+        model = self.model()
         step.shard_tensors(model, mesh, self.sp)
         found = {"parameters": sorted(name for name, _ in model.named_parameters())}
         for name, param in model.named_parameters():
             found |= record(name, param)
-        fill(model, self.seed)
-        with Tape(mesh) as tape:
-            loss = model(*batch)
-            loss.backward()
-        return found | {"the loss": loss, "bytes of a micro-batch": tape.sent()}
+        return found
 
     def expected(self, rank: int) -> dict[str, Any]:
-        model, *batch = self.inputs(self.seed)
-        found = {"parameters": sorted(name for name, _ in model.named_parameters())}
-        for name, param in model.named_parameters():
+        named = dict(self.model().named_parameters())
+        found = {"parameters": sorted(named)}
+        for name, param in named.items():
             shape, dim = list(param.shape), 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
             found |= {f"the cuts of {name}": [], f"the shape of {name}": shape}
             if len(shape) > 1:
                 full, part = shape[dim], -(-shape[dim] // 2)
                 found[f"the cuts of {name}"], shape[dim] = [[dim, "tp", rank * part, (rank + 1) * part, full]], part
             found[f"{name} is partial over"] = ["tp"] if self.sp and len(shape) == 1 else []
+        return found
+
+
+class Model(Records):
+    """The cut model's loss, and what it sends."""
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Tokens and targets int64 [batch, seq]."""
+        targets = self.ids("targets", 13, 2, 6)
+        targets[0, 0] = IGNORE
+        return self.ids("tokens", 13, 2, 6), targets
+
+    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
+        model = self.model()
+        step.shard_tensors(model, mesh, self.sp)
+        fill(model, self.seed)
+        with Tape(mesh) as tape:
+            loss = model(*self.batch())
+            loss.backward()
+        return {"the loss": loss, "bytes of a micro-batch": tape.sent()}
+
+    def expected(self, rank: int) -> dict[str, Any]:
         activations = (8 * 3 + 4) * 2 * 6 * 16 * 8 / 2  # with SP and without; four blocks' ends in each of 3 layers
-        return found | {"the loss": model(*batch).detach(), "bytes of a micro-batch": dict(tp=activations + 2 * 12 * 8)}
+        loss = self.model(self.seed)(*self.batch()).detach()
+        return {"the loss": loss, "bytes of a micro-batch": dict(tp=activations + 2 * 12 * 8)}
 
 
 class Cut(Case):
@@ -289,9 +306,10 @@ CUT = tuple(dict(mesh=dict(dp=1, tp=2), sp=sp, tied=tied) for sp in (True, False
 CUTS = Task(
     ("cut", "cut_matrix", "cut_heads", "shard_tensors"),
     (*demands(Cut, ({},), ("cut: the part, its record, a group of one; cut_heads refuses", 2)),
-     *demands(Model, CUT,
+     *demands(Records, CUT,
               ("every matrix is cut along the right dimension, a tied one once", 3, "shape", "cuts of", "parameters"),
-              ("norms are partial over tp with SP, and nothing else is", 2, "is partial over"),
+              ("norms are partial over tp with SP, and nothing else is", 2, "is partial over")),
+     *demands(Model, CUT,
               ("the loss is that of one device", 2, "the loss"),
               ("one f for q, k, v and one for gate, up", 2, "bytes"))),
     faults=("norm_gradients_not_summed", "rows_for_columns", "tie_dropped"),

@@ -40,27 +40,25 @@ def run(folder: Folder, ranks: int, flags: list[str]) -> int:
         return subprocess.run([sys.executable, *many, script, *flags], cwd=folder.path).returncode
 
 
-def handout(target: Path, without: str):
-    """A copy of the project without tests, in which the steps of labs not given yet (3,4 or "": all) are holes.
+def handout(target: Path, number: int):
+    """A copy of the project without tests, in which the steps of lab `number` and of later labs are holes.
 
-    Variants that import such a step are left out: they hold parts of it. Raises UserError.
+    Earlier steps stay: those after them build on them. Variants that import a step that does not stay are left out:
+    they hold parts of it. Raises UserError.
     """
-    try:
-        labs = [int(word) for word in without.split(",")] if without else numbers()
-    except ValueError:
-        raise UserError(f"--without {without}: numbers of labs, as 3,4,5") from None
+    load(number)
     target = target.expanduser().resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is not empty: name a new folder")
-    holes = {module: (load(n), n) for n in labs for module in load(n).modules}
+    holes = {module: (load(n), n) for n in numbers() if n >= number for module in load(n).modules}
     for path in project_files():
         text = (ROOT / path).read_bytes()
         module = ".".join(path.with_suffix("").parts)
         if path.parts[0] == "variants" and any(name.encode() in text for name in holes):
             continue
         if module in holes and path.suffix == ".py":
-            lab, number = holes[module]
-            text = hollow(text.decode(), lab.holes(module), number).encode()
+            lab, n = holes[module]
+            text = hollow(text.decode(), lab.holes(module), n).encode()
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         (target / path).write_bytes(text)
     files = ", ".join(file_of(module) for module in holes)

@@ -120,7 +120,9 @@ def merge(o, lse, part_o, part_lse):
 
         n, r = group.size, group.rank
         ahead, behind = (dist.get_global_rank(group.handle, i % n) for i in (r + 1, r - 1))
-        o, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], float("-inf"))
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        o = torch.zeros(q.shape, dtype=dtype)
+        lse = torch.full(q.shape[:-1], float("-inf"), dtype=dtype)
         mine = (k.contiguous(), v.contiguous())
         for source in [(r - i) % n for i in range(n)]:
             works, coming = [], []
@@ -135,8 +137,8 @@ def merge(o, lse, part_o, part_lse):
             for work in works:
                 work.wait()
             mine = coming
-        ctx.everything = (q, k, v, o, lse, group, visible, ahead, behind)
-        return o.clone()
+        ctx.everything = (q, k, v, o.to(q.dtype), lse, group, visible, ahead, behind)
+        return o.to(q.dtype).clone()
 """,
             "RingAttention.backward": """
     @staticmethod

@@ -396,7 +396,7 @@ def test_a_folder_runs_by_itself(tmp_path):
 def test_a_handout_has_no_solution(tmp_path):
     """Steps of labs not given yet are holes; tests and variants of them are not there; a lab starts and is judged."""
     copy = tmp_path / "copy"
-    command("handout", copy, "--without", "3,4")
+    command("handout", 4, copy)
     lab = load(4)
     found = source.definitions(ast.parse((copy / "step04_tp_sp.py").read_text()))
     assert all(source.is_hole(found[name]) for name in lab.holes(S4))
