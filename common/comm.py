@@ -111,7 +111,7 @@ def all_reduce(tensor: Tensor, group: Group) -> Pending:
 
 
 def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
-    """`output` [n k, ...] = the `tensor` [k, ...] of every rank, in dimension 0. `tensor` may be a view of its place."""
+    """`output` [n k, ...]: the `tensor` [k, ...] of every rank, in dimension 0. `tensor` may be a view of its place."""
     if group.size == 1:
         output.copy_(tensor)
         return Pending()

@@ -151,11 +151,11 @@ SABOTAGES += [
 ]
 
 
-def tier(cases: list[tuple], shown: set, once: bool = False) -> list:
-    """Parameters of which most are exhaustive: all but those of the tasks that are shown, `once`: but one of each."""
-    usual = list({case[:2]: case for case in reversed(cases)}.values()) if once else cases
-    usual = [case for case in usual if case[:2] in shown]
-    return [pytest.param(*c, marks=() if c in usual else pytest.mark.exhaustive, id=str(c)[:70]) for c in cases]
+def tier(cases: list[tuple], shown: set) -> list:
+    """Parameters of which most are exhaustive."""
+    names = [f"lab{lab}-{task}{''.join(f'-{name}' for name, *_ in row)}" for lab, task, *row in cases]
+    marks = [() if case[:2] in shown else EXHAUSTIVE for case in cases]
+    return [pytest.param(*case, marks=mark, id=name) for case, mark, name in zip(cases, marks, names, strict=True)]
 
 
 @pytest.mark.parametrize("number, task", tier(TASKS, SHOWN))
