@@ -129,7 +129,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, ids: range, group: Group) -> Tensor:
-    """The summed cross entropy, whole on every rank, of this rank's logits: those of the tokens in `ids`.
+    """The summed cross entropy, whole on every rank, of this rank's logits: of the tokens in `ids`, then padding.
 
     logits [batch, seq, vocab/n], targets int64 [batch, seq]. A token's loss is log sum exp(all logits) - its target's
     logit. So each rank sends two numbers a token: the log of its own sum, and the target's logit if it has that, else
@@ -150,7 +150,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, ids: range, gr
 def cut(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
     """This rank's part of a parameter on the meta device, with its record; the parameter itself in a group of one.
 
-    `materialize` reads the record: it draws the whole matrix, as in step 1, and keeps this part.
+    All parts are of one length, rounded up: the last may hold padding, or nothing else. `materialize` reads the record.
     """
     if group.size == 1:
         return weight

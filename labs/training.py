@@ -17,16 +17,8 @@ from common.trainer import Run
 from labs.course import BOUND, Case, Criterion
 
 SHAPE = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=259, seq_len=16)
-FLAGS = dict(
-    steps=2,
-    warmup_steps=2,
-    global_batch_size=12,
-    micro_batch_size=1,
-    lr=0.05,
-    grad_clip=0.5,
-    dtype="fp64",
-    device="cpu",
-)
+FLAGS = dict(steps=2, warmup_steps=2, global_batch_size=12, micro_batch_size=1, lr=0.05, grad_clip=0.5)
+FLAGS |= dict(dtype="fp64", device="cpu")
 
 
 class Watch(Run):
