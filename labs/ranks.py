@@ -355,8 +355,8 @@ def failure(child: int, answers: dict, errors: dict[int, str], ranks: int, scrat
         text = path.read_text(errors="replace") if path.exists() else ""
         found = [(file, int(line), name) for file, line, name in re.findall(r'File "(.+)", line (\d+) in (\S+)', text)]
         stood.append(f"rank {rank}{frame_of(found[::-1]) or ' in the code around it'}")
-    text = f"no answer within {seconds:g} s (an endless loop, or ranks that wait for one another): {', '.join(stood)}"
-    return Failed(text)
+    kinds = "an endless loop, ranks that wait for one another, or a busy machine: --seconds"
+    return Failed(f"no answer within {seconds:g} s ({kinds}): {', '.join(stood)}")
 
 
 def call(function: Callable[..., Any], *args: Any, seconds: float = 20.0) -> Any:
