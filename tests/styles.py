@@ -84,11 +84,34 @@ STYLES = {  # lab, task, texts (old, new)
 
 # As others would write whole functions: lab, task, {hole: its source}
 HOLES: dict[str, tuple[int, int, dict[str, str]]] = {
-    "lab 5: formulas and einsum instead of kernels": (
-        5,
-        1,
-        {
-            "part_attention": """
+    "lab 1: a function around each layer": (1, 4, {
+        "recompute_layers": """
+def recompute_layers(model):
+    from torch.utils.checkpoint import checkpoint
+
+    def again(forward):
+        return lambda *args: checkpoint(forward, *args, use_reentrant=False)
+
+    for i in model.model.layers:
+        model.model.layers[i].forward = again(model.model.layers[i].forward)
+""",
+    }),
+    "lab 3: masks and narrow": (3, 1, {
+        "Unit.view": """
+    def view(self, flat, name):
+        begin, end = self.span[name]
+        return flat.narrow(0, begin, end - begin).reshape(self.named[name].shape)
+""",
+        "Unit.part": """
+    def part(self, slice_, name):
+        begin, end = self.span[name]
+        first = max(begin, self.first)
+        length = min(end, self.first + self.length) - first
+        return slice_.narrow(0, first - self.first, length) if length > 0 else slice_.narrow(0, 0, 0)
+""",
+    }),
+    "lab 5: formulas and einsum instead of kernels": (5, 1, {
+        "part_attention": """
 def part_attention(q, k, v, causal):
     g = q.shape[1] // k.shape[1]
     q, k, v = (x.float() if x.dtype == torch.bfloat16 else x for x in (q, k, v))
@@ -100,20 +123,16 @@ def part_attention(q, k, v, causal):
     o = torch.einsum("bgrqk,bgkd->bgrqd", e / e.sum(-1, keepdim=True), v)
     return o.flatten(1, 2), (top.squeeze(-1) + e.sum(-1).log()).flatten(1, 2)
 """,
-            "merge": """
+        "merge": """
 def merge(o, lse, part_o, part_lse):
     total = torch.maximum(lse, part_lse) + torch.log1p(torch.exp(-(lse - part_lse).abs()))
     o *= torch.exp(lse - total).unsqueeze(-1)
     o += torch.exp(part_lse - total).unsqueeze(-1) * part_o
     lse[...] = total
 """,
-        },
-    ),
-    "lab 5: a raw isend and irecv, k and v apart": (
-        5,
-        4,
-        {
-            "RingAttention.forward": """
+    }),
+    "lab 5: a raw isend and irecv, k and v apart": (5, 4, {
+        "RingAttention.forward": """
     @staticmethod
     def forward(ctx, q, k, v, group, visible):
         import torch.distributed as dist
@@ -140,7 +159,7 @@ def merge(o, lse, part_o, part_lse):
         ctx.everything = (q, k, v, o.to(q.dtype), lse, group, visible, ahead, behind)
         return o.to(q.dtype).clone()
 """,
-            "RingAttention.backward": """
+        "RingAttention.backward": """
     @staticmethod
     def backward(ctx, do):
         import torch.distributed as dist
@@ -174,13 +193,9 @@ def merge(o, lse, part_o, part_lse):
             work.wait()
         return dq.to(q.dtype), *(x.to(q.dtype) for x in sums[0]), None, None
 """,
-        },
-    ),
-    "lab 6: 1F1B as a loop": (
-        6,
-        1,
-        {
-            "common.schedules:one_f_one_b": """
+    }),
+    "lab 6: 1F1B as a loop": (6, 1, {
+        "common.schedules:one_f_one_b": """
 def one_f_one_b(p, m, v, rank):
     done, found = [0, 0], []
     while done[1] < m:
@@ -189,17 +204,13 @@ def one_f_one_b(p, m, v, rank):
         done[not forward] += 1
     return found
 """,
-        },
-    ),
-    "lab 6: 1F1B with raw messages": (
-        6,
-        3,
-        {
-            "Pipeline.send_receive": """
+    }),
+    "lab 6: 1F1B with raw messages": (6, 3, {
+        "Pipeline.send_receive": """
     def send_receive(self, peer, send=None, receive=None):
         raise RuntimeError("not needed")
 """,
-            "Pipeline.run": """
+        "Pipeline.run": """
     def run(self):
         import torch.distributed as dist
 
@@ -238,13 +249,9 @@ def one_f_one_b(p, m, v, rank):
         for _, work in going:
             work.wait()
 """,
-        },
-    ),
-    "lab 6: a tree of edges": (
-        6,
-        2,
-        {
-            "Pipeline.forward": """
+    }),
+    "lab 6: a tree of edges": (6, 2, {
+        "Pipeline.forward": """
     def forward(self, i, stage, x):
         given = self.xs[i] if x is None else x.clone().requires_grad_(True)
         out = forward_stage(self.model, self.places[stage], given, self.ys[i], self.positions)
@@ -255,20 +262,16 @@ def one_f_one_b(p, m, v, rank):
         self.mine = getattr(self, "mine", {}) | {(stage, i): (given, torch.autograd.graph.get_gradient_edge(out))}
         return out.detach().clone() if x is not None else out.data
 """,
-            "Pipeline.backward": """
+        "Pipeline.backward": """
     def backward(self, i, stage, dy):
         given, edge = self.mine[stage, i]
         del self.mine[stage, i]
         torch.autograd.backward([edge], [dy] if dy is not None else None)
         return given.grad if given.is_floating_point() else None
 """,
-        },
-    ),
-    "lab 7: a loop over experts": (
-        7,
-        2,
-        {
-            "MoE.forward": """
+    }),
+    "lab 7: a loop over experts": (7, 2, {
+        "MoE.forward": """
     def forward(self, x):
         shape, x = x.shape, x.reshape(-1, x.shape[-1])
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -283,13 +286,9 @@ def one_f_one_b(p, m, v, rank):
         out = torch.zeros(x.shape, dtype=rows.dtype).index_add(0, token, rows)
         return AddLoss.apply(out.to(x.dtype).reshape(shape), self.balance_loss(p, counts), self.weight)
 """,
-        },
-    ),
-    "lab 7: raw all_to_all_single, and its own backward": (
-        7,
-        4,
-        {
-            "AllToAll.forward": """
+    }),
+    "lab 7: raw all_to_all_single, and its own backward": (7, 4, {
+        "AllToAll.forward": """
     @staticmethod
     def forward(ctx, rows, sent, received, group):
         import torch.distributed as dist
@@ -299,7 +298,7 @@ def one_f_one_b(p, m, v, rank):
         dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group.handle)
         return out
 """,
-            "AllToAll.backward": """
+        "AllToAll.backward": """
     @staticmethod
     def backward(ctx, grad):
         import torch.distributed as dist
@@ -309,7 +308,7 @@ def one_f_one_b(p, m, v, rank):
         dist.all_to_all_single(back, grad.contiguous(), sent, received, group=ctx.group.handle)
         return back, None, None, None
 """,
-            "visit_experts": """
+        "visit_experts": """
 def visit_experts(experts, group, rows, num_tokens_per_expert):
     import torch.distributed as dist
 
@@ -327,9 +326,8 @@ def visit_experts(experts, group, rows, num_tokens_per_expert):
     home = torch.cat([parts[e * n + r] for r in range(n) for e in range(each)])
     return AllToAll.apply(home, received, sent, group)
 """,
-        },
-    ),
-}
+    }),
+}  # fmt: skip
 
 
 def restyled(number: int, holes: dict[str, str]) -> dict[str, str]:
