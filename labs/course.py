@@ -37,6 +37,10 @@ class Case:
         self.ranks = math.prod(self.mesh.values())
         vars(self).update(sizes)
         self.kept: dict[int, dict[str, Any]] = {}
+        self.setup()
+
+    def setup(self):
+        """What both of the following begin with."""
 
     def found(self, step: Any, mesh: Any) -> dict[str, Any]:
         """What the student's functions make of it, by name; runs on every rank."""

@@ -20,8 +20,7 @@ from labs.training import trains
 class Rates(Case):
     """The rates of all steps."""
 
-    def __init__(self, *seed: int, **sizes: Any):
-        super().__init__(*seed, **sizes)
+    def setup(self):
         self.peak = 0.001 * (1 + self.seed % 90)
 
     def found(self, step: Any, mesh: Any) -> dict[str, Any]:

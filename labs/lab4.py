@@ -21,8 +21,7 @@ from labs.training import trains
 class Tokens(Case):
     """Whole sequences of `part` tokens a rank, [ranks, batch, seq, dim]: each rank has its own."""
 
-    def __init__(self, *seed: int, **sizes: Any):
-        super().__init__(*seed, **sizes)
+    def setup(self):
         self.x = self.draw("x", self.ranks, self.b, self.ranks * self.part, self.dim)
         self.half = dict(tp=(self.ranks - 1) * self.x[0].nbytes / self.ranks)  # bytes of half an all-reduce
 
@@ -132,8 +131,7 @@ PAIR = Task(
 class Words(Case):
     """A vocabulary of which each rank holds a part. The last one has padding, or nothing else."""
 
-    def __init__(self, *seed: int, **sizes: Any):
-        super().__init__(*seed, **sizes)
+    def setup(self):
         self.length, shape = -(-self.vocab // self.ranks), (self.b, self.s)
         more = self.ids("tokens", self.vocab, self.b * self.s - self.vocab)
         self.tokens = torch.cat((torch.arange(self.vocab), more)).view(shape)

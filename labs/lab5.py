@@ -260,8 +260,7 @@ IDLE, LEFT = "hops that compute while nothing travels", "kept for backward, in p
 class Ring(Case):
     """Whole sequences [2, heads, s, 5] whose tokens are dealt by a rule, 14 to a rank, in halves of 7."""
 
-    def __init__(self, *seed: int, **sizes: Any):
-        super().__init__(*seed, **sizes)
+    def setup(self):
         self.positions, self.visible = RULES[self.rule]
         self.whole = [self.draw(name, 2, n, self.ranks * 14, 5) for name, n in dict(q=6, k=3, v=3, do=6).items()]
 

@@ -118,8 +118,7 @@ class Layer(Case):
 
     names, seq = ("y", "dx", "router", *KINDS), 9
 
-    def __init__(self, *seed: int, **sizes: Any):
-        super().__init__(*seed, **sizes)
+    def setup(self):
         self.x, self.router = self.draw("x", 2, self.seq, 5), self.draw("router", 7, 5)
         self.x[..., 0] = 1 + self.x[..., 0].abs()  # so the last expert's logits are low, and nobody visits it
         self.router[6] = torch.tensor([-30.0, 0, 0, 0, 0])
