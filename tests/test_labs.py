@@ -141,7 +141,7 @@ def test_progress_hints_and_words(tmp_path):
 # --- points ----------------------------------------------------------------------------------------------------------
 
 TASKS = [(lab, task) for lab in LABS for task in range(1, len(load(lab).tasks) + 1)]
-SHOWN = {(1, 2), (2, 3), (3, 5), (4, 2), (5, 2), (6, 1), (7, 1)}  # quick ones, for the default run
+SHOWN = {(1, 2), (2, 3), (3, 1), (4, 2), (5, 2), (6, 1), (7, 1)}  # quick ones, for the default run
 SABOTAGES = [(*place, row) for place, rows in ROWS.items() for row in rows]
 SABOTAGES += [
     (lab, task, (name, FAULTS[name].owner, FAULTS[name].old, FAULTS[name].new))
@@ -208,6 +208,7 @@ def test_there_are_thirty_wrong_solutions_in_every_lab_some():
     assert {lab for lab, *_ in SABOTAGES} >= {1, 2, 3, 4}
 
 
+@pytest.mark.exhaustive
 def test_a_fault_is_named_and_hedged(tmp_path):
     """The numbers of a known fault are recognised; a wrong scale and a wrong slice of the vocabulary are told."""
     fault = FAULTS["g_sums_in_backward_too"]
@@ -218,6 +219,7 @@ def test_a_fault_is_named_and_hedged(tmp_path):
     assert re.search(r"token \d+ belongs to rank \d, which has ids \d+ to \d+: .* zero", judged(folder, 3)[0].text)
 
 
+@pytest.mark.exhaustive
 def test_a_crash_costs_its_own_criterion_alone(tmp_path):
     """A loss that raises leaves the embedding its points."""
     line = "    logits = logits.to(wide(logits.dtype))\n"
@@ -238,7 +240,7 @@ def test_gloos_words_are_quoted():
 
 # --- right solutions in other styles ---------------------------------------------------------------------------------
 
-TRIED = ("an attribute of an earlier task", "from __future__ import annotations")  # in the default run
+TRIED = ("from __future__ import annotations", "lab 3: masks and narrow")  # in the default run
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in TRIED else EXHAUSTIVE) for n in STYLES | HOLES])
