@@ -322,7 +322,7 @@ def test_no_folder_stops_or_touches_another(tmp_path):
     """Each evil folder first, then a right one: all points; what was done is in the table; the exit status is 0."""
     copy, mark, n = tmp_path / "project", tmp_path / "results.json", load(1).points
     for path in project_files():
-        if path.suffix == ".py":
+        if path.suffix in (".py", ".md"):
             (copy / path).parent.mkdir(parents=True, exist_ok=True)
             (copy / path).write_bytes((ROOT / path).read_bytes())
     target = copy / "common" / "__init__.py"
