@@ -192,7 +192,7 @@ def sabotaged(path: Path, number: int, row: tuple[str, str, str, str]) -> Folder
     return folder
 
 
-@pytest.mark.parametrize("number, task, row", tier(SABOTAGES, SHOWN, once=True))
+@pytest.mark.parametrize("number, task, row", tier(SABOTAGES, SHOWN))
 def test_a_wrong_solution_loses_points(tmp_path, monkeypatch, number, task, row):
     """Each sabotage, in its own task."""
     monkeypatch.setattr(Judge, "words", lambda *_: "")  # what kind it is takes more runs
