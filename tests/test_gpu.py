@@ -169,7 +169,7 @@ def test_n4_documents_leave_cudnn_alone(monkeypatch, mode):
 def peak(most: int) -> int:
     """The dry run's highest bytes of a model of 131,072 words, with chunks of so many bytes."""
     PRESETS["test"] = equal.ModelConfig(**equal.SMALL | dict(vocab_size=2**17, seq_len=4096, n_layers=1))
-    sizes = dict(micro_batch_size=2, global_batch_size=2, dtype="bf16", device="cpu", peak_tflops=1.0)
+    sizes = dict(micro_batch_size=2, global_batch_size=2, dtype="bf16", device="cpu", peak_tflops=1.0, loss_chunk=4096)
     with mock.patch.object(chunked_loss, "MOST", most):
         config = compose(step01)(model="test", dry_run=1, **sizes)
         return sum(run_rank(step01.train, config, 0, attach).meter.peak().values())
