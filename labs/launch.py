@@ -43,18 +43,22 @@ def run(folder: Folder, ranks: int, flags: list[str]) -> int:
 def handout(target: Path, number: int):
     """A copy of the project without tests, in which the steps of lab `number` and of later labs are holes.
 
-    Earlier steps stay: those after them build on them. Variants that import a step that does not stay are left out:
-    they hold parts of it. Raises UserError.
+    Earlier steps stay: those after them build on them. Variants that import a step that does not stay are left out, as
+    they hold parts of it; and those that import such a variant. Raises UserError.
     """
     load(number)
     target = target.expanduser().resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is not empty: name a new folder")
     holes = {module: (load(n), n) for n in numbers() if n >= number for module in load(n).modules}
-    for path in project_files():
-        text = (ROOT / path).read_bytes()
-        module = ".".join(path.with_suffix("").parts)
-        if path.parts[0] == "variants" and any(name.encode() in text for name in holes):
+    texts = {path: (ROOT / path).read_bytes() for path in project_files()}
+    modules = {path: ".".join(path.with_suffix("").parts) for path in texts}
+    variants, gone = [path for path in texts if path.parts[0] == "variants"], set(holes)
+    while more := {modules[path] for path in variants if any(name.encode() in texts[path] for name in gone)} - gone:
+        gone |= more
+    for path, text in texts.items():
+        module = modules[path]
+        if module in gone - holes.keys():
             continue
         if module in holes and path.suffix == ".py":
             lab, n = holes[module]

@@ -52,6 +52,7 @@ def plugins() -> list[ModuleType]:
     """All variants, by name, but `LAST` ones last; then services. To import them adds their entries to the menus."""
     names = sorted(info.name for info in pkgutil.iter_modules(variants.__path__))
     found = [importlib.import_module(f"variants.{name}") for name in names]
+    stages.extend_menu()
     return [*sorted(found, key=lambda plugin: hasattr(plugin, "LAST")), *SERVICES]
 
 

@@ -15,7 +15,6 @@ from common.schedules import SCHEDULES, Place, Schedule
 from step06_pipeline import Config as SINCE  # noqa: F401
 from theory.layouts import balance, deal
 from theory.shapes import shape_of
-from variants import dualpipe, zb_auto, zero_bubble  # noqa: F401  their entries are in the menu
 
 
 @dataclass
@@ -50,5 +49,6 @@ def with_split(make: Callable[[Any], Schedule]) -> Callable[[Any], Schedule]:
     return entry
 
 
-for name, make in SCHEDULES.items():
-    SCHEDULES[name] = with_split(make)
+def extend_menu():
+    """Let every schedule read the flag: called once, when all variants have added theirs."""
+    SCHEDULES.update({name: with_split(make) for name, make in SCHEDULES.items()})
