@@ -353,7 +353,7 @@ LAST = Task(
     (*demands(Sums, (dict(mesh=dict(dp=1, cp=2, tp=2)),),
               ("sums over the groups that a record names, in place", 2, "gradient"),
               ("one all-reduce a group", 1, "collectives")),
-     trains(4, (2, dict(tp=2)), (2, dict(tp=2, sp=False))),
+     trains(4, (2, dict(tp=2)), (2, dict(tp=2, sp=False)), flags=dict(micro_batch_size=3)),
      trains(2, (2, dict(tp=2)), (2, dict(tp=2, sp=False)), says="so it does with a tied matrix",
             shape=dict(tied=True))),
     faults=("partial_sums_stay", "norm_gradients_not_summed"),

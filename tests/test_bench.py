@@ -10,11 +10,9 @@ from services.run import compose
 from tests.bench import __main__ as bench
 from tests.bench.contests import CONTESTS
 from tests.bench.harness import Result, report, spread
-from tests.bench.runs import RUNS
 from tests.bench.versions import ALL, CASES, SERVED
 
 ROWS = [(c.step, c.shared | row) for c in CONTESTS.values() for row in c.rows.values()]
-ROWS += [(step, runs.shared | flags) for runs in RUNS.values() for _, step, flags in runs.rows.values()]
 
 
 def words(flags: dict) -> list[str]:

@@ -397,7 +397,7 @@ def test_a_folder_runs_by_itself(tmp_path):
 
 
 def test_a_handout_has_no_solution(tmp_path):
-    """Steps of labs not given yet are holes; tests and variants of them are not there; a lab starts, is judged, runs."""
+    """Steps of labs not given yet are holes; tests and variants of them are missing; a lab starts, is judged, runs."""
     copy = tmp_path / "copy"
     command("handout", 4, copy)
     lab = load(4)
@@ -409,5 +409,5 @@ def test_a_handout_has_no_solution(tmp_path):
     command("start", 4, tmp_path / "lab", folder=copy)
     assert "not written yet" in command("check", tmp_path / "lab", "--task", 1, folder=copy, status=1)
     (tmp_path / "lab" / "step04_tp_sp.py").write_text(path_of("step04_tp_sp").read_text())
-    flags = "--steps 1 --model debug --device cpu --tp 2 --global-batch-size 2 --micro-batch-size 1".split()
+    flags = ["--steps", 1, "--model", "debug", "--device", "cpu", "--tp", 2, "--global-batch-size", 2]
     assert "step 1: loss" in command("run", tmp_path / "lab", "--ranks", 2, "--", *flags, folder=copy)

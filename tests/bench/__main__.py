@@ -11,13 +11,10 @@ import sys
 
 from common import UserError
 from tests.bench.contests import CONTESTS
-from tests.bench.runs import RUNS
 
 MODULES = {  # name -> module with main(name, argv)
     **dict.fromkeys(CONTESTS, "contests"),
-    **dict.fromkeys(RUNS, "runs"),
     "attention": "attention",
-    "experts": "experts",
     "timelines": "timelines",
     "versions": "versions",
     "plan": "plan",
@@ -35,7 +32,7 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for name, module in MODULES.items() if not argv else ():
-        row = (CONTESTS | RUNS).get(name)
+        row = CONTESTS.get(name)
         about = row.about if row else importlib.import_module(f"tests.bench.{module}").__doc__
         print(f"{name:12} {about.splitlines()[0]}")
     return 0

@@ -3,11 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from services.memory import CATEGORIES
-from services.plots import ACTIONS, COLOURS, draw_load, draw_timeline, pyplot
+from services.plots import ACTIONS, draw_timeline, pyplot
 
 FIGURES = Path(__file__).parent / "figures"
-MIB = 2**20
 
 
 def save(figure: Any, name: str) -> Path:
@@ -15,65 +13,6 @@ def save(figure: Any, name: str) -> Path:
     FIGURES.mkdir(exist_ok=True)
     figure.savefig(FIGURES / f"{name}.png", dpi=120)
     return FIGURES / f"{name}.png"
-
-
-def losses(runs: dict[str, list[dict]], title: str, name: str) -> Path:
-    """Loss curves of several runs, by label; validation losses as dots."""
-    figure, axes = pyplot().subplots(figsize=(7, 4), layout="constrained")
-    for label, rows in runs.items():
-        (line,) = axes.plot([row["step"] for row in rows], [row["loss"] for row in rows], label=label, linewidth=1.2)
-        dots = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
-        if dots:
-            axes.plot(*zip(*dots, strict=True), "o", color=line.get_color())
-    axes.set(xlabel="step", ylabel="loss (nats per token); dots: validation", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    return save(figure, name)
-
-
-def bars(groups: dict[str, dict[str, tuple[float, float]]], title: str, name: str) -> Path:
-    """Bytes {label: {group: (predicted, measured)}}: a bar for what was measured, a black line where it should end."""
-    figure, axes = pyplot().subplots(figsize=(7, 4), layout="constrained")
-    names = list(dict.fromkeys(group for found in groups.values() for group in found))
-    width = 0.8 / len(groups)
-    for i, (label, found) in enumerate(groups.items()):
-        places = [names.index(group) + (i - (len(groups) - 1) / 2) * width for group in found]
-        axes.bar(places, [measured / MIB for _, measured in found.values()], 0.92 * width, label=label)
-        for place, (predicted, _) in zip(places, found.values(), strict=True):
-            axes.hlines(predicted / MIB, place - width / 2, place + width / 2, color="black", linewidth=1.5)
-    axes.plot([], [], color="black", linewidth=1.5, label="predicted")
-    axes.set_xticks(range(len(names)), names)
-    axes.set(ylabel="MiB", title=title)
-    axes.grid(axis="y", alpha=0.3)
-    axes.legend()
-    return save(figure, name)
-
-
-def staircase(runs: dict[str, dict], title: str, name: str) -> Path:
-    """Bytes over time of several runs, stacked by category: {label: {"seconds": [...], "bytes": {category: [...]}}}."""
-    figure, panels = pyplot().subplots(1, len(runs), figsize=(3 * len(runs), 4), layout="constrained", sharey=True)
-    for axes, (label, data) in zip(panels, runs.items(), strict=True):
-        stacked = [[n / MIB for n in data["bytes"][kind]] for kind in CATEGORIES]
-        colours = [COLOURS[kind] for kind in CATEGORIES]
-        axes.stackplot(data["seconds"], stacked, labels=CATEGORIES, colors=colours, step="post")
-        most = max(map(sum, zip(*stacked, strict=True)))
-        axes.axhline(most, color="black", linewidth=0.8, linestyle=":")
-        axes.set(xlabel="seconds", title=f"{label}: at most {most:.0f} MiB")
-    panels[0].set_ylabel("MiB")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(CATEGORIES))
-    figure.suptitle(title)
-    return save(figure, name)
-
-
-def loads(runs: dict[str, list[dict]], name: str) -> Path:
-    """The share of each expert in the choices of one layer, of several runs by label."""
-    last = [rows[-1]["expert_load"] for rows in runs.values()]
-    layer = max(last[0], key=lambda number: max(max(load[number]) for load in last))
-    size = (1 + 4 * len(runs), 3.6)
-    figure, panels = pyplot().subplots(1, len(runs), figsize=size, layout="constrained", sharey=True)
-    for axes, (label, rows) in zip(panels, runs.items(), strict=True):
-        draw_load(axes, rows, layer, f"{label}: ")
-    return save(figure, name)
 
 
 def ring_work(modes: dict[str, list[list[tuple[int, int, int]]]], total: int, name: str) -> Path:
