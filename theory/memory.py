@@ -276,18 +276,19 @@ def embedding_module(r: Rank) -> Module:
 def modules_of(r: Rank) -> dict[tuple[str, int], list[Module]]:
     """By kind of action and stage. With W apart, B finds the gradients of both ends, and adds them at its end.
 
-    Such gradients are held by others too, so autograd keeps a copy (`copied`) if there is nothing to add it to.
+    Such gradients are held by others too, so autograd keeps a copy (`copied`) if there is nothing to add it to. Of a
+    layer's two units, experts end before the rest: only the rest is under way when the layer is done.
     """
     p, m, found, layers = r.p, r.p.m, {}, [n for place in r.places.values() for n in place.layers]
     each = {flag: layer_module(r, flag) for flag in {m.has_experts(n) for n in layers}}
-    units = {flag: sum(layer_weights(m, flag, p.tp, r.ep)) for flag in each}
+    units = {flag: layer_weights(m, flag, p.tp, r.ep) for flag in each}
     waits, copied = p.wide * r.matrix * (r.tied and r.split), p.wide * (r.buffer > 0)
-    there = r.gathered * max(units.values(), default=0) * (len(layers) if r.split else min(2, len(layers)))
+    there = r.gathered * max(map(sum, units.values()), default=0) * (len(layers) if r.split else min(2, len(layers)))
     there += r.gathered * r.matrix * r.tied + waits
-    added = {flag: there + r.buffer * units[flag] + max(r.cast, p.e + copied) * largest(r, flag) for flag in each}
+    added = {flag: there + r.buffer * sum(units[flag]) + max(r.cast, p.e + copied) * largest(r, flag) for flag in each}
     for stage, (_, numbers, before, after) in r.places.items():
         kinds = [(f"{n}", m.has_experts(n)) for n in reversed(numbers)]
-        found["W", stage] = [Module(name, added[flag], 0.0, r.sent * units[flag]) for name, flag in kinds]
+        found["W", stage] = [Module(name, added[flag], 0.0, r.sent * units[flag][0]) for name, flag in kinds]
         found["B", stage] = [each[flag]._replace(unit=name * (not r.split)) for name, flag in kinds]
         found["B", stage] += [embedding_module(r)] * (before is None)
         if r.split and None in (before, after):
@@ -324,8 +325,9 @@ def rank_bytes(m: Shape, x: Layout, rank: int, e: int = 2, wide: int = 4, on_cpu
     sizes = (3, e), (2, wide), (1, wide * (3 if e < wide else 2))
     state = [n_bytes * (cut if x.zero >= stage else shared + own) for stage, n_bytes in sizes]
 
-    both = shared + own if x.schedule == "dualpipe" else matrix * (m.tied and first != last)
-    update = wide * (both / (data if x.zero else 1) + cut * (x.zero == 1))  # copies of what two ranks sum; slices
+    both = matrix * (m.tied and first != last) / (data if x.zero else 1)  # what two ranks sum
+    both = both if x.schedule != "dualpipe" else cut if x.zero else shared + own
+    update = wide * (both + cut * (x.zero == 1))  # copies of it; slices
     messages = 2 * p.own * m.dim * e * (x.pp > 1)
     tokens = 16 * (x.global_batch_size * m.seq_len + x.micro_batches * p.tokens)
     return Held(*state, kept, max(highest, update) - kept + messages + tokens)
