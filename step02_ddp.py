@@ -6,21 +6,21 @@
     rank 3: sequences 24..31  -> forward, backward -> gradient g3 -+
 
 torchrun starts this script n times. Each process, a *rank*, calls `init_process_group` to meet the others.
-`dist.all_reduce(tensor)`, called by all of them, puts the sum of all ranks' tensors into each one's tensor.
+All of them call `dist.all_reduce(tensor)`. After it, each rank's tensor holds the sum of all ranks' tensors.
 
 WHY A SUM IS ENOUGH. The loss is sum_i l_i / T over all T target tokens of the global batch, and the gradient of a
 sum is the sum of gradients. Each rank's loss is already divided by the global T (step 1: scale once).
 
     --sync naive     after the last backward, one all-reduce per parameter, each waited for
     --sync ring      the same, with the all-reduce written out below
-    --sync bucket    gradients lie in flat buffers of --bucket-mb; the all-reduce of a buffer starts during the last
-                     backward, as soon as the buffer is complete (Li et al. 2020, "PyTorch Distributed")
+    --sync bucket    gradients lie in flat buffers of --bucket-mb; during the last backward, each buffer's all-reduce
+                     starts when it and those before it are complete (Li et al. 2020, "PyTorch Distributed")
 
-For S bytes of gradients each of n ranks sends 2 (n-1)/n S bytes: less than 2 S for any n.
+With S bytes of gradients, each of n ranks sends 2 (n-1)/n S bytes: less than 2 S for any n.
 
 Run it:    torchrun --nproc_per_node=4 step02_ddp.py
-You should see step 1's losses, equal up to rounding. `sent` in runs/step02_ddp/metrics.jsonl counts the bytes: these,
-and 6 more for the loss.
+You should see step 1's losses, equal up to rounding. `sent` in runs/step02_ddp/metrics.jsonl is in bytes: 2 (n-1)/n S
+a step, and 6 for the loss.
 """
 
 import os
@@ -55,12 +55,12 @@ class NaiveSync:
         self.params, self.mesh = [param for param in model.parameters() if param.requires_grad], mesh
 
     def begin(self, additions: int):
-        """Before the first micro-batch. `additions`: to each gradient, one a micro-batch."""
+        """Before the first micro-batch. `additions`: how many backwards will add to each gradient."""
 
     def finish(self):
         """After the last one: when it returns, every `.grad` is the sum over the ranks."""
         for param in self.params:
-            group = self.mesh[layout_of(param).data_group]  # dp: they hold the same weights, and see other tokens
+            group = self.mesh[layout_of(param).data_group]  # dp: ranks with the same weights and different tokens
             if group.size > 1:
                 self.sum_up(param.grad, group)
 
@@ -73,12 +73,12 @@ class NaiveSync:
 class RingSync(NaiveSync):
     """The same with an all-reduce of our own: 2 (n-1) messages to the right (Patarasuk and Yuan 2009).
 
-    n = 4: each gradient has pieces a b c d. A row shows the pieces that changed; digits say whose parts they hold:
+    n = 4: each gradient has pieces a b c d. A row shows the pieces that changed; digits: the ranks in the sum:
 
                            rank 0         rank 1         rank 2         rank 3
         at first           a0 b0 c0 d0    a1 b1 c1 d1    a2 b2 c2 d2    a3 b3 c3 d3
         after round 0      d30            a01            b12            c23         rank r sent piece r
-        after round 1      c230           d301           a012           b123        it sent what it had added
+        after round 1      c230           d301           a012           b123        r sent its newest sum
         after round 2      b1230          c2301          d3012          a0123       one is complete: reduce-scatter
         rounds 3, 4, 5     a d c          b a d          c b a          d c b       arrive complete: all-gather
 
@@ -90,38 +90,42 @@ class RingSync(NaiveSync):
         n, r = group.size, group.rank
         pieces = gradient.view(-1).tensor_split(n)
         for s in range(2 * (n - 1)):
-            outgoing, own = pieces[(r - s) % n], pieces[(r - s - 1) % n]
-            incoming = torch.empty_like(own)
+            outgoing, target = pieces[(r - s) % n], pieces[(r - s - 1) % n]
+            incoming = torch.empty_like(target)
             exchange([(outgoing, (r + 1) % n)], [(incoming, (r - 1) % n)], group).wait()
-            own.copy_(own + incoming if s < n - 1 else incoming)
+            target.copy_(target + incoming if s < n - 1 else incoming)  # add; when sums are complete, replace
 
 
 class Bucket:
-    """`flat` [elements]: the gradients of `params`, as parts of it (`views`, in their shapes)."""
+    """`flat` [elements] holds the gradients of all `params`. `views`: the part of each, in its shape."""
 
     def __init__(self, params: list[nn.Parameter], group: Group):
         self.params, self.group, sizes = params, group, [param.numel() for param in params]
         self.flat = torch.zeros(sum(sizes), dtype=params[0].grad_dtype, device=params[0].device)
         self.views = [part.view_as(p) for part, p in zip(self.flat.split(sizes), params, strict=True)]
-        self.missing = 0  # additions, until all gradients are complete
+        self.missing = 0  # additions that are still to come
 
 
 def group_params(params: list[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
-    """By group of ranks, parameters in order, in lists of at most `limit` bytes of gradients (or one parameter)."""
-    by_group: dict[str, list[list[nn.Parameter]]] = {}  # here all are summed over dp; experts, step 7, are not
+    """Split parameters into lists, in order: one group of ranks, at most `limit` bytes of gradients (or one parameter).
+
+    The list whose last parameter comes first is the first one: backward completes it first.
+    """
+    by_group: dict[str, list[list[nn.Parameter]]] = {}  # here there is one group, dp; in step 7 there are two
     for param in params:
         lists = by_group.setdefault(layout_of(param).data_group, [[]])
         if lists[-1] and sum(p.numel() * p.grad_dtype.itemsize for p in [*lists[-1], param]) > limit:
             lists.append([])
         lists[-1].append(param)
-    return [some for lists in by_group.values() for some in lists]
+    place = {param: i for i, param in enumerate(params)}
+    return sorted((some for lists in by_group.values() for some in lists), key=lambda some: place[some[-1]])
 
 
 class BucketSync:
     """All-reduces of buckets, started during the last backward.
 
     Autograd adds into an existing `.grad` in place, so a gradient that starts as a view of a buffer stays there.
-    Backward completes gradients roughly from the last parameter to the first; buckets are filled in this order. All
+    Backward completes gradients roughly from the last parameter to the first; buckets list them in this order. All
     ranks must start their collectives in the same order: a bucket is sent when it *and all before it* are complete.
     """
 
@@ -135,7 +139,7 @@ class BucketSync:
                 param.register_post_accumulate_grad_hook(partial(self.added, bucket))
 
     def begin(self, additions: int):
-        """Empty the buffers and put the gradients back into them."""
+        """Zero the buffers; make each `.grad` a view of its buffer."""
         self.unsent, self.pending = list(self.buckets), []
         for bucket in self.buckets:
             bucket.flat.zero_()
@@ -155,7 +159,7 @@ class BucketSync:
 
     def finish(self):
         """Wait for every sum. (The embedding's gradient comes last: no backward is left to hide its sum.)"""
-        while self.unsent:  # a parameter that no micro-batch has used
+        while self.unsent:  # a parameter got no gradient: no micro-batch has used it
             self.send(self.unsent.pop(0))
         for pending in self.pending:
             pending.wait()

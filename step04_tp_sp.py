@@ -1,8 +1,8 @@
-"""Step 4: tensor and sequence parallelism. Each matrix is cut, and so are the tokens between the blocks.
+"""Step 4: tensor and sequence parallelism. Each matrix is cut. Between the blocks, tokens are cut too.
 
-A *block* is attention or the MLP. Megatron's pair (Shoeybi et al. 2019): its first matrices are cut by columns (their
-outputs), its last one by rows (its inputs): x [A0 A1] = [y0 y1] and [y0 y1] [B0; B1] = y0 B0 + y1 B1. Between them no
-rank needs another, as heads and MLP channels do not look at one another. (In [out, in], columns are dimension 0.)
+A *block* is attention or the MLP. In Megatron (Shoeybi et al. 2019) its first matrices are cut by columns (their
+outputs), its last one by rows (its inputs): x [A0 A1] = [y0 y1] and [z0 z1] [B0; B1] = z0 B0 + z1 B1. From y to z no
+rank needs another, as heads and MLP channels do not look at one another. (nn.Linear is [out, in]: columns are dim 0.)
 
              .- f -> q k v, heads 0-3 -> attention -> o_proj, rows of heads 0-3 -> g -.       rank 0
     x whole -|                                                                        |-> the block's output
@@ -10,11 +10,11 @@ rank needs another, as heads and MLP channels do not look at one another. (In [o
 
                              forward                          backward
     f   enter_block          nothing: all have x              all-reduce: each rank has found a part of dx
-    g   leave_block          all-reduce: each rank has a      nothing: d(sum)/d(part) is 1, so each part's gradient
-                             part of the output's sum         is the sum's, which all have
+    g   leave_block          all-reduce: each rank has a      nothing: a part's gradient is that of the sum,
+                             part of the output's sum         which all have
 
-The model stays as it is. Its matrices become smaller, and f and g are hooks: f runs before attention, MLP and head, g
-after embedding, attention and MLP.
+The model's code stays as it is. Its matrices become smaller, and f and g are hooks: f runs before attention, MLP and
+head, g after embedding, attention and MLP.
 
 SEQUENCE PARALLELISM (on unless --no-sp; Korthikanti et al. 2022). Between the blocks, where all ranks would repeat the
 same work, each holds only seq/n tokens. f and g become the two halves of an all-reduce, for the same bytes:
@@ -25,8 +25,8 @@ same work, each holds only seq/n tokens. f and g become the two halves of an all
 Norms now see only seq/n tokens, so their gradient is partial, and summed over tp.
 
 Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
-You should see step 1's losses. `sent` over tp, a micro-batch: (n-1)/n of 8 [batch, seq, dim] a layer and of 4 for both
-ends (and .1 % more: two numbers a token for the loss, gradients of norms).
+You should see step 1's losses. With S the bytes of [batch, seq, dim], a rank sends over tp in a micro-batch (n-1)/n x
+8 S a layer, and (n-1)/n x 4 S for both ends (and .1 % more: two numbers a token for the loss, gradients of norms).
 """
 
 from collections.abc import Callable
@@ -54,13 +54,13 @@ class Config(step03.Config):
     """Tensor and sequence parallelism."""
 
     tp: int = 1  # ranks that share each matrix
-    sp: bool = True  # split the tokens over tp between the blocks
-    zero: int = among(STAGES, 0)  # ZeRO (step 3), now over the ranks that hold the same parts
+    sp: bool = True  # between the blocks, split the tokens over tp
+    zero: int = among(STAGES, 0)  # ZeRO over ranks with the same parts; 0: none, 1: state, 2: gradients, 3: parameters
 
 
 def unchanged(x: Tensor, group: Group) -> Tensor:
     """The identity."""
-    return x.view_as(x)  # a Function must not return its own input
+    return x.view_as(x)  # the same numbers as a new tensor
 
 
 def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
@@ -86,7 +86,7 @@ def sum_and_split_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 class Conjugate(torch.autograd.Function):
-    """f or g: one of the four functions above in forward, and another one in backward."""
+    """f or g (Megatron's "conjugate" pair): one of the four functions above in forward, and another one in backward."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group, forwards: Callable, backwards: Callable) -> Tensor:
@@ -124,12 +124,12 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """int64 [batch, seq] -> this rank's part of the sum [batch, seq, dim]."""
         held = (tokens >= self.ids.start) & (tokens < self.ids.stop)
-        row = (tokens - self.ids.start) % len(self.weight)  # of a token that others hold: any
+        row = (tokens - self.ids.start) % len(self.weight)  # any row, for a token that others hold
         return F.embedding(row, self.weight) * held[..., None]
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, ids: range, group: Group) -> Tensor:
-    """The summed cross entropy, whole on every rank, of this rank's logits: of the tokens in `ids`, then padding.
+    """The summed cross entropy, whole on every rank. This rank's logits are those of the tokens in `ids`, then padding.
 
     logits [batch, seq, vocab/n], targets int64 [batch, seq]. A token's loss is log sum exp(all logits) - its target's
     logit. So each rank sends two numbers a token: the log of its own sum, and the target's logit if it has that, else
@@ -139,7 +139,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, ids: range, gr
     held = (targets >= ids.start) & (targets < ids.stop)
     column = (targets - ids.start) % logits.shape[-1]
     picked = logits.gather(-1, column[..., None]).squeeze(-1).where(held, 0.0)
-    ours = torch.stack((logits[..., : len(ids)].logsumexp(-1), picked))  # the logits behind len(ids) are padding
+    ours = torch.stack((logits[..., : len(ids)].logsumexp(-1), picked))  # from len(ids) on, logits are padding
     everyone = ours.new_empty(group.size, *ours.shape)
     all_gather(everyone.view(-1), ours.detach().view(-1), group).wait()
     everyone[group.rank] = ours  # the same numbers, now with their graph
@@ -150,7 +150,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, ids: range, gr
 def cut(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
     """This rank's part of a parameter on the meta device, with its record; the parameter itself in a group of one.
 
-    All parts are of one length, rounded up: the last may hold padding, or nothing else. `materialize` reads the record.
+    All parts have the same length, rounded up: the last may be partly or all padding. `materialize` reads the record.
     """
     if group.size == 1:
         return weight
@@ -183,7 +183,7 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
     """Cut a model on the meta device, in place: fewer rows or columns in each matrix, and f and g around each block.
 
     A column-parallel linear layer is an nn.Linear with fewer outputs, a row-parallel one has fewer inputs. q, k and v
-    share one f, and so do gate and up: never one collective a matrix. Raises UserError.
+    share one f, and so do gate and up: one collective serves them. Raises UserError.
     """
     config, trunk, group = model.config, model.model, mesh["tp"]
     if group.size == 1:
@@ -208,7 +208,7 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
         module.register_forward_pre_hook(lambda _, inputs: (enter_block(inputs[0], group, sp), *inputs[1:]))
     for module in (trunk.embed_tokens, *blocks):
         module.register_forward_hook(lambda _module, _inputs, output: leave_block(output, group, sp))
-    for param in (param for param in model.parameters() if sp and param.dim() == 1):  # norms'
+    for param in (param for param in model.parameters() if sp and param.dim() == 1):  # norms
         note_layout(param, partial_over=(*layout_of(param).partial_over, group.name))
 
 
@@ -230,7 +230,7 @@ def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Me
 def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
-    mesh = Mesh(dp=join_ranks(device) // config.tp, tp=config.tp)  # neighbours share tp
+    mesh = Mesh(dp=join_ranks(device) // config.tp, tp=config.tp)  # tp: neighbours
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
     shape = PRESETS[config.model]
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)

@@ -3,8 +3,8 @@
     tokens -> [ embedding, layers 0-1 ] -- x --> [ layers 2-3 ] -- x --> [ layers 4-5, norm, head ] -> loss
                   stage 0, rank 0      <-- dx --    stage 1    <-- dx --         stage 2
 
-Only x and dx, [batch, seq, dim] each, cross a boundary. The price is idle time: first later ranks have no input, then
-earlier ones wait for gradients. "One forward, one backward" (1F1B) on 4 ranks, with 6 micro-batches:
+Only x and dx, [batch, seq, dim] each, cross a boundary. The price is idle time: at first later ranks wait for x, then
+earlier ranks for dx. "One forward, one backward" (1F1B) on 4 ranks, with 6 micro-batches:
 
     rank 0      0123......aa4bb5cc.dd.ee.ff         0   forward of micro-batch 0, then 1, 2, ...
     rank 1      .012....aa3bb4cc5dd.ee.ff..         aa  backward of micro-batch 0, twice the work; then b, c, ...
@@ -12,18 +12,18 @@ earlier ones wait for gradients. "One forward, one backward" (1F1B) on 4 ranks, 
     rank 3      ...0aa1bb2cc3dd4ee5ff......         rank 2: forward 0, 1; backward 0, forward 2; backward 1, ...
 
 THE BUBBLE. With m micro-batches p ranks are idle for (p-1) / (m + p-1) of the time (here 9 of 27). All forwards first
-would take as long. 1F1B saves memory: a rank holds the activations of at most p - rank micro-batches.
-With v short stages on each rank (interleaved: r, r+p, ...) it is (p-1) / (v m + p-1), for more messages and memory.
+takes as long. 1F1B saves memory: a rank holds the activations of at most p - rank micro-batches.
+With v short stages a rank (interleaved: r, r+p, ...) the bubble is (p-1) / (v m + p-1), for more messages and memory.
 
 DEADLOCK. In the steady state rank r has an x for r+1, and r+1 has a dx for r. If both send first, and a send waits for
-its receiver, both wait for ever. `send_receive` starts both at once.
+its receiver, both wait for ever. `send_receive` starts its two at once.
 
 AUTOGRAD ends at a boundary. The input of a stage is a leaf. Of its output only the *edge* is kept, its place in the
-graph: the data may go once they are sent. Backward starts from this edge with the gradient that arrives, and the leaf's
-`.grad` is what travels on.
+graph: its numbers are freed once they are sent. Backward starts from this edge with the gradient that arrives, and the
+leaf's `.grad` is what travels on.
 
 Run it:    torchrun --nproc_per_node=4 step06_pipeline.py --pp 4
-You should see step 1's losses, and rank 0's `sent` over pp: one x a micro-batch (+ 18 bytes).
+You should see step 1's losses, and rank 0's `sent` over pp: one x a micro-batch (and 18 bytes for loss and norm).
 `python -m common.schedules 4 8 2` draws other schedules; --pp 2 --schedule interleaved runs one.
 """
 
@@ -64,7 +64,7 @@ def keep_stage(model: Decoder, group: Group, places: list[Place]):
     """Keep what this rank's stages compute with, under its global names. The rest goes, before it has any memory.
 
     A `Place` says of a stage its rank, its layers, and the stages `before` and `after` it (None at the ends). The last
-    rank keeps a tied embedding too: the matrix that it shares with the head goes by this name (TIED).
+    stage's rank keeps a tied embedding too: the matrix that it shares with the head goes by this name (TIED).
     """
     trunk, mine = model.model, [place for place in places if place.rank == group.rank]
     has_first, has_last = any(place.before is None for place in mine), any(place.after is None for place in mine)
@@ -101,7 +101,7 @@ class Pipeline:
         self.model, self.places, self.group, self.positions, self.sp_ranks = model, places, group, positions, sp_ranks
         self.some = next(model.parameters())  # its dtype and device are those of x
         self.graphs: dict[tuple[int, int], tuple] = {}  # (micro-batch, stage) -> (input, edge of the output)
-        all_reduce(torch.zeros(1, device=self.some.device), group).wait()  # NCCL wants all of a group in its first call
+        all_reduce(torch.zeros(1, device=self.some.device), group).wait()  # NCCL: all ranks make the first call
 
     def step(self, xs: list[Tensor], ys: list[Tensor], n_targets: Tensor) -> Tensor:
         """Forward and backward of all micro-batches, int64 [batch, seq] each; the loss, or 0 without the last stage."""
@@ -124,7 +124,7 @@ class Pipeline:
     def backward(self, i: int, stage: int, dy: Tensor | None) -> Tensor | None:
         """From the gradient of a stage's output, or from the loss, to that of its input."""
         x, edge = self.graphs.pop((i, stage))
-        # ... then only sum. An edge may stand for its tensor:
+        # ... then only sum. The edge takes the place of its tensor:
         torch.autograd.backward((edge,), None if dy is None else (dy,))
         return x.grad
 
@@ -134,7 +134,7 @@ class Pipeline:
         return self.some.new_empty(batch, seq // self.sp_ranks, self.model.config.dim)
 
     def send_receive(self, peer: int, send: Tensor | None = None, receive: int | None = None) -> Tensor | None:
-        """Send a tensor, receive that of micro-batch `receive`, both at once; None past the first or last rank."""
+        """Send the tensor `send`, receive that of micro-batch `receive`, both at once. No such peer: do nothing."""
         if not 0 <= peer < self.group.size:
             return None
         received = None if receive is None else self.buffer(receive)
@@ -145,7 +145,7 @@ class Pipeline:
 
     def run(self):
         """1F1B. A rank never has more than p - rank micro-batches between their forward and their backward."""
-        rank, m = self.group.rank, len(self.xs)
+        rank, m = self.group.rank, len(self.xs)  # rank is also the number of its stage
         left, right, warm_up = rank - 1, rank + 1, min(m, self.group.size - 1 - rank)
 
         for i in range(warm_up):  # warm-up: forward, until the first micro-batch is on the last rank
@@ -156,7 +156,7 @@ class Pipeline:
         x = self.send_receive(left, receive=warm_up) if warm_up < m else None  # later ones arrive while a dx leaves
         for i in range(warm_up, m):  # steady: one forward, one backward
             y = self.forward(i, rank, x)
-            dy = self.send_receive(right, send=y, receive=i - warm_up)  # nobody is behind the last rank: None
+            dy = self.send_receive(right, send=y, receive=i - warm_up)  # None on the last rank: it has the loss
             dx = self.backward(i - warm_up, rank, dy)
             x = self.send_receive(left, send=dx, receive=i + 1 if i + 1 < m else None)
 
@@ -170,7 +170,7 @@ class Pipeline:
 
 
 class Line(NamedTuple):
-    """One line of a rank's program: run an action, or send or receive what it waits for."""
+    """One line of a rank's program: run `action`, or send or receive the input of `action`."""
 
     verb: Literal["run", "send", "receive"]
     action: Action
@@ -183,8 +183,8 @@ def add_messages(lists: list[list[Action]], places: list[Place], costs: dict = C
         receive F0 from 0, receive F1 from 0, run F0, run B0, send B0 to 0, run F1, run B1, send B1 to 0
 
     All actions of all ranks are sorted by their end in a simulation. An output that another rank waits for is sent at
-    once, and the line to receive it is put there too. There is no deadlock: whatever is first in this common order and
-    not yet done has its inputs, and is next on all ranks that take part in it.
+    once; the line to receive it joins that rank's program then, too. There is no deadlock: whatever is first in this
+    common order and not yet done has its inputs, and is next on all ranks that take part in it.
     """
     programs: list[list[Line]] = [[] for _ in lists]
     for _, rank, _, action in simulate(lists, places, costs):
@@ -205,9 +205,9 @@ class ListPipeline(Pipeline):
         self.acts = {"F": self.forward, "B": self.backward}  # by kind: (micro-batch, stage, input) -> output
 
     def run(self):
-        """Follow the program. Sends and receives are posted, and work goes on; only an action waits for its input."""
-        box: dict[Action, tuple[Tensor, Pending]] = {}  # by the action that waits for it
-        sent: dict[int, Pending] = defaultdict(Pending)  # by rank: what may still be under way
+        """Follow the program. Sends and receives are posted. An action waits for its input, a send for the last one."""
+        box: dict[Action, tuple[Tensor, Pending]] = {}  # by the action that needs it: its input
+        sent: dict[int, Pending] = defaultdict(Pending)  # by rank: the last send to it
         for verb, action, peer in self.program:
             if verb == "run":
                 received, pending = box.pop(action, (None, Pending()))
@@ -241,7 +241,7 @@ TIED = "model.embed_tokens.weight"
 
 
 def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group, places: list[Place]):
-    """Sum the gradient of a tied matrix, in place: the ranks of the first and the last stage swap theirs and add."""
+    """Sum the gradient of a tied matrix, in place: the ranks of the first and the last stage swap and add."""
     first, last = places[0].rank, places[-1].rank
     if model.config.tied and first != last and group.rank in (first, last):
         other, theirs = first + last - group.rank, torch.empty_like(gradients[TIED])

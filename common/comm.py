@@ -8,7 +8,7 @@ there are any) and runs the same script. Ranks meet in *collectives*: calls that
          |  [4  5  6  7]      the group {4, 5, 6, 7}, in which it is number 1, and mesh["dp"] is the group {1, 5}.
 
 A collective starts at once and returns a `Pending`. Until its `wait`, do not touch the tensors that it was given; they
-are contiguous. In a group of one nothing is sent. In one of n, a rank sends, if S is the larger of both, in bytes:
+are contiguous. In a group of one nothing is sent. In one of n, a rank sends, with S the bytes of the larger tensor:
 
     all_reduce 2 (n-1)/n S         all_gather, reduce_scatter, all_to_all (n-1)/n S         exchange: each message
 """

@@ -40,8 +40,8 @@ class Layout:
     """The record of one parameter."""
 
     splits: tuple[Split, ...] = ()  # its cuts, in the order in which they were made
-    partial_over: tuple[str, ...] = ()  # mesh dimensions whose ranks each have a part of the sum that is its gradient
-    data_group: str = "dp"  # whose ranks hold the same and see other tokens: step 2 sums, ZeRO cuts there
+    partial_over: tuple[str, ...] = ()  # mesh dimensions over which its gradient must still be summed
+    data_group: str = "dp"  # its ranks hold the same, see different tokens: step 2 sums, ZeRO cuts
     stages: int = 1  # of a pipeline that hold it, on different ranks
 
 
@@ -99,8 +99,8 @@ def materialize(model: Decoder, seed: int, device: torch.device, dtype: torch.dt
 def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sliced: bool = False) -> float:
     """The L2 norm of the whole gradient. An element that c ranks hold counts 1/c on each, and so once in the sum.
 
-    Ranks of different pipeline stages (but for what several hold), parts of a cut and slices (`sliced`: ZeRO) hold
-    different elements; all others hold the same.
+    Pipeline ranks, parts of a cut and slices (`sliced`: ZeRO) hold different elements; all other ranks hold the same.
+    What several pipeline stages hold is counted once, too (`stages`).
     """
     params, alike = dict(model.named_parameters()), {}  # gradients by their number of copies
     for name, grad in gradients.items():

@@ -1,7 +1,8 @@
 """Pipeline schedules as data: who does what in which order, in lists that can be printed, drawn, checked and run.
 
 A schedule is a function of p ranks, m micro-batches and v stages on a rank; it returns the list of one rank. Those here
-differ in one number, the forwards that come before the first backward. Others may also split B, or place stages anew.
+differ in one number, `warm_up`: the forwards that come before forward and backward take turns. Others may split B, or
+place stages anew.
 
     python -m common.schedules 4 8 2          draws them for 4 ranks, 8 micro-batches, 2 stages on a rank
 """
@@ -63,7 +64,7 @@ def afab(p: int, m: int, v: int, rank: int) -> list[Action]:
 
 
 def one_f_one_b(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """1F1B (PipeDream-flush, Narayanan et al. 2021): as many as it takes to reach the last rank; p - rank in flight."""
+    """1F1B (PipeDream-flush, Narayanan et al. 2021): warm up until the last rank is reached; p - rank in flight."""
     return weave(p, m, v, rank, warm_up=p - 1 - rank)
 
 
