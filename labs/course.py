@@ -5,6 +5,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class Case:
         self.seed, self.mesh, self.sizes = seed, mesh or dict(dp=1), sizes
         self.ranks = math.prod(self.mesh.values())
         vars(self).update(sizes)
-        self.kept: dict[int, dict[str, Any]] = {}
+        self.wanted = cache(self.expected)  # several criteria ask for it
         self.setup()
 
     def setup(self):
@@ -54,26 +55,17 @@ class Case:
         """More words about a wrong value, or ""."""
         return ""
 
-    def wanted(self, rank: int) -> dict[str, Any]:
-        """`expected`, computed once."""
-        if rank not in self.kept:
-            self.kept[rank] = self.expected(rank)
-        return self.kept[rank]
+    def source(self, name: str) -> torch.Generator:
+        """Of numbers that are a pure function of the seed, the name and their shape: the same on all ranks."""
+        return torch.Generator().manual_seed(random.Random(f"{self.seed} {name}").getrandbits(60))
 
     def draw(self, name: str, *shape: int) -> Tensor:
-        """Normal numbers in fp64, a pure function of the seed, the name and the shape: the same on all ranks."""
-        generator = torch.Generator().manual_seed(random.Random(f"{self.seed} {name}").getrandbits(60))
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
+        """Normal numbers in fp64."""
+        return torch.randn(shape, generator=self.source(name), dtype=torch.float64)
 
     def ids(self, name: str, below: int, *shape: int) -> Tensor:
         """int64 from 0 to below - 1."""
-        generator = torch.Generator().manual_seed(random.Random(f"{self.seed} {name}").getrandbits(60))
-        return torch.randint(below, shape, generator=generator)
-
-    @property
-    def identity(self) -> str:
-        """Two cases with the same are one."""
-        return f"{type(self).__qualname__} {self.seed} {self.mesh} {self.sizes}"
+        return torch.randint(below, shape, generator=self.source(name))
 
     def __str__(self) -> str:
         ranks = [f"{dim}={n}" for dim, n in self.mesh.items() if n > 1]
@@ -96,10 +88,9 @@ class Criterion:
     bound: float = BOUND
     whole: bool = False
 
-    def wanted(self, rank: int, case: Case) -> dict[str, Any]:
-        """What has to be found, by key."""
-        found = case.wanted(rank)
-        return {key: found[key] for key in found if not self.keys or any(word in key for word in self.keys)}
+    def judges(self, key: str) -> bool:
+        """Whether a key of `expected` counts."""
+        return not self.keys or any(word in key for word in self.keys)
 
 
 def demands(kind: type[Case], cases: tuple, *rows: tuple, **more: Any) -> tuple[Criterion, ...]:
@@ -129,12 +120,12 @@ class Task:
 class Question:
     """The written question of a lab. `numbers`: what each is drawn from; the text and the formulas have them by name.
 
-    `mistakes`: by what they show, formulas of other numbers that a student may have found.
+    `mistakes`: by what they show, keywords with which the formula gives another number that a student may have found.
     """
 
     numbers: dict[str, Sequence[int]]
     answer: Callable[..., float]
-    mistakes: dict[str, Callable[..., float]]
+    mistakes: dict[str, dict[str, float]]
     points: int = 2
     text: str = ""
 
@@ -157,7 +148,7 @@ class Question:
         if abs(found - right) <= 0.001 * abs(right):
             return ""
         for meaning, mistake in self.mistakes.items():
-            other = mistake(**self.values(student))
+            other = self.answer(**self.values(student) | mistake)
             if abs(other - right) > 0.001 * abs(right) and abs(found - other) <= 0.001 * abs(other):
                 return f"{found:.12g} is not it: {meaning}"
         return f"{found:.12g} is too {'large' if found > right else 'small'}"
@@ -207,12 +198,6 @@ class Lab:
         if not 1 <= number <= len(self.tasks):
             raise UserError(f"lab {self.number} has tasks 1 to {len(self.tasks)}, and no task {number}")
         return self.tasks[number - 1]
-
-
-def cases_of(lab: Lab, task: int, criterion: Criterion, student: str) -> list[Case]:
-    """The cases of a criterion with the numbers of a student."""
-    seed = random.Random(f"{student} lab {lab.number} task {task}").randrange(10**6)
-    return [criterion.kind(seed, **sizes) for sizes in criterion.cases]
 
 
 def path_of(module: str) -> Path:

@@ -159,5 +159,5 @@ def progress(folder: Folder) -> str:
         total += earned
         if earned < points and not following:
             following = f"next: task {number}, {name}" if number else "next: the question in answers.toml"
-    filled = round(24 * total / folder.lab.points)
+    filled = 24 * total // folder.lab.points  # not full before all points are there
     return f"[{'#' * filled}{'-' * (24 - filled)}] {total} of {folder.lab.points} points; {following or 'all done'}"

@@ -1,6 +1,6 @@
 """For teachers: judge folders. Whatever one of them contains, the others get their points, and the exit status is 0.
 
-All folders are read before any student's code runs. Each is judged in a process of its own, which starts those of the
+All folders are read before any student's code runs. Each is judged in processes of its own, which start those of the
 ranks; in the end all descendants are killed. Then the project's files are compared with what they were, and restored.
 The table is written anew after each folder. What to look at in it, beside the points:
 
@@ -17,18 +17,15 @@ a container.
 import csv
 import hashlib
 import importlib
-import json
 import os
 import re
-import selectors
-import tempfile
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common import UserError
 from labs import ranks
-from labs.course import ROOT, load, numbers, path_of
+from labs.course import ROOT, Case, load, numbers, path_of
 from labs.folder import open_folder
 from labs.judge import Folder, check
 from labs.source import facts
@@ -62,46 +59,16 @@ def restore(before: dict[Path, bytes]) -> list[str]:
     return changed
 
 
-def judged(folder: Folder, seconds: float, pipe: int):
-    """In a process of its own: a line of JSON for what is known of the sources, and for each task."""
-    lab, lines = folder.lab, os.fdopen(pipe, "w", buffering=1)
-    with tempfile.TemporaryDirectory() as scratch:
-        output = Path(scratch) / "output.txt"
-        holes = {module: lab.holes(module) for module in lab.modules}
-        texts = {module: path_of(module).read_text() for module in lab.modules}
-        others = [data.decode() for data in folder.files.values()]
-        try:
-            lines.write(json.dumps(dict(facts=ranks.call(facts, folder.sources, texts, holes, others))) + "\n")
-        except ranks.Failed as failed:
-            lines.write(json.dumps(dict(trouble=str(failed))) + "\n")
-        for number in [*range(1, len(lab.tasks) + 1), 0]:
-            earned = sum(result.earned for result in check(folder, number, seconds=seconds, output=output))
-            lines.write(json.dumps(dict(task=number, earned=earned)) + "\n")
+class Job(Case):
+    """What a process of its own finds out: `does()`."""
+
+    def found(self, step: Any, mesh: Any) -> Any:
+        return self.does()
 
 
-def lines_of(folder: Folder, seconds: float, limit: float) -> list[dict[str, Any]]:
-    """What `judged` writes, as far as it comes; it and all of its descendants have ended then."""
-    ranks.adopt()
-    others, (reading, writing) = set(ranks.descendants(os.getpid())), os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            os.close(reading)
-            os.setsid()
-            judged(folder, seconds, writing)
-        finally:
-            os._exit(0)
-    os.close(writing)
-    data, deadline = b"", time.monotonic() + limit
-    with selectors.DefaultSelector() as selector:
-        selector.register(reading, selectors.EVENT_READ)
-        while (left := deadline - time.monotonic()) > 0 and selector.select(left):
-            if not (part := os.read(reading, 2**16)):
-                break
-            data += part
-    ranks.end(others)
-    os.close(reading)
-    return [json.loads(line) for line in data.decode().splitlines() if line.endswith("}")]
+def points(folder: Folder, number: int, seconds: float) -> int:
+    """What a task has earned; 0 is the question."""
+    return sum(result.earned for result in check(folder, number, seconds=seconds))
 
 
 def same_as(prints: dict[str, list[str]], folder: str) -> str:
@@ -141,25 +108,26 @@ def grade(paths: list[Path], table: Path | None, number: int, seconds: float):
 
 def row_of(name: str, folder: Folder, seconds: float, prints: dict[str, list[str]]) -> dict[str, Any]:
     """One row of the table."""
-    lab = folder.lab
+    lab, tasks = folder.lab, [*range(1, len(folder.lab.tasks) + 1), 0]
     row: dict[str, Any] = dict(folder=name, lab=lab.number, id=folder.student, points=0, of=lab.points)
-    found = lines_of(folder, seconds, limit=600 + 20 * seconds)
-    for line in found:
-        if "task" in line:
-            row[f"task {line['task']}" if line["task"] else "question"] = line["earned"]
-            row["points"] += line["earned"]
-        elif "facts" in line:
-            known = line["facts"]
-            row["functions written"] = known["written"]
-            row["same as the project's file"] = known["same"]
-            row["reaches for"] = " ".join(known["reaches"])
-            prints[name] = known["prints"]
-        else:
-            row["error in the file"] = line["trouble"][:200]
+    holes = {module: lab.holes(module) for module in lab.modules}
+    texts = {module: path_of(module).read_text() for module in lab.modules}
+    others = [data.decode() for data in folder.files.values()]
+    jobs = [partial(facts, folder.sources, texts, holes, others)]
+    jobs += [partial(points, folder, number, seconds) for number in tasks]
+    (known, *earned) = ranks.run(ranks.World(("labs",)), [Job(0, does=job) for job in jobs], 60 + 20 * seconds)
+    if isinstance(known, ranks.Failed):
+        row["error in the file"] = str(known)[:200]
+    else:
+        row["functions written"], row["same as the project's file"] = known[0]["written"], known[0]["same"]
+        row["reaches for"], prints[name] = " ".join(known[0]["reaches"]), known[0]["prints"]
+    for number, found in zip(tasks, earned, strict=True):
+        row[f"task {number}" if number else "question"] = found[0] if isinstance(found, list) else 0
+        row["points"] += found[0] if isinstance(found, list) else 0
     row["attempts"] = folder.attempts
     row["code"] = hashlib.sha256("".join(folder.sources.values()).encode()).hexdigest()[:12]
-    if len([line for line in found if "task" in line]) <= len(lab.tasks):
-        row["ended early"] = "the process that judged it was killed, or time was up: look at this folder"
+    if any(isinstance(found, ranks.Failed) for found in earned):
+        row["ended early"] = "a process that judged it was killed, or time was up: look at this folder"
     return row
 
 

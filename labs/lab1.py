@@ -273,17 +273,16 @@ LOOP = Task(
 # --- the question ----------------------------------------------------------------------------------------------------
 
 
-def weights(L: int, a: int, g: int, f: int, V: int) -> int:
-    """All of them: matrices of layers, norms, embedding and head."""
+def model_bytes(L: int, a: int, g: int, f: int, V: int, each: int = 18, ends: int = 2) -> int:
+    """Of all weights: matrices of layers, norms, embedding and head."""
     h = 128 * a
-    return L * (2 * h * h + 2 * h * 128 * g + 3 * h * f + 2 * h) + 2 * V * h + h
+    return each * (L * (2 * h * h + 2 * h * 128 * g + 3 * h * f + 2 * h) + ends * V * h + h)
 
 
 QUESTION = Question(
     dict(L=range(10, 41), a=(8, 16, 24), g=(2, 4, 8), f=range(2560, 10241, 256), V=range(32000, 129000, 1000)),
-    lambda **v: 18 * weights(**v),
-    {"gradients have 4 bytes": lambda **v: 16 * weights(**v),
-     "the embedding is one matrix and the head another": lambda **v: 18 * (weights(**v) - v["V"] * 128 * v["a"])},
-)  # fmt: skip
+    model_bytes,
+    {"gradients have 4 bytes": dict(each=16), "the embedding is one matrix and the head another": dict(ends=1)},
+)
 
 LAB = Lab(1, ("step01_single_gpu",), (RATE, RULE, MASTERS, RECOMPUTE, LOOP), QUESTION, ranks=1)

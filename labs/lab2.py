@@ -253,10 +253,10 @@ LOOP = Task(
 
 QUESTION = Question(
     dict(n=(3, 6, 12, 24, 48), P=range(50, 901), k=range(2, 10)),
-    lambda n, P, k: 8e6 * P * (n - 1) / n,
-    {"gradients travel once a step": lambda n, P, k: k * 8e6 * P * (n - 1) / n,
-     "this is a reduce-scatter; an all-reduce is that and an all-gather": lambda n, P, k: 4e6 * P * (n - 1) / n,
-     "one of the n pieces stays": lambda n, P, k: 8e6 * P},
+    lambda n, P, k, times=2, sums=lambda k: 1, stays=1: times * 4e6 * P * sums(k) * (n - stays) / n,
+    {"gradients travel once a step": dict(sums=lambda k: k),
+     "this is a reduce-scatter; an all-reduce is that and an all-gather": dict(times=1),
+     "one of the n pieces stays": dict(stays=0)},
 )  # fmt: skip
 
 LAB = Lab(2, ("step02_ddp",), (ONE_BY_ONE, RING, BUCKETS, HOOKS, LOOP), QUESTION, flags="--sync ring")

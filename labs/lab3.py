@@ -350,18 +350,20 @@ STAGE_3 = Task(
 )  # fmt: skip
 
 
-def stage_3_bytes(L: int, layer: int, E: int, n: int, k: int, ends: int = 1, gradient: int = 4) -> float:
+def stage_3_bytes(
+    L: int, layer: int, E: int, n: int, k: int, ends: int = 1, gradient: int = 4, stays: int = 1
+) -> float:
     """Bytes of gradients and weights in a step; `ends`: how often embedding and head are gathered in a micro-batch."""
     layers, both = L * layer, 2 * E
-    return (n - 1) / n * k * 1e6 * (gradient * (layers + both) + 2 * (2 * layers + ends * both))
+    return (n - stays) / n * k * 1e6 * (gradient * (layers + both) + 2 * (2 * layers + ends * both))
 
 
 QUESTION = Question(
     dict(L=range(12, 41), layer=range(5, 91), E=range(20, 201), n=(4, 8, 16), k=range(2, 9)),
     stage_3_bytes,
-    {"embedding and head are gathered once in a micro-batch": lambda **v: stage_3_bytes(**v, ends=2),
-     "gradients have 4 bytes": lambda **v: stage_3_bytes(**v, gradient=2),
-     "one of the n parts stays": lambda **v: stage_3_bytes(**v) * v["n"] / (v["n"] - 1)},
+    {"embedding and head are gathered once in a micro-batch": dict(ends=2),
+     "gradients have 4 bytes": dict(gradient=2),
+     "one of the n parts stays": dict(stays=0)},
 )  # fmt: skip
 
 LAB = Lab(3, ("step03_zero",), (CUT, STAGE_1, UPDATE, STAGE_2, FREE, STAGE_3), QUESTION, flags="--zero 3")

@@ -360,18 +360,16 @@ LAST = Task(
 )  # fmt: skip
 
 
-def layers_bytes(tp: int, b: int, k: int, s: int, L: int, h: int) -> float:
+def layers_bytes(tp: int, b: int, k: int, s: int, L: int, h: int, ways: int = 2, stays: int = 1) -> float:
     """Of the layers: f and g of two blocks, each one all-reduce's worth of bf16 in all, in k micro-batches."""
-    return k * 8 * L * (tp - 1) / tp * b * s * h * 2
+    return k * ways * 4 * L * (tp - stays) / tp * b * s * h * 2
 
 
 QUESTION = Question(
     dict(tp=(2, 4, 8), b=(1, 2, 4), k=(3, 5, 6), s=(2048, 4096, 6144), L=(12, 18, 24), h=range(1024, 3073, 512)),
     layers_bytes,
-    {"this is one micro-batch": lambda **v: layers_bytes(**v) / v["k"],
-     "each part goes to the n-1 others once: (n-1)/n of the whole":
-         lambda **v: layers_bytes(**v) * v["tp"] / (v["tp"] - 1),
-     "this is forward alone": lambda **v: layers_bytes(**v) / 2},
+    {"this is one micro-batch": dict(k=1), "this is forward alone": dict(ways=1),
+     "each part goes to the n-1 others once: (n-1)/n of the whole": dict(stays=0)},
 )  # fmt: skip
 
 TASKS = COLLECTIVES, PAIR, VOCABULARY, CUTS, LAST

@@ -425,19 +425,17 @@ WHOLE = Task(
 )  # fmt: skip
 
 
-def ring_bytes(cp: int, b: int, k: int, s: int, L: int, kv: int, forward: int = 1, back: int = 1, wide: int = 4) -> int:
-    """What a rank sends over cp in a step, bf16, heads of size 128."""
-    part = b * s // cp * 2 * kv * 128
-    return k * L * part * ((cp - 1) * 2 * forward + back * ((cp - 1) * 2 + cp * wide))
+def ring_bytes(cp: int, b: int, k: int, s: int, L: int, kv: int, back: int = 1, wide: int = 4, own: bool = True) -> int:
+    """What a rank (not `own`: all ranks together) sends over cp in a step, bf16, heads of size 128."""
+    tokens = b * s // cp if own else b * s
+    return k * L * tokens * 2 * kv * 128 * ((cp - 1) * 2 + back * ((cp - 1) * 2 + cp * wide))
 
 
 QUESTION = Question(
     dict(cp=(4, 8, 16), b=(1, 2), k=(3, 5, 7), s=range(16384, 65537, 8192), L=(16, 24, 32), kv=(2, 4, 8)),
     ring_bytes,
-    {"this is one micro-batch": lambda **v: ring_bytes(**v | dict(k=1)),
-     "this is forward alone": lambda **v: ring_bytes(**v, back=0),
-     "gradients of k and v are sums, and travel in fp32": lambda **v: ring_bytes(**v, wide=2),
-     "this is all ranks together": lambda **v: ring_bytes(**v) * v["cp"]},
+    {"this is one micro-batch": dict(k=1), "this is forward alone": dict(back=0),
+     "gradients of k and v are sums, and travel in fp32": dict(wide=2), "this is all ranks together": dict(own=False)},
 )  # fmt: skip
 
 LAB = Lab(5, ("step05_cp_ring",), (PARTS, TOKENS, SHARES, ROUND, WHOLE), QUESTION)

@@ -449,8 +449,8 @@ KEEPING = Task(
 
 QUESTION = Question(
     dict(p=(4, 6, 8), m=range(9, 45), MB=range(3, 61)),
-    lambda p, m, MB: (p - 1) * MB,
-    {"this is afab's": lambda p, m, MB: m * MB, "this is rank 0's": lambda p, m, MB: p * MB},
+    lambda p, m, MB, held=lambda p, m: p - 1: held(p, m) * MB,
+    {"this is afab's": dict(held=lambda p, m: m), "this is rank 0's": dict(held=lambda p, m: p)},
 )
 
 LAB = Lab(6, ("common.schedules", "step06_pipeline"), (ORDERS, STAGE, MESSAGES, PROGRAMS, KEEPING), QUESTION)

@@ -446,10 +446,9 @@ QUESTION = Question(
     dict(ep=(4, 8), E=(2, 4, 8), top=(3, 5), h=range(1024, 4097, 512), L=(12, 24, 32), b=(1, 2),
          s=range(2048, 8193, 1024), k=(4, 6, 7)),
     bytes_over_ep,
-    {"this is forward alone": lambda **v: bytes_over_ep(**v, ways=2),
-     "a token sends a row for each of its experts": lambda **v: bytes_over_ep(**v | dict(top=1)),
-     "1/ep of the rows stay where they are": lambda **v: bytes_over_ep(**v, away=1.0),
-     "this is one micro-batch": lambda **v: bytes_over_ep(**v) / v["k"]},
+    {"this is forward alone": dict(ways=2), "this is one micro-batch": dict(k=1),
+     "a token sends a row for each of its experts": dict(top=1),
+     "1/ep of the rows stay where they are": dict(away=1.0)},
 )  # fmt: skip
 
 LAB = Lab(7, ("step07_moe_ep",), (EXPERTS, LAYER, BALANCE, TRAVEL, DEALING), QUESTION)

@@ -6,6 +6,7 @@ through a list of jobs; each writes its answers into a pipe. In the end all desc
 have left the process group: the grader is their subreaper. A failed job costs this job; the rest get a new session.
 """
 
+import ast
 import contextlib
 import ctypes
 import faulthandler
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from labs.course import Case
-from labs.source import SHIFT, assemble, missing
+from labs.source import SHIFT, assemble, definitions
 
 MOST_OUTPUT = 2**24  # bytes that a student's prints may write to a file
 MOST_ANSWER = 2**28  # bytes of one rank's answer
@@ -50,8 +51,8 @@ class World:
     modules: tuple[str, ...]
     student: dict[str, str] = field(default_factory=dict)
     project: dict[str, str] = field(default_factory=dict)
-    given: dict[str, set[str]] = field(default_factory=dict)
-    wanted: dict[str, set[str]] = field(default_factory=dict)
+    given: dict[str, Collection[str]] = field(default_factory=dict)
+    wanted: dict[str, Collection[str]] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     output: Path | None = None
     before: Callable[[int], Any] | None = None
@@ -95,10 +96,9 @@ def build(world: World) -> ModuleType:
         if not text.strip():
             raise Failed(f"{where[4:]} is missing or empty")
         try:
-            if lost := missing(text, world.wanted.get(name, ())):
-                raise Failed(f"{where[4:]} has no {lost[0]} any more")
-            tree = assemble(text, world.project[name], world.given.get(name, ()))
-            code = compile(tree, where, "exec")
+            if lost := world.wanted[name] - definitions(ast.parse(text)).keys():
+                raise Failed(f"{where[4:]} has no {min(lost)} any more")
+            code = compile(assemble(text, world.project[name], world.given[name]), where, "exec")
         except SyntaxError as error:
             error.filename = where
             raise
@@ -357,13 +357,3 @@ def failure(child: int, answers: dict, errors: dict[int, str], ranks: int, scrat
         stood.append(f"rank {rank}{frame_of(found[::-1]) or ' in the code around it'}")
     kinds = "an endless loop, ranks that wait for one another, or a busy machine: --seconds"
     return Failed(f"no answer within {seconds:g} s ({kinds}): {', '.join(stood)}")
-
-
-def call(function: Callable[..., Any], *args: Any, seconds: float = 20.0) -> Any:
-    """What a function of ours finds in a student's source, in a process that may crash. Raises Failed."""
-    job = Case(0)
-    job.found = lambda _step, _mesh: function(*args)
-    (outcome,) = run(World(modules=("labs",)), [job], seconds)
-    if isinstance(outcome, Failed):
-        raise outcome
-    return outcome[0]

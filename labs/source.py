@@ -53,10 +53,13 @@ def hollow(text: str, holes: dict[str, int], lab: int) -> str:
 
 
 def assemble(student: str, project: str, given: Collection[str]) -> ast.Module:
-    """The student's module, in which the holes `given` are the project's. Raises SyntaxError, and what a parser may."""
+    """The student's module, in which the holes `given` are the project's, as far as it has them.
+
+    Raises SyntaxError, and what a parser may.
+    """
     tree, ours = ast.parse(student), ast.parse(project)
     right = definitions(ours)
-    for name in given:
+    for name in (name for name in given if not is_hole(right[name])):
         owner, _, method = name.rpartition(".")
         home = tree
         if owner:
@@ -73,11 +76,6 @@ def assemble(student: str, project: str, given: Collection[str]) -> ast.Module:
     imports = [node for node in ours.body if isinstance(node, ast.Import | ast.ImportFrom)]  # that ours may need
     rest = [node for node in tree.body if node not in future]
     return ast.fix_missing_locations(ast.Module([*future, *imports, *rest], []))
-
-
-def missing(student: str, holes: Collection[str]) -> list[str]:
-    """Holes that the source has no more."""
-    return sorted(set(holes) - definitions(ast.parse(student)).keys())
 
 
 def fingerprint(node: ast.FunctionDef) -> str:
@@ -113,10 +111,12 @@ def facts(
         theirs, ours = definitions(ast.parse(text)), definitions(ast.parse(project[module]))
         for name in holes[module]:
             if name in theirs and not is_hole(theirs[name]):
+                own = fingerprint(theirs[name])
                 written += 1
-                same += fingerprint(theirs[name]) == fingerprint(ours[name])
-                if fingerprint(theirs[name]) != fingerprint(ours[name]):
-                    prints.append(f"{name}: {fingerprint(theirs[name])}")
+                if own == fingerprint(ours[name]):
+                    same += 1
+                else:
+                    prints.append(f"{name}: {own}")
         reaches |= set(words_of(text)) - set(words_of(project[module]))
     return dict(written=written, same=same, prints=prints, reaches=sorted(reaches))
 

@@ -114,7 +114,7 @@ def test_a_question_differs_by_id_and_names_mistakes(number):
     right = question.right(ID)
     assert question.judge(ID, right) == ""
     for words, mistake in question.mistakes.items():
-        assert words in question.judge(ID, mistake(**question.values(ID)))
+        assert words in question.judge(ID, question.answer(**question.values(ID) | mistake))
     for answer in ("", "x", True, None, [1], {}, float("inf"), float("nan"), right * 1.37 + 2, 10**400):
         text = question.judge(ID, answer)
         assert text and f"{right:.6g}" not in text
