@@ -31,14 +31,21 @@ if __name__ == "__main__":
 '''
 
 
-def start(number: int, path: Path, student: str) -> Path:
-    """Make the folder of a lab. Raises UserError if there is something already."""
-    lab, path = load(number), path.expanduser().resolve()
-    if not re.fullmatch(r"[\w.@-]{1,64}", student):
-        raise UserError(f"--id {student}: letters, digits and .@_- please")
+def new_folder(path: Path) -> Path:
+    """Its whole path. Raises UserError if there is something already."""
+    path = path.expanduser().resolve()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path} is not empty: name a new folder")
     path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def start(number: int, path: Path, student: str) -> Path:
+    """Make the folder of a lab. Raises UserError if there is something already."""
+    lab = load(number)
+    if not re.fullmatch(r"[\w.@-]{1,64}", student):
+        raise UserError(f"--id {student}: letters, digits and .@_- please")
+    path = new_folder(path)
     for module in lab.modules:
         (path / file_of(module)).write_text(hollow(path_of(module).read_text(), lab.holes(module), number))
     asked = lab.question.text.format(**lab.question.values(student)).splitlines()
@@ -52,39 +59,18 @@ def start(number: int, path: Path, student: str) -> Path:
 
 
 def text_of_lab(lab: Lab, path: Path) -> str:
-    """LAB.md: what to do, in which order, with which commands."""
-    files = " and ".join(f"`{file_of(module)}`" for module in lab.modules)
-    words = (
-        f"In {files} some functions only raise `NotImplementedError`. Write them: signature and docstring are the "
-        "specification. Do the tasks in order. Each criterion is judged by itself, on inputs drawn from the id in "
-        "`answers.toml`, with the project's functions, if this copy has them, in the place of those of other tasks. A "
-        "failed one prints the first number that differs."
-    )
-    lines = [
-        f"# {lab.title} (lab {lab.number})",
-        "",
-        f"{lab.points} points, about {sum(task.minutes for task in lab.tasks)} minutes. Two cores and 2 GB suffice.",
-        "",
-        *textwrap.wrap(words, 112),
-        "",
-        "In this folder, with the project's environment active:",
-        "```bash",
-        f"cd {path}",
-        "python -m labs check . --task 1   # one task; --watch: again at every save; without --task all of them",
-        "python -m labs hint . 1           # the next of three hints for task 1",
-        f"python -m labs run . -- --steps 20 {lab.flags}   # your file as it stands, with flags of the step",
-        "```",
-        "What your code prints in a check goes to `output.txt`. `progress.txt` keeps notes.",
-        "",
-    ]
+    """LAB.md, filled in: what to do, in which order, with which commands."""
+    parts = []
     for number, task in enumerate(lab.tasks, 1):
-        lines += [f"## Task {number}: {task.name} ({task.minutes} min, {task.points} points)", ""]
-        for module in lab.modules:
-            if names := lab.holes(module, number):
-                lines.append(f"Write in `{file_of(module)}`: {', '.join(f'`{name}`' for name in names)}.")
-        lines += [*textwrap.wrap(f"Read first: {task.read}.", 112), ""]
-        lines += [f"- {c.says} ({c.points})" for c in task.criteria] + [""]
-    return "\n".join([*lines, f"## The question ({lab.question.points} points): in `answers.toml`", ""])
+        names = {file_of(module): ", ".join(f"`{n}`" for n in lab.holes(module, number)) for module in lab.modules}
+        write = "\n".join(f"Write in `{file}`: {some}." for file, some in names.items() if some)
+        read = textwrap.fill(f"Read first: {task.read}.", 112)
+        criteria = "\n".join(f"- {criterion.says} ({criterion.points})" for criterion in task.criteria)
+        title = f"## Task {number}: {task.name} ({task.minutes} min, {task.points} points)"
+        parts.append(f"{title}\n\n{write}\n{read}\n\n{criteria}\n")
+    minutes, files = sum(task.minutes for task in lab.tasks), " and ".join(f"`{file_of(m)}`" for m in lab.modules)
+    text = (ROOT / "labs/LAB.md").read_text()
+    return text.format(lab=lab, path=path, minutes=minutes, files=files, tasks="\n".join(parts))
 
 
 def text_in(path: Path) -> str:

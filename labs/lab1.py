@@ -2,38 +2,42 @@
 
 import math
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from common.model import Decoder
 from labs import training
 from labs.course import Case, Lab, Most, Question, Task, demands
-from labs.probes import decoder, gradients
+from labs.probes import Small, adamw, gradients, update
 from labs.training import trains
 
 # --- task 1: the learning rate ---------------------------------------------------------------------------------------
 
 
+def learning_rate(step: int, config: Any) -> float:
+    """By the formulas."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    part = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    return config.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * part)) / 2)
+
+
 class Rates(Case):
     """The rates of all steps."""
 
-    def setup(self):
-        self.peak = 0.001 * (1 + self.seed % 90)
-
     def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        config = step.Config(lr=self.peak, warmup_steps=self.warmup, steps=self.steps)
-        return {f"the rate of step {i}": step.learning_rate(i, config) for i in range(self.steps)}
+        return self.by(step.learning_rate, step.Config)
 
     def expected(self, rank: int) -> dict[str, Any]:
-        found = {}
-        for i in range(self.steps):
-            part = (i - self.warmup) / max(1, self.steps - self.warmup)
-            cosine = self.peak * (0.1 + 0.9 * (1 + math.cos(math.pi * part)) / 2)
-            found[f"the rate of step {i}"] = self.peak * (i + 1) / self.warmup if i < self.warmup else cosine
-        return found
+        return self.by(learning_rate, SimpleNamespace)
+
+    def by(self, rule: Any, kind: Any) -> dict[str, Any]:
+        """Either."""
+        config = kind(lr=0.001 * (1 + self.seed % 90), warmup_steps=self.warmup, steps=self.steps)
+        return {f"the rate of step {i}": rule(i, config) for i in range(self.steps)}
 
 
 SCHEDULES = (dict(warmup=5, steps=23), dict(warmup=0, steps=7), dict(warmup=4, steps=4))
@@ -49,37 +53,24 @@ SHAPES = {"layers.0.q_proj.weight": (6, 5), "layers.0.input_layernorm.weight": (
 SHAPES |= {"lm_head.weight": (7, 5)}
 
 
-def adamw_by_hand(start: Tensor, gradients: list[Tensor], rates: list[float], decay: float) -> Tensor:
-    """The update rule of Loshchilov and Hutter, written out."""
-    w, m, v = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
-    for t, (g, lr) in enumerate(zip(gradients, rates, strict=True), 1):
-        w = w * (1 - lr * decay)
-        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
-        w = w - lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)
-    return w
-
-
 class Rule(Case):
     """Three updates of drawn tensors."""
 
     def found(self, step: Any, mesh: Any) -> dict[str, Any]:
+        return self.by(lambda masters: step.adamw(masters, step.Config(weight_decay=0.3)))
+
+    def expected(self, rank: int) -> dict[str, Any]:
+        return self.by(lambda masters: adamw(masters.values(), 0.3))
+
+    def by(self, rule_of: Any) -> dict[str, Any]:
+        """Either."""
         masters = {name: self.draw(name, *shape) for name, shape in SHAPES.items()}
-        rule = step.adamw(masters, step.Config(weight_decay=0.3))
+        rule = rule_of(masters)
         for i in range(3):
             for name, tensor in masters.items():
                 tensor.grad = self.draw(f"{name} {i}", *tensor.shape)
-            for group in rule.param_groups:
-                group["lr"] = 0.1 / (i + 1)
-            rule.step()
+            update(rule, 0.1 / (i + 1))
         return masters | {"tensors in the rule's groups": sum(len(group["params"]) for group in rule.param_groups)}
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        found = {"tensors in the rule's groups": len(SHAPES)}
-        for name, shape in SHAPES.items():
-            parts = [self.draw(f"{name} {i}", *shape) for i in range(3)]
-            decay = 0.3 * (len(shape) > 1)
-            found[name] = adamw_by_hand(self.draw(name, *shape), parts, [0.1, 0.05, 0.1 / 3], decay)
-        return found
 
 
 RULE = Task(
@@ -146,8 +137,11 @@ class Update(Case):
             start = end = param.detach().double()
             if param.requires_grad:
                 sums = [sum(self.part(name, param, s, i).double() for i in range(3)) for s in range(2)]
-                scaled = [sums[turn % 2] * factor for turn, (_, factor) in enumerate(self.plan())]
-                end = adamw_by_hand(start, scaled, [lr for lr, _ in self.plan()], 0.0)
+                end = start.clone()
+                rule = adamw([end], 0.0)
+                for turn, (lr, factor) in enumerate(self.plan()):
+                    end.grad = sums[turn % 2] * factor
+                    update(rule, lr)
                 found[f"gradients()[{name}]"] = sums[0].to(wide)
             found |= {f"{name} after the updates": end, f"how far {name} has moved": end - start}
             found[f"the dtype of {name}"] = str(param.dtype)
@@ -172,16 +166,11 @@ MASTERS = Task(
 RUNS, KEPT = "runs of each layer", "activations inside of layers that are kept"
 
 
-class Recomputed(Case):
+class Recomputed(Small):
     """Forward and backward: how often a layer has run, what it keeps in between, gradients."""
 
-    def inputs(self) -> tuple[Decoder, Tensor]:
-        """A model and its tokens."""
-        shape = dict(dim=16, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=12, vocab_size=13, seq_len=6)
-        return decoder(self.seed, **shape), self.ids("tokens", 13, 2, 6)
-
     def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        (model, tokens), runs, kept = self.inputs(), [0] * 3, []
+        model, runs, kept = self.model(), [0] * 3, []
         step.recompute_layers(model)
         for i, layer in enumerate(model.model.layers.values()):
 
@@ -190,14 +179,14 @@ class Recomputed(Case):
                 kept.append(StorageWeakRef(output.untyped_storage()))
 
             layer.mlp.gate_proj.register_forward_hook(note)
-        loss = model(tokens, tokens.flip(0))
+        loss = self.loss(model, 0, 1, 0)
         found = {KEPT: sum(not ref.expired() for ref in kept), "the loss": loss.detach(), f"{RUNS} in forward": [*runs]}
         loss.backward()
         return found | {f"{RUNS}, backward included": runs} | gradients(model)
 
     def expected(self, rank: int) -> dict[str, Any]:
-        model, tokens = self.inputs()
-        loss = model(tokens, tokens.flip(0))
+        model = self.model()
+        loss = self.loss(model, 0, 1, 0)
         loss.backward()
         found = {KEPT: 0, f"{RUNS} in forward": [1] * 3, f"{RUNS}, backward included": [2] * 3}
         return found | {"the loss": loss.detach()} | gradients(model)
@@ -214,7 +203,7 @@ RECOMPUTE = Task(
 # --- task 5: the loop ------------------------------------------------------------------------------------------------
 
 
-class Loop(Case):
+class Loop(training.Trained):
     """Train: how large micro-batches are, how many graphs are there at the end of a step, what is recorded."""
 
     def found(self, step: Any, mesh: Any) -> dict[str, Any]:
@@ -241,16 +230,14 @@ class Loop(Case):
                 graphs.append(len(alive))
                 super().record(step, tokens, **numbers)
 
-        config = step.Config(**training.flags_of(self))
-        with training.tokens(self), Probe(config) as run:
-            step.train(config, run)
+        run = self.run(step, Probe)
         found = {"graphs of micro-batches at the end of a step": max(graphs), "sequences of each micro-batch": sizes}
         found |= {f"recorded as `{name}`": [row[name] for row in run.history] for name in ("tokens", "lr")}
         types = [type(run.history[0][name]).__name__ for name in ("loss", "grad_norm")]
         return found | {"types of the recorded loss and grad_norm": types}
 
     def expected(self, rank: int) -> dict[str, Any]:
-        lr = training.flags_of(self)["lr"]
+        lr = training.FLAGS["lr"]
         found = {"graphs of micro-batches at the end of a step": Most(1)}
         found |= {"sequences of each micro-batch": [5, 5, 2] * 2, "recorded as `tokens`": [12 * 16] * 2}
         return found | {"recorded as `lr`": [lr / 2, lr], "types of the recorded loss and grad_norm": ["float"] * 2}

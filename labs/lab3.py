@@ -1,21 +1,19 @@
 """Lab 3: ZeRO (step03_zero.py)."""
 
-from itertools import pairwise
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from common.comm import Group, Mesh
 from common.layout import note_layout
 from common.model import Decoder
 from labs.course import Case, Lab, Most, Question, Task, demands
-from labs.probes import CPU, decoder, gradients
+from labs.probes import CPU, Small, adamw, decoder, update
 from labs.tape import Tape
 from labs.training import trains
-
-SHAPE = dict(dim=8, n_layers=3, n_heads=2, n_kv_heads=1, ffn_dim=12, vocab_size=11, seq_len=4)
 
 # --- task 1: slices --------------------------------------------------------------------------------------------------
 
@@ -65,7 +63,7 @@ class Units(Case):
     """The units of a decoder of twelve layers, in one of which the MLP is held by other ranks, sorted."""
 
     def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        model = decoder(**SHAPE | dict(n_layers=12))
+        model = decoder(n_layers=12)
         for param in model.model.layers["10"].mlp.parameters():
             note_layout(param, data_group="expert_data")
         return {"the units": sorted(sorted(names) for names in step.unit_names(model))}
@@ -91,30 +89,24 @@ CUT = Task(
 # --- what tasks 2 to 4 and 6 run -------------------------------------------------------------------------------------
 
 
-class Zero(Case):
+class Zero(Small):
     """A decoder on some ranks, and the optimizer of a stage."""
+
+    dtype = "float64"
 
     def optimizer(self, step: Any, mesh: Mesh) -> tuple[Decoder, Any]:
         """Both."""
-        model, config = decoder(**SHAPE), SimpleNamespace(seed=self.seed % 1000, optimizer="adamw", weight_decay=0.1)
-        dtype = getattr(torch, self.sizes.get("dtype", "float64"))
-        return model, step.STAGES[self.stage](model, config, mesh, CPU, dtype)
+        model, config = decoder(), SimpleNamespace(seed=self.seed % 1000, optimizer="adamw", weight_decay=0.1)
+        return model, step.STAGES[self.stage](model, config, mesh, CPU, getattr(torch, self.dtype))
 
-    def loss(self, model: Decoder, rank: int, turn: int, micro: int) -> Tensor:
-        """The loss of drawn tokens."""
-        tokens = self.ids(f"tokens {rank} {turn} {micro}", 11, 2, 4)
-        return model(tokens, tokens.flip(1))
-
-    def units(self) -> list[tuple[int, dict[str, tuple[int, int]]]]:
-        """By unit: elements of a slice; names, and where they are in the buffer."""
-        named, units = {name: p.numel() for name, p in decoder(**SHAPE).named_parameters()}, []
-        heads = ["model.embed_tokens.", *(f"model.layers.{i}." for i in range(SHAPE["n_layers"])), ""]
-        for head in heads:
-            names = [name for name in named if name.startswith(head)]
-            ends = [sum(named[name] for name in names[:i]) for i in range(len(names) + 1)]
-            units.append((-(-ends[-1] // self.ranks), dict(zip(names, pairwise(ends), strict=True))))
-            named = {name: size for name, size in named.items() if name not in names}
-        return units
+    def units(self) -> list[tuple[int, dict[str, int]]]:
+        """By unit: elements of a slice; names, and where they begin in the buffer."""
+        sizes, found = {name: p.numel() for name, p in decoder().named_parameters()}, []
+        for head in ["model.embed_tokens.", *(f"model.layers.{i}." for i in range(3)), ("model.norm", "lm_head")]:
+            names = [name for name in sizes if name.startswith(head)]
+            *starts, end = accumulate((sizes[name] for name in names), initial=0)
+            found.append((-(-end // self.ranks), dict(zip(names, starts, strict=True))))
+        return found
 
     def sent(self, width: int = 8) -> list[int]:
         """Bytes that a rank sends of each unit in a reduce-scatter or an all-gather."""
@@ -128,12 +120,8 @@ class Sums(Zero):
         model, zero = self.optimizer(step, mesh)
         found: dict[str, Any] = {}
         for turn in (1, 2):
-            zero.begin(self.micro)
             sums, left, hidden = [], 0, 0
-            for i in range(self.micro):
-                loss = self.loss(model, mesh["dp"].rank, turn, i)
-                with Tape(mesh) as tape:
-                    loss.backward()
+            for tape in self.backwards(model, zero, mesh, turn):
                 sums += [round(event.sent) for event in tape.starts() if "gather" not in event.what]
                 left, hidden = max(left, sum(u.gradient is not None for u in zero.units)), hidden + tape.hidden()
                 left += sum(param.grad is not None for param in model.parameters()) if self.stage > 1 else 0
@@ -150,13 +138,12 @@ class Sums(Zero):
     def expected(self, rank: int) -> dict[str, Any]:
         found = {}
         for turn in (1, 2):
-            model = decoder(self.seed, **SHAPE)
-            sum(self.loss(model, r, turn, i) for r in range(self.ranks) for i in range(self.micro)).backward()
-            whole = gradients(model, "")
+            whole = self.one_device(turn, "our part of the gradient of")
             for length, unit in self.units():
-                for name, (start, stop) in unit.items():
-                    here = torch.arange(start, stop) // length == rank
-                    found[f"step {turn}: our part of the gradient of {name}"] = whole[f" {name}"].flatten()[here]
+                for name, start in unit.items():
+                    key = f"step {turn}: our part of the gradient of {name}"
+                    places = torch.arange(start, start + whole[key].numel())
+                    found[key] = whole[key].flatten()[places // length == rank]
             times = self.micro if self.stage > 1 else 1
             found[f"step {turn}: bytes of the sums"] = sorted(self.sent() * times)
             found[f"step {turn}: units with a whole gradient after a backward"] = Most(1)
@@ -196,16 +183,13 @@ class Update(Zero):
 
     def expected(self, rank: int) -> dict[str, Any]:
         dtype, found = getattr(torch, self.dtype), {}
-        named = decoder(self.seed, dtype, **SHAPE).named_parameters()
+        named = decoder(self.seed, dtype).named_parameters()
         masters = {name: p.detach().to(torch.promote_types(dtype, torch.float32)) for name, p in named}
-        groups = [dict(params=[p], weight_decay=0.1 * (p.dim() > 1)) for p in masters.values()]
-        rule = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+        rule = adamw(masters.values(), 0.1)
         for turn in (1, 2):
             for name, master in masters.items():
                 master.grad = self.draw(f"{name} {turn}", *master.shape).to(master.dtype) * 0.5**turn
-            for group in rule.param_groups:
-                group["lr"] = 0.1 / turn
-            rule.step()
+            update(rule, 0.1 / turn)
             sent = dict(dp=sum(self.sent(dtype.itemsize)))
             found |= {f"bytes of update {turn}": sent, f"gradients left after update {turn}": 0}
         return found | {f"{name} after two updates": m.to(dtype).double() for name, m in masters.items()}
@@ -239,13 +223,16 @@ STAGE_2 = Task(
 # --- task 5: gather and free -----------------------------------------------------------------------------------------
 
 
+LEFT = "bytes of the buffer at first, freed, freed again, and freed while it arrives"
+
+
 class Gather(Case):
-    """A unit that is gathered and freed twice, with other slices the second time."""
+    """A unit that is gathered and freed twice, with other slices the second time; then freed while it arrives."""
 
     def found(self, step: Any, mesh: Any) -> dict[str, Any]:
         named = {f"p{i}": nn.Parameter(self.draw(f"p{i}", *shape)) for i, shape in enumerate(self.shapes)}
         unit = step.SlicedUnit(named, mesh["dp"])
-        found = {"at first: bytes of the buffer": unit.flat.untyped_storage().nbytes()}
+        found, left = {}, [unit.flat.untyped_storage().nbytes()]
         for turn in (1, 2):
             with Tape(mesh) as tape:
                 unit.gather()
@@ -256,17 +243,17 @@ class Gather(Case):
             found |= {f"turn {turn}: {name}": param.detach().clone() for name, param in named.items()}
             unit.free()
             unit.free()
-            found[f"turn {turn}, after free(): bytes of the buffer"] = unit.flat.untyped_storage().nbytes()
+            left.append(unit.flat.untyped_storage().nbytes())
             unit.slice.mul_(3)
         unit.gather()
         unit.free()
-        return found | {"freed while it arrives: bytes of the buffer": unit.flat.untyped_storage().nbytes()}
+        return found | {LEFT: [*left, unit.flat.untyped_storage().nbytes()]}
 
     def expected(self, rank: int) -> dict[str, Any]:
-        found = {"at first: bytes of the buffer": 0, "freed while it arrives: bytes of the buffer": 0}
+        found: dict[str, Any] = {LEFT: [0] * 4}
         length = -(-sum(a * b for a, b in self.shapes) // self.ranks)
         for turn in (1, 2):
-            found[f"turn {turn}: waits in gather()"] = found[f"turn {turn}, after free(): bytes of the buffer"] = 0
+            found[f"turn {turn}: waits in gather()"] = 0
             found[f"turn {turn}: bytes sent by gather() and another gather()"] = dict(dp=8 * length * (self.ranks - 1))
             found |= {f"turn {turn}: p{i}": self.draw(f"p{i}", *s) * 3 ** (turn - 1) for i, s in enumerate(self.shapes)}
         return found
@@ -286,12 +273,6 @@ FREE = Task(
 THERE = "units whose weights are there, layer by layer"
 
 
-def unit_number(unit: Any) -> int:
-    """Its place in the order of forward; 0 is the embedding."""
-    name = next(iter(unit.named))
-    return 0 if "embed" in name else 1 + int(name.split(".")[2]) if "layers" in name else 99
-
-
 class There(Zero):
     """Micro-batches in stage 3: which units are there while each layer computes; bytes; losses."""
 
@@ -299,7 +280,8 @@ class There(Zero):
         model, zero = self.optimizer(step, mesh)
         there: list[list[int]] = []
         found: dict[str, Any] = {}
-        units = sorted(zero.units, key=unit_number)
+        order = [next(iter(names)) for _, names in self.units()]  # of forward; 0 is the embedding
+        units = [next(unit for unit in zero.units if name in unit.named) for name in order]
 
         def note(*_: Any):
             there.append([i for i, unit in enumerate(units) if unit.flat.untyped_storage().nbytes()])
@@ -311,10 +293,8 @@ class There(Zero):
         for i in range(self.micro):
             with Tape(mesh) as tape:
                 loss = self.loss(model, mesh["dp"].rank, 1, i)
-                found[f"micro-batch {i}, forward: {THERE}"] = [*there]
-                there.clear()
                 loss.backward()
-            found[f"micro-batch {i}, backward: {THERE}"] = [*there]
+            found[f"micro-batch {i}: {THERE}"] = [*there]
             there.clear()
             found[f"micro-batch {i}: the loss"] = loss
             found[f"micro-batch {i}: bytes gathered"] = sum(e.sent for e in tape.starts() if "gather" in e.what)
@@ -324,11 +304,10 @@ class There(Zero):
         return found | {"bytes of weights between steps": sum(u.flat.untyped_storage().nbytes() for u in zero.units)}
 
     def expected(self, rank: int) -> dict[str, Any]:
-        model, found, L = decoder(self.seed, **SHAPE), {"bytes of weights between steps": 0}, SHAPE["n_layers"]
+        model, found = self.model(), {"bytes of weights between steps": 0}
         first, *layers, last = self.sent()
         for i in range(self.micro):
-            found[f"micro-batch {i}, forward: {THERE}"] = [[k, k + 1] for k in range(1, L + 1)]
-            found[f"micro-batch {i}, backward: {THERE}"] = [[k - 1, k] for k in range(L, 1, -1)] + [[1]]
+            found[f"micro-batch {i}: {THERE}"] = [[1, 2], [2, 3], [3, 4], [2, 3], [1, 2], [1]]  # there and back
             found[f"micro-batch {i}: the loss"] = self.loss(model, rank, 1, i).detach()
             found[f"micro-batch {i}: bytes gathered"] = first + 2 * sum(layers) + last
             found[f"micro-batch {i}: matmuls run while something is under way"] = True

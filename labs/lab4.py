@@ -11,7 +11,7 @@ from common.comm import Group
 from common.layout import Layout
 from common.model import IGNORE, Decoder
 from labs.course import Case, Lab, Most, Question, Task, demands
-from labs.probes import decoder, fill, record, refused, same
+from labs.probes import Small, decoder, fill, partial_over, record, refused, there_and_back
 from labs.tape import Tape
 from labs.training import trains
 
@@ -24,6 +24,7 @@ class Tokens(Case):
     def setup(self):
         self.x = self.draw("x", self.ranks, self.b, self.ranks * self.part, self.dim)
         self.half = dict(tp=(self.ranks - 1) * self.x[0].nbytes / self.ranks)  # bytes of half an all-reduce
+        self.whole = dict(tp=2 * self.half["tp"])
 
     def here(self, rank: int) -> slice:
         """A rank's tokens."""
@@ -55,9 +56,11 @@ class Collective(Tokens):
 
     def expected(self, rank: int) -> dict[str, Any]:
         total = self.x.sum(0)
-        split = total[:, self.here(rank)]
-        result = dict(sum_over_ranks=total, gather_tokens=self.gathered(), sum_and_split_tokens=split)[self.name]
-        sent = dict(tp=2 * self.half["tp"]) if self.name == "sum_over_ranks" else self.half
+        result, sent = dict(
+            sum_over_ranks=(total, self.whole),
+            gather_tokens=(self.gathered(), self.half),
+            sum_and_split_tokens=(total[:, self.here(rank)], self.half),
+        )[self.name]
         return {"the result": result, "bytes sent": sent, "the input after the call": self.given(rank)}
 
 
@@ -85,30 +88,25 @@ COLLECTIVES = Task(
 class Pair(Tokens):
     """f or g forward and backward. The gradient of f's output differs by rank, that of g's is the whole output's."""
 
+    names = ("the output", "the gradient of the input")
+
     def found(self, step: Any, mesh: Any) -> dict[str, Any]:
         group, here, f = mesh["tp"], self.here(mesh["tp"].rank), self.name == "f"
-        x, dy = self.x[group.rank], self.draw("dy", *self.x.shape)
-        own = strided(x[:, here] if self.sp and f else x).requires_grad_()
-        grad = (dy[group.rank] if f else dy[0][:, here] if self.sp else dy[0]).clone()
-        given = own.detach().clone(), grad.clone()
-        with Tape(mesh) as tape:
-            y = (step.enter_block if f else step.leave_block)(own, group, self.sp)
-        with Tape(mesh) as back:
-            y.backward(grad)
-        found = {"the output": y, "the gradient of the input": own.grad}
-        found |= {"bytes sent forward": tape.sent(), "bytes sent backward": back.sent()}
-        return found | {"the input and the given gradient stay": same(given, (own.detach(), grad))}
+        x, dy = self.x[group.rank], self.draw("dy", *self.x.shape)[group.rank if f else 0]
+        if self.sp:
+            x, dy = (x[:, here], dy) if f else (x, dy[:, here])
+        block = step.enter_block if f else step.leave_block
+        return there_and_back(self.names, lambda x: block(x, group, self.sp), [strided(x)], dy.clone(), mesh)
 
     def expected(self, rank: int) -> dict[str, Any]:
-        here, f, dy, all_reduce = self.here(rank), self.name == "f", self.draw("dy", *self.x.shape), self.half["tp"] * 2
+        here, f, dy = self.here(rank), self.name == "f", self.draw("dy", *self.x.shape)
         output, gradient = (self.x[rank], dy.sum(0)) if f else (self.x.sum(0), dy[0])  # a copy's transpose is a sum
-        forward, backward = ({}, dict(tp=all_reduce)) if f else (dict(tp=all_reduce), {})
+        forward, backward = ({}, self.whole) if f else (self.whole, {})
         if self.sp:
             forward = backward = self.half
             output, gradient = (self.gathered(), gradient[:, here]) if f else (output[:, here], gradient)
-        found = {"the output": output, "the gradient of the input": gradient}
-        found |= {"bytes sent forward": forward, "bytes sent backward": backward}
-        return found | {"the input and the given gradient stay": True}
+        found = dict(zip(self.names, (output, gradient), strict=True)) | {"the inputs stay": True}
+        return found | {"bytes forward": forward, "bytes backward": backward}
 
 
 (F_PLAIN, F_SP), (G_PLAIN, G_SP) = (
@@ -151,22 +149,25 @@ class Words(Case):
 class Embedding(Words):
     """The embedding of a part of the table, and its gradient."""
 
+    names = ("the embedding", "the gradient of its weight")
+
+    def setup(self):
+        super().setup()
+        self.table, self.dy = self.draw("table", self.dim, self.vocab), self.draw("dy", self.b, self.s, self.dim)
+
     def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        rank, table = mesh["tp"].rank, self.draw("table", self.dim, self.vocab)
-        layer = step.VocabParallelEmbedding(nn.Parameter(self.part(table, rank, 0.0).T.clone()), self.own(rank))
-        given, out = self.tokens.clone(), layer(self.tokens)
-        out.backward(self.draw("dy", *out.shape))
-        gradient = layer.weight.grad[: len(self.own(rank))]
-        stay = torch.equal(given, self.tokens)
-        return {"the embedding": out, "the gradient of its weight": gradient, "tokens stay": stay}
+        rank, given = mesh["tp"].rank, self.tokens.clone()
+        layer = step.VocabParallelEmbedding(nn.Parameter(self.part(self.table, rank, 0.0).T.clone()), self.own(rank))
+        found = there_and_back(self.names, lambda _: layer(self.tokens), [layer.weight], self.dy)
+        found[self.names[1]] = found[self.names[1]][: len(self.own(rank))]
+        return found | {"tokens stay": torch.equal(given, self.tokens)}
 
     def expected(self, rank: int) -> dict[str, Any]:
-        ids, table = self.own(rank), self.draw("table", self.dim, self.vocab).T.clone().requires_grad_()
-        here = (self.tokens >= ids.start) & (self.tokens < ids.stop)
-        out = F.embedding(self.tokens, table) * here[..., None]
-        out.backward(self.draw("dy", *out.shape))
-        gradient = table.grad[ids.start : ids.stop]
-        return {"the embedding": out.detach(), "the gradient of its weight": gradient, "tokens stay": True}
+        ids = self.own(rank)
+        here = ((self.tokens >= ids.start) & (self.tokens < ids.stop))[..., None]
+        found = there_and_back(self.names, lambda x: F.embedding(self.tokens, x) * here, [self.table.T], self.dy)
+        found[self.names[1]] = found[self.names[1]][ids.start : ids.stop]
+        return found | {"tokens stay": True}
 
     def explain(self, rank: int, key: str, found: Any, expected: Any) -> str:
         if key != "the embedding" or getattr(found, "shape", None) != expected.shape:
@@ -178,28 +179,34 @@ class Embedding(Words):
         return f"token {token} belongs to rank {owner}, which has {ids}: here it has to be {kind}"
 
 
+SEVENTH = torch.tensor(1 / 7).double()
+
+
 class Loss(Words):
-    """The loss of a part of the logits, behind which the padding has numbers that must not count."""
+    """A seventh of the loss of a part of the logits, behind which the padding has numbers that must not count."""
+
+    names = ("the loss", "the gradient of the logits")
+
+    def logits(self) -> Tensor:
+        """Whole."""
+        return self.draw("logits", self.b, self.s, self.vocab) * self.size
 
     def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        group, logits = mesh["tp"], self.draw("logits", self.b, self.s, self.vocab) * self.size
-        own = self.part(logits, group.rank, 3.0).requires_grad_()
-        given = own.detach().clone(), self.targets.clone()
-        with Tape(mesh) as tape:
-            loss = step.vocab_parallel_cross_entropy(own, self.targets, self.own(group.rank), group)
-        with Tape(mesh) as back:
-            (loss / 7).backward()
-        found = {"the loss": loss, "the gradient of the logits": own.grad}
-        found |= {"bytes forward": sum(tape.sent().values()), "bytes backward": sum(back.sent().values())}
-        return found | {"logits and targets stay": same(given, (own.detach(), self.targets))}
+        group, given, loss = mesh["tp"], self.targets.clone(), step.vocab_parallel_cross_entropy
+        own = self.part(self.logits(), group.rank, 3.0)
+        found = there_and_back(
+            self.names, lambda x: loss(x, self.targets, self.own(group.rank), group), [own], SEVENTH, mesh
+        )
+        return found | {"targets stay": torch.equal(given, self.targets)}
 
     def expected(self, rank: int) -> dict[str, Any]:
-        logits = (self.draw("logits", self.b, self.s, self.vocab) * self.size).requires_grad_()
-        loss = F.cross_entropy(logits.flatten(0, 1), self.targets.flatten(), ignore_index=IGNORE, reduction="sum")
-        (loss / 7).backward()
-        found = {"the loss": loss.detach(), "the gradient of the logits": self.part(logits.grad, rank, 0.0)}
-        found |= {"bytes forward": Most(2.5 * (self.ranks - 1) * self.targets.nbytes), "bytes backward": 0}
-        return found | {"logits and targets stay": True}
+        def loss(logits: Tensor) -> Tensor:
+            return F.cross_entropy(logits.flatten(0, 1), self.targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+        found = there_and_back(self.names, loss, [self.logits()], SEVENTH)
+        found[self.names[1]] = self.part(found[self.names[1]], rank, 0.0)
+        sent = {"bytes forward": dict(tp=Most(2.5 * (self.ranks - 1) * self.targets.nbytes)), "bytes backward": {}}
+        return found | sent | {"targets stay": True}
 
 
 WORDS = (
@@ -221,13 +228,12 @@ VOCABULARY = Task(
 # --- task 4: cuts ----------------------------------------------------------------------------------------------------
 
 
-class Records(Case):
+class Records(Small):
     """Records and shapes of a cut model in which no two sizes are the same."""
 
     def model(self, *seed: int) -> Decoder:
         """Before it is cut."""
-        shape = dict(dim=16, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=12, vocab_size=13, seq_len=6)
-        return decoder(*seed, tied=self.tied, **shape)
+        return decoder(*seed, tied=self.tied)
 
     def found(self, step: Any, mesh: Any) -> dict[str, Any]:
         model = self.model()
@@ -246,31 +252,25 @@ class Records(Case):
             if len(shape) > 1:
                 full, part = shape[dim], -(-shape[dim] // 2)
                 found[f"the cuts of {name}"], shape[dim] = [[dim, "tp", rank * part, (rank + 1) * part, full]], part
-            found[f"{name} is partial over"] = ["tp"] if self.sp and len(shape) == 1 else []
+            found[partial_over(name)] = ["tp"] if self.sp and len(shape) == 1 else []
         return found
 
 
 class Model(Records):
     """The cut model's loss, and what it sends."""
 
-    def batch(self) -> tuple[Tensor, Tensor]:
-        """Tokens and targets int64 [batch, seq]."""
-        targets = self.ids("targets", 13, 2, 6)
-        targets[0, 0] = IGNORE
-        return self.ids("tokens", 13, 2, 6), targets
-
     def found(self, step: Any, mesh: Any) -> dict[str, Any]:
         model = self.model()
         step.shard_tensors(model, mesh, self.sp)
         fill(model, self.seed)
         with Tape(mesh) as tape:
-            loss = model(*self.batch())
+            loss = self.loss(model)
             loss.backward()
         return {"the loss": loss, "bytes of a micro-batch": tape.sent()}
 
     def expected(self, rank: int) -> dict[str, Any]:
         activations = (8 * 3 + 4) * 2 * 6 * 16 * 8 / 2  # with SP and without; four blocks' ends in each of 3 layers
-        loss = self.model(self.seed)(*self.batch()).detach()
+        loss = self.loss(self.model(self.seed)).detach()
         return {"the loss": loss, "bytes of a micro-batch": dict(tp=activations + 2 * 12 * 8)}
 
 
@@ -306,7 +306,7 @@ CUTS = Task(
     (*demands(Cut, ({},), ("cut: the part, its record, a group of one; cut_heads refuses", 2)),
      *demands(Records, CUT,
               ("every matrix is cut along the right dimension, a tied one once", 3, "shape", "cuts of", "parameters"),
-              ("norms are partial over tp with SP, and nothing else is", 2, "is partial over")),
+              ("norms are partial over tp with SP, and nothing else is", 2, "partial_over")),
      *demands(Model, CUT,
               ("the loss is that of one device", 2, "the loss"),
               ("one f for q, k, v and one for gate, up", 2, "bytes"))),

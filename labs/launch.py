@@ -6,8 +6,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import UserError
 from labs.course import ROOT, file_of, load, numbers, path_of
+from labs.folder import new_folder
 from labs.judge import Folder
 from labs.source import hollow
 
@@ -47,9 +47,7 @@ def handout(target: Path, number: int):
     they hold parts of it; and those that import such a variant. Raises UserError.
     """
     load(number)
-    target = target.expanduser().resolve()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} is not empty: name a new folder")
+    target = new_folder(target)
     holes = {module: (load(n), n) for n in numbers() if n >= number for module in load(n).modules}
     texts = {path: (ROOT / path).read_bytes() for path in project_files()}
     modules = {path: ".".join(path.with_suffix("").parts) for path in texts}

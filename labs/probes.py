@@ -1,6 +1,7 @@
-"""What several labs look at: a small decoder, a parameter's record, gradients, the ranks of a group, an error."""
+"""What several labs look at: a small decoder and its losses, a function there and back, a record, groups, an error."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,14 +10,17 @@ from torch import Tensor, nn
 from common.comm import Mesh, all_reduce
 from common.layout import layout_of, materialize
 from common.model import Decoder, ModelConfig
+from labs.course import Case
+from labs.tape import Tape
 
 CPU = torch.device("cpu")
+SHAPE = dict(dim=16, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=12, vocab_size=13, seq_len=6)
 
 
 def decoder(seed: int | None = None, dtype: torch.dtype = torch.float64, **shape: Any) -> Decoder:
-    """A decoder of this shape on the meta device; with a seed it has memory and values."""
+    """A decoder of SHAPE, but for `shape`, on the meta device; with a seed it has memory and values."""
     with torch.device("meta"):
-        model = Decoder(ModelConfig(**shape))
+        model = Decoder(ModelConfig(**SHAPE | shape))
     if seed is not None:
         fill(model, seed, dtype)
     return model
@@ -27,15 +31,69 @@ def fill(model: Decoder, seed: int, dtype: torch.dtype = torch.float64):
     materialize(model, seed % 1000, CPU, dtype, [name for name, param in model.named_parameters() if param.is_meta])
 
 
+class Small(Case):
+    """A small decoder, and two sequences of drawn tokens for each rank, step and micro-batch (of `micro`)."""
+
+    def model(self) -> Decoder:
+        """Filled."""
+        return decoder(self.seed)
+
+    def loss(self, model: Decoder, *which: int) -> Tensor:
+        """The loss of the tokens of (rank, step, micro-batch)."""
+        tokens = self.ids(f"tokens {which}", SHAPE["vocab_size"], 2, SHAPE["seq_len"])
+        return model(tokens, tokens.flip(1))
+
+    def backwards(self, model: Decoder, sync: Any, mesh: Mesh, turn: int) -> Iterator[Tape]:
+        """A rank's step as far as finish(): a tape of the backward of each micro-batch."""
+        sync.begin(self.micro)
+        for i in range(self.micro):
+            loss = self.loss(model, mesh["dp"].rank, turn, i)
+            with Tape(mesh) as tape:
+                loss.backward()
+            yield tape
+
+    def one_device(self, turn: int, says: str = "the gradient of") -> dict[str, Tensor]:
+        """The gradients of a step, of all ranks and micro-batches."""
+        model = self.model()
+        sum(self.loss(model, rank, turn, i) for rank in range(self.ranks) for i in range(self.micro)).backward()
+        return gradients(model, f"step {turn}: {says}")
+
+
 def gradients(model: nn.Module, says: str = "the gradient of") -> dict[str, Tensor]:
     """Of parameters that are trained, by name; zero where there is none."""
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     return {f"{says} {name}": torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in named}
 
 
-def there_and_back(names: Iterable[str], y: Tensor, leaves: Iterable[Tensor], dy: Tensor) -> dict[str, Tensor]:
-    """y and the gradients of the leaves, by name; zero for what y does not depend on."""
-    return dict(zip(names, (y.detach(), *torch.autograd.grad(y, leaves, dy, materialize_grads=True)), strict=True))
+def there_and_back(
+    names: Iterable[str], function: Callable, leaves: Iterable[Tensor], dy: Tensor, mesh: Mesh | None = None
+) -> dict[str, Any]:
+    """function(*leaves) and the gradients of the leaves, by name; whether leaves and dy stay; with a mesh, bytes sent.
+
+    A leaf is given as a plain tensor, or is a module's parameter. The gradient is zero of what y does not depend on.
+    """
+    leaves = [x if x.requires_grad else x.detach().requires_grad_() for x in leaves]
+    before = [x.detach().clone() for x in (*leaves, dy)]
+    there, back = (Tape(mesh), Tape(mesh)) if mesh else (nullcontext(), nullcontext())
+    with there:
+        y = function(*leaves)
+    with back:
+        grads = torch.autograd.grad(y, leaves, dy, materialize_grads=True)
+    found = dict(zip(names, (y.detach(), *grads), strict=True)) | {"the inputs stay": same(before, (*leaves, dy))}
+    return found | ({"bytes forward": there.sent(), "bytes backward": back.sent()} if mesh else {})
+
+
+def adamw(params: Iterable[Tensor], decay: float) -> torch.optim.AdamW:
+    """PyTorch's rule with the project's betas; only matrices decay."""
+    groups = [dict(params=[param], weight_decay=decay * (param.dim() > 1)) for param in params]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95))
+
+
+def update(rule: torch.optim.Optimizer, lr: float):
+    """One step of a rule."""
+    for group in rule.param_groups:
+        group["lr"] = lr
+    rule.step()
 
 
 def record(name: str, param: Tensor) -> dict[str, Any]:
@@ -43,7 +101,12 @@ def record(name: str, param: Tensor) -> dict[str, Any]:
     layout = layout_of(param)
     cuts = [[split.dim, split.over, split.start, split.stop, split.full] for split in layout.splits]
     found = {f"the shape of {name}": list(param.shape), f"the cuts of {name}": cuts}
-    return found | {f"{name} is partial over": list(layout.partial_over), f"data_group of {name}": layout.data_group}
+    return found | {partial_over(name): list(layout.partial_over), f"data_group of {name}": layout.data_group}
+
+
+def partial_over(name: str) -> str:
+    """How a message calls this part of a record."""
+    return f"partial_over of {name} (dimensions over which its gradient is still to be summed)"
 
 
 def same(before: Iterable[Tensor], after: Iterable[Tensor]) -> bool:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from common import data
-from common.layout import materialize
 from common.model import IGNORE, PRESETS, Decoder, ModelConfig
 from common.trainer import Run
 from labs.course import BOUND, Case, Criterion
+from labs.probes import adamw, fill, update
 
 SHAPE = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=259, seq_len=16)
 FLAGS = dict(steps=2, warmup_steps=2, global_batch_size=12, micro_batch_size=1, lr=0.05, grad_clip=0.5)
@@ -49,65 +49,67 @@ def tokens(case: Case) -> Iterator[None]:
         data.READERS[".py"] = kept
 
 
-def flags_of(case: Case) -> dict[str, Any]:
-    """The flags of a training case; its layout's flags are in `layout`, the model's in `shape`."""
-    PRESETS["lab"] = ModelConfig(**SHAPE | case.sizes.get("shape", {}))
-    return FLAGS | dict(model="lab", seed=case.seed % 1000, dataset=__file__, out="run") | case.sizes.get("flags", {})
-
-
-def one_device(case: Case) -> dict[str, Any]:
-    """The same in one process, from the formulas: a plain loop."""
-    flags = SimpleNamespace(**dict(optimizer="adamw", weight_decay=0.1) | flags_of(case))
-    shape, losses, norms = PRESETS["lab"], [], []
-    with torch.device("meta"):
-        model = Decoder(shape)
-    materialize(model, flags.seed, torch.device("cpu"), torch.float64)
-    named = dict(model.named_parameters())
-    groups = [dict(params=[p], weight_decay=flags.weight_decay * (p.dim() > 1)) for p in named.values()]
-    rule = torch.optim.AdamW(groups, betas=(0.9, 0.95), lr=0.0)
-    with tokens(case):
-        batches = data.Data(__file__, shape, flags.global_batch_size, flags.seed)
-        for step in range(flags.steps):
-            x, y = batches.batch(step)
-            loss = model(x, y) / (y != IGNORE).sum()
-            loss.backward()
-            norm = torch.stack([p.grad.norm() for p in named.values()]).norm().item()
-            warm = min(1.0, (step + 1) / flags.warmup_steps)
-            for group in rule.param_groups:
-                group["lr"] = flags.lr * warm
-            for param in named.values():
-                param.grad *= min(1.0, flags.grad_clip / norm) if flags.grad_clip else 1.0
-            rule.step()
-            rule.zero_grad()
-            losses.append(loss.item()), norms.append(norm)
-    return {"the losses": losses, "the gradient norms": norms} | {
-        f"after training, {name}": param.detach() for name, param in named.items()
-    }
-
-
 kept: dict[str, dict[str, Any]] = {}  # what one device finds, by case
 
 
 class Trained(Case):
-    """Train: losses, norms, and on one rank the final weights."""
+    """Train: losses, norms, and on one rank the final weights. `layout`: the flags that one device does not know."""
 
-    one_device = staticmethod(one_device)
+    def setup(self):
+        self.shape, self.flags, self.layout = (self.sizes.get(name, {}) for name in ("shape", "flags", "layout"))
+
+    def model(self, config: ModelConfig) -> Decoder:
+        """That of one device."""
+        return Decoder(config)
+
+    def all_flags(self) -> dict[str, Any]:
+        """Of the step."""
+        PRESETS["lab"] = ModelConfig(**SHAPE | self.shape)
+        return FLAGS | dict(model="lab", seed=self.seed % 1000, dataset=__file__, out="run") | self.flags | self.layout
 
     def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        config = step.Config(**flags_of(self) | self.layout)
-        with tokens(self), Watch(config) as run:
-            step.train(config, run)
+        run = self.run(step, Watch)
         found = {"the losses": [row["loss"] for row in run.history]}
         found["the gradient norms"] = [row["grad_norm"] for row in run.history]
         if self.ranks == 1:  # on several, weights may be parts, or have no memory between steps
             found |= {f"after training, {name}": param.detach() for name, param in run.parts.model.named_parameters()}
         return found
 
+    def run(self, step: Any, watch: type[Watch]) -> Watch:
+        """Train with the step."""
+        config = step.Config(**self.all_flags())
+        with tokens(self), watch(config) as run:
+            step.train(config, run)
+        return run
+
     def expected(self, rank: int) -> dict[str, Any]:
-        key = f"{type(self)} {self.seed} {self.sizes.get('shape')} {self.sizes.get('flags')}"
+        key = f"{type(self)} {self.seed} {self.shape} {self.flags}"
         if key not in kept:
-            kept[key] = self.one_device(self)
+            kept[key] = self.one_device()
         return {name: value for name, value in kept[key].items() if self.ranks == 1 or name.startswith("the ")}
+
+    def one_device(self) -> dict[str, Any]:
+        """The same in one process, from the formulas: a plain loop."""
+        flags, losses, norms = SimpleNamespace(**self.all_flags()), [], []
+        with torch.device("meta"):
+            model = self.model(PRESETS["lab"])
+        fill(model, flags.seed)
+        named = dict(model.named_parameters())
+        rule = adamw(named.values(), 0.1)
+        with tokens(self):
+            batches = data.Data(__file__, PRESETS["lab"], flags.global_batch_size, flags.seed)
+            for step in range(flags.steps):
+                x, y = batches.batch(step)
+                loss = model(x, y) / (y != IGNORE).sum()
+                loss.backward()
+                norm = torch.stack([p.grad.norm() for p in named.values()]).norm().item()
+                for param in named.values():
+                    param.grad *= min(1.0, flags.grad_clip / norm) if flags.grad_clip else 1.0
+                update(rule, flags.lr * min(1.0, (step + 1) / flags.warmup_steps))
+                rule.zero_grad()
+                losses.append(loss.item()), norms.append(norm)
+        found = {f"after training, {name}": param.detach() for name, param in named.items()}
+        return found | {"the losses": losses, "the gradient norms": norms}
 
 
 def trains(points: int, *layouts: tuple[int, dict[str, Any]], says: str = "", **more: Any) -> Criterion:
