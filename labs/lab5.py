@@ -254,6 +254,7 @@ SHARES = Task(
 # --- task 4: the ring ------------------------------------------------------------------------------------------------
 
 NAMES = ("output", "gradient of q", "gradient of k", "gradient of v")
+PART = 2.0 * 2 * 3 * 14 * 5  # numbers in k and v of a rank's tokens
 IDLE, LEFT = "hops that compute while nothing travels", "kept for backward, in parts of k and v"
 
 
@@ -265,9 +266,9 @@ class Ring(Case):
         self.whole = [self.draw(name, 2, n, self.ranks * 14, 5) for name, n in dict(q=6, k=3, v=3, do=6).items()]
 
     def own(self, rank: int, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:
-        """A rank's q, k, v as leaves, and its do."""
+        """A rank's q, k, v, and its do."""
         *qkv, do = (self.rows(rank, x).to(dtype) for x in self.whole)
-        return [x.requires_grad_() for x in qkv], do
+        return qkv, do
 
     def rows(self, rank: int, x: Tensor) -> Tensor:
         """A rank's tokens."""
@@ -275,13 +276,14 @@ class Ring(Case):
 
     def one_device(self, rank: int) -> dict[str, Tensor]:
         """A rank's rows of causal attention to whole sequences: o, and gradients of q, k and v."""
-        *leaves, do = (x.clone().requires_grad_() for x in self.whole)
-        found = there_and_back(NAMES, softmax_of(*leaves, triangle(self.ranks * 14))[0], leaves, do)
-        return {name: self.rows(rank, x) for name, x in found.items()}
+        *leaves, do = self.whole
+        found = there_and_back(NAMES, lambda *qkv: softmax_of(*qkv, triangle(self.ranks * 14))[0], leaves, do)
+        return {name: self.rows(rank, found[name]) for name in NAMES}
 
-    def part(self, width: int = 8) -> float:
-        """Bytes of k and v of a rank's tokens."""
-        return 2.0 * 2 * 3 * 14 * 5 * width
+    def sent(self, dtype: torch.dtype = torch.float64) -> tuple[dict, dict]:
+        """Bytes forward and backward: k and v n - 1 times each way, their sums n times, in fp32 at least."""
+        n, part = self.ranks, PART * dtype.itemsize
+        return {"cp": (n - 1) * part}, {"cp": (n - 1) * part + n * PART * max(4, dtype.itemsize)}
 
     def idle(self, tape: Tape) -> float:
         """In how many hops nothing travelled while the rank computed."""
@@ -294,40 +296,37 @@ class Forward(Ring):
 
     def found(self, step: Any, mesh: Any) -> dict[str, Any]:
         (qkv, _), timeline = self.own(mesh["cp"].rank), MemoryTimeline()
-        before = [x.detach().clone() for x in qkv]
+        before, leaves = [x.clone() for x in qkv], [x.requires_grad_() for x in qkv]
         timeline.phase("forward")
         with Tape(mesh) as tape, timeline:
-            o = step.RingAttention.apply(*qkv, mesh["cp"], self.visible)
-        kept = (timeline.total["activations"] - o.nbytes) / self.part()
+            o = step.RingAttention.apply(*leaves, mesh["cp"], self.visible)
+        kept = (timeline.total["activations"] - o.nbytes) / (PART * 8)
         found = {"output": o, "the inputs stay": same(before, qkv), "bytes sent": tape.sent()}
         return found | {IDLE: self.idle(tape), LEFT: kept}
 
     def expected(self, rank: int) -> dict[str, Any]:
         """Only the last hop has nothing that follows. Own k and v, a copy of q and the lse may stay."""
         found = {"output": self.one_device(rank)["output"], "the inputs stay": True}
-        return found | {"bytes sent": {"cp": (self.ranks - 1) * self.part()}, IDLE: Most(1.0), LEFT: Most(2.5)}
+        return found | {"bytes sent": self.sent()[0], IDLE: Most(1.0), LEFT: Most(2.5)}
 
 
 class Backward(Ring):
-    """Gradients; what was sent, and when; with 16 bits the bytes alone."""
+    """Gradients; what was sent, and when, in all of which a part or a sum travels; with 16 bits the bytes alone."""
 
     def found(self, step: Any, mesh: Any) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for dtype in (torch.bfloat16, torch.float64):
             qkv, do = self.own(mesh["cp"].rank, dtype)
-            o = step.RingAttention.apply(*qkv, mesh["cp"], self.visible)
+            o = step.RingAttention.apply(*(x.requires_grad_() for x in qkv), mesh["cp"], self.visible)
             with Tape(mesh) as tape:
                 grads = torch.autograd.grad(o, qkv, do)
             found |= {f"{dtype}: bytes sent": tape.sent(), f"{dtype}: dtypes": [str(grad.dtype) for grad in grads]}
         return found | dict(zip(NAMES[1:], grads, strict=True)) | {IDLE: self.idle(tape)}
 
     def expected(self, rank: int) -> dict[str, Any]:
-        """A part or a sum travels in every hop; k and v n - 1 times, sums n times, in fp32 at least."""
         found = {name: x for name, x in self.one_device(rank).items() if name != "output"} | {IDLE: Most(0.0)}
         for dtype in (torch.bfloat16, torch.float64):
-            width = dtype.itemsize
-            sent = (self.ranks - 1) * self.part(width) + self.ranks * self.part(max(4, width))
-            found |= {f"{dtype}: bytes sent": {"cp": sent}, f"{dtype}: dtypes": [str(dtype)] * 3}
+            found |= {f"{dtype}: bytes sent": self.sent(dtype)[1], f"{dtype}: dtypes": [str(dtype)] * 3}
         return found
 
 
@@ -360,19 +359,15 @@ class Attend(Ring):
 
     def found(self, step: Any, mesh: Any) -> dict[str, Any]:
         qkv, do = self.own(mesh["cp"].rank)
-        leaves = [x.detach().transpose(1, 2).requires_grad_() for x in qkv]
         more = dict(visible=self.visible) if self.rule != "zigzag" else {}
-        with Tape(mesh) as tape:
-            o = step.ring_attention(*leaves, mesh["cp"], **more)
-            found = there_and_back(NAMES, o, leaves, do.transpose(1, 2))
-        return found | {"bytes sent": tape.sent()}
+        leaves = [x.transpose(1, 2) for x in qkv]
+        return there_and_back(
+            NAMES, lambda *qkv: step.ring_attention(*qkv, mesh["cp"], **more), leaves, do.transpose(1, 2), mesh
+        )
 
     def expected(self, rank: int) -> dict[str, Any]:
         found = {name: x.transpose(1, 2) for name, x in self.one_device(rank).items()}
-        return found | {"bytes sent": {"cp": (3 * self.ranks - 2) * self.part()}}
-
-
-SHAPE = dict(dim=16, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=24, vocab_size=31)
+        return found | dict(zip(("bytes forward", "bytes backward"), self.sent(), strict=True))
 
 
 def every_other(s: int, rank: int, n: int) -> Tensor:
@@ -384,7 +379,7 @@ class Shard(Case):
     """What `shard_context` does to a model and a mesh, with a mode of our own."""
 
     def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        model = decoder(seq_len=24, tied=self.tied, **SHAPE)
+        model = decoder(seq_len=24, tied=self.tied)
         mode = step.ContextMode(every_other, lambda q, k, v, group: f"{q}{k}{v} {group.name} {group.rank}")
         found: dict[str, Any] = {"tokens": step.shard_context(model, mesh, mode)}
         cores = [layer.self_attn.attend for layer in model.model.layers.values()]
@@ -405,7 +400,7 @@ class Refused(Case):
 
     def found(self, step: Any, mesh: Any) -> dict[str, Any]:
         mode = step.ContextMode(every_other, attend)
-        return {"the error": refused(step.shard_context, decoder(seq_len=6, **SHAPE), mesh, mode)}
+        return {"the error": refused(step.shard_context, decoder(), mesh, mode)}
 
     def expected(self, rank: int) -> dict[str, Any]:
         return {"the error": "UserError"}

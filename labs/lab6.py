@@ -16,7 +16,7 @@ from common.layout import layout_of
 from common.model import IGNORE, Decoder
 from common.schedules import COSTS, Action, Place, goes_to, round_robin, simulate
 from labs.course import Case, Lab, Most, Question, Task, demands
-from labs.probes import decoder, gradients, refused
+from labs.probes import SHAPE, decoder, gradients, refused
 from labs.tape import Tape
 from labs.training import trains
 
@@ -122,7 +122,6 @@ ORDERS = Task(
 
 # --- task 2: a stage -------------------------------------------------------------------------------------------------
 
-SHAPE = dict(dim=12, n_heads=2, n_kv_heads=1, ffn_dim=20, vocab_size=23, seq_len=10)
 THREE = [Place(0, range(0, 1), None, 1), Place(0, range(1, 3), 0, 2), Place(0, range(3, 4), 1, None)]
 
 
@@ -131,18 +130,18 @@ class Piped(Case):
 
     def model(self, n_layers: int) -> Decoder:
         """Also its norms are drawn."""
-        model = decoder(0, n_layers=n_layers, **SHAPE)
+        model = decoder(0, n_layers=n_layers)
         for name, param in model.named_parameters():
             param.data = self.draw(name, *param.shape) * 0.3
         return model
 
     def batch(self) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
         """Tokens and targets by micro-batch; target tokens; positions."""
-        shape = 2 * self.m - 1, 10
-        tokens, targets = (self.ids(name, 23, *shape) for name in ("tokens", "targets"))
+        shape = 2 * self.m - 1, SHAPE["seq_len"]
+        tokens, targets = (self.ids(name, SHAPE["vocab_size"], *shape) for name in ("tokens", "targets"))
         targets[self.draw("which count", *shape) < -0.5] = IGNORE
         targets[1] = IGNORE
-        return [*tokens.split(2)], [*targets.split(2)], (targets != IGNORE).sum(), torch.arange(10).flip(0) * 2
+        return [*tokens.split(2)], [*targets.split(2)], (targets != IGNORE).sum(), torch.arange(shape[1]).flip(0) * 2
 
     def own(self, model: Decoder, places: Places, rank: int = 0) -> dict[str, Tensor]:
         """The gradients of a rank's stages."""
@@ -285,7 +284,7 @@ class Run(Piped):
         """One device's numbers; the order; a message for each x and dx."""
         found, places = self.one_device(self.places, rank), self.places
         ends = [end for place in places if place.rank == rank for end in place[2:] if end is not None]
-        sent = sum(places[end].rank != rank for end in ends) * (2 * self.m - 1) * 10 * SHAPE["dim"] * 8.0
+        sent = sum(places[end].rank != rank for end in ends) * (2 * self.m - 1) * SHAPE["seq_len"] * SHAPE["dim"] * 8.0
         found |= {"messages: bytes": {"pp": sent}, "messages: deadlock": ""}
         found["the order of work"] = [str(tuple(a)) for a in (self.lists or one_f_one_b(self.ranks, self.m))[rank]]
         most = {"awaited at once: sends": Most(0), "awaited too early: actions that could have run": Most(0)}
@@ -396,7 +395,7 @@ class Keep(Case):
         found: dict[str, Any] = {}
         for name, p, places in (("a chain", 3, CHAIN), ("a V", 2, V)):
             for rank in range(p):
-                model = decoder(n_layers=sum(len(place.layers) for place in places), tied=self.tied, **SHAPE)
+                model = decoder(n_layers=sum(len(place.layers) for place in places), tied=self.tied)
                 step.keep_stage(model, Group("pp", rank, p, None), places)
                 named = dict(model.named_parameters())
                 stages = layout_of(named[EMBED]).stages if EMBED in named else 0
@@ -423,18 +422,18 @@ class Tied(Case):
     def found(self, step: Any, mesh: Any) -> dict[str, Any]:
         rank, found = mesh["pp"].rank, {}
         for name, places, tied in (("tied", loop(3), True), ("ends together", V, True), ("not tied", loop(3), False)):
-            held = {EMBED: self.draw(f"rank {rank}", 23, 12)} if rank != 1 else {}
-            held |= {NORM: self.draw("norm", 12)}
-            step.sum_tied(decoder(n_layers=4, tied=tied, **SHAPE), held, mesh["pp"], places)
+            held = {EMBED: self.draw(f"rank {rank}", 13, 16)} if rank != 1 else {}
+            held |= {NORM: self.draw("norm", 16)}
+            step.sum_tied(decoder(n_layers=4, tied=tied), held, mesh["pp"], places)
             found |= {f"{name}: {key}": value for key, value in held.items()}
         return found
 
     def expected(self, rank: int) -> dict[str, Any]:
-        ends, found = {r: self.draw(f"rank {r}", 23, 12) for r in (0, 2)}, {}
+        ends, found = {r: self.draw(f"rank {r}", 13, 16) for r in (0, 2)}, {}
         for name in ("tied", "ends together", "not tied"):
             if rank != 1:
                 found[f"{name}: {EMBED}"] = ends[0] + ends[2] if name == "tied" else ends[rank]
-            found[f"{name}: {NORM}"] = self.draw("norm", 12)
+            found[f"{name}: {NORM}"] = self.draw("norm", 16)
         return found
 
 
