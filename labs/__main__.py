@@ -17,6 +17,10 @@ except ModuleNotFoundError:
     sys.exit("labs: this Python has no PyTorch: activate the project's environment (README.md, Installation)")
 
 from common import UserError
+from labs import folder as folders
+from labs.grade import grade
+from labs.judge import Result, check
+from labs.launch import handout, run
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,29 +34,26 @@ def parser() -> argparse.ArgumentParser:
             made.add_argument(word, type=int if word in ("lab", "task") else Path)
         return made
 
-    start = verb("start", "make a folder for a lab", "lab", "folder")
-    start.add_argument("--id", default=uuid.uuid4().hex[:8], help="inputs and the question are drawn from it")
-    check = verb("check", "judge a folder; exit status 0 if all points were earned", "folder")
-    check.add_argument("--task", type=int, help="this task alone")
-    check.add_argument("--watch", action="store_true", help="again at every save, until Ctrl-C")
-    check.add_argument("--seconds", type=float, default=60, help="limit of one run of your code (default 60)")
+    made = verb("start", "make a folder for a lab", "lab", "folder")
+    made.add_argument("--id", default=uuid.uuid4().hex[:8], help="inputs and the question are drawn from it")
+    made = verb("check", "judge a folder; exit status 0 if all points were earned", "folder")
+    made.add_argument("--task", type=int, help="this task alone")
+    made.add_argument("--watch", action="store_true", help="again at every save, until Ctrl-C")
+    made.add_argument("--seconds", type=float, default=60, help="limit of one run of your code (default 60)")
     verb("hint", "the next of three hints for a task", "folder", "task")
-    run = verb("run", "train with your file: python -m labs run FOLDER -- FLAGS OF THE STEP", "folder")
-    run.add_argument("--ranks", type=int, default=0, help="how many processes; default: the step's launch line")
+    made = verb("run", "train with your file: python -m labs run FOLDER -- FLAGS OF THE STEP", "folder")
+    made.add_argument("--ranks", type=int, default=0, help="how many processes; default: the step's launch line")
     verb("handout", "for teachers: a copy of the project without solutions of this lab and later ones", "lab", "folder")
-    grade = verb("grade", "for teachers: judge folders; exit status 0 whatever they contain")
-    grade.add_argument("folders", nargs="+", type=Path)
-    grade.add_argument("--csv", type=Path, metavar="FILE", help="a row for each folder, written as they come")
-    grade.add_argument("--lab", type=int, default=0, help="judge as this lab, whatever LAB.md says")
-    grade.add_argument("--seconds", type=float, default=60, help="limit of one run of a student's code (default 60)")
+    made = verb("grade", "for teachers: judge folders; exit status 0 whatever they contain")
+    made.add_argument("folders", nargs="+", type=Path)
+    made.add_argument("--csv", type=Path, metavar="FILE", help="a row for each folder, written as they come")
+    made.add_argument("--lab", type=int, default=0, help="judge as this lab, whatever LAB.md says")
+    made.add_argument("--seconds", type=float, default=60, help="limit of one run of a student's code (default 60)")
     return top
 
 
 def checked(args: argparse.Namespace) -> int:
     """`check`, once; the exit status."""
-    from labs import folder as folders
-    from labs.judge import Result, check
-
     folder = folders.open_folder(args.folder)
     if args.task:
         folder.lab.task(args.task)
@@ -96,8 +97,6 @@ def main(argv: list[str]) -> int:
     """Run a command; returns the exit status."""
     cut = argv.index("--") if "--" in argv else len(argv)  # what follows are a step's flags
     args, flags = parser().parse_args(argv[:cut]), argv[cut + 1 :]
-    from labs import folder as folders
-
     if args.verb == "start":
         path = folders.start(args.lab, args.folder, args.id)
         print(f"{path}: open LAB.md, then: cd {path}; python -m labs check . --task 1")
@@ -106,16 +105,10 @@ def main(argv: list[str]) -> int:
     elif args.verb == "hint":
         print(folders.hint(folders.open_folder(args.folder), args.task))
     elif args.verb == "run":
-        from labs.launch import run
-
         return run(folders.open_folder(args.folder), args.ranks, flags)
     elif args.verb == "handout":
-        from labs.launch import handout
-
         handout(args.folder, args.lab)
     else:
-        from labs.grade import grade
-
         grade(args.folders, args.csv, args.lab, args.seconds)
     return 0
 

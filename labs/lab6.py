@@ -17,7 +17,7 @@ from common.model import IGNORE, Decoder
 from common.schedules import COSTS, Action, Place, goes_to, round_robin, simulate
 from labs.course import Case, Lab, Most, Question, Task, demands
 from labs.probes import SHAPE, decoder, gradients, refused
-from labs.tape import Tape
+from labs.tape import Event, Tape
 from labs.training import trains
 
 Lists, Places = list[list[Action]], list[Place]  # the actions of each rank; of all stages
@@ -258,7 +258,7 @@ class Run(Piped):
 
         def marked(kind: str, act: Any) -> Any:
             def run(i: int, stage: int, x: Any) -> Any:
-                tape.mark((kind, i, stage))
+                tape.events.append(Event("mark", (kind, i, stage)))
                 return act(i, stage, x)
 
             return run

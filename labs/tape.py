@@ -20,7 +20,7 @@ COMPUTE = ("mm", "bmm", "addmm", "baddbmm", "attention")
 class Event(NamedTuple):
     """Something that happened."""
 
-    kind: str  # "start", "wait", "compute" or, by `mark`, "mark"
+    kind: str  # "start", "wait", "compute", or "mark", which a case puts among the events
     what: Any  # the operation; of a wait, the number of the start (-1: it was before the tape); what was marked
     sent: float = 0.0  # bytes
     dim: str = ""
@@ -77,10 +77,6 @@ class Tape(TorchDispatchMode):
             sent = args[1].nbytes * (1 - args[4][group.rank()] / max(1, sum(args[4])))
         peer = args[2] if name in ("send", "recv") else -1
         self.events.append(Event("start", name, sent, self.names.get(group.group_name, "other"), peer))
-
-    def mark(self, what: Any):
-        """Put a mark among the events."""
-        self.events.append(Event("mark", what))
 
     def sent(self) -> dict[str, float]:
         """Bytes that this rank has sent, by mesh dimension; dimensions with none are left out."""
