@@ -176,7 +176,7 @@ class Judge:
             theirs = answers[rank].get(key) if isinstance(answers, list) and isinstance(answers[rank], dict) else None
             if theirs is not None and not mistake(found, theirs, 1e-8) and mistake(theirs, value, criterion.bound):
                 return f"the same numbers as with {fault}"
-        if criterion.bound < 1e-6 and not mistake(found, value, 1e-6):
+        if criterion.bound < 1e-6 and not mistake(found, value, 1e-5):
             return "this is right but for roundings of fp32, and should be in fp64: which dtype has it?"
         if isinstance(found, Tensor) and found.numel() and not found.any():
             return "it is zero: has anything been written there?"

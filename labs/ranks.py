@@ -2,20 +2,22 @@
 
 The grader has imported torch and the project, and never parses or runs a student's line itself. For each session it
 forks a host, which builds the student's modules and forks a process for each rank. They meet through a file and work
-through a list of jobs; each writes its answers into files, NUMBER OF THE JOB-RANK. In the end all descendants are
-killed, even those that have left the process group: the grader is their subreaper. A failed job costs this job; the
-rest get a new session.
+through a list of jobs; each writes its answers into a pipe. In the end all descendants are killed, even those that
+have left the process group: the grader is their subreaper. A failed job costs this job; the rest get a new session.
 """
 
 import ast
 import contextlib
 import ctypes
 import faulthandler
+import io
 import os
 import re
 import resource
+import selectors
 import shutil
 import signal
+import struct
 import sys
 import tempfile
 import time
@@ -33,7 +35,8 @@ import torch.distributed as dist
 from labs.course import Case
 from labs.source import SHIFT, assemble, definitions
 
-MOST = 2**24  # bytes of a file that a student's code may write, by its prints, or as an answer
+MOST_OUTPUT = 2**24  # bytes that a student's prints may write to a file
+MOST_ANSWER = 2**28  # bytes of one rank's answer
 SILENT = "ended without an answer (os._exit, a crash, or killed); what it printed is in output.txt"
 
 
@@ -120,17 +123,14 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, int | float | str | bool | None) else repr(value)
 
 
-def answer(scratch: str, number: int, rank: int, value: dict[str, Any]):
-    """Put a rank's answer to a job where the grader looks for it, all at once."""
-    path = Path(scratch) / f"{number}-{rank}"
-    torch.save(value, path.with_suffix(".part"))
-    path.with_suffix(".part").rename(path)
-
-
-def stay():
-    """Until killed: to ranks at work, one that ends is a crash."""
-    sys.stdout.flush()
-    while True:
+def answer(pipe: int, value: dict[str, Any], last: bool):
+    """Write an answer, all of it. After the `last` stay until killed: to ranks at work, one that ends is a crash."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    data = memoryview(struct.pack("q", buffer.tell()) + buffer.getvalue())
+    while data:
+        data = data[os.write(pipe, data) :]
+    while last:
         signal.pause()
 
 
@@ -140,14 +140,14 @@ def control(option: int, value: int):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def host(world: World, jobs: list[Case], scratch: str):
+def host(world: World, ranks: int, jobs: list[Case], pipes: list[int], scratch: str):
     """The forked host: build the student's modules, fork the ranks, wait for them."""
     os.setsid()
     control(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends if the grader does
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.disable()  # pytest has its own, which would print a crash into its output
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MOST, MOST))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_OUTPUT, MOST_OUTPUT))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, these go first
@@ -156,8 +156,8 @@ def host(world: World, jobs: list[Case], scratch: str):
         os.dup2(out, stream)
     sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
     nothing = os.open(os.devnull, os.O_RDWR)
-    for fd in {0, *map(int, os.listdir("/proc/self/fd"))} - {1, 2} if sys.platform == "linux" else {0}:
-        with contextlib.suppress(OSError):  # no file of the grader's is open here
+    for fd in {0, *map(int, os.listdir("/proc/self/fd"))} - {1, 2, *pipes} if sys.platform == "linux" else {0}:
+        with contextlib.suppress(OSError):  # no other pipe of the grader's is open here
             os.dup2(nothing, fd)
     os.chdir(scratch)
     for name, data in world.files.items():
@@ -167,28 +167,33 @@ def host(world: World, jobs: list[Case], scratch: str):
         step = build(world)
     except BaseException as error:
         text = str(error) if isinstance(error, Failed) else complaint(error)
-        answer(scratch, 0, 0, dict(error=text, fatal=True))
-        stay()
-    children: dict[int, int] = {}
-    for rank in range(jobs[0].ranks):
+        for pipe in pipes[1:]:
+            os.close(pipe)
+        answer(pipes[0], dict(error=text, fatal=True), last=True)
+    children = []
+    for rank in range(ranks):
         child = os.fork()
         if not child:
-            one_rank(world, rank, step, jobs, scratch)
-        children[child] = rank
-    while children:
-        child, _ = os.wait()
-        if child in children:
-            Path(f"{scratch}/ended-{children.pop(child)}").touch()
+            one_rank(world, rank, ranks, step, jobs, pipes, scratch)
+        children.append(child)
+    for pipe in pipes:
+        os.close(pipe)
+    for child in children:
+        os.waitpid(child, 0)
+    os._exit(0)
 
 
-def one_rank(world: World, rank: int, step: Any, jobs: list[Case], scratch: str):
+def one_rank(world: World, rank: int, ranks: int, step: Any, jobs: list[Case], pipes: list[int], scratch: str):
     """A forked rank: join the others, work through the jobs, answer each."""
     from common.comm import Mesh
 
     control(1, signal.SIGKILL)
+    for other, pipe in enumerate(pipes):
+        if other != rank:
+            os.close(pipe)
     trace = open(f"{scratch}/where-{rank}", "w")  # noqa: SIM115  # open as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=trace, all_threads=False)
-    number, ranks = 0, jobs[0].ranks
+    value, last = {}, False
     try:
         torch.set_num_threads(1)
         if ranks > 1:
@@ -196,12 +201,16 @@ def one_rank(world: World, rank: int, step: Any, jobs: list[Case], scratch: str)
             dist.init_process_group("gloo", where, timedelta(minutes=5), world_size=ranks, rank=rank)
         for number, case in enumerate(jobs):
             with world.before(number) if world.before else contextlib.nullcontext():
-                value = plain(case.found(step, Mesh(**case.mesh)))
+                value = dict(value=plain(case.found(step, Mesh(**case.mesh))))
             sys.stdout.flush()
-            answer(scratch, number, rank, dict(value=value))
+            answer(pipes[rank], value, last=False)
+        last = True
     except BaseException as error:
-        answer(scratch, number, rank, dict(error=complaint(error)))
-    stay()
+        value = dict(error=complaint(error))
+    while last:
+        signal.pause()
+    sys.stdout.flush()
+    answer(pipes[rank], value, last=True)
 
 
 # --- what the grader does with them ----------------------------------------------------------------------------------
@@ -255,60 +264,76 @@ def run(world: World, jobs: list[Case], seconds: float = 60.0) -> Iterator[list[
 
 def session(world: World, jobs: list[Case], seconds: float) -> Iterator[list[Any] | Failed]:
     """The jobs of one set of processes, to the first that fails."""
+    ranks = jobs[0].ranks
     adopt()
-    others, scratch = set(descendants(os.getpid())), tempfile.mkdtemp(prefix="lab-")
+    others = set(descendants(os.getpid()))
+    scratch, pipes = tempfile.mkdtemp(prefix="lab-"), [os.pipe() for _ in range(ranks)]
     sys.stdout.flush(), sys.stderr.flush()
     child = os.fork()
     if not child:
         try:
-            host(world, jobs, scratch)
+            for reading, _ in pipes:
+                os.close(reading)
+            host(world, ranks, jobs, [writing for _, writing in pipes], scratch)
         finally:
             os._exit(1)
+    for _, writing in pipes:
+        os.close(writing)
     try:
-        for number, case in enumerate(jobs):
-            outcome = collect(child, number, case.ranks, scratch, seconds)
+        data = {reading: bytearray() for reading, _ in pipes}
+        for _ in jobs:
+            outcome = collect(child, data, scratch, seconds)
             yield outcome
             if isinstance(outcome, Failed):
                 return
     finally:
         end(others)
+        for reading, _ in pipes:
+            os.close(reading)
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def taken(path: Path) -> dict[str, Any] | None:
-    """A rank's answer, if it is there; it may be anything."""
-    with contextlib.suppress(Exception):
-        if not path.is_file():
-            return None
-        found = torch.load(path, weights_only=True)
+def taken(data: bytearray) -> dict[str, Any] | None:
+    """The first answer in what a rank has written, if it is complete."""
+    if len(data) < 8 or len(data) < 8 + (size := struct.unpack("q", data[:8])[0]):
+        return None
+    message = bytes(data[8 : 8 + size])
+    del data[: 8 + size]
+    try:
+        found = torch.load(io.BytesIO(message), weights_only=True)
         return found if isinstance(found, dict) and found else dict(error=SILENT)
-    return dict(error=SILENT)
+    except Exception:
+        return dict(error=SILENT)
 
 
-def collect(child: int, number: int, ranks: int, scratch: str, seconds: float) -> list[Any] | Failed:
-    """The answer of every rank to a job, until the time is up; a rank's error leaves the others two seconds."""
-    deadline, over = time.monotonic() + seconds, False
-    answers: dict[int, dict[str, Any]] = {}
-    while len(answers) < ranks and time.monotonic() < deadline:
-        over = over or not alive(child)
-        for rank in set(range(ranks)) - answers.keys():
-            ended = over or Path(f"{scratch}/ended-{rank}").exists()  # asked first: it may answer and end meanwhile
-            if found := taken(Path(f"{scratch}/{number}-{rank}")) or (dict(error=SILENT) if ended else None):
-                answers[rank] = found
-                if "value" not in found:
-                    deadline = min(deadline, time.monotonic() + (0 if found.get("fatal") else 2))
-        time.sleep(0.002)
+def collect(child: int, data: dict[int, bytearray], scratch: str, seconds: float) -> list[Any] | Failed:
+    """The next answer of every rank, until the time is up; a rank's error leaves the others two seconds."""
+    deadline, answers, order = time.monotonic() + seconds, {}, list(data)
+
+    def keep(rank: int, found: dict[str, Any] | None):
+        nonlocal deadline
+        if found is not None and rank not in answers:
+            answers[rank] = found
+            if "value" not in found:
+                deadline = min(deadline, time.monotonic() + (0 if found.get("fatal") else 2))
+
+    with selectors.DefaultSelector() as selector:
+        for rank, pipe in enumerate(order):
+            keep(rank, taken(data[pipe]))
+            if rank not in answers:
+                selector.register(pipe, selectors.EVENT_READ)
+        while len(answers) < len(order) and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                part, rank = os.read(key.fd, 2**20), order.index(key.fd)
+                data[key.fd] += part
+                too_much = len(data[key.fd]) > MOST_ANSWER
+                keep(rank, dict(error=SILENT) if not part or too_much else taken(data[key.fd]))
+                if rank in answers:
+                    selector.unregister(key.fd)
     errors = {rank: str(found.get("error", SILENT)) for rank, found in answers.items() if "value" not in found}
-    if not errors and len(answers) == ranks:
-        return [answers[rank]["value"] for rank in range(ranks)]
-    return failure(child, answers, errors, ranks, scratch, seconds)
-
-
-def alive(child: int) -> bool:
-    """Whether a child of ours has not ended."""
-    with contextlib.suppress(ChildProcessError):
-        return os.waitpid(child, os.WNOHANG)[0] == 0
-    return False
+    if not errors and len(answers) == len(order):
+        return [answers[rank]["value"] for rank in range(len(order))]
+    return failure(child, answers, errors, len(order), scratch, seconds)
 
 
 def failure(child: int, answers: dict, errors: dict[int, str], ranks: int, scratch: str, seconds: float) -> Failed:
