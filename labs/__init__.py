@@ -11,12 +11,11 @@ read and three hints; the question. The types are in labs/course.py:
     Criterion  what it demands, points, the kind of case, the sizes of its cases ("mesh": how many ranks along what)
     Case       the sizes as attributes, and `draw`: numbers from the student's id. Sizes are the same for every id
 
-A lab derives kinds from Case. `found(step, mesh)` runs on every rank, in processes of their own, with the student's
-module as `step`. It calls the student's functions and returns a dict: what was found, by name. `expected(rank)` runs in
-the grader. It says what has to stand there, from the formulas of one device (torch and common.model), never from the
-step: in a copy for students the step is not there. Only the keys of `expected` are judged, or those with one of the
-criterion's `keys` in them: numbers and tensors to a norm-wise bound, other values by ==, `Most(x)` as an upper limit.
-Each criterion is judged by itself, by all of its cases; `demands` makes several of the same cases, which run once.
+A lab derives kinds from Case. `run(step, mesh)` runs on every rank, in processes of their own, with the
+student's module as `step`. It yields rows: a name, what the student's functions have made of the case, and what that
+should be, from the formulas of one device (torch and common.model), never from the step: in a copy for students the
+step is not there. Numbers and tensors are judged to a norm-wise bound, other values by ==, `at_most(x)` as a limit.
+A criterion may judge some rows only (`keys`); `demands` makes several of the same cases, which run once.
 
 A task's criteria call its own holes, holes of earlier tasks, and what is no hole. Each is judged with the student's
 file in which the holes of *other* tasks are the project's; if that fails, with the file as it stands. So neither an

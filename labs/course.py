@@ -2,10 +2,10 @@
 
 import importlib
 import math
+import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,42 +13,38 @@ import torch
 from torch import Tensor
 
 from common import UserError
+from common.comm import Mesh
 
+Row = tuple[str, Any, Any]  # of an experiment: a name, what was found, what should have been
 ROOT = Path(__file__).parents[1]
 
 # Norm-wise relative, in fp64: a million roundings, for whatever order and kernels a processor adds in.
 BOUND = 1e-10
 
 
-@dataclass(frozen=True)
-class Most:
-    """An upper limit, where `expected` would say a number."""
-
-    value: float
+def at_most(limit: float) -> dict[str, float]:
+    """An upper limit, in the place of the number that has to be found."""
+    return {"at most": limit}
 
 
 class Case:
     """One input of a criterion: `sizes` as attributes, `mesh` (ranks along each dimension), numbers from a seed.
 
     A lab derives its experiments from it: what they draw, what a student's code makes of it, what has to come out.
+    `setup` runs in the grader, before any of the student's code; `run` on every rank.
     """
 
     def __init__(self, seed: int, mesh: dict[str, int] | None = None, **sizes: Any):
         self.seed, self.mesh, self.sizes = seed, mesh or dict(dp=1), sizes
         self.ranks = math.prod(self.mesh.values())
         vars(self).update(sizes)
-        self.wanted = cache(self.expected)  # several criteria ask for it
         self.setup()
 
     def setup(self):
-        """What both of the following begin with."""
+        """What all ranks begin with."""
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        """What the student's functions make of it, by name; runs on every rank."""
-        raise NotImplementedError
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        """What has to stand there; runs in the grader."""
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        """(name, what the student's functions make of it, what it should be), one after another."""
         raise NotImplementedError
 
     def explain(self, rank: int, key: str, found: Any, expected: Any) -> str:
@@ -74,9 +70,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Criterion:
-    """One demand: what experiments of one kind find in some cases (sizes) is what they expect.
+    """One demand: what experiments of one kind find in some cases (sizes) is what it should be.
 
-    `keys`: only the keys of `expected` that contain one of these are judged. `whole`: the file is judged as it stands,
+    `keys`: only rows whose names contain one of these are judged. `whole`: the file is judged as it stands,
     without the project's functions in other tasks' holes.
     """
 
@@ -88,9 +84,15 @@ class Criterion:
     bound: float = BOUND
     whole: bool = False
 
-    def judges(self, key: str) -> bool:
-        """Whether a key of `expected` counts."""
-        return not self.keys or any(word in key for word in self.keys)
+    def judged(self, rows: list[Row]) -> list[Row]:
+        """Those that count."""
+        return [row for row in rows if not self.keys or any(word in row[0] for word in self.keys)]
+
+
+def rows(found: dict[str, Any], expected: dict[str, Any]) -> Iterator[Row]:
+    """Of two dicts: a row for each name in `expected`."""
+    for name, value in expected.items():
+        yield name, found.get(name, "nothing"), value
 
 
 def demands(kind: type[Case], cases: tuple, *rows: tuple, **more: Any) -> tuple[Criterion, ...]:
@@ -198,6 +200,15 @@ class Lab:
         if not 1 <= number <= len(self.tasks):
             raise UserError(f"lab {self.number} has tasks 1 to {len(self.tasks)}, and no task {number}")
         return self.tasks[number - 1]
+
+
+def files(*skipped: str) -> list[Path]:
+    """The project's files, but for folders of these names and links."""
+    found = []
+    for home, inside, names in os.walk(ROOT):
+        inside[:] = sorted(set(inside) - set(skipped))
+        found += [path for path in (Path(home, name) for name in sorted(names)) if not path.is_symlink()]
+    return found
 
 
 def path_of(module: str) -> Path:

@@ -17,7 +17,6 @@ a container.
 import csv
 import hashlib
 import importlib
-import os
 import re
 from functools import partial
 from pathlib import Path
@@ -25,23 +24,15 @@ from typing import Any
 
 from common import UserError
 from labs import ranks
-from labs.course import ROOT, Case, load, numbers, path_of
+from labs.course import ROOT, Case, files, load, numbers, path_of
 from labs.folder import open_folder
 from labs.judge import Folder, check
 from labs.source import facts
 
-REST = {".git", ".venv", "runs"}
-
 
 def project() -> dict[Path, bytes]:
     """All files of the project."""
-    found = {}
-    for home, inside, names in os.walk(ROOT):
-        inside[:] = sorted(set(inside) - REST)
-        found |= {
-            Path(home, name): Path(home, name).read_bytes() for name in names if not Path(home, name).is_symlink()
-        }
-    return found
+    return {path: path.read_bytes() for path in files(".git", ".venv", "runs")}
 
 
 def restore(before: dict[Path, bytes]) -> list[str]:
@@ -62,8 +53,8 @@ def restore(before: dict[Path, bytes]) -> list[str]:
 class Job(Case):
     """What a process of its own finds out: `does()`."""
 
-    def found(self, step: Any, mesh: Any) -> Any:
-        return self.does()
+    def run(self, step: Any, mesh: Any) -> list[Any]:
+        return [self.does()]
 
 
 def points(folder: Folder, number: int, seconds: float) -> int:
@@ -119,11 +110,12 @@ def row_of(name: str, folder: Folder, seconds: float, prints: dict[str, list[str
     if isinstance(known, ranks.Failed):
         row["error in the file"] = str(known)[:200]
     else:
-        row["functions written"], row["same as the project's file"] = known[0]["written"], known[0]["same"]
-        row["reaches for"], prints[name] = " ".join(known[0]["reaches"]), known[0]["prints"]
+        ((known,),) = known
+        row["functions written"], row["same as the project's file"] = known["written"], known["same"]
+        row["reaches for"], prints[name] = " ".join(known["reaches"]), known["prints"]
     for number, found in zip(tasks, earned, strict=True):
-        row[f"task {number}" if number else "question"] = found[0] if isinstance(found, list) else 0
-        row["points"] += found[0] if isinstance(found, list) else 0
+        row[f"task {number}" if number else "question"] = n = 0 if isinstance(found, ranks.Failed) else found[0][0]
+        row["points"] += n
     row["attempts"] = folder.attempts
     row["code"] = hashlib.sha256("".join(folder.sources.values()).encode()).hexdigest()[:12]
     if any(isinstance(found, ranks.Failed) for found in earned):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from labs import ranks
-from labs.course import Case, Criterion, Lab, Most, path_of
+from labs.course import Case, Criterion, Lab, Row, path_of
 from labs.ranks import Failed, World
 
 
@@ -59,9 +59,9 @@ def distance(a: Any, b: Any) -> float:
 
 def mistake(found: Any, expected: Any, bound: float) -> str:
     """In words, the first thing that is wrong with a number, a tensor, a text or a container of them; or ""."""
-    if isinstance(expected, Most):
-        fits = isinstance(found, int | float) and not isinstance(found, bool) and found <= expected.value
-        return "" if fits else f"is {found}, and has to be at most {expected.value:g}"
+    if isinstance(expected, dict) and "at most" in expected:
+        fits = isinstance(found, int | float) and not isinstance(found, bool) and found <= expected["at most"]
+        return "" if fits else f"is {found}, and has to be at most {expected['at most']:g}"
     if isinstance(found, dict) and isinstance(expected, dict):
         keys = sorted(found.keys() | expected.keys(), key=str)
         texts = ((key, mistake(found.get(key, "nothing"), expected.get(key, "nothing"), bound)) for key in keys)
@@ -158,30 +158,32 @@ class Judge:
                 ours = f"lab {self.lab.number}," in str(outcome)
                 return f"{outcome}{'' if ours else f'; use a copy made by python -m labs handout {self.lab.number}'}"
             return str(outcome) if outcome.fatal else f"{where}{outcome}"
-        for rank, found in enumerate(outcome):
-            for key, value in case.wanted(rank).items():
-                if criterion.judges(key) and (not isinstance(found, dict) or key not in found):
-                    return f"{where}there is no {key}"
-                if criterion.judges(key) and (text := mistake(found[key], value, criterion.bound)):
+        for rank, rows in enumerate(criterion.judged(rows) for rows in outcome):
+            for key, found, value in rows:
+                if text := mistake(found, value, criterion.bound):
                     who = f"rank {rank} of {case.ranks}: " if case.ranks > 1 else ""
-                    more = self.words(criterion, case, rank, key, found[key], value)
+                    more = self.words(criterion, case, outcome, rank, (key, found, value))
                     return f"{where}{who}{key} {text}{more and f' - {more}'}"
+            if not rows:
+                return f"{where}nothing was found"
         return ""
 
-    def words(self, criterion: Criterion, case: Case, rank: int, key: str, found: Any, value: Any) -> str:
+    def words(self, criterion: Criterion, case: Case, outcome: list[list[Row]], rank: int, row: Row) -> str:
         """What kind of mistake this may be."""
+        key, found, value = row
         if text := case.explain(rank, key, found, value):
             return text
         for fault, answers in self.under_faults(case):
-            theirs = answers[rank].get(key) if isinstance(answers, list) and isinstance(answers[rank], dict) else None
-            if theirs is not None and not mistake(found, theirs, 1e-8) and mistake(theirs, value, criterion.bound):
-                return f"the same numbers as with {fault}"
+            for name, theirs, _ in answers[rank] if isinstance(answers, list) else ():
+                same = name == key and not mistake(found, theirs, 1e-8)
+                if same and mistake(theirs, value, criterion.bound):
+                    return f"the same numbers as with {fault}"
         if criterion.bound < 1e-6 and not mistake(found, value, 1e-5):
             return "this is right but for roundings of fp32, and should be in fp64: which dtype has it?"
         if isinstance(found, Tensor) and found.numel() and not found.any():
             return "it is zero: has anything been written there?"
-        for other in range(case.ranks):
-            if other != rank and not mistake(found, case.wanted(other).get(key), 1e-8):
+        for other, rows in enumerate(outcome):
+            if other != rank and any(name == key and not mistake(found, theirs, 1e-8) for name, _, theirs in rows):
                 return f"the same numbers as rank {other} should have"
         return scale_words(found, value, case.ranks)
 

@@ -2,42 +2,31 @@
 
 import math
 import weakref
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from common.comm import Mesh
 from labs import training
-from labs.course import Case, Lab, Most, Question, Task, demands
+from labs.course import Case, Lab, Question, Row, Task, at_most, demands, rows
 from labs.probes import Small, adamw, gradients, update
 from labs.training import trains
 
-# --- task 1: the learning rate ---------------------------------------------------------------------------------------
-
-
-def learning_rate(step: int, config: Any) -> float:
-    """By the formulas."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    part = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
-    return config.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * part)) / 2)
-
 
 class Rates(Case):
-    """The rates of all steps."""
+    """Task 1: the rates of all steps."""
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        return self.by(step.learning_rate, step.Config)
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        return self.by(learning_rate, SimpleNamespace)
-
-    def by(self, rule: Any, kind: Any) -> dict[str, Any]:
-        """Either."""
-        config = kind(lr=0.001 * (1 + self.seed % 90), warmup_steps=self.warmup, steps=self.steps)
-        return {f"the rate of step {i}": rule(i, config) for i in range(self.steps)}
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        peak = 0.001 * (1 + self.seed % 90)
+        config = step.Config(lr=peak, warmup_steps=self.warmup, steps=self.steps)
+        for i in range(self.steps):
+            part = (i - self.warmup) / max(1, self.steps - self.warmup)
+            cosine = peak * (0.1 + 0.9 * (1 + math.cos(math.pi * part)) / 2)
+            rate = peak * (i + 1) / self.warmup if i < self.warmup else cosine
+            yield f"the rate of step {i}", step.learning_rate(i, config), rate
 
 
 SCHEDULES = (dict(warmup=5, steps=23), dict(warmup=0, steps=7), dict(warmup=4, steps=4))
@@ -47,30 +36,23 @@ RATE = Task(
     faults=("warm_up_from_zero",),
 )  # fmt: skip
 
-# --- task 2: AdamW ---------------------------------------------------------------------------------------------------
-
 SHAPES = {"layers.0.q_proj.weight": (6, 5), "layers.0.input_layernorm.weight": (5,), "model.norm.weight": (5,)}
 SHAPES |= {"lm_head.weight": (7, 5)}
 
 
 class Rule(Case):
-    """Three updates of drawn tensors."""
+    """Task 2: three updates of drawn tensors."""
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        return self.by(lambda masters: step.adamw(masters, step.Config(weight_decay=0.3)))
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        return self.by(lambda masters: adamw(masters.values(), 0.3))
-
-    def by(self, rule_of: Any) -> dict[str, Any]:
-        """Either."""
-        masters = {name: self.draw(name, *shape) for name, shape in SHAPES.items()}
-        rule = rule_of(masters)
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        masters, wanted = ({name: self.draw(name, *shape) for name, shape in SHAPES.items()} for _ in range(2))
+        rule, right = step.adamw(masters, step.Config(weight_decay=0.3)), adamw(wanted.values(), 0.3)
         for i in range(3):
-            for name, tensor in masters.items():
-                tensor.grad = self.draw(f"{name} {i}", *tensor.shape)
+            for name, shape in SHAPES.items():
+                masters[name].grad, wanted[name].grad = (self.draw(f"{name} {i}", *shape) for _ in range(2))
             update(rule, 0.1 / (i + 1))
-        return masters | {"tensors in the rule's groups": sum(len(group["params"]) for group in rule.param_groups)}
+            update(right, 0.1 / (i + 1))
+        yield from rows(masters, wanted)
+        yield "tensors in the rule's groups", sum(len(group["params"]) for group in rule.param_groups), len(SHAPES)
 
 
 RULE = Task(
@@ -81,14 +63,12 @@ RULE = Task(
     faults=("norms_decay",),
 )  # fmt: skip
 
-# --- task 3: masters -------------------------------------------------------------------------------------------------
-
 DTYPES = {"fp64": torch.float64, "bf16": torch.bfloat16}
 WIDE, NARROW = (dict(dtype="fp64", lr=0.1),), (dict(dtype="bf16", lr=1e-5),)
 
 
 class Update(Case):
-    """Updates of a small model: two in fp64, 40 small ones in bf16. Each step has the gradients of three backwards."""
+    """Task 3: updates of a small model, two in fp64, 40 small ones in bf16, each with gradients of three backwards."""
 
     def model(self) -> nn.Module:
         """A norm, a matrix, and one that is not trained."""
@@ -99,53 +79,38 @@ class Update(Case):
         model.frozen.weight.requires_grad_(False)
         return model
 
-    def plan(self) -> list[tuple[float, float]]:
-        """By update: learning rate and factor. They differ in fp64, as AdamW hides a common factor."""
-        return [(self.lr, 0.5)] * 40 if self.dtype == "bf16" else [(self.lr, 1.0), (self.lr / 2, 0.5)]
-
-    def part(self, name: str, param: Tensor, turn: int, i: int) -> Tensor:
-        """The gradient of a backward."""
-        return self.draw(f"{name} {turn % 2} {i}", *param.shape).to(param.dtype)
-
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        model = self.model()
-        optimizer, found = step.Optimizer(model, step.Config(weight_decay=0.0)), {}
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        model, dtype = self.model(), DTYPES[self.dtype]
+        before = {name: param.detach().double() for name, param in self.model().named_parameters()}
+        trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        wanted = {name: before[name].clone() for name in trained}
+        optimizer, rule = step.Optimizer(model, step.Config(weight_decay=0.0)), adamw(wanted.values(), 0.0)
         places = [param.data_ptr() for param in model.parameters()]
-        before = {name: param.detach().clone() for name, param in model.named_parameters()}
-        for turn, (lr, factor) in enumerate(self.plan()):
-            trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-            for i in range(3):
-                for name, param in trained:
-                    (param * self.part(name, param, turn, i)).sum().backward()
-            found["the dtype of gradients"] = sorted({str(param.grad.dtype) for _, param in trained})
+        # learning rates and factors differ in fp64, as AdamW hides a common factor
+        plan = [(self.lr, 0.5)] * 40 if self.dtype == "bf16" else [(self.lr, 1.0), (self.lr / 2, 0.5)]
+        for turn, (lr, factor) in enumerate(plan):
+            for name, param in trained.items():
+                parts = [self.draw(f"{name} {turn % 2} {i}", *param.shape).to(dtype) for i in range(3)]
+                for part in parts:
+                    (param * part).sum().backward()
+                wanted[name].grad = sum(part.double() for part in parts)
             if turn == 0:
-                found |= {f"gradients()[{name}]": g.clone() for name, g in optimizer.gradients().items()}
-                found["names in gradients()"] = sorted(optimizer.gradients())
+                found, wide = optimizer.gradients(), torch.promote_types(dtype, torch.float32)
+                yield "names in gradients()", sorted(found), sorted(trained)
+                yield "the dtype of gradients", sorted({str(p.grad.dtype) for p in trained.values()}), [str(wide)]
+                for name in trained:
+                    yield f"gradients()[{name}]", found[name].clone(), wanted[name].grad.clone()
+            for tensor in wanted.values():
+                tensor.grad *= factor
             optimizer.step(lr, factor)
-            found["gradients left after step()"] = sum(param.grad is not None for param in model.parameters())
+            update(rule, lr)
+        yield "gradients left after step()", sum(param.grad is not None for param in model.parameters()), 0
         for name, param in model.named_parameters():
-            found[f"{name} after the updates"] = param.detach()
-            found[f"the dtype of {name}"] = str(param.dtype)
-            found[f"how far {name} has moved"] = param.detach().double() - before[name].double()
-        return found | {"the parameters are where they were": places == [p.data_ptr() for p in model.parameters()]}
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        wide = torch.promote_types(DTYPES[self.dtype], torch.float32)
-        found = {"the dtype of gradients": [str(wide)], "names in gradients()": ["norm.weight", "proj.weight"]}
-        found |= {"gradients left after step()": 0, "the parameters are where they were": True}
-        for name, param in self.model().named_parameters():
-            start = end = param.detach().double()
-            if param.requires_grad:
-                sums = [sum(self.part(name, param, s, i).double() for i in range(3)) for s in range(2)]
-                end = start.clone()
-                rule = adamw([end], 0.0)
-                for turn, (lr, factor) in enumerate(self.plan()):
-                    end.grad = sums[turn % 2] * factor
-                    update(rule, lr)
-                found[f"gradients()[{name}]"] = sums[0].to(wide)
-            found |= {f"{name} after the updates": end, f"how far {name} has moved": end - start}
-            found[f"the dtype of {name}"] = str(param.dtype)
-        return found
+            end = wanted.get(name, before[name])
+            yield f"{name} after the updates", param, end
+            yield f"how far {name} has moved", param.double() - before[name], end - before[name]
+            yield f"the dtype of {name}", str(param.dtype), str(dtype)
+        yield "the parameters are where they were", places == [p.data_ptr() for p in model.parameters()], True
 
 
 MASTERS = Task(
@@ -161,16 +126,14 @@ MASTERS = Task(
     faults=("not_clipped", "gradients_kept", "sums_in_16_bits", "gradients_cast_back", "masters_rounded"),
 )  # fmt: skip
 
-# --- task 4: recomputation -------------------------------------------------------------------------------------------
-
 RUNS, KEPT = "runs of each layer", "activations inside of layers that are kept"
 
 
 class Recomputed(Small):
-    """Forward and backward: how often a layer has run, what it keeps in between, gradients."""
+    """Task 4: forward and backward; how often a layer has run, what it keeps in between, gradients."""
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        model, runs, kept = self.model(), [0] * 3, []
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        (model, plain), runs, kept = (self.model(), self.model()), [0] * 3, []
         step.recompute_layers(model)
         for i, layer in enumerate(model.model.layers.values()):
 
@@ -179,17 +142,14 @@ class Recomputed(Small):
                 kept.append(StorageWeakRef(output.untyped_storage()))
 
             layer.mlp.gate_proj.register_forward_hook(note)
-        loss = self.loss(model, 0, 1, 0)
-        found = {KEPT: sum(not ref.expired() for ref in kept), "the loss": loss.detach(), f"{RUNS} in forward": [*runs]}
+        loss, wanted = (self.loss(some, 0, 1, 0) for some in (model, plain))
+        yield "the loss", loss, wanted
+        yield KEPT, sum(not ref.expired() for ref in kept), 0
+        yield f"{RUNS} in forward", [*runs], [1] * 3
         loss.backward()
-        return found | {f"{RUNS}, backward included": runs} | gradients(model)
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        model = self.model()
-        loss = self.loss(model, 0, 1, 0)
-        loss.backward()
-        found = {KEPT: 0, f"{RUNS} in forward": [1] * 3, f"{RUNS}, backward included": [2] * 3}
-        return found | {"the loss": loss.detach()} | gradients(model)
+        wanted.backward()
+        yield f"{RUNS}, backward included", runs, [2] * 3
+        yield from rows(gradients(model), gradients(plain))
 
 
 RECOMPUTE = Task(
@@ -200,13 +160,11 @@ RECOMPUTE = Task(
             ("each layer runs once in forward, and once more in backward", 2, RUNS)),
 )  # fmt: skip
 
-# --- task 5: the loop ------------------------------------------------------------------------------------------------
-
 
 class Loop(training.Trained):
-    """Train: how large micro-batches are, how many graphs are there at the end of a step, what is recorded."""
+    """Task 5: train; how large micro-batches are, how many graphs are there at the end of a step, what is recorded."""
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         alive, graphs, sizes = weakref.WeakSet(), [], []
 
         class Probe(training.Watch):
@@ -230,17 +188,13 @@ class Loop(training.Trained):
                 graphs.append(len(alive))
                 super().record(step, tokens, **numbers)
 
-        run = self.run(step, Probe)
-        found = {"graphs of micro-batches at the end of a step": max(graphs), "sequences of each micro-batch": sizes}
-        found |= {f"recorded as `{name}`": [row[name] for row in run.history] for name in ("tokens", "lr")}
-        types = [type(run.history[0][name]).__name__ for name in ("loss", "grad_norm")]
-        return found | {"types of the recorded loss and grad_norm": types}
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        lr = training.FLAGS["lr"]
-        found = {"graphs of micro-batches at the end of a step": Most(1)}
-        found |= {"sequences of each micro-batch": [5, 5, 2] * 2, "recorded as `tokens`": [12 * 16] * 2}
-        return found | {"recorded as `lr`": [lr / 2, lr], "types of the recorded loss and grad_norm": ["float"] * 2}
+        history, lr = self.train(step, Probe).history, training.FLAGS["lr"]
+        yield "graphs of micro-batches at the end of a step", max(graphs), at_most(1)
+        yield "sequences of each micro-batch", sizes, [5, 5, 2] * 2
+        yield "recorded as `tokens`", [row["tokens"] for row in history], [12 * 16] * 2
+        yield "recorded as `lr`", [row["lr"] for row in history], [lr / 2, lr]
+        for name in ("loss", "grad_norm"):
+            yield f"type of the recorded {name}", type(history[0][name]).__name__, "float"
 
 
 UNEVEN = (dict(flags=dict(micro_batch_size=5)),)
@@ -253,11 +207,9 @@ LOOP = Task(
      trains(1, (1, dict(recompute="full")), says="--recompute full changes nothing"),
      *demands(Loop, UNEVEN,
               ("no graph but the last is left at the end of a step", 2, "graphs"),
-              ("micro-batches, tokens and learning rate are as the flags say", 1, "sequences", "recorded", "types"))),
+              ("micro-batches, tokens and learning rate are as the flags say", 1, "sequences", "recorded"))),
     faults=("gradient_times_micro_batches", "last_micro_batch_logged", "mean_of_means", "all_tokens_counted"),
 )  # fmt: skip
-
-# --- the question ----------------------------------------------------------------------------------------------------
 
 
 def model_bytes(L: int, a: int, g: int, f: int, V: int, each: int = 18, ends: int = 2) -> int:

@@ -1,57 +1,44 @@
 """Lab 2: data parallelism (step02_ddp.py)."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from common.comm import Group
+from common.comm import Group, Mesh
 from common.layout import note_layout
 from common.model import Decoder
-from labs.course import Case, Lab, Question, Task, demands
+from labs.course import Case, Lab, Question, Row, Task, demands, rows
 from labs.probes import Small, decoder, fill, gradients
 from labs.tape import Tape
 from labs.training import trains
 
-# --- task 1: one by one ----------------------------------------------------------------------------------------------
-
-
-OVER = dict(a="dp", b="dp", c="dp", expert="data", frozen="dp")
-
 
 class Naive(Case):
-    """NaiveSync on drawn gradients: three summed over dp, one over all four ranks; one that is not trained."""
+    """Task 1: drawn gradients: three summed over dp, one over all four ranks; and one parameter that is not trained."""
 
-    def parts(self, i: int, name: str) -> Tensor:
-        """The gradients by rank, [dp, cp, ...]."""
-        return self.draw(name, 2, 2, i + 2, 3)
-
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         mesh.join("data", "dp", "cp")
-        model = nn.Module()
-        for i, (name, group) in enumerate(OVER.items()):
+        model, place, wanted = nn.Module(), (mesh["dp"].rank, mesh["cp"].rank), {}
+        for i, name in enumerate(("a", "b", "c", "expert", "frozen")):
             param = nn.Parameter(torch.full((i + 2, 3), 0.5, dtype=torch.float64), requires_grad=name != "frozen")
-            note_layout(param, data_group=group)
+            note_layout(param, data_group="data" if name == "expert" else "dp")
             model.register_parameter(name, param)
         sync = step.NaiveSync(model, SimpleNamespace(bucket_mb=1.0), mesh)
         sync.begin(1)
-        for i, (name, param) in enumerate(model.named_parameters()):
+        for name, param in model.named_parameters():
             if param.requires_grad:
-                param.grad = self.parts(i, name)[mesh["dp"].rank, mesh["cp"].rank].clone()
+                parts = self.draw(name, 2, 2, *param.shape)  # [dp, cp, ...]
+                param.grad = parts[place].clone()
+                wanted[f"the gradient of {name}"] = parts.sum((0, 1)) if name == "expert" else parts.sum(0)[place[1]]
         with Tape(mesh) as tape:
             sync.finish()
-        found = {"parameters that have changed": [n for n, p in model.named_parameters() if not torch.all(p == 0.5)]}
-        found |= {"what is left under way": len(tape.starts()) - tape.waits(), "bytes sent": tape.sent()}
-        return found | gradients(model)
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        found = {"parameters that have changed": [], "what is left under way": 0}
-        found |= {"bytes sent": dict(dp=8 * (2 + 3 + 4) * 3, data=1.5 * 8 * 5 * 3)}
-        for i, name in enumerate(("a", "b", "c", "expert")):
-            parts = self.parts(i, name)
-            found[f"the gradient of {name}"] = parts.sum((0, 1)) if name == "expert" else parts[:, rank % 2].sum(0)
-        return found
+        yield from rows(gradients(model), wanted)
+        yield "parameters that have changed", [n for n, p in model.named_parameters() if not torch.all(p == 0.5)], []
+        yield "what is left under way", len(tape.starts()) - tape.waits(), 0
+        yield "bytes sent", tape.sent(), dict(dp=8 * (2 + 3 + 4) * 3, data=1.5 * 8 * 5 * 3)
 
 
 ONE_BY_ONE = Task(
@@ -62,36 +49,27 @@ ONE_BY_ONE = Task(
     faults=("weights_instead_of_gradients", "averaged"),
 )  # fmt: skip
 
-# --- task 2: the ring ------------------------------------------------------------------------------------------------
-
 
 class Ring(Case):
-    """The sum of a tensor of some shape."""
+    """Task 2: the sum of a tensor of some shape."""
 
-    def setup(self):
-        """The parts by rank; in bf16 whole numbers, whose sums are exact."""
-        x = self.draw("x", self.ranks, *self.shape)
-        self.parts = ((x * 20).round() if self.dtype == "bfloat16" else x).to(getattr(torch, self.dtype))
-
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        group, sync = mesh["dp"], step.RingSync.__new__(step.RingSync)
-        x = self.parts[group.rank].clone()
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        group, sync, n = mesh["dp"], step.RingSync.__new__(step.RingSync), self.ranks
+        parts = self.draw("x", n, *self.shape)
+        parts = (parts * 20).round().bfloat16() if self.narrow else parts  # whole numbers have exact sums
+        x = parts[group.rank].clone()
         with Tape(mesh) as tape:
             sync.sum_up(x, group)
-        others = {event.what for event in tape.starts()} - {"send", "recv"}
-        return {"the sum": x.double(), "bytes sent": tape.sent(), "operations beside messages": sorted(others)}
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        n = self.ranks
-        sizes = [piece.nbytes for piece in self.parts[0].flatten().tensor_split(n)]
-        sent = 2 * sum(sizes) - sizes[(rank + 1) % n] - sizes[(rank + 2) % n]  # those two once, the others twice
-        found = {"the sum": self.parts.double().sum(0), "operations beside messages": []}
-        return found | {"bytes sent": dict(dp=sent) if sent else {}}
+        yield "the sum", x.double(), parts.double().sum(0)
+        sizes = [piece.nbytes for piece in parts[0].flatten().tensor_split(n)]
+        sent = 2 * sum(sizes) - sizes[(group.rank + 1) % n] - sizes[(group.rank + 2) % n]  # these once, others twice
+        yield "bytes sent", tape.sent(), dict(dp=sent) if sent else {}
+        yield "operations beside messages", sorted({event.what for event in tape.starts()} - {"send", "recv"}), []
 
 
-EVEN = (dict(mesh=dict(dp=3), shape=(3, 4), dtype="float64"),)
-UNEVEN = tuple(dict(mesh=dict(dp=4), shape=shape, dtype="float64") for shape in ((7, 3), (3,), (2, 1)))
-NARROW = (dict(mesh=dict(dp=3), shape=(4, 5), dtype="bfloat16"),)
+EVEN = (dict(mesh=dict(dp=3), shape=(3, 4), narrow=False),)
+UNEVEN = tuple(dict(mesh=dict(dp=4), shape=shape, narrow=False) for shape in ((7, 3), (3,), (2, 1)))
+NARROW = (dict(mesh=dict(dp=3), shape=(4, 5), narrow=True),)
 RING = Task(
     ("RingSync.sum_up",),
     (*demands(Ring, EVEN, ("the sum, where the ranks divide the length", 2, "the sum")),
@@ -101,8 +79,6 @@ RING = Task(
               ("by messages alone, with the bytes of the pieces that pass", 2, "bytes", "operations"))),
     faults=("ring_one_round_short", "ring_adds_for_ever"),
 )  # fmt: skip
-
-# --- task 3: buckets -------------------------------------------------------------------------------------------------
 
 SIZES = (9, 4, 7, 20, 5, 3, 8, 12, 6)  # elements; 20 are more than a list's 16; 5 and 8 are of the other group
 
@@ -117,34 +93,28 @@ def wide_params(*sizes: int) -> list[nn.Parameter]:
 
 
 class Lists(Case):
-    """group_params; then three parameters that fill a list to the last byte, and a fourth."""
+    """Task 3: group_params; then three parameters that fill a list to the last byte, and a fourth."""
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         params = wide_params(*SIZES)
         numbers = {id(param): i for i, param in enumerate(params)}
         lists, full = (step.group_params(some, 16 * 8) for some in (params, wide_params(4, 7, 5, 1)))
-        found = {"the lists, by number": sorted([numbers[id(p)] for p in some] for some in lists)}
-        return found | {"exactly full": [len(some) for some in full]}
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        return {"the lists, by number": [[0, 1], [2], [3], [4, 6], [5, 7], [8]], "exactly full": [3, 1]}
+        found = sorted([numbers[id(param)] for param in some] for some in lists)
+        yield "the lists, by number", found, [[0, 1], [2], [3], [4, 6], [5, 7], [8]]
+        yield "exactly full", [len(some) for some in full], [3, 1]
 
 
 class Bucket(Case):
     """A bucket of three parameters."""
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         params, group = wide_params(9, 4, 7), Group("dp", 0, 1, None)
         bucket = step.Bucket(params, group)
-        found = {"the buffer at first": bucket.flat.clone(), "its dtype": str(bucket.flat.dtype)}
-        found["the views begin at"] = [(v.data_ptr() - bucket.flat.data_ptr()) // 8 for v in bucket.views]
-        found["the views' shapes"] = [list(view.shape) for view in bucket.views]
-        return found | {"its group and parameters": bucket.group is group and bucket.params == params}
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        found = {"the buffer at first": torch.zeros(20).double(), "its dtype": "torch.float64"}
-        found |= {"the views begin at": [0, 9, 13], "the views' shapes": [[9, 1], [4, 1], [7, 1]]}
-        return found | {"its group and parameters": True}
+        yield "the buffer at first", bucket.flat, torch.zeros(20).double()
+        yield "its dtype", str(bucket.flat.dtype), "torch.float64"
+        yield "the views begin at", [(v.data_ptr() - bucket.flat.data_ptr()) // 8 for v in bucket.views], [0, 9, 13]
+        yield "the views' shapes", [list(view.shape) for view in bucket.views], [[9, 1], [4, 1], [7, 1]]
+        yield "its group and parameters", bucket.group is group and bucket.params == params, True
 
 
 BUCKETS = Task(
@@ -155,11 +125,9 @@ BUCKETS = Task(
      *demands(Bucket, ({},), ("the buffer, its dtype, and views one after another", 2))),
 )  # fmt: skip
 
-# --- task 4: overlap -------------------------------------------------------------------------------------------------
-
 
 class Overlap(Small):
-    """Two steps of real backward passes; collectives, waits and matmuls in their order."""
+    """Task 4: two steps of real backward passes; collectives, waits and matmuls in their order."""
 
     def model(self) -> Decoder:
         """With `unused` the head has a parameter that rank 0 alone uses."""
@@ -173,37 +141,26 @@ class Overlap(Small):
         loss = super().loss(model, rank, turn, micro)  # first, so that autograd comes to it last
         return loss + (micro + 1) * model.lm_head.spare.sum() if self.unused and rank == 0 else loss
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        model, found = self.model(), {}
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        model, buckets = self.model(), [0.0]  # bytes that a rank sends of each
+        for size in (8 * param.numel() for param in reversed(list(model.parameters()))):
+            if buckets[-1] and buckets[-1] + size > self.limit:
+                buckets.append(0.0)
+            buckets[-1] += size
+        sent = [2 * (self.ranks - 1) / self.ranks * size for size in buckets]
         sync = step.BucketSync(model, SimpleNamespace(bucket_mb=self.limit / 2**20), mesh)
         for turn in (1, 2):
             *before, last = self.backwards(model, sync, mesh, turn)
             with Tape(mesh) as after:
                 sync.finish()
-            found[f"step {turn}: sums started before the last backward"] = sum(len(tape.starts()) for tape in before)
-            found[f"step {turn}: sums started in the last backward, bytes"] = [event.sent for event in last.starts()]
-            found[f"step {turn}: sums started in finish()"] = len(after.starts())
-            found[f"step {turn}: waits in the last backward"] = last.waits()
-            found[f"step {turn}: matmuls run while a sum is under way"] = last.hidden() > 0
-            found |= gradients(model, f"step {turn}: the gradient of")
-        return found
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        found, buckets = {}, [0]
-        for param in reversed(list(self.model().parameters())):
-            if buckets[-1] and buckets[-1] + 8 * param.numel() > self.limit:
-                buckets.append(0)
-            buckets[-1] += 8 * param.numel()
-        for turn in (1, 2):
-            found |= self.one_device(turn)
-            found[f"step {turn}: sums started in the last backward, bytes"] = [
-                2 * (self.ranks - 1) / self.ranks * size for size in buckets
-            ]
-            for what in ("sums started before the last backward", "sums started in finish()"):
-                found[f"step {turn}: {what}"] = 0
-            found[f"step {turn}: waits in the last backward"] = 0
-            found[f"step {turn}: matmuls run while a sum is under way"] = True
-        return found
+            says = f"step {turn}: the gradient of"
+            yield from rows(gradients(model, says), self.one_device(turn, says))
+            started = [event.sent for event in last.starts()]
+            yield f"step {turn}: sums started before the last backward", sum(len(tape.starts()) for tape in before), 0
+            yield f"step {turn}: sums started in the last backward, bytes", started, sent
+            yield f"step {turn}: sums started in finish()", len(after.starts()), 0
+            yield f"step {turn}: waits in the last backward", last.waits(), 0
+            yield f"step {turn}: matmuls run while a sum is under way", last.hidden() > 0, True
 
     def explain(self, rank: int, key: str, found: Any, expected: Any) -> str:
         if "sums started in the last backward" in key and not found:
@@ -229,8 +186,6 @@ HOOKS = Task(
     faults=("not_summed", "last_bucket_forgotten", "summed_twice", "sent_after_the_first_micro_batch",
             "buckets_not_emptied"),
 )  # fmt: skip
-
-# --- task 5: the whole file ------------------------------------------------------------------------------------------
 
 LOOP = Task(
     ("train",),

@@ -1,5 +1,6 @@
 """Lab 4: tensor and sequence parallelism (step04_tp_sp.py)."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,19 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.comm import Group
-from common.layout import Layout
+from common.comm import Group, Mesh
+from common.layout import note_layout
 from common.model import IGNORE, Decoder
-from labs.course import Case, Lab, Most, Question, Task, demands
-from labs.probes import Small, decoder, fill, partial_over, record, refused, there_and_back
+from labs.course import Case, Lab, Question, Row, Task, at_most, demands, rows
+from labs.probes import Small, decoder, fill, record, refused, there_and_back
 from labs.tape import Tape
 from labs.training import trains
 
-# --- task 1: the sums and the gathering that f and g are made of -----------------------------------------------------
-
 
 class Tokens(Case):
-    """Whole sequences of `part` tokens a rank, [ranks, batch, seq, dim]: each rank has its own."""
+    """Task 1: whole sequences of `part` tokens a rank, [ranks, batch, seq, dim]: each rank has its own."""
 
     def setup(self):
         self.x = self.draw("x", self.ranks, self.b, self.ranks * self.part, self.dim)
@@ -43,25 +42,20 @@ def strided(x: Tensor) -> Tensor:
 class Collective(Tokens):
     """One of the three, of tensors that are contiguous (`dense`) or not."""
 
-    def given(self, rank: int) -> Tensor:
-        """Its input."""
-        x = self.x[rank][:, self.here(rank)] if self.name == "gather_tokens" else self.x[rank]
-        return x.clone(memory_format=torch.contiguous_format) if self.dense else strided(x)
-
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        given = self.given(mesh["tp"].rank)
-        with Tape(mesh) as tape:
-            result = getattr(step, self.name)(given, mesh["tp"])
-        return {"the result": result, "bytes sent": tape.sent(), "the input after the call": given}
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        total = self.x.sum(0)
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        here, total = self.here(mesh.rank), self.x.sum(0)
+        x = self.x[mesh.rank][:, here] if self.name == "gather_tokens" else self.x[mesh.rank]
+        given = x.clone(memory_format=torch.contiguous_format) if self.dense else strided(x)
         result, sent = dict(
             sum_over_ranks=(total, self.whole),
             gather_tokens=(self.gathered(), self.half),
-            sum_and_split_tokens=(total[:, self.here(rank)], self.half),
+            sum_and_split_tokens=(total[:, here], self.half),
         )[self.name]
-        return {"the result": result, "bytes sent": sent, "the input after the call": self.given(rank)}
+        with Tape(mesh) as tape:
+            found = getattr(step, self.name)(given, mesh["tp"])
+        yield "the result", found, result
+        yield "bytes sent", tape.sent(), sent
+        yield "the input after the call", given, x
 
 
 def blocks(name: str) -> tuple[dict[str, Any], ...]:
@@ -82,31 +76,27 @@ COLLECTIVES = Task(
               ("sum_and_split_tokens sends (n-1)/n of the whole", 1, "bytes"))),
 )  # fmt: skip
 
-# --- task 2: f and g -------------------------------------------------------------------------------------------------
-
 
 class Pair(Tokens):
-    """f or g forward and backward. The gradient of f's output differs by rank, that of g's is the whole output's."""
+    """Task 2: f or g forward and backward. The gradient of f's output differs by rank; that of g's does not."""
 
-    names = ("the output", "the gradient of the input")
-
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        group, here, f = mesh["tp"], self.here(mesh["tp"].rank), self.name == "f"
-        x, dy = self.x[group.rank], self.draw("dy", *self.x.shape)[group.rank if f else 0]
-        if self.sp:
-            x, dy = (x[:, here], dy) if f else (x, dy[:, here])
-        block = step.enter_block if f else step.leave_block
-        return there_and_back(self.names, lambda x: block(x, group, self.sp), [strided(x)], dy.clone(), mesh)
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        here, f, dy = self.here(rank), self.name == "f", self.draw("dy", *self.x.shape)
-        output, gradient = (self.x[rank], dy.sum(0)) if f else (self.x.sum(0), dy[0])  # a copy's transpose is a sum
-        forward, backward = ({}, self.whole) if f else (self.whole, {})
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        group, here, f = mesh["tp"], self.here(mesh.rank), self.name == "f"
+        x, dy = self.x[mesh.rank], self.draw("dy", *self.x.shape)
+        if f:  # a copy; its transpose is a sum
+            output, gradient, dy, forward, backward = x, dy.sum(0), dy[mesh.rank], {}, self.whole
+        else:
+            output, gradient, dy, forward, backward = self.x.sum(0), dy[0], dy[0], self.whole, {}
+        if self.sp and f:
+            x, output, gradient = x[:, here], self.gathered(), gradient[:, here]
+        elif self.sp:
+            output, dy = output[:, here], dy[:, here]
         if self.sp:
             forward = backward = self.half
-            output, gradient = (self.gathered(), gradient[:, here]) if f else (output[:, here], gradient)
-        found = dict(zip(self.names, (output, gradient), strict=True)) | {"the inputs stay": True}
-        return found | {"bytes forward": forward, "bytes backward": backward}
+        block, names = step.enter_block if f else step.leave_block, ("the output", "the gradient of the input")
+        found = there_and_back(names, lambda x: block(x, group, self.sp), [strided(x)], dy, mesh)
+        wanted = dict(zip(names, (output, gradient), strict=True)) | {"the inputs stay": True}
+        yield from rows(found, wanted | {"bytes forward": forward, "bytes backward": backward})
 
 
 (F_PLAIN, F_SP), (G_PLAIN, G_SP) = (
@@ -123,11 +113,9 @@ PAIR = Task(
     faults=("g_sums_in_backward_too", "f_does_not_sum_in_backward", "g_does_not_sum", "tokens_cut_but_not_summed"),
 )  # fmt: skip
 
-# --- task 3: the vocabulary ------------------------------------------------------------------------------------------
-
 
 class Words(Case):
-    """A vocabulary of which each rank holds a part. The last one has padding, or nothing else."""
+    """Task 3: a vocabulary of which each rank holds a part. The last one has padding, or nothing else."""
 
     def setup(self):
         self.length, shape = -(-self.vocab // self.ranks), (self.b, self.s)
@@ -149,25 +137,17 @@ class Words(Case):
 class Embedding(Words):
     """The embedding of a part of the table, and its gradient."""
 
-    names = ("the embedding", "the gradient of its weight")
-
-    def setup(self):
-        super().setup()
-        self.table, self.dy = self.draw("table", self.dim, self.vocab), self.draw("dy", self.b, self.s, self.dim)
-
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        rank, given = mesh["tp"].rank, self.tokens.clone()
-        layer = step.VocabParallelEmbedding(nn.Parameter(self.part(self.table, rank, 0.0).T.clone()), self.own(rank))
-        found = there_and_back(self.names, lambda _: layer(self.tokens), [layer.weight], self.dy)
-        found[self.names[1]] = found[self.names[1]][: len(self.own(rank))]
-        return found | {"tokens stay": torch.equal(given, self.tokens)}
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        ids = self.own(rank)
-        here = ((self.tokens >= ids.start) & (self.tokens < ids.stop))[..., None]
-        found = there_and_back(self.names, lambda x: F.embedding(self.tokens, x) * here, [self.table.T], self.dy)
-        found[self.names[1]] = found[self.names[1]][ids.start : ids.stop]
-        return found | {"tokens stay": True}
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        table, dy = self.draw("table", self.dim, self.vocab), self.draw("dy", *self.tokens.shape, self.dim)
+        ids = self.own(mesh.rank)
+        layer = step.VocabParallelEmbedding(nn.Parameter(self.part(table, mesh.rank, 0.0).T.clone()), ids)
+        given, names = self.tokens.clone(), ("the embedding", "gradient")
+        here = ((given >= ids.start) & (given < ids.stop))[..., None]
+        found = there_and_back(names, lambda _: layer(given), [layer.weight], dy)
+        wanted = there_and_back(names, lambda x: F.embedding(self.tokens, x) * here, [table.T], dy)
+        yield "the embedding", found["the embedding"], wanted["the embedding"]
+        yield "the gradient of its weight", found["gradient"][: len(ids)], wanted["gradient"][ids.start : ids.stop]
+        yield "tokens stay", torch.equal(given, self.tokens), True
 
     def explain(self, rank: int, key: str, found: Any, expected: Any) -> str:
         if key != "the embedding" or getattr(found, "shape", None) != expected.shape:
@@ -179,34 +159,26 @@ class Embedding(Words):
         return f"token {token} belongs to rank {owner}, which has {ids}: here it has to be {kind}"
 
 
-SEVENTH = torch.tensor(1 / 7).double()
-
-
 class Loss(Words):
     """A seventh of the loss of a part of the logits, behind which the padding has numbers that must not count."""
 
-    names = ("the loss", "the gradient of the logits")
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        names, seventh = ("the loss", "the gradient of the logits"), torch.tensor(1 / 7).double()
+        targets = self.targets.clone()
+        logits = self.draw("logits", *targets.shape, self.vocab) * self.size
 
-    def logits(self) -> Tensor:
-        """Whole."""
-        return self.draw("logits", self.b, self.s, self.vocab) * self.size
+        def part(logits: Tensor) -> Tensor:
+            return step.vocab_parallel_cross_entropy(logits, targets, self.own(mesh.rank), mesh["tp"])
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        group, given, loss = mesh["tp"], self.targets.clone(), step.vocab_parallel_cross_entropy
-        own = self.part(self.logits(), group.rank, 3.0)
-        found = there_and_back(
-            self.names, lambda x: loss(x, self.targets, self.own(group.rank), group), [own], SEVENTH, mesh
-        )
-        return found | {"targets stay": torch.equal(given, self.targets)}
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        def loss(logits: Tensor) -> Tensor:
+        def whole(logits: Tensor) -> Tensor:
             return F.cross_entropy(logits.flatten(0, 1), self.targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
-        found = there_and_back(self.names, loss, [self.logits()], SEVENTH)
-        found[self.names[1]] = self.part(found[self.names[1]], rank, 0.0)
-        sent = {"bytes forward": dict(tp=Most(2.5 * (self.ranks - 1) * self.targets.nbytes)), "bytes backward": {}}
-        return found | sent | {"targets stay": True}
+        wanted = there_and_back(names, whole, [logits], seventh)
+        wanted[names[1]] = self.part(wanted[names[1]], mesh.rank, 0.0)
+        sent = {"bytes forward": dict(tp=at_most(2.5 * (self.ranks - 1) * targets.nbytes)), "bytes backward": {}}
+        found = there_and_back(names, part, [self.part(logits, mesh.rank, 3.0)], seventh, mesh)
+        yield from rows(found, wanted | sent)
+        yield "targets stay", torch.equal(targets, self.targets), True
 
 
 WORDS = (
@@ -225,79 +197,59 @@ VOCABULARY = Task(
     faults=("embedding_off_by_one", "target_off_by_one", "padding_in_the_softmax", "softmax_of_own_logits"),
 )  # fmt: skip
 
-# --- task 4: cuts ----------------------------------------------------------------------------------------------------
-
 
 class Records(Small):
-    """Records and shapes of a cut model in which no two sizes are the same."""
+    """Task 4: records and shapes of a cut model in which no two sizes are the same."""
 
-    def model(self, *seed: int) -> Decoder:
-        """Before it is cut."""
-        return decoder(*seed, tied=self.tied)
-
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        model = self.model()
+    def cut(self, step: Any, mesh: Mesh) -> Decoder:
+        """The model."""
+        model = decoder(tied=self.tied)
         step.shard_tensors(model, mesh, self.sp)
-        found = {"parameters": sorted(name for name, _ in model.named_parameters())}
-        for name, param in model.named_parameters():
-            found |= record(name, param)
-        return found
+        return model
 
-    def expected(self, rank: int) -> dict[str, Any]:
-        named = dict(self.model().named_parameters())
-        found = {"parameters": sorted(named)}
-        for name, param in named.items():
-            shape, dim = list(param.shape), 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
-            found |= {f"the cuts of {name}": [], f"the shape of {name}": shape}
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        found, wanted = (dict(model.named_parameters()) for model in (self.cut(step, mesh), decoder(tied=self.tied)))
+        yield "parameters", sorted(found), sorted(wanted)
+        for name, param in wanted.items():
+            shape, cuts = list(param.shape), []
             if len(shape) > 1:
+                dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
                 full, part = shape[dim], -(-shape[dim] // 2)
-                found[f"the cuts of {name}"], shape[dim] = [[dim, "tp", rank * part, (rank + 1) * part, full]], part
-            found[partial_over(name)] = ["tp"] if self.sp and len(shape) == 1 else []
-        return found
+                cuts, shape[dim] = [[dim, "tp", mesh.rank * part, (mesh.rank + 1) * part, full]], part
+            if name in found:
+                yield from record(name, found[name], shape, cuts, ["tp"] if self.sp and len(shape) == 1 else [])
 
 
 class Model(Records):
     """The cut model's loss, and what it sends."""
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        model = self.model()
-        step.shard_tensors(model, mesh, self.sp)
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        model = self.cut(step, mesh)
         fill(model, self.seed)
         with Tape(mesh) as tape:
             loss = self.loss(model)
             loss.backward()
-        return {"the loss": loss, "bytes of a micro-batch": tape.sent()}
-
-    def expected(self, rank: int) -> dict[str, Any]:
+        yield "the loss", loss, self.loss(decoder(self.seed, tied=self.tied))
         activations = (8 * 3 + 4) * 2 * 6 * 16 * 8 / 2  # with SP and without; four blocks' ends in each of 3 layers
-        loss = self.loss(self.model(self.seed)).detach()
-        return {"the loss": loss, "bytes of a micro-batch": dict(tp=activations + 2 * 12 * 8)}
+        yield "bytes of a micro-batch", tape.sent(), dict(tp=activations + 2 * 12 * 8)
 
 
 class Cut(Case):
     """`cut` along both dimensions, of a parameter that is cut already; and in a group of one. What must not work."""
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for dim in (0, 1):
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        parts = ([[0, "tp", 4, 8, 10], [0, "ep", 2, 4, 4]], [2, 7]), ([[1, "tp", 3, 6, 7], [1, "ep", 2, 4, 3]], [10, 2])
+        for dim, (cuts, shape) in enumerate(parts):
             weight = nn.Parameter(torch.empty(10, 7, device="meta"), requires_grad=dim == 0)
             for ranks, name in ((3, "tp"), (2, "ep")):
                 weight = step.cut(weight, dim, Group(name, 1, ranks, None))
-            found |= record(f"the part along {dim}", weight)
-            found[f"the part along {dim} is trained"] = weight.requires_grad
-            found[f"the part along {dim} has memory"] = weight.device.type != "meta"
-        found["a group of one changes it"] = step.cut(weight, 0, Group("tp", 0, 1, None)) is not weight
+            yield from record(f"the part along {dim}", weight, shape, cuts, [])
+            yield f"the part along {dim} is trained", weight.requires_grad, dim == 0
+            yield f"the part along {dim} has memory", weight.device.type != "meta", False
+        yield "a group of one changes it", step.cut(weight, 0, Group("tp", 0, 1, None)) is not weight, False
         weight, heads = nn.Parameter(torch.empty(12, 8, device="meta")), SimpleNamespace(n_kv_heads=2)
         error = refused(step.cut_heads, weight, {"tp": Group("tp", 0, 3, None)}, heads)
-        return found | {"three ranks and two key/value heads": error}
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        found = {"a group of one changes it": False, "three ranks and two key/value heads": "UserError"}
-        parts = ([[0, "tp", 4, 8, 10], [0, "ep", 2, 4, 4]], [2, 7]), ([[1, "tp", 3, 6, 7], [1, "ep", 2, 4, 3]], [10, 2])
-        for dim, (cuts, shape) in enumerate(parts):
-            found |= {f"the cuts of the part along {dim}": cuts, f"the shape of the part along {dim}": shape}
-            found |= {f"the part along {dim} is trained": dim == 0, f"the part along {dim} has memory": False}
-        return found
+        yield "three ranks and two key/value heads", error, "UserError"
 
 
 CUT = tuple(dict(mesh=dict(dp=1, tp=2), sp=sp, tied=tied) for sp in (True, False) for tied in (False, True))
@@ -313,39 +265,28 @@ CUTS = Task(
     faults=("norm_gradients_not_summed", "rows_for_columns", "tie_dropped"),
 )  # fmt: skip
 
-# --- task 5: sums, and the whole file --------------------------------------------------------------------------------
-
 PARTIAL = {"norm": ("tp",), "router": ("tp", "cp"), "matrix": (), "other": ("cp",), "norm2": ("tp",)}
 
 
 class Sums(Case):
-    """Gradients of five parameters with different records."""
+    """Task 5: gradients of five parameters with different records."""
 
-    def parts(self, name: str) -> Tensor:
-        """By rank, [cp, tp, ...]."""
-        return self.draw(name, 2, 2, len(name), 3)
-
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        model, gradients = nn.Module(), {}
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        model, gradients, wanted, place = nn.Module(), {}, {}, (mesh["cp"].rank, mesh["tp"].rank)
         for name, over in PARTIAL.items():
+            parts = self.draw(name, 2, 2, len(name), 3)  # [cp, tp, ...]
             param = nn.Parameter(torch.zeros(len(name), 3, dtype=torch.float64))
-            param.parallel_layout = Layout(partial_over=over)
+            note_layout(param, partial_over=over)
             model.register_parameter(name, param)
-            gradients[name] = self.parts(name)[mesh["cp"].rank, mesh["tp"].rank].clone()
-        held = dict(gradients)
-        with Tape(mesh) as tape:
-            step.sum_partial_gradients(model, gradients, mesh)
-        found = {f"the gradient of {name}": value for name, value in held.items()}
-        return found | {"collectives": len(tape.starts())}
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        found = {"collectives": 2}
-        for name, over in PARTIAL.items():
-            parts = self.parts(name)
+            gradients[name] = parts[place].clone()
             for axis, dim in enumerate(("cp", "tp")):
                 parts = parts.sum(axis, keepdim=True).expand(2, 2, -1, -1) if dim in over else parts
-            found[f"the gradient of {name}"] = parts[rank // 2, rank % 2]
-        return found
+            wanted[f"the gradient of {name}"] = parts[place]
+        held = {f"the gradient of {name}": value for name, value in gradients.items()}
+        with Tape(mesh) as tape:
+            step.sum_partial_gradients(model, gradients, mesh)
+        yield from rows(held, wanted)
+        yield "collectives", len(tape.starts()), 2
 
 
 LAST = Task(

@@ -1,14 +1,16 @@
 """Lab 5: context parallelism. Parts of a softmax, who sees what, the ring and its way back, the whole model."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from common.comm import Mesh
 from common.layout import layout_of
 from common.model import attend
-from labs.course import Case, Lab, Most, Question, Task, demands
+from labs.course import Case, Lab, Question, Row, Task, at_most, demands, rows
 from labs.probes import decoder, members, refused, same, there_and_back
 from labs.tape import Tape
 from labs.training import trains
@@ -27,11 +29,8 @@ def triangle(s: int) -> Tensor:
     return torch.ones(s, s, dtype=torch.bool).tril()
 
 
-# --- task 1: a part of the keys, and merging -------------------------------------------------------------------------
-
-
 class Block(Case):
-    """Six query heads and three of keys and values, s tokens, of which an earlier part has `past`."""
+    """Task 1: six query heads and three of keys and values, s tokens, of which an earlier part has `past`."""
 
     b, s, past = 2, 5, 7  # every size is another number
 
@@ -57,60 +56,43 @@ def one_part(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Ten
 class Part(Block):
     """A part on the diagonal, and an earlier one, with more keys than queries."""
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        return self.parts(step.part_attention)
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        return self.parts(one_part)
-
-    def parts(self, attention: Any) -> dict[str, Any]:
-        """By either."""
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         q, k, v, *past = given = self.inputs()
-        before, found = [x.clone() for x in given], {}
+        before = [x.clone() for x in given]
         for name, keys in (("causal", (k, v)), ("not causal", past)):
-            found[f"{name}: o"], found[f"{name}: lse"] = attention(q, *keys, name == "causal")
-        return found | {"the inputs stay": same(before, given)}
+            found, wanted = (attention(q, *keys, name == "causal") for attention in (step.part_attention, one_part))
+            yield f"{name}: o", found[0], wanted[0]
+            yield f"{name}: lse", found[1], wanted[1]
+        yield "the inputs stay", same(before, given), True
 
 
 class Narrow(Block):
     """16 bits."""
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        lse = step.part_attention(*(x.bfloat16() for x in self.inputs()[:3]), True)[1]
-        return {"lse has 32 bits or more": lse.dtype.itemsize >= 4, "lse": lse}
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        rounded = (x.bfloat16().double() for x in self.inputs()[:3])
-        return {"lse has 32 bits or more": True, "lse": one_part(*rounded, True)[1]}
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        inputs = [x.bfloat16() for x in self.inputs()[:3]]
+        lse = step.part_attention(*inputs, True)[1]
+        yield "lse has 32 bits or more", lse.dtype.itemsize >= 4, True
+        yield "lse", lse, one_part(*(x.double() for x in inputs), True)[1]
 
 
 class Merge(Block):
     """Parts of 7, 6 and 5 keys, begun with none; the last one in an order reaches the last two queries only."""
 
-    orders = (0, 1, 2), (2, 0, 1)
-
-    def parts(self) -> list[list[Tensor]]:
-        """Of each, q, k and v."""
-        return [[self.inputs()[0], *(self.heads(f"{x} {i}", 3, self.past - i) for x in "kv")] for i in range(3)]
-
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        parts, found = [one_part(*part, False) for part in self.parts()], {}
-        for order in self.orders:
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        q, keys = self.inputs()[0], [[self.heads(f"{x} {i}", 3, self.past - i) for x in "kv"] for i in range(3)]
+        parts = [one_part(q, *kv, False) for kv in keys]
+        for order in ((0, 1, 2), (2, 0, 1)):
             o, lse = torch.zeros_like(parts[0][0]), torch.full_like(parts[0][1], -torch.inf)
             for i in order:
-                rows = slice(self.s - 2 if i == order[-1] else 0, None)
-                step.merge(o[:, :, rows], lse[:, :, rows], *(x[:, :, rows].clone() for x in parts[i]))
-            found |= {f"parts {order}: o": o, f"parts {order}: lse": lse}
-        return found
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        parts, found = self.parts(), {}
-        for order in self.orders:
-            k, v = (torch.cat([parts[i][x] for i in order], 2) for x in (1, 2))
+                some = slice(self.s - 2 if i == order[-1] else 0, None)
+                step.merge(o[:, :, some], lse[:, :, some], *(x[:, :, some].clone() for x in parts[i]))
+            k, v = (torch.cat([keys[i][x] for i in order], 2) for x in (0, 1))
             seen = torch.ones(self.s, k.shape[2]).bool()
-            seen[: self.s - 2, -parts[order[-1]][1].shape[2] :] = False
-            found[f"parts {order}: o"], found[f"parts {order}: lse"] = softmax_of(parts[0][0], k, v, seen)
-        return found
+            seen[: self.s - 2, -keys[order[-1]][0].shape[2] :] = False
+            wanted = softmax_of(q, k, v, seen)
+            yield f"parts {order}: o", o, wanted[0]
+            yield f"parts {order}: lse", lse, wanted[1]
 
 
 LARGE = (dict(large=True),)
@@ -123,8 +105,6 @@ PARTS = Task(
      *demands(Merge, LARGE, ("also if exp() of an lse overflows", 1))),
     faults=("lse_in_bf16",),
 )  # fmt: skip
-
-# --- task 2: who holds and sees what ---------------------------------------------------------------------------------
 
 
 def halves(length: int) -> list[tuple]:
@@ -165,45 +145,33 @@ SIZES = ((2, 3), (3, 4), (5, 2))  # ranks, tokens of a chunk
 
 
 class Positions(Case):
-    """Of all ranks of three numbers of ranks; and what cannot be cut: 3 chunks for 2 ranks."""
+    """Task 2: the tokens of all ranks, for three numbers of ranks; and what cannot be cut: 3 chunks for 2 ranks."""
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        return self.by(step.zigzag_positions) | {"the error": refused(step.zigzag_positions, 6, 0, 2)}
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        return self.by(zigzag) | {"the error": "UserError"}
-
-    def by(self, rule: Any) -> dict[str, Any]:
-        """A rule."""
-        return {f"{n} ranks: rank {r}": rule(2 * n * chunk, r, n) for n, chunk in SIZES for r in range(n)}
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        for n, chunk in SIZES:
+            for r in range(n):
+                found, wanted = (rule(2 * n * chunk, r, n) for rule in (step.zigzag_positions, zigzag))
+                yield f"{n} ranks: rank {r}", found, wanted
+        yield "the error", refused(step.zigzag_positions, 6, 0, 2), "UserError"
 
 
 class Pairs(Case):
     """How often each pair of a query and a key is computed, and by which rank how many."""
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         for n, chunk in SIZES:
             s, by_rank = 2 * n * chunk, [0] * n
             pairs = torch.zeros(s, s, dtype=torch.int64)
             for rank, source in ((rank, source) for rank in range(n) for source in range(n)):
                 queries, keys = (zigzag(s, r, n).view(1, 1, -1, 1) for r in (rank, source))
-                for rows, columns, causal in step.zigzag_visible(rank, source, 2 * chunk):
-                    some, others = queries[rows].flatten(), keys[columns].flatten()
-                    seen = torch.ones(len(some), len(others), dtype=torch.int64)
+                for some, columns, causal in step.zigzag_visible(rank, source, 2 * chunk):
+                    these, those = queries[some].flatten(), keys[columns].flatten()
+                    seen = torch.ones(len(these), len(those), dtype=torch.int64)
                     seen = seen.tril() if causal else seen
-                    pairs[some[:, None], others] += seen
+                    pairs[these[:, None], those] += seen
                     by_rank[rank] += int(seen.sum())
-            found[f"{n} ranks: how often a query (row) meets a key (column)"] = pairs
-            found[f"{n} ranks: pairs of each rank"] = by_rank
-        return found
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for n, chunk in SIZES:
-            found[f"{n} ranks: how often a query (row) meets a key (column)"] = triangle(2 * n * chunk).long()
-            found[f"{n} ranks: pairs of each rank"] = [chunk * (2 * n * chunk + 1)] * n
-        return found
+            yield f"{n} ranks: how often a query (row) meets a key (column)", pairs, triangle(s).long()
+            yield f"{n} ranks: pairs of each rank", by_rank, [chunk * (s + 1)] * n
 
 
 TOKENS = Task(
@@ -215,34 +183,24 @@ TOKENS = Task(
     faults=("not_causal_at_home", "cut_in_order"),
 )  # fmt: skip
 
-# --- task 3: the backward of a part ----------------------------------------------------------------------------------
-
 
 class Shares(Block):
-    """Each part's share of dq, dk, dv, of attention to all keys. lse has gaps between the heads."""
+    """Task 3: each part's share of dq, dk, dv, of attention to all keys. lse has gaps between the heads."""
 
-    names = ("both parts' dq, added", "causal: dk", "causal: dv", "not causal: dk", "not causal: dv")
-
-    def whole(self) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-        """Leaves q, k, v, past k, past v; o and lse; do."""
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         q, k, v, past_k, past_v = leaves = [x.requires_grad_() for x in self.inputs()]
         seen = torch.cat((torch.ones(self.s, self.past).bool(), triangle(self.s)), 1)
         o, lse = softmax_of(q, torch.cat((past_k, k), 2), torch.cat((past_v, v), 2), seen)
-        return leaves, o, lse, self.draw("do", *o.shape)
-
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        leaves, o, lse, do = self.whole()
+        do = self.draw("do", *o.shape)
+        wanted = torch.autograd.grad(o, leaves, do)
         lse = torch.nn.functional.pad(lse, (1, 1))[..., 1:-1]
         q, k, v, past_k, past_v, o, lse = given = [x.detach() for x in (*leaves, o, lse)]
         before = [x.clone() for x in given]
         own = step.part_gradients(do, q, k, v, o, lse, True)
         past = step.part_gradients(do, q, past_k, past_v, o, lse, False)
-        found = dict(zip(self.names, (own[0] + past[0], *own[1:], *past[1:]), strict=True))
-        return found | {"the inputs stay": same(before, given)}
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        leaves, o, _, do = self.whole()
-        return dict(zip(self.names, torch.autograd.grad(o, leaves, do), strict=True)) | {"the inputs stay": True}
+        names = ("both parts' dq, added", "causal: dk", "causal: dv", "not causal: dk", "not causal: dv")
+        yield from zip(names, (own[0] + past[0], *own[1:], *past[1:]), wanted, strict=True)
+        yield "the inputs stay", same(before, given), True
 
 
 SHARES = Task(
@@ -251,34 +209,29 @@ SHARES = Task(
      *demands(Shares, LARGE, ("also if exp() of a score overflows", 1))),
 )  # fmt: skip
 
-# --- task 4: the ring ------------------------------------------------------------------------------------------------
-
 NAMES = ("output", "gradient of q", "gradient of k", "gradient of v")
 PART = 2.0 * 2 * 3 * 14 * 5  # numbers in k and v of a rank's tokens
 IDLE, LEFT = "hops that compute while nothing travels", "kept for backward, in parts of k and v"
 
 
 class Ring(Case):
-    """Whole sequences [2, heads, s, 5] whose tokens are dealt by a rule, 14 to a rank, in halves of 7."""
+    """Task 4: whole sequences [2, heads, s, 5] whose tokens are dealt by a rule, 14 to a rank, in halves of 7."""
 
     def setup(self):
         self.positions, self.visible = RULES[self.rule]
-        self.whole = [self.draw(name, 2, n, self.ranks * 14, 5) for name, n in dict(q=6, k=3, v=3, do=6).items()]
+        *qkv, do = (self.draw(name, 2, n, self.ranks * 14, 5) for name, n in dict(q=6, k=3, v=3, do=6).items())
+        self.inputs = [*qkv, do]  # of all ranks; and the output and the gradients of q, k and v on one device
+        found = there_and_back(NAMES, lambda *qkv: softmax_of(*qkv, triangle(self.ranks * 14))[0], qkv, do)
+        self.wanted = {name: found[name] for name in NAMES}
 
     def own(self, rank: int, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:
         """A rank's q, k, v, and its do."""
-        *qkv, do = (self.rows(rank, x).to(dtype) for x in self.whole)
+        *qkv, do = (self.part(rank, x).to(dtype) for x in self.inputs)
         return qkv, do
 
-    def rows(self, rank: int, x: Tensor) -> Tensor:
+    def part(self, rank: int, x: Tensor) -> Tensor:
         """A rank's tokens."""
         return x[:, :, self.positions(self.ranks * 14, rank, self.ranks)]
-
-    def one_device(self, rank: int) -> dict[str, Tensor]:
-        """A rank's rows of causal attention to whole sequences: o, and gradients of q, k and v."""
-        *leaves, do = self.whole
-        found = there_and_back(NAMES, lambda *qkv: softmax_of(*qkv, triangle(self.ranks * 14))[0], leaves, do)
-        return {name: self.rows(rank, found[name]) for name in NAMES}
 
     def sent(self, dtype: torch.dtype = torch.float64) -> tuple[dict, dict]:
         """Bytes forward and backward: k and v n - 1 times each way, their sums n times, in fp32 at least."""
@@ -294,40 +247,34 @@ class Ring(Case):
 class Forward(Ring):
     """Output; what was sent, and when; bytes that are alive between forward and backward."""
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        (qkv, _), timeline = self.own(mesh["cp"].rank), MemoryTimeline()
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        (qkv, _), timeline = self.own(mesh.rank), MemoryTimeline()
         before, leaves = [x.clone() for x in qkv], [x.requires_grad_() for x in qkv]
         timeline.phase("forward")
         with Tape(mesh) as tape, timeline:
             o = step.RingAttention.apply(*leaves, mesh["cp"], self.visible)
+        yield "output", o, self.part(mesh.rank, self.wanted["output"])
+        yield "the inputs stay", same(before, qkv), True
+        yield "bytes sent", tape.sent(), self.sent()[0]
+        yield IDLE, self.idle(tape), at_most(1.0)  # only the last hop has nothing that follows
         kept = (timeline.total["activations"] - o.nbytes) / (PART * 8)
-        found = {"output": o, "the inputs stay": same(before, qkv), "bytes sent": tape.sent()}
-        return found | {IDLE: self.idle(tape), LEFT: kept}
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        """Only the last hop has nothing that follows. Own k and v, a copy of q and the lse may stay."""
-        found = {"output": self.one_device(rank)["output"], "the inputs stay": True}
-        return found | {"bytes sent": self.sent()[0], IDLE: Most(1.0), LEFT: Most(2.5)}
+        yield LEFT, kept, at_most(2.5)  # own k and v, a copy of q and the lse may stay
 
 
 class Backward(Ring):
     """Gradients; what was sent, and when, in all of which a part or a sum travels; with 16 bits the bytes alone."""
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         for dtype in (torch.bfloat16, torch.float64):
-            qkv, do = self.own(mesh["cp"].rank, dtype)
+            qkv, do = self.own(mesh.rank, dtype)
             o = step.RingAttention.apply(*(x.requires_grad_() for x in qkv), mesh["cp"], self.visible)
             with Tape(mesh) as tape:
                 grads = torch.autograd.grad(o, qkv, do)
-            found |= {f"{dtype}: bytes sent": tape.sent(), f"{dtype}: dtypes": [str(grad.dtype) for grad in grads]}
-        return found | dict(zip(NAMES[1:], grads, strict=True)) | {IDLE: self.idle(tape)}
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        found = {name: x for name, x in self.one_device(rank).items() if name != "output"} | {IDLE: Most(0.0)}
-        for dtype in (torch.bfloat16, torch.float64):
-            found |= {f"{dtype}: bytes sent": self.sent(dtype)[1], f"{dtype}: dtypes": [str(dtype)] * 3}
-        return found
+            yield f"{dtype}: bytes sent", tape.sent(), self.sent(dtype)[1]
+            yield f"{dtype}: dtypes", [str(grad.dtype) for grad in grads], [str(dtype)] * 3
+        for name, grad in zip(NAMES[1:], grads, strict=True):
+            yield name, grad, self.part(mesh.rank, self.wanted[name])
+        yield IDLE, self.idle(tape), at_most(0.0)
 
 
 ZIGZAG, IN_ORDER = ((dict(mesh=dict(cp=4), rule=rule),) for rule in RULES)
@@ -351,23 +298,16 @@ ROUND = Task(
     faults=("wrong_source", "no_final_rotation", "keys_of_hop_0_in_backward", "own_share_only"),
 )  # fmt: skip
 
-# --- task 5: the whole model -----------------------------------------------------------------------------------------
-
 
 class Attend(Ring):
-    """As the model calls it: [batch, seq/n, heads, head_dim]."""
+    """Task 5: attention as the model calls it: [batch, seq/n, heads, head_dim]."""
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        qkv, do = self.own(mesh["cp"].rank)
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        *leaves, dy = (self.part(mesh.rank, x).transpose(1, 2) for x in self.inputs)
         more = dict(visible=self.visible) if self.rule != "zigzag" else {}
-        leaves = [x.transpose(1, 2) for x in qkv]
-        return there_and_back(
-            NAMES, lambda *qkv: step.ring_attention(*qkv, mesh["cp"], **more), leaves, do.transpose(1, 2), mesh
-        )
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        found = {name: x.transpose(1, 2) for name, x in self.one_device(rank).items()}
-        return found | dict(zip(("bytes forward", "bytes backward"), self.sent(), strict=True))
+        found = there_and_back(NAMES, lambda *qkv: step.ring_attention(*qkv, mesh["cp"], **more), leaves, dy, mesh)
+        yield from rows(found, {name: self.part(mesh.rank, x).transpose(1, 2) for name, x in self.wanted.items()})
+        yield from rows(found, dict(zip(("bytes forward", "bytes backward"), self.sent(), strict=True)))
 
 
 def every_other(s: int, rank: int, n: int) -> Tensor:
@@ -378,32 +318,24 @@ def every_other(s: int, rank: int, n: int) -> Tensor:
 class Shard(Case):
     """What `shard_context` does to a model and a mesh, with a mode of our own."""
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        (dp, cp, tp), place = self.mesh.values(), mesh["cp"].rank
         model = decoder(seq_len=24, tied=self.tied)
         mode = step.ContextMode(every_other, lambda q, k, v, group: f"{q}{k}{v} {group.name} {group.rank}")
-        found: dict[str, Any] = {"tokens": step.shard_context(model, mesh, mode)}
+        yield "tokens", step.shard_context(model, mesh, mode), every_other(24, place, cp)
         cores = [layer.self_attn.attend for layer in model.model.layers.values()]
-        found["attention of each layer"] = [core is attend or core("q", "k", "v") for core in cores]
-        found["data_group of the parameters"] = sorted({layout_of(param).data_group for param in model.parameters()})
-        return found | {'ranks of mesh["data"]': members(mesh, "data")}
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        dp, cp, tp = self.mesh.values()
-        place = rank // tp % cp
-        found: dict[str, Any] = {"tokens": every_other(24, place, cp), "data_group of the parameters": ["data"]}
-        found["attention of each layer"] = [f"qkv cp {place}" if cp > 1 else True] * 3
-        return found | {'ranks of mesh["data"]': torch.arange(dp * cp) * tp + rank % tp}
+        found = [core is attend or core("q", "k", "v") for core in cores]
+        yield "attention of each layer", found, [f"qkv cp {place}" if cp > 1 else True] * 3
+        yield "data_group of the parameters", sorted({layout_of(p).data_group for p in model.parameters()}), ["data"]
+        yield 'ranks of mesh["data"]', members(mesh, "data"), torch.arange(dp * cp) * tp + mesh.rank % tp
 
 
 class Refused(Case):
     """Three tokens on each of two ranks of tp."""
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         mode = step.ContextMode(every_other, attend)
-        return {"the error": refused(step.shard_context, decoder(), mesh, mode)}
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        return {"the error": "UserError"}
+        yield "the error", refused(step.shard_context, decoder(), mesh, mode), "UserError"
 
 
 MESHES = tuple(

@@ -4,6 +4,7 @@ import importlib
 import math
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -11,20 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.comm import Group
+from common.comm import Group, Mesh
 from common.layout import layout_of
 from common.model import IGNORE, Decoder
 from common.schedules import COSTS, Action, Place, goes_to, round_robin, simulate
-from labs.course import Case, Lab, Most, Question, Task, demands
+from labs.course import Case, Lab, Question, Row, Task, at_most, demands, rows
 from labs.probes import SHAPE, decoder, gradients, refused
 from labs.tape import Event, Tape
 from labs.training import trains
 
 Lists, Places = list[list[Action]], list[Place]  # the actions of each rank; of all stages
 Program = list[tuple[str, Action, int | None]]  # verb, action, peer
-V = [
-    place._replace(rank=rank) for place, rank in zip(round_robin(4, 4, 1), (0, 1, 1, 0), strict=True)
-]  # there and back
+V = [place._replace(rank=rank) for place, rank in zip(round_robin(4, 4, 1), (0, 1, 1, 0), strict=True)]
 WAYS = [V[0], V[1]._replace(after=None), V[2]._replace(before=None), V[3]]  # two opposite ways
 
 
@@ -69,34 +68,24 @@ def wrong(lists: Lists, places: Places, m: int) -> str:
     return ""
 
 
-# --- task 1: orders of work ------------------------------------------------------------------------------------------
-
-
 class Orders(Case):
-    """A schedule's lists for some sizes: mistakes, how long they take, how many stages are held between F and B."""
+    """Task 1: a schedule's lists for some sizes: mistakes, time, and how many stages are held between F and B."""
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        actions, found = getattr(importlib.import_module("common.schedules"), self.name), {}
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        """The laws of the papers are upper limits."""
+        actions = getattr(importlib.import_module("common.schedules"), self.name)
         for p, m, v in self.grid:
             lists = [[Action(str(a[0]), int(a[1]), int(a[2])) for a in actions(p, m, v, rank)] for rank in range(p)]
             sizes, mistakes = f"p={p} m={m} v={v}: ", wrong(lists, loop(p, v), m)
-            found[f"{sizes}mistakes"] = mistakes
-            found[f"{sizes}time"] = math.inf if mistakes else simulate(lists, loop(p, v), COSTS)[-1][0]
+            yield f"{sizes}mistakes", mistakes, ""
+            time = math.inf if mistakes else simulate(lists, loop(p, v), COSTS)[-1][0]
+            yield f"{sizes}time", time, at_most(3 * (v * m + p - 1))
             for rank, row in enumerate(lists):
                 held = [0, *accumulate(1 if action.kind == "F" else -1 for action in row)]
-                found[f"{sizes}in flight on rank {rank}"] = max(held) if len(row) == 2 * m * v else math.inf
-        return found | {"the error for p=4 m=6 v=2": refused(actions, 4, 6, 2, 0)}
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        """The laws of the papers, as upper limits."""
-        found: dict[str, Any] = {"the error for p=4 m=6 v=2": "UserError"}
-        for p, m, v in self.grid:
-            sizes = f"p={p} m={m} v={v}: "
-            found |= {f"{sizes}mistakes": "", f"{sizes}time": Most(3 * (v * m + p - 1))}
-            for r in range(p):
-                most = p - r if self.name == "one_f_one_b" else (v - 1) * p + 2 * (p - r) - 1
-                found[f"{sizes}in flight on rank {r}"] = Most(min(m * v, most))
-        return found
+                most = p - rank if self.name == "one_f_one_b" else (v - 1) * p + 2 * (p - rank) - 1
+                found = max(held) if len(row) == 2 * m * v else math.inf
+                yield f"{sizes}in flight on rank {rank}", found, at_most(min(m * v, most))
+        yield "the error for p=4 m=6 v=2", refused(actions, 4, 6, 2, 0), "UserError"
 
 
 ONE = ((4, 12, 1), (5, 3, 1), (3, 7, 1), (1, 4, 1))  # ranks; micro-batches: many, few, odd; stages
@@ -120,13 +109,11 @@ ORDERS = Task(
      )),
 )  # fmt: skip
 
-# --- task 2: a stage -------------------------------------------------------------------------------------------------
-
 THREE = [Place(0, range(0, 1), None, 1), Place(0, range(1, 3), 0, 2), Place(0, range(3, 4), 1, None)]
 
 
 class Piped(Case):
-    """m micro-batches of two sequences, the last one of one, in a pipeline; what one device finds."""
+    """Task 2: m micro-batches of two sequences, the last one of one, in a pipeline; what one device finds."""
 
     def model(self, n_layers: int) -> Decoder:
         """Also its norms are drawn."""
@@ -143,39 +130,33 @@ class Piped(Case):
         targets[1] = IGNORE
         return [*tokens.split(2)], [*targets.split(2)], (targets != IGNORE).sum(), torch.arange(shape[1]).flip(0) * 2
 
-    def own(self, model: Decoder, places: Places, rank: int = 0) -> dict[str, Tensor]:
-        """The gradients of a rank's stages."""
+    def as_one_device(self, loss: Tensor, model: Decoder, places: Places, rank: int = 0) -> Iterator[Row]:
+        """The loss, if the rank has the last stage, and the gradients of its stages, beside those of a whole model."""
+        whole, (xs, ys, n, positions) = self.model(places[-1].layers.stop), self.batch()
+        wanted = whole(torch.cat(xs), torch.cat(ys), positions) / n
+        wanted.backward()
+        yield "the loss", loss.item(), wanted.item() * (places[-1].rank == rank)
         parts = [f"layers.{i}." for place in places if place.rank == rank for i in place.layers]
         parts += ["embed"] * (places[0].rank == rank) + ["model.norm", "lm_head"] * (places[-1].rank == rank)
-        return {name: grad for name, grad in gradients(model).items() if any(part in name for part in parts)}
-
-    def one_device(self, places: Places, rank: int = 0) -> dict[str, Any]:
-        """The loss, if the rank has the last stage, and its gradients."""
-        model, (xs, ys, n, positions) = self.model(places[-1].layers.stop), self.batch()
-        loss = model(torch.cat(xs), torch.cat(ys), positions) / n
-        loss.backward()
-        return {"the loss": loss.item() * (places[-1].rank == rank)} | self.own(model, places, rank)
+        own = {name: grad for name, grad in gradients(whole).items() if any(part in name for part in parts)}
+        yield from rows(gradients(model), own)
 
 
 class Parts(Piped):
     """forward_stage, three times."""
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         model, (xs, ys, _, positions) = self.model(4), self.batch()
         x = xs[0]
         for place in THREE:
             x = step.forward_stage(model, place, x, ys[0], positions)
-        return {"a micro-batch's sum": x.item()}
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        xs, ys, _, positions = self.batch()
-        return {"a micro-batch's sum": self.model(4)(xs[0], ys[0], positions).item()}
+        yield "a micro-batch's sum", x.item(), self.model(4)(xs[0], ys[0], positions).item()
 
 
 class Stages(Piped):
     """Three micro-batches through three stages of one rank, two in flight; messages are copies."""
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         model, (xs, ys, n, positions) = self.model(4), self.batch()
         gone, asked, held = [], [], []
 
@@ -194,12 +175,9 @@ class Stages(Piped):
                         del output
 
         loss = Pipeline(model, THREE, Group("pp", 0, 1, None), positions, 1).step(xs, ys, n)
-        found = {"sent: outputs that want gradients": any(asked), "sent: outputs whose memory stays": max(held)}
-        return found | {"the loss": loss.item()} | self.own(model, THREE)
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        left = {"sent: outputs that want gradients": False, "sent: outputs whose memory stays": 0}
-        return self.one_device(THREE) | left
+        yield from self.as_one_device(loss, model, THREE)
+        yield "sent: outputs that want gradients", any(asked), False
+        yield "sent: outputs whose memory stays", max(held), 0
 
 
 STAGE = Task(
@@ -211,8 +189,6 @@ STAGE = Task(
               ("an output has no graph, and may go once it is sent", 1, "sent"))),
     faults=("pipeline_loss_not_divided", "targets_of_another", "stage_starts_late", "lists_forget_loss"),
 )  # fmt: skip
-
-# --- task 3: 1F1B and its messages -----------------------------------------------------------------------------------
 
 Log = list[tuple[str, Any]]  # ("send" or "recv", (peer, tag)), ("wait", number of the message), others
 
@@ -248,9 +224,9 @@ def under_way(log: Log, kind: str) -> list[int]:
 
 
 class Run(Piped):
-    """A step of a pipeline: 1F1B, or in task 4 any lists, with programs of our own."""
+    """Task 3: a step of a pipeline: 1F1B, or in task 4 any lists, with programs of our own."""
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         (xs, ys, n, positions), rank, tape = self.batch(), mesh["pp"].rank, Tape(mesh)
         cls = step.ListPipeline if self.lists else step.Pipeline
         model, pipeline = self.model(len(self.places)), cls.__new__(cls)
@@ -273,22 +249,18 @@ class Run(Piped):
         log = [(e.what, (e.peer, "")) if e.kind == "start" else e[:2] for e in tape.events if e.kind != "compute"]
         logs: list[Any] = [None] * mesh.world
         dist.all_gather_object(logs, log)
-        found = {"the loss": loss.item(), "messages: bytes": tape.sent(), "messages: deadlock": stuck(logs)}
-        found["the order of work"] = [str(act) for what, act in log if what == "mark"]
-        found["awaited at once: sends"] = sum(count == 0 for count in under_way(log, "send")[:-2])
+        yield from self.as_one_device(loss, model, self.places, rank)
+        ends = [end for place in self.places if place.rank == rank for end in place[2:] if end is not None]
+        messages = sum(self.places[end].rank != rank for end in ends)  # one for each x and dx
+        sent = messages * (2 * self.m - 1) * SHAPE["seq_len"] * SHAPE["dim"] * 8.0
+        yield "messages: bytes", tape.sent(), {"pp": sent}
+        yield "messages: deadlock", stuck(logs), ""
+        order = (self.lists or one_f_one_b(self.ranks, self.m))[rank]
+        yield "the order of work", [str(act) for what, act in log if what == "mark"], [str(tuple(a)) for a in order]
         if self.lists:
-            found["awaited too early: actions that could have run"] = spare(program) - sum(under_way(log, "recv"))
-        return found | self.own(model, self.places, rank)
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        """One device's numbers; the order; a message for each x and dx."""
-        found, places = self.one_device(self.places, rank), self.places
-        ends = [end for place in places if place.rank == rank for end in place[2:] if end is not None]
-        sent = sum(places[end].rank != rank for end in ends) * (2 * self.m - 1) * SHAPE["seq_len"] * SHAPE["dim"] * 8.0
-        found |= {"messages: bytes": {"pp": sent}, "messages: deadlock": ""}
-        found["the order of work"] = [str(tuple(a)) for a in (self.lists or one_f_one_b(self.ranks, self.m))[rank]]
-        most = {"awaited at once: sends": Most(0), "awaited too early: actions that could have run": Most(0)}
-        return found | (most if self.lists else {})
+            yield "awaited at once: sends", sum(count == 0 for count in under_way(log, "send")[:-2]), at_most(0)
+            idle = spare(program) - sum(under_way(log, "recv"))
+            yield "awaited too early: actions that could have run", idle, at_most(0)
 
 
 RUNS = tuple(dict(mesh=dict(pp=p), m=m, places=loop(p), lists=None) for p, m in ((3, 5), (4, 2)))
@@ -299,8 +271,6 @@ MESSAGES = Task(
             ("each rank works in the order of 1F1B", 2, "order"),
             ("one message for each x and dx; no deadlock if sends wait", 3, "messages")),
 )  # fmt: skip
-
-# --- task 4: any order of work ---------------------------------------------------------------------------------------
 
 
 def programs(lists: Lists, places: Places) -> list[Program]:
@@ -353,18 +323,13 @@ PLANS = {
 
 
 class Programs(Case):
-    """add_messages."""
+    """Task 4: add_messages."""
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        found = {}
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         for name, (lists, places) in PLANS.items():
             lines = step.add_messages([[step.Action(*action) for action in row] for row in lists], places)
             plain = [[(str(verb), Action(*action), peer) for verb, action, peer in row] for row in lines]
-            found[name] = clash(plain, lists, places)
-        return found
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        return dict.fromkeys(PLANS, "")
+            yield name, clash(plain, lists, places), ""
 
 
 LISTED = tuple(
@@ -382,59 +347,41 @@ PROGRAMS = Task(
     faults=("last_output_taken",),
 )  # fmt: skip
 
-# --- task 5: who keeps what ------------------------------------------------------------------------------------------
-
 EMBED, NORM = "model.embed_tokens.weight", "model.norm.weight"
 CHAIN = round_robin(5, 3, 1)
 
 
 class Keep(Case):
-    """Which parameters each rank keeps, and how many stages the embedding's record counts."""
+    """Task 5: which parameters each rank keeps, and how many stages the embedding's record counts."""
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, p, places in (("a chain", 3, CHAIN), ("a V", 2, V)):
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        for name, places in (("a chain", CHAIN), ("a V", V)):
+            first, last, p = places[0].rank, places[-1].rank, max(place.rank for place in places) + 1
             for rank in range(p):
                 model = decoder(n_layers=sum(len(place.layers) for place in places), tied=self.tied)
                 step.keep_stage(model, Group("pp", rank, p, None), places)
                 named = dict(model.named_parameters())
-                stages = layout_of(named[EMBED]).stages if EMBED in named else 0
-                found[f"{name}: rank {rank} keeps"] = sorted({".".join(key.split(".")[:3]) for key in named})
-                found[f"{name}: stages of rank {rank}'s embedding"] = stages
-        return found
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, places in (("a chain", CHAIN), ("a V", V)):
-            first, last = places[0].rank, places[-1].rank
-            for r in range(max(place.rank for place in places) + 1):
-                embeds, ends = r == first or (self.tied and r == last), r == last
-                parts = [f"model.layers.{i}" for place in places if place.rank == r for i in place.layers]
+                embeds, ends = rank == first or (self.tied and rank == last), rank == last
+                parts = [f"model.layers.{i}" for place in places if place.rank == rank for i in place.layers]
                 parts += [EMBED] * embeds + [NORM] * ends + ["lm_head.weight"] * (ends and not self.tied)
-                found[f"{name}: rank {r} keeps"] = sorted(parts)
-                found[f"{name}: stages of rank {r}'s embedding"] = embeds * (2 if self.tied and first != last else 1)
-        return found
+                found = sorted({".".join(key.split(".")[:3]) for key in named})
+                yield f"{name}: rank {rank} keeps", found, sorted(parts)
+                stages = layout_of(named[EMBED]).stages if EMBED in named else 0
+                wanted = embeds * (2 if self.tied and first != last else 1)
+                yield f"{name}: stages of rank {rank}'s embedding", stages, wanted
 
 
 class Tied(Case):
     """sum_tied over a chain of three, over one whose ends are on one rank, and without a tie."""
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        rank, found = mesh["pp"].rank, {}
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         for name, places, tied in (("tied", loop(3), True), ("ends together", V, True), ("not tied", loop(3), False)):
-            held = {EMBED: self.draw(f"rank {rank}", 13, 16)} if rank != 1 else {}
-            held |= {NORM: self.draw("norm", 16)}
+            parts, norm = [self.draw(f"rank {rank}", 13, 16) for rank in range(3)], self.draw("norm", 16)
+            held = {NORM: norm.clone()} | ({EMBED: parts[mesh.rank].clone()} if mesh.rank != 1 else {})
             step.sum_tied(decoder(n_layers=4, tied=tied), held, mesh["pp"], places)
-            found |= {f"{name}: {key}": value for key, value in held.items()}
-        return found
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        ends, found = {r: self.draw(f"rank {r}", 13, 16) for r in (0, 2)}, {}
-        for name in ("tied", "ends together", "not tied"):
-            if rank != 1:
-                found[f"{name}: {EMBED}"] = ends[0] + ends[2] if name == "tied" else ends[rank]
-            found[f"{name}: {NORM}"] = self.draw("norm", 16)
-        return found
+            yield f"{name}: {NORM}", held[NORM], norm
+            if mesh.rank != 1:
+                yield f"{name}: {EMBED}", held[EMBED], parts[0] + parts[2] if name == "tied" else parts[mesh.rank]
 
 
 KEEPING = Task(

@@ -1,5 +1,6 @@
 """Lab 7: experts (step07_moe_ep.py)."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.comm import Group
+from common.comm import Group, Mesh
 from common.model import IGNORE, Decoder, ModelConfig, summed_cross_entropy
 from labs import training
-from labs.course import Case, Lab, Most, Question, Task, demands
-from labs.probes import decoder, members, partial_over, record, refused, there_and_back
+from labs.course import Case, Lab, Question, Row, Task, at_most, demands, rows
+from labs.probes import decoder, members, record, refused, there_and_back
 from labs.training import trains
 
 FP32 = 1e-6  # fractions of counts may be in 32 bits
@@ -76,9 +77,6 @@ class PlainMoE(nn.Module):
         return torch.stack([mixture(s, scores, weights) for s, (_, scores) in zip(x, chosen, strict=True)])
 
 
-# --- task 1: experts side by side ------------------------------------------------------------------------------------
-
-
 def one_by_one(function: Any, rows: Tensor, counts: Any, *weights: Tensor) -> Tensor:
     """function(rows of an expert, its weights), for one expert after another."""
     parts = enumerate(rows.split([int(n) for n in counts]))
@@ -86,42 +84,26 @@ def one_by_one(function: Any, rows: Tensor, counts: Any, *weights: Tensor) -> Te
 
 
 class Side(Case):
-    """Four experts, with their gradients."""
+    """Task 1: four experts, with their gradients."""
 
-    names = tuple(f"experts: {part}" for part in ("y", "dx", *KINDS))
-
-    def setup(self):
-        n = sum(self.counts)
-        self.x, self.dy, self.weights = self.draw("x", n, 5), self.draw("dy", n, 5), weights_of(self, 4, 5, 7)
-
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        experts = step.Experts(4, 5, 7)
-        leaves = [self.x, *put(experts, self.weights)]
-        return there_and_back(self.names, lambda x, *_: experts(x, torch.tensor(self.counts)), leaves, self.dy)
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        leaves = [self.x, *self.weights]
-        return there_and_back(self.names, lambda x, *w: one_by_one(mlp, x, self.counts, *w), leaves, self.dy)
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        n, experts, counts = sum(self.counts), step.Experts(4, 5, 7), torch.tensor(self.counts)
+        x, dy, weights = self.draw("x", n, 5), self.draw("dy", n, 5), weights_of(self, 4, 5, 7)
+        names = [f"experts: {part}" for part in ("y", "dx", *KINDS)]
+        found = there_and_back(names, lambda x, *_: experts(x, counts), [x, *put(experts, weights)], dy)
+        yield from rows(found, there_and_back(names, lambda x, *w: one_by_one(mlp, x, counts, *w), [x, *weights], dy))
 
 
-class Linear(Side):
+class Linear(Case):
     """ExpertLinear alone."""
 
-    names = ("linear y", "linear dx", "linear dW")
-
-    def setup(self):
-        super().setup()
-        self.dy = F.pad(self.dy, (0, 2), value=2.0)
-
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        linear = step.ExpertLinear(4, 5, 7)
-        linear.weight = nn.Parameter(self.weights[0])
-        leaves = [self.x, linear.weight]
-        return there_and_back(self.names, lambda x, _: linear(x, list(self.counts)), leaves, self.dy)
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        leaves = [self.x, self.weights[0]]
-        return there_and_back(self.names, lambda x, w: one_by_one(F.linear, x, self.counts, w), leaves, self.dy)
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        n, linear, names = sum(self.counts), step.ExpertLinear(4, 5, 7), ("linear y", "linear dx", "linear dW")
+        x, dy, weight = self.draw("x", n, 5), self.draw("dy", n, 7), self.draw("weight", 4, 7, 5)
+        linear.weight = nn.Parameter(weight)
+        found = there_and_back(names, lambda x, _: linear(x, list(self.counts)), [x, linear.weight], dy)
+        wanted = there_and_back(names, lambda x, w: one_by_one(F.linear, x, self.counts, w), [x, weight], dy)
+        yield from rows(found, wanted)
 
 
 SOME, NONE = ((dict(counts=counts),) for counts in ((3, 0, 6, 1), (0, 0, 0, 0)))
@@ -132,13 +114,11 @@ EXPERTS = Task(
      *demands(Side, NONE, ("no rows: gradients are zero", 1))),
 )  # fmt: skip
 
-# --- task 2: the layer -----------------------------------------------------------------------------------------------
-
 
 class Layer(Case):
-    """A MoE layer on two sequences [2, seq, 5]: output and gradients, without a balance loss."""
+    """Task 2: a MoE layer on two sequences [2, seq, 5]: output and gradients, without a balance loss."""
 
-    names, seq = ("y", "dx", "router", *KINDS), 9
+    seq = 9
 
     def setup(self):
         self.x, self.router = self.draw("x", 2, self.seq, 5), self.draw("router", 7, 5)
@@ -153,19 +133,16 @@ class Layer(Case):
         put(moe.experts, weights_of(self, 7, 5, 8))
         return moe
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        return self.by(self.layer(step))
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        plain = PlainMoE(5, 8, 7, self.k)
+        plain.router.weight = nn.Parameter(self.router)
+        put(plain.experts, weights_of(self, 7, 5, 8))
+        yield from rows(*(self.passes(moe) for moe in (self.layer(step), plain)))
 
-    def expected(self, rank: int) -> dict[str, Any]:
-        moe = PlainMoE(5, 8, 7, self.k)
-        moe.router.weight = nn.Parameter(self.router)
-        put(moe.experts, weights_of(self, 7, 5, 8))
-        return self.by(moe)
-
-    def by(self, moe: nn.Module) -> dict[str, Any]:
-        """Either."""
-        leaves = [self.x, moe.router.weight, *leaves_of(moe.experts)]
-        return there_and_back(self.names, lambda x, *_: moe(x), leaves, self.draw("dy", *self.x.shape))
+    def passes(self, moe: nn.Module) -> dict[str, Any]:
+        """Output and gradients."""
+        leaves, dy = [self.x, moe.router.weight, *leaves_of(moe.experts)], self.draw("dy", *self.x.shape)
+        return there_and_back(("y", "dx", "router", *KINDS), lambda x, *_: moe(x), leaves, dy)
 
 
 class Narrow(Layer):
@@ -173,21 +150,18 @@ class Narrow(Layer):
 
     seq = 4000  # of these tokens, about 12 are sent elsewhere by logits in 16 bits
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         moe, seen = self.layer(step).bfloat16(), []
 
-        def experts(rows: Tensor, counts: Tensor) -> Tensor:
-            seen.append(torch.stack([part.double().sum(0) for part in rows.split(counts.tolist())]))
-            return rows
+        def experts(given: Tensor, counts: Tensor) -> Tensor:
+            seen.append(torch.stack([part.double().sum(0) for part in given.split(counts.tolist())]))
+            return given
 
         moe.experts.forward = experts
-        y = moe(self.x.bfloat16())
-        return {"the sum of each expert's rows": seen[0] if len(seen) == 1 else None, "output's dtype": str(y.dtype)}
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        x = self.x.bfloat16().double().flatten(0, 1)
+        y, x = moe(self.x.bfloat16()), self.x.bfloat16().double().flatten(0, 1)
         scores = choose(x, self.router.bfloat16().double(), self.k)[1]
-        return {"the sum of each expert's rows": (scores > 0).double().T @ x, "output's dtype": "torch.bfloat16"}
+        yield "the sums of each expert's rows", seen, [(scores > 0).double().T @ x]
+        yield "output's dtype", str(y.dtype), "torch.bfloat16"
 
 
 LAYER = Task(
@@ -198,27 +172,17 @@ LAYER = Task(
     faults=("gates_not_differentiated", "scores_not_normalised", "rows_of_other_tokens"),
 )  # fmt: skip
 
-# --- task 3: the balance loss ----------------------------------------------------------------------------------------
-
 
 class Added(Case):
-    """AddLoss alone, with 64 and with 16 bits; the loss has 32 at least."""
+    """Task 3: AddLoss alone, with 64 and with 16 bits; the loss has 32 at least."""
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         for dtype in (torch.float64, torch.bfloat16):
             x, dy = (self.draw(name, 2, 3).to(dtype) for name in ("x", "dy"))
             loss = torch.ones((), dtype=torch.promote_types(dtype, torch.float32))
             names = [f"{dtype}: {name}" for name in ("y", "dx", "d loss")]
-            found |= there_and_back(names, lambda *given: step.AddLoss.apply(*given, 0.375), (x, loss), dy)
-        return found
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for dtype in (torch.float64, torch.bfloat16):
-            found |= {f"{dtype}: y": self.draw("x", 2, 3).to(dtype), f"{dtype}: dx": self.draw("dy", 2, 3).to(dtype)}
-            found[f"{dtype}: d loss"] = torch.tensor(0.375)
-        return found
+            found = there_and_back(names, lambda *given: step.AddLoss.apply(*given, 0.375), (x, loss), dy)
+            yield from rows(found, dict(zip(names, (x, dy, torch.tensor(0.375)), strict=True)))
 
 
 class Balance(Layer):
@@ -226,24 +190,16 @@ class Balance(Layer):
 
     seq = 12
 
-    def chosen(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        """p of a rank's tokens, its counts, and everyone's."""
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         p, scores = choose(self.x.flatten(0, 1), self.router, self.k)
-        own = torch.arange(len(p)).chunk(self.ranks)[rank]
-        return p[own], (scores[own] > 0).sum(0), (scores > 0).sum(0)
-
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        p, counts, _ = self.chosen(mesh["cp"].rank)
-        leaf, before = p.clone().requires_grad_(), counts.clone()
+        own, everyone = torch.arange(len(p)).chunk(self.ranks)[mesh.rank], (scores > 0).sum(0)
+        leaf, counts = p[own].requires_grad_(), (scores[own] > 0).sum(0)
+        before, slope = counts.clone(), (7 * everyone / everyone.sum() / len(p)).expand(len(own), 7)
         part = self.layer(step, mesh["cp"]).balance_loss(leaf, counts)
         part.backward()
-        return {"this rank's part": part, "its gradient": leaf.grad, "the counts that were given": counts - before}
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        p, _, counts = self.chosen(rank)
-        slope = (7 * counts / counts.sum() / 24).expand(p.shape)
-        zero = torch.zeros(7)
-        return {"this rank's part": (slope * p).sum(), "its gradient": slope, "the counts that were given": zero}
+        yield "this rank's part", part, (slope * p[own]).sum()
+        yield "its gradient", leaf.grad, slope
+        yield "the counts that were given", counts, before
 
 
 BALANCE = Task(
@@ -253,8 +209,6 @@ BALANCE = Task(
      *demands(Balance, (dict(mesh=dict(cp=3), k=2),), ("shared by three ranks: the parts of one loss", 2), bound=FP32)),
     faults=("balance_not_added", "balanced_by_own_tokens"),
 )  # fmt: skip
-
-# --- task 4: there and back ------------------------------------------------------------------------------------------
 
 SENT = ((2, 0, 4), (1, 3, 0), (0, 5, 6))  # by rank: rows for each rank
 COUNTS = (  # by rank: rows for each expert; nobody visits the last rank's, and one rank has a single row
@@ -267,63 +221,47 @@ DIM = 5
 
 
 class Travel(Case):
-    """AllToAll, of rows that are not contiguous."""
+    """Task 4: AllToAll, of rows that are not contiguous."""
 
-    def rows(self, rank: int) -> Tensor:
-        """What a rank sends."""
-        return self.draw(f"x {rank}", DIM, sum(SENT[rank])).T
-
-    def back(self, rank: int) -> Tensor:
-        """The gradient of what arrives there."""
-        return self.draw(f"dy {rank}", sum(row[rank] for row in SENT), DIM)
-
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        r, names = mesh["ep"].rank, ("what arrived", "the gradient of the rows")
-        way = list(SENT[r]), [row[r] for row in SENT], mesh["ep"]
-        return there_and_back(names, lambda x: step.AllToAll.apply(x, *way), [self.rows(r)], self.back(r))
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        there = [self.rows(r).split(SENT[r])[rank] for r in range(3)]
-        home = [self.back(r).split([row[r] for row in SENT])[rank] for r in range(3)]
-        found = {"what arrived": torch.cat(there), "the gradient of the rows": torch.cat(home)}
-        return found | {"the inputs stay": True}
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        r, names, received = mesh.rank, ("what arrived", "the gradient of the rows"), list(zip(*SENT, strict=True))
+        xs = [self.draw(f"x {rank}", DIM, sum(SENT[rank])).T for rank in range(3)]
+        dys = [self.draw(f"dy {rank}", sum(received[rank]), DIM) for rank in range(3)]
+        way = list(SENT[r]), list(received[r]), mesh["ep"]
+        found = there_and_back(names, lambda x: step.AllToAll.apply(x, *way), [xs[r]], dys[r])
+        there = torch.cat([x.split(sizes)[r] for x, sizes in zip(xs, SENT, strict=True)])
+        home = torch.cat([dy.split(sizes)[r] for dy, sizes in zip(dys, received, strict=True)])
+        yield from rows(found, dict(zip(names, (there, home), strict=True)) | {"the inputs stay": True})
 
 
 class Visit(Case):
     """Rows visit experts that are one matrix each."""
 
-    names = ("output", "gradient of x", "gradient of this rank's experts")
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        r, calls, matrices = mesh.rank, [], self.draw("experts", 8, DIM, DIM)
+        xs, dys = ([self.draw(f"{x} {rank}", sum(COUNTS[rank]), DIM) for rank in range(4)] for x in ("x", "dy"))
+        own, sizes = slice(2 * r, 2 * r + 2), [len(x) for x in xs]
 
-    def setup(self):
-        self.matrices = self.draw("experts", 8, DIM, DIM)
-        self.xs, self.dys = ([self.draw(f"{x} {r}", sum(COUNTS[r]), DIM) for r in range(4)] for x in ("x", "dy"))
-
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        r, calls = mesh["ep"].rank, []
-
-        def visit(x: Tensor, matrices: Tensor) -> Tensor:
-            def experts(rows: Tensor, counts: Tensor) -> Tensor:
+        def visit(x: Tensor, weights: Tensor) -> Tensor:
+            def experts(given: Tensor, counts: Tensor) -> Tensor:
                 calls.append(counts.tolist())
-                return one_by_one(F.linear, rows, counts, matrices)
+                return one_by_one(F.linear, given, counts, weights)
 
             return step.visit_experts(experts, mesh["ep"], x, torch.tensor(COUNTS[r]))
 
-        leaves = [self.xs[r], self.matrices[2 * r : 2 * r + 2]]
-        return there_and_back(self.names, visit, leaves, self.dys[r], mesh) | {"calls: rows by expert": calls}
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        """All experts in one place. The tape books a collective with (n-1)/n of its larger tensor."""
-
-        def visit(matrices: Tensor, *xs: Tensor) -> Tensor:
+        def at_home(matrices: Tensor, *xs: Tensor) -> Tensor:
             return torch.cat([one_by_one(F.linear, x, c, matrices) for x, c in zip(xs, COUNTS, strict=True)])
 
-        own, sizes = slice(2 * rank, 2 * rank + 2), [len(x) for x in self.xs]
-        whole = there_and_back(("y", "dw", *range(4)), visit, [self.matrices, *self.xs], torch.cat(self.dys))
+        found = there_and_back(("y", "dx", "dw"), visit, [xs[r], matrices[own]], dys[r], mesh)
+        whole = there_and_back(("y", "dw", *range(4)), at_home, [matrices, *xs], torch.cat(dys))
+        yield "output", found["y"], whole["y"].split(sizes)[r]
+        yield "gradient of x", found["dx"], whole[r]
+        yield "gradient of this rank's experts", found["dw"], whole["dw"][own]
         here = torch.tensor(COUNTS)[:, own].sum(0)
-        rows = 2 * 3 / 4 * max(sizes[rank], int(here.sum())) * DIM * 8
-        found = dict(zip(self.names, (whole["y"].split(sizes)[rank], whole[rank], whole["dw"][own]), strict=True))
-        found |= {"calls: rows by expert": [here.tolist()], "bytes backward": dict(ep=Most(rows))}
-        return found | {"bytes forward": dict(ep=Most(rows + 3 / 4 * 8 * 8))}
+        yield "calls: rows by expert", calls, [here.tolist()]
+        most = 2 * 3 / 4 * max(sizes[r], int(here.sum())) * DIM * 8  # the tape books (n-1)/n of the larger tensor
+        yield "bytes forward", found["bytes forward"], dict(ep=at_most(most + 3 / 4 * 8 * 8))
+        yield "bytes backward", found["bytes backward"], dict(ep=at_most(most))
 
 
 TRAVEL = Task(
@@ -337,58 +275,39 @@ TRAVEL = Task(
     faults=("returned_in_another_order", "not_sorted_by_expert", "experts_averaged"),
 )  # fmt: skip
 
-# --- task 5: dealing experts -----------------------------------------------------------------------------------------
-
 FLAGS = dict(experts=6, experts_per_token=2, moe_every=2, dense_layers=1, micro_batch_size=1, global_batch_size=8)
 
 
 class Deal(Case):
-    """Which layers have experts, their shapes and records; the groups."""
+    """Task 5: which layers have experts (2 and 4), shapes and records; the groups: ep has neighbours of dp x cp."""
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        model, found = decoder(n_layers=5, seq_len=8), {}
-        config = step.Config(**FLAGS, ep=self.ep, expert_dim=self.width, cp=self.mesh["cp"], tp=self.mesh["tp"])
-        step.shard_experts(model, mesh, config)
-        for number, layer in model.model.layers.items():
-            found[f"layer {number} has experts"] = hasattr(layer.mlp, "router")
-            for name, param in layer.mlp.named_parameters() if hasattr(layer.mlp, "router") else ():
-                found |= record(f"layer {number}'s {name}", param)
-        return found | {f"the ranks of {name}": members(mesh, name) for name in ("data", "ep", "expert_data")}
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        """Layers 2 and 4; experts cut over ep; neighbours of dp x cp are an ep group."""
-        dp, cp, tp = self.mesh.values()
-        data = torch.arange(4).view(dp * cp, tp).T[rank % tp]  # the ranks that have other tokens
-        place = data.tolist().index(rank)
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        model, (dp, cp, tp) = decoder(n_layers=5, seq_len=8), self.mesh.values()
+        step.shard_experts(model, mesh, step.Config(**FLAGS, ep=self.ep, expert_dim=self.width, cp=cp, tp=tp))
+        data = torch.arange(4).view(dp * cp, tp).T[mesh.rank % tp]  # the ranks that have other tokens
+        place = data.tolist().index(mesh.rank)
         first, own = place - place % self.ep, place % self.ep
-        found: dict[str, Any] = {f"layer {i} has experts": i in (2, 4) for i in range(5)}
-        found |= {"the ranks of data": data, "the ranks of ep": data[first : first + self.ep]}
-        found["the ranks of expert_data"] = data[own :: self.ep]
+        yield "the ranks of data", members(mesh, "data"), data
+        yield "the ranks of ep", members(mesh, "ep"), data[first : first + self.ep]
+        yield "the ranks of expert_data", members(mesh, "expert_data"), data[own :: self.ep]
         share, width = 6 // self.ep, self.width or 12
         cuts = [[0, "ep", own * share, (own + 1) * share, 6]] if self.ep > 1 else []
-        shapes = {f"experts.{kind}": [share, width, 16] for kind in KINDS[:2]}
-        shapes |= {"experts.down_proj": [share, 16, width], "router": [6, 16]}
-        for name, shape in ((f"layer {i}'s {name}.weight", shape) for i in (2, 4) for name, shape in shapes.items()):
-            router = "router" in name
-            found |= {f"the shape of {name}": shape, f"the cuts of {name}": [] if router else cuts}
-            found[f"data_group of {name}"] = "data" if router else "expert_data"
-            found[partial_over(name)] = ["tp"] if router else []
-        return found
+        for number, layer in model.model.layers.items():
+            experts = hasattr(layer.mlp, "router")
+            yield f"layer {number} has experts", experts, number in "24"
+            for name, param in layer.mlp.named_parameters() if experts else ():
+                shape = [share, 16, width] if "down" in name else [share, width, 16]
+                wanted = ([6, 16], [], ["tp"], "data") if "router" in name else (shape, cuts, [], "expert_data")
+                yield from record(f"layer {number}'s {name}", param, *wanted)
 
 
 class Refused(Case):
     """What flags that cannot work end with, on 4 ranks of dp with 6 experts."""
 
-    flags = (dict(ep=4), dict(ep=3), dict(experts=1), dict(micro_batch_size=3))
-
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        def error(flags: dict[str, int]) -> str:
-            return refused(step.shard_experts, decoder(n_layers=5, seq_len=8), mesh, step.Config(**FLAGS | flags))
-
-        return {str(flags): error(flags) for flags in self.flags}
-
-    def expected(self, rank: int) -> dict[str, Any]:
-        return {str(flags): "UserError" for flags in self.flags}
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        for flags in (dict(ep=4), dict(ep=3), dict(experts=1), dict(micro_batch_size=3)):
+            model, config = decoder(n_layers=5, seq_len=8), step.Config(**FLAGS | flags)
+            yield str(flags), refused(step.shard_experts, model, mesh, config), "UserError"
 
 
 WEIGHT = 0.6  # of the balance loss

@@ -6,18 +6,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-from labs.course import ROOT, file_of, load, numbers, path_of
+from labs.course import ROOT, file_of, files, load, numbers, path_of
 from labs.folder import new_folder
 from labs.judge import Folder
 from labs.source import hollow
 
-SKIPPED = {".git", ".venv", "runs", "tests", "__pycache__", ".pytest_cache", ".ruff_cache"}
-
 
 def project_files() -> list[Path]:
     """Files of the project, by their paths in it; no tests, which quote the solutions."""
-    found = [path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file()]
-    return sorted(path for path in found if not SKIPPED & set(path.parts))
+    skipped = ".git", ".venv", "runs", "tests", "__pycache__", ".pytest_cache", ".ruff_cache"
+    return sorted(path.relative_to(ROOT) for path in files(*skipped))
 
 
 def run(folder: Folder, ranks: int, flags: list[str]) -> int:
@@ -63,5 +61,5 @@ def handout(target: Path, number: int):
             text = hollow(text.decode(), lab.holes(module), n).encode()
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         (target / path).write_bytes(text)
-    files = ", ".join(file_of(module) for module in holes)
-    print(f"{target}: without the solutions in {files}; without tests, and without variants of these steps")
+    names = ", ".join(file_of(module) for module in holes)
+    print(f"{target}: without the solutions in {names}; without tests, and without variants of these steps")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from common.comm import Mesh, all_reduce
 from common.layout import layout_of, materialize
 from common.model import Decoder, ModelConfig
-from labs.course import Case
+from labs.course import Case, Row
 from labs.tape import Tape
 
 CPU = torch.device("cpu")
@@ -52,11 +52,11 @@ class Small(Case):
                 loss.backward()
             yield tape
 
-    def one_device(self, turn: int, says: str = "the gradient of") -> dict[str, Tensor]:
+    def one_device(self, turn: int, says: str) -> dict[str, Tensor]:
         """The gradients of a step, of all ranks and micro-batches."""
         model = self.model()
         sum(self.loss(model, rank, turn, i) for rank in range(self.ranks) for i in range(self.micro)).backward()
-        return gradients(model, f"step {turn}: {says}")
+        return gradients(model, says)
 
 
 def gradients(model: nn.Module, says: str = "the gradient of") -> dict[str, Tensor]:
@@ -72,7 +72,7 @@ def there_and_back(
 
     A leaf is given as a plain tensor, or is a module's parameter. The gradient is zero of what y does not depend on.
     """
-    leaves = [x if x.requires_grad else x.detach().requires_grad_() for x in leaves]
+    leaves, dy = [x if x.requires_grad else x.detach().clone().requires_grad_() for x in leaves], dy.clone()
     before = [x.detach().clone() for x in (*leaves, dy)]
     there, back = (Tape(mesh), Tape(mesh)) if mesh else (nullcontext(), nullcontext())
     with there:
@@ -96,17 +96,16 @@ def update(rule: torch.optim.Optimizer, lr: float):
     rule.step()
 
 
-def record(name: str, param: Tensor) -> dict[str, Any]:
-    """A parameter's shape, and what its record says."""
+def record(name: str, param: Tensor, shape: list, cuts: list, partial: list, data_group: str = "") -> Iterator[Row]:
+    """Rows of a parameter's shape, and of what its record says: cuts (dim, over, start, stop, full) and so on."""
     layout = layout_of(param)
-    cuts = [[split.dim, split.over, split.start, split.stop, split.full] for split in layout.splits]
-    found = {f"the shape of {name}": list(param.shape), f"the cuts of {name}": cuts}
-    return found | {partial_over(name): list(layout.partial_over), f"data_group of {name}": layout.data_group}
-
-
-def partial_over(name: str) -> str:
-    """How a message calls this part of a record."""
-    return f"partial_over of {name} (dimensions over which its gradient is still to be summed)"
+    yield f"the shape of {name}", list(param.shape), shape
+    found = [[split.dim, split.over, split.start, split.stop, split.full] for split in layout.splits]
+    yield f"the cuts of {name}", found, cuts
+    says = f"partial_over of {name} (dimensions over which its gradient is still to be summed)"
+    yield says, list(layout.partial_over), partial
+    if data_group:
+        yield f"data_group of {name}", layout.data_group, data_group
 
 
 def same(before: Iterable[Tensor], after: Iterable[Tensor]) -> bool:

@@ -123,14 +123,19 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, int | float | str | bool | None) else repr(value)
 
 
-def answer(pipe: int, value: dict[str, Any], last: bool):
-    """Write an answer, all of it. After the `last` stay until killed: to ranks at work, one that ends is a crash."""
+def answer(pipe: int, value: dict[str, Any]):
+    """Write an answer, all of it."""
+    sys.stdout.flush()
     buffer = io.BytesIO()
     torch.save(value, buffer)
     data = memoryview(struct.pack("q", buffer.tell()) + buffer.getvalue())
     while data:
         data = data[os.write(pipe, data) :]
-    while last:
+
+
+def stay():
+    """Until killed: to ranks at work, one that ends is a crash."""
+    while True:
         signal.pause()
 
 
@@ -169,7 +174,8 @@ def host(world: World, ranks: int, jobs: list[Case], pipes: list[int], scratch: 
         text = str(error) if isinstance(error, Failed) else complaint(error)
         for pipe in pipes[1:]:
             os.close(pipe)
-        answer(pipes[0], dict(error=text, fatal=True), last=True)
+        answer(pipes[0], dict(error=text, fatal=True))
+        stay()
     children = []
     for rank in range(ranks):
         child = os.fork()
@@ -193,7 +199,6 @@ def one_rank(world: World, rank: int, ranks: int, step: Any, jobs: list[Case], p
             os.close(pipe)
     trace = open(f"{scratch}/where-{rank}", "w")  # noqa: SIM115  # open as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=trace, all_threads=False)
-    value, last = {}, False
     try:
         torch.set_num_threads(1)
         if ranks > 1:
@@ -201,16 +206,11 @@ def one_rank(world: World, rank: int, ranks: int, step: Any, jobs: list[Case], p
             dist.init_process_group("gloo", where, timedelta(minutes=5), world_size=ranks, rank=rank)
         for number, case in enumerate(jobs):
             with world.before(number) if world.before else contextlib.nullcontext():
-                value = dict(value=plain(case.found(step, Mesh(**case.mesh))))
-            sys.stdout.flush()
-            answer(pipes[rank], value, last=False)
-        last = True
+                value = plain(list(case.run(step, Mesh(**case.mesh))))
+            answer(pipes[rank], dict(value=value))
     except BaseException as error:
-        value = dict(error=complaint(error))
-    while last:
-        signal.pause()
-    sys.stdout.flush()
-    answer(pipes[rank], value, last=True)
+        answer(pipes[rank], dict(error=complaint(error)))
+    stay()
 
 
 # --- what the grader does with them ----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from common.comm import Mesh
 
@@ -70,7 +71,7 @@ class Tape(TorchDispatchMode):
     def book(self, name: str, args: tuple):
         """A collective begins."""
         group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
-        n, whole = group.size(), max((t.nbytes for t in tensors_of(args)), default=0)
+        n, whole = group.size(), max((x.nbytes for x in tree_leaves(args) if isinstance(x, Tensor)), default=0)
         share = dict(allreduce=2 * (n - 1) / n, allgather=n - 1, reduce_scatter=n - 1, send=1.0, recv=0.0)
         sent = share.get(name, (n - 1) / n) * whole
         if name == "alltoall_base" and len(args) > 4 and args[4]:  # parts of different lengths
@@ -100,10 +101,3 @@ class Tape(TorchDispatchMode):
             under_way = max(0, under_way + (kind == "start") - (kind == "wait"))
             count += kind == "compute" and under_way > 0
         return count
-
-
-def tensors_of(args: Any) -> list[Tensor]:
-    """All tensors among arguments."""
-    if isinstance(args, Tensor):
-        return [args]
-    return [t for arg in args for t in tensors_of(arg)] if isinstance(args, list | tuple) else []

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from common import data
+from common.comm import Mesh
 from common.model import IGNORE, PRESETS, Decoder, ModelConfig
 from common.trainer import Run
-from labs.course import BOUND, Case, Criterion
+from labs.course import BOUND, Case, Criterion, Row
 from labs.probes import adamw, fill, update
 
 SHAPE = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=259, seq_len=16)
@@ -57,6 +58,10 @@ class Trained(Case):
 
     def setup(self):
         self.shape, self.flags, self.layout = (self.sizes.get(name, {}) for name in ("shape", "flags", "layout"))
+        key = f"{type(self)} {self.seed} {self.shape} {self.flags}"
+        if key not in kept:
+            kept[key] = self.one_device()
+        self.wanted = kept[key]
 
     def model(self, config: ModelConfig) -> Decoder:
         """That of one device."""
@@ -67,29 +72,23 @@ class Trained(Case):
         PRESETS["lab"] = ModelConfig(**SHAPE | self.shape)
         return FLAGS | dict(model="lab", seed=self.seed % 1000, dataset=__file__, out="run") | self.flags | self.layout
 
-    def found(self, step: Any, mesh: Any) -> dict[str, Any]:
-        run = self.run(step, Watch)
-        found = {"the losses": [row["loss"] for row in run.history]}
-        found["the gradient norms"] = [row["grad_norm"] for row in run.history]
-        if self.ranks == 1:  # on several, weights may be parts, or have no memory between steps
-            found |= {f"after training, {name}": param.detach() for name, param in run.parts.model.named_parameters()}
-        return found
-
-    def run(self, step: Any, watch: type[Watch]) -> Watch:
-        """Train with the step."""
+    def train(self, step: Any, watch: type[Watch]) -> Watch:
+        """With the step."""
         config = step.Config(**self.all_flags())
         with tokens(self), watch(config) as run:
             step.train(config, run)
         return run
 
-    def expected(self, rank: int) -> dict[str, Any]:
-        key = f"{type(self)} {self.seed} {self.shape} {self.flags}"
-        if key not in kept:
-            kept[key] = self.one_device()
-        return {name: value for name, value in kept[key].items() if self.ranks == 1 or name.startswith("the ")}
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        run = self.train(step, Watch)
+        for name in ("loss", "grad_norm"):
+            yield f"the {name} of each step", [row[name] for row in run.history], self.wanted[name]
+        for name, param in run.parts.model.named_parameters():
+            if self.ranks == 1:  # on several, weights may be parts, or have no memory between steps
+                yield f"after training, {name}", param, self.wanted[name]
 
     def one_device(self) -> dict[str, Any]:
-        """The same in one process, from the formulas: a plain loop."""
+        """The same in one process, from the formulas: a plain loop. Losses, norms, and final weights by name."""
         flags, losses, norms = SimpleNamespace(**self.all_flags()), [], []
         with torch.device("meta"):
             model = self.model(PRESETS["lab"])
@@ -108,8 +107,7 @@ class Trained(Case):
                 update(rule, flags.lr * min(1.0, (step + 1) / flags.warmup_steps))
                 rule.zero_grad()
                 losses.append(loss.item()), norms.append(norm)
-        found = {f"after training, {name}": param.detach() for name, param in named.items()}
-        return found | {"the losses": losses, "the gradient norms": norms}
+        return named | {"loss": losses, "grad_norm": norms}
 
 
 def trains(points: int, *layouts: tuple[int, dict[str, Any]], says: str = "", **more: Any) -> Criterion:

@@ -127,7 +127,7 @@ def test_progress_hints_and_words(tmp_path):
     assert "all hints" in folders.hint(folder, 4)
     assert "next: task 1" in folders.progress(folder)
     folders.note(folder.path, f"check of task 1: {folder.lab.tasks[0].points} of {folder.lab.tasks[0].points}")
-    assert "next: task 2" in folders.progress(folder) and "[####" in folders.progress(folder)
+    assert "next: task 2" in folders.progress(folder) and "[###-" in folders.progress(folder)
     same = [Result(1, "one", 2, "an error"), Result(1, "two", 2, "an error"), Result(1, "three", 1, "")]
     assert "".join(folders.lines_of(folder, same, {})).count("an error") == 1
     with pytest.raises(UserError, match="not empty"):
@@ -378,6 +378,7 @@ def test_a_table_shows_what_a_teacher_should_see(tmp_path, monkeypatch):
         assert any(word in name for name in found), (line, found)
     before = {tmp_path / "kept": b"1"}
     monkeypatch.setattr("labs.grade.ROOT", tmp_path)
+    monkeypatch.setattr("labs.course.ROOT", tmp_path)
     (tmp_path / "kept").write_bytes(b"2")
     (tmp_path / "new").write_bytes(b"2")
     assert restore(before) == ["kept", "new"] and restore(before) == []
