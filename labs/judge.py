@@ -175,7 +175,7 @@ class Judge:
             return text
         for fault, answers in self.under_faults(case):
             for name, theirs, _ in answers[rank] if isinstance(answers, list) else ():
-                same = name == key and not mistake(found, theirs, 1e-8)
+                same = name == key and not isinstance(found, bool) and not mistake(found, theirs, 1e-8)
                 if same and mistake(theirs, value, criterion.bound):
                     return f"the same numbers as with {fault}"
         if criterion.bound < 1e-6 and not mistake(found, value, 1e-5):
