@@ -64,7 +64,7 @@ FAULTY = {  # what is undone: the case; in which of the watch's notes it shows, 
     "a gradient": ("offloaded", "early", "variants.offload_optimizer", "Update", "            wait()", "            0"),
     "a look": ("plain", "waits", "common.model", "summed_cross_entropy", "return F", "logits.sum().item(); return F"),
     "a table": ("plain", "device", "common.model", "apply_rope", "x * cos", "x * cos.cpu()"),
-    "a message": ("buckets", "tensor on cpu", "common.layout", "global_norm", "(square, mesh", "(square.cpu(), mesh"),
+    "a message": ("ring", "tensor on cpu", "common.layout", "global_norm", "(square, mesh", "(square.cpu(), mesh"),
 }
 # fmt: on
 USUAL_FAULTS = [name for name in FAULTY if name.startswith("N")]
