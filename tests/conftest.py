@@ -33,7 +33,7 @@ def one_process(row) -> str:
     """What the row is compared with: step 1, but for flags that only step 7 has."""
     from tests import equal
 
-    known = {field.name for field in fields(import_module("step01_single_gpu").Config)} | set(equal.SHAPE)
+    known = {field.name for field in fields(import_module("step01_single_gpu").Config)} | {*equal.SHAPE, "patch"}
     return "step01_single_gpu" if set(row.base) <= known else row.step
 
 

@@ -8,7 +8,6 @@ import functools
 import importlib
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,22 +139,19 @@ def config_of(step_name: str, options: dict[str, Any]) -> Any:
     return compose(importlib.import_module(step_name))(model="test", **flags)
 
 
-def watch(step_name: str, options: dict[str, Any], fault: str = "") -> Watch:
-    """Train under `options` of `config_of`; with `patch`, a change as `fault` is one."""
-    options = dict(out=tempfile.gettempdir()) | options
-    changes, config = {fault, options.pop("patch", "")} - {""}, config_of(step_name, options)
+def watch(step_name: str, options: dict[str, Any]) -> Watch:
+    """Train under `options` of `config_of`; `patch` names a change of tests/faults.py."""
+    options = dict(out=tempfile.gettempdir(), patch="") | options
+    patch, config = options.pop("patch"), config_of(step_name, options)
     check(config, dist.get_world_size() if dist.is_initialized() else 1)
-    with ExitStack() as stack:
-        for change in changes:
-            stack.enter_context(faults.injected(change))
-        run = stack.enter_context(Watch(config))
+    with faults.injected(patch), Watch(config) as run:
         importlib.import_module(step_name).train(config, run)
     return run
 
 
-def record(step_name: str, options: dict[str, Any], fault: str = "") -> SimpleNamespace:
+def record(step_name: str, options: dict[str, Any]) -> SimpleNamespace:
     """What `watch` has seen: losses, norms and bytes of each step, gradients, and parameters after the last."""
-    run = watch(step_name, options, fault)
+    run = watch(step_name, options)
     losses, norms, sent = ([row[key] for row in run.history] for key in ("loss", "grad_norm", "sent"))
     return SimpleNamespace(losses=losses, norms=norms, gradients=run.gradients, parameters=run.parameters, sent=sent)
 
@@ -169,31 +165,29 @@ def difference(a: Any, b: Any) -> float:
     return distance / scale if scale else distance
 
 
-def compare(ours: SimpleNamespace, theirs: SimpleNamespace, bound: float) -> float:
-    """Raise AssertionError at the first number that differs, naming step and parameter; returns the worst."""
-    pairs = []
-    assert len(ours.losses) == len(theirs.losses)
-    for i in range(len(ours.losses)):
-        pairs.append((f"step {i + 1}: the loss", ours.losses[i], theirs.losses[i]))
-        assert ours.gradients[i].keys() == theirs.gradients[i].keys(), "gradients of other parameters"
-        pairs += [
-            (f"step {i + 1}: the gradient of {n}", g, theirs.gradients[i][n]) for n, g in ours.gradients[i].items()
-        ]
-        pairs.append((f"step {i + 1}: the gradient norm", ours.norms[i], theirs.norms[i]))
-    assert ours.parameters.keys() == theirs.parameters.keys(), "other parameters"
-    pairs += [(f"after training: {name}", p, theirs.parameters[name]) for name, p in ours.parameters.items()]
-    worst = 0.0
-    for what, a, b in pairs:
-        found = difference(a, b)
+def by_name(seen: SimpleNamespace) -> dict[str, Any]:
+    """Every number and tensor of a record, under its step and parameter, in the order in which a run finds them."""
+    found = {}
+    for i, (loss, gradients, norm) in enumerate(zip(seen.losses, seen.gradients, seen.norms, strict=True)):
+        found[f"step {i + 1}: the loss"] = loss
+        found |= {f"step {i + 1}: the gradient of {name}": gradient for name, gradient in gradients.items()}
+        found[f"step {i + 1}: the gradient norm"] = norm
+    return found | {f"after training: {name}": param for name, param in seen.parameters.items()}
+
+
+def compare(ours: SimpleNamespace, theirs: SimpleNamespace, bound: float):
+    """Raise AssertionError at the first number that differs, naming step and parameter."""
+    ours, theirs = by_name(ours), by_name(theirs)
+    assert ours.keys() == theirs.keys(), "gradients or weights of other parameters"
+    for what, value in ours.items():
+        found = difference(value, theirs[what])
         assert found <= bound, f"{what} differs by {found:.3g} (relative), more than {bound:g}"
-        worst = max(worst, found)
-    return worst
 
 
-def on_rank(step_name: str, options: dict[str, Any], file: str, bound: float = 0.0, fault: str = "") -> float:
-    """Runs on every rank: train under the layout and compare with the reference; returns the worst difference."""
+def on_rank(step_name: str, options: dict[str, Any], file: str, bound: float = 0.0):
+    """Runs on every rank: train under the layout and compare with the reference."""
     theirs = torch.load(file, weights_only=False)
-    return compare(record(step_name, options, fault), theirs, bound or BOUND[options.get("dtype", "fp64")])
+    compare(record(step_name, options), theirs, bound or BOUND[options.get("dtype", "fp64")])
 
 
 def save_record(step_name: str, options: dict[str, Any], file: str):

@@ -7,7 +7,7 @@ Many are what others have got wrong: see their issue trackers. tests/test_faults
 import importlib
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -532,6 +532,12 @@ PATCHES = {  # no mistakes: both sides of a comparison have them (`patch` of tes
          "p.masked_fill(torch.arange(p.shape[-1]) > 1, 0.0).topk(self.top_k)", "tokens go to experts 0 and 1 alone")),
     **of("variants.compress_activations", "", DEFAULT,
         ("not_rounded", "Bits", "KINDS[mode]", "torch.float64", "what is called bf16 has 64 bits")),
+    **of("common.trainer", "", DEFAULT,
+        ("wide_fp16", "choose_device", "DTYPES[dtype]", 'DTYPES[dtype.replace("fp16", "fp64")]',
+         "what is called fp16 has 64 bits")),
+    **of("variants.compiled", "", DEFAULT,
+        ("graphs_without_code", "attach", "torch.compile(layer.forward)",
+         'torch.compiler.reset() or torch.compile(layer.forward, backend="aot_eager")', "graphs are only traced")),
 }
 # fmt: on
 
@@ -544,19 +550,22 @@ def functions_of(thing: Any) -> dict[str, FunctionType]:
 
 
 @contextmanager
-def injected(name: str) -> Iterator[None]:
-    """Inside, the named mistake is in the program: the code of the functions that hold its text is exchanged.
+def injected(fault: str | Fault) -> Iterator[None]:
+    """Inside, the mistake (or the one of this name; "": none) is in the program: code that holds its text is exchanged.
 
     The functions stay the objects that they are, so menus, importers and `super()` meet the mistake too.
     """
-    fault = (FAULTS | PATCHES)[name]
+    if not fault:
+        yield
+        return
+    fault = fault if isinstance(fault, Fault) else (FAULTS | PATCHES)[fault]
     module = importlib.import_module(fault.module)
     right = getattr(module, fault.owner)
     source = textwrap.dedent(inspect.getsource(right))
     if fault.old not in source:
-        raise KeyError(f"{name}: {fault.old!r} is not in {fault.module}.{fault.owner}")
+        raise KeyError(f"{fault.old!r} is not in {fault.module}.{fault.owner}")
     made: dict = {}
-    exec(compile(source.replace(fault.old, fault.new), f"<fault {name}>", "exec"), vars(module), made)
+    exec(compile(source.replace(fault.old, fault.new), "<fault>", "exec"), vars(module), made)
     wrong, kept = functions_of(made[fault.owner]), functions_of(right)
     codes = {key: function.__code__ for key, function in kept.items()}
     try:
@@ -566,3 +575,9 @@ def injected(name: str) -> Iterator[None]:
     finally:
         for key, function in kept.items():
             function.__code__ = codes[key]
+
+
+def with_fault(fault: str, function: Callable, *args: Any) -> Any:
+    """Runs on every rank: a function, with a mistake in the program, or with none."""
+    with injected(fault):
+        return function(*args)

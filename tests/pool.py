@@ -24,6 +24,15 @@ class RankError(AssertionError):
     """A function failed on some rank, or did not return in time; the text is that rank's traceback."""
 
 
+def error_of(kind: type[Exception], function: Callable, *args: Any) -> str:
+    """Runs on every rank: what the error of this kind says with which a function ends; "" if it ends without one."""
+    try:
+        function(*args)
+    except kind as error:
+        return str(error)
+    return ""
+
+
 def serve(rank: int, world: int, folder: str, connection: Connection):
     """A worker's life: join the group, then run what arrives until the connection closes."""
     import torch

@@ -12,6 +12,7 @@ ALL = ("equals", "drifts", "stays_near", "evaluates", "goes_on")
 UNEVEN = dict(dataset=__file__)  # many targets do not count; tests/equal.py reads it
 FEW = dict(dataset="pyproject.toml", vocab_size=5)  # so few tokens that a rank of four has none of them; there, too
 FROZEN, IDLE, EXACT = dict(patch="frozen"), dict(patch="idle_experts"), dict(patch="not_rounded")  # tests/faults.py
+COMPILED = dict(patch="graphs_without_code")  # there, too
 SGD, TIED, MHA = dict(optimizer="sgd", lr=0.5), dict(tied=True), dict(n_kv_heads=4)
 EXPERTS, MUON = dict(experts=4), dict(optimizer="muon")
 LOSSY = (
@@ -21,6 +22,7 @@ LOSSY = (
     (dict(compress="topk", topk_fraction=0.8), 0.4),
 )
 SLOW = dict(optimizer="sgd", lr=0.1, global_batch_size=24)  # so what is lost in one step does not grow in the next
+WIDE = SLOW | dict(patch="wide_fp16")  # what fp16 does, without its rounding: scales are powers of two
 BIAS = dict(balance="bias", bias_speed=0.1)
 GROUPS = dict(experts=8, experts_per_token=3, expert_groups=4, groups_per_token=2, n_layers=4, moe_every=2)
 MASK = dict(documents="mask", end_token=32)  # a document ends with each blank
@@ -88,6 +90,13 @@ ROWS = [
     *(Row(2, "step03_zero", dict(zero=zero, grad_dtype="same", dtype="bf16"), SLOW, bound=0.3) for zero in (0, 1, 2)),
     Row(1, "step01_single_gpu", dict(dtype="fp16"), SLOW, bound=0.05),
     Row(4, "step07_moe_ep", dict(pp=2, ep=2, zero=2, dtype="fp16", loss_chunk=5), SLOW | EXPERTS, bound=0.1),
+    Row(1, "step01_single_gpu", dict(dtype="fp16"), WIDE, bound=1e-10),
+    Row(4, "step07_moe_ep", dict(pp=2, ep=2, zero=2, dtype="fp16", loss_chunk=5), WIDE | EXPERTS, bound=1e-10),
+    Row(4, "step06_pipeline", dict(pp=2, zero=0, dtype="fp16"), WIDE | TIED | dict(grad_clip=0.0), bound=1e-10),
+    Row(1, "step01_single_gpu", dict(compile=True, recompute="selective"), SGD | COMPILED),
+    Row(2, "step03_zero", dict(compile=True, zero=3), SGD | COMPILED),
+    Row(2, "step04_tp_sp", dict(compile=True, tp=2, recompute="full"), SGD | COMPILED, EXHAUSTIVE),
+    Row(2, "step06_pipeline", dict(compile=True, pp=2), SGD | COMPILED, EXHAUSTIVE),
     Row(2, "step02_ddp", {}, dict(skip_spikes=1.001, steps=12, global_batch_size=4)),
     #
     # step 2

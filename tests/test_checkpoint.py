@@ -8,7 +8,7 @@ import io
 import os
 import shutil
 import signal
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from unittest import mock
 
@@ -21,8 +21,9 @@ from services import checkpoint
 from services.boxes import Box, Piece, flat_boxes, overlap
 from services.checkpoint import Checkpoint, Saver, find, newest
 from services.run import ServedRun
-from tests import faults
 from tests.equal import config_of, difference
+from tests.faults import with_fault
+from tests.pool import error_of
 from tests.rows import EXHAUSTIVE, EXPERTS, TIED
 
 STEPS = dict(steps=4, save_every=2, eval_every=0, global_batch_size=6)
@@ -124,12 +125,6 @@ def test_saved_under_one_layout_resumed_under_another(pools, uninterrupted, tmp_
         assert difference(tensor, expected[key]) < 1e-10, key
 
 
-def faulty_on_rank(fault: str, *args) -> list[dict]:
-    """Runs on every rank: the same with a mistake in the program."""
-    with faults.injected(fault) if fault else nullcontext():
-        return train_on_rank(*args)
-
-
 @pytest.fixture(scope="session")
 def goes_on_elsewhere(pools, tmp_path_factory):
     """What is wrong with a run of one process that goes on in a layout, with a mistake in it; "" if nothing is."""
@@ -141,7 +136,8 @@ def goes_on_elsewhere(pools, tmp_path_factory):
             whole.extend(train(pools, options, ALONE, out=folder / "whole"))
             train(pools, options | dict(stop_after=2), ALONE, out=folder / "cut")
         where = dict(out=str(folder / "on"), resume=str(folder / "cut"))
-        rows = pools(ranks).run(faulty_on_rank, fault, "step06_pipeline", options | layout | where)[0]
+        call = with_fault, fault, train_on_rank, "step06_pipeline", options | layout | where
+        rows = pools(ranks).run(*call)[0]
         found, right = ([*(row["loss"] for row in rows[-2:]), rows[-1]["validation_loss"]] for rows in (rows, whole))
         return "" if difference(found, right) < 1e-10 else f"losses, and validation loss, are {found}, not {right}"
 
@@ -291,11 +287,7 @@ def fail_on_rank(out: str, rank: int) -> str:
 
     mine = torch.distributed.get_rank() == rank
     with mock.patch.object(checkpoint, "save_file", full if mine else checkpoint.save_file):
-        try:
-            save(Path(out), 2)
-        except UserError as error:
-            return str(error)
-    return ""
+        return error_of(UserError, save, Path(out), 2)
 
 
 def test_one_ranks_full_disk_is_known_to_all(pools, tmp_path):

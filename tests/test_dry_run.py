@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from common import UserError
-from common.model import PRESETS, ModelConfig
 from services.dry_run import Counted, Meter, Seen, run_rank
 from services.run import attach, check, compose
-from tests import equal
-from tests.equal import BASE, SMALL
+from tests.equal import BASE, SMALL, config_of
 from theory.gpus import GPUS
 from variants import grouped_matmul
 from variants.routing import RoutedMoE
@@ -69,13 +67,6 @@ def draw(seed: int, most: int = 8) -> tuple[str, int, dict, list]:
             continue
 
 
-def config_of(name: str, options: dict, **more):
-    """A small model's."""
-    PRESETS["test"] = ModelConfig(**SMALL | {key: options[key] for key in equal.SHAPE if key in options})
-    flags = {key: value for key, value in (BASE | options | more).items() if key not in equal.SHAPE}
-    return compose(importlib.import_module(name))(model="test", **flags)
-
-
 def counts(run: Counted | Seen) -> SimpleNamespace:
     """What is compared of a step."""
     flops = sum(count["flops"] for count in run.meter.count.values())
@@ -84,7 +75,7 @@ def counts(run: Counted | Seen) -> SimpleNamespace:
 
 def counted(name: str, ranks: int, options: dict, rank: int) -> SimpleNamespace:
     """A step of one rank, by the dry run. Raises UserError for flags that cannot work."""
-    config = config_of(name, options, dry_run=ranks)
+    config = config_of(name, options | dict(dry_run=ranks))
     check(config, 1)
     check(config_of(name, options), ranks)
     return counts(run_rank(importlib.import_module(name).train, config, rank, attach))
@@ -97,7 +88,7 @@ def evenly(layer: RoutedMoE, scores: Tensor) -> Tensor:
 
 def counted_on_rank(name: str, options: dict) -> SimpleNamespace:
     """Runs on every rank: the same of a step with numbers."""
-    config, balanced = config_of(name, options, lr=1e-4, steps=2), mock.patch.object(RoutedMoE, "choose", evenly)
+    config, balanced = config_of(name, options | dict(lr=1e-4, steps=2)), mock.patch.object(RoutedMoE, "choose", evenly)
     loops = mock.patch.object(grouped_matmul, "can_group", lambda *_: False)
     with loops, balanced, Meter(GPUS["h100-80"]) as meter, Counted(config, meter, attach) as run:
         importlib.import_module(name).train(config, run)
@@ -129,7 +120,7 @@ def test_choices_are_balanced(pools, mode):
 
 def test_kernels_are_those_of_a_gpu():
     """RMSNorm is one kernel each way; an update reads four numbers of a parameter, and writes three."""
-    config = config_of("step01_single_gpu", SHAPE | dict(dtype="bf16", recompute="full"), dry_run=1)
+    config = config_of("step01_single_gpu", SHAPE | dict(dtype="bf16", recompute="full", dry_run=1))
     seen = run_rank(importlib.import_module("step01_single_gpu").train, config, 0, attach)
     layers, passes = 2 * SHAPE["n_layers"], BASE["global_batch_size"]  # norms in layers are done again
     x, count = 2 * SMALL["seq_len"] * SMALL["dim"], seen.meter.count

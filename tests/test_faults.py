@@ -2,15 +2,13 @@
 
 import importlib
 import inspect
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from tests import equal, test_laws, test_variants
-from tests.faults import FAULTS, SMALL_ROWS, functions_of, injected
-from tests.pool import RankError
-from tests.rows import EXHAUSTIVE, Row, sized
+from tests.faults import FAULTS, SMALL_ROWS, functions_of, injected, with_fault
+from tests.pool import RankError, error_of
+from tests.rows import EXHAUSTIVE, sized
 from tests.test_checkpoint import goes_on_elsewhere as goes_on_elsewhere  # a fixture
 
 INT8 = dict(tp=2) | test_laws.INT8
@@ -54,21 +52,6 @@ def test_a_fault_is_in_the_program(name):
     assert all(function.__code__ is right[key] for key, function in functions_of(owner).items())
 
 
-def with_fault(fault: str, function: Callable, *args: Any) -> Any:
-    """Runs on every rank: a function, with a mistake in the program."""
-    with injected(fault):
-        return function(*args)
-
-
-def complaint(fault: str, row: Row, file: str) -> str:
-    """Runs on every rank: what differs from the reference. (An error that all share would cost a new pool.)"""
-    try:
-        equal.on_rank(row.step, row.base | row.layout, file, row.bound, fault)
-    except AssertionError as error:
-        return str(error)
-    return ""
-
-
 @pytest.fixture(scope="module")
 def ask(pools, reference, goes_on_elsewhere):
     """`ask(judge, fault)`: what a judge says of a mistake, or of the right program if there is none; "": all right."""
@@ -77,7 +60,8 @@ def ask(pools, reference, goes_on_elsewhere):
     def answer(judge: str, fault: str = "") -> str:
         if judge in SMALL_ROWS:
             row = sized(SMALL_ROWS[judge])
-            return max(pools(row.ranks).run(complaint, fault, row, reference(row), timeout=60))
+            call = with_fault, fault, equal.on_rank, row.step, row.base | row.layout, reference(row), row.bound
+            return max(pools(row.ranks).run(error_of, AssertionError, *call, timeout=60))
         if judge in RESUMED:
             return goes_on_elsewhere(fault, *RESUMED[judge])
         ranks, *call = LAWS[judge]

@@ -7,6 +7,7 @@ from common import UserError
 from common.trainer import parse
 from services.run import compose
 from tests import equal
+from tests.pool import error_of
 from tests.rows import EXPERTS
 
 WRONG = {  # ranks, step, flags; the line begins with the flag
@@ -67,19 +68,10 @@ def test_0_ranks_means_choose(ranks, flags, chosen):
             parse(step07.Config, words)
 
 
-def refusal(step: str, options: dict) -> str:
-    """Runs on every rank: what a run ends with."""
-    try:
-        equal.record(step, options)
-    except UserError as error:
-        return str(error)
-    return "nothing"
-
-
 @pytest.mark.parametrize("flag", sorted(WRONG, key=lambda flag: WRONG[flag][0]))
 def test_every_rank_refuses_in_one_line(pools, flag):
     """All with the same words."""
     ranks, *call = WRONG[flag]
-    first, *others = pools(ranks).run(refusal, *call, timeout=60)
+    first, *others = pools(ranks).run(error_of, UserError, equal.record, *call, timeout=60)
     assert first.startswith(flag) and "\n" not in first, first
     assert all(text == first for text in others)

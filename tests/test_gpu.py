@@ -8,8 +8,7 @@ Tests with `seen` train on GPUs that are not there (tests/fake_gpu.py), in a pro
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from unittest import mock
 
@@ -31,7 +30,7 @@ from services.watchdog import SAVES, Guard, place_of
 from step04_tp_sp import VocabParallelEmbedding
 from tests import equal
 from tests.fake_gpu import Call, Event, Watch, can_fake_cuda, see, stuck
-from tests.faults import FAULTS, Fault, injected
+from tests.faults import Fault, injected
 from tests.pool import Pool, RankError
 from variants import chunked_loss, documents
 from variants.prefetch import Ahead
@@ -70,21 +69,16 @@ FAULTY = {  # what is undone: the case; in which of the watch's notes it shows, 
 USUAL_FAULTS = [name for name in FAULTY if name.startswith("N")]
 
 
-@contextmanager
-def put(*text: str) -> Iterator[None]:
+def undone(*text: str) -> AbstractContextManager[None]:
     """Inside, this text is in the program: module, owner, old, new; none: it is as it is."""
-    if text:
-        FAULTS["fault"] = Fault(text[0], "", "", *text[1:], "")
-    with injected("fault") if text else nullcontext():
-        FAULTS.pop("fault", None)
-        yield
+    return injected(Fault(text[0], "", "", *text[1:], "") if text else "")
 
 
 def look(name: str, *text: str) -> dict:
     """Runs in a process of its own: what is seen of a case."""
     assert can_fake_cuda()
     step, options, world, capability, _ = CASES[name]
-    with put(*text):
+    with undone(*text):
         watch = see(step, options, 0, world, capability)
     return dict(
         waits=sum(watch.waits.values()), where=dict(watch.waits), early=sorted(watch.early), beside=watch.beside
@@ -94,7 +88,7 @@ def look(name: str, *text: str) -> dict:
 def calls_of(*text: str) -> list[str]:
     """Runs in a process of its own: what the ranks of a layout wait for that never ends."""
     assert can_fake_cuda()
-    with put(*text):
+    with undone(*text):
         options = dict(pp=2, tp=2, steps=1, n_layers=2, global_batch_size=2)
         return stuck([see("step06_pipeline", options, rank, 4).calls for rank in range(4)])
 
@@ -239,7 +233,7 @@ def chooses_again(mode: str) -> bool:
 
     numbers, right, chosen = np.random.default_rng(0), F.one_hot, []
     step07.shaky = lambda: torch.from_numpy(numbers.random(4))
-    with put(*UNSTEADY), mock.patch.object(F, "one_hot", lambda x, n: chosen.append(x.tolist()) or right(x, n)):
+    with undone(*UNSTEADY), mock.patch.object(F, "one_hot", lambda x, n: chosen.append(x.tolist()) or right(x, n)):
         equal.record("step07_moe_ep", dict(experts=4, recompute=mode, steps=1))
     rounds = [chosen[i : i + 6] for i in range(0, len(chosen), 6)]  # three layers forward, and again in backward
     return rounds != [one[::-1] for one in rounds]
@@ -250,7 +244,7 @@ def test_n8_a_router_chooses_once(mode):
     """What is recomputed visits the experts of the first time; else gradients are those of another function."""
     assert not chooses_again(mode)
     kept = "recompute_but_choices" if mode == "full" else "recompute_selectively"
-    with put("variants.selective", kept, "CHOICE", "[]"):
+    with undone("variants.selective", kept, "CHOICE", "[]"):
         assert chooses_again(mode)
 
 

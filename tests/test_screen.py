@@ -26,6 +26,7 @@ from services.dry_run import run_rank
 from services.run import ServedRun, attach, plugins
 from services.watchdog import Place, Watchdog, compare
 from tests.equal import BOUND, SMALL, config_of, difference
+from tests.pool import error_of
 from tests.rows import ROWS
 from tests.test_checkpoint import STEPS, train_on_rank
 
@@ -268,11 +269,7 @@ def stray_on_rank(options: dict, rank: int, kind: str) -> str:
         right(config, parts, step)
 
     with mock.patch.object(replicas, "check_replicas", strayed):
-        try:
-            train_on_rank("step04_tp_sp", options)
-        except RuntimeError as error:
-            return str(error)
-    return ""
+        return error_of(RuntimeError, train_on_rank, "step04_tp_sp", options)
 
 
 @pytest.mark.parametrize("zero, kind", [(0, "master"), (0, "exp_avg"), (1, "weight")])

@@ -2,7 +2,6 @@
 
 import math
 import re
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -15,39 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common import comm
 from common.comm import Mesh
 from common.model import attend
-from common.trainer import DTYPES
 from services.run import plugins
 from step05_cp_ring import CONTEXT
 from tests import equal
+from tests.rows import COMPILED
 from variants import skip_spikes, zero_toy
 from variants.block_overlap import EnterLinears, start_gather, start_keep, start_scatter, start_total
 from variants.compress import Chain, Compression
 from variants.compress_activations import BLOCK, Bits
 from variants.documents import MicroBatch, segments
-from variants.fp16 import LossScaling, skip_update
+from variants.fp16 import LossScaling
 
 SLOW = dict(optimizer="sgd", lr=0.1, steps=3)
-
-
-def exact_fp16_on_rank(step: str, options: dict, file: str) -> float:
-    """The machinery of --dtype fp16, in fp64."""
-    with mock.patch.dict(DTYPES, fp16=torch.float64):
-        return equal.on_rank(step, options | dict(dtype="fp16"), file, 1e-10)
-
-
-@pytest.mark.parametrize(
-    "ranks, step, layout, base",
-    [
-        (1, "step01_single_gpu", {}, SLOW),
-        (4, "step07_moe_ep", dict(pp=2, ep=2, zero=2, loss_chunk=5), SLOW | dict(experts=4)),
-        (4, "step06_pipeline", dict(pp=2, zero=0, grad_clip=0.0), SLOW | dict(tied=True, grad_clip=0.0)),
-    ],
-)
-def test_loss_scaling_alone_changes_nothing(pools, tmp_path, ranks, step, layout, base):
-    """In fp64 a scale, a power of two, is exact: only that fp16 is narrow makes a difference."""
-    file = str(tmp_path / "reference.pt")
-    pools(1).run(equal.save_record, step, base, file)
-    pools(ranks).run(exact_fp16_on_rank, step, base | layout, file)
 
 
 def overflow_on_rank(step: str, options: dict) -> tuple:
@@ -128,49 +106,13 @@ def test_logits_of_one_chunk_exist(chunk):
     assert largest.numel == (chunk or 64) * equal.SMALL["vocab_size"]
 
 
-def compiled_on_rank(step: str, options: dict, file: str) -> float:
-    """--compile without generating code; more graphs than one layer's would be an error."""
-    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
-        found = equal.on_rank(step, options | dict(compile=True), file)
-    torch.compiler.reset()
-    return found
-
-
-@pytest.mark.parametrize(
-    "ranks, step, layout",
-    [
-        pytest.param(2, "step04_tp_sp", dict(tp=2, recompute="full"), marks=pytest.mark.exhaustive),
-        pytest.param(2, "step06_pipeline", dict(pp=2), marks=pytest.mark.exhaustive),
-        (1, "step01_single_gpu", dict(recompute="selective")),
-        (2, "step03_zero", dict(zero=3)),
-    ],
-)
-def test_compiled_layers_compute_the_same(pools, tmp_path, ranks, step, layout):
-    """Whatever a layer sends, and recomputes."""
-    file = str(tmp_path / "reference.pt")
-    pools(1).run(equal.save_record, "step01_single_gpu", SLOW, file)
-    pools(ranks).run(compiled_on_rank, step, SLOW | layout, file)
-
-
-def test_masters_are_not_touched_by_a_skipped_update():
-    """`skip_update` gives the rule its own step back."""
-
-    calls = []
-    rule = type("Rule", (), dict(step=lambda self: calls.append("rule")))()
-    optimizer = SimpleNamespace(rule=rule)
-    skip_update(optimizer, lambda lr, factor: optimizer.rule.step(), 0.1)
-    assert calls == []
-    rule.step()
-    assert calls == ["rule"]
-
-
 def count_graphs(layers: int, steps: int) -> tuple[int, int]:
     """Graphs, and how often a function was compiled, with so many layers."""
     from torch._dynamo.utils import counters  # takes seconds to import
 
-    torch.compiler.reset(), counters.clear()
-    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
-        equal.record("step01_single_gpu", SLOW | dict(n_layers=layers, steps=steps, compile=True, global_batch_size=4))
+    counters.clear()
+    options = SLOW | COMPILED | dict(n_layers=layers, steps=steps, compile=True, global_batch_size=4)
+    equal.record("step01_single_gpu", options)
     return counters["stats"]["unique_graphs"], counters["frames"]["total"]
 
 
