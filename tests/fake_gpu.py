@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import tempfile
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -103,12 +103,12 @@ class Event:
 
 
 class Call(NamedTuple):
-    """A collective, or a batch of messages, as one rank launches it."""
+    """A collective, or a message, as each of its ranks launches it: the same on all of them."""
 
     kind: str
-    group: str  # name of the communicator, the same on all of its ranks
-    ranks: tuple[int, ...]
-    what: tuple  # element counts and dtype; of a batch, (send or recv, peer, elements, dtype) of each message
+    group: str  # name of the communicator
+    ranks: tuple[int, ...]  # of a message: sender and receiver
+    what: tuple  # element counts and dtype
 
 
 def tensors_of(args: Iterable) -> list[Tensor]:
@@ -151,8 +151,7 @@ class Watch(TorchDispatchMode):
         self.rows = 0  # that go to experts: told by `Watched`
         self.inside = False  # from the first forward of a step to the end of its sums
         self.waits: Counter[str] = Counter()  # of the host for the GPU, inside
-        self.calls: list[Call] = []
-        self.batch: list[tuple] = []  # the messages that are being posted
+        self.calls: list[list[Call]] = []  # what is launched together: a collective, or a batch of messages
         # By storage and its bytes [start, stop), who will have written them: a stream's n-th launch.
         self.written: dict[tuple[str, int], dict[tuple[int, int], tuple[Stream, int]]] = {}
         self.early: set[str] = set()  # where something is read that its reader has not waited for
@@ -243,18 +242,16 @@ class Watch(TorchDispatchMode):
         if name == "alltoall_base_":
             sizes = [tensors[0][:1].numel()]  # uneven: ranks send different numbers of rows
         if name in ("send", "recv_"):
-            (peer,) = [a for a in args if isinstance(a, int)][:1]
-            self.batch.append((name.strip("_"), ranks[peer], *sizes, dtype))
+            me, (peer,) = dist.get_rank(), [a for a in args if isinstance(a, int)][:1]
+            ends = (me, ranks[peer]) if name == "send" else (ranks[peer], me)
+            self.calls[-1].append(Call("message", group.group_name, ends, (*sizes, dtype)))
         else:
-            self.calls.append(Call(name.strip("_"), group.group_name, ranks, (*sizes, dtype)))
+            self.calls.append([Call(name.strip("_"), group.group_name, ranks, (*sizes, dtype))])
 
     def post(self, right: Callable, operations: list) -> Any:
-        """Instead of `batch_isend_irecv`: the messages of one batch are one call."""
-        self.batch, group = [], operations[0].group
-        works = right(operations)
-        ranks = tuple(dist.get_process_group_ranks(group))
-        self.calls.append(Call("messages", group.group_name, ranks, tuple(self.batch)))
-        return works
+        """Instead of `batch_isend_irecv`: its messages are launched together."""
+        self.calls.append([])
+        return right(operations)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, enable_gqa: bool = False) -> Tensor:
@@ -354,40 +351,21 @@ def see(step: str, options: dict, rank: int = 0, world: int = 8, capability: tup
     return watch
 
 
-def stuck(queues: list[list[Call]]) -> list[str]:
-    """Carry out each rank's calls in their order, as if each blocked its rank; what those wait for that never end.
+def stuck(queues: list[list[list[Call]]]) -> list[str]:
+    """Carry out each rank's launches in their order, as if each blocked its rank; what waits for ever.
 
-    A collective ends when it is next on all of its ranks; a batch of messages, when each has met its counterpart in a
-    batch that is next on the peer.
+    A call ends when all of its ranks have it among what they launch next; a launch, when all of its calls have.
     """
-    at, met = [0] * len(queues), [set() for _ in queues]  # calls done; messages of the next batch that have arrived
-
-    def head(rank: int) -> Call | None:
-        return queues[rank][at[rank]] if at[rank] < len(queues[rank]) else None
-
-    def advance(rank: int) -> bool:
-        call = head(rank)
-        if call.kind != "messages":
-            if any(head(other) != call for other in call.ranks):
-                return False
-            for other in call.ranks:
-                at[other] += 1
-            return True
-        before = len(met[rank])
-        for i, (kind, peer, *what) in enumerate(call.what):
-            there = head(peer)
-            if i in met[rank] or there is None or there[:3] != call[:3]:
-                continue
-            for j, (other_kind, back, *others) in enumerate(there.what):
-                if j not in met[peer] and (back, others) == (rank, what) and {kind, other_kind} == {"send", "recv"}:
-                    met[rank].add(i)
-                    met[peer].add(j)
-                    break
-        if len(met[rank]) == len(call.what):
-            at[rank], met[rank] = at[rank] + 1, set()
-            return True
-        return len(met[rank]) > before
-
-    while any([head(rank) is not None and advance(rank) for rank in range(len(queues))]):
-        pass
-    return [f"rank {rank}, call {at[rank]}: {head(rank)}" for rank in range(len(queues)) if head(rank) is not None]
+    left = [deque(map(Counter, queue)) for queue in queues]
+    moving = True
+    while moving:
+        moving = False
+        for call in [call for queue in left if queue for call in queue[0]]:
+            heads = [left[rank][0] for rank in call.ranks if left[rank]]
+            if len(heads) == len(call.ranks) and all(head[call] for head in heads):
+                moving = True
+                for rank, head in zip(call.ranks, heads, strict=True):
+                    head[call] -= 1
+                    if not head.total():
+                        left[rank].popleft()
+    return [f"rank {rank}: {+queue[0]}" for rank, queue in enumerate(left) if queue]

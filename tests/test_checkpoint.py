@@ -56,11 +56,17 @@ def train(pools, base: dict, layout: tuple[int, dict], **options) -> list[dict]:
     return pools(ranks).run(train_on_rank, step, base | flags | {k: str(v) for k, v in options.items()})[0]
 
 
-def stored(folder: Path) -> dict[tuple[str, str], Tensor]:
-    """All whole tensors of the last checkpoint of a run."""
+def stored(folder: Path, step: int = STEPS["steps"]) -> dict[tuple[str, str], Tensor]:
+    """All whole tensors of the last checkpoint of a run, which is of this step."""
     found = Checkpoint(newest(folder))
-    assert found.index["step"] == STEPS["steps"]
+    assert found.index["step"] == step
     return {(kind, name): found.whole(kind, name) for kind, t in found.index["tensors"].items() for name in t}
+
+
+def require_same_bits(found: dict[tuple[str, str], Tensor], expected: dict[tuple[str, str], Tensor]):
+    """The same tensors, bit for bit."""
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in found.items())
 
 
 ALONE = (1, {})
@@ -144,18 +150,18 @@ def goes_on_elsewhere(pools, tmp_path_factory):
     return answer
 
 
-@pytest.mark.parametrize("base", [dict(dtype="bf16", zero=1), dict(compress="int8"), dict(compress="topk", zero=2)])
-def test_a_layout_goes_on_bit_for_bit(pools, tmp_path, base):
-    """Weights are the masters, rounded; what compressed sums owe is kept, but in another layout."""
+@pytest.mark.parametrize("base", [dict(compress="int8"), dict(compress="topk", zero=2)])
+def test_what_is_owed_is_kept(pools, tmp_path, base):
+    """A layout goes on with what its compressed sums owe, bit for bit; another layout starts without debts."""
     train(pools, base, (2, {}), out=tmp_path / "whole")
     train(pools, base | dict(stop_after=2), (2, {}), out=tmp_path / "cut")
     train(pools, base, (2, {}), out=tmp_path / "cut", resume="auto")
     expected, found = stored(tmp_path / "whole"), stored(tmp_path / "cut")
-    assert found.keys() == expected.keys() and ("compress" in base) == any(kind == "owed" for kind, _ in found)
-    assert all(torch.equal(tensor, expected[key]) for key, tensor in found.items())
+    require_same_bits(found, expected)
+    assert any(kind == "owed" for kind, _ in found)
     cut = dict(out=str(tmp_path / "other"), resume=str(tmp_path / "cut/checkpoints/step-00000002"))
     said = pools(3).run(said_on_rank, "step06_pipeline", base | cut)
-    assert [("still owed" in text) for text in said] == ["compress" in base, False, False]
+    assert [("still owed" in text) for text in said] == [True, False, False]
 
 
 def said_on_rank(*args) -> str:
@@ -166,7 +172,7 @@ def said_on_rank(*args) -> str:
 
 
 def test_what_does_not_fit_is_one_line(pools, tmp_path):
-    """Another model, precision or rule; no checkpoint at all."""
+    """Another model, precision or rule; no checkpoint at all, or none where one is needed."""
     out = str(tmp_path / "run")
     train_on_rank("step01_single_gpu", dict(out=out, steps=1))
     for change, says in [
@@ -174,6 +180,7 @@ def test_what_does_not_fit_is_one_line(pools, tmp_path):
         (dict(dtype="fp32"), "written with dtype torch.float64, not torch.float32: set --dtype"),
         (dict(optimizer="sgd"), "written with optimizer adamw, not sgd: set --optimizer"),
         (dict(resume=str(tmp_path)), "no checkpoint there; give a run directory"),
+        (dict(resume="", generate="x"), "--generate needs --resume"),
     ]:
         with pytest.raises(UserError, match=says):
             train_on_rank("step01_single_gpu", dict(resume=out, out=str(tmp_path / "other")) | change)

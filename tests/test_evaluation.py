@@ -3,12 +3,14 @@
 import json
 import re
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import Linear
 
 import common.model
+import step07_moe_ep as step07
 from common import UserError
 from common.layout import materialize
 from common.model import Decoder, ModelConfig
@@ -22,12 +24,6 @@ from tests.test_checkpoint import train_on_rank
 
 OPTIONS = dict(steps=2, eval_every=2, eval_sequences=5, micro_batch_size=2, save_every=2)
 MOE = EXPERTS | dict(balance_weight=0.0)
-
-
-def test_generate_needs_weights(tmp_path):
-    """One line."""
-    with pytest.raises(UserError, match="--generate needs --resume"):
-        train_on_rank("step01_single_gpu", dict(out=str(tmp_path / "run"), generate="x"))
 
 
 def test_logits_never_exist_as_a_whole(tmp_path, monkeypatch):
@@ -65,52 +61,45 @@ def loss_of(found: Checkpoint) -> torch.Tensor:
         return model(TOKENS, TOKENS)
 
 
+def there_and_back(tmp_path: Path, kind: str) -> tuple[Checkpoint, torch.nn.Module, str]:
+    """Export a run's weights and import them again, which keeps all bits: (checkpoint, their model, where they are)."""
+    transformers = pytest.importorskip("transformers")
+    run, folder, again = (str(tmp_path / name) for name in ("run", "hf", "again"))
+    hub.main(["export", run, folder])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert type(theirs).__name__ == kind
+    hub.main(["import", folder, again])
+    found, imported = (find(where, tmp_path) for where in (run, again))
+    for name in found.index["tensors"]["master"]:
+        assert torch.equal(imported.whole("master", name), found.whole("master", name)), name
+    return found, theirs, again
+
+
 @pytest.mark.parametrize(
     "base", [dict(dtype="fp32", rope_scaling=8.0), dict(dtype="fp32", tied=True, n_kv_heads=4)], ids=str
 )
 def test_llama_computes_the_same(tmp_path, base, capsys, monkeypatch):
     """Exported: the same logits to what fp32 holds. Imported again: the same bits, and a run starts from them."""
-    transformers = pytest.importorskip("transformers")
     monkeypatch.setattr(hub, "SHARD_BYTES", 20_000)
-    run, folder, again = (str(tmp_path / name) for name in ("run", "hf", "again"))
     options = OPTIONS | base | dict(eval_every=0)
-    train_on_rank("step01_single_gpu", options | dict(out=run))
-    hub.main(["export", run, folder])
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    assert type(theirs).__name__ == "LlamaForCausalLM"
-    found = find(run, tmp_path)
+    train_on_rank("step01_single_gpu", options | dict(out=str(tmp_path / "run")))
+    found, theirs, again = there_and_back(tmp_path, "LlamaForCausalLM")
     with torch.no_grad():
         assert difference(theirs(TOKENS).logits, loss_of(found)) < 1e-5
-    hub.main(["import", folder, again])
-    imported = find(again, tmp_path)
-    for name in found.index["tensors"]["master"]:
-        assert torch.equal(imported.whole("master", name), found.whole("master", name)), name
     assert "go on with --model" in capsys.readouterr().out
     train_on_rank("step01_single_gpu", options | dict(out=str(tmp_path / "on"), resume=again))
 
 
 def test_mixtral_there_and_back(pools, tmp_path, capsys):
     """From four ranks to Mixtral's files and back: the same bits, and the run's validation loss."""
-    transformers = pytest.importorskip("transformers")
-    import step07_moe_ep as step07
-
-    run, folder, again = (str(tmp_path / name) for name in ("run", "hf", "again"))
-    options = OPTIONS | MOE | dict(dtype="fp32", ep=2, tp=2, out=run, micro_batch_size=1, eval_sequences=8)
-    history = pools(4).run(train_on_rank, "step07_moe_ep", options)[0]
-    hub.main(["export", run, folder])
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    assert type(theirs).__name__ == "MixtralForCausalLM"
-    found = find(run, tmp_path)
-    m = ModelConfig(**found.index["model"])
-    data = evaluation.Data("", m, 24, 0)
+    options = OPTIONS | MOE | dict(dtype="fp32", ep=2, tp=2, micro_batch_size=1, eval_sequences=8)
+    history = pools(4).run(train_on_rank, "step07_moe_ep", options | dict(out=str(tmp_path / "run")))[0]
+    found, theirs, again = there_and_back(tmp_path, "MixtralForCausalLM")
+    data = evaluation.Data("", ModelConfig(**found.index["model"]), 24, 0)
     tokens, targets = evaluation.held_out(data, 8, 1)
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(theirs(tokens).logits.flatten(0, 1), targets.flatten())
     assert difference(loss, history[-1]["validation_loss"]) < 1e-5
-    hub.main(["import", folder, again])
-    imported = find(again, tmp_path)
-    for name in found.index["tensors"]["master"]:
-        assert torch.equal(imported.whole("master", name), found.whole("master", name)), name
     flags = re.search(r"go on in step 7 with (.*)", capsys.readouterr().out).group(1).split()
     config = parse(compose(step07), flags)
     assert config.experts == 4 and config.experts_per_token == 2 and config.resume == again

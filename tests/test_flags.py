@@ -8,7 +8,7 @@ from common.trainer import parse
 from services.run import compose
 from tests import equal
 from tests.pool import error_of
-from tests.rows import EXPERTS
+from tests.rows import EXPERTS, GROUPS
 
 WRONG = {  # ranks, step, flags; the line begins with the flag
     "--global-batch-size 5": (2, "step02_ddp", dict(global_batch_size=5)),
@@ -43,6 +43,7 @@ WRONG = {  # ranks, step, flags; the line begins with the flag
     "--ep 4": (2, "step07_moe_ep", EXPERTS | dict(ep=4)),
     "--experts-per-token 9": (2, "step07_moe_ep", dict(experts_per_token=9)),
     "--micro-batch-size": (2, "step07_moe_ep", EXPERTS | dict(micro_batch_size=5)),
+    "--groups-per-token 1": (1, "step07_moe_ep", GROUPS | dict(groups_per_token=1, experts_per_token=3)),
     "--expert-groups 3": (2, "step07_moe_ep", EXPERTS | dict(expert_groups=3)),
 }
 

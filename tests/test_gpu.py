@@ -29,7 +29,7 @@ from services.run import attach, compose
 from services.watchdog import SAVES, Guard, place_of
 from step04_tp_sp import VocabParallelEmbedding
 from tests import equal
-from tests.fake_gpu import Call, Event, Watch, can_fake_cuda, see, stuck
+from tests.fake_gpu import Call, can_fake_cuda, see, stuck
 from tests.faults import Fault, injected
 from tests.pool import Pool, RankError
 from variants import chunked_loss, documents
@@ -138,15 +138,13 @@ def test_all_ranks_launch_in_an_order_that_ends(seen):
 
 def test_stuck_names_what_never_ends():
     """Two ranks, two communicators: the same order ends, the other order does not, nor does a lone or a longer call."""
-    a, b = (Call("allreduce", name, (0, 1), (4, "torch.float32")) for name in "ab")
+    a, b = ([Call("allreduce", name, (0, 1), (4, "torch.float32"))] for name in "ab")
     assert stuck([[a, b], [a, b]]) == []
-    assert stuck([[a, b], [b, a]]) == [f"rank 0, call 0: {a}", f"rank 1, call 0: {b}"]
-    assert len(stuck([[a, b], [a]])) == 1 and len(stuck([[a], [a._replace(what=(5, "torch.float32"))]])) == 2
-    ring = [[Call("messages", "cp", (0, 1), (("send", p, 4, "f"), ("recv", p, 4, "f")))] for p in (1, 0)]
-    assert (
-        stuck(ring) == []
-        and len(stuck([[c._replace(what=(m,)) for c in calls for m in c.what] for calls in ring])) == 2
-    )
+    assert [text[:6] for text in stuck([[a, b], [b, a]])] == ["rank 0", "rank 1"]
+    assert len(stuck([[a, b], [a]])) == 1 and len(stuck([[a], [[a[0]._replace(what=(5, "torch.float32"))]]])) == 2
+    there, back = (Call("message", "cp", ends, (4, "f")) for ends in ((0, 1), (1, 0)))
+    assert stuck([[[there, back]], [[back, there]]]) == []
+    assert len(stuck([[[there], [back]], [[back], [there]]])) == 2
 
 
 @pytest.mark.parametrize("mode", ["off", "mask"])
@@ -296,15 +294,3 @@ def test_the_next_batch_is_read_ahead():
         assert all(map(torch.equal, ahead(step), data.batch(step)))
     ahead.reader.shutdown()
     assert sorted(asked) == [3, 4, 5, 6, 9, 10, 11]
-
-
-def test_a_fake_stream_orders_what_it_is_told():
-    """An event carries a moment of one stream to another one."""
-    watch = Watch()
-    beside, event = type(watch.stream)(), Event(watch)
-    with watch.on(beside):
-        beside.launched = 3
-        event.record()
-    assert beside not in watch.stream.after
-    event.wait()
-    assert watch.stream.after[beside] == 3
