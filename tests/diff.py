@@ -25,12 +25,6 @@ def train_of(step: int) -> list[str]:
     return [line for line in lines if line.strip()]
 
 
-def changed(step: int, other: int) -> list[str]:
-    """The lines of a diff that begin with + or -, white space ignored."""
-    before, after = ([line.strip() for line in train_of(n)] for n in (step, other))
-    return [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
-
-
 def main(argv: list[str]):
     """Print the diff of the two `train`s."""
     first, second = (int(word) for word in argv)

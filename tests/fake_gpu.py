@@ -137,12 +137,6 @@ def place_of(tensor: Tensor) -> tuple[str, int]:
     return tensor.device.type, tensor.untyped_storage()._cdata
 
 
-def require(right: bool, message: str):
-    """Raise if something is not as NCCL wants it."""
-    if not right:
-        raise AssertionError(message)
-
-
 class Watch(TorchDispatchMode):
     """Sees each operator of a rank."""
 
@@ -233,11 +227,11 @@ class Watch(TorchDispatchMode):
         group, tensors = dist.ProcessGroup.unbox(group), tensors_of(args)
         sizes, dtype = [t.numel() for t in tensors], str(tensors[0].dtype)
         for t in tensors:
-            require(t.is_cuda, f"{name} gets a tensor on {t.device}")
-            require(t.is_contiguous(), f"{name} gets a tensor with strides {t.stride()} of shape {list(t.shape)}")
-        require(len({t.dtype for t in tensors}) == 1, f"{name} gets {[t.dtype for t in tensors]}")
+            assert t.is_cuda, f"{name} gets a tensor on {t.device}"
+            assert t.is_contiguous(), f"{name} gets a tensor with strides {t.stride()} of shape {list(t.shape)}"
+        assert len({t.dtype for t in tensors}) == 1, f"{name} gets {[t.dtype for t in tensors]}"
         if name in ("_allgather_base_", "_reduce_scatter_base_"):
-            require(max(sizes) == group.size() * min(sizes), f"{name} over {group.size()} ranks gets {sizes} elements")
+            assert max(sizes) == group.size() * min(sizes), f"{name} over {group.size()} ranks gets {sizes} elements"
         ranks = tuple(dist.get_process_group_ranks(group))
         if name == "alltoall_base_":
             sizes = [tensors[0][:1].numel()]  # uneven: ranks send different numbers of rows

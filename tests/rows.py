@@ -4,6 +4,7 @@ Row(ranks, step, layout, base, tier)     `layout` are the flags of the run that 
                                          in common with the one process that it is compared with
 """
 
+from itertools import product
 from typing import Any, NamedTuple
 
 DEFAULT, EXHAUSTIVE = "default", "exhaustive"
@@ -25,6 +26,7 @@ SLOW = dict(optimizer="sgd", lr=0.1, global_batch_size=24)  # so what is lost in
 WIDE = SLOW | dict(patch="wide_fp16")  # what fp16 does, without its rounding: scales are powers of two
 BIAS = dict(balance="bias", bias_speed=0.1)
 GROUPS = dict(experts=8, experts_per_token=3, expert_groups=4, groups_per_token=2, n_layers=4, moe_every=2)
+CUBE, UNEVEN_STAGES = dict(pp=2, cp=2, tp=2, ep=2), dict(pp=2, schedule="zbv", pp_split="2,1,1,1")
 MASK = dict(documents="mask", end_token=32)  # a document ends with each blank
 
 
@@ -183,12 +185,7 @@ ROWS = [
     Row(4, "step06_pipeline", dict(pp=4, schedule="zb-h2", zero=3), dict(n_layers=4)),
     Row(2, "step06_pipeline", dict(pp=2, schedule="zbv"), TIED | dict(n_layers=4)),
     Row(2, "step06_pipeline", dict(pp=2, schedule="zbv", zero=3), TIED | dict(n_layers=4)),
-    Row(
-        2,
-        "step06_pipeline",
-        dict(pp=2, schedule="zbv", pp_split="2,1,1,1", zero=2, recompute="full"),
-        TIED | dict(n_layers=5),
-    ),
+    Row(2, "step06_pipeline", UNEVEN_STAGES | dict(zero=2, recompute="full"), TIED | dict(n_layers=5)),
     Row(1, "step06_pipeline", dict(schedule="zbv", zero=2), TIED),
     Row(2, "step06_pipeline", dict(pp=2, schedule="zb-auto", zb_memory=2.0, zero=2), SGD),
     Row(2, "step06_pipeline", dict(pp=2, schedule="dualpipe"), TIED),
@@ -212,14 +209,8 @@ ROWS = [
     Row(4, "step07_moe_ep", dict(tp=2, ep=2, sp=False, zero=1), EXPERTS),
     Row(4, "step07_moe_ep", dict(cp=2, ep=4, zero=3), EXPERTS),
     Row(4, "step07_moe_ep", dict(pp=2, ep=2, zero=2), dict(experts=6, experts_per_token=1)),
-    Row(8, "step07_moe_ep", dict(pp=2, cp=2, tp=2, ep=2), EXPERTS | SGD),
-    Row(
-        8,
-        "step07_moe_ep",
-        dict(pp=2, cp=2, tp=2, ep=2, zero=3, schedule="interleaved"),
-        EXPERTS | TIED | dict(n_layers=4),
-        EXHAUSTIVE,
-    ),
+    Row(8, "step07_moe_ep", CUBE, EXPERTS | SGD),
+    Row(8, "step07_moe_ep", CUBE | dict(zero=3, schedule="interleaved"), EXPERTS | TIED | dict(n_layers=4), EXHAUSTIVE),
     # variants of experts
     Row(4, "step07_moe_ep", dict(cp=2, ep=4, ep_mode="rows", zero=3), EXPERTS),
     Row(4, "step07_moe_ep", dict(tp=2, ep=2, ep_mode="rows"), EXPERTS | dict(capacity_factor=0.6)),
@@ -237,15 +228,10 @@ def every_legal_layout(ranks: int = 8) -> list[Row]:
     """All products pp x dp x cp x tp of `ranks`, each with every ep that divides dp x cp, in every stage of ZeRO."""
     sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
     rows = []
-    for pp in sizes:
-        for cp in sizes:
-            for tp in sizes:
-                if ranks % (pp * cp * tp) or tp > 4:
-                    continue
-                for ep in (n for n in sizes if (ranks // (pp * tp)) % n == 0):
-                    zero = len(rows) % 4
-                    layout = dict(pp=pp, cp=cp, tp=tp, ep=ep, zero=zero, sp=len(rows) % 3 > 0)
-                    base = dict(steps=4, global_batch_size=24, experts=8, n_heads=4, n_kv_heads=4, n_layers=8)
-                    base |= dict(seq_len=16 if cp * tp < 8 else 32, tied=len(rows) % 2 == 0)
-                    rows.append(Row(ranks, "step07_moe_ep", layout, base, EXHAUSTIVE))
+    for pp, cp, tp, ep in product(sizes, repeat=4):
+        if ranks % (pp * cp * tp) == 0 and tp <= 4 and ranks // (pp * tp) % ep == 0:
+            layout = dict(pp=pp, cp=cp, tp=tp, ep=ep, zero=len(rows) % 4, sp=len(rows) % 3 > 0)
+            base = dict(steps=4, global_batch_size=24, experts=8, n_heads=4, n_kv_heads=4, n_layers=8)
+            base |= dict(seq_len=16 if cp * tp < 8 else 32, tied=len(rows) % 2 == 0)
+            rows.append(Row(ranks, "step07_moe_ep", layout, base, EXHAUSTIVE))
     return rows

@@ -10,6 +10,7 @@ from tests import equal
 from tests.pool import error_of
 from tests.rows import EXPERTS, GROUPS
 
+STEP6 = "step06_pipeline"
 WRONG = {  # ranks, step, flags; the line begins with the flag
     "--global-batch-size 5": (2, "step02_ddp", dict(global_batch_size=5)),
     "--compress bf16": (2, "step02_ddp", dict(compress="bf16", sync="naive")),
@@ -29,16 +30,15 @@ WRONG = {  # ranks, step, flags; the line begins with the flag
     "--cp 3": (3, "step05_cp_ring", dict(cp=3, cp_mode="ring")),
     "--cp 2 leaves": (4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="ring", seq_len=14)),
     "--cp-mode ulysses": (3, "step05_cp_ring", dict(cp=3, cp_mode="ulysses", seq_len=18)),
-    "--pp 2": (2, "step06_pipeline", dict(pp=2, schedule="interleaved", chunks=2)),
-    "--pp-split 1,1": (2, "step06_pipeline", dict(pp=2, pp_split="1,1")),
-    "--schedule dualpipe": (3, "step06_pipeline", dict(pp=3, schedule="dualpipe")),
-    "--schedule interleaved": (
-        2,
-        "step06_pipeline",
-        dict(pp=2, schedule="interleaved", n_layers=4, micro_batch_size=4),
-    ),
-    "--sync torch wraps": (2, "step06_pipeline", dict(sync="torch", zero=0)),
-    "--schedule zb-h1": (4, "step06_pipeline", dict(pp=2, tp=2, schedule="zb-h1", tp_overlap=True)),
+    "--pp 2": (2, STEP6, dict(pp=2, schedule="interleaved", chunks=2)),
+    "--pp-split 1,1": (2, STEP6, dict(pp=2, pp_split="1,1")),
+    "--schedule dualpipe: use at least 2": (2, STEP6, dict(pp=2, schedule="dualpipe", global_batch_size=1)),
+    "--zb-costs 1,2": (2, STEP6, dict(pp=2, schedule="zb-auto", zb_costs="1,2")),
+    "--zb-memory 0.2": (2, STEP6, dict(pp=2, schedule="zb-auto", zb_memory=0.2)),
+    "--schedule dualpipe": (3, STEP6, dict(pp=3, schedule="dualpipe")),
+    "--schedule interleaved": (2, STEP6, dict(pp=2, schedule="interleaved", n_layers=4, micro_batch_size=4)),
+    "--sync torch wraps": (2, STEP6, dict(sync="torch", zero=0)),
+    "--schedule zb-h1": (4, STEP6, dict(pp=2, tp=2, schedule="zb-h1", tp_overlap=True)),
     "--ep 2": (2, "step07_moe_ep", dict(ep=2, experts=3)),
     "--ep 4": (2, "step07_moe_ep", EXPERTS | dict(ep=4)),
     "--experts-per-token 9": (2, "step07_moe_ep", dict(experts_per_token=9)),

@@ -26,7 +26,7 @@ from theory import plan, seconds
 from theory.footprint import gpt_layer_bytes, held
 from theory.gpus import GPUS, LATENCY, LATENCY_BETWEEN
 from theory.layouts import RECOMPUTE, Layout, balanced, illegal, meshes, network, variants
-from theory.memory import Kept, Module, Piece, layer_bytes, lists_of, most_kept, rank_bytes, rank_numbers, rank_places
+from theory.memory import Kept, Piece, layer_bytes, lists_of, most_kept, rank_bytes, rank_numbers, rank_places
 from theory.recipes import COURSE, RECIPES
 from theory.search import count_legal, evaluate, fits, floor_seconds, search, smallest
 from theory.seconds import ring, step_seconds
@@ -178,20 +178,6 @@ def test_memory_grows_and_shrinks_as_it_must(recipe):
     )  # sbh (34 + 5 as/h)
     m, piece = LLAMA, Piece(LLAMA, 1, 1, 2, 4, sp=False, recompute="selective")  # variants/selective.py
     assert layer_bytes(piece, False) == 2 * (5 * m.dim + 2 * m.kv_dim + 2 * m.ffn_dim) + 4 * m.n_heads
-
-
-def test_what_waits():
-    """Two micro-batches in flight; with W, inputs and gradients wait. Modules rise above; what they send stays a while.
-
-    Layer "1" rises by 5 at first, and later stands on the 4 that "0" has sent; "0" makes room of its own 4 for 9.
-    """
-    row = [Action(*what) for what in (("F", 0, 0), ("F", 1, 0), ("B", 0, 0), ("B", 1, 0))]
-    kept, layers = {0: Kept(10.0, 0.0, 0.0)}, [Module("1", 5.0, -4.0), Module("0", 9.0, -6.0, 4.0)]
-    assert most_kept(row, kept) == 20 and most_kept(row, kept, {("B", 0): layers}) == 20 - 4 + 9
-    assert most_kept(row[:1] + row[2:3] + row[1:2] + row[3:], kept, {("B", 0): layers}) == 10 + 4 + 5
-    row += [Action("W", 0, 0), Action("W", 1, 0)]
-    assert most_kept(row, {0: Kept(10.0, 8.0, 6.0)}) == 14 + 14
-    assert most_kept(row, {0: Kept(10.0, 8.0, 6.0)}, backward=False) == 20
 
 
 @pytest.mark.parametrize("schedule", ORDERS)

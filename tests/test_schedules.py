@@ -217,17 +217,3 @@ def test_zb_auto_is_sound_within_its_memory_and_no_worse_than_by_hand():
                 assert time_of(lists, costs) <= time_of([zb_h1(p, m, 1, rank, depth) for rank in range(p)], costs)
     times = [time_of(search(4, 16, Costs(1, 1, 1, 0), limit), Costs(1, 1, 1, 0)) for limit in (1, 2, 4, 7)]
     assert times == sorted(times, reverse=True) and times[-1] == 3 * 16 + 3
-
-
-def test_refusals():
-    """What cannot run is refused in words that name the flag."""
-    for words, name, p, m, flags in [
-        ("even number of ranks", "dualpipe", 3, 8, {}),
-        ("at least 2 micro-batches", "dualpipe", 2, 1, {}),
-        ("--pp 4 must divide", "interleaved", 4, 6, {}),
-        ("--zb-costs 1,2", "zb-auto", 2, 2, dict(zb_costs="1,2")),
-        ("--zb-memory 0.2", "zb-auto", 4, 2, dict(zb_memory=0.2)),
-        ("--pp-split 1,1,1", "1f1b", 2, 2, dict(pp_split="1,1,1")),
-    ]:
-        with pytest.raises(UserError, match=words):
-            made(name, p, m, **flags)
