@@ -1,4 +1,4 @@
-"""Experts beyond the table: a layer against its definition, token by token; what travels; kernels; presets."""
+"""Experts beyond the table: a layer against its definition, token by token; kernels; presets."""
 
 from math import ceil
 from types import SimpleNamespace
@@ -10,9 +10,8 @@ import step06_pipeline as step06
 import step07_moe_ep as step07
 from common import UserError
 from common.comm import Group, Mesh
-from common.model import PRESETS, ModelConfig
 from services.run import check, compose
-from tests.equal import BASE, SMALL, record
+from tests.equal import config_of
 from variants.balance_bias import update
 from variants.grouped_matmul import GroupedLinear, can_group, grouped_matmul, grouped_outer
 from variants.routing import RoutedMoE
@@ -66,8 +65,7 @@ def by_definition(moe: RoutedMoE, config, x: torch.Tensor) -> tuple[torch.Tensor
 def test_a_layer_is_its_definition(flags):
     """Output and all gradients, of which the added losses are a part."""
     torch.manual_seed(0)
-    PRESETS["test"] = ModelConfig(**SMALL)
-    config = compose(step07)(model="test", **dict(experts=8, balance_weight=0.5) | flags)
+    config = config_of("step07_moe_ep", dict(experts=8, balance_weight=0.5) | flags)
     moe = RoutedMoE(32, 48, config, ALONE).double()
     for param in moe.parameters():
         torch.nn.init.normal_(param, std=0.3)
@@ -89,27 +87,6 @@ def test_a_bias_follows_the_load():
     moe = SimpleNamespace(bias=torch.zeros(3), load=torch.tensor([1.0, 2.0, 3.0]))
     update(lambda lr, factor: None, [moe], Mesh(data=1), 0.5, 0.1, 1.0)
     assert moe.bias.tolist() == [0.5, 0.0, -0.5] and not moe.load.any()
-
-
-@pytest.mark.parametrize("mode", ["alltoall", "rows", "allgather"])
-def test_what_travels(pools, mode):
-    """Bytes that a rank sends over ep in a step, if each token visits every expert; fp64, 2 ranks."""
-    flags = dict(experts=4, experts_per_token=4, ep=2, ep_mode=mode, zero=0, steps=1)
-    sent = pools(2).run(bytes_over_ep, flags)
-    tokens, dim, e, experts, w = BASE["micro_batch_size"] * SMALL["seq_len"], SMALL["dim"], 8, 4, 8
-    once = {
-        "alltoall": 2 * tokens * 4 // 2 * dim * e,  # to the other rank, and home: half of the choices
-        "rows": tokens * (dim * e + experts // 2 * w) + tokens * dim * e,
-        "allgather": tokens * (2 * dim * e + experts * w),
-    }[mode]
-    counts = dict(alltoall=8 * experts // 2, rows=8, allgather=0)[mode]
-    micro_batches = BASE["global_batch_size"] // 2 // BASE["micro_batch_size"]
-    assert sent == [micro_batches * SMALL["n_layers"] * (2 * once + counts)] * 2
-
-
-def bytes_over_ep(flags: dict) -> int:
-    """Runs on every rank."""
-    return record("step07_moe_ep", flags).sent[0]["ep"]
 
 
 def test_grouped_is_expert_by_expert():

@@ -21,11 +21,10 @@ import torch.nn.functional as F
 import step01_single_gpu as step01
 from common import UserError, comm
 from common.data import Data
-from common.model import PRESETS
 from services import checkpoint, devices
 from services.boxes import Piece
 from services.dry_run import run_rank
-from services.run import attach, compose
+from services.run import attach
 from services.watchdog import SAVES, Guard, place_of
 from step04_tp_sp import VocabParallelEmbedding
 from tests import equal
@@ -160,10 +159,9 @@ def test_n4_documents_leave_cudnn_alone(monkeypatch, mode):
 
 def peak(most: int) -> int:
     """The dry run's highest bytes of a model of 131,072 words, with chunks of so many bytes."""
-    PRESETS["test"] = equal.ModelConfig(**equal.SMALL | dict(vocab_size=2**17, seq_len=4096, n_layers=1))
-    sizes = dict(micro_batch_size=2, global_batch_size=2, dtype="bf16", device="cpu", peak_tflops=1.0, loss_chunk=4096)
+    options = dict(vocab_size=2**17, seq_len=4096, n_layers=1, dtype="bf16", loss_chunk=4096, dry_run=1)
+    config = equal.config_of("step01_single_gpu", options | dict(micro_batch_size=2, global_batch_size=2))
     with mock.patch.object(chunked_loss, "MOST", most):
-        config = compose(step01)(model="test", dry_run=1, **sizes)
         return sum(run_rank(step01.train, config, 0, attach).meter.peak().values())
 
 

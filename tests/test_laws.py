@@ -309,6 +309,21 @@ def test_experts(pools):
     assert rows > 0 and sum(sent["ep"] for sent, _ in found) == 4 * rows * D * B + counts
 
 
+@pytest.mark.parametrize("mode", ["alltoall", "rows", "allgather"])
+def test_ways_to_experts(pools, mode):
+    """Bytes that a rank of two sends over ep if each token visits all four experts; forward, and again backward."""
+    row, gates = D * B, 4 * B  # of a token
+    once = {
+        "alltoall": 2 * SEQ * 2 * row,  # half of the choices go to the other rank, and come home
+        "rows": SEQ * (row + gates // 2) + SEQ * row,
+        "allgather": SEQ * (2 * row + gates),
+    }[mode]
+    counts = dict(alltoall=2 * 8, rows=8, allgather=0)[mode]
+    options = dict(ep=2, ep_mode=mode, experts=4, experts_per_token=4)
+    for sent, _ in pools(2).run(measure, "step07_moe_ep", options):
+        assert sent["ep"] == M // 2 * L * (2 * once + counts)
+
+
 def test_the_picture_is_the_schedule():
     """Step 6's docstring shows 1F1B on 4 ranks with 6 micro-batches."""
     schedule = SCHEDULES["1f1b"](None)

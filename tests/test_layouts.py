@@ -26,18 +26,13 @@ def drifts(pools, reference, row: Row, folder: Path):
     equals(pools, reference, row._replace(base=row.base | FP32, bound=bounds.RUN["fp32"]), folder)
 
 
-def losses_on_rank(step: str, options: dict) -> list[float]:
-    """Runs on every rank."""
-    return equal.record(step, options).losses
-
-
 def stays_near(pools, reference, row: Row, folder: Path):
     """In bf16, losses are near those of one process in bf16, and the same on all ranks."""
     options = row.base | BF16
-    (expected,) = pools(1).run(losses_on_rank, row.step, options)
-    first, *others = pools(row.ranks).run(losses_on_rank, row.step, options | row.layout)
-    assert all(losses == first for losses in others)
-    assert max(abs(a - b) for a, b in zip(first, expected, strict=True)) < bounds.DRIFT
+    (expected,) = pools(1).run(equal.record, row.step, options)
+    first, *others = pools(row.ranks).run(equal.record, row.step, options | row.layout)
+    assert all(other.losses == first.losses for other in others)
+    assert max(abs(a - b) for a, b in zip(first.losses, expected.losses, strict=True)) < bounds.DRIFT
 
 
 def look_on_rank(step: str, options: dict) -> tuple[float, str]:
