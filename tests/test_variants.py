@@ -83,7 +83,7 @@ def test_a_spike_moves_nothing(monkeypatch):
 
 
 class Largest(TorchDispatchMode):
-    """The size of the largest tensor that an operator has made."""
+    """The size of the largest tensor of logits that an operator has made."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +93,8 @@ class Largest(TorchDispatchMode):
         """Run it, and look."""
         made = function(*args, **(kwargs or {}))
         for tensor in made if isinstance(made, (tuple, list)) else [made]:
-            if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (equal.SMALL["vocab_size"],):
+            logits = isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (equal.SMALL["vocab_size"],)
+            if logits and not function.is_view:  # not the head, transposed
                 self.numel = max(self.numel, tensor.numel())
         return made
 
