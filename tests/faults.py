@@ -213,7 +213,7 @@ FAULTS: dict[str, Fault] = {
     **of("step02_ddp", "ring", EXHAUSTIVE,
         ("second_half_left_out", "RingSync", "range(2 * (n - 1))", "range(n - 1)",
          "finished pieces are not passed on"),
-        ("replaced_instead_of_added", "RingSync", "own + incoming if s < n - 1 else incoming", "incoming",
+        ("replaced_instead_of_added", "RingSync", "target + incoming if s < n - 1 else incoming", "incoming",
          "what arrives takes the place of ours")),
     **of("step03_zero", "afab, zero 3", DEFAULT,
         ("head_freed_too_early", "Zero3", "trunk.norm, head)",
