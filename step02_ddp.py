@@ -107,18 +107,15 @@ class Bucket:
 
 
 def group_params(params: list[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
-    """Split parameters into lists, in order: one group of ranks, at most `limit` bytes of gradients (or one parameter).
-
-    The list whose last parameter comes first is the first one: backward completes it first.
-    """
-    by_group: dict[str, list[list[nn.Parameter]]] = {}  # here there is one group, dp; in step 7 there are two
+    """Parameters in lists, in order: of one group of ranks, and at most `limit` bytes of gradients (or just one)."""
+    lists, filling = [], {}  # by group. Here there is one, dp; in step 7 there are two
     for param in params:
-        lists = by_group.setdefault(layout_of(param).data_group, [[]])
-        if lists[-1] and sum(p.numel() * p.grad_dtype.itemsize for p in [*lists[-1], param]) > limit:
-            lists.append([])
-        lists[-1].append(param)
-    place = {param: i for i, param in enumerate(params)}
-    return sorted((some for lists in by_group.values() for some in lists), key=lambda some: place[some[-1]])
+        some = filling.setdefault(layout_of(param).data_group, [])
+        if some and sum(p.numel() * p.grad_dtype.itemsize for p in [*some, param]) > limit:
+            lists.append([*some])  # backward completes it before those that are still open
+            some.clear()
+        some.append(param)
+    return [*lists, *filling.values()]
 
 
 class BucketSync:

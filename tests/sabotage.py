@@ -27,7 +27,7 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
         ("all are summed over dp", "NaiveSync", "self.mesh[layout_of(param).data_group]", 'self.mesh["dp"]'),
     ],
     (2, 2): [
-        ("what arrives has another dtype", "RingSync", "torch.empty_like(own)", "torch.zeros(own.shape)"),
+        ("what arrives has another dtype", "RingSync", "torch.empty_like(target)", "torch.zeros(target.shape)"),
         ("torch's all-reduce after all", "RingSync", "        for s in range(2 * (n - 1)):",
          "        dist.all_reduce(gradient, group=group.handle)\n        for s in range(0):"),
         ("only the first half", "RingSync", "range(2 * (n - 1))", "range(n - 1)"),
