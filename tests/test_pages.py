@@ -29,12 +29,13 @@ LARGEST = 3_000_000  # bytes of all pages together
 LIGHT, DARK = "light", "dark"
 
 BOXES = """
-const f = document.forms[0], v = (b, n) => +b.style.getPropertyValue(n);
+const f = document.forms[0], span = (b, n) => +b.style.getPropertyValue(n).replace('span', '');
 [f.schedule.value, f.ranks.value, f.micro_batches.value] = arguments
 f.ranks.dispatchEvent(new Event('input', {bubbles: true}))
-return [...document.querySelectorAll('.stage b')].map(
-  b => [v(b, '--y'), v(b, '--x'), v(b, '--w'), b.className.split(' ')[0], +b.textContent])"""
-PANEL = "return panel.matches(':popover-open') ? panel.querySelector('h2').textContent : ''"
+return [...document.querySelectorAll('.stage label:not(.later)')].map(
+  b => [span(b, 'grid-row-start') - 1, span(b, 'grid-column-start') - 2, span(b, 'grid-column-end'),
+        'FBW'[b.style.getPropertyValue('--colour')], +b.textContent])"""
+PANEL = "return [...document.querySelectorAll('aside:popover-open > h2')].at(-1)?.textContent ?? ''"
 CONTRASTS = """
 const parse = c => (c.match(/[\\d.]+/g) || []).map(Number)
 const shine = c => { const [r, g, b] = c.map(v => (v /= 255) <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
@@ -63,9 +64,9 @@ def test_types_tell_which_method_is_meant(tmp_path):
     )
     names = Names(tmp_path, {name: tmp_path / f"{name}.py" for name in "ab"})
     at = {spot[1:]: ids for spot, ids in names.refs.items() if spot[0] == "b" and ids}
-    assert at[7, 6] == {"a:A.go", "a:B.go"} and at[12, 10] == {"a:A.go"} and at[10, 14] == {"a:B.go"}
+    assert at[7, 6] == {"a.A.go", "a.B.go"} and at[12, 10] == {"a.A.go"} and at[10, 14] == {"a.B.go"}
     assert not {8, 9} & {line for line, _ in at}, "c has no `go`; the parameter `go` is no method"
-    assert names.refs["a", 5, 26] == {"a:A.go"} and names.users["a:make"] == {"b:use"}
+    assert names.refs["a", 5, 26] == {"a.A.go"} and names.users["a.make"] == {"b.use"}
 
 
 @cache
@@ -82,9 +83,9 @@ def test_every_function_and_class_that_is_named_is_a_link(module):
         value = getattr(loaded, node.id, None) if isinstance(node, ast.Name) else None
         local = isinstance(node, ast.Name) and not names.refs.get((module, node.lineno, node.col_offset))
         if (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__ in FILES:
-            id_ = f"{value.__module__}:{value.__qualname__}"
+            id_ = f"{value.__module__}.{value.__qualname__}"
             assert local or names.refs[module, node.lineno, node.col_offset] == {id_}
-            assert not local or isinstance(node.ctx, ast.Store) or id_.split(":")[1].islower(), (module, node.lineno)
+            assert not local or isinstance(node.ctx, ast.Store) or value.__qualname__.islower(), (module, node.lineno)
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +178,7 @@ def hover(browser, pages: Path, n: int, seed: int):
     several = max(1, n // 10)
     for module in draw.sample([module for module in FILES if module != "common"], several):
         show(browser, pages, module)
-        links = browser.find_elements("css selector", "section > .row:not(.both) a[data-d]")
+        links = browser.find_elements("css selector", "section > .row a[data-d]")
         texts = browser.execute_script("return arguments[0].map(link => link.textContent)", links)
         values = [getattr(import_module(module), text, None) for text in texts]
         known = [(a, v) for a, v in zip(links, values, strict=True) if inspect.isclass(v) or inspect.isfunction(v)]
@@ -187,9 +188,9 @@ def hover(browser, pages: Path, n: int, seed: int):
             lines, start = inspect.getsourcelines(value)
             head = f"{value.__module__.replace('.', '/')}.py:{start} {value.__qualname__}"
             WebDriverWait(browser, 10, 0.05).until(lambda _, head=head: browser.execute_script(PANEL) == head, head)
-            code = browser.execute_script("return panel.querySelector('pre').textContent")
+            code = browser.execute_script("return document.querySelector('aside pre').textContent")
             assert code.rstrip() == "".join(lines).rstrip()
-            browser.execute_script("pinned = false; panel.hidePopover()")
+            browser.execute_script("document.querySelector('aside').hidePopover()")
             ActionChains(browser, duration=0).move_to_element(browser.find_element("css selector", "h1")).perform()
 
 
@@ -227,10 +228,10 @@ def test_the_player_shows_the_schedules_times(browser, pages):
             [rank, start, end - start, a.kind, a.micro_batch] for end, rank, start, a in spans
         )
         n, (end, _, start, a) = draw.choice([(n, span) for n, span in enumerate(spans) if span[2]])
-        browser.execute_script(f"document.querySelector('.stage b[data-n=\"{n}\"]').click()")
-        note = browser.find_element("css selector", ".note").text
-        before = [(t, b) for t, _, _, b in spans if goes_to(b, places) == a]
-        waits = "".join(f". Waits for {b.kind} {b.micro_batch}, stage {b.stage}, done at {t}" for t, b in before)
+        browser.execute_script(f"document.querySelectorAll('.stage label')[{n}].click()")
+        note = browser.find_element("css selector", "output").text.split("\n", 1)[1]
+        before = [(s, t, b) for t, _, s, b in spans if goes_to(b, places) == a]
+        waits = "".join(f"\nwaits for {b.kind} {b.micro_batch}, stage {b.stage}: time {s} to {t}" for s, t, b in before)
         assert note == f"{a.kind} {a.micro_batch}, stage {a.stage}: time {start} to {end}{waits}"
 
 
@@ -241,7 +242,7 @@ def test_the_keyboard_suffices(browser, pages):
     def press(*keys: str) -> str:
         ActionChains(browser).send_keys(*keys).perform()
         return browser.execute_script(
-            "const e = document.activeElement; return e.dataset.d || e.id || e.name || e.className"
+            "const e = document.activeElement; return e.dataset.d || e.id || e.name || e.className || e.tagName"
         )
 
     def tab_to(wanted: Callable[[str], bool]) -> str:
@@ -254,9 +255,12 @@ def test_the_keyboard_suffices(browser, pages):
     assert press(Keys.TAB) == "skip"
     press(Keys.ENTER)
     link = tab_to(lambda at: at[:1].isdigit())
-    assert press(Keys.ENTER) == "panel" and browser.execute_script(PANEL)
-    tab_to(lambda at: at[:1].isdigit())
-    assert press(Keys.ENTER) == "panel" and browser.execute_script("return trail.length") == 2
+    assert press(Keys.ENTER) == "ASIDE" and (first := browser.execute_script(PANEL))
+    deeper = tab_to(lambda at: at[:1].isdigit())
+    assert (
+        press(Keys.ENTER) == "ASIDE" and browser.execute_script("return document.querySelectorAll('aside').length") == 2
+    )
+    assert press(Keys.ESCAPE) == deeper and browser.execute_script(PANEL) == first
     assert press(Keys.ESCAPE) == link and not browser.execute_script(PANEL)
     tab_to(lambda at: at == "schedule")
     press("a")
@@ -265,6 +269,7 @@ def test_the_keyboard_suffices(browser, pages):
     said = browser.find_element("css selector", "output").text
     press(Keys.ARROW_LEFT)
     assert browser.find_element("css selector", "output").text != said
-    tab_to(lambda at: at == "stage")
+    tab_to(lambda at: at == "box")
     press(Keys.ARROW_RIGHT)
-    assert browser.find_element("css selector", ".note").text.startswith("F 0, stage 0: time 0 to 1")
+    press(Keys.ARROW_LEFT)
+    assert browser.find_element("css selector", "output").text.split("\n")[1] == "F 0, stage 0: time 0 to 1"

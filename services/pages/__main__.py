@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import sys
+from collections import defaultdict
 from collections.abc import Iterable
 from html import escape
 from pathlib import Path
@@ -15,8 +16,9 @@ from pathlib import Path
 try:
     from jinja2 import Environment, FileSystemLoader
     from markdown_it import MarkdownIt
+    from pygments.formatters import HtmlFormatter
     from pygments.lexers import PythonLexer
-    from pygments.token import Comment, Keyword, Name, Number, String
+    from pygments.token import STANDARD_TYPES, Comment
 except ModuleNotFoundError as missing:
     sys.exit(f"error: the pages need {missing.name}: pip install -r requirements-dev.txt")
 
@@ -24,161 +26,156 @@ from services.pages import pictures
 from services.pages.names import Names
 
 ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
-ROOMS = ("", "common", "variants", "services", "theory")
-KINDS = {Comment: "c", String: "s", Keyword: "k", Number: "m", Name.Function: "f", Name.Class: "f", Name.Builtin: "b"}
-SHOWS = {"step05": ["ring"], "step06": ["schedules"], "step07": ["mesh"]}  # pictures, by the start of a module's name
-SHOWS |= {"common.schedules": ["schedules"], "common.comm": ["mesh"], "run": ["run"]}
-
-
-def badges() -> dict[str, str]:
-    """From the id of what a task of a lab asks for to the task, as far as there are labs."""
-    found = {}
-    for path in sorted((ROOT / "labs").glob("lab[0-9]*.py")):
-        lab = importlib.import_module(f"labs.{path.stem}").LAB
-        for n, task in enumerate(lab.tasks, 1):
-            for hole in task.holes:
-                found[hole if ":" in hole else f"{lab.modules[-1]}:{hole}"] = f"labs/{path.name}, task {n}"
-    return found
+SOURCES = ("step0*.py", "common/*.py", "variants/*.py", "services/*.py", "theory/*.py")
+SHOWS = {"step05_cp_ring": "ring", "step06_pipeline": "schedules", "common.schedules": "schedules"}
+SHOWS |= {"step07_moe_ep": "mesh", "common.comm": "mesh", "run": "run"}  # a page's picture
+STYLES = {"light": "default", "dark": "github-dark"}  # of Pygments, for code
+PLAIN = ("", "n", "p", "w")  # Pygments' classes of names, punctuation and space, which have no colour
 
 
 class Pages:
-    """What the templates show."""
+    """What the template shows."""
 
     def __init__(self):
-        paths = [path for room in ROOMS for path in sorted((ROOT / room).glob("*.py" if room else "step0*.py"))]
-        files = {
-            ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths
-        }
-        self.names, self.comments, self.badges = Names(ROOT, files), {}, badges()
+        paths = [path for pattern in SOURCES for path in sorted(ROOT.glob(pattern))]
+        files = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in paths}
+        self.names = Names(ROOT, files)
         self.modules = [module for module in files if module.startswith(("step", "common"))]
-        self.number = {id_: n for n, id_ in enumerate(self.names.defs)}
+        self.trees = {module: ast.parse(source) for module, source in self.names.sources.items()}
+        self.docs = {module: ast.get_docstring(tree) for module, tree in self.trees.items()}
+        self.number = {name: n for n, name in enumerate(self.names.defs)}
+        self.comments: dict[tuple[str, int], str] = {}  # by module and line
         self.html = {module: self.highlight(module) for module in self.modules}
         self.markdown = MarkdownIt("commonmark", dict(html=False)).enable("table")
         self.markdown.renderer.rules |= dict(code_inline=self.inline, code_block=self.block, fence=self.block)
 
-    def link(self, ids: Iterable[str], text: str) -> str:
-        """A name as a link to what it stands for, as far as that is on a page."""
-        ids = sorted(id_ for id_ in ids if self.names.defs[id_].module in self.modules)
-        href, numbers = ids and ids[0].replace(":", ".html#"), " ".join(str(self.number[id_]) for id_ in ids)
-        return f'<a href="{href}" data-d="{numbers}">{text}</a>' if ids else text
+        self.tasks = defaultdict(dict)  # by name of a function or class, and by lab and number
+        for path in sorted(ROOT.glob("labs/lab[0-9].py")):
+            lab = importlib.import_module(f"labs.{path.stem}").LAB
+            for module in lab.modules:
+                for hole, n in lab.holes(module).items():
+                    self.tasks[f"{module}.{hole.split('.')[0]}"][lab.number, n] = lab.task(n)
 
-    def users(self, id_: str) -> str:
-        """Links to all that name something."""
-        users = sorted(self.names.users[id_])
-        return ", ".join(self.link([user], user.replace(":", ": ").removesuffix(": ")) for user in users)
+    def link(self, names: Iterable[str], html: str, more: str = "") -> str:
+        """A link to the definitions of these names, as far as they are on a page."""
+        names = sorted(name for name in names if self.names.defs[name].module in self.modules)
+        if not names:
+            return html
+        spot, numbers = self.names.defs[names[0]], " ".join(str(self.number[name]) for name in names)
+        return f'<a href="{spot.module}.html#{spot.name}" data-d="{numbers}"{more}>{html}</a>'
 
     def highlight(self, module: str) -> list[str]:
-        """A file's lines in HTML."""
+        """A file's lines in HTML; each name has an anchor where it is defined. Notes the comments."""
         lines, column = [""], 0
-        for kind, text in PythonLexer(stripnl=False, ensurenl=False).get_tokens("\n".join(self.names.lines[module])):
-            for n, part in enumerate(text.split("\n")):
-                if n:
-                    column = lines.append("") or 0
-                css, html = next((css for name, css in KINDS.items() if kind in name), ""), escape(part, quote=False)
-                if css == "c":
-                    self.comments[module, len(lines)] = part.strip("#- ")
-                if html:
-                    html = f"<i class={css}>{html}</i>" if css else html
-                    lines[-1] += self.link(self.names.refs.get((module, len(lines), column), ()), html)
+        source = self.names.sources[module].decode()
+        for kind, text in PythonLexer(stripnl=False, ensurenl=False).get_tokens(source):
+            for part in re.split("(\n)", text):
+                place, css, html = (module, len(lines), column), STANDARD_TYPES[kind], escape(part, quote=False)
                 column += len(part)
+                if part == "\n":
+                    lines.append("")
+                    column = 0
+                    continue
+                if kind in Comment:
+                    self.comments[place[:2]] = part.strip("#- ")
+                if part and css not in PLAIN:
+                    html = f"<span class={css}>{html}</span>"
+                home = self.names.homes.get(place)
+                anchor = f' id="{self.names.defs[home].name}"' if home else ""
+                lines[-1] += self.link(self.names.refs.get(place, ()), html, anchor)
         return lines
 
     def inline(self, tokens: list, n: int, _options: dict, env: dict) -> str:
-        """A name in a text: what the file defines or names so, or else a function or class anywhere."""
-        text, (module, names) = tokens[n].content, (env.get("module", ""), self.names)
-        among = names.known[module] if module else ()
-        ids = {i for i in among if i.endswith((f":{text}", f".{text}"))}
-        if not ids and re.fullmatch(r"[A-Z]\w+|\w+[_.][\w.]+", text):
-            ids = {i for i in names.owners.values() if i.endswith((f":{text}", f".{text}"))}
-        return f"<code>{self.link(ids, escape(text)) if len(ids) < 4 else escape(text)}</code>"
+        """A name in a text is a link: to what its module defines or names so, or else to what anyone does."""
+        text, module = tokens[n].content, env.get("module")
+        for among in (self.names.known[module], self.names.defs if re.search(r"^[A-Z]|[_.]", text) else ()):
+            found = [name for name in among if name.endswith(f".{text}")]
+            if 0 < len(found) < 4:
+                return f"<code>{self.link(found, escape(text))}</code>"
+        return f"<code>{escape(text)}</code>"
 
     def block(self, tokens: list, n: int, *_) -> str:
-        """A picture in letters, as it is; CSS makes it fit its `--w` columns."""
+        """A picture in letters, as it is; CSS makes it fit its `--columns`."""
         text = tokens[n].content.rstrip()
-        return f'<pre class=art tabindex=0 style="--w:{max(map(len, text.split(chr(10))))}">{escape(text)}</pre>'
+        columns = max(len(line) for line in text.split("\n"))
+        return f'<pre class=art tabindex=0 style="--columns:{columns}">{escape(text)}</pre>'
 
     def prose(self, text: str, module: str) -> str:
         """A docstring or comment: Markdown, but a paragraph with columns is a picture, even if it is not indented."""
-        parts = [
-            p if p[:4].isspace() or "   " not in p else re.sub("^", "    ", p, flags=re.M) for p in text.split("\n\n")
-        ]
+        parts = text.split("\n\n")
+        parts = [re.sub("^", "    ", p, flags=re.M) if "   " in p and not p.startswith("    ") else p for p in parts]
         return self.markdown.render("\n\n".join(parts), dict(module=module))
 
-    def sections(self, module: str) -> list[dict]:
-        """A file cut into what its top level defines, and that into pieces of code, each with the prose about it."""
-        tree, before = self.names.trees[module], [m for m in self.modules if m < module and "." not in m + module]
-        docs, tops, anchors = {}, {}, {}
-        skip = set(range(1, tree.body[0].end_lineno + 1))
-        for definition in self.names.defs.values():
-            if definition.module == module:
-                anchors[definition.start] = anchors.get(definition.start, "") + f'<b id="{definition.name}"></b>'
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                first = min([node.lineno, *(mark.lineno for mark in node.decorator_list)])
-                tops |= {first: node.name} if node in tree.body else {}
-                if ast.get_docstring(node):
-                    docs[first] = ast.get_docstring(node)
-                    skip |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-            elif node in tree.body:
-                tops[node.lineno] = ""
-        sections, says, alone = [], [], True
-        for n, html in enumerate(self.html[module], 1):
-            comment, code = self.comments.get((module, n), ""), html.split("<i class=c>")[0].rstrip()
-            if n in skip or (comment and not code):
-                says += [comment] * (n not in skip)
-                continue
-            if n in tops and (not sections or tops[n] or sections[-1]["name"]):
-                id_ = f"{module}:{tops[n]}"
-                old = next((m for m in reversed(before) if tops[n] and f"{m}:{tops[n]}" in self.names.defs), "")
-                same = self.beside(f"{old}:{tops[n]}", id_) if old else []
-                sections.append(dict(name=tops[n], old=old, same=same, pieces=[]))
-                sections[-1]["badges"] = [self.badges[i] for i in self.badges if i == id_ or i.startswith(f"{id_}.")]
-                alone = True
-            about = "\n\n".join(filter(None, (" ".join(says), docs.get(n), comment)))
-            if code and (about or alone):
-                art = max((len(line) for line in about.split("\n") if "   " in line), default=0)
-                sections[-1]["pieces"].append(dict(prose=self.prose(about, module), code=[], wide=art > 56))
-                says, alone = [], bool(comment)
-            if sections:
-                sections[-1]["pieces"][-1]["code"].append(anchors.get(n, "") + code)
-        return sections
+    def sections(self, module: str) -> Iterable[dict]:
+        """What a file's top level says, one by one."""
+        head, *body = self.trees[module].body
+        earlier = [step for step in self.modules if step.startswith("step") and step < module]
+        start = head.end_lineno + 1
+        for node in body:
+            name = getattr(node, "name", "")
+            old = [step for step in earlier if name and f"{step}.{name}" in self.names.defs][-1:]
+            same = self.beside(f"{old[0]}.{name}", f"{module}.{name}") if old else []
+            apart = not self.html[module][start - 1]
+            yield dict(name=name, apart=apart, old=old, same=same, rows=self.rows(module, node, start))
+            start = node.end_lineno + 1
 
-    def beside(self, *ids: str) -> list[tuple[str, str, str]]:
+    def rows(self, module: str, node: ast.stmt, start: int) -> list[dict]:
+        """Pieces of code from line `start` to the end of a statement, each with the prose about it."""
+        docs, skip = {}, set()
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(inner):
+                docs[min(part.lineno for part in (inner, *inner.decorator_list))] = ast.get_docstring(inner)
+                skip |= set(range(inner.body[0].lineno, inner.body[0].end_lineno + 1))
+        rows, says, ended = [], [], True
+        for n in range(start, node.end_lineno + 1):
+            comment, code = self.comments.get((module, n), ""), self.html[module][n - 1].split("<span class=c")[0]
+            if n in skip or not (rows or comment or code):
+                continue
+            if comment and not code.strip():
+                says.append(comment)
+                continue
+            about = "\n\n".join(filter(None, (" ".join(says), docs.get(n), comment)))
+            if about or ended:
+                rows.append(dict(prose=self.prose(about, module), code=[]))
+                says, ended = [], bool(comment)
+            rows[-1]["code"].append(code.rstrip())
+        return rows
+
+    def beside(self, *names: str) -> list[tuple[str, str, str]]:
         """(what happened, old lines, new lines) of two functions."""
-        spots = [self.names.defs[id_] for id_ in ids]
-        texts, html = ([s[d.module][d.start - 1 : d.end] for d in spots] for s in (self.names.lines, self.html))
-        blocks = difflib.SequenceMatcher(None, *texts, autojunk=False).get_opcodes()
-        return [(tag, "\n".join(html[0][a:b]), "\n".join(html[1][c:d])) for tag, a, b, c, d in blocks]
+        spots = [self.names.defs[name] for name in names]
+        old, new = (self.html[spot.module][spot.start - 1 : spot.end] for spot in spots)
+        plain = [[re.sub("<.*?>", "", line) for line in lines] for lines in (old, new)]
+        blocks = difflib.SequenceMatcher(None, *plain, autojunk=False).get_opcodes()
+        return [(tag, "\n".join(old[a:b]), "\n".join(new[c:d])) for tag, a, b, c, d in blocks]
 
     def readme(self) -> str:
-        """What README says of the cuts and the course; its links lead to pages, or nowhere."""
-        parts = (ROOT / "README.md").read_text().split("\n## ")
-        marks = "\n".join(re.findall(r"^\[.*\]: .*$", "\n".join(parts), flags=re.M))
-        html = self.markdown.render(
-            "\n\n".join([parts[0].split("\n")[0], *(f"## {p}" for p in parts if re.match(".*(cuts|course)", p)), marks])
-        )
-        html = re.sub(r'href="(step\w+)\.py"', r'href="\1.html"', html)
-        return re.sub(r'<a href="(?!step)[^"]*">(.*?)</a>', r"\1", html)
-
-    def docstring(self, module: str) -> str:
-        """That of a file."""
-        return ast.get_docstring(self.names.trees[module])
+        """README's title, the seven cuts and the course; its links lead to pages."""
+        title, *parts = (ROOT / "README.md").read_text().split("\n## ")
+        parts = [part for part in parts if part.startswith(("The seven cuts", "The course"))]
+        html = self.markdown.render("\n## ".join([title.split("\n")[0], *parts]))
+        return html.replace('.py"', '.html"')
 
     def write(self, out: Path, run: Path | None):
         """All files."""
-        data = pictures.all_pictures() | (dict(run=pictures.run(run)) if run else {})
+        shown = pictures.all_pictures() | (dict(run=pictures.run(run)) if run else {})
         out.mkdir(parents=True, exist_ok=True)
-        for name, made in data.items():
-            (out / f"{name}.js").write_text(f"PICTURES.{name} = {json.dumps(made, separators=(',', ':'))}\n")
-        spots = [[*d, self.users(id_)] if d.module in self.modules else 0 for id_, d in self.names.defs.items()]
+        for name, picture in shown.items():
+            (out / f"{name}.js").write_text(f"const FRAMES = {json.dumps(picture['frames'], separators=(',', ':'))}\n")
+        spots = []
+        for name, spot in self.names.defs.items():
+            users = ", ".join(self.link([user], user) for user in sorted(self.names.users[name]))
+            spots.append([*spot, users] if spot.module in self.modules else 0)
         (out / "names.js").write_text(f"const LINES = {json.dumps(self.html)}, DEFS = {json.dumps(spots)}\n")
+        styles = {scheme: HtmlFormatter(style=style).get_style_defs(".code") for scheme, style in STYLES.items()}
+        css = [f"@media (prefers-color-scheme: {scheme}) {{\n{rules}\n}}\n" for scheme, rules in styles.items()]
+        (out / "code.css").write_text("".join(css))
         for name in ("page.js", "style.css"):
             shutil.copy(HERE / name, out)
         templates = Environment(loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True)
         for here in ("index", *self.modules, *(["run"] if run else [])):
-            shows = [name for start, names in SHOWS.items() if here.startswith(start) for name in names]
-            page = templates.get_template("page.html").render(p=self, here=here, shows=shows, run=run)
-            (out / f"{here}.html").write_text(page)
+            values = dict(here=here, show=SHOWS.get(here), picture=shown.get(SHOWS.get(here)), run=run)
+            (out / f"{here}.html").write_text(templates.get_template("page.html").render(p=self, **values))
 
 
 def main():

@@ -1,10 +1,11 @@
-"""Which name stands for what: Pyrefly, a type checker, says it; how far a definition goes, Python's own parser.
+"""Which name stands for what, as Pyrefly, a type checker, reports it for Glean, an index of code.
 
-An id, of a function, class, constant, attribute or module, is "module:Class.name", or "module:".
+A name in full is that of its module and, after a dot, what it is called there: common.comm.Group.share.
 """
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -13,7 +14,8 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 CHECK = "check --skip-interpreter-query --threads=1 --untyped-def-behavior=check-and-infer-return-type --search-path=."
-CHECK += " --replace-imports-with-any=torch --replace-imports-with-any=torch.* --report-pysa-format=json"
+CHECK += " --replace-imports-with-any=torch --replace-imports-with-any=torch.*"
+GIVEN = re.compile(rb"(?<=\bself\.)\w+\b(?=[^=\n(]*=[^=])")  # what a method gives to `self`, which is in no report
 
 
 class Definition(NamedTuple):
@@ -25,102 +27,89 @@ class Definition(NamedTuple):
     end: int
 
 
-def report(root: Path, paths: list[Path]) -> tuple[dict[Path, list], dict[str, dict[str, list]]]:
-    """What names of each file stand for, and, by module and place, the classes of each expression. Torch is unknown."""
-    targets, types = {}, defaultdict(dict)
+def report(root: Path, paths: list[Path]) -> dict[str, list]:
+    """What Pyrefly finds in files, by kind of fact. Torch is unknown."""
+    facts = defaultdict(list)
     with TemporaryDirectory() as out:
-        reports = [f"--report-glean={out}/glean", f"--report-pysa={out}/pysa"]
-        command = [sys.executable, "-m", "pyrefly", *CHECK.split(), *reports, *paths]
+        command = [sys.executable, "-m", "pyrefly", *CHECK.split(), f"--report-glean={out}", *paths]
         done = subprocess.run(command, cwd=root, capture_output=True, text=True)
-        for path in Path(out).glob("glean/*.json"):
-            for part in json.loads(path.read_text()):
-                if part.get("predicate", "").startswith("python.XRefsViaNameByFile"):
-                    for fact in part["facts"]:
-                        targets[root / fact["key"]["file"]["key"]] = fact["key"]["xrefs"]
-        for path in Path(out).glob("pysa/type_of_expressions/*.json"):
-            read = json.loads(path.read_text())
-            for function in read["functions"].values():
-                kinds = [kind.get("class_names", {}).get("classes", []) for kind in function["type_table"]]
-                types[read["module_name"]] |= {place: kinds[n] for place, n in function["locations"].items()}
-    if not targets:
+        for path in Path(out).glob("*.json"):
+            for part in json.loads(path.read_text(), object_hook=lambda fact: fact.get("key", fact)):
+                if "predicate" in part:
+                    facts[part["predicate"].split(".")[1]] += part["facts"]
+    if not facts:
         sys.exit(f"error: the pages need pyrefly (pip install -r requirements-dev.txt), which says: {done.stderr}")
-    return targets, types
+    return facts
 
 
 class Names:
-    """All definitions; `refs`, from (module, line, column) to ids; `users`, from an id to those who name it."""
+    """All definitions, by name in full. A place is (module, line, column), in characters.
+
+    `homes`: by place the name that is defined there. `refs`: by place what a name stands for. `users`: who names it.
+    `known`: by module all that it defines or names.
+    """
 
     def __init__(self, root: Path, files: dict[str, Path]):
-        self.lines = {module: path.read_text().split("\n") for module, path in files.items()}
-        self.trees = {module: ast.parse("\n".join(lines)) for module, lines in self.lines.items()}
+        self.sources = {module: path.read_bytes() for module, path in files.items()}
         self.defs: dict[str, Definition] = {}
-        self.classes: dict[str, tuple[str, ast.ClassDef]] = {}  # by name with dots: its module and body
-        self.owners: dict[tuple[str, int], str] = {}  # the innermost function or class that a line belongs to
-        self.refs: dict[tuple[str, int, int], set[str]] = defaultdict(set)
-        self.users: dict[str, set[str]] = defaultdict(set)
-        self.known: dict[str, set[str]] = defaultdict(set)  # all that a module defines or names
-        for module, tree in self.trees.items():
-            self.defs[f"{module}:"] = Definition(module, "", 1, tree.body[0].end_lineno)
-            self.define(module, tree, f"{module}:")
-        self.ids = {id_.replace(":", ".").rstrip("."): id_ for id_ in self.defs}
-        targets, self.types = report(root, list(files.values()))
-        for module, path in files.items():
-            source = path.read_bytes()
-            for xref in targets[path]:
-                before = source[: xref["source"]["start"]].decode()
-                place = module, before.count("\n") + 1, len(before) - before.rfind("\n") - 1
-                self.refs[place] |= self.find(xref["target"]["key"])
-            for node in ast.walk(self.trees[module]):
-                if isinstance(node, ast.Attribute):
-                    self.refer(module, node, self.classes_of(module, node.value), node.attr)
-                elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):  # of an nn.Module
-                    self.refer(module, node.func, self.classes_of(module, node.func, of_objects=True), "forward")
-        for (module, line, _), ids in self.refs.items():
-            self.known[module] |= ids
-            if not self.lines[module][line - 1].lstrip().startswith(("from ", "import ")):
-                for id_ in ids:
-                    self.users[id_] |= {self.owners.get((module, line), f"{module}:")} - {id_}
+        self.homes: dict[tuple[str, int, int], str] = {}
+        self.refs, self.users, self.known = defaultdict(set), defaultdict(set), defaultdict(set)
+        for module, source in self.sources.items():
+            self.defs[module] = Definition(module, "", 1, ast.parse(source).body[0].end_lineno)
+        modules, classes = {str(path.relative_to(root)): module for module, path in files.items()}, []
+        facts = report(root, list(files.values()))
+        for fact in facts["DefinitionLocation"]:
+            ((kind, found),) = fact["definition"].items()
+            if kind != "module" and "<locals>" not in found["declaration"]["name"]:
+                spot = modules[fact["file"]], found["declaration"]["name"], *fact["span"].values()
+                self.define(*spot)
+                classes += [spot] if kind == "cls" else []
+        self.classes = {name.rpartition(".")[2] for _, name, _, _ in classes}
+        owners = {}  # the innermost definition that a line belongs to
+        for name, spot in sorted(self.defs.items(), key=lambda item: item[1].start - item[1].end):
+            owners |= {(spot.module, line): name for line in range(spot.start, spot.end + 1)}
+        for module, owner, length, start in classes:
+            for given in GIVEN.finditer(self.sources[module], start, start + length):
+                name = f"{owner}.{given[0].decode()}"
+                self.define(module, name, len(given[0]), given.start())
+                self.refs[self.place(module, given.start())] = {name}
+        for fact in facts["XRefsViaNameByFile"]:
+            module = modules[fact["file"]]
+            lines = self.sources[module].split(b"\n")
+            for xref in fact["xrefs"]:
+                place = self.place(module, xref["source"]["start"])
+                found = self.find(xref["target"])
+                self.refs[place] |= found
+                if not lines[place[1] - 1].lstrip().startswith((b"from ", b"import ")):
+                    user = owners.get(place[:2], module)
+                    for name in found - {user}:
+                        self.users[name].add(user)
+        for place, names in self.refs.items():
+            self.known[place[0]] |= names
 
-    def define(self, module: str, scope: ast.Module | ast.ClassDef, inside: str):
-        """Note what a module or class defines, attributes of `self` included; the first place counts."""
-        for node in ast.walk(scope):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node in scope.body:
-                id_, start = inside + node.name, min([node.lineno, *(mark.lineno for mark in node.decorator_list)])
-                self.defs[id_] = Definition(module, id_.split(":")[1], start, node.end_lineno)
-                self.owners |= {(module, line): id_ for line in range(start, node.end_lineno + 1)}
-                self.refs[module, node.lineno, self.lines[module][node.lineno - 1].index(node.name)] = {id_}
-                if isinstance(node, ast.ClassDef):
-                    self.classes[id_.replace(":", ".")] = module, node
-                    self.define(module, node, f"{id_}.")
-            for part in ast.walk(node) if isinstance(node, ast.Assign | ast.AnnAssign) else ():
-                match part:
-                    case ast.Name(id=name, ctx=ast.Store()) if node in scope.body:
-                        self.refs[module, part.lineno, part.col_offset] = {inside + name}
-                    case ast.Attribute(value=ast.Name("self"), attr=name, ctx=ast.Store()) if inside.endswith("."):
-                        pass  # Pyrefly says what it stands for
-                    case _:
-                        continue
-                spot = Definition(module, f"{inside}{name}".split(":")[1], node.lineno, node.end_lineno)
-                self.defs.setdefault(inside + name, spot)
+    def place(self, module: str, start: int) -> tuple[str, int, int]:
+        """Of a byte of a file."""
+        *before, line = self.sources[module][:start].decode().split("\n")
+        return module, len(before) + 1, len(line)
 
-    def find(self, dotted: str) -> set[str]:
-        """The id of a name with dots, which a class may have from its bases; none if it is not ours."""
-        owner, _, name = dotted.rpartition(".")
-        if dotted in self.ids or owner not in self.classes:
-            return {self.ids[dotted]} if dotted in self.ids else set()
-        module, body = self.classes[owner]
-        return {id_ for base in body.bases for up in self.classes_of(module, base) for id_ in self.find(f"{up}.{name}")}
+    def define(self, module: str, name: str, length: int, start: int):
+        """Note a definition of so many bytes, in which the name stands; the first place counts."""
+        if name not in self.defs:
+            home = re.compile(rf"\b{name.rpartition('.')[2]}\b".encode()).search(self.sources[module], start)
+            lines = [self.place(module, byte)[1] for byte in (start, start + length)]
+            self.defs[name] = Definition(module, name.removeprefix(f"{module}."), *lines)
+            self.homes[self.place(module, home.start())] = name
+            self.refs[self.place(module, home.start())] = {name}
 
-    def classes_of(self, module: str, node: ast.expr, of_objects: bool = False) -> list[str]:
-        """The classes that an expression, or only an object, may be or have, by name with dots."""
-        place = f"{node.lineno}:{node.col_offset + 1}-{node.end_lineno}:{node.end_col_offset + 1}"
-        found = [kind for kind in self.types[module].get(place, ()) if not (of_objects and kind.get("modifiers"))]
-        return [f"{kind['class']['module_name']}.{kind['class']['class_name']}" for kind in found]
+    def find(self, target: str) -> set[str]:
+        """The definition that a target stands for, or none.
 
-    def refer(self, module: str, node: ast.Name | ast.Attribute, classes: list[str], member: str):
-        """The last name of an expression stands for this member of these classes."""
-        line = self.lines[module][node.end_lineno - 1].encode()[: node.end_col_offset].decode()  # ast counts bytes
-        name = node.id if isinstance(node, ast.Name) else node.attr
-        self.refs[module, node.end_lineno, len(line) - len(name)] |= {
-            i for c in classes for i in self.find(f"{c}.{member}")
-        }
+        What a class has from a base, Pyrefly calls "module of the base.class.name": it is the only one of this name in a
+        class of that module.
+        """
+        if target in self.defs:
+            return {target}
+        owner, _, name = target.rpartition(".")
+        home, _, kind = owner.rpartition(".")
+        found = [i for i, spot in self.defs.items() if spot.module == home and spot.name.endswith(f".{name}")]
+        return set(found) if kind in self.classes and len(found) == 1 else set()

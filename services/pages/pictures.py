@@ -1,8 +1,8 @@
 """Pictures that move, as data: the program's own functions are asked, and the page only draws what they say.
 
-A picture is dict(choices={name: [values]}, frames={"value/value": frame}). A frame has `rows` (labels), `width` (units
-along x), `boxes` [row, x, width, colour, label, note, linked boxes, moment from which it is there], `areas` [colour,
-name, points of a polygon in a square of 100 x 100], a `text`, and `texts`, one for each moment; or just a `text`.
+A picture is dict(choices={name: [values]}, first="value/value", frames={"value/value": frame}). A frame has a `text`,
+the names of its `rows`, its `width` in columns, its `boxes`, `moments`: what it says at each moment, and `linked`: a
+word before the notes of boxes that are linked to another.
 """
 
 import inspect
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,15 +29,37 @@ from services.plots import read_metrics
 from services.run import compose, plugins
 from services.screen import simulated_idle
 
+MOST_MOMENTS = 150  # of a run
 
-def picture(frame: Callable[..., dict], first: str = "", **choices: list) -> dict:
-    """All frames: `frame` makes one of a value of each choice, or raises UserError. `first` is shown first."""
+
+class Box(NamedTuple):
+    """In a row from column x on; it is there from a moment on. To touch it shows its note and boxes linked to it."""
+
+    row: int
+    x: int
+    width: int
+    colour: int
+    label: Any
+    note: str
+    linked: tuple[int, ...] = ()  # numbers of boxes
+    since: int = 0
+    height: float = 1  # of the row's
+
+
+def frame(text: str, boxes=(), rows=(), width: int = 1, moments=("",), linked: str = "") -> dict:
+    """What a picture shows for one choice."""
+    return dict(text=text, boxes=boxes, rows=rows, width=width, moments=moments, linked=linked)
+
+
+def picture(make: Callable[..., dict], first: str = "", **choices: list) -> dict:
+    """All frames: `make` makes one of a value of each choice, or raises UserError. `first` is shown first."""
     frames = {}
     for values in product(*choices.values()):
         try:
-            frames["/".join(map(str, values))] = frame(*values)
+            made = make(*values)
         except UserError as error:
-            frames["/".join(map(str, values))] = dict(text=str(error))
+            made = frame(str(error))
+        frames["/".join(map(str, values))] = made
     return dict(choices=choices, frames=frames, first=first or next(iter(frames)))
 
 
@@ -47,22 +69,21 @@ def schedule(name: str, p: int, m: int) -> dict:
     split = any(action.kind == "W" for row in lists for action in row)
     costs = COSTS | dict(B=1) if split else {kind: COSTS[kind] for kind in "FB"}
     spans = simulate(lists, places, costs)
-    number = {action: n for n, (*_, action) in enumerate(spans)}
-    made_by = {goes_to(action, places): n for action, n in number.items()}
+    awaited = {goes_to(action, places): n for n, (*_, action) in enumerate(spans)}
     boxes, last = [], spans[-1][0]
     held = [[0] * p for _ in range(last + 1)]  # from the start of F to the end of the last that needs what it keeps
     for end, rank, start, action in spans:
-        note = f"{action.kind} {action.micro_batch}, stage {action.stage}"
-        needs = [made_by[action]] if action in made_by else []
-        boxes.append([rank, start, end - start, action.kind, action.micro_batch, note, needs, start + 1])
-        change, since = {"F": (1, start + 1), "BW"[split]: (-1, end)}.get(action.kind, (0, last + 1))
+        kind, needs = action.kind, [awaited[action]] if action in awaited else []
+        note = f"{kind} {action.micro_batch}, stage {action.stage}: time {start} to {end}"
+        boxes.append(Box(rank, start, end - start, "FBW".index(kind), action.micro_batch, note, needs, start + 1))
+        change, since = {"F": (1, start + 1), "BW"[split]: (-1, end)}.get(kind, (0, last + 1))
         for row in held[since:]:
             row[rank] += change
     most = ", ".join(str(max(column)) for column in zip(*held, strict=True))
     bubble, units = simulated_idle(lists, places, costs), ", ".join(f"{kind} {n}" for kind, n in costs.items())
     text = f"Bubble {bubble:.1%} of {last} units of time ({units}). Most activations in flight, by rank: {most}."
-    texts = [f"Time {t}. Activations in flight, by rank: {', '.join(map(str, row))}." for t, row in enumerate(held)]
-    return dict(rows=[f"rank {rank}" for rank in range(p)], width=last, boxes=boxes, text=text, texts=texts, timed=1)
+    moments = [f"Time {t}. Activations in flight, by rank: {', '.join(map(str, row))}." for t, row in enumerate(held)]
+    return frame(text, boxes, [f"rank {rank}" for rank in range(p)], last, moments, "waits for ")
 
 
 def ring(mode: str, n: int) -> dict:
@@ -70,23 +91,22 @@ def ring(mode: str, n: int) -> dict:
     positions, attention = step05.CONTEXT[mode]
     visible = inspect.signature(attention).parameters["visible"].default
     tokens = [positions(2 * n, rank, n).tolist() for rank in range(n)]
-    boxes, texts = [], []
+    boxes, moments = [], []
     for hop in range(n):
-        says = [f"Hop {hop}." + " Meanwhile each rank sends these keys on, to the next rank." * (hop + 1 < n)]
-        for rank in range(n):
-            source, cells = (rank - hop) % n, []
+        sources = [(rank - hop) % n for rank in range(n)]
+        moments.append(f"Hop {hop}: " + ", ".join(f"rank {r} has the keys {tokens[s]}" for r, s in enumerate(sources)))
+        for rank, source in enumerate(sources):
             for rows, keys, causal in visible(rank, source, 2):
-                pairs = product(range(2)[rows[2]], range(2)[keys[2]])
-                cells += [(tokens[rank][i], tokens[source][j]) for i, j in pairs if not causal or j <= i]
-            for q, k in cells:
-                note = f"Hop {hop}, rank {rank}: queries of chunk {q}, keys of chunk {k}" + ", causal" * (q == k)
-                boxes.append([q, k, 1, f"r{rank}", hop, note, [], hop])
-            done = f"of queries {sorted({q for q, _ in cells})} to keys {sorted({k for _, k in cells})}" * bool(cells)
-            says.append(f"rank {rank} holds keys {tokens[source]} and computes {done or 'nothing'}")
-        texts.append("\n".join(says))
+                for q, k in product(tokens[rank][rows[2]], tokens[source][keys[2]]):
+                    if k <= q or not causal:
+                        note = f"Hop {hop}, rank {rank}: queries of chunk {q}, keys of chunk {k}" + ", causal" * (
+                            q == k
+                        )
+                        boxes.append(Box(q, k, 1, rank, hop, note, since=hop))
     owner = {token: rank for rank in range(n) for token in tokens[rank]}
     text = "Rows: chunks of queries. Columns: chunks of keys. In a box: the hop in which the pair is computed."
-    return dict(rows=[f"{q}, rank {owner[q]}" for q in range(2 * n)], width=2 * n, boxes=boxes, text=text, texts=texts)
+    text += " While a rank computes, it sends the keys that it has on to the next."
+    return frame(text, boxes, [f"{q}, rank {owner[q]}" for q in range(2 * n)], 2 * n, moments)
 
 
 def rank_of_mesh(config: Any, rank: int, world: int) -> tuple[str, list[int]]:
@@ -113,7 +133,7 @@ def rank_of_mesh(config: Any, rank: int, world: int) -> tuple[str, list[int]]:
         sums = " and ".join((record.data_group, *record.partial_over))
         kind = re.sub(r"\.\d+\.", ".*.", name)
         lines.append(f"{kind} {list(param.shape)}: {', '.join(cuts) or 'whole'}; gradient summed over {sums}")
-    return "\n".join(dict.fromkeys(lines)), sorted({other for ranks in groups.values() for other in ranks})
+    return "\n".join(dict.fromkeys(lines)), sorted({other for ranks in groups.values() for other in ranks} - {rank})
 
 
 def mesh(pp: int, dp: int, cp: int, tp: int, ep: int) -> dict:
@@ -122,52 +142,51 @@ def mesh(pp: int, dp: int, cp: int, tp: int, ep: int) -> dict:
     if world > 8:
         raise UserError(f"{world} ranks: choose sizes for at most 8.")
     config = compose(step07)(model="tiny", pp=pp, cp=cp, tp=tp, ep=ep)
-    ranks = [rank_of_mesh(config, rank, world) for rank in range(world)]
-    boxes = [[n // tp, n % tp, 1, "F", n, note, others, 0] for n, (note, others) in enumerate(ranks)]
-    places = product(range(pp), range(dp), range(cp))
-    rows = ["pp {} dp {} cp {}".format(*place) for place in places]
-    return dict(rows=rows, width=tp, boxes=boxes, text=f"{world} ranks; those of a row differ in tp.", texts=[""])
+    boxes = [Box(n // tp, n % tp, 1, 0, n, *rank_of_mesh(config, n, world)) for n in range(world)]
+    rows = ["pp {} dp {} cp {}".format(*place) for place in product(range(pp), range(dp), range(cp))]
+    return frame(f"{world} ranks; those of a row differ in tp. Touch one.", boxes, rows, tp, linked="with ")
 
 
-def areas(moments: list[str], series: dict[str, list[float]]) -> dict:
-    """Curves, stacked, as polygons; a point of each at every moment."""
-    points = list(zip(*series.values(), strict=True))
-    most, n = max(map(sum, points)) or 1, max(1, len(points) - 1)
-    tops = [[100 - 100 * sum(point[: k + 1]) / most for point in points] for k in range(len(series))]
-    shapes = [" ".join(f"{100 * i / n:.4g},{y:.4g}" for i, y in enumerate(top)) + " 100,100 0,100" for top in tops]
-    says = lambda value: f"{value:,.0f}" if value > 999 else f"{value:.4g}"  # noqa: E731
-    values = [", ".join(f"{name} {says(v)}" for name, v in zip(series, point, strict=True)) for point in points]
-    texts = [f"{moment}: {value}" for moment, value in zip(moments, values, strict=True)]
-    kinds = [f"r{k % 8}" for k in range(len(series))]
-    return dict(areas=list(zip(kinds, shapes, series, strict=True))[::-1], texts=texts, text=f"Top: {says(most)}")
+def curves(moments: list[str], series: dict[str, list[float]]) -> dict:
+    """A row for each series; in it a bar for each moment, or for the highest of several that follow one another."""
+    points = list(zip(moments, zip(*series.values(), strict=True), strict=True))
+    every = -(-len(points) // MOST_MOMENTS)
+    points = [max(points[n : n + every], key=lambda point: sum(point[1])) for n in range(0, len(points), every)]
+    most = max(value for _, values in points for value in values)
+    boxes, says = [], []
+    for x, (moment, values) in enumerate(points):
+        notes = [f"{name} {value:.4g}" for name, value in zip(series, values, strict=True)]
+        says.append(f"{moment}: {', '.join(notes)}")
+        for row, (note, value) in enumerate(zip(notes, values, strict=True)):
+            boxes.append(Box(row, x, 1, row, "", f"{moment}: {note}", since=x, height=value / most))
+    return frame(f"Top of each row: {most:.4g}.", boxes, list(series), len(points), says)
 
 
 def run(folder: Path) -> dict:
     """Loss, memory and the load of experts of a run, from the files in its directory."""
-    rows, curves = read_metrics(folder), {}
+    rows, shown = read_metrics(folder), {}
     steps = [f"Step {row['step']}" for row in rows]
-    for name in (name for name in ("loss", "peak_memory_bytes") if name in rows[0]):
-        curves[name] = steps, {name: [row[name] for row in rows]}
     if (folder / "memory.json").exists():
         memory = json.loads((folder / "memory.json").read_text())
-        curves["memory over time"] = [f"{seconds:.3f} s, bytes" for seconds in memory["seconds"]], memory["bytes"]
+        series = {name: [n / 2**20 for n in sizes] for name, sizes in memory["bytes"].items()}
+        shown["memory, MiB"] = [f"{seconds:.3f} s" for seconds in memory["seconds"]], series
+    shown["loss"] = steps, dict(loss=[row["loss"] for row in rows])
+    if "peak_memory_bytes" in rows[0]:
+        shown["peak of memory, MiB"] = steps, dict(peak=[row["peak_memory_bytes"] / 2**20 for row in rows])
     for layer in rows[0].get("expert_load", ()):
         loads = zip(*(row["expert_load"][layer] for row in rows), strict=True)
-        curves[f"expert load, layer {layer}"] = steps, {f"expert {e}": load for e, load in enumerate(loads)}
-    return picture(lambda name: areas(*curves[name]), curve=list(curves))
+        shown[f"expert load, layer {layer}"] = steps, {f"expert {e}": load for e, load in enumerate(loads)}
+    return picture(lambda name: curves(*shown[name]), curve=list(shown))
 
 
 def all_pictures() -> dict[str, dict]:
     """Every picture by name, but that of a run."""
     plugins()  # variants add their entries to the menus
-    modes = [
-        mode for mode, (_, attention) in step05.CONTEXT.items() if "visible" in inspect.signature(attention).parameters
-    ]
-    sizes = {name: [1, 2, 4] for name in ("pp", "dp", "cp", "tp", "ep")}
+    modes = [mode for mode, made in step05.CONTEXT.items() if "visible" in inspect.signature(made.attention).parameters]
+    ranks, micro_batches, sizes = [2, 3, 4, 8], [2, 4, 8, 16], [1, 2, 4]
+    first = "1f1b/4/8"
     return dict(
-        schedules=picture(
-            schedule, "1f1b/4/8", schedule=list(SCHEDULES), ranks=[2, 3, 4, 8], micro_batches=[2, 4, 8, 16]
-        ),
-        ring=picture(ring, "zigzag/4", mode=modes, ranks=[2, 3, 4, 8]),
-        mesh=picture(mesh, "2/1/2/2/2", **sizes),
+        schedules=picture(schedule, first, schedule=list(SCHEDULES), ranks=ranks, micro_batches=micro_batches),
+        ring=picture(ring, "zigzag/4", mode=modes, ranks=ranks),
+        mesh=picture(mesh, "2/1/2/2/2", pp=sizes, dp=sizes, cp=sizes, tp=sizes, ep=sizes),
     )
