@@ -106,6 +106,15 @@ def test_pages_are_small_and_whole(pages):
     assert not [path for path in pages.glob("*.html") if 'src="http' in path.read_text()]
 
 
+def test_each_task_of_a_lab_has_a_badge(pages):
+    """With its name, on the page of what it asks for."""
+    for lab in (import_module(f"labs.{path.stem}").LAB for path in ROOT.glob("labs/lab[0-9].py")):
+        for module in lab.modules:
+            text = (pages / f"{module}.html").read_text()
+            for number in lab.holes(module).values():
+                assert f"Lab {lab.number}, task {number}: {lab.task(number).name}<" in text
+
+
 def test_a_missing_run_is_one_line(tmp_path):
     """As any mistake of a user."""
     command = [sys.executable, "-m", "services.pages", tmp_path, "--run", tmp_path]

@@ -161,7 +161,8 @@ class Pages:
         shown = pictures.all_pictures() | (dict(run=pictures.run(run)) if run else {})
         out.mkdir(parents=True, exist_ok=True)
         for name, picture in shown.items():
-            (out / f"{name}.js").write_text(f"const FRAMES = {json.dumps(picture['frames'], separators=(',', ':'))}\n")
+            frames = json.dumps(picture["frames"], separators=(",", ":"))
+            (out / f"{name}.js").write_text(f"const FRAMES = {frames}\n")
         spots = []
         for name, spot in self.names.defs.items():
             users = ", ".join(self.link([user], user) for user in sorted(self.names.users[name]))

@@ -104,8 +104,8 @@ class Names:
     def find(self, target: str) -> set[str]:
         """The definition that a target stands for, or none.
 
-        What a class has from a base, Pyrefly calls "module of the base.class.name": it is the only one of this name in a
-        class of that module.
+        What a class has from a base, Pyrefly calls "module of the base.class.name": it is the only one of this name in
+        a class of that module.
         """
         if target in self.defs:
             return {target}

@@ -99,9 +99,7 @@ def ring(mode: str, n: int) -> dict:
             for rows, keys, causal in visible(rank, source, 2):
                 for q, k in product(tokens[rank][rows[2]], tokens[source][keys[2]]):
                     if k <= q or not causal:
-                        note = f"Hop {hop}, rank {rank}: queries of chunk {q}, keys of chunk {k}" + ", causal" * (
-                            q == k
-                        )
+                        note = f"Hop {hop}, rank {rank}: queries of chunk {q}, keys of chunk {k}{', causal' * (q == k)}"
                         boxes.append(Box(q, k, 1, rank, hop, note, since=hop))
     owner = {token: rank for rank in range(n) for token in tokens[rank]}
     text = "Rows: chunks of queries. Columns: chunks of keys. In a box: the hop in which the pair is computed."
@@ -184,9 +182,8 @@ def all_pictures() -> dict[str, dict]:
     plugins()  # variants add their entries to the menus
     modes = [mode for mode, made in step05.CONTEXT.items() if "visible" in inspect.signature(made.attention).parameters]
     ranks, micro_batches, sizes = [2, 3, 4, 8], [2, 4, 8, 16], [1, 2, 4]
-    first = "1f1b/4/8"
     return dict(
-        schedules=picture(schedule, first, schedule=list(SCHEDULES), ranks=ranks, micro_batches=micro_batches),
+        schedules=picture(schedule, "1f1b/4/8", schedule=list(SCHEDULES), ranks=ranks, micro_batches=micro_batches),
         ring=picture(ring, "zigzag/4", mode=modes, ranks=ranks),
         mesh=picture(mesh, "2/1/2/2/2", pp=sizes, dp=sizes, cp=sizes, tp=sizes, ep=sizes),
     )
