@@ -169,10 +169,11 @@ class Certificate:
         if self.left() < 0:
             raise TimeoutError
         job, log = self.start(ranks, words)
+        seconds = max(60.0, self.left())
         try:
-            status = job.wait(max(60.0, self.left()))
+            status = job.wait(seconds)
         except subprocess.TimeoutExpired:
-            status = "no end"
+            raise RuntimeError(f"it did not end in {seconds:.0f} s (see {log})") from None
         finally:
             if job.poll() is None:
                 os.killpg(job.pid, signal.SIGKILL)
