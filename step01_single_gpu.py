@@ -8,7 +8,7 @@ SCALE ONCE, THEN ONLY SUM. A micro-batch's loss is the *sum* over its tokens, di
 the *global* batch. Gradients of micro-batches (from chapter 2 on, also of ranks) are then simply added; nothing is
 averaged again. (A mean of means is not the mean when micro-batches have different numbers of target tokens.)
 
-PRECISION. bf16 keeps 8 bits: 0.02 + 1e-5 is still 0.02 (Micikevicius et al., "Mixed Precision Training"). So weights
+PRECISION. bf16 has 8-bit precision: 0.02 + 1e-5 = 0.02 (Micikevicius et al., "Mixed Precision Training"). So weights
 compute in bf16, gradients add up in fp32, and AdamW updates *masters*, copies of the weights in fp32:
 2 + 4 + 4 + 8 (two moments) = 18 bytes a parameter. In fp32 the weights are their own masters: 4 + 4 + 8 = 16.
 
@@ -102,7 +102,7 @@ class Optimizer:
         return {name: param.grad for name, param in self.params.items()}
 
     def step(self, lr: float, factor: float):
-        """Update the masters with the gradients times `factor`, round them into the weights, free the gradients."""
+        """Update the masters with gradients x `factor`, round the masters into the weights, free gradients."""
         for name, param in self.params.items():
             self.masters[name].grad = param.grad.mul_(factor)
         for group in self.rule.param_groups:

@@ -1,13 +1,13 @@
-"""Step 3: ZeRO. Data-parallel ranks share out what step 2 held on each of them: optimizer state, gradients, parameters.
+"""Step 3: ZeRO. Data-parallel ranks divide what step 2 copied to each of them: optimizer state, gradients, parameters.
 
 In step 2 every rank updates every weight. ZeRO (Rajbhandari et al. 2020) lets rank r update only slice r of n. Four
-weights 1 2 3 4 on two ranks, whose gradients are 5 5 5 5 and 20 20 20 20, with plain SGD of learning rate 0.1:
+weights 1 2 3 4, two ranks. Rank 0's gradient is 5 5 5 5, rank 1's 20 20 20 20. Plain SGD, learning rate 0.1:
 
     stage  rank 0 holds                                    rank 1 holds
     0      weights 1 2 3 4   gradient 25 25 25 25          weights 1 2 3 4   gradient 25 25 25 25
     1      weights 1 2 3 4   gradient 5 5 5 5, sum 25 25   weights 1 2 3 4   gradient 20 20 20 20, sum 25 25
-    2      weights 1 2 3 4   half of the sum: 25 25        weights 1 2 3 4   half of the sum: 25 25
-    3      weights 1 2       half of the sum: 25 25        weights     3 4   half of the sum: 25 25
+    2      weights 1 2 3 4   slice of sum: 25 25           weights 1 2 3 4   slice of sum: 25 25
+    3      weights 1 2       slice of sum: 25 25           weights     3 4   slice of sum: 25 25
     after  weights -1.5 -0.5                               weights 0.5 1.5   (stages 1 and 2 all-gather both)
 
 Parameters are laid out in *units*: each layer; the embedding; the final norm with the head. A unit is a flat buffer,
@@ -16,16 +16,16 @@ padded and cut in n equal slices. (Stage 3 holds two whole units at a time, and 
     unit "layers.0":  [ norm  q  k  v  o .. | .. o  norm  gate .. | .. gate  up .. | .. up  down  0 0 ]
                       '----- rank 0 -----''------- rank 1 -------''---- rank 2 ----''---- rank 3 ----'
 
-P: parameters. n: ranks. m: micro-batches of a rank. Each rank sends (n-1)/n times the last column in a step:
+P: parameters. n: ranks. m: micro-batches of a rank. In a step a rank sends (n-1)/n x "elements sent":
 
     stage   held in full                cut in n                       elements sent
-    0       weights, gradients, state                                  2 P       all-reduce (step 2)
+    0       weights, gradients, masters, moments                       2 P       all-reduce (step 2)
     1       weights, gradients          masters, moments               2 P       reduce-scatter, all-gather
     2       weights                     masters, moments, gradients    (m+1) P   m reduce-scatters, one all-gather
     3                                   everything                     3 m P     m times: reduce-scatter, 2 all-gathers
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
-You should see step 1's losses, and `sent` as in the table (in bytes; stage 3 gathers both ends once a micro-batch).
+You should see step 1's losses, and in `sent` the table, in bytes, + 18 (stage 3 gathers both ends once a micro-batch).
 """
 
 import re
@@ -64,7 +64,7 @@ class Unit:
             param.data = self.view(self.flat, name)  # .data: autograd does not see later writes to flat
             param.grad_dtype = wide(param.dtype)
         self.slice = self.flat[self.first : self.first + self.length]
-        self.gradient: Tensor | None = None  # [padded], of this rank alone: what has not yet been summed
+        self.gradient: Tensor | None = None  # [padded], from this rank's tokens: not summed over ranks
         self.total: Tensor | None = None  # [padded / n], the sum over the ranks of `gradient`
         self.grad_slice: Tensor | None = None  # [padded / n], `total` of all micro-batches, added up
 
@@ -84,7 +84,7 @@ class Unit:
 
 
 def unit_names(model: Decoder) -> list[list[str]]:
-    """Names of parameters, by unit. Experts (step 7), which other ranks hold too, make units of their own."""
+    """Names of parameters, by unit. Experts (step 7) have another group of ranks, so their own units."""
     units: dict[tuple[str, str], list[str]] = {}
     for name, param in model.named_parameters():
         module = re.match(r"model\.layers\.\d+|model\.embed_tokens|", name).group()  # "": norm and head
@@ -104,7 +104,7 @@ class Zero1:
             named = {name: model.get_parameter(name) for name in names}
             group = mesh[layout_of(named[names[0]]).data_group]  # dp: same weights, other tokens
             self.units.append(self.unit_type(named, group))
-        self.pieces: dict[str, Tensor] = {}  # of the masters, by name, as far as they lie in this rank's slices
+        self.pieces: dict[str, Tensor] = {}  # by name: the part of each master in this rank's slices
         for unit in self.units:
             unit.master = unit.slice.to(wide(dtype))  # the slice itself, if it is wide enough
             self.pieces |= {name: part for name in unit.trained if len(part := unit.part(unit.master, name))}
@@ -130,7 +130,7 @@ class Zero1:
             unit.grad_slice = unit.total
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients by name, as far as they lie in this rank's slices."""
+        """By name: the part of each gradient in this rank's slices."""
         return {name: unit.part(unit.grad_slice, name) for unit in self.units for name in unit.trained}
 
     def step(self, lr: float, factor: float):
@@ -171,8 +171,8 @@ class Zero2(Zero1):
             unit.missing, unit.grad_slice = len(unit.trained), torch.zeros_like(unit.master, device=unit.flat.device)
 
     def added(self, unit: Unit, name: str, param: nn.Parameter):
-        """Hook: autograd has made a gradient, complete for this micro-batch: move it into the unit's buffer."""
-        if self.in_flight is not None and self.in_flight[0] is unit:  # only in step 6, where a stage may be one unit
+        """Hook: the gradient of `param` is complete for this micro-batch. Move it into the unit's buffer."""
+        if self.in_flight is not None and self.in_flight[0] is unit:  # step 6 only: a pipeline stage of one unit
             self.land()
         if unit.gradient is None:
             unit.make_room()
@@ -183,7 +183,7 @@ class Zero2(Zero1):
             self.send(unit)
 
     def send(self, unit: Unit):
-        """Start the sum of a unit; the unit before it has had a layer's time, so finish that."""
+        """Finish the previous unit's sum: it has had a layer's time. Then start this unit's."""
         self.land()
         self.in_flight = unit, self.reduce(unit)
 
@@ -223,7 +223,7 @@ class SlicedUnit(Unit):
 
 
 class Zero3(Zero2):
-    """Parameters are cut too. Hooks on modules gather a unit in time, and the next one meanwhile; else Zero2."""
+    """Parameters are cut too. Hooks gather a unit before its use, and the next one during it. Rest: as Zero2."""
 
     unit_type = SlicedUnit
 
@@ -249,7 +249,7 @@ class Zero3(Zero2):
     def after_forward(self, i: int, _module: nn.Module, _inputs: tuple, output: Tensor):
         """Hook: module `i` has computed. Drop its weights until the gradient of its output arrives."""
         for unit in self.uses[i]:
-            if unit not in self.uses[min(i + 1, len(self.uses) - 1)]:  # not the last one's: backward begins there
+            if unit not in self.uses[min(i + 1, len(self.uses) - 1)]:  # else the next module or backward needs it
                 unit.free()
         if output.requires_grad and i >= self.lowest:
             output.register_hook(lambda _gradient: self.fetch(i, max(i - 1, self.lowest)))

@@ -238,7 +238,7 @@ def train(config: Config, run: Run):
         model = Decoder(shape)
     shard_tensors(model, mesh, config.sp)  # these rows and columns are mine
     RECOMPUTE[config.recompute](model)
-    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this slice of the update is mine
+    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this slice is mine (--zero)
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
         tokens, targets = (x.to(device) for x in data.batch(step))

@@ -1,4 +1,4 @@
-"""Step 5: context parallelism. A sequence that is too long for one device is cut over its tokens; only attention talks.
+"""Step 5: context parallelism. A sequence that is too long for one device is cut; only attention looks at other tokens.
 
 n ranks share s tokens. Norms, matrices and the loss look at one token at a time. In attention a query looks at all keys
 before it. So queries stay, and keys and values travel round a ring: a rank computes with the part that is here while
@@ -19,10 +19,10 @@ ZIGZAG. Early queries see few keys, late ones many. So rank r gets chunks r and 
     rank 3: queries 3  # # # + . . . .   and 4  # # # # + . . .
 
 In backward k and v make the journey again. The sums of their gradients follow, one hop behind; the n-th message brings
-them home. With B bytes of k and v, G of their gradients (fp32), for s/n tokens, a rank sends in a layer and micro-batch
-(n-1) B forward and (n-1) B + n G backward. That grows with s and the work with s^2/n: long sequences hide it.
+them home. Of s/n tokens, k and v have B bytes and their gradients (fp32) G. In a layer and micro-batch a rank sends
+(n-1) B forward and (n-1) B + n G backward. This grows with s, the work with s^2/n: long sequences hide it.
 
-Targets were shifted before anything was cut (common/data.py). Shifted after it, each chunk's last token would lose its
+Targets were shifted before the cut (common/data.py). Shifted after the cut, each chunk's last token would lose its
 target: the classic mistake.
 
 Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
@@ -60,11 +60,11 @@ def zigzag_positions(seq_len: int, rank: int, n: int) -> Tensor:
 
 
 def zigzag_visible(rank: int, source: int, length: int) -> list[tuple]:
-    """What `rank` computes with the k, v of `source`: (queries, keys, causal), indices of [batch, heads, length, d]."""
+    """What `rank` computes with k, v of `source`: (queries, keys, causal). Two indices of [batch, heads, length, d]."""
     both, first, second = np.s_[:, :, :length], np.s_[:, :, : length // 2], np.s_[:, :, length // 2 :]
     if source == rank:
         return [(both, both, True)]  # rows are in order of position, so causal is right for both chunks together
-    # Our chunks are r and 2n-1-r. Both come after a smaller rank's first one; our second after both of a larger rank's.
+    # A smaller rank's first chunk is before both of ours. Both chunks of a larger rank are before our second one.
     return [(both, first, False) if source < rank else (second, both, False)]
 
 
@@ -86,7 +86,7 @@ def scaled_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 
 
 def part_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention to one part of the keys, and lse, the log of its softmax's sum. `causal` only with s_q = s_k.
+    """Attention to one part of the keys, and lse, the log of sum exp(scores). `causal` only with s_q = s_k.
 
     q [batch, heads, s_q, d]; k, v [batch, kv_heads, s_k, d] -> o like q, lse [batch, heads, s_q].
     """
@@ -104,7 +104,7 @@ def part_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This part's share of the gradients of q, k and v, given `o` and `lse` of attention to *all* keys.
 
-    With that lse P is the final softmax, and this part of the keys is some of its columns. So shares add up:
+    With that lse, P is this part's columns of the softmax over all keys. So the shares of all parts add up:
 
     P = exp(scores - lse)    dS = P * (do v^T - rowsum(do * o))
     dv = P^T do              dq = dS k / sqrt(d)                      dk = dS^T q / sqrt(d)
@@ -142,7 +142,7 @@ class RingAttention(torch.autograd.Function):
         """q [batch, heads, s/n, d]; k, v [batch, kv_heads, s/n, d] -> like q."""
         n, r = group.size, group.rank
         own = kv = torch.stack((k, v))
-        o = torch.zeros_like(q, dtype=wide(q.dtype))  # no keys yet: the log of an empty sum is -inf
+        o = torch.zeros_like(q, dtype=wide(q.dtype))  # no keys yet: o is 0, and lse is log 0 = -inf
         lse = torch.full_like(o[..., 0], -torch.inf)
         for hop in range(n):
             if hop + 1 < n:  # send on what is here, to the right, and receive from the left ...
@@ -161,7 +161,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do: Tensor):
-        """k, v travel as in forward; the sum of their gradients, to which each rank adds its share, one hop behind."""
+        """k, v travel as in forward. The sum of their gradients follows, one hop behind; each rank adds its share."""
         q, kv, o, lse = ctx.saved_tensors
         n, r = ctx.group.size, ctx.group.rank
         dq, dkv = (torch.zeros_like(x, dtype=wide(q.dtype)) for x in (q, kv))
@@ -196,7 +196,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Calla
 class ContextMode(NamedTuple):
     """How a sequence is cut, and how its parts attend to one another."""
 
-    positions: Callable[[int, int, int], Tensor]  # (seq_len, rank, n) -> int64 [seq_len / n]: the tokens of a rank
+    positions: Callable[[int, int, int], Tensor]  # (seq_len, rank, n) -> int64 [seq_len / n]: a rank's positions
     attention: Callable[[Tensor, Tensor, Tensor, Group], Tensor]  # as ring_attention
 
 
@@ -215,7 +215,7 @@ def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode) -> Tensor:
     """Let the ranks of `mesh["cp"]` share each sequence. Returns the positions of this rank's tokens, int64 [seq / n].
 
     Attention goes round the ring; RoPE is told the positions, and k travels already rotated. These ranks hold the same
-    weights and see other tokens, as those of dp do. So gradients are now summed, and ZeRO cuts, over both together,
+    weights and see different tokens, like those of dp. So gradients are summed, and ZeRO cuts, over dp x cp:
     `mesh["data"]`. Raises UserError.
     """
     group, tp, seq_len = mesh["cp"], mesh["tp"], model.config.seq_len
@@ -244,7 +244,7 @@ def train(config: Config, run: Run):
     shard_tensors(model, mesh, config.sp)  # step 4: these rows and columns are mine
     here = shard_context(model, mesh, CONTEXT[config.cp_mode]).to(device)  # of my sequences, these tokens are mine
     RECOMPUTE[config.recompute](model)
-    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this slice of the update is mine
+    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this slice is mine (--zero)
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh, positions=here):
         tokens, targets = (x.to(device) for x in data.batch(step))
@@ -257,7 +257,7 @@ def train(config: Config, run: Run):
             micro_loss.backward()  # ... then only sum,
             loss = loss + micro_loss.detach()
         sync.finish()  # also over ranks
-        sum_partial_gradients(model, optimizer.gradients(), mesh)  # and where a rank saw a part of the tokens
+        sum_partial_gradients(model, optimizer.gradients(), mesh)  # over tp: of norms that saw a part (SP)
         all_reduce(loss, mesh["data"]).wait()
 
         norm = global_norm(model, optimizer.gradients(), mesh, sliced=config.zero > 0)

@@ -6,12 +6,12 @@ Parameters grow with E, FLOPs with top_k (Shazeer et al. 2017; Fedus et al. 2021
     p = softmax(W x)    chosen: the top_k largest p    score_e = p_e / (sum of the chosen p), or p_e if top_k is 1
     out = sum of score_e MLP_e(x) over the chosen e. No token is dropped.
 
-Nothing keeps a router from sending all tokens to one expert. So a layer adds the gradient of weight * E * sum_e f_e P_e
-(the loss that is shown is without it): f_e is the fraction of a micro-batch's choices that fell on e, P_e the mean of
+A router may send all tokens to one expert. So a layer adds the gradient of balance_weight * E * sum_e f_e P_e
+(the loss that is shown is without it). f_e is the fraction of a micro-batch's choices that fell on e, P_e the mean of
 its tokens' p_e. Where f is high, P is pushed down. It is the same in every layout: f counts the whole micro-batch.
 
-EXPERT PARALLELISM. ep ranks hold E/ep experts each, and everything else as before. ep does not multiply the ranks: it
-is a cut through the dp x cp ranks, which have different tokens already. (tp cuts an expert like any MLP.)
+EXPERT PARALLELISM. ep ranks hold E/ep experts each, and everything else as before. ep adds no ranks. It
+groups the dp x cp ranks, ep to a group; they have different tokens already. (tp cuts an expert like any MLP.)
 
     rank 0, e0 e1:  t0 -> e0 e3      dispatch   a row of x for each choice, by expert:  e0:t0 e0:t1 | e2:t1 e3:t0
                     t1 -> e2 e0                 all_to_all: rank 1 gets what stands right of the bar
@@ -54,7 +54,7 @@ from step06_pipeline import keep_stage, make_pipeline, plan, sum_tied
 
 
 class ExpertLinear(nn.Module):
-    """The same linear layer of all experts: `weight` [experts, out, in]."""
+    """One linear layer for each expert: `weight` [experts, out, in]."""
 
     def __init__(self, experts: int, n_in: int, n_out: int):
         super().__init__()
@@ -116,7 +116,7 @@ class MoE(nn.Module):
             top_scores = top_scores / top_scores.sum(-1, keepdim=True)
         num_tokens_per_expert = F.one_hot(selected_experts.flatten(), p.shape[-1]).sum(0)
         order = selected_experts.flatten().argsort(stable=True)  # choices [tokens * top_k], sorted by expert
-        token = order // self.top_k  # of each of these choices
+        token = order // self.top_k  # the token of each choice
         rows = self.experts(tokens[token], num_tokens_per_expert)  # a row for each choice
         by_token = rows[order.argsort()].unflatten(0, selected_experts.shape)  # argsort of an order undoes it
         out = (by_token * top_scores[..., None]).sum(1).to(x.dtype)
@@ -125,8 +125,8 @@ class MoE(nn.Module):
     def balance_loss(self, p: Tensor, counts: Tensor) -> Tensor:
         """E sum_e f_e P_e of the micro-batch: this rank's part, for its tokens' p [tokens, experts].
 
-        f has no gradient, so its counts are summed over the ranks that share the micro-batch's sequences. P has one:
-        each rank adds up P over its own tokens.
+        f has no gradient, so its counts are summed over the ranks that share the micro-batch's sequences. P has one,
+        so each rank adds up its own tokens' P.
         """
         counts = counts.clone()
         all_reduce(counts, self.sharers).wait()
@@ -177,8 +177,8 @@ class Config(step06.Config):
     experts: int = 8  # MLPs in each layer
     experts_per_token: int = 2  # how many of them a token visits
     expert_dim: int = 0  # width of an expert; 0: the preset's ffn_dim
-    moe_every: int = 1  # every so many layers have experts, the others their MLP
-    dense_layers: int = 0  # layers with an MLP before the first of these
+    moe_every: int = 1  # one layer in so many has experts, the others an MLP
+    dense_layers: int = 0  # first layers, which have MLPs: --moe-every counts after them
     balance: str = among(BALANCE, "loss")  # what keeps the experts equally busy
     balance_weight: float = 0.01  # of the balance loss
     ep: int = 1  # ranks, of dp x cp, that share the experts
@@ -230,7 +230,7 @@ def train(config: Config, run: Run):
     shard_tensors(model, mesh, config.sp)  # step 4: these rows and columns are mine, f and g stand round each MoE
     keep_stage(model, mesh["pp"], places)  # step 6: these layers are mine
     RECOMPUTE[config.recompute](model)
-    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this slice of the update is mine
+    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this slice is mine (--zero)
     pipeline = make_pipeline(config, model, mesh, here, places, lists)
 
     parts = dict(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh, positions=here, pipeline=pipeline)
@@ -241,7 +241,7 @@ def train(config: Config, run: Run):
         sync.begin(len(xs))
         loss = pipeline.step(xs, ys, n_targets)  # forward and backward of all micro-batches
         sync.finish()  # sums over ranks
-        sum_partial_gradients(model, optimizer.gradients(), mesh)  # and where a rank saw, or found, a part
+        sum_partial_gradients(model, optimizer.gradients(), mesh)  # over tp: of norms (SP) and routers
         sum_tied(model, optimizer.gradients(), mesh["pp"], places)  # and where two stages hold the same matrix
         all_reduce(loss, mesh["data"]).wait()
         all_reduce(loss, mesh["pp"]).wait()
