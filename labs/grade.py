@@ -6,7 +6,7 @@ The table is written anew after each folder. What to look at in it, beside the p
 
     same as the project's file   functions that are the project's but for names (of "functions written")
     same as folder               others with the same functions but for names; compare `id` with your roster
-    reaches for                  names such as labs, sys, inspect, exec, open, tests: a look at the solution or grader
+    reaches for                  names such as labs, sys, inspect, exec, a torch.x that it sets: a look at the grader
     project files changed        what its code wrote into the project; it has been put back
     error in the file, ended early, attempts (checks in progress.txt, which the student could edit)
 

@@ -95,6 +95,7 @@ def fingerprint(node: ast.FunctionDef) -> str:
 REACHES = re.compile(  # what a right solution does not need, and a look at the grader or at the solution does
     r"\b(labs|sys|os|io|inspect|exec|eval|compile|open|importlib|__import__|subprocess|ctypes|gc|runpy|pathlib|globals"
     r"|pickle|tests|socket|signal|variants|services|step0\d_\w+|Path|load|from_?file|memmap|loadtxt|genfromtxt|read_\w+"
+    r"|setattr|mock"
     r"|__\w+__(?<!__init__)(?<!__name__)(?<!__main__)(?<!__future__)(?<!__class__))\b"
 )
 
@@ -122,8 +123,13 @@ def facts(
 
 
 def words_of(text: str) -> Iterator[str]:
-    """Names that the code of a source (no docstrings or comments) uses and that reach outside of it."""
-    for node in ast.walk(ast.parse(text)):
+    """Names that the code of a source (no docstrings or comments) uses, or sets, and that reach outside of it."""
+    tree = ast.parse(text)
+    names = [alias for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+    foreign = {alias.asname or alias.name.split(".")[0] for alias in names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):  # torch.x = ...: for the judge, too
+            yield from {ast.unparse(node)} if ast.unparse(node).split(".")[0] in foreign else ()
         for word in (getattr(node, "id", None), getattr(node, "attr", None), getattr(node, "module", None)):
             yield from REACHES.findall(word or "")
         if isinstance(node, ast.Import):

@@ -373,6 +373,7 @@ def test_a_table_shows_what_a_teacher_should_see(tmp_path, monkeypatch):
         ("import labs.lab1", "labs"),
         ("eval('1')", "eval"),
         ("x = getattr(torch, '__builtins__')", "__b"),
+        ("torch.nn.functional.linear = None", "torch.nn.functional.linear"),
     ):
         found = source.facts({"step01_single_gpu": text + "\n" + line}, project, holes)["reaches"]
         assert any(word in name for name in found), (line, found)
