@@ -275,12 +275,12 @@ def test_search_finds_what_trying_everything_finds():
 
 @pytest.mark.exhaustive
 def test_the_largest_plan_does_little_work():
-    """llama3-405b on 16,384 GPUs: of all legal layouts, some 1% are bounded one by one, few are simulated."""
+    """llama3-405b on 16,384 GPUs: of all legal layouts, some 2% are bounded one by one, few are simulated."""
     bounded, memory = mock.Mock(side_effect=step_seconds), mock.Mock(side_effect=held)
     with mock.patch("theory.search.step_seconds", bounded), mock.patch("theory.search.held", memory):
         found = search(MODELS["llama3-405b"], 16384, 16384, H100)
     assert len(found.best) == 10 and found.legal > 350_000
-    assert memory.call_count < 0.02 * found.legal and bounded.call_count < 0.02 * found.legal
+    assert memory.call_count < 0.03 * found.legal and bounded.call_count < 0.03 * found.legal
     simulated = [call for call in bounded.call_args_list if call.kwargs.get("simulated", True)]
     assert len(simulated) == found.timed < found.legal / 2000
 
