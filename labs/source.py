@@ -128,8 +128,10 @@ def words_of(text: str) -> Iterator[str]:
     names = [alias for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
     foreign = {alias.asname or alias.name.split(".")[0] for alias in names}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):  # torch.x = ...: for the judge, too
-            yield from {ast.unparse(node)} if ast.unparse(node).split(".")[0] in foreign else ()
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = ast.unparse(node)
+            if name.split(".")[0] in foreign:  # torch.x = ...: for the judge, too
+                yield name
         for word in (getattr(node, "id", None), getattr(node, "attr", None), getattr(node, "module", None)):
             yield from REACHES.findall(word or "")
         if isinstance(node, ast.Import):

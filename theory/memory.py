@@ -325,9 +325,11 @@ def rank_bytes(m: Shape, x: Layout, rank: int, e: int = 2, wide: int = 4, on_cpu
     sizes = (3, e), (2, wide), (1, wide * (3 if e < wide else 2))
     state = [n_bytes * (cut if x.zero >= stage else shared + own) for stage, n_bytes in sizes]
 
-    both = matrix * (m.tied and first != last) / (data if x.zero else 1)  # what two ranks sum
-    both = both if x.schedule != "dualpipe" else cut if x.zero else shared + own
-    update = wide * (both + cut * (x.zero == 1))  # copies of it; slices
+    if x.schedule == "dualpipe":
+        both = cut if x.zero else shared + own
+    else:
+        both = matrix * (m.tied and first != last) / (data if x.zero else 1)
+    update = wide * (both + cut * (x.zero == 1))  # copies of what two ranks sum; slices
     messages = 2 * p.own * m.dim * e * (x.pp > 1)
     tokens = 16 * (x.global_batch_size * m.seq_len + x.micro_batches * p.tokens)
     return Held(*state, kept, max(highest, update) - kept + messages + tokens)

@@ -76,6 +76,7 @@ for (const form of document.forms) {
     moment.value = 0
     tell()
     clock = setInterval(() => {
+      if (moment.value === moment.max) return clearInterval(clock)
       moment.stepUp()
       tell()
     }, 400)
