@@ -128,23 +128,37 @@ class VocabParallelEmbedding(nn.Module):
         return F.embedding(row, self.weight) * held[..., None]
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, ids: range, group: Group) -> Tensor:
+class VocabParallelCrossEntropy(torch.autograd.Function):
     """The summed cross entropy, whole on every rank. This rank's logits are those of the tokens in `ids`, then padding.
 
-    logits [batch, seq, vocab/n], targets int64 [batch, seq]. A token's loss is log sum exp(all logits) - its target's
-    logit. So each rank sends two numbers a token: the log of its own sum, and the target's logit if it has that, else
-    0. Others' numbers are constants to autograd; ours give softmax - one-hot for our logits, so backward sends nothing.
+    A token's loss is log sum exp(all logits) - its target's logit. So each rank sends two numbers a token: the log of
+    its own sum, and the target's logit if it has that, else 0. The gradient of the logits is softmax - one-hot. Forward
+    has all that it needs, and saves it, so backward sends nothing.
     """
-    logits = logits.to(wide(logits.dtype))
-    held = (targets >= ids.start) & (targets < ids.stop)
-    column = (targets - ids.start) % logits.shape[-1]
-    picked = logits.gather(-1, column[..., None]).squeeze(-1).where(held, 0.0)
-    ours = torch.stack((logits[..., : len(ids)].logsumexp(-1), picked))  # from len(ids) on, logits are padding
-    everyone = ours.new_empty(group.size, *ours.shape)
-    all_gather(everyone.view(-1), ours.detach().view(-1), group).wait()
-    everyone[group.rank] = ours  # the same numbers, now with their graph
-    losses = everyone[:, 0].logsumexp(0) - everyone[:, 1].sum(0)
-    return losses.where(targets != IGNORE, 0.0).sum()
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor, ids: range, group: Group) -> Tensor:
+        """logits [batch, seq, vocab/n], targets int64 [batch, seq] -> the sum over all targets but IGNORE, in nats."""
+        logits = logits.to(wide(logits.dtype))
+        held = (targets >= ids.start) & (targets < ids.stop)
+        column = ((targets - ids.start) % logits.shape[-1])[..., None]
+        picked = logits.gather(-1, column).squeeze(-1).where(held, 0.0)
+        ours = torch.stack((logits[..., : len(ids)].logsumexp(-1), picked))  # from len(ids) on, logits are padding
+        everyone = ours.new_empty(group.size, *ours.shape)
+        all_gather(everyone.view(-1), ours.view(-1), group).wait()
+        log_sum, picked = everyone[:, 0].logsumexp(0), everyone[:, 1].sum(0)
+
+        gradient = (logits - log_sum[..., None]).exp_()  # our part of the softmax
+        gradient[..., len(ids) :] = 0.0
+        gradient.scatter_add_(-1, column, -held[..., None].to(gradient.dtype))
+        ctx.save_for_backward(gradient.mul_((targets != IGNORE)[..., None]))
+        return (log_sum - picked).where(targets != IGNORE, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """The gradient of the loss, a scalar -> that of the logits."""
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad, None, None, None
 
 
 def cut(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
@@ -202,7 +216,7 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
     split = layout_of(model.lm_head.weight).splits[-1]
     ids = range(split.start, max(split.start, min(split.stop, split.full)))  # the last ranks may have fewer, or none
     trunk.embed_tokens = VocabParallelEmbedding(trunk.embed_tokens.weight, ids)
-    model.loss = partial(vocab_parallel_cross_entropy, ids=ids, group=group)
+    model.loss = lambda logits, targets: VocabParallelCrossEntropy.apply(logits, targets, ids, group)
 
     for module in (*blocks, model.lm_head):
         module.register_forward_pre_hook(lambda _, inputs: (enter_block(inputs[0], group, sp), *inputs[1:]))

@@ -168,7 +168,7 @@ class Loss(Words):
         logits = self.draw("logits", *targets.shape, self.vocab) * self.size
 
         def part(logits: Tensor) -> Tensor:
-            return step.vocab_parallel_cross_entropy(logits, targets, self.own(mesh.rank), mesh["tp"])
+            return step.VocabParallelCrossEntropy.apply(logits, targets, self.own(mesh.rank), mesh["tp"])
 
         def whole(logits: Tensor) -> Tensor:
             return F.cross_entropy(logits.flatten(0, 1), self.targets.flatten(), ignore_index=IGNORE, reduction="sum")
@@ -187,7 +187,7 @@ WORDS = (
 )
 LARGE = (dict(mesh=dict(tp=3), b=2, s=7, dim=5, vocab=10, size=900.0),)  # e^900 is infinite
 VOCABULARY = Task(
-    ("VocabParallelEmbedding.forward", "vocab_parallel_cross_entropy"),
+    ("VocabParallelEmbedding.forward", "VocabParallelCrossEntropy.forward"),
     (*demands(Embedding, WORDS, ("the embedding: rows of the tokens in `ids`, zero for others; and its gradient", 2)),
      *demands(Loss, WORDS,
               ("the loss, whole on every rank", 2, "the loss", "stay"),

@@ -95,9 +95,9 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
         ("sp is ignored in g", "leave_block", "if sp:", "if False:"),
     ],
     (4, 3): [
-        ("exp and a sum", "vocab_parallel_cross_entropy", "[:, 0].logsumexp(0)", "[:, 0].exp().sum(0).log()"),
-        ("no gradient", "vocab_parallel_cross_entropy", "everyone[group.rank] = ours", "pass"),
-        ("targets that do not count", "vocab_parallel_cross_entropy", ".where(targets != IGNORE, 0.0).sum()", ".sum()"),
+        ("exp and a sum", "VocabParallelCrossEntropy", "[:, 0].logsumexp(0)", "[:, 0].exp().sum(0).log()"),
+        ("no one-hot", "VocabParallelCrossEntropy", "gradient.scatter_add_", "torch.scatter_add"),
+        ("targets that do not count", "VocabParallelCrossEntropy", ".where(targets != IGNORE, 0.0).sum()", ".sum()"),
         ("others' tokens get a row", "VocabParallelEmbedding", " * held[..., None]", ""),
     ],
     (4, 4): [

@@ -8,7 +8,7 @@ A rank's list of actions is walked once, module by module, and the highest point
 element, and of one that is added up. T: tokens. h: dim. V, f: a rank's rows of the vocabulary, and part of ffn_dim.
 U: numbers of a ZeRO unit. N: numbers of a matrix. For a moment, five terms rise above what waits:
 
-    logits      2 w T V, over tp 3 w T V; in chunks of C tokens 3 w C V, over tp 4 w C V, and w V h + e T h
+    logits      2 w T V, over tp w T V (16 bits: and e T V); in chunks of C tokens 1 w C V more, and w V h + e T h
     casts       (e + w) N: a gradient as autograd makes it and as it is added up; w N + w U as ZeRO moves it (`added`)
     units       of ZeRO: e U of each that is gathered; w U (1 + 1/n) of a gradient that is being summed over n ranks
     products    2 e T f besides the four that SwiGLU keeps, 3 e T f with W apart; before it, what is done again
@@ -230,15 +230,24 @@ def largest(r: Rank, experts: bool) -> float:
     return m.dim / r.p.tp * (m.experts / r.ep * m.expert_width if experts else max(m.dim, m.ffn_dim))
 
 
+def logits_at_once(p: Piece) -> float:
+    """Tensors of the logits' shape at the loss's highest point, as wide ones.
+
+    Backward has the logarithms, their gradient and that of the logits. Over tp forward has the gradient and the logits,
+    which 16 bits keep twice.
+    """
+    return 3 if p.tp == 1 else 2 + (p.e < p.wide) * p.e / p.wide
+
+
 def head_module(r: Rank) -> Module:
-    """Gradients of the softmax and the logits (over tp one more, as the loss picks targets apart); then the matrix'.
+    """Gradients of the softmax and the logits; then the matrix'.
 
     In chunks all but its cast was in forward. With W apart it is added later, and if tied with the embedding's.
     """
     p, later, chunked = r.p, r.split or r.tied, r.p.at_once < r.p.tokens
     made, added = r.cast * r.matrix, (p.wide + r.buffer) * r.matrix * (not later)
     softmax = p.wide * p.rows * p.tokens
-    rise = max((2 if p.tp == 1 else 3) * softmax, max(p.e / p.wide * softmax + p.e * r.matrix, made, added) - softmax)
+    rise = max((logits_at_once(p) - 1) * softmax, max(p.e / p.wide * softmax + p.e * r.matrix, made, added) - softmax)
     rise = max(made, added - p.e * r.matrix) if chunked else rise
     change = p.wide * r.matrix * later - end_bytes(p)
     return Module("head" * (not later), rise + p.own * p.m.dim * p.e, change, r.sent * r.matrix * (not later))
@@ -247,7 +256,8 @@ def head_module(r: Rank) -> Module:
 def layer_module(r: Rank, experts: bool) -> Module:
     """What is done again, the gradients of SwiGLU's products, and that of a matrix, unless W makes it.
 
-    With experts, before these, in wide numbers: the gradients of out, and of the products of rows and scores.
+    With experts, before these, in wide numbers: the gradients of out, and of the products of rows and scores. Where
+    forward is done again, its rows are there four times when they come home: as they left and as they came, twice.
     """
     p, m, e, matrix = r.p, r.p.m, r.p.e, largest(r, experts)
     again = layer_bytes(p._replace(recompute="none"), experts) - layer_bytes(p, experts)
@@ -258,7 +268,8 @@ def layer_module(r: Rank, experts: bool) -> Module:
     added = r.buffer * (own or shared) + max(p.wide * matrix, 2 * product)
     most = output + 3 * product if r.split else max(output + product + e * matrix, r.cast * matrix, added)
     scored = p.tokens * m.dim * (p.wide * (2 * visits + (e < p.wide)) + e * (p.tp > 1 and p.sp))
-    most = max(most, scored) if experts else most
+    visiting = 4 * output * (r.ep > 1 and p.recompute == "full")
+    most = max(most, scored, visiting) if experts else most
     change = sum(waiting_bytes(p, experts)) * r.split - layer_bytes(p, experts)
     rise = p.own * m.dim * e + max(output * (1 + (p.batch > 1)), again + most)
     return Module("", rise, change, r.sent * shared * (not r.split))
@@ -300,7 +311,7 @@ def modules_of(r: Rank) -> dict[tuple[str, int], list[Module]]:
             found["B", stage].insert(0, head._replace(rise=head.rise + gathered + there * r.split))
             if p.at_once < p.tokens:  # loss and gradients, in forward
                 logits = p.rows * p.at_once
-                most = max(p.wide * logits * (3 if p.tp == 1 else 4), p.e * (logits + r.matrix))
+                most = max(p.wide * logits * logits_at_once(p), p.e * (logits + r.matrix))
                 most += p.wide * r.matrix + p.tokens * m.dim * p.e + gathered
                 found["F", stage] = [Module("", stage_bytes(p, r.places[stage]).whole + most)]
     return found

@@ -62,18 +62,21 @@ def attach(config: Any, parts: SimpleNamespace):
     if head is None or not config.loss_chunk:
         return
     chunk = min(config.loss_chunk, max(1, MOST // (len(head.weight) * wide(head.weight.dtype).itemsize)))
-    plain = model.loss
-    multiply = head.forward
+    plain, multiply, waiting = model.loss, head.forward, []
 
     def project(hidden: Tensor) -> Tensor:
-        return hidden if hidden.shape[:-1].numel() > chunk else multiply(hidden)
+        if hidden.shape[:-1].numel() <= chunk:
+            return multiply(hidden)
+        waiting.append(head.weight.view_as(head.weight))  # older than the next view: backward sees its gradient later,
+        return hidden.view_as(hidden)  # so hooks see the head's backward begin (a gradient here), and then end (there)
 
     def loss(output: Tensor, targets: Tensor) -> Tensor:
         if targets.numel() <= chunk:
             return plain(output, targets)
+        weight = waiting.pop()
         if torch.is_grad_enabled():
-            return ChunkedLoss.apply(output, head.weight, targets, chunk, plain)
+            return ChunkedLoss.apply(output, weight, targets, chunk, plain)
         parts = zip(output.flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True)
-        return sum(plain(F.linear(part, head.weight)[None], target[None]) for part, target in parts)
+        return sum(plain(F.linear(part, weight)[None], target[None]) for part, target in parts)
 
     head.forward, model.loss = project, loss
