@@ -16,17 +16,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import accumulate
 from statistics import median
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.profiler import profile, record_function
+from torch.distributed.tensor import DTensor
 
 from common import UserError, comm
 from common.trainer import Run, parse
 from services.launch import gather_objects
+from services.memory import MemoryTimeline
 from services.run import attach, check, compose
 from services.tables import human, table
 
@@ -142,8 +144,16 @@ class Contestant(Bare):
         comm.observer = None
 
 
+class AllTensors(MemoryTimeline):
+    """Sees also the local tensors of PyTorch's DTensors, which come after these."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Leave DTensors to themselves."""
+        return NotImplemented if DTensor in types else super().__torch_dispatch__(func, types, args, kwargs)
+
+
 class Watched(Bare):
-    """Two steps, of which the second is marked for the profiler."""
+    """Two steps, whose tensors are seen; `before`: how many events are before the second."""
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """Instead of the bar."""
@@ -151,27 +161,24 @@ class Watched(Bare):
         yield 0
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        with record_function("second step"):
-            yield 1
+        self.before = len(self.timeline.events)
+        yield 1
 
 
 def peak_bytes(entry: Entry) -> int:
-    """The most bytes of tensors that this rank holds in the second step: every allocation and release is seen."""
+    """The most bytes of tensors that this rank holds in the second step: every allocation and release is seen.
+
+    On a CPU without what kernels allocate and release inside.
+    """
     gc.collect()
     run = Watched(entry)
+    run.timeline = AllTensors()
     if torch.cuda.is_available() and run.config.device != "cpu":
         run.train(run.config, run)
         return torch.cuda.max_memory_allocated()
-    with profile(profile_memory=True) as profiler:
+    with run.timeline:
         run.train(run.config, run)
-    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    start = next(event.start_ns() for event in events if event.name() == "second step")
-    held = most = 0
-    for event in events:
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held) if event.start_ns() >= start else held
-    return most
+    return max(list(accumulate(event.bytes for event in run.timeline.events))[run.before :])
 
 
 def meet():

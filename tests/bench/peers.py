@@ -181,14 +181,17 @@ def build_dtensor(how: str, config: Any, mesh: Mesh, model: Decoder) -> Peer:
 
 
 class Stage(nn.Module):
-    """A stage of step 6 as PyTorch's runtime wants it; the last one returns the normed hidden states."""
+    """A stage of step 6 as PyTorch's runtime wants it; the last one returns logits.
+
+    Where backward is split, the runtime finds the gradients of a stage's own parameters alone, so the head is one.
+    """
 
     def __init__(self, model: Decoder, place: Place, positions: Tensor):
         super().__init__()
         trunk = model.model
         self.first = trunk.embed_tokens if place.before is None else None
         self.layers = nn.ModuleList(trunk.layers[str(n)] for n in place.layers)
-        self.norm = trunk.norm if place.after is None else None
+        self.last = nn.Sequential(trunk.norm, model.lm_head) if place.after is None else None
         self.config, self.positions = model.config, positions
 
     def forward(self, x: Tensor) -> Tensor:
@@ -197,7 +200,7 @@ class Stage(nn.Module):
         tables = rope_tables(self.positions, self.config, wide(x.dtype))
         for layer in self.layers:
             x = layer(x, *tables)
-        return x if self.norm is None else self.norm(x)
+        return x if self.last is None else self.last(x)
 
 
 TORCH_SCHEDULES = {  # by the schedule of ours that is compared with it
@@ -230,7 +233,7 @@ def build_pipelining(config: Any, mesh: Mesh, model: Decoder) -> Peer:
     schedule = kind(
         stages[0] if single else stages,
         m,
-        loss_fn=lambda hidden, targets: model.loss(model.lm_head(hidden), targets) / scale[0],
+        loss_fn=lambda logits, targets: model.loss(logits, targets) / scale[0],
         scale_grads=False,
     )
     ends = [any(getattr(places[stage], side) is None for stage in mine) for side in ("before", "after")]
