@@ -90,16 +90,14 @@ class Names:
             self.known[place[0]] |= names
 
     def link_calls(self, module: str):
-        """Where a function makes `model = Decoder(...)`, the call `model(...)` stands for Decoder.forward."""
-        for function in ast.walk(ast.parse(self.sources[module])):
-            inside = list(ast.walk(function)) if isinstance(function, ast.FunctionDef) else []
-            calls = [node for node in inside if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-            stands = {id(c): self.refs.get((module, c.func.lineno, c.func.col_offset), ()) for c in calls}
-            made = {t.id: stands.get(id(n.value), ()) for n in inside if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)}
-            for call in calls:
-                found = {f"{name}.forward" for name in made.get(call.func.id, ())} & self.defs.keys()
-                if found:
-                    self.refs[module, call.func.lineno, call.func.col_offset] = found
+        """Where `model = Decoder(...)` stands before, `model(...)` stands for Decoder.forward."""
+        lines, made = self.sources[module].decode().split("\n"), {}
+        for n, line in enumerate(lines, 1):
+            for call in re.finditer(r"(?<![.\w])(\w+)\(", line):
+                if name := made.get(call[1]):
+                    self.refs[module, n, call.start()] = {name}
+            for variable, kind in re.findall(r"^ +(\w+) = ([A-Z]\w+)\(", line):
+                made[variable] = next((name for name in self.defs if name.endswith(f".{kind}.forward")), "")
 
     def place(self, module: str, start: int) -> tuple[str, int, int]:
         """Of a byte of a file."""
