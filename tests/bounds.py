@@ -32,11 +32,6 @@ EXP_FOR_16_BITS = 2**-13
 DRIFT = 0.02
 
 
-# Errors beside those of one call, where the results of blocks are rounded before they are merged: one more rounding, at
-# random, as large as all those of the call. Squares add up. A log-sum-exp in bf16 makes more than twice this of dq.
-ONE_MORE_ROUNDING = 2**0.5
-
-
 def products(dtype: torch.dtype, terms: int) -> float:
     """Of a matmul with so many terms against fp64: summed in fp32 at least, and the result rounded once."""
     return roundings(dtype, 1) + roundings(torch.promote_types(dtype, torch.float32), 2 * terms)

@@ -82,6 +82,7 @@ def test_labels_are_the_targets(tmp_path):
         ("nowhere/at/all.txt", None, "no such file or folder"),
         ("some/corpus", None, "the hub cannot be reached or does not have it"),
         ("empty.jsonl", b"", "empty"),
+        ("short.txt", b"15 letters, END", "16 tokens are less than two sequences"),
         ("table.csv", b"text\nhello\n", "cannot read a .csv"),
         ("body.jsonl", b'{"body": "hello"}\n', "no `text` and no `input_ids` column, only ['body']"),
         ("number.jsonl", b'{"text": 5}\n', "`text` holds int64, not strings"),
@@ -110,7 +111,7 @@ def test_a_vocabulary_smaller_than_bytes(tmp_path):
 
 def test_held_out_sequences_are_not_trained_on(tmp_path):
     """No target is in both, and what fills up the last micro-batch does not count."""
-    data = read(jsonl(tmp_path / "a.jsonl", input_ids=[[*range(1000)]]), 1000)
+    data = read(jsonl(tmp_path / "a.jsonl", input_ids=[[*range(993)]]), 1000)  # 8 x 124 + 1: all are used
     trained = {target for step in range(data.n_train) for target in data.batch(step)[1].flatten().tolist()}
     _, targets = evaluation.held_out(data, 10**6, 4)
     assert len(targets) % 4 == 0

@@ -231,11 +231,7 @@ def largest(r: Rank, experts: bool) -> float:
 
 
 def logits_at_once(p: Piece) -> float:
-    """Tensors of the logits' shape at the loss's highest point, as wide ones.
-
-    Backward has the logarithms, their gradient and that of the logits. Over tp forward has the gradient and the logits,
-    which 16 bits keep twice.
-    """
+    """Wide tensors of that shape: logarithms and two gradients; over tp the gradient, and the logits, also narrow."""
     return 3 if p.tp == 1 else 2 + (p.e < p.wide) * p.e / p.wide
 
 
