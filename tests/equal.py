@@ -25,9 +25,8 @@ from tests import faults
 
 SHAPE = list(ModelConfig.__dataclass_fields__)
 BOUND = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-12, "fp16": 1e-12}  # 16 bits: only a process with itself
-SMALL = dict(
-    dim=32, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=259, seq_len=16
-)  # a vocabulary that nothing divides
+# A vocabulary that nothing divides.
+SMALL = dict(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=259, seq_len=16)
 BASE = dict(
     steps=2,  # the second shows what one update leaves to the next; the sweep takes four
     warmup_steps=2,

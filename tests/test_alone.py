@@ -28,10 +28,8 @@ FILES = {"metrics.jsonl", "config.json", "loss.png"}
 
 def launch_line(step: str) -> tuple[int, str]:
     """(ranks, flags) of the line `Run it:` in a step's docstring; ranks 0: no torchrun."""
-    text = (ROOT / f"{step}.py").read_text()
-    ranks, flags = re.search(
-        rf"^Run it: +(?:torchrun --nproc_per_node=(\d)|python) {step}.py(.*)$", text, re.M
-    ).groups()
+    doc = (ROOT / f"{step}.py").read_text()
+    ranks, flags = re.search(rf"^Run it: +(?:torchrun --nproc_per_node=(\d)|python) {step}.py(.*)$", doc, re.M).groups()
     return int(ranks or 0), flags.strip()
 
 

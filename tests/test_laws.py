@@ -192,6 +192,16 @@ def test_formulas_are_the_kernels(dtype):
     assert max(by_formulas(dtype)) < max(bounds.FP64, 2 * bounds.attention(dtype))
 
 
+def test_gpus_that_have_the_kernel():
+    """16 bits, head_dim a multiple of 8 up to 256, from Ampere on; any number of tokens."""
+
+    def has(dtype: torch.dtype = torch.bfloat16, size: int = 64, capability: tuple = (8, 0)) -> bool:
+        with mock.patch("torch.cuda.get_device_capability", lambda _: capability):
+            return step05.has_kernel(SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, 1, 3, size), device=0))
+
+    assert has() and not any((has(torch.float32), has(size=60), has(size=264), has(capability=(7, 5))))
+
+
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_zigzag_shares_the_work(n):
     """Each rank computes as many pairs as any other; in the plain ring the last one (2n-1) times those of the first."""

@@ -233,9 +233,7 @@ def test_the_player_shows_the_schedules_times(browser, pages):
         split = any(action.kind == "W" for row in lists for action in row)
         spans = simulate(lists, places, COSTS | (dict(B=1) if split else {}))
         shown = browser.execute_script(BOXES, name, str(p), str(m))
-        assert sorted(shown) == sorted(
-            [rank, start, end - start, a.kind, a.micro_batch] for end, rank, start, a in spans
-        )
+        assert sorted(shown) == sorted([r, start, end - start, a.kind, a.micro_batch] for end, r, start, a in spans)
         n, (end, _, start, a) = draw.choice([(n, span) for n, span in enumerate(spans) if span[2]])
         browser.execute_script(f"document.querySelectorAll('.stage label')[{n}].click()")
         note = browser.find_element("css selector", "output").text.split("\n", 1)[1]

@@ -190,15 +190,13 @@ def sums_on_rank(kind: str, whole: bool) -> tuple[float, float, float]:
     key = type("Part", (), dict(group=group))()  # a bucket, or a unit
     comm.observer = lambda _operation, _group, tensor, share: sent.append(share * tensor.nbytes)
     for step in range(5):
-        everyone = [
-            torch.randn(length, generator=torch.Generator().manual_seed(step * 10 + r)) for r in range(group.size)
-        ]
-        key.flat = key.gradient = everyone[group.rank].clone()
+        drawn = [torch.randn(length, generator=torch.Generator().manual_seed(step * 10 + r)) for r in range(group.size)]
+        key.flat = key.gradient = drawn[group.rank].clone()
         Chain((compression.all_reduce if whole else compression.reduce_scatter)(key)).wait()
         part = length // group.size
         mine = slice(0, length) if whole else slice(group.rank * part, group.rank * part + part)
         found = found + (key.flat if whole else key.total)
-        added = added + sum(everyone)[mine]
+        added = added + sum(drawn)[mine]
     comm.observer = None
     owed = compression.owed[key].clone().view(-1)
     dist.all_reduce(owed)

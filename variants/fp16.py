@@ -53,9 +53,8 @@ class LossScaling:
     def __init__(self, parts: SimpleNamespace):
         self.optimizer, self.mesh = parts.optimizer, getattr(parts, "mesh", None) or Mesh(dp=1)
         self.gradients, self.update = parts.optimizer.gradients, parts.optimizer.step
-        self.balanced = {
-            m: m.weight for m in parts.model.modules() if isinstance(m, MoE)
-        }  # they add losses of their own
+        # These add losses of their own.
+        self.balanced = {m: m.weight for m in parts.model.modules() if isinstance(m, MoE)}
         self.good_steps, self.scaled = 0, True
         self.set_scale(2.0**16)
 
