@@ -1,23 +1,23 @@
-"""Step 4: tensor and sequence parallelism. Each matrix is cut. Between the blocks, tokens are cut too.
+"""Step 4: tensor and sequence parallelism. Each matrix is cut. Between the blocks, the sequence is cut too.
 
-A *block* is attention or the MLP. In Megatron (Shoeybi et al. 2019) its first matrices are cut by columns (their
-outputs), its last one by rows (its inputs): x [A0 A1] = [y0 y1] and [z0 z1] [B0; B1] = z0 B0 + z1 B1. From y to z no
-rank needs another, as heads and MLP channels do not look at one another. (nn.Linear is [out, in]: columns are dim 0.)
+A *block* is attention or the MLP. In Megatron (Shoeybi et al. 2019) its first matrices are cut by columns (outputs),
+its last one by rows (inputs): x [A0 A1] = [y0 y1]. Rank i makes z_i of y_i alone, as heads and MLP channels do not look
+at one another. The block's output is z0 B0 + z1 B1. (nn.Linear stores [out, in]: columns are its dim 0.)
 
              .- f -> q k v, heads 0-3 -> attention -> o_proj, rows of heads 0-3 -> g -.       rank 0
     x whole -|                                                                        |-> the block's output
              '- f -> q k v, heads 4-7 -> attention -> o_proj, rows of heads 4-7 -> g -'       rank 1
 
                              forward                          backward
-    f   enter_block          nothing: all have x              all-reduce: each rank has found a part of dx
-    g   leave_block          all-reduce: each rank has a      nothing: a part's gradient is that of the sum,
-                             part of the output's sum         which all have
+    f   enter_block          nothing: all have x              all-reduce: dx is a sum, each rank has a term
+    g   leave_block          all-reduce: each rank has a      nothing: the gradient of a term is that of the
+                             term of the output               sum, which all have
 
-The model's code stays as it is. Its matrices become smaller, and f and g are hooks: f runs before attention, MLP and
-head, g after embedding, attention and MLP.
+Embedding and loss are replaced. All matrices become smaller, and f and g are hooks: f runs before attention, MLP and
+head, g after embedding, attention and MLP. (The loss takes logits that are cut, so the head has no g.)
 
-SEQUENCE PARALLELISM (on unless --no-sp; Korthikanti et al. 2022). Between the blocks, where all ranks would repeat the
-same work, each holds only seq/n tokens. f and g become the two halves of an all-reduce, for the same bytes:
+SEQUENCE PARALLELISM (on unless --no-sp; Korthikanti et al. 2022). Between the blocks all n ranks would do the same
+work, so each holds only seq/n tokens. Each all-reduce becomes its two halves, for the same bytes:
 
     f   enter_block          all-gather: tokens come          reduce-scatter: dx is summed, tokens go apart
     g   leave_block          reduce-scatter                   all-gather
@@ -26,7 +26,7 @@ Norms now see only seq/n tokens, so their gradient is partial, and summed over t
 
 Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
 You should see step 1's losses. With S the bytes of [batch, seq, dim], a rank sends over tp in a micro-batch (n-1)/n x
-8 S a layer, and (n-1)/n x 4 S for both ends (and .1 % more: two numbers a token for the loss, gradients of norms).
+8 S a layer, and (n-1)/n x 4 S for embedding and head (here .1 % more: two numbers a token for the loss, and norms).
 """
 
 from collections.abc import Callable
@@ -60,7 +60,7 @@ class Config(step03.Config):
 
 def unchanged(x: Tensor, group: Group) -> Tensor:
     """The identity."""
-    return x.view_as(x)  # the same numbers as a new tensor
+    return x.view_as(x)  # another tensor, the same memory
 
 
 def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
@@ -72,14 +72,14 @@ def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
 
 def gather_tokens(x: Tensor, group: Group) -> Tensor:
     """All-gather: [batch, seq/n, dim] of every rank -> [batch, seq, dim]."""
-    parts = x.new_empty(group.size, *x.shape)
+    parts = x.new_empty(group.size, *x.shape)  # [n, batch, seq/n, dim]
     all_gather(parts.view(-1), x.contiguous().view(-1), group).wait()
     return parts.movedim(0, 1).flatten(1, 2)
 
 
 def sum_and_split_tokens(x: Tensor, group: Group) -> Tensor:
     """Reduce-scatter: [batch, seq, dim] on every rank -> this rank's tokens of the sum, [batch, seq/n, dim]."""
-    parts = x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()
+    parts = x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()  # [n, batch, seq/n, dim]
     part = torch.empty_like(parts[0])
     reduce_scatter(part.view(-1), parts.view(-1), group).wait()
     return part
@@ -129,28 +129,28 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """The summed cross entropy, whole on every rank. This rank's logits are those of the tokens in `ids`, then padding.
+    """The summed cross entropy, equal on all ranks. A rank has the logits of the tokens in `ids`, then padding (`cut`).
 
-    A token's loss is log sum exp(all logits) - its target's logit. So each rank sends two numbers a token: the log of
-    its own sum, and the target's logit if it has that, else 0. The gradient of the logits is softmax - one-hot. Forward
-    has all that it needs, and saves it, so backward sends nothing.
+    A token's loss is log sum exp(all logits) - its target's logit. So each rank sends the others two numbers a token:
+    its own log sum exp, and the target's logit if it has that, else 0. The gradient of the logits is softmax - one-hot:
+    forward can make it, and saves it, so backward sends nothing.
     """
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, ids: range, group: Group) -> Tensor:
         """logits [batch, seq, vocab/n], targets int64 [batch, seq] -> the sum over all targets but IGNORE, in nats."""
-        logits = logits.to(wide(logits.dtype))
+        logits = logits.to(wide(logits.dtype))  # as their gradient will be; autograd casts that back
         held = (targets >= ids.start) & (targets < ids.stop)
-        column = ((targets - ids.start) % logits.shape[-1])[..., None]
+        column = ((targets - ids.start) % logits.shape[-1])[..., None]  # any column, for a target that others hold
         picked = logits.gather(-1, column).squeeze(-1).where(held, 0.0)
-        ours = torch.stack((logits[..., : len(ids)].logsumexp(-1), picked))  # from len(ids) on, logits are padding
-        everyone = ours.new_empty(group.size, *ours.shape)
+        ours = torch.stack((logits[..., : len(ids)].logsumexp(-1), picked))  # the rest is padding
+        everyone = ours.new_empty(group.size, *ours.shape)  # [n, 2, batch, seq]
         all_gather(everyone.view(-1), ours.view(-1), group).wait()
         log_sum, picked = everyone[:, 0].logsumexp(0), everyone[:, 1].sum(0)
 
         gradient = (logits - log_sum[..., None]).exp_()  # our part of the softmax
         gradient[..., len(ids) :] = 0.0
-        gradient.scatter_add_(-1, column, -held[..., None].to(gradient.dtype))
+        gradient.scatter_add_(-1, column, -held[..., None].to(gradient.dtype))  # the one-hot, if its 1 is ours
         ctx.save_for_backward(gradient.mul_((targets != IGNORE)[..., None]))
         return (log_sum - picked).where(targets != IGNORE, 0.0).sum()
 
@@ -162,9 +162,9 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def cut(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
-    """This rank's part of a parameter on the meta device, with its record; the parameter itself in a group of one.
+    """This rank's part of a parameter on the meta device; the parameter itself in a group of one.
 
-    All parts have the same length, rounded up: the last may be partly or all padding. `materialize` reads the record.
+    All parts are equally long: the last ones may be padding. `materialize` reads the record of the cut (common/layout).
     """
     if group.size == 1:
         return weight
@@ -177,7 +177,7 @@ def cut(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
 
 
 def cut_matrix(dim: int, weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
-    """This rank's part of [out, in] along dimension -2 or -1; of experts (step 7), of [experts, out, in]."""
+    """This rank's part of [out, in], or of experts' [experts, out, in] (step 7), along dimension -2 or -1."""
     return cut(weight, weight.dim() + dim, mesh["tp"])
 
 
@@ -190,7 +190,7 @@ def cut_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Param
 
 COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
 CUTS = dict.fromkeys(COLUMNS, partial(cut_matrix, -2)) | dict.fromkeys(ROWS, partial(cut_matrix, -1))
-CUTS |= dict(k_proj=cut_heads, v_proj=cut_heads)
+CUTS |= dict(k_proj=cut_heads, v_proj=cut_heads)  # between heads, never inside one
 
 
 def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
@@ -214,7 +214,7 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
     trunk.embed_tokens.weight = cut(trunk.embed_tokens.weight, 0, group)
     model.lm_head.weight = trunk.embed_tokens.weight if config.tied else cut(model.lm_head.weight, 0, group)
     split = layout_of(model.lm_head.weight).splits[-1]
-    ids = range(split.start, max(split.start, min(split.stop, split.full)))  # the last ranks may have fewer, or none
+    ids = range(split.start, min(split.stop, split.full))  # the last ranks may have fewer, or none
     trunk.embed_tokens = VocabParallelEmbedding(trunk.embed_tokens.weight, ids)
     model.loss = lambda logits, targets: VocabParallelCrossEntropy.apply(logits, targets, ids, group)
 
@@ -229,7 +229,7 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
 def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh):
     """Sum gradients, in place, over the groups that their records name in `partial_over`: one all-reduce a group.
 
-    It comes after the sum over dp. Under ZeRO a rank sums its slices, which the ranks of the group cut alike.
+    Call it after `sync.finish`. Under ZeRO a rank has slices; all ranks of the group cut alike, so slices add up.
     """
     params = dict(model.named_parameters())
     for group in mesh.groups.values():
@@ -244,7 +244,7 @@ def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Me
 def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
-    mesh = Mesh(dp=join_ranks(device) // config.tp, tp=config.tp)  # tp: neighbours
+    mesh = Mesh(dp=join_ranks(device) // config.tp, tp=config.tp)  # tp is last: neighbours
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
     shape = PRESETS[config.model]
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
