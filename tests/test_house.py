@@ -121,8 +121,8 @@ def test_the_loop_is_on_the_page(step):
     """Mesh, model, optimizer, batch, loss, norm, clip, update: `train` itself says all of it, in this order."""
     text = "\n".join(text_of_train(step))
     verbs = ["choose_device(config)", "PRESETS[", "Data(", "Decoder(shape)", "RECOMPUTE[", "ptimizer", "run.steps("]
-    verbs += ["data.batch(", "n_targets = ", "xs, ys", "norm = ", "clip = ", "learning_rate(", "optimizer.step("]
-    verbs += ["run.record("]
+    verbs += ["data.batch(", "n_targets = (targets != IGNORE).sum().clamp(min=1)", "xs, ys", "norm = ", "clip = "]
+    verbs += ["learning_rate(", "optimizer.step(", "run.record("]
     places = [text.find(verb) for verb in verbs]
     assert -1 not in places and places == sorted(places), dict(zip(verbs, places, strict=True))
 
