@@ -222,7 +222,7 @@ def test_a_fault_is_named_and_hedged(tmp_path):
 @pytest.mark.exhaustive
 def test_a_crash_costs_its_own_criterion_alone(tmp_path):
     """A loss that raises leaves the embedding its points."""
-    line = "        logits = logits.to(wide(logits.dtype))\n"
+    line = "        held = (targets >= ids.start) & (targets < ids.stop)\n"
     results = judged(handed_in(tmp_path / "lab", 4, (line, line + "        raise ValueError('oh')\n")), 3)
     assert [bool(result.text) for result in results] == [False, True, True, True, True]
     assert "ValueError: oh (step04_tp_sp.py:" in results[1].text and "in forward" in results[1].text
@@ -252,7 +252,7 @@ def test_a_right_solution_in_another_style_earns_all_points(tmp_path, name):
 
 # --- hostile folders -------------------------------------------------------------------------------------------------
 
-GATHER = "    parts = x.new_empty(group.size, *x.shape)\n"
+GATHER = "    parts = x.new_empty(group.size, *x.shape)  # [n, batch, seq/n, dim]\n"
 FORK = """    import os, time
     if os.fork() == 0:
         os.setsid()
