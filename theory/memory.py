@@ -231,7 +231,7 @@ def largest(r: Rank, experts: bool) -> float:
 
 
 def logits_at_once(p: Piece) -> float:
-    """Wide tensors of that shape: logarithms and two gradients; over tp the gradient, and the logits, also narrow."""
+    """Wide tensors of the logits' shape: logarithms, two gradients; over tp the gradient, and logits, also narrow."""
     return 3 if p.tp == 1 else 2 + (p.e < p.wide) * p.e / p.wide
 
 

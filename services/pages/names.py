@@ -91,13 +91,14 @@ class Names:
 
     def link_calls(self, module: str):
         """Where `model = Decoder(...)` stands before, `model(...)` stands for Decoder.forward."""
-        lines, made = self.sources[module].decode().split("\n"), {}
-        for n, line in enumerate(lines, 1):
+        made: dict[str, set[str]] = {}
+        for n, line in enumerate(self.sources[module].decode().split("\n"), 1):
             for call in re.finditer(r"(?<![.\w])(\w+)\(", line):
-                if name := made.get(call[1]):
-                    self.refs[module, n, call.start()] = {name}
-            for variable, kind in re.findall(r"^ +(\w+) = ([A-Z]\w+)\(", line):
-                made[variable] = next((name for name in self.defs if name.endswith(f".{kind}.forward")), "")
+                if found := made.get(call[1]):
+                    self.refs[module, n, call.start()] = found
+            if new := re.match(r" +(\w+) = ([A-Z]\w+)\(", line):
+                kinds = self.refs[module, n, new.start(2)]
+                made[new[1]] = {f"{kind}.forward" for kind in kinds} & self.defs.keys()
 
     def place(self, module: str, start: int) -> tuple[str, int, int]:
         """Of a byte of a file."""
