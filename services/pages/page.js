@@ -1,85 +1,76 @@
 "use strict"
-// A definition in place: a name's panel shows the lines that define it, whose names open panels on top of it.
-// The browser places a panel by its name, and closes it by Escape or a click elsewhere.
+// A definition in place: a link's panel is a frame of the page that it leads to. There only what is asked for is shown,
+// and what happens is told to the page around it. The browser places a panel, and closes it.
+const framed = self !== top, panels = document.getElementsByTagName("aside")
 let timer
 
-function open(link) {
-  const below = link.closest("aside") ?? document.body, definitions = link.dataset.d.split(" ").map(n => {
-    const [module, name, start, end, users] = DEFS[n]
-    return `<h2><a href="${module}.html#${name}">${module.replace(".", "/")}.py:${start} ${name}</a></h2>
-      <p>Named by: ${users || "none"}</p>
-      <pre class=code>${LINES[module].slice(start - 1, end).join("\n")}</pre>`
-  })
-  below.insertAdjacentHTML("beforeend",
-    `<aside popover tabindex=-1 role=dialog aria-label=definition>${definitions.join("")}</aside>`)
+function open(pages, link) {
+  const below = panels[panels.length - 1] ?? document.body
+  const frames = pages.split(" ").map(page => `<iframe src="${page.replace("#", "?")}" title=definition></iframe>`)
+  below.insertAdjacentHTML("beforeend", `<aside popover>${frames.join("")}</aside>`)
   const panel = below.lastElementChild
-  panel.addEventListener("beforetoggle", event => {
-    if (event.newState === "closed" && panel.matches(":focus-within")) link.focus()
-  })
-  panel.addEventListener("toggle", event => event.newState === "closed" && panel.remove())
   panel.showPopover({ source: link })
+  panel.addEventListener("toggle", event => {
+    if (event.newState === "open") return
+    panel.remove()
+    if (document.activeElement === document.body) (below.querySelector("iframe") ?? link).focus()
+  })
   return panel
 }
-document.addEventListener("click", event => {
-  const link = event.target.closest("a[data-d]")
+addEventListener("message", ({ data, source }) => {
+  const last = panels[panels.length - 1], frame = [...last.children].find(frame => frame.contentWindow === source)
+  if (data > 0) frame.height = data
+  else data ? open(data, frame).firstChild.focus() : last.hidePopover()
+})
+addEventListener("click", event => {
+  const link = event.target.closest("main a[href*='#']"), pages = link?.dataset.pages ?? link?.getAttribute("href")
   if (!link || event.ctrlKey || event.metaKey) return
   event.preventDefault()
-  open(link).focus()
+  framed ? parent.postMessage(pages, "*") : open(pages, link).firstChild.focus()
 })
-document.addEventListener("mouseover", event => {
-  const link = event.target.closest("a[data-d]")
+addEventListener("mouseover", event => {
+  const link = event.target.closest("a[data-pages]")
   clearTimeout(timer)
-  if (document.querySelector("aside:hover, aside:focus-within")) return
-  timer = setTimeout(() => link ? open(link) : document.querySelector("aside")?.hidePopover(), link ? 150 : 400)
+  if (framed || document.querySelector("aside:hover, aside:focus-within")) return
+  timer = setTimeout(() => link ? open(link.dataset.pages, link) : panels[0]?.hidePopover(), link ? 150 : 400)
 })
+if (framed) {
+  document.body.className = "framed"
+  const name = location.search.slice(1), title = document.querySelector("h1 a")
+  document.getElementById(name)?.classList.add("asked")
+  title.hash = name
+  title.append(title.hash)
+  parent.postMessage(document.body.scrollHeight, "*")
+  addEventListener("keydown", event => event.key === "Escape" && parent.postMessage("", "*"))
+}
 
 // A picture that moves: the boxes of the chosen frame, as far as its moment has come, and the note of the chosen box.
-for (const form of document.forms) {
-  const [text, stage, says] = form.querySelectorAll("p, .stage, output"), { moment, play } = form
-  let frame, boxes, clock
+for (const form of framed ? [] : document.forms) {
+  const [text, stage, says, data] = form.querySelectorAll("p, .stage, output, script"), { moment, play } = form
+  const frames = JSON.parse(data.textContent)
+  let frame
 
   function tell() {
     const chosen = frame.boxes[stage.querySelector(":checked")?.value], linked = chosen?.[6] ?? []
-    boxes.forEach((box, n) => {
-      box.classList.toggle("later", moment.value < frame.boxes[n][7])
-      box.classList.toggle("linked", linked.includes(n))
-    })
     const others = linked.map(n => frame.linked + frame.boxes[n][5].split("\n")[0])
+    stage.querySelectorAll("label").forEach((box, n) => box.classList.toggle("linked", linked.includes(n)))
+    stage.style.setProperty("--moment", moment.value)
     says.textContent = [frame.moments[moment.value], chosen?.[5], ...others].filter(Boolean).join("\n")
   }
   function draw() {
-    frame = FRAMES[Array.from(form.querySelectorAll("select"), select => select.value).join("/")]
+    frame = frames[Array.from(form.querySelectorAll("select"), select => select.value).join("/")]
     const rows = frame.rows.map((name, y) => `<span style="grid-row: ${y + 1}">${name}</span>`)
-    const labels = frame.boxes.map(([y, x, width, colour, label, , , , height], n) =>
-      `<label style="grid-area: ${y + 1} / ${x + 2} / auto / span ${width}; --colour: ${colour}; height: ${100 * height}%">
-       <input type=radio name=box value=${n}>${label}</label>`)
+    const boxes = frame.boxes.map(([y, x, width, colour, label, , , since], n) => `<label style="--since: ${since};
+      --colour: ${colour}; grid-area: ${y + 1} / ${x + 2} / auto / span ${width}"><input type=radio name=box value=${n}>
+      ${label}</label>`)
     text.textContent = frame.text
     stage.style = `--rows: ${rows.length}; --columns: ${frame.width}`
-    stage.innerHTML = [...rows, ...labels].join("")
-    boxes = stage.querySelectorAll("label")
+    stage.innerHTML = [...rows, ...boxes].join("")
     moment.value = moment.max = frame.moments.length - 1
-    moment.disabled = play.disabled = frame.moments.length < 2
     tell()
   }
-  form.addEventListener("input", event => {
-    clearInterval(clock)
-    event.target.matches("select") ? draw() : tell()
-  })
-  stage.addEventListener("mouseover", event => {
-    const box = event.target.closest("label")
-    if (!box) return
-    box.control.checked = true
-    tell()
-  })
-  play.addEventListener("click", () => {
-    clearInterval(clock)
-    moment.value = 0
-    tell()
-    clock = setInterval(() => {
-      if (moment.value === moment.max) return clearInterval(clock)
-      moment.stepUp()
-      tell()
-    }, 400)
-  })
+  form.addEventListener("input", event => event.target.matches("select") ? draw() : tell())
+  stage.addEventListener("mouseover", event => event.target.control?.click())
+  setInterval(() => play.checked && tell(moment.value = (+moment.value + 1) % frame.moments.length), 400)
   draw()
 }

@@ -1,8 +1,8 @@
 """Pictures that move, as data: the program's own functions are asked, and the page only draws what they say.
 
-A picture is dict(choices={name: [values]}, first="value/value", frames={"value/value": frame}). A frame has a `text`,
-the names of its `rows`, its `width` in columns, its `boxes`, `moments`: what it says at each moment, and `linked`: a
-word before the notes of boxes that are linked to another.
+A picture is dict(choices={name: [values]}, first=[a value of each], frames={"value/value": frame}), and a frame is
+dict(text, boxes, rows=names, width=columns, moments=what it says at each, linked=word before what is linked to a box).
+A box is (row, column, width, colour, label, note, numbers of the boxes linked to it, moment from which on it is there).
 """
 
 import inspect
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,61 +29,38 @@ from services.plots import read_metrics
 from services.run import compose, plugins
 from services.screen import simulated_idle
 
-MOST_MOMENTS = 150  # of a run
 
-
-class Box(NamedTuple):
-    """In a row from column x on; it is there from a moment on. To touch it shows its note and boxes linked to it."""
-
-    row: int
-    x: int
-    width: int
-    colour: int
-    label: Any
-    note: str
-    linked: tuple[int, ...] = ()  # numbers of boxes
-    since: int = 0
-    height: float = 1  # of the row's
-
-
-def frame(text: str, boxes=(), rows=(), width: int = 1, moments=("",), linked: str = "") -> dict:
-    """What a picture shows for one choice."""
-    return dict(text=text, boxes=boxes, rows=rows, width=width, moments=moments, linked=linked)
-
-
-def picture(make: Callable[..., dict], first: str = "", **choices: list) -> dict:
+def picture(make: Callable[..., dict], first: str, **choices: list) -> dict:
     """All frames: `make` makes one of a value of each choice, or raises UserError. `first` is shown first."""
     frames = {}
     for values in product(*choices.values()):
         try:
-            made = make(*values)
+            frames["/".join(map(str, values))] = make(*values)
         except UserError as error:
-            made = frame(str(error))
-        frames["/".join(map(str, values))] = made
-    return dict(choices=choices, frames=frames, first=first or next(iter(frames)))
+            frames["/".join(map(str, values))] = dict(text=str(error), boxes=[], rows=[], width=1, moments=[""])
+    return dict(choices=choices, first=first.split("/"), frames=frames)
 
 
 def schedule(name: str, p: int, m: int) -> dict:
-    """The timeline of a schedule for p ranks and m micro-batches."""
+    """The timeline of a schedule for p ranks and m micro-batches. Raises UserError."""
     places, lists = step06.plan(compose(step06)(model="llama3-8b", schedule=name, pp=p), m)
     split = any(action.kind == "W" for row in lists for action in row)
     costs = COSTS | dict(B=1) if split else {kind: COSTS[kind] for kind in "FB"}
     spans = simulate(lists, places, costs)
-    awaited = {goes_to(action, places): n for n, (*_, action) in enumerate(spans)}
-    boxes, last = [], spans[-1][0]
-    held = [[0] * p for _ in range(last + 1)]  # from the start of F to the end of the last that needs what it keeps
+    awaited = {goes_to(action, places): [n] for n, (*_, action) in enumerate(spans)}
+    boxes, held = [], [[0] * p for _ in range(spans[-1][0] + 1)]  # from F to the end of the last that needs its input
     for end, rank, start, action in spans:
-        kind, needs = action.kind, [awaited[action]] if action in awaited else []
-        note = f"{kind} {action.micro_batch}, stage {action.stage}: time {start} to {end}"
-        boxes.append(Box(rank, start, end - start, "FBW".index(kind), action.micro_batch, note, needs, start + 1))
-        change, since = {"F": (1, start + 1), "BW"[split]: (-1, end)}.get(kind, (0, last + 1))
-        for row in held[since:]:
-            row[rank] += change
+        note = f"{action.kind} {action.micro_batch}, stage {action.stage}: time {start} to {end}"
+        colour, linked = "FBW".index(action.kind), awaited.get(action, [])
+        boxes.append((rank, start, end - start, colour, action.micro_batch, note, linked, start + 1))
+        for t, row in enumerate(held):
+            row[rank] += (action.kind == "F" and start < t) - (action.kind == "BW"[split] and end <= t)
     most = ", ".join(str(max(column)) for column in zip(*held, strict=True))
     bubble, units = simulated_idle(lists, places, costs), ", ".join(f"{kind} {n}" for kind, n in costs.items())
-    text = f"Bubble {bubble:.1%} of {last} units of time ({units}). Most activations in flight, by rank: {most}."
+    text = f"Bubble {bubble:.1%} of {end} units of time ({units}). Most activations in flight, by rank: {most}."
     moments = [f"Time {t}. Activations in flight, by rank: {', '.join(map(str, row))}." for t, row in enumerate(held)]
-    return frame(text, boxes, [f"rank {rank}" for rank in range(p)], last, moments, "waits for ")
+    rows = [f"rank {rank}" for rank in range(p)]
+    return dict(text=text, boxes=boxes, rows=rows, width=end, moments=moments, linked="waits for ")
 
 
 def ring(mode: str, n: int) -> dict:
@@ -91,24 +68,22 @@ def ring(mode: str, n: int) -> dict:
     positions, attention = step05.CONTEXT[mode]
     visible = inspect.signature(attention).parameters["visible"].default
     tokens = [positions(2 * n, rank, n).tolist() for rank in range(n)]
-    boxes, moments = [], []
-    for hop in range(n):
-        sources = [(rank - hop) % n for rank in range(n)]
-        moments.append(f"Hop {hop}: " + ", ".join(f"rank {r} has the keys {tokens[s]}" for r, s in enumerate(sources)))
-        for rank, source in enumerate(sources):
-            for rows, keys, causal in visible(rank, source, 2):
-                for q, k in product(tokens[rank][rows[2]], tokens[source][keys[2]]):
-                    if k <= q or not causal:
-                        note = f"Hop {hop}, rank {rank}: queries of chunk {q}, keys of chunk {k}{', causal' * (q == k)}"
-                        boxes.append(Box(q, k, 1, rank, hop, note, since=hop))
-    owner = {token: rank for rank in range(n) for token in tokens[rank]}
+    boxes, rows, moments = [], [""] * 2 * n, [f"Hop {hop}: " for hop in range(n)]
+    for hop, rank in product(range(n), range(n)):
+        source = (rank - hop) % n
+        moments[hop] += f"{', ' * (rank > 0)}rank {rank} has the keys {tokens[source]}"
+        for some, keys, causal in visible(rank, source, 2):
+            for q, k in product(tokens[rank][some[2]], tokens[source][keys[2]]):
+                note = f"Hop {hop}, rank {rank}: queries of chunk {q}, keys of chunk {k}{', causal' * (q == k)}"
+                boxes += [(q, k, 1, rank, hop, note, [], hop)] if k <= q or not causal else []
+                rows[q] = f"{q}, rank {rank}"
     text = "Rows: chunks of queries. Columns: chunks of keys. In a box: the hop in which the pair is computed."
     text += " While a rank computes, it sends the keys that it has on to the next."
-    return frame(text, boxes, [f"{q}, rank {owner[q]}" for q in range(2 * n)], 2 * n, moments)
+    return dict(text=text, boxes=boxes, rows=rows, width=2 * n, moments=moments)
 
 
 def rank_of_mesh(config: Any, rank: int, world: int) -> tuple[str, list[int]]:
-    """What step 7 gives a rank: its groups, tokens and parts of parameters. One process plays the rank."""
+    """What step 7 gives a rank: its groups, tokens and parts of parameters. And the ranks that it has groups with."""
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         mesh = Mesh(pp=config.pp, dp=world // (config.pp * config.cp * config.tp), cp=config.cp, tp=config.tp)
@@ -122,15 +97,13 @@ def rank_of_mesh(config: Any, rank: int, world: int) -> tuple[str, list[int]]:
         groups = {g.name: dist.get_process_group_ranks(g.handle) if g.handle else [rank] for g in mesh.groups.values()}
     finally:
         dist.destroy_process_group()
-    runs = [f"{part[0]}-{part[-1]}" for part in here.tensor_split((here.diff() != 1).nonzero().flatten() + 1)]
-    lines = [f"rank {rank}: sequences {mine.start}-{mine.stop - 1}, of each the tokens {', '.join(runs)}"]
+    tokens = " and ".join(f"{part[0]}-{part[-1]}" for part in here.chunk(2))
+    lines = [f"rank {rank}: sequences {mine.start}-{mine.stop - 1}, of each the tokens {tokens}"]
     lines += [", ".join(f"{name} {ranks}" for name, ranks in groups.items())]
     for name, param in model.named_parameters():
-        record = layout_of(param)
-        cuts = [f"{s.start}-{min(s.stop, s.full) - 1} of {s.full} in dim {s.dim} ({s.over})" for s in record.splits]
-        sums = " and ".join((record.data_group, *record.partial_over))
-        kind = re.sub(r"\.\d+\.", ".*.", name)
-        lines.append(f"{kind} {list(param.shape)}: {', '.join(cuts) or 'whole'}; gradient summed over {sums}")
+        splits, kind = layout_of(param).splits, re.sub(r"\.\d+\.", ".*.", name)
+        cuts = [f"{s.start}-{min(s.stop, s.full) - 1} of {s.full} in dim {s.dim} ({s.over})" for s in splits]
+        lines.append(f"{kind} {list(param.shape)}: {', '.join(cuts) or 'whole'}")
     return "\n".join(dict.fromkeys(lines)), sorted({other for ranks in groups.values() for other in ranks} - {rank})
 
 
@@ -140,50 +113,46 @@ def mesh(pp: int, dp: int, cp: int, tp: int, ep: int) -> dict:
     if world > 8:
         raise UserError(f"{world} ranks: choose sizes for at most 8.")
     config = compose(step07)(model="tiny", pp=pp, cp=cp, tp=tp, ep=ep)
-    boxes = [Box(n // tp, n % tp, 1, 0, n, *rank_of_mesh(config, n, world)) for n in range(world)]
+    boxes = [(n // tp, n % tp, 1, 0, n, *rank_of_mesh(config, n, world), 0) for n in range(world)]
     rows = ["pp {} dp {} cp {}".format(*place) for place in product(range(pp), range(dp), range(cp))]
-    return frame(f"{world} ranks; those of a row differ in tp. Touch one.", boxes, rows, tp, linked="with ")
+    text = f"{world} ranks; those of a row differ in tp. Touch one."
+    return dict(text=text, boxes=boxes, rows=rows, width=tp, moments=[""], linked="with ")
 
 
-def curves(moments: list[str], series: dict[str, list[float]]) -> dict:
-    """A row for each series; in it a bar for each moment, or for the highest of several that follow one another."""
-    points = list(zip(moments, zip(*series.values(), strict=True), strict=True))
-    every = -(-len(points) // MOST_MOMENTS)
-    points = [max(points[n : n + every], key=lambda point: sum(point[1])) for n in range(0, len(points), every)]
-    most = max(value for _, values in points for value in values)
-    boxes, says = [], []
-    for x, (moment, values) in enumerate(points):
-        notes = [f"{name} {value:.4g}" for name, value in zip(series, values, strict=True)]
-        says.append(f"{moment}: {', '.join(notes)}")
-        for row, (note, value) in enumerate(zip(notes, values, strict=True)):
-            boxes.append(Box(row, x, 1, row, "", f"{moment}: {note}", since=x, height=value / most))
-    return frame(f"Top of each row: {most:.4g}.", boxes, list(series), len(points), says)
+def chart(moments: list[str], series: dict[str, list[float]]) -> dict:
+    """Numbers over moments, each series in a colour, in 20 rows and at most 150 columns."""
+    most, every, boxes = max(map(max, series.values())), -(-len(moments) // 150), {}
+    for colour, (name, numbers) in enumerate(series.items()):
+        for n, number in enumerate(numbers):
+            y, x = 20 - round(20 * number / most), n // every
+            boxes[y, x, colour] = (y, x, 1, colour, "", f"{moments[n]}: {name} {number:.5g}", [], x)
+    rows = [f"{most * (20 - y) / 20:.3g}" for y in range(21)]
+    return dict(text=f"Colours: {', '.join(series)}.", boxes=[*boxes.values()], rows=rows, width=x + 1, moments=moments[::every])
 
 
 def run(folder: Path) -> dict:
     """Loss, memory and the load of experts of a run, from the files in its directory."""
-    rows, shown = read_metrics(folder), {}
+    rows = read_metrics(folder)
     steps = [f"Step {row['step']}" for row in rows]
-    if (folder / "memory.json").exists():
-        memory = json.loads((folder / "memory.json").read_text())
-        series = {name: [n / 2**20 for n in sizes] for name, sizes in memory["bytes"].items()}
-        shown["memory, MiB"] = [f"{seconds:.3f} s" for seconds in memory["seconds"]], series
-    shown["loss"] = steps, dict(loss=[row["loss"] for row in rows])
-    if "peak_memory_bytes" in rows[0]:
-        shown["peak of memory, MiB"] = steps, dict(peak=[row["peak_memory_bytes"] / 2**20 for row in rows])
+    charts = {
+        name: (steps, {name: [row[name] for row in rows]}) for name in ("loss", "peak_memory_bytes") if name in rows[0]
+    }
     for layer in rows[0].get("expert_load", ()):
         loads = zip(*(row["expert_load"][layer] for row in rows), strict=True)
-        shown[f"expert load, layer {layer}"] = steps, {f"expert {e}": load for e, load in enumerate(loads)}
-    return picture(lambda name: curves(*shown[name]), curve=list(shown))
+        charts[f"expert load, layer {layer}"] = steps, {f"expert {e}": load for e, load in enumerate(loads)}
+    if (folder / "memory.json").exists():
+        memory = json.loads((folder / "memory.json").read_text())
+        charts["memory, bytes"] = [f"{seconds:.3f} s" for seconds in memory["seconds"]], memory["bytes"]
+    return picture(lambda name: chart(*charts[name]), "loss", chart=[*charts])
 
 
 def all_pictures() -> dict[str, dict]:
-    """Every picture by name, but that of a run."""
+    """By the module on whose page it is."""
     plugins()  # variants add their entries to the menus
     modes = [mode for mode, made in step05.CONTEXT.items() if "visible" in inspect.signature(made.attention).parameters]
-    ranks, micro_batches, sizes = [2, 3, 4, 8], [2, 4, 8, 16], [1, 2, 4]
+    ranks, sizes = [2, 3, 4, 8], [1, 2, 4]
     return dict(
-        schedules=picture(schedule, "1f1b/4/8", schedule=list(SCHEDULES), ranks=ranks, micro_batches=micro_batches),
-        ring=picture(ring, "zigzag/4", mode=modes, ranks=ranks),
-        mesh=picture(mesh, "2/1/2/2/2", pp=sizes, dp=sizes, cp=sizes, tp=sizes, ep=sizes),
+        step05_cp_ring=picture(ring, "zigzag/4", mode=modes, ranks=ranks),
+        step06_pipeline=picture(schedule, "1f1b/4/8", schedule=[*SCHEDULES], ranks=ranks, micro_batches=[2, 4, 8]),
+        step07_moe_ep=picture(mesh, "2/1/2/2/2", pp=sizes, dp=sizes, cp=sizes, tp=sizes, ep=sizes),
     )
