@@ -5,6 +5,7 @@ import inspect
 import io
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -41,7 +42,7 @@ return [...document.querySelectorAll('.stage label')].map(
         'FBW'[b.style.getPropertyValue('--colour')], +b.textContent])"""
 SHOWN = """return [document.querySelector('h1').textContent, [...document.querySelectorAll('.code')].filter(
   e => e.checkVisibility()).map(e => e.textContent).join('')]"""
-PANELS = "return [...document.querySelectorAll('aside:popover-open iframe')].map(frame => frame.src.split('?')[1])"
+PANEL = "return document.querySelector('aside:popover-open iframe')?.src.split('/').at(-1)"
 CONTRASTS = """
 const parse = c => (c.match(/[\\d.]+/g) || []).map(Number)
 const shine = c => { const [r, g, b] = c.map(v => (v /= 255) <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
@@ -126,6 +127,16 @@ def test_pages_are_small_and_whole(pages):
     assert sorted(path.stem for path in pages.glob("*.html")) == sorted(PAGES)
     assert sum(path.stat().st_size for path in pages.iterdir()) < LARGEST
     assert not [path for path in pages.glob("*.html") if 'src="http' in path.read_text()]
+
+
+def test_every_link_leads_somewhere(pages):
+    """To a page, and there to a definition."""
+    texts = {path.name: path.read_text() for path in pages.iterdir()}
+    for name, text in texts.items():
+        for links in re.findall('(?:href|data-pages)="?([^">]+[.]html[^">]*)', text):
+            for link in links.split(" "):
+                page, _, part = link.partition("#")
+                assert page in texts and (not part or f'id="{part}"' in texts[page]), (name, link)
 
 
 def test_each_task_of_a_lab_has_a_badge(pages):
@@ -230,14 +241,17 @@ def hover(browser, pages: Path, n: int, seed: int):
         for link, value in draw.sample(known, n // several):
             browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", link)
             ActionChains(browser, duration=0).move_to_element(link).perform()  # not by way of other names
-            WebDriverWait(browser, 10, 0.05).until(lambda _: browser.find_elements("css selector", "iframe[height]"))
-            browser.switch_to.frame(browser.find_element("css selector", "iframe"))
+            frame = f"aside:popover-open iframe[height][src$='{value.__module__}.html?{value.__qualname__}']"
+            browser.switch_to.frame(
+                WebDriverWait(browser, 10, 0.05).until(
+                    lambda _, at=frame: browser.find_element("css selector", at), frame
+                )
+            )
             title, code = browser.execute_script(SHOWN)
-            assert title == f"{value.__module__}#{value.__qualname__}"
             assert statements(code) == statements(inspect.getsource(value)), title
             browser.switch_to.default_content()
             browser.execute_script("document.querySelector('aside').hidePopover()")
-            ActionChains(browser, duration=0).move_to_element(browser.find_element("css selector", "h1")).perform()
+            ActionChains(browser, duration=0).move_to_element(browser.find_element("css selector", "nav")).perform()
 
 
 def test_hovering_shows_a_definition(browser, pages):
@@ -306,11 +320,13 @@ def test_the_keyboard_suffices(browser, pages):
     press(Keys.ARROW_RIGHT)
     press(Keys.ARROW_LEFT)
     assert browser.find_element("css selector", "output").text.split("\n")[1].startswith("Hop 0, rank 0")
-    link = tab_to(lambda at: at.endswith("#UserError"))
-    assert press(Keys.ENTER) == "IFRAME" and len(first := browser.execute_script(PANELS)) == 1
+    link = tab_to(lambda at: at.endswith("#Group"))
+    assert press(Keys.ENTER) == "IFRAME" and browser.execute_script(PANEL) == "common.comm.html?Group"
     browser.switch_to.frame(0)
-    tab_to(lambda at: ".html#" in at)
+    tab_to(lambda at: at.endswith("#UserError"))
     browser.switch_to.default_content()
-    assert press(Keys.ENTER) == "IFRAME" and len(browser.execute_script(PANELS)) == 2
-    assert press(Keys.ESCAPE) == "IFRAME" and browser.execute_script(PANELS) == first
-    assert press(Keys.ESCAPE) == link and not browser.execute_script(PANELS)
+    assert press(Keys.ENTER) == "IFRAME"
+    browser.switch_to.frame(0)
+    assert browser.execute_script(SHOWN)[0] == "common.UserError"
+    browser.switch_to.default_content()
+    assert press(Keys.ESCAPE) == link and not browser.execute_script(PANEL)

@@ -12,17 +12,20 @@ from html import escape, unescape
 from itertools import pairwise
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader
-from markdown_it import MarkdownIt
-from pygments.formatters import HtmlFormatter
-from pygments.lexers import PythonLexer
-from pygments.token import STANDARD_TYPES
+try:
+    from jinja2 import Environment, FileSystemLoader
+    from markdown_it import MarkdownIt
+    from pygments.formatters import HtmlFormatter
+    from pygments.lexers import PythonLexer
+    from pygments.token import STANDARD_TYPES
+
+    from services.pages.names import Names
+except ModuleNotFoundError as missing:
+    sys.exit(f"error: the pages need {missing.name}: pip install -r requirements-dev.txt")
 
 from services.pages import pictures
-from services.pages.names import Names
 
 ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
-STYLES = {"light": "default", "dark": "github-dark"}  # of Pygments, for code
 
 
 class Pages:
@@ -40,21 +43,23 @@ class Pages:
         for kind, text in PythonLexer(stripnl=False, ensurenl=False).get_tokens(source):
             for part in re.findall("\n|.+", text):
                 place, html, css = (module, len(lines), column), escape(part, quote=False), STANDARD_TYPES[kind]
-                if found := self.names.refs.get(place):
+                own = f"{module}.html#{part}"  # a class in quotes, as in config: "Config"
+                if found := self.names.refs.get(place) or [own] * (part.istitle() and own in self.names.homes):
                     ids = [f'id="{a.partition("#")[2]}"' for a in found if self.names.homes.get(a) == place]
                     html = f'<a {"".join(ids)} href="{found[0]}" data-pages="{" ".join(found)}">{html}</a>'
                 lines[-1] += f"<span class={css}>{html}</span>" if css and part.strip() else html.strip("\n")
                 column += len(part)
                 if part == "\n":
-                    lines, column = [*lines, ""], 0
+                    lines.append("")
+                    column = 0
         return lines
 
     def prose(self, text: str, module: str) -> str:
-        """A docstring or comment: Markdown. A name in it is a link, and a line with columns a picture."""
+        """A docstring or comment, in Markdown. Names that its file knows are links, lines with columns a picture."""
+        here = {address for place, found in self.names.refs.items() if place[0] == module for address in found}
 
         def link(match: re.Match) -> str:
-            found = [address for address in self.names.homes if re.search(rf"[#.]{match[1]}$", address)]
-            found = [address for address in found if address.startswith(f"{module}.html")] or found
+            found = sorted(address for address in here if re.search(rf"[#.]{match[1]}$", address))
             return f"[{match[0]}]({found[0]})" if 0 < len(found) < 4 else match[0]
 
         text = re.sub(r"^(?=\S.*   )", "    ", text, flags=re.M)
@@ -64,33 +69,36 @@ class Pages:
         """What a file's top level says, one by one, and beside it what the step before says under the same name."""
         steps = [step for step in self.trees if step.startswith("step") and step < module]
         for before, node in pairwise(self.trees[module].body):
-            name = getattr(node, "name", "")
-            old = [
-                (step, it) for step in steps for it in self.trees[step].body if name and vars(it).get("name") == name
+            name = getattr(node, "name", None)
+            old = [(s, it) for s in steps for it in self.trees[s].body if name and getattr(it, "name", None) == name][
+                -1:
             ]
-            both = self.beside(old[-1], (module, node)) if old else ()
-            yield dict(name=name, old=old[-1:], both=both, rows=self.rows(module, before, node))
+            both = self.beside(*old, (module, node)) if old else ()
+            yield dict(name=name, old=old, both=both, parts=self.parts(module, before, node))
 
-    def rows(self, module: str, before: ast.stmt, node: ast.stmt) -> list[dict]:
-        """Pieces of code after a statement, to the end of the next, each with its prose, and what it defines."""
+    def parts(self, module: str, before: ast.stmt, node: ast.stmt) -> list[list[dict]]:
+        """What comes after a statement, to the end of the next: of each definition, pieces of code with their prose."""
         inside = [it for it in (node, *getattr(node, "body", ())) if isinstance(it, ast.FunctionDef | ast.ClassDef)]
         starts = {(it.decorator_list or [it])[0].lineno: it for it in inside}
-        texts = [it.body[0] for it in inside if ast.get_docstring(it)]
-        skip = {n for text in texts for n in range(text.lineno, text.end_lineno + 1)}
-        rows, says, ended = [], [], True
+        docs = {
+            n for it in inside if ast.get_docstring(it) for n in range(it.body[0].lineno, it.body[0].end_lineno + 1)
+        }
+        parts, says, ended = [[]], [], True
         for n in range(before.end_lineno + 1, node.end_lineno + 1):
             code, _, comment = self.lines[module][n - 1].partition("<span class=c1>")
             comment, it = unescape(comment.removesuffix("</span>")).strip("#- "), starts.get(n)
             if comment and not code.strip():
                 says.append(comment)
-            elif n not in skip and (rows or code):
+            elif n not in docs and (parts[0] or code):
+                if it and parts[0]:
+                    parts.append([])
                 if says or comment or ended or it:
                     about = filter(None, (" ".join(says), it and ast.get_docstring(it), comment))
                     name = it and (it.name if it is node else f"{node.name}.{it.name}")
-                    rows.append(dict(prose=self.prose("\n\n".join(about), module), name=name, code=""))
+                    parts[-1].append(dict(prose=self.prose("\n\n".join(about), module), name=name, code=""))
                     says, ended = [], bool(comment)
-                rows[-1]["code"] += code.rstrip() + "\n"
-        return rows
+                parts[-1][-1]["code"] += code.rstrip() + "\n"
+        return parts
 
     def beside(self, *both: tuple[str, ast.stmt]) -> list[tuple[str, str, str]]:
         """(what happened, old lines, new lines) of two definitions."""
@@ -119,7 +127,7 @@ def main():
     with ProcessPoolExecutor(1) as pool:
         shown, pages = pool.submit(pictures.all_pictures), Pages(files)  # at the same time
     shown = shown.result() | (dict(run=pictures.run(flags.run)) if flags.run else {})
-    rules = {scheme: HtmlFormatter(style=style).get_style_defs(".code") for scheme, style in STYLES.items()}
+    rules = {"light": HtmlFormatter(style="default"), "dark": HtmlFormatter(style="github-dark")}
     templates = Environment(loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True)
     every = ["index", *files, *shown.keys() - files]
     flags.out.mkdir(parents=True, exist_ok=True)

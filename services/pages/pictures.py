@@ -1,8 +1,8 @@
 """Pictures that move, as data: the program's own functions are asked, and the page only draws what they say.
 
-A picture is dict(choices={name: [values]}, first=[a value of each], frames={"value/value": frame}), and a frame is
-dict(text, boxes, rows=names, width=columns, moments=what it says at each, linked=word before what is linked to a box).
-A box is (row, column, width, colour, label, note, numbers of the boxes linked to it, moment from which on it is there).
+A picture is dict(choices=[(name, values, value shown first)], frames={"value/value": frame}). A frame is dict(text,
+boxes, rows=names, width=columns, moments=what it says at each, linked=a word before what is linked to a box). A box is
+(row, column, width, colour, label, note, numbers of the boxes linked to it, the moment from which on it is there).
 """
 
 import inspect
@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,10 +34,11 @@ def picture(make: Callable[..., dict], first: str, **choices: list) -> dict:
     frames = {}
     for values in product(*choices.values()):
         try:
-            frames["/".join(map(str, values))] = make(*values)
+            frame = make(*values)
         except UserError as error:
-            frames["/".join(map(str, values))] = dict(text=str(error), boxes=[], rows=[], width=1, moments=[""])
-    return dict(choices=choices, first=first.split("/"), frames=frames)
+            frame = dict(text=str(error), boxes=[], rows=[], width=1, moments=[""])
+        frames["/".join(map(str, values))] = frame
+    return dict(choices=[*zip(choices, choices.values(), first.split("/"), strict=True)], frames=frames)
 
 
 def schedule(name: str, p: int, m: int) -> dict:
@@ -55,10 +55,10 @@ def schedule(name: str, p: int, m: int) -> dict:
         boxes.append((rank, start, end - start, colour, action.micro_batch, note, linked, start + 1))
         for t, row in enumerate(held):
             row[rank] += (action.kind == "F" and start < t) - (action.kind == "BW"[split] and end <= t)
-    most = ", ".join(str(max(column)) for column in zip(*held, strict=True))
-    bubble, units = simulated_idle(lists, places, costs), ", ".join(f"{kind} {n}" for kind, n in costs.items())
-    text = f"Bubble {bubble:.1%} of {end} units of time ({units}). Most activations in flight, by rank: {most}."
-    moments = [f"Time {t}. Activations in flight, by rank: {', '.join(map(str, row))}." for t, row in enumerate(held)]
+    most, units = [max(column) for column in zip(*held, strict=True)], ", ".join(f"{k} {n}" for k, n in costs.items())
+    text = f"Bubble {simulated_idle(lists, places, costs):.1%} of {end} units of time ({units})."
+    text += f" Most activations in flight, by rank: {most}."
+    moments = [f"Time {t}. Activations in flight, by rank: {row}." for t, row in enumerate(held)]
     rows = [f"rank {rank}" for rank in range(p)]
     return dict(text=text, boxes=boxes, rows=rows, width=end, moments=moments, linked="waits for ")
 
@@ -82,7 +82,7 @@ def ring(mode: str, n: int) -> dict:
     return dict(text=text, boxes=boxes, rows=rows, width=2 * n, moments=moments)
 
 
-def rank_of_mesh(config: Any, rank: int, world: int) -> tuple[str, list[int]]:
+def rank_of_mesh(config: step07.Config, rank: int, world: int) -> tuple[str, list[int]]:
     """What step 7 gives a rank: its groups, tokens and parts of parameters. And the ranks that it has groups with."""
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
@@ -98,8 +98,7 @@ def rank_of_mesh(config: Any, rank: int, world: int) -> tuple[str, list[int]]:
     finally:
         dist.destroy_process_group()
     tokens = " and ".join(f"{part[0]}-{part[-1]}" for part in here.chunk(2))
-    lines = [f"rank {rank}: sequences {mine.start}-{mine.stop - 1}, of each the tokens {tokens}"]
-    lines += [", ".join(f"{name} {ranks}" for name, ranks in groups.items())]
+    lines = [f"rank {rank}: sequences {mine.start}-{mine.stop - 1}, of each the tokens {tokens}", f"groups {groups}"]
     for name, param in model.named_parameters():
         splits, kind = layout_of(param).splits, re.sub(r"\.\d+\.", ".*.", name)
         cuts = [f"{s.start}-{min(s.stop, s.full) - 1} of {s.full} in dim {s.dim} ({s.over})" for s in splits]
@@ -127,22 +126,24 @@ def chart(moments: list[str], series: dict[str, list[float]]) -> dict:
             y, x = 20 - round(20 * number / most), n // every
             boxes[y, x, colour] = (y, x, 1, colour, "", f"{moments[n]}: {name} {number:.5g}", [], x)
     rows = [f"{most * (20 - y) / 20:.3g}" for y in range(21)]
-    return dict(text=f"Colours: {', '.join(series)}.", boxes=[*boxes.values()], rows=rows, width=x + 1, moments=moments[::every])
+    return dict(
+        text=f"Colours: {', '.join(series)}.", boxes=[*boxes.values()], rows=rows, width=x + 1, moments=moments[::every]
+    )
 
 
 def run(folder: Path) -> dict:
     """Loss, memory and the load of experts of a run, from the files in its directory."""
     rows = read_metrics(folder)
     steps = [f"Step {row['step']}" for row in rows]
-    charts = {
-        name: (steps, {name: [row[name] for row in rows]}) for name in ("loss", "peak_memory_bytes") if name in rows[0]
-    }
+    charts = {"loss": (steps, {"loss": [row["loss"] for row in rows]})}
+    if "peak_memory_bytes" in rows[0]:
+        charts["peak of memory"] = steps, {"bytes": [row["peak_memory_bytes"] for row in rows]}
     for layer in rows[0].get("expert_load", ()):
         loads = zip(*(row["expert_load"][layer] for row in rows), strict=True)
         charts[f"expert load, layer {layer}"] = steps, {f"expert {e}": load for e, load in enumerate(loads)}
     if (folder / "memory.json").exists():
         memory = json.loads((folder / "memory.json").read_text())
-        charts["memory, bytes"] = [f"{seconds:.3f} s" for seconds in memory["seconds"]], memory["bytes"]
+        charts["memory over time"] = [f"{seconds:.3f} s" for seconds in memory["seconds"]], memory["bytes"]
     return picture(lambda name: chart(*charts[name]), "loss", chart=[*charts])
 
 
