@@ -43,6 +43,7 @@ return [...document.querySelectorAll('.stage label')].map(
 SHOWN = """return [document.querySelector('h1').textContent, [...document.querySelectorAll('.code')].filter(
   e => e.checkVisibility()).map(e => e.textContent).join('')]"""
 PANEL = "return document.querySelector('aside:popover-open iframe')?.src.split('/').at(-1)"
+EDGES = "const edges = document.querySelector('aside').getBoundingClientRect(); return [edges.top, edges.bottom]"
 CONTRASTS = """
 const parse = c => (c.match(/[\\d.]+/g) || []).map(Number)
 const shine = c => { const [r, g, b] = c.map(v => (v /= 255) <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
@@ -250,6 +251,8 @@ def hover(browser, pages: Path, n: int, seed: int):
             title, code = browser.execute_script(SHOWN)
             assert statements(code) == statements(inspect.getsource(value)), title
             browser.switch_to.default_content()
+            top, bottom = browser.execute_script(EDGES)
+            assert 0 <= top < bottom <= 900, "the panel is in the window"
             browser.execute_script("document.querySelector('aside').hidePopover()")
             ActionChains(browser, duration=0).move_to_element(browser.find_element("css selector", "nav")).perform()
 

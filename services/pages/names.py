@@ -7,7 +7,6 @@ from collections import defaultdict
 from pathlib import Path
 
 import jedi
-from jedi.api.classes import Name
 
 
 class Names:
@@ -19,13 +18,12 @@ class Names:
     def __init__(self, root: Path, files: dict[str, Path]):
         self.modules = {path: module for module, path in files.items()}
         self.refs, self.homes, self.users = {}, {}, defaultdict(set)
+        jedi.inference.recursion.per_function_execution_limit = 100  # it would give up on `mesh["dp"]` after 6 of them
         project = jedi.Project(root, sys_path=[str(root)])
         scripts = {module: jedi.Script(path=path, project=project) for module, path in sorted(files.items())}
         names = [(m, it) for m, script in scripts.items() for it in script.get_names(all_scopes=True, references=True)]
         known = {it.name for _, it in names if it.is_definition()}.union(*(module.split(".") for module in files))
-        for module, name in names:
-            if name.name not in known:  # of torch, or of Python
-                continue
+        for module, name in [(m, it) for m, it in names if it.name in known]:  # others are of torch or Python
             found, scope = {self.address(it) for it in name.goto(follow_imports=True)} - {""}, name.parent()
             if not found and name.get_line_code()[name.column :].startswith(f"{name.name}("):  # model(x, y)
                 found = {f"{self.address(kind)}.forward" for kind in name.infer()} & self.homes.keys()
@@ -38,7 +36,7 @@ class Names:
                     self.homes.setdefault(address, (module, name.line, name.column))
             self.refs[module, name.line, name.column] = sorted(found)
 
-    def address(self, found: Name) -> str:
+    def address(self, found: jedi.api.classes.Name) -> str:
         """Of a definition, or "" if it is in no file of ours, or local to a function."""
         module, scope, name = self.modules.get(found.module_path), found.parent(), found.full_name
         if not (module and name) or found.type == "param":

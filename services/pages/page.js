@@ -1,7 +1,7 @@
 "use strict"
 // A definition in place: frames of the pages that have it, which show only what is asked for, in a panel at its link.
 const framed = self !== top, panel = document.querySelector("aside")
-let timer
+let timer, over
 
 function open(link) {
   const pages = (link.dataset.pages ?? link.getAttribute("href")).replaceAll("#", "?").split(" ")
@@ -15,15 +15,16 @@ addEventListener("click", event => {
   open(link)
   panel.firstChild.focus()
 })
-addEventListener("mouseover", event => {
+addEventListener("mousemove", event => {
   const link = event.target.closest("a[data-pages]")
+  if (framed || link === over || panel.matches(":hover, :focus-within")) return
   clearTimeout(timer)
-  if (framed || panel.matches(":hover, :focus-within")) return
+  over = link
   timer = setTimeout(() => link ? open(link) : panel.hidePopover(), link ? 150 : 400)
 })
 addEventListener("message", ({ data, source }) => {  // from a frame: how high it is, or that Escape is pressed there
-  if (!data) return panel.hidePopover()
-  Array.from(panel.children).find(frame => frame.contentWindow === source).height = data
+  if (!data) panel.hidePopover()
+  for (const frame of panel.children) if (frame.contentWindow === source) frame.height = data
 })
 if (framed) {
   const asked = (location.search || location.hash).slice(1), title = document.querySelector("h1 a")
@@ -58,6 +59,7 @@ for (const form of framed ? [] : document.forms) {
     stage.style = `--rows: ${rows.length}; --columns: ${frame.width}`
     stage.innerHTML = [...rows, ...boxes].join("")
     moment.value = moment.max = frame.moments.length - 1
+    moment.disabled = play.disabled = frame.moments.length < 2
     tell()
   }
   form.addEventListener("input", event => event.target.matches("select") ? draw() : tell())

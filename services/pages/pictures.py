@@ -28,6 +28,8 @@ from services.plots import read_metrics
 from services.run import compose, plugins
 from services.screen import simulated_idle
 
+COLOURS = ("blue", "brown", "green")  # the page's first three
+
 
 def picture(make: Callable[..., dict], first: str, **choices: list) -> dict:
     """All frames: `make` makes one of a value of each choice, or raises UserError. `first` is shown first."""
@@ -55,12 +57,12 @@ def schedule(name: str, p: int, m: int) -> dict:
         boxes.append((rank, start, end - start, colour, action.micro_batch, note, linked, start + 1))
         for t, row in enumerate(held):
             row[rank] += (action.kind == "F" and start < t) - (action.kind == "BW"[split] and end <= t)
-    most, units = [max(column) for column in zip(*held, strict=True)], ", ".join(f"{k} {n}" for k, n in costs.items())
-    text = f"Bubble {simulated_idle(lists, places, costs):.1%} of {end} units of time ({units})."
-    text += f" Most activations in flight, by rank: {most}."
+    units = ", ".join(f"{kind} ({colour}) takes {costs[kind]}" for kind, colour in zip(costs, COLOURS, strict=False))
+    text = f"Bubble {simulated_idle(lists, places, costs):.1%} of {end} units of time. {units}."
+    text += f" Most activations in flight, by rank: {[max(column) for column in zip(*held, strict=True)]}."
     moments = [f"Time {t}. Activations in flight, by rank: {row}." for t, row in enumerate(held)]
-    rows = [f"rank {rank}" for rank in range(p)]
-    return dict(text=text, boxes=boxes, rows=rows, width=end, moments=moments, linked="waits for ")
+    names = [f"rank {rank}" for rank in range(p)]
+    return dict(text=text, boxes=boxes, rows=names, width=end, moments=moments, linked="waits for ")
 
 
 def ring(mode: str, n: int) -> dict:
@@ -98,7 +100,8 @@ def rank_of_mesh(config: step07.Config, rank: int, world: int) -> tuple[str, lis
     finally:
         dist.destroy_process_group()
     tokens = " and ".join(f"{part[0]}-{part[-1]}" for part in here.chunk(2))
-    lines = [f"rank {rank}: sequences {mine.start}-{mine.stop - 1}, of each the tokens {tokens}", f"groups {groups}"]
+    lines = [f"rank {rank}: sequences {mine.start}-{mine.stop - 1}, of each the tokens {tokens}"]
+    lines += [", ".join(f"{name} {ranks}" for name, ranks in groups.items())]
     for name, param in model.named_parameters():
         splits, kind = layout_of(param).splits, re.sub(r"\.\d+\.", ".*.", name)
         cuts = [f"{s.start}-{min(s.stop, s.full) - 1} of {s.full} in dim {s.dim} ({s.over})" for s in splits]
@@ -109,12 +112,12 @@ def rank_of_mesh(config: step07.Config, rank: int, world: int) -> tuple[str, lis
 def mesh(pp: int, dp: int, cp: int, tp: int, ep: int) -> dict:
     """All ranks of a mesh, a row for each place in pp, dp and cp. Raises UserError."""
     world = pp * dp * cp * tp
+    config = compose(step07)(model="tiny", pp=pp, cp=cp, tp=tp, ep=ep)
     if world > 8:
         raise UserError(f"{world} ranks: choose sizes for at most 8.")
-    config = compose(step07)(model="tiny", pp=pp, cp=cp, tp=tp, ep=ep)
     boxes = [(n // tp, n % tp, 1, 0, n, *rank_of_mesh(config, n, world), 0) for n in range(world)]
     rows = ["pp {} dp {} cp {}".format(*place) for place in product(range(pp), range(dp), range(cp))]
-    text = f"{world} ranks; those of a row differ in tp. Touch one."
+    text = f"{world} ranks; those of a row differ in tp."
     return dict(text=text, boxes=boxes, rows=rows, width=tp, moments=[""], linked="with ")
 
 
