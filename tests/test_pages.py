@@ -72,11 +72,10 @@ def test_types_tell_which_method_is_meant(tmp_path):
     )
     names = Names(tmp_path, {name: tmp_path / f"{name}.py" for name in "ab"})
     at = {spot[1:]: found for spot, found in names.refs.items() if spot[0] == "b" and found}
-    assert (
-        at[7, 6] == ["a.html#A.go", "a.html#B.go"] and at[12, 10] == ["a.html#A.go"] and at[10, 14] == ["a.html#B.go"]
-    )
+    a, b = "a.html#A.go", "a.html#B.go"
+    assert at[7, 6] == [a, b] and at[12, 10] == [a] and at[10, 14] == [b]
     assert not {8, 9} & {line for line, _ in at}, "c has no `go`; the parameter `go` is no method"
-    assert names.refs["a", 5, 26] == ["a.html#A.go"] and names.users["a.html#make"] == {"b.html#use"}
+    assert names.refs["a", 5, 26] == [a] and names.users["a.html#make"] == {"b.html#use"}
 
 
 @cache
@@ -94,9 +93,8 @@ def test_every_function_and_class_that_is_named_is_a_link(module):
         if (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__ in FILES:
             found = names.refs.get((module, node.lineno, node.col_offset))
             right = found == [f"{value.__module__}.html#{value.__qualname__}"]
-            assert right or (not found and (isinstance(node.ctx, ast.Store) or value.__qualname__.islower())), (
-                node.lineno
-            )
+            local = not found and (isinstance(node.ctx, ast.Store) or value.__qualname__.islower())
+            assert right or local, node.lineno
 
 
 @pytest.mark.parametrize("module", FILES)
@@ -230,7 +228,7 @@ def hover(browser, pages: Path, n: int, seed: int):
     from selenium.webdriver import ActionChains
     from selenium.webdriver.support.wait import WebDriverWait
 
-    draw = random.Random(seed)
+    draw, wait = random.Random(seed), WebDriverWait(browser, 10, 0.05)
     several = max(1, n // 10)
     for module in draw.sample([module for module in FILES if module != "common"], several):
         show(browser, pages, module)
@@ -243,11 +241,7 @@ def hover(browser, pages: Path, n: int, seed: int):
             browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", link)
             ActionChains(browser, duration=0).move_to_element(link).perform()  # not by way of other names
             frame = f"aside:popover-open iframe[height][src$='{value.__module__}.html?{value.__qualname__}']"
-            browser.switch_to.frame(
-                WebDriverWait(browser, 10, 0.05).until(
-                    lambda _, at=frame: browser.find_element("css selector", at), frame
-                )
-            )
+            browser.switch_to.frame(wait.until(lambda it, at=frame: it.find_elements("css selector", at))[0])
             title, code = browser.execute_script(SHOWN)
             assert statements(code) == statements(inspect.getsource(value)), title
             browser.switch_to.default_content()

@@ -28,6 +28,12 @@ from services.pages import pictures
 ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
 
 
+def blocks(*lines: str) -> str:
+    """Each in a block of its own: what does not fit goes on under its own start."""
+    indents = [len(line) - len(line.lstrip()) for line in lines]
+    return "".join(f'<span style="--in: {n}">{line.rstrip()}\n</span>' for n, line in zip(indents, lines, strict=True))
+
+
 class Pages:
     """What the template shows. `lines`: by module, the lines of its file in HTML."""
 
@@ -70,19 +76,16 @@ class Pages:
         steps = [step for step in self.trees if step.startswith("step") and step < module]
         for before, node in pairwise(self.trees[module].body):
             name = getattr(node, "name", None)
-            old = [(s, it) for s in steps for it in self.trees[s].body if name and getattr(it, "name", None) == name][
-                -1:
-            ]
-            both = self.beside(*old, (module, node)) if old else ()
-            yield dict(name=name, old=old, both=both, parts=self.parts(module, before, node))
+            olds = [(s, it) for s in steps for it in self.trees[s].body if name and getattr(it, "name", None) == name]
+            both = self.beside(olds[-1], (module, node)) if olds else ()
+            yield dict(name=name, olds=olds, both=both, parts=self.parts(module, before, node))
 
     def parts(self, module: str, before: ast.stmt, node: ast.stmt) -> list[list[dict]]:
         """What comes after a statement, to the end of the next: of each definition, pieces of code with their prose."""
         inside = [it for it in (node, *getattr(node, "body", ())) if isinstance(it, ast.FunctionDef | ast.ClassDef)]
         starts = {(it.decorator_list or [it])[0].lineno: it for it in inside}
-        docs = {
-            n for it in inside if ast.get_docstring(it) for n in range(it.body[0].lineno, it.body[0].end_lineno + 1)
-        }
+        texts = [it.body[0] for it in inside if ast.get_docstring(it)]
+        docs = {n for text in texts for n in range(text.lineno, text.end_lineno + 1)}
         parts, says, ended = [[]], [], True
         for n in range(before.end_lineno + 1, node.end_lineno + 1):
             code, _, comment = self.lines[module][n - 1].partition("<span class=c1>")
@@ -97,15 +100,15 @@ class Pages:
                     name = it and (it.name if it is node else f"{node.name}.{it.name}")
                     parts[-1].append(dict(prose=self.prose("\n\n".join(about), module), name=name, code=""))
                     says, ended = [], bool(comment)
-                parts[-1][-1]["code"] += code.rstrip() + "\n"
+                parts[-1][-1]["code"] += blocks(code)
         return parts
 
     def beside(self, *both: tuple[str, ast.stmt]) -> list[tuple[str, str, str]]:
         """(what happened, old lines, new lines) of two definitions."""
         old, new = (self.lines[module][node.lineno - 1 : node.end_lineno] for module, node in both)
         plain = [[re.sub("<.*?>", "", line) for line in lines] for lines in (old, new)]
-        blocks = difflib.SequenceMatcher(None, *plain, autojunk=False).get_opcodes()
-        return [(tag, "\n".join(old[a:b]), "\n".join(new[c:d])) for tag, a, b, c, d in blocks]
+        codes = difflib.SequenceMatcher(None, *plain, autojunk=False).get_opcodes()
+        return [(tag, blocks(*old[a:b]), blocks(*new[c:d])) for tag, a, b, c, d in codes]
 
     def readme(self) -> str:
         """README's title, the seven cuts, the course and the house; its links lead to pages."""

@@ -129,9 +129,8 @@ def chart(moments: list[str], series: dict[str, list[float]]) -> dict:
             y, x = 20 - round(20 * number / most), n // every
             boxes[y, x, colour] = (y, x, 1, colour, "", f"{moments[n]}: {name} {number:.5g}", [], x)
     rows = [f"{most * (20 - y) / 20:.3g}" for y in range(21)]
-    return dict(
-        text=f"Colours: {', '.join(series)}.", boxes=[*boxes.values()], rows=rows, width=x + 1, moments=moments[::every]
-    )
+    text = f"Colours: {', '.join(series)}."
+    return dict(text=text, boxes=[*boxes.values()], rows=rows, width=x + 1, moments=moments[::every])
 
 
 def run(folder: Path) -> dict:
