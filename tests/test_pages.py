@@ -116,6 +116,8 @@ def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     rows = [dict(step=n, loss=5.0 / n, peak_memory_bytes=n, expert_load={"1": [0.25, 0.75]}) for n in (1, 2, 3)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    memory = dict(seconds=[0.0, 0.5], bytes=dict(parameters=[2**20, 2**20], activations=[0, 3 * 2**20]))
+    (folder / "memory.json").write_text(json.dumps(memory))
     command = [sys.executable, "-m", "services.pages", folder / "out", "--run", folder]
     subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
     return folder / "out"
@@ -126,6 +128,13 @@ def test_pages_are_small_and_whole(pages):
     assert sorted(path.stem for path in pages.glob("*.html")) == sorted(PAGES)
     assert sum(path.stat().st_size for path in pages.iterdir()) < LARGEST
     assert not [path for path in pages.glob("*.html") if 'src="http' in path.read_text()]
+
+
+def test_the_memory_of_a_run_is_drawn_in_layers(pages):
+    """Each on those before; none where it adds nothing."""
+    frames = json.loads(re.search("application/json>(.*?)</script>", (pages / "run.html").read_text())[1])
+    notes = [box[5] for box in frames["memory, MiB, each on those before"]["boxes"]]
+    assert notes == ["0.000 s: parameters 1", "0.500 s: parameters 1", "0.500 s: activations 4"]
 
 
 def test_every_link_leads_somewhere(pages):

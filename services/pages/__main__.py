@@ -119,7 +119,7 @@ class Pages:
 
 def main():
     """Read the flags and write the pages."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser("python -m services.pages", description=__doc__)
     parser.add_argument("out", metavar="DIR", type=Path, help="where to write")
     parser.add_argument("--run", type=Path, help="a run's directory, to be shown, too")
     flags = parser.parse_args()

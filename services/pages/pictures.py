@@ -9,7 +9,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ from services.plots import read_metrics
 from services.run import compose, plugins
 from services.screen import simulated_idle
 
-COLOURS = ("blue", "brown", "green")  # the page's first three
+COLOURS = ("blue", "brown", "teal", "red", "green", "magenta", "dark green", "purple")  # what style.css makes of 0 to 7
 
 
 def picture(make: Callable[..., dict], first: str, **choices: list) -> dict:
@@ -126,10 +126,10 @@ def chart(moments: list[str], series: dict[str, list[float]]) -> dict:
     most, every, boxes = max(map(max, series.values())), -(-len(moments) // 150), {}
     for colour, (name, numbers) in enumerate(series.items()):
         for n, number in enumerate(numbers):
-            y, x = 20 - round(20 * number / most), n // every
-            boxes[y, x, colour] = (y, x, 1, colour, "", f"{moments[n]}: {name} {number:.5g}", [], x)
+            y, x, note = 20 - round(20 * number / most), n // every, f"{moments[n]}: {name} {number:.5g}"
+            boxes.setdefault((y, x), (y, x, 1, colour % len(COLOURS), "", note, [], x))
     rows = [f"{most * (20 - y) / 20:.3g}" for y in range(21)]
-    text = f"Colours: {', '.join(series)}."
+    text = ", ".join(f"{name} ({colour})" for name, colour in zip(series, cycle(COLOURS), strict=False)) + "."
     return dict(text=text, boxes=[*boxes.values()], rows=rows, width=x + 1, moments=moments[::every])
 
 
@@ -139,13 +139,15 @@ def run(folder: Path) -> dict:
     steps = [f"Step {row['step']}" for row in rows]
     charts = {"loss": (steps, {"loss": [row["loss"] for row in rows]})}
     if "peak_memory_bytes" in rows[0]:
-        charts["peak of memory"] = steps, {"bytes": [row["peak_memory_bytes"] for row in rows]}
+        charts["peak of memory, MiB"] = steps, {"peak": [row["peak_memory_bytes"] / 2**20 for row in rows]}
     for layer in rows[0].get("expert_load", ()):
         loads = zip(*(row["expert_load"][layer] for row in rows), strict=True)
         charts[f"expert load, layer {layer}"] = steps, {f"expert {e}": load for e, load in enumerate(loads)}
     if (folder / "memory.json").exists():
         memory = json.loads((folder / "memory.json").read_text())
-        charts["memory over time"] = [f"{seconds:.3f} s" for seconds in memory["seconds"]], memory["bytes"]
+        tops = torch.tensor([*memory["bytes"].values()]).cumsum(0) / 2**20
+        series = dict(zip(memory["bytes"], tops.tolist(), strict=True))
+        charts["memory, MiB, each on those before"] = [f"{seconds:.3f} s" for seconds in memory["seconds"]], series
     return picture(lambda name: chart(*charts[name]), "loss", chart=[*charts])
 
 
