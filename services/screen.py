@@ -67,10 +67,15 @@ def simulated_idle(lists: list[list[Action]], places: list[Place], costs: dict) 
     return idle_fraction([(rank, start, end) for end, rank, start, _ in spans], len(lists))
 
 
+def costs_of(lists: list[list[Action]]) -> dict[str, int]:
+    """How long each kind of action takes: backward 2, or 1 and 1 where a schedule splits it into B and W."""
+    split = any(action.kind == "W" for row in lists for action in row)
+    return COSTS | dict(B=1) if split else {kind: COSTS[kind] for kind in "FB"}
+
+
 def stages_picture(schedule: str, places: list[Place], lists: list[list[Action]]) -> str:
     """Which rank has which layers, and the idle time if backward takes twice as long as forward."""
-    split = {"W"} & {action.kind for row in lists for action in row}
-    idle = simulated_idle(lists, places, COSTS | (dict(B=1) if split else {}))
+    idle = simulated_idle(lists, places, costs_of(lists))
     lines = [f"stages of {schedule}, which is idle for {idle:.1%} of the time:"]
     for rank in range(len(lists)):
         shown = []

@@ -62,10 +62,9 @@ class Pages:
 
     def prose(self, text: str, module: str) -> str:
         """A docstring or comment, in Markdown. Names that its file knows are links, lines with columns a picture."""
-        here = {address for place, found in self.names.refs.items() if place[0] == module for address in found}
 
         def link(match: re.Match) -> str:
-            found = sorted(address for address in here if re.search(rf"[#.]{match[1]}$", address))
+            found = sorted(address for address in self.names.named[module] if re.search(rf"[#.]{match[1]}$", address))
             return f"[{match[0]}]({found[0]})" if 0 < len(found) < 4 else match[0]
 
         text = re.sub(r"^(?=\S.*   )", "    ", text, flags=re.M)
@@ -73,12 +72,11 @@ class Pages:
 
     def sections(self, module: str) -> Iterator[dict]:
         """What a file's top level says, one by one, and beside it what the step before says under the same name."""
-        steps = [step for step in self.trees if step.startswith("step") and step < module]
+        steps = [(step, tree) for step, tree in self.trees.items() if "step" <= step < module]
+        earlier = {it.name: (step, it) for step, tree in steps for it in tree.body if hasattr(it, "name")}
         for before, node in pairwise(self.trees[module].body):
             name = getattr(node, "name", None)
-            olds = [(s, it) for s in steps for it in self.trees[s].body if name and getattr(it, "name", None) == name]
-            both = self.beside(olds[-1], (module, node)) if olds else ()
-            yield dict(name=name, olds=olds, both=both, parts=self.parts(module, before, node))
+            yield dict(name=name, old=earlier.get(name), new=(module, node), parts=self.parts(module, before, node))
 
     def parts(self, module: str, before: ast.stmt, node: ast.stmt) -> list[list[dict]]:
         """What comes after a statement, to the end of the next: of each definition, pieces of code with their prose."""

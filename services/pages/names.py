@@ -12,12 +12,12 @@ import jedi
 class Names:
     """`refs`: by place, the addresses of what a name there may stand for. `homes`: by address, where it is defined.
 
-    `users`: by address, the addresses of what names it.
+    `users`: by address, the addresses of what names it. `named`: by module, the addresses of what it names.
     """
 
     def __init__(self, root: Path, files: dict[str, Path]):
         self.modules = {path: module for module, path in files.items()}
-        self.refs, self.homes, self.users = {}, {}, defaultdict(set)
+        self.refs, self.homes, self.users, self.named = {}, {}, defaultdict(set), defaultdict(set)
         jedi.inference.recursion.per_function_execution_limit = 100  # it would give up on `mesh["dp"]` after 6 of them
         project = jedi.Project(root, sys_path=[str(root)])
         scripts = {module: jedi.Script(path=path, project=project) for module, path in sorted(files.items())}
@@ -35,6 +35,7 @@ class Names:
                 elif address.startswith(f"{module}.html#"):  # else it is imported
                     self.homes.setdefault(address, (module, name.line, name.column))
             self.refs[module, name.line, name.column] = sorted(found)
+            self.named[module] |= found
 
     def address(self, found: jedi.api.classes.Name) -> str:
         """Of a definition, or "" if it is in no file of ours, or local to a function."""

@@ -40,6 +40,7 @@ if (framed) {
 // A picture that moves: the boxes of the chosen frame, as far as its moment has come, and the note of the chosen box.
 for (const form of framed ? [] : document.forms) {
   const [text, stage, says, data] = form.querySelectorAll("p, .stage, output, script"), { moment, play } = form
+  const frames = JSON.parse(data.textContent)
   let frame
 
   function tell() {
@@ -50,7 +51,7 @@ for (const form of framed ? [] : document.forms) {
     says.textContent = [frame.moments[moment.value], chosen?.[5], ...others].filter(Boolean).join("\n")
   }
   function draw() {
-    frame = JSON.parse(data.textContent)[Array.from(form.querySelectorAll("select"), select => select.value).join("/")]
+    frame = frames[Array.from(form.querySelectorAll("select"), select => select.value).join("/")]
     const rows = frame.rows.map((name, y) => `<span style="grid-row: ${y + 1}">${name}</span>`)
     const boxes = frame.boxes.map(([y, x, width, colour, label, , , since], n) => `<label style="--since: ${since};
       --colour: ${colour}; grid-area: ${y + 1} / ${x + 2} / auto / span ${width}"><input type=radio name=box value=${n}>

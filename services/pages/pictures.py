@@ -23,10 +23,10 @@ from common import UserError
 from common.comm import Mesh
 from common.layout import layout_of
 from common.model import PRESETS, Decoder
-from common.schedules import COSTS, SCHEDULES, goes_to, simulate
+from common.schedules import SCHEDULES, goes_to, simulate
 from services.plots import read_metrics
 from services.run import compose, plugins
-from services.screen import simulated_idle
+from services.screen import costs_of, idle_fraction
 
 COLOURS = ("blue", "brown", "teal", "red", "green", "magenta", "dark green", "purple")  # what style.css makes of 0 to 7
 
@@ -46,8 +46,7 @@ def picture(make: Callable[..., dict], first: str, **choices: list) -> dict:
 def schedule(name: str, p: int, m: int) -> dict:
     """The timeline of a schedule for p ranks and m micro-batches. Raises UserError."""
     places, lists = step06.plan(compose(step06)(model="llama3-8b", schedule=name, pp=p), m)
-    split = any(action.kind == "W" for row in lists for action in row)
-    costs = COSTS | dict(B=1) if split else {kind: COSTS[kind] for kind in "FB"}
+    costs = costs_of(lists)
     spans = simulate(lists, places, costs)
     awaited = {goes_to(action, places): [n] for n, (*_, action) in enumerate(spans)}
     boxes, held = [], [[0] * p for _ in range(spans[-1][0] + 1)]  # from F to the end of the last that needs its input
@@ -56,9 +55,10 @@ def schedule(name: str, p: int, m: int) -> dict:
         colour, linked = "FBW".index(action.kind), awaited.get(action, [])
         boxes.append((rank, start, end - start, colour, action.micro_batch, note, linked, start + 1))
         for t, row in enumerate(held):
-            row[rank] += (action.kind == "F" and start < t) - (action.kind == "BW"[split] and end <= t)
+            row[rank] += (action.kind == "F" and start < t) - (action.kind == "BW"["W" in costs] and end <= t)
     units = ", ".join(f"{kind} ({colour}) takes {costs[kind]}" for kind, colour in zip(costs, COLOURS, strict=False))
-    text = f"Bubble {simulated_idle(lists, places, costs):.1%} of {end} units of time. {units}."
+    idle = idle_fraction([(rank, start, end) for end, rank, start, _ in spans], p)
+    text = f"Bubble {idle:.1%} of {end} units of time. {units}."
     text += f" Most activations in flight, by rank: {[max(column) for column in zip(*held, strict=True)]}."
     moments = [f"Time {t}. Activations in flight, by rank: {row}." for t, row in enumerate(held)]
     names = [f"rank {rank}" for rank in range(p)]
