@@ -168,6 +168,8 @@ class Pipeline:
 
 # --- the same for any order of work: a schedule is a list (common/schedules.py), and one executor runs all lists
 
+ACTS = {"F": "forward", "B": "backward"}  # by kind: the method that does it, (micro-batch, stage, input) -> output
+
 
 class Line(NamedTuple):
     """One line of a rank's program: run `action`, or send or receive the input of `action`."""
@@ -202,7 +204,6 @@ class ListPipeline(Pipeline):
     def __init__(self, lists: list[list[Action]], *same):
         super().__init__(*same)
         self.program = add_messages(lists, self.places)[self.group.rank]
-        self.acts = {"F": self.forward, "B": self.backward}  # by kind: (micro-batch, stage, input) -> output
 
     def run(self):
         """Follow the program. Sends and receives are posted. An action waits for its input, a send for the last one."""
@@ -212,7 +213,7 @@ class ListPipeline(Pipeline):
             if verb == "run":
                 received, pending = box.pop(action, (None, Pending()))
                 pending.wait()
-                output = self.acts[action.kind](action.micro_batch, action.stage, received)
+                output = getattr(self, ACTS[action.kind])(action.micro_batch, action.stage, received)
                 if (waiting := goes_to(action, self.places)) is not None:
                     box[waiting] = output, Pending()
             elif verb == "send":

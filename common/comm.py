@@ -15,6 +15,7 @@ are contiguous. In a group of one nothing is sent. In one of n, a rank sends, wi
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +26,7 @@ from torch import Tensor
 from common import UserError
 
 observer: Callable[[str, "Group", Tensor, float], None] | None = None  # if set: is shown every operation (`note`)
-
+waiting: Callable[["Pending"], AbstractContextManager] = nullcontext  # is entered while this rank waits for one
 Sizes = list[int] | None  # of parts along dim 0; None: all are equal
 
 # torch 2.13 renamed two collectives; both names are served.
@@ -88,17 +89,18 @@ class Mesh:
 
 
 class Pending:
-    """Communication under way, or already done if there are no `works`."""
+    """Communication under way in a group, or already done if there are no `works`."""
 
-    def __init__(self, *works: dist.Work, then: Callable | None = None):
-        self.works, self.then = works, then
+    def __init__(self, group: Group | None = None, *works: dist.Work, then: Callable | None = None):
+        self.group, self.works, self.then = group, works, then
 
     def wait(self):
         """Return when the results may be used (on a GPU: let the compute stream wait). A second call does nothing."""
-        for work in self.works:
-            work.wait()
-        if self.works and self.then is not None:
-            self.then()
+        with waiting(self):
+            for work in self.works:
+                work.wait()
+            if self.works and self.then is not None:
+                self.then()
         self.works = ()
 
 
@@ -107,7 +109,7 @@ def all_reduce(tensor: Tensor, group: Group) -> Pending:
     if group.size == 1:
         return Pending()
     note("all_reduce", group, tensor, 2 * (group.size - 1) / group.size)
-    return Pending(dist.all_reduce(tensor, group=group.handle, async_op=True))
+    return Pending(group, dist.all_reduce(tensor, group=group.handle, async_op=True))
 
 
 def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
@@ -116,7 +118,7 @@ def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
         output.copy_(tensor)
         return Pending()
     note("all_gather", group, output, (group.size - 1) / group.size)
-    return Pending(_all_gather(output, tensor, group=group.handle, async_op=True))
+    return Pending(group, _all_gather(output, tensor, group=group.handle, async_op=True))
 
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
@@ -126,10 +128,10 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
         return Pending()
     note("reduce_scatter", group, tensor, (group.size - 1) / group.size)
     if dist.get_backend(group.handle) != "gloo":
-        return Pending(_reduce_scatter(output, tensor, group=group.handle, async_op=True))
+        return Pending(group, _reduce_scatter(output, tensor, group=group.handle, async_op=True))
     parts = torch.empty_like(tensor)  # gloo's own all-reduces the whole. Here a rank gets its part from each, and adds
     work = dist.all_to_all_single(parts, tensor, group=group.handle, async_op=True)
-    return Pending(work, then=lambda: torch.sum(parts.view(group.size, -1), 0, out=output.view(-1)))
+    return Pending(group, work, then=lambda: torch.sum(parts.view(group.size, -1), 0, out=output.view(-1)))
 
 
 def all_to_all(output: Tensor, tensor: Tensor, group: Group, sent: Sizes = None, received: Sizes = None) -> Pending:
@@ -139,7 +141,7 @@ def all_to_all(output: Tensor, tensor: Tensor, group: Group, sent: Sizes = None,
         return Pending()
     stays = sent[group.rank] / max(1, len(tensor)) if sent else 1 / group.size
     note("all_to_all", group, tensor, 1 - stays)
-    return Pending(dist.all_to_all_single(output, tensor, received, sent, group=group.handle, async_op=True))
+    return Pending(group, dist.all_to_all_single(output, tensor, received, sent, group=group.handle, async_op=True))
 
 
 def exchange(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group) -> Pending:
@@ -150,7 +152,7 @@ def exchange(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]
         operations.append(dist.P2POp(dist.isend, tensor, group=group.handle, group_peer=peer))
     for tensor, peer in receives:
         operations.append(dist.P2POp(dist.irecv, tensor, group=group.handle, group_peer=peer))
-    return Pending(*(dist.batch_isend_irecv(operations) if operations else ()))
+    return Pending(group, *(dist.batch_isend_irecv(operations) if operations else ()))
 
 
 def note(operation: str, group: Group, tensor: Tensor, share: float):

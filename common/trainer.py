@@ -21,7 +21,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 import torch
@@ -113,7 +112,7 @@ class Run:
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """Yield the numbers of the steps. `parts`: the objects that make up this run (model, optimizer, mesh, ...)."""
-        self.parts, self.began, comm.observer = SimpleNamespace(**parts), time.perf_counter(), self.count
+        self.began, comm.observer = time.perf_counter(), self.count
         with tqdm(total=self.config.steps, unit="step", disable=not self.first) as self.bar:
             yield from range(self.config.steps)
 

@@ -240,7 +240,6 @@ class Run(Piped):
             return run
 
         pipeline.forward, pipeline.backward = marked("F", pipeline.forward), marked("B", pipeline.backward)
-        pipeline.acts = dict(F=pipeline.forward, B=pipeline.backward)
         if self.lists:
             program = programs(self.lists, self.places)[rank]
             pipeline.program = [step.Line(*line) for line in program]

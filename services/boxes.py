@@ -18,7 +18,6 @@ under ZeRO, a range of the cut tensor's elements. That is at most a few boxes (r
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from torch import Tensor
 from common.layout import Split, layout_of
 from services.launch import agree
 from services.tables import full_shape
+from variants import Parts
 
 
 class Box(NamedTuple):
@@ -105,10 +105,10 @@ class Piece:
                 yield Box(tuple(start), tuple(size)), view[tuple(slice(n) for n in size)]
 
 
-def masters(parts: SimpleNamespace) -> Iterator[Piece]:
+def masters(parts: Parts) -> Iterator[Piece]:
     """What this rank updates: the masters, whole parameters in step 1's optimizer, parts of slices in ZeRO's."""
     optimizer, params = parts.optimizer, dict(parts.model.named_parameters())
-    units = {name: unit for unit in getattr(optimizer, "units", ()) for name in unit.named}
+    units = {name: unit for unit in parts.units for name in unit.named}
     for name, master in (optimizer.pieces if units else optimizer.masters).items():
         first = max(0, units[name].first - units[name].span[name][0]) if units else 0
         yield Piece("master", name, master, tuple(params[name].shape), layout_of(params[name]).splits, first)
@@ -124,7 +124,7 @@ def state_piece(kind: str, master: Piece, value: Tensor, shape: tuple[int, ...])
     return Piece(kind, master.name, value, shape, splits, master.first if shape == master.shape else 0)
 
 
-def pieces(parts: SimpleNamespace) -> Iterator[Piece]:
+def pieces(parts: Parts) -> Iterator[Piece]:
     """All that this rank holds from one step to the next: masters, the update rule's state, and buffers."""
     for master in masters(parts):
         yield master
@@ -134,28 +134,33 @@ def pieces(parts: SimpleNamespace) -> Iterator[Piece]:
     for name, buffer in parts.model.named_buffers():
         yield Piece("buffer", name, buffer, tuple(buffer.shape), layout_of(buffer).splits)
     for name, key, _ in debts(parts):
-        if (owed := parts.compression.owed.get(key)) is not None:
+        if (owed := debtor(parts).owed.get(key)) is not None:
             yield Piece("owed", name, owed, tuple(owed.shape))
 
 
-def debts(parts: SimpleNamespace) -> Iterator[tuple[str, Any, tuple[int, int]]]:
+def debtor(parts: Parts) -> Any:
+    """What owes (variants/compress.py), or None."""
+    return parts.kept.get("variants.compress")
+
+
+def debts(parts: Parts) -> Iterator[tuple[str, Any, tuple[int, int]]]:
     """(name, key, shape) of what this rank's compressed sums may owe (variants/compress.py); no other rank owes it."""
     names = {param: name for name, param in parts.model.named_parameters()}
-    sums = [(bucket, bucket.params) for bucket in getattr(getattr(parts, "sync", None), "buckets", ())]
-    sums += [(unit, unit.named.values()) for unit in getattr(parts.optimizer, "units", ())]
-    for key, params in sums if hasattr(parts, "compression") else ():
+    sums = [(bucket, bucket.params) for bucket in getattr(parts.sync, "buckets", ())]
+    sums += [(unit, unit.named.values()) for unit in parts.units]
+    for key, params in sums if debtor(parts) is not None else ():
         n, length = key.group.size, sum(param.numel() for param in params)
         yield f"rank {parts.mesh.rank}: {' '.join(names[param] for param in params)}", key, (n, -(-length // n))
 
 
-def take_debts(parts: SimpleNamespace, stored: Any):
+def take_debts(parts: Parts, stored: Any):
     """Owe what a checkpoint says, if all ranks did under the same layout; else begin without. A collective."""
     about = stored.index["tensors"].get("owed", {})
     found = [debt for debt in debts(parts) if debt[0] in about]
     (lost,) = agree(bool(about) and not (found and all((*about[name]["shape"],) == shape for name, _, shape in found)))
     for name, key, _ in () if lost else found:
-        parts.compression.owed[key] = stored.whole("owed", name).to(next(parts.model.parameters()).device)
-    if lost and (not hasattr(parts, "mesh") or parts.mesh.rank == 0):
+        debtor(parts).owed[key] = stored.whole("owed", name).to(next(parts.model.parameters()).device)
+    if lost and parts.mesh.rank == 0:
         print("what --compress still owed belongs to another layout, and is left out", flush=True)
 
 
@@ -170,7 +175,7 @@ def room_for(kind: str, master: Piece, stored: tuple[int, ...], dtype: torch.dty
     return state_piece(kind, master, zeros, shape)
 
 
-def take(parts: SimpleNamespace, stored: Any, moments: bool):
+def take(parts: Parts, stored: Any, moments: bool):
     """Fill what this rank holds from a checkpoint (services/checkpoint.py), and let the weights follow the masters.
 
     Without `moments` the update rule begins anew.
@@ -184,7 +189,7 @@ def take(parts: SimpleNamespace, stored: Any, moments: bool):
             optimizer.rule.state[master.tensor][kind] = room.tensor
     for name, buffer in parts.model.named_buffers():
         stored.fill(Piece("buffer", name, buffer, tuple(buffer.shape), layout_of(buffer).splits))
-    for unit in getattr(optimizer, "units", ()):
+    for unit in parts.units:
         if unit.master is not unit.slice:
             unit.slice.copy_(unit.master)
     for name, master in getattr(optimizer, "masters", {}).items():

@@ -93,9 +93,11 @@ def precision(gpus: int) -> list[Trial]:
 def speeds(gpus: int) -> list[tuple[int, str, str]]:
     """Part 5: ranks, step, flags."""
     alone = "--model smollm-1.7b --dtype bf16 --global-batch-size 8 --micro-batch-size 4 --recompute full --steps 8"
+    alone += " --loss-chunk 2048"
     rows = [(1, "step01_single_gpu", alone), (1, "step01_single_gpu", f"{alone} --compile")]
     if gpus >= 8:
         large = "--model llama3-8b --dtype bf16 --zero 3 --recompute full --steps 6 --micro-batch-size 1"
+        large += " --loss-chunk 2048"
         rows += [(8, "step03_zero", f"{large} --global-batch-size 16")]
         rows += [(8, "step05_cp_ring", f"{large} --tp 2 --cp 4 --seq-len 32768 --global-batch-size 2")]
     return rows if gpus else []

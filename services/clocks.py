@@ -9,52 +9,38 @@ waiting    between a pipeline's actions                 weights    a pipeline's 
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from common.comm import Pending
-from services.ledger import Ledger
+from step06_pipeline import ACTS
+from variants import Parts
 
 PHASES = {"F": "forward", "B": "backward", "W": "weights"}
-
-
-class Timed(Pending):
-    """What `comm.Pending` is during a run: each wait is noted, for the group that the ledger was told of last."""
-
-    def __init__(self, clock: "Clock", ledger: Ledger, *works: Any, then: Callable | None = None):
-        super().__init__(*works, then=then)
-        self.clock, self.dim = clock, ledger.last.split(" ")[0]
-
-    def wait(self):
-        """As ever, and note when."""
-        start, waits = self.clock.now(), bool(self.works)
-        super().wait()
-        self.clock.waits += [(self.dim, start, self.clock.now())] * waits
 
 
 class Clock:
     """Which phase this rank is in, and the seconds of each since the last `take`. Listeners hear of every change."""
 
-    def __init__(self, parts: SimpleNamespace, host: bool = False):
+    def __init__(self, parts: Parts, host: bool = False):
         """`host`: take the host's time, also with a GPU."""
         self.cuda = next(parts.model.parameters()).is_cuda and not host
         self.phase, self.listeners = "data", []
         self.marks: list[tuple[str, Any]] = [("data", self.now())]
         self.spans: list[tuple[str, int, int, Any, Any]] = []  # (kind, micro-batch, stage, start, end)
         self.waits: list[tuple[str, Any, Any]] = []  # (mesh dimension, start, end)
-        self.call(parts.optimizer, "step", "optimizer")
-        if not hasattr(parts, "pipeline"):
+        parts.around(parts.optimizer, "step", self.update, by=__name__)
+        if parts.pipeline is None:
             parts.model.register_forward_pre_hook(lambda *_: self.mark("forward"))
             parts.model.register_forward_hook(lambda *_: self.mark("backward"))
-        elif hasattr(parts.pipeline, "acts"):
-            parts.pipeline.acts = {kind: self.timed(kind, act) for kind, act in parts.pipeline.acts.items()}
-        else:
-            parts.pipeline.forward = self.timed("F", parts.pipeline.forward)
-            parts.pipeline.backward = self.timed("B", parts.pipeline.backward)
+        for kind, method in ACTS.items() if parts.pipeline is not None else ():
+            if hasattr(parts.pipeline, method):
+                parts.around(parts.pipeline, method, partial(self.timed, kind), by=__name__)
 
     def now(self) -> Any:
         """Seconds, or an event in a GPU's stream."""
@@ -78,28 +64,27 @@ class Clock:
         for listener in self.listeners:
             listener(phase)
 
-    def call(self, owner: Any, method: str, phase: str):
-        """Let a method's call begin a phase."""
-        right = getattr(owner, method)
+    def update(self, step: Callable, lr: float, factor: float):
+        """Around the optimizer's step."""
+        self.mark("optimizer")
+        step(lr, factor)
 
-        def wrapped(*args, **kwargs):
-            self.mark(phase)
-            return right(*args, **kwargs)
+    def timed(self, kind: str, act: Callable, i: int, stage: int, x: Tensor | None) -> Tensor | None:
+        """Around an action of a pipeline: note its start and its end."""
+        self.mark(PHASES.get(kind, "backward"))
+        start = self.marks[-1][1]
+        output = act(i, stage, x)
+        self.mark("waiting")
+        self.spans.append((kind, i, stage, start, self.marks[-1][1]))
+        return output
 
-        setattr(owner, method, wrapped)
-
-    def timed(self, kind: str, act: Callable) -> Callable:
-        """An action of a pipeline, that notes its start and its end."""
-
-        def wrapped(i: int, stage: int, x: Tensor | None) -> Tensor | None:
-            self.mark(PHASES.get(kind, "backward"))
-            start = self.marks[-1][1]
-            output = act(i, stage, x)
-            self.mark("waiting")
-            self.spans.append((kind, i, stage, start, self.marks[-1][1]))
-            return output
-
-        return wrapped
+    @contextmanager
+    def waiting(self, pending: Pending) -> Iterator[None]:
+        """What `comm.waiting` is during a run: note when it waits for a message, and in which group."""
+        start = self.now() if pending.works else None
+        yield
+        if pending.works:
+            self.waits.append((pending.group.name, start, self.now()))
 
     def begin(self):
         """A step begins."""

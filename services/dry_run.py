@@ -38,6 +38,7 @@ from services import predictions
 from services.clocks import Clock
 from services.ledger import Ledger, traffic_table
 from services.memory import Held, MemoryTimeline, memory_table
+from services.seam import OpenRun
 from services.tables import human, table
 from step07_moe_ep import MoE
 from theory.gpus import GPUS, Gpu
@@ -183,12 +184,12 @@ def ranks_of_a_token(config: Any) -> float:
     return there.sum().item() / len(chosen)
 
 
-class Counted(Run):
+class Counted(OpenRun):
     """A run of two steps, which leaves nothing behind but the counts of the second."""
 
-    def __init__(self, config: Any, meter: Meter, attach: Callable):
+    def __init__(self, config: Any, meter: Meter):
         super().__init__(config)
-        self.first, self.meter, self.attach, self.ledger = False, meter, attach, Ledger()
+        self.first, self.meter, self.ledger = False, meter, Ledger()
         self.by_rank = getattr(config, "ep_mode", "") == "rows" and config.ep > 1
         self.ranks = ranks_of_a_token(config) if self.by_rank else 0.0
 
@@ -198,8 +199,7 @@ class Counted(Run):
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """Count from here on."""
-        parts = self.parts = SimpleNamespace(**parts)
-        self.attach(self.config, parts)
+        parts = self.open(**parts)
         self.held = Held(parts, 1)
         self.held.timeline, self.held.watching = self.meter, True
         Clock(parts, host=True).listeners.append(self.meter.phase)
@@ -207,7 +207,7 @@ class Counted(Run):
             if isinstance(module, MoE):
                 module.register_forward_pre_hook(self.route)
             elif isinstance(module, nn.RMSNorm):
-                module.forward = partial(self.meter.norm, module)
+                parts.instead(module, "forward", partial(self.meter.norm, module), by=__name__)
         self.held.measure()
         comm.observer = self.ledger.book
         yield 0  # after which there are moments
@@ -266,12 +266,12 @@ def without_numbers(meter: Meter, rank: int, world: int) -> Iterator[None]:
         yield
 
 
-def run_rank(train: Callable, config: Any, rank: int, attach: Callable) -> Seen:
+def run_rank(train: Callable, config: Any, rank: int) -> Seen:
     """Train two steps as one rank of `config.dry_run`. Raises what `train` raises."""
     meter, world = Meter(GPUS[config.gpu]), config.dry_run
     grouped = sys.modules.get("variants.grouped_matmul")  # if it is here, FLOPs are counted expert by expert
     loops = mock.patch.object(grouped, "can_group", lambda *_: False) if grouped else nullcontext()
-    run = Counted(replace(config, steps=2), meter, attach)
+    run = Counted(replace(config, steps=2), meter)
     with without_numbers(meter, rank, world), loops:
         with run:
             train(run.config, run)
@@ -307,7 +307,7 @@ def report(seen: list[Seen], config: Any) -> str:
     return "\n\n".join(texts)
 
 
-def instead_of(train: Callable, attach: Callable) -> Callable:
+def instead_of(train: Callable) -> Callable:
     """`train`, or with --dry-run the count of one rank of each pipeline stage, or of --rank."""
 
     def train_or_count(config: Any, run: Run):
@@ -315,6 +315,6 @@ def instead_of(train: Callable, attach: Callable) -> Callable:
             return train(config, run)
         stages = getattr(config, "pp", 1)
         ranks = [int(config.rank)] if config.rank else [stage * config.dry_run // stages for stage in range(stages)]
-        print(report([run_rank(train, config, rank, attach) for rank in ranks], config))
+        print(report([run_rank(train, config, rank) for rank in ranks], config))
 
     return train_or_count

@@ -8,7 +8,6 @@ import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from common.comm import Group, all_gather, all_reduce, exchange
 from common.data import END, Data
 from common.model import IGNORE
 from step06_pipeline import forward_stage
+from variants import Parts
 
 
 @dataclass
@@ -36,27 +36,26 @@ def check(config: Any, _world: int):
         raise UserError("--generate needs --resume with the run directory to take the weights from")
 
 
-def group_of(parts: SimpleNamespace, dim: str) -> Group:
+def group_of(parts: Parts, dim: str) -> Group:
     """A group of the mesh; of one, in a step that does not know this dimension."""
-    mesh = getattr(parts, "mesh", None)
-    return mesh[dim] if mesh is not None and dim in mesh.groups else Group(dim, 0, 1, None)
+    return parts.mesh[dim] if dim in parts.mesh.groups else Group(dim, 0, 1, None)
 
 
-def positions_of(parts: SimpleNamespace) -> Tensor:
+def positions_of(parts: Parts) -> Tensor:
     """int64 [seq / cp]: the positions of this rank's tokens."""
-    here = getattr(parts, "positions", None)
-    return torch.arange(parts.model.config.seq_len) if here is None else here
+    return torch.arange(parts.model.config.seq_len) if parts.positions is None else parts.positions
 
 
 @torch.no_grad()
-def look(parts: SimpleNamespace, tokens: Tensor, targets: Tensor) -> Tensor:
+def look(parts: Parts, tokens: Tensor, targets: Tensor) -> Tensor:
     """One micro-batch of whole sequences, int64 [batch, seq], forward: what `model.loss` returns at the end.
 
     On a rank without the last stage: 0. A collective of tp, cp and pp.
     """
-    model, pipeline, here = parts.model, getattr(parts, "pipeline", None), positions_of(parts)
+    model, pipeline, here = parts.model, parts.pipeline, positions_of(parts)
     device = next(model.parameters()).device
-    positions = parts.documents.look(tokens) if hasattr(parts, "documents") else here.to(device)
+    documents = parts.kept.get("variants.documents")
+    positions = here.to(device) if documents is None else documents.look(tokens)
     tokens, targets = (x[:, here.cpu()].to(device) for x in (tokens, targets))
     if pipeline is None:
         return model(tokens, targets, positions)
@@ -88,7 +87,7 @@ def held_out(data: Data, sequences: int, multiple: int) -> tuple[Tensor, Tensor]
     return tokens, torch.cat((targets, targets.new_full((missing, targets.shape[1]), IGNORE)))
 
 
-def validate(config: Any, parts: SimpleNamespace) -> float:
+def validate(config: Any, parts: Parts) -> float:
     """Mean loss over all targets of the held-out sequences. A collective; its traffic is not shown."""
     observer, comm.observer = comm.observer, None
     size, dp = config.micro_batch_size, group_of(parts, "dp")
@@ -103,7 +102,7 @@ def validate(config: Any, parts: SimpleNamespace) -> float:
     return loss.item() / count
 
 
-def logits_after(parts: SimpleNamespace, tokens: Tensor, place: int) -> Tensor:
+def logits_after(parts: Parts, tokens: Tensor, place: int) -> Tensor:
     """int64 [1, seq] -> the logits [vocab] of what follows the token at `place`, on every rank. A collective."""
     model, found, tp = parts.model, positions_of(parts) == place, group_of(parts, "tp")
     seen: list[Tensor] = []
@@ -131,7 +130,7 @@ def decode(tokens: list[int]) -> str:
     return b"".join(b"\n\n" if t == END else bytes([t]) for t in tokens if t <= END).decode("utf-8", errors="replace")
 
 
-def generate(parts: SimpleNamespace, prompt: str, n_tokens: int = 400, seed: int = 0) -> str:
+def generate(parts: Parts, prompt: str, n_tokens: int = 400, seed: int = 0) -> str:
     """Continue `prompt` (bytes) by `n_tokens` sampled at temperature 0.8, by a full forward pass for each.
 
     A text shorter than the sequence is filled up behind, where causal attention does not look.
@@ -146,13 +145,13 @@ def generate(parts: SimpleNamespace, prompt: str, n_tokens: int = 400, seed: int
     return decode(tokens)
 
 
-def metrics(config: Any, parts: SimpleNamespace, step: int, end: int) -> dict[str, float]:
+def metrics(config: Any, parts: Parts, step: int, end: int) -> dict[str, float]:
     """For metrics.jsonl, when it is time: the validation loss. `end`: how many steps the run will have done."""
     due = config.eval_every and ((step + 1) % config.eval_every == 0 or step + 1 == end)
     return dict(validation_loss=validate(config, parts)) if due else {}
 
 
-def answer(config: Any, parts: SimpleNamespace):
+def answer(config: Any, parts: Parts):
     """What --generate prints, on rank 0."""
     text = generate(parts, config.generate)
     if int(os.environ.get("RANK", 0)) == 0:

@@ -8,8 +8,8 @@ the least), and `peak_memory_bytes` (of a GPU; else of the whole process).
 
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from common.model import IGNORE
 from services.launch import gather_objects
 from step02_ddp import Config as SINCE  # noqa: F401  # one process is its own metrics
+from variants import Parts
 
 
 @dataclass
@@ -30,29 +31,30 @@ class Flags:
 class Health:
     """Listens to the parts of a run; `of_rank` is what it has heard in this step."""
 
-    def __init__(self, parts: SimpleNamespace):
+    def __init__(self, parts: Parts):
         self.parts, self.began = parts, time.perf_counter()
-        self.loss, self.update, self.finish = parts.model.loss, parts.optimizer.step, parts.sync.finish
-        parts.model.loss, parts.optimizer.step, parts.sync.finish = self.losing, self.updating, self.finishing
+        parts.around(parts.model, "loss", self.losing, by=__name__)
+        parts.around(parts.optimizer, "step", self.updating, by=__name__)
+        parts.around(parts.sync, "finish", self.finishing, by=__name__)
         self.total, self.count = 0.0, 0
 
-    def losing(self, logits: Tensor, targets: Tensor, *more: Any) -> Tensor:
-        """Instead of the model's loss."""
-        loss = self.loss(logits, targets, *more)
+    def losing(self, plain: Callable, logits: Tensor, targets: Tensor) -> Tensor:
+        """Around the model's loss."""
+        loss = plain(logits, targets)
         if torch.is_grad_enabled():  # not a validation's
             self.total, self.count = self.total + loss.detach(), self.count + (targets != IGNORE).sum()
         return loss
 
-    def finishing(self):
-        """Instead of the sums over ranks."""
+    def finishing(self, finish: Callable):
+        """Around the sums over ranks."""
         self.seconds = time.perf_counter() - self.began
-        self.finish()
+        finish()
 
-    def updating(self, lr: float, factor: float):
-        """Instead of the update."""
+    def updating(self, update: Callable, lr: float, factor: float):
+        """Around the update."""
         parts = [part for part in self.parts.optimizer.gradients().values() if part.numel()]
         self.norm = torch.nn.utils.get_total_norm(parts).item() if parts else 0.0
-        self.update(lr, factor)
+        update(lr, factor)
 
     def of_step(self, waited: dict[str, float]) -> dict[str, list[dict]]:
         """For the record: what each rank has seen. A collective."""
@@ -63,12 +65,6 @@ class Health:
         return dict(ranks=gather_objects(ours | dict(waited_seconds=sum(waited.values()), peak_memory_bytes=peak)))
 
 
-def attach(config: Any, parts: SimpleNamespace):
+def attach(config: Any, parts: Parts) -> Health | None:
     """Listen, if asked to."""
-    parts.health = Health(parts) if config.log_ranks else None
-
-
-def metrics(parts: SimpleNamespace, waited: dict[str, float]) -> dict[str, list[dict]]:
-    """For metrics.jsonl; `waited` seconds of this rank, by mesh dimension."""
-    health = getattr(parts, "health", None)
-    return {} if health is None else health.of_step(waited)
+    return Health(parts) if config.log_ranks else None

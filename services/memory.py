@@ -8,7 +8,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from services.tables import bytes_of, human, table
+from variants import Parts
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "other")
 
@@ -125,9 +125,9 @@ class MemoryTimeline(TorchDispatchMode):
         return times, curves
 
 
-def held_tensors(parts: SimpleNamespace) -> dict[str, list[Tensor | None]]:
+def held_tensors(parts: Parts) -> dict[str, list[Tensor | None]]:
     """What a rank holds when gradients are complete, by kind."""
-    params, units = list(parts.model.parameters()), getattr(parts.optimizer, "units", [])
+    params, units = list(parts.model.parameters()), parts.units
     rule, masters = parts.optimizer.rule, [unit.master for unit in units]
     if not units:
         masters = list(parts.optimizer.masters.values())
@@ -145,20 +145,19 @@ def held_tensors(parts: SimpleNamespace) -> dict[str, list[Tensor | None]]:
 class Held:
     """Bytes by kind, as most seen; with a timeline of the steps that are watched closely."""
 
-    def __init__(self, parts: SimpleNamespace, steps: int):
+    def __init__(self, parts: Parts, steps: int):
         """`steps`: how many of the first ones are watched."""
         self.parts, self.steps = parts, steps
         self.most: dict[str, int] = {}
         self.timeline: MemoryTimeline | None = None
         self.watching = False
-        right = parts.optimizer.step
+        parts.around(parts.optimizer, "step", self.update, by=__name__)
 
-        def step(*args):
-            self.measure()
-            right(*args)
-            self.measure()  # the first update makes the moments
-
-        parts.optimizer.step = step
+    def update(self, step: Callable, lr: float, factor: float):
+        """Around the optimizer's step."""
+        self.measure()
+        step(lr, factor)
+        self.measure()  # the first update makes the moments
 
     def measure(self):
         """Note what there is."""

@@ -1,6 +1,5 @@
 """What theory says of a run: it is told sizes, as plain numbers, that are taken from the run's parts."""
 
-from types import SimpleNamespace
 from typing import Any
 
 from common.layout import layout_of
@@ -10,39 +9,40 @@ from step06_pipeline import TIED, plan
 from theory import memory, shapes, traffic
 from theory.shapes import Shape
 from theory.traffic import Traffic, Work
+from variants import Parts
 
 
-def size(parts: SimpleNamespace, dim: str) -> int:
+def size(parts: Parts, dim: str) -> int:
     """Ranks along a dimension; 1 if the step does not have it."""
-    return parts.mesh[dim].size if hasattr(parts, "mesh") and dim in parts.mesh.groups else 1
+    return parts.mesh[dim].size if dim in parts.mesh.groups else 1
 
 
-def shape(config: Any, parts: SimpleNamespace) -> Shape:
+def shape(config: Any, parts: Parts) -> Shape:
     """The model, with the experts that the flags ask for."""
     return shapes.shape_of(parts.model.config, config)
 
 
-def flops_per_token(config: Any, parts: SimpleNamespace) -> tuple[float, float]:
+def flops_per_token(config: Any, parts: Parts) -> tuple[float, float]:
     """(model, executed)."""
     return shapes.flops_per_token(shape(config, parts), config.recompute == "full")
 
 
-def micro_batches(config: Any, parts: SimpleNamespace) -> int:
+def micro_batches(config: Any, parts: Parts) -> int:
     """Of a rank in a step."""
     return -(-config.global_batch_size // size(parts, "dp") // config.micro_batch_size)
 
 
-def work_lists(config: Any, parts: SimpleNamespace) -> tuple[dict[int, Place], list[Action]]:
+def work_lists(config: Any, parts: Parts) -> tuple[dict[int, Place], list[Action]]:
     """This rank's stages, and what it does with them in a step."""
     m, n = parts.model.config, micro_batches(config, parts)
-    if not hasattr(parts, "pipeline"):
+    if parts.pipeline is None:
         return {0: Place(0, range(m.n_layers), None, None)}, [Action(kind, i, 0) for i in range(n) for kind in "FB"]
     rank = parts.pipeline.group.rank
     places, lists = plan(config, n)
     return {stage: place for stage, place in enumerate(places) if place.rank == rank}, lists[rank]
 
 
-def work_of(config: Any, parts: SimpleNamespace) -> Work:
+def work_of(config: Any, parts: Parts) -> Work:
     """What this rank does in a step."""
     m, dtype = shape(config, parts), next(parts.model.parameters()).dtype
     places, row = work_lists(config, parts)
@@ -54,10 +54,10 @@ def work_of(config: Any, parts: SimpleNamespace) -> Work:
     return Work(m, tokens, *sums, dtype.itemsize, wide(dtype).itemsize, config.recompute != "none")
 
 
-def held_bytes(config: Any, parts: SimpleNamespace) -> dict[str, float]:
+def held_bytes(config: Any, parts: Parts) -> dict[str, float]:
     """Bytes of each kind of tensor on this rank."""
     w, on_cpu = work_of(config, parts), next(parts.model.parameters()).device.type == "cpu"
-    stage, units = getattr(config, "zero", 0), getattr(parts.optimizer, "units", [])
+    stage, units = getattr(config, "zero", 0), parts.units
     params = [param for param in parts.model.parameters() if param.requires_grad]
     n = cut = sum(param.numel() for param in params)
     if units:
@@ -75,10 +75,10 @@ def held_bytes(config: Any, parts: SimpleNamespace) -> dict[str, float]:
     }
 
 
-def data_traffic(config: Any, parts: SimpleNamespace) -> Traffic:
+def data_traffic(config: Any, parts: Parts) -> Traffic:
     """What gradients and, under ZeRO, weights cost."""
     found, w = Traffic(), work_of(config, parts)
-    stage, units = getattr(config, "zero", 0), getattr(parts.optimizer, "units", [])
+    stage, units = getattr(config, "zero", 0), parts.units
     if not units:
         for param in parts.model.parameters():
             dim = layout_of(param).data_group
@@ -91,7 +91,7 @@ def data_traffic(config: Any, parts: SimpleNamespace) -> Traffic:
     return found
 
 
-def module_runs(config: Any, parts: SimpleNamespace) -> tuple[list, list, set[int], set]:
+def module_runs(config: Any, parts: Parts) -> tuple[list, list, set[int], set]:
     """What ZeRO's units are used by in which order, as `theory.traffic.unit_travels` wants it."""
     trunk, head = parts.model.model, parts.model.lm_head
     modules = [m for m in (trunk.embed_tokens, *trunk.layers.values(), trunk.norm, head) if m is not None]
@@ -109,15 +109,15 @@ def module_runs(config: Any, parts: SimpleNamespace) -> tuple[list, list, set[in
     return uses, runs, set(number.values()), shared
 
 
-def way_end(config: Any, parts: SimpleNamespace) -> int:
+def way_end(config: Any, parts: Parts) -> int:
     """The stage with the loss of what begins in stage 0."""
-    places, stage = plan(config, micro_batches(config, parts))[0] if hasattr(parts, "pipeline") else [], 0
+    places, stage = plan(config, micro_batches(config, parts))[0] if parts.pipeline is not None else [], 0
     while places and places[stage].after is not None:
         stage = places[stage].after
     return stage
 
 
-def pipeline_traffic(config: Any, parts: SimpleNamespace) -> Traffic:
+def pipeline_traffic(config: Any, parts: Parts) -> Traffic:
     """What crosses the boundaries of this rank's stages, and a tied matrix, which two ranks have."""
     w, rank = work_of(config, parts), parts.pipeline.group.rank
     places, lists = plan(config, micro_batches(config, parts))
@@ -130,7 +130,7 @@ def pipeline_traffic(config: Any, parts: SimpleNamespace) -> Traffic:
     return Traffic({("pp", "send"): sent})
 
 
-def partial_traffic(parts: SimpleNamespace, n_bytes: int) -> Traffic:
+def partial_traffic(parts: Parts, n_bytes: int) -> Traffic:
     """Gradients of `n_bytes` an element that are parts of a sum over other dimensions than that of the data."""
     found = Traffic()
     for name, param in parts.model.named_parameters():
@@ -139,17 +139,17 @@ def partial_traffic(parts: SimpleNamespace, n_bytes: int) -> Traffic:
     return found
 
 
-def sliced(parts: SimpleNamespace, name: str) -> int:
+def sliced(parts: Parts, name: str) -> int:
     """Elements of a parameter's gradient that this rank has in the end: all, or those in its slice."""
-    for unit in getattr(parts.optimizer, "units", ()):
+    for unit in parts.units:
         if name in unit.named:
             return len(unit.part(unit.master, name))
     return parts.model.get_parameter(name).numel()
 
 
-def sent_bytes(config: Any, parts: SimpleNamespace) -> Traffic:
+def sent_bytes(config: Any, parts: Parts) -> Traffic:
     """Bytes that this rank sends in a step, by (dimension, operation), if no variant changes them."""
-    if not hasattr(parts, "mesh"):
+    if parts.sync is None:
         return Traffic()
     w, tp, cp, ep = work_of(config, parts), *(size(parts, dim) for dim in ("tp", "cp", "ep"))
     found = data_traffic(config, parts) + partial_traffic(parts, w.wide)
@@ -159,7 +159,7 @@ def sent_bytes(config: Any, parts: SimpleNamespace) -> Traffic:
         found += traffic.context_traffic(w, cp, tp)
     if hasattr(config, "experts"):
         found += traffic.expert_traffic(w, ep, cp)
-    if hasattr(parts, "pipeline"):
+    if parts.pipeline is not None:
         found += pipeline_traffic(config, parts)
         found += traffic.sum_traffic("pp", size(parts, "pp"), w.wide)  # the loss
     data = "data" if "data" in parts.mesh.groups else "dp"

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from common import comm
 from services import devices
-from services.run import plugins
+from services.seam import plugins
 from step05_cp_ring import part_attention, part_gradients, same_heads, scaled_scores
 from variants.documents import Documents, MicroBatch
 from variants.grouped_matmul import GroupedLinear

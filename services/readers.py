@@ -9,13 +9,13 @@ import re
 import sys
 import textwrap
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from common import UserError
 from common.data import END, READERS
+from variants import Parts
 
 KINDS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text", ".py": "text"}
 
@@ -161,7 +161,7 @@ def read(source: str) -> tuple[Stream, Stream | None]:
             raise UserError(f"--dataset {source}: cannot be read ({reason})") from error
 
 
-def attach(_config: Any, parts: SimpleNamespace):
+def attach(_config: Any, parts: Parts):
     """Raises UserError if bytes do not fit the vocabulary, before one that does not occurs."""
     vocab_size = parts.data.shape.vocab_size
     if isinstance(getattr(parts.data, "tokens", None), Bytes) and vocab_size <= END:

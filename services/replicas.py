@@ -7,7 +7,6 @@ long before it shows in the loss.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from common.layout import layout_of
 from services.boxes import Piece, pieces
 from services.launch import gather_objects
 from step02_ddp import Config as SINCE  # noqa: F401  # one process has no replicas
+from variants import Parts
 
 BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # integers by size in bytes
 
@@ -33,7 +33,7 @@ def bit_sum(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(BITS[tensor.dtype.itemsize]).sum(dtype=torch.int64)
 
 
-def held(parts: SimpleNamespace) -> Iterator[Piece]:
+def held(parts: Parts) -> Iterator[Piece]:
     """The pieces of a checkpoint, and the weights, unless they are in slices (ZeRO 3)."""
     yield from pieces(parts)
     for name, param in parts.model.named_parameters():
@@ -41,7 +41,7 @@ def held(parts: SimpleNamespace) -> Iterator[Piece]:
             yield Piece("weight", name, param.detach(), tuple(param.shape), layout_of(param).splits)
 
 
-def check_replicas(config: Any, parts: SimpleNamespace, step: int):
+def check_replicas(config: Any, parts: Parts, step: int):
     """After an update, if it is time: whatever several ranks hold, along any dimension, is the same on all of them.
 
     Each rank tells of the boxes of whole tensors that it holds, with a sum over each one's bits. Raises RuntimeError on

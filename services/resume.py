@@ -1,8 +1,8 @@
 """What a run saves and when, how another one goes on from it, and how a run ends early.
 
 A checkpoint holds what the next step depends on: masters, the update rule's state, buffers, and the number of the step,
-from which batch and learning rate follow. A variant that keeps more has two functions: `state(config, parts)` returns
-what JSON can hold, alike on all ranks, and `restore(config, parts, state)` takes it again.
+from which batch and learning rate follow. What a variant keeps besides has two methods: `state()` returns what JSON can
+hold, alike on all ranks, and `restore(state)` takes it again.
 
 Ctrl-C and SIGTERM: the step is finished, saved, and the run ends. Under torchrun --max-restarts N a job whose rank dies
 is started anew; with --resume auto it then goes on from its last checkpoint, also with fewer ranks.
@@ -14,7 +14,6 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from common import UserError
@@ -22,6 +21,7 @@ from common.trainer import Run
 from services.boxes import masters, pieces, take
 from services.checkpoint import Checkpoint, Saver, find
 from services.launch import agree
+from variants import Parts
 
 
 @dataclass
@@ -62,8 +62,8 @@ def move_aside(run: Run) -> str:
 class Keeper:
     """Saves a run, from its first step to its last; knows when it is to end."""
 
-    def __init__(self, run: Run, plugins: list[ModuleType]):
-        self.run, self.config, self.plugins = run, run.config, plugins
+    def __init__(self, run: Run):
+        self.run, self.config = run, run.config
         self.signalled, self.done, self.saver = 0.0, 0, Saver(run.out)
         self.end = min(self.config.steps, self.config.stop_after or self.config.steps)
         self.handlers = {number: signal.signal(number, self.stop) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -79,7 +79,7 @@ class Keeper:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
-    def start(self, parts: SimpleNamespace, kept: str, weights_only: bool = False) -> int:
+    def start(self, parts: Parts, kept: str, weights_only: bool = False) -> int:
         """Take over what --resume names, and the rows of `kept` metrics that led there; returns the steps done.
 
         A collective. Raises UserError if the checkpoint is of another model, dtype or update rule.
@@ -90,9 +90,9 @@ class Keeper:
             imported = "optimizer" not in found.index["config"]
             require_fit(found, parts, self.config, weights_only or imported)
             take(parts, found, moments=not weights_only)
-            for plugin in self.plugins:
-                if hasattr(plugin, "restore") and plugin.__name__ in found.index["state"]:
-                    plugin.restore(self.config, parts, found.index["state"][plugin.__name__])
+            for name, state in found.index["state"].items():
+                if state is not None and hasattr(parts.kept.get(name), "restore"):
+                    parts.kept[name].restore(state)
             self.done = found.index["step"]
         if self.run.first and not weights_only:
             rows = [row for row in map(json.loads, kept.splitlines()) if row["step"] <= self.done]
@@ -121,13 +121,13 @@ class Keeper:
     def save(self, step: int):
         """Write a checkpoint after so many steps. A collective."""
         config, parts = self.config, self.parts
-        state = {p.__name__: p.state(config, parts) for p in self.plugins if hasattr(p, "state")}
+        state = {name: kept.state() for name, kept in parts.kept.items() if hasattr(kept, "state")}
         about = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(parts.model.config), state=state)
         about["dtype"] = str(next(parts.model.parameters()).dtype)
         self.saver.save(step, pieces(parts), about, config.save_async)
 
 
-def require_fit(found: Checkpoint, parts: SimpleNamespace, config: Any, weights_only: bool):
+def require_fit(found: Checkpoint, parts: Parts, config: Any, weights_only: bool):
     """Refuse a checkpoint of another model and, unless weights alone count, precision or rule. Raises UserError."""
     index, where = found.index, f"--resume {found.path}"
     advice = f"use --model {index['config']['model']} and the overrides it was trained with"

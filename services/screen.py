@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields
 from functools import partial
 from itertools import product
 from math import prod
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from services.ledger import Ledger, traffic_table
 from services.memory import Held, memory_table, peak_memory
 from services.tables import full_shape, human, reduction_table
 from step06_pipeline import plan
+from variants import Parts
 
 
 @dataclass
@@ -88,7 +88,7 @@ def stages_picture(schedule: str, places: list[Place], lists: list[list[Action]]
     return "\n".join(lines)
 
 
-def parameters_in_all(parts: SimpleNamespace) -> int:
+def parameters_in_all(parts: Parts) -> int:
     """Numbers in all parameters of all ranks. A collective."""
     named = parts.model.named_parameters()
     sizes = {name: prod(full_shape(param.shape, layout_of(param).splits)) for name, param in named}
@@ -108,14 +108,14 @@ def uses_variants(config: Any) -> bool:
 class ExpertLoad:
     """What the routers have decided since the last `take`, by layer."""
 
-    def __init__(self, config: Any, parts: SimpleNamespace):
+    def __init__(self, config: Any, parts: Parts):
         self.mesh, shape = parts.mesh, (parts.model.config.n_layers, config.experts + 3)
         self.sums = torch.zeros(shape, dtype=torch.float64, device=next(parts.model.parameters()).device)
         for number, layer in parts.model.model.layers.items():
             if hasattr(layer.mlp, "experts"):
                 sums = self.sums[int(number)]  # choices of each expert; rows that experts are given, tokens, entropy
                 layer.mlp.experts.register_forward_pre_hook(partial(self.give, sums))
-                layer.mlp.balance_loss = partial(self.choose, sums, layer.mlp.balance_loss)
+                parts.around(layer.mlp, "balance_loss", partial(self.choose, sums), by=__name__)
 
     @staticmethod
     def give(sums: Tensor, _module: torch.nn.Module, given: tuple[Tensor, Tensor]):
@@ -124,7 +124,7 @@ class ExpertLoad:
 
     @staticmethod
     def choose(sums: Tensor, plain: Callable, p: Tensor, counts: Tensor) -> Tensor:
-        """Replaces a layer's `balance_loss`, which is told p [tokens, experts] and the choices of each expert."""
+        """Around a layer's `balance_loss`, which is told p [tokens, experts] and the choices of each expert."""
         sums[:-3] += counts
         sums[-2] += len(p)
         sums[-1] += torch.special.entr(p.detach()).sum()
@@ -153,10 +153,10 @@ class ExpertLoad:
 class Screen:
     """What one run shows. Only rank 0 prints and draws, but all ranks help."""
 
-    def __init__(self, run: Any, parts: SimpleNamespace, ledger: Ledger):
+    def __init__(self, run: Any, parts: Parts, ledger: Ledger):
         self.run, self.config, self.parts, self.ledger = run, run.config, parts, ledger
         some = next(parts.model.parameters())
-        self.device, self.world = some.device, parts.mesh.world if hasattr(parts, "mesh") else 1
+        self.device, self.world = some.device, parts.mesh.world
         self.flops = predictions.flops_per_token(self.config, parts)
         self.peak = self.world * peak_flops(self.device, some.dtype, self.config.peak_tflops)
         self.load = ExpertLoad(self.config, parts) if hasattr(self.config, "experts") else None
@@ -176,10 +176,12 @@ class Screen:
         """The tables before the first step. A collective."""
         config, parts = self.config, self.parts
         texts = [f"{config.model}: {parameters_in_all(parts):,} parameters, {dtype}, {self.device}"]
-        if hasattr(parts, "mesh"):
+        if parts.sync is not None:
             texts += [mesh_picture(parts.mesh), reduction_table(parts.model, parts.mesh)]
-        if hasattr(parts, "pipeline"):
+        if parts.pipeline is not None:
             texts.append(stages_picture(config.schedule, *plan(config, predictions.micro_batches(config, parts))))
+        if changed := dict.fromkeys(str(change) for change in parts.attached if change.by.startswith("variants.")):
+            texts.append(f"attached: {'; '.join(changed)}")
         return [*texts, memory_table(self.predicted, self.held.most)]
 
     def begin(self, step: int):
@@ -199,8 +201,9 @@ class Screen:
         found |= dict(peak_memory_bytes=peak_memory(self.device)) | self.ledger.take()
         if self.load is not None:
             found |= self.load.take()
-        if hasattr(self.parts, "documents"):  # the part of causal attention's pairs that is left
-            lengths = [n for some in self.parts.documents.all for n in some.lengths]
+        documents = self.parts.kept.get("variants.documents")
+        if documents is not None:  # the part of causal attention's pairs that is left
+            lengths = [n for some in documents.all for n in some.lengths]
             pairs = sum(lengths) * (self.parts.model.config.seq_len + 1)
             found["attention_pairs"] = sum(n * (n + 1) for n in lengths) / pairs
         return found
@@ -234,7 +237,7 @@ class Screen:
             seconds, curves = self.held.timeline.curves()
             (out / "memory.json").write_text(json.dumps(dict(seconds=seconds, bytes=curves)))
             plots.memory(out)
-        if hasattr(self.parts, "pipeline") and self.config.pp > 1:
+        if self.parts.pipeline is not None and self.config.pp > 1:
             self.draw_timeline(timelines[:: self.world // self.config.pp])
         mean = {key: sum(row[key] for row in steady) / len(steady) for key in ("tokens_per_second", "mfu", "hfu")}
         self.say(

@@ -1,7 +1,7 @@
-"""`--pp-split 3,3,2`: how many layers each stage has, first to last, if not balanced by cost.
+"""`--pp-split 3,3,2`: how many layers each stage has, first to last; `--pp-split cost`: so that all cost about alike.
 
-A pipeline is as fast as its dearest stage, and the last one also has the head. A step alone deals layers as equally as
-can be; here every entry of the menu of schedules is asked for its places, and their layers are dealt anew.
+A pipeline is as fast as its dearest stage, and the last one also has the head. Without the flag, layers are dealt as
+equally as can be. With it, every entry of the menu of schedules is asked for its places, and deals their layers anew.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from theory.shapes import shape_of
 class Flags:
     """Stages (services/stages.py)."""
 
-    pp_split: str = ""  # layers of each stage, like 3,3,2; default: balanced by cost, the head counted
+    pp_split: str = ""  # layers of each stage, like 3,3,2; cost: balanced, the head counted; default: as many in each
 
 
 def given(places: list[Place], split: str, n_layers: int) -> list[Place]:
@@ -34,14 +34,14 @@ def given(places: list[Place], split: str, n_layers: int) -> list[Place]:
 
 
 def with_split(make: Callable[[Any], Schedule]) -> Callable[[Any], Schedule]:
-    """An entry of the menu that also reads `--pp-split`, if its flags have that: those of a step alone do not."""
+    """An entry of the menu that also reads `--pp-split`, if it is set: the flags of a step alone do not have it."""
 
     @wraps(make)
     def entry(config: Any) -> Schedule:
-        plain, split = make(config), getattr(config, "pp_split", None)
-        if split is None:
+        plain, split = make(config), getattr(config, "pp_split", "")
+        if not split:
             return plain
-        if split:
+        if split != "cost":
             return plain._replace(places=lambda n, p, v: given(plain.places(n, p, v), split, n))
         m = shape_of(PRESETS[config.model], config)
         return plain._replace(places=lambda n, p, v: balance(m, plain.places(n, p, v)))

@@ -7,7 +7,7 @@ layout is right if what its ranks gather equals what step 1 has in one process, 
 import functools
 import importlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +19,7 @@ from torch import Tensor
 from common import data
 from common.layout import layout_of
 from common.model import IGNORE, PRESETS, ModelConfig
-from common.trainer import Run
-from services.run import attach, check, compose
+from services.seam import OpenRun, check, compose, plugins
 from tests import faults
 
 SHAPE = list(ModelConfig.__dataclass_fields__)
@@ -55,10 +54,11 @@ def read_few(_source: str) -> tuple[np.ndarray, None]:
     return data.READERS[""]("")[0] % 5, None
 
 
+plugins()  # they have readers of their own; those of the tests come after them
 data.READERS |= {".py": functools.lru_cache(read_uneven), ".toml": functools.lru_cache(read_few)}
 
 
-class Watch(Run):
+class Watch(OpenRun):
     """A run that draws and writes nothing, and keeps what it sees."""
 
     def __enter__(self) -> "Watch":
@@ -67,24 +67,20 @@ class Watch(Run):
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """Before each update, gather the gradients; after the last one, the weights."""
-        self.parts = SimpleNamespace(run=self, **parts)
-        attach(self.config, self.parts)
-        optimizer, parts = self.parts.optimizer, vars(self.parts)
-        update = optimizer.step
+        optimizer = self.open(**parts).optimizer
 
-        def step(lr: float, factor: float):
+        def step(update: Callable, lr: float, factor: float):
             self.gradients.append(self.gather(optimizer.gradients()))
             update(lr, factor)
 
-        optimizer.step = step
+        self.parts.around(optimizer, "step", step, by=__name__)
         yield from super().steps(**parts)
-        masters = optimizer.pieces if hasattr(optimizer, "units") else optimizer.masters
-        self.parameters = self.gather(masters)
+        self.parameters = self.gather(optimizer.pieces if self.parts.units else optimizer.masters)
 
     def gather(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors by name, of those that this rank has a part of. All ranks show their parts to all."""
         named = dict(self.parts.model.named_parameters())
-        units = {name: unit for unit in getattr(self.parts.optimizer, "units", ()) for name in unit.named}
+        units = {name: unit for unit in self.parts.units for name in unit.named}
         mine = []
         for name, value in local.items():
             param, unit = named[name], units.get(name)

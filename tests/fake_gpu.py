@@ -20,7 +20,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import prod
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -32,10 +31,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import comm
-from common.trainer import Run
 from services.clocks import Clock
 from services.dry_run import NO_KERNEL, without_numbers
-from services.run import attach, check
+from services.seam import OpenRun, check
 from tests.equal import config_of
 
 ROOT = Path(__file__).parents[1]
@@ -256,7 +254,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, enable_g
     return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[0]
 
 
-class Watched(Run):
+class Watched(OpenRun):
     """A run that leaves nothing behind, and tells the watch where a step is."""
 
     def __init__(self, config: Any, watch: Watch):
@@ -268,15 +266,18 @@ class Watched(Run):
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """After everything has been attached."""
-        parts = self.parts = SimpleNamespace(run=self, **parts)
-        attach(self.config, parts)
+        parts = self.open(**parts)
         Clock(parts, host=True).listeners.append(self.hear)
-        gradients = parts.optimizer.gradients
-        parts.optimizer.gradients = lambda: (setattr(self.watch, "inside", False), gradients())[1]
+        parts.around(parts.optimizer, "gradients", self.asked, by=__name__)
         for name, module in parts.model.named_modules():
             if name.endswith(".experts"):
                 module.register_forward_pre_hook(lambda _, given: setattr(self.watch, "rows", len(given[0])))
         yield from range(self.config.steps)
+
+    def asked(self, gradients: Callable) -> dict[str, Tensor]:
+        """Around the optimizer's: the norm is next, for which the host waits."""
+        self.watch.inside = False
+        return gradients()
 
     def hear(self, phase: str):
         """A listener of the clock."""
@@ -290,9 +291,9 @@ class Watched(Run):
 def fake_gpu(watch: Watch, rank: int, world: int, capability: tuple[int, int]) -> Iterator[None]:
     """Inside, this process is a rank of so many, with a GPU each, and tensors have no numbers."""
 
-    def pend(pending: comm.Pending, *works: Any, right: Callable = comm.Pending.__init__, **how: Any):
-        right(pending, *works, **how)
-        pending.moment = watch.nccl.now() if works else {}
+    def pend(pending: comm.Pending, *given: Any, right: Callable = comm.Pending.__init__, **how: Any):
+        right(pending, *given, **how)
+        pending.moment = watch.nccl.now() if pending.works else {}
 
     def arrive(pending: comm.Pending, right: Callable = comm.Pending.wait):
         watch.stream.catch_up(pending.moment)

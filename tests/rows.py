@@ -101,6 +101,14 @@ ROWS = [
     Row(2, "step04_tp_sp", dict(compile=True, tp=2, recompute="full"), SGD | COMPILED, EXHAUSTIVE),
     Row(2, "step06_pipeline", dict(compile=True, pp=2), SGD | COMPILED, EXHAUSTIVE),
     Row(2, "step02_ddp", {}, dict(skip_spikes=1.001, steps=12, global_batch_size=4)),
+    # several that change the same calls, whoever attaches first
+    *(Row(2, "step03_zero", dict(zero=n, dtype="fp16", offload_optimizer="cpu"), WIDE, bound=1e-10) for n in (1, 2)),
+    Row(2, "step03_zero", dict(zero=3, dtype="fp16", offload_params="cpu"), WIDE, bound=1e-10),
+    Row(4, "step07_moe_ep", dict(ep=2, zero=1, offload_optimizer="cpu"), EXPERTS | BIAS),
+    Row(2, "step07_moe_ep", dict(zero=2, offload_optimizer="disk", dtype="fp16"), WIDE | EXPERTS | BIAS, bound=1e-10),
+    Row(2, "step03_zero", dict(zero=1, offload_optimizer="cpu"), dict(skip_spikes=1.001, steps=12)),
+    Row(4, "step03_zero", dict(zero=1, zero_replicas=2, grad_dtype="same", offload_optimizer="cpu"), SGD),
+    Row(2, "step07_moe_ep", dict(ep=2, expert_matmul="grouped", dtype="fp32"), EXPERTS | SGD, bound=1e-5),
     #
     # step 2
     Row(2, "step02_ddp", dict(sync="naive")),

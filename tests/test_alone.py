@@ -158,3 +158,25 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(server, tmp_pat
     rows, expected = metrics(tmp_path / "killed"), metrics(tmp_path / "whole")
     assert [(row["step"], row["loss"]) for row in rows] == [(n + 1, row["loss"]) for n, row in enumerate(expected)]
     require_same_bits(stored(tmp_path / "killed", 20), stored(tmp_path / "whole", 20))
+
+
+FEW = TINY.replace(" --dataset text.txt", "").replace("--steps 3", "--steps 2")  # services read files in their own way
+QUIET = "--eval-every 0 --save-every 0 --peak-tflops 1"  # of services
+PAGES = [(step, 0, "") for step in STEPS]
+PAGES += [("step03_zero", 2, ""), ("step06_pipeline", 4, "--pp 2 --tp 2"), ("step07_moe_ep", 4, "--tp 2 --ep 2")]
+
+
+@pytest.mark.parametrize("step, ranks, flags", PAGES)
+def test_a_print_in_a_step_appears(server, alone, tmp_path, step, ranks, flags):
+    """By its launch line and default flags: what runs where nothing else is, runs as often with everything around."""
+    counts = []
+    for folder, more in (alone, ""), (ROOT, QUIET):
+        out = tmp_path / str(len(counts))
+        words = f"{ROOT / 'tests' / 'count.py'} {tmp_path} {step}.py {FEW} {flags} {more} --out {out}"
+        status, text = server.run(folder, ranks, *words.split(), log=tmp_path / "log")
+        assert status == 0, text
+        assert "attached: " not in text, text
+        counts.append([json.loads((tmp_path / f"calls-{rank}.json").read_text()) for rank in range(max(1, ranks))])
+    for rank, (plain, served) in enumerate(zip(*counts, strict=True)):
+        fewer = {what: (n, served.get(what, 0)) for what, n in plain.items() if served.get(what, 0) < n}
+        assert len(plain) > 50 and not fewer, (rank, fewer)

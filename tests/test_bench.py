@@ -6,7 +6,7 @@ import importlib
 import pytest
 
 from common.trainer import parse
-from services.run import compose
+from services.seam import compose
 from tests.bench import __main__ as bench
 from tests.bench.contests import CONTESTS
 from tests.bench.harness import Result, report, spread

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common import UserError
 from services.dry_run import Counted, Meter, Seen, run_rank
-from services.run import attach, check, compose
+from services.seam import check, compose
 from tests.equal import BASE, SMALL, config_of
 from theory.gpus import GPUS
 from variants import grouped_matmul
@@ -78,7 +78,7 @@ def counted(name: str, ranks: int, options: dict, rank: int) -> SimpleNamespace:
     config = config_of(name, options | dict(dry_run=ranks))
     check(config, 1)
     check(config_of(name, options), ranks)
-    return counts(run_rank(importlib.import_module(name).train, config, rank, attach))
+    return counts(run_rank(importlib.import_module(name).train, config, rank))
 
 
 def evenly(layer: RoutedMoE, scores: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def counted_on_rank(name: str, options: dict) -> SimpleNamespace:
     """Runs on every rank: the same of a step with numbers."""
     config, balanced = config_of(name, options | dict(lr=1e-4, steps=2)), mock.patch.object(RoutedMoE, "choose", evenly)
     loops = mock.patch.object(grouped_matmul, "can_group", lambda *_: False)
-    with loops, balanced, Meter(GPUS["h100-80"]) as meter, Counted(config, meter, attach) as run:
+    with loops, balanced, Meter(GPUS["h100-80"]) as meter, Counted(config, meter) as run:
         importlib.import_module(name).train(config, run)
     return counts(run)
 
@@ -121,10 +121,26 @@ def test_choices_are_balanced(pools, mode):
 def test_kernels_are_those_of_a_gpu():
     """RMSNorm is one kernel each way; an update reads four numbers of a parameter, and writes three."""
     config = config_of("step01_single_gpu", SHAPE | dict(dtype="bf16", recompute="full", dry_run=1))
-    seen = run_rank(importlib.import_module("step01_single_gpu").train, config, 0, attach)
+    seen = run_rank(importlib.import_module("step01_single_gpu").train, config, 0)
     layers, passes = 2 * SHAPE["n_layers"], BASE["global_batch_size"]  # norms in layers are done again
     x, count = 2 * SMALL["seq_len"] * SMALL["dim"], seen.meter.count
     found = [count[name][what] for name in ("rms_norm", "rms_norm_backward") for what in ("calls", "bytes")]
     forward, backward = passes * (2 * layers + 1), passes * (layers + 1)
     assert found == [forward, forward * 2 * x, backward, backward * 3 * x] and "rsqrt" not in count
     assert count["_fused_adamw_"]["bytes"] == pytest.approx(7 * seen.held["masters"], rel=0.01)
+
+
+@pytest.mark.parametrize("flags", [dict(documents="mask"), dict(sync="torch", zero=0), dict(toy=True)], ids=str)
+def test_what_asks_for_numbers_is_refused(flags):
+    """In one line, before anything is built."""
+    with pytest.raises(UserError, match="--dry-run"):
+        check(config_of("step05_cp_ring", flags | dict(dry_run=2)), 1)
+
+
+def test_an_update_that_waits_for_its_record_is_counted():
+    """--skip-spikes: the same as without."""
+    seen = []
+    for spikes in 0.0, 3.0:
+        config = config_of("step02_ddp", SHAPE | dict(dry_run=2, skip_spikes=spikes))
+        seen.append(run_rank(importlib.import_module("step02_ddp").train, config, 0).taken)
+    assert seen[0] == seen[1] and seen[0]["traffic"]

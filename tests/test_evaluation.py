@@ -15,7 +15,7 @@ from common.model import Decoder, ModelConfig
 from common.trainer import parse
 from services import evaluation, hub
 from services.checkpoint import Checkpoint, find, newest
-from services.run import compose
+from services.seam import compose
 from tests.equal import SMALL, difference
 from tests.rows import EXPERTS
 from tests.test_checkpoint import train_on_rank

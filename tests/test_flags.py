@@ -5,7 +5,7 @@ import pytest
 import step07_moe_ep as step07
 from common import UserError
 from common.trainer import parse
-from services.run import compose
+from services.seam import compose
 from tests import equal
 from tests.pool import error_of
 from tests.rows import EXPERTS, GROUPS

@@ -24,7 +24,6 @@ from common.data import Data
 from services import checkpoint, devices
 from services.boxes import Piece
 from services.dry_run import run_rank
-from services.run import attach
 from services.watchdog import SAVES, Guard, place_of
 from step04_tp_sp import VocabParallelEmbedding
 from tests import equal
@@ -34,7 +33,8 @@ from tests.pool import Pool, RankError
 from variants import chunked_loss, documents
 from variants.prefetch import Ahead
 
-MOE, OFFLOADED = dict(experts=4, ep=2, ffn_dim=48), dict(zero=3, offload_params="cpu", offload_optimizer="cpu")
+MOE = dict(experts=4, ep=2, ffn_dim=48, expert_matmul="grouped")
+OFFLOADED = dict(zero=3, offload_params="cpu", offload_optimizer="cpu")
 CASES = {  # step, flags, ranks, capability of the GPUs, and how often the host waits in forward and backward
     "plain": ("step01_single_gpu", {}, 1, (9, 0), 0),
     "buckets": ("step02_ddp", {}, 8, (9, 0), 0),
@@ -162,7 +162,7 @@ def peak(most: int) -> int:
     options = dict(vocab_size=2**17, seq_len=4096, n_layers=1, dtype="bf16", loss_chunk=4096, dry_run=1)
     config = equal.config_of("step01_single_gpu", options | dict(micro_batch_size=2, global_batch_size=2))
     with mock.patch.object(chunked_loss, "MOST", most):
-        return sum(run_rank(step01.train, config, 0, attach).meter.peak().values())
+        return sum(run_rank(step01.train, config, 0).meter.peak().values())
 
 
 def test_n5_the_loss_takes_the_bytes_that_are_promised():
@@ -230,7 +230,7 @@ def chooses_again(mode: str) -> bool:
     numbers, right, chosen = np.random.default_rng(0), F.one_hot, []
     step07.shaky = lambda: torch.from_numpy(numbers.random(4))
     with undone(*UNSTEADY), mock.patch.object(F, "one_hot", lambda x, n: chosen.append(x.tolist()) or right(x, n)):
-        equal.record("step07_moe_ep", dict(experts=4, recompute=mode, steps=1))
+        equal.record("step07_moe_ep", dict(experts=4, recompute=mode, steps=1, expert_matmul="grouped"))
     rounds = [chosen[i : i + 6] for i in range(0, len(chosen), 6)]  # three layers forward, and again in backward
     return rounds != [one[::-1] for one in rounds]
 
@@ -287,8 +287,8 @@ def test_the_next_batch_is_read_ahead():
     """Each step gets its own batch, and each is read once, whatever is asked for first."""
     asked = []
     data = Data("", equal.ModelConfig(**equal.SMALL), 4, 0)
-    ahead = Ahead(lambda step: (asked.append(step), data.batch(step))[1])
+    ahead, read = Ahead(), lambda step: (asked.append(step), data.batch(step))[1]
     for step in (3, 4, 5, 9, 10):
-        assert all(map(torch.equal, ahead(step), data.batch(step)))
+        assert all(map(torch.equal, ahead.batch(read, step), data.batch(step)))
     ahead.reader.shutdown()
     assert sorted(asked) == [3, 4, 5, 6, 9, 10, 11]

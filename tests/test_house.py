@@ -12,8 +12,9 @@ ROOT = Path(__file__).parents[1]
 STEPS = sorted(path.stem for path in ROOT.glob("step0*.py"))
 MOST_LINES = dict(zip(STEPS, (900, 1100, 1400, 1700, 2000, 2400, 2700), strict=True))  # all that running one loads
 OUTSIDE = {"torch", "tqdm", "matplotlib", "datasets", "numpy"}
-STANDARD = {"argparse", "ast", "collections", "dataclasses", "functools", "hashlib", "importlib", "inspect"}
-STANDARD |= {"itertools", "json", "math", "os", "pathlib", "re", "sys", "sysconfig", "time", "types", "typing"}
+STANDARD = {"argparse", "ast", "collections", "contextlib", "dataclasses", "functools", "hashlib", "importlib"}
+STANDARD |= {"inspect", "itertools", "json", "math", "os", "pathlib", "re", "sys", "sysconfig", "time", "types"}
+STANDARD |= {"typing"}
 MAY = {  # room -> the rooms that it may import, beside itself
     "step": {"common"},
     "common": set(),

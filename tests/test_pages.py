@@ -276,7 +276,7 @@ def test_the_player_shows_the_schedules_times(browser, pages):
     """For ten drawn choices: every box, and what it waits for, against `simulate`."""
     import step06_pipeline as step06
     from common.schedules import COSTS, SCHEDULES, goes_to, simulate
-    from services.run import compose, plugins
+    from services.seam import compose, plugins
 
     plugins()
     show(browser, pages, "step06_pipeline")

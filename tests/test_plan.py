@@ -20,7 +20,7 @@ from common.schedules import SCHEDULES, Action
 from common.trainer import parse
 from services.dry_run import Counted, run_rank
 from services.legal import layout_of
-from services.run import attach, check, compose
+from services.seam import check, compose
 from tests.bench import plan as bench
 from theory import plan, seconds
 from theory.footprint import gpt_layer_bytes, held
@@ -44,7 +44,7 @@ def config_of(x: Layout, shape: dict, **flags) -> object:
     step = step07 if "experts" in flags else step06
     names = {field.name for field in fields(step.Config)} | {"zero_replicas"}
     flags |= {name: value for name, value in vars(x).items() if name in names}
-    return compose(step)(model="drawn", dry_run=x.world, device="cpu", **flags)
+    return compose(step)(model="drawn", dry_run=x.world, device="cpu", pp_split="cost", loss_chunk=2048, **flags)
 
 
 class Reached(Exception):
@@ -55,7 +55,7 @@ def refused_by_the_steps(config: object) -> bool:
     """Whether a step itself, with its variants, refuses what it is to build."""
     first = mock.patch.object(Counted, "steps", mock.Mock(side_effect=Reached))
     with first, pytest.raises((UserError, Reached)) as found:
-        run_rank(step07.train if hasattr(config, "experts") else step06.train, config, 0, attach)
+        run_rank(step07.train if hasattr(config, "experts") else step06.train, config, 0)
     return found.type is not Reached
 
 
@@ -142,7 +142,7 @@ def test_the_bound_of_the_peak(seed, with_experts):
     """Within 10% of the peak that the dry run counts, on the kernels of a CPU, and never 5% below it."""
     x, shape, experts, dtype, rank = drawn_run(seed, with_experts)
     config = config_of(x, shape, dtype=dtype, **experts)
-    seen = run_rank((step07 if experts else step06).train, config, rank, attach)
+    seen = run_rank((step07 if experts else step06).train, config, rank)
     m, peak = shape_of(PRESETS["drawn"], config), sum(seen.meter.peak().values())
     ours = rank_bytes(m, x, rank * x.pp // x.world, dict(bf16=2, fp32=4)[dtype], 4, on_cpu=True)
     assert 0.95 * peak <= ours.total <= 1.10 * peak, (ours.total / peak, x, shape, experts, dtype, rank)

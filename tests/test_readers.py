@@ -11,7 +11,7 @@ import torch
 from common.data import END, Data, read_files
 from common.model import IGNORE, PRESETS, ModelConfig
 from services import evaluation, readers, shapes
-from services.run import compose
+from services.seam import compose
 
 SEQ = 8
 TEXTS = ["Hello, world.\n", "Grüße, Welt!", "", "third " * 20]
@@ -126,9 +126,9 @@ def test_shape_flags():
     made = compose(step01)
     config = made(model="debug", dim=32, tied=True)
     for _ in range(2):  # the second time nothing is left to change
-        shapes.check(config, 1)
+        shapes.settle(config)
     assert config.model == "debug --dim 32 --tied"
     assert PRESETS[config.model].dim == 32 and PRESETS[config.model].tied and PRESETS[config.model].n_layers == 2
     for flags, says in [(dict(dim=36), "choose --dim as a multiple of 8"), (dict(n_kv_heads=3), "divisors of 4")]:
         with pytest.raises(Exception, match=says):
-            shapes.check(made(model="debug", **flags), 1)
+            shapes.settle(made(model="debug", **flags))

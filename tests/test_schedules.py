@@ -9,7 +9,7 @@ import pytest
 
 from common import UserError
 from common.schedules import SCHEDULES, Action, Place, goes_to, simulate
-from services.run import plugins
+from services.seam import plugins
 from services.stages import given
 from step06_pipeline import Line, add_messages
 from variants.zb_auto import Costs, search, time_of

@@ -18,17 +18,21 @@ import torch.distributed as dist
 
 import step06_pipeline
 from common import UserError, comm
+from common.comm import Mesh
 from common.data import Data
 from common.model import ModelConfig
 from common.schedules import SCHEDULES
 from services import devices, failures, replicas
+from services.clocks import Clock
 from services.dry_run import run_rank
-from services.run import ServedRun, attach, plugins
+from services.run import ServedRun
+from services.seam import plugins
 from services.watchdog import Place, Watchdog, compare
 from tests.equal import BOUND, SMALL, config_of, difference
 from tests.pool import error_of
 from tests.rows import ROWS
 from tests.test_checkpoint import STEPS, train_on_rank
+from variants import Parts
 
 WHOLE, PARTIAL = "Replicate", "Partial"
 
@@ -53,7 +57,7 @@ def count_on_rank(name: str, options: dict, world: int) -> list[dict]:
     """Runs in one process: the traffic of a dry run of every rank."""
     step = importlib.import_module(name)
     config = config_of(name, options | dict(dry_run=world))
-    return [run_rank(step.train, config, rank, attach).taken for rank in range(world)]
+    return [run_rank(step.train, config, rank).taken for rank in range(world)]
 
 
 def flat(traffic: dict) -> dict[str, int]:
@@ -166,7 +170,7 @@ def test_traffic_of_pipelines(schedule, zero):
     for more in {}, dict(tp=2, recompute="full"):
         config = config_of("step06_pipeline", options | more | dict(dry_run=4))
         for rank in (0, 3):
-            seen = run_rank(step06_pipeline.train, config, rank, attach)
+            seen = run_rank(step06_pipeline.train, config, rank)
             sent, said = flat(seen.taken["traffic"]), {" ".join(key): n for key, n in seen.traffic.items()}
             assert sent == pytest.approx(said, abs=sum(flat(seen.taken["calls"]).values())), (more, rank)
 
@@ -229,6 +233,23 @@ def staged_on_rank() -> float:
 def test_messages_through_the_host(pools):
     """Several ranks on one GPU: the group in Python does what gloo does."""
     assert pools(2).run(staged_on_rank) == [0.0, 0.0]
+
+
+def waits_on_rank() -> list[str]:
+    """Runs on two ranks: one only sends over b, the other only receives, both sum over a; the groups of the waits."""
+    mesh, sent, got, total = Mesh(a=2), torch.ones(2), torch.zeros(2), torch.ones(2)
+    mesh.enter("b", mesh.ranks[None])
+    clock = Clock(Parts(None, torch.nn.Linear(1, 1), torch.optim.SGD([sent]), None, mesh=mesh))
+    with mock.patch.object(comm, "waiting", clock.waiting):
+        message = comm.exchange(*([(sent, 1)], []) if mesh.rank == 0 else ([], [(got, 0)]), mesh["b"])
+        summing = comm.all_reduce(total, mesh["a"])
+        message.wait(), summing.wait(), summing.wait(), comm.Pending().wait()
+    return [dim for dim, *_ in clock.waits]
+
+
+def test_a_wait_is_of_the_group_whose_message_it_is(pools):
+    """Also where a rank only receives, and another group's operation has been started since; a second wait is none."""
+    assert pools(2).run(waits_on_rank) == [["b", "a"], ["b", "a"]]
 
 
 @pytest.mark.parametrize("driver, mend", [("535.104.05", "update the driver to 580"), ("580.65.06", "nvidia-smi")])

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common import comm
 from common.comm import Mesh
 from common.model import attend
-from services.run import plugins
+from services.seam import plugins
 from step05_cp_ring import CONTEXT
 from tests import equal
 from tests.rows import COMPILED
@@ -32,12 +32,12 @@ def overflow_on_rank(step: str, options: dict) -> tuple:
     """Train three steps; in the second, one rank's gradient is infinite. What the scaling has seen before each step."""
     seen, plain = [], LossScaling.step
 
-    def sabotaged(self, lr: float, factor: float):
+    def sabotaged(self, inner, lr: float, factor: float):
         pieces = getattr(self.optimizer, "pieces", None) or self.optimizer.masters
         if len(seen) == 1 and self.mesh.rank == self.mesh.world - 1:
-            next(iter(self.unscaled_gradients().values())).fill_(torch.inf)
+            next(iter(self.optimizer.gradients().values())).fill_(torch.inf)
         before = {name: piece.detach().clone() for name, piece in pieces.items()}
-        plain(self, lr, factor)
+        plain(self, inner, lr, factor)
         moved = any(not torch.equal(before[name], piece) for name, piece in pieces.items())
         freed = all(param.grad is None for param in getattr(self.optimizer, "params", {}).values())
         seen.append((moved, freed, math.log2(self.scale)))
@@ -186,7 +186,7 @@ def sums_on_rank(kind: str, whole: bool) -> tuple[float, float, float]:
     """
     mesh, sent = Mesh(dp=dist.get_world_size()), []
     group, found, added, length = mesh["dp"], 0.0, 0.0, 3000
-    compression = Compression(SimpleNamespace(compress=kind, topk_fraction=0.25))
+    compression = Compression(SimpleNamespace(compress=kind, topk_fraction=0.25), None)
     key = type("Part", (), dict(group=group))()  # a bucket, or a unit
     comm.observer = lambda _operation, _group, tensor, share: sent.append(share * tensor.nbytes)
     for step in range(5):

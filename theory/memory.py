@@ -25,7 +25,7 @@ from theory.layouts import Layout, balance, network, schedule_of, stages
 from theory.shapes import Shape, end_weights, layer_weights
 
 MOST = 2**30  # bytes of a chunk's logits, wide (variants/chunked_loss.py)
-CHUNK = 2048  # tokens whose logits exist at the same time, unless --loss-chunk says otherwise
+CHUNK = 2048  # tokens whose logits exist at the same time: --loss-chunk, as the planner has it
 
 
 class Piece(NamedTuple):

@@ -28,13 +28,14 @@ from common.trainer import among, parse
 from theory.explain import blackboard
 from theory.gpus import GIB, GPUS, NODE, ROOM, Gpu
 from theory.layouts import Layout, illegal
-from theory.memory import Held
+from theory.memory import CHUNK, Held
 from theory.search import Found, evaluate, fits, rates, search, smallest
 from theory.seconds import Seconds
 from theory.shapes import GPTS, Shape, shape_of, total_weights
 from theory.tables import table
 
 MOST_GPUS = 2**17
+ALWAYS = f"--pp-split cost --loss-chunk {CHUNK}"  # beside the flags of a layout
 
 
 @dataclass
@@ -56,7 +57,7 @@ def models() -> dict[str, Shape]:
     """All by name. Variants, a folder beside the course, add models with experts, and schedules."""
     experts = {}
     if importlib.util.find_spec("variants") is not None:
-        importlib.import_module("services.run").plugins()
+        importlib.import_module("services.seam").plugins()
         experts = importlib.import_module("variants.expert_presets").EXPERTS
     return {name: shape_of(m, SimpleNamespace(**experts.get(name, {}))) for name, m in PRESETS.items()} | GPTS
 
@@ -112,7 +113,7 @@ def show(m: Shape, best: list[Found], gpu: Gpu) -> str:
         times.append([str(number), *(f"{part:.3f}" for part in parts), *shares])
     layouts = "\n".join(f"{number:2}  {found.layout.flags()}" for number, found in enumerate(best, 1))
     return (
-        f"flags after torchrun ... step07_moe_ep.py --model ... --seq-len {m.seq_len}:\n{layouts}\n\n"
+        f"flags after torchrun ... step07_moe_ep.py --model ... --seq-len {m.seq_len} {ALWAYS}:\n{layouts}\n\n"
         f"memory of the fullest GPU, GiB:\n{table(memory)}\n\n"
         f"time of a step, s; by dimension what communication is not hidden:\n{table(times)}"
     )

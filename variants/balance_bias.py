@@ -10,7 +10,6 @@ In step 7, `top_k` in `MoE.forward` would see p + b, and the last three lines of
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import torch
 import step07_moe_ep as step07
 from common.comm import Mesh, all_reduce
 from step07_moe_ep import BALANCE
+from variants import Parts
 from variants.routing import RoutedMoE
 
 SINCE = step07.Config
@@ -31,7 +31,7 @@ class Flags:
     bias_speed: float = 0.001  # change of an expert's bias in a step, with --balance bias
 
 
-def attach(config: Any, parts: SimpleNamespace):
+def attach(config: Any, parts: Parts):
     """Give each layer its biases, and move them after each update."""
     if config.balance != "bias":
         return
@@ -40,12 +40,12 @@ def attach(config: Any, parts: SimpleNamespace):
         del moe.bias  # None until now
         moe.register_buffer("bias", torch.zeros(config.experts, device=parts.positions.device))
         moe.load = torch.zeros_like(moe.bias)  # choices of this step
-    parts.optimizer.step = partial(update, parts.optimizer.step, layers, parts.mesh, config.bias_speed)
+    parts.around(parts.optimizer, "step", partial(update, layers, parts.mesh, config.bias_speed), by=__name__)
 
 
-def update(step: Callable, layers: list[RoutedMoE], mesh: Mesh, speed: float, *arguments: float):
-    """The optimizer's step, then that of the biases."""
-    step(*arguments)
+def update(layers: list[RoutedMoE], mesh: Mesh, speed: float, step: Callable, lr: float, factor: float):
+    """Around the optimizer's step: then the biases move."""
+    step(lr, factor)
     for moe in layers:
         for group in (mesh["data"], *([mesh["mirror"]] if "mirror" in mesh.groups else [])):  # dualpipe's other copy
             all_reduce(moe.load, group).wait()

@@ -15,7 +15,6 @@ In step 4, f's hook would stand for q_proj, k_proj and v_proj too, as `enter` do
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from common import UserError
 from common.comm import Group, all_gather, all_reduce, reduce_scatter
 from common.model import Decoder
 from step04_tp_sp import COLUMNS, Config
+from variants import Parts
 
 SINCE = Config
 
@@ -114,11 +114,10 @@ def overlap_blocks(model: Decoder, group: Group, gather: Callable, reduce: Calla
                 block.register_forward_pre_hook(partial(enter, linears, group, gather, reduce))
 
 
-def attach(config: Any, parts: SimpleNamespace):
+def attach(config: Any, parts: Parts):
     """Let the blocks overlap, where there is something to wait for. Raises UserError."""
-    program = getattr(getattr(parts, "pipeline", None), "program", ())
-    if config.tp_overlap and any(line.action.kind == "W" for line in program):
+    if config.tp_overlap and "W" in parts.kinds:
         raise UserError(f"--schedule {config.schedule} has weight gradients on their own: --no-tp-overlap")
-    if config.tp_overlap and config.tp > 1:
+    if config.tp_overlap and config.tp > 1 and config.compress_activations == "none":  # which overlaps by itself
         starts = (start_gather, start_scatter) if config.sp else (start_keep, start_total)
         overlap_blocks(parts.model, parts.mesh["tp"], *starts)

@@ -11,7 +11,6 @@ plain step, whose `Decoder.forward` would call this function in its last line.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.model import wide
+from variants import Parts
 
 MOST = 2**30  # bytes of a chunk's logits in fp32: there are three such at a time, and one or two in the model's dtype
 
@@ -27,7 +27,7 @@ MOST = 2**30  # bytes of a chunk's logits in fp32: there are three such at a tim
 class Flags:
     """The loss in chunks."""
 
-    loss_chunk: int = 2048  # most tokens whose logits exist at the same time (at most 1 GiB in fp32); 0: all
+    loss_chunk: int = 0  # most tokens whose logits exist at the same time (at most 1 GiB in fp32), say 2048; 0: all
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -56,21 +56,21 @@ class ChunkedLoss(torch.autograd.Function):
         return *(found.mul_(grad.view(1)) for found in ctx.saved_tensors), None, None, None  # a scalar would be rounded
 
 
-def attach(config: Any, parts: SimpleNamespace):
+def attach(config: Any, parts: Parts):
     """Only the last stage of a pipeline has a head."""
     model, head = parts.model, parts.model.lm_head
     if head is None or not config.loss_chunk:
         return
     chunk = min(config.loss_chunk, max(1, MOST // (len(head.weight) * wide(head.weight.dtype).itemsize)))
-    plain, multiply, waiting = model.loss, head.forward, []
+    waiting = []
 
-    def project(hidden: Tensor) -> Tensor:
+    def project(multiply: Callable, hidden: Tensor) -> Tensor:
         if hidden.shape[:-1].numel() <= chunk:
             return multiply(hidden)
         waiting.append(head.weight.view_as(head.weight))  # older than the next view: backward sees its gradient later,
         return hidden.view_as(hidden)  # so hooks see the head's backward begin (a gradient here), and then end (there)
 
-    def loss(output: Tensor, targets: Tensor) -> Tensor:
+    def loss(plain: Callable, output: Tensor, targets: Tensor) -> Tensor:
         if targets.numel() <= chunk:
             return plain(output, targets)
         weight = waiting.pop()
@@ -79,4 +79,5 @@ def attach(config: Any, parts: SimpleNamespace):
         parts = zip(output.flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True)
         return sum(plain(F.linear(part, weight)[None], target[None]) for part, target in parts)
 
-    head.forward, model.loss = project, loss
+    parts.around(head, "forward", project, by=__name__)
+    parts.around(model, "loss", loss, by=__name__)

@@ -5,10 +5,11 @@ this would follow `RECOMPUTE[config.recompute](model)`: what recomputes a layer 
 """
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from variants import Parts
 
 
 @dataclass
@@ -18,7 +19,7 @@ class Flags:
     compile: bool = False  # torch.compile each decoder layer
 
 
-def attach(config: Any, parts: SimpleNamespace):
+def attach(config: Any, parts: Parts):
     """Hooks on a layer stay outside."""
     for layer in parts.model.model.layers.values() if config.compile else ():
-        layer.forward = torch.compile(layer.forward)
+        parts.instead(layer, "forward", torch.compile(layer.forward), by=__name__)

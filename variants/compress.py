@@ -18,10 +18,9 @@ In step 2 `Compression.all_reduce` would stand in BucketSync.send, in step 3 `.r
 owed takes a gradient's memory on each rank, under ZeRO 2 and 3 too. Checkpoints hold it (services/boxes.py).
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -34,6 +33,7 @@ from common.comm import Group, Pending, all_gather, all_to_all
 from common.model import wide
 from step02_ddp import Bucket, BucketSync
 from step03_zero import Unit
+from variants import Parts
 from variants.narrow import dequantise, pick, put_back, quantise
 
 SINCE = step02.Config
@@ -80,7 +80,8 @@ class Chain:
 class Compression:
     """Sums in fewer bits. `owed`: what is still to be sent, [n slices, length], of each bucket or unit."""
 
-    def __init__(self, config: Any):
+    def __init__(self, config: Any, sync: Any):
+        self.sync = sync
         self.narrow, self.widen = {
             "bf16": (Tensor.bfloat16, lambda message, length, dtype: message.to(dtype)),
             "int8": (quantise, dequantise),
@@ -115,22 +116,26 @@ class Compression:
         rows = unit.gradient.view(unit.group.size, -1)
         unit.total = yield from self.summed(unit, rows, unit.group)
 
-    def start(self, bucket: Bucket) -> Chain:
-        """Start a bucket's sum. The bucket before has had this one's time for its first message."""
+    def send(self, plain: Callable, bucket: Bucket):
+        """Around a bucket's sum. The bucket before has had this one's time for its first message."""
+        if bucket.group.size == 1:
+            return plain(bucket)
         self.last.go_on()
         self.last = Chain(self.all_reduce(bucket))
-        return self.last
+        self.sync.pending.append(self.last)
+
+    def reduce(self, plain: Callable, unit: Unit) -> Chain | Pending:
+        """Around a unit's."""
+        return Chain(self.reduce_scatter(unit)) if unit.group.size > 1 else plain(unit)
 
 
-def attach(config: Any, parts: SimpleNamespace):
+def attach(config: Any, parts: Parts) -> Compression | None:
     """A sum over one rank stays as it is."""
     if config.compress == "none":
-        return
-    parts.compression = made = Compression(config)
-    sync = parts.sync
-    if isinstance(sync, BucketSync):
-        send = sync.send
-        sync.send = lambda b: sync.pending.append(made.start(b)) if b.group.size > 1 else send(b)
+        return None
+    made = Compression(config, parts.sync)
+    if isinstance(parts.sync, BucketSync):
+        parts.around(parts.sync, "send", made.send, by=__name__)
     else:
-        reduce = sync.reduce
-        sync.reduce = lambda unit: Chain(made.reduce_scatter(unit)) if unit.group.size > 1 else reduce(unit)
+        parts.around(parts.sync, "reduce", made.reduce, by=__name__)
+    return made

@@ -22,7 +22,6 @@ In step 4, `gather`, `scatter` and `total` would be the three below; in step 6 `
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -32,9 +31,10 @@ from torch import Tensor
 from common.comm import Group, all_gather, all_to_all
 from common.model import wide
 from step04_tp_sp import Config, Conjugate, unchanged
+from variants import Parts
 from variants.block_overlap import Ending, overlap_blocks, start_keep
 
-SINCE, LAST = Config, True
+SINCE = Config
 BLOCK = 256  # values with one scale
 KINDS = dict(bf16=torch.bfloat16, int8=torch.int8)
 
@@ -98,7 +98,7 @@ def at_once(start: Callable, x: Tensor, group: Group) -> Tensor:
     return start(x, group)()
 
 
-def narrow_blocks(parts: SimpleNamespace, config: Any, bits: Bits):
+def narrow_blocks(parts: Parts, config: Any, bits: Bits):
     """Other f and g for every attention and MLP, in the place of step 4's hooks."""
     group = parts.mesh["tp"]
     gather, scatter, total = (
@@ -116,26 +116,28 @@ def narrow_blocks(parts: SimpleNamespace, config: Any, bits: Bits):
         overlap_blocks(parts.model, group, *starts)
 
 
-def narrow_stages(pipeline: Any, bits: Bits):
+def narrow_stages(parts: Parts, bits: Bits):
     """Let stages hand on messages, not values."""
-    right = pipeline.buffer
 
     def act(run: Callable, i: int, stage: int, message: Tensor | None) -> Tensor | None:
         """Forward or backward of a stage: values come as a message, and leave as one. A loss is a number."""
         output = run(i, stage, None if message is None else bits.unpack(message, bits.dtype))
         return bits.pack(output) if output is not None and output.dim() else output
 
-    pipeline.buffer = lambda i: right(i).new_empty(*right(i).shape[:-1], bits.width, dtype=bits.kind)
-    pipeline.forward, pipeline.backward = partial(act, pipeline.forward), partial(act, pipeline.backward)
-    acts = getattr(pipeline, "acts", {})  # of an executor of lists
-    acts |= {kind: partial(act, run) for kind, run in acts.items()}
+    def buffer(right: Callable, i: int) -> Tensor:
+        """Room for a message."""
+        return right(i).new_empty(*right(i).shape[:-1], bits.width, dtype=bits.kind)
+
+    parts.around(parts.pipeline, "buffer", buffer, by=__name__)
+    for method in ("forward", "backward"):
+        parts.around(parts.pipeline, method, act, by=__name__)
 
 
-def attach(config: Any, parts: SimpleNamespace):
+def attach(config: Any, parts: Parts):
     """What others have put on blocks and pipelines travels in fewer bits."""
     if config.compress_activations != "none":
         bits = Bits(config.compress_activations, next(parts.model.parameters()).dtype, parts.model.config.dim)
         if config.tp > 1:
             narrow_blocks(parts, config, bits)
         if getattr(config, "pp", 1) > 1:
-            narrow_stages(parts.pipeline, bits)
+            narrow_stages(parts, bits)

@@ -23,7 +23,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, product
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -33,8 +32,7 @@ from torch import Tensor
 from common import UserError
 from common.model import PRESETS, attend
 from step05_cp_ring import CONTEXT
-
-LAST = True
+from variants import Parts
 
 
 @dataclass
@@ -46,7 +44,9 @@ class Flags:
 
 
 def check(config: Any, world: int):
-    """The end must be a token. Raises UserError."""
+    """The end must be a token, and tokens must be known. Raises UserError."""
+    if config.documents != "off" and config.dry_run:
+        raise UserError(f"--documents {config.documents} asks where documents end: --dry-run has no tokens")
     if config.documents != "off" and config.end_token >= PRESETS[config.model].vocab_size:
         raise UserError(f"--end-token {config.end_token} is not in the vocabulary ({PRESETS[config.model].vocab_size})")
 
@@ -84,38 +84,35 @@ class MicroBatch:
 class Documents:
     """Attention within the documents of `now`, the micro-batch that is computed."""
 
-    def __init__(self, config: Any, parts: SimpleNamespace):
-        self.config, self.size, self.read = config, config.micro_batch_size, parts.data.batch
+    def __init__(self, config: Any, parts: Parts):
+        self.config, self.size = config, config.micro_batch_size
         self.device, seq = next(parts.model.parameters()).device, parts.model.config.seq_len
-        self.here = getattr(parts, "positions", torch.arange(seq)).to(self.device)
-        self.mine = parts.mesh["dp"].share(config.global_batch_size, "batch") if hasattr(parts, "mesh") else slice(None)
+        self.here = (torch.arange(seq) if parts.positions is None else parts.positions).to(self.device)
+        self.mine = parts.mesh["dp"].share(config.global_batch_size, "batch")
         mode = CONTEXT[getattr(config, "cp_mode", "zigzag")]
         self.positions = partial(mode.positions, seq, n=getattr(config, "cp", 1))
         for layer in parts.model.model.layers.values():
-            layer.self_attn.attend = self.within(layer.self_attn.attend)
-        parts.data.batch = self.batch
+            parts.around(layer.self_attn, "attend", self.within(layer.self_attn.attend), by=__name__)
+        parts.around(parts.data, "batch", self.batch, by=__name__)
         parts.model.register_forward_pre_hook(self.enter)
-        if pipeline := getattr(parts, "pipeline", None):  # it does not call the model
-            for kind, act in getattr(pipeline, "acts", {}).items():  # of an executor of lists
-                pipeline.acts[kind] = partial(self.act, pipeline, act)
-            pipeline.forward = partial(self.act, pipeline, pipeline.forward)
-            pipeline.backward = partial(self.act, pipeline, pipeline.backward)
+        for act in ("forward", "backward") if parts.pipeline is not None else ():  # it does not call the model
+            parts.around(parts.pipeline, act, partial(self.act, parts.pipeline), by=__name__)
 
     def within(self, core: Callable) -> Callable:
-        """Attention as `core` brings queries and keys together: with other blocks of parts, or of whole sequences."""
+        """Around attention, as that brings queries and keys together: other blocks of parts, or of whole sequences."""
         known = inspect.signature(core).parameters
         if "visible" in known:
-            return lambda q, k, v: core(q, k, v, visible=self.now.visible)
-        return partial(core, attend=self.attend) if "attend" in known else self.attend
+            return lambda core, *qkv: core(*qkv, visible=self.now.visible)
+        return lambda core, *qkv: core(*qkv, attend=self.attend) if "attend" in known else self.attend(*qkv)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As `attend` of common/model.py, on whole sequences: a call for each document. (On a GPU, varlen is one.)"""
         split = (x.flatten(0, 1)[None].split(self.now.lengths, 1) for x in (q, k, v))
         return torch.cat([attend(*one) for one in zip(*split, strict=True)], 1).view(q.shape)
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """As `Data.batch`; on the way, find the documents of this rank's sequences."""
-        (tokens, targets), end, self.next = self.read(step), self.config.end_token, 0
+    def batch(self, read: Callable, step: int) -> tuple[Tensor, Tensor]:
+        """Around `Data.batch`: on the way, find the documents of this rank's sequences."""
+        (tokens, targets), end, self.next = read(step), self.config.end_token, 0
         self.all = [MicroBatch(part, end, self.positions) for part in tokens[self.mine].split(self.size)]
         return tokens, targets
 
@@ -126,7 +123,7 @@ class Documents:
         return (*inputs[:2], self.rope())
 
     def act(self, pipeline: Any, right: Callable, i: int, *rest: Any) -> Any:
-        """Before a pipeline's action on micro-batch i, the same."""
+        """Around a pipeline's action on micro-batch i: before it, the same."""
         self.now = self.all[i]
         pipeline.positions = self.rope()
         return right(i, *rest)
@@ -143,8 +140,9 @@ class Documents:
         return torch.cat([*map(torch.arange, self.now.lengths)]).view_as(self.now.numbers).to(self.device)[:, self.here]
 
 
-def attach(config: Any, parts: SimpleNamespace):
+def attach(config: Any, parts: Parts) -> Documents | None:
     """From here on, the attention of every layer stops at borders."""
-    if config.documents != "off":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # Hopper's default; it plans for 20 ms and more for a new length
-        parts.documents = Documents(config, parts)
+    if config.documents == "off":
+        return None
+    torch.backends.cuda.enable_cudnn_sdp(False)  # Hopper's default; it plans for 20 ms and more for a new length
+    return Documents(config, parts)

@@ -12,7 +12,6 @@ In step 6, `keep_stage` would note that two stages hold each parameter, and the 
 `sync.finish()`.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ import step06_pipeline as step06
 from common import UserError
 from common.layout import layout_of, note_layout
 from common.schedules import SCHEDULES, Action, Place, Schedule, round_robin
+from variants import Parts
 from variants.zero_bubble import write_out
 
 SINCE = step06.Config
@@ -58,9 +58,9 @@ def two_ways(n_layers: int, p: int, v: int) -> list[Place]:
 SCHEDULES["dualpipe"] = lambda config: Schedule(dualpipe, two_ways)
 
 
-def attach(config: Any, parts: SimpleNamespace):
+def attach(config: Any, parts: Parts):
     """Note that the gradients of both copies are parts of a sum, and that two stages hold each parameter."""
-    if getattr(config, "schedule", "") != "dualpipe":
+    if config.schedule != "dualpipe":
         return
     mesh = parts.mesh
     pairs = np.stack([mesh.ranks, mesh.ranks[::-1]], -1)[: config.pp // 2]  # pp is the mesh's first dimension

@@ -21,7 +21,6 @@ In step 7, these functions would stand where `MoE.forward` calls `self.experts`.
 
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ import step07_moe_ep as step07
 from common.comm import Group, all_to_all
 from step04_tp_sp import enter_block, leave_block
 from step07_moe_ep import DISPATCH, AllToAll
+from variants import Parts
 from variants.routing import RoutedMoE, add_rows, visit_local
 
 SINCE = step07.Config
@@ -68,8 +68,8 @@ MODES = {"rows": send_rows, "allgather": gather_all}
 DISPATCH |= dict.fromkeys(MODES, at_home)
 
 
-def attach(config: Any, parts: SimpleNamespace):
+def attach(config: Any, parts: Parts):
     """Let the layers send their tokens this way."""
     for module in parts.model.modules():
         if isinstance(module, RoutedMoE) and config.ep > 1 and config.ep_mode in MODES:
-            module.visit = partial(MODES[config.ep_mode], parts.mesh["ep"])
+            parts.instead(module, "visit", partial(MODES[config.ep_mode], parts.mesh["ep"]), by=__name__)

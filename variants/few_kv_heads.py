@@ -11,6 +11,9 @@ checkpoints know of no copies: they read the record, in which two groups of the 
 In step 4 this would be another rule for k_proj and v_proj in `CUTS`.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import nn
 
 from common import UserError
@@ -20,11 +23,11 @@ from common.model import ModelConfig
 from step04_tp_sp import CUTS, cut
 
 
-def cut_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
+def copy_heads(plain: Callable, weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
     """This rank's rows of k_proj or v_proj [kv_heads * head_dim, dim], at least one head. Raises UserError."""
     tp, heads = mesh["tp"].size, config.n_kv_heads
     if heads % tp == 0:
-        return CUTS["q_proj"](weight, mesh, config)
+        return plain(weight, mesh, config)
     if tp % heads or config.n_heads % tp:
         raise UserError(f"--tp {tp} must divide {config.n_heads} heads, and divide {heads} kv heads or be a multiple")
     rows, copies = mesh.join("tp", "tp"), tp // heads  # int [groups, tp]
@@ -35,4 +38,4 @@ def cut_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Param
     return part
 
 
-CUTS |= dict(k_proj=cut_heads, v_proj=cut_heads)
+CUTS |= {name: partial(copy_heads, CUTS[name]) for name in ("k_proj", "v_proj")}

@@ -10,15 +10,15 @@ where a pipeline's last stage has it, too. Whether a gradient overflows is asked
 """
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from common.comm import Mesh, all_reduce
+from common.comm import all_reduce
 from common.trainer import DTYPES
 from step07_moe_ep import MoE
+from variants import Parts
 
 GROWTH = 1000  # good steps after which the scale is doubled
 
@@ -40,22 +40,14 @@ class ScaleGradient(torch.autograd.Function):
         return grad * ctx.scaling.scale, None
 
 
-def skip_update(optimizer: Any, update: Callable, lr: float):
-    """Call `update`, the optimizer's step, but leave masters and moments as they are; gradients are freed."""
-    optimizer.rule.step = lambda: None
-    update(lr, 0.0)
-    del optimizer.rule.step
-
-
 class LossScaling:
     """Stands around an optimizer. `scale`, `good_steps`: what a resumed run must know."""
 
-    def __init__(self, parts: SimpleNamespace):
-        self.optimizer, self.mesh = parts.optimizer, getattr(parts, "mesh", None) or Mesh(dp=1)
-        self.gradients, self.update = parts.optimizer.gradients, parts.optimizer.step
+    def __init__(self, parts: Parts):
+        self.optimizer, self.mesh = parts.optimizer, parts.mesh
         # These add losses of their own.
         self.balanced = {m: m.weight for m in parts.model.modules() if isinstance(m, MoE)}
-        self.good_steps, self.scaled = 0, True
+        self.good_steps, self.scaled, self.skipping = 0, True, False
         self.set_scale(2.0**16)
 
     def set_scale(self, scale: float):
@@ -64,9 +56,13 @@ class LossScaling:
         for moe, weight in self.balanced.items():
             moe.weight = weight * scale
 
-    def unscaled_gradients(self) -> dict[str, Tensor]:
-        """Replaces `optimizer.gradients`: at the first call of a step, they are divided by the scale, in place."""
-        gradients = self.gradients()
+    def loss(self, plain: Callable, *inputs: Tensor) -> Tensor:
+        """Around the model's loss."""
+        return ScaleGradient.apply(plain(*inputs), self)
+
+    def gradients(self, plain: Callable) -> dict[str, Tensor]:
+        """Around `optimizer.gradients`: at the first call of a step, they are divided by the scale, in place."""
+        gradients = plain()
         if self.scaled:
             for gradient in gradients.values():
                 gradient.mul_(1 / self.scale)
@@ -75,43 +71,44 @@ class LossScaling:
 
     def overflow(self) -> bool:
         """Whether any rank has a gradient that is not finite."""
-        bad = sum((~gradient.isfinite()).any() for gradient in self.unscaled_gradients().values()).float()
+        bad = sum((~gradient.isfinite()).any() for gradient in self.optimizer.gradients().values()).float()
         for dim in self.mesh.sizes:
             all_reduce(bad, self.mesh[dim]).wait()
         return bad.item() > 0
 
-    def step(self, lr: float, factor: float):
-        """Replaces `optimizer.step`."""
-        if self.overflow():
-            skip_update(self.optimizer, self.update, lr)
-            self.good_steps = 0
+    def step(self, plain: Callable, lr: float, factor: float):
+        """Around `optimizer.step`."""
+        self.skipping = self.overflow()
+        plain(lr, factor)
+        self.good_steps = 0 if self.skipping else self.good_steps + 1
+        if self.skipping:
             self.set_scale(self.scale / 2)
-        else:
-            self.update(lr, factor)
-            self.good_steps += 1
-            if self.good_steps % GROWTH == 0:
-                self.set_scale(self.scale * 2)
+        elif self.good_steps % GROWTH == 0:
+            self.set_scale(self.scale * 2)
         self.scaled = True
 
+    def update(self, plain: Callable):
+        """Around the rule's own step, which may be left out; gradients are freed all the same."""
+        if not self.skipping:
+            plain()
 
-def attach(config: Any, parts: SimpleNamespace):
+    def state(self) -> dict:
+        """What a checkpoint keeps: the scale, and how long it has been good."""
+        return dict(scale=self.scale, good_steps=self.good_steps)
+
+    def restore(self, found: dict):
+        """Take it again."""
+        self.good_steps = found["good_steps"]
+        self.set_scale(found["scale"])
+
+
+def attach(config: Any, parts: Parts) -> LossScaling | None:
     """The model's loss enters backward scaled; the optimizer sees gradients without the scale."""
     if config.dtype != "fp16":
-        return
-    parts.loss_scaling, plain = LossScaling(parts), parts.model.loss
-    parts.model.loss = lambda *inputs: ScaleGradient.apply(plain(*inputs), parts.loss_scaling)
-    parts.optimizer.gradients = parts.loss_scaling.unscaled_gradients
-    parts.optimizer.step = parts.loss_scaling.step
-
-
-def state(_config: Any, parts: SimpleNamespace) -> dict | None:
-    """What a checkpoint keeps: the scale, and how long it has been good."""
-    scaling = getattr(parts, "loss_scaling", None)
-    return None if scaling is None else dict(scale=scaling.scale, good_steps=scaling.good_steps)
-
-
-def restore(_config: Any, parts: SimpleNamespace, found: dict | None):
-    """Take it again."""
-    if found is not None and hasattr(parts, "loss_scaling"):
-        parts.loss_scaling.good_steps = found["good_steps"]
-        parts.loss_scaling.set_scale(found["scale"])
+        return None
+    scaling = LossScaling(parts)
+    parts.around(parts.model, "loss", scaling.loss, by=__name__)
+    parts.around(parts.optimizer, "gradients", scaling.gradients, by=__name__)
+    parts.around(parts.optimizer, "step", scaling.step, by=__name__)
+    parts.around(parts.optimizer.rule, "step", scaling.update, by=__name__)
+    return scaling

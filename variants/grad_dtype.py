@@ -6,14 +6,15 @@ micro-batches up in fp32, in their slices. The update is in fp32. In step 1 it w
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from step01_single_gpu import Optimizer
-from step02_ddp import BucketSync
+from step02_ddp import Bucket, BucketSync
 from step03_zero import Unit
+from variants import Parts
 
 
 @dataclass
@@ -23,45 +24,47 @@ class Flags:
     grad_dtype: Literal["fp32", "same"] = "fp32"  # of gradients in 16-bit training: fp32 sums, or 16 bits as well
 
 
-def widened(optimizer: Optimizer, update: Callable) -> Callable:
-    """Step 1's update, which gets the gradients in the masters' dtype."""
+def update(optimizer: Optimizer, step: Callable, lr: float, factor: float):
+    """Around step 1's update, which gets the gradients in the masters' dtype."""
+    for name, param in optimizer.params.items():
+        gradient, param.grad = param.grad, None
+        param.grad_dtype = optimizer.masters[name].dtype
+        param.grad = gradient.to(param.grad_dtype)
+    step(lr, factor)
+    for param in optimizer.params.values():
+        param.grad_dtype = param.dtype
 
-    def step(lr: float, factor: float):
-        for name, param in optimizer.params.items():
-            gradient, param.grad = param.grad, None
-            param.grad_dtype = optimizer.masters[name].dtype
-            param.grad = gradient.to(param.grad_dtype)
-        update(lr, factor)
-        for param in optimizer.params.values():
-            param.grad_dtype = param.dtype
 
-    return step
+def widen(units: list[Unit], finish: Callable):
+    """Around ZeRO's sums over ranks: the update gets them in the masters' dtype."""
+    finish()
+    for unit in units:
+        unit.grad_slice = unit.grad_slice.to(unit.master.dtype)
 
 
 def make_room(unit: Unit):
-    """Replaces the unit's own: a flat buffer of zeros, as narrow as the weights."""
+    """In the place of the unit's own: a flat buffer of zeros, as narrow as the weights."""
     unit.gradient = torch.zeros_like(unit.flat)
 
 
-def attach(config: Any, parts: SimpleNamespace):
+def make_narrow(bucket: Bucket):
+    """A bucket that has room for wide gradients has it for narrow ones."""
+    bucket.flat = bucket.flat.to(bucket.params[0].grad_dtype)
+    sizes = [param.numel() for param in bucket.params]
+    bucket.views = [part.view_as(p) for part, p in zip(bucket.flat.split(sizes), bucket.params, strict=True)]
+
+
+def attach(config: Any, parts: Parts):
     """Change what has been decided by the optimizer: dtypes of gradients, and of the buffers they lie in."""
-    model, optimizer, sync = parts.model, parts.optimizer, getattr(parts, "sync", None)
     if config.grad_dtype == "fp32":
         return
-    for param in model.parameters():
+    for param in parts.model.parameters():
         param.grad_dtype = param.dtype
-    if isinstance(optimizer, Optimizer):
-        optimizer.step = widened(optimizer, optimizer.step)
-        for bucket in sync.buckets if isinstance(sync, BucketSync) else ():
-            bucket.__init__(bucket.params, bucket.group)
-        return
-    finish = sync.finish
-
-    def widen():
-        finish()
-        for unit in optimizer.units:
-            unit.grad_slice = unit.grad_slice.to(unit.master.dtype)
-
-    sync.finish = widen
-    for unit in optimizer.units:
-        unit.make_room = make_room.__get__(unit)
+    if parts.units:
+        parts.around(parts.sync, "finish", partial(widen, parts.units), by=__name__)
+    else:
+        parts.around(parts.optimizer, "step", partial(update, parts.optimizer), by=__name__)
+    for unit in parts.units:
+        parts.instead(unit, "make_room", partial(make_room, unit), by=__name__)
+    for bucket in parts.sync.buckets if isinstance(parts.sync, BucketSync) else ():
+        make_narrow(bucket)

@@ -1,4 +1,4 @@
-"""One matmul for all experts of a layer (step 7), instead of one for each: on by default where the kernel takes it.
+"""One matmul for all experts of a layer (`--expert-matmul grouped`), instead of one for each, where a kernel takes it.
 
 In step 7, `ExpertLinear.forward` would be the three lines of `GroupedLinear.forward`. The kernel of torch is for up to
 32 bits and rows of a multiple of 16 bytes; on a GPU, for bf16 on Hopper and Blackwell. (On others it would copy the
@@ -6,16 +6,24 @@ offsets to the host for each product, and loop there.) All else goes expert by e
 waits for the GPU here: it knows the counts from the dispatch.
 """
 
+from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 import step07_moe_ep as step07
+from variants import Parts
 
 SINCE = step07.Config
+
+
+@dataclass
+class Flags:
+    """Products of experts."""
+
+    expert_matmul: Literal["each", "grouped"] = "each"  # a product for each expert, or one for all, where a kernel can
 
 
 def ends(counts: list[int], like: Tensor) -> Tensor:
@@ -68,12 +76,14 @@ class GroupedLinear(torch.autograd.Function):
 
 
 def group(linear: step07.ExpertLinear, rows: Tensor, counts: list[int]) -> Tensor:
-    """Replaces `ExpertLinear.forward`."""
+    """In the place of `ExpertLinear.forward`."""
     return GroupedLinear.apply(rows, linear.weight, counts)
 
 
-def attach(config: Any, parts: SimpleNamespace):
+def attach(config: Any, parts: Parts):
     """All experts that are here."""
+    if config.expert_matmul == "each" or "W" in parts.kinds:  # variants/split_backward.py groups by itself
+        return
     for module in parts.model.modules():
         if isinstance(module, step07.ExpertLinear):
-            module.forward = partial(group, module)
+            parts.instead(module, "forward", partial(group, module), by=__name__)

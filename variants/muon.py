@@ -20,7 +20,6 @@ S: bytes that are gathered, 2 a number: U is rounded to bf16 before it travels, 
 (in fp64, nothing is rounded). In fp32, layouts differ by the rounding of bf16.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from common.comm import all_gather
 from common.layout import layout_of
 from step01_single_gpu import OPTIMIZERS, adamw
 from step03_zero import Unit
+from variants import Parts
 
 MOMENTUM = 0.95
 A, B, C = 3.4445, -4.7750, 2.0315  # x -> A x + B x^3 + C x^5 drives singular values to 0.7 .. 1.2 (Jordan)
@@ -64,10 +64,9 @@ class Muon:
         self.group = dict(params=list(self.hidden.values()), weight_decay=config.weight_decay)
         self.state, self.param_groups = self.adamw.state, [*self.adamw.param_groups, self.group]
 
-    def see(self, parts: SimpleNamespace):
+    def see(self, parts: Parts):
         """Before the first step: what it must know to see whole matrices."""
-        self.params, self.mesh = dict(parts.model.named_parameters()), getattr(parts, "mesh", None)
-        self.units = getattr(parts.optimizer, "units", ())  # those that are updated now; offload: one after another
+        self.params, self.mesh, self.units = dict(parts.model.named_parameters()), parts.mesh, parts.units
 
     def gather(self, unit: Unit, updates: dict[str, Tensor]) -> dict[str, Tensor]:
         """Updates of this rank's pieces of a unit -> of all elements of these parameters, flat."""
@@ -117,8 +116,8 @@ class Muon:
             updates[name] = piece.grad.lerp(momentum, MOMENTUM)
         firsts = dict.fromkeys(updates, 0)
         for unit in self.units:
-            if not any(map(is_hidden, unit.trained)):
-                continue
+            if unit.grad_slice is None or not any(map(is_hidden, unit.trained)):
+                continue  # offload updates one unit after another
             updates |= self.gather(unit, updates)  # also without a piece of ours
             firsts |= {name: max(0, unit.first - unit.span[name][0]) for name in unit.trained}
         rate, decay = self.group["lr"], self.group["weight_decay"]
@@ -132,7 +131,7 @@ class Muon:
 OPTIMIZERS["muon"] = Muon
 
 
-def attach(config: Any, parts: SimpleNamespace):
+def attach(config: Any, parts: Parts):
     """Show the rule what it must know."""
     if config.optimizer == "muon":
         parts.optimizer.rule.see(parts)

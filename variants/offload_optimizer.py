@@ -4,10 +4,9 @@
     disk    the same in memory-mapped files of the run directory. They have no name: they end with the process, and
             nobody takes them for a checkpoint
 
-The update goes unit by unit (rules skip what has no gradient). With a GPU, copies travel on a stream of their own: the
-next unit's gradient comes while the host updates this one. (Pinned host memory is rounded up to a power of two.)
-
-In step 3, `Zero1.step` would be `step` below.
+The update (it would be `Zero1.step`) goes unit by unit: rules skip what has no gradient. With a GPU, copies travel on a
+stream of their own: the next unit's gradient comes while the host updates this one. (Pinned host memory is rounded up
+to a power of two.)
 """
 
 import mmap
@@ -18,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -27,6 +25,7 @@ from torch import Tensor
 from common import UserError
 from common.comm import Mesh, all_reduce
 from step03_zero import Config, Unit, Zero1
+from variants import Parts
 
 SINCE = Config
 
@@ -93,9 +92,8 @@ class Update:
             self.stream, longest = torch.cuda.Stream(), max(self.units, key=lambda unit: unit.length)
             self.buffers = [to_host(longest.master) for _ in range(2)]
 
-    def send(self, i: int) -> tuple[Tensor, Callable]:
+    def send(self, i: int, gradient: Tensor) -> tuple[Tensor, Callable]:
         """Start to copy the gradient of unit i to its master; where it will be, and what waits for it."""
-        gradient = self.units[i].grad_slice
         if not self.beside:
             return gradient, lambda: None
         there, arrived = self.buffers[i % 2][: len(gradient)], torch.cuda.Event()
@@ -105,36 +103,38 @@ class Update:
         return there, arrived.synchronize
 
     def step(self, lr: float, factor: float):
-        """As `Zero1.step`."""
+        """In the place of `Zero1.step`."""
         zero, rule = self.optimizer, self.optimizer.rule
         for group in rule.param_groups:
             group["lr"] = lr
         if self.beside:
             self.stream.wait_stream(torch.cuda.current_stream())  # the gradients are summed on that one
-        coming = [self.send(0)] if self.units else []
+        gradients = [unit.grad_slice for unit in self.units]
+        for unit in self.units:
+            unit.grad_slice = None  # a unit has one while it is updated: so rules know which that is
+        coming = [self.send(0, gradients[0])] if self.units else []
         for i, unit in enumerate(self.units):
             if i + 1 < len(self.units):
-                coming.append(self.send(i + 1))  # into the buffer of unit i - 1, which is updated
-            gradient, wait = coming.pop(0)
+                coming.append(self.send(i + 1, gradients[i + 1]))  # into the buffer of unit i - 1, which is updated
+            unit.grad_slice, wait = coming.pop(0)
             wait()
             pieces = {name: zero.pieces[name] for name in unit.trained if name in zero.pieces}
             for name, piece in pieces.items():
-                piece.grad = unit.part(gradient, name).mul_(factor)
-            rule.units = [unit]  # Muon asks for whole matrices of these
+                piece.grad = unit.part(unit.grad_slice, name).mul_(factor)
             rule.step()
             rule.zero_grad()
-            for piece in set(pieces.values()) - self.moved:  # their moments have just been made
+            for piece in {piece for piece in pieces.values() if rule.state[piece]} - self.moved:  # just made
                 rule.state[piece] |= {key: self.home(t) for key, t in rule.state[piece].items() if t.dim()}
                 self.moved.add(piece)
             if unit.master is not unit.slice:
                 unit.slice.copy_(unit.master, non_blocking=True)
-            unit.gradient = unit.total = unit.grad_slice = None
+            unit.gradient = unit.total = unit.grad_slice = gradients[i] = None
             for param in unit.trained.values():
                 param.grad = None
         zero.publish()
 
 
-def attach(config: Any, parts: SimpleNamespace):
+def attach(config: Any, parts: Parts):
     """Move masters, and moments when they have been made. Raises UserError."""
     if config.offload_optimizer == "none":
         return
@@ -147,4 +147,4 @@ def attach(config: Any, parts: SimpleNamespace):
         home = partial(to_file, folder)
     for unit in zero.units:
         move(zero, unit, home(unit.master))
-    zero.step = Update(zero, home).step
+    parts.instead(zero, "step", Update(zero, home).step, by=__name__)

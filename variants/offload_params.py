@@ -9,7 +9,6 @@ In step 3, `SlicedUnit.gather` would copy the slice first.
 
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -17,6 +16,7 @@ import torch
 from common import UserError
 from common.comm import Pending, all_gather
 from step03_zero import Config, SlicedUnit
+from variants import Parts
 from variants.offload_optimizer import Update, move, to_host
 
 SINCE = Config
@@ -50,11 +50,11 @@ def gather_beside(unit: SlicedUnit, stream: torch.cuda.Stream):
         pending = all_gather(unit.flat, unit.slice.to(unit.flat.device, non_blocking=True), unit.group)
         arrived = torch.cuda.Event()
         arrived.record()
-    unit.gathering, unit.gathered = Pending(*pending.works, arrived), True
+    unit.gathering, unit.gathered = Pending(unit.group, *pending.works, arrived), True
 
 
-def attach(config: Any, parts: SimpleNamespace):
-    """Move the slices. It comes after offload_optimizer.py, by name, which may have moved masters already."""
+def attach(config: Any, parts: Parts):
+    """Move the slices; and masters, if --offload-optimizer does not."""
     if config.offload_params == "none":
         return
     zero = parts.optimizer
@@ -64,6 +64,6 @@ def attach(config: Any, parts: SimpleNamespace):
         if config.offload_optimizer == "none":
             move(zero, unit, unit.slice.to(unit.master.dtype))  # the slice itself, if it is wide enough
         if beside is not None:
-            unit.gather = partial(gather_beside, unit, beside)
+            parts.instead(unit, "gather", partial(gather_beside, unit, beside), by=__name__)
     if config.offload_optimizer == "none":
-        zero.step = Update(zero, lambda moment: moment).step
+        parts.instead(zero, "step", Update(zero, lambda moment: moment).step, by=__name__)

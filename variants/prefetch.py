@@ -6,27 +6,28 @@ the batch of `step + 1` before it waits for the loss. (On a CPU the cores have o
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
+from variants import Parts
+
 
 class Ahead:
-    """Replaces `Data.batch`."""
+    """Who reads."""
 
-    def __init__(self, read: Callable[[int], tuple[Tensor, Tensor]]):
-        self.read, self.reader = read, ThreadPoolExecutor(1)
+    def __init__(self):
+        self.reader = ThreadPoolExecutor(1)
         self.coming: dict[int, Future] = {}  # by step
 
-    def __call__(self, step: int) -> tuple[Tensor, Tensor]:
-        """The batch of a step: the one that is coming, or another one."""
+    def batch(self, read: Callable, step: int) -> tuple[Tensor, Tensor]:
+        """Around `Data.batch`: the batch of a step, the one that is coming, or another one."""
         here = self.coming.get(step)
-        self.coming = {step + 1: self.reader.submit(self.read, step + 1)}
-        return self.read(step) if here is None else here.result()
+        self.coming = {step + 1: self.reader.submit(read, step + 1)}
+        return read(step) if here is None else here.result()
 
 
-def attach(config: Any, parts: SimpleNamespace):
+def attach(config: Any, parts: Parts):
     """Read ahead."""
     if next(parts.model.parameters()).is_cuda:
-        parts.data.batch = Ahead(parts.data.batch)
+        parts.around(parts.data, "batch", Ahead().batch, by=__name__)

@@ -10,9 +10,10 @@
 In step 7, each of these is one to four lines of `MoE.forward`, of which the one below is the long form.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from common.comm import Group, all_gather
 from common.layout import note_layout
 from common.model import MLP, PRESETS, wide
 from step07_moe_ep import BALANCE, AddLoss, MoE
+from variants import Parts
 
 SINCE = step07.Config
 
@@ -43,18 +45,14 @@ class Flags:
 def add_rows(rows: Tensor, place: Tensor, n: int) -> Tensor:
     """Sums [n, dim] of rows [any number, dim], each added at its `place` (int64), in fp32 or wider, in a fixed order.
 
-    Else ranks that compute the same could differ in a last bit, and choose other experts. On a GPU only `index_put_`
-    sorts by place.
+    Else ranks that compute the same could choose other experts. On a GPU only `index_put_` sorts by place.
     """
     sums, rows = rows.new_zeros(n, rows.shape[1], dtype=wide(rows.dtype)), rows.to(wide(rows.dtype))
     return sums.index_put((place,), rows, accumulate=True) if rows.is_cuda else sums.index_add(0, place, rows)
 
 
 def visit_local(experts: Any, tokens: Tensor, gates: Tensor) -> Tensor:
-    """tokens [n, dim], gates [n, experts], zero where a token does not go -> the weighted sums [n, dim], wide.
-
-    `experts` has step 7's `forward`: a row for each choice.
-    """
+    """tokens [n, dim], gates [n, experts] (0: it does not go there) -> the weighted sums [n, dim], wide."""
     visits = (gates != 0).T
     expert, token = visits.nonzero().unbind(1)  # sorted by expert
     return add_rows(experts(tokens[token], visits.sum(1)) * gates[token, expert][:, None], token, len(tokens))
@@ -66,14 +64,10 @@ class RoutedMoE(MoE):
     def __init__(self, dim: int, ffn_dim: int, config: Any, sharers: Group):
         super().__init__(dim, ffn_dim, config, sharers)
         self.config, self.visit = config, visit_local
-        self.positions: Tensor | None = None  # of this rank's tokens, where ranks share a sequence
+        self.positions = self.shared_experts = None  # the former: of this rank's tokens, where ranks share a sequence
         self.z_weight = config.z_loss * config.micro_batch_size / config.global_batch_size / config.tp  # as `weight`
         self.weight *= config.balance == "loss"
         self.bias: Tensor | None = None  # [experts], added for the choice
-        self.shared_experts = None
-        asked = config.capacity_factor, config.groups_per_token, config.z_loss, config.shared_experts
-        if not any(asked) and config.balance != "bias" and config.ep_mode == "alltoall":
-            self.forward = super().forward  # as in step 7
         if config.shared_experts:
             self.shared_experts = MLP(replace(PRESETS[config.model], ffn_dim=config.shared_experts * ffn_dim))
             for param in self.shared_experts.parameters():
@@ -130,7 +124,14 @@ class RoutedMoE(MoE):
         return kept[:, self.positions] if self.sharers.size > 1 else kept
 
 
-BALANCE |= dict.fromkeys(("loss", "none"), RoutedMoE)
+def routed(plain: Callable, dim: int, ffn_dim: int, config: Any, sharers: Group) -> MoE:
+    """Step 7's layer, unless a flag asks for more."""
+    asked = config.capacity_factor, config.groups_per_token, config.z_loss, config.shared_experts
+    make = RoutedMoE if any(asked) or config.ep_mode != "alltoall" else plain
+    return make(dim, ffn_dim, config, sharers)
+
+
+BALANCE |= dict(loss=partial(routed, BALANCE["loss"]), none=RoutedMoE)
 
 
 def check(config: Any, world: int):
@@ -142,7 +143,7 @@ def check(config: Any, world: int):
         raise UserError(f"--groups-per-token {most} have less than --experts-per-token {config.experts_per_token}")
 
 
-def attach(config: Any, parts: SimpleNamespace):
+def attach(config: Any, parts: Parts):
     """Tell the layers which tokens of a sequence are here."""
     for module in parts.model.modules():
         if isinstance(module, RoutedMoE):

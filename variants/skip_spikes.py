@@ -9,12 +9,13 @@ In step 1, `optimizer.step` would stand under `if not spikes.is_spike(loss, norm
 
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 from common import UserError
-from variants.fp16 import skip_update
+from variants import Parts
 
 WINDOW, ENOUGH = 32, 8  # steps that a median looks back on at most, and at least
 
@@ -36,7 +37,7 @@ class Spikes:
     """`recent`: loss and gradient norm of the last steps, which a resumed run must know."""
 
     def __init__(self, factor: float):
-        self.factor, self.recent = factor, []
+        self.factor, self.recent, self.skipping = factor, [], False
 
     def is_spike(self, *values: float) -> bool:
         """Whether one of the values exceeds `factor` times its median over the last steps."""
@@ -45,34 +46,37 @@ class Spikes:
         self.recent = [*self.recent, values][-WINDOW:]
         return enough and any(v > self.factor * median for v, median in zip(values, medians, strict=True))
 
+    def step(self, plain: Callable, lr: float, factor: float):
+        """Around `optimizer.step`: put it off until its numbers are known."""
+        self.put_off = partial(plain, lr, factor)
 
-def attach(config: Any, parts: SimpleNamespace):
-    """Put the update off until its numbers are known; they are the same on all ranks, and so is what follows."""
-    if not config.skip_spikes:
-        return
-    parts.spikes, optimizer, run, put_off = Spikes(config.skip_spikes), parts.optimizer, parts.run, []
-    update, plain = optimizer.step, run.record
-
-    def record(step: int, tokens: int, **numbers: float):
-        lr, factor = put_off.pop()
+    def record(self, plain: Callable, step: int, tokens: int, **numbers: float):
+        """Around `run.record`. The numbers are the same on all ranks, and so is what follows."""
         finite = math.isfinite(numbers["grad_norm"])  # else it is --dtype fp16 that skips the update
-        if finite and parts.spikes.is_spike(numbers["loss"], numbers["grad_norm"]):
-            skip_update(optimizer, update, lr)
-            numbers["skipped"] = 1
-        else:
-            update(lr, factor)
-        plain(step, tokens, **numbers)
+        self.skipping = finite and self.is_spike(numbers["loss"], numbers["grad_norm"])
+        self.put_off()
+        plain(step, tokens, **numbers, **dict(skipped=1) if self.skipping else {})
 
-    optimizer.step = lambda lr, factor: put_off.append((lr, factor))
-    run.record = record
+    def update(self, plain: Callable):
+        """Around the rule's own step, which may be left out; gradients are freed all the same."""
+        if not self.skipping:
+            plain()
+
+    def state(self) -> list:
+        """What a checkpoint keeps: the numbers of the last steps."""
+        return self.recent
+
+    def restore(self, found: list):
+        """Take them again."""
+        self.recent = found
 
 
-def state(_config: Any, parts: SimpleNamespace) -> list | None:
-    """What a checkpoint keeps: the numbers of the last steps."""
-    return parts.spikes.recent if hasattr(parts, "spikes") else None
-
-
-def restore(_config: Any, parts: SimpleNamespace, found: list | None):
-    """Take them again."""
-    if found is not None and hasattr(parts, "spikes"):
-        parts.spikes.recent = found
+def attach(config: Any, parts: Parts) -> Spikes | None:
+    """Between the step and its record."""
+    if not config.skip_spikes:
+        return None
+    spikes = Spikes(config.skip_spikes)
+    parts.around(parts.optimizer, "step", spikes.step, by=__name__)
+    parts.around(parts.optimizer.rule, "step", spikes.update, by=__name__)
+    parts.around(parts.run, "record", spikes.record, by=__name__)
+    return spikes

@@ -10,7 +10,6 @@ Embedding, final norm and head are as ever: their gradients are added in B.
 
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +19,11 @@ from torch import Tensor, nn
 import step06_pipeline as step06
 from common.model import wide
 from step04_tp_sp import COLUMNS, ROWS
+from variants import Parts
 from variants.grouped_matmul import grouped_matmul, grouped_outer
 
 SINCE = step06.Config
+step06.ACTS["W"] = "weights"
 
 
 class Product(NamedTuple):
@@ -61,21 +62,23 @@ class SplitLinear(torch.autograd.Function):
 class SplitBackward:
     """The acts B and W of a pipeline."""
 
-    def __init__(self, model: nn.Module, pipeline: step06.ListPipeline):
+    def __init__(self, parts: Parts):
+        model, pipeline = parts.model, parts.pipeline
         self.pipeline, self.waiting = pipeline, {}  # (micro-batch, stage) -> [(parameter, function for its gradient)]
         self.found: list[tuple[nn.Parameter, Callable]] = []  # what a B has left so far
         split, trunk, places = set(), model.model, pipeline.places
         for name, module in trunk.layers.named_modules():
             if name.split(".")[-1] in COLUMNS + ROWS:
-                module.forward = torch.compiler.disable(partial(self.linear, module))
+                linear = torch.compiler.disable(partial(self.linear, module))
+                parts.instead(module, "forward", linear, by=__name__)
                 split.add(module.weight)
         self.layer = {param: int(n) for n, layer in trunk.layers.items() for param in layer.parameters()}
         self.leaves = {}  # by stage: the parameters whose gradients B finds
         for stage, (rank, layers, before, after) in enumerate(places):
             if rank == pipeline.group.rank:
-                parts = [*([trunk.embed_tokens] if before is None else []), *(trunk.layers[str(n)] for n in layers)]
-                parts += [trunk.norm, model.lm_head] if after is None else []
-                params = dict.fromkeys(param for part in parts for param in part.parameters() if param.requires_grad)
+                held = [*([trunk.embed_tokens] if before is None else []), *(trunk.layers[str(n)] for n in layers)]
+                held += [trunk.norm, model.lm_head] if after is None else []
+                params = dict.fromkeys(param for part in held for param in part.parameters() if param.requires_grad)
                 self.leaves[stage] = [param for param in params if param not in split]
         self.last, self.held = 0, None  # where the way of stage 0 ends; the gradient of its tied matrix, see `add`
         while places[self.last].after is not None:
@@ -83,7 +86,7 @@ class SplitBackward:
         self.tied = model.lm_head.weight if model.config.tied and {0, self.last} <= self.leaves.keys() else None
 
     def linear(self, module: nn.Module, x: Tensor, counts: list[int] | None = None) -> Tensor:
-        """Replaces the forward of a linear layer, or of the experts'."""
+        """In the place of a linear layer's forward, or of the experts'."""
         product = Product() if counts is None else of_experts(counts)
         return SplitLinear.apply(x, module.weight, product, lambda *left: self.found.append(left))
 
@@ -119,9 +122,9 @@ class SplitBackward:
             torch.autograd.backward((param,), (gradient(),))
 
 
-def attach(config: Any, parts: SimpleNamespace):
+def attach(config: Any, parts: Parts):
     """Split what the pipeline's schedule has in two parts."""
-    pipeline = getattr(parts, "pipeline", None)
-    if any(line.action.kind == "W" for line in getattr(pipeline, "program", ())):
-        split = SplitBackward(parts.model, pipeline)
-        pipeline.acts |= dict(B=split.backward, W=split.weights)
+    if "W" in parts.kinds:
+        split = SplitBackward(parts)
+        parts.instead(parts.pipeline, "backward", split.backward, by=__name__)
+        parts.pipeline.weights = split.weights

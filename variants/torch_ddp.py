@@ -19,6 +19,7 @@ from common.layout import layout_of
 from common.model import Decoder
 from common.trainer import choose_device
 from step02_ddp import SYNCS
+from variants import Parts
 
 SINCE = step02.Config
 
@@ -26,6 +27,8 @@ SINCE = step02.Config
 def check(config: Any, world: int):
     """Raises UserError."""
     if config.sync == "torch" and not getattr(config, "zero", 0):
+        if config.dry_run:
+            raise UserError("--sync torch needs real ranks: use another --sync with --dry-run")
         if choose_device(config)[1].itemsize == 2:
             raise UserError("--sync torch adds gradients up in 16 bits: use --dtype fp32, or another --sync")
         if hasattr(config, "pp"):
@@ -48,8 +51,8 @@ class TorchSync:
     """DistributedDataParallel, told to add instead of average, and to leave the initial weights alone."""
 
     def __init__(self, model: Decoder, config: Any, mesh: Mesh):
-        """Replaces `model.forward`, so that whoever calls the model calls DistributedDataParallel."""
-        group, self.left = mesh[layout_of(next(model.parameters())).data_group], 0
+        """In a group of one there is nothing to wrap."""
+        group, self.left, self.ddp = mesh[layout_of(next(model.parameters())).data_group], 0, None
         if group.size == 1:
             return
         self.ddp = DistributedDataParallel(
@@ -60,7 +63,6 @@ class TorchSync:
             init_sync=False,
         )
         self.ddp.register_comm_hook(group, self.add)
-        object.__setattr__(model, "forward", self.forward)  # not a submodule of what is inside it
 
     @staticmethod
     def add(group: Group, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -74,7 +76,7 @@ class TorchSync:
         self.left = additions
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """The model's, through DDP."""
+        """In the place of the model's: through DDP."""
         self.left -= 1
         self.ddp.require_backward_grad_sync = self.left == 0
         return self.ddp(*inputs)
@@ -84,3 +86,9 @@ class TorchSync:
 
 
 SYNCS["torch"] = TorchSync
+
+
+def attach(config: Any, parts: Parts):
+    """Whoever calls the model calls DistributedDataParallel."""
+    if isinstance(parts.sync, TorchSync) and parts.sync.ddp is not None:
+        parts.instead(parts.model, "forward", parts.sync.forward, by=__name__)

@@ -25,6 +25,7 @@ from common.comm import Mesh, all_reduce
 from common.layout import layout_of, note_layout
 from common.model import Decoder
 from step03_zero import STAGES, Config
+from variants import Parts
 
 SINCE = Config
 
@@ -39,29 +40,30 @@ class Flags:
 def with_replicas(
     stage: Callable, model: Decoder, config: Any, mesh: Mesh, device: torch.device, dtype: torch.dtype
 ) -> Any:
-    """A stage of ZeRO, its slices cut over "shard" and summed over "replicas" too. Experts keep their own group."""
-    n_replicas = config.zero_replicas
-    if n_replicas == 1:
-        return stage(model, config, mesh, device, dtype)
-    rows = mesh.join("data", *(dim for dim in ("dp", "cp") if dim in mesh.sizes))  # int [groups, dp x cp]
-    shards = rows.reshape(len(rows), n_replicas, -1)
-    mesh.enter("shard", shards.reshape(-1, shards.shape[2]))
-    mesh.enter("replicas", shards.swapaxes(1, 2).reshape(-1, n_replicas))
-    for param in model.parameters():
-        if layout_of(param).data_group in ("dp", "data"):
-            note_layout(param, data_group="shard")
-    zero = stage(model, config, mesh, device, dtype)
-    sum_over_shard = zero.finish
-
-    def finish():
-        """As `Zero1.finish`, and over the replicas."""
-        sum_over_shard()
-        slices = [unit.grad_slice for unit in zero.units if unit.group.name == "shard"]
-        for pending in [all_reduce(gradient, mesh["replicas"]) for gradient in slices]:
-            pending.wait()
-
-    zero.finish = finish
-    return zero
+    """A stage of ZeRO, its slices cut over "shard". Experts keep their own group."""
+    if config.zero_replicas > 1:
+        rows = mesh.join("data", *(dim for dim in ("dp", "cp") if dim in mesh.sizes))  # int [groups, dp x cp]
+        shards = rows.reshape(len(rows), config.zero_replicas, -1)
+        mesh.enter("shard", shards.reshape(-1, shards.shape[2]))
+        mesh.enter("replicas", shards.swapaxes(1, 2).reshape(-1, config.zero_replicas))
+        for param in model.parameters():
+            if layout_of(param).data_group in ("dp", "data"):
+                note_layout(param, data_group="shard")
+    return stage(model, config, mesh, device, dtype)
 
 
 STAGES |= {number: partial(with_replicas, stage) for number, stage in STAGES.items() if stage}
+
+
+def finish(parts: Parts, sum_over_shard: Callable):
+    """Around `Zero1.finish`: then over the replicas."""
+    sum_over_shard()
+    slices = [unit.grad_slice for unit in parts.units if unit.group.name == "shard"]
+    for pending in [all_reduce(gradient, parts.mesh["replicas"]) for gradient in slices]:
+        pending.wait()
+
+
+def attach(config: Any, parts: Parts):
+    """Sum over the replicas."""
+    if config.zero_replicas > 1:
+        parts.around(parts.sync, "finish", partial(finish, parts), by=__name__)

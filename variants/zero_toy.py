@@ -19,9 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from common import UserError
 from common.comm import Mesh, all_gather, all_reduce
 from step01_single_gpu import OPTIMIZERS
 from step03_zero import Config, Zero1, Zero2, Zero3
+from variants import Parts
 
 SINCE = Config
 WEIGHTS, NAME, LR = [1.0, 2.0, 3.0, 4.0], "model.layers.0.W", 0.1
@@ -32,6 +34,12 @@ class Flags:
     """ZeRO's example."""
 
     toy: bool = False  # print the four-weight example in every stage, and exit
+
+
+def check(config: Any, world: int):
+    """Raises UserError."""
+    if config.toy and config.dry_run:
+        raise UserError("--toy prints numbers: --dry-run has none")
 
 
 class ToyLayer(nn.Module):
@@ -96,7 +104,7 @@ def toy(stage: int, mesh: Mesh, device: torch.device) -> str:
     return f"stage {stage}, rank {group.rank}: weights {held}, gradient {gradient} -> own {ours}, all {shown(everyone)}"
 
 
-def attach(config: Any, parts: SimpleNamespace):
+def attach(config: Any, parts: Parts):
     """Print all stages on all ranks, and leave no steps to be trained."""
     if not config.toy:
         return

@@ -25,8 +25,8 @@ from common.layout import layout_of
 from common.model import PRESETS, Decoder
 from common.schedules import SCHEDULES, goes_to, simulate
 from services.plots import read_metrics
-from services.run import compose, plugins
 from services.screen import costs_of, idle_fraction
+from services.seam import compose, plugins
 
 COLOURS = ("blue", "brown", "teal", "red", "green", "magenta", "dark green", "purple")  # what style.css makes of 0 to 7
 

@@ -17,7 +17,7 @@ import step05_cp_ring as step05
 from common import UserError
 from common.comm import Mesh
 from common.model import attend
-from services.run import plugins
+from services.seam import plugins
 from services.tables import table
 from tests.bench import figures
 from tests.bench.harness import command, on_ranks, take_turns, where

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
 from statistics import median
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +25,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from common import UserError, comm
-from common.trainer import Run, parse
+from common.trainer import parse
 from services.launch import gather_objects
 from services.memory import MemoryTimeline
-from services.run import attach, check, compose
+from services.seam import OpenRun, check, compose
 from services.tables import human, table
 
 WARM_UP = 1  # rounds that do not count
@@ -82,7 +81,7 @@ def on_ranks(world: int, function: Callable, *args: Any) -> list[Any]:
         return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(world)]
 
 
-class Bare(Run):
+class Bare(OpenRun):
     """A run that prints and writes nothing."""
 
     def __init__(self, entry: Entry):
@@ -99,9 +98,9 @@ class Bare(Run):
 
     def built(self, **parts: Any):
         """All parts are there: attach the variants to those of a step."""
-        self.parts, self.began = SimpleNamespace(run=self, **parts), time.perf_counter()
+        self.began = time.perf_counter()
         if self.ours:
-            attach(self.config, self.parts)
+            self.open(**parts)
 
 
 class Contestant(Bare):

@@ -19,8 +19,8 @@ import step06_pipeline as step06
 from common.comm import Mesh
 from common.model import PRESETS
 from common.schedules import SCHEDULES, simulate
-from services.run import compose, plugins
 from services.screen import idle_fraction
+from services.seam import compose, plugins
 from services.tables import table
 from tests.bench import figures
 from tests.bench.harness import command, meet, on_ranks, where
@@ -60,7 +60,7 @@ def run_on_rank(config: Config, turns: int) -> dict[str, list[list[list]]]:
             pipeline = step06.ListPipeline(lists, model, places, group, torch.arange(64), 1)
             pipeline.xs, rows = [torch.zeros(1, 64)] * config.micro_batches, []
             for kind, seconds in costs.items():
-                pipeline.acts[kind] = sleeper(pipeline, rows, kind, seconds if turn else 0.001)
+                setattr(pipeline, step06.ACTS[kind], sleeper(pipeline, rows, kind, seconds if turn else 0.001))
             meet()
             pipeline.run()
             found.setdefault(schedule, []).append(rows)
