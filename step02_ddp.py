@@ -200,10 +200,15 @@ def train(config: Config, run: Run):
         sync.finish()  # also over ranks
         all_reduce(loss, mesh["dp"]).wait()  # as dist.all_reduce, but it returns at once, and `wait` waits
 
-        norm = torch.nn.utils.get_total_norm(optimizer.gradients().values()).item()
-        clip = config.grad_clip / max(norm, config.grad_clip) if config.grad_clip else 1.0
+        gradients = optimizer.gradients()
+        norm = torch.nn.utils.get_total_norm(gradients.values()).item()
+        run.require_finite(step, loss=loss.item(), grad_norm=norm)
+        clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
+        for gradient in gradients.values():
+            gradient.mul_(clip_coef)
         lr = learning_rate(step, config)
-        optimizer.step(lr, clip)
+        optimizer.step(lr)
+        optimizer.zero_grad()
         run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
 
 

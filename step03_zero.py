@@ -133,26 +133,30 @@ class Zero1:
         """By name: the part of each gradient in this rank's slices."""
         return {name: unit.part(unit.grad_slice, name) for unit in self.units for name in unit.trained}
 
-    def step(self, lr: float, factor: float):
-        """Update this rank's slices of the masters, round them into those of the weights, and free the gradients."""
+    def step(self, lr: float):
+        """Update this rank's slices of the masters, round them into those of the weights, and publish these."""
         gradients = self.gradients()
         for name, piece in self.pieces.items():
-            piece.grad = gradients[name].mul_(factor)
+            piece.grad = gradients[name]
         for group in self.rule.param_groups:
             group["lr"] = lr
         self.rule.step()
-        self.rule.zero_grad()
         for unit in self.units:
             unit.slice.copy_(unit.master)
-            unit.gradient = unit.total = unit.grad_slice = None
-            for param in unit.trained.values():
-                param.grad = None
         self.publish()
 
     def publish(self):
         """Give every rank all updated weights."""
         for pending in [all_gather(unit.flat, unit.slice, unit.group) for unit in self.units]:
             pending.wait()
+
+    def zero_grad(self):
+        """Free the gradients."""
+        self.rule.zero_grad()
+        for unit in self.units:
+            unit.gradient = unit.total = unit.grad_slice = None
+            for param in unit.trained.values():
+                param.grad = None
 
 
 class Zero2(Zero1):
@@ -311,10 +315,15 @@ def train(config: Config, run: Run):
         sync.finish()  # also over ranks
         all_reduce(loss, mesh["dp"]).wait()
 
-        norm = global_norm(model, optimizer.gradients(), mesh, sliced=config.zero > 0)
-        clip = config.grad_clip / max(norm, config.grad_clip) if config.grad_clip else 1.0
+        gradients = optimizer.gradients()
+        norm = global_norm(model, gradients, mesh, sliced=config.zero > 0)
+        run.require_finite(step, loss=loss.item(), grad_norm=norm)
+        clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
+        for gradient in gradients.values():
+            gradient.mul_(clip_coef)
         lr = learning_rate(step, config)
-        optimizer.step(lr, clip)
+        optimizer.step(lr)
+        optimizer.zero_grad()
         run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
 
 

@@ -246,10 +246,15 @@ def train(config: Config, run: Run):
         all_reduce(loss, mesh["data"]).wait()
         all_reduce(loss, mesh["pp"]).wait()
 
-        norm = global_norm(model, optimizer.gradients(), mesh, sliced=config.zero > 0)
-        clip = config.grad_clip / max(norm, config.grad_clip) if config.grad_clip else 1.0
+        gradients = optimizer.gradients()
+        norm = global_norm(model, gradients, mesh, sliced=config.zero > 0)
+        run.require_finite(step, loss=loss.item(), grad_norm=norm)
+        clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
+        for gradient in gradients.values():
+            gradient.mul_(clip_coef)
         lr = learning_rate(step, config)
-        optimizer.step(lr, clip)
+        optimizer.step(lr)
+        optimizer.zero_grad()
         run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
 
 

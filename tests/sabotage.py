@@ -20,7 +20,7 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
     ],
     (1, 5): [
         ("the loss is not detached", "train", "micro_loss.detach()", "micro_loss"),
-        ("small norms are scaled up", "train", "/ max(norm, config.grad_clip)", "/ norm"),
+        ("small norms are scaled up", "train", "min(1.0, config.grad_clip / norm)", "config.grad_clip / norm"),
     ],
     (2, 1): [
         ("not waited for", "NaiveSync", "group=group.handle)", "group=group.handle, async_op=True)"),

@@ -85,7 +85,7 @@ def test_a_layer_is_its_definition(flags):
 def test_a_bias_follows_the_load():
     """It goes up where an expert had less than its share, and the load starts anew."""
     moe = SimpleNamespace(bias=torch.zeros(3), load=torch.tensor([1.0, 2.0, 3.0]))
-    update([moe], Mesh(data=1), 0.5, lambda lr, factor: None, 0.1, 1.0)
+    update([moe], Mesh(data=1), 0.5, lambda lr: None, 0.1)
     assert moe.bias.tolist() == [0.5, 0.0, -0.5] and not moe.load.any()
 
 

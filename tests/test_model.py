@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import step01_single_gpu as step01
-from common import layout
+from common import UserError, layout
 from common.model import PRESETS, Attention, Decoder
 from tests import equal
 
@@ -75,3 +75,33 @@ def test_recomputation_does_the_forward_again(step):
             calls.clear()
             equal.record(step, dict(steps=1, global_batch_size=4, recompute=recompute))
             assert calls["forward"] == times * 4 * equal.SMALL["n_layers"]
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_a_norm_that_is_not_finite_ends_the_run_before_the_update(value):
+    """The loss is fine. The line names the step and the norm, and no weight has become nan."""
+
+    class Broken(equal.Watch):
+        """A number of the second step's gradient is not finite."""
+
+        def steps(self, **parts):
+            """Before the first step."""
+            self.weights, gradients, asked = parts["optimizer"].masters, parts["optimizer"].gradients, []
+
+            def broken():
+                asked.append(found := gradients())
+                if len(asked) == 3:  # the norm asks once a step, and so does the Watch
+                    found["model.norm.weight"][0] = value
+                return found
+
+            parts["optimizer"].gradients = broken
+            yield from super().steps(**parts)
+
+        def gather(self, local):
+            """Nothing: what is nan cannot be put together."""
+            return {}
+
+    config = equal.config_of("step01_single_gpu", dict(out="unused"))
+    with Broken(config) as run, pytest.raises(UserError, match=rf"step 2: the grad norm is {value}: lower --lr"):
+        step01.train(config, run)
+    assert all(weight.isfinite().all() for weight in run.weights.values())

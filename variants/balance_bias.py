@@ -43,9 +43,9 @@ def attach(config: Any, parts: Parts):
     parts.around(parts.optimizer, "step", partial(update, layers, parts.mesh, config.bias_speed), by=__name__)
 
 
-def update(layers: list[RoutedMoE], mesh: Mesh, speed: float, step: Callable, lr: float, factor: float):
+def update(layers: list[RoutedMoE], mesh: Mesh, speed: float, step: Callable, lr: float):
     """Around the optimizer's step: then the biases move."""
-    step(lr, factor)
+    step(lr)
     for moe in layers:
         for group in (mesh["data"], *([mesh["mirror"]] if "mirror" in mesh.groups else [])):  # dualpipe's other copy
             all_reduce(moe.load, group).wait()
