@@ -1,4 +1,4 @@
-"""Step 1: one device. A complete trainer: everything that happens in a training step stands in `train`, below.
+"""Step 1: one device. A complete trainer: what happens in a training step, and when, stands in `train`, below.
 
               micro-batch 1        micro-batch 2        ...
     batch -> forward, backward -> forward, backward -> ... -> clip -> AdamW -> weights
@@ -62,7 +62,7 @@ RECOMPUTE: dict[str, Callable[[Decoder], None]] = {"none": lambda model: None, "
 class Config:
     """Flags of the trainer."""
 
-    model: str = among(PRESETS, "tiny")  # preset
+    model: str = among(PRESETS, "tiny")  # preset of the shape; its weights start from nothing
     dataset: str = ""  # text file, or data set of the hub with a column "text"; default: Python's own sources
     steps: int = 200  # optimizer steps of the whole schedule
     global_batch_size: int = 32  # sequences per optimizer step, all ranks together

@@ -24,7 +24,7 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
     ],
     (2, 1): [
         ("not waited for", "NaiveSync", "group=group.handle)", "group=group.handle, async_op=True)"),
-        ("all are summed over dp", "NaiveSync", "self.mesh[layout_of(param).data_group]", 'self.mesh["dp"]'),
+        ("all are summed over dp", "NaiveSync", "data_group(param, self.mesh)", 'self.mesh["dp"]'),
     ],
     (2, 2): [
         ("what arrives has another dtype", "RingSync", "torch.empty_like(target)", "torch.zeros(target.shape)"),
@@ -34,9 +34,9 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
     ],
     (2, 3): [
         ("a buffer in the parameters' dtype", "Bucket", "params[0].grad_dtype", "params[0].dtype"),
-        ("bytes of the parameters", "group_params", "p.grad_dtype.itemsize", "p.itemsize"),
-        ("a list may not be exactly full", "group_params", "> limit", ">= limit"),
-        ("groups are mixed", "group_params", "setdefault(layout_of(param).data_group", 'setdefault("dp"'),
+        ("bytes of the parameters", "fill_buckets", "param.grad_dtype.itemsize", "param.itemsize"),
+        ("a bucket may not be exactly full", "fill_buckets", "size > room", "size >= room"),
+        ("groups are mixed", "fill_buckets", " or group is not before", ""),
     ],
     (2, 4): [
         ("no hook", "BucketSync", "param.register_post_accumulate_grad_hook(partial(self.added, bucket))", "pass"),
@@ -79,7 +79,7 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
         ("gathered again", "SlicedUnit", "if not self.gathered:", "if True:"),
     ],
     (3, 6): [
-        ("nothing is gathered in advance", "Zero3", "[*self.uses[i], *self.uses[following]]", "self.uses[i]"),
+        ("nothing is gathered in advance", "Zero3", "[*self.uses[i], *self.uses[ahead]]", "self.uses[i]"),
         ("weights stay after forward", "Zero3", "                unit.free()", "                pass"),
         ("a tied head's weights go", "Zero3", "if unit not in self.uses[min(i + 1, len(self.uses) - 1)]:", "if True:"),
     ],

@@ -51,11 +51,11 @@ DOCSTRING = ' and another one in backward."""\n'
 NONES = "ctx.backwards(grad, ctx.group), None, None, None"
 OPTIONAL = "\ntry:\n    import numpy as np\nexcept ImportError:\n    np = None\n"
 QUIET = "def quiet(f):\n    return lambda *a, **k: f(*a, **k)\n\n\n@quiet\n"
-MISSING = "        self.missing = 0  # additions that are still to come\n"
+MISSING = "        self.missing = 0  # additions to its gradients that are still to come in this step\n"
 FUTURE = "from __future__ import annotations\n\n"
 RAW = "    import torch.distributed as dist\n\n    dist.all_reduce(x, group=group.handle)\n"
 JOINED = "def joined(parts):\n    return torch.cat(list(parts), 1)\n\n\n"
-EXTENDED = "        some += (param,)\n"
+EXTENDED = "        lists[-1] += (param,)\n"
 CALLABLE = "from collections.abc import Callable\n"
 STYLES = {  # lab, task, texts (old, new)
     "from __future__ import annotations": (4, 2, [(CALLABLE, FUTURE + CALLABLE)]),
@@ -72,9 +72,9 @@ STYLES = {  # lab, task, texts (old, new)
     "the loss by other collectives": (4, 3, [(body(S4, "VocabParallelCrossEntropy.forward"), BY_ALL_REDUCES)]),
     "an attribute of an earlier task": (
         2, 4, [(MISSING, "        self.missing, self.number = 0, len(params)\n"),
-               ("additions * len(bucket.params)", "additions * bucket.number")]),
+               ("n_micro_batches * len(bucket.params)", "n_micro_batches * bucket.number")]),
     "a raw ring": (2, 2, [(body(S2, "RingSync.sum_up"), RAW_RING)]),
-    "other names and loops": (2, 3, [("        some.append(param)\n", EXTENDED)]),
+    "other names and loops": (2, 3, [("        lists[-1].append(param)\n", EXTENDED)]),
 }  # fmt: skip
 
 # As others would write whole functions: lab, task, {hole: its source}

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 STEPS = sorted(path.stem for path in ROOT.glob("step0*.py"))
-MOST_LINES = dict(zip(STEPS, (925, 1135, 1460, 1735, 2010, 2435, 2750), strict=True))  # all that running one loads
+MOST_LINES = dict(zip(STEPS, (930, 1140, 1490, 1770, 2050, 2480, 2750), strict=True))  # all that running one loads
 OUTSIDE = {"torch", "tqdm", "matplotlib", "datasets", "numpy"}
 STANDARD = {"argparse", "ast", "collections", "contextlib", "dataclasses", "functools", "hashlib", "importlib"}
 STANDARD |= {"inspect", "itertools", "json", "math", "os", "pathlib", "re", "sys", "sysconfig", "time", "types"}
@@ -99,9 +99,9 @@ def test_a_reader_can_open_everything_that_a_step_loads(step):
 
 
 def test_common_is_small():
-    """At most 860 lines, and no file that no step loads."""
+    """At most 890 lines, and no file that no step loads."""
     files = {module for module in FILES if room_of(module) == "common"}
-    assert lines_of(files) <= 860
+    assert lines_of(files) <= 890
     assert files <= closure(STEPS[-1])
 
 
