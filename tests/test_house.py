@@ -225,3 +225,28 @@ def test_no_state_in_modules():
             assert not [node for node in ast.walk(tree_of(module)) if isinstance(node, ast.Global)], module
             reads = "os.environ" in FILES[module].read_text()
             assert not reads or module in ("common.trainer", "step02_ddp") or room_of(module) == "variants", module
+
+
+def test_common_says_from_which_chapter_on_it_is_read():
+    """A docstring of common begins with "From chapter N on" if no step before N names what it defines."""
+
+    def said(module: str, node: ast.AST) -> int:
+        texts = (ast.get_docstring(one) or "" for one in (tree_of(module), node))
+        return max(int(found[1]) if (found := re.match(r"From chapter (\d) on: ", text)) else 1 for text in texts)
+
+    def names_in(tree: ast.AST) -> set[str]:
+        return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+    modules = [name for name in FILES if room_of(name) == "common"]
+    says = {
+        (module, node.name): (said(module, node), node)
+        for module in modules
+        for node in tree_of(module).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    for (module, name), (chapter, _) in says.items():
+        users = [int(step[4:6]) for step in STEPS if name in names_in(tree_of(step))]
+        users += [n for (home, _), (n, node) in says.items() if home != module and name in names_in(node)]
+        users += [n for (home, _), (n, node) in says.items() if getattr(node, "returns", None) and home == module
+                  and name in names_in(node.returns)]  # fmt: skip
+        assert not users or chapter == min(users), (module, name, chapter, min(users))
