@@ -75,7 +75,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Layout:
-    """From chapter 3 on: the record of one parameter."""
+    """From chapter 2 on: the record of one parameter."""
 
     splits: tuple[Split, ...] = ()  # from chapter 4 on: its cuts, in the order in which they were made
     partial_over: tuple[str, ...] = ()  # from chapter 4 on: dimensions over which its gradient must still be summed
@@ -84,7 +84,7 @@ class Layout:
 
 
 def layout_of(param: Tensor) -> Layout:
-    """From chapter 3 on: the record of a parameter; one that no dimension has touched is whole."""
+    """From chapter 2 on: the record of a parameter; one that no dimension has touched is whole."""
     return getattr(param, "parallel_layout", Layout())
 
 
