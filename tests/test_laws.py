@@ -20,7 +20,7 @@ from common.comm import Group, Mesh, Pending
 from common.model import Decoder, ModelConfig
 from common.schedules import SCHEDULES, draw
 from tests import bounds, equal
-from variants import cp_ring
+from variants import cp_flash, cp_ring
 
 L, D, FFN, VOCAB, SEQ, HEADS, KV = (
     equal.SMALL[name] for name in ("n_layers", "dim", "ffn_dim", "vocab_size", "seq_len", "n_heads", "n_kv_heads")
@@ -151,17 +151,26 @@ def test_tensor_parallel(pools, n, flags):
             assert calls["tp", "all_gather"] == M * (gathers + 3) and calls["tp", "reduce_scatter"] == M * (4 * L + 2)
 
 
-@pytest.mark.parametrize("n, mode", [(2, "zigzag"), (3, "zigzag"), (2, "ring"), (4, "allgather"), (4, "ulysses")])
-def test_context_parallel(pools, n, mode):
+@pytest.mark.parametrize(
+    "n, mode, flags",
+    [
+        *((n, "zigzag", {}) for n in (2, 3)),
+        *((n, "zigzag", dict(recompute="full")) for n in (2, 4)),
+        (2, "zigzag", dict(cp_kernel="flash")),
+        *((n, mode, {}) for n, mode in ((2, "ring"), (4, "allgather"), (4, "ulysses"))),
+    ],
+)
+def test_context_parallel(pools, n, mode, flags):
     """(n-1) B forward, (n-1) B + n G backward in a layer and micro-batch; k and v travel with their own heads.
 
-    Gathered: (n-1) G backward. Ulysses: (n-1)/n of q, k, v and the output, each way; n ranks share few k and v.
+    Recomputed in full, (n-1) B again. Gathered: (n-1) G backward. Ulysses: (n-1)/n of q, k, v and the output, each way;
+    n ranks share few k and v.
     """
     seq = 12 * n
     q, kv = (heads * seq // n * (D // HEADS) * B for heads in (HEADS, 2 * KV))
-    hops = 2 * (n - 1) if mode == "allgather" else 2 * (n - 1) + n
+    hops = (n - 1) * (3 if flags.get("recompute") == "full" else 2) + (n if mode != "allgather" else 0)
     size = 2 * (n - 1) * (2 * q + kv * max(1, n // KV)) // n if mode == "ulysses" else hops * kv
-    for sent, calls in pools(n).run(measure, "step05_cp_ring", dict(cp=n, cp_mode=mode, seq_len=seq)):
+    for sent, calls in pools(n).run(measure, "step05_cp_ring", dict(cp=n, cp_mode=mode, seq_len=seq) | flags):
         assert set(sent) == {"cp", "data"}
         assert sent["cp"] == M * L * size + round(reduced(n, SCALAR))
         assert abs(sent["data"] - reduced(n, P * B + SCALAR)) < 100  # a bucket's bytes are rounded
@@ -170,7 +179,7 @@ def test_context_parallel(pools, n, mode):
 
 
 def by_formulas(dtype: torch.dtype = torch.float64) -> list[float]:
-    """How far the formulas for parts of the keys, which some GPUs need, are from the kernel; and both from autograd."""
+    """How far the formulas for parts of the keys are from the fused kernels of --cp-kernel flash."""
     torch.manual_seed(0)
     q, do = torch.randn(2, 2, 4, 6, 8, dtype=dtype)
     k, v = torch.randn(2, 2, 2, 6, 8, dtype=dtype)
@@ -178,10 +187,9 @@ def by_formulas(dtype: torch.dtype = torch.float64) -> list[float]:
     for causal in (True, False):
         lse = step05.part_attention(q, k, v, causal)[1] + 0.5  # other keys are elsewhere
         both = []
-        for kernel in (True, False):
-            with mock.patch.object(step05, "has_kernel", lambda _, kernel=kernel: kernel):
-                o = step05.part_attention(q, k, v, causal)
-                both.append([*o, *step05.part_gradients(do, q, k, v, o[0], lse, causal)])
+        for kernel in (step05.FORMULAS, cp_flash.FLASH):
+            o = kernel.attention(q, k, v, causal)
+            both.append([*o, *kernel.gradients(do, q, k, v, o[0].to(dtype), lse, causal)])
         found += [equal.difference(a, b) for a, b in zip(*both, strict=True)]
     return found
 
@@ -197,7 +205,7 @@ def test_gpus_that_have_the_kernel():
 
     def has(dtype: torch.dtype = torch.bfloat16, size: int = 64, capability: tuple = (8, 0)) -> bool:
         with mock.patch("torch.cuda.get_device_capability", lambda _: capability):
-            return step05.has_kernel(SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, 1, 3, size), device=0))
+            return cp_flash.fits(SimpleNamespace(is_cuda=True, dtype=dtype, shape=(0, size), device=0))
 
     assert has() and not any((has(torch.float32), has(size=60), has(size=264), has(capability=(7, 5))))
 
@@ -210,8 +218,8 @@ def test_zigzag_shares_the_work(n):
     def work(visible, rank: int) -> float:
         pairs = 0
         for source in range(n):
-            for (_, _, q), (_, _, k), causal in visible(rank, source, length):
-                pairs += len(range(length)[q]) * len(range(length)[k]) / (2 if causal else 1)
+            for queries, keys, causal in visible(rank, source, length):
+                pairs += len(range(length)[queries]) * len(range(length)[keys]) / (2 if causal else 1)
         return pairs
 
     assert {work(step05.zigzag_visible, rank) for rank in range(n)} == {length**2 * n / 2}

@@ -262,12 +262,13 @@ def test_visits_each_pair_within_a_document_once(mode):
     for rank in range(n):
         batch.found.clear()
         for source in range(n):
-            mine, theirs = (CONTEXT[mode].positions(seq, r, n) for r in (rank, source))
-            for (rows, _, q), (_, _, k), causal in batch.visible(rank, source, seq // n):
-                block = torch.ones(q.stop - q.start, k.stop - k.start)
+            mine, theirs = (CONTEXT[mode].positions(seq, r, n).repeat(2) for r in (rank, source))
+            for queries, keys, causal in batch.visible(rank, source, 2 * seq // n):
+                assert queries.start // (seq // n) == keys.start // (seq // n), "of one sequence"
+                block = torch.ones(queries.stop - queries.start, keys.stop - keys.start)
                 pairs = torch.zeros(seq, seq)
-                pairs[mine[q][:, None], theirs[k]] = block.tril() if causal else block
-                seen[rows] += pairs
+                pairs[mine[queries][:, None], theirs[keys]] = block.tril() if causal else block
+                seen[queries.start // (seq // n)] += pairs
     numbers = batch.numbers
     within = (numbers[:, :, None] == numbers[:, None, :]) & torch.ones(seq, seq, dtype=torch.bool).tril()
     assert torch.equal(seen, within.float())

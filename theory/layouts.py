@@ -54,6 +54,7 @@ class Layout:
         words += [f"--chunks {self.chunks}"] * (self.pp > 1 and self.schedule == "interleaved")
         words += [f"--recompute {self.recompute}"] + ["--no-sp"] * (self.tp > 1 and not self.sp)
         words += [f"--cp-mode {self.cp_mode}"] * (self.cp > 1)
+        words += ["--cp-kernel flash"] * (self.cp > 1 and self.cp_mode != "ulysses")  # as the predictions assume
         words += [f"--zero-replicas {self.zero_replicas}"] * (self.zero_replicas > 1)
         return " ".join(words)
 

@@ -25,7 +25,6 @@ from functools import partial
 from itertools import pairwise, product
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,15 +68,17 @@ class MicroBatch:
         self.lengths = [stop - start for row in self.numbers for start, stop, *_ in segments(row, whole)]
         self.found: dict[int, list[tuple]] = {}  # by source: the same in all layers, forward and backward
 
-    def visible(self, rank: int, source: int, length: int) -> list[tuple]:
-        """In the place of `zigzag_visible` of step 5, for any positions."""
+    def visible(self, rank: int, source: int, length: int) -> list[tuple[slice, slice, bool]]:
+        """In the place of `zigzag_visible` of step 5, for any positions, and for sequences one behind the other."""
         if source not in self.found:
-            blocks = self.found[source] = []
-            for i, row in enumerate(self.numbers):
+            blocks, size = [], length // len(self.numbers)
+            for row, offset in zip(self.numbers, range(0, length, size), strict=True):
                 ours, theirs = (segments(row, self.positions(r)) for r in (rank, source))
                 for (start, stop, at, document), (first, end, key_at, other) in product(ours, theirs):
                     if document == other and key_at <= at:
-                        blocks.append((np.s_[i : i + 1, :, start:stop], np.s_[i : i + 1, :, first:end], key_at == at))
+                        queries, keys = (slice(a + offset, b + offset) for a, b in ((start, stop), (first, end)))
+                        blocks.append((queries, keys, key_at == at))
+            self.found[source] = blocks
         return self.found[source]
 
 
@@ -91,8 +92,9 @@ class Documents:
         self.mine = parts.mesh["dp"].share(config.global_batch_size, "batch")
         mode = CONTEXT[getattr(config, "cp_mode", "zigzag")]
         self.positions = partial(mode.positions, seq, n=getattr(config, "cp", 1))
+        within = self.within(mode.attention if getattr(config, "cp", 1) > 1 else attend)
         for layer in parts.model.model.layers.values():
-            parts.around(layer.self_attn, "attend", self.within(layer.self_attn.attend), by=__name__)
+            parts.around(layer.self_attn, "attend", within, by=__name__)
         parts.around(parts.data, "batch", self.batch, by=__name__)
         parts.model.register_forward_pre_hook(self.enter)
         for act in ("forward", "backward") if parts.pipeline is not None else ():  # it does not call the model
@@ -102,8 +104,12 @@ class Documents:
         """Around attention, as that brings queries and keys together: other blocks of parts, or of whole sequences."""
         known = inspect.signature(core).parameters
         if "visible" in known:
-            return lambda core, *qkv: core(*qkv, visible=self.now.visible)
+            return self.across
         return lambda core, *qkv: core(*qkv, attend=self.attend) if "attend" in known else self.attend(*qkv)
+
+    def across(self, core: Callable, q: Tensor, *others: Tensor) -> Tensor:
+        """Around `ring_attention` of step 5: sequences one behind the other, and other parts of their keys."""
+        return core(*(x.flatten(0, 1)[None] for x in (q, *others)), visible=self.now.visible).view(q.shape)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As `attend` of common/model.py, on whole sequences: a call for each document. (On a GPU, varlen is one.)"""

@@ -74,8 +74,8 @@ def ring(mode: str, n: int) -> dict:
     for hop, rank in product(range(n), range(n)):
         source = (rank - hop) % n
         moments[hop] += f"{', ' * (rank > 0)}rank {rank} has the keys {tokens[source]}"
-        for some, keys, causal in visible(rank, source, 2):
-            for q, k in product(tokens[rank][some[2]], tokens[source][keys[2]]):
+        for queries, keys, causal in visible(rank, source, 2):
+            for q, k in product(tokens[rank][queries], tokens[source][keys]):
                 note = f"Hop {hop}, rank {rank}: queries of chunk {q}, keys of chunk {k}{', causal' * (q == k)}"
                 boxes += [(q, k, 1, rank, hop, note, [], hop)] if k <= q or not causal else []
                 rows[q] = f"{q}, rank {rank}"
