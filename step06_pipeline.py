@@ -42,7 +42,7 @@ from common.comm import Group, Mesh, Pending, all_reduce, exchange
 from common.data import Data
 from common.layout import global_norm, note_layout
 from common.model import IGNORE, PRESETS, Decoder, rope_tables, wide
-from common.schedules import COSTS, SCHEDULES, Action, Place, goes_to, simulate
+from common.schedules import COSTS, SCHEDULES, Action, Place, consumer, simulate
 from common.trainer import Run, among, choose_device, main
 from step01_single_gpu import RECOMPUTE, learning_rate
 from step02_ddp import join_ranks
@@ -99,15 +99,17 @@ class Pipeline:
     def __init__(self, model: Decoder, places: list[Place], group: Group, positions: Tensor, sp_ranks: int):
         """`positions` of this rank's tokens. `sp_ranks`: ranks that share the tokens of x, tp with SP and else 1."""
         self.model, self.places, self.group, self.positions, self.sp_ranks = model, places, group, positions, sp_ranks
-        self.some = next(model.parameters())  # its dtype and device are those of x
+        self.reference_param = next(model.parameters())  # its dtype and device are those of x
         self.graphs: dict[tuple[int, int], tuple] = {}  # (micro-batch, stage) -> (input, edge of the output)
-        all_reduce(torch.zeros(1, device=self.some.device), group).wait()  # NCCL: all ranks make the first call
+        all_reduce(
+            torch.zeros(1, device=self.reference_param.device), group
+        ).wait()  # NCCL: all ranks make the first call
 
     def step(self, xs: list[Tensor], ys: list[Tensor], n_targets: Tensor) -> Tensor:
         """Forward and backward of all micro-batches, int64 [batch, seq] each; the loss, or 0 without the last stage."""
         self.xs, self.ys, self.n_targets = xs, ys, n_targets
-        self.loss = torch.zeros((), dtype=wide(self.some.dtype), device=self.some.device)
-        self.run()
+        self.loss = torch.zeros((), dtype=wide(self.reference_param.dtype), device=self.reference_param.device)
+        self.execute()
         return self.loss
 
     def forward(self, i: int, stage: int, x: Tensor | None) -> Tensor:
@@ -131,7 +133,7 @@ class Pipeline:
     def buffer(self, i: int) -> Tensor:
         """Room for the x or dx of micro-batch i."""
         batch, seq = self.xs[i].shape
-        return self.some.new_empty(batch, seq // self.sp_ranks, self.model.config.dim)
+        return self.reference_param.new_empty(batch, seq // self.sp_ranks, self.model.config.dim)
 
     def send_receive(self, peer: int, send: Tensor | None = None, receive: int | None = None) -> Tensor | None:
         """Send the tensor `send`, receive that of micro-batch `receive`, both at once. No such peer: do nothing."""
@@ -143,7 +145,7 @@ class Pipeline:
         exchange(sends, receives, self.group).wait()
         return received
 
-    def run(self):
+    def execute(self):
         """1F1B. A rank never has more than p - rank micro-batches between their forward and their backward."""
         rank, m = self.group.rank, len(self.xs)  # rank is also the number of its stage
         left, right, warm_up = rank - 1, rank + 1, min(m, self.group.size - 1 - rank)
@@ -171,15 +173,15 @@ class Pipeline:
 ACTS = {"F": "forward", "B": "backward"}  # by kind: the method that does it, (micro-batch, stage, input) -> output
 
 
-class Line(NamedTuple):
+class Instruction(NamedTuple):
     """One line of a rank's program: run `action`, or send or receive the input of `action`."""
 
-    verb: Literal["run", "send", "receive"]
+    verb: Literal["compute", "send", "receive"]
     action: Action
     peer: int | None = None
 
 
-def add_messages(lists: list[list[Action]], places: list[Place], costs: dict = COSTS) -> list[list[Line]]:
+def add_messages(lists: list[list[Action]], places: list[Place], costs: dict = COSTS) -> list[list[Instruction]]:
     """The program of each rank: its list, with the sends and receives that it takes. Rank 1 of 2, 2 micro-batches:
 
         receive F0 from 0, receive F1 from 0, run F0, run B0, send B0 to 0, run F1, run B1, send B1 to 0
@@ -188,13 +190,13 @@ def add_messages(lists: list[list[Action]], places: list[Place], costs: dict = C
     once; the line to receive it joins that rank's program then, too. There is no deadlock: whatever is first in this
     common order and not yet done has its inputs, and is next on all ranks that take part in it.
     """
-    programs: list[list[Line]] = [[] for _ in lists]
+    programs: list[list[Instruction]] = [[] for _ in lists]
     for _, rank, _, action in simulate(lists, places, costs):
-        programs[rank].append(Line("run", action))
-        waiting = goes_to(action, places)
+        programs[rank].append(Instruction("compute", action))
+        waiting = consumer(action, places)
         if waiting is not None and (peer := places[waiting.stage].rank) != rank:
-            programs[rank].append(Line("send", waiting, peer))
-            programs[peer].append(Line("receive", waiting, rank))
+            programs[rank].append(Instruction("send", waiting, peer))
+            programs[peer].append(Instruction("receive", waiting, rank))
     return programs
 
 
@@ -205,16 +207,16 @@ class ListPipeline(Pipeline):
         super().__init__(*same)
         self.program = add_messages(lists, self.places)[self.group.rank]
 
-    def run(self):
+    def execute(self):
         """Follow the program. Sends and receives are posted. An action waits for its input, a send for the last one."""
         box: dict[Action, tuple[Tensor, Pending]] = {}  # by the action that needs it: its input
         sent: dict[int, Pending] = defaultdict(Pending)  # by rank: the last send to it
         for verb, action, peer in self.program:
-            if verb == "run":
+            if verb == "compute":
                 received, pending = box.pop(action, (None, Pending()))
                 pending.wait()
                 output = getattr(self, ACTS[action.kind])(action.micro_batch, action.stage, received)
-                if (waiting := goes_to(action, self.places)) is not None:
+                if (waiting := consumer(action, self.places)) is not None:
                     box[waiting] = output, Pending()
             elif verb == "send":
                 sent[peer].wait()

@@ -150,7 +150,7 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
     (6, 1): [
         ("1F1B: one forward too few", "one_f_one_b", "p - 1 - rank", "p - 2 - rank"),
         ("1F1B: as afab", "one_f_one_b", "p - 1 - rank", "m"),
-        ("interleaved: backwards in order of forwards", "weave", "reversed(stages)", "stages"),
+        ("interleaved: backwards in order of forwards", "one_f_one_b_order", "reversed(stages)", "stages"),
         ("interleaved: as afab", "interleaved", "(v - 1) * p + 2 * (p - 1 - rank)", "v * m"),
         ("interleaved: rounds that are not full", "interleaved", "if v > 1 and m % p:", "if False:"),
     ],
@@ -169,8 +169,8 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
          "self.backward(i, rank, dy)"),
     ],
     (6, 4): [
-        ("receives at the end", "add_messages", 'programs[peer].append(Line("receive", waiting, rank))',
-         'programs[peer].insert(0, Line("receive", waiting, rank))'),
+        ("receives at the end", "add_messages", 'programs[peer].append(Instruction("receive", waiting, rank))',
+         'programs[peer].insert(0, Instruction("receive", waiting, rank))'),
         ("messages inside a rank", "add_messages", " and (peer := places[waiting.stage].rank) != rank",
          " and ((peer := places[waiting.stage].rank) or True)"),
         ("receives awaited where posted", "ListPipeline", "exchange([], [(buffer, peer)], self.group)\n",

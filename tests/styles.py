@@ -206,8 +206,8 @@ def one_f_one_b(p, m, v, rank):
     def send_receive(self, peer, send=None, receive=None):
         raise RuntimeError("not needed")
 """,
-        "Pipeline.run": """
-    def run(self):
+        "Pipeline.execute": """
+    def execute(self):
         import torch.distributed as dist
 
         r, p, m, pg = self.group.rank, self.group.size, len(self.xs), self.group.handle

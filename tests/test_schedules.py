@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from common import UserError
-from common.schedules import SCHEDULES, Action, Place, goes_to, simulate
+from common.schedules import SCHEDULES, Action, Place, consumer, simulate
 from services.seam import plugins
 from services.stages import given
-from step06_pipeline import Line, add_messages
+from step06_pipeline import Instruction, add_messages
 from variants.zb_auto import Costs, search, time_of
 from variants.zero_bubble import zb_h1
 
@@ -58,7 +58,7 @@ def check_lists(lists: Lists, places: list[Place], m: int):
                 assert at[action._replace(kind=kinds[kinds.index(action.kind) - 1])] < at[action]
 
 
-def check_programs(programs: list[list[Line]], places: list[Place]):
+def check_programs(programs: list[list[Instruction]], places: list[Place]):
     """Carry programs out under the strictest rule: a rank does nothing until the message that it posted has passed.
 
     A message passes when both its ranks have come to it. Raises AssertionError on a deadlock, or on an action whose
@@ -71,10 +71,10 @@ def check_programs(programs: list[list[Line]], places: list[Place]):
         for rank, program in enumerate(left):
             while program:
                 verb, action, peer = program[0]
-                if verb == "run":
+                if verb == "compute":
                     before = places[action.stage].before if action.kind == "F" else places[action.stage].after
                     assert action.kind == "W" or before is None or (rank, action) in there, (rank, action)
-                    there.add((rank, goes_to(action, places)))
+                    there.add((rank, consumer(action, places)))
                 elif not left[peer] or left[peer][0] != (dict(send="receive", receive="send")[verb], action, rank):
                     break
                 else:

@@ -23,7 +23,7 @@ from common import UserError
 from common.comm import Mesh
 from common.layout import layout_of
 from common.model import PRESETS, Decoder
-from common.schedules import SCHEDULES, goes_to, simulate
+from common.schedules import SCHEDULES, consumer, simulate
 from services.plots import read_metrics
 from services.screen import costs_of, idle_fraction
 from services.seam import compose, plugins
@@ -48,7 +48,7 @@ def schedule(name: str, p: int, m: int) -> dict:
     places, lists = step06.plan(compose(step06)(model="llama3-8b", schedule=name, pp=p), m)
     costs = costs_of(lists)
     spans = simulate(lists, places, costs)
-    awaited = {goes_to(action, places): [n] for n, (*_, action) in enumerate(spans)}
+    awaited = {consumer(action, places): [n] for n, (*_, action) in enumerate(spans)}
     boxes, held = [], [[0] * p for _ in range(spans[-1][0] + 1)]  # from F to the end of the last that needs its input
     for end, rank, start, action in spans:
         note = f"{action.kind} {action.micro_batch}, stage {action.stage}: time {start} to {end}"
