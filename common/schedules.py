@@ -46,14 +46,14 @@ def round_robin(n_layers: int, p: int, v: int) -> list[Place]:
 def one_f_one_b_order(p: int, m: int, v: int, rank: int, warm_up: int) -> list[Action]:
     """`warm_up` forwards, then a forward and a backward in turn, then the backwards that are left.
 
-    Micro-batches go in rounds of p: all of a round do the rank's first stage, then all its second one, and so on. On 2
-    ranks with 2 stages each, 4 micro-batches go forward as 01 (stage 0), 01 (stage 2), 23 (stage 0), 23 (stage 2) on
-    rank 0: when 1 has left it, 0 is back from stage 1.
+    Micro-batches go in rounds of p. A round does the rank's first stage, then its second one, and so on, in backward
+    the other way round. On rank 0 of 2, with stages 0 and 2, 4 micro-batches go forward as F0.0 F1.0 F0.2 F1.2, F2.0
+    F3.0 F2.2 F3.2 (F1.2: micro-batch 1, stage 2): while F1.0 is computed here, micro-batch 0 is in stage 1, on rank 1.
     """
     rounds = [range(start, min(start + p, m)) for start in range(0, m, p)]
     stages = range(rank, p * v, p)
-    forwards = [Action("F", i, stage) for some in rounds for stage in stages for i in some]
-    backwards = [Action("B", i, stage) for some in rounds for stage in reversed(stages) for i in some]
+    forwards = [Action("F", i, stage) for one in rounds for stage in stages for i in one]
+    backwards = [Action("B", i, stage) for one in rounds for stage in reversed(stages) for i in one]
     in_turn = [action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair]
     return forwards[:warm_up] + in_turn + backwards[len(in_turn) // 2 :]
 
@@ -69,7 +69,10 @@ def one_f_one_b(p: int, m: int, v: int, rank: int) -> list[Action]:
 
 
 def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """1F1B over v stages a rank (Megatron, Narayanan et al. 2021): bubble (p-1)/(v m + p-1). Raises UserError."""
+    """1F1B over v stages a rank (Megatron, Narayanan et al. 2021): bubble (p-1)/(v m + p-1). Raises UserError.
+
+    The price: a rank warms up with (v-1) p + 2 (p-1 - rank) forwards, and so holds as many outputs, and one more.
+    """
     if v > 1 and m % p:
         raise UserError(f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank")
     return one_f_one_b_order(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))

@@ -4,7 +4,7 @@ import importlib
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -224,11 +224,11 @@ def under_way(log: Log, kind: str) -> list[int]:
 
 
 class Run(Piped):
-    """Task 3: a step of a pipeline: 1F1B, or in task 4 any lists, with programs of our own."""
+    """Task 3: a step of a pipeline: AFAB, 1F1B, or in task 4 any lists, with programs of our own."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         (xs, ys, n, positions), rank, tape = self.batch(), mesh["pp"].rank, Tape(mesh)
-        cls = step.ListPipeline if self.lists else step.Pipeline
+        cls = getattr(step, self.kind)
         model, pipeline = self.model(len(self.places)), cls.__new__(cls)
         step.Pipeline.__init__(pipeline, model, self.places, mesh["pp"], positions, 1)
 
@@ -240,7 +240,7 @@ class Run(Piped):
             return run
 
         pipeline.forward, pipeline.backward = marked("F", pipeline.forward), marked("B", pipeline.backward)
-        if self.lists:
+        if self.kind == "ListPipeline":
             program = programs(self.lists, self.places)[rank]
             pipeline.program = [step.Instruction(*line) for line in program]
         with tape:
@@ -254,21 +254,28 @@ class Run(Piped):
         sent = messages * (2 * self.m - 1) * SHAPE["seq_len"] * SHAPE["dim"] * 8.0
         yield "messages: bytes", tape.sent(), {"pp": sent}
         yield "messages: deadlock", stuck(logs), ""
-        order = (self.lists or one_f_one_b(self.ranks, self.m))[rank]
+        order = self.lists[rank]
         yield "the order of work", [str(act) for what, act in log if what == "mark"], [str(tuple(a)) for a in order]
-        if self.lists:
+        if self.kind == "ListPipeline":
             yield "awaited at once: sends", sum(count == 0 for count in under_way(log, "send")[:-2]), at_most(0)
             idle = spare(program) - sum(under_way(log, "recv"))
             yield "awaited too early: actions that could have run", idle, at_most(0)
 
 
-RUNS = tuple(dict(mesh=dict(pp=p), m=m, places=loop(p), lists=None) for p, m in ((3, 5), (4, 2)))
+def runs(kind: str, order: Callable[[int, int], Lists], *sizes: tuple[int, int]) -> tuple[dict, ...]:
+    """A class of the step, and the order of its loops, for (ranks, micro-batches)."""
+    return tuple(dict(mesh=dict(pp=p), m=m, places=loop(p), lists=order(p, m), kind=kind) for p, m in sizes)
+
+
 MESSAGES = Task(
-    ("Pipeline.send_receive", "Pipeline.execute"),
-    demands(Run, RUNS,
-            ("the loss and all gradients are one device's", 3, "the loss", "gradient of"),
-            ("each rank works in the order of 1F1B", 2, "order"),
-            ("one message for each x and dx; no deadlock if sends wait", 3, "messages")),
+    ("Pipeline.send_receive", "Pipeline.execute", "OneForwardOneBackward.execute"),
+    (*demands(Run, runs("Pipeline", lambda p, m: all_forward_first(m, *((r,) for r in range(p))), (3, 4)),
+              ("AFAB: the loss and all gradients are one device's", 1, "the loss", "gradient of"),
+              ("AFAB: all forward, then all backward; one message for each x and dx", 1, "order", "messages")),
+     *demands(Run, runs("OneForwardOneBackward", one_f_one_b, (3, 5), (4, 2)),
+              ("1F1B: the loss and all gradients are one device's", 2, "the loss", "gradient of"),
+              ("each rank works in the order of 1F1B", 2, "order"),
+              ("one message for each x and dx; no deadlock if sends wait", 2, "messages"))),
 )  # fmt: skip
 
 
@@ -332,7 +339,7 @@ class Programs(Case):
 
 
 LISTED = tuple(
-    dict(mesh=dict(pp=2), m=m, places=places, lists=lists)
+    dict(mesh=dict(pp=2), m=m, places=places, lists=lists, kind="ListPipeline")
     for m, places, lists in ((4, loop(2, 2), LOOPED), (3, V, FOLDED))
 )
 PROGRAMS = Task(

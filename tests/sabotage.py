@@ -163,10 +163,13 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
     (6, 3): [
         ("a send before the receive", "Pipeline", "exchange(sends, receives, self.group).wait()",
          "exchange(sends, [], self.group).wait(); exchange([], receives, self.group).wait()"),
-        ("all forwards first", "Pipeline", "min(m, self.group.size - 1 - rank)", "m"),
-        ("few micro-batches forgotten", "Pipeline", "min(m, self.group.size - 1 - rank)", "self.group.size - 1 - rank"),
-        ("dx of the wrong micro-batch", "Pipeline", "self.backward(i - warm_up, rank, dy)",
-         "self.backward(i, rank, dy)"),
+        ("all forwards first", "OneForwardOneBackward", "min(m, self.group.size - 1 - stage)", "m"),
+        ("few micro-batches forgotten", "OneForwardOneBackward", "min(m, self.group.size - 1 - stage)",
+         "self.group.size - 1 - stage"),
+        ("dx of the wrong micro-batch", "OneForwardOneBackward", "self.backward(i - warm_up, stage, dy)",
+         "self.backward(i, stage, dy)"),
+        ("AFAB: gradients in the order of a stack", "Pipeline", "dx = self.backward(i, stage, dy)",
+         "dx = self.backward(m - 1 - i, stage, dy)"),
     ],
     (6, 4): [
         ("receives at the end", "add_messages", 'programs[peer].append(Instruction("receive", waiting, rank))',

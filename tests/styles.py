@@ -206,7 +206,7 @@ def one_f_one_b(p, m, v, rank):
     def send_receive(self, peer, send=None, receive=None):
         raise RuntimeError("not needed")
 """,
-        "Pipeline.execute": """
+        "OneForwardOneBackward.execute": """
     def execute(self):
         import torch.distributed as dist
 

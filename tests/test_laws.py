@@ -1,6 +1,5 @@
 """What the docstrings of the steps promise in numbers: bytes and calls by dimension, live memory."""
 
-import importlib
 import re
 from collections import Counter
 from types import SimpleNamespace
@@ -344,8 +343,11 @@ def test_ways_to_experts(pools, mode):
 
 
 def test_the_picture_is_the_schedule():
-    """Step 6's docstring shows 1F1B on 4 ranks with 6 micro-batches."""
-    schedule = SCHEDULES["1f1b"](None)
-    lists = [schedule.actions(4, 6, 1, rank) for rank in range(4)]
-    shown = re.findall(r"^    rank \d      ([0-9a-f.]+) ", importlib.import_module("step06_pipeline").__doc__, re.M)
-    assert shown == draw(lists, schedule.places(4, 4, 1)).splitlines()
+    """Step 6's docstring shows AFAB and 1F1B on 4 ranks with 6 micro-batches."""
+    drawn = []
+    for name in ("afab", "1f1b"):
+        schedule = SCHEDULES[name](None)
+        lists = [schedule.actions(4, 6, 1, rank) for rank in range(4)]
+        drawn.append(draw(lists, schedule.places(4, 4, 1)).splitlines())
+    shown = re.findall(r"^    rank \d   ([0-9a-f.]+)   ([0-9a-f.]+)", step06.__doc__, re.M)
+    assert shown == [*zip(*drawn, strict=True)]

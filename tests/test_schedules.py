@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from common import UserError
+from common.comm import Group
 from common.schedules import SCHEDULES, Action, Place, consumer, simulate
 from services.seam import plugins
 from services.stages import given
-from step06_pipeline import Instruction, add_messages
+from step06_pipeline import Instruction, OneForwardOneBackward, Pipeline, add_messages
 from variants.zb_auto import Costs, search, time_of
 from variants.zero_bubble import zb_h1
 
@@ -105,6 +106,34 @@ def test_every_size_is_complete_and_ends(name):
         check_lists(lists, places, m)
         for costs in UNIT | PLAIN, {kind: draw.uniform(0.1, 3) for kind in "FBW"}:
             check_programs(add_messages(lists, places, costs), places)
+
+
+class Recorded:
+    """In the place of a pipeline's stage and messages: what is done is noted."""
+
+    def __init__(self, rank: int, p: int, m: int):
+        self.group, self.xs, self.done = Group("pp", rank, p, None), [None] * m, []
+
+    def forward(self, i: int, stage: int, x: None):
+        """Note it."""
+        self.done.append(Action("F", i, stage))
+
+    def backward(self, i: int, stage: int, dy: None):
+        """Note it."""
+        self.done.append(Action("B", i, stage))
+
+    def send_receive(self, peer: int, send: None = None, receive: int | None = None):
+        """Nothing moves."""
+
+
+@pytest.mark.parametrize("name, cls", [("afab", Pipeline), ("1f1b", OneForwardOneBackward)])
+def test_the_loops_do_what_their_lists_say(name, cls):
+    """Action by action, for all sizes."""
+    for p, m, lists, _ in sizes(name):
+        for rank, row in enumerate(lists):
+            loop = type("Loop", (Recorded, cls), {})(rank, p, m)
+            loop.execute()
+            assert loop.done == row, (p, m, rank)
 
 
 def test_wrong_lists_and_programs_are_noticed():
