@@ -44,6 +44,7 @@ def config_of(x: Layout, shape: dict, **flags) -> object:
     step = step07 if "experts" in flags else step06
     names = {field.name for field in fields(step.Config)} | {"zero_replicas"}
     flags |= {name: value for name, value in vars(x).items() if name in names}
+    flags |= dict(cp_kernel="flash") if x.cp > 1 else {}  # as `flags` of a layout says it
     return compose(step)(model="drawn", dry_run=x.world, device="cpu", pp_split="cost", loss_chunk=2048, **flags)
 
 
