@@ -62,10 +62,7 @@ def zigzag_positions(seq_len: int, rank: int, n: int) -> Tensor:
 
 
 def zigzag_visible(rank: int, source: int, length: int) -> list[tuple[slice, slice, bool]]:
-    """What `rank` computes while it holds k and v of `source`: (queries, keys, causal), slices of the s/n tokens.
-
-    `length` is s/n. One entry here; in other ways to deal tokens there may be none, or many.
-    """
+    """What `rank` computes with k and v of `source`: (queries, keys, causal), slices of the s/n = `length` tokens."""
     whole, first, second = slice(0, length), slice(0, length // 2), slice(length // 2, length)
     if source == rank:  # the diagonal: tokens are in order of position, so causal is right for both chunks together
         return [(whole, whole, True)]
@@ -80,7 +77,7 @@ def same_heads(q: Tensor, *tensors: Tensor) -> list[Tensor]:
 
 
 def scaled_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """q k^T / sqrt(d) [batch, heads, queries, keys], minus infinity where a query may not look."""
+    """q k^T / sqrt(d) [batch, heads, queries, keys]. `causal`, with as many keys as queries: -inf for later keys."""
     scores = q @ k.mT * q.shape[-1] ** -0.5
     return scores + torch.full_like(scores[0, 0], -torch.inf).triu(1) if causal else scores
 
@@ -88,8 +85,7 @@ def scaled_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 def part_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Attention as if these were all keys, and lse = log sum exp(scores): how much these keys weigh, for `merge`.
 
-    q [batch, heads, queries, d]; k, v [batch, kv_heads, keys, d] -> o like q, lse [batch, heads, queries], in fp32 or
-    wider. `causal`: only with as many keys as queries.
+    q [batch, heads, queries, d]; k, v [batch, kv_heads, keys, d] -> o like q, lse [batch, heads, queries]; in fp32.
     """
     q, k, v = same_heads(q, k, v)
     scores = scaled_scores(q, k, causal)
@@ -129,23 +125,17 @@ def part_gradients(
     return dq, dk, dv
 
 
-class Kernel(NamedTuple):
-    """What computes a part of the keys: the two functions above, or others with their arguments and results."""
-
-    attention: Callable[..., tuple[Tensor, Tensor]]
-    gradients: Callable[..., tuple[Tensor, Tensor, Tensor]]
-
-
-FORMULAS = Kernel(part_attention, part_gradients)
+FORMULAS = part_attention, part_gradients  # a kernel: what computes a part of the keys, forward and backward
 
 
 class RingAttention(torch.autograd.Function):
     """Causal attention of queries that stay to keys and values that travel."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable, kernel: Kernel = FORMULAS):
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable, kernel: tuple = FORMULAS):
         """q [batch, heads, s/n, d]; k, v [batch, kv_heads, s/n, d] -> like q."""
         n, r = group.size, group.rank
+        attention, ctx.gradients = kernel
         own = kv = torch.stack((k, v))
         o = torch.zeros_like(q, dtype=wide(q.dtype))  # no keys yet: o is 0, and lse is log 0 = -inf
         lse = torch.full_like(o[..., 0], -torch.inf)
@@ -156,14 +146,14 @@ class RingAttention(torch.autograd.Function):
                 sending = exchange([(kv, (r + 1) % n)], [(next_kv, (r - 1) % n)], group)
             for queries, keys, causal in visible(r, source, q.shape[2]):  # ... and compute meanwhile
                 k, v = kv[:, :, :, keys]
-                part_o, part_lse = kernel.attention(q[:, :, queries], k, v, causal)
+                part_o, part_lse = attention(q[:, :, queries], k, v, causal)
                 merge(o[:, :, queries], lse[:, :, queries], part_o, part_lse)
             if hop + 1 < n:
                 sending.wait()
                 kv = next_kv
         o = o.to(q.dtype)
         ctx.save_for_backward(q, own, o, lse)
-        ctx.group, ctx.visible, ctx.kernel = group, visible, kernel
+        ctx.group, ctx.visible = group, visible
         return o
 
     @staticmethod
@@ -182,7 +172,7 @@ class RingAttention(torch.autograd.Function):
             for queries, keys, causal in ctx.visible(r, source, q.shape[2]):
                 k, v = kv[:, :, :, keys]
                 part_do, part_q, part_o, part_lse = (x[:, :, queries] for x in (do, q, o, lse))
-                part_dq, part_dk, part_dv = ctx.kernel.gradients(part_do, part_q, k, v, part_o, part_lse, causal)
+                part_dq, part_dk, part_dv = ctx.gradients(part_do, part_q, k, v, part_o, part_lse, causal)
                 dq[:, :, queries] += part_dq
                 found[0, :, :, keys] += part_dk
                 found[1, :, :, keys] += part_dv
@@ -198,7 +188,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable = zigzag_visible, kernel: Kernel = FORMULAS
+    q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable = zigzag_visible, kernel: tuple = FORMULAS
 ) -> Tensor:
     """q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] -> like q."""
     return RingAttention.apply(*(x.transpose(1, 2) for x in (q, k, v)), group, visible, kernel).transpose(1, 2)

@@ -274,10 +274,7 @@ class ListPipeline(Pipeline):
 
 
 def plan(config: Config, m: int) -> tuple[list[Place], list[list[Action]]]:
-    """Where the stages of `--schedule` are, and each rank's list for m micro-batches. Raises UserError.
-
-    AFAB and 1F1B have lists, too: of what their loops will do.
-    """
+    """Where the stages of `--schedule` are, and each rank's list for m micro-batches (loops do the same). UserError."""
     schedule, n_layers = SCHEDULES[config.schedule](config), PRESETS[config.model].n_layers
     v = schedule.stages if config.pp > 1 else 1
     if n_layers < config.pp * v:

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: who does what in which order, in lists that can be printed, drawn, checked and run.
+"""From chapter 6 on: pipeline schedules as data, lists of who does what in which order, to print, draw, check, run.
 
 A schedule is a function of p ranks, m micro-batches and v stages on a rank; it returns the list of one rank. Those here
 differ in one number, `warm_up`: the forwards that come before forward and backward take turns. Others may split B, or
@@ -69,13 +69,10 @@ def one_f_one_b(p: int, m: int, v: int, rank: int) -> list[Action]:
 
 
 def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """1F1B over v stages a rank (Megatron, Narayanan et al. 2021): bubble (p-1)/(v m + p-1). Raises UserError.
-
-    The price: a rank warms up with (v-1) p + 2 (p-1 - rank) forwards, and so holds as many outputs, and one more.
-    """
+    """1F1B over v stages a rank (Megatron, Narayanan et al. 2021): bubble (p-1)/(v m + p-1). Raises UserError."""
     if v > 1 and m % p:
         raise UserError(f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank")
-    return one_f_one_b_order(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))
+    return one_f_one_b_order(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))  # v = 1: twice 1F1B's
 
 
 class Schedule(NamedTuple):

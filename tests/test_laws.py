@@ -186,9 +186,9 @@ def by_formulas(dtype: torch.dtype = torch.float64) -> list[float]:
     for causal in (True, False):
         lse = step05.part_attention(q, k, v, causal)[1] + 0.5  # other keys are elsewhere
         both = []
-        for kernel in (step05.FORMULAS, cp_flash.FLASH):
-            o = kernel.attention(q, k, v, causal)
-            both.append([*o, *kernel.gradients(do, q, k, v, o[0].to(dtype), lse, causal)])
+        for attention, gradients in (step05.FORMULAS, cp_flash.FLASH):
+            o = attention(q, k, v, causal)
+            both.append([*o, *gradients(do, q, k, v, o[0].to(dtype), lse, causal)])
         found += [equal.difference(a, b) for a, b in zip(*both, strict=True)]
     return found
 

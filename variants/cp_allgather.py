@@ -17,15 +17,16 @@ from torch import Tensor
 
 from common.comm import Group, all_gather, reduce_scatter
 from common.model import wide
-from step05_cp_ring import CONTEXT, FORMULAS, ContextMode, Kernel, merge, zigzag_positions, zigzag_visible
+from step05_cp_ring import CONTEXT, FORMULAS, ContextMode, merge, zigzag_positions, zigzag_visible
 
 
 class GatheredAttention(torch.autograd.Function):
     """Causal attention of a rank's queries to the keys and values of all ranks, which it has gathered."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable, kernel: Kernel) -> Tensor:
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable, kernel: tuple) -> Tensor:
         """q [batch, heads, s/n, d]; k, v [batch, kv_heads, s/n, d] -> like q."""
+        attention, ctx.gradients = kernel
         own = torch.stack((k, v))
         parts = own.new_empty(group.size, *own.shape)  # k and v of each rank
         all_gather(parts.view(-1), own.view(-1), group).wait()
@@ -33,11 +34,11 @@ class GatheredAttention(torch.autograd.Function):
         lse = torch.full_like(o[..., 0], -torch.inf)
         for source, (k, v) in enumerate(parts):
             for queries, keys, causal in visible(group.rank, source, q.shape[2]):
-                part_o, part_lse = kernel.attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], causal)
+                part_o, part_lse = attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], causal)
                 merge(o[:, :, queries], lse[:, :, queries], part_o, part_lse)
         o = o.to(q.dtype)
         ctx.save_for_backward(q, parts, o, lse)
-        ctx.group, ctx.visible, ctx.kernel = group, visible, kernel
+        ctx.group, ctx.visible = group, visible
         return o
 
     @staticmethod
@@ -49,7 +50,7 @@ class GatheredAttention(torch.autograd.Function):
             for queries, keys, causal in ctx.visible(ctx.group.rank, source, q.shape[2]):
                 part_do, part_q, part_o, part_lse = (x[:, :, queries] for x in (do, q, o, lse))
                 part_k, part_v = k[:, :, keys], v[:, :, keys]
-                found = ctx.kernel.gradients(part_do, part_q, part_k, part_v, part_o, part_lse, causal)
+                found = ctx.gradients(part_do, part_q, part_k, part_v, part_o, part_lse, causal)
                 dk, dv = dparts[source]
                 for x, part in zip((dq[:, :, queries], dk[:, :, keys], dv[:, :, keys]), found, strict=True):
                     x += part
@@ -59,7 +60,7 @@ class GatheredAttention(torch.autograd.Function):
 
 
 def gathered_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable = zigzag_visible, kernel: Kernel = FORMULAS
+    q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable = zigzag_visible, kernel: tuple = FORMULAS
 ) -> Tensor:
     """q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] -> like q."""
     return GatheredAttention.apply(*(x.transpose(1, 2) for x in (q, k, v)), group, visible, kernel).transpose(1, 2)

@@ -50,12 +50,12 @@ def check(config: Any, world: int):
         raise UserError(f"--end-token {config.end_token} is not in the vocabulary ({PRESETS[config.model].vocab_size})")
 
 
-def segments(numbers: Tensor, positions: Tensor) -> list[tuple[int, int, int, int]]:
-    """int64 [seq], int64 [s] -> tokens in a row of one document: (start, stop, position of the first, document)."""
+def segments(numbers: Tensor, positions: Tensor, base: int = 0) -> list[tuple[int, int, int, int]]:
+    """int64 [seq], int64 [s] -> tokens in a row of one document: base + (start, stop), first position, document."""
     documents = numbers[positions]
     borders = 1 + ((positions.diff() != 1) | (documents.diff() != 0)).nonzero().flatten()
     runs = pairwise([0, *borders.tolist(), len(positions)])
-    return [(start, stop, int(positions[start]), int(documents[start])) for start, stop in runs]
+    return [(base + start, base + stop, int(positions[start]), int(documents[start])) for start, stop in runs]
 
 
 class MicroBatch:
@@ -71,14 +71,12 @@ class MicroBatch:
     def visible(self, rank: int, source: int, length: int) -> list[tuple[slice, slice, bool]]:
         """In the place of `zigzag_visible` of step 5, for any positions, and for sequences one behind the other."""
         if source not in self.found:
-            blocks, size = [], length // len(self.numbers)
-            for row, offset in zip(self.numbers, range(0, length, size), strict=True):
-                ours, theirs = (segments(row, self.positions(r)) for r in (rank, source))
+            blocks, size = self.found.setdefault(source, []), length // len(self.numbers)
+            for row, base in zip(self.numbers, range(0, length, size), strict=True):
+                ours, theirs = (segments(row, self.positions(r), base) for r in (rank, source))
                 for (start, stop, at, document), (first, end, key_at, other) in product(ours, theirs):
                     if document == other and key_at <= at:
-                        queries, keys = (slice(a + offset, b + offset) for a, b in ((start, stop), (first, end)))
-                        blocks.append((queries, keys, key_at == at))
-            self.found[source] = blocks
+                        blocks.append((slice(start, stop), slice(first, end), key_at == at))
         return self.found[source]
 
 
@@ -103,13 +101,11 @@ class Documents:
     def within(self, core: Callable) -> Callable:
         """Around attention, as that brings queries and keys together: other blocks of parts, or of whole sequences."""
         known = inspect.signature(core).parameters
-        if "visible" in known:
-            return self.across
+        if "visible" in known:  # sequences one behind the other
+            return lambda core, q, *kv: core(*(x.flatten(0, 1)[None] for x in (q, *kv)), visible=self.now.visible).view(
+                q.shape
+            )
         return lambda core, *qkv: core(*qkv, attend=self.attend) if "attend" in known else self.attend(*qkv)
-
-    def across(self, core: Callable, q: Tensor, *others: Tensor) -> Tensor:
-        """Around `ring_attention` of step 5: sequences one behind the other, and other parts of their keys."""
-        return core(*(x.flatten(0, 1)[None] for x in (q, *others)), visible=self.now.visible).view(q.shape)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As `attend` of common/model.py, on whole sequences: a call for each document. (On a GPU, varlen is one.)"""
