@@ -67,8 +67,8 @@ TIED = "model.embed_tokens.weight"  # if embedding and head are tied: one matrix
 def keep_stage(model: Decoder, group: Group, places: list[Place]):
     """Keep what this rank's stages compute with, under its global names. The rest goes, before it has any memory.
 
-    A `Place` says of a stage its rank, its layers, and the stages `before` and `after` it (None at the ends). If they
-    are tied, the last stage's rank keeps the embedding, too: its head is this matrix, under the name TIED.
+    A `Place` says of a stage its rank, its layers, and the stages `before` and `after` it (None at the ends). If head
+    and embedding are tied, the last stage's rank keeps the embedding, too: it is the head's matrix (TIED).
     """
     trunk, mine = model.model, [place for place in places if place.rank == group.rank]
     has_first, has_last = any(place.before is None for place in mine), any(place.after is None for place in mine)
@@ -207,7 +207,7 @@ class OneForwardOneBackward(Pipeline):
 #
 # Not all lists end. The left ones never do: rank 0's B0 waits for rank 1's B0, which stands behind its F1, which waits
 # for rank 0's F1, which stands behind B0. `simulate` refuses them. On the right the lists are good, but each rank sends
-# and receives at its own place: rank 0 sends F1's output, rank 1 B0's. If a send waits for its receiver, both wait.
+# and receives at its own place: rank 0 sends F1's output, rank 1 B0's. Both wait for ever, if sends wait for receives.
 #
 #     rank 0    F0 B0 F1 B1        F0, send, F1, send, receive, B0, ...
 #     rank 1    F1 B1 F0 B0        receive, F0, B0, send, receive, F1, ...

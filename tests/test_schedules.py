@@ -156,6 +156,24 @@ def test_wrong_lists_and_programs_are_noticed():
             check_programs(programs, places)
 
 
+def test_what_step_6_shows_hangs():
+    """Lists that wait for each other; and 1F1B's, if each rank has its messages where it needs them itself."""
+    places = made("1f1b", 2, 2)[1]
+    acts = lambda rank, row: [Action(word[0], int(word[1]), rank) for word in row.split()]  # noqa: E731
+    with pytest.raises(ValueError, match="waits for ever"):
+        simulate([acts(0, "F0 B0 F1 B1"), acts(1, "F1 B1 F0 B0")], places, UNIT)
+    programs: list[list[Instruction]] = [[], []]
+    for rank, row in enumerate(made("1f1b", 2, 2)[0]):
+        for action in row:
+            sends = action.kind == ("F", "B")[rank]  # and what it does not send it needs
+            moved = action._replace(stage=1 - rank) if sends else action
+            message = Instruction("send" if sends else "receive", moved, 1 - rank)
+            computed = Instruction("compute", action)
+            programs[rank] += [computed, message] if sends else [message, computed]
+    with pytest.raises(AssertionError, match="a deadlock"):
+        check_programs(programs, places)
+
+
 def test_places():
     """A loop, a V, two opposite ways; uneven stages."""
     assert [place.rank for place in made("interleaved", 2, 2, chunks=3)[1]] == [0, 1, 0, 1, 0, 1]
