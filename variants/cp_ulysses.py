@@ -7,10 +7,10 @@
 Each swap is an all-to-all, and its backward is the reverse one. The tokens of a rank are in order: shard r of n. With Q
 and B bytes of q, and of k and v, for s/n tokens, a rank sends in a layer and micro-batch
 
-    (n-1)/n (2 Q + B) forward, and as much backward: less, the more ranks. But n must divide the heads (with --tp: the
-    heads / tp that a rank has).
+    (n-1)/n (2 Q + B) forward, and as much backward: less, the more ranks.
 
-If there are fewer key/value heads than ranks, each is repeated before it is sent, until there are n of them.
+But n must divide the heads (with --tp, those of a rank: heads / tp). If there are fewer key/value heads than ranks,
+each is repeated before it is sent, until there are n of them.
 
 In step 5, `ring_attention` would be `swapped_attention`: attention itself is that of common/model.py.
 """
