@@ -1,37 +1,40 @@
-"""Step 4: tensor and sequence parallelism. Each matrix is cut. Between the blocks, the sequence is cut too.
+"""Step 4: tensor and sequence parallelism. Each matrix is sharded; between the blocks, the tokens are sharded too.
 
-A *block* is attention or the MLP. In Megatron (Shoeybi et al. 2019) its first matrices are cut by columns (outputs),
-its last one by rows (inputs): x [A0 A1] = [y0 y1]. Rank i makes z_i of y_i alone, as heads and MLP channels do not look
-at one another. The block's output is z0 B0 + z1 B1. (nn.Linear stores [out, in]: columns are its dim 0.)
+A *block*, attention or the MLP, computes act(x A) B. In Megatron (Shoeybi et al. 2019) A is sharded by columns
+(outputs), B by rows (inputs). Rank i computes z_i = act(x A_i) alone, as heads and MLP channels do not look at one
+another, and then z_i B_i. The block's output is z_0 B_0 + z_1 B_1: what a rank has of it is *partial*, a term of a sum.
 
              .- f -> q k v, heads 0-3 -> attention -> o_proj, rows of heads 0-3 -> g -.       rank 0
     x whole -|                                                                        |-> the block's output
              '- f -> q k v, heads 4-7 -> attention -> o_proj, rows of heads 4-7 -> g -'       rank 1
 
-                             forward                          backward
-    f   enter_block          nothing: all have x              all-reduce: dx is a sum, each rank has a term
-    g   leave_block          all-reduce: each rank has a      nothing: the gradient of a term is that of the
-                             term of the output               sum, which all have
+                       without SP: forward    backward           with SP: forward      backward
+    f   enter_block    nothing                all-reduce of dx   all-gather            reduce-scatter of dx
+    g   leave_block    all-reduce             nothing            reduce-scatter        all-gather of dy
 
-Embedding and loss are replaced. All matrices become smaller, and f and g are hooks: f runs before attention, MLP and
-head, g after embedding, attention and MLP. (The loss takes logits that are cut, so the head has no g.)
+f and g are hooks on attention and MLP; the embedding has a g, the head an f (its loss takes logits that are sharded).
 
-SEQUENCE PARALLELISM (on unless --no-sp; Korthikanti et al. 2022). Between the blocks all n ranks would do the same
-work, so each holds only seq/n tokens. Each all-reduce becomes its two halves, for the same bytes:
+SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022). Between the blocks all n ranks would do the same
+work, so each has seq/n tokens there. Each all-reduce becomes its two halves, for the same bytes. A rank's tensors:
 
-    f   enter_block          all-gather: tokens come          reduce-scatter: dx is summed, tokens go apart
-    g   leave_block          reduce-scatter                   all-gather
-
-Norms now see only seq/n tokens, so their gradient is partial, and summed over tp.
+    tensor                                       shape               without SP      with SP
+    x between blocks: norms, residual sums       [b, s, dim]         whole           shard: [b, s/n, dim]
+    weights of the norms                         [dim]               whole           whole, but gradient partial
+    f(x), the input of the next row's matrices   [b, s, dim]         whole           whole
+    q_proj k_proj v_proj gate_proj up_proj       [out/n, in]         shard: columns (nn.Linear stores [out, in])
+    what these make, and z                       [b, s, width/n]     shard: heads, channels
+    o_proj down_proj                             [out, in/n]         shard: rows
+    what these make: the input of g              [b, s, dim]         partial         partial
+    embedding, head; logits                      [vocab/n, dim]; [b, s, vocab/n]     shard
 
 Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
-You should see step 1's losses. With S the bytes of [batch, seq, dim], a rank sends over tp in a micro-batch (n-1)/n x
-8 S a layer, and (n-1)/n x 4 S for embedding and head (here .1 % more: two numbers a token for the loss, and norms).
+You should see step 1's losses. With S the bytes of [b, s, dim], a rank sends over tp in a micro-batch (n-1)/n x 8 S a
+layer (recomputed: 11 S; without SP 10 S), and (n-1)/n x 4 S for embedding and head. `sent` is 0.1 % more: two numbers
+a token for the loss, and gradients of norms.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -47,15 +50,6 @@ from common.trainer import Run, among, choose_device, main
 from step01_single_gpu import RECOMPUTE, learning_rate
 from step02_ddp import join_ranks
 from step03_zero import STAGES, make_optimizer
-
-
-@dataclass
-class Config(step03.Config):
-    """Tensor and sequence parallelism."""
-
-    tp: int = 1  # ranks that share each matrix
-    sp: bool = True  # between the blocks, split the tokens over tp
-    zero: int = among(STAGES, 0)  # ZeRO over ranks with the same parts; 0: none, 1: state, 2: gradients, 3: parameters
 
 
 def unchanged(x: Tensor, group: Group) -> Tensor:
@@ -176,21 +170,19 @@ def cut(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
     return part
 
 
-def cut_matrix(dim: int, weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
-    """This rank's part of [out, in], or of experts' [experts, out, in] (step 7), along dimension -2 or -1."""
-    return cut(weight, weight.dim() + dim, mesh["tp"])
-
-
 def cut_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
-    """This rank's key/value heads. Raises UserError."""
+    """This rank's heads of k_proj or v_proj, each of them whole. Raises UserError.
+
+    q_proj needs no check: n_kv_heads divides n_heads.
+    """
     if config.n_kv_heads % mesh["tp"].size:
         raise UserError(f"--tp {mesh['tp'].size} must divide the {config.n_kv_heads} key/value heads of the model")
-    return cut_matrix(-2, weight, mesh, config)
+    return cut(weight, 0, mesh["tp"])
 
 
 COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
-CUTS = dict.fromkeys(COLUMNS, partial(cut_matrix, -2)) | dict.fromkeys(ROWS, partial(cut_matrix, -1))
-CUTS |= dict(k_proj=cut_heads, v_proj=cut_heads)  # between heads, never inside one
+CUTS = dict.fromkeys(COLUMNS, 0) | dict.fromkeys(ROWS, 1)  # the dimension of a weight [out, in] that is sharded
+HEADS = dict(k_proj=cut_heads, v_proj=cut_heads)
 
 
 def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
@@ -206,10 +198,11 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
         raise UserError(f"--tp {group.size} must divide the {config.seq_len} tokens of a sequence; or use --no-sp")
     blocks = [block for layer in trunk.layers.values() for block in (layer.self_attn, layer.mlp)]
     for block in blocks:
-        for name, module in block.named_modules():
-            kind = name.split(".")[-1]
-            if kind in CUTS:
-                module.weight = CUTS[kind](module.weight, mesh, config)  # fewer heads: the model counts them by itself
+        for name, linear in block.named_children():
+            if name in HEADS:
+                linear.weight = HEADS[name](linear.weight, mesh, config)  # fewer: the model counts them by itself
+            else:
+                linear.weight = cut(linear.weight, CUTS[name], group)
 
     trunk.embed_tokens.weight = cut(trunk.embed_tokens.weight, 0, group)
     model.lm_head.weight = trunk.embed_tokens.weight if config.tied else cut(model.lm_head.weight, 0, group)
@@ -239,6 +232,15 @@ def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Me
             all_reduce(flat, group).wait()
             for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
                 part.copy_(total.view_as(part))
+
+
+@dataclass
+class Config(step03.Config):
+    """Tensor and sequence parallelism."""
+
+    tp: int = 1  # ranks that share each matrix
+    sp: bool = True  # between the blocks, split the tokens over tp
+    zero: int = among(STAGES, 0)  # ZeRO over dp: 0 none (so you see tp alone), 1 state, 2 gradients, 3 parameters
 
 
 def train(config: Config, run: Run):

@@ -41,6 +41,7 @@ WRONG = {  # ranks, step, flags; the line begins with the flag
     "--schedule zb-h1": (4, STEP6, dict(pp=2, tp=2, schedule="zb-h1", tp_overlap=True)),
     "--ep 2": (2, "step07_moe_ep", dict(ep=2, experts=3)),
     "--ep 4": (2, "step07_moe_ep", EXPERTS | dict(ep=4)),
+    "--no-sp: --tp 2 must divide the 15 tokens": (2, "step07_moe_ep", EXPERTS | dict(tp=2, sp=False, seq_len=15)),
     "--experts-per-token 9": (2, "step07_moe_ep", dict(experts_per_token=9)),
     "--micro-batch-size": (2, "step07_moe_ep", EXPERTS | dict(micro_batch_size=5)),
     "--groups-per-token 1": (1, "step07_moe_ep", GROUPS | dict(groups_per_token=1, experts_per_token=3)),

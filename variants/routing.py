@@ -2,10 +2,10 @@
 
     --expert-groups        a token's experts come from at most --groups-per-token of them (DeepSeek-V3, 2.1.2)
     --capacity-factor c    in training an expert takes the first c top_k T / E choices of a micro-batch's T tokens
-                           (Fedus et al. 2021); others get nothing from it. The cp ranks gather their choices for this
-    --z-loss               weight of mean (log sum exp)^2 of the router's logits (Zoph et al. 2022, "ST-MoE")
+                           (Fedus et al. 2021); others get nothing from it. The cp x tp ranks gather their choices
+    --z-loss               coefficient of mean (log sum exp)^2 of the router's logits (Zoph et al. 2022, "ST-MoE")
     --shared-experts       so many more, which every token visits, as one MLP (DeepSeek)
-    --balance none, bias   no balance loss; variants/balance_bias.py
+    --balance none, bias   no auxiliary loss; variants/balance_bias.py
 
 In step 7, each of these is one to four lines of `MoE.forward`, of which the one below is the long form.
 """
@@ -22,10 +22,11 @@ from torch import Tensor
 
 import step07_moe_ep as step07
 from common import UserError
-from common.comm import Group, all_gather
+from common.comm import Mesh, all_gather
 from common.layout import note_layout
 from common.model import MLP, PRESETS, wide
-from step07_moe_ep import BALANCE, AddLoss, MoE
+from step04_tp_sp import CUTS, cut, enter_block, leave_block
+from step07_moe_ep import BALANCE, AddLoss, MoE, own_tokens
 from variants import Parts
 
 SINCE = step07.Config
@@ -35,7 +36,7 @@ SINCE = step07.Config
 class Flags:
     """More about experts."""
 
-    z_loss: float = 0.0  # weight of the router's z-loss
+    z_loss: float = 0.0  # coefficient of the router's z-loss
     capacity_factor: float = 0.0  # most tokens of an expert, as a multiple of the mean; 0: no limit
     expert_groups: int = 1  # groups of experts
     groups_per_token: int = 0  # how many groups a token's experts may come from; 0: all
@@ -61,25 +62,27 @@ def visit_local(experts: Any, tokens: Tensor, gates: Tensor) -> Tensor:
 class RoutedMoE(MoE):
     """Step 7's layer with what the flags say. `visit`: how tokens meet experts (variants/expert_rows.py)."""
 
-    def __init__(self, dim: int, ffn_dim: int, config: Any, sharers: Group):
-        super().__init__(dim, ffn_dim, config, sharers)
+    def __init__(self, dim: int, ffn_dim: int, config: Any, mesh: Mesh):
+        super().__init__(dim, ffn_dim, config, mesh)
         self.config, self.visit = config, visit_local
         self.positions = self.shared_experts = None  # the former: of this rank's tokens, where ranks share a sequence
-        self.z_weight = config.z_loss * config.micro_batch_size / config.global_batch_size / config.tp  # as `weight`
-        self.weight *= config.balance == "loss"
+        self.z_coeff = config.z_loss * config.micro_batch_size / config.global_batch_size  # as `coeff`
+        self.coeff *= config.balance == "loss"
         self.bias: Tensor | None = None  # [experts], added for the choice
         if config.shared_experts:
             self.shared_experts = MLP(replace(PRESETS[config.model], ffn_dim=config.shared_experts * ffn_dim))
-            for param in self.shared_experts.parameters():
-                note_layout(param, data_group="data")
+            for name, linear in self.shared_experts.named_children():
+                linear.weight = cut(linear.weight, CUTS[name], mesh["tp"])
+                note_layout(linear.weight, data_group="data")
+            self.tp = mesh["tp"]
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq, dim] -> [batch, seq, dim]."""
         tokens, precise = x.flatten(0, 1), wide(x.dtype)
         logits = F.linear(tokens.to(precise), self.router.weight.to(precise))
-        if self.z_weight:
-            z = logits.logsumexp(-1).square().sum() / (len(tokens) * self.sharers.size)
-            logits = AddLoss.apply(logits, z, self.z_weight)
+        if self.z_coeff:
+            z = logits.logsumexp(-1).square().sum() / (len(tokens) * self.group.size)
+            logits = AddLoss.apply(logits, z, self.z_coeff)
         p = logits.softmax(-1)
         chosen = self.choose(p.detach() if self.bias is None else p.detach() + self.bias)
         scores = p.gather(1, chosen)
@@ -93,8 +96,14 @@ class RoutedMoE(MoE):
                 scores = scores * self.within_capacity(chosen.view(*x.shape[:-1], -1), p.shape[-1]).flatten(0, 1)
         out = self.visit(self.experts, tokens, torch.zeros_like(p).scatter(1, chosen, scores)).to(x.dtype).view_as(x)
         if self.shared_experts is not None:
-            out = out + self.shared_experts(x)
-        return AddLoss.apply(out, self.balance_loss(p, counts), self.weight)
+            out = out + self.visit_shared(x)
+        return AddLoss.apply(out, self.aux_loss(p, counts), self.coeff)
+
+    def visit_shared(self, x: Tensor) -> Tensor:
+        """[batch, seq/n, dim] -> [batch, seq/n, dim]: an MLP sharded over tp, so with step 4's f and g (SP's)."""
+        if self.tp.size == 1:
+            return self.shared_experts(x)
+        return leave_block(self.shared_experts(enter_block(x, self.tp, sp=True)), self.tp, sp=True)
 
     def choose(self, scores: Tensor) -> Tensor:
         """scores [tokens, experts] -> the best of each token, int64 [tokens, top_k], from the best groups."""
@@ -112,23 +121,23 @@ class RoutedMoE(MoE):
 
         The ranks that share sequences gather their choices for that.
         """
-        if self.sharers.size > 1:
-            everyone, places = chosen.new_empty(self.sharers.size, *chosen.shape), self.positions
-            all_gather(everyone.view(-1), chosen.contiguous().view(-1), self.sharers).wait()
-            order = places.new_empty(self.sharers.size, len(places))
-            all_gather(order.view(-1), places, self.sharers).wait()
+        if self.group.size > 1:
+            everyone, places = chosen.new_empty(self.group.size, *chosen.shape), self.positions
+            all_gather(everyone.view(-1), chosen.contiguous().view(-1), self.group).wait()
+            order = places.new_empty(self.group.size, len(places))
+            all_gather(order.view(-1), places, self.group).wait()
             chosen = everyone.movedim(0, 1).flatten(1, 2)[:, order.flatten().argsort()]
         capacity = ceil(self.config.capacity_factor * chosen.numel() / experts)
         asked = F.one_hot(chosen.flatten(), experts).cumsum(0).gather(1, chosen.flatten()[:, None])
         kept = (asked <= capacity).view(chosen.shape)
-        return kept[:, self.positions] if self.sharers.size > 1 else kept
+        return kept[:, self.positions] if self.group.size > 1 else kept
 
 
-def routed(plain: Callable, dim: int, ffn_dim: int, config: Any, sharers: Group) -> MoE:
+def routed(plain: Callable, dim: int, ffn_dim: int, config: Any, mesh: Mesh) -> MoE:
     """Step 7's layer, unless a flag asks for more."""
     asked = config.capacity_factor, config.groups_per_token, config.z_loss, config.shared_experts
     make = RoutedMoE if any(asked) or config.ep_mode != "alltoall" else plain
-    return make(dim, ffn_dim, config, sharers)
+    return make(dim, ffn_dim, config, mesh)
 
 
 BALANCE |= dict(loss=partial(routed, BALANCE["loss"]), none=RoutedMoE)
@@ -145,6 +154,7 @@ def check(config: Any, world: int):
 
 def attach(config: Any, parts: Parts):
     """Tell the layers which tokens of a sequence are here."""
+    tp = parts.mesh["tp"]
     for module in parts.model.modules():
         if isinstance(module, RoutedMoE):
-            module.positions = parts.positions
+            module.positions = own_tokens(parts.positions[None], tp)[0]
