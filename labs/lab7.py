@@ -345,13 +345,7 @@ class Trained(training.Trained):
 
 MESHES = tuple(
     dict(mesh=dict(dp=dp, cp=cp, tp=tp), ep=ep, width=width)
-    for dp, cp, tp, ep, width in (
-        (2, 2, 1, 2, 20),
-        (4, 1, 1, 2, 0),
-        (2, 1, 2, 2, 20),
-        (1, 4, 1, 1, 20),
-        (1, 2, 2, 2, 20),
-    )
+    for dp, cp, tp, ep, width in ((2, 2, 1, 2, 20), (4, 1, 1, 2, 0), (1, 2, 2, 2, 20), (1, 4, 1, 1, 20))
 )
 DEALING = Task(
     ("shard_experts",),
