@@ -2,35 +2,37 @@
 
 A *block*, attention or the MLP, computes act(x A) B. In Megatron (Shoeybi et al. 2019) A is sharded by columns
 (outputs), B by rows (inputs). Rank i computes z_i = act(x A_i) alone, as heads and MLP channels do not look at one
-another, and then z_i B_i. The block's output is z_0 B_0 + z_1 B_1: what a rank has of it is *partial*, a term of a sum.
+another, and then z_i B_i, a term of the block's output, z_0 B_0 + z_1 B_1. Such a term is called *partial*.
 
              .- f -> q k v, heads 0-3 -> attention -> o_proj, rows of heads 0-3 -> g -.       rank 0
     x whole -|                                                                        |-> the block's output
              '- f -> q k v, heads 4-7 -> attention -> o_proj, rows of heads 4-7 -> g -'       rank 1
 
-                       without SP: forward    backward           with SP: forward      backward
-    f   enter_block    nothing                all-reduce of dx   all-gather            reduce-scatter of dx
-    g   leave_block    all-reduce             nothing            reduce-scatter        all-gather of dy
+                             forward                              backward
+    f   enter_block          nothing: all have x                  all-reduce: dx is a sum, each rank has a term
+    g   leave_block          all-reduce: each rank has a term     nothing: a term has the gradient of the sum
 
-f and g are hooks on attention and MLP; the embedding has a g, the head an f (its loss takes logits that are sharded).
+f and g are hooks around attention and MLP; the embedding has a g, the head an f. Embedding and loss are replaced.
 
 SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022). Between the blocks all n ranks would do the same
-work, so each has seq/n tokens there. Each all-reduce becomes its two halves, for the same bytes. A rank's tensors:
+work, so each has only s/n tokens there. Each all-reduce becomes its two halves, for the same bytes:
 
-    tensor                                       shape               without SP      with SP
-    x between blocks: norms, residual sums       [b, s, dim]         whole           shard: [b, s/n, dim]
-    weights of the norms                         [dim]               whole           whole, but gradient partial
-    f(x), the input of the next row's matrices   [b, s, dim]         whole           whole
-    q_proj k_proj v_proj gate_proj up_proj       [out/n, in]         shard: columns (nn.Linear stores [out, in])
-    what these make, and z                       [b, s, width/n]     shard: heads, channels
-    o_proj down_proj                             [out, in/n]         shard: rows
-    what these make: the input of g              [b, s, dim]         partial         partial
-    embedding, head; logits                      [vocab/n, dim]; [b, s, vocab/n]     shard
+    f   enter_block          all-gather: tokens come              reduce-scatter: dx is summed, tokens go apart
+    g   leave_block          reduce-scatter                       all-gather
+
+    on a rank                                            shape, with SP    over tp
+    x between blocks: input of norms, residual sums      [b, s/n, dim]     shard      without SP [b, s, dim], whole
+    weights of the norms                                 [dim]             whole      with SP the gradient is partial
+    f(x)                                                 [b, s, dim]       whole
+    q_proj k_proj v_proj gate_proj up_proj               [out/n, in]       shard      columns; nn.Linear has [out, in]
+    q k v and the heads' outputs; gate, up, product      [b, s, width/n]   shard
+    o_proj down_proj                                     [out, in/n]       shard      rows
+    their output, before g                               [b, s, dim]       partial
 
 Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
 You should see step 1's losses. With S the bytes of [b, s, dim], a rank sends over tp in a micro-batch (n-1)/n x 8 S a
-layer (recomputed: 11 S; without SP 10 S), and (n-1)/n x 4 S for embedding and head. `sent` is 0.1 % more: two numbers
-a token for the loss, and gradients of norms.
+layer (11 S with --recompute, then 10 S without SP), and (n-1)/n x 4 S for embedding and head; besides, two numbers a
+token for the loss, and gradients of norms (here 0.1 %).
 """
 
 from collections.abc import Callable
@@ -123,7 +125,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """The summed cross entropy, equal on all ranks. A rank has the logits of the tokens in `ids`, then padding (`cut`).
+    """The summed cross entropy, equal on all ranks. A rank has the logits of the tokens in `ids`, then perhaps padding.
 
     A token's loss is log sum exp(all logits) - its target's logit. So each rank sends the others two numbers a token:
     its own log sum exp, and the target's logit if it has that, else 0. The gradient of the logits is softmax - one-hot:
@@ -133,7 +135,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, ids: range, group: Group) -> Tensor:
         """logits [batch, seq, vocab/n], targets int64 [batch, seq] -> the sum over all targets but IGNORE, in nats."""
-        logits = logits.to(wide(logits.dtype))  # as their gradient will be; autograd casts that back
+        logits = logits.to(wide(logits.dtype))  # a sum of exponentials needs it; autograd casts their gradient back
         held = (targets >= ids.start) & (targets < ids.stop)
         column = ((targets - ids.start) % logits.shape[-1])[..., None]  # any column, for a target that others hold
         picked = logits.gather(-1, column).squeeze(-1).where(held, 0.0)
@@ -156,9 +158,9 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def cut(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
-    """This rank's part of a parameter on the meta device; the parameter itself in a group of one.
+    """This rank's shard of a parameter on the meta device; the parameter itself in a group of one.
 
-    All parts are equally long: the last ones may be padding. `materialize` reads the record of the cut (common/layout).
+    All shards are equally long: the last ones may be padding. `materialize` reads the record (common/layout.py).
     """
     if group.size == 1:
         return weight
@@ -186,7 +188,7 @@ HEADS = dict(k_proj=cut_heads, v_proj=cut_heads)
 
 
 def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
-    """Cut a model on the meta device, in place: fewer rows or columns in each matrix, and f and g around each block.
+    """Shard a model on the meta device, in place: fewer rows or columns in each matrix, f and g around each block.
 
     A column-parallel linear layer is an nn.Linear with fewer outputs, a row-parallel one has fewer inputs. q, k and v
     share one f, and so do gate and up: one collective serves them. Raises UserError.
@@ -246,7 +248,9 @@ class Config(step03.Config):
 def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
-    mesh = Mesh(dp=join_ranks(device) // config.tp, tp=config.tp)  # tp is last: neighbours
+    mesh = Mesh(
+        dp=join_ranks(device) // config.tp, tp=config.tp
+    )  # tp is last: neighbours, which have the fastest links
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
     shape = PRESETS[config.model]
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
