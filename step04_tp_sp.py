@@ -248,9 +248,7 @@ class Config(step03.Config):
 def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
-    mesh = Mesh(
-        dp=join_ranks(device) // config.tp, tp=config.tp
-    )  # tp is last: neighbours, which have the fastest links
+    mesh = Mesh(dp=join_ranks(device) // config.tp, tp=config.tp)  # tp is last: neighbours, with the fastest links
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
     shape = PRESETS[config.model]
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
