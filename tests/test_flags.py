@@ -55,7 +55,7 @@ WRONG = {  # ranks, step, flags; the line begins with the flag
         (8, {}, (1, 1, 1, 1)),
         (8, dict(pp=0, cp=0, tp=0, ep=0), (2, 2, 2, 2)),
         (6, dict(pp=0, cp=0, tp=0, ep=0), (2, 1, 1, 1)),
-        (8, dict(pp=0, cp=0, tp=4, ep=0), (2, 1, 4, 1)),
+        (8, dict(pp=0, cp=0, tp=4, ep=0), (2, 1, 4, 2)),
         (8, dict(tp=0, ep=0), (1, 1, 2, 2)),
         (8, dict(ep=0, experts=5), (1, 1, 1, 1)),
     ],

@@ -22,10 +22,10 @@ from torch import Tensor
 
 import step07_moe_ep as step07
 from common import UserError
-from common.comm import Mesh, all_gather
+from common.comm import Mesh
 from common.layout import note_layout
 from common.model import MLP, PRESETS, wide
-from step04_tp_sp import CUTS, cut, enter_block, leave_block
+from step04_tp_sp import CUTS, cut, enter_block, gather_tokens, leave_block
 from step07_moe_ep import BALANCE, AddLoss, MoE, own_tokens
 from variants import Parts
 
@@ -74,7 +74,9 @@ class RoutedMoE(MoE):
             for name, linear in self.shared_experts.named_children():
                 linear.weight = cut(linear.weight, CUTS[name], mesh["tp"])
                 note_layout(linear.weight, data_group="data")
-            self.tp = mesh["tp"]
+            if (tp := mesh["tp"]).size > 1:  # step 4's f and g, as with SP: tp ranks have different tokens here
+                self.shared_experts.register_forward_pre_hook(lambda _, x: enter_block(x[0], tp, True))
+                self.shared_experts.register_forward_hook(lambda _module, _x, y: leave_block(y, tp, True))
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq, dim] -> [batch, seq, dim]."""
@@ -96,14 +98,8 @@ class RoutedMoE(MoE):
                 scores = scores * self.within_capacity(chosen.view(*x.shape[:-1], -1), p.shape[-1]).flatten(0, 1)
         out = self.visit(self.experts, tokens, torch.zeros_like(p).scatter(1, chosen, scores)).to(x.dtype).view_as(x)
         if self.shared_experts is not None:
-            out = out + self.visit_shared(x)
+            out = out + self.shared_experts(x)
         return AddLoss.apply(out, self.aux_loss(p, counts), self.coeff)
-
-    def visit_shared(self, x: Tensor) -> Tensor:
-        """[batch, seq/n, dim] -> [batch, seq/n, dim]: an MLP sharded over tp, so with step 4's f and g (SP's)."""
-        if self.tp.size == 1:
-            return self.shared_experts(x)
-        return leave_block(self.shared_experts(enter_block(x, self.tp, sp=True)), self.tp, sp=True)
 
     def choose(self, scores: Tensor) -> Tensor:
         """scores [tokens, experts] -> the best of each token, int64 [tokens, top_k], from the best groups."""
@@ -117,16 +113,10 @@ class RoutedMoE(MoE):
         return scores.topk(self.top_k).indices
 
     def within_capacity(self, chosen: Tensor, experts: int) -> Tensor:
-        """int64 [batch, seq/n, top_k] -> bool: whether each choice is among its expert's first, in order of the tokens.
-
-        The ranks that share sequences gather their choices for that.
-        """
+        """int64 [batch, seq/n, top_k] -> bool: whether each choice is among its expert's first, in order of the tokens."""
         if self.group.size > 1:
-            everyone, places = chosen.new_empty(self.group.size, *chosen.shape), self.positions
-            all_gather(everyone.view(-1), chosen.contiguous().view(-1), self.group).wait()
-            order = places.new_empty(self.group.size, len(places))
-            all_gather(order.view(-1), places, self.group).wait()
-            chosen = everyone.movedim(0, 1).flatten(1, 2)[:, order.flatten().argsort()]
+            order = gather_tokens(self.positions[None, :, None], self.group).flatten().argsort()
+            chosen = gather_tokens(chosen, self.group)[:, order]
         capacity = ceil(self.config.capacity_factor * chosen.numel() / experts)
         asked = F.one_hot(chosen.flatten(), experts).cumsum(0).gather(1, chosen.flatten()[:, None])
         kept = (asked <= capacity).view(chosen.shape)
@@ -154,7 +144,6 @@ def check(config: Any, world: int):
 
 def attach(config: Any, parts: Parts):
     """Tell the layers which tokens of a sequence are here."""
-    tp = parts.mesh["tp"]
     for module in parts.model.modules():
         if isinstance(module, RoutedMoE):
-            module.positions = own_tokens(parts.positions[None], tp)[0]
+            module.positions = own_tokens(parts.positions[None], parts.mesh["tp"])[0]
