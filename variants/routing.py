@@ -113,7 +113,7 @@ class RoutedMoE(MoE):
         return scores.topk(self.top_k).indices
 
     def within_capacity(self, chosen: Tensor, experts: int) -> Tensor:
-        """int64 [batch, seq/n, top_k] -> bool: whether each choice is among its expert's first, in order of the tokens."""
+        """int64 [batch, seq/n, top_k] -> bool: which choices are among their expert's first, by token."""
         if self.group.size > 1:
             order = gather_tokens(self.positions[None, :, None], self.group).flatten().argsort()
             chosen = gather_tokens(chosen, self.group)[:, order]
