@@ -173,10 +173,7 @@ def cut(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
 
 
 def cut_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
-    """This rank's heads of k_proj or v_proj, each of them whole. Raises UserError.
-
-    q_proj needs no check: n_kv_heads divides n_heads.
-    """
+    """This rank's heads of k_proj or v_proj, each of them whole. Raises UserError."""
     if config.n_kv_heads % mesh["tp"].size:
         raise UserError(f"--tp {mesh['tp'].size} must divide the {config.n_kv_heads} key/value heads of the model")
     return cut(weight, 0, mesh["tp"])
@@ -184,7 +181,7 @@ def cut_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Param
 
 COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
 CUTS = dict.fromkeys(COLUMNS, 0) | dict.fromkeys(ROWS, 1)  # the dimension of a weight [out, in] that is sharded
-HEADS = dict(k_proj=cut_heads, v_proj=cut_heads)
+HEADS = dict(k_proj=cut_heads, v_proj=cut_heads)  # q_proj needs no check: n_kv_heads divides n_heads
 
 
 def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):

@@ -102,10 +102,9 @@ class AddLoss(torch.autograd.Function):
 
 
 class MoE(nn.Module):
-    """Router and experts, in the place of an MLP. Expert parallelism replaces `experts.forward`."""
+    """Router and experts, in the place of an MLP. `mesh["sequence"]`: ranks with tokens of the same micro-batch."""
 
     def __init__(self, dim: int, ffn_dim: int, config: "Config", mesh: Mesh):
-        """`mesh["sequence"]`: the ranks that have tokens of the same micro-batch."""
         super().__init__()
         self.router = nn.Linear(dim, config.experts, bias=False)
         self.experts = Experts(config.experts, dim, ffn_dim)
@@ -130,11 +129,7 @@ class MoE(nn.Module):
         return AddLoss.apply(out_TD.view_as(x), self.aux_loss(p_TE, num_tokens_per_expert_E), self.coeff)
 
     def aux_loss(self, p_TE: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """E sum_e f_e P_e of the micro-batch: this rank's term, for its own tokens.
-
-        f has no gradient, so its counts are summed over the ranks that share the micro-batch. P has one, so each rank
-        has the term of its own tokens' p.
-        """
+        """This rank's term of E sum_e f_e P_e. f has no gradient: it counts all ranks' tokens. P is of our own."""
         counts_E = num_tokens_per_expert_E.clone()
         all_reduce(counts_E, self.group).wait()
         n_tokens = counts_E.sum() / self.top_k  # of the micro-batch
@@ -149,10 +144,7 @@ def transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
 
 
 def dispatch(sorted_ND: Tensor, group: Group, leaving_Pe: Tensor, arriving_Pe: Tensor) -> Tensor:
-    """Rows, sorted by expert, go to the ranks of their experts -> what arrives here [R, D], sorted by expert.
-
-    leaving_Pe[r, i]: rows for the i-th expert of rank r. arriving_Pe[r, i]: rows of rank r for our i-th expert.
-    """
+    """Rows, sorted by expert, go to the ranks of their experts -> what arrives here [R, D], sorted by expert."""
     input_splits, output_splits = leaving_Pe.sum(1).tolist(), arriving_Pe.sum(1).tolist()
     received_RD = sorted_ND.new_empty(sum(output_splits), sorted_ND.shape[1])
     all_to_all(received_RD, sorted_ND.contiguous(), group, input_splits, output_splits).wait()
@@ -169,8 +161,8 @@ def combine(out_RD: Tensor, group: Group, leaving_Pe: Tensor, arriving_Pe: Tenso
 
 def visit_experts(experts: Callable, group: Group, sorted_ND: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
     """Replaces `Experts.forward`, for experts on other ranks. Dispatch and combine: each is the other's backward."""
-    leaving_Pe = num_tokens_per_expert_E.view(group.size, -1)
-    arriving_Pe = torch.empty_like(leaving_Pe)
+    leaving_Pe = num_tokens_per_expert_E.view(group.size, -1)  # [rank, an expert there]: rows that go there
+    arriving_Pe = torch.empty_like(leaving_Pe)  # [rank, an expert of ours]: rows that come from there
     all_to_all(arriving_Pe, leaving_Pe, group).wait()
     leaving_Pe, arriving_Pe = torch.stack((leaving_Pe, arriving_Pe)).cpu()  # the CPU must know: it waits for the GPU
     there, home = (partial(way, leaving_Pe=leaving_Pe, arriving_Pe=arriving_Pe) for way in (dispatch, combine))
@@ -204,10 +196,7 @@ def own_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 def shard_experts(model: Decoder, mesh: Mesh, config: Config):
-    """Put experts in the place of MLPs of a model on the meta device, and deal them to the ranks of `mesh["ep"]`.
-
-    It comes after steps 4 and 5: the MLPs go, with their shards, f and g. Raises UserError.
-    """
+    """Put this rank's experts in the place of MLPs, which take their shards, f and g along. Raises UserError."""
     ep, tp, ranks, n_tokens = config.ep, mesh["tp"], mesh.world // config.pp, model.config.seq_len // mesh["cp"].size
     if config.experts % ep or ranks % ep:
         raise UserError(f"--ep {ep} must divide --experts {config.experts}, and the {ranks} ranks of dp x cp x tp")
@@ -216,9 +205,7 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config):
     if config.global_batch_size // mesh["dp"].size % config.micro_batch_size:
         raise UserError("--micro-batch-size must divide the sequences of a rank: the auxiliary loss is their mean")
     if n_tokens % tp.size:
-        raise UserError(
-            f"--no-sp: --tp {tp.size} must divide the {n_tokens} tokens of a sequence, to share the experts"
-        )
+        raise UserError(f"--no-sp: --tp {tp.size} must divide the {n_tokens} tokens of a sequence, to route them")
     for grid in mesh.ranks.reshape(config.pp, -1, ep):  # of a pipeline stage; [[0 1] [2 3]] in the figure
         mesh.enter("ep", grid)  # a row has all experts: neighbours, first along tp
         mesh.enter("expert_data", grid.T)  # a column has the same experts

@@ -138,7 +138,7 @@ def broken(m: Shape, x: Any, v: int) -> Iterator[str]:
         part = f"--micro-batch-size {x.micro_batch_size} must divide the {mine} sequences of a rank"
         yield f"{part}: the auxiliary loss is a mean over them"
     if m.experts and seq // cp % tp:
-        yield f"--no-sp: --tp {tp} must divide the {seq // cp} tokens of a sequence, to share the experts"
+        yield f"--no-sp: --tp {tp} must divide the {seq // cp} tokens of a sequence, to route them"
 
 
 def illegal(m: Shape, x: Layout) -> str:
