@@ -158,7 +158,7 @@ def sent_bytes(config: Any, parts: Parts) -> Traffic:
     if cp > 1:
         found += traffic.context_traffic(w, cp, tp)
     if hasattr(config, "experts"):
-        found += traffic.expert_traffic(w, ep, cp)
+        found += traffic.expert_traffic(w, ep, cp, tp)
     if parts.pipeline is not None:
         found += pipeline_traffic(config, parts)
         found += traffic.sum_traffic("pp", size(parts, "pp"), w.wide)  # the loss

@@ -327,9 +327,13 @@ def test_experts(pools):
     assert rows > 0 and sum(sent["ep"] for sent, _ in found) == 4 * rows * D * B + counts
 
 
+@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("mode", ["alltoall", "rows", "allgather"])
-def test_ways_to_experts(pools, mode):
-    """Bytes that a rank of two sends over ep if each token visits all four experts; forward, and again backward."""
+def test_ways_to_experts(pools, mode, tp):
+    """Bytes that a rank of two sends over ep if each token visits all four experts; forward, and again backward.
+
+    They are divided by tp, as its ranks route different tokens.
+    """
     row, gates = D * B, 4 * B  # of a token
     once = {
         "alltoall": 2 * SEQ * 2 * row,  # half of the choices go to the other rank, and come home
@@ -337,9 +341,9 @@ def test_ways_to_experts(pools, mode):
         "allgather": SEQ * (2 * row + gates),
     }[mode]
     counts = dict(alltoall=2 * 8, rows=8, allgather=0)[mode]
-    options = dict(ep=2, ep_mode=mode, experts=4, experts_per_token=4)
-    for sent, _ in pools(2).run(measure, "step07_moe_ep", options):
-        assert sent["ep"] == M // 2 * L * (2 * once + counts)
+    options = dict(tp=tp, ep=2, ep_mode=mode, experts=4, experts_per_token=4)
+    for sent, _ in pools(2 * tp).run(measure, "step07_moe_ep", options):
+        assert sent["ep"] == M // 2 * L * (2 * once / tp + counts)
 
 
 def test_the_picture_is_the_schedule():

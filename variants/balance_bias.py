@@ -47,7 +47,8 @@ def update(layers: list[RoutedMoE], mesh: Mesh, speed: float, step: Callable, lr
     """Around the optimizer's step: then the biases move."""
     step(lr)
     for moe in layers:
-        for group in (mesh["data"], *([mesh["mirror"]] if "mirror" in mesh.groups else [])):  # dualpipe's other copy
-            all_reduce(moe.load, group).wait()
+        for dim in ("data", "tp", "mirror"):  # the last is dualpipe's other copy
+            if dim in mesh.groups:
+                all_reduce(moe.load, mesh[dim]).wait()
         moe.bias += speed * (moe.load.mean() - moe.load).sign()
         moe.load.zero_()

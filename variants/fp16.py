@@ -44,16 +44,17 @@ class LossScaling:
     """Stands around an optimizer. `scale`, `good_steps`: what a resumed run must know."""
 
     def __init__(self, parts: Parts):
-        # These add losses of their own.
-        self.balanced = {m: m.weight for m in parts.model.modules() if isinstance(m, MoE)}
+        layers = [module for module in parts.model.modules() if isinstance(module, MoE)]  # with losses of their own
+        names = [(moe, name) for moe in layers for name in ("coeff", "z_coeff") if hasattr(moe, name)]
+        self.coeffs = {(moe, name): getattr(moe, name) for moe, name in names}
         self.good_steps, self.scaled, self.skipping = 0, True, False
         self.set_scale(2.0**16)
 
     def set_scale(self, scale: float):
         """From the next forward on."""
         self.scale = scale
-        for moe, weight in self.balanced.items():
-            moe.weight = weight * scale
+        for (moe, name), coeff in self.coeffs.items():
+            setattr(moe, name, coeff * scale)
 
     def loss(self, plain: Callable, *inputs: Tensor) -> Tensor:
         """Around the model's loss."""

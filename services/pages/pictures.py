@@ -92,9 +92,9 @@ def rank_of_mesh(config: step07.Config, rank: int, world: int) -> tuple[str, lis
         mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
         with torch.device("meta"):
             model = Decoder(PRESETS[config.model])
+        step07.shard_tensors(model, mesh, config.sp)
         here = step05.shard_context(model, mesh, step05.CONTEXT[config.cp_mode])
         step07.shard_experts(model, mesh, config)
-        step07.shard_tensors(model, mesh, config.sp)
         step07.keep_stage(model, mesh["pp"], step06.plan(config, 1)[0])
         groups = {g.name: dist.get_process_group_ranks(g.handle) if g.handle else [rank] for g in mesh.groups.values()}
     finally:
