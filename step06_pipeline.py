@@ -179,7 +179,13 @@ class Line(NamedTuple):
     peer: int | None = None
 
 
-def add_messages(lists: list[list[Action]], places: list[Place], costs: dict = COSTS) -> list[list[Line]]:
+def costs_of(lists: list[list[Action]]) -> dict[str, int]:
+    """How long each kind of action takes: backward 2, or 1 and 1 where a schedule splits it into B and W."""
+    split = any(action.kind == "W" for row in lists for action in row)
+    return COSTS | dict(B=1) if split else {kind: COSTS[kind] for kind in "FB"}
+
+
+def add_messages(lists: list[list[Action]], places: list[Place], costs: dict | None = None) -> list[list[Line]]:
     """The program of each rank: its list, with the sends and receives that it takes. Rank 1 of 2, 2 micro-batches:
 
         receive F0 from 0, receive F1 from 0, run F0, run B0, send B0 to 0, run F1, run B1, send B1 to 0
@@ -189,7 +195,7 @@ def add_messages(lists: list[list[Action]], places: list[Place], costs: dict = C
     common order and not yet done has its inputs, and is next on all ranks that take part in it.
     """
     programs: list[list[Line]] = [[] for _ in lists]
-    for _, rank, _, action in simulate(lists, places, costs):
+    for _, rank, _, action in simulate(lists, places, costs or costs_of(lists)):
         programs[rank].append(Line("run", action))
         waiting = goes_to(action, places)
         if waiting is not None and (peer := places[waiting.stage].rank) != rank:
@@ -269,7 +275,7 @@ def train(config: Config, run: Run):
     with torch.device("meta"):
         model = Decoder(shape)
     shard_tensors(model, mesh, config.sp)  # step 4: these rows and columns are mine
-    here = shard_context(model, mesh, CONTEXT[config.cp_mode]).to(device)  # step 5: these tokens are mine
+    here = shard_context(model, mesh, CONTEXT[config.cp_mode], config.sp).to(device)  # step 5: these tokens are mine
     keep_stage(model, mesh["pp"], places)  # these layers are mine
     RECOMPUTE[config.recompute](model)
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this slice is mine (--zero)

@@ -225,7 +225,7 @@ def train(config: Config, run: Run):
     places, lists = plan(config, m=math.ceil((mine.stop - mine.start) / config.micro_batch_size))
     with torch.device("meta"):
         model = Decoder(shape)
-    here = shard_context(model, mesh, CONTEXT[config.cp_mode]).to(device)  # step 5: these tokens are mine
+    here = shard_context(model, mesh, CONTEXT[config.cp_mode], config.sp).to(device)  # step 5: these tokens are mine
     shard_experts(model, mesh, config)  # these experts are mine; now, as step 4 cuts them too
     shard_tensors(model, mesh, config.sp)  # step 4: these rows and columns are mine, f and g stand round each MoE
     keep_stage(model, mesh["pp"], places)  # step 6: these layers are mine
