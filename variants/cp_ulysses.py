@@ -7,7 +7,7 @@
 Each swap is an all-to-all, and its backward is the reverse one. The tokens of a rank are in order: part r of n. With Q
 and B bytes of q, and of k and v, for s/n tokens, a rank sends in a layer and micro-batch
 
-    (n-1)/n (2 Q + B) forward, and as much backward: less, the more ranks. But n is at most the number of heads.
+    (n-1)/n (2 Q + B) forward, and as much backward: less, the more ranks. But n must divide heads / tp.
 
 If there are fewer key/value heads than ranks, each is repeated before it is sent, until there are n of them.
 
