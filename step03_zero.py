@@ -16,7 +16,8 @@ buffer, padded and cut in n equal slices.
     unit "layers.0":  [ norm  q  k  v  o .. | .. o  norm  gate .. | .. gate  up .. | .. up  down  0 0 ]
                       '----- rank 0 -----''------- rank 1 -------''---- rank 2 ----''---- rank 3 ----'
 
-P: parameters, e of them in E and H. n: ranks. m: micro-batches of a rank. In a step a rank sends (n-1)/n x "elements":
+P: parameters, e of them in E and H (0 if the head is tied to the embedding: it is gathered twice). n: ranks. m: micro-
+batches of a rank. In a step a rank sends (n-1)/n x "elements":
 
     stage   held in full                cut in n                       elements
     0       weights, gradients, masters, moments                       2 P         all-reduce (step 2)

@@ -212,7 +212,7 @@ class Config(step04.Config):
     cp_mode: str = among(CONTEXT, "zigzag")  # how queries meet the keys of other ranks
 
 
-def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode) -> Tensor:
+def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode, sp: bool) -> Tensor:
     """Let the ranks of `mesh["cp"]` share each sequence. Returns the positions of this rank's tokens, int64 [s/n].
 
     Attention goes round the ring; RoPE is told the positions, and k travels already rotated. These ranks hold the same
@@ -226,8 +226,10 @@ def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode) -> Tensor:
     if group.size == 1:
         return torch.arange(seq_len)
     positions = mode.positions(seq_len, group.rank, group.size)
-    if len(positions) % tp.size:
-        raise UserError(f"--cp {group.size} leaves a rank {len(positions)} tokens: --tp {tp.size} must divide them")
+    if sp and len(positions) % tp.size:
+        raise UserError(
+            f"--cp {group.size} leaves a rank {len(positions)} tokens, no multiple of --tp {tp.size}: use --no-sp"
+        )
     for layer in model.model.layers.values():
         layer.self_attn.attend = partial(mode.attention, group=group)
     return positions
@@ -243,7 +245,7 @@ def train(config: Config, run: Run):
     with torch.device("meta"):
         model = Decoder(shape)
     shard_tensors(model, mesh, config.sp)  # step 4: these rows and columns are mine
-    here = shard_context(model, mesh, CONTEXT[config.cp_mode]).to(device)  # of my sequences, these tokens are mine
+    here = shard_context(model, mesh, CONTEXT[config.cp_mode], config.sp).to(device)  # these tokens of them are mine
     RECOMPUTE[config.recompute](model)
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this slice is mine (--zero)
 

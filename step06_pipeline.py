@@ -223,7 +223,13 @@ class Instruction(NamedTuple):
     peer: int | None = None
 
 
-def add_messages(lists: list[list[Action]], places: list[Place], costs: dict = COSTS) -> list[list[Instruction]]:
+def costs_of(lists: list[list[Action]]) -> dict[str, int]:
+    """How long each kind of action takes: backward 2, or 1 and 1 where a schedule splits it into B and W."""
+    split = any(action.kind == "W" for row in lists for action in row)
+    return COSTS | dict(B=1) if split else {kind: COSTS[kind] for kind in "FB"}
+
+
+def add_messages(lists: list[list[Action]], places: list[Place], costs: dict | None = None) -> list[list[Instruction]]:
     """The program of each rank: its list, with the sends and receives that it takes.
 
     All actions are taken in the order in which they end in a simulation. Each joins its rank's program. If another rank
@@ -236,7 +242,7 @@ def add_messages(lists: list[list[Action]], places: list[Place], costs: dict = C
     that is not done, and its message. All before it is done: its input is there, and it is next on both ranks.
     """
     programs: list[list[Instruction]] = [[] for _ in lists]
-    for _, rank, _, action in simulate(lists, places, costs):
+    for _, rank, _, action in simulate(lists, places, costs or costs_of(lists)):
         programs[rank].append(Instruction("compute", action))
         waiting = consumer(action, places)
         if waiting is not None and (peer := places[waiting.stage].rank) != rank:
@@ -314,7 +320,7 @@ def train(config: Config, run: Run):
     with torch.device("meta"):
         model = Decoder(shape)
     shard_tensors(model, mesh, config.sp)  # step 4: these rows and columns are mine
-    here = shard_context(model, mesh, CONTEXT[config.cp_mode]).to(device)  # step 5: these tokens are mine
+    here = shard_context(model, mesh, CONTEXT[config.cp_mode], config.sp).to(device)  # step 5: these tokens are mine
     keep_stage(model, mesh["pp"], places)  # these layers are mine
     RECOMPUTE[config.recompute](model)
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this slice is mine (--zero)

@@ -238,7 +238,7 @@ def train(config: Config, run: Run):
     with torch.device("meta"):
         model = Decoder(shape)
     shard_tensors(model, mesh, config.sp)  # step 4: these rows and columns are mine
-    here = shard_context(model, mesh, CONTEXT[config.cp_mode]).to(device)  # step 5: these tokens are mine
+    here = shard_context(model, mesh, CONTEXT[config.cp_mode], config.sp).to(device)  # step 5: these tokens are mine
     shard_experts(model, mesh, config)  # these experts are mine
     keep_stage(model, mesh["pp"], places)  # step 6: these layers are mine
     RECOMPUTE[config.recompute](model)

@@ -38,8 +38,9 @@ def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
     kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     dtype = config.dtype if config.dtype != "auto" else "bf16" if kind == "cuda" else "fp32"
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda" and device.index >= torch.cuda.device_count():
-        raise UserError(f"{torch.cuda.device_count()} GPUs for more ranks: lower --nproc_per_node, or use --device cpu")
+    if kind == "cuda" and device.index >= (gpus := torch.cuda.device_count()):
+        fewer = "lower --nproc_per_node, or " if gpus else ""
+        raise UserError(f"each rank needs a GPU of its own, and {gpus} are here: {fewer}use --device cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
     return device, DTYPES[dtype]

@@ -321,7 +321,7 @@ class Shard(Case):
         (dp, cp, tp), place = self.mesh.values(), mesh["cp"].rank
         model = decoder(seq_len=24, tied=self.tied)
         mode = step.ContextMode(every_other, lambda q, k, v, group: f"{q}{k}{v} {group.name} {group.rank}")
-        yield "tokens", step.shard_context(model, mesh, mode), every_other(24, place, cp)
+        yield "tokens", step.shard_context(model, mesh, mode, True), every_other(24, place, cp)
         cores = [layer.self_attn.attend for layer in model.model.layers.values()]
         found = [core is attend or core("q", "k", "v") for core in cores]
         yield "attention of each layer", found, [f"qkv cp {place}" if cp > 1 else True] * 3

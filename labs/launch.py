@@ -11,6 +11,24 @@ from labs.folder import new_folder
 from labs.judge import Folder
 from labs.source import hollow
 
+# What a handout's common/__init__.py ends with.
+IN_A_LINE = '''
+
+import sys
+
+
+def _in_a_line(kind, error, trace):
+    """This copy is a handout: whoever comes to a hole, or asks for a file that is left out, is told so in a line."""
+    text, name = str(error), getattr(error, "name", None) or ""
+    if (kind is NotImplementedError and text.startswith("lab ")) or name.split(".")[0] in ("variants", "tests"):
+        print(f"error: {text}: this copy is a handout, without solutions of lab NUMBER and later ones", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = _in_a_line
+'''
+
 
 def project_files() -> list[Path]:
     """Files of the project, by their paths in it; no tests, which quote the solutions."""
@@ -42,7 +60,8 @@ def handout(target: Path, number: int):
     """A copy of the project without tests, in which the steps of lab `number` and of later labs are holes.
 
     Earlier steps stay: those after them build on them. Variants that import a step that does not stay are left out, as
-    they hold parts of it; and those that import such a variant. Raises UserError.
+    they hold parts of it; and those that import such a variant. A command that needs one of them says so in a line.
+    Raises UserError.
     """
     load(number)
     target = new_folder(target)
@@ -61,5 +80,7 @@ def handout(target: Path, number: int):
             text = hollow(text.decode(), lab.holes(module), n).encode()
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         (target / path).write_bytes(text)
+    with (target / "common/__init__.py").open("a") as file:
+        file.write(IN_A_LINE.replace("NUMBER", str(number)))
     names = ", ".join(file_of(module) for module in holes)
     print(f"{target}: without the solutions in {names}; without tests, and without variants of these steps")

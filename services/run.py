@@ -30,12 +30,15 @@ class ServedRun(OpenRun):
         super().__init__(config)
         check(config, int(os.environ.get("WORLD_SIZE", 1)))
         self.ledger = Ledger()
-        self.first = self.first and not config.dry_run  # which leaves nothing behind
 
     def __enter__(self) -> "ServedRun":
-        """Meet the other ranks; open the run directory, unless the run only generates; catch signals from now on."""
-        if not self.config.dry_run:
-            devices.join(self.config)
+        """Meet the other ranks; open the run directory, unless the run only generates; catch signals from now on.
+
+        A dry run meets nobody, waits for nobody, and leaves nothing behind.
+        """
+        if self.config.dry_run:
+            return self
+        devices.join(self.config)
         self.first = self.first and not self.config.generate
         self.kept = resume.move_aside(self) if self.first else ""
         self.keeper = resume.Keeper(self)
@@ -45,10 +48,11 @@ class ServedRun(OpenRun):
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any):
         """The end, or the error that ended it."""
-        comm.waiting = nullcontext
-        self.guard.stop(error)
-        self.keeper.close()
-        super().__exit__(kind, error, trace)
+        if not self.config.dry_run:
+            comm.waiting = nullcontext
+            self.guard.stop(error)
+            self.keeper.close()
+            super().__exit__(kind, error, trace)
         if error is not None:
             failures.report(error)
 

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from common import comm
 from common.comm import Mesh
 from common.layout import layout_of
-from common.schedules import COSTS, Action, Place, simulate
+from common.schedules import Action, Place, simulate
 from services import plots, predictions
 from services.clocks import Clock
 from services.devices import peak_flops
@@ -32,7 +32,7 @@ from services.launch import gather_objects
 from services.ledger import Ledger, traffic_table
 from services.memory import Held, memory_table, peak_memory
 from services.tables import full_shape, human, reduction_table
-from step06_pipeline import plan
+from step06_pipeline import costs_of, plan
 from variants import Parts
 
 
@@ -65,12 +65,6 @@ def simulated_idle(lists: list[list[Action]], places: list[Place], costs: dict) 
     """The bubble of a schedule whose actions take so long, by kind."""
     spans = simulate(lists, places, costs)
     return idle_fraction([(rank, start, end) for end, rank, start, _ in spans], len(lists))
-
-
-def costs_of(lists: list[list[Action]]) -> dict[str, int]:
-    """How long each kind of action takes: backward 2, or 1 and 1 where a schedule splits it into B and W."""
-    split = any(action.kind == "W" for row in lists for action in row)
-    return COSTS | dict(B=1) if split else {kind: COSTS[kind] for kind in "FB"}
 
 
 def stages_picture(schedule: str, places: list[Place], lists: list[list[Action]]) -> str:

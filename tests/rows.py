@@ -171,6 +171,7 @@ ROWS = [
     #
     Row(3, "step05_cp_ring", dict(cp=3, cp_mode="ring"), SGD | dict(seq_len=18)),
     Row(4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="ring", recompute="full"), TIED),
+    Row(4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="ring", sp=False), dict(seq_len=14)),  # 7 tokens a rank of cp
     Row(4, "step05_cp_ring", dict(cp=4, cp_mode="allgather", zero=3), SGD),
     Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses"), SGD),
     Row(4, "step05_cp_ring", dict(cp=4, cp_mode="ulysses", zero=2)),  # twice as many ranks as key/value heads

@@ -151,7 +151,7 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
         ("1F1B: one forward too few", "one_f_one_b", "p - 1 - rank", "p - 2 - rank"),
         ("1F1B: as afab", "one_f_one_b", "p - 1 - rank", "m"),
         ("interleaved: backwards in order of forwards", "one_f_one_b_order", "reversed(stages)", "stages"),
-        ("interleaved: as afab", "interleaved", "(v - 1) * p + 2 * (p - 1 - rank)", "v * m"),
+        ("interleaved: as afab", "interleaved", "(v - 1) * p + min(v, 2) * (p - 1 - rank)", "v * m"),
         ("interleaved: rounds that are not full", "interleaved", "if v > 1 and m % p:", "if False:"),
     ],
     (6, 2): [

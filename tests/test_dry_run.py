@@ -2,8 +2,11 @@
 
 import importlib
 import random
+import re
 from dataclasses import fields
-from types import SimpleNamespace
+from itertools import chain
+from math import prod
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -11,9 +14,11 @@ import torch
 from torch import Tensor
 
 from common import UserError
-from services.dry_run import Counted, Meter, Seen, run_rank
+from services.dry_run import Counted, Meter, Seen, instead_of, run_rank
+from services.run import ServedRun
 from services.seam import check, compose
 from tests.equal import BASE, SMALL, config_of
+from tests.flag_values import PLAIN, every_value
 from theory.gpus import GPUS
 from variants import grouped_matmul
 from variants.routing import RoutedMoE
@@ -144,3 +149,68 @@ def test_an_update_that_waits_for_its_record_is_counted():
         config = config_of("step02_ddp", SHAPE | dict(dry_run=2, skip_spikes=spikes))
         seen.append(run_rank(importlib.import_module("step02_ddp").train, config, 0).taken)
     assert seen[0] == seen[1] and seen[0]["traffic"]
+
+
+def flags_of(cls: type, given: dict) -> dict:
+    """The plain flags that a step knows, with those that are given, on twice the ranks that its dimensions take."""
+    known = {field.name for field in fields(cls)}
+    flags = {name: value for name, value in (PLAIN | given).items() if name in known}
+    world = 2 * prod(flags.get(dim, 1) for dim in ("pp", "cp", "tp")) if "sync" in known else 1
+    return dict(rank=str(world - 1), dry_run=world) | flags
+
+
+def passes(cls: type, given: dict) -> bool:
+    """Whether a dry run under these flags begins; else it is refused in a line."""
+    try:
+        check(cls(**flags_of(cls, given)), 1)
+    except UserError as error:
+        assert "\n" not in str(error) and "--" in str(error), str(error)
+        return False
+    return True
+
+
+def groups(cls: type) -> list[dict]:
+    """Flags that go together, in as few groups as come about greedily; each value that passes alone is in one."""
+    found: list[dict] = []
+    for given in every_value(cls):
+        if not passes(cls, given):
+            continue
+        for group in found:
+            if all(group.get(flag, value) == value for flag, value in given.items()) and passes(cls, group | given):
+                group |= given
+                break
+        else:
+            found.append(given)
+    return found
+
+
+def count(step: ModuleType, given: dict):
+    """As `main` does it. If some flags are refused, in a line that names them, the others are tried without them."""
+    config = compose(step)(**flags_of(compose(step), given))
+    try:
+        with ServedRun(config) as run:
+            instead_of(step.train)(config, run)
+    except UserError as error:
+        named = {flag for flag in given if re.search(f"--{flag.replace('_', '-')}\\b", str(error))}
+        assert named and "\n" not in str(error), str(error)
+        for some in {*given} - named, *({flag} for flag in named if len(named) > 1):
+            if some:
+                count(step, {flag: given[flag] for flag in given if flag in some})
+    except Exception as error:
+        raise AssertionError(f"a dry run under {given}") from error
+
+
+EVERY = ["step01_single_gpu", "step02_ddp", "step03_zero", "step04_tp_sp", "step05_cp_ring", "step06_pipeline"]
+EVERY = [*(pytest.param(name, marks=pytest.mark.exhaustive) for name in EVERY), "step07_moe_ep"]  # which has all flags
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_value_of_every_flag_is_counted_or_refused(name, capsys):
+    """In one line. Two flags have no value that a dry run takes: one asks for numbers, one for an earlier run."""
+    step = importlib.import_module(name)
+    cls = compose(step)
+    found = groups(cls)
+    assert {*(field.name for field in fields(cls))} - {"dry_run", *chain(*found)} <= {"toy", "generate"}
+    for given in found:
+        count(step, given)
+    assert capsys.readouterr().out.count("MFU is at most") >= len(found)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 import step01_single_gpu as step01
 from common import UserError, comm
 from common.data import Data
+from common.trainer import choose_device
 from services import checkpoint, devices
 from services.boxes import Piece
 from services.dry_run import run_rank
@@ -293,3 +294,12 @@ def test_the_next_batch_is_read_ahead():
         assert all(map(torch.equal, ahead.batch(read, step), data.batch(step)))
     ahead.reader.shutdown()
     assert sorted(asked) == [3, 4, 5, 6, 9, 10, 11]
+
+
+@pytest.mark.parametrize("gpus, rank, line", [(4, 4, "4 are here: lower --nproc_per_node, or"), (0, 0, "0 are here:")])
+def test_a_step_alone_takes_one_gpu_a_rank(monkeypatch, gpus, rank, line):
+    """More ranks than GPUs are refused in a line that holds also where there are none."""
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(UserError, match=f"^each rank needs a GPU of its own, and {line} use --device cpu$"):
+        choose_device(SimpleNamespace(device="cuda", dtype="auto"))

@@ -411,3 +411,28 @@ def test_a_handout_has_no_solution(tmp_path):
     (tmp_path / "lab" / "step04_tp_sp.py").write_text(path_of("step04_tp_sp").read_text())
     flags = ["--steps", 1, "--model", "debug", "--device", "cpu", "--tp", 2, "--global-batch-size", 2]
     assert "step 1: loss" in command("run", tmp_path / "lab", "--ranks", 2, "--", *flags, folder=copy)
+
+
+COMMANDS = {  # and the first handout in which they work
+    "step03_zero.py --model debug --device cpu --dry-run 1": 4,
+    "step04_tp_sp.py --model debug --device cpu --dry-run 1": 5,
+    "-m services.probes documents": 6,
+    "-m common.schedules 2 4 2": 7,
+    "-m theory.plan --gpus 1 --largest": 7,
+    "-m theory.plan --model debug --gpus 2 --explain=--tp=2": 7,
+    "-m services.pages pages": 8,
+    "step07_moe_ep.py --model debug --device cpu --dry-run 1": 8,
+}
+
+
+@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n != 4)) for n in range(1, 8)])
+def test_a_handout_says_in_a_line_what_is_missing(tmp_path, number):
+    """A command that needs solutions of labs to come ends with one line; all others work."""
+    copy = tmp_path / "copy"
+    command("handout", number, copy)
+    for words, first in COMMANDS.items():
+        done = subprocess.run([sys.executable, *words.split()], cwd=copy, capture_output=True, text=True, timeout=300)
+        assert (done.returncode == 0) == (number >= first), (words, done.stderr)
+        if done.returncode:
+            (line,) = done.stderr.splitlines()
+            assert line.startswith("error: ") and f"without solutions of lab {number} and later ones" in line

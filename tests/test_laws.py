@@ -71,17 +71,27 @@ def test_data_parallel(pools, n, sync):
             assert lists < params / 3
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_zero(pools, zero):
-    """(n-1)/n of 2 P, 2 P, (m+1) P; 3 m P but for the first and the last unit, which are gathered once."""
-    n, m = 4, 3
-    once = END + END + D
-    elements = {0: 2 * P, 1: 2 * P, 2: (m + 1) * P, 3: m * (3 * P - once)}[zero]
-    units = L + 2
-    for sent, calls in pools(n).run(measure, "step03_zero", dict(zero=zero, global_batch_size=n * m)):
-        check(sent, dict(dp=(n - 1) / n * elements * B + reduced(n, 2 * SCALAR)))
+ZERO = [(4, 0, {}), *((n, zero, {}) for n in (2, 3, 4) for zero in (1, 2, 3))]
+ZERO += [(n, zero, dict(tied=True, recompute="full")) for n, zero in ((3, 2), (2, 3), (3, 3))]
+
+
+@pytest.mark.parametrize("n, zero, flags", ZERO)
+def test_zero(pools, n, zero, flags):
+    """(n-1)/n of 2 P, 2 P, (m+1) P, m (3 P - ends); a unit of P is rounded up to a multiple of n.
+
+    The ends are gathered once a micro-batch: the embedding needs no weights in backward, and the head stays from its
+    forward to its backward. With a tied matrix there are none: it is gathered as embedding, and again as head.
+    """
+    m, tied = 3, "tied" in flags
+    layer, first, last = (-(-size // n) * n if zero else size for size in (LAYER, END, D if tied else END + D))
+    p, ends = L * layer + first + last, 0 if tied else first + last
+    elements = {0: 2 * p, 1: 2 * p, 2: (m + 1) * p, 3: m * (3 * p - ends)}[zero]
+    units, once = L + 2, 0 if tied else 2
+    for sent, calls in pools(n).run(measure, "step03_zero", flags | dict(zero=zero, global_batch_size=n * m)):
+        assert sent.keys() == {"dp"}
+        assert sent["dp"] == (n - 1) * elements * B // n + 2 * round(reduced(n, SCALAR))
         assert calls.get(("dp", "reduce_scatter"), 0) == {0: 0, 1: units, 2: m * units, 3: m * units}[zero]
-        assert calls.get(("dp", "all_gather"), 0) == {0: 0, 1: units, 2: units, 3: m * (2 * units - 2)}[zero]
+        assert calls.get(("dp", "all_gather"), 0) == {0: 0, 1: units, 2: units, 3: m * (2 * units - once)}[zero]
 
 
 def gathered_units(options: dict) -> tuple[int, int]:
@@ -130,31 +140,39 @@ def test_each_layer_is_a_unit():
         *((n, dict(sp=sp)) for n in (2, 4) for sp in (False, True)),
         *((2, INT8 | dict(tp_overlap=overlap)) for overlap in (False, True)),
         (2, dict(tp_overlap=True)),
+        *((n, dict(sp=sp, recompute="full")) for n in (2, 3) for sp in (False, True)),
     ],
 )
 def test_tensor_parallel(pools, n, flags):
     """(n-1)/n of 8 activations a layer and 4 at the ends; two numbers a token; one call a block and direction.
 
-    With overlap the input of a block is gathered once more in backward. int8: a byte a value, 4 more for each 256.
+    With overlap the input of a block is gathered once more in backward. int8: a byte a value, 4 more for each 256. To
+    recompute a layer sends 3 activations more, 2 without SP: all of its forward but the last g, which nobody asks for.
     """
-    sp, gathers = flags.get("sp", True), (4 + 2 * flags.get("tp_overlap", False)) * L
-    block = SEQ * (D + 4) if "compress_activations" in flags else A
-    norms = (2 * L + 1) * D * B if sp else 0
-    loss = (n - 1) * 2 * SEQ * B
-    expected = M * ((n - 1) / n * ((gathers + 4 * L) * block + 4 * A) + loss) + reduced(n, norms + SCALAR)
-    for sent, calls in pools(n).run(measure, "step04_tp_sp", dict(tp=n, n_kv_heads=HEADS) | flags):
+    sp, again = flags.get("sp", True), "recompute" in flags
+    gathers, scatters = (4 + 2 * flags.get("tp_overlap", False) + 2 * again) * L, (4 + again) * L
+    seq, heads, dim = (12, 6, 48) if n == 3 else (SEQ, HEADS, D)  # what 3 divides
+    act = seq * dim * B
+    block = seq * (dim + 4) if "compress_activations" in flags else act
+    norms = (2 * L + 1) * dim * B if sp else 0
+    loss = (n - 1) * 2 * seq * B
+    layers = (gathers + scatters) * block if sp else (8 + 2 * again) * L * act
+    expected = M * ((n - 1) * (layers + 4 * act) // n + loss) + round(reduced(n, norms)) + round(reduced(n, SCALAR))
+    shape = dict(n_heads=heads, n_kv_heads=heads, dim=dim, seq_len=seq)
+    for sent, calls in pools(n).run(measure, "step04_tp_sp", dict(tp=n) | shape | flags):
         check(sent, dict(tp=expected))
         if not sp:
-            assert calls["tp", "all_reduce"] == M * (4 * L + 2) + 1
-        elif block == A:
-            assert calls["tp", "all_gather"] == M * (gathers + 3) and calls["tp", "reduce_scatter"] == M * (4 * L + 2)
+            assert calls["tp", "all_reduce"] == M * ((4 + again) * L + 2) + 1
+        elif block == act:
+            assert calls["tp", "all_gather"] == M * (gathers + 3)
+            assert calls["tp", "reduce_scatter"] == M * (scatters + 2)
 
 
 @pytest.mark.parametrize(
     "n, mode, flags",
     [
-        *((n, "zigzag", {}) for n in (2, 3)),
-        *((n, "zigzag", dict(recompute="full")) for n in (2, 4)),
+        *((n, "zigzag", {}) for n in (2, 3, 4)),
+        *((n, "zigzag", dict(recompute="full")) for n in (2, 3, 4)),
         (2, "zigzag", dict(cp_kernel="flash")),
         *((n, mode, {}) for n, mode in ((2, "ring"), (4, "allgather"), (4, "ulysses"))),
     ],

@@ -136,6 +136,22 @@ def test_the_loops_do_what_their_lists_say(name, cls):
             assert loop.done == row, (p, m, rank)
 
 
+def test_messages_are_ordered_by_the_times_of_the_picture():
+    """B takes 2, or 1 where W is apart: for zb-h2 and zbv this is another order than with a B of 2 and a W of 1."""
+    for name in SCHEDULES:
+        lists, places = made(name, 4, 8)
+        split = any(action.kind == "W" for row in lists for action in row)
+        assert add_messages(lists, places) == add_messages(lists, places, UNIT if split else PLAIN)
+        if name in ("zb-h2", "zbv"):
+            assert add_messages(lists, places) != add_messages(lists, places, UNIT | dict(B=2))
+
+
+@pytest.mark.parametrize("p, m", [(2, 2), (4, 8), (4, 4)])
+def test_one_chunk_is_1f1b(p, m):
+    """Interleaved with one stage a rank needs no more memory."""
+    assert made("interleaved", p, m, chunks=1) == made("1f1b", p, m)
+
+
 def test_wrong_lists_and_programs_are_noticed():
     """A missing action; W before its B; ranks that wait for each other; a receive too late; sends in another order."""
     lists, places = made("zb-h1", 4, 8)

@@ -115,8 +115,8 @@ def broken(m: Shape, x: Any, v: int) -> Iterator[str]:
         yield f"--cp-mode ulysses: --cp {cp} does not divide {heads} heads ({kv_heads} kv): use zigzag"
     if cp > 1 and seq % cut:
         yield f"--cp {cp} --cp-mode {x.cp_mode}: the sequence length {seq} must be a multiple of {cut}"
-    if cp > 1 and seq // cp % tp:
-        yield f"--cp {cp} leaves a rank {seq // cp} tokens: --tp {tp} must divide them"
+    if cp > 1 and x.sp and seq // cp % tp:
+        yield f"--cp {cp} leaves a rank {seq // cp} tokens, no multiple of --tp {tp}: use --no-sp"
     if m.n_layers < pp * v:
         yield f"--pp {pp}: {m.n_layers} layers are too few for {pp * v} stages; lower --pp or --chunks"
     if x.schedule == "interleaved" and pp > 1 and v > 1 and n % pp:

@@ -1,4 +1,4 @@
-"""Second helpings: one file is one technique, which changes a step from outside.
+"""How a variant attaches: one file is one technique, which changes a step from outside.
 
 A file may hold
     entries of menus      added when it is imported, so a flag of a step has one more value: SYNCS["torch"] = TorchSync.

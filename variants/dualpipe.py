@@ -4,11 +4,10 @@
     rank                            0        1        2        3         p-1-r of the second: the layers that rank p-1-r
     the other half               stage 3  stage 2  stage 1  stage 0      has, too.
 
-If F, B and W take equally long, and m is even and at least 2p, the bubble is (p/2-1) / (3 m + p/2-1).
-
-Ranks r and p-1-r sum their gradients after each step, as ranks of data parallelism do. Where DeepSeek overlaps a
-forward with a backward, here one follows the other. W comes apart from B (variants/split_backward.py) in the paper's
-steps 3 and 7 and the second half of step 6; else it follows at once.
+If F, B and W take the same time, and m micro-batches are an even number from 2p on, the bubble is
+(p/2-1) / (3 m + p/2-1) of the time. Ranks r and p-1-r sum their gradients after each step, as ranks of data parallelism
+do. Where DeepSeek overlaps a forward with a backward, here one follows the other. W comes apart from B
+(variants/split_backward.py) in the paper's steps 3 and 7 and the second half of step 6; else it follows at once.
 
 In step 6, `keep_stage` would note that two stages hold each parameter, and the sum over the pair would stand after
 `sync.finish()`.

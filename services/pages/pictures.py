@@ -25,7 +25,7 @@ from common.layout import layout_of
 from common.model import PRESETS, Decoder
 from common.schedules import SCHEDULES, consumer, simulate
 from services.plots import read_metrics
-from services.screen import costs_of, idle_fraction
+from services.screen import idle_fraction
 from services.seam import compose, plugins
 
 COLOURS = ("blue", "brown", "teal", "red", "green", "magenta", "dark green", "purple")  # what style.css makes of 0 to 7
@@ -46,7 +46,7 @@ def picture(make: Callable[..., dict], first: str, **choices: list) -> dict:
 def schedule(name: str, p: int, m: int) -> dict:
     """The timeline of a schedule for p ranks and m micro-batches. Raises UserError."""
     places, lists = step06.plan(compose(step06)(model="llama3-8b", schedule=name, pp=p), m)
-    costs = costs_of(lists)
+    costs = step06.costs_of(lists)
     spans = simulate(lists, places, costs)
     awaited = {consumer(action, places): [n] for n, (*_, action) in enumerate(spans)}
     boxes, held = [], [[0] * p for _ in range(spans[-1][0] + 1)]  # from F to the end of the last that needs its input
@@ -93,7 +93,7 @@ def rank_of_mesh(config: step07.Config, rank: int, world: int) -> tuple[str, lis
         with torch.device("meta"):
             model = Decoder(PRESETS[config.model])
         step07.shard_tensors(model, mesh, config.sp)
-        here = step05.shard_context(model, mesh, step05.CONTEXT[config.cp_mode])
+        here = step05.shard_context(model, mesh, step05.CONTEXT[config.cp_mode], config.sp)
         step07.shard_experts(model, mesh, config)
         step07.keep_stage(model, mesh["pp"], step06.plan(config, 1)[0])
         groups = {g.name: dist.get_process_group_ranks(g.handle) if g.handle else [rank] for g in mesh.groups.values()}
