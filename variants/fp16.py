@@ -45,15 +45,18 @@ class LossScaling:
 
     def __init__(self, parts: Parts):
         # These add losses of their own.
-        self.balanced = {m: m.weight for m in parts.model.modules() if isinstance(m, MoE)}
+        layers = [module for module in parts.model.modules() if isinstance(module, MoE)]
+        self.added = [
+            (moe, name, vars(moe)[name]) for moe in layers for name in ("weight", "z_weight") if name in vars(moe)
+        ]
         self.good_steps, self.scaled, self.skipping = 0, True, False
         self.set_scale(2.0**16)
 
     def set_scale(self, scale: float):
         """From the next forward on."""
         self.scale = scale
-        for moe, weight in self.balanced.items():
-            moe.weight = weight * scale
+        for moe, name, weight in self.added:
+            setattr(moe, name, weight * scale)
 
     def loss(self, plain: Callable, *inputs: Tensor) -> Tensor:
         """Around the model's loss."""
