@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import variants
+from common import UserError
 from common.trainer import Run
 from services import stages
 from variants import Parts
@@ -59,10 +60,32 @@ def compose(step: ModuleType) -> type:
     return dataclasses.dataclass(type("Config", (step.Config, *flags), about))
 
 
+def spelled(name: str, value: Any) -> str:
+    """A flag with its value, as on the command line: "--sync ring", "--no-sp"."""
+    flag = name.replace("_", "-")
+    return f"--{flag} {value}" if not isinstance(value, bool) else f"--{flag}" if value else f"--no-{flag}"
+
+
+def check_needs(config: Any):
+    """Refuse a flag that is set, but cannot matter, as one that it needs is not (NEEDS). Raises UserError."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    for plugin in offered(type(config), "NEEDS"):
+        for name, other, *values in plugin.NEEDS:
+            if name not in defaults or other not in defaults or getattr(config, name) == defaults[name]:
+                continue
+            found, default, flag = getattr(config, other), defaults[other], spelled(other, "").strip()
+            if found not in values if values else found == default:
+                few = f"{flag} {' or '.join(map(str, values))}" if values else flag
+                wanted = few if values or default == "" else f"{flag} {default + 1} or more"
+                instead = f", not with {spelled(other, found)}" if found != "" else ""
+                raise UserError(f"{spelled(name, getattr(config, name))} matters only with {wanted}{instead}")
+
+
 def check(config: Any, world: int):
     """Let all set the flags that are left open, and then refuse those that cannot work. Raises UserError."""
     for plugin in offered(type(config), "settle"):
         plugin.settle(config)
+    check_needs(config)
     for plugin in offered(type(config), "check"):
         plugin.check(config, world)
 
