@@ -23,7 +23,7 @@ WRONG = {  # ranks, step, flags; the line begins with the flag
     "--sync ring matters only with --zero 0, not with --zero 1": (2, "step03_zero", dict(sync="ring")),
     "--no-sp matters only with --tp 2 or more, not with --tp 1": (2, "step04_tp_sp", dict(sp=False)),
     "--gpu h200 matters only with --dry-run 1 or more": (2, "step02_ddp", dict(gpu="h200")),
-    "--dense-layers 3": (2, "step07_moe_ep", EXPERTS | dict(dense_layers=3)),
+    "--ep 2: no layer has experts; lower --dense-layers": (2, "step07_moe_ep", EXPERTS | dict(ep=2, dense_layers=3)),
     "--groups-per-token 2 bars": (2, "step07_moe_ep", EXPERTS | dict(expert_groups=2, groups_per_token=2)),
     "--compress-activations bf16": (2, "step04_tp_sp", dict(compress_activations="bf16")),
     "--eval-sequences 5": (2, "step02_ddp", dict(eval_every=0, eval_sequences=5)),
