@@ -68,17 +68,18 @@ def spelled(name: str, value: Any) -> str:
 
 def check_needs(config: Any):
     """Refuse a flag that is set, but cannot matter, as one that it needs is not (NEEDS). Raises UserError."""
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    plain = {field.name: field.default for field in dataclasses.fields(config)}
     for plugin in offered(type(config), "NEEDS"):
         for name, other, *values in plugin.NEEDS:
-            if name not in defaults or other not in defaults or getattr(config, name) == defaults[name]:
+            if name not in plain or other not in plain or getattr(config, name) == plain[name]:
                 continue
-            found, default, flag = getattr(config, other), defaults[other], spelled(other, "").strip()
-            if found not in values if values else found == default:
-                few = f"{flag} {' or '.join(map(str, values))}" if values else flag
-                wanted = few if values or default == "" else f"{flag} {default + 1} or more"
-                instead = f", not with {spelled(other, found)}" if found != "" else ""
-                raise UserError(f"{spelled(name, getattr(config, name))} matters only with {wanted}{instead}")
+            found = getattr(config, other)
+            if found not in values if values else found == plain[other]:
+                wanted = "set" if plain[other] == "" else f"above {plain[other]}"
+                if values:
+                    wanted = f"{' or '.join(map(str, values))}, not with {spelled(other, found)}"
+                flag = spelled(name, getattr(config, name))
+                raise UserError(f"{flag} matters only with --{other.replace('_', '-')} {wanted}")
 
 
 def check(config: Any, world: int):
