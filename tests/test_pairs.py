@@ -80,10 +80,10 @@ def test_pairs_are_refused_as_the_table_says(step):
         assert not wrong or any(a & flags and b & flags for a, b in wrong), f"{pair}: {text!r} does not name both"
 
 
-@pytest.mark.parametrize("value, step", [(*key, step) for key, steps in NOWHERE.items() for step in steps])
-def test_some_values_are_refused_in_some_steps(value, step):
+@pytest.mark.parametrize("name, value, step", [(*key, step) for key, steps in NOWHERE.items() for step in steps])
+def test_some_values_are_refused_in_some_steps(name, value, step):
     """Whatever is beside them."""
-    assert f"--{value[0]} {value[1]}" in text_of_refusal(step, complete(step, {}) | dict([value]))
+    assert f"--{name} {value}" in text_of_refusal(step, complete(step, {}) | {name: value})
 
 
 def on_rank(step: str, options: Options, kind: type, file: str):
