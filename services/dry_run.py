@@ -60,10 +60,11 @@ class Flags:
     gpu: str = "h100-80"  # with --dry-run: whose peak and bandwidth the operators' times are for
 
 
+NEEDS = [("rank", "dry_run"), ("gpu", "dry_run")]
+
+
 def check(config: Any, world: int):
     """Raises UserError for what a dry run cannot do."""
-    if config.rank and not config.dry_run:
-        raise UserError(f"--rank {config.rank} goes with --dry-run, the number of ranks")
     if not config.dry_run:
         return
     if world > 1:

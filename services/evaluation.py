@@ -30,10 +30,13 @@ class Flags:
     generate: str = ""  # with --resume: continue this text and exit
 
 
+NEEDS = [("generate", "resume")]
+
+
 def check(config: Any, _world: int):
     """Raises UserError."""
-    if config.generate and not config.resume:
-        raise UserError("--generate needs --resume with the run directory to take the weights from")
+    if config.eval_every == 0 and config.eval_sequences != Flags.eval_sequences:
+        raise UserError(f"--eval-sequences {config.eval_sequences} matters only with --eval-every above 0")
 
 
 def group_of(parts: Parts, dim: str) -> Group:

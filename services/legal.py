@@ -9,6 +9,19 @@ from common.schedules import SCHEDULES
 from theory.layouts import Layout, broken, stages
 from theory.shapes import shape_of
 
+# Of the steps' flags, each needs another one (variants/__init__.py).
+NEEDS = [
+    ("sync", "zero", 0),
+    ("bucket_mb", "zero", 0),
+    ("bucket_mb", "sync", "bucket", "torch"),
+    ("sp", "tp"),
+    ("cp_mode", "cp"),
+    ("schedule", "pp"),
+    ("chunks", "schedule", "interleaved"),
+    ("balance_weight", "balance", "loss"),
+    ("ep_mode", "ep"),
+]
+
 
 def layout_of(config: Any, world: int) -> Layout:
     """The layout of a run of so many ranks, or of a dry run; dimensions that the step does not have are 1."""

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import variants
+from common import UserError
 from common.trainer import Run
 from services import stages
 from variants import Parts
@@ -59,10 +60,33 @@ def compose(step: ModuleType) -> type:
     return dataclasses.dataclass(type("Config", (step.Config, *flags), about))
 
 
+def spelled(name: str, value: Any) -> str:
+    """A flag with its value, as on the command line: "--sync ring", "--no-sp"."""
+    flag = name.replace("_", "-")
+    return f"--{flag} {value}" if not isinstance(value, bool) else f"--{flag}" if value else f"--no-{flag}"
+
+
+def check_needs(config: Any):
+    """Refuse a flag that is set, but cannot matter, as one that it needs is not (NEEDS). Raises UserError."""
+    plain = {field.name: field.default for field in dataclasses.fields(config)}
+    for plugin in offered(type(config), "NEEDS"):
+        for name, other, *values in plugin.NEEDS:
+            if name not in plain or other not in plain or getattr(config, name) == plain[name]:
+                continue
+            found = getattr(config, other)
+            if found not in values if values else found == plain[other]:
+                wanted = "set" if plain[other] == "" else f"above {plain[other]}"
+                if values:
+                    wanted = f"{' or '.join(map(str, values))}, not with {spelled(other, found)}"
+                flag = spelled(name, getattr(config, name))
+                raise UserError(f"{flag} matters only with --{other.replace('_', '-')} {wanted}")
+
+
 def check(config: Any, world: int):
     """Let all set the flags that are left open, and then refuse those that cannot work. Raises UserError."""
     for plugin in offered(type(config), "settle"):
         plugin.settle(config)
+    check_needs(config)
     for plugin in offered(type(config), "check"):
         plugin.check(config, world)
 

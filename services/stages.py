@@ -24,6 +24,9 @@ class Flags:
     pp_split: str = ""  # layers of each stage, like 3,3,2; cost: balanced, the head counted; default: as many in each
 
 
+NEEDS = [("pp_split", "pp")]
+
+
 def given(places: list[Place], split: str, n_layers: int) -> list[Place]:
     """The same places with the layers of `split`. Raises UserError."""
     n = len(places) // sum(place.before is None for place in places)
@@ -31,6 +34,13 @@ def given(places: list[Place], split: str, n_layers: int) -> list[Place]:
     if len(lengths) != n or min(lengths) < 1 or sum(lengths) != n_layers:
         raise UserError(f"--pp-split {split}: give {n} numbers of layers from 1 on, {n_layers} in all")
     return deal(places, lengths)
+
+
+def check(config: Any, world: int):
+    """Raises UserError for numbers of layers that do not fit the stages."""
+    if config.pp_split:
+        schedule = SCHEDULES[config.schedule](config)
+        schedule.places(PRESETS[config.model].n_layers, config.pp, schedule.stages)
 
 
 def with_split(make: Callable[[Any], Schedule]) -> Callable[[Any], Schedule]:

@@ -6,10 +6,13 @@ layout is right if what its ranks gather equals what step 1 has in one process, 
 
 import functools
 import importlib
+import io
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack, redirect_stdout
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -19,8 +22,10 @@ from torch import Tensor
 from common import data
 from common.layout import layout_of
 from common.model import IGNORE, PRESETS, ModelConfig
+from services.run import ServedRun
 from services.seam import OpenRun, check, compose, plugins
 from tests import faults
+from variants import Parts
 
 SHAPE = list(ModelConfig.__dataclass_fields__)
 BOUND = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-12, "fp16": 1e-12}  # 16 bits: only a process with itself
@@ -58,17 +63,18 @@ plugins()  # they have readers of their own; those of the tests come after them
 data.READERS |= {".py": functools.lru_cache(read_uneven), ".toml": functools.lru_cache(read_few)}
 
 
-class Watch(OpenRun):
-    """A run that draws and writes nothing, and keeps what it sees."""
+class Seeing:
+    """What a run keeps of what it sees: a base beside `OpenRun`, or one of its kind."""
 
-    def __enter__(self) -> "Watch":
-        self.first, self.gradients, self.parameters = False, [], {}
-        return self
+    def open(self, **parts: Any) -> Parts:
+        """Nothing is seen yet."""
+        self.gradients, self.parameters = [], {}
+        return super().open(**parts)
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """After the last update, gather the weights."""
-        optimizer = self.open(**parts).optimizer
         yield from super().steps(**parts)
+        optimizer = self.parts.optimizer
         self.parameters = self.gather(optimizer.pieces if self.parts.units else optimizer.masters)
 
     def require_finite(self, step: int, **numbers: float):
@@ -92,6 +98,36 @@ class Watch(OpenRun):
             everyone = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, mine)
         return assemble([part for parts in everyone for part in parts])
+
+
+class Watch(Seeing, OpenRun):
+    """A run that draws and writes nothing, and keeps what it sees."""
+
+    def __enter__(self) -> "Watch":
+        self.first = False
+        return self
+
+    def steps(self, **parts: Any) -> Iterator[int]:
+        """With what attaches to its parts, and nothing else."""
+        self.open(**parts)
+        yield from super().steps(**parts)
+
+
+class Served(Seeing, ServedRun):
+    """A run with everything around it but pictures, which keeps what it sees, and writes into `--out`."""
+
+    def __enter__(self) -> "Served":
+        self.silence = ExitStack()
+        for picture in ("services.screen.plots", "common.trainer.draw_loss"):
+            self.silence.enter_context(mock.patch(picture))
+        self.silence.enter_context(redirect_stdout(io.StringIO()))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any):
+        try:
+            super().__exit__(*error)
+        finally:
+            self.silence.close()
 
 
 def assemble(parts: list[tuple]) -> dict[str, Tensor]:
@@ -133,19 +169,22 @@ def config_of(step_name: str, options: dict[str, Any]) -> Any:
     return compose(importlib.import_module(step_name))(model="test", **flags)
 
 
-def watch(step_name: str, options: dict[str, Any]) -> Watch:
-    """Train under `options` of `config_of`; `patch` names a change of tests/faults.py."""
+def watch(step_name: str, options: dict[str, Any], kind: type = Watch) -> Seeing:
+    """Train under `options` of `config_of`; `patch` names changes of tests/faults.py."""
     options = dict(out=tempfile.gettempdir(), patch="") | options
     patch, config = options.pop("patch"), config_of(step_name, options)
     check(config, dist.get_world_size() if dist.is_initialized() else 1)
-    with faults.injected(patch), Watch(config) as run:
+    with ExitStack() as stack:
+        for name in patch.split():
+            stack.enter_context(faults.injected(name))
+        run = stack.enter_context(kind(config))
         importlib.import_module(step_name).train(config, run)
     return run
 
 
-def record(step_name: str, options: dict[str, Any]) -> SimpleNamespace:
+def record(step_name: str, options: dict[str, Any], kind: type = Watch) -> SimpleNamespace:
     """What `watch` has seen: losses, norms and bytes of each step, gradients, and parameters after the last."""
-    run = watch(step_name, options)
+    run = watch(step_name, options, kind)
     losses, norms, sent = ([row[key] for row in run.history] for key in ("loss", "grad_norm", "sent"))
     return SimpleNamespace(losses=losses, norms=norms, gradients=run.gradients, parameters=run.parameters, sent=sent)
 

@@ -23,7 +23,7 @@ LOSSY = (
     (dict(compress="topk", topk_fraction=0.8), 0.4),
 )
 SLOW = dict(optimizer="sgd", lr=0.1, global_batch_size=24)  # so what is lost in one step does not grow in the next
-WIDE = SLOW | dict(patch="wide_fp16")  # what fp16 does, without its rounding: scales are powers of two
+WIDE = SLOW | dict(patch="wide")  # what fp16 does, without its rounding: scales are powers of two
 BIAS = dict(balance="bias", bias_speed=0.1)
 GROUPS = dict(experts=8, experts_per_token=3, expert_groups=4, groups_per_token=2, n_layers=4, moe_every=2)
 CUBE, UNEVEN_STAGES = dict(pp=2, cp=2, tp=2, ep=2), dict(pp=2, schedule="zbv", pp_split="2,1,1,1")
@@ -89,7 +89,7 @@ ROWS = [
     Row(4, "step04_tp_sp", dict(tp=2, zero=3, offload_optimizer="disk"), MUON, EXHAUSTIVE),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, zero=0), MUON | TIED),
     Row(4, "step07_moe_ep", dict(tp=2, ep=2, zero=3), MUON | EXPERTS),
-    *(Row(2, "step03_zero", dict(zero=zero, grad_dtype="same"), SGD) for zero in (0, 1)),
+    *(Row(2, "step03_zero", dict(zero=zero, grad_dtype="same", dtype="bf16"), WIDE, bound=1e-10) for zero in (0, 1)),
     *(Row(2, "step03_zero", dict(zero=zero, grad_dtype="same", dtype="bf16"), SLOW, bound=0.3) for zero in (0, 1, 2)),
     Row(1, "step01_single_gpu", dict(dtype="fp16"), SLOW, bound=0.05),
     Row(4, "step07_moe_ep", dict(pp=2, ep=2, zero=2, dtype="fp16", loss_chunk=5), SLOW | EXPERTS, bound=0.1),
@@ -105,10 +105,16 @@ ROWS = [
     *(Row(2, "step03_zero", dict(zero=n, dtype="fp16", offload_optimizer="cpu"), WIDE, bound=1e-10) for n in (1, 2)),
     Row(2, "step03_zero", dict(zero=3, dtype="fp16", offload_params="cpu"), WIDE, bound=1e-10),
     Row(4, "step07_moe_ep", dict(ep=2, zero=1, offload_optimizer="cpu"), EXPERTS | BIAS),
-    Row(2, "step07_moe_ep", dict(zero=2, offload_optimizer="disk", dtype="fp16"), WIDE | EXPERTS | BIAS, bound=1e-10),
+    Row(
+        *(2, "step07_moe_ep", dict(zero=2, offload_optimizer="disk", dtype="fp16")),
+        *(WIDE | EXPERTS | BIAS | dict(z_loss=0.1), DEFAULT, 1e-10),
+    ),
     Row(2, "step07_moe_ep", dict(ep=2, dtype="fp16"), WIDE | EXPERTS | dict(z_loss=0.1), bound=1e-10),
     Row(2, "step03_zero", dict(zero=1, offload_optimizer="cpu"), dict(skip_spikes=1.001, steps=12)),
-    Row(4, "step03_zero", dict(zero=1, zero_replicas=2, grad_dtype="same", offload_optimizer="cpu"), SGD),
+    Row(
+        *(4, "step03_zero", dict(zero=1, zero_replicas=2, grad_dtype="same", dtype="bf16", offload_optimizer="cpu")),
+        *(WIDE, DEFAULT, 1e-10),
+    ),
     Row(2, "step07_moe_ep", dict(ep=2, expert_matmul="grouped", dtype="fp32"), EXPERTS | SGD, bound=1e-5),
     #
     # step 2
@@ -198,7 +204,6 @@ ROWS = [
     Row(2, "step06_pipeline", dict(pp=2, schedule="zbv"), TIED | dict(n_layers=4)),
     Row(2, "step06_pipeline", dict(pp=2, schedule="zbv", zero=3), TIED | dict(n_layers=4)),
     Row(2, "step06_pipeline", UNEVEN_STAGES | dict(zero=2, recompute="full"), TIED | dict(n_layers=5)),
-    Row(1, "step06_pipeline", dict(schedule="zbv", zero=2), TIED),
     Row(2, "step06_pipeline", dict(pp=2, schedule="zb-auto", zb_memory=2.0, zero=2), SGD),
     Row(2, "step06_pipeline", dict(pp=2, schedule="dualpipe"), TIED),
     Row(2, "step06_pipeline", dict(pp=2, pp_split="1,2", sync="naive"), SGD),
@@ -245,7 +250,7 @@ def every_legal_layout(ranks: int = 8) -> list[Row]:
     rows = []
     for pp, cp, tp, ep in product(sizes, repeat=4):
         if ranks % (pp * cp * tp) == 0 and tp <= 4 and ranks // pp % ep == 0:
-            layout = dict(pp=pp, cp=cp, tp=tp, ep=ep, zero=len(rows) % 4, sp=len(rows) % 3 > 0)
+            layout = dict(pp=pp, cp=cp, tp=tp, ep=ep, zero=len(rows) % 4, sp=tp == 1 or len(rows) % 3 > 0)
             base = dict(steps=4, global_batch_size=24, experts=8, n_heads=4, n_kv_heads=4, n_layers=8)
             base |= dict(seq_len=16 if cp * tp < 8 else 32, tied=len(rows) % 2 == 0)
             rows.append(Row(ranks, "step07_moe_ep", layout, base, EXHAUSTIVE))

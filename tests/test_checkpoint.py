@@ -180,7 +180,7 @@ def test_what_does_not_fit_is_one_line(pools, tmp_path):
         (dict(dtype="fp32"), "written with dtype torch.float64, not torch.float32: set --dtype"),
         (dict(optimizer="sgd"), "written with optimizer adamw, not sgd: set --optimizer"),
         (dict(resume=str(tmp_path)), "no checkpoint there; give a run directory"),
-        (dict(resume="", generate="x"), "--generate needs --resume"),
+        (dict(resume="", generate="x"), "--generate x matters only with --resume set"),
     ]:
         with pytest.raises(UserError, match=says):
             train_on_rank("step01_single_gpu", dict(resume=out, out=str(tmp_path / "other")) | change)

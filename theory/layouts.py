@@ -129,8 +129,8 @@ def broken(m: Shape, x: Any, v: int) -> Iterator[str]:
         yield f"--zero-replicas {x.zero_replicas} must divide the {data} ranks over which ZeRO cuts"
     if x.zero_replicas > 1 and not x.zero:
         yield f"--zero-replicas {x.zero_replicas}: --zero 0 has no slices; use --zero 1, 2 or 3"
-    if not m.experts and x.ep > 1:
-        yield f"--ep {x.ep}: the model has no experts"
+    if x.ep > 1 and not any(map(m.has_experts, range(m.n_layers))):
+        yield f"--ep {x.ep}: no layer has experts; lower --dense-layers or --moe-every"
     if m.experts and (m.experts % x.ep or data * tp % x.ep):
         yield f"--ep {x.ep} must divide --experts {m.experts}, and the {data * tp} ranks of dp x cp x tp"
     if m.experts and m.experts_per_token > m.experts:

@@ -5,6 +5,8 @@ A file may hold
                           An entry of a step may be wrapped: it is called, unless a flag asks for something else
     class Flags           a dataclass: its own flags, with a comment each, which become fields of the run's config
     SINCE                 the Config of the step from which on these flags exist; without it, they do in all steps
+    NEEDS                 flags that matter only beside others: (flag, other, its values), or (flag, other): other is
+                          not at its default. Where such a flag is set and the other is not, the run is refused
     settle(config)        sets flags that are left open, before any check
     check(config, world)  raises UserError for flags that cannot work, before anything is built; it sets none
     attach(config, parts) called once before the first step, with all that the step has built (`Parts`): if its flags

@@ -31,6 +31,9 @@ class Flags:
     bias_speed: float = 0.001  # change of an expert's bias in a step, with --balance bias
 
 
+NEEDS = [("bias_speed", "balance", "bias")]
+
+
 def attach(config: Any, parts: Parts):
     """Give each layer its biases, and move them after each update."""
     if config.balance != "bias":

@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import UserError
 from common.comm import Group, all_gather, all_reduce, reduce_scatter
 from common.model import Decoder
 from step04_tp_sp import COLUMNS, Config
@@ -35,6 +34,9 @@ class Flags:
     """Overlap in tensor parallelism."""
 
     tp_overlap: bool = False  # hide collectives behind weight gradients; with --sp keep s/n tokens and gather again
+
+
+NEEDS = [("tp_overlap", "tp")]
 
 
 # --- step 4's four functions, started: each returns a function that waits and returns the result
@@ -115,9 +117,7 @@ def overlap_blocks(model: Decoder, group: Group, gather: Callable, reduce: Calla
 
 
 def attach(config: Any, parts: Parts):
-    """Let the blocks overlap, where there is something to wait for. Raises UserError."""
-    if config.tp_overlap and "W" in parts.kinds:
-        raise UserError(f"--schedule {config.schedule} has weight gradients on their own: --no-tp-overlap")
-    if config.tp_overlap and config.tp > 1 and config.compress_activations == "none":  # which overlaps by itself
+    """Let the blocks overlap."""
+    if config.tp_overlap and config.compress_activations == "none":  # which overlaps by itself
         starts = (start_gather, start_scatter) if config.sp else (start_keep, start_total)
         overlap_blocks(parts.model, parts.mesh["tp"], *starts)

@@ -47,6 +47,9 @@ class Flags:
     topk_fraction: float = 0.01  # share of the values that --compress topk sends
 
 
+NEEDS = [("topk_fraction", "compress", "topk")]
+
+
 def check(config: Any, world: int):
     """Raises UserError."""
     if config.compress == "none":

@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common import UserError
 from common.comm import Group, all_gather, all_to_all
 from common.model import wide
 from step04_tp_sp import COLUMNS, Config, Conjugate, unchanged
@@ -44,6 +45,13 @@ class Flags:
     """Compression of activations."""
 
     compress_activations: Literal["none", "bf16", "int8"] = "none"  # round what layers send each other (tp, pp); lossy
+
+
+def check(config: Any, world: int):
+    """Raises UserError."""
+    if config.compress_activations != "none" and config.tp == 1 and getattr(config, "pp", 1) == 1:
+        what = f"--compress-activations {config.compress_activations} rounds what layers send each other"
+        raise UserError(f"{what}: use it with --tp 2 or more, or from step 6 on with --pp 2 or more")
 
 
 class Bits:

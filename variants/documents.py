@@ -42,6 +42,9 @@ class Flags:
     end_token: int = 256  # with --documents: the token that ends one (0: token 0); 256 is what each text ends with here
 
 
+NEEDS = [("end_token", "documents", "mask", "reset")]
+
+
 def check(config: Any, world: int):
     """The end must be a token, and tokens must be known. Raises UserError."""
     if config.documents != "off" and config.dry_run:

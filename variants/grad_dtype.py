@@ -25,6 +25,9 @@ class Flags:
     grad_dtype: Literal["fp32", "same"] = "fp32"  # of gradients in 16-bit training: fp32 sums, or 16 bits as well
 
 
+NEEDS = [("grad_dtype", "dtype", "bf16", "fp16", "auto")]
+
+
 def gradients(optimizer: Optimizer, plain: Callable) -> dict[str, Tensor]:
     """Around step 1's finished gradients: whoever asks for them gets them in the masters' dtype."""
     for name, param in optimizer.params.items():

@@ -82,7 +82,7 @@ def group(linear: step07.ExpertLinear, rows: Tensor, counts: list[int]) -> Tenso
 
 def attach(config: Any, parts: Parts):
     """All experts that are here."""
-    if config.expert_matmul == "each" or "W" in parts.kinds:  # variants/split_backward.py groups by itself
+    if config.expert_matmul == "each":
         return
     for module in parts.model.modules():
         if isinstance(module, step07.ExpertLinear):

@@ -37,10 +37,7 @@ class Flags:
     offload_optimizer: Literal["none", "cpu", "disk"] = "none"  # where masters and moments live, are updated
 
 
-def check(config: Any, world: int):
-    """There must be slices to move. Raises UserError."""
-    if config.offload_optimizer != "none" and config.zero == 0:
-        raise UserError(f"--offload-optimizer {config.offload_optimizer} moves slices: use it with --zero 1, 2 or 3")
+NEEDS = [("offload_optimizer", "zero", 1, 2, 3)]  # there must be slices to move
 
 
 def to_host(tensor: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 
-from common import UserError
 from common.comm import Pending, all_gather
 from step03_zero import Config, SlicedUnit
 from variants import Parts
@@ -29,10 +28,7 @@ class Flags:
     offload_params: Literal["none", "cpu"] = "none"  # with --zero 3: where parameter slices live, with masters
 
 
-def check(config: Any, world: int):
-    """There must be slices to move. Raises UserError."""
-    if config.offload_params != "none" and config.zero != 3:
-        raise UserError("--offload-params cpu needs parameters in slices: use it with --zero 3")
+NEEDS = [("offload_params", "zero", 3)]  # there must be slices to move
 
 
 def gather_beside(unit: SlicedUnit, stream: torch.cuda.Stream):

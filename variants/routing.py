@@ -43,6 +43,9 @@ class Flags:
     shared_experts: int = 0  # experts that every token visits
 
 
+NEEDS = [("expert_groups", "groups_per_token"), ("groups_per_token", "expert_groups")]
+
+
 def add_rows(rows: Tensor, place: Tensor, n: int) -> Tensor:
     """Sums [n, dim] of rows [any number, dim], each added at its `place` (int64), in fp32 or wider, in a fixed order.
 
@@ -138,6 +141,8 @@ def check(config: Any, world: int):
     groups, most = config.expert_groups, config.groups_per_token
     if config.experts % groups:
         raise UserError(f"--expert-groups {groups} must divide --experts {config.experts}")
+    if most >= groups > 1:
+        raise UserError(f"--groups-per-token {most} bars none of the groups: choose it below --expert-groups {groups}")
     if 0 < most < groups and most * config.experts // groups < config.experts_per_token:
         raise UserError(f"--groups-per-token {most} have less than --experts-per-token {config.experts_per_token}")
 

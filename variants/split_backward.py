@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import step06_pipeline as step06
+from common import UserError
 from common.model import wide
+from common.schedules import SCHEDULES
 from step04_tp_sp import COLUMNS, ROWS
 from variants import Parts
 from variants.grouped_matmul import grouped_matmul, grouped_outer
@@ -120,6 +122,17 @@ class SplitBackward:
         """W: add what B has left of a micro-batch."""
         for param, gradient in self.waiting.pop((i, stage)):
             torch.autograd.backward((param,), (gradient(),))
+
+
+def check(config: Any, world: int):
+    """What finds weight gradients in a way of its own has no place beside W. Raises UserError."""
+    schedule = SCHEDULES[config.schedule](config)
+    if all(action.kind != "W" for action in schedule.actions(config.pp, 2 * config.pp, schedule.stages, 0)):
+        return
+    if config.tp_overlap:
+        raise UserError(f"--schedule {config.schedule} has weight gradients on their own: --no-tp-overlap")
+    if getattr(config, "expert_matmul", "each") != "each":
+        raise UserError(f"--schedule {config.schedule} groups experts' products by itself: --expert-matmul each")
 
 
 def attach(config: Any, parts: Parts):

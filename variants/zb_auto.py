@@ -32,6 +32,9 @@ class Flags:
     zb_costs: str = ""  # zb-auto: times of F, B, W and a message, like 18.5,18.1,9.3,0.6; default: by FLOPs
 
 
+NEEDS = [("zb_memory", "schedule", "zb-auto"), ("zb_costs", "schedule", "zb-auto")]
+
+
 class Costs(NamedTuple):
     """Times of a stage's parts, and of a message: only ratios count."""
 

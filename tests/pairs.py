@@ -1,0 +1,257 @@
+"""The table of all flags, with the values worth trying: any two of them train right together, or are refused.
+
+FLAGS says what each flag needs beside it, REFUSED what else does not go together. That is said a second time, in the
+words of the program, by NEEDS and `check` of steps, variants and services: tests/test_pairs.py holds one against the
+other, for all pairs. A new flag gets a line in FLAGS, or in APART. A new refusal gets a line in REFUSED.
+"""
+
+import importlib
+import random
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import lru_cache
+from itertools import combinations, combinations_with_replacement
+from typing import Any, NamedTuple
+
+from services.seam import compose
+
+STEPS = ["step01_single_gpu", "step02_ddp", "step03_zero", "step04_tp_sp", "step05_cp_ring", "step06_pipeline"]
+STEPS += ["step07_moe_ep"]
+Options = dict[str, Any]
+
+
+class Flag(NamedTuple):
+    """One flag."""
+
+    values: tuple  # the first: without it. If the flag needs others, that is its default
+    needs: tuple[Options, ...] = ()  # to be set, it needs one of these: other flags, each with the values that will do
+    takes: Options = {}  # noqa: RUF012  # what shows its effect; it is legal without
+
+
+MORE, ZERO, SLICES, DOCUMENTS = (2,), dict(zero=(0,)), dict(zero=(1, 2, 3)), dict(documents=("mask", "reset"))
+W = ("zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe")  # schedules with a split backward
+
+COMPUTED = {  # they change what is computed: one process has them, too
+    "steps": Flag((2, 3)),
+    "global_batch_size": Flag((4, 8)),
+    "micro_batch_size": Flag((1, 2), takes=dict(global_batch_size=8)),
+    "optimizer": Flag(("adamw", "sgd", "adafactor", "muon")),
+    "lr": Flag((0.05, 0.02)),
+    "warmup_steps": Flag((2, 0)),
+    "weight_decay": Flag((0.1, 0.0)),
+    "grad_clip": Flag((0.5, 0.0)),
+    "seed": Flag((0, 1)),
+    "dataset": Flag(("", __file__)),  # many targets do not count: tests/equal.py
+    "dim": Flag((32, 48)),
+    "n_layers": Flag((4, 5)),
+    "n_heads": Flag((4, 8)),
+    "n_kv_heads": Flag((2, 4, 1)),
+    "ffn_dim": Flag((48, 40)),
+    "vocab_size": Flag((259, 261)),
+    "seq_len": Flag((16, 24)),
+    "tied": Flag((False, True)),
+    "documents": Flag(("off", "mask", "reset"), takes=dict(end_token=32)),
+    "end_token": Flag((256, 32), (DOCUMENTS,)),
+    "skip_spikes": Flag((0.0, 1.5), takes=dict(steps=3)),
+    "experts": Flag((4, 8)),
+    "experts_per_token": Flag((2, 1)),
+    "expert_dim": Flag((0, 24)),
+    "moe_every": Flag((1, 2)),
+    "dense_layers": Flag((0, 1)),
+    "balance": Flag(("loss", "none", "bias"), takes=dict(bias_speed=0.1)),
+    "aux_loss_coeff": Flag((0.01, 0.1), (dict(balance=("loss",)),)),
+    "bias_speed": Flag((0.001, 0.1), (dict(balance=("bias",)),)),
+    "z_loss": Flag((0.0, 0.1)),
+    "capacity_factor": Flag((0.0, 0.6)),
+    "expert_groups": Flag((1, 2), (dict(groups_per_token=(1,)),)),
+    "groups_per_token": Flag((0, 1), (dict(expert_groups=MORE),)),
+    "shared_experts": Flag((0, 1)),
+}
+HOW = {  # they change how it is computed
+    "dtype": Flag(("fp64", "fp32", "bf16", "fp16", "auto")),
+    "recompute": Flag(("none", "full", "selective")),
+    "compile": Flag((False, True)),
+    "loss_chunk": Flag((0, 5)),
+    "grad_dtype": Flag(("fp32", "same"), (dict(dtype=("bf16", "fp16", "auto")),)),
+    "sync": Flag(("bucket", "naive", "ring", "overlap", "torch"), (ZERO,)),
+    "bucket_mb": Flag((1.0, 0.01), (ZERO | dict(sync=("bucket", "torch")),)),
+    "compress": Flag(("none", "bf16", "int8", "topk")),
+    "topk_fraction": Flag((0.01, 0.5), (dict(compress=("topk",)),)),
+    "zero": Flag((0, 1, 2, 3)),
+    "zero_replicas": Flag((1, 2), (SLICES,)),
+    "offload_optimizer": Flag(("none", "cpu", "disk"), (SLICES,)),
+    "offload_params": Flag(("none", "cpu"), (dict(zero=(3,)),)),
+    "tp": Flag((1, 2)),
+    "sp": Flag((True, False), (dict(tp=MORE),)),
+    "tp_overlap": Flag((False, True), (dict(tp=MORE),)),
+    "compress_activations": Flag(("none", "bf16", "int8"), (dict(tp=MORE), dict(pp=MORE))),
+    "cp": Flag((1, 2)),
+    "cp_mode": Flag(("zigzag", "ring", "allgather", "ulysses"), (dict(cp=MORE),)),
+    "pp": Flag((1, 2)),
+    "schedule": Flag(("1f1b", "afab", "interleaved", *W), (dict(pp=MORE),)),
+    "chunks": Flag((2, 1), (dict(schedule=("interleaved",)),)),
+    "pp_split": Flag(("", "cost"), (dict(pp=MORE),)),
+    "zb_memory": Flag((1.0, 2.0), (dict(schedule=("zb-auto",)),)),
+    "zb_costs": Flag(("", "1,1,1,0.05"), (dict(schedule=("zb-auto",)),)),
+    "ep": Flag((1, 2)),
+    "ep_mode": Flag(("alltoall", "rows", "allgather"), (dict(ep=MORE),)),
+    "expert_matmul": Flag(("each", "grouped")),
+}
+LOOKS = {  # they look on
+    "eval_every": Flag((0, 1)),
+    "eval_sequences": Flag((64, 5), (dict(eval_every=(1,)),)),
+    "save_every": Flag((0, 1)),
+    "save_async": Flag((False, True), takes=dict(save_every=1)),
+    "log_ranks": Flag((False, True)),
+    "check_replicas": Flag((0, 1)),
+    "profile_memory": Flag((0, 1)),
+}
+FLAGS = COMPUTED | HOW | LOOKS
+APART = {  # they end a run early, need what a test's machine lacks, or stand for others: where they are tested
+    "model": "a preset is its shape, and sets flags: tests/test_model.py",
+    "device": "tests/test_gpu.py",
+    "backend": "tests/test_gpu.py",
+    "out": "each run here has its own",
+    "timeout": "tests/test_checkpoint.py",
+    "peak_tflops": "all runs of tests have it",
+    "resume": "tests/test_checkpoint.py, and all rows that go on: tests/test_layouts.py",
+    "stop_after": "tests/test_checkpoint.py",
+    "generate": "tests/test_evaluation.py",
+    "toy": "prints an example instead of training",
+    "dry_run": "test_every_value_is_counted_or_refused",
+    "rank": "tests/test_dry_run.py",
+    "gpu": "tests/test_dry_run.py",
+}
+
+REFUSED: list[tuple[Options, Options]] = [  # what else does not go together
+    (dict(optimizer=("adafactor",)), SLICES),
+    (dict(optimizer=("adafactor",)), dict(tp=MORE)),
+    (dict(optimizer=("adafactor",)), dict(ep=MORE)),
+    (dict(compress=("bf16", "int8", "topk")), dict(sync=("naive", "ring", "torch"))),
+    (dict(compress=("bf16", "int8", "topk")), dict(dtype=("fp16",))),
+    (dict(sync=("torch",)), dict(dtype=("bf16", "fp16"))),
+    (dict(tp_overlap=(True,)), dict(schedule=W)),
+    (dict(expert_matmul=("grouped",)), dict(schedule=W)),
+]
+NOWHERE = {("sync", "torch"): STEPS[5:]}  # values that these steps refuse, whatever is beside them
+FEW = 1500
+UNCOUNTED = {"documents": ("mask", "reset")}  # values that --dry-run refuses
+
+
+@lru_cache
+def flags_of(step: str) -> dict[str, Flag]:
+    """The lines of the table that are flags of a step, with its values."""
+    known = {field.name for field in fields(compose(importlib.import_module(step)))}
+    found = {name: flag for name, flag in FLAGS.items() if name in known}
+    for (name, value), steps in NOWHERE.items():
+        if step in steps:
+            found[name] = found[name]._replace(values=tuple(v for v in found[name].values if v != value))
+    return found
+
+
+def met(options: Options, wanted: Options) -> bool:
+    """Whether each flag has one of its wanted values; a step that lacks a flag is as if it were not set."""
+    return all(options.get(name, FLAGS[name].values[0]) in values for name, values in wanted.items())
+
+
+def complete(step: str, given: Options) -> Options:
+    """All flags of a step: the given ones, what these need or take unless that is given, the rest as without them."""
+    flags, chosen, waiting = flags_of(step), dict(given), list(given)
+    while waiting:
+        flag, value = flags[name := waiting.pop()], chosen[name]
+        if value == flag.values[0]:
+            continue
+        possible = (need for need in flag.needs if met(chosen, {name: need[name] for name in need if name in chosen}))
+        need = {} if any(met(chosen, need) for need in flag.needs) else next(possible, {})
+        more = {name: values[0] for name, values in need.items() if not met(chosen, {name: values})} | flag.takes
+        more = {name: value for name, value in more.items() if name in flags and name not in chosen}
+        chosen, waiting = chosen | more, [*waiting, *more]
+    return {name: chosen.get(name, flag.values[0]) for name, flag in flags.items()}
+
+
+def broken(options: Options) -> list[tuple[set[str], set[str]]]:
+    """The lines of the table that options break: one of the first flags, and one of the second, must be named."""
+    found = []
+    for name, value in options.items():
+        flag = FLAGS[name]
+        if value != flag.values[0] and flag.needs and not any(met(options, need) for need in flag.needs):
+            found.append(({name}, {other for need in flag.needs for other in need}))
+    return found + [(set(a), set(b)) for a, b in REFUSED if met(options, a) and met(options, b)]
+
+
+def ranks_of(options: Options) -> int:
+    """How many ranks show what the flags do: two that share no layout, or four if slices have replicas."""
+    if "sync" not in options:
+        return 1
+    taken = options.get("pp", 1) * options.get("cp", 1) * options.get("tp", 1)
+    return taken if taken >= 4 else taken * 2 if taken > 1 or options.get("zero_replicas", 1) == 1 else 4
+
+
+def fits_ranks(options: Options, most: int = 4) -> bool:
+    """Whether so many ranks are enough, what divides them does, and each has whole micro-batches for a pipeline."""
+    ranks, pp, cp = ranks_of(options), options.get("pp", 1), options.get("cp", 1)
+    data = ranks // pp // options.get("tp", 1)
+    divides = data % options.get("ep", 1) == 0 and data % options.get("zero_replicas", 1) == 0
+    return (
+        ranks <= most
+        and divides
+        and options["global_batch_size"] % (data // cp * options["micro_batch_size"] * pp) == 0
+    )
+
+
+def singles(step: str) -> list[tuple[str, Any]]:
+    """All (flag, value) of a step."""
+    return [(name, value) for name, flag in flags_of(step).items() for value in flag.values]
+
+
+def pairs_of(step: str) -> Iterator[Options]:
+    """All pairs of values of two flags."""
+    for (a, x), (b, y) in combinations(singles(step), 2):
+        if a != b:
+            yield {a: x, b: y}
+
+
+def covering(step: str, wanted: set[frozenset], seed: int = 0) -> list[Options]:
+    """Few runs that have all wanted pairs, frozensets of two (flag, value), or of one; greedily, one after another.
+
+    A run begins with a pair that none has had (once few are left, with as many as fit), and then takes for each flag
+    the value that adds most new pairs.
+    """
+    rng, flags, left, runs = random.Random(seed), flags_of(step), set(wanted), []
+    order = sorted(wanted, key=lambda pair: sorted(map(str, pair)))  # whatever the order of sets is
+    rng.shuffle(order)
+    for first in order:
+        if first not in left:
+            continue
+        chosen = grow(step, {}, dict(first))
+        for pair in order if len(left) < FEW else ():
+            if pair in left and all(chosen.get(name, value) == value for name, value in pair):
+                chosen = grow(step, chosen, dict(pair)) or chosen
+        names = [name for name in flags if name not in chosen]
+        rng.shuffle(names)
+        for name in names:
+            if name in chosen:
+                continue
+            best = (-1, chosen | {name: flags[name].values[0]})
+            for value in flags[name].values:
+                more = grow(step, chosen, {name: value})
+                if more is not None:
+                    new = more.items() - chosen.items()
+                    gain = sum(frozenset((one, other)) in left for one in new for other in more.items())  # or both one
+                    best = max(best, (gain, more), key=lambda found: found[0])
+            chosen = best[1]
+        run = complete(step, chosen)
+        left -= {frozenset(pair) for pair in combinations_with_replacement(run.items(), 2)}
+        runs.append(run)
+    return runs
+
+
+def grow(step: str, chosen: Options, more: Options) -> Options | None:
+    """Chosen flags with more of them, and what these need; None if that is refused, or needs too many ranks."""
+    run = complete(step, chosen | more)
+    if broken(run) or not fits_ranks(run):
+        return None
+    flags = flags_of(step)
+    return {
+        name: value for name, value in run.items() if name in chosen or name in more or value != flags[name].values[0]
+    }

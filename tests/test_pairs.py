@@ -1,0 +1,205 @@
+"""Any two flags together train as one process does, or are refused in one line that names both (tests/pairs.py)."""
+
+import random
+import re
+from dataclasses import fields
+from functools import lru_cache
+from importlib import import_module
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+
+from common import UserError
+from services.dry_run import run_rank
+from services.seam import check, compose
+from tests import equal
+from tests.pairs import (
+    APART,
+    COMPUTED,
+    FLAGS,
+    LOOKS,
+    NOWHERE,
+    STEPS,
+    UNCOUNTED,
+    Options,
+    broken,
+    complete,
+    covering,
+    fits_ranks,
+    flags_of,
+    pairs_of,
+    ranks_of,
+    singles,
+)
+from tests.pool import RankError
+from tests.rows import Row
+
+ROUNDS = "not_rounded all_sent graphs_without_code second_is_a_spike"  # tests/faults.py: flags do what they do ...
+EXACT = f"wide {ROUNDS}"  # ... and round nothing; what is called 16 bits has 64
+NEAR = 0.1  # relative, of 16 bits as they are: what lacks a scale or a sum is off by a factor
+
+
+def text_of_refusal(step: str, options: Options) -> str:
+    """What a run says before anything is built; "" if it would train."""
+    try:
+        check(equal.config_of(step, options), ranks_of(options))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def named(text: str) -> set[str]:
+    """The flags of the table that a text names."""
+    return {name for name in FLAGS if re.search(rf"--(no-)?{name.replace('_', '-')}(?![\w-])", text)}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_every_flag_is_in_the_table(step):
+    """Once. What needs others begins with its default, and every entry of a menu is among the values."""
+    assert not FLAGS.keys() & APART.keys()
+    for field in fields(compose(import_module(step))):
+        assert field.name in FLAGS.keys() | APART.keys(), f"--{field.name}: give it a line in tests/pairs.py"
+        flag = flags_of(step).get(field.name)
+        if flag is not None and flag.needs:
+            assert flag.values[0] == field.default, field.name
+        if flag is not None and "menu" in field.metadata:
+            assert {*field.metadata["menu"]} == {*FLAGS[field.name].values}, field.name
+    assert FLAGS.keys() <= {field.name for field in fields(compose(import_module(STEPS[-1])))}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_pairs_are_refused_as_the_table_says(step):
+    """All pairs of values, in one line that names both flags; and no others."""
+    for pair in pairs_of(step):
+        options = complete(step, pair)
+        wrong, text = broken(options), text_of_refusal(step, options)
+        assert bool(text) == bool(wrong) and "\n" not in text, f"{pair}: {text or 'not refused'}"
+        flags = named(text)
+        assert not wrong or any(a & flags and b & flags for a, b in wrong), f"{pair}: {text!r} does not name both"
+
+
+@pytest.mark.parametrize("name, value, step", [(*key, step) for key, steps in NOWHERE.items() for step in steps])
+def test_some_values_are_refused_in_some_steps(name, value, step):
+    """Whatever is beside them."""
+    assert f"--{name} {value}" in text_of_refusal(step, complete(step, {}) | {name: value})
+
+
+def on_rank(step: str, options: Options, kind: type, file: str):
+    """Runs on every rank: train, and compare; in 16 bits, the losses and the first norm."""
+    ours, theirs = equal.record(step, options, kind), torch.load(file, weights_only=False)
+    if "wide" in options["patch"]:
+        return equal.compare(ours, theirs, 1e-10)
+    for what in ("losses", "norms"):
+        found = equal.difference(getattr(ours, what)[:1], getattr(theirs, what)[:1])
+        assert found <= NEAR, f"step 1: {what} differ by {found:.3g} (relative), more than {NEAR:g}"
+
+
+def goes_wrong(pools, reference, step: str, options: Options, folder: Path, patches: str = EXACT) -> str:
+    """What differs from one process, or fails, in a run under these flags; "" if nothing."""
+    base = {name: value for name, value in options.items() if name in COMPUTED} | dict(patch=EXACT)
+    row = Row(ranks_of(options), step, {name: options[name] for name in options if name not in base}, base)
+    looked_at = any(options.get(name, flag.values[0]) != flag.values[0] for name, flag in LOOKS.items())
+    run = options | dict(out=str(folder / str(len(list(folder.iterdir())))), patch=patches)
+    kind = equal.Served if looked_at else equal.Watch
+    try:
+        pools(row.ranks).run(on_rank, step, run, kind, reference(row), timeout=100)
+    except RankError as error:
+        return str(error)
+    return ""
+
+
+def smallest(step: str, options: Options, wrong, text: str) -> tuple[Options, str]:
+    """The flags without which a run that goes wrong would not, and what it says with these alone."""
+    plain = {name: flag.values[0] for name, flag in flags_of(step).items()}
+    for name in options:
+        fewer = options | {name: plain[name]}
+        if fewer != options and not text_of_refusal(step, fewer) and (found := wrong(fewer)):
+            options, text = fewer, found
+    return {name: value for name, value in options.items() if value != plain[name]}, text
+
+
+def require_right(pools, reference, folder: Path, step: str, runs: list[Options], patches: str = EXACT):
+    """All of them; else, of each that goes wrong, the smallest that does."""
+    wrong = lambda options: goes_wrong(pools, reference, step, options, folder, patches)  # noqa: E731
+    found = [smallest(step, options, wrong, text) for options in runs if (text := wrong(options))]
+    assert not found, "\n\n".join(f"{step} {options}: {text}" for options, text in found)
+
+
+def trainable(step: str) -> set[frozenset]:
+    """The pairs that train."""
+    options = {frozenset(pair.items()): complete(step, pair) for pair in pairs_of(step)}
+    return {pair for pair, run in options.items() if not broken(run) and fits_ranks(run)}
+
+
+@lru_cache
+def chosen_runs(step: str) -> list[Options]:
+    """The covering set of the default run: of step 7 all pairs, of the others all values.
+
+    Left to the sweep: the pairs of --compile, which takes seconds a run. Pairs of flags that only look on need a run
+    with everything around it, so they have runs of their own.
+    """
+    new = {pair for pair in trainable(step) if ("compile", True) not in pair}
+    if step != STEPS[-1]:
+        new = {frozenset([value]) for pair in new for value in pair} | {
+            pair for pair in new if ("sync", "torch") in pair
+        }
+    seen = {pair for pair in new if any(name in LOOKS and value != LOOKS[name].values[0] for name, value in pair)}
+    return covering(step, new - seen) + covering(step, seen)
+
+
+PARTS = [(step, 0, 1) for step in STEPS[:-1]] + [(STEPS[-1], part, 8) for part in range(8)]
+
+
+@pytest.mark.parametrize("step, part, parts", PARTS)
+def test_pairs_train_right(pools, reference, tmp_path, step, part, parts):
+    """In runs of many flags each, to 1e-10."""
+    require_right(pools, reference, tmp_path, step, chosen_runs(step)[part::parts])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("part", range(4))
+def test_pairs_in_16_bits(pools, reference, tmp_path, part):
+    """The same runs as they are, near one process in fp64."""
+    runs = [options for options in chosen_runs(STEPS[-1]) if options["dtype"] in ("bf16", "fp16")]
+    require_right(pools, reference, tmp_path, STEPS[-1], runs[part::4], ROUNDS)
+
+
+def test_every_value_is_counted():
+    """By the dry run of a rank, in runs of many flags each."""
+    step = STEPS[-1]
+    values = {frozenset([(name, value)]) for name, value in singles(step) if value not in UNCOUNTED.get(name, ())}
+    for options in covering(step, values):
+        options |= {name: FLAGS[name].values[0] for name in UNCOUNTED} | dict(end_token=256)
+        config = equal.config_of(step, options | dict(dry_run=ranks_of(options), save_every=0))
+        check(config, 1)
+        assert run_rank(import_module(step).train, config, 0).meter.count, options
+
+
+SET = {step: [(name, value) for name, value in singles(step) if value != FLAGS[name].values[0]] for step in STEPS}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [*COMPUTED, *(name for name in FLAGS if name not in COMPUTED)])
+def test_each_pair_trains_right(pools, reference, tmp_path, name):
+    """Alone, with what the two flags need: a flag with all that come after it in the table."""
+    found = [dict(pair) for pair in combinations(SET[STEPS[-1]], 2) if pair[0][0] == name != pair[1][0]]
+    runs = [run for pair in found if not broken(run := complete(STEPS[-1], pair)) and fits_ranks(run)]
+    require_right(pools, reference, tmp_path, STEPS[-1], runs)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(30))
+def test_triples_train_right(pools, reference, tmp_path, seed):
+    """Ten drawn ones that train, of three flags; others are refused as the table says."""
+    rng, runs = random.Random(seed), []
+    while len(runs) < 10:
+        step = rng.choice([*STEPS[2:], *STEPS[-1:] * 5])
+        given = dict(rng.sample(SET[step], 3))
+        options = complete(step, given)
+        assert bool(broken(options)) == bool(text_of_refusal(step, options)), given
+        if len(given) == 3 and not broken(options) and fits_ranks(options, most=8):
+            runs.append((step, options))
+    for step in STEPS:
+        require_right(pools, reference, tmp_path, step, [options for name, options in runs if name == step])
