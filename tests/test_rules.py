@@ -1,7 +1,7 @@
 """Rules that are not torch's own, held against something that others wrote. (Rows compare a rule with itself.)
 
     ours                                     theirs
-    --optimizer muon                         torch.optim.Muon ("match_rms_adamw") for hidden matrices, AdamW for the rest
+    --optimizer muon                         torch.optim.Muon (match_rms_adamw) for hidden matrices, AdamW for the rest
     --optimizer adamw, adafactor, sgd        torch.optim's; what has one dimension does not decay
     learning_rate                            torch's LinearLR, then CosineAnnealingLR
     --dtype fp16                             torch.amp.GradScaler
