@@ -18,7 +18,7 @@ NEEDS = [
     ("cp_mode", "cp"),
     ("schedule", "pp"),
     ("chunks", "schedule", "interleaved"),
-    ("balance_weight", "balance", "loss"),
+    ("aux_loss_coeff", "balance", "loss"),
     ("ep_mode", "ep"),
 ]
 

@@ -19,12 +19,13 @@ class Fault(NamedTuple):
     """One mistake."""
 
     module: str
-    judge: str  # a name in SMALL_ROWS, of a layout that shows it, or of a law or a resumed run in test_faults.py
+    judge: str  # a name in SMALL_ROWS, of a layout that shows it, or in test_faults.py of a law, rule or resumed run
     tier: str
     owner: str  # function, or class
     old: str
     new: str
     meaning: str
+    error: str = ""  # words of the error that a run ends with; "": it ends, with a wrong number
 
 
 BF16, FP16 = dict(dtype="bf16"), SGD | dict(dtype="fp16")  # a process with itself
@@ -88,8 +89,8 @@ SMALL_ROWS: dict[str, Row] = {
 }
 
 
-def of(module: str, judge: str, tier: str, *faults: tuple[str, str, str, str, str]) -> dict[str, Fault]:
-    """Faults of one module that one judge notices: (name, owner, old, new, meaning) each."""
+def of(module: str, judge: str, tier: str, *faults: tuple[str, ...]) -> dict[str, Fault]:
+    """Faults of one module that one judge notices: (name, owner, old, new, meaning), and perhaps the error, each."""
     return {name: Fault(module, judge, tier, *fault) for name, *fault in faults}
 
 
@@ -117,7 +118,7 @@ FAULTS: dict[str, Fault] = {
          "targets that do not count are counted")),
     **of("step01_single_gpu", "one, bf16", DEFAULT,
         ("sums_in_16_bits", "Optimizer", "param.grad_dtype = wide(param.dtype)", "param.main_grad = None",
-         "they round"),
+         "they round", "must match the tensor's grad_dtype"),
         ("gradients_cast_back", "Optimizer", "= param.grad\n", "= param.grad.bfloat16().float()\n",
          "fp32 sums are rounded to bf16 before the update"),
         ("masters_rounded", "Optimizer", "param.detach().copy_(self.masters[name])",
@@ -151,7 +152,8 @@ FAULTS: dict[str, Fault] = {
          "self.gate_proj(x) * F.silu(self.up_proj(x))", "SiLU of the other"),
         ("norm_after_the_block", "DecoderLayer", "self.self_attn(self.input_layernorm(x), cos, sin)",
          "self.input_layernorm(self.self_attn(x, cos, sin))", "post-norm"),
-        ("last_norm_left_out", "Decoder", "self.model.norm(x)", "x", "the head reads the residual stream itself")),
+        ("last_norm_left_out", "Decoder", "self.model.norm(x)", "x", "the head reads the residual stream itself",
+         "are supposed to be defined")),
     **of("common.data", "one", DEFAULT,
         ("targets_not_shifted", "Data", "rows[:, 1:]", "rows[:, :-1]", "each token is its own target"),
         ("same_batch_for_ever", "Data", "range(step * self.batch_size, (step + 1) * self.batch_size)",
@@ -220,7 +222,7 @@ FAULTS: dict[str, Fault] = {
     **of("step03_zero", "afab, zero 3", DEFAULT,
         ("head_freed_too_early", "Zero3", "trunk.norm, head)",
          "trunk.norm, trunk.norm and nn.Sequential(trunk.norm, head))",
-         "afab: the first micro-batch's backward has freed them")),
+         "afab: the first micro-batch's backward has freed them", "storage of size 0")),
     **of("step03_zero", "zero 1", DEFAULT,
         ("updates_not_gathered", "Zero1", "self.publish()", "pass", "others' slices stay as they were"),
         ("piece_off_by_one", "Unit", "self.first, 0), self.length)", "self.first, 0), self.length - 1)",
@@ -229,7 +231,7 @@ FAULTS: dict[str, Fault] = {
         ("slices_not_clipped", "train", "gradient.mul_(clip_coef)", "pass", "the factor is forgotten")),
     **of("step03_zero", "zero 1 of 3", DEFAULT,
         ("tail_not_padded", "Unit", "-(-ends[-1] // group.size)", "ends[-1] // group.size",
-         "the last elements are lost")),
+         "the last elements are lost", "is invalid for input of size")),
     **of("step03_zero", "zero 2", DEFAULT,
         ("slices_not_accumulated", "Zero2", "unit.grad_slice += unit.total", "unit.grad_slice = unit.total",
          "the last"),
@@ -256,11 +258,11 @@ FAULTS: dict[str, Fault] = {
     **of("step03_zero", "zero 1", EXHAUSTIVE,
         ("first_learning_rate_of_slices", "Zero1", 'group["lr"] = lr', "pass", "the rule goes on with its own"),
         ("slices_of_their_own_length", "Unit", "at - self.first", "at",
-         "a part is looked up where it lies in the unit")),
+         "a part is looked up where it lies in the unit", "The size of tensor a (0) must match")),
     **of("step03_zero", "zero 3", EXHAUSTIVE,
         ("freed_before_its_last_use", "Zero3",
          "output.register_hook(lambda _gradient: self.fetch(i, max(i - 1, self.lowest)))", "pass",
-         "weights are not gathered for backward")),
+         "weights are not gathered for backward", "storage of size 0")),
     **of("step03_zero", "law: units", EXHAUSTIVE,
         ("not_prefetched", "Zero3", "[*self.uses[i], *self.uses[ahead]]", "self.uses[i]",
          "a unit is sent for when it is needed")),
@@ -290,9 +292,10 @@ FAULTS: dict[str, Fault] = {
         ("softmax_of_own_logits", "VocabParallelCrossEntropy", "everyone[:, 0].logsumexp(0)",
          "everyone[group.rank, 0]", "the sum of exponentials of a part of the vocabulary"),
         ("rows_for_columns", "shard_tensors", "cut(linear.weight, CUTS[name], group)", "cut(linear.weight, 0, group)",
-         "o_proj, down_proj"),
+         "o_proj, down_proj",
+         "mat1 and mat2 shapes"),
         ("conjugate_is_itself", "Conjugate", "= group, backwards", "= group, forwards",
-         "backward repeats the collective of forward")),
+         "backward repeats the collective of forward", "ConjugateBackward returned an invalid gradient")),
     **of("step04_tp_sp", "tp, tied", DEFAULT,
         ("tie_dropped", "shard_tensors", "if config.tied else", "if False else", "head and embedding part")),
     **of("step04_tp_sp", "law: tp", DEFAULT,
@@ -344,7 +347,7 @@ FAULTS: dict[str, Fault] = {
          "each of its two stages takes it for its own"),
         ("tied_not_summed", "sum_tied", "gradients[TIED] += theirs", "pass", "each end learns for itself"),
         ("tie_dropped_by_the_stage", "keep_stage", " and not (has_last and model.config.tied)", "",
-         "the last has none")),
+         "the last has none", "KeyError: 'model.embed_tokens.weight'")),
     **of("step02_ddp", "law: unused", EXHAUSTIVE,
         ("unused_gradients_forgotten", "BucketSync", "while self.unsent:  #", "while False:  #",
          "what waits behind a parameter that nobody used is not summed")),
@@ -393,7 +396,8 @@ FAULTS: dict[str, Fault] = {
          "rows of other tokens"),
         ("not_sorted_by_expert", "dispatch", "return transpose_blocks(received_RD, arriving_Pe)", "return received_RD",
          "others' rows meet the wrong expert"),
-        ("ep_must_multiply", "shard_experts", "ranks % ep:", "ranks * ep > mesh.world:", "ep of 2 ranks")),
+        ("ep_must_multiply", "shard_experts", "ranks % ep:", "ranks * ep > mesh.world:", "ep of 2 ranks",
+         "--ep 2 must divide --experts 4")),
     **of("step07_moe_ep", "ep of 4", DEFAULT,
         ("experts_summed_over_all_data", "shard_experts", 'data_group="expert_data"', 'data_group="data"',
          "with other experts'"),
@@ -441,7 +445,8 @@ FAULTS: dict[str, Fault] = {
          "a rank sees its own keys only")),
     **of("variants.cp_ulysses", "ulysses", DEFAULT,
         ("ulysses_swaps_forward_again", "Swap", "not ctx.to_heads", "ctx.to_heads",
-         "backward repeats the exchange of forward instead of the reverse one")),
+         "backward repeats the exchange of forward instead of the reverse one",
+         "SwapBackward returned an invalid gradient")),
     **of("variants.documents", "documents", DEFAULT,
         ("documents_see_the_one_before", "MicroBatch", "document == other and", "document >= other and",
          "borders are open"),
@@ -456,7 +461,7 @@ FAULTS: dict[str, Fault] = {
     **of("variants.documents", "documents, pp", EXHAUSTIVE,
         ("documents_of_the_forward_in_backward", "Documents",
          'for act in ("forward", "backward")', 'for act in ("forward",)',
-         "backward takes the last one's")),
+         "backward takes the last one's", "have different metadata than during the forward")),
     **of("variants.dualpipe", "dualpipe", DEFAULT,
         ("dualpipe_copies_drift_apart", "attach", '(*layout_of(param).partial_over, "mirror")',
          "layout_of(param).partial_over", "each copy learns from its own half of the micro-batches")),
@@ -516,6 +521,56 @@ FAULTS: dict[str, Fault] = {
     **of("variants.zero_replicas", "replicas", EXHAUSTIVE,
         ("replicas_summed_twice", "finish", "for pending in [all_reduce(",
          'for pending in [all_reduce(gradient, parts.mesh["replicas"]).wait() or all_reduce(', "once more at the end")),
+    # rules, beside what others wrote (tests/test_rules.py)
+    **of("step01_single_gpu", "rule: adamw", DEFAULT,
+        ("moments_of_pytorchs_default", "adamw", "(0.9, 0.95)", "(0.9, 0.999)", "too long a memory for few steps")),
+    **of("step01_single_gpu", "rule: learning rate", DEFAULT,
+        ("cosine_to_zero", "learning_rate", "0.1 + 0.45", "0.5", "not to a tenth")),
+    **of("common.model", "rule: rope", DEFAULT,
+        ("rope_ramp_too_long", "rope_tables", "- 1) / 3)", "- 1) / 4)", "from 8192 to 1638 tokens"),
+        ("rope_ramp_upside_down", "rope_tables", "(keep + (1 - keep) / config", "(1 - keep + keep / config",
+         "short wave lengths grow")),
+    **of("step07_moe_ep", "rule: mixtral", DEFAULT,
+        ("balance_of_one_expert", "MoE", "len(counts) * (counts", "(counts", "E times too weak")),
+    **of("variants.muon", "rule: muon", DEFAULT,
+        ("muon_of_another_momentum", "Muon", "1 - MOMENTUM", "0.0501", "M forgets a little faster"),
+        ("muon_without_nesterov", "Muon", "piece.grad.lerp(momentum, MOMENTUM)", "momentum.clone()", "U is M"),
+        ("muon_looks_ahead_too_little", "Muon", "piece.grad.lerp(momentum, MOMENTUM)",
+         "piece.grad.lerp(momentum, 0.9501)", "U = 0.9501 M + 0.0499 G"),
+        ("muon_scaled_by_its_rows", "Muon", "max(sides)", "sides[0]", "not by the longer side"),
+        ("muon_scaled_by_another_number", "Muon", "(0.2 *", "(0.2001 *", "not 0.2"),
+        ("muon_decays_without_the_rate", "Muon", "rate * decay", "decay", "as if lr were 1"),
+        ("newton_schulz_a", "orthogonal", "beta=A", "beta=3.4446", "the last digit of x"),
+        ("newton_schulz_b", "orthogonal", "beta=B", "beta=-4.7751", "the last digit of x^3"),
+        ("newton_schulz_c", "orthogonal", "alpha=C", "alpha=2.0316", "the last digit of x^5"),
+        ("newton_schulz_four_times", "orthogonal", "range(iterations)", "range(iterations - 1)", "one is left out"),
+        ("newton_schulz_of_largest", "orthogonal", "x.norm(dim=(-2, -1), keepdim=True)", "x.abs().amax()",
+         "divided by the largest number, not by the norm")),
+    **of("variants.fp16", "rule: loss scale", DEFAULT,
+        ("scale_grows_late", "LossScaling", "% GROWTH == 0", "% (GROWTH + 1) == 0", "after a step more"),
+        ("good_steps_survive_an_overflow", "LossScaling", "0 if self.skipping else self.good_steps + 1",
+         "self.good_steps + (not self.skipping)", "they need not be in a row"),
+        ("scale_is_not_halved", "LossScaling", "self.scale / 2", "self.scale / 4", "but quartered"),
+        ("nan_passes", "LossScaling", "(~gradient.isfinite())", "gradient.isinf()", "only inf is an overflow")),
+    **of("variants.balance_bias", "rule: biases", DEFAULT,
+        ("bias_the_other_way", "update", "moe.load.mean() - moe.load", "moe.load - moe.load.mean()",
+         "who has much gets more"),
+        ("loads_add_up", "update", "moe.load.zero_()", "pass", "over all steps")),
+    **of("variants.routing", "rule: deepseek-v3", DEFAULT,
+        ("bias_in_the_score", "RoutedMoE", "p.gather(1, chosen)",
+         "(p if self.bias is None else (p + self.bias).to(p)).gather(1, chosen)", "it is for the choice alone")),
+    **of("variants.routing", "rule: mixtral, routed", DEFAULT,
+        ("z_is_not_squared", "RoutedMoE", "logsumexp(-1).square()", "logsumexp(-1)", "pushes logits down for ever")),
+    **of("variants.routing", "rule: switch", DEFAULT,
+        ("capacity_rounded_down", "RoutedMoE", "ceil(", "int(", "a place less"),
+        ("last_place_is_empty", "RoutedMoE", "asked <= capacity", "asked < capacity", "a place less, if it is whole")),
+    **of("variants.narrow", "rule: int8 gradients", DEFAULT,
+        ("gradients_cut_off", "quantise", "(blocks / scale).round()", "(blocks / scale)", "to zero"),
+        ("gradients_in_126_steps", "quantise", "/ 127", "/ 126", "the largest is 126 steps")),
+    **of("variants.narrow", "rule: top-k", DEFAULT,
+        ("largest_positive_first", "pick", "values.abs().topk", "values.topk", "large negative ones are not sent")),
+    **of("variants.compress_activations", "rule: int8 activations", DEFAULT,
+        ("activations_cut_off", "Bits", "(blocks / scales).round()", "(blocks / scales)", "to zero")),
     **of("services.boxes", "resume", DEFAULT,
         ("resume_without_moments", "take", "optimizer.rule.state[master.tensor][kind] = room.tensor", "pass",
          "a resumed AdamW begins anew")),
@@ -562,9 +617,9 @@ PATCHES = {  # no mistakes: both sides of a comparison have them (`patch` of tes
 
 
 def functions_of(thing: Any) -> dict[str, FunctionType]:
-    """A function, or all methods of a class, by name."""
+    """A function, or all methods of a class, by name; of static and decorated ones, what is inside."""
     members = vars(thing).items() if inspect.isclass(thing) else [("", thing)]
-    plain = {name: getattr(member, "__func__", member) for name, member in members}  # of static methods, what is inside
+    plain = {name: inspect.unwrap(getattr(member, "__func__", member)) for name, member in members}
     return {name: member for name, member in plain.items() if isinstance(member, FunctionType)}
 
 

@@ -14,7 +14,7 @@ PLAIN = dict(
 ) | dict(global_batch_size=8, micro_batch_size=2, steps=2, pp=2, cp=2, tp=2, ep=2, experts=4, peak_tflops=1.0)
 
 NUMBERS = dict(
-    balance_weight=[0.0],
+    aux_loss_coeff=[0.0],
     bias_speed=[0.1],
     bucket_mb=[0.0, 0.001],
     capacity_factor=[0.5, 1.5],

@@ -8,10 +8,10 @@ from itertools import product
 from typing import Any, NamedTuple
 
 DEFAULT, EXHAUSTIVE = "default", "exhaustive"
-EQUALS = ("equals",)  # names of functions in tests/test_layouts.py
+EQUALS = ("equals",)  # BEHAVIOURS of tests/test_layouts.py
 ALL = ("equals", "drifts", "stays_near", "evaluates", "goes_on")
-UNEVEN = dict(dataset=__file__)  # many targets do not count; tests/equal.py reads it
-FEW = dict(dataset="pyproject.toml", vocab_size=5)  # so few tokens that a rank of four has none of them; there, too
+UNEVEN = dict(dataset="uneven-targets")  # many do not count; tests/equal.py knows these data sets
+FEW = dict(dataset="few-tokens", vocab_size=5)  # so few that a rank of four has none of them
 FROZEN, IDLE, EXACT = dict(patch="frozen"), dict(patch="idle_experts"), dict(patch="not_rounded")  # tests/faults.py
 COMPILED = dict(patch="graphs_without_code")  # there, too
 SGD, TIED, MHA = dict(optimizer="sgd", lr=0.5), dict(tied=True), dict(n_kv_heads=4)

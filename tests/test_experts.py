@@ -10,6 +10,7 @@ import step06_pipeline as step06
 import step07_moe_ep as step07
 from common import UserError
 from common.comm import Group, Mesh
+from common.model import PRESETS, Decoder
 from services.seam import check, compose
 from tests.equal import config_of
 from variants.balance_bias import update
@@ -105,6 +106,22 @@ def test_grouped_is_expert_by_expert():
             torch.testing.assert_close(a, b, **close)
         torch.testing.assert_close(grouped_matmul(rows, weight.mT, counts), plain, **close)
         assert not grouped_outer(dy, rows.detach(), counts)[1].any()
+
+
+SIZES = {"tiny-moe": 2_430_336, "mixtral-8x7b": 46_702_792_704, "deepseek-v3-like": 672e9}  # Mixtral's: as published
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_presets_have_their_size(name):
+    """All weights, as step 7 builds them."""
+    config = compose(step07)(model=name)
+    check(config, 1)
+    with torch.device("meta"):
+        model = Decoder(PRESETS[name])
+    step07.shard_experts(model, Mesh(pp=1, dp=1, cp=1, tp=1), config)
+    assert sum(param.numel() for param in model.parameters()) == pytest.approx(
+        SIZES[name], rel=1e-3 * (SIZES[name] == 672e9)
+    )
 
 
 def test_presets_set_the_flags():

@@ -1,4 +1,4 @@
-"""Each fault is noticed: with it a layout ends with another number or an error, or a law of costs has other numbers."""
+"""Each fault is noticed: a layout ends with another number, or the error that it names; or a law has other numbers."""
 
 import importlib
 import inspect
@@ -10,6 +10,7 @@ from tests.faults import FAULTS, SMALL_ROWS, functions_of, injected, with_fault
 from tests.pool import RankError, error_of
 from tests.rows import EXHAUSTIVE, sized
 from tests.test_checkpoint import goes_on_elsewhere as goes_on_elsewhere  # a fixture
+from tests.test_rules import RULES
 
 INT8 = dict(tp=2) | test_laws.INT8
 LAWS: dict[str, tuple] = {  # ranks, and a function with its arguments that every rank calls: what it returns is the law
@@ -27,16 +28,19 @@ LAWS: dict[str, tuple] = {  # ranks, and a function with its arguments that ever
 }
 RESUMED = {"resume": (1, {}), "resume, zero": (3, dict(zero=1)), "resume, tp": (2, dict(tp=2))}
 JUDGES = [*SMALL_ROWS, *LAWS, *RESUMED]
+RULE = "rule: "  # and a name in RULES of tests/test_rules.py, where the right program passes
 
 
 def ranks_of(judge: str) -> int:
     """How many a judge takes."""
+    if judge.startswith(RULE):
+        return 0  # in this process
     return SMALL_ROWS[judge].ranks if judge in SMALL_ROWS else (LAWS | RESUMED)[judge][0]
 
 
 def cases() -> list:
     """Faults, in an order in which pools and references are used again."""
-    names = sorted(FAULTS, key=lambda name: (ranks_of(FAULTS[name].judge), JUDGES.index(FAULTS[name].judge)))
+    names = sorted(FAULTS, key=lambda name: (ranks_of(FAULTS[name].judge), FAULTS[name].judge))
     return [pytest.param(n, marks=[pytest.mark.exhaustive] * (FAULTS[n].tier == EXHAUSTIVE)) for n in names]
 
 
@@ -58,6 +62,8 @@ def ask(pools, reference, goes_on_elsewhere):
     lawful: dict[str, list] = {}
 
     def answer(judge: str, fault: str = "") -> str:
+        if judge.startswith(RULE):
+            return with_fault(fault, error_of, AssertionError, RULES[judge.removeprefix(RULE)])
         if judge in SMALL_ROWS:
             row = sized(SMALL_ROWS[judge])
             call = with_fault, fault, equal.on_rank, row.step, row.base | row.layout, reference(row), row.bound
@@ -81,10 +87,13 @@ def test_the_right_program_passes(ask, judge):
 
 @pytest.mark.parametrize("name", cases())
 def test_a_fault_is_noticed(ask, name):
-    """By a wrong number, or an error."""
+    """By a wrong number, or by the error that the table names. No other error is expected, nor waiting for ever."""
+    fault = FAULTS[name]
     try:
-        seen = ask(FAULTS[name].judge, name)
+        seen = ask(fault.judge, name)
     except RankError as error:
         seen = str(error).strip().splitlines()[-1]
-    assert seen, FAULTS[name].meaning
+        assert fault.error and fault.error in str(error), f"{fault.meaning}: {error}"
+    else:
+        assert seen and not fault.error, f"{fault.meaning}: {seen}"
     print(name, "->", seen[:200])

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import step01_single_gpu as step01
 import step02_ddp as step02
 import step03_zero as step03
 import step05_cp_ring as step05
@@ -18,6 +19,7 @@ import step07_moe_ep as step07
 from common.comm import Group, Mesh, Pending
 from common.model import Decoder, ModelConfig
 from common.schedules import SCHEDULES, draw
+from services.dry_run import run_rank
 from tests import bounds, equal
 from variants import cp_flash, cp_ring
 
@@ -57,6 +59,21 @@ def check(found: dict, expected: dict[str, float]):
 def reduced(n: int, size: float) -> float:
     """Bytes that a rank sends in an all-reduce of `size` bytes."""
     return 2 * (n - 1) / n * size
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_flops(recompute):
+    """6 a weight and token, and 2 more where a layer runs again, but for its last matrix, whose output nobody keeps.
+
+    A query meets half of the keys: 2 matrix products forward, 5 backward (one makes the scores again).
+    """
+    config = equal.config_of("step01_single_gpu", LAWS | dict(recompute=recompute, dry_run=1))
+    found = Counter()
+    for name, count in run_rank(step01.train, config, 0).meter.count.items():
+        found["attention" if "attention" in name else "weights"] += count["flops"]
+    again, weights = recompute == "full", LAYER - 2 * D
+    assert found["weights"] == M * SEQ * (6 * (L * weights + END) + 2 * again * L * (weights - D * FFN))
+    assert found["attention"] == M * SEQ * L * (2 + 5 + 2 * again) * 2 * SEQ / 2 * D
 
 
 @pytest.mark.parametrize("n, sync", [(4, "naive"), (4, "bucket"), (2, "ring")])

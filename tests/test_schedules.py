@@ -280,3 +280,5 @@ def test_zb_auto_is_sound_within_its_memory_and_no_worse_than_by_hand():
                 assert time_of(lists, costs) <= time_of([zb_h1(p, m, 1, rank, depth) for rank in range(p)], costs)
     times = [time_of(search(4, 16, Costs(1, 1, 1, 0), limit), Costs(1, 1, 1, 0)) for limit in (1, 2, 4, 7)]
     assert times == sorted(times, reverse=True) and times[-1] == 3 * 16 + 3
+    for p, m, limit, costs, seconds in (3, 6, 6, Costs(2, 5, 5, 0), 76), (4, 6, 5, Costs(2, 2, 1, 1), 47):
+        assert time_of(search(p, m, costs, limit), costs) == seconds  # found at a depth that is neither 1 nor 2

@@ -101,6 +101,25 @@ RUNS = {  # ranks, step, flags, and by dimension what a few parameters are along
 }
 
 
+SCALARS = 16  # bytes: the loss, and how many targets there are
+OFF = {"6": 0.04, "7": 0.08}  # of activations: what two stages' tied ends keep is bounded; rows go where routers say
+
+
+def require_memory(said: dict, measured: dict, off: float = 0.0):
+    """To the byte, but for scalars, and activations where theory does not know all."""
+    assert all(measured[kind] == said[kind] for kind in ("parameters", "gradients", "masters", "moments"))
+    more = measured["activations"] - said["activations"]
+    assert abs(more) <= off * said["activations"] if off else 0 <= more <= SCALARS, more
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("flags", [{}, dict(dtype="bf16", tied=True), dict(optimizer="sgd", dtype="fp32")], ids=str)
+def test_memory_of_one_device(pools, tmp_path, recompute, flags):
+    """What each layer saves for backward in a micro-batch, and all else that a device holds."""
+    options = flags | dict(recompute=recompute, global_batch_size=4)
+    require_memory(*pools(1).run(serve_on_rank, "step01_single_gpu", options, str(tmp_path / "run"))[0].held)
+
+
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n == "4")) for n in RUNS])
 def test_a_served_run(pools, tmp_path, name):
     """The cuts are shown as they are; bytes sent are those that theory says, and those that the dry run counts."""
@@ -122,8 +141,7 @@ def test_a_served_run(pools, tmp_path, name):
             assert sent == pytest.approx(one.theory, abs=sum(flat(last["calls"]).values()))  # a call rounds to a byte
         assert sent.keys() == one.theory.keys() and sent
         said, measured = one.held
-        assert all(measured[kind] == said[kind] for kind in ("parameters", "gradients", "masters"))
-        assert measured["activations"] == pytest.approx(said["activations"], rel=0.3)
+        require_memory(said, measured, OFF.get(name, 0.0))
         fields = {"mfu", "hfu", "peak_memory_bytes", "forward_seconds", "backward_seconds", "optimizer_seconds"}
         assert fields <= last.keys()
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

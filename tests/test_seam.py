@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from common import UserError
+from tests import equal
 from tests.test_house import FILES, room_of
 from variants import ORDER, Parts
 
@@ -49,6 +50,14 @@ def test_two_replacements_are_refused():
         made.instead(part, "add", str, by="variants.offload_params")
     with pytest.raises(AssertionError, match="ORDER"):
         made.around(part, "add", str, by="variants.nobody")
+
+
+@pytest.mark.parametrize("step", sorted(module for module in FILES if room_of(module) == "step"))
+def test_with_default_flags_no_variant_changes_a_call(step):
+    """Those who look on may."""
+    experts = dict(experts=4) if step.startswith("step07") else {}
+    changes = equal.watch(step, experts | dict(steps=1, global_batch_size=4)).parts.attached
+    assert not [str(change) for change in changes if change.by.startswith("variants.")]
 
 
 def test_only_the_seam_changes_calls():
