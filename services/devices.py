@@ -56,7 +56,7 @@ class Flags:
     timeout: float = 600.0  # seconds without progress until the rank that hangs is named and the job ends
 
 
-def prepare():
+def set_environment():
     """Before anything asks for a GPU: settings of the environment."""
     for name, value in ENVIRONMENT.items() if torch.version.cuda else ():
         os.environ.setdefault(name, value)

@@ -193,10 +193,6 @@ class Counted(OpenRun):
         self.by_rank = getattr(config, "ep_mode", "") == "rows" and config.ep > 1
         self.ranks = ranks_of_a_token(config) if self.by_rank else 0.0
 
-    def __enter__(self) -> "Counted":
-        """No files."""
-        return self
-
     def steps(self, **parts: Any) -> Iterator[int]:
         """Count from here on."""
         parts = self.open(**parts)
@@ -313,6 +309,7 @@ def instead_of(train: Callable) -> Callable:
     def train_or_count(config: Any, run: Run):
         if not config.dry_run:
             return train(config, run)
+        run.parts.give_back()  # each rank that is counted is a run, and prepares menus for itself
         stages = getattr(config, "pp", 1)
         ranks = [int(config.rank)] if config.rank else [stage * config.dry_run // stages for stage in range(stages)]
         print(report([run_rank(train, config, rank) for rank in ranks], config))

@@ -63,7 +63,7 @@ class Watch(OpenRun):
 
     def __enter__(self) -> "Watch":
         self.first, self.gradients, self.parameters = False, [], {}
-        return self
+        return super().__enter__()
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """After the last update, gather the weights."""

@@ -22,7 +22,7 @@ EXPERTS: dict[str, dict[str, int]] = {
 }
 
 
-def settle(config: Any):
+def settle(config: Any, world: int):
     """Set the flags of a preset with experts. Raises UserError in a step without them."""
     wanted = EXPERTS.get(config.model, {})
     if wanted and not isinstance(config, step07.Config):

@@ -36,6 +36,12 @@ class Flags:
     toy: bool = False  # print the four-weight example in every stage, and exit
 
 
+def settle(config: Any, world: int):
+    """No steps are left to be trained."""
+    if config.toy:
+        config.steps = 0
+
+
 def check(config: Any, world: int):
     """Raises UserError."""
     if config.toy and config.dry_run:
@@ -105,10 +111,9 @@ def toy(stage: int, mesh: Mesh, device: torch.device) -> str:
 
 
 def attach(config: Any, parts: Parts):
-    """Print all stages on all ranks, and leave no steps to be trained."""
+    """Print all stages on all ranks."""
     if not config.toy:
         return
-    config.steps = 0
     lines = [toy(stage, parts.mesh, next(parts.model.parameters()).device) for stage in range(4)]
     everyones = [lines]
     if dist.is_initialized():
