@@ -28,6 +28,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,10 +43,13 @@ from common.trainer import Run, among, choose_device, main
 from step01_single_gpu import RECOMPUTE, Optimizer, learning_rate
 
 
-def join_ranks(device: torch.device) -> int:
-    """Meet the other processes; returns how many there are. torchrun put RANK, WORLD_SIZE, ... in the environment."""
+def join_ranks(device: torch.device, **options: Any) -> int:
+    """Meet the other processes; returns how many there are. torchrun put RANK, WORLD_SIZE, ... in the environment.
+
+    `options`, for whoever calls it before `train`: other arguments of `init_process_group`.
+    """
     if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group(**dict(backend="nccl" if device.type == "cuda" else "gloo") | options)
     return dist.get_world_size() if dist.is_initialized() else 1
 
 

@@ -20,7 +20,7 @@ import step06_pipeline as step06
 from common.model import wide
 from step04_tp_sp import COLUMNS, ROWS
 from variants import Parts
-from variants.grouped_matmul import grouped_matmul, grouped_outer
+from variants.grouped_matmul import PRODUCTS
 
 SINCE = step06.Config
 step06.ACTS["W"] = "weights"
@@ -34,9 +34,9 @@ class Product(NamedTuple):
     dw: Callable[[Tensor, Tensor], Tensor] = lambda dy, x: dy.flatten(0, -2).T @ x.flatten(0, -2)
 
 
-def of_experts(counts: list[int]) -> Product:
+def of_experts(way: str, counts: list[int]) -> Product:
     """The same for step 7's experts: x [n, in], `counts` of its rows for each; W [experts, out, in]."""
-    matmul, outer = (partial(function, counts=counts) for function in (grouped_matmul, grouped_outer))
+    matmul, outer = (partial(function, counts=counts) for function in PRODUCTS[way])
     return Product(lambda x, w: matmul(x, w.mT), matmul, outer)
 
 
@@ -62,7 +62,8 @@ class SplitLinear(torch.autograd.Function):
 class SplitBackward:
     """The acts B and W of a pipeline."""
 
-    def __init__(self, parts: Parts):
+    def __init__(self, config: Any, parts: Parts):
+        self.way = getattr(config, "expert_matmul", "each")
         model, pipeline = parts.model, parts.pipeline
         self.pipeline, self.waiting = pipeline, {}  # (micro-batch, stage) -> [(parameter, function for its gradient)]
         self.found: list[tuple[nn.Parameter, Callable]] = []  # what a B has left so far
@@ -87,7 +88,7 @@ class SplitBackward:
 
     def linear(self, module: nn.Module, x: Tensor, counts: list[int] | None = None) -> Tensor:
         """In the place of a linear layer's forward, or of the experts'."""
-        product = Product() if counts is None else of_experts(counts)
+        product = Product() if counts is None else of_experts(self.way, counts)
         return SplitLinear.apply(x, module.weight, product, lambda *left: self.found.append(left))
 
     def backward(self, i: int, stage: int, dy: Tensor | None) -> Tensor | None:
@@ -125,6 +126,6 @@ class SplitBackward:
 def attach(config: Any, parts: Parts):
     """Split what the pipeline's schedule has in two parts."""
     if "W" in parts.kinds:
-        split = SplitBackward(parts)
+        split = SplitBackward(config, parts)
         parts.instead(parts.pipeline, "backward", split.backward, by=__name__)
         parts.pipeline.weights = split.weights
