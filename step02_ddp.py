@@ -28,7 +28,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,13 +42,12 @@ from common.trainer import Run, among, choose_device, main
 from step01_single_gpu import RECOMPUTE, Optimizer, learning_rate
 
 
-def join_ranks(device: torch.device, **options: Any) -> int:
-    """Meet the other processes; returns how many there are. torchrun put RANK, WORLD_SIZE, ... in the environment.
-
-    `options`, for whoever calls it before `train`: other arguments of `init_process_group`.
-    """
+def join_ranks(device: torch.device, **options) -> int:
+    """Meet the other processes; returns how many there are. torchrun put RANK, WORLD_SIZE, ... in the environment."""
     if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group(**dict(backend="nccl" if device.type == "cuda" else "gloo") | options)
+        dist.init_process_group(
+            **dict(backend="nccl" if device.type == "cuda" else "gloo") | options
+        )  # none in `train`
     return dist.get_world_size() if dist.is_initialized() else 1
 
 

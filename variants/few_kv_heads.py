@@ -1,4 +1,4 @@
-"""More tensor parallel ranks than key/value heads: neighbours hold the same head (Megatron, Narayanan et al. 2021).
+"""More ranks of --tp than key/value heads: neighbours hold the same head (Megatron, Narayanan et al. 2021).
 
     tp = 4, two kv heads:      rank 0   rank 1   rank 2   rank 3
     query heads                0 1      2 3      4 5      6 7

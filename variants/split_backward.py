@@ -1,4 +1,4 @@
-"""Backward in two parts, for schedules with W (variants/zero_bubble.py, dualpipe.py, zb_auto.py).
+"""Backward in two parts, for every --schedule with W (variants/zero_bubble.py, dualpipe.py, zb_auto.py).
 
 For y = x W^T, B finds dx = dy W, for which the rank before waits. W finds dW = dy^T x, for which nobody waits: it fills
 gaps (Qi et al. 2023, "Zero Bubble"). A layer's inputs and dy stay until then, its attention matrices do not.
