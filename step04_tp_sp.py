@@ -37,6 +37,7 @@ token for the loss, and gradients of norms (here 0.1 %).
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -211,9 +212,11 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
     model.loss = lambda logits, targets: VocabParallelCrossEntropy.apply(logits, targets, ids, group)
 
     for module in (*blocks, model.lm_head):
-        module.register_forward_pre_hook(lambda _, inputs: (enter_block(inputs[0], group, sp), *inputs[1:]))
+        module.enter = partial(enter_block, group=group, sp=sp)
+        module.register_forward_pre_hook(lambda module, inputs: (module.enter(inputs[0]), *inputs[1:]))
     for module in (trunk.embed_tokens, *blocks):
-        module.register_forward_hook(lambda _module, _inputs, output: leave_block(output, group, sp))
+        module.leave = partial(leave_block, group=group, sp=sp)
+        module.register_forward_hook(lambda module, _inputs, output: module.leave(output))
     for param in (param for param in model.parameters() if sp and param.dim() == 1):  # norms
         note_layout(param, partial_over=(*layout_of(param).partial_over, group.name))
 

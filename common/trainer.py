@@ -82,7 +82,8 @@ def parse(cls: type, argv: list[str] | None = None) -> Any:
             group.add_argument("--" + name.replace("_", "-"), **options)
     config = cls(**vars(parser.parse_args(argv)))
     for name, value in vars(config).items():
-        least = 1 if type(fields[name].default) is int and fields[name].default and "0:" not in helps[name] else 0
+        positive = type(fields[name].default) is int and fields[name].default and "0:" not in helps[name]
+        least = fields[name].metadata.get("least", int(positive))
         if type(value) in (int, float) and "menu" not in fields[name].metadata and not value >= least:
             raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least {least}")
     return config

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from common import UserError
 from services.launch import gather_objects
+from step02_ddp import join_ranks
 
 # Dense peak in TFLOP/s without sparsity, from the vendors' data sheets: (16-bit matrix units, fp32 without TF32).
 GPU_PEAKS = {
@@ -56,7 +57,7 @@ class Flags:
     timeout: float = 600.0  # seconds without progress until the rank that hangs is named and the job ends
 
 
-def prepare():
+def set_environment():
     """Before anything asks for a GPU: settings of the environment."""
     for name, value in ENVIRONMENT.items() if torch.version.cuda else ():
         os.environ.setdefault(name, value)
@@ -227,8 +228,9 @@ def meet(config: Any) -> int:
         backend = "nccl" if apart and config.backend != "gloo" else "staged" if gpus else "gloo"
         if backend == "staged":
             dist.Backend.register_backend("staged", Staged, devices=["cpu", "cuda"])
-        where = dict(rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
-        dist.init_process_group(backend, timeout=timedelta(seconds=2 * config.timeout), store=store, **where)
+        where = dict(rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]), store=store)
+        device = torch.device("cuda" if gpus else "cpu")
+        join_ranks(device, backend=backend, timeout=timedelta(seconds=2 * config.timeout), **where)
     return gpus
 
 

@@ -13,10 +13,9 @@ is that of a CPU's operators. So is the time, but for RMSNorm: a GPU has one ker
 
 import gc
 import os
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -44,7 +43,7 @@ from step07_moe_ep import MoE
 from theory.gpus import GPUS, Gpu
 from theory.traffic import Traffic
 
-MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}  # where the two factors begin
+MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "_grouped_mm": 0}  # where the two factors begin
 NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view", "detach"}
 WRITES = {"copy_", "zero_", "fill_"}  # do not read the tensor that they change
 FILLS = {"zeros_like", "full_like", "new_zeros", "new_full", "nll_loss_backward"}  # read nothing, or a few
@@ -194,10 +193,6 @@ class Counted(OpenRun):
         self.by_rank = getattr(config, "ep_mode", "") == "rows" and config.ep > 1
         self.ranks = ranks_of_a_token(config) if self.by_rank else 0.0
 
-    def __enter__(self) -> "Counted":
-        """No files."""
-        return self
-
     def steps(self, **parts: Any) -> Iterator[int]:
         """Count from here on."""
         parts = self.open(**parts)
@@ -270,10 +265,8 @@ def without_numbers(meter: Meter, rank: int, world: int) -> Iterator[None]:
 def run_rank(train: Callable, config: Any, rank: int) -> Seen:
     """Train two steps as one rank of `config.dry_run`. Raises what `train` raises."""
     meter, world = Meter(GPUS[config.gpu]), config.dry_run
-    grouped = sys.modules.get("variants.grouped_matmul")  # if it is here, FLOPs are counted expert by expert
-    loops = mock.patch.object(grouped, "can_group", lambda *_: False) if grouped else nullcontext()
     run = Counted(replace(config, steps=2), meter)
-    with without_numbers(meter, rank, world), loops:
+    with without_numbers(meter, rank, world):
         with run:
             train(run.config, run)
         model = predictions.flops_per_token(config, run.parts)[0] * run.tokens / world
@@ -314,6 +307,7 @@ def instead_of(train: Callable) -> Callable:
     def train_or_count(config: Any, run: Run):
         if not config.dry_run:
             return train(config, run)
+        run.parts.give_back()  # each rank that is counted is a run, and prepares menus for itself
         stages = getattr(config, "pp", 1)
         ranks = [int(config.rank)] if config.rank else [stage * config.dry_run // stages for stage in range(stages)]
         print(report([run_rank(train, config, rank) for rank in ranks], config))

@@ -1,11 +1,11 @@
 """Validation and generation: what a run does with a model besides training it, in every layout.
 
 Both look at the model through `look(parts, tokens, targets)`: forward only, whole or stage after stage. Validation has
-the model's own `loss`, also in chunks. Generation gives the head one token, and has a loss that keeps the logits.
+the model's own `loss`, also in chunks. Generation gives the head one token, and keeps its logits.
 """
 
 import os
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -105,27 +105,42 @@ def validate(config: Any, parts: Parts) -> float:
     return loss.item() / count
 
 
-def logits_after(parts: Parts, tokens: Tensor, place: int) -> Tensor:
-    """int64 [1, seq] -> the logits [vocab] of what follows the token at `place`, on every rank. A collective."""
-    model, found, tp = parts.model, positions_of(parts) == place, group_of(parts, "tp")
-    seen: list[Tensor] = []
-    row = int(found.int().argmax())  # of this rank's tokens; any, if another rank of cp has this one
-    right, model.loss = model.loss, lambda logits, _targets: (seen.append(logits), logits.new_zeros(()))[1]
-    with ExitStack() as stack:
-        stack.callback(setattr, model, "loss", right)
+class Logits:
+    """Around the model's loss: in the place of a loss, what the head has said of one token, if somebody asks."""
+
+    def __init__(self, parts: Parts):
+        self.parts, self.asked, self.seen = parts, False, None
+        parts.around(parts.model, "loss", self.loss, by=__name__)
+
+    def loss(self, plain: Callable, logits: Tensor, targets: Tensor) -> Tensor:
+        """logits [1, 1, vocab (/tp)] are kept."""
+        if not self.asked:
+            return plain(logits, targets)
+        self.seen = logits.flatten().float()
+        return logits.new_zeros(())
+
+    def after(self, tokens: Tensor, place: int) -> Tensor:
+        """int64 [1, seq] -> the logits [vocab] of what follows the token at `place`, on every rank. A collective."""
+        parts, self.asked, self.seen = self.parts, True, None
+        model, found, tp = parts.model, positions_of(parts) == place, group_of(parts, "tp")
+        row = int(found.int().argmax())  # of this rank's tokens; any, if another rank of cp has this one
+        hook = None
         if model.lm_head is not None:
             hook = model.lm_head.register_forward_pre_hook(lambda _head, hidden: hidden[0][:, row : row + 1])
-            stack.callback(hook.remove)
-        look(parts, tokens, tokens)
-    whole = torch.zeros(model.config.vocab_size, device=next(model.parameters()).device)
-    if seen:
-        ours = seen[0].flatten().float()  # [vocab / tp]
-        columns = ours.new_empty(tp.size * len(ours))
-        all_gather(columns, ours, tp).wait()
-        whole += columns[: len(whole)] * found.any().to(whole.device)  # without the padding of an uneven cut
-    for dim in ("cp", "pp"):
-        all_reduce(whole, group_of(parts, dim)).wait()
-    return whole
+        try:
+            look(parts, tokens, tokens)
+        finally:
+            self.asked = False
+            if hook is not None:
+                hook.remove()
+        whole = torch.zeros(model.config.vocab_size, device=next(model.parameters()).device)
+        if self.seen is not None:
+            columns = self.seen.new_empty(tp.size * len(self.seen))
+            all_gather(columns, self.seen, tp).wait()
+            whole += columns[: len(whole)] * found.any().to(whole.device)  # without the padding of an uneven cut
+        for dim in ("cp", "pp"):
+            all_reduce(whole, group_of(parts, dim)).wait()
+        return whole
 
 
 def decode(tokens: list[int]) -> str:
@@ -139,10 +154,10 @@ def generate(parts: Parts, prompt: str, n_tokens: int = 400, seed: int = 0) -> s
     A text shorter than the sequence is filled up behind, where causal attention does not look.
     """
     seq_len, tokens = parts.model.config.seq_len, list(prompt.encode())
-    generator = torch.Generator().manual_seed(seed)
+    generator, head = torch.Generator().manual_seed(seed), Logits(parts)
     for _ in range(n_tokens):
         window = tokens[-seq_len:]
-        logits = logits_after(parts, torch.tensor([window + [0] * (seq_len - len(window))]), len(window) - 1)
+        logits = head.after(torch.tensor([window + [0] * (seq_len - len(window))]), len(window) - 1)
         probabilities = (logits.cpu() / 0.8).softmax(-1)
         tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     return decode(tokens)

@@ -1,6 +1,7 @@
 """Layouts that cannot work are refused before anything is built: by the planner's list of rules (theory/layouts.py)."""
 
 from dataclasses import fields
+from math import prod
 from typing import Any
 
 from common import UserError
@@ -21,6 +22,19 @@ NEEDS = [
     ("aux_loss_coeff", "balance", "loss"),
     ("ep_mode", "ep"),
 ]
+SIZES = ("pp", "cp", "tp", "ep")
+
+
+def settle(config: Any, world: int):
+    """Let 0 ranks mean: 2 if those that other flags leave are an even number (for ep, experts too), else 1."""
+    sizes = {dim: getattr(config, dim, 1) for dim in SIZES[:3]}
+    left = (config.dry_run or world) // prod(size or 1 for size in sizes.values())
+    for dim in [dim for dim, size in sizes.items() if size == 0]:
+        sizes[dim] = 1 + (left % 2 == 0)
+        setattr(config, dim, sizes[dim])
+        left //= sizes[dim]
+    if getattr(config, "ep", 1) == 0:
+        config.ep = 1 + (left * sizes["cp"] * sizes["tp"] % 2 == config.experts % 2 == 0)
 
 
 def layout_of(config: Any, world: int) -> Layout:

@@ -32,14 +32,18 @@ def micro_batches(config: Any, parts: Parts) -> int:
     return -(-config.global_batch_size // size(parts, "dp") // config.micro_batch_size)
 
 
+def lists_of(config: Any, parts: Parts) -> list[list[Action]]:
+    """What each rank of a pipeline does in a step."""
+    return plan(config, micro_batches(config, parts))[1]
+
+
 def work_lists(config: Any, parts: Parts) -> tuple[dict[int, Place], list[Action]]:
     """This rank's stages, and what it does with them in a step."""
     m, n = parts.model.config, micro_batches(config, parts)
     if parts.pipeline is None:
         return {0: Place(0, range(m.n_layers), None, None)}, [Action(kind, i, 0) for i in range(n) for kind in "FB"]
-    rank = parts.pipeline.group.rank
-    places, lists = plan(config, n)
-    return {stage: place for stage, place in enumerate(places) if place.rank == rank}, lists[rank]
+    rank, places = parts.pipeline.group.rank, parts.pipeline.places
+    return {stage: place for stage, place in enumerate(places) if place.rank == rank}, lists_of(config, parts)[rank]
 
 
 def work_of(config: Any, parts: Parts) -> Work:
@@ -105,13 +109,13 @@ def module_runs(config: Any, parts: Parts) -> tuple[list, list, set[int], set]:
         place, last = places[stage], len(modules) - 1
         ends = [0] * (place.before is None), [last - 1, last] * (place.after is None)
         runs.append((kind, [*ends[0], *(number[n] for n in place.layers), *ends[1]]))
-    shared = {*uses[0]} & {*uses[-1]} if 0 in places and way_end(config, parts) in places else set()
+    shared = {*uses[0]} & {*uses[-1]} if 0 in places and way_end(parts) in places else set()
     return uses, runs, set(number.values()), shared
 
 
-def way_end(config: Any, parts: Parts) -> int:
+def way_end(parts: Parts) -> int:
     """The stage with the loss of what begins in stage 0."""
-    places, stage = plan(config, micro_batches(config, parts))[0] if parts.pipeline is not None else [], 0
+    places, stage = parts.pipeline.places if parts.pipeline is not None else [], 0
     while places and places[stage].after is not None:
         stage = places[stage].after
     return stage
@@ -119,9 +123,8 @@ def way_end(config: Any, parts: Parts) -> int:
 
 def pipeline_traffic(config: Any, parts: Parts) -> Traffic:
     """What crosses the boundaries of this rank's stages, and a tied matrix, which two ranks have."""
-    w, rank = work_of(config, parts), parts.pipeline.group.rank
-    places, lists = plan(config, micro_batches(config, parts))
-    targets = (consumer(action, places) for action in lists[rank])
+    w, rank, places = work_of(config, parts), parts.pipeline.group.rank, parts.pipeline.places
+    targets = (consumer(action, places) for action in lists_of(config, parts)[rank])
     sends = sum(to is not None and places[to.stage].rank != rank for to in targets)
     sent = sends * w.tokens / parts.pipeline.sp_ranks * w.m.dim * w.e
     first, last = places[0].rank, places[-1].rank

@@ -104,7 +104,7 @@ def documents() -> dict[str, float]:
 
 def join() -> comm.Group:
     """Meet the others, as a run would."""
-    devices.prepare()
+    devices.set_environment()
     devices.meet(SimpleNamespace(device="auto", backend="auto", timeout=60.0, sync=""))
     return comm.Mesh(dp=dist.get_world_size())["dp"]
 

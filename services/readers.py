@@ -169,4 +169,10 @@ def attach(_config: Any, parts: Parts):
         raise UserError(f"--dataset {source}: bytes and END are {END + 1} tokens: set --vocab-size to at least that")
 
 
-READERS |= dict.fromkeys([*KINDS, "folder", "hub"], read)
+def prepare(config: Any, parts: Parts):
+    """Of the hub, more than a column `text`: configs, token ids, labels."""
+    if config.dataset and not Path(config.dataset).exists():
+        parts.instead(READERS, "hub", read, by=__name__)
+
+
+READERS |= {kind: read for kind in (*KINDS, "folder") if kind not in READERS}

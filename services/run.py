@@ -27,8 +27,8 @@ class ServedRun(OpenRun):
     """A run with what the flags ask for around it."""
 
     def __init__(self, config: Any):
-        super().__init__(config)
         check(config, int(os.environ.get("WORLD_SIZE", 1)))
+        super().__init__(config)
         self.ledger = Ledger()
 
     def __enter__(self) -> "ServedRun":
@@ -98,6 +98,6 @@ def surround(train: Callable) -> tuple[Callable, type, type]:
 
     The script runs as `__main__`; what attaches imports it by its name, so that module's `train` is taken.
     """
-    devices.prepare()
+    devices.set_environment()
     step = importlib.import_module(Path(inspect.getfile(train)).stem)
     return dry_run.instead_of(step.train), compose(step), ServedRun

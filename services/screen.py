@@ -32,7 +32,7 @@ from services.launch import gather_objects
 from services.ledger import Ledger, traffic_table
 from services.memory import Held, memory_table, peak_memory
 from services.tables import full_shape, human, reduction_table
-from step06_pipeline import costs_of, plan
+from step06_pipeline import costs_of
 from variants import Parts
 
 
@@ -173,10 +173,8 @@ class Screen:
         if parts.sync is not None:
             texts += [mesh_picture(parts.mesh), reduction_table(parts.model, parts.mesh)]
         if parts.pipeline is not None:
-            texts.append(stages_picture(config.schedule, *plan(config, predictions.micro_batches(config, parts))))
-        if changed := dict.fromkeys(str(change) for change in parts.attached if change.by.startswith("variants.")):
-            texts.append(f"attached: {'; '.join(changed)}")
-        return [*texts, memory_table(self.predicted, self.held.most)]
+            texts.append(stages_picture(config.schedule, parts.pipeline.places, predictions.lists_of(config, parts)))
+        return [*texts, *parts.said(), memory_table(self.predicted, self.held.most)]
 
     def begin(self, step: int):
         """Before a step."""
@@ -242,7 +240,7 @@ class Screen:
 
     def draw_timeline(self, rows: list[list]):
         """timeline.json and timeline.png: what each stage did when in the last step, of one pipeline."""
-        places, lists = plan(self.config, predictions.micro_batches(self.config, self.parts))
+        places, lists = self.parts.pipeline.places, predictions.lists_of(self.config, self.parts)
         kinds = {kind for row in rows for kind, *_ in row}
         spans = {kind: [end - start for row in rows for k, *_, start, end in row if k == kind] for kind in kinds}
         costs = {kind: sum(seconds) / len(seconds) for kind, seconds in spans.items()}

@@ -2,35 +2,33 @@
 
 compose(step)            the step's Config with the flags of all variants and services
 check(config, world)     let all settle what is open, then refuse what cannot work
-OpenRun(config)          the plain run, with everything attached to its parts: what all other runs build on
+OpenRun(config)          the plain run, with everything prepared and attached: what all other runs build on
 """
 
 import dataclasses
 import importlib
-import os
 import pkgutil
 from functools import lru_cache
-from math import prod
 from types import ModuleType
 from typing import Any
 
 import variants
 from common import UserError
+from common.comm import Mesh
 from common.trainer import Run
-from services import stages
+from services import legal
 from variants import Parts
 
 # Attached after the variants, in this order; by name, as some of them build on this file.
-SERVICES = "devices shapes legal readers resume evaluation health replicas dry_run screen"
+SERVICES = "stages devices shapes legal readers resume evaluation health replicas dry_run screen"
 
 
 @lru_cache
 def plugins() -> list[ModuleType]:
     """All variants, by name, then services. To import them adds their entries to the menus."""
     names = sorted(f"variants.{info.name}" for info in pkgutil.iter_modules(variants.__path__))
-    found = [importlib.import_module(name) for name in names]
-    stages.extend_menu()
-    return [*found, stages, *(importlib.import_module(f"services.{name}") for name in SERVICES.split())]
+    names += [f"services.{name}" for name in SERVICES.split()]
+    return [importlib.import_module(name) for name in names]
 
 
 def offered(cls: type, function: str) -> list[ModuleType]:
@@ -39,25 +37,15 @@ def offered(cls: type, function: str) -> list[ModuleType]:
     return [plugin for plugin in found if hasattr(plugin, function)]
 
 
-def choose_sizes(config: Any):
-    """Let 0 ranks mean: 2 if those that other flags leave are an even number (for ep, experts too), else 1."""
-    sizes = {dim: getattr(config, dim, 1) for dim in ("pp", "cp", "tp")}
-    left = (config.dry_run or int(os.environ.get("WORLD_SIZE", 1))) // prod(size or 1 for size in sizes.values())
-    for dim in [dim for dim, size in sizes.items() if size == 0]:
-        sizes[dim] = 1 + (left % 2 == 0)
-        setattr(config, dim, sizes[dim])
-        left //= sizes[dim]
-    if getattr(config, "ep", 1) == 0:
-        config.ep = 1 + (left * sizes["cp"] * sizes["tp"] % 2 == config.experts % 2 == 0)
-
-
 @lru_cache
 def compose(step: ModuleType) -> type:
     """The step's Config with the flags of everything that attaches to it."""
     flags = [plugin.Flags for plugin in offered(step.Config, "Flags")]
-    about = step.Config.__doc__ + " --pp, --cp, --tp, --ep 0: 2, if it divides, else 1." * hasattr(step.Config, "tp")
-    about = dict(__module__=step.__name__, __doc__=about, __post_init__=choose_sizes)
-    return dataclasses.dataclass(type("Config", (step.Config, *flags), about))
+    open_sizes = [dim for dim in legal.SIZES if hasattr(step.Config, dim)]  # 0 is allowed: legal.py settles it
+    fields = [(dim, int, dataclasses.field(default=1, metadata=dict(least=0))) for dim in open_sizes]
+    about = step.Config.__doc__ + " --pp, --cp, --tp, --ep 0: 2, if it divides, else 1." * bool(fields)
+    about = dict(__module__=step.__name__, __doc__=about)
+    return dataclasses.make_dataclass("Config", fields, bases=(step.Config, *flags), namespace=about)
 
 
 def spelled(name: str, value: Any) -> str:
@@ -85,18 +73,32 @@ def check_needs(config: Any):
 def check(config: Any, world: int):
     """Let all set the flags that are left open, and then refuse those that cannot work. Raises UserError."""
     for plugin in offered(type(config), "settle"):
-        plugin.settle(config)
+        plugin.settle(config, world)
     check_needs(config)
     for plugin in offered(type(config), "check"):
         plugin.check(config, world)
 
 
 class OpenRun(Run):
-    """A run to whose parts variants and services are attached, and nothing else."""
+    """A run for which variants and services prepare menus, and to whose parts they attach; nothing else."""
+
+    def __enter__(self) -> "OpenRun":
+        """From now on, until the step has built, menus have what the flags ask for."""
+        self.parts = Parts(self)
+        for plugin in offered(type(self.config), "prepare"):
+            plugin.prepare(self.config, self.parts)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any):
+        """Also where the step could not be built."""
+        self.parts.give_back()
+        super().__exit__(*error)
 
     def open(self, **parts: Any) -> Parts:
         """What `steps` begins with."""
-        self.parts = Parts(run=self, **parts)
+        self.parts.give_back()
+        mesh = parts.pop("mesh", None) or Mesh(dp=1)  # step 1 has none
+        self.parts = dataclasses.replace(self.parts, mesh=mesh, **parts)
         for plugin in offered(type(self.config), "attach"):
             self.parts.kept[plugin.__name__] = plugin.attach(self.config, self.parts)
         return self.parts

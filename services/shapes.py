@@ -49,7 +49,7 @@ def differing(shape: ModelConfig, preset: ModelConfig) -> str:
     return " ".join(flags)
 
 
-def settle(config: Any):
+def settle(config: Any, world: int):
     """Let `--model` stand for the preset with its overrides. Raises UserError."""
     preset = PRESETS[config.model]
     flags = {field.name: getattr(config, field.name) for field in dataclasses.fields(Flags)}

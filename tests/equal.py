@@ -107,7 +107,7 @@ class Watch(Seeing, OpenRun):
 
     def __enter__(self) -> "Watch":
         self.first = False
-        return self
+        return super().__enter__()
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """With what attaches to its parts, and nothing else."""

@@ -261,9 +261,6 @@ class Watched(OpenRun):
         super().__init__(config)
         self.first, self.watch = False, watch
 
-    def __enter__(self) -> "Watched":
-        return self
-
     def steps(self, **parts: Any) -> Iterator[int]:
         """After everything has been attached."""
         parts = self.open(**parts)
@@ -340,9 +337,10 @@ def see(step: str, options: dict, rank: int = 0, world: int = 8, capability: tup
     """Train as a rank of so many under `options` (flags, and fields of the model's shape); what was seen on the way."""
     cuts = prod(options.get(dim, 1) for dim in ("pp", "cp", "tp"))
     config, watch = config_of(step, BASE | dict(global_batch_size=2 * world // cuts) | options), Watch()
-    with fake_gpu(watch, rank, world, capability), Watched(config, watch) as run:
+    with fake_gpu(watch, rank, world, capability):
         check(config, world)
-        importlib.import_module(step).train(config, run)
+        with Watched(config, watch) as run:
+            importlib.import_module(step).train(config, run)
     return watch
 
 

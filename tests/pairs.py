@@ -131,7 +131,6 @@ REFUSED: list[tuple[Options, Options]] = [  # what else does not go together
     (dict(compress=("bf16", "int8", "topk")), dict(dtype=("fp16",))),
     (dict(sync=("torch",)), dict(dtype=("bf16", "fp16"))),
     (dict(tp_overlap=(True,)), dict(schedule=W)),
-    (dict(expert_matmul=("grouped",)), dict(schedule=W)),
 ]
 NOWHERE = {("sync", "torch"): STEPS[5:]}  # values that these steps refuse, whatever is beside them
 FEW = 1500

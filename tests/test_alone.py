@@ -181,3 +181,55 @@ def test_a_print_in_a_step_appears(server, alone, tmp_path, step, ranks, flags):
     for rank, (plain, served) in enumerate(zip(*counts, strict=True)):
         fewer = {what: (n, served.get(what, 0)) for what, n in plain.items() if served.get(what, 0) < n}
         assert len(plain) > 50 and not fewer, (rank, fewer)
+
+
+ATTACHED = [
+    (
+        "step01_single_gpu",
+        0,
+        "--dtype fp16 --loss-chunk 32 --recompute selective",
+        """
+        chunked_loss around Linear.forward
+        chunked_loss around Decoder.loss
+        fp16 around Decoder.loss
+        fp16 around Optimizer.gradients
+        fp16 around ServedRun.require_finite
+        fp16 around Optimizer.step
+        fp16 around AdamW.step
+        selective around DecoderLayer.forward (x2)""",
+    ),
+    (
+        "step03_zero",
+        2,
+        "--zero 2 --zero-replicas 2 --skip-spikes 3 --offload-optimizer cpu --dtype fp32",
+        """
+        zero_replicas around menu entry 2
+        offload_optimizer instead of Zero2.step
+        skip_spikes around Zero2.step
+        skip_spikes around AdamW.step
+        skip_spikes around ServedRun.record
+        zero_replicas around Zero2.finish""",
+    ),
+    (
+        "step07_moe_ep",
+        2,
+        "--tp 2 --tp-overlap --expert-matmul grouped --pp-split cost --prefetch --z-loss 0.1",
+        """
+        routing instead of menu entry loss
+        stages around menu entry 1f1b
+        block_overlap instead of Linear.forward (x6)
+        block_overlap instead of Attention.enter (x2)
+        grouped_matmul instead of ExpertLinear.forward (x6)
+        prefetch around Data.batch""",
+    ),
+]
+
+
+@pytest.mark.parametrize("step, ranks, flags, lines", ATTACHED)
+def test_a_run_says_what_is_attached(server, tmp_path, step, ranks, flags, lines):
+    """One rank says it, once: a line for each change, and of how many objects."""
+    words = f"{step}.py {FEW} {flags} {QUIET} --out {tmp_path / 'out'}".split()
+    status, text = server.run(ROOT, ranks, *words, log=tmp_path / "log")
+    assert status == 0, text
+    said = re.findall(r"^attached: (.*)$", text, re.M)
+    assert said == [line.strip() for line in lines.strip().splitlines()]

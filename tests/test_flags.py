@@ -5,6 +5,7 @@ import pytest
 import step07_moe_ep as step07
 from common import UserError
 from common.trainer import parse
+from services import legal
 from services.seam import compose
 from tests import equal
 from tests.pool import error_of
@@ -72,7 +73,8 @@ WRONG = {  # ranks, step, flags; the line begins with the flag
 def test_0_ranks_means_choose(ranks, flags, chosen):
     """From the ranks that are left; a step alone does not choose."""
     words = [f"--{name}={value}" for name, value in flags.items()]
-    config = parse(compose(step07), ["--dry-run", str(ranks), *words])
+    config = parse(compose(step07), ["--micro-batch-size=1", *words])
+    legal.settle(config, ranks)
     assert (config.pp, config.cp, config.tp, config.ep) == chosen
     if 0 in flags.values():
         with pytest.raises(UserError, match=" is 0: it must be at least 1"):

@@ -193,11 +193,11 @@ def test_n7_and_n10_settings_before_cuda_starts(monkeypatch, capsys):
     """With a build for GPUs: what the user has set stays; a run's first line shows it. Else nothing is set."""
     kept = {name: value for name, value in os.environ.items() if name not in devices.ENVIRONMENT}
     with mock.patch.dict(os.environ, kept, clear=True):
-        devices.prepare()
+        devices.set_environment()
         assert not devices.ENVIRONMENT.keys() & os.environ.keys()
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "16"
-        devices.prepare()
+        devices.set_environment()
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H100")
         devices.introduce(step01.Config(), torch.device("cuda", 0))
     said = capsys.readouterr().out
@@ -241,8 +241,7 @@ def chooses_again(mode: str) -> bool:
 def test_n8_a_router_chooses_once(mode):
     """What is recomputed visits the experts of the first time; else gradients are those of another function."""
     assert not chooses_again(mode)
-    kept = "recompute_but_choices" if mode == "full" else "recompute_selectively"
-    with undone("variants.selective", kept, "CHOICE", "[]"):
+    with undone("variants.selective", "attach", "CHOICE", "[]"):
         assert chooses_again(mode)
 
 

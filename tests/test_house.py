@@ -50,15 +50,42 @@ def tree_of(module: str) -> ast.Module:
     return ast.parse(FILES[module].read_text())
 
 
-def imported(module: str) -> set[str]:
-    """All modules that a file imports, ours with full names, wherever the import stands."""
-    found = set()
-    for node in ast.walk(tree_of(module)):
+DOORS = {  # imports by string that no rule counts: what stands alone asks whether there is more beside it
+    ("common.trainer", "services.run"),  # main: the run with everything around it
+    ("theory.plan", "services.seam"),  # schedules of variants
+    ("theory.plan", "variants.expert_presets"),  # and models
+}
+LOADERS = {"services.seam", "services.run", "services.pages.__main__"}  # of plug-ins, of the script, of labs
+
+
+def by_string(tree: ast.Module) -> list[str]:
+    """Modules that are imported, or taken where Python keeps those, by a string; "" for one that is made as it runs."""
+    given = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and node.args:
+            call = ast.unparse(node.func)
+            imports = call.split(".")[-1] in ("import_module", "__import__", "run_module")
+            given += [node.args[0]] if imports or call == "sys.modules.get" else []
+        elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "sys.modules":
+            given += [node.slice]
+    return [node.value if isinstance(node, ast.Constant) else "" for node in given]
+
+
+def imported_by(tree: ast.Module) -> set[str]:
+    """All modules that a parsed file imports, ours with full names, wherever and however it does so."""
+    found = {name for name in by_string(tree) if name in FILES}
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             inner = {f"{node.module}.{alias.name}" for alias in node.names} & FILES.keys()
             found |= inner | ({node.module} if len(inner) < len(node.names) else set())
+    return found
+
+
+def imported(module: str) -> set[str]:
+    """Those of a file of ours, with their packages, but for the doors."""
+    found = {name for name in imported_by(tree_of(module)) if (module, name) not in DOORS}
     return found | {name.split(".")[0] for name in found if "." in name and name.split(".")[0] in FILES}
 
 
@@ -162,11 +189,36 @@ def test_the_only_door_is_in_trainer():
             assert "importlib" not in text or module == "common.trainer", module
 
 
+@pytest.mark.parametrize(
+    "text, name",
+    [
+        ('import importlib\ndef f():\n    importlib.import_module("services.run")', "services.run"),
+        ('from importlib import import_module\nimport_module("theory.plan").main()', "theory.plan"),
+        ('__import__("step07_moe_ep").MoE', "step07_moe_ep"),
+        ('import sys\nsys.modules["variants.routing"]', "variants.routing"),
+        ('import sys\nsys.modules.get("variants.routing")', "variants.routing"),
+    ],
+)
+def test_an_import_by_string_is_seen(text, name):
+    """By the same function as all others, so every rule above and below holds for it."""
+    assert name in imported_by(ast.parse(text))
+    assert room_of(name) not in MAY["common"] and room_of(name)
+
+
+def test_only_loaders_import_what_they_do_not_name():
+    """Else a string that is made as the program runs would hide an import; and every door is used."""
+    for module in FILES:
+        if room_of(module) in ("step", "common", "variants", "services", "theory"):
+            assert "" not in by_string(tree_of(module)) or module in LOADERS, module
+    assert all(name in by_string(tree_of(module)) for module, name in DOORS)
+
+
 def test_there_is_no_circle():
-    """The modules can be put in an order in which each imports earlier ones only."""
+    """The modules can be put in an order in which each imports earlier ones only, also through theory's doors."""
     rooms = {"", "tests", "labs"}
+    doors = {"theory.plan": {name for module, name in DOORS if module == "theory.plan"}}
     waits = {
-        name: {other for other in imported(name) if other in FILES and other not in (name, room_of(name))}
+        name: {other for other in (*imported(name), *doors.get(name, ())) if other in FILES} - {name, room_of(name)}
         for name in FILES
         if room_of(name) not in rooms
     }
@@ -216,6 +268,32 @@ def test_a_variant_is_one_small_file(module):
             for field in (part for part in node.body if isinstance(part, ast.AnnAssign)):
                 line = FILES[module].read_text().splitlines()[field.lineno - 1]
                 assert "  # " in line, f"{module}: {line.strip()} has no help"
+
+
+@pytest.mark.parametrize("module", [name for name in FILES if room_of(name) == "variants" and name != "variants"])
+def test_variants_have_one_shape(module):
+    """A docstring that names the flags, and where it would stand; `Flags` before all code; an entry or a verb.
+
+    A library says so, has none of these, and is imported by variants alone.
+    """
+    body, doc = tree_of(module).body, ast.get_docstring(tree_of(module))
+    names = [getattr(node, "name", "") for node in body]
+    stored = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+    entries = [node for node in stored if isinstance(node, ast.Subscript)]
+    entries += [node for node in body if isinstance(node, ast.AugAssign)]
+    acts = entries or {"prepare", "attach"} & {*names}
+    if doc.startswith("A library"):
+        users = {room_of(name) for name in FILES if module in imported(name)} - {"tests"}
+        assert not acts and "Flags" not in names and users == {"variants"}
+        return
+    assert acts, "it changes nothing"
+    assert "--" in doc, "no flag"
+    assert re.search(r"[Ii]n (step \d|common/)", doc), "where would it stand?"
+    if "Flags" in names:
+        first = next(i for i, node in enumerate(body) if isinstance(node, ast.FunctionDef))
+        fields = [part.target.id for part in body[names.index("Flags")].body if isinstance(part, ast.AnnAssign)]
+        assert names.index("Flags") < first
+        assert not [name for name in fields if "--" + name.replace("_", "-") not in doc], "a flag without a word"
 
 
 def test_no_state_in_modules():

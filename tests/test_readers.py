@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -12,6 +13,7 @@ from common.data import END, Data, read_files
 from common.model import IGNORE, PRESETS, ModelConfig
 from services import evaluation, readers, shapes
 from services.seam import compose
+from variants import Parts
 
 SEQ = 8
 TEXTS = ["Hello, world.\n", "Grüße, Welt!", "", "third " * 20]
@@ -24,7 +26,12 @@ def shape(vocab_size: int) -> ModelConfig:
 
 def read(source: str | Path, vocab_size: int = END + 1) -> Data:
     """Batches of 4."""
-    return Data(str(source), shape(vocab_size), 4, 0)
+    parts = Parts(None)
+    readers.prepare(SimpleNamespace(dataset=str(source)), parts)
+    try:
+        return Data(str(source), shape(vocab_size), 4, 0)
+    finally:
+        parts.give_back()
 
 
 @pytest.fixture(autouse=True)
@@ -126,9 +133,9 @@ def test_shape_flags():
     made = compose(step01)
     config = made(model="debug", dim=32, tied=True)
     for _ in range(2):  # the second time nothing is left to change
-        shapes.settle(config)
+        shapes.settle(config, 1)
     assert config.model == "debug --dim 32 --tied"
     assert PRESETS[config.model].dim == 32 and PRESETS[config.model].tied and PRESETS[config.model].n_layers == 2
     for flags, says in [(dict(dim=36), "choose --dim as a multiple of 8"), (dict(n_kv_heads=3), "divisors of 4")]:
         with pytest.raises(Exception, match=says):
-            shapes.settle(made(model="debug", **flags))
+            shapes.settle(made(model="debug", **flags), 1)

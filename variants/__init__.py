@@ -1,23 +1,21 @@
-"""How a variant attaches: one file is one technique, which changes a step from outside.
+"""Further techniques, one file each. A file changes a step from outside, where a flag asks for it. The rules:
 
-A file may hold
-    entries of menus      added when it is imported, so a flag of a step has one more value: SYNCS["torch"] = TorchSync.
-                          An entry of a step may be wrapped: it is called, unless a flag asks for something else
-    class Flags           a dataclass: its own flags, with a comment each, which become fields of the run's config
-    SINCE                 the Config of the step from which on these flags exist; without it, they do in all steps
-    NEEDS                 flags that matter only beside others: (flag, other, its values), or (flag, other): other is
-                          not at its default. Where such a flag is set and the other is not, the run is refused
-    settle(config)        sets flags that are left open, before any check
-    check(config, world)  raises UserError for flags that cannot work, before anything is built; it sets none
-    attach(config, parts) called once before the first step, with all that the step has built (`Parts`): if its flags
-                          are set, it changes data and, by `parts.instead` and `parts.around` alone, calls. What it
-                          returns is `parts.kept` by its name; in checkpoints, too, if it has `state()`, which is the
-                          same on all ranks and fits in JSON, and `restore(state)`
-
-Whoever comes first, calls nest alike: inside is the step's own, or the one `instead` of it; then come those that stand
-`around` it, in ORDER; outside are services and tests, which look on. With default flags there is no variant in between.
+ 1  A file is a docstring (idea, law, source), `Flags` (a dataclass, a comment each), and what it adds or attaches.
+ 2  It serves the steps from SINCE, a Config, on; without SINCE all. One that only others import is a *library*.
+ 3  An entry of a menu, added when the file is imported, is one more value of a flag: SYNCS["torch"] = TorchSync.
+ 4  `settle(config, world)` sets flags that are left open. Nobody else sets flags.
+ 5  A flag that is set and cannot matter is refused: NEEDS has (flag, other, its values); no values: other must be set.
+    `check(config, world)` raises UserError for what else cannot work. Both come before anything is built.
+ 6  `prepare(config, parts)`, before the step builds, may change entries of menus, until the step has built.
+ 7  `attach(config, parts)`, before the first step, may change data that the step has built, and calls.
+ 8  Entries and calls are changed by `parts.instead` (at most one file) and `parts.around` alone. Whoever comes first,
+    they nest alike: the step's own or the one instead of it, those around it in ORDER, services and tests (look on).
+ 9  With default flags nobody changes anything: what you read is what runs. A run prints what is changed.
+10  What `attach` returns is `parts.kept` by the file's name; in checkpoints, too, if it has `restore(state)` and
+    `state()`, which is the same on all ranks and fits in JSON.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,39 +30,53 @@ from common.trainer import Run
 # Who stands around calls, from the inside to the outside: sums of gradients come before what becomes of them; a chunk's
 # loss is not scaled; a skipped update moves biases, and all of it waits for the record; what is read ahead, or comes as
 # a message, is looked at by documents.
-ORDER = ["compress", "zero_replicas", "grad_dtype", "chunked_loss", "fp16", "balance_bias", "skip_spikes", "prefetch"]
-ORDER += ["compress_activations", "cp_flash", "documents"]
+ORDER = ["selective", "compress", "zero_replicas", "grad_dtype", "chunked_loss", "fp16", "balance_bias", "skip_spikes"]
+ORDER += ["prefetch", "compress_activations", "cp_flash", "documents"]
 
 
 class Change(NamedTuple):
-    """What one file does to one method of one object."""
+    """What one file does to one method of one object, or to one entry of a menu."""
 
     owner: Any
-    method: str
+    name: Any  # of the method, or the entry's key
     by: str  # the file: its __name__
     how: str
     call: Callable
     plain: Callable  # the step's own
 
     def __str__(self) -> str:
-        return f"{self.by.split('.')[-1]} {self.how} {type(self.owner).__name__}.{self.method}"
+        menu = isinstance(self.owner, dict)
+        what = f"menu entry {self.name}" if menu else f"{type(self.owner).__name__}.{self.name}"
+        return f"{self.by.split('.')[-1]} {self.how} {what}"
+
+    @property
+    def asked(self) -> bool:
+        """Whether a flag has asked for it; else it is somebody who looks on."""
+        return self.how == "instead of" or self.by.startswith("variants.") or isinstance(self.owner, dict)
 
     def place(self) -> int:
         """How far outside it stands."""
         room, _, name = self.by.rpartition(".")
         return -1 if self.how == "instead of" else ORDER.index(name) if room == "variants" else len(ORDER)
 
+    def put(self, call: Callable):
+        """Whoever asks for the method, or the entry, gets this one."""
+        if isinstance(self.owner, dict):
+            self.owner[self.name] = call
+        else:
+            setattr(self.owner, self.name, call)
+
 
 @dataclass
 class Parts:
-    """What a step has built (None, or a mesh of one rank: it does not know this), and what has been attached to it."""
+    """What a step has built (None: it does not know this; of one rank there is a mesh), and what has been attached."""
 
     run: Run
-    model: Any
-    optimizer: Any
-    data: Any
+    model: Any = None
+    optimizer: Any = None
+    data: Any = None
     sync: Any = None
-    mesh: Mesh = field(default_factory=lambda: Mesh(dp=1))
+    mesh: Mesh | None = None
     positions: Tensor | None = None
     pipeline: Any = None
     attached: list[Change] = field(default_factory=list)
@@ -80,23 +92,37 @@ class Parts:
         """Of actions, if a pipeline follows a list of them."""
         return {line.action.kind for line in getattr(self.pipeline, "program", ())}
 
-    def instead(self, owner: Any, method: str, call: Callable, by: str):
-        """`owner.method(...)` becomes `call(...)`. Raises UserError if another file has done the same."""
-        self.change(owner, method, by, "instead of", call)
+    def instead(self, owner: Any, name: Any, call: Callable, by: str):
+        """`owner.name(...)` or, of a menu, `owner[name](...)` becomes `call(...)`. Raises UserError if another file has
+        done the same.
+        """
+        self.change(owner, name, by, "instead of", call)
 
-    def around(self, owner: Any, method: str, call: Callable, by: str):
-        """`owner.method(...)` becomes `call(inner, ...)`, where `inner` is what this stands around."""
+    def around(self, owner: Any, name: Any, call: Callable, by: str):
+        """The same becomes `call(inner, ...)`, where `inner` is what this stands around."""
         assert by.partition("variants.")[2] in ["", *ORDER], f"say in ORDER of variants/__init__.py where {by} stands"
-        self.change(owner, method, by, "around", call)
+        self.change(owner, name, by, "around", call)
 
-    def change(self, owner: Any, method: str, by: str, how: str, call: Callable):
-        """Note it, and nest all changes of this method anew."""
-        alike = [change for change in self.attached if change.owner is owner and change.method == method]
-        new = Change(owner, method, by, how, call, alike[0].plain if alike else getattr(owner, method))
+    def change(self, owner: Any, name: Any, by: str, how: str, call: Callable):
+        """Note it, and nest all changes of this method or entry anew."""
+        alike = [change for change in self.attached if change.owner is owner and change.name == name]
+        own = owner[name] if isinstance(owner, dict) else getattr(owner, name)
+        new = Change(owner, name, by, how, call, alike[0].plain if alike else own)
         if how == "instead of" and (other := next((old for old in alike if old.how == how), None)):
             raise UserError(f"{other} and {new}: two flags that do not go together")
         self.attached.append(new)
         inner = new.plain
         for change in sorted([*alike, new], key=Change.place):
             inner = change.call if change.how == "instead of" else partial(change.call, inner)
-        setattr(owner, method, inner)
+        new.put(inner)
+
+    def give_back(self):
+        """Menus are as they were: the step has built, or will not."""
+        for change in self.attached:
+            if isinstance(change.owner, dict):
+                change.put(change.plain)
+
+    def said(self) -> list[str]:
+        """A line for each kind of change that a flag has asked for, and of how many objects."""
+        lines = Counter(f"attached: {change}" for change in self.attached if change.asked)
+        return [line + f" (x{n})" * (n > 1) for line, n in lines.items()]

@@ -9,7 +9,7 @@ no dx, and nobody waits for dW. So, here in one function for f and the matrices 
 With --sp, f has made s tokens of s/n. Autograd would keep all s for dW. Here a block keeps its s/n, and gathers them
 again in backward while dx is computed: two more all-gathers a layer and micro-batch, and n times less to keep.
 
-In step 4, f's hook would stand for q_proj, k_proj and v_proj too, as `enter` does below. Experts stay as they are.
+In step 4, f would stand for q_proj, k_proj and v_proj too, as `enter` does below. Experts stay as they are.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.comm import Group, all_gather, all_reduce, reduce_scatter
-from common.model import Decoder
 from step04_tp_sp import COLUMNS, Config
 from variants import Parts
 
@@ -99,25 +98,36 @@ class EnterLinears(torch.autograd.Function):
         return reducing(), None, None, None, *dws
 
 
-def enter(linears: list[nn.Linear], group: Group, gather: Callable, reduce: Callable, _block: Any, inputs: tuple):
-    """Pre-hook of a block, in the place of f: compute what its first matrices will be asked for, and hand it over."""
-    outputs = EnterLinears.apply(inputs[0], group, gather, reduce, *(linear.weight for linear in linears))
-    for linear, output in zip(linears, outputs, strict=True):
-        linear.forward = partial(lambda box, _x: box.pop(), [output])  # given away: a layer must not keep it
+def enter(
+    linears: list[nn.Linear], boxes: list[list], group: Group, gather: Callable, reduce: Callable, x: Tensor
+) -> Tensor:
+    """In the place of f: compute what the block's first matrices will be asked for, and put it into their boxes."""
+    outputs = EnterLinears.apply(x, group, gather, reduce, *(linear.weight for linear in linears))
+    for box, output in zip(boxes, outputs, strict=True):
+        box.append(output)
+    return x
 
 
-def overlap_blocks(model: Decoder, group: Group, gather: Callable, reduce: Callable):
-    """Put `enter` in the place of f in every attention and MLP, whose first matrices step 4 has cut by columns."""
-    for layer in model.model.layers.values():
-        for block in (layer.self_attn, layer.mlp):
-            linears = [child for name, child in block.named_children() if name in COLUMNS]
-            if linears:
-                block._forward_pre_hooks.clear()
-                block.register_forward_pre_hook(partial(enter, linears, group, gather, reduce))
+def hand_over(box: list[Tensor], _x: Tensor) -> Tensor:
+    """In the place of such a matrix. The output is given away: a layer must not keep it."""
+    return box.pop()
+
+
+def overlap(parts: Parts, block: nn.Module, group: Group, gather: Callable, reduce: Callable, by: str) -> bool:
+    """Put `enter` in the place of a block's f, if step 4 has cut its first matrices by columns; whether it has."""
+    linears = [child for name, child in block.named_children() if name in COLUMNS]
+    boxes = [[] for _ in linears]
+    for linear, box in zip(linears, boxes, strict=True):
+        parts.instead(linear, "forward", partial(hand_over, box), by=by)
+    if linears:
+        parts.instead(block, "enter", partial(enter, linears, boxes, group, gather, reduce), by=by)
+    return bool(linears)
 
 
 def attach(config: Any, parts: Parts):
     """Let the blocks overlap."""
     if config.tp_overlap and config.compress_activations == "none":  # which overlaps by itself
         starts = (start_gather, start_scatter) if config.sp else (start_keep, start_total)
-        overlap_blocks(parts.model, parts.mesh["tp"], *starts)
+        for layer in parts.model.model.layers.values():
+            for block in (layer.self_attn, layer.mlp):
+                overlap(parts, block, parts.mesh["tp"], *starts, by=__name__)

@@ -6,7 +6,7 @@ its part of the head's gradient can be found as soon as its loss is, and its log
 
 The head hands the hidden states on, and the loss multiplies by its weight, chunk by chunk. Whatever loss the model has
 (step 4's too, over a vocabulary that is cut) is called for each chunk. Where all tokens are one chunk, all is as in the
-plain step, whose `Decoder.forward` would call this function in its last line.
+plain step. In step 1 the last line of `Decoder.forward` would call this function.
 """
 
 from collections.abc import Callable

@@ -16,7 +16,7 @@ What blocks and stages send one another is rounded before it leaves, in forward 
 Backward is the gradient of what is not rounded ("straight through"), itself rounded where it travels. Exact stay
 embedding, head and loss, experts' rows, and keys and values over cp.
 
-In step 4, `gather`, `scatter` and `total` would be the three below; in step 6 `send_receive` would pack and unpack.
+In step 4, `gather_tokens` and its like would be the three below; in step 6 `send_receive` would pack and unpack.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from common.comm import Group, all_gather, all_to_all
 from common.model import wide
 from step04_tp_sp import COLUMNS, Config, Conjugate, unchanged
 from variants import Parts
-from variants.block_overlap import Ending, overlap_blocks, start_keep
+from variants.block_overlap import Ending, overlap, start_keep
 
 SINCE = Config
 BLOCK = 256  # values with one scale
@@ -107,22 +107,19 @@ def at_once(start: Callable, x: Tensor, group: Group) -> Tensor:
 
 
 def narrow_blocks(parts: Parts, config: Any, bits: Bits):
-    """Other f and g for every attention and MLP, in the place of step 4's hooks."""
+    """Other f and g for every attention and MLP, in the place of step 4's."""
     group = parts.mesh["tp"]
     gather, scatter, total = (
         partial(at_once, start) for start in (bits.start_gather, bits.start_scatter, bits.start_total)
     )
     f, g = ((gather, scatter), (scatter, gather)) if config.sp else ((unchanged, total), (total, unchanged))
+    starts = (bits.start_gather, bits.start_scatter) if config.sp else (start_keep, bits.start_total)
     for layer in parts.model.model.layers.values():
         blocks = [block for block in (layer.self_attn, layer.mlp) if {*dict(block.named_children())} & {*COLUMNS}]
         for block in blocks:  # experts have no f and no g
-            block._forward_pre_hooks.clear()
-            block._forward_hooks.clear()
-            block.register_forward_pre_hook(lambda _, inputs: (Conjugate.apply(inputs[0], group, *f), *inputs[1:]))
-            block.register_forward_hook(lambda _module, _inputs, output: Conjugate.apply(output, group, *g))
-    if config.tp_overlap:
-        starts = (bits.start_gather, bits.start_scatter) if config.sp else (start_keep, bits.start_total)
-        overlap_blocks(parts.model, group, *starts)
+            if not (config.tp_overlap and overlap(parts, block, group, *starts, by=__name__)):
+                parts.instead(block, "enter", lambda x: Conjugate.apply(x, group, *f), by=__name__)
+            parts.instead(block, "leave", lambda x: Conjugate.apply(x, group, *g), by=__name__)
 
 
 def narrow_stages(parts: Parts, bits: Bits):

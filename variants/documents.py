@@ -16,6 +16,7 @@ A document ends with --end-token, whose target, the first token of the next one,
             c        |   # #      where documents end.
 
 Where sequences are whole (also behind Ulysses' exchange) there are triangles alone. Else it is a `visible` of step 5.
+In step 1 each micro-batch would have its own `positions` and `attend`.
 """
 
 import inspect

@@ -1,7 +1,8 @@
 """`--model tiny-moe`, `mixtral-8x7b`, `deepseek-v3-like`: shapes with experts, which also set step 7's flags.
 
-A preset is a ModelConfig; experts are flags of step 7. So a model's own number of experts takes the place of every such
-flag that has its default. (deepseek-v3-like has plain, not latent attention: 672e9 weights, 38e9 a token.)
+In step 7 these would be entries of PRESETS. A preset is a ModelConfig; experts are flags. So a model's own number of
+experts takes the place of every such flag that has its default. (deepseek-v3-like has plain, not latent attention:
+672e9 weights, 38e9 a token.)
 """
 
 from dataclasses import fields
@@ -22,7 +23,7 @@ EXPERTS: dict[str, dict[str, int]] = {
 }
 
 
-def settle(config: Any):
+def settle(config: Any, world: int):
     """Set the flags of a preset with experts. Raises UserError in a step without them."""
     wanted = EXPERTS.get(config.model, {})
     if wanted and not isinstance(config, step07.Config):

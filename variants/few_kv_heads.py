@@ -1,4 +1,4 @@
-"""More tensor parallel ranks than key/value heads: neighbours hold the same head (Megatron, Narayanan et al. 2021).
+"""More ranks of --tp than key/value heads: neighbours hold the same head (Megatron, Narayanan et al. 2021).
 
     tp = 4, two kv heads:      rank 0   rank 1   rank 2   rank 3
     query heads                0 1      2 3      4 5      6 7
@@ -11,23 +11,23 @@ checkpoints know of no copies: they read the record, in which two groups of the 
 In step 4 this would be another rule for k_proj and v_proj in `HEADS`.
 """
 
-from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 from torch import nn
 
 from common import UserError
 from common.comm import Mesh
 from common.layout import layout_of, note_layout
-from common.model import ModelConfig
-from step04_tp_sp import HEADS, cut
+from common.model import PRESETS, ModelConfig
+from step04_tp_sp import HEADS, Config, cut
+from variants import Parts
+
+SINCE = Config
 
 
-def copy_heads(plain: Callable, weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
-    """This rank's rows of k_proj or v_proj [kv_heads * head_dim, dim], at least one head. Raises UserError."""
+def copy_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
+    """Instead of `cut_heads`: this rank's head of k_proj or v_proj [kv_heads * head_dim, dim]. Raises UserError."""
     tp, heads = mesh["tp"].size, config.n_kv_heads
-    if heads % tp == 0:
-        return plain(weight, mesh, config)
     if tp % heads or config.n_heads % tp:
         raise UserError(f"--tp {tp} must divide {config.n_heads} heads, and divide {heads} kv heads or be a multiple")
     rows, copies = mesh.join("tp", "tp"), tp // heads  # int [groups, tp]
@@ -38,4 +38,8 @@ def copy_heads(plain: Callable, weight: nn.Parameter, mesh: Mesh, config: ModelC
     return part
 
 
-HEADS |= {name: partial(copy_heads, plain) for name, plain in HEADS.items()}
+def prepare(config: Any, parts: Parts):
+    """Where --tp does not divide the heads, step 4's own rule would refuse."""
+    if PRESETS[config.model].n_kv_heads % config.tp:
+        for name in HEADS:
+            parts.instead(HEADS, name, copy_heads, by=__name__)

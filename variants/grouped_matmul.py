@@ -41,20 +41,33 @@ def can_group(*tensors: Tensor) -> bool:
     return all(t.dtype.itemsize <= 4 and t.shape[-1] * t.dtype.itemsize % 16 == 0 and t.numel() for t in tensors)
 
 
-def grouped_matmul(rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
+def each_matmul(rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
     """rows [n, in], the first counts[0] of them times weights[0] [in, out], and so on -> [n, out]."""
-    if can_group(rows, weights, weights.mT):
-        return torch._grouped_mm(rows, weights, offs=ends(counts, rows))
     return torch.cat([part @ w for part, w in zip(rows.split(counts), weights, strict=True)])
 
 
-def grouped_outer(a: Tensor, b: Tensor, counts: list[int]) -> Tensor:
+def each_outer(a: Tensor, b: Tensor, counts: list[int]) -> Tensor:
     """a [n, out], b [n, in] -> [experts, out, in]: a^T b over the rows of each expert, zero if it has none."""
+    return torch.stack([x.T @ y for x, y in zip(a.split(counts), b.split(counts), strict=True)])
+
+
+def grouped_matmul(rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
+    """As `each_matmul`."""
+    if can_group(rows, weights, weights.mT):
+        return torch._grouped_mm(rows, weights, offs=ends(counts, rows))
+    return each_matmul(rows, weights, counts)
+
+
+def grouped_outer(a: Tensor, b: Tensor, counts: list[int]) -> Tensor:
+    """As `each_outer`."""
     if can_group(a, b):
         offs = ends(counts, a)
         outer, empty = torch._grouped_mm(a.T, b, offs=offs), offs.diff(prepend=offs.new_zeros(1)) == 0
         return outer.masked_fill_(empty[:, None, None], 0)  # which the kernel may have left unwritten
-    return torch.stack([x.T @ y for x, y in zip(a.split(counts), b.split(counts), strict=True)])
+    return each_outer(a, b, counts)
+
+
+PRODUCTS = {"each": (each_matmul, each_outer), "grouped": (grouped_matmul, grouped_outer)}  # by --expert-matmul
 
 
 class GroupedLinear(torch.autograd.Function):
@@ -82,7 +95,7 @@ def group(linear: step07.ExpertLinear, rows: Tensor, counts: list[int]) -> Tenso
 
 def attach(config: Any, parts: Parts):
     """All experts that are here."""
-    if config.expert_matmul == "each":
+    if config.expert_matmul == "each" or "W" in parts.kinds:  # then variants/split_backward.py takes these products
         return
     for module in parts.model.modules():
         if isinstance(module, step07.ExpertLinear):

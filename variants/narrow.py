@@ -1,4 +1,4 @@
-"""Numbers in fewer bytes, for what is sent (`--compress`): each function here makes a message, or undoes it.
+"""A library: numbers in fewer bytes, for what is sent. Each function here makes a message, or undoes it.
 
 quantise, dequantise    8 bits a number, in blocks of 256 with an fp32 scale each: 260 bytes a block
 pick, put_back          the largest numbers alone, with their places: 8 bytes each (12 in fp64)

@@ -4,9 +4,9 @@
     disk    the same in memory-mapped files of the run directory. They have no name: they end with the process, and
             nobody takes them for a checkpoint
 
-The update (it would be `Zero1.step`) goes unit by unit: rules skip what has no gradient. With a GPU, copies travel on a
-stream of their own: the next unit's gradient comes while the host updates this one. (Pinned host memory is rounded up
-to a power of two.)
+The update (in step 3 it would be `Zero1.step`) goes unit by unit: rules skip what has no gradient. With a GPU, copies
+travel on a stream of their own: the next unit's gradient comes while the host updates this one. (Pinned host memory is
+rounded up to a power of two.)
 """
 
 import mmap

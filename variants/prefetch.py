@@ -1,4 +1,4 @@
-"""The next step's batch is read while a GPU computes this one's: always, where there is a GPU.
+"""The next step's batch is read while this one's is computed (`--prefetch`): worth it where a GPU computes.
 
 A batch is a pure function of the step, so it does not matter who reads it, or when. In step 1 the loop would ask for
 the batch of `step + 1` before it waits for the loss. (On a CPU the cores have other work.)
@@ -6,11 +6,19 @@ the batch of `step + 1` before it waits for the loss. (On a CPU the cores have o
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from variants import Parts
+
+
+@dataclass
+class Flags:
+    """Reading ahead."""
+
+    prefetch: bool = False  # read the next step's batch while this one's is computed
 
 
 class Ahead:
@@ -29,5 +37,5 @@ class Ahead:
 
 def attach(config: Any, parts: Parts):
     """Read ahead."""
-    if next(parts.model.parameters()).is_cuda:
+    if config.prefetch:
         parts.around(parts.data, "batch", Ahead().batch, by=__name__)

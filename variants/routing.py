@@ -10,9 +10,7 @@
 In step 7, each of these is one to four lines of `MoE.forward`, of which the one below is the long form.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from math import ceil
 from typing import Any
 
@@ -126,14 +124,7 @@ class RoutedMoE(MoE):
         return kept[:, self.positions] if self.group.size > 1 else kept
 
 
-def routed(plain: Callable, dim: int, ffn_dim: int, config: Any, mesh: Mesh) -> MoE:
-    """Step 7's layer, unless a flag asks for more."""
-    asked = config.capacity_factor, config.groups_per_token, config.z_loss, config.shared_experts
-    make = RoutedMoE if any(asked) or config.ep_mode != "alltoall" else plain
-    return make(dim, ffn_dim, config, mesh)
-
-
-BALANCE |= dict(loss=partial(routed, BALANCE["loss"]), none=RoutedMoE)
+BALANCE["none"] = RoutedMoE
 
 
 def check(config: Any, world: int):
@@ -145,6 +136,13 @@ def check(config: Any, world: int):
         raise UserError(f"--groups-per-token {most} bars none of the groups: choose it below --expert-groups {groups}")
     if 0 < most < groups and most * config.experts // groups < config.experts_per_token:
         raise UserError(f"--groups-per-token {most} have less than --experts-per-token {config.experts_per_token}")
+
+
+def prepare(config: Any, parts: Parts):
+    """The long form of step 7's layer, if a flag asks for more than the short one does."""
+    asked = config.capacity_factor, config.groups_per_token, config.z_loss, config.shared_experts
+    if config.balance == "loss" and (any(asked) or config.ep_mode != "alltoall"):
+        parts.instead(BALANCE, "loss", RoutedMoE, by=__name__)
 
 
 def attach(config: Any, parts: Parts):

@@ -11,17 +11,20 @@ an element, a token of a layer keeps for backward:
 A router (step 7) chooses once: where a layer has one, its choice is kept, also with `full`. Computed again, a last bit
 may differ, and with it who goes where: then counts and rows would not be those that backward is for.
 
-In step 1 it would be `recompute_layers` with one more argument: a list of operators whose outputs `checkpoint` keeps.
+In step 1 `recompute_layers` would have one more argument: a list of operators whose outputs `checkpoint` keeps.
 """
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch import Tensor
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from common.model import MLP, Decoder, attend
+from common.model import MLP
 from step01_single_gpu import RECOMPUTE
+from variants import Parts
 
 aten = torch.ops.aten
 PRODUCTS = [aten.mm.default, aten._grouped_mm.default]
@@ -31,29 +34,24 @@ ATTENTION = [
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
 ]
-
-
 CHOICE = [aten.topk.default]
 
+RECOMPUTE["selective"] = RECOMPUTE["full"]  # and then `attach`
 
-def recompute_selectively(model: Decoder):
-    """Let every layer keep its input and the outputs of these operators. Gradients do not change.
+
+def keep(operators: list, recompute: Callable, *inputs: Tensor) -> Tensor:
+    """Around a layer that step 1's `recompute_layers` runs again: the outputs of these operators are kept."""
+    return recompute(*inputs, context_fn=partial(create_selective_checkpoint_contexts, operators))
+
+
+def attach(config: Any, parts: Parts):
+    """What is kept costs time at every operator: `full` keeps nothing where no layer has a router.
 
     Attention that step 5 has replaced is done again, with its messages: it adds to what an operator has made, in place.
     """
-    for layer in model.model.layers.values():
-        kept = PRODUCTS + CHOICE + (ATTENTION if layer.self_attn.attend is attend else [])
-        contexts = partial(create_selective_checkpoint_contexts, kept)
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
-
-
-def recompute_but_choices(model: Decoder, plain: Callable = RECOMPUTE["full"]):
-    """As in step 1; layers with a router also keep what it chooses."""
-    plain(model)
-    for layer in model.model.layers.values():
-        if not isinstance(layer.mlp, MLP):  # it takes time to look at every operator
-            contexts = partial(create_selective_checkpoint_contexts, CHOICE)
-            layer.forward = partial(layer.forward, context_fn=contexts)
-
-
-RECOMPUTE |= dict(selective=recompute_selectively, full=recompute_but_choices)
+    kept = PRODUCTS + CHOICE + (ATTENTION if getattr(config, "cp", 1) == 1 else [])
+    for layer in parts.model.model.layers.values():
+        if config.recompute == "selective":
+            parts.around(layer, "forward", partial(keep, kept), by=__name__)
+        elif config.recompute == "full" and not isinstance(layer.mlp, MLP):
+            parts.around(layer, "forward", partial(keep, CHOICE), by=__name__)

@@ -1,4 +1,4 @@
-"""Backward in two parts, for schedules with W (variants/zero_bubble.py, dualpipe.py, zb_auto.py).
+"""Backward in two parts, for every --schedule with W (variants/zero_bubble.py, dualpipe.py, zb_auto.py).
 
 For y = x W^T, B finds dx = dy W, for which the rank before waits. W finds dW = dy^T x, for which nobody waits: it fills
 gaps (Qi et al. 2023, "Zero Bubble"). A layer's inputs and dy stay until then, its attention matrices do not.
@@ -22,7 +22,7 @@ from common.model import wide
 from common.schedules import SCHEDULES
 from step04_tp_sp import COLUMNS, ROWS
 from variants import Parts
-from variants.grouped_matmul import grouped_matmul, grouped_outer
+from variants.grouped_matmul import PRODUCTS
 
 SINCE = step06.Config
 step06.ACTS["W"] = "weights"
@@ -36,9 +36,9 @@ class Product(NamedTuple):
     dw: Callable[[Tensor, Tensor], Tensor] = lambda dy, x: dy.flatten(0, -2).T @ x.flatten(0, -2)
 
 
-def of_experts(counts: list[int]) -> Product:
+def of_experts(way: str, counts: list[int]) -> Product:
     """The same for step 7's experts: x [n, in], `counts` of its rows for each; W [experts, out, in]."""
-    matmul, outer = (partial(function, counts=counts) for function in (grouped_matmul, grouped_outer))
+    matmul, outer = (partial(function, counts=counts) for function in PRODUCTS[way])
     return Product(lambda x, w: matmul(x, w.mT), matmul, outer)
 
 
@@ -64,7 +64,8 @@ class SplitLinear(torch.autograd.Function):
 class SplitBackward:
     """The acts B and W of a pipeline."""
 
-    def __init__(self, parts: Parts):
+    def __init__(self, config: Any, parts: Parts):
+        self.way = getattr(config, "expert_matmul", "each")
         model, pipeline = parts.model, parts.pipeline
         self.pipeline, self.waiting = pipeline, {}  # (micro-batch, stage) -> [(parameter, function for its gradient)]
         self.found: list[tuple[nn.Parameter, Callable]] = []  # what a B has left so far
@@ -89,7 +90,7 @@ class SplitBackward:
 
     def linear(self, module: nn.Module, x: Tensor, counts: list[int] | None = None) -> Tensor:
         """In the place of a linear layer's forward, or of the experts'."""
-        product = Product() if counts is None else of_experts(counts)
+        product = Product() if counts is None else of_experts(self.way, counts)
         return SplitLinear.apply(x, module.weight, product, lambda *left: self.found.append(left))
 
     def backward(self, i: int, stage: int, dy: Tensor | None) -> Tensor | None:
@@ -131,13 +132,11 @@ def check(config: Any, world: int):
         return
     if config.tp_overlap:
         raise UserError(f"--schedule {config.schedule} has weight gradients on their own: --no-tp-overlap")
-    if getattr(config, "expert_matmul", "each") != "each":
-        raise UserError(f"--schedule {config.schedule} groups experts' products by itself: --expert-matmul each")
 
 
 def attach(config: Any, parts: Parts):
     """Split what the pipeline's schedule has in two parts."""
     if "W" in parts.kinds:
-        split = SplitBackward(parts)
+        split = SplitBackward(config, parts)
         parts.instead(parts.pipeline, "backward", split.backward, by=__name__)
         parts.pipeline.weights = split.weights

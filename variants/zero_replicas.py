@@ -37,22 +37,24 @@ class Flags:
     zero_replicas: int = 1  # R: cut over dp / R neighbours (those of a node, say), and sum slices' gradients over R
 
 
+def prepare(config: Any, parts: Parts):
+    """Let the stage of ZeRO cut over fewer ranks."""
+    if config.zero_replicas > 1 and config.zero:
+        parts.around(STAGES, config.zero, with_replicas, by=__name__)
+
+
 def with_replicas(
     stage: Callable, model: Decoder, config: Any, mesh: Mesh, device: torch.device, dtype: torch.dtype
 ) -> Any:
-    """A stage of ZeRO, its slices cut over "shard". Experts keep their own group."""
-    if config.zero_replicas > 1:
-        rows = mesh.join("data", *(dim for dim in ("dp", "cp") if dim in mesh.sizes))  # int [groups, dp x cp]
-        shards = rows.reshape(len(rows), config.zero_replicas, -1)
-        mesh.enter("shard", shards.reshape(-1, shards.shape[2]))
-        mesh.enter("replicas", shards.swapaxes(1, 2).reshape(-1, config.zero_replicas))
-        for param in model.parameters():
-            if layout_of(param).data_group in ("dp", "data"):
-                note_layout(param, data_group="shard")
+    """Around a stage of ZeRO: its slices are cut over "shard". Experts keep their own group."""
+    rows = mesh.join("data", *(dim for dim in ("dp", "cp") if dim in mesh.sizes))  # int [groups, dp x cp]
+    shards = rows.reshape(len(rows), config.zero_replicas, -1)
+    mesh.enter("shard", shards.reshape(-1, shards.shape[2]))
+    mesh.enter("replicas", shards.swapaxes(1, 2).reshape(-1, config.zero_replicas))
+    for param in model.parameters():
+        if layout_of(param).data_group in ("dp", "data"):
+            note_layout(param, data_group="shard")
     return stage(model, config, mesh, device, dtype)
-
-
-STAGES |= {number: partial(with_replicas, stage) for number, stage in STAGES.items() if stage}
 
 
 def finish(parts: Parts, sum_over_shard: Callable):

@@ -1,4 +1,4 @@
-"""Four weights on two ranks, printed in every stage of ZeRO (`--toy`): the example at the top of step 3, which it runs.
+"""Four weights on two ranks, in every stage of ZeRO (`--toy`): the example in step 3's docstring, which it runs.
 
 W = [1,2,3,4]; two ranks have x = 1 and 2 and the loss (sum(W) x)^2 / 2. The gradients are 10 and 40, their mean is 25.
 SGD with learning rate 0.1 takes 2.5 off every weight:
@@ -34,6 +34,12 @@ class Flags:
     """ZeRO's example."""
 
     toy: bool = False  # print the four-weight example in every stage, and exit
+
+
+def settle(config: Any, world: int):
+    """No steps are left to be trained."""
+    if config.toy:
+        config.steps = 0
 
 
 def check(config: Any, world: int):
@@ -105,10 +111,9 @@ def toy(stage: int, mesh: Mesh, device: torch.device) -> str:
 
 
 def attach(config: Any, parts: Parts):
-    """Print all stages on all ranks, and leave no steps to be trained."""
+    """Print all stages on all ranks."""
     if not config.toy:
         return
-    config.steps = 0
     lines = [toy(stage, parts.mesh, next(parts.model.parameters()).device) for stage in range(4)]
     everyones = [lines]
     if dist.is_initialized():

@@ -93,9 +93,6 @@ class Bare(OpenRun):
         if entry.train:
             self.train = getattr(importlib.import_module("tests.bench.peers"), entry.train)
 
-    def __enter__(self) -> "Bare":
-        return self
-
     def built(self, **parts: Any):
         """All parts are there: attach the variants to those of a step."""
         self.began = time.perf_counter()
@@ -115,7 +112,8 @@ class Contestant(Bare):
     def work(self):
         """The thread."""
         try:
-            self.train(self.config, self)
+            with self:
+                self.train(self.config, self)
         except BaseException as error:
             self.error = error
             self.done.release()
@@ -173,9 +171,10 @@ def peak_bytes(entry: Entry) -> int:
     run = Watched(entry)
     run.timeline = AllTensors()
     if torch.cuda.is_available() and run.config.device != "cpu":
-        run.train(run.config, run)
+        with run:
+            run.train(run.config, run)
         return torch.cuda.max_memory_allocated()
-    with run.timeline:
+    with run.timeline, run:
         run.train(run.config, run)
     return max(list(accumulate(event.bytes for event in run.timeline.events))[run.before :])
 
