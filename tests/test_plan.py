@@ -336,7 +336,7 @@ def test_files_with_gaps_and_in_another_order(tmp_path, capsys):
 
 @pytest.mark.parametrize("model, also", [(LLAMA, ""), (MIXTRAL, " --expert-matmul grouped")], ids=["dense", "experts"])
 def test_the_launch_line_has_what_a_gpu_wants(model, also):
-    """Stages dealt by cost, a loss in chunks, batches read ahead, one matmul for all experts: step 7 takes these flags."""
+    """Stages dealt by cost, a loss in chunks, batches read ahead, one matmul for all experts: step 7 knows them."""
     text = plan.show(model, [evaluate(model, Layout(2, 1, 2, 1, 1, 2, 64, dp=2), H100)], H100)
     always, layout = re.search(r"^flags after .* --seq-len \d+ (.*):\n 1  (.*)$", text, re.M).groups()
     assert always == f"--pp-split cost --loss-chunk 2048 --prefetch{also}"
