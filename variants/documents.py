@@ -15,7 +15,7 @@ A document ends with --end-token, whose target, the first token of the next one,
             b      # | #          matter how the sequence is cut. Nothing is sent for it: all ranks know the batch, and
             c        |   # #      where documents end.
 
-Sequences that are whole (Ulysses, too) have triangles alone; else it is a `visible`. In step 5 `attend` would be told.
+Whole sequences (also behind Ulysses' exchange) have triangles alone. In step 5 it would be another `visible`.
 """
 
 import inspect
