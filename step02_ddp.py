@@ -45,9 +45,7 @@ from step01_single_gpu import RECOMPUTE, Optimizer, learning_rate
 def join_ranks(device: torch.device, **options) -> int:
     """Meet the other processes; returns how many there are. torchrun put RANK, WORLD_SIZE, ... in the environment."""
     if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group(
-            **dict(backend="nccl" if device.type == "cuda" else "gloo") | options
-        )  # none in `train`
+        dist.init_process_group(**dict(backend="nccl" if device.type == "cuda" else "gloo") | options)
     return dist.get_world_size() if dist.is_initialized() else 1
 
 

@@ -212,10 +212,10 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
     model.loss = lambda logits, targets: VocabParallelCrossEntropy.apply(logits, targets, ids, group)
 
     for module in (*blocks, model.lm_head):
-        module.enter = partial(enter_block, group=group, sp=sp)
+        module.enter = lambda x: enter_block(x, group, sp)
         module.register_forward_pre_hook(lambda module, inputs: (module.enter(inputs[0]), *inputs[1:]))
     for module in (trunk.embed_tokens, *blocks):
-        module.leave = partial(leave_block, group=group, sp=sp)
+        module.leave = lambda x: leave_block(x, group, sp)
         module.register_forward_hook(lambda module, _inputs, output: module.leave(output))
     for param in (param for param in model.parameters() if sp and param.dim() == 1):  # norms
         note_layout(param, partial_over=(*layout_of(param).partial_over, group.name))

@@ -205,7 +205,7 @@ ATTACHED = [
         """
         zero_replicas around menu entry 2
         offload_optimizer instead of Zero2.step
-        skip_spikes around Zero2.step
+        skip_spikes around ServedRun.require_finite
         skip_spikes around AdamW.step
         skip_spikes around ServedRun.record
         zero_replicas around Zero2.finish""",

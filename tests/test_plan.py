@@ -334,6 +334,17 @@ def test_files_with_gaps_and_in_another_order(tmp_path, capsys):
         bench.read_rows(str(paths[0]))
 
 
+@pytest.mark.parametrize("model, also", [(LLAMA, ""), (MIXTRAL, " --expert-matmul grouped")], ids=["dense", "experts"])
+def test_the_launch_line_has_what_a_gpu_wants(model, also):
+    """Stages dealt by cost, a loss in chunks, batches read ahead, one matmul for all experts: step 7 knows them."""
+    text = plan.show(model, [evaluate(model, Layout(2, 1, 2, 1, 1, 2, 64, dp=2), H100)], H100)
+    always, layout = re.search(r"^flags after .* --seq-len \d+ (.*):\n 1  (.*)$", text, re.M).groups()
+    assert always == f"--pp-split cost --loss-chunk 2048 --prefetch{also}"
+    config = parse(compose(step07), shlex.split(f"{always} {layout}"))
+    assert (config.pp_split, config.loss_chunk, config.prefetch) == ("cost", 2048, True)
+    assert config.expert_matmul == (also.split()[-1] if also else "each")
+
+
 def test_the_command(capsys, tmp_path):
     """Layouts whose printed flags step 7 takes as the same, tables, a file; a blackboard's sums are the layout's."""
     arguments, file = "--model smollm-1.7b --gpus 8 --gpu a100-80 --global-batch-size 64", tmp_path / "plan.json"

@@ -74,6 +74,7 @@ METHODS = {
     for node in owner.body
     if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
 } | {"loss", "attend", "enter", "leave"}
+NUMBERS = "setattr(moe, name, coeff * scale)"  # of fp16: coefficients of losses are data
 SEAM, GIVES_BACK = "variants", "services.dry_run"  # its `without_numbers`: while tensors have none
 
 
@@ -94,7 +95,7 @@ def rebindings(module: str, tree: ast.Module) -> list[str]:
             if name and (owner == "config" or (name in METHODS and owner not in ("self", "ctx"))):
                 found.append(f"{module}:{node.lineno} sets .{name}")
         text = ast.unparse(node) if isinstance(node, ast.Call | ast.Attribute) else ""
-        own = id(node) in settles or text.startswith("setattr(self, ") or module == SEAM
+        own = id(node) in settles or text.startswith("setattr(self, ") or module == SEAM or text == NUMBERS
         if text.startswith(("setattr(", "object.__setattr__(")) and not own:
             found.append(f"{module}:{node.lineno} {text}")
         if text.endswith(("._forward_hooks", "._forward_pre_hooks")) or (

@@ -91,7 +91,7 @@ def attach(step: ModuleType, plain: dict, mistake: str, text: str) -> list[str]:
             if mistake == "a flag nobody gave":
                 made.around(made.optimizer, "step", lambda step, lr: step(lr), by="variants.fp16")
             if mistake == "a hook":
-                made.model.model.layers["0"].mlp._forward_pre_hooks.clear()
+                made.model.model.layers["0"].self_attn._forward_pre_hooks.clear()
             after = calls(parts)
             told = {}  # methods that only lookers stand around
             for c in made.attached:

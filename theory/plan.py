@@ -35,7 +35,7 @@ from theory.shapes import GPTS, Shape, shape_of, total_weights
 from theory.tables import table
 
 MOST_GPUS = 2**17
-ALWAYS = f"--pp-split cost --loss-chunk {CHUNK}"  # beside the flags of a layout
+ALWAYS = f"--pp-split cost --loss-chunk {CHUNK} --prefetch"  # beside the flags of a layout
 
 
 @dataclass
@@ -112,9 +112,10 @@ def show(m: Shape, best: list[Found], gpu: Gpu) -> str:
         parts = [s.compute, s.recompute, s.bubble, *(s.exposed.get(dim, 0.0) for dim in dims), s.update, s.step]
         shares = [f"{got['mfu']:.1%}", f"{got['hfu']:.1%}", f"{got['tokens']:.0f}"]
         times.append([str(number), *(f"{part:.3f}" for part in parts), *shares])
+    always = ALWAYS + " --expert-matmul grouped" * (m.experts > 0)
     layouts = "\n".join(f"{number:2}  {found.layout.flags()}" for number, found in enumerate(best, 1))
     return (
-        f"flags after torchrun ... step07_moe_ep.py --model ... --seq-len {m.seq_len} {ALWAYS}:\n{layouts}\n\n"
+        f"flags after torchrun ... step07_moe_ep.py --model ... --seq-len {m.seq_len} {always}:\n{layouts}\n\n"
         f"memory of the fullest GPU, GiB:\n{table(memory)}\n\n"
         f"time of a step, s; by dimension what communication is not hidden:\n{table(times)}"
     )

@@ -15,8 +15,7 @@ A document ends with --end-token, whose target, the first token of the next one,
             b      # | #          matter how the sequence is cut. Nothing is sent for it: all ranks know the batch, and
             c        |   # #      where documents end.
 
-Where sequences are whole (also behind Ulysses' exchange) there are triangles alone. Else it is a `visible` of step 5.
-In step 1 each micro-batch would have its own `positions` and `attend`.
+Whole sequences (also behind Ulysses' exchange) have triangles alone. In step 5 it would be another `visible`.
 """
 
 import inspect
