@@ -218,7 +218,7 @@ def rank_numbers(m: Shape, schedule: str, pp: int, chunks: int, tp: int, ep: int
 
 
 class Rank(NamedTuple):
-    """One pipeline rank in a step. `cast` to `gathered`: bytes a number."""
+    """One pipeline rank in a step. From `cast` on: bytes a number."""
 
     p: Piece
     ep: int
@@ -230,6 +230,7 @@ class Rank(NamedTuple):
     buffer: int  # of a gradient that ZeRO moves into its unit's
     sent: float  # the same, with the slice that is its sum
     gathered: int  # of weights that ZeRO gathers
+    slices: float  # of experts' gradients: the slice that is their sum
 
 
 def largest(r: Rank, experts: bool) -> float:
@@ -270,8 +271,9 @@ def layer_module(r: Rank, experts: bool) -> Module:
     width, visits = (m.expert_width, m.experts_per_token) if experts else (m.ffn_dim, 1)
     product, gathered = p.routed * visits * width * e, p.tokens * m.dim * e * (p.tp > 1 and p.sp)
     output = p.routed * visits * m.dim * e if experts else gathered  # its gradient, of all rows or tokens
-    added = r.buffer * (own or shared) + max(p.wide * matrix, 2 * product)
-    most = output + 3 * product if r.split else max(output + product + e * matrix, r.cast * matrix, added)
+    made = (1 + experts) * e * matrix  # of experts one by one, and then in one tensor
+    added = r.buffer * (own or shared) + max(r.slices * own + p.wide * matrix, made, 2 * product)
+    most = output + 3 * product if r.split else max(output + product + made, r.cast * matrix, added)
     scored = p.routed * m.dim * p.wide * (2 * visits + (e < p.wide))
     visiting = 4 * output * (r.ep > 1 and p.recompute == "full")
     most = max(most, scored, visiting) if experts else most
@@ -293,7 +295,8 @@ def modules_of(r: Rank) -> dict[tuple[str, int], list[Module]]:
     """By kind of action and stage. With W apart, B finds the gradients of both ends, and adds them at its end.
 
     Such gradients are held by others too, so autograd keeps a copy (`copied`) if there is nothing to add it to. Of a
-    layer's two units, experts end before the rest: only the rest is under way when the layer is done.
+    layer's two units, experts end before the rest: only the rest is under way when the layer is done. But the experts'
+    sum starts while their last gradient is still there (`slices`).
     """
     p, m, found, layers = r.p, r.p.m, {}, [n for place in r.places.values() for n in place.layers]
     each = {flag: layer_module(r, flag) for flag in {m.has_experts(n) for n in layers}}
@@ -301,7 +304,8 @@ def modules_of(r: Rank) -> dict[tuple[str, int], list[Module]]:
     waits, copied = p.wide * r.matrix * (r.tied and r.split), p.wide * (r.buffer > 0)
     there = r.gathered * max(map(sum, units.values()), default=0) * (len(layers) if r.split else min(2, len(layers)))
     there += r.gathered * r.matrix * r.tied + waits
-    added = {flag: there + r.buffer * sum(units[flag]) + max(r.cast, p.e + copied) * largest(r, flag) for flag in each}
+    moved = {flag: r.buffer * sum(numbers) + r.slices * numbers[1] for flag, numbers in units.items()}
+    added = {flag: there + moved[flag] + max(r.cast, p.e + copied) * largest(r, flag) for flag in each}
     for stage, (_, numbers, before, after) in r.places.items():
         kinds = [(f"{n}", m.has_experts(n)) for n in reversed(numbers)]
         found["W", stage] = [Module(name, added[flag], 0.0, r.sent * units[flag][0]) for name, flag in kinds]
@@ -333,7 +337,7 @@ def rank_bytes(m: Shape, x: Layout, rank: int, e: int = 2, wide: int = 4, on_cpu
     matrix, whole, tied = p.rows * m.dim, wide * (x.zero >= 2), m.tied and first and last and x.schedule != "dualpipe"
     split = any(action.kind == "W" for action in row)
     a_number = e + wide * (e < wide), whole, whole * (1 + 1 / data), e * (x.zero == 3)
-    here = Rank(p, x.ep, places, split, matrix, tied, *a_number)
+    here = Rank(p, x.ep, places, split, matrix, tied, *a_number, whole / network(x, "expert shard").ranks)
     kept, highest = most_kept(row, parts), most_kept(row, parts, modules_of(here))
 
     shared, own = rank_numbers(m, *way, x.tp, x.ep)[rank]
