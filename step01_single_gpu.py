@@ -117,6 +117,12 @@ class Optimizer:
             param.grad = self.masters[name].grad = None
 
 
+def scale(gradients: dict[str, Tensor], factor: float):
+    """Multiply gradients, in place. (No variable of `train` may hold one: it would live on into the next step.)"""
+    for gradient in gradients.values():
+        gradient.mul_(factor)
+
+
 def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
@@ -138,12 +144,10 @@ def train(config: Config, run: Run):
             micro_loss.backward()  # ... then only sum
             loss = loss + micro_loss.detach()
 
-        gradients = optimizer.gradients()  # by name
-        norm = torch.nn.utils.get_total_norm(gradients.values()).item()
+        norm = torch.nn.utils.get_total_norm(optimizer.gradients().values()).item()
         run.require_finite(step, loss=loss.item(), grad_norm=norm)  # or end here, before weights become nan
         clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
-        for gradient in gradients.values():
-            gradient.mul_(clip_coef)
+        scale(optimizer.gradients(), clip_coef)
         lr = learning_rate(step, config)
         optimizer.step(lr)
         optimizer.zero_grad()

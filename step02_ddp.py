@@ -39,7 +39,7 @@ from common.data import Data
 from common.layout import data_group, materialize
 from common.model import IGNORE, PRESETS, Decoder
 from common.trainer import Run, among, choose_device, main
-from step01_single_gpu import RECOMPUTE, Optimizer, learning_rate
+from step01_single_gpu import RECOMPUTE, Optimizer, learning_rate, scale
 
 
 def join_ranks(device: torch.device, **options) -> int:
@@ -204,12 +204,10 @@ def train(config: Config, run: Run):
         sync.finish()  # also over ranks
         all_reduce(loss, mesh["dp"]).wait()  # as dist.all_reduce, but it returns at once, and `wait` waits
 
-        gradients = optimizer.gradients()
-        norm = torch.nn.utils.get_total_norm(gradients.values()).item()
+        norm = torch.nn.utils.get_total_norm(optimizer.gradients().values()).item()
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
-        for gradient in gradients.values():
-            gradient.mul_(clip_coef)
+        scale(optimizer.gradients(), clip_coef)
         lr = learning_rate(step, config)
         optimizer.step(lr)
         optimizer.zero_grad()

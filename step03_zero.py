@@ -45,7 +45,7 @@ from common.data import Data
 from common.layout import data_group, global_norm, layout_of, materialize
 from common.model import IGNORE, PRESETS, Decoder, wide
 from common.trainer import Run, among, choose_device, main
-from step01_single_gpu import OPTIMIZERS, RECOMPUTE, Optimizer, learning_rate
+from step01_single_gpu import OPTIMIZERS, RECOMPUTE, Optimizer, learning_rate, scale
 from step02_ddp import SYNCS, join_ranks
 
 
@@ -345,12 +345,10 @@ def train(config: Config, run: Run):
         sync.finish()  # also over ranks
         all_reduce(loss, mesh["dp"]).wait()
 
-        gradients = optimizer.gradients()
-        norm = global_norm(model, gradients, mesh, sliced=config.zero > 0)
+        norm = global_norm(model, optimizer.gradients(), mesh, sliced=config.zero > 0)
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
-        for gradient in gradients.values():
-            gradient.mul_(clip_coef)
+        scale(optimizer.gradients(), clip_coef)
         lr = learning_rate(step, config)
         optimizer.step(lr)
         optimizer.zero_grad()

@@ -37,7 +37,6 @@ token for the loss, and gradients of norms (here 0.1 %).
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +49,7 @@ from common.data import Data
 from common.layout import Split, global_norm, layout_of, note_layout
 from common.model import IGNORE, PRESETS, Decoder, ModelConfig, wide
 from common.trainer import Run, among, choose_device, main
-from step01_single_gpu import RECOMPUTE, learning_rate
+from step01_single_gpu import RECOMPUTE, learning_rate, scale
 from step02_ddp import join_ranks
 from step03_zero import STAGES, make_optimizer
 
@@ -272,12 +271,10 @@ def train(config: Config, run: Run):
         sum_partial_gradients(model, optimizer.gradients(), mesh)  # of norms: with SP a rank saw only its tokens
         all_reduce(loss, mesh["dp"]).wait()  # along tp all have the whole loss
 
-        gradients = optimizer.gradients()
-        norm = global_norm(model, gradients, mesh, sliced=config.zero > 0)
+        norm = global_norm(model, optimizer.gradients(), mesh, sliced=config.zero > 0)
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
-        for gradient in gradients.values():
-            gradient.mul_(clip_coef)
+        scale(optimizer.gradients(), clip_coef)
         lr = learning_rate(step, config)
         optimizer.step(lr)
         optimizer.zero_grad()

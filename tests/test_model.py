@@ -90,7 +90,7 @@ def test_a_norm_that_is_not_finite_ends_the_run_before_the_update(value):
 
             def broken():
                 asked.append(found := gradients())
-                if len(asked) == 3:  # the norm asks once a step, and so does the Watch
+                if len(asked) == 4:  # in each step the norm asks, the Watch, and the clip
                     found["model.norm.weight"][0] = value
                 return found
 
