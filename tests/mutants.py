@@ -44,7 +44,7 @@ WORDS = {  # words in the ids of tests that a file matters for
     "few_kv_heads": "step04-4-tp=4 n_kv_heads=1 refuses",
     "fp16": "fp16 overflow scale",
     "grad_dtype": "grad_dtype",
-    "grouped_matmul": "grouped definition",
+    "grouped_matmul": "grouped default_flags definition",
     "muon": "muon",
     "narrow": "compress= owed gradients top-k",
     "offload_optimizer": "offload_optimizer where_the_flag refuses",

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from common import UserError
@@ -90,16 +91,17 @@ def counted_on_rank(name: str, options: dict) -> SimpleNamespace:
     """Runs on every rank: the same of a step with numbers."""
     config, balanced = config_of(name, options | dict(lr=1e-4, steps=2)), mock.patch.object(RoutedMoE, "choose", evenly)
     loops = mock.patch.object(grouped_matmul, "can_group", lambda *_: False)
-    with loops, balanced, Meter(GPUS["h100-80"]) as meter, Counted(config, meter) as run:
+    whole = mock.patch.object(dist, "get_backend", lambda *_: "")  # its own reduce-scatter, which has no tensor of ours
+    with loops, balanced, whole, Meter(GPUS["h100-80"]) as meter, Counted(config, meter) as run:
         importlib.import_module(name).train(config, run)
     return counts(run)
 
 
 def compare(real: list[SimpleNamespace], dry: list[SimpleNamespace], options: dict):
-    """All bytes, calls and FLOPs. Without ZeRO also the peak: gloo's reduce-scatter has a buffer that others lack."""
+    """All bytes, calls and FLOPs; the peak to 1%. Under ZeRO 3 a real message may hold a unit's tensors longer: 5%."""
     for ours, theirs in zip((real[0], real[-1]), dry, strict=True):
         assert (ours.sent, ours.flops) == (theirs.sent, theirs.flops), options
-        assert options.get("zero") or ours.peak == pytest.approx(theirs.peak, rel=0.01), options
+        assert ours.peak == pytest.approx(theirs.peak, rel=0.05 if options.get("zero") == 3 else 0.01), options
 
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n >= 3)) for n in range(200)])
