@@ -1,4 +1,4 @@
-"""Step 1: one device. A complete trainer: everything that happens in a training step stands in `train`, below.
+"""Step 1: one device. A complete trainer: what happens in a training step, and when, stands in `train`, below.
 
               micro-batch 1        micro-batch 2        ...
     batch -> forward, backward -> forward, backward -> ... -> clip -> AdamW -> weights
@@ -62,7 +62,7 @@ RECOMPUTE: dict[str, Callable[[Decoder], None]] = {"none": lambda model: None, "
 class Config:
     """Flags of the trainer."""
 
-    model: str = among(PRESETS, "tiny")  # preset
+    model: str = among(PRESETS, "tiny")  # preset of the shape; its weights start from nothing
     dataset: str = ""  # text file, or data set of the hub with a column "text"; default: Python's own sources
     steps: int = 200  # optimizer steps of the whole schedule
     global_batch_size: int = 32  # sequences per optimizer step, all ranks together
@@ -101,15 +101,19 @@ class Optimizer:
         """The gradients by name."""
         return {name: param.grad for name, param in self.params.items()}
 
-    def step(self, lr: float, factor: float):
-        """Update the masters with gradients x `factor`, round the masters into the weights, free gradients."""
+    def step(self, lr: float):
+        """Update the masters with the gradients, and round the masters into the weights."""
         for name, param in self.params.items():
-            self.masters[name].grad = param.grad.mul_(factor)
+            self.masters[name].grad = param.grad
         for group in self.rule.param_groups:
             group["lr"] = lr
         self.rule.step()
         for name, param in self.params.items():
             param.detach().copy_(self.masters[name])  # in fp32 both are the same memory
+
+    def zero_grad(self):
+        """Free the gradients: the next backward starts from nothing."""
+        for name, param in self.params.items():
             param.grad = self.masters[name].grad = None
 
 
@@ -134,10 +138,15 @@ def train(config: Config, run: Run):
             micro_loss.backward()  # ... then only sum
             loss = loss + micro_loss.detach()
 
-        norm = torch.nn.utils.get_total_norm(optimizer.gradients().values()).item()
-        clip = config.grad_clip / max(norm, config.grad_clip) if config.grad_clip else 1.0  # min(1, grad_clip / norm)
+        gradients = optimizer.gradients()  # by name
+        norm = torch.nn.utils.get_total_norm(gradients.values()).item()
+        run.require_finite(step, loss=loss.item(), grad_norm=norm)  # or end here, before weights become nan
+        clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
+        for gradient in gradients.values():
+            gradient.mul_(clip_coef)
         lr = learning_rate(step, config)
-        optimizer.step(lr, clip)
+        optimizer.step(lr)
+        optimizer.zero_grad()
         run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
 
 

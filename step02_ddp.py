@@ -19,8 +19,9 @@ sum is the sum of gradients. Each rank's loss is already divided by the global T
 With S bytes of gradients, each of n ranks sends 2 (n-1)/n S bytes: less than 2 S for any n.
 
 Run it:    torchrun --nproc_per_node=4 step02_ddp.py
-You should see step 1's losses, equal up to rounding. `sent` in runs/step02_ddp/metrics.jsonl is in bytes: 2 (n-1)/n S
-a step, and 6 for the loss.
+You should see step 1's losses, equal up to rounding. runs/step02_ddp/metrics.jsonl has `sent`, the bytes of a step:
+2 (n-1)/n (S + 4), of gradients and of the loss. For --sync ring they are added up message by message; for the others
+that formula is what `note` and `all_reduce` book.
 """
 
 import os
@@ -35,7 +36,7 @@ from torch import Tensor, nn
 import step01_single_gpu as step01
 from common.comm import Group, Mesh, all_reduce, exchange, note
 from common.data import Data
-from common.layout import layout_of, materialize
+from common.layout import data_group, materialize
 from common.model import IGNORE, PRESETS, Decoder
 from common.trainer import Run, among, choose_device, main
 from step01_single_gpu import RECOMPUTE, Optimizer, learning_rate
@@ -54,13 +55,13 @@ class NaiveSync:
     def __init__(self, model: Decoder, config: "Config", mesh: Mesh):
         self.params, self.mesh = [param for param in model.parameters() if param.requires_grad], mesh
 
-    def begin(self, additions: int):
-        """Before the first micro-batch. `additions`: how many backwards will add to each gradient."""
+    def begin(self, n_micro_batches: int):
+        """Before the first micro-batch. Each of them adds to the gradients."""
 
     def finish(self):
         """After the last one: when it returns, every `.grad` is the sum over the ranks."""
         for param in self.params:
-            group = self.mesh[layout_of(param).data_group]  # dp: ranks with the same weights and different tokens
+            group = data_group(param, self.mesh)  # dp: the ranks with the same weights and different tokens
             if group.size > 1:
                 self.sum_up(param.grad, group)
 
@@ -93,7 +94,10 @@ class RingSync(NaiveSync):
             outgoing, target = pieces[(r - s) % n], pieces[(r - s - 1) % n]
             incoming = torch.empty_like(target)
             exchange([(outgoing, (r + 1) % n)], [(incoming, (r - 1) % n)], group).wait()
-            target.copy_(target + incoming if s < n - 1 else incoming)  # add; when sums are complete, replace
+            if s < n - 1:
+                target += incoming
+            else:  # sums are complete
+                target.copy_(incoming)
 
 
 class Bucket:
@@ -103,19 +107,20 @@ class Bucket:
         self.params, self.group, sizes = params, group, [param.numel() for param in params]
         self.flat = torch.zeros(sum(sizes), dtype=params[0].grad_dtype, device=params[0].device)
         self.views = [part.view_as(p) for part, p in zip(self.flat.split(sizes), params, strict=True)]
-        self.missing = 0  # additions that are still to come
+        self.missing = 0  # additions to its gradients that are still to come in this step
 
 
-def group_params(params: list[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
-    """Parameters in lists, in order: of one group of ranks, and at most `limit` bytes of gradients (or just one)."""
-    lists, filling = [], {}  # by group. Here there is one, dp; in step 7 there are two
+def fill_buckets(params: list[nn.Parameter], mesh: Mesh, limit: float) -> list[Bucket]:
+    """Parameters in buckets, in order, of at most `limit` bytes of gradients each (or one parameter that has more)."""
+    lists, room, before = [], 0.0, None
     for param in params:
-        some = filling.setdefault(layout_of(param).data_group, [])
-        if some and sum(p.numel() * p.grad_dtype.itemsize for p in [*some, param]) > limit:
-            lists.append([*some])  # backward completes it before those that are still open
-            some.clear()
-        some.append(param)
-    return [*lists, *filling.values()]
+        size, group = param.numel() * param.grad_dtype.itemsize, data_group(param, mesh)
+        if size > room or group is not before:  # in this chapter all are of one group, dp
+            lists.append([])
+            room, before = limit, group
+        lists[-1].append(param)
+        room -= size
+    return [Bucket(some, data_group(some[0], mesh)) for some in lists]
 
 
 class BucketSync:
@@ -129,18 +134,17 @@ class BucketSync:
     def __init__(self, model: Decoder, config: "Config", mesh: Mesh):
         """Make it after the optimizer, which decides the dtype of gradients."""
         backwards = [param for param in reversed(list(model.parameters())) if param.requires_grad]
-        lists = group_params(backwards, config.bucket_mb * 2**20)
-        self.buckets = [Bucket(params, mesh[layout_of(params[0]).data_group]) for params in lists]
+        self.buckets = fill_buckets(backwards, mesh, config.bucket_mb * 2**20)
         for bucket in self.buckets:
             for param in bucket.params:
                 param.register_post_accumulate_grad_hook(partial(self.added, bucket))
 
-    def begin(self, additions: int):
+    def begin(self, n_micro_batches: int):
         """Zero the buffers; make each `.grad` a view of its buffer."""
         self.unsent, self.pending = list(self.buckets), []
         for bucket in self.buckets:
             bucket.flat.zero_()
-            bucket.missing = additions * len(bucket.params)
+            bucket.missing = n_micro_batches * len(bucket.params)
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 param.grad = view
 
@@ -200,10 +204,15 @@ def train(config: Config, run: Run):
         sync.finish()  # also over ranks
         all_reduce(loss, mesh["dp"]).wait()  # as dist.all_reduce, but it returns at once, and `wait` waits
 
-        norm = torch.nn.utils.get_total_norm(optimizer.gradients().values()).item()
-        clip = config.grad_clip / max(norm, config.grad_clip) if config.grad_clip else 1.0
+        gradients = optimizer.gradients()
+        norm = torch.nn.utils.get_total_norm(gradients.values()).item()
+        run.require_finite(step, loss=loss.item(), grad_norm=norm)
+        clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
+        for gradient in gradients.values():
+            gradient.mul_(clip_coef)
         lr = learning_rate(step, config)
-        optimizer.step(lr, clip)
+        optimizer.step(lr)
+        optimizer.zero_grad()
         run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
 
 

@@ -10,22 +10,23 @@ weights 1 2 3 4, two ranks. Rank 0's gradient is 5 5 5 5, rank 1's 20 20 20 20. 
     3      weights 1 2       slice of sum: 25 25           weights     3 4   slice of sum: 25 25
     after  weights -1.5 -0.5                               weights 0.5 1.5   (stages 1 and 2 all-gather both)
 
-Parameters are laid out in *units*: each layer; the embedding; the final norm with the head. A unit is a flat buffer,
-padded and cut in n equal slices. (Stage 3 holds two whole units at a time, and a third if the head is tied.)
+Parameters are laid out in *units*: the embedding E; each layer; the final norm with the head, H. A unit is a flat
+buffer, padded and cut in n equal slices.
 
     unit "layers.0":  [ norm  q  k  v  o .. | .. o  norm  gate .. | .. gate  up .. | .. up  down  0 0 ]
                       '----- rank 0 -----''------- rank 1 -------''---- rank 2 ----''---- rank 3 ----'
 
-P: parameters. n: ranks. m: micro-batches of a rank. In a step a rank sends (n-1)/n x "elements sent":
+P: parameters, e of them in E and H. n: ranks. m: micro-batches of a rank. In a step a rank sends (n-1)/n x "elements":
 
-    stage   held in full                cut in n                       elements sent
-    0       weights, gradients, masters, moments                       2 P       all-reduce (step 2)
-    1       weights, gradients          masters, moments               2 P       reduce-scatter, all-gather
-    2       weights                     masters, moments, gradients    (m+1) P   m reduce-scatters, one all-gather
-    3                                   everything                     3 m P     m times: reduce-scatter, 2 all-gathers
+    stage   held in full                cut in n                       elements
+    0       weights, gradients, masters, moments                       2 P         all-reduce (step 2)
+    1       weights, gradients          masters, moments               2 P         reduce-scatter, all-gather
+    2       weights                     masters, moments, gradients    (m+1) P     m reduce-scatters, one all-gather
+    3                                   everything                     m (3 P - e) m times: 2 all-gathers (of E and H
+                                                                                   one), reduce-scatter
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
-You should see step 1's losses, and in `sent` the table, in bytes, + 18 (stage 3 gathers both ends once a micro-batch).
+You should see step 1's losses, and `sent` as in the table, times 4 bytes (a weight in bf16 has 2), + (n-1)/n x 24.
 """
 
 import re
@@ -40,7 +41,7 @@ from torch import Tensor, nn
 import step02_ddp as step02
 from common.comm import Group, Mesh, Pending, all_gather, all_reduce, reduce_scatter
 from common.data import Data
-from common.layout import global_norm, layout_of, materialize
+from common.layout import data_group, global_norm, layout_of, materialize
 from common.model import IGNORE, PRESETS, Decoder, wide
 from common.trainer import Run, among, choose_device, main
 from step01_single_gpu import OPTIMIZERS, RECOMPUTE, Optimizer, learning_rate
@@ -61,9 +62,13 @@ class Unit:
         self.flat = torch.zeros(self.length * group.size, dtype=some.dtype, device=some.device)
         for name, param in named.items():
             self.view(self.flat, name).copy_(param.detach())
-            param.data = self.view(self.flat, name)  # .data: autograd does not see later writes to flat
+            param.data = self.view(
+                self.flat, name
+            )  # .data: else autograd would take each later write to flat for an error
             param.grad_dtype = wide(param.dtype)
         self.slice = self.flat[self.first : self.first + self.length]
+        self.master = self.slice.to(wide(some.dtype))  # the slice itself, if it is wide enough
+        self.missing = 0  # from stage 2 on: gradients that this micro-batch's backward has yet to make
         self.gradient: Tensor | None = None  # [padded], from this rank's tokens: not summed over ranks
         self.total: Tensor | None = None  # [padded / n], the sum over the ranks of `gradient`
         self.grad_slice: Tensor | None = None  # [padded / n], `total` of all micro-batches, added up
@@ -84,16 +89,20 @@ class Unit:
 
 
 def unit_names(model: Decoder) -> list[list[str]]:
-    """Names of parameters, by unit. Experts (step 7) have another group of ranks, so their own units."""
+    """Names of parameters, by unit. A unit's parameters are of one group of ranks: in this chapter all are of dp."""
     units: dict[tuple[str, str], list[str]] = {}
     for name, param in model.named_parameters():
-        module = re.match(r"model\.layers\.\d+|model\.embed_tokens|", name).group()  # "": norm and head
+        found = re.match(r"model\.layers\.\d+|model\.embed_tokens", name)
+        module = found.group() if found else "norm and head"
         units.setdefault((module, layout_of(param).data_group), []).append(name)
     return list(units.values())
 
 
 class Zero1:
-    """Optimizer state is cut. An object of this class is the optimizer, and also the sync (step 2: begin, finish)."""
+    """Optimizer state is cut. An object of this class is the optimizer, and also the sync (step 2: begin, finish).
+
+    All sums start after the last backward: nothing hides them, unlike those of step 2's buckets.
+    """
 
     unit_type: type[Unit] = Unit
 
@@ -102,15 +111,14 @@ class Zero1:
         for names in unit_names(model):  # one by one: in stage 3 no rank ever holds the whole model
             materialize(model, config.seed, device, dtype, names)
             named = {name: model.get_parameter(name) for name in names}
-            group = mesh[layout_of(named[names[0]]).data_group]  # dp: same weights, other tokens
+            group = data_group(named[names[0]], mesh)  # dp: same weights, other tokens
             self.units.append(self.unit_type(named, group))
         self.pieces: dict[str, Tensor] = {}  # by name: the part of each master in this rank's slices
         for unit in self.units:
-            unit.master = unit.slice.to(wide(dtype))  # the slice itself, if it is wide enough
             self.pieces |= {name: part for name in unit.trained if len(part := unit.part(unit.master, name))}
         self.rule = OPTIMIZERS[config.optimizer](self.pieces, config)
 
-    def begin(self, additions: int):
+    def begin(self, n_micro_batches: int):
         """Before the first micro-batch: let autograd add up in flat buffers."""
         for unit in self.units:
             unit.make_room()
@@ -133,20 +141,16 @@ class Zero1:
         """By name: the part of each gradient in this rank's slices."""
         return {name: unit.part(unit.grad_slice, name) for unit in self.units for name in unit.trained}
 
-    def step(self, lr: float, factor: float):
-        """Update this rank's slices of the masters, round them into those of the weights, and free the gradients."""
+    def step(self, lr: float):
+        """Update this rank's slices of the masters, round them into those of the weights, and publish these."""
         gradients = self.gradients()
         for name, piece in self.pieces.items():
-            piece.grad = gradients[name].mul_(factor)
+            piece.grad = gradients[name]
         for group in self.rule.param_groups:
             group["lr"] = lr
         self.rule.step()
-        self.rule.zero_grad()
         for unit in self.units:
             unit.slice.copy_(unit.master)
-            unit.gradient = unit.total = unit.grad_slice = None
-            for param in unit.trained.values():
-                param.grad = None
         self.publish()
 
     def publish(self):
@@ -154,9 +158,21 @@ class Zero1:
         for pending in [all_gather(unit.flat, unit.slice, unit.group) for unit in self.units]:
             pending.wait()
 
+    def zero_grad(self):
+        """Free the gradients."""
+        self.rule.zero_grad()
+        for unit in self.units:
+            unit.gradient = unit.total = unit.grad_slice = None
+            for param in unit.trained.values():
+                param.grad = None
+
 
 class Zero2(Zero1):
-    """Gradients are cut as well: a unit's whole gradient exists only from its backward to its reduce-scatter."""
+    """Gradients are cut as well: a unit's whole gradient exists from its backward to the end of its reduce-scatter.
+
+    That is while the next unit's backward runs, so two exist at a time. The last one, E's, ends with the next backward,
+    or in `finish`.
+    """
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -164,11 +180,12 @@ class Zero2(Zero1):
             for name, param in unit.trained.items():
                 param.register_post_accumulate_grad_hook(partial(self.added, unit, name))
 
-    def begin(self, additions: int):
+    def begin(self, n_micro_batches: int):
         """Before the first micro-batch: the slices start at zero."""
         self.in_flight: tuple[Unit, Pending] | None = None
         for unit in self.units:
-            unit.missing, unit.grad_slice = len(unit.trained), torch.zeros_like(unit.master, device=unit.flat.device)
+            unit.missing = len(unit.trained)
+            unit.grad_slice = torch.zeros_like(unit.master, device=unit.flat.device)
 
     def added(self, unit: Unit, name: str, param: nn.Parameter):
         """Hook: the gradient of `param` is complete for this micro-batch. Move it into the unit's buffer."""
@@ -193,7 +210,8 @@ class Zero2(Zero1):
             unit, pending = self.in_flight
             pending.wait()
             unit.grad_slice += unit.total
-            unit.missing, unit.gradient, unit.total, self.in_flight = len(unit.trained), None, None, None
+            unit.gradient = unit.total = self.in_flight = None
+            unit.missing = len(unit.trained)  # of the next micro-batch
 
     def finish(self):
         """After the last micro-batch: finish the last unit."""
@@ -205,7 +223,10 @@ class SlicedUnit(Unit):
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
         super().__init__(named, group)
-        self.slice, self.nbytes, self.gathered, self.gathering = self.slice.clone(), self.flat.nbytes, True, Pending()
+        self.slice = self.slice.clone()
+        self.master = self.slice.to(self.master.dtype)
+        self.nbytes = self.flat.nbytes
+        self.gathered, self.gathering = True, Pending()
         self.free()
 
     def gather(self):
@@ -223,7 +244,19 @@ class SlicedUnit(Unit):
 
 
 class Zero3(Zero2):
-    """Parameters are cut too. Hooks gather a unit before its use, and the next one during it. Rest: as Zero2."""
+    """Parameters are cut too. Hooks gather a unit before its use, and the next one during it. Rest: as Zero2.
+
+    A micro-batch through layers 0 and 1. What stands in one column is under way at the same time:
+
+                       forward             backward
+        all-gather     E   0   1   H       1   0
+        compute            E   0   1   H   H   1   0   E
+        freed after        E   0   1       H   1   0
+        reduce-scatter                         H   1   0   E
+
+    H stays between its forward and its backward, and the backward of E needs no weights. So two units are whole at a
+    time; a third, E, if the head is tied to it.
+    """
 
     unit_type = SlicedUnit
 
@@ -239,9 +272,9 @@ class Zero3(Zero2):
             module.register_forward_pre_hook(lambda *_, i=i: self.fetch(i, min(i + 1, len(modules) - 1)))
             module.register_forward_hook(partial(self.after_forward, i))
 
-    def fetch(self, i: int, following: int):
-        """Start to gather the units of module `i` and of the `following` one; wait for those of `i`, to compute now."""
-        for unit in [*self.uses[i], *self.uses[following]]:
+    def fetch(self, i: int, ahead: int):
+        """Start to gather the units of module `i` and of `ahead`, which computes next; wait for those of `i`."""
+        for unit in [*self.uses[i], *self.uses[ahead]]:
             unit.gather()
         for unit in self.uses[i]:
             unit.gathering.wait()
@@ -295,7 +328,7 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    RECOMPUTE[config.recompute](model)
+    RECOMPUTE[config.recompute](model)  # before stage 3's hooks: a layer is gathered once for both of its forwards
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # this slice of the update is mine
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
@@ -311,10 +344,15 @@ def train(config: Config, run: Run):
         sync.finish()  # also over ranks
         all_reduce(loss, mesh["dp"]).wait()
 
-        norm = global_norm(model, optimizer.gradients(), mesh, sliced=config.zero > 0)
-        clip = config.grad_clip / max(norm, config.grad_clip) if config.grad_clip else 1.0
+        gradients = optimizer.gradients()
+        norm = global_norm(model, gradients, mesh, sliced=config.zero > 0)
+        run.require_finite(step, loss=loss.item(), grad_norm=norm)
+        clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
+        for gradient in gradients.values():
+            gradient.mul_(clip_coef)
         lr = learning_rate(step, config)
-        optimizer.step(lr, clip)
+        optimizer.step(lr)
+        optimizer.zero_grad()
         run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
 
 

@@ -1,37 +1,42 @@
-"""Step 4: tensor and sequence parallelism. Each matrix is cut. Between the blocks, the sequence is cut too.
+"""Step 4: tensor and sequence parallelism. Each matrix is sharded; between the blocks, the tokens are sharded too.
 
-A *block* is attention or the MLP. In Megatron (Shoeybi et al. 2019) its first matrices are cut by columns (outputs),
-its last one by rows (inputs): x [A0 A1] = [y0 y1]. Rank i makes z_i of y_i alone, as heads and MLP channels do not look
-at one another. The block's output is z0 B0 + z1 B1. (nn.Linear stores [out, in]: columns are its dim 0.)
+A *block*, attention or the MLP, computes act(x A) B. In Megatron (Shoeybi et al. 2019) A is sharded by columns
+(outputs), B by rows (inputs). Rank i computes z_i = act(x A_i) alone, as heads and MLP channels do not look at one
+another, and then z_i B_i, a term of the block's output, z_0 B_0 + z_1 B_1. Such a term is called *partial*.
 
              .- f -> q k v, heads 0-3 -> attention -> o_proj, rows of heads 0-3 -> g -.       rank 0
     x whole -|                                                                        |-> the block's output
              '- f -> q k v, heads 4-7 -> attention -> o_proj, rows of heads 4-7 -> g -'       rank 1
 
-                             forward                          backward
-    f   enter_block          nothing: all have x              all-reduce: dx is a sum, each rank has a term
-    g   leave_block          all-reduce: each rank has a      nothing: the gradient of a term is that of the
-                             term of the output               sum, which all have
+                             forward                              backward
+    f   enter_block          nothing: all have x                  all-reduce: dx is a sum, each rank has a term
+    g   leave_block          all-reduce: each rank has a term     nothing: a term has the gradient of the sum
 
-Embedding and loss are replaced. All matrices become smaller, and f and g are hooks: f runs before attention, MLP and
-head, g after embedding, attention and MLP. (The loss takes logits that are cut, so the head has no g.)
+f and g are hooks around attention and MLP; the embedding has a g, the head an f. Embedding and loss are replaced.
 
-SEQUENCE PARALLELISM (on unless --no-sp; Korthikanti et al. 2022). Between the blocks all n ranks would do the same
-work, so each holds only seq/n tokens. Each all-reduce becomes its two halves, for the same bytes:
+SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022). Between the blocks all n ranks would do the same
+work, so each has only s/n tokens there. Each all-reduce becomes its two halves, for the same bytes:
 
-    f   enter_block          all-gather: tokens come          reduce-scatter: dx is summed, tokens go apart
-    g   leave_block          reduce-scatter                   all-gather
+    f   enter_block          all-gather: tokens come              reduce-scatter: dx is summed, tokens go apart
+    g   leave_block          reduce-scatter                       all-gather
 
-Norms now see only seq/n tokens, so their gradient is partial, and summed over tp.
+    on a rank                                            shape, with SP    over tp
+    x between blocks: input of norms, residual sums      [b, s/n, dim]     shard      without SP [b, s, dim], whole
+    weights of the norms                                 [dim]             whole      with SP the gradient is partial
+    f(x)                                                 [b, s, dim]       whole
+    q_proj k_proj v_proj gate_proj up_proj               [out/n, in]       shard      columns; nn.Linear has [out, in]
+    q k v and the heads' outputs; gate, up, product      [b, s, width/n]   shard
+    o_proj down_proj                                     [out, in/n]       shard      rows
+    their output, before g                               [b, s, dim]       partial
 
 Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
-You should see step 1's losses. With S the bytes of [batch, seq, dim], a rank sends over tp in a micro-batch (n-1)/n x
-8 S a layer, and (n-1)/n x 4 S for embedding and head (here .1 % more: two numbers a token for the loss, and norms).
+You should see step 1's losses. With S the bytes of [b, s, dim], a rank sends over tp in a micro-batch (n-1)/n x 8 S a
+layer (11 S with --recompute, then 10 S without SP), and (n-1)/n x 4 S for embedding and head; besides, two numbers a
+token for the loss, and gradients of norms (here 0.1 %).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -47,15 +52,6 @@ from common.trainer import Run, among, choose_device, main
 from step01_single_gpu import RECOMPUTE, learning_rate
 from step02_ddp import join_ranks
 from step03_zero import STAGES, make_optimizer
-
-
-@dataclass
-class Config(step03.Config):
-    """Tensor and sequence parallelism."""
-
-    tp: int = 1  # ranks that share each matrix
-    sp: bool = True  # between the blocks, split the tokens over tp
-    zero: int = among(STAGES, 0)  # ZeRO over ranks with the same parts; 0: none, 1: state, 2: gradients, 3: parameters
 
 
 def unchanged(x: Tensor, group: Group) -> Tensor:
@@ -129,7 +125,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """The summed cross entropy, equal on all ranks. A rank has the logits of the tokens in `ids`, then padding (`cut`).
+    """The summed cross entropy, equal on all ranks. A rank has the logits of the tokens in `ids`, then perhaps padding.
 
     A token's loss is log sum exp(all logits) - its target's logit. So each rank sends the others two numbers a token:
     its own log sum exp, and the target's logit if it has that, else 0. The gradient of the logits is softmax - one-hot:
@@ -139,7 +135,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, ids: range, group: Group) -> Tensor:
         """logits [batch, seq, vocab/n], targets int64 [batch, seq] -> the sum over all targets but IGNORE, in nats."""
-        logits = logits.to(wide(logits.dtype))  # as their gradient will be; autograd casts that back
+        logits = logits.to(wide(logits.dtype))  # a sum of exponentials needs it; autograd casts their gradient back
         held = (targets >= ids.start) & (targets < ids.stop)
         column = ((targets - ids.start) % logits.shape[-1])[..., None]  # any column, for a target that others hold
         picked = logits.gather(-1, column).squeeze(-1).where(held, 0.0)
@@ -162,9 +158,9 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def cut(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
-    """This rank's part of a parameter on the meta device; the parameter itself in a group of one.
+    """This rank's shard of a parameter on the meta device; the parameter itself in a group of one.
 
-    All parts are equally long: the last ones may be padding. `materialize` reads the record of the cut (common/layout).
+    All shards are equally long: the last ones may be padding. `materialize` reads the record (common/layout.py).
     """
     if group.size == 1:
         return weight
@@ -176,25 +172,20 @@ def cut(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
     return part
 
 
-def cut_matrix(dim: int, weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
-    """This rank's part of [out, in], or of experts' [experts, out, in] (step 7), along dimension -2 or -1."""
-    return cut(weight, weight.dim() + dim, mesh["tp"])
-
-
 def cut_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
-    """This rank's key/value heads. Raises UserError."""
+    """This rank's heads of k_proj or v_proj, each of them whole. Raises UserError."""
     if config.n_kv_heads % mesh["tp"].size:
         raise UserError(f"--tp {mesh['tp'].size} must divide the {config.n_kv_heads} key/value heads of the model")
-    return cut_matrix(-2, weight, mesh, config)
+    return cut(weight, 0, mesh["tp"])
 
 
 COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
-CUTS = dict.fromkeys(COLUMNS, partial(cut_matrix, -2)) | dict.fromkeys(ROWS, partial(cut_matrix, -1))
-CUTS |= dict(k_proj=cut_heads, v_proj=cut_heads)  # between heads, never inside one
+CUTS = dict.fromkeys(COLUMNS, 0) | dict.fromkeys(ROWS, 1)  # the dimension of a weight [out, in] that is sharded
+HEADS = dict(k_proj=cut_heads, v_proj=cut_heads)  # q_proj needs no check: n_kv_heads divides n_heads
 
 
 def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
-    """Cut a model on the meta device, in place: fewer rows or columns in each matrix, and f and g around each block.
+    """Shard a model on the meta device, in place: fewer rows or columns in each matrix, f and g around each block.
 
     A column-parallel linear layer is an nn.Linear with fewer outputs, a row-parallel one has fewer inputs. q, k and v
     share one f, and so do gate and up: one collective serves them. Raises UserError.
@@ -206,10 +197,11 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
         raise UserError(f"--tp {group.size} must divide the {config.seq_len} tokens of a sequence; or use --no-sp")
     blocks = [block for layer in trunk.layers.values() for block in (layer.self_attn, layer.mlp)]
     for block in blocks:
-        for name, module in block.named_modules():
-            kind = name.split(".")[-1]
-            if kind in CUTS:
-                module.weight = CUTS[kind](module.weight, mesh, config)  # fewer heads: the model counts them by itself
+        for name, linear in block.named_children():
+            if name in HEADS:
+                linear.weight = HEADS[name](linear.weight, mesh, config)  # fewer: the model counts them by itself
+            else:
+                linear.weight = cut(linear.weight, CUTS[name], group)
 
     trunk.embed_tokens.weight = cut(trunk.embed_tokens.weight, 0, group)
     model.lm_head.weight = trunk.embed_tokens.weight if config.tied else cut(model.lm_head.weight, 0, group)
@@ -241,10 +233,19 @@ def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Me
                 part.copy_(total.view_as(part))
 
 
+@dataclass
+class Config(step03.Config):
+    """Tensor and sequence parallelism."""
+
+    tp: int = 1  # ranks that share each matrix
+    sp: bool = True  # between the blocks, split the tokens over tp
+    zero: int = among(STAGES, 0)  # ZeRO over dp: 0 none (so you see tp alone), 1 state, 2 gradients, 3 parameters
+
+
 def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
-    mesh = Mesh(dp=join_ranks(device) // config.tp, tp=config.tp)  # tp is last: neighbours
+    mesh = Mesh(dp=join_ranks(device) // config.tp, tp=config.tp)  # tp is last: neighbours, with the fastest links
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
     shape = PRESETS[config.model]
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
@@ -268,10 +269,15 @@ def train(config: Config, run: Run):
         sum_partial_gradients(model, optimizer.gradients(), mesh)  # of norms: with SP a rank saw only its tokens
         all_reduce(loss, mesh["dp"]).wait()  # along tp all have the whole loss
 
-        norm = global_norm(model, optimizer.gradients(), mesh, sliced=config.zero > 0)
-        clip = config.grad_clip / max(norm, config.grad_clip) if config.grad_clip else 1.0
+        gradients = optimizer.gradients()
+        norm = global_norm(model, gradients, mesh, sliced=config.zero > 0)
+        run.require_finite(step, loss=loss.item(), grad_norm=norm)
+        clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
+        for gradient in gradients.values():
+            gradient.mul_(clip_coef)
         lr = learning_rate(step, config)
-        optimizer.step(lr, clip)
+        optimizer.step(lr)
+        optimizer.zero_grad()
         run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
 
 

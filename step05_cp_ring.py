@@ -1,29 +1,32 @@
-"""Step 5: context parallelism. A sequence that is too long for one device is cut; only attention looks at other tokens.
+"""Step 5: context parallelism. A sequence too long for one device is sharded; only attention looks at other tokens.
 
-n ranks share s tokens. Norms, matrices and the loss look at one token at a time. In attention a query looks at all keys
-before it. So queries stay, and keys and values travel round a ring: a rank computes with the part that is here while
-the next one arrives (Liu et al. 2023, "Ring Attention"). With tokens in order the last of 4 ranks has the most work:
+n ranks share a sequence of s tokens, s/n each. Norms, matrices and the loss look at one token at a time. In attention a
+query looks at all keys before it. So queries stay, and keys and values travel round a ring: a rank computes with those
+that it holds while the next ones arrive (Liu et al. 2023, "Ring Attention"). In backward they travel again. The sum of
+their gradients follows, one hop behind, and one message more brings it home. With 3 ranks, kv1 is k and v of rank 1:
 
-    keys of part ->         0 1 2 3
-    rank 0: queries of 0    + . . .       # every pair of a query and a key      . none: the keys are later
-    rank 1: queries of 1    # + . .       + the causal half
-    rank 2: queries of 2    # # + .
-    rank 3: queries of 3    # # # +
+    backward     hop 0               hop 1                 hop 2                    last message
+    rank 0       kv0   dkv0 = 0      kv2   dkv2 = 2+0      kv1   dkv1 = 1+2+0       dkv0 = 0+1+2
+    rank 1       kv1   dkv1 = 1      kv0   dkv0 = 0+1      kv2   dkv2 = 2+0+1       dkv1 = 1+2+0
+    rank 2       kv2   dkv2 = 2      kv1   dkv1 = 1+2      kv0   dkv0 = 0+1+2       dkv2 = 2+0+1
+    (in forward, kv as here)               dkv2 = 2+0: the sum of what ranks 2 and 0 have found for kv2
+
+A softmax needs all keys, and only some are here. ONLINE SOFTMAX (Milakov and Gimelshein 2018) puts the outputs of
+several parts of the keys together: `merge` does it, and its docstring has an example.
 
 ZIGZAG. Early queries see few keys, late ones many. So rank r gets chunks r and 2n-1-r of 2n: the same work for all.
 
-    keys of chunk ->   0 1 2 3 4 5 6 7          0 1 2 3 4 5 6 7
-    rank 0: queries 0  + . . . . . . .   and 7  # # # # # # # +      hop 0: our own chunks, + and # +
-    rank 1: queries 1  # + . . . . . .   and 6  # # # # # # + .      hop h: those of rank r-h (mod n), always # #
-    rank 2: queries 2  # # + . . . . .   and 5  # # # # # + . .      so in each hop all ranks have the same work
-    rank 3: queries 3  # # # + . . . .   and 4  # # # # + . . .
+    keys of chunk ->   0 1 2 3 4 5 6 7          0 1 2 3 4 5 6 7      # every pair of a query and a key
+    rank 0: queries 0  + . . . . . . .   and 7  # # # # # # # +      + the causal half; . none: the keys are later
+    rank 1: queries 1  # + . . . . . .   and 6  # # # # # # + .      hop 0: our own chunks, + and # +
+    rank 2: queries 2  # # + . . . . .   and 5  # # # # # + . .      hop h: those of rank r-h (mod n), always # #
+    rank 3: queries 3  # # # + . . . .   and 4  # # # # + . . .      so in each hop all ranks have the same work
 
-In backward k and v make the journey again. The sums of their gradients follow, one hop behind; the n-th message brings
-them home. Of s/n tokens, k and v have B bytes and their gradients (fp32) G. In a layer and micro-batch a rank sends
-(n-1) B forward and (n-1) B + n G backward. This grows with s, the work with s^2/n: long sequences hide it.
+Let k and v of s/n tokens have B bytes, and their gradients (fp32) G. In a layer and micro-batch a rank sends (n-1) B
+forward and (n-1) B + n G backward (and (n-1) B again with --recompute full). This grows with s, the work with s^2/n.
 
-Targets were shifted before the cut (common/data.py). Shifted after the cut, each chunk's last token would lose its
-target: the classic mistake.
+Targets were shifted before the sequence was sharded (common/data.py). Shifted afterwards, the last token of a rank's
+first chunk would get the first one of its second chunk as target: wrong, and nothing would fail. The classic mistake.
 
 Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
 You should see step 1's losses, and `sent` over cp: the formula x layers x micro-batches (+ 12 bytes of the norm).
@@ -34,7 +37,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,26 +54,21 @@ from step04_tp_sp import shard_tensors, sum_partial_gradients
 
 
 def zigzag_positions(seq_len: int, rank: int, n: int) -> Tensor:
-    """int64 [seq_len / n]: the tokens of a rank, chunks r and 2n-1-r of 2n. Raises UserError."""
+    """int64 [s/n]: the tokens of a rank, chunks r and 2n-1-r of 2n. Raises UserError."""
     if seq_len % (2 * n):
         raise UserError(f"--cp {n}: the sequence length {seq_len} must be a multiple of {2 * n}")
     chunks = torch.arange(seq_len).chunk(2 * n)
     return torch.cat((chunks[rank], chunks[-1 - rank]))
 
 
-def zigzag_visible(rank: int, source: int, length: int) -> list[tuple]:
-    """What `rank` computes with k, v of `source`: (queries, keys, causal). Two indices of [batch, heads, length, d]."""
-    both, first, second = np.s_[:, :, :length], np.s_[:, :, : length // 2], np.s_[:, :, length // 2 :]
-    if source == rank:
-        return [(both, both, True)]  # rows are in order of position, so causal is right for both chunks together
-    # A smaller rank's first chunk is before both of ours. Both chunks of a larger rank are before our second one.
-    return [(both, first, False) if source < rank else (second, both, False)]
-
-
-def has_kernel(q: Tensor) -> bool:
-    """Whether PyTorch's flash attention takes q: on a CPU always, on CUDA 16 bits from Ampere on."""
-    fits = q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return not q.is_cuda or (fits and torch.cuda.get_device_capability(q.device) >= (8, 0))
+def zigzag_visible(rank: int, source: int, length: int) -> list[tuple[slice, slice, bool]]:
+    """What `rank` computes with k and v of `source`: (queries, keys, causal), slices of the s/n = `length` tokens."""
+    whole, first, second = slice(0, length), slice(0, length // 2), slice(length // 2, length)
+    if source == rank:  # the diagonal: tokens are in order of position, so causal is right for both chunks together
+        return [(whole, whole, True)]
+    if source < rank:  # the past: its first chunk is before both of ours, its second one after both
+        return [(whole, first, False)]
+    return [(second, whole, False)]  # the future: both of its chunks are after our first one, and before our second
 
 
 def same_heads(q: Tensor, *tensors: Tensor) -> list[Tensor]:
@@ -80,77 +77,77 @@ def same_heads(q: Tensor, *tensors: Tensor) -> list[Tensor]:
 
 
 def scaled_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """q k^T / sqrt(d) [batch, heads, s_q, s_k], minus infinity where a query may not look."""
+    """q k^T / sqrt(d) [batch, heads, queries, keys]. `causal`, with as many keys as queries: -inf for later keys."""
     scores = q @ k.mT * q.shape[-1] ** -0.5
     return scores + torch.full_like(scores[0, 0], -torch.inf).triu(1) if causal else scores
 
 
 def part_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention to one part of the keys, and lse, the log of sum exp(scores). `causal` only with s_q = s_k.
+    """Attention as if these were all keys, and lse = log sum exp(scores): how much these keys weigh, for `merge`.
 
-    q [batch, heads, s_q, d]; k, v [batch, kv_heads, s_k, d] -> o like q, lse [batch, heads, s_q].
+    q [batch, heads, queries, d]; k, v [batch, kv_heads, keys, d] -> o like q, lse [batch, heads, queries]; in fp32.
     """
-    if has_kernel(q):  # the formulas below without a matrix [s_q, s_k] in memory; it takes fewer kv heads itself
-        kernel = "_scaled_dot_product_flash_attention" + ("" if q.is_cuda else "_for_cpu")
-        return getattr(torch.ops.aten, kernel)(q, k, v, 0.0, causal)[:2]  # 0.0: no dropout
     q, k, v = same_heads(q, k, v)
     scores = scaled_scores(q, k, causal)
     lse = scores.logsumexp(-1)
     return (scores - lse[..., None]).exp() @ v, lse
 
 
+def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):
+    """Add another part of the keys to a softmax, in place: o [batch, heads, queries, d], lse [batch, heads, queries].
+
+    An output is an average of values, weighted by exp(score). Let two keys weigh 3 and 1, and have the values 10 and 2:
+    together they give (3*10 + 1*2) / (3+1) = 8. In two parts: o = 10, lse = log 3; part_o = 2, part_lse = log 1. Then
+    part_o has the share 1 / (3+1) = sigmoid(log 1 - log 3) = 0.25. So o becomes 10 + 0.25 (2 - 10) = 8, lse log 4.
+    """
+    o.lerp_(part_o.to(o.dtype), torch.sigmoid(part_lse - lse)[..., None])  # o + share (part_o - o)
+    lse.copy_(torch.logaddexp(lse, part_lse))  # log(e^lse + e^part_lse)
+
+
 def part_gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This part's share of the gradients of q, k and v, given `o` and `lse` of attention to *all* keys.
+    """What this part of the keys adds to dq, and its dk and dv, from `o` and `lse` of attention to *all* keys.
 
-    With that lse, P is this part's columns of the softmax over all keys. So the shares of all parts add up:
-
-    P = exp(scores - lse)    dS = P * (do v^T - rowsum(do * o))
-    dv = P^T do              dq = dS k / sqrt(d)                      dk = dS^T q / sqrt(d)
+    With that lse, P is these columns of the softmax over all keys: so what all parts find is simply added up. The names
+    are those of FlashAttention (Dao et al. 2022, appendix B): forward is S = q k^T / sqrt(d), P = softmax(S), o = P v.
     """
-    if has_kernel(q):
-        given = do, q, k, v, o, lse.contiguous()  # rows of lse may have gaps between heads
-        if not q.is_cuda:
-            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal)
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of the dropout
-        options = None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed[:0]
-        return torch.ops.aten._scaled_dot_product_flash_attention_backward(*given, *options)
-    kv_heads = k.shape[1]
+    kv_heads, scale = k.shape[1], q.shape[-1] ** -0.5
     q, k, v, o, do = same_heads(q, k, v, o, do)
     p = (scaled_scores(q, k, causal) - lse[..., None]).exp()
-    ds = p * (do @ v.mT - (do * o).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
-    dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (ds.mT @ q, p.mT @ do))
-    return ds @ k, dk, dv
+    dp = do @ v.mT
+    d = (do * o).sum(-1, keepdim=True)  # D = rowsum(P * dP) over all keys, found without them
+    ds = p * (dp - d)  # the backward of a softmax
+    dq = ds @ k * scale
+    dk = ds.mT @ q * scale
+    dv = p.mT @ do
+    dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (dk, dv))  # over the query heads that a kv head serves
+    return dq, dk, dv
 
 
-def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):
-    """Add another part of the keys to a softmax, in place: o [batch, heads, s_q, d], lse [batch, heads, s_q].
-
-    The result is the average of both outputs, weighted by their sums of exponentials:
-    o = (e^lse o + e^part_lse part_o) / (e^lse + e^part_lse). The second weight is sigmoid(part_lse - lse).
-    """
-    o.lerp_(part_o.to(o.dtype), torch.sigmoid(part_lse - lse)[..., None])
-    lse.copy_(torch.logaddexp(lse, part_lse))
+FORMULAS = part_attention, part_gradients  # a kernel: what computes a part of the keys, forward and backward
 
 
 class RingAttention(torch.autograd.Function):
     """Causal attention of queries that stay to keys and values that travel."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable) -> Tensor:
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable, kernel: tuple = FORMULAS):
         """q [batch, heads, s/n, d]; k, v [batch, kv_heads, s/n, d] -> like q."""
         n, r = group.size, group.rank
+        attention, ctx.gradients = kernel
         own = kv = torch.stack((k, v))
         o = torch.zeros_like(q, dtype=wide(q.dtype))  # no keys yet: o is 0, and lse is log 0 = -inf
         lse = torch.full_like(o[..., 0], -torch.inf)
         for hop in range(n):
-            if hop + 1 < n:  # send on what is here, to the right, and receive from the left ...
+            source = (r - hop) % n  # whose k and v are here
+            if hop + 1 < n:  # send them on to the right, and receive the next ones from the left ...
                 next_kv = torch.empty_like(kv)
                 sending = exchange([(kv, (r + 1) % n)], [(next_kv, (r - 1) % n)], group)
-            source = (r - hop) % n  # whose part is here
-            for rows, keys, causal in visible(r, source, q.shape[2]):  # ... and compute with it meanwhile
-                merge(o[rows], lse[rows], *part_attention(q[rows], kv[0][keys], kv[1][keys], causal))
+            for queries, keys, causal in visible(r, source, q.shape[2]):  # ... and compute meanwhile
+                k, v = kv[:, :, :, keys]
+                part_o, part_lse = attention(q[:, :, queries], k, v, causal)
+                merge(o[:, :, queries], lse[:, :, queries], part_o, part_lse)
             if hop + 1 < n:
                 sending.wait()
                 kv = next_kv
@@ -161,42 +158,46 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do: Tensor):
-        """k, v travel as in forward. The sum of their gradients follows, one hop behind; each rank adds its share."""
+        """k and v travel as in forward. The sum of their gradients follows, one hop behind; each rank adds its own."""
         q, kv, o, lse = ctx.saved_tensors
         n, r = ctx.group.size, ctx.group.rank
         dq, dkv = (torch.zeros_like(x, dtype=wide(q.dtype)) for x in (q, kv))
-        arriving = Pending()  # nothing yet
+        arriving = Pending()  # of dkv: nothing yet
         for hop in range(n):
+            source = (r - hop) % n
             if hop + 1 < n:
                 next_kv = torch.empty_like(kv)
                 sending = exchange([(kv, (r + 1) % n)], [(next_kv, (r - 1) % n)], ctx.group)
-            share, source = torch.zeros_like(dkv), (r - hop) % n
-            for rows, keys, causal in ctx.visible(r, source, q.shape[2]):
-                given = do[rows], q[rows], kv[0][keys], kv[1][keys], o[rows], lse[rows], causal
-                part_dq, part_dk, part_dv = part_gradients(*given)
-                dq[rows] += part_dq
-                share[0][keys] += part_dk
-                share[1][keys] += part_dv
-            arriving.wait()  # dkv: what the ranks before us have added for this part
-            dkv += share
+            found = torch.zeros_like(dkv)  # by this rank, for kv
+            for queries, keys, causal in ctx.visible(r, source, q.shape[2]):
+                k, v = kv[:, :, :, keys]
+                part_do, part_q, part_o, part_lse = (x[:, :, queries] for x in (do, q, o, lse))
+                part_dq, part_dk, part_dv = ctx.gradients(part_do, part_q, k, v, part_o, part_lse, causal)
+                dq[:, :, queries] += part_dq
+                found[0, :, :, keys] += part_dk
+                found[1, :, :, keys] += part_dv
+            arriving.wait()  # dkv: what the ranks before us have found for kv
+            dkv += found
             outgoing, dkv = dkv, torch.empty_like(dkv)
             arriving = exchange([(outgoing, (r + 1) % n)], [(dkv, (r - 1) % n)], ctx.group)
             if hop + 1 < n:
                 sending.wait()
                 kv = next_kv
-        arriving.wait()  # the gradient of our own part is home
-        return dq.to(q.dtype), *dkv.to(q.dtype), None, None
+        arriving.wait()  # the gradient of our own k and v is home
+        return dq.to(q.dtype), *dkv.to(q.dtype), None, None, None
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable = zigzag_visible) -> Tensor:
-    """q [batch, seq/n, heads, head_dim]; k, v [batch, seq/n, kv_heads, head_dim] -> like q."""
-    return RingAttention.apply(*(x.transpose(1, 2) for x in (q, k, v)), group, visible).transpose(1, 2)
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable = zigzag_visible, kernel: tuple = FORMULAS
+) -> Tensor:
+    """q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] -> like q."""
+    return RingAttention.apply(*(x.transpose(1, 2) for x in (q, k, v)), group, visible, kernel).transpose(1, 2)
 
 
 class ContextMode(NamedTuple):
-    """How a sequence is cut, and how its parts attend to one another."""
+    """How a sequence is sharded, and how its shards attend to one another."""
 
-    positions: Callable[[int, int, int], Tensor]  # (seq_len, rank, n) -> int64 [seq_len / n]: a rank's positions
+    positions: Callable[[int, int, int], Tensor]  # (s, rank, n) -> int64 [s/n]: a rank's positions
     attention: Callable[[Tensor, Tensor, Tensor, Group], Tensor]  # as ring_attention
 
 
@@ -212,14 +213,14 @@ class Config(step04.Config):
 
 
 def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode) -> Tensor:
-    """Let the ranks of `mesh["cp"]` share each sequence. Returns the positions of this rank's tokens, int64 [seq / n].
+    """Let the ranks of `mesh["cp"]` share each sequence. Returns the positions of this rank's tokens, int64 [s/n].
 
     Attention goes round the ring; RoPE is told the positions, and k travels already rotated. These ranks hold the same
-    weights and see different tokens, like those of dp. So gradients are summed, and ZeRO cuts, over dp x cp:
+    weights and see different tokens, like those of dp. So gradients are summed, and ZeRO shards, over dp x cp:
     `mesh["data"]`. Raises UserError.
     """
     group, tp, seq_len = mesh["cp"], mesh["tp"], model.config.seq_len
-    mesh.join("data", "dp", "cp")  # the group of all dp x cp ranks; with --cp 4 on 4 ranks that of mesh["cp"]
+    mesh.join("data", "dp", "cp")  # all dp x cp ranks. With dp = 1 these are the ranks of mesh["cp"]: one process group
     for param in model.parameters():
         note_layout(param, data_group="data")
     if group.size == 1:
@@ -260,10 +261,15 @@ def train(config: Config, run: Run):
         sum_partial_gradients(model, optimizer.gradients(), mesh)  # over tp: of norms that saw a part (SP)
         all_reduce(loss, mesh["data"]).wait()
 
-        norm = global_norm(model, optimizer.gradients(), mesh, sliced=config.zero > 0)
-        clip = config.grad_clip / max(norm, config.grad_clip) if config.grad_clip else 1.0
+        gradients = optimizer.gradients()
+        norm = global_norm(model, gradients, mesh, sliced=config.zero > 0)
+        run.require_finite(step, loss=loss.item(), grad_norm=norm)
+        clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
+        for gradient in gradients.values():
+            gradient.mul_(clip_coef)
         lr = learning_rate(step, config)
-        optimizer.step(lr, clip)
+        optimizer.step(lr)
+        optimizer.zero_grad()
         run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
 
 

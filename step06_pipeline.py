@@ -1,26 +1,27 @@
-"""Step 6: pipeline parallelism. The layers are cut into stages, and micro-batches follow one another through them.
+"""Step 6: pipeline parallelism. The layers are dealt out in stages, and micro-batches go through them one by one.
 
     tokens -> [ embedding, layers 0-1 ] -- x --> [ layers 2-3 ] -- x --> [ layers 4-5, norm, head ] -> loss
                   stage 0, rank 0      <-- dx --    stage 1    <-- dx --         stage 2
 
 Only x and dx, [batch, seq, dim] each, cross a boundary. The price is idle time: at first later ranks wait for x, then
-earlier ranks for dx. "One forward, one backward" (1F1B) on 4 ranks, with 6 micro-batches:
+earlier ranks for dx. Two orders of work, AFAB and 1F1B, on 4 ranks with 6 micro-batches:
 
-    rank 0      0123......aa4bb5cc.dd.ee.ff         0   forward of micro-batch 0, then 1, 2, ...
-    rank 1      .012....aa3bb4cc5dd.ee.ff..         aa  backward of micro-batch 0, twice the work; then b, c, ...
-    rank 2      ..01..aa2bb3cc4dd5ee.ff....         .   idle
-    rank 3      ...0aa1bb2cc3dd4ee5ff......         rank 2: forward 0, 1; backward 0, forward 2; backward 1, ...
+             all forward, all backward     one forward, one backward
+    rank 0   012345.........aabbccddeeff   0123......aa4bb5cc.dd.ee.ff   0   forward of micro-batch 0, then 1, 2, ...
+    rank 1   .012345......aabbccddeeff..   .012....aa3bb4cc5dd.ee.ff..   aa  its backward, twice the work; then b, ...
+    rank 2   ..012345...aabbccddeeff....   ..01..aa2bb3cc4dd5ee.ff....   .   idle
+    rank 3   ...012345aabbccddeeff......   ...0aa1bb2cc3dd4ee5ff......
 
-THE BUBBLE. With m micro-batches p ranks are idle for (p-1) / (m + p-1) of the time (here 9 of 27). All forwards first
-takes as long. 1F1B saves memory: a rank holds the activations of at most p - rank micro-batches.
+THE BUBBLE. With m micro-batches p ranks are idle for (p-1) / (m + p-1) of the time (here 9 of 27), in both orders. 1F1B
+saves memory: a rank holds the activations of at most p - rank micro-batches. In AFAB it holds those of all m.
 With v short stages a rank (interleaved: r, r+p, ...) the bubble is (p-1) / (v m + p-1), for more messages and memory.
 
-DEADLOCK. In the steady state rank r has an x for r+1, and r+1 has a dx for r. If both send first, and a send waits for
-its receiver, both wait for ever. `send_receive` starts its two at once.
+DEADLOCK. In the middle of 1F1B rank r has an x for r+1, and r+1 has a dx for r. If both send first, and a send waits
+for its receiver, both wait for ever. `send_forward` starts both at once.
 
 AUTOGRAD ends at a boundary. The input of a stage is a leaf. Of its output only the *edge* is kept, its place in the
-graph: its numbers are freed once they are sent. Backward starts from this edge with the gradient that arrives, and the
-leaf's `.grad` is what travels on.
+graph: its numbers may go once they are sent (here: when the next forward returns). Backward starts from this edge with
+the gradient that arrives, and the leaf's `.grad` is what travels on.
 
 Run it:    torchrun --nproc_per_node=4 step06_pipeline.py --pp 4
 You should see step 1's losses, and rank 0's `sent` over pp: one x a micro-batch (and 18 bytes for loss and norm).
@@ -42,7 +43,7 @@ from common.comm import Group, Mesh, Pending, all_reduce, exchange
 from common.data import Data
 from common.layout import global_norm, note_layout
 from common.model import IGNORE, PRESETS, Decoder, rope_tables, wide
-from common.schedules import COSTS, SCHEDULES, Action, Place, goes_to, simulate
+from common.schedules import COSTS, SCHEDULES, Action, Place, consumer, simulate
 from common.trainer import Run, among, choose_device, main
 from step01_single_gpu import RECOMPUTE, learning_rate
 from step02_ddp import join_ranks
@@ -60,11 +61,14 @@ class Config(step05.Config):
     chunks: int = 2  # stages on each rank with --schedule interleaved
 
 
+TIED = "model.embed_tokens.weight"  # if embedding and head are tied: one matrix, and its name on both stages
+
+
 def keep_stage(model: Decoder, group: Group, places: list[Place]):
     """Keep what this rank's stages compute with, under its global names. The rest goes, before it has any memory.
 
-    A `Place` says of a stage its rank, its layers, and the stages `before` and `after` it (None at the ends). The last
-    stage's rank keeps a tied embedding too: the matrix that it shares with the head goes by this name (TIED).
+    A `Place` says of a stage its rank, its layers, and the stages `before` and `after` it (None at the ends). If head
+    and embedding are tied, the last stage's rank keeps the embedding, too: it is the head's matrix (TIED).
     """
     trunk, mine = model.model, [place for place in places if place.rank == group.rank]
     has_first, has_last = any(place.before is None for place in mine), any(place.after is None for place in mine)
@@ -81,7 +85,7 @@ def keep_stage(model: Decoder, group: Group, places: list[Place]):
 
 
 def forward_stage(model: Decoder, place: Place, x: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
-    """The part of `Decoder.forward` that a stage computes.
+    """What a stage computes of `Decoder.forward`.
 
     x: tokens int64 [batch, seq], or hidden [batch, seq (/tp with SP), dim] of the stage before -> hidden, or the loss.
     """
@@ -94,20 +98,21 @@ def forward_stage(model: Decoder, place: Place, x: Tensor, targets: Tensor, posi
 
 
 class Pipeline:
-    """This rank's part of the work: forward, backward, and 1F1B written out, for one stage a rank."""
+    """One stage a rank: its forward and backward, messages to its neighbours, and AFAB."""
 
     def __init__(self, model: Decoder, places: list[Place], group: Group, positions: Tensor, sp_ranks: int):
         """`positions` of this rank's tokens. `sp_ranks`: ranks that share the tokens of x, tp with SP and else 1."""
         self.model, self.places, self.group, self.positions, self.sp_ranks = model, places, group, positions, sp_ranks
-        self.some = next(model.parameters())  # its dtype and device are those of x
+        self.reference_param = next(model.parameters())  # its dtype and device are those of x
         self.graphs: dict[tuple[int, int], tuple] = {}  # (micro-batch, stage) -> (input, edge of the output)
-        all_reduce(torch.zeros(1, device=self.some.device), group).wait()  # NCCL: all ranks make the first call
+        # NCCL wants all ranks of a group to take part in its first call. A message is a call of two: so they meet here.
+        all_reduce(torch.zeros(1, device=self.reference_param.device), group).wait()
 
     def step(self, xs: list[Tensor], ys: list[Tensor], n_targets: Tensor) -> Tensor:
         """Forward and backward of all micro-batches, int64 [batch, seq] each; the loss, or 0 without the last stage."""
         self.xs, self.ys, self.n_targets = xs, ys, n_targets
-        self.loss = torch.zeros((), dtype=wide(self.some.dtype), device=self.some.device)
-        self.run()
+        self.loss = torch.zeros((), dtype=wide(self.reference_param.dtype), device=self.reference_param.device)
+        self.execute()
         return self.loss
 
     def forward(self, i: int, stage: int, x: Tensor | None) -> Tensor:
@@ -131,7 +136,7 @@ class Pipeline:
     def buffer(self, i: int) -> Tensor:
         """Room for the x or dx of micro-batch i."""
         batch, seq = self.xs[i].shape
-        return self.some.new_empty(batch, seq // self.sp_ranks, self.model.config.dim)
+        return self.reference_param.new_empty(batch, seq // self.sp_ranks, self.model.config.dim)
 
     def send_receive(self, peer: int, send: Tensor | None = None, receive: int | None = None) -> Tensor | None:
         """Send the tensor `send`, receive that of micro-batch `receive`, both at once. No such peer: do nothing."""
@@ -143,78 +148,120 @@ class Pipeline:
         exchange(sends, receives, self.group).wait()
         return received
 
-    def run(self):
-        """1F1B. A rank never has more than p - rank micro-batches between their forward and their backward."""
-        rank, m = self.group.rank, len(self.xs)  # rank is also the number of its stage
-        left, right, warm_up = rank - 1, rank + 1, min(m, self.group.size - 1 - rank)
+    def recv_forward(self, i: int) -> Tensor | None:
+        """The x of micro-batch i. On the first rank None: it has the tokens."""
+        return self.send_receive(self.group.rank - 1, receive=i)
+
+    def send_forward(self, y: Tensor, recv_backward: int | None = None) -> Tensor | None:
+        """Send y; if asked, receive another micro-batch's dy at the same time. On the last rank: nothing, and None."""
+        return self.send_receive(self.group.rank + 1, send=y, receive=recv_backward)
+
+    def recv_backward(self, i: int) -> Tensor | None:
+        """The dy of micro-batch i. On the last rank None: it has the loss."""
+        return self.send_receive(self.group.rank + 1, receive=i)
+
+    def send_backward(self, dx: Tensor | None, recv_forward: int | None = None) -> Tensor | None:
+        """Send dx; if asked, receive another micro-batch's x at the same time. On the first rank: nothing, and None."""
+        return self.send_receive(self.group.rank - 1, send=dx, receive=recv_forward)
+
+    def execute(self):
+        """AFAB: all forward, then all backward (GPipe, Huang et al. 2019)."""
+        stage, m = self.group.rank, len(self.xs)
+        for i in range(m):
+            x = self.recv_forward(i)
+            y = self.forward(i, stage, x)
+            self.send_forward(y)
+        for i in range(m):
+            dy = self.recv_backward(i)
+            dx = self.backward(i, stage, dy)
+            self.send_backward(dx)
+
+
+class OneForwardOneBackward(Pipeline):
+    """1F1B (PipeDream-flush, Narayanan et al. 2021)."""
+
+    def execute(self):
+        """At most p - rank micro-batches are between their forward and their backward."""
+        stage, m = self.group.rank, len(self.xs)
+        warm_up = min(m, self.group.size - 1 - stage)
 
         for i in range(warm_up):  # warm-up: forward, until the first micro-batch is on the last rank
-            x = self.send_receive(left, receive=i)
-            y = self.forward(i, rank, x)
-            self.send_receive(right, send=y)
+            x = self.recv_forward(i)
+            y = self.forward(i, stage, x)
+            self.send_forward(y)
 
-        x = self.send_receive(left, receive=warm_up) if warm_up < m else None  # later ones arrive while a dx leaves
+        x = self.recv_forward(warm_up) if warm_up < m else None  # later ones arrive while a dx leaves
         for i in range(warm_up, m):  # steady: one forward, one backward
-            y = self.forward(i, rank, x)
-            dy = self.send_receive(right, send=y, receive=i - warm_up)  # None on the last rank: it has the loss
-            dx = self.backward(i - warm_up, rank, dy)
-            x = self.send_receive(left, send=dx, receive=i + 1 if i + 1 < m else None)
+            y = self.forward(i, stage, x)
+            dy = self.send_forward(y, recv_backward=i - warm_up)
+            dx = self.backward(i - warm_up, stage, dy)
+            x = self.send_backward(dx, recv_forward=i + 1 if i + 1 < m else None)
 
         for i in range(m - warm_up, m):  # cool-down: the backwards that are left
-            dy = self.send_receive(right, receive=i)
-            dx = self.backward(i, rank, dy)
-            self.send_receive(left, send=dx)
+            dy = self.recv_backward(i)
+            dx = self.backward(i, stage, dy)
+            self.send_backward(dx)
 
 
-# --- the same for any order of work: a schedule is a list (common/schedules.py), and one executor runs all lists
+# --- 6b, for a second evening: any order of work is a list (common/schedules.py), and one executor runs all lists
+#
+# Not all lists end. The left ones never do: rank 0's B0 waits for rank 1's B0, which stands behind its F1, which waits
+# for rank 0's F1, which stands behind B0. `simulate` refuses them. On the right the lists are good, but each rank sends
+# and receives at its own place: rank 0 sends F1's output, rank 1 B0's. Both wait for ever, if sends wait for receives.
+#
+#     rank 0    F0 B0 F1 B1        F0, send, F1, send, receive, B0, ...
+#     rank 1    F1 B1 F0 B0        receive, F0, B0, send, receive, F1, ...
 
 ACTS = {"F": "forward", "B": "backward"}  # by kind: the method that does it, (micro-batch, stage, input) -> output
 
 
-class Line(NamedTuple):
-    """One line of a rank's program: run `action`, or send or receive the input of `action`."""
+class Instruction(NamedTuple):
+    """One line of a rank's program: compute `action`; or send, or receive, the input of `action`."""
 
-    verb: Literal["run", "send", "receive"]
+    verb: Literal["compute", "send", "receive"]
     action: Action
     peer: int | None = None
 
 
-def add_messages(lists: list[list[Action]], places: list[Place], costs: dict = COSTS) -> list[list[Line]]:
-    """The program of each rank: its list, with the sends and receives that it takes. Rank 1 of 2, 2 micro-batches:
+def add_messages(lists: list[list[Action]], places: list[Place], costs: dict = COSTS) -> list[list[Instruction]]:
+    """The program of each rank: its list, with the sends and receives that it takes.
 
-        receive F0 from 0, receive F1 from 0, run F0, run B0, send B0 to 0, run F1, run B1, send B1 to 0
+    All actions are taken in the order in which they end in a simulation. Each joins its rank's program. If another rank
+    needs its output, a send joins this program at once, and a receive the other one. Rank 1 of 2, interleaved, with 2
+    micro-batches; F1.2 is micro-batch 1, forward, stage 2:
 
-    All actions of all ranks are sorted by their end in a simulation. An output that another rank waits for is sent at
-    once; the line to receive it joins that rank's program then, too. There is no deadlock: whatever is first in this
-    common order and not yet done has its inputs, and is next on all ranks that take part in it.
+        receive F0.1, receive F1.1, compute F0.1, send F0.2, receive F0.3, compute F1.1, send F1.2, receive F1.3, ...
+
+    There is no deadlock, even if a rank does nothing until its message has passed. Take the first action in this order
+    that is not done, and its message. All before it is done: its input is there, and it is next on both ranks.
     """
-    programs: list[list[Line]] = [[] for _ in lists]
+    programs: list[list[Instruction]] = [[] for _ in lists]
     for _, rank, _, action in simulate(lists, places, costs):
-        programs[rank].append(Line("run", action))
-        waiting = goes_to(action, places)
+        programs[rank].append(Instruction("compute", action))
+        waiting = consumer(action, places)
         if waiting is not None and (peer := places[waiting.stage].rank) != rank:
-            programs[rank].append(Line("send", waiting, peer))
-            programs[peer].append(Line("receive", waiting, rank))
+            programs[rank].append(Instruction("send", waiting, peer))
+            programs[peer].append(Instruction("receive", waiting, rank))
     return programs
 
 
 class ListPipeline(Pipeline):
-    """The same, for any lists of actions and any number of stages on a rank."""
+    """Any lists of actions, and any number of stages on a rank."""
 
     def __init__(self, lists: list[list[Action]], *same):
         super().__init__(*same)
         self.program = add_messages(lists, self.places)[self.group.rank]
 
-    def run(self):
-        """Follow the program. Sends and receives are posted. An action waits for its input, a send for the last one."""
+    def execute(self):
+        """Sends and receives start, and go on meanwhile. An action waits for its input, a send for the last one."""
         box: dict[Action, tuple[Tensor, Pending]] = {}  # by the action that needs it: its input
         sent: dict[int, Pending] = defaultdict(Pending)  # by rank: the last send to it
         for verb, action, peer in self.program:
-            if verb == "run":
+            if verb == "compute":
                 received, pending = box.pop(action, (None, Pending()))
                 pending.wait()
                 output = getattr(self, ACTS[action.kind])(action.micro_batch, action.stage, received)
-                if (waiting := goes_to(action, self.places)) is not None:
+                if (waiting := consumer(action, self.places)) is not None:
                     box[waiting] = output, Pending()
             elif verb == "send":
                 sent[peer].wait()
@@ -227,7 +274,7 @@ class ListPipeline(Pipeline):
 
 
 def plan(config: Config, m: int) -> tuple[list[Place], list[list[Action]]]:
-    """What `--schedule` stands for: where stages are, and each rank's list for m micro-batches. Raises UserError."""
+    """Where the stages of `--schedule` are, and each rank's list for m micro-batches (loops do the same). UserError."""
     schedule, n_layers = SCHEDULES[config.schedule](config), PRESETS[config.model].n_layers
     v = schedule.stages if config.pp > 1 else 1
     if n_layers < config.pp * v:
@@ -236,9 +283,6 @@ def plan(config: Config, m: int) -> tuple[list[Place], list[list[Action]]]:
         )
     lists = [schedule.actions(config.pp, m, v, rank) for rank in range(config.pp)]
     return schedule.places(n_layers, config.pp, v), lists
-
-
-TIED = "model.embed_tokens.weight"
 
 
 def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group, places: list[Place]):
@@ -252,9 +296,10 @@ def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group, places:
 
 
 def make_pipeline(config: Config, model: Decoder, mesh: Mesh, positions: Tensor, places: list, lists: list) -> Pipeline:
-    """1F1B as it is written out above; other orders from their lists."""
+    """AFAB and 1F1B are the loops above. All other orders follow their lists."""
     parts = model, places, mesh["pp"], positions, config.tp if config.sp else 1
-    return Pipeline(*parts) if config.schedule == "1f1b" else ListPipeline(lists, *parts)
+    loops = {"afab": Pipeline, "1f1b": OneForwardOneBackward}
+    return loops[config.schedule](*parts) if config.schedule in loops else ListPipeline(lists, *parts)
 
 
 def train(config: Config, run: Run):
@@ -288,10 +333,15 @@ def train(config: Config, run: Run):
         all_reduce(loss, mesh["data"]).wait()
         all_reduce(loss, mesh["pp"]).wait()
 
-        norm = global_norm(model, optimizer.gradients(), mesh, sliced=config.zero > 0)
-        clip = config.grad_clip / max(norm, config.grad_clip) if config.grad_clip else 1.0
+        gradients = optimizer.gradients()
+        norm = global_norm(model, gradients, mesh, sliced=config.zero > 0)
+        run.require_finite(step, loss=loss.item(), grad_norm=norm)
+        clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
+        for gradient in gradients.values():
+            gradient.mul_(clip_coef)
         lr = learning_rate(step, config)
-        optimizer.step(lr, clip)
+        optimizer.step(lr)
+        optimizer.zero_grad()
         run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
 
 

@@ -1,29 +1,31 @@
-"""Step 7: mixture of experts and expert parallelism. Many MLPs, of which each token visits a few; each rank owns some.
+"""Step 7: mixture of experts and expert parallelism. Many MLPs, of which each token visits a few; each rank has some.
 
-THE LAYER. In place of an MLP stand E of them, the experts, and a router W [E, dim], which picks top_k for each token.
-Parameters grow with E, FLOPs with top_k (Shazeer et al. 2017; Fedus et al. 2021, "Switch Transformer").
+THE LAYER. In place of an MLP stand E of them, the experts, and a router W [E, dim], which picks K for each token.
+Parameters grow with E, FLOPs with K (Shazeer et al. 2017; Fedus et al. 2021, "Switch Transformer").
 
-    p = softmax(W x)    chosen: the top_k largest p    score_e = p_e / (sum of the chosen p), or p_e if top_k is 1
+    p = softmax(W x)    chosen: the K largest p    score_e = p_e / (sum of the chosen p), or p_e if K is 1
     out = sum of score_e MLP_e(x) over the chosen e. No token is dropped.
 
-A router may send all tokens to one expert. So a layer adds the gradient of balance_weight * E * sum_e f_e P_e
-(the loss that is shown is without it). f_e is the fraction of a micro-batch's choices that fell on e, P_e the mean of
-its tokens' p_e. Where f is high, P is pushed down. It is the same in every layout: f counts the whole micro-batch.
+A router may send all tokens to one expert. So a layer adds the gradient of a load-balancing auxiliary loss (the loss
+that is shown is without it): aux_loss_coeff * E * sum_e f_e P_e. f_e is the fraction of a micro-batch's choices that
+fell on e, P_e the mean of its tokens' p_e. Where f is high, P is pushed down. All layouts with the same
+--micro-batch-size train alike, unless rounding decides between two almost equal p.
 
-EXPERT PARALLELISM. ep ranks hold E/ep experts each, and everything else as before. ep adds no ranks. It
-groups the dp x cp ranks, ep to a group; they have different tokens already. (tp cuts an expert like any MLP.)
+EXPERT PARALLELISM. tp shards no expert: a rank routes the tokens that it has between blocks, without f and g. So all
+dp x cp x tp ranks of a pipeline stage have different tokens. ep neighbours share the experts ("MoE parallel folding",
+Liu et al. 2025). Ranks with the same experts, expert_data, sum their gradients. 4 ranks, --ep 2, K = 2:
 
-    rank 0, e0 e1:  t0 -> e0 e3      dispatch   a row of x for each choice, by expert:  e0:t0 e0:t1 | e2:t1 e3:t0
-                    t1 -> e2 e0                 all_to_all: rank 1 gets what stands right of the bar
-    rank 1, e2 e3:  t2 -> e2 e1      experts    rank 1 has e2:t1 e3:t0, e2:t2; by expert again: e2:t1 e2:t2 e3:t0
-                                     combine    all_to_all, the reverse; times the scores, and summed by token
+              rank 0: experts e0 e1                    rank 1: experts e2 e3                    rank 2: e0 e1, 3: e2 e3
+    routed    t0 -> e3 e0    t1 -> e0 e2               t2 -> e2 e1    t3 -> e0 e3               ep: {0 1}, {2 3}
+    sorted    e0:t0 e0:t1 | e2:t1 e3:t0                e0:t3 e1:t2 | e2:t2 e3:t3                expert_data: {0 2} {1 3}
+    received  e0:t0 e0:t1 | e0:t3 e1:t2                e2:t1 e3:t0 | e2:t2 e3:t3                |: from rank 0, from 1
+    by expert e0:t0 e0:t1 e0:t3 | e1:t2                e2:t1 e2:t2 | e3:t0 e3:t3                |: of one expert
+    outputs   e0(t0) e0(t1) e0(t3) | e1(t2)            e2(t1) e2(t2) | e3(t0) e3(t3)
+    home      e0(t0) e0(t1) | e2(t1) e3(t0)            e0(t3) e1(t2) | e2(t2) e3(t3)            times scores, summed
 
-Bytes sent over ep in a layer and micro-batch, T tokens in a rank's MLP, all experts equally busy, b bytes an element:
-2 (ep-1)/ep T top_k dim b forward and as many backward. Counts go first, (ep-1)/ep of 8 E bytes.
-
-An expert's gradient has its ep group's tokens in it. It is summed over the ranks with the same experts, expert_data:
-
-    dp x cp = 4, ep = 2:   ranks 0 [e0 e1]  1 [e2 e3]  2 [e0 e1]  3 [e2 e3]    ep {0 1} {2 3}    expert_data {0 2} {1 3}
+A rank has T = batch x seq / (cp tp) tokens in a micro-batch. If all experts are equally busy, it sends over ep in each
+forward of a layer (two with --recompute) and in its backward 2 (ep-1)/ep T K dim b bytes, b bytes an element. Counts go
+before each forward: (ep-1)/ep of 8 E bytes.
 
 Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py --pp 2 --cp 2 --tp 2 --ep 2
 You should see the losses of one process: python step07_moe_ep.py
@@ -48,9 +50,13 @@ from common.trainer import Run, among, choose_device, main
 from step01_single_gpu import RECOMPUTE, learning_rate
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
-from step04_tp_sp import cut, shard_tensors, sum_partial_gradients
+from step04_tp_sp import Conjugate, cut, gather_tokens, shard_tensors, sum_partial_gradients
 from step05_cp_ring import CONTEXT, shard_context
 from step06_pipeline import keep_stage, make_pipeline, plan, sum_tied
+
+# Shapes in names: x_TD is [T, D].
+# T  tokens of this rank          N  T K: rows that leave           E  experts           P  ranks of ep
+# D  dim          K  top_k        R  rows that arrive               e  E / P: experts of a rank
 
 
 class ExpertLinear(nn.Module):
@@ -81,89 +87,88 @@ class Experts(nn.Module):
 
 
 class AddLoss(torch.autograd.Function):
-    """x, unchanged. In backward the scalar `loss` gets the gradient `weight`, as if it stood in the model's loss."""
+    """x, unchanged. In backward the scalar `loss` gets the gradient `coeff`, as if it stood in the model's loss."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, loss: Tensor, weight: float) -> Tensor:
+    def forward(ctx, x: Tensor, loss: Tensor, coeff: float) -> Tensor:
         """So any layer, wherever it runs, can add a loss."""
-        ctx.weight = weight
+        ctx.coeff = coeff
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         """The gradients of x and of the loss."""
-        return grad, grad.new_full((), ctx.weight, dtype=wide(grad.dtype)), None
+        return grad, grad.new_full((), ctx.coeff, dtype=wide(grad.dtype)), None
 
 
 class MoE(nn.Module):
-    """Router and experts, in the place of an MLP. Expert parallelism replaces `experts.forward`."""
+    """Router and experts, in the place of an MLP. `mesh["sequence"]`: ranks with tokens of the same micro-batch."""
 
-    def __init__(self, dim: int, ffn_dim: int, config: "Config", sharers: Group):
-        """`sharers`: the ranks that share a sequence (cp)."""
+    def __init__(self, dim: int, ffn_dim: int, config: "Config", mesh: Mesh):
         super().__init__()
         self.router = nn.Linear(dim, config.experts, bias=False)
         self.experts = Experts(config.experts, dim, ffn_dim)
-        self.top_k, self.sharers = config.experts_per_token, sharers
-        # micro / global: the mean over micro-batches. 1 / tp: all tp ranks add it, and their gradients are summed.
-        self.weight = config.balance_weight * config.micro_batch_size / config.global_batch_size / config.tp
+        self.top_k, self.group = config.experts_per_token, mesh["sequence"]
+        # Each micro-batch adds its loss: the step has their mean.
+        self.coeff = config.aux_loss_coeff * config.micro_batch_size / config.global_batch_size
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq, dim] -> [batch, seq, dim]."""
-        tokens, precise = x.flatten(0, 1), wide(x.dtype)
-        p = F.linear(tokens.to(precise), self.router.weight.to(precise)).softmax(-1)
-        top_scores, selected_experts = p.topk(self.top_k)  # [tokens, top_k] each
+        """[batch, seq, dim], this rank's tokens -> [batch, seq, dim]."""
+        x_TD, precise = x.flatten(0, 1), wide(x.dtype)
+        p_TE = F.linear(x_TD.to(precise), self.router.weight.to(precise)).softmax(-1)
+        scores_TK, experts_TK = p_TE.topk(self.top_k)
         if self.top_k > 1:  # a single p / p would be 1, and the router would learn nothing
-            top_scores = top_scores / top_scores.sum(-1, keepdim=True)
-        num_tokens_per_expert = F.one_hot(selected_experts.flatten(), p.shape[-1]).sum(0)
-        order = selected_experts.flatten().argsort(stable=True)  # choices [tokens * top_k], sorted by expert
-        token = order // self.top_k  # the token of each choice
-        rows = self.experts(tokens[token], num_tokens_per_expert)  # a row for each choice
-        by_token = rows[order.argsort()].unflatten(0, selected_experts.shape)  # argsort of an order undoes it
-        out = (by_token * top_scores[..., None]).sum(1).to(x.dtype)
-        return AddLoss.apply(out.view_as(x), self.balance_loss(p, num_tokens_per_expert), self.weight)
+            scores_TK = scores_TK / scores_TK.sum(-1, keepdim=True)
+        # Not bincount: it asks how large the largest number is, and the CPU would wait for the GPU.
+        num_tokens_per_expert_E = F.one_hot(experts_TK.flatten(), p_TE.shape[-1]).sum(0)
+        order_N = experts_TK.flatten().argsort(stable=True)  # choices, sorted by expert
+        token_N = order_N // self.top_k  # the token of each choice
+        out_ND = self.experts(x_TD[token_N], num_tokens_per_expert_E)  # a row for each choice
+        out_TKD = out_ND[order_N.argsort()].unflatten(0, scores_TK.shape)  # argsort of an order undoes it
+        out_TD = (out_TKD * scores_TK[..., None]).sum(1).to(x.dtype)
+        return AddLoss.apply(out_TD.view_as(x), self.aux_loss(p_TE, num_tokens_per_expert_E), self.coeff)
 
-    def balance_loss(self, p: Tensor, counts: Tensor) -> Tensor:
-        """E sum_e f_e P_e of the micro-batch: this rank's part, for its tokens' p [tokens, experts].
-
-        f has no gradient, so its counts are summed over the ranks that share the micro-batch's sequences. P has one,
-        so each rank adds up its own tokens' P.
-        """
-        counts = counts.clone()
-        all_reduce(counts, self.sharers).wait()
-        n_tokens = counts.sum() / self.top_k
-        return len(counts) * (counts / counts.sum() * p.sum(0)).sum() / n_tokens
+    def aux_loss(self, p_TE: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        """This rank's term of E sum_e f_e P_e. f has no gradient: it counts all ranks' tokens. P is of our own."""
+        counts_E = num_tokens_per_expert_E.clone()
+        all_reduce(counts_E, self.group).wait()
+        n_tokens = counts_E.sum() / self.top_k  # of the micro-batch
+        f_E, P_E = counts_E / counts_E.sum(), p_TE.sum(0) / n_tokens
+        return len(f_E) * (f_E * P_E).sum()
 
 
-class AllToAll(torch.autograd.Function):
-    """Rows travel over a group; in backward, their gradients travel back."""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
-        """rows [n, dim], sorted by rank, sent[r] of them for rank r -> received[0] rows of rank 0, and so on."""
-        ctx.way_back = received, sent, group
-        arrived = rows.new_empty(sum(received), rows.shape[1])
-        all_to_all(arrived, rows.contiguous(), group, sent, received).wait()
-        return arrived
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        """The gradient of what arrived -> that of the rows."""
-        return AllToAll.apply(grad, *ctx.way_back), None, None, None
+def transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
+    """Blocks of sizes[i, j] rows, sorted by i and then by j -> the same blocks, sorted by j and then by i."""
+    blocks, n = rows.split(sizes.flatten().tolist()), sizes.shape[1]
+    return torch.cat([block for j in range(n) for block in blocks[j::n]])
 
 
-def visit_experts(experts: Callable, group: Group, rows: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-    """Replaces `Experts.forward`: rows [n, dim], sorted by expert, go to the ranks that hold these, and come home."""
-    leaving = num_tokens_per_expert.view(group.size, -1)  # [rank, expert of that rank]: how many rows go there
-    coming = torch.empty_like(leaving)
-    all_to_all(coming, leaving, group).wait()
-    outward, inward = torch.stack((leaving, coming)).cpu()  # here the CPU waits for the GPU: it must know all counts
-    sent, received = outward.sum(1).tolist(), inward.sum(1).tolist()
-    visitors = AllToAll.apply(rows, sent, received, group)  # dispatch; sorted by the rank they are from, then by expert
-    mine = torch.arange(coming.shape[1], device=rows.device).repeat(group.size)
-    expert = mine.repeat_interleave(coming.flatten(), output_size=len(visitors))  # which of mine each visitor wants
-    order = expert.argsort(stable=True)
-    out = experts(visitors[order], inward.sum(0))
-    return AllToAll.apply(out[order.argsort()], received, sent, group)  # combine
+def dispatch(sorted_ND: Tensor, group: Group, leaving_Pe: Tensor, arriving_Pe: Tensor) -> Tensor:
+    """Rows, sorted by expert, go to the ranks of their experts -> what arrives here [R, D], sorted by expert."""
+    input_splits, output_splits = leaving_Pe.sum(1).tolist(), arriving_Pe.sum(1).tolist()
+    received_RD = sorted_ND.new_empty(sum(output_splits), sorted_ND.shape[1])
+    all_to_all(received_RD, sorted_ND.contiguous(), group, input_splits, output_splits).wait()
+    return transpose_blocks(received_RD, arriving_Pe)  # they came sorted by rank, then by expert
+
+
+def combine(out_RD: Tensor, group: Group, leaving_Pe: Tensor, arriving_Pe: Tensor) -> Tensor:
+    """The reverse of `dispatch`: outputs of our experts [R, D] -> those of the rows that left here [N, D]."""
+    input_splits, output_splits = arriving_Pe.sum(1).tolist(), leaving_Pe.sum(1).tolist()
+    home_ND = out_RD.new_empty(sum(output_splits), out_RD.shape[1])
+    all_to_all(home_ND, transpose_blocks(out_RD, arriving_Pe.T), group, input_splits, output_splits).wait()
+    return home_ND
+
+
+def visit_experts(experts: Callable, group: Group, sorted_ND: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+    """Replaces `Experts.forward`, for experts on other ranks. Dispatch and combine: each is the other's backward."""
+    leaving_Pe = num_tokens_per_expert_E.view(group.size, -1)  # [rank, an expert there]: rows that go there
+    arriving_Pe = torch.empty_like(leaving_Pe)  # [rank, an expert of ours]: rows that come from there
+    all_to_all(arriving_Pe, leaving_Pe, group).wait()
+    leaving_Pe, arriving_Pe = torch.stack((leaving_Pe, arriving_Pe)).cpu()  # the CPU must know: it waits for the GPU
+    there, home = (partial(way, leaving_Pe=leaving_Pe, arriving_Pe=arriving_Pe) for way in (dispatch, combine))
+    rows_RD = Conjugate.apply(sorted_ND, group, there, home)
+    out_RD = experts(rows_RD, arriving_Pe.sum(0))
+    return Conjugate.apply(out_RD, group, home, there)
 
 
 DISPATCH: dict[str, Callable] = {"alltoall": visit_experts}
@@ -180,38 +185,45 @@ class Config(step06.Config):
     moe_every: int = 1  # one layer in so many has experts, the others an MLP
     dense_layers: int = 0  # first layers, which have MLPs: --moe-every counts after them
     balance: str = among(BALANCE, "loss")  # what keeps the experts equally busy
-    balance_weight: float = 0.01  # of the balance loss
-    ep: int = 1  # ranks, of dp x cp, that share the experts
+    aux_loss_coeff: float = 0.01  # coefficient of the load-balancing auxiliary loss
+    ep: int = 1  # ranks, of dp x cp x tp, that share the experts
     ep_mode: str = among(DISPATCH, "alltoall")  # how tokens meet experts
 
 
-def shard_experts(model: Decoder, mesh: Mesh, config: Config):
-    """Put experts in the place of MLPs of a model on the meta device, and deal them to the ranks of `mesh["ep"]`.
+def own_tokens(x: Tensor, group: Group) -> Tensor:
+    """This rank's shard of tokens that all ranks of the group have: [batch, seq, dim] -> [batch, seq/n, dim]."""
+    return x.chunk(group.size, 1)[group.rank]
 
-    It comes after step 5, which would overwrite "expert_data", and before step 4, which cuts experts again, over tp.
-    Raises UserError.
-    """
-    ranks, ep = mesh.join("data", "dp", "cp"), config.ep  # int [groups, dp x cp]
-    if config.experts % ep or ranks.shape[1] % ep:
-        raise UserError(f"--ep {ep} must divide --experts {config.experts}, and the {ranks.shape[1]} ranks of dp x cp")
+
+def shard_experts(model: Decoder, mesh: Mesh, config: Config):
+    """Put this rank's experts in the place of MLPs, which take their shards, f and g along. Raises UserError."""
+    ep, tp, ranks, n_tokens = config.ep, mesh["tp"], mesh.world // config.pp, model.config.seq_len // mesh["cp"].size
+    if config.experts % ep or ranks % ep:
+        raise UserError(f"--ep {ep} must divide --experts {config.experts}, and the {ranks} ranks of dp x cp x tp")
     if config.experts_per_token > config.experts:
         raise UserError(f"--experts-per-token {config.experts_per_token} is more than --experts {config.experts}")
     if config.global_batch_size // mesh["dp"].size % config.micro_batch_size:
-        raise UserError("--micro-batch-size must divide the sequences of a rank: the balance loss is a mean over them")
-    mesh.enter("ep", ranks.reshape(-1, ep))  # each row is a group: neighbours (figure above)
-    mesh.enter("expert_data", ranks.reshape(len(ranks), -1, ep).swapaxes(1, 2).reshape(-1, ranks.shape[1] // ep))
+        raise UserError("--micro-batch-size must divide the sequences of a rank: the auxiliary loss is their mean")
+    if n_tokens % tp.size:
+        raise UserError(f"--no-sp: --tp {tp.size} must divide the {n_tokens} tokens of a sequence, to route them")
+    for grid in mesh.ranks.reshape(config.pp, -1, ep):  # of a pipeline stage; [[0 1] [2 3]] in the figure
+        mesh.enter("ep", grid)  # a row has all experts: neighbours, first along tp
+        mesh.enter("expert_data", grid.T)  # a column has the same experts
+    mesh.join("sequence", "cp", "tp")
     width = config.expert_dim or model.config.ffn_dim
     first = config.dense_layers + config.moe_every - 1  # with --moe-every 2: layers 1, 3, ...
     for layer in [*model.model.layers.values()][first :: config.moe_every]:
         with torch.device("meta"):
-            layer.mlp = moe = BALANCE[config.balance](model.config.dim, width, config, mesh["cp"])
-        # tp ranks route the same tokens, but find a part of each expert's output, and so of the router's gradient.
-        note_layout(moe.router.weight, data_group="data", partial_over=("tp",))
+            layer.mlp = moe = BALANCE[config.balance](model.config.dim, width, config, mesh)
+        note_layout(moe.router.weight, data_group="data", partial_over=("tp",))  # tp ranks route different tokens
         for linear in moe.experts.children():
             linear.weight = cut(linear.weight, 0, mesh["ep"])
-            note_layout(linear.weight, data_group="expert_data")  # and split over ep: the norm counts it once
+            note_layout(linear.weight, data_group="expert_data")  # and sharded over ep: the norm counts it once
         if ep > 1:
             moe.experts.forward = partial(DISPATCH[config.ep_mode], moe.experts.forward, mesh["ep"])
+        if tp.size > 1 and not config.sp:  # tp ranks have the same tokens: each takes its shard, all gather the outputs
+            moe.register_forward_pre_hook(lambda _, x: Conjugate.apply(x[0], tp, own_tokens, gather_tokens))
+            moe.register_forward_hook(lambda _module, _x, out: Conjugate.apply(out, tp, gather_tokens, own_tokens))
 
 
 def train(config: Config, run: Run):
@@ -225,9 +237,9 @@ def train(config: Config, run: Run):
     places, lists = plan(config, m=math.ceil((mine.stop - mine.start) / config.micro_batch_size))
     with torch.device("meta"):
         model = Decoder(shape)
+    shard_tensors(model, mesh, config.sp)  # step 4: these rows and columns are mine
     here = shard_context(model, mesh, CONTEXT[config.cp_mode]).to(device)  # step 5: these tokens are mine
-    shard_experts(model, mesh, config)  # these experts are mine; now, as step 4 cuts them too
-    shard_tensors(model, mesh, config.sp)  # step 4: these rows and columns are mine, f and g stand round each MoE
+    shard_experts(model, mesh, config)  # these experts are mine
     keep_stage(model, mesh["pp"], places)  # step 6: these layers are mine
     RECOMPUTE[config.recompute](model)
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this slice is mine (--zero)
@@ -246,10 +258,15 @@ def train(config: Config, run: Run):
         all_reduce(loss, mesh["data"]).wait()
         all_reduce(loss, mesh["pp"]).wait()
 
-        norm = global_norm(model, optimizer.gradients(), mesh, sliced=config.zero > 0)
-        clip = config.grad_clip / max(norm, config.grad_clip) if config.grad_clip else 1.0
+        gradients = optimizer.gradients()
+        norm = global_norm(model, gradients, mesh, sliced=config.zero > 0)
+        run.require_finite(step, loss=loss.item(), grad_norm=norm)
+        clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
+        for gradient in gradients.values():
+            gradient.mul_(clip_coef)
         lr = learning_rate(step, config)
-        optimizer.step(lr, clip)
+        optimizer.step(lr)
+        optimizer.zero_grad()
         run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
 
 

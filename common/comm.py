@@ -1,4 +1,4 @@
-"""Ranks, the mesh that they form, and what they send one another: torch.distributed, with names.
+"""From chapter 2 on: ranks, the mesh that they form, and what they send one another: torch.distributed, with names.
 
 A *rank* is one of the processes that torchrun starts, and also its number, from 0. Each has its own memory (a GPU, if
 there are any) and runs the same script. Ranks meet in *collectives*: calls that all ranks of a group make together.
@@ -7,10 +7,13 @@ there are any) and runs the same script. Ranks meet in *collectives*: calls that
         dp  [0  1  2  3]      Mesh(dp=2, tp=4) lays the ranks out as arange(8).reshape(2, 4). On rank 5, mesh["tp"] is
          |  [4  5  6  7]      the group {4, 5, 6, 7}, in which it is number 1, and mesh["dp"] is the group {1, 5}.
 
-A collective starts at once and returns a `Pending`. Until its `wait`, do not touch the tensors that it was given; they
-are contiguous. In a group of one nothing is sent. In one of n, a rank sends, with S the bytes of the larger tensor:
+A collective starts at once and returns a `Pending`. Until its `wait`, do not touch the tensors that it was given. The
+caller sees to it that they are contiguous. In a group of one nothing is sent. In one of n, a rank sends at least, with
+S the bytes of the larger tensor:
 
     all_reduce 2 (n-1)/n S         all_gather, reduce_scatter, all_to_all (n-1)/n S         exchange: each message
+
+A ring sends just that, and so these formulas count bytes here. NCCL may choose a tree, which sends a little more.
 """
 
 import math
@@ -72,15 +75,19 @@ class Mesh:
         return self.groups[name]
 
     def join(self, name: str, *dims: str) -> np.ndarray:
-        """A dimension made of several: join("data", "dp", "cp"). Returns its groups' ranks, int [groups, size]."""
+        """Make the groups of a dimension, and return their ranks: int [groups, size], a row for each group.
+
+        In the figure above: join("tp", "tp") has rows [0 1 2 3] [4 5 6 7], join("dp", "dp") [0 4] [1 5] [2 6] [3 7].
+        From chapter 5 on a dimension may be made of several: join("data", "dp", "cp").
+        """
         axes = [list(self.sizes).index(dim) for dim in dims]
-        rows = np.moveaxis(self.ranks, axes, range(-len(axes), 0))
-        rows = rows.reshape(-1, math.prod(self.sizes[dim] for dim in dims))
+        last = list(range(-len(axes), 0))
+        rows = np.moveaxis(self.ranks, axes, last).reshape(-1, math.prod(self.sizes[dim] for dim in dims))
         self.enter(name, rows)
         return rows
 
     def enter(self, name: str, rows: np.ndarray):
-        """Make the groups of a dimension, the rows of int [groups, size], and enter the one with this rank."""
+        """Make a group of each row of int [groups, size], and enter the one with this rank."""
         for row in map(tuple, rows.tolist()):
             if len(row) > 1 and row not in self.handles:
                 self.handles[row] = dist.new_group(row)  # all ranks take part in making every group
@@ -113,7 +120,7 @@ def all_reduce(tensor: Tensor, group: Group) -> Pending:
 
 
 def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
-    """`output` [n k, ...]: the `tensor` [k, ...] of every rank, in dimension 0. `tensor` may be a view of its place."""
+    """From chapter 3 on: `output` [n k, ...] becomes all ranks' `tensor` [k, ...], which may be a view of its place."""
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
@@ -122,7 +129,7 @@ def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
 
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
-    """`output` [k] = this rank's part of the sum of all ranks' `tensor` [n k]."""
+    """From chapter 3 on: `output` [k] becomes this rank's part of the sum of all ranks' `tensor` [n k]."""
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
@@ -135,7 +142,7 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
 
 
 def all_to_all(output: Tensor, tensor: Tensor, group: Group, sent: Sizes = None, received: Sizes = None) -> Pending:
-    """Rank r gets the r-th part of everyone's `tensor` (along dim 0), in order."""
+    """From chapter 7 on: rank r gets the r-th part of everyone's `tensor` (along dim 0), in order."""
     if group.size == 1:
         output.copy_(tensor)
         return Pending()

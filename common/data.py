@@ -2,10 +2,12 @@
 
     documents -> bytes 0-255, END after each -> one long stream:   d e f ... END i m p o r t ... END ...
     window i  = stream[i*seq : i*seq + seq + 1]                    tokens = its first seq, targets = its last seq
-    sample j of step s = window order(seed, epoch)[s*B + j mod n]  B = global batch size, n = windows, an epoch
+    sample j of step s = window order[i mod n], i = s*B + j        B = global batch size, n = windows; for each epoch,
+                                                                   i // n, `order` is drawn anew from (seed, epoch)
 
 Targets are shifted here, before anything cuts a sequence. Every rank reads the whole global batch and works on its part
-of it: token ids are small. The stream's last twentieth is kept for validation.
+of it: token ids are small. The stream's last twentieth is kept for validation. A text's bytes are its ids, also where
+a model's vocabulary is larger.
 """
 
 import os
@@ -65,6 +67,15 @@ READERS: dict[str, Callable[[str], tuple[Any, Any]]] = {
 }
 
 
+def kind_of(source: str) -> str:
+    """The key in READERS of a `--dataset`."""
+    if not source:
+        return ""
+    if not Path(source).exists():
+        return "hub"
+    return Path(source).suffix or "folder"
+
+
 @lru_cache(maxsize=2)
 def shuffled(n: int, seed: int, epoch: int) -> np.ndarray:
     """The numbers 0 to n-1 in the order of an epoch."""
@@ -76,7 +87,7 @@ class Data:
 
     def __init__(self, source: str, shape: ModelConfig, batch_size: int, seed: int):
         """`source`: see READERS. `batch_size` in sequences. Raises UserError for data that do not fit the model."""
-        kind = Path(source).suffix or "folder" if source and Path(source).exists() else "hub" if source else ""
+        kind = kind_of(source)
         if kind not in READERS:
             raise UserError(f"--dataset {source}: cannot read a {kind}; known are {', '.join(filter(None, READERS))}")
         self.tokens, self.labels = READERS[kind](source)

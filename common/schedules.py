@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: who does what in which order, in lists that can be printed, drawn, checked and run.
+"""From chapter 6 on: pipeline schedules as data, lists of who does what in which order, to print, draw, check, run.
 
 A schedule is a function of p ranks, m micro-batches and v stages on a rank; it returns the list of one rank. Those here
 differ in one number, `warm_up`: the forwards that come before forward and backward take turns. Others may split B, or
@@ -43,36 +43,36 @@ def round_robin(n_layers: int, p: int, v: int) -> list[Place]:
     return [Place(s % p, range(bounds[s], bounds[s + 1]), link[s], link[s + 2]) for s in range(n)]
 
 
-def weave(p: int, m: int, v: int, rank: int, warm_up: int) -> list[Action]:
+def one_f_one_b_order(p: int, m: int, v: int, rank: int, warm_up: int) -> list[Action]:
     """`warm_up` forwards, then a forward and a backward in turn, then the backwards that are left.
 
-    Micro-batches go in rounds of p: all of a round do the rank's first stage, then all its second one, and so on. On 2
-    ranks with 2 stages each, 4 micro-batches go forward as 01 (stage 0), 01 (stage 2), 23 (stage 0), 23 (stage 2) on
-    rank 0: when 1 has left it, 0 is back from stage 1.
+    Micro-batches go in rounds of p. A round does the rank's first stage, then its second one, and so on, in backward
+    the other way round. On rank 0 of 2, with stages 0 and 2, 4 micro-batches go forward as F0.0 F1.0 F0.2 F1.2, F2.0
+    F3.0 F2.2 F3.2 (F1.2: micro-batch 1, stage 2): while F1.0 is computed here, micro-batch 0 is in stage 1, on rank 1.
     """
     rounds = [range(start, min(start + p, m)) for start in range(0, m, p)]
     stages = range(rank, p * v, p)
-    forwards = [Action("F", i, stage) for some in rounds for stage in stages for i in some]
-    backwards = [Action("B", i, stage) for some in rounds for stage in reversed(stages) for i in some]
+    forwards = [Action("F", i, stage) for one in rounds for stage in stages for i in one]
+    backwards = [Action("B", i, stage) for one in rounds for stage in reversed(stages) for i in one]
     in_turn = [action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair]
     return forwards[:warm_up] + in_turn + backwards[len(in_turn) // 2 :]
 
 
 def afab(p: int, m: int, v: int, rank: int) -> list[Action]:
     """All forward, all backward (GPipe, Huang et al. 2019): m micro-batches in flight."""
-    return weave(p, m, v, rank, warm_up=m * v)
+    return one_f_one_b_order(p, m, v, rank, warm_up=m * v)
 
 
 def one_f_one_b(p: int, m: int, v: int, rank: int) -> list[Action]:
     """1F1B (PipeDream-flush, Narayanan et al. 2021): warm up until the last rank is reached; p - rank in flight."""
-    return weave(p, m, v, rank, warm_up=p - 1 - rank)
+    return one_f_one_b_order(p, m, v, rank, warm_up=p - 1 - rank)
 
 
 def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
     """1F1B over v stages a rank (Megatron, Narayanan et al. 2021): bubble (p-1)/(v m + p-1). Raises UserError."""
     if v > 1 and m % p:
         raise UserError(f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank")
-    return weave(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))
+    return one_f_one_b_order(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))  # v = 1: twice 1F1B's
 
 
 class Schedule(NamedTuple):
@@ -90,7 +90,7 @@ SCHEDULES: dict[str, Callable[[Any], Schedule]] = {  # what a name stands for, u
 }
 
 
-def goes_to(action: Action, places: list[Place]) -> Action | None:
+def consumer(action: Action, places: list[Place]) -> Action | None:
     """The action that waits for the output of this one."""
     there = {"F": places[action.stage].after, "B": places[action.stage].before}.get(action.kind)
     return None if there is None else action._replace(stage=there)
@@ -98,7 +98,7 @@ def goes_to(action: Action, places: list[Place]) -> Action | None:
 
 def simulate(lists: list[list[Action]], places: list[Place], costs: dict) -> list[tuple[int, int, int, Action]]:
     """(end, rank, start, action) of all actions, sorted: each starts when its rank is free and its input is there."""
-    awaited = {goes_to(action, places) for row in lists for action in row}
+    awaited = {consumer(action, places) for row in lists for action in row}
     spans, arrival, free, left = [], {}, [0 for _ in lists], [deque(row) for row in lists]
     while any(left):
         ready = [rank for rank, row in enumerate(left) if row and (row[0] in arrival or row[0] not in awaited)]
@@ -107,7 +107,7 @@ def simulate(lists: list[list[Action]], places: list[Place], costs: dict) -> lis
         for rank in ready:
             action = left[rank].popleft()
             start = max(free[rank], arrival.get(action, 0))
-            free[rank] = arrival[goes_to(action, places)] = start + costs[action.kind]
+            free[rank] = arrival[consumer(action, places)] = start + costs[action.kind]
             spans.append((free[rank], rank, start, action))
     return sorted(spans)
 

@@ -2,6 +2,7 @@
 
     with Run(config) as run:                      opens the run directory; at the end, or an error, closes it
         for step in run.steps(model=..., ...):    is given every part of the run; yields 0, 1, ..., drawing the bar
+            run.require_finite(step, loss=..., ...)   before the update
             run.record(step, tokens, loss=..., ...)   one line of metrics.jsonl
 
 Other code attaches here, by a subclass of `Run` that `main` or a test passes to `train`: it may look at the parts, load
@@ -120,10 +121,14 @@ class Run:
         """Add up the bytes that this rank sends in a step, by mesh dimension."""
         self.sent[group.name] += round(share * tensor.nbytes)
 
+    def require_finite(self, step: int, **numbers: float):
+        """End the run before an update that would make all weights nan. Raises UserError."""
+        for name, value in numbers.items():
+            if not math.isfinite(value):
+                raise UserError(f"step {step + 1}: the {name.replace('_', ' ')} is {value}: lower --lr")
+
     def record(self, step: int, tokens: int, **numbers: float):
         """Write what a step has found: how many `tokens`, all ranks together, and other numbers by name."""
-        if not math.isfinite(numbers["loss"]):
-            raise UserError(f"step {step + 1}: the loss is {numbers['loss']}: lower --lr")
         seconds, self.began = time.perf_counter() - self.began, time.perf_counter()
         row = dict(step=step + 1, **numbers, tokens=tokens, tokens_per_second=tokens / seconds, seconds=seconds)
         self.history.append(row | dict(sent=dict(self.sent)))

@@ -254,7 +254,7 @@ class Cut(Case):
 
 CUT = tuple(dict(mesh=dict(dp=1, tp=2), sp=sp, tied=tied) for sp in (True, False) for tied in (False, True))
 CUTS = Task(
-    ("cut", "cut_matrix", "cut_heads", "shard_tensors"),
+    ("cut", "cut_heads", "shard_tensors"),
     (*demands(Cut, ({},), ("cut: the part, its record, a group of one; cut_heads refuses", 2)),
      *demands(Records, CUT,
               ("every matrix is cut along the right dimension, a tied one once", 3, "shape", "cuts of", "parameters"),

@@ -107,10 +107,9 @@ PARTS = Task(
 )  # fmt: skip
 
 
-def halves(length: int) -> list[tuple]:
-    """Indices of [b, heads, length, d]: all, the first half, the second half."""
-    parts = slice(0, length), slice(0, length // 2), slice(length // 2, length)
-    return [(slice(None), slice(None), part) for part in parts]
+def halves(length: int) -> tuple[slice, slice, slice]:
+    """Of so many tokens: all, the first half, the second half."""
+    return slice(0, length), slice(0, length // 2), slice(length // 2, length)
 
 
 def zigzag(s: int, rank: int, n: int) -> Tensor:
@@ -163,9 +162,9 @@ class Pairs(Case):
             s, by_rank = 2 * n * chunk, [0] * n
             pairs = torch.zeros(s, s, dtype=torch.int64)
             for rank, source in ((rank, source) for rank in range(n) for source in range(n)):
-                queries, keys = (zigzag(s, r, n).view(1, 1, -1, 1) for r in (rank, source))
+                queries, keys = (zigzag(s, r, n) for r in (rank, source))
                 for some, columns, causal in step.zigzag_visible(rank, source, 2 * chunk):
-                    these, those = queries[some].flatten(), keys[columns].flatten()
+                    these, those = queries[some], keys[columns]
                     seen = torch.ones(len(these), len(those), dtype=torch.int64)
                     seen = seen.tril() if causal else seen
                     pairs[these[:, None], those] += seen

@@ -4,7 +4,7 @@ import importlib
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from common.comm import Group, Mesh
 from common.layout import layout_of
 from common.model import IGNORE, Decoder
-from common.schedules import COSTS, Action, Place, goes_to, round_robin, simulate
+from common.schedules import COSTS, Action, Place, consumer, round_robin, simulate
 from labs.course import Case, Lab, Question, Row, Task, at_most, demands, rows
 from labs.probes import SHAPE, decoder, gradients, refused
 from labs.tape import Event, Tape
@@ -91,7 +91,7 @@ class Orders(Case):
 ONE = ((4, 12, 1), (5, 3, 1), (3, 7, 1), (1, 4, 1))  # ranks; micro-batches: many, few, odd; stages
 SEVERAL = ((4, 12, 3), (2, 4, 5), (3, 9, 2), (4, 6, 1))
 ORDERS = Task(
-    tuple(f"common.schedules:{name}" for name in ("weave", "afab", "one_f_one_b", "interleaved")),
+    tuple(f"common.schedules:{name}" for name in ("one_f_one_b_order", "afab", "one_f_one_b", "interleaved")),
     (*demands(Orders, (dict(name="afab", grid=ONE),),
               ("afab: each action once, no rank waits for ever", 1, "mistakes")),
      *demands(
@@ -161,7 +161,7 @@ class Stages(Piped):
         gone, asked, held = [], [], []
 
         class Pipeline(step.Pipeline):
-            def run(self):
+            def execute(self):
                 for kind, i in (("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("B", 2)):
                     message = None
                     held.append(gone.count(False))
@@ -224,11 +224,11 @@ def under_way(log: Log, kind: str) -> list[int]:
 
 
 class Run(Piped):
-    """Task 3: a step of a pipeline: 1F1B, or in task 4 any lists, with programs of our own."""
+    """Task 3: a step of a pipeline: AFAB, 1F1B, or in task 4 any lists, with programs of our own."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         (xs, ys, n, positions), rank, tape = self.batch(), mesh["pp"].rank, Tape(mesh)
-        cls = step.ListPipeline if self.lists else step.Pipeline
+        cls = getattr(step, self.kind)
         model, pipeline = self.model(len(self.places)), cls.__new__(cls)
         step.Pipeline.__init__(pipeline, model, self.places, mesh["pp"], positions, 1)
 
@@ -240,9 +240,9 @@ class Run(Piped):
             return run
 
         pipeline.forward, pipeline.backward = marked("F", pipeline.forward), marked("B", pipeline.backward)
-        if self.lists:
+        if self.kind == "ListPipeline":
             program = programs(self.lists, self.places)[rank]
-            pipeline.program = [step.Line(*line) for line in program]
+            pipeline.program = [step.Instruction(*line) for line in program]
         with tape:
             loss = pipeline.step(xs, ys, n)
         log = [(e.what, (e.peer, "")) if e.kind == "start" else e[:2] for e in tape.events if e.kind != "compute"]
@@ -254,21 +254,28 @@ class Run(Piped):
         sent = messages * (2 * self.m - 1) * SHAPE["seq_len"] * SHAPE["dim"] * 8.0
         yield "messages: bytes", tape.sent(), {"pp": sent}
         yield "messages: deadlock", stuck(logs), ""
-        order = (self.lists or one_f_one_b(self.ranks, self.m))[rank]
+        order = self.lists[rank]
         yield "the order of work", [str(act) for what, act in log if what == "mark"], [str(tuple(a)) for a in order]
-        if self.lists:
+        if self.kind == "ListPipeline":
             yield "awaited at once: sends", sum(count == 0 for count in under_way(log, "send")[:-2]), at_most(0)
             idle = spare(program) - sum(under_way(log, "recv"))
             yield "awaited too early: actions that could have run", idle, at_most(0)
 
 
-RUNS = tuple(dict(mesh=dict(pp=p), m=m, places=loop(p), lists=None) for p, m in ((3, 5), (4, 2)))
+def runs(kind: str, order: Callable[[int, int], Lists], *sizes: tuple[int, int]) -> tuple[dict, ...]:
+    """A class of the step, and the order of its loops, for (ranks, micro-batches)."""
+    return tuple(dict(mesh=dict(pp=p), m=m, places=loop(p), lists=order(p, m), kind=kind) for p, m in sizes)
+
+
 MESSAGES = Task(
-    ("Pipeline.send_receive", "Pipeline.run"),
-    demands(Run, RUNS,
-            ("the loss and all gradients are one device's", 3, "the loss", "gradient of"),
-            ("each rank works in the order of 1F1B", 2, "order"),
-            ("one message for each x and dx; no deadlock if sends wait", 3, "messages")),
+    ("Pipeline.send_receive", "Pipeline.execute", "OneForwardOneBackward.execute"),
+    (*demands(Run, runs("Pipeline", lambda p, m: all_forward_first(m, *((r,) for r in range(p))), (3, 4)),
+              ("AFAB: the loss and all gradients are one device's", 1, "the loss", "gradient of"),
+              ("AFAB: all forward, then all backward; one message for each x and dx", 1, "order", "messages")),
+     *demands(Run, runs("OneForwardOneBackward", one_f_one_b, (3, 5), (4, 2)),
+              ("1F1B: the loss and all gradients are one device's", 2, "the loss", "gradient of"),
+              ("each rank works in the order of 1F1B", 2, "order"),
+              ("one message for each x and dx; no deadlock if sends wait", 2, "messages"))),
 )  # fmt: skip
 
 
@@ -276,8 +283,8 @@ def programs(lists: Lists, places: Places) -> list[Program]:
     """By rank: all actions by their end, each followed by its message."""
     found: list[Program] = [[] for _ in lists]
     for _, rank, _, action in simulate(lists, places, COSTS):
-        found[rank].append(("run", action, None))
-        there = goes_to(action, places)
+        found[rank].append(("compute", action, None))
+        there = consumer(action, places)
         if there is not None and (peer := places[there.stage].rank) != rank:
             found[rank].append(("send", there, peer))
             found[peer].append(("receive", there, rank))
@@ -287,8 +294,8 @@ def programs(lists: Lists, places: Places) -> list[Program]:
 def spare(program: Program) -> int:
     """How many actions a program has between its receives and the actions that need them, all together."""
     at = {line[:2]: n for n, line in enumerate(program)}
-    pairs = [(n, at["run", action]) for (verb, action), n in at.items() if verb == "receive"]
-    return sum(line[0] == "run" for start, stop in pairs for line in program[start:stop])
+    pairs = [(n, at["compute", action]) for (verb, action), n in at.items() if verb == "receive"]
+    return sum(line[0] == "compute" for start, stop in pairs for line in program[start:stop])
 
 
 def clash(found: list[Program], lists: Lists, places: Places) -> str:
@@ -301,13 +308,13 @@ def clash(found: list[Program], lists: Lists, places: Places) -> str:
             needs = verb == "send" or (place.before if action.kind == "F" else place.after) is not None
             if verb != "receive" and needs and action not in here:
                 return f"rank {rank}: {verb} {tuple(action)} before its input is there"
-            here.add(goes_to(action, places) if verb == "run" else action)
-            if verb != "run":
+            here.add(consumer(action, places) if verb == "compute" else action)
+            if verb != "compute":
                 if peer not in range(len(found)):
                     return f"rank {rank}: {verb} {tuple(action)} names no peer"
                 log += [("recv" if verb == "receive" else verb, (peer, action)), ("wait", len(log) // 2)]
         logs.append(log)
-        if [action for verb, action, _ in program if verb == "run"] != lists[rank]:
+        if [action for verb, action, _ in program if verb == "compute"] != lists[rank]:
             return f"rank {rank} does not run its list in order"
     return stuck(logs)
 
@@ -332,17 +339,17 @@ class Programs(Case):
 
 
 LISTED = tuple(
-    dict(mesh=dict(pp=2), m=m, places=places, lists=lists)
+    dict(mesh=dict(pp=2), m=m, places=places, lists=lists, kind="ListPipeline")
     for m, places, lists in ((4, loop(2, 2), LOOPED), (3, V, FOLDED))
 )
 PROGRAMS = Task(
-    ("add_messages", "ListPipeline.run"),
+    ("add_messages", "ListPipeline.execute"),
     (*demands(Programs, ({},), ("add_messages: no deadlock for chains, loops, a V and two ways", 3)),
      *demands(Run, LISTED,
-              ("run: the loss and all gradients are one device's", 3, "the loss", "gradient of"),
-              ("run: each rank follows its list", 1, "order"),
-              ("run: one message for each x and dx", 1, "messages"),
-              ("run: work goes on while messages are under way", 2, "awaited"))),
+              ("execute: the loss and all gradients are one device's", 3, "the loss", "gradient of"),
+              ("execute: each rank follows its list", 1, "order"),
+              ("execute: one message for each x and dx", 1, "messages"),
+              ("execute: work goes on while messages are under way", 2, "awaited"))),
     faults=("last_output_taken",),
 )  # fmt: skip
 

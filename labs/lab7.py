@@ -17,7 +17,7 @@ from labs.training import trains
 
 FP32 = 1e-6  # fractions of counts may be in 32 bits
 KINDS = ("gate_proj", "up_proj", "down_proj")
-ALONE = Group("cp", 0, 1, None)
+ALONE = Group("sequence", 0, 1, None)
 
 
 def weights_of(case: Case, experts: int, dim: int, width: int) -> list[Tensor]:
@@ -55,13 +55,13 @@ def mixture(x: Tensor, scores: Tensor, weights: list[Tensor]) -> Tensor:
     return sum(scores[:, e, None] * mlp(x, *(w[e] for w in weights)) for e in range(scores.shape[1]))
 
 
-def balance(p: Tensor, scores: Tensor) -> Tensor:
+def aux_loss(p: Tensor, scores: Tensor) -> Tensor:
     """experts * sum_e f_e P_e."""
     return p.shape[1] * ((scores > 0).double().sum(0) / (scores > 0).sum() * p.mean(0)).sum()
 
 
 class PlainMoE(nn.Module):
-    """A layer by its definition, whole; `loss` is the sum over sequences of their balance losses."""
+    """A layer by its definition, whole; `loss` is the sum over sequences of their auxiliary losses."""
 
     def __init__(self, dim: int, width: int, experts: int, k: int):
         super().__init__()
@@ -73,7 +73,7 @@ class PlainMoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq, dim] -> the same shape."""
         chosen = [choose(sequence, self.router.weight, self.k) for sequence in x]
-        self.loss, weights = sum(balance(p, scores) for p, scores in chosen), leaves_of(self.experts)
+        self.loss, weights = sum(aux_loss(p, scores) for p, scores in chosen), leaves_of(self.experts)
         return torch.stack([mixture(s, scores, weights) for s, (_, scores) in zip(x, chosen, strict=True)])
 
 
@@ -116,7 +116,7 @@ EXPERTS = Task(
 
 
 class Layer(Case):
-    """Task 2: a MoE layer on two sequences [2, seq, 5]: output and gradients, without a balance loss."""
+    """Task 2: a MoE layer on two sequences [2, seq, 5]: output and gradients, without an auxiliary loss."""
 
     seq = 9
 
@@ -125,10 +125,10 @@ class Layer(Case):
         self.x[..., 0] = 1 + self.x[..., 0].abs()  # so the last expert's logits are low, and nobody visits it
         self.router[6] = torch.tensor([-30.0, 0, 0, 0, 0])
 
-    def layer(self, step: Any, sharers: Group = ALONE) -> nn.Module:
+    def layer(self, step: Any, group: Group = ALONE) -> nn.Module:
         """In fp64, with the drawn weights."""
-        flags = dict(experts=7, experts_per_token=self.k, balance_weight=0.0, micro_batch_size=1, global_batch_size=1)
-        moe = step.MoE(5, 8, SimpleNamespace(tp=1, **flags), sharers).double()
+        flags = dict(experts=7, experts_per_token=self.k, aux_loss_coeff=0.0, micro_batch_size=1, global_batch_size=1)
+        moe = step.MoE(5, 8, SimpleNamespace(**flags), dict(sequence=group)).double()
         moe.router.weight = nn.Parameter(self.router.clone())
         put(moe.experts, weights_of(self, 7, 5, 8))
         return moe
@@ -186,7 +186,7 @@ class Added(Case):
 
 
 class Balance(Layer):
-    """Each rank's part of the balance loss of a micro-batch, and its gradient; the counts that were given, after it."""
+    """Each rank's term of a micro-batch's auxiliary loss, and its gradient; the counts that were given, after it."""
 
     seq = 12
 
@@ -195,22 +195,21 @@ class Balance(Layer):
         own, everyone = torch.arange(len(p)).chunk(self.ranks)[mesh.rank], (scores > 0).sum(0)
         leaf, counts = p[own].requires_grad_(), (scores[own] > 0).sum(0)
         before, slope = counts.clone(), (7 * everyone / everyone.sum() / len(p)).expand(len(own), 7)
-        part = self.layer(step, mesh["cp"]).balance_loss(leaf, counts)
-        part.backward()
-        yield "this rank's part", part, (slope * p[own]).sum()
+        term = self.layer(step, mesh["cp"]).aux_loss(leaf, counts)
+        term.backward()
+        yield "this rank's term", term, (slope * p[own]).sum()
         yield "its gradient", leaf.grad, slope
         yield "the counts that were given", counts, before
 
 
 BALANCE = Task(
-    ("AddLoss.forward", "AddLoss.backward", "MoE.balance_loss"),
-    (*demands(Added, ({},), ("AddLoss: x goes through, the loss gets its weight", 2)),
-     *demands(Balance, (dict(mesh=dict(cp=1), k=3),), ("balance_loss and its gradient, on one rank", 2), bound=FP32),
-     *demands(Balance, (dict(mesh=dict(cp=3), k=2),), ("shared by three ranks: the parts of one loss", 2), bound=FP32)),
+    ("AddLoss.forward", "AddLoss.backward", "MoE.aux_loss"),
+    (*demands(Added, ({},), ("AddLoss: x goes through, the loss gets its coefficient", 2)),
+     *demands(Balance, (dict(mesh=dict(cp=1), k=3),), ("aux_loss and its gradient, on one rank", 2), bound=FP32),
+     *demands(Balance, (dict(mesh=dict(cp=3), k=2),), ("shared by three ranks: the terms of one loss", 2), bound=FP32)),
     faults=("balance_not_added", "balanced_by_own_tokens"),
 )  # fmt: skip
 
-SENT = ((2, 0, 4), (1, 3, 0), (0, 5, 6))  # by rank: rows for each rank
 COUNTS = (  # by rank: rows for each expert; nobody visits the last rank's, and one rank has a single row
     (2, 1, 0, 3, 1, 0, 0, 0),
     (0, 2, 2, 0, 0, 4, 0, 0),
@@ -220,18 +219,31 @@ COUNTS = (  # by rank: rows for each expert; nobody visits the last rank's, and 
 DIM = 5
 
 
-class Travel(Case):
-    """Task 4: AllToAll, of rows that are not contiguous."""
+class Blocks(Case):
+    """Task 4: blocks of rows, of which some are empty, in another order."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        r, names, received = mesh.rank, ("what arrived", "the gradient of the rows"), list(zip(*SENT, strict=True))
-        xs = [self.draw(f"x {rank}", DIM, sum(SENT[rank])).T for rank in range(3)]
-        dys = [self.draw(f"dy {rank}", sum(received[rank]), DIM) for rank in range(3)]
-        way = list(SENT[r]), list(received[r]), mesh["ep"]
-        found = there_and_back(names, lambda x: step.AllToAll.apply(x, *way), [xs[r]], dys[r])
-        there = torch.cat([x.split(sizes)[r] for x, sizes in zip(xs, SENT, strict=True)])
-        home = torch.cat([dy.split(sizes)[r] for dy, sizes in zip(dys, received, strict=True)])
-        yield from rows(found, dict(zip(names, (there, home), strict=True)) | {"the inputs stay": True})
+        sizes = torch.tensor([[2, 0, 1], [3, 4, 0]])
+        rows = self.draw("rows", 10, DIM)
+        (a, b, c), (d, e, f) = (part.split(line.tolist()) for part, line in zip(rows.split([3, 7]), sizes, strict=True))
+        yield "the blocks", step.transpose_blocks(rows.clone(), sizes), torch.cat((a, d, b, e, c, f))
+
+
+class Travel(Case):
+    """Rows that are not contiguous go to the ranks of their experts, and others home."""
+
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        r, leaving = mesh.rank, torch.tensor(COUNTS).view(4, 4, 2)  # [from, to, expert there]
+        way = mesh["ep"], leaving[r], leaving[:, r]
+        xs = [self.draw(f"x {rank}", DIM, sum(COUNTS[rank])).T for rank in range(4)]
+        parts = [x.split(list(counts)) for x, counts in zip(xs, COUNTS, strict=True)]
+        arrived = torch.cat([parts[rank][e] for e in (2 * r, 2 * r + 1) for rank in range(4)])
+        given = xs[r].clone()
+        yield "what arrives", step.dispatch(given, *way), arrived
+        yield "what arrives: the input stays", torch.equal(given, xs[r]), True
+        given = arrived.T.contiguous().T
+        yield "what comes home", step.combine(given, *way), xs[r]
+        yield "what comes home: the input stays", torch.equal(given, arrived), True
 
 
 class Visit(Case):
@@ -265,8 +277,11 @@ class Visit(Case):
 
 
 TRAVEL = Task(
-    ("AllToAll.forward", "AllToAll.backward", "visit_experts"),
-    (*demands(Travel, (dict(mesh=dict(ep=3)),), ("AllToAll: rows arrive, and gradients go back", 3)),
+    ("transpose_blocks", "dispatch", "combine", "visit_experts"),
+    (*demands(Blocks, ({},), ("transpose_blocks: each block, in the other order", 1)),
+     *demands(Travel, (dict(mesh=dict(ep=4)),),
+              ("dispatch: rows arrive, sorted by expert", 1, "what arrives"),
+              ("combine: rows come home", 1, "what comes home")),
      *demands(Visit, (dict(mesh=dict(ep=4)),),
               ("visit_experts: each row comes home from its expert", 3, "output"),
               ("visit_experts: so do gradients, of rows and experts", 2, "gradient"),
@@ -279,17 +294,15 @@ FLAGS = dict(experts=6, experts_per_token=2, moe_every=2, dense_layers=1, micro_
 
 
 class Deal(Case):
-    """Task 5: which layers have experts (2 and 4), shapes and records; the groups: ep has neighbours of dp x cp."""
+    """Task 5: which layers have experts (2 and 4), shapes and records; the groups: ep has neighbours of all 4 ranks."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         model, (dp, cp, tp) = decoder(n_layers=5, seq_len=8), self.mesh.values()
         step.shard_experts(model, mesh, step.Config(**FLAGS, ep=self.ep, expert_dim=self.width, cp=cp, tp=tp))
-        data = torch.arange(4).view(dp * cp, tp).T[mesh.rank % tp]  # the ranks that have other tokens
-        place = data.tolist().index(mesh.rank)
-        first, own = place - place % self.ep, place % self.ep
-        yield "the ranks of data", members(mesh, "data"), data
-        yield "the ranks of ep", members(mesh, "ep"), data[first : first + self.ep]
-        yield "the ranks of expert_data", members(mesh, "expert_data"), data[own :: self.ep]
+        ranks, own = torch.arange(4), mesh.rank % self.ep
+        yield "the ranks of sequence", members(mesh, "sequence"), ranks.view(dp, cp * tp)[mesh.rank // (cp * tp)]
+        yield "the ranks of ep", members(mesh, "ep"), ranks[mesh.rank - own :][: self.ep]
+        yield "the ranks of expert_data", members(mesh, "expert_data"), ranks[own :: self.ep]
         share, width = 6 // self.ep, self.width or 12
         cuts = [[0, "ep", own * share, (own + 1) * share, 6]] if self.ep > 1 else []
         for number, layer in model.model.layers.items():
@@ -310,7 +323,7 @@ class Refused(Case):
             yield str(flags), refused(step.shard_experts, model, mesh, config), "UserError"
 
 
-WEIGHT = 0.6  # of the balance loss
+COEFF = 0.6  # of the auxiliary loss
 
 
 class Trained(training.Trained):
@@ -323,7 +336,7 @@ class Trained(training.Trained):
             layer.mlp = PlainMoE(config.dim, config.ffn_dim, 4, 2)
 
         def loss(logits: Tensor, targets: Tensor) -> Tensor:
-            more = sum(layer.mlp.loss for layer in layers) * WEIGHT / len(targets) * (targets != IGNORE).sum()
+            more = sum(layer.mlp.loss for layer in layers) * COEFF / len(targets) * (targets != IGNORE).sum()
             return summed_cross_entropy(logits, targets) + more - more.detach()
 
         model.loss = loss
@@ -332,16 +345,16 @@ class Trained(training.Trained):
 
 MESHES = tuple(
     dict(mesh=dict(dp=dp, cp=cp, tp=tp), ep=ep, width=width)
-    for dp, cp, tp, ep, width in ((2, 2, 1, 2, 20), (4, 1, 1, 2, 0), (2, 1, 2, 2, 20), (1, 4, 1, 1, 20))
+    for dp, cp, tp, ep, width in ((2, 2, 1, 2, 20), (4, 1, 1, 2, 0), (1, 2, 2, 2, 20), (1, 4, 1, 1, 20))
 )
 DEALING = Task(
     ("shard_experts",),
     (*demands(Deal, MESHES,
               ("the right layers, shapes, cuts and records", 2, "layer"),
-              ("the groups data, ep and expert_data", 2, "the ranks")),
+              ("the groups sequence, ep and expert_data", 2, "the ranks")),
      *demands(Refused, (dict(mesh=dict(dp=4, cp=1, tp=1)),), ("flags that cannot work are a UserError", 1)),
      trains(4, (4, dict(ep=2, zero=1)), (4, dict(cp=2, tp=2, ep=2)), kind=Trained, bound=FP32,
-            flags=dict(experts=4, balance_weight=WEIGHT))),
+            flags=dict(experts=4, aux_loss_coeff=COEFF))),
     faults=("experts_summed_over_all_data", "router_not_summed_over_tp"),
 )  # fmt: skip
 

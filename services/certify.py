@@ -86,7 +86,8 @@ def precision(gpus: int) -> list[Trial]:
     """Part 4."""
     n = 8 if gpus >= 8 else 4 if gpus >= 4 else 2
     modes = ("zigzag", "ring", "allgather", "ulysses") if gpus else ("zigzag",)
-    rows = [Trial(n, "step05_cp_ring", f"--cp 2 --cp-mode {mode}", "step01_single_gpu", 2e-2) for mode in modes]
+    kinds = [f"--cp-mode {mode}" for mode in modes] + ["--cp-kernel flash"] * (gpus > 0)
+    rows = [Trial(n, "step05_cp_ring", f"--cp 2 {kind}", "step01_single_gpu", 2e-2) for kind in kinds]
     return [*rows, Trial(1, "step03_zero", "--zero 3 --offload-params cpu", "step03_zero --zero 3", 5e-3)]
 
 
@@ -99,7 +100,9 @@ def speeds(gpus: int) -> list[tuple[int, str, str]]:
         large = "--model llama3-8b --dtype bf16 --zero 3 --recompute full --steps 6 --micro-batch-size 1"
         large += " --loss-chunk 2048"
         rows += [(8, "step03_zero", f"{large} --global-batch-size 16")]
-        rows += [(8, "step05_cp_ring", f"{large} --tp 2 --cp 4 --seq-len 32768 --global-batch-size 2")]
+        rows += [
+            (8, "step05_cp_ring", f"{large} --tp 2 --cp 4 --cp-kernel flash --seq-len 32768 --global-batch-size 2")
+        ]
     return rows if gpus else []
 
 

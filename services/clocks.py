@@ -64,10 +64,10 @@ class Clock:
         for listener in self.listeners:
             listener(phase)
 
-    def update(self, step: Callable, lr: float, factor: float):
+    def update(self, step: Callable, lr: float):
         """Around the optimizer's step."""
         self.mark("optimizer")
-        step(lr, factor)
+        step(lr)
 
     def timed(self, kind: str, act: Callable, i: int, stage: int, x: Tensor | None) -> Tensor | None:
         """Around an action of a pipeline: note its start and its end."""

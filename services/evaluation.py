@@ -73,7 +73,7 @@ def look(parts: Parts, tokens: Tensor, targets: Tensor) -> Tensor:
             elif peer != group.rank:
                 exchange([(x.contiguous(), peer)], [], group).wait()
         elif peer == group.rank:
-            x = pipeline.some.new_empty(len(tokens), tokens.shape[1] // pipeline.sp_ranks, model.config.dim)
+            x = pipeline.reference_param.new_empty(len(tokens), tokens.shape[1] // pipeline.sp_ranks, model.config.dim)
             exchange([], [(x, place.rank)], group).wait()
     return result
 

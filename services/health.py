@@ -34,7 +34,7 @@ class Health:
     def __init__(self, parts: Parts):
         self.parts, self.began = parts, time.perf_counter()
         parts.around(parts.model, "loss", self.losing, by=__name__)
-        parts.around(parts.optimizer, "step", self.updating, by=__name__)
+        parts.around(parts.run, "require_finite", self.summed, by=__name__)
         parts.around(parts.sync, "finish", self.finishing, by=__name__)
         self.total, self.count = 0.0, 0
 
@@ -50,11 +50,11 @@ class Health:
         self.seconds = time.perf_counter() - self.began
         finish()
 
-    def updating(self, update: Callable, lr: float, factor: float):
-        """Around the update."""
+    def summed(self, require_finite: Callable, step: int, **numbers: float):
+        """Around the look at the norm: gradients are summed, and not yet clipped."""
         parts = [part for part in self.parts.optimizer.gradients().values() if part.numel()]
         self.norm = torch.nn.utils.get_total_norm(parts).item() if parts else 0.0
-        update(lr, factor)
+        require_finite(step, **numbers)
 
     def of_step(self, waited: dict[str, float]) -> dict[str, list[dict]]:
         """For the record: what each rank has seen. A collective."""

@@ -153,10 +153,10 @@ class Held:
         self.watching = False
         parts.around(parts.optimizer, "step", self.update, by=__name__)
 
-    def update(self, step: Callable, lr: float, factor: float):
+    def update(self, step: Callable, lr: float):
         """Around the optimizer's step."""
         self.measure()
-        step(lr, factor)
+        step(lr)
         self.measure()  # the first update makes the moments
 
     def measure(self):

@@ -4,7 +4,7 @@ from typing import Any
 
 from common.layout import layout_of
 from common.model import wide
-from common.schedules import Action, Place, goes_to
+from common.schedules import Action, Place, consumer
 from step06_pipeline import TIED, plan
 from theory import memory, shapes, traffic
 from theory.shapes import Shape
@@ -121,7 +121,7 @@ def pipeline_traffic(config: Any, parts: Parts) -> Traffic:
     """What crosses the boundaries of this rank's stages, and a tied matrix, which two ranks have."""
     w, rank = work_of(config, parts), parts.pipeline.group.rank
     places, lists = plan(config, micro_batches(config, parts))
-    targets = (goes_to(action, places) for action in lists[rank])
+    targets = (consumer(action, places) for action in lists[rank])
     sends = sum(to is not None and places[to.stage].rank != rank for to in targets)
     sent = sends * w.tokens / parts.pipeline.sp_ranks * w.m.dim * w.e
     first, last = places[0].rank, places[-1].rank
@@ -158,7 +158,7 @@ def sent_bytes(config: Any, parts: Parts) -> Traffic:
     if cp > 1:
         found += traffic.context_traffic(w, cp, tp)
     if hasattr(config, "experts"):
-        found += traffic.expert_traffic(w, ep, cp)
+        found += traffic.expert_traffic(w, ep, cp, tp)
     if parts.pipeline is not None:
         found += pipeline_traffic(config, parts)
         found += traffic.sum_traffic("pp", size(parts, "pp"), w.wide)  # the loss

@@ -22,7 +22,8 @@ from torch import Tensor
 from common import comm
 from services import devices
 from services.seam import plugins
-from step05_cp_ring import part_attention, part_gradients, same_heads, scaled_scores
+from step05_cp_ring import same_heads, scaled_scores
+from variants.cp_flash import flash_attention, flash_gradients
 from variants.documents import Documents, MicroBatch
 from variants.grouped_matmul import GroupedLinear
 
@@ -42,15 +43,15 @@ def farthest(ours: Tensor, right: Tensor) -> float:
 
 
 def attention() -> dict[str, float]:
-    """Blocks of step 5 against their formula in fp64: outputs, log-sum-exps and gradients; grouped heads or not."""
+    """The kernels of --cp-kernel flash beside formulas in fp64: outputs, lse, gradients; with grouped heads or not."""
     found = dict(output=0.0, lse=0.0, gradients=0.0)
     for causal, kv_heads in product((True, False), (8, 2)):
         q, do, k, v = normal(2, 8, 256, 64), normal(2, 8, 256, 64), *(normal(2, kv_heads, 256, 64) for _ in range(2))
-        o, lse = part_attention(q, k, v, causal)
+        o, lse = flash_attention(q, k, v, causal)
         given = [x.double().requires_grad_() for x in (q, k, v)]
         scores = scaled_scores(*same_heads(*given[:2]), causal)
         right = scores.softmax(-1) @ same_heads(*given)[2]
-        ours = part_gradients(do, q, k, v, o, lse, causal)
+        ours = flash_gradients(do, q, k, v, o, lse, causal)
         gradients = zip(ours, torch.autograd.grad(right, given, do.double()), strict=True)
         found["output"] = max(found["output"], farthest(o, right.detach()))
         found["lse"] = max(found["lse"], (lse - scores.logsumexp(-1)).abs().max().item())

@@ -115,7 +115,7 @@ class ExpertLoad:
             if hasattr(layer.mlp, "experts"):
                 sums = self.sums[int(number)]  # choices of each expert; rows that experts are given, tokens, entropy
                 layer.mlp.experts.register_forward_pre_hook(partial(self.give, sums))
-                parts.around(layer.mlp, "balance_loss", partial(self.choose, sums), by=__name__)
+                parts.around(layer.mlp, "aux_loss", partial(self.choose, sums), by=__name__)
 
     @staticmethod
     def give(sums: Tensor, _module: torch.nn.Module, given: tuple[Tensor, Tensor]):
@@ -124,7 +124,7 @@ class ExpertLoad:
 
     @staticmethod
     def choose(sums: Tensor, plain: Callable, p: Tensor, counts: Tensor) -> Tensor:
-        """Around a layer's `balance_loss`, which is told p [tokens, experts] and the choices of each expert."""
+        """Around a layer's `aux_loss`, which is told p [tokens, experts] and the choices of each expert."""
         sums[:-3] += counts
         sums[-2] += len(p)
         sums[-1] += torch.special.entr(p.detach()).sum()
@@ -137,7 +137,7 @@ class ExpertLoad:
         A collective, of which the observer is not told.
         """
         observer, comm.observer = comm.observer, None
-        for dim in ("data", "pp"):
+        for dim in ("data", "tp", "pp"):
             comm.all_reduce(self.sums, self.mesh[dim]).wait()
         comm.observer = observer
         sums = self.sums.cpu()  # one wait for the device

@@ -47,7 +47,7 @@ def choose_sizes(config: Any):
         setattr(config, dim, sizes[dim])
         left //= sizes[dim]
     if getattr(config, "ep", 1) == 0:
-        config.ep = 1 + (left * sizes["cp"] % 2 == config.experts % 2 == 0)
+        config.ep = 1 + (left * sizes["cp"] * sizes["tp"] % 2 == config.experts % 2 == 0)
 
 
 @lru_cache

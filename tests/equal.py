@@ -7,7 +7,7 @@ layout is right if what its ranks gather equals what step 1 has in one process, 
 import functools
 import importlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,16 +68,15 @@ class Watch(OpenRun):
         return self
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """Before each update, gather the gradients; after the last one, the weights."""
+        """After the last update, gather the weights."""
         optimizer = self.open(**parts).optimizer
-
-        def step(update: Callable, lr: float, factor: float):
-            self.gradients.append(self.gather(optimizer.gradients()))
-            update(lr, factor)
-
-        self.parts.around(optimizer, "step", step, by=__name__)
         yield from super().steps(**parts)
         self.parameters = self.gather(optimizer.pieces if self.parts.units else optimizer.masters)
+
+    def require_finite(self, step: int, **numbers: float):
+        """Gradients are complete, and not yet clipped: gather them."""
+        self.gradients.append(self.gather(self.parts.optimizer.gradients()))
+        super().require_finite(step, **numbers)
 
     def gather(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors by name, of those that this rank has a part of. All ranks show their parts to all."""

@@ -62,7 +62,7 @@ ROWS = [
     Row(4, "step05_cp_ring", dict(cp=2, tp=2, zero=2), TIED, does=ALL),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, zero=1), TIED, does=ALL),
     Row(4, "step06_pipeline", dict(pp=2, cp=2, schedule="zb-h1"), does=ALL),
-    Row(4, "step07_moe_ep", dict(pp=2, ep=2, zero=3), EXPERTS | dict(balance_weight=0.0), does=ALL),
+    Row(4, "step07_moe_ep", dict(pp=2, ep=2, zero=3), EXPERTS | dict(aux_loss_coeff=0.0), does=ALL),
     # what many targets do not count in, what does not train, what has nothing to do
     Row(4, "step03_zero", dict(zero=2), UNEVEN | SGD),
     Row(4, "step05_cp_ring", dict(cp=2, tp=2), UNEVEN),
@@ -106,6 +106,7 @@ ROWS = [
     Row(2, "step03_zero", dict(zero=3, dtype="fp16", offload_params="cpu"), WIDE, bound=1e-10),
     Row(4, "step07_moe_ep", dict(ep=2, zero=1, offload_optimizer="cpu"), EXPERTS | BIAS),
     Row(2, "step07_moe_ep", dict(zero=2, offload_optimizer="disk", dtype="fp16"), WIDE | EXPERTS | BIAS, bound=1e-10),
+    Row(2, "step07_moe_ep", dict(ep=2, dtype="fp16"), WIDE | EXPERTS | dict(z_loss=0.1), bound=1e-10),
     Row(2, "step03_zero", dict(zero=1, offload_optimizer="cpu"), dict(skip_spikes=1.001, steps=12)),
     Row(4, "step03_zero", dict(zero=1, zero_replicas=2, grad_dtype="same", offload_optimizer="cpu"), SGD),
     Row(2, "step07_moe_ep", dict(ep=2, expert_matmul="grouped", dtype="fp32"), EXPERTS | SGD, bound=1e-5),
@@ -173,6 +174,8 @@ ROWS = [
     Row(4, "step05_cp_ring", dict(cp=4, cp_mode="allgather", zero=3), SGD),
     Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses"), SGD),
     Row(4, "step05_cp_ring", dict(cp=4, cp_mode="ulysses", zero=2)),  # twice as many ranks as key/value heads
+    Row(4, "step05_cp_ring", dict(cp=2, cp_kernel="flash", tp=2), SGD),
+    Row(2, "step05_cp_ring", dict(cp=2, cp_kernel="flash", cp_mode="allgather", documents="mask"), MASK | SGD),
     Row(1, "step05_cp_ring", dict(documents="reset"), MASK),  # RoPE is relative
     Row(4, "step05_cp_ring", dict(cp=2, micro_batch_size=3), MASK | SGD),
     Row(3, "step05_cp_ring", dict(cp=3, cp_mode="ring", documents="reset"), MASK | SGD | dict(seq_len=18)),
@@ -217,6 +220,9 @@ ROWS = [
     Row(4, "step07_moe_ep", dict(tp=2, ep=2, sp=False, zero=1), EXPERTS),
     Row(4, "step07_moe_ep", dict(cp=2, ep=4, zero=3), EXPERTS),
     Row(4, "step07_moe_ep", dict(pp=2, ep=2, zero=2), dict(experts=6, experts_per_token=1)),
+    Row(4, "step07_moe_ep", dict(tp=2, ep=4, zero=2), EXPERTS),
+    Row(4, "step07_moe_ep", dict(tp=4, ep=4, zero=3, recompute="full"), EXPERTS | MHA),
+    Row(8, "step07_moe_ep", dict(cp=2, tp=2, ep=8, sp=False), dict(experts=8), EXHAUSTIVE),
     Row(8, "step07_moe_ep", CUBE, EXPERTS | SGD),
     Row(8, "step07_moe_ep", CUBE | dict(zero=3, schedule="interleaved"), EXPERTS | TIED | dict(n_layers=4), EXHAUSTIVE),
     # variants of experts
@@ -233,11 +239,11 @@ ROWS = [
 
 
 def every_legal_layout(ranks: int = 8) -> list[Row]:
-    """All products pp x dp x cp x tp of `ranks`, each with every ep that divides dp x cp, in every stage of ZeRO."""
+    """All products pp x dp x cp x tp of `ranks`, each with every ep inside dp x cp x tp; ZeRO's stages in turn."""
     sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
     rows = []
     for pp, cp, tp, ep in product(sizes, repeat=4):
-        if ranks % (pp * cp * tp) == 0 and tp <= 4 and ranks // (pp * tp) % ep == 0:
+        if ranks % (pp * cp * tp) == 0 and tp <= 4 and ranks // pp % ep == 0:
             layout = dict(pp=pp, cp=cp, tp=tp, ep=ep, zero=len(rows) % 4, sp=len(rows) % 3 > 0)
             base = dict(steps=4, global_batch_size=24, experts=8, n_heads=4, n_kv_heads=4, n_layers=8)
             base |= dict(seq_len=16 if cp * tp < 8 else 32, tied=len(rows) % 2 == 0)

@@ -124,6 +124,7 @@ WRONG = [
     ("step04_tp_sp", 0, "--tp 2", "--tp"),
     ("step04_tp_sp", 4, "--tp 4", "--tp"),  # of 2 key/value heads
     ("step06_pipeline", 0, "--chunks 0", "--chunks"),
+    ("step07_moe_ep", 2, "--tp 2 --ep 4", "--ep"),
     ("step07_moe_ep", 0, "--experts-per-token 9", "--experts-per-token"),
     ("step07_moe_ep", 0, "--micro-batch-size 5", "--micro-batch-size"),
 ]

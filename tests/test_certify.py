@@ -158,8 +158,8 @@ def test_kernels_agree_with_their_formulas():
 
 def test_a_wrong_kernel_is_seen(monkeypatch):
     """Gradients without the output's part of them; an expert whose rows are another one's."""
-    right = probes.part_gradients
-    monkeypatch.setattr(probes, "part_gradients", lambda do, q, k, v, o, *more: right(do, q, k, v, 0 * o, *more))
+    right = probes.flash_gradients
+    monkeypatch.setattr(probes, "flash_gradients", lambda do, q, k, v, o, *more: right(do, q, k, v, 0 * o, *more))
     assert probes.attention()["gradients"] > 0.06
     product = probes.GroupedLinear.apply
     moved = SimpleNamespace(apply=lambda rows, weight, counts: product(rows, weight, [24, *counts[1:3], 48]))

@@ -21,7 +21,7 @@ from tests.test_checkpoint import train_on_rank
 from tests.test_variants import Largest
 
 OPTIONS = dict(steps=2, eval_every=2, eval_sequences=5, micro_batch_size=2, save_every=2)
-MOE = EXPERTS | dict(balance_weight=0.0)
+MOE = EXPERTS | dict(aux_loss_coeff=0.0)
 
 
 def test_logits_never_exist_as_a_whole(tmp_path, monkeypatch):

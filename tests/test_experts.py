@@ -17,7 +17,7 @@ from variants.balance_bias import update
 from variants.grouped_matmul import GroupedLinear, can_group, grouped_matmul, grouped_outer
 from variants.routing import RoutedMoE
 
-ALONE = Group("cp", 0, 1, None)
+ALONE = dict.fromkeys(("sequence", "tp"), Group("sequence", 0, 1, None))
 
 
 def by_definition(moe: RoutedMoE, config, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,7 +50,7 @@ def by_definition(moe: RoutedMoE, config, x: torch.Tensor) -> tuple[torch.Tensor
     balance = E * (asked / asked.sum() * p.mean(0)).sum() * (config.balance == "loss")
     z = logits.logsumexp(-1).square().mean()
     share = config.micro_batch_size / config.global_batch_size
-    return torch.stack(rows).view_as(x), share * (config.balance_weight * balance + config.z_loss * z)
+    return torch.stack(rows).view_as(x), share * (config.aux_loss_coeff * balance + config.z_loss * z)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def by_definition(moe: RoutedMoE, config, x: torch.Tensor) -> tuple[torch.Tensor
 def test_a_layer_is_its_definition(flags):
     """Output and all gradients, of which the added losses are a part."""
     torch.manual_seed(0)
-    config = config_of("step07_moe_ep", dict(experts=8, balance_weight=0.5) | flags)
+    config = config_of("step07_moe_ep", dict(experts=8, aux_loss_coeff=0.5) | flags)
     moe = RoutedMoE(32, 48, config, ALONE).double()
     for param in moe.parameters():
         torch.nn.init.normal_(param, std=0.3)
@@ -86,7 +86,7 @@ def test_a_layer_is_its_definition(flags):
 def test_a_bias_follows_the_load():
     """It goes up where an expert had less than its share, and the load starts anew."""
     moe = SimpleNamespace(bias=torch.zeros(3), load=torch.tensor([1.0, 2.0, 3.0]))
-    update([moe], Mesh(data=1), 0.5, lambda lr, factor: None, 0.1, 1.0)
+    update([moe], Mesh(data=1, tp=1), 0.5, lambda lr: None, 0.1)
     assert moe.bias.tolist() == [0.5, 0.0, -0.5] and not moe.load.any()
 
 

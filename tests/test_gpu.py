@@ -42,23 +42,23 @@ CASES = {  # step, flags, ranks, capability of the GPUs, and how often the host 
     "offloaded": ("step03_zero", OFFLOADED, 8, (9, 0), 0),
     "offloaded, alone": ("step03_zero", OFFLOADED, 1, (9, 0), 0),
     "ring": ("step05_cp_ring", dict(cp=2, tp=2), 8, (9, 0), 0),
+    "ring, flash": ("step05_cp_ring", dict(cp=2, tp=2, cp_kernel="flash"), 8, (9, 0), 0),
     "lists": ("step06_pipeline", dict(pp=2, tp=2, schedule="zb-h1", zero=1), 8, (9, 0), 0),
     "experts": ("step07_moe_ep", MOE, 8, (9, 0), 12),  # once for 3 layers, 2 micro-batches, 2 steps
     "experts, A100": ("step07_moe_ep", MOE, 8, (8, 0), 12),
     "experts, again": ("step07_moe_ep", MOE | dict(recompute="full", ep=1), 8, (9, 0), 24),
 }
 USUAL = ("offloaded, alone", "experts", "experts, A100")
-VISIT, GROUPED, COUNT = "visit_experts", "variants.grouped_matmul", "F.one_hot(selected_experts.flatten(), p.shape[-1])"
+VISIT, GROUPED, COUNT = "visit_experts", "variants.grouped_matmul", "F.one_hot(experts_TK.flatten(), p_TE.shape[-1])"
 # fmt: off
 FAULTY = {  # what is undone: the case; in which of the watch's notes it shows, or an error; module, owner, old, new
     "N2": ("offloaded, alone", "early", "variants.offload_params", "gather_beside",
            "*pending.works, arrived", "*pending.works"),
     "N3: counts": ("experts", "waits", "step07_moe_ep", VISIT,
-                   "torch.stack((leaving, coming)).cpu()", "leaving, coming"),
-    "N3: rows": ("experts", "repeat_interleave", "step07_moe_ep", VISIT, ", output_size=len(visitors)", ""),
+                   "torch.stack((leaving_Pe, arriving_Pe)).cpu()", "leaving_Pe, arriving_Pe"),
     "N3: A100": ("experts, A100", "waits", GROUPED, "can_group", "major not in (9, 10)", "False"),
     "N3: ends": ("experts", "waits", GROUPED, "ends", ", non_blocking=True", ""),
-    "N3: bincount": ("experts", "bincount", "step07_moe_ep", "MoE", COUNT, "torch.bincount(selected_experts.view(-1))"),
+    "N3: bincount": ("experts", "bincount", "step07_moe_ep", "MoE", COUNT, "torch.bincount(experts_TK.view(-1))"),
     "a gradient": ("offloaded", "early", "variants.offload_optimizer", "Update", "            wait()", "            0"),
     "a look": ("plain", "waits", "common.model", "summed_cross_entropy", "return F", "logits.sum().item(); return F"),
     "a table": ("plain", "device", "common.model", "apply_rope", "x * cos", "x * cos.cpu()"),
@@ -212,9 +212,10 @@ def test_n7_one_communicator_for_a_set_of_ranks(monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 5)
     monkeypatch.setattr(dist, "new_group", lambda ranks: made.append(ranks) or len(made))
     mesh = comm.Mesh(pp=2, dp=2, cp=2, tp=1)
-    ranks = mesh.join("data", "dp", "cp")
-    mesh.enter("ep", ranks.reshape(-1, 2))
-    mesh.enter("expert_data", ranks.reshape(2, 2, 2).swapaxes(1, 2).reshape(-1, 2))
+    mesh.join("data", "dp", "cp")
+    for grid in mesh.ranks.reshape(2, -1, 2):
+        mesh.enter("ep", grid)
+        mesh.enter("expert_data", grid.T)
     assert len(made) == len(set(made)) == 14
     assert mesh["ep"].handle == mesh["cp"].handle and mesh["expert_data"].handle == mesh["dp"].handle
     assert comm.Mesh(pp=1, dp=8).join("mirror", "dp").tolist() == [[*range(8)]]

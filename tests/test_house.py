@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 STEPS = sorted(path.stem for path in ROOT.glob("step0*.py"))
-MOST_LINES = dict(zip(STEPS, (900, 1100, 1400, 1700, 2000, 2400, 2700), strict=True))  # all that running one loads
+MOST_LINES = dict(zip(STEPS, (930, 1140, 1490, 1770, 2050, 2480, 2750), strict=True))  # all that running one loads
 OUTSIDE = {"torch", "tqdm", "matplotlib", "datasets", "numpy"}
 STANDARD = {"argparse", "ast", "collections", "contextlib", "dataclasses", "functools", "hashlib", "importlib"}
 STANDARD |= {"inspect", "itertools", "json", "math", "os", "pathlib", "re", "sys", "sysconfig", "time", "types"}
@@ -99,17 +99,17 @@ def test_a_reader_can_open_everything_that_a_step_loads(step):
 
 
 def test_common_is_small():
-    """At most 850 lines, and no file that no step loads."""
+    """At most 890 lines, and no file that no step loads."""
     files = {module for module in FILES if room_of(module) == "common"}
-    assert lines_of(files) <= 850
+    assert lines_of(files) <= 890
     assert files <= closure(STEPS[-1])
 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_is_a_docstring_a_mechanism_and_train(step):
-    """The docstring has at most 30 lines, `train` at most 45; `train` comes last, and `main` starts it."""
+    """The docstring has at most 36 lines, `train` at most 45; `train` comes last, and `main` starts it."""
     body = tree_of(step).body
-    assert isinstance(body[0], ast.Expr) and body[0].end_lineno <= 30
+    assert isinstance(body[0], ast.Expr) and body[0].end_lineno <= 36
     assert re.search(rf"^Run it:    .*{step}.py", ast.get_docstring(tree_of(step)), re.M), "no launch line"
     train = function(step, "train")
     assert train is not None and train.end_lineno - train.lineno + 1 <= 45
@@ -122,8 +122,8 @@ def test_the_loop_is_on_the_page(step):
     """Mesh, model, optimizer, batch, loss, norm, clip, update: `train` itself says all of it, in this order."""
     text = "\n".join(text_of_train(step))
     verbs = ["choose_device(config)", "PRESETS[", "Data(", "Decoder(shape)", "RECOMPUTE[", "ptimizer", "run.steps("]
-    verbs += ["data.batch(", "n_targets = (targets != IGNORE).sum().clamp(min=1)", "xs, ys", "norm = ", "clip = "]
-    verbs += ["learning_rate(", "optimizer.step(", "run.record("]
+    verbs += ["data.batch(", "n_targets = (targets != IGNORE).sum().clamp(min=1)", "xs, ys", "norm = ", "clip_coef = "]
+    verbs += ["learning_rate(", "optimizer.step(", "optimizer.zero_grad(", "run.record("]
     places = [text.find(verb) for verb in verbs]
     assert -1 not in places and places == sorted(places), dict(zip(verbs, places, strict=True))
 
@@ -225,3 +225,33 @@ def test_no_state_in_modules():
             assert not [node for node in ast.walk(tree_of(module)) if isinstance(node, ast.Global)], module
             reads = "os.environ" in FILES[module].read_text()
             assert not reads or module in ("common.trainer", "step02_ddp") or room_of(module) == "variants", module
+
+
+TAGGED_INSIDE = {("common.layout", "materialize"), ("common.layout", "Layout")}  # they say which of it is for later
+
+
+def test_common_says_from_which_chapter_on_it_is_read():
+    """A docstring of common begins with "From chapter N on" if no step before N names what it defines."""
+
+    def said(module: str, node: ast.AST) -> int:
+        texts = (ast.get_docstring(one) or "" for one in (tree_of(module), node))
+        return max(int(found[1]) if (found := re.match(r"From chapter (\d) on: ", text)) else 1 for text in texts)
+
+    def names_in(tree: ast.AST) -> set[str]:
+        return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+    modules = [name for name in FILES if room_of(name) == "common"]
+    says = {
+        (module, node.name): (said(module, node), node)
+        for module in modules
+        for node in tree_of(module).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    for (module, name), (chapter, _) in says.items():
+        users = [int(step[4:6]) for step in STEPS if name in names_in(tree_of(step))]
+        users += [
+            n
+            for key, (n, node) in says.items()
+            if key not in {(module, name), *TAGGED_INSIDE} and name in names_in(node)
+        ]
+        assert not users or chapter == min(users), (module, name, chapter, min(users))

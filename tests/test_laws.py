@@ -1,6 +1,5 @@
 """What the docstrings of the steps promise in numbers: bytes and calls by dimension, live memory."""
 
-import importlib
 import re
 from collections import Counter
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from common.model import Decoder, ModelConfig
 from common.schedules import SCHEDULES, draw
 from services.dry_run import run_rank
 from tests import bounds, equal
-from variants import cp_ring
+from variants import cp_flash, cp_ring
 
 L, D, FFN, VOCAB, SEQ, HEADS, KV = (
     equal.SMALL[name] for name in ("n_layers", "dim", "ffn_dim", "vocab_size", "seq_len", "n_heads", "n_kv_heads")
@@ -168,17 +167,26 @@ def test_tensor_parallel(pools, n, flags):
             assert calls["tp", "all_gather"] == M * (gathers + 3) and calls["tp", "reduce_scatter"] == M * (4 * L + 2)
 
 
-@pytest.mark.parametrize("n, mode", [(2, "zigzag"), (3, "zigzag"), (2, "ring"), (4, "allgather"), (4, "ulysses")])
-def test_context_parallel(pools, n, mode):
+@pytest.mark.parametrize(
+    "n, mode, flags",
+    [
+        *((n, "zigzag", {}) for n in (2, 3)),
+        *((n, "zigzag", dict(recompute="full")) for n in (2, 4)),
+        (2, "zigzag", dict(cp_kernel="flash")),
+        *((n, mode, {}) for n, mode in ((2, "ring"), (4, "allgather"), (4, "ulysses"))),
+    ],
+)
+def test_context_parallel(pools, n, mode, flags):
     """(n-1) B forward, (n-1) B + n G backward in a layer and micro-batch; k and v travel with their own heads.
 
-    Gathered: (n-1) G backward. Ulysses: (n-1)/n of q, k, v and the output, each way; n ranks share few k and v.
+    Recomputed in full, (n-1) B again. Gathered: (n-1) G backward. Ulysses: (n-1)/n of q, k, v and the output, each way;
+    n ranks share few k and v.
     """
     seq = 12 * n
     q, kv = (heads * seq // n * (D // HEADS) * B for heads in (HEADS, 2 * KV))
-    hops = 2 * (n - 1) if mode == "allgather" else 2 * (n - 1) + n
+    hops = (n - 1) * (3 if flags.get("recompute") == "full" else 2) + (n if mode != "allgather" else 0)
     size = 2 * (n - 1) * (2 * q + kv * max(1, n // KV)) // n if mode == "ulysses" else hops * kv
-    for sent, calls in pools(n).run(measure, "step05_cp_ring", dict(cp=n, cp_mode=mode, seq_len=seq)):
+    for sent, calls in pools(n).run(measure, "step05_cp_ring", dict(cp=n, cp_mode=mode, seq_len=seq) | flags):
         assert set(sent) == {"cp", "data"}
         assert sent["cp"] == M * L * size + round(reduced(n, SCALAR))
         assert abs(sent["data"] - reduced(n, P * B + SCALAR)) < 100  # a bucket's bytes are rounded
@@ -187,7 +195,7 @@ def test_context_parallel(pools, n, mode):
 
 
 def by_formulas(dtype: torch.dtype = torch.float64) -> list[float]:
-    """How far the formulas for parts of the keys, which some GPUs need, are from the kernel; and both from autograd."""
+    """How far the formulas for parts of the keys are from the fused kernels of --cp-kernel flash."""
     torch.manual_seed(0)
     q, do = torch.randn(2, 2, 4, 6, 8, dtype=dtype)
     k, v = torch.randn(2, 2, 2, 6, 8, dtype=dtype)
@@ -195,10 +203,9 @@ def by_formulas(dtype: torch.dtype = torch.float64) -> list[float]:
     for causal in (True, False):
         lse = step05.part_attention(q, k, v, causal)[1] + 0.5  # other keys are elsewhere
         both = []
-        for kernel in (True, False):
-            with mock.patch.object(step05, "has_kernel", lambda _, kernel=kernel: kernel):
-                o = step05.part_attention(q, k, v, causal)
-                both.append([*o, *step05.part_gradients(do, q, k, v, o[0], lse, causal)])
+        for attention, gradients in (step05.FORMULAS, cp_flash.FLASH):
+            o = attention(q, k, v, causal)
+            both.append([*o, *gradients(do, q, k, v, o[0].to(dtype), lse, causal)])
         found += [equal.difference(a, b) for a, b in zip(*both, strict=True)]
     return found
 
@@ -214,7 +221,7 @@ def test_gpus_that_have_the_kernel():
 
     def has(dtype: torch.dtype = torch.bfloat16, size: int = 64, capability: tuple = (8, 0)) -> bool:
         with mock.patch("torch.cuda.get_device_capability", lambda _: capability):
-            return step05.has_kernel(SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, 1, 3, size), device=0))
+            return cp_flash.fits(SimpleNamespace(is_cuda=True, dtype=dtype, shape=(0, size), device=0))
 
     assert has() and not any((has(torch.float32), has(size=60), has(size=264), has(capability=(7, 5))))
 
@@ -227,8 +234,8 @@ def test_zigzag_shares_the_work(n):
     def work(visible, rank: int) -> float:
         pairs = 0
         for source in range(n):
-            for (_, _, q), (_, _, k), causal in visible(rank, source, length):
-                pairs += len(range(length)[q]) * len(range(length)[k]) / (2 if causal else 1)
+            for queries, keys, causal in visible(rank, source, length):
+                pairs += len(range(length)[queries]) * len(range(length)[keys]) / (2 if causal else 1)
         return pairs
 
     assert {work(step05.zigzag_visible, rank) for rank in range(n)} == {length**2 * n / 2}
@@ -337,9 +344,13 @@ def test_experts(pools):
     assert rows > 0 and sum(sent["ep"] for sent, _ in found) == 4 * rows * D * B + counts
 
 
+@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("mode", ["alltoall", "rows", "allgather"])
-def test_ways_to_experts(pools, mode):
-    """Bytes that a rank of two sends over ep if each token visits all four experts; forward, and again backward."""
+def test_ways_to_experts(pools, mode, tp):
+    """Bytes that a rank of two sends over ep if each token visits all four experts; forward, and again backward.
+
+    They are divided by tp, as its ranks route different tokens.
+    """
     row, gates = D * B, 4 * B  # of a token
     once = {
         "alltoall": 2 * SEQ * 2 * row,  # half of the choices go to the other rank, and come home
@@ -347,14 +358,17 @@ def test_ways_to_experts(pools, mode):
         "allgather": SEQ * (2 * row + gates),
     }[mode]
     counts = dict(alltoall=2 * 8, rows=8, allgather=0)[mode]
-    options = dict(ep=2, ep_mode=mode, experts=4, experts_per_token=4)
-    for sent, _ in pools(2).run(measure, "step07_moe_ep", options):
-        assert sent["ep"] == M // 2 * L * (2 * once + counts)
+    options = dict(tp=tp, ep=2, ep_mode=mode, experts=4, experts_per_token=4)
+    for sent, _ in pools(2 * tp).run(measure, "step07_moe_ep", options):
+        assert sent["ep"] == M // 2 * L * (2 * once / tp + counts)
 
 
 def test_the_picture_is_the_schedule():
-    """Step 6's docstring shows 1F1B on 4 ranks with 6 micro-batches."""
-    schedule = SCHEDULES["1f1b"](None)
-    lists = [schedule.actions(4, 6, 1, rank) for rank in range(4)]
-    shown = re.findall(r"^    rank \d      ([0-9a-f.]+) ", importlib.import_module("step06_pipeline").__doc__, re.M)
-    assert shown == draw(lists, schedule.places(4, 4, 1)).splitlines()
+    """Step 6's docstring shows AFAB and 1F1B on 4 ranks with 6 micro-batches."""
+    drawn = []
+    for name in ("afab", "1f1b"):
+        schedule = SCHEDULES[name](None)
+        lists = [schedule.actions(4, 6, 1, rank) for rank in range(4)]
+        drawn.append(draw(lists, schedule.places(4, 4, 1)).splitlines())
+    shown = re.findall(r"^    rank \d   ([0-9a-f.]+)   ([0-9a-f.]+)", step06.__doc__, re.M)
+    assert shown == [*zip(*drawn, strict=True)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import step01_single_gpu as step01
-from common import layout
+from common import UserError, layout
 from common.model import PRESETS, Attention, Decoder
 from tests import equal
 
@@ -53,12 +53,12 @@ def test_initial_spread(name, std):
     assert layout.draw(name, [400, 400], 8, 0).std().item() == pytest.approx(std, rel=0.02)
 
 
-def test_large_matrices_are_drawn_in_blocks():
-    """Of 2^20 numbers, each from a generator of its own, so that a part of a matrix can be drawn alone."""
-    whole = layout.draw("w", [2, 2**20], 1, seed=3)
-    for row, text in zip(whole, ("3:w", f"3:w:{2**20}"), strict=True):
-        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
-        assert torch.equal(row, torch.empty(2**20).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(seed)))
+def test_a_value_depends_on_seed_and_name_alone():
+    """Through a hash, so that neighbours in name or seed have nothing in common."""
+    seed = int.from_bytes(hashlib.sha256(b"3:w").digest()[:8], "little", signed=True)
+    expected = torch.empty(4, 5).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(layout.draw("w", [4, 5], 1, seed=3), expected)
+    assert not torch.equal(layout.draw("v", [4, 5], 1, seed=3), expected)
 
 
 @pytest.mark.parametrize("step", ["step01_single_gpu", "step06_pipeline"])
@@ -75,3 +75,33 @@ def test_recomputation_does_the_forward_again(step):
             calls.clear()
             equal.record(step, dict(steps=1, global_batch_size=4, recompute=recompute))
             assert calls["forward"] == times * 4 * equal.SMALL["n_layers"]
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_a_norm_that_is_not_finite_ends_the_run_before_the_update(value):
+    """The loss is fine. The line names the step and the norm, and no weight has become nan."""
+
+    class Broken(equal.Watch):
+        """A number of the second step's gradient is not finite."""
+
+        def steps(self, **parts):
+            """Before the first step."""
+            self.weights, gradients, asked = parts["optimizer"].masters, parts["optimizer"].gradients, []
+
+            def broken():
+                asked.append(found := gradients())
+                if len(asked) == 3:  # the norm asks once a step, and so does the Watch
+                    found["model.norm.weight"][0] = value
+                return found
+
+            parts["optimizer"].gradients = broken
+            yield from super().steps(**parts)
+
+        def gather(self, local):
+            """Nothing: what is nan cannot be put together."""
+            return {}
+
+    config = equal.config_of("step01_single_gpu", dict(out="unused"))
+    with Broken(config) as run, pytest.raises(UserError, match=rf"step 2: the grad norm is {value}: lower --lr"):
+        step01.train(config, run)
+    assert all(weight.isfinite().all() for weight in run.weights.values())

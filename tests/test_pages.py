@@ -275,7 +275,7 @@ def test_hovering_shows_fifty_definitions(browser, pages):
 def test_the_player_shows_the_schedules_times(browser, pages):
     """For ten drawn choices: every box, and what it waits for, against `simulate`."""
     import step06_pipeline as step06
-    from common.schedules import COSTS, SCHEDULES, goes_to, simulate
+    from common.schedules import COSTS, SCHEDULES, consumer, simulate
     from services.seam import compose, plugins
 
     plugins()
@@ -295,7 +295,7 @@ def test_the_player_shows_the_schedules_times(browser, pages):
         n, (end, _, start, a) = draw.choice([(n, span) for n, span in enumerate(spans) if span[2]])
         browser.execute_script(f"document.querySelectorAll('.stage label')[{n}].click()")
         note = browser.find_element("css selector", "output").text.split("\n", 1)[1]
-        before = [(s, t, b) for t, _, s, b in spans if goes_to(b, places) == a]
+        before = [(s, t, b) for t, _, s, b in spans if consumer(b, places) == a]
         waits = "".join(f"\nwaits for {b.kind} {b.micro_batch}, stage {b.stage}: time {s} to {t}" for s, t, b in before)
         assert note == f"{a.kind} {a.micro_batch}, stage {a.stage}: time {start} to {end}{waits}"
 

@@ -44,6 +44,7 @@ def config_of(x: Layout, shape: dict, **flags) -> object:
     step = step07 if "experts" in flags else step06
     names = {field.name for field in fields(step.Config)} | {"zero_replicas"}
     flags |= {name: value for name, value in vars(x).items() if name in names}
+    flags |= dict(cp_kernel="flash") if x.cp > 1 else {}  # as `flags` of a layout says it
     return compose(step)(model="drawn", dry_run=x.world, device="cpu", pp_split="cost", loss_chunk=2048, **flags)
 
 
@@ -241,7 +242,7 @@ def test_parts_have_signs_and_experts_take_their_time():
         took = step_seconds(m, layout, H100, COURSE)
         assert min(took.compute, took.recompute, took.bubble, *took.exposed.values()) >= 0
         assert (took.recompute > 0) == (layout.recompute == "full")
-    net, rows = network(x, "ep"), m.seq_len * m.experts_per_token
+    net, rows = network(x, "ep"), m.seq_len * m.experts_per_token // x.tp  # tp ranks route different tokens
     one_way = seconds.collective_seconds(H100, net, ring(net, 2 * rows * m.dim))
     assert step_seconds(m, x, H100, COURSE).exposed["ep"] == pytest.approx(4 * m.n_layers * one_way)
     layouts = (Layout(ep=ep, global_batch_size=8, dp=8) for ep in (1, 4))

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from common import UserError
-from common.schedules import SCHEDULES, Action, Place, goes_to, simulate
+from common.comm import Group
+from common.schedules import SCHEDULES, Action, Place, consumer, simulate
 from services.seam import plugins
 from services.stages import given
-from step06_pipeline import Line, add_messages
+from step06_pipeline import Instruction, OneForwardOneBackward, Pipeline, add_messages
 from variants.zb_auto import Costs, search, time_of
 from variants.zero_bubble import zb_h1
 
@@ -58,7 +59,7 @@ def check_lists(lists: Lists, places: list[Place], m: int):
                 assert at[action._replace(kind=kinds[kinds.index(action.kind) - 1])] < at[action]
 
 
-def check_programs(programs: list[list[Line]], places: list[Place]):
+def check_programs(programs: list[list[Instruction]], places: list[Place]):
     """Carry programs out under the strictest rule: a rank does nothing until the message that it posted has passed.
 
     A message passes when both its ranks have come to it. Raises AssertionError on a deadlock, or on an action whose
@@ -71,10 +72,10 @@ def check_programs(programs: list[list[Line]], places: list[Place]):
         for rank, program in enumerate(left):
             while program:
                 verb, action, peer = program[0]
-                if verb == "run":
+                if verb == "compute":
                     before = places[action.stage].before if action.kind == "F" else places[action.stage].after
                     assert action.kind == "W" or before is None or (rank, action) in there, (rank, action)
-                    there.add((rank, goes_to(action, places)))
+                    there.add((rank, consumer(action, places)))
                 elif not left[peer] or left[peer][0] != (dict(send="receive", receive="send")[verb], action, rank):
                     break
                 else:
@@ -107,6 +108,34 @@ def test_every_size_is_complete_and_ends(name):
             check_programs(add_messages(lists, places, costs), places)
 
 
+class Recorded:
+    """In the place of a pipeline's stage and messages: what is done is noted."""
+
+    def __init__(self, rank: int, p: int, m: int):
+        self.group, self.xs, self.done = Group("pp", rank, p, None), [None] * m, []
+
+    def forward(self, i: int, stage: int, x: None):
+        """Note it."""
+        self.done.append(Action("F", i, stage))
+
+    def backward(self, i: int, stage: int, dy: None):
+        """Note it."""
+        self.done.append(Action("B", i, stage))
+
+    def send_receive(self, peer: int, send: None = None, receive: int | None = None):
+        """Nothing moves."""
+
+
+@pytest.mark.parametrize("name, cls", [("afab", Pipeline), ("1f1b", OneForwardOneBackward)])
+def test_the_loops_do_what_their_lists_say(name, cls):
+    """Action by action, for all sizes."""
+    for p, m, lists, _ in sizes(name):
+        for rank, row in enumerate(lists):
+            loop = type("Loop", (Recorded, cls), {})(rank, p, m)
+            loop.execute()
+            assert loop.done == row, (p, m, rank)
+
+
 def test_wrong_lists_and_programs_are_noticed():
     """A missing action; W before its B; ranks that wait for each other; a receive too late; sends in another order."""
     lists, places = made("zb-h1", 4, 8)
@@ -125,6 +154,24 @@ def test_wrong_lists_and_programs_are_noticed():
         programs[1].append(programs[1].pop(programs[1].index(first)))
         with pytest.raises(AssertionError):
             check_programs(programs, places)
+
+
+def test_what_step_6_shows_hangs():
+    """Lists that wait for each other; and 1F1B's, if each rank has its messages where it needs them itself."""
+    places = made("1f1b", 2, 2)[1]
+    acts = lambda rank, row: [Action(word[0], int(word[1]), rank) for word in row.split()]  # noqa: E731
+    with pytest.raises(ValueError, match="waits for ever"):
+        simulate([acts(0, "F0 B0 F1 B1"), acts(1, "F1 B1 F0 B0")], places, UNIT)
+    programs: list[list[Instruction]] = [[], []]
+    for rank, row in enumerate(made("1f1b", 2, 2)[0]):
+        for action in row:
+            sends = action.kind == ("F", "B")[rank]  # and what it does not send it needs
+            moved = action._replace(stage=1 - rank) if sends else action
+            message = Instruction("send" if sends else "receive", moved, 1 - rank)
+            computed = Instruction("compute", action)
+            programs[rank] += [computed, message] if sends else [message, computed]
+    with pytest.raises(AssertionError, match="a deadlock"):
+        check_programs(programs, places)
 
 
 def test_places():

@@ -95,7 +95,7 @@ RUNS = {  # ranks, step, flags, and by dimension what a few parameters are along
         ["pp", "dp", "cp", "tp", "ep", "expert_data"],
         {
             "layers.*.mlp.router": ["on 1", PARTIAL, PARTIAL, PARTIAL, WHOLE, WHOLE],
-            "layers.*.mlp.experts.gate_proj": ["on 1", WHOLE, WHOLE, "Shard(1)", "Shard(0)", PARTIAL],
+            "layers.*.mlp.experts.gate_proj": ["on 1", WHOLE, WHOLE, WHOLE, "Shard(0)", PARTIAL],
         },
     ),
 }

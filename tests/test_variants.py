@@ -23,26 +23,46 @@ from variants.block_overlap import EnterLinears, start_gather, start_keep, start
 from variants.compress import Chain, Compression
 from variants.compress_activations import BLOCK, Bits
 from variants.documents import MicroBatch, segments
-from variants.fp16 import LossScaling
 
 SLOW = dict(optimizer="sgd", lr=0.1, steps=3)
 
 
 def overflow_on_rank(step: str, options: dict) -> tuple:
-    """Train three steps; in the second, one rank's gradient is infinite. What the scaling has seen before each step."""
-    seen, plain = [], LossScaling.step
+    """Train three steps; in the second, one rank's gradient is infinite. After each: moved, gradients freed, scale."""
+    seen = []
 
-    def sabotaged(self, inner, lr: float, factor: float):
-        pieces = getattr(self.optimizer, "pieces", None) or self.optimizer.masters
-        if len(seen) == 1 and self.mesh.rank == self.mesh.world - 1:
-            next(iter(self.optimizer.gradients().values())).fill_(torch.inf)
-        before = {name: piece.detach().clone() for name, piece in pieces.items()}
-        plain(self, inner, lr, factor)
-        moved = any(not torch.equal(before[name], piece) for name, piece in pieces.items())
-        freed = all(param.grad is None for param in getattr(self.optimizer, "params", {}).values())
-        seen.append((moved, freed, math.log2(self.scale)))
+    class Sabotaged(equal.Watch):
+        """Puts infinity where gradients are summed, and looks at the masters."""
 
-    with mock.patch.object(LossScaling, "step", sabotaged):
+        def steps(self, **parts):
+            """Before the first step."""
+            optimizer = parts["optimizer"]
+            self.pieces = getattr(optimizer, "pieces", None) or optimizer.masters
+            self.before = {name: piece.detach().clone() for name, piece in self.pieces.items()}
+            gradients, mesh = optimizer.gradients, parts["mesh"]
+
+            def infinite():
+                found = gradients()
+                if len(seen) == 1 and mesh.rank == mesh.world - 1:
+                    next(iter(found.values())).fill_(torch.inf)
+                return found
+
+            optimizer.gradients = infinite
+            yield from super().steps(**parts)
+
+        def gather(self, local):
+            """Nothing: infinity cannot be put together."""
+            return {}
+
+        def record(self, step, tokens, **numbers):
+            """After each step."""
+            super().record(step, tokens, **numbers)
+            moved = any(not torch.equal(self.before[name], piece) for name, piece in self.pieces.items())
+            self.before = {name: piece.detach().clone() for name, piece in self.pieces.items()}
+            freed = all(param.grad is None for param in getattr(self.parts.optimizer, "params", {}).values())
+            seen.append((moved, freed, math.log2(self.parts.kept["variants.fp16"].scale)))
+
+    with mock.patch.object(equal, "Watch", Sabotaged):
         equal.record(step, options)
     return seen
 
@@ -242,12 +262,13 @@ def test_visits_each_pair_within_a_document_once(mode):
     for rank in range(n):
         batch.found.clear()
         for source in range(n):
-            mine, theirs = (CONTEXT[mode].positions(seq, r, n) for r in (rank, source))
-            for (rows, _, q), (_, _, k), causal in batch.visible(rank, source, seq // n):
-                block = torch.ones(q.stop - q.start, k.stop - k.start)
+            mine, theirs = (CONTEXT[mode].positions(seq, r, n).repeat(2) for r in (rank, source))
+            for queries, keys, causal in batch.visible(rank, source, 2 * seq // n):
+                assert queries.start // (seq // n) == keys.start // (seq // n), "of one sequence"
+                block = torch.ones(queries.stop - queries.start, keys.stop - keys.start)
                 pairs = torch.zeros(seq, seq)
-                pairs[mine[q][:, None], theirs[k]] = block.tril() if causal else block
-                seen[rows] += pairs
+                pairs[mine[queries][:, None], theirs[keys]] = block.tril() if causal else block
+                seen[queries.start // (seq // n)] += pairs
     numbers = batch.numbers
     within = (numbers[:, :, None] == numbers[:, None, :]) & torch.ones(seq, seq, dtype=torch.bool).tril()
     assert torch.equal(seen, within.float())

@@ -24,11 +24,12 @@ def blackboard(m: Shape, x: Layout, gpu: Gpu) -> str:
     piece = Piece(m, x.micro_batch_size, m.seq_len // x.cp, 2, 4, x.tp, x.sp, x.recompute)
     lines = [
         "MEMORY of the fullest rank",
-        f"weights of the model         N = {total_weights(m):.4g};  of a layer / tp: {one:.4g} (tp {x.tp}, ep {x.ep})",
+        f"weights of the model         N = {total_weights(m):.4g};  here of a layer: {one:.4g} (tp {x.tp}, ep {x.ep})",
         f"weights of this rank         P = {layers} layers x {one:.4g} + embedding or head / tp = {sum(numbers):.4g}",
         f"bytes a weight, ZeRO {x.zero}       2/{cut[0]} + 4/{cut[1]} + 12/{cut[2]} = "
-        f"{2 / cut[0] + 4 / cut[1] + 12 / cut[2]:.3g}   (weight, gradient, masters and moments; cut over dp x cp"
-        f"{f' / {x.zero_replicas} replicas' * (x.zero_replicas > 1)})",
+        f"{2 / cut[0] + 4 / cut[1] + 12 / cut[2]:.3g}   (weight, gradient, masters and moments; sharded over dp x cp"
+        f"{f' / {x.zero_replicas} replicas' * (x.zero_replicas > 1)}"
+        f"{', experts over dp x cp x tp / ep' * (m.experts > 0)})",
         f"  weights                    {memory.weights / GIB:8.2f} GiB",
         f"  gradients                  {memory.gradients / GIB:8.2f} GiB",
         f"  optimizer                  {memory.optimizer / GIB:8.2f} GiB",

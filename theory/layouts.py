@@ -24,7 +24,7 @@ class Layout:
     pp: int = 1  # ranks that share the layers
     cp: int = 1  # ranks that share each sequence
     tp: int = 1  # ranks that share each matrix
-    ep: int = 1  # ranks, of dp x cp, that share the experts
+    ep: int = 1  # ranks, of dp x cp x tp, that share the experts
     zero: int = among(dict.fromkeys(range(4)), 1)  # what ZeRO cuts: 0 nothing, ... 3 everything
     micro_batch_size: int = 1  # sequences per forward and backward
     global_batch_size: int = 1  # sequences per step, all ranks together
@@ -38,7 +38,7 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """All ranks; ep lies inside dp x cp."""
+        """All ranks; ep lies inside dp x cp x tp."""
         return self.pp * self.dp * self.cp * self.tp
 
     @property
@@ -54,6 +54,7 @@ class Layout:
         words += [f"--chunks {self.chunks}"] * (self.pp > 1 and self.schedule == "interleaved")
         words += [f"--recompute {self.recompute}"] + ["--no-sp"] * (self.tp > 1 and not self.sp)
         words += [f"--cp-mode {self.cp_mode}"] * (self.cp > 1)
+        words += ["--cp-kernel flash"] * (self.cp > 1 and self.cp_mode != "ulysses")  # as the predictions assume
         words += [f"--zero-replicas {self.zero_replicas}"] * (self.zero_replicas > 1)
         return " ".join(words)
 
@@ -70,15 +71,16 @@ class Network(NamedTuple):
         return self.ranks > self.in_node
 
 
-# (how many ranks, how far apart) of a dimension. tp is innermost, then cp, dp, pp; all others lie in dp x cp
+# (how many ranks, how far apart) of a dimension. tp is innermost, then cp, dp, pp. ZeRO's lie in dp x cp; experts,
+# which tp does not shard, in dp x cp x tp
 STRIDES = {
     "tp": lambda x: (x.tp, 1),
     "cp": lambda x: (x.cp, x.tp),
     "dp": lambda x: (x.dp * x.cp, x.tp),
     "pp": lambda x: (x.pp, x.tp * x.cp * x.dp),
-    "ep": lambda x: (x.ep, x.tp),
+    "ep": lambda x: (x.ep, 1),
     "shard": lambda x: (x.dp * x.cp // x.zero_replicas, x.tp),  # over which ZeRO cuts; and of the experts:
-    "expert shard": lambda x: (x.dp * x.cp // x.ep, x.tp * x.ep),
+    "expert shard": lambda x: (x.dp * x.cp * x.tp // x.ep, x.ep),
     "replicas": lambda x: (x.zero_replicas, x.tp * (x.dp * x.cp // x.zero_replicas)),
 }
 
@@ -129,13 +131,15 @@ def broken(m: Shape, x: Any, v: int) -> Iterator[str]:
         yield f"--zero-replicas {x.zero_replicas}: --zero 0 has no slices; use --zero 1, 2 or 3"
     if not m.experts and x.ep > 1:
         yield f"--ep {x.ep}: the model has no experts"
-    if m.experts and (m.experts % x.ep or data % x.ep):
-        yield f"--ep {x.ep} must divide --experts {m.experts}, and the {data} ranks of dp x cp"
+    if m.experts and (m.experts % x.ep or data * tp % x.ep):
+        yield f"--ep {x.ep} must divide --experts {m.experts}, and the {data * tp} ranks of dp x cp x tp"
     if m.experts and m.experts_per_token > m.experts:
         yield f"--experts-per-token {m.experts_per_token} is more than --experts {m.experts}"
     if m.experts and mine % x.micro_batch_size:
         part = f"--micro-batch-size {x.micro_batch_size} must divide the {mine} sequences of a rank"
-        yield f"{part}: the balance loss is a mean over them"
+        yield f"{part}: the auxiliary loss is a mean over them"
+    if m.experts and seq // cp % tp:
+        yield f"--no-sp: --tp {tp} must divide the {seq // cp} tokens of a sequence, to route them"
 
 
 def illegal(m: Shape, x: Layout) -> str:
@@ -194,7 +198,7 @@ def meshes(m: Shape, world: int, batch: int) -> Iterator[Layout]:
         for tp in [d for d in divisors(world // pp) if m.n_heads % d == 0]:
             for cp in [d for d in divisors(world // pp // tp) if d == 1 or m.seq_len % (2 * d) == 0]:
                 dp = world // pp // tp // cp
-                for ep in [d for d in divisors(max(1, m.experts)) if dp * cp % d == 0]:
+                for ep in [d for d in divisors(max(1, m.experts)) if dp * cp * tp % d == 0]:
                     x = Layout(pp, cp, tp, ep, global_batch_size=batch, dp=dp)
                     if not illegal(m, x):
                         yield from (replace(x, micro_batch_size=size) for size in divisors(batch // dp))
@@ -212,14 +216,15 @@ def schedules(m: Shape, mesh: Layout) -> list[tuple[str, int]]:
     return [way for way in ways if not illegal(m, replace(mesh, schedule=way[0], chunks=way[1]))]
 
 
-def zero_stages(mesh: Layout) -> tuple[int, ...]:
-    """The stages of ZeRO that differ on a mesh."""
-    return (0, 1, 2, 3) if mesh.dp * mesh.cp > 1 else (0,)
+def zero_stages(m: Shape, mesh: Layout) -> tuple[int, ...]:
+    """The stages of ZeRO that differ on a mesh: where ranks hold the same weights, or the same experts."""
+    alike = network(mesh, "shard").ranks > 1 or (m.experts > 0 and network(mesh, "expert shard").ranks > 1)
+    return (0, 1, 2, 3) if alike else (0,)
 
 
 def variants(m: Shape, mesh: Layout) -> Iterator[Layout]:
     """Every legal schedule, ZeRO stage and recomputation on a mesh."""
     for schedule, chunks in schedules(m, mesh):
-        for zero in zero_stages(mesh):
+        for zero in zero_stages(m, mesh):
             for recompute in RECOMPUTE:
                 yield replace(mesh, schedule=schedule, chunks=chunks, zero=zero, recompute=recompute)

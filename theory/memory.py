@@ -53,6 +53,11 @@ class Piece(NamedTuple):
         return self.tokens / self.tp if self.sp else self.tokens
 
     @property
+    def routed(self) -> float:
+        """Those that its routers see; then so many choices reach its experts, if all are equally busy."""
+        return self.tokens / self.tp
+
+    @property
     def rows(self) -> int:
         """Of the vocabulary's matrices."""
         return -(-self.m.vocab_size // self.tp)
@@ -73,8 +78,8 @@ def layer_bytes(p: Piece, experts: bool) -> float:
     """What one layer keeps until its backward; all inside the blocks is 1/tp wide, with SP all between is, too.
 
     Two norms. Attention: input, q, k, v, output and a number a head. MLP: input, gate, up, silu(gate), the product.
-    Experts: the same for each that a token visits, and their outputs. With full recomputation only the layer's input
-    stays, with selective recomputation also what matrices and attention have made.
+    Experts, of 1/tp of the tokens: the same for each that a token visits, and their outputs. With full recomputation
+    only the layer's input stays, with selective recomputation also what matrices and attention have made.
     """
     m, e, wide, tp = p.m, p.e, p.wide, p.tp
     if p.recompute == "full":
@@ -84,24 +89,27 @@ def layer_bytes(p: Piece, experts: bool) -> float:
     scores = wide * m.n_heads
     if p.recompute == "selective":
         attention = e * (2 * m.dim + 2 * kv_dim) + scores
-        mlp = 2 * m.ffn_dim * e if not experts else e * 2 * m.expert_width * (m.experts_per_token + m.shared_experts)
-        outputs = e * m.dim * (2 if not experts else 1 + m.experts_per_token + m.shared_experts)
-        return p.own * m.dim * e + p.tokens * ((attention + mlp) / tp + outputs + experts * m.experts * wide)
+        mlps = m.shared_experts * m.expert_width if experts else m.ffn_dim
+        outputs = e * m.dim * (1 + (m.shared_experts > 0 if experts else 1))
+        visits = experts * (m.experts_per_token * e * (2 * m.expert_width + m.dim) + m.experts * wide)
+        return p.own * m.dim * e + p.tokens * ((attention + 2 * mlps * e) / tp + outputs) + p.routed * visits
     attention = m.dim * e + (e * (2 * m.dim + 2 * kept_kv) + scores) / tp
     mlp = m.dim * e + 4 * m.ffn_dim * e / tp
     if experts:
-        visits = m.experts_per_token * e * (2 * m.dim + 4 * m.expert_width / tp)
-        mlp = visits + (m.dim * wide if wide != e else m.dim * e) + 2 * m.experts * wide
-        mlp += m.shared_experts * 4 * m.expert_width * e / tp
+        visits = m.experts_per_token * e * (2 * m.dim + 4 * m.expert_width)
+        mlp = (visits + m.dim * wide + 2 * m.experts * wide) / tp
+        mlp += m.shared_experts * 4 * m.expert_width * e / tp + (m.shared_experts > 0 and tp > 1) * m.dim * e
     return p.own * 2 * norm_bytes(p) + p.tokens * (attention + mlp)
 
 
 def waiting_bytes(p: Piece, experts: bool) -> tuple[float, float]:
     """What one layer keeps between B and W: the inputs of its matrices, and the gradients of their outputs."""
     m, kv_dim = p.m, p.m.kv_dim * max(1, p.tp / p.m.n_kv_heads)
-    visits, width = (m.experts_per_token + m.shared_experts, m.expert_width) if experts else (1, m.ffn_dim)
-    inputs = m.dim + m.dim / p.tp + visits * (m.dim + width / p.tp)  # that of q, k and v, as that of gate and up, once
-    gradients = (m.dim + 2 * kv_dim) / p.tp + m.dim + visits * (2 * width / p.tp + m.dim)
+    inputs, gradients = m.dim + m.dim / p.tp, (m.dim + 2 * kv_dim) / p.tp + m.dim  # the input of q, k and v once
+    mlps, width = (m.shared_experts, m.expert_width) if experts else (1, m.ffn_dim)
+    inputs, gradients = inputs + mlps * (m.dim + width / p.tp), gradients + mlps * (m.dim + 2 * width / p.tp)
+    visits = experts * m.experts_per_token / p.tp
+    inputs, gradients = inputs + visits * (m.dim + width), gradients + visits * (m.dim + 2 * width)
     return p.tokens * p.e * inputs, p.tokens * p.e * gradients
 
 
@@ -227,7 +235,8 @@ class Rank(NamedTuple):
 def largest(r: Rank, experts: bool) -> float:
     """Numbers of a layer's largest matrix."""
     m = r.p.m
-    return m.dim / r.p.tp * (m.experts / r.ep * m.expert_width if experts else max(m.dim, m.ffn_dim))
+    mlp = m.dim / r.p.tp * max(m.dim, m.ffn_dim)
+    return m.dim * m.experts / r.ep * m.expert_width if experts else mlp
 
 
 def logits_at_once(p: Piece) -> float:
@@ -259,15 +268,15 @@ def layer_module(r: Rank, experts: bool) -> Module:
     again = layer_bytes(p._replace(recompute="none"), experts) - layer_bytes(p, experts)
     shared, own = layer_weights(m, experts, p.tp, r.ep)
     width, visits = (m.expert_width, m.experts_per_token) if experts else (m.ffn_dim, 1)
-    product = p.tokens * visits * width / p.tp * e
-    output = p.tokens * m.dim * e * (visits if experts else p.tp > 1 and p.sp)  # its gradient, of all tokens
+    product, gathered = p.routed * visits * width * e, p.tokens * m.dim * e * (p.tp > 1 and p.sp)
+    output = p.routed * visits * m.dim * e if experts else gathered  # its gradient, of all rows or tokens
     added = r.buffer * (own or shared) + max(p.wide * matrix, 2 * product)
     most = output + 3 * product if r.split else max(output + product + e * matrix, r.cast * matrix, added)
-    scored = p.tokens * m.dim * (p.wide * (2 * visits + (e < p.wide)) + e * (p.tp > 1 and p.sp))
+    scored = p.routed * m.dim * p.wide * (2 * visits + (e < p.wide))
     visiting = 4 * output * (r.ep > 1 and p.recompute == "full")
     most = max(most, scored, visiting) if experts else most
     change = sum(waiting_bytes(p, experts)) * r.split - layer_bytes(p, experts)
-    rise = p.own * m.dim * e + max(output * (1 + (p.batch > 1)), again + most)
+    rise = p.own * m.dim * e + max(max(output, gathered) * (1 + (p.batch > 1)), again + most)
     return Module("", rise, change, r.sent * shared * (not r.split))
 
 

@@ -62,7 +62,7 @@ def best_variant(m: Shape, mesh: Layout, gpu: Gpu, limit: float) -> tuple[Found 
     for bound, _, way in sorted(ways):
         if bound >= limit:
             break
-        for zero in zero_stages(mesh):
+        for zero in zero_stages(m, mesh):
             x = replace(way, zero=zero)
             if step_seconds(m, x, gpu, COURSE, simulated=False).step < limit:
                 memory = held(m, x, COURSE)
@@ -89,7 +89,7 @@ def search(m: Shape, world: int, batch: int, gpu: Gpu, count: int = 10, bar: Bar
         if floor >= limit:
             break
         limit = min(limit, best[name].seconds.step) if name in best else limit
-        least = held(m, replace(mesh, zero=zero_stages(mesh)[-1]), COURSE)  # 1F1B lets least wait
+        least = held(m, replace(mesh, zero=zero_stages(m, mesh)[-1]), COURSE)  # 1F1B lets least wait
         if floor < limit and 0.8 * (least.total - least.moment) <= ROOM * gpu.memory:
             winner, more = best_variant(m, mesh, gpu, limit)
             timed += more
@@ -106,7 +106,7 @@ def count_legal(m: Shape, found: list[Layout]) -> int:
         key = mesh.pp, min(mesh.micro_batches, 2), mesh.micro_batches % mesh.pp == 0  # what a schedule asks for
         ways[key] = ways.get(key) or len(schedules(m, mesh))
     keys = [(mesh.pp, min(mesh.micro_batches, 2), mesh.micro_batches % mesh.pp == 0) for mesh in found]
-    return sum(ways[key] * len(zero_stages(mesh)) for key, mesh in zip(keys, found, strict=True)) * len(RECOMPUTE)
+    return sum(ways[key] * len(zero_stages(m, mesh)) for key, mesh in zip(keys, found, strict=True)) * len(RECOMPUTE)
 
 
 def smallest(m: Shape, world: int, batch: int) -> Found | None:
@@ -114,7 +114,7 @@ def smallest(m: Shape, world: int, batch: int) -> Found | None:
     best = None
     for mesh in meshes(m, world, batch):
         if mesh.micro_batch_size == 1:
-            for zero in zero_stages(mesh):
+            for zero in zero_stages(m, mesh):
                 x = replace(mesh, zero=zero, recompute="full")
                 memory = held(m, x, COURSE)
                 if best is None or memory.total < best.held.total:

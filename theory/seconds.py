@@ -104,8 +104,8 @@ def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> 
     own = tokens / tp if x.sp else tokens
     dense = [(m.dim, (m.dim + 2 * m.kv_dim) / tp), (m.dim / tp, m.dim)]
     dense += [] if experts else matrices(m, tp, m.ffn_dim)
-    visits = tokens * m.experts_per_token if experts else 0
-    width = visits * m.expert_width + tokens * m.shared_experts * m.expert_width if experts else tokens * m.ffn_dim
+    visits = tokens / tp * m.experts_per_token if experts else 0  # of this rank's experts, and whole ones
+    width = visits * m.expert_width + tokens / tp * (m.shared_experts * m.expert_width if experts else m.ffn_dim)
 
     def products(which: str) -> float:
         def product(rows: float, inner: float, outer: float, count: float = 1) -> float:
@@ -114,24 +114,25 @@ def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> 
 
         found = sum(product(tokens, *matrix) for matrix in dense)
         if experts:
-            here, one = m.experts / x.ep, matrices(m, tp, m.expert_width)
+            here, one = m.experts / x.ep, matrices(m, 1, m.expert_width)
             found += sum(product(visits / here, *matrix, here) for matrix in one)
-            found += sum(product(tokens, *matrix) for matrix in one) * m.shared_experts
-            found += product(own, m.dim, m.experts)
+            found += sum(product(tokens, *matrix) for matrix in matrices(m, tp, m.expert_width)) * m.shared_experts
+            found += product(tokens / tp, m.dim, m.experts)
         return found
 
     core, core_back = attention_seconds(m, x, gpu, recipe)
     qkv = (m.dim + 2 * m.kv_dim) / tp
     between = own * m.dim * (22 if m.gpt else 20)  # norms 2 x 4, residual sums (with GPT's dropout)
-    inside = tokens * qkv * (4 if recipe.flash else 12) + width / tp * (4 if m.gpt else 6)
+    inside = tokens * qkv * (4 if recipe.flash else 12) + width * (4 if m.gpt else 6)
     travels = visits * m.dim * 4 * 3  # rows are sorted, sent, and put back
     forward = memory_seconds(gpu, between + inside + travels, 12)
     backward = memory_seconds(gpu, 1.5 * between + 1.7 * inside + travels, 20)
 
     net, whole = network(x, "tp"), tokens * m.dim * E
     gather = collective_seconds(gpu, net, ring(net, whole))
-    one_way = 4 * gather  # two blocks, each with a gather and a scatter (or an all-reduce)
-    regather = 2 * gather * (x.sp and recipe.overlap_tp)
+    halves, _ = tp_halves(m, x, experts)
+    one_way = halves * gather
+    regather = (1 if experts else 2) * gather * (x.sp and recipe.overlap_tp)
     hidden = min(one_way / 2 + regather, products("w")) if recipe.overlap_tp else 0.0
 
     net = network(x, "cp")
@@ -148,17 +149,29 @@ def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> 
     return Work(f, b, dict(matmul=products("w")))
 
 
+def tp_halves(m: Shape, x: Layout, experts: bool) -> tuple[int, int]:
+    """Halves of an all-reduce over tp in a layer's forward, and of these, those that are done again in backward.
+
+    A block has a gather and a scatter, or an all-reduce. The last of an MLP is not done again: nobody needs its output.
+    Experts have none, but shared ones have SP's, and without SP their outputs are gathered.
+    """
+    if not experts:
+        return 4, 3 if x.sp else 2
+    shared = m.shared_experts > 0
+    return 2 + 2 * shared + (not x.sp), 2 + shared
+
+
 def done_again(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, f: Parts, experts: bool) -> Parts:
     """What a layer's backward computes again of its forward `f`.
 
     A recipe that `stops` does not do the last matmul of an MLP again, as nobody needs its output: with it goes the last
-    of the collectives over tp, one of 4, or without SP one of 2 all-reduces. Its selective recomputation keeps what
-    matmuls made, and sends as much again as the full one. So says theory/traffic.py, too. Megatron's selective
-    recomputation does the scores again.
+    of the collectives over tp (`tp_halves`). Its selective recomputation keeps what matmuls made, and sends as much
+    again as the full one. So says theory/traffic.py, too. Megatron's selective recomputation does the scores again.
     """
     if x.recompute == "none":
         return {}
-    sent = {dim: f[dim] for dim in ("tp", "cp", "ep")} | dict(tp=f["tp"] * (0.75 if x.sp else 0.5))
+    halves, again = tp_halves(m, x, experts)
+    sent = {dim: f[dim] for dim in ("tp", "cp", "ep")} | dict(tp=f["tp"] * again / halves)
     if x.recompute == "selective":
         return sent | dict(memory=f["memory"] / 2) if recipe.stops else dict(attention=f["attention"])
     if not recipe.stops:

@@ -61,15 +61,15 @@ def mlp_weights(m: Shape, width: int) -> int:
 
 
 def layer_weights(m: Shape, experts: bool, tp: int = 1, ep: int = 1) -> tuple[float, float]:
-    """Numbers of one layer on one rank: (those that dp x cp ranks hold alike, of its experts)."""
+    """Numbers of one layer on one rank: (those that dp x cp ranks hold alike, those of its experts)."""
     kv = m.kv_dim * max(1, tp / m.n_kv_heads)  # neighbours may hold the same head
     shared = (2 * m.dim * m.dim + 2 * m.dim * kv) / tp + 2 * m.dim
     if m.gpt:
         shared += 4 * m.dim + (3 * m.dim + m.ffn_dim) / tp  # biases
     if not experts:
         return shared + mlp_weights(m, m.ffn_dim) / tp, 0.0
-    one = mlp_weights(m, m.expert_width) / tp
-    return shared + m.dim * m.experts + m.shared_experts * one, m.experts / ep * one
+    one = mlp_weights(m, m.expert_width)
+    return shared + m.dim * m.experts + m.shared_experts * one / tp, m.experts / ep * one
 
 
 def end_weights(m: Shape, tp: int = 1) -> tuple[int, int]:

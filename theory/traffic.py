@@ -66,16 +66,17 @@ def unit_travels(
 def tensor_traffic(w: Work, n: int, sp: bool) -> Traffic:
     """Step 4: f and g around two blocks a layer, g behind the embedding, f before the head, and two numbers a token.
 
-    With recomputation forward is done again up to a layer's last g.
+    With recomputation forward is done again up to a layer's last g. Experts have no f and no g (step 7); without SP
+    their outputs are gathered in forward, and the gradients of their inputs in backward.
     """
     passed = (n - 1) / n * w.tokens * w.m.dim * w.e
     found = Traffic({("tp", "all_gather"): 2 * (n - 1) * w.tokens * w.wide * w.heads})
+    mlps = w.layers - w.routers
+    gs = 2 * (w.layers + mlps) + w.layers * w.recompute + w.embeddings + w.heads  # sums, forward and backward
     if not sp:
-        return found + Traffic(
-            {("tp", "all_reduce"): 2 * passed * (w.layers * (4 + w.recompute) + w.embeddings + w.heads)}
-        )
-    found["tp", "all_gather"] += passed * (w.layers * (4 + 2 * w.recompute) + w.embeddings + w.heads)
-    found["tp", "reduce_scatter"] += passed * (w.layers * (4 + w.recompute) + w.embeddings + w.heads)
+        return found + Traffic({("tp", "all_reduce"): 2 * passed * gs, ("tp", "all_gather"): 2 * passed * w.routers})
+    found["tp", "all_gather"] += passed * (gs + mlps * w.recompute)
+    found["tp", "reduce_scatter"] += passed * gs
     return found
 
 
@@ -85,12 +86,15 @@ def context_traffic(w: Work, n: int, tp: int) -> Traffic:
     return Traffic({("cp", "send"): w.layers * (kv * ((2 + w.recompute) * (n - 1) * w.e + n * w.wide))})
 
 
-def expert_traffic(w: Work, n: int, cp: int) -> Traffic:
-    """Step 7: a row for each choice goes and comes, forward and backward, if all experts are equally busy; counts."""
-    passes, counts = 1 + w.recompute, 8 * w.m.experts
-    rows = (n - 1) / n * w.tokens * w.m.experts_per_token * w.m.dim * w.e
+def expert_traffic(w: Work, n: int, cp: int, tp: int) -> Traffic:
+    """Step 7: a row for each choice goes and comes, forward and backward, if all experts are equally busy; counts.
+
+    Each of the tp ranks routes its own tokens.
+    """
+    passes, counts, sharers = 1 + w.recompute, 8 * w.m.experts, cp * tp
+    rows = (n - 1) / n * w.tokens / tp * w.m.experts_per_token * w.m.dim * w.e
     found = Traffic({("ep", "all_to_all"): w.routers * (2 * (1 + passes) * rows + passes * (n - 1) / n * counts)})
-    found["cp", "all_reduce"] += w.routers * passes * 2 * (cp - 1) / cp * counts
+    found["sequence", "all_reduce"] += w.routers * passes * 2 * (sharers - 1) / sharers * counts
     return found
 
 

@@ -31,7 +31,7 @@ from common.trainer import Run
 # loss is not scaled; a skipped update moves biases, and all of it waits for the record; what is read ahead, or comes as
 # a message, is looked at by documents.
 ORDER = ["compress", "zero_replicas", "grad_dtype", "chunked_loss", "fp16", "balance_bias", "skip_spikes", "prefetch"]
-ORDER += ["compress_activations", "documents"]
+ORDER += ["compress_activations", "cp_flash", "documents"]
 
 
 class Change(NamedTuple):

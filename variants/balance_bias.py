@@ -43,11 +43,12 @@ def attach(config: Any, parts: Parts):
     parts.around(parts.optimizer, "step", partial(update, layers, parts.mesh, config.bias_speed), by=__name__)
 
 
-def update(layers: list[RoutedMoE], mesh: Mesh, speed: float, step: Callable, lr: float, factor: float):
+def update(layers: list[RoutedMoE], mesh: Mesh, speed: float, step: Callable, lr: float):
     """Around the optimizer's step: then the biases move."""
-    step(lr, factor)
+    step(lr)
     for moe in layers:
-        for group in (mesh["data"], *([mesh["mirror"]] if "mirror" in mesh.groups else [])):  # dualpipe's other copy
-            all_reduce(moe.load, group).wait()
+        for dim in ("data", "tp", "mirror"):  # the last is dualpipe's other copy
+            if dim in mesh.groups:
+                all_reduce(moe.load, mesh[dim]).wait()
         moe.bias += speed * (moe.load.mean() - moe.load).sign()
         moe.load.zero_()

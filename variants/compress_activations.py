@@ -30,7 +30,7 @@ from torch import Tensor
 
 from common.comm import Group, all_gather, all_to_all
 from common.model import wide
-from step04_tp_sp import Config, Conjugate, unchanged
+from step04_tp_sp import COLUMNS, Config, Conjugate, unchanged
 from variants import Parts
 from variants.block_overlap import Ending, overlap_blocks, start_keep
 
@@ -106,7 +106,8 @@ def narrow_blocks(parts: Parts, config: Any, bits: Bits):
     )
     f, g = ((gather, scatter), (scatter, gather)) if config.sp else ((unchanged, total), (total, unchanged))
     for layer in parts.model.model.layers.values():
-        for block in (layer.self_attn, layer.mlp):
+        blocks = [block for block in (layer.self_attn, layer.mlp) if {*dict(block.named_children())} & {*COLUMNS}]
+        for block in blocks:  # experts have no f and no g
             block._forward_pre_hooks.clear()
             block._forward_hooks.clear()
             block.register_forward_pre_hook(lambda _, inputs: (Conjugate.apply(inputs[0], group, *f), *inputs[1:]))

@@ -17,31 +17,25 @@ from torch import Tensor
 
 from common.comm import Group, all_gather, reduce_scatter
 from common.model import wide
-from step05_cp_ring import (
-    CONTEXT,
-    ContextMode,
-    merge,
-    part_attention,
-    part_gradients,
-    zigzag_positions,
-    zigzag_visible,
-)
+from step05_cp_ring import CONTEXT, FORMULAS, ContextMode, merge, zigzag_positions, zigzag_visible
 
 
 class GatheredAttention(torch.autograd.Function):
     """Causal attention of a rank's queries to the keys and values of all ranks, which it has gathered."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable) -> Tensor:
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable, kernel: tuple) -> Tensor:
         """q [batch, heads, s/n, d]; k, v [batch, kv_heads, s/n, d] -> like q."""
+        attention, ctx.gradients = kernel
         own = torch.stack((k, v))
         parts = own.new_empty(group.size, *own.shape)  # k and v of each rank
         all_gather(parts.view(-1), own.view(-1), group).wait()
         o = torch.zeros_like(q, dtype=wide(q.dtype))
         lse = torch.full_like(o[..., 0], -torch.inf)
         for source, (k, v) in enumerate(parts):
-            for rows, keys, causal in visible(group.rank, source, q.shape[2]):
-                merge(o[rows], lse[rows], *part_attention(q[rows], k[keys], v[keys], causal))
+            for queries, keys, causal in visible(group.rank, source, q.shape[2]):
+                part_o, part_lse = attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], causal)
+                merge(o[:, :, queries], lse[:, :, queries], part_o, part_lse)
         o = o.to(q.dtype)
         ctx.save_for_backward(q, parts, o, lse)
         ctx.group, ctx.visible = group, visible
@@ -49,22 +43,27 @@ class GatheredAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do: Tensor):
-        """Each rank finds its share of the gradients of all keys and values; they are summed where these are from."""
+        """Each rank finds a part of the gradients of all keys and values; they are summed where these are from."""
         q, parts, o, lse = ctx.saved_tensors
         dq, dparts = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, parts))
-        for source, ((k, v), share) in enumerate(zip(parts, dparts, strict=True)):
-            for rows, keys, causal in ctx.visible(ctx.group.rank, source, q.shape[2]):
-                given = do[rows], q[rows], k[keys], v[keys], o[rows], lse[rows], causal
-                for x, index, part in zip((dq, *share), (rows, keys, keys), part_gradients(*given), strict=True):
-                    x[index] += part
+        for source, (k, v) in enumerate(parts):
+            for queries, keys, causal in ctx.visible(ctx.group.rank, source, q.shape[2]):
+                part_do, part_q, part_o, part_lse = (x[:, :, queries] for x in (do, q, o, lse))
+                part_k, part_v = k[:, :, keys], v[:, :, keys]
+                found = ctx.gradients(part_do, part_q, part_k, part_v, part_o, part_lse, causal)
+                dk, dv = dparts[source]
+                for x, part in zip((dq[:, :, queries], dk[:, :, keys], dv[:, :, keys]), found, strict=True):
+                    x += part
         dkv = torch.empty_like(dparts[0])
         reduce_scatter(dkv.view(-1), dparts.view(-1), ctx.group).wait()
-        return dq.to(q.dtype), *dkv.to(q.dtype), None, None
+        return dq.to(q.dtype), *dkv.to(q.dtype), None, None, None
 
 
-def gathered_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable = zigzag_visible) -> Tensor:
-    """q [batch, seq/n, heads, head_dim]; k, v [batch, seq/n, kv_heads, head_dim] -> like q."""
-    return GatheredAttention.apply(*(x.transpose(1, 2) for x in (q, k, v)), group, visible).transpose(1, 2)
+def gathered_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable = zigzag_visible, kernel: tuple = FORMULAS
+) -> Tensor:
+    """q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] -> like q."""
+    return GatheredAttention.apply(*(x.transpose(1, 2) for x in (q, k, v)), group, visible, kernel).transpose(1, 2)
 
 
 CONTEXT["allgather"] = ContextMode(zigzag_positions, gathered_attention)

@@ -4,12 +4,13 @@
     between    rank r has all s tokens of 1/n of the heads        heads do not look at one another: it can
     after      rank r has s/n tokens of all heads
 
-Each swap is an all-to-all, and its backward is the reverse one. The tokens of a rank are in order: part r of n. With Q
+Each swap is an all-to-all, and its backward is the reverse one. The tokens of a rank are in order: shard r of n. With Q
 and B bytes of q, and of k and v, for s/n tokens, a rank sends in a layer and micro-batch
 
-    (n-1)/n (2 Q + B) forward, and as much backward: less, the more ranks. But n is at most the number of heads.
+    (n-1)/n (2 Q + B) forward, and as much backward: less, the more ranks.
 
-If there are fewer key/value heads than ranks, each is repeated before it is sent, until there are n of them.
+But n must divide the heads (with --tp, those of a rank: heads / tp). If there are fewer key/value heads than ranks,
+each is repeated before it is sent, until there are n of them.
 
 In step 5, `ring_attention` would be `swapped_attention`: attention itself is that of common/model.py.
 """
@@ -45,7 +46,7 @@ class Swap(torch.autograd.Function):
 
 
 def swapped_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, attend: Callable = attend) -> Tensor:
-    """q [batch, seq/n, heads, head_dim]; k, v [batch, seq/n, kv_heads, head_dim] -> like q."""
+    """q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] -> like q."""
     copies = max(1, group.size // k.shape[2])
     q, k, v = (Swap.apply(x.repeat_interleave(c, 2), group, True) for x, c in ((q, 1), (k, copies), (v, copies)))
     return Swap.apply(attend(q, k, v), group, False)

@@ -25,7 +25,6 @@ from functools import partial
 from itertools import pairwise, product
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,12 +50,12 @@ def check(config: Any, world: int):
         raise UserError(f"--end-token {config.end_token} is not in the vocabulary ({PRESETS[config.model].vocab_size})")
 
 
-def segments(numbers: Tensor, positions: Tensor) -> list[tuple[int, int, int, int]]:
-    """int64 [seq], int64 [s] -> tokens in a row of one document: (start, stop, position of the first, document)."""
+def segments(numbers: Tensor, positions: Tensor, base: int = 0) -> list[tuple[int, int, int, int]]:
+    """int64 [seq], int64 [s] -> tokens in a row of one document: base + (start, stop), first position, document."""
     documents = numbers[positions]
     borders = 1 + ((positions.diff() != 1) | (documents.diff() != 0)).nonzero().flatten()
     runs = pairwise([0, *borders.tolist(), len(positions)])
-    return [(start, stop, int(positions[start]), int(documents[start])) for start, stop in runs]
+    return [(base + start, base + stop, int(positions[start]), int(documents[start])) for start, stop in runs]
 
 
 class MicroBatch:
@@ -69,15 +68,15 @@ class MicroBatch:
         self.lengths = [stop - start for row in self.numbers for start, stop, *_ in segments(row, whole)]
         self.found: dict[int, list[tuple]] = {}  # by source: the same in all layers, forward and backward
 
-    def visible(self, rank: int, source: int, length: int) -> list[tuple]:
-        """In the place of `zigzag_visible` of step 5, for any positions."""
+    def visible(self, rank: int, source: int, length: int) -> list[tuple[slice, slice, bool]]:
+        """In the place of `zigzag_visible` of step 5, for any positions, and for sequences one behind the other."""
         if source not in self.found:
-            blocks = self.found[source] = []
-            for i, row in enumerate(self.numbers):
-                ours, theirs = (segments(row, self.positions(r)) for r in (rank, source))
+            blocks, size = self.found.setdefault(source, []), length // len(self.numbers)
+            for row, base in zip(self.numbers, range(0, length, size), strict=True):
+                ours, theirs = (segments(row, self.positions(r), base) for r in (rank, source))
                 for (start, stop, at, document), (first, end, key_at, other) in product(ours, theirs):
                     if document == other and key_at <= at:
-                        blocks.append((np.s_[i : i + 1, :, start:stop], np.s_[i : i + 1, :, first:end], key_at == at))
+                        blocks.append((slice(start, stop), slice(first, end), key_at == at))
         return self.found[source]
 
 
@@ -91,8 +90,9 @@ class Documents:
         self.mine = parts.mesh["dp"].share(config.global_batch_size, "batch")
         mode = CONTEXT[getattr(config, "cp_mode", "zigzag")]
         self.positions = partial(mode.positions, seq, n=getattr(config, "cp", 1))
+        within = self.within(mode.attention if getattr(config, "cp", 1) > 1 else attend)
         for layer in parts.model.model.layers.values():
-            parts.around(layer.self_attn, "attend", self.within(layer.self_attn.attend), by=__name__)
+            parts.around(layer.self_attn, "attend", within, by=__name__)
         parts.around(parts.data, "batch", self.batch, by=__name__)
         parts.model.register_forward_pre_hook(self.enter)
         for act in ("forward", "backward") if parts.pipeline is not None else ():  # it does not call the model
@@ -101,8 +101,10 @@ class Documents:
     def within(self, core: Callable) -> Callable:
         """Around attention, as that brings queries and keys together: other blocks of parts, or of whole sequences."""
         known = inspect.signature(core).parameters
-        if "visible" in known:
-            return lambda core, *qkv: core(*qkv, visible=self.now.visible)
+        if "visible" in known:  # sequences one behind the other
+            return lambda core, q, *kv: core(*(x.flatten(0, 1)[None] for x in (q, *kv)), visible=self.now.visible).view(
+                q.shape
+            )
         return lambda core, *qkv: core(*qkv, attend=self.attend) if "attend" in known else self.attend(*qkv)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
     half of the micro-batches    stage 0  stage 1  stage 2  stage 3      Rank r has stage r of the first way and stage
     rank                            0        1        2        3         p-1-r of the second: the layers that rank p-1-r
-    the other half               stage 3  stage 2  stage 1  stage 0      has, too. Bubble (p/2-1) / (3 m + p/2-1).
+    the other half               stage 3  stage 2  stage 1  stage 0      has, too.
+
+If F, B and W take equally long, and m is even and at least 2p, the bubble is (p/2-1) / (3 m + p/2-1).
 
 Ranks r and p-1-r sum their gradients after each step, as ranks of data parallelism do. Where DeepSeek overlaps a
 forward with a backward, here one follows the other. W comes apart from B (variants/split_backward.py) in the paper's
@@ -34,16 +36,19 @@ def dualpipe(p: int, m: int, v: int, rank: int) -> list[Action]:
         raise UserError("--schedule dualpipe: use at least 2 micro-batches, one for each end")
     size = (m + 1) // 2, m // 2  # of the two halves of the micro-batches
     near = min(rank + 1, p - rank)  # stages from the nearer end to this one. 0 is the way that begins there
-    far, n = p // 2 - near, max(size[0], p)
-    phases = (2 * far, "F0"), (near, "F0 F1"), (far, "B1 W F1"), (n - p + near, "F0 B1 W F1 B0 W")
-    phases += (
-        (far, "B1 W F1 B0 W"),
-        (near // 2, "B1 W B0 W"),
-        (near % 2, "B1 W B0"),
-        (near // 2, "B1 B0"),
-        (far, "W B0"),
-    )
-    ways = (rank, 2 * p - 1 - rank) if rank < p // 2 else (2 * p - 1 - rank, rank)
+    far, n = p // 2 - near, max(size[0], p)  # ranks between this one and the middle; micro-batches of a way
+    phases = [  # (how often, what)
+        (2 * far, "F0"),  # 1: forward from the near end, until the first micro-batch of the other way is here
+        (near, "F0 F1"),  # 2: forward both ways, until the first gradient is here
+        (far, "B1 W F1"),  # 3: backward of the other way, whose end is near: it begins first
+        (n - p + near, "F0 B1 W F1 B0 W"),  # 4: all four, as long as there are micro-batches
+        (far, "B1 W F1 B0 W"),  # 5: no F0 is left
+        (near // 2, "B1 W B0 W"),  # 6: no forward is left. In its first half W follows at once
+        (near % 2, "B1 W B0"),  # 6: its middle, if it is odd
+        (near // 2, "B1 B0"),  # 6: in its second half W waits, for other ranks wait for B
+        (far, "W B0"),  # 7: W fills the gaps between the last gradients
+    ]  # 8: `write_out` appends every W that still waits
+    ways = (rank, 2 * p - 1 - rank) if rank < p // 2 else (2 * p - 1 - rank, rank)  # stages of way 0, and of way 1
     actions = [action for action in write_out(ways, *phases) if action.micro_batch < size[action.stage >= p]]
     return [a._replace(micro_batch=a.micro_batch + size[0]) if a.stage >= p else a for a in actions]
 

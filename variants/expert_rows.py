@@ -28,12 +28,19 @@ from torch import Tensor
 
 import step07_moe_ep as step07
 from common.comm import Group, all_to_all
-from step04_tp_sp import enter_block, leave_block
-from step07_moe_ep import DISPATCH, AllToAll
+from step04_tp_sp import Conjugate, enter_block, leave_block
+from step07_moe_ep import DISPATCH
 from variants import Parts
 from variants.routing import RoutedMoE, add_rows, visit_local
 
 SINCE = step07.Config
+
+
+def travel(rows: Tensor, group: Group, input_splits: list[int], output_splits: list[int]) -> Tensor:
+    """Rows [n, dim], sorted by rank, go there -> those that arrive, sorted by rank."""
+    arrived = rows.new_empty(sum(output_splits), rows.shape[1])
+    all_to_all(arrived, rows.contiguous(), group, input_splits, output_splits).wait()
+    return arrived
 
 
 def send_rows(group: Group, experts: Callable, tokens: Tensor, gates: Tensor) -> Tensor:
@@ -44,12 +51,12 @@ def send_rows(group: Group, experts: Callable, tokens: Tensor, gates: Tensor) ->
     leaving = visits.sum(1)
     coming = torch.empty_like(leaving)
     all_to_all(coming, leaving, group).wait()
-    sent, received = leaving.tolist(), coming.tolist()
-    visitors, their_gates = (
-        AllToAll.apply(rows, sent, received, group) for rows in (tokens[token], gates[token, rank])
-    )
+    leaving, coming = leaving.tolist(), coming.tolist()
+    there = partial(travel, input_splits=leaving, output_splits=coming)
+    home = partial(travel, input_splits=coming, output_splits=leaving)
+    visitors, their_gates = (Conjugate.apply(x, group, there, home) for x in (tokens[token], gates[token, rank]))
     out = visit_local(experts, visitors, their_gates).to(tokens.dtype)
-    return add_rows(AllToAll.apply(out, received, sent, group), token, len(tokens))
+    return add_rows(Conjugate.apply(out, group, home, there), token, len(tokens))
 
 
 def gather_all(group: Group, experts: Callable, tokens: Tensor, gates: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ k_proj and v_proj are cut over `kv parts`, in as many parts as there are heads. 
 queries' share of the gradients of k and v, so these are partial, and summed over `kv copies`. Sums, global norm and
 checkpoints know of no copies: they read the record, in which two groups of the mesh stand in the place of tp.
 
-In step 4 this would be another rule for k_proj and v_proj in `CUTS`.
+In step 4 this would be another rule for k_proj and v_proj in `HEADS`.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from common import UserError
 from common.comm import Mesh
 from common.layout import layout_of, note_layout
 from common.model import ModelConfig
-from step04_tp_sp import CUTS, cut
+from step04_tp_sp import HEADS, cut
 
 
 def copy_heads(plain: Callable, weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
@@ -38,4 +38,4 @@ def copy_heads(plain: Callable, weight: nn.Parameter, mesh: Mesh, config: ModelC
     return part
 
 
-CUTS |= {name: partial(copy_heads, CUTS[name]) for name in ("k_proj", "v_proj")}
+HEADS |= {name: partial(copy_heads, plain) for name, plain in HEADS.items()}

@@ -6,16 +6,16 @@ the scale is halved; after 1000 good steps it is doubled.
 
 In step 1 the loss would be `micro_loss * scale`; a line after the last backward would divide the gradients; and
 `optimizer.step` would be called only if the norm is finite. Here the scale enters where the model's loss does, which is
-where a pipeline's last stage has it, too. Whether a gradient overflows is asked of all ranks.
+where a pipeline's last stage has it, too. All ranks know the norm of the whole gradient, so all skip, or none.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from common.comm import all_reduce
 from common.trainer import DTYPES
 from step07_moe_ep import MoE
 from variants import Parts
@@ -44,17 +44,17 @@ class LossScaling:
     """Stands around an optimizer. `scale`, `good_steps`: what a resumed run must know."""
 
     def __init__(self, parts: Parts):
-        self.optimizer, self.mesh = parts.optimizer, parts.mesh
-        # These add losses of their own.
-        self.balanced = {m: m.weight for m in parts.model.modules() if isinstance(m, MoE)}
+        layers = [module for module in parts.model.modules() if isinstance(module, MoE)]  # with losses of their own
+        names = [(moe, name) for moe in layers for name in ("coeff", "z_coeff") if hasattr(moe, name)]
+        self.coeffs = {(moe, name): getattr(moe, name) for moe, name in names}
         self.good_steps, self.scaled, self.skipping = 0, True, False
         self.set_scale(2.0**16)
 
     def set_scale(self, scale: float):
         """From the next forward on."""
         self.scale = scale
-        for moe, weight in self.balanced.items():
-            moe.weight = weight * scale
+        for (moe, name), coeff in self.coeffs.items():
+            setattr(moe, name, coeff * scale)
 
     def loss(self, plain: Callable, *inputs: Tensor) -> Tensor:
         """Around the model's loss."""
@@ -69,17 +69,14 @@ class LossScaling:
         self.scaled = False
         return gradients
 
-    def overflow(self) -> bool:
-        """Whether any rank has a gradient that is not finite."""
-        bad = sum((~gradient.isfinite()).any() for gradient in self.optimizer.gradients().values()).float()
-        for dim in self.mesh.sizes:
-            all_reduce(bad, self.mesh[dim]).wait()
-        return bad.item() > 0
+    def require_finite(self, plain: Callable, step: int, loss: float, grad_norm: float):
+        """Around `run.require_finite`: a norm that is not finite ends no run, it skips the update."""
+        self.skipping = not math.isfinite(grad_norm)
+        plain(step, loss=loss)
 
-    def step(self, plain: Callable, lr: float, factor: float):
+    def step(self, plain: Callable, lr: float):
         """Around `optimizer.step`."""
-        self.skipping = self.overflow()
-        plain(lr, factor)
+        plain(lr)
         self.good_steps = 0 if self.skipping else self.good_steps + 1
         if self.skipping:
             self.set_scale(self.scale / 2)
@@ -109,6 +106,7 @@ def attach(config: Any, parts: Parts) -> LossScaling | None:
     scaling = LossScaling(parts)
     parts.around(parts.model, "loss", scaling.loss, by=__name__)
     parts.around(parts.optimizer, "gradients", scaling.gradients, by=__name__)
+    parts.around(parts.run, "require_finite", scaling.require_finite, by=__name__)
     parts.around(parts.optimizer, "step", scaling.step, by=__name__)
     parts.around(parts.optimizer.rule, "step", scaling.update, by=__name__)
     return scaling

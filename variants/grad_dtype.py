@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from step01_single_gpu import Optimizer
 from step02_ddp import Bucket, BucketSync
@@ -24,13 +25,18 @@ class Flags:
     grad_dtype: Literal["fp32", "same"] = "fp32"  # of gradients in 16-bit training: fp32 sums, or 16 bits as well
 
 
-def update(optimizer: Optimizer, step: Callable, lr: float, factor: float):
-    """Around step 1's update, which gets the gradients in the masters' dtype."""
+def gradients(optimizer: Optimizer, plain: Callable) -> dict[str, Tensor]:
+    """Around step 1's finished gradients: whoever asks for them gets them in the masters' dtype."""
     for name, param in optimizer.params.items():
         gradient, param.grad = param.grad, None
         param.grad_dtype = optimizer.masters[name].dtype
         param.grad = gradient.to(param.grad_dtype)
-    step(lr, factor)
+    return plain()
+
+
+def zero_grad(optimizer: Optimizer, plain: Callable):
+    """Around what frees them: the next ones are narrow again."""
+    plain()
     for param in optimizer.params.values():
         param.grad_dtype = param.dtype
 
@@ -63,7 +69,8 @@ def attach(config: Any, parts: Parts):
     if parts.units:
         parts.around(parts.sync, "finish", partial(widen, parts.units), by=__name__)
     else:
-        parts.around(parts.optimizer, "step", partial(update, parts.optimizer), by=__name__)
+        parts.around(parts.optimizer, "gradients", partial(gradients, parts.optimizer), by=__name__)
+        parts.around(parts.optimizer, "zero_grad", partial(zero_grad, parts.optimizer), by=__name__)
     for unit in parts.units:
         parts.instead(unit, "make_room", partial(make_room, unit), by=__name__)
     for bucket in parts.sync.buckets if isinstance(parts.sync, BucketSync) else ():

@@ -102,7 +102,7 @@ class Update:
             arrived.record()
         return there, arrived.synchronize
 
-    def step(self, lr: float, factor: float):
+    def step(self, lr: float):
         """In the place of `Zero1.step`."""
         zero, rule = self.optimizer, self.optimizer.rule
         for group in rule.param_groups:
@@ -120,7 +120,7 @@ class Update:
             wait()
             pieces = {name: zero.pieces[name] for name in unit.trained if name in zero.pieces}
             for name, piece in pieces.items():
-                piece.grad = unit.part(unit.grad_slice, name).mul_(factor)
+                piece.grad = unit.part(unit.grad_slice, name)
             rule.step()
             rule.zero_grad()
             for piece in {piece for piece in pieces.values() if rule.state[piece]} - self.moved:  # just made

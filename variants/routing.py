@@ -2,10 +2,10 @@
 
     --expert-groups        a token's experts come from at most --groups-per-token of them (DeepSeek-V3, 2.1.2)
     --capacity-factor c    in training an expert takes the first c top_k T / E choices of a micro-batch's T tokens
-                           (Fedus et al. 2021); others get nothing from it. The cp ranks gather their choices for this
-    --z-loss               weight of mean (log sum exp)^2 of the router's logits (Zoph et al. 2022, "ST-MoE")
+                           (Fedus et al. 2021); others get nothing from it. The cp x tp ranks gather their choices
+    --z-loss               coefficient of mean (log sum exp)^2 of the router's logits (Zoph et al. 2022, "ST-MoE")
     --shared-experts       so many more, which every token visits, as one MLP (DeepSeek)
-    --balance none, bias   no balance loss; variants/balance_bias.py
+    --balance none, bias   no auxiliary loss; variants/balance_bias.py
 
 In step 7, each of these is one to four lines of `MoE.forward`, of which the one below is the long form.
 """
@@ -22,10 +22,11 @@ from torch import Tensor
 
 import step07_moe_ep as step07
 from common import UserError
-from common.comm import Group, all_gather
+from common.comm import Mesh
 from common.layout import note_layout
 from common.model import MLP, PRESETS, wide
-from step07_moe_ep import BALANCE, AddLoss, MoE
+from step04_tp_sp import CUTS, cut, enter_block, gather_tokens, leave_block
+from step07_moe_ep import BALANCE, AddLoss, MoE, own_tokens
 from variants import Parts
 
 SINCE = step07.Config
@@ -35,7 +36,7 @@ SINCE = step07.Config
 class Flags:
     """More about experts."""
 
-    z_loss: float = 0.0  # weight of the router's z-loss
+    z_loss: float = 0.0  # coefficient of the router's z-loss
     capacity_factor: float = 0.0  # most tokens of an expert, as a multiple of the mean; 0: no limit
     expert_groups: int = 1  # groups of experts
     groups_per_token: int = 0  # how many groups a token's experts may come from; 0: all
@@ -61,25 +62,29 @@ def visit_local(experts: Any, tokens: Tensor, gates: Tensor) -> Tensor:
 class RoutedMoE(MoE):
     """Step 7's layer with what the flags say. `visit`: how tokens meet experts (variants/expert_rows.py)."""
 
-    def __init__(self, dim: int, ffn_dim: int, config: Any, sharers: Group):
-        super().__init__(dim, ffn_dim, config, sharers)
+    def __init__(self, dim: int, ffn_dim: int, config: Any, mesh: Mesh):
+        super().__init__(dim, ffn_dim, config, mesh)
         self.config, self.visit = config, visit_local
         self.positions = self.shared_experts = None  # the former: of this rank's tokens, where ranks share a sequence
-        self.z_weight = config.z_loss * config.micro_batch_size / config.global_batch_size / config.tp  # as `weight`
-        self.weight *= config.balance == "loss"
+        self.z_coeff = config.z_loss * config.micro_batch_size / config.global_batch_size  # as `coeff`
+        self.coeff *= config.balance == "loss"
         self.bias: Tensor | None = None  # [experts], added for the choice
         if config.shared_experts:
             self.shared_experts = MLP(replace(PRESETS[config.model], ffn_dim=config.shared_experts * ffn_dim))
-            for param in self.shared_experts.parameters():
-                note_layout(param, data_group="data")
+            for name, linear in self.shared_experts.named_children():
+                linear.weight = cut(linear.weight, CUTS[name], mesh["tp"])
+                note_layout(linear.weight, data_group="data")
+            if (tp := mesh["tp"]).size > 1:  # step 4's f and g, as with SP: tp ranks have different tokens here
+                self.shared_experts.register_forward_pre_hook(lambda _, x: enter_block(x[0], tp, True))
+                self.shared_experts.register_forward_hook(lambda _module, _x, y: leave_block(y, tp, True))
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq, dim] -> [batch, seq, dim]."""
         tokens, precise = x.flatten(0, 1), wide(x.dtype)
         logits = F.linear(tokens.to(precise), self.router.weight.to(precise))
-        if self.z_weight:
-            z = logits.logsumexp(-1).square().sum() / (len(tokens) * self.sharers.size)
-            logits = AddLoss.apply(logits, z, self.z_weight)
+        if self.z_coeff:
+            z = logits.logsumexp(-1).square().sum() / (len(tokens) * self.group.size)
+            logits = AddLoss.apply(logits, z, self.z_coeff)
         p = logits.softmax(-1)
         chosen = self.choose(p.detach() if self.bias is None else p.detach() + self.bias)
         scores = p.gather(1, chosen)
@@ -94,7 +99,7 @@ class RoutedMoE(MoE):
         out = self.visit(self.experts, tokens, torch.zeros_like(p).scatter(1, chosen, scores)).to(x.dtype).view_as(x)
         if self.shared_experts is not None:
             out = out + self.shared_experts(x)
-        return AddLoss.apply(out, self.balance_loss(p, counts), self.weight)
+        return AddLoss.apply(out, self.aux_loss(p, counts), self.coeff)
 
     def choose(self, scores: Tensor) -> Tensor:
         """scores [tokens, experts] -> the best of each token, int64 [tokens, top_k], from the best groups."""
@@ -108,27 +113,21 @@ class RoutedMoE(MoE):
         return scores.topk(self.top_k).indices
 
     def within_capacity(self, chosen: Tensor, experts: int) -> Tensor:
-        """int64 [batch, seq/n, top_k] -> bool: whether each choice is among its expert's first, in order of the tokens.
-
-        The ranks that share sequences gather their choices for that.
-        """
-        if self.sharers.size > 1:
-            everyone, places = chosen.new_empty(self.sharers.size, *chosen.shape), self.positions
-            all_gather(everyone.view(-1), chosen.contiguous().view(-1), self.sharers).wait()
-            order = places.new_empty(self.sharers.size, len(places))
-            all_gather(order.view(-1), places, self.sharers).wait()
-            chosen = everyone.movedim(0, 1).flatten(1, 2)[:, order.flatten().argsort()]
+        """int64 [batch, seq/n, top_k] -> bool: which choices are among their expert's first, by token."""
+        if self.group.size > 1:
+            order = gather_tokens(self.positions[None, :, None], self.group).flatten().argsort()
+            chosen = gather_tokens(chosen, self.group)[:, order]
         capacity = ceil(self.config.capacity_factor * chosen.numel() / experts)
         asked = F.one_hot(chosen.flatten(), experts).cumsum(0).gather(1, chosen.flatten()[:, None])
         kept = (asked <= capacity).view(chosen.shape)
-        return kept[:, self.positions] if self.sharers.size > 1 else kept
+        return kept[:, self.positions] if self.group.size > 1 else kept
 
 
-def routed(plain: Callable, dim: int, ffn_dim: int, config: Any, sharers: Group) -> MoE:
+def routed(plain: Callable, dim: int, ffn_dim: int, config: Any, mesh: Mesh) -> MoE:
     """Step 7's layer, unless a flag asks for more."""
     asked = config.capacity_factor, config.groups_per_token, config.z_loss, config.shared_experts
     make = RoutedMoE if any(asked) or config.ep_mode != "alltoall" else plain
-    return make(dim, ffn_dim, config, sharers)
+    return make(dim, ffn_dim, config, mesh)
 
 
 BALANCE |= dict(loss=partial(routed, BALANCE["loss"]), none=RoutedMoE)
@@ -147,4 +146,4 @@ def attach(config: Any, parts: Parts):
     """Tell the layers which tokens of a sequence are here."""
     for module in parts.model.modules():
         if isinstance(module, RoutedMoE):
-            module.positions = parts.positions
+            module.positions = own_tokens(parts.positions[None], parts.mesh["tp"])[0]

@@ -3,15 +3,13 @@
 A batch now and then has a gradient that throws the weights far off (Chowdhery et al. 2022, "PaLM", section 5.1, went
 back and left such batches out). Spikes enter the medians too: what lasts becomes normal, and training goes on.
 
-In step 1, `optimizer.step` would stand under `if not spikes.is_spike(loss, norm):`. From outside, the update waits for
-`run.record`, which comes right behind it and knows both numbers.
+In step 1, `optimizer.step` would stand under `if not spikes.is_spike(loss, norm):`.
 """
 
 import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from common import UserError
@@ -46,15 +44,14 @@ class Spikes:
         self.recent = [*self.recent, values][-WINDOW:]
         return enough and any(v > self.factor * median for v, median in zip(values, medians, strict=True))
 
-    def step(self, plain: Callable, lr: float, factor: float):
-        """Around `optimizer.step`: put it off until its numbers are known."""
-        self.put_off = partial(plain, lr, factor)
+    def require_finite(self, plain: Callable, step: int, loss: float, grad_norm: float):
+        """Around `run.require_finite`. The numbers are the same on all ranks, and so is what follows."""
+        plain(step, loss=loss, grad_norm=grad_norm)
+        finite = math.isfinite(grad_norm)  # else it is --dtype fp16 that skips the update
+        self.skipping = finite and self.is_spike(loss, grad_norm)
 
     def record(self, plain: Callable, step: int, tokens: int, **numbers: float):
-        """Around `run.record`. The numbers are the same on all ranks, and so is what follows."""
-        finite = math.isfinite(numbers["grad_norm"])  # else it is --dtype fp16 that skips the update
-        self.skipping = finite and self.is_spike(numbers["loss"], numbers["grad_norm"])
-        self.put_off()
+        """Around `run.record`."""
         plain(step, tokens, **numbers, **dict(skipped=1) if self.skipping else {})
 
     def update(self, plain: Callable):
@@ -72,11 +69,11 @@ class Spikes:
 
 
 def attach(config: Any, parts: Parts) -> Spikes | None:
-    """Between the step and its record."""
+    """Look at loss and norm before the update."""
     if not config.skip_spikes:
         return None
     spikes = Spikes(config.skip_spikes)
-    parts.around(parts.optimizer, "step", spikes.step, by=__name__)
+    parts.around(parts.run, "require_finite", spikes.require_finite, by=__name__)
     parts.around(parts.optimizer.rule, "step", spikes.update, by=__name__)
     parts.around(parts.run, "record", spikes.record, by=__name__)
     return spikes

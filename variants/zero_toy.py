@@ -98,7 +98,7 @@ def toy(stage: int, mesh: Mesh, device: torch.device) -> str:
     if stage == 1:  # beside the sum this rank still has its own gradient of the rest
         unit.gradient[unit.first :][: unit.length].copy_(unit.grad_slice)
     gradient = shown(unit.gradient if stage == 1 else unit.grad_slice)
-    zero.step(LR, 1.0)
+    zero.step(LR)
     ours, everyone = shown(unit.slice), torch.empty_like(unit.slice.repeat(group.size))
     all_gather(everyone, unit.slice.clone(), group).wait()
     return f"stage {stage}, rank {group.rank}: weights {held}, gradient {gradient} -> own {ours}, all {shown(everyone)}"

@@ -23,7 +23,7 @@ from common import UserError
 from common.comm import Mesh
 from common.layout import layout_of
 from common.model import PRESETS, Decoder
-from common.schedules import SCHEDULES, goes_to, simulate
+from common.schedules import SCHEDULES, consumer, simulate
 from services.plots import read_metrics
 from services.screen import costs_of, idle_fraction
 from services.seam import compose, plugins
@@ -48,7 +48,7 @@ def schedule(name: str, p: int, m: int) -> dict:
     places, lists = step06.plan(compose(step06)(model="llama3-8b", schedule=name, pp=p), m)
     costs = costs_of(lists)
     spans = simulate(lists, places, costs)
-    awaited = {goes_to(action, places): [n] for n, (*_, action) in enumerate(spans)}
+    awaited = {consumer(action, places): [n] for n, (*_, action) in enumerate(spans)}
     boxes, held = [], [[0] * p for _ in range(spans[-1][0] + 1)]  # from F to the end of the last that needs its input
     for end, rank, start, action in spans:
         note = f"{action.kind} {action.micro_batch}, stage {action.stage}: time {start} to {end}"
@@ -74,8 +74,8 @@ def ring(mode: str, n: int) -> dict:
     for hop, rank in product(range(n), range(n)):
         source = (rank - hop) % n
         moments[hop] += f"{', ' * (rank > 0)}rank {rank} has the keys {tokens[source]}"
-        for some, keys, causal in visible(rank, source, 2):
-            for q, k in product(tokens[rank][some[2]], tokens[source][keys[2]]):
+        for queries, keys, causal in visible(rank, source, 2):
+            for q, k in product(tokens[rank][queries], tokens[source][keys]):
                 note = f"Hop {hop}, rank {rank}: queries of chunk {q}, keys of chunk {k}{', causal' * (q == k)}"
                 boxes += [(q, k, 1, rank, hop, note, [], hop)] if k <= q or not causal else []
                 rows[q] = f"{q}, rank {rank}"
@@ -92,9 +92,9 @@ def rank_of_mesh(config: step07.Config, rank: int, world: int) -> tuple[str, lis
         mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
         with torch.device("meta"):
             model = Decoder(PRESETS[config.model])
+        step07.shard_tensors(model, mesh, config.sp)
         here = step05.shard_context(model, mesh, step05.CONTEXT[config.cp_mode])
         step07.shard_experts(model, mesh, config)
-        step07.shard_tensors(model, mesh, config.sp)
         step07.keep_stage(model, mesh["pp"], step06.plan(config, 1)[0])
         groups = {g.name: dist.get_process_group_ranks(g.handle) if g.handle else [rank] for g in mesh.groups.values()}
     finally:

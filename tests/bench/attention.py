@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -21,6 +21,7 @@ from services.seam import plugins
 from services.tables import table
 from tests.bench import figures
 from tests.bench.harness import command, on_ranks, take_turns, where
+from variants.cp_flash import FLASH
 
 WHOLE = "one call"
 RINGS = ("ring", "zigzag")
@@ -35,6 +36,7 @@ class Config:
     n_heads: int = 8  # query heads
     n_kv_heads: int = 2  # key/value heads
     head_dim: int = 64  # size of a head
+    kernel: Literal["formula", "flash"] = "flash"  # what computes the parts of the keys, as --cp-kernel
     rounds: int = 7  # turns of each mode, after one to warm up
     device: str = "cpu"  # where to compute
     work_of: int = 4  # ranks in the figure of who computes what; 0: no figure
@@ -48,8 +50,8 @@ def work(mode: str, n: int, length: int) -> list[list[tuple[int, int, int]]]:
     for rank in range(n):
         found.append([])
         for hop in range(n):
-            for rows, keys, causal in visible(rank, (rank - hop) % n, length):
-                s_q, s_k = tensor[rows].shape[2], tensor[keys].shape[2]
+            for queries, keys, causal in visible(rank, (rank - hop) % n, length):
+                s_q, s_k = tensor[:, :, queries].shape[2], tensor[:, :, keys].shape[2]
                 pairs = s_q * (s_q + 1) // 2 if causal else s_q * s_k
                 found[-1].append((hop, (rank - hop) % n, pairs))
     return found
@@ -69,8 +71,10 @@ def modes_on_rank(config: Config) -> dict[str, list[tuple]]:
     plugins()
     group = Mesh(cp=config.cp)["cp"]
     steps = {WHOLE: step_of(config, attend, config.seq_len) if group.rank == 0 else lambda: None}
+    kernel = FLASH if config.kernel == "flash" else step05.FORMULAS
     for name, mode in step05.CONTEXT.items():
-        steps[name] = step_of(config, partial(mode.attention, group=group), config.seq_len // config.cp)
+        known = dict(group=group, kernel=kernel) if name != "ulysses" else dict(group=group)
+        steps[name] = step_of(config, partial(mode.attention, **known), config.seq_len // config.cp)
     return take_turns(steps, config.rounds)
 
 

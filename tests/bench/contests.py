@@ -51,7 +51,9 @@ CONTESTS = {
     ),
     "step5": Contest(
         "context modes in training, all with --zero 1",
-        2, "step05_cp_ring", {mode: dict(cp_mode=mode) for mode in ("zigzag", "ring", "allgather", "ulysses")},
+        2, "step05_cp_ring",
+        {"zigzag, by formula": {}, "ulysses": dict(cp_mode="ulysses")}
+        | {mode: dict(cp_mode=mode, cp_kernel="flash") for mode in ("zigzag", "ring", "allgather")},
         dict(cp=2, zero=1),
     ),
     "step6": Contest(

@@ -62,7 +62,7 @@ def run_on_rank(config: Config, turns: int) -> dict[str, list[list[list]]]:
             for kind, seconds in costs.items():
                 setattr(pipeline, step06.ACTS[kind], sleeper(pipeline, rows, kind, seconds if turn else 0.001))
             meet()
-            pipeline.run()
+            pipeline.execute()
             found.setdefault(schedule, []).append(rows)
     return found
 
