@@ -550,7 +550,7 @@ FAULTS: dict[str, Fault] = {
         ("good_steps_survive_an_overflow", "LossScaling", "0 if self.skipping else self.good_steps + 1",
          "self.good_steps + (not self.skipping)", "they need not be in a row"),
         ("scale_is_not_halved", "LossScaling", "self.scale / 2", "self.scale / 4", "but quartered"),
-        ("nan_passes", "LossScaling", "math.isfinite(grad_norm)", "grad_norm != math.inf", "only inf is an overflow")),
+        ("overflow_passes", "LossScaling", "not math.isfinite(grad_norm)", "False", "no update is skipped")),
     **of("variants.balance_bias", "rule: biases", DEFAULT,
         ("bias_the_other_way", "update", "moe.load.mean() - moe.load", "moe.load - moe.load.mean()",
          "who has much gets more"),
