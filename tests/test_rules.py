@@ -174,7 +174,7 @@ def scale():
 def layer(cls: type[MoE], **flags: Any) -> MoE:
     """Eight experts, with weights large enough to prefer some."""
     torch.manual_seed(0)
-    config = config_of("step07_moe_ep", dict(experts=8, =0.5, micro_batch_size=2) | flags)
+    config = config_of("step07_moe_ep", dict(experts=8, aux_loss_coeff=0.5, micro_batch_size=2) | flags)
     moe = cls(32, 48, config, dict.fromkeys(("sequence", "tp"), ALONE)).double()
     for param in moe.parameters():
         torch.nn.init.normal_(param, std=0.3)
