@@ -86,6 +86,7 @@ HOW = {  # they change how it is computed
     "tp_overlap": Flag((False, True), (dict(tp=MORE),)),
     "compress_activations": Flag(("none", "bf16", "int8"), (dict(tp=MORE), dict(pp=MORE))),
     "cp": Flag((1, 2)),
+    "cp_kernel": Flag(("formula", "flash"), (dict(cp=MORE, cp_mode=("zigzag", "ring", "allgather")),)),
     "cp_mode": Flag(("zigzag", "ring", "allgather", "ulysses"), (dict(cp=MORE),)),
     "pp": Flag((1, 2)),
     "schedule": Flag(("1f1b", "afab", "interleaved", *W), (dict(pp=MORE),)),
@@ -190,7 +191,7 @@ def fits_ranks(options: Options, most: int = 4) -> bool:
     """Whether so many ranks are enough, what divides them does, and each has whole micro-batches for a pipeline."""
     ranks, pp, cp = ranks_of(options), options.get("pp", 1), options.get("cp", 1)
     data = ranks // pp // options.get("tp", 1)
-    divides = data % options.get("ep", 1) == 0 and data % options.get("zero_replicas", 1) == 0
+    divides = ranks // pp % options.get("ep", 1) == 0 and data % options.get("zero_replicas", 1) == 0
     return (
         ranks <= most
         and divides
