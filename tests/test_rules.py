@@ -134,7 +134,7 @@ BAD = {1: torch.inf, 2: -torch.inf, 8: torch.inf}  # steps with a gradient like 
 def scale():
     """The scale before each step, each loss, and the weights: whether a step was skipped shows in the next loss."""
     assert f"after {fp16.GROWTH} good steps" in fp16.__doc__
-    options = dict(dtype="fp16", patch="wide_fp16", steps=14, grad_clip=0.0)
+    options = dict(dtype="fp16", patch="wide", steps=14, grad_clip=0.0)
     scales, plain = [], LossScaling.gradients
 
     def gradients(self, inner: Callable) -> dict[str, Tensor]:
