@@ -272,7 +272,8 @@ def layer_module(r: Rank, experts: bool) -> Module:
     product, gathered = p.routed * visits * width * e, p.tokens * m.dim * e * (p.tp > 1 and p.sp)
     output = p.routed * visits * m.dim * e if experts else gathered  # its gradient, of all rows or tokens
     made = (1 + experts) * e * matrix  # of experts one by one, and then in one tensor
-    added = r.buffer * (own or shared) + max(r.slices * own + p.wide * matrix, made, 2 * product)
+    moved = made + (e < p.wide) * p.wide * matrix if experts else p.wide * matrix
+    added = r.buffer * (own or shared) + max(moved, 2 * product)
     most = output + 3 * product if r.split else max(output + product + made, r.cast * matrix, added)
     scored = p.routed * m.dim * p.wide * (2 * visits + (e < p.wide))
     visiting = 4 * output * (r.ep > 1 and p.recompute == "full")
