@@ -331,18 +331,21 @@ def stated(claim: Claim) -> str:
 
 def page() -> str:
     """All rows in Markdown, each with the expression that it computes, as it stands in this file."""
-    nodes = ast.walk(ast.parse(Path(__file__).read_text()))
-    computed = {node.lineno: ast.unparse(node.body) for node in nodes if isinstance(node, ast.Lambda)}
+    source, computed = Path(__file__).read_text(), {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Lambda):
+            computed[node.lineno] = " ".join(ast.get_source_segment(source, node.body).split())
     rows, verdicts = [], Counter()
     for claim in CLAIMS:
         found = claim.finds()
         verdict = claim.verdict(found)
         verdicts[verdict] += 1
-        verdict += f": {claim.why}" if claim.why else ""
+        verdict += f"{':' * (verdict != 'holds if')} {claim.why}" if claim.why else ""
         ours = f"`{computed[claim.finds.__code__.co_firstlineno]}`"
         cells = claim.where, claim.says, stated(claim), number(found), verdict, ours
         rows.append(f"| {' | '.join(cells)} |")
-    counts = ", ".join(f"{n} {verdict}" for verdict, n in verdicts.most_common())
+    counts = f"{verdicts['holds']} hold, {verdicts['holds if']} hold on a condition, {verdicts['does not hold']} do not"
+    counts += f"; {verdicts['measured otherwise']} were measured otherwise than we plan"
     top = "| line | what it says | its number | ours | verdict | ours is |", "| --- | --- | ---: | ---: | --- | --- |"
     return "\n".join([f"{len(CLAIMS)} claims: {counts}.", "", *top, *rows])
 
