@@ -93,7 +93,7 @@ def note_layout(param: Tensor, **changes: Any):
     param.parallel_layout = replace(layout_of(param), **changes)
 
 
-def data_group(param: Tensor, mesh: Mesh) -> Group:
+def data_parallel_group(param: Tensor, mesh: Mesh) -> Group:
     """From chapter 2 on: the ranks that hold the same of a parameter, and see different tokens.
 
     It is dp; from chapter 5 on dp x cp; in chapter 7, for experts, some of these.

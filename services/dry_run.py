@@ -307,7 +307,6 @@ def instead_of(train: Callable) -> Callable:
     def train_or_count(config: Any, run: Run):
         if not config.dry_run:
             return train(config, run)
-        run.parts.give_back()  # each rank that is counted is a run, and prepares menus for itself
         stages = getattr(config, "pp", 1)
         ranks = [int(config.rank)] if config.rank else [stage * config.dry_run // stages for stage in range(stages)]
         print(report([run_rank(train, config, rank) for rank in ranks], config))

@@ -8,7 +8,7 @@ import functools
 import importlib
 import io
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stdout
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ from common import data
 from common.layout import layout_of
 from common.model import IGNORE, PRESETS, ModelConfig
 from services.run import ServedRun
-from services.seam import OpenRun, check, compose, plugins
+from services.seam import OpenRun, check, compose
 from tests import faults
 from variants import Parts
 
@@ -60,13 +60,20 @@ def read_few(_source: str) -> tuple[np.ndarray, None]:
 
 
 NAMED = {"uneven-targets": functools.lru_cache(read_uneven), "few-tokens": functools.lru_cache(read_few)}
-plugins()  # they have a reader of the hub of their own; the tests' comes before it
-read_hub = data.READERS["hub"]
-data.READERS["hub"] = lambda source: NAMED.get(source, read_hub)(source)
+
+
+def read_named(plain: Callable, source: str) -> tuple[np.ndarray, Any]:
+    """Around the reader of the hub, which does not know the tests' own data sets."""
+    return NAMED.get(source, plain)(source)
 
 
 class Seeing:
     """What a run keeps of what it sees: a base beside `OpenRun`, or one of its kind."""
+
+    def __enter__(self) -> Any:
+        run = super().__enter__()
+        self.parts.around(data.READERS, "hub", read_named, by=__name__)
+        return run
 
     def open(self, **parts: Any) -> Parts:
         """Nothing is seen yet."""

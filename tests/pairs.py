@@ -41,7 +41,7 @@ COMPUTED = {  # they change what is computed: one process has them, too
     "weight_decay": Flag((0.1, 0.0)),
     "grad_clip": Flag((0.5, 0.0)),
     "seed": Flag((0, 1)),
-    "dataset": Flag(("", __file__)),  # many targets do not count: tests/equal.py
+    "dataset": Flag(("", "uneven-targets")),  # many targets do not count: tests/equal.py
     "dim": Flag((32, 48)),
     "n_layers": Flag((4, 5)),
     "n_heads": Flag((4, 8)),
@@ -70,6 +70,7 @@ COMPUTED = {  # they change what is computed: one process has them, too
 HOW = {  # they change how it is computed
     "dtype": Flag(("fp64", "fp32", "bf16", "fp16", "auto")),
     "recompute": Flag(("none", "full", "selective")),
+    "prefetch": Flag((False, True)),
     "compile": Flag((False, True)),
     "loss_chunk": Flag((0, 5)),
     "grad_dtype": Flag(("fp32", "same"), (dict(dtype=("bf16", "fp16", "auto")),)),

@@ -24,7 +24,7 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
     ],
     (2, 1): [
         ("not waited for", "NaiveSync", "group=group.handle)", "group=group.handle, async_op=True)"),
-        ("all are summed over dp", "NaiveSync", "data_group(param, self.mesh)", 'self.mesh["dp"]'),
+        ("all are summed over dp", "NaiveSync", "data_parallel_group(param, self.mesh)", 'self.mesh["dp"]'),
     ],
     (2, 2): [
         ("what arrives has another dtype", "RingSync", "torch.empty_like(target)", "torch.zeros(target.shape)"),

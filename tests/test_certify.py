@@ -16,6 +16,7 @@ import torch.distributed as dist
 from services import certify, devices, machine, probes
 from services.certify import PARTS, Certificate
 from services.machine import GIB
+from variants import cp_flash
 
 
 def no_address(*_):
@@ -158,8 +159,8 @@ def test_kernels_agree_with_their_formulas():
 
 def test_a_wrong_kernel_is_seen(monkeypatch):
     """Gradients without the output's part of them; an expert whose rows are another one's."""
-    right = probes.flash_gradients
-    monkeypatch.setattr(probes, "flash_gradients", lambda do, q, k, v, o, *more: right(do, q, k, v, 0 * o, *more))
+    right = cp_flash.flash_gradients
+    monkeypatch.setattr(cp_flash, "flash_gradients", lambda do, q, k, v, o, *more: right(do, q, k, v, 0 * o, *more))
     assert probes.attention()["gradients"] > 0.06
     product = probes.GroupedLinear.apply
     moved = SimpleNamespace(apply=lambda rows, weight, counts: product(rows, weight, [24, *counts[1:3], 48]))

@@ -74,7 +74,7 @@ def there_and_back(tmp_path: Path, kind: str) -> tuple[Checkpoint, torch.nn.Modu
 def test_llama_computes_the_same(tmp_path, base, capsys, monkeypatch):
     """Exported: the same logits to what fp32 holds. Imported again: the same bits, and a run starts from them."""
     monkeypatch.setattr(hub, "SHARD_BYTES", 20_000)
-    options = OPTIONS | base | dict(eval_every=0)
+    options = OPTIONS | base | dict(eval_every=0, eval_sequences=64)
     train_on_rank("step01_single_gpu", options | dict(out=str(tmp_path / "run")))
     found, theirs, again = there_and_back(tmp_path, "LlamaForCausalLM")
     with torch.no_grad():

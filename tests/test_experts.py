@@ -13,6 +13,7 @@ from common.comm import Group, Mesh
 from common.model import PRESETS, Decoder
 from services.seam import check, compose
 from tests.equal import config_of
+from variants import Parts, routing
 from variants.balance_bias import update
 from variants.grouped_matmul import GroupedLinear, can_group, grouped_matmul, grouped_outer
 from variants.routing import RoutedMoE
@@ -116,9 +117,12 @@ def test_presets_have_their_size(name):
     """All weights, as step 7 builds them."""
     config = compose(step07)(model=name)
     check(config, 1)
+    parts = Parts(None)
+    routing.prepare(config, parts)
     with torch.device("meta"):
         model = Decoder(PRESETS[name])
     step07.shard_experts(model, Mesh(pp=1, dp=1, cp=1, tp=1), config)
+    parts.give_back()
     assert sum(param.numel() for param in model.parameters()) == pytest.approx(
         SIZES[name], rel=1e-3 * (SIZES[name] == 672e9)
     )

@@ -51,6 +51,7 @@ class Config:
     slices: int = 8  # of each job
     seconds: float = 4.0  # of a slice
     more: str = ""  # further flags of both
+    now_more: str = ""  # further flags of this checkout, where a flag chooses what the other one chose by itself
     alone: bool = False  # this checkout's steps and common by themselves, in a folder of their own
 
 
@@ -93,9 +94,8 @@ def measure(config: Config, name: str, roots: dict[str, Path], folder: Path) -> 
     try:
         for job, root in roots.items():
             served = "" if job == "now" and config.alone else SERVED
-            jobs[job] = Job(
-                root, [script, *f"{flags} {ALL} {served} {config.more}".split()], ranks, folder / name / job
-            )
+            more = f"{config.more} {config.now_more if job == 'now' else ''}"
+            jobs[job] = Job(root, [script, *f"{flags} {ALL} {served} {more}".split()], ranks, folder / name / job)
             deadline = time.monotonic() + 240
             while len(jobs[job].rows()) < 1:
                 if jobs[job].process.poll() is not None or time.monotonic() > deadline:
