@@ -99,7 +99,7 @@ def on_rank(step: str, options: Options, kind: type, file: str):
 def goes_wrong(pools, reference, step: str, options: Options, folder: Path, patches: str = EXACT) -> str:
     """What differs from one process, or fails, in a run under these flags; "" if nothing."""
     base = {name: value for name, value in options.items() if name in COMPUTED} | dict(patch=EXACT)
-    row = Row(ranks_of(options), step, {name: options[name] for name in options if name not in base}, base)
+    row = Row(ranks_of(options), step if step == STEPS[-1] else STEPS[0], {}, base)  # who is one process
     looked_at = any(options.get(name, flag.values[0]) != flag.values[0] for name, flag in LOOKS.items())
     run = options | dict(out=str(folder / str(len(list(folder.iterdir())))), patch=patches)
     kind = equal.Served if looked_at else equal.Watch
