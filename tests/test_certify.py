@@ -16,7 +16,7 @@ import torch.distributed as dist
 from services import certify, devices, machine, probes
 from services.certify import PARTS, Certificate
 from services.machine import GIB
-from variants import cp_flash
+from variants import cp_flash, grouped_matmul
 
 
 def no_address(*_):
@@ -162,9 +162,9 @@ def test_a_wrong_kernel_is_seen(monkeypatch):
     right = cp_flash.flash_gradients
     monkeypatch.setattr(cp_flash, "flash_gradients", lambda do, q, k, v, o, *more: right(do, q, k, v, 0 * o, *more))
     assert probes.attention()["gradients"] > 0.06
-    product = probes.GroupedLinear.apply
+    product = grouped_matmul.GroupedLinear.apply
     moved = SimpleNamespace(apply=lambda rows, weight, counts: product(rows, weight, [24, *counts[1:3], 48]))
-    monkeypatch.setattr(probes, "GroupedLinear", moved)
+    monkeypatch.setattr(grouped_matmul, "GroupedLinear", moved)
     assert probes.grouped()["error"] > 0.03
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 import step07_moe_ep as step07
 from variants import Parts
@@ -33,7 +34,9 @@ def ends(counts: list[int], like: Tensor) -> Tensor:
 
 
 def can_group(*tensors: Tensor) -> bool:
-    """Whether torch's kernel takes these."""
+    """Whether torch's kernel takes these. For tensors without numbers, of a dry run, it has a rule for bf16 alone."""
+    if isinstance(tensors[0], FakeTensor) and tensors[0].dtype != torch.bfloat16:
+        return False
     if tensors[0].is_cuda:
         major, _ = torch.cuda.get_device_capability(tensors[0].device)
         if major not in (9, 10) or any(t.dtype != torch.bfloat16 for t in tensors):
