@@ -213,10 +213,9 @@ ATTACHED = [
     (
         "step07_moe_ep",
         2,
-        "--tp 2 --tp-overlap --expert-matmul grouped --pp-split cost --prefetch --z-loss 0.1",
+        "--tp 2 --tp-overlap --expert-matmul grouped --prefetch --z-loss 0.1",
         """
         routing instead of menu entry loss
-        stages around menu entry 1f1b
         block_overlap instead of Linear.forward (x6)
         block_overlap instead of Attention.enter (x2)
         grouped_matmul instead of ExpertLinear.forward (x6)
