@@ -7,13 +7,12 @@ allocation; a weak reference tells when it is freed. What a kernel allocates and
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from services.tables import bytes_of, human, table
 from variants import Parts
@@ -29,9 +28,14 @@ class Event(NamedTuple):
     bytes: int
 
 
-def with_memory(values: Any) -> list[Tensor]:
-    """The tensors among values, but for shapes alone, on the meta device."""
-    return [value for value in tree_iter(values) if isinstance(value, Tensor) and value.device.type != "meta"]
+def with_memory(values: Any) -> Iterator[Tensor]:
+    """The tensors among an operator's arguments or results, but for shapes alone, on the meta device."""
+    if isinstance(values, Tensor):
+        if values.device.type != "meta":
+            yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from with_memory(value)
 
 
 class MemoryTimeline(TorchDispatchMode):
@@ -49,7 +53,7 @@ class MemoryTimeline(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run the operator, and note the storages of its inputs, which were there before, and of its outputs."""
-        for tensor in with_memory((args, kwargs)):
+        for tensor in with_memory((args, *(kwargs or {}).values())):
             self.note(tensor, "other")
         out = func(*args, **(kwargs or {}))
         for tensor in with_memory(out):

@@ -100,7 +100,7 @@ HOW = {  # they change how it is computed
     "expert_matmul": Flag(("each", "grouped")),
 }
 LOOKS = {  # they look on
-    "eval_every": Flag((0, 1)),
+    "eval_every": Flag((0, 1), takes=dict(eval_sequences=5)),
     "eval_sequences": Flag((64, 5), (dict(eval_every=(1,)),)),
     "save_every": Flag((0, 1)),
     "save_async": Flag((False, True), takes=dict(save_every=1)),
