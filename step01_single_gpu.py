@@ -95,7 +95,7 @@ class Optimizer:
         self.masters = {name: param.detach().to(wide(param.dtype)) for name, param in self.params.items()}
         for param in self.params.values():
             param.grad_dtype = wide(param.dtype)  # new in torch: autograd casts gradients to this, then adds
-        self.rule = OPTIMIZERS[config.optimizer](self.masters, config)
+        self.torch_optimizer = OPTIMIZERS[config.optimizer](self.masters, config)
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients by name."""
@@ -105,9 +105,9 @@ class Optimizer:
         """Update the masters with the gradients, and round the masters into the weights."""
         for name, param in self.params.items():
             self.masters[name].grad = param.grad
-        for group in self.rule.param_groups:
+        for group in self.torch_optimizer.param_groups:
             group["lr"] = lr
-        self.rule.step()
+        self.torch_optimizer.step()
         for name, param in self.params.items():
             param.detach().copy_(self.masters[name])  # in fp32 both are the same memory
 

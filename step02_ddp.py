@@ -74,24 +74,24 @@ class NaiveSync:
 class RingSync(NaiveSync):
     """The same with an all-reduce of our own: 2 (n-1) messages to the right (Patarasuk and Yuan 2009).
 
-    n = 4: each gradient has pieces a b c d. A row shows the pieces that changed; digits: the ranks in the sum:
+    n = 4: each gradient has shards a b c d. A row shows the shards that changed; digits: the ranks in the sum:
 
                            rank 0         rank 1         rank 2         rank 3
         at first           a0 b0 c0 d0    a1 b1 c1 d1    a2 b2 c2 d2    a3 b3 c3 d3
-        after round 0      d30            a01            b12            c23         rank r sent piece r
+        after round 0      d30            a01            b12            c23         rank r sent shard r
         after round 1      c230           d301           a012           b123        r sent its newest sum
         after round 2      b1230          c2301          d3012          a0123       one is complete: reduce-scatter
         rounds 3, 4, 5     a d c          b a d          c b a          d c b       arrive complete: all-gather
 
-    In round s rank r sends piece r-s and receives piece r-s-1 (mod n).
+    In round s rank r sends shard r-s and receives shard r-s-1 (mod n).
     """
 
     def sum_up(self, gradient: Tensor, group: Group):
         """Sum a contiguous tensor over the group, in place."""
         n, r = group.size, group.rank
-        pieces = gradient.view(-1).tensor_split(n)
+        shards = gradient.view(-1).tensor_split(n)
         for s in range(2 * (n - 1)):
-            outgoing, target = pieces[(r - s) % n], pieces[(r - s - 1) % n]
+            outgoing, target = shards[(r - s) % n], shards[(r - s - 1) % n]
             incoming = torch.empty_like(target)
             exchange([(outgoing, (r + 1) % n)], [(incoming, (r - 1) % n)], group).wait()
             if s < n - 1:
@@ -137,7 +137,7 @@ class BucketSync:
         self.buckets = fill_buckets(backwards, mesh, config.bucket_mb * 2**20)
         for bucket in self.buckets:
             for param in bucket.params:
-                param.register_post_accumulate_grad_hook(partial(self.added, bucket))
+                param.register_post_accumulate_grad_hook(partial(self.mark_ready, bucket))
 
     def begin(self, n_micro_batches: int):
         """Zero the buffers; make each `.grad` a view of its buffer."""
@@ -148,7 +148,7 @@ class BucketSync:
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 param.grad = view
 
-    def added(self, bucket: Bucket, _param: nn.Parameter):
+    def mark_ready(self, bucket: Bucket, _param: nn.Parameter):
         """Hook: autograd has added to a gradient of `bucket`."""
         bucket.missing -= 1
         while self.unsent and self.unsent[0].missing == 0:

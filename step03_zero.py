@@ -1,17 +1,17 @@
 """Step 3: ZeRO. Data-parallel ranks divide what step 2 copied to each of them: optimizer state, gradients, parameters.
 
-In step 2 every rank updates every weight. ZeRO (Rajbhandari et al. 2020) lets rank r update only slice r of n. Four
+In step 2 every rank updates every weight. ZeRO (Rajbhandari et al. 2020) lets rank r update only shard r of n. Four
 weights 1 2 3 4, two ranks. Rank 0's gradient is 5 5 5 5, rank 1's 20 20 20 20. Plain SGD, learning rate 0.1:
 
     stage  rank 0 holds                                    rank 1 holds
     0      weights 1 2 3 4   gradient 25 25 25 25          weights 1 2 3 4   gradient 25 25 25 25
     1      weights 1 2 3 4   gradient 5 5 5 5, sum 25 25   weights 1 2 3 4   gradient 20 20 20 20, sum 25 25
-    2      weights 1 2 3 4   slice of sum: 25 25           weights 1 2 3 4   slice of sum: 25 25
-    3      weights 1 2       slice of sum: 25 25           weights     3 4   slice of sum: 25 25
+    2      weights 1 2 3 4   shard of sum: 25 25           weights 1 2 3 4   shard of sum: 25 25
+    3      weights 1 2       shard of sum: 25 25           weights     3 4   shard of sum: 25 25
     after  weights -1.5 -0.5                               weights 0.5 1.5   (stages 1 and 2 all-gather both)
 
 Parameters are laid out in *units*: the embedding E; each layer; the final norm with the head, H. A unit is a flat
-buffer, padded and cut in n equal slices.
+buffer, padded and sharded: cut in n equal parts.
 
     unit "layers.0":  [ norm  q  k  v  o .. | .. o  norm  gate .. | .. gate  up .. | .. up  down  0 0 ]
                       '----- rank 0 -----''------- rank 1 -------''---- rank 2 ----''---- rank 3 ----'
@@ -19,7 +19,7 @@ buffer, padded and cut in n equal slices.
 P: parameters, e of them in E and H (0 if the head is tied to the embedding: it is gathered twice). n: ranks. m: micro-
 batches of a rank. In a step a rank sends (n-1)/n x "elements":
 
-    stage   held in full                cut in n                       elements
+    stage   held in full                sharded                        elements
     0       weights, gradients, masters, moments                       2 P         all-reduce (step 2)
     1       weights, gradients          masters, moments               2 P         reduce-scatter, all-gather
     2       weights                     masters, moments, gradients    (m+1) P     m reduce-scatters, one all-gather
@@ -50,7 +50,7 @@ from step02_ddp import SYNCS, join_ranks
 
 
 class Unit:
-    """Some parameters in one flat buffer [padded], cut in n slices [padded / n], of which this rank updates one."""
+    """Some parameters in one flat buffer [padded], and its n shards [padded / n], of which this rank updates one."""
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
         self.named, self.group = named, group
@@ -59,30 +59,30 @@ class Unit:
         self.span = dict(zip(named, pairwise(ends), strict=True))  # name -> (start, stop) in flat
         self.length = -(-ends[-1] // group.size)  # rounded up
         self.first = group.rank * self.length
-        some = next(iter(named.values()))
-        self.flat = torch.zeros(self.length * group.size, dtype=some.dtype, device=some.device)
+        reference_param = next(iter(named.values()))
+        self.flat = torch.zeros(self.length * group.size, dtype=reference_param.dtype, device=reference_param.device)
         for name, param in named.items():
             self.view(self.flat, name).copy_(param.detach())
             param.data = self.view(
                 self.flat, name
             )  # .data: else autograd would take each later write to flat for an error
             param.grad_dtype = wide(param.dtype)
-        self.slice = self.flat[self.first : self.first + self.length]
-        self.master = self.slice.to(wide(some.dtype))  # the slice itself, if it is wide enough
+        self.shard = self.flat[self.first : self.first + self.length]
+        self.master = self.shard.to(wide(reference_param.dtype))  # the shard itself, if it is wide enough
         self.missing = 0  # from stage 2 on: gradients that this micro-batch's backward has yet to make
         self.gradient: Tensor | None = None  # [padded], from this rank's tokens: not summed over ranks
-        self.total: Tensor | None = None  # [padded / n], the sum over the ranks of `gradient`
-        self.grad_slice: Tensor | None = None  # [padded / n], `total` of all micro-batches, added up
+        self.reduced_shard: Tensor | None = None  # [padded / n], the sum over the ranks of `gradient`
+        self.grad_shard: Tensor | None = None  # [padded / n], `reduced_shard` of all micro-batches, added up
 
     def view(self, flat: Tensor, name: str) -> Tensor:
         """A parameter's part of a flat buffer, in the parameter's shape."""
         start, stop = self.span[name]
         return flat[start:stop].view_as(self.named[name])
 
-    def part(self, slice_: Tensor, name: str) -> Tensor:
-        """The part of this rank's slice that belongs to a parameter: empty if it lies on other ranks."""
+    def view_shard(self, shard: Tensor, name: str) -> Tensor:
+        """The part of this rank's shard that belongs to a parameter: empty if it lies on other ranks."""
         start, stop = (min(max(at - self.first, 0), self.length) for at in self.span[name])
-        return slice_[start:stop]
+        return shard[start:stop]
 
     def make_room(self):
         """A flat buffer of zeros for this rank's gradients."""
@@ -95,12 +95,12 @@ def unit_names(model: Decoder) -> list[list[str]]:
     for name, param in model.named_parameters():
         found = re.match(r"model\.layers\.\d+|model\.embed_tokens", name)
         module = found.group() if found else "norm and head"
-        units.setdefault((module, layout_of(param).data_group), []).append(name)
+        units.setdefault((module, layout_of(param).data_dim), []).append(name)
     return list(units.values())
 
 
 class Zero1:
-    """Optimizer state is cut. An object of this class is the optimizer, and also the sync (step 2: begin, finish).
+    """Optimizer state is sharded. An object of this class is the optimizer, and also the sync (step 2: begin, finish).
 
     All sums start after the last backward: nothing hides them, unlike those of step 2's buckets.
     """
@@ -114,10 +114,10 @@ class Zero1:
             named = {name: model.get_parameter(name) for name in names}
             group = data_parallel_group(named[names[0]], mesh)  # dp: same weights, other tokens
             self.units.append(self.unit_type(named, group))
-        self.pieces: dict[str, Tensor] = {}  # by name: the part of each master in this rank's slices
+        self.shards: dict[str, Tensor] = {}  # by name: the part of each master in this rank's shards
         for unit in self.units:
-            self.pieces |= {name: part for name in unit.trained if len(part := unit.part(unit.master, name))}
-        self.rule = OPTIMIZERS[config.optimizer](self.pieces, config)
+            self.shards |= {name: own for name in unit.trained if len(own := unit.view_shard(unit.master, name))}
+        self.torch_optimizer = OPTIMIZERS[config.optimizer](self.shards, config)
 
     def begin(self, n_micro_batches: int):
         """Before the first micro-batch: let autograd add up in flat buffers."""
@@ -127,49 +127,49 @@ class Zero1:
                 param.grad = unit.view(unit.gradient, name)
 
     def reduce(self, unit: Unit) -> Pending:
-        """Start to sum a unit's gradient over the ranks; this rank gets its slice of the sum."""
-        unit.total = unit.gradient.new_empty(unit.length)
-        return reduce_scatter(unit.total, unit.gradient, unit.group)
+        """Start to sum a unit's gradient over the ranks; this rank gets its shard of the sum."""
+        unit.reduced_shard = unit.gradient.new_empty(unit.length)
+        return reduce_scatter(unit.reduced_shard, unit.gradient, unit.group)
 
     def finish(self):
-        """After the last micro-batch: when it returns, every `grad_slice` is complete."""
+        """After the last micro-batch: when it returns, every `grad_shard` is complete."""
         for pending in [self.reduce(unit) for unit in self.units]:
             pending.wait()
         for unit in self.units:
-            unit.grad_slice = unit.total
+            unit.grad_shard = unit.reduced_shard
 
     def gradients(self) -> dict[str, Tensor]:
-        """By name: the part of each gradient in this rank's slices."""
-        return {name: unit.part(unit.grad_slice, name) for unit in self.units for name in unit.trained}
+        """By name: the part of each gradient in this rank's shards."""
+        return {name: unit.view_shard(unit.grad_shard, name) for unit in self.units for name in unit.trained}
 
     def step(self, lr: float):
-        """Update this rank's slices of the masters, round them into those of the weights, and publish these."""
+        """Update this rank's shards of the masters, round them into those of the weights, and publish these."""
         gradients = self.gradients()
-        for name, piece in self.pieces.items():
-            piece.grad = gradients[name]
-        for group in self.rule.param_groups:
+        for name, shard in self.shards.items():
+            shard.grad = gradients[name]
+        for group in self.torch_optimizer.param_groups:
             group["lr"] = lr
-        self.rule.step()
+        self.torch_optimizer.step()
         for unit in self.units:
-            unit.slice.copy_(unit.master)
+            unit.shard.copy_(unit.master)
         self.publish()
 
     def publish(self):
         """Give every rank all updated weights."""
-        for pending in [all_gather(unit.flat, unit.slice, unit.group) for unit in self.units]:
+        for pending in [all_gather(unit.flat, unit.shard, unit.group) for unit in self.units]:
             pending.wait()
 
     def zero_grad(self):
         """Free the gradients."""
-        self.rule.zero_grad()
+        self.torch_optimizer.zero_grad()
         for unit in self.units:
-            unit.gradient = unit.total = unit.grad_slice = None
+            unit.gradient = unit.reduced_shard = unit.grad_shard = None
             for param in unit.trained.values():
                 param.grad = None
 
 
 class Zero2(Zero1):
-    """Gradients are cut as well: a unit's whole gradient exists from its backward to the end of its reduce-scatter.
+    """Gradients are sharded as well: a unit's whole gradient exists from its backward to the end of its reduce-scatter.
 
     That is while the next unit's backward runs, so two exist at a time. The last one, E's, ends with the next backward,
     or in `finish`.
@@ -179,16 +179,16 @@ class Zero2(Zero1):
         super().__init__(*args)
         for unit in self.units:
             for name, param in unit.trained.items():
-                param.register_post_accumulate_grad_hook(partial(self.added, unit, name))
+                param.register_post_accumulate_grad_hook(partial(self.mark_ready, unit, name))
 
     def begin(self, n_micro_batches: int):
-        """Before the first micro-batch: the slices start at zero."""
+        """Before the first micro-batch: the shards start at zero."""
         self.in_flight: tuple[Unit, Pending] | None = None
         for unit in self.units:
             unit.missing = len(unit.trained)
-            unit.grad_slice = torch.zeros_like(unit.master, device=unit.flat.device)
+            unit.grad_shard = torch.zeros_like(unit.master, device=unit.flat.device)
 
-    def added(self, unit: Unit, name: str, param: nn.Parameter):
+    def mark_ready(self, unit: Unit, name: str, param: nn.Parameter):
         """Hook: the gradient of `param` is complete for this micro-batch. Move it into the unit's buffer."""
         if self.in_flight is not None and self.in_flight[0] is unit:  # step 6 only: a pipeline stage of one unit
             self.land()
@@ -210,8 +210,8 @@ class Zero2(Zero1):
         if self.in_flight is not None:
             unit, pending = self.in_flight
             pending.wait()
-            unit.grad_slice += unit.total
-            unit.gradient = unit.total = self.in_flight = None
+            unit.grad_shard += unit.reduced_shard
+            unit.gradient = unit.reduced_shard = self.in_flight = None
             unit.missing = len(unit.trained)  # of the next micro-batch
 
     def finish(self):
@@ -219,22 +219,22 @@ class Zero2(Zero1):
         self.land()
 
 
-class SlicedUnit(Unit):
-    """A unit of which only the slice stays. The parameters remain views of `flat`, even while that has no memory."""
+class ShardedUnit(Unit):
+    """A unit of which only the shard stays. The parameters remain views of `flat`, even while that has no memory."""
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
         super().__init__(named, group)
-        self.slice = self.slice.clone()
-        self.master = self.slice.to(self.master.dtype)
+        self.shard = self.shard.clone()
+        self.master = self.shard.to(self.master.dtype)
         self.nbytes = self.flat.nbytes
         self.gathered, self.gathering = True, Pending()
         self.free()
 
     def gather(self):
-        """Start to fill the flat buffer from the slices of all ranks, if it is empty."""
+        """Start to fill the flat buffer from the shards of all ranks, if it is empty."""
         if not self.gathered:
             self.flat.untyped_storage().resize_(self.nbytes)
-            self.gathering, self.gathered = all_gather(self.flat, self.slice, self.group), True
+            self.gathering, self.gathered = all_gather(self.flat, self.shard, self.group), True
 
     def free(self):
         """Give the memory back. What autograd saved of the weights finds its bytes again after the next `gather`."""
@@ -245,7 +245,7 @@ class SlicedUnit(Unit):
 
 
 class Zero3(Zero2):
-    """Parameters are cut too. Hooks gather a unit before its use, and the next one during it. Rest: as Zero2.
+    """Parameters are sharded too. Hooks gather a unit before its use, and the next one during it. Rest: as Zero2.
 
     A micro-batch through layers 0 and 1. What stands in one column is under way at the same time:
 
@@ -259,7 +259,7 @@ class Zero3(Zero2):
     time; a third, E, if the head is tied to it.
     """
 
-    unit_type = SlicedUnit
+    unit_type = ShardedUnit
 
     def __init__(self, model: Decoder, *args):
         super().__init__(model, *args)
@@ -295,7 +295,7 @@ class Zero3(Zero2):
             unit.free()
 
     def publish(self):
-        """The next forward gathers the updated slices."""
+        """The next forward gathers the updated shards."""
         for unit in self.units:
             unit.free()
 
@@ -307,7 +307,7 @@ STAGES: dict[int, Callable[..., Zero1 | Zero2] | None] = {0: None, 1: Zero1, 2: 
 class Config(step02.Config):
     """ZeRO."""
 
-    zero: int = among(STAGES, 1)  # cut: 0 nothing (step 2), 1 optimizer state, 2 also gradients, 3 also parameters
+    zero: int = among(STAGES, 1)  # sharded: 0 nothing (step 2), 1 optimizer state, 2 also gradients, 3 also parameters
 
 
 def make_optimizer(model: Decoder, config: Config, mesh: Mesh, device: torch.device, dtype: torch.dtype):
@@ -330,7 +330,7 @@ def train(config: Config, run: Run):
     with torch.device("meta"):
         model = Decoder(shape)
     RECOMPUTE[config.recompute](model)  # before stage 3's hooks: a layer is gathered once for both of its forwards
-    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # this slice of the update is mine
+    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # this shard of the update is mine
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
         tokens, targets = (x.to(device) for x in data.batch(step))
@@ -345,7 +345,7 @@ def train(config: Config, run: Run):
         sync.finish()  # also over ranks
         all_reduce(loss, mesh["dp"]).wait()
 
-        norm = global_norm(model, optimizer.gradients(), mesh, sliced=config.zero > 0)
+        norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero > 0)
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
         scale(optimizer.gradients(), clip_coef)

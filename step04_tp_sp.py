@@ -46,7 +46,7 @@ import step03_zero as step03
 from common import UserError
 from common.comm import Group, Mesh, all_gather, all_reduce, reduce_scatter
 from common.data import Data
-from common.layout import Split, global_norm, layout_of, note_layout
+from common.layout import Shard, global_norm, layout_of, note_layout
 from common.model import IGNORE, PRESETS, Decoder, ModelConfig, wide
 from common.trainer import Run, among, choose_device, main
 from step01_single_gpu import RECOMPUTE, learning_rate, scale
@@ -68,17 +68,17 @@ def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
 
 def gather_tokens(x: Tensor, group: Group) -> Tensor:
     """All-gather: [batch, seq/n, dim] of every rank -> [batch, seq, dim]."""
-    parts = x.new_empty(group.size, *x.shape)  # [n, batch, seq/n, dim]
-    all_gather(parts.view(-1), x.contiguous().view(-1), group).wait()
-    return parts.movedim(0, 1).flatten(1, 2)
+    shards = x.new_empty(group.size, *x.shape)  # [n, batch, seq/n, dim]
+    all_gather(shards.view(-1), x.contiguous().view(-1), group).wait()
+    return shards.movedim(0, 1).flatten(1, 2)
 
 
-def sum_and_split_tokens(x: Tensor, group: Group) -> Tensor:
+def sum_and_shard_tokens(x: Tensor, group: Group) -> Tensor:
     """Reduce-scatter: [batch, seq, dim] on every rank -> this rank's tokens of the sum, [batch, seq/n, dim]."""
-    parts = x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()  # [n, batch, seq/n, dim]
-    part = torch.empty_like(parts[0])
-    reduce_scatter(part.view(-1), parts.view(-1), group).wait()
-    return part
+    shards = x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()  # [n, batch, seq/n, dim]
+    ours = torch.empty_like(shards[0])
+    reduce_scatter(ours.view(-1), shards.view(-1), group).wait()
+    return ours
 
 
 class Conjugate(torch.autograd.Function):
@@ -99,14 +99,14 @@ class Conjugate(torch.autograd.Function):
 def enter_block(x: Tensor, group: Group, sp: bool) -> Tensor:
     """f. Forward: identity (SP: all-gather the tokens). Backward: all-reduce (SP: reduce-scatter)."""
     if sp:
-        return Conjugate.apply(x, group, gather_tokens, sum_and_split_tokens)
+        return Conjugate.apply(x, group, gather_tokens, sum_and_shard_tokens)
     return Conjugate.apply(x, group, unchanged, sum_over_ranks)
 
 
 def leave_block(x: Tensor, group: Group, sp: bool) -> Tensor:
     """g. Forward: all-reduce (SP: reduce-scatter). Backward: identity (SP: all-gather)."""
     if sp:
-        return Conjugate.apply(x, group, sum_and_split_tokens, gather_tokens)
+        return Conjugate.apply(x, group, sum_and_shard_tokens, gather_tokens)
     return Conjugate.apply(x, group, sum_over_ranks, unchanged)
 
 
@@ -157,7 +157,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return gradient * grad, None, None, None
 
 
-def cut(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
+def shard_param(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
     """This rank's shard of a parameter on the meta device; the parameter itself in a group of one.
 
     All shards are equally long: the last ones may be padding. `materialize` reads the record (common/layout.py).
@@ -166,22 +166,22 @@ def cut(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
         return weight
     full, shape = weight.shape[dim], list(weight.shape)
     shape[dim] = length = -(-full // group.size)
-    part = nn.Parameter(torch.empty(shape, device="meta"), weight.requires_grad)
-    split = Split(dim, group.name, group.rank * length, (group.rank + 1) * length, full)
-    part.parallel_layout = replace(layout_of(weight), splits=(*layout_of(weight).splits, split))
-    return part
+    local = nn.Parameter(torch.empty(shape, device="meta"), weight.requires_grad)
+    shard = Shard(dim, group.name, group.rank * length, (group.rank + 1) * length, full)
+    local.parallel_layout = replace(layout_of(weight), shards=(*layout_of(weight).shards, shard))
+    return local
 
 
-def cut_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
+def shard_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
     """This rank's heads of k_proj or v_proj, each of them whole. Raises UserError."""
     if config.n_kv_heads % mesh["tp"].size:
         raise UserError(f"--tp {mesh['tp'].size} must divide the {config.n_kv_heads} key/value heads of the model")
-    return cut(weight, 0, mesh["tp"])
+    return shard_param(weight, 0, mesh["tp"])
 
 
 COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
-CUTS = dict.fromkeys(COLUMNS, 0) | dict.fromkeys(ROWS, 1)  # the dimension of a weight [out, in] that is sharded
-HEADS = dict(k_proj=cut_heads, v_proj=cut_heads)  # q_proj needs no check: n_kv_heads divides n_heads
+SHARD_DIMS = dict.fromkeys(COLUMNS, 0) | dict.fromkeys(ROWS, 1)  # the dimension of a weight [out, in] that is sharded
+HEADS = dict(k_proj=shard_heads, v_proj=shard_heads)  # q_proj needs no check: n_kv_heads divides n_heads
 
 
 def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
@@ -201,12 +201,12 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
             if name in HEADS:
                 linear.weight = HEADS[name](linear.weight, mesh, config)  # fewer: the model counts them by itself
             else:
-                linear.weight = cut(linear.weight, CUTS[name], group)
+                linear.weight = shard_param(linear.weight, SHARD_DIMS[name], group)
 
-    trunk.embed_tokens.weight = cut(trunk.embed_tokens.weight, 0, group)
-    model.lm_head.weight = trunk.embed_tokens.weight if config.tied else cut(model.lm_head.weight, 0, group)
-    split = layout_of(model.lm_head.weight).splits[-1]
-    ids = range(split.start, min(split.stop, split.full))  # the last ranks may have fewer, or none
+    trunk.embed_tokens.weight = shard_param(trunk.embed_tokens.weight, 0, group)
+    model.lm_head.weight = trunk.embed_tokens.weight if config.tied else shard_param(model.lm_head.weight, 0, group)
+    shard = layout_of(model.lm_head.weight).shards[-1]
+    ids = range(shard.start, min(shard.stop, shard.full))  # the last ranks may have fewer, or none
     trunk.embed_tokens = VocabParallelEmbedding(trunk.embed_tokens.weight, ids)
     model.loss = lambda logits, targets: VocabParallelCrossEntropy.apply(logits, targets, ids, group)
 
@@ -223,7 +223,7 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
 def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh):
     """Sum gradients, in place, over the groups that their records name in `partial_over`: one all-reduce a group.
 
-    Call it after `sync.finish`. Under ZeRO a rank has slices; all ranks of the group cut alike, so slices add up.
+    Call it after `sync.finish`. Under ZeRO a rank has shards; all ranks of the group shard alike, so these add up.
     """
     params = dict(model.named_parameters())
     for group in mesh.groups.values():
@@ -240,7 +240,7 @@ class Config(step03.Config):
     """Tensor and sequence parallelism."""
 
     tp: int = 1  # ranks that share each matrix
-    sp: bool = True  # between the blocks, split the tokens over tp
+    sp: bool = True  # between the blocks, shard the tokens over tp
     zero: int = among(STAGES, 0)  # ZeRO over dp: 0 none (so you see tp alone), 1 state, 2 gradients, 3 parameters
 
 
@@ -255,7 +255,7 @@ def train(config: Config, run: Run):
         model = Decoder(shape)
     shard_tensors(model, mesh, config.sp)  # these rows and columns are mine
     RECOMPUTE[config.recompute](model)
-    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this slice is mine (--zero)
+    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this shard is mine (--zero)
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
         tokens, targets = (x.to(device) for x in data.batch(step))
@@ -271,7 +271,7 @@ def train(config: Config, run: Run):
         sum_partial_gradients(model, optimizer.gradients(), mesh)  # of norms: with SP a rank saw only its tokens
         all_reduce(loss, mesh["dp"]).wait()  # along tp all have the whole loss
 
-        norm = global_norm(model, optimizer.gradients(), mesh, sliced=config.zero > 0)
+        norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero > 0)
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
         scale(optimizer.gradients(), clip_coef)

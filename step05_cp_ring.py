@@ -222,7 +222,7 @@ def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode, sp: bool) -> Te
     group, tp, seq_len = mesh["cp"], mesh["tp"], model.config.seq_len
     mesh.join("data", "dp", "cp")  # all dp x cp ranks. With dp = 1 these are the ranks of mesh["cp"]: one process group
     for param in model.parameters():
-        note_layout(param, data_group="data")
+        note_layout(param, data_dim="data")
     if group.size == 1:
         return torch.arange(seq_len)
     positions = mode.positions(seq_len, group.rank, group.size)
@@ -247,7 +247,7 @@ def train(config: Config, run: Run):
     shard_tensors(model, mesh, config.sp)  # step 4: these rows and columns are mine
     here = shard_context(model, mesh, CONTEXT[config.cp_mode], config.sp).to(device)  # these tokens of them are mine
     RECOMPUTE[config.recompute](model)
-    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this slice is mine (--zero)
+    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this shard is mine (--zero)
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh, positions=here):
         tokens, targets = (x.to(device) for x in data.batch(step))
@@ -263,7 +263,7 @@ def train(config: Config, run: Run):
         sum_partial_gradients(model, optimizer.gradients(), mesh)  # over tp: of norms that saw a part (SP)
         all_reduce(loss, mesh["data"]).wait()
 
-        norm = global_norm(model, optimizer.gradients(), mesh, sliced=config.zero > 0)
+        norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero > 0)
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
         scale(optimizer.gradients(), clip_coef)

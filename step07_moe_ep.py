@@ -50,7 +50,7 @@ from common.trainer import Run, among, choose_device, main
 from step01_single_gpu import RECOMPUTE, learning_rate, scale
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
-from step04_tp_sp import Conjugate, cut, gather_tokens, shard_tensors, sum_partial_gradients
+from step04_tp_sp import Conjugate, gather_tokens, shard_param, shard_tensors, sum_partial_gradients
 from step05_cp_ring import CONTEXT, shard_context
 from step06_pipeline import keep_stage, make_pipeline, plan, sum_tied
 
@@ -215,10 +215,10 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config):
     for layer in [*model.model.layers.values()][first :: config.moe_every]:
         with torch.device("meta"):
             layer.mlp = moe = BALANCE[config.balance](model.config.dim, width, config, mesh)
-        note_layout(moe.router.weight, data_group="data", partial_over=("tp",))  # tp ranks route different tokens
+        note_layout(moe.router.weight, data_dim="data", partial_over=("tp",))  # tp ranks route different tokens
         for linear in moe.experts.children():
-            linear.weight = cut(linear.weight, 0, mesh["ep"])
-            note_layout(linear.weight, data_group="expert_data")  # and sharded over ep: the norm counts it once
+            linear.weight = shard_param(linear.weight, 0, mesh["ep"])
+            note_layout(linear.weight, data_dim="expert_data")  # and sharded over ep: the norm counts it once
         if ep > 1:
             moe.experts.forward = partial(DISPATCH[config.ep_mode], moe.experts.forward, mesh["ep"])
         if tp.size > 1 and not config.sp:  # tp ranks have the same tokens: each takes its shard, all gather the outputs
@@ -242,7 +242,7 @@ def train(config: Config, run: Run):
     shard_experts(model, mesh, config)  # these experts are mine
     keep_stage(model, mesh["pp"], places)  # step 6: these layers are mine
     RECOMPUTE[config.recompute](model)
-    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this slice is mine (--zero)
+    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this shard is mine (--zero)
     pipeline = make_pipeline(config, model, mesh, here, places, lists)
 
     parts = dict(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh, positions=here, pipeline=pipeline)
@@ -258,7 +258,7 @@ def train(config: Config, run: Run):
         all_reduce(loss, mesh["data"]).wait()
         all_reduce(loss, mesh["pp"]).wait()
 
-        norm = global_norm(model, optimizer.gradients(), mesh, sliced=config.zero > 0)
+        norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero > 0)
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
         clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
         scale(optimizer.gradients(), clip_coef)

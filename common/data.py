@@ -5,9 +5,9 @@
     sample j of step s = window order[i mod n], i = s*B + j        B = global batch size, n = windows; for each epoch,
                                                                    i // n, `order` is drawn anew from (seed, epoch)
 
-Targets are shifted here, before anything cuts a sequence. Every rank reads the whole global batch and works on its part
-of it: token ids are small. The stream's last twentieth is kept for validation. A text's bytes are its ids, also where
-a model's vocabulary is larger.
+Targets are shifted here, before anything shards a sequence. Every rank reads the whole global batch and works on its
+part of it: token ids are small. The stream's last twentieth is kept for validation. A text's bytes are its ids, also
+where a model's vocabulary is larger.
 """
 
 import os

@@ -1,14 +1,14 @@
-"""Initial values, and one small record per parameter: how it is cut, over which ranks its gradient is summed.
+"""Initial values, and one small record per parameter: how it is sharded, over which ranks its gradient is summed.
 
 Chapter 1 needs `draw` and `materialize`: a parameter is drawn, and filled in. The record comes with the first ranks.
 Every dimension of parallelism notes in it what it did to a parameter. Whoever fills in initial weights, sums gradients,
-cuts optimizer state or takes the global norm reads it.
+shards optimizer state or takes the global norm reads it.
 
-    parameter (full shape)          splits                       partial_over     data_group
+    parameter (full shape)          shards                       partial_over     data_dim
     q_proj.weight   [128, 128]      dim 0 over tp: rows 0-63     ()               "dp"
     norm.weight     [128]           none                         ("tp",)          "dp"      (sequence parallelism)
 
-`partial_over` is about gradients *beside* their sum over data_group, which all parameters need. The table that a run
+`partial_over` is about gradients *beside* their sum over data_dim, which all parameters need. The table that a run
 prints (README) shows both as Partial.
 """
 
@@ -43,17 +43,17 @@ def draw(name: str, shape: list[int], n_layers: int, seed: int) -> Tensor:
 def materialize(model: Decoder, seed: int, device: torch.device, dtype: torch.dtype, only: Collection[str] = ()):
     """Give the parameters of a model on the meta device memory, and their initial values; or `only` these, by name.
 
-    From chapter 4 on a rank draws the whole of a parameter, and keeps its part: what its record's splits leave.
+    From chapter 4 on a rank draws the whole of a parameter, and keeps its shard, which the record describes.
     """
     for name, param in list(model.named_parameters()):
         if only and name not in only:
             continue
         shape = list(param.shape)
-        for split in reversed(layout_of(param).splits):  # the first cut knows the full size
-            shape[split.dim] = split.full
+        for shard in reversed(layout_of(param).shards):  # the first one knows the full size
+            shape[shard.dim] = shard.full
         value = draw(name, shape, model.config.n_layers, seed)
-        for split in layout_of(param).splits:
-            value = take(value, split)
+        for shard in layout_of(param).shards:
+            value = shard_of(value, shard)
         filled = nn.Parameter(value.to(device, dtype), param.requires_grad)
         filled.parallel_layout = layout_of(param)
         for module in model.modules():  # several have it, if it is tied
@@ -63,8 +63,8 @@ def materialize(model: Decoder, seed: int, device: torch.device, dtype: torch.dt
 
 
 @dataclass(frozen=True)
-class Split:
-    """From chapter 4 on: one cut. This rank holds indices start..stop-1 of dimension `dim`; `full` and up are zeros."""
+class Shard:
+    """From chapter 4 on: this rank holds indices start..stop-1 of dimension `dim`; `full` and up are zeros."""
 
     dim: int
     over: str  # a dimension of the mesh
@@ -77,9 +77,9 @@ class Split:
 class Layout:
     """From chapter 2 on: the record of one parameter."""
 
-    splits: tuple[Split, ...] = ()  # from chapter 4 on: its cuts, in the order in which they were made
+    shards: tuple[Shard, ...] = ()  # from chapter 4 on: one for each time that it was sharded, in this order
     partial_over: tuple[str, ...] = ()  # from chapter 4 on: dimensions over which its gradient must still be summed
-    data_group: str = "dp"  # dimension along which ranks hold the same and see different tokens
+    data_dim: str = "dp"  # dimension along which ranks hold the same and see different tokens
     stages: int = 1  # from chapter 6 on: of a pipeline that hold it, on different ranks
 
 
@@ -98,27 +98,27 @@ def data_parallel_group(param: Tensor, mesh: Mesh) -> Group:
 
     It is dp; from chapter 5 on dp x cp; in chapter 7, for experts, some of these.
     """
-    return mesh[layout_of(param).data_group]
+    return mesh[layout_of(param).data_dim]
 
 
-def take(full: Tensor, split: Split) -> Tensor:
-    """From chapter 4 on: the part of a tensor that a cut leaves, zero in the padding."""
-    part = full.movedim(split.dim, -1)[..., split.start : split.stop]
-    padding = split.stop - split.start - part.shape[-1]
-    return F.pad(part, (0, padding)).movedim(-1, split.dim).contiguous()
+def shard_of(full: Tensor, shard: Shard) -> Tensor:
+    """From chapter 4 on: this rank's shard of a tensor, zero in the padding."""
+    local = full.movedim(shard.dim, -1)[..., shard.start : shard.stop]
+    padding = shard.stop - shard.start - local.shape[-1]
+    return F.pad(local, (0, padding)).movedim(-1, shard.dim).contiguous()
 
 
-def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sliced: bool = False) -> float:
-    """From chapter 3 on: the L2 norm of the whole gradient, of which ranks hold parts.
+def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharded: bool = False) -> float:
+    """From chapter 3 on: the L2 norm of the whole gradient, of which ranks hold shards.
 
-    An element that c ranks hold counts 1/c on each, and so once in the sum over all ranks. ZeRO's slices (`sliced`),
-    parts of a cut, and pipeline stages hold different elements: c = 1. All other ranks hold copies. What several stages
-    hold (`stages`) is counted once, too.
+    An element that c ranks hold counts 1/c on each, and so once in the sum over all ranks. ZeRO's shards (`sharded`),
+    shards of a parameter, and pipeline stages hold different elements: c = 1. All other ranks hold copies. What several
+    stages hold (`stages`) is counted once, too.
     """
     params, by_copies = dict(model.named_parameters()), {}
     for name, gradient in gradients.items():
         record = layout_of(params[name])
-        apart = {"pp", *(split.over for split in record.splits), *((record.data_group,) if sliced else ())}
+        apart = {"pp", *(shard.over for shard in record.shards), *((record.data_dim,) if sharded else ())}
         holders = math.prod(group.size for dim, group in mesh.groups.items() if dim in apart)
         by_copies.setdefault(record.stages * mesh.world / holders, []).append(gradient)
     square = sum(nn.utils.get_total_norm(alike).double().square() / copies for copies, alike in by_copies.items())

@@ -24,7 +24,7 @@ class Naive(Case):
         model, place, wanted = nn.Module(), (mesh["dp"].rank, mesh["cp"].rank), {}
         for i, name in enumerate(("a", "b", "c", "expert", "frozen")):
             param = nn.Parameter(torch.full((i + 2, 3), 0.5, dtype=torch.float64), requires_grad=name != "frozen")
-            note_layout(param, data_group="data" if name == "expert" else "dp")
+            note_layout(param, data_dim="data" if name == "expert" else "dp")
             model.register_parameter(name, param)
         sync = step.NaiveSync(model, SimpleNamespace(bucket_mb=1.0), mesh)
         sync.begin(1)
@@ -88,7 +88,7 @@ def wide_params(*sizes: int) -> list[nn.Parameter]:
     params = [nn.Parameter(torch.zeros(size, 1)) for size in sizes]
     for i, param in enumerate(params):
         param.grad_dtype = torch.float64
-        note_layout(param, data_group="expert_data" if i in (4, 5) else "dp")
+        note_layout(param, data_dim="expert_data" if i in (4, 5) else "dp")
     return params
 
 
@@ -176,7 +176,7 @@ OVERLAP = (
 )
 UNUSED = (dict(mesh=dict(dp=2), limit=2000, micro=2, unused=True),)
 HOOKS = Task(
-    ("BucketSync.__init__", "BucketSync.begin", "BucketSync.added", "BucketSync.send", "BucketSync.finish"),
+    ("BucketSync.__init__", "BucketSync.begin", "BucketSync.mark_ready", "BucketSync.send", "BucketSync.finish"),
     (*demands(
          Overlap, OVERLAP,
          ("the sums of all ranks and micro-batches, in two steps", 3, "gradient"),

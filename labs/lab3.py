@@ -26,7 +26,7 @@ class Slices(Case):
             unit, at = self.unit(step, rank), 0
             own = torch.arange(unit.first, unit.first + unit.length)
             for name, (a, b) in zip(unit.named, self.shapes, strict=True):
-                places, piece = torch.arange(at, at := at + a * b), unit.part(own, name)
+                places, piece = torch.arange(at, at := at + a * b), unit.view_shard(own, name)
                 yield f"rank {rank}: its elements of {name}", piece.clone(), places[places // length == rank]
                 piece += 1000
                 written = int((own >= 1000).sum())
@@ -56,7 +56,7 @@ class Units(Case):
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         model = decoder(n_layers=12)
         for param in model.model.layers["10"].mlp.parameters():
-            note_layout(param, data_group="expert_data")
+            note_layout(param, data_dim="expert_data")
         rest = ["input_layernorm", "post_attention_layernorm", *(f"self_attn.{x}_proj" for x in "qkvo")]
         mlp = [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
         units = [["model.embed_tokens.weight"], ["model.norm.weight", "lm_head.weight"]]
@@ -67,7 +67,7 @@ class Units(Case):
 
 SLICES = (dict(shapes=((2, 3), (4, 5), (1, 1), (3, 2)), n=4), dict(shapes=((5, 1), (2, 2), (1, 3)), n=5))
 CUT = Task(
-    ("Unit.view", "Unit.part", "unit_names"),
+    ("Unit.view", "Unit.view_shard", "unit_names"),
     (*demands(Slices, SLICES, ("every element of every parameter, on one rank, as a view", 3, "elements", "is a view")),
      *demands(Places, SLICES, ("a parameter's place in the whole buffer, in its shape", 1, "places")),
      *demands(Units, ({},), ("a unit for each layer, embedding, norm with head", 2))),
@@ -124,7 +124,7 @@ class Sums(Zero):
                     wanted[name] = wanted[name].flatten()[places // length == mesh.rank]
             yield from rows({f"{says} {name}": part.clone() for name, part in zero.gradients().items()}, wanted)
             for unit in zero.units:
-                unit.gradient = unit.total = None
+                unit.gradient = unit.reduced_shard = None
 
 
 STAGES = [(dict(mesh=dict(dp=3), stage=stage, micro=2),) for stage in range(4)]
@@ -151,13 +151,13 @@ class Update(Zero):
                 flat = torch.zeros(len(unit.flat), dtype=unit.master.dtype)
                 for name in unit.named:
                     unit.view(flat, name).copy_(masters[name].grad)
-                unit.grad_slice = flat[unit.first : unit.first + unit.length].clone()
+                unit.grad_shard = flat[unit.first : unit.first + unit.length].clone()
             update(rule, 0.1 / turn)
             with Tape(mesh) as tape:
                 zero.step(0.1 / turn)
             zero.zero_grad()
-            left = [x for unit in zero.units for x in (unit.gradient, unit.total, unit.grad_slice)]
-            left += [param.grad for param in model.parameters()] + [piece.grad for piece in zero.pieces.values()]
+            left = [x for unit in zero.units for x in (unit.gradient, unit.reduced_shard, unit.grad_shard)]
+            left += [param.grad for param in model.parameters()] + [piece.grad for piece in zero.shards.values()]
             yield f"gradients left after update {turn}", sum(x is not None for x in left), 0
             yield f"bytes of update {turn}", tape.sent(), dict(dp=sum(self.sent(dtype.itemsize)))
         for name, param in model.named_parameters():
@@ -177,7 +177,7 @@ UPDATE = Task(
 )  # fmt: skip
 
 STAGE_2 = Task(
-    ("Zero2.begin", "Zero2.added", "Zero2.send", "Zero2.land", "Zero2.finish"),
+    ("Zero2.begin", "Zero2.mark_ready", "Zero2.send", "Zero2.land", "Zero2.finish"),
     (*demands(Sums, STAGES[2],
               ("our slices of the sum over ranks and micro-batches, in two steps", 3, "gradient of"),
               ("one reduce-scatter a unit and micro-batch", 2, "bytes"),
@@ -194,7 +194,7 @@ class Gather(Case):
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         named = {f"p{i}": nn.Parameter(self.draw(f"p{i}", *shape)) for i, shape in enumerate(self.shapes)}
         wanted = {name: param.detach().clone() for name, param in named.items()}
-        unit, length = step.SlicedUnit(named, mesh["dp"]), -(-sum(a * b for a, b in self.shapes) // self.ranks)
+        unit, length = step.ShardedUnit(named, mesh["dp"]), -(-sum(a * b for a, b in self.shapes) // self.ranks)
         yield "at first: bytes of the buffer", unit.flat.untyped_storage().nbytes(), 0
         for turn in (1, 2):
             with Tape(mesh) as tape:
@@ -209,14 +209,14 @@ class Gather(Case):
             unit.free()
             unit.free()
             yield f"turn {turn}, after free(): bytes of the buffer", unit.flat.untyped_storage().nbytes(), 0
-            unit.slice.mul_(3)
+            unit.shard.mul_(3)
         unit.gather()
         unit.free()
         yield "freed while it arrives: bytes of the buffer", unit.flat.untyped_storage().nbytes(), 0
 
 
 FREE = Task(
-    ("SlicedUnit.gather", "SlicedUnit.free"),
+    ("ShardedUnit.gather", "ShardedUnit.free"),
     demands(Gather, (dict(mesh=dict(dp=3), shapes=((3, 2), (5, 1), (2, 2))),),
             ("the parameters are what all slices are now", 2, ": p"),
             ("one gathering, started and not waited for; none of what is there", 2, "waits", "sent"),

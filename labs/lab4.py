@@ -49,7 +49,7 @@ class Collective(Tokens):
         result, sent = dict(
             sum_over_ranks=(total, self.whole),
             gather_tokens=(self.gathered(), self.half),
-            sum_and_split_tokens=(total[:, here], self.half),
+            sum_and_shard_tokens=(total[:, here], self.half),
         )[self.name]
         with Tape(mesh) as tape:
             found = getattr(step, self.name)(given, mesh["tp"])
@@ -65,15 +65,15 @@ def blocks(name: str) -> tuple[dict[str, Any], ...]:
 
 
 COLLECTIVES = Task(
-    ("sum_over_ranks", "gather_tokens", "sum_and_split_tokens"),
+    ("sum_over_ranks", "gather_tokens", "sum_and_shard_tokens"),
     (*demands(Collective, blocks("sum_over_ranks"),
               ("sum_over_ranks: the sum of every rank's x; x stays as it is", 2, "the ")),
      *demands(Collective, blocks("gather_tokens"),
               ("gather_tokens: all ranks' tokens in order", 2, "the "),
               ("gather_tokens sends (n-1)/n of the whole", 1, "bytes")),
-     *demands(Collective, blocks("sum_and_split_tokens"),
-              ("sum_and_split_tokens: this rank's tokens of the sum", 2, "the "),
-              ("sum_and_split_tokens sends (n-1)/n of the whole", 1, "bytes"))),
+     *demands(Collective, blocks("sum_and_shard_tokens"),
+              ("sum_and_shard_tokens: this rank's tokens of the sum", 2, "the "),
+              ("sum_and_shard_tokens sends (n-1)/n of the whole", 1, "bytes"))),
 )  # fmt: skip
 
 
@@ -242,20 +242,20 @@ class Cut(Case):
         for dim, (cuts, shape) in enumerate(parts):
             weight = nn.Parameter(torch.empty(10, 7, device="meta"), requires_grad=dim == 0)
             for ranks, name in ((3, "tp"), (2, "ep")):
-                weight = step.cut(weight, dim, Group(name, 1, ranks, None))
+                weight = step.shard_param(weight, dim, Group(name, 1, ranks, None))
             yield from record(f"the part along {dim}", weight, shape, cuts, [])
             yield f"the part along {dim} is trained", weight.requires_grad, dim == 0
             yield f"the part along {dim} has memory", weight.device.type != "meta", False
-        yield "a group of one changes it", step.cut(weight, 0, Group("tp", 0, 1, None)) is not weight, False
+        yield "a group of one changes it", step.shard_param(weight, 0, Group("tp", 0, 1, None)) is not weight, False
         weight, heads = nn.Parameter(torch.empty(12, 8, device="meta")), SimpleNamespace(n_kv_heads=2)
-        error = refused(step.cut_heads, weight, {"tp": Group("tp", 0, 3, None)}, heads)
+        error = refused(step.shard_heads, weight, {"tp": Group("tp", 0, 3, None)}, heads)
         yield "three ranks and two key/value heads", error, "UserError"
 
 
 CUT = tuple(dict(mesh=dict(dp=1, tp=2), sp=sp, tied=tied) for sp in (True, False) for tied in (False, True))
 CUTS = Task(
-    ("cut", "cut_heads", "shard_tensors"),
-    (*demands(Cut, ({},), ("cut: the part, its record, a group of one; cut_heads refuses", 2)),
+    ("shard_param", "shard_heads", "shard_tensors"),
+    (*demands(Cut, ({},), ("shard_param: the shard, its record, a group of one; shard_heads refuses", 2)),
      *demands(Records, CUT,
               ("every matrix is cut along the right dimension, a tied one once", 3, "shape", "cuts of", "parameters"),
               ("norms are partial over tp with SP, and nothing else is", 2, "partial_over")),

@@ -325,7 +325,7 @@ class Shard(Case):
         cores = [layer.self_attn.attend for layer in model.model.layers.values()]
         found = [core is attend or core("q", "k", "v") for core in cores]
         yield "attention of each layer", found, [f"qkv cp {place}" if cp > 1 else True] * 3
-        yield "data_group of the parameters", sorted({layout_of(p).data_group for p in model.parameters()}), ["data"]
+        yield "data_dim of the parameters", sorted({layout_of(p).data_dim for p in model.parameters()}), ["data"]
         yield 'ranks of mesh["data"]', members(mesh, "data"), torch.arange(dp * cp) * tp + mesh.rank % tp
 
 

@@ -96,16 +96,16 @@ def update(rule: torch.optim.Optimizer, lr: float):
     rule.step()
 
 
-def record(name: str, param: Tensor, shape: list, cuts: list, partial: list, data_group: str = "") -> Iterator[Row]:
+def record(name: str, param: Tensor, shape: list, cuts: list, partial: list, data_dim: str = "") -> Iterator[Row]:
     """Rows of a parameter's shape, and of what its record says: cuts (dim, over, start, stop, full) and so on."""
     layout = layout_of(param)
     yield f"the shape of {name}", list(param.shape), shape
-    found = [[split.dim, split.over, split.start, split.stop, split.full] for split in layout.splits]
+    found = [[shard.dim, shard.over, shard.start, shard.stop, shard.full] for shard in layout.shards]
     yield f"the cuts of {name}", found, cuts
     says = f"partial_over of {name} (dimensions over which its gradient is still to be summed)"
     yield says, list(layout.partial_over), partial
-    if data_group:
-        yield f"data_group of {name}", layout.data_group, data_group
+    if data_dim:
+        yield f"data_dim of {name}", layout.data_dim, data_dim
 
 
 def same(before: Iterable[Tensor], after: Iterable[Tensor]) -> bool:

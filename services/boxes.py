@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from common.layout import Split, layout_of
+from common.layout import Shard, layout_of
 from services.launch import agree
 from services.tables import full_shape
 from variants import Parts
@@ -76,20 +76,20 @@ class Piece:
     """What a rank holds of one whole tensor, and where it lies in memory: to be saved from, or to be filled.
 
     `kind`: "master", "buffer", or a name in the update rule's state, such as "exp_avg".
-    `tensor`: contiguous, elements `first`, `first` + 1, ... of this rank's part, which has `shape` after its `splits`.
+    `tensor`: contiguous, elements `first`, `first` + 1, ... of this rank's part, which has `shape` after its `shards`.
     """
 
     kind: str
     name: str
     tensor: Tensor
     shape: tuple[int, ...]
-    splits: tuple[Split, ...] = ()
+    shards: tuple[Shard, ...] = ()
     first: int = 0
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """Of the tensor that this is a piece of."""
-        return tuple(full_shape(self.shape, self.splits))
+        return tuple(full_shape(self.shape, self.shards))
 
     def boxes(self) -> Iterator[tuple[Box, Tensor]]:
         """The piece as boxes of the whole tensor, each with its view of the memory; padding is left out."""
@@ -98,9 +98,9 @@ class Piece:
             view = flat[done : done + prod(box.size)].view(box.size)
             done += view.numel()
             start, size = list(box.start), list(box.size)
-            for split in reversed(self.splits):
-                start[split.dim] += split.start
-                size[split.dim] = min(size[split.dim], split.full - start[split.dim])
+            for shard in reversed(self.shards):
+                start[shard.dim] += shard.start
+                size[shard.dim] = min(size[shard.dim], shard.full - start[shard.dim])
             if all(n > 0 for n in size):
                 yield Box(tuple(start), tuple(size)), view[tuple(slice(n) for n in size)]
 
@@ -109,9 +109,9 @@ def masters(parts: Parts) -> Iterator[Piece]:
     """What this rank updates: the masters, whole parameters in step 1's optimizer, parts of slices in ZeRO's."""
     optimizer, params = parts.optimizer, dict(parts.model.named_parameters())
     units = {name: unit for unit in parts.units for name in unit.named}
-    for name, master in (optimizer.pieces if units else optimizer.masters).items():
+    for name, master in (optimizer.shards if units else optimizer.masters).items():
         first = max(0, units[name].first - units[name].span[name][0]) if units else 0
-        yield Piece("master", name, master, tuple(params[name].shape), layout_of(params[name]).splits, first)
+        yield Piece("master", name, master, tuple(params[name].shape), layout_of(params[name]).shards, first)
 
 
 def state_piece(kind: str, master: Piece, value: Tensor, shape: tuple[int, ...]) -> Piece:
@@ -120,19 +120,19 @@ def state_piece(kind: str, master: Piece, value: Tensor, shape: tuple[int, ...])
     `shape` of the value before ZeRO cuts it; a dimension that is as long as the parameter's is cut as that one is.
     """
     alike = len(shape) == len(master.shape)
-    splits = tuple(s for s in master.splits if alike and shape[s.dim] == master.shape[s.dim])
-    return Piece(kind, master.name, value, shape, splits, master.first if shape == master.shape else 0)
+    shards = tuple(s for s in master.shards if alike and shape[s.dim] == master.shape[s.dim])
+    return Piece(kind, master.name, value, shape, shards, master.first if shape == master.shape else 0)
 
 
 def pieces(parts: Parts) -> Iterator[Piece]:
     """All that this rank holds from one step to the next: masters, the update rule's state, and buffers."""
     for master in masters(parts):
         yield master
-        for kind, value in parts.optimizer.rule.state.get(master.tensor, {}).items():
+        for kind, value in parts.optimizer.torch_optimizer.state.get(master.tensor, {}).items():
             shape = master.shape if value.shape == master.tensor.shape else tuple(value.shape)
             yield state_piece(kind, master, value, shape)
     for name, buffer in parts.model.named_buffers():
-        yield Piece("buffer", name, buffer, tuple(buffer.shape), layout_of(buffer).splits)
+        yield Piece("buffer", name, buffer, tuple(buffer.shape), layout_of(buffer).shards)
     for name, key, _ in debts(parts):
         if (owed := debtor(parts).owed.get(key)) is not None:
             yield Piece("owed", name, owed, tuple(owed.shape))
@@ -186,12 +186,12 @@ def take(parts: Parts, stored: Any, moments: bool):
         for kind in stored.kinds(master.name) - {"master", "buffer"} if moments else ():
             room = room_for(kind, master, *stored.about(kind, master.name))
             stored.fill(room)
-            optimizer.rule.state[master.tensor][kind] = room.tensor
+            optimizer.torch_optimizer.state[master.tensor][kind] = room.tensor
     for name, buffer in parts.model.named_buffers():
-        stored.fill(Piece("buffer", name, buffer, tuple(buffer.shape), layout_of(buffer).splits))
+        stored.fill(Piece("buffer", name, buffer, tuple(buffer.shape), layout_of(buffer).shards))
     for unit in parts.units:
-        if unit.master is not unit.slice:
-            unit.slice.copy_(unit.master)
+        if unit.master is not unit.shard:
+            unit.shard.copy_(unit.master)
     for name, master in getattr(optimizer, "masters", {}).items():
         optimizer.params[name].detach().copy_(master)
     getattr(optimizer, "publish", lambda: None)()

@@ -132,15 +132,15 @@ class MemoryTimeline(TorchDispatchMode):
 def held_tensors(parts: Parts) -> dict[str, list[Tensor | None]]:
     """What a rank holds when gradients are complete, by kind."""
     params, units = list(parts.model.parameters()), parts.units
-    rule, masters = parts.optimizer.rule, [unit.master for unit in units]
+    rule, masters = parts.optimizer.torch_optimizer, [unit.master for unit in units]
     if not units:
         masters = list(parts.optimizer.masters.values())
-    weights = [*params, *(unit.slice for unit in units)]
+    weights = [*params, *(unit.shard for unit in units)]
     own = {tensor.untyped_storage()._cdata for tensor in weights}
     states = [value for state in getattr(rule, "state", {}).values() for value in state.values()]
     return {
         "parameters": weights,
-        "gradients": [*(param.grad for param in params), *(t for u in units for t in (u.gradient, u.grad_slice))],
+        "gradients": [*(param.grad for param in params), *(t for u in units for t in (u.gradient, u.grad_shard))],
         "masters": [tensor for tensor in masters if tensor.untyped_storage()._cdata not in own],
         "moments": [value for value in states if isinstance(value, Tensor) and value.dim()],
     }

@@ -85,7 +85,7 @@ def data_traffic(config: Any, parts: Parts) -> Traffic:
     stage, units = getattr(config, "zero", 0), parts.units
     if not units:
         for param in parts.model.parameters():
-            dim = layout_of(param).data_group
+            dim = layout_of(param).data_dim
             found += traffic.gradient_traffic(dim, size(parts, dim), param.numel() * w.wide, config.sync == "ring")
         return found
     reduced, gathered = traffic.unit_travels(*module_runs(config, parts)) if stage >= 2 else ({}, {})
@@ -146,7 +146,7 @@ def sliced(parts: Parts, name: str) -> int:
     """Elements of a parameter's gradient that this rank has in the end: all, or those in its slice."""
     for unit in parts.units:
         if name in unit.named:
-            return len(unit.part(unit.master, name))
+            return len(unit.view_shard(unit.master, name))
     return parts.model.get_parameter(name).numel()
 
 

@@ -38,7 +38,7 @@ def held(parts: Parts) -> Iterator[Piece]:
     yield from pieces(parts)
     for name, param in parts.model.named_parameters():
         if param.untyped_storage().size():
-            yield Piece("weight", name, param.detach(), tuple(param.shape), layout_of(param).splits)
+            yield Piece("weight", name, param.detach(), tuple(param.shape), layout_of(param).shards)
 
 
 def check_replicas(config: Any, parts: Parts, step: int):

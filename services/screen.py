@@ -85,7 +85,7 @@ def stages_picture(schedule: str, places: list[Place], lists: list[list[Action]]
 def parameters_in_all(parts: Parts) -> int:
     """Numbers in all parameters of all ranks. A collective."""
     named = parts.model.named_parameters()
-    sizes = {name: prod(full_shape(param.shape, layout_of(param).splits)) for name, param in named}
+    sizes = {name: prod(full_shape(param.shape, layout_of(param).shards)) for name, param in named}
     return sum({name: n for theirs in gather_objects(sizes) for name, n in theirs.items()}.values())
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from common.comm import Mesh
-from common.layout import Split, layout_of
+from common.layout import Shard, layout_of
 from common.model import Decoder
 from services.launch import gather_objects
 from theory.tables import table
@@ -36,11 +36,11 @@ def shown_dims(mesh: Mesh) -> list[str]:
     return [*mesh.sizes, *more]
 
 
-def full_shape(shape: Iterable[int], splits: tuple[Split, ...]) -> list[int]:
+def full_shape(shape: Iterable[int], shards: tuple[Shard, ...]) -> list[int]:
     """The shape of the whole tensor, from that of a rank's part and its cuts."""
     shape = list(shape)
-    for split in reversed(splits):
-        shape[split.dim] = split.full
+    for shard in reversed(shards):
+        shape[shard.dim] = shard.full
     return shape
 
 
@@ -52,12 +52,12 @@ def reduction_rows(model: Decoder, dims: list[str]) -> dict[str, list[str]]:
     rows = {}
     for name, param in model.named_parameters():
         record = layout_of(param)
-        summed = {*record.partial_over, *(("dp", "cp") if record.data_group == "data" else (record.data_group,))}
+        summed = {*record.partial_over, *(("dp", "cp") if record.data_dim == "data" else (record.data_dim,))}
         cells = []
         for dim in dims:
-            cuts = [f"Shard({split.dim})" for split in record.splits if split.over == dim]
+            cuts = [f"Shard({shard.dim})" for shard in record.shards if shard.over == dim]
             cells.append(", ".join(cuts) or ("Partial" if dim in summed else "Replicate"))
-        rows.setdefault(re.sub(r"\.\d+\.", ".*.", name), [str(full_shape(param.shape, record.splits)), *cells])
+        rows.setdefault(re.sub(r"\.\d+\.", ".*.", name), [str(full_shape(param.shape, record.shards)), *cells])
     return rows
 
 

@@ -85,7 +85,7 @@ class Seeing:
         """After the last update, gather the weights."""
         yield from super().steps(**parts)
         optimizer = self.parts.optimizer
-        self.parameters = self.gather(optimizer.pieces if self.parts.units else optimizer.masters)
+        self.parameters = self.gather(optimizer.shards if self.parts.units else optimizer.masters)
 
     def require_finite(self, step: int, **numbers: float):
         """Gradients are complete, and not yet clipped: gather them."""
@@ -99,10 +99,10 @@ class Seeing:
         mine = []
         for name, value in local.items():
             param, unit = named[name], units.get(name)
-            splits = layout_of(param).splits
+            shards = layout_of(param).shards
             first = 0 if unit is None else max(0, unit.first - unit.span[name][0])
             values = value.detach().flatten().double().numpy().copy()  # which pickle takes faster than tensors
-            mine.append((name, tuple(param.shape), splits, first, values))
+            mine.append((name, tuple(param.shape), shards, first, values))
         everyone = [mine]
         if dist.is_initialized():
             everyone = [None] * dist.get_world_size()
@@ -141,11 +141,11 @@ class Served(Seeing, ServedRun):
 
 
 def assemble(parts: list[tuple]) -> dict[str, Tensor]:
-    """(name, local shape, splits, first element, values) of all ranks -> whole tensors. Raises if copies differ."""
+    """(name, local shape, shards, first element, values) of all ranks -> whole tensors. Raises if copies differ."""
     cut: dict[tuple, Tensor] = {}  # by name and cuts: this part of the tensor, flat
     shapes = {}
-    for name, shape, splits, first, values in parts:
-        key, values = (name, splits), torch.from_numpy(values)
+    for name, shape, shards, first, values in parts:
+        key, values = (name, shards), torch.from_numpy(values)
         whole = cut.setdefault(key, torch.full(shape, torch.nan, dtype=values.dtype).flatten())
         place = whole[first : first + len(values)]
         known = ~place.isnan()
@@ -154,18 +154,18 @@ def assemble(parts: list[tuple]) -> dict[str, Tensor]:
         place.copy_(values)
         shapes[key] = shape
     whole: dict[str, Tensor] = {}
-    for (name, splits), values in cut.items():
-        shape = list(shapes[name, splits])
+    for (name, shards), values in cut.items():
+        shape = list(shapes[name, shards])
         part = values.view(shape)
-        for split in reversed(splits):
-            shape[split.dim] = split.full
+        for shard in reversed(shards):
+            shape[shard.dim] = shard.full
         if name not in whole:
             whole[name] = torch.full(shape, torch.nan, dtype=values.dtype)
         place = whole[name]
-        for split in splits:  # cuts of one dimension by two groups: the second counts within the first
-            stop = min(split.stop, split.full, split.start + place.shape[split.dim])
-            place = place.narrow(split.dim, min(split.start, place.shape[split.dim]), max(0, stop - split.start))
-            part = part.narrow(split.dim, 0, place.shape[split.dim])
+        for shard in shards:  # cuts of one dimension by two groups: the second counts within the first
+            stop = min(shard.stop, shard.full, shard.start + place.shape[shard.dim])
+            place = place.narrow(shard.dim, min(shard.start, place.shape[shard.dim]), max(0, stop - shard.start))
+            part = part.narrow(shard.dim, 0, place.shape[shard.dim])
         place.copy_(part)
     for name, value in whole.items():
         assert not value.isnan().any(), f"{name}: some elements are on no rank"

@@ -39,8 +39,9 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
         ("groups are mixed", "fill_buckets", " or group is not before", ""),
     ],
     (2, 4): [
-        ("no hook", "BucketSync", "param.register_post_accumulate_grad_hook(partial(self.added, bucket))", "pass"),
-        ("a late-binding lambda", "BucketSync", "partial(self.added, bucket)", "lambda p: self.added(bucket, p)"),
+        ("no hook", "BucketSync", "param.register_post_accumulate_grad_hook(partial(self.mark_ready, bucket))", "pass"),
+        ("a late-binding lambda", "BucketSync", "partial(self.mark_ready, bucket)",
+         "lambda p: self.mark_ready(bucket, p)"),
         ("waiting at once", "BucketSync", "self.pending.append(all_reduce(bucket.flat, bucket.group))",
          "all_reduce(bucket.flat, bucket.group).wait()"),
         ("sent out of order", "BucketSync",
@@ -52,22 +53,24 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
     ],
     (3, 1): [
         ("a layer's number has one digit", "unit_names", "layers\\.\\d+", "layers\\.\\d"),
-        ("a part is a copy", "Unit", "return slice_[start:stop]", "return slice_[start:stop].clone()"),
-        ("units with others' parameters", "unit_names", "(module, layout_of(param).data_group)", '(module, "")'),
+        ("a part is a copy", "Unit", "return shard[start:stop]", "return shard[start:stop].clone()"),
+        ("units with others' parameters", "unit_names", "(module, layout_of(param).data_dim)", '(module, "")'),
     ],
     (3, 2): [
         ("an all-reduce", "Zero1",
-         "        return reduce_scatter(unit.total, unit.gradient, unit.group)",
+         "        return reduce_scatter(unit.reduced_shard, unit.gradient, unit.group)",
          "        all_reduce(unit.gradient, unit.group).wait()\n"
-         "        unit.total.copy_(unit.gradient[unit.first : unit.first + unit.length])\n"
+         "        unit.reduced_shard.copy_(unit.gradient[unit.first : unit.first + unit.length])\n"
          "        return Pending()"),
-        ("our own slice, not summed", "Zero1", "        return reduce_scatter(unit.total, unit.gradient, unit.group)",
-         "        unit.total.copy_(unit.gradient[unit.first : unit.first + unit.length])\n        return Pending()"),
+        ("our own shard, not summed", "Zero1",
+         "        return reduce_scatter(unit.reduced_shard, unit.gradient, unit.group)",
+         "        unit.reduced_shard.copy_(unit.gradient[unit.first : unit.first + unit.length])\n"
+         "        return Pending()"),
     ],
     (3, 3): [
         ("the first learning rate for ever", "Zero1", 'group["lr"] = lr', 'group.setdefault("lr", lr)'),
-        ("masters are not copied back", "Zero1", "unit.slice.copy_(unit.master)", "pass"),
-        ("gradients stay", "Zero1", "unit.gradient = unit.total = unit.grad_slice = None", "pass"),
+        ("masters are not copied back", "Zero1", "unit.shard.copy_(unit.master)", "pass"),
+        ("gradients stay", "Zero1", "unit.gradient = unit.reduced_shard = unit.grad_shard = None", "pass"),
     ],
     (3, 4): [
         ("waiting at once", "Zero2", "self.in_flight = unit, self.reduce(unit)",
@@ -75,8 +78,8 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
         ("whole gradients stay", "Zero2", "param.grad = None\n        unit.missing", "unit.missing"),
     ],
     (3, 5): [
-        ("never freed", "SlicedUnit", "self.flat.untyped_storage().resize_(0)", "pass"),
-        ("gathered again", "SlicedUnit", "if not self.gathered:", "if True:"),
+        ("never freed", "ShardedUnit", "self.flat.untyped_storage().resize_(0)", "pass"),
+        ("gathered again", "ShardedUnit", "if not self.gathered:", "if True:"),
     ],
     (3, 6): [
         ("nothing is gathered in advance", "Zero3", "[*self.uses[i], *self.uses[ahead]]", "self.uses[i]"),
@@ -85,10 +88,10 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
     ],
     (4, 1): [
         ("the caller's tensor", "sum_over_ranks", "x.clone(memory_format=torch.contiguous_format)", "x.contiguous()"),
-        ("parts side by side", "gather_tokens", "parts.movedim(0, 1)", "parts.movedim(0, 2)"),
-        ("tokens of the own part alone", "sum_and_split_tokens",
-         "reduce_scatter(part.view(-1), parts.view(-1), group).wait()",
-         "part.copy_(parts[group.rank])"),
+        ("parts side by side", "gather_tokens", "shards.movedim(0, 1)", "shards.movedim(0, 2)"),
+        ("tokens of the own part alone", "sum_and_shard_tokens",
+         "reduce_scatter(ours.view(-1), shards.view(-1), group).wait()",
+         "ours.copy_(shards[group.rank])"),
     ],
     (4, 2): [
         ("sp the other way round in f", "enter_block", "if sp:", "if not sp:"),
@@ -104,7 +107,7 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
         ("nothing is cut", "shard_tensors", "if group.size == 1:", "if True:"),
         ("norms are summed without SP, too", "shard_tensors", "if sp and param.dim() == 1", "if param.dim() == 1"),
         ("SP whatever the flag says", "shard_tensors", "(output, group, sp)", "(output, group, True)"),
-        ("the earlier cuts are forgotten", "cut", "(*layout_of(weight).splits, split)", "(split,)"),
+        ("the earlier shards are forgotten", "shard_param", "(*layout_of(weight).shards, shard)", "(shard,)"),
     ],
     (4, 5): [
         ("new tensors", "sum_partial_gradients", "part.copy_(total.view_as(part))", "part = total"),
@@ -143,7 +146,7 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
         ("heads repeated before the ring", "ring_attention", "for x in (q, k, v))",
          "for x in (q, *(y.repeat_interleave(q.shape[2] // y.shape[2], 2) for y in (k, v))))"),
         ("ring_attention: zigzag only", "ring_attention", "group, visible, kernel)", "group, zigzag_visible, kernel)"),
-        ("records forget data", "shard_context", 'note_layout(param, data_group="data")', "pass"),
+        ("records forget data", "shard_context", 'note_layout(param, data_dim="data")', "pass"),
         ("first layer only", "shard_context", "model.model.layers.values()", "[model.model.layers['0']]"),
         ("tokens tp cannot divide", "shard_context", "if len(positions) % tp.size:", "if False:"),
     ],
@@ -213,7 +216,7 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
     (7, 5): [
         ("dense layers forgotten", "shard_experts", "config.dense_layers + ", ""),
         ("ep multiplies", "shard_experts", 'mesh.enter("ep", grid)', 'mesh.enter("ep", grid.reshape(ep, -1).T)'),
-        ("experts are not cut", "shard_experts", 'cut(linear.weight, 0, mesh["ep"])', "linear.weight"),
+        ("experts are not cut", "shard_experts", 'shard_param(linear.weight, 0, mesh["ep"])', "linear.weight"),
         ("too many experts a token", "shard_experts", "config.experts_per_token > config.experts:", "False:"),
     ],
 }  # fmt: skip

@@ -97,12 +97,12 @@ def recompute_layers(model):
         begin, end = self.span[name]
         return flat.narrow(0, begin, end - begin).reshape(self.named[name].shape)
 """,
-        "Unit.part": """
-    def part(self, slice_, name):
+        "Unit.view_shard": """
+    def view_shard(self, shard, name):
         begin, end = self.span[name]
         first = max(begin, self.first)
         length = min(end, self.first + self.length) - first
-        return slice_.narrow(0, first - self.first, length) if length > 0 else slice_.narrow(0, 0, 0)
+        return shard.narrow(0, first - self.first, length) if length > 0 else shard.narrow(0, 0, 0)
 """,
     }),
     "lab 5: groups of heads, einsum, and a softmax by hand": (5, 1, {

@@ -253,7 +253,7 @@ def test_a_right_solution_in_another_style_earns_all_points(tmp_path, name):
 
 # --- hostile folders -------------------------------------------------------------------------------------------------
 
-GATHER = "    parts = x.new_empty(group.size, *x.shape)  # [n, batch, seq/n, dim]\n"
+GATHER = "    shards = x.new_empty(group.size, *x.shape)  # [n, batch, seq/n, dim]\n"
 FORK = """    import os, time
     if os.fork() == 0:
         os.setsid()

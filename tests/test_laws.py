@@ -115,7 +115,7 @@ def test_zero(pools, n, zero, flags):
 def gathered_units(options: dict) -> tuple[int, int]:
     """Runs on every rank: the most whole units that were there at a time, and how many were after the update."""
     alive, most, after = set(), [0], []
-    gather, step = step03.SlicedUnit.gather, step03.Zero3.step
+    gather, step = step03.ShardedUnit.gather, step03.Zero3.step
 
     def gathering(unit):
         gather(unit)
@@ -127,7 +127,7 @@ def gathered_units(options: dict) -> tuple[int, int]:
         after.append(sum(u.flat.untyped_storage().nbytes() > 0 for u in self.units))
 
     with (
-        mock.patch.object(step03.SlicedUnit, "gather", gathering),
+        mock.patch.object(step03.ShardedUnit, "gather", gathering),
         mock.patch.object(step03.Zero3, "step", stepping),
     ):
         equal.record("step03_zero", LAWS | options)

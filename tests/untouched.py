@@ -39,7 +39,7 @@ def course() -> dict[str, Any]:
 
 def calls(parts: dict[str, Any]) -> dict[tuple[int, str], Any]:
     """What objects of a run have beside their class's methods: functions, and hooks of modules."""
-    objects = [*parts.values(), *parts["model"].modules(), parts["optimizer"].rule]
+    objects = [*parts.values(), *parts["model"].modules(), parts["optimizer"].torch_optimizer]
     objects += [*getattr(parts["optimizer"], "units", ()), *getattr(parts.get("sync"), "buckets", ())]
     found = {}
     for thing in {id(thing): thing for thing in objects if hasattr(thing, "__dict__")}.values():

@@ -142,7 +142,7 @@ def alternatives(m: Shape, best: Found, gpu: Gpu) -> list[str]:
         "nothing computed again": replace(x, recompute="none"),
         "everything computed again": replace(x, recompute="full"),
         "larger micro-batches": replace(x, micro_batch_size=2 * x.micro_batch_size),
-        "experts not cut": replace(x, ep=1),
+        "experts not sharded": replace(x, ep=1),
     }
     lines = []
     for name, layout in tries.items():

@@ -1,7 +1,7 @@
 """Adafactor (`--optimizer adafactor`; Shazeer and Stern 2018): second moments in n + m numbers instead of n m.
 
 Of a matrix's squared gradients it keeps the means of rows and of columns, and takes their product for the whole; there
-is no first moment. So it must see whole rows and columns: slices of ZeRO and parts of tp or ep have none. In step 1,
+is no first moment. So it must see whole rows and columns: shards of ZeRO and parts of tp or ep have none. In step 1,
 `adamw` would have this last line.
 """
 
@@ -19,7 +19,7 @@ def check(config: Any, world: int):
     if config.optimizer != "adafactor":
         return
     if getattr(config, "zero", 0):
-        raise UserError("--optimizer adafactor looks at whole rows and columns, slices have none: use it with --zero 0")
+        raise UserError("--optimizer adafactor looks at whole rows and columns, shards have none: use it with --zero 0")
     if getattr(config, "tp", 1) > 1:
         raise UserError("--optimizer adafactor looks at whole rows and columns: use it with --tp 1")
     if getattr(config, "ep", 1) > 1:

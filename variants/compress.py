@@ -7,9 +7,9 @@ What a rank has not sent it keeps, and adds to the next gradient before that is 
     int8   8 bits, and an fp32 scale for 256 values                     (1 + 4/256) / 4
     topk   the largest --topk-fraction of the values, with their places 2 x fraction; 1 loses nothing, and sends more
 
-To add in so few bits would round at every rank, or overflow. So rank r receives slice r of everyone's gradient
+To add in so few bits would round at every rank, or overflow. So rank r receives shard r of everyone's gradient
 (all-to-all) and adds up in full precision: a reduce-scatter, which is all that ZeRO needs. For an all-reduce, rank r
-makes its slice of the sum narrow again for all to gather; what that loses, rank r keeps.
+makes its shard of the sum narrow again for all to gather; what that loses, rank r keeps.
 
 A sum is a generator: it yields each message that it has sent, and goes on when that has arrived. So backward goes on
 while messages travel: a bucket's first message is waited for when the next bucket is sent, or at the end.
@@ -81,7 +81,7 @@ class Chain:
 
 
 class Compression:
-    """Sums in fewer bits. `owed`: what is still to be sent, [n slices, length], of each bucket or unit."""
+    """Sums in fewer bits. `owed`: what is still to be sent, [n shards, length], of each bucket or unit."""
 
     def __init__(self, config: Any, sync: Any):
         self.sync = sync
@@ -115,9 +115,9 @@ class Compression:
         flat.copy_(self.widen(everyone, len(total), total.dtype).flatten()[: len(flat)])
 
     def reduce_scatter(self, unit: Unit) -> Iterator[Pending]:
-        """Fill in this rank's slice of the sum of a unit's gradient; yields the message that it has sent."""
+        """Fill in this rank's shard of the sum of a unit's gradient; yields the message that it has sent."""
         rows = unit.gradient.view(unit.group.size, -1)
-        unit.total = yield from self.summed(unit, rows, unit.group)
+        unit.reduced_shard = yield from self.summed(unit, rows, unit.group)
 
     def send(self, plain: Callable, bucket: Bucket):
         """Around a bucket's sum. The bucket before has had this one's time for its first message."""

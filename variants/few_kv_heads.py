@@ -19,21 +19,21 @@ from common import UserError
 from common.comm import Mesh
 from common.layout import layout_of, note_layout
 from common.model import PRESETS, ModelConfig
-from step04_tp_sp import HEADS, Config, cut
+from step04_tp_sp import HEADS, Config, shard_param
 from variants import Parts
 
 SINCE = Config
 
 
 def copy_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
-    """Instead of `cut_heads`: this rank's head of k_proj or v_proj [kv_heads * head_dim, dim]. Raises UserError."""
+    """Instead of `shard_heads`: this rank's head of k_proj or v_proj [kv_heads * head_dim, dim]. Raises UserError."""
     tp, heads = mesh["tp"].size, config.n_kv_heads
     if tp % heads or config.n_heads % tp:
         raise UserError(f"--tp {tp} must divide {config.n_heads} heads, and divide {heads} kv heads or be a multiple")
     rows, copies = mesh.join("tp", "tp"), tp // heads  # int [groups, tp]
     mesh.enter("kv copies", rows.reshape(-1, copies))
     mesh.enter("kv parts", rows.reshape(-1, heads, copies).swapaxes(1, 2).reshape(-1, heads))
-    part = cut(weight, 0, mesh["kv parts"])  # the weight itself if there is one head
+    part = shard_param(weight, 0, mesh["kv parts"])  # the weight itself if there is one head
     note_layout(part, partial_over=(*layout_of(part).partial_over, "kv copies"))
     return part
 

@@ -108,5 +108,5 @@ def attach(config: Any, parts: Parts) -> LossScaling | None:
     parts.around(parts.optimizer, "gradients", scaling.gradients, by=__name__)
     parts.around(parts.run, "require_finite", scaling.require_finite, by=__name__)
     parts.around(parts.optimizer, "step", scaling.step, by=__name__)
-    parts.around(parts.optimizer.rule, "step", scaling.update, by=__name__)
+    parts.around(parts.optimizer.torch_optimizer, "step", scaling.update, by=__name__)
     return scaling

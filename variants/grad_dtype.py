@@ -1,7 +1,7 @@
 """Gradients in 16 bits (`--grad-dtype same`): two bytes less for each parameter, and for what is sent of it.
 
 Autograd then adds micro-batches up in 16 bits, where a small addend vanishes beside a large sum. ZeRO 2 and 3 still add
-micro-batches up in fp32, in their slices. The update is in fp32. In step 1 it would be the line that sets `grad_dtype`.
+micro-batches up in fp32, in their shards. The update is in fp32. In step 1 it would be the line that sets `grad_dtype`.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def widen(units: list[Unit], finish: Callable):
     """Around ZeRO's sums over ranks: the update gets them in the masters' dtype."""
     finish()
     for unit in units:
-        unit.grad_slice = unit.grad_slice.to(unit.master.dtype)
+        unit.grad_shard = unit.grad_shard.to(unit.master.dtype)
 
 
 def make_room(unit: Unit):

@@ -1,20 +1,20 @@
 """Muon (`--optimizer muon`; Jordan et al. 2024): a matrix moves by its momentum made orthogonal, so it must be whole.
 
-AdamW looks at each number alone, so any slice of a parameter can be updated where it lies. Muon cannot be cut like
+AdamW looks at each number alone, so any shard of a parameter can be updated where it lies. Muon cannot be sharded like
 that. With gradient G and momentum M of a matrix W [out, in], learning rate lr, weight decay d:
 
-    M = 0.95 M + 0.05 G          U = 0.95 M + 0.05 G           number by number, where the slices lie (Nesterov)
+    M = 0.95 M + 0.05 G          U = 0.95 M + 0.05 G           number by number, where the shards lie (Nesterov)
     O = orthogonal(U)            U = A S B^T -> about A B^T    needs all of U: five Newton-Schulz iterations
-    W = (1 - lr d) W - lr 0.2 sqrt(max(out, in)) O             number by number, where the slices lie
+    W = (1 - lr d) W - lr 0.2 sqrt(max(out, in)) O             number by number, where the shards lie
 
 0.2 sqrt(max) gives an update the size of AdamW's (Liu et al. 2025, "Muon is Scalable for LLM Training"), so --lr and
 --weight-decay mean the same for both. The hidden matrices, `*_proj.weight`, are Muon's; AdamW keeps norms, embedding,
 head and router. In step 1 it would be one more entry of OPTIMIZERS. With ranks, WHO OWNS WHAT stays as it is:
 
-    1  each rank makes U of its slice                              nothing is sent
+    1  each rank makes U of its shard                              nothing is sent
     2  a unit's U is all-gathered over the n ranks that cut it     (n-1)/n S            ZeRO's dp (experts: expert_data)
     3  the parts of a matrix are all-gathered over tp              (tp-1)/tp S          where tensor parallelism cuts it
-    4  each rank makes O of the matrices of which its slice has a part, keeps its own part, and drops the rest
+    4  each rank makes O of the matrices of which its shard has a part, keeps its own part, and drops the rest
 
 S: bytes that are gathered, 2 a number: U is rounded to bf16 before it travels, as the iterations would round it anyway
 (in fp64, nothing is rounded). In fp32, layouts differ by the rounding of bf16.
@@ -69,62 +69,62 @@ class Muon:
         self.params, self.mesh, self.units = dict(parts.model.named_parameters()), parts.mesh, parts.units
 
     def gather(self, unit: Unit, updates: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Updates of this rank's pieces of a unit -> of all elements of these parameters, flat."""
+        """Updates of this rank's shards of a unit -> of all elements of these parameters, flat."""
         dtype = torch.float64 if unit.flat.dtype == torch.float64 else torch.bfloat16
-        own, whole = torch.zeros_like(unit.slice, dtype=dtype), torch.empty_like(unit.flat, dtype=dtype)
+        own, whole = torch.zeros_like(unit.shard, dtype=dtype), torch.empty_like(unit.flat, dtype=dtype)
         ours = {name: update for name, update in updates.items() if name in unit.trained}
         for name, update in ours.items():
-            unit.part(own, name).copy_(update)
+            unit.view_shard(own, name).copy_(update)
         all_gather(whole, own, unit.group).wait()
         return {name: unit.view(whole, name).flatten() for name in ours}
 
     def orthogonal_part(self, name: str, update: Tensor, first: int) -> Tensor:
-        """The flat update of a parameter -> what its piece, which begins at element `first`, moves by."""
-        param, piece = self.params[name], self.hidden[name]
+        """The flat update of a parameter -> what its shard, which begins at element `first`, moves by."""
+        param, local = self.params[name], self.hidden[name]
         each = param.shape[-2:].numel()
-        low, high = first // each, -(-(first + piece.numel()) // each)  # of experts, those of which there is a part
+        low, high = first // each, -(-(first + local.numel()) // each)  # of experts, those of which there is a part
         x = update[low * each : high * each].view(-1, *param.shape[-2:])
         x = x.to(torch.float64 if x.dtype == torch.float64 else torch.bfloat16)
-        splits = [split for split in layout_of(param).splits if split.dim - param.dim() >= -2]  # others deal experts
+        shards = [shard for shard in layout_of(param).shards if shard.dim - param.dim() >= -2]  # others deal experts
         sides = list(param.shape[-2:])
-        for split in splits:
-            parts = x.new_empty(self.mesh[split.over].size, *x.shape)
-            all_gather(parts.view(-1), x.reshape(-1), self.mesh[split.over]).wait()
-            x = torch.cat(tuple(parts), split.dim - param.dim())
-            sides.append(split.full)
+        for shard in shards:
+            parts = x.new_empty(self.mesh[shard.over].size, *x.shape)
+            all_gather(parts.view(-1), x.reshape(-1), self.mesh[shard.over]).wait()
+            x = torch.cat(tuple(parts), shard.dim - param.dim())
+            sides.append(shard.full)
         x = orthogonal(x)
-        for split in splits:
-            x = x.narrow(split.dim - param.dim(), split.start, split.stop - split.start)
-        part = x.flatten()[first - low * each :][: piece.numel()].view_as(piece)
-        return part.to(piece.dtype) * (0.2 * max(sides) ** 0.5)
+        for shard in shards:
+            x = x.narrow(shard.dim - param.dim(), shard.start, shard.stop - shard.start)
+        part = x.flatten()[first - low * each :][: local.numel()].view_as(local)
+        return part.to(local.dtype) * (0.2 * max(sides) ** 0.5)
 
     def zero_grad(self):
         """Drop the gradients."""
         self.adamw.zero_grad()
-        for piece in self.hidden.values():
-            piece.grad = None
+        for shard in self.hidden.values():
+            shard.grad = None
 
     @torch.no_grad()
     def step(self):
-        """Update the pieces that have gradients. A collective: ranks that share a unit or a matrix meet here."""
+        """Update the shards that have gradients. A collective: ranks that share a unit or a matrix meet here."""
         updates = {}
-        for name, piece in self.hidden.items():
-            if piece.grad is None:
+        for name, shard in self.hidden.items():
+            if shard.grad is None:
                 continue
-            momentum = self.state[piece].setdefault("momentum_buffer", torch.zeros_like(piece))
-            momentum.lerp_(piece.grad, 1 - MOMENTUM)
-            updates[name] = piece.grad.lerp(momentum, MOMENTUM)
+            momentum = self.state[shard].setdefault("momentum_buffer", torch.zeros_like(shard))
+            momentum.lerp_(shard.grad, 1 - MOMENTUM)
+            updates[name] = shard.grad.lerp(momentum, MOMENTUM)
         firsts = dict.fromkeys(updates, 0)
         for unit in self.units:
-            if unit.grad_slice is None or not any(map(is_hidden, unit.trained)):
+            if unit.grad_shard is None or not any(map(is_hidden, unit.trained)):
                 continue  # offload updates one unit after another
-            updates |= self.gather(unit, updates)  # also without a piece of ours
+            updates |= self.gather(unit, updates)  # also without a shard of ours
             firsts |= {name: max(0, unit.first - unit.span[name][0]) for name in unit.trained}
         rate, decay = self.group["lr"], self.group["weight_decay"]
         for name in updates:
-            piece = self.hidden[name]
+            shard = self.hidden[name]
             part = self.orthogonal_part(name, updates[name].flatten(), firsts[name])
-            piece.mul_(1 - rate * decay).sub_(part, alpha=rate)
+            shard.mul_(1 - rate * decay).sub_(part, alpha=rate)
         self.adamw.step()
 
 
@@ -134,4 +134,4 @@ OPTIMIZERS["muon"] = Muon
 def attach(config: Any, parts: Parts):
     """Show the rule what it must know."""
     if config.optimizer == "muon":
-        parts.optimizer.rule.see(parts)
+        parts.optimizer.torch_optimizer.see(parts)

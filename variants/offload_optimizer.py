@@ -37,7 +37,7 @@ class Flags:
     offload_optimizer: Literal["none", "cpu", "disk"] = "none"  # where masters and moments live, are updated
 
 
-NEEDS = [("offload_optimizer", "zero", 1, 2, 3)]  # there must be slices to move
+NEEDS = [("offload_optimizer", "zero", 1, 2, 3)]  # there must be shards to move
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -69,11 +69,11 @@ def require_space(folder: Path, n_bytes: int, mesh: Mesh, device: torch.device):
 
 
 def move(zero: Zero1, unit: Unit, master: Tensor):
-    """Let a unit's master, with its pieces, be this one. The rule keeps its tensors: only what they hold moves."""
+    """Let a unit's master, with its shards, be this one. The rule keeps its tensors: only what they hold moves."""
     unit.master = master
     for name in unit.trained:
-        if name in zero.pieces:
-            zero.pieces[name].data = unit.part(master, name)
+        if name in zero.shards:
+            zero.shards[name].data = unit.view_shard(master, name)
 
 
 class Update:
@@ -101,31 +101,31 @@ class Update:
 
     def step(self, lr: float):
         """In the place of `Zero1.step`."""
-        zero, rule = self.optimizer, self.optimizer.rule
+        zero, rule = self.optimizer, self.optimizer.torch_optimizer
         for group in rule.param_groups:
             group["lr"] = lr
         if self.beside:
             self.stream.wait_stream(torch.cuda.current_stream())  # the gradients are summed on that one
-        gradients = [unit.grad_slice for unit in self.units]
+        gradients = [unit.grad_shard for unit in self.units]
         for unit in self.units:
-            unit.grad_slice = None  # a unit has one while it is updated: so rules know which that is
+            unit.grad_shard = None  # a unit has one while it is updated: so rules know which that is
         coming = [self.send(0, gradients[0])] if self.units else []
         for i, unit in enumerate(self.units):
             if i + 1 < len(self.units):
                 coming.append(self.send(i + 1, gradients[i + 1]))  # into the buffer of unit i - 1, which is updated
-            unit.grad_slice, wait = coming.pop(0)
+            unit.grad_shard, wait = coming.pop(0)
             wait()
-            pieces = {name: zero.pieces[name] for name in unit.trained if name in zero.pieces}
-            for name, piece in pieces.items():
-                piece.grad = unit.part(unit.grad_slice, name)
+            shards = {name: zero.shards[name] for name in unit.trained if name in zero.shards}
+            for name, shard in shards.items():
+                shard.grad = unit.view_shard(unit.grad_shard, name)
             rule.step()
             rule.zero_grad()
-            for piece in {piece for piece in pieces.values() if rule.state[piece]} - self.moved:  # just made
-                rule.state[piece] |= {key: self.home(t) for key, t in rule.state[piece].items() if t.dim()}
-                self.moved.add(piece)
-            if unit.master is not unit.slice:
-                unit.slice.copy_(unit.master, non_blocking=True)
-            unit.gradient = unit.total = unit.grad_slice = gradients[i] = None
+            for shard in {shard for shard in shards.values() if rule.state[shard]} - self.moved:  # just made
+                rule.state[shard] |= {key: self.home(t) for key, t in rule.state[shard].items() if t.dim()}
+                self.moved.add(shard)
+            if unit.master is not unit.shard:
+                unit.shard.copy_(unit.master, non_blocking=True)
+            unit.gradient = unit.reduced_shard = unit.grad_shard = gradients[i] = None
             for param in unit.trained.values():
                 param.grad = None
         zero.publish()

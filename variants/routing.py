@@ -23,7 +23,7 @@ from common import UserError
 from common.comm import Mesh
 from common.layout import note_layout
 from common.model import MLP, PRESETS, wide
-from step04_tp_sp import CUTS, cut, enter_block, gather_tokens, leave_block
+from step04_tp_sp import SHARD_DIMS, enter_block, gather_tokens, leave_block, shard_param
 from step07_moe_ep import BALANCE, AddLoss, MoE, own_tokens
 from variants import Parts
 
@@ -73,8 +73,8 @@ class RoutedMoE(MoE):
         if config.shared_experts:
             self.shared_experts = MLP(replace(PRESETS[config.model], ffn_dim=config.shared_experts * ffn_dim))
             for name, linear in self.shared_experts.named_children():
-                linear.weight = cut(linear.weight, CUTS[name], mesh["tp"])
-                note_layout(linear.weight, data_group="data")
+                linear.weight = shard_param(linear.weight, SHARD_DIMS[name], mesh["tp"])
+                note_layout(linear.weight, data_dim="data")
             if (tp := mesh["tp"]).size > 1:  # step 4's f and g, as with SP: tp ranks have different tokens here
                 self.shared_experts.register_forward_pre_hook(lambda _, x: enter_block(x[0], tp, True))
                 self.shared_experts.register_forward_hook(lambda _module, _x, y: leave_block(y, tp, True))

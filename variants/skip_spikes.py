@@ -74,6 +74,6 @@ def attach(config: Any, parts: Parts) -> Spikes | None:
         return None
     spikes = Spikes(config.skip_spikes)
     parts.around(parts.run, "require_finite", spikes.require_finite, by=__name__)
-    parts.around(parts.optimizer.rule, "step", spikes.update, by=__name__)
+    parts.around(parts.optimizer.torch_optimizer, "step", spikes.update, by=__name__)
     parts.around(parts.run, "record", spikes.record, by=__name__)
     return spikes

@@ -71,9 +71,9 @@ class TorchSync:
         work = dist.all_reduce(bucket.buffer(), group=group.handle, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
 
-    def begin(self, additions: int):
+    def begin(self, n_micro_batches: int):
         """So many forward passes will come; only the last one's backward communicates."""
-        self.left = additions
+        self.left = n_micro_batches
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """In the place of the model's: through DDP."""

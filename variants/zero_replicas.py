@@ -1,14 +1,14 @@
 """ZeRO over some of the ranks (`--zero-replicas R`; MiCS: Zhang et al. 2022; "hybrid sharding" in FSDP).
 
 Slices over all dp ranks mean that every gather waits for the slowest link. With R replicas, dp / R neighbours (those of
-a node, say) share the slices, and gather among themselves; R ranks hold the same slice.
+a node, say) share the shards, and gather among themselves; R ranks hold the same shard.
 
     dp = 4, R = 2:     shard 0-1, 2-3         replicas 0-2, 1-3
 
     gather, reduce-scatter     over shard                                  as in step 3, with fewer ranks
-    once a step                over replicas: all-reduce of the slices     2 (R-1)/R P R/n elements a rank
+    once a step                over replicas: all-reduce of the shards     2 (R-1)/R P R/n elements a rank
 
-Memory: a slice is R times as large. With R = dp nothing is cut.
+Memory: a shard is R times as large. With R = dp nothing is sharded.
 
 In step 3 a unit's group would be "shard", and `finish` would have two more lines. The record of a parameter says
 data="shard"; so norm and checkpoints know.
@@ -32,13 +32,13 @@ SINCE = Config
 
 @dataclass
 class Flags:
-    """Replicas of ZeRO's slices."""
+    """Replicas of ZeRO's shards."""
 
-    zero_replicas: int = 1  # R: cut over dp / R neighbours (those of a node, say), and sum slices' gradients over R
+    zero_replicas: int = 1  # R: shard over dp / R neighbours (of a node, say), and sum shards' gradients over R
 
 
 def prepare(config: Any, parts: Parts):
-    """Let the stage of ZeRO cut over fewer ranks."""
+    """Let the stage of ZeRO shard over fewer ranks."""
     if config.zero_replicas > 1 and config.zero:
         parts.around(STAGES, config.zero, with_replicas, by=__name__)
 
@@ -46,22 +46,22 @@ def prepare(config: Any, parts: Parts):
 def with_replicas(
     stage: Callable, model: Decoder, config: Any, mesh: Mesh, device: torch.device, dtype: torch.dtype
 ) -> Any:
-    """Around a stage of ZeRO: its slices are cut over "shard". Experts keep their own group."""
+    """Around a stage of ZeRO: it shards over the dimension "shard". Experts keep their own group."""
     rows = mesh.join("data", *(dim for dim in ("dp", "cp") if dim in mesh.sizes))  # int [groups, dp x cp]
     shards = rows.reshape(len(rows), config.zero_replicas, -1)
     mesh.enter("shard", shards.reshape(-1, shards.shape[2]))
     mesh.enter("replicas", shards.swapaxes(1, 2).reshape(-1, config.zero_replicas))
     for param in model.parameters():
-        if layout_of(param).data_group in ("dp", "data"):
-            note_layout(param, data_group="shard")
+        if layout_of(param).data_dim in ("dp", "data"):
+            note_layout(param, data_dim="shard")
     return stage(model, config, mesh, device, dtype)
 
 
 def finish(parts: Parts, sum_over_shard: Callable):
     """Around `Zero1.finish`: then over the replicas."""
     sum_over_shard()
-    slices = [unit.grad_slice for unit in parts.units if unit.group.name == "shard"]
-    for pending in [all_reduce(gradient, parts.mesh["replicas"]) for gradient in slices]:
+    shards = [unit.grad_shard for unit in parts.units if unit.group.name == "shard"]
+    for pending in [all_reduce(gradient, parts.mesh["replicas"]) for gradient in shards]:
         pending.wait()
 
 

@@ -90,23 +90,23 @@ def toy(stage: int, mesh: Mesh, device: torch.device) -> str:
         all_reduce(weights.grad, group).wait()
         gradient, ours = shown(weights.grad), shown(weights - LR * weights.grad)
         return f"stage 0, rank {group.rank}: weights {held}, gradient {gradient} -> own {ours}, all {ours}"
-    OPTIMIZERS["toy"] = lambda pieces, _config: torch.optim.SGD(pieces.values())
+    OPTIMIZERS["toy"] = lambda shards, _config: torch.optim.SGD(shards.values())
     numbers = SimpleNamespace(optimizer="toy", seed=0)
     zero = (Zero1, Zero2, Zero3)[stage - 1](model, numbers, mesh, device, torch.float64)
     unit = zero.units[0]
     unit.flat.untyped_storage().resize_(len(unit.flat) * 8)
     unit.flat[: len(WEIGHTS)] = torch.tensor(WEIGHTS)
-    unit.slice.copy_(unit.flat[unit.first :][: unit.length])  # the master too: in fp64 it is the slice
-    held = shown(unit.slice if stage == 3 else unit.flat)
+    unit.shard.copy_(unit.flat[unit.first :][: unit.length])  # the master too: in fp64 it is the shard
+    held = shown(unit.shard if stage == 3 else unit.flat)
     zero.begin(1)
     (model(x) / group.size).backward()
     zero.finish()
     if stage == 1:  # beside the sum this rank still has its own gradient of the rest
-        unit.gradient[unit.first :][: unit.length].copy_(unit.grad_slice)
-    gradient = shown(unit.gradient if stage == 1 else unit.grad_slice)
+        unit.gradient[unit.first :][: unit.length].copy_(unit.grad_shard)
+    gradient = shown(unit.gradient if stage == 1 else unit.grad_shard)
     zero.step(LR)
-    ours, everyone = shown(unit.slice), torch.empty_like(unit.slice.repeat(group.size))
-    all_gather(everyone, unit.slice.clone(), group).wait()
+    ours, everyone = shown(unit.shard), torch.empty_like(unit.shard.repeat(group.size))
+    all_gather(everyone, unit.shard.clone(), group).wait()
     return f"stage {stage}, rank {group.rank}: weights {held}, gradient {gradient} -> own {ours}, all {shown(everyone)}"
 
 

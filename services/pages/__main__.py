@@ -109,7 +109,7 @@ class Pages:
         return [(tag, blocks(*old[a:b]), blocks(*new[c:d])) for tag, a, b, c, d in codes]
 
     def readme(self) -> str:
-        """README's title, the seven cuts, the course and the house; its links lead to pages."""
+        """README's title, what each step shards, the course and the house; its links lead to pages."""
         title, *parts = (ROOT / "README.md").read_text().split("\n## ")
         text = "\n## ".join([title.split("\n")[0], *parts[:3]])
         return self.markdown.render(re.sub(r"!\[.*", "", text)).replace('.py"', '.html"')

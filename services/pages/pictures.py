@@ -103,8 +103,8 @@ def rank_of_mesh(config: step07.Config, rank: int, world: int) -> tuple[str, lis
     lines = [f"rank {rank}: sequences {mine.start}-{mine.stop - 1}, of each the tokens {tokens}"]
     lines += [", ".join(f"{name} {ranks}" for name, ranks in groups.items())]
     for name, param in model.named_parameters():
-        splits, kind = layout_of(param).splits, re.sub(r"\.\d+\.", ".*.", name)
-        cuts = [f"{s.start}-{min(s.stop, s.full) - 1} of {s.full} in dim {s.dim} ({s.over})" for s in splits]
+        shards, kind = layout_of(param).shards, re.sub(r"\.\d+\.", ".*.", name)
+        cuts = [f"{s.start}-{min(s.stop, s.full) - 1} of {s.full} in dim {s.dim} ({s.over})" for s in shards]
         lines.append(f"{kind} {list(param.shape)}: {', '.join(cuts) or 'whole'}")
     return "\n".join(dict.fromkeys(lines)), sorted({other for ranks in groups.values() for other in ranks} - {rank})
 
