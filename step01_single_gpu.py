@@ -49,7 +49,7 @@ def adamw(masters: dict[str, Tensor], config: "Config") -> torch.optim.Optimizer
 
 def recompute_layers(model: Decoder):
     """Let every layer keep only its input, and run again in backward. Gradients do not change."""
-    for layer in model.model.layers.values():
+    for layer in model.model.layers.values():  # a model is a trunk, `model.model`, and a head
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
@@ -60,7 +60,10 @@ RECOMPUTE: dict[str, Callable[[Decoder], None]] = {"none": lambda model: None, "
 
 @dataclass
 class Config:
-    """Flags of the trainer."""
+    """Flags of the trainer: --model, --steps, ... What stands behind a # is the flag's help.
+
+    `among(MENU, "a")` is the default "a" of a flag that takes the names in MENU.
+    """
 
     model: str = among(PRESETS, "tiny")  # preset of the shape; its weights start from nothing
     dataset: str = ""  # text file, or data set of the hub with a column "text"; default: Python's own sources
@@ -94,7 +97,9 @@ class Optimizer:
         self.params = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.masters = {name: param.detach().to(wide(param.dtype)) for name, param in self.params.items()}
         for param in self.params.values():
-            param.grad_dtype = wide(param.dtype)  # new in torch: autograd casts gradients to this, then adds
+            param.grad_dtype = wide(
+                param.dtype
+            )  # fp32, or fp64. New in torch: autograd casts gradients to this, then adds
         self.torch_optimizer = OPTIMIZERS[config.optimizer](self.masters, config)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -112,7 +117,7 @@ class Optimizer:
             param.detach().copy_(self.masters[name])  # in fp32 both are the same memory
 
     def zero_grad(self):
-        """Free the gradients: the next backward starts from nothing."""
+        """Drop the gradients: the next backward starts from nothing."""
         for name, param in self.params.items():
             param.grad = self.masters[name].grad = None
 
@@ -134,13 +139,13 @@ def train(config: Config, run: Run):
     RECOMPUTE[config.recompute](model)
     optimizer = Optimizer(model, config)
 
-    for step in run.steps(model=model, optimizer=optimizer, data=data):  # 0, 1, ...; loggers may look at the parts
+    for step in run.steps(model=model, optimizer=optimizer, data=data):  # 0, 1, ...; `run` shows these to who looks on
         tokens, targets = (x.to(device) for x in data.batch(step))  # int64 [batch, seq]; targets: each next token
         n_targets = (targets != IGNORE).sum().clamp(min=1)
         xs, ys = (x.split(config.micro_batch_size) for x in (tokens, targets))
         loss = 0.0
         for x, y in zip(xs, ys, strict=True):
-            micro_loss = model(x, y) / n_targets  # scale once ...
+            micro_loss = model(x, y) / n_targets  # a sum over tokens: scale once ...
             micro_loss.backward()  # ... then only sum
             loss = loss + micro_loss.detach()
 
@@ -155,4 +160,4 @@ def train(config: Config, run: Run):
 
 
 if __name__ == "__main__":
-    main(train, Config)
+    main(train, Config)  # read the flags into a Config, and train

@@ -20,8 +20,8 @@ With S bytes of gradients, each of n ranks sends 2 (n-1)/n S bytes: less than 2 
 
 Run it:    torchrun --nproc_per_node=4 step02_ddp.py
 You should see step 1's losses, equal up to rounding. runs/step02_ddp/metrics.jsonl has `sent`, the bytes of a step:
-2 (n-1)/n (S + 4), of gradients and of the loss. For --sync ring they are added up message by message; for the others
-that formula is what `note` and `all_reduce` book.
+2 (n-1)/n (S + 4), of gradients and of the loss. --sync ring counts each message that it sends. The others count by the
+formula, because PyTorch does not show its messages.
 """
 
 import os
@@ -93,6 +93,7 @@ class RingSync(NaiveSync):
         for s in range(2 * (n - 1)):
             outgoing, target = shards[(r - s) % n], shards[(r - s - 1) % n]
             incoming = torch.empty_like(target)
+            # To the right neighbour, and from the left one: (tensor, its rank in the group).
             exchange([(outgoing, (r + 1) % n)], [(incoming, (r - 1) % n)], group).wait()
             if s < n - 1:
                 target += incoming
@@ -106,18 +107,18 @@ class Bucket:
     def __init__(self, params: list[nn.Parameter], group: Group):
         self.params, self.group, sizes = params, group, [param.numel() for param in params]
         self.flat = torch.zeros(sum(sizes), dtype=params[0].grad_dtype, device=params[0].device)
-        self.views = [part.view_as(p) for part, p in zip(self.flat.split(sizes), params, strict=True)]
+        self.views = [view.view_as(p) for view, p in zip(self.flat.split(sizes), params, strict=True)]
         self.missing = 0  # additions to its gradients that are still to come in this step
 
 
 def fill_buckets(params: list[nn.Parameter], mesh: Mesh, limit: float) -> list[Bucket]:
     """Parameters in buckets, in order, of at most `limit` bytes of gradients each (or one parameter that has more)."""
-    lists, room, before = [], 0.0, None
+    lists, room, last_group = [], 0.0, None
     for param in params:
         size, group = param.numel() * param.grad_dtype.itemsize, data_parallel_group(param, mesh)
-        if size > room or group is not before:  # in this chapter all are of one group, dp
+        if size > room or group is not last_group:  # a bucket has one group: in this chapter dp, of all ranks
             lists.append([])
-            room, before = limit, group
+            room, last_group = limit, group
         lists[-1].append(param)
         room -= size
     return [Bucket(some, data_parallel_group(some[0], mesh)) for some in lists]
@@ -155,7 +156,7 @@ class BucketSync:
             self.send(self.unsent.pop(0))
 
     def send(self, bucket: Bucket):
-        """Start the sum of a bucket; backward goes on meanwhile."""
+        """Start the sum of a bucket. (`all_reduce` is dist.all_reduce, but returns at once, and `wait` waits.)"""
         self.pending.append(all_reduce(bucket.flat, bucket.group))
 
     def finish(self):
@@ -180,7 +181,7 @@ class Config(step01.Config):
 def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
-    mesh = Mesh(dp=join_ranks(device))
+    mesh = Mesh(dp=join_ranks(device))  # the ranks, in one dimension. mesh["dp"] is a group: rank, size, handle
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # these sequences are mine
     shape = PRESETS[config.model]
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
@@ -202,7 +203,7 @@ def train(config: Config, run: Run):
             micro_loss.backward()  # ... then only sum,
             loss = loss + micro_loss.detach()
         sync.finish()  # also over ranks
-        all_reduce(loss, mesh["dp"]).wait()  # as dist.all_reduce, but it returns at once, and `wait` waits
+        all_reduce(loss, mesh["dp"]).wait()  # the loss, too
 
         norm = torch.nn.utils.get_total_norm(optimizer.gradients().values()).item()
         run.require_finite(step, loss=loss.item(), grad_norm=norm)

@@ -8,16 +8,16 @@ weights 1 2 3 4, two ranks. Rank 0's gradient is 5 5 5 5, rank 1's 20 20 20 20. 
     1      weights 1 2 3 4   gradient 5 5 5 5, sum 25 25   weights 1 2 3 4   gradient 20 20 20 20, sum 25 25
     2      weights 1 2 3 4   shard of sum: 25 25           weights 1 2 3 4   shard of sum: 25 25
     3      weights 1 2       shard of sum: 25 25           weights     3 4   shard of sum: 25 25
-    after  weights -1.5 -0.5                               weights 0.5 1.5   (stages 1 and 2 all-gather both)
+    after  weights -1.5 -0.5                               weights 0.5 1.5   (1, 2: an all-gather brings the other)
 
 Parameters are laid out in *units*: the embedding E; each layer; the final norm with the head, H. A unit is a flat
-buffer, padded and sharded: cut in n equal parts.
+buffer, padded, of n equal shards; rank r updates shard r.
 
     unit "layers.0":  [ norm  q  k  v  o .. | .. o  norm  gate .. | .. gate  up .. | .. up  down  0 0 ]
                       '----- rank 0 -----''------- rank 1 -------''---- rank 2 ----''---- rank 3 ----'
 
-P: parameters, e of them in E and H (0 if the head is tied to the embedding: it is gathered twice). n: ranks. m: micro-
-batches of a rank. In a step a rank sends (n-1)/n x "elements":
+P: parameters. e: those of E and H, which stage 3 gathers once in a micro-batch, all others twice (with a tied head E
+and H are gathered twice, too: e = 0). n: ranks. m: micro-batches of a rank. In a step a rank sends (n-1)/n x elements:
 
     stage   held in full                sharded                        elements
     0       weights, gradients, masters, moments                       2 P         all-reduce (step 2)
@@ -63,9 +63,7 @@ class Unit:
         self.flat = torch.zeros(self.length * group.size, dtype=reference_param.dtype, device=reference_param.device)
         for name, param in named.items():
             self.view(self.flat, name).copy_(param.detach())
-            param.data = self.view(
-                self.flat, name
-            )  # .data: else autograd would take each later write to flat for an error
+            param.data = self.view(self.flat, name)  # not a view to autograd, which would mind that flat is written to
             param.grad_dtype = wide(param.dtype)
         self.shard = self.flat[self.first : self.first + self.length]
         self.master = self.shard.to(wide(reference_param.dtype))  # the shard itself, if it is wide enough
@@ -114,10 +112,11 @@ class Zero1:
             named = {name: model.get_parameter(name) for name in names}
             group = data_parallel_group(named[names[0]], mesh)  # dp: same weights, other tokens
             self.units.append(self.unit_type(named, group))
-        self.shards: dict[str, Tensor] = {}  # by name: the part of each master in this rank's shards
+        self.masters: dict[str, Tensor] = {}  # by name: this rank's shard of each
         for unit in self.units:
-            self.shards |= {name: own for name in unit.trained if len(own := unit.view_shard(unit.master, name))}
-        self.torch_optimizer = OPTIMIZERS[config.optimizer](self.shards, config)
+            own = {name: unit.view_shard(unit.master, name) for name in unit.trained}
+            self.masters |= {name: master for name, master in own.items() if len(master)}
+        self.torch_optimizer = OPTIMIZERS[config.optimizer](self.masters, config)
 
     def begin(self, n_micro_batches: int):
         """Before the first micro-batch: let autograd add up in flat buffers."""
@@ -143,10 +142,10 @@ class Zero1:
         return {name: unit.view_shard(unit.grad_shard, name) for unit in self.units for name in unit.trained}
 
     def step(self, lr: float):
-        """Update this rank's shards of the masters, round them into those of the weights, and publish these."""
+        """Update this rank's shards of the masters. Round them into its shards of the weights, and publish these."""
         gradients = self.gradients()
-        for name, shard in self.shards.items():
-            shard.grad = gradients[name]
+        for name, master in self.masters.items():
+            master.grad = gradients[name]
         for group in self.torch_optimizer.param_groups:
             group["lr"] = lr
         self.torch_optimizer.step()
@@ -169,9 +168,10 @@ class Zero1:
 
 
 class Zero2(Zero1):
-    """Gradients are sharded as well: a unit's whole gradient exists from its backward to the end of its reduce-scatter.
+    """Gradients are sharded as well.
 
-    That is while the next unit's backward runs, so two exist at a time. The last one, E's, ends with the next backward,
+    A unit's whole gradient lives from its own backward until the next unit's is done: its reduce-scatter
+    runs meanwhile. So two exist at a time. E comes last: its sum is awaited when the next micro-batch has done H,
     or in `finish`.
     """
 
@@ -206,7 +206,7 @@ class Zero2(Zero1):
         self.in_flight = unit, self.reduce(unit)
 
     def land(self):
-        """Add the sum that is under way to its slice, and free the whole gradient."""
+        """Add the sum that is under way to its `grad_shard`, and free the whole gradient."""
         if self.in_flight is not None:
             unit, pending = self.in_flight
             pending.wait()
@@ -329,7 +329,7 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    RECOMPUTE[config.recompute](model)  # before stage 3's hooks: a layer is gathered once for both of its forwards
+    RECOMPUTE[config.recompute](model)  # stage 3's hooks stand around it: the second forward gathers nothing more
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # this shard of the update is mine
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):

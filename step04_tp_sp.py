@@ -14,8 +14,8 @@ another, and then z_i B_i, a term of the block's output, z_0 B_0 + z_1 B_1. Such
 
 f and g are hooks around attention and MLP; the embedding has a g, the head an f. Embedding and loss are replaced.
 
-SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022). Between the blocks all n ranks would do the same
-work, so each has only s/n tokens there. Each all-reduce becomes its two halves, for the same bytes:
+SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022). An all-reduce is a reduce-scatter and an all-
+gather. g does the first half, the next f the second: norms and residual sums between them see s/n tokens. Same bytes:
 
     f   enter_block          all-gather: tokens come              reduce-scatter: dx is summed, tokens go apart
     g   leave_block          reduce-scatter                       all-gather
@@ -30,9 +30,9 @@ work, so each has only s/n tokens there. Each all-reduce becomes its two halves,
     their output, before g                               [b, s, dim]       partial
 
 Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
-You should see step 1's losses. With S the bytes of [b, s, dim], a rank sends over tp in a micro-batch (n-1)/n x 8 S a
-layer (11 S with --recompute, then 10 S without SP), and (n-1)/n x 4 S for embedding and head; besides, two numbers a
-token for the loss, and gradients of norms (here 0.1 %).
+You should see step 1's losses. S: the bytes of [b, s, dim]. In a micro-batch a rank sends over tp (n-1)/n x 8 S a layer
+(with --recompute full a forward more, but for its last g: 11 S; 10 S without SP), (n-1)/n x 4 S for embedding and head,
+and two numbers a token to each other rank. Gradients of norms, and the global norm, go once a step (here 0.1 %).
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ from step03_zero import STAGES, make_optimizer
 
 def unchanged(x: Tensor, group: Group) -> Tensor:
     """The identity."""
-    return x.view_as(x)  # another tensor, the same memory
+    return x.view_as(x)  # a view: autograd treats an input that is returned as it is specially
 
 
 def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
@@ -118,7 +118,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight, self.ids = weight, ids
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """int64 [batch, seq] -> this rank's part of the sum [batch, seq, dim]."""
+        """int64 [batch, seq] -> this rank's term of the sum [batch, seq, dim]."""
         held = (tokens >= self.ids.start) & (tokens < self.ids.stop)
         row = (tokens - self.ids.start) % len(self.weight)  # any row, for a token that others hold
         return F.embedding(row, self.weight) * held[..., None]
@@ -144,7 +144,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         all_gather(everyone.view(-1), ours.view(-1), group).wait()
         log_sum, picked = everyone[:, 0].logsumexp(0), everyone[:, 1].sum(0)
 
-        gradient = (logits - log_sum[..., None]).exp_()  # our part of the softmax
+        gradient = (logits - log_sum[..., None]).exp_()  # our shard of the softmax
         gradient[..., len(ids) :] = 0.0
         gradient.scatter_add_(-1, column, -held[..., None].to(gradient.dtype))  # the one-hot, if its 1 is ours
         ctx.save_for_backward(gradient.mul_((targets != IGNORE)[..., None]))
@@ -199,7 +199,9 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
     for block in blocks:
         for name, linear in block.named_children():
             if name in HEADS:
-                linear.weight = HEADS[name](linear.weight, mesh, config)  # fewer: the model counts them by itself
+                linear.weight = HEADS[name](
+                    linear.weight, mesh, config
+                )  # fewer: attention counts heads by its weights' rows
             else:
                 linear.weight = shard_param(linear.weight, SHARD_DIMS[name], group)
 
@@ -210,14 +212,15 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
     trunk.embed_tokens = VocabParallelEmbedding(trunk.embed_tokens.weight, ids)
     model.loss = lambda logits, targets: VocabParallelCrossEntropy.apply(logits, targets, ids, group)
 
-    for module in (*blocks, model.lm_head):
+    for module in (*blocks, model.lm_head):  # f and g are attributes, so that a variant can replace one of them
         module.enter = lambda x: enter_block(x, group, sp)
         module.register_forward_pre_hook(lambda module, inputs: (module.enter(inputs[0]), *inputs[1:]))
     for module in (trunk.embed_tokens, *blocks):
         module.leave = lambda x: leave_block(x, group, sp)
         module.register_forward_hook(lambda module, _inputs, output: module.leave(output))
-    for param in (param for param in model.parameters() if sp and param.dim() == 1):  # norms
-        note_layout(param, partial_over=(*layout_of(param).partial_over, group.name))
+    for param in model.parameters():
+        if sp and param.dim() == 1:  # a norm
+            note_layout(param, partial_over=(*layout_of(param).partial_over, group.name))
 
 
 def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh):
@@ -227,12 +230,12 @@ def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Me
     """
     params = dict(model.named_parameters())
     for group in mesh.groups.values():
-        parts = [grad for name, grad in gradients.items() if group.name in layout_of(params[name]).partial_over]
-        if parts and group.size > 1:
-            flat = torch.cat([part.flatten() for part in parts])
+        grads = [grad for name, grad in gradients.items() if group.name in layout_of(params[name]).partial_over]
+        if grads and group.size > 1:
+            flat = torch.cat([grad.flatten() for grad in grads])
             all_reduce(flat, group).wait()
-            for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-                part.copy_(total.view_as(part))
+            for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+                grad.copy_(total.view_as(grad))
 
 
 @dataclass

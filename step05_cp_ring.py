@@ -1,9 +1,10 @@
 """Step 5: context parallelism. A sequence too long for one device is sharded; only attention looks at other tokens.
 
 n ranks share a sequence of s tokens, s/n each. Norms, matrices and the loss look at one token at a time. In attention a
-query looks at all keys before it. So queries stay, and keys and values travel round a ring: a rank computes with those
-that it holds while the next ones arrive (Liu et al. 2023, "Ring Attention"). In backward they travel again. The sum of
-their gradients follows, one hop behind, and one message more brings it home. With 3 ranks, kv1 is k and v of rank 1:
+query looks at its own key and all before it. So queries stay, and keys and values travel round a ring: a rank computes
+with those that it holds while the next ones arrive (Liu et al. 2023, "Ring Attention"). In backward they travel again,
+and with them the sum of their gradients. k and v are sent before a rank computes with them, the sum after the rank has
+added its term. So one message more is needed to bring it home. With 3 ranks, kv1 is k and v of rank 1:
 
     backward     hop 0               hop 1                 hop 2                    last message
     rank 0       kv0   dkv0 = 0      kv2   dkv2 = 2+0      kv1   dkv1 = 1+2+0       dkv0 = 0+1+2
@@ -22,11 +23,12 @@ ZIGZAG. Early queries see few keys, late ones many. So rank r gets chunks r and 
     rank 2: queries 2  # # + . . . . .   and 5  # # # # # + . .      hop h: those of rank r-h (mod n), always # #
     rank 3: queries 3  # # # + . . . .   and 4  # # # # + . . .      so in each hop all ranks have the same work
 
-Let k and v of s/n tokens have B bytes, and their gradients (fp32) G. In a layer and micro-batch a rank sends (n-1) B
-forward and (n-1) B + n G backward (and (n-1) B again with --recompute full). This grows with s, the work with s^2/n.
+k and v of s/n tokens have B bytes together, and their gradients, in fp32, G. In a layer and micro-batch a rank sends
+(n-1) B forward and (n-1) B + n G backward (and (n-1) B again with --recompute full). This grows with s, the work with
+s^2/n.
 
 Targets were shifted before the sequence was sharded (common/data.py). Shifted afterwards, the last token of a rank's
-first chunk would get the first one of its second chunk as target: wrong, and nothing would fail. The classic mistake.
+first chunk would get the first one of its second chunk as target, on every rank but the last: nothing would fail.
 
 Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
 You should see step 1's losses, and `sent` over cp: the formula x layers x micro-batches (+ 12 bytes of the norm).
@@ -116,8 +118,8 @@ def part_gradients(
     q, k, v, o, do = same_heads(q, k, v, o, do)
     p = (scaled_scores(q, k, causal) - lse[..., None]).exp()
     dp = do @ v.mT
-    d = (do * o).sum(-1, keepdim=True)  # D = rowsum(P * dP) over all keys, found without them
-    ds = p * (dp - d)  # the backward of a softmax
+    delta = (do * o).sum(-1, keepdim=True)  # FlashAttention's D = rowsum(P * dP) over all keys, found without them
+    ds = p * (dp - delta)  # the backward of a softmax
     dq = ds @ k * scale
     dk = ds.mT @ q * scale
     dv = p.mT @ do
@@ -147,7 +149,7 @@ class RingAttention(torch.autograd.Function):
             for queries, keys, causal in visible(r, source, q.shape[2]):  # ... and compute meanwhile
                 k, v = kv[:, :, :, keys]
                 part_o, part_lse = attention(q[:, :, queries], k, v, causal)
-                merge(o[:, :, queries], lse[:, :, queries], part_o, part_lse)
+                merge(o[:, :, queries], lse[:, :, queries], part_o, part_lse)  # views: this changes o and lse
             if hop + 1 < n:
                 sending.wait()
                 kv = next_kv
@@ -158,7 +160,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do: Tensor):
-        """k and v travel as in forward. The sum of their gradients follows, one hop behind; each rank adds its own."""
+        """k and v travel as in forward. The sum of their gradients is sent on when this rank has added its own."""
         q, kv, o, lse = ctx.saved_tensors
         n, r = ctx.group.size, ctx.group.rank
         dq, dkv = (torch.zeros_like(x, dtype=wide(q.dtype)) for x in (q, kv))
@@ -171,8 +173,8 @@ class RingAttention(torch.autograd.Function):
             found = torch.zeros_like(dkv)  # by this rank, for kv
             for queries, keys, causal in ctx.visible(r, source, q.shape[2]):
                 k, v = kv[:, :, :, keys]
-                part_do, part_q, part_o, part_lse = (x[:, :, queries] for x in (do, q, o, lse))
-                part_dq, part_dk, part_dv = ctx.gradients(part_do, part_q, k, v, part_o, part_lse, causal)
+                do_i, q_i, o_i, lse_i = (x[:, :, queries] for x in (do, q, o, lse))  # these queries, over all keys
+                part_dq, part_dk, part_dv = ctx.gradients(do_i, q_i, k, v, o_i, lse_i, causal)
                 dq[:, :, queries] += part_dq
                 found[0, :, :, keys] += part_dk
                 found[1, :, :, keys] += part_dv
@@ -260,7 +262,9 @@ def train(config: Config, run: Run):
             micro_loss.backward()  # ... then only sum,
             loss = loss + micro_loss.detach()
         sync.finish()  # also over ranks
-        sum_partial_gradients(model, optimizer.gradients(), mesh)  # over tp: of norms that saw a part (SP)
+        sum_partial_gradients(
+            model, optimizer.gradients(), mesh
+        )  # over tp: of norms: with SP a rank saw its shard of the tokens
         all_reduce(loss, mesh["data"]).wait()
 
         norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero > 0)

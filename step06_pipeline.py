@@ -16,16 +16,16 @@ THE BUBBLE. With m micro-batches p ranks are idle for (p-1) / (m + p-1) of the t
 saves memory: a rank holds the activations of at most p - rank micro-batches. In AFAB it holds those of all m.
 With v short stages a rank (interleaved: r, r+p, ...) the bubble is (p-1) / (v m + p-1), for more messages and memory.
 
-DEADLOCK. In the middle of 1F1B rank r has an x for r+1, and r+1 has a dx for r. If both send first, and a send waits
+DEADLOCK. In the middle of 1F1B rank r has a y for r+1, and r+1 has a dx for r. If both send first, and a send waits
 for its receiver, both wait for ever. `send_forward` starts both at once.
 
 AUTOGRAD ends at a boundary. The input of a stage is a leaf. Of its output only the *edge* is kept, its place in the
-graph: its numbers may go once they are sent (here: when the next forward returns). Backward starts from this edge with
-the gradient that arrives, and the leaf's `.grad` is what travels on.
+graph: its numbers may go once they are sent (here: when the next forward returns; the last one's, when the step ends).
+Backward starts from this edge with the gradient that arrives, and the leaf's `.grad` is what travels on.
 
 Run it:    torchrun --nproc_per_node=4 step06_pipeline.py --pp 4
 You should see step 1's losses, and rank 0's `sent` over pp: one x a micro-batch (and 18 bytes for loss and norm).
-`python -m common.schedules 4 8 2` draws other schedules; --pp 2 --schedule interleaved runs one.
+`python -m common.schedules 4 8 2` draws these and interleaved; --pp 2 --schedule interleaved runs one.
 """
 
 import math
@@ -238,16 +238,17 @@ def add_messages(lists: list[list[Action]], places: list[Place], costs: dict | N
 
         receive F0.1, receive F1.1, compute F0.1, send F0.2, receive F0.3, compute F1.1, send F1.2, receive F1.3, ...
 
-    There is no deadlock, even if a rank does nothing until its message has passed. Take the first action in this order
-    that is not done, and its message. All before it is done: its input is there, and it is next on both ranks.
+    (send F0.2: send what F0.2 needs, the output of F0.1). There is no deadlock, even if a rank stands still until its
+    message has passed. Look at the first action, in this order, that is not done, or whose message has not passed.
+    Everything before it is done. So its input is there, and nothing stands before it, or its message, on either rank.
     """
     programs: list[list[Instruction]] = [[] for _ in lists]
     for _, rank, _, action in simulate(lists, places, costs or costs_of(lists)):
         programs[rank].append(Instruction("compute", action))
-        waiting = consumer(action, places)
-        if waiting is not None and (peer := places[waiting.stage].rank) != rank:
-            programs[rank].append(Instruction("send", waiting, peer))
-            programs[peer].append(Instruction("receive", waiting, rank))
+        needs_it = consumer(action, places)
+        if needs_it is not None and (peer := places[needs_it.stage].rank) != rank:
+            programs[rank].append(Instruction("send", needs_it, peer))
+            programs[peer].append(Instruction("receive", needs_it, rank))
     return programs
 
 
@@ -259,7 +260,10 @@ class ListPipeline(Pipeline):
         self.program = add_messages(lists, self.places)[self.group.rank]
 
     def execute(self):
-        """Sends and receives start, and go on meanwhile. An action waits for its input, a send for the last one."""
+        """Sends and receives run in the background.
+
+        An action waits for its input. A send waits for the send before it to the same rank.
+        """
         box: dict[Action, tuple[Tensor, Pending]] = {}  # by the action that needs it: its input
         sent: dict[int, Pending] = defaultdict(Pending)  # by rank: the last send to it
         for verb, action, peer in self.program:
@@ -267,8 +271,8 @@ class ListPipeline(Pipeline):
                 received, pending = box.pop(action, (None, Pending()))
                 pending.wait()
                 output = getattr(self, ACTS[action.kind])(action.micro_batch, action.stage, received)
-                if (waiting := consumer(action, self.places)) is not None:
-                    box[waiting] = output, Pending()
+                if (needs_it := consumer(action, self.places)) is not None:
+                    box[needs_it] = output, Pending()
             elif verb == "send":
                 sent[peer].wait()
                 sent[peer] = exchange([(box.pop(action)[0], peer)], [], self.group)
@@ -280,7 +284,7 @@ class ListPipeline(Pipeline):
 
 
 def plan(config: Config, m: int) -> tuple[list[Place], list[list[Action]]]:
-    """Where the stages of `--schedule` are, and each rank's list for m micro-batches (loops do the same). UserError."""
+    """Where the stages of `--schedule` are, and each rank's list for m micro-batches. Raises UserError."""
     schedule, n_layers = SCHEDULES[config.schedule](config), PRESETS[config.model].n_layers
     v = schedule.stages if config.pp > 1 else 1
     if n_layers < config.pp * v:
@@ -296,16 +300,16 @@ def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group, places:
     first, last = places[0].rank, places[-1].rank
     if model.config.tied and first != last and group.rank in (first, last):
         other, theirs = first + last - group.rank, torch.empty_like(gradients[TIED])
-        if theirs.numel():
+        if theirs.numel():  # under ZeRO this rank's shard may hold nothing of it
             exchange([(gradients[TIED], other)], [(theirs, other)], group).wait()
         gradients[TIED] += theirs
 
 
 def make_pipeline(config: Config, model: Decoder, mesh: Mesh, positions: Tensor, places: list, lists: list) -> Pipeline:
     """AFAB and 1F1B are the loops above. All other orders follow their lists."""
-    parts = model, places, mesh["pp"], positions, config.tp if config.sp else 1
+    same = model, places, mesh["pp"], positions, config.tp if config.sp else 1
     loops = {"afab": Pipeline, "1f1b": OneForwardOneBackward}
-    return loops[config.schedule](*parts) if config.schedule in loops else ListPipeline(lists, *parts)
+    return loops[config.schedule](*same) if config.schedule in loops else ListPipeline(lists, *same)
 
 
 def train(config: Config, run: Run):
@@ -334,7 +338,9 @@ def train(config: Config, run: Run):
         sync.begin(len(xs))
         loss = pipeline.step(xs, ys, n_targets)  # forward and backward of all micro-batches
         sync.finish()  # sums over ranks
-        sum_partial_gradients(model, optimizer.gradients(), mesh)  # over tp: of norms that saw a part (SP)
+        sum_partial_gradients(
+            model, optimizer.gradients(), mesh
+        )  # over tp: of norms: with SP a rank saw its shard of the tokens
         sum_tied(model, optimizer.gradients(), mesh["pp"], places)  # and where two stages hold the same matrix
         all_reduce(loss, mesh["data"]).wait()
         all_reduce(loss, mesh["pp"]).wait()

@@ -11,21 +11,22 @@ that is shown is without it): aux_loss_coeff * E * sum_e f_e P_e. f_e is the fra
 fell on e, P_e the mean of its tokens' p_e. Where f is high, P is pushed down. All layouts with the same
 --micro-batch-size train alike, unless rounding decides between two almost equal p.
 
-EXPERT PARALLELISM. tp shards no expert: a rank routes the tokens that it has between blocks, without f and g. So all
-dp x cp x tp ranks of a pipeline stage have different tokens. ep neighbours share the experts ("MoE parallel folding",
-Liu et al. 2025). Ranks with the same experts, expert_data, sum their gradients. 4 ranks, --ep 2, K = 2:
+EXPERT PARALLELISM. tp shards no expert. A rank routes its own tokens, those between blocks, without f and g. (With
+--no-sp all tp ranks have the same ones: each first takes its shard.) So all dp x cp x tp ranks of a pipeline stage
+route different tokens. Groups of `ep` neighbours share the experts ("MoE parallel folding", Liu et al. 2025). Ranks
+with the same experts, expert_data, sum their gradients. 4 ranks, --ep 2, K = 2:
 
               rank 0: experts e0 e1                    rank 1: experts e2 e3                    rank 2: e0 e1, 3: e2 e3
     routed    t0 -> e3 e0    t1 -> e0 e2               t2 -> e2 e1    t3 -> e0 e3               ep: {0 1}, {2 3}
-    sorted    e0:t0 e0:t1 | e2:t1 e3:t0                e0:t3 e1:t2 | e2:t2 e3:t3                expert_data: {0 2} {1 3}
+    sorted    e0:t0 e0:t1 | e2:t1 e3:t0                e0:t3 e1:t2 | e2:t2 e3:t3                |: to rank 0, to 1
     received  e0:t0 e0:t1 | e0:t3 e1:t2                e2:t1 e3:t0 | e2:t2 e3:t3                |: from rank 0, from 1
     by expert e0:t0 e0:t1 e0:t3 | e1:t2                e2:t1 e2:t2 | e3:t0 e3:t3                |: of one expert
-    outputs   e0(t0) e0(t1) e0(t3) | e1(t2)            e2(t1) e2(t2) | e3(t0) e3(t3)
-    home      e0(t0) e0(t1) | e2(t1) e3(t0)            e0(t3) e1(t2) | e2(t2) e3(t3)            times scores, summed
+    outputs   e0(t0) e0(t1) e0(t3) | e1(t2)            e2(t1) e2(t2) | e3(t0) e3(t3)            expert_data: {0 2} {1 3}
+    home      e0(t0) e0(t1) | e2(t1) e3(t0)            e0(t3) e1(t2) | e2(t2) e3(t3)            |: from rank 0, from 1
 
-A rank has T = batch x seq / (cp tp) tokens in a micro-batch. If all experts are equally busy, it sends over ep in each
-forward of a layer (two with --recompute) and in its backward 2 (ep-1)/ep T K dim b bytes, b bytes an element. Counts go
-before each forward: (ep-1)/ep of 8 E bytes.
+A rank has T = batch x seq / (cp tp) tokens in a micro-batch. If all experts are equally busy, it sends over ep
+2 (ep-1)/ep T K dim b bytes, b an element, in each forward of a layer (two with --recompute), and as many in its
+backward. Counts go before each forward: (ep-1)/ep of 8 E bytes.
 
 Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py --pp 2 --cp 2 --tp 2 --ep 2
 You should see the losses of one process: python step07_moe_ep.py
@@ -55,8 +56,8 @@ from step05_cp_ring import CONTEXT, shard_context
 from step06_pipeline import keep_stage, make_pipeline, plan, sum_tied
 
 # Shapes in names: x_TD is [T, D].
-# T  tokens of this rank          N  T K: rows that leave           E  experts           P  ranks of ep
-# D  dim          K  top_k        R  rows that arrive               e  E / P: experts of a rank
+# T  tokens of this rank     N = T K: choices, a row for each        E  experts           P  ranks of ep
+# D  dim     K  top_k        R  rows that this rank's experts get    e = E / P: experts of a rank
 
 
 class ExpertLinear(nn.Module):
@@ -68,7 +69,7 @@ class ExpertLinear(nn.Module):
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
         """rows [n, in], the first counts[0] of them for expert 0, and so on -> [n, out]."""
-        return torch.cat([part @ w.T for part, w in zip(rows.split(counts), self.weight, strict=True)])
+        return torch.cat([x @ w.T for x, w in zip(rows.split(counts), self.weight, strict=True)])
 
 
 class Experts(nn.Module):
@@ -87,7 +88,7 @@ class Experts(nn.Module):
 
 
 class AddLoss(torch.autograd.Function):
-    """x, unchanged. In backward the scalar `loss` gets the gradient `coeff`, as if it stood in the model's loss."""
+    """x, unchanged. In backward `loss`, a scalar, gets the gradient `coeff`: coeff x loss joins the model's loss."""
 
     @staticmethod
     def forward(ctx, x: Tensor, loss: Tensor, coeff: float) -> Tensor:
@@ -123,13 +124,17 @@ class MoE(nn.Module):
         num_tokens_per_expert_E = F.one_hot(experts_TK.flatten(), p_TE.shape[-1]).sum(0)
         order_N = experts_TK.flatten().argsort(stable=True)  # choices, sorted by expert
         token_N = order_N // self.top_k  # the token of each choice
-        out_ND = self.experts(x_TD[token_N], num_tokens_per_expert_E)  # a row for each choice
+        out_ND = self.experts(x_TD[token_N], num_tokens_per_expert_E)  # sorted, ..., home: a row for each choice
         out_TKD = out_ND[order_N.argsort()].unflatten(0, scores_TK.shape)  # argsort of an order undoes it
         out_TD = (out_TKD * scores_TK[..., None]).sum(1).to(x.dtype)
         return AddLoss.apply(out_TD.view_as(x), self.aux_loss(p_TE, num_tokens_per_expert_E), self.coeff)
 
     def aux_loss(self, p_TE: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """This rank's term of E sum_e f_e P_e. f has no gradient: it counts all ranks' tokens. P is of our own."""
+        """This rank's term of E sum_e f_e P_e.
+
+        f counts the choices of all ranks that share this micro-batch; counts have no gradient. P sums over our own
+        tokens alone, so the terms of these ranks add up.
+        """
         counts_E = num_tokens_per_expert_E.clone()
         all_reduce(counts_E, self.group).wait()
         n_tokens = counts_E.sum() / self.top_k  # of the micro-batch
@@ -165,7 +170,8 @@ def visit_experts(experts: Callable, group: Group, sorted_ND: Tensor, num_tokens
     arriving_Pe = torch.empty_like(leaving_Pe)  # [rank, an expert of ours]: rows that come from there
     all_to_all(arriving_Pe, leaving_Pe, group).wait()
     leaving_Pe, arriving_Pe = torch.stack((leaving_Pe, arriving_Pe)).cpu()  # the CPU must know: it waits for the GPU
-    there, home = (partial(way, leaving_Pe=leaving_Pe, arriving_Pe=arriving_Pe) for way in (dispatch, combine))
+    sizes = dict(leaving_Pe=leaving_Pe, arriving_Pe=arriving_Pe)
+    there, home = partial(dispatch, **sizes), partial(combine, **sizes)
     rows_RD = Conjugate.apply(sorted_ND, group, there, home)
     out_RD = experts(rows_RD, arriving_Pe.sum(0))
     return Conjugate.apply(out_RD, group, home, there)
@@ -196,7 +202,7 @@ def own_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 def shard_experts(model: Decoder, mesh: Mesh, config: Config):
-    """Put this rank's experts in the place of MLPs, which take their shards, f and g along. Raises UserError."""
+    """Put this rank's experts in the place of MLPs, whose shards and hooks f and g go with them. Raises UserError."""
     ep, tp, ranks, n_tokens = config.ep, mesh["tp"], mesh.world // config.pp, model.config.seq_len // mesh["cp"].size
     if config.experts % ep or ranks % ep:
         raise UserError(f"--ep {ep} must divide --experts {config.experts}, and the {ranks} ranks of dp x cp x tp")
@@ -230,7 +236,9 @@ def train(config: Config, run: Run):
     """The whole run: five dimensions, put on the plain model one after another."""
     device, dtype = choose_device(config)
     taken = config.pp * config.cp * config.tp  # dp is what is left
-    mesh = Mesh(pp=config.pp, dp=join_ranks(device) // taken, cp=config.cp, tp=config.tp)  # tp sends most: neighbours
+    mesh = Mesh(
+        pp=config.pp, dp=join_ranks(device) // taken, cp=config.cp, tp=config.tp
+    )  # tp's messages hide least: neighbours
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
     shape = PRESETS[config.model]
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)

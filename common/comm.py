@@ -8,10 +8,10 @@ there are any) and runs the same script. Ranks meet in *collectives*: calls that
          |  [4  5  6  7]      the group {4, 5, 6, 7}, in which it is number 1, and mesh["dp"] is the group {1, 5}.
 
 A collective starts at once and returns a `Pending`. Until its `wait`, do not touch the tensors that it was given. The
-caller sees to it that they are contiguous. In a group of one nothing is sent. In one of n, a rank sends at least, with
-S the bytes of the larger tensor:
+caller sees to it that they are contiguous. S: the bytes of a collective's larger tensor. In a group of n each rank
+sends at least this; in a group of one, nothing:
 
-    all_reduce 2 (n-1)/n S         all_gather, reduce_scatter, all_to_all (n-1)/n S         exchange: each message
+    all_reduce 2 (n-1)/n S         all_gather, reduce_scatter (n-1)/n S         exchange, all_to_all: what is for others
 
 A ring sends just that, and so these formulas count bytes here. NCCL may choose a tree, which sends a little more.
 """
@@ -47,11 +47,11 @@ class Group:
     handle: dist.ProcessGroup | None
 
     def share(self, total: int, what: str) -> slice:
-        """This rank's part, in order, of `total` things. Raises UserError if they do not divide."""
+        """This rank's share, in order, of `total` things. Raises UserError if they do not divide."""
         if total % self.size:
             raise UserError(f"{what} {total} must be a multiple of the {self.size} ranks of {self.name}")
-        part = total // self.size
-        return slice(self.rank * part, (self.rank + 1) * part)
+        length = total // self.size
+        return slice(self.rank * length, (self.rank + 1) * length)
 
 
 class Mesh:
@@ -129,16 +129,16 @@ def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
 
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
-    """From chapter 3 on: `output` [k] becomes this rank's part of the sum of all ranks' `tensor` [n k]."""
+    """From chapter 3 on: `output` [k] becomes this rank's shard of the sum of all ranks' `tensor` [n k]."""
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
     note("reduce_scatter", group, tensor, (group.size - 1) / group.size)
     if dist.get_backend(group.handle) != "gloo":
         return Pending(group, _reduce_scatter(output, tensor, group=group.handle, async_op=True))
-    parts = torch.empty_like(tensor)  # gloo's own all-reduces the whole. Here a rank gets its part from each, and adds
-    work = dist.all_to_all_single(parts, tensor, group=group.handle, async_op=True)
-    return Pending(group, work, then=lambda: torch.sum(parts.view(group.size, -1), 0, out=output.view(-1)))
+    shards = torch.empty_like(tensor)  # gloo's own all-reduces the whole. Here a rank gets its shard of each, and adds
+    work = dist.all_to_all_single(shards, tensor, group=group.handle, async_op=True)
+    return Pending(group, work, then=lambda: torch.sum(shards.view(group.size, -1), 0, out=output.view(-1)))
 
 
 def all_to_all(output: Tensor, tensor: Tensor, group: Group, sent: Sizes = None, received: Sizes = None) -> Pending:

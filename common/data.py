@@ -1,12 +1,12 @@
 """Token batches: a pure function of (seed, step), the same on every rank and in every layout.
 
     documents -> bytes 0-255, END after each -> one long stream:   d e f ... END i m p o r t ... END ...
-    window i  = stream[i*seq : i*seq + seq + 1]                    tokens = its first seq, targets = its last seq
-    sample j of step s = window order[i mod n], i = s*B + j        B = global batch size, n = windows; for each epoch,
-                                                                   i // n, `order` is drawn anew from (seed, epoch)
+    window w  = stream[w*seq : w*seq + seq + 1]                    tokens = its first seq, targets = its last seq
+    sample j of step s = window order[i mod n], i = s*B + j        B = global batch size, n = windows to train on; in
+                                                                   each epoch, i // n, another order, from (seed, epoch)
 
 Targets are shifted here, before anything shards a sequence. Every rank reads the whole global batch and works on its
-part of it: token ids are small. The stream's last twentieth is kept for validation. A text's bytes are its ids, also
+share of it: token ids are small. The stream's last twentieth is kept for validation. A text's bytes are its ids, also
 where a model's vocabulary is larger.
 """
 

@@ -6,7 +6,7 @@
              x = x + mlp(post_attention_layernorm(x))         heads shares one k and v (GQA); the MLP is a SwiGLU
 
 Names, shapes and the RoPE convention are those of Hugging Face's `LlamaForCausalLM`: it loads our state dict unchanged.
-Heads, channels and vocabulary follow from the weights: a rank with a part of the weights runs the same code.
+Heads, channels and vocabulary follow from the weights: a rank with shards of the weights runs the same code.
 """
 
 from dataclasses import dataclass

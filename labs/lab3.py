@@ -157,7 +157,7 @@ class Update(Zero):
                 zero.step(0.1 / turn)
             zero.zero_grad()
             left = [x for unit in zero.units for x in (unit.gradient, unit.reduced_shard, unit.grad_shard)]
-            left += [param.grad for param in model.parameters()] + [piece.grad for piece in zero.shards.values()]
+            left += [param.grad for param in model.parameters()] + [piece.grad for piece in zero.masters.values()]
             yield f"gradients left after update {turn}", sum(x is not None for x in left), 0
             yield f"bytes of update {turn}", tape.sent(), dict(dp=sum(self.sent(dtype.itemsize)))
         for name, param in model.named_parameters():

@@ -106,10 +106,10 @@ class Piece:
 
 
 def masters(parts: Parts) -> Iterator[Piece]:
-    """What this rank updates: the masters, whole parameters in step 1's optimizer, parts of slices in ZeRO's."""
+    """What this rank updates: the masters, whole parameters in step 1's optimizer, shards in ZeRO's."""
     optimizer, params = parts.optimizer, dict(parts.model.named_parameters())
     units = {name: unit for unit in parts.units for name in unit.named}
-    for name, master in (optimizer.shards if units else optimizer.masters).items():
+    for name, master in optimizer.masters.items():
         first = max(0, units[name].first - units[name].span[name][0]) if units else 0
         yield Piece("master", name, master, tuple(params[name].shape), layout_of(params[name]).shards, first)
 
@@ -117,7 +117,7 @@ def masters(parts: Parts) -> Iterator[Piece]:
 def state_piece(kind: str, master: Piece, value: Tensor, shape: tuple[int, ...]) -> Piece:
     """The update rule's `value` for a master: like it, or with dimensions of size 1, or a number.
 
-    `shape` of the value before ZeRO cuts it; a dimension that is as long as the parameter's is cut as that one is.
+    `shape` of the value before ZeRO shards it. A dimension that is as long as the parameter's is sharded as that is.
     """
     alike = len(shape) == len(master.shape)
     shards = tuple(s for s in master.shards if alike and shape[s.dim] == master.shape[s.dim])
@@ -192,8 +192,10 @@ def take(parts: Parts, stored: Any, moments: bool):
     for unit in parts.units:
         if unit.master is not unit.shard:
             unit.shard.copy_(unit.master)
-    for name, master in getattr(optimizer, "masters", {}).items():
-        optimizer.params[name].detach().copy_(master)
-    getattr(optimizer, "publish", lambda: None)()
+    if parts.units:
+        optimizer.publish()
+    else:
+        for name, master in optimizer.masters.items():
+            optimizer.params[name].detach().copy_(master)
     if moments:
         take_debts(parts, stored)

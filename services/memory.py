@@ -132,9 +132,8 @@ class MemoryTimeline(TorchDispatchMode):
 def held_tensors(parts: Parts) -> dict[str, list[Tensor | None]]:
     """What a rank holds when gradients are complete, by kind."""
     params, units = list(parts.model.parameters()), parts.units
-    rule, masters = parts.optimizer.torch_optimizer, [unit.master for unit in units]
-    if not units:
-        masters = list(parts.optimizer.masters.values())
+    rule = parts.optimizer.torch_optimizer
+    masters = [unit.master for unit in units] or list(parts.optimizer.masters.values())
     weights = [*params, *(unit.shard for unit in units)]
     own = {tensor.untyped_storage()._cdata for tensor in weights}
     states = [value for state in getattr(rule, "state", {}).values() for value in state.values()]

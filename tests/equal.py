@@ -85,7 +85,7 @@ class Seeing:
         """After the last update, gather the weights."""
         yield from super().steps(**parts)
         optimizer = self.parts.optimizer
-        self.parameters = self.gather(optimizer.shards if self.parts.units else optimizer.masters)
+        self.parameters = self.gather(optimizer.masters)
 
     def require_finite(self, step: int, **numbers: float):
         """Gradients are complete, and not yet clipped: gather them."""

@@ -5,13 +5,15 @@ are forked from it. They meet through a file, never a port, and have one thread 
 """
 
 import contextlib
+import fcntl
+import gc
 import multiprocessing
 import os
 import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -34,10 +36,14 @@ def error_of(kind: type[Exception], function: Callable, *args: Any) -> str:
 
 
 def serve(rank: int, world: int, folder: str, connection: Connection):
-    """A worker's life: join the group, then run what arrives until the connection closes."""
+    """A worker's life: join the group, then run what arrives until the connection closes.
+
+    After each task the groups that it made end. A group of gloo's has a thread that wakes a hundred times a second.
+    """
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # what was imported is no garbage: so a look at the rest is short
     torch.set_num_threads(1)
     if world > 1:
         os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(world))
@@ -45,19 +51,31 @@ def serve(rank: int, world: int, folder: str, connection: Connection):
         dist.init_process_group("gloo", where, timedelta(minutes=10), world_size=world, rank=rank)
     while True:
         try:
-            function, args = pickle.loads(connection.recv_bytes())
+            message = connection.recv_bytes()
         except EOFError:
             os._exit(0)
-        # A group of gloo's has threads: those that the last task made end when all ranks have answered it.
-        for group in list(dist.distributed_c10d._world.pg_map) if world > 1 else ():
-            if group is not dist.group.WORLD:
-                with contextlib.suppress(RuntimeError):  # one that a test has taken apart
-                    dist.destroy_process_group(group)
+        if not message:  # all ranks have answered
+            function = args = answer = None
+            for group in list(dist.distributed_c10d._world.pg_map) if world > 1 else ():
+                if group is not dist.group.WORLD:
+                    with contextlib.suppress(RuntimeError):  # one that a test has taken apart
+                        dist.destroy_process_group(group)
+            gc.collect()
+            continue
         try:
+            function, args = pickle.loads(message)
             answer = ("done", function(*args))
         except BaseException:
             answer = ("failed", traceback.format_exc())
         connection.send_bytes(pickle.dumps(answer))
+
+
+@contextlib.contextmanager
+def turn() -> Iterator[None]:
+    """While this lasts, no other pool of this user runs. Ranks wait for one another: two pools at once are slower."""
+    with open(os.path.join(tempfile.gettempdir(), f"ranks-{os.getuid()}.lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # given back when the file is closed
+        yield
 
 
 class Pool:
@@ -82,9 +100,13 @@ class Pool:
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
         """Results of `function(*args)` by rank. Raises RankError; the pool then starts anew on next use."""
+        with turn() if self.world > 1 else contextlib.nullcontext():
+            return self.ask(pickle.dumps((function, args)), timeout)
+
+    def ask(self, message: bytes, timeout: float) -> list[Any]:
+        """Send a task to all ranks, and collect their answers."""
         if not self.processes:
             self.start()
-        message = pickle.dumps((function, args))
         for connection in self.connections:
             connection.send_bytes(message)
         answers, deadline = {}, time.monotonic() + timeout
@@ -105,9 +127,12 @@ class Pool:
                 self.stop()
                 text = next(iter(failed.values()), "")
                 raise RankError(f"no answer from ranks {missing} of {self.world}\n{text}")
+        if len(failed) in (0, self.world) and "the process died" not in failed.values():
+            for connection in self.connections:
+                connection.send_bytes(b"")
+        else:
+            self.stop()
         if failed:
-            if len(failed) < self.world or "the process died" in failed.values():
-                self.stop()
             rank, text = min(failed.items())
             raise RankError(f"rank {rank} of {self.world} failed (also {sorted(failed)[1:]}):\n{text}")
         return [answers[rank][1] for rank in range(self.world)]

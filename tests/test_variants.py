@@ -37,8 +37,8 @@ def overflow_on_rank(step: str, options: dict) -> tuple:
         def steps(self, **parts):
             """Before the first step."""
             optimizer = parts["optimizer"]
-            self.shards = getattr(optimizer, "shards", None) or optimizer.masters
-            self.before = {name: shard.detach().clone() for name, shard in self.shards.items()}
+            self.masters = optimizer.masters
+            self.before = {name: master.detach().clone() for name, master in self.masters.items()}
             gradients, mesh = optimizer.gradients, parts["mesh"]
 
             def infinite():
@@ -57,8 +57,8 @@ def overflow_on_rank(step: str, options: dict) -> tuple:
         def record(self, step, tokens, **numbers):
             """After each step."""
             super().record(step, tokens, **numbers)
-            moved = any(not torch.equal(self.before[name], shard) for name, shard in self.shards.items())
-            self.before = {name: shard.detach().clone() for name, shard in self.shards.items()}
+            moved = any(not torch.equal(self.before[name], master) for name, master in self.masters.items())
+            self.before = {name: master.detach().clone() for name, master in self.masters.items()}
             freed = all(param.grad is None for param in getattr(self.parts.optimizer, "params", {}).values())
             seen.append((moved, freed, math.log2(self.parts.kept["variants.fp16"].scale)))
 
@@ -297,7 +297,7 @@ def in_files(options: dict) -> list[int]:
     zero, lines = equal.watch("step03_zero", options).parts.optimizer, Path("/proc/self/maps").read_text().splitlines()
     files = [re.split("[- ]", line)[:2] for line in lines if "(deleted)" in line and "/dev/shm" not in line]
     states = [
-        *zero.shards.values(),
+        *zero.masters.values(),
         *(t for state in zero.torch_optimizer.state.values() for t in state.values() if t.dim()),
     ]
     states = [state for state in states if state.numel()]

@@ -6,8 +6,8 @@
 
 If F, B and W take the same time, and m micro-batches are an even number from 2p on, the bubble is
 (p/2-1) / (3 m + p/2-1) of the time. Ranks r and p-1-r sum their gradients after each step, as ranks of data parallelism
-do. Where DeepSeek overlaps a forward with a backward, here one follows the other. W comes apart from B
-(variants/split_backward.py) in the paper's steps 3 and 7 and the second half of step 6; else it follows at once.
+do. Where DeepSeek overlaps a forward with a backward, here one follows the other. W (variants/split_backward.py)
+waits in the paper's step 7 and the second half of step 6; else it follows its B at once.
 
 In step 6, `keep_stage` would note that two stages hold each parameter, and the sum over the pair would stand after
 `sync.finish()`.
@@ -28,14 +28,17 @@ SINCE = step06.Config
 
 
 def dualpipe(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """The paper's eight steps. At most p + 1 micro-batches in flight. Fewer than 2p: cut from 2p. Raises UserError."""
+    """The paper's eight steps. At most p + 1 micro-batches in flight. Raises UserError.
+
+    If m < 2p: the list for 2p, without the micro-batches beyond m.
+    """
     if p % 2:
         raise UserError(f"--schedule dualpipe: micro-batches enter at both ends of an even number of ranks, not {p}")
     if m < 2:
         raise UserError("--schedule dualpipe: use at least 2 micro-batches, one for each end")
-    size = (m + 1) // 2, m // 2  # of the two halves of the micro-batches
-    near = min(rank + 1, p - rank)  # stages from the nearer end to this one. 0 is the way that begins there
-    far, n = p // 2 - near, max(size[0], p)  # ranks between this one and the middle; micro-batches of a way
+    sizes = (m + 1) // 2, m // 2  # of the two halves of the micro-batches
+    near = min(rank + 1, p - rank)  # stages from the nearer end up to this one. F0, B0: of the way that begins there
+    far, n = p // 2 - near, max(sizes[0], p)  # ranks between this one and the middle; micro-batches of a way
     phases = [  # (how often, what)
         (2 * far, "F0"),  # 1: forward from the near end, until the first micro-batch of the other way is here
         (near, "F0 F1"),  # 2: forward both ways, until the first gradient is here
@@ -48,8 +51,8 @@ def dualpipe(p: int, m: int, v: int, rank: int) -> list[Action]:
         (far, "W B0"),  # 7: W fills the gaps between the last gradients
     ]  # 8: `write_out` appends every W that still waits
     ways = (rank, 2 * p - 1 - rank) if rank < p // 2 else (2 * p - 1 - rank, rank)  # stages of way 0, and of way 1
-    actions = [action for action in write_out(ways, *phases) if action.micro_batch < size[action.stage >= p]]
-    return [a._replace(micro_batch=a.micro_batch + size[0]) if a.stage >= p else a for a in actions]
+    actions = [action for action in write_out(ways, *phases) if action.micro_batch < sizes[int(action.stage >= p)]]
+    return [a._replace(micro_batch=a.micro_batch + sizes[0]) if a.stage >= p else a for a in actions]
 
 
 def two_ways(n_layers: int, p: int, v: int) -> list[Place]:

@@ -72,8 +72,8 @@ def move(zero: Zero1, unit: Unit, master: Tensor):
     """Let a unit's master, with its shards, be this one. The rule keeps its tensors: only what they hold moves."""
     unit.master = master
     for name in unit.trained:
-        if name in zero.shards:
-            zero.shards[name].data = unit.view_shard(master, name)
+        if name in zero.masters:
+            zero.masters[name].data = unit.view_shard(master, name)
 
 
 class Update:
@@ -115,14 +115,14 @@ class Update:
                 coming.append(self.send(i + 1, gradients[i + 1]))  # into the buffer of unit i - 1, which is updated
             unit.grad_shard, wait = coming.pop(0)
             wait()
-            shards = {name: zero.shards[name] for name in unit.trained if name in zero.shards}
-            for name, shard in shards.items():
-                shard.grad = unit.view_shard(unit.grad_shard, name)
+            masters = {name: zero.masters[name] for name in unit.trained if name in zero.masters}
+            for name, master in masters.items():
+                master.grad = unit.view_shard(unit.grad_shard, name)
             rule.step()
             rule.zero_grad()
-            for shard in {shard for shard in shards.values() if rule.state[shard]} - self.moved:  # just made
-                rule.state[shard] |= {key: self.home(t) for key, t in rule.state[shard].items() if t.dim()}
-                self.moved.add(shard)
+            for master in {master for master in masters.values() if rule.state[master]} - self.moved:  # just made
+                rule.state[master] |= {key: self.home(t) for key, t in rule.state[master].items() if t.dim()}
+                self.moved.add(master)
             if unit.master is not unit.shard:
                 unit.shard.copy_(unit.master, non_blocking=True)
             unit.gradient = unit.reduced_shard = unit.grad_shard = gradients[i] = None
