@@ -60,10 +60,7 @@ RECOMPUTE: dict[str, Callable[[Decoder], None]] = {"none": lambda model: None, "
 
 @dataclass
 class Config:
-    """Flags of the trainer: --model, --steps, ... What stands behind a # is the flag's help.
-
-    `among(MENU, "a")` is the default "a" of a flag that takes the names in MENU.
-    """
+    """Flags of the trainer, with their help behind the #. `among(MENU, "a")`: a name in MENU, by default "a"."""
 
     model: str = among(PRESETS, "tiny")  # preset of the shape; its weights start from nothing
     dataset: str = ""  # text file, or data set of the hub with a column "text"; default: Python's own sources
@@ -97,9 +94,7 @@ class Optimizer:
         self.params = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.masters = {name: param.detach().to(wide(param.dtype)) for name, param in self.params.items()}
         for param in self.params.values():
-            param.grad_dtype = wide(
-                param.dtype
-            )  # fp32, or fp64. New in torch: autograd casts gradients to this, then adds
+            param.grad_dtype = wide(param.dtype)  # new in torch: autograd casts gradients to this (fp32), then adds
         self.torch_optimizer = OPTIMIZERS[config.optimizer](self.masters, config)
 
     def gradients(self) -> dict[str, Tensor]:

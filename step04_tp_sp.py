@@ -199,9 +199,7 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
     for block in blocks:
         for name, linear in block.named_children():
             if name in HEADS:
-                linear.weight = HEADS[name](
-                    linear.weight, mesh, config
-                )  # fewer: attention counts heads by its weights' rows
+                linear.weight = HEADS[name](linear.weight, mesh, config)  # attention counts heads by the weights' rows
             else:
                 linear.weight = shard_param(linear.weight, SHARD_DIMS[name], group)
 

@@ -24,8 +24,7 @@ ZIGZAG. Early queries see few keys, late ones many. So rank r gets chunks r and 
     rank 3: queries 3  # # # + . . . .   and 4  # # # # + . . .      so in each hop all ranks have the same work
 
 k and v of s/n tokens have B bytes together, and their gradients, in fp32, G. In a layer and micro-batch a rank sends
-(n-1) B forward and (n-1) B + n G backward (and (n-1) B again with --recompute full). This grows with s, the work with
-s^2/n.
+(n-1) B forward and (n-1) B + n G backward (and (n-1) B again with --recompute full). It grows with s, work with s^2/n.
 
 Targets were shifted before the sequence was sharded (common/data.py). Shifted afterwards, the last token of a rank's
 first chunk would get the first one of its second chunk as target, on every rank but the last: nothing would fail.
@@ -262,9 +261,7 @@ def train(config: Config, run: Run):
             micro_loss.backward()  # ... then only sum,
             loss = loss + micro_loss.detach()
         sync.finish()  # also over ranks
-        sum_partial_gradients(
-            model, optimizer.gradients(), mesh
-        )  # over tp: of norms: with SP a rank saw its shard of the tokens
+        sum_partial_gradients(model, optimizer.gradients(), mesh)  # over tp: of norms that saw a shard of the tokens
         all_reduce(loss, mesh["data"]).wait()
 
         norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero > 0)

@@ -260,10 +260,7 @@ class ListPipeline(Pipeline):
         self.program = add_messages(lists, self.places)[self.group.rank]
 
     def execute(self):
-        """Sends and receives run in the background.
-
-        An action waits for its input. A send waits for the send before it to the same rank.
-        """
+        """Messages run in the background. An action waits for its input, a send for the one before it to that rank."""
         box: dict[Action, tuple[Tensor, Pending]] = {}  # by the action that needs it: its input
         sent: dict[int, Pending] = defaultdict(Pending)  # by rank: the last send to it
         for verb, action, peer in self.program:
@@ -338,9 +335,7 @@ def train(config: Config, run: Run):
         sync.begin(len(xs))
         loss = pipeline.step(xs, ys, n_targets)  # forward and backward of all micro-batches
         sync.finish()  # sums over ranks
-        sum_partial_gradients(
-            model, optimizer.gradients(), mesh
-        )  # over tp: of norms: with SP a rank saw its shard of the tokens
+        sum_partial_gradients(model, optimizer.gradients(), mesh)  # over tp: of norms that saw a shard of the tokens
         sum_tied(model, optimizer.gradients(), mesh["pp"], places)  # and where two stages hold the same matrix
         all_reduce(loss, mesh["data"]).wait()
         all_reduce(loss, mesh["pp"]).wait()

@@ -130,12 +130,8 @@ class MoE(nn.Module):
         return AddLoss.apply(out_TD.view_as(x), self.aux_loss(p_TE, num_tokens_per_expert_E), self.coeff)
 
     def aux_loss(self, p_TE: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """This rank's term of E sum_e f_e P_e.
-
-        f counts the choices of all ranks that share this micro-batch; counts have no gradient. P sums over our own
-        tokens alone, so the terms of these ranks add up.
-        """
-        counts_E = num_tokens_per_expert_E.clone()
+        """This rank's term of E sum_e f_e P_e: f counts the choices of all ranks of a micro-batch, P our tokens."""
+        counts_E = num_tokens_per_expert_E.clone()  # counts have no gradient
         all_reduce(counts_E, self.group).wait()
         n_tokens = counts_E.sum() / self.top_k  # of the micro-batch
         f_E, P_E = counts_E / counts_E.sum(), p_TE.sum(0) / n_tokens
@@ -236,9 +232,7 @@ def train(config: Config, run: Run):
     """The whole run: five dimensions, put on the plain model one after another."""
     device, dtype = choose_device(config)
     taken = config.pp * config.cp * config.tp  # dp is what is left
-    mesh = Mesh(
-        pp=config.pp, dp=join_ranks(device) // taken, cp=config.cp, tp=config.tp
-    )  # tp's messages hide least: neighbours
+    mesh = Mesh(pp=config.pp, dp=join_ranks(device) // taken, cp=config.cp, tp=config.tp)  # tp hides least: neighbours
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
     shape = PRESETS[config.model]
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)

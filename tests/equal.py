@@ -27,7 +27,7 @@ from services.seam import OpenRun, check, compose
 from tests import faults
 from variants import Parts
 
-FEW = 100_000  # tokens: more than any test reads
+FEW = 150_000  # tokens: more than any test reads
 SHAPE = list(ModelConfig.__dataclass_fields__)
 BOUND = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-12, "fp16": 1e-12}  # 16 bits: only a process with itself
 # A vocabulary that nothing divides.

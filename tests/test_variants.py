@@ -214,7 +214,7 @@ def sums_on_rank(kind: str, whole: bool) -> tuple[float, float, float]:
         Chain((compression.all_reduce if whole else compression.reduce_scatter)(key)).wait()
         part = length // group.size
         mine = slice(0, length) if whole else slice(group.rank * part, group.rank * part + part)
-        found = found + (key.flat if whole else key.total)
+        found = found + (key.flat if whole else key.reduced_shard)
         added = added + sum(drawn)[mine]
     comm.observer = None
     owed = compression.owed[key].clone().view(-1)
