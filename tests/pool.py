@@ -43,6 +43,8 @@ def serve(rank: int, world: int, folder: str, connection: Connection):
     import torch
     import torch.distributed as dist
 
+    from common.comm import Group, Mesh
+
     gc.freeze()  # what was imported is no garbage: so a look at the rest is short
     torch.set_num_threads(1)
     if world > 1:
@@ -60,6 +62,9 @@ def serve(rank: int, world: int, folder: str, connection: Connection):
                 if group is not dist.group.WORLD:
                     with contextlib.suppress(RuntimeError):  # one that a test has taken apart
                         dist.destroy_process_group(group)
+            for thing in gc.get_objects():  # also what a hook of a tensor holds, which is never collected
+                if isinstance(thing, (Group, Mesh)):
+                    vars(thing).clear()
             gc.collect()
             continue
         try:
