@@ -100,6 +100,7 @@ def unit_names(model: Decoder) -> list[list[str]]:
 class Zero1:
     """Optimizer state is sharded. An object of this class is the optimizer, and also the sync (step 2: begin, finish).
 
+    Three lines are ZeRO: `finish` reduce-scatters gradients, `step` updates our shards, `publish` all-gathers weights.
     All sums start after the last backward: nothing hides them, unlike those of step 2's buckets.
     """
 

@@ -12,7 +12,7 @@ another, and then z_i B_i, a term of the block's output, z_0 B_0 + z_1 B_1. Such
     f   enter_block          nothing: all have x                  all-reduce: dx is a sum, each rank has a term
     g   leave_block          all-reduce: each rank has a term     nothing: a term has the gradient of the sum
 
-f and g are hooks around attention and MLP; the embedding has a g, the head an f. Embedding and loss are replaced.
+f and g are hooks: g(o_proj(attend(q_proj(f(x)), ...))), and so around the MLP. The embedding has a g, the head an f.
 
 SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022). An all-reduce is a reduce-scatter and an all-
 gather. g does the first half, the next f the second: norms and residual sums between them see s/n tokens. Same bytes:
