@@ -118,7 +118,7 @@ class Optimizer:
 
 
 def scale(gradients: dict[str, Tensor], factor: float):
-    """Multiply gradients, in place. (No variable of `train` may hold one: it would live on into the next step.)"""
+    """Multiply gradients, in place. (`train` never names this dict: a name would keep memory past `zero_grad`.)"""
     for gradient in gradients.values():
         gradient.mul_(factor)
 
@@ -134,7 +134,7 @@ def train(config: Config, run: Run):
     RECOMPUTE[config.recompute](model)
     optimizer = Optimizer(model, config)
 
-    for step in run.steps(model=model, optimizer=optimizer, data=data):  # 0, 1, ...; `run` shows these to who looks on
+    for step in run.steps(model=model, optimizer=optimizer, data=data):  # 0, 1, ...; services may load, watch parts
         tokens, targets = (x.to(device) for x in data.batch(step))  # int64 [batch, seq]; targets: each next token
         n_targets = (targets != IGNORE).sum().clamp(min=1)
         xs, ys = (x.split(config.micro_batch_size) for x in (tokens, targets))

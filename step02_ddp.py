@@ -6,7 +6,7 @@
     rank 3: sequences 24..31  -> forward, backward -> gradient g3 -+
 
 torchrun starts this script n times. Each process, a *rank*, calls `init_process_group` to meet the others.
-All of them call `dist.all_reduce(tensor)`. After it, each rank's tensor holds the sum of all ranks' tensors.
+A *collective* is a call that all ranks make. After `dist.all_reduce(tensor)`, each rank's tensor is the sum of all.
 
 WHY A SUM IS ENOUGH. The loss is sum_i l_i / T over all T target tokens of the global batch, and the gradient of a
 sum is the sum of gradients. Each rank's loss is already divided by the global T (step 1: scale once).
@@ -20,8 +20,8 @@ With S bytes of gradients, each of n ranks sends 2 (n-1)/n S bytes: less than 2 
 
 Run it:    torchrun --nproc_per_node=4 step02_ddp.py
 You should see step 1's losses, equal up to rounding. runs/step02_ddp/metrics.jsonl has `sent`, the bytes of a step:
-2 (n-1)/n (S + 4), of gradients and of the loss. --sync ring counts each message that it sends. The others count by the
-formula, because PyTorch does not show its messages.
+2 (n-1)/n (S + 4) on rank 0, of gradients and of the loss (fp32). --sync ring counts each message that it sends. The
+others count by the formula, because PyTorch does not show its messages.
 """
 
 import os
@@ -43,7 +43,7 @@ from step01_single_gpu import RECOMPUTE, Optimizer, learning_rate, scale
 
 
 def join_ranks(device: torch.device, **options) -> int:
-    """Meet the other processes; returns how many there are. torchrun put RANK, WORLD_SIZE, ... in the environment."""
+    """Meet the others, unless services/ did (with `options`); returns how many. torchrun set RANK, WORLD_SIZE, ..."""
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group(**dict(backend="nccl" if device.type == "cuda" else "gloo") | options)
     return dist.get_world_size() if dist.is_initialized() else 1
@@ -156,12 +156,12 @@ class BucketSync:
             self.send(self.unsent.pop(0))
 
     def send(self, bucket: Bucket):
-        """Start the sum of a bucket. (`all_reduce` is dist.all_reduce, but returns at once, and `wait` waits.)"""
+        """Start a sum. (`all_reduce`: `note`, then dist.all_reduce; returns at once, `wait` waits. Alone: nothing.)"""
         self.pending.append(all_reduce(bucket.flat, bucket.group))
 
     def finish(self):
         """Wait for every sum. (The embedding's gradient comes last: no backward is left to hide its sum.)"""
-        while self.unsent:  # a parameter got no gradient: no micro-batch has used it
+        while self.unsent:  # some parameter was not used by every micro-batch: its bucket still misses additions
             self.send(self.unsent.pop(0))
         for pending in self.pending:
             pending.wait()
@@ -181,7 +181,7 @@ class Config(step01.Config):
 def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
-    mesh = Mesh(dp=join_ranks(device))  # the ranks, in one dimension. mesh["dp"] is a group: rank, size, handle
+    mesh = Mesh(dp=join_ranks(device))  # all ranks in one row. mesh["dp"]: rank, size, handle (PyTorch's group)
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # these sequences are mine
     shape = PRESETS[config.model]
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
@@ -212,7 +212,7 @@ def train(config: Config, run: Run):
         lr = learning_rate(step, config)
         optimizer.step(lr)
         optimizer.zero_grad()
-        run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
+        run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)  # rank 0 alone writes
 
 
 if __name__ == "__main__":
