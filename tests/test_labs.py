@@ -405,7 +405,8 @@ def test_a_handout_has_no_solution(tmp_path):
     found = source.definitions(ast.parse((copy / "step04_tp_sp.py").read_text()))
     assert all(source.is_hole(found[name]) for name in lab.holes(S4))
     assert not (copy / "tests").exists() and (copy / "step02_ddp.py").read_text() == path_of("step02_ddp").read_text()
-    line = "return parts.movedim(0, 1).flatten(1, 2)"
+    line = "return shards.movedim(0, 1).flatten(1, 2)"
+    assert line in path_of("step04_tp_sp").read_text()
     assert not [path for path in copy.rglob("*.py") if line in path.read_text()]
     command("start", 4, tmp_path / "lab", folder=copy)
     assert "not written yet" in command("check", tmp_path / "lab", "--task", 1, folder=copy, status=1)
