@@ -122,7 +122,7 @@ def draw(lists: list[list[Action]], places: list[Place], costs: dict = COSTS) ->
 
 
 if __name__ == "__main__":
-    p, m, chunks = map(int, sys.argv[1:])
+    p, m, chunks = map(int, sys.argv[1:4] or sys.exit("python -m common.schedules RANKS MICRO_BATCHES CHUNKS"))
     for name, make in SCHEDULES.items():
         actions, places, v = make(SimpleNamespace(chunks=chunks))
         print(name, draw([actions(p, m, v, rank) for rank in range(p)], places(p * v, p, v)), sep="\n")

@@ -77,7 +77,10 @@ class Bits:
             return message.to(dtype)
         values, scales = message.split((self.dim, 4 * self.blocks), -1)
         blocks = F.pad(values.float(), (0, -self.dim % BLOCK)).unflatten(-1, (-1, BLOCK))
-        return (blocks * scales.contiguous().view(torch.float32)[..., None]).flatten(-2)[..., : self.dim].to(dtype)
+        scales = scales.clone(memory_format=torch.contiguous_format).view(
+            torch.float32
+        )  # a copy begins at a whole float
+        return (blocks * scales[..., None]).flatten(-2)[..., : self.dim].to(dtype)
 
     def start_gather(self, x: Tensor, group: Group) -> Ending:
         """As that of block_overlap.py: [batch, seq/n, dim] -> [batch, seq, dim]."""
