@@ -1,10 +1,12 @@
 """What theory says of a run: it is told sizes, as plain numbers, that are taken from the run's parts."""
 
+import sys
 from typing import Any
 
 from common.layout import layout_of
 from common.model import wide
 from common.schedules import Action, Place, consumer
+from step01_single_gpu import OPTIMIZERS
 from step06_pipeline import TIED, plan
 from theory import memory, shapes, traffic
 from theory.shapes import Shape
@@ -58,6 +60,13 @@ def work_of(config: Any, parts: Parts) -> Work:
     return Work(m, tokens, *sums, dtype.itemsize, wide(dtype).itemsize, config.recompute != "none")
 
 
+def moment_bytes(config: Any, parts: Parts) -> int:
+    """What the update rule keeps of its masters, as the rule's file says it; two numbers of each if it says nothing."""
+    file = sys.modules[OPTIMIZERS[config.optimizer].__module__]
+    numbers = getattr(file, "moments", lambda _name, master: 2 * master.numel())
+    return sum(numbers(name, master) * master.itemsize for name, master in parts.optimizer.masters.items())
+
+
 def held_bytes(config: Any, parts: Parts) -> dict[str, float]:
     """Bytes of each kind of tensor on this rank."""
     w, on_cpu = work_of(config, parts), next(parts.model.parameters()).device.type == "cpu"
@@ -74,7 +83,7 @@ def held_bytes(config: Any, parts: Parts) -> dict[str, float]:
         "parameters": (cut if stage == 3 else n) * w.e,
         "gradients": (cut if stage >= 2 else n) * w.wide,
         "masters": cut * w.wide * (w.wide != w.e),
-        "moments": cut * w.wide * {"adamw": 2, "sgd": 0}.get(config.optimizer, 2),
+        "moments": moment_bytes(config, parts),
         "activations": memory.most_kept(row, {s: memory.stage_bytes(piece, p) for s, p in places.items()}, False),
     }
 

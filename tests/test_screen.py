@@ -112,9 +112,13 @@ def require_memory(said: dict, measured: dict, off: float = 0.0):
     assert abs(more) <= off * said["activations"] if off else 0 <= more <= SCALARS, more
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-@pytest.mark.parametrize("flags", [{}, dict(dtype="bf16", tied=True), dict(optimizer="sgd", dtype="fp32")], ids=str)
-def test_memory_of_one_device(pools, tmp_path, recompute, flags):
+MEMORIES = [{}, dict(dtype="bf16", tied=True), dict(optimizer="sgd", dtype="fp32")]
+MEMORIES = [(flags, recompute) for flags in MEMORIES for recompute in ("none", "full", "selective")]
+MEMORIES += [(dict(optimizer=name), "none") for name in ("adafactor", "muon")]
+
+
+@pytest.mark.parametrize("flags, recompute", MEMORIES, ids=str)
+def test_memory_of_one_device(pools, tmp_path, flags, recompute):
     """What each layer saves for backward in a micro-batch, and all else that a device holds."""
     options = flags | dict(recompute=recompute, global_batch_size=4)
     require_memory(*pools(1).run(serve_on_rank, "step01_single_gpu", options, str(tmp_path / "run"))[0].held)

@@ -5,6 +5,7 @@ is no first moment. So it must see whole rows and columns: shards of ZeRO and pa
 `adamw` would have this last line.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -29,6 +30,12 @@ def check(config: Any, world: int):
 def adafactor(masters: dict[str, Tensor], config: Any) -> torch.optim.Optimizer:
     """The update rule."""
     return torch.optim.Adafactor(decay_groups(masters, config))
+
+
+def moments(name: str, master: Tensor) -> int:
+    """Of each matrix the means of its rows and columns; of a norm all."""
+    *experts, n, m = (1, *master.shape) if master.dim() > 1 else (1, 0, len(master))
+    return math.prod(experts) * (n + m)
 
 
 OPTIMIZERS["adafactor"] = adafactor

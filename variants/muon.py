@@ -128,6 +128,11 @@ class Muon:
         self.adamw.step()
 
 
+def moments(name: str, master: Tensor) -> int:
+    """The momentum of a hidden matrix; AdamW's two of all others."""
+    return (1 if is_hidden(name) else 2) * master.numel()
+
+
 OPTIMIZERS["muon"] = Muon
 
 
