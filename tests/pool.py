@@ -56,14 +56,14 @@ def serve(rank: int, world: int, folder: str, connection: Connection):
             message = connection.recv_bytes()
         except EOFError:
             os._exit(0)
-        if not message:  # all ranks have answered
+        if not message:  # all ranks have done it
             function = args = answer = None
             for group in list(dist.distributed_c10d._world.pg_map) if world > 1 else ():
                 if group is not dist.group.WORLD:
                     with contextlib.suppress(RuntimeError):  # one that a test has taken apart
                         dist.destroy_process_group(group)
             for thing in gc.get_objects():  # also what a hook of a tensor holds, which is never collected
-                if isinstance(thing, (Group, Mesh)):
+                if type(thing) in (Group, Mesh):
                     vars(thing).clear()
             gc.collect()
             continue
@@ -110,6 +110,8 @@ class Pool:
 
     def ask(self, message: bytes, timeout: float) -> list[Any]:
         """Send a task to all ranks, and collect their answers."""
+        if not all(process.is_alive() for process in self.processes):
+            self.stop()
         if not self.processes:
             self.start()
         for connection in self.connections:
@@ -132,14 +134,13 @@ class Pool:
                 self.stop()
                 text = next(iter(failed.values()), "")
                 raise RankError(f"no answer from ranks {missing} of {self.world}\n{text}")
-        if len(failed) in (0, self.world) and "the process died" not in failed.values():
-            for connection in self.connections:
-                connection.send_bytes(b"")
-        else:
-            self.stop()
         if failed:
+            if len(failed) < self.world or "the process died" in failed.values():
+                self.stop()
             rank, text = min(failed.items())
             raise RankError(f"rank {rank} of {self.world} failed (also {sorted(failed)[1:]}):\n{text}")
+        for connection in self.connections:
+            connection.send_bytes(b"")
         return [answers[rank][1] for rank in range(self.world)]
 
     def stop(self):

@@ -79,7 +79,7 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
     ],
     (3, 5): [
         ("never freed", "ShardedUnit", "self.flat.untyped_storage().resize_(0)", "pass"),
-        ("gathered again", "ShardedUnit", "if not self.gathered:", "if True:"),
+        ("gathered again", "ShardedUnit", "if not self.gathered:", "if self.gathering.wait() is None:"),
     ],
     (3, 6): [
         ("nothing is gathered in advance", "Zero3", "[*self.uses[i], *self.uses[ahead]]", "self.uses[i]"),
