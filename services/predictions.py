@@ -1,11 +1,11 @@
 """What theory says of a run: it is told sizes, as plain numbers, that are taken from the run's parts."""
 
-import sys
 from typing import Any
 
 from common.layout import layout_of
 from common.model import wide
 from common.schedules import Action, Place, consumer
+from services.seam import offered
 from step01_single_gpu import OPTIMIZERS
 from step06_pipeline import TIED, plan
 from theory import memory, shapes, traffic
@@ -62,8 +62,8 @@ def work_of(config: Any, parts: Parts) -> Work:
 
 def moment_bytes(config: Any, parts: Parts) -> int:
     """What the update rule keeps of its masters, as the rule's file says it; two numbers of each if it says nothing."""
-    file = sys.modules[OPTIMIZERS[config.optimizer].__module__]
-    numbers = getattr(file, "moments", lambda _name, master: 2 * master.numel())
+    says = {file.__name__: file.moments for file in offered(type(config), "moments")}
+    numbers = says.get(OPTIMIZERS[config.optimizer].__module__, lambda _name, master: 2 * master.numel())
     return sum(numbers(name, master) * master.itemsize for name, master in parts.optimizer.masters.items())
 
 
