@@ -34,7 +34,9 @@ def adafactor(masters: dict[str, Tensor], config: Any) -> torch.optim.Optimizer:
 
 def moments(name: str, master: Tensor) -> int:
     """Of each matrix the means of its rows and columns; of a norm all."""
-    *experts, n, m = (1, *master.shape) if master.dim() > 1 else (1, 0, len(master))
+    if master.dim() == 1:
+        return len(master)
+    *experts, n, m = master.shape
     return math.prod(experts) * (n + m)
 
 

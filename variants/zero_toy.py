@@ -90,7 +90,7 @@ def toy(stage: int, mesh: Mesh, device: torch.device) -> str:
         all_reduce(weights.grad, group).wait()
         gradient, ours = shown(weights.grad), shown(weights - LR * weights.grad)
         return f"stage 0, rank {group.rank}: weights {held}, gradient {gradient} -> own {ours}, all {ours}"
-    OPTIMIZERS["toy"] = lambda shards, _config: torch.optim.SGD(shards.values())
+    OPTIMIZERS["toy"] = lambda masters, _config: torch.optim.SGD(masters.values())
     numbers = SimpleNamespace(optimizer="toy", seed=0)
     zero = (Zero1, Zero2, Zero3)[stage - 1](model, numbers, mesh, device, torch.float64)
     unit = zero.units[0]
