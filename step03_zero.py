@@ -171,9 +171,9 @@ class Zero1:
 class Zero2(Zero1):
     """Gradients are sharded as well.
 
-    A unit's whole gradient lives from its own backward until the next unit's is done: its reduce-scatter
-    runs meanwhile. So two exist at a time. E comes last: its sum is awaited when the next micro-batch has done H,
-    or in `finish`.
+    A unit's whole gradient lives from its own backward until the next unit's is done: its reduce-scatter runs
+    meanwhile. So two exist at a time (three if the head is tied: E's lives from the head's backward on). E comes last:
+    its sum is awaited when the next micro-batch has done H, or in `finish`.
     """
 
     def __init__(self, *args):

@@ -81,7 +81,7 @@ def keep_stage(model: Decoder, group: Group, places: list[Place]):
     if not has_first and not (has_last and model.config.tied):
         trunk.embed_tokens = None
     elif model.config.tied and places[0].rank != places[-1].rank:
-        note_layout(trunk.embed_tokens.weight, stages=2)  # two copies: the norm counts it once
+        note_layout(trunk.embed_tokens.weight, stage_copies=2)  # two copies: the norm counts it once
 
 
 def forward_stage(model: Decoder, place: Place, x: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
@@ -283,7 +283,7 @@ class ListPipeline(Pipeline):
 def plan(config: Config, m: int) -> tuple[list[Place], list[list[Action]]]:
     """Where the stages of `--schedule` are, and each rank's list for m micro-batches. Raises UserError."""
     schedule, n_layers = SCHEDULES[config.schedule](config), PRESETS[config.model].n_layers
-    v = schedule.stages if config.pp > 1 else 1
+    v = schedule.v if config.pp > 1 else 1
     if n_layers < config.pp * v:
         raise UserError(
             f"--pp {config.pp}: {n_layers} layers are too few for {config.pp * v} stages; lower --pp or --chunks"

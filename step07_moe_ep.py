@@ -56,8 +56,8 @@ from step05_cp_ring import CONTEXT, shard_context
 from step06_pipeline import keep_stage, make_pipeline, plan, sum_tied
 
 # Shapes in names: x_TD is [T, D].
-# T  tokens of this rank     N = T K: choices, a row for each        E  experts           P  ranks of ep
-# D  dim     K  top_k        R  rows that this rank's experts get    e = E / P: experts of a rank
+# T  tokens of this rank     N = T K: choices, a row for each        E  experts           G  ranks of ep
+# D  dim     K  top_k        R  rows that this rank's experts get    e = E / G: experts of a rank
 
 
 class ExpertLinear(nn.Module):
@@ -144,32 +144,32 @@ def transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
     return torch.cat([block for j in range(n) for block in blocks[j::n]])
 
 
-def dispatch(sorted_ND: Tensor, group: Group, leaving_Pe: Tensor, arriving_Pe: Tensor) -> Tensor:
+def dispatch(sorted_ND: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: Tensor) -> Tensor:
     """Rows, sorted by expert, go to the ranks of their experts -> what arrives here [R, D], sorted by expert."""
-    input_splits, output_splits = leaving_Pe.sum(1).tolist(), arriving_Pe.sum(1).tolist()
-    received_RD = sorted_ND.new_empty(sum(output_splits), sorted_ND.shape[1])
-    all_to_all(received_RD, sorted_ND.contiguous(), group, input_splits, output_splits).wait()
-    return transpose_blocks(received_RD, arriving_Pe)  # they came sorted by rank, then by expert
+    in_rows, out_rows = leaving_Ge.sum(1).tolist(), arriving_Ge.sum(1).tolist()
+    received_RD = sorted_ND.new_empty(sum(out_rows), sorted_ND.shape[1])
+    all_to_all(received_RD, sorted_ND.contiguous(), group, in_rows, out_rows).wait()
+    return transpose_blocks(received_RD, arriving_Ge)  # they came sorted by rank, then by expert
 
 
-def combine(out_RD: Tensor, group: Group, leaving_Pe: Tensor, arriving_Pe: Tensor) -> Tensor:
+def combine(out_RD: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: Tensor) -> Tensor:
     """The reverse of `dispatch`: outputs of our experts [R, D] -> those of the rows that left here [N, D]."""
-    input_splits, output_splits = arriving_Pe.sum(1).tolist(), leaving_Pe.sum(1).tolist()
-    home_ND = out_RD.new_empty(sum(output_splits), out_RD.shape[1])
-    all_to_all(home_ND, transpose_blocks(out_RD, arriving_Pe.T), group, input_splits, output_splits).wait()
+    in_rows, out_rows = arriving_Ge.sum(1).tolist(), leaving_Ge.sum(1).tolist()
+    home_ND = out_RD.new_empty(sum(out_rows), out_RD.shape[1])
+    all_to_all(home_ND, transpose_blocks(out_RD, arriving_Ge.T), group, in_rows, out_rows).wait()
     return home_ND
 
 
 def visit_experts(experts: Callable, group: Group, sorted_ND: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
     """Replaces `Experts.forward`, for experts on other ranks. Dispatch and combine: each is the other's backward."""
-    leaving_Pe = num_tokens_per_expert_E.view(group.size, -1)  # [rank, an expert there]: rows that go there
-    arriving_Pe = torch.empty_like(leaving_Pe)  # [rank, an expert of ours]: rows that come from there
-    all_to_all(arriving_Pe, leaving_Pe, group).wait()
-    leaving_Pe, arriving_Pe = torch.stack((leaving_Pe, arriving_Pe)).cpu()  # the CPU must know: it waits for the GPU
-    sizes = dict(leaving_Pe=leaving_Pe, arriving_Pe=arriving_Pe)
+    leaving_Ge = num_tokens_per_expert_E.view(group.size, -1)  # [rank, an expert there]: rows that go there
+    arriving_Ge = torch.empty_like(leaving_Ge)  # [rank, an expert of ours]: rows that come from there
+    all_to_all(arriving_Ge, leaving_Ge, group).wait()
+    leaving_Ge, arriving_Ge = torch.stack((leaving_Ge, arriving_Ge)).cpu()  # the CPU must know: it waits for the GPU
+    sizes = dict(leaving_Ge=leaving_Ge, arriving_Ge=arriving_Ge)
     there, home = partial(dispatch, **sizes), partial(combine, **sizes)
     rows_RD = Conjugate.apply(sorted_ND, group, there, home)
-    out_RD = experts(rows_RD, arriving_Pe.sum(0))
+    out_RD = experts(rows_RD, arriving_Ge.sum(0))
     return Conjugate.apply(out_RD, group, home, there)
 
 

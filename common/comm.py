@@ -30,7 +30,7 @@ from common import UserError
 
 observer: Callable[[str, "Group", Tensor, float], None] | None = None  # if set: is shown every operation (`note`)
 waiting: Callable[["Pending"], AbstractContextManager] = nullcontext  # is entered while this rank waits for one
-Sizes = list[int] | None  # of parts along dim 0; None: all are equal
+Rows = list[int] | None  # how many of a tensor go to, or come from, each rank; None: as many for each
 
 # torch 2.13 renamed two collectives; both names are served.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -141,14 +141,14 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
     return Pending(group, work, then=lambda: torch.sum(shards.view(group.size, -1), 0, out=output.view(-1)))
 
 
-def all_to_all(output: Tensor, tensor: Tensor, group: Group, sent: Sizes = None, received: Sizes = None) -> Pending:
-    """From chapter 7 on: rank r gets the r-th part of everyone's `tensor` (along dim 0), in order."""
+def all_to_all(output: Tensor, tensor: Tensor, group: Group, in_rows: Rows = None, out_rows: Rows = None) -> Pending:
+    """From chapter 7 on: in_rows[r] rows of `tensor` go to rank r, out_rows[r] of `output` come from it, in order."""
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
-    stays = sent[group.rank] / max(1, len(tensor)) if sent else 1 / group.size
+    stays = in_rows[group.rank] / max(1, len(tensor)) if in_rows else 1 / group.size
     note("all_to_all", group, tensor, 1 - stays)
-    return Pending(group, dist.all_to_all_single(output, tensor, received, sent, group=group.handle, async_op=True))
+    return Pending(group, dist.all_to_all_single(output, tensor, out_rows, in_rows, group=group.handle, async_op=True))
 
 
 def exchange(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group) -> Pending:

@@ -80,7 +80,7 @@ class Layout:
     shards: tuple[Shard, ...] = ()  # from chapter 4 on: one for each time that it was sharded, in this order
     partial_over: tuple[str, ...] = ()  # from chapter 4 on: dimensions over which its gradient must still be summed
     data_dim: str = "dp"  # dimension along which ranks hold the same and see different tokens
-    stages: int = 1  # from chapter 6 on: of a pipeline that hold it, on different ranks
+    stage_copies: int = 1  # from chapter 6 on: pipeline stages, on different ranks, that hold it
 
 
 def layout_of(param: Tensor) -> Layout:
@@ -113,14 +113,14 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharde
 
     An element that c ranks hold counts 1/c on each, and so once in the sum over all ranks. ZeRO's shards (`sharded`),
     shards of a parameter, and pipeline stages hold different elements: c = 1. All other ranks hold copies. What several
-    stages hold (`stages`) is counted once, too.
+    stages hold (`stage_copies`) is counted once, too.
     """
     params, by_copies = dict(model.named_parameters()), {}
     for name, gradient in gradients.items():
         record = layout_of(params[name])
         apart = {"pp", *(shard.over for shard in record.shards), *((record.data_dim,) if sharded else ())}
         holders = math.prod(group.size for dim, group in mesh.groups.items() if dim in apart)
-        by_copies.setdefault(record.stages * mesh.world / holders, []).append(gradient)
+        by_copies.setdefault(record.stage_copies * mesh.world / holders, []).append(gradient)
     square = sum(nn.utils.get_total_norm(alike).double().square() / copies for copies, alike in by_copies.items())
     for dim in mesh.sizes:
         all_reduce(square, mesh[dim]).wait()

@@ -80,13 +80,13 @@ class Schedule(NamedTuple):
 
     actions: Callable[[int, int, int, int], list[Action]]  # (p, m, v, rank)
     places: Callable[[int, int, int], list[Place]] = round_robin  # (n_layers, p, v)
-    stages: int = 1
+    v: int = 1
 
 
 SCHEDULES: dict[str, Callable[[Any], Schedule]] = {  # what a name stands for, under the other flags
     "1f1b": lambda config: Schedule(one_f_one_b),
     "afab": lambda config: Schedule(afab),
-    "interleaved": lambda config: Schedule(interleaved, stages=config.chunks),
+    "interleaved": lambda config: Schedule(interleaved, v=config.chunks),
 }
 
 

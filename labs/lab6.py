@@ -372,7 +372,7 @@ class Keep(Case):
                 parts += [EMBED] * embeds + [NORM] * ends + ["lm_head.weight"] * (ends and not self.tied)
                 found = sorted({".".join(key.split(".")[:3]) for key in named})
                 yield f"{name}: rank {rank} keeps", found, sorted(parts)
-                stages = layout_of(named[EMBED]).stages if EMBED in named else 0
+                stages = layout_of(named[EMBED]).stage_copies if EMBED in named else 0
                 wanted = embeds * (2 if self.tied and first != last else 1)
                 yield f"{name}: stages of rank {rank}'s embedding", stages, wanted
 

@@ -40,7 +40,7 @@ def check(config: Any, world: int):
     """Raises UserError for numbers of layers that do not fit the stages."""
     if config.pp_split:
         schedule = with_split(SCHEDULES[config.schedule], config)
-        schedule.places(PRESETS[config.model].n_layers, config.pp, schedule.stages)
+        schedule.places(PRESETS[config.model].n_layers, config.pp, schedule.v)
 
 
 def prepare(config: Any, parts: Parts):

@@ -120,7 +120,7 @@ APART = {  # they end a run early, need what a test's machine lacks, or stand fo
     "stop_after": "tests/test_checkpoint.py",
     "generate": "tests/test_evaluation.py",
     "toy": "prints an example instead of training",
-    "dry_run": "test_every_value_is_counted_or_refused",
+    "dry_run": "tests/test_dry_run.py: test_every_value_is_counted",
     "rank": "tests/test_dry_run.py",
     "gpu": "tests/test_dry_run.py",
 }

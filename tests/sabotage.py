@@ -210,8 +210,8 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
     ],
     (7, 4): [
         ("backward sends as forward", "visit_experts", "there, home)\n", "there, there)\n"),
-        ("counts of this rank", "visit_experts", "experts(rows_RD, arriving_Pe.sum(0))",
-         "experts(rows_RD, leaving_Pe[group.rank] * len(rows_RD) // max(1, len(rows_RD)))"),
+        ("counts of this rank", "visit_experts", "experts(rows_RD, arriving_Ge.sum(0))",
+         "experts(rows_RD, leaving_Ge[group.rank] * len(rows_RD) // max(1, len(rows_RD)))"),
     ],
     (7, 5): [
         ("dense layers forgotten", "shard_experts", "config.dense_layers + ", ""),

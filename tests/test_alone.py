@@ -203,7 +203,7 @@ ATTACHED = [
         2,
         "--zero 2 --zero-replicas 2 --skip-spikes 3 --offload-optimizer cpu --dtype fp32",
         """
-        zero_replicas around menu entry 2
+        zero_replicas around --zero 2
         offload_optimizer instead of Zero2.step
         skip_spikes around ServedRun.require_finite
         skip_spikes around AdamW.step
@@ -215,7 +215,7 @@ ATTACHED = [
         2,
         "--tp 2 --tp-overlap --expert-matmul grouped --prefetch --z-loss 0.1",
         """
-        routing instead of menu entry loss
+        routing instead of --balance loss
         block_overlap instead of Linear.forward (x6)
         block_overlap instead of Attention.enter (x2)
         grouped_matmul instead of ExpertLinear.forward (x6)

@@ -11,6 +11,7 @@ import step07_moe_ep as step07
 from common import UserError
 from common.comm import Group, Mesh
 from common.model import PRESETS, Decoder
+from common.trainer import Run
 from services.seam import check, compose
 from tests.equal import config_of
 from variants import Parts, routing
@@ -117,7 +118,7 @@ def test_presets_have_their_size(name):
     """All weights, as step 7 builds them."""
     config = compose(step07)(model=name)
     check(config, 1)
-    parts = Parts(None)
+    parts = Parts(Run(config))
     routing.prepare(config, parts)
     with torch.device("meta"):
         model = Decoder(PRESETS[name])

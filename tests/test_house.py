@@ -333,3 +333,13 @@ def test_common_says_from_which_chapter_on_it_is_read():
             if key not in {(module, name), *TAGGED_INSIDE} and name in names_in(node)
         ]
         assert not users or chapter == min(users), (module, name, chapter, min(users))
+
+
+@pytest.mark.parametrize("name", ["README.md", "RESULTS.md"])
+def test_numbers_of_lines_are_as_they_are(name):
+    """Wherever they stand; `python -m tests.sizes` mends them. README.md has at most 220 lines itself."""
+    from tests.sizes import updated
+
+    text = (ROOT / name).read_text()
+    assert updated(text) == text, "run python -m tests.sizes"
+    assert name != "README.md" or len(text.splitlines()) <= 220

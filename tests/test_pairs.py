@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from common import UserError
-from services.dry_run import run_rank
 from services.seam import check, compose
 from tests import equal
 from tests.pairs import (
@@ -22,7 +21,6 @@ from tests.pairs import (
     LOOKS,
     NOWHERE,
     STEPS,
-    UNCOUNTED,
     Options,
     broken,
     complete,
@@ -133,6 +131,12 @@ def trainable(step: str) -> set[frozenset]:
     return {pair for pair, run in options.items() if not broken(run) and fits_ranks(run)}
 
 
+def lighter(options: Options) -> Options:
+    """Two layers fewer, half of the time, unless a rank has two stages, or some layers have no experts."""
+    deep = options.get("schedule") in ("interleaved", "zbv") or options.get("dense_layers")
+    return options if deep or "moe_every" not in options else options | dict(n_layers=options["n_layers"] - 2)
+
+
 @lru_cache
 def chosen_runs(step: str) -> list[Options]:
     """The covering set of the default run: of step 7 all pairs, of the others all values.
@@ -146,7 +150,7 @@ def chosen_runs(step: str) -> list[Options]:
             pair for pair in new if ("sync", "torch") in pair
         }
     seen = {pair for pair in new if any(name in LOOKS and value != LOOKS[name].values[0] for name, value in pair)}
-    return covering(step, new - seen) + covering(step, seen)
+    return [lighter(options) for options in covering(step, new - seen) + covering(step, seen)]
 
 
 # Step 7 has all flags but those that it refuses: the other steps' values are left to the sweep.
@@ -166,18 +170,6 @@ def test_pairs_in_16_bits(pools, reference, tmp_path, part):
     """The same runs as they are, near one process in fp64."""
     runs = [options for options in chosen_runs(STEPS[-1]) if options["dtype"] in ("bf16", "fp16")]
     require_right(pools, reference, tmp_path, STEPS[-1], runs[part::4], ROUNDS)
-
-
-@pytest.mark.exhaustive
-def test_every_value_is_counted():
-    """By the dry run of a rank, in runs of many flags each."""
-    step = STEPS[-1]
-    values = {frozenset([(name, value)]) for name, value in singles(step) if value not in UNCOUNTED.get(name, ())}
-    for options in covering(step, values):
-        options |= {name: FLAGS[name].values[0] for name in UNCOUNTED} | dict(end_token=256)
-        config = equal.config_of(step, options | dict(dry_run=ranks_of(options), save_every=0))
-        check(config, 1)
-        assert run_rank(import_module(step).train, config, 0).meter.count, options
 
 
 SET = {step: [(name, value) for name, value in singles(step) if value != FLAGS[name].values[0]] for step in STEPS}

@@ -26,7 +26,7 @@ def shape(vocab_size: int) -> ModelConfig:
 
 def read(source: str | Path, vocab_size: int = END + 1) -> Data:
     """Batches of 4."""
-    parts = Parts(None)
+    parts = Parts(SimpleNamespace(config=shape(vocab_size)))
     readers.prepare(SimpleNamespace(dataset=str(source)), parts)
     try:
         return Data(str(source), shape(vocab_size), 4, 0)

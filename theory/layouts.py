@@ -93,7 +93,7 @@ def network(x: Layout, dim: str) -> Network:
 
 def stages(schedule: Schedule, pp: int) -> int:
     """On each rank."""
-    return schedule.stages if pp > 1 else 1
+    return schedule.v if pp > 1 else 1
 
 
 def broken(m: Shape, x: Any, v: int) -> Iterator[str]:

@@ -18,7 +18,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,11 +44,10 @@ class Change(NamedTuple):
     how: str
     call: Callable
     plain: Callable  # the step's own
+    what: str  # the method with its class; or the flag with its value
 
     def __str__(self) -> str:
-        menu = isinstance(self.owner, dict)
-        what = f"menu entry {self.name}" if menu else f"{type(self.owner).__name__}.{self.name}"
-        return f"{self.by.split('.')[-1]} {self.how} {what}"
+        return f"{self.by.split('.')[-1]} {self.how} {self.what}"
 
     @property
     def asked(self) -> bool:
@@ -108,7 +107,7 @@ class Parts:
         """Note it, and nest all changes of this method or entry anew."""
         alike = [change for change in self.attached if change.owner is owner and change.name == name]
         own = owner[name] if isinstance(owner, dict) else getattr(owner, name)
-        new = Change(owner, name, by, how, call, alike[0].plain if alike else own)
+        new = Change(owner, name, by, how, call, alike[0].plain if alike else own, self.named(owner, name))
         if how == "instead of" and (other := next((old for old in alike if old.how == how), None)):
             raise UserError(f"{other} and {new}: two flags that do not go together")
         self.attached.append(new)
@@ -116,6 +115,13 @@ class Parts:
         for change in sorted([*alike, new], key=Change.place):
             inner = change.call if change.how == "instead of" else partial(change.call, inner)
         new.put(inner)
+
+    def named(self, owner: Any, name: Any) -> str:
+        """A method as `Decoder.loss`; an entry of a menu as its flag, `--zero 2`."""
+        if not isinstance(owner, dict):
+            return f"{type(owner).__name__}.{name}"
+        flags = [flag.name for flag in fields(self.run.config) if flag.metadata.get("menu") is owner]
+        return " ".join([*(f"--{flag.replace('_', '-')}" for flag in flags), str(name)])
 
     def give_back(self):
         """Menus are as they were: the step has built, or will not."""

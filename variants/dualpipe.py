@@ -38,17 +38,18 @@ def dualpipe(p: int, m: int, v: int, rank: int) -> list[Action]:
         raise UserError("--schedule dualpipe: use at least 2 micro-batches, one for each end")
     sizes = (m + 1) // 2, m // 2  # of the two halves of the micro-batches
     near = min(rank + 1, p - rank)  # stages from the nearer end up to this one. F0, B0: of the way that begins there
-    far, n = p // 2 - near, max(sizes[0], p)  # ranks between this one and the middle; micro-batches of a way
+    inner = p // 2 - near  # ranks between this one and the middle
+    each_way = max(sizes[0], p)  # micro-batches
     phases = [  # (how often, what)
-        (2 * far, "F0"),  # 1: forward from the near end, until the first micro-batch of the other way is here
+        (2 * inner, "F0"),  # 1: forward from the near end, until the first micro-batch of the other way is here
         (near, "F0 F1"),  # 2: forward both ways, until the first gradient is here
-        (far, "B1 W F1"),  # 3: backward of the other way, whose end is near: it begins first
-        (n - p + near, "F0 B1 W F1 B0 W"),  # 4: all four, as long as there are micro-batches
-        (far, "B1 W F1 B0 W"),  # 5: no F0 is left
+        (inner, "B1 W F1"),  # 3: backward of the other way, whose end is near: it begins first
+        (each_way - p + near, "F0 B1 W F1 B0 W"),  # 4: all four, as long as there are micro-batches
+        (inner, "B1 W F1 B0 W"),  # 5: no F0 is left
         (near // 2, "B1 W B0 W"),  # 6: no forward is left. In its first half W follows at once
         (near % 2, "B1 W B0"),  # 6: its middle, if it is odd
         (near // 2, "B1 B0"),  # 6: in its second half W waits, for other ranks wait for B
-        (far, "W B0"),  # 7: W fills the gaps between the last gradients
+        (inner, "W B0"),  # 7: W fills the gaps between the last gradients
     ]  # 8: `write_out` appends every W that still waits
     ways = (rank, 2 * p - 1 - rank) if rank < p // 2 else (2 * p - 1 - rank, rank)  # stages of way 0, and of way 1
     actions = [action for action in write_out(ways, *phases) if action.micro_batch < sizes[int(action.stage >= p)]]
@@ -73,4 +74,4 @@ def attach(config: Any, parts: Parts):
     pairs = np.stack([mesh.ranks, mesh.ranks[::-1]], -1)[: config.pp // 2]  # pp is the mesh's first dimension
     mesh.enter("mirror", pairs.reshape(-1, 2))
     for param in parts.model.parameters():
-        note_layout(param, partial_over=(*layout_of(param).partial_over, "mirror"), stages=2)
+        note_layout(param, partial_over=(*layout_of(param).partial_over, "mirror"), stage_copies=2)

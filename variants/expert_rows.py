@@ -36,10 +36,10 @@ from variants.routing import RoutedMoE, add_rows, visit_local
 SINCE = step07.Config
 
 
-def travel(rows: Tensor, group: Group, input_splits: list[int], output_splits: list[int]) -> Tensor:
+def travel(rows: Tensor, group: Group, in_rows: list[int], out_rows: list[int]) -> Tensor:
     """Rows [n, dim], sorted by rank, go there -> those that arrive, sorted by rank."""
-    arrived = rows.new_empty(sum(output_splits), rows.shape[1])
-    all_to_all(arrived, rows.contiguous(), group, input_splits, output_splits).wait()
+    arrived = rows.new_empty(sum(out_rows), rows.shape[1])
+    all_to_all(arrived, rows.contiguous(), group, in_rows, out_rows).wait()
     return arrived
 
 
@@ -52,8 +52,8 @@ def send_rows(group: Group, experts: Callable, tokens: Tensor, gates: Tensor) ->
     coming = torch.empty_like(leaving)
     all_to_all(coming, leaving, group).wait()
     leaving, coming = leaving.tolist(), coming.tolist()
-    there = partial(travel, input_splits=leaving, output_splits=coming)
-    home = partial(travel, input_splits=coming, output_splits=leaving)
+    there = partial(travel, in_rows=leaving, out_rows=coming)
+    home = partial(travel, in_rows=coming, out_rows=leaving)
     visitors, their_gates = (Conjugate.apply(x, group, there, home) for x in (tokens[token], gates[token, rank]))
     out = visit_local(experts, visitors, their_gates).to(tokens.dtype)
     return add_rows(Conjugate.apply(out, group, home, there), token, len(tokens))

@@ -128,7 +128,7 @@ class SplitBackward:
 def check(config: Any, world: int):
     """What finds weight gradients in a way of its own has no place beside W. Raises UserError."""
     schedule = SCHEDULES[config.schedule](config)
-    if all(action.kind != "W" for action in schedule.actions(config.pp, 2 * config.pp, schedule.stages, 0)):
+    if all(action.kind != "W" for action in schedule.actions(config.pp, 2 * config.pp, schedule.v, 0)):
         return
     if config.tp_overlap:
         raise UserError(f"--schedule {config.schedule} has weight gradients on their own: --no-tp-overlap")

@@ -66,4 +66,4 @@ def vee(n_layers: int, p: int, v: int) -> list[Place]:
 
 SCHEDULES["zb-h1"] = lambda config: Schedule(zb_h1)
 SCHEDULES["zb-h2"] = lambda config: Schedule(partial(zb_h1, depth=2))
-SCHEDULES["zbv"] = lambda config: Schedule(zbv, vee, stages=2)
+SCHEDULES["zbv"] = lambda config: Schedule(zbv, vee, v=2)
