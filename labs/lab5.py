@@ -334,7 +334,7 @@ class Refused(Case):
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         mode = step.ContextMode(every_other, attend)
-        yield "the error", refused(step.shard_context, decoder(), mesh, mode), "UserError"
+        yield "the error", refused(step.shard_context, decoder(), mesh, mode, True), "UserError"
 
 
 MESHES = tuple(

@@ -36,7 +36,7 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
         ("a buffer in the parameters' dtype", "Bucket", "params[0].grad_dtype", "params[0].dtype"),
         ("bytes of the parameters", "fill_buckets", "param.grad_dtype.itemsize", "param.itemsize"),
         ("a bucket may not be exactly full", "fill_buckets", "size > room", "size >= room"),
-        ("groups are mixed", "fill_buckets", " or group is not before", ""),
+        ("groups are mixed", "fill_buckets", " or group is not last_group", ""),
     ],
     (2, 4): [
         ("no hook", "BucketSync", "param.register_post_accumulate_grad_hook(partial(self.mark_ready, bucket))", "pass"),
@@ -106,11 +106,11 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
     (4, 4): [
         ("nothing is cut", "shard_tensors", "if group.size == 1:", "if True:"),
         ("norms are summed without SP, too", "shard_tensors", "if sp and param.dim() == 1", "if param.dim() == 1"),
-        ("SP whatever the flag says", "shard_tensors", "(output, group, sp)", "(output, group, True)"),
+        ("SP whatever the flag says", "shard_tensors", "leave_block(x, group, sp)", "leave_block(x, group, True)"),
         ("the earlier shards are forgotten", "shard_param", "(*layout_of(weight).shards, shard)", "(shard,)"),
     ],
     (4, 5): [
-        ("new tensors", "sum_partial_gradients", "part.copy_(total.view_as(part))", "part = total"),
+        ("new tensors", "sum_partial_gradients", "grad.copy_(total.view_as(grad))", "grad = total"),
         ("too many sums", "sum_partial_gradients", "if group.name in layout_of(params[name]).partial_over", "if True"),
     ],
     (5, 1): [
@@ -127,7 +127,7 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
     (5, 3): [
         ("backward: softmax of the part", "part_gradients", "p = (scaled_scores(q, k, causal) - lse[..., None]).exp()",
          "p = scaled_scores(q, k, causal).softmax(-1)"),
-        ("backward: without rowsum", "part_gradients", "(dp - d)", "dp"),
+        ("backward: without rowsum", "part_gradients", "(dp - delta)", "dp"),
     ],
     (5, 4): [
         ("ring: waits at once", "RingAttention", "            for queries, keys, causal in visible(r",
@@ -148,7 +148,7 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
         ("ring_attention: zigzag only", "ring_attention", "group, visible, kernel)", "group, zigzag_visible, kernel)"),
         ("records forget data", "shard_context", 'note_layout(param, data_dim="data")', "pass"),
         ("first layer only", "shard_context", "model.model.layers.values()", "[model.model.layers['0']]"),
-        ("tokens tp cannot divide", "shard_context", "if len(positions) % tp.size:", "if False:"),
+        ("tokens tp cannot divide", "shard_context", "if sp and len(positions) % tp.size:", "if False:"),
     ],
     (6, 1): [
         ("1F1B: one forward too few", "one_f_one_b", "p - 1 - rank", "p - 2 - rank"),
@@ -175,10 +175,10 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
          "dx = self.backward(m - 1 - i, stage, dy)"),
     ],
     (6, 4): [
-        ("receives at the end", "add_messages", 'programs[peer].append(Instruction("receive", waiting, rank))',
-         'programs[peer].insert(0, Instruction("receive", waiting, rank))'),
-        ("messages inside a rank", "add_messages", " and (peer := places[waiting.stage].rank) != rank",
-         " and ((peer := places[waiting.stage].rank) or True)"),
+        ("receives at the end", "add_messages", 'programs[peer].append(Instruction("receive", needs_it, rank))',
+         'programs[peer].insert(0, Instruction("receive", needs_it, rank))'),
+        ("messages inside a rank", "add_messages", " and (peer := places[needs_it.stage].rank) != rank",
+         " and ((peer := places[needs_it.stage].rank) or True)"),
         ("receives awaited where posted", "ListPipeline", "exchange([], [(buffer, peer)], self.group)\n",
          "exchange([], [(buffer, peer)], self.group)\n                box[action][1].wait()\n"),
         ("sends awaited at once", "ListPipeline", "[(box.pop(action)[0], peer)], [], self.group)\n",

@@ -67,7 +67,7 @@ STYLES = {  # lab, task, texts (old, new)
         4, 2, [(DOCSTRING, DOCSTRING + "\n    no = None\n"), (NONES, NONES.replace("None", "Conjugate.no"))]),
     "a helper of one's own": (
         4, 1, [("def gather_tokens(", JOINED + "def gather_tokens("),
-               ("parts.movedim(0, 1).flatten(1, 2)", "joined(parts)")]),
+               ("shards.movedim(0, 1).flatten(1, 2)", "joined(shards)")]),
     "raw torch.distributed": (4, 1, [("    all_reduce(x, group).wait()\n    return x\n", RAW + "    return x\n")]),
     "the loss by other collectives": (4, 3, [(body(S4, "VocabParallelCrossEntropy.forward"), BY_ALL_REDUCES)]),
     "an attribute of an earlier task": (
@@ -202,10 +202,6 @@ def one_f_one_b(p, m, v, rank):
 """,
     }),
     "lab 6: 1F1B with raw messages": (6, 3, {
-        "Pipeline.send_receive": """
-    def send_receive(self, peer, send=None, receive=None):
-        raise RuntimeError("not needed")
-""",
         "OneForwardOneBackward.execute": """
     def execute(self):
         import torch.distributed as dist

@@ -182,12 +182,17 @@ def browser():
 
 
 def show(browser, pages: Path, page: str, width: int = 1280, scheme: str = LIGHT):
-    """Open a page in a window of a width."""
+    """Open a page in a window of a width, and wait until its script has run: `get` may return before."""
+    from selenium.webdriver.support.wait import WebDriverWait
+
     size = dict(width=width, height=900, deviceScaleFactor=1, mobile=width < 500)
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     scheme = dict(features=[dict(name="prefers-color-scheme", value=scheme)])
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", scheme)
-    browser.get((pages / f"{page}.html").as_uri())
+    address = (pages / f"{page}.html").as_uri()
+    browser.get(address)
+    whole = "return document.readyState == 'complete' && location.href == arguments[0]"
+    WebDriverWait(browser, 60, 0.05).until(lambda it: it.execute_script(whole, address))
 
 
 def check_page(browser, pages: Path, page: str, width: int, scheme: str):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import step06_pipeline
-from common import UserError, comm
+from common import UserError, comm, data
 from common.comm import Mesh
 from common.data import Data
 from common.model import ModelConfig
@@ -28,7 +28,7 @@ from services.dry_run import run_rank
 from services.run import ServedRun
 from services.seam import plugins
 from services.watchdog import Place, Watchdog, compare
-from tests.equal import BOUND, SMALL, config_of, difference
+from tests.equal import BOUND, SMALL, config_of, difference, read_named
 from tests.pool import error_of
 from tests.rows import ROWS
 from tests.test_checkpoint import STEPS, train_on_rank
@@ -44,6 +44,7 @@ def serve_on_rank(name: str, options: dict, out: str) -> SimpleNamespace:
     step, screen = importlib.import_module(name), io.StringIO()
     config = config_of(name, options | dict(out=out, steps=2))
     with contextlib.redirect_stdout(screen), ServedRun(config) as run:
+        run.parts.around(data.READERS, "hub", read_named, by=__name__)
         step.train(config, run)
     return SimpleNamespace(
         text=screen.getvalue(),

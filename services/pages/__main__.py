@@ -67,6 +67,7 @@ class Pages:
             found = sorted(address for address in self.names.named[module] if re.search(rf"[#.]{match[1]}$", address))
             return f"[{match[0]}]({found[0]})" if 0 < len(found) < 4 else match[0]
 
+        text = re.sub(r"^(\S(?!.*   ).*\n)(?=\S.*   )", r"\1\n", text, flags=re.M)  # a picture is a paragraph
         text = re.sub(r"^(?=\S.*   )", "    ", text, flags=re.M)
         return self.markdown.render(re.sub(r"`([\w.]+)`", link, text))
 
@@ -87,14 +88,15 @@ class Pages:
         parts, says, ended = [[]], [], True
         for n in range(before.end_lineno + 1, node.end_lineno + 1):
             code, _, comment = self.lines[module][n - 1].partition("<span class=c1>")
-            comment, it = unescape(comment.removesuffix("</span>")).strip("#- "), starts.get(n)
-            if comment and not code.strip():
+            line, it = unescape(comment.removesuffix("</span>")), starts.get(n)
+            comment = re.sub("^#( ---)? ?", "", line).rstrip()
+            if line and not code.strip():
                 says.append(comment)
             elif n not in docs and (parts[0] or code):
                 if it and parts[0]:
                     parts.append([])
                 if says or comment or ended or it:
-                    about = filter(None, (" ".join(says), it and ast.get_docstring(it), comment))
+                    about = filter(None, ("\n".join(says), it and ast.get_docstring(it), comment))
                     name = it and (it.name if it is node else f"{node.name}.{it.name}")
                     parts[-1].append(dict(prose=self.prose("\n\n".join(about), module), name=name, code=""))
                     says, ended = [], bool(comment)
