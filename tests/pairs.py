@@ -212,11 +212,11 @@ def pairs_of(step: str) -> Iterator[Options]:
             yield {a: x, b: y}
 
 
-def covering(step: str, wanted: set[frozenset], seed: int = 0) -> list[Options]:
+def covering(step: str, wanted: set[frozenset], seed: int = 0, most: int | None = None) -> list[Options]:
     """Few runs that have all wanted pairs, frozensets of two (flag, value), or of one; greedily, one after another.
 
     A run begins with a pair that none has had (once few are left, with as many as fit), and then takes for each flag
-    the value that adds most new pairs.
+    the value that adds most new pairs. It sets at most so many flags, unless its first pair needs more.
     """
     rng, flags, left, runs = random.Random(seed), flags_of(step), set(wanted), []
     order = sorted(wanted, key=lambda pair: sorted(map(str, pair)))  # whatever the order of sets is
@@ -227,7 +227,7 @@ def covering(step: str, wanted: set[frozenset], seed: int = 0) -> list[Options]:
         chosen = grow(step, {}, dict(first))
         for pair in order if len(left) < FEW else ():
             if pair in left and all(chosen.get(name, value) == value for name, value in pair):
-                chosen = grow(step, chosen, dict(pair)) or chosen
+                chosen = grow(step, chosen, dict(pair), most) or chosen
         names = [name for name in flags if name not in chosen]
         rng.shuffle(names)
         for name in names:
@@ -235,7 +235,7 @@ def covering(step: str, wanted: set[frozenset], seed: int = 0) -> list[Options]:
                 continue
             best = (-1, chosen | {name: flags[name].values[0]})
             for value in flags[name].values:
-                more = grow(step, chosen, {name: value})
+                more = grow(step, chosen, {name: value}, most)
                 if more is not None:
                     new = more.items() - chosen.items()
                     gain = sum(frozenset((one, other)) in left for one in new for other in more.items())  # or both one
@@ -247,12 +247,12 @@ def covering(step: str, wanted: set[frozenset], seed: int = 0) -> list[Options]:
     return runs
 
 
-def grow(step: str, chosen: Options, more: Options) -> Options | None:
-    """Chosen flags with more of them, and what these need; None if that is refused, or needs too many ranks."""
-    run = complete(step, chosen | more)
-    if broken(run) or not fits_ranks(run):
+def grow(step: str, chosen: Options, more: Options, most: int | None = None) -> Options | None:
+    """Chosen flags with more of them, and what these need; None if that is refused, or needs too much."""
+    run, flags = complete(step, chosen | more), flags_of(step)
+    n_set = sum(value != flags[name].values[0] for name, value in run.items())
+    if broken(run) or not fits_ranks(run) or (most is not None and n_set > most):
         return None
-    flags = flags_of(step)
     return {
         name: value for name, value in run.items() if name in chosen or name in more or value != flags[name].values[0]
     }
