@@ -193,6 +193,9 @@ class Screen:
         found |= dict(peak_memory_bytes=peak_memory(self.device)) | self.ledger.take()
         if self.load is not None:
             found |= self.load.take()
+        for kept in self.parts.kept.values():
+            for text in kept.notes() if hasattr(kept, "notes") else ():
+                self.say(text)
         documents = self.parts.kept.get("variants.documents")
         if documents is not None:  # the part of causal attention's pairs that is left
             lengths = [n for some in documents.all for n in some.lengths]
