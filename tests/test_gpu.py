@@ -21,7 +21,7 @@ import torch.nn.functional as F
 import step01_single_gpu as step01
 from common import UserError, comm
 from common.data import Data
-from common.trainer import choose_device
+from common.trainer import DTYPES, choose_device
 from services import checkpoint, devices
 from services.boxes import Piece
 from services.dry_run import run_rank
@@ -302,3 +302,52 @@ def test_a_step_alone_takes_one_gpu_a_rank(monkeypatch, gpus, rank, line):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     with pytest.raises(UserError, match=f"^each rank needs a GPU of its own, and {line} use --device cpu$"):
         choose_device(SimpleNamespace(device="cuda", dtype="auto"))
+
+
+WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]  # torch 2.13 for CUDA 13
+
+
+@pytest.mark.parametrize(
+    "capability, built, runs",
+    [
+        *(((7, 0), WHEEL, False), ((7, 5), WHEEL, True), ((8, 9), WHEEL, True), ((9, 0), WHEEL, True)),
+        *(((10, 3), WHEEL, True), ((11, 0), WHEEL, False), ((12, 1), WHEEL, True), ((13, 0), WHEEL, True)),
+        *(((9, 0), ["sm_90a"], True), ((9, 1), ["sm_90a"], False), ((7, 0), ["compute_61"], True), ((6, 0), [], False)),
+    ],
+)
+def test_a_gpu_runs_what_was_built_for_it(capability, built, runs):
+    """Its own generation and older minor versions, and PTX of any older one."""
+    assert devices.has_kernels(built, capability) == runs
+
+
+def gpu_here(monkeypatch, name: str, capability: tuple[int, int]):
+    """One GPU, with torch 2.13 for CUDA 13."""
+    found = dict(is_available=lambda: True, device_count=lambda: 1, set_device=lambda _: None)
+    found |= dict(get_device_capability=lambda *_: capability, get_device_name=lambda *_: name)
+    for key, value in (found | dict(get_arch_list=lambda: WHEEL)).items():
+        monkeypatch.setattr(torch.cuda, key, value)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+
+def test_a_wheel_without_kernels_for_the_gpu_is_one_line(monkeypatch):
+    """Not a traceback of the first kernel."""
+    gpu_here(monkeypatch, "Tesla V100", (7, 0))
+    with pytest.raises(UserError, match=r"^--device auto: Tesla V100 has the architecture 7.0, .* use --device cpu$"):
+        devices.check(SimpleNamespace(device="auto", backend="auto"), 1)
+    devices.check(SimpleNamespace(device="cpu", backend="auto"), 1)
+    gpu_here(monkeypatch, "H100", (9, 0))
+    devices.check(SimpleNamespace(device="auto", backend="auto"), 1)
+
+
+@pytest.mark.parametrize("name, capability, dtype", [("T4", (7, 5), "fp32"), ("A100", (8, 0), "bf16")])
+def test_auto_is_bf16_where_the_gpu_has_it(monkeypatch, capsys, name, capability, dtype):
+    """With everything around a step the run says so, in a line; a step alone chooses alike."""
+    gpu_here(monkeypatch, name, capability)
+    config = SimpleNamespace(device="auto", dtype="auto")
+    assert choose_device(config)[1] == DTYPES[dtype]
+    devices.settle(config, 1)
+    assert config.dtype == ("fp32" if dtype == "fp32" else "auto")
+    assert capsys.readouterr().out.startswith("--dtype auto is fp32: T4 has no bf16") == (dtype == "fp32")
+    given = SimpleNamespace(device="auto", dtype="fp16")
+    devices.settle(given, 1)
+    assert given.dtype == "fp16" and not capsys.readouterr().out
