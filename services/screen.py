@@ -155,7 +155,8 @@ class Screen:
         self.peak = self.world * peak_flops(self.device, some.dtype, self.config.peak_tflops)
         self.load = ExpertLoad(self.config, parts) if hasattr(self.config, "experts") else None
         watched = self.config.profile_memory or int(self.device.type == "cpu")
-        self.clock, self.held = Clock(parts), Held(parts, watched)
+        every = 1 if getattr(self.config, "log_ranks", False) else 10
+        self.clock, self.held = Clock(parts, every=every), Held(parts, watched)
         self.clock.listeners.append(self.held.phase)
         self.predicted = predictions.held_bytes(self.config, parts)
         for text in self.introduction(some.dtype):

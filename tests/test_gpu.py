@@ -24,6 +24,7 @@ from common.data import Data
 from common.trainer import DTYPES, choose_device
 from services import checkpoint, devices
 from services.boxes import Piece
+from services.clocks import Clock
 from services.dry_run import run_rank
 from services.watchdog import SAVES, Guard, place_of
 from step04_tp_sp import VocabParallelEmbedding
@@ -31,7 +32,7 @@ from tests import equal
 from tests.fake_gpu import Call, can_fake_cuda, see, stuck
 from tests.faults import Fault, injected
 from tests.pool import Pool, RankError
-from variants import chunked_loss, documents
+from variants import Parts, chunked_loss, documents
 from variants.prefetch import Ahead
 
 MOE = dict(experts=4, ep=2, ffn_dim=48, expert_matmul="grouped")
@@ -220,6 +221,41 @@ def test_n7_one_communicator_for_a_set_of_ranks(monkeypatch):
     assert len(made) == len(set(made)) == 14
     assert mesh["ep"].handle == mesh["cp"].handle and mesh["expert_data"].handle == mesh["dp"].handle
     assert comm.Mesh(pp=1, dp=8).join("mirror", "dp").tolist() == [[*range(8)]]
+
+
+@pytest.mark.parametrize("dp, cp, made", [(1, 8, 2), (8, 1, 1), (4, 2, 7)])
+def test_messages_do_not_queue_behind_sums(monkeypatch, dp, cp, made):
+    """Where "cp" and "data" are the same ranks they have a handle each; "dp" and "data" share theirs."""
+    handles = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "new_group", lambda ranks: handles.append(ranks) or len(handles))
+    mesh = comm.Mesh(dp=dp, cp=cp)
+    mesh.join("data", "dp", "cp")
+    assert len(handles) == made
+    assert mesh["data"].handle != mesh["cp"].handle
+    assert cp > 1 or mesh["data"].handle == mesh["dp"].handle
+
+
+@pytest.mark.parametrize("every, timed", [(10, [3, 13]), (1, [*range(1, 21)])])
+def test_a_gpus_waits_are_timed_now_and_then(monkeypatch, every, timed):
+    """In the third of each ten steps; in the others no event is made for a wait, and the record has no such field."""
+    monkeypatch.setattr(Clock, "now", lambda clock: events.append(1) or float(len(events)))
+    monkeypatch.setattr(Clock, "between", lambda clock, start, end: end - start)
+    events, weight, found = [], torch.ones(2), []
+    clock = Clock(Parts(None, torch.nn.Linear(1, 1), torch.optim.SGD([weight]), None, mesh=comm.Mesh(dp=1)))
+    clock.every, message = every, SimpleNamespace(works=(1,), group=SimpleNamespace(name="cp"))
+    for step in range(1, 21):
+        clock.begin()
+        before = len(events)
+        for _ in range(5):
+            with clock.waiting(message):
+                pass
+        spent, row = len(events) - before, clock.take()
+        assert spent == 10 * ("waited_seconds" in row) and row.get("waited_seconds", dict(cp=5.0)) == dict(cp=5.0)
+        found += [step] * (spent > 0)
+    assert found == timed
 
 
 UNSTEADY = ("step07_moe_ep", "MoE", ".softmax(-1)", ".softmax(-1) * shaky()")
