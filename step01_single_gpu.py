@@ -74,7 +74,7 @@ class Config:
     grad_clip: float = 1.0  # largest global gradient norm; 0: no clipping
     seed: int = 0  # of initial weights and data order
     device: Literal["auto", "cuda", "cpu"] = "auto"  # where to compute
-    dtype: str = among(DTYPES, "auto")  # of weights and compute; auto: bf16 on GPU, fp32 on CPU
+    dtype: str = among(DTYPES, "auto")  # of weights and compute; auto: bf16 on a GPU that has it, else fp32
     recompute: str = among(RECOMPUTE, "none")  # what the backward pass computes again
     out: str = ""  # run directory; default: runs/ and the name of the script
 

@@ -65,7 +65,7 @@ class Mesh:
             raise UserError(f"{asked} must divide the number of ranks, which is {self.world} (--nproc_per_node)")
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.groups: dict[str, Group] = {}
-        self.handles: dict[tuple[int, ...], dist.ProcessGroup] = {}  # one for each set of ranks
+        self.handles: dict[tuple, dist.ProcessGroup] = {}  # one for each set of ranks, or two: see `enter`
         self.ranks = np.arange(self.world).reshape(*sizes.values())
         for name in sizes:
             self.join(name, name)
@@ -87,12 +87,17 @@ class Mesh:
         return rows
 
     def enter(self, name: str, rows: np.ndarray):
-        """Make a group of each row of int [groups, size], and enter the one with this rank."""
+        """Make a group of each row of int [groups, size], and enter the one with this rank.
+
+        A handle is a queue. What a micro-batch waits for, say along tp, has another one than sums of gradients, which
+        run behind its back, also where both are among the same ranks.
+        """
+        urgent = name in ("pp", "cp", "tp", "ep")
         for row in map(tuple, rows.tolist()):
-            if len(row) > 1 and row not in self.handles:
-                self.handles[row] = dist.new_group(row)  # all ranks take part in making every group
+            if len(row) > 1 and (row, urgent) not in self.handles:
+                self.handles[row, urgent] = dist.new_group(row)  # all ranks take part in making every group
             if self.rank in row:
-                self.groups[name] = Group(name, row.index(self.rank), len(row), self.handles.get(row))
+                self.groups[name] = Group(name, row.index(self.rank), len(row), self.handles.get((row, urgent)))
 
 
 class Pending:

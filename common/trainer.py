@@ -34,15 +34,16 @@ DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": t
 
 
 def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
-    """`--device` and `--dtype`; auto is this process's GPU with bf16 if there is one, else the CPU with fp32."""
+    """`--device` and `--dtype`; auto is this process's GPU if there is one, with bf16 if it has that, else fp32."""
     kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = config.dtype if config.dtype != "auto" else "bf16" if kind == "cuda" else "fp32"
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
     if kind == "cuda" and device.index >= (gpus := torch.cuda.device_count()):
         fewer = "lower --nproc_per_node, or " if gpus else ""
         raise UserError(f"each rank needs a GPU of its own, and {gpus} are here: {fewer}use --device cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
+    fast = kind == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)  # older ones make bf16 out of fp32
+    dtype = config.dtype if config.dtype != "auto" else "bf16" if fast else "fp32"
     return device, DTYPES[dtype]
 
 

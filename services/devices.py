@@ -91,10 +91,46 @@ def unusable_gpu(files: Path = Path("/dev")) -> tuple[str, str]:
     return problem, f"update the driver to {oldest} or newer, or install a torch wheel for an older CUDA"
 
 
+def has_kernels(architectures: list[str], capability: tuple[int, int]) -> bool:
+    """Whether a GPU runs what was built for these: "sm_80" runs on 8.0 to 8.9, "compute_80" on all from 8.0 on.
+
+    (NVIDIA's CUDA Programming Guide, "Binary Compatibility" and "PTX Compatibility"; "sm_90a" runs on 9.0 alone.)
+    """
+    for name in architectures:
+        kind, _, number = name.partition("_")
+        major, minor = divmod(int(re.match(r"\d+", number)[0]), 10)
+        ours = (major, minor) == capability if number.endswith("a") else (major, minor) <= capability
+        if ours and (kind == "compute" or major == capability[0]):
+            return True
+    return False
+
+
+def own_gpu() -> int:
+    """The number of this process's GPU, of those that are here."""
+    return int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
+
+
+def settle(config: Any, world: int):
+    """Let `--dtype auto` be fp32 on a GPU without bf16, and say so. Ranks whose GPUs differ are told by `introduce`."""
+    if config.device == "cpu" or config.dtype != "auto" or not torch.cuda.is_available():
+        return
+    if torch.cuda.get_device_capability(own_gpu()) < (8, 0):
+        config.dtype = "fp32"
+        if int(os.environ.get("RANK", 0)) == 0:
+            name = torch.cuda.get_device_name(own_gpu())
+            print(f"--dtype auto is fp32: {name} has no bf16 (fp16 it has: --dtype fp16)", flush=True)
+
+
 def check(config: Any, world: int):
     """Raises UserError for a device that is not there, or cannot be used and was not renounced."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch sees no GPU here; use --device cpu or auto")
+    if config.device != "cpu" and torch.version.cuda and torch.cuda.is_available():
+        built, (major, minor) = torch.cuda.get_arch_list(), torch.cuda.get_device_capability(own_gpu())
+        if built and not has_kernels(built, (major, minor)):
+            gpu = f"{torch.cuda.get_device_name(own_gpu())} has the architecture {major}.{minor}, and torch"
+            wheel = f"{gpu} {torch.__version__} is built for {', '.join(built)}"
+            raise UserError(f"--device {config.device}: {wheel}: install a wheel for this GPU, or use --device cpu")
     problem, mend = unusable_gpu() if config.device == "auto" else ("", "")
     if problem:  # hours later somebody would notice how slow it is
         raise UserError(f"{problem}: {mend}; or train on the CPU on purpose, with --device cpu")

@@ -4,15 +4,22 @@ A checkpoint holds what the next step depends on: masters, the update rule's sta
 from which batch and learning rate follow. What a variant keeps besides has two methods: `state()` returns what JSON can
 hold, alike on all ranks, and `restore(state)` takes it again.
 
+A disk that is full costs no run: a checkpoint that cannot be written is left out, with a warning, unless it would be
+the last. Two are kept, and a third is there while it is written.
+
 Ctrl-C and SIGTERM: the step is finished, saved, and the run ends. Under torchrun --max-restarts N a job whose rank dies
 is started anew; with --resume auto it then goes on from its last checkpoint, also with fewer ranks.
 """
 
 import dataclasses
 import json
+import shutil
 import signal
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +28,9 @@ from common.trainer import Run
 from services.boxes import masters, pieces, take
 from services.checkpoint import Checkpoint, Saver, find
 from services.launch import agree
+from services.predictions import moment_bytes, shape
+from services.tables import human
+from theory.shapes import total_weights
 from variants import Parts
 
 
@@ -107,16 +117,42 @@ class Keeper:
         """After a step: save if it is time; whether the run ends here. All ranks decide alike."""
         stopping, writing = agree(bool(self.signalled), self.saver.writing())
         last = stopping or step + 1 >= self.end
-        if self.saver.busy and not writing:
-            self.saver.settle()
         every = self.config.save_every
-        if stopping or (every and (last or (step + 1) % every == 0)):
-            self.save(step + 1)
+        saving = stopping or (every and (last or (step + 1) % every == 0))
+        if self.saver.busy and (saving or not writing):
+            self.attempt(self.saver.settle)
+        if saving:
+            self.attempt(partial(self.save, step + 1), last)
         if last:
             self.saver.settle()
         if stopping and self.run.first:
             print(f"interrupted after step {step + 1}; go on with --resume {self.run.out}", flush=True)
         return last
+
+    def attempt(self, what: Callable, last: bool = False):
+        """Save something. What fails fails on all ranks: it ends the run if that is over, else all go on."""
+        try:
+            what()
+        except UserError as error:
+            if last:
+                raise
+            if self.run.first:
+                print(f"warning: {error}. Training goes on", file=sys.stderr, flush=True)
+
+    def room(self) -> str:
+        """A line, if three checkpoints take more than half of what is free in `--out`; else ""."""
+        masters = list(self.parts.optimizer.masters.values())
+        numbers, n_bytes = sum(m.numel() for m in masters), sum(m.nbytes for m in masters)
+        if not numbers or not self.config.save_every:
+            return ""
+        each = (
+            (n_bytes + moment_bytes(self.config, self.parts)) / numbers * total_weights(shape(self.config, self.parts))
+        )
+        free = shutil.disk_usage(self.run.out).free
+        if 3 * each < free / 2:
+            return ""
+        enough = "" if 3 * each < free else ", which is too little: see --save-every and --out"
+        return f"checkpoints: about {human(each)} each, three for a moment; {human(free)} are free{enough}"
 
     def save(self, step: int):
         """Write a checkpoint after so many steps. A collective."""

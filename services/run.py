@@ -63,6 +63,8 @@ class ServedRun(OpenRun):
             evaluation.answer(self.config, self.parts)
             return
         self.screen = Screen(self, self.parts, self.ledger)
+        if self.first and (room := self.keeper.room()):
+            self.screen.say(room)
         comm.waiting = self.screen.clock.waiting
         for step in super().steps(**parts):
             if step < start:

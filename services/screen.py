@@ -155,7 +155,8 @@ class Screen:
         self.peak = self.world * peak_flops(self.device, some.dtype, self.config.peak_tflops)
         self.load = ExpertLoad(self.config, parts) if hasattr(self.config, "experts") else None
         watched = self.config.profile_memory or int(self.device.type == "cpu")
-        self.clock, self.held = Clock(parts), Held(parts, watched)
+        every = 1 if getattr(self.config, "log_ranks", False) else 10
+        self.clock, self.held = Clock(parts, every=every), Held(parts, watched)
         self.clock.listeners.append(self.held.phase)
         self.predicted = predictions.held_bytes(self.config, parts)
         for text in self.introduction(some.dtype):
@@ -193,6 +194,9 @@ class Screen:
         found |= dict(peak_memory_bytes=peak_memory(self.device)) | self.ledger.take()
         if self.load is not None:
             found |= self.load.take()
+        for kept in self.parts.kept.values():
+            for text in kept.notes() if hasattr(kept, "notes") else ():
+                self.say(text)
         documents = self.parts.kept.get("variants.documents")
         if documents is not None:  # the part of causal attention's pairs that is left
             lengths = [n for some in documents.all for n in some.lengths]

@@ -9,6 +9,10 @@ its group keeps that one waiting. The rank to blame is behind in some group and 
 show this on a GPU: there the hosts run ahead of their streams, and then all stop at the same line. Where no count
 differs, it is the rank whose last movement lies farthest back. (Clocks of nodes should agree.)
 
+BEFORE THE FIRST STEP a rank reads its data, draws its weights, loads a checkpoint. That may take longer than any step,
+and nobody can see from outside whether it moves. So it is only warned of. (Whoever waits for such a rank is in a
+collective, and those raise after twice `--timeout`.)
+
 SAVING. A rank that writes a checkpoint enters no collective, and the others wait for it. So all ranks add the bytes
 that they have written to one number in the store: while it grows, the job moves.
 
@@ -31,6 +35,7 @@ import torch.distributed as dist
 
 SILENT = 4.0  # seconds after which a rank that writes nothing is taken for dead, if a signal has come, too
 GRACE = 4.0  # seconds for the main thread to leave by itself, after another rank has died
+START = "start"  # the phase before the first step
 SAVES = "saves"  # among the groups of collectives: here the files are counted that a rank has written
 
 
@@ -47,7 +52,7 @@ def place_of(run: Any) -> Place:
     """Where a run is, from its parts as far as they are there."""
     entered, screen = dict(run.ledger.entered), getattr(run, "screen", None)
     entered[SAVES] = run.keeper.saver.files_written
-    return Place(len(run.history), screen.clock.phase if screen else "start", run.ledger.last, entered)
+    return Place(len(run.history), screen.clock.phase if screen else START, run.ledger.last, entered)
 
 
 def shared_store() -> dist.Store:
@@ -131,7 +136,9 @@ class Watchdog:
             self.look()
 
     def look(self):
-        """Until stopped: publish this rank's place; at half the time warn, and shortly before all of it end."""
+        """Until stopped: publish this rank's place; at half the time warn, and shortly before all of it end the job, if
+        this rank has begun to train.
+        """
         seen, since, warned, asked, added = None, time.time(), False, False, 0
         while not self.stopped.wait(min(1.0, self.seconds / 40)):
             place, written = self.place(), self.written()
@@ -148,7 +155,7 @@ class Watchdog:
                 warned = True
                 if self.store.add(f"warned/{place.step}", 1) == 1:
                     print(self.report(idle, "waiting"), file=sys.stderr, flush=True)
-            if idle > 0.85 * self.seconds:
+            if idle > 0.85 * self.seconds and place.phase != START:
                 first = self.store.add("ended", 1) == 1
                 if not first:
                     self.stopped.wait(self.seconds / 20)  # for the first one's report
@@ -166,7 +173,7 @@ class Watchdog:
     def places(self) -> dict[int, list]:
         """By rank: its place, when it last moved, and when it last wrote."""
         keys = {rank: f"place/{rank}" for rank in range(self.world)}
-        never = [0, "start", "", {}, 0.0, 0.0]
+        never = [0, START, "", {}, 0.0, 0.0]
         return {
             rank: json.loads(self.store.get(key)) if self.store.check([key]) else never for rank, key in keys.items()
         }

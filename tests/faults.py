@@ -610,8 +610,8 @@ PATCHES = {  # no mistakes: both sides of a comparison have them (`patch` of tes
          "enough and any(v > self.factor * median for v, median in zip(values, medians, strict=True))",
          "len(self.recent) == 2", "the second step's update is left out")),
     **of("variants.compiled", "", DEFAULT,
-        ("graphs_without_code", "attach", "torch.compile(layer.forward)",
-         'torch.compiler.reset() or torch.compile(layer.forward, backend="aot_eager")', "graphs are only traced")),
+        ("graphs_without_code", "attach", "torch.compile(",
+         'torch.compiler.reset() or partial(torch.compile, backend="aot_eager")(', "graphs are only traced")),
 }
 # fmt: on
 

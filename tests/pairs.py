@@ -125,7 +125,7 @@ APART = {  # they end a run early, need what a test's machine lacks, or stand fo
     "gpu": "tests/test_dry_run.py",
 }
 
-REFUSED: list[tuple[Options, Options]] = [  # what else does not go together
+REFUSED: list[tuple[Options, Options] | tuple[Options, Options, str]] = [  # what else does not go together
     (dict(optimizer=("adafactor",)), SLICES),
     (dict(optimizer=("adafactor",)), dict(tp=MORE)),
     (dict(optimizer=("adafactor",)), dict(ep=MORE)),
@@ -133,6 +133,9 @@ REFUSED: list[tuple[Options, Options]] = [  # what else does not go together
     (dict(compress=("bf16", "int8", "topk")), dict(dtype=("fp16",))),
     (dict(sync=("torch",)), dict(dtype=("bf16", "fp16"))),
     (dict(tp_overlap=(True,)), dict(schedule=W)),
+    (dict(compile=(True,)), dict(recompute=("full", "selective")), "experts"),  # in steps that have this flag
+    (dict(compile=(True,), recompute=("selective",)), dict(tp=MORE)),
+    (dict(compile=(True,), recompute=("selective",)), dict(cp=MORE)),
 ]
 NOWHERE = {("sync", "torch"): STEPS[5:]}  # values that these steps refuse, whatever is beside them
 FEW = 1500
@@ -177,7 +180,8 @@ def broken(options: Options) -> list[tuple[set[str], set[str]]]:
         flag = FLAGS[name]
         if value != flag.values[0] and flag.needs and not any(met(options, need) for need in flag.needs):
             found.append(({name}, {other for need in flag.needs for other in need}))
-    return found + [(set(a), set(b)) for a, b in REFUSED if met(options, a) and met(options, b)]
+    refused = [(a, b) for a, b, *only in REFUSED if met(options, a) and met(options, b) and {*only} <= options.keys()]
+    return found + [(set(a), set(b)) for a, b in refused]
 
 
 def ranks_of(options: Options) -> int:

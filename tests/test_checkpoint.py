@@ -8,8 +8,9 @@ import io
 import os
 import shutil
 import signal
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -17,10 +18,11 @@ import torch
 from torch import Tensor
 
 from common import UserError
-from services import checkpoint
+from services import checkpoint, resume
 from services.boxes import Box, Piece, flat_boxes, overlap
 from services.checkpoint import Checkpoint, Saver, find, newest
 from services.run import ServedRun
+from services.tables import human
 from tests.equal import config_of, difference
 from tests.faults import with_fault
 from tests.pool import error_of
@@ -303,6 +305,50 @@ def test_one_ranks_full_disk_is_known_to_all(pools, tmp_path):
         assert "saving step 2 failed (rank 1: No space left on device); the checkpoint " in text
         assert text.endswith("step-00000001 is intact")
     assert find("auto", tmp_path).index["step"] == 1
+
+
+def go_on_with_a_full_disk(options: dict, full_at: int) -> tuple[list[int], str, list[str]]:
+    """Runs on every rank: train while the last one's disk is full for one checkpoint: the steps, and what was said."""
+    save_file, said, heard = checkpoint.save_file, io.StringIO(), ""
+
+    def full(tensors, path, wrote):
+        if torch.distributed.get_rank() == 1 and f"{full_at:08d}" in path.parent.name:
+            raise OSError(28, "No space left on device")
+        return save_file(tensors, path, wrote)
+
+    with mock.patch.object(checkpoint, "save_file", full), redirect_stderr(said):
+        try:
+            rows = train_on_rank("step02_ddp", options)
+        except UserError as error:
+            rows, heard = [], str(error)
+    lines = [line for line in said.getvalue().splitlines() if line.startswith("warning")]
+    return [row["step"] for row in rows], heard, lines
+
+
+@pytest.mark.parametrize("how", [dict(save_async=False), dict(save_async=True)])
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(pools, tmp_path, how):
+    """A warning on rank 0, all four steps, and the next checkpoint. Only the last one has to be written."""
+    options = how | dict(out=str(tmp_path / "run"))
+    (*first, warnings), (*second, none) = pools(2).run(go_on_with_a_full_disk, options, 2)
+    assert first == second == [[1, 2, 3, 4], ""] and none == []
+    assert len(warnings) == 1 and "saving step 2 failed (rank 1: No space left on device)" in warnings[0]
+    assert find("auto", tmp_path / "run").index["step"] == 4
+    for rows, error, _ in pools(2).run(go_on_with_a_full_disk, options | dict(resume="auto", steps=6), 6):
+        assert not rows and "saving step 6 failed" in error and error.endswith("step-00000004 is intact")
+
+
+@pytest.mark.parametrize("free, said", [(2e6, "too little: see"), (4e6, "each, three for a moment"), (1e9, "")])
+def test_room_for_checkpoints_is_looked_at_first(monkeypatch, tmp_path, free, said):
+    """39,840 weights, 24 bytes each in fp64: the file that is written is as large as the line says."""
+    monkeypatch.setattr(resume.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    rooms, room = [], resume.Keeper.room
+    monkeypatch.setattr(resume.Keeper, "room", lambda keeper: rooms.append(room(keeper)) or "")
+    train_on_rank("step01_single_gpu", dict(out=str(tmp_path), steps=2))
+    assert said in rooms[0] if said else rooms == [""]
+    (file,) = tmp_path.glob("checkpoints/*/*.safetensors")
+    if said:
+        assert f"about {human(24 * 39840)} each" in rooms[0]
+        assert 24 * 39840 < file.stat().st_size < 1.1 * 24 * 39840
 
 
 def test_boxes_of_a_range():

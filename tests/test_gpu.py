@@ -21,9 +21,10 @@ import torch.nn.functional as F
 import step01_single_gpu as step01
 from common import UserError, comm
 from common.data import Data
-from common.trainer import choose_device
+from common.trainer import DTYPES, choose_device
 from services import checkpoint, devices
 from services.boxes import Piece
+from services.clocks import Clock
 from services.dry_run import run_rank
 from services.watchdog import SAVES, Guard, place_of
 from step04_tp_sp import VocabParallelEmbedding
@@ -31,7 +32,7 @@ from tests import equal
 from tests.fake_gpu import Call, can_fake_cuda, see, stuck
 from tests.faults import Fault, injected
 from tests.pool import Pool, RankError
-from variants import chunked_loss, documents
+from variants import Parts, chunked_loss, documents
 from variants.prefetch import Ahead
 
 MOE = dict(experts=4, ep=2, ffn_dim=48, expert_matmul="grouped")
@@ -222,6 +223,41 @@ def test_n7_one_communicator_for_a_set_of_ranks(monkeypatch):
     assert comm.Mesh(pp=1, dp=8).join("mirror", "dp").tolist() == [[*range(8)]]
 
 
+@pytest.mark.parametrize("dp, cp, made", [(1, 8, 2), (8, 1, 1), (4, 2, 7)])
+def test_messages_do_not_queue_behind_sums(monkeypatch, dp, cp, made):
+    """Where "cp" and "data" are the same ranks they have a handle each; "dp" and "data" share theirs."""
+    handles = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "new_group", lambda ranks: handles.append(ranks) or len(handles))
+    mesh = comm.Mesh(dp=dp, cp=cp)
+    mesh.join("data", "dp", "cp")
+    assert len(handles) == made
+    assert mesh["data"].handle != mesh["cp"].handle
+    assert cp > 1 or mesh["data"].handle == mesh["dp"].handle
+
+
+@pytest.mark.parametrize("every, timed", [(10, [3, 13]), (1, [*range(1, 21)])])
+def test_a_gpus_waits_are_timed_now_and_then(monkeypatch, every, timed):
+    """In the third of each ten steps; in the others no event is made for a wait, and the record has no such field."""
+    monkeypatch.setattr(Clock, "now", lambda clock: events.append(1) or float(len(events)))
+    monkeypatch.setattr(Clock, "between", lambda clock, start, end: end - start)
+    events, weight, found = [], torch.ones(2), []
+    clock = Clock(Parts(None, torch.nn.Linear(1, 1), torch.optim.SGD([weight]), None, mesh=comm.Mesh(dp=1)))
+    clock.every, message = every, SimpleNamespace(works=(1,), group=SimpleNamespace(name="cp"))
+    for step in range(1, 21):
+        clock.begin()
+        before = len(events)
+        for _ in range(5):
+            with clock.waiting(message):
+                pass
+        spent, row = len(events) - before, clock.take()
+        assert spent == 10 * ("waited_seconds" in row) and row.get("waited_seconds", dict(cp=5.0)) == dict(cp=5.0)
+        found += [step] * (spent > 0)
+    assert found == timed
+
+
 UNSTEADY = ("step07_moe_ep", "MoE", ".softmax(-1)", ".softmax(-1) * shaky()")
 
 
@@ -302,3 +338,52 @@ def test_a_step_alone_takes_one_gpu_a_rank(monkeypatch, gpus, rank, line):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     with pytest.raises(UserError, match=f"^each rank needs a GPU of its own, and {line} use --device cpu$"):
         choose_device(SimpleNamespace(device="cuda", dtype="auto"))
+
+
+WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]  # torch 2.13 for CUDA 13
+
+
+@pytest.mark.parametrize(
+    "capability, built, runs",
+    [
+        *(((7, 0), WHEEL, False), ((7, 5), WHEEL, True), ((8, 9), WHEEL, True), ((9, 0), WHEEL, True)),
+        *(((10, 3), WHEEL, True), ((11, 0), WHEEL, False), ((12, 1), WHEEL, True), ((13, 0), WHEEL, True)),
+        *(((9, 0), ["sm_90a"], True), ((9, 1), ["sm_90a"], False), ((7, 0), ["compute_61"], True), ((6, 0), [], False)),
+    ],
+)
+def test_a_gpu_runs_what_was_built_for_it(capability, built, runs):
+    """Its own generation and older minor versions, and PTX of any older one."""
+    assert devices.has_kernels(built, capability) == runs
+
+
+def gpu_here(monkeypatch, name: str, capability: tuple[int, int]):
+    """One GPU, with torch 2.13 for CUDA 13."""
+    found = dict(is_available=lambda: True, device_count=lambda: 1, set_device=lambda _: None)
+    found |= dict(get_device_capability=lambda *_: capability, get_device_name=lambda *_: name)
+    for key, value in (found | dict(get_arch_list=lambda: WHEEL)).items():
+        monkeypatch.setattr(torch.cuda, key, value)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+
+def test_a_wheel_without_kernels_for_the_gpu_is_one_line(monkeypatch):
+    """Not a traceback of the first kernel."""
+    gpu_here(monkeypatch, "Tesla V100", (7, 0))
+    with pytest.raises(UserError, match=r"^--device auto: Tesla V100 has the architecture 7.0, .* use --device cpu$"):
+        devices.check(SimpleNamespace(device="auto", backend="auto"), 1)
+    devices.check(SimpleNamespace(device="cpu", backend="auto"), 1)
+    gpu_here(monkeypatch, "H100", (9, 0))
+    devices.check(SimpleNamespace(device="auto", backend="auto"), 1)
+
+
+@pytest.mark.parametrize("name, capability, dtype", [("T4", (7, 5), "fp32"), ("A100", (8, 0), "bf16")])
+def test_auto_is_bf16_where_the_gpu_has_it(monkeypatch, capsys, name, capability, dtype):
+    """With everything around a step the run says so, in a line; a step alone chooses alike."""
+    gpu_here(monkeypatch, name, capability)
+    config = SimpleNamespace(device="auto", dtype="auto")
+    assert choose_device(config)[1] == DTYPES[dtype]
+    devices.settle(config, 1)
+    assert config.dtype == ("fp32" if dtype == "fp32" else "auto")
+    assert capsys.readouterr().out.startswith("--dtype auto is fp32: T4 has no bf16") == (dtype == "fp32")
+    given = SimpleNamespace(device="auto", dtype="fp16")
+    devices.settle(given, 1)
+    assert given.dtype == "fp16" and not capsys.readouterr().out

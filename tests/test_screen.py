@@ -27,7 +27,7 @@ from services.clocks import Clock
 from services.dry_run import run_rank
 from services.run import ServedRun
 from services.seam import plugins
-from services.watchdog import Place, Watchdog, compare
+from services.watchdog import START, Place, Watchdog, compare
 from tests.equal import BOUND, SMALL, config_of, difference, read_named
 from tests.pool import error_of
 from tests.rows import ROWS
@@ -234,6 +234,17 @@ def test_bytes_that_are_saved_are_progress():
     dog.thread.join(30)
     assert "no progress" in told[0]
     assert compare({0: dict(a=1), 1: dict(a=2)}) == ({0: " (in a: 1 collectives entered, others 2)"}, {1})
+
+
+def test_before_the_first_step_nobody_is_ended(capfd):
+    """Whoever reads data for longer than --timeout is warned of, once; in the first step the time begins anew."""
+    store, told, phase = dist.HashStore(), [], [START]
+    dog = Watchdog(lambda: Place(0, phase[0], "", {}), 0.5, 0, 1, store, told.append)
+    time.sleep(1.5)
+    assert not told and capfd.readouterr().err.count("waiting: rank 0 is behind, in step 1, start") == 1
+    phase[0] = "forward"
+    dog.thread.join(30)
+    assert "in step 1, forward" in told[0]
 
 
 def staged_on_rank() -> float:

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common import comm
+from common import UserError, comm
 from common.comm import Mesh
 from common.model import attend
-from services.seam import plugins
+from services.seam import check, plugins
 from step05_cp_ring import CONTEXT
 from tests import equal
+from tests.faults import Fault, injected
 from tests.rows import COMPILED
 from variants import skip_spikes, zero_toy
 from variants.block_overlap import EnterLinears, start_gather, start_keep, start_scatter, start_total
@@ -139,6 +140,70 @@ def count_graphs(layers: int, steps: int) -> tuple[int, int]:
 def test_one_graph_serves_all_layers(pools):
     """--compile does not give up after eight layers, as it would if each were compiled anew."""
     assert pools(1).run(count_graphs, 10, 2) == [(1, 1)]
+
+
+WHOLE, BROKEN = [1], range(2, 200)  # graphs; a few hundred operators are not in one each
+LAYERS = {  # ranks, step, flags; how many graphs all layers of a rank have
+    "one device": (1, "step01_single_gpu", {}, WHOLE),
+    "buckets": (1, "step02_ddp", {}, WHOLE),
+    "buckets, again": (1, "step02_ddp", dict(recompute="full"), WHOLE),
+    "zero 1": (1, "step03_zero", dict(zero=1), WHOLE),
+    "zero 3": (1, "step03_zero", dict(zero=3, recompute="selective"), WHOLE),
+    "tp": (2, "step04_tp_sp", dict(tp=2), BROKEN),
+    "tp, again": (2, "step04_tp_sp", dict(tp=2, zero=1, recompute="full"), BROKEN),
+    "ring": (2, "step05_cp_ring", dict(cp=2, recompute="full"), BROKEN),
+    "pipeline": (2, "step06_pipeline", dict(pp=2), WHOLE),
+    "pipeline, again": (2, "step06_pipeline", dict(pp=2, recompute="full"), WHOLE),
+    "experts": (2, "step07_moe_ep", dict(ep=2), BROKEN),
+}
+SEEN, ASIDE = ("attach", "torch.compile(", 'partial(torch.compile, backend="eager")('), "param.grad = None"
+
+
+def graphs_of(name: str, dtype: str, aside: str = ASIDE) -> tuple[int, int, list[str]]:
+    """Runs on every rank: graphs of a run with --compile, the calls in them, and what the run says of it."""
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    ranks, step, options, _ = LAYERS[name]
+    options = dict(compile=True, steps=1, n_layers=2, global_batch_size=2 * ranks, dtype=dtype) | options
+    done = Fault("variants.compiled", "", "", "without_gradients", ASIDE, aside, "")
+    with injected(Fault("variants.compiled", "", "", *SEEN, "")), injected(done):
+        run = equal.watch(step, options)
+    found = counters["stats"]
+    return found["unique_graphs"], found["calls_captured"], run.parts.kept["variants.compiled"].notes()
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n != "buckets")) for n in LAYERS])
+def test_graphs_in_bf16_are_those_in_fp64(pools, name):
+    """Where gradients are of another dtype than weights; and a run says which graphs have broken."""
+    ranks, *_, most = LAYERS[name]
+    for ours, theirs in zip(*(pools(ranks).run(graphs_of, name, dtype) for dtype in ("bf16", "fp64")), strict=True):
+        assert ours == theirs and ours[0] in most and ours[1] > ours[0]
+        assert len(ours[2]) == (most is BROKEN) and all(f"{ours[0]} graphs" in text for text in ours[2])
+
+
+def test_a_run_says_that_its_graphs_have_broken(pools):
+    """As they do if Dynamo sees fp32 gradients of bf16 weights: more graphs, with fewer operators."""
+    ((graphs, calls, notes),) = pools(1).run(graphs_of, "buckets", "bf16", "param.requires_grad")
+    assert graphs > 1
+    assert notes == [
+        f"--compile: the layers are broken into {graphs} graphs with {calls} calls in all, by: "
+        f"dtype mismatch between tensor and its gradient (x{graphs})"
+    ]
+
+
+@pytest.mark.parametrize(
+    "step, options, wrong",
+    [
+        ("step04_tp_sp", dict(tp=2, recompute="selective"), "--recompute selective with --tp 2: .*use --recompute "),
+        ("step07_moe_ep", dict(recompute="full"), "--recompute full: .* router .*use --recompute none"),
+    ],
+)
+def test_what_nothing_would_be_compiled_of_is_refused(step, options, wrong):
+    """In a line with both flags."""
+    with pytest.raises(UserError, match=f"^--compile {wrong}"):
+        check(equal.config_of(step, dict(compile=True) | options), 2)
 
 
 # --- overlap

@@ -13,7 +13,7 @@
     they nest alike: the step's own or the one instead of it, those around it in ORDER, services and tests (look on).
  9  With default flags nobody changes anything: what you read is what runs. A run prints what is changed.
 10  What `attach` returns is `parts.kept` by the file's name; in checkpoints, too, if it has `restore(state)` and
-    `state()`, which is the same on all ranks and fits in JSON.
+    `state()`, which is the same on all ranks and fits in JSON. Lines of its `notes()` are shown after each step.
 """
 
 from collections import Counter
