@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from services.certify import children
+from services.launch import children
 from tests import jobs
 from tests.equal import difference
 from tests.test_checkpoint import require_same_bits, stored
