@@ -1,8 +1,6 @@
 """A student's file as a program of its own, and a copy of the project for students."""
 
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -10,6 +8,7 @@ from labs.course import ROOT, file_of, files, load, numbers, path_of
 from labs.folder import new_folder
 from labs.judge import Folder
 from labs.source import hollow
+from services.launch import start
 
 # What a handout's common/__init__.py ends with.
 IN_A_LINE = '''
@@ -51,9 +50,9 @@ def run(folder: Folder, ranks: int, flags: list[str]) -> int:
         for name, data in folder.files.items():
             (Path(scratch) / name).write_bytes(data)
         script, n = str(Path(scratch) / f"{folder.lab.modules[-1]}.py"), ranks or folder.lab.ranks
-        many = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"] if n > 1 else []
-        print(f"{' '.join(many[2:])} {folder.lab.modules[-1]}.py {' '.join(flags)}".strip(), flush=True)
-        return subprocess.run([sys.executable, *many, script, *flags], cwd=folder.path).returncode
+        many = f"--standalone --nproc_per_node={n} " if n > 1 else ""
+        print(f"{many}{folder.lab.modules[-1]}.py {' '.join(flags)}".strip(), flush=True)
+        return start(folder.path, n if n > 1 else 0, [script, *flags], env=None, start_new_session=False).wait()
 
 
 def handout(target: Path, number: int):

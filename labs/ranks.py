@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from labs.course import Case
 from labs.source import SHIFT, assemble, definitions
+from services.launch import descendants
 
 MOST_OUTPUT = 2**24  # bytes that a student's prints may write to a file
 MOST_ANSWER = 2**28  # bytes of one rank's answer
@@ -219,17 +220,6 @@ def one_rank(world: World, rank: int, ranks: int, step: Any, jobs: list[Case], p
 def adopt():
     """Become the parent of orphans among our descendants, so that `end` finds them."""
     control(36, 1)  # PR_SET_CHILD_SUBREAPER
-
-
-def descendants(pid: int) -> list[int]:
-    """All processes below one."""
-    found, todo = [], [pid]
-    while todo:
-        for path in Path(f"/proc/{todo.pop()}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                todo += (new := [int(word) for word in path.read_text().split()])
-                found += new
-    return found
 
 
 def end(others: set[int]):

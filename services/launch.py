@@ -1,9 +1,63 @@
-"""What the ranks of a job tell one another beside their training: small things, and answers on which all agree."""
+"""How ranks are started and ended, and what they tell one another beside their training.
 
+start(folder, ranks, words)   `python words`, or so many ranks by torchrun, in processes of their own
+stop(job)                     all of its processes end, also those that torchrun puts into sessions of their own
+gather_objects, agree         small things from all ranks, and answers on which they agree: collectives
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# What a torchrun around us has set for its own ranks begins so; OMP_: it also lets each rank have one thread.
+OUTER = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_", "OMP_")
+
+
+def start(folder: Path, ranks: int, words: list[str], **options: Any) -> subprocess.Popen:
+    """Start `python words` in a folder; with ranks, by torchrun. `options` are Popen's.
+
+    Words before the script are torchrun's own (--max-restarts=1). A process has one thread, unless it has a GPU.
+    """
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+    ours = {key: value for key, value in os.environ.items() if not key.startswith(OUTER)}
+    options = dict(env=ours | dict(OMP_NUM_THREADS="1"), start_new_session=True) | options
+    return subprocess.Popen([sys.executable, *torchrun, *words], cwd=folder, **options)
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started and that live, in their order; none of one that has ended. Linux only."""
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += [int(word) for word in path.read_text().split()]
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """Its children, theirs, and so on."""
+    return [found for child in children(pid) for found in (child, *descendants(child))]
+
+
+def tell(job: subprocess.Popen, number: int):
+    """A signal to all processes of a job, the innermost first."""
+    for pid in (*reversed(descendants(job.pid)), job.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def stop(job: subprocess.Popen):
+    """End a job, if it has not ended."""
+    if job.poll() is None:
+        job.send_signal(signal.SIGSTOP)  # it may start nothing more meanwhile
+        tell(job, signal.SIGKILL)
+        job.wait()
 
 
 def gather_objects(thing: Any) -> list[Any]:

@@ -144,8 +144,9 @@ def look_at_gpus() -> list[Finding]:
                 without.append(str(other))
             links.append(f"{other}: {size / copy_seconds(gpu, other, size) / 1e9:.0f} GB/s")
         found = f"{about.name}, {human(about.total_memory)}" + (f"; to {', '.join(links)}" if links else "")
-        problem = f"no direct link to GPU {', '.join(without)}" if without else ""
-        findings.append(Finding(f"GPU {gpu}", found, problem, "keep --tp and --ep at 1 between them" * bool(problem)))
+        if without:  # slower, and nothing is wrong
+            found += f"; no direct link to GPU {', '.join(without)}: keep --tp and --ep at 1 between them"
+        findings.append(Finding(f"GPU {gpu}", found))
     return findings
 
 

@@ -3,7 +3,8 @@
     python -m services.probes attention           and grouped, documents: one process
     torchrun --nproc_per_node=2 -m services.probes exchange            and uneven
 
-Each prints one line of JSON: {name: number}. With a GPU it computes there, in bf16; else on the CPU.
+Each prints one line of JSON, {name: number}: of several ranks the largest, which is the worst or slowest. With a GPU it
+computes there, in bf16; else on the CPU.
 """
 
 import json
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from common import comm
 from services import devices
+from services.launch import gather_objects
 from services.seam import plugins
 from step05_cp_ring import same_heads, scaled_scores
 
@@ -110,7 +112,10 @@ def join() -> comm.Group:
 
 
 def exchange() -> dict[str, float]:
-    """All-reduces of 1 KiB to 64 MiB: the median seconds by bytes. A rank sends 2 (n-1)/n of them."""
+    """All-reduces of 1 KiB to 64 MiB: the median seconds by bytes. A rank sends 2 (n-1)/n of them.
+
+    Raises RuntimeError if some sum is wrong.
+    """
     group, found = join(), {}
     for n_bytes in (2**power for power in range(10, 27, 4)):
         message, times = torch.ones(n_bytes // 4, device=DEVICE), []
@@ -119,6 +124,8 @@ def exchange() -> dict[str, float]:
             comm.all_reduce(message, group).wait()
             message[0].item()  # waits for a GPU
             times.append(time.perf_counter() - start)
+            if (message != group.size).any():
+                raise RuntimeError(f"a sum of {n_bytes} bytes over {group.size} ranks is wrong on rank {group.rank}")
             message.fill_(1.0)
         times = sorted(times[2:])  # the first ones make connections
         found[str(n_bytes)] = times[len(times) // 2]
@@ -137,6 +144,11 @@ def uneven() -> dict[str, float]:
     return dict(wrong=float((arrived.cpu() != right).sum()))
 
 
+def worst(everyone: list[dict[str, float]]) -> dict[str, float]:
+    """What all ranks have found -> by name, the largest."""
+    return {name: max(found[name] for found in everyone) for name in everyone[0]}
+
+
 PROBES: dict[str, Callable[[], dict[str, float]]] = {
     probe.__name__: probe for probe in (attention, grouped, documents, exchange, uneven)
 }
@@ -146,9 +158,9 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     if sys.argv[1:] not in [[name] for name in PROBES]:
         sys.exit(f"error: give one of {', '.join(PROBES)}")
-    answer = json.dumps(PROBES[sys.argv[1]]())
+    everyone = gather_objects(PROBES[sys.argv[1]]())
     if int(os.environ.get("RANK", 0)) == 0:
-        print(answer, flush=True)
+        print(json.dumps(worst(everyone)), flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.stdout.flush()

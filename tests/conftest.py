@@ -2,8 +2,6 @@
 
 import json
 import os
-from dataclasses import fields
-from importlib import import_module
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,14 +27,6 @@ def pools():
         pool.stop()
 
 
-def one_process(row) -> str:
-    """What the row is compared with: step 1, but for flags that only step 7 has."""
-    from tests import equal
-
-    known = {field.name for field in fields(import_module("step01_single_gpu").Config)} | {*equal.SHAPE, "patch"}
-    return "step01_single_gpu" if set(row.base) <= known else row.step
-
-
 @pytest.fixture(scope="session")
 def reference(pools, tmp_path_factory):
     """`reference(row)`: the file with what one process has seen, made once for each base."""
@@ -46,7 +36,7 @@ def reference(pools, tmp_path_factory):
     made: dict[str, str] = {}
 
     def make(row) -> str:
-        step = one_process(row)
+        step = equal.one_process(row)
         key = json.dumps([step, row.base], sort_keys=True)
         if key not in made:
             made[key] = str(folder / f"{len(made)}.pt")

@@ -179,6 +179,12 @@ def config_of(step_name: str, options: dict[str, Any]) -> Any:
     return compose(importlib.import_module(step_name))(model="test", **flags)
 
 
+def one_process(row: Any) -> str:
+    """What a row of rows.py is compared with: step 1, but for flags that only step 7 has."""
+    known = {*importlib.import_module("step01_single_gpu").Config.__dataclass_fields__, *SHAPE, "patch"}
+    return "step01_single_gpu" if set(row.base) <= known else row.step
+
+
 def watch(step_name: str, options: dict[str, Any], kind: type = Watch) -> Seeing:
     """Train under `options` of `config_of`; `patch` names changes of tests/faults.py."""
     options = dict(out=tempfile.gettempdir(), patch="") | options

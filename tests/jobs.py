@@ -114,15 +114,5 @@ def environment() -> dict[str, str]:
     return kept | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
 
 
-def launch(folder: Path, ranks: int, *words: str) -> tuple[int, str]:
-    """The same as `Server.run`, by a fresh Python."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
-    done = subprocess.run(
-        [sys.executable, *torchrun, *words],
-        cwd=folder, env=environment(), capture_output=True, text=True, timeout=SECONDS,
-    )  # fmt: skip
-    return done.returncode, done.stdout + done.stderr
-
-
 if __name__ == "__main__":
     serve()

@@ -10,6 +10,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -35,8 +36,8 @@ def error_of(kind: type[Exception], function: Callable, *args: Any) -> str:
     return ""
 
 
-def serve(rank: int, world: int, folder: str, connection: Connection):
-    """A worker's life: join the group, then run what arrives until the connection closes.
+def serve(rank: int, world: int, folder: str, backend: str, connection: Connection):
+    """A worker's life: join the group, then run what arrives until the connection closes. Prints go to stderr.
 
     After each task the groups that it made end. A group of gloo's has a thread that wakes a hundred times a second.
     """
@@ -47,10 +48,11 @@ def serve(rank: int, world: int, folder: str, connection: Connection):
 
     gc.freeze()  # what was imported is no garbage: so a look at the rest is short
     torch.set_num_threads(1)
+    sys.stdout = sys.stderr
     if world > 1:
-        os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(world))
+        os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
         where = f"file://{folder}/rendezvous"
-        dist.init_process_group("gloo", where, timedelta(minutes=10), world_size=world, rank=rank)
+        dist.init_process_group(backend, where, timedelta(minutes=10), world_size=world, rank=rank)
     while True:
         try:
             message = connection.recv_bytes()
@@ -86,18 +88,20 @@ def turn() -> Iterator[None]:
 class Pool:
     """`world` processes; `run(function, *args)` calls it on all of them and returns the results by rank."""
 
-    def __init__(self, world: int):
-        self.world, self.processes = world, []
+    def __init__(self, world: int, method: str = "forkserver", backend: str = "gloo"):
+        """`method`: how multiprocessing starts them; "spawn" is slow, and takes nothing over."""
+        self.world, self.method, self.backend, self.processes = world, method, backend, []
 
     def start(self):
-        """Fork the workers."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        """Start the workers."""
+        context = multiprocessing.get_context(self.method)
+        multiprocessing.set_forkserver_preload(PRELOADED)
         self.folder = tempfile.TemporaryDirectory(prefix=f"pool-{self.world}-")
         self.connections = []
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, self.world, self.folder.name, theirs), daemon=True)
+            about = rank, self.world, self.folder.name, self.backend, theirs
+            process = context.Process(target=serve, args=about, daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)

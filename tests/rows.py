@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 DEFAULT, EXHAUSTIVE = "default", "exhaustive"
 EQUALS = ("equals",)  # BEHAVIOURS of tests/test_layouts.py
-ALL = ("equals", "drifts", "stays_near", "evaluates", "goes_on")
+ALL = ("equals", "drifts", "stays_near", "evaluates", "goes_on", "launches")
+LAUNCHES, STAYS_NEAR = ("equals", "launches"), ("equals", "stays_near")  # services/certify.py starts them, too
+NEAR = dict(dtype="bf16", optimizer="adamw", lr=0.01, steps=3)  # how `stays_near` trains
 UNEVEN = dict(dataset="uneven-targets")  # many do not count; tests/equal.py knows these data sets
 FEW = dict(dataset="few-tokens", vocab_size=5)  # so few that a rank of four has none of them
 FROZEN, IDLE, EXACT = dict(patch="frozen"), dict(patch="idle_experts"), dict(patch="not_rounded")  # tests/faults.py
@@ -141,11 +143,11 @@ ROWS = [
     *(Row(4, "step03_zero", dict(zero=zero, zero_replicas=2), SGD) for zero in (1, 3)),
     Row(2, "step03_zero", dict(zero=1, offload_optimizer="cpu")),
     Row(2, "step03_zero", dict(zero=3, offload_optimizer="disk"), TIED),
-    Row(2, "step03_zero", dict(zero=3, offload_params="cpu"), SGD),
+    Row(2, "step03_zero", dict(zero=3, offload_params="cpu"), SGD, does=STAYS_NEAR),
     Row(4, "step04_tp_sp", dict(tp=2, zero=3, offload_params="cpu", offload_optimizer="cpu")),
     Row(4, "step05_cp_ring", dict(cp=2, tp=2, zero=2, zero_replicas=2), TIED),
     # step 4
-    Row(2, "step04_tp_sp", dict(tp=2, zero=0), SGD),
+    Row(2, "step04_tp_sp", dict(tp=2, zero=0), SGD, does=LAUNCHES),
     Row(4, "step04_tp_sp", dict(tp=2, zero=3, sp=False), TIED),
     Row(4, "step04_tp_sp", dict(tp=4, recompute="full"), MHA | TIED),
     # variants of tensor parallelism
@@ -176,12 +178,12 @@ ROWS = [
     # variants of context parallelism
     #
     Row(3, "step05_cp_ring", dict(cp=3, cp_mode="ring"), SGD | dict(seq_len=18)),
-    Row(4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="ring", recompute="full"), TIED),
+    Row(4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="ring", recompute="full"), TIED, does=STAYS_NEAR),
     Row(4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="ring", sp=False), dict(seq_len=14)),  # 7 tokens a rank of cp
-    Row(4, "step05_cp_ring", dict(cp=4, cp_mode="allgather", zero=3), SGD),
-    Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses"), SGD),
+    Row(4, "step05_cp_ring", dict(cp=4, cp_mode="allgather", zero=3), SGD, does=STAYS_NEAR),
+    Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses"), SGD, does=STAYS_NEAR),
     Row(4, "step05_cp_ring", dict(cp=4, cp_mode="ulysses", zero=2)),  # twice as many ranks as key/value heads
-    Row(4, "step05_cp_ring", dict(cp=2, cp_kernel="flash", tp=2), SGD),
+    Row(4, "step05_cp_ring", dict(cp=2, cp_kernel="flash", tp=2), SGD, does=STAYS_NEAR),
     Row(2, "step05_cp_ring", dict(cp=2, cp_kernel="flash", cp_mode="allgather", documents="mask"), MASK | SGD),
     Row(1, "step05_cp_ring", dict(documents="reset"), MASK),  # RoPE is relative
     Row(4, "step05_cp_ring", dict(cp=2, micro_batch_size=3), MASK | SGD),
@@ -195,14 +197,14 @@ ROWS = [
     Row(3, "step06_pipeline", dict(pp=3)),
     Row(4, "step06_pipeline", dict(pp=2, zero=3), TIED | SGD),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, zero=2), TIED),
-    Row(4, "step06_pipeline", dict(pp=2, cp=2, schedule="interleaved"), dict(n_layers=4)),
-    Row(4, "step06_pipeline", dict(pp=2, zero=1, schedule="afab", recompute="full"), TIED | SGD),
+    Row(4, "step06_pipeline", dict(pp=2, cp=2, schedule="interleaved"), dict(n_layers=4), does=LAUNCHES),
+    Row(4, "step06_pipeline", dict(pp=2, zero=1, schedule="afab", recompute="full"), TIED | SGD, does=LAUNCHES),
     Row(2, "step06_pipeline", dict(pp=2, zero=3, schedule="afab")),
     # variants of pipelines
     Row(2, "step06_pipeline", dict(pp=2, schedule="zb-h1", zero=1)),
-    Row(4, "step06_pipeline", dict(pp=4, schedule="zb-h2", zero=3), dict(n_layers=4)),
+    Row(4, "step06_pipeline", dict(pp=4, schedule="zb-h2", zero=3), dict(n_layers=4), does=LAUNCHES),
     Row(2, "step06_pipeline", dict(pp=2, schedule="zbv"), TIED | dict(n_layers=4)),
-    Row(2, "step06_pipeline", dict(pp=2, schedule="zbv", zero=3), TIED | dict(n_layers=4)),
+    Row(2, "step06_pipeline", dict(pp=2, schedule="zbv", zero=3), TIED | dict(n_layers=4), does=LAUNCHES),
     Row(2, "step06_pipeline", UNEVEN_STAGES | dict(zero=2, recompute="full"), TIED | dict(n_layers=5)),
     Row(2, "step06_pipeline", dict(pp=2, schedule="zb-auto", zb_memory=2.0, zero=2), SGD),
     Row(2, "step06_pipeline", dict(pp=2, schedule="dualpipe"), TIED),
@@ -219,23 +221,23 @@ ROWS = [
     ),
     Row(4, "step07_moe_ep", dict(pp=4, schedule="dualpipe", zero=2), EXPERTS | dict(n_layers=4)),
     Row(4, "step07_moe_ep", dict(pp=2, tp=2, schedule="zb-h2", zero=1), EXPERTS | TIED),
-    Row(4, "step07_moe_ep", dict(pp=2, cp=2, ep=2, schedule="dualpipe", zero=3), EXPERTS | TIED),
+    Row(4, "step07_moe_ep", dict(pp=2, cp=2, ep=2, schedule="dualpipe", zero=3), EXPERTS | TIED, does=LAUNCHES),
     Row(4, "step07_moe_ep", dict(pp=2, ep=2, schedule="zb-h2", zero=3, recompute="full"), EXPERTS | TIED),
     # step 7
     Row(2, "step07_moe_ep", dict(tp=2), EXPERTS | SGD),
     Row(4, "step07_moe_ep", dict(tp=2, ep=2, sp=False, zero=1), EXPERTS),
-    Row(4, "step07_moe_ep", dict(cp=2, ep=4, zero=3), EXPERTS),
+    Row(4, "step07_moe_ep", dict(cp=2, ep=4, zero=3), EXPERTS, does=LAUNCHES),
     Row(4, "step07_moe_ep", dict(pp=2, ep=2, zero=2), dict(experts=6, experts_per_token=1)),
     Row(4, "step07_moe_ep", dict(tp=2, ep=4, zero=2), EXPERTS),
     Row(4, "step07_moe_ep", dict(tp=4, ep=4, zero=3, recompute="full"), EXPERTS | MHA),
     Row(8, "step07_moe_ep", dict(cp=2, tp=2, ep=8, sp=False), dict(experts=8), EXHAUSTIVE),
-    Row(8, "step07_moe_ep", CUBE, EXPERTS | SGD),
+    Row(8, "step07_moe_ep", CUBE, EXPERTS | SGD, does=LAUNCHES),
     Row(8, "step07_moe_ep", CUBE | dict(zero=3, schedule="interleaved"), EXPERTS | TIED | dict(n_layers=4), EXHAUSTIVE),
     # variants of experts
     Row(4, "step07_moe_ep", dict(cp=2, ep=4, ep_mode="rows", zero=3), EXPERTS),
     Row(4, "step07_moe_ep", dict(tp=2, ep=2, ep_mode="rows"), EXPERTS | dict(capacity_factor=0.6)),
     Row(4, "step07_moe_ep", dict(cp=2, ep=2, ep_mode="allgather", zero=1), EXPERTS | SGD),
-    Row(2, "step07_moe_ep", dict(ep=2, capacity_factor=4.0), EXPERTS),  # no choice is dropped
+    Row(2, "step07_moe_ep", dict(ep=2, capacity_factor=4.0), EXPERTS, does=LAUNCHES),  # no choice is dropped
     Row(4, "step07_moe_ep", dict(cp=2, ep=2), EXPERTS | BIAS | dict(capacity_factor=0.6)),
     Row(4, "step07_moe_ep", dict(pp=2, ep=2, schedule="dualpipe", zero=2), EXPERTS | BIAS | dict(z_loss=0.1)),
     Row(4, "step07_moe_ep", dict(tp=2, cp=2, zero=2), EXPERTS | dict(shared_experts=1, z_loss=0.1, balance="none")),

@@ -8,13 +8,14 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from services.certify import children
+from services.launch import children, start, stop
 from tests import jobs
 from tests.equal import difference
 from tests.test_checkpoint import require_same_bits, stored
@@ -54,6 +55,17 @@ def server():
     started = jobs.Server()
     yield started
     started.stop()
+
+
+def launch(folder: Path, ranks: int, *words: str) -> tuple[int, str]:
+    """The same as `Server.run`, by a fresh Python."""
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    job = start(folder, ranks, [*words], env=jobs.environment(), **pipes)
+    try:
+        said, _ = job.communicate(timeout=jobs.SECONDS)
+        return job.returncode, said
+    finally:
+        stop(job)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +108,7 @@ def reference(server, alone):
 def test_a_step_trains_alone(server, alone, reference, step, ranks, flags, fresh):
     """Its losses and norms are those of one process, and it leaves the bar, its metrics, flags and picture."""
     theirs = reference(step, flags)
-    run = jobs.launch if fresh else server.run
+    run = launch if fresh else server.run
     status, text = run(alone, ranks, f"{step}.py", *f"{TINY} {flags}".split())
     assert status == 0, text
     assert "3/3" in text and "loss " in text and "tok/s" in text, f"no bar: {text}"

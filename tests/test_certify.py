@@ -1,21 +1,29 @@
 """The certificate: what it finds on a machine, how it judges, and all that a CPU can show."""
 
-import importlib.util
+import importlib
 import json
 import os
 import resource
 import shutil
 import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from services import certify, devices, machine, probes
+from common.model import PRESETS
+from common.trainer import parse
+from services import certify, devices, launch, machine, probes
 from services.certify import PARTS, Certificate
 from services.machine import GIB
+from services.seam import check, compose
+from tests import equal, launches
+from tests.rows import ROWS, sized
 from variants import cp_flash, grouped_matmul
 
 
@@ -92,60 +100,104 @@ def test_gpus_and_their_links(monkeypatch, peers):
         found = machine.look_at_gpus()
     assert [finding.what for finding in found] == ["GPU 0", "GPU 1"]
     for finding, other in zip(found, (1, 0), strict=True):
-        assert f"NVIDIA H100, 80.00 GiB; to {other}: 50 GB/s" in finding.found
-        assert bool(finding.problem) == bool(finding.mend) == (not peers)
+        assert f"NVIDIA H100, 80.00 GiB; to {other}: 50 GB/s" in finding.found and not finding.problem
+        assert (f"no direct link to GPU {other}: keep --tp" in finding.found) == (not peers)
 
 
 class Told(Certificate):
-    """One whose runs are told, not started: `losses` by (ranks, step)."""
+    """One whose runs are told, not started: `losses` by launch line."""
 
     def __init__(self, out: Path, losses: dict, minutes: float = 10.0):
         self.losses = losses
         super().__init__(out, minutes)
 
-    def train(self, ranks, step, flags):
+    def train(self, ranks, line):
         """As asked."""
         if self.left() < 0:
             raise TimeoutError
-        if (ranks, step) not in self.losses:
+        if line not in self.losses:
             raise RuntimeError("exit status 2: error: no such step")
-        return [dict(loss=self.losses[ranks, step], grad_norm=1.0)]
+        return [dict(loss=self.losses[line], grad_norm=1.0)]
 
 
-ONE = certify.Trial(2, "step03_zero", "--zero 3", "step01_single_gpu", 1e-9)
+ONE = certify.Trial("equality", "2 x zero 3", 2, "step03_zero.py --zero 3", "step01.py", ["loss", "grad_norm"], 1e-9)
 
 
 @pytest.mark.parametrize(
     "loss, passed, says",
-    [(3.0, True, "0.0e+00 (below 1e-09)"), (3.1, False, "3.3e-02 (below 1e-09)"), (None, False, "no such step")],
+    [(3.0, True, "0.0e+00 (below 1.0e-09)"), (3.1, False, "3.3e-02 (below 1.0e-09)"), (None, False, "no such step")],
 )
 def test_a_layout_is_held_beside_another_run(tmp_path, loss, passed, says):
-    """Equal is a pass, unequal or an error a failure; both are in the files."""
-    losses = {(0, "step01_single_gpu"): 3.0} | ({(2, "step03_zero"): loss} if loss else {})
-    one = Told(tmp_path, losses)
-    one.beside("equality", [ONE], "fp64")
+    """Equal is a pass, unequal or an error a failure; both are in the files. Rows of another part are left."""
+    one = Told(tmp_path, {ONE.beside: 3.0} | ({ONE.line: loss} if loss else {}))
+    one.beside("equality", [ONE, ONE._replace(part="precision")])
     one.keep()
     (row,) = json.loads((tmp_path / "certificate.json").read_text())["rows"]
     assert row["passed"] is passed and says in row["found"]
     text = (tmp_path / "certificate.txt").read_text()
-    assert f"{'pass' if passed else 'FAIL'}  equality   2 x step03_zero --zero 3\n" in text and says in text
+    assert f"{'pass' if passed else 'FAIL'}  equality   2 x zero 3\n" in text and says in text
 
 
 def test_what_does_not_begin_in_time_is_not_certified(tmp_path):
     """It is no failure, and no pass."""
     one = Told(tmp_path, {}, minutes=-1.0)
-    one.beside("equality", [ONE], "fp64")
-    assert one.rows[0].passed is None and "0 passed, 0 failed, 1 not certified" in one.text()
+    one.beside("equality", [ONE])
+    assert one.lines[0].passed is None and "0 passed, 0 failed, 1 not certified" in one.text()
 
 
-@pytest.mark.parametrize("gpus", [0, 1, 2, 4, 8])
-def test_layouts_fit_the_gpus(gpus):
-    """Each run's ranks are a multiple of its cuts, and so many GPUs are there, or they share one."""
-    for one in (*certify.equality(gpus), *certify.precision(gpus)):
-        words = one.flags.split()
-        cuts = [int(words[i + 1]) for i, word in enumerate(words) if word in ("--pp", "--cp", "--tp")]
-        assert one.ranks % torch.tensor(cuts or [1]).prod() == 0, one
-        assert gpus < 4 or one.ranks in (1, gpus), one
+SLEEPERS = "import subprocess, time; subprocess.Popen(['sleep', '999'], start_new_session=True); time.sleep(999)"
+
+
+def within_a_minute(what: Callable[[], Any]) -> Any:
+    """What it returns as soon as that is true."""
+    deadline = time.monotonic() + 60
+    while not (found := what()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+
+
+@pytest.mark.parametrize("longest, passed, says", [(0.1, False, "it did not end in 0.1 s"), (600.0, None, "are over")])
+def test_a_job_without_end(tmp_path, monkeypatch, longest, passed, says):
+    """It fails if it hangs, and is not certified if the time is over; all its processes end, in any session."""
+    (tmp_path / "sleepers.py").write_text(SLEEPERS)
+    monkeypatch.setattr(certify, "LONGEST", longest)
+    monkeypatch.setattr(certify, "LEAST", 0.2)
+    one = Certificate(tmp_path / "out", minutes=10.0)
+    job, log = one.start(0, str(tmp_path / "sleepers.py"))
+    (sleeper,) = within_a_minute(lambda: launch.descendants(job.pid))
+    one.minutes = 0.0
+    one.attempt("equality", "a job", lambda: one.until(lambda: False, job, log))
+    assert one.lines[0].passed is passed and says in one.lines[0].found
+    assert within_a_minute(lambda: not Path(f"/proc/{sleeper}/exe").exists())
+
+
+def config_of(line: str) -> Any:
+    """What a launch line asks for."""
+    script, *words = line.split()
+    return parse(compose(importlib.import_module(script.removesuffix(".py"))), words)
+
+
+def test_a_launch_line_says_what_its_row_is():
+    """It trains the same model under the same flags as the row does in the tests."""
+    other = {"model", "device", "out", "eval_every", "save_every", *equal.SHAPE}
+    for does, (_, flags, *_) in launches.PARTS.items():
+        for row in (sized(row) for row in ROWS if does in row.does):
+            ours = config_of(launches.trial(row, does).line)
+            theirs = equal.config_of(row.step, row.base | row.layout | flags)
+            for name in vars(theirs).keys() - other:
+                assert getattr(ours, name) == getattr(theirs, name), (row, name)
+            check(ours, row.ranks)
+            assert PRESETS[ours.model] == PRESETS[theirs.model], row
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 4, 8])
+def test_rows_fit_the_gpus(gpus):
+    """Every launch line is legal with its ranks: as many as GPUs, or they share them. Each part has some."""
+    for one in (found := launches.trials(gpus)):
+        assert one.ranks == (gpus or 2) or gpus == 1, one
+        check(config_of(one.line), one.ranks)
+        check(config_of(one.beside), 1)
+    assert {one.part for one in found} == {"equality", "precision"}
     assert {row[1] for row in certify.speeds(8)} == {"step01_single_gpu", "step03_zero", "step05_cp_ring"}
 
 
@@ -174,7 +226,8 @@ def exchange_on_rank() -> list[dict]:
 
 
 def test_ranks_exchange(pools):
-    """Uneven messages arrive, and each size has its seconds."""
+    """Uneven messages arrive, and each size has its seconds; what one rank alone finds wrong is the answer."""
+    assert probes.worst([dict(wrong=0.0, seconds=2.0), dict(wrong=3.0, seconds=1.0)]) == dict(wrong=3.0, seconds=2.0)
     for uneven, seconds in pools(2).run(exchange_on_rank):
         assert uneven == dict(wrong=0.0)
         assert list(seconds) == ["1024", "16384", "262144", "4194304", "67108864"] and min(seconds.values()) > 0
@@ -183,7 +236,7 @@ def test_ranks_exchange(pools):
 @pytest.mark.exhaustive
 def test_the_certificate_of_a_cpu(tmp_path, capsys):
     """All that it can show is passed, and it says what it cannot. (Minutes: this machine may do more.)"""
-    status = certify.main(["--out", str(tmp_path), "--minutes", "5"])
+    status = certify.main(["--out", str(tmp_path), "--minutes", "10"])
     said = capsys.readouterr().out
     rows = json.loads((tmp_path / "certificate.json").read_text())["rows"]
     assert said.startswith("no GPU here") and {row["part"] for row in rows} == {*PARTS}

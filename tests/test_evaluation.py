@@ -42,7 +42,7 @@ def test_logits_never_exist_as_a_whole(tmp_path, monkeypatch):
 TOKENS = torch.randint(0, 257, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
-def loss_of(found: Checkpoint) -> torch.Tensor:
+def logits_of(found: Checkpoint) -> torch.Tensor:
     """The logits of our plain decoder with the weights of a checkpoint."""
     with torch.device("meta"):
         model = Decoder(ModelConfig(**found.index["model"]))
@@ -78,7 +78,7 @@ def test_llama_computes_the_same(tmp_path, base, capsys, monkeypatch):
     train_on_rank("step01_single_gpu", options | dict(out=str(tmp_path / "run")))
     found, theirs, again = there_and_back(tmp_path, "LlamaForCausalLM")
     with torch.no_grad():
-        assert difference(theirs(TOKENS).logits, loss_of(found)) < 1e-5
+        assert difference(theirs(TOKENS).logits, logits_of(found)) < 1e-5
     assert "go on with --model" in capsys.readouterr().out
     train_on_rank("step01_single_gpu", options | dict(out=str(tmp_path / "on"), resume=again))
 

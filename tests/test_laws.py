@@ -324,20 +324,24 @@ def test_messages_travel_meanwhile(pools):
 
 
 def unused() -> list[list[float]]:
-    """Runs on every rank: buckets' sums of two gradients, where no micro-batch has used the second parameter."""
-    model = nn.ParameterList([torch.ones(2), torch.ones(2)])
+    """Runs on every rank: buckets' sums of three gradients over two micro-batches.
+
+    The first parameter is never used, the second always, the third in one micro-batch: rank 1's first, rank 0's second.
+    """
+    model = nn.ParameterList([torch.ones(2), torch.ones(2), torch.ones(2)])
     for param in model:
         param.grad_dtype = param.dtype
     sync = step02.BucketSync(model, SimpleNamespace(bucket_mb=1e-6), Mesh(dp=dist.get_world_size()))
-    sync.begin(1)
-    model[0].sum().backward()
+    sync.begin(2)
+    for i in range(2):
+        (model[1] + (10**i * model[2] if i != dist.get_rank() else 0)).sum().backward()
     sync.finish()
     return [param.grad.tolist() for param in model]
 
 
 def test_what_is_not_used_holds_nothing_up(pools):
     """Nor is what comes behind it forgotten."""
-    assert pools(2).run(unused) == [[[2.0, 2.0], [0.0, 0.0]]] * 2
+    assert pools(2).run(unused) == [[[0.0, 0.0], [4.0, 4.0], [11.0, 11.0]]] * 2
 
 
 def measure_experts(options: dict) -> tuple[dict, int]:

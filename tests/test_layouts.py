@@ -6,12 +6,14 @@ from unittest import mock
 import pytest
 
 from services import evaluation
+from services.certify import Certificate
 from tests import bounds, equal
 from tests.equal import difference
-from tests.rows import EXHAUSTIVE, ROWS, SGD, Row, every_legal_layout, sized
+from tests.launches import trial
+from tests.rows import EXHAUSTIVE, NEAR, ROWS, SGD, Row, every_legal_layout, sized
 from tests.test_checkpoint import STEPS, require_same_bits, stored, train_on_rank
 
-FP32, BF16 = SGD | dict(dtype="fp32", lr=0.01), dict(dtype="bf16", lr=0.01, steps=3)
+FP32 = SGD | dict(dtype="fp32", lr=0.01)
 LOOKS = dict(steps=2, eval_every=2, eval_sequences=5, global_batch_size=4, micro_batch_size=2, save_every=2)
 
 
@@ -27,7 +29,7 @@ def drifts(pools, reference, row: Row, folder: Path):
 
 def stays_near(pools, reference, row: Row, folder: Path):
     """In bf16, losses are near those of one process in bf16, and the same on all ranks."""
-    options = row.base | BF16
+    options = row.base | NEAR
     (expected,) = pools(1).run(equal.record, row.step, options)
     first, *others = pools(row.ranks).run(equal.record, row.step, options | row.layout)
     assert all(other.losses == first.losses for other in others)
@@ -68,7 +70,14 @@ def goes_on(pools, reference, row: Row, folder: Path):
     require_same_bits(stored(folder / "cut"), stored(folder / "whole"))
 
 
-BEHAVIOURS = {function.__name__: function for function in (equals, drifts, stays_near, evaluates, goes_on)}
+def launches(pools, reference, row: Row, folder: Path):
+    """By its launch line, in processes of their own: losses and norms are those of one process's launch line."""
+    one = Certificate(folder, minutes=5.0)
+    one.beside("equality", [trial(row, "launches")])
+    assert [line.passed for line in one.lines] == [True], one.text()
+
+
+BEHAVIOURS = {does.__name__: does for does in (equals, drifts, stays_near, evaluates, goes_on, launches)}
 
 
 def label(row: Row) -> str:
@@ -82,7 +91,7 @@ def cases() -> list:
     found = []
     for row in sorted([*map(sized, ROWS), *every_legal_layout()], key=lambda row: row.ranks):
         for name in row.does:
-            marks = [pytest.mark.exhaustive] * (row.tier == EXHAUSTIVE)
+            marks = [pytest.mark.exhaustive] * (row.tier == EXHAUSTIVE or name == "launches")
             marks += [pytest.mark.numerics] * (name in ("drifts", "stays_near"))
             found.append(pytest.param(name, row, marks=marks, id=f"{name}-{label(row)}"))
     return found

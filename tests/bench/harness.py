@@ -5,17 +5,14 @@ runs in a thread that waits before each step, so several of them can take turns 
 machine does hits all of them alike. A ratio compares neighbours of the same round. CPU seconds hardly depend on load.
 """
 
-import contextlib
 import gc
 import importlib
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import accumulate
 from statistics import median
 from typing import Any, NamedTuple
@@ -30,6 +27,7 @@ from services.launch import gather_objects
 from services.memory import MemoryTimeline
 from services.seam import OpenRun, check, compose
 from services.tables import human, table
+from tests.pool import Pool
 
 WARM_UP = 1  # rounds that do not count
 
@@ -59,26 +57,13 @@ def command(bench: Callable[[Any], None], cls: type, argv: list[str]):
         sys.exit(f"error: {error}")
 
 
-def worker(rank: int, world: int, folder: str, function: Callable, args: tuple):
-    """One process of `on_ranks`."""
-    local = dict(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world), OMP_NUM_THREADS="1")
-    os.environ |= local | (dict(RANK=str(rank), WORLD_SIZE=str(world)) if world > 1 else {})
-    torch.set_num_threads(1)
-    if world > 1:
-        backend = "nccl" if torch.cuda.device_count() >= world else "gloo"
-        where = dict(init_method=f"file://{folder}/meeting", world_size=world, rank=rank)
-        dist.init_process_group(backend, timeout=timedelta(minutes=10), **where)
-    with contextlib.redirect_stdout(sys.stderr):
-        found = function(*args)
-    torch.save(found, f"{folder}/{rank}")
-    os._exit(0)  # a thread of gloo that still holds a tensor would abort an interpreter that shuts down
-
-
 def on_ranks(world: int, function: Callable, *args: Any) -> list[Any]:
-    """Start `world` processes that call a function of a module; returns what it returns, by rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(worker, (world, folder, function, args), nprocs=world)
-        return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(world)]
+    """Call a function of a module on so many fresh processes, with a GPU each if there are enough; results by rank."""
+    pool = Pool(world, "spawn", "nccl" if torch.cuda.device_count() >= world else "gloo")
+    try:
+        return pool.run(function, *args, timeout=86400.0)
+    finally:
+        pool.stop()
 
 
 class Bare(OpenRun):

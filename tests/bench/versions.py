@@ -10,7 +10,6 @@ the result the median of the ratios of neighbouring slices.
 """
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from statistics import median, quantiles
 
 from common import UserError
+from services import launch
 from services.tables import table
 from tests.bench.harness import command
 
@@ -56,16 +56,12 @@ class Config:
 
 
 class Job:
-    """One checkout's training run, in a process group that signals reach as a whole."""
+    """One checkout's training run."""
 
     def __init__(self, root: Path, words: list[str], ranks: int, out: Path):
         self.metrics, self.read = out / "metrics.jsonl", 0
-        torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"] if ranks > 1 else []
-        silent = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-        environment = os.environ | dict(OMP_NUM_THREADS="1")
-        whole = [sys.executable, *torchrun, *words, "--out", str(out)]
-        self.process = subprocess.Popen(whole, cwd=root, env=environment, **silent)
-        self.members: list[int] = []
+        silent = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.process = launch.start(root, ranks if ranks > 1 else 0, [*words, "--out", str(out)], **silent)
 
     def rows(self) -> list[float]:
         """Seconds of the steps logged since the last call."""
@@ -74,17 +70,8 @@ class Job:
         return [json.loads(line)["seconds"] for line in new]
 
     def send(self, number: int):
-        """A signal to all of its processes; torchrun starts each rank in a session of its own."""
-        family = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True).stdout.split()
-        parents = dict(zip(map(int, family[::2]), map(int, family[1::2]), strict=True))
-        mine = {self.process.pid}
-        while more := {pid for pid, parent in parents.items() if parent in mine} - mine:
-            mine |= more
-        for pid in sorted(mine, reverse=True):
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                continue
+        """A signal to all of its processes."""
+        launch.tell(self.process, number)
 
 
 def measure(config: Config, name: str, roots: dict[str, Path], folder: Path) -> list[str]:
@@ -112,8 +99,7 @@ def measure(config: Config, name: str, roots: dict[str, Path], folder: Path) -> 
                 order.append((job, times[job][-1]))
     finally:
         for job in jobs.values():
-            job.send(signal.SIGKILL)
-            job.process.wait()
+            launch.stop(job.process)
     ratios = [dict(pair)["now"] / dict(pair)["before"] for pair in pairwise(order) if len(dict(pair)) == 2]
     if len(ratios) < 4:
         raise UserError(f"step {name}: too few whole steps in a slice: use a longer --seconds")
