@@ -11,13 +11,29 @@ from pathlib import Path
 
 import pytest
 
+from common import UserError
 from services import cluster
 from tests import equal
+from tests.bench.cluster import count, off, rows
+from tests.bench.nodes import on_nodes
+from tests.faults import Fault, injected
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "RESULTS.md"
 SHAPE = dict(equal.SMALL, n_layers=4)
 FLAGS = dict(equal.BASE, experts=4, global_batch_size=4, steps=4)
+
+
+SILENT = {  # mistakes that change no number of a run, and that no observer is shown
+    "a sum sent twice": Fault(
+        "step02_ddp", "--sync naive", "", "NaiveSync", "dist.all_reduce(gradient, group=group.handle)",
+        "[dist.all_reduce(g, group=group.handle) for g in (gradient.clone(), gradient)]", "one sum is thrown away",
+    ),
+    "a message sent twice": Fault(
+        "common.comm", "--sync ring", "", "exchange", "*(dist.batch_isend_irecv(operations) if",
+        "*(dist.batch_isend_irecv(operations) + dist.batch_isend_irecv(operations) if", "the second is as the first",
+    ),
+}  # fmt: skip
 
 
 def words(flags: dict) -> list[str]:
@@ -158,3 +174,47 @@ def test_the_cable_is_as_fast_as_asked():
     """A burst is a millisecond's, and at least two packets."""
     assert cluster.speed(1.0) == f"rate 1000000kbit burst 125000 limit {2**26}"
     assert cluster.speed(0.01) == f"rate 10000kbit burst 3028 limit {2**26}"
+
+
+def counts(*args: object, **cluster_flags: object) -> list:
+    """`on_nodes`, where this machine allows it; else the test is skipped."""
+    if lacks := cluster.missing():
+        pytest.skip(lacks)
+    try:
+        return on_nodes(*args, **cluster_flags)
+    except UserError as error:
+        if cluster.NO_RIGHTS in str(error):
+            pytest.skip(str(error))
+        raise
+
+
+def with_and_without() -> dict[str, tuple[float, float]]:
+    """Runs on every rank: by mistake how far the cable's bytes are off the law, without it and with it."""
+    found = {}
+    for name, fault in SILENT.items():
+        entries = {"": next(entry for row, (_, entry) in rows().items() if fault.judge in row)}
+        found[name] = tuple(off(count(entries, 1, mistake)[""]) for mistake in ("", fault))
+    return found
+
+
+def test_the_kernel_counts_what_the_law_says():
+    """Within 1 %; and what is sent behind the observer's back is nearly as much again."""
+    for name, (right, wrong) in counts(with_and_without, gbit=10.0)[0].items():
+        assert abs(right) < 0.01, (name, right)
+        assert 0.9 < wrong < 1.1, (name, wrong)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", sorted({ranks for ranks, _ in rows().values()}))
+def test_every_dimension_that_crosses_the_cable(ranks):
+    """Each sum, stage of ZeRO, way of tp, cp and ep, and schedule."""
+    entries = {name: entry for name, (n, entry) in rows().items() if n == ranks}
+    for name, one in counts(count, entries, 2, ranks=ranks, gbit=10.0)[0].items():
+        assert abs(off(one)) < 0.01, (name, one)
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_a_silent_mistake_is_in_the_program(name):
+    """Its text is there, so the test above has seen it."""
+    with injected(SILENT[name]):
+        pass
