@@ -20,8 +20,9 @@ WHAT IS PROVED
     who may import whom, sizes, one shape for each room      test_house.py
 
 What else is beside the course has a file of its name: test_plan.py (theory/), test_labs.py (labs/), test_pages.py,
-test_certify.py, test_screen.py, test_dry_run.py, test_readers.py, test_evaluation.py (services/). test_gpu.py runs the
-code for GPUs on GPUs that are not there (fake_gpu.py). mutants.py changes a token and asks who notices; it is no test.
+test_certify.py, test_cluster.py, test_screen.py, test_dry_run.py, test_readers.py, test_evaluation.py (services/).
+test_gpu.py runs the code for GPUs on GPUs that are not there (fake_gpu.py). mutants.py changes a token and asks who
+notices; it is no test.
 
 WHAT A TEST IS BUILT FROM
     pools(4).run(function, *args)   runs a function on four ranks, and returns its four results (pool.py, conftest.py)

@@ -18,6 +18,7 @@ MODULES = {  # name -> module with main(name, argv)
     "timelines": "timelines",
     "versions": "versions",
     "plan": "plan",
+    "cluster-bytes": "cluster",
 }
 
 
