@@ -12,8 +12,8 @@ from common.layout import note_layout
 from common.model import Decoder
 from labs.course import Case, Lab, Question, Row, Task, demands, rows
 from labs.probes import Small, decoder, fill, gradients
+from labs.suite import suite
 from labs.tape import Tape
-from labs.training import trains
 
 
 class Naive(Case):
@@ -191,9 +191,9 @@ HOOKS = Task(
 
 LOOP = Task(
     ("train",),
-    (trains(3, (2, dict(sync="naive")), (3, dict(sync="bucket", bucket_mb=0.01))),
-     trains(2, (3, dict(sync="ring")), (2, dict(sync="bucket", bucket_mb=0.01)), flags=dict(micro_batch_size=4),
-            says="so it does by the ring, and with micro-batches of 4")),
+    (suite(3, "naive", "naive, uneven", "bucket", "ring", says="--sync naive, bucket and ring train as one device"),
+     suite(1, "step 2", says="three steps, each with its learning rate; grad_clip 0; each layer runs again"),
+     suite(1, "step 2, frozen", "step 2, overlap", says="what does not train stays; a variant attaches")),
     faults=("loss_of_the_own_rank", "same_sequences_everywhere", "mean_of_ranks_means"),
 )  # fmt: skip
 

@@ -13,8 +13,8 @@ from common.layout import note_layout
 from common.model import Decoder
 from labs.course import Case, Lab, Question, Row, Task, at_most, demands, rows
 from labs.probes import CPU, Small, adamw, decoder, update
+from labs.suite import suite
 from labs.tape import Tape
-from labs.training import trains
 
 
 class Slices(Case):
@@ -172,7 +172,8 @@ UPDATE = Task(
               ("all gradients are freed", 1, "left"),
               ("one all-gather a unit", 1, "bytes")),
      *demands(Update, BF16, ("bf16 weights are rounded masters", 2, "after two", "bytes"), bound=2**-7),
-     trains(2, (3, dict(zero=1)), (2, dict(zero=1)), flags=dict(micro_batch_size=3))),
+     suite(2, "zero 1", "zero 1, adamw", "zero 1 of 3", "step 3, frozen 1", "step 3, offload",
+           says="--zero 1 trains as one device; what does not train stays; a variant attaches")),
     faults=("updates_not_gathered",),
 )  # fmt: skip
 
@@ -183,7 +184,7 @@ STAGE_2 = Task(
               ("one reduce-scatter a unit and micro-batch", 2, "bytes"),
               ("after a backward at most the last unit's whole gradient is left", 2, "whole gradient"),
               ("a sum is under way while the next layer computes", 2, "matmuls")),
-     trains(2, (2, dict(zero=2)), (3, dict(zero=2)))),
+     suite(2, "zero 2", "step 3, frozen 2", says="--zero 2 trains as one device; what does not train stays")),
     faults=("slices_not_accumulated", "last_unit_not_landed", "slices_not_emptied"),
 )  # fmt: skip
 
@@ -268,8 +269,9 @@ STAGE_3 = Task(
               ("a layer is gathered twice in a micro-batch, embedding and head once", 2, "gathered"),
               ("a neighbour arrives while a layer computes", 1, "matmuls"),
               ("between steps no weights are there", 1, "between")),
-     trains(3, (2, dict(zero=3)), (3, dict(zero=3))),
-     trains(1, (2, dict(zero=3)), shape=dict(tied=True), says="so it does with a tied matrix")),
+     suite(3, "zero 3", "step 3", "step 3, frozen 3", "afab, zero 3",
+           says="--zero 3 trains as one device: layers run again, some do not train, no graph, a pipeline"),
+     suite(1, "step 3, tied", says="so it does with a tied matrix")),
     faults=("memory_without_weights",),
 )  # fmt: skip
 

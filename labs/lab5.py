@@ -12,8 +12,8 @@ from common.layout import layout_of
 from common.model import attend
 from labs.course import Case, Lab, Question, Row, Task, at_most, demands, rows
 from labs.probes import decoder, members, refused, same, there_and_back
+from labs.suite import suite
 from labs.tape import Tape
-from labs.training import trains
 from services.memory import MemoryTimeline
 
 
@@ -346,7 +346,8 @@ WHOLE = Task(
               ("attention as the model calls it, both ways, with as few bytes as can be", 2)),
      *demands(Shard, MESHES, ("every layer, every record, the positions and the ranks that sum gradients", 2)),
      *demands(Refused, (dict(mesh=dict(dp=1, cp=2, tp=2)),), ("tokens that tp cannot divide are a UserError", 1)),
-     trains(4, (4, dict(cp=2, zero=1)), (4, dict(cp=2, tp=2)))),
+     suite(4, "cp", "cp 3", "step 5", "step 5, zero", "step 5, flash",
+           says="--cp trains as one device: with two and three ranks, tp, ZeRO, three steps, a variant")),
     faults=("not_summed_over_cp",),
 )  # fmt: skip
 

@@ -18,8 +18,8 @@ from common.model import IGNORE, Decoder
 from common.schedules import COSTS, Action, Place, consumer, round_robin, simulate
 from labs.course import Case, Lab, Question, Row, Task, at_most, demands, rows
 from labs.probes import SHAPE, decoder, gradients, refused
+from labs.suite import suite
 from labs.tape import Event, Tape
-from labs.training import trains
 
 Lists, Places = list[list[Action]], list[Place]  # the actions of each rank; of all stages
 Program = list[tuple[str, Action, int | None]]  # verb, action, peer
@@ -395,7 +395,8 @@ KEEPING = Task(
     (*demands(Keep, (dict(tied=False), dict(tied=True)),
               ("keep_stage: parameters and records, of a chain and a V", 3)),
      *demands(Tied, (dict(mesh=dict(pp=3)),), ("sum_tied: both ends have the sum, and nothing else changes", 2)),
-     trains(4, (3, dict(pp=3)), (4, dict(pp=2, tp=2, schedule="interleaved")), shape=dict(tied=True, n_layers=4))),
+     suite(4, "pp", "pp, tied", "lists", "step 6", "step 6, afab", "step 6, V",
+           says="--pp trains as one device: all schedules, a tied matrix, tp, ZeRO, a variant")),
     faults=("tied_not_summed", "tie_dropped_by_the_stage"),
 )  # fmt: skip
 

@@ -10,6 +10,7 @@ import ast
 import contextlib
 import ctypes
 import faulthandler
+import importlib
 import io
 import os
 import re
@@ -37,6 +38,7 @@ from labs.source import SHIFT, assemble, definitions
 
 MOST_OUTPUT = 2**24  # bytes that a student's prints may write to a file
 MOST_ANSWER = 2**28  # bytes of one rank's answer
+REBUILT = re.compile(r"(step0\d_\w+|variants|services|theory|tests)(\.|$)")  # modules that may have met a step
 SILENT = "ended without an answer (os._exit, a crash, or killed); what it printed is in output.txt"
 
 
@@ -87,7 +89,12 @@ def complaint(error: BaseException) -> str:
 
 
 def build(world: World) -> ModuleType:
-    """The modules, in order, in the place of the project's; returns the last, the step."""
+    """The modules, in order, in the place of the project's; returns the last, the step.
+
+    What has met the project's own steps is forgotten: whoever imports it again gets one that meets the student's.
+    """
+    for name in [name for name in sys.modules if REBUILT.match(name)]:
+        del sys.modules[name]
     for name in world.modules:
         if name not in world.student:
             continue
@@ -107,9 +114,9 @@ def build(world: World) -> ModuleType:
         sys.modules[name] = module
         package, _, part = name.rpartition(".")
         if package:
-            setattr(sys.modules[package], part, module)
+            setattr(importlib.import_module(package), part, module)
         exec(code, vars(module))
-    return sys.modules[world.modules[-1]]
+    return importlib.import_module(world.modules[-1])
 
 
 def plain(value: Any) -> Any:
@@ -176,6 +183,9 @@ def host(world: World, ranks: int, jobs: list[Case], pipes: list[int], scratch: 
             os.close(pipe)
         answer(pipes[0], dict(error=text, fatal=True))
         stay()
+    with contextlib.suppress(Exception):  # else each rank tries again, and says what is wrong
+        for kind in {type(job) for job in jobs}:
+            kind.prepare()
     children = []
     for rank in range(ranks):
         child = os.fork()
