@@ -78,7 +78,8 @@ class Case:
 
     def __str__(self) -> str:
         ranks = [f"{dim}={n}" for dim, n in self.mesh.items() if n > 1]
-        return ", ".join(ranks + [f"{name}={value}" for name, value in self.sizes.items()])
+        plain = {name: value for name, value in self.sizes.items() if isinstance(value, int | float | str)}
+        return ", ".join(ranks + [f"{name}={value}" for name, value in plain.items()])
 
 
 @dataclass(frozen=True)

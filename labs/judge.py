@@ -91,6 +91,8 @@ def mistake(found: Any, expected: Any, bound: float) -> str:
             return f"differs by {off:.3g} (relative): at {place} it is {a:.6g} instead of {b:.6g}"
     elif type(found) is type(expected) and found == expected:
         return ""
+    elif expected == "":
+        return f"- {str(found)[:120]}"
     return f"is {str(found)[:120]} instead of {str(expected)[:120]}"
 
 

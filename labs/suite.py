@@ -164,6 +164,10 @@ class Suite(Case):
         self.ranks, self.step, self.flags = (1, "", {}) if call else row_of(self.name)
         self.mesh, self.seed = dict(dp=self.ranks), 0  # the same for every id
 
+    def __str__(self) -> str:
+        flags = [f"--no-{k}" if v is False else f"--{k} {v}" for k, v in self.flags.items()]
+        return " ".join([f"{self.ranks} ranks,", *flags]).replace("_", "-") if flags else self.name
+
     @classmethod
     def prepare(cls):
         if watched():
