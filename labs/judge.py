@@ -4,7 +4,7 @@ import importlib
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from labs import ranks
-from labs.course import FOUND, Case, Criterion, Lab, Row, at_most, path_of
+from labs.course import FOUND, ROOT, Case, Criterion, Lab, Row, at_most, path_of
 from labs.ranks import Failed, World
 from labs.suite import Suite, kept, there
 
 CHANGED = "what should be found is another number than it is: the code has changed its judge"
+MOST_SECONDS = 180.0
+LATE = "not tried: an earlier criterion of this task ran out of time"
 SEEDS = 8  # different inputs of a task: so what the project's file finds in them serves several folders
 finds: dict[Any, list[list[Row]] | Failed] = {}  # what the project's file finds, by kind, seed and sizes of a case
 
@@ -33,6 +35,8 @@ class Folder:
     files: dict[str, bytes]  # other Python files, by name
     trouble: str = ""  # why answers.toml could not be read
     attempts: int = 0
+    others: tuple[Path, ...] = ()  # folders that are graded with it, which its code must not change
+    left: list[float] = field(default_factory=lambda: [MOST_SECONDS])  # of its code's runs, all together
 
 
 @dataclass
@@ -146,14 +150,16 @@ def resolved(outcome: list[list[Row]], right: list[list[Row]] | None) -> list[li
 class Judge:
     """One task of one student. `output`: a file for what the student's code prints.
 
-    `strict`: what should be found comes from runs of the project's file alone, in every criterion.
+    `strict`: what should be found comes from runs of the project's file alone, in every criterion; no words about what
+    kind of mistake it is; the student's code does not see the project's file, and changes none of `folder.others`.
     """
 
     def __init__(
         self, folder: Folder, task: int, seconds: float = 60.0, output: Path | None = None, strict: bool = False
     ):
         self.folder, self.number, self.seconds, self.output, self.strict = folder, task, seconds, output, strict
-        self.lab, self.task = folder.lab, folder.lab.task(task)
+        self.walls = (ROOT, *folder.others, *map(path_of, folder.lab.modules)) if strict else ()
+        self.lab, self.task, self.late = folder.lab, folder.lab.task(task), False  # late: one run took too long
         self.project = {module: path_of(module).read_text() for module in self.lab.modules}
         self.has_holes = any("raise NotImplementedError(" in text for text in self.project.values())  # a handout's
         turn = random.Random(f"{folder.student} lab {self.lab.number} task {task}").randrange(SEEDS)
@@ -177,7 +183,11 @@ class Judge:
         """What is wrong, by place, of some criteria, or "". `given`: other tasks' holes are the project's."""
         own = {module: self.lab.holes(module, self.number).keys() for module in self.lab.modules}
         rest = {module: self.lab.holes(module).keys() - own[module] if given else () for module in self.lab.modules}
-        world = World(self.lab.modules, self.folder.sources, self.project, rest, own, self.folder.files, self.output)
+        world = World(
+            *(self.lab.modules, self.folder.sources, self.project, rest, own, self.folder.files, self.output),
+            left=self.folder.left,
+            walls=self.walls,
+        )
         by_place: dict[int, list[Case]] = {}
         cases: dict[Any, Case] = {}  # criteria may share them
         for i, criterion in ((i, self.task.criteria[i]) for i in places):
@@ -188,7 +198,11 @@ class Judge:
         outcomes: dict[Case, list[Any] | Failed] = {}
         for n in sorted({case.ranks for case in cases.values()}):
             some = [case for case in cases.values() if case.ranks == n]
+            if self.late:
+                outcomes |= dict.fromkeys(some, Failed(LATE))
+                continue
             for case, outcome in zip(some, ranks.run(world, some, self.seconds), strict=True):
+                self.late = self.late or (isinstance(outcome, Failed) and outcome.late)
                 right = finds.get(key_of(case))
                 if isinstance(right, Failed) and isinstance(case, Suite):
                     outcome = Failed(f"this copy of the project cannot judge it: {right}")
@@ -201,6 +215,15 @@ class Judge:
             for case in by_place[i]:
                 found[i] = found[i] or self.wrong(self.task.criteria[i], case, outcomes[case])
         return found
+
+    def cases(self) -> list[Case]:
+        """Of all criteria that this copy of the project can judge."""
+        return [
+            criterion.kind(self.seed, **sizes)
+            for criterion in self.task.criteria
+            for sizes in criterion.cases
+            if criterion.kind is not Suite or there(sizes["name"])
+        ]
 
     def learn(self, cases: list[Case]):
         """Let the project's file find what it finds, before any of the student's code runs."""
@@ -225,7 +248,7 @@ class Judge:
             for key, found, value in rows:
                 if text := mistake(found, value, criterion.bound):
                     who = f"rank {rank} of {case.ranks}: " if case.ranks > 1 else ""
-                    more = self.words(criterion, case, outcome, rank, (key, found, value))
+                    more = "" if self.strict else self.words(criterion, case, outcome, rank, (key, found, value))
                     return f"{where}{who}{key} {text}{more and f' - {more}'}"
             if not rows:
                 return f"{where}nothing was found"

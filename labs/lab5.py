@@ -290,7 +290,7 @@ class Forward(Ring):
         yield IDLE, self.idle(tape), at_most(1.0)  # only the last hop has nothing that follows
         kept = (timeline.total["activations"] - o.nbytes) / (PART * 8)
         yield LEFT, kept, at_most(2.5)  # own k and v, a copy of q and the lse may stay
-        yield f"{LEFT}, and in the last hop", alive[-1], at_most(5.3)  # o, own and another one's k and v, and the lse
+        yield f"{LEFT}, and in the last hop", alive[-1], at_most(5.6)  # o, own and another one's k and v, and the lse
         gc.disable()
         output = StorageWeakRef(step.RingAttention.apply(*leaves, mesh["cp"], self.visible).untyped_storage())
         yield f"{LEFT}: the output, when nobody has it", output.expired(), True

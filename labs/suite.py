@@ -112,15 +112,15 @@ def watched() -> tuple[Any, type]:
             self.tape, self.memory = Tape(parts.get("mesh") or Mesh(dp=1)), MemoryTimeline()
             self.alive, self.most, self.runs, self.rows, self.since = weakref.WeakSet(), 0, Counter(), [], (0, 0)
             for number, layer in parts["model"].model.layers.items():
-                layer.mlp.register_forward_hook(lambda _m, _x, y, number=number: self.ran(number, y))
+                layer.mlp.register_forward_pre_hook(lambda *_, number=number: self.runs.update([number]))
+                layer.mlp.register_forward_hook(self.ran)
             with self.memory, self.tape:
                 yield from super().steps(**parts)
             found = look(self.parts, *(x[:2] for x in parts["data"].batch(0)))
             self.rows.append(("after training: the loss of a look without a graph", found, FOUND))
 
-        def ran(self, number: str, y: Tensor):
+        def ran(self, _mlp: Any, _inputs: tuple, y: Tensor):
             """A layer has."""
-            self.runs[number] += 1
             if y.grad_fn is not None:
                 y.grad_fn.metadata["token"] = token = torch.nn.Module()  # it lives as long as the graph
                 self.alive.add(token)
