@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--id", default=uuid.uuid4().hex[:8], help="inputs and the question are drawn from it")
     made = verb("check", "judge a folder; exit status 0 if all points were earned", "folder")
     made.add_argument("--task", type=int, help="this task alone")
+    made.add_argument("--question", action="store_true", help="the question alone")
     made.add_argument("--watch", action="store_true", help="again at every save, until Ctrl-C")
     made.add_argument("--seconds", type=float, default=60, help="limit of one run of your code (default 60)")
     verb("hint", "the next of three hints for a task", "folder", "task")
@@ -46,7 +47,8 @@ def parser() -> argparse.ArgumentParser:
     verb("handout", "for teachers: a copy of the project without solutions of this lab and later ones", "lab", "folder")
     made = verb("grade", "for teachers: judge folders; exit status 0 whatever they contain")
     made.add_argument("folders", nargs="+", type=Path)
-    made.add_argument("--csv", type=Path, metavar="FILE", help="a row for each folder, written as they come")
+    made.add_argument("--csv", type=Path, metavar="FILE", help="a row for each folder; rows that are there stay")
+    made.add_argument("--gradescope", type=Path, metavar="DIR", help="for each folder a results.json in DIR")
     made.add_argument("--lab", type=int, default=0, help="judge as this lab, whatever LAB.md says")
     made.add_argument("--seconds", type=float, default=60, help="limit of one run of a student's code (default 60)")
     return top
@@ -61,7 +63,8 @@ def checked(args: argparse.Namespace) -> int:
     output = folder.path / "output.txt"
     output.unlink(missing_ok=True)
     results: list[Result] = []
-    for number in [args.task] if args.task else [*range(1, len(folder.lab.tasks) + 1), 0]:
+    only = [args.task] * bool(args.task) + [0] * args.question
+    for number in only or [*range(1, len(folder.lab.tasks) + 1), 0]:
         before = {result.text: result.says for result in results if result.text}
         results += (own := list(check(folder, number, seconds=args.seconds, output=output)))
         print("\n".join(folders.lines_of(folder, own, before)), flush=True)
@@ -109,7 +112,7 @@ def main(argv: list[str]) -> int:
     elif args.verb == "handout":
         handout(args.folder, args.lab)
     else:
-        grade(args.folders, args.csv, args.lab, args.seconds)
+        grade(args.folders, args.csv, args.lab, args.seconds, args.gradescope)
     return 0
 
 

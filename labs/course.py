@@ -27,6 +27,15 @@ def at_most(limit: float) -> dict[str, float]:
     return {"at most": limit}
 
 
+# In the place of a number: what the project's file finds in the same case.
+FOUND = {"as": "the project's file"}
+
+
+def at_most_times(factor: float) -> dict[str, float]:
+    """So many times what the project's file finds is an upper limit."""
+    return {"at most times": factor}
+
+
 class Case:
     """One input of a criterion: `sizes` as attributes, `mesh` (ranks along each dimension), numbers from a seed.
 
@@ -42,6 +51,10 @@ class Case:
 
     def setup(self):
         """What all ranks begin with."""
+
+    @classmethod
+    def prepare(cls):
+        """What is imported before the ranks are forked, and after the student's file."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         """(name, what the student's functions make of it, what it should be), one after another."""
@@ -65,7 +78,8 @@ class Case:
 
     def __str__(self) -> str:
         ranks = [f"{dim}={n}" for dim, n in self.mesh.items() if n > 1]
-        return ", ".join(ranks + [f"{name}={value}" for name, value in self.sizes.items()])
+        plain = {name: value for name, value in self.sizes.items() if isinstance(value, int | float | str)}
+        return ", ".join(ranks + [f"{name}={value}" for name, value in plain.items()])
 
 
 @dataclass(frozen=True)

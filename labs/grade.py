@@ -1,22 +1,27 @@
 """For teachers: judge folders. Whatever one of them contains, the others get their points, and the exit status is 0.
 
-All folders are read before any student's code runs. Each is judged in processes of its own, which start those of the
-ranks; in the end all descendants are killed. Then the project's files are compared with what they were, and restored.
-The table is written anew after each folder. What to look at in it, beside the points:
+All folders are read, and the project's file has found what there is to find, before any student's code runs. Each is
+judged in processes of its own, which start those of the ranks; in the end all descendants are killed. Where the kernel
+allows it, ranks run in namespaces of their own: they see no other process and none of the solutions, and change no
+folder. Then the project's files are compared with what they were, and restored. A folder's code has three minutes.
+
+The table is written anew before and after each folder. If the grader itself is killed, start it again: rows that are
+there stay, and the folder that was being judged is passed over. What to look at, beside the points:
 
     same as the project's file   functions that are the project's but for names (of "functions written")
     same as folder               others with the same functions but for names; compare `id` with your roster
-    reaches for                  names such as labs, sys, inspect, exec, a torch.x that it sets: a look at the grader
+    reaches for                  calls such as os.kill, torch.save, getattr by a computed name: a look at the grader
+    changed its judge            numbers that should be found are other ones in the student's process than in ours
     project files changed        what its code wrote into the project; it has been put back
     error in the file, ended early, attempts (checks in progress.txt, which the student could edit)
 
-This protects the run, not the machine: code can still read files and send signals. Grade what strangers hand in inside
-a container.
+Code can still read other files. Grade what strangers hand in inside a container.
 """
 
 import csv
 import hashlib
 import importlib
+import json
 import re
 from functools import partial
 from pathlib import Path
@@ -26,8 +31,10 @@ from common import UserError
 from labs import ranks
 from labs.course import ROOT, Case, files, load, numbers, path_of
 from labs.folder import open_folder
-from labs.judge import Folder, check
+from labs.judge import CHANGED, MOST_SECONDS, Folder, Judge, check
 from labs.source import facts
+
+JUDGED, ENDED = "being judged", "the grader was killed while it judged this folder: look at it"
 
 
 def project() -> dict[Path, bytes]:
@@ -57,9 +64,9 @@ class Job(Case):
         return [self.does()]
 
 
-def points(folder: Folder, number: int, seconds: float) -> int:
-    """What a task has earned; 0 is the question."""
-    return sum(result.earned for result in check(folder, number, seconds=seconds))
+def points(folder: Folder, number: int, seconds: float) -> list[list]:
+    """What each criterion of a task has earned: [what it says, earned, of, why not all]; 0 is the question."""
+    return [[r.says, r.earned, r.points, r.text] for r in check(folder, number, seconds=seconds, strict=True)]
 
 
 def same_as(prints: dict[str, list[str]], folder: str) -> str:
@@ -71,8 +78,27 @@ def same_as(prints: dict[str, list[str]], folder: str) -> str:
     return " ".join(found)
 
 
-def grade(paths: list[Path], table: Path | None, number: int, seconds: float):
-    """Grade folders; prints a line for each, and writes a row. `number`: judge as this lab."""
+def learn(folders: list[Folder], seconds: float):
+    """Let the project's files find what they find, for all folders."""
+    for folder in folders:
+        for number in range(1, len(folder.lab.tasks) + 1):
+            judge = Judge(folder, number, seconds)
+            judge.learn(judge.cases())
+
+
+def rows_in(table: Path | None) -> dict[str, dict[str, Any]]:
+    """Of an earlier run that was killed."""
+    if table is None or not table.exists():
+        return {}
+    with table.open(newline="") as file:
+        return {row["folder"]: row | dict(error=row["error"].replace(JUDGED, ENDED)) for row in csv.DictReader(file)}
+
+
+def grade(paths: list[Path], table: Path | None, number: int, seconds: float, gradescope: Path | None = None):
+    """Grade folders; prints a line for each, and writes a row. `number`: judge as this lab.
+
+    `gradescope`: a folder; for each of ours a folder in it with Gradescope's results.json.
+    """
     folders: dict[str, Folder | str] = {}
     for path in paths:
         try:
@@ -83,11 +109,22 @@ def grade(paths: list[Path], table: Path | None, number: int, seconds: float):
             folders[str(path)] = f"{type(error).__name__}: {error}"
     for n in numbers():  # nothing of the project is read from its files after a student's code has run
         importlib.import_module(load(n).modules[-1])
-    before, rows, prints = project(), {}, {}
+    known = [folder for folder in folders.values() if isinstance(folder, Folder)]
+    for folder in known:
+        folder.others = tuple(other.path for other in known)
+    rows, prints = rows_in(table), {}
+    learn([folder for name, folder in folders.items() if isinstance(folder, Folder) and name not in rows], seconds)
+    before = project()
     for name, folder in folders.items():
-        rows[name] = (
-            dict(folder=name, error=folder) if isinstance(folder, str) else row_of(name, folder, seconds, prints)
-        )
+        if name in rows:
+            continue
+        rows[name], results = dict(folder=name, error=folder if isinstance(folder, str) else JUDGED), []
+        if table:
+            write(table, list(rows.values()))
+        if isinstance(folder, Folder):
+            rows[name] = row_of(name, folder, seconds, prints, results)
+        if gradescope:
+            upload(gradescope / Path(name).name, folder, results)
         if changed := restore(before):
             rows[name]["project files changed"] = " ".join(changed)[:300]
         print(f"{name}: {rows[name].get('error') or '{points} of {of}'.format(**rows[name])}", flush=True)
@@ -97,16 +134,29 @@ def grade(paths: list[Path], table: Path | None, number: int, seconds: float):
             write(table, list(rows.values()))
 
 
-def row_of(name: str, folder: Folder, seconds: float, prints: dict[str, list[str]]) -> dict[str, Any]:
-    """One row of the table."""
+def upload(target: Path, folder: Folder | str, results: list[list]):
+    """Gradescope's results.json; `results`: [what a criterion says, earned, of, why not all]."""
+    keys = "name", "score", "max_score", "output"
+    tests = [dict(zip(keys, result, strict=True)) for result in results]
+    found = dict(score=sum(test["score"] for test in tests), tests=tests)
+    if isinstance(folder, str):
+        found["output"] = folder
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "results.json").write_text(json.dumps(found, indent=1))
+
+
+def row_of(
+    name: str, folder: Folder, seconds: float, prints: dict[str, list[str]], results: list[list]
+) -> dict[str, Any]:
+    """One row of the table; all criteria join `results`."""
     lab, tasks = folder.lab, [*range(1, len(folder.lab.tasks) + 1), 0]
-    row: dict[str, Any] = dict(folder=name, lab=lab.number, id=folder.student, points=0, of=lab.points)
+    row: dict[str, Any] = dict(folder=name, error="", lab=lab.number, id=folder.student, points=0, of=lab.points)
     holes = {module: lab.holes(module) for module in lab.modules}
     texts = {module: path_of(module).read_text() for module in lab.modules}
     others = [data.decode() for data in folder.files.values()]
     jobs = [partial(facts, folder.sources, texts, holes, others)]
     jobs += [partial(points, folder, number, seconds) for number in tasks]
-    (known, *earned) = ranks.run(ranks.World(("labs",)), [Job(0, does=job) for job in jobs], 60 + 20 * seconds)
+    (known, *earned) = ranks.run(ranks.World(("labs",)), [Job(0, does=job) for job in jobs], 2 * MOST_SECONDS)
     if isinstance(known, ranks.Failed):
         row["error in the file"] = str(known)[:200]
     else:
@@ -114,8 +164,12 @@ def row_of(name: str, folder: Folder, seconds: float, prints: dict[str, list[str
         row["functions written"], row["same as the project's file"] = known["written"], known["same"]
         row["reaches for"], prints[name] = " ".join(known["reaches"]), known["prints"]
     for number, found in zip(tasks, earned, strict=True):
-        row[f"task {number}" if number else "question"] = n = 0 if isinstance(found, ranks.Failed) else found[0][0]
+        some = [["all of this task", 0, 0, str(found)]] if isinstance(found, ranks.Failed) else found[0][0]
+        row[f"task {number}" if number else "question"] = n = sum(earned for _, earned, *_ in some)
         row["points"] += n
+        results += [[f"{number or 'question'}. {says}", *rest] for says, *rest in some]
+    if any(CHANGED in text for *_, text in results):
+        row["changed its judge"] = "yes"
     row["attempts"] = folder.attempts
     row["code"] = hashlib.sha256("".join(folder.sources.values()).encode()).hexdigest()[:12]
     if any(isinstance(found, ranks.Failed) for found in earned):

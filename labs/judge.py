@@ -4,7 +4,7 @@ import importlib
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 
 from labs import ranks
-from labs.course import Case, Criterion, Lab, Row, path_of
+from labs.course import FOUND, ROOT, Case, Criterion, Lab, Row, at_most, path_of
 from labs.ranks import Failed, World
+from labs.suite import Suite, kept, there
+
+CHANGED = "what should be found is another number than it is: the code has changed its judge"
+MOST_SECONDS = 180.0
+LATE = "not tried: an earlier criterion of this task ran out of time"
+SEEDS = 8  # different inputs of a task: so what the project's file finds in them serves several folders
+finds: dict[Any, list[list[Row]] | Failed] = {}  # what the project's file finds, by kind, seed and sizes of a case
 
 
 @dataclass
@@ -28,6 +35,8 @@ class Folder:
     files: dict[str, bytes]  # other Python files, by name
     trouble: str = ""  # why answers.toml could not be read
     attempts: int = 0
+    others: tuple[Path, ...] = ()  # folders that are graded with it, which its code must not change
+    left: list[float] = field(default_factory=lambda: [MOST_SECONDS])  # of its code's runs, all together
 
 
 @dataclass
@@ -86,6 +95,8 @@ def mistake(found: Any, expected: Any, bound: float) -> str:
             return f"differs by {off:.3g} (relative): at {place} it is {a:.6g} instead of {b:.6g}"
     elif type(found) is type(expected) and found == expected:
         return ""
+    elif expected == "":
+        return f"- {str(found)[:120]}"
     return f"is {str(found)[:120]} instead of {str(expected)[:120]}"
 
 
@@ -107,14 +118,52 @@ def scale_words(found: Any, expected: Any, n: int) -> str:
     return next((text for value, text in kinds.items() if abs(c - value) < 1e-6), f"{c:.4g} times what it should be")
 
 
-class Judge:
-    """One task of one student. `output`: a file for what the student's code prints."""
+def key_of(case: Case) -> tuple:
+    """By which what the project's file finds in a case is kept."""
+    return type(case), case.seed, str(case.sizes)
 
-    def __init__(self, folder: Folder, task: int, seconds: float = 60.0, output: Path | None = None):
-        self.folder, self.number, self.seconds, self.output = folder, task, seconds, output
-        self.lab, self.task = folder.lab, folder.lab.task(task)
+
+def resolved(outcome: list[list[Row]], right: list[list[Row]] | None) -> list[list[Row]]:
+    """Rows in which what should be found stands in full: it comes from the project's own run, if there is one.
+
+    What a student's process says should be found is never used then; if it is another value, the row says so.
+    """
+    found: list[list[Row]] = []
+    for rows, ours in zip(outcome, right or [[] for _ in outcome], strict=True):
+        known: dict[str, list[Row]] = {}
+        for row in ours:
+            known.setdefault(row[0], []).append(row)
+        found.append([])
+        for key, value, wanted in rows:
+            _, theirs, clean = known[key].pop(0) if known.get(key) else ("", "nothing", wanted)
+            if isinstance(wanted, dict) and wanted == FOUND:
+                wanted = theirs
+            elif isinstance(wanted, dict) and "at most times" in wanted:
+                wanted = at_most(theirs * wanted["at most times"] if isinstance(theirs, int | float) else 0.0)
+            elif right and mistake(wanted, clean, 1e-8):
+                value, wanted = CHANGED, clean
+            found[-1].append((key, value, wanted))
+        found[-1] += [(key, "nothing", theirs) for rest in known.values() for key, theirs, _ in rest]
+    return found
+
+
+class Judge:
+    """One task of one student. `output`: a file for what the student's code prints.
+
+    `strict`: what should be found comes from runs of the project's file alone, in every criterion; no words about what
+    kind of mistake it is; the student's code does not see the project's file, and changes none of `folder.others`.
+    """
+
+    def __init__(
+        self, folder: Folder, task: int, seconds: float = 60.0, output: Path | None = None, strict: bool = False
+    ):
+        self.folder, self.number, self.seconds, self.output, self.strict = folder, task, seconds, output, strict
+        self.walls = (ROOT, *folder.others, *map(path_of, folder.lab.modules)) if strict else ()
+        self.lab, self.task, self.late = folder.lab, folder.lab.task(task), False  # late: one run took too long
         self.project = {module: path_of(module).read_text() for module in self.lab.modules}
-        self.seed = random.Random(f"{folder.student} lab {self.lab.number} task {task}").randrange(10**6)
+        self.has_holes = any("raise NotImplementedError(" in text for text in self.project.values())  # a handout's
+        turn = random.Random(f"{folder.student} lab {self.lab.number} task {task}").randrange(SEEDS)
+        self.seed = random.Random(f"lab {self.lab.number} task {task} {turn}").randrange(10**6)
         for module in (self.lab.modules[-1], "torch._dynamo"):  # the second takes an optimizer's first step seconds
             importlib.import_module(module)  # and what it imports: forked processes have it then
 
@@ -134,21 +183,58 @@ class Judge:
         """What is wrong, by place, of some criteria, or "". `given`: other tasks' holes are the project's."""
         own = {module: self.lab.holes(module, self.number).keys() for module in self.lab.modules}
         rest = {module: self.lab.holes(module).keys() - own[module] if given else () for module in self.lab.modules}
-        world = World(self.lab.modules, self.folder.sources, self.project, rest, own, self.folder.files, self.output)
+        world = World(
+            *(self.lab.modules, self.folder.sources, self.project, rest, own, self.folder.files, self.output),
+            left=self.folder.left,
+            walls=self.walls,
+        )
         by_place: dict[int, list[Case]] = {}
         cases: dict[Any, Case] = {}  # criteria may share them
         for i, criterion in ((i, self.task.criteria[i]) for i in places):
             kind = criterion.kind
-            by_place[i] = [cases.setdefault((kind, str(s)), kind(self.seed, **s)) for s in criterion.cases]
+            some = [s for s in criterion.cases if kind is not Suite or there(s["name"])]
+            by_place[i] = [cases.setdefault((kind, str(s)), kind(self.seed, **s)) for s in some]
+        self.learn([case for case in cases.values() if self.strict or isinstance(case, Suite)])
         outcomes: dict[Case, list[Any] | Failed] = {}
         for n in sorted({case.ranks for case in cases.values()}):
             some = [case for case in cases.values() if case.ranks == n]
-            outcomes |= zip(some, ranks.run(world, some, self.seconds), strict=True)
+            if self.late:
+                outcomes |= dict.fromkeys(some, Failed(LATE))
+                continue
+            for case, outcome in zip(some, ranks.run(world, some, self.seconds), strict=True):
+                self.late = self.late or (isinstance(outcome, Failed) and outcome.late)
+                right = finds.get(key_of(case))
+                if isinstance(right, Failed) and isinstance(case, Suite):
+                    outcome = Failed(f"this copy of the project cannot judge it: {right}")
+                failed = isinstance(outcome, Failed) or isinstance(right, Failed)
+                outcomes[case] = outcome if failed else resolved(outcome, right)
         found = dict.fromkeys(places, "")
         for i in places:
+            if not by_place[i]:
+                found[i] = f"this copy cannot judge it: use one made by python -m labs handout {self.lab.number}"
             for case in by_place[i]:
                 found[i] = found[i] or self.wrong(self.task.criteria[i], case, outcomes[case])
         return found
+
+    def cases(self) -> list[Case]:
+        """Of all criteria that this copy of the project can judge."""
+        return [
+            criterion.kind(self.seed, **sizes)
+            for criterion in self.task.criteria
+            for sizes in criterion.cases
+            if criterion.kind is not Suite or there(sizes["name"])
+        ]
+
+    def learn(self, cases: list[Case]):
+        """Let the project's file find what it finds, before any of the student's code runs."""
+        if self.has_holes:
+            file = kept()
+            cases = [case for case in cases if isinstance(case, Suite)]
+            finds.update({key_of(case): file[case.name][-1] for case in cases if case.name in file})
+            return
+        for n in sorted({case.ranks for case in cases}):
+            some = [case for case in cases if case.ranks == n and key_of(case) not in finds]
+            finds.update(zip(map(key_of, some), ranks.run(World(self.lab.modules), some, 120.0), strict=True))
 
     def wrong(self, criterion: Criterion, case: Case, outcome: list[Any] | Failed) -> str:
         """What is wrong with an outcome; "" if nothing is."""
@@ -162,7 +248,7 @@ class Judge:
             for key, found, value in rows:
                 if text := mistake(found, value, criterion.bound):
                     who = f"rank {rank} of {case.ranks}: " if case.ranks > 1 else ""
-                    more = self.words(criterion, case, outcome, rank, (key, found, value))
+                    more = "" if self.strict else self.words(criterion, case, outcome, rank, (key, found, value))
                     return f"{where}{who}{key} {text}{more and f' - {more}'}"
             if not rows:
                 return f"{where}nothing was found"
@@ -193,19 +279,23 @@ class Judge:
             from tests.faults import FAULTS, injected
         except ImportError:
             return
-        if any("raise NotImplementedError(" in text for text in self.project.values()):
+        if self.has_holes:
             return
         for name in self.task.faults:
             world = World(self.lab.modules, before=lambda _job, name=name: injected(name))
             (answers,) = ranks.run(world, [case], 20.0)
+            if isinstance(answers, list):
+                answers = resolved(answers, finds.get(key_of(case)))
             yield f"{name}: {FAULTS[name].meaning}", answers
 
 
-def check(folder: Folder, *tasks: int, seconds: float = 60.0, output: Path | None = None) -> Iterator[Result]:
+def check(
+    folder: Folder, *tasks: int, seconds: float = 60.0, output: Path | None = None, strict: bool = False
+) -> Iterator[Result]:
     """The results of some tasks, one by one; 0 is the question. `seconds`: the limit of one run."""
     for number in tasks:
         if number:
-            yield from Judge(folder, number, seconds, output).results()
+            yield from Judge(folder, number, seconds, output, strict).results()
         else:
             text = folder.trouble or folder.lab.question.judge(folder.student, folder.answer)
             yield Result(0, "the question in answers.toml", folder.lab.question.points, text)

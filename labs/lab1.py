@@ -1,7 +1,6 @@
 """Lab 1: one device (step01_single_gpu.py)."""
 
 import math
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +9,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from common.comm import Mesh
-from labs import training
-from labs.course import Case, Lab, Question, Row, Task, at_most, demands, rows
+from labs.course import Case, Lab, Question, Row, Task, demands, rows
 from labs.probes import Small, adamw, gradients, update
-from labs.training import trains
+from labs.suite import suite
 
 
 class Rates(Case):
@@ -158,53 +156,14 @@ RECOMPUTE = Task(
 )  # fmt: skip
 
 
-class Loop(training.Trained):
-    """Task 5: train; how large micro-batches are, how many graphs are there at the end of a step, what is recorded."""
-
-    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        alive, graphs, sizes = weakref.WeakSet(), [], []
-
-        class Probe(training.Watch):
-            """Looks into the run."""
-
-            def steps(self, **parts: Any):
-                """Before the first step, put itself into the model's loss."""
-                model, real = parts["model"], parts["model"].loss
-
-                def loss(logits: Tensor, targets: Tensor) -> Tensor:
-                    found, token = real(logits, targets), nn.Module()
-                    found.grad_fn.metadata["token"] = token  # lives as long as the graph
-                    alive.add(token), sizes.append(len(logits))
-                    return found
-
-                model.loss = loss
-                yield from super().steps(**parts)
-
-            def record(self, step: int, tokens: int, **numbers: float):
-                """At the end of a step."""
-                graphs.append(len(alive))
-                super().record(step, tokens, **numbers)
-
-        history, lr = self.train(step, Probe).history, training.FLAGS["lr"]
-        yield "graphs of micro-batches at the end of a step", max(graphs), at_most(1)
-        yield "sequences of each micro-batch", sizes, [5, 5, 2] * 2
-        yield "recorded as `tokens`", [row["tokens"] for row in history], [12 * 16] * 2
-        yield "recorded as `lr`", [row["lr"] for row in history], [lr / 2, lr]
-        for name in ("loss", "grad_norm"):
-            yield f"type of the recorded {name}", type(history[0][name]).__name__, "float"
-
-
-UNEVEN = (dict(flags=dict(micro_batch_size=5)),)
 LOOP = Task(
     ("train",),
-    (trains(4, (1, {}), says="losses, norms and weights of two steps, with unevenly many targets"),
-     trains(1, (1, {}), flags=dict(micro_batch_size=5), says="a last micro-batch that is smaller"),
-     trains(1, (1, {}), flags=dict(grad_clip=0.0), says="grad_clip 0: no clipping"),
-     trains(1, (1, {}), flags=dict(grad_clip=1e6), says="a norm below grad_clip: nothing is scaled up"),
-     trains(1, (1, dict(recompute="full")), says="--recompute full changes nothing"),
-     *demands(Loop, UNEVEN,
-              ("no graph but the last is left at the end of a step", 2, "graphs"),
-              ("micro-batches, tokens and learning rate are as the flags say", 1, "sequences", "recorded"))),
+    (suite(4, "one", "one, uneven", says="losses, norms and weights of two steps, also with unevenly many targets"),
+     suite(1, "step 1, muon", says="a last micro-batch that is smaller, and another rule"),
+     suite(1, "one, small norm", says="a norm below grad_clip: nothing is scaled up"),
+     suite(2, "step 1", says="three steps, each with its learning rate; grad_clip 0; each layer runs again"),
+     suite(1, "one, again", says="--recompute full changes nothing"),
+     suite(2, "step 1, frozen", says="what does not train stays")),
     faults=("gradient_times_micro_batches", "last_micro_batch_logged", "mean_of_means", "all_tokens_counted",
             "not_clipped"),
 )  # fmt: skip

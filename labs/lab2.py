@@ -4,27 +4,30 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from common.comm import Group, Mesh
-from common.layout import note_layout
+from common.layout import layout_of, note_layout
 from common.model import Decoder
-from labs.course import Case, Lab, Question, Row, Task, demands, rows
-from labs.probes import Small, decoder, fill, gradients
+from labs.course import Case, Lab, Question, Row, Task, at_most, demands, rows
+from labs.probes import Small, apart, decoder, fill, gradients, under_way
+from labs.suite import suite
 from labs.tape import Tape
-from labs.training import trains
 
 
 class Naive(Case):
-    """Task 1: drawn gradients: three summed over dp, one over all four ranks; and one parameter that is not trained."""
+    """Task 1: drawn gradients, summed over dp, over all four ranks, by a rank alone; and a parameter that is frozen."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         mesh.join("data", "dp", "cp")
+        mesh.enter("alone", np.arange(4)[:, None])
+        groups = dict(expert="data", alone="alone")
         model, place, wanted = nn.Module(), (mesh["dp"].rank, mesh["cp"].rank), {}
-        for i, name in enumerate(("a", "b", "c", "expert", "frozen")):
+        for i, name in enumerate(("a", "b", "c", "expert", "alone", "frozen")):
             param = nn.Parameter(torch.full((i + 2, 3), 0.5, dtype=torch.float64), requires_grad=name != "frozen")
-            note_layout(param, data_dim="data" if name == "expert" else "dp")
+            note_layout(param, data_dim=groups.get(name, "dp"))
             model.register_parameter(name, param)
         sync = step.NaiveSync(model, SimpleNamespace(bucket_mb=1.0), mesh)
         sync.begin(1)
@@ -32,12 +35,13 @@ class Naive(Case):
             if param.requires_grad:
                 parts = self.draw(name, 2, 2, *param.shape)  # [dp, cp, ...]
                 param.grad = parts[place].clone()
-                wanted[f"the gradient of {name}"] = parts.sum((0, 1)) if name == "expert" else parts.sum(0)[place[1]]
+                sums = dict(expert=parts.sum((0, 1)), alone=parts[place])
+                wanted[f"the gradient of {name}"] = sums.get(name, parts.sum(0)[place[1]])
         with Tape(mesh) as tape:
             sync.finish()
         yield from rows(gradients(model), wanted)
         yield "parameters that have changed", [n for n, p in model.named_parameters() if not torch.all(p == 0.5)], []
-        yield "what is left under way", len(tape.starts()) - tape.waits(), 0
+        yield "left: sums that nobody has waited for", tape.left(), []
         yield "bytes sent", tape.sent(), dict(dp=8 * (2 + 3 + 4) * 3, data=1.5 * 8 * 5 * 3)
 
 
@@ -51,10 +55,13 @@ ONE_BY_ONE = Task(
 
 
 class Ring(Case):
-    """Task 2: the sum of a tensor of some shape."""
+    """Task 2: the sum of a tensor of some shape, over ranks 1, 2 and 3 of four."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        group, sync, n = mesh["dp"], step.RingSync.__new__(step.RingSync), self.ranks
+        group, sync, n = apart(mesh), step.RingSync.__new__(step.RingSync), self.ranks - 1
+        if group.size == 1:
+            yield "the sum, the bytes, the operations of others", 0, 0
+            return
         parts = self.draw("x", n, *self.shape)
         parts = (parts * 20).round().bfloat16() if self.narrow else parts  # whole numbers have exact sums
         x = parts[group.rank].clone()
@@ -63,13 +70,15 @@ class Ring(Case):
         yield "the sum", x.double(), parts.double().sum(0)
         sizes = [piece.nbytes for piece in parts[0].flatten().tensor_split(n)]
         sent = 2 * sum(sizes) - sizes[(group.rank + 1) % n] - sizes[(group.rank + 2) % n]  # these once, others twice
-        yield "bytes sent", tape.sent(), dict(dp=sent) if sent else {}
+        yield "bytes sent", tape.sent(), dict(apart=sent) if sent else {}
         yield "operations beside messages", sorted({event.what for event in tape.starts()} - {"send", "recv"}), []
+        yield "operations that nobody has waited for", tape.left(), []
 
 
-EVEN = (dict(mesh=dict(dp=3), shape=(3, 4), narrow=False),)
-UNEVEN = tuple(dict(mesh=dict(dp=4), shape=shape, narrow=False) for shape in ((7, 3), (3,), (2, 1)))
-NARROW = (dict(mesh=dict(dp=3), shape=(4, 5), narrow=True),)
+EVEN, UNEVEN, NARROW = (
+    tuple(dict(mesh=dict(dp=4), shape=shape, narrow=narrow) for shape in shapes)
+    for shapes, narrow in ((((3, 4),), False), (((5, 2), (10, 4), (2, 1)), False), (((4, 5),), True))
+)
 RING = Task(
     ("RingSync.sum_up",),
     (*demands(Ring, EVEN, ("the sum, where the ranks divide the length", 2, "the sum")),
@@ -137,31 +146,53 @@ class Overlap(Small):
         if self.unused:
             model.lm_head.register_parameter("spare", nn.Parameter(torch.zeros(5).double()))
         fill(model, self.seed)
+        if "cp" in self.mesh:  # these ranks have the same tokens; gradients of a layer are summed over them
+            for param in model.model.layers["1"].mlp.parameters():
+                note_layout(param, data_dim="cp")
+            model.model.layers["0"].mlp.up_proj.weight.requires_grad_(False)
         return model
+
+    def one_device(self, turn: int, says: str, rank: int = 0) -> dict[str, Tensor]:
+        """As of the ranks of dp; twice this rank's own, of what is summed over two ranks of cp."""
+        if "cp" not in self.mesh:
+            return super().one_device(turn, says)
+        parts = []
+        for some in (range(self.mesh["dp"]), [rank, rank]):
+            model = self.model()
+            sum(self.loss(model, r, turn, i) for r in some for i in range(self.micro)).backward()
+            parts.append(gradients(model, says))
+        return {name: parts[".layers.1.mlp" in name][name] for name in parts[0]}
 
     def loss(self, model: Decoder, rank: int, turn: int, micro: int) -> Tensor:
         loss = super().loss(model, rank, turn, micro)  # first, so that autograd comes to it last
         return loss + (micro + 1) * model.lm_head.spare.sum() if self.unused and rank == 0 else loss
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        model, buckets = self.model(), [0.0]  # bytes that a rank sends of each
-        for size in (8 * param.numel() for param in reversed(list(model.parameters()))):
-            if buckets[-1] and buckets[-1] + size > self.limit:
+        model, buckets, last, n = self.model(), [0.0], "dp", self.mesh["dp"]  # bytes that a rank sends of each
+        for param in reversed([param for param in model.parameters() if param.requires_grad]):
+            size, dim = 8 * param.numel(), layout_of(param).data_dim
+            if buckets[-1] and (buckets[-1] + size > self.limit or dim != last):
                 buckets.append(0.0)
-            buckets[-1] += size
-        sent = [2 * (self.ranks - 1) / self.ranks * size for size in buckets]
+            buckets[-1], last = buckets[-1] + size, dim
+        sent = [2 * (n - 1) / n * size for size in buckets]
         sync = step.BucketSync(model, SimpleNamespace(bucket_mb=self.limit / 2**20), mesh)
+        kept = 0
         for turn in (1, 2):
-            *before, last = self.backwards(model, sync, mesh, turn)
-            with Tape(mesh) as after:
-                sync.finish()
+            with Tape(mesh) as whole:
+                *before, last = self.backwards(model, sync, mesh, turn)
+                with Tape(mesh) as after:
+                    sync.finish()
+            kept = under_way() - kept
             says = f"step {turn}: the gradient of"
-            yield from rows(gradients(model, says), self.one_device(turn, says))
+            yield from rows(gradients(model, says), self.one_device(turn, says, mesh["dp"].rank))
+            yield f"step {turn}: sums that nobody has waited for at the end of finish()", whole.left(), []
             started = [event.sent for event in last.starts()]
             yield f"step {turn}: sums started before the last backward", sum(len(tape.starts()) for tape in before), 0
             yield f"step {turn}: sums started in the last backward (bytes of each)", started, sent
             yield f"step {turn}: sums started in finish()", len(after.starts()), 0
             yield f"step {turn}: waits in the last backward", last.waits(), 0
+            if turn == 2:
+                yield "step 2: sums started in step 1 that are still kept", kept, at_most(0)
             yield f"step {turn}: matmuls run while a sum is under way", last.hidden() > 0, True
 
     def explain(self, rank: int, key: str, found: Any, expected: Any) -> str:
@@ -172,14 +203,14 @@ class Overlap(Small):
 
 OVERLAP = (
     dict(mesh=dict(dp=3), limit=5000, micro=2, unused=False),
-    dict(mesh=dict(dp=2), limit=2000, micro=3, unused=False),
+    dict(mesh=dict(dp=2, cp=2), limit=2000, micro=3, unused=False),
 )
 UNUSED = (dict(mesh=dict(dp=2), limit=2000, micro=2, unused=True),)
 HOOKS = Task(
     ("BucketSync.__init__", "BucketSync.begin", "BucketSync.mark_ready", "BucketSync.send", "BucketSync.finish"),
     (*demands(
          Overlap, OVERLAP,
-         ("the sums of all ranks and micro-batches, in two steps", 3, "gradient"),
+         ("the sums of all ranks and micro-batches, of the group that a record names", 3, "gradient", "nobody"),
          ("each bucket is sent once, in order, during the last backward and not before", 3, "sums started"),
          ("nothing is waited for in backward, and matmuls run meanwhile", 2, "waits", "matmuls"),
      ),
@@ -191,9 +222,9 @@ HOOKS = Task(
 
 LOOP = Task(
     ("train",),
-    (trains(3, (2, dict(sync="naive")), (3, dict(sync="bucket", bucket_mb=0.01))),
-     trains(2, (3, dict(sync="ring")), (2, dict(sync="bucket", bucket_mb=0.01)), flags=dict(micro_batch_size=4),
-            says="so it does by the ring, and with micro-batches of 4")),
+    (suite(3, "naive", "naive, uneven", "bucket", "ring", says="--sync naive, bucket and ring train as one device"),
+     suite(1, "step 2", says="three steps, each with its learning rate; grad_clip 0; each layer runs again"),
+     suite(1, "step 2, frozen", "step 2, overlap", says="what does not train stays; a variant attaches")),
     faults=("loss_of_the_own_rank", "same_sequences_everywhere", "mean_of_ranks_means"),
 )  # fmt: skip
 

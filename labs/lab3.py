@@ -13,8 +13,8 @@ from common.layout import note_layout
 from common.model import Decoder
 from labs.course import Case, Lab, Question, Row, Task, at_most, demands, rows
 from labs.probes import CPU, Small, adamw, decoder, update
+from labs.suite import suite
 from labs.tape import Tape
-from labs.training import trains
 
 
 class Slices(Case):
@@ -152,14 +152,18 @@ class Update(Zero):
                 for name in unit.named:
                     unit.view(flat, name).copy_(masters[name].grad)
                 unit.grad_shard = flat[unit.first : unit.first + unit.length].clone()
+                for param in unit.named.values():
+                    param.grad = torch.zeros_like(param, dtype=unit.master.dtype)
             update(rule, 0.1 / turn)
             with Tape(mesh) as tape:
                 zero.step(0.1 / turn)
+            after = tape.left()
             zero.zero_grad()
             left = [x for unit in zero.units for x in (unit.gradient, unit.reduced_shard, unit.grad_shard)]
             left += [param.grad for param in model.parameters()] + [piece.grad for piece in zero.masters.values()]
             yield f"gradients left after update {turn}", sum(x is not None for x in left), 0
             yield f"bytes of update {turn}", tape.sent(), dict(dp=sum(self.sent(dtype.itemsize)))
+            yield f"all-gathers of update {turn} that nobody has waited for", after, []
         for name, param in model.named_parameters():
             yield f"{name} after two updates", param.double(), masters[name].to(dtype).double()
 
@@ -170,9 +174,10 @@ UPDATE = Task(
     (*demands(Update, FP64,
               ("two updates on every rank: all weights, each with its learning rate", 3, "after two"),
               ("all gradients are freed", 1, "left"),
-              ("one all-gather a unit", 1, "bytes")),
+              ("one all-gather a unit, complete when step() returns", 1, "bytes", "all-gathers")),
      *demands(Update, BF16, ("bf16 weights are rounded masters", 2, "after two", "bytes"), bound=2**-7),
-     trains(2, (3, dict(zero=1)), (2, dict(zero=1)), flags=dict(micro_batch_size=3))),
+     suite(2, "zero 1", "zero 1, adamw", "zero 1 of 3", "step 3, frozen 1", "step 3, offload",
+           says="--zero 1 trains as one device; what does not train stays; a variant attaches")),
     faults=("updates_not_gathered",),
 )  # fmt: skip
 
@@ -183,7 +188,7 @@ STAGE_2 = Task(
               ("one reduce-scatter a unit and micro-batch", 2, "bytes"),
               ("after a backward at most the last unit's whole gradient is left", 2, "whole gradient"),
               ("a sum is under way while the next layer computes", 2, "matmuls")),
-     trains(2, (2, dict(zero=2)), (3, dict(zero=2)))),
+     suite(2, "zero 2", "step 3, frozen 2", says="--zero 2 trains as one device; what does not train stays")),
     faults=("slices_not_accumulated", "last_unit_not_landed", "slices_not_emptied"),
 )  # fmt: skip
 
@@ -210,8 +215,10 @@ class Gather(Case):
             unit.free()
             yield f"turn {turn}, after free(): bytes of the buffer", unit.flat.untyped_storage().nbytes(), 0
             unit.shard.mul_(3)
-        unit.gather()
-        unit.free()
+        with Tape(mesh) as tape:
+            unit.gather()
+            unit.free()
+        yield "freed while it arrives: bytes of the buffer that nobody has waited for", tape.left(), []
         yield "freed while it arrives: bytes of the buffer", unit.flat.untyped_storage().nbytes(), 0
 
 
@@ -246,14 +253,17 @@ class There(Zero):
         zero.begin(self.micro)
         for i in range(self.micro):
             with Tape(mesh) as tape:
-                loss = self.loss(model, mesh.rank, 1, i)
-                loss.backward()
+                with Tape(mesh) as forward:
+                    loss = self.loss(model, mesh.rank, 1, i)
+                with Tape(mesh) as backward:
+                    loss.backward()
             yield f"micro-batch {i}: {THERE}", [*there], [[1, 2], [2, 3], [3, 4], [2, 3], [1, 2], [1]]  # there and back
             there.clear()
             yield f"micro-batch {i}: the loss", loss, self.loss(plain, mesh.rank, 1, i)
             gathered = sum(event.sent for event in tape.starts() if "gather" in event.what)
             yield f"micro-batch {i}: bytes gathered", gathered, first + 2 * sum(layers) + last
-            yield f"micro-batch {i}: matmuls run while something is under way", tape.hidden() > 0, True
+            for way, part in (("forward", forward), ("backward", backward)):
+                yield f"micro-batch {i}: matmuls of {way} run while weights arrive", part.hidden("gather") > 0, True
         zero.finish()
         zero.publish()
         yield "bytes of weights between steps", sum(u.flat.untyped_storage().nbytes() for u in zero.units), 0
@@ -268,8 +278,9 @@ STAGE_3 = Task(
               ("a layer is gathered twice in a micro-batch, embedding and head once", 2, "gathered"),
               ("a neighbour arrives while a layer computes", 1, "matmuls"),
               ("between steps no weights are there", 1, "between")),
-     trains(3, (2, dict(zero=3)), (3, dict(zero=3))),
-     trains(1, (2, dict(zero=3)), shape=dict(tied=True), says="so it does with a tied matrix")),
+     suite(3, "zero 3", "step 3", "step 3, frozen 3", "afab, zero 3",
+           says="--zero 3 trains as one device: layers run again, some do not train, no graph, a pipeline"),
+     suite(1, "step 3, tied", says="so it does with a tied matrix")),
     faults=("memory_without_weights",),
 )  # fmt: skip
 

@@ -13,8 +13,8 @@ from common.layout import note_layout
 from common.model import IGNORE, Decoder
 from labs.course import Case, Lab, Question, Row, Task, at_most, demands, rows
 from labs.probes import Small, decoder, fill, record, refused, there_and_back
+from labs.suite import suite
 from labs.tape import Tape
-from labs.training import trains
 
 
 class Tokens(Case):
@@ -294,9 +294,8 @@ LAST = Task(
     (*demands(Sums, (dict(mesh=dict(dp=1, cp=2, tp=2)),),
               ("sums over the groups that a record names, in place", 2, "gradient"),
               ("one all-reduce a group", 1, "collectives")),
-     trains(4, (2, dict(tp=2)), (2, dict(tp=2, sp=False)), flags=dict(micro_batch_size=3)),
-     trains(2, (2, dict(tp=2)), (2, dict(tp=2, sp=False)), says="so it does with a tied matrix",
-            shape=dict(tied=True))),
+     suite(4, "tp", "tp, no sp", "step 4, overlap", says="--tp 2 trains as one device, also without SP; a variant"),
+     suite(2, "tp, tied", "step 4, no sp", "step 4", says="so it does with a tied matrix, in three steps, with ZeRO")),
     faults=("partial_sums_stay", "norm_gradients_not_summed"),
 )  # fmt: skip
 

@@ -1,19 +1,21 @@
 """Lab 5: context parallelism. Parts of a softmax, who sees what, the ring and its way back, the whole model."""
 
+import gc
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from common.comm import Mesh
 from common.layout import layout_of
 from common.model import attend
 from labs.course import Case, Lab, Question, Row, Task, at_most, demands, rows
 from labs.probes import decoder, members, refused, same, there_and_back
+from labs.suite import suite
 from labs.tape import Tape
-from labs.training import trains
 from services.memory import MemoryTimeline
 
 
@@ -82,17 +84,24 @@ class Merge(Block):
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         q, keys = self.inputs()[0], [[self.heads(f"{x} {i}", 3, self.past - i) for x in "kv"] for i in range(3)]
         parts = [one_part(q, *kv, False) for kv in keys]
+        untouched = True
         for order in ((0, 1, 2), (2, 0, 1)):
             o, lse = torch.zeros_like(parts[0][0]), torch.full_like(parts[0][1], -torch.inf)
             for i in order:
                 some = slice(self.s - 2 if i == order[-1] else 0, None)
-                step.merge(o[:, :, some], lse[:, :, some], *(x[:, :, some].clone() for x in parts[i]))
+                step.merge(o[:, :, some], lse[:, :, some], *(part := [x[:, :, some].clone() for x in parts[i]]))
+                untouched = untouched and same([x[:, :, some] for x in parts[i]], part)
             k, v = (torch.cat([keys[i][x] for i in order], 2) for x in (0, 1))
             seen = torch.ones(self.s, k.shape[2]).bool()
             seen[: self.s - 2, -keys[order[-1]][0].shape[2] :] = False
             wanted = softmax_of(q, k, v, seen)
             yield f"parts {order}: o", o, wanted[0]
             yield f"parts {order}: lse", lse, wanted[1]
+        yield "the parts that were merged stay", untouched, True
+        (o, lse), (part, part_lse) = ([x.clone() for x in some] for some in parts[:2])
+        wanted = o.lerp(part.bfloat16().double(), torch.sigmoid(part_lse - lse)[..., None])
+        step.merge(o, lse, part.bfloat16(), part_lse)
+        yield "a part in 16 bits: o", o, wanted
 
 
 LARGE = (dict(large=True),)
@@ -151,7 +160,8 @@ class Positions(Case):
             for r in range(n):
                 found, wanted = (rule(2 * n * chunk, r, n) for rule in (step.zigzag_positions, zigzag))
                 yield f"{n} ranks: rank {r}", found, wanted
-        yield "the error", refused(step.zigzag_positions, 6, 0, 2), "UserError"
+        errors = [refused(step.zigzag_positions, s, 0, n) for s, n in ((6, 2), (10, 4), (7, 3), (9, 2))]
+        yield "the error", errors, ["UserError"] * 4
 
 
 class Pairs(Case):
@@ -202,11 +212,27 @@ class Shares(Block):
         yield "the inputs stay", same(before, given), True
 
 
+class NarrowShares(Block):
+    """The same with 16 bits, beside 64: they are found, and returned, with 32."""
+
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        q, k, v, *_ = [x.bfloat16() for x in self.inputs()]
+        o, lse = softmax_of(*(x.float() for x in (q, k, v)), triangle(self.s))
+        leaves = [x.double().requires_grad_() for x in (q, k, v)]
+        do = self.draw("do", *o.shape).bfloat16()
+        wanted = torch.autograd.grad(softmax_of(*leaves, triangle(self.s))[0], leaves, do.double())
+        for name, found, right in zip("qkv", step.part_gradients(do, q, k, v, o, lse, True), wanted, strict=True):
+            yield f"the dtype of d{name}", str(found.dtype), "torch.float32"
+            yield f"d{name}", found.double(), right
+
+
 SHARES = Task(
     ("part_gradients",),
     (*demands(Shares, ({},), ("both parts' gradients are those of one softmax", 4)),
+     *demands(NarrowShares, ({},), ("16 bits: found and returned in 32", 1), bound=1e-4),
      *demands(Shares, LARGE, ("also if exp() of a score overflows", 1))),
 )  # fmt: skip
+
 
 NAMES = ("output", "gradient of q", "gradient of k", "gradient of v")
 PART = 2.0 * 2 * 3 * 14 * 5  # numbers in k and v of a rank's tokens
@@ -238,9 +264,9 @@ class Ring(Case):
         return {"cp": (n - 1) * part}, {"cp": (n - 1) * part + n * PART * max(4, dtype.itemsize)}
 
     def idle(self, tape: Tape) -> float:
-        """In how many hops nothing travelled while the rank computed."""
+        """In how many hops nothing was awaited from a neighbour while the rank computed."""
         total = sum(event.kind == "compute" for event in tape.events)
-        return self.ranks * (total - tape.hidden()) / total if total else math.inf
+        return self.ranks * (total - tape.hidden("recv")) / total if total else math.inf
 
 
 class Forward(Ring):
@@ -249,15 +275,26 @@ class Forward(Ring):
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         (qkv, _), timeline = self.own(mesh.rank), MemoryTimeline()
         before, leaves = [x.clone() for x in qkv], [x.requires_grad_() for x in qkv]
+        alive = []
+
+        def visible(*args: Any) -> list:
+            alive.append(timeline.total["activations"] / (PART * 8))
+            return self.visible(*args)
+
         timeline.phase("forward")
         with Tape(mesh) as tape, timeline:
-            o = step.RingAttention.apply(*leaves, mesh["cp"], self.visible)
-        yield "output", o, self.part(mesh.rank, self.wanted["output"])
+            o = step.RingAttention.apply(*leaves, mesh["cp"], visible)
+        yield "output", o.clone(), self.part(mesh.rank, self.wanted["output"])
         yield "the inputs stay", same(before, qkv), True
         yield "bytes sent", tape.sent(), self.sent()[0]
         yield IDLE, self.idle(tape), at_most(1.0)  # only the last hop has nothing that follows
         kept = (timeline.total["activations"] - o.nbytes) / (PART * 8)
         yield LEFT, kept, at_most(2.5)  # own k and v, a copy of q and the lse may stay
+        yield f"{LEFT}, and in the last hop", alive[-1], at_most(5.6)  # o, own and another one's k and v, and the lse
+        gc.disable()
+        output = StorageWeakRef(step.RingAttention.apply(*leaves, mesh["cp"], self.visible).untyped_storage())
+        yield f"{LEFT}: the output, when nobody has it", output.expired(), True
+        gc.enable()
 
 
 class Backward(Ring):
@@ -346,7 +383,8 @@ WHOLE = Task(
               ("attention as the model calls it, both ways, with as few bytes as can be", 2)),
      *demands(Shard, MESHES, ("every layer, every record, the positions and the ranks that sum gradients", 2)),
      *demands(Refused, (dict(mesh=dict(dp=1, cp=2, tp=2)),), ("tokens that tp cannot divide are a UserError", 1)),
-     trains(4, (4, dict(cp=2, zero=1)), (4, dict(cp=2, tp=2)))),
+     suite(4, "cp", "cp 3", "step 5", "step 5, zero", "step 5, flash",
+           says="--cp trains as one device: with two and three ranks, tp, ZeRO, three steps, a variant")),
     faults=("not_summed_over_cp",),
 )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """Lab 6: pipelines (common/schedules.py, step06_pipeline.py)."""
 
+import gc
 import importlib
 import math
 import weakref
@@ -18,8 +19,8 @@ from common.model import IGNORE, Decoder
 from common.schedules import COSTS, Action, Place, consumer, round_robin, simulate
 from labs.course import Case, Lab, Question, Row, Task, at_most, demands, rows
 from labs.probes import SHAPE, decoder, gradients, refused
+from labs.suite import CALLS, suite
 from labs.tape import Event, Tape
-from labs.training import trains
 
 Lists, Places = list[list[Action]], list[Place]  # the actions of each rank; of all stages
 Program = list[tuple[str, Action, int | None]]  # verb, action, peer
@@ -89,7 +90,7 @@ class Orders(Case):
 
 
 ONE = ((4, 12, 1), (5, 3, 1), (3, 7, 1), (1, 4, 1))  # ranks; micro-batches: many, few, odd; stages
-SEVERAL = ((4, 12, 3), (2, 4, 5), (3, 9, 2), (4, 6, 1))
+SEVERAL = ((4, 12, 3), (2, 4, 5), (3, 9, 2), (4, 6, 1), (4, 4, 2), (2, 2, 3))
 ORDERS = Task(
     tuple(f"common.schedules:{name}" for name in ("one_f_one_b_order", "afab", "one_f_one_b", "interleaved")),
     (*demands(Orders, (dict(name="afab", grid=ONE),),
@@ -106,7 +107,8 @@ ORDERS = Task(
          ("interleaved: idle (p-1) / (v m+p-1) of the time", 2, "time"),
          ("interleaved: at most (v-1) p + 2 (p - rank) - 1 in flight", 1, "in flight"),
          ("interleaved: rounds that are not full are refused", 1, "error"),
-     )),
+     ),
+     suite(1, *CALLS, says="the project's own tests of schedules, for many sizes and costs")),
 )  # fmt: skip
 
 THREE = [Place(0, range(0, 1), None, 1), Place(0, range(1, 3), 0, 2), Place(0, range(3, 4), 1, None)]
@@ -151,6 +153,10 @@ class Parts(Piped):
         for place in THREE:
             x = step.forward_stage(model, place, x, ys[0], positions)
         yield "a micro-batch's sum", x.item(), self.model(4)(xs[0], ys[0], positions).item()
+        model, x = model.bfloat16(), xs[0]
+        for place in THREE:
+            x = step.forward_stage(model, place, x, ys[0], positions)
+        yield "a micro-batch's sum in 16 bits", x.item(), self.model(4).bfloat16()(xs[0], ys[0], positions).item()
 
 
 class Stages(Piped):
@@ -158,7 +164,14 @@ class Stages(Piped):
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         model, (xs, ys, n, positions) = self.model(4), self.batch()
-        gone, asked, held = [], [], []
+        gone, asked, held, graphs = [], [], [], weakref.WeakSet()
+
+        def note(_module: Any, _inputs: tuple, output: Tensor):
+            output.grad_fn.metadata["token"] = token = torch.nn.Module()  # lives as long as the graph
+            graphs.add(token)
+
+        for layer in model.model.layers.values():
+            layer.mlp.register_forward_hook(note)
 
         class Pipeline(step.Pipeline):
             def execute(self):
@@ -174,7 +187,11 @@ class Stages(Piped):
                             weakref.finalize(output.untyped_storage(), gone.__setitem__, len(gone) - 1, True)
                         del output
 
-        loss = Pipeline(model, THREE, Group("pp", 0, 1, None), positions, 1).step(xs, ys, n)
+        pipeline = Pipeline(model, THREE, Group("pp", 0, 1, None), positions, 1)
+        gc.collect(), gc.disable()
+        loss = pipeline.step(xs, ys, n)
+        yield "graphs that are left after the last backward", len(graphs), 0
+        gc.enable()
         yield from self.as_one_device(loss, model, THREE)
         yield "sent: outputs that want gradients", any(asked), False
         yield "sent: outputs whose memory stays", max(held), 0
@@ -186,7 +203,7 @@ STAGE = Task(
      *demands(Stages, (dict(m=3),),
               ("the loss is one device's", 1, "the loss"),
               ("so are all gradients", 3, "gradient of"),
-              ("an output has no graph, and may go once it is sent", 1, "sent"))),
+              ("an output may go once it is sent, and a graph with its backward", 1, "sent", "left"))),
     faults=("pipeline_loss_not_divided", "targets_of_another", "stage_starts_late", "lists_forget_loss"),
 )  # fmt: skip
 
@@ -211,6 +228,24 @@ def stuck(logs: list[Log]) -> str:
                 at[rank], moving = at[rank] + 1, True
     late = [rank for rank, log in enumerate(logs) if at[rank] < len(log)]
     return f"ranks {late} wait for one another, if a send waits for its receiver" if late else ""
+
+
+def split_exchanges(log: Log) -> int:
+    """How often something was sent, awaited, and only then received from the same rank, with no work in between."""
+    count, last, number = 0, None, -1  # the last thing: a send that was awaited, and to whom
+    sends: dict[int, int] = {}
+    for what, value in log:
+        if what in ("send", "recv"):
+            number += 1
+            count += what == "recv" and last == value[0]
+            last = None
+        if what == "send":
+            sends[number] = value[0]
+        elif what == "wait":
+            last = sends.get(value, last)
+        elif what == "mark":
+            last = None
+    return count
 
 
 def under_way(log: Log, kind: str) -> list[int]:
@@ -246,36 +281,53 @@ class Run(Piped):
         with tape:
             loss = pipeline.step(xs, ys, n)
         log = [(e.what, (e.peer, "")) if e.kind == "start" else e[:2] for e in tape.events if e.kind != "compute"]
-        logs: list[Any] = [None] * mesh.world
-        dist.all_gather_object(logs, log)
+        logs: list[Any] = [None] * mesh["pp"].size
+        dist.all_gather_object(logs, log, group=mesh["pp"].handle)
         yield from self.as_one_device(loss, model, self.places, rank)
         ends = [end for place in self.places if place.rank == rank for end in place[2:] if end is not None]
         messages = sum(self.places[end].rank != rank for end in ends)  # one for each x and dx
         sent = messages * (2 * self.m - 1) * SHAPE["seq_len"] * SHAPE["dim"] * 8.0
         yield "messages: bytes", tape.sent(), {"pp": sent}
         yield "messages: deadlock", stuck(logs), ""
+        yield "messages: nobody has waited for", tape.left(), []
         order = self.lists[rank]
         yield "the order of work", [str(act) for what, act in log if what == "mark"], [str(tuple(a)) for a in order]
+        if self.kind == "OneForwardOneBackward" and self.m >= mesh["pp"].size - rank:  # else forward ends first
+            yield "messages: two exchanges where y and dy, or dx and x, pass at once", split_exchanges(log), 0
         if self.kind == "ListPipeline":
             yield "awaited at once: sends", sum(count == 0 for count in under_way(log, "send")[:-2]), at_most(0)
             idle = spare(program) - sum(under_way(log, "recv"))
+            yield "awaited too late: sends to a rank, under way at a time", together(log), at_most(1)
             yield "awaited too early: actions that could have run", idle, at_most(0)
 
 
-def runs(kind: str, order: Callable[[int, int], Lists], *sizes: tuple[int, int]) -> tuple[dict, ...]:
-    """A class of the step, and the order of its loops, for (ranks, micro-batches)."""
-    return tuple(dict(mesh=dict(pp=p), m=m, places=loop(p), lists=order(p, m), kind=kind) for p, m in sizes)
+def together(log: Log) -> int:
+    """The most sends to the same rank that are under way at a time."""
+    most, number, left = 0, -1, {}
+    for what, value in log:
+        number += what in ("send", "recv")
+        if what == "send":
+            left[number] = value[0]
+            most = max(most, *Counter(left.values()).values())
+        elif what == "wait":
+            left.pop(value, None)
+    return most
+
+
+def runs(kind: str, order: Callable[[int, int], Lists], *sizes: tuple[int, int, int]) -> tuple[dict, ...]:
+    """A class of the step, and the order of its loops, for (pipelines beside one another, ranks, micro-batches)."""
+    return tuple(dict(mesh=dict(dp=dp, pp=p), m=m, places=loop(p), lists=order(p, m), kind=kind) for dp, p, m in sizes)
 
 
 MESSAGES = Task(
     ("Pipeline.send_receive", "Pipeline.execute", "OneForwardOneBackward.execute"),
-    (*demands(Run, runs("Pipeline", lambda p, m: all_forward_first(m, *((r,) for r in range(p))), (3, 4)),
+    (*demands(Run, runs("Pipeline", lambda p, m: all_forward_first(m, *((r,) for r in range(p))), (1, 3, 4)),
               ("AFAB: the loss and all gradients are one device's", 1, "the loss", "gradient of"),
               ("AFAB: all forward, then all backward; one message for each x and dx", 1, "order", "messages")),
-     *demands(Run, runs("OneForwardOneBackward", one_f_one_b, (3, 5), (4, 2)),
+     *demands(Run, runs("OneForwardOneBackward", one_f_one_b, (1, 3, 5), (2, 2, 3), (1, 4, 2)),
               ("1F1B: the loss and all gradients are one device's", 2, "the loss", "gradient of"),
               ("each rank works in the order of 1F1B", 2, "order"),
-              ("one message for each x and dx; no deadlock if sends wait", 2, "messages"))),
+              ("one message for each x and dx, all awaited; no deadlock if sends wait", 2, "messages"))),
 )  # fmt: skip
 
 
@@ -319,6 +371,7 @@ def clash(found: list[Program], lists: Lists, places: Places) -> str:
     return stuck(logs)
 
 
+DEEP = all_forward_first(3, (0, 5), (1, 4), (2, 3))  # a V of three ranks
 LOOPED, FOLDED = all_forward_first(4, (0, 2), (1, 3)), all_forward_first(3, (0, 3), (1, 2))
 PLANS = {
     "1F1B": (one_f_one_b(4, 7), loop(4)),
@@ -338,9 +391,10 @@ class Programs(Case):
             yield name, clash(plain, lists, places), ""
 
 
+V3 = [place._replace(rank=rank) for place, rank in zip(round_robin(6, 6, 1), (0, 1, 2, 2, 1, 0), strict=True)]
 LISTED = tuple(
-    dict(mesh=dict(pp=2), m=m, places=places, lists=lists, kind="ListPipeline")
-    for m, places, lists in ((4, loop(2, 2), LOOPED), (3, V, FOLDED))
+    dict(mesh=dict(pp=p), m=m, places=places, lists=lists, kind="ListPipeline")
+    for p, m, places, lists in ((2, 4, loop(2, 2), LOOPED), (2, 3, V, FOLDED), (3, 3, V3, DEEP))
 )
 PROGRAMS = Task(
     ("add_messages", "ListPipeline.execute"),
@@ -374,6 +428,10 @@ class Keep(Case):
                 yield f"{name}: rank {rank} keeps", found, sorted(parts)
                 stages = layout_of(named[EMBED]).stage_copies if EMBED in named else 0
                 wanted = embeds * (2 if self.tied and first != last else 1)
+                ends = (model.model.embed_tokens, model.model.norm, model.lm_head)  # None if they are not here
+                found = [x for x, end in zip(("embed_tokens", "norm", "lm_head"), ends, strict=True) if end is None]
+                gone = ["embed_tokens"] * (not embeds) + ["norm", "lm_head"] * (rank != last)
+                yield f"{name}: what is None on rank {rank}", found, gone
                 yield f"{name}: stages of rank {rank}'s embedding", stages, wanted
 
 
@@ -384,18 +442,20 @@ class Tied(Case):
         for name, places, tied in (("tied", loop(3), True), ("ends together", V, True), ("not tied", loop(3), False)):
             parts, norm = [self.draw(f"rank {rank}", 13, 16) for rank in range(3)], self.draw("norm", 16)
             held = {NORM: norm.clone()} | ({EMBED: parts[mesh.rank].clone()} if mesh.rank != 1 else {})
+            given = dict(held)
             step.sum_tied(decoder(n_layers=4, tied=tied), held, mesh["pp"], places)
-            yield f"{name}: {NORM}", held[NORM], norm
+            yield f"{name}: {NORM}", given[NORM], norm
             if mesh.rank != 1:
-                yield f"{name}: {EMBED}", held[EMBED], parts[0] + parts[2] if name == "tied" else parts[mesh.rank]
+                yield f"{name}: {EMBED}", given[EMBED], parts[0] + parts[2] if name == "tied" else parts[mesh.rank]
 
 
 KEEPING = Task(
     ("keep_stage", "sum_tied"),
     (*demands(Keep, (dict(tied=False), dict(tied=True)),
               ("keep_stage: parameters and records, of a chain and a V", 3)),
-     *demands(Tied, (dict(mesh=dict(pp=3)),), ("sum_tied: both ends have the sum, and nothing else changes", 2)),
-     trains(4, (3, dict(pp=3)), (4, dict(pp=2, tp=2, schedule="interleaved")), shape=dict(tied=True, n_layers=4))),
+     *demands(Tied, (dict(mesh=dict(pp=3)),), ("sum_tied: both ends have the sum, in place; nothing else changes", 2)),
+     suite(4, "pp", "pp, tied", "lists", "step 6", "step 6, afab", "step 6, V",
+           says="--pp trains as one device: all schedules, a tied matrix, tp, ZeRO, a variant")),
     faults=("tied_not_summed", "tie_dropped_by_the_stage"),
 )  # fmt: skip
 

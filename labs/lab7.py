@@ -9,11 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.comm import Group, Mesh
-from common.model import IGNORE, Decoder, ModelConfig, summed_cross_entropy
-from labs import training
 from labs.course import Case, Lab, Question, Row, Task, at_most, demands, rows
 from labs.probes import decoder, members, record, refused, there_and_back
-from labs.training import trains
+from labs.suite import suite
 
 FP32 = 1e-6  # fractions of counts may be in 32 bits
 KINDS = ("gate_proj", "up_proj", "down_proj")
@@ -323,26 +321,6 @@ class Refused(Case):
             yield str(flags), refused(step.shard_experts, model, mesh, config), "UserError"
 
 
-COEFF = 0.6  # of the auxiliary loss
-
-
-class Trained(training.Trained):
-    """Beside a decoder whose MLPs are PlainMoE. Its loss has their losses' gradient, but not their value."""
-
-    def model(self, config: ModelConfig) -> Decoder:
-        model = super().model(config)
-        layers = model.model.layers.values()
-        for layer in layers:
-            layer.mlp = PlainMoE(config.dim, config.ffn_dim, 4, 2)
-
-        def loss(logits: Tensor, targets: Tensor) -> Tensor:
-            more = sum(layer.mlp.loss for layer in layers) * COEFF / len(targets) * (targets != IGNORE).sum()
-            return summed_cross_entropy(logits, targets) + more - more.detach()
-
-        model.loss = loss
-        return model
-
-
 MESHES = tuple(
     dict(mesh=dict(dp=dp, cp=cp, tp=tp), ep=ep, width=width)
     for dp, cp, tp, ep, width in ((2, 2, 1, 2, 20), (4, 1, 1, 2, 0), (1, 2, 2, 2, 20), (1, 4, 1, 1, 20))
@@ -353,8 +331,8 @@ DEALING = Task(
               ("the right layers, shapes, cuts and records", 2, "layer"),
               ("the groups sequence, ep and expert_data", 2, "the ranks")),
      *demands(Refused, (dict(mesh=dict(dp=4, cp=1, tp=1)),), ("flags that cannot work are a UserError", 1)),
-     trains(4, (4, dict(ep=2, zero=1)), (4, dict(cp=2, tp=2, ep=2)), kind=Trained, bound=FP32,
-            flags=dict(experts=4, aux_loss_coeff=COEFF))),
+     suite(4, "moe", "moe, cp", "moe, tp", "moe, tp, no sp", "ep", "ep of 4", "step 7", "step 7, pp", "step 7, rows",
+           says="the file trains as one device: cp, tp, ep, ZeRO, a pipeline, three steps, a variant")),
     faults=("experts_summed_over_all_data", "router_not_summed_over_tp"),
 )  # fmt: skip
 

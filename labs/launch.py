@@ -8,6 +8,7 @@ from labs.course import ROOT, file_of, files, load, numbers, path_of
 from labs.folder import new_folder
 from labs.judge import Folder
 from labs.source import hollow
+from labs.suite import KEPT, keep
 from services.launch import start
 
 # What a handout's common/__init__.py ends with.
@@ -30,9 +31,10 @@ sys.excepthook = _in_a_line
 
 
 def project_files() -> list[Path]:
-    """Files of the project, by their paths in it; no tests, which quote the solutions."""
+    """Files of the project, by their paths in it; no tests, which quote the solutions, but for what trains."""
     skipped = ".git", ".venv", "runs", "tests", "__pycache__", ".pytest_cache", ".ruff_cache"
-    return sorted(path.relative_to(ROOT) for path in files(*skipped))
+    trains = [ROOT / f"tests/{name}.py" for name in ("__init__", "equal")]
+    return sorted(path.relative_to(ROOT) for path in [*files(*skipped), *filter(Path.exists, trains)])
 
 
 def run(folder: Folder, ranks: int, flags: list[str]) -> int:
@@ -62,8 +64,7 @@ def handout(target: Path, number: int):
     they hold parts of it; and those that import such a variant. A command that needs one of them says so in a line.
     Raises UserError.
     """
-    load(number)
-    target = new_folder(target)
+    lab, target = load(number), new_folder(target)
     holes = {module: (load(n), n) for n in numbers() if n >= number for module in load(n).modules}
     texts = {path: (ROOT / path).read_bytes() for path in project_files()}
     modules = {path: ".".join(path.with_suffix("").parts) for path in texts}
@@ -75,11 +76,12 @@ def handout(target: Path, number: int):
         if module in gone - holes.keys():
             continue
         if module in holes and path.suffix == ".py":
-            lab, n = holes[module]
-            text = hollow(text.decode(), lab.holes(module), n).encode()
+            later, n = holes[module]
+            text = hollow(text.decode(), later.holes(module), n).encode()
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         (target / path).write_bytes(text)
     with (target / "common/__init__.py").open("a") as file:
         file.write(IN_A_LINE.replace("NUMBER", str(number)))
+    keep(lab, target / KEPT.relative_to(ROOT))
     names = ", ".join(file_of(module) for module in holes)
     print(f"{target}: without the solutions in {names}; without tests, and without variants of these steps")

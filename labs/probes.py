@@ -1,13 +1,16 @@
 """What several labs look at: a small decoder and its losses, a function there and back, a record, groups, an error."""
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.comm import Mesh, all_reduce
+from common.comm import Group, Mesh, Pending, all_reduce
 from common.layout import layout_of, materialize
 from common.model import Decoder, ModelConfig
 from labs.course import Case, Row
@@ -111,6 +114,18 @@ def record(name: str, param: Tensor, shape: list, cuts: list, partial: list, dat
 def same(before: Iterable[Tensor], after: Iterable[Tensor]) -> bool:
     """Whether these tensors are what they were."""
     return all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+
+
+def apart(mesh: Mesh) -> Group:
+    """A group that is not the world, and whose ranks count otherwise: all but rank 0, which is in a group of one."""
+    for row in ([0], range(1, mesh.world)):
+        mesh.enter("apart", np.array([row]))
+    return mesh["apart"]
+
+
+def under_way() -> int:
+    """How many operations somebody still keeps."""
+    return sum(isinstance(thing, Pending | dist.Work) for thing in gc.get_objects())
 
 
 def members(mesh: Mesh, name: str) -> Tensor:

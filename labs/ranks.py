@@ -10,7 +10,9 @@ import ast
 import contextlib
 import ctypes
 import faulthandler
+import importlib
 import io
+import math
 import os
 import re
 import resource
@@ -38,6 +40,7 @@ from services.launch import descendants
 
 MOST_OUTPUT = 2**24  # bytes that a student's prints may write to a file
 MOST_ANSWER = 2**28  # bytes of one rank's answer
+REBUILT = re.compile(r"(step0\d_\w+|variants|services|theory|tests)(\.|$)")  # modules that may have met a step
 SILENT = "ended without an answer (os._exit, a crash, or killed); what it printed is in output.txt"
 
 
@@ -46,7 +49,8 @@ class World:
     """Whose code the ranks run. By module: the student's source, the project's, and the holes that are given.
 
     An empty `student` is the project's own code. `files`: others of the folder, by name. `wanted`: holes that must be
-    there. `before`: called in each rank before a job (for a fault), with the job's number.
+    there. `before`: called in each rank before a job (for a fault), with the job's number. `left`: seconds, in a list,
+    that all runs of this folder may still take. `walls`: what the ranks must not see (a file), or change (a folder).
     """
 
     modules: tuple[str, ...]
@@ -57,12 +61,17 @@ class World:
     files: dict[str, bytes] = field(default_factory=dict)
     output: Path | None = None
     before: Callable[[int], Any] | None = None
+    walls: tuple[Path, ...] = ()
+    left: list[float] = field(default_factory=lambda: [math.inf])
 
 
 class Failed(Exception):
-    """Some rank did not answer: one line that says which, and why or where it stood. `fatal`: all jobs fail so."""
+    """Some rank did not answer: one line that says which, and why or where it stood.
 
-    fatal = False
+    `fatal`: all jobs fail so. `late`: time was up.
+    """
+
+    fatal = late = False
 
 
 def frame_of(frames: list[tuple[str, int, str]]) -> str:
@@ -88,7 +97,12 @@ def complaint(error: BaseException) -> str:
 
 
 def build(world: World) -> ModuleType:
-    """The modules, in order, in the place of the project's; returns the last, the step."""
+    """The modules, in order, in the place of the project's; returns the last, the step.
+
+    What has met the project's own steps is forgotten: whoever imports it again gets one that meets the student's.
+    """
+    for name in [name for name in sys.modules if REBUILT.match(name)]:
+        del sys.modules[name]
     for name in world.modules:
         if name not in world.student:
             continue
@@ -108,9 +122,9 @@ def build(world: World) -> ModuleType:
         sys.modules[name] = module
         package, _, part = name.rpartition(".")
         if package:
-            setattr(sys.modules[package], part, module)
+            setattr(importlib.import_module(package), part, module)
         exec(code, vars(module))
-    return sys.modules[world.modules[-1]]
+    return importlib.import_module(world.modules[-1])
 
 
 def plain(value: Any) -> Any:
@@ -146,6 +160,28 @@ def control(option: int, value: int):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
+def enclose(walls: tuple[Path, ...]):
+    """Go on in namespaces of our own, if the kernel has them: no process outside is seen, and walls are closed."""
+    libc, uid, gid = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
+    private, bind, locked = 0x44000, 0x5000, 0x1 | 0x20 | 0x1000  # MS_PRIVATE and _BIND with MS_REC; read-only, remount
+    if not walls or sys.platform != "linux" or libc.unshare(0x10000000 | 0x20000000 | 0x20000):  # user, PID, mount
+        return
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        with contextlib.suppress(OSError):
+            Path(f"/proc/self/{name}").write_text(text)
+    libc.mount(None, b"/", None, private, None)
+    for path in map(os.fsencode, walls):
+        folder = os.path.isdir(path)
+        libc.mount(path if folder else b"/dev/null", path, None, bind, None)
+        if folder:
+            libc.mount(None, path, None, locked | os.statvfs(path).f_flag & 0xE, None)
+    if child := os.fork():  # the first process of the new namespace; all end with it
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        os.waitpid(child, 0)
+        os._exit(0)
+    libc.mount(b"proc", b"/proc", b"proc", 0, None)
+
+
 def host(world: World, ranks: int, jobs: list[Case], pipes: list[int], scratch: str):
     """The forked host: build the student's modules, fork the ranks, wait for them."""
     os.setsid()
@@ -177,6 +213,9 @@ def host(world: World, ranks: int, jobs: list[Case], pipes: list[int], scratch: 
             os.close(pipe)
         answer(pipes[0], dict(error=text, fatal=True))
         stay()
+    with contextlib.suppress(Exception):  # else each rank tries again, and says what is wrong
+        for kind in {type(job) for job in jobs}:
+            kind.prepare()
     children = []
     for rank in range(ranks):
         child = os.fork()
@@ -247,7 +286,7 @@ def run(world: World, jobs: list[Case], seconds: float = 60.0) -> Iterator[list[
             yield outcome
             if isinstance(outcome, Failed):
                 break
-        while isinstance(outcome, Failed) and outcome.fatal and done < len(jobs):
+        while isinstance(outcome, Failed) and (outcome.fatal or outcome.late) and done < len(jobs):
             done += 1
             yield outcome
 
@@ -264,6 +303,8 @@ def session(world: World, jobs: list[Case], seconds: float) -> Iterator[list[Any
         try:
             for reading, _ in pipes:
                 os.close(reading)
+            control(1, signal.SIGKILL)
+            enclose(world.walls)
             host(world, ranks, jobs, [writing for _, writing in pipes], scratch)
         finally:
             os._exit(1)
@@ -272,7 +313,9 @@ def session(world: World, jobs: list[Case], seconds: float) -> Iterator[list[Any
     try:
         data = {reading: bytearray() for reading, _ in pipes}
         for _ in jobs:
-            outcome = collect(child, data, scratch, seconds)
+            began, limit = time.monotonic(), min(seconds, world.left[0])
+            outcome = collect(child, data, scratch, limit)
+            world.left[0] -= time.monotonic() - began
             yield outcome
             if isinstance(outcome, Failed):
                 return
@@ -336,8 +379,9 @@ def failure(child: int, answers: dict, errors: dict[int, str], ranks: int, scrat
         failed = Failed(text if alike else f"rank {first[0]} of {ranks}: {text}")
         failed.fatal = fatal
         return failed
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGUSR1)
+    for pid in descendants(child):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
     time.sleep(0.3)
     late, stood = sorted(set(range(ranks)) - answers.keys()), []
     for rank in late:
@@ -346,4 +390,6 @@ def failure(child: int, answers: dict, errors: dict[int, str], ranks: int, scrat
         found = [(file, int(line), name) for file, line, name in re.findall(r'File "(.+)", line (\d+) in (\S+)', text)]
         stood.append(f"rank {rank}{frame_of(found[::-1]) or ' in the code around it'}")
     kinds = "an endless loop, ranks that wait for one another, or a busy machine: --seconds"
-    return Failed(f"no answer within {seconds:g} s ({kinds}): {', '.join(stood)}")
+    failed = Failed(f"no answer within {max(0, seconds):.0f} s ({kinds}): {', '.join(stood)}")
+    failed.late = True
+    return failed

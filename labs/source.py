@@ -95,7 +95,7 @@ def fingerprint(node: ast.FunctionDef) -> str:
 REACHES = re.compile(  # what a right solution does not need, and a look at the grader or at the solution does
     r"\b(labs|sys|os|io|inspect|exec|eval|compile|open|importlib|__import__|subprocess|ctypes|gc|runpy|pathlib|globals"
     r"|pickle|tests|socket|signal|variants|services|step0\d_\w+|Path|load|from_?file|memmap|loadtxt|genfromtxt|read_\w+"
-    r"|setattr|mock"
+    r"|setattr|mock|_getframe|settrace|vars|locals"
     r"|__\w+__(?<!__init__)(?<!__name__)(?<!__main__)(?<!__future__)(?<!__class__))\b"
 )
 
@@ -132,6 +132,13 @@ def words_of(text: str) -> Iterator[str]:
             name = ast.unparse(node)
             if name.split(".")[0] in foreign:  # torch.x = ...: for the judge, too
                 yield name
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            name = f"{node.value.id}.{node.attr}"
+            if node.value.id in ("os", "sys") or name in ("torch.save", "torch.load"):
+                yield name
+        by_name = isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "delattr")
+        if by_name and len(node.args) > 1 and not isinstance(node.args[1], ast.Constant):
+            yield f"getattr({ast.unparse(node.args[1])[:30]})"
         for word in (getattr(node, "id", None), getattr(node, "attr", None), getattr(node, "module", None)):
             yield from REACHES.findall(word or "")
         if isinstance(node, ast.Import):

@@ -1,6 +1,7 @@
 """What a function did, in order: matmuls, collectives, waits. It sees torch's own operations, so any style of call.
 
 A collective is booked with the bytes that this rank sends of it, as common/comm.py counts them, by mesh dimension.
+Functional ones (torch.distributed._functional_collectives) count alike: `wait_tensor` is their wait.
 """
 
 from collections import Counter
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from common.comm import Mesh
 
 COMPUTE = ("mm", "bmm", "addmm", "baddbmm", "attention")
+NAMES = dict(all_reduce="allreduce", all_to_all_single="alltoall_base")  # what functional collectives are called here
 
 
 class Event(NamedTuple):
@@ -35,16 +37,13 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self.events: list[Event] = []
         self.works: list[Any] = []  # of all starts; None when it has been waited for, or it would hold memory
-        self.names = {g.handle.group_name: g.name for g in mesh.groups.values() if g.handle is not None}
+        self.mesh = mesh
 
     def __enter__(self) -> "Tape":
         real = dist.Work.wait
 
         def wait(work: Any, *args: Any) -> Any:
-            number = next((i for i, other in enumerate(self.works) if other is work), -1)
-            self.events.append(Event("wait", number))
-            if number >= 0:
-                self.works[number] = None
+            self.waited(next((i for i, other in enumerate(self.works) if other is work), -1))
             return real(work, *args)
 
         self.patch = mock.patch.object(dist.Work, "wait", wait)
@@ -57,32 +56,47 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         space, _, name = function.name().partition("::")
-        name = name.split(".")[0]
-        if space == "c10d":
-            self.book(name.strip("_"), args)
+        name, functional = name.split(".")[0].rstrip("_"), space == "_c10d_functional"
+        if functional and name == "wait_tensor":
+            where = args[0].untyped_storage()._cdata
+            self.waited(next((i for i, work in enumerate(self.works) if work == where), -1))
         elif any(word in name for word in COMPUTE):
             self.events.append(Event("compute", name))
         result = function(*args, **kwargs or {})
-        if space == "c10d":
+        if functional and name != "wait_tensor":
+            group, splits = args[-1], args[-2]
+            group = dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
+            self.book(NAMES.get(name, name), (*args, result), group, splits if isinstance(splits, list) else ())
+            self.works.append(result.untyped_storage()._cdata)
+        elif space == "c10d":
+            group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+            self.book(name.strip("_"), args, group, args[4] if len(args) > 4 else ())
             work = result[-1] if isinstance(result, tuple) else result
             self.works.append(dist.Work.unbox(work) if isinstance(work, torch.ScriptObject) else None)
         return result
 
-    def book(self, name: str, args: tuple):
-        """A collective begins."""
-        group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
-        n, whole = group.size(), max((x.nbytes for x in tree_leaves(args) if isinstance(x, Tensor)), default=0)
-        share = dict(allreduce=2 * (n - 1) / n, allgather=n - 1, reduce_scatter=n - 1, send=1.0, recv=0.0)
-        sent = share.get(name, (n - 1) / n) * whole
-        if name == "alltoall_base" and len(args) > 4 and args[4]:  # parts of different lengths
-            sent = args[1].nbytes * (1 - args[4][group.rank()] / max(1, sum(args[4])))
-        peer = args[2] if name in ("send", "recv") else -1
-        self.events.append(Event("start", name, sent, self.names.get(group.group_name, "other"), peer))
+    def waited(self, number: int):
+        """Something has been waited for."""
+        self.events.append(Event("wait", number))
+        if number >= 0:
+            self.works[number] = None
 
-    def sent(self) -> dict[str, float]:
+    def book(self, name: str, args: tuple, group: dist.ProcessGroup, splits: Any):
+        """A collective begins. `splits`: in an all-to-all, how many rows go to each rank, if not alike."""
+        n, sizes = group.size(), [x.nbytes for x in tree_leaves(args) if isinstance(x, Tensor)]
+        share = dict(allreduce=2 * (n - 1) / n, allgather=n - 1, reduce_scatter=n - 1, send=1.0, recv=0.0)
+        sent = share.get(name, (n - 1) / n) * max(sizes, default=0)
+        if name == "alltoall_base" and splits:
+            given = sizes[isinstance(args[1], Tensor)]  # torch's own has the output first
+            sent = given * (1 - splits[group.rank()] / max(1, sum(splits)))
+        peer = args[2] if name in ("send", "recv") else -1
+        names = {g.handle.group_name: g.name for g in self.mesh.groups.values() if g.handle is not None}
+        self.events.append(Event("start", name, sent, names.get(group.group_name, "other"), peer))
+
+    def sent(self, since: int = 0) -> dict[str, float]:
         """Bytes that this rank has sent, by mesh dimension; dimensions with none are left out."""
         total: Counter[str] = Counter()
-        for event in self.events:
+        for event in self.events[since:]:
             total[event.dim] += event.sent
         return {dim: round(amount, 6) for dim, amount in total.items() if amount}
 
@@ -94,10 +108,18 @@ class Tape(TorchDispatchMode):
         """How often something was waited for."""
         return sum(event.kind == "wait" for event in self.events)
 
-    def hidden(self) -> int:
-        """How many matmuls ran while something was under way."""
-        under_way = count = 0
-        for kind, *_ in self.events:
-            under_way = max(0, under_way + (kind == "start") - (kind == "wait"))
-            count += kind == "compute" and under_way > 0
+    def left(self) -> list[str]:
+        """What has been started and not been waited for."""
+        return [event.what for event, work in zip(self.starts(), self.works, strict=True) if work is not None]
+
+    def hidden(self, word: str = "") -> int:
+        """How many matmuls ran while something was under way: of the operations with this word in their names."""
+        under_way, started, count = set(), 0, 0
+        for kind, what, *_ in self.events:
+            if kind == "start":
+                under_way |= {started} if word in what else set()
+                started += 1
+            elif kind == "wait":
+                under_way -= {what}
+            count += kind == "compute" and bool(under_way)
         return count

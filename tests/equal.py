@@ -24,7 +24,6 @@ from common.layout import layout_of
 from common.model import IGNORE, PRESETS, ModelConfig
 from services.run import ServedRun
 from services.seam import OpenRun, check, compose
-from tests import faults
 from variants import Parts
 
 FEW = 150_000  # tokens: more than any test reads
@@ -192,7 +191,7 @@ def watch(step_name: str, options: dict[str, Any], kind: type = Watch) -> Seeing
     check(config, dist.get_world_size() if dist.is_initialized() else 1)
     with ExitStack() as stack:
         for name in patch.split():
-            stack.enter_context(faults.injected(name))
+            stack.enter_context(importlib.import_module("tests.faults").injected(name))
         run = stack.enter_context(kind(config))
         importlib.import_module(step_name).train(config, run)
     return run

@@ -1,9 +1,9 @@
-"""Wrong solutions of the labs' tasks, by (lab, task): (name, owner, old, new), text that changes in the step's file.
+"""Wrong solutions of the labs' tasks, by (lab, task): (name, owner, old, new, ...), text that changes in the file.
 
 Beside these, a task's `faults` name rows of tests/faults.py. tests/test_labs.py hands each of them in: it loses points.
 """
 
-ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
+ROWS: dict[tuple[int, int], list[tuple[str, ...]]] = {
     (1, 1): [
         ("the cosine ends at zero", "learning_rate", "0.1 + 0.45", "0.5"),
     ],
@@ -25,12 +25,16 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
     (2, 1): [
         ("not waited for", "NaiveSync", "group=group.handle)", "group=group.handle, async_op=True)"),
         ("all are summed over dp", "NaiveSync", "data_parallel_group(param, self.mesh)", 'self.mesh["dp"]'),
+        ("no guard for a group of one", "NaiveSync", "if group.size > 1:", "if True:"),
     ],
     (2, 2): [
         ("what arrives has another dtype", "RingSync", "torch.empty_like(target)", "torch.zeros(target.shape)"),
         ("torch's all-reduce after all", "RingSync", "        for s in range(2 * (n - 1)):",
          "        dist.all_reduce(gradient, group=group.handle)\n        for s in range(0):"),
         ("only the first half", "RingSync", "range(2 * (n - 1))", "range(n - 1)"),
+        ("a ring of the whole world", "RingSync",
+         "n, r = group.size, group.rank",
+         "n, r = dist.get_world_size(), dist.get_rank()"),
     ],
     (2, 3): [
         ("a buffer in the parameters' dtype", "Bucket", "params[0].grad_dtype", "params[0].dtype"),
@@ -47,9 +51,26 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
         ("sent out of order", "BucketSync",
          "        while self.unsent and self.unsent[0].missing == 0:\n            self.send(self.unsent.pop(0))",
          "        if bucket.missing == 0:\n            self.unsent.remove(bucket), self.send(bucket)"),
+        ("dp whatever the record says", "BucketSync",
+         "fill_buckets(backwards, mesh,",
+         "fill_buckets(backwards, dict.fromkeys(mesh.groups, mesh[\"dp\"]),"),
+        ("the last sum alone is awaited", "BucketSync",
+         "        for pending in self.pending:\n"
+         "            pending.wait()",
+         "        self.pending[-1].wait()"),
+        ("sums of earlier steps are kept", "BucketSync",
+         "self.unsent, self.pending = list(self.buckets), []",
+         "self.unsent, self.pending = list(self.buckets), getattr(self, 'pending', [])"),
+        ("hooks on what does not train", "BucketSync", "if param.requires_grad]", "]"),
     ],
     (2, 5): [
         ("the sync begins with one addition", "train", "sync.begin(len(xs))", "sync.begin(1)"),
+        ("the first learning rate for ever", "train", "learning_rate(step, config)", "learning_rate(0, config)"),
+        ("clip 0 leaves nothing", "train", "if config.grad_clip and norm else 1.0", "if norm else 1.0"),
+        ("recomputation is ignored", "train", "RECOMPUTE[config.recompute](model)", "pass"),
+        ("a new optimizer in each step", "train",
+         "sync.begin(len(xs))",
+         "sync.begin(len(xs)), optimizer.torch_optimizer.state.clear()"),
     ],
     (3, 1): [
         ("a layer's number has one digit", "unit_names", "layers\\.\\d+", "layers\\.\\d"),
@@ -71,20 +92,36 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
         ("the first learning rate for ever", "Zero1", 'group["lr"] = lr', 'group.setdefault("lr", lr)'),
         ("masters are not copied back", "Zero1", "unit.shard.copy_(unit.master)", "pass"),
         ("gradients stay", "Zero1", "unit.gradient = unit.reduced_shard = unit.grad_shard = None", "pass"),
+        (".grad stays", "Zero1", "                param.grad = None", "                pass"),
+        ("weights are not awaited", "Zero1",
+         "        for pending in [all_gather(unit.flat, unit.shard, unit.group) for unit in self.units]:\n"
+         "            pending.wait()",
+         "        self.arriving = [all_gather(unit.flat, unit.shard, unit.group) for unit in self.units]"),
     ],
     (3, 4): [
         ("waiting at once", "Zero2", "self.in_flight = unit, self.reduce(unit)",
          "self.in_flight = unit, self.reduce(unit)\n        self.land()"),
         ("whole gradients stay", "Zero2", "param.grad = None\n        unit.missing", "unit.missing"),
+        ("what does not train is missing", "Zero2", "len(unit.trained)", "len(unit.named)"),
     ],
     (3, 5): [
         ("never freed", "ShardedUnit", "self.flat.untyped_storage().resize_(0)", "pass"),
         ("gathered again", "ShardedUnit", "if not self.gathered:", "if self.gathering.wait() is None:"),
+        ("freed while it arrives", "ShardedUnit",
+         "            self.gathering.wait()\n"
+         "            self.flat",
+         "            self.flat"),
     ],
     (3, 6): [
         ("nothing is gathered in advance", "Zero3", "[*self.uses[i], *self.uses[ahead]]", "self.uses[i]"),
         ("weights stay after forward", "Zero3", "                unit.free()", "                pass"),
         ("a tied head's weights go", "Zero3", "if unit not in self.uses[min(i + 1, len(self.uses) - 1)]:", "if True:"),
+        ("fetch waits for both", "Zero3",
+         "        for unit in self.uses[i]:\n"
+         "            unit.gathering.wait()",
+         "        for unit in [*self.uses[i], *self.uses[ahead]]:\n"
+         "            unit.gathering.wait()"),
+        ("a hook where there is no graph", "Zero3", "output.requires_grad and ", ""),
     ],
     (4, 1): [
         ("the caller's tensor", "sum_over_ranks", "x.clone(memory_format=torch.contiguous_format)", "x.contiguous()"),
@@ -118,16 +155,24 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
         ("merge: parts count alike", "merge", "torch.sigmoid(part_lse - lse)[..., None]", "0.5"),
         ("merge: exp overflows", "merge", "torch.logaddexp(lse, part_lse)", "(lse.exp() + part_lse.exp()).log()"),
         ("merge: not in place", "merge", "o.lerp_(", "o = o.lerp("),
+        ("merge: without a cast", "merge", "part_o.to(o.dtype)", "part_o"),
+        ("merge: changes its input", "merge",
+         "o.lerp_(part_o.to(o.dtype), torch.sigmoid(part_lse - lse)[..., None])",
+         "o.add_(part_o.to(o.dtype).sub_(o).mul_(torch.sigmoid(part_lse - lse)[..., None]))"),
     ],
     (5, 2): [
         ("zigzag: before and after", "zigzag_visible", "source < rank", "source > rank"),
         ("zigzag: all see all", "zigzag_visible", "(whole, first, False)", "(whole, whole, False)"),
         ("zigzag: an odd number of tokens", "zigzag_positions", "if seq_len % (2 * n):", "if False:"),
+        ("zigzag: half of a rounded quotient", "zigzag_positions", "seq_len % (2 * n)", "(seq_len // n) % 2"),
     ],
     (5, 3): [
         ("backward: softmax of the part", "part_gradients", "p = (scaled_scores(q, k, causal) - lse[..., None]).exp()",
          "p = scaled_scores(q, k, causal).softmax(-1)"),
         ("backward: without rowsum", "part_gradients", "(dp - delta)", "dp"),
+        ("backward: in 16 bits", "part_gradients",
+         "q, k, v, o, do = same_heads(q, k, v, o, do)",
+         "q, k, v, o, do = (x.to(k.dtype) for x in same_heads(q, k, v, o, do))"),
     ],
     (5, 4): [
         ("ring: waits at once", "RingAttention", "            for queries, keys, causal in visible(r",
@@ -141,6 +186,28 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
         ("ring: sums in 16 bits", "RingAttention", "(torch.zeros_like(x, dtype=wide(q.dtype)) for x in (q, kv))",
          "(torch.zeros_like(x) for x in (q, kv))"),
         ("ring: a message too many", "RingAttention", "if hop + 1 < n:", "if True:"),
+        ("ring: received after the work", "RingAttention",
+         "sending = exchange([(kv, (r + 1) % n)], [(next_kv, (r - 1) % n)], group)",
+         "sending = exchange([(kv, (r + 1) % n)], [], group)",
+         "                sending.wait()\n"
+         "                kv = next_kv\n"
+         "        o = o",
+         "                exchange([], [(next_kv, (r - 1) % n)], group).wait()\n"
+         "                sending.wait()\n"
+         "                kv = next_kv\n"
+         "        o = o"),
+        ("ring: the output is kept on ctx", "RingAttention",
+         "ctx.group, ctx.visible = group, visible",
+         "ctx.group, ctx.visible, ctx.o = group, visible, o"),
+        ("ring: all parts are held", "RingAttention",
+         "own = kv = torch.stack((k, v))",
+         "own = kv = torch.stack((k, v))\n"
+         "        held = []",
+         "                kv = next_kv\n"
+         "        o = o",
+         "                held.append(kv)\n"
+         "                kv = next_kv\n"
+         "        o = o"),
     ],
     (5, 5): [
         ("heads repeated before the ring", "ring_attention", "for x in (q, k, v))",
@@ -156,12 +223,17 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
         ("interleaved: backwards in order of forwards", "one_f_one_b_order", "reversed(stages)", "stages"),
         ("interleaved: as afab", "interleaved", "(v - 1) * p + min(v, 2) * (p - 1 - rank)", "v * m"),
         ("interleaved: rounds that are not full", "interleaved", "if v > 1 and m % p:", "if False:"),
+        ("interleaved: all forward if m = p", "interleaved",
+         "warm_up=(v - 1) * p + min(v, 2) * (p - 1 - rank))",
+         "warm_up=v * m if m == p else (v - 1) * p + min(v, 2) * (p - 1 - rank))"),
     ],
     (6, 2): [
         ("a stage forgets positions", "forward_stage", "rope_tables(positions,",
          "rope_tables(torch.arange(len(positions)),"),
         ("the output is kept", "Pipeline", "= x, get_gradient_edge(y)", "= x, y"),
         ("the last loss only", "Pipeline", "self.loss += y", "self.loss = y"),
+        ("graphs are never popped", "Pipeline", "self.graphs.pop((i, stage))", "self.graphs[i, stage]"),
+        ("RoPE in 16 bits", "forward_stage", "wide(x.dtype)", "x.dtype"),
     ],
     (6, 3): [
         ("a send before the receive", "Pipeline", "exchange(sends, receives, self.group).wait()",
@@ -173,6 +245,16 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
          "self.backward(i, stage, dy)"),
         ("AFAB: gradients in the order of a stack", "Pipeline", "dx = self.backward(i, stage, dy)",
          "dx = self.backward(m - 1 - i, stage, dy)"),
+        ("peers by their world ranks", "Pipeline",
+         "        exchange(sends, receives, self.group).wait()",
+         "        import torch.distributed as dist\n"
+         "        works = [dist.isend(x, to, group=self.group.handle) for x, to in sends]\n"
+         "        for work in works + [dist.irecv(x, of, group=self.group.handle) for x, of in receives]:\n"
+         "            work.wait()"),
+        ("two exchanges where one is needed", "OneForwardOneBackward",
+         "dy = self.send_forward(y, recv_backward=i - warm_up)",
+         "self.send_forward(y)\n"
+         "            dy = self.recv_backward(i - warm_up)"),
     ],
     (6, 4): [
         ("receives at the end", "add_messages", 'programs[peer].append(Instruction("receive", needs_it, rank))',
@@ -185,11 +267,30 @@ ROWS: dict[tuple[int, int], list[tuple[str, str, str, str]]] = {
          "[(box.pop(action)[0], peer)], [], self.group)\n                sent[peer].wait()\n"),
         ("inputs are not awaited", "ListPipeline", "                pending.wait()\n                output",
          "                output"),
+        ("sends are held to the end", "ListPipeline",
+         "                sent[peer].wait()\n"
+         "                sent[peer] = exchange(",
+         "                sent[peer, action] = exchange("),
+        ("the last send is never awaited", "ListPipeline",
+         "        for pending in sent.values():\n"
+         "            pending.wait()",
+         "        pass"),
+        ("peers by direction", "ListPipeline",
+         "(box.pop(action)[0], peer)",
+         "(box.pop(action)[0], (self.group.rank + (1 if action.kind == 'F' else -1)) % self.group.size)",
+         "exchange([], [(buffer, peer)]",
+         "exchange([], [(buffer, (self.group.rank - (1 if action.kind == 'F' else -1)) % self.group.size)]"),
     ],
     (6, 5): [
         ("all embeddings count twice", "keep_stage", "elif model.config.tied and places[0].rank != places[-1].rank:",
          "elif model.config.tied:"),
         ("layers of the first stage only", "keep_stage", "for place in mine for n", "for place in mine[:1] for n"),
+        ("absent modules are deleted", "keep_stage",
+         "trunk.norm = model.lm_head = None",
+         "del trunk.norm, model.lm_head"),
+        ("sum_tied: a new tensor", "sum_tied",
+         "gradients[TIED] += theirs",
+         "gradients[TIED] = gradients[TIED] + theirs"),
     ],
     (7, 1): [
         ("experts in another order", "ExpertLinear", "self.weight, strict", "self.weight.flip(0), strict"),

@@ -29,13 +29,15 @@ S4 = "step04_tp_sp"
 EXHAUSTIVE = pytest.mark.exhaustive
 
 
-def changed(text: str, owner: str, old: str, new: str) -> str:
-    """A source in which a function or class has other text. Raises KeyError if the old text is not in it."""
+def changed(text: str, owner: str, *pairs: str) -> str:
+    """A source in which a function or class has other text: old, new, ... Raises KeyError if one is missing."""
     (node,) = [node for node in ast.parse(text).body if getattr(node, "name", "") == owner]
-    part = ast.get_source_segment(text, node)
-    if old not in part:
-        raise KeyError(f"{old!r} is not in {owner}")
-    return text.replace(part, part.replace(old, new))
+    part = before = ast.get_source_segment(text, node)
+    for old, new in zip(pairs[::2], pairs[1::2], strict=True):
+        if old not in part:
+            raise KeyError(f"{old!r} is not in {owner}")
+        part = part.replace(old, new)
+    return text.replace(before, part)
 
 
 def handed_in(path: Path, number: int, *changes: tuple[str, str], only: int = 0, answer: bool = False) -> Folder:
@@ -183,7 +185,7 @@ def test_the_project_earns_all_points(tmp_path, number):
         assert not [r.text for r in judged(folder, *range(1, len(lab.tasks) + 1), 0) if r.text]
 
 
-def sabotaged(path: Path, number: int, row: tuple[str, str, str, str]) -> Folder:
+def sabotaged(path: Path, number: int, row: tuple[str, ...]) -> Folder:
     """A folder with the project's code, but for one change."""
     folder = handed_in(path, number)
     for module, text in folder.sources.items():

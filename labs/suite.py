@@ -1,0 +1,216 @@
+"""The suite as a judge: a step's rows (tests/rows.py, tests/faults.py) and schedules' tests, with a student's step.
+
+A row is a whole run of a layout: losses, gradients, norms and weights of each step, gathered from all ranks, and the
+loss of a look at the model without a graph; beside them bytes, waits, graphs and memory. The variants, the services
+and the later steps are imported anew after the student's file, so they build on it. What all this should be is what
+the project's file finds, in processes of its own. A copy for students, which has no tests, keeps it in `KEPT`.
+"""
+
+import gc
+import importlib
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from common import UserError
+from common.comm import Mesh
+from labs import ranks
+from labs.course import BOUND, FOUND, Case, Criterion, Row, at_most_times
+from labs.tape import Tape
+
+KEPT = Path(__file__).with_name("suite.pt")  # of a handout: by row, its flags, and what each rank should find
+TESTS = Path(__file__).parents[1] / "tests/rows.py"  # a handout has none
+SGD = dict(optimizer="sgd", lr=0.5)
+ALL = dict(steps=3, grad_clip=0.0, recompute="full")  # AdamW, a changing rate, nothing clipped, layers run again
+FROZEN = dict(patch="frozen")  # of tests/faults.py: a matrix and a norm do not train
+
+# Beside the rows that tests/faults.py names: (ranks, step, flags). The last of each step attaches a variant to it.
+ROWS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "step 1": (1, "step01_single_gpu", ALL),
+    "step 1, frozen": (1, "step01_single_gpu", FROZEN | SGD),
+    "step 1, muon": (1, "step01_single_gpu", dict(optimizer="muon", micro_batch_size=5)),
+    "step 2": (2, "step02_ddp", ALL | dict(bucket_mb=0.01)),
+    "step 2, frozen": (2, "step02_ddp", FROZEN | SGD | dict(bucket_mb=0.01)),
+    "step 2, overlap": (2, "step02_ddp", dict(sync="overlap", micro_batch_size=4, **SGD)),
+    "step 3": (2, "step03_zero", ALL | dict(zero=3)),
+    "step 3, tied": (3, "step03_zero", dict(zero=3, tied=True, **SGD)),
+    **{f"step 3, frozen {n}": (2, "step03_zero", FROZEN | SGD | dict(zero=n)) for n in (1, 2, 3)},
+    "step 3, offload": (2, "step03_zero", dict(zero=1, offload_optimizer="cpu", **SGD)),
+    "step 4": (4, "step04_tp_sp", ALL | dict(tp=2, zero=1, tied=True)),
+    "step 4, no sp": (2, "step04_tp_sp", dict(tp=2, sp=False, tied=True, micro_batch_size=3)),
+    "step 4, overlap": (2, "step04_tp_sp", dict(tp=2, tp_overlap=True, **SGD)),
+    "step 5": (4, "step05_cp_ring", ALL | dict(cp=2, tp=2, tied=True)),
+    "step 5, zero": (4, "step05_cp_ring", dict(cp=2, zero=2, **SGD)),
+    "step 5, flash": (2, "step05_cp_ring", dict(cp=2, cp_kernel="flash", **SGD)),
+    "step 6": (4, "step06_pipeline", ALL | dict(pp=2, tp=2, zero=1, tied=True)),
+    "step 6, afab": (2, "step06_pipeline", dict(pp=2, schedule="afab", zero=3, **SGD)),
+    "step 6, V": (3, "step06_pipeline", dict(pp=3, schedule="zbv", n_layers=6, tied=True, **SGD)),
+    "step 7": (4, "step07_moe_ep", ALL | dict(cp=2, tp=2, ep=2, experts=4)),
+    "step 7, pp": (4, "step07_moe_ep", dict(pp=2, ep=2, experts=6, experts_per_token=1, zero=2)),
+    "step 7, rows": (2, "step07_moe_ep", dict(ep=2, ep_mode="rows", experts=4, **SGD)),
+}
+CALLS = {  # tests that take no pool, by name: module, function, arguments
+    f"{name}, v={v}": ("tests.test_schedules", test, (name, *more))
+    for name, v in (("afab", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 2), ("interleaved", 3))
+    for test, *more in (("test_bubble_without_w", v),)
+}
+CALLS |= {f"schedules of {name}": ("tests.test_schedules", "test_every_size_is_complete_and_ends", (name,))
+          for name in ("afab", "1f1b", "interleaved")}  # fmt: skip
+CALLS["in flight"] = ("tests.test_schedules", "test_activations_in_flight", ())
+
+
+@lru_cache
+def kept() -> dict[str, Any]:
+    """Of a handout."""
+    return torch.load(KEPT, weights_only=True) if KEPT.exists() else {}
+
+
+def there(name: str) -> bool:
+    """Whether this copy of the project can carry out a row: a handout has some of one lab."""
+    return TESTS.exists() or name in kept()
+
+
+def row_of(name: str) -> tuple[int, str, dict[str, Any]]:
+    """(ranks, step, flags) of a row by its name."""
+    if not TESTS.exists():
+        return tuple(kept()[name][:3])
+    if name in ROWS:
+        return ROWS[name]
+    row = importlib.import_module("tests.faults").SMALL_ROWS[name]
+    row = importlib.import_module("tests.rows").sized(row)
+    return row.ranks, row.step, row.base | row.layout
+
+
+def digest(x: Any) -> Tensor:
+    """Five numbers that differ where a tensor does: its norm, and what it is along four directions."""
+    x = torch.as_tensor(x, dtype=torch.float64).flatten()
+    along = torch.randn(4, len(x), generator=torch.Generator().manual_seed(len(x)), dtype=torch.float64)
+    return torch.cat((x.norm()[None], along @ x))
+
+
+def watched() -> tuple[Any, type]:
+    """tests/equal.py, and its watch with instruments. Both are imported here, after the student's step."""
+    equal = importlib.import_module("tests.equal")
+    look = importlib.import_module("services.evaluation").look
+    MemoryTimeline = importlib.import_module("services.memory").MemoryTimeline
+
+    class Seen(equal.Watch):
+        """Looks into the run."""
+
+        def steps(self, **parts: Any) -> Iterator[int]:
+            """With instruments; in the end, a look at the model without a graph."""
+            self.tape, self.memory = Tape(parts.get("mesh") or Mesh(dp=1)), MemoryTimeline()
+            self.alive, self.most, self.runs, self.rows, self.since = weakref.WeakSet(), 0, Counter(), [], (0, 0)
+            for number, layer in parts["model"].model.layers.items():
+                layer.mlp.register_forward_pre_hook(lambda *_, number=number: self.runs.update([number]))
+                layer.mlp.register_forward_hook(self.ran)
+            with self.memory, self.tape:
+                yield from super().steps(**parts)
+            found = look(self.parts, *(x[:2] for x in parts["data"].batch(0)))
+            self.rows.append(("after training: the loss of a look without a graph", found, FOUND))
+
+        def ran(self, _mlp: Any, _inputs: tuple, y: Tensor):
+            """A layer has."""
+            if y.grad_fn is not None:
+                y.grad_fn.metadata["token"] = token = torch.nn.Module()  # it lives as long as the graph
+                self.alive.add(token)
+                self.most = max(self.most, len(self.alive))
+
+        def gather(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
+            """Unseen."""
+            with _disable_current_modes():
+                return super().gather(local)
+
+        def record(self, step: int, tokens: int, **numbers: float):
+            """At the end of a step."""
+            says, sent = f"step {step + 1}: ", self.tape.sent(self.since[0])
+            bytes_alive = [*accumulate(event.bytes for event in self.memory.events)]
+            found = {
+                "lr": (numbers["lr"], FOUND),
+                "tokens": (tokens, FOUND),
+                "how often each layer has run": (dict(self.runs), FOUND),
+                "messages and sums that nobody has waited for": (sorted(self.tape.left()), []),
+                "graphs of layers that are alive at a time": (self.most, at_most_times(1)),
+                "graphs of layers that are alive at the end": (len(self.alive), at_most_times(1)),
+                "bytes alive at a time": (max(bytes_alive[self.since[1] :]), at_most_times(1.25)),
+                "bytes alive at the end": (bytes_alive[-1], at_most_times(1.25)),
+            }
+            dims = set(self.tape.mesh.groups) - {"sequence", "expert_data"}
+            found |= {f"bytes sent over {dim}": (sent.get(dim, 0.0), at_most_times(1.05)) for dim in sorted(dims)}
+            self.rows += [(says + name, *values) for name, values in found.items()]
+            self.since, self.most = (len(self.tape.events), len(bytes_alive)), len(self.alive)
+            self.runs.clear()
+            super().record(step, tokens, **numbers)
+
+    return equal, Seen
+
+
+class Suite(Case):
+    """A row of ROWS or SMALL_ROWS, or one of CALLS, by its name."""
+
+    def setup(self):
+        self.prepare()  # what these import of others' is there then in every process that is forked
+        call = self.name in CALLS
+        self.ranks, self.step, self.flags = (1, "", {}) if call else row_of(self.name)
+        self.mesh, self.seed = dict(dp=self.ranks), 0  # the same for every id
+
+    def __str__(self) -> str:
+        flags = [f"--no-{k}" if v is False else f"--{k} {v}" for k, v in self.flags.items()]
+        return " ".join([f"{self.ranks} ranks,", *flags]).replace("_", "-") if flags else self.name
+
+    @classmethod
+    def prepare(cls):
+        if watched():
+            importlib.import_module("services.seam").plugins()
+
+    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
+        if self.name in CALLS:
+            module, test, arguments = CALLS[self.name]
+            try:
+                getattr(importlib.import_module(module), test)(*arguments)
+                yield self.name, "", ""
+            except AssertionError as error:
+                yield self.name, f"another order, time or memory than the papers' {error}".strip(), ""
+            return
+        equal, kind = watched()
+        gc.collect(), gc.disable()
+        run = equal.watch(self.step, self.flags, kind)
+        gc.enable()
+        numbers = SimpleNamespace(
+            losses=[row["loss"] for row in run.history], norms=[row["grad_norm"] for row in run.history],
+            gradients=run.gradients, parameters=run.parameters,
+        )  # fmt: skip
+        yield from ((name, digest(value), FOUND) for name, value in equal.by_name(numbers).items())
+        yield from run.rows
+
+
+def suite(points: int, *names: str, says: str = "", bound: float = BOUND) -> Criterion:
+    """A criterion: the file as it stands, in these rows of the suite."""
+    says = says or f"the file in the project's own tests: {'; '.join(names)}"
+    return Criterion(says, points, Suite, tuple(dict(name=name) for name in names), bound=bound, whole=True)
+
+
+def keep(lab: Any, target: Path):
+    """For a handout: write what the project's file finds in the lab's rows, but for those of variants and patches."""
+    known = {field.name for field in fields(importlib.import_module(lab.modules[-1]).Config)}
+    known |= {"patch", *importlib.import_module("tests.equal").SHAPE}
+    cases = [Suite(0, **case) for task in lab.tasks for c in task.criteria if c.kind is Suite for case in c.cases]
+    cases = [case for case in cases if case.step and {"patch"} - {*case.flags} and {*case.flags} <= known]
+    found: dict[str, Any] = {}
+    for n in sorted({case.ranks for case in cases}):
+        some = [case for case in cases if case.ranks == n]
+        for case, answers in zip(some, ranks.run(ranks.World(lab.modules), some, 120.0), strict=True):
+            if isinstance(answers, ranks.Failed):
+                raise UserError(f"the project's own {lab.modules[-1]}.py fails in {case.name!r}: {answers}")
+            found[case.name] = [case.ranks, case.step, case.flags, answers]
+    torch.save(found, target)
