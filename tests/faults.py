@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, NamedTuple
 
-from tests.rows import BIAS, DEFAULT, EXHAUSTIVE, EXPERTS, GROUPS, MASK, MUON, SGD, TIED, UNEVEN, Row
+from tests.rows import BIAS, DEFAULT, DROP, EXHAUSTIVE, EXPERTS, GROUPS, MASK, MUON, SGD, TIED, UNEVEN, Row
 
 
 class Fault(NamedTuple):
@@ -65,6 +65,8 @@ SMALL_ROWS: dict[str, Row] = {
     "plain ring": Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ring"), SGD),
     "gathered keys": Row(2, "step05_cp_ring", dict(cp=2, cp_mode="allgather"), SGD),
     "ulysses": Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses"), SGD),
+    "dropout, tp": Row(2, "step04_tp_sp", dict(tp=2), SGD | DROP),
+    "dropout, pp": Row(2, "step06_pipeline", dict(pp=2, recompute="full"), SGD | DROP),
     "documents": Row(2, "step05_cp_ring", dict(cp=2), SGD | MASK),
     "documents, reset": Row(2, "step05_cp_ring", dict(cp=2, documents="reset"), SGD | MASK),
     "documents, pp": Row(2, "step06_pipeline", dict(pp=2, recompute="full"), SGD | MASK),
@@ -462,6 +464,22 @@ FAULTS: dict[str, Fault] = {
         ("documents_of_the_forward_in_backward", "Documents",
          'for act in ("forward", "backward")', 'for act in ("forward",)',
          "backward takes the last one's", "have different metadata than during the forward")),
+    **of("variants.dropout", "dropout, tp", DEFAULT,
+        ("seed_of_a_rank", "Dropout", "self.seed & WORD", "self.seed + self.mesh.rank & WORD",
+         "each rank draws masks of its own"),
+        ("masks_of_other_tokens", "Dropout", "shards[self.mesh.rank % len(shards)]", "shards[0]",
+         "all ranks of tp drop as the first one does")),
+    **of("variants.dropout", "dropout, pp", DEFAULT,
+        ("masks_of_the_forward_in_backward", "Dropout", 'for act in ("forward", "backward")', 'for act in ("forward",)',
+         "a layer that is recomputed drops as the last forward does"),
+        ("masks_of_the_first_micro_batch", "Dropout", "self.first + self.now * self.size", "self.first",
+         "all micro-batches drop alike")),
+    **of("variants.dropout", "law: masks", DEFAULT,
+        ("masks_before_g", "Dropout", '"leave" if hasattr(block, "leave") else "forward"', '"forward"',
+         "each rank of tp keeps whole masks")),
+    **of("variants.dropout", "rule: philox", DEFAULT,
+        ("philox_nine_times", "philox", "range(10)", "range(9)", "one round is left out"),
+        ("philox_keys_in_turn", "philox", "^ d ^ k1", "^ d ^ k0", "the second key is not used")),
     **of("variants.dualpipe", "dualpipe", DEFAULT,
         ("dualpipe_copies_drift_apart", "attach", '(*layout_of(param).partial_over, "mirror")',
          "layout_of(param).partial_over", "each copy learns from its own half of the micro-batches")),

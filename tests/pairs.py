@@ -53,6 +53,7 @@ COMPUTED = {  # they change what is computed: one process has them, too
     "documents": Flag(("off", "mask", "reset"), takes=dict(end_token=32)),
     "end_token": Flag((256, 32), (DOCUMENTS,)),
     "skip_spikes": Flag((0.0, 1.5), takes=dict(steps=3)),
+    "dropout": Flag((0.0, 0.2)),
     "experts": Flag((4, 8)),
     "experts_per_token": Flag((2, 1)),
     "expert_dim": Flag((0, 24)),

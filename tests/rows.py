@@ -28,6 +28,7 @@ BIAS = dict(balance="bias", bias_speed=0.1)
 GROUPS = dict(experts=8, experts_per_token=3, expert_groups=4, groups_per_token=2, n_layers=4, moe_every=2)
 CUBE, UNEVEN_STAGES = dict(pp=2, cp=2, tp=2, ep=2), dict(pp=2, schedule="zbv", pp_split="2,1,1,1")
 MASK = dict(documents="mask", end_token=32)  # a document ends with each blank
+DROP = dict(dropout=0.2)
 
 
 class Row(NamedTuple):
@@ -101,6 +102,18 @@ ROWS = [
     Row(2, "step04_tp_sp", dict(compile=True, tp=2, recompute="full"), SGD | COMPILED, EXHAUSTIVE),
     Row(2, "step06_pipeline", dict(compile=True, pp=2), SGD | COMPILED, EXHAUSTIVE),
     Row(2, "step02_ddp", {}, dict(skip_spikes=1.001, steps=12, global_batch_size=4)),
+    Row(2, "step02_ddp", {}, DROP | SGD, does=("equals", "goes_on")),
+    Row(2, "step02_ddp", dict(sync="torch", micro_batch_size=2), DROP | SGD, EXHAUSTIVE),
+    Row(4, "step04_tp_sp", dict(tp=2, zero=3, recompute="full"), DROP),
+    Row(2, "step04_tp_sp", dict(tp=2, sp=False, recompute="selective", micro_batch_size=2), DROP | SGD | TIED),
+    Row(4, "step06_pipeline", dict(pp=2, cp=2, recompute="full"), DROP | TIED, does=("equals", "evaluates")),
+    Row(4, "step07_moe_ep", dict(pp=2, tp=2, ep=2, schedule="zb-h1", zero=2), DROP | EXPERTS | dict(dense_layers=1)),
+    *(
+        Row(4, "step07_moe_ep", dict(pp=2, tp=2, ep=2, sp=False, **more), DROP | EXPERTS | dict(n_layers=4), EXHAUSTIVE)
+        for name in ("1f1b", "afab", "interleaved", "zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe")
+        for more in (dict(schedule=name, recompute="full"), dict(schedule=name, recompute="selective", zero=1))
+    ),
+    Row(8, "step07_moe_ep", CUBE | dict(zero=3), DROP | EXPERTS, EXHAUSTIVE),
     # several that change the same calls, whoever attaches first
     *(Row(2, "step03_zero", dict(zero=n, dtype="fp16", offload_optimizer="cpu"), WIDE, bound=1e-10) for n in (1, 2)),
     Row(2, "step03_zero", dict(zero=3, dtype="fp16", offload_params="cpu"), WIDE, bound=1e-10),

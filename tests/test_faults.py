@@ -23,6 +23,7 @@ LAWS: dict[str, tuple] = {  # ranks, and a function with its arguments that ever
     "law: unused": (2, test_laws.unused),
     "law: formulas": (1, test_laws.by_formulas),
     "law: debts": (3, test_variants.sums_on_rank, "topk", True),
+    "law: masks": (2, test_variants.masks_on_rank, "step04_tp_sp", dict(tp=2)),
     "law: int8": (2, test_laws.measure, "step04_tp_sp", INT8),
     "law: int8 overlap": (2, test_laws.measure, "step04_tp_sp", INT8 | dict(tp_overlap=True)),
 }

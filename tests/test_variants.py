@@ -2,6 +2,8 @@
 
 import math
 import re
+from collections import Counter
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -18,7 +20,7 @@ from services.seam import plugins
 from step05_cp_ring import CONTEXT
 from tests import equal
 from tests.rows import COMPILED
-from variants import skip_spikes, zero_toy
+from variants import dropout, skip_spikes, zero_toy
 from variants.block_overlap import EnterLinears, start_gather, start_keep, start_scatter, start_total
 from variants.compress import Chain, Compression
 from variants.compress_activations import BLOCK, Bits
@@ -326,3 +328,41 @@ def test_prints_the_example(pools):
     first, second = pools(2).run(lines)
     assert all(line in zero_toy.__doc__ for line in first), first
     assert second[3] == "stage 3, rank 1: weights 3 4, gradient 25 25 -> own 0.5 1.5, all -1.5 -0.5 0.5 1.5"
+
+
+# --- dropout
+
+
+def masks_on_rank(step: str, options: dict) -> int:
+    """Runs on every rank: bytes of the masks [batch, tokens, dim] that a step of one micro-batch keeps for backward."""
+    kept, dim = Counter(), equal.SMALL["dim"]
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype == torch.bool and tensor.shape[-1] == dim:
+            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        equal.record(step, dict(steps=1, global_batch_size=4, micro_batch_size=4, dropout=0.2) | options)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("layout, share", [(dict(tp=1), 1), (dict(tp=2), 2), (dict(tp=2, sp=False), 1)])
+def test_masks_are_shared_out_with_the_tokens(pools, layout, share):
+    """A byte a number, 2 L + 1 times; with SP, 1/tp of it on a rank."""
+    whole = (2 * equal.SMALL["n_layers"] + 1) * 4 * equal.SMALL["seq_len"] * equal.SMALL["dim"]
+    assert set(pools(layout["tp"]).run(masks_on_rank, "step04_tp_sp", layout)) == {whole // share}
+
+
+def test_drops_a_share_of_the_numbers():
+    """P of them, everywhere others: within five standard deviations of what independent draws have."""
+    seen = []
+    for step, first, now, place in product((0, 1), (0, 8), (0, 1), (0, 3)):
+        drop = SimpleNamespace(p=0.2, first=first, now=now, size=4, key=(7, step), device=None)
+        drop.mesh, drop.here = SimpleNamespace(rank=0), torch.arange(64)
+        seen.append(dropout.Dropout.kept(drop, place, (4, 64, 90)).double())
+    masks = torch.stack(seen).flatten(1) - 0.8
+    n, spread = masks.shape[1], (0.2 * 0.8) ** 0.5
+    assert masks.mean(1).abs().max() < 5 * spread / n**0.5
+    together = (masks @ masks.T / n).fill_diagonal_(0)
+    assert together.abs().max() < 5 * spread**2 / n**0.5, "two masks are alike"
