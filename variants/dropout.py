@@ -61,6 +61,8 @@ class Dropout:
         trunk, self.p, self.size, self.seed = parts.model.model, config.dropout, config.micro_batch_size, config.seed
         seq, self.device = parts.model.config.seq_len, next(parts.model.parameters()).device
         self.here = (torch.arange(seq) if parts.positions is None else parts.positions).to(self.device)
+        ramp = parts.kept.get("variants.batch_ramp")
+        self.sequences = (lambda _: config.global_batch_size) if ramp is None else ramp.size  # of a step
         self.mesh, self.places = parts.mesh, {0: trunk.embed_tokens}
         for n, layer in trunk.layers.items():
             self.places |= {2 * int(n) + 1: layer.self_attn, 2 * int(n) + 2: layer.mlp}
@@ -75,10 +77,9 @@ class Dropout:
 
     def batch(self, read: Callable, step: int) -> tuple[Tensor, Tensor]:
         """Around `Data.batch`: a step begins, and so many sequences are shared out."""
-        tokens, targets = read(step)
         self.key, self.now = (self.seed & WORD, step), -1
-        self.first = self.mesh["dp"].share(len(tokens), "batch").start
-        return tokens, targets
+        self.first = self.mesh["dp"].share(self.sequences(step), "batch").start
+        return read(step)
 
     def enter(self, _model: Any, _inputs: tuple):
         """Before the model is called: the next micro-batch. Its backward comes before the next call."""
