@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from common.comm import Group
 from common.layout import layout_of
 from common.model import wide
 from common.schedules import Action, Place, consumer
@@ -48,6 +49,11 @@ def work_lists(config: Any, parts: Parts) -> tuple[dict[int, Place], list[Action
     return {stage: place for stage, place in enumerate(places) if place.rank == rank}, lists_of(config, parts)[rank]
 
 
+def layers_again(config: Any) -> str:
+    """What of whole layers is recomputed: the core of attention (variants/attention_scores.py) sends nothing of tp."""
+    return "none" if config.recompute == "attention" else config.recompute
+
+
 def work_of(config: Any, parts: Parts) -> Work:
     """What this rank does in a step."""
     m, dtype = shape(config, parts), next(parts.model.parameters()).dtype
@@ -57,7 +63,7 @@ def work_of(config: Any, parts: Parts) -> Work:
     begins, ends = (sum(getattr(place, end) is None for place in passed) for end in ("before", "after"))
     sums = len(layers), sum(map(m.has_experts, layers)), begins, ends
     tokens = config.micro_batch_size * m.seq_len // size(parts, "cp")
-    return Work(m, tokens, *sums, dtype.itemsize, wide(dtype).itemsize, config.recompute != "none")
+    return Work(m, tokens, *sums, dtype.itemsize, wide(dtype).itemsize, layers_again(config) != "none")
 
 
 def moment_bytes(config: Any, parts: Parts) -> int:
@@ -76,7 +82,7 @@ def held_bytes(config: Any, parts: Parts) -> dict[str, float]:
     if units:
         n, cut = (sum(unit.length * (unit.group.size if whole else 1) for unit in units) for whole in (True, False))
     batch, seq = config.micro_batch_size, w.m.seq_len // size(parts, "cp")
-    about = size(parts, "tp"), getattr(config, "sp", False), config.recompute, on_cpu, config.loss_chunk
+    about = size(parts, "tp"), getattr(config, "sp", False), layers_again(config), on_cpu, config.loss_chunk
     piece = memory.Piece(w.m, batch, seq, w.e, w.wide, *about)
     places, row = work_lists(config, parts)
     return {
@@ -88,6 +94,13 @@ def held_bytes(config: Any, parts: Parts) -> dict[str, float]:
     }
 
 
+def summed(sync: str, group: Group, n_bytes: int) -> Traffic:
+    """What step 2 sends to sum a gradient; with --sync server, the first rank to each other one."""
+    if sync == "server":
+        return Traffic({(group.name, "send"): n_bytes * (group.size - 1 if group.rank == 0 else 1) * (group.size > 1)})
+    return traffic.gradient_traffic(group.name, group.size, n_bytes, sync == "ring")
+
+
 def data_traffic(config: Any, parts: Parts) -> Traffic:
     """What gradients and, under ZeRO, weights cost."""
     found, w = Traffic(), work_of(config, parts)
@@ -95,7 +108,7 @@ def data_traffic(config: Any, parts: Parts) -> Traffic:
     if not units:
         for param in parts.model.parameters():
             dim = layout_of(param).data_dim
-            found += traffic.gradient_traffic(dim, size(parts, dim), param.numel() * w.wide, config.sync == "ring")
+            found += summed(config.sync, parts.mesh[dim], param.numel() * w.wide)
         return found
     reduced, gathered = traffic.unit_travels(*module_runs(config, parts)) if stage >= 2 else ({}, {})
     for unit in units:
@@ -168,7 +181,7 @@ def sent_bytes(config: Any, parts: Parts) -> Traffic:
     if tp > 1:
         found += traffic.tensor_traffic(w, tp, config.sp)
     if cp > 1:
-        found += traffic.context_traffic(w, cp, tp)
+        found += traffic.context_traffic(w._replace(recompute=config.recompute != "none"), cp, tp)
     if hasattr(config, "experts"):
         found += traffic.expert_traffic(w, ep, cp, tp)
     if parts.pipeline is not None:

@@ -53,6 +53,10 @@ COMPUTED = {  # they change what is computed: one process has them, too
     "documents": Flag(("off", "mask", "reset"), takes=dict(end_token=32)),
     "end_token": Flag((256, 32), (DOCUMENTS,)),
     "skip_spikes": Flag((0.0, 1.5), takes=dict(steps=3)),
+    "roll_back": Flag((0, 1), (dict(skip_spikes=(1.5,)),)),
+    "dropout": Flag((0.0, 0.2)),
+    "batch_ramp": Flag(("", "4,2"), takes=dict(global_batch_size=8, steps=3)),
+    "stale": Flag((0, 1), takes=dict(steps=3)),
     "experts": Flag((4, 8)),
     "experts_per_token": Flag((2, 1)),
     "expert_dim": Flag((0, 24)),
@@ -69,12 +73,13 @@ COMPUTED = {  # they change what is computed: one process has them, too
 }
 HOW = {  # they change how it is computed
     "dtype": Flag(("fp64", "fp32", "bf16", "fp16", "auto")),
-    "recompute": Flag(("none", "full", "selective")),
+    "recompute": Flag(("none", "full", "selective", "attention")),
+    "attention": Flag(("fused", "scores")),
     "prefetch": Flag((False, True)),
     "compile": Flag((False, True)),
     "loss_chunk": Flag((0, 5)),
     "grad_dtype": Flag(("fp32", "same"), (dict(dtype=("bf16", "fp16", "auto")),)),
-    "sync": Flag(("bucket", "naive", "ring", "overlap", "torch"), (ZERO,)),
+    "sync": Flag(("bucket", "naive", "ring", "overlap", "torch", "server"), (ZERO,)),
     "bucket_mb": Flag((1.0, 0.01), (ZERO | dict(sync=("bucket", "torch")),)),
     "compress": Flag(("none", "bf16", "int8", "topk")),
     "topk_fraction": Flag((0.01, 0.5), (dict(compress=("topk",)),)),
@@ -90,8 +95,9 @@ HOW = {  # they change how it is computed
     "cp_kernel": Flag(("formula", "flash"), (dict(cp=MORE, cp_mode=("zigzag", "ring", "allgather")),)),
     "cp_mode": Flag(("zigzag", "ring", "allgather", "ulysses"), (dict(cp=MORE),)),
     "pp": Flag((1, 2)),
-    "schedule": Flag(("1f1b", "afab", "interleaved", *W), (dict(pp=MORE),)),
-    "chunks": Flag((2, 1), (dict(schedule=("interleaved",)),)),
+    "schedule": Flag(("1f1b", "afab", "interleaved", "rounds", *W), (dict(pp=MORE),)),
+    "chunks": Flag((2, 1), (dict(schedule=("interleaved", "rounds")),)),
+    "round_size": Flag((0, 3), (dict(schedule=("rounds",)),)),
     "pp_split": Flag(("", "cost"), (dict(pp=MORE),)),
     "zb_memory": Flag((1.0, 2.0), (dict(schedule=("zb-auto",)),)),
     "zb_costs": Flag(("", "1,1,1,0.05"), (dict(schedule=("zb-auto",)),)),
@@ -129,17 +135,21 @@ REFUSED: list[tuple[Options, Options] | tuple[Options, Options, str]] = [  # wha
     (dict(optimizer=("adafactor",)), SLICES),
     (dict(optimizer=("adafactor",)), dict(tp=MORE)),
     (dict(optimizer=("adafactor",)), dict(ep=MORE)),
-    (dict(compress=("bf16", "int8", "topk")), dict(sync=("naive", "ring", "torch"))),
+    (dict(compress=("bf16", "int8", "topk")), dict(sync=("naive", "ring", "torch", "server"))),
     (dict(compress=("bf16", "int8", "topk")), dict(dtype=("fp16",))),
     (dict(sync=("torch",)), dict(dtype=("bf16", "fp16"))),
     (dict(tp_overlap=(True,)), dict(schedule=W)),
     (dict(compile=(True,)), dict(recompute=("full", "selective")), "experts"),  # in steps that have this flag
     (dict(compile=(True,), recompute=("selective",)), dict(tp=MORE)),
     (dict(compile=(True,), recompute=("selective",)), dict(cp=MORE)),
+    (dict(batch_ramp=("4,2",)), dict(dtype=("fp16",))),
+    (dict(batch_ramp=("4,2",)), dict(global_batch_size=(4,))),
+    (dict(attention=("scores",)), dict(cp=MORE)),
+    (dict(attention=("scores",)), DOCUMENTS),
 ]
 NOWHERE = {("sync", "torch"): STEPS[5:]}  # values that these steps refuse, whatever is beside them
 FEW = 1500
-UNCOUNTED = {"documents": ("mask", "reset")}  # values that --dry-run refuses
+UNCOUNTED = {"documents": ("mask", "reset"), "batch_ramp": ("4,2",)}  # values that --dry-run refuses
 
 
 @lru_cache
@@ -167,7 +177,9 @@ def complete(step: str, given: Options) -> Options:
             continue
         possible = (need for need in flag.needs if met(chosen, {name: need[name] for name in need if name in chosen}))
         need = {} if any(met(chosen, need) for need in flag.needs) else next(possible, {})
-        more = {name: values[0] for name, values in need.items() if not met(chosen, {name: values})} | flag.takes
+        more = {name: values[0] for name, values in need.items() if not met(chosen, {name: values})}
+        takes = {name: any(met(chosen, need) for need in FLAGS[name].needs or ({},)) for name in flag.takes}
+        more |= {name: flag.takes[name] for name, legal in takes.items() if legal}  # --balance none has no --bias-speed
         more = {name: value for name, value in more.items() if name in flags and name not in chosen}
         chosen, waiting = chosen | more, [*waiting, *more]
     return {name: chosen.get(name, flag.values[0]) for name, flag in flags.items()}

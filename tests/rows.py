@@ -29,7 +29,10 @@ WIDE = SLOW | dict(patch="wide")  # what fp16 does, without its rounding: scales
 BIAS = dict(balance="bias", bias_speed=0.1)
 GROUPS = dict(experts=8, experts_per_token=3, expert_groups=4, groups_per_token=2, n_layers=4, moe_every=2)
 CUBE, UNEVEN_STAGES = dict(pp=2, cp=2, tp=2, ep=2), dict(pp=2, schedule="zbv", pp_split="2,1,1,1")
+RAMP = dict(batch_ramp="4,2", global_batch_size=12, steps=4)
+BACK = dict(skip_spikes=2.0, roll_back=2, steps=5, patch="fourth_is_a_spike")
 MASK = dict(documents="mask", end_token=32)  # a document ends with each blank
+DROP, STALE = dict(dropout=0.2), dict(stale=1, steps=3)
 
 
 class Row(NamedTuple):
@@ -103,6 +106,34 @@ ROWS = [
     Row(2, "step04_tp_sp", dict(compile=True, tp=2, recompute="full"), SGD | COMPILED, EXHAUSTIVE),
     Row(2, "step06_pipeline", dict(compile=True, pp=2), SGD | COMPILED, EXHAUSTIVE),
     Row(2, "step02_ddp", {}, dict(skip_spikes=1.001, steps=12, global_batch_size=4)),
+    Row(2, "step03_zero", dict(zero=1, offload_optimizer="cpu"), BACK),
+    Row(2, "step02_ddp", dict(bucket_mb=0.01, prefetch=True), RAMP | SGD),
+    Row(4, "step06_pipeline", dict(pp=2, zero=3, schedule="interleaved"), RAMP | DROP | dict(n_layers=4)),
+    Row(4, "step07_moe_ep", dict(ep=2, cp=2, zero=2), RAMP | EXPERTS | SGD | dict(aux_loss_coeff=1.0)),
+    Row(2, "step05_cp_ring", dict(sync="torch", micro_batch_size=2), RAMP | MASK, EXHAUSTIVE),
+    Row(4, "step06_pipeline", dict(pp=2, schedule="dualpipe", recompute="full"), RAMP | MASK | DROP, EXHAUSTIVE),
+    Row(4, "step06_pipeline", dict(pp=2, zero=3), BACK | MUON, EXHAUSTIVE),
+    Row(2, "step03_zero", dict(zero=3, attention="scores"), SGD),
+    Row(4, "step06_pipeline", dict(pp=2, tp=2, attention="scores", recompute="attention", schedule="zb-h1"), TIED),
+    Row(4, "step05_cp_ring", dict(cp=2, tp=2, recompute="attention"), DROP),
+    *(
+        Row(4, "step06_pipeline", dict(pp=2, cp=2, cp_mode=mode, recompute="attention", **MASK), MASK, EXHAUSTIVE)
+        for mode in ("zigzag", "allgather", "ulysses")
+    ),
+    Row(2, "step07_moe_ep", dict(ep=2, attention="scores", recompute="selective"), EXPERTS, EXHAUSTIVE),
+    Row(1, "step01_single_gpu", dict(compile=True, attention="scores", recompute="attention"), COMPILED, EXHAUSTIVE),
+    Row(2, "step02_ddp", {}, DROP | SGD, does=("equals", "goes_on")),
+    Row(2, "step02_ddp", dict(sync="torch", micro_batch_size=2), DROP | SGD, EXHAUSTIVE),
+    Row(4, "step04_tp_sp", dict(tp=2, zero=3, recompute="full"), DROP),
+    Row(2, "step04_tp_sp", dict(tp=2, sp=False, recompute="selective", micro_batch_size=2), DROP | SGD | TIED),
+    Row(4, "step06_pipeline", dict(pp=2, cp=2, recompute="full"), DROP | TIED, does=("equals", "evaluates")),
+    Row(4, "step07_moe_ep", dict(pp=2, tp=2, ep=2, schedule="zb-h1", zero=2), DROP | EXPERTS | dict(dense_layers=1)),
+    *(
+        Row(4, "step07_moe_ep", dict(pp=2, tp=2, ep=2, sp=False, **more), DROP | EXPERTS | dict(n_layers=4), EXHAUSTIVE)
+        for name in ("1f1b", "afab", "interleaved", "zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe")
+        for more in (dict(schedule=name, recompute="full"), dict(schedule=name, recompute="selective", zero=1))
+    ),
+    Row(8, "step07_moe_ep", CUBE | dict(zero=3), DROP | EXPERTS, EXHAUSTIVE),
     # several that change the same calls, whoever attaches first
     *(Row(2, "step03_zero", dict(zero=n, dtype="fp16", offload_optimizer="cpu"), WIDE, bound=1e-10) for n in (1, 2)),
     Row(2, "step03_zero", dict(zero=3, dtype="fp16", offload_params="cpu"), WIDE, bound=1e-10),
@@ -124,6 +155,10 @@ ROWS = [
     Row(3, "step02_ddp", dict(sync="ring"), SGD),
     Row(4, "step02_ddp", dict(sync="bucket", bucket_mb=0.01), TIED),
     # variants of gradient sums
+    Row(3, "step02_ddp", dict(sync="server"), SGD),
+    Row(4, "step06_pipeline", dict(pp=2, tp=2, zero=0), STALE | SGD),
+    Row(2, "step03_zero", dict(zero=1, offload_optimizer="cpu"), STALE | MUON, EXHAUSTIVE),
+    Row(2, "step03_zero", dict(zero=3), STALE),
     Row(4, "step02_ddp", dict(sync="overlap"), TIED | SGD),
     Row(3, "step02_ddp", dict(sync="torch", bucket_mb=0.01), TIED | SGD),
     Row(4, "step05_cp_ring", dict(sync="torch", zero=0, cp=2, recompute="full")),
@@ -208,15 +243,17 @@ ROWS = [
     Row(2, "step06_pipeline", UNEVEN_STAGES | dict(zero=2, recompute="full"), TIED | dict(n_layers=5)),
     Row(2, "step06_pipeline", dict(pp=2, schedule="zb-auto", zb_memory=2.0, zero=2), SGD),
     Row(2, "step06_pipeline", dict(pp=2, schedule="dualpipe"), TIED),
+    Row(2, "step06_pipeline", dict(pp=2, schedule="rounds", round_size=3), dict(n_layers=4, global_batch_size=7)),
+    Row(3, "step06_pipeline", dict(pp=3, schedule="rounds", zero=2), dict(n_layers=6, global_batch_size=2), EXHAUSTIVE),
     Row(2, "step06_pipeline", dict(pp=2, pp_split="1,2", sync="naive"), SGD),
     *(
         Row(4, "step06_pipeline", dict(pp=2, schedule=schedule, zero=zero), TIED | dict(n_layers=4), EXHAUSTIVE)
-        for schedule in ("afab", "interleaved", "zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe")
+        for schedule in ("afab", "interleaved", "rounds", "zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe")
         for zero in (0, 1, 2, 3)
     ),
     *(
         Row(4, "step07_moe_ep", dict(pp=2, ep=2, schedule=name, zero=zero), EXPERTS | dict(n_layers=4), EXHAUSTIVE)
-        for name in ("1f1b", "afab", "interleaved", "zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe")
+        for name in ("1f1b", "afab", "interleaved", "rounds", "zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe")
         for zero in (0, 1, 2, 3)
     ),
     Row(4, "step07_moe_ep", dict(pp=4, schedule="dualpipe", zero=2), EXPERTS | dict(n_layers=4)),

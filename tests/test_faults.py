@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-from tests import equal, test_laws, test_variants
+from tests import equal, test_laws, test_schedules, test_variants
 from tests.faults import FAULTS, SMALL_ROWS, functions_of, injected, with_fault
 from tests.pool import RankError, error_of
 from tests.rows import EXHAUSTIVE, sized
@@ -23,6 +23,10 @@ LAWS: dict[str, tuple] = {  # ranks, and a function with its arguments that ever
     "law: unused": (2, test_laws.unused),
     "law: formulas": (1, test_laws.by_formulas),
     "law: debts": (3, test_variants.sums_on_rank, "topk", True),
+    "law: masks": (2, test_variants.masks_on_rank, "step04_tp_sp", dict(tp=2)),
+    "law: rounds": (1, test_schedules.of_rounds, 3, 7, 2, 4),
+    "law: ramp": (2, test_variants.ramp_on_rank, 12),
+    "law: scores": (1, test_variants.kept_in_layers, dict(attention="scores", recompute="attention")),
     "law: int8": (2, test_laws.measure, "step04_tp_sp", INT8),
     "law: int8 overlap": (2, test_laws.measure, "step04_tp_sp", INT8 | dict(tp_overlap=True)),
 }

@@ -89,6 +89,15 @@ def test_data_parallel(pools, n, sync):
             assert lists < params / 3
 
 
+def test_a_server_is_the_bottleneck(pools):
+    """Rank 0 sends (n-1) S, a message a parameter and rank; any other rank S. The loss is all-reduced as ever."""
+    n, params = 3, 9 * L + 3
+    for rank, (sent, calls) in enumerate(pools(n).run(measure, "step02_ddp", dict(sync="server"))):
+        times = 1 if rank else n - 1
+        check(sent, dict(dp=times * P * B + round(reduced(n, SCALAR))))
+        assert calls["dp", "send"] == times * params
+
+
 ZERO = [(4, 0, {}), *((n, zero, {}) for n in (2, 3, 4) for zero in (1, 2, 3))]
 ZERO += [(n, zero, dict(tied=True, recompute="full")) for n, zero in ((3, 2), (2, 3), (3, 3))]
 

@@ -1,6 +1,7 @@
 """The planner: its layouts are legal, its bytes what the dry run counts, its search complete, its errors bounded."""
 
 import csv
+import importlib
 import json
 import random
 import re
@@ -22,7 +23,7 @@ from services.dry_run import Counted, run_rank
 from services.legal import layout_of
 from services.seam import check, compose
 from tests.bench import plan as bench
-from theory import plan, seconds
+from theory import guide, plan, seconds
 from theory.footprint import gpt_layer_bytes, held
 from theory.gpus import GPUS, LATENCY, LATENCY_BETWEEN
 from theory.layouts import RECOMPUTE, Layout, balanced, illegal, meshes, network, variants
@@ -387,3 +388,29 @@ def test_a_mistake_is_one_line(capsys, arguments):
     assert plan.main(shlex.split(arguments)) == 2
     error = capsys.readouterr().err.strip()
     assert "\n" not in error and MISTAKES[arguments] in error
+
+
+@pytest.mark.parametrize(
+    "name, gpus, sequence", [("llama3-8b", 8, 8192), ("llama3-70b", 64, 32768), ("mixtral-8x7b", 32, 4096)]
+)
+def test_the_guide_ends_in_a_line_that_is_legal_and_fits(name, gpus, sequence):
+    """Read by the step's own parser, checked as a run checks it: it is the layout that was found, on all GPUs."""
+    m = replace(MODELS[name], seq_len=sequence)
+    best = search(m, gpus, 256, H100).best[0]
+    assert fits(best.held, H100)
+    text = guide.guide(name, m, best, H100, plan.ALWAYS)
+    start, nodes, each, script, *words = shlex.split(text.splitlines()[-1])
+    assert start == "torchrun" and int(nodes.split("=")[1]) * int(each.split("=")[1]) == gpus
+    config = parse(compose(importlib.import_module(script.removesuffix(".py"))), words)
+    check(config, gpus)
+    assert layout_of(config, gpus) == replace(best.layout, chunks=config.chunks)
+    assert config.chunks == best.layout.chunks or best.layout.schedule != "interleaved"
+    asked = [line for line in text.splitlines() if re.match(r"\d+\. ", line)]
+    assert len(asked) == 6 + (best.layout.pp > 1) + (gpus > 8) + (m.experts > 0)
+
+
+def test_the_guide_counts_state_as_the_planner_does():
+    """18 N, 6 N + 12 N / n, 2 N + 16 N / n, 18 N / n."""
+    for zero in range(4):
+        x = Layout(zero=zero, dp=8, global_batch_size=8)
+        assert sum(held(LLAMA, x, COURSE)[:3]) == pytest.approx(guide.state_bytes(LLAMA, zero, 8), rel=1e-3)

@@ -12,6 +12,7 @@
     --compress topk                          Karimireddy et al. 2019, algorithm 2, in numpy
     --compress, --compress-activations int8  half a step of a block's scale
     rope_tables                              transformers: Llama 3's
+    --dropout: random words                  Random123's known answers of Philox 4x32-10
 
 A rule is a function that raises AssertionError if ours is another one; tests/faults.py has mistakes that each must see.
 Theirs rounds to fp32 or bf16 in places. Under `exact` it does not, so fp64 shows a constant's last digit.
@@ -41,7 +42,7 @@ from step07_moe_ep import MoE
 from tests import bounds, equal
 from tests.equal import config_of, difference
 from tests.rows import BIAS, EXPERTS
-from variants import fp16, narrow
+from variants import dropout, fp16, narrow
 from variants.compress import Chain, Compression
 from variants.compress_activations import BLOCK, Bits
 from variants.fp16 import LossScaling
@@ -375,6 +376,22 @@ def positions():
             assert (mine[:, 0] - hf[0]).abs().max() <= bounds.roundings(torch.float32, 8) * places.max()
 
 
+# counter, key -> words: Salmon et al., Random123, tests/kat_vectors
+KNOWN_ANSWERS = """
+00000000 00000000 00000000 00000000 00000000 00000000 6627e8d5 e169c58d bc57ac4c 9b00dbd8
+ffffffff ffffffff ffffffff ffffffff ffffffff ffffffff 408f276d 41c83b0e a20bc7c6 6d5451fd
+243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0 d16cfe09 94fdcceb 5001e420 24126ea1
+"""
+
+
+def words():
+    """To the bit."""
+    for line in KNOWN_ANSWERS.strip().splitlines():
+        *counter, k0, k1 = (int(word, 16) for word in line.split()[:6])
+        found = dropout.philox([torch.tensor(word) for word in counter], (k0, k1))
+        assert [f"{int(word):08x}" for word in found] == line.split()[6:]
+
+
 RULES: dict[str, Callable[[], None]] = {
     **{name: partial(updates, name) for name in ("adamw", "adafactor", "sgd", "muon")},
     "muon, experts": partial(updates, "muon", "step07_moe_ep", steps=2, **EXPERTS),
@@ -395,6 +412,7 @@ RULES: dict[str, Callable[[], None]] = {
     "int8 gradients": partial(rounding, with_narrow),
     "int8 activations": partial(rounding, with_bits),
     "rope": positions,
+    "philox": words,
 }
 
 

@@ -21,7 +21,7 @@ UNIT = dict(F=1, B=1, W=1)
 PLAIN = dict(F=1, B=2)  # B of a schedule without W is both gradients
 COSTS = [dict(F=f, B=b, W=w) for f, b, w in product((2, 3, 5), repeat=3)]  # whole numbers: the laws hold exactly
 SIZES = [(p, m) for p in (1, 2, 3, 4, 6, 8) for m in (1, 2, 3, 5, 7, 8, 12, 16, 19, 24)]
-FLAGS = dict(chunks=2, zb_memory=1.0, zb_costs="1,1,1,0.05")
+FLAGS = dict(chunks=2, round_size=0, zb_memory=1.0, zb_costs="1,1,1,0.05")
 Lists = list[list[Action]]
 
 
@@ -209,6 +209,34 @@ def test_bubble_without_w(name, v):
         stages = v if p > 1 else 1
         for costs in [PLAIN] if v > 1 else COSTS:
             assert makespan(lists, places, costs) == (stages * m + p - 1) * (costs["F"] + costs["B"]), (p, m)
+
+
+def of_rounds(p: int, m: int, v: int, size: int) -> tuple[int, list[int]]:
+    """How long a step takes, and the stages in flight on each rank."""
+    lists, places = made("rounds", p, m, chunks=v, round_size=size)
+    return makespan(lists, places, PLAIN), [in_flight(row) for row in lists]
+
+
+@pytest.mark.parametrize("v", [1, 2, 3])
+def test_rounds_of_any_size(v):
+    """Interleaved's bubble for all m from p on, whether p divides m or not; memory grows with N, time for messages too.
+
+    With fewer micro-batches than ranks: (v p + m - 1) (f + b). With N = p where p divides m, interleaved's own lists.
+    """
+    for (p, m), more in product(SIZES, (0, 2, 7)):
+        lists, places = made("rounds", p, m, chunks=v, round_size=p + more)
+        stages = v if p > 1 else 1
+        longest = -(-m // max(1, m // (p + more)))
+        check_lists(lists, places, m)
+        check_programs(add_messages(lists, places, PLAIN), places)
+        assert makespan(lists, places, PLAIN) == 3 * (stages * max(m, p) + min(m, p) - 1)
+        flying = [(stages - 1) * longest + min(stages, 2) * (p - 1 - rank) + 1 for rank in range(p)]
+        assert m < p or [in_flight(row) for row in lists] == [min(stages * m, n) for n in flying]
+        assert more or m % p or lists == made("interleaved", p, m, chunks=v)[0]
+        if stages > 1 and m >= p:
+            ends = {action: (start, end) for end, _, start, action in simulate(lists, places, PLAIN)}
+            first = m // max(1, m // (p + more))  # the first round's, whose second stage is still in the warm-up
+            assert ends[Action("F", 0, p)][0] - ends[Action("F", 0, p - 1)][1] == first - p
 
 
 def test_bubble_of_zb_h1_and_zb_h2():

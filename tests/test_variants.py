@@ -2,6 +2,8 @@
 
 import math
 import re
+from collections import Counter
+from itertools import count, product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -10,16 +12,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from common import UserError, comm
 from common.comm import Mesh
-from common.model import attend
+from common.model import Decoder, attend
+from services.memory import MemoryTimeline
 from services.seam import check, plugins
+from step01_single_gpu import learning_rate
 from step05_cp_ring import CONTEXT
 from tests import equal
 from tests.faults import Fault, injected
 from tests.rows import COMPILED
-from variants import skip_spikes, zero_toy
+from theory.footprint import gpt_layer_bytes
+from theory.layouts import Layout
+from variants import batch_ramp, dropout, skip_spikes, stale, zero_toy
 from variants.block_overlap import EnterLinears, start_gather, start_keep, start_scatter, start_total
 from variants.compress import Chain, Compression
 from variants.compress_activations import BLOCK, Bits
@@ -100,6 +107,20 @@ def test_a_spike_moves_nothing(monkeypatch):
     sums, skipped, freed = zip(*seen, strict=True)
     assert skipped == (0, 1, 0) and all(freed)
     assert sums[0] == sums[1] != sums[2]
+
+
+@pytest.mark.parametrize("rule", ["adamw", "muon", "adafactor"])
+def test_a_spike_goes_back_past_what_came_before_it(monkeypatch, rule):
+    """Copies before steps 0, 3, 6; a spike in step 5: to the bit, as if steps 3, 4 and 5 had never been trained."""
+    ends = []
+    for spikes, flags in ({5}, dict(roll_back=3)), ({3, 4, 5}, {}):
+        step = count()
+        monkeypatch.setattr(skip_spikes.Spikes, "is_spike", lambda *_, step=step, spikes=spikes: next(step) in spikes)
+        options = dict(steps=8, global_batch_size=4, skip_spikes=2.0, optimizer=rule) | flags
+        run = equal.watch("step01_single_gpu", options)
+        ends.append(run.parameters)
+        assert [row.get("back_to") for row in run.history] == [3 if flags and n == 5 else None for n in range(8)]
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
 
 
 class Largest(TorchDispatchMode):
@@ -391,3 +412,206 @@ def test_prints_the_example(pools):
     first, second = pools(2).run(lines)
     assert all(line in zero_toy.__doc__ for line in first), first
     assert second[3] == "stage 3, rank 1: weights 3 4, gradient 25 25 -> own 0.5 1.5, all -1.5 -0.5 0.5 1.5"
+
+
+# --- batches that grow
+
+
+def ramp_on_rank(batch: int) -> list[tuple]:
+    """Runs on every rank: of each step tokens as recorded, the rank's calls of the decoder, and a sum of its tokens."""
+    seen, calls, forward = [], [], Decoder.forward
+
+    def called(model, tokens, *rest):
+        calls.append(tokens.sum().item())
+        return forward(model, tokens, *rest)
+
+    class Looking(equal.Watch):
+        """Looks at each record."""
+
+        def record(self, step, tokens, **numbers):
+            """After a step."""
+            super().record(step, tokens, **numbers)
+            seen.append((tokens, len(calls), sum(calls)))
+            calls.clear()
+
+    with mock.patch.object(Decoder, "forward", called):
+        equal.record("step02_ddp", dict(batch_ramp="4,3", global_batch_size=batch, steps=5), Looking)
+    return seen
+
+
+def test_a_ramp_trains_each_sequence_once(pools):
+    """4, 4, 8, 12, 12 sequences a step, one after another in the data; no rank computes more than its share of them."""
+    sizes, seq = [4, 4, 8, 12, 12], equal.SMALL["seq_len"]
+    assert batch_ramp.sizes(equal.config_of("step02_ddp", dict(batch_ramp="4,3"))) == [4, 4, 8, 12]
+    ranks = pools(2).run(ramp_on_rank, 12)
+    one = equal.watch("step01_single_gpu", dict(steps=1)).parts.data
+    read, first = [], 0
+    for size in sizes:
+        one.batch_size = 1
+        read.append(sum(one.batch(i)[0].sum().item() for i in range(first, first + size)))
+        first += size
+    assert [[tokens for tokens, *_ in rank] for rank in ranks] == [[size * seq for size in sizes]] * 2
+    assert [[calls for _, calls, _ in rank] for rank in ranks] == [[size // 2 for size in sizes]] * 2
+    assert [sum(total) for total in zip(*([total for *_, total in rank] for rank in ranks), strict=True)] == read
+
+
+@pytest.mark.parametrize("ramp, text", [("5", "write"), ("5,2", "divide"), ("12,2", "less"), ("3,2", "multiple")])
+def test_a_ramp_that_cannot_be_shared_out(ramp, text):
+    """Is refused in one line."""
+    with pytest.raises(UserError, match=rf"--batch-ramp {ramp}.*{text}"):
+        batch_ramp.check(equal.config_of("step02_ddp", dict(batch_ramp=ramp)), 2)
+
+
+# --- late
+
+
+@pytest.mark.parametrize("late", [0, 1, 3])
+def test_late_gradients_are_a_delayed_descent(late):
+    """w(T) = w(0) - sum of lr(t) g(t - K), to rounding: each gradient of the weights that were there K updates ago."""
+    options = dict(optimizer="sgd", lr=0.1, weight_decay=0.0, grad_clip=0.0, steps=6, global_batch_size=4)
+    seen = equal.record("step01_single_gpu", options | dict(stale=late))
+    rates = [learning_rate(step, equal.config_of("step01_single_gpu", options)) for step in range(6)]
+    begin = equal.record("step01_single_gpu", options | dict(lr=0.0)).parameters
+    for name, end in seen.parameters.items():
+        moved = sum(lr * g[name] for lr, g in zip(rates[late:], seen.gradients, strict=False))
+        assert equal.difference(end, begin[name] - moved) < 1e-12, name
+    plain = equal.record("step01_single_gpu", options)
+    assert (seen.losses == plain.losses) == (late == 0)
+
+
+def test_late_gradients_are_in_no_checkpoint():
+    """So a run with them does not go on."""
+    with pytest.raises(UserError, match=r"--stale 2.*--resume"):
+        stale.check(equal.config_of("step01_single_gpu", dict(stale=2, resume="auto")), 1)
+
+
+# --- scores
+
+
+def kept_in_layers(options: dict) -> float:
+    """Bytes that all layers keep of a micro-batch of one sequence until its backward, in fp64: of live tensors."""
+    options = dict(steps=1, global_batch_size=1, n_kv_heads=2) | options
+    layers, ends = [], {}
+    with MemoryTimeline() as timeline:
+
+        def before(layer, inputs):
+            ends.setdefault(id(layer), timeline.total["activations"])
+
+        def after(layer, _inputs, y):
+            layers.append(timeline.total["activations"] - ends.pop(id(layer)))
+
+        class Looking(equal.Watch):
+            """Looks at layers, from their inputs to their outputs."""
+
+            def steps(self, **parts):
+                """Before the first step."""
+                for layer in parts["model"].model.layers.values():
+                    layer.register_forward_pre_hook(before)
+                    layer.register_forward_hook(after)
+                timeline.born = "activations"
+                yield from super().steps(**parts)
+
+        equal.record("step01_single_gpu", options, Looking)
+    return sum(layers)
+
+
+class Layer(torch.nn.Module):
+    """A layer of GPT as Megatron has it, in plain torch: LayerNorm, attention, LayerNorm, GELU; dropout.
+
+    The core of attention is its scores, softmax, dropout and values.
+    """
+
+    def __init__(self, dim: int, heads: int, dtype: torch.dtype, again: bool):
+        super().__init__()
+        self.heads, self.again = heads, again
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(dim, dtype=dtype) for _ in range(2))
+        sizes = dict(q=(dim, dim), k=(dim, dim), v=(dim, dim), o=(dim, dim), up=(dim, 4 * dim), down=(4 * dim, dim))
+        self.linears = torch.nn.ModuleDict({name: torch.nn.Linear(*size, dtype=dtype) for name, size in sizes.items()})
+
+    def core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """[seq, batch, dim], all three -> the same."""
+        q, k, v = (x.view(len(x), -1, x.shape[-1] // self.heads).transpose(0, 1) for x in (q, k, v))
+        p = torch.native_dropout((q @ k.mT * q.shape[-1] ** -0.5).softmax(-1), 0.1, True)[0]
+        return (p @ v).transpose(0, 1).flatten(1).view(q.shape[1], -1, self.heads * q.shape[-1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[seq, batch, dim] -> the same."""
+        linears, y = self.linears, self.norms[0](x)
+        qkv = (linears[name](y) for name in "qkv")
+        y = checkpoint(self.core, *qkv, use_reentrant=False) if self.again else self.core(*qkv)
+        x = x + torch.native_dropout(linears["o"](y), 0.1, True)[0]
+        y = linears["down"](torch.nn.functional.gelu(linears["up"](self.norms[1](x))))
+        return x + torch.native_dropout(y, 0.1, True)[0]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_a_layer_of_gpt_keeps_what_the_paper_says(recompute):
+    """s b h (34 + 5 a s / h), and 34 s b h if the core is done again, from live tensors; statistics of norms apart."""
+    seq, batch, dim, heads = 24, 2, 32, 4
+    layer = Layer(dim, heads, torch.bfloat16, again=recompute == "selective")
+    x = torch.randn(seq, batch, dim, dtype=torch.bfloat16, requires_grad=True)
+    statistics = 2 * sum(t.nbytes for t in torch.native_layer_norm(x, [dim], None, None, 1e-5)[1:])
+    with MemoryTimeline() as timeline:
+        timeline.note(x, "other")
+        for param in layer.parameters():
+            timeline.note(param, "other")
+        timeline.born = "activations"
+        y = layer(x)
+        kept = timeline.total["activations"] - y.nbytes + x.nbytes
+    shape = SimpleNamespace(seq_len=seq, dim=dim, n_heads=heads)
+    assert kept - statistics == gpt_layer_bytes(shape, Layout(micro_batch_size=batch), recompute)
+    assert kept - statistics == seq * batch * dim * (34 + (recompute == "none") * 5 * heads * seq / dim)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_our_layer_keeps_what_the_docstring_says(kv_heads):
+    """Fused; scores, which are most of it; the core done again. On a CPU, norms keep what theory says."""
+    h, f, a, s, n = (equal.SMALL[name] for name in ("dim", "ffn_dim", "n_heads", "seq_len", "n_layers"))
+    e, k = 8, kv_heads * h // a
+    numbers = {
+        ("fused", "none"): e * (6 * h + 2 * k + 4 * f) + e * a,
+        ("scores", "none"): e * (8 * h + 4 * f + a * s),
+        ("scores", "attention"): e * (6 * h + 2 * k + 4 * f),
+    }
+    norms = 2 * e * (1 + h)  # of a token, beside their inputs: a statistic, and on a CPU the normalised input
+    for (attention, recompute), bytes_of_a_token in numbers.items():
+        found = kept_in_layers(dict(attention=attention, recompute=recompute, n_kv_heads=kv_heads))
+        assert found == n * s * (bytes_of_a_token + norms), (attention, recompute)
+
+
+# --- dropout
+
+
+def masks_on_rank(step: str, options: dict) -> int:
+    """Runs on every rank: bytes of the masks [batch, tokens, dim] that a step of one micro-batch keeps for backward."""
+    kept, dim = Counter(), equal.SMALL["dim"]
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype == torch.bool and tensor.shape[-1] == dim:
+            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        equal.record(step, dict(steps=1, global_batch_size=4, micro_batch_size=4, dropout=0.2) | options)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("layout, share", [(dict(tp=1), 1), (dict(tp=2), 2), (dict(tp=2, sp=False), 1)])
+def test_masks_are_shared_out_with_the_tokens(pools, layout, share):
+    """A byte a number, 2 L + 1 times; with SP, 1/tp of it on a rank."""
+    whole = (2 * equal.SMALL["n_layers"] + 1) * 4 * equal.SMALL["seq_len"] * equal.SMALL["dim"]
+    assert set(pools(layout["tp"]).run(masks_on_rank, "step04_tp_sp", layout)) == {whole // share}
+
+
+def test_drops_a_share_of_the_numbers():
+    """P of them, everywhere others: within five standard deviations of what independent draws have."""
+    seen = []
+    for step, first, now, place in product((0, 1), (0, 8), (0, 1), (0, 3)):
+        drop = SimpleNamespace(p=0.2, first=first, now=now, size=4, key=(7, step), device=None)
+        drop.mesh, drop.here = SimpleNamespace(rank=0), torch.arange(64)
+        seen.append(dropout.Dropout.kept(drop, place, (4, 64, 90)).double())
+    masks = torch.stack(seen).flatten(1) - 0.8
+    n, spread = masks.shape[1], (0.2 * 0.8) ** 0.5
+    assert masks.mean(1).abs().max() < 5 * spread / n**0.5
+    together = (masks @ masks.T / n).fill_diagonal_(0)
+    assert together.abs().max() < 5 * spread**2 / n**0.5, "two masks are alike"

@@ -207,11 +207,11 @@ def meshes(m: Shape, world: int, batch: int) -> Iterator[Layout]:
 def schedules(m: Shape, mesh: Layout) -> list[tuple[str, int]]:
     """Every legal schedule of a mesh, with --chunks; without a pipeline there is nothing to choose.
 
-    zb-auto is a search of its own, for given times; its like are here.
+    zb-auto is a search of its own, for given times; its like are here. So is that of rounds: interleaved.
     """
     if mesh.pp == 1:
         return [("1f1b", 1)]
-    ways = [(name, 1) for name in SCHEDULES if name not in ("interleaved", "zb-auto")]
+    ways = [(name, 1) for name in SCHEDULES if name not in ("interleaved", "rounds", "zb-auto")]
     ways += [("interleaved", v) for v in range(2, m.n_layers // mesh.pp + 1) if m.n_layers // mesh.pp % v == 0]
     return [way for way in ways if not illegal(m, replace(mesh, schedule=way[0], chunks=way[1]))]
 

@@ -2,6 +2,7 @@
 
     python -m theory.plan --model llama3-70b --gpus 128 --gpu h100-80 --seq-len 8192 --global-batch-size 1024
     python -m theory.plan --model llama3-70b --gpus 128 --explain "--tp 8 --pp 4 --micro-batch-size 1"
+    python -m theory.plan --model llama3-70b --gpus 128 --guide
     python -m theory.plan --gpus 8 --largest
     python -m theory.plan --model llama3-8b --gpus 8 --longest
 
@@ -27,6 +28,7 @@ from common.model import PRESETS
 from common.trainer import among, parse
 from theory.explain import blackboard
 from theory.gpus import GIB, GPUS, NODE, ROOM, Gpu
+from theory.guide import guide
 from theory.layouts import Layout, illegal
 from theory.memory import CHUNK, Held
 from theory.search import Found, evaluate, fits, rates, search, smallest
@@ -47,6 +49,7 @@ class Flags:
     gpu: str = among(GPUS, "h100-80")  # of which kind
     seq_len: int = 0  # tokens of a sequence; 0: the model's
     global_batch_size: int = 0  # sequences of a step; 0: about 4M tokens
+    guide: bool = False  # the questions of a plan in their order, each with its law; last, a line that launches it
     explain: str = ""  # one layout on the blackboard: "--tp 8 --pp 4 ..."
     largest: bool = False  # the largest model that fits
     longest: bool = False  # the longest sequence that fits
@@ -71,8 +74,10 @@ def asked(flags: Flags, known: dict[str, Shape]) -> tuple[Shape, int]:
         raise UserError(f"--gpus {flags.gpus}: the planner counts up to {MOST_GPUS}")
     if flags.json and not Path(flags.json).parent.is_dir():
         raise UserError(f"--json {flags.json}: there is no folder {Path(flags.json).parent}; make it, or name another")
-    if sum((bool(flags.explain), flags.largest, flags.longest)) > 1:
-        raise UserError("--explain, --largest and --longest are questions of their own: ask one at a time")
+    if sum((bool(flags.explain), flags.largest, flags.longest, flags.guide)) > 1:
+        raise UserError("--guide, --explain, --largest and --longest are questions of their own: ask one at a time")
+    if flags.guide and flags.model in GPTS:
+        raise UserError(f"--guide ends in a launch line, which --model {flags.model} has not: it is no preset")
     m = known[flags.model]
     m = replace(m, seq_len=flags.seq_len or m.seq_len)
     about_4m = 2 ** max(0, (2**22 // m.seq_len).bit_length() - 1)
@@ -232,6 +237,8 @@ def answer(argv: list[str] | None = None):
     result = search(m, flags.gpus, batch, gpu, bar=bar)
     if not result.best:
         raise no_fit(m, flags, batch)
+    if flags.guide:
+        return print(guide(flags.model, m, result.best[0], gpu, ALWAYS))
     print(f"{flags.model}, {flags.gpus} {flags.gpu}, --seq-len {m.seq_len}, --global-batch-size {batch}")
     print(f"{result.legal} legal layouts; bounds left {result.timed} to time; the best of each mesh, ten meshes:\n")
     print(show(m, result.best, gpu))

@@ -29,10 +29,11 @@ from common.comm import Mesh
 from common.trainer import Run
 
 # Who stands around calls, from the inside to the outside: sums of gradients come before what becomes of them; a chunk's
-# loss is not scaled; a skipped update moves biases, and all of it waits for the record; what is read ahead, or comes as
-# a message, is looked at by documents.
-ORDER = ["selective", "compress", "zero_replicas", "grad_dtype", "chunked_loss", "fp16", "balance_bias", "skip_spikes"]
-ORDER += ["prefetch", "compress_activations", "cp_flash", "documents"]
+# loss is not scaled, nor is what comes late; a skipped update moves biases, and all of it waits for the record; what is
+# read ahead, or comes as a message, is looked at by documents and dropout; what attention is by then is done again.
+ORDER = ["selective", "compress", "zero_replicas", "grad_dtype", "chunked_loss", "stale", "fp16", "balance_bias"]
+ORDER += ["skip_spikes", "prefetch", "batch_ramp", "compress_activations", "cp_flash", "documents", "dropout"]
+ORDER += ["attention_scores"]
 
 
 class Change(NamedTuple):

@@ -1,0 +1,67 @@
+"""Attention by its formula (`--attention scores`), and its core alone done again in backward (`--recompute attention`).
+
+softmax(q k^T / sqrt(d)) v, as it was computed before FlashAttention: with a number for each pair of tokens. Of a layer
+this is most of what backward waits for, and least of the work. So Korthikanti et al. 2022 (section 5, "selective
+activation recomputation") keep q, k and v, and do the core again: it costs no matrix of weights, and no message of tp.
+A fused kernel does the same in pieces. (`--recompute selective`, in selective.py, is PyTorch's: by operator.)
+
+With h = dim, k = kv heads x head_dim, f = ffn_dim, a = heads, s tokens, e bytes an element, a token of a layer keeps
+
+    fused                          e (6 h + 2 k + 4 f) + 4 a + 8
+    scores                         e (8 h + 4 f + a s) + 8            q, k, v with a heads each, and the probabilities
+    scores, --recompute attention  e (6 h + 2 k + 4 f) + 8
+
+Their layer, with LayerNorm, GELU and dropout, in 16 bits: h (34 + 5 a s / h), and 34 h if the core is done again.
+
+In step 1, `attend` would be this function, and RECOMPUTE would have one more entry. The ring of step 5 has no matrix of
+all scores. There `--recompute attention` keeps less as well, and sends k and v once more.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from common import UserError
+from step01_single_gpu import RECOMPUTE
+from step05_cp_ring import scaled_scores
+from variants import Parts
+
+RECOMPUTE["attention"] = RECOMPUTE["none"]  # and then `attach`
+
+
+@dataclass
+class Flags:
+    """The core of attention."""
+
+    attention: Literal["fused", "scores"] = "fused"  # PyTorch's kernel, or the formula, which keeps all scores
+
+
+def check(config: Any, world: int):
+    """Where attention is cut, by ranks or documents, others compute it. Raises UserError."""
+    if config.attention == "scores" and getattr(config, "cp", 1) > 1:
+        raise UserError(f"--attention scores has whole sequences: with --cp {config.cp} the ring has formulas already")
+    if config.attention == "scores" and config.documents != "off":
+        raise UserError(f"--attention scores looks at all earlier tokens: leave out --documents {config.documents}")
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal: q [batch, seq, heads, head_dim]; k, v [batch, seq, kv_heads, head_dim] -> as q."""
+    q, k, v = (x.transpose(1, 2).repeat_interleave(q.shape[2] // x.shape[2], dim=1) for x in (q, k, v))
+    return (scaled_scores(q, k, causal=True).softmax(-1) @ v).transpose(1, 2)
+
+
+def again(core: Callable, *qkv: Tensor, **more: Any) -> Tensor:
+    """Around attention: keep q, k and v alone, and compute it again when its gradient is asked for."""
+    return checkpoint(core, *qkv, use_reentrant=False, **more)
+
+
+def attach(config: Any, parts: Parts):
+    """Every layer's."""
+    for layer in parts.model.model.layers.values():
+        if config.attention == "scores":
+            parts.instead(layer.self_attn, "attend", attend, by=__name__)
+        if config.recompute == "attention":
+            parts.around(layer.self_attn, "attend", again, by=__name__)

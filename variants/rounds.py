@@ -1,0 +1,62 @@
+"""Interleaved stages with rounds of any size (`--schedule rounds --round-size N`; Llama 3: Dubey et al. 2024, 3.3.2).
+
+`--schedule interleaved` lets p micro-batches pass a rank's first stage, then its second one: so p must divide m. Here
+at least N >= p of them do, in max(1, m // N) rounds, as equal as can be. Two ranks, v = 2 stages on each, m = 8:
+
+    rank 0's forwards    N = 2    F0.0 F1.0  F0.2 F1.2  F2.0 F3.0  F2.2 F3.2  F4.0 ...    depth first: interleaved
+                         N = 4    F0.0 F1.0 F2.0 F3.0  F0.2 F1.2 F2.2 F3.2  F4.0 ...
+                         N = 8    F0.0 ... F7.0  F0.2 ... F7.2                            breadth first
+
+For all m >= p the bubble is that of interleaved, (p-1) / (v m + p-1), whatever N is. N trades two other things:
+
+    memory    stages in flight on a rank: (v-1) N' + 2 (p-1 - rank) + 1, at most v m; N': the largest round
+    messages  from its end on the last rank a micro-batch has N' - p forwards of time to come back to the first
+
+If m < p, all are one round, and the step takes (v p + m - 1) (f + b) of a stage. It is like `interleaved` of
+common/schedules.py, where `one_f_one_b_order` would have one more argument.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import step06_pipeline as step06
+from common import UserError
+from common.schedules import SCHEDULES, Action, Schedule
+
+SINCE = step06.Config
+
+
+@dataclass
+class Flags:
+    """Rounds of micro-batches."""
+
+    round_size: int = 0  # micro-batches that pass a stage before a rank turns to its next one, at least; 0: --pp
+
+
+NEEDS = [("round_size", "schedule", "rounds")]
+
+
+def check(config: Any, world: int):
+    """In shorter rounds a stage would wait for micro-batches that are still on later ranks. Raises UserError."""
+    if 0 < config.round_size < config.pp:
+        raise UserError(
+            f"--round-size {config.round_size} is less than the {config.pp} ranks of --pp: choose it larger"
+        )
+
+
+def rounds(size: int, p: int, m: int, v: int, rank: int) -> list[Action]:
+    """As `one_f_one_b_order`, in rounds of at least `size` micro-batches, or p."""
+    n = max(1, m // max(size, p))
+    parts = [range(*pair) for pair in pairwise(m * i // n for i in range(n + 1))]
+    stages = range(rank, p * v, p)
+    forwards = [Action("F", i, stage) for part in parts for stage in stages for i in part]
+    backwards = [Action("B", i, stage) for part in parts for stage in reversed(stages) for i in part]
+    warm_up = (v - 1) * max(map(len, parts)) + min(v, 2) * (p - 1 - rank)
+    in_turn = [action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair]
+    return forwards[:warm_up] + in_turn + backwards[len(in_turn) // 2 :]
+
+
+# The planner's layouts have no rounds.
+SCHEDULES["rounds"] = lambda config: Schedule(partial(rounds, getattr(config, "round_size", 0)), v=config.chunks)
