@@ -36,6 +36,7 @@ WORDS = {  # words in the ids of tests that a file matters for
     "compress_activations": "compress_activations rounds_to int8 test_tensor_parallel",
     "cp_allgather": "cp_mode=allgather [allgather 4-allgather",
     "cp_ring": "cp_mode=ring [ring 2-ring zigzag refuses",
+    "cp_usp": "cp_mode=usp crossed refuses",
     "cp_ulysses": "cp_mode=ulysses 4-ulysses refuses",
     "documents": "documents document whole_sequences n4 refuses",
     "dualpipe": "dualpipe test_every_size refuses",

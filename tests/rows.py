@@ -183,6 +183,9 @@ ROWS = [
     Row(4, "step05_cp_ring", dict(cp=4, cp_mode="ulysses", zero=2)),  # twice as many ranks as key/value heads
     Row(4, "step05_cp_ring", dict(cp=2, cp_kernel="flash", tp=2), SGD),
     Row(2, "step05_cp_ring", dict(cp=2, cp_kernel="flash", cp_mode="allgather", documents="mask"), MASK | SGD),
+    Row(4, "step05_cp_ring", dict(cp=4, cp_mode="usp", ulysses=2), SGD),
+    Row(4, "step05_cp_ring", dict(cp=4, cp_mode="usp", cp_kernel="flash", documents="mask", zero=3), MASK | TIED),
+    Row(4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="usp", recompute="full"), MHA, does=("equals", "evaluates")),
     Row(1, "step05_cp_ring", dict(documents="reset"), MASK),  # RoPE is relative
     Row(4, "step05_cp_ring", dict(cp=2, micro_batch_size=3), MASK | SGD),
     Row(3, "step05_cp_ring", dict(cp=3, cp_mode="ring", documents="reset"), MASK | SGD | dict(seq_len=18)),

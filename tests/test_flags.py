@@ -38,6 +38,8 @@ WRONG = {  # ranks, step, flags; the line begins with the flag
     "--cp 3": (3, "step05_cp_ring", dict(cp=3, cp_mode="ring")),
     "--cp 2 leaves": (4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="ring", seq_len=14)),
     "--cp-mode ulysses": (3, "step05_cp_ring", dict(cp=3, cp_mode="ulysses", seq_len=18)),
+    "--ulysses 2 must divide --cp 3": (3, "step05_cp_ring", dict(cp=3, cp_mode="usp", seq_len=18)),
+    "--ulysses 4 does not divide 2 heads": (4, "step05_cp_ring", dict(cp=4, cp_mode="usp", ulysses=4, n_heads=2)),
     "--cp-kernel flash: --cp is 1": (2, "step05_cp_ring", dict(cp_kernel="flash")),
     "--cp-kernel flash: with --cp-mode": (2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses", cp_kernel="flash")),
     "--pp 2": (2, STEP6, dict(pp=2, schedule="interleaved", chunks=2)),

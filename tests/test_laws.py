@@ -213,6 +213,19 @@ def test_context_parallel(pools, n, mode, flags):
             assert calls["cp", "send"] == M * L * hops
 
 
+@pytest.mark.parametrize("n, swap, kv_heads", [(4, 2, 2), (4, 2, 1), (4, 4, 2), (6, 2, 4)])
+def test_ulysses_and_ring_crossed(pools, n, swap, kv_heads):
+    """(U-1)/U of q, k, v and the output each way over U ranks; a ring of n / U, with U times fewer hops than of n."""
+    ring, shape = n // swap, dict(seq_len=12 * n, n_kv_heads=kv_heads)
+    q, kv = (heads * 12 * (D // HEADS) * B for heads in (HEADS, 2 * kv_heads * max(1, swap // kv_heads)))
+    hops = 2 * (ring - 1) + ring if ring > 1 else 0
+    for sent, calls in pools(n).run(measure, "step05_cp_ring", dict(cp=n, cp_mode="usp", ulysses=swap) | shape):
+        assert sent["ulysses"] == M * L * 2 * (swap - 1) * (2 * q + kv) // swap
+        assert sent.get("ring", 0) == M * L * hops * kv
+        assert calls.get(("ring", "send"), 0) == M * L * hops
+        assert calls["ulysses", "all_to_all"] == M * L * 2 * 4
+
+
 def by_formulas(dtype: torch.dtype = torch.float64) -> list[float]:
     """How far the formulas for parts of the keys are from the fused kernels of --cp-kernel flash."""
     torch.manual_seed(0)

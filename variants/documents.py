@@ -92,7 +92,9 @@ class Documents:
         self.here = (torch.arange(seq) if parts.positions is None else parts.positions).to(self.device)
         self.mine = parts.mesh["dp"].share(config.global_batch_size, "batch")
         mode = CONTEXT[getattr(config, "cp_mode", "zigzag")]
-        self.positions = partial(mode.positions, seq, n=getattr(config, "cp", 1))
+        # Of the ranks that pass keys on: all of cp, or those of them that hold the same heads (--ulysses).
+        ring = getattr(config, "cp", 1) // (config.ulysses if getattr(config, "cp_mode", "") == "usp" else 1)
+        self.positions = partial(mode.positions, seq, n=ring)
         within = self.within(mode.attention if getattr(config, "cp", 1) > 1 else attend)
         for layer in parts.model.model.layers.values():
             parts.around(layer.self_attn, "attend", within, by=__name__)
