@@ -93,9 +93,10 @@ def data_traffic(config: Any, parts: Parts) -> Traffic:
     found, w = Traffic(), work_of(config, parts)
     stage, units = getattr(config, "zero", 0), parts.units
     if not units:
+        by_hand = config.sync in ("ring", "hierarchical")
         for param in parts.model.parameters():
             dim = layout_of(param).data_dim
-            found += traffic.gradient_traffic(dim, size(parts, dim), param.numel() * w.wide, config.sync == "ring")
+            found += traffic.gradient_traffic(dim, size(parts, dim), param.numel() * w.wide, by_hand)
         return found
     reduced, gathered = traffic.unit_travels(*module_runs(config, parts)) if stage >= 2 else ({}, {})
     for unit in units:

@@ -122,6 +122,9 @@ ROWS = [
     Row(3, "step02_ddp", dict(sync="ring"), SGD),
     Row(4, "step02_ddp", dict(sync="bucket", bucket_mb=0.01), TIED),
     # variants of gradient sums
+    Row(4, "step02_ddp", dict(sync="hierarchical", ranks_per_node=2), SGD),
+    Row(4, "step04_tp_sp", dict(sync="hierarchical", ranks_per_node=2, zero=0, tp=2), SGD, EXHAUSTIVE),
+    Row(3, "step02_ddp", dict(sync="tree"), SGD),
     Row(4, "step02_ddp", dict(sync="overlap"), TIED | SGD),
     Row(3, "step02_ddp", dict(sync="torch", bucket_mb=0.01), TIED | SGD),
     Row(4, "step05_cp_ring", dict(sync="torch", zero=0, cp=2, recompute="full")),

@@ -18,6 +18,7 @@ WRONG = {  # ranks, step, flags; the line begins with the flag
     "--compress would": (2, "step02_ddp", dict(compress="bf16", dtype="fp16")),
     "--topk-fraction 2": (2, "step02_ddp", dict(compress="topk", topk_fraction=2.0)),
     "--sync torch adds": (2, "step02_ddp", dict(sync="torch", dtype="bf16")),
+    "--ranks-per-node 2: of it and 3": (3, "step02_ddp", dict(sync="hierarchical", ranks_per_node=2)),
     "--skip-spikes 0.5": (2, "step02_ddp", dict(skip_spikes=0.5)),
     "--zero-replicas 3": (2, "step03_zero", dict(zero=1, zero_replicas=3)),
     "--zero-replicas 2": (2, "step03_zero", dict(zero=0, zero_replicas=2)),

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from contextlib import ExitStack
 from types import SimpleNamespace
 from unittest import mock
 
@@ -16,12 +17,12 @@ import step03_zero as step03
 import step05_cp_ring as step05
 import step06_pipeline as step06
 import step07_moe_ep as step07
-from common.comm import Group, Mesh, Pending
+from common.comm import Group, Mesh, Pending, exchange
 from common.model import Decoder, ModelConfig
 from common.schedules import SCHEDULES, draw
 from services.dry_run import run_rank
 from tests import bounds, equal
-from variants import cp_flash, cp_ring
+from variants import cp_flash, cp_ring, hierarchical_sync, tree_sync
 
 L, D, FFN, VOCAB, SEQ, HEADS, KV = (
     equal.SMALL[name] for name in ("n_layers", "dim", "ffn_dim", "vocab_size", "seq_len", "n_heads", "n_kv_heads")
@@ -87,6 +88,54 @@ def test_data_parallel(pools, n, sync):
         assert calls.get(("dp", "send"), 0) == (2 * (n - 1) * params if sync == "ring" else 0)
         if sync == "bucket":
             assert lists < params / 3
+
+
+def sent_by_link(node: int, options: dict) -> tuple[list[int], list[int]]:
+    """Runs on every rank: messages, and bytes, that it sends in a step inside its node of so many ranks, and out of it.
+
+    Only of what is summed by hand, as `exchange` is given it.
+    """
+    messages, sent, rank = [0, 0], [0, 0], dist.get_rank()
+
+    def spy(sends, receives, group):
+        for tensor, peer in sends:
+            out = dist.get_process_group_ranks(group.handle)[peer] // node != rank // node
+            messages[out] += 1
+            sent[out] += tensor.nbytes
+        return exchange(sends, receives, group)
+
+    with ExitStack() as stack:
+        for module in (step02, hierarchical_sync, tree_sync):
+            stack.enter_context(mock.patch.object(module, "exchange", spy))
+        equal.record("step02_ddp", LAWS | options | dict(steps=1))
+    return messages, sent
+
+
+@pytest.mark.parametrize("n, node", [(4, 2), (6, 3)])
+def test_two_levels(pools, n, node):
+    """2 (N-1)/N S inside a node and 2 (K-1)/K S/N between, in 2 (N-1) and 2 (K-1) messages a gradient.
+
+    The ring: 2 (n-1) messages, all of them out of the node for its last rank. Bytes are rounded by each gradient.
+    """
+    nodes, params = n // node, 9 * L + 3
+    two = dict(sync="hierarchical", ranks_per_node=node)
+    found = pools(n).run(sent_by_link, node, two | dict(global_batch_size=n))
+    totals = [sum(sent[link] for _, sent in found) for link in (0, 1)]
+    assert totals == [2 * (node - 1) * nodes * P * B, 2 * (nodes - 1) * P * B], "together, to the byte"
+    for messages, sent in found:
+        assert messages == [2 * (node - 1) * params, 2 * (nodes - 1) * params]
+        assert sent == pytest.approx([reduced(node, P * B), reduced(nodes, P * B / node)], abs=2 * B * n * params)
+    for rank, (messages, _) in enumerate(pools(n).run(sent_by_link, node, dict(sync="ring", global_batch_size=n))):
+        assert messages == [0, 2 * (n - 1) * params][:: 1 if rank % node == node - 1 else -1]
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_tree(pools, n):
+    """Each but rank 0 sends up, and down to each that sends to it: 2 (n-1) S together."""
+    found = pools(n).run(sent_by_link, 1, dict(sync="tree", global_batch_size=n))
+    below = {3: [2, 0, 0], 4: [2, 0, 1, 0]}[n]
+    assert [sent[1] for _, sent in found] == [((r > 0) + below[r]) * P * B for r in range(n)]
+    assert sum(sent[1] for _, sent in found) == 2 * (n - 1) * P * B
 
 
 ZERO = [(4, 0, {}), *((n, zero, {}) for n in (2, 3, 4) for zero in (1, 2, 3))]
