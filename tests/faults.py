@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, NamedTuple
 
-from tests.rows import BIAS, DEFAULT, EXHAUSTIVE, EXPERTS, GROUPS, MASK, MUON, SGD, TIED, UNEVEN, Row
+from tests.rows import BIAS, DEFAULT, EXHAUSTIVE, EXPERTS, GROUPS, MASK, MUON, SGD, TIED, UNEVEN, WINDOW, Row
 
 
 class Fault(NamedTuple):
@@ -68,6 +68,7 @@ SMALL_ROWS: dict[str, Row] = {
     "gathered keys": Row(2, "step05_cp_ring", dict(cp=2, cp_mode="allgather"), SGD),
     "ulysses": Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses"), SGD),
     "usp": Row(4, "step05_cp_ring", dict(cp=4, cp_mode="usp"), SGD),
+    "window": Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ring"), SGD | WINDOW),
     "documents": Row(2, "step05_cp_ring", dict(cp=2), SGD | MASK),
     "documents, reset": Row(2, "step05_cp_ring", dict(cp=2, documents="reset"), SGD | MASK),
     "documents, pp": Row(2, "step06_pipeline", dict(pp=2, recompute="full"), SGD | MASK),
@@ -521,6 +522,13 @@ FAULTS: dict[str, Fault] = {
         ("weight_gradients_twice", "SplitBackward", "(gradient(),)", "(2 * gradient(),)", "W adds what waits twice")),
     **of("variants.torch_ddp", "torch ddp", DEFAULT,
         ("last_pass_not_awaited", "TorchSync", "self.left == 0", "self.left < 0", "DDP never sums the gradients")),
+    **of("variants.window", "window", DEFAULT,
+        ("halo_one_token_short", "windowed_attention", "Halo.apply(torch.stack((k, v)), group, window - 1)",
+         "Halo.apply(torch.stack((k, v)), group, window - 2)", "a rank's first query lacks its first key"),
+        ("halo_gradients_stay", "Halo", "own[:, :, ctx.own - part.shape[2] :] += part", "pass",
+         "what later ranks have found for our keys is lost")),
+    **of("variants.window", "law: window", DEFAULT,
+        ("whole_shards_sent", "Halo", "min(own, reach - d)", "own", "right numbers, more bytes")),
     **of("variants.zero_replicas", "replicas", DEFAULT,
         ("replicas_not_summed", "finish", "for unit in parts.units if", "for unit in [] if",
          "each replica trains on its own tokens")),

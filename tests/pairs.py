@@ -52,6 +52,7 @@ COMPUTED = {  # they change what is computed: one process has them, too
     "tied": Flag((False, True)),
     "documents": Flag(("off", "mask", "reset"), takes=dict(end_token=32)),
     "end_token": Flag((256, 32), (DOCUMENTS,)),
+    "window": Flag((0, 5)),
     "skip_spikes": Flag((0.0, 1.5), takes=dict(steps=3)),
     "experts": Flag((4, 8)),
     "experts_per_token": Flag((2, 1)),
@@ -135,6 +136,8 @@ REFUSED: list[tuple[Options, Options]] = [  # what else does not go together
     (dict(compress=("bf16", "int8", "topk")), dict(dtype=("fp16",))),
     (dict(sync=("torch",)), dict(dtype=("bf16", "fp16"))),
     (dict(tp_overlap=(True,)), dict(schedule=W)),
+    (dict(window=(5,)), DOCUMENTS),
+    (dict(window=(5,)), dict(cp=MORE, cp_mode=("zigzag", "allgather", "usp", "balanced"))),
 ]
 NOWHERE = {("sync", "torch"): STEPS[5:]}  # values that these steps refuse, whatever is beside them
 FEW = 1500

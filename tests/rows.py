@@ -27,6 +27,7 @@ WIDE = SLOW | dict(patch="wide")  # what fp16 does, without its rounding: scales
 BIAS = dict(balance="bias", bias_speed=0.1)
 GROUPS = dict(experts=8, experts_per_token=3, expert_groups=4, groups_per_token=2, n_layers=4, moe_every=2)
 CUBE, UNEVEN_STAGES = dict(pp=2, cp=2, tp=2, ep=2), dict(pp=2, schedule="zbv", pp_split="2,1,1,1")
+WINDOW = dict(window=7)
 MASK = dict(documents="mask", end_token=32)  # a document ends with each blank
 
 
@@ -189,6 +190,10 @@ ROWS = [
     Row(4, "step05_cp_ring", dict(cp=4, cp_mode="usp", ulysses=2), SGD),
     Row(4, "step05_cp_ring", dict(cp=4, cp_mode="usp", cp_kernel="flash", documents="mask", zero=3), MASK | TIED),
     Row(4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="usp", recompute="full"), MHA, does=("equals", "evaluates")),
+    Row(4, "step05_cp_ring", dict(cp=4, cp_mode="ring"), WINDOW | TIED),  # a window reaches over two ranks
+    Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses"), WINDOW | SGD, EXHAUSTIVE),
+    Row(4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="ring", cp_kernel="flash", zero=3), WINDOW | SGD),
+    Row(4, "step06_pipeline", dict(pp=2, cp=2, cp_mode="ring", schedule="zb-h1"), WINDOW, does=("equals", "evaluates")),
     Row(1, "step05_cp_ring", dict(documents="reset"), MASK),  # RoPE is relative
     Row(4, "step05_cp_ring", dict(cp=2, micro_batch_size=3), MASK | SGD),
     Row(3, "step05_cp_ring", dict(cp=3, cp_mode="ring", documents="reset"), MASK | SGD | dict(seq_len=18)),

@@ -275,6 +275,16 @@ def test_ulysses_and_ring_crossed(pools, n, swap, kv_heads):
         assert calls["ulysses", "all_to_all"] == M * L * 2 * 4
 
 
+@pytest.mark.parametrize("n, window, seq", [(2, 5, 16), (2, 5, 48), (4, 7, 16)])
+def test_window(pools, n, window, seq):
+    """W-1 tokens' k and v from the ranks before, and as many gradients back, however long the sequence is."""
+    token, own = 2 * KV * (D // HEADS) * B, seq // n
+    options = dict(cp=n, cp_mode="ring", window=window, seq_len=seq)
+    for rank, (sent, _) in enumerate(pools(n).run(measure, "step05_cp_ring", options)):
+        there = min(window - 1, (n - 1 - rank) * own) + min(window - 1, rank * own)  # forward, and back
+        assert sent["cp"] == M * L * there * token + round(reduced(n, SCALAR))
+
+
 def by_formulas(dtype: torch.dtype = torch.float64) -> list[float]:
     """How far the formulas for parts of the keys are from the fused kernels of --cp-kernel flash."""
     torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """Variants, beyond equality: what is skipped, late, or never there; what hides behind what; where it lives."""
 
 import math
+import random
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from variants.block_overlap import EnterLinears, start_gather, start_keep, start
 from variants.compress import Chain, Compression
 from variants.compress_activations import BLOCK, Bits
 from variants.documents import MicroBatch, segments
+from variants.window import TURNED, band, windowed_attention
 
 SLOW = dict(optimizer="sgd", lr=0.1, steps=3)
 
@@ -289,6 +291,35 @@ def test_whole_sequences_equal_a_mask():
     right = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
     assert (ours - right).abs().max() < 1e-14
     assert [run[3] for run in segments(batch.numbers[0], torch.arange(8))] == [0, 1, 2]
+# --- windows
+
+
+def test_a_band_has_each_pair_within_the_window_once():
+    """Of any two runs of positions, in rectangles and triangles of equal sides."""
+    rng = random.Random(0)
+    for _ in range(300):
+        a, c, m, n, window = *rng.choices(range(12), k=2), *rng.choices(range(1, 14), k=2), rng.randrange(2, 10)
+        seen = torch.zeros(m, n)
+        for queries, keys, shape in band(range(a, a + m), range(c, c + n), window):
+            block = torch.ones(queries.stop - queries.start, keys.stop - keys.start)
+            assert block.numel() and (shape is False or block.shape[0] == block.shape[1])
+            seen[queries, keys] += block.tril() if shape is True else block.triu() if shape == TURNED else block
+        apart = torch.arange(a, a + m)[:, None] - torch.arange(c, c + n)
+        assert torch.equal(seen, ((apart >= 0) & (apart < window)).float())
+
+
+@pytest.mark.parametrize("window", [2, 5, 16, 40])
+def test_a_window_equals_a_mask(window):
+    """Output and gradients are those of torch's attention with the mask that nobody makes here."""
+    q, k, v = (torch.randn(2, 16, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    apart = torch.arange(16)[:, None] - torch.arange(16)
+    given = (x.transpose(1, 2) for x in (q, k, v))
+    mask = (apart >= 0) & (apart < window)
+    right = torch.nn.functional.scaled_dot_product_attention(*given, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    ours, dy = windowed_attention(q, k, v, window), torch.randn(2, 16, 4, 8, dtype=torch.float64)
+    found = [ours, *torch.autograd.grad(ours, (q, k, v), dy)]
+    for one, other in zip(found, [right, *torch.autograd.grad(right, (q, k, v), dy)], strict=True):
+        assert equal.difference(one.detach(), other.detach()) < 1e-13
 
 
 # --- where it lives
