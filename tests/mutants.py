@@ -35,6 +35,7 @@ WORDS = {  # words in the ids of tests that a file matters for
     "compress": "step02-3-bucket_mb=0.001-compress zero=0-compress zero=1-compress zero=2-compress owed top-k refuses",
     "compress_activations": "compress_activations rounds_to int8 test_tensor_parallel",
     "cp_allgather": "cp_mode=allgather [allgather 4-allgather",
+    "cp_balanced": "cp_mode=balanced balanced refuses",
     "cp_ring": "cp_mode=ring [ring 2-ring zigzag refuses",
     "cp_usp": "cp_mode=usp crossed refuses",
     "cp_ulysses": "cp_mode=ulysses 4-ulysses refuses",

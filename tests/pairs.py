@@ -29,6 +29,7 @@ class Flag(NamedTuple):
 
 
 MORE, ZERO, SLICES, DOCUMENTS = (2,), dict(zero=(0,)), dict(zero=(1, 2, 3)), dict(documents=("mask", "reset"))
+PARTS = ("zigzag", "ring", "allgather", "usp", "balanced")  # keys come in parts
 W = ("zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe")  # schedules with a split backward
 
 COMPUTED = {  # they change what is computed: one process has them, too
@@ -89,8 +90,8 @@ HOW = {  # they change how it is computed
     "tp_overlap": Flag((False, True), (dict(tp=MORE),)),
     "compress_activations": Flag(("none", "bf16", "int8"), (dict(tp=MORE), dict(pp=MORE))),
     "cp": Flag((1, 2)),
-    "cp_kernel": Flag(("formula", "flash"), (dict(cp=MORE, cp_mode=("zigzag", "ring", "allgather", "usp")),)),
-    "cp_mode": Flag(("zigzag", "ring", "allgather", "ulysses", "usp"), (dict(cp=MORE),)),
+    "cp_kernel": Flag(("formula", "flash"), (dict(cp=MORE, cp_mode=PARTS),)),
+    "cp_mode": Flag((*PARTS, "ulysses"), (dict(cp=MORE),)),
     "ulysses": Flag((2, 1), (dict(cp_mode=("usp",)),)),
     "pp": Flag((1, 2)),
     "schedule": Flag(("1f1b", "afab", "interleaved", *W), (dict(pp=MORE),)),
@@ -138,6 +139,7 @@ REFUSED: list[tuple[Options, Options]] = [  # what else does not go together
     (dict(tp_overlap=(True,)), dict(schedule=W)),
     (dict(window=(5,)), DOCUMENTS),
     (dict(window=(5,)), dict(cp=MORE, cp_mode=("zigzag", "allgather", "usp", "balanced"))),
+    (dict(capacity_factor=(0.6,)), DOCUMENTS | dict(cp_mode=("balanced",))),
 ]
 NOWHERE = {("sync", "torch"): STEPS[5:]}  # values that these steps refuse, whatever is beside them
 FEW = 1500

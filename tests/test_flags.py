@@ -43,6 +43,9 @@ WRONG = {  # ranks, step, flags; the line begins with the flag
     "--ulysses 4 does not divide 2 heads": (4, "step05_cp_ring", dict(cp=4, cp_mode="usp", ulysses=4, n_heads=2)),
     "--window 1: a token sees itself": (1, "step01_single_gpu", dict(window=1)),
     "--window 5: with windows all ranks have the same work": (2, "step05_cp_ring", dict(cp=2, window=5)),
+    "--capacity-factor 0.5: with --cp-mode balanced": (
+        *(2, "step07_moe_ep", EXPERTS | dict(cp=2, cp_mode="balanced", documents="mask", capacity_factor=0.5)),
+    ),
     "--cp-kernel flash: --cp is 1": (2, "step05_cp_ring", dict(cp_kernel="flash")),
     "--cp-kernel flash: with --cp-mode": (2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses", cp_kernel="flash")),
     "--pp 2": (2, STEP6, dict(pp=2, schedule="interleaved", chunks=2)),

@@ -14,7 +14,7 @@ from theory.shapes import Shape, divisors, visited_weights
 
 RECOMPUTE = ("none", "selective", "full")
 CP_MODES = ("zigzag", "ring", "allgather", "ulysses")
-BOTH_ENDS = ("zigzag", "allgather", "usp")  # a rank has a chunk of each half of the sequence
+BOTH_ENDS = ("zigzag", "allgather", "usp", "balanced")  # a rank has a chunk of each half of the sequence
 
 
 @dataclass(frozen=True)
