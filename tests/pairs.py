@@ -30,7 +30,8 @@ class Flag(NamedTuple):
 
 MORE, ZERO, SLICES, DOCUMENTS = (2,), dict(zero=(0,)), dict(zero=(1, 2, 3)), dict(documents=("mask", "reset"))
 PARTS = ("zigzag", "ring", "allgather", "usp", "balanced")  # keys come in parts
-W = ("zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe")  # schedules with a split backward
+V = ("zbv", "dualpipev", "v-half", "v-min")  # schedules with two stages on a rank
+W = ("zb-h1", "zb-h2", "zb-auto", "dualpipe", *V)  # schedules with a split backward
 
 COMPUTED = {  # they change what is computed: one process has them, too
     "steps": Flag((2, 3)),

@@ -223,18 +223,21 @@ ROWS = [
     Row(2, "step06_pipeline", dict(pp=2, pp_split="1,2", sync="naive"), SGD),
     *(
         Row(4, "step06_pipeline", dict(pp=2, schedule=schedule, zero=zero), TIED | dict(n_layers=4), EXHAUSTIVE)
-        for schedule in ("afab", "interleaved", "zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe")
+        for schedule in ("afab", "interleaved", "zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe", "dualpipev", "v-half")
         for zero in (0, 1, 2, 3)
     ),
     *(
         Row(4, "step07_moe_ep", dict(pp=2, ep=2, schedule=name, zero=zero), EXPERTS | dict(n_layers=4), EXHAUSTIVE)
-        for name in ("1f1b", "afab", "interleaved", "zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe")
+        for name in ("1f1b", "afab", "interleaved", "zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe", "v-min")
         for zero in (0, 1, 2, 3)
     ),
     Row(4, "step07_moe_ep", dict(pp=4, schedule="dualpipe", zero=2), EXPERTS | dict(n_layers=4)),
     Row(4, "step07_moe_ep", dict(pp=2, tp=2, schedule="zb-h2", zero=1), EXPERTS | TIED),
     Row(4, "step07_moe_ep", dict(pp=2, cp=2, ep=2, schedule="dualpipe", zero=3), EXPERTS | TIED),
     Row(4, "step07_moe_ep", dict(pp=2, ep=2, schedule="zb-h2", zero=3, recompute="full"), EXPERTS | TIED),
+    Row(4, "step06_pipeline", dict(pp=2, tp=2, schedule="dualpipev", zero=2), TIED | SGD | dict(n_layers=4)),
+    Row(2, "step06_pipeline", dict(pp=2, schedule="v-half"), dict(n_layers=4)),
+    Row(4, "step07_moe_ep", dict(pp=2, ep=2, schedule="v-min", zero=3), EXPERTS | TIED | dict(n_layers=4)),
     # step 7
     Row(2, "step07_moe_ep", dict(tp=2), EXPERTS | SGD),
     Row(4, "step07_moe_ep", dict(tp=2, ep=2, sp=False, zero=1), EXPERTS),

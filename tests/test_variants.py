@@ -294,6 +294,8 @@ def test_whole_sequences_equal_a_mask():
     right = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
     assert (ours - right).abs().max() < 1e-14
     assert [run[3] for run in segments(batch.numbers[0], torch.arange(8))] == [0, 1, 2]
+
+
 def lengths_of(kind: str, seq: int, rng: random.Random) -> list[int]:
     """Of the documents of a sequence: one long among short ones; lognormal, as texts of the web; any up to 2,000."""
     found = [5 * seq // 8] * (kind == "long")
