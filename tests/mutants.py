@@ -53,6 +53,7 @@ WORDS = {  # words in the ids of tests that a file matters for
     "offload_optimizer": "offload_optimizer where_the_flag refuses",
     "offload_params": "offload_params refuses",
     "overlap": "sync=overlap",
+    "pp_scatter": "pp_scatter refuses",
     "prefetch": "read_ahead",
     "routing": "definition routed deepseek switch groups capacity balance= refuses",
     "selective": "recompute=selective saved n8",

@@ -96,6 +96,7 @@ HOW = {  # they change how it is computed
     "ulysses": Flag((2, 1), (dict(cp_mode=("usp",)),)),
     "pp": Flag((1, 2)),
     "schedule": Flag(("1f1b", "afab", "interleaved", *W), (dict(pp=MORE),)),
+    "pp_scatter": Flag((False, True), (dict(pp=MORE, tp=MORE, sp=(False,)),)),
     "chunks": Flag((2, 1), (dict(schedule=("interleaved",)),)),
     "pp_split": Flag(("", "cost"), (dict(pp=MORE),)),
     "zb_memory": Flag((1.0, 2.0), (dict(schedule=("zb-auto",)),)),
@@ -189,11 +190,12 @@ def broken(options: Options) -> list[tuple[set[str], set[str]]]:
 
 
 def ranks_of(options: Options) -> int:
-    """How many ranks show what the flags do: two that share no layout, or four if slices have replicas."""
+    """How many ranks show what the flags do: two that share no layout, and as many more as slices need for replicas."""
     if "sync" not in options:
         return 1
     taken = options.get("pp", 1) * options.get("cp", 1) * options.get("tp", 1)
-    return taken if taken >= 4 else taken * 2 if taken > 1 or options.get("zero_replicas", 1) == 1 else 4
+    more = options.get("zero_replicas", 1) > 1
+    return taken * (max(2, 4 // taken) if more else 2 - (taken >= 4))
 
 
 def fits_ranks(options: Options, most: int = 4) -> bool:

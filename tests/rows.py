@@ -27,7 +27,7 @@ WIDE = SLOW | dict(patch="wide")  # what fp16 does, without its rounding: scales
 BIAS = dict(balance="bias", bias_speed=0.1)
 GROUPS = dict(experts=8, experts_per_token=3, expert_groups=4, groups_per_token=2, n_layers=4, moe_every=2)
 CUBE, UNEVEN_STAGES = dict(pp=2, cp=2, tp=2, ep=2), dict(pp=2, schedule="zbv", pp_split="2,1,1,1")
-WINDOW = dict(window=7)
+WINDOW, DEEP, PARTED = dict(window=7), dict(n_layers=4), dict(sp=False, pp_scatter=True)
 MASK = dict(documents="mask", end_token=32)  # a document ends with each blank
 
 
@@ -238,6 +238,10 @@ ROWS = [
     Row(4, "step06_pipeline", dict(pp=2, tp=2, schedule="dualpipev", zero=2), TIED | SGD | dict(n_layers=4)),
     Row(2, "step06_pipeline", dict(pp=2, schedule="v-half"), dict(n_layers=4)),
     Row(4, "step07_moe_ep", dict(pp=2, ep=2, schedule="v-min", zero=3), EXPERTS | TIED | dict(n_layers=4)),
+    Row(4, "step06_pipeline", dict(pp=2, tp=2) | PARTED, TIED, does=("equals", "evaluates")),
+    Row(
+        4, "step06_pipeline", dict(pp=2, tp=2, compress_activations="bf16", schedule="zbv") | PARTED, SGD | EXACT | DEEP
+    ),
     # step 7
     Row(2, "step07_moe_ep", dict(tp=2), EXPERTS | SGD),
     Row(4, "step07_moe_ep", dict(tp=2, ep=2, sp=False, zero=1), EXPERTS),

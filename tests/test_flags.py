@@ -55,6 +55,8 @@ WRONG = {  # ranks, step, flags; the line begins with the flag
     "--zb-memory 0.2": (2, STEP6, dict(pp=2, schedule="zb-auto", zb_memory=0.2)),
     "--schedule dualpipe": (3, STEP6, dict(pp=3, schedule="dualpipe")),
     "--schedule interleaved": (2, STEP6, dict(pp=2, schedule="interleaved", n_layers=4, micro_batch_size=4)),
+    "--pp-scatter: with --sp": (4, STEP6, dict(pp=2, tp=2, pp_scatter=True)),
+    "--pp-scatter: --tp 2 must divide": (4, STEP6, dict(pp=2, tp=2, sp=False, pp_scatter=True, seq_len=15)),
     "--sync torch wraps": (2, STEP6, dict(sync="torch", zero=0)),
     "--schedule zb-h1": (4, STEP6, dict(pp=2, tp=2, schedule="zb-h1", tp_overlap=True)),
     "--ep 2": (2, "step07_moe_ep", dict(ep=2, experts=3)),

@@ -349,6 +349,24 @@ def test_pipeline(pools, schedule, p):
     assert total == 2 * M * A * (p * v - 1)
 
 
+@pytest.mark.parametrize("schedule, n_layers", [("1f1b", L), ("zbv", 4)])
+def test_boundaries_in_parts(pools, schedule, n_layers):
+    """pp's bytes / tp, and (tp-1)/tp of an activation over tp for each that comes from another rank: x or dx.
+
+    In a V of two ranks the two middle stages are on one rank: nothing is sent or gathered between them.
+    """
+    options, tp = dict(pp=2, tp=2, sp=False, schedule=schedule, n_layers=n_layers), 2
+    boundaries = M * (1 if schedule == "1f1b" else 2)  # one way
+    whole, parted = (
+        [sent for sent, _ in pools(4).run(measure, "step06_pipeline", options | dict(pp_scatter=flag))]
+        for flag in (False, True)
+    )
+    for before, after in zip(whole, parted, strict=True):
+        scalars = round(reduced(2, SCALAR)) + round(reduced(2, SCALAR))
+        assert before["pp"] - scalars == boundaries * A == tp * (after["pp"] - scalars)
+        assert after["tp"] - before["tp"] == boundaries * A * (tp - 1) // tp
+
+
 def most_in_flight(options: dict) -> int:
     """Runs on every rank: the most micro-batches and stages whose activations were there at a time."""
     most, forward = [0], step06.Pipeline.forward

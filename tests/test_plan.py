@@ -373,6 +373,7 @@ MISTAKES = {
     "--gpus 8 --explain '--tp 3 --pp 1'": "does not divide",
     "--gpus 8 --global-batch-size 7 --explain '--tp 2 --pp 1'": "must be a multiple of the 4 ranks of dp",
     "--gpus 8 --explain '--pp 2 --schedule v-min'": "does not count --schedule v-min",
+    "--gpus 8 --explain '--pp 2 --tp 2 --pp-scatter'": "leave it out, or use --no-sp",
     "--gpus 8 --explain '--tp 2 \"'": "No closing quotation",
     "--gpus 37 --global-batch-size 3": "no layout of 37 GPUs is legal",
     "--gpus 8 --largest --longest": "one at a time",
