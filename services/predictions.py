@@ -98,7 +98,7 @@ def summed(sync: str, group: Group, n_bytes: int) -> Traffic:
     """What step 2 sends to sum a gradient; with --sync server, the first rank to each other one."""
     if sync == "server":
         return Traffic({(group.name, "send"): n_bytes * (group.size - 1 if group.rank == 0 else 1) * (group.size > 1)})
-    return traffic.gradient_traffic(group.name, group.size, n_bytes, sync == "ring")
+    return traffic.gradient_traffic(group.name, group.size, n_bytes, sync in ("ring", "hierarchical"))
 
 
 def data_traffic(config: Any, parts: Parts) -> Traffic:
@@ -146,13 +146,19 @@ def way_end(parts: Parts) -> int:
 def pipeline_traffic(config: Any, parts: Parts) -> Traffic:
     """What crosses the boundaries of this rank's stages, and a tied matrix, which two ranks have."""
     w, rank, places = work_of(config, parts), parts.pipeline.group.rank, parts.pipeline.places
-    targets = (consumer(action, places) for action in lists_of(config, parts)[rank])
+    row, found = lists_of(config, parts)[rank], Traffic()
+    targets = (consumer(action, places) for action in row)
     sends = sum(to is not None and places[to.stage].rank != rank for to in targets)
     sent = sends * w.tokens / parts.pipeline.sp_ranks * w.m.dim * w.e
+    if getattr(config, "pp_scatter", False):
+        sides = ((dict(F="before", B="after").get(kind), stage) for kind, _, stage in row)
+        others = [getattr(places[stage], side) for side, stage in sides if side]
+        tp, comes = size(parts, "tp"), sum(at is not None and places[at].rank != rank for at in others)
+        sent, found["tp", "all_gather"] = sent / tp, comes * w.tokens * w.m.dim * w.e * (tp - 1) / tp
     first, last = places[0].rank, places[-1].rank
     if w.m.tied and first != last and rank in (first, last):
         sent += sliced(parts, TIED) * w.wide
-    return Traffic({("pp", "send"): sent})
+    return found + Traffic({("pp", "send"): sent})
 
 
 def partial_traffic(parts: Parts, n_bytes: int) -> Traffic:

@@ -29,7 +29,9 @@ class Flag(NamedTuple):
 
 
 MORE, ZERO, SLICES, DOCUMENTS = (2,), dict(zero=(0,)), dict(zero=(1, 2, 3)), dict(documents=("mask", "reset"))
-W = ("zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe")  # schedules with a split backward
+PARTS = ("zigzag", "ring", "allgather", "usp", "balanced")  # keys come in parts
+V = ("zbv", "dualpipev", "v-half", "v-min")  # schedules with two stages on a rank
+W = ("zb-h1", "zb-h2", "zb-auto", "dualpipe", *V)  # schedules with a split backward
 
 COMPUTED = {  # they change what is computed: one process has them, too
     "steps": Flag((2, 3)),
@@ -52,6 +54,7 @@ COMPUTED = {  # they change what is computed: one process has them, too
     "tied": Flag((False, True)),
     "documents": Flag(("off", "mask", "reset"), takes=dict(end_token=32)),
     "end_token": Flag((256, 32), (DOCUMENTS,)),
+    "window": Flag((0, 5)),
     "skip_spikes": Flag((0.0, 1.5), takes=dict(steps=3)),
     "roll_back": Flag((0, 1), (dict(skip_spikes=(1.5,)),)),
     "dropout": Flag((0.0, 0.2)),
@@ -79,7 +82,8 @@ HOW = {  # they change how it is computed
     "compile": Flag((False, True)),
     "loss_chunk": Flag((0, 5)),
     "grad_dtype": Flag(("fp32", "same"), (dict(dtype=("bf16", "fp16", "auto")),)),
-    "sync": Flag(("bucket", "naive", "ring", "overlap", "torch", "server"), (ZERO,)),
+    "sync": Flag(("bucket", "naive", "ring", "overlap", "torch", "hierarchical", "tree", "server"), (ZERO,)),
+    "ranks_per_node": Flag((8, 2), (dict(sync=("hierarchical",)),)),
     "bucket_mb": Flag((1.0, 0.01), (ZERO | dict(sync=("bucket", "torch")),)),
     "compress": Flag(("none", "bf16", "int8", "topk")),
     "topk_fraction": Flag((0.01, 0.5), (dict(compress=("topk",)),)),
@@ -92,10 +96,12 @@ HOW = {  # they change how it is computed
     "tp_overlap": Flag((False, True), (dict(tp=MORE),)),
     "compress_activations": Flag(("none", "bf16", "int8"), (dict(tp=MORE), dict(pp=MORE))),
     "cp": Flag((1, 2)),
-    "cp_kernel": Flag(("formula", "flash"), (dict(cp=MORE, cp_mode=("zigzag", "ring", "allgather")),)),
-    "cp_mode": Flag(("zigzag", "ring", "allgather", "ulysses"), (dict(cp=MORE),)),
+    "cp_kernel": Flag(("formula", "flash"), (dict(cp=MORE, cp_mode=PARTS),)),
+    "cp_mode": Flag((*PARTS, "ulysses"), (dict(cp=MORE),)),
+    "ulysses": Flag((2, 1), (dict(cp_mode=("usp",)),)),
     "pp": Flag((1, 2)),
     "schedule": Flag(("1f1b", "afab", "interleaved", "rounds", *W), (dict(pp=MORE),)),
+    "pp_scatter": Flag((False, True), (dict(pp=MORE, tp=MORE, sp=(False,)),)),
     "chunks": Flag((2, 1), (dict(schedule=("interleaved", "rounds")),)),
     "round_size": Flag((0, 3), (dict(schedule=("rounds",)),)),
     "pp_split": Flag(("", "cost"), (dict(pp=MORE),)),
@@ -135,7 +141,7 @@ REFUSED: list[tuple[Options, Options] | tuple[Options, Options, str]] = [  # wha
     (dict(optimizer=("adafactor",)), SLICES),
     (dict(optimizer=("adafactor",)), dict(tp=MORE)),
     (dict(optimizer=("adafactor",)), dict(ep=MORE)),
-    (dict(compress=("bf16", "int8", "topk")), dict(sync=("naive", "ring", "torch", "server"))),
+    (dict(compress=("bf16", "int8", "topk")), dict(sync=("naive", "ring", "torch", "hierarchical", "tree", "server"))),
     (dict(compress=("bf16", "int8", "topk")), dict(dtype=("fp16",))),
     (dict(sync=("torch",)), dict(dtype=("bf16", "fp16"))),
     (dict(tp_overlap=(True,)), dict(schedule=W)),
@@ -146,6 +152,9 @@ REFUSED: list[tuple[Options, Options] | tuple[Options, Options, str]] = [  # wha
     (dict(batch_ramp=("4,2",)), dict(global_batch_size=(4,))),
     (dict(attention=("scores",)), dict(cp=MORE)),
     (dict(attention=("scores",)), DOCUMENTS),
+    (dict(window=(5,)), DOCUMENTS),
+    (dict(window=(5,)), dict(cp=MORE, cp_mode=("zigzag", "allgather", "usp", "balanced"))),
+    (dict(capacity_factor=(0.6,)), DOCUMENTS | dict(cp_mode=("balanced",))),
 ]
 NOWHERE = {("sync", "torch"): STEPS[5:]}  # values that these steps refuse, whatever is beside them
 FEW = 1500
@@ -197,11 +206,12 @@ def broken(options: Options) -> list[tuple[set[str], set[str]]]:
 
 
 def ranks_of(options: Options) -> int:
-    """How many ranks show what the flags do: two that share no layout, or four if slices have replicas."""
+    """How many ranks show what the flags do: two that share no layout, and as many more as slices need for replicas."""
     if "sync" not in options:
         return 1
     taken = options.get("pp", 1) * options.get("cp", 1) * options.get("tp", 1)
-    return taken if taken >= 4 else taken * 2 if taken > 1 or options.get("zero_replicas", 1) == 1 else 4
+    more = options.get("zero_replicas", 1) > 1
+    return taken * (max(2, 4 // taken) if more else 2 - (taken >= 4))
 
 
 def fits_ranks(options: Options, most: int = 4) -> bool:

@@ -31,6 +31,7 @@ GROUPS = dict(experts=8, experts_per_token=3, expert_groups=4, groups_per_token=
 CUBE, UNEVEN_STAGES = dict(pp=2, cp=2, tp=2, ep=2), dict(pp=2, schedule="zbv", pp_split="2,1,1,1")
 RAMP = dict(batch_ramp="4,2", global_batch_size=12, steps=4)
 BACK = dict(skip_spikes=2.0, roll_back=2, steps=5, patch="fourth_is_a_spike")
+WINDOW, DEEP, PARTED = dict(window=7), dict(n_layers=4), dict(sp=False, pp_scatter=True)
 MASK = dict(documents="mask", end_token=32)  # a document ends with each blank
 DROP, STALE = dict(dropout=0.2), dict(stale=1, steps=3)
 
@@ -159,6 +160,9 @@ ROWS = [
     Row(4, "step06_pipeline", dict(pp=2, tp=2, zero=0), STALE | SGD),
     Row(2, "step03_zero", dict(zero=1, offload_optimizer="cpu"), STALE | MUON, EXHAUSTIVE),
     Row(2, "step03_zero", dict(zero=3), STALE),
+    Row(4, "step02_ddp", dict(sync="hierarchical", ranks_per_node=2), SGD),
+    Row(4, "step04_tp_sp", dict(sync="hierarchical", ranks_per_node=2, zero=0, tp=2), SGD, EXHAUSTIVE),
+    Row(3, "step02_ddp", dict(sync="tree"), SGD),
     Row(4, "step02_ddp", dict(sync="overlap"), TIED | SGD),
     Row(3, "step02_ddp", dict(sync="torch", bucket_mb=0.01), TIED | SGD),
     Row(4, "step05_cp_ring", dict(sync="torch", zero=0, cp=2, recompute="full")),
@@ -220,10 +224,20 @@ ROWS = [
     Row(4, "step05_cp_ring", dict(cp=4, cp_mode="ulysses", zero=2)),  # twice as many ranks as key/value heads
     Row(4, "step05_cp_ring", dict(cp=2, cp_kernel="flash", tp=2), SGD, does=STAYS_NEAR),
     Row(2, "step05_cp_ring", dict(cp=2, cp_kernel="flash", cp_mode="allgather", documents="mask"), MASK | SGD),
+    Row(4, "step05_cp_ring", dict(cp=4, cp_mode="usp", ulysses=2), SGD),
+    Row(4, "step05_cp_ring", dict(cp=4, cp_mode="usp", cp_kernel="flash", documents="mask", zero=3), MASK | TIED),
+    Row(4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="usp", recompute="full"), MHA, does=("equals", "evaluates")),
+    Row(4, "step05_cp_ring", dict(cp=4, cp_mode="ring"), WINDOW | TIED),  # a window reaches over two ranks
+    Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses"), WINDOW | SGD, EXHAUSTIVE),
+    Row(4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="ring", cp_kernel="flash", zero=3), WINDOW | SGD),
+    Row(4, "step06_pipeline", dict(pp=2, cp=2, cp_mode="ring", schedule="zb-h1"), WINDOW, does=("equals", "evaluates")),
     Row(1, "step05_cp_ring", dict(documents="reset"), MASK),  # RoPE is relative
     Row(4, "step05_cp_ring", dict(cp=2, micro_batch_size=3), MASK | SGD),
     Row(3, "step05_cp_ring", dict(cp=3, cp_mode="ring", documents="reset"), MASK | SGD | dict(seq_len=18)),
     Row(2, "step05_cp_ring", dict(cp=2, cp_mode="allgather", zero=3, recompute="full"), MASK | TIED),
+    Row(4, "step05_cp_ring", dict(cp=4, cp_mode="balanced", documents="reset", micro_batch_size=2), MASK | SGD),
+    Row(4, "step06_pipeline", dict(pp=2, cp=2, cp_mode="balanced", cp_kernel="flash", schedule="zb-h1"), MASK | TIED),
+    Row(2, "step07_moe_ep", dict(cp=2, cp_mode="balanced", ep=2), MASK | EXPERTS, does=("equals", "evaluates")),
     Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses", documents="reset"), MASK, does=("equals", "evaluates")),
     Row(4, "step06_pipeline", dict(pp=2, cp=2, documents="reset"), MASK, does=("equals", "evaluates")),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, schedule="interleaved", recompute="full"), MASK | dict(n_layers=4)),
@@ -248,18 +262,25 @@ ROWS = [
     Row(2, "step06_pipeline", dict(pp=2, pp_split="1,2", sync="naive"), SGD),
     *(
         Row(4, "step06_pipeline", dict(pp=2, schedule=schedule, zero=zero), TIED | dict(n_layers=4), EXHAUSTIVE)
-        for schedule in ("afab", "interleaved", "rounds", "zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe")
+        for schedule in ("afab", "interleaved", "rounds", "zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe", "dualpipev", "v-half")
         for zero in (0, 1, 2, 3)
     ),
     *(
         Row(4, "step07_moe_ep", dict(pp=2, ep=2, schedule=name, zero=zero), EXPERTS | dict(n_layers=4), EXHAUSTIVE)
-        for name in ("1f1b", "afab", "interleaved", "rounds", "zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe")
+        for name in ("1f1b", "afab", "interleaved", "rounds", "zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe", "v-min")
         for zero in (0, 1, 2, 3)
     ),
     Row(4, "step07_moe_ep", dict(pp=4, schedule="dualpipe", zero=2), EXPERTS | dict(n_layers=4)),
     Row(4, "step07_moe_ep", dict(pp=2, tp=2, schedule="zb-h2", zero=1), EXPERTS | TIED),
     Row(4, "step07_moe_ep", dict(pp=2, cp=2, ep=2, schedule="dualpipe", zero=3), EXPERTS | TIED, does=LAUNCHES),
     Row(4, "step07_moe_ep", dict(pp=2, ep=2, schedule="zb-h2", zero=3, recompute="full"), EXPERTS | TIED),
+    Row(4, "step06_pipeline", dict(pp=2, tp=2, schedule="dualpipev", zero=2), TIED | SGD | dict(n_layers=4)),
+    Row(2, "step06_pipeline", dict(pp=2, schedule="v-half"), dict(n_layers=4)),
+    Row(4, "step07_moe_ep", dict(pp=2, ep=2, schedule="v-min", zero=3), EXPERTS | TIED | dict(n_layers=4)),
+    Row(4, "step06_pipeline", dict(pp=2, tp=2) | PARTED, TIED, does=("equals", "evaluates")),
+    Row(
+        4, "step06_pipeline", dict(pp=2, tp=2, compress_activations="bf16", schedule="zbv") | PARTED, SGD | EXACT | DEEP
+    ),
     # step 7
     Row(2, "step07_moe_ep", dict(tp=2), EXPERTS | SGD),
     Row(4, "step07_moe_ep", dict(tp=2, ep=2, sp=False, zero=1), EXPERTS),

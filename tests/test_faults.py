@@ -19,6 +19,7 @@ LAWS: dict[str, tuple] = {  # ranks, and a function with its arguments that ever
     "law: zero 3": (2, test_laws.measure, "step03_zero", dict(zero=3)),
     "law: tp": (2, test_laws.measure, "step04_tp_sp", dict(tp=2)),
     "law: ring": (2, test_laws.measure, "step05_cp_ring", dict(cp=2)),
+    "law: window": (2, test_laws.measure, "step05_cp_ring", dict(cp=2, cp_mode="ring", window=5)),
     "law: messages": (2, test_laws.sends_under_way, dict(pp=2, schedule="interleaved", n_layers=4)),
     "law: unused": (2, test_laws.unused),
     "law: formulas": (1, test_laws.by_formulas),

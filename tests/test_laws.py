@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from contextlib import ExitStack
 from types import SimpleNamespace
 from unittest import mock
 
@@ -16,12 +17,12 @@ import step03_zero as step03
 import step05_cp_ring as step05
 import step06_pipeline as step06
 import step07_moe_ep as step07
-from common.comm import Group, Mesh, Pending
+from common.comm import Group, Mesh, Pending, exchange
 from common.model import Decoder, ModelConfig
 from common.schedules import SCHEDULES, draw
 from services.dry_run import run_rank
 from tests import bounds, equal
-from variants import cp_flash, cp_ring
+from variants import cp_flash, cp_ring, hierarchical_sync, tree_sync
 
 L, D, FFN, VOCAB, SEQ, HEADS, KV = (
     equal.SMALL[name] for name in ("n_layers", "dim", "ffn_dim", "vocab_size", "seq_len", "n_heads", "n_kv_heads")
@@ -96,6 +97,54 @@ def test_a_server_is_the_bottleneck(pools):
         times = 1 if rank else n - 1
         check(sent, dict(dp=times * P * B + round(reduced(n, SCALAR))))
         assert calls["dp", "send"] == times * params
+
+
+def sent_by_link(node: int, options: dict) -> tuple[list[int], list[int]]:
+    """Runs on every rank: messages, and bytes, that it sends in a step inside its node of so many ranks, and out of it.
+
+    Only of what is summed by hand, as `exchange` is given it.
+    """
+    messages, sent, rank = [0, 0], [0, 0], dist.get_rank()
+
+    def spy(sends, receives, group):
+        for tensor, peer in sends:
+            out = dist.get_process_group_ranks(group.handle)[peer] // node != rank // node
+            messages[out] += 1
+            sent[out] += tensor.nbytes
+        return exchange(sends, receives, group)
+
+    with ExitStack() as stack:
+        for module in (step02, hierarchical_sync, tree_sync):
+            stack.enter_context(mock.patch.object(module, "exchange", spy))
+        equal.record("step02_ddp", LAWS | options | dict(steps=1))
+    return messages, sent
+
+
+@pytest.mark.parametrize("n, node", [(4, 2), (6, 3)])
+def test_two_levels(pools, n, node):
+    """2 (N-1)/N S inside a node and 2 (K-1)/K S/N between, in 2 (N-1) and 2 (K-1) messages a gradient.
+
+    The ring: 2 (n-1) messages, all of them out of the node for its last rank. Bytes are rounded by each gradient.
+    """
+    nodes, params = n // node, 9 * L + 3
+    two = dict(sync="hierarchical", ranks_per_node=node)
+    found = pools(n).run(sent_by_link, node, two | dict(global_batch_size=n))
+    totals = [sum(sent[link] for _, sent in found) for link in (0, 1)]
+    assert totals == [2 * (node - 1) * nodes * P * B, 2 * (nodes - 1) * P * B], "together, to the byte"
+    for messages, sent in found:
+        assert messages == [2 * (node - 1) * params, 2 * (nodes - 1) * params]
+        assert sent == pytest.approx([reduced(node, P * B), reduced(nodes, P * B / node)], abs=2 * B * n * params)
+    for rank, (messages, _) in enumerate(pools(n).run(sent_by_link, node, dict(sync="ring", global_batch_size=n))):
+        assert messages == [0, 2 * (n - 1) * params][:: 1 if rank % node == node - 1 else -1]
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_tree(pools, n):
+    """Each but rank 0 sends up, and down to each that sends to it: 2 (n-1) S together."""
+    found = pools(n).run(sent_by_link, 1, dict(sync="tree", global_batch_size=n))
+    below = {3: [2, 0, 0], 4: [2, 0, 1, 0]}[n]
+    assert [sent[1] for _, sent in found] == [((r > 0) + below[r]) * P * B for r in range(n)]
+    assert sum(sent[1] for _, sent in found) == 2 * (n - 1) * P * B
 
 
 ZERO = [(4, 0, {}), *((n, zero, {}) for n in (2, 3, 4) for zero in (1, 2, 3))]
@@ -222,6 +271,29 @@ def test_context_parallel(pools, n, mode, flags):
             assert calls["cp", "send"] == M * L * hops
 
 
+@pytest.mark.parametrize("n, swap, kv_heads", [(4, 2, 2), (4, 2, 1), (4, 4, 2), (6, 2, 4)])
+def test_ulysses_and_ring_crossed(pools, n, swap, kv_heads):
+    """(U-1)/U of q, k, v and the output each way over U ranks; a ring of n / U, with U times fewer hops than of n."""
+    ring, shape = n // swap, dict(seq_len=12 * n, n_kv_heads=kv_heads)
+    q, kv = (heads * 12 * (D // HEADS) * B for heads in (HEADS, 2 * kv_heads * max(1, swap // kv_heads)))
+    hops = 2 * (ring - 1) + ring if ring > 1 else 0
+    for sent, calls in pools(n).run(measure, "step05_cp_ring", dict(cp=n, cp_mode="usp", ulysses=swap) | shape):
+        assert sent["ulysses"] == M * L * 2 * (swap - 1) * (2 * q + kv) // swap
+        assert sent.get("ring", 0) == M * L * hops * kv
+        assert calls.get(("ring", "send"), 0) == M * L * hops
+        assert calls["ulysses", "all_to_all"] == M * L * 2 * 4
+
+
+@pytest.mark.parametrize("n, window, seq", [(2, 5, 16), (2, 5, 48), (4, 7, 16)])
+def test_window(pools, n, window, seq):
+    """W-1 tokens' k and v from the ranks before, and as many gradients back, however long the sequence is."""
+    token, own = 2 * KV * (D // HEADS) * B, seq // n
+    options = dict(cp=n, cp_mode="ring", window=window, seq_len=seq)
+    for rank, (sent, _) in enumerate(pools(n).run(measure, "step05_cp_ring", options)):
+        there = min(window - 1, (n - 1 - rank) * own) + min(window - 1, rank * own)  # forward, and back
+        assert sent["cp"] == M * L * there * token + round(reduced(n, SCALAR))
+
+
 def by_formulas(dtype: torch.dtype = torch.float64) -> list[float]:
     """How far the formulas for parts of the keys are from the fused kernels of --cp-kernel flash."""
     torch.manual_seed(0)
@@ -284,6 +356,24 @@ def test_pipeline(pools, schedule, p):
             assert sent["pp"] - scalars == M * A * ((rank > 0) + (rank < p - 1))
             assert calls["pp", "send"] == M * ((rank > 0) + (rank < p - 1))
     assert total == 2 * M * A * (p * v - 1)
+
+
+@pytest.mark.parametrize("schedule, n_layers", [("1f1b", L), ("zbv", 4)])
+def test_boundaries_in_parts(pools, schedule, n_layers):
+    """pp's bytes / tp, and (tp-1)/tp of an activation over tp for each that comes from another rank: x or dx.
+
+    In a V of two ranks the two middle stages are on one rank: nothing is sent or gathered between them.
+    """
+    options, tp = dict(pp=2, tp=2, sp=False, schedule=schedule, n_layers=n_layers), 2
+    boundaries = M * (1 if schedule == "1f1b" else 2)  # one way
+    whole, parted = (
+        [sent for sent, _ in pools(4).run(measure, "step06_pipeline", options | dict(pp_scatter=flag))]
+        for flag in (False, True)
+    )
+    for before, after in zip(whole, parted, strict=True):
+        scalars = round(reduced(2, SCALAR)) + round(reduced(2, SCALAR))
+        assert before["pp"] - scalars == boundaries * A == tp * (after["pp"] - scalars)
+        assert after["tp"] - before["tp"] == boundaries * A * (tp - 1) // tp
 
 
 def most_in_flight(options: dict) -> int:

@@ -26,7 +26,7 @@ from tests.bench import plan as bench
 from theory import guide, plan, seconds
 from theory.footprint import gpt_layer_bytes, held
 from theory.gpus import GPUS, LATENCY, LATENCY_BETWEEN
-from theory.layouts import RECOMPUTE, Layout, balanced, illegal, meshes, network, variants
+from theory.layouts import RECOMPUTE, UNPLANNED, Layout, balanced, illegal, meshes, network, variants
 from theory.memory import Kept, Piece, layer_bytes, lists_of, most_kept, rank_bytes, rank_numbers, rank_places
 from theory.recipes import COURSE, RECIPES
 from theory.search import count_legal, evaluate, fits, floor_seconds, search, smallest
@@ -36,7 +36,7 @@ from theory.traffic import Work, tensor_traffic
 
 H100, MODELS = GPUS["h100-80"], plan.models()
 LLAMA, MIXTRAL = MODELS["llama3-8b"], MODELS["mixtral-8x7b"]
-ORDERS = [name for name in SCHEDULES if name != "zb-auto"]
+ORDERS = [name for name in SCHEDULES if name not in UNPLANNED]
 
 
 def config_of(x: Layout, shape: dict, **flags) -> object:
@@ -373,6 +373,8 @@ MISTAKES = {
     "--model llama3-405b --gpus 8 --global-batch-size 8": "GiB too much",
     "--gpus 8 --explain '--tp 3 --pp 1'": "does not divide",
     "--gpus 8 --global-batch-size 7 --explain '--tp 2 --pp 1'": "must be a multiple of the 4 ranks of dp",
+    "--gpus 8 --explain '--pp 2 --schedule v-min'": "does not count --schedule v-min",
+    "--gpus 8 --explain '--pp 2 --tp 2 --pp-scatter'": "leave it out, or use --no-sp",
     "--gpus 8 --explain '--tp 2 \"'": "No closing quotation",
     "--gpus 37 --global-batch-size 3": "no layout of 37 GPUs is legal",
     "--gpus 8 --largest --longest": "one at a time",

@@ -13,6 +13,7 @@ from common.schedules import SCHEDULES, Action, Place, consumer, simulate
 from services.seam import plugins
 from services.stages import given
 from step06_pipeline import Instruction, OneForwardOneBackward, Pipeline, add_messages
+from variants.v_schedules import block
 from variants.zb_auto import Costs, search, time_of
 from variants.zero_bubble import zb_h1
 
@@ -258,10 +259,17 @@ def test_bubble_of_zb_h1_and_zb_h2():
 
 
 def test_bubble_of_zbv_and_dualpipe():
-    """If f = b = w: zbv p-1 half stages, from 2p-1 micro-batches; dualpipe p/2-1, an even number from 2p."""
-    for p, m, lists, places in sizes("zbv"):
-        if m >= 2 * p - 1 and p > 1:
-            assert makespan(lists, places, UNIT) == 6 * m + p - 1
+    """If f = b = w: zbv p-1 half stages, from 2p-1 micro-batches; dualpipev as many; dualpipe p/2-1, an even number.
+
+    From 2p micro-batches, for both. v-half 3 p, v-min 4 p at most.
+    """
+    for name, least in ("zbv", -1), ("dualpipev", 0):
+        for p, m, lists, places in sizes(name):
+            if m >= 2 * p + least and p > 1:
+                assert makespan(lists, places, UNIT) == 6 * m + p - 1
+    for name, most in ("v-half", 3), ("v-min", 4):
+        for p, m, lists, places in sizes(name):
+            assert p == 1 or m < 2 * p or makespan(lists, places, UNIT) <= 6 * m + most * p
     for p, m, lists, places in sizes("dualpipe"):
         if m >= 2 * p and m % 2 == 0:
             assert makespan(lists, places, UNIT) == 3 * m + p // 2 - 1
@@ -282,6 +290,9 @@ def test_activations_in_flight():
             assert [in_flight(row) for row in lists] == [min(2 * m, p + 2 * (p - 1 - r) + 1) for r in range(p)]
     assert all(in_flight(row, "W") <= 2 * p for p, _, lists, _ in sizes("zbv") for row in lists)
     assert all(in_flight(row, "W") <= p + 1 for p, _, lists, _ in sizes("dualpipe") for row in lists)
+    assert all(in_flight(row, "W") <= 2 * p + 1 for p, _, lists, _ in sizes("dualpipev") for row in lists)
+    assert all(in_flight(row, "W") <= p + 3 for p, _, lists, _ in sizes("v-half") for row in lists)
+    assert all(in_flight(row, "W") <= 2 * p / 3 + 3 for p, _, lists, _ in sizes("v-min") for row in lists)
 
 
 def test_dualpipe_puts_off_what_the_paper_does():
@@ -290,6 +301,27 @@ def test_dualpipe_puts_off_what_the_paper_does():
     words = [f"{kind}{int(stage >= 4)}" for kind, _, stage in lists[0]]
     expected = "F0 F0 F0 F1  B1 W1 F1  F0 B1 W1 F1 B0 W0  B1 W1 F1 B0 W0  B1 W1 B0  W0 B0 W0"
     assert words == expected.split()
+
+
+def test_dualpipev_is_dualpipe_folded():
+    """Rank r's list is that of rank r of twice as many, with as many micro-batches each way; those up the V are the
+    other way's.
+    """
+    for p, m in (2, 4), (4, 8), (4, 11):
+        folded, whole = made("dualpipev", p, m)[0], made("dualpipe", 2 * p, 2 * m)[0]
+        for rank in range(p):
+            other = [(kind, i % m, min(stage % (2 * p), 4 * p - 1 - stage)) for kind, i, stage in whole[rank]]
+            ours = [(kind, i, min(stage, 2 * p - 1 - stage)) for kind, i, stage in folded[rank]]
+            assert ours == [(kind, i, rank) for kind, i, _ in other]
+
+
+def test_v_half_and_v_min_repeat_one_block():
+    """Each rank starts one of the six things of a micro-batch at a time, six units after the one before."""
+    for delays in (1, 1, 1, 1), (1, 2, 1, 2):
+        for p in range(2, 17):
+            for row in block(p, delays):
+                assert sorted(start % 6 for start in row) == [*range(6)]
+                assert row[0] < row[1] < row[2] < row[3] and row[4] > row[2] and row[5] > row[3]
 
 
 def test_zb_auto_is_sound_within_its_memory_and_no_worse_than_by_hand():

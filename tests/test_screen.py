@@ -192,7 +192,7 @@ ORDERS = [(schedule, zero) for schedule in SCHEDULES for zero in range(4)]
 def test_traffic_of_pipelines(schedule, zero):
     """In every order of work and stage of ZeRO theory says what the dry run counts, on the first and last rank."""
     options = dict(pp=2, schedule=schedule, zero=zero, tied=zero % 2 == 0, n_layers=4, global_batch_size=4)
-    for more in {}, dict(tp=2, recompute="full"):
+    for more in {}, dict(tp=2, recompute="full"), dict(tp=2, sp=False, pp_scatter=True):
         config = config_of("step06_pipeline", options | more | dict(dry_run=4))
         for rank in (0, 3):
             seen = run_rank(step06_pipeline.train, config, rank)

@@ -1,8 +1,10 @@
 """Variants, beyond equality: what is skipped, late, or never there; what hides behind what; where it lives."""
 
 import math
+import random
 import re
 from collections import Counter
+from functools import partial
 from itertools import count, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from common.model import Decoder, attend
 from services.memory import MemoryTimeline
 from services.seam import check, plugins
 from step01_single_gpu import learning_rate
-from step05_cp_ring import CONTEXT
+from step05_cp_ring import CONTEXT, zigzag_positions
 from tests import equal
 from tests.faults import Fault, injected
 from tests.rows import COMPILED
@@ -30,7 +32,9 @@ from variants import batch_ramp, dropout, skip_spikes, stale, zero_toy
 from variants.block_overlap import EnterLinears, start_gather, start_keep, start_scatter, start_total
 from variants.compress import Chain, Compression
 from variants.compress_activations import BLOCK, Bits
+from variants.cp_balanced import deal
 from variants.documents import MicroBatch, segments
+from variants.window import TURNED, band, windowed_attention
 
 SLOW = dict(optimizer="sgd", lr=0.1, steps=3)
 
@@ -339,17 +343,18 @@ END = 0
 plugins()  # fills CONTEXT
 
 
-@pytest.mark.parametrize("mode", ["zigzag", "ring", "allgather"])
+@pytest.mark.parametrize("mode", ["zigzag", "ring", "allgather", "balanced"])
 def test_visits_each_pair_within_a_document_once(mode):
     """sum L (L+1) / 2 pairs, no matter how the sequence is cut; and they are the right ones."""
     n, seq = 3, 36
     tokens = torch.randint(0, 5, (2, seq), generator=torch.Generator().manual_seed(0))
-    batch = MicroBatch(tokens, END, lambda rank: CONTEXT[mode].positions(seq, rank, n))
+    fixed = torch.stack([CONTEXT[mode].positions(seq, rank, n) for rank in range(n)])
+    batch = MicroBatch(tokens, END, partial(deal, n=n) if mode == "balanced" else lambda _numbers: fixed)
     seen = torch.zeros(2, seq, seq)
     for rank in range(n):
         batch.found.clear()
         for source in range(n):
-            mine, theirs = (CONTEXT[mode].positions(seq, r, n).repeat(2) for r in (rank, source))
+            mine, theirs = (batch.positions[:, r].flatten() for r in (rank, source))
             for queries, keys, causal in batch.visible(rank, source, 2 * seq // n):
                 assert queries.start // (seq // n) == keys.start // (seq // n), "of one sequence"
                 block = torch.ones(queries.stop - queries.start, keys.stop - keys.start)
@@ -365,7 +370,7 @@ def test_visits_each_pair_within_a_document_once(mode):
 def test_whole_sequences_equal_a_mask():
     """Document by document is attention with the mask that nobody makes."""
     tokens = torch.tensor([[1, 2, END, 3, 4, 5, END, 6], [END, 1, END, END, 2, 3, 4, 5]])
-    batch = MicroBatch(tokens, END, lambda rank: torch.arange(8))
+    batch = MicroBatch(tokens, END, lambda _numbers: torch.arange(8)[None])
     q, k, v = torch.randn(3, 2, 8, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     parts = (x.flatten(0, 1)[None].split(batch.lengths, 1) for x in (q, k, v))
     ours = torch.cat([attend(*document) for document in zip(*parts, strict=True)], 1).view(q.shape)
@@ -375,6 +380,68 @@ def test_whole_sequences_equal_a_mask():
     right = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
     assert (ours - right).abs().max() < 1e-14
     assert [run[3] for run in segments(batch.numbers[0], torch.arange(8))] == [0, 1, 2]
+
+
+def lengths_of(kind: str, seq: int, rng: random.Random) -> list[int]:
+    """Of the documents of a sequence: one long among short ones; lognormal, as texts of the web; any up to 2,000."""
+    found = [5 * seq // 8] * (kind == "long")
+    while sum(found) < seq:
+        drawn = dict(
+            long=rng.randint(10, 300), lognormal=int(rng.lognormvariate(6, 1.3)) + 1, uniform=rng.randint(1, 2000)
+        )
+        found.append(min(drawn[kind], seq - sum(found)))
+    rng.shuffle(found)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["long", "lognormal", "uniform"])
+def test_documents_are_balanced(kind):
+    """In 100 drawn sequences of 8,192 tokens on 4 ranks, and on 8: the busiest has at most 1.1 times the mean of pairs.
+
+    In zigzag's chunks it has more than 1.5 times as much in some of them.
+    """
+    rng, seq, worst = random.Random(0), 8192, {}
+    for trial in range(100):
+        n, lengths = (4, 8)[trial % 2], lengths_of(kind, seq, rng)
+        numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        pairs = torch.cat([torch.arange(1, length + 1) for length in lengths])
+        ways = dict(balanced=deal(numbers, n), zigzag=torch.stack([zigzag_positions(seq, r, n) for r in range(n)]))
+        for name, positions in ways.items():
+            assert torch.equal(positions.flatten().sort()[0], torch.arange(seq)), "each token has one rank"
+            work = pairs[positions].sum(1).double()
+            worst[name] = max(worst.get(name, 0), (work.max() / work.mean()).item())
+    assert worst["balanced"] <= 1.1 < 1.5 < worst["zigzag"]
+
+
+# --- windows
+
+
+def test_a_band_has_each_pair_within_the_window_once():
+    """Of any two runs of positions, in rectangles and triangles of equal sides."""
+    rng = random.Random(0)
+    for _ in range(300):
+        a, c, m, n, window = *rng.choices(range(12), k=2), *rng.choices(range(1, 14), k=2), rng.randrange(2, 10)
+        seen = torch.zeros(m, n)
+        for queries, keys, shape in band(range(a, a + m), range(c, c + n), window):
+            block = torch.ones(queries.stop - queries.start, keys.stop - keys.start)
+            assert block.numel() and (shape is False or block.shape[0] == block.shape[1])
+            seen[queries, keys] += block.tril() if shape is True else block.triu() if shape == TURNED else block
+        apart = torch.arange(a, a + m)[:, None] - torch.arange(c, c + n)
+        assert torch.equal(seen, ((apart >= 0) & (apart < window)).float())
+
+
+@pytest.mark.parametrize("window", [2, 5, 16, 40])
+def test_a_window_equals_a_mask(window):
+    """Output and gradients are those of torch's attention with the mask that nobody makes here."""
+    q, k, v = (torch.randn(2, 16, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    apart = torch.arange(16)[:, None] - torch.arange(16)
+    given = (x.transpose(1, 2) for x in (q, k, v))
+    mask = (apart >= 0) & (apart < window)
+    right = torch.nn.functional.scaled_dot_product_attention(*given, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    ours, dy = windowed_attention(q, k, v, window), torch.randn(2, 16, 4, 8, dtype=torch.float64)
+    found = [ours, *torch.autograd.grad(ours, (q, k, v), dy)]
+    for one, other in zip(found, [right, *torch.autograd.grad(right, (q, k, v), dy)], strict=True):
+        assert equal.difference(one.detach(), other.detach()) < 1e-13
 
 
 # --- where it lives

@@ -14,7 +14,8 @@ from theory.shapes import Shape, divisors, visited_weights
 
 RECOMPUTE = ("none", "selective", "full")
 CP_MODES = ("zigzag", "ring", "allgather", "ulysses")
-BOTH_ENDS = ("zigzag", "allgather")  # a rank has a chunk of each half of the sequence
+UNPLANNED = ("zb-auto", "dualpipev", "v-half", "v-min")  # the first is a search of its own, for given times
+BOTH_ENDS = ("zigzag", "allgather", "usp", "balanced")  # a rank has a chunk of each half of the sequence
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Layout:
     recompute: str = among(dict.fromkeys(RECOMPUTE), "none")  # what the backward pass computes again
     sp: bool = True  # split the tokens over tp between the blocks
     cp_mode: str = among(dict.fromkeys(CP_MODES), "zigzag")  # how queries meet the keys of other ranks
+    pp_scatter: bool = False  # without SP: tp ranks send a part each over a pipeline boundary
     zero_replicas: int = 1  # groups of ranks, each with all slices of ZeRO
     dp: int = 1  # ranks that see other sequences: what is left
 
@@ -55,6 +57,7 @@ class Layout:
         words += [f"--recompute {self.recompute}"] + ["--no-sp"] * (self.tp > 1 and not self.sp)
         words += [f"--cp-mode {self.cp_mode}"] * (self.cp > 1)
         words += ["--cp-kernel flash"] * (self.cp > 1 and self.cp_mode != "ulysses")  # as the predictions assume
+        words += ["--pp-scatter"] * self.pp_scatter
         words += [f"--zero-replicas {self.zero_replicas}"] * (self.zero_replicas > 1)
         return " ".join(words)
 
@@ -125,6 +128,10 @@ def broken(m: Shape, x: Any, v: int) -> Iterator[str]:
         yield f"--schedule dualpipe: micro-batches enter at both ends of an even number of ranks, not {pp}"
     if x.schedule == "dualpipe" and n < 2:
         yield "--schedule dualpipe: use at least 2 micro-batches, one for each end"
+    if x.pp_scatter and x.sp:
+        yield "--pp-scatter: with --sp a rank has a part of the tokens anyway; leave it out, or use --no-sp"
+    if x.pp_scatter and seq // cp % tp:
+        yield f"--pp-scatter: --tp {tp} must divide the {seq // cp} tokens of a rank"
     if data % x.zero_replicas:
         yield f"--zero-replicas {x.zero_replicas} must divide the {data} ranks over which ZeRO cuts"
     if x.zero_replicas > 1 and not x.zero:
@@ -207,11 +214,11 @@ def meshes(m: Shape, world: int, batch: int) -> Iterator[Layout]:
 def schedules(m: Shape, mesh: Layout) -> list[tuple[str, int]]:
     """Every legal schedule of a mesh, with --chunks; without a pipeline there is nothing to choose.
 
-    zb-auto is a search of its own, for given times; its like are here. So is that of rounds: interleaved.
+    But for those that are UNPLANNED; their like are here.
     """
     if mesh.pp == 1:
         return [("1f1b", 1)]
-    ways = [(name, 1) for name in SCHEDULES if name not in ("interleaved", "rounds", "zb-auto")]
+    ways = [(name, 1) for name in SCHEDULES if name not in ("interleaved", *UNPLANNED)]
     ways += [("interleaved", v) for v in range(2, m.n_layers // mesh.pp + 1) if m.n_layers // mesh.pp % v == 0]
     return [way for way in ways if not illegal(m, replace(mesh, schedule=way[0], chunks=way[1]))]
 

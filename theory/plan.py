@@ -29,7 +29,7 @@ from common.trainer import among, parse
 from theory.explain import blackboard
 from theory.gpus import GIB, GPUS, NODE, ROOM, Gpu
 from theory.guide import guide
-from theory.layouts import Layout, illegal
+from theory.layouts import UNPLANNED, Layout, illegal
 from theory.memory import CHUNK, Held
 from theory.search import Found, evaluate, fits, rates, search, smallest
 from theory.seconds import Seconds
@@ -182,6 +182,8 @@ def layout_of(text: str, gpus: int, batch: int, m: Shape) -> Layout:
         raise UserError(f"--pp {x.pp} x --cp {x.cp} x --tp {x.tp} = {inner} does not divide --gpus {gpus}: change one")
     if x.dp not in (1, gpus // inner):
         raise UserError(f"--explain {text!r}: --dp is what is left of --gpus {gpus}, {gpus // inner}; leave it away")
+    if x.schedule in UNPLANNED:
+        raise UserError(f"--explain {text!r}: the planner does not count --schedule {x.schedule}; ask --dry-run")
     own = x.global_batch_size if "--global-batch-size" in text else batch
     x = replace(x, dp=gpus // inner, global_batch_size=own)
     if reason := illegal(m, x):

@@ -262,9 +262,10 @@ def boundary_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> float:
     """A message over a pipeline boundary."""
     size, net = x.micro_batch_size * m.seq_len // x.cp * m.dim * E, network(x, "pp")
     crosses = net.in_node == 1
-    sent = size / x.tp if recipe.scatter or x.sp else size
+    scatter = (recipe.scatter or x.pp_scatter) and not x.sp
+    sent = size / x.tp if scatter or x.sp else size
     seconds = sent / (gpu.between if crosses else gpu.within) + (LATENCY_BETWEEN if crosses else LATENCY)
-    if recipe.scatter and not x.sp:
+    if scatter:
         tp = network(x, "tp")
         seconds += collective_seconds(gpu, tp, ring(tp, size))
     return seconds

@@ -43,6 +43,7 @@ class Flags:
 
 
 NEEDS = [("end_token", "documents", "mask", "reset")]
+KINDS: dict[str, type["Documents"]] = {}  # by --cp-mode: one that deals out tokens in its own way
 
 
 def check(config: Any, world: int):
@@ -64,10 +65,11 @@ def segments(numbers: Tensor, positions: Tensor, base: int = 0) -> list[tuple[in
 class MicroBatch:
     """The documents of a few sequences, on every rank that shares them."""
 
-    def __init__(self, tokens: Tensor, end: int, positions: Callable[[int], Tensor]):
-        """tokens int64 [batch, seq], on the CPU; `positions` of the tokens that a rank of cp holds."""
+    def __init__(self, tokens: Tensor, end: int, deal: Callable[[Tensor], Tensor]):
+        """tokens int64 [batch, seq], on the CPU; `deal`: a sequence's documents -> positions of each rank, [n, s/n]."""
         ends, whole = (tokens == end).long(), torch.arange(tokens.shape[1])
-        self.numbers, self.positions = ends.cumsum(1) - ends, positions  # [batch, seq]: the ENDs before each token
+        self.numbers = ends.cumsum(1) - ends  # [batch, seq]: the ENDs before each token
+        self.positions = torch.stack([deal(row) for row in self.numbers])  # [batch, n, s/n]
         self.lengths = [stop - start for row in self.numbers for start, stop, *_ in segments(row, whole)]
         self.found: dict[int, list[tuple]] = {}  # by source: the same in all layers, forward and backward
 
@@ -75,8 +77,8 @@ class MicroBatch:
         """In the place of `zigzag_visible` of step 5, for any positions, and for sequences one behind the other."""
         if source not in self.found:
             blocks, size = self.found.setdefault(source, []), length // len(self.numbers)
-            for row, base in zip(self.numbers, range(0, length, size), strict=True):
-                ours, theirs = (segments(row, self.positions(r), base) for r in (rank, source))
+            for row, places, base in zip(self.numbers, self.positions, range(0, length, size), strict=True):
+                ours, theirs = (segments(row, places[r], base) for r in (rank, source))
                 for (start, stop, at, document), (first, end, key_at, other) in product(ours, theirs):
                     if document == other and key_at <= at:
                         blocks.append((slice(start, stop), slice(first, end), key_at == at))
@@ -91,9 +93,11 @@ class Documents:
         self.device, seq = next(parts.model.parameters()).device, parts.model.config.seq_len
         self.here = (torch.arange(seq) if parts.positions is None else parts.positions).to(self.device)
         self.mine = parts.mesh["dp"].share(config.global_batch_size, "batch")
-        mode = CONTEXT[getattr(config, "cp_mode", "zigzag")]
-        self.positions = partial(mode.positions, seq, n=getattr(config, "cp", 1))
-        within = self.within(mode.attention if getattr(config, "cp", 1) > 1 else attend)
+        cp_mode, n = getattr(config, "cp_mode", "zigzag"), getattr(config, "cp", 1)
+        n //= config.ulysses if cp_mode == "usp" else 1  # ranks of which each has its own tokens in attention
+        fixed = torch.stack([CONTEXT[cp_mode].positions(seq, rank, n) for rank in range(n)])
+        self.fixed = self.deal = lambda _numbers: fixed
+        within = self.within(CONTEXT[cp_mode].attention if getattr(config, "cp", 1) > 1 else attend)
         for layer in parts.model.model.layers.values():
             parts.around(layer.self_attn, "attend", within, by=__name__)
         parts.around(parts.data, "batch", self.batch, by=__name__)
@@ -105,9 +109,7 @@ class Documents:
         """Around attention, as that brings queries and keys together: other blocks of parts, or of whole sequences."""
         known = inspect.signature(core).parameters
         if "visible" in known:  # sequences one behind the other
-            return lambda core, q, *kv: core(*(x.flatten(0, 1)[None] for x in (q, *kv)), visible=self.now.visible).view(
-                q.shape
-            )
+            return lambda core, *xs: core(*(x.flatten(0, 1)[None] for x in xs), visible=self.now.visible).view_as(xs[0])
         return lambda core, *qkv: core(*qkv, attend=self.attend) if "attend" in known else self.attend(*qkv)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -118,7 +120,7 @@ class Documents:
     def batch(self, read: Callable, step: int) -> tuple[Tensor, Tensor]:
         """Around `Data.batch`: on the way, find the documents of this rank's sequences."""
         (tokens, targets), end, self.next = read(step), self.config.end_token, 0
-        self.all = [MicroBatch(part, end, self.positions) for part in tokens[self.mine].split(self.size)]
+        self.all = [MicroBatch(part, end, self.deal) for part in tokens[self.mine].split(self.size)]
         return tokens, targets
 
     def enter(self, _model: Any, inputs: tuple) -> tuple:
@@ -135,7 +137,7 @@ class Documents:
 
     def look(self, tokens: Tensor) -> Tensor:
         """For validation: whole sequences int64 [batch, seq], on the CPU, come next; returns `rope`."""
-        self.now = MicroBatch(tokens, self.config.end_token, self.positions)
+        self.now = MicroBatch(tokens, self.config.end_token, self.fixed)
         return self.rope()
 
     def rope(self) -> Tensor:
@@ -150,4 +152,4 @@ def attach(config: Any, parts: Parts) -> Documents | None:
     if config.documents == "off":
         return None
     torch.backends.cuda.enable_cudnn_sdp(False)  # Hopper's default; it plans for 20 ms and more for a new length
-    return Documents(config, parts)
+    return KINDS.get(getattr(config, "cp_mode", ""), Documents)(config, parts)

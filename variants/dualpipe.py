@@ -9,6 +9,9 @@ If F, B and W take the same time, and m micro-batches are an even number from 2p
 do. Where DeepSeek overlaps a forward with a backward, here one follows the other. W (variants/split_backward.py)
 waits in the paper's step 7 and the second half of step 6; else it follows its B at once.
 
+`--schedule dualpipev` folds it (DeepSeek's DualPipe repository): ranks 0 to p/2-1 keep their two stages, and a second
+way is the same micro-batches' way up a V, as zbv has it. Nothing is held twice, so nothing is summed over pairs.
+
 In step 6, `keep_stage` would note that two stages hold each parameter, and the sum over the pair would stand after
 `sync.finish()`.
 """
@@ -22,13 +25,31 @@ from common import UserError
 from common.layout import layout_of, note_layout
 from common.schedules import SCHEDULES, Action, Place, Schedule, round_robin
 from variants import Parts
-from variants.zero_bubble import write_out
+from variants.zero_bubble import vee, write_out, zb_h1
 
 SINCE = step06.Config
 
 
+def eight_steps(near: int, inner: int, each_way: int) -> list[tuple[int, str]]:
+    """The paper's eight steps, as `write_out` takes them, for so many micro-batches each way: 0 begins near, 1 far.
+
+    `near`: stages from the near end up to this one. `inner`: ranks between this one and where the ways meet.
+    """
+    return [  # (how often, what)
+        (2 * inner, "F0"),  # 1: forward from the near end, until the first micro-batch of the other way is here
+        (near, "F0 F1"),  # 2: forward both ways, until the first gradient is here
+        (inner, "B1 W F1"),  # 3: backward of the other way, whose end is near: it begins first
+        (each_way - 2 * inner - near, "F0 B1 W F1 B0 W"),  # 4: all four, as long as there are micro-batches
+        (inner, "B1 W F1 B0 W"),  # 5: no F0 is left
+        (near // 2, "B1 W B0 W"),  # 6: no forward is left. In its first half W follows at once
+        (near % 2, "B1 W B0"),  # 6: its middle, if it is odd
+        (near // 2, "B1 B0"),  # 6: in its second half W waits, for other ranks wait for B
+        (inner, "W B0"),  # 7: W fills the gaps between the last gradients
+    ]  # 8: `write_out` appends every W that still waits
+
+
 def dualpipe(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """The paper's eight steps. At most p + 1 micro-batches in flight. Raises UserError.
+    """At most p + 1 micro-batches in flight. Raises UserError.
 
     If m < 2p: the list for 2p, without the micro-batches beyond m.
     """
@@ -38,22 +59,18 @@ def dualpipe(p: int, m: int, v: int, rank: int) -> list[Action]:
         raise UserError("--schedule dualpipe: use at least 2 micro-batches, one for each end")
     sizes = (m + 1) // 2, m // 2  # of the two halves of the micro-batches
     near = min(rank + 1, p - rank)  # stages from the nearer end up to this one. F0, B0: of the way that begins there
-    inner = p // 2 - near  # ranks between this one and the middle
-    each_way = max(sizes[0], p)  # micro-batches
-    phases = [  # (how often, what)
-        (2 * inner, "F0"),  # 1: forward from the near end, until the first micro-batch of the other way is here
-        (near, "F0 F1"),  # 2: forward both ways, until the first gradient is here
-        (inner, "B1 W F1"),  # 3: backward of the other way, whose end is near: it begins first
-        (each_way - p + near, "F0 B1 W F1 B0 W"),  # 4: all four, as long as there are micro-batches
-        (inner, "B1 W F1 B0 W"),  # 5: no F0 is left
-        (near // 2, "B1 W B0 W"),  # 6: no forward is left. In its first half W follows at once
-        (near % 2, "B1 W B0"),  # 6: its middle, if it is odd
-        (near // 2, "B1 B0"),  # 6: in its second half W waits, for other ranks wait for B
-        (inner, "W B0"),  # 7: W fills the gaps between the last gradients
-    ]  # 8: `write_out` appends every W that still waits
+    phases = eight_steps(near, p // 2 - near, max(sizes[0], p))
     ways = (rank, 2 * p - 1 - rank) if rank < p // 2 else (2 * p - 1 - rank, rank)  # stages of way 0, and of way 1
     actions = [action for action in write_out(ways, *phases) if action.micro_batch < sizes[int(action.stage >= p)]]
     return [a._replace(micro_batch=a.micro_batch + sizes[0]) if a.stage >= p else a for a in actions]
+
+
+def dualpipev(p: int, m: int, v: int, rank: int) -> list[Action]:
+    """Half of DualPipe's ranks, folded: the other way is that of the same micro-batches up the V. m as above."""
+    if v == 1:
+        return zb_h1(p, m, v, rank)
+    row = write_out((rank, 2 * p - 1 - rank), *eight_steps(rank + 1, p - 1 - rank, max(m, 2 * p)))
+    return [action for action in row if action.micro_batch < m]
 
 
 def two_ways(n_layers: int, p: int, v: int) -> list[Place]:
@@ -64,6 +81,7 @@ def two_ways(n_layers: int, p: int, v: int) -> list[Place]:
 
 
 SCHEDULES["dualpipe"] = lambda config: Schedule(dualpipe, two_ways)
+SCHEDULES["dualpipev"] = lambda config: Schedule(dualpipev, vee, v=2)
 
 
 def attach(config: Any, parts: Parts):
