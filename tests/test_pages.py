@@ -26,6 +26,7 @@ pytest.importorskip("pygments")
 pytest.importorskip("jedi")
 
 from labs.course import load, numbers
+from services.memory import CATEGORIES
 from services.pages.names import Names
 
 ROOT = Path(__file__).parents[1]
@@ -117,8 +118,13 @@ def pages(tmp_path_factory):
     """The folder of the pages, with a run's."""
     folder = tmp_path_factory.mktemp("pages")
     rows = [dict(step=n, loss=5.0 / n, peak_memory_bytes=n, expert_load={"1": [0.25, 0.75]}) for n in (1, 2, 3)]
+    rows[-1]["traffic"] = dict(dp=dict(all_reduce=2**20), pp=dict(send=2**18))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    memory = dict(seconds=[0.0, 0.5], bytes=dict(parameters=[2**20, 2**20], activations=[0, 3 * 2**20]))
+    held = {kind: [0, 0] for kind in CATEGORIES} | dict(parameters=[2**20, 2**20], activations=[0, 3 * 2**20])
+    memory = dict(seconds=[0.0, 0.5], bytes=held)
+    spans = [[["F", 0, 0, 0.0, 1.0], ["B", 0, 0, 3.0, 5.0]], [["F", 0, 1, 1.0, 2.0], ["B", 0, 1, 2.0, 3.0]]]
+    timeline = dict(schedule="1f1b", idle=0.4, simulated_idle=0.5, ranks=spans)
+    (folder / "timeline.json").write_text(json.dumps(timeline))
     (folder / "memory.json").write_text(json.dumps(memory))
     command = [sys.executable, "-m", "services.pages", folder / "out", "--run", folder]
     subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
@@ -130,6 +136,25 @@ def test_pages_are_small_and_whole(pages):
     assert sorted(path.stem for path in pages.glob("*.html")) == sorted(PAGES)
     assert sum(path.stat().st_size for path in pages.iterdir()) < LARGEST
     assert not [path for path in pages.glob("*.html") if 'src="http' in path.read_text()]
+
+
+def test_a_run_has_a_chart_of_each_kind(pages):
+    """In the page's ink, with its fonts; the loss is where it belongs; peaks are not thinned away."""
+    from services.pages.charts import thinned
+
+    drawn = dict(
+        re.findall(r"<figcaption>(.*?)</figcaption>(<svg.*?</svg>)", (pages / "run.html").read_text(), re.DOTALL)
+    )
+    kinds = ["loss", "peak of memory", "memory", "timeline of the last step", "traffic of the last step"]
+    assert list(drawn) == [*kinds, "expert load, layer 1"]
+    assert all("currentColor" in svg and "var(--sans)" in svg and "#000000" not in svg for svg in drawn.values())
+    line = re.search(r'<path d="M ([^"]*)" clip-path', drawn["loss"])[1]
+    (x1, y1), (x2, y2), (x3, y3) = [map(float, pair.split()) for pair in line.split("L")]
+    assert abs((x2 - x1) - (x3 - x2)) < 1e-3 and abs((y2 - y1) / (y3 - y1) - (5 - 5 / 2) / (5 - 5 / 3)) < 1e-3
+    assert "ep: " not in drawn["traffic of the last step"] and "dp: all_reduce" in drawn["traffic of the last step"]
+    assert [name for name in CATEGORIES if name in drawn["memory"]] == list(CATEGORIES)
+    rows = [n % 7 + 100 * (n == 613) for n in range(1000)]
+    assert max(thinned(rows, lambda n: n)) == max(rows) and len(thinned(rows)) <= 201
 
 
 def frames_of(pages: Path, page: str, title: str) -> dict[str, dict]:

@@ -135,7 +135,7 @@ def main():
     files = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
     with ProcessPoolExecutor(1) as pool:
         shown, pages = pool.submit(pictures.all_pictures), Pages(files)  # at the same time
-    shown, drawn = shown.result(), dict(run=charts.of_run(flags.run)) if flags.run else {}
+    shown, drawn = shown.result(), dict(run=list(charts.of_run(flags.run))) if flags.run else {}
     rules = {"light": HtmlFormatter(style="default"), "dark": HtmlFormatter(style="github-dark")}
     templates = Environment(loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True)
     templates.policies["json.dumps_kwargs"] = {}  # rows of a table stay in their order
