@@ -15,6 +15,7 @@ import tokenize
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -25,13 +26,14 @@ pytest.importorskip("pygments")
 pytest.importorskip("jedi")
 
 from labs.course import load, numbers
+from services.memory import CATEGORIES
 from services.pages.names import Names
 
 ROOT = Path(__file__).parents[1]
 FILES = {path.stem: path for path in sorted(ROOT.glob("step0*.py"))}
 FILES |= {f"common.{path.stem}".removesuffix(".__init__"): path for path in sorted((ROOT / "common").glob("*.py"))}
 PAGES = ["index", "run", *FILES]
-LARGEST = 3_000_000  # bytes of all pages together
+LARGEST = 4_000_000  # bytes of all pages together
 LIGHT, DARK = "light", "dark"
 
 BOXES = """
@@ -116,8 +118,13 @@ def pages(tmp_path_factory):
     """The folder of the pages, with a run's."""
     folder = tmp_path_factory.mktemp("pages")
     rows = [dict(step=n, loss=5.0 / n, peak_memory_bytes=n, expert_load={"1": [0.25, 0.75]}) for n in (1, 2, 3)]
+    rows[-1]["traffic"] = dict(dp=dict(all_reduce=2**20), pp=dict(send=2**18))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    memory = dict(seconds=[0.0, 0.5], bytes=dict(parameters=[2**20, 2**20], activations=[0, 3 * 2**20]))
+    held = {kind: [0, 0] for kind in CATEGORIES} | dict(parameters=[2**20, 2**20], activations=[0, 3 * 2**20])
+    memory = dict(seconds=[0.0, 0.5], bytes=held)
+    spans = [[["F", 0, 0, 0.0, 1.0], ["B", 0, 0, 3.0, 5.0]], [["F", 0, 1, 1.0, 2.0], ["B", 0, 1, 2.0, 3.0]]]
+    timeline = dict(schedule="1f1b", idle=0.4, simulated_idle=0.5, ranks=spans)
+    (folder / "timeline.json").write_text(json.dumps(timeline))
     (folder / "memory.json").write_text(json.dumps(memory))
     command = [sys.executable, "-m", "services.pages", folder / "out", "--run", folder]
     subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
@@ -131,11 +138,162 @@ def test_pages_are_small_and_whole(pages):
     assert not [path for path in pages.glob("*.html") if 'src="http' in path.read_text()]
 
 
-def test_the_memory_of_a_run_is_drawn_in_layers(pages):
-    """Each on those before; none where it adds nothing."""
-    frames = json.loads(re.search("application/json>(.*?)</script>", (pages / "run.html").read_text())[1])
-    notes = [box[5] for box in frames["memory, MiB, each on those before"]["boxes"]]
-    assert notes == ["0.000 s: parameters 1", "0.500 s: parameters 1", "0.500 s: activations 4"]
+def test_a_run_has_a_chart_of_each_kind(pages):
+    """In the page's ink, with its fonts; the loss is where it belongs; peaks are not thinned away."""
+    from services.pages.charts import thinned
+
+    drawn = dict(
+        re.findall(r"<figcaption>(.*?)</figcaption>(<svg.*?</svg>)", (pages / "run.html").read_text(), re.DOTALL)
+    )
+    kinds = ["loss", "peak of memory", "memory", "timeline of the last step", "traffic of the last step"]
+    assert list(drawn) == [*kinds, "expert load, layer 1"]
+    assert all("currentColor" in svg and "var(--sans)" in svg and "#000000" not in svg for svg in drawn.values())
+    line = re.search(r'<path d="M ([^"]*)" clip-path', drawn["loss"])[1]
+    (x1, y1), (x2, y2), (x3, y3) = [map(float, pair.split()) for pair in line.split("L")]
+    assert abs((x2 - x1) - (x3 - x2)) < 1e-3 and abs((y2 - y1) / (y3 - y1) - (5 - 5 / 2) / (5 - 5 / 3)) < 1e-3
+    assert "ep: " not in drawn["traffic of the last step"] and "dp: all_reduce" in drawn["traffic of the last step"]
+    assert [name for name in CATEGORIES if name in drawn["memory"]] == list(CATEGORIES)
+    rows = [n % 7 + 100 * (n == 613) for n in range(1000)]
+    assert max(thinned(rows, lambda n: n)) == max(rows) and len(thinned(rows)) <= 201
+
+
+def frames_of(pages: Path, page: str, title: str) -> dict[str, dict]:
+    """The frames of a picture, as they stand on its page."""
+    text = (pages / f"{page}.html").read_text()
+    found = dict(re.findall(r"<h2[^>]*>([^<]*)</h2>.*?application/json>(.*?)</script>", text, re.DOTALL))
+    return json.loads(found[title])
+
+
+def rows_of(frame: dict, state: int = -1) -> dict[str, list]:
+    """The rows of a table in a state: by name, the cells."""
+    return {name: [frame["cells"][n] for n in row] for name, row in frame["states"][state][1].items()}
+
+
+def test_chapter_1_a_parameter_has_16_or_18_bytes(pages):
+    """Its docstring's law, of what memory holds after AdamW; the terms add up to the loss; recomputation saves."""
+    frames = frames_of(pages, "step01_single_gpu", "A step, and what memory holds")
+    for dtype, n_bytes, own in (("fp32", 16, 4), ("bf16", 18, 2)):
+        for recompute in ("none", "full"):
+            frame = frames[f"{dtype}/{recompute}"]
+            at = next(n for n, (says, _) in enumerate(frame["states"]) if says.startswith("AdamW"))
+            curve = {kind: row[at] for kind, row in frame["curve"].items()}
+            n_params = curve["parameters"] / own
+            assert curve["parameters"] + curve["gradients"] + curve["optimizer"] == n_bytes * n_params
+            terms = [float(cell[0]) for cell in rows_of(frame, at)["its loss / n_targets"]]
+            assert abs(sum(terms) - float(re.search(r"terms: ([\d.]+)", frame["text"])[1][:6])) < 3e-4
+    most = {name: max(frame["curve"]["activations"]) for name, frame in frames.items()}
+    assert most["fp32/full"] < most["fp32/none"] / 2
+
+
+def test_chapter_2_collectives_do_what_their_names_say(pages):
+    """On the numbers that are shown; the ring ends with the sums, and after round 0 rank r's sum is of r-1 and r."""
+    frames = frames_of(pages, "step02_ddp", "Collectives: four ranks' numbers")
+    base = [[k * 10**rank for k in range(1, 5)] for rank in range(4)]
+    sums, one = [sum(column) for column in zip(*base, strict=True)], [base[rank][rank] for rank in range(4)]
+    right = dict(all_reduce=[sums] * 4, all_gather=[one] * 4, reduce_scatter=[[x] for x in sums])
+    right |= dict(all_to_all=[*map(list, zip(*base, strict=True))], exchange=[[one[rank - 1]] for rank in range(4)])
+    for name, frame in frames.items():
+        shown = [[int(chip[0].replace(",", "")) for chip in cell] for cell in rows_of(frame)["out"]]
+        assert shown == right[name], name
+    ring = frames_of(pages, "step02_ddp", "The ring, message by message")[""]
+    assert [[int(chip[0].replace(",", "")) for chip in cell] for cell in rows_of(ring)["has"]] == right["all_reduce"]
+    assert len(ring["states"]) == 2 * 3 + 1 and rows_of(ring, 1)["has"][0][3][0] == "4,004", "ranks 3 and 0"
+
+
+def test_chapter_2_buckets_leave_in_order(pages):
+    """A bucket leaves when it and all before it are complete; in the end all ranks have one sum."""
+    frame = frames_of(pages, "step02_ddp", "Buckets fill and leave while backward goes on")[""]
+    for state in range(len(frame["states"])):
+        rows = list(rows_of(frame, state).values())
+        full = [all(chip[2] != "gone" for chip in row[0]) for row in rows]
+        gone = [row[1] == ["under way"] for row in rows]
+        assert state == len(frame["states"]) - 1 or gone == [all(full[: n + 1]) for n in range(len(full))]
+    assert all(len({cell[0] for cell in row[1:]}) == 1 for row in rows_of(frame).values())
+    names = [chip[0] for row in rows_of(frame).values() for chip in row[0]]
+    assert names[0] == "H" and names[-1] == "E" and len(names) == 21
+
+
+def test_chapter_3_ranks_hold_what_the_table_says(pages):
+    """Bytes at rest: weights 2, masters and moments 12 a parameter, sharded by stage; two units whole in stage 3."""
+    frames = frames_of(pages, "step03_zero", "Who holds which shard of what")
+    whole = {stage: sum(row[-1] for row in frame["curve"].values()) for stage, frame in frames.items()}
+    n_params = frames["0"]["curve"]["parameters"][0] / 2
+    assert whole == {"0": 14 * n_params, "1": 5 * n_params, "2": 5 * n_params, "3": 3.5 * n_params}
+    for state in range(len(frames["3"]["states"])):
+        rows = rows_of(frames["3"], state)
+        there = [all(chip[2] != "gone" for chip in rows[f"{unit} weights"][0]) for unit in "E01H"]
+        assert sum(there) <= 2, "two units are whole at a time"
+        assert all(rows[f"{unit} optimizer"][rank][rank][2] == "" for unit in "E01H" for rank in range(4))
+    says = " ".join(said for said, _ in frames["3"]["states"])
+    assert says.count("All-gather") == 6 and says.count("Reduce-scatter") == 4, "the docstring of Zero3"
+
+
+def test_chapter_4_tensors_are_what_the_table_says(pages):
+    """Whole, shard and partial were found from the numbers; here they are compared with step 4's docstring."""
+    frames = frames_of(pages, "step04_tp_sp", "A block on two ranks")
+    for sp, between in (("yes", "shard: tokens"), ("no", "whole")):
+        said = [chip[0] for row in ("forward", "backward") for chip in rows_of(frames[f"attention/{sp}"])[row][0]]
+        kinds = dict(text.split(": ", 1) for text in said)
+        assert kinds["x"] == kinds["norm(x)"] == kinds["g"] == kinds["d x"] == between
+        assert kinds["f(norm(x))"] == kinds["d o_proj"] == "whole"
+        assert kinds["o_proj"] == kinds["d f(norm(x))"] == "partial"
+        assert all(kinds[name] == "shard: columns" for name in ("q", "k", "v", "heads", "d q", "d k", "d v", "d heads"))
+
+
+def test_chapter_4_wrong_numbers_are_refused():
+    """Tensors that are neither whole nor shards nor terms of a sum make no picture."""
+    from services.pages.pictures import kind_of
+
+    full = [[1.0, 2.0], [3.0, 5.0]]
+    assert kind_of([[[1.0, 2.0]], [[3.0, 5.0]]], full) == "shard: tokens"
+    with pytest.raises(RuntimeError):
+        kind_of([[[1.0, 2.0]], [[3.0, 4.0]]], full)
+    with pytest.raises(RuntimeError):
+        kind_of([full, full[::-1]], full)
+
+
+def test_chapter_5_every_pair_is_computed_once(pages):
+    """16 tokens have 136 pairs; with zigzag all ranks have the same work in each hop, in order they do not."""
+    for mode, frame in frames_of(pages, "step05_cp_ring", "Each rank's work").items():
+        assert sum(int(cell[0]) for cell in rows_of(frame)["pairs so far"]) == 136
+        each = [[cell[0][0].strip() for cell in rows_of(frame, hop)["pairs in this hop"]] for hop in range(4)]
+        assert all(len(set(row)) == 1 for row in each) == (mode == "zigzag"), mode
+
+
+def test_chapter_7_tokens_come_home(pages):
+    """Each rank receives rows for its own experts, no row is lost, and home is in the order of sorted."""
+    for frame in frames_of(pages, "step07_moe_ep", "Tokens go to experts and come home").values():
+        rows = {
+            name: [[chip[0] for chip in cell if chip != "|"] for cell in row] for name, row in rows_of(frame).items()
+        }
+        assert rows["home"] == rows["sorted"]
+        assert sorted(chain(*rows["received"])) == sorted(chain(*rows["sorted"]))
+        here = [re.search("experts? (.*)", name)[1].split(", ") for name in frame["columns"]]
+        for of_rank, received, computed in zip(here, rows["received"], rows["by expert"], strict=True):
+            assert {row.split(":")[0] for row in received} <= {*of_rank}
+            assert sorted(received) == sorted(computed) and [row[:2] for row in computed] == sorted(
+                r[:2] for r in computed
+            )
+
+
+def test_chapter_7_the_mesh_says_what_travels(pages):
+    """What a rank of the first command's layout sends, as RESULTS and the tests of theory/ have it."""
+    frame = frames_of(pages, "step07_moe_ep", "The mesh: choose a rank")["2/1/2/2/2"]
+    assert len(frame["boxes"]) == 8
+    for n, box in enumerate(frame["boxes"]):
+        groups = dict(re.findall(r"^(\w+) (\[.*?\]): ", box[5], re.M))
+        assert all(n in json.loads(ranks) for ranks in groups.values())
+        linked = {other for ranks in groups.values() for other in json.loads(ranks)} - {n}
+        assert {other for other, _ in box[6]} == linked and {*groups} == {
+            "pp",
+            "cp",
+            "tp",
+            "data",
+            "ep",
+            "expert_data",
+            "sequence",
+        }
+        assert re.search(r"^ep .*all-to-all", box[5], re.M) and re.search(r"^cp .*send", box[5], re.M)
 
 
 def test_every_link_leads_somewhere(pages):
@@ -247,7 +405,7 @@ def hover(browser, pages: Path, n: int, seed: int):
     several = max(1, n // 10)
     for module in draw.sample([module for module in FILES if module != "common"], several):
         show(browser, pages, module)
-        links = browser.find_elements("css selector", ".part a[data-pages]")
+        links = browser.find_elements("css selector", "main > section .part a[data-pages]")  # no folded ones
         texts = browser.execute_script("return arguments[0].map(link => link.textContent)", links)
         named = [text if text != "Config" else "" for text in texts]  # after a dot it is another step's
         values = [getattr(import_module(module), name, None) for name in named]
@@ -303,6 +461,57 @@ def test_the_player_shows_the_schedules_times(browser, pages):
         before = [(s, t, b) for t, _, s, b in spans if consumer(b, places) == a]
         waits = "".join(f"\nwaits for {b.kind} {b.micro_batch}, stage {b.stage}: time {s} to {t}" for s, t, b in before)
         assert note == f"{a.kind} {a.micro_batch}, stage {a.stage}: time {start} to {end}{waits}"
+
+
+def test_the_player_takes_the_readers_costs(browser, pages):
+    """Boxes against `simulate` with other costs; one micro-batch takes p (F + B) + 2 (p - 1) messages."""
+    import step06_pipeline as step06
+    from common.schedules import simulate
+    from services.seam import compose, plugins
+
+    plugins()
+    show(browser, pages, "step06_pipeline")
+    spend = """for (const [name, cost] of Object.entries(arguments[0])) {
+      const field = document.forms[0].elements[name]
+      field.value = cost
+      field.dispatchEvent(new Event('input', {bubbles: true}))
+    } return document.querySelector('.picture > p').textContent"""
+    for name, costs in (("1f1b", dict(F=3, B=4)), ("zbv", dict(F=2, B=3, W=5)), ("interleaved", dict(F=2, B=5))):
+        browser.execute_script(BOXES, name, "4", "8")
+        browser.execute_script(spend, costs)
+        script = BOXES[BOXES.index("return [...document") :]
+        shown = browser.execute_script(
+            "const span = (b, n) => +b.style.getPropertyValue(n).replace('span', '');" + script
+        )
+        places, lists = step06.plan(compose(step06)(model="llama3-8b", schedule=name, pp=4), 8)
+        spans = simulate(lists, places, costs)
+        assert sorted(shown) == sorted([r, start, end - start, a.kind, a.micro_batch] for end, r, start, a in spans)
+    browser.execute_script(BOXES, "1f1b", "4", "1")
+    assert f"of {4 * (2 + 3) + 2 * 3 * 5} units" in browser.execute_script(spend, dict(F=2, B=3, message=5))
+
+
+def test_the_slider_shows_each_state(browser, pages):
+    """Every chip of every state of a table, against the data."""
+    show(browser, pages, "step03_zero")
+    script = """const moment = document.forms[0].moment
+      moment.value = arguments[0]
+      moment.dispatchEvent(new Event('input', {bubbles: true}))
+      return [document.querySelector('output').textContent, [...document.querySelectorAll('.stage tr')].slice(1).map(
+        row => [row.firstChild.textContent, [...row.querySelectorAll('td')].map(cell => [...cell.children].map(
+          chip => [chip.textContent, ...['gone', 'way'].filter(name => chip.classList.contains(name))]))])]"""
+    frame = frames_of(pages, "step03_zero", "Who holds which shard of what")["3"]
+    for n, (says, _) in enumerate(frame["states"]):
+        plain = [
+            [
+                name,
+                [
+                    [[chip] if isinstance(chip, str) else [chip[0], *filter(None, chip[2:])] for chip in cell]
+                    for cell in row
+                ],
+            ]
+            for name, row in rows_of(frame, n).items()
+        ]
+        assert browser.execute_script(script, n) == [says, plain]
 
 
 def test_the_keyboard_suffices(browser, pages):

@@ -6,7 +6,6 @@ import difflib
 import importlib
 import re
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from html import escape, unescape
 from itertools import pairwise
@@ -23,7 +22,7 @@ try:
 except ModuleNotFoundError as missing:
     sys.exit(f"error: the pages need {missing.name}: pip install -r requirements-dev.txt")
 
-from services.pages import pictures
+from services.pages import charts, pictures
 
 ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
 
@@ -71,13 +70,16 @@ class Pages:
         text = re.sub(r"^(?=\S.*   )", "    ", text, flags=re.M)
         return self.markdown.render(re.sub(r"`([\w.]+)`", link, text))
 
-    def sections(self, module: str) -> Iterator[dict]:
+    def sections(self, module: str) -> list[dict]:
         """What a file's top level says, one by one, and beside it what the step before says under the same name."""
         steps = [(step, tree) for step, tree in self.trees.items() if "step" <= step < module]
         earlier = {it.name: (step, it) for step, tree in steps for it in tree.body if hasattr(it, "name")}
+        found = []
         for before, node in pairwise(self.trees[module].body):
-            name = getattr(node, "name", None)
-            yield dict(name=name, old=earlier.get(name), new=(module, node), parts=self.parts(module, before, node))
+            name, imports = getattr(node, "name", None), isinstance(node, ast.Import | ast.ImportFrom)
+            both = dict(old=earlier.get(name), new=(module, node))
+            found.append(dict(name=name, imports=imports, parts=self.parts(module, before, node)) | both)
+        return found
 
     def parts(self, module: str, before: ast.stmt, node: ast.stmt) -> list[list[dict]]:
         """What comes after a statement, to the end of the next: of each definition, pieces of code with their prose."""
@@ -102,6 +104,10 @@ class Pages:
                     says, ended = [], bool(comment)
                 parts[-1][-1]["code"] += blocks(code)
         return parts
+
+    def attached(self, module: str, name: str | None) -> list[tuple[str, str, str]]:
+        """(flag, file, what it does) of each variant that changes what has this name."""
+        return []
 
     def beside(self, *both: tuple[str, ast.stmt]) -> list[tuple[str, str, str]]:
         """(what happened, old lines, new lines) of two definitions."""
@@ -129,13 +135,16 @@ def main():
     files = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
     with ProcessPoolExecutor(1) as pool:
         shown, pages = pool.submit(pictures.all_pictures), Pages(files)  # at the same time
-    shown = shown.result() | (dict(run=pictures.run(flags.run)) if flags.run else {})
+    shown, drawn = shown.result(), dict(run=list(charts.of_run(flags.run))) if flags.run else {}
     rules = {"light": HtmlFormatter(style="default"), "dark": HtmlFormatter(style="github-dark")}
     templates = Environment(loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True)
-    every = ["index", *files, *shown.keys() - files]
+    templates.policies["json.dumps_kwargs"] = {}  # rows of a table stay in their order
+    every = ["index", *files, *drawn]
     flags.out.mkdir(parents=True, exist_ok=True)
     for here in every:
-        values = dict(p=pages, here=here, every=every, rules=rules, picture=shown.get(here))
+        values = dict(
+            p=pages, here=here, every=every, rules=rules, shown=shown.get(here, ()), charts=drawn.get(here, ())
+        )
         (flags.out / f"{here}.html").write_text(templates.get_template("page.html").render(values))
     print(f"{flags.out / 'index.html'}: {sum(path.stat().st_size for path in flags.out.iterdir()):,} bytes in all")
 
