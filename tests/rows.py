@@ -262,12 +262,12 @@ ROWS = [
     Row(2, "step06_pipeline", dict(pp=2, pp_split="1,2", sync="naive"), SGD),
     *(
         Row(4, "step06_pipeline", dict(pp=2, schedule=schedule, zero=zero), TIED | dict(n_layers=4), EXHAUSTIVE)
-        for schedule in ("afab", "interleaved", "rounds", "zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe", "dualpipev", "v-half")
+        for schedule in "afab interleaved rounds zb-h1 zb-h2 zb-auto zbv dualpipe dualpipev v-half".split()
         for zero in (0, 1, 2, 3)
     ),
     *(
         Row(4, "step07_moe_ep", dict(pp=2, ep=2, schedule=name, zero=zero), EXPERTS | dict(n_layers=4), EXHAUSTIVE)
-        for name in ("1f1b", "afab", "interleaved", "rounds", "zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe", "v-min")
+        for name in "1f1b afab interleaved rounds zb-h1 zb-h2 zb-auto zbv dualpipe v-min".split()
         for zero in (0, 1, 2, 3)
     ),
     Row(4, "step07_moe_ep", dict(pp=4, schedule="dualpipe", zero=2), EXPERTS | dict(n_layers=4)),
