@@ -152,6 +152,7 @@ REFUSED: list[tuple[Options, Options] | tuple[Options, Options, str]] = [  # wha
     (dict(batch_ramp=("4,2",)), dict(global_batch_size=(4,))),
     (dict(attention=("scores",)), dict(cp=MORE)),
     (dict(attention=("scores",)), DOCUMENTS),
+    (dict(attention=("scores",)), dict(window=(5,))),
     (dict(window=(5,)), DOCUMENTS),
     (dict(window=(5,)), dict(cp=MORE, cp_mode=("zigzag", "allgather", "usp", "balanced"))),
     (dict(capacity_factor=(0.6,)), DOCUMENTS | dict(cp_mode=("balanced",))),
@@ -179,7 +180,9 @@ def met(options: Options, wanted: Options) -> bool:
 
 def complete(step: str, given: Options) -> Options:
     """All flags of a step: the given ones, what these need or take unless that is given, the rest as without them."""
-    flags, chosen, waiting = flags_of(step), dict(given), list(given)
+    flags = flags_of(step)
+    chosen = {name: given[name] for name in flags if name in given}  # whatever the order in which they are given
+    waiting = list(chosen)
     while waiting:
         flag, value = flags[name := waiting.pop()], chosen[name]
         if value == flag.values[0]:

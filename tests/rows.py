@@ -28,6 +28,7 @@ SLOW = dict(optimizer="sgd", lr=0.1, global_batch_size=24)  # so what is lost in
 WIDE = SLOW | dict(patch="wide")  # what fp16 does, without its rounding: scales are powers of two
 BIAS = dict(balance="bias", bias_speed=0.1)
 GROUPS = dict(experts=8, experts_per_token=3, expert_groups=4, groups_per_token=2, n_layers=4, moe_every=2)
+SPLIT = ("zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe")
 CUBE, UNEVEN_STAGES = dict(pp=2, cp=2, tp=2, ep=2), dict(pp=2, schedule="zbv", pp_split="2,1,1,1")
 RAMP = dict(batch_ramp="4,2", global_batch_size=12, steps=4)
 BACK = dict(skip_spikes=2.0, roll_back=2, steps=5, patch="fourth_is_a_spike")
@@ -262,12 +263,12 @@ ROWS = [
     Row(2, "step06_pipeline", dict(pp=2, pp_split="1,2", sync="naive"), SGD),
     *(
         Row(4, "step06_pipeline", dict(pp=2, schedule=schedule, zero=zero), TIED | dict(n_layers=4), EXHAUSTIVE)
-        for schedule in "afab interleaved rounds zb-h1 zb-h2 zb-auto zbv dualpipe dualpipev v-half".split()
+        for schedule in ("afab", "interleaved", "rounds", *SPLIT, "dualpipev", "v-half")
         for zero in (0, 1, 2, 3)
     ),
     *(
         Row(4, "step07_moe_ep", dict(pp=2, ep=2, schedule=name, zero=zero), EXPERTS | dict(n_layers=4), EXHAUSTIVE)
-        for name in "1f1b afab interleaved rounds zb-h1 zb-h2 zb-auto zbv dualpipe v-min".split()
+        for name in ("1f1b", "afab", "interleaved", "rounds", *SPLIT, "v-min")
         for zero in (0, 1, 2, 3)
     ),
     Row(4, "step07_moe_ep", dict(pp=4, schedule="dualpipe", zero=2), EXPERTS | dict(n_layers=4)),

@@ -45,6 +45,8 @@ def check(config: Any, world: int):
         raise UserError(f"--attention scores has whole sequences: with --cp {config.cp} the ring has formulas already")
     if config.attention == "scores" and config.documents != "off":
         raise UserError(f"--attention scores looks at all earlier tokens: leave out --documents {config.documents}")
+    if config.attention == "scores" and config.window:
+        raise UserError(f"--attention scores looks at all earlier tokens: leave out --window {config.window}")
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
