@@ -46,7 +46,7 @@ WORDS = {  # words in the ids of tests that a file matters for
     "grad_dtype": "grad_dtype",
     "grouped_matmul": "grouped default_flags definition",
     "muon": "muon",
-    "narrow": "compress= owed gradients top-k",
+    "narrow": "compress= compress_activations owed rounds_to int8 top-k",
     "offload_optimizer": "offload_optimizer where_the_flag refuses",
     "offload_params": "offload_params refuses",
     "overlap": "sync=overlap",
