@@ -19,7 +19,7 @@ from common.model import PRESETS, ModelConfig
 from common.schedules import SCHEDULES, Action
 from common.trainer import parse
 from services.dry_run import Counted, run_rank
-from services.legal import layout_of
+from services.legal import layout_of_flags
 from services.seam import check, compose
 from tests.bench import plan as bench
 from theory import plan, seconds
@@ -74,7 +74,7 @@ def test_what_the_rules_refuse_the_steps_refuse():
             experts = dict(experts=4, experts_per_token=2) if x.ep > 1 or x.micro_batch_size == 2 else {}
             config = config_of(x, shape, **experts)
             m = shape_of(PRESETS["drawn"], config)
-            assert layout_of(config, 1) == replace(x, ep=x.ep if experts else 1)
+            assert layout_of_flags(config, 1) == replace(x, ep=x.ep if experts else 1)
             verdicts.append(bool(illegal(m, x)))
             assert verdicts[-1] == refused_by_the_steps(config), (illegal(m, x), x)
     assert 15 <= sum(verdicts) <= 45
@@ -354,7 +354,7 @@ def test_the_command(capsys, tmp_path):
     for x in (Layout(**entry["layout"]) for entry in entries):
         config = parse(compose(step07), shlex.split(f"--model smollm-1.7b --dry-run 8 --seq-len 2048 {x.flags()}"))
         check(config, 1)
-        assert x.flags() in out and layout_of(config, 1) == replace(x, chunks=config.chunks)
+        assert x.flags() in out and layout_of_flags(config, 1) == replace(x, chunks=config.chunks)
     assert plan.main([*arguments.split(), "--explain", "--tp 2 --pp 2 --micro-batch-size 2"]) == 0
     out, x = capsys.readouterr().out, Layout(2, 1, 2, 1, 1, 2, 64, dp=2)
     found = evaluate(MODELS["smollm-1.7b"], x, GPUS["a100-80"])

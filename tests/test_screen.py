@@ -27,7 +27,7 @@ from services.clocks import Clock
 from services.dry_run import run_rank
 from services.run import ServedRun
 from services.seam import plugins
-from services.watchdog import Place, Watchdog, compare
+from services.watchdog import Watchdog, Whereabouts, compare
 from tests.equal import BOUND, SMALL, config_of, difference, read_named
 from tests.pool import error_of
 from tests.rows import ROWS
@@ -214,7 +214,9 @@ def test_the_watchdog_names_the_rank_that_hangs():
     store, told = dist.HashStore(), []
     entered = [2, 1, 2]
     dogs = [
-        Watchdog(lambda r=r: Place(4, "backward", "dp all_reduce", dict(dp=entered[r])), 0.6, r, 3, store, told.append)
+        Watchdog(
+            lambda r=r: Whereabouts(4, "backward", "dp all_reduce", dict(dp=entered[r])), 0.6, r, 3, store, told.append
+        )
         for r in range(3)
     ]
     for dog in dogs:
@@ -226,7 +228,7 @@ def test_the_watchdog_names_the_rank_that_hangs():
 def test_bytes_that_are_saved_are_progress():
     """While a rank writes, nobody is ended; when it stops, somebody is."""
     store, told, written = dist.HashStore(), [], [0]
-    dog = Watchdog(lambda: Place(0, "", "", {}), 1.0, 0, 1, store, told.append, written=lambda: written[0])
+    dog = Watchdog(lambda: Whereabouts(0, "", "", {}), 1.0, 0, 1, store, told.append, written=lambda: written[0])
     for _ in range(15):
         written[0] += 1
         time.sleep(0.1)
