@@ -30,7 +30,7 @@ from services.clocks import Clock
 from services.devices import peak_flops
 from services.launch import gather_objects
 from services.ledger import Ledger, traffic_table
-from services.memory import Held, memory_table, peak_memory
+from services.memory import MemoryWatch, memory_table, peak_memory
 from services.tables import full_shape, human, reduction_table
 from step06_pipeline import costs_of
 from variants import Parts
@@ -155,7 +155,7 @@ class Screen:
         self.peak = self.world * peak_flops(self.device, some.dtype, self.config.peak_tflops)
         self.load = ExpertLoad(self.config, parts) if hasattr(self.config, "experts") else None
         watched = self.config.profile_memory or int(self.device.type == "cpu")
-        self.clock, self.held = Clock(parts), Held(parts, watched)
+        self.clock, self.held = Clock(parts), MemoryWatch(parts, watched)
         self.clock.listeners.append(self.held.phase)
         self.predicted = predictions.held_bytes(self.config, parts)
         for text in self.introduction(some.dtype):

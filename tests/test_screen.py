@@ -312,7 +312,7 @@ def stray_on_rank(options: dict, rank: int, kind: str) -> str:
 
     def strayed(config, parts, step):
         if step == 1 and torch.distributed.get_rank() == rank:
-            piece = next(piece for piece in replicas.held(parts) if piece.kind == kind and "o_proj" in piece.name)
+            piece = next(piece for piece in replicas.compared(parts) if piece.kind == kind and "o_proj" in piece.name)
             piece.tensor.view(-1)[:1].mul_(1 + 2**-52)
         right(config, parts, step)
 
