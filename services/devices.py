@@ -22,15 +22,14 @@ from torch import Tensor
 from common import UserError
 from services.launch import gather_objects
 from step02_ddp import join_ranks
+from theory.gpus import GPUS
 
-# Dense peak in TFLOP/s without sparsity, from the vendors' data sheets: (16-bit matrix units, fp32 without TF32).
+# Dense peak in TFLOP/s without sparsity, from the vendors' data sheets: (16-bit matrix units, fp32 without TF32). By a
+# part of the name that CUDA gives a GPU, the longer one first; in theory/gpus.py are those that the planner knows, too.
 GPU_PEAKS = {
-    "B200": (2250.0, 75.0),
-    "H200": (989.4, 66.9),
     "H100 PCIe": (756.0, 51.0),
     "H100 NVL": (835.5, 60.0),
-    "H100": (989.4, 66.9),
-    "A100": (312.0, 19.5),
+    **{name.split("-")[0].upper(): (gpu.flops / 1e12, gpu.single / 1e12) for name, gpu in GPUS.items()},
     "L40S": (362.0, 91.6),
     "L40": (181.0, 90.5),
     "L4": (121.0, 30.3),

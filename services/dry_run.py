@@ -36,7 +36,7 @@ from common.trainer import Run
 from services import predictions
 from services.clocks import Clock
 from services.ledger import Ledger, traffic_table
-from services.memory import Held, MemoryTimeline, memory_table
+from services.memory import MemoryTimeline, MemoryWatch, memory_table
 from services.seam import OpenRun
 from services.tables import human, table
 from step07_moe_ep import MoE
@@ -196,7 +196,7 @@ class Counted(OpenRun):
     def steps(self, **parts: Any) -> Iterator[int]:
         """Count from here on."""
         parts = self.open(**parts)
-        self.held = Held(parts, 1)
+        self.held = MemoryWatch(parts, 1)
         self.held.timeline, self.held.watching = self.meter, True
         Clock(parts, host=True).listeners.append(self.meter.phase)
         for module in parts.model.modules():

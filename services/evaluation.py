@@ -63,11 +63,8 @@ def look(parts: Parts, tokens: Tensor, targets: Tensor) -> Tensor:
     if pipeline is None:
         return model(tokens, targets, positions)
     places, group, result = pipeline.places, pipeline.group, torch.zeros((), device=device)
-    chain = [next(stage for stage, place in enumerate(places) if place.before is None)]
-    while (following := places[chain[-1]].after) is not None:
-        chain.append(following)
     x = tokens
-    for stage, following in pairwise([*chain, None]):
+    for stage, following in pairwise([*parts.way, None]):
         place, peer = places[stage], None if following is None else places[following].rank
         if place.rank == group.rank:
             x = forward_stage(model, place, x, targets, positions)

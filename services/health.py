@@ -6,7 +6,6 @@ until it waits for the sums over ranks, the `waited_seconds` of the whole step (
 the least), and `peak_memory_bytes` (of a GPU; else of the whole process).
 """
 
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from common.model import IGNORE
 from services.launch import gather_objects
+from services.memory import peak_memory
 from step02_ddp import Config as SINCE  # noqa: F401  # one process is its own metrics
 from variants import Parts
 
@@ -59,8 +59,7 @@ class Health:
     def of_step(self, waited: dict[str, float]) -> dict[str, list[dict]]:
         """For the record: what each rank has seen. A collective."""
         ours = dict(loss=float(self.total) / max(1, int(self.count)), grad_norm=self.norm, seconds=self.seconds)
-        gpu = next(self.parts.model.parameters()).is_cuda
-        peak = torch.cuda.max_memory_allocated() if gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = peak_memory(next(self.parts.model.parameters()).device)
         self.total, self.count, self.began = 0.0, 0, time.perf_counter()
         return dict(ranks=gather_objects(ours | dict(waited_seconds=sum(waited.values()), peak_memory_bytes=peak)))
 

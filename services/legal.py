@@ -37,7 +37,7 @@ def settle(config: Any, world: int):
         config.ep = 1 + (left * sizes["cp"] * sizes["tp"] % 2 == config.experts % 2 == 0)
 
 
-def layout_of(config: Any, world: int) -> Layout:
+def layout_of_flags(config: Any, world: int) -> Layout:
     """The layout of a run of so many ranks, or of a dry run; dimensions that the step does not have are 1."""
     found = {field.name: getattr(config, field.name) for field in fields(Layout) if hasattr(config, field.name)}
     x = Layout(**found)
@@ -46,7 +46,7 @@ def layout_of(config: Any, world: int) -> Layout:
 
 def check(config: Any, world: int):
     """Raises UserError with the first rule that is broken. What does not divide the ranks, the mesh refuses."""
-    x = layout_of(config, world)
+    x = layout_of_flags(config, world)
     if hasattr(config, "sync") and x.world == (config.dry_run or world):
         v = stages(SCHEDULES[x.schedule](config), x.pp) if x.pp > 1 else 1
         for message in broken(shape_of(PRESETS[config.model], config), x, v):

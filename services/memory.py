@@ -4,6 +4,8 @@ PyTorch's dispatcher shows each operator's outputs to a `TorchDispatchMode`. A s
 allocation; a weak reference tells when it is freed. What a kernel allocates and frees inside itself is not seen.
 """
 
+import resource
+import sys
 import time
 import weakref
 from collections import Counter
@@ -145,7 +147,7 @@ def held_tensors(parts: Parts) -> dict[str, list[Tensor | None]]:
     }
 
 
-class Held:
+class MemoryWatch:
     """Bytes by kind, as most seen; with a timeline of the steps that are watched closely."""
 
     def __init__(self, parts: Parts, steps: int):
@@ -199,7 +201,4 @@ def peak_memory(device: torch.device) -> int:
     """Bytes at the highest point so far: the allocator's on a GPU, the resident size of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource
-    import sys
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

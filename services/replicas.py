@@ -33,7 +33,7 @@ def bit_sum(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(BITS[tensor.dtype.itemsize]).sum(dtype=torch.int64)
 
 
-def held(parts: Parts) -> Iterator[Piece]:
+def compared(parts: Parts) -> Iterator[Piece]:
     """The pieces of a checkpoint, and the weights, unless they are in slices (ZeRO 3)."""
     yield from pieces(parts)
     for name, param in parts.model.named_parameters():
@@ -49,7 +49,7 @@ def check_replicas(config: Any, parts: Parts, step: int):
     """
     if not config.check_replicas or (step + 1) % config.check_replicas:
         return
-    found = [(piece, *box) for piece in held(parts) for box in piece.boxes()]
+    found = [(piece, *box) for piece in compared(parts) for box in piece.boxes()]
     sums = [bit_sum(view).to(next(parts.model.parameters()).device) for *_, view in found]
     sums = torch.stack(sums).tolist() if sums else []  # one wait for a GPU
     own = {(piece.kind, piece.name, box): s for (piece, box, _), s in zip(found, sums, strict=True)}

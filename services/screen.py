@@ -30,7 +30,7 @@ from services.clocks import Clock
 from services.devices import peak_flops
 from services.launch import gather_objects
 from services.ledger import Ledger, traffic_table
-from services.memory import Held, memory_table, peak_memory
+from services.memory import MemoryWatch, memory_table, peak_memory
 from services.tables import full_shape, human, reduction_table
 from step06_pipeline import costs_of
 from variants import Parts
@@ -156,7 +156,7 @@ class Screen:
         self.load = ExpertLoad(self.config, parts) if hasattr(self.config, "experts") else None
         watched = self.config.profile_memory or int(self.device.type == "cpu")
         every = 1 if getattr(self.config, "log_ranks", False) else 10
-        self.clock, self.held = Clock(parts, every=every), Held(parts, watched)
+        self.clock, self.held = Clock(parts, every=every), MemoryWatch(parts, watched)
         self.clock.listeners.append(self.held.phase)
         self.predicted = predictions.held_bytes(self.config, parts)
         for text in self.introduction(some.dtype):

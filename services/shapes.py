@@ -6,6 +6,7 @@ from typing import Any
 
 from common import UserError
 from common.model import PRESETS, ModelConfig
+from services.seam import spelled
 
 
 @dataclass
@@ -39,14 +40,9 @@ def check_shape(shape: ModelConfig):
 
 def differing(shape: ModelConfig, preset: ModelConfig) -> str:
     """The flags that make the preset this shape: "--dim 64 --no-tied"."""
-    flags = []
-    for field in dataclasses.fields(Flags):
-        flag, value = field.name.replace("_", "-"), getattr(shape, field.name)
-        if value != getattr(preset, field.name):
-            flags.append(
-                f"--{flag} {value}" if not isinstance(value, bool) else f"--{flag}" if value else f"--no-{flag}"
-            )
-    return " ".join(flags)
+    changed = [field.name for field in dataclasses.fields(Flags)]
+    changed = [name for name in changed if getattr(shape, name) != getattr(preset, name)]
+    return " ".join(spelled(name, getattr(shape, name)) for name in changed)
 
 
 def settle(config: Any, world: int):

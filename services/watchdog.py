@@ -39,7 +39,7 @@ START = "start"  # the phase before the first step
 SAVES = "saves"  # among the groups of collectives: here the files are counted that a rank has written
 
 
-class Place(NamedTuple):
+class Whereabouts(NamedTuple):
     """Where a rank is; `entered`: how many collectives since the start, by group ("tp of ranks 0 1"), and SAVES."""
 
     step: int
@@ -48,11 +48,22 @@ class Place(NamedTuple):
     entered: dict[str, int]
 
 
-def place_of(run: Any) -> Place:
+class Sign(NamedTuple):
+    """What a rank writes down for the others: where it is, when it last moved, and when it wrote this.
+
+    Times in seconds of the clock; 0: never, or it will write no more.
+    """
+
+    at: Whereabouts
+    moved: float
+    wrote: float
+
+
+def whereabouts_of(run: Any) -> Whereabouts:
     """Where a run is, from its parts as far as they are there."""
     entered, screen = dict(run.ledger.entered), getattr(run, "screen", None)
     entered[SAVES] = run.keeper.saver.files_written
-    return Place(len(run.history), screen.clock.phase if screen else START, run.ledger.last, entered)
+    return Whereabouts(len(run.history), screen.clock.phase if screen else START, run.ledger.last, entered)
 
 
 def shared_store() -> dist.Store:
@@ -94,11 +105,11 @@ class Signals:
 
 
 class Watchdog:
-    """The thread of one rank. `place()` tells where it is; `seconds` without a change, anywhere, end the job."""
+    """The thread of one rank. `where()` tells where it is; `seconds` without a change, anywhere, end the job."""
 
     def __init__(
         self,
-        place: Callable[[], Place],
+        where: Callable[[], Whereabouts],
         seconds: float,
         rank: int,
         world: int,
@@ -111,7 +122,7 @@ class Watchdog:
 
         `written`: how many bytes this rank has saved since the start.
         """
-        self.place, self.seconds, self.rank, self.world, self.store, self.end = place, seconds, rank, world, store, end
+        self.where, self.seconds, self.rank, self.world, self.store, self.end = where, seconds, rank, world, store, end
         self.signalled, self.written, self.lost_since = signalled, written, 0.0
         self.stopped = threading.Event()
         self.thread = threading.Thread(target=self.watch, daemon=True)
@@ -122,13 +133,13 @@ class Watchdog:
         self.stopped.set()
         self.thread.join(timeout=1)
         with suppress(RuntimeError):  # the store is gone, and with it the launcher
-            self.publish(time.time(), 0.0)
+            self.publish(Sign(self.where(), time.time(), 0.0))
             if failed:
                 self.store.set("failed", "")
 
-    def publish(self, since: float, now: float):
-        """Write down where this rank is, when it last moved, and when it wrote this (0: it will write no more)."""
-        self.store.set(f"place/{self.rank}", json.dumps([*self.place(), since, now]))
+    def publish(self, sign: Sign):
+        """Write it down."""
+        self.store.set(f"sign/{self.rank}", json.dumps(sign))
 
     def watch(self):
         """The thread."""
@@ -136,26 +147,26 @@ class Watchdog:
             self.look()
 
     def look(self):
-        """Until stopped: publish this rank's place; at half the time warn, and shortly before all of it end the job, if
-        this rank has begun to train.
+        """Until stopped: publish where this rank is; at half the time warn. Shortly before all of it end the job, if this
+        rank has begun to train.
         """
         seen, since, warned, asked, added = None, time.time(), False, False, 0
         while not self.stopped.wait(min(1.0, self.seconds / 40)):
-            place, written = self.place(), self.written()
-            moved = place, self.store.add("written", written - added)  # of all ranks
+            where, written = self.where(), self.written()
+            state = where, self.store.add("written", written - added)  # of all ranks
             added = written
-            if moved != seen:
-                seen, since, warned = moved, time.time(), False
-            self.publish(since, time.time())
+            if state != seen:
+                seen, since, warned = state, time.time(), False
+            self.publish(Sign(where, since, time.time()))
             asked = self.signalled() or asked
             if self.lost(asked):
                 return self.end("")
             idle = time.time() - since
             if idle > self.seconds / 2 and not warned:
                 warned = True
-                if self.store.add(f"warned/{place.step}", 1) == 1:
+                if self.store.add(f"warned/{where.step}", 1) == 1:
                     print(self.report(idle, "waiting"), file=sys.stderr, flush=True)
-            if idle > 0.85 * self.seconds and place.phase != START:
+            if idle > 0.85 * self.seconds and where.phase != START:
                 first = self.store.add("ended", 1) == 1
                 if not first:
                     self.stopped.wait(self.seconds / 20)  # for the first one's report
@@ -166,37 +177,36 @@ class Watchdog:
         if not self.lost_since:
             gone = self.store.check(["failed"])
             if not gone and asked:
-                gone = any(time.time() - written > SILENT for *_, written in self.places().values() if written)
+                gone = any(time.time() - sign.wrote > SILENT for sign in self.signs().values() if sign.wrote)
             self.lost_since = time.time() if gone else 0.0
         return self.lost_since > 0 and time.time() - self.lost_since > GRACE
 
-    def places(self) -> dict[int, list]:
-        """By rank: its place, when it last moved, and when it last wrote."""
-        keys = {rank: f"place/{rank}" for rank in range(self.world)}
-        never = [0, START, "", {}, 0.0, 0.0]
-        return {
-            rank: json.loads(self.store.get(key)) if self.store.check([key]) else never for rank, key in keys.items()
-        }
+    def signs(self) -> dict[int, Sign]:
+        """Of all ranks."""
+        signs = dict.fromkeys(range(self.world), Sign(Whereabouts(0, START, "", {}), 0.0, 0.0))
+        for rank in signs:
+            if self.store.check([f"sign/{rank}"]):
+                at, *times = json.loads(self.store.get(f"sign/{rank}"))
+                signs[rank] = Sign(Whereabouts(*at), *times)
+        return signs
 
     def report(self, idle: float, then: str) -> str:
         """Who is behind, and a table of all ranks, that one first."""
-        now, places = time.time(), self.places()
-        behind, ahead = compare({rank: entered for rank, (_, _, _, entered, *_) in places.items()})
-        order = sorted(places, key=lambda r: (r not in behind, r in ahead, places[r][0], places[r][4]))
-        lines = []
+        now, signs = time.time(), self.signs()
+        behind, ahead = compare({rank: sign.at.entered for rank, sign in signs.items()})
+        order = sorted(signs, key=lambda r: (r not in behind, r in ahead, signs[r].at.step, signs[r].moved))
+        first, at = order[0], signs[order[0]].at
+        lines = [
+            f"error: no progress for {idle:.1f} s (--timeout {self.seconds:g}), {then}: rank {first} is behind, "
+            f"in step {at.step + 1}, {at.phase}, after entering {at.collective or 'no collective'}"
+            + behind.get(first, "")
+        ]
         for rank in order:
-            step, phase, collective, entered, at, _ = places[rank]
-            moved = f"last moved {now - at:.1f} s ago" if at else "never heard of"
-            lines.append(
-                f"  rank {rank}: step {step + 1}, {phase}; last collective {collective or 'none'} "
-                f"(number {sum(entered.values())}); {moved}"
-            )
-        step, phase, collective, *_ = places[order[0]]
-        head = (
-            f"error: no progress for {idle:.1f} s (--timeout {self.seconds:g}), {then}: rank {order[0]} is behind, "
-            f"in step {step + 1}, {phase}, after entering {collective or 'no collective'}" + behind.get(order[0], "")
-        )
-        return "\n".join([head, *lines])
+            at, moved, _ = signs[rank]
+            ago = f"last moved {now - moved:.1f} s ago" if moved else "never heard of"
+            last = f"last collective {at.collective or 'none'} (number {sum(at.entered.values())})"
+            lines.append(f"  rank {rank}: step {at.step + 1}, {at.phase}; {last}; {ago}")
+        return "\n".join(lines)
 
 
 def compare(entered: dict[int, dict[str, int]]) -> tuple[dict[int, str], set[int]]:
@@ -224,8 +234,9 @@ class Guard:
         rank, world = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
         self.signals, store = Signals(), shared_store()
         number = store.add(f"runs of {rank}", 1)  # the keys of an earlier run in this process are not ours
+        store = dist.PrefixStore(f"watchdog/{number}", store)
         self.dog = Watchdog(
-            *(lambda: place_of(run), run.config.timeout, rank, world, dist.PrefixStore(f"watchdog/{number}", store)),
+            *(lambda: whereabouts_of(run), run.config.timeout, rank, world, store),
             signalled=self.signals.came,
             written=lambda: run.keeper.saver.bytes_written,
         )

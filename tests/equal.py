@@ -10,6 +10,7 @@ import io
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stdout
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common import data
-from common.layout import layout_of
 from common.model import IGNORE, PRESETS, ModelConfig
+from services.boxes import Box, masters, place_in
+from services.launch import gather_objects
 from services.run import ServedRun
 from services.seam import OpenRun, check, compose
 from variants import Parts
@@ -92,21 +94,16 @@ class Seeing:
         super().require_finite(step, **numbers)
 
     def gather(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors by name, of those that this rank has a part of. All ranks show their parts to all."""
-        named = dict(self.parts.model.named_parameters())
-        units = {name: unit for unit in self.parts.units for name in unit.named}
-        mine = []
-        for name, value in local.items():
-            param, unit = named[name], units.get(name)
-            shards = layout_of(param).shards
-            first = 0 if unit is None else max(0, unit.first - unit.span[name][0])
-            values = value.detach().flatten().double().numpy().copy()  # which pickle takes faster than tensors
-            mine.append((name, tuple(param.shape), shards, first, values))
-        everyone = [mine]
-        if dist.is_initialized():
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, mine)
-        return assemble([part for parts in everyone for part in parts])
+        """Masters, or their gradients, of all ranks -> whole tensors by name. A collective: all show theirs to all."""
+        held = {piece.name: piece for piece in masters(self.parts)}
+        some = {name: value.detach().contiguous() for name, value in local.items() if value.numel()}
+        pieces = [replace(held[name], tensor=value) for name, value in some.items()]
+        mine = [  # numpy's arrays, which pickle takes faster than tensors
+            (piece.name, piece.whole_shape, box, values.double().numpy().copy())
+            for piece in pieces
+            for box, values in piece.boxes()
+        ]
+        return assemble([box for theirs in gather_objects(mine) for box in theirs])
 
 
 class Watch(Seeing, OpenRun):
@@ -139,33 +136,17 @@ class Served(Seeing, ServedRun):
             self.silence.close()
 
 
-def assemble(parts: list[tuple]) -> dict[str, Tensor]:
-    """(name, local shape, shards, first element, values) of all ranks -> whole tensors. Raises if copies differ."""
-    cut: dict[tuple, Tensor] = {}  # by name and cuts: this part of the tensor, flat
-    shapes = {}
-    for name, shape, shards, first, values in parts:
-        key, values = (name, shards), torch.from_numpy(values)
-        whole = cut.setdefault(key, torch.full(shape, torch.nan, dtype=values.dtype).flatten())
-        place = whole[first : first + len(values)]
+def assemble(boxes: list[tuple]) -> dict[str, Tensor]:
+    """(name, whole shape, box, values) of all ranks -> whole tensors. Raises if copies differ, or parts are missing."""
+    whole: dict[str, Tensor] = {}
+    for name, shape, box, values in boxes:
+        if name not in whole:
+            whole[name] = torch.full(shape, torch.nan, dtype=torch.float64)
+        place, values = whole[name][place_in(Box((0,) * len(shape), shape), box)], torch.from_numpy(values)
         known = ~place.isnan()
-        if known.any() and not torch.allclose(place[known], values[known], rtol=1e-9, atol=1e-12):
+        if not torch.allclose(place[known], values[known], rtol=1e-9, atol=1e-12):
             raise AssertionError(f"{name}: copies on different ranks differ")
         place.copy_(values)
-        shapes[key] = shape
-    whole: dict[str, Tensor] = {}
-    for (name, shards), values in cut.items():
-        shape = list(shapes[name, shards])
-        part = values.view(shape)
-        for shard in reversed(shards):
-            shape[shard.dim] = shard.full
-        if name not in whole:
-            whole[name] = torch.full(shape, torch.nan, dtype=values.dtype)
-        place = whole[name]
-        for shard in shards:  # cuts of one dimension by two groups: the second counts within the first
-            stop = min(shard.stop, shard.full, shard.start + place.shape[shard.dim])
-            place = place.narrow(shard.dim, min(shard.start, place.shape[shard.dim]), max(0, stop - shard.start))
-            part = part.narrow(shard.dim, 0, place.shape[shard.dim])
-        place.copy_(part)
     for name, value in whole.items():
         assert not value.isnan().any(), f"{name}: some elements are on no rank"
     return whole

@@ -49,7 +49,7 @@ WORDS = {  # words in the ids of tests that a file matters for
     "grouped_matmul": "grouped default_flags definition",
     "hierarchical_sync": "hierarchical two_levels refuses",
     "muon": "muon",
-    "narrow": "compress= owed gradients top-k",
+    "narrow": "compress= compress_activations owed rounds_to int8 top-k",
     "offload_optimizer": "offload_optimizer where_the_flag refuses",
     "offload_params": "offload_params refuses",
     "overlap": "sync=overlap",

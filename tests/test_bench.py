@@ -6,7 +6,7 @@ import importlib
 import pytest
 
 from common.trainer import parse
-from services.seam import compose
+from services.seam import compose, spelled
 from tests.bench import __main__ as bench
 from tests.bench.contests import CONTESTS
 from tests.bench.harness import Result, report, spread
@@ -15,20 +15,11 @@ from tests.bench.versions import ALL, CASES, SERVED
 ROWS = [(c.step, c.shared | row) for c in CONTESTS.values() for row in c.rows.values()]
 
 
-def words(flags: dict) -> list[str]:
-    """Flags as on a command line."""
-    found = []
-    for name, value in flags.items():
-        flag = name.replace("_", "-")
-        found += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
-    return found
-
-
 @pytest.mark.parametrize("step, flags", ROWS, ids=[f"{step[:6]}-{flags}" for step, flags in ROWS])
 def test_a_row_is_a_legal_command_line(step, flags):
     """And says the same as the row."""
     given = {name: value for name, value in flags.items() if name != "peer"}
-    config = parse(compose(importlib.import_module(step)), words(given))
+    config = parse(compose(importlib.import_module(step)), " ".join(spelled(*flag) for flag in given.items()).split())
     assert {name: getattr(config, name) for name in given} == given
 
 

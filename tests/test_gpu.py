@@ -26,7 +26,7 @@ from services import checkpoint, devices
 from services.boxes import Piece
 from services.clocks import Clock
 from services.dry_run import run_rank
-from services.watchdog import SAVES, Guard, place_of
+from services.watchdog import SAVES, Guard, whereabouts_of
 from step04_tp_sp import VocabParallelEmbedding
 from tests import equal
 from tests.fake_gpu import Call, can_fake_cuda, see, stuck
@@ -187,7 +187,7 @@ def test_n6_a_save_is_progress_while_it_goes_on(tmp_path, monkeypatch):
     run = SimpleNamespace(config=config, ledger=ledger, history=[], keeper=SimpleNamespace(saver=saver))
     guard = Guard(run)
     guard.stop(None)
-    assert guard.dog.written() == saver.bytes_written and place_of(run).entered[SAVES] == 1
+    assert guard.dog.written() == saver.bytes_written and whereabouts_of(run).entered[SAVES] == 1
 
 
 def test_n7_and_n10_settings_before_cuda_starts(monkeypatch, capsys):

@@ -20,7 +20,7 @@ from common.model import PRESETS, ModelConfig
 from common.schedules import SCHEDULES, Action
 from common.trainer import parse
 from services.dry_run import Counted, run_rank
-from services.legal import layout_of
+from services.legal import layout_of_flags
 from services.seam import check, compose
 from tests.bench import plan as bench
 from theory import guide, plan, seconds
@@ -75,7 +75,7 @@ def test_what_the_rules_refuse_the_steps_refuse():
             experts = dict(experts=4, experts_per_token=2) if x.ep > 1 or x.micro_batch_size == 2 else {}
             config = config_of(x, shape, **experts)
             m = shape_of(PRESETS["drawn"], config)
-            assert layout_of(config, 1) == replace(x, ep=x.ep if experts else 1)
+            assert layout_of_flags(config, 1) == replace(x, ep=x.ep if experts else 1)
             verdicts.append(bool(illegal(m, x)))
             assert verdicts[-1] == refused_by_the_steps(config), (illegal(m, x), x)
     assert 15 <= sum(verdicts) <= 45
@@ -355,7 +355,7 @@ def test_the_command(capsys, tmp_path):
     for x in (Layout(**entry["layout"]) for entry in entries):
         config = parse(compose(step07), shlex.split(f"--model smollm-1.7b --dry-run 8 --seq-len 2048 {x.flags()}"))
         check(config, 1)
-        assert x.flags() in out and layout_of(config, 1) == replace(x, chunks=config.chunks)
+        assert x.flags() in out and layout_of_flags(config, 1) == replace(x, chunks=config.chunks)
     assert plan.main([*arguments.split(), "--explain", "--tp 2 --pp 2 --micro-batch-size 2"]) == 0
     out, x = capsys.readouterr().out, Layout(2, 1, 2, 1, 1, 2, 64, dp=2)
     found = evaluate(MODELS["smollm-1.7b"], x, GPUS["a100-80"])
@@ -405,7 +405,7 @@ def test_the_guide_ends_in_a_line_that_is_legal_and_fits(name, gpus, sequence):
     assert start == "torchrun" and int(nodes.split("=")[1]) * int(each.split("=")[1]) == gpus
     config = parse(compose(importlib.import_module(script.removesuffix(".py"))), words)
     check(config, gpus)
-    assert layout_of(config, gpus) == replace(best.layout, chunks=config.chunks)
+    assert layout_of_flags(config, gpus) == replace(best.layout, chunks=config.chunks)
     assert config.chunks == best.layout.chunks or best.layout.schedule != "interleaved"
     asked = [line for line in text.splitlines() if re.match(r"\d+\. ", line)]
     assert len(asked) == 6 + (best.layout.pp > 1) + (gpus > 8) + (m.experts > 0)

@@ -44,8 +44,8 @@ from tests.equal import config_of, difference
 from tests.rows import BIAS, EXPERTS
 from variants import dropout, fp16, narrow
 from variants.compress import Chain, Compression
-from variants.compress_activations import BLOCK, Bits
 from variants.fp16 import LossScaling
+from variants.narrow import BLOCK
 from variants.routing import RoutedMoE
 
 ALONE = Group("dp", 0, 1, None)
@@ -324,26 +324,13 @@ def largest_first():
         assert np.array_equal(key.flat.numpy(), sent) and np.array_equal(compression.owed[key][0].numpy(), owed)
 
 
-def with_narrow(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [n, length] -> how it arrives, and its scales [n, blocks], by --compress."""
-    message = narrow.quantise(x)
-    scales = message[..., narrow.BLOCK :].contiguous().view(torch.float32)[..., 0]
-    return narrow.dequantise(message, x.shape[-1], x.dtype), scales
-
-
-def with_bits(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The same by --compress-activations."""
-    bits = Bits("int8", x.dtype, x.shape[-1])
-    message = bits.pack(x)
-    return bits.unpack(message, x.dtype), message[..., x.shape[-1] :].contiguous().view(torch.float32)
-
-
-def rounding(send: Callable[[Tensor], tuple[Tensor, Tensor]]):
+def rounding():
     """To the nearest of 255 steps up to the largest of a block; what is rounded stays; inf and nan do not get lost."""
+    send = lambda x: narrow.dequantise(narrow.quantise(x), x.shape[-1], x.dtype)  # noqa: E731
     torch.manual_seed(0)
     x = torch.randn(3, 2 * BLOCK + 44) * torch.logspace(-3, 3, 3)[:, None]
     x[1, BLOCK:] = 0
-    arrived, scales = send(x)
+    arrived, scales = send(x), narrow.quantise(x)[..., x.shape[-1] :].contiguous().view(torch.float32)
     blocks = [part.abs().amax(-1) for part in x.split(BLOCK, -1)]
     step = scales.repeat_interleave(BLOCK, -1)[:, : x.shape[-1]]
     half = 0.5 + 127 * 2 * torch.finfo(torch.float32).eps  # the division and the product round, too
@@ -351,13 +338,13 @@ def rounding(send: Callable[[Tensor], tuple[Tensor, Tensor]]):
     for i, most in enumerate(blocks):
         same(127 * scales[most > 0, i], most[most > 0], bounds.roundings(torch.float32, 2))
     assert not arrived[1, BLOCK:].any()
-    same(send(arrived)[0], arrived, bounds.roundings(torch.float32, 4))
+    same(send(arrived), arrived, bounds.roundings(torch.float32, 4))
     whole = torch.arange(-128.0, 128.0).clamp(min=-127)[None] / 4  # steps of a scale that is a power of two
-    assert torch.equal(send(whole)[0], whole)
+    assert torch.equal(send(whole), whole)
     for bad in torch.inf, -torch.inf, torch.nan:
         y = x.clone()
         y[0, 3] = bad
-        found = send(y)[0]
+        found = send(y)
         assert not found[0, 3].isfinite() and torch.equal(found[1:], arrived[1:])
 
 
@@ -409,8 +396,7 @@ RULES: dict[str, Callable[[], None]] = {
     "switch": switch,
     "biases": biases,
     "top-k": largest_first,
-    "int8 gradients": partial(rounding, with_narrow),
-    "int8 activations": partial(rounding, with_bits),
+    "int8": rounding,
     "rope": positions,
     "philox": words,
 }

@@ -27,7 +27,7 @@ from services.clocks import Clock
 from services.dry_run import run_rank
 from services.run import ServedRun
 from services.seam import plugins
-from services.watchdog import START, Place, Watchdog, compare
+from services.watchdog import START, Watchdog, Whereabouts, compare
 from tests.equal import BOUND, SMALL, config_of, difference, read_named
 from tests.pool import error_of
 from tests.rows import ROWS
@@ -214,7 +214,9 @@ def test_the_watchdog_names_the_rank_that_hangs():
     store, told = dist.HashStore(), []
     entered = [2, 1, 2]
     dogs = [
-        Watchdog(lambda r=r: Place(4, "backward", "dp all_reduce", dict(dp=entered[r])), 0.6, r, 3, store, told.append)
+        Watchdog(
+            lambda r=r: Whereabouts(4, "backward", "dp all_reduce", dict(dp=entered[r])), 0.6, r, 3, store, told.append
+        )
         for r in range(3)
     ]
     for dog in dogs:
@@ -226,7 +228,7 @@ def test_the_watchdog_names_the_rank_that_hangs():
 def test_bytes_that_are_saved_are_progress():
     """While a rank writes, nobody is ended; when it stops, somebody is."""
     store, told, written = dist.HashStore(), [], [0]
-    dog = Watchdog(lambda: Place(0, "", "", {}), 1.0, 0, 1, store, told.append, written=lambda: written[0])
+    dog = Watchdog(lambda: Whereabouts(0, "", "", {}), 1.0, 0, 1, store, told.append, written=lambda: written[0])
     for _ in range(15):
         written[0] += 1
         time.sleep(0.1)
@@ -239,7 +241,7 @@ def test_bytes_that_are_saved_are_progress():
 def test_before_the_first_step_nobody_is_ended(capfd):
     """Whoever reads data for longer than --timeout is warned of, once; in the first step the time begins anew."""
     store, told, phase = dist.HashStore(), [], [START]
-    dog = Watchdog(lambda: Place(0, phase[0], "", {}), 0.5, 0, 1, store, told.append)
+    dog = Watchdog(lambda: Whereabouts(0, phase[0], "", {}), 0.5, 0, 1, store, told.append)
     time.sleep(1.5)
     assert not told and capfd.readouterr().err.count("waiting: rank 0 is behind, in step 1, start") == 1
     phase[0] = "forward"
@@ -321,7 +323,7 @@ def stray_on_rank(options: dict, rank: int, kind: str) -> str:
 
     def strayed(config, parts, step):
         if step == 1 and torch.distributed.get_rank() == rank:
-            piece = next(piece for piece in replicas.held(parts) if piece.kind == kind and "o_proj" in piece.name)
+            piece = next(piece for piece in replicas.compared(parts) if piece.kind == kind and "o_proj" in piece.name)
             piece.tensor.view(-1)[:1].mul_(1 + 2**-52)
         right(config, parts, step)
 

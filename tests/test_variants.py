@@ -31,9 +31,10 @@ from theory.layouts import Layout
 from variants import batch_ramp, dropout, skip_spikes, stale, zero_toy
 from variants.block_overlap import EnterLinears, start_gather, start_keep, start_scatter, start_total
 from variants.compress import Chain, Compression
-from variants.compress_activations import BLOCK, Bits
+from variants.compress_activations import Bits
 from variants.cp_balanced import deal
 from variants.documents import MicroBatch, segments
+from variants.narrow import BLOCK
 from variants.window import TURNED, band, windowed_attention
 
 SLOW = dict(optimizer="sgd", lr=0.1, steps=3)
@@ -284,7 +285,7 @@ def test_collectives_hide_behind_matrices(pools, name):
 
 # --- fewer bits
 
-WORDS = {"bf16": 2, "int8": 260 / 256, "topk": 8 * 0.25}  # bytes that are sent of a number
+WORDS = {"bf16": 2, "int8": 1.016, "topk": 8 * 0.25}  # bytes that are sent of a number; 1,000 have four scales
 KINDS = ["bf16", "int8", "topk"]
 
 
@@ -319,8 +320,7 @@ def test_what_is_lost_is_owed(pools, kind, whole):
     for with_debt, without, n_bytes in pools(3).run(sums_on_rank, kind, whole):
         assert with_debt < 1e-4
         assert 1e-4 < without < {"bf16": 0.1, "int8": 0.3, "topk": 20.0}[kind]
-        padded = 3072 if kind == "int8" else 3000  # three slices in whole blocks
-        assert n_bytes == pytest.approx((1 + whole) * 2 / 3 * padded * WORDS[kind])
+        assert n_bytes == pytest.approx((1 + whole) * 2 / 3 * 3000 * WORDS[kind])
 
 
 @pytest.mark.parametrize("dim", [8, BLOCK, BLOCK + 44, 10])

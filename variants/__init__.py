@@ -90,6 +90,14 @@ class Parts:
         return getattr(self.optimizer, "units", [])
 
     @property
+    def way(self) -> list[int]:
+        """The stages that what begins in stage 0 passes, to the loss; without a pipeline 0 alone."""
+        stages = [0]
+        while self.pipeline is not None and (after := self.pipeline.places[stages[-1]].after) is not None:
+            stages.append(after)
+        return stages
+
+    @property
     def kinds(self) -> set[str]:
         """Of actions, if a pipeline follows a list of them."""
         return {line.action.kind for line in getattr(self.pipeline, "program", ())}

@@ -34,9 +34,9 @@ from common.model import wide
 from step04_tp_sp import COLUMNS, Config, Conjugate, unchanged
 from variants import Parts
 from variants.block_overlap import Ending, overlap, start_keep
+from variants.narrow import BLOCK, dequantise, quantise
 
 SINCE = Config
-BLOCK = 256  # values with one scale
 KINDS = dict(bf16=torch.bfloat16, int8=torch.int8)
 
 
@@ -59,28 +59,16 @@ class Bits:
 
     def __init__(self, mode: str, dtype: torch.dtype, dim: int):
         """`dtype` of the values."""
-        self.kind, self.dtype, self.dim, self.blocks = KINDS[mode], dtype, dim, -(-dim // BLOCK)
-        self.width = dim + 4 * self.blocks if mode == "int8" else dim
+        self.kind, self.dtype, self.dim = KINDS[mode], dtype, dim
+        self.width = dim + 4 * -(-dim // BLOCK) if self.kind == torch.int8 else dim
 
     def pack(self, x: Tensor) -> Tensor:
         """Round: [..., dim] -> bf16 [..., dim], or int8 [..., values, then the bytes of the scales]."""
-        if self.kind != torch.int8:
-            return x.to(self.kind)
-        blocks = F.pad(x.float(), (0, -self.dim % BLOCK)).unflatten(-1, (-1, BLOCK))
-        scales = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
-        values = (blocks / scales).round().to(torch.int8).flatten(-2)[..., : self.dim]
-        return torch.cat((values, scales.flatten(-2).contiguous().view(torch.int8)), -1)
+        return quantise(x) if self.kind == torch.int8 else x.to(self.kind)
 
     def unpack(self, message: Tensor, dtype: torch.dtype) -> Tensor:
         """What a message says: [..., dim]."""
-        if self.kind != torch.int8:
-            return message.to(dtype)
-        values, scales = message.split((self.dim, 4 * self.blocks), -1)
-        blocks = F.pad(values.float(), (0, -self.dim % BLOCK)).unflatten(-1, (-1, BLOCK))
-        scales = scales.clone(memory_format=torch.contiguous_format).view(
-            torch.float32
-        )  # a copy begins at a whole float
-        return (blocks * scales[..., None]).flatten(-2)[..., : self.dim].to(dtype)
+        return dequantise(message, self.dim, dtype) if self.kind == torch.int8 else message.to(dtype)
 
     def start_gather(self, x: Tensor, group: Group) -> Ending:
         """As that of block_overlap.py: [batch, seq/n, dim] -> [batch, seq, dim]."""

@@ -1,6 +1,6 @@
 """A library: numbers in fewer bytes, for what is sent. Each function here makes a message, or undoes it.
 
-quantise, dequantise    8 bits a number, in blocks of 256 with an fp32 scale each: 260 bytes a block
+quantise, dequantise    8 bits a number, and an fp32 scale for each 256 of them: 1 + 4/256 bytes a number
 pick, put_back          the largest numbers alone, with their places: 8 bytes each (12 in fp64)
 """
 
@@ -8,19 +8,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 256
+BLOCK = 256  # numbers with one scale
+
+
+def in_blocks(values: Tensor) -> Tensor:
+    """[..., length] -> [..., blocks, 256], filled up with zeros."""
+    return F.pad(values, (0, -values.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
 
 
 def quantise(values: Tensor) -> Tensor:
-    """[n, length] floats -> int8 [n, blocks, 260]: values in units of max |value| / 127, and that scale."""
-    blocks = F.pad(values, (0, -values.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
-    scale = (blocks.abs().amax(-1, keepdim=True) / 127).float().clamp(min=torch.finfo(torch.float32).tiny)
-    return torch.cat(((blocks / scale).round().to(torch.int8), scale.view(torch.int8)), dim=-1)
+    """[..., length] floats -> int8 [..., length + 4 blocks]: in units of scales, each block's max / 127; then these."""
+    blocks = in_blocks(values)
+    scales = (blocks.abs().amax(-1, keepdim=True).float() / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    whole = (blocks / scales).round().to(torch.int8).flatten(-2)[..., : values.shape[-1]]
+    return torch.cat((whole, scales.flatten(-2).contiguous().view(torch.int8)), dim=-1)
 
 
-def dequantise(blocks: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+def dequantise(message: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """The inverse of `quantise`."""
-    values = blocks[..., :BLOCK] * blocks[..., BLOCK:].contiguous().view(torch.float32)
+    scales = message[..., length:].clone(memory_format=torch.contiguous_format)  # a copy begins at a whole float
+    values = in_blocks(message[..., :length]) * scales.view(torch.float32)[..., None]
     return values.flatten(-2)[..., :length].to(dtype)
 
 

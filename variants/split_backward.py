@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import step06_pipeline as step06
 from common import UserError
 from common.model import wide
-from common.schedules import SCHEDULES
+from common.schedules import SCHEDULES, Place
 from step04_tp_sp import COLUMNS, ROWS
 from variants import Parts
 from variants.grouped_matmul import PRODUCTS
@@ -61,68 +61,80 @@ class SplitLinear(torch.autograd.Function):
         return product.dx(dy, weight) if ctx.needs_input_grad[0] else None, None, None, None
 
 
+class Left(NamedTuple):
+    """What B leaves for W: a parameter, and a function that finds its gradient."""
+
+    param: nn.Parameter
+    gradient: Callable[[], Tensor]
+
+
+def parameters_of(model: nn.Module, place: Place) -> list[nn.Parameter]:
+    """Those that train in a stage; each once, also a tied matrix."""
+    trunk = model.model
+    first, last = [trunk.embed_tokens], [trunk.norm, model.lm_head]
+    layers = [trunk.layers[str(n)] for n in place.layers]
+    modules = first * (place.before is None) + layers + last * (place.after is None)
+    return list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))
+
+
 class SplitBackward:
-    """The acts B and W of a pipeline."""
+    """The acts B and W of a pipeline.
+
+    B asks autograd for the gradients of a stage's input and of all its parameters but the linear layers' weights. What
+    belongs to layers waits for W: these gradients, and the functions that the linear layers have left meanwhile.
+    """
 
     def __init__(self, config: Any, parts: Parts):
-        self.way = getattr(config, "expert_matmul", "each")
-        model, pipeline = parts.model, parts.pipeline
-        self.pipeline, self.waiting = pipeline, {}  # (micro-batch, stage) -> [(parameter, function for its gradient)]
-        self.found: list[tuple[nn.Parameter, Callable]] = []  # what a B has left so far
-        split, trunk, places = set(), model.model, pipeline.places
-        for name, module in trunk.layers.named_modules():
-            if name.split(".")[-1] in COLUMNS + ROWS:
-                linear = torch.compiler.disable(partial(self.linear, module))
-                parts.instead(module, "forward", linear, by=__name__)
-                split.add(module.weight)
-        self.layer = {param: int(n) for n, layer in trunk.layers.items() for param in layer.parameters()}
-        self.leaves = {}  # by stage: the parameters whose gradients B finds
-        for stage, (rank, layers, before, after) in enumerate(places):
-            if rank == pipeline.group.rank:
-                held = [*([trunk.embed_tokens] if before is None else []), *(trunk.layers[str(n)] for n in layers)]
-                held += [trunk.norm, model.lm_head] if after is None else []
-                params = dict.fromkeys(param for part in held for param in part.parameters() if param.requires_grad)
-                self.leaves[stage] = [param for param in params if param not in split]
-        self.last, self.held = 0, None  # where the way of stage 0 ends; the gradient of its tied matrix, see `add`
-        while places[self.last].after is not None:
-            self.last = places[self.last].after
-        self.tied = model.lm_head.weight if model.config.tied and {0, self.last} <= self.leaves.keys() else None
+        self.pipeline, self.expert_matmul = parts.pipeline, getattr(config, "expert_matmul", "each")
+        self.left: list[Left] = []  # by the linear layers, in the B that runs now
+        self.waiting: dict[tuple[int, int], list[Left]] = {}  # by micro-batch and stage: what its B has left
+        layers, model = parts.model.model.layers, parts.model
+        self.layer = {param: int(n) for n, layer in layers.items() for param in layer.parameters()}
+        linears = [one for name, one in layers.named_modules() if name.split(".")[-1] in COLUMNS + ROWS]
+        for linear in linears:
+            parts.instead(linear, "forward", torch.compiler.disable(partial(self.linear, linear)), by=__name__)
+        split = {linear.weight for linear in linears}
+        mine = {s: place for s, place in enumerate(parts.pipeline.places) if place.rank == parts.pipeline.group.rank}
+        self.leaves = {s: [p for p in parameters_of(model, place) if p not in split] for s, place in mine.items()}
+        self.tied = model.lm_head.weight if model.config.tied and {0, parts.way[-1]} <= mine.keys() else None
+        self.of_head: Tensor | float = 0.0  # its gradient as head, until that as embedding is there
 
     def linear(self, module: nn.Module, x: Tensor, counts: list[int] | None = None) -> Tensor:
         """In the place of a linear layer's forward, or of the experts'."""
-        product = Product() if counts is None else of_experts(self.way, counts)
-        return SplitLinear.apply(x, module.weight, product, lambda *left: self.found.append(left))
+        product = Product() if counts is None else of_experts(self.expert_matmul, counts)
+        return SplitLinear.apply(x, module.weight, product, lambda *left: self.left.append(Left(*left)))
 
     def backward(self, i: int, stage: int, dy: Tensor | None) -> Tensor | None:
         """B: from the gradient of a stage's output, or from the loss, to that of its input."""
         x, edge = self.pipeline.graphs.pop((i, stage))
-        leaves = [*self.leaves[stage], *([x] if x.requires_grad else [])]
-        gradients = torch.autograd.grad((edge,), leaves, None if dy is None else (dy,))
-        found, self.found = self.found, []
-        for param, gradient in zip(self.leaves[stage], gradients, strict=False):
+        leaves, inputs = self.leaves[stage], [x] if x.requires_grad else []  # tokens have no gradient
+        gradients = torch.autograd.grad((edge,), leaves + inputs, None if dy is None else (dy,))
+        left, self.left = self.left, []
+        for param, gradient in zip(leaves, gradients, strict=False):
             if param in self.layer:
-                found.append((param, lambda gradient=gradient: gradient))
+                left.append(Left(param, lambda gradient=gradient: gradient))
+            elif param is self.tied:
+                self.add_tied(gradient, stage)
             else:
-                self.add(param, gradient, stage)
-        self.waiting[i, stage] = sorted(found, key=lambda left: -self.layer[left[0]])  # so ZeRO's units end in turn
-        return gradients[-1] if x.requires_grad else None
-
-    def add(self, param: nn.Parameter, gradient: Tensor, stage: int):
-        """Add to `.grad`. That of a tied matrix whose two stages are both here gets one addition a micro-batch, too.
-
-        The head's part waits until the embedding's is there.
-        """
-        if param is self.tied and self.last:
-            self.held = gradient.to(wide(gradient.dtype)) + (0 if self.held is None else self.held)
-            if stage:
-                return
-            gradient, self.held = self.held.to(gradient.dtype), None
-        torch.autograd.backward((param,), (gradient,))  # hooks see it as ever
+                self.add(param, gradient)
+        self.waiting[i, stage] = sorted(left, key=lambda one: -self.layer[one.param])  # so ZeRO's units end in turn
+        return gradients[-1] if inputs else None
 
     def weights(self, i: int, stage: int, _input: None):
         """W: add what B has left of a micro-batch."""
         for param, gradient in self.waiting.pop((i, stage)):
-            torch.autograd.backward((param,), (gradient(),))
+            self.add(param, gradient())
+
+    def add(self, param: nn.Parameter, gradient: Tensor):
+        """To `.grad`; hooks see it as ever."""
+        torch.autograd.backward((param,), (gradient,))
+
+    def add_tied(self, gradient: Tensor, stage: int):
+        """A tied matrix whose two ends are here gets one addition a micro-batch; in B its part as head comes first."""
+        self.of_head = gradient.to(wide(gradient.dtype)) + self.of_head
+        if stage == 0:
+            whole, self.of_head = self.of_head, 0.0
+            self.add(self.tied, whole.to(gradient.dtype))
 
 
 def check(config: Any, world: int):
