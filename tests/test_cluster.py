@@ -171,8 +171,9 @@ def test_what_is_missing_is_one_line(capsys, monkeypatch):
 
 
 def test_the_cable_is_as_fast_as_asked():
-    """A burst is a millisecond's, and at least two packets."""
+    """A burst is a millisecond's if that is 64 KiB; else two packets, or a tenth of a millisecond's."""
     assert cluster.speed(1.0) == f"rate 1000000kbit burst 125000 limit {2**26}"
+    assert cluster.speed(0.4) == f"rate 400000kbit burst 5000 limit {2**26}"
     assert cluster.speed(0.01) == f"rate 10000kbit burst 3028 limit {2**26}"
 
 
