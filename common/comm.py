@@ -158,12 +158,11 @@ def all_to_all(output: Tensor, tensor: Tensor, group: Group, in_rows: Rows = Non
 
 def exchange(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group) -> Pending:
     """Messages: (tensor, peer's rank in the group). Both ends must agree on shape and dtype: gloo does not check."""
-    operations = []
+    # Receives first: gloo tells a peer that we wait for its message, and would do so behind all that we send.
+    operations = [dist.P2POp(dist.irecv, tensor, group=group.handle, group_peer=peer) for tensor, peer in receives]
     for tensor, peer in sends:
         note("send", group, tensor, 1.0)
         operations.append(dist.P2POp(dist.isend, tensor, group=group.handle, group_peer=peer))
-    for tensor, peer in receives:
-        operations.append(dist.P2POp(dist.irecv, tensor, group=group.handle, group_peer=peer))
     return Pending(group, *(dist.batch_isend_irecv(operations) if operations else ()))
 
 

@@ -85,8 +85,10 @@ def run_lines(lines: str):
 
 
 def speed(gbit: float) -> str:
-    """tc's token bucket: a burst is a millisecond's (at least two packets), and a queue from which nothing is lost."""
-    return f"rate {round(gbit * 1e6)}kbit burst {max(2 * 1514, round(gbit * 1e9 / 8 * 1e-3))} limit {2**26}"
+    """tc's token bucket. A burst: a millisecond's, if a Linux packet of 64 KiB fits; else two packets or 0.1 ms."""
+    second = round(gbit * 1e9 / 8)
+    burst = second // 1000 if second >= 2**16 * 1000 else max(2 * 1514, second // 10000)
+    return f"rate {round(gbit * 1e6)}kbit burst {burst} limit {2**26}"
 
 
 class Node:

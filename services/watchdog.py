@@ -147,8 +147,8 @@ class Watchdog:
             self.look()
 
     def look(self):
-        """Until stopped: publish where this rank is; at half the time warn. Shortly before all of it end the job, if this
-        rank has begun to train.
+        """Until stopped: publish where this rank is; at half the time warn. Shortly before all of it end the job, if
+        this rank has begun to train.
         """
         seen, since, warned, asked, added = None, time.time(), False, False, 0
         while not self.stopped.wait(min(1.0, self.seconds / 40)):

@@ -1,15 +1,20 @@
 """The measurements' tables of rows: every flag is one of the step's, every value one that its menu has."""
 
+import contextlib
 import dataclasses
 import importlib
+from collections import Counter
 
 import pytest
 
+from common import UserError
 from common.trainer import parse
-from services.seam import compose, spelled
+from services.seam import check, compose, spelled
 from tests.bench import __main__ as bench
+from tests.bench.cables import ACROSS, FULL, PAIRS, Race, band
+from tests.bench.cluster import rows
 from tests.bench.contests import CONTESTS
-from tests.bench.harness import Result, report, spread
+from tests.bench.harness import Entry, Result, report, spread
 from tests.bench.versions import ALL, CASES, SERVED
 
 ROWS = [(c.step, c.shared | row) for c in CONTESTS.values() for row in c.rows.values()]
@@ -46,3 +51,27 @@ def test_a_ratio_compares_neighbours_of_a_round():
     found = dict(ours=Result(ours, ours, row, 0), theirs=Result(theirs, theirs, row, 0))
     assert spread([3.0, 1.0, 2.0]) == "2.000 (1.000 .. 3.000)"
     assert report(found, dict(ours="ours", theirs="ours")).count("2.000 (2.000 .. 2.000)") == 2
+
+
+ON_CABLES = [*ACROSS.values(), *(Entry(step, flags) for _, step, *both in PAIRS.values() for flags in both)]
+
+
+@pytest.mark.parametrize("entry", [*ON_CABLES, *(entry for _, entry in rows().values())], ids=str)
+def test_an_entry_is_legal_on_two_ranks(entry):
+    """Or on four."""
+    config = compose(importlib.import_module(entry.step))(**entry.flags)
+    with contextlib.suppress(UserError):
+        check(config, 2)
+        return
+    check(config, 4)
+
+
+@pytest.mark.parametrize("entry", ON_CABLES, ids=str)
+def test_theory_of_a_cable(entry):
+    """Without bytes a step takes its time at full speed; a slow cable takes its own time as well."""
+    small = (entry.step == "step06_pipeline" and 2**10) or 2**20
+    nothing, much = (Race({FULL: [1.0, 3.0, 2.0]}, Counter(all_reduce=size)) for size in (0, small))
+    if entry.step != "step06_pipeline":  # its messages are known
+        assert band(entry, nothing, 0.01) == (2.0, 2.0)
+    fast, slow = band(entry, much, 1e6), band(entry, much, 1e-4)
+    assert fast == pytest.approx((2.0, 2.0), rel=1e-3) and slow[0] > 8 * small / 1e5

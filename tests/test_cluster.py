@@ -171,8 +171,9 @@ def test_what_is_missing_is_one_line(capsys, monkeypatch):
 
 
 def test_the_cable_is_as_fast_as_asked():
-    """A burst is a millisecond's, and at least two packets."""
+    """A burst is a millisecond's if that is 64 KiB; else two packets, or a tenth of a millisecond's."""
     assert cluster.speed(1.0) == f"rate 1000000kbit burst 125000 limit {2**26}"
+    assert cluster.speed(0.4) == f"rate 400000kbit burst 5000 limit {2**26}"
     assert cluster.speed(0.01) == f"rate 10000kbit burst 3028 limit {2**26}"
 
 
@@ -218,3 +219,92 @@ def test_a_silent_mistake_is_in_the_program(name):
     """Its text is there, so the test above has seen it."""
     with injected(SILENT[name]):
         pass
+
+
+LONG = dict(equal.BASE, steps=16, save_every=4, resume="auto", timeout=20) | equal.SMALL
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pools):
+    """Losses and gradient norms of two ranks to which nothing happens."""
+    options = {name: value for name, value in LONG.items() if name not in ("resume", "timeout")}
+    seen = pools(2).run(equal.record, "step02_ddp", options)[0]
+    return list(zip(seen.losses, seen.norms, strict=True))
+
+
+def numbers(run: Job) -> list[tuple[float, float]]:
+    """The same of a job."""
+    return [(row["loss"], row["grad_norm"]) for row in run.rows()]
+
+
+def long_job(job, *options: str, **flags: float) -> Job:
+    """A job of two nodes that has done some steps, of a third of a second each."""
+    run = job(*options, "step02_ddp.py", *words(LONG), **dict(nodes=2, gbit=0.01) | flags)
+    run.until(6)
+    if len(run.rows()) < 6:
+        run.wait()
+    return run
+
+
+@pytest.mark.exhaustive
+def test_a_cable_is_pulled_for_a_while(job, undisturbed):
+    """TCP sends again what was lost: the same bits, later."""
+    run = long_job(job)
+    run.say("cable 1 off")
+    time.sleep(3)
+    run.say("cable 1 on")
+    assert run.wait() == 0 and numbers(run) == undisturbed, run.log.read_text()
+
+
+@pytest.mark.exhaustive
+def test_a_cable_is_pulled_for_good(job):
+    """The job ends, on both nodes, by itself, and a line names the rank that was not heard of again."""
+    run = long_job(job)
+    run.say("cable 1 off")
+    assert run.wait() != 0
+    said = run.log.read_text()
+    assert "no progress for" in said and "rank 1 is behind" in said, said
+    assert "it is killed" not in said, said
+
+
+@pytest.mark.exhaustive
+def test_a_node_dies_and_comes_back(job, undisturbed):
+    """It is switched on again, both nodes meet anew, and go on from the checkpoint to the same bits."""
+    run = long_job(job, "--max-restarts=3")
+    run.say("kill 1")
+    time.sleep(5)
+    run.say("start 1")
+    assert run.wait(400) == 0, run.log.read_text()
+    assert "going on from" in run.log.read_text() and numbers(run) == undisturbed
+
+
+@pytest.mark.exhaustive
+def test_a_node_dies_and_the_other_goes_on(job, undisturbed):
+    """With --nnodes=1:2 one node takes over all sequences: the numbers of two, up to rounding."""
+    run = long_job(job, "--max-restarts=3", "--nnodes=1:2")
+    run.say("kill 1")
+    assert run.wait(400) == 0, run.log.read_text()
+    assert equal.difference(numbers(run), undisturbed) < equal.BOUND["fp64"]
+
+
+@pytest.mark.exhaustive
+def test_a_node_comes_late(job, undisturbed):
+    """The first waits for it."""
+    run = job("step02_ddp.py", *words(LONG), nodes=2, gbit=0.1)
+    run.say("kill 1")
+    time.sleep(8)
+    assert not run.rows()
+    run.say("start 1")
+    assert run.wait() == 0 and numbers(run) == undisturbed, run.log.read_text()
+
+
+@pytest.mark.exhaustive
+def test_a_slow_node_is_named(job):
+    """--log-ranks: the slow rank computes for longer, and the other one waits."""
+    run = job("step02_ddp.py", *words(LONG), "--log-ranks", nodes=2, gbit=1.0)
+    run.until(1)
+    run.say("slow 1 10")
+    assert run.wait() == 0, run.log.read_text()
+    last = run.rows()[-5:]
+    quick, slow = (sum(row["ranks"][rank]["seconds"] for row in last) for rank in range(2))
+    assert slow > 2 * quick, (quick, slow)

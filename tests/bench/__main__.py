@@ -19,6 +19,8 @@ MODULES = {  # name -> module with main(name, argv)
     "versions": "versions",
     "plan": "plan",
     "cluster-bytes": "cluster",
+    "cluster-speeds": "cables",
+    "cluster-hides": "cables",
 }
 
 

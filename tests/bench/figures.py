@@ -1,6 +1,7 @@
 """Pictures of measurements, into tests/bench/figures."""
 
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from services.plots import ACTIONS, draw_timeline, pyplot
@@ -52,4 +53,23 @@ def timelines(panels: list[dict], title: str, name: str) -> Path:
     areas = [plt.Rectangle((0, 0), 1, 1, color=ACTIONS[kind]) for kind in names]
     figure.legend(areas, list(names.values()), loc="outside lower center", ncols=3, fontsize=8)
     figure.suptitle(title)
+    return save(figure, name)
+
+
+def speeds(panels: dict[str, list[tuple[float, list[float], tuple[float, float]]]], name: str) -> Path:
+    """Step time against a cable's speed: by what crosses it, (Mbit/s, seconds of each round, theory's least, most)."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for i, (what, points) in enumerate(panels.items()):
+        mbit, colour = [point[0] for point in points], f"C{i}"
+        middle = [median(seconds) for _, seconds, _ in points]
+        least, most = ([abs(median(s) - edge(s)) for _, s, _ in points] for edge in (min, max))
+        axes.errorbar(mbit, middle, (least, most), fmt="o", color=colour, capsize=3, label=f"{what} between the nodes")
+        lines = zip(*(theory for *_, theory in points), strict=True)
+        axes.fill_between(mbit, *lines, color=colour, alpha=0.3)
+        axes.plot(mbit, [theory[0] for *_, theory in points], color=colour)
+    axes.set(xscale="log", yscale="log", xlabel="speed of the cable, Mbit/s", ylabel="seconds of a step")
+    axes.invert_xaxis()
+    axes.grid(which="both", color="#dddddd")
+    axes.legend(title="measured (median, range); lines: theory (a range)")
     return save(figure, name)

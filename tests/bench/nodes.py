@@ -34,7 +34,7 @@ def on_nodes(function: Callable, *args: Any, nodes: int = 2, ranks: int = 1, gbi
         streams = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         done = subprocess.run(line, cwd=ROOT, timeout=SECONDS, **streams)
         if done.returncode:
-            raise UserError(done.stdout.decode()[-4000:])
+            raise UserError(done.stdout.decode())
         return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(nodes * ranks)]
 
 
