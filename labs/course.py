@@ -182,7 +182,7 @@ class Lab:
     tasks: tuple[Task, ...]
     question: Question
     ranks: int = 4  # of `python -m labs run`
-    flags: str = ""  # an example for it
+    flags: str = ""  # an example for it, in the lab's own dimension
 
     def __post_init__(self):
         title, *parts = (ROOT / f"labs/lab{self.number}.md").read_text().split("\n## ")

@@ -243,7 +243,7 @@ class Judge:
             if str(outcome).startswith("not written yet"):
                 ours = f"lab {self.lab.number}," in str(outcome)
                 return f"{outcome}{'' if ours else f'; use a copy made by python -m labs handout {self.lab.number}'}"
-            return str(outcome) if outcome.fatal else f"{where}{outcome}"
+            return str(outcome) if outcome.fatal or str(outcome) == LATE else f"{where}{outcome}"
         for rank, rows in enumerate(criterion.judged(rows) for rows in outcome):
             for key, found, value in rows:
                 if text := mistake(found, value, criterion.bound):
@@ -259,13 +259,15 @@ class Judge:
         key, found, value = row
         if text := case.explain(rank, key, found, value):
             return text
+        wrong = {name: number for name, number, right in outcome[rank] if mistake(number, right, criterion.bound)}
+        for name in (name for name in wrong if "nobody has waited for" in name and name != key):
+            return f"a wait is missing: {name}: {wrong[name]}"
         for fault, answers in self.under_faults(case):
-            for name, theirs, _ in answers[rank] if isinstance(answers, list) else ():
-                same = name == key and not isinstance(found, bool) and not mistake(found, theirs, 1e-8)
-                if same and mistake(theirs, value, criterion.bound):
-                    return f"the same numbers as with {fault}"
-        if criterion.bound < 1e-6 and not mistake(found, value, 1e-5):
-            return "this is right but for roundings of fp32, and should be in fp64: which dtype has it?"
+            theirs = {name: number for name, number, _ in answers[rank]} if isinstance(answers, list) else {}
+            if not any(mistake(number, theirs.get(name, ""), 1e-8) for name, number in wrong.items()):
+                return f"the same numbers as with {fault}"
+        if criterion.bound < 1e-6 and not mistake(found, value, 1e-6):
+            return "as near as roundings of fp32 would be: is anything in fp32 that should be in fp64?"
         if isinstance(found, Tensor) and found.numel() and not found.any():
             return "it is zero: has anything been written there?"
         for other, rows in enumerate(outcome):

@@ -402,4 +402,4 @@ QUESTION = Question(
      "gradients of k and v are sums, and travel in fp32": dict(wide=2), "this is all ranks together": dict(own=False)},
 )  # fmt: skip
 
-LAB = Lab(5, ("step05_cp_ring",), (PARTS, TOKENS, SHARES, ROUND, WHOLE), QUESTION)
+LAB = Lab(5, ("step05_cp_ring",), (PARTS, TOKENS, SHARES, ROUND, WHOLE), QUESTION, flags="--cp 2 --tp 2")

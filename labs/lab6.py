@@ -465,4 +465,6 @@ QUESTION = Question(
     {"this is afab's": dict(held=lambda p, m: m), "this is rank 0's": dict(held=lambda p, m: p)},
 )
 
-LAB = Lab(6, ("common.schedules", "step06_pipeline"), (ORDERS, STAGE, MESSAGES, PROGRAMS, KEEPING), QUESTION)
+LAB = Lab(
+    6, ("common.schedules", "step06_pipeline"), (ORDERS, STAGE, MESSAGES, PROGRAMS, KEEPING), QUESTION, flags="--pp 2"
+)

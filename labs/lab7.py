@@ -354,4 +354,4 @@ QUESTION = Question(
      "1/ep of the rows stay where they are": dict(away=1.0)},
 )  # fmt: skip
 
-LAB = Lab(7, ("step07_moe_ep",), (EXPERTS, LAYER, BALANCE, TRAVEL, DEALING), QUESTION)
+LAB = Lab(7, ("step07_moe_ep",), (EXPERTS, LAYER, BALANCE, TRAVEL, DEALING), QUESTION, flags="--ep 2")

@@ -1,5 +1,7 @@
 """A student's file as a program of its own, and a copy of the project for students."""
 
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -55,7 +57,13 @@ def run(folder: Folder, ranks: int, flags: list[str]) -> int:
         script, n = str(Path(scratch) / f"{folder.lab.modules[-1]}.py"), ranks or folder.lab.ranks
         many = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"] if n > 1 else []
         print(f"{' '.join(many[2:])} {folder.lab.modules[-1]}.py {' '.join(flags)}".strip(), flush=True)
-        return subprocess.run([sys.executable, *many, script, *flags], cwd=folder.path).returncode
+        done, ended = subprocess.Popen([sys.executable, *many, script, *flags], cwd=folder.path, stderr=-1), None
+        while text := os.read(done.stderr.fileno(), 2**16):
+            if not ended:  # torchrun ends a failed run with 35 lines of its own
+                ended = re.search(rb"(?m)^[EW]\d{4} .*torch/distributed/", text)
+                sys.stderr.buffer.write(text[: ended.start()] if ended else text)
+                sys.stderr.flush()
+        return done.wait()
 
 
 def handout(target: Path, number: int):

@@ -30,7 +30,7 @@ EXHAUSTIVE = pytest.mark.exhaustive
 
 
 def changed(text: str, owner: str, *pairs: str) -> str:
-    """A source in which a function or class has other text: old, new, old, new ... Raises KeyError if one is not in it."""
+    """A source in which a function or class has other text: old, new, ... Raises KeyError if an old one is missing."""
     (node,) = [node for node in ast.parse(text).body if getattr(node, "name", "") == owner]
     part = before = ast.get_source_segment(text, node)
     for old, new in zip(pairs[::2], pairs[1::2], strict=True):
