@@ -212,8 +212,8 @@ class Judge:
         for i in places:
             if not by_place[i]:
                 found[i] = f"this copy cannot judge it: use one made by python -m labs handout {self.lab.number}"
-            for case in by_place[i]:
-                found[i] = found[i] or self.wrong(self.task.criteria[i], case, outcomes[case])
+            wrong = [self.wrong(self.task.criteria[i], case, outcomes[case]) for case in by_place[i]]
+            found[i] = next(filter(None, sorted(wrong, key=LATE.__eq__)), found[i])
         return found
 
     def cases(self) -> list[Case]:
