@@ -17,7 +17,6 @@ from labs.ranks import Failed, World
 from labs.suite import Suite, kept, there
 
 CHANGED = "what should be found is another number than it is: the code has changed its judge"
-MOST_SECONDS = 180.0
 LATE = "not tried: an earlier criterion of this task ran out of time"
 SEEDS = 8  # different inputs of a task: so what the project's file finds in them serves several folders
 finds: dict[Any, list[list[Row]] | Failed] = {}  # what the project's file finds, by kind, seed and sizes of a case
@@ -36,7 +35,7 @@ class Folder:
     trouble: str = ""  # why answers.toml could not be read
     attempts: int = 0
     others: tuple[Path, ...] = ()  # folders that are graded with it, which its code must not change
-    left: list[float] = field(default_factory=lambda: [MOST_SECONDS])  # of its code's runs, all together
+    left: list[float] = field(default_factory=lambda: [math.inf])  # seconds that its code's runs may still take
 
 
 @dataclass
