@@ -139,7 +139,7 @@ class Zero1:
             unit.grad_shard = unit.reduced_shard
 
     def gradients(self) -> dict[str, Tensor]:
-        """By name: the part of each gradient in this rank's shards."""
+        """By each trained name: this rank's part of the gradient, empty where all of it lies on other ranks."""
         return {name: unit.view_shard(unit.grad_shard, name) for unit in self.units for name in unit.trained}
 
     def step(self, lr: float):
@@ -282,7 +282,7 @@ class Zero3(Zero2):
             unit.gathering.wait()
 
     def after_forward(self, i: int, _module: nn.Module, _inputs: tuple, output: Tensor):
-        """Hook: module `i` has computed. Drop its weights until the gradient of its output arrives."""
+        """Hook: module `i` has computed. Free its weights till its output's gradient arrives, if any will."""
         for unit in self.uses[i]:
             if unit not in self.uses[min(i + 1, len(self.uses) - 1)]:  # else the next module or backward needs it
                 unit.free()

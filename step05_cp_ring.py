@@ -55,7 +55,7 @@ from step04_tp_sp import shard_tensors, sum_partial_gradients
 
 
 def zigzag_positions(seq_len: int, rank: int, n: int) -> Tensor:
-    """int64 [s/n]: the tokens of a rank, chunks r and 2n-1-r of 2n. Raises UserError."""
+    """int64 [s/n]: the tokens of a rank, chunks r and 2n-1-r of 2n. Raises UserError unless 2n divides s."""
     if seq_len % (2 * n):
         raise UserError(f"--cp {n}: the sequence length {seq_len} must be a multiple of {2 * n}")
     chunks = torch.arange(seq_len).chunk(2 * n)
@@ -94,7 +94,7 @@ def part_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
     return (scores - lse[..., None]).exp() @ v, lse
 
 
-def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):
+def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):  # part_o may have 16 bits
     """Add another part of the keys to a softmax, in place: o [batch, heads, queries, d], lse [batch, heads, queries].
 
     An output is an average of values, weighted by exp(score). Let two keys weigh 3 and 1, and have the values 10 and 2:
@@ -108,7 +108,7 @@ def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):
 def part_gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What this part of the keys adds to dq, and its dk and dv, from `o` and `lse` of attention to *all* keys.
+    """What this part of the keys adds to dq, and its dk and dv; from `o`, `lse` of attention to *all* keys; in fp32.
 
     With that lse, P is these columns of the softmax over all keys: so what all parts find is simply added up. The names
     are those of FlashAttention (Dao et al. 2022, appendix B): forward is S = q k^T / sqrt(d), P = softmax(S), o = P v.

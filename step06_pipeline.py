@@ -65,10 +65,10 @@ TIED = "model.embed_tokens.weight"  # if embedding and head are tied: one matrix
 
 
 def keep_stage(model: Decoder, group: Group, places: list[Place]):
-    """Keep what this rank's stages compute with, under its global names. The rest goes, before it has any memory.
+    """Keep what this rank's stages compute with, under its global names. The rest goes: layers, or a module is None.
 
-    A `Place` says of a stage its rank, its layers, and the stages `before` and `after` it (None at the ends). If head
-    and embedding are tied, the last stage's rank keeps the embedding, too: it is the head's matrix (TIED).
+    A `Place` says of a stage its rank, its layers, and the stages `before` and `after` it (None at the ends). The last
+    stage's rank keeps a tied embedding, too, the head's matrix (TIED). If two ranks hold it, its stage_copies are 2.
     """
     trunk, mine = model.model, [place for place in places if place.rank == group.rank]
     has_first, has_last = any(place.before is None for place in mine), any(place.after is None for place in mine)
@@ -116,7 +116,7 @@ class Pipeline:
         return self.loss
 
     def forward(self, i: int, stage: int, x: Tensor | None) -> Tensor:
-        """Micro-batch i through a stage, from its tokens if x is None."""
+        """Micro-batch i through a stage, from its tokens if x is None -> the output, detached. Adds to `self.loss`."""
         place = self.places[stage]
         x = self.xs[i] if x is None else x.requires_grad_()
         y = forward_stage(self.model, place, x, self.ys[i], self.positions)
@@ -260,7 +260,7 @@ class ListPipeline(Pipeline):
         self.program = add_messages(lists, self.places)[self.group.rank]
 
     def execute(self):
-        """Messages run in the background. An action waits for its input, a send for the one before it to that rank."""
+        """Messages run in the background. An action waits for its input, a send for the last one to its peer."""
         box: dict[Action, tuple[Tensor, Pending]] = {}  # by the action that needs it: its input
         sent: dict[int, Pending] = defaultdict(Pending)  # by rank: the last send to it
         for verb, action, peer in self.program:
@@ -293,7 +293,7 @@ def plan(config: Config, m: int) -> tuple[list[Place], list[list[Action]]]:
 
 
 def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group, places: list[Place]):
-    """Sum the gradient of a tied matrix, in place: the ranks of the first and the last stage swap and add."""
+    """Sum the gradient of a tied matrix, in place: ranks of the first and last stage swap, if they differ."""
     first, last = places[0].rank, places[-1].rank
     if model.config.tied and first != last and group.rank in (first, last):
         other, theirs = first + last - group.rank, torch.empty_like(gradients[TIED])

@@ -69,7 +69,7 @@ def one_f_one_b(p: int, m: int, v: int, rank: int) -> list[Action]:
 
 
 def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """1F1B over v stages a rank (Megatron, Narayanan et al. 2021): bubble (p-1)/(v m + p-1). Raises UserError."""
+    """1F1B over v stages a rank (Megatron, Narayanan et al. 2021). UserError if v > 1 and m is no multiple of p."""
     if v > 1 and m % p:
         raise UserError(f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank")
     return one_f_one_b_order(p, m, v, rank, warm_up=(v - 1) * p + min(v, 2) * (p - 1 - rank))  # v = 1: 1F1B

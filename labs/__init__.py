@@ -7,7 +7,7 @@ Lab N is labs/labN.py, which ends in `LAB = Lab(...)`, and labs/labN.md: its tit
 read and three hints; the question. The types are in labs/course.py:
 
     Lab        modules (those that the student gets; the last is the step), tasks, question
-    Task       holes ("function", "Class.method", or "module:name"), criteria, faults
+    Task       holes ("function", "Class.method", or "module:name"), criteria
     Criterion  what it demands, points, the kind of case, the sizes of its cases ("mesh": how many ranks along what)
     Case       the sizes as attributes, and `draw`: numbers from the student's id. Sizes are the same for every id
 
@@ -22,7 +22,9 @@ file in which the holes of *other* tasks are the project's; if that fails, with 
 error elsewhere nor something that two tasks share costs points. A criterion with `whole` takes the file as it stands.
 
 `Tape` (labs/tape.py) records matmuls, collectives and waits in their order, however they were called: what was sent
-(`sent()`), what ran while something was under way (`hidden()`). `trains` (labs/training.py) is a criterion that runs
-the whole file and compares it with one device. `faults` names rows of tests/faults.py: after a failure the project's
-code with each of them runs the same case, and one that finds the same numbers is named.
+(`sent()`), what ran while something was under way (`hidden()`), what nobody has waited for (`left()`). `suite`
+(labs/suite.py) is a criterion that runs the whole file in rows of tests/, and holds it against the project's file.
+After a failure the project's code with each mistake of tests/faults.py in the task's holes runs the same case, and one
+that finds the same numbers is named. What should be found comes, when folders are graded, from runs of the project's
+file alone: if the student's process says another number, its code has changed the judge.
 """

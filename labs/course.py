@@ -1,5 +1,6 @@
 """What a lab consists of. labs/__init__.py says how the parts work together."""
 
+import ast
 import importlib
 import math
 import os
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from common import UserError
 from common.comm import Mesh
+from labs.source import definitions
 
 Row = tuple[str, Any, Any]  # of an experiment: a name, what was found, what should have been
 ROOT = Path(__file__).parents[1]
@@ -116,11 +118,10 @@ def demands(kind: type[Case], cases: tuple, *rows: tuple, **more: Any) -> tuple[
 
 @dataclass
 class Task:
-    """Some functions to write. `faults`: rows of tests/faults.py to recognise. The rest stands in the lab's text."""
+    """Some functions to write. The rest stands in the lab's text."""
 
     holes: tuple[str, ...]
     criteria: tuple[Criterion, ...]
-    faults: tuple[str, ...] = ()
     name: str = ""
     minutes: int = 0
     read: str = ""
@@ -182,7 +183,7 @@ class Lab:
     tasks: tuple[Task, ...]
     question: Question
     ranks: int = 4  # of `python -m labs run`
-    flags: str = ""  # an example for it
+    flags: str = ""  # an example for it, in the lab's own dimension
 
     def __post_init__(self):
         title, *parts = (ROOT / f"labs/lab{self.number}.md").read_text().split("\n## ")
@@ -208,6 +209,19 @@ class Lab:
                 if (home or self.modules[-1]) == module:
                     found[name] = number
         return found
+
+    def faults(self, number: int) -> list[str]:
+        """Names of the mistakes in tests/faults.py whose text stands in a hole of a task; none in a handout."""
+        found: list[str] = []
+        known = importlib.import_module("tests.faults").FAULTS if (ROOT / "tests/faults.py").exists() else {}
+        for module in self.modules:
+            text = path_of(module).read_text()
+            nodes = definitions(ast.parse(text))
+            for hole in self.holes(module, number):
+                part = ast.get_source_segment(text, nodes[hole])
+                some = ((name, fault) for name, fault in known.items() if fault.module == module)
+                found += [n for n, fault in some if fault.owner == hole.partition(".")[0] and fault.old in part]
+        return [*dict.fromkeys(found)]
 
     def task(self, number: int) -> Task:
         """A task by its number. Raises UserError."""

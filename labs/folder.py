@@ -16,6 +16,13 @@ try:
 except ModuleNotFoundError:  # Python 3.10, where pytest brings the same parser
     import tomli as tomllib
 
+PART = '''"""So that `python -m {name}` runs this folder's file, too."""
+import os, runpy, sys
+
+sys.path[0] = {root!r}
+sys.modules.pop("{package}", None)
+runpy.run_path(os.path.join(os.path.dirname(__file__), "..", "{file}"), run_name="__main__")
+'''
 PROGRESS = "progress.txt"
 MOST = 2**20  # bytes of a student's file
 SHIM = f'''"""So that `python -m labs` works in this folder, too."""
@@ -54,6 +61,10 @@ def start(number: int, path: Path, student: str) -> Path:
     (path / "answers.toml").write_text("\n".join(lines))
     (path / "LAB.md").write_text(text_of_lab(lab, path))
     (path / "labs.py").write_text(SHIM)
+    for name in lab.modules[:-1]:  # common.schedules
+        (target := path / f"{name.replace('.', '/')}.py").parent.mkdir(exist_ok=True)
+        package = name.partition(".")[0]
+        target.write_text(PART.format(name=name, root=str(ROOT), package=package, file=file_of(name)))
     note(path, f"started lab {number}, id {student}")
     return path
 

@@ -31,9 +31,10 @@ from common import UserError
 from labs import ranks
 from labs.course import ROOT, Case, files, load, numbers, path_of
 from labs.folder import open_folder
-from labs.judge import CHANGED, MOST_SECONDS, Folder, Judge, check
+from labs.judge import CHANGED, Folder, Judge, check
 from labs.source import facts
 
+RUNS = 3  # a folder's code has so many times what one run may take: three minutes
 JUDGED, ENDED = "being judged", "the grader was killed while it judged this folder: look at it"
 
 
@@ -111,6 +112,7 @@ def grade(paths: list[Path], table: Path | None, number: int, seconds: float, gr
         importlib.import_module(load(n).modules[-1])
     known = [folder for folder in folders.values() if isinstance(folder, Folder)]
     for folder in known:
+        folder.left[0] = RUNS * seconds
         folder.others = tuple(other.path for other in known)
     rows, prints = rows_in(table), {}
     learn([folder for name, folder in folders.items() if isinstance(folder, Folder) and name not in rows], seconds)
@@ -156,7 +158,7 @@ def row_of(
     others = [data.decode() for data in folder.files.values()]
     jobs = [partial(facts, folder.sources, texts, holes, others)]
     jobs += [partial(points, folder, number, seconds) for number in tasks]
-    (known, *earned) = ranks.run(ranks.World(("labs",)), [Job(0, does=job) for job in jobs], 2 * MOST_SECONDS)
+    (known, *earned) = ranks.run(ranks.World(("labs",)), [Job(0, does=job) for job in jobs], 2 * RUNS * seconds)
     if isinstance(known, ranks.Failed):
         row["error in the file"] = str(known)[:200]
     else:

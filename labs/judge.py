@@ -17,7 +17,6 @@ from labs.ranks import Failed, World
 from labs.suite import Suite, kept, there
 
 CHANGED = "what should be found is another number than it is: the code has changed its judge"
-MOST_SECONDS = 180.0
 LATE = "not tried: an earlier criterion of this task ran out of time"
 SEEDS = 8  # different inputs of a task: so what the project's file finds in them serves several folders
 finds: dict[Any, list[list[Row]] | Failed] = {}  # what the project's file finds, by kind, seed and sizes of a case
@@ -36,7 +35,7 @@ class Folder:
     trouble: str = ""  # why answers.toml could not be read
     attempts: int = 0
     others: tuple[Path, ...] = ()  # folders that are graded with it, which its code must not change
-    left: list[float] = field(default_factory=lambda: [MOST_SECONDS])  # of its code's runs, all together
+    left: list[float] = field(default_factory=lambda: [math.inf])  # seconds that its code's runs may still take
 
 
 @dataclass
@@ -212,8 +211,8 @@ class Judge:
         for i in places:
             if not by_place[i]:
                 found[i] = f"this copy cannot judge it: use one made by python -m labs handout {self.lab.number}"
-            for case in by_place[i]:
-                found[i] = found[i] or self.wrong(self.task.criteria[i], case, outcomes[case])
+            wrong = [self.wrong(self.task.criteria[i], case, outcomes[case]) for case in by_place[i]]
+            found[i] = next(filter(None, sorted(wrong, key=LATE.__eq__)), found[i])
         return found
 
     def cases(self) -> list[Case]:
@@ -243,7 +242,7 @@ class Judge:
             if str(outcome).startswith("not written yet"):
                 ours = f"lab {self.lab.number}," in str(outcome)
                 return f"{outcome}{'' if ours else f'; use a copy made by python -m labs handout {self.lab.number}'}"
-            return str(outcome) if outcome.fatal else f"{where}{outcome}"
+            return str(outcome) if outcome.fatal or str(outcome) == LATE else f"{where}{outcome}"
         for rank, rows in enumerate(criterion.judged(rows) for rows in outcome):
             for key, found, value in rows:
                 if text := mistake(found, value, criterion.bound):
@@ -259,13 +258,15 @@ class Judge:
         key, found, value = row
         if text := case.explain(rank, key, found, value):
             return text
+        wrong = {name: number for name, number, right in outcome[rank] if mistake(number, right, criterion.bound)}
+        for name in (name for name in wrong if "nobody has waited for" in name and name != key):
+            return f"a wait is missing: {name}: {wrong[name]}"
         for fault, answers in self.under_faults(case):
-            for name, theirs, _ in answers[rank] if isinstance(answers, list) else ():
-                same = name == key and not isinstance(found, bool) and not mistake(found, theirs, 1e-8)
-                if same and mistake(theirs, value, criterion.bound):
-                    return f"the same numbers as with {fault}"
-        if criterion.bound < 1e-6 and not mistake(found, value, 1e-5):
-            return "this is right but for roundings of fp32, and should be in fp64: which dtype has it?"
+            theirs = {name: number for name, number, _ in answers[rank]} if isinstance(answers, list) else {}
+            if not any(mistake(number, theirs.get(name, ""), 1e-8) for name, number in wrong.items()):
+                return f"the same numbers as with {fault}"
+        if criterion.bound < 1e-6 and not mistake(found, value, 1e-6):
+            return "as near as roundings of fp32 would be: is anything in fp32 that should be in fp64?"
         if isinstance(found, Tensor) and found.numel() and not found.any():
             return "it is zero: has anything been written there?"
         for other, rows in enumerate(outcome):
@@ -275,18 +276,13 @@ class Judge:
 
     def under_faults(self, case: Case) -> Iterator[tuple[str, Any]]:
         """(fault and meaning, what the project's code answers with it); none in a copy without tests or solutions."""
-        try:
-            from tests.faults import FAULTS, injected
-        except ImportError:
-            return
-        if self.has_holes:
-            return
-        for name in self.task.faults:
-            world = World(self.lab.modules, before=lambda _job, name=name: injected(name))
+        for name in () if self.has_holes or isinstance(case, Suite) else self.lab.faults(self.number):
+            faults = importlib.import_module("tests.faults")
+            world = World(self.lab.modules, before=lambda _job, name=name, faults=faults: faults.injected(name))
             (answers,) = ranks.run(world, [case], 20.0)
             if isinstance(answers, list):
                 answers = resolved(answers, finds.get(key_of(case)))
-            yield f"{name}: {FAULTS[name].meaning}", answers
+            yield f"{name}: {faults.FAULTS[name].meaning}", answers
 
 
 def check(

@@ -50,7 +50,6 @@ ONE_BY_ONE = Task(
     demands(Naive, (dict(mesh=dict(dp=2, cp=2)),),
             ("each gradient is the sum over the ranks of its own group; nothing else changes", 3, "gradient", "have"),
             ("every sum is complete at the end; an all-reduce's bytes", 1, "left", "bytes")),
-    faults=("weights_instead_of_gradients", "averaged"),
 )  # fmt: skip
 
 
@@ -86,7 +85,6 @@ RING = Task(
      *demands(Ring, NARROW, ("the sum in bf16", 1, "the sum")),
      *demands(Ring, EVEN + UNEVEN,
               ("by messages alone, with the bytes of the pieces that pass", 2, "bytes", "operations"))),
-    faults=("ring_one_round_short", "ring_adds_for_ever"),
 )  # fmt: skip
 
 SIZES = (9, 4, 7, 20, 5, 3, 8, 12, 6)  # elements; 20 are more than a list's 16; 5 and 3 are of another group
@@ -216,8 +214,6 @@ HOOKS = Task(
      ),
      *demands(Overlap, UNUSED,
               ("a parameter that one rank alone uses: the order of sums is the same on all", 2, "gradient"))),
-    faults=("not_summed", "last_bucket_forgotten", "summed_twice", "sent_after_the_first_micro_batch",
-            "buckets_not_emptied"),
 )  # fmt: skip
 
 LOOP = Task(
@@ -225,7 +221,6 @@ LOOP = Task(
     (suite(3, "naive", "naive, uneven", "bucket", "ring", says="--sync naive, bucket and ring train as one device"),
      suite(1, "step 2", says="three steps, each with its learning rate; grad_clip 0; each layer runs again"),
      suite(1, "step 2, frozen", "step 2, overlap", says="what does not train stays; a variant attaches")),
-    faults=("loss_of_the_own_rank", "same_sequences_everywhere", "mean_of_ranks_means"),
 )  # fmt: skip
 
 QUESTION = Question(

@@ -1,6 +1,9 @@
 """A student's file as a program of its own, and a copy of the project for students."""
 
+import os
+import re
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -33,8 +36,9 @@ sys.excepthook = _in_a_line
 def project_files() -> list[Path]:
     """Files of the project, by their paths in it; no tests, which quote the solutions, but for what trains."""
     skipped = ".git", ".venv", "runs", "tests", "__pycache__", ".pytest_cache", ".ruff_cache"
-    trains = [ROOT / f"tests/{name}.py" for name in ("__init__", "equal")]
-    return sorted(path.relative_to(ROOT) for path in [*files(*skipped), *filter(Path.exists, trains)])
+    more = [ROOT / f"tests/{name}.py" for name in ("__init__", "equal")]
+    more += (ROOT / "tests/bench/figures").glob("*.png")  # of README.md and RESULTS.md
+    return sorted(path.relative_to(ROOT) for path in [*files(*skipped), *filter(Path.exists, more)])
 
 
 def run(folder: Folder, ranks: int, flags: list[str]) -> int:
@@ -54,7 +58,14 @@ def run(folder: Folder, ranks: int, flags: list[str]) -> int:
         script, n = str(Path(scratch) / f"{folder.lab.modules[-1]}.py"), ranks or folder.lab.ranks
         many = f"--standalone --nproc_per_node={n} " if n > 1 else ""
         print(f"{many}{folder.lab.modules[-1]}.py {' '.join(flags)}".strip(), flush=True)
-        return start(folder.path, n if n > 1 else 0, [script, *flags], env=None, start_new_session=False).wait()
+        same = dict(env=None, start_new_session=False, stderr=-1)
+        done, ended = start(folder.path, n if n > 1 else 0, [script, *flags], **same), None
+        while text := os.read(done.stderr.fileno(), 2**16):
+            if not ended:  # torchrun ends a failed run with 35 lines of its own
+                ended = re.search(rb"(?m)^[EW]\d{4} .*torch/distributed/", text)
+                sys.stderr.buffer.write(text[: ended.start()] if ended else text)
+                sys.stderr.flush()
+        return done.wait()
 
 
 def handout(target: Path, number: int):

@@ -186,6 +186,9 @@ class Suite(Case):
         gc.collect(), gc.disable()
         run = equal.watch(self.step, self.flags, kind)
         gc.enable()
+        yield "how often require_finite was called", len(run.gradients), FOUND
+        if len(run.gradients) != len(run.history):
+            return
         numbers = SimpleNamespace(
             losses=[row["loss"] for row in run.history], norms=[row["grad_norm"] for row in run.history],
             gradients=run.gradients, parameters=run.parameters,

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -57,13 +58,14 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         space, _, name = function.name().partition("::")
         name, functional = name.split(".")[0].rstrip("_"), space == "_c10d_functional"
-        if functional and name == "wait_tensor":
-            where = args[0].untyped_storage()._cdata
-            self.waited(next((i for i, work in enumerate(self.works) if work == where), -1))
-        elif any(word in name for word in COMPUTE):
+        results = [args[0]] if functional and name == "wait_tensor" else []
+        results += [x.elem for x in tree_leaves(args) if isinstance(x, AsyncCollectiveTensor)]  # its first use waits
+        for place in (x.untyped_storage()._cdata for x in results):
+            self.waited(next((i for i, work in enumerate(self.works) if type(work) is int and work == place), -1))
+        if space == "aten" and any(word in name for word in COMPUTE):
             self.events.append(Event("compute", name))
         result = function(*args, **kwargs or {})
-        if functional and name != "wait_tensor":
+        if functional and len(args) > 1:
             group, splits = args[-1], args[-2]
             group = dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
             self.book(NAMES.get(name, name), (*args, result), group, splits if isinstance(splits, list) else ())

@@ -54,6 +54,14 @@ QUIET = "def quiet(f):\n    return lambda *a, **k: f(*a, **k)\n\n\n@quiet\n"
 MISSING = "        self.missing = 0  # additions to its gradients that are still to come in this step\n"
 FUTURE = "from __future__ import annotations\n\n"
 RAW = "    import torch.distributed as dist\n\n    dist.all_reduce(x, group=group.handle)\n"
+FUNCTIONAL = """    from torch.distributed._functional_collectives import all_reduce as total
+
+    return total(x, "sum", group.handle) + 0
+"""
+GATHERED = """    from torch.distributed._functional_collectives import all_gather_tensor
+
+    return all_gather_tensor(x.contiguous(), 1, group.handle) + 0
+"""
 JOINED = "def joined(parts):\n    return torch.cat(list(parts), 1)\n\n\n"
 EXTENDED = "        lists[-1] += (param,)\n"
 CALLABLE = "from collections.abc import Callable\n"
@@ -69,6 +77,8 @@ STYLES = {  # lab, task, texts (old, new)
         4, 1, [("def gather_tokens(", JOINED + "def gather_tokens("),
                ("shards.movedim(0, 1).flatten(1, 2)", "joined(shards)")]),
     "raw torch.distributed": (4, 1, [("    all_reduce(x, group).wait()\n    return x\n", RAW + "    return x\n")]),
+    "functional collectives": (
+        4, 1, [("    all_reduce(x, group).wait()\n    return x\n", FUNCTIONAL), (body(S4, "gather_tokens"), GATHERED)]),
     "the loss by other collectives": (4, 3, [(body(S4, "VocabParallelCrossEntropy.forward"), BY_ALL_REDUCES)]),
     "an attribute of an earlier task": (
         2, 4, [(MISSING, "        self.missing, self.number = 0, len(params)\n"),

@@ -2,10 +2,12 @@
 
 import ast
 import csv
+import json
 import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from labs.grade import restore
 from labs.judge import Folder, Judge, Result, check
 from labs.launch import project_files
 from labs.ranks import complaint
+from labs.suite import Suite
 from tests.faults import FAULTS
 from tests.sabotage import ROWS
 from tests.styles import HOLES, STYLES, restyled
@@ -30,7 +33,7 @@ EXHAUSTIVE = pytest.mark.exhaustive
 
 
 def changed(text: str, owner: str, *pairs: str) -> str:
-    """A source in which a function or class has other text: old, new, ... Raises KeyError if one is missing."""
+    """A source in which a function or class has other text: old, new, ... Raises KeyError if an old one is missing."""
     (node,) = [node for node in ast.parse(text).body if getattr(node, "name", "") == owner]
     part = before = ast.get_source_segment(text, node)
     for old, new in zip(pairs[::2], pairs[1::2], strict=True):
@@ -79,7 +82,6 @@ def test_a_lab_is_complete(number):
             assert ast.get_docstring(found[hole]) or ast.get_docstring(classes[hole.partition(".")[0]]), hole
     for task in lab.tasks:
         assert task.read and task.criteria and all(len(hint) > 20 for hint in task.hints)
-        assert not [name for name in task.faults if name not in FAULTS]
     assert any(criterion.whole for task in lab.tasks for criterion in task.criteria), "no run of the whole file"
 
 
@@ -148,8 +150,7 @@ SABOTAGES = [(*place, row) for place, rows in ROWS.items() for row in rows]
 SABOTAGES += [
     (lab, task, (name, FAULTS[name].owner, FAULTS[name].old, FAULTS[name].new))
     for lab, task in TASKS
-    for name in load(lab).tasks[task - 1].faults
-    if FAULTS[name].module in load(lab).modules
+    for name in load(lab).faults(task)
 ]
 
 
@@ -202,6 +203,35 @@ def test_a_wrong_solution_loses_points(tmp_path, monkeypatch, number, task, row)
     texts = [result.text for result in results if result.text]
     assert texts, f"{row[0]}: {sum(r.points for r in results)} points"
     print(row[0], "->", texts[0][:160])
+
+
+def test_the_suite_judges_every_fault():
+    """A mistake of tests/faults.py stands in a hole of a task, or the row that shows it is one of the lab's."""
+    for lab in map(load, LABS):
+        rows = {case["name"] for t in lab.tasks for c in t.criteria if c.kind is Suite for case in c.cases}
+        held = {name for number in range(1, len(lab.tasks) + 1) for name in lab.faults(number)}
+        for name, fault in FAULTS.items():
+            assert fault.module not in lab.modules or name in held or fault.judge in rows | {"resume"}, name
+
+
+@pytest.mark.exhaustive
+def test_one_timeout_ends_a_task_and_three_minutes_a_folder(tmp_path):
+    """The rest is not tried."""
+    folder = handed_in(tmp_path / "lab", 4, (GATHER, "    while True:\n        pass\n"))
+    began = time.monotonic()
+    texts = [r.text for r in judged(folder, 1, seconds=5)]
+    assert sum("no answer" in text for text in texts) == 2 and time.monotonic() - began < 60
+    folder.left[0] = 0.0
+    assert all("time" in r.text for r in judged(folder, 2))
+
+
+def test_schedules_are_drawn_in_the_folder(tmp_path):
+    """By the student's file."""
+    folder = handed_in(tmp_path / "lab", 6)
+    path = folder.path / "schedules.py"
+    path.write_text(path.read_text().replace("print(name, draw(", 'print("mine", draw('))
+    words = [sys.executable, "-m", "common.schedules", "2", "4", "2"]
+    assert subprocess.run(words, cwd=folder.path, capture_output=True, text=True).stdout.count("mine") == 3
 
 
 def test_every_task_has_wrong_solutions():
@@ -322,7 +352,7 @@ def command(*words: object, folder: Path = ROOT, status: int | None = 0) -> str:
 def test_no_folder_stops_or_touches_another(tmp_path):
     """Each evil folder first, then a right one: all points; what was done is in the table; the exit status is 0."""
     copy, mark, n = tmp_path / "project", tmp_path / "results.json", load(1).points
-    for path in project_files():
+    for path in [*project_files(), *(path.relative_to(ROOT) for path in ROOT.glob("tests/*.py"))]:
         if path.suffix in (".py", ".md"):
             (copy / path).parent.mkdir(parents=True, exist_ok=True)
             (copy / path).write_bytes((ROOT / path).read_bytes())
@@ -336,6 +366,7 @@ def test_no_folder_stops_or_touches_another(tmp_path):
         "parentheses": (f"x = {'(' * 300000}\n", None),
         "daemon": (FORK.format(str(mark)).replace("\n    ", "\n")[4:], None),
         "writer": (f"open({str(target)!r}, 'a').write('raise SystemExit\\n')\n", None),
+        "clock": ("math.cos = lambda x: 1.0\n", None),
         "killer": ("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n", None),
     }
     for name, (code, answers) in evil.items():
@@ -349,14 +380,24 @@ def test_no_folder_stops_or_touches_another(tmp_path):
     )
     (tmp_path / "empty").mkdir()
     order, table = [*evil, "empty", "right", "too"], tmp_path / "points.csv"
-    said = command("grade", *(tmp_path / x for x in order), "--csv", table, "--seconds", "20", folder=copy)
+    said = command(
+        "grade", *(tmp_path / x for x in order), "--csv", table, "--gradescope", tmp_path / "upload", folder=copy
+    )
     assert "Traceback" not in said and target.read_text() == kept and not mark.exists()
     with table.open(newline="") as file:
         rows = {Path(row["folder"]).name: row for row in csv.DictReader(file)}
     assert [*rows] == order and rows["right"]["points"] == rows["too"]["points"] == str(n)
-    assert rows["writer"]["project files changed"] == "common/__init__.py" and "open" in rows["writer"]["reaches for"]
-    assert "no lab" in rows["empty"]["error"] and "os" in rows["killer"]["reaches for"]
-    assert rows["killer"]["ended early"] and not rows["right"]["ended early"]
+    assert rows["writer"]["points"] == "2" or rows["writer"]["project files changed"] == "common/__init__.py"
+    assert "open" in rows["writer"]["reaches for"] and "os.kill" in rows["killer"]["reaches for"]
+    assert "no lab" in rows["empty"]["error"] and not rows["right"].get("ended early")
+    assert rows["clock"]["changed its judge"] == "yes" and not rows["right"]["changed its judge"]
+    results = json.loads((tmp_path / "upload" / "right" / "results.json").read_text())
+    assert results["score"] == n and sum(test["max_score"] for test in results["tests"]) == n
+    table.write_text(table.read_text().replace(f"{tmp_path / 'too'},", f"{tmp_path / 'too'},being judged"))
+    command("grade", *(tmp_path / x for x in ("right", "too")), "--csv", table, folder=copy)  # after a kill
+    with table.open(newline="") as file:
+        again = {Path(row["folder"]).name: row for row in csv.DictReader(file)}
+    assert "grader was killed" in again["too"]["error"] and again["right"] == rows["right"]
     for name in ("deep", "infinite", "huge"):
         assert rows[name]["points"] == str(n - load(1).question.points) and rows[name]["question"] == "0"
     assert int(rows["right"]["same as the project's file"]) == len(load(1).holes("step01_single_gpu"))
@@ -375,6 +416,9 @@ def test_a_table_shows_what_a_teacher_should_see(tmp_path, monkeypatch):
         ("eval('1')", "eval"),
         ("x = getattr(torch, '__builtins__')", "__b"),
         ("torch.nn.functional.linear = None", "torch.nn.functional.linear"),
+        ("torch.save(1, 'x')", "torch.save"),
+        ("getattr(torch, 'sa' + 've')", "getattr("),
+        ("os.kill(1, 9)", "os.kill"),
     ):
         found = source.facts({"step01_single_gpu": text + "\n" + line}, project, holes)["reaches"]
         assert any(word in name for name in found), (line, found)
@@ -406,7 +450,11 @@ def test_a_handout_has_no_solution(tmp_path):
     lab = load(4)
     found = source.definitions(ast.parse((copy / "step04_tp_sp.py").read_text()))
     assert all(source.is_hole(found[name]) for name in lab.holes(S4))
-    assert not (copy / "tests").exists() and (copy / "step02_ddp.py").read_text() == path_of("step02_ddp").read_text()
+    kept = {path.name for path in copy.glob("tests/**/*.py")}  # what trains, and no table that quotes solutions
+    assert (
+        kept == {"__init__.py", "equal.py"}
+        and (copy / "step02_ddp.py").read_text() == path_of("step02_ddp").read_text()
+    )
     line = "return shards.movedim(0, 1).flatten(1, 2)"
     assert line in path_of("step04_tp_sp").read_text()
     assert not [path for path in copy.rglob("*.py") if line in path.read_text()]
@@ -414,6 +462,8 @@ def test_a_handout_has_no_solution(tmp_path):
     assert "not written yet" in command("check", tmp_path / "lab", "--task", 1, folder=copy, status=1)
     (tmp_path / "lab" / "step04_tp_sp.py").write_text(path_of("step04_tp_sp").read_text())
     flags = ["--steps", 1, "--model", "debug", "--device", "cpu", "--tp", 2, "--global-batch-size", 2]
+    said = command("check", tmp_path / "lab", "--task", 5, folder=copy)  # its rows are there, without the tests
+    assert "9 of 9" in said
     assert "step 1: loss" in command("run", tmp_path / "lab", "--ranks", 2, "--", *flags, folder=copy)
 
 
