@@ -23,7 +23,7 @@ from services.dry_run import Counted, run_rank
 from services.legal import layout_of
 from services.seam import check, compose
 from tests.bench import plan as bench
-from theory import guide, plan, seconds
+from theory import guide, pictures, plan, seconds, sums
 from theory.footprint import gpt_layer_bytes, held
 from theory.gpus import GPUS, LATENCY, LATENCY_BETWEEN
 from theory.layouts import RECOMPUTE, Layout, balanced, illegal, meshes, network, variants
@@ -414,3 +414,28 @@ def test_the_guide_counts_state_as_the_planner_does():
     for zero in range(4):
         x = Layout(zero=zero, dp=8, global_batch_size=8)
         assert sum(held(LLAMA, x, COURSE)[:3]) == pytest.approx(guide.state_bytes(LLAMA, zero, 8), rel=1e-3)
+
+
+def test_the_points_of_the_pictures_are_the_laws(tmp_path):
+    """State: 18 N, cut by ZeRO. Bubbles: those of the simulated lists. Activations: as much for each more token."""
+    n = total_weights(pictures.LLAMA)
+    for zero, ranks in product(range(4), pictures.RANKS):
+        assert sum(pictures.holds(zero=zero, dp=ranks)[:3]) == pytest.approx(
+            guide.state_bytes(LLAMA, zero, ranks), 2e-3
+        )
+    for series in pictures.bubbles():
+        p, v = map(int, re.findall(r"\d+", series.name))
+        for m, idle in zip(series.x, series.y, strict=True):
+            if m % p == 0 or v == 1:
+                assert idle == pytest.approx(
+                    sums.bubble(SCHEDULES["interleaved"](SimpleNamespace(chunks=v)).actions, p, m, v, of_step=True)
+                )
+    for kind, size in ("weights", 2), ("gradients", 4), ("optimizer", 12):
+        (line,) = [series for series in pictures.by_sequence() if series.name == kind]
+        assert line.y == pytest.approx([size * n / 1e9] * len(line.x))
+    for recompute in RECOMPUTE:
+        few, more, most = (pictures.holds(2**n, recompute=recompute).activations for n in (12, 13, 14))
+        assert most - more == pytest.approx(2 * (more - few), rel=1e-6)  # the head's gradient does not grow
+    for name in pictures.SERIES:
+        pictures.draw(name, tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
