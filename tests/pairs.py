@@ -144,6 +144,10 @@ REFUSED: list[tuple[Options, Options]] = [  # what else does not go together
     (dict(attention=("scores",)), dict(cp=MORE)),
     (dict(attention=("scores",)), DOCUMENTS),
 ]
+ROUNDING = [  # legal, but one process does not say what is right
+    # Nothing but rounding is the gradient of experts that no token visits, and Adafactor divides it by itself.
+    (dict(optimizer=("adafactor",)), dict(balance=("none", "bias"))),
+]
 NOWHERE = {("sync", "torch"): STEPS[5:]}  # values that these steps refuse, whatever is beside them
 FEW = 1500
 UNCOUNTED = {"documents": ("mask", "reset"), "batch_ramp": ("4,2",)}  # values that --dry-run refuses
@@ -212,6 +216,11 @@ def fits_ranks(options: Options, most: int = 4) -> bool:
     )
 
 
+def comparable(options: Options, most: int = 4) -> bool:
+    """Whether one process says what is right, and so many ranks show it."""
+    return fits_ranks(options, most) and not any(met(options, a) and met(options, b) for a, b in ROUNDING)
+
+
 def singles(step: str) -> list[tuple[str, Any]]:
     """All (flag, value) of a step."""
     return [(name, value) for name, flag in flags_of(step).items() for value in flag.values]
@@ -262,7 +271,7 @@ def covering(step: str, wanted: set[frozenset], seed: int = 0) -> list[Options]:
 def grow(step: str, chosen: Options, more: Options) -> Options | None:
     """Chosen flags with more of them, and what these need; None if that is refused, or needs too many ranks."""
     run = complete(step, chosen | more)
-    if broken(run) or not fits_ranks(run):
+    if broken(run) or not comparable(run):
         return None
     flags = flags_of(step)
     return {

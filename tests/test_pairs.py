@@ -23,9 +23,9 @@ from tests.pairs import (
     STEPS,
     Options,
     broken,
+    comparable,
     complete,
     covering,
-    fits_ranks,
     flags_of,
     pairs_of,
     ranks_of,
@@ -128,7 +128,7 @@ def require_right(pools, reference, folder: Path, step: str, runs: list[Options]
 def trainable(step: str) -> set[frozenset]:
     """The pairs that train."""
     options = {frozenset(pair.items()): complete(step, pair) for pair in pairs_of(step)}
-    return {pair for pair, run in options.items() if not broken(run) and fits_ranks(run)}
+    return {pair for pair, run in options.items() if not broken(run) and comparable(run)}
 
 
 def lighter(options: Options) -> Options:
@@ -180,7 +180,7 @@ SET = {step: [(name, value) for name, value in singles(step) if value != FLAGS[n
 def test_each_pair_trains_right(pools, reference, tmp_path, name):
     """Alone, with what the two flags need: a flag with all that come after it in the table."""
     found = [dict(pair) for pair in combinations(SET[STEPS[-1]], 2) if pair[0][0] == name != pair[1][0]]
-    runs = [run for pair in found if not broken(run := complete(STEPS[-1], pair)) and fits_ranks(run)]
+    runs = [run for pair in found if not broken(run := complete(STEPS[-1], pair)) and comparable(run)]
     require_right(pools, reference, tmp_path, STEPS[-1], runs)
 
 
@@ -194,7 +194,7 @@ def test_triples_train_right(pools, reference, tmp_path, seed):
         given = dict(rng.sample(SET[step], 3))
         options = complete(step, given)
         assert bool(broken(options)) == bool(text_of_refusal(step, options)), given
-        if len(given) == 3 and not broken(options) and fits_ranks(options, most=8):
+        if len(given) == 3 and not broken(options) and comparable(options, most=8):
             runs.append((step, options))
     for step in STEPS:
         require_right(pools, reference, tmp_path, step, [options for name, options in runs if name == step])
