@@ -157,6 +157,10 @@ REFUSED: list[tuple[Options, Options] | tuple[Options, Options, str]] = [  # wha
     (dict(window=(5,)), dict(cp=MORE, cp_mode=("zigzag", "allgather", "usp", "balanced"))),
     (dict(capacity_factor=(0.6,)), DOCUMENTS | dict(cp_mode=("balanced",))),
 ]
+ROUNDING = [  # legal, but one process does not say what is right
+    # Nothing but rounding is the gradient of experts that no token visits, and Adafactor divides it by itself.
+    (dict(optimizer=("adafactor",)), dict(balance=("none", "bias"))),
+]
 NOWHERE = {("sync", "torch"): STEPS[5:]}  # values that these steps refuse, whatever is beside them
 FEW = 1500
 UNCOUNTED = {"documents": ("mask", "reset"), "batch_ramp": ("4,2",)}  # values that --dry-run refuses
@@ -229,6 +233,11 @@ def fits_ranks(options: Options, most: int = 4) -> bool:
     )
 
 
+def comparable(options: Options, most: int = 4) -> bool:
+    """Whether one process says what is right, and so many ranks show it."""
+    return fits_ranks(options, most) and not any(met(options, a) and met(options, b) for a, b in ROUNDING)
+
+
 def singles(step: str) -> list[tuple[str, Any]]:
     """All (flag, value) of a step."""
     return [(name, value) for name, flag in flags_of(step).items() for value in flag.values]
@@ -280,7 +289,7 @@ def grow(step: str, chosen: Options, more: Options, most: int | None = None) -> 
     """Chosen flags with more of them, and what these need; None if that is refused, or needs too much."""
     run, flags = complete(step, chosen | more), flags_of(step)
     n_set = sum(value != flags[name].values[0] for name, value in run.items())
-    if broken(run) or not fits_ranks(run) or (most is not None and n_set > most):
+    if broken(run) or not comparable(run) or (most is not None and n_set > most):
         return None
     return {
         name: value for name, value in run.items() if name in chosen or name in more or value != flags[name].values[0]

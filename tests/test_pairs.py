@@ -24,9 +24,9 @@ from tests.pairs import (
     Options,
     V,
     broken,
+    comparable,
     complete,
     covering,
-    fits_ranks,
     flags_of,
     pairs_of,
     ranks_of,
@@ -129,7 +129,7 @@ def require_right(pools, reference, folder: Path, step: str, runs: list[Options]
 def trainable(step: str) -> set[frozenset]:
     """The pairs that train."""
     options = {frozenset(pair.items()): complete(step, pair) for pair in pairs_of(step)}
-    return {pair for pair, run in options.items() if not broken(run) and fits_ranks(run)}
+    return {pair for pair, run in options.items() if not broken(run) and comparable(run)}
 
 
 def lighter(options: Options) -> Options:
@@ -205,7 +205,7 @@ def test_triples_train_right(pools, reference, tmp_path, seed):
         given = dict(rng.sample(SET[step], 3))
         options = complete(step, given)
         assert bool(broken(options)) == bool(text_of_refusal(step, options)), given
-        if len(given) == 3 and not broken(options) and fits_ranks(options, most=8):
+        if len(given) == 3 and not broken(options) and comparable(options, most=8):
             runs.append((step, options))
     for step in STEPS:
         require_right(pools, reference, tmp_path, step, [options for name, options in runs if name == step])

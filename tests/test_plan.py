@@ -23,7 +23,7 @@ from services.dry_run import Counted, run_rank
 from services.legal import layout_of_flags
 from services.seam import check, compose
 from tests.bench import plan as bench
-from theory import guide, plan, seconds
+from theory import guide, offload, pictures, plan, seconds, sums
 from theory.footprint import gpt_layer_bytes, held
 from theory.gpus import GPUS, LATENCY, LATENCY_BETWEEN
 from theory.layouts import RECOMPUTE, UNPLANNED, Layout, balanced, illegal, meshes, network, variants
@@ -416,3 +416,45 @@ def test_the_guide_counts_state_as_the_planner_does():
     for zero in range(4):
         x = Layout(zero=zero, dp=8, global_batch_size=8)
         assert sum(held(LLAMA, x, COURSE)[:3]) == pytest.approx(guide.state_bytes(LLAMA, zero, 8), rel=1e-3)
+
+
+def test_the_points_of_the_pictures_are_the_laws(tmp_path):
+    """State: 18 N, cut by ZeRO. Bubbles: those of the simulated lists. Activations: as much for each more token."""
+    n = total_weights(pictures.LLAMA)
+    for zero, ranks in product(range(4), pictures.RANKS):
+        assert sum(pictures.holds(zero=zero, dp=ranks)[:3]) == pytest.approx(
+            guide.state_bytes(LLAMA, zero, ranks), 2e-3
+        )
+    for series in pictures.bubbles():
+        p, v = map(int, re.findall(r"\d+", series.name))
+        for m, idle in zip(series.x, series.y, strict=True):
+            if m % p == 0 or v == 1:
+                assert idle == pytest.approx(
+                    sums.bubble(SCHEDULES["interleaved"](SimpleNamespace(chunks=v)).actions, p, m, v, of_step=True)
+                )
+    for kind, size in ("weights", 2), ("gradients", 4), ("optimizer", 12):
+        (line,) = [series for series in pictures.by_sequence() if series.name == kind]
+        assert line.y == pytest.approx([size * n / 1e9] * len(line.x))
+    for recompute in RECOMPUTE:
+        few, more, most = (pictures.holds(2**n, recompute=recompute).activations for n in (12, 13, 14))
+        assert most - more == pytest.approx(2 * (more - few), rel=1e-6)  # the head's gradient does not grow
+    for name in pictures.SERIES:
+        pictures.draw(name, tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+
+
+def test_offloading_costs_what_its_links_take(capsys):
+    """Of 8 GPUs each: 12 N / 8 bytes leave it; 4 N / 8 pass 16 lanes of PCIe 5; 24 N / 8 pass a drive's 4 of PCIe 4."""
+    n, least = total_weights(LLAMA), smallest(LLAMA, 8, 8, offload=True)
+    away = offload.offloaded(least.held, H100)
+    assert (
+        away.elsewhere == pytest.approx(12 * n / 8, rel=0.01) and away.held.total == least.held.total - away.elsewhere
+    )
+    assert away.host == pytest.approx(4 * n / 8 / (32e9 * 16 / 8 * 128 / 130), rel=0.01)
+    assert away.disk == pytest.approx(24 * n / 8 / (16e9 * 4 / 8 * 128 / 130), rel=0.01)
+    found = []
+    for more in [], ["--offload"]:
+        assert plan.main(["--gpus", "8", "--largest", *more]) == 0
+        found.append(capsys.readouterr().out.splitlines()[-1].split()[-1])
+    assert found[0] != found[1] and total_weights(MODELS[found[0]]) < total_weights(MODELS[found[1]])
+    assert plan.main(["--offload"]) == 2 and "--largest" in capsys.readouterr().err

@@ -74,7 +74,7 @@ METHODS = {
     for node in owner.body
     if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
 } | {"loss", "attend", "enter", "leave"}
-NUMBERS = "setattr(moe, name, coeff * scale)"  # of fp16: coefficients of losses are data
+NUMBERS = "setattr(moe, name, coeff * scale)"  # of fp16 and batch_ramp: coefficients of losses are data
 SEAM, GIVES_BACK = "variants", "services.dry_run"  # its `without_numbers`: while tensors have none
 
 

@@ -6,6 +6,8 @@ published rows on it together; none belongs to a row.
 
 from typing import NamedTuple
 
+PCIE_4, PCIE_5 = (16 * gt * 1e9 * 128 / 130 / 8 for gt in (16, 32))  # bytes/s each way, x16: of GT/s, 128 bits in 130
+
 
 class Gpu(NamedTuple):
     """One GPU and its share of the networks."""
@@ -17,6 +19,8 @@ class Gpu(NamedTuple):
     hbm: float  # bytes/s that an elementwise kernel reaches
     within: float  # bytes/s that a GPU sends to others of its node, bus bandwidth of NCCL
     between: float  # bytes/s that a GPU sends to other nodes while all GPUs of its node do
+    host: float = PCIE_5  # bytes/s between a GPU and its host, each way
+    drive: float = PCIE_4 / 4  # bytes/s of one NVMe drive a GPU, at most: four lanes of PCIe 4
 
 
 GIB = 2**30
@@ -33,8 +37,8 @@ LAUNCH = 12e-6  # seconds that a kernel takes if it has nothing to do
 # A100 to Megatron's and vTrain's (with `within`, `hbm`, latencies and launch, all together), H100, the 500 W one and
 # B200 to those of other software (tests/bench/published). H200 is taken as an H100 with its own memory.
 GPUS = {
-    "a100-80": Gpu(80 * GIB, 312e12, 19.5e12, 0.84, 1.6e12, 280e9, 25e9),
-    "a100-80-half": Gpu(80 * GIB, 312e12, 19.5e12, 0.84, 1.6e12, 280e9, 12.5e9),  # four 200 Gbit/s cards a node
+    "a100-80": Gpu(80 * GIB, 312e12, 19.5e12, 0.84, 1.6e12, 280e9, 25e9, PCIE_4),
+    "a100-80-half": Gpu(80 * GIB, 312e12, 19.5e12, 0.84, 1.6e12, 280e9, 12.5e9, PCIE_4),  # four 200 Gbit/s cards a node
     "h100-80": Gpu(80 * GIB, 989e12, 66.9e12, 0.61, 2.8e12, 360e9, 42e9),
     "h100-96-500w": Gpu(94 * GIB, 989e12, 66.9e12, 0.50, 2.0e12, 360e9, 42e9),  # 500 W instead of 700 W; HBM2e
     "h200": Gpu(141e9, 989e12, 66.9e12, 0.61, 4.0e12, 360e9, 42e9),

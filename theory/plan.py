@@ -3,7 +3,7 @@
     python -m theory.plan --model llama3-70b --gpus 128 --gpu h100-80 --seq-len 8192 --global-batch-size 1024
     python -m theory.plan --model llama3-70b --gpus 128 --explain "--tp 8 --pp 4 --micro-batch-size 1"
     python -m theory.plan --model llama3-70b --gpus 128 --guide
-    python -m theory.plan --gpus 8 --largest
+    python -m theory.plan --gpus 8 --largest             # with --offload: and optimizer state on the host
     python -m theory.plan --model llama3-8b --gpus 8 --longest
 
 It prints the ten best layouts of the course's own trainer, as flags of step07_moe_ep.py. GPUs are in nodes of 8; tp is
@@ -31,6 +31,7 @@ from theory.gpus import GIB, GPUS, NODE, ROOM, Gpu
 from theory.guide import guide
 from theory.layouts import UNPLANNED, Layout, illegal
 from theory.memory import CHUNK, Held
+from theory.offload import offloaded
 from theory.search import Found, evaluate, fits, rates, search, smallest
 from theory.seconds import Seconds
 from theory.shapes import GPTS, Shape, shape_of, total_weights
@@ -52,6 +53,7 @@ class Flags:
     guide: bool = False  # the questions of a plan in their order, each with its law; last, a line that launches it
     explain: str = ""  # one layout on the blackboard: "--tp 8 --pp 4 ..."
     largest: bool = False  # the largest model that fits
+    offload: bool = False  # with --largest: optimizer state on the host, or on drives; what that costs
     longest: bool = False  # the longest sequence that fits
     json: str = ""  # write the ten layouts, their memory and their seconds to this file
 
@@ -78,6 +80,8 @@ def asked(flags: Flags, known: dict[str, Shape]) -> tuple[Shape, int]:
         raise UserError("--guide, --explain, --largest and --longest are questions of their own: ask one at a time")
     if flags.guide and flags.model in GPTS:
         raise UserError(f"--guide ends in a launch line, which --model {flags.model} has not: it is no preset")
+    if flags.offload and not flags.largest:
+        raise UserError("--offload is a question about the largest model: add --largest")
     m = known[flags.model]
     m = replace(m, seq_len=flags.seq_len or m.seq_len)
     about_4m = 2 ** max(0, (2**22 // m.seq_len).bit_length() - 1)
@@ -192,15 +196,20 @@ def layout_of(text: str, gpus: int, batch: int, m: Shape) -> Layout:
 
 
 def largest(flags: Flags, known: dict[str, Shape], bar: Callable[[Iterable], Iterable]) -> str:
-    """Every model, from small to large, and whether any layout of it fits."""
-    rows, fitting = [["model", "weights", "least GiB a GPU", "fits"]], ["none"]
+    """Every model, from small to large, and whether any layout of it fits, perhaps with its state elsewhere."""
+    rows, fitting, gpu = [["model", "weights", "least GiB a GPU", "fits"]], ["none"], GPUS[flags.gpu]
+    rows[0] += ["elsewhere, GiB", "host link, s", "drives, s"] * flags.offload
     for name, m in bar(sorted(known.items(), key=lambda entry: total_weights(entry[1]))):
         m = replace(m, seq_len=flags.seq_len or m.seq_len)
-        least = smallest(m, flags.gpus, flags.global_batch_size or flags.gpus)
-        taken = least is not None and fits(least.held, GPUS[flags.gpu])
+        least = smallest(m, flags.gpus, flags.global_batch_size or flags.gpus, flags.offload)
+        away = offloaded(least.held, gpu) if least and flags.offload else None
+        memory = away.held if away else least.held if least else None
+        taken = memory is not None and fits(memory, gpu)
         fitting += [name] * taken
-        need = f"{least.held.total / GIB:.1f}" if least else "-"
+        need = f"{memory.total / GIB:.1f}" if memory else "-"
         rows.append([name, f"{total_weights(m):.3g}", need, "yes" if taken else "no"])
+        cost = [f"{away.elsewhere / GIB:.1f}", f"{away.host:.2f}", f"{away.disk:.2f}"] if away else ["-"] * 3
+        rows[-1] += cost * flags.offload
     return f"{table(rows)}\n\nthe largest that fits on {flags.gpus} {flags.gpu}: {fitting[-1]}"
 
 

@@ -109,16 +109,20 @@ def count_legal(m: Shape, found: list[Layout]) -> int:
     return sum(ways[key] * len(zero_stages(m, mesh)) for key, mesh in zip(keys, found, strict=True)) * len(RECOMPUTE)
 
 
-def smallest(m: Shape, world: int, batch: int) -> Found | None:
-    """The layout that needs the least memory (its seconds are not known: None); None if no layout is legal."""
-    best = None
+def smallest(m: Shape, world: int, batch: int, offload: bool = False) -> Found | None:
+    """The layout that needs the least memory (its seconds are not known: None); None if no layout is legal.
+
+    `offload`: not counting the optimizer's state, which must be ZeRO's.
+    """
+    best, least = None, float("inf")
     for mesh in meshes(m, world, batch):
         if mesh.micro_batch_size == 1:
-            for zero in zero_stages(m, mesh):
+            for zero in (1, 2, 3) if offload else zero_stages(m, mesh):
                 x = replace(mesh, zero=zero, recompute="full")
                 memory = held(m, x, COURSE)
-                if best is None or memory.total < best.held.total:
-                    best = Found(x, memory, None)
+                counted = memory.total - offload * memory.optimizer
+                if counted < least:
+                    best, least = Found(x, memory, None), counted
     return best
 
 

@@ -91,8 +91,9 @@ class Ramp:
     def begin(self, read: Callable, step: int) -> tuple[Tensor, Tensor]:
         """Around it, and around who reads ahead: a step begins."""
         self.now, self.next = self.size(step) // self.dp // self.config.micro_batch_size, 0
-        for moe, name, coeff in self.coeffs:  # each micro-batch adds its loss: the step has their mean
-            setattr(moe, name, coeff * self.config.global_batch_size / self.size(step))
+        scale = self.config.global_batch_size / self.size(step)  # each micro-batch adds its loss: of these, the mean
+        for moe, name, coeff in self.coeffs:
+            setattr(moe, name, coeff * scale)
         return read(step)
 
     def forward(self, model: Callable, *inputs: Tensor) -> Tensor:

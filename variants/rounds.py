@@ -12,8 +12,8 @@ For all m >= p the bubble is that of interleaved, (p-1) / (v m + p-1), whatever 
     memory    stages in flight on a rank: (v-1) N' + 2 (p-1 - rank) + 1, at most v m; N': the largest round
     messages  from its end on the last rank a micro-batch has N' - p forwards of time to come back to the first
 
-If m < p, all are one round, and the step takes (v p + m - 1) (f + b) of a stage. It is like `interleaved` of
-common/schedules.py, where `one_f_one_b_order` would have one more argument.
+If m < p, all are one round, and the step takes (v p + m - 1) (f + b) of a stage. In common/schedules.py the function
+`one_f_one_b_order` would have one more argument.
 """
 
 from dataclasses import dataclass
