@@ -84,6 +84,8 @@ HOW = {  # they change how it is computed
     "topk_fraction": Flag((0.01, 0.5), (dict(compress=("topk",)),)),
     "zero": Flag((0, 1, 2, 3)),
     "zero_replicas": Flag((1, 2), (SLICES,)),
+    "zero_keep": Flag((False, True), (dict(zero=(3,)),)),
+    "zero_overlap": Flag((False, True), (dict(zero=(1,)),)),
     "offload_optimizer": Flag(("none", "cpu", "disk"), (SLICES,)),
     "offload_params": Flag(("none", "cpu"), (dict(zero=(3,)),)),
     "tp": Flag((1, 2)),

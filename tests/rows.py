@@ -142,6 +142,11 @@ ROWS = [
     Row(2, "step03_zero", dict(zero=2, recompute="full"), dict(dtype="fp32", optimizer="sgd")),  # Adam is less exact
     # variants of ZeRO
     #
+    Row(2, "step03_zero", dict(zero=3, zero_keep=True), TIED | SGD, does=("equals", "evaluates")),
+    Row(4, "step06_pipeline", dict(pp=2, zero=3, zero_keep=True, schedule="zb-h1", zero_replicas=2), TIED),
+    Row(2, "step03_zero", dict(zero=1, zero_overlap=True), TIED),
+    Row(4, "step07_moe_ep", dict(pp=2, ep=2, zero=1, zero_overlap=True, schedule="zbv"), EXPERTS | TIED | DEEP),
+    Row(4, "step03_zero", dict(zero=1, zero_overlap=True, zero_replicas=2, offload_optimizer="cpu"), SGD),
     *(Row(4, "step03_zero", dict(zero=zero, zero_replicas=2), SGD) for zero in (1, 3)),
     Row(2, "step03_zero", dict(zero=1, offload_optimizer="cpu")),
     Row(2, "step03_zero", dict(zero=3, offload_optimizer="disk"), TIED),

@@ -31,8 +31,8 @@ from common.trainer import Run
 # Who stands around calls, from the inside to the outside: sums of gradients come before what becomes of them; a chunk's
 # loss is not scaled; a skipped update moves biases, and all of it waits for the record; what is read ahead, or comes as
 # a message (in parts of what is packed), is looked at by documents.
-ORDER = ["selective", "compress", "zero_replicas", "grad_dtype", "chunked_loss", "fp16", "balance_bias", "skip_spikes"]
-ORDER += ["prefetch", "compress_activations", "pp_scatter", "cp_flash", "documents"]
+ORDER = ["selective", "compress", "zero_overlap", "zero_replicas", "grad_dtype", "chunked_loss", "fp16", "balance_bias"]
+ORDER += ["skip_spikes", "prefetch", "compress_activations", "pp_scatter", "cp_flash", "documents"]
 
 
 class Change(NamedTuple):
