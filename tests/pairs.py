@@ -104,7 +104,8 @@ HOW = {  # they change how it is computed
     "zb_memory": Flag((1.0, 2.0), (dict(schedule=("zb-auto",)),)),
     "zb_costs": Flag(("", "1,1,1,0.05"), (dict(schedule=("zb-auto",)),)),
     "ep": Flag((1, 2)),
-    "ep_mode": Flag(("alltoall", "rows", "allgather"), (dict(ep=MORE),)),
+    "ep_mode": Flag(("alltoall", "rows", "allgather", "nodes"), (dict(ep=MORE),)),
+    "ep_inside": Flag((2, 1), (dict(ep_mode=("nodes",)),)),
     "expert_matmul": Flag(("each", "grouped")),
 }
 LOOKS = {  # they look on

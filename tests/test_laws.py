@@ -519,6 +519,31 @@ def test_ways_to_experts(pools, mode, tp):
         assert sent["ep"] == M // 2 * L * (2 * once / tp + counts)
 
 
+def test_dispatch_in_two_levels(pools):
+    """Each token visits all eight experts on two nodes of two ranks: it crosses once, and there goes to both ranks.
+
+    `rows` sends it to each of the other node's ranks, so twice as much crosses.
+    """
+    ep, inside, experts, m = 4, 2, 8, 2
+    nodes, row, gate = ep // inside, D * B, B
+    options = dict(ep=ep, ep_mode="nodes", experts=experts, experts_per_token=experts, global_batch_size=m * ep)
+    between = (nodes - 1) * SEQ * (row + experts // nodes * gate) + (nodes - 1) * SEQ * row
+    fans_out = (inside - 1) * nodes * SEQ * (row + experts // ep * gate) + (inside - 1) * nodes * SEQ * row
+    for sent, _ in pools(ep).run(measure, "step07_moe_ep", options):
+        assert sent["ep between"] == m * L * (2 * between + 8 * (nodes - 1))
+        assert sent["ep inside"] == m * L * (2 * fans_out + 8 * (inside - 1))
+
+
+def test_groups_bound_the_nodes(pools):
+    """A token whose experts are of one group of two, each in a node, crosses at most once, whatever it visits there."""
+    ep, experts, m = 4, 8, 2
+    options = dict(ep=ep, ep_mode="nodes", experts=experts, experts_per_token=3, expert_groups=2, groups_per_token=1)
+    found = pools(ep).run(measure, "step07_moe_ep", options | dict(global_batch_size=m * ep))
+    counts = ep * m * L * 8
+    crossed = (sum(sent["ep between"] for sent, _ in found) - counts) / (2 * (2 * D * B + experts // 2 * B))
+    assert crossed == int(crossed) and 0 < crossed <= ep * m * L * SEQ
+
+
 def test_the_picture_is_the_schedule():
     """Step 6's docstring shows AFAB and 1F1B on 4 ranks with 6 micro-batches."""
     drawn = []
