@@ -174,13 +174,13 @@ class Seen(NamedTuple):
     flops: float  # of the model, for this rank's share of a step
 
 
-def ranks_of_a_token(config: Any) -> float:
-    """On how many ranks of ep a token's experts are, in the mean over 4,096 tokens that like all experts alike."""
+def parts_of_a_token(config: Any, parts: int) -> float:
+    """In how many of so many parts of all experts a token's are, in the mean over 4,096 tokens that like all alike."""
     from variants.routing import RoutedMoE  # here, as the handout of a lab may lack it
 
     layer = SimpleNamespace(config=config, top_k=config.experts_per_token)
     chosen = RoutedMoE.choose(layer, torch.rand(4096, config.experts, generator=torch.Generator().manual_seed(0)))
-    there = F.one_hot(chosen, config.experts).sum(1).unflatten(1, (config.ep, -1)).any(-1)
+    there = F.one_hot(chosen, config.experts).sum(1).unflatten(1, (parts, -1)).any(-1)
     return there.sum().item() / len(chosen)
 
 
@@ -190,8 +190,9 @@ class Counted(OpenRun):
     def __init__(self, config: Any, meter: Meter):
         super().__init__(config)
         self.first, self.meter, self.ledger = False, meter, Ledger()
-        self.by_rank = getattr(config, "ep_mode", "") == "rows" and config.ep > 1
-        self.ranks = ranks_of_a_token(config) if self.by_rank else 0.0
+        mode, ep = getattr(config, "ep_mode", ""), getattr(config, "ep", 1)
+        levels = dict(rows=[ep], nodes=[ep // getattr(config, "ep_inside", 1), ep]).get(mode, []) if ep > 1 else []
+        self.levels = [parts_of_a_token(config, n) for n in levels]  # to so many nodes, ranks, a token is sent
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """Count from here on."""
@@ -212,10 +213,10 @@ class Counted(OpenRun):
         yield 1
 
     def route(self, _layer: MoE, given: tuple):
-        """Tokens come to a layer of experts: `nonzero` will find these choices; before, if by rank, (rank, token)."""
+        """Tokens come to a layer of experts: `nonzero` will find these choices; before them, (rank, token) by level."""
         tokens = given[0].shape[:-1].numel() * min(1.0, self.config.capacity_factor or 1.0)
         self.meter.rows = round(tokens * self.config.experts_per_token)
-        self.meter.found = [round(tokens * self.ranks)] * self.by_rank + [self.meter.rows]
+        self.meter.found = [*(round(tokens * there) for there in self.levels), self.meter.rows]
 
     def record(self, step: int, tokens: int, **numbers: float):
         """A step is over."""

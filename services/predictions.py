@@ -86,7 +86,7 @@ def held_bytes(config: Any, parts: Parts) -> dict[str, float]:
     piece = memory.Piece(w.m, batch, seq, w.e, w.wide, *about)
     places, row = work_lists(config, parts)
     return {
-        "parameters": (cut if stage == 3 else n) * w.e,
+        "parameters": (cut + n * getattr(config, "zero_keep", False) if stage == 3 else n) * w.e,
         "gradients": (cut if stage >= 2 else n) * w.wide,
         "masters": cut * w.wide * (w.wide != w.e),
         "moments": moment_bytes(config, parts),
@@ -112,7 +112,8 @@ def data_traffic(config: Any, parts: Parts) -> Traffic:
         return found
     reduced, gathered = traffic.unit_travels(*module_runs(config, parts)) if stage >= 2 else ({}, {})
     for unit in units:
-        times = reduced.get(unit, 1), gathered.get(unit, 1) if stage == 3 else 1
+        again = stage == 3 and not getattr(config, "zero_keep", False)
+        times = reduced.get(unit, 1), gathered.get(unit, 1) if again else 1
         found += traffic.unit_traffic(unit.group.name, unit.group.size, len(unit.flat), w.e, w.wide, *times)
     return found
 

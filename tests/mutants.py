@@ -42,6 +42,7 @@ WORDS = {  # words in the ids of tests that a file matters for
     "documents": "documents document whole_sequences n4 refuses",
     "dualpipe": "dualpipe test_every_size refuses",
     "expert_presets": "presets",
+    "expert_nodes": "ep_mode=nodes two_levels refuses",
     "expert_rows": "ep_mode= ways_to_experts",
     "few_kv_heads": "step04-4-tp=4 n_kv_heads=1 refuses",
     "fp16": "fp16 overflow scale",
@@ -66,6 +67,8 @@ WORDS = {  # words in the ids of tests that a file matters for
     "window": "window halo band refuses",
     "zb_auto": "zb_auto zb-auto refuses",
     "zero_bubble": "zb_h zb-h zbv",
+    "zero_keep": "zero_keep kept_for_a_step refuses",
+    "zero_overlap": "zero_overlap sums_start refuses",
     "zero_replicas": "zero_replicas refuses",
     "zero_toy": "prints_the_example",
 }

@@ -89,6 +89,8 @@ HOW = {  # they change how it is computed
     "topk_fraction": Flag((0.01, 0.5), (dict(compress=("topk",)),)),
     "zero": Flag((0, 1, 2, 3)),
     "zero_replicas": Flag((1, 2), (SLICES,)),
+    "zero_keep": Flag((False, True), (dict(zero=(3,)),)),
+    "zero_overlap": Flag((False, True), (dict(zero=(1,)),)),
     "offload_optimizer": Flag(("none", "cpu", "disk"), (SLICES,)),
     "offload_params": Flag(("none", "cpu"), (dict(zero=(3,)),)),
     "tp": Flag((1, 2)),
@@ -108,7 +110,8 @@ HOW = {  # they change how it is computed
     "zb_memory": Flag((1.0, 2.0), (dict(schedule=("zb-auto",)),)),
     "zb_costs": Flag(("", "1,1,1,0.05"), (dict(schedule=("zb-auto",)),)),
     "ep": Flag((1, 2)),
-    "ep_mode": Flag(("alltoall", "rows", "allgather"), (dict(ep=MORE),)),
+    "ep_mode": Flag(("alltoall", "rows", "allgather", "nodes"), (dict(ep=MORE),)),
+    "ep_inside": Flag((2, 1), (dict(ep_mode=("nodes",)),)),
     "expert_matmul": Flag(("each", "grouped")),
 }
 LOOKS = {  # they look on

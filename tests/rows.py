@@ -180,6 +180,11 @@ ROWS = [
     Row(2, "step03_zero", dict(zero=2, recompute="full"), dict(dtype="fp32", optimizer="sgd")),  # Adam is less exact
     # variants of ZeRO
     #
+    Row(2, "step03_zero", dict(zero=3, zero_keep=True), TIED | SGD, does=("equals", "evaluates")),
+    Row(4, "step06_pipeline", dict(pp=2, zero=3, zero_keep=True, schedule="zb-h1", zero_replicas=2), TIED),
+    Row(2, "step03_zero", dict(zero=1, zero_overlap=True), TIED),
+    Row(4, "step07_moe_ep", dict(pp=2, ep=2, zero=1, zero_overlap=True, schedule="zbv"), EXPERTS | TIED | DEEP),
+    Row(4, "step03_zero", dict(zero=1, zero_overlap=True, zero_replicas=2, offload_optimizer="cpu"), SGD),
     *(Row(4, "step03_zero", dict(zero=zero, zero_replicas=2), SGD) for zero in (1, 3)),
     Row(2, "step03_zero", dict(zero=1, offload_optimizer="cpu")),
     Row(2, "step03_zero", dict(zero=3, offload_optimizer="disk"), TIED),
@@ -296,6 +301,8 @@ ROWS = [
     Row(4, "step07_moe_ep", dict(cp=2, ep=4, ep_mode="rows", zero=3), EXPERTS),
     Row(4, "step07_moe_ep", dict(tp=2, ep=2, ep_mode="rows"), EXPERTS | dict(capacity_factor=0.6)),
     Row(4, "step07_moe_ep", dict(cp=2, ep=2, ep_mode="allgather", zero=1), EXPERTS | SGD),
+    Row(4, "step07_moe_ep", dict(ep=4, ep_mode="nodes", recompute="full"), GROUPS),
+    Row(4, "step07_moe_ep", dict(pp=2, tp=2, ep=2, ep_mode="nodes", schedule="zb-h1", zero=3), EXPERTS | TIED),
     Row(2, "step07_moe_ep", dict(ep=2, capacity_factor=4.0), EXPERTS, does=LAUNCHES),  # no choice is dropped
     Row(4, "step07_moe_ep", dict(cp=2, ep=2), EXPERTS | BIAS | dict(capacity_factor=0.6)),
     Row(4, "step07_moe_ep", dict(pp=2, ep=2, schedule="dualpipe", zero=2), EXPERTS | BIAS | dict(z_loss=0.1)),

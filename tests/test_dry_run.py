@@ -33,6 +33,8 @@ VALUES = dict(  # flags that change what is sent
     compress=("none", "none", "none", "bf16", "int8", "topk"),
     zero=(0, 1, 2, 3),
     zero_replicas=(1, 1, 2),
+    zero_keep=(False, False, True),
+    zero_overlap=(False, False, True),
     offload_optimizer=("none", "none", "cpu"),
     tp=(1, 2, 4),
     sp=(True, True, False),
@@ -44,7 +46,7 @@ VALUES = dict(  # flags that change what is sent
     schedule=("1f1b", "afab", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe", "dualpipev", "v-min"),
     pp_scatter=(False, True),
     ep=(1, 2, 4),
-    ep_mode=("alltoall", "alltoall", "rows", "allgather"),
+    ep_mode=("alltoall", "alltoall", "rows", "allgather", "nodes"),
     capacity_factor=(0.0, 0.0, 1.0, 1.5),
     balance=("loss", "bias", "none"),
     shared_experts=(0, 0, 1),
@@ -115,7 +117,7 @@ def test_real_ranks_are_as_the_dry_run_counts(pools, seed):
     compare(pools(ranks).run(counted_on_rank, name, options), dry, options | dict(name=name, ranks=ranks))
 
 
-@pytest.mark.parametrize("mode", ["alltoall", "rows", "allgather"])
+@pytest.mark.parametrize("mode", ["alltoall", "rows", "allgather", "nodes"])
 def test_choices_are_balanced(pools, mode):
     """Two of four experts, both of one group; each takes half of what it is asked."""
     options = dict(experts=4, experts_per_token=2, expert_groups=2, groups_per_token=1, capacity_factor=0.5)

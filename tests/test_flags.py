@@ -20,6 +20,8 @@ WRONG = {  # ranks, step, flags; the line begins with the flag
     "--sync torch adds": (2, "step02_ddp", dict(sync="torch", dtype="bf16")),
     "--ranks-per-node 2: of it and 3": (3, "step02_ddp", dict(sync="hierarchical", ranks_per_node=2)),
     "--skip-spikes 0.5": (2, "step02_ddp", dict(skip_spikes=0.5)),
+    "--zero-keep matters only with --zero 3": (2, "step03_zero", dict(zero=2, zero_keep=True)),
+    "--zero-overlap matters only with --zero 1": (2, "step03_zero", dict(zero=2, zero_overlap=True)),
     "--zero-replicas 3": (2, "step03_zero", dict(zero=1, zero_replicas=3)),
     "--zero-replicas 2": (2, "step03_zero", dict(zero=0, zero_replicas=2)),
     "--sync ring matters only with --zero 0, not with --zero 1": (2, "step03_zero", dict(sync="ring")),
@@ -64,6 +66,7 @@ WRONG = {  # ranks, step, flags; the line begins with the flag
     "--no-sp: --tp 2 must divide the 15 tokens": (2, "step07_moe_ep", EXPERTS | dict(tp=2, sp=False, seq_len=15)),
     "--experts-per-token 9": (2, "step07_moe_ep", dict(experts_per_token=9)),
     "--micro-batch-size": (2, "step07_moe_ep", EXPERTS | dict(micro_batch_size=5)),
+    "--ep-inside 4 must divide --ep 2": (2, "step07_moe_ep", EXPERTS | dict(ep=2, ep_mode="nodes", ep_inside=4)),
     "--groups-per-token 1": (1, "step07_moe_ep", GROUPS | dict(groups_per_token=1, experts_per_token=3)),
     "--expert-groups 3": (2, "step07_moe_ep", EXPERTS | dict(expert_groups=3)),
 }

@@ -22,7 +22,7 @@ from common.model import Decoder, ModelConfig
 from common.schedules import SCHEDULES, draw
 from services.dry_run import run_rank
 from tests import bounds, equal
-from variants import cp_flash, cp_ring, hierarchical_sync, tree_sync
+from variants import cp_flash, cp_ring, hierarchical_sync, tree_sync, zero_overlap
 
 L, D, FFN, VOCAB, SEQ, HEADS, KV = (
     equal.SMALL[name] for name in ("n_layers", "dim", "ffn_dim", "vocab_size", "seq_len", "n_heads", "n_kv_heads")
@@ -168,6 +168,53 @@ def test_zero(pools, n, zero, flags):
         assert sent["dp"] == (n - 1) * elements * B // n + 2 * round(reduced(n, SCALAR))
         assert calls.get(("dp", "reduce_scatter"), 0) == {0: 0, 1: units, 2: m * units, 3: m * units}[zero]
         assert calls.get(("dp", "all_gather"), 0) == {0: 0, 1: units, 2: units, 3: m * (2 * units - once)}[zero]
+
+
+@pytest.mark.parametrize("pp, schedule", [(1, "1f1b"), (2, "afab"), (2, "zb-h1")])
+def test_weights_are_kept_for_a_step(pools, pp, schedule):
+    """(m+1) P, in one all-gather a unit and m reduce-scatters, also where micro-batches pass a stage in any order."""
+    n, m, options = 2, 3 * pp, dict(pp=pp, zero=3, zero_keep=True, n_layers=2)
+    options |= dict(schedule=schedule, global_batch_size=2 * m)
+    for sent, calls in pools(n * pp).run(measure, "step06_pipeline", options):
+        units = 2 // pp + (2 if pp == 1 else 1)
+        assert calls["data", "all_gather"] == units and calls["data", "reduce_scatter"] == m * units
+        if pp == 1:
+            assert sent["data"] == (n - 1) * (m + 1) * (2 * LAYER + 2 * END + D) * B // n + round(reduced(n, SCALAR))
+
+
+def sums_in_backward(options: dict) -> tuple[int, int]:
+    """Runs on every rank: how many reduce-scatters started before `finish` was called in the last step, and in all."""
+    found, count, plain = [0, 0], equal.Watch.count, step03.Zero1.begin
+
+    def counted(run, operation: str, *rest):
+        found[1] += operation == "reduce_scatter"
+        count(run, operation, *rest)
+
+    def began(zero, *args):
+        found[:] = [0, 0]
+        plain(zero, *args)
+
+    def finished(self):
+        found[0] = found[1]
+        right(self)
+
+    right = zero_overlap.Early.finish if "zero_overlap" in options else step03.Zero1.finish
+    owner = zero_overlap.Early if "zero_overlap" in options else step03.Zero1
+    with (
+        mock.patch.object(equal.Watch, "count", counted),
+        mock.patch.object(step03.Zero1, "begin", began),
+        mock.patch.object(owner, "finish", finished),
+    ):
+        equal.record("step03_zero", LAWS | options)
+    return found[0], found[1]
+
+
+def test_sums_start_in_backward(pools):
+    """All of the L + 2 units, where step 3 starts none; bytes and calls are its own."""
+    assert pools(2).run(sums_in_backward, dict(zero=1)) == [(0, L + 2)] * 2
+    assert pools(2).run(sums_in_backward, dict(zero=1, zero_overlap=True)) == [(L + 2, L + 2)] * 2
+    ours, theirs = (pools(2).run(measure, "step03_zero", dict(zero=1) | more) for more in (dict(zero_overlap=True), {}))
+    assert ours == theirs
 
 
 def gathered_units(options: dict) -> tuple[int, int]:
@@ -483,6 +530,31 @@ def test_ways_to_experts(pools, mode, tp):
     options = dict(tp=tp, ep=2, ep_mode=mode, experts=4, experts_per_token=4)
     for sent, _ in pools(2 * tp).run(measure, "step07_moe_ep", options):
         assert sent["ep"] == M // 2 * L * (2 * once / tp + counts)
+
+
+def test_dispatch_in_two_levels(pools):
+    """Each token visits all eight experts on two nodes of two ranks: it crosses once, and there goes to both ranks.
+
+    `rows` sends it to each of the other node's ranks, so twice as much crosses.
+    """
+    ep, inside, experts, m = 4, 2, 8, 2
+    nodes, row, gate = ep // inside, D * B, B
+    options = dict(ep=ep, ep_mode="nodes", experts=experts, experts_per_token=experts, global_batch_size=m * ep)
+    between = (nodes - 1) * SEQ * (row + experts // nodes * gate) + (nodes - 1) * SEQ * row
+    fans_out = (inside - 1) * nodes * SEQ * (row + experts // ep * gate) + (inside - 1) * nodes * SEQ * row
+    for sent, _ in pools(ep).run(measure, "step07_moe_ep", options):
+        assert sent["ep between"] == m * L * (2 * between + 8 * (nodes - 1))
+        assert sent["ep inside"] == m * L * (2 * fans_out + 8 * (inside - 1))
+
+
+def test_groups_bound_the_nodes(pools):
+    """A token whose experts are of one group of two, each in a node, crosses at most once, whatever it visits there."""
+    ep, experts, m = 4, 8, 2
+    options = dict(ep=ep, ep_mode="nodes", experts=experts, experts_per_token=3, expert_groups=2, groups_per_token=1)
+    found = pools(ep).run(measure, "step07_moe_ep", options | dict(global_batch_size=m * ep))
+    counts = ep * m * L * 8
+    crossed = (sum(sent["ep between"] for sent, _ in found) - counts) / (2 * (2 * D * B + experts // 2 * B))
+    assert crossed == int(crossed) and 0 < crossed <= ep * m * L * SEQ
 
 
 def test_the_picture_is_the_schedule():

@@ -43,7 +43,7 @@ def config_of(x: Layout, shape: dict, **flags) -> object:
     """Step 7's flags (without experts: step 6's) of a layout."""
     PRESETS["drawn"] = ModelConfig(**shape)
     step = step07 if "experts" in flags else step06
-    names = {field.name for field in fields(step.Config)} | {"zero_replicas"}
+    names = {field.name for field in fields(step.Config)} | {"zero_replicas", "zero_keep"}
     flags |= {name: value for name, value in vars(x).items() if name in names}
     flags |= dict(cp_kernel="flash") if x.cp > 1 else {}  # as `flags` of a layout says it
     return compose(step)(model="drawn", dry_run=x.world, device="cpu", pp_split="cost", loss_chunk=2048, **flags)
@@ -150,6 +150,20 @@ def test_the_bound_of_the_peak(seed, with_experts):
     assert 0.95 * peak <= ours.total <= 1.10 * peak, (ours.total / peak, x, shape, experts, dtype, rank)
     state = sum(seen.held[kind] for kind in ("parameters", "masters", "moments"))
     assert ours.weights + ours.optimizer == pytest.approx(state, rel=0.005)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_what_zero_keeps_is_counted(schedule):
+    """--zero-keep: whole weights beside their slices, and their all-gathers once; the peak within 10%."""
+    x = Layout(2, 1, 1, 1, 3, 1, 8, schedule, zero_keep=True, dp=2)
+    shape = dict(dim=1024, n_layers=8, n_heads=32, n_kv_heads=8, ffn_dim=2816, vocab_size=32000, seq_len=1024)
+    config = config_of(x, shape, dtype="bf16")
+    seen, m = run_rank(step06.train, config, 0), shape_of(PRESETS["drawn"], config)
+    ours, peak = rank_bytes(m, x, 0, 2, 4, on_cpu=True), sum(seen.meter.peak().values())
+    assert 0.95 * peak <= ours.total <= 1.10 * peak, ours.total / peak
+    far = replace(x, pp=1, dp=64, schedule="1f1b", global_batch_size=1024)
+    times = [step_seconds(m, replace(far, zero_keep=flag), GPUS["h100-80"], COURSE).step for flag in (True, False)]
+    assert times[0] <= times[1]
 
 
 def test_weights_and_flops():

@@ -35,6 +35,8 @@ class Layout:
     sp: bool = True  # split the tokens over tp between the blocks
     cp_mode: str = among(dict.fromkeys(CP_MODES), "zigzag")  # how queries meet the keys of other ranks
     pp_scatter: bool = False  # without SP: tp ranks send a part each over a pipeline boundary
+    zero_keep: bool = False  # with --zero 3: gather weights once a step
+    zero_overlap: bool = False  # with --zero 1: start sums in the last backward
     zero_replicas: int = 1  # groups of ranks, each with all slices of ZeRO
     dp: int = 1  # ranks that see other sequences: what is left
 
@@ -58,6 +60,7 @@ class Layout:
         words += [f"--cp-mode {self.cp_mode}"] * (self.cp > 1)
         words += ["--cp-kernel flash"] * (self.cp > 1 and self.cp_mode != "ulysses")  # as the predictions assume
         words += ["--pp-scatter"] * self.pp_scatter
+        words += ["--zero-keep"] * self.zero_keep + ["--zero-overlap"] * self.zero_overlap
         words += [f"--zero-replicas {self.zero_replicas}"] * (self.zero_replicas > 1)
         return " ".join(words)
 
@@ -134,6 +137,8 @@ def broken(m: Shape, x: Any, v: int) -> Iterator[str]:
         yield f"--pp-scatter: --tp {tp} must divide the {seq // cp} tokens of a rank"
     if data % x.zero_replicas:
         yield f"--zero-replicas {x.zero_replicas} must divide the {data} ranks over which ZeRO cuts"
+    if (x.zero_keep and x.zero != 3) or (x.zero_overlap and x.zero != 1):
+        yield "--zero-keep is for --zero 3, and --zero-overlap for --zero 1"
     if x.zero_replicas > 1 and not x.zero:
         yield f"--zero-replicas {x.zero_replicas}: --zero 0 has no slices; use --zero 1, 2 or 3"
     if x.ep > 1 and not any(map(m.has_experts, range(m.n_layers))):

@@ -337,7 +337,7 @@ def rank_bytes(m: Shape, x: Layout, rank: int, e: int = 2, wide: int = 4, on_cpu
     first, last = (any(getattr(place, to) is None for place in places.values()) for to in ("before", "after"))
     matrix, whole, tied = p.rows * m.dim, wide * (x.zero >= 2), m.tied and first and last and x.schedule != "dualpipe"
     split = any(action.kind == "W" for action in row)
-    a_number = e + wide * (e < wide), whole, whole * (1 + 1 / data), e * (x.zero == 3)
+    a_number = e + wide * (e < wide), whole, whole * (1 + 1 / data), e * (x.zero == 3 and not x.zero_keep)
     here = Rank(p, x.ep, places, split, matrix, tied, *a_number, whole / network(x, "expert shard").ranks)
     kept, highest = most_kept(row, parts), most_kept(row, parts, modules_of(here))
 
@@ -345,6 +345,7 @@ def rank_bytes(m: Shape, x: Layout, rank: int, e: int = 2, wide: int = 4, on_cpu
     cut = shared / data + own / network(x, "expert shard").ranks
     sizes = (3, e), (2, wide), (1, wide * (3 if e < wide else 2))
     state = [n_bytes * (cut if x.zero >= stage else shared + own) for stage, n_bytes in sizes]
+    state[0] += e * (shared + own) * x.zero_keep
 
     if x.schedule == "dualpipe":
         both = cut if x.zero else shared + own

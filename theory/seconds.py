@@ -400,7 +400,8 @@ def data_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, micro_batch: flo
 
     Software that overlaps hides an all-reduce behind the last micro-batch, stages 2 and 3 behind all of them, but for
     the last twentieth: the last unit's gradient travels when nothing is left to compute. ZeRO's stage 1 sums at the
-    end, and stages 1 and 2 gather the weights after the update.
+    end, unless told to overlap, and stages 1 and 2 gather the weights after the update. Stage 3 gathers them twice in
+    each micro-batch, or keeps them.
     """
     n, hidden, open_ = x.micro_batches, 0.0, 0.0
     far = network(x, "replicas")
@@ -415,11 +416,11 @@ def data_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, micro_batch: flo
         if x.zero == 0:
             hidden += reduced + collective_seconds(gpu, net, ring(net, numbers * recipe.gradient))
         elif x.zero == 1:
-            open_ += reduced + gathered
+            hidden, open_ = hidden + reduced * x.zero_overlap, open_ + reduced * (not x.zero_overlap) + gathered
         elif x.zero == 2:
             hidden, open_ = hidden + n * reduced, open_ + gathered
         else:
-            hidden += n * (reduced + 2 * gathered)
+            hidden += n * reduced + (1 if x.zero_keep else 2 * n) * gathered
     if recipe.overlap_dp:
         hidden = max(hidden - micro_batch * (n if x.zero >= 2 else 1), 0.05 * hidden)
     seconds = hidden + open_ + pair_seconds(m, x, gpu, recipe)

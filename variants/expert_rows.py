@@ -43,8 +43,11 @@ def travel(rows: Tensor, group: Group, in_rows: list[int], out_rows: list[int]) 
     return arrived
 
 
-def send_rows(group: Group, experts: Callable, tokens: Tensor, gates: Tensor) -> Tensor:
-    """tokens [n, dim], gates [n, all experts], zero where a token does not go -> the weighted sums [n, dim], wide."""
+def send_rows(group: Group, experts: Callable, tokens: Tensor, gates: Tensor, visit: Callable = visit_local) -> Tensor:
+    """tokens [n, dim], gates [n, all experts], zero where a token does not go -> the weighted sums [n, dim], wide.
+
+    `visit`: what happens to tokens that have arrived.
+    """
     gates = gates.unflatten(1, (group.size, -1))
     visits = (gates != 0).any(-1).T
     rank, token = visits.nonzero().unbind(1)  # sorted by rank
@@ -55,7 +58,7 @@ def send_rows(group: Group, experts: Callable, tokens: Tensor, gates: Tensor) ->
     there = partial(travel, in_rows=leaving, out_rows=coming)
     home = partial(travel, in_rows=coming, out_rows=leaving)
     visitors, their_gates = (Conjugate.apply(x, group, there, home) for x in (tokens[token], gates[token, rank]))
-    out = visit_local(experts, visitors, their_gates).to(tokens.dtype)
+    out = visit(experts, visitors, their_gates).to(tokens.dtype)
     return add_rows(Conjugate.apply(out, group, home, there), token, len(tokens))
 
 
