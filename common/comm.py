@@ -81,18 +81,13 @@ class Mesh:
         From chapter 5 on a dimension may be made of several: join("data", "dp", "cp").
         """
         axes = [list(self.sizes).index(dim) for dim in dims]
-        last = list(range(-len(axes), 0))
-        rows = np.moveaxis(self.ranks, axes, last).reshape(-1, math.prod(self.sizes[dim] for dim in dims))
+        rows = np.moveaxis(self.ranks, axes, range(-len(axes), 0)).reshape(-1, math.prod(map(self.sizes.get, dims)))
         self.enter(name, rows)
         return rows
 
     def enter(self, name: str, rows: np.ndarray):
-        """Make a group of each row of int [groups, size], and enter the one with this rank.
-
-        A handle is a queue. What a micro-batch waits for, say along tp, has another one than sums of gradients, which
-        run behind its back, also where both are among the same ranks.
-        """
-        urgent = name in ("pp", "cp", "tp", "ep")
+        """Make a group of each row of int [groups, size], and enter the one with this rank."""
+        urgent = name in ("pp", "cp", "tp", "ep")  # a handle is a queue: they do not wait behind sums of gradients
         for row in map(tuple, rows.tolist()):
             if len(row) > 1 and (row, urgent) not in self.handles:
                 self.handles[row, urgent] = dist.new_group(row)  # all ranks take part in making every group

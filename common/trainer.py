@@ -43,8 +43,7 @@ def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
     if kind == "cuda":
         torch.cuda.set_device(device)
     fast = kind == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)  # older ones make bf16 out of fp32
-    dtype = config.dtype if config.dtype != "auto" else "bf16" if fast else "fp32"
-    return device, DTYPES[dtype]
+    return device, DTYPES[config.dtype if config.dtype != "auto" else "bf16" if fast else "fp32"]
 
 
 def among(menu: dict, default: Any) -> Any:

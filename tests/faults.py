@@ -722,7 +722,7 @@ PATCHES = {  # no mistakes: both sides of a comparison have them (`patch` of tes
         ("all_sent", "Compression", "}[config.compress]",
          "} and (Tensor.clone, lambda message, *_: message)", "whatever --compress says, all 64 bits are sent")),
     **of("common.trainer", "", DEFAULT,
-        ("wide", "choose_device", "DTYPES[dtype]", 'DTYPES["fp64"]', "whatever --dtype says, it is 64 bits")),
+        ("wide", "choose_device", "DTYPES[", 'DTYPES["fp64"] or DTYPES[', "whatever --dtype says, it is 64 bits")),
     **of("variants.skip_spikes", "", DEFAULT,
         ("second_is_a_spike", "Spikes",
          "enough and any(v > self.factor * median for v, median in zip(values, medians, strict=True))",
