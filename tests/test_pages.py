@@ -266,14 +266,16 @@ def test_chapter_4_tensors_are_what_the_table_says(pages):
 
 def test_chapter_4_wrong_numbers_are_refused():
     """Tensors that are neither whole nor shards nor terms of a sum make no picture."""
-    from services.pages.pictures import kind_of
+    import torch
 
-    full = [[1.0, 2.0], [3.0, 5.0]]
-    assert kind_of([[[1.0, 2.0]], [[3.0, 5.0]]], full) == "shard: tokens"
-    with pytest.raises(RuntimeError):
-        kind_of([[[1.0, 2.0]], [[3.0, 4.0]]], full)
-    with pytest.raises(RuntimeError):
-        kind_of([full, full[::-1]], full)
+    from services.pages.record import kind_of
+
+    full = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+    assert kind_of([full[:1], full[1:]], full) == "shard: tokens"
+    assert kind_of([full - 7, torch.full_like(full, 7.0)], full) == "partial"
+    for wrong in ([full[:1], full[1:] + 1], [full, full.flip(0)]):
+        with pytest.raises(RuntimeError):
+            kind_of(wrong, full)
 
 
 def test_chapter_5_every_pair_is_computed_once(pages):
@@ -292,7 +294,7 @@ def test_chapter_7_tokens_come_home(pages):
         }
         assert rows["home"] == rows["sorted"]
         assert sorted(chain(*rows["received"])) == sorted(chain(*rows["sorted"]))
-        here = [re.search("experts? (.*)", name)[1].split(", ") for name in frame["columns"]]
+        here = [cell[0].split(", ") for cell in rows_of(frame)["experts here"]]
         for of_rank, received, computed in zip(here, rows["received"], rows["by expert"], strict=True):
             assert {row.split(":")[0] for row in received} <= {*of_rank}
             assert sorted(received) == sorted(computed) and [row[:2] for row in computed] == sorted(
