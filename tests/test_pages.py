@@ -113,6 +113,30 @@ def test_what_a_class_gives_to_self_is_a_link(module):
             assert it.attr not in own or f"{module}.html#{kind.name}.{it.attr}" in names.refs[place], place
 
 
+def test_a_model_leads_to_what_was_made_of_it():
+    """`model(x, y)` in step 5's train: its forward, and the functions that have sharded it."""
+    names, source = all_names(), FILES["step05_cp_ring"].read_text().splitlines()
+    (line,) = [n for n, text in enumerate(source, 1) if "model(x, y" in text]
+    found = names.refs["step05_cp_ring", line, source[line - 1].index("model(")]
+    sharders = ["step04_tp_sp.html#shard_tensors", "step05_cp_ring.html#shard_context"]
+    assert found == ["common.model.html#Decoder.forward", *sharders]
+
+
+def test_what_variants_attach_is_said_at_its_place():
+    """Each class and menu that is named is one of the course; an entry that a variant makes is in its menu."""
+    from services.pages.attached import all_attached
+    from services.seam import plugins
+
+    plugins()
+    modules, found = list(map(import_module, FILES)), all_attached(ROOT)
+    for name, of in found.items():
+        (home, *_) = [vars(module)[name.split(".")[0]] for module in modules if name.split(".")[0] in vars(module)]
+        entries = [ast.literal_eval(says.split()[3]) for _, _, says in of if says.startswith("makes the entry ")]
+        assert all(entry in home for entry in entries), name
+    assert ("--dtype fp16", "variants/fp16.py") in [says[:2] for says in found["Optimizer.step"]]
+    assert {"SYNCS", "OPTIMIZERS", "CONTEXT", "SCHEDULES", "Attention.attend", "Data.batch"} <= found.keys()
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     """The folder of the pages, with a run's."""
@@ -242,14 +266,16 @@ def test_chapter_4_tensors_are_what_the_table_says(pages):
 
 def test_chapter_4_wrong_numbers_are_refused():
     """Tensors that are neither whole nor shards nor terms of a sum make no picture."""
-    from services.pages.pictures import kind_of
+    import torch
 
-    full = [[1.0, 2.0], [3.0, 5.0]]
-    assert kind_of([[[1.0, 2.0]], [[3.0, 5.0]]], full) == "shard: tokens"
-    with pytest.raises(RuntimeError):
-        kind_of([[[1.0, 2.0]], [[3.0, 4.0]]], full)
-    with pytest.raises(RuntimeError):
-        kind_of([full, full[::-1]], full)
+    from services.pages.record import kind_of
+
+    full = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+    assert kind_of([full[:1], full[1:]], full) == "shard: tokens"
+    assert kind_of([full - 7, torch.full_like(full, 7.0)], full) == "partial"
+    for wrong in ([full[:1], full[1:] + 1], [full, full.flip(0)]):
+        with pytest.raises(RuntimeError):
+            kind_of(wrong, full)
 
 
 def test_chapter_5_every_pair_is_computed_once(pages):
@@ -268,7 +294,7 @@ def test_chapter_7_tokens_come_home(pages):
         }
         assert rows["home"] == rows["sorted"]
         assert sorted(chain(*rows["received"])) == sorted(chain(*rows["sorted"]))
-        here = [re.search("experts? (.*)", name)[1].split(", ") for name in frame["columns"]]
+        here = [cell[0].split(", ") for cell in rows_of(frame)["experts here"]]
         for of_rank, received, computed in zip(here, rows["received"], rows["by expert"], strict=True):
             assert {row.split(":")[0] for row in received} <= {*of_rank}
             assert sorted(received) == sorted(computed) and [row[:2] for row in computed] == sorted(
@@ -383,6 +409,18 @@ def test_all_pages_in_a_browser(browser, pages, page):
     for width in (390, 1280):
         for scheme in (LIGHT, DARK):
             check_page(browser, pages, page, width, scheme)
+
+
+def test_the_contents_follow(browser, pages):
+    """Beside the text in a wide window, where what is at its top is marked; folded in a narrow one."""
+    show(browser, pages, "step04_tp_sp", 1600)
+    browser.execute_script("document.getElementById('shard_tensors').scrollIntoView()")
+    time.sleep(0.3)
+    marked = "return [...document.querySelectorAll('.contents [aria-current]')].map(link => link.textContent)"
+    assert browser.execute_script(marked) == ["shard_tensors"]
+    assert not browser.execute_script("return document.querySelector('details.imports').open")
+    show(browser, pages, "step04_tp_sp", 390)
+    assert not browser.execute_script("return document.querySelector('.contents').open")
 
 
 def statements(code: str) -> list[list[str]]:

@@ -18,6 +18,7 @@ try:
     from pygments.lexers import PythonLexer
     from pygments.token import STANDARD_TYPES
 
+    from services.pages.attached import all_attached
     from services.pages.names import Names
 except ModuleNotFoundError as missing:
     sys.exit(f"error: the pages need {missing.name}: pip install -r requirements-dev.txt")
@@ -40,6 +41,7 @@ class Pages:
         self.names, self.markdown = Names(ROOT, files), MarkdownIt("commonmark", dict(html=False)).enable("table")
         self.trees = {module: ast.parse(path.read_text()) for module, path in files.items()}
         self.lines = {module: self.highlight(module, path.read_text()) for module, path in files.items()}
+        self.attached = all_attached(ROOT)
         self.labs = [importlib.import_module(f"labs.{path.stem}").LAB for path in sorted(ROOT.glob("labs/lab[0-9].py"))]
 
     def highlight(self, module: str, source: str) -> list[str]:
@@ -88,6 +90,7 @@ class Pages:
         texts = [it.body[0] for it in inside if ast.get_docstring(it)]
         docs = {n for text in texts for n in range(text.lineno, text.end_lineno + 1)}
         parts, says, ended = [[]], [], True
+        menu = getattr(getattr(node, "target", None) or getattr(node, "targets", [None])[0], "id", None)
         for n in range(before.end_lineno + 1, node.end_lineno + 1):
             code, _, comment = self.lines[module][n - 1].partition("<span class=c1>")
             line, it = unescape(comment.removesuffix("</span>")), starts.get(n)
@@ -99,15 +102,11 @@ class Pages:
                     parts.append([])
                 if says or comment or ended or it:
                     about = filter(None, ("\n".join(says), it and ast.get_docstring(it), comment))
-                    name = it and (it.name if it is node else f"{node.name}.{it.name}")
+                    name = (it and (it.name if it is node else f"{node.name}.{it.name}")) or menu
                     parts[-1].append(dict(prose=self.prose("\n\n".join(about), module), name=name, code=""))
                     says, ended = [], bool(comment)
                 parts[-1][-1]["code"] += blocks(code)
         return parts
-
-    def attached(self, module: str, name: str | None) -> list[tuple[str, str, str]]:
-        """(flag, file, what it does) of each variant that changes what has this name."""
-        return []
 
     def beside(self, *both: tuple[str, ast.stmt]) -> list[tuple[str, str, str]]:
         """(what happened, old lines, new lines) of two definitions."""

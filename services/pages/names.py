@@ -3,6 +3,7 @@
 An address is where a definition is on the pages: common.comm.html#Group.share. A place is (module, line, column).
 """
 
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -27,6 +28,11 @@ class Names:
             found, scope = {self.address(it) for it in name.goto(follow_imports=True)} - {""}, name.parent()
             if not found and name.get_line_code()[name.column :].startswith(f"{name.name}("):  # model(x, y)
                 found = {f"{self.address(kind)}.forward" for kind in name.infer()} & self.homes.keys()
+                before = (
+                    files[module].read_text().splitlines()[scope.line : name.line]
+                )  # shard_tensors(model, mesh, ..)
+                makers = set(re.findall(rf"\b(\w+)\({name.name}, mesh", "\n".join(before)))
+                found |= {a for a in self.named[module] if a.partition("#")[2] in makers} if found else set()
             while not (user := self.address(scope)):  # a lambda
                 scope = scope.parent()
             for address in found:

@@ -3,9 +3,8 @@
 A picture is dict(title, at=the section that it stands in, choices=[(name, values, value shown first)],
 frames={"value/value": frame}). A frame has a `text` and is one of three:
 
-    table    columns, cells, states=[(what it says, {row: number of a cell for each column, or of one for all})], and
-             curve={kind: a number for each state} or {}. A cell is a list of chips and texts. A chip is [label, colour,
-             style]; style: "" here, "gone" not here, "way" under way. In code: `table`
+    table    columns, cells, states=[(what it says, {row: numbers of cells, one for each column or one for all})], and
+             curve: see record.py. In code: `table`
     boxes    boxes, rows=names, width=columns, moments=what it says at each, linked=a word before what is linked to a
              box. A box is (row, column, width, colour, label, note, [(number of a box linked to it, tag), ...], the
              moment from which on it is there)
@@ -16,9 +15,8 @@ frames={"value/value": frame}). A frame has a `text` and is one of three:
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable
-from functools import partial
-from itertools import accumulate, product
+from collections.abc import Callable
+from itertools import product
 from types import SimpleNamespace
 
 import torch
@@ -29,14 +27,14 @@ import step03_zero as step03
 import step05_cp_ring as step05
 import step06_pipeline as step06
 import step07_moe_ep as step07
-from common import UserError, comm
+from common import UserError
 from common.comm import Mesh
 from common.layout import layout_of
 from common.model import PRESETS, Decoder
 from common.schedules import SCHEDULES, consumer
 from common.trainer import Run
 from services import predictions
-from services.pages.record import RANKS, recorded, ring_modes
+from services.pages.record import OPERATIONS, RANKS, recorded, ring_modes
 from services.seam import compose, plugins
 from services.tables import human
 from variants import Parts
@@ -58,247 +56,17 @@ def picture(make: Callable[..., dict], title: str, first: str, at: str = "", **c
     return dict(title=title, at=at, choices=shown, frames=frames)
 
 
-def table(text: str, columns: list[str], states: list[tuple[str, dict]], curve: dict | None = None) -> dict:
-    """A table that changes from state to state. Equal cells are kept once."""
+def table(ranks: list[dict], columns: list[str]) -> dict:
+    """A table that changes from state to state: what the ranks recorded, side by side. Equal cells are kept once."""
     cells: dict[str, int] = {}
 
-    def number(cell: list) -> int:
-        return cells.setdefault(json.dumps(cell), len(cells))
+    def joined(rows: tuple[dict, ...]) -> dict:
+        of = {name: [cell for row in rows for cell in row[name]] for name in rows[0]}
+        return {name: [cells.setdefault(json.dumps(cell), len(cells)) for cell in row] for name, row in of.items()}
 
-    rows = [(says, {name: [number(cell) for cell in row] for name, row in of.items()}) for says, of in states]
-    return dict(text=text, columns=columns, states=rows, cells=[json.loads(cell) for cell in cells], curve=curve or {})
-
-
-def chips(labels: Iterable, colours: Iterable[int], style: str = "") -> list:
-    """A chip for each label."""
-    return [[str(label), colour, style] for label, colour in zip(labels, colours, strict=False)]
-
-
-def whole(number: float) -> str:
-    """As an integer."""
-    return f"{number:,.0f}"
-
-
-def ranks_of(seen: list[dict], name: str) -> list:
-    """What each rank has recorded under a name."""
-    return [rank[name] for rank in seen]
-
-
-def accumulation(seen: list[dict], dtype: str, recompute: str) -> dict:
-    """Chapter 1: the micro-batches of a step, and what memory holds."""
-    made, states, happened = seen[0]["accumulation"][dtype, recompute], [], []
-    modules, n_micro_batches = ("E", "0", "1", "H"), len(made["terms"])
-    for now in made["moments"]:
-        at = now["n"], now["direction"], now["what"]
-        happened.append(at)
-
-        def run(n: int, direction: str, at: tuple = at) -> list:
-            there = [m for m in modules if (n, direction, m) in happened]
-            styles = ["way" if (n, direction, m) == at else "" if m in there else "gone" for m in modules]
-            return [[m, "fb".index(direction[0]), style] for m, style in zip(modules, styles, strict=True)]
-
-        numbers = range(1, n_micro_batches + 1)
-        terms = [[f"{made['terms'][n - 1]:.4f}"] if (n, "backward", "H") in happened else [] for n in numbers]
-        rows = {direction: [run(n, direction) for n in numbers] for direction in ("forward", "backward")}
-        rows |= {"its loss / n_targets": terms}
-        says = f"Micro-batch {now['n']}: {now['what']} computes {now['direction']}."
-        if now["direction"] == "done":
-            says = {"all": f"Micro-batch {now['n']} is done.", "AdamW": "AdamW has updated the masters."}.get(
-                now["what"], "The gradients are dropped."
-            )
-        states.append((f"{says} Norm of the gradients that are here: {now['norm']:.4f}.", rows))
-    text = (
-        f"The loss of the step is the sum of the terms: {made['loss']:.4f}. E embedding, 0 and 1 layers, H norm, head."
-    )
-    curve = {kind: [now["held"][kind] for now in made["moments"]] for kind in made["moments"][0]["held"]}
-    return table(text, [f"micro-batch {n}" for n in numbers], states, curve)
-
-
-def collective(seen: list[dict], name: str) -> dict:
-    """Chapter 2: a collective, four ranks' numbers in and out."""
-    found = [of[name] for of in ranks_of(seen, "collectives")]
-    single, states = len(found[0][0]) == 1, []
-    origin = {whole(number): rank for rank, (numbers, *_) in enumerate(found) for number in numbers}
-    before = [chips(map(whole, numbers), [rank] * RANKS) for rank, (numbers, *_) in enumerate(found)]
-    after = [[[whole(x), origin.get(whole(x), -1), ""] for x in numbers] for _, numbers, _ in found]
-    states = [("Before.", {"in": before, "out": [[] for _ in found]}), ("After.", {"in": before, "out": after})]
-    doc = inspect.getdoc(getattr(comm, name)).split("\n")[0].replace("`", "")
-    sent = f"Each rank sends {whole(found[0][2])} bytes: {'its number' if single else 'its four numbers'} are fp32."
-    return table(f"{doc} {sent}".replace("number are", "number is"), [f"rank {rank}" for rank in range(RANKS)], states)
-
-
-def ring_reduce(seen: list[dict]) -> dict:
-    """Chapter 2: an all-reduce, message by message."""
-    rounds, states = ranks_of(seen, "ring_reduce"), []
-    for s, now in enumerate(zip(*rounds, strict=True)):
-        has = [chips(map(whole, rank["has"]), range(RANKS)) for rank in now]
-        sends = [
-            []
-            if it["to"] is None
-            else [*chips([whole(it["has"][it["sends"]])], [it["sends"]], "way"), f"to rank {it['to']}"]
-            for it in now
-        ]
-        part = "reduce-scatter" if s < RANKS - 1 else "all-gather"
-        says = f"Round {s}, {part}: each rank sends a shard to its right neighbour."
-        states.append((says if sends[0] else "Every rank has all sums.", {"has": has, "sends": sends}))
-    text = "Rank r begins with 1 2 3 4 times 10^r: the digits of a number show which ranks are in the sum."
-    return table(text, [f"rank {rank}" for rank in range(RANKS)], states)
-
-
-def buckets(seen: list[dict]) -> dict:
-    """Chapter 2: buckets fill and leave while backward goes on."""
-    found, states = ranks_of(seen, "buckets"), []
-    first = found[0]
-    for k, now in enumerate(first["moments"]):
-        rows = {}
-        for i, (names, n_bytes) in enumerate(zip(first["buckets"], first["bytes"], strict=True)):
-            style = "way" if now["has"][i] == "under way" else ""
-            row = [[name, i, style if name in now["ready"] else "gone"] for name in names]
-            has = [rank["moments"][k]["has"][i] for rank in found]
-            begun = any(name in now["ready"] for name in names)
-            numbers = [[x if x == "under way" else f"{x:.4f}"] if begun else [] for x in has]
-            rows[f"bucket {i}, {whole(n_bytes)} bytes"] = [row, *numbers]
-        states.append((f"{now['says']} Sums that have started: {now['sent']}.", rows))
-    text = "Left: rank 0's gradients, in the order of backward. Right: the sum of all numbers of a bucket's buffer."
-    return table(text, ["gradients", *(f"rank {rank}" for rank in range(RANKS))], states)
-
-
-def zero(seen: list[dict], stage: int) -> dict:
-    """Chapter 3: who holds which shard of what."""
-    found, states = [of[stage] for of in ranks_of(seen, "zero")], []
-    styles = {"o": "", "w": "way", "-": "gone"}
-    for now in zip(*found, strict=True):
-        rows = {}
-        for unit in now[0]["held"]:
-            for k, kind in enumerate(("weights", "gradient", "summed gradient", "optimizer")):
-                of = [rank["held"][unit][k] for rank in now]
-                rows[f"{unit} {kind}"] = [[[str(n), n, styles[x]] for n, x in enumerate(letters)] for letters in of]
-        rows["bytes in all"] = [[whole(sum(rank["bytes"].values()))] for rank in now]
-        states.append((now[0]["says"], rows))
-    text = "A box is a shard, with the number of the rank that updates it. Empty: not here. Dashed: under way."
-    text += (
-        " The gradient is that of the rank's own tokens. Weights are bf16; the optimizer has masters and two moments."
-    )
-    curve = {kind: [moment["bytes"][kind] for moment in found[0]] for kind in found[0][0]["bytes"]}
-    return table(text, [f"rank {rank}" for rank in range(RANKS)], states, curve)
-
-
-def kind_of(parts: list, full: list) -> str:
-    """How two ranks' tensors make up that of one device. Raises RuntimeError if they do not."""
-    one, *ranks = (torch.tensor(x, dtype=torch.float64) for x in (full, *parts))
-    if all(x.shape == one.shape and torch.allclose(x, one) for x in ranks):
-        return "whole"
-    if ranks[0].shape == one.shape and torch.allclose(sum(ranks), one):
-        return "partial"
-    for dim, name in enumerate(("tokens", "columns")):
-        if ranks[0].shape[1 - dim] == one.shape[1 - dim] and torch.allclose(torch.cat(ranks, dim), one):
-            return f"shard: {name}"
-    raise RuntimeError("the tensors of the ranks do not make up that of one device")
-
-
-def block(seen: list[dict], of: str, sp: str) -> dict:
-    """Chapter 4: a block's tensors, forward and backward."""
-    with_sp, states, one = sp == "yes", [], seen[0]["block"][None]
-    ranks = [seen[rank]["block"][with_sp] for rank in (0, 1)]
-    names = [name for name in ranks[0] if name.removeprefix("d ").startswith(of[0].lower())]
-    kinds = {name: kind_of([rank[name] for rank in ranks], one[name]) for name in names}
-
-    def matrix(numbers: list, colour: int, style: str) -> list:
-        return [chip for row in numbers for chip in (*chips((f"{x:.2f}" for x in row), [colour] * 4, style), "\n")]
-
-    def title(name: str) -> str:
-        return re.sub(r"^(d )?[am] ", r"\1", name)
-
-    for k, name in enumerate(names):
-        colours = (-1, -1) if kinds[name] == "whole" else (0, 1)
-        style = "way" if kinds[name] == "partial" else ""
-        now = [matrix(rank[name], c, style) for rank, c in zip(ranks, colours, strict=True)]
-        rows = {"numbers": [*now, matrix(one[name], -1, "")]}
-        for way in ("forward", "backward"):
-            of = [(n, other) for n, other in enumerate(names) if other.startswith("d ") == (way == "backward")]
-            colour = {"whole": -1, "shard": 2, "parti": 4}
-            line = [[f"{title(x)}: {kinds[x]}", colour[kinds[x][:5]], "" if n <= k else "gone"] for n, x in of]
-            rows[way] = [line]
-        states.append((f"{title(name)}: {kinds[name]} on the two ranks. {WHY.get(title(name), {}).get(sp, '')}", rows))
-    text = "One sequence of 4 tokens (rows), 4 channels. Whole: all ranks have the same. Shard: parts of a tensor."
-    text += " Partial: terms of a sum. Each is found by comparing the numbers with those of one device."
-    return table(text, ["rank 0", "rank 1", "one device"], states)
-
-
-WHY = {  # what f and g do in forward and in backward
-    "f(norm(x))": dict(yes="f has gathered the tokens.", no="f does nothing in forward."),
-    "g": dict(yes="g has summed the terms, and sharded the tokens.", no="g has summed the terms."),
-    "d norm(x)": dict(
-        yes="f's backward has summed the terms, and sharded the tokens.", no="f's backward has summed the terms."
-    ),
-    "d o_proj": dict(yes="g's backward has gathered the tokens.", no="g's backward does nothing."),
-    "d down_proj": dict(yes="g's backward has gathered the tokens.", no="g's backward does nothing."),
-}
-
-
-def ring_work(seen: list[dict], mode: str) -> dict:
-    """Chapter 5: whose keys are where in which hop, and each rank's work."""
-    found, states = [of[mode] for of in ranks_of(seen, "ring_work")], []
-    for hop, now in enumerate(zip(*found, strict=True)):
-        rows = {"queries": [chips(it["queries"], [rank] * 9) for rank, it in enumerate(now)]}
-        rows["keys here"] = [
-            [[str(key), it["source"], "" if key in it["keys"] else "gone"] for key in it["here"]] for it in now
-        ]
-        rows["pairs in this hop"] = [[["\u2009" * it["pairs"] + str(it["pairs"]), -1, ""]] for it in now]
-        rows["pairs so far"] = [[str(sum(it["pairs"] for it in rank[: hop + 1]))] for rank in found]
-        most = max(it["pairs"] for it in now)
-        says = f"Hop {hop}: the slowest rank computes {most} pairs, and all wait for it."
-        states.append((says, rows))
-    steps = sum(max(it["pairs"] for it in now) for now in zip(*found, strict=True))
-    total = sum(it["pairs"] for rank in found for it in rank)
-    text = "16 tokens; a box is a token's position, its colour its rank. Empty: keys that no query here may see."
-    text += (
-        f" All hops together take as long as {steps} pairs; shared evenly, {total} pairs would take {total / RANKS:g}."
-    )
-    return table(text, [f"rank {rank}" for rank in range(RANKS)], states)
-
-
-def routing(seen: list[dict], ep: int) -> dict:
-    """Chapter 7: tokens go to experts and come home."""
-    found, e = [of[ep] for of in ranks_of(seen, "routing")], 4 // ep
-    rows: dict[str, list] = {name: [] for name in ("routed", "sorted", "received", "by expert", "home")}
-
-    def line(tokens: list[int], experts: list[int], ends: list[int]) -> list:
-        """Chips; a bar where the counts in `ends` end."""
-        made, cuts = [], set(accumulate(ends[:-1]))
-        for n, (token, expert) in enumerate(zip(tokens, experts, strict=True)):
-            made += ["|"] * (n in cuts) + [[f"e{expert}:t{token}", token // 2, ""]]
-        return made
-
-    for rank, it in enumerate(found):
-        made = []
-        for token, (experts, scores) in enumerate(zip(it["routed"], it["scores"], strict=True)):
-            of = [f"e{expert} {score:.2f}" for expert, score in zip(experts, scores, strict=True)]
-            made += [[f"t{2 * rank + token}: {', '.join(of)}", rank, ""], "\n"]
-        rows["routed"].append(made)
-        own = [expert for expert, count in enumerate(it["per expert"]) for _ in range(count)]
-        leaving = [sum(it["per expert"][k * e : k * e + e]) for k in range(ep)]
-        first = rank % ep * e
-        arrived = [first + k for row in it["arriving"] for k, count in enumerate(row) for _ in range(count)]
-        sorted_here = [first + k for k, count in enumerate(it["counts"]) for _ in range(count)]
-        rows["sorted"].append(line(it["sorted"], own, leaving))
-        rows["received"].append(line(it["received"], arrived, [sum(row) for row in it["arriving"]]))
-        rows["by expert"].append(line(it["by expert"], sorted_here, it["counts"]))
-        rows["home"].append(line(it["home"], own, leaving))
-    says = (
-        "Routed: each token's two experts, with the weights of their outputs.",
-        "Sorted by expert; a bar between what is for one rank and for the next.",
-        "Received: what the all-to-all has brought; a bar between senders.",
-        "By expert: `transpose_blocks` has put together what one expert computes; a bar between experts.",
-        "Home: the outputs are back, in the order in which the rows left.",
-    )
-    states = [
-        (said, {name: row if n <= k else [[] for _ in row] for n, (name, row) in enumerate(rows.items())})
-        for k, said in enumerate(says)
-    ]
-    text = f"4 experts, {e} on a rank; groups of {ep} ranks. The colour is that of the rank whose token it is."
-    here = [", ".join(f"e{rank % ep * e + k}" for k in range(e)) for rank in range(RANKS)]
-    return table(text, [f"rank {rank}, expert{'s' * (e > 1)} {of}" for rank, of in enumerate(here)], states)
+    states = [(now[0][0], joined([rows for _, rows in now])) for now in zip(*(r["states"] for r in ranks), strict=True)]
+    curve = ranks[0].get("curve", {})
+    return dict(text=ranks[0]["text"], columns=columns, states=states, cells=[*map(json.loads, cells)], curve=curve)
 
 
 def schedule(name: str, p: int, m: int) -> dict:
@@ -381,38 +149,43 @@ def mesh(pp: int, dp: int, cp: int, tp: int, ep: int) -> dict:
 def all_pictures() -> dict[str, list[dict]]:
     """By the module on whose page they are."""
     plugins()  # variants add their entries to the menus
-    seen, ranks, sizes, both = recorded(), [2, 3, 4, 8], [1, 2, 4], ["yes", "no"]
-    modes, stages = ring_modes(), list(step03.STAGES)
-    operations, dtypes = list(seen[0]["collectives"]), ["fp32", "bf16"]
+    seen, ranks, sizes, modes = recorded(), [2, 3, 4, 8], [1, 2, 4], ring_modes()
     schedules = dict(schedule=[*SCHEDULES], ranks=ranks, micro_batches=[1, 2, 4, 8])
+    four = [f"rank {rank}" for rank in range(RANKS)]
+
+    def of(name: str, columns: list[str], *rest: str, **choices: list) -> dict:
+        """A picture of what the ranks have recorded under this name; as many as it takes for the columns."""
+        who = [rank for rank in seen if rank[name]][: 2 if columns[-1] == "one device" else RANKS]
+        return picture(
+            lambda *key: table([rank[name]["/".join(map(str, key))] for rank in who], columns), *rest, **choices
+        )
+
+    memory = dict(dtype=["fp32", "bf16"], recompute=["none", "full"])
+    batches, two = [f"micro-batch {n}" for n in (1, 2, 3)], ["rank 0", "rank 1", "one device"]
+    blocks = dict(block=["attention", "MLP"], sp=["yes", "no"])
+    filling = "Buckets fill and leave while backward goes on"
     return dict(
-        step01_single_gpu=[
-            picture(
-                partial(accumulation, seen),
-                "A step, and what memory holds",
-                "fp32/none",
-                dtype=dtypes,
-                recompute=["none", "full"],
-            ),
-        ],
+        step01_single_gpu=[of("accumulation", batches, "A step, and what memory holds", "fp32/none", **memory)],
         step02_ddp=[
-            picture(partial(collective, seen), "Collectives: four ranks' numbers", "all_reduce", operation=operations),
-            picture(partial(ring_reduce, seen), "The ring, message by message", "", "RingSync"),
-            picture(partial(buckets, seen), "Buckets fill and leave while backward goes on", "", "BucketSync"),
+            of("collective", four, "Collectives: four ranks' numbers", "all_reduce", operation=[*OPERATIONS]),
+            of("ring_reduce", four, "The ring, message by message", "", "RingSync"),
+            of("buckets", ["gradients", *four], filling, "", "BucketSync"),
         ],
-        step03_zero=[picture(partial(zero, seen), "Who holds which shard of what", "3", zero=stages)],
-        step04_tp_sp=[
-            picture(partial(block, seen), "A block on two ranks", "MLP/yes", block=["attention", "MLP"], sp=both),
-        ],
+        step03_zero=[of("zero", four, "Who holds which shard of what", "3", zero=[*step03.STAGES])],
+        step04_tp_sp=[of("block", two, "A block on two ranks", "MLP/yes", **blocks)],
         step05_cp_ring=[
             picture(ring, "Who meets which keys when", "zigzag/4", mode=modes, ranks=ranks),
-            picture(partial(ring_work, seen), "Each rank's work", "zigzag", "RingAttention", mode=modes),
+            of("ring_work", four, "Each rank's work", "zigzag", "RingAttention", mode=modes),
         ],
         step06_pipeline=[picture(schedule, "A schedule, with your own costs", "1f1b/4/8", **schedules)],
         step07_moe_ep=[
-            picture(partial(routing, seen), "Tokens go to experts and come home", "2", ep=[2, 4]),
+            of("routing", four, "Tokens go to experts and come home", "2", ep=[2, 4]),
             picture(
-                mesh, "The mesh: choose a rank", "2/1/2/2/2", "train", pp=sizes, dp=sizes, cp=sizes, tp=sizes, ep=sizes
+                mesh,
+                "The mesh: choose a rank",
+                "2/1/2/2/2",
+                "train",
+                **dict.fromkeys(("pp", "dp", "cp", "tp", "ep"), sizes),
             ),
         ],
     )

@@ -1,19 +1,23 @@
 """Four ranks run the course's own code on a small model and say what they saw: the numbers that the pictures show.
 
-`recorded()` forks them; they meet in gloo. A recorder returns lists and dicts; pictures.py makes pictures of them.
+`recorded()` forks them; they meet in gloo. A recorder returns a rank's column of a table that changes from state to
+state: dict(text, states=[(what it says, {row: [cell]})], curve={kind: a number for each state} or {}). A cell is a list
+of texts and chips. A chip is [label, colour, style]; style: "" here, "gone" not here, "way" under way.
 """
 
 import inspect
 import multiprocessing
 import os
+import re
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from itertools import product
+from functools import partial
+from itertools import accumulate, pairwise, product
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -43,18 +47,22 @@ BLOCK = ModelConfig(
     dim=4, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=4, vocab_size=8, seq_len=4
 )  # numbers fit a page
 FLAGS = dict(model="picture", micro_batch_size=1, steps=1, warmup_steps=0, device="cpu", dtype="fp32")
+UNITS = {"E": "the embedding", "0": "layer 0", "1": "layer 1", "H": "norm and head"}
+WAYS = ("forward", "backward")
+BRIEF = {r"model\.|\.weight|layers\.|self_attn\.|mlp\.|_proj|input_layer": "", "post_attention_layer": "post "}
+BRIEF |= {"embed_tokens": "E", "lm_head": "H"}
 
 
 class Watch(Run):
     """A run that writes nothing. `attach(parts)` is called once the step has built, `saw(...)` at every operation."""
 
-    def __init__(self, config: Any, attach: Callable[[SimpleNamespace], None], saw: Callable = lambda *_: None):
+    def __init__(self, config: Any, attach: Callable[[Parts], None], saw: Callable = lambda *_: None):
         super().__init__(config)
         self.first, self.attach, self.saw = False, attach, saw
 
     def steps(self, **parts: Any):
         """As `Run.steps`."""
-        self.attach(SimpleNamespace(**parts))
+        self.attach(Parts(self, **parts))
         yield from super().steps(**parts)
 
     def count(self, operation: str, group: Group, tensor: Tensor, share: float):
@@ -63,23 +71,17 @@ class Watch(Run):
         super().count(operation, group, tensor, share)
 
 
-def after(owner: Any, name: str, tell: Callable[[], None]):
+def after(owner: Any, name: str, tell: Callable[[], Any]):
     """Let a method of an object be followed by `tell`."""
     plain = getattr(owner, name)
-
-    def followed(*args: Any) -> Any:
-        result = plain(*args)
-        tell()
-        return result
-
-    setattr(owner, name, followed)
+    setattr(owner, name, lambda *args: (plain(*args), tell())[0])
 
 
 def watch_modules(model: Decoder, tell: Callable[[str, str], None]):
-    """`tell(name, "forward" or "backward")` when a module has its input, or the gradient of its output."""
-    trunk = model.model
-    modules = {"E": trunk.embed_tokens, **trunk.layers, "H": model.lm_head}
-    for name, module in modules.items():
+    """`tell(name, "forward" or "backward")` when a unit has its input, or the gradient of its output."""
+    for name, module in zip(
+        UNITS, (model.model.embed_tokens, *model.model.layers.values(), model.lm_head), strict=True
+    ):
 
         def begin_backward(_module: nn.Module, _inputs: tuple, output: Tensor, name: str = name):
             if output.requires_grad:
@@ -89,338 +91,411 @@ def watch_modules(model: Decoder, tell: Callable[[str, str], None]):
         module.register_forward_hook(begin_backward)
 
 
-def short(name: str) -> str:
-    """A parameter's name, for a box: "1.q", "E", "H", "norm"."""
-    for long, brief in (
-        ("model.", ""),
-        (".weight", ""),
-        ("layers.", ""),
-        ("self_attn.", ""),
-        ("mlp.", ""),
-        ("_proj", ""),
-    ):
-        name = name.replace(long, brief)
-    for long, brief in (
-        ("embed_tokens", "E"),
-        ("lm_head", "H"),
-        ("input_layer", ""),
-        ("post_attention_layer", "post "),
-    ):
-        name = name.replace(long, brief)
-    return name
+def chips(labels: Iterable, colours: Iterable[int], style: str = "") -> list:
+    """A chip for each label; a number is shown whole."""
+    texts = [label if isinstance(label, str) else f"{label:,.0f}" for label in labels]
+    return [[text, colour, style] for text, colour in zip(texts, colours, strict=False)]
 
 
-def numbers(tensor: Tensor) -> list:
-    """As lists, rounded to four digits behind the point."""
-    return torch.round(tensor.detach().double(), decimals=4).tolist()
+def everyone(mine: Any, group: Group) -> list:
+    """What each rank of a group has."""
+    found = [None] * group.size
+    dist.all_gather_object(found, mine, group.handle)
+    return found
 
 
 def accumulation(dtype: str, recompute: str) -> dict:
-    """Chapter 1, one step of three micro-batches: what happened, and bytes by kind then; loss terms; the loss."""
-    moments, losses, timeline, at = [], [], MemoryTimeline(), dict(n=0)
+    """Chapter 1: a step of three micro-batches, and bytes by kind."""
+    states, terms, timeline, curve, happened = [], [], MemoryTimeline(), {kind: [] for kind in CATEGORIES}, []
     config = step01.Config(**FLAGS | dict(global_batch_size=3, dtype=dtype, recompute=recompute))
 
-    def tell(what: str, direction: str):
-        at["n"] += (what, direction) == ("E", "forward")
-        parts = at["parts"]
+    def tell(parts: Parts, name: str, direction: str, says: str = ""):
+        n = sum(event[1:] == ("forward", "E") for event in happened) + ((name, direction) == ("E", "forward"))
+        happened.append((n, direction, name))
         for kind, tensors in held_tensors(parts).items():
             timeline.label({"masters": "optimizer", "moments": "optimizer"}.get(kind, kind), tensors)
+        for kind in CATEGORIES:
+            curve[kind].append(timeline.total[kind])
+
+        def style(event: tuple) -> str:
+            return "way" if event == happened[-1] else "" if event in happened else "gone"
+
+        of = {way: [[[u, k, style((i, way, u))] for u in UNITS] for i in (1, 2, 3)] for k, way in enumerate(WAYS)}
+        of["its loss / n_targets"] = [[f"{term:.4f}"] for term in terms] + [[]] * (3 - len(terms))
         grads = [param.grad for param in parts.model.parameters() if param.grad is not None]
-        held = {name: timeline.total[name] for name in CATEGORIES}
         norm = nn.utils.get_total_norm(grads).item()
-        moments.append(dict(what=what, direction=direction, n=at["n"], held=held, norm=norm))
+        says = says or f"Micro-batch {n}: {UNITS[name]} computes {direction}."
+        states.append((f"{says} Norm of the gradients that are here: {norm:.4f}.", of))
 
     def end_forward(_model: Decoder, _inputs: tuple, loss: Tensor):
         timeline.phase("backward")
-        losses.append(loss.item())
+        terms.append(loss.item() / config.global_batch_size / SMALL.seq_len)
 
-    def attach(parts: SimpleNamespace):
-        at["parts"], model = Parts(run, **vars(parts)), parts.model
+    def attach(parts: Parts):
+        model = parts.model
         model.register_forward_pre_hook(lambda *_: timeline.phase("forward"))
         model.register_forward_hook(end_forward)
-        watch_modules(model, tell)
-        model.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda _: tell("all", "done"))
-        after(parts.optimizer, "step", lambda: tell("AdamW", "done"))
-        after(parts.optimizer, "zero_grad", lambda: tell("zero_grad", "done"))
+        watch_modules(model, partial(tell, parts))
+        done = partial(tell, parts, "", "done")
+        model.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda _: done("Micro-batch done."))
+        after(parts.optimizer, "step", lambda: done("AdamW has updated the masters."))
+        after(parts.optimizer, "zero_grad", lambda: done("The gradients are dropped."))
 
     run = Watch(config, attach)
     with timeline:
         step01.train(config, run)
-    (row,) = run.history
-    terms = [loss / config.global_batch_size / SMALL.seq_len for loss in losses]
-    return dict(moments=moments, terms=terms, loss=row["loss"])
+    loss = run.history[0]["loss"]
+    text = f"The loss of the step is the sum of the terms: {loss:.4f}. E embedding, 0 and 1 layers, H norm and head."
+    return dict(text=text, states=states, curve=curve)
 
 
-def collectives(mesh: Mesh) -> dict[str, tuple]:
-    """Chapter 2: of each collective this rank's numbers, in and out, and the bytes that it counts."""
+def collective(mesh: Mesh, name: str) -> dict:
+    """Chapter 2: a rank's numbers, in and out, and the bytes that it counts."""
     group, sent = mesh["dp"], []
     n, r = group.size, group.rank
-    base, one = torch.arange(1.0, n + 1) * 10**r, torch.tensor([(r + 1) * 10.0**r])
-    inputs = dict(all_reduce=base, all_gather=one, reduce_scatter=base, all_to_all=base, exchange=one)
-    found = {}
-    with mock.patch.object(
-        comm, "observer", lambda _operation, _group, tensor, share: sent.append(share * tensor.nbytes)
-    ):
-        for name, tensor in inputs.items():
-            output = torch.zeros(n if name in ("all_gather", "all_to_all") else 1)
-            if name == "all_reduce":
-                output = tensor.clone()
-                comm.all_reduce(output, group).wait()
-            elif name == "exchange":
-                comm.exchange([(tensor, (r + 1) % n)], [(output, (r - 1) % n)], group).wait()
-            else:
-                getattr(comm, name)(output, tensor, group).wait()
-            found[name] = tensor.tolist(), output.tolist(), sent.pop()
-    return found
+    one = name in ("all_gather", "exchange")
+    tensor = torch.tensor([(r + 1) * 10.0**r]) if one else torch.arange(1.0, n + 1) * 10**r
+    output = tensor.clone() if name == "all_reduce" else torch.zeros(n if name in ("all_gather", "all_to_all") else 1)
+    given = (output,) if name == "all_reduce" else (output, tensor)
+    if name == "exchange":
+        given = [(tensor, (r + 1) % n)], [(output, (r - 1) % n)]
+    with mock.patch.object(comm, "observer", lambda _op, _group, x, share: sent.append(share * x.nbytes)):
+        getattr(comm, name)(*given, group).wait()
+    # A number with one digit and zeros is as a rank had it, and has the rank's colour; a sum has none.
+    colours = [len(text) - 1 if not text[1:].strip("0") else -1 for text in (f"{x:.0f}" for x in output.tolist())]
+    before, out = chips(tensor.tolist(), [r] * n), chips(output.tolist(), colours)
+    doc = inspect.getdoc(getattr(comm, name)).split("\n")[0].replace("`", "")
+    text = f"{doc} Numbers are fp32. Each rank sends {sent[0]:.0f} bytes."
+    return dict(
+        text=text, states=[(says, {"in": [before], "out": [of]}) for says, of in (("Before.", []), ("After.", out))]
+    )
 
 
-def ring_reduce(mesh: Mesh) -> list[dict]:
-    """Chapter 2: `RingSync.sum_up` of four numbers: what this rank has before each round, and sends; then the sums."""
-    group, rounds = mesh["dp"], []
+def ring_reduce(mesh: Mesh) -> dict:
+    """Chapter 2: `RingSync.sum_up` of four numbers."""
+    group, states = mesh["dp"], []
     gradient = torch.arange(1.0, group.size + 1) * 10**group.rank
 
+    def has() -> list:
+        return [chips(gradient.tolist(), range(RANKS))]
+
     def exchange(sends: list, receives: list, group: Group) -> comm.Pending:
-        shard = sends[0][0].storage_offset()
-        rounds.append(dict(has=gradient.tolist(), sends=shard, to=sends[0][1]))
+        shard, to = sends[0][0].storage_offset(), sends[0][1]
+        s, sent = len(states), chips([gradient[shard].item()], [shard], "way")
+        part = "reduce-scatter" if s < RANKS - 1 else "all-gather"
+        says = f"Round {s}, {part}: each rank sends a shard to its right neighbour."
+        states.append((says, dict(has=has(), sends=[[*sent, f"to rank {to}"]])))
         return comm.exchange(sends, receives, group)
 
     with mock.patch.object(step02, "exchange", exchange):
         step02.RingSync(nn.Module(), None, mesh).sum_up(gradient, group)
-    return [*rounds, dict(has=gradient.tolist(), sends=None, to=None)]
+    text = "Rank r begins with 1 2 3 4 times 10^r: the digits of a number show which ranks are in the sum."
+    return dict(text=text, states=[*states, ("Every rank has all sums.", dict(has=has(), sends=[[]]))])
 
 
-def buckets(mesh: Mesh) -> dict:
-    """Chapter 2: names and bytes by bucket; after each gradient which are there, and the sum of a bucket's numbers."""
-    config, moments, at = step02.Config(**FLAGS | dict(global_batch_size=RANKS, bucket_mb=8 / 1024)), [], {}
+def buckets() -> dict:
+    """Chapter 2: buckets fill and leave while backward goes on. Rank 0 also says which gradients are there."""
+    config = step02.Config(**FLAGS | dict(global_batch_size=RANKS, bucket_mb=8 / 1024))
+    states, ready, names, summed = [], [], {}, []
 
-    def tell(says: str, ready: str | None = None):
-        at["ready"] += [ready] if ready else []
-        sync, has = at["parts"].sync, []
+    def tell(sync: Any, says: str):
+        of = {}
         for i, bucket in enumerate(sync.buckets):
-            flying = i < len(sync.pending) and not at["summed"]
-            has.append("under way" if flying else bucket.flat.sum().item())
-        moments.append(dict(says=says, ready=list(at["ready"]), sent=len(sync.pending), has=has))
+            there = [names[param] in ready for param in bucket.params]
+            flying = i < len(sync.pending) and not summed
+            style = ["gone" if not here else "way" if flying else "" for here in there]
+            row = [[names[param], i, s] for param, s in zip(bucket.params, style, strict=True)]
+            number = ["under way" if flying else f"{bucket.flat.sum():.4f}"] if any(there) else []
+            of[f"bucket {i}, {bucket.flat.nbytes:,} bytes"] = [row] * (dist.get_rank() == 0) + [number]
+        states.append((f"{says} Sums that have started: {len(sync.pending)}.", of))
 
-    def attach(parts: SimpleNamespace):
-        at.update(parts=parts, ready=[], summed=False)
-        for name, param in parts.model.named_parameters():  # after the sync's own hook, which may send
-            said = f"The gradient of {short(name)} is here.", short(name)
-            param.register_post_accumulate_grad_hook(lambda _, said=said: tell(*said))
+    def attach(parts: Parts):
+        for name, param in parts.model.named_parameters():
+            for long, brief in BRIEF.items():
+                name = re.sub(long, brief, name)
+            names[param] = name
 
-        def finished():
-            at["summed"] = True
-            tell("`finish` has waited for every sum: all ranks have the same numbers.")
+        def arrived(param: nn.Parameter):
+            ready.append(names[param])
+            tell(parts.sync, f"The gradient of {names[param]} is here.")
 
-        after(parts.sync, "finish", finished)
+        for param in names:  # after the sync's own hook, which may send
+            param.register_post_accumulate_grad_hook(arrived)
+        said = "`finish` has waited for every sum: all ranks have the same numbers."
+        after(parts.sync, "finish", lambda: (summed.append(True), tell(parts.sync, said)))
 
     step02.train(config, Watch(config, attach))
-    names = {id(param): short(name) for name, param in at["parts"].model.named_parameters()}
-    lists = [[names[id(param)] for param in bucket.params] for bucket in at["parts"].sync.buckets]
-    return dict(buckets=lists, bytes=[b.flat.nbytes for b in at["parts"].sync.buckets], moments=moments)
+    text = "Left: rank 0's gradients, in the order of backward. Right: the sum of all numbers of a bucket's buffer."
+    return dict(text=text, states=states)
 
 
-def zero(stage: int) -> list[dict]:
-    """Chapter 3, the second step of `--zero stage`: after each event, what this rank holds, and bytes by kind.
-
-    `held`, by unit and kind, has a letter for each of the four shards: o held, w on its way, - not here. Kinds:
-    weights; the gradient of this rank's tokens; its sum over ranks; what the optimizer needs (masters and moments).
-    """
+def zero(stage: int) -> dict:
+    """Chapter 3, the second step of `--zero stage`: what this rank holds of each unit, a chip for each shard."""
     config = step03.Config(**FLAGS | dict(global_batch_size=RANKS, steps=2, zero=stage, dtype="bf16"))
-    moments, at, names = [], dict(summed=False), ("E", "0", "1", "H")
+    states, curve, summed, rank = [], defaultdict(list), [], dist.get_rank()
 
-    def letters(there: Any, own: bool = False, way: bool = False) -> str:
-        """`own`: of this rank's shard alone, if at all; `way`: the others are still to come."""
-        mine = [rank == dist.get_rank() for rank in range(RANKS)]
-        return "".join("-" if there is None or (own and not m) else "w" if way and not m else "o" for m in mine)
+    def shards(there: Any, own: bool = False, way: str = "") -> list:
+        """`own`: of this rank's shard alone, if at all; `way`: the style of the others."""
+        styles = ["gone" if there is None or (own and r != rank) else way * (r != rank) for r in range(RANKS)]
+        return [[[str(r), r, style] for r, style in enumerate(styles)]]
 
-    def held(unit: Any, sync: Any) -> list[str]:
+    def held(unit: Any, parts: Parts) -> list:
+        """Weights, the gradient of this rank's tokens, its sum, masters and moments."""
         if stage == 0:
-            gradient = [letters(at["parts"].model.lm_head.weight.grad)]
-            sums = gradient[::-1] if at["summed"] else [letters(None)]
-            return ["oooo", letters(None) if at["summed"] else gradient[0], sums[0], "oooo"]
+            gradient = parts.model.lm_head.weight.grad
+            own, total = (None, gradient) if summed else (gradient, None)
+            return [shards(1), shards(own), shards(total), shards(1)]
         here = unit.flat.untyped_storage().nbytes() > 0
-        coming = stage == 3 and here and not (unit.gathered and not unit.gathering.works)
+        coming = stage == 3 and not (unit.gathered and not unit.gathering.works)
         sums = unit.grad_shard if unit.grad_shard is not None else unit.reduced_shard
-        gradient = letters(unit.gradient)
-        if stage >= 2 and sync.in_flight is not None and sync.in_flight[0] is unit:
-            gradient = gradient.replace("o", "w")
-        return [letters(1, own=not here, way=coming), gradient, letters(sums, own=True), letters(1, own=True)]
+        flying = stage >= 2 and parts.sync.in_flight is not None and parts.sync.in_flight[0] is unit
+        gradient = [[[label, colour, "way" if flying else style] for label, colour, style in shards(unit.gradient)[0]]]
+        return [shards(1, not here, "way" * coming), gradient, shards(sums, own=True), shards(1, own=True)]
 
-    def tell(says: str):
-        if len(at["run"].history) < 1:  # in the first step the optimizer has no moments yet
+    def tell(parts: Parts, says: str):
+        if not run.history:  # in the first step the optimizer has no moments yet
             return
-        parts = at["parts"]
-        units = dict(zip(names, parts.units or [None] * 4, strict=True))
-        now = {kind: bytes_of(tensors) for kind, tensors in held_tensors(parts).items()}
-        now["optimizer"] = now.pop("masters") + now.pop("moments")
-        here = {name: held(unit, parts.sync) for name, unit in units.items()}
-        if not (moments and "freed" in says and here == moments[-1]["held"]):  # else there was nothing to free
-            moments.append(dict(says=says, held=here, bytes=now))
+        of, now = {}, {kind: bytes_of(tensors) for kind, tensors in held_tensors(parts).items()}
+        for name, unit in zip(UNITS, parts.units or [None] * 4, strict=True):
+            kinds = (f"{name} {kind}" for kind in ("weights", "gradient", "summed gradient", "optimizer"))
+            of |= dict(zip(kinds, held(unit, parts), strict=True))
+        of["bytes in all"] = [[f"{sum(now.values()):,}"]]
+        if not (states and "freed" in says and of == states[-1][1]):  # else there was nothing to free
+            states.append((says[0].upper() + says[1:], of))
+            now["optimizer"] = now.pop("masters") + now.pop("moments")
+            for kind, n_bytes in now.items():
+                curve[kind].append(n_bytes)
 
-    def saw(operation: str, tensor: Tensor):
-        units = zip(names, at["parts"].units, strict=False)
-        found = [name for name, unit in units if tensor is unit.flat or tensor is unit.gradient]
-        if found or (stage == 0 and operation == "all_reduce" and tensor.dim()):
-            tell(f"{operation.replace('_', '-').capitalize()} of {found[0] if found else 'a bucket'} starts.")
+    def attach(parts: Parts):
+        named = dict(zip(UNITS.values(), parts.units, strict=False))
 
-    def attach(parts: SimpleNamespace):
-        at["parts"] = Parts(at["run"], **vars(parts))
-        watch_modules(parts.model, lambda name, direction: tell(f"{name} computes {direction}."))
-        for name, unit in zip(names, parts.optimizer.units if stage == 3 else (), strict=False):
-            after(unit, "free", lambda name=name: tell(f"{name} is freed: of its weights each rank keeps its shard."))
-        after(parts.sync, "finish", lambda: (at.update(summed=True), tell("`finish` returns: each sum is complete.")))
-        after(parts.optimizer, "step", lambda: tell("The update is done."))
-        after(parts.optimizer, "zero_grad", lambda: (at.update(summed=False), tell("The gradients are dropped.")))
+        def saw(operation: str, tensor: Tensor):
+            found = [name for name, unit in named.items() if tensor is unit.flat or tensor is unit.gradient]
+            if found or (stage == 0 and operation == "all_reduce" and tensor.dim()):
+                tell(parts, f"{operation.replace('_', '-')} of {found[0] if found else 'a bucket'} starts.")
 
-    at["run"] = Watch(config, attach, saw)
-    step03.train(config, at["run"])
-    return moments
+        run.saw = saw
+        watch_modules(parts.model, lambda name, direction: tell(parts, f"{UNITS[name]} computes {direction}."))
+        for name, unit in named.items() if stage == 3 else ():
+            after(unit, "free", lambda name=name: tell(parts, f"{name} is freed: each rank keeps its shard."))
+        after(parts.sync, "finish", lambda: (summed.append(1), tell(parts, "`finish` returns: each sum is complete.")))
+        after(parts.optimizer, "step", lambda: tell(parts, "The update is done."))
+        after(parts.optimizer, "zero_grad", lambda: (summed.clear(), tell(parts, "The gradients are dropped.")))
 
-
-def watch_block(model: Decoder, seen: dict[str, Tensor]):
-    """Keep in `seen` what passes through the only layer, by name, and after "d" its gradient."""
-    layer = model.model.layers["0"]
-
-    def keep(name: str, tensor: Tensor):
-        seen[name] = tensor.detach().clone()
-        tensor.register_hook(lambda gradient: seen.update({"d " + name: gradient.detach().clone()}))
-
-    def output(module: nn.Module, name: str):
-        module.register_forward_hook(lambda _module, _inputs, out: keep(name, out))
-
-    def given(module: nn.Module, name: str):
-        module.register_forward_pre_hook(lambda _module, inputs: keep(name, inputs[0]))
-
-    attention, mlp = layer.self_attn, layer.mlp
-    for block, norm, inner, last, of in (
-        (
-            attention,
-            layer.input_layernorm,
-            dict(q=attention.q_proj, k=attention.k_proj, v=attention.v_proj),
-            attention.o_proj,
-            "a",
-        ),
-        (mlp, layer.post_attention_layernorm, dict(gate=mlp.gate_proj, up=mlp.up_proj), mlp.down_proj, "m"),
-    ):
-        given(norm, f"{of} x")
-        output(norm, f"{of} norm(x)")
-        given(block, f"{of} f(norm(x))")  # registered after f: it is given what f returns
-        for name, linear in inner.items():
-            output(linear, f"{of} {name}")
-        given(last, f"{of} {'heads' if of == 'a' else 'silu(gate) up'}")
-        output(last, f"{of} {'o_proj' if of == 'a' else 'down_proj'}")
-        output(block, f"{of} g")  # registered after g
+    run = Watch(config, attach)
+    step03.train(config, run)
+    text = "A box is a shard, with the number of the rank that updates it. Empty: not here. Dashed: under way."
+    text += (
+        " The gradient is that of the rank's own tokens. Weights are bf16; the optimizer has masters and two moments."
+    )
+    return dict(text=text, states=states, curve=dict(curve))
 
 
-def block(mesh: Mesh | None, sp: bool) -> dict[str, list]:
-    """Chapter 4: the numbers of a layer's tensors, and their gradients, on this rank; on one device without a mesh.
+def layer_tensors(group: Group | None, mesh: Mesh, sp: bool) -> dict[str, Tensor]:
+    """Chapter 4: by name, what passes through a layer, and ("d ...") its gradients; on one device if `group` is None.
 
-    The course's own initial matrices, 40 times as large: so numbers of a page's precision tell something.
+    The course's own initial matrices, 40 times as large: so two digits behind the point tell something.
     """
     with torch.device("meta"):
         model = Decoder(BLOCK)
-    if mesh is not None:
+    if group is not None:
         step04.shard_tensors(model, mesh, sp)
     materialize(model, 0, torch.device("cpu"), torch.float64)
+    seen: dict[str, Tensor] = {}
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(40 if param.dim() == 2 else 1)
-    seen: dict[str, Tensor] = {}
-    watch_block(model, seen)
+
+    def keep(name: str, tensor: Tensor):
+        seen[name] = tensor.detach()[0]
+        tensor.register_hook(lambda gradient: seen.update({"d " + name: gradient[0]}))
+
+    def watch(module: nn.Module, given: str = "", output: str = ""):
+        if given:
+            module.register_forward_pre_hook(lambda _module, inputs: keep(given, inputs[0]))
+        if output:
+            module.register_forward_hook(lambda _module, _inputs, out: keep(output, out))
+
+    layer = model.model.layers["0"]
+    for of, norm, module, inside, last in (
+        ("attention", layer.input_layernorm, layer.self_attn, "heads", "o_proj"),
+        ("MLP", layer.post_attention_layernorm, layer.mlp, "silu(gate) up", "down_proj"),
+    ):
+        watch(norm, f"{of}: x", f"{of}: norm(x)")
+        watch(module, f"{of}: f(norm(x))")  # registered after f: it is given what f returns
+        for name, linear in module.named_children():
+            watch(linear, f"{of}: {inside}" * (name == last), f"{of}: {name if name == last else name[:-5]}")
+        watch(module, output=f"{of}: g")  # registered after g
     tokens = torch.arange(BLOCK.seq_len)[None]
     model(tokens, tokens + 1).backward()
-    return {name: tensor.squeeze(0).tolist() for name, tensor in seen.items()}
-
-
-def ring_work(mesh: Mesh, mode: str) -> list[dict]:
-    """Chapter 5: by hop, whose keys are here, and how many pairs of a query and a key `ring_attention` computes."""
-    positions, attention = step05.CONTEXT[mode]
-    group, hops = mesh["dp"], []
-    seq_len, (part, gradients) = 4 * group.size, step05.FORMULAS
-    mine = positions(seq_len, group.rank, group.size)
-
-    def counted(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        hops[-1]["pairs"] += len(q[0, 0]) * (len(q[0, 0]) + 1) // 2 if causal else len(q[0, 0]) * len(k[0, 0])
-        hops[-1]["keys"] |= {int(number) for number in v[0, 0, :, 0]}  # the values are the positions
-        return part(q, k, v, causal)
-
-    def visible(rank: int, source: int, length: int) -> list:
-        hops.append(dict(source=source, here=positions(seq_len, source, group.size).tolist(), pairs=0, keys=set()))
-        return inspect.signature(attention).parameters["visible"].default(rank, source, length)
-
-    x = mine[None, :, None, None].double()
-    attention(x, x, x, group, visible=visible, kernel=(counted, gradients))
-    return [hop | dict(keys=sorted(hop["keys"]), queries=mine.tolist()) for hop in hops]
-
-
-def routing(mesh: Mesh, ep: int) -> dict[str, list]:
-    """Chapter 7: a layer with 4 experts, 2 tokens a rank, 2 choices a token. (expert, token) of each row, by stage.
-
-    A token is known by its numbers: those that travel are looked up among those of all ranks.
-    """
-    config = step07.Config(**FLAGS | dict(experts=4, experts_per_token=2, ep=ep, global_batch_size=1))
-    mesh.join("sequence", "dp")
-    grid = mesh.ranks.reshape(-1, ep)
-    mesh.enter("ep", grid)
-    layer = step07.MoE(SMALL.dim, SMALL.ffn_dim, config, mesh)
-    generator = torch.Generator().manual_seed(2)
-    layer.router.weight.data.normal_(0.0, 0.3, generator=generator)
-    tokens = torch.randn(2 * mesh.world, SMALL.dim, generator=generator)
-    seen: dict[str, Any] = {}
-
-    def who(rows: Tensor) -> list[int]:
-        return [int((tokens - row).abs().sum(-1).argmin()) for row in rows]
-
-    def experts(rows: Tensor, counts: Tensor) -> Tensor:
-        seen["by expert"], seen["counts"] = who(rows), counts.tolist()
-        return rows
-
-    def transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
-        seen.setdefault("received", who(rows))
-        seen.setdefault("arriving", sizes.tolist())
-        return plain(rows, sizes)
-
-    def visit(rows: Tensor, counts: Tensor) -> Tensor:
-        seen["sorted"], seen["per expert"] = who(rows), counts.tolist()
-        out = step07.visit_experts(experts, mesh["ep"], rows, counts)
-        seen["home"] = who(out)
-        return out
-
-    def topk(p: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        scores, chosen = plain_topk(p, k)
-        seen["routed"], seen["scores"] = chosen.tolist(), numbers(scores / scores.sum(-1, keepdim=True))
-        return scores, chosen
-
-    plain, plain_topk, layer.experts.forward = step07.transpose_blocks, torch.Tensor.topk, visit
-    patches = mock.patch.object(step07, "transpose_blocks", transpose_blocks), mock.patch.object(Tensor, "topk", topk)
-    with patches[0], patches[1], torch.no_grad():
-        layer(tokens[2 * mesh.rank :][None, :2])
     return seen
 
 
-def all_of_a_rank(text: Path) -> dict[str, Any]:
-    """Everything that this rank saw. Chapter 1 needs one rank alone."""
-    PRESETS["picture"], FLAGS["dataset"] = SMALL, str(text)
-    mesh, pairs = Mesh(dp=RANKS), Mesh(dp=RANKS // 2, tp=2)
-    found = dict(
-        collectives=collectives(mesh),
-        ring_reduce=ring_reduce(mesh),
-        buckets=buckets(mesh),
-        zero=[zero(stage) for stage in step03.STAGES],
-        block={sp: block(pairs, sp) for sp in (True, False)},
-        ring_work={mode: ring_work(mesh, mode) for mode in ring_modes()},
-        routing={ep: routing(mesh, ep) for ep in (2, 4)},
-    )
-    if mesh.rank == 0:
-        found["block"][None] = block(None, False)
-        choices = product(("fp32", "bf16"), step01.RECOMPUTE)
-        found["accumulation"] = {choice: accumulation(*choice) for choice in choices if choice[1] in ("none", "full")}
-    return found
+def kind_of(ranks: list[Tensor], one: Tensor) -> str:
+    """How two ranks' tensors make up that of one device. Raises RuntimeError if they do not."""
+    if all(x.shape == one.shape and torch.allclose(x, one) for x in ranks):
+        return "whole"
+    if ranks[0].shape == one.shape and torch.allclose(sum(ranks), one):
+        return "partial"
+    for dim, name in enumerate(("tokens", "columns")):
+        if ranks[0].shape[1 - dim] == one.shape[1 - dim] and torch.allclose(torch.cat(ranks, dim), one):
+            return f"shard: {name}"
+    raise RuntimeError("the tensors of the ranks do not make up that of one device")
+
+
+WHY = {  # what f and g have done: (with SP, without), in forward and in backward
+    "f(norm(x))": ("f has gathered the tokens.", "f does nothing in forward."),
+    "g": ("g has summed the terms, and sharded the tokens.", "g has summed the terms."),
+    "d norm(x)": ("f's backward has summed the terms, and sharded the tokens.", "f's backward has summed the terms."),
+    "d o_proj": ("g's backward has gathered the tokens.", "g's backward does nothing."),
+}
+WHY["d down_proj"] = WHY["d o_proj"]
+
+
+def block(mesh: Mesh, of: str, sp: bool) -> dict:
+    """Chapter 4: a block's tensors on two ranks. The second one also shows those of one device."""
+    seen, one, states = layer_tensors(mesh["tp"], mesh, sp), layer_tensors(None, mesh, sp), []
+    both, r = everyone(seen, mesh["tp"]), mesh["tp"].rank
+    names = [name for name in seen if of in name]
+    kinds = {name: kind_of([rank[name] for rank in both], one[name]) for name in names}
+
+    def matrix(numbers: Tensor, colour: int, style: str = "") -> list:
+        return [
+            chip for row in numbers.tolist() for chip in (*chips(map("{:.2f}".format, row), [colour] * 4, style), "\n")
+        ]
+
+    for k, name in enumerate(names):
+        kind, title = kinds[name][:5], name.replace(f"{of}: ", "")
+        mine = matrix(seen[name], -1 if kind == "whole" else r, "way" if kind == "parti" else "")
+        rows = {"numbers": [mine] + [matrix(one[name], -1)] * r}
+        for way in WAYS:
+            there = [(n, x) for n, x in enumerate(names) if x.startswith("d ") == (way == "backward")]
+            colour = {"whole": -1, "shard": 2, "parti": 4}
+            line = [
+                [f"{x}: {kinds[x]}".replace(f"{of}: ", ""), colour[kinds[x][:5]], "gone" * (n > k)] for n, x in there
+            ]
+            rows[way] = [line] * (r == 0)
+        states.append((f"{title}: {kinds[name]} on the two ranks. {WHY.get(title, ('', ''))[not sp]}", rows))
+    text = "One sequence of 4 tokens (rows), 4 channels. Whole: all ranks have the same. Shard: parts of a tensor."
+    text += " Partial: terms of a sum. Each is found by comparing the numbers with those of one device."
+    return dict(text=text, states=states)
 
 
 def ring_modes() -> list[str]:
     """The modes of chapter 5 in which keys go round the ring."""
     return [mode for mode, made in step05.CONTEXT.items() if "visible" in inspect.signature(made.attention).parameters]
+
+
+def ring_work(mesh: Mesh, mode: str) -> dict:
+    """Chapter 5: by hop, whose keys are here, and how many pairs of a query and a key `ring_attention` computes."""
+    positions, attention = step05.CONTEXT[mode]
+    group, pairs, keys, states = mesh["dp"], [], [], []
+    part, gradients = step05.FORMULAS
+    sources, plain = [], inspect.signature(attention).parameters["visible"].default
+
+    def counted(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        n = q.shape[2]
+        pairs[-1] += n * (n + 1) // 2 if causal else n * k.shape[2]
+        keys[-1] |= {*v.flatten().tolist()}  # the values are the positions
+        return part(q, k, v, causal)
+
+    def visible(rank: int, source: int, length: int) -> list:
+        sources.append(source), pairs.append(0), keys.append(set())
+        return plain(rank, source, length)
+
+    chunks = [positions(4 * RANKS, rank, RANKS).tolist() for rank in range(RANKS)]
+    x = torch.tensor(chunks[group.rank], dtype=torch.float64)[None, :, None, None]
+    attention(x, x, x, group, visible=visible, kernel=(counted, gradients))
+    slowest, total = map(max, zip(*everyone(pairs, group), strict=True)), sum(map(sum, everyone(pairs, group)))
+    for hop, (source, n, most) in enumerate(zip(sources, pairs, slowest, strict=True)):
+        here = [[str(key), source, "" if key in keys[hop] else "gone"] for key in chunks[source]]
+        of = {"queries": [chips(map(str, chunks[group.rank]), [group.rank] * 4)], "keys here": [here]}
+        of |= {"pairs in this hop": [[[f"{' ' * n}{n}", -1, ""]]], "pairs so far": [[str(sum(pairs[: hop + 1]))]]}
+        states.append((f"Hop {hop}: the slowest rank computes {most} pairs, and all wait for it.", of))
+    text = "16 tokens; a box is a token's position, its colour its rank. Empty: keys that no query here may see."
+    return dict(text=f"{text} {total} pairs in all: shared evenly, {total / RANKS:g} a rank.", states=states)
+
+
+def routing(mesh: Mesh, ep: int) -> dict:
+    """Chapter 7: a layer with 4 experts, 2 tokens a rank, 2 choices a token.
+
+    A token is known by its numbers: rows that travel are looked up among the tokens of all ranks.
+    """
+    config = step07.Config(**FLAGS | dict(experts=4, experts_per_token=2, ep=ep, global_batch_size=1))
+    mesh.join("sequence", "dp")
+    mesh.enter("ep", mesh.ranks.reshape(-1, ep))
+    layer, generator = step07.MoE(SMALL.dim, SMALL.ffn_dim, config, mesh), torch.Generator().manual_seed(2)
+    layer.router.weight.data.normal_(0.0, 0.3, generator=generator)
+    tokens = torch.randn(2 * mesh.world, SMALL.dim, generator=generator)
+    rows, first, e = {}, mesh["ep"].rank * 4 // ep, 4 // ep
+
+    def show(name: str, of: Tensor, experts: Iterable[int], ends: list[int]):
+        """A chip for each row, with its expert and its token; a bar where the counts in `ends` end."""
+        found = [int((tokens - row).abs().sum(-1).argmin()) for row in of]
+        made = [[f"e{expert}:t{token}", token // 2, ""] for expert, token in zip(experts, found, strict=True)]
+        cuts = [0, *accumulate(ends)]
+        rows.setdefault(name, [chip for a, b in pairwise(cuts) for chip in ("|", *made[a:b])][1:])
+
+    def repeat(counts: Tensor, start: int = 0) -> list[int]:
+        return [start + n % counts.shape[-1] for n, count in enumerate(counts.flatten().tolist()) for _ in range(count)]
+
+    def experts(of: Tensor, counts: Tensor) -> Tensor:
+        show("by expert", of, repeat(counts, first), counts.tolist())
+        return of
+
+    def transpose_blocks(of: Tensor, sizes: Tensor) -> Tensor:
+        if "received" not in rows:  # and not the outputs, on their way home
+            show("received", of, repeat(sizes, first), sizes.sum(1).tolist())
+        return plain(of, sizes)
+
+    def visit(of: Tensor, counts: Tensor) -> Tensor:
+        show("sorted", of, repeat(counts), counts.view(ep, -1).sum(1).tolist())
+        out = step07.visit_experts(experts, mesh["ep"], of, counts)
+        show("home", out, repeat(counts), counts.view(ep, -1).sum(1).tolist())
+        return out
+
+    def topk(p: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        scores, chosen = plain_topk(p, k)
+        for token, (of, share) in enumerate(zip(chosen.tolist(), scores / scores.sum(-1, keepdim=True), strict=True)):
+            said = ", ".join(f"e{expert} {score:.2f}" for expert, score in zip(of, share.tolist(), strict=True))
+            rows.setdefault("routed", []).extend([[f"t{2 * mesh.rank + token}: {said}", mesh.rank, ""], "\n"])
+        return scores, chosen
+
+    plain, plain_topk, layer.experts.forward = step07.transpose_blocks, Tensor.topk, visit
+    patches = mock.patch.object(step07, "transpose_blocks", transpose_blocks), mock.patch.object(Tensor, "topk", topk)
+    with patches[0], patches[1], torch.no_grad():
+        layer(tokens[2 * mesh.rank :][None, :2])
+    says = {
+        "routed": "Routed: each token's two experts, with the weights of their outputs.",
+        "sorted": "Sorted by expert; a bar between what is for one rank and for the next.",
+        "received": "Received: what the all-to-all has brought; a bar between senders.",
+        "by expert": "By expert: what one expert computes stands together; a bar between experts.",
+        "home": "Home: the outputs are back, in the order in which the rows left.",
+    }
+    known = {"experts here": [[", ".join(f"e{first + k}" for k in range(e))]]}
+    shown = [{name: [rows[name]] if n <= k else [[]] for n, name in enumerate(says)} for k in range(len(says))]
+    text = f"4 experts, {e} on a rank; groups of {ep} ranks. The colour is that of the rank whose token it is."
+    return dict(text=text, states=[(said, known | of) for said, of in zip(says.values(), shown, strict=True)])
+
+
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange")
+
+
+def all_of_a_rank(text: Path) -> dict[str, dict[str, dict]]:
+    """Everything that this rank saw, by picture and choice. Chapter 1 needs one rank alone."""
+    PRESETS["picture"], FLAGS["dataset"] = SMALL, str(text)
+    mesh, pairs = Mesh(dp=RANKS), Mesh(dp=RANKS // 2, tp=2)
+    one = product(("fp32", "bf16"), ("none", "full")) if mesh.rank == 0 else ()
+    return dict(
+        accumulation={"/".join(choice): accumulation(*choice) for choice in one},
+        collective={name: collective(mesh, name) for name in OPERATIONS},
+        ring_reduce={"": ring_reduce(mesh)},
+        buckets={"": buckets()},
+        zero={str(stage): zero(stage) for stage in step03.STAGES},
+        block={f"{of}/{sp}": block(pairs, of, sp == "yes") for of in ("attention", "MLP") for sp in ("yes", "no")},
+        ring_work={mode: ring_work(mesh, mode) for mode in ring_modes()},
+        routing={str(ep): routing(mesh, ep) for ep in (2, 4)},
+    )
 
 
 def serve(rank: int, folder: str, text: Path, connection: Connection):

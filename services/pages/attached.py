@@ -1,0 +1,34 @@
+"""What variants attach, and to what, as their sources say: so a page says it beside what they change."""
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+# The classes of what `attach` calls by these names, and how each verb of `Parts` is read aloud.
+OF = dict(optimizer="Optimizer Zero1", zero="Zero1", sync="NaiveSync BucketSync Zero1 Zero2", unit="Unit ShardedUnit")
+OF |= dict(model="Decoder", layer="DecoderLayer", self_attn="Attention", pipeline="Pipeline", data="Data", run="Run")
+HOW = {"parts.around": "stands around this", "parts.instead": "takes this place"}
+
+
+def all_attached(root: Path) -> dict[str, list[tuple[str, str, str]]]:
+    """By what is changed, "Optimizer.step" or the menu "SYNCS": (flag, file, how, and what the file is about)."""
+    found: dict[str, set] = defaultdict(set)
+    for path in sorted(root.glob("variants/*.py")):
+        tree = ast.parse(path.read_text())
+        doc = re.sub(r"\s+", " ", ast.get_docstring(tree))
+        flag = (re.findall("`(--[^`]*)`", doc) or re.findall(r"--[\w-]+", doc) or [""])[0]
+        about = re.split(r" \(|[:.] |, ", doc.removeprefix(f"`{flag}`: "), maxsplit=1)[0]
+        for node in ast.walk(tree):
+            target, how = [], ""
+            if node in tree.body and isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+                target, how = (
+                    [ast.unparse(node.targets[0].value)],
+                    f"makes the entry {ast.unparse(node.targets[0].slice)}",
+                )
+            elif isinstance(node, ast.Call) and (how := HOW.get(ast.unparse(node.func), "")):
+                owner, method = ast.unparse(node.args[0]).split(".")[-1], getattr(node.args[1], "value", "")
+                target = [owner, *(f"{cls}.{method}" for cls in OF.get(owner, "").split() if method)]
+            for name in [name for name in target if name[0].isupper()]:
+                found[name].add((flag, f"variants/{path.name}", f"{how} ({about})"))
+    return {name: sorted(of) for name, of in found.items()}
