@@ -25,10 +25,11 @@ from tqdm import tqdm
 from common import UserError
 from common.model import PRESETS
 from common.trainer import among, parse
+from theory.activations import CHUNK
 from theory.explain import blackboard
 from theory.gpus import GIB, GPUS, NODE, ROOM, Gpu
 from theory.layouts import Layout, illegal
-from theory.memory import CHUNK, Held
+from theory.memory import Held
 from theory.search import Found, evaluate, fits, rates, search, smallest
 from theory.seconds import Seconds
 from theory.shapes import GPTS, Shape, shape_of, total_weights
