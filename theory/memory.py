@@ -127,7 +127,7 @@ def moments_of(p: Piece, x: Layout, places: dict[int, Place], split: bool) -> di
         neighbours += gathered * matrix
     at_head = gathered * matrix + (neighbours if split else 0)
     waits = wide * matrix if later and last else 0
-    unit = summed * (rest + experts)
+    units = summed * experts, summed * rest  # one after the other
     cast = max(made * largest_matrix(m, x, kind) for kind in layers)
     work = max(work_bytes(p, kind) for kind in layers)
 
@@ -137,12 +137,13 @@ def moments_of(p: Piece, x: Layout, places: dict[int, Place], split: bool) -> di
         if place.after is None:
             found["F", stage] = [Moment(until_b + at_head + loss_bytes(p))]
             head = made if later else made + summed
-            backward.append(Moment(at_head + head * matrix - end_bytes(p), 0 if later else summed * matrix))
+            sends = 0 if split else summed * (m.dim if tied else matrix)  # if it is tied, the norm alone
+            backward.append(Moment(at_head + head * matrix - end_bytes(p), sends))
         if split:
             backward.append(Moment(neighbours + waits + work))
-            found["W", stage] = [Moment(neighbours + unit + cast, summed * rest)]
+            found["W", stage] = [Moment(neighbours + unit + cast, unit) for unit in units]
         else:
-            backward.append(Moment(neighbours + waits + unit + max(work, cast), summed * rest))
+            backward += [Moment(neighbours + waits + unit + max(work, cast), unit) for unit in units]
         if place.before is None or (place.after is None and split):
             end = summed + (2 * wide if later else made)
             backward.append(Moment(end * matrix - until_b + until_w, summed * matrix))
