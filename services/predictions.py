@@ -9,7 +9,7 @@ from common.schedules import Action, Place, consumer
 from services.seam import offered
 from step01_single_gpu import OPTIMIZERS
 from step06_pipeline import TIED, plan
-from theory import memory, shapes, traffic
+from theory import activations, shapes, traffic
 from theory.shapes import Shape
 from theory.traffic import Traffic, Work
 from variants import Parts
@@ -83,14 +83,16 @@ def held_bytes(config: Any, parts: Parts) -> dict[str, float]:
         n, cut = (sum(unit.length * (unit.group.size if whole else 1) for unit in units) for whole in (True, False))
     batch, seq = config.micro_batch_size, w.m.seq_len // size(parts, "cp")
     about = size(parts, "tp"), getattr(config, "sp", False), layers_again(config), on_cpu, config.loss_chunk
-    piece = memory.Piece(w.m, batch, seq, w.e, w.wide, *about)
+    piece = activations.Piece(w.m, batch, seq, w.e, w.wide, *about)
     places, row = work_lists(config, parts)
+    split = any(action.kind == "W" for action in row)
+    kept = {stage: activations.kept_of(piece, place, split, in_forward=True) for stage, place in places.items()}
     return {
         "parameters": (cut + n * getattr(config, "zero_keep", False) if stage == 3 else n) * w.e,
         "gradients": (cut if stage >= 2 else n) * w.wide,
         "masters": cut * w.wide * (w.wide != w.e),
         "moments": moment_bytes(config, parts),
-        "activations": memory.most_kept(row, {s: memory.stage_bytes(piece, p) for s, p in places.items()}, False),
+        "activations": max(activations.kept_along(row, kept)),
     }
 
 

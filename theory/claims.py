@@ -20,9 +20,10 @@ from pathlib import Path
 import torch
 
 from common.schedules import afab, interleaved, one_f_one_b
+from theory.activations import Piece, layer_bytes
 from theory.gpus import CONTEXT, NODE, ROOM
 from theory.layouts import Layout, Network, illegal
-from theory.memory import Piece, layer_bytes, rank_numbers
+from theory.memory import rank_numbers
 from theory.recipes import COURSE
 from theory.search import fits, smallest
 from theory.seconds import least_bubble, ring

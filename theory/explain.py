@@ -1,8 +1,10 @@
 """One layout's sums, as one would write them on a blackboard: each formula, the numbers in it, the result."""
 
+from theory.activations import Piece, layer_bytes
 from theory.gpus import GIB, Gpu
 from theory.layouts import Layout, network
-from theory.memory import Piece, layer_bytes, rank_numbers, rank_places
+from theory.memory import rank_numbers
+from theory.pipelines import rank_places
 from theory.recipes import COURSE
 from theory.search import evaluate, rates
 from theory.seconds import COMPUTE, bandwidth, boundary_seconds, piece_of, rank_work, ring, stages_of

@@ -4,9 +4,11 @@ The course's own trainer has its own functions, those of theory/memory.py, which
 keeps under Megatron is Korthikanti et al. 2022, section 4.
 """
 
+from theory.activations import Kept, kept_along
 from theory.gpus import CONTEXT
 from theory.layouts import Layout, network
-from theory.memory import Held, Kept, lists_of, most_kept, rank_bytes, rank_numbers, rank_places
+from theory.memory import Held, rank_bytes, rank_numbers
+from theory.pipelines import lists_of, rank_places
 from theory.recipes import Recipe
 from theory.shapes import Shape
 
@@ -25,14 +27,14 @@ def gpt_rank_bytes(m: Shape, x: Layout, recipe: Recipe, rank: int) -> Held:
     way = x.schedule, x.pp, x.chunks
     shared, own = rank_numbers(m, *way, x.tp, x.ep)[rank]
     places, n = rank_places(m, *way)[rank], min(x.micro_batches, 4 * x.pp)
-    kept = {s: Kept(len(place.layers) * gpt_layer_bytes(m, x, x.recompute), 0.0, 0.0) for s, place in places.items()}
+    kept = {s: Kept(len(place.layers) * gpt_layer_bytes(m, x, x.recompute)) for s, place in places.items()}
     data = network(x, "shard").ranks
     state = [(shared + own) * size / (data if x.zero >= stage else 1) for stage, size in ((3, 2), (2, 2), (1, 12))]
     state[1] *= recipe.gradient / 2
     last = any(place.after is None for place in places.values())
     logits = last * 6 * x.micro_batch_size * m.seq_len // x.cp * m.vocab_size / x.tp
     again = gpt_layer_bytes(m, x, "none") if x.recompute == "full" else 0.0
-    activations = most_kept(lists_of(*way, n - n % x.pp or n)[rank], kept)
+    activations = max(kept_along(lists_of(*way, n - n % x.pp or n)[rank], kept))
     return Held(*state, activations, logits + again + CONTEXT)
 
 

@@ -26,11 +26,12 @@ from tqdm import tqdm
 from common import UserError
 from common.model import PRESETS
 from common.trainer import among, parse
+from theory.activations import CHUNK
 from theory.explain import blackboard
 from theory.gpus import GIB, GPUS, NODE, ROOM, Gpu
 from theory.guide import guide
 from theory.layouts import UNPLANNED, Layout, illegal
-from theory.memory import CHUNK, Held
+from theory.memory import Held
 from theory.offload import offloaded
 from theory.search import Found, evaluate, fits, rates, search, smallest
 from theory.seconds import Seconds

@@ -19,7 +19,8 @@ from typing import NamedTuple
 from common.schedules import Action, Place
 from theory.gpus import LATENCY, LATENCY_BETWEEN, LAUNCH, Gpu
 from theory.layouts import Layout, Network, network, schedule_of, stages
-from theory.memory import lists_of, rank_numbers, rank_places
+from theory.memory import rank_numbers
+from theory.pipelines import lists_of, rank_places
 from theory.recipes import Recipe
 from theory.shapes import Shape, end_weights, layer_counts
 

@@ -33,17 +33,8 @@ from common.trainer import Run
 # read ahead, or comes as a message (in parts of what is packed), is looked at by documents and dropout; what attention
 # is by then is done again.
 ORDER = ["selective", "compress", "zero_overlap", "zero_replicas", "grad_dtype", "chunked_loss", "stale", "fp16"]
-ORDER += [
-    "balance_bias",
-    "skip_spikes",
-    "prefetch",
-    "batch_ramp",
-    "compress_activations",
-    "pp_scatter",
-    "cp_flash",
-    "documents",
-]
-ORDER += ["dropout", "attention_scores"]
+ORDER += ["balance_bias", "skip_spikes", "prefetch", "batch_ramp", "compress_activations", "pp_scatter", "cp_flash"]
+ORDER += ["documents", "dropout", "attention_scores"]
 
 
 class Change(NamedTuple):

@@ -71,11 +71,16 @@ class Dealt(Documents):
         rows = torch.arange(len(found[0]))[self.mine]
         return tuple(x.index_copy(0, rows, x[rows].gather(1, order)) for x in found)
 
+    def places(self) -> Tensor:
+        """Those that it has been dealt."""
+        return self.now.positions[:, self.rank].to(self.device)
+
     def rope(self) -> Tensor:
         """int64 [batch, this rank's tokens]: positions, in their documents if these restart."""
-        here, starts = self.now.positions[:, self.rank], torch.cat([*map(torch.arange, self.now.lengths)])
-        restart = self.config.documents == "reset"
-        return (starts.view_as(self.now.numbers).gather(1, here) if restart else here).to(self.device)
+        if self.config.documents == "mask":
+            return self.places()
+        starts = torch.cat([*map(torch.arange, self.now.lengths)]).view_as(self.now.numbers)
+        return starts.to(self.device).gather(1, self.places())
 
 
 CONTEXT["balanced"] = ContextMode(zigzag_positions, gathered_attention)

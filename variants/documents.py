@@ -140,6 +140,10 @@ class Documents:
         self.now = MicroBatch(tokens, self.config.end_token, self.fixed)
         return self.rope()
 
+    def places(self) -> Tensor:
+        """int64 [1 or batch, this rank's tokens]: where its tokens of the micro-batch stand in their sequences."""
+        return self.here[None]
+
     def rope(self) -> Tensor:
         """int64 [batch, this rank's tokens]: positions in their documents; [this rank's tokens] if they go on."""
         if self.config.documents == "mask":

@@ -60,7 +60,9 @@ class Dropout:
     def __init__(self, config: Any, parts: Parts):
         trunk, self.p, self.size, self.seed = parts.model.model, config.dropout, config.micro_batch_size, config.seed
         seq, self.device = parts.model.config.seq_len, next(parts.model.parameters()).device
-        self.here = (torch.arange(seq) if parts.positions is None else parts.positions).to(self.device)
+        here = (torch.arange(seq) if parts.positions is None else parts.positions).to(self.device)[None]
+        documents = parts.kept.get("variants.documents")
+        self.here = (lambda: here) if documents is None else documents.places  # [1 or batch, tokens]
         ramp = parts.kept.get("variants.batch_ramp")
         self.sequences = (lambda _: config.global_batch_size) if ramp is None else ramp.size  # of a step
         self.mesh, self.places = parts.mesh, {0: trunk.embed_tokens}
@@ -100,8 +102,8 @@ class Dropout:
         """bool [batch, tokens, dim]: what stays. If tp ranks have shards of the tokens, it is of this rank's."""
         (batch, tokens, dim), first = shape, self.first + self.now * self.size
         sequences = torch.arange(first, first + batch, device=self.device)[:, None, None]
-        shards = self.here.chunk(len(self.here) // tokens)
-        positions = shards[self.mesh.rank % len(shards)][:, None]  # tp is the mesh's last dimension
+        shards = self.here().split(tokens, 1)
+        positions = shards[self.mesh.rank % len(shards)][..., None]  # tp is the mesh's last dimension
         channels = torch.arange(-(-dim // 4), device=self.device)
         words = philox((channels, positions, sequences, place), self.key)
         bound = round((1 - self.p) * 2**32)
