@@ -22,10 +22,10 @@ from services.dry_run import Counted, run_rank
 from services.legal import layout_of
 from services.seam import check, compose
 from tests.bench import plan as bench
-from theory import plan, seconds
+from theory import count, plan, seconds
 from theory.activations import Kept, Piece, kept_along, layer_bytes
 from theory.footprint import gpt_layer_bytes, held
-from theory.gpus import GPUS, LATENCY, LATENCY_BETWEEN
+from theory.gpus import CONTEXT, GPUS, LATENCY, LATENCY_BETWEEN
 from theory.layouts import RECOMPUTE, Layout, balanced, illegal, meshes, network, variants
 from theory.memory import rank_bytes, rank_numbers
 from theory.pipelines import lists_of, rank_places
@@ -368,7 +368,21 @@ def test_the_command(capsys, tmp_path):
     assert [*dict(times)][:2] == ["compute", "bubble"] and sum(parts) == pytest.approx(step, abs=0.003)
 
 
+def test_the_dry_run_counts_a_layout():
+    """The printed flags, run by the step that trains the model: the peak counted here, and what is said of it."""
+    m, x = replace(MODELS["debug"], seq_len=32), Layout(2, dp=2, global_batch_size=8, zero=3, schedule="zb-h1")
+    counted = count.counted_bytes("debug", m, x)
+    flags = f"--model debug --seq-len 32 {count.always(m)} {x.flags()} --dtype bf16 --device cpu --dry-run 4"
+    config = parse(compose(step06), shlex.split(flags))
+    check(config, 1)
+    peaks = [sum(run_rank(step06.train, config, rank).meter.peak().values()) for rank in (0, 2)]
+    assert min(abs(counted - CONTEXT - peak) for peak in peaks) <= 0.005 * 2**20  # as it is printed
+    assert count.verdict(60 * 2**30, 54 * 2**30, H100) == "counted 60.0 GiB, bound 54.0 GiB (0.90 of it): fits"
+    assert count.verdict(81 * 2**30, 75 * 2**30, H100).endswith("(0.93 of it): does not fit: 1.0 GiB too much")
+
+
 MISTAKES = {
+    "--model gpt3-22b --gpus 64 --global-batch-size 64 --count": "no step trains gpt3-22b",
     "--gpu abacus": "invalid choice",
     "--model gpt5": "no such model",
     "--model llama3-405b --gpus 8 --global-batch-size 8": "GiB too much",

@@ -4,10 +4,12 @@
     python -m theory.plan --model llama3-70b --gpus 128 --explain "--tp 8 --pp 4 --micro-batch-size 1"
     python -m theory.plan --gpus 8 --largest
     python -m theory.plan --model llama3-8b --gpus 8 --longest
+    python -m theory.plan --model smollm-1.7b --gpus 8 --count
 
-It prints the ten best layouts of the course's own trainer, as flags of step07_moe_ep.py. GPUs are in nodes of 8; tp is
-innermost, then cp, dp, pp. How it counts: theory/memory.py and theory/seconds.py; how it searches: theory/search.py;
-what it is held against: `python -m tests.bench plan`.
+It prints the ten best layouts of the course's own trainer, as flags of step 7, or without experts of step 6. GPUs are
+in nodes of 8; tp is innermost, then cp, dp, pp. Memory is a bound (theory/memory.py); with --count the dry run counts
+these ten exactly, a process each. Seconds: theory/seconds.py; how it searches: theory/search.py; what it is held
+against: `python -m tests.bench plan`.
 """
 
 import importlib
@@ -25,7 +27,7 @@ from tqdm import tqdm
 from common import UserError
 from common.model import PRESETS
 from common.trainer import among, parse
-from theory.activations import CHUNK
+from theory.count import always, counted_bytes, script, verdict
 from theory.explain import blackboard
 from theory.gpus import GIB, GPUS, NODE, ROOM, Gpu
 from theory.layouts import Layout, illegal
@@ -36,7 +38,6 @@ from theory.shapes import GPTS, Shape, shape_of, total_weights
 from theory.tables import table
 
 MOST_GPUS = 2**17
-ALWAYS = f"--pp-split cost --loss-chunk {CHUNK} --prefetch"  # beside the flags of a layout
 
 
 @dataclass
@@ -51,6 +52,7 @@ class Flags:
     explain: str = ""  # one layout on the blackboard: "--tp 8 --pp 4 ..."
     largest: bool = False  # the largest model that fits
     longest: bool = False  # the longest sequence that fits
+    count: bool = False  # let the dry run count the memory of the ten layouts, too
     json: str = ""  # write the ten layouts, their memory and their seconds to this file
 
 
@@ -72,8 +74,10 @@ def asked(flags: Flags, known: dict[str, Shape]) -> tuple[Shape, int]:
         raise UserError(f"--gpus {flags.gpus}: the planner counts up to {MOST_GPUS}")
     if flags.json and not Path(flags.json).parent.is_dir():
         raise UserError(f"--json {flags.json}: there is no folder {Path(flags.json).parent}; make it, or name another")
-    if sum((bool(flags.explain), flags.largest, flags.longest)) > 1:
-        raise UserError("--explain, --largest and --longest are questions of their own: ask one at a time")
+    if sum((bool(flags.explain), flags.largest, flags.longest, flags.count)) > 1:
+        raise UserError("--explain, --largest, --longest and --count are questions of their own: ask one at a time")
+    if flags.count and flags.model not in PRESETS:
+        raise UserError(f"--count: no step trains {flags.model}; choose one of {', '.join(PRESETS)}")
     m = known[flags.model]
     m = replace(m, seq_len=flags.seq_len or m.seq_len)
     about_4m = 2 ** max(0, (2**22 // m.seq_len).bit_length() - 1)
@@ -113,10 +117,9 @@ def show(m: Shape, best: list[Found], gpu: Gpu) -> str:
         parts = [s.compute, s.recompute, s.bubble, *(s.exposed.get(dim, 0.0) for dim in dims), s.update, s.step]
         shares = [f"{got['mfu']:.1%}", f"{got['hfu']:.1%}", f"{got['tokens']:.0f}"]
         times.append([str(number), *(f"{part:.3f}" for part in parts), *shares])
-    always = ALWAYS + " --expert-matmul grouped" * (m.experts > 0)
     layouts = "\n".join(f"{number:2}  {found.layout.flags()}" for number, found in enumerate(best, 1))
     return (
-        f"flags after torchrun ... step07_moe_ep.py --model ... --seq-len {m.seq_len} {always}:\n{layouts}\n\n"
+        f"flags after torchrun ... {script(m)} --model ... --seq-len {m.seq_len} {always(m)}:\n{layouts}\n\n"
         f"memory of the fullest GPU, GiB:\n{table(memory)}\n\n"
         f"time of a step, s; by dimension what communication is not hidden:\n{table(times)}"
     )
@@ -238,6 +241,11 @@ def answer(argv: list[str] | None = None):
     print(show(m, result.best, gpu))
     print("\nthe obvious alternatives to layout 1:")
     print("\n".join(f"  {line}" for line in alternatives(m, result.best[0], gpu)))
+    if flags.count:
+        print(f"\nmemory as the dry run counts it, of {gpu.memory / GIB:.0f} GiB:")
+        for number, found in enumerate(bar(result.best), 1):
+            counted = counted_bytes(flags.model, m, found.layout)
+            print(f"{number:2}  {verdict(counted, found.held.total, gpu)}")
     if flags.json:
         found = [dict(layout=asdict(x), bytes=h._asdict(), seconds=s._asdict()) for x, h, s in result.best]
         Path(flags.json).write_text(json.dumps(found, indent=1) + "\n")
