@@ -20,7 +20,7 @@ from common.schedules import Action, Place
 from theory.gpus import LATENCY, LATENCY_BETWEEN, LAUNCH, Gpu
 from theory.layouts import Layout, Network, network, schedule_of, stages
 from theory.memory import rank_numbers
-from theory.pipelines import lists_of, rank_places
+from theory.pipelines import lists_of, longest_wait, places_of, rank_places, splits, ways_of
 from theory.recipes import Recipe
 from theory.shapes import Shape, end_weights, layer_counts
 
@@ -227,12 +227,10 @@ def pipeline_ratio(schedule: str, p: int, chunks: int, n: int, b: float, w: floa
 
     After 3 p micro-batches every further p of them add the same time, so the rest is continued from there.
     """
-    found = schedule_of(Layout(p, schedule=schedule, chunks=chunks))
-    places = found.places(p * max(2, chunks), p, stages(found, p))
+    places, split = places_of(schedule, p, chunks), splits(schedule, p, chunks)
 
     def simulated(n: int) -> float:
         lists = lists_of(schedule, p, chunks, n)
-        split = any(action.kind == "W" for action in lists[0])
         return makespan(lists, places, dict(F=1.0, B=b if split else b + w, W=w), message)
 
     fewer = 2 * p + n % p
@@ -244,18 +242,17 @@ def pipeline_ratio(schedule: str, p: int, chunks: int, n: int, b: float, w: floa
 
 def stages_of(x: Layout) -> int:
     """Stages that a micro-batch passes on each rank."""
-    return {"interleaved": x.chunks, "zbv": 2}.get(x.schedule, 1) if x.pp > 1 else 1
+    return stages(schedule_of(x), x.pp)
 
 
 def least_bubble(x: Layout, f: float, b: float, w: float) -> float:
     """Seconds that no order of work can save.
 
-    Some rank waits for its first forward; with 1F1B and its kin, another also for the last backward. And one
+    Some rank waits for its first forward; where no W fills the gap, another also for the last backward. And one
     micro-batch passes all stages in turn, there and back.
     """
-    p, v = x.pp, stages_of(x)
-    waits = {"zb-h1": p - 1, "zb-h2": p - 1, "zbv": p - 1, "dualpipe": p // 2 - 1}
-    ends = waits[x.schedule] * f if x.schedule in waits else (p - 1) * (f + b + w)
+    p, v, way = x.pp, stages_of(x), (x.schedule, x.pp, x.chunks)
+    ends = longest_wait(*way) * (f if splits(*way) else f + b + w)
     return max(ends, p * v * (f + b) - x.micro_batches * v * (f + b + w))
 
 
@@ -317,7 +314,7 @@ def pieces(m: Shape, piece: Layout, gpu: Gpu, recipe: Recipe) -> Pieces:
 @lru_cache(maxsize=4096)
 def loads(m: Shape, schedule: str, pp: int, chunks: int) -> set[tuple[float, float, float]]:
     """The different loads of ranks: (layers without, layers with experts, heads), in micro-batches of the step."""
-    found, share = set(), 0.5 if schedule == "dualpipe" else 1.0  # a rank has two stages, with half of them each
+    found, share = set(), 1 / ways_of(schedule, pp, chunks)  # of the micro-batches
     for places in rank_places(m, schedule, pp, chunks):
         kinds = [m.has_experts(n) for place in places.values() for n in place.layers]
         heads = sum(place.after is None for place in places.values())
@@ -384,11 +381,12 @@ def fullest_numbers(m: Shape, x: Layout) -> tuple[float, float]:
 def pair_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> float:
     """Seconds of summing over pairs of pipeline ranks the gradients of what both hold.
 
-    With dualpipe that is all they have; else a tied matrix, in the first stage and in the last. Nothing hides it.
+    With two ways that is all they have; else a tied matrix, in the first stage and in the last. Nothing hides it.
     """
-    if x.pp == 1 or not (x.schedule == "dualpipe" or (m.tied and x.schedule != "zbv")):
+    places, two = places_of(x.schedule, x.pp, x.chunks), ways_of(x.schedule, x.pp, x.chunks) > 1
+    if not two and (not m.tied or places[0].rank == places[-1].rank):
         return 0.0
-    shared, own = fullest_numbers(m, x) if x.schedule == "dualpipe" else (end_weights(m, x.tp)[0], 0.0)
+    shared, own = fullest_numbers(m, x) if two else (end_weights(m, x.tp)[0], 0.0)
     if x.zero:
         shared, own = shared / network(x, "shard").ranks, own / network(x, "expert shard").ranks
     pair = Network(2, 1 if network(x, "pp").leaves else 2)
