@@ -10,13 +10,12 @@
 The bytes in the formula of a matmul say why small ones are slow: time is FLOPs x (1 / peak + (1/N + 1/M + 1/K) / HBM).
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import log2
 from typing import NamedTuple
 
-from common.schedules import Action, Place
+from common.schedules import simulate
 from theory.gpus import LATENCY, LATENCY_BETWEEN, LAUNCH, Gpu
 from theory.layouts import Layout, Network, network, schedule_of, stages
 from theory.memory import rank_numbers
@@ -192,35 +191,6 @@ def head_work(m: Shape, x: Layout, gpu: Gpu) -> Work:
     return Work(f, b, dict(matmul=matmul_seconds(gpu, m.dim, tokens, vocab)))
 
 
-def makespan(lists: list[list[Action]], places: Sequence[Place], seconds: dict[str, float], message: float) -> float:
-    """When the last rank ends, as `common.schedules.simulate` has it, but with messages, and without the spans.
-
-    Each action is looked at once. A rank goes on until an input from another stage is missing, and whoever makes that
-    input wakes it. Inputs that a rank makes itself stand before in its list.
-    """
-    ends: dict[tuple, float] = {}  # (F or B, micro-batch, stage) -> when it is done
-    asleep: dict[tuple, int] = {}  # the missing input -> the rank that waits
-    at, now, awake = [0] * len(lists), [0.0] * len(lists), list(range(len(lists)))
-    while awake:
-        rank = awake.pop()
-        end, row = now[rank], lists[rank]
-        while at[rank] < len(row):
-            kind, i, stage = row[at[rank]]
-            source = None if kind == "W" else places[stage].before if kind == "F" else places[stage].after
-            if source is not None:
-                if (kind, i, source) not in ends:
-                    asleep[kind, i, source] = rank
-                    break
-                end = max(end, ends[kind, i, source] + message * (places[source].rank != rank))
-            end += seconds[kind]
-            at[rank] += 1
-            ends[kind, i, stage] = end
-            if (kind, i, stage) in asleep:
-                awake.append(asleep.pop((kind, i, stage)))
-        now[rank] = end
-    return max(now)
-
-
 @lru_cache(maxsize=100_000)
 def pipeline_ratio(schedule: str, p: int, chunks: int, n: int, b: float, w: float, message: float) -> float:
     """Makespan of a schedule in units of a stage's forward; the other costs are ratios to it.
@@ -231,7 +201,7 @@ def pipeline_ratio(schedule: str, p: int, chunks: int, n: int, b: float, w: floa
 
     def simulated(n: int) -> float:
         lists = lists_of(schedule, p, chunks, n)
-        return makespan(lists, places, dict(F=1.0, B=b if split else b + w, W=w), message)
+        return simulate(lists, places, dict(F=1.0, B=b if split else b + w, W=w), message)[-1][0]
 
     fewer = 2 * p + n % p
     if n <= fewer + p:
