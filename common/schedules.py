@@ -96,8 +96,8 @@ def consumer(action: Action, places: list[Place]) -> Action | None:
     return None if there is None else action._replace(stage=there)
 
 
-def simulate(lists: list[list[Action]], places: list[Place], costs: dict) -> list[tuple[int, int, int, Action]]:
-    """(end, rank, start, action) of all actions, sorted: each starts when its rank is free and its input is there."""
+def simulate(lists: list[list[Action]], places: list[Place], costs: dict, message: float = 0) -> list[tuple]:
+    """(end, rank, start, action), sorted: an action starts when its rank is free, and its input there by `message`."""
     awaited = {consumer(action, places) for row in lists for action in row}
     spans, arrival, free, left = [], {}, [0 for _ in lists], [deque(row) for row in lists]
     while any(left):
@@ -105,9 +105,9 @@ def simulate(lists: list[list[Action]], places: list[Place], costs: dict) -> lis
         if not ready:
             raise ValueError(f"each rank waits for ever: {[row[0] for row in left if row]}")
         for rank in ready:
-            action = left[rank].popleft()
-            start = max(free[rank], arrival.get(action, 0))
-            free[rank] = arrival[consumer(action, places)] = start + costs[action.kind]
+            start = max(free[rank], arrival.get(action := left[rank].popleft(), 0))
+            free[rank], there = start + costs[action.kind], consumer(action, places)
+            arrival[there] = free[rank] + (message if there and places[there.stage].rank != rank else 0)
             spans.append((free[rank], rank, start, action))
     return sorted(spans)
 

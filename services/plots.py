@@ -78,7 +78,7 @@ def traffic(folder: Path):
     plt.close(figure)
 
 
-def draw_timeline(axes: Any, data: dict, width: float):
+def draw_timeline(axes: Any, data: dict, width: float, colours: dict[str, str] = ACTIONS):
     """What each stage did when: {"schedule": name, "ranks": [[[kind, micro_batch, stage, start, end], ...]], "idle":
     fraction, "simulated_idle": fraction}, on axes `width` inches wide.
 
@@ -90,7 +90,7 @@ def draw_timeline(axes: Any, data: dict, width: float):
     for rank, kind, micro_batch, stage, start, end in boxes:
         own = sorted({box[2] for box in ranks[rank]})
         pale = 0.65 * own.index(stage) / max(2, len(own))
-        colour = [c + (1 - c) * pale for c in plt.matplotlib.colors.to_rgb(ACTIONS.get(kind, "#999999"))]
+        colour = [c + (1 - c) * pale for c in plt.matplotlib.colors.to_rgb(colours.get(kind, "#999999"))]
         corner = (start - first, rank - 0.42)
         axes.add_patch(plt.Rectangle(corner, end - start, 0.84, facecolor=colour, edgecolor="white", linewidth=0.4))
         if (end - start) / (last - first) * width > 0.08 * len(str(micro_batch)):

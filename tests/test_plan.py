@@ -23,10 +23,10 @@ from services.dry_run import Counted, run_rank
 from services.legal import layout_of_flags
 from services.seam import check, compose
 from tests.bench import plan as bench
-from theory import guide, offload, pictures, plan, seconds, sums
+from theory import count, guide, offload, pictures, plan, seconds, sums
 from theory.activations import Kept, Piece, kept_along, layer_bytes
 from theory.footprint import gpt_layer_bytes, held
-from theory.gpus import GPUS, LATENCY, LATENCY_BETWEEN
+from theory.gpus import CONTEXT, GPUS, LATENCY, LATENCY_BETWEEN
 from theory.layouts import RECOMPUTE, UNPLANNED, Layout, balanced, illegal, meshes, network, variants
 from theory.memory import rank_bytes, rank_numbers
 from theory.pipelines import lists_of, rank_places
@@ -199,7 +199,7 @@ def test_memory_grows_and_shrinks_as_it_must(recipe):
 
 @pytest.mark.parametrize("schedule", ORDERS)
 def test_a_long_pipeline_is_continued_from_a_short_one(schedule):
-    """`makespan` is the simulation's, `pipeline_ratio` the whole's within 1%, `least_bubble` at most its bubble.
+    """`pipeline_ratio` is the whole's within 1%, `least_bubble` at most its bubble.
 
     As much waits in the first 4 p + m % p micro-batches as in all; only afab goes on and on.
     """
@@ -213,9 +213,7 @@ def test_a_long_pipeline_is_continued_from_a_short_one(schedule):
         lists = lists_of(schedule, p, v, n)
         places = {s: place for row in rank_places(LLAMA, schedule, p, v) for s, place in row.items()}
         costs = dict(F=1.0, B=b if any(action.kind == "W" for action in lists[0]) else b + w, W=w)
-        whole = seconds.makespan(lists, places, costs, message)
-        if not message:
-            assert whole == pytest.approx(schedules.simulate(lists, places, costs)[-1][0])
+        whole = schedules.simulate(lists, places, costs, message)[-1][0]
         assert seconds.pipeline_ratio(schedule, p, v, n, b, w, message) == pytest.approx(whole, rel=0.01)
         x = Layout(p, global_batch_size=n, schedule=schedule, chunks=v)
         assert seconds.least_bubble(x, 1.0, b, w) <= whole - n * (1 + b + w) * seconds.stages_of(x) + 1e-9
@@ -224,7 +222,7 @@ def test_a_long_pipeline_is_continued_from_a_short_one(schedule):
 def test_small_things():
     """Two ranks, one micro-batch: F, message, F, B, message, B. Small matmuls are slow, large ones reach a constant."""
     lists, places = [[Action("F", 0, r), Action("B", 0, r)] for r in range(2)], schedules.round_robin(2, 2, 1)
-    assert seconds.makespan(lists, places, dict(F=1.0, B=2.0), 0.5) == 7.0
+    assert schedules.simulate(lists, places, dict(F=1.0, B=2.0), 0.5)[-1][0] == 7.0
     part = [2 * n**3 / seconds.matmul_seconds(H100, n, n, n) / H100.flops for n in (256, 1024, 4096, 65536)]
     assert part == sorted(part) and part[0] < 0.02 and part[-1] == pytest.approx(H100.matmul, rel=0.03)
 
@@ -383,7 +381,21 @@ def test_the_command(capsys, tmp_path):
     assert [*dict(times)][:2] == ["compute", "bubble"] and sum(parts) == pytest.approx(step, abs=0.003)
 
 
+def test_the_dry_run_counts_a_layout():
+    """The printed flags, run by the step that trains the model: the peak counted here, and what is said of it."""
+    m, x = replace(MODELS["debug"], seq_len=32), Layout(2, dp=2, global_batch_size=8, zero=3, schedule="zb-h1")
+    counted = count.counted_bytes("debug", m, x)
+    flags = f"--model debug --seq-len 32 {count.always(m)} {x.flags()} --dtype bf16 --device cpu --dry-run 4"
+    config = parse(compose(step06), shlex.split(flags))
+    check(config, 1)
+    peaks = [sum(run_rank(step06.train, config, rank).meter.peak().values()) for rank in (0, 2)]
+    assert min(abs(counted - CONTEXT - peak) for peak in peaks) <= 0.005 * 2**20  # as it is printed
+    assert count.verdict(60 * 2**30, 54 * 2**30, H100) == "counted 60.0 GiB, bound 54.0 GiB (0.90 of it): fits"
+    assert count.verdict(81 * 2**30, 75 * 2**30, H100).endswith("(0.93 of it): does not fit: 1.0 GiB too much")
+
+
 MISTAKES = {
+    "--model gpt3-22b --gpus 64 --global-batch-size 64 --count": "no step trains gpt3-22b",
     "--gpu abacus": "invalid choice",
     "--model gpt5": "no such model",
     "--model llama3-405b --gpus 8 --global-batch-size 8": "GiB too much",
@@ -416,7 +428,7 @@ def test_the_guide_ends_in_a_line_that_is_legal_and_fits(name, gpus, sequence):
     m = replace(MODELS[name], seq_len=sequence)
     best = search(m, gpus, 256, H100).best[0]
     assert fits(best.held, H100)
-    text = guide.guide(name, m, best, H100, plan.ALWAYS)
+    text = guide.guide(name, m, best, H100)
     start, nodes, each, script, *words = shlex.split(text.splitlines()[-1])
     assert start == "torchrun" and int(nodes.split("=")[1]) * int(each.split("=")[1]) == gpus
     config = parse(compose(importlib.import_module(script.removesuffix(".py"))), words)

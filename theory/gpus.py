@@ -24,7 +24,7 @@ class Gpu(NamedTuple):
 
 
 GIB = 2**30
-ROOM = 0.95  # a plan fills no more of the memory: predictions are up to 5% off, and allocators leave holes
+ROOM = 0.95  # a plan fills no more of the memory: allocators leave holes; what is near it, count (--count)
 CONTEXT = 1.5 * GIB  # CUDA's context and NCCL's buffers
 NODE = 8  # GPUs of a node
 LATENCY = 20e-6  # seconds until a collective among two ranks of a node moves its first byte; x log2(ranks)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from math import ceil
 from typing import NamedTuple
 
+from theory.count import always, script
 from theory.footprint import held
 from theory.gpus import GIB, NODE, ROOM, Gpu
 from theory.layouts import Layout, network, schedule_of, stages
@@ -133,22 +134,19 @@ def questions(m: Shape, found: Found, gpu: Gpu) -> Iterator[Answer]:
         )
 
 
-def launch(name: str, m: Shape, x: Layout, always: str) -> str:
-    """The command of a layout. A model without experts is step 6's."""
-    script = "step07_moe_ep.py" if m.experts else "step06_pipeline.py"
-    flags = x.flags() if m.experts else x.flags().replace(" --ep 1", "")
+def launch(name: str, m: Shape, x: Layout) -> str:
+    """The command of a layout."""
     each = max(n for n in range(1, NODE + 1) if x.world % n == 0)
     start = f"torchrun --nnodes={x.world // each} --nproc_per_node={each}"
-    split = always if x.pp > 1 else always.replace("--pp-split cost ", "")
-    more = " --expert-matmul grouped" * (m.experts > 0)
-    return f"{start} {script} --model {name} --seq-len {m.seq_len} --dtype bf16 {flags} {split}{more}"
+    more = always(m) if x.pp > 1 else always(m).replace("--pp-split cost ", "")
+    return f"{start} {script(m)} --model {name} --seq-len {m.seq_len} --dtype bf16 {x.flags()} {more}"
 
 
-def guide(name: str, m: Shape, found: Found, gpu: Gpu, always: str) -> str:
+def guide(name: str, m: Shape, found: Found, gpu: Gpu) -> str:
     """All questions with their answers; then what the plan comes to, and its launch line."""
     answers = [f"{number}. {answer}" for number, answer in enumerate(questions(m, found, gpu), 1)]
     x, memory, seconds = found
     got = rates(m, found, gpu)
     last = f"So: {gib(memory.total)} of {gib(gpu.memory)} on the fullest GPU, {seconds.step:.2f} s a step, "
     last += f"{got['tokens']:.0f} tokens/s of a GPU, MFU {got['mfu']:.0%}."
-    return "\n".join([*answers, "", last, launch(name, m, x, always)])
+    return "\n".join([*answers, "", last, launch(name, m, x)])

@@ -51,8 +51,9 @@ class Layout:
         return -(-self.global_batch_size // self.dp // self.micro_batch_size)
 
     def flags(self) -> str:
-        """What to write after torchrun's script, step07_moe_ep.py."""
-        words = [f"--pp {self.pp} --cp {self.cp} --tp {self.tp} --ep {self.ep} --zero {self.zero}"]
+        """What to write after the script: step 7, or without experts step 6."""
+        words = [f"--pp {self.pp} --cp {self.cp} --tp {self.tp}"] + [f"--ep {self.ep}"] * (self.ep > 1)
+        words += [f"--zero {self.zero}"]
         words += [f"--micro-batch-size {self.micro_batch_size} --global-batch-size {self.global_batch_size}"]
         words += [f"--schedule {self.schedule}"] * (self.pp > 1)
         words += [f"--chunks {self.chunks}"] * (self.pp > 1 and self.schedule == "interleaved")

@@ -21,10 +21,36 @@ def ends_of(places: dict[int, Place]) -> tuple[bool, bool]:
 
 
 @lru_cache(maxsize=4096)
+def places_of(schedule: str, pp: int, chunks: int) -> list[Place]:
+    """Where the stages are, of a model with some layers."""
+    found = schedule_of(Layout(pp, schedule=schedule, chunks=chunks))
+    return found.places(pp * max(2, chunks), pp, stages(found, pp))
+
+
+@lru_cache(maxsize=4096)
 def ways_of(schedule: str, pp: int, chunks: int) -> int:
     """Ways that micro-batches take through the ranks. If there are two, two ranks hold the same weights."""
-    found = schedule_of(Layout(pp, schedule=schedule, chunks=chunks))
-    return sum(place.before is None for place in found.places(pp * max(2, chunks), pp, stages(found, pp)))
+    return sum(place.before is None for place in places_of(schedule, pp, chunks))
+
+
+@lru_cache(maxsize=4096)
+def longest_wait(schedule: str, pp: int, chunks: int) -> int:
+    """Stages that a micro-batch passes before it comes to the rank that it comes to last."""
+    places, passed = places_of(schedule, pp, chunks), {}
+    for stage in (stage for stage, place in enumerate(places) if place.before is None):
+        for depth in range(len(places)):
+            rank = places[stage].rank
+            passed[rank] = min(depth, passed.get(rank, depth))
+            if places[stage].after is None:
+                break
+            stage = places[stage].after
+    return max(passed.values())
+
+
+@lru_cache(maxsize=4096)
+def splits(schedule: str, pp: int, chunks: int) -> bool:
+    """Whether its lists have the gradients of weights, W, apart."""
+    return any(action.kind == "W" for action in lists_of(schedule, pp, chunks, 2 * pp)[0])
 
 
 @lru_cache(maxsize=4096)

@@ -5,10 +5,12 @@
     python -m theory.plan --model llama3-70b --gpus 128 --guide
     python -m theory.plan --gpus 8 --largest             # with --offload: and optimizer state on the host
     python -m theory.plan --model llama3-8b --gpus 8 --longest
+    python -m theory.plan --model smollm-1.7b --gpus 8 --count
 
-It prints the ten best layouts of the course's own trainer, as flags of step07_moe_ep.py. GPUs are in nodes of 8; tp is
-innermost, then cp, dp, pp. How it counts: theory/memory.py and theory/seconds.py; how it searches: theory/search.py;
-what it is held against: `python -m tests.bench plan`.
+It prints the ten best layouts of the course's own trainer, as flags of step 7, or without experts of step 6. GPUs are
+in nodes of 8; tp is innermost, then cp, dp, pp. Memory is a bound (theory/memory.py); with --count the dry run counts
+these ten exactly, a process each. Seconds: theory/seconds.py; how it searches: theory/search.py; what it is held
+against: `python -m tests.bench plan`.
 """
 
 import importlib
@@ -26,7 +28,7 @@ from tqdm import tqdm
 from common import UserError
 from common.model import PRESETS
 from common.trainer import among, parse
-from theory.activations import CHUNK
+from theory.count import always, counted_bytes, script, verdict
 from theory.explain import blackboard
 from theory.gpus import GIB, GPUS, NODE, ROOM, Gpu
 from theory.guide import guide
@@ -39,7 +41,6 @@ from theory.shapes import GPTS, Shape, shape_of, total_weights
 from theory.tables import table
 
 MOST_GPUS = 2**17
-ALWAYS = f"--pp-split cost --loss-chunk {CHUNK} --prefetch"  # beside the flags of a layout
 
 
 @dataclass
@@ -56,6 +57,7 @@ class Flags:
     largest: bool = False  # the largest model that fits
     offload: bool = False  # with --largest: optimizer state on the host, or on drives; what that costs
     longest: bool = False  # the longest sequence that fits
+    count: bool = False  # let the dry run count the memory of the ten layouts, too
     json: str = ""  # write the ten layouts, their memory and their seconds to this file
 
 
@@ -77,12 +79,15 @@ def asked(flags: Flags, known: dict[str, Shape]) -> tuple[Shape, int]:
         raise UserError(f"--gpus {flags.gpus}: the planner counts up to {MOST_GPUS}")
     if flags.json and not Path(flags.json).parent.is_dir():
         raise UserError(f"--json {flags.json}: there is no folder {Path(flags.json).parent}; make it, or name another")
-    if sum((bool(flags.explain), flags.largest, flags.longest, flags.guide)) > 1:
-        raise UserError("--guide, --explain, --largest and --longest are questions of their own: ask one at a time")
+    questions = [flags.explain, flags.largest, flags.longest, flags.guide, flags.count]
+    if sum(map(bool, questions)) > 1:
+        raise UserError("--guide, --explain, --largest, --longest and --count are questions: ask one at a time")
     if flags.guide and flags.model in GPTS:
         raise UserError(f"--guide ends in a launch line, which --model {flags.model} has not: it is no preset")
     if flags.offload and not flags.largest:
         raise UserError("--offload is a question about the largest model: add --largest")
+    if flags.count and flags.model not in PRESETS:
+        raise UserError(f"--count: no step trains {flags.model}; choose one of {', '.join(PRESETS)}")
     m = known[flags.model]
     m = replace(m, seq_len=flags.seq_len or m.seq_len)
     about_4m = 2 ** max(0, (2**22 // m.seq_len).bit_length() - 1)
@@ -122,10 +127,9 @@ def show(m: Shape, best: list[Found], gpu: Gpu) -> str:
         parts = [s.compute, s.recompute, s.bubble, *(s.exposed.get(dim, 0.0) for dim in dims), s.update, s.step]
         shares = [f"{got['mfu']:.1%}", f"{got['hfu']:.1%}", f"{got['tokens']:.0f}"]
         times.append([str(number), *(f"{part:.3f}" for part in parts), *shares])
-    always = ALWAYS + " --expert-matmul grouped" * (m.experts > 0)
     layouts = "\n".join(f"{number:2}  {found.layout.flags()}" for number, found in enumerate(best, 1))
     return (
-        f"flags after torchrun ... step07_moe_ep.py --model ... --seq-len {m.seq_len} {always}:\n{layouts}\n\n"
+        f"flags after torchrun ... {script(m)} --model ... --seq-len {m.seq_len} {always(m)}:\n{layouts}\n\n"
         f"memory of the fullest GPU, GiB:\n{table(memory)}\n\n"
         f"time of a step, s; by dimension what communication is not hidden:\n{table(times)}"
     )
@@ -250,12 +254,17 @@ def answer(argv: list[str] | None = None):
     if not result.best:
         raise no_fit(m, flags, batch)
     if flags.guide:
-        return print(guide(flags.model, m, result.best[0], gpu, ALWAYS))
+        return print(guide(flags.model, m, result.best[0], gpu))
     print(f"{flags.model}, {flags.gpus} {flags.gpu}, --seq-len {m.seq_len}, --global-batch-size {batch}")
     print(f"{result.legal} legal layouts; bounds left {result.timed} to time; the best of each mesh, ten meshes:\n")
     print(show(m, result.best, gpu))
     print("\nthe obvious alternatives to layout 1:")
     print("\n".join(f"  {line}" for line in alternatives(m, result.best[0], gpu)))
+    if flags.count:
+        print(f"\nmemory as the dry run counts it, of {gpu.memory / GIB:.0f} GiB:")
+        for number, found in enumerate(bar(result.best), 1):
+            counted = counted_bytes(flags.model, m, found.layout)
+            print(f"{number:2}  {verdict(counted, found.held.total, gpu)}")
     if flags.json:
         found = [dict(layout=asdict(x), bytes=h._asdict(), seconds=s._asdict()) for x, h, s in result.best]
         Path(flags.json).write_text(json.dumps(found, indent=1) + "\n")

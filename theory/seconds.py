@@ -10,17 +10,16 @@
 The bytes in the formula of a matmul say why small ones are slow: time is FLOPs x (1 / peak + (1/N + 1/M + 1/K) / HBM).
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import log2
 from typing import NamedTuple
 
-from common.schedules import Action, Place
+from common.schedules import simulate
 from theory.gpus import LATENCY, LATENCY_BETWEEN, LAUNCH, Gpu
 from theory.layouts import Layout, Network, network, schedule_of, stages
 from theory.memory import rank_numbers
-from theory.pipelines import lists_of, rank_places
+from theory.pipelines import lists_of, longest_wait, places_of, rank_places, splits, ways_of
 from theory.recipes import Recipe
 from theory.shapes import Shape, end_weights, layer_counts
 
@@ -192,48 +191,17 @@ def head_work(m: Shape, x: Layout, gpu: Gpu) -> Work:
     return Work(f, b, dict(matmul=matmul_seconds(gpu, m.dim, tokens, vocab)))
 
 
-def makespan(lists: list[list[Action]], places: Sequence[Place], seconds: dict[str, float], message: float) -> float:
-    """When the last rank ends, as `common.schedules.simulate` has it, but with messages, and without the spans.
-
-    Each action is looked at once. A rank goes on until an input from another stage is missing, and whoever makes that
-    input wakes it. Inputs that a rank makes itself stand before in its list.
-    """
-    ends: dict[tuple, float] = {}  # (F or B, micro-batch, stage) -> when it is done
-    asleep: dict[tuple, int] = {}  # the missing input -> the rank that waits
-    at, now, awake = [0] * len(lists), [0.0] * len(lists), list(range(len(lists)))
-    while awake:
-        rank = awake.pop()
-        end, row = now[rank], lists[rank]
-        while at[rank] < len(row):
-            kind, i, stage = row[at[rank]]
-            source = None if kind == "W" else places[stage].before if kind == "F" else places[stage].after
-            if source is not None:
-                if (kind, i, source) not in ends:
-                    asleep[kind, i, source] = rank
-                    break
-                end = max(end, ends[kind, i, source] + message * (places[source].rank != rank))
-            end += seconds[kind]
-            at[rank] += 1
-            ends[kind, i, stage] = end
-            if (kind, i, stage) in asleep:
-                awake.append(asleep.pop((kind, i, stage)))
-        now[rank] = end
-    return max(now)
-
-
 @lru_cache(maxsize=100_000)
 def pipeline_ratio(schedule: str, p: int, chunks: int, n: int, b: float, w: float, message: float) -> float:
     """Makespan of a schedule in units of a stage's forward; the other costs are ratios to it.
 
     After 3 p micro-batches every further p of them add the same time, so the rest is continued from there.
     """
-    found = schedule_of(Layout(p, schedule=schedule, chunks=chunks))
-    places = found.places(p * max(2, chunks), p, stages(found, p))
+    places, split = places_of(schedule, p, chunks), splits(schedule, p, chunks)
 
     def simulated(n: int) -> float:
         lists = lists_of(schedule, p, chunks, n)
-        split = any(action.kind == "W" for action in lists[0])
-        return makespan(lists, places, dict(F=1.0, B=b if split else b + w, W=w), message)
+        return simulate(lists, places, dict(F=1.0, B=b if split else b + w, W=w), message)[-1][0]
 
     fewer = 2 * p + n % p
     if n <= fewer + p:
@@ -244,18 +212,17 @@ def pipeline_ratio(schedule: str, p: int, chunks: int, n: int, b: float, w: floa
 
 def stages_of(x: Layout) -> int:
     """Stages that a micro-batch passes on each rank."""
-    return {"interleaved": x.chunks, "zbv": 2}.get(x.schedule, 1) if x.pp > 1 else 1
+    return stages(schedule_of(x), x.pp)
 
 
 def least_bubble(x: Layout, f: float, b: float, w: float) -> float:
     """Seconds that no order of work can save.
 
-    Some rank waits for its first forward; with 1F1B and its kin, another also for the last backward. And one
+    Some rank waits for its first forward; where no W fills the gap, another also for the last backward. And one
     micro-batch passes all stages in turn, there and back.
     """
-    p, v = x.pp, stages_of(x)
-    waits = {"zb-h1": p - 1, "zb-h2": p - 1, "zbv": p - 1, "dualpipe": p // 2 - 1}
-    ends = waits[x.schedule] * f if x.schedule in waits else (p - 1) * (f + b + w)
+    p, v, way = x.pp, stages_of(x), (x.schedule, x.pp, x.chunks)
+    ends = longest_wait(*way) * (f if splits(*way) else f + b + w)
     return max(ends, p * v * (f + b) - x.micro_batches * v * (f + b + w))
 
 
@@ -318,7 +285,7 @@ def pieces(m: Shape, piece: Layout, gpu: Gpu, recipe: Recipe) -> Pieces:
 @lru_cache(maxsize=4096)
 def loads(m: Shape, schedule: str, pp: int, chunks: int) -> set[tuple[float, float, float]]:
     """The different loads of ranks: (layers without, layers with experts, heads), in micro-batches of the step."""
-    found, share = set(), 0.5 if schedule == "dualpipe" else 1.0  # a rank has two stages, with half of them each
+    found, share = set(), 1 / ways_of(schedule, pp, chunks)  # of the micro-batches
     for places in rank_places(m, schedule, pp, chunks):
         kinds = [m.has_experts(n) for place in places.values() for n in place.layers]
         heads = sum(place.after is None for place in places.values())
@@ -385,11 +352,12 @@ def fullest_numbers(m: Shape, x: Layout) -> tuple[float, float]:
 def pair_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> float:
     """Seconds of summing over pairs of pipeline ranks the gradients of what both hold.
 
-    With dualpipe that is all they have; else a tied matrix, in the first stage and in the last. Nothing hides it.
+    With two ways that is all they have; else a tied matrix, in the first stage and in the last. Nothing hides it.
     """
-    if x.pp == 1 or not (x.schedule == "dualpipe" or (m.tied and x.schedule != "zbv")):
+    places, two = places_of(x.schedule, x.pp, x.chunks), ways_of(x.schedule, x.pp, x.chunks) > 1
+    if not two and (not m.tied or places[0].rank == places[-1].rank):
         return 0.0
-    shared, own = fullest_numbers(m, x) if x.schedule == "dualpipe" else (end_weights(m, x.tp)[0], 0.0)
+    shared, own = fullest_numbers(m, x) if two else (end_weights(m, x.tp)[0], 0.0)
     if x.zero:
         shared, own = shared / network(x, "shard").ranks, own / network(x, "expert shard").ranks
     pair = Network(2, 1 if network(x, "pp").leaves else 2)

@@ -36,30 +36,44 @@ def unit_traffic(dim: str, n: int, elements: int, e: int, wide: int, reductions:
 def unit_travels(
     uses: list[list], runs: list[tuple[str, list[int]]], layers: set[int], shared: set
 ) -> tuple[Counter, Counter]:
-    """How often stages 2 and 3 of ZeRO reduce, and stage 3 gathers, each unit in a step.
+    """How often stages 2 and 3 of ZeRO reduce, and stage 3 gathers, each unit in a step. Its hooks, as step 3 has them.
 
     `uses`: by module of the rank, in the order of forward, the units that it computes with; `layers`: which are layers.
-    `runs`: (F, B or W, its modules) of all that the rank does. A module fetches its own units and the next one's. They
-    go after its forward, but for the last module, and when their gradients are complete: those of layers in W, if the
-    schedule has any; those `shared` by head and embedding with the latter. An embedding, before all layers, needs no
-    weights in backward.
+    `runs`: (F, B or W, its modules) of all that the rank does. Without a pipeline: each unit is gathered for F and for
+    B, but for the last, which stays, and an embedding, which needs no weights in B; and reduced once a micro-batch.
     """
-    there, reduced, gathered, last = set(), Counter(), Counter(), len(uses) - 1
-    first = min(layers, default=0)
+    there, reduced, gathered, last, first = set(), Counter(), Counter(), len(uses) - 1, min(layers, default=0)
     split = any(kind == "W" for kind, _ in runs)
+
+    def fetch(i: int, ahead: int):
+        """Module `i` is about to compute, and `ahead` after it."""
+        wanted = {*uses[i], *uses[ahead]}
+        gathered.update(wanted - there)
+        there.update(wanted)
+
+    def forward(i: int):
+        """Units go, unless the next module uses them; those of the last module stay until their gradients are there."""
+        fetch(i, min(i + 1, last))
+        if i < last:
+            there.difference_update({*uses[i]} - {*uses[i + 1]})
+
+    def complete(kind: str, i: int) -> list:
+        """Units whose gradients are now there: those of layers after W, if there is any; all others after B."""
+        if split and (i in layers) != (kind == "W"):
+            return []
+        return [unit for unit in uses[i] if i == 0 or unit not in shared]  # head and embedding: when the latter is done
+
     for kind, modules in runs:
-        done: list = []
-        for i in modules if kind == "F" else modules[::-1]:
-            if kind == "F" or (kind == "B" and i >= first):
-                wanted = {*uses[i], *uses[min(i + 1, last) if kind == "F" else max(i - 1, first)]}
-                gathered.update(wanted - there)
-                there |= wanted
+        done: set = set()
+        for i in modules if kind == "F" else reversed(modules):
             if kind == "F":
-                there -= {*uses[i]} - {*uses[min(i + 1, last)]} if i < last else set()
-            elif (i in layers) == (kind == "W") or not split:
-                done += [unit for unit in uses[i] if unit not in done and (i == 0 or unit not in shared)]
+                forward(i)
+                continue
+            if kind == "B" and i >= first:
+                fetch(i, max(i - 1, first))
+            done.update(complete(kind, i))
         reduced.update(done)
-        there -= {*done}
+        there.difference_update(done)
     return reduced, gathered
 
 

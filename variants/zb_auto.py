@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import step06_pipeline as step06
 from common import UserError
 from common.model import PRESETS
-from common.schedules import SCHEDULES, Action, Schedule
+from common.schedules import SCHEDULES, Action, Schedule, round_robin, simulate
 from variants.zero_bubble import zb_h1
 
 SINCE = step06.Config
@@ -69,19 +69,8 @@ def choose_costs(config: Any) -> Costs:
 
 def time_of(lists: list[list[Action]], costs: Costs) -> float:
     """When the last rank ends, with one stage on each."""
-    p, end, free, at = len(lists), {}, [0.0] * len(lists), [0] * len(lists)
-    while any(at[rank] < len(lists[rank]) for rank in range(p)):
-        for rank, row in enumerate(lists):
-            while at[rank] < len(row):
-                kind, i, _ = row[at[rank]]
-                peer = {"F": rank - 1, "B": rank + 1}.get(kind, -1)
-                needed = (kind, i, peer) if 0 <= peer < p else None
-                if needed is not None and needed not in end:
-                    break
-                start = max(free[rank], 0.0 if needed is None else end[needed] + costs.message)
-                end[kind, i, rank] = free[rank] = start + getattr(costs, kind)
-                at[rank] += 1
-    return max(free)
+    p = len(lists)
+    return simulate(lists, round_robin(p, p, 1), costs._asdict(), costs.message)[-1][0]
 
 
 @lru_cache

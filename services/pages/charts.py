@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from services import plots
 from services.memory import CATEGORIES
@@ -70,9 +69,8 @@ def of_run(folder: Path) -> Iterator[tuple[str, str]]:
     if (folder / "timeline.json").exists():
         data = json.loads((folder / "timeline.json").read_text())
         height = 1.4 + 0.35 * len(data["ranks"])
-        with mock.patch.dict(plots.ACTIONS, DARK):
-            drawn = partial(plots.draw_timeline, data=data, width=6.5)
-            yield svg(drawn, "timeline of the last step", height, xlabel="seconds")
+        drawn = partial(plots.draw_timeline, data=data, width=6.5, colours=DARK)
+        yield svg(drawn, "timeline of the last step", height, xlabel="seconds")
     sent = {f"{d}: {op}": n / mib for d, of in last.get("traffic", {}).items() for op, n in of.items() if n}
     if sent:
         of = dict(sorted(sent.items(), key=lambda entry: entry[1]))

@@ -1,0 +1,49 @@
+"""A planned layout as it is launched, and as the dry run counts it: a process that trains on tensors without numbers.
+
+The bound of theory/memory.py may be 20% off; a count is exact, on the kernels of a CPU, whose norms keep more than a
+GPU's. One rank of each layout is counted: the one that the bound holds for the fullest.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from common import UserError
+from theory.activations import CHUNK
+from theory.gpus import CONTEXT, GIB, Gpu
+from theory.layouts import Layout
+from theory.memory import rank_bytes
+from theory.shapes import Shape
+
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
+
+
+def script(m: Shape) -> str:
+    """The step that trains this model: the last, if it has experts."""
+    return "step07_moe_ep.py" if m.experts else "step06_pipeline.py"
+
+
+def always(m: Shape) -> str:
+    """Flags beside those of a layout."""
+    return f"--pp-split cost --loss-chunk {CHUNK} --prefetch" + " --expert-matmul grouped" * (m.experts > 0)
+
+
+def counted_bytes(model: str, m: Shape, x: Layout) -> float:
+    """The peak that the dry run counts on the fullest rank, and CUDA's own. Raises UserError with what it says."""
+    fullest = max(range(x.pp), key=lambda rank: rank_bytes(m, x, rank).total)
+    line = f"--model {model} --seq-len {m.seq_len} {always(m)} {x.flags()} --dtype bf16 --device cpu"
+    line += f" --dry-run {x.world} --rank {fullest * x.world // x.pp}"
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, script(m), *shlex.split(line)], cwd=root, capture_output=True, text=True)
+    found = re.search(r"^at the peak of ([\d,.]+) (\w+):", done.stdout, re.M)
+    if done.returncode or found is None:
+        raise UserError(f"--count: python {script(m)} {line}: {(done.stderr.strip() or 'no peak').splitlines()[-1]}")
+    return float(found[1].replace(",", "")) * UNITS[found[2]] + CONTEXT
+
+
+def verdict(counted: float, bound: float, gpu: Gpu) -> str:
+    """A line of the table: both in GiB, and whether the count fits in the memory of a GPU."""
+    fits = "fits" if counted <= gpu.memory else f"does not fit: {(counted - gpu.memory) / GIB:.1f} GiB too much"
+    return f"counted {counted / GIB:.1f} GiB, bound {bound / GIB:.1f} GiB ({bound / counted:.2f} of it): {fits}"
