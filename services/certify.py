@@ -86,10 +86,10 @@ def verdict(passed: bool | None) -> str:
     return {True: "pass", False: "FAIL", None: "  - "}[passed]
 
 
-def steps_done(out: Path) -> int:
-    """Rows of a run's metrics."""
-    metrics = out / "metrics.jsonl"
-    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+def metrics(out: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl, as far as there are any."""
+    path = out / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def to_bytes(text: str) -> float:
@@ -152,7 +152,7 @@ class Certificate:
         out = self.out / f"run-{len(list(self.out.glob('run-*'))):02d}"
         log = self.job(ranks, f"{line} --out {out}")
         self.devices += [line for line in log.read_text().splitlines() if line.startswith("device: ")]
-        return [json.loads(row) for row in (out / "metrics.jsonl").read_text().splitlines()]
+        return metrics(out)
 
     def note(self, part: str, what: str, passed: bool | None, found: str, **numbers: float):
         """One more line, which is also printed."""
@@ -266,14 +266,14 @@ class Certificate:
             words = "--max-restarts=1 step03_zero.py --model debug --steps 30 --save-every 5 --eval-every 0 --dim 32"
             words += " --n-heads 4 --zero 3 --resume auto"
             job, log = self.start(max(2, self.gpus), f"{words} --out {out}")
-            self.until(lambda: steps_done(out) > 7 or job.poll() is not None, job, log)
+            self.until(lambda: len(metrics(out)) > 7 or job.poll() is not None, job, log)
             if job.poll() is not None:
                 raise RuntimeError(f"it ended by itself (see {log})")
             os.kill(launch.children(job.pid)[-1], signal.SIGKILL)
             self.until(lambda: job.poll() is not None, job, log)
-            went_on = "going on from" in log.read_text()
-            found = f"exit status {job.poll()}, {steps_done(out)} of 30 steps{', went on from a checkpoint' * went_on}"
-            return job.poll() == 0 and steps_done(out) == 30 and went_on, found, {}
+            went_on, done = "going on from" in log.read_text(), len(metrics(out))
+            found = f"exit status {job.poll()}, {done} of 30 steps{', went on from a checkpoint' * went_on}"
+            return job.poll() == 0 and done == 30 and went_on, found, {}
 
         self.attempt("recovery", "a rank is killed", check)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from services.certify import metrics
 from services.launch import children, start, stop
 from tests import jobs
 from tests.equal import difference
@@ -79,12 +80,6 @@ def alone(tmp_path_factory) -> Path:
         shutil.copy(path, folder / "common")
     (folder / "text.txt").write_text("".join(path.read_text() for path in ROOT.glob("step0*.py")))
     return folder
-
-
-def metrics(folder: Path) -> list[dict]:
-    """The rows of metrics.jsonl, as far as there are any."""
-    path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 @pytest.fixture(scope="module")

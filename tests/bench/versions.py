@@ -9,7 +9,6 @@ the other goes on, so whatever else the machine does hits both alike. A slice's 
 the result the median of the ratios of neighbouring slices.
 """
 
-import json
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from statistics import median, quantiles
 
 from common import UserError
 from services import launch
+from services.certify import metrics
 from services.tables import table
 from tests.bench.harness import command
 
@@ -59,15 +59,15 @@ class Job:
     """One checkout's training run."""
 
     def __init__(self, root: Path, words: list[str], ranks: int, out: Path):
-        self.metrics, self.read = out / "metrics.jsonl", 0
+        self.out, self.read = out, 0
         silent = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self.process = launch.start(root, ranks if ranks > 1 else 0, [*words, "--out", str(out)], **silent)
 
     def rows(self) -> list[float]:
         """Seconds of the steps logged since the last call."""
-        lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
-        new, self.read = lines[self.read :], len(lines)
-        return [json.loads(line)["seconds"] for line in new]
+        rows = metrics(self.out)
+        new, self.read = rows[self.read :], len(rows)
+        return [row["seconds"] for row in new]
 
     def send(self, number: int):
         """A signal to all of its processes."""
