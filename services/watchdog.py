@@ -142,9 +142,13 @@ class Watchdog:
         self.store.set(f"sign/{self.rank}", json.dumps(sign))
 
     def watch(self):
-        """The thread."""
-        with suppress(RuntimeError):  # the store is gone, and with it the launcher
+        """The thread. At the end of a job the store goes; before it, a rank that cannot reach it is cut off."""
+        try:
             self.look()
+        except RuntimeError:
+            if not self.stopped.wait(GRACE):
+                cut_off = "hears nothing of the store of all ranks: the network, or the node that has it, is gone"
+                self.end(f"error: rank {self.rank} {cut_off}")
 
     def look(self):
         """Until stopped: publish where this rank is; at half the time warn. Shortly before all of it end the job, if

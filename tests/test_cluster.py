@@ -264,7 +264,7 @@ def test_a_cable_is_pulled_for_good(job):
     assert run.wait() != 0
     said = run.log.read_text()
     assert "no progress for" in said and "rank 1 is behind" in said, said
-    assert "it is killed" not in said, said
+    assert "node1: error: rank 1 hears nothing of the store" in said and "it is killed" not in said, said
 
 
 @pytest.mark.exhaustive
