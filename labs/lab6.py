@@ -159,6 +159,13 @@ class Parts(Piped):
         yield "a micro-batch's sum in 16 bits", x.item(), self.model(4).bfloat16()(xs[0], ys[0], positions).item()
 
 
+FORWARD, BACKWARD = (
+    [(kind, i, s) for i in range(3) for s in order] for kind, order in (("F", (0, 1, 2)), ("B", (2, 1, 0)))
+)
+MIXED = [("B", 0, 2), ("B", 1, 2), ("B", 1, 1), ("B", 0, 1), ("B", 0, 0), *FORWARD[6:], ("B", 1, 0)]
+ORDER = [*FORWARD[:6], *MIXED, *BACKWARD[6:]]  # of two micro-batches that are in flight, either may be the first
+
+
 class Stages(Piped):
     """Three micro-batches through three stages of one rank, two in flight; messages are copies."""
 
@@ -175,17 +182,18 @@ class Stages(Piped):
 
         class Pipeline(step.Pipeline):
             def execute(self):
-                for kind, i in (("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("B", 2)):
-                    message = None
+                messages: dict = {}
+                for kind, i, stage in ORDER:
                     held.append(gone.count(False))
-                    for stage in (0, 1, 2) if kind == "F" else (2, 1, 0):
-                        output = (self.forward if kind == "F" else self.backward)(i, stage, message)
-                        message = None if output is None or (kind, stage) == ("F", 2) else output.clone()
-                        if kind == "F" and stage < 2:
-                            asked.append(bool(output.requires_grad))
-                            gone.append(False)
-                            weakref.finalize(output.untyped_storage(), gone.__setitem__, len(gone) - 1, True)
-                        del output
+                    act = self.forward if kind == "F" else self.backward
+                    output = act(i, stage, messages.pop((kind, i), None))
+                    if output is not None and (kind, stage) != ("F", 2):
+                        messages[kind, i] = output.clone()
+                    if kind == "F" and stage < 2:
+                        asked.append(bool(output.requires_grad))
+                        gone.append(False)
+                        weakref.finalize(output.untyped_storage(), gone.__setitem__, len(gone) - 1, True)
+                    del output
 
         pipeline = Pipeline(model, THREE, Group("pp", 0, 1, None), positions, 1)
         gc.collect(), gc.disable()

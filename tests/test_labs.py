@@ -89,7 +89,7 @@ def test_a_lab_is_complete(number):
 def test_a_starter_gives_nothing_away(tmp_path, number):
     """Signatures and docstrings stay; no line of a body that was taken out stands anywhere in the folder."""
     folders.start(number, tmp_path / "lab", ID)
-    lab, shown = load(number), "".join(p.read_text() for p in (tmp_path / "lab").iterdir())
+    lab, shown = load(number), "".join(p.read_text() for p in (tmp_path / "lab").rglob("*.*") if p.is_file())
     lines = {line.strip() for line in shown.splitlines()}
     for module in lab.modules:
         text = path_of(module).read_text()
