@@ -55,7 +55,12 @@ DOORS = {  # imports by string that no rule counts: what stands alone asks wheth
     ("theory.plan", "services.seam"),  # schedules of variants
     ("theory.plan", "variants.expert_presets"),  # and models
 }
-LOADERS = {"services.seam", "services.run", "services.pages.__main__"}  # of plug-ins, of the script, of labs
+LOADERS = {
+    "services.seam",
+    "services.run",
+    "services.expected",
+    "services.pages.__main__",
+}  # of plug-ins, scripts, labs
 
 
 def by_string(tree: ast.Module) -> list[str]:
