@@ -28,6 +28,7 @@ from torch import Tensor
 import step06_pipeline as step06
 from common.comm import Group, Mesh, all_gather, all_reduce, all_to_all, exchange, reduce_scatter
 from common.model import PRESETS
+from common.schedules import simulate
 from services.launch import gather_objects
 from services.seam import compose
 from services.tables import table
@@ -35,7 +36,6 @@ from tests.bench import figures
 from tests.bench.cluster import SMALL
 from tests.bench.harness import Contestant, Entry, command, spread
 from tests.bench.nodes import on_nodes, rate
-from theory.seconds import makespan
 
 FULL = 10.0  # Gbit/s: two cores send less
 SPEEDS = (FULL, 1.0, 0.3, 0.1, 0.03, 0.01)
@@ -151,9 +151,9 @@ def pipeline_seconds(entry: Entry, full: float, gbit: float) -> float:
     places, lists = step06.plan(config, config.global_batch_size // config.micro_batch_size)
     split = any(action.kind == "W" for action in lists[0])
     unit = dict(F=1.0, B=1.0 if split else 2.0, W=1.0)
-    scale = full / makespan(lists, places, unit, 0.0)
+    scale = full / simulate(lists, places, unit)[-1][0]
     message = cable_seconds(config.micro_batch_size * shape.seq_len * shape.dim * 4, gbit)
-    return scale * makespan(lists, places, unit, message / scale)
+    return scale * simulate(lists, places, unit, message / scale)[-1][0]
 
 
 def predicted(entry: Entry, one: Race, gbit: float, worst: float = 0.0) -> float:
