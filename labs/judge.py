@@ -140,8 +140,8 @@ def resolved(outcome: list[list[Row]], right: list[list[Row]] | None) -> list[li
             elif isinstance(wanted, dict) and "at most times" in wanted:
                 wanted = at_most(theirs * wanted["at most times"] if isinstance(theirs, int | float) else 0.0)
             elif right:
-                limit = isinstance(wanted, dict) and "at most" in wanted
-                value = CHANGED if (wanted != clean if limit else mistake(wanted, clean, 1e-8)) else value
+                changed = str(wanted) != str(clean) if isinstance(wanted, dict) else mistake(wanted, clean, 1e-8)
+                value = CHANGED if changed else value
                 wanted = clean
             found[-1].append((key, value, wanted))
         found[-1] += [(key, "nothing", theirs) for rest in known.values() for key, theirs, _ in rest]
