@@ -124,7 +124,7 @@ def accumulation(dtype: str, recompute: str) -> dict:
         of["its loss / n_targets"] = [[f"{term:.4f}"] for term in terms] + [[]] * (3 - len(terms))
         grads = [param.grad for param in parts.model.parameters() if param.grad is not None]
         norm = nn.utils.get_total_norm(grads).item()
-        says = says or f"Micro-batch {n}: {UNITS[name]} computes {direction}."
+        says = says.format(n=n) or f"Micro-batch {n}: {UNITS[name]} computes {direction}."
         states.append((f"{says} Norm of the gradients that are here: {norm:.4f}.", of))
 
     def end_forward(_model: Decoder, _inputs: tuple, loss: Tensor):
@@ -137,7 +137,7 @@ def accumulation(dtype: str, recompute: str) -> dict:
         model.register_forward_hook(end_forward)
         watch_modules(model, partial(tell, parts))
         done = partial(tell, parts, "", "done")
-        model.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda _: done("Micro-batch done."))
+        model.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda _: done("Micro-batch {n} is done."))
         after(parts.optimizer, "step", lambda: done("AdamW has updated the masters."))
         after(parts.optimizer, "zero_grad", lambda: done("The gradients are dropped."))
 
@@ -257,7 +257,7 @@ def zero(stage: int) -> dict:
             return
         of, now = {}, {kind: bytes_of(tensors) for kind, tensors in held_tensors(parts).items()}
         for name, unit in zip(UNITS, parts.units or [None] * 4, strict=True):
-            kinds = (f"{name} {kind}" for kind in ("weights", "gradient", "summed gradient", "optimizer"))
+            kinds = (f"{name} {kind}" for kind in ("weights", "gradient", "summed", "optimizer"))
             of |= dict(zip(kinds, held(unit, parts), strict=True))
         of["bytes in all"] = [[f"{sum(now.values()):,}"]]
         if not (states and "freed" in says and of == states[-1][1]):  # else there was nothing to free
@@ -285,9 +285,8 @@ def zero(stage: int) -> dict:
     run = Watch(config, attach)
     step03.train(config, run)
     text = "A box is a shard, with the number of the rank that updates it. Empty: not here. Dashed: under way."
-    text += (
-        " The gradient is that of the rank's own tokens. Weights are bf16; the optimizer has masters and two moments."
-    )
+    text += " Gradient: of the rank's own tokens; summed: over all ranks."
+    text += " Weights are bf16; the optimizer has masters and two moments."
     return dict(text=text, states=states, curve=dict(curve))
 
 
