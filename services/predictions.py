@@ -73,6 +73,17 @@ def moment_bytes(config: Any, parts: Parts) -> int:
     return sum(numbers(name, master) * master.itemsize for name, master in parts.optimizer.masters.items())
 
 
+def more_kept(config: Any, p: memory.Piece, place: Place) -> float:
+    """Bytes of a micro-batch on a stage beside theory's: masks, a byte a number (dropout.py); attention_scores.py."""
+    experts = [p.m.has_experts(n) for n in place.layers] if config.recompute in ("none", "attention") else []
+    masks = sum(p.own + (p.routed if flag else p.own) for flag in experts) + (place.before is None) * p.own
+    kv_dim, core = p.m.kv_dim * max(1, p.tp / p.m.n_kv_heads), -p.wide * p.m.n_heads  # a fused kernel's statistics
+    if config.recompute == "none":
+        more = p.e * (2 * p.m.dim - 2 * kv_dim + p.m.n_heads * p.seq)
+        core = (core + more) * (getattr(config, "attention", "fused") == "scores")  # a handout may lack it
+    return bool(config.dropout) * masks * p.m.dim + len(experts) * p.tokens / p.tp * core
+
+
 def held_bytes(config: Any, parts: Parts) -> dict[str, float]:
     """Bytes of each kind of tensor on this rank."""
     w, on_cpu = work_of(config, parts), next(parts.model.parameters()).device.type == "cpu"
@@ -85,12 +96,14 @@ def held_bytes(config: Any, parts: Parts) -> dict[str, float]:
     about = size(parts, "tp"), getattr(config, "sp", False), layers_again(config), on_cpu, config.loss_chunk
     piece = memory.Piece(w.m, batch, seq, w.e, w.wide, *about)
     places, row = work_lists(config, parts)
+    kept = {s: memory.stage_bytes(piece, p) for s, p in places.items()}
+    kept = {s: one._replace(whole=one.whole + more_kept(config, piece, places[s])) for s, one in kept.items()}
     return {
         "parameters": (cut if stage == 3 else n) * w.e,
         "gradients": (cut if stage >= 2 else n) * w.wide,
         "masters": cut * w.wide * (w.wide != w.e),
         "moments": moment_bytes(config, parts),
-        "activations": memory.most_kept(row, {s: memory.stage_bytes(piece, p) for s, p in places.items()}, False),
+        "activations": memory.most_kept(row, kept, False),
     }
 
 

@@ -192,3 +192,23 @@ def test_a_dry_run_says_what_it_counted(name, flags, capsys):
     with ServedRun(config) as run:
         instead_of(step.train)(config, run)
     assert "MFU is at most" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "step, flags",
+    [
+        ("step01_single_gpu", dict(dry_run=1, dropout=0.1)),
+        ("step01_single_gpu", dict(dry_run=1, attention="scores")),
+        ("step04_tp_sp", dict(dry_run=2, tp=2, dropout=0.1, attention="scores", recompute="attention")),
+        ("step07_moe_ep", dict(dry_run=4, tp=2, sp=False, dropout=0.1, recompute="attention", dense_layers=1)),
+        ("step06_pipeline", dict(dry_run=2, pp=2, dropout=0.1, recompute="full")),
+    ],
+)
+def test_masks_and_scores_are_predicted(step, flags):
+    """What they add to what waits for backward is what is counted, to the byte."""
+    added = []
+    for more in flags, {name: value for name, value in flags.items() if name not in ("dropout", "attention")}:
+        seen = run_rank(importlib.import_module(step).train, config_of(step, SHAPE | more), 0)
+        added.append((seen.held["activations"], seen.predicted["activations"]))
+    (measured, predicted), (measured_without, predicted_without) = added
+    assert measured - measured_without == predicted - predicted_without != 0
