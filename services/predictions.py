@@ -73,6 +73,11 @@ def moment_bytes(config: Any, parts: Parts) -> int:
     return sum(numbers(name, master) * master.itemsize for name, master in parts.optimizer.masters.items())
 
 
+def waits(config: Any, p: activations.Piece, place: Place) -> float:
+    """Bytes of a micro-batch on a stage that variants keep beside theory's, as their files say it."""
+    return sum(file.waits(config, p, place) for file in offered(type(config), "waits"))
+
+
 def held_bytes(config: Any, parts: Parts) -> dict[str, float]:
     """Bytes of each kind of tensor on this rank."""
     w, on_cpu = work_of(config, parts), next(parts.model.parameters()).device.type == "cpu"
@@ -87,6 +92,7 @@ def held_bytes(config: Any, parts: Parts) -> dict[str, float]:
     places, row = work_lists(config, parts)
     split = any(action.kind == "W" for action in row)
     kept = {stage: activations.kept_of(piece, place, split, in_forward=True) for stage, place in places.items()}
+    kept = {s: one._replace(until_b=one.until_b + waits(config, piece, places[s])) for s, one in kept.items()}
     return {
         "parameters": (cut + n * getattr(config, "zero_keep", False) if stage == 3 else n) * w.e,
         "gradients": (cut if stage >= 2 else n) * w.wide,

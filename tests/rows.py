@@ -117,14 +117,14 @@ ROWS = [
     Row(4, "step06_pipeline", dict(pp=2, zero=3), BACK | MUON, EXHAUSTIVE),
     Row(2, "step03_zero", dict(zero=3, attention="scores"), SGD),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, attention="scores", recompute="attention", schedule="zb-h1"), TIED),
-    Row(4, "step05_cp_ring", dict(cp=2, tp=2, recompute="attention"), DROP),
+    Row(4, "step05_cp_ring", dict(cp=2, tp=2, recompute="attention"), DROP | SGD),
     *(
         Row(4, "step06_pipeline", dict(pp=2, cp=2, cp_mode=mode, recompute="attention", **MASK), MASK, EXHAUSTIVE)
         for mode in ("zigzag", "allgather", "ulysses")
     ),
     Row(2, "step07_moe_ep", dict(ep=2, attention="scores", recompute="selective"), EXPERTS, EXHAUSTIVE),
     Row(1, "step01_single_gpu", dict(compile=True, attention="scores", recompute="attention"), COMPILED, EXHAUSTIVE),
-    Row(2, "step02_ddp", {}, DROP | SGD, does=("equals", "goes_on")),
+    Row(2, "step02_ddp", {}, DROP | SGD, EXHAUSTIVE, does=("equals", "goes_on")),
     Row(2, "step02_ddp", dict(sync="torch", micro_batch_size=2), DROP | SGD, EXHAUSTIVE),
     Row(4, "step04_tp_sp", dict(tp=2, zero=3, recompute="full"), DROP),
     Row(2, "step04_tp_sp", dict(tp=2, sp=False, recompute="selective", micro_batch_size=2), DROP | SGD | TIED),
@@ -160,7 +160,7 @@ ROWS = [
     Row(3, "step02_ddp", dict(sync="server"), SGD),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, zero=0), STALE | SGD),
     Row(2, "step03_zero", dict(zero=1, offload_optimizer="cpu"), STALE | MUON, EXHAUSTIVE),
-    Row(2, "step03_zero", dict(zero=3), STALE),
+    Row(2, "step03_zero", dict(zero=3), STALE, EXHAUSTIVE),
     Row(4, "step02_ddp", dict(sync="hierarchical", ranks_per_node=2), SGD),
     Row(4, "step04_tp_sp", dict(sync="hierarchical", ranks_per_node=2, zero=0, tp=2), SGD, EXHAUSTIVE),
     Row(3, "step02_ddp", dict(sync="tree"), SGD),

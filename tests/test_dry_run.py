@@ -224,3 +224,23 @@ def test_expected_lines_are_those_of_the_readme(capsys):
     assert expected.main(["--gpu", "abacus"]) == 2 and "abacus" in capsys.readouterr().err
     refused = expected.report([expected.Line(2, "step02_ddp", "--bucket-mb 2 --sync naive")], "h100-80")
     assert "not measured on a GPU" in refused and "--bucket-mb" in refused.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "step, flags",
+    [
+        ("step01_single_gpu", dict(dry_run=1, dropout=0.1)),
+        ("step01_single_gpu", dict(dry_run=1, attention="scores")),
+        ("step04_tp_sp", dict(dry_run=2, tp=2, dropout=0.1, attention="scores", recompute="attention")),
+        ("step07_moe_ep", dict(dry_run=4, tp=2, sp=False, dropout=0.1, recompute="attention", dense_layers=1)),
+        ("step06_pipeline", dict(dry_run=2, pp=2, dropout=0.1, recompute="full")),
+    ],
+)
+def test_masks_and_scores_are_predicted(step, flags):
+    """What they add to what waits for backward is what is counted, to the byte."""
+    added = []
+    for more in flags, {name: value for name, value in flags.items() if name not in ("dropout", "attention")}:
+        seen = run_rank(importlib.import_module(step).train, config_of(step, SHAPE | more), 0)
+        added.append((seen.held["activations"], seen.predicted["activations"]))
+    (measured, predicted), (measured_without, predicted_without) = added
+    assert measured - measured_without == predicted - predicted_without != 0

@@ -108,8 +108,8 @@ def rebindings(module: str, tree: ast.Module) -> list[str]:
 def test_only_the_seam_changes_calls():
     """No variant or service assigns a method of a step's object, clears hooks or sets flags; ORDER is complete."""
     around = set()
-    for module in FILES:
-        if room_of(module) in ("variants", "services"):
+    for module in FILES:  # pages are written by processes of their own, in which nobody's run is
+        if room_of(module) in ("variants", "services") and not module.startswith("services.pages"):
             tree = tree_of(module)
             assert not rebindings(module, tree)
             verbs = [n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)]

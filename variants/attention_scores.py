@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from common import UserError
+from common.schedules import Place
 from step01_single_gpu import RECOMPUTE
 from step05_cp_ring import scaled_scores
 from variants import Parts
@@ -47,6 +48,18 @@ def check(config: Any, world: int):
         raise UserError(f"--attention scores looks at all earlier tokens: leave out --documents {config.documents}")
     if config.attention == "scores" and config.window:
         raise UserError(f"--attention scores looks at all earlier tokens: leave out --window {config.window}")
+
+
+def waits(config: Any, p: Any, place: Place) -> float:
+    """Bytes of a micro-batch (theory's Piece `p`) on a stage beside those of a fused kernel: see above."""
+    statistics, kv_dim = p.wide * p.m.n_heads, p.m.kv_dim * max(1, p.tp / p.m.n_kv_heads)
+    if config.recompute == "attention":
+        token = -statistics
+    elif config.recompute == "none" and config.attention == "scores":
+        token = p.e * (2 * p.m.dim - 2 * kv_dim + p.m.n_heads * p.seq) - statistics
+    else:
+        return 0.0
+    return len(place.layers) * p.share * token
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
