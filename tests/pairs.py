@@ -105,6 +105,7 @@ HOW = {  # they change how it is computed
     "zb_costs": Flag(("", "1,1,1,0.05"), (dict(schedule=("zb-auto",)),)),
     "ep": Flag((1, 2)),
     "ep_mode": Flag(("alltoall", "rows", "allgather", "nodes"), (dict(ep=MORE),)),
+    "ep_overlap": Flag((False, True), (dict(pp=MORE, ep=MORE, ep_mode=("alltoall",)),)),
     "ep_inside": Flag((2, 1), (dict(ep_mode=("nodes",)),)),
     "expert_matmul": Flag(("each", "grouped")),
 }
@@ -143,12 +144,14 @@ REFUSED: list[tuple[Options, Options]] = [  # what else does not go together
     (dict(sync=("torch",)), dict(dtype=("bf16", "fp16"))),
     (dict(tp_overlap=(True,)), dict(schedule=W)),
     (dict(window=(5,)), DOCUMENTS),
+    (dict(ep_overlap=(True,)), DOCUMENTS),
+    (dict(ep_overlap=(True,)), dict(zero=(3,), zero_keep=(False,))),
     (dict(window=(5,)), dict(cp=MORE, cp_mode=("zigzag", "allgather", "usp", "balanced"))),
     (dict(capacity_factor=(0.6,)), DOCUMENTS | dict(cp_mode=("balanced",))),
 ]
 NOWHERE = {("sync", "torch"): STEPS[5:]}  # values that these steps refuse, whatever is beside them
 FEW = 1500
-UNCOUNTED = {"documents": ("mask", "reset")}  # values that --dry-run refuses
+UNCOUNTED = {"documents": ("mask", "reset"), "ep_overlap": (True,)}  # values that --dry-run refuses
 
 
 @lru_cache
