@@ -540,6 +540,8 @@ FAULTS: dict[str, Fault] = {
          "layout_of(param).partial_over", "each copy learns from its own half of the micro-batches")),
     **of("variants.dualpipe", "dualpipev, tied", DEFAULT,
         ("dualpipev_stops_early", "dualpipev", "max(m, 2 * p)", "max(m, 2 * p) - 1", "a micro-batch is left out")),
+    **of("variants.ep_overlap", "law: hidden", DEFAULT,
+        ("hidden_behind_nothing", "travel", "turns.switch()", "pass", "right numbers, one after the other")),
     **of("variants.expert_nodes", "nodes", DEFAULT,
         ("neighbours_taken_for_other_nodes", "attach", ".swapaxes(1, 2)", "", "rows come where the experts are not")),
     **of("variants.expert_rows", "rows", DEFAULT,

@@ -42,6 +42,7 @@ WORDS = {  # words in the ids of tests that a file matters for
     "documents": "documents document whole_sequences n4 refuses",
     "dualpipe": "dualpipe test_every_size refuses",
     "expert_presets": "presets",
+    "ep_overlap": "ep_overlap message_of_experts refuses",
     "expert_nodes": "ep_mode=nodes two_levels refuses",
     "expert_rows": "ep_mode= ways_to_experts",
     "few_kv_heads": "step04-4-tp=4 n_kv_heads=1 refuses",

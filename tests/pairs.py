@@ -111,6 +111,7 @@ HOW = {  # they change how it is computed
     "zb_costs": Flag(("", "1,1,1,0.05"), (dict(schedule=("zb-auto",)),)),
     "ep": Flag((1, 2)),
     "ep_mode": Flag(("alltoall", "rows", "allgather", "nodes"), (dict(ep=MORE),)),
+    "ep_overlap": Flag((False, True), (dict(pp=MORE, ep=MORE, ep_mode=("alltoall",)),)),
     "ep_inside": Flag((2, 1), (dict(ep_mode=("nodes",)),)),
     "expert_matmul": Flag(("each", "grouped")),
 }
@@ -157,6 +158,8 @@ REFUSED: list[tuple[Options, Options] | tuple[Options, Options, str]] = [  # wha
     (dict(attention=("scores",)), DOCUMENTS),
     (dict(attention=("scores",)), dict(window=(5,))),
     (dict(window=(5,)), DOCUMENTS),
+    (dict(ep_overlap=(True,)), DOCUMENTS),
+    (dict(ep_overlap=(True,)), dict(zero=(3,), zero_keep=(False,))),
     (dict(window=(5,)), dict(cp=MORE, cp_mode=("zigzag", "allgather", "usp", "balanced"))),
     (dict(capacity_factor=(0.6,)), DOCUMENTS | dict(cp_mode=("balanced",))),
 ]
@@ -166,7 +169,8 @@ ROUNDING = [  # legal, but one process does not say what is right
 ]
 NOWHERE = {("sync", "torch"): STEPS[5:]}  # values that these steps refuse, whatever is beside them
 FEW = 1500
-UNCOUNTED = {"documents": ("mask", "reset"), "batch_ramp": ("4,2",)}  # values that --dry-run refuses
+# Values that --dry-run refuses.
+UNCOUNTED = {"documents": ("mask", "reset"), "batch_ramp": ("4,2",), "ep_overlap": (True,)}
 
 
 @lru_cache

@@ -303,6 +303,9 @@ ROWS = [
     Row(4, "step07_moe_ep", dict(cp=2, ep=2, ep_mode="allgather", zero=1), EXPERTS | SGD),
     Row(4, "step07_moe_ep", dict(ep=4, ep_mode="nodes", recompute="full"), GROUPS),
     Row(4, "step07_moe_ep", dict(pp=2, tp=2, ep=2, ep_mode="nodes", schedule="zb-h1", zero=3), EXPERTS | TIED),
+    Row(4, "step07_moe_ep", dict(pp=2, ep=2, schedule="dualpipe", ep_overlap=True, zero=2), EXPERTS | TIED),
+    Row(8, "step07_moe_ep", dict(pp=2, tp=2, ep=2, schedule="zbv", ep_overlap=True), EXPERTS | SGD | DEEP, EXHAUSTIVE),
+    Row(4, "step07_moe_ep", dict(pp=2, tp=2, ep=2, ep_overlap=True, zero=3, zero_keep=True, recompute="full"), EXPERTS),
     Row(2, "step07_moe_ep", dict(ep=2, capacity_factor=4.0), EXPERTS, does=LAUNCHES),  # no choice is dropped
     Row(4, "step07_moe_ep", dict(cp=2, ep=2), EXPERTS | BIAS | dict(capacity_factor=0.6)),
     Row(4, "step07_moe_ep", dict(pp=2, ep=2, schedule="dualpipe", zero=2), EXPERTS | BIAS | dict(z_loss=0.1)),

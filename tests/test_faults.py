@@ -19,6 +19,7 @@ LAWS: dict[str, tuple] = {  # ranks, and a function with its arguments that ever
     "law: zero 3": (2, test_laws.measure, "step03_zero", dict(zero=3)),
     "law: kept": (2, test_laws.measure, "step03_zero", dict(zero=3, zero_keep=True)),
     "law: early sums": (2, test_laws.sums_in_backward, dict(zero=1, zero_overlap=True)),
+    "law: hidden": (4, test_laws.order_of_turns, test_laws.OVERLAP | dict(ep_overlap=True)),
     "law: tp": (2, test_laws.measure, "step04_tp_sp", dict(tp=2)),
     "law: ring": (2, test_laws.measure, "step05_cp_ring", dict(cp=2)),
     "law: window": (2, test_laws.measure, "step05_cp_ring", dict(cp=2, cp_mode="ring", window=5)),

@@ -66,6 +66,7 @@ WRONG = {  # ranks, step, flags; the line begins with the flag
     "--no-sp: --tp 2 must divide the 15 tokens": (2, "step07_moe_ep", EXPERTS | dict(tp=2, sp=False, seq_len=15)),
     "--experts-per-token 9": (2, "step07_moe_ep", dict(experts_per_token=9)),
     "--micro-batch-size": (2, "step07_moe_ep", EXPERTS | dict(micro_batch_size=5)),
+    "--ep-overlap: --zero 3 frees": (4, "step07_moe_ep", EXPERTS | dict(pp=2, ep=2, zero=3, ep_overlap=True)),
     "--ep-inside 4 must divide --ep 2": (2, "step07_moe_ep", EXPERTS | dict(ep=2, ep_mode="nodes", ep_inside=4)),
     "--groups-per-token 1": (1, "step07_moe_ep", GROUPS | dict(groups_per_token=1, experts_per_token=3)),
     "--expert-groups 3": (2, "step07_moe_ep", EXPERTS | dict(expert_groups=3)),

@@ -17,12 +17,12 @@ import step03_zero as step03
 import step05_cp_ring as step05
 import step06_pipeline as step06
 import step07_moe_ep as step07
-from common.comm import Group, Mesh, Pending, exchange
-from common.model import Decoder, ModelConfig
+from common.comm import Group, Mesh, Pending, all_to_all, exchange
+from common.model import Attention, Decoder, ModelConfig
 from common.schedules import SCHEDULES, draw
 from services.dry_run import run_rank
 from tests import bounds, equal
-from variants import cp_flash, cp_ring, hierarchical_sync, tree_sync, zero_overlap
+from variants import cp_flash, cp_ring, ep_overlap, hierarchical_sync, tree_sync, zero_overlap
 
 L, D, FFN, VOCAB, SEQ, HEADS, KV = (
     equal.SMALL[name] for name in ("n_layers", "dim", "ffn_dim", "vocab_size", "seq_len", "n_heads", "n_kv_heads")
@@ -555,6 +555,74 @@ def test_groups_bound_the_nodes(pools):
     counts = ep * m * L * 8
     crossed = (sum(sent["ep between"] for sent, _ in found) - counts) / (2 * (2 * D * B + experts // 2 * B))
     assert crossed == int(crossed) and 0 < crossed <= ep * m * L * SEQ
+
+
+def order_of_turns(options: dict) -> list[list[tuple[str, str]]]:
+    """Runs on every rank: of each pair in the last step, what its forward (F) and its backward (B) do, in order.
+
+    Attention and experts are noted where they begin, a gradient where it is found.
+    """
+    pairs, turns, both = [], [], ep_overlap.Turns.both
+
+    def note(what: str, who: int | None = None):
+        if turns and turns[0].left:
+            pairs[-1].append(("FB"[turns[0].turn if who is None else who], what))
+
+    def noting(function, what: str):
+        return lambda *args, **kwargs: note(what) or function(*args, **kwargs)
+
+    def ending(i: int, function):
+        result = function()
+        note("ends", i)
+        return result
+
+    def paired_up(self, *functions):
+        turns[:] = [self]
+        pairs.append([])
+        return both(self, *(lambda i=i, function=function: ending(i, function) for i, function in enumerate(functions)))
+
+    def started(output, tensor, *rest):
+        pending = all_to_all(output, tensor, *rest)
+        if tensor.is_floating_point():  # rows, not their counts
+            note("starts")
+            pending.wait = lambda: note("waits") or Pending.wait(pending)
+        return pending
+
+    with ExitStack() as stack:
+        for owner, name, new in (
+            (ep_overlap.Turns, "both", paired_up),
+            (ep_overlap, "all_to_all", started),
+            (Attention, "forward", noting(Attention.forward, "attention")),
+            (step07.Experts, "forward", noting(step07.Experts.forward, "experts")),
+            (step02.BucketSync, "mark_ready", noting(step02.BucketSync.mark_ready, "gradient")),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, new))
+        equal.record("step07_moe_ep", LAWS | options)
+    return pairs[len(pairs) // 2 :]
+
+
+OVERLAP = dict(pp=2, ep=2, experts=4, n_layers=4, global_batch_size=8, zero=0)
+
+
+def test_a_message_of_experts_is_hidden(pools):
+    """Between start and wait of each all-to-all lies the other micro-batch's computation, as long as that goes on.
+
+    But for the first of the forward: backward needs no matrices until its own first one. Four in a layer, as ever.
+    """
+    options, hidden = OVERLAP, 0
+    for pairs in pools(4).run(order_of_turns, options | dict(ep_overlap=True)):
+        for events in pairs:
+            assert events.count(("F", "starts")) == events.count(("B", "starts")) == 2 * 2
+            for at, (who, what) in enumerate(events):
+                other = "FB"[who == "F"]
+                if what == "starts" and (other, "ends") not in events[:at]:
+                    between = {word for whose, word in events[at : events.index((who, "waits"), at)] if whose == other}
+                    first = (who, what) not in events[:at]
+                    assert between & {"attention", "experts", "gradient", "ends"} or (first and between), events
+                    hidden += 1
+    assert hidden >= 4 * 6, "two or more pairs a step have six or more hidden messages each"
+    plain, ours = (pools(4).run(measure, "step07_moe_ep", options | dict(ep_overlap=flag)) for flag in (False, True))
+    assert [sent for sent, _ in plain] == [sent for sent, _ in ours]
 
 
 def test_the_picture_is_the_schedule():

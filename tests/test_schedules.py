@@ -13,6 +13,7 @@ from common.schedules import SCHEDULES, Action, Place, consumer, simulate
 from services.seam import plugins
 from services.stages import given
 from step06_pipeline import Instruction, OneForwardOneBackward, Pipeline, add_messages
+from variants.paired_actions import paired, program_of
 from variants.v_schedules import block
 from variants.zb_auto import Costs, search, time_of
 from variants.zero_bubble import zb_h1
@@ -322,6 +323,19 @@ def test_v_half_and_v_min_repeat_one_block():
             for row in block(p, delays):
                 assert sorted(start % 6 for start in row) == [*range(6)]
                 assert row[0] < row[1] < row[2] < row[3] and row[4] > row[2] and row[5] > row[3]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_pairs_are_complete_and_end(name):
+    """--ep-overlap: every list with F and B at once, where they stand side by side; all do what they did, and end."""
+    for p, m, lists, places in sizes(name):
+        programs = program_of(lists, places)
+        flat = [[Instruction(verb, a, peer) for verb, some, peer in program for a in some] for program in programs]
+        check_programs(flat, places)
+        assert [[line.action for line in program if line.verb == "compute"] for program in flat] == lists
+        if name in ("1f1b", "dualpipe") and p > 1 and m >= 2 * p:
+            both = [sum(len(line.actions) == 2 for line in program) for program in programs]
+            assert both == [sum(len(actions) == 2 for actions in paired(row)) for row in lists]
 
 
 def test_zb_auto_is_sound_within_its_memory_and_no_worse_than_by_hand():
