@@ -11,7 +11,7 @@ ranks, so their collectives have one order. Bytes are the same. F's output leave
 waits for what becomes of its F, on whatever way, is taken apart (variants/paired_actions.py).
 
 What two micro-batches at once cannot share is refused: weights that ZeRO 3 frees (--zero-keep does not), --documents,
-which knows one micro-batch. Counts go first, and are waited for at once, as the host must know them.
+--dropout and --batch-ramp, which know one micro-batch, and --compile. Counts go first, and are waited for at once, as the host must know them.
 
 In step 7, `dispatch` and `combine` would say between start and wait whose turn it is; in step 6, `execute` would do two
 actions at once.
@@ -51,11 +51,19 @@ NEEDS = [("ep_overlap", "pp"), ("ep_overlap", "ep"), ("ep_overlap", "ep_mode", "
 
 def check(config: Any, world: int):
     """Raises UserError for what two micro-batches at once do not go with."""
-    if config.ep_overlap and config.zero == 3 and not config.zero_keep:
+    if not config.ep_overlap:
+        return
+    if config.zero == 3 and not config.zero_keep:
         raise UserError("--ep-overlap: --zero 3 frees weights that the other micro-batch still needs; add --zero-keep")
-    if config.ep_overlap and config.documents != "off":
+    if config.documents != "off":
         raise UserError("--ep-overlap: --documents knows the borders of one micro-batch at a time; choose one of them")
-    if config.ep_overlap and config.dry_run:
+    if config.dropout:
+        raise UserError("--ep-overlap: --dropout knows the masks of one micro-batch at a time; choose one of them")
+    if config.batch_ramp:
+        raise UserError("--ep-overlap: --batch-ramp leaves micro-batches out of a list one by one; choose one of them")
+    if config.compile:
+        raise UserError("--ep-overlap: --compile cannot look into two threads at once; choose one of them")
+    if config.dry_run:
         raise UserError("--ep-overlap has two threads, --dry-run sees one: count without it, the bytes are the same")
 
 
@@ -130,8 +138,6 @@ def visit_in_turns(turns: Turns, experts: Callable, group: Group, rows: Tensor, 
 
 def attach(config: Any, parts: Parts):
     """Do in pairs what the schedule's lists have side by side."""
-    if not config.ep_overlap:
-        return
     pipeline, turns = parts.pipeline, Turns()
     mine = config.global_batch_size // parts.mesh["dp"].size
     lists = plan(config, m=math.ceil(mine / config.micro_batch_size))[1]
