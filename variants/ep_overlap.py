@@ -10,8 +10,9 @@ Both are the code of step 7, each in a thread of its own; one thread runs at a t
 ranks, so their collectives have one order. Bytes are the same. F's output leaves when both are done: so a pair whose B
 waits for what becomes of its F, on whatever way, is taken apart (variants/paired_actions.py).
 
-What two micro-batches at once cannot share is refused: weights that ZeRO 3 frees (--zero-keep does not), --documents,
---dropout and --batch-ramp, which know one micro-batch, and --compile. Counts go first, and are waited for at once, as the host must know them.
+What two micro-batches at once cannot share is refused: weights that ZeRO 3 frees (--zero-keep does not); --documents,
+--dropout and --batch-ramp, which know one micro-batch at a time; --compile. Counts go first, and are waited for at
+once, as the host must know them.
 
 In step 7, `dispatch` and `combine` would say between start and wait whose turn it is; in step 6, `execute` would do two
 actions at once.
