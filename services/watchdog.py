@@ -108,9 +108,10 @@ class Watchdog:
         """
         self.place, self.seconds, self.rank, self.world, self.store, self.end = place, seconds, rank, world, store, end
         self.signalled, self.written, self.lost_since = signalled, written, 0.0
-        self.stopped = threading.Event()
+        self.stopped, self.heard = threading.Event(), time.monotonic()
         self.thread = threading.Thread(target=self.watch, daemon=True)
         self.thread.start()
+        threading.Thread(target=self.listen, daemon=True).start()
 
     def stop(self, failed: bool = False):
         """The run is over on this rank. `failed`: the others need not wait for it."""
@@ -126,19 +127,22 @@ class Watchdog:
         self.store.set(f"place/{self.rank}", json.dumps([*self.place(), since, now]))
 
     def watch(self):
-        """The thread. At the end of a job the store goes; before it, a rank that cannot reach it is cut off."""
-        try:
+        """The thread."""
+        with suppress(RuntimeError):  # the store is gone, and with it the launcher
             self.look()
-        except RuntimeError:
-            if not self.stopped.wait(GRACE):
-                cut_off = "hears nothing of the store of all ranks: the network, or the node that has it, is gone"
-                self.end(f"error: rank {self.rank} {cut_off}")
+        self.stopped.set()
+
+    def listen(self):
+        """A thread beside it: where a cable is pulled, a store does not answer, and raises nothing."""
+        while not self.stopped.wait(min(1.0, self.seconds / 4)):
+            if time.monotonic() - self.heard > 2 * self.seconds:
+                return self.end(f"error: rank {self.rank} is cut off: the store of all ranks does not answer")
 
     def look(self):
         """Until stopped: publish this rank's place; at half the time warn, and shortly before all of it end."""
         seen, since, warned, asked, added = None, time.time(), False, False, 0
         while not self.stopped.wait(min(1.0, self.seconds / 40)):
-            place, written = self.place(), self.written()
+            self.heard, place, written = time.monotonic(), self.place(), self.written()
             moved = place, self.store.add("written", written - added)  # of all ranks
             added = written
             if moved != seen:
