@@ -124,9 +124,10 @@ class Watchdog:
         """
         self.where, self.seconds, self.rank, self.world, self.store, self.end = where, seconds, rank, world, store, end
         self.signalled, self.written, self.lost_since = signalled, written, 0.0
-        self.stopped = threading.Event()
+        self.stopped, self.heard = threading.Event(), time.monotonic()
         self.thread = threading.Thread(target=self.watch, daemon=True)
         self.thread.start()
+        threading.Thread(target=self.listen, daemon=True).start()
 
     def stop(self, failed: bool = False):
         """The run is over on this rank. `failed`: the others need not wait for it."""
@@ -142,13 +143,16 @@ class Watchdog:
         self.store.set(f"sign/{self.rank}", json.dumps(sign))
 
     def watch(self):
-        """The thread. At the end of a job the store goes; before it, a rank that cannot reach it is cut off."""
-        try:
+        """The thread."""
+        with suppress(RuntimeError):  # the store is gone, and with it the launcher
             self.look()
-        except RuntimeError:
-            if not self.stopped.wait(GRACE):
-                cut_off = "hears nothing of the store of all ranks: the network, or the node that has it, is gone"
-                self.end(f"error: rank {self.rank} {cut_off}")
+        self.stopped.set()
+
+    def listen(self):
+        """A thread beside it: where a cable is pulled, a store does not answer, and raises nothing."""
+        while not self.stopped.wait(min(1.0, self.seconds / 4)):
+            if time.monotonic() - self.heard > 2 * self.seconds + GRACE:
+                return self.end(f"error: rank {self.rank} is cut off: the store of all ranks does not answer")
 
     def look(self):
         """Until stopped: publish where this rank is; at half the time warn. Shortly before all of it end the job, if
@@ -156,7 +160,7 @@ class Watchdog:
         """
         seen, since, warned, asked, added = None, time.time(), False, False, 0
         while not self.stopped.wait(min(1.0, self.seconds / 40)):
-            where, written = self.where(), self.written()
+            self.heard, where, written = time.monotonic(), self.where(), self.written()
             state = where, self.store.add("written", written - added)  # of all ranks
             added = written
             if state != seen:

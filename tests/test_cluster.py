@@ -264,7 +264,7 @@ def test_a_cable_is_pulled_for_good(job):
     assert run.wait() != 0
     said = run.log.read_text()
     assert "no progress for" in said and "rank 1 is behind" in said, said
-    assert "node1: error: rank 1 hears nothing of the store" in said and "it is killed" not in said, said
+    assert "node1: error: rank 1 is cut off" in said and "it is killed" not in said, said
 
 
 @pytest.mark.exhaustive
@@ -305,11 +305,10 @@ def test_a_node_comes_late(job, undisturbed):
 
 @pytest.mark.exhaustive
 def test_a_slow_node_is_named(job):
-    """--log-ranks: the slow rank computes for longer, and the other one waits."""
+    """--log-ranks: the straggler waits least, and the other one for it."""
     run = job("step02_ddp.py", *words(LONG), "--log-ranks", nodes=2, gbit=1.0)
     run.until(1)
     run.say("slow 1 10")
     assert run.wait() == 0, run.log.read_text()
-    last = run.rows()[-5:]
-    quick, slow = (sum(row["ranks"][rank]["seconds"] for row in last) for rank in range(2))
-    assert slow > 2 * quick, (quick, slow)
+    waited = [sum(row["ranks"][rank]["waited_seconds"] for row in run.rows()[2:]) for rank in range(2)]
+    assert waited[0] > 2 * waited[1], waited

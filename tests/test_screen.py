@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -223,6 +224,23 @@ def test_the_watchdog_names_the_rank_that_hangs():
         dog.thread.join(30)
     (text,) = filter(None, told)
     assert "rank 1 is behind, in step 5, backward" in text and "(in dp: 1 collectives entered, others 2)" in text
+
+
+def test_a_rank_that_is_cut_off_ends():
+    """Its store does not answer any more, and raises nothing."""
+    told, pulled = [], threading.Event()
+
+    class Store:
+        def add(self, _key: str, _n: int):
+            pulled.wait(30)
+            raise RuntimeError("gone")
+
+    Watchdog(lambda: Place(0, "", "", {}), 0.2, 1, 2, Store(), told.append)
+    end = time.monotonic() + 20
+    while not told and time.monotonic() < end:
+        time.sleep(0.01)
+    pulled.set()
+    assert told == ["error: rank 1 is cut off: the store of all ranks does not answer"]
 
 
 def test_bytes_that_are_saved_are_progress():
