@@ -235,7 +235,7 @@ def test_a_rank_that_is_cut_off_ends():
             pulled.wait(30)
             raise RuntimeError("gone")
 
-    Watchdog(lambda: Place(0, "", "", {}), 0.2, 1, 2, Store(), told.append)
+    Watchdog(lambda: Whereabouts(0, "", "", {}), 0.2, 1, 2, Store(), told.append)
     end = time.monotonic() + 20
     while not told and time.monotonic() < end:
         time.sleep(0.01)

@@ -139,6 +139,8 @@ def visit_in_turns(turns: Turns, experts: Callable, group: Group, rows: Tensor, 
 
 def attach(config: Any, parts: Parts):
     """Do in pairs what the schedule's lists have side by side."""
+    if not config.ep_overlap:
+        return
     pipeline, turns = parts.pipeline, Turns()
     mine = config.global_batch_size // parts.mesh["dp"].size
     lists = plan(config, m=math.ceil(mine / config.micro_batch_size))[1]
