@@ -119,7 +119,7 @@ def scale_words(found: Any, expected: Any, n: int) -> str:
 
 def key_of(case: Case) -> tuple:
     """By which what the project's file finds in a case is kept."""
-    return type(case), case.seed, str(case.sizes)
+    return type(case), case.seed, str(case.mesh), str(case.sizes)
 
 
 def resolved(outcome: list[list[Row]], right: list[list[Row]] | None) -> list[list[Row]]:
