@@ -139,7 +139,7 @@ def test_progress_hints_and_words(tmp_path):
     with pytest.raises(UserError, match="no lab"):
         folders.open_folder(tmp_path)
     commands = re.findall(r"^python -m labs ([^#\n]+)", (tmp_path / "lab" / "LAB.md").read_text(), re.MULTILINE)
-    assert len(commands) == 3 and all(parser().parse_args(c.split(" -- ")[0].split()) for c in commands)
+    assert len(commands) == 4 and all(parser().parse_args(c.split(" -- ")[0].split()) for c in commands)
 
 
 # --- points ----------------------------------------------------------------------------------------------------------

@@ -675,7 +675,7 @@ def test_drops_a_share_of_the_numbers():
     seen = []
     for step, first, now, place in product((0, 1), (0, 8), (0, 1), (0, 3)):
         drop = SimpleNamespace(p=0.2, first=first, now=now, size=4, key=(7, step), device=None)
-        drop.mesh, drop.here = SimpleNamespace(rank=0), torch.arange(64)
+        drop.mesh, drop.here = SimpleNamespace(rank=0), lambda: torch.arange(64)[None]
         seen.append(dropout.Dropout.kept(drop, place, (4, 64, 90)).double())
     masks = torch.stack(seen).flatten(1) - 0.8
     n, spread = masks.shape[1], (0.2 * 0.8) ** 0.5

@@ -12,8 +12,12 @@ HOW = {"parts.around": "stands around this", "parts.instead": "takes this place"
 
 
 def all_attached(root: Path) -> dict[str, list[tuple[str, str, str]]]:
-    """By what is changed, "Optimizer.step" or the menu "SYNCS": (flag, file, how, and what the file is about)."""
+    """By what is changed, "Optimizer.step" or the menu "SYNCS": (flag, file, how, and what the file is about).
+
+    Menus are those of steps and common; one that a variant has for others is left out.
+    """
     found: dict[str, set] = defaultdict(set)
+    course = "".join(path.read_text() for path in [*root.glob("step0*.py"), *root.glob("common/*.py")])
     for path in sorted(root.glob("variants/*.py")):
         tree = ast.parse(path.read_text())
         doc = re.sub(r"\s+", " ", ast.get_docstring(tree))
@@ -29,6 +33,6 @@ def all_attached(root: Path) -> dict[str, list[tuple[str, str, str]]]:
             elif isinstance(node, ast.Call) and (how := HOW.get(ast.unparse(node.func), "")):
                 owner, method = ast.unparse(node.args[0]).split(".")[-1], getattr(node.args[1], "value", "")
                 target = [owner, *(f"{cls}.{method}" for cls in OF.get(owner, "").split() if method)]
-            for name in [name for name in target if name[0].isupper()]:
+            for name in [name for name in target if re.search(rf"^(class )?{name.split('.')[0]}\b", course, re.M)]:
                 found[name].add((flag, f"variants/{path.name}", f"{how} ({about})"))
     return {name: sorted(of) for name, of in found.items()}
