@@ -24,6 +24,7 @@ from theory.activations import Piece, layer_bytes
 from theory.gpus import CONTEXT, NODE, ROOM
 from theory.layouts import Layout, Network, illegal
 from theory.memory import rank_numbers
+from theory.plan import models
 from theory.recipes import COURSE
 from theory.search import fits, smallest
 from theory.seconds import least_bubble, ring
@@ -60,6 +61,7 @@ class Claim:
 
 ALONE = "m >= p is needed: one micro-batch alone passes all stages in turn, whatever v is"
 # fmt: off
+models()  # by which variants add their schedules
 CLAIMS = [
     Claim("S0:183", "GShard has over 600 billion parameters (billions)", (600, inf),
           lambda: 2048 * 18 * mlp_weights(gpt(1024, 36, 16, ffn_dim=8192), 8192) / 1e9),
