@@ -105,8 +105,10 @@ def simulate(lists: list[list[Action]], places: list[Place], costs: dict, messag
         if not ready:
             raise ValueError(f"each rank waits for ever: {[row[0] for row in left if row]}")
         for rank in ready:
-            start = max(free[rank], arrival.get(action := left[rank].popleft(), 0))
-            free[rank], there = start + costs[action.kind], consumer(action, places)
+            action = left[rank].popleft()
+            there = consumer(action, places)
+            start = max(free[rank], arrival.get(action, 0))
+            free[rank] = start + costs[action.kind]
             arrival[there] = free[rank] + (message if there and places[there.stage].rank != rank else 0)
             spans.append((free[rank], rank, start, action))
     return sorted(spans)
