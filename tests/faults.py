@@ -294,7 +294,7 @@ FAULTS: dict[str, Fault] = {
     **of("step03_zero", "zero 1", EXHAUSTIVE,
         ("first_learning_rate_of_slices", "Zero1", 'group["lr"] = lr', "pass", "the rule goes on with its own"),
         ("slices_of_their_own_length", "Unit", "at - self.first", "at",
-         "a part is looked up where it lies in the unit", "The size of tensor a (0) must match")),
+         "a part is looked up where it lies in the unit", "The shape of the mask [0]")),
     **of("step03_zero", "zero 3", EXHAUSTIVE,
         ("freed_before_its_last_use", "Zero3",
          "output.register_hook(lambda _gradient: self.fetch(i, max(i - 1, self.lowest)))", "pass",
