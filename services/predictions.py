@@ -140,16 +140,8 @@ def module_runs(config: Any, parts: Parts) -> tuple[list, list, set[int], set]:
         place, last = places[stage], len(modules) - 1
         ends = [0] * (place.before is None), [last - 1, last] * (place.after is None)
         runs.append((kind, [*ends[0], *(number[n] for n in place.layers), *ends[1]]))
-    shared = {*uses[0]} & {*uses[-1]} if 0 in places and way_end(parts) in places else set()
+    shared = {*uses[0]} & {*uses[-1]} if 0 in places and parts.way[-1] in places else set()
     return uses, runs, set(number.values()), shared
-
-
-def way_end(parts: Parts) -> int:
-    """The stage with the loss of what begins in stage 0."""
-    places, stage = parts.pipeline.places if parts.pipeline is not None else [], 0
-    while places and places[stage].after is not None:
-        stage = places[stage].after
-    return stage
 
 
 def pipeline_traffic(config: Any, parts: Parts) -> Traffic:
