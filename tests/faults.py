@@ -6,10 +6,12 @@ Many are what others have got wrong: see their issue trackers. tests/test_faults
 
 import importlib
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType
+from functools import lru_cache
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from tests.rows import (
@@ -746,6 +748,17 @@ def functions_of(thing: Any) -> dict[str, FunctionType]:
     return {name: member for name, member in plain.items() if isinstance(member, FunctionType)}
 
 
+@lru_cache
+def mistaken(right: Any, fault: Fault) -> dict[str, CodeType]:
+    """The code of a function, or of each method of a class, with the fault's text in the place of the right one."""
+    source = textwrap.dedent(inspect.getsource(right))
+    if fault.old not in source:
+        raise KeyError(f"{fault.old!r} is not in {fault.module}.{fault.owner}")
+    made: dict = {}
+    exec(compile(source.replace(fault.old, fault.new), "<fault>", "exec"), vars(sys.modules[fault.module]), made)
+    return {key: function.__code__ for key, function in functions_of(made[fault.owner]).items()}
+
+
 @contextmanager
 def injected(fault: str | Fault) -> Iterator[None]:
     """Inside, the mistake (or the one of this name; "": none) is in the program: code that holds its text is exchanged.
@@ -756,18 +769,12 @@ def injected(fault: str | Fault) -> Iterator[None]:
         yield
         return
     fault = fault if isinstance(fault, Fault) else (FAULTS | PATCHES)[fault]
-    module = importlib.import_module(fault.module)
-    right = getattr(module, fault.owner)
-    source = textwrap.dedent(inspect.getsource(right))
-    if fault.old not in source:
-        raise KeyError(f"{fault.old!r} is not in {fault.module}.{fault.owner}")
-    made: dict = {}
-    exec(compile(source.replace(fault.old, fault.new), "<fault>", "exec"), vars(module), made)
-    wrong, kept = functions_of(made[fault.owner]), functions_of(right)
+    right = getattr(importlib.import_module(fault.module), fault.owner)
+    wrong, kept = mistaken(right, fault), functions_of(right)
     codes = {key: function.__code__ for key, function in kept.items()}
     try:
         for key, function in kept.items():
-            function.__code__ = wrong[key].__code__
+            function.__code__ = wrong[key]
         yield
     finally:
         for key, function in kept.items():

@@ -7,6 +7,7 @@ other, for all pairs. A new flag gets a line in FLAGS, or in APART. A new refusa
 
 import importlib
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import lru_cache
@@ -171,7 +172,7 @@ ROUNDING = [  # legal, but one process does not say what is right
     (dict(optimizer=("adafactor",)), dict(balance=("none", "bias"))),
 ]
 NOWHERE = {("sync", "torch"): STEPS[5:]}  # values that these steps refuse, whatever is beside them
-FEW = 1500
+FEW = 6000  # pairs
 # Values that --dry-run refuses.
 UNCOUNTED = {"documents": ("mask", "reset"), "batch_ramp": ("4,2",), "ep_overlap": (True,)}
 
@@ -263,19 +264,20 @@ def pairs_of(step: str) -> Iterator[Options]:
 def covering(step: str, wanted: set[frozenset], seed: int = 0, most: int | None = None) -> list[Options]:
     """Few runs that have all wanted pairs, frozensets of two (flag, value), or of one; greedily, one after another.
 
-    A run begins with a pair that none has had (once few are left, with as many as fit), and then takes for each flag
-    the value that adds most new pairs. It sets at most so many flags, unless its first pair needs more.
+    A run begins with the pair whose values are in most of what is left. Then it takes for each flag the value that adds
+    most new pairs. It sets at most so many flags, unless its first pair needs more. If it may set any number, and few
+    pairs are left, it begins with as many of them as fit.
     """
     rng, flags, left, runs = random.Random(seed), flags_of(step), set(wanted), []
     order = sorted(wanted, key=lambda pair: sorted(map(str, pair)))  # whatever the order of sets is
     rng.shuffle(order)
-    for first in order:
-        if first not in left:
-            continue
+    while left:
+        open_pairs = Counter(value for pair in left for value in pair)
+        first = max(filter(left.__contains__, order), key=lambda pair: sum(open_pairs[value] for value in pair))
         chosen = grow(step, {}, dict(first))
-        for pair in order if len(left) < FEW else ():
+        for pair in order if most is None and len(left) < FEW else ():
             if pair in left and all(chosen.get(name, value) == value for name, value in pair):
-                chosen = grow(step, chosen, dict(pair), most) or chosen
+                chosen = grow(step, chosen, dict(pair)) or chosen
         names = [name for name in flags if name not in chosen]
         rng.shuffle(names)
         for name in names:
