@@ -372,6 +372,8 @@ FAULTS: dict[str, Fault] = {
     **of("step05_cp_ring", "law: formulas", DEFAULT,
         ("softmax_of_the_part", "part_gradients", "p = (scaled_scores(q, k, causal) - lse[..., None]).exp()",
          "p = scaled_scores(q, k, causal).softmax(-1)", "not of all keys")),
+    **of("variants.cp_flash", "law: cudnn", DEFAULT,
+        ("cudnn_sees_later_keys", "cudnn_attention", "is_causal=causal", "is_causal=False", "no mask")),
     **of("step05_cp_ring", "cp", EXHAUSTIVE,
         ("queries_gradient_overwritten", "RingAttention", "dq[:, :, queries] += part_dq", "dq[:, :, queries] = part_dq",
          "only the last part counts")),

@@ -98,7 +98,7 @@ HOW = {  # they change how it is computed
     "tp_overlap": Flag((False, True), (dict(tp=MORE),)),
     "compress_activations": Flag(("none", "bf16", "int8"), (dict(tp=MORE), dict(pp=MORE))),
     "cp": Flag((1, 2)),
-    "cp_kernel": Flag(("formula", "flash"), (dict(cp=MORE, cp_mode=PARTS),)),
+    "cp_kernel": Flag(("formula", "flash", "cudnn"), (dict(cp=MORE, cp_mode=PARTS),)),
     "cp_mode": Flag((*PARTS, "ulysses"), (dict(cp=MORE),)),
     "ulysses": Flag((2, 1), (dict(cp_mode=("usp",)),)),
     "pp": Flag((1, 2)),

@@ -230,6 +230,7 @@ ROWS = [
     Row(4, "step05_cp_ring", dict(cp=4, cp_mode="ulysses", zero=2)),  # twice as many ranks as key/value heads
     Row(4, "step05_cp_ring", dict(cp=2, cp_kernel="flash", tp=2), SGD, does=STAYS_NEAR),
     Row(2, "step05_cp_ring", dict(cp=2, cp_kernel="flash", cp_mode="allgather", documents="mask"), MASK | SGD),
+    Row(2, "step05_cp_ring", dict(cp=2, cp_kernel="cudnn"), SGD, EXHAUSTIVE),  # on a CPU as flash
     Row(4, "step05_cp_ring", dict(cp=4, cp_mode="usp", ulysses=2), SGD),
     Row(4, "step05_cp_ring", dict(cp=4, cp_mode="usp", cp_kernel="flash", documents="mask", zero=3), MASK | TIED),
     Row(4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="usp", recompute="full"), MHA, does=("equals", "evaluates")),
