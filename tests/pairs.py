@@ -81,6 +81,7 @@ HOW = {  # they change how it is computed
     "prefetch": Flag((False, True)),
     "compile": Flag((False, True)),
     "loss_chunk": Flag((0, 5)),
+    "fused_gradients": Flag((False, True)),
     "grad_dtype": Flag(("fp32", "same"), (dict(dtype=("bf16", "fp16", "auto")),)),
     "sync": Flag(("bucket", "naive", "ring", "overlap", "torch", "hierarchical", "tree", "server"), (ZERO,)),
     "ranks_per_node": Flag((8, 2), (dict(sync=("hierarchical",)),)),
@@ -149,6 +150,9 @@ REFUSED: list[tuple[Options, Options] | tuple[Options, Options, str]] = [  # wha
     (dict(compress=("bf16", "int8", "topk")), dict(dtype=("fp16",))),
     (dict(sync=("torch",)), dict(dtype=("bf16", "fp16"))),
     (dict(tp_overlap=(True,)), dict(schedule=W)),
+    (dict(fused_gradients=(True,)), dict(schedule=W)),
+    (dict(fused_gradients=(True,)), dict(tp_overlap=(True,))),
+    (dict(fused_gradients=(True,)), dict(sync=("torch",))),
     (dict(compile=(True,)), dict(recompute=("full", "selective")), "experts"),  # in steps that have this flag
     (dict(compile=(True,), recompute=("selective",)), dict(tp=MORE)),
     (dict(compile=(True,), recompute=("selective",)), dict(cp=MORE)),

@@ -343,6 +343,23 @@ def test_window(pools, n, window, seq):
         assert sent["cp"] == M * L * there * token + round(reduced(n, SCALAR))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_matmuls_add_up_gradients(tied):
+    """Gone are, of each matrix, a cast in each micro-batch and an addition in all but the first; and three sums of dx.
+
+    Matrices: seven in a layer, and the head, unless it is tied. The matmuls' FLOPs stay what they are.
+    """
+    seen = []
+    for fused in (False, True):
+        options = LAWS | dict(dtype="bf16", tied=tied, fused_gradients=fused, dry_run=1)
+        seen.append(run_rank(step01.train, equal.config_of("step01_single_gpu", options), 0).meter.count)
+    gone = {name: seen[0][name]["calls"] - seen[1][name]["calls"] for name in ("_to_copy", "add", "add_")}
+    matrices = 7 * L + (not tied)
+    assert gone == dict(_to_copy=matrices * M, add=3 * L * M, add_=matrices * (M - 1))
+    flops = [sum(one[name]["flops"] for name in ("mm", "addmm", "addmm_")) for one in seen]
+    assert flops[0] == flops[1] > 0
+
+
 def by_formulas(dtype: torch.dtype = torch.float64) -> list[float]:
     """How far the formulas for parts of the keys are from the fused kernels of --cp-kernel flash."""
     torch.manual_seed(0)
