@@ -75,12 +75,12 @@ class SummingLinear(torch.autograd.Function):
     """A linear layer that hands its input on: what comes back is the gradient that others have found for it."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: nn.Parameter, fused: bool) -> tuple[Tensor, Tensor]:
-        """x [..., in] -> [..., out], x."""
+    def forward(ctx, x: Tensor, linear: nn.Linear, fused: bool) -> tuple[Tensor, Tensor]:
+        """x [..., in] -> [..., out], x. Autograd is not shown the weight: else its hooks would be called twice."""
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x)
-        ctx.arguments = weight, fused  # the parameter itself, wherever its values are by then
-        return F.linear(x, weight), x.view_as(x)
+        ctx.arguments = linear.weight, fused  # the parameter itself, wherever its values are by then
+        return F.linear(x, linear.weight), x.view_as(x)
 
     @staticmethod
     def backward(ctx, dy: Tensor | None, dx: Tensor | None):
@@ -104,7 +104,7 @@ def multiply(linear: nn.Linear, box: list, fused: bool, last: bool, x: Tensor) -
     box.clear()
     if not torch.is_grad_enabled():
         return F.linear(x, linear.weight)
-    y, handed_on = SummingLinear.apply(given, linear.weight, fused)
+    y, handed_on = SummingLinear.apply(given, linear, fused)
     if not last:
         box.append((x, handed_on))
     return y
