@@ -24,7 +24,7 @@ from common.model import Attention, Decoder, ModelConfig
 from common.schedules import SCHEDULES, draw
 from services.dry_run import run_rank
 from tests import bounds, equal
-from variants import Parts, cp_flash, cp_ring, ep_overlap, hierarchical_sync, tree_sync, zero_overlap
+from variants import Parts, cp_flash, cp_ring, ep_overlap, fused_gradients, hierarchical_sync, tree_sync, zero_overlap
 
 L, D, FFN, VOCAB, SEQ, HEADS, KV = (
     equal.SMALL[name] for name in ("n_layers", "dim", "ffn_dim", "vocab_size", "seq_len", "n_heads", "n_kv_heads")
@@ -359,6 +359,41 @@ def test_matmuls_add_up_gradients(tied):
     assert gone == dict(_to_copy=matrices * M, add=3 * L * M, add_=matrices * (M - 1))
     flops = [sum(one[name]["flops"] for name in ("mm", "addmm", "addmm_")) for one in seen]
     assert flops[0] == flops[1] > 0
+
+
+def mm_on_cpu(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """In the place of CUDA's matmul with a wider output."""
+    assert a.dtype == b.dtype == torch.bfloat16 and out_dtype == torch.float32
+    return a.to(out_dtype) @ b.to(out_dtype)
+
+
+def addmm_on_cpu(
+    total: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, beta=1, alpha=1, out: Tensor
+) -> Tensor:
+    """In the place of the one that adds."""
+    assert out.data_ptr() == total.data_ptr() and (beta, alpha) == (1, 1)
+    return out.add_(mm_on_cpu(a, b, out_dtype))
+
+
+def test_matmuls_add_16_bits_to_32():
+    """By the operators that CUDA has, in their schemas: the sum is fp32's. A CPU has none, and rounds each product."""
+    torch.manual_seed(0)
+    batches = [torch.randn(2, 64, 8).bfloat16() for _ in range(3)]
+    right = sum(dy.double().T @ x.double() for dy, x in batches)
+
+    def off() -> float:
+        weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
+        weight.grad_dtype, fused = torch.float32, fused_gradients.adds_to_wide(weight)
+        for dy, x in batches:
+            fused_gradients.add_product(weight, dy, x, fused)
+        assert weight.grad.dtype == torch.float32
+        return equal.difference(weight.grad, right)
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("mm.dtype", mm_on_cpu, "CPU")
+        library.impl("addmm.dtype_out", addmm_on_cpu, "CPU")
+        assert off() < 1e-6
+    assert 1e-4 < off() < 1e-2
 
 
 def by_formulas(dtype: torch.dtype = torch.float64) -> list[float]:
