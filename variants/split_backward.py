@@ -143,7 +143,7 @@ def check(config: Any, world: int):
     if all(action.kind != "W" for action in schedule.actions(config.pp, 2 * config.pp, schedule.v, 0)):
         return
     for flag in ("tp_overlap", "fused_gradients"):
-        if getattr(config, flag):
+        if getattr(config, flag, False):
             wrong = f"--schedule {config.schedule} has weight gradients on their own"
             raise UserError(f"{wrong}: --no-{flag.replace('_', '-')}")
 
