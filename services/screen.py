@@ -168,7 +168,7 @@ class Screen:
         self.clock, self.held = Clock(parts, every=every), MemoryWatch(parts, watched)
         self.clock.listeners.append(self.held.phase)
         self.predicted = predictions.held_bytes(self.config, parts)
-        if self.device.type == "cuda":
+        if outside_memory(self.device):  # a GPU
             self.predicted[OUTSIDE] = outside(
                 predictions.shape(self.config, parts), layout_of_flags(self.config, self.world)
             )
