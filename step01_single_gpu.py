@@ -119,8 +119,9 @@ class Optimizer:
 
 def scale(gradients: dict[str, Tensor], factor: float):
     """Multiply gradients, in place. (`train` never names this dict: a name would keep memory past `zero_grad`.)"""
-    for gradient in gradients.values():
-        gradient.mul_(factor)
+    if factor != 1.0:  # else nothing was clipped
+        for gradient in gradients.values():
+            gradient.mul_(factor)
 
 
 def train(config: Config, run: Run):

@@ -6,7 +6,8 @@ Nothing here is measured: it is what paper says. For a run that shows something 
                  operators times what the host needs to launch one (CALL); over the part that the pipeline is not idle;
                  and messages that nothing hides (theory/seconds.py), half as long to twice as long
     tokens/s, MFU, exposed      follow from these: the tokens of a step, the model's FLOPs, the messages' share
-    memory       bytes of the dry run when they are most; with holes between them, up to a tenth more
+    memory       bytes of the dry run when they are most; with holes between them, up to a tenth more; and what no
+                 tensor has (theory/footprint.py)
 
 All of a step's ranks are as slow as the one with most to do. Lines are those of README.md for up to eight ranks, as
 they are there (a small model keeps a GPU waiting for its host), and then models for which such a node is made.
@@ -27,6 +28,7 @@ from services import legal
 from services.dry_run import run_rank
 from services.seam import check, compose
 from services.tables import human, table
+from theory.footprint import outside
 from theory.gpus import GPUS
 from theory.recipes import COURSE
 from theory.seconds import step_seconds
@@ -118,13 +120,13 @@ def expected(line: Line, gpu: str = "h100-80") -> Expected:
     for speed, call, share in zip(SPEED, CALL, EXPOSED, strict=True):
         seconds.append(max(roof / speed, calls * call) / busy + share * waited)
         exposed.append(share * waited / seconds[-1])
-    peak = max(sum(one.meter.peak().values()) for one in seen)
+    peak, beside = max(sum(one.meter.peak().values()) for one in seen), outside(m, layout)
     return Expected(
         Range(*seconds),
         Range(*(n_tokens / s for s in seconds)),
         Range(*(flops / s / line.ranks / GPUS[gpu].flops for s in seconds)),
         Range(*exposed),
-        Range(peak, HOLES * peak),
+        Range(peak + beside, HOLES * peak + beside),
         calls * CALL[0] > roof,
     )
 

@@ -197,6 +197,14 @@ def memory_table(predicted: dict[str, float], most: dict[str, int]) -> str:
     return table([["memory", "predicted", "measured"], *rows, ["sum", human(sum(predicted.values())), total]])
 
 
+def outside_memory(device: torch.device) -> int:
+    """Bytes in use on a GPU that PyTorch's allocator does not know, of CUDA, NCCL and other processes; on a CPU 0."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, total - free - torch.cuda.memory_reserved(device))
+
+
 def peak_memory(device: torch.device) -> int:
     """Bytes at the highest point so far: the allocator's on a GPU, the resident size of the process on a CPU."""
     if device.type == "cuda":

@@ -42,17 +42,19 @@ def farthest(ours: Tensor, right: Tensor) -> float:
 
 
 def attention() -> dict[str, float]:
-    """The kernels of --cp-kernel flash beside formulas in fp64: outputs, lse, gradients; with grouped heads or not."""
-    from variants.cp_flash import flash_attention, flash_gradients  # here, as the handout of a lab may lack it
+    """The kernels of --cp-kernel beside formulas in fp64: outputs, lse, gradients; with grouped heads or not."""
+    from variants import cp_flash  # here, as the handout of a lab may lack it
 
-    found = dict(output=0.0, lse=0.0, gradients=0.0)
-    for causal, kv_heads in product((True, False), (8, 2)):
+    found, kernels = dict(output=0.0, lse=0.0, gradients=0.0), [(cp_flash.flash_attention, cp_flash.flash_gradients)]
+    if GPU and cp_flash.fits(normal(1, 64), "cudnn"):
+        kernels.append(cp_flash.CUDNN)
+    for causal, kv_heads, (kernel, backward) in product((True, False), (8, 2), kernels):
         q, do, k, v = normal(2, 8, 256, 64), normal(2, 8, 256, 64), *(normal(2, kv_heads, 256, 64) for _ in range(2))
-        o, lse = flash_attention(q, k, v, causal)
+        o, lse = kernel(q, k, v, causal)
         given = [x.double().requires_grad_() for x in (q, k, v)]
         scores = scaled_scores(*same_heads(*given[:2]), causal)
         right = scores.softmax(-1) @ same_heads(*given)[2]
-        ours = flash_gradients(do, q, k, v, o, lse, causal)
+        ours = backward(do, q, k, v, o, lse, causal)
         gradients = zip(ours, torch.autograd.grad(right, given, do.double()), strict=True)
         found["output"] = max(found["output"], farthest(o, right.detach()))
         found["lse"] = max(found["lse"], (lse - scores.logsumexp(-1)).abs().max().item())

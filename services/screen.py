@@ -30,10 +30,14 @@ from services.clocks import Clock
 from services.devices import peak_flops
 from services.launch import gather_objects
 from services.ledger import Ledger, traffic_table
-from services.memory import MemoryWatch, memory_table, peak_memory
+from services.legal import layout_of_flags
+from services.memory import MemoryWatch, memory_table, outside_memory, peak_memory
 from services.tables import full_shape, human, reduction_table
 from step06_pipeline import costs_of
+from theory.footprint import outside
 from variants import Parts
+
+OUTSIDE = "outside of tensors"  # a kind of memory: of CUDA and NCCL
 
 
 @dataclass
@@ -99,6 +103,11 @@ def uses_variants(config: Any) -> bool:
     return bool(changed) or any(str(getattr(part, "__module__", "")).startswith("variants.") for part in parts)
 
 
+def used_memory(row: dict[str, Any]) -> int:
+    """Of a step's record: bytes at the highest point so far; on a GPU with what is outside of tensors."""
+    return row["peak_memory_bytes"] + row.get("outside_memory_bytes", 0)
+
+
 class ExpertLoad:
     """What the routers have decided since the last `take`, by layer."""
 
@@ -159,6 +168,10 @@ class Screen:
         self.clock, self.held = Clock(parts, every=every), MemoryWatch(parts, watched)
         self.clock.listeners.append(self.held.phase)
         self.predicted = predictions.held_bytes(self.config, parts)
+        if outside_memory(self.device):  # a GPU
+            self.predicted[OUTSIDE] = outside(
+                predictions.shape(self.config, parts), layout_of_flags(self.config, self.world)
+            )
         for text in self.introduction(some.dtype):
             self.say(text)
 
@@ -192,6 +205,9 @@ class Screen:
         model, executed = (flops * tokens / seconds / self.peak for flops in self.flops)
         found = dict(mfu=model, hfu=executed) | self.clock.take()
         found |= dict(peak_memory_bytes=peak_memory(self.device)) | self.ledger.take()
+        if beside := outside_memory(self.device):
+            self.held.most[OUTSIDE] = max(beside, self.held.most.get(OUTSIDE, 0))
+            found["outside_memory_bytes"] = beside
         if self.load is not None:
             found |= self.load.take()
         for kept in self.parts.kept.values():
@@ -210,7 +226,7 @@ class Screen:
         if self.run.first and self.run.bar.disable and (row["step"] % max(1, end // 10) == 0 or row["step"] == end):
             print(
                 f"step {row['step']}/{end}  loss {row['loss']:.4f}  norm {row['grad_norm']:.3f}  "
-                f"{row['tokens_per_second']:,.0f} tok/s  MFU {row['mfu']:.1%}  {human(row['peak_memory_bytes'])}",
+                f"{row['tokens_per_second']:,.0f} tok/s  MFU {row['mfu']:.1%}  {human(used_memory(row))}",
                 flush=True,
             )
 
@@ -239,7 +255,7 @@ class Screen:
         self.say(
             f"step {last['step']}: loss {last['loss']:.4f}; {mean['tokens_per_second']:,.0f} tokens/s, "
             f"MFU {mean['mfu']:.1%}, HFU {mean['hfu']:.1%} of {self.peak / 1e12:.2f} TFLOP/s; "
-            f"peak memory {human(last['peak_memory_bytes'])}; see {out}/"
+            f"peak memory {human(used_memory(last))}; see {out}/"
         )
 
     def draw_timeline(self, rows: list[list]):

@@ -104,6 +104,12 @@ ROWS = [
     Row(4, "step07_moe_ep", dict(pp=2, ep=2, zero=2, dtype="fp16", loss_chunk=5), WIDE | EXPERTS, bound=1e-10),
     Row(4, "step06_pipeline", dict(pp=2, zero=0, dtype="fp16"), WIDE | TIED | dict(grad_clip=0.0), bound=1e-10),
     Row(1, "step01_single_gpu", dict(compile=True, recompute="selective"), SGD | COMPILED),
+    Row(1, "step01_single_gpu", dict(compile=True, fused_gradients=True), SGD | COMPILED, EXHAUSTIVE),
+    Row(2, "step02_ddp", dict(fused_gradients=True, bucket_mb=0.01), TIED | SGD),
+    Row(2, "step03_zero", dict(zero=3, fused_gradients=True, recompute="full"), SGD),
+    Row(2, "step03_zero", dict(zero=2, fused_gradients=True, loss_chunk=5), SGD, EXHAUSTIVE),
+    Row(4, "step06_pipeline", dict(pp=2, tp=2, fused_gradients=True, zero=1, zero_overlap=True), SGD, EXHAUSTIVE),
+    Row(4, "step07_moe_ep", dict(tp=2, ep=2, fused_gradients=True), SGD | EXPERTS, EXHAUSTIVE),
     Row(2, "step03_zero", dict(compile=True, zero=3), SGD | COMPILED),
     Row(2, "step04_tp_sp", dict(compile=True, tp=2, recompute="full"), SGD | COMPILED, EXHAUSTIVE),
     Row(2, "step06_pipeline", dict(compile=True, pp=2), SGD | COMPILED, EXHAUSTIVE),
@@ -230,6 +236,7 @@ ROWS = [
     Row(4, "step05_cp_ring", dict(cp=4, cp_mode="ulysses", zero=2)),  # twice as many ranks as key/value heads
     Row(4, "step05_cp_ring", dict(cp=2, cp_kernel="flash", tp=2), SGD, does=STAYS_NEAR),
     Row(2, "step05_cp_ring", dict(cp=2, cp_kernel="flash", cp_mode="allgather", documents="mask"), MASK | SGD),
+    Row(2, "step05_cp_ring", dict(cp=2, cp_kernel="cudnn"), SGD, EXHAUSTIVE),  # on a CPU as flash
     Row(4, "step05_cp_ring", dict(cp=4, cp_mode="usp", ulysses=2), SGD),
     Row(4, "step05_cp_ring", dict(cp=4, cp_mode="usp", cp_kernel="flash", documents="mask", zero=3), MASK | TIED),
     Row(4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="usp", recompute="full"), MHA, does=("equals", "evaluates")),

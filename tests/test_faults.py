@@ -26,6 +26,7 @@ LAWS: dict[str, tuple] = {  # ranks, and a function with its arguments that ever
     "law: messages": (2, test_laws.sends_under_way, dict(pp=2, schedule="interleaved", n_layers=4)),
     "law: unused": (2, test_laws.unused),
     "law: formulas": (1, test_laws.by_formulas),
+    "law: cudnn": (1, test_laws.by_cudnn),
     "law: debts": (3, test_variants.sums_on_rank, "topk", True),
     "law: masks": (2, test_variants.masks_on_rank, "step04_tp_sp", dict(tp=2)),
     "law: rounds": (1, test_schedules.of_rounds, 3, 7, 2, 4),

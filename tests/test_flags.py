@@ -49,6 +49,7 @@ WRONG = {  # ranks, step, flags; the line begins with the flag
         *(2, "step07_moe_ep", EXPERTS | dict(cp=2, cp_mode="balanced", documents="mask", capacity_factor=0.5)),
     ),
     "--cp-kernel flash: --cp is 1": (2, "step05_cp_ring", dict(cp_kernel="flash")),
+    "--cp-kernel cudnn: --cp is 1": (2, "step05_cp_ring", dict(cp_kernel="cudnn")),
     "--cp-kernel flash: with --cp-mode": (2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses", cp_kernel="flash")),
     "--pp 2": (2, STEP6, dict(pp=2, schedule="interleaved", chunks=2)),
     "--pp-split 1,1": (2, STEP6, dict(pp=2, pp_split="1,1")),

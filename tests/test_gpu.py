@@ -21,17 +21,25 @@ import torch.nn.functional as F
 import step01_single_gpu as step01
 from common import UserError, comm
 from common.data import Data
+from common.model import PRESETS
 from common.trainer import DTYPES, choose_device
 from services import checkpoint, devices
 from services.boxes import Piece
 from services.clocks import Clock
 from services.dry_run import run_rank
+from services.legal import layout_of_flags
+from services.memory import outside_memory
+from services.screen import used_memory
 from services.watchdog import SAVES, Guard, whereabouts_of
 from step04_tp_sp import VocabParallelEmbedding
 from tests import equal
 from tests.fake_gpu import Call, can_fake_cuda, see, stuck
 from tests.faults import Fault, injected
 from tests.pool import Pool, RankError
+from theory.footprint import outside
+from theory.gpus import COMMUNICATOR, CONTEXT
+from theory.layouts import Layout, communicators
+from theory.shapes import shape_of
 from variants import Parts, chunked_loss, documents
 from variants.prefetch import Ahead
 
@@ -45,6 +53,8 @@ CASES = {  # step, flags, ranks, capability of the GPUs, and how often the host 
     "offloaded, alone": ("step03_zero", OFFLOADED, 1, (9, 0), 0),
     "ring": ("step05_cp_ring", dict(cp=2, tp=2), 8, (9, 0), 0),
     "ring, flash": ("step05_cp_ring", dict(cp=2, tp=2, cp_kernel="flash"), 8, (9, 0), 0),
+    "ring, cudnn": ("step05_cp_ring", dict(cp=2, tp=2, cp_kernel="cudnn"), 8, (9, 0), 0),
+    "fused sums": ("step03_zero", dict(zero=3, recompute="full", fused_gradients=True), 8, (9, 0), 0),
     "lists": ("step06_pipeline", dict(pp=2, tp=2, schedule="zb-h1", zero=1), 8, (9, 0), 0),
     "experts": ("step07_moe_ep", MOE, 8, (9, 0), 12),  # once for 3 layers, 2 micro-batches, 2 steps
     "experts, A100": ("step07_moe_ep", MOE, 8, (8, 0), 12),
@@ -135,6 +145,47 @@ def test_all_ranks_launch_in_an_order_that_ends(seen):
     assert seen(calls_of) == []
     other = "for dim in list(mesh.sizes)[:: -1 if mesh.rank in (0, 3) else 1]:"
     assert len(seen(calls_of, "common.layout", "global_norm", "for dim in mesh.sizes:", other)) == 4
+
+
+def groups_of(step: str, options: dict) -> int:
+    """Runs in a process of its own: in how many communicators a rank of eight launches something."""
+    assert can_fake_cuda()
+    calls = see(step, dict(steps=1, n_layers=4) | options).calls
+    return len({call.group for together in calls for call in together})
+
+
+TALKS = {  # step, flags; the mesh is made of what is left
+    "dp": ("step03_zero", dict(zero=1)),
+    "cp alone": ("step05_cp_ring", dict(cp=8)),
+    "pp, tp": ("step06_pipeline", dict(pp=2, tp=2)),
+    "all": ("step06_pipeline", dict(pp=2, cp=2, tp=2, zero=1)),
+    "mirrored": ("step06_pipeline", dict(pp=4, schedule="dualpipe")),
+    "replicas": ("step03_zero", dict(zero=1, zero_replicas=2)),
+    "experts": ("step07_moe_ep", MOE | dict(pp=2, tp=2, ep=4)),
+    "experts, dp": ("step07_moe_ep", MOE | dict(experts=8, ep=8)),
+}
+
+
+@pytest.mark.parametrize("name", usual_first(TALKS, ("all", "experts")))
+def test_the_plan_counts_the_communicators(seen, name):
+    """All in which a rank launches something, and one more, of all ranks, in which services do."""
+    step, options = TALKS[name]
+    x = layout_of_flags(equal.config_of(step, options | dict(global_batch_size=32)), 8)
+    m = shape_of(equal.ModelConfig(**equal.SMALL), SimpleNamespace(experts=options.get("experts", 0)))
+    assert communicators(m, x) == seen(groups_of, step, options) + 1
+
+
+@pytest.mark.parametrize("kind, beside", [("cuda", 3 * 2**30), ("cpu", 0)])
+def test_memory_that_the_allocator_does_not_know(monkeypatch, kind, beside):
+    """What is used, without what PyTorch has reserved; a step's line has it, and the highest of it is kept."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (20 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 57 * 2**30)
+    assert outside_memory(torch.device(kind)) == beside
+    row = dict(peak_memory_bytes=50 * 2**30) | ({"outside_memory_bytes": beside} if beside else {})
+    assert used_memory(row) == 50 * 2**30 + beside
+    m = shape_of(PRESETS["llama3-8b"], SimpleNamespace())
+    assert outside(m, Layout()) == CONTEXT
+    assert outside(m, Layout(tp=8)) == CONTEXT + 2 * COMMUNICATOR  # of tp, and of all ranks
 
 
 def test_stuck_names_what_never_ends():

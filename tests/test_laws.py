@@ -4,12 +4,13 @@ import re
 from collections import Counter
 from contextlib import ExitStack
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import step01_single_gpu as step01
 import step02_ddp as step02
@@ -17,12 +18,13 @@ import step03_zero as step03
 import step05_cp_ring as step05
 import step06_pipeline as step06
 import step07_moe_ep as step07
+from common import UserError
 from common.comm import Group, Mesh, Pending, all_to_all, exchange
 from common.model import Attention, Decoder, ModelConfig
 from common.schedules import SCHEDULES, draw
 from services.dry_run import run_rank
 from tests import bounds, equal
-from variants import cp_flash, cp_ring, ep_overlap, hierarchical_sync, tree_sync, zero_overlap
+from variants import Parts, cp_flash, cp_ring, ep_overlap, fused_gradients, hierarchical_sync, tree_sync, zero_overlap
 
 L, D, FFN, VOCAB, SEQ, HEADS, KV = (
     equal.SMALL[name] for name in ("n_layers", "dim", "ffn_dim", "vocab_size", "seq_len", "n_heads", "n_kv_heads")
@@ -212,7 +214,8 @@ def sums_in_backward(options: dict) -> tuple[int, int]:
 def test_sums_start_in_backward(pools):
     """All of the L + 2 units, where step 3 starts none; bytes and calls are its own."""
     assert pools(2).run(sums_in_backward, dict(zero=1)) == [(0, L + 2)] * 2
-    assert pools(2).run(sums_in_backward, dict(zero=1, zero_overlap=True)) == [(L + 2, L + 2)] * 2
+    for more in {}, dict(fused_gradients=True):  # whoever adds, hooks are called once
+        assert pools(2).run(sums_in_backward, dict(zero=1, zero_overlap=True) | more) == [(L + 2, L + 2)] * 2
     ours, theirs = (pools(2).run(measure, "step03_zero", dict(zero=1) | more) for more in (dict(zero_overlap=True), {}))
     assert ours == theirs
 
@@ -341,6 +344,58 @@ def test_window(pools, n, window, seq):
         assert sent["cp"] == M * L * there * token + round(reduced(n, SCALAR))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_matmuls_add_up_gradients(tied):
+    """Gone are, of each matrix, a cast in each micro-batch and an addition in all but the first; and three sums of dx.
+
+    Matrices: seven in a layer, and the head, unless it is tied. The matmuls' FLOPs stay what they are.
+    """
+    seen = []
+    for fused in (False, True):
+        options = LAWS | dict(dtype="bf16", tied=tied, fused_gradients=fused, dry_run=1)
+        seen.append(run_rank(step01.train, equal.config_of("step01_single_gpu", options), 0).meter.count)
+    gone = {name: seen[0][name]["calls"] - seen[1][name]["calls"] for name in ("_to_copy", "add", "add_")}
+    matrices = 7 * L + (not tied)
+    assert gone == dict(_to_copy=matrices * M, add=3 * L * M, add_=matrices * (M - 1))
+    flops = [sum(one[name]["flops"] for name in ("mm", "addmm", "addmm_")) for one in seen]
+    assert flops[0] == flops[1] > 0
+
+
+def mm_on_cpu(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """In the place of CUDA's matmul with a wider output."""
+    assert a.dtype == b.dtype == torch.bfloat16 and out_dtype == torch.float32
+    return a.to(out_dtype) @ b.to(out_dtype)
+
+
+def addmm_on_cpu(
+    total: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, beta=1, alpha=1, out: Tensor
+) -> Tensor:
+    """In the place of the one that adds."""
+    assert out.data_ptr() == total.data_ptr() and (beta, alpha) == (1, 1)
+    return out.add_(mm_on_cpu(a, b, out_dtype))
+
+
+def test_matmuls_add_16_bits_to_32():
+    """By the operators that CUDA has, in their schemas: the sum is fp32's. A CPU has none, and rounds each product."""
+    torch.manual_seed(0)
+    batches = [torch.randn(2, 64, 8).bfloat16() for _ in range(3)]
+    right = sum(dy.double().T @ x.double() for dy, x in batches)
+
+    def off() -> float:
+        weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
+        weight.grad_dtype, fused = torch.float32, fused_gradients.adds_to_wide(weight)
+        for dy, x in batches:
+            fused_gradients.add_product(weight, dy, x, fused)
+        assert weight.grad.dtype == torch.float32
+        return equal.difference(weight.grad, right)
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("mm.dtype", mm_on_cpu, "CPU")
+        library.impl("addmm.dtype_out", addmm_on_cpu, "CPU")
+        assert off() < 1e-6
+    assert 1e-4 < off() < 1e-2
+
+
 def by_formulas(dtype: torch.dtype = torch.float64) -> list[float]:
     """How far the formulas for parts of the keys are from the fused kernels of --cp-kernel flash."""
     torch.manual_seed(0)
@@ -363,14 +418,90 @@ def test_formulas_are_the_kernels(dtype):
     assert max(by_formulas(dtype)) < max(bounds.FP64, 2 * bounds.attention(dtype))
 
 
+def cudnn_on_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: None,
+    wants_lse: bool,
+    dropout: float = 0.0,
+    causal: bool = False,
+    mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple:
+    """In the place of cuDNN's forward: a CPU's kernel, in the shapes of torch 2.9 and later."""
+    assert (
+        all(x.is_contiguous() for x in (q, k, v)) and wants_lse and (bias, dropout, mask, scale) == (None, 0, 0, None)
+    )
+    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    seed = torch.zeros((), dtype=torch.int64)
+    return o, lse[..., None], None, None, q.shape[2], k.shape[2], seed, seed.clone(), None
+
+
+def cudnn_backward_on_cpu(*given: Any, scale: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """In the place of cuDNN's backward."""
+    do, q, k, v, o, lse, seed, offset, *nothing, max_q, max_k, dropout, causal = given
+    assert all(x.is_contiguous() for x in (do, q, k, v, o, lse)) and lse.shape == (*q.shape[:3], 1)
+    assert seed.dtype == offset.dtype == torch.int64 and nothing == [None] * 3
+    assert (max_q, max_k, dropout, scale) == (q.shape[2], k.shape[2], 0.0, None)
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return backward(do, q, k, v, o, lse.squeeze(-1), 0.0, causal)
+
+
+def by_cudnn(dtype: torch.dtype = torch.float64) -> list[float]:
+    """How far the formulas are from what cuDNN is asked for, by PyTorch's schemas; a CPU's kernel answers."""
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_scaled_dot_product_cudnn_attention", cudnn_on_cpu, "CPU")
+        library.impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward_on_cpu, "CPU")
+        with mock.patch.object(cp_flash, "FLASH", cp_flash.CUDNN):
+            return by_formulas(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_formulas_are_what_cudnn_is_asked_for(dtype):
+    """In the shapes, strides and order that its operators want."""
+    assert max(by_cudnn(dtype)) < max(bounds.FP64, 2 * bounds.attention(dtype))
+
+
 def test_gpus_that_have_the_kernel():
-    """16 bits, head_dim a multiple of 8 up to 256, from Ampere on; any number of tokens."""
+    """16 bits, head_dim a multiple of 8: flash to 256 from Ampere on, cuDNN to 128 on 9.x and 10.x; any length."""
 
-    def has(dtype: torch.dtype = torch.bfloat16, size: int = 64, capability: tuple = (8, 0)) -> bool:
-        with mock.patch("torch.cuda.get_device_capability", lambda _: capability):
-            return cp_flash.fits(SimpleNamespace(is_cuda=True, dtype=dtype, shape=(0, size), device=0))
+    def has(dtype: torch.dtype = torch.bfloat16, size: int = 64, gpu: tuple = (8, 0), kernel: str = "flash") -> bool:
+        with mock.patch("torch.cuda.get_device_capability", lambda _: gpu):
+            return cp_flash.fits(SimpleNamespace(is_cuda=True, dtype=dtype, shape=(0, size), device=0), kernel)
 
-    assert has() and not any((has(torch.float32), has(size=60), has(size=264), has(capability=(7, 5))))
+    assert has() and not any((has(torch.float32), has(size=60), has(size=264), has(gpu=(7, 5))))
+    known = [gpu for gpu in ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)) if has(gpu=gpu, kernel="cudnn")]
+    assert known == [(9, 0), (10, 0), (10, 3)]
+    assert has(size=128, gpu=(9, 0), kernel="cudnn") and not has(size=136, gpu=(9, 0), kernel="cudnn")
+
+
+@pytest.mark.parametrize(
+    "where, gpu, kernel, chosen",
+    [
+        *(("cuda", (9, 0), "cudnn", cp_flash.CUDNN), ("cuda", (9, 0), "flash", cp_flash.FLASH)),
+        *(("cuda", (8, 0), "cudnn", None), ("cpu", (0, 0), "cudnn", cp_flash.FLASH)),
+    ],
+)
+def test_the_kernel_of_the_ring(where, gpu, kernel, chosen):
+    """What is asked for, where it is known; else a line. A CPU has one."""
+    sample = SimpleNamespace(is_cuda=where == "cuda", dtype=torch.bfloat16, shape=(0, 64), device=0)
+    weight, given = SimpleNamespace(new_empty=lambda *_: sample), []
+    layers = {"0": SimpleNamespace(self_attn=SimpleNamespace(attend=lambda *_, kernel: given.append(kernel)))}
+    trunk = SimpleNamespace(layers=layers)
+    model = SimpleNamespace(config=SimpleNamespace(head_dim=64), model=trunk, parameters=lambda: iter([weight]))
+    parts = Parts(SimpleNamespace(config=step05.Config()), model)
+    with mock.patch("torch.cuda.get_device_capability", lambda _: gpu):
+        if chosen is None:
+            with pytest.raises(
+                UserError, match=r"^--cp-kernel cudnn: on a GPU it needs --dtype bf16, a GPU that is Hop"
+            ):
+                cp_flash.attach(SimpleNamespace(cp_kernel=kernel), parts)
+            return
+        cp_flash.attach(SimpleNamespace(cp_kernel=kernel), parts)
+    layers["0"].self_attn.attend(None)
+    assert given == [chosen]
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])

@@ -1,18 +1,21 @@
 """Schedules as data: complete, in order, free of deadlock; the papers' formulas of idle time and memory."""
 
 import random
-from collections import Counter, deque
-from itertools import accumulate, product
+from collections import Counter, defaultdict, deque
+from itertools import accumulate, permutations, product
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
+import step06_pipeline as step06
 from common import UserError
-from common.comm import Group
+from common.comm import Group, Pending
 from common.schedules import SCHEDULES, Action, Place, consumer, simulate
 from services.seam import plugins
 from services.stages import given
-from step06_pipeline import Instruction, OneForwardOneBackward, Pipeline, add_messages
+from step06_pipeline import Instruction, ListPipeline, OneForwardOneBackward, Pipeline, add_messages
+from tests.faults import Fault, injected
 from variants.paired_actions import paired, program_of
 from variants.v_schedules import block
 from variants.zb_auto import Costs, search, time_of
@@ -21,6 +24,10 @@ from variants.zero_bubble import zb_h1
 plugins()
 UNIT = dict(F=1, B=1, W=1)
 PLAIN = dict(F=1, B=2)  # B of a schedule without W is both gradients
+APART = Fault(
+    *("step06_pipeline", "", "", "OneForwardOneBackward", "dy = self.send_forward(y, recv_backward=i - warm_up)"),
+    *("self.send_forward(y); dy = self.recv_backward(i - warm_up)", "two calls where one is needed"),
+)
 COSTS = [dict(F=f, B=b, W=w) for f, b, w in product((2, 3, 5), repeat=3)]  # whole numbers: the laws hold exactly
 SIZES = [(p, m) for p in (1, 2, 3, 4, 6, 8) for m in (1, 2, 3, 5, 7, 8, 12, 16, 19, 24)]
 FLAGS = dict(chunks=2, round_size=0, zb_memory=1.0, zb_costs="1,1,1,0.05")
@@ -116,13 +123,15 @@ class Recorded:
     def __init__(self, rank: int, p: int, m: int):
         self.group, self.xs, self.done = Group("pp", rank, p, None), [None] * m, []
 
-    def forward(self, i: int, stage: int, x: None):
-        """Note it."""
+    def forward(self, i: int, stage: int, x: None) -> int:
+        """Note it. What is sent on is not looked at."""
         self.done.append(Action("F", i, stage))
+        return i
 
-    def backward(self, i: int, stage: int, dy: None):
+    def backward(self, i: int, stage: int, dy: None) -> int:
         """Note it."""
         self.done.append(Action("B", i, stage))
+        return i
 
     def send_receive(self, peer: int, send: None = None, receive: int | None = None):
         """Nothing moves."""
@@ -136,6 +145,105 @@ def test_the_loops_do_what_their_lists_say(name, cls):
             loop = type("Loop", (Recorded, cls), {})(rank, p, m)
             loop.execute()
             assert loop.done == row, (p, m, rank)
+
+
+class Posted(Pending):
+    """Messages that are posted together: (sender, receiver) of each. Who waits notes it."""
+
+    def __init__(self, done: list, ends: set[tuple[int, int]]):
+        self.done, self.ends = done, ends
+
+    def wait(self):
+        """Note it."""
+        self.done.append(("wait", self))
+
+    def receives(self, rank: int) -> bool:
+        """Whether some message comes to this rank."""
+        return any(to == rank for _, to in self.ends)
+
+
+class Messenger(Recorded):
+    """What is posted, and waited for, is noted, too."""
+
+    send_receive = Pipeline.send_receive
+
+    def buffer(self, i: int):
+        """Nothing."""
+
+
+def posts(cls: type, p: int, m: int) -> list[list]:
+    """What p ranks do in 1F1B, by loops or by lists, in order: an Action; something Posted; ("wait", it)."""
+    (lists, places), found = made("1f1b", p, m), []
+    for rank, program in enumerate(add_messages(lists, places)):
+        loop = type("Loop", (Messenger, cls), {})(rank, p, m)
+        loop.places, loop.program = places, program
+
+        def post(sends: list, receives: list, _group: Group, loop: Messenger = loop) -> Posted:
+            ends = {(loop.group.rank, peer) for _, peer in sends} | {(peer, loop.group.rank) for _, peer in receives}
+            loop.done.append(Posted(loop.done, ends))
+            return loop.done[-1]
+
+        with mock.patch.object(step06, "exchange", post):
+            loop.execute()
+        found.append(loop.done)
+    return found
+
+
+def end_of(ranks: list[list], costs: dict, message: float) -> float:
+    """When the last rank has done what `posts` found, as NCCL orders it.
+
+    A rank's compute stream does actions and waits in order. What it posts enters its queue when compute has come so
+    far; what is posted together starts together, when all that the queue had before has passed. A message passes when
+    it has started at both ends. Raises ValueError if ranks wait for ever.
+    """
+    left, free, moving = [deque(row) for row in ranks], [0.0 for _ in ranks], True
+    queues: list[deque] = [deque() for _ in ranks]
+    passed, idle = {}, [0.0 for _ in ranks]  # by what is posted, when all of it has; by rank, when its queue has
+    arrived = defaultdict(float)
+    while moving:
+        moving = False
+        for rank, row in enumerate(left):
+            while row and (isinstance(row[0], Posted | Action) or row[0][1] in passed):
+                what, moving = row.popleft(), True
+                if isinstance(what, Action):
+                    free[rank] += costs[what.kind]
+                elif isinstance(what, Posted):
+                    queues[rank].append((what, free[rank], set(what.ends)))
+                else:
+                    free[rank] = max(free[rank], passed[what[1]])
+        for a, b in permutations(range(len(ranks)), 2):
+            if queues[a] and queues[b] and (a, b) in queues[a][0][2] & queues[b][0][2]:
+                start = max(queues[a][0][1], queues[b][0][1], idle[a], idle[b])
+                for rank in (a, b):
+                    what, _, rest = queues[rank][0]
+                    rest.remove((a, b))
+                    arrived[what] = max(arrived[what], start + message)
+                moving = True
+        for rank, queue in enumerate(queues):
+            if queue and not queue[0][2]:
+                what, *_ = queue.popleft()
+                passed[what] = idle[rank] = arrived[what]
+    if any(left):
+        raise ValueError("ranks wait for ever")
+    return max(free)
+
+
+def test_1f1b_loses_nothing_by_waiting_for_its_sends():
+    """A receive is behind the send before it in the queue anyway: if nobody waited for sends, a step would end alike.
+
+    With messages in the background, as lists have them, it would end at most one message earlier.
+    """
+    sizes = [(p, m) for p in (2, 3, 4, 8) for m in (1, 4, 8, 24)]
+    for (p, m), message, b in product(sizes, (0.02, 0.1, 0.7), (1, 2)):
+        costs, ranks = dict(F=1, B=b), posts(OneForwardOneBackward, p, m)
+        needed = [[w for w in row if type(w) is not tuple or w[1].receives(rank)] for rank, row in enumerate(ranks)]
+        end = end_of(ranks, costs, message)
+        assert sum(map(len, needed)) < sum(map(len, ranks))
+        assert end == pytest.approx(end_of(needed, costs, message), abs=1e-9), (p, m, message)
+        assert end < end_of(posts(ListPipeline, p, m), costs, message) + message + 1e-9, (p, m, message)
+    with injected(APART):
+        later = end_of(posts(OneForwardOneBackward, 4, 8), PLAIN, 0.1)
+    assert later > end_of(posts(ListPipeline, 4, 8), PLAIN, 0.1) + 0.1
 
 
 def test_messages_are_ordered_by_the_times_of_the_picture():

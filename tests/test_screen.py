@@ -28,11 +28,13 @@ from services.clocks import Clock
 from services.dry_run import run_rank
 from services.run import ServedRun
 from services.seam import plugins
+from services.tables import human
 from services.watchdog import START, Watchdog, Whereabouts, compare
 from tests.equal import BOUND, SMALL, config_of, difference, read_named
 from tests.pool import error_of
 from tests.rows import ROWS
 from tests.test_checkpoint import STEPS, train_on_rank
+from theory.gpus import COMMUNICATOR, CONTEXT
 from variants import Parts
 
 WHOLE, PARTIAL = "Replicate", "Partial"
@@ -160,6 +162,23 @@ def test_a_served_run(pools, tmp_path, name):
     assert there == {"loss.png", "traffic.png", *more}
     if experts:
         assert all(sum(shares) == pytest.approx(1.0) for shares in lines[-1]["expert_load"].values())
+
+
+def beside_on_rank(out: str) -> SimpleNamespace:
+    """Runs on every rank: a run on what says that 3 GiB are in use beside its tensors."""
+    with mock.patch("services.screen.outside_memory", lambda _: 3 * 2**30):
+        return serve_on_rank("step04_tp_sp", dict(tp=2, global_batch_size=2), out)
+
+
+def test_a_gpus_memory_outside_of_tensors(pools, tmp_path):
+    """It is in the record, in the table beside what theory says of two communicators, and in the peak that is shown."""
+    found, *_ = pools(2).run(beside_on_rank, str(tmp_path / "run"))
+    last = found.rows[-1]
+    assert last["outside_memory_bytes"] == 3 * 2**30
+    said, measured = (kinds["outside of tensors"] for kinds in found.held)
+    assert (said, measured) == (CONTEXT + 2 * COMMUNICATOR, 3 * 2**30)
+    assert re.search(r"^outside of tensors +2.43 GiB +3.00 GiB$", found.text, re.MULTILINE)
+    assert f"peak memory {human(last['peak_memory_bytes'] + 3 * 2**30)}; see" in found.text
 
 
 @pytest.mark.exhaustive

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from common import UserError
 from theory.activations import CHUNK
-from theory.gpus import CONTEXT, GIB, Gpu
+from theory.footprint import outside
+from theory.gpus import GIB, Gpu
 from theory.layouts import Layout
 from theory.memory import rank_bytes
 from theory.shapes import Shape
@@ -31,7 +32,7 @@ def always(m: Shape) -> str:
 
 
 def counted_bytes(model: str, m: Shape, x: Layout) -> float:
-    """The peak that the dry run counts on the fullest rank, and CUDA's own. Raises UserError with what it says."""
+    """The dry run's peak on the fullest rank, and what is outside of tensors. Raises UserError with what it says."""
     fullest = max(range(x.pp), key=lambda rank: rank_bytes(m, x, rank).total)
     line = f"--model {model} --seq-len {m.seq_len} {always(m)} {x.flags()} --dtype bf16 --device cpu"
     line += f" --dry-run {x.world} --rank {fullest * x.world // x.pp}"
@@ -40,7 +41,7 @@ def counted_bytes(model: str, m: Shape, x: Layout) -> float:
     found = re.search(r"^at the peak of ([\d,.]+) (\w+):", done.stdout, re.M)
     if done.returncode or found is None:
         raise UserError(f"--count: python {script(m)} {line}: {(done.stderr.strip() or 'no peak').splitlines()[-1]}")
-    return float(found[1].replace(",", "")) * UNITS[found[2]] + CONTEXT
+    return float(found[1].replace(",", "")) * UNITS[found[2]] + outside(m, x)
 
 
 def verdict(counted: float, bound: float, gpu: Gpu) -> str:

@@ -2,7 +2,7 @@
 
 from theory.activations import Piece, layer_bytes
 from theory.gpus import GIB, Gpu
-from theory.layouts import Layout, network
+from theory.layouts import Layout, communicators, network
 from theory.memory import rank_numbers
 from theory.pipelines import rank_places
 from theory.recipes import COURSE
@@ -41,7 +41,8 @@ def blackboard(m: Shape, x: Layout, gpu: Gpu) -> str:
         f"  activations                {memory.activations / GIB:8.2f} GiB: all micro-batches that {x.schedule} "
         f"lets wait, of {layers} layers",
         f"  for a moment               {memory.moment / GIB:8.2f} GiB "
-        f"(loss of {piece.at_once} tokens at a time, gathered units, a layer computed again, CUDA)",
+        f"(loss of {piece.at_once} tokens at a time, gathered units, a layer computed again, CUDA, "
+        f"{communicators(m, x)} communicators)",
         f"  sum                        {memory.total / GIB:8.2f} GiB of {gpu.memory / GIB:.0f} GiB",
         "",
         f"TIME of a step               n = batch / dp / b = {x.global_batch_size} / {x.dp} / {x.micro_batch_size} "

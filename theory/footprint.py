@@ -5,8 +5,8 @@ keeps under Megatron is Korthikanti et al. 2022, section 4.
 """
 
 from theory.activations import Kept, kept_along
-from theory.gpus import CONTEXT
-from theory.layouts import Layout, network
+from theory.gpus import COMMUNICATOR, CONTEXT
+from theory.layouts import Layout, communicators, network
 from theory.memory import Held, rank_bytes, rank_numbers
 from theory.pipelines import lists_of, rank_places
 from theory.recipes import Recipe
@@ -38,10 +38,15 @@ def gpt_rank_bytes(m: Shape, x: Layout, recipe: Recipe, rank: int) -> Held:
     return Held(*state, activations, logits + again + CONTEXT)
 
 
+def outside(m: Shape, x: Layout) -> float:
+    """Bytes that no tensor has, and PyTorch's allocator does not know: of CUDA, and of each communicator."""
+    return CONTEXT + communicators(m, x) * COMMUNICATOR
+
+
 def held(m: Shape, x: Layout, recipe: Recipe) -> Held:
     """What the fullest rank of a layout holds: of up to eight pipeline ranks, else of five of them."""
     ranks = range(x.pp) if x.pp <= 8 else (0, 1, x.pp // 2, x.pp - 2, x.pp - 1)
     if recipe.name != "course":
         return max((gpt_rank_bytes(m, x, recipe, rank) for rank in ranks), key=sum)
     most = max((rank_bytes(m, x, rank) for rank in ranks), key=sum)
-    return most._replace(moment=most.moment + CONTEXT)
+    return most._replace(moment=most.moment + outside(m, x))

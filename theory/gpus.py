@@ -25,7 +25,8 @@ class Gpu(NamedTuple):
 
 GIB = 2**30
 ROOM = 0.95  # a plan fills no more of the memory: allocators leave holes; what is near it, count (--count)
-CONTEXT = 1.5 * GIB  # CUDA's context and NCCL's buffers
+CONTEXT = 1.5 * GIB  # CUDA's context and libraries
+COMMUNICATOR = 0.5e9  # buffers of NCCL for a set of ranks, from 0.3e9 on: an estimate, and the most of it, for a bound
 NODE = 8  # GPUs of a node
 LATENCY = 20e-6  # seconds until a collective among two ranks of a node moves its first byte; x log2(ranks)
 LATENCY_BETWEEN = 50e-6  # the same between nodes
@@ -36,6 +37,10 @@ LAUNCH = 12e-6  # seconds that a kernel takes if it has nothing to do
 # NVLink 3, 4, 5. `matmul`: no such GPU was at hand, so it is fitted, one number for all published step times on a GPU:
 # A100 to Megatron's and vTrain's (with `within`, `hbm`, latencies and launch, all together), H100, the 500 W one and
 # B200 to those of other software (tests/bench/published). H200 is taken as an H100 with its own memory.
+#
+# `COMMUNICATOR`: among more than two H100s NCCL notes 288 MiB a rank for NVLink SHARP alone (vllm-project/vllm, issue
+# 9699); buffers of its channels come to that. Not in it: an all-to-all connects all pairs. Within eight H100s one took
+# 3.3 GB more (NVIDIA/nccl, issue 1685).
 GPUS = {
     "a100-80": Gpu(80 * GIB, 312e12, 19.5e12, 0.84, 1.6e12, 280e9, 25e9, PCIE_4),
     "a100-80-half": Gpu(80 * GIB, 312e12, 19.5e12, 0.84, 1.6e12, 280e9, 12.5e9, PCIE_4),  # four 200 Gbit/s cards a node

@@ -98,6 +98,19 @@ def network(x: Layout, dim: str) -> Network:
     return Network(ranks, max(1, min(ranks, NODE // stride)))
 
 
+def communicators(m: Shape, x: Layout) -> int:
+    """Sets of ranks to which a rank belongs, each one of NCCL's: as `Mesh.enter` makes them, and one for services.
+
+    A dimension whose messages are urgent has its own. (Dualpipe sums over pairs of pipeline ranks.)
+    """
+    urgent = {STRIDES["pp"](x), (x.cp, x.tp), STRIDES["tp"](x)}
+    sums = {(x.dp, x.cp * x.tp), *(STRIDES[dim](x) for dim in ("dp", "shard", "replicas"))}
+    if m.experts:
+        urgent, sums = urgent | {STRIDES["ep"](x)}, sums | {STRIDES["expert shard"](x), (x.cp * x.tp, 1)}
+    mirror = x.pp > 1 and x.schedule == "dualpipe"
+    return sum(ranks > 1 for ranks, _ in [*urgent, *sums]) + mirror + (x.world > 1)
+
+
 def stages(schedule: Schedule, pp: int) -> int:
     """On each rank."""
     return schedule.v if pp > 1 else 1

@@ -142,8 +142,10 @@ def check(config: Any, world: int):
     schedule = SCHEDULES[config.schedule](config)
     if all(action.kind != "W" for action in schedule.actions(config.pp, 2 * config.pp, schedule.v, 0)):
         return
-    if config.tp_overlap:
-        raise UserError(f"--schedule {config.schedule} has weight gradients on their own: --no-tp-overlap")
+    for flag in ("tp_overlap", "fused_gradients"):
+        if getattr(config, flag, False):
+            wrong = f"--schedule {config.schedule} has weight gradients on their own"
+            raise UserError(f"{wrong}: --no-{flag.replace('_', '-')}")
 
 
 def attach(config: Any, parts: Parts):
