@@ -181,7 +181,7 @@ CLAIMS = [
           lambda: speed(8, 2) / speed(8, 2, False), "as many bytes, and less to read and write between the blocks",
           measured=True),
     Claim("S1:2175", "speed at tp 16 over speed at tp 8 (planner: 70B)", 0.6, lambda: speed(16, 1) / speed(8, 2),
-          "measured on EFA, where the step to a second node cost more than our hop and cards", 0.05, True),
+          "on EFA a second node cost more than our hops and cards", 0.05, True),
     Claim("S1:2177", "70B on 8 GPUs with tp 8, GB", (0, H100.memory / 1e9), lambda: 70 / 8 * state().total,
           "weights, gradients and optimizer alone; ZeRO has to cut them over more GPUs"),
     Claim("S1:2179", "SP: times as long sequences in the same memory (tp 8)", (2, inf),
@@ -195,7 +195,7 @@ CLAIMS = [
           lambda: max(work := [sum((2 * n + 1, 2 * n + 2, 15 - 2 * n, 16 - 2 * n)) for n in range(4)]) / min(work)),
     *(Claim(f"S1:{line}", f"GB/s of an all-reduce of 256 MB; nodes: {nodes} (planner: H100 on EFA)", rate,
             lambda nodes=nodes: 2 * ring(Network(8 * nodes, 8), 0.256) / all_reduce(nodes, 256e6, EFA),
-            "one number for contention, fitted to these three" if nodes > 1 else "NCCL on our NVLink", 0.15, True)
+            "the network contends: one number, fitted to these" if nodes > 1 else "NCCL on our NVLink", 0.15, True)
       for line, nodes, rate in ((2539, 1, 436), (2540, 4, 160), (2541, 8, 90), (2542, 64, 39))),
     Claim("S1:2565", "pp 8: a rank's part of the weights (GPT-3)", 1 / 8,
           lambda: max(map(sum, rank_numbers(GPT3, "1f1b", 8, 1, 1, 1))) / total_weights(GPT3), within=0.05),
