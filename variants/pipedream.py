@@ -15,7 +15,7 @@ Laws. Update t + 1 of stage s = 0 .. p-1 is that of micro-batch t (their section
     rank s keeps p - s versions of its weights, the newest with them
     a rank idles for p-1 turns of m + p-1 after m micro-batches, however many: of 1F1B the same, but in each update
 
-With *vertical sync* all stages use versions of one age: `--stale p-1`. What is bought is time. What it costs is shown:
+With *vertical sync* all stages use versions of one age: `--stale p-1`. What is bought is time. What it costs, one sees:
 losses of N updates by SGD (`--lr`; no warm-up, no clipping), never flushed, and flushed after each. A micro-batch is a
 whole `--global-batch-size`. In step 6, `backward` would end with the update.
 """
