@@ -29,7 +29,7 @@ ROOM = 0.95  # a plan fills no more of the memory: allocators leave holes; what 
 CONTEXT = 1.5 * GIB  # CUDA's context and NCCL's buffers
 NODE = 8  # GPUs of a node
 START = 34e-6  # seconds of a message that has no bytes, and no way to go
-HOP, HOP_BETWEEN = 3.4e-6, 9.6e-6  # seconds from one rank of a ring to the next, within a node and between nodes
+HOP, HOP_BETWEEN = 3.4e-6, 14e-6  # seconds from one rank of a ring to the next, within a node and between nodes
 LAUNCH = 12e-6  # seconds that a kernel takes if it has nothing to do
 
 # `flops`, `single`: data sheets. `hbm`: 80% of the data sheets' 2.0, 3.35, 2.4 (HBM2e), 4.8 and 8 TB/s, rounded.
@@ -37,7 +37,7 @@ LAUNCH = 12e-6  # seconds that a kernel takes if it has nothing to do
 # NVLink 3, 4, 5. `matmul`: no such GPU was at hand, so it is fitted, one number for all published step times on a GPU:
 # A100 to Megatron's and vTrain's (with `within`, `hbm`, START and launch, all together), H100, the 500 W one and
 # B200 to those of other software (tests/bench/published). H200 is taken as an H100 with its own memory. Hops: those of
-# NCCL's own model, for rings of large messages (hwLat in src/graph/tuning.cc of NCCL 2.12). `contention` on EFA, AWS's
+# NCCL's own model, for rings of large messages (src/graph/tuning.cc since NCCL 2.18). `contention` on EFA, AWS's
 # network: one number for three measured there, 160, 90 and 39 GB/s on 4, 8 and 64 nodes (Ultra-Scale Playbook).
 GPUS = {
     "a100-80": Gpu(80 * GIB, 312e12, 19.5e12, 0.84, 1.6e12, 280e9, 25e9, PCIE_4),

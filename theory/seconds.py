@@ -13,7 +13,7 @@ What makes a network worse as it grows (the laws of NCCL, ncclTopoTuneModel in i
 
     ring          a gather or a scatter over n ranks on k nodes has n - 1 hops, n - k within nodes and k - 1 between
     tree          each half of an all-reduce has n/k - 1 hops within a node and log2 k between; never more than a ring
-    contention      on some networks: bandwidth between k > 2 nodes / (1 + contention x log2(k / 2))
+    contention    on some networks: bandwidth between k > 2 nodes / (1 + contention x log2(k / 2))
 
 A ring over many ranks sends each of them less and less, but its hops grow with n: from some n on, nothing hides them.
 """
