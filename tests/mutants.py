@@ -55,6 +55,7 @@ WORDS = {  # words in the ids of tests that a file matters for
     "offload_optimizer": "offload_optimizer where_the_flag refuses",
     "offload_params": "offload_params refuses",
     "overlap": "sync=overlap",
+    "pipedream": "never_flushed",
     "pp_scatter": "pp_scatter refuses",
     "prefetch": "read_ahead",
     "routing": "definition routed deepseek switch groups capacity balance= refuses",

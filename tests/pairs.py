@@ -137,6 +137,7 @@ APART = {  # they end a run early, need what a test's machine lacks, or stand fo
     "resume": "tests/test_checkpoint.py, and all rows that go on: tests/test_layouts.py",
     "stop_after": "tests/test_checkpoint.py",
     "generate": "tests/test_evaluation.py",
+    "pipedream": "prints losses instead of training: tests/test_variants.py",
     "toy": "prints an example instead of training",
     "dry_run": "tests/test_dry_run.py: test_every_value_is_counted",
     "rank": "tests/test_dry_run.py",

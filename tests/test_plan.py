@@ -26,8 +26,8 @@ from tests.bench import plan as bench
 from theory import count, guide, offload, pictures, plan, seconds, sums
 from theory.activations import Kept, Piece, kept_along, layer_bytes
 from theory.footprint import gpt_layer_bytes, held, outside
-from theory.gpus import GPUS, LATENCY, LATENCY_BETWEEN
-from theory.layouts import RECOMPUTE, UNPLANNED, Layout, balanced, illegal, meshes, network, variants
+from theory.gpus import GPUS, HOP, HOP_BETWEEN, START
+from theory.layouts import RECOMPUTE, UNPLANNED, Layout, Network, balanced, illegal, meshes, network, variants
 from theory.memory import rank_bytes, rank_numbers
 from theory.pipelines import lists_of, rank_places, splits
 from theory.recipes import COURSE, RECIPES
@@ -232,7 +232,7 @@ def test_small_things():
 def test_messages_take_their_time(sp):
     """Sent again over tp: of a forward's four collectives three (of two all-reduces, one), in seconds as in bytes.
 
-    Between two stages, in a node or not: a rank's own tokens, and a latency; Megatron cuts them always.
+    Between two stages, in a node or not: a rank's own tokens, a start and a hop; Megatron cuts them always.
     """
     m, course, megatron = LLAMA, COURSE, RECIPES["megatron-2021"]
     whole, times = 2 * m.seq_len * m.dim, 4 * m.n_layers * (3 if sp else 2)
@@ -244,11 +244,36 @@ def test_messages_take_their_time(sp):
         assert sent[0] - sent[1] == pytest.approx(times * ring(net, whole))
         assert took[0] - took[1] == pytest.approx(times * seconds.collective_seconds(H100, net, ring(net, whole)))
     gather = 0.0 if sp else seconds.collective_seconds(H100, net, ring(net, whole))
-    for dp, speed, latency in ((1, H100.within, LATENCY), (4, H100.between, LATENCY_BETWEEN)):
+    for dp, speed, hop in ((1, H100.within, HOP), (4, H100.between, HOP_BETWEEN)):
         x = Layout(2, 1, 4, global_batch_size=8, sp=sp, dp=dp)
         ours, theirs = (seconds.boundary_seconds(m, x, H100, recipe) for recipe in (course, megatron))
-        assert ours == pytest.approx(whole / (4 if sp else 1) / speed + latency)
-        assert theirs == pytest.approx(whole / 4 / speed + latency + gather)
+        assert ours == pytest.approx(whole / (4 if sp else 1) / speed + START + hop)
+        assert theirs == pytest.approx(whole / 4 / speed + START + hop + gather)
+
+
+@pytest.mark.parametrize("in_node, nodes", [*product((1, 2, 8), (1, 2, 5, 64))])
+def test_hops_are_those_of_a_ring_and_of_a_tree(in_node, nodes):
+    """Walked: from rank to rank; or up from the last node to the first, halving its number each time, and the chain."""
+    net = Network(nodes * in_node, in_node)
+    ring_hops = [HOP if here // in_node == (here - 1) // in_node else HOP_BETWEEN for here in range(1, net.ranks)]
+    ups = next(n for n in range(nodes) if (nodes - 1) >> n == 0)
+    assert seconds.hops_seconds(net, tree=False) == pytest.approx(sum(ring_hops))
+    assert seconds.hops_seconds(net, tree=True) == pytest.approx((in_node - 1) * HOP + ups * HOP_BETWEEN)
+    assert seconds.hops_seconds(net, tree=True) <= seconds.hops_seconds(net, tree=False) + 1e-12
+
+
+def test_a_network_gets_worse_as_it_grows():
+    """Contention is between more than two nodes only; ZeRO 3 shows what its 3 messages a layer do not hide of hops."""
+    for nodes, doublings in (1, 0), (2, 0), (4, 1), (64, 5):
+        slower = seconds.bandwidth(H100, Network(nodes, 1)) / seconds.bandwidth(sums.EFA, Network(nodes, 1))
+        assert slower == pytest.approx(1 + sums.EFA.contention * doublings)
+    m, shown = replace(LLAMA, seq_len=4096), {}
+    for dp in 1024, 2048:
+        x = Layout(dp=dp, zero=3, global_batch_size=dp, recompute="full")
+        shown[dp] = step_seconds(m, x, H100, COURSE).exposed["dp"]
+    more_hops = (1024 - 128) * HOP + 128 * HOP_BETWEEN
+    more_bytes = 8 * total_weights(LLAMA) * (2047 / 2048 - 1023 / 1024) / (8 * H100.between)
+    assert shown[2048] - shown[1024] == pytest.approx(3 * m.n_layers * more_hops + more_bytes, rel=1e-3)
 
 
 def test_parts_have_signs_and_experts_take_their_time():
@@ -454,7 +479,7 @@ def test_the_guide_counts_state_as_the_planner_does():
 
 def test_the_points_of_the_pictures_are_the_laws(tmp_path):
     """State: 18 N, cut by ZeRO. Bubbles: those of the simulated lists. Activations: as much for each more token."""
-    n = total_weights(pictures.LLAMA)
+    n = total_weights(LLAMA)
     for zero, ranks in product(range(4), pictures.RANKS):
         assert sum(pictures.holds(zero=zero, dp=ranks)[:3]) == pytest.approx(
             guide.state_bytes(LLAMA, zero, ranks), 2e-3
@@ -472,6 +497,9 @@ def test_the_points_of_the_pictures_are_the_laws(tmp_path):
     for recompute in RECOMPUTE:
         few, more, most = (pictures.holds(2**n, recompute=recompute).activations for n in (12, 13, 14))
         assert most - more == pytest.approx(2 * (more - few), rel=1e-6)  # the head's gradient does not grow
+    calm, _, crowded, _ = pictures.speeds()  # ZeRO 3: from when on 5% are lost, as theory/claims.py has it
+    for line, gpu in (calm, H100), (crowded, sums.EFA):
+        assert next(n for n, y in zip(line.x, line.y, strict=True) if y < 0.95 * line.y[0]) == sums.breaks_down(gpu=gpu)
     for name in pictures.SERIES:
         pictures.draw(name, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000

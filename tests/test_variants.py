@@ -1,11 +1,13 @@
 """Variants, beyond equality: what is skipped, late, or never there; what hides behind what; where it lives."""
 
+import io
 import math
 import random
 import re
 from collections import Counter
+from contextlib import redirect_stdout
 from functools import partial
-from itertools import count, product
+from itertools import count, pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -13,12 +15,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from common import UserError, comm
 from common.comm import Mesh
 from common.model import Decoder, attend
+from common.schedules import one_f_one_b, round_robin, simulate
 from services.memory import MemoryTimeline
 from services.seam import check, plugins
 from step01_single_gpu import learning_rate
@@ -28,7 +32,7 @@ from tests.faults import Fault, injected
 from tests.rows import COMPILED
 from theory.footprint import gpt_layer_bytes
 from theory.layouts import Layout
-from variants import batch_ramp, dropout, skip_spikes, stale, zero_toy
+from variants import batch_ramp, dropout, pipedream, skip_spikes, stale, zero_toy
 from variants.block_overlap import EnterLinears, start_gather, start_keep, start_scatter, start_total
 from variants.compress import Chain, Compression
 from variants.compress_activations import Bits
@@ -550,6 +554,82 @@ def test_late_gradients_are_in_no_checkpoint():
     """So a run with them does not go on."""
     with pytest.raises(UserError, match=r"--stale 2.*--resume"):
         stale.check(equal.config_of("step01_single_gpu", dict(stale=2, resume="auto")), 1)
+
+
+# --- never flushed
+
+UNFLUSHED = dict(global_batch_size=2, seq_len=8)
+
+
+def never_flushed_on_rank(more: dict) -> tuple:
+    """Runs on every rank: this rank's weights before; what is shown, never flushed and flushed; and what is printed."""
+    found, plain, text = [], pipedream.both, io.StringIO()
+
+    def both(config, parts):
+        found.append({name: param.detach().numpy().copy() for name, param in parts.model.named_parameters()})
+        found.extend(plain(config, parts))
+        return found[1:]
+
+    ranks = dist.get_world_size()
+    with mock.patch.object(pipedream, "both", both), redirect_stdout(text):
+        equal.watch("step06_pipeline", UNFLUSHED | dict(pipedream=8, pp=ranks, lr=0.3) | more)
+    shown = [(s.losses, s.versions, {name: weight.numpy() for name, weight in s.weights.items()}) for s in found[1:]]
+    return found[0], *shown, text.getvalue()
+
+
+def late_losses(more: dict) -> tuple:
+    """The same without weights."""
+    _, late, flushed, _ = never_flushed_on_rank(more)
+    return late[:2], flushed[:2]
+
+
+def descended(begin: list[dict], late: bool) -> tuple[list[float], dict]:
+    """One process: 8 updates, each with dF at weights that stage s of p had p-1-s updates ago (or has); losses too."""
+    parts = equal.watch("step01_single_gpu", UNFLUSHED | dict(steps=0)).parts
+    ages = {name: late * (len(begin) - 1 - s) for s, weights in enumerate(begin) for name in weights}
+    history = [{name: torch.from_numpy(weight) for weights in begin for name, weight in weights.items()}]
+    losses = []
+    for t in range(8):
+        met = {name: history[max(0, t - age)][name].clone().requires_grad_() for name, age in ages.items()}
+        tokens, targets = parts.data.batch(t)
+        loss = functional_call(parts.model, met, (tokens, targets)) / targets.numel()
+        slopes = dict(zip(met, torch.autograd.grad(loss, list(met.values())), strict=True))
+        history.append({name: weight - 0.3 * slopes[name] for name, weight in history[-1].items()})
+        losses.append(loss.item())
+    return losses, history[-1]
+
+
+@pytest.mark.parametrize("ranks, more", [(2, {}), (3, dict(recompute="full"))], ids=str)
+def test_never_flushed_is_a_descent_by_weights_of_several_ages(pools, ranks, more):
+    """Losses and weights are those of the formula in one process; versions are p - s; only the ends idle."""
+    begin, late, flushed, printed = zip(*pools(ranks).run(never_flushed_on_rank, more), strict=True)
+    for shown, versions, lag in (late, [ranks - s for s in range(ranks)], True), (flushed, [1] * ranks, False):
+        losses, weights = descended(begin, lag)
+        assert all(one[1] == versions and equal.difference(one[0], losses) < 1e-10 for one in shown)
+        ours = {name: weight for _, _, part in shown for name, weight in part.items()}
+        assert ours.keys() == weights.keys()
+        assert max(equal.difference(ours[name], weight) for name, weight in weights.items()) < 1e-10
+    assert late[0][0][:1] == flushed[0][0][:1] and equal.difference(late[0][0], flushed[0][0]) > 1e-3
+    assert f"a rank: {ranks - 1} of {7 + ranks}, flushed after each {8 * (ranks - 1)} of {8 * ranks}" in printed[0]
+    lists = [one_f_one_b(ranks, 8, 1, rank) for rank in range(ranks)]
+    spans = simulate(lists, round_robin(ranks, ranks, 1), dict(F=1, B=2))
+    assert spans[-1][0] == 3 * (8 + ranks - 1)
+    for rank in range(ranks):
+        mine = [(start, end, action.kind) for end, at, start, action in spans if at == rank]
+        kinds = "".join(kind for *_, kind in mine)
+        steady = mine[kinds.index("B") : kinds.rindex("F") + 1]
+        assert all(before[1] == after[0] for before, after in pairwise(steady))
+
+
+@pytest.mark.parametrize(
+    "flags, text",
+    [(dict(pp=2), "all 4 ranks"), (dict(pp=4, tied=True), "two stages"), (dict(pp=4, dry_run=4), "none")],
+    ids=["ranks", "tied", "dry run"],
+)
+def test_never_flushed_refuses(flags, text):
+    """In one line."""
+    with pytest.raises(UserError, match=rf"--pipedream.*{text}"):
+        pipedream.check(equal.config_of("step06_pipeline", dict(pipedream=4) | flags), 4)
 
 
 # --- scores

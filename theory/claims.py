@@ -31,10 +31,10 @@ from theory.seconds import least_bubble, ring
 from theory.shapes import flops_per_token, gpt, mlp_weights, total_weights, visited_weights
 from theory.traffic import gradient_traffic, tensor_traffic
 
-from theory.sums import A100, GPT1T, GPT2B, GPT3, H100, L1, L8, L70, L405, MANY  # isort: skip
-from theory.sums import activations, all_reduce, as_drawn, boundary, bubble, first_step, forward_twice  # isort: skip
-from theory.sums import fullest, in_flight, kept, layer, pcie, planned, ring_blocks, sent, speed  # isort: skip
-from theory.sums import start, state, wrong_by  # isort: skip
+from theory.sums import A100, EFA, GPT1T, GPT2B, GPT3, H100, L1, L8, L70, L405, MANY  # isort: skip
+from theory.sums import activations, all_reduce, as_drawn, boundary, breaks_down, bubble, first_step  # isort: skip
+from theory.sums import forward_twice, fullest, in_flight, kept, layer, pcie, planned, ring_blocks, sent  # isort: skip
+from theory.sums import speed, start, state, wrong_by  # isort: skip
 
 DAY, YEAR = 86400, 365.25 * 86400  # seconds
 
@@ -120,6 +120,8 @@ CLAIMS = [
     Claim("S1:589", "700 FLOPs in 1.1 s at a peak of 1000: HFU", 0.7, lambda: 700 / 1.1 / 1000,
           "the 0.1 s was forgotten"),
     Claim("S1:589", "500 of them needed: MFU", 0.5, lambda: 500 / 1.1 / 1000, "the same; so MFU falls, as S1:598 says"),
+    Claim("S1:950", "GPUs, more than 100, at which plain dp loses 5% (planner: 1B, 4M tokens)", 128,
+          lambda: breaks_down(1024, zero=0, gpu=EFA, m=L1), "the network is EFA; contention does it, not only hops"),
     Claim("S1:962", "memory at dp 512 over memory at dp 8 (Llama 1B)", 1,
           lambda: fullest(L1, 4096, zero=0, dp=512, global_batch_size=512)
           / fullest(L1, 4096, zero=0, dp=8, global_batch_size=8)),
@@ -130,6 +132,10 @@ CLAIMS = [
           lambda: next(dp for dp in range(1, 1025)
                        if Layout(dp=dp, micro_batch_size=2, global_batch_size=1024).micro_batches == 4),
           "a digit was lost: 128, as the next line has it"),
+    Claim("S1:1022", "GPUs from which on a ring's latency stops dp (planner: ZeRO-3, 1B)", 512,
+          lambda: breaks_down(m=L1), "each GPU has one sequence of 4,096 tokens, and nothing contends"),
+    Claim("S1:1022", "the same (planner: ZeRO-3, 8B on EFA)", 512, lambda: breaks_down(gpu=EFA),
+          "contention comes before latency; there tp, pp or larger batches are needed earlier"),
     Claim("S1:1070", "ZeRO-1 saves, times", (4, 8), lambda: state().total / state(1, MANY).total,
           "S1:1257, its own formula, ends at 16 / 4", within=0),
     Claim("S1:1071", "ZeRO-2 saves, times", (8, 16), lambda: state().total / state(2, MANY).total,
@@ -141,6 +147,8 @@ CLAIMS = [
           lambda: all_reduce(1, 2e9) / all_reduce(1, 1e9)),
     Claim("S1:1319", "w1 after one step of Adam", -1.5, lambda: first_step(torch.optim.Adam),
           "that is plain SGD; Adam's first step moves each weight by lr, whatever its gradient"),
+    Claim("S1:1633", "ZeRO-3 hides less at dp > 512 (planner: 8B; the next power of two)", 1024, lambda: breaks_down(),
+          "each GPU has one sequence of 4,096 tokens, and nothing contends"),
     Claim("S1:1661", "ZeRO-3 sends, numbers for each of the model's", 3, lambda: sent(3),
           "a step is one micro-batch: each gathers and reduces anew"),
     Claim("S1:1663", "ZeRO-3 needs so many times less than ZeRO-2", 2, lambda: state(2, 9).total / state(3, 9).total,
@@ -173,21 +181,21 @@ CLAIMS = [
           lambda: speed(8, 2) / speed(8, 2, False), "as many bytes, and less to read and write between the blocks",
           measured=True),
     Claim("S1:2175", "speed at tp 16 over speed at tp 8 (planner: 70B)", 0.6, lambda: speed(16, 1) / speed(8, 2),
-          within=0.05, measured=True),
+          "on EFA a second node cost more than our hops and cards", 0.05, True),
     Claim("S1:2177", "70B on 8 GPUs with tp 8, GB", (0, H100.memory / 1e9), lambda: 70 / 8 * state().total,
           "weights, gradients and optimizer alone; ZeRO has to cut them over more GPUs"),
     Claim("S1:2179", "SP: times as long sequences in the same memory (tp 8)", (2, inf),
           lambda: kept(GPT3, 2048, "selective", 8, False) / kept(GPT3, 2048, "selective", 8)),
     Claim("S1:2210", "speed at tp 32 over speed at tp 8 (planner: 70B)", (0.4, 0.6), lambda: speed(32, 1) / speed(8, 4),
-          "three nodes more to cross; tp 16 loses 38%", measured=True),
+          measured=True),
     Claim("S1:2334", "a ring sends far less than an all-gather of K and V (part of it)", (0, 0.5),
           lambda: ring_blocks(4) / ring(Network(4, 4), 4),
           "the same bytes; a ring saves memory, and hides what it sends"),
     Claim("S1:2490", "zigzag: most work over least, 4 ranks, 16 tokens", 1,
           lambda: max(work := [sum((2 * n + 1, 2 * n + 2, 15 - 2 * n, 16 - 2 * n)) for n in range(4)]) / min(work)),
-    *(Claim(f"S1:{line}", f"GB/s of an all-reduce of 256 MB; nodes: {nodes} (planner: H100)", rate,
-            lambda nodes=nodes: 2 * ring(Network(8 * nodes, 8), 0.256) / all_reduce(nodes, 256e6),
-            "our network has a card for each GPU, and no contention" if nodes > 1 else "NCCL on our NVLink", 0.05, True)
+    *(Claim(f"S1:{line}", f"GB/s of an all-reduce of 256 MB; nodes: {nodes} (planner: H100 on EFA)", rate,
+            lambda nodes=nodes: 2 * ring(Network(8 * nodes, 8), 0.256) / all_reduce(nodes, 256e6, EFA),
+            "the network contends: one number, fitted to these" if nodes > 1 else "NCCL on our NVLink", 0.15, True)
       for line, nodes, rate in ((2539, 1, 436), (2540, 4, 160), (2541, 8, 90), (2542, 64, 39))),
     Claim("S1:2565", "pp 8: a rank's part of the weights (GPT-3)", 1 / 8,
           lambda: max(map(sum, rank_numbers(GPT3, "1f1b", 8, 1, 1, 1))) / total_weights(GPT3), within=0.05),

@@ -77,6 +77,11 @@ class Network(NamedTuple):
         """Whether its ranks are on more than one node."""
         return self.ranks > self.in_node
 
+    @property
+    def nodes(self) -> int:
+        """On how many nodes its ranks are."""
+        return -(-self.ranks // self.in_node)
+
 
 # (how many ranks, how far apart) of a dimension. tp is innermost, then cp, dp, pp. ZeRO's lie in dp x cp; experts,
 # which tp does not shard, in dp x cp x tp

@@ -5,7 +5,8 @@
     memory   Llama 3 8B in BF16 on the fullest rank: against tokens, without and with recomputation; against ranks,
              under each stage of ZeRO, and under tp. Weights, gradients and state are 18 N, cut as step 3 says
     bubble   idle time over the time of the step, (p-1) / (v m + p-1), against m
-    speed    tokens/s of an H100 against dp: with a batch that grows with dp, and with one of 4M tokens for all
+    speed    tokens/s of an H100 against dp: with a batch that grows with dp, and with one of 4M tokens for all. Where a
+             line bends down, hops of rings are no longer hidden; on EFA, nor are bytes that contend for its links
 
 Every point is one call of a formula or of the planner; `SERIES` has them by picture.
 """
@@ -18,17 +19,13 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from common.model import PRESETS
 from theory.footprint import held
-from theory.gpus import GPUS
 from theory.layouts import Layout
 from theory.memory import Held
 from theory.recipes import COURSE
-from theory.search import evaluate, rates
-from theory.shapes import Shape
+from theory.sums import EFA, H100, L8, data_speed
 
-LLAMA, H100 = Shape(**vars(PRESETS["llama3-8b"])), GPUS["h100-80"]
-TOKENS, RANKS, MANY = [2**n for n in range(10, 18)], [1, 2, 4, 8], [2**n for n in range(3, 11)]
+TOKENS, RANKS, MANY = [2**n for n in range(10, 18)], [1, 2, 4, 8], [2**n for n in range(3, 12)]
 MICRO_BATCHES = [2**n for n in range(8)]
 
 
@@ -43,7 +40,7 @@ class Series(NamedTuple):
 def holds(tokens: int = 4096, **layout) -> Held:
     """What the fullest rank holds, with one sequence on each."""
     x = Layout(zero=0, **layout) if "zero" not in layout else Layout(**layout)
-    return held(replace(LLAMA, seq_len=tokens), replace(x, global_batch_size=x.dp), COURSE)
+    return held(replace(L8, seq_len=tokens), replace(x, global_batch_size=x.dp), COURSE)
 
 
 def by_sequence() -> Iterator[Series]:
@@ -74,17 +71,12 @@ def bubbles() -> Iterator[Series]:
         yield Series(f"p = {p}, v = {v}", MICRO_BATCHES, [bubble(p, m, v) for m in MICRO_BATCHES])
 
 
-def speed(dp: int, batch: int, zero: int) -> float:
-    """Tokens/s of a GPU: Llama 3 8B, 4,096 tokens, `batch` sequences, recomputed in full so that all stages fit."""
-    m, x = replace(LLAMA, seq_len=4096), Layout(dp=dp, zero=zero, global_batch_size=batch, recompute="full")
-    return rates(m, evaluate(m, x, H100), H100)["tokens"]
-
-
 def speeds() -> Iterator[Series]:
-    """The same against dp."""
-    for zero in (1, 3):
-        yield Series(f"ZeRO {zero}, 2 sequences a GPU", MANY, [speed(n, 2 * n, zero) for n in MANY])
-        yield Series(f"ZeRO {zero}, 1,024 sequences in all", MANY, [speed(n, 1024, zero) for n in MANY])
+    """Tokens/s of a GPU against dp: Llama 3 8B."""
+    for gpu, where in (H100, ""), (EFA, ", on EFA"):
+        few = [n for n in MANY if n <= 1024]
+        yield Series(f"ZeRO 3, a sequence a GPU{where}", MANY, [data_speed(n, n, 3, gpu) for n in MANY])
+        yield Series(f"ZeRO 1, 1,024 sequences in all{where}", few, [data_speed(n, 1024, 1, gpu) for n in few])
 
 
 SERIES: dict[str, tuple[Callable[[], Iterator[Series]], str, str]] = {

@@ -2,21 +2,29 @@
 
     matmul        FLOPs / (peak x part reached) + bytes of its three matrices / memory bandwidth + a launch
     elementwise   bytes / memory bandwidth + a launch
-    collective    bytes sent by a rank / bandwidth + latency x hops; `within` a node, or `between` nodes x the ranks
+    collective    bytes sent by a rank / bandwidth + a start + hops; `within` a node, or `between` nodes x the ranks
                   of the group that a node has, which send side by side
     pipeline      its lists, simulated with the mean stage; and the dearest stage for the rest
     update        bytes of weights, gradients, masters and moments / memory bandwidth
 
 The bytes in the formula of a matmul say why small ones are slow: time is FLOPs x (1 / peak + (1/N + 1/M + 1/K) / HBM).
+
+What makes a network worse as it grows (the laws of NCCL, ncclTopoTuneModel in its src/graph/tuning.cc):
+
+    ring          a gather or a scatter over n ranks on k nodes has n - 1 hops, n - k within nodes and k - 1 between
+    tree          each half of an all-reduce has n/k - 1 hops within a node and log2 k between; never more than a ring
+    contention    on some networks: bandwidth between k > 2 nodes / (1 + contention x log2(k / 2))
+
+A ring over many ranks sends each of them less and less, but its hops grow with n: from some n on, nothing hides them.
 """
 
 from dataclasses import replace
 from functools import lru_cache
-from math import log2
+from math import ceil, log2
 from typing import NamedTuple
 
 from common.schedules import simulate
-from theory.gpus import LATENCY, LATENCY_BETWEEN, LAUNCH, Gpu
+from theory.gpus import HOP, HOP_BETWEEN, LAUNCH, START, Gpu
 from theory.layouts import Layout, Network, network, schedule_of, stages
 from theory.memory import rank_numbers
 from theory.pipelines import lists_of, longest_wait, places_of, rank_places, splits, ways_of
@@ -65,15 +73,26 @@ def memory_seconds(gpu: Gpu, n_bytes: float, kernels: int = 1) -> float:
 
 def bandwidth(gpu: Gpu, net: Network) -> float:
     """Bytes/s at which a rank of this group sends while the node's other groups do the same."""
-    return min(gpu.within, net.in_node * gpu.between) if net.leaves else gpu.within
+    if not net.leaves:
+        return gpu.within
+    return min(gpu.within, net.in_node * gpu.between / (1 + gpu.contention * log2(max(net.nodes, 2) / 2)))
 
 
-def collective_seconds(gpu: Gpu, net: Network, sent: float) -> float:
-    """A collective in which each rank sends so many bytes; the latency grows with the tree of ranks."""
+def hops_seconds(net: Network, tree: bool) -> float:
+    """Until a number of one rank has reached all others: over a ring, or over a tree of nodes, in each a chain."""
+    if tree:
+        return (net.in_node - 1) * HOP + ceil(log2(net.nodes)) * HOP_BETWEEN
+    return (net.ranks - net.nodes) * HOP + (net.nodes - 1) * HOP_BETWEEN
+
+
+def collective_seconds(gpu: Gpu, net: Network, sent: float, messages: float = 1, tree: bool = False) -> float:
+    """A collective in which each rank sends so many bytes, cut into `messages`.
+
+    `tree`: half of an all-reduce, for which NCCL has both ways, and takes the quicker. All others are rings.
+    """
     if net.ranks == 1:
         return 0.0
-    latency = (LATENCY_BETWEEN if net.leaves else LATENCY) * log2(net.ranks)
-    return sent / bandwidth(gpu, net) + latency
+    return sent / bandwidth(gpu, net) + messages * (START + hops_seconds(net, tree))
 
 
 def ring(net: Network, n_bytes: float) -> float:
@@ -129,7 +148,7 @@ def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> 
     backward = memory_seconds(gpu, 1.5 * between + 1.7 * inside + travels, 20)
 
     net, whole = network(x, "tp"), tokens * m.dim * E
-    gather = collective_seconds(gpu, net, ring(net, whole))
+    gather = collective_seconds(gpu, net, ring(net, whole), tree=not x.sp)
     halves, _ = tp_halves(m, x, experts)
     one_way = halves * gather
     regather = (1 if experts else 2) * gather * (x.sp and recipe.overlap_tp)
@@ -184,7 +203,7 @@ def done_again(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, f: Parts, experts:
 def head_work(m: Shape, x: Layout, gpu: Gpu) -> Work:
     """The output projection and the loss of one micro-batch, which nobody computes again."""
     tokens, vocab, net = x.micro_batch_size * m.seq_len // x.cp, m.vocab_size / x.tp, network(x, "tp")
-    gather = collective_seconds(gpu, net, ring(net, tokens * m.dim * E))
+    gather = collective_seconds(gpu, net, ring(net, tokens * m.dim * E), tree=not x.sp)
     logits = memory_seconds(gpu, 14 * tokens * vocab, 5)  # 16 bits, then fp32: maximum, exponential, sum
     f = dict(matmul=matmul_seconds(gpu, tokens, m.dim, vocab), memory=logits, tp=gather)
     b = dict(matmul=matmul_seconds(gpu, tokens, vocab, m.dim), memory=logits / 2, tp=gather)
@@ -232,7 +251,7 @@ def boundary_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> float:
     crosses = net.in_node == 1
     scatter = (recipe.scatter or x.pp_scatter) and not x.sp
     sent = size / x.tp if scatter or x.sp else size
-    seconds = sent / (gpu.between if crosses else gpu.within) + (LATENCY_BETWEEN if crosses else LATENCY)
+    seconds = sent / (gpu.between if crosses else gpu.within) + START + (HOP_BETWEEN if crosses else HOP)
     if scatter:
         tp = network(x, "tp")
         seconds += collective_seconds(gpu, tp, ring(tp, size))
@@ -370,20 +389,21 @@ def data_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, micro_batch: flo
     Software that overlaps hides an all-reduce behind the last micro-batch, stages 2 and 3 behind all of them, but for
     the last twentieth: the last unit's gradient travels when nothing is left to compute. ZeRO's stage 1 sums at the
     end, unless told to overlap, and stages 1 and 2 gather the weights after the update. Stage 3 gathers them twice in
-    each micro-batch, or keeps them.
+    each micro-batch, or keeps them. Software that overlaps sends a layer at a time, any other all at once.
     """
     n, hidden, open_ = x.micro_batches, 0.0, 0.0
+    layers = m.n_layers / x.pp if recipe.overlap_dp else 1
     far = network(x, "replicas")
     for numbers, dim in zip(fullest_numbers(m, x), ("shard", "expert shard"), strict=True):
         net = network(x, dim)
         if net.ranks == 1 or not numbers:
             continue
         if far.ranks > 1 and dim == "shard":
-            open_ += collective_seconds(gpu, far, 2 * ring(far, numbers / net.ranks * 4))
-        reduced = collective_seconds(gpu, net, ring(net, numbers * recipe.gradient))
-        gathered = collective_seconds(gpu, net, ring(net, numbers * E))
+            open_ += 2 * collective_seconds(gpu, far, ring(far, numbers / net.ranks * 4), layers, tree=True)
+        reduced = collective_seconds(gpu, net, ring(net, numbers * recipe.gradient), layers, tree=x.zero == 0)
+        gathered = collective_seconds(gpu, net, ring(net, numbers * E), layers)
         if x.zero == 0:
-            hidden += reduced + collective_seconds(gpu, net, ring(net, numbers * recipe.gradient))
+            hidden += 2 * reduced
         elif x.zero == 1:
             hidden, open_ = hidden + reduced * x.zero_overlap, open_ + reduced * (not x.zero_overlap) + gathered
         elif x.zero == 2:

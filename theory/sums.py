@@ -12,7 +12,7 @@ import torch
 from common.model import PRESETS
 from common.schedules import Action, round_robin, simulate
 from theory.footprint import gpt_layer_bytes, held
-from theory.gpus import GPUS, LATENCY_BETWEEN, NODE
+from theory.gpus import GPUS, HOP_BETWEEN, NODE, START, Gpu
 from theory.layouts import Layout, Network
 from theory.memory import Held
 from theory.recipes import COURSE, RECIPES, Recipe
@@ -22,6 +22,7 @@ from theory.traffic import Traffic, Work, context_traffic, unit_traffic
 
 L1, L8, L70, L405 = (Shape(**vars(PRESETS[f"llama3{name}"])) for name in (".2-1b", "-8b", "-70b", "-405b"))
 GPT3, GPT1T, A100, H100 = GPTS["gpt3-175b"], GPTS["gpt3-1t"], GPUS["a100-80"], GPUS["h100-80"]
+EFA = GPUS["h100-80-efa"]
 MEGATRON, GPT2B = RECIPES["megatron-2021"], gpt(2304, 24, 24)
 MANY = 1024  # ranks, where a formula is near its limit
 
@@ -72,13 +73,25 @@ def speed(tp: int, dp: int, sp: bool = True) -> float:
 def boundary(**layout) -> float:
     """Seconds of a pipeline's message, without latency: 4,096 tokens x 8,192 channels in BF16 at 50 GB/s."""
     m, gpu = replace(L70, seq_len=4096), H100._replace(between=50e9)
-    return boundary_seconds(m, Layout(pp=2, **layout), gpu, COURSE) - LATENCY_BETWEEN
+    return boundary_seconds(m, Layout(pp=2, **layout), gpu, COURSE) - START - HOP_BETWEEN
 
 
-def all_reduce(nodes: int, size: float) -> float:
-    """Seconds for `size` bytes on all H100s of so many nodes, as planned."""
+def data_speed(dp: int, batch: int, zero: int = 3, gpu: Gpu = H100, m: Shape = L8) -> float:
+    """Planned tokens/s of a GPU: `batch` sequences of 4,096 tokens, recomputed in full, so that all stages fit."""
+    x = Layout(dp=dp, zero=zero, global_batch_size=batch, recompute="full")
+    return 4096 * batch / dp / step_seconds(replace(m, seq_len=4096), x, gpu, COURSE).step
+
+
+def breaks_down(batch: int = 0, **more) -> int:
+    """The first power of two of dp at which a GPU is 5% slower than in one node. Without `batch`, a sequence a GPU."""
+    alone = data_speed(NODE, batch or NODE, **more)
+    return next(dp for dp in (2**n for n in range(4, 18)) if data_speed(dp, batch or dp, **more) < 0.95 * alone)
+
+
+def all_reduce(nodes: int, size: float, gpu: Gpu = H100) -> float:
+    """Seconds for `size` bytes on all GPUs of so many nodes, as planned."""
     net = Network(NODE * nodes, NODE)
-    return collective_seconds(H100, net, 2 * ring(net, size))
+    return 2 * collective_seconds(gpu, net, ring(net, size), tree=True)
 
 
 def layer(traffic: Callable[..., Traffic], n: int, *more, **changes) -> Counter:
