@@ -53,7 +53,8 @@ def picture(make: Callable[..., dict], title: str, first: str, at: str = "", **c
             frame = dict(text=str(error), boxes=[], rows=[], width=1, moments=[""])
         frames["/".join(map(str, values))] = frame
     shown = [*zip(choices, choices.values(), first.split("/"), strict=True)] if choices else []
-    return dict(title=title, at=at, choices=shown, frames=frames)
+    name = "picture-" + re.sub(r"\W+", "-", title.lower())
+    return dict(title=title, id=name, at=at, choices=shown, frames=frames)
 
 
 def table(ranks: list[dict], columns: list[str]) -> dict:
