@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
-from html import escape, unescape
+from html import escape
 from itertools import pairwise
 from pathlib import Path
 
