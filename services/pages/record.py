@@ -10,7 +10,7 @@ import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import timedelta
 from functools import partial
 from itertools import product
@@ -460,4 +460,7 @@ def recorded() -> list[dict[str, dict[str, Any]]]:
     """What each of four ranks saw. Raises what one of them has raised."""
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(RANKS, get_context("fork")) as pool:
         Path(folder, "text.txt").write_text(Path(step01.__file__).read_text())
-        return list(pool.map(seen_by, range(RANKS), [folder] * RANKS))
+        ranks = [pool.submit(seen_by, rank, folder) for rank in range(RANKS)]
+        for rank in as_completed(ranks):
+            rank.result()  # raises what came first: the others fail because this rank has left
+        return [rank.result() for rank in ranks]
