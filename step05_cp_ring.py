@@ -98,7 +98,7 @@ def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):  # part_o m
     """Add another part of the keys to a softmax, in place: o [batch, heads, queries, d], lse [batch, heads, queries].
 
     An output is an average of values, weighted by exp(score). Let two keys weigh 3 and 1, and have the values 10 and 2:
-    together they give (3*10 + 1*2) / (3+1) = 8. In two parts: o = 10, lse = log 3; part_o = 2, part_lse = log 1. Then
+    together they give (3 * 10 + 1 * 2) / 4 = 8. In two parts: o = 10, lse = log 3; part_o = 2, part_lse = log 1. Then
     part_o has the share 1 / (3+1) = sigmoid(log 1 - log 3) = 0.25. So o becomes 10 + 0.25 (2 - 10) = 8, lse log 4.
     """
     o.lerp_(part_o.to(o.dtype), torch.sigmoid(part_lse - lse)[..., None])  # o + share (part_o - o)

@@ -26,15 +26,21 @@ def read_metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def memory(folder: Path):
-    """memory.png: bytes over time, stacked by category, from memory.json."""
-    data, plt = json.loads((folder / "memory.json").read_text()), pyplot()
-    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
+def draw_memory(axes: Any, data: dict[str, Any]):
+    """Bytes over time, stacked by category: {"seconds": [...], "bytes": {category: [...]}}."""
     stacked = [[n / 2**20 for n in data["bytes"][name]] for name in CATEGORIES]
-    axes.stackplot(data["seconds"], stacked, labels=CATEGORIES, colors=[COLOURS[n] for n in CATEGORIES], step="post")
+    colours = [COLOURS[name] for name in CATEGORIES]
+    axes.stackplot(data["seconds"], stacked, labels=CATEGORIES, colors=colours, step="post")
     axes.set(xlabel="seconds", ylabel="MiB")
     axes.legend(loc="upper left", ncols=len(CATEGORIES), fontsize=8)
     axes.set_ylim(top=axes.get_ylim()[1] * 1.12)
+
+
+def memory(folder: Path):
+    """memory.png, from memory.json."""
+    data, plt = json.loads((folder / "memory.json").read_text()), pyplot()
+    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
+    draw_memory(axes, data)
     figure.savefig(folder / "memory.png", dpi=120)
     plt.close(figure)
 
@@ -62,18 +68,28 @@ def expert_load(folder: Path):
     plt.close(figure)
 
 
-def traffic(folder: Path):
-    """traffic.png: what rank 0 sent in the last step, by mesh dimension and operation."""
-    last, plt = read_metrics(folder)[-1]["traffic"], pyplot()
-    entries = [(f"{dim}: {operation}", sent) for dim, each in last.items() for operation, sent in each.items()]
-    entries = sorted((entry for entry in entries if entry[1]), key=lambda entry: entry[1])
-    dims = sorted({label.split(":")[0] for label, _ in entries})
-    colours = [plt.colormaps["tab10"](dims.index(label.split(":")[0]) % 10) for label, _ in entries]
-    figure, axes = plt.subplots(figsize=(8, 1 + 0.26 * len(entries)), layout="constrained")
-    axes.barh([label for label, _ in entries], [sent / 2**20 for _, sent in entries], color=colours)
-    axes.set(xscale="log", xlabel="MiB sent by rank 0 in the last step", title="traffic by dimension and operation")
+def draw_traffic(axes: Any, sent: dict[str, float]):
+    """Bytes in a step, by "dimension: operation"."""
+    dims = sorted({label.split(":")[0] for label in sent})
+    colours = [pyplot().colormaps["tab10"](dims.index(label.split(":")[0]) % 10) for label in sent]
+    axes.barh([*sent], [n / 2**20 for n in sent.values()], color=colours)
+    axes.set(xscale="log", xlabel="MiB sent by rank 0 in the last step")
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
+
+
+def sent_in(row: dict) -> dict[str, float]:
+    """What a step's record says of traffic, by "dimension: operation", least first, without what sends nothing."""
+    sent = {f"{dim}: {op}": n for dim, each in row.get("traffic", {}).items() for op, n in each.items() if n}
+    return dict(sorted(sent.items(), key=lambda entry: entry[1]))
+
+
+def traffic(folder: Path):
+    """traffic.png: what rank 0 sent in the last step, by mesh dimension and operation."""
+    sent, plt = sent_in(read_metrics(folder)[-1]), pyplot()
+    figure, axes = plt.subplots(figsize=(8, 1 + 0.26 * len(sent)), layout="constrained")
+    draw_traffic(axes, sent)
+    axes.set(title="traffic by dimension and operation")
     figure.savefig(folder / "traffic.png", dpi=120)
     plt.close(figure)
 

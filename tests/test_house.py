@@ -348,3 +348,15 @@ def test_numbers_of_lines_are_as_they_are(name):
     text = (ROOT / name).read_text()
     assert updated(text) == text, "run python -m tests.sizes"
     assert name != "README.md" or len(text.splitlines()) <= 220
+
+
+def test_readme_compares_as_results_do():
+    """Each row of README's table beside PyTorch's own is one that RESULTS.md has: who, how much slower, the memory."""
+    rows = re.findall(
+        r"^\| .* \| step \d, `.*` \| (\w+.*?) \| ([\d.]+) \| (.* MiB) \|$", (ROOT / "README.md").read_text(), re.M
+    )
+    measured = (ROOT / "RESULTS.md").read_text()
+    assert len(rows) == 5
+    for peer, ratio, memory in rows:
+        (full,) = re.findall(rf"\| {peer} ([\d.]+) \(.*?\) \| {re.escape(memory)} \|$", measured, re.M)
+        assert abs(float(full) - float(ratio)) < 0.005 + 1e-9, peer

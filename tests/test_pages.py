@@ -15,7 +15,7 @@ import tokenize
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
@@ -245,9 +245,10 @@ def test_chapter_3_ranks_hold_what_the_table_says(pages):
     assert whole == {"0": 14 * n_params, "1": 5 * n_params, "2": 5 * n_params, "3": 3.5 * n_params}
     for state in range(len(frames["3"]["states"])):
         rows = rows_of(frames["3"], state)
-        there = [all(chip[2] != "gone" for chip in rows[f"{unit} weights"][0]) for unit in "E01H"]
-        assert sum(there) <= 2, "two units are whole at a time"
-        assert all(rows[f"{unit} optimizer"][rank][rank][2] == "" for unit in "E01H" for rank in range(4))
+        there = [all(chip[2] != "gone" for chip in row[0]) for name, row in rows.items() if name.endswith(": weights")]
+        assert len(there) == 4 and sum(there) <= 2, "two units are whole at a time"
+        own = [row[rank][rank][2] for name, row in rows.items() if name.endswith(": optimizer") for rank in range(4)]
+        assert own == [""] * 16
     says = " ".join(said for said, _ in frames["3"]["states"])
     assert says.count("All-gather") == 6 and says.count("Reduce-scatter") == 4, "the docstring of Zero3"
 
@@ -280,10 +281,17 @@ def test_chapter_4_wrong_numbers_are_refused():
 
 def test_chapter_5_every_pair_is_computed_once(pages):
     """16 tokens have 136 pairs; with zigzag all ranks have the same work in each hop, in order they do not."""
-    for mode, frame in frames_of(pages, "step05_cp_ring", "Each rank's work").items():
-        assert sum(int(cell[0]) for cell in rows_of(frame)["pairs so far"]) == 136
-        each = [[cell[0][0].strip() for cell in rows_of(frame, hop)["pairs in this hop"]] for hop in range(4)]
-        assert all(len(set(row)) == 1 for row in each) == (mode == "zigzag"), mode
+    frames = frames_of(pages, "step05_cp_ring", "Who meets which keys when")
+    assert {"zigzag", "ring"} <= frames.keys()
+    for mode, frame in frames.items():
+        pairs = [(query, key) for query, key, *_ in frame["boxes"]]
+        assert sorted(pairs) == [(query, key) for query in range(16) for key in range(query + 1)]
+        assert len({(box[0], box[3]) for box in frame["boxes"]}) == 16, "a query stays on its rank"
+        work = [[sum(box[3:5] == [rank, hop] for box in frame["boxes"]) for rank in range(4)] for hop in range(4)]
+        assert all(len(set(row)) == 1 for row in work) == (mode == "zigzag"), mode
+        assert f"the time of {sum(map(max, work))}," in frame["text"]
+        said = [list(map(int, re.findall(r"ank \d: (\d+) pairs", says))) for says in frame["moments"]]
+        assert said == work, mode
 
 
 def test_chapter_7_tokens_come_home(pages):
@@ -320,6 +328,24 @@ def test_chapter_7_the_mesh_says_what_travels(pages):
             "sequence",
         }
         assert re.search(r"^ep .*all-to-all", box[5], re.M) and re.search(r"^cp .*send", box[5], re.M)
+
+
+def test_a_page_reads_as_its_source(pages):
+    """Comments stand in their lines; a product in a docstring stays one; a parameter is no link to a namesake."""
+    for name in FILES:
+        text = (pages / f"{name}.html").read_text()
+        assert not re.search(r"<em>[^<]*\d[^<]*</em>", text), name
+    assert "(3 * 10 + 1 * 2) / 4 = 8" in (text := (pages / "step05_cp_ring.html").read_text())
+    assert "<p>What <code>rank</code> computes" in text
+    assert re.search(r"# the past: its first chunk is before both of ours, its second one after both</span>\n", text)
+
+
+def test_the_index_says_where_to_begin(pages):
+    """What the course is, and a link to its first step; each page leads to the next."""
+    text = (pages / "index.html").read_text()
+    assert "Seven scripts in plain PyTorch" in text and '<a href="step01_single_gpu.html">Begin' in text
+    for here, following in pairwise(FILES):
+        assert f'class=next><a href="{following}.html"' in (pages / f"{here}.html").read_text()
 
 
 def test_every_link_leads_somewhere(pages):
@@ -550,6 +576,13 @@ def test_the_slider_shows_each_state(browser, pages):
             for name, row in rows_of(frame, n).items()
         ]
         assert browser.execute_script(script, n) == [says, plain]
+
+
+def test_the_mesh_begins_with_rank_0(browser, pages):
+    """Its groups and what it sends are shown before anything is chosen."""
+    show(browser, pages, "step07_moe_ep")
+    says = browser.execute_script("return document.forms[1].querySelector('output').textContent")
+    assert says.split("\n")[0].startswith("rank 0: ") and "\ntp [0, 1]: " in says
 
 
 def test_the_keyboard_suffices(browser, pages):

@@ -6,8 +6,9 @@ import difflib
 import importlib
 import re
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
-from html import escape, unescape
+from html import escape
 from itertools import pairwise
 from pathlib import Path
 
@@ -61,12 +62,15 @@ class Pages:
                     column = 0
         return lines
 
-    def prose(self, text: str, module: str) -> str:
-        """A docstring or comment, in Markdown. Names that its file knows are links, lines with columns a picture."""
+    def prose(self, text: str, module: str, own: Iterable[str] = ()) -> str:
+        """A docstring, in Markdown. Names that its file knows are links, but for a function's `own`, its parameters.
+
+        Lines with columns are a picture.
+        """
 
         def link(match: re.Match) -> str:
             found = sorted(address for address in self.names.named[module] if re.search(rf"[#.]{match[1]}$", address))
-            return f"[{match[0]}]({found[0]})" if 0 < len(found) < 4 else match[0]
+            return f"[{match[0]}]({found[0]})" if 0 < len(found) < 4 and match[1] not in own else match[0]
 
         text = re.sub(r"^(\S(?!.*   ).*\n)(?=\S.*   )", r"\1\n", text, flags=re.M)  # a picture is a paragraph
         text = re.sub(r"^(?=\S.*   )", "    ", text, flags=re.M)
@@ -74,8 +78,8 @@ class Pages:
 
     def sections(self, module: str) -> list[dict]:
         """What a file's top level says, one by one, and beside it what the step before says under the same name."""
-        steps = [(step, tree) for step, tree in self.trees.items() if "step" <= step < module]
-        earlier = {it.name: (step, it) for step, tree in steps for it in tree.body if hasattr(it, "name")}
+        steps = [(step, it) for step, tree in self.trees.items() if "step" <= step < module for it in tree.body]
+        earlier = {it.name: (step, it) for step, it in steps if hasattr(it, "name")}
         found = []
         for before, node in pairwise(self.trees[module].body):
             name, imports = getattr(node, "name", None), isinstance(node, ast.Import | ast.ImportFrom)
@@ -83,29 +87,22 @@ class Pages:
             found.append(dict(name=name, imports=imports, parts=self.parts(module, before, node)) | both)
         return found
 
-    def parts(self, module: str, before: ast.stmt, node: ast.stmt) -> list[list[dict]]:
-        """What comes after a statement, to the end of the next: of each definition, pieces of code with their prose."""
+    def parts(self, module: str, before: ast.stmt, node: ast.stmt) -> list[dict]:
+        """What comes after a statement, to the end of the next: of each definition its words, and its code without."""
         inside = [it for it in (node, *getattr(node, "body", ())) if isinstance(it, ast.FunctionDef | ast.ClassDef)]
-        starts = {(it.decorator_list or [it])[0].lineno: it for it in inside}
-        texts = [it.body[0] for it in inside if ast.get_docstring(it)]
-        docs = {n for text in texts for n in range(text.lineno, text.end_lineno + 1)}
-        parts, says, ended = [[]], [], True
         menu = getattr(getattr(node, "target", None) or getattr(node, "targets", [None])[0], "id", None)
-        for n in range(before.end_lineno + 1, node.end_lineno + 1):
-            code, _, comment = self.lines[module][n - 1].partition("<span class=c1>")
-            line, it = unescape(comment.removesuffix("</span>")), starts.get(n)
-            comment = re.sub("^#( ---)? ?", "", line).rstrip()
-            if line and not code.strip():
-                says.append(comment)
-            elif n not in docs and (parts[0] or code):
-                if it and parts[0]:
-                    parts.append([])
-                if says or comment or ended or it:
-                    about = filter(None, ("\n".join(says), it and ast.get_docstring(it), comment))
-                    name = (it and (it.name if it is node else f"{node.name}.{it.name}")) or menu
-                    parts[-1].append(dict(prose=self.prose("\n\n".join(about), module), name=name, code=""))
-                    says, ended = [], bool(comment)
-                parts[-1][-1]["code"] += blocks(code)
+        starts = [(it.decorator_list or [it])[0].lineno for it in inside][1:]
+        parts = []
+        for it, start, end in zip(
+            inside or [node], [before.end_lineno + 1, *starts], [*starts, node.end_lineno + 1], strict=True
+        ):
+            words, code = "", self.lines[module][start - 1 : end - 1]
+            own = [of.arg for of in ast.walk(it) if isinstance(of, ast.arg)] if it in inside else ()
+            if it in inside and (words := ast.get_docstring(it) or ""):
+                del code[it.body[0].lineno - start : it.body[0].end_lineno - start + 1]
+            name = (it.name if it is node else f"{node.name}.{it.name}") if inside else menu
+            code = blocks(*"\n".join(code).strip("\n").split("\n"))
+            parts.append(dict(name=name, prose=self.prose(words, module, own), code=code))
         return parts
 
     def beside(self, *both: tuple[str, ast.stmt]) -> list[tuple[str, str, str]]:
@@ -116,9 +113,9 @@ class Pages:
         return [(tag, blocks(*old[a:b]), blocks(*new[c:d])) for tag, a, b, c, d in codes]
 
     def readme(self) -> str:
-        """README's title, what each step shards, the course and the house; its links lead to pages."""
+        """README's title and first paragraph, what each step shards, the course, the house; its links lead to pages."""
         title, *parts = (ROOT / "README.md").read_text().split("\n## ")
-        text = "\n## ".join([title.split("\n")[0], *parts[:3]])
+        text = "\n## ".join(["\n\n".join(title.split("\n\n")[:2]), *parts[:3]])
         return self.markdown.render(re.sub(r"!\[.*", "", text)).replace('.py"', '.html"')
 
 

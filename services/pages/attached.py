@@ -24,15 +24,13 @@ def all_attached(root: Path) -> dict[str, list[tuple[str, str, str]]]:
         flag = (re.findall("`(--[^`]*)`", doc) or re.findall(r"--[\w-]+", doc) or [""])[0]
         about = re.split(r" \(|[:.] |, ", doc.removeprefix(f"`{flag}`: "), maxsplit=1)[0]
         for node in ast.walk(tree):
-            target, how = [], ""
+            how, names = "", []
             if node in tree.body and isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-                target, how = (
-                    [ast.unparse(node.targets[0].value)],
-                    f"makes the entry {ast.unparse(node.targets[0].slice)}",
-                )
+                menu, entry = map(ast.unparse, (node.targets[0].value, node.targets[0].slice))
+                how, names = f"makes the entry {entry}", [menu]
             elif isinstance(node, ast.Call) and (how := HOW.get(ast.unparse(node.func), "")):
                 owner, method = ast.unparse(node.args[0]).split(".")[-1], getattr(node.args[1], "value", "")
-                target = [owner, *(f"{cls}.{method}" for cls in OF.get(owner, "").split() if method)]
-            for name in [name for name in target if re.search(rf"^(class )?{name.split('.')[0]}\b", course, re.M)]:
+                names = [owner, *(f"{cls}.{method}" for cls in OF.get(owner, "").split() if method)]
+            for name in [name for name in names if re.search(rf"^(class )?{name.split('.')[0]}\b", course, re.M)]:
                 found[name].add((flag, f"variants/{path.name}", f"{how} ({about})"))
     return {name: sorted(of) for name, of in found.items()}

@@ -168,6 +168,7 @@ for (const form of framed ? [] : document.forms) {
     moment.max = last
     moment.value = frame.states ? Math.round(last * .6) : last
     moment.disabled = play.disabled = !last
+    if (!last && !frame.states) stage.querySelector("input")?.click()  // of a mesh, rank 0
     tell()
   }
   form.addEventListener("submit", event => event.preventDefault())

@@ -12,48 +12,53 @@ frames={"value/value": frame}). A frame has a `text` and is one of three:
              None], and costs={kind: units of time}: the page adds the times, with the costs that its reader chooses
 """
 
-import inspect
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import product
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import step03_zero as step03
 import step05_cp_ring as step05
 import step06_pipeline as step06
 import step07_moe_ep as step07
 from common import UserError
 from common.comm import Mesh
-from common.layout import layout_of
 from common.model import PRESETS, Decoder
 from common.schedules import SCHEDULES, consumer
 from common.trainer import Run
 from services import predictions
-from services.pages.record import OPERATIONS, RANKS, recorded, ring_modes
+from services.pages.record import RANKS, recorded
 from services.seam import compose, plugins
 from services.tables import human
 from variants import Parts
 
 
-def picture(make: Callable[..., dict], title: str, first: str, at: str = "", **choices: list) -> dict:
-    """All frames: `make` makes one of a value of each choice, or raises UserError. `first` is shown first.
+def picture(frames: dict[str, dict], title: str, at: str = "", **first: Any) -> dict:
+    """Of all frames, by "value/value" of the choices. `first`: by choice, the value that is shown first.
 
     `at`: the section of the page that it stands in, by the name of what it defines; "": before the code.
     """
+    values = zip(*(key.split("/") for key in frames), strict=True)
+    choices = [(name, [*dict.fromkeys(of)], str(first[name])) for name, of in zip(first, values, strict=False)]
+    name = "picture-" + re.sub(r"\W+", "-", title.lower())
+    return dict(title=title, id=name, at=at, choices=choices, frames=frames)
+
+
+def tried(make: Callable[..., dict], *choices: Iterable) -> dict[str, dict]:
+    """What `make` makes of each choice; where the program refuses, what it says."""
     frames = {}
-    for values in product(*choices.values()):
+    for values in product(*choices):
         try:
             frame = make(*values)
         except UserError as error:
             frame = dict(text=str(error), boxes=[], rows=[], width=1, moments=[""])
         frames["/".join(map(str, values))] = frame
-    shown = [*zip(choices, choices.values(), first.split("/"), strict=True)] if choices else []
-    return dict(title=title, at=at, choices=shown, frames=frames)
+    return frames
 
 
 def table(ranks: list[dict], columns: list[str]) -> dict:
@@ -77,27 +82,31 @@ def schedule(name: str, p: int, m: int) -> dict:
     return dict(text="", lists=rows, costs=step06.costs_of(lists), linked="waits for")
 
 
-def ring(mode: str, n: int) -> dict:
-    """Who meets which keys in which hop, for 2 n chunks of a token each."""
-    positions, attention = step05.CONTEXT[mode]
-    visible = inspect.signature(attention).parameters["visible"].default
-    tokens = [positions(2 * n, rank, n).tolist() for rank in range(n)]
-    boxes, rows, moments = [], [""] * 2 * n, [f"Hop {hop}: " for hop in range(n)]
-    for hop, rank in product(range(n), range(n)):
-        source = (rank - hop) % n
-        moments[hop] += f"{', ' * (rank > 0)}rank {rank} has the keys {tokens[source]}"
-        for queries, keys, causal in visible(rank, source, 2):
-            for q, k in product(tokens[rank][queries], tokens[source][keys]):
-                note = f"Hop {hop}, rank {rank}: queries of chunk {q}, keys of chunk {k}{', causal' * (q == k)}"
-                boxes += [(q, k, 1, rank, hop, note, [], hop)] if k <= q or not causal else []
-                rows[q] = f"{q}, rank {rank}"
-    text = "Rows: chunks of queries. Columns: chunks of keys. In a box: the hop in which the pair is computed."
-    text += " While a rank computes, it sends the keys that it has on to the next."
-    return dict(text=text, boxes=boxes, rows=rows, width=2 * n, moments=moments)
+def ring(ranks: list[list]) -> dict:
+    """Who meets which keys in which hop: the pairs that each rank has computed."""
+    boxes, moments, slowest, owner = [], [], 0, {}
+    for hop, now in enumerate(zip(*ranks, strict=True)):
+        says = [f"rank {r}: {len(pairs)} pairs with the keys of rank {source}" for r, (source, pairs) in enumerate(now)]
+        most = max(len(pairs) for _, pairs in now)
+        slowest += most
+        moments.append(f"Hop {hop}. {'; '.join(says).capitalize()}. All wait for the slowest: {most}.")
+        for rank, (_, pairs) in enumerate(now):
+            owner |= {query: rank for query, _ in pairs}
+            note = f"Hop {hop}, rank {rank}: query {{}}, key {{}}"
+            boxes += [(query, key, 1, rank, hop, note.format(query, key), [], hop) for query, key in pairs]
+    text = (
+        f"16 tokens. Rows: queries. Columns: keys. In a box: the hop that computes the pair. {len(boxes)} pairs in all,"
+    )
+    text += (
+        f" {len(boxes) / RANKS:g} a rank if shared evenly; they take the time of {slowest}, the slowest of each hop."
+    )
+    text += " While a rank computes, it sends the keys that it has to the next."
+    rows = [f"{query}, rank {owner[query]}" for query in sorted(owner)]
+    return dict(text=text, boxes=boxes, rows=rows, width=len(rows), moments=moments)
 
 
 def rank_of_mesh(config: step07.Config, rank: int, world: int) -> tuple[str, list[tuple[int, str]]]:
-    """What step 7 gives a rank: its groups, what it sends in them in a step, tokens, parts of parameters.
+    """What step 7 gives a rank: its tokens, its groups, and what it sends in them in a step.
 
     And the ranks that it has groups with, each with the dimensions of these.
     """
@@ -126,11 +135,7 @@ def rank_of_mesh(config: step07.Config, rank: int, world: int) -> tuple[str, lis
         lines += [f"{name} {ranks}: {', '.join(travels) or 'nothing travels'}"] if len(ranks) > 1 else []
         for other in ranks:
             tags.setdefault(other, []).append(name)
-    for name, param in model.named_parameters():
-        shards, kind = layout_of(param).shards, re.sub(r"\.\d+\.", ".*.", name)
-        cuts = [f"{s.start}-{min(s.stop, s.full) - 1} of {s.full} in dim {s.dim} ({s.over})" for s in shards]
-        lines.append(f"{kind} {list(param.shape)}: {', '.join(cuts) or 'whole'}")
-    return "\n".join(dict.fromkeys(lines)), [(n, " ".join(of)) for n, of in sorted(tags.items()) if n != rank]
+    return "\n".join(lines), [(n, " ".join(of)) for n, of in sorted(tags.items()) if n != rank]
 
 
 def mesh(pp: int, dp: int, cp: int, tp: int, ep: int) -> dict:
@@ -139,7 +144,7 @@ def mesh(pp: int, dp: int, cp: int, tp: int, ep: int) -> dict:
     config = compose(step07)(model="tiny", pp=pp, cp=cp, tp=tp, ep=ep)
     if world > 8:
         raise UserError(f"{world} ranks: choose sizes for at most 8.")
-    boxes = [(n // tp, n % tp, 1, n // tp % 8, n, *rank_of_mesh(config, n, world), 0) for n in range(world)]
+    boxes = [(n // tp, n % tp, 1, 0, n, *rank_of_mesh(config, n, world), 0) for n in range(world)]
     rows = ["pp {} dp {} cp {}".format(*place) for place in product(range(pp), range(dp), range(cp))]
     text = f"{world} ranks; those of a row differ in tp. Choose one: the others say in which of its groups they are."
     text += " Below: what it sends in each group in a step of the tiny model (what theory/ predicts, and runs measure)."
@@ -149,43 +154,30 @@ def mesh(pp: int, dp: int, cp: int, tp: int, ep: int) -> dict:
 def all_pictures() -> dict[str, list[dict]]:
     """By the module on whose page they are."""
     plugins()  # variants add their entries to the menus
-    seen, ranks, sizes, modes = recorded(), [2, 3, 4, 8], [1, 2, 4], ring_modes()
-    schedules = dict(schedule=[*SCHEDULES], ranks=ranks, micro_batches=[1, 2, 4, 8])
-    four = [f"rank {rank}" for rank in range(RANKS)]
-
-    def of(name: str, columns: list[str], *rest: str, **choices: list) -> dict:
-        """A picture of what the ranks have recorded under this name; as many as it takes for the columns."""
-        who = [rank for rank in seen if rank[name]][: 2 if columns[-1] == "one device" else RANKS]
-        return picture(
-            lambda *key: table([rank[name]["/".join(map(str, key))] for rank in who], columns), *rest, **choices
-        )
-
-    memory = dict(dtype=["fp32", "bf16"], recompute=["none", "full"])
+    seen, four = recorded(), [f"rank {rank}" for rank in range(RANKS)]
     batches, two = [f"micro-batch {n}" for n in (1, 2, 3)], ["rank 0", "rank 1", "one device"]
-    blocks = dict(block=["attention", "MLP"], sp=["yes", "no"])
-    filling = "Buckets fill and leave while backward goes on"
+
+    def of(name: str, columns: list[str], *rest: str, **first: Any) -> dict:
+        """A picture of what the ranks have recorded under this name; as many as it takes for the columns."""
+        who = [rank[name] for rank in seen if rank[name]][: 2 if columns is two else RANKS]
+        return picture({key: table([rank[key] for rank in who], columns) for key in who[0]}, *rest, **first)
+
+    rings = {mode: ring([rank["ring"][mode] for rank in seen]) for mode in seen[0]["ring"]}
+    schedules, meshes = tried(schedule, SCHEDULES, [2, 3, 4, 8], [1, 2, 4, 8]), tried(mesh, *[[1, 2, 4]] * 5)
+    filling, timing = "Buckets fill and leave while backward goes on", dict(schedule="1f1b", ranks=4, micro_batches=8)
     return dict(
-        step01_single_gpu=[of("accumulation", batches, "A step, and what memory holds", "fp32/none", **memory)],
+        step01_single_gpu=[of("step", batches, "A step, and what memory holds", dtype="fp32", recompute="none")],
         step02_ddp=[
-            of("collective", four, "Collectives: four ranks' numbers", "all_reduce", operation=[*OPERATIONS]),
-            of("ring_reduce", four, "The ring, message by message", "", "RingSync"),
-            of("buckets", ["gradients", *four], filling, "", "BucketSync"),
+            of("collective", four, "Collectives: four ranks' numbers", operation="all_reduce"),
+            of("ring_reduce", four, "The ring, message by message", "RingSync"),
+            of("buckets", ["gradients", *four], filling, "BucketSync"),
         ],
-        step03_zero=[of("zero", four, "Who holds which shard of what", "3", zero=[*step03.STAGES])],
-        step04_tp_sp=[of("block", two, "A block on two ranks", "MLP/yes", **blocks)],
-        step05_cp_ring=[
-            picture(ring, "Who meets which keys when", "zigzag/4", mode=modes, ranks=ranks),
-            of("ring_work", four, "Each rank's work", "zigzag", "RingAttention", mode=modes),
-        ],
-        step06_pipeline=[picture(schedule, "A schedule, with your own costs", "1f1b/4/8", **schedules)],
+        step03_zero=[of("zero", four, "Who holds which shard of what", zero=3)],
+        step04_tp_sp=[of("block", two, "A block on two ranks", block="MLP", sp="yes")],
+        step05_cp_ring=[picture(rings, "Who meets which keys when", mode="zigzag")],
+        step06_pipeline=[picture(schedules, "A schedule, with your own costs", **timing)],
         step07_moe_ep=[
-            of("routing", four, "Tokens go to experts and come home", "2", ep=[2, 4]),
-            picture(
-                mesh,
-                "The mesh: choose a rank",
-                "2/1/2/2/2",
-                "train",
-                **dict.fromkeys(("pp", "dp", "cp", "tp", "ep"), sizes),
-            ),
+            of("routing", four, "Tokens go to experts and come home", ep=2),
+            picture(meshes, "The mesh: choose a rank", "train", pp=2, dp=1, cp=2, tp=2, ep=2),
         ],
     )

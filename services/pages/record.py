@@ -6,17 +6,15 @@ of texts and chips. A chip is [label, colour, style]; style: "" here, "gone" not
 """
 
 import inspect
-import multiprocessing
-import os
 import re
 import tempfile
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import timedelta
 from functools import partial
-from itertools import accumulate, pairwise, product
-from multiprocessing.connection import Connection
+from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,32 +41,21 @@ from variants import Parts
 
 RANKS = 4
 SMALL = ModelConfig(dim=16, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=32, vocab_size=257, seq_len=16)
-BLOCK = ModelConfig(
-    dim=4, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=4, vocab_size=8, seq_len=4
-)  # numbers fit a page
+BLOCK = ModelConfig(dim=4, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=4, vocab_size=8, seq_len=4)  # fits a page
 FLAGS = dict(model="picture", micro_batch_size=1, steps=1, warmup_steps=0, device="cpu", dtype="fp32")
-UNITS = {"E": "the embedding", "0": "layer 0", "1": "layer 1", "H": "norm and head"}
+UNITS = {"E": "embedding", "0": "layer 0", "1": "layer 1", "H": "head with norm"}
 WAYS = ("forward", "backward")
 BRIEF = {r"model\.|\.weight|layers\.|self_attn\.|mlp\.|_proj|input_layer": "", "post_attention_layer": "post "}
 BRIEF |= {"embed_tokens": "E", "lm_head": "H"}
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange")
 
 
-class Watch(Run):
-    """A run that writes nothing. `attach(parts)` is called once the step has built, `saw(...)` at every operation."""
-
-    def __init__(self, config: Any, attach: Callable[[Parts], None], saw: Callable = lambda *_: None):
-        super().__init__(config)
-        self.first, self.attach, self.saw = False, attach, saw
-
-    def steps(self, **parts: Any):
-        """As `Run.steps`."""
-        self.attach(Parts(self, **parts))
-        yield from super().steps(**parts)
-
-    def count(self, operation: str, group: Group, tensor: Tensor, share: float):
-        """As `Run.count`."""
-        self.saw(operation, tensor)
-        super().count(operation, group, tensor, share)
+def watched(config: Any, attach: Callable[[Parts], None]) -> Run:
+    """A run that writes nothing. `attach(parts)` is called once the step has built."""
+    run = Run(config)
+    run.first, plain = False, run.steps
+    run.steps = lambda **parts: (attach(Parts(run, **parts)), plain(**parts))[1]
+    return run
 
 
 def after(owner: Any, name: str, tell: Callable[[], Any]):
@@ -79,9 +66,8 @@ def after(owner: Any, name: str, tell: Callable[[], Any]):
 
 def watch_modules(model: Decoder, tell: Callable[[str, str], None]):
     """`tell(name, "forward" or "backward")` when a unit has its input, or the gradient of its output."""
-    for name, module in zip(
-        UNITS, (model.model.embed_tokens, *model.model.layers.values(), model.lm_head), strict=True
-    ):
+    modules = model.model.embed_tokens, *model.model.layers.values(), model.lm_head
+    for name, module in zip(UNITS, modules, strict=True):
 
         def begin_backward(_module: nn.Module, _inputs: tuple, output: Tensor, name: str = name):
             if output.requires_grad:
@@ -97,16 +83,9 @@ def chips(labels: Iterable, colours: Iterable[int], style: str = "") -> list:
     return [[text, colour, style] for text, colour in zip(texts, colours, strict=False)]
 
 
-def everyone(mine: Any, group: Group) -> list:
-    """What each rank of a group has."""
-    found = [None] * group.size
-    dist.all_gather_object(found, mine, group.handle)
-    return found
-
-
 def accumulation(dtype: str, recompute: str) -> dict:
     """Chapter 1: a step of three micro-batches, and bytes by kind."""
-    states, terms, timeline, curve, happened = [], [], MemoryTimeline(), {kind: [] for kind in CATEGORIES}, []
+    states, terms, timeline, curve, happened = [], [], MemoryTimeline(), defaultdict(list), []
     config = step01.Config(**FLAGS | dict(global_batch_size=3, dtype=dtype, recompute=recompute))
 
     def tell(parts: Parts, name: str, direction: str, says: str = ""):
@@ -124,7 +103,7 @@ def accumulation(dtype: str, recompute: str) -> dict:
         of["its loss / n_targets"] = [[f"{term:.4f}"] for term in terms] + [[]] * (3 - len(terms))
         grads = [param.grad for param in parts.model.parameters() if param.grad is not None]
         norm = nn.utils.get_total_norm(grads).item()
-        says = says.format(n=n) or f"Micro-batch {n}: {UNITS[name]} computes {direction}."
+        says = says.format(n=n) or f"Micro-batch {n}: {direction} of {UNITS[name]}."
         states.append((f"{says} Norm of the gradients that are here: {norm:.4f}.", of))
 
     def end_forward(_model: Decoder, _inputs: tuple, loss: Tensor):
@@ -132,21 +111,20 @@ def accumulation(dtype: str, recompute: str) -> dict:
         terms.append(loss.item() / config.global_batch_size / SMALL.seq_len)
 
     def attach(parts: Parts):
-        model = parts.model
-        model.register_forward_pre_hook(lambda *_: timeline.phase("forward"))
-        model.register_forward_hook(end_forward)
-        watch_modules(model, partial(tell, parts))
+        parts.model.register_forward_pre_hook(lambda *_: timeline.phase("forward"))
+        parts.model.register_forward_hook(end_forward)
+        watch_modules(parts.model, partial(tell, parts))
         done = partial(tell, parts, "", "done")
-        model.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda _: done("Micro-batch {n} is done."))
+        first = parts.model.model.embed_tokens.weight
+        first.register_post_accumulate_grad_hook(lambda _: done("Micro-batch {n} is done."))
         after(parts.optimizer, "step", lambda: done("AdamW has updated the masters."))
         after(parts.optimizer, "zero_grad", lambda: done("The gradients are dropped."))
 
-    run = Watch(config, attach)
+    run = watched(config, attach)
     with timeline:
         step01.train(config, run)
-    loss = run.history[0]["loss"]
-    text = f"The loss of the step is the sum of the terms: {loss:.4f}. E embedding, 0 and 1 layers, H norm and head."
-    return dict(text=text, states=states, curve=curve)
+    text = f"The loss of the step is the sum of the terms: {run.history[0]['loss']:.4f}. E embedding, 0 and 1 layers, "
+    return dict(text=text + "H norm and head. Bars: bytes in memory, moment by moment.", states=states, curve=curve)
 
 
 def collective(mesh: Mesh, name: str) -> dict:
@@ -165,10 +143,8 @@ def collective(mesh: Mesh, name: str) -> dict:
     colours = [len(text) - 1 if not text[1:].strip("0") else -1 for text in (f"{x:.0f}" for x in output.tolist())]
     before, out = chips(tensor.tolist(), [r] * n), chips(output.tolist(), colours)
     doc = inspect.getdoc(getattr(comm, name)).split("\n")[0].replace("`", "")
-    text = f"{doc} Numbers are fp32. Each rank sends {sent[0]:.0f} bytes."
-    return dict(
-        text=text, states=[(says, {"in": [before], "out": [of]}) for says, of in (("Before.", []), ("After.", out))]
-    )
+    states = [(says, {"in": [before], "out": [of]}) for says, of in (("Before.", []), ("After.", out))]
+    return dict(text=f"{doc} Numbers are fp32. Each rank sends {sent[0]:.0f} bytes.", states=states)
 
 
 def ring_reduce(mesh: Mesh) -> dict:
@@ -176,21 +152,21 @@ def ring_reduce(mesh: Mesh) -> dict:
     group, states = mesh["dp"], []
     gradient = torch.arange(1.0, group.size + 1) * 10**group.rank
 
-    def has() -> list:
-        return [chips(gradient.tolist(), range(RANKS))]
+    def tell(says: str, sends: list):
+        states.append((says, dict(has=[chips(gradient.tolist(), range(RANKS))], sends=[sends])))
 
     def exchange(sends: list, receives: list, group: Group) -> comm.Pending:
         shard, to = sends[0][0].storage_offset(), sends[0][1]
-        s, sent = len(states), chips([gradient[shard].item()], [shard], "way")
-        part = "reduce-scatter" if s < RANKS - 1 else "all-gather"
-        says = f"Round {s}, {part}: each rank sends a shard to its right neighbour."
-        states.append((says, dict(has=has(), sends=[[*sent, f"to rank {to}"]])))
+        part = "reduce-scatter" if len(states) < RANKS - 1 else "all-gather"
+        says = f"Round {len(states)}, {part}: each rank sends a shard to its right neighbour."
+        tell(says, [*chips([gradient[shard].item()], [shard], "way"), f"to rank {to}"])
         return comm.exchange(sends, receives, group)
 
     with mock.patch.object(step02, "exchange", exchange):
         step02.RingSync(nn.Module(), None, mesh).sum_up(gradient, group)
+    tell("Every rank has all sums.", [])
     text = "Rank r begins with 1 2 3 4 times 10^r: the digits of a number show which ranks are in the sum."
-    return dict(text=text, states=[*states, ("Every rank has all sums.", dict(has=has(), sends=[[]]))])
+    return dict(text=text, states=states)
 
 
 def buckets() -> dict:
@@ -224,7 +200,7 @@ def buckets() -> dict:
         said = "`finish` has waited for every sum: all ranks have the same numbers."
         after(parts.sync, "finish", lambda: (summed.append(True), tell(parts.sync, said)))
 
-    step02.train(config, Watch(config, attach))
+    step02.train(config, watched(config, attach))
     text = "Left: rank 0's gradients, in the order of backward. Right: the sum of all numbers of a bucket's buffer."
     return dict(text=text, states=states)
 
@@ -256,10 +232,9 @@ def zero(stage: int) -> dict:
         if not run.history:  # in the first step the optimizer has no moments yet
             return
         of, now = {}, {kind: bytes_of(tensors) for kind, tensors in held_tensors(parts).items()}
-        for name, unit in zip(UNITS, parts.units or [None] * 4, strict=True):
-            kinds = (f"{name} {kind}" for kind in ("weights", "gradient", "summed", "optimizer"))
+        for name, unit in zip(UNITS.values(), parts.units or [None] * 4, strict=True):
+            kinds = (f"{name}: {kind}" for kind in ("weights", "gradient", "summed", "optimizer"))
             of |= dict(zip(kinds, held(unit, parts), strict=True))
-        of["bytes in all"] = [[f"{sum(now.values()):,}"]]
         if not (states and "freed" in says and of == states[-1][1]):  # else there was nothing to free
             states.append((says[0].upper() + says[1:], of))
             now["optimizer"] = now.pop("masters") + now.pop("moments")
@@ -269,29 +244,35 @@ def zero(stage: int) -> dict:
     def attach(parts: Parts):
         named = dict(zip(UNITS.values(), parts.units, strict=False))
 
-        def saw(operation: str, tensor: Tensor):
+        def saw(operation: str, _group: Group, tensor: Tensor, _share: float):
             found = [name for name, unit in named.items() if tensor is unit.flat or tensor is unit.gradient]
             if found or (stage == 0 and operation == "all_reduce" and tensor.dim()):
                 tell(parts, f"{operation.replace('_', '-')} of {found[0] if found else 'a bucket'} starts.")
 
-        run.saw = saw
-        watch_modules(parts.model, lambda name, direction: tell(parts, f"{UNITS[name]} computes {direction}."))
+        run.count = saw
+        watch_modules(parts.model, lambda name, direction: tell(parts, f"{direction} of {UNITS[name]}."))
         for name, unit in named.items() if stage == 3 else ():
             after(unit, "free", lambda name=name: tell(parts, f"{name} is freed: each rank keeps its shard."))
         after(parts.sync, "finish", lambda: (summed.append(1), tell(parts, "`finish` returns: each sum is complete.")))
         after(parts.optimizer, "step", lambda: tell(parts, "The update is done."))
         after(parts.optimizer, "zero_grad", lambda: (summed.clear(), tell(parts, "The gradients are dropped.")))
 
-    run = Watch(config, attach)
+    run = watched(config, attach)
     step03.train(config, run)
     text = "A box is a shard, with the number of the rank that updates it. Empty: not here. Dashed: under way."
-    text += " Gradient: of the rank's own tokens; summed: over all ranks."
-    text += " Weights are bf16; the optimizer has masters and two moments."
-    return dict(text=text, states=states, curve=dict(curve))
+    text += " Gradient: of the rank's own tokens; summed: over all ranks. Weights are bf16; the optimizer has masters"
+    return dict(text=text + " and two moments. Bars: bytes on rank 0, moment by moment.", states=states, curve=curve)
 
 
-def layer_tensors(group: Group | None, mesh: Mesh, sp: bool) -> dict[str, Tensor]:
-    """Chapter 4: by name, what passes through a layer, and ("d ...") its gradients; on one device if `group` is None.
+BLOCKS = {"attention": ("input_layernorm", "self_attn"), "MLP": ("post_attention_layernorm", "mlp")}
+GIVEN = {"input_layernorm": "x", "self_attn": "f(norm(x))", "o_proj": "heads"}
+GIVEN |= {"post_attention_layernorm": "x", "mlp": "f(norm(x))", "down_proj": "silu(gate) up"}
+RETURNED = {"input_layernorm": "norm(x)", "post_attention_layernorm": "norm(x)", "self_attn": "g", "mlp": "g"}
+RETURNED |= {f"{name}_proj": name for name in ("q", "k", "v", "gate", "up")}
+
+
+def block_tensors(of: str, group: Group | None, mesh: Mesh, sp: bool) -> dict[str, Tensor]:
+    """Chapter 4: by name, what passes through a block, and ("d ...") its gradients; on one device if `group` is None.
 
     The course's own initial matrices, 40 times as large: so two digits behind the point tell something.
     """
@@ -309,22 +290,12 @@ def layer_tensors(group: Group | None, mesh: Mesh, sp: bool) -> dict[str, Tensor
         seen[name] = tensor.detach()[0]
         tensor.register_hook(lambda gradient: seen.update({"d " + name: gradient[0]}))
 
-    def watch(module: nn.Module, given: str = "", output: str = ""):
-        if given:
-            module.register_forward_pre_hook(lambda _module, inputs: keep(given, inputs[0]))
-        if output:
-            module.register_forward_hook(lambda _module, _inputs, out: keep(output, out))
-
-    layer = model.model.layers["0"]
-    for of, norm, module, inside, last in (
-        ("attention", layer.input_layernorm, layer.self_attn, "heads", "o_proj"),
-        ("MLP", layer.post_attention_layernorm, layer.mlp, "silu(gate) up", "down_proj"),
-    ):
-        watch(norm, f"{of}: x", f"{of}: norm(x)")
-        watch(module, f"{of}: f(norm(x))")  # registered after f: it is given what f returns
-        for name, linear in module.named_children():
-            watch(linear, f"{of}: {inside}" * (name == last), f"{of}: {name if name == last else name[:-5]}")
-        watch(module, output=f"{of}: g")  # registered after g
+    for path, module in model.model.layers["0"].named_modules():
+        if path.split(".")[0] in BLOCKS[of]:  # our hooks come after those of f and g: they see what these return
+            own = path.split(".")[-1]
+            if own in GIVEN:
+                module.register_forward_pre_hook(lambda _, inputs, own=own: keep(GIVEN[own], inputs[0]))
+            module.register_forward_hook(lambda _, _inputs, out, own=own: keep(RETURNED.get(own, own), out))
     tokens = torch.arange(BLOCK.seq_len)[None]
     model(tokens, tokens + 1).backward()
     return seen
@@ -353,72 +324,53 @@ WHY["d down_proj"] = WHY["d o_proj"]
 
 def block(mesh: Mesh, of: str, sp: bool) -> dict:
     """Chapter 4: a block's tensors on two ranks. The second one also shows those of one device."""
-    seen, one, states = layer_tensors(mesh["tp"], mesh, sp), layer_tensors(None, mesh, sp), []
-    both, r = everyone(seen, mesh["tp"]), mesh["tp"].rank
-    names = [name for name in seen if of in name]
-    kinds = {name: kind_of([rank[name] for rank in both], one[name]) for name in names}
+    seen, one = (block_tensors(of, group, mesh, sp) for group in (mesh["tp"], None))
+    both, r, states = [None, None], mesh["tp"].rank, []
+    dist.all_gather_object(both, seen, mesh["tp"].handle)
+    kinds = {name: kind_of([rank[name] for rank in both], one[name]) for name in seen}
 
     def matrix(numbers: Tensor, colour: int, style: str = "") -> list:
-        return [
-            chip for row in numbers.tolist() for chip in (*chips(map("{:.2f}".format, row), [colour] * 4, style), "\n")
-        ]
+        rows = [chips(map("{:.2f}".format, row), [colour] * 4, style) for row in numbers.tolist()]
+        return [chip for row in rows for chip in (*row, "\n")]
 
-    for k, name in enumerate(names):
-        kind, title = kinds[name][:5], name.replace(f"{of}: ", "")
-        mine = matrix(seen[name], -1 if kind == "whole" else r, "way" if kind == "parti" else "")
+    for k, (name, kind) in enumerate(kinds.items()):
+        mine = matrix(seen[name], -1 if kind == "whole" else r, "way" if kind == "partial" else "")
+        line = [[f"{x}: {y}", dict(w=-1, s=2, p=4)[y[0]], "gone" * (n > k)] for n, (x, y) in enumerate(kinds.items())]
+        ways = [chip for chip in line if chip[0][:2] != "d "], [chip for chip in line if chip[0][:2] == "d "]
         rows = {"numbers": [mine] + [matrix(one[name], -1)] * r}
-        for way in WAYS:
-            there = [(n, x) for n, x in enumerate(names) if x.startswith("d ") == (way == "backward")]
-            colour = {"whole": -1, "shard": 2, "parti": 4}
-            line = [
-                [f"{x}: {kinds[x]}".replace(f"{of}: ", ""), colour[kinds[x][:5]], "gone" * (n > k)] for n, x in there
-            ]
-            rows[way] = [line] * (r == 0)
-        states.append((f"{title}: {kinds[name]} on the two ranks. {WHY.get(title, ('', ''))[not sp]}", rows))
-    text = "One sequence of 4 tokens (rows), 4 channels. Whole: all ranks have the same. Shard: parts of a tensor."
-    text += " Partial: terms of a sum. Each is found by comparing the numbers with those of one device."
+        rows |= {way: [row] * (r == 0) for way, row in zip(WAYS, ways, strict=True)}
+        states.append((f"{name}: {kind} on the two ranks. {WHY.get(name, ('', ''))[not sp]}", rows))
+    text = (
+        "One sequence of 4 tokens (rows), 4 channels; d: the gradient of. Whole: all ranks have the same. Shard: parts"
+    )
+    text += " of a tensor. Partial: terms of a sum. Each is found by comparing the numbers with those of one device."
     return dict(text=text, states=states)
 
 
 def ring_modes() -> list[str]:
     """The modes in which keys go round one ring, called as chapter 5's is."""
     known = {mode: inspect.signature(made.attention).parameters for mode, made in step05.CONTEXT.items()}
-    wanted = ["q", "k", "v", "group"]
-    return [
-        mode
-        for mode, of in known.items()
-        if "visible" in of and [name for name, param in of.items() if param.default is param.empty] == wanted
-    ]
+    needed = {mode: [name for name, it in of.items() if it.default is it.empty] for mode, of in known.items()}
+    return [mode for mode, of in known.items() if "visible" in of and needed[mode] == ["q", "k", "v", "group"]]
 
 
-def ring_work(mesh: Mesh, mode: str) -> dict:
-    """Chapter 5: by hop, whose keys are here, and how many pairs of a query and a key `ring_attention` computes."""
+def ring_pairs(mesh: Mesh, mode: str) -> list[tuple[int, list[tuple[int, int]]]]:
+    """Chapter 5: by hop, whose keys are here, and the pairs of a query and a key that the mode's attention computes."""
     positions, attention = step05.CONTEXT[mode]
-    group, pairs, keys, states = mesh["dp"], [], [], []
-    part, gradients = step05.FORMULAS
-    sources, plain = [], inspect.signature(attention).parameters["visible"].default
-
-    def counted(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        n = q.shape[2]
-        pairs[-1] += n * (n + 1) // 2 if causal else n * k.shape[2]
-        keys[-1] |= {*v.flatten().tolist()}  # the values are the positions
-        return part(q, k, v, causal)
+    plain, (part, gradients), hops = inspect.signature(attention).parameters["visible"].default, step05.FORMULAS, []
 
     def visible(rank: int, source: int, length: int) -> list:
-        sources.append(source), pairs.append(0), keys.append(set())
+        hops.append((source, []))
         return plain(rank, source, length)
 
-    chunks = [positions(4 * RANKS, rank, RANKS).tolist() for rank in range(RANKS)]
-    x = torch.tensor(chunks[group.rank], dtype=torch.float64)[None, :, None, None]
-    attention(x, x, x, group, visible=visible, kernel=(counted, gradients))
-    slowest, total = map(max, zip(*everyone(pairs, group), strict=True)), sum(map(sum, everyone(pairs, group)))
-    for hop, (source, n, most) in enumerate(zip(sources, pairs, slowest, strict=True)):
-        here = [[str(key), source, "" if key in keys[hop] else "gone"] for key in chunks[source]]
-        of = {"queries": [chips(map(str, chunks[group.rank]), [group.rank] * 4)], "keys here": [here]}
-        of |= {"pairs in this hop": [[[f"{' ' * n}{n}", -1, ""]]], "pairs so far": [[str(sum(pairs[: hop + 1]))]]}
-        states.append((f"Hop {hop}: the slowest rank computes {most} pairs, and all wait for it.", of))
-    text = "16 tokens; a box is a token's position, its colour its rank. Empty: keys that no query here may see."
-    return dict(text=f"{text} {total} pairs in all: shared evenly, {total / RANKS:g} a rank.", states=states)
+    def counted(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        queries, keys = (enumerate(x.flatten().int().tolist()) for x in (q, v))  # the numbers are the positions
+        hops[-1][1].extend((query, key) for (i, query), (j, key) in product(queries, keys) if i >= j or not causal)
+        return part(q, k, v, causal)
+
+    x = positions(4 * RANKS, mesh.rank, RANKS).double()[None, :, None, None]
+    attention(x, x, x, mesh["dp"], visible=visible, kernel=(counted, gradients))
+    return hops
 
 
 def routing(mesh: Mesh, ep: int) -> dict:
@@ -432,31 +384,29 @@ def routing(mesh: Mesh, ep: int) -> dict:
     layer, generator = step07.MoE(SMALL.dim, SMALL.ffn_dim, config, mesh), torch.Generator().manual_seed(2)
     layer.router.weight.data.normal_(0.0, 0.3, generator=generator)
     tokens = torch.randn(2 * mesh.world, SMALL.dim, generator=generator)
-    rows, first, e = {}, mesh["ep"].rank * 4 // ep, 4 // ep
+    rows, first = {}, mesh["ep"].rank * 4 // ep
 
-    def show(name: str, of: Tensor, experts: Iterable[int], ends: list[int]):
-        """A chip for each row, with its expert and its token; a bar where the counts in `ends` end."""
-        found = [int((tokens - row).abs().sum(-1).argmin()) for row in of]
-        made = [[f"e{expert}:t{token}", token // 2, ""] for expert, token in zip(experts, found, strict=True)]
-        cuts = [0, *accumulate(ends)]
-        rows.setdefault(name, [chip for a, b in pairwise(cuts) for chip in ("|", *made[a:b])][1:])
-
-    def repeat(counts: Tensor, start: int = 0) -> list[int]:
-        return [start + n % counts.shape[-1] for n, count in enumerate(counts.flatten().tolist()) for _ in range(count)]
+    def show(name: str, of: Tensor, counts: Tensor, start: int = 0):
+        """A chip for each row, with its expert and its token; a bar between blocks. `counts`: [blocks, experts]."""
+        found, made = iter([int((tokens - row).abs().sum(-1).argmin()) for row in of]), []
+        for block in counts.tolist():
+            chosen = [expert for expert, count in enumerate(block, start) for _ in range(count)]
+            made += ["|", *([f"e{e}:t{token}", token // 2, ""] for e, token in zip(chosen, found, strict=False))]
+        rows.setdefault(name, made[1:])  # what is received first; outputs on their way home pass there, too
 
     def experts(of: Tensor, counts: Tensor) -> Tensor:
-        show("by expert", of, repeat(counts, first), counts.tolist())
+        show("by expert", of, counts.diag(), first)
         return of
 
     def transpose_blocks(of: Tensor, sizes: Tensor) -> Tensor:
-        if "received" not in rows:  # and not the outputs, on their way home
-            show("received", of, repeat(sizes, first), sizes.sum(1).tolist())
+        show("received", of, sizes, first)
         return plain(of, sizes)
 
     def visit(of: Tensor, counts: Tensor) -> Tensor:
-        show("sorted", of, repeat(counts), counts.view(ep, -1).sum(1).tolist())
+        by_rank = torch.block_diag(*counts.view(ep, 1, -1))
+        show("sorted", of, by_rank)
         out = step07.visit_experts(experts, mesh["ep"], of, counts)
-        show("home", out, repeat(counts), counts.view(ep, -1).sum(1).tolist())
+        show("home", out, by_rank)
         return out
 
     def topk(p: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -477,58 +427,40 @@ def routing(mesh: Mesh, ep: int) -> dict:
         "by expert": "By expert: what one expert computes stands together; a bar between experts.",
         "home": "Home: the outputs are back, in the order in which the rows left.",
     }
-    known = {"experts here": [[", ".join(f"e{first + k}" for k in range(e))]]}
+    known = {"experts here": [[", ".join(f"e{first + k}" for k in range(4 // ep))]]}
     shown = [{name: [rows[name]] if n <= k else [[]] for n, name in enumerate(says)} for k in range(len(says))]
-    text = f"4 experts, {e} on a rank; groups of {ep} ranks. The colour is that of the rank whose token it is."
+    text = f"4 experts, {4 // ep} on a rank; groups of {ep} ranks. The colour is that of the rank whose token it is."
     return dict(text=text, states=[(said, known | of) for said, of in zip(says.values(), shown, strict=True)])
 
 
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange")
-
-
-def all_of_a_rank(text: Path) -> dict[str, dict[str, dict]]:
-    """Everything that this rank saw, by picture and choice. Chapter 1 needs one rank alone."""
-    PRESETS["picture"], FLAGS["dataset"] = SMALL, str(text)
-    mesh, pairs = Mesh(dp=RANKS), Mesh(dp=RANKS // 2, tp=2)
-    one = product(("fp32", "bf16"), ("none", "full")) if mesh.rank == 0 else ()
-    return dict(
-        accumulation={"/".join(choice): accumulation(*choice) for choice in one},
-        collective={name: collective(mesh, name) for name in OPERATIONS},
-        ring_reduce={"": ring_reduce(mesh)},
-        buckets={"": buckets()},
-        zero={str(stage): zero(stage) for stage in step03.STAGES},
-        block={f"{of}/{sp}": block(pairs, of, sp == "yes") for of in ("attention", "MLP") for sp in ("yes", "no")},
-        ring_work={mode: ring_work(mesh, mode) for mode in ring_modes()},
-        routing={str(ep): routing(mesh, ep) for ep in (2, 4)},
-    )
-
-
-def serve(rank: int, folder: str, text: Path, connection: Connection):
-    """What a forked rank does: meet the others through a file, record, send, and leave."""
+def seen_by(rank: int, folder: str) -> dict[str, dict[str, Any]]:
+    """Everything that a rank saw, by picture and choice. Chapter 1 needs one rank alone."""
     torch.set_num_threads(1)
+    PRESETS["picture"], FLAGS["dataset"] = SMALL, f"{folder}/text.txt"
+    where = f"file://{folder}/meet"
+    dist.init_process_group("gloo", where, timedelta(minutes=2), world_size=RANKS, rank=rank)
     try:
-        where = f"file://{folder}/meet"
-        dist.init_process_group("gloo", where, timedelta(minutes=2), world_size=RANKS, rank=rank)
-        connection.send((all_of_a_rank(text), None))
-    except NotImplementedError as hole:  # of a lab's handout, which says in a line what that means
-        connection.send((None, hole))
-    except Exception:
-        connection.send((None, RuntimeError(f"rank {rank} of the pictures' runs failed:\n{traceback.format_exc()}")))
-    os._exit(0)  # gloo's threads may be busy yet
+        mesh, pairs = Mesh(dp=RANKS), Mesh(dp=RANKS // 2, tp=2)
+        one = product(("fp32", "bf16"), ("none", "full")) if rank == 0 else ()
+        return dict(
+            step={"/".join(choice): accumulation(*choice) for choice in one},
+            collective={name: collective(mesh, name) for name in OPERATIONS},
+            ring_reduce={"": ring_reduce(mesh)},
+            buckets={"": buckets()},
+            zero={str(stage): zero(stage) for stage in step03.STAGES},
+            block={f"{of}/{sp}": block(pairs, of, sp == "yes") for of in BLOCKS for sp in ("yes", "no")},
+            ring={mode: ring_pairs(mesh, mode) for mode in ring_modes()},
+            routing={str(ep): routing(mesh, ep) for ep in (2, 4)},
+        )
+    finally:
+        dist.destroy_process_group()  # after an error: no one waits for this rank
 
 
-def recorded() -> list[dict[str, Any]]:
-    """By rank, what four ranks saw. Raises RuntimeError with the traceback of one that failed; a hole as it is."""
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        text = Path(folder, "text.txt")
-        text.write_text(Path(step01.__file__).read_text())
-        ends = [context.Pipe() for _ in range(RANKS)]
-        for rank, (_, theirs) in enumerate(ends):
-            context.Process(target=serve, args=(rank, folder, text, theirs), daemon=True).start()
-            theirs.close()
-        answers = [ours.recv() for ours, _ in ends]
-    for found, error in answers:
-        if found is None:
-            raise error
-    return [found for found, _ in answers]
+def recorded() -> list[dict[str, dict[str, Any]]]:
+    """What each of four ranks saw. Raises what one of them has raised."""
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(RANKS, get_context("fork")) as pool:
+        Path(folder, "text.txt").write_text(Path(step01.__file__).read_text())
+        ranks = [pool.submit(seen_by, rank, folder) for rank in range(RANKS)]
+        for rank in as_completed(ranks):
+            rank.result()  # raises what came first: the others fail because this rank has left
+        return [rank.result() for rank in ranks]
