@@ -45,6 +45,8 @@ class Case:
     `setup` runs in the grader, before any of the student's code; `run` on every rank.
     """
 
+    bound: float | None = None  # norm-wise relative, if it is another than the criterion's
+
     def __init__(self, seed: int, mesh: dict[str, int] | None = None, **sizes: Any):
         self.seed, self.mesh, self.sizes = seed, mesh or dict(dp=1), sizes
         self.ranks = math.prod(self.mesh.values())

@@ -239,7 +239,7 @@ class Judge:
 
     def wrong(self, criterion: Criterion, case: Case, outcome: list[Any] | Failed) -> str:
         """What is wrong with an outcome; "" if nothing is."""
-        where = f"[{case}] " if len(criterion.cases) > 1 else ""
+        where, bound = f"[{case}] " if len(criterion.cases) > 1 else "", case.bound or criterion.bound
         if isinstance(outcome, Failed):
             if str(outcome).startswith("not written yet"):
                 ours = f"lab {self.lab.number}," in str(outcome)
@@ -247,7 +247,7 @@ class Judge:
             return str(outcome) if outcome.fatal or str(outcome) == LATE else f"{where}{outcome}"
         for rank, rows in enumerate(criterion.judged(rows) for rows in outcome):
             for key, found, value in rows:
-                if text := mistake(found, value, criterion.bound):
+                if text := mistake(found, value, bound):
                     who = f"rank {rank} of {case.ranks}: " if case.ranks > 1 else ""
                     more = "" if self.strict else self.words(criterion, case, outcome, rank, (key, found, value))
                     return f"{where}{who}{key} {text}{more and f' - {more}'}"
@@ -260,14 +260,15 @@ class Judge:
         key, found, value = row
         if text := case.explain(rank, key, found, value):
             return text
-        wrong = {name: number for name, number, right in outcome[rank] if mistake(number, right, criterion.bound)}
+        bound = case.bound or criterion.bound
+        wrong = {name: number for name, number, right in outcome[rank] if mistake(number, right, bound)}
         for name in (name for name in wrong if "nobody has waited for" in name and name != key):
             return f"a wait is missing: {name}: {wrong[name]}"
         for fault, answers in self.under_faults(case):
             theirs = {name: number for name, number, _ in answers[rank]} if isinstance(answers, list) else {}
             if not any(mistake(number, theirs.get(name, ""), 1e-8) for name, number in wrong.items()):
                 return f"the same numbers as with {fault}"
-        if criterion.bound < 1e-6 and not mistake(found, value, 1e-6):
+        if bound < 1e-6 and not mistake(found, value, 1e-6):
             return "as near as roundings of fp32 would be: is anything in fp32 that should be in fp64?"
         if isinstance(found, Tensor) and found.numel() and not found.any():
             return "it is zero: has anything been written there?"

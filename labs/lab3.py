@@ -274,7 +274,7 @@ STAGE_3 = Task(
               ("a layer is gathered twice in a micro-batch, embedding and head once", 2, "gathered"),
               ("a neighbour arrives while a layer computes", 1, "matmuls"),
               ("between steps no weights are there", 1, "between")),
-     suite(3, "zero 3", "step 3", "step 3, frozen 3", "afab, zero 3",
+     suite(3, "zero 3", "step 3", "step 3, frozen 3", "afab, zero 3", "step 3, bf16", "step 3, saved",
            says="--zero 3 trains as one device: layers run again, some do not train, no graph, a pipeline"),
      suite(1, "step 3, tied", says="so it does with a tied matrix")),
 )  # fmt: skip

@@ -292,7 +292,8 @@ LAST = Task(
               ("sums over the groups that a record names, in place", 2, "gradient"),
               ("one all-reduce a group", 1, "collectives")),
      suite(4, "tp", "tp, no sp", "step 4, overlap", says="--tp 2 trains as one device, also without SP; a variant"),
-     suite(2, "tp, tied", "step 4, no sp", "step 4", says="so it does with a tied matrix, in three steps, with ZeRO")),
+     suite(2, "tp, tied", "step 4, no sp", "step 4", "step 4, bf16", "step 4, saved",
+           says="so it does with a tied matrix, in three steps, with ZeRO")),
 )  # fmt: skip
 
 

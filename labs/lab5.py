@@ -380,7 +380,7 @@ WHOLE = Task(
               ("attention as the model calls it, both ways, with as few bytes as can be", 2)),
      *demands(Shard, MESHES, ("every layer, every record, the positions and the ranks that sum gradients", 2)),
      *demands(Refused, (dict(mesh=dict(dp=1, cp=2, tp=2)),), ("tokens that tp cannot divide are a UserError", 1)),
-     suite(4, "cp", "cp 3", "step 5", "step 5, zero", "step 5, flash",
+     suite(4, "cp", "cp 3", "step 5", "step 5, zero", "step 5, flash", "step 5, bf16", "step 5, saved",
            says="--cp trains as one device: with two and three ranks, tp, ZeRO, three steps, a variant")),
 )  # fmt: skip
 

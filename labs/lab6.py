@@ -460,7 +460,7 @@ KEEPING = Task(
     (*demands(Keep, (dict(tied=False), dict(tied=True)),
               ("keep_stage: parameters and records, of a chain and a V", 3)),
      *demands(Tied, (dict(mesh=dict(pp=3)),), ("sum_tied: both ends have the sum, in place; nothing else changes", 2)),
-     suite(4, "pp", "pp, tied", "lists", "step 6", "step 6, afab", "step 6, V",
+     suite(4, "pp", "pp, tied", "lists", "step 6", "step 6, afab", "step 6, V", "step 6, bf16", "step 6, saved",
            says="--pp trains as one device: all schedules, a tied matrix, tp, ZeRO, a variant")),
 )  # fmt: skip
 

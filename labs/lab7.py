@@ -329,6 +329,7 @@ DEALING = Task(
               ("the groups sequence, ep and expert_data", 2, "the ranks")),
      *demands(Refused, (dict(mesh=dict(dp=4, cp=1, tp=1)),), ("flags that cannot work are a UserError", 1)),
      suite(4, "moe", "moe, cp", "moe, tp", "moe, tp, no sp", "ep", "ep of 4", "step 7", "step 7, pp", "step 7, rows",
+           "step 7, bf16", "step 7, saved",
            says="the file trains as one device: cp, tp, ep, ZeRO, a pipeline, three steps, a variant")),
 )  # fmt: skip
 

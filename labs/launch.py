@@ -36,7 +36,7 @@ sys.excepthook = _in_a_line
 def project_files() -> list[Path]:
     """Files of the project, by their paths in it; no tests, which quote the solutions, but for what trains."""
     skipped = ".git", ".venv", "runs", "tests", "__pycache__", ".pytest_cache", ".ruff_cache"
-    more = [ROOT / f"tests/{name}.py" for name in ("__init__", "equal")]
+    more = [ROOT / f"tests/{name}.py" for name in ("__init__", "equal", "warm")]
     more += (ROOT / "tests/bench/figures").glob("*.png")  # of README.md and RESULTS.md
     return sorted(path.relative_to(ROOT) for path in [*files(*skipped), *filter(Path.exists, more)])
 

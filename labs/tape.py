@@ -59,7 +59,8 @@ class Tape(TorchDispatchMode):
         space, _, name = function.name().partition("::")
         name, functional = name.split(".")[0].rstrip("_"), space == "_c10d_functional"
         results = [args[0]] if functional and name == "wait_tensor" else []
-        results += [x.elem for x in tree_leaves(args) if isinstance(x, AsyncCollectiveTensor)]  # its first use waits
+        if AsyncCollectiveTensor in types:  # its first use waits
+            results += [x.elem for x in tree_leaves(args) if isinstance(x, AsyncCollectiveTensor)]
         for place in (x.untyped_storage()._cdata for x in results):
             self.waited(next((i for i, work in enumerate(self.works) if type(work) is int and work == place), -1))
         if space == "aten" and any(word in name for word in COMPUTE):
