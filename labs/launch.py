@@ -9,9 +9,9 @@ from pathlib import Path
 
 from labs.course import ROOT, file_of, files, load, numbers, path_of
 from labs.folder import new_folder
-from labs.judge import Folder
+from labs.judge import Folder, keep
 from labs.source import hollow
-from labs.suite import KEPT, keep
+from labs.suite import KEPT
 from services.launch import start
 
 # What a handout's common/__init__.py ends with.

@@ -23,14 +23,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from common import UserError
 from common.comm import Mesh
-from labs import ranks
 from labs.course import FOUND, Case, Criterion, Row, at_most_times
 from labs.tape import Tape
 from services.seam import spelled
 
-KEPT = Path(__file__).with_name("suite.pt")  # of a handout: by row, its flags, and what each rank should find
+KEPT = Path(__file__).with_name("suite.pt")  # of a handout: rows by name; what each rank should find in which case
 TESTS = Path(__file__).parents[1] / "tests/rows.py"  # a handout has none
 SGD = dict(optimizer="sgd", lr=0.5)
 ALL = dict(steps=3, grad_clip=0.0, recompute="full")  # AdamW, a changing rate, nothing clipped, layers run again
@@ -89,19 +87,19 @@ CALLS["in flight"] = ("tests.test_schedules", "test_activations_in_flight", ())
 
 @lru_cache
 def kept() -> dict[str, Any]:
-    """Of a handout."""
-    return torch.load(KEPT, weights_only=True) if KEPT.exists() else {}
+    """Of a handout: rows, and finds."""
+    return torch.load(KEPT, weights_only=True) if KEPT.exists() else dict(rows={}, finds={})
 
 
 def there(name: str) -> bool:
     """Whether this copy of the project can carry out a row: a handout has some of one lab."""
-    return TESTS.exists() or name in kept()
+    return TESTS.exists() or name in kept()["rows"]
 
 
 def row_of(name: str) -> tuple[int, str, dict[str, Any]]:
     """(ranks, step, flags) of a row by its name."""
     if not TESTS.exists():
-        return tuple(kept()[name][:3])
+        return tuple(kept()["rows"][name])
     rows = importlib.import_module("tests.rows")
     if name in ROWS:
         ranks, step, flags = ROWS[name]
@@ -245,17 +243,10 @@ def suite(points: int, *names: str, says: str = "") -> Criterion:
     return Criterion(says, points, Suite, tuple(dict(name=name) for name in names), whole=True)
 
 
-def keep(lab: Any, target: Path):
-    """For a handout: write what the project's file finds in the lab's rows, but for those of variants and patches."""
+def plain_rows(lab: Any) -> dict[str, tuple[int, str, dict[str, Any]]]:
+    """The lab's rows that a copy without tests can carry out: no variants, no patches."""
     known = {field.name for field in fields(importlib.import_module(lab.modules[-1]).Config)}
     known |= {*importlib.import_module("tests.equal").SHAPE}
     cases = [Suite(0, **case) for task in lab.tasks for c in task.criteria if c.kind is Suite for case in c.cases]
-    cases = [case for case in cases if case.step and {*case.flags}.union(*case.layouts) <= known]
-    found: dict[str, Any] = {}
-    for n in sorted({case.ranks for case in cases}):
-        some = [case for case in cases if case.ranks == n]
-        for case, answers in zip(some, ranks.run(ranks.World(lab.modules), some, 120.0), strict=True):
-            if isinstance(answers, ranks.Failed):
-                raise UserError(f"the project's own {lab.modules[-1]}.py fails in {case.name!r}: {answers}")
-            found[case.name] = [*row_of(case.name), answers]
-    torch.save(found, target)
+    plain = [case.name for case in cases if case.step and {*case.flags}.union(*case.layouts) <= known]
+    return {name: row_of(name) for name in plain}
