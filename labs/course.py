@@ -113,6 +113,11 @@ def rows(found: dict[str, Any], expected: dict[str, Any]) -> Iterator[Row]:
         yield name, found.get(name, "nothing"), value
 
 
+def as_ours(found: dict[str, Any]) -> Iterator[Row]:
+    """A row for each name: it has to be what the project's file finds."""
+    yield from ((name, value, FOUND) for name, value in found.items())
+
+
 def demands(kind: type[Case], cases: tuple, *rows: tuple, **more: Any) -> tuple[Criterion, ...]:
     """Several criteria of the same cases; rows of (what it says, points, keys ...)."""
     return tuple(Criterion(says, points, kind, cases, tuple(keys), **more) for says, points, *keys in rows)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from common.comm import Group, Mesh, Pending, all_reduce
 from common.layout import layout_of, materialize
 from common.model import Decoder, ModelConfig
-from labs.course import Case, Row
+from labs.course import FOUND, Case, Row
 from labs.tape import Tape
 
 CPU = torch.device("cpu")
@@ -99,16 +99,15 @@ def update(rule: torch.optim.Optimizer, lr: float):
     rule.step()
 
 
-def record(name: str, param: Tensor, shape: list, cuts: list, partial: list, data_dim: str = "") -> Iterator[Row]:
+def record(name: str, param: Tensor) -> Iterator[Row]:
     """Rows of a parameter's shape, and of what its record says: cuts (dim, over, start, stop, full) and so on."""
     layout = layout_of(param)
-    yield f"the shape of {name}", list(param.shape), shape
+    yield f"the shape of {name}", list(param.shape), FOUND
     found = [[shard.dim, shard.over, shard.start, shard.stop, shard.full] for shard in layout.shards]
-    yield f"the cuts of {name}", found, cuts
+    yield f"the cuts of {name}", found, FOUND
     says = f"partial_over of {name} (dimensions over which its gradient is still to be summed)"
-    yield says, list(layout.partial_over), partial
-    if data_dim:
-        yield f"data_dim of {name}", layout.data_dim, data_dim
+    yield says, sorted(layout.partial_over), FOUND
+    yield f"data_dim of {name}", layout.data_dim, FOUND
 
 
 def same(before: Iterable[Tensor], after: Iterable[Tensor]) -> bool:
