@@ -17,7 +17,7 @@ from common.comm import Group, Mesh
 from common.layout import layout_of
 from common.model import IGNORE, Decoder
 from common.schedules import COSTS, Action, Place, consumer, round_robin, simulate
-from labs.course import Case, Lab, Question, Row, Task, at_most, demands, rows
+from labs.course import FOUND, Case, Lab, Question, Row, Task, as_ours, at_most, demands
 from labs.probes import SHAPE, decoder, gradients, refused
 from labs.suite import CALLS, suite
 from labs.tape import Event, Tape
@@ -132,31 +132,17 @@ class Piped(Case):
         targets[1] = IGNORE
         return [*tokens.split(2)], [*targets.split(2)], (targets != IGNORE).sum(), torch.arange(shape[1]).flip(0) * 2
 
-    def as_one_device(self, loss: Tensor, model: Decoder, places: Places, rank: int = 0) -> Iterator[Row]:
-        """The loss, if the rank has the last stage, and the gradients of its stages, beside those of a whole model."""
-        whole, (xs, ys, n, positions) = self.model(places[-1].layers.stop), self.batch()
-        wanted = whole(torch.cat(xs), torch.cat(ys), positions) / n
-        wanted.backward()
-        yield "the loss", loss.item(), wanted.item() * (places[-1].rank == rank)
-        parts = [f"layers.{i}." for place in places if place.rank == rank for i in place.layers]
-        parts += ["embed"] * (places[0].rank == rank) + ["model.norm", "lm_head"] * (places[-1].rank == rank)
-        own = {name: grad for name, grad in gradients(whole).items() if any(part in name for part in parts)}
-        yield from rows(gradients(model), own)
-
 
 class Parts(Piped):
     """forward_stage, three times."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         model, (xs, ys, _, positions) = self.model(4), self.batch()
-        x = xs[0]
-        for place in THREE:
-            x = step.forward_stage(model, place, x, ys[0], positions)
-        yield "a micro-batch's sum", x.item(), self.model(4)(xs[0], ys[0], positions).item()
-        model, x = model.bfloat16(), xs[0]
-        for place in THREE:
-            x = step.forward_stage(model, place, x, ys[0], positions)
-        yield "a micro-batch's sum in 16 bits", x.item(), self.model(4).bfloat16()(xs[0], ys[0], positions).item()
+        for dtype in (torch.float64, torch.bfloat16):
+            x, model = xs[0], model.to(dtype)
+            for place in THREE:
+                x = step.forward_stage(model, place, x, ys[0], positions)
+            yield f"a micro-batch's sum, {dtype}", x.item(), FOUND
 
 
 FORWARD, BACKWARD = (
@@ -200,7 +186,7 @@ class Stages(Piped):
         loss = pipeline.step(xs, ys, n)
         yield "graphs that are left after the last backward", len(graphs), 0
         gc.enable()
-        yield from self.as_one_device(loss, model, THREE)
+        yield from as_ours({"the loss": loss.item()} | gradients(model))
         yield "sent: outputs that want gradients", any(asked), False
         yield "sent: outputs whose memory stays", max(held), 0
 
@@ -290,11 +276,7 @@ class Run(Piped):
         log = [(e.what, (e.peer, "")) if e.kind == "start" else e[:2] for e in tape.events if e.kind != "compute"]
         logs: list[Any] = [None] * mesh["pp"].size
         dist.all_gather_object(logs, log, group=mesh["pp"].handle)
-        yield from self.as_one_device(loss, model, self.places, rank)
-        ends = [end for place in self.places if place.rank == rank for end in place[2:] if end is not None]
-        messages = sum(self.places[end].rank != rank for end in ends)  # one for each x and dx
-        sent = messages * (2 * self.m - 1) * SHAPE["seq_len"] * SHAPE["dim"] * 8.0
-        yield "messages: bytes", tape.sent(), {"pp": sent}
+        yield from as_ours({"the loss": loss.item()} | gradients(model) | {"messages: bytes": tape.sent()})
         yield "messages: deadlock", stuck(logs), ""
         yield "messages: nobody has waited for", tape.left(), []
         order = self.lists[rank]
@@ -422,23 +404,16 @@ class Keep(Case):
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         for name, places in (("a chain", CHAIN), ("a V", V)):
-            first, last, p = places[0].rank, places[-1].rank, max(place.rank for place in places) + 1
+            p = max(place.rank for place in places) + 1
             for rank in range(p):
                 model = decoder(n_layers=sum(len(place.layers) for place in places), tied=self.tied)
                 step.keep_stage(model, Group("pp", rank, p, None), places)
-                named = dict(model.named_parameters())
-                embeds, ends = rank == first or (self.tied and rank == last), rank == last
-                parts = [f"model.layers.{i}" for place in places if place.rank == rank for i in place.layers]
-                parts += [EMBED] * embeds + [NORM] * ends + ["lm_head.weight"] * (ends and not self.tied)
-                found = sorted({".".join(key.split(".")[:3]) for key in named})
-                yield f"{name}: rank {rank} keeps", found, sorted(parts)
+                named, trunk = dict(model.named_parameters()), model.model
+                ends = dict(embed_tokens=trunk.embed_tokens, norm=trunk.norm, lm_head=model.lm_head)
+                yield f"{name}: rank {rank} keeps", sorted(named), FOUND
+                yield f"{name}: what is None on rank {rank}", [key for key, end in ends.items() if end is None], FOUND
                 stages = layout_of(named[EMBED]).stage_copies if EMBED in named else 0
-                wanted = embeds * (2 if self.tied and first != last else 1)
-                ends = (model.model.embed_tokens, model.model.norm, model.lm_head)  # None if they are not here
-                found = [x for x, end in zip(("embed_tokens", "norm", "lm_head"), ends, strict=True) if end is None]
-                gone = ["embed_tokens"] * (not embeds) + ["norm", "lm_head"] * (rank != last)
-                yield f"{name}: what is None on rank {rank}", found, gone
-                yield f"{name}: stages of rank {rank}'s embedding", stages, wanted
+                yield f"{name}: stages of rank {rank}'s embedding", stages, FOUND
 
 
 class Tied(Case):
@@ -446,13 +421,11 @@ class Tied(Case):
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         for name, places, tied in (("tied", loop(3), True), ("ends together", V, True), ("not tied", loop(3), False)):
-            parts, norm = [self.draw(f"rank {rank}", 13, 16) for rank in range(3)], self.draw("norm", 16)
-            held = {NORM: norm.clone()} | ({EMBED: parts[mesh.rank].clone()} if mesh.rank != 1 else {})
+            held = {NORM: self.draw("norm", 16)}
+            held |= {EMBED: self.draw(f"rank {mesh.rank}", 13, 16)} if mesh.rank != 1 else {}
             given = dict(held)
             step.sum_tied(decoder(n_layers=4, tied=tied), held, mesh["pp"], places)
-            yield f"{name}: {NORM}", given[NORM], norm
-            if mesh.rank != 1:
-                yield f"{name}: {EMBED}", given[EMBED], parts[0] + parts[2] if name == "tied" else parts[mesh.rank]
+            yield from as_ours({f"{name}: {key}": value for key, value in given.items()})
 
 
 KEEPING = Task(

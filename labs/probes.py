@@ -55,12 +55,6 @@ class Small(Case):
                 loss.backward()
             yield tape
 
-    def one_device(self, turn: int, says: str) -> dict[str, Tensor]:
-        """The gradients of a step, of all ranks and micro-batches."""
-        model = self.model()
-        sum(self.loss(model, rank, turn, i) for rank in range(self.ranks) for i in range(self.micro)).backward()
-        return gradients(model, says)
-
 
 def gradients(model: nn.Module, says: str = "the gradient of") -> dict[str, Tensor]:
     """Of parameters that are trained, by name; zero where there is none."""
