@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common import UserError
 from common.comm import Mesh
@@ -76,6 +76,12 @@ class Case:
         """Normal numbers in fp64."""
         return torch.randn(shape, generator=self.source(name), dtype=torch.float64)
 
+    def drawn(self, module: nn.Module) -> nn.Module:
+        """The module, its parameters drawn in fp64."""
+        for name, param in module.named_parameters():
+            param.data = self.draw(name, *param.shape) / 3
+        return module
+
     def ids(self, name: str, below: int, *shape: int) -> Tensor:
         """int64 from 0 to below - 1."""
         return torch.randint(below, shape, generator=self.source(name))
@@ -105,12 +111,6 @@ class Criterion:
     def judged(self, rows: list[Row]) -> list[Row]:
         """Those that count."""
         return [row for row in rows if not self.keys or any(word in row[0] for word in self.keys)]
-
-
-def rows(found: dict[str, Any], expected: dict[str, Any]) -> Iterator[Row]:
-    """Of two dicts: a row for each name in `expected`."""
-    for name, value in expected.items():
-        yield name, found.get(name, "nothing"), value
 
 
 def as_ours(found: dict[str, Any]) -> Iterator[Row]:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from common.comm import Group, Mesh
 from common.layout import layout_of
-from common.model import IGNORE, Decoder
+from common.model import IGNORE
 from common.schedules import COSTS, Action, Place, consumer, round_robin, simulate
 from labs.course import FOUND, Case, Lab, Question, Row, Task, as_ours, at_most, demands
 from labs.probes import SHAPE, decoder, gradients, refused
 from labs.suite import CALLS, suite
-from labs.tape import Event, Tape
+from labs.tape import Event, Graphs, Tape
 
 Lists, Places = list[list[Action]], list[Place]  # the actions of each rank; of all stages
 Program = list[tuple[str, Action, int | None]]  # verb, action, peer
@@ -117,13 +117,6 @@ THREE = [Place(0, range(0, 1), None, 1), Place(0, range(1, 3), 0, 2), Place(0, r
 class Piped(Case):
     """Task 2: m micro-batches of two sequences, the last one of one, in a pipeline; what one device finds."""
 
-    def model(self, n_layers: int) -> Decoder:
-        """Also its norms are drawn."""
-        model = decoder(0, n_layers=n_layers)
-        for name, param in model.named_parameters():
-            param.data = self.draw(name, *param.shape) * 0.3
-        return model
-
     def batch(self) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
         """Tokens and targets by micro-batch; target tokens; positions."""
         shape = 2 * self.m - 1, SHAPE["seq_len"]
@@ -137,7 +130,7 @@ class Parts(Piped):
     """forward_stage, three times."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        model, (xs, ys, _, positions) = self.model(4), self.batch()
+        model, (xs, ys, _, positions) = self.drawn(decoder(0, n_layers=4)), self.batch()
         for dtype in (torch.float64, torch.bfloat16):
             x, model = xs[0], model.to(dtype)
             for place in THREE:
@@ -156,15 +149,8 @@ class Stages(Piped):
     """Three micro-batches through three stages of one rank, two in flight; messages are copies."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        model, (xs, ys, n, positions) = self.model(4), self.batch()
-        gone, asked, held, graphs = [], [], [], weakref.WeakSet()
-
-        def note(_module: Any, _inputs: tuple, output: Tensor):
-            output.grad_fn.metadata["token"] = token = torch.nn.Module()  # lives as long as the graph
-            graphs.add(token)
-
-        for layer in model.model.layers.values():
-            layer.mlp.register_forward_hook(note)
+        model, (xs, ys, n, positions) = self.drawn(decoder(0, n_layers=4)), self.batch()
+        gone, asked, held, graphs = [], [], [], Graphs(model)
 
         class Pipeline(step.Pipeline):
             def execute(self):
@@ -184,7 +170,7 @@ class Stages(Piped):
         pipeline = Pipeline(model, THREE, Group("pp", 0, 1, None), positions, 1)
         gc.collect(), gc.disable()
         loss = pipeline.step(xs, ys, n)
-        yield "graphs that are left after the last backward", len(graphs), 0
+        yield "graphs that are left after the last backward", len(graphs.alive), 0
         gc.enable()
         yield from as_ours({"the loss": loss.item()} | gradients(model))
         yield "sent: outputs that want gradients", any(asked), False
@@ -257,7 +243,7 @@ class Run(Piped):
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         (xs, ys, n, positions), rank, tape = self.batch(), mesh["pp"].rank, Tape(mesh)
         cls = getattr(step, self.kind)
-        model, pipeline = self.model(len(self.places)), cls.__new__(cls)
+        model, pipeline = self.drawn(decoder(0, n_layers=len(self.places))), cls.__new__(cls)
         step.Pipeline.__init__(pipeline, model, self.places, mesh["pp"], positions, 1)
 
         def marked(kind: str, act: Any) -> Any:

@@ -14,26 +14,7 @@ from labs.probes import decoder, members, record, refused, there_and_back
 from labs.suite import suite
 
 FP32 = 1e-6  # fractions of counts may be in 32 bits
-KINDS = ("gate_proj", "up_proj", "down_proj")
 ALONE = Group("sequence", 0, 1, None)
-
-
-def weights_of(case: Case, experts: int, dim: int, width: int) -> list[Tensor]:
-    """gate, up [experts, width, dim] and down [experts, dim, width]."""
-    shapes = dict(zip(KINDS, ((width, dim), (width, dim), (dim, width)), strict=True))
-    return [case.draw(kind, experts, *shape) / 2 for kind, shape in shapes.items()]
-
-
-def put(experts: nn.Module, weights: list[Tensor]) -> list[Tensor]:
-    """Give experts these weights; returns the parameters."""
-    for kind, weight in zip(KINDS, weights, strict=True):
-        getattr(experts, kind).weight = nn.Parameter(weight)
-    return leaves_of(experts)
-
-
-def leaves_of(experts: nn.Module) -> list[Tensor]:
-    """Their weights."""
-    return [getattr(experts, kind).weight for kind in KINDS]
 
 
 def choose(x: Tensor, router: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -49,34 +30,31 @@ def one_by_one(function: Any, rows: Tensor, counts: Any, *weights: Tensor) -> Te
     return torch.cat([function(part, *(weight[e] for weight in weights)) for e, part in parts])
 
 
-class Side(Case):
-    """Task 1: four experts, with their gradients."""
+class Passes(Case):
+    """Task 1: ExpertLinear, or Experts: of four, with their gradients."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        n, experts, counts = sum(self.counts), step.Experts(4, 5, 7), torch.tensor(self.counts)
-        x, dy, weights = self.draw("x", n, 5), self.draw("dy", n, 5), weights_of(self, 4, 5, 7)
-        names = [f"experts: {part}" for part in ("y", "dx", *KINDS)]
-        yield from as_ours(there_and_back(names, lambda x, *_: experts(x, counts), [x, *put(experts, weights)], dy))
+        module, n = self.drawn(getattr(step, self.kind)(4, 5, 7)), sum(self.counts)
+        one = self.kind == "ExpertLinear"
+        counts, dy = [*self.counts] if one else torch.tensor(self.counts), self.draw("dy", n, 7 if one else 5)
+        yield from as_ours(through(module, self.draw("x", n, 5), dy, counts))
 
 
-class Linear(Case):
-    """ExpertLinear alone."""
-
-    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        n, linear, names = sum(self.counts), step.ExpertLinear(4, 5, 7), ("linear y", "linear dx", "linear dW")
-        linear.weight = nn.Parameter(self.draw("weight", 4, 7, 5))
-        leaves = [self.draw("x", n, 5), linear.weight]
-        yield from as_ours(
-            there_and_back(names, lambda x, _: linear(x, list(self.counts)), leaves, self.draw("dy", n, 7))
-        )
+def through(module: nn.Module, x: Tensor, dy: Tensor, *more: Any) -> dict[str, Any]:
+    """What a module makes of x, and the gradients of x and of its parameters, by name."""
+    names, params = zip(*module.named_parameters(), strict=True)
+    return there_and_back(("y", "dx", *names), lambda x, *_: module(x, *more), [x, *params], dy)
 
 
-SOME, NONE = ((dict(counts=counts),) for counts in ((3, 0, 6, 1), (0, 0, 0, 0)))
+LINEAR, SOME, NONE = (
+    (dict(kind=kind, counts=counts),)
+    for kind, counts in (("ExpertLinear", (3, 0, 6, 1)), ("Experts", (3, 0, 6, 1)), ("Experts", (0, 0, 0, 0)))
+)
 EXPERTS = Task(
     ("ExpertLinear.forward", "Experts.forward"),
-    (*demands(Linear, SOME, ("ExpertLinear: each part with its own matrix", 2)),
-     *demands(Side, SOME, ("Experts: the three layers, and the gradients", 2)),
-     *demands(Side, NONE, ("no rows: gradients are zero", 1))),
+    (*demands(Passes, LINEAR, ("ExpertLinear: each part with its own matrix", 2)),
+     *demands(Passes, SOME, ("Experts: the three layers, and the gradients", 2)),
+     *demands(Passes, NONE, ("no rows: gradients are zero", 1))),
 )  # fmt: skip
 
 
@@ -94,14 +72,11 @@ class Layer(Case):
         """In fp64, with the drawn weights."""
         flags = dict(experts=7, experts_per_token=self.k, aux_loss_coeff=0.0, micro_batch_size=1, global_batch_size=1)
         moe = step.MoE(5, 8, SimpleNamespace(**flags), dict(sequence=group)).double()
-        moe.router.weight = nn.Parameter(self.router.clone())
-        put(moe.experts, weights_of(self, 7, 5, 8))
+        self.drawn(moe).router.weight.data = self.router.clone()
         return moe
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        moe = self.layer(step)
-        leaves, dy = [self.x, moe.router.weight, *leaves_of(moe.experts)], self.draw("dy", *self.x.shape)
-        yield from as_ours(there_and_back(("y", "dx", "router", *KINDS), lambda x, *_: moe(x), leaves, dy))
+        yield from as_ours(through(self.layer(step), self.x, self.draw("dy", *self.x.shape)))
 
 
 class Narrow(Layer):

@@ -80,19 +80,6 @@ def there_and_back(
     return found | ({"bytes forward": there.sent(), "bytes backward": back.sent()} if mesh else {})
 
 
-def adamw(params: Iterable[Tensor], decay: float) -> torch.optim.AdamW:
-    """PyTorch's rule with the project's betas; only matrices decay."""
-    groups = [dict(params=[param], weight_decay=decay * (param.dim() > 1)) for param in params]
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95))
-
-
-def update(rule: torch.optim.Optimizer, lr: float):
-    """One step of a rule."""
-    for group in rule.param_groups:
-        group["lr"] = lr
-    rule.step()
-
-
 def record(name: str, param: Tensor) -> Iterator[Row]:
     """Rows of a parameter's shape, and of what its record says: cuts (dim, over, start, stop, full) and so on."""
     layout = layout_of(param)

@@ -9,8 +9,6 @@ the project's file finds, in processes of its own. A copy for students, which ha
 
 import gc
 import importlib
-import weakref
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import lru_cache
@@ -25,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from common.comm import Mesh
 from labs.course import FOUND, Case, Criterion, Row, at_most_times
-from labs.tape import Tape
+from labs.tape import Graphs, Tape
 from services.seam import spelled
 
 KEPT = Path(__file__).with_name("suite.pt")  # of a handout: rows by name; what each rank should find in which case
@@ -129,21 +127,11 @@ def watched() -> tuple[Any, type]:
         def steps(self, **parts: Any) -> Iterator[int]:
             """With instruments; in the end, a look at the model without a graph."""
             self.tape, self.memory = Tape(parts.get("mesh") or Mesh(dp=1)), MemoryTimeline()
-            self.alive, self.most, self.runs, self.rows, self.since = weakref.WeakSet(), 0, Counter(), [], (0, 0)
-            for number, layer in parts["model"].model.layers.items():
-                layer.mlp.register_forward_pre_hook(lambda *_, number=number: self.runs.update([number]))
-                layer.mlp.register_forward_hook(self.ran)
+            self.graphs, self.rows, self.since = Graphs(parts["model"]), [], (0, 0)
             with self.memory, self.tape:
                 yield from super().steps(**parts)
             found = look(self.parts, *(x[:2] for x in parts["data"].batch(0)))
             self.rows.append(("after training: the loss of a look without a graph", found, FOUND))
-
-        def ran(self, _mlp: Any, _inputs: tuple, y: Tensor):
-            """A layer has."""
-            if y.grad_fn is not None:
-                y.grad_fn.metadata["token"] = token = torch.nn.Module()  # it lives as long as the graph
-                self.alive.add(token)
-                self.most = max(self.most, len(self.alive))
 
         def require_finite(self, step: int, **numbers: float):
             """Which numbers 16 bits can hold: gradients and masters have more digits."""
@@ -162,23 +150,23 @@ def watched() -> tuple[Any, type]:
         def record(self, step: int, tokens: int, **numbers: float):
             """At the end of a step."""
             says, sent = f"step {step + 1}: ", self.tape.sent(self.since[0])
-            bytes_alive = [*accumulate(event.bytes for event in self.memory.events)]
+            graphs, bytes_alive = self.graphs, [*accumulate(event.bytes for event in self.memory.events)]
             found = {
                 "lr": (numbers["lr"], FOUND),
                 "tokens": (tokens, FOUND),
-                "how often each layer has run": (dict(self.runs), FOUND),
+                "how often each layer has run": (dict(graphs.runs), FOUND),
                 "what has no more digits than 16 bits hold:": (self.short, FOUND),
                 "messages and sums that nobody has waited for": (sorted(self.tape.left()), []),
-                "graphs of layers that are alive at a time": (self.most, at_most_times(1)),
-                "graphs of layers that are alive at the end": (len(self.alive), at_most_times(1)),
+                "graphs of layers that are alive at a time": (graphs.most, at_most_times(1)),
+                "graphs of layers that are alive at the end": (len(graphs.alive), at_most_times(1)),
                 "bytes alive at a time": (max(bytes_alive[self.since[1] :]), at_most_times(1.25)),
                 "bytes alive at the end": (bytes_alive[-1], at_most_times(1.25)),
             }
             dims = set(self.tape.mesh.groups) - {"sequence", "expert_data"}
             found |= {f"bytes sent over {dim}": (sent.get(dim, 0.0), at_most_times(1.05)) for dim in sorted(dims)}
             self.rows += [(says + name, *values) for name, values in found.items()]
-            self.since, self.most = (len(self.tape.events), len(bytes_alive)), len(self.alive)
-            self.runs.clear()
+            self.since, graphs.most = (len(self.tape.events), len(bytes_alive)), len(graphs.alive)
+            graphs.runs.clear()
             super().record(step, tokens, **numbers)
 
     return equal, Seen
