@@ -192,6 +192,16 @@ def test_a_wrong_solution_loses_points(tmp_path, monkeypatch, number, task, row)
     print(row[0], "->", texts[0][:160])
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", LABS)
+def test_a_last_task_is_judged_strictly(tmp_path, number):
+    """As when folders are graded, behind walls: the project earns all points of it, and a sabotage loses some."""
+    task = len(load(number).tasks)
+    assert not [r.text for r in check(handed_in(tmp_path / "right", number), task, strict=True) if r.text]
+    folder = sabotaged(tmp_path / "wrong", number, sabotage.ROWS[number, task][0])
+    assert [r.text for r in check(folder, task, strict=True) if r.text]
+
+
 def test_the_suite_judges_every_fault():
     """A mistake of tests/faults.py stands in a hole of a task, or the row that shows it is one of the lab's."""
     for lab in map(load, LABS):
