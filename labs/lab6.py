@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -209,32 +209,21 @@ def stuck(logs: list[Log]) -> str:
     return f"ranks {late} wait for one another, if a send waits for its receiver" if late else ""
 
 
-def split_exchanges(log: Log) -> int:
-    """How often something was sent, awaited, and only then received from the same rank, with no work in between."""
-    count, last, number = 0, None, -1  # the last thing: a send that was awaited, and to whom
-    sends: dict[int, int] = {}
-    for what, value in log:
-        if what in ("send", "recv"):
-            number += 1
-            count += what == "recv" and last == value[0]
-            last = None
-        if what == "send":
-            sends[number] = value[0]
-        elif what == "wait":
-            last = sends.get(value, last)
-        elif what == "mark":
-            last = None
-    return count
+class Message(NamedTuple):
+    """A message of a log: "send" or "recv", the peer, where it starts, and where it is awaited (or the log ends)."""
+
+    kind: str
+    peer: int
+    start: int
+    stop: int
 
 
-def under_way(log: Log, kind: str) -> list[int]:
-    """How many actions began between each message's start and the wait for it."""
-    starts, counts = [at for at, (what, _) in enumerate(log) if what in ("send", "recv")], []
-    for number, at in enumerate(starts):
-        stop = log.index(("wait", number)) if ("wait", number) in log else at
-        if log[at][0] == kind:
-            counts.append(sum(what == "mark" for what, _ in log[at:stop]))
-    return counts
+def messages_of(log: Log, kind: str) -> list[Message]:
+    """Those of one kind."""
+    starts = [at for at, (what, _) in enumerate(log) if what in ("send", "recv")]
+    ends = {number: log.index(("wait", number)) for number in range(len(starts)) if ("wait", number) in log}
+    found = [Message(log[at][0], log[at][1][0], at, ends.get(number, len(log))) for number, at in enumerate(starts)]
+    return [message for message in found if message.kind == kind]
 
 
 class Run(Piped):
@@ -267,26 +256,22 @@ class Run(Piped):
         yield "messages: nobody has waited for", tape.left(), []
         order = self.lists[rank]
         yield "the order of work", [str(act) for what, act in log if what == "mark"], [str(tuple(a)) for a in order]
+        sent, received = messages_of(log, "send"), messages_of(log, "recv")
         if self.kind == "OneForwardOneBackward" and self.m >= mesh["pp"].size - rank:  # else forward ends first
-            yield "messages: two exchanges where y and dy, or dx and x, pass at once", split_exchanges(log), 0
+            apart = [  # sent, awaited, and only then received from the same rank, with no work in between
+                r
+                for r in received
+                for s in sent
+                if s.peer == r.peer and s.stop < r.start and all(what == "wait" for what, _ in log[s.stop : r.start])
+            ]
+            yield "messages: two exchanges where y and dy, or dx and x, pass at once", len(apart), 0
         if self.kind == "ListPipeline":
-            yield "awaited at once: sends", sum(count == 0 for count in under_way(log, "send")[:-2]), at_most(0)
-            idle = spare(program) - sum(under_way(log, "recv"))
-            yield "awaited too late: sends to a rank, under way at a time", together(log), at_most(1)
+            work = [0, *accumulate(what == "mark" for what, _ in log)]  # actions that have begun before an event
+            yield "awaited at once: sends", sum(work[s.stop] == work[s.start] for s in sent[:-2]), at_most(0)
+            most = max((sum(o.peer == s.peer and o.start <= s.start < o.stop for o in sent) for s in sent), default=0)
+            yield "awaited too late: sends to a rank, under way at a time", most, at_most(1)
+            idle = spare(program) - sum(work[r.stop] - work[r.start] for r in received)
             yield "awaited too early: actions that could have run", idle, at_most(0)
-
-
-def together(log: Log) -> int:
-    """The most sends to the same rank that are under way at a time."""
-    most, number, left = 0, -1, {}
-    for what, value in log:
-        number += what in ("send", "recv")
-        if what == "send":
-            left[number] = value[0]
-            most = max(most, *Counter(left.values()).values())
-        elif what == "wait":
-            left.pop(value, None)
-    return most
 
 
 def runs(kind: str, order: Callable[[int, int], Lists], *sizes: tuple[int, int, int]) -> tuple[dict, ...]:

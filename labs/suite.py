@@ -213,7 +213,7 @@ class Suite(Case):
             once = dict(steps=len(self.layouts), stop_after=i + 1, save_every=1, eval_every=0)
             once |= dict(out=f"{self.name} {i}", resume=f"{self.name} {i - 1}" if i else "")
             run = equal.watch(self.step, self.flags | layout | once, equal.Served)
-            yield from ((f"{i} steps after the start, {name}", *row) for name, *row in self.numbers(equal, run))
+            yield from ((f"gone on after {i} steps, {name}", *row) for name, *row in self.numbers(equal, run))
         gc.enable()
 
     def numbers(self, equal: Any, run: Any) -> Iterator[Row]:
