@@ -15,7 +15,7 @@ from common import UserError
 from labs import ranks
 from labs.course import FOUND, ROOT, Case, Criterion, Lab, Row, at_most, path_of
 from labs.ranks import Failed, World
-from labs.suite import Suite, kept, plain_rows, there
+from labs.suite import KEPT, Suite, kept, plain_rows, there
 
 CHANGED = "what should be found is another number than it is: the code has changed its judge"
 LATE = "not tried: an earlier criterion of this task ran out of time"
@@ -239,7 +239,8 @@ class Judge:
         found = dict.fromkeys(places, "")
         for i in places:
             if not self.cases[i]:
-                found[i] = f"this copy cannot judge it: use one made by python -m labs handout {self.lab.number}"
+                copy = f"use one made by python -m labs handout {self.lab.number}"
+                found[i] = f"this copy cannot judge it: {'the whole project can' if KEPT.exists() else copy}"
             wrong = [self.wrong(self.task.criteria[i], case, outcomes[case]) for case in self.cases[i]]
             found[i] = next(filter(None, sorted(wrong, key=LATE.__eq__)), found[i])
         return found

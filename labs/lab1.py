@@ -150,13 +150,13 @@ RECOMPUTE = Task(
 
 LOOP = Task(
     ("train",),
-    (suite(4, "one", "one, uneven", says="losses, norms and weights of two steps, also with unevenly many targets"),
-     suite(1, "step 1, muon", says="a last micro-batch that is smaller, and another rule"),
-     suite(1, "one, small norm", says="a norm below grad_clip: nothing is scaled up"),
-     suite(2, "step 1", "step 1, bf16", "step 1, saved",
-           says="three steps, each with its learning rate; grad_clip 0; layers run again; 16 bits; checkpoints"),
-     suite(1, "one, again", says="--recompute full changes nothing"),
-     suite(2, "step 1, frozen", says="what does not train stays")),
+    (suite(4, "one", "one, uneven", "step 1, uneven",
+           says="losses, norms and weights of two steps, also with unevenly many targets"),
+     suite(1, "step 1, muon", "step 1, smaller", says="a last micro-batch that is smaller, and another rule"),
+     suite(1, "one, small norm", "step 1, small norm", says="a norm below grad_clip: nothing is scaled up"),
+     suite(2, "step 1", says="three steps, each with its learning rate; grad_clip 0; each layer runs again"),
+     suite(1, "one, again", "step 1, saved", says="--recompute full changes nothing, nor does a checkpoint"),
+     suite(2, "step 1, frozen", "step 1, bf16", says="what does not train stays; so do more digits than 16 bits have")),
 )  # fmt: skip
 
 

@@ -194,9 +194,10 @@ HOOKS = Task(
 LOOP = Task(
     ("train",),
     (suite(3, "naive", "naive, uneven", "bucket", "ring", says="--sync naive, bucket and ring train as one device"),
-     suite(1, "step 2", "step 2, bf16", "step 2, saved",
-           says="three steps, each with its learning rate; grad_clip 0; layers run again; 16 bits; checkpoints"),
-     suite(1, "step 2, frozen", "step 2, overlap", says="what does not train stays; a variant attaches")),
+     suite(1, "step 2", "step 2, bf16",
+           says="three steps, each with its learning rate; grad_clip 0; each layer runs again; 16 bits"),
+     suite(1, "step 2, frozen", "step 2, overlap", "step 2, saved",
+           says="what does not train stays; a variant attaches; a checkpoint holds it all")),
 )  # fmt: skip
 
 QUESTION = Question(
