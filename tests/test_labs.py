@@ -464,6 +464,17 @@ def test_a_handout_has_no_solution(tmp_path):
     assert "step 1: loss" in command("run", tmp_path / "lab", "--ranks", 2, "--", *flags, folder=copy)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", LABS)
+def test_a_handout_judges_the_whole_file(tmp_path, number):
+    """The project's files earn all points in it, but for the tests of schedules, which a handout does not have."""
+    command("handout", number, tmp_path / "copy")
+    handed_in(tmp_path / "lab", number, answer=True)
+    said = command("check", tmp_path / "lab", folder=tmp_path / "copy", status=None)
+    failed = [text for text in re.findall("FAIL (.*)", said) if "tests of schedules" not in text]
+    assert said.count("ok  ") > 10 and not failed
+
+
 COMMANDS = {  # and the first handout in which they work
     "step03_zero.py --model debug --device cpu --dry-run 1": 4,
     "step04_tp_sp.py --model debug --device cpu --dry-run 1": 5,
