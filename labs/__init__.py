@@ -13,8 +13,9 @@ read and three hints; the question. The types are in labs/course.py:
 
 A lab derives kinds from Case. `run(step, mesh)` runs on every rank, in processes of their own, with the
 student's module as `step`. It yields rows: a name, what the student's functions have made of the case, and what that
-should be, from the formulas of one device (torch and common.model), never from the step: in a copy for students the
-step is not there. Numbers and tensors are judged to a norm-wise bound, other values by ==, `at_most(x)` as a limit.
+should be: FOUND, what the project's file makes of the same case, in processes of its own (a copy for students keeps
+it), or a law. Numbers and tensors are judged to a norm-wise bound, other values by ==, `at_most(x)` as a limit. What
+the student's process says should be found is never used: if it is another value, its code has changed the judge.
 A criterion may judge some rows only (`keys`); `demands` makes several of the same cases, which run once.
 
 A task's criteria call its own holes, holes of earlier tasks, and what is no hole. Each is judged with the student's
@@ -25,6 +26,5 @@ error elsewhere nor something that two tasks share costs points. A criterion wit
 (`sent()`), what ran while something was under way (`hidden()`), what nobody has waited for (`left()`). `suite`
 (labs/suite.py) is a criterion that runs the whole file in rows of tests/, and holds it against the project's file.
 After a failure the project's code with each mistake of tests/faults.py in the task's holes runs the same case, and one
-that finds the same numbers is named. What should be found comes, when folders are graded, from runs of the project's
-file alone: if the student's process says another number, its code has changed the judge.
+that finds the same numbers is named.
 """

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common import UserError
 from common.comm import Mesh
@@ -45,6 +45,8 @@ class Case:
     `setup` runs in the grader, before any of the student's code; `run` on every rank.
     """
 
+    bound: float | None = None  # norm-wise relative, if it is another than the criterion's
+
     def __init__(self, seed: int, mesh: dict[str, int] | None = None, **sizes: Any):
         self.seed, self.mesh, self.sizes = seed, mesh or dict(dp=1), sizes
         self.ranks = math.prod(self.mesh.values())
@@ -73,6 +75,12 @@ class Case:
     def draw(self, name: str, *shape: int) -> Tensor:
         """Normal numbers in fp64."""
         return torch.randn(shape, generator=self.source(name), dtype=torch.float64)
+
+    def drawn(self, module: nn.Module) -> nn.Module:
+        """The module, its parameters drawn in fp64."""
+        for name, param in module.named_parameters():
+            param.data = self.draw(name, *param.shape) / 3
+        return module
 
     def ids(self, name: str, below: int, *shape: int) -> Tensor:
         """int64 from 0 to below - 1."""
@@ -105,10 +113,9 @@ class Criterion:
         return [row for row in rows if not self.keys or any(word in row[0] for word in self.keys)]
 
 
-def rows(found: dict[str, Any], expected: dict[str, Any]) -> Iterator[Row]:
-    """Of two dicts: a row for each name in `expected`."""
-    for name, value in expected.items():
-        yield name, found.get(name, "nothing"), value
+def as_ours(found: dict[str, Any]) -> Iterator[Row]:
+    """A row for each name: it has to be what the project's file finds."""
+    yield from ((name, value, FOUND) for name, value in found.items())
 
 
 def demands(kind: type[Case], cases: tuple, *rows: tuple, **more: Any) -> tuple[Criterion, ...]:

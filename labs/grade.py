@@ -31,7 +31,7 @@ from common import UserError
 from labs import ranks
 from labs.course import ROOT, Case, files, load, numbers, path_of
 from labs.folder import open_folder
-from labs.judge import CHANGED, Folder, Judge, check
+from labs.judge import CHANGED, Folder, Judge, check, learn
 from labs.source import facts
 
 RUNS = 3  # a folder's code has so many times what one run may take: three minutes
@@ -79,14 +79,6 @@ def same_as(prints: dict[str, list[str]], folder: str) -> str:
     return " ".join(found)
 
 
-def learn(folders: list[Folder], seconds: float):
-    """Let the project's files find what they find, for all folders."""
-    for folder in folders:
-        for number in range(1, len(folder.lab.tasks) + 1):
-            judge = Judge(folder, number, seconds)
-            judge.learn(judge.cases())
-
-
 def rows_in(table: Path | None) -> dict[str, dict[str, Any]]:
     """Of an earlier run that was killed."""
     if table is None or not table.exists():
@@ -115,7 +107,9 @@ def grade(paths: list[Path], table: Path | None, number: int, seconds: float, gr
         folder.left[0] = RUNS * seconds
         folder.others = tuple(other.path for other in known)
     rows, prints = rows_in(table), {}
-    learn([folder for name, folder in folders.items() if isinstance(folder, Folder) and name not in rows], seconds)
+    for folder in (folder for name, folder in folders.items() if isinstance(folder, Folder) and name not in rows):
+        for task in range(1, len(folder.lab.tasks) + 1):
+            learn(folder.lab, [case for some in Judge(folder, task).cases for case in some])
     before = project()
     for name, folder in folders.items():
         if name in rows:

@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common import UserError
 from labs import ranks
 from labs.course import FOUND, ROOT, Case, Criterion, Lab, Row, at_most, path_of
 from labs.ranks import Failed, World
-from labs.suite import Suite, kept, there
+from labs.suite import KEPT, Suite, kept, plain_rows, there
 
 CHANGED = "what should be found is another number than it is: the code has changed its judge"
 LATE = "not tried: an earlier criterion of this task ran out of time"
-SEEDS = 8  # different inputs of a task: so what the project's file finds in them serves several folders
-finds: dict[Any, list[list[Row]] | Failed] = {}  # what the project's file finds, by kind, seed and sizes of a case
+SEEDS = 4  # different inputs of a task: so what the project's file finds in them serves several folders
+finds: dict[str, list[list[Row]] | Failed] = {}  # what the project's file finds in a case, by `key_of`
 
 
 @dataclass
@@ -117,18 +118,51 @@ def scale_words(found: Any, expected: Any, n: int) -> str:
     return next((text for value, text in kinds.items() if abs(c - value) < 1e-6), f"{c:.4g} times what it should be")
 
 
-def key_of(case: Case) -> tuple:
+def key_of(case: Case) -> str:
     """By which what the project's file finds in a case is kept."""
-    return type(case), case.seed, str(case.mesh), str(case.sizes)
+    return f"{type(case).__module__} {type(case).__name__} {case.seed} {case.mesh} {case.sizes}"
 
 
-def resolved(outcome: list[list[Row]], right: list[list[Row]] | None) -> list[list[Row]]:
-    """Rows in which what should be found stands in full: it comes from the project's own run, if there is one.
+def cases_of(lab: Lab, number: int, turn: int) -> Iterator[list[Case]]:
+    """By criterion of a task, what this copy of the project can judge, under one of the seeds; some share cases."""
+    seed, made = random.Random(f"lab {lab.number} task {number} {turn}").randrange(10**6), {}
+    for criterion in lab.task(number).criteria:
+        kind = criterion.kind
+        some = [sizes for sizes in criterion.cases if kind is not Suite or there(sizes["name"])]
+        made |= {(kind, str(sizes)): kind(seed, **sizes) for sizes in some if (kind, str(sizes)) not in made}
+        yield [made[kind, str(sizes)] for sizes in some]
 
-    What a student's process says should be found is never used then; if it is another value, the row says so.
+
+def learn(lab: Lab, cases: list[Case]):
+    """Let the project's file find what it finds, in processes of its own; a copy with holes has kept it."""
+    known = kept()["finds"]
+    finds.update((key, known[key]) for key in map(key_of, cases) if key in known)
+    for n in sorted({case.ranks for case in cases}):
+        some = {key_of(case): case for case in cases if case.ranks == n and key_of(case) not in finds}
+        finds.update(zip(some, ranks.run(World(lab.modules), [*some.values()], 120.0), strict=True))
+
+
+def keep(lab: Lab, target: Path):
+    """For a handout: write what the project's file finds in a lab's cases, but in rows of variants and patches."""
+    rows = plain_rows(lab)
+    tasks = ((number, turn) for number in range(1, len(lab.tasks) + 1) for turn in range(SEEDS))
+    cases = [case for task in tasks for some in cases_of(lab, *task) for case in some]
+    cases = [case for case in cases if not isinstance(case, Suite) or case.name in rows]
+    learn(lab, cases)
+    found = {key_of(case): finds[key_of(case)] for case in cases}
+    for key, answers in found.items():
+        if isinstance(answers, Failed):
+            raise UserError(f"the project's own {lab.modules[-1]}.py fails in {key}: {answers}")
+    torch.save(dict(rows=rows, finds=found), target)
+
+
+def resolved(outcome: list[list[Row]], right: list[list[Row]]) -> list[list[Row]]:
+    """Rows in which what should be found stands in full: it comes from the project's own run.
+
+    What a student's process says should be found is never used; if it is another value, the row says so.
     """
     found: list[list[Row]] = []
-    for rows, ours in zip(outcome, right or [[] for _ in outcome], strict=True):
+    for rows, ours in zip(outcome, right, strict=True):
         known: dict[str, list[Row]] = {}
         for row in ours:
             known.setdefault(row[0], []).append(row)
@@ -139,7 +173,7 @@ def resolved(outcome: list[list[Row]], right: list[list[Row]] | None) -> list[li
                 wanted = theirs
             elif isinstance(wanted, dict) and "at most times" in wanted:
                 wanted = at_most(theirs * wanted["at most times"] if isinstance(theirs, int | float) else 0.0)
-            elif right:
+            else:
                 changed = str(wanted) != str(clean) if isinstance(wanted, dict) else mistake(wanted, clean, 1e-8)
                 value = CHANGED if changed else value
                 wanted = clean
@@ -151,8 +185,8 @@ def resolved(outcome: list[list[Row]], right: list[list[Row]] | None) -> list[li
 class Judge:
     """One task of one student. `output`: a file for what the student's code prints.
 
-    `strict`: what should be found comes from runs of the project's file alone, in every criterion; no words about what
-    kind of mistake it is; the student's code does not see the project's file, and changes none of `folder.others`.
+    `strict`: no words about what kind of mistake it is; the student's code does not see the project's file, and changes
+    none of `folder.others`.
     """
 
     def __init__(
@@ -162,9 +196,8 @@ class Judge:
         self.walls = (ROOT, *folder.others, *map(path_of, folder.lab.modules)) if strict else ()
         self.lab, self.task, self.late = folder.lab, folder.lab.task(task), False  # late: one run took too long
         self.project = {module: path_of(module).read_text() for module in self.lab.modules}
-        self.has_holes = any("raise NotImplementedError(" in text for text in self.project.values())  # a handout's
         turn = random.Random(f"{folder.student} lab {self.lab.number} task {task}").randrange(SEEDS)
-        self.seed = random.Random(f"lab {self.lab.number} task {task} {turn}").randrange(10**6)
+        self.cases = [*cases_of(self.lab, task, turn)]  # by criterion
         for module in (self.lab.modules[-1], "torch._dynamo"):  # the second takes an optimizer's first step seconds
             importlib.import_module(module)  # and what it imports: forked processes have it then
 
@@ -189,57 +222,32 @@ class Judge:
             left=self.folder.left,
             walls=self.walls,
         )
-        by_place: dict[int, list[Case]] = {}
-        cases: dict[Any, Case] = {}  # criteria may share them
-        for i, criterion in ((i, self.task.criteria[i]) for i in places):
-            kind = criterion.kind
-            some = [s for s in criterion.cases if kind is not Suite or there(s["name"])]
-            by_place[i] = [cases.setdefault((kind, str(s)), kind(self.seed, **s)) for s in some]
-        self.learn([case for case in cases.values() if self.strict or isinstance(case, Suite)])
+        cases = dict.fromkeys(case for i in places for case in self.cases[i])  # criteria may share them
+        learn(self.lab, [*cases])
         outcomes: dict[Case, list[Any] | Failed] = {}
-        for n in sorted({case.ranks for case in cases.values()}):
-            some = [case for case in cases.values() if case.ranks == n]
+        for n in sorted({case.ranks for case in cases}):
+            some = [case for case in cases if case.ranks == n]
             if self.late:
                 outcomes |= dict.fromkeys(some, Failed(LATE))
                 continue
             for case, outcome in zip(some, ranks.run(world, some, self.seconds), strict=True):
                 self.late = self.late or (isinstance(outcome, Failed) and outcome.late)
-                right = finds.get(key_of(case))
-                if isinstance(right, Failed) and isinstance(case, Suite):
+                right = finds[key_of(case)]
+                if isinstance(right, Failed):
                     outcome = Failed(f"this copy of the project cannot judge it: {right}")
-                failed = isinstance(outcome, Failed) or isinstance(right, Failed)
-                outcomes[case] = outcome if failed else resolved(outcome, right)
+                outcomes[case] = outcome if isinstance(outcome, Failed) else resolved(outcome, right)
         found = dict.fromkeys(places, "")
         for i in places:
-            if not by_place[i]:
-                found[i] = f"this copy cannot judge it: use one made by python -m labs handout {self.lab.number}"
-            wrong = [self.wrong(self.task.criteria[i], case, outcomes[case]) for case in by_place[i]]
+            if not self.cases[i]:
+                copy = f"use one made by python -m labs handout {self.lab.number}"
+                found[i] = f"this copy cannot judge it: {'the whole project can' if KEPT.exists() else copy}"
+            wrong = [self.wrong(self.task.criteria[i], case, outcomes[case]) for case in self.cases[i]]
             found[i] = next(filter(None, sorted(wrong, key=LATE.__eq__)), found[i])
         return found
 
-    def cases(self) -> list[Case]:
-        """Of all criteria that this copy of the project can judge."""
-        return [
-            criterion.kind(self.seed, **sizes)
-            for criterion in self.task.criteria
-            for sizes in criterion.cases
-            if criterion.kind is not Suite or there(sizes["name"])
-        ]
-
-    def learn(self, cases: list[Case]):
-        """Let the project's file find what it finds, before any of the student's code runs."""
-        if self.has_holes:
-            file = kept()
-            cases = [case for case in cases if isinstance(case, Suite)]
-            finds.update({key_of(case): file[case.name][-1] for case in cases if case.name in file})
-            return
-        for n in sorted({case.ranks for case in cases}):
-            some = [case for case in cases if case.ranks == n and key_of(case) not in finds]
-            finds.update(zip(map(key_of, some), ranks.run(World(self.lab.modules), some, 120.0), strict=True))
-
     def wrong(self, criterion: Criterion, case: Case, outcome: list[Any] | Failed) -> str:
         """What is wrong with an outcome; "" if nothing is."""
-        where = f"[{case}] " if len(criterion.cases) > 1 else ""
+        where, bound = f"[{case}] " if len(criterion.cases) > 1 else "", case.bound or criterion.bound
         if isinstance(outcome, Failed):
             if str(outcome).startswith("not written yet"):
                 ours = f"lab {self.lab.number}," in str(outcome)
@@ -247,7 +255,7 @@ class Judge:
             return str(outcome) if outcome.fatal or str(outcome) == LATE else f"{where}{outcome}"
         for rank, rows in enumerate(criterion.judged(rows) for rows in outcome):
             for key, found, value in rows:
-                if text := mistake(found, value, criterion.bound):
+                if text := mistake(found, value, bound):
                     who = f"rank {rank} of {case.ranks}: " if case.ranks > 1 else ""
                     more = "" if self.strict else self.words(criterion, case, outcome, rank, (key, found, value))
                     return f"{where}{who}{key} {text}{more and f' - {more}'}"
@@ -260,14 +268,15 @@ class Judge:
         key, found, value = row
         if text := case.explain(rank, key, found, value):
             return text
-        wrong = {name: number for name, number, right in outcome[rank] if mistake(number, right, criterion.bound)}
+        bound = case.bound or criterion.bound
+        wrong = {name: number for name, number, right in outcome[rank] if mistake(number, right, bound)}
         for name in (name for name in wrong if "nobody has waited for" in name and name != key):
             return f"a wait is missing: {name}: {wrong[name]}"
         for fault, answers in self.under_faults(case):
             theirs = {name: number for name, number, _ in answers[rank]} if isinstance(answers, list) else {}
             if not any(mistake(number, theirs.get(name, ""), 1e-8) for name, number in wrong.items()):
                 return f"the same numbers as with {fault}"
-        if criterion.bound < 1e-6 and not mistake(found, value, 1e-6):
+        if bound < 1e-6 and not mistake(found, value, 1e-6):
             return "as near as roundings of fp32 would be: is anything in fp32 that should be in fp64?"
         if isinstance(found, Tensor) and found.numel() and not found.any():
             return "it is zero: has anything been written there?"
@@ -278,12 +287,12 @@ class Judge:
 
     def under_faults(self, case: Case) -> Iterator[tuple[str, Any]]:
         """(fault and meaning, what the project's code answers with it); none in a copy without tests or solutions."""
-        for name in () if self.has_holes or isinstance(case, Suite) else self.lab.faults(self.number):
+        for name in () if isinstance(case, Suite) else self.lab.faults(self.number):
             faults = importlib.import_module("tests.faults")
             world = World(self.lab.modules, before=lambda _job, name=name, faults=faults: faults.injected(name))
             (answers,) = ranks.run(world, [case], 20.0)
             if isinstance(answers, list):
-                answers = resolved(answers, finds.get(key_of(case)))
+                answers = resolved(answers, finds[key_of(case)])
             yield f"{name}: {faults.FAULTS[name].meaning}", answers
 
 

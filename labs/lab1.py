@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from common.comm import Mesh
-from labs.course import Case, Lab, Question, Row, Task, demands, rows
-from labs.probes import Small, adamw, gradients, update
+from labs.course import FOUND, Case, Lab, Question, Row, Task, as_ours, demands
+from labs.probes import Small, gradients
 from labs.suite import suite
 
 
@@ -41,14 +41,15 @@ class Rule(Case):
     """Task 2: three updates of drawn tensors."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        masters, wanted = ({name: self.draw(name, *shape) for name, shape in SHAPES.items()} for _ in range(2))
-        rule, right = step.adamw(masters, step.Config(weight_decay=0.3)), adamw(wanted.values(), 0.3)
+        masters = {name: self.draw(name, *shape) for name, shape in SHAPES.items()}
+        rule = step.adamw(masters, step.Config(weight_decay=0.3))
         for i in range(3):
             for name, shape in SHAPES.items():
-                masters[name].grad, wanted[name].grad = (self.draw(f"{name} {i}", *shape) for _ in range(2))
-            update(rule, 0.1 / (i + 1))
-            update(right, 0.1 / (i + 1))
-        yield from rows(masters, wanted)
+                masters[name].grad = self.draw(f"{name} {i}", *shape)
+            for group in rule.param_groups:
+                group["lr"] = 0.1 / (i + 1)
+            rule.step()
+        yield from as_ours(masters)
         yield "tensors in the rule's groups", sum(len(group["params"]) for group in rule.param_groups), len(SHAPES)
 
 
@@ -79,34 +80,25 @@ class Update(Case):
         model, dtype = self.model(), DTYPES[self.dtype]
         before = {name: param.detach().double() for name, param in self.model().named_parameters()}
         trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        wanted = {name: before[name].clone() for name in trained}
-        optimizer, rule = step.Optimizer(model, step.Config(weight_decay=0.0)), adamw(wanted.values(), 0.0)
+        optimizer = step.Optimizer(model, step.Config(weight_decay=0.0))
         places = [param.data_ptr() for param in model.parameters()]
         for turn, lr in enumerate([self.lr] * 40 if self.dtype == "bf16" else [self.lr, self.lr / 2]):
             for name, param in trained.items():
-                parts = [self.draw(f"{name} {turn % 2} {i}", *param.shape).to(dtype) for i in range(3)]
-                for part in parts:
-                    (param * part).sum().backward()
-                wanted[name].grad = sum(part.double() for part in parts)
+                for i in range(3):
+                    (param * self.draw(f"{name} {turn % 2} {i}", *param.shape).to(dtype)).sum().backward()
             if turn == 0:
-                found, wide = optimizer.gradients(), torch.promote_types(dtype, torch.float32)
-                yield "names in gradients()", sorted(found), sorted(trained)
-                yield "the dtype of gradients", sorted({str(p.grad.dtype) for p in trained.values()}), [str(wide)]
-                for name in trained:
-                    yield f"gradients()[{name}]", found[name].clone(), wanted[name].grad.clone()
+                found = optimizer.gradients()
+                yield "names in gradients()", sorted(found), FOUND
+                yield "the dtype of gradients", sorted({str(p.grad.dtype) for p in trained.values()}), FOUND
+                yield from as_ours({f"gradients()[{name}]": found[name].clone() for name in trained})
             optimizer.step(lr)
             optimizer.zero_grad()
-            update(rule, lr)
-        yield (
-            "gradients left after zero_grad()",
-            sum(x.grad is not None for x in [*model.parameters(), *optimizer.masters.values()]),
-            0,
-        )
+        held = [*model.parameters(), *optimizer.masters.values()]
+        yield "gradients left after zero_grad()", sum(x.grad is not None for x in held), 0
         for name, param in model.named_parameters():
-            end = wanted.get(name, before[name])
-            yield f"{name} after the updates", param, end
-            yield f"how far {name} has moved", param.double() - before[name], end - before[name]
-            yield f"the dtype of {name}", str(param.dtype), str(dtype)
+            yield f"{name} after the updates", param, FOUND
+            yield f"how far {name} has moved", param.double() - before[name], FOUND
+            yield f"the dtype of {name}", str(param.dtype), FOUND
         yield "the parameters are where they were", places == [p.data_ptr() for p in model.parameters()], True
 
 
@@ -129,7 +121,7 @@ class Recomputed(Small):
     """Task 4: forward and backward; how often a layer has run, what it keeps in between, gradients."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        (model, plain), runs, kept = (self.model(), self.model()), [0] * 3, []
+        model, runs, kept = self.model(), [0] * 3, []
         step.recompute_layers(model)
         for i, layer in enumerate(model.model.layers.values()):
 
@@ -138,14 +130,13 @@ class Recomputed(Small):
                 kept.append(StorageWeakRef(output.untyped_storage()))
 
             layer.mlp.gate_proj.register_forward_hook(note)
-        loss, wanted = (self.loss(some, 0, 1, 0) for some in (model, plain))
-        yield "the loss", loss, wanted
+        loss = self.loss(model, 0, 1, 0)
+        yield "the loss", loss, FOUND
         yield KEPT, sum(not ref.expired() for ref in kept), 0
         yield f"{RUNS} in forward", [*runs], [1] * 3
         loss.backward()
-        wanted.backward()
         yield f"{RUNS}, backward included", runs, [2] * 3
-        yield from rows(gradients(model), gradients(plain))
+        yield from as_ours(gradients(model))
 
 
 RECOMPUTE = Task(
@@ -159,12 +150,13 @@ RECOMPUTE = Task(
 
 LOOP = Task(
     ("train",),
-    (suite(4, "one", "one, uneven", says="losses, norms and weights of two steps, also with unevenly many targets"),
-     suite(1, "step 1, muon", says="a last micro-batch that is smaller, and another rule"),
-     suite(1, "one, small norm", says="a norm below grad_clip: nothing is scaled up"),
+    (suite(4, "one", "one, uneven", "step 1, uneven",
+           says="losses, norms and weights of two steps, also with unevenly many targets"),
+     suite(1, "step 1, muon", "step 1, smaller", says="a last micro-batch that is smaller, and another rule"),
+     suite(1, "one, small norm", "step 1, small norm", says="a norm below grad_clip: nothing is scaled up"),
      suite(2, "step 1", says="three steps, each with its learning rate; grad_clip 0; each layer runs again"),
-     suite(1, "one, again", says="--recompute full changes nothing"),
-     suite(2, "step 1, frozen", says="what does not train stays")),
+     suite(1, "one, again", "step 1, saved", says="--recompute full changes nothing, nor does a checkpoint"),
+     suite(2, "step 1, frozen", "step 1, bf16", says="what does not train stays; so do more digits than 16 bits have")),
 )  # fmt: skip
 
 

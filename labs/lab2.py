@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from common.comm import Group, Mesh
-from common.layout import layout_of, note_layout
+from common.layout import note_layout
 from common.model import Decoder
-from labs.course import Case, Lab, Question, Row, Task, at_most, demands, rows
+from labs.course import FOUND, Case, Lab, Question, Row, Task, as_ours, at_most, demands
 from labs.probes import Small, apart, decoder, fill, gradients, under_way
 from labs.suite import suite
 from labs.tape import Tape
@@ -24,7 +24,7 @@ class Naive(Case):
         mesh.join("data", "dp", "cp")
         mesh.enter("alone", np.arange(4)[:, None])
         groups = dict(expert="data", alone="alone")
-        model, place, wanted = nn.Module(), (mesh["dp"].rank, mesh["cp"].rank), {}
+        model = nn.Module()
         for i, name in enumerate(("a", "b", "c", "expert", "alone", "frozen")):
             param = nn.Parameter(torch.full((i + 2, 3), 0.5, dtype=torch.float64), requires_grad=name != "frozen")
             note_layout(param, data_dim=groups.get(name, "dp"))
@@ -33,16 +33,13 @@ class Naive(Case):
         sync.begin(1)
         for name, param in model.named_parameters():
             if param.requires_grad:
-                parts = self.draw(name, 2, 2, *param.shape)  # [dp, cp, ...]
-                param.grad = parts[place].clone()
-                sums = dict(expert=parts.sum((0, 1)), alone=parts[place])
-                wanted[f"the gradient of {name}"] = sums.get(name, parts.sum(0)[place[1]])
+                param.grad = self.draw(f"{name} {mesh.rank}", *param.shape)
         with Tape(mesh) as tape:
             sync.finish()
-        yield from rows(gradients(model), wanted)
+        yield from as_ours(gradients(model))
         yield "parameters that have changed", [n for n, p in model.named_parameters() if not torch.all(p == 0.5)], []
         yield "left: sums that nobody has waited for", tape.left(), []
-        yield "bytes sent", tape.sent(), dict(dp=8 * (2 + 3 + 4) * 3, data=1.5 * 8 * 5 * 3)
+        yield "bytes sent", tape.sent(), FOUND
 
 
 ONE_BY_ONE = Task(
@@ -57,19 +54,16 @@ class Ring(Case):
     """Task 2: the sum of a tensor of some shape, over ranks 1, 2 and 3 of four."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        group, sync, n = apart(mesh), step.RingSync.__new__(step.RingSync), self.ranks - 1
+        group, sync = apart(mesh), step.RingSync.__new__(step.RingSync)
         if group.size == 1:
             yield "the sum, the bytes, the operations of others", 0, 0
             return
-        parts = self.draw("x", n, *self.shape)
-        parts = (parts * 20).round().bfloat16() if self.narrow else parts  # whole numbers have exact sums
-        x = parts[group.rank].clone()
+        x = self.draw(f"x {group.rank}", *self.shape)
+        x = (x * 20).round().bfloat16() if self.narrow else x  # whole numbers have exact sums
         with Tape(mesh) as tape:
             sync.sum_up(x, group)
-        yield "the sum", x.double(), parts.double().sum(0)
-        sizes = [piece.nbytes for piece in parts[0].flatten().tensor_split(n)]
-        sent = 2 * sum(sizes) - sizes[(group.rank + 1) % n] - sizes[(group.rank + 2) % n]  # these once, others twice
-        yield "bytes sent", tape.sent(), dict(apart=sent) if sent else {}
+        yield "the sum", x.double(), FOUND
+        yield "bytes sent", tape.sent(), FOUND
         yield "operations beside messages", sorted({event.what for event in tape.starts()} - {"send", "recv"}), []
         yield "operations that nobody has waited for", tape.left(), []
 
@@ -108,9 +102,9 @@ class Lists(Case):
         groups = {name: Group(name, 0, 1, None) for name in ("dp", "expert_data")}
         found, full = (step.fill_buckets(some, groups, 16 * 8) for some in (params, wide_params(4, 7, 5, 1)))
         by_number = [[numbers[id(param)] for param in bucket.params] for bucket in found]
-        yield "the buckets, by number", by_number, [[0, 1], [2], [3], [4, 5], [6], [7], [8]]
-        yield "the buckets' groups", [bucket.group.name for bucket in found], ["dp"] * 3 + ["expert_data"] + ["dp"] * 3
-        yield "exactly full", [len(bucket.params) for bucket in full], [3, 1]
+        yield "the buckets, by number", by_number, FOUND
+        yield "the buckets' groups", [bucket.group.name for bucket in found], FOUND
+        yield "exactly full", [len(bucket.params) for bucket in full], FOUND
 
 
 class Bucket(Case):
@@ -119,10 +113,9 @@ class Bucket(Case):
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         params, group = wide_params(9, 4, 7), Group("dp", 0, 1, None)
         bucket = step.Bucket(params, group)
-        yield "the buffer at first", bucket.flat, torch.zeros(20).double()
-        yield "its dtype", str(bucket.flat.dtype), "torch.float64"
-        yield "the views begin at", [(v.data_ptr() - bucket.flat.data_ptr()) // 8 for v in bucket.views], [0, 9, 13]
-        yield "the views' shapes", [list(view.shape) for view in bucket.views], [[9, 1], [4, 1], [7, 1]]
+        yield from as_ours({"the buffer at first": bucket.flat, "its dtype": str(bucket.flat.dtype)})
+        yield "the views begin at", [(v.data_ptr() - bucket.flat.data_ptr()) // 8 for v in bucket.views], FOUND
+        yield "the views' shapes", [list(view.shape) for view in bucket.views], FOUND
         yield "its group and parameters", bucket.group is group and bucket.params == params, True
 
 
@@ -150,29 +143,12 @@ class Overlap(Small):
             model.model.layers["0"].mlp.up_proj.weight.requires_grad_(False)
         return model
 
-    def one_device(self, turn: int, says: str, rank: int = 0) -> dict[str, Tensor]:
-        """As of the ranks of dp; twice this rank's own, of what is summed over two ranks of cp."""
-        if "cp" not in self.mesh:
-            return super().one_device(turn, says)
-        parts = []
-        for some in (range(self.mesh["dp"]), [rank, rank]):
-            model = self.model()
-            sum(self.loss(model, r, turn, i) for r in some for i in range(self.micro)).backward()
-            parts.append(gradients(model, says))
-        return {name: parts[".layers.1.mlp" in name][name] for name in parts[0]}
-
     def loss(self, model: Decoder, rank: int, turn: int, micro: int) -> Tensor:
         loss = super().loss(model, rank, turn, micro)  # first, so that autograd comes to it last
         return loss + (micro + 1) * model.lm_head.spare.sum() if self.unused and rank == 0 else loss
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        model, buckets, last, n = self.model(), [0.0], "dp", self.mesh["dp"]  # bytes that a rank sends of each
-        for param in reversed([param for param in model.parameters() if param.requires_grad]):
-            size, dim = 8 * param.numel(), layout_of(param).data_dim
-            if buckets[-1] and (buckets[-1] + size > self.limit or dim != last):
-                buckets.append(0.0)
-            buckets[-1], last = buckets[-1] + size, dim
-        sent = [2 * (n - 1) / n * size for size in buckets]
+        model = self.model()
         sync = step.BucketSync(model, SimpleNamespace(bucket_mb=self.limit / 2**20), mesh)
         kept = 0
         for turn in (1, 2):
@@ -181,12 +157,11 @@ class Overlap(Small):
                 with Tape(mesh) as after:
                     sync.finish()
             kept = under_way() - kept
-            says = f"step {turn}: the gradient of"
-            yield from rows(gradients(model, says), self.one_device(turn, says, mesh["dp"].rank))
+            yield from as_ours(gradients(model, f"step {turn}: the gradient of"))
             yield f"step {turn}: sums that nobody has waited for at the end of finish()", whole.left(), []
             started = [event.sent for event in last.starts()]
             yield f"step {turn}: sums started before the last backward", sum(len(tape.starts()) for tape in before), 0
-            yield f"step {turn}: sums started in the last backward (bytes of each)", started, sent
+            yield f"step {turn}: sums started in the last backward (bytes of each)", started, FOUND
             yield f"step {turn}: sums started in finish()", len(after.starts()), 0
             yield f"step {turn}: waits in the last backward", last.waits(), 0
             if turn == 2:
@@ -219,8 +194,10 @@ HOOKS = Task(
 LOOP = Task(
     ("train",),
     (suite(3, "naive", "naive, uneven", "bucket", "ring", says="--sync naive, bucket and ring train as one device"),
-     suite(1, "step 2", says="three steps, each with its learning rate; grad_clip 0; each layer runs again"),
-     suite(1, "step 2, frozen", "step 2, overlap", says="what does not train stays; a variant attaches")),
+     suite(1, "step 2", "step 2, bf16",
+           says="three steps, each with its learning rate; grad_clip 0; each layer runs again; 16 bits"),
+     suite(1, "step 2, frozen", "step 2, overlap", "step 2, saved",
+           says="what does not train stays; a variant attaches; a checkpoint holds it all")),
 )  # fmt: skip
 
 QUESTION = Question(

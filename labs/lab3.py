@@ -1,7 +1,7 @@
 """Lab 3: ZeRO (step03_zero.py)."""
 
+import re
 from collections.abc import Iterator
-from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +11,8 @@ from torch import nn
 from common.comm import Group, Mesh
 from common.layout import note_layout
 from common.model import Decoder
-from labs.course import Case, Lab, Question, Row, Task, at_most, demands, rows
-from labs.probes import CPU, Small, adamw, decoder, update
+from labs.course import FOUND, Case, Lab, Question, Row, Task, as_ours, at_most, demands
+from labs.probes import CPU, Small, decoder
 from labs.suite import suite
 from labs.tape import Tape
 
@@ -21,13 +21,12 @@ class Slices(Case):
     """Task 1: `part` on each of n ranks, one after another."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        length = -(-sum(a * b for a, b in self.shapes) // self.n)
         for rank in range(self.n):
-            unit, at = self.unit(step, rank), 0
+            unit = self.unit(step, rank)
             own = torch.arange(unit.first, unit.first + unit.length)
-            for name, (a, b) in zip(unit.named, self.shapes, strict=True):
-                places, piece = torch.arange(at, at := at + a * b), unit.view_shard(own, name)
-                yield f"rank {rank}: its elements of {name}", piece.clone(), places[places // length == rank]
+            for name in unit.named:
+                piece = unit.view_shard(own, name)
+                yield f"rank {rank}: its elements of {name}", piece.clone(), FOUND
                 piece += 1000
                 written = int((own >= 1000).sum())
                 yield f"rank {rank}: the part of {name} is a view", written == piece.numel(), True
@@ -43,11 +42,9 @@ class Places(Slices):
     """`view` of the whole buffer; Unit.__init__ uses it, too."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        unit, at = self.unit(step, 0), 0
+        unit = self.unit(step, 0)
         whole = torch.arange(len(unit.flat))
-        for name, (a, b) in zip(unit.named, self.shapes, strict=True):
-            places = torch.arange(at, at := at + a * b).view(a, b)
-            yield f"the places of {name} in the buffer", unit.view(whole, name), places
+        yield from as_ours({f"the places of {name} in the buffer": unit.view(whole, name) for name in unit.named})
 
 
 class Units(Case):
@@ -57,12 +54,7 @@ class Units(Case):
         model = decoder(n_layers=12)
         for param in model.model.layers["10"].mlp.parameters():
             note_layout(param, data_dim="expert_data")
-        rest = ["input_layernorm", "post_attention_layernorm", *(f"self_attn.{x}_proj" for x in "qkvo")]
-        mlp = [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
-        units = [["model.embed_tokens.weight"], ["model.norm.weight", "lm_head.weight"]]
-        for i in range(12):
-            units += [[f"model.layers.{i}.{x}.weight" for x in p] for p in ([rest, mlp] if i == 10 else [rest + mlp])]
-        yield "the units", sorted(map(sorted, step.unit_names(model))), sorted(map(sorted, units))
+        yield "the units", sorted(map(sorted, step.unit_names(model))), FOUND
 
 
 SLICES = (dict(shapes=((2, 3), (4, 5), (1, 1), (3, 2)), n=4), dict(shapes=((5, 1), (2, 2), (1, 3)), n=5))
@@ -84,19 +76,6 @@ class Zero(Small):
         model, config = decoder(), SimpleNamespace(seed=self.seed % 1000, optimizer="adamw", weight_decay=0.1)
         return model, step.STAGES[self.stage](model, config, mesh, CPU, getattr(torch, self.dtype))
 
-    def units(self) -> list[tuple[int, dict[str, int]]]:
-        """By unit: elements of a slice; names, and where they begin in the buffer."""
-        sizes, found = {name: p.numel() for name, p in decoder().named_parameters()}, []
-        for head in ["model.embed_tokens.", *(f"model.layers.{i}." for i in range(3)), ("model.norm", "lm_head")]:
-            names = [name for name in sizes if name.startswith(head)]
-            *starts, end = accumulate((sizes[name] for name in names), initial=0)
-            found.append((-(-end // self.ranks), dict(zip(names, starts, strict=True))))
-        return found
-
-    def sent(self, width: int = 8) -> list[int]:
-        """Bytes that a rank sends of each unit in a reduce-scatter or an all-gather."""
-        return [width * (self.ranks - 1) * length for length, _ in self.units()]
-
 
 class Sums(Zero):
     """Two steps of micro-batches, without an update: slices of gradients, what is sent, and what is left between."""
@@ -111,17 +90,12 @@ class Sums(Zero):
                 left += sum(param.grad is not None for param in model.parameters()) if self.stage > 1 else 0
             with Tape(mesh) as tape:
                 zero.finish()
-            sums, times = sums + [round(event.sent) for event in tape.starts()], self.micro if self.stage > 1 else 1
+            sums += [round(event.sent) for event in tape.starts()]
             yield f"step {turn}: units with a whole gradient after a backward", left, at_most(1)
             yield f"step {turn}: matmuls run while a sum is under way", hidden > 0, True
-            yield f"step {turn}: bytes of the sums", sorted(sums), sorted(self.sent() * times)
+            yield f"step {turn}: bytes of the sums", sorted(sums), FOUND
             says = f"step {turn}: our part of the gradient of"
-            wanted = self.one_device(turn, says)
-            for length, unit in self.units():
-                for name, start in ((f"{says} {name}", start) for name, start in unit.items()):
-                    places = torch.arange(start, start + wanted[name].numel())
-                    wanted[name] = wanted[name].flatten()[places // length == mesh.rank]
-            yield from rows({f"{says} {name}": part.clone() for name, part in zero.gradients().items()}, wanted)
+            yield from as_ours({f"{says} {name}": part.clone() for name, part in zero.gradients().items()})
             for unit in zero.units:
                 unit.gradient = unit.reduced_shard = None
 
@@ -139,21 +113,15 @@ class Update(Zero):
     """Task 3: two updates from drawn gradients; what is held after them, and what is sent."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        (model, zero), dtype = self.optimizer(step, mesh), getattr(torch, self.dtype)
-        named = decoder(self.seed, dtype).named_parameters()
-        masters = {name: p.detach().to(torch.promote_types(dtype, torch.float32)) for name, p in named}
-        rule = adamw(masters.values(), 0.1)
+        model, zero = self.optimizer(step, mesh)
         for turn in (1, 2):
-            for name, master in masters.items():
-                master.grad = self.draw(f"{name} {turn}", *master.shape).to(master.dtype)
             for unit in zero.units:
                 flat = torch.zeros(len(unit.flat), dtype=unit.master.dtype)
-                for name in unit.named:
-                    unit.view(flat, name).copy_(masters[name].grad)
+                for name, param in unit.named.items():
+                    unit.view(flat, name).copy_(self.draw(f"{name} {turn}", *param.shape))
                 unit.grad_shard = flat[unit.first : unit.first + unit.length].clone()
                 for param in unit.named.values():
                     param.grad = torch.zeros_like(param, dtype=unit.master.dtype)
-            update(rule, 0.1 / turn)
             with Tape(mesh) as tape:
                 zero.step(0.1 / turn)
             after = tape.left()
@@ -161,10 +129,10 @@ class Update(Zero):
             left = [x for unit in zero.units for x in (unit.gradient, unit.reduced_shard, unit.grad_shard)]
             left += [param.grad for param in model.parameters()] + [piece.grad for piece in zero.masters.values()]
             yield f"gradients left after update {turn}", sum(x is not None for x in left), 0
-            yield f"bytes of update {turn}", tape.sent(), dict(dp=sum(self.sent(dtype.itemsize)))
+            yield f"bytes of update {turn}", tape.sent(), FOUND
             yield f"all-gathers of update {turn} that nobody has waited for", after, []
         for name, param in model.named_parameters():
-            yield f"{name} after two updates", param.double(), masters[name].to(dtype).double()
+            yield f"{name} after two updates", param, FOUND
 
 
 FP64, BF16 = ((dict(mesh=dict(dp=3), stage=1, dtype=dtype),) for dtype in ("float64", "bfloat16"))
@@ -195,19 +163,16 @@ class Gather(Case):
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         named = {f"p{i}": nn.Parameter(self.draw(f"p{i}", *shape)) for i, shape in enumerate(self.shapes)}
-        wanted = {name: param.detach().clone() for name, param in named.items()}
-        unit, length = step.ShardedUnit(named, mesh["dp"]), -(-sum(a * b for a, b in self.shapes) // self.ranks)
+        unit = step.ShardedUnit(named, mesh["dp"])
         yield "at first: bytes of the buffer", unit.flat.untyped_storage().nbytes(), 0
         for turn in (1, 2):
             with Tape(mesh) as tape:
                 unit.gather()
                 unit.gather()
             yield f"turn {turn}: waits in gather()", tape.waits(), 0
-            sent = dict(dp=8 * length * (self.ranks - 1))
-            yield f"turn {turn}: bytes sent by gather() and another gather()", tape.sent(), sent
+            yield f"turn {turn}: bytes sent by gather() and another gather()", tape.sent(), FOUND
             unit.gathering.wait()
-            for name, param in named.items():
-                yield f"turn {turn}: {name}", param.detach().clone(), wanted[name] * 3 ** (turn - 1)
+            yield from as_ours({f"turn {turn}: {name}": param.detach().clone() for name, param in named.items()})
             unit.free()
             unit.free()
             yield f"turn {turn}, after free(): bytes of the buffer", unit.flat.untyped_storage().nbytes(), 0
@@ -236,8 +201,8 @@ class There(Zero):
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         model, zero = self.optimizer(step, mesh)
         there: list[list[int]] = []
-        order = [next(iter(names)) for _, names in self.units()]  # of forward; 0 is the embedding
-        units = [next(unit for unit in zero.units if name in unit.named) for name in order]
+        order = [name for name in decoder().state_dict() if re.search("embed|input_layernorm|model.norm", name)]
+        units = [next(unit for unit in zero.units if name in unit.named) for name in order]  # as in forward
 
         def note(*_: Any):
             there.append([i for i, unit in enumerate(units) if unit.flat.untyped_storage().nbytes()])
@@ -245,7 +210,6 @@ class There(Zero):
         for layer in model.model.layers.values():
             layer.mlp.register_forward_pre_hook(note)
             layer.mlp.register_forward_hook(lambda _m, _i, output: (output.register_hook(note), None)[1])
-        (first, *layers, last), plain = self.sent(), self.model()
         zero.begin(self.micro)
         for i in range(self.micro):
             with Tape(mesh) as tape:
@@ -253,11 +217,11 @@ class There(Zero):
                     loss = self.loss(model, mesh.rank, 1, i)
                 with Tape(mesh) as backward:
                     loss.backward()
-            yield f"micro-batch {i}: {THERE}", [*there], [[1, 2], [2, 3], [3, 4], [2, 3], [1, 2], [1]]  # there and back
+            yield f"micro-batch {i}: {THERE}", [*there], FOUND
             there.clear()
-            yield f"micro-batch {i}: the loss", loss, self.loss(plain, mesh.rank, 1, i)
+            yield f"micro-batch {i}: the loss", loss, FOUND
             gathered = sum(event.sent for event in tape.starts() if "gather" in event.what)
-            yield f"micro-batch {i}: bytes gathered", gathered, first + 2 * sum(layers) + last
+            yield f"micro-batch {i}: bytes gathered", gathered, FOUND
             for way, part in (("forward", forward), ("backward", backward)):
                 yield f"micro-batch {i}: matmuls of {way} run while weights arrive", part.hidden("gather") > 0, True
         zero.finish()
@@ -274,7 +238,7 @@ STAGE_3 = Task(
               ("a layer is gathered twice in a micro-batch, embedding and head once", 2, "gathered"),
               ("a neighbour arrives while a layer computes", 1, "matmuls"),
               ("between steps no weights are there", 1, "between")),
-     suite(3, "zero 3", "step 3", "step 3, frozen 3", "afab, zero 3",
+     suite(3, "zero 3", "step 3", "step 3, frozen 3", "afab, zero 3", "step 3, bf16", "step 3, saved",
            says="--zero 3 trains as one device: layers run again, some do not train, no graph, a pipeline"),
      suite(1, "step 3, tied", says="so it does with a tied matrix")),
 )  # fmt: skip

@@ -11,27 +11,22 @@ from torch import Tensor, nn
 from common.comm import Group, Mesh
 from common.layout import note_layout
 from common.model import IGNORE, Decoder
-from labs.course import Case, Lab, Question, Row, Task, at_most, demands, rows
+from labs.course import FOUND, Case, Lab, Question, Row, Task, as_ours, at_most, demands
 from labs.probes import Small, decoder, fill, record, refused, there_and_back
 from labs.suite import suite
 from labs.tape import Tape
 
 
 class Tokens(Case):
-    """Task 1: whole sequences of `part` tokens a rank, [ranks, batch, seq, dim]: each rank has its own."""
+    """Task 1: whole sequences of `part` tokens a rank, [batch, seq, dim]: each rank has its own."""
 
-    def setup(self):
-        self.x = self.draw("x", self.ranks, self.b, self.ranks * self.part, self.dim)
-        self.half = dict(tp=(self.ranks - 1) * self.x[0].nbytes / self.ranks)  # bytes of half an all-reduce
-        self.whole = dict(tp=2 * self.half["tp"])
+    def own(self, rank: int) -> Tensor:
+        """A rank's."""
+        return self.draw(f"x {rank}", self.b, self.ranks * self.part, self.dim)
 
     def here(self, rank: int) -> slice:
         """A rank's tokens."""
         return slice(rank * self.part, (rank + 1) * self.part)
-
-    def gathered(self) -> Tensor:
-        """Each rank's tokens."""
-        return torch.cat([x[:, self.here(rank)] for rank, x in enumerate(self.x)], 1)
 
 
 def strided(x: Tensor) -> Tensor:
@@ -43,19 +38,12 @@ class Collective(Tokens):
     """One of the three, of tensors that are contiguous (`dense`) or not."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        here, total = self.here(mesh.rank), self.x.sum(0)
-        x = self.x[mesh.rank][:, here] if self.name == "gather_tokens" else self.x[mesh.rank]
+        x = self.own(mesh.rank)
+        x = x[:, self.here(mesh.rank)] if self.name == "gather_tokens" else x
         given = x.clone(memory_format=torch.contiguous_format) if self.dense else strided(x)
-        result, sent = dict(
-            sum_over_ranks=(total, self.whole),
-            gather_tokens=(self.gathered(), self.half),
-            sum_and_shard_tokens=(total[:, here], self.half),
-        )[self.name]
         with Tape(mesh) as tape:
             found = getattr(step, self.name)(given, mesh["tp"])
-        yield "the result", found, result
-        yield "bytes sent", tape.sent(), sent
-        yield "the input after the call", given, x
+        yield from as_ours({"the result": found, "bytes sent": tape.sent(), "the input after the call": given})
 
 
 def blocks(name: str) -> tuple[dict[str, Any], ...]:
@@ -82,21 +70,11 @@ class Pair(Tokens):
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         group, here, f = mesh["tp"], self.here(mesh.rank), self.name == "f"
-        x, dy = self.x[mesh.rank], self.draw("dy", *self.x.shape)
-        if f:  # a copy; its transpose is a sum
-            output, gradient, dy, forward, backward = x, dy.sum(0), dy[mesh.rank], {}, self.whole
-        else:
-            output, gradient, dy, forward, backward = self.x.sum(0), dy[0], dy[0], self.whole, {}
-        if self.sp and f:
-            x, output, gradient = x[:, here], self.gathered(), gradient[:, here]
-        elif self.sp:
-            output, dy = output[:, here], dy[:, here]
+        x, dy = self.own(mesh.rank), self.draw(f"dy {mesh.rank * f}", *self.own(0).shape)
         if self.sp:
-            forward = backward = self.half
+            x, dy = (x[:, here], dy) if f else (x, dy[:, here])
         block, names = step.enter_block if f else step.leave_block, ("the output", "the gradient of the input")
-        found = there_and_back(names, lambda x: block(x, group, self.sp), [strided(x)], dy, mesh)
-        wanted = dict(zip(names, (output, gradient), strict=True)) | {"the inputs stay": True}
-        yield from rows(found, wanted | {"bytes forward": forward, "bytes backward": backward})
+        yield from as_ours(there_and_back(names, lambda x: block(x, group, self.sp), [strided(x)], dy, mesh))
 
 
 (F_PLAIN, F_SP), (G_PLAIN, G_SP) = (
@@ -141,11 +119,9 @@ class Embedding(Words):
         ids = self.own(mesh.rank)
         layer = step.VocabParallelEmbedding(nn.Parameter(self.part(table, mesh.rank, 0.0).T.clone()), ids)
         given, names = self.tokens.clone(), ("the embedding", "gradient")
-        here = ((given >= ids.start) & (given < ids.stop))[..., None]
         found = there_and_back(names, lambda _: layer(given), [layer.weight], dy)
-        wanted = there_and_back(names, lambda x: F.embedding(self.tokens, x) * here, [table.T], dy)
-        yield "the embedding", found["the embedding"], wanted["the embedding"]
-        yield "the gradient of its weight", found["gradient"][: len(ids)], wanted["gradient"][ids.start : ids.stop]
+        yield "the embedding", found["the embedding"], FOUND
+        yield "the gradient of its weight", found["gradient"][: len(ids)], FOUND
         yield "tokens stay", torch.equal(given, self.tokens), True
 
     def explain(self, rank: int, key: str, found: Any, expected: Any) -> str:
@@ -169,14 +145,9 @@ class Loss(Words):
         def part(logits: Tensor) -> Tensor:
             return step.VocabParallelCrossEntropy.apply(logits, targets, self.own(mesh.rank), mesh["tp"])
 
-        def whole(logits: Tensor) -> Tensor:
-            return F.cross_entropy(logits.flatten(0, 1), self.targets.flatten(), ignore_index=IGNORE, reduction="sum")
-
-        wanted = there_and_back(names, whole, [logits], seventh)
-        wanted[names[1]] = self.part(wanted[names[1]], mesh.rank, 0.0)
-        sent = {"bytes forward": dict(tp=at_most(2.5 * (self.ranks - 1) * targets.nbytes)), "bytes backward": {}}
         found = there_and_back(names, part, [self.part(logits, mesh.rank, 3.0)], seventh, mesh)
-        yield from rows(found, wanted | sent)
+        yield "bytes forward", found.pop("bytes forward"), dict(tp=at_most(2.5 * (self.ranks - 1) * targets.nbytes))
+        yield from as_ours(found)
         yield "targets stay", torch.equal(targets, self.targets), True
 
 
@@ -206,16 +177,8 @@ class Records(Small):
         return model
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        found, wanted = (dict(model.named_parameters()) for model in (self.cut(step, mesh), decoder(tied=self.tied)))
-        yield "parameters", sorted(found), sorted(wanted)
-        for name, param in wanted.items():
-            shape, cuts = list(param.shape), []
-            if len(shape) > 1:
-                dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
-                full, part = shape[dim], -(-shape[dim] // 2)
-                cuts, shape[dim] = [[dim, "tp", mesh.rank * part, (mesh.rank + 1) * part, full]], part
-            if name in found:
-                yield from record(name, found[name], shape, cuts, ["tp"] if self.sp and len(shape) == 1 else [])
+        for name, param in self.cut(step, mesh).named_parameters():
+            yield from record(name, param)
 
 
 class Model(Records):
@@ -227,23 +190,20 @@ class Model(Records):
         with Tape(mesh) as tape:
             loss = self.loss(model)
             loss.backward()
-        yield "the loss", loss, self.loss(decoder(self.seed, tied=self.tied))
-        activations = (8 * 3 + 4) * 2 * 6 * 16 * 8 / 2  # with SP and without; four blocks' ends in each of 3 layers
-        yield "bytes of a micro-batch", tape.sent(), dict(tp=activations + 2 * 12 * 8)
+        yield from as_ours({"the loss": loss, "bytes of a micro-batch": tape.sent()})
 
 
 class Cut(Case):
     """`cut` along both dimensions, of a parameter that is cut already; and in a group of one. What must not work."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        parts = ([[0, "tp", 4, 8, 10], [0, "ep", 2, 4, 4]], [2, 7]), ([[1, "tp", 3, 6, 7], [1, "ep", 2, 4, 3]], [10, 2])
-        for dim, (cuts, shape) in enumerate(parts):
+        for dim in (0, 1):
             weight = nn.Parameter(torch.empty(10, 7, device="meta"), requires_grad=dim == 0)
             for ranks, name in ((3, "tp"), (2, "ep")):
                 weight = step.shard_param(weight, dim, Group(name, 1, ranks, None))
-            yield from record(f"the part along {dim}", weight, shape, cuts, [])
-            yield f"the part along {dim} is trained", weight.requires_grad, dim == 0
-            yield f"the part along {dim} has memory", weight.device.type != "meta", False
+            yield from record(f"the part along {dim}", weight)
+            yield f"the part along {dim} is trained", weight.requires_grad, FOUND
+            yield f"the part along {dim} has memory", weight.device.type != "meta", FOUND
         yield "a group of one changes it", step.shard_param(weight, 0, Group("tp", 0, 1, None)) is not weight, False
         weight, heads = nn.Parameter(torch.empty(12, 8, device="meta")), SimpleNamespace(n_kv_heads=2)
         error = refused(step.shard_heads, weight, {"tp": Group("tp", 0, 3, None)}, heads)
@@ -255,7 +215,7 @@ CUTS = Task(
     ("shard_param", "shard_heads", "shard_tensors"),
     (*demands(Cut, ({},), ("shard_param: the shard, its record, a group of one; shard_heads refuses", 2)),
      *demands(Records, CUT,
-              ("every matrix is cut along the right dimension, a tied one once", 3, "shape", "cuts of", "parameters"),
+              ("every matrix is cut along the right dimension, a tied one once", 3, "shape", "cuts of"),
               ("norms are partial over tp with SP, and nothing else is", 2, "partial_over")),
      *demands(Model, CUT,
               ("the loss is that of one device", 2, "the loss"),
@@ -269,21 +229,17 @@ class Sums(Case):
     """Task 5: gradients of five parameters with different records."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        model, gradients, wanted, place = nn.Module(), {}, {}, (mesh["cp"].rank, mesh["tp"].rank)
+        model, gradients = nn.Module(), {}
         for name, over in PARTIAL.items():
-            parts = self.draw(name, 2, 2, len(name), 3)  # [cp, tp, ...]
             param = nn.Parameter(torch.zeros(len(name), 3, dtype=torch.float64))
             note_layout(param, partial_over=over)
             model.register_parameter(name, param)
-            gradients[name] = parts[place].clone()
-            for axis, dim in enumerate(("cp", "tp")):
-                parts = parts.sum(axis, keepdim=True).expand(2, 2, -1, -1) if dim in over else parts
-            wanted[f"the gradient of {name}"] = parts[place]
+            gradients[name] = self.draw(f"{name} {mesh.rank}", len(name), 3)
         held = {f"the gradient of {name}": value for name, value in gradients.items()}
         with Tape(mesh) as tape:
             step.sum_partial_gradients(model, gradients, mesh)
-        yield from rows(held, wanted)
-        yield "collectives", len(tape.starts()), 2
+        yield from as_ours(held)
+        yield "collectives", len(tape.starts()), FOUND
 
 
 LAST = Task(
@@ -292,7 +248,8 @@ LAST = Task(
               ("sums over the groups that a record names, in place", 2, "gradient"),
               ("one all-reduce a group", 1, "collectives")),
      suite(4, "tp", "tp, no sp", "step 4, overlap", says="--tp 2 trains as one device, also without SP; a variant"),
-     suite(2, "tp, tied", "step 4, no sp", "step 4", says="so it does with a tied matrix, in three steps, with ZeRO")),
+     suite(2, "tp, tied", "step 4, no sp", "step 4", "step 4, bf16", "step 4, saved",
+           says="so it does with a tied matrix, in three steps, with ZeRO")),
 )  # fmt: skip
 
 

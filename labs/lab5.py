@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from common.comm import Mesh
 from common.layout import layout_of
 from common.model import attend
-from labs.course import Case, Lab, Question, Row, Task, at_most, demands, rows
+from labs.course import FOUND, Case, Lab, Question, Row, Task, as_ours, at_most, demands
 from labs.probes import decoder, members, refused, same, there_and_back
 from labs.suite import suite
 from labs.tape import Tape
@@ -50,11 +50,6 @@ class Block(Case):
         return [self.heads("q", 6, self.s), *own, *past]
 
 
-def one_part(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """part_attention, written out."""
-    return softmax_of(q, k, v, triangle(q.shape[2]) if causal else torch.ones(q.shape[2], k.shape[2]).bool())
-
-
 class Part(Block):
     """A part on the diagonal, and an earlier one, with more keys than queries."""
 
@@ -62,9 +57,8 @@ class Part(Block):
         q, k, v, *past = given = self.inputs()
         before = [x.clone() for x in given]
         for name, keys in (("causal", (k, v)), ("not causal", past)):
-            found, wanted = (attention(q, *keys, name == "causal") for attention in (step.part_attention, one_part))
-            yield f"{name}: o", found[0], wanted[0]
-            yield f"{name}: lse", found[1], wanted[1]
+            o, lse = step.part_attention(q, *keys, name == "causal")
+            yield from as_ours({f"{name}: o": o, f"{name}: lse": lse})
         yield "the inputs stay", same(before, given), True
 
 
@@ -72,36 +66,28 @@ class Narrow(Block):
     """16 bits."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        inputs = [x.bfloat16() for x in self.inputs()[:3]]
-        lse = step.part_attention(*inputs, True)[1]
+        lse = step.part_attention(*(x.bfloat16() for x in self.inputs()[:3]), True)[1]
         yield "lse has 32 bits or more", lse.dtype.itemsize >= 4, True
-        yield "lse", lse, one_part(*(x.double() for x in inputs), True)[1]
+        yield "lse", lse, FOUND
 
 
 class Merge(Block):
     """Parts of 7, 6 and 5 keys, begun with none; the last one in an order reaches the last two queries only."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        q, keys = self.inputs()[0], [[self.heads(f"{x} {i}", 3, self.past - i) for x in "kv"] for i in range(3)]
-        parts = [one_part(q, *kv, False) for kv in keys]
-        untouched = True
+        q, lengths = self.inputs()[0], (self.past, self.past - 1, self.past - 2)
+        keys = [[self.heads(f"{x} {n}", 3, n) for x in "kv"] for n in lengths]
+        parts = [softmax_of(q, *kv, torch.ones(self.s, n).bool()) for kv, n in zip(keys, lengths, strict=True)]
         for order in ((0, 1, 2), (2, 0, 1)):
             o, lse = torch.zeros_like(parts[0][0]), torch.full_like(parts[0][1], -torch.inf)
             for i in order:
                 some = slice(self.s - 2 if i == order[-1] else 0, None)
                 step.merge(o[:, :, some], lse[:, :, some], *(part := [x[:, :, some].clone() for x in parts[i]]))
-                untouched = untouched and same([x[:, :, some] for x in parts[i]], part)
-            k, v = (torch.cat([keys[i][x] for i in order], 2) for x in (0, 1))
-            seen = torch.ones(self.s, k.shape[2]).bool()
-            seen[: self.s - 2, -keys[order[-1]][0].shape[2] :] = False
-            wanted = softmax_of(q, k, v, seen)
-            yield f"parts {order}: o", o, wanted[0]
-            yield f"parts {order}: lse", lse, wanted[1]
-        yield "the parts that were merged stay", untouched, True
+                yield f"parts {order}: {i} stays", same([x[:, :, some] for x in parts[i]], part), True
+            yield from as_ours({f"parts {order}: o": o, f"parts {order}: lse": lse})
         (o, lse), (part, part_lse) = ([x.clone() for x in some] for some in parts[:2])
-        wanted = o.lerp(part.bfloat16().double(), torch.sigmoid(part_lse - lse)[..., None])
         step.merge(o, lse, part.bfloat16(), part_lse)
-        yield "a part in 16 bits: o", o, wanted
+        yield "a part in 16 bits: o", o, FOUND
 
 
 LARGE = (dict(large=True),)
@@ -157,8 +143,7 @@ class Positions(Case):
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         for n, chunk in SIZES:
             for r in range(n):
-                found, wanted = (rule(2 * n * chunk, r, n) for rule in (step.zigzag_positions, zigzag))
-                yield f"{n} ranks: rank {r}", found, wanted
+                yield f"{n} ranks: rank {r}", step.zigzag_positions(2 * n * chunk, r, n), FOUND
         errors = [refused(step.zigzag_positions, s, 0, n) for s, n in ((6, 2), (10, 4), (7, 3), (9, 2))]
         yield "the error", errors, ["UserError"] * 4
 
@@ -178,8 +163,8 @@ class Pairs(Case):
                     seen = seen.tril() if causal else seen
                     pairs[these[:, None], those] += seen
                     by_rank[rank] += int(seen.sum())
-            yield f"{n} ranks: how often a query (row) meets a key (column)", pairs, triangle(s).long()
-            yield f"{n} ranks: pairs of each rank", by_rank, [chunk * (s + 1)] * n
+            yield f"{n} ranks: how often a query (row) meets a key (column)", pairs, FOUND
+            yield f"{n} ranks: pairs of each rank", by_rank, FOUND
 
 
 TOKENS = Task(
@@ -195,18 +180,16 @@ class Shares(Block):
     """Task 3: each part's share of dq, dk, dv, of attention to all keys. lse has gaps between the heads."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        q, k, v, past_k, past_v = leaves = [x.requires_grad_() for x in self.inputs()]
+        q, k, v, past_k, past_v = self.inputs()
         seen = torch.cat((torch.ones(self.s, self.past).bool(), triangle(self.s)), 1)
         o, lse = softmax_of(q, torch.cat((past_k, k), 2), torch.cat((past_v, v), 2), seen)
-        do = self.draw("do", *o.shape)
-        wanted = torch.autograd.grad(o, leaves, do)
-        lse = torch.nn.functional.pad(lse, (1, 1))[..., 1:-1]
-        q, k, v, past_k, past_v, o, lse = given = [x.detach() for x in (*leaves, o, lse)]
+        lse, do = torch.nn.functional.pad(lse, (1, 1))[..., 1:-1], self.draw("do", *o.shape)
+        given = (do, q, k, v, o, lse, past_k, past_v)
         before = [x.clone() for x in given]
         own = step.part_gradients(do, q, k, v, o, lse, True)
         past = step.part_gradients(do, q, past_k, past_v, o, lse, False)
         names = ("both parts' dq, added", "causal: dk", "causal: dv", "not causal: dk", "not causal: dv")
-        yield from zip(names, (own[0] + past[0], *own[1:], *past[1:]), wanted, strict=True)
+        yield from as_ours(dict(zip(names, (own[0] + past[0], *own[1:], *past[1:]), strict=True)))
         yield "the inputs stay", same(before, given), True
 
 
@@ -216,12 +199,10 @@ class NarrowShares(Block):
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         q, k, v, *_ = [x.bfloat16() for x in self.inputs()]
         o, lse = softmax_of(*(x.float() for x in (q, k, v)), triangle(self.s))
-        leaves = [x.double().requires_grad_() for x in (q, k, v)]
         do = self.draw("do", *o.shape).bfloat16()
-        wanted = torch.autograd.grad(softmax_of(*leaves, triangle(self.s))[0], leaves, do.double())
-        for name, found, right in zip("qkv", step.part_gradients(do, q, k, v, o, lse, True), wanted, strict=True):
-            yield f"the dtype of d{name}", str(found.dtype), "torch.float32"
-            yield f"d{name}", found.double(), right
+        for name, found in zip("qkv", step.part_gradients(do, q, k, v, o, lse, True), strict=True):
+            yield f"the dtype of d{name}", str(found.dtype), FOUND
+            yield f"d{name}", found, FOUND
 
 
 SHARES = Task(
@@ -242,10 +223,8 @@ class Ring(Case):
 
     def setup(self):
         self.positions, self.visible = RULES[self.rule]
-        *qkv, do = (self.draw(name, 2, n, self.ranks * 14, 5) for name, n in dict(q=6, k=3, v=3, do=6).items())
-        self.inputs = [*qkv, do]  # of all ranks; and the output and the gradients of q, k and v on one device
-        found = there_and_back(NAMES, lambda *qkv: softmax_of(*qkv, triangle(self.ranks * 14))[0], qkv, do)
-        self.wanted = {name: found[name] for name in NAMES}
+        heads = dict(q=6, k=3, v=3, do=6)
+        self.inputs = [self.draw(name, 2, n, self.ranks * 14, 5) for name, n in heads.items()]  # of all ranks
 
     def own(self, rank: int, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:
         """A rank's q, k, v, and its do."""
@@ -255,11 +234,6 @@ class Ring(Case):
     def part(self, rank: int, x: Tensor) -> Tensor:
         """A rank's tokens."""
         return x[:, :, self.positions(self.ranks * 14, rank, self.ranks)]
-
-    def sent(self, dtype: torch.dtype = torch.float64) -> tuple[dict, dict]:
-        """Bytes forward and backward: k and v n - 1 times each way, their sums n times, in fp32 at least."""
-        n, part = self.ranks, PART * dtype.itemsize
-        return {"cp": (n - 1) * part}, {"cp": (n - 1) * part + n * PART * max(4, dtype.itemsize)}
 
     def idle(self, tape: Tape) -> float:
         """In how many hops nothing was awaited from a neighbour while the rank computed."""
@@ -282,9 +256,9 @@ class Forward(Ring):
         timeline.phase("forward")
         with Tape(mesh) as tape, timeline:
             o = step.RingAttention.apply(*leaves, mesh["cp"], visible)
-        yield "output", o.clone(), self.part(mesh.rank, self.wanted["output"])
+        yield "output", o.clone(), FOUND
         yield "the inputs stay", same(before, qkv), True
-        yield "bytes sent", tape.sent(), self.sent()[0]
+        yield "bytes sent", tape.sent(), FOUND
         yield IDLE, self.idle(tape), at_most(1.0)  # only the last hop has nothing that follows
         kept = (timeline.total["activations"] - o.nbytes) / (PART * 8)
         yield LEFT, kept, at_most(2.5)  # own k and v, a copy of q and the lse may stay
@@ -304,10 +278,9 @@ class Backward(Ring):
             o = step.RingAttention.apply(*(x.requires_grad_() for x in qkv), mesh["cp"], self.visible)
             with Tape(mesh) as tape:
                 grads = torch.autograd.grad(o, qkv, do)
-            yield f"{dtype}: bytes sent", tape.sent(), self.sent(dtype)[1]
-            yield f"{dtype}: dtypes", [str(grad.dtype) for grad in grads], [str(dtype)] * 3
-        for name, grad in zip(NAMES[1:], grads, strict=True):
-            yield name, grad, self.part(mesh.rank, self.wanted[name])
+            yield f"{dtype}: bytes sent", tape.sent(), FOUND
+            yield f"{dtype}: dtypes", [str(grad.dtype) for grad in grads], FOUND
+        yield from as_ours(dict(zip(NAMES[1:], grads, strict=True)))
         yield IDLE, self.idle(tape), at_most(0.0)
 
 
@@ -338,9 +311,8 @@ class Attend(Ring):
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         *leaves, dy = (self.part(mesh.rank, x).transpose(1, 2) for x in self.inputs)
         more = dict(visible=self.visible) if self.rule != "zigzag" else {}
-        found = there_and_back(NAMES, lambda *qkv: step.ring_attention(*qkv, mesh["cp"], **more), leaves, dy, mesh)
-        yield from rows(found, {name: self.part(mesh.rank, x).transpose(1, 2) for name, x in self.wanted.items()})
-        yield from rows(found, dict(zip(("bytes forward", "bytes backward"), self.sent(), strict=True)))
+        attention = lambda *qkv: step.ring_attention(*qkv, mesh["cp"], **more)  # noqa: E731
+        yield from as_ours(there_and_back(NAMES, attention, leaves, dy, mesh))
 
 
 def every_other(s: int, rank: int, n: int) -> Tensor:
@@ -352,15 +324,13 @@ class Shard(Case):
     """What `shard_context` does to a model and a mesh, with a mode of our own."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        (dp, cp, tp), place = self.mesh.values(), mesh["cp"].rank
         model = decoder(seq_len=24, tied=self.tied)
         mode = step.ContextMode(every_other, lambda q, k, v, group: f"{q}{k}{v} {group.name} {group.rank}")
-        yield "tokens", step.shard_context(model, mesh, mode, True), every_other(24, place, cp)
+        yield "tokens", step.shard_context(model, mesh, mode, True), FOUND
         cores = [layer.self_attn.attend for layer in model.model.layers.values()]
-        found = [core is attend or core("q", "k", "v") for core in cores]
-        yield "attention of each layer", found, [f"qkv cp {place}" if cp > 1 else True] * 3
-        yield "data_dim of the parameters", sorted({layout_of(p).data_dim for p in model.parameters()}), ["data"]
-        yield 'ranks of mesh["data"]', members(mesh, "data"), torch.arange(dp * cp) * tp + mesh.rank % tp
+        yield "attention of each layer", [core is attend or core("q", "k", "v") for core in cores], FOUND
+        yield "data_dim of the parameters", sorted({layout_of(p).data_dim for p in model.parameters()}), FOUND
+        yield 'ranks of mesh["data"]', members(mesh, "data"), FOUND
 
 
 class Refused(Case):
@@ -380,7 +350,7 @@ WHOLE = Task(
               ("attention as the model calls it, both ways, with as few bytes as can be", 2)),
      *demands(Shard, MESHES, ("every layer, every record, the positions and the ranks that sum gradients", 2)),
      *demands(Refused, (dict(mesh=dict(dp=1, cp=2, tp=2)),), ("tokens that tp cannot divide are a UserError", 1)),
-     suite(4, "cp", "cp 3", "step 5", "step 5, zero", "step 5, flash",
+     suite(4, "cp", "cp 3", "step 5", "step 5, zero", "step 5, flash", "step 5, bf16", "step 5, saved",
            says="--cp trains as one device: with two and three ranks, tp, ZeRO, three steps, a variant")),
 )  # fmt: skip
 

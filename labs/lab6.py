@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from common.comm import Group, Mesh
 from common.layout import layout_of
-from common.model import IGNORE, Decoder
+from common.model import IGNORE
 from common.schedules import COSTS, Action, Place, consumer, round_robin, simulate
-from labs.course import Case, Lab, Question, Row, Task, at_most, demands, rows
+from labs.course import FOUND, Case, Lab, Question, Row, Task, as_ours, at_most, demands
 from labs.probes import SHAPE, decoder, gradients, refused
 from labs.suite import CALLS, suite
-from labs.tape import Event, Tape
+from labs.tape import Event, Graphs, Tape
 
 Lists, Places = list[list[Action]], list[Place]  # the actions of each rank; of all stages
 Program = list[tuple[str, Action, int | None]]  # verb, action, peer
@@ -117,13 +117,6 @@ THREE = [Place(0, range(0, 1), None, 1), Place(0, range(1, 3), 0, 2), Place(0, r
 class Piped(Case):
     """Task 2: m micro-batches of two sequences, the last one of one, in a pipeline; what one device finds."""
 
-    def model(self, n_layers: int) -> Decoder:
-        """Also its norms are drawn."""
-        model = decoder(0, n_layers=n_layers)
-        for name, param in model.named_parameters():
-            param.data = self.draw(name, *param.shape) * 0.3
-        return model
-
     def batch(self) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
         """Tokens and targets by micro-batch; target tokens; positions."""
         shape = 2 * self.m - 1, SHAPE["seq_len"]
@@ -132,31 +125,17 @@ class Piped(Case):
         targets[1] = IGNORE
         return [*tokens.split(2)], [*targets.split(2)], (targets != IGNORE).sum(), torch.arange(shape[1]).flip(0) * 2
 
-    def as_one_device(self, loss: Tensor, model: Decoder, places: Places, rank: int = 0) -> Iterator[Row]:
-        """The loss, if the rank has the last stage, and the gradients of its stages, beside those of a whole model."""
-        whole, (xs, ys, n, positions) = self.model(places[-1].layers.stop), self.batch()
-        wanted = whole(torch.cat(xs), torch.cat(ys), positions) / n
-        wanted.backward()
-        yield "the loss", loss.item(), wanted.item() * (places[-1].rank == rank)
-        parts = [f"layers.{i}." for place in places if place.rank == rank for i in place.layers]
-        parts += ["embed"] * (places[0].rank == rank) + ["model.norm", "lm_head"] * (places[-1].rank == rank)
-        own = {name: grad for name, grad in gradients(whole).items() if any(part in name for part in parts)}
-        yield from rows(gradients(model), own)
-
 
 class Parts(Piped):
     """forward_stage, three times."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        model, (xs, ys, _, positions) = self.model(4), self.batch()
-        x = xs[0]
-        for place in THREE:
-            x = step.forward_stage(model, place, x, ys[0], positions)
-        yield "a micro-batch's sum", x.item(), self.model(4)(xs[0], ys[0], positions).item()
-        model, x = model.bfloat16(), xs[0]
-        for place in THREE:
-            x = step.forward_stage(model, place, x, ys[0], positions)
-        yield "a micro-batch's sum in 16 bits", x.item(), self.model(4).bfloat16()(xs[0], ys[0], positions).item()
+        model, (xs, ys, _, positions) = self.drawn(decoder(0, n_layers=4)), self.batch()
+        for dtype in (torch.float64, torch.bfloat16):
+            x, model = xs[0], model.to(dtype)
+            for place in THREE:
+                x = step.forward_stage(model, place, x, ys[0], positions)
+            yield f"a micro-batch's sum, {dtype}", x.item(), FOUND
 
 
 FORWARD, BACKWARD = (
@@ -170,15 +149,8 @@ class Stages(Piped):
     """Three micro-batches through three stages of one rank, two in flight; messages are copies."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        model, (xs, ys, n, positions) = self.model(4), self.batch()
-        gone, asked, held, graphs = [], [], [], weakref.WeakSet()
-
-        def note(_module: Any, _inputs: tuple, output: Tensor):
-            output.grad_fn.metadata["token"] = token = torch.nn.Module()  # lives as long as the graph
-            graphs.add(token)
-
-        for layer in model.model.layers.values():
-            layer.mlp.register_forward_hook(note)
+        model, (xs, ys, n, positions) = self.drawn(decoder(0, n_layers=4)), self.batch()
+        gone, asked, held, graphs = [], [], [], Graphs(model)
 
         class Pipeline(step.Pipeline):
             def execute(self):
@@ -198,9 +170,9 @@ class Stages(Piped):
         pipeline = Pipeline(model, THREE, Group("pp", 0, 1, None), positions, 1)
         gc.collect(), gc.disable()
         loss = pipeline.step(xs, ys, n)
-        yield "graphs that are left after the last backward", len(graphs), 0
+        yield "graphs that are left after the last backward", len(graphs.alive), 0
         gc.enable()
-        yield from self.as_one_device(loss, model, THREE)
+        yield from as_ours({"the loss": loss.item()} | gradients(model))
         yield "sent: outputs that want gradients", any(asked), False
         yield "sent: outputs whose memory stays", max(held), 0
 
@@ -237,32 +209,21 @@ def stuck(logs: list[Log]) -> str:
     return f"ranks {late} wait for one another, if a send waits for its receiver" if late else ""
 
 
-def split_exchanges(log: Log) -> int:
-    """How often something was sent, awaited, and only then received from the same rank, with no work in between."""
-    count, last, number = 0, None, -1  # the last thing: a send that was awaited, and to whom
-    sends: dict[int, int] = {}
-    for what, value in log:
-        if what in ("send", "recv"):
-            number += 1
-            count += what == "recv" and last == value[0]
-            last = None
-        if what == "send":
-            sends[number] = value[0]
-        elif what == "wait":
-            last = sends.get(value, last)
-        elif what == "mark":
-            last = None
-    return count
+class Message(NamedTuple):
+    """A message of a log: "send" or "recv", the peer, where it starts, and where it is awaited (or the log ends)."""
+
+    kind: str
+    peer: int
+    start: int
+    stop: int
 
 
-def under_way(log: Log, kind: str) -> list[int]:
-    """How many actions began between each message's start and the wait for it."""
-    starts, counts = [at for at, (what, _) in enumerate(log) if what in ("send", "recv")], []
-    for number, at in enumerate(starts):
-        stop = log.index(("wait", number)) if ("wait", number) in log else at
-        if log[at][0] == kind:
-            counts.append(sum(what == "mark" for what, _ in log[at:stop]))
-    return counts
+def messages_of(log: Log, kind: str) -> list[Message]:
+    """Those of one kind."""
+    starts = [at for at, (what, _) in enumerate(log) if what in ("send", "recv")]
+    ends = {number: log.index(("wait", number)) for number in range(len(starts)) if ("wait", number) in log}
+    found = [Message(log[at][0], log[at][1][0], at, ends.get(number, len(log))) for number, at in enumerate(starts)]
+    return [message for message in found if message.kind == kind]
 
 
 class Run(Piped):
@@ -271,7 +232,7 @@ class Run(Piped):
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         (xs, ys, n, positions), rank, tape = self.batch(), mesh["pp"].rank, Tape(mesh)
         cls = getattr(step, self.kind)
-        model, pipeline = self.model(len(self.places)), cls.__new__(cls)
+        model, pipeline = self.drawn(decoder(0, n_layers=len(self.places))), cls.__new__(cls)
         step.Pipeline.__init__(pipeline, model, self.places, mesh["pp"], positions, 1)
 
         def marked(kind: str, act: Any) -> Any:
@@ -290,35 +251,27 @@ class Run(Piped):
         log = [(e.what, (e.peer, "")) if e.kind == "start" else e[:2] for e in tape.events if e.kind != "compute"]
         logs: list[Any] = [None] * mesh["pp"].size
         dist.all_gather_object(logs, log, group=mesh["pp"].handle)
-        yield from self.as_one_device(loss, model, self.places, rank)
-        ends = [end for place in self.places if place.rank == rank for end in place[2:] if end is not None]
-        messages = sum(self.places[end].rank != rank for end in ends)  # one for each x and dx
-        sent = messages * (2 * self.m - 1) * SHAPE["seq_len"] * SHAPE["dim"] * 8.0
-        yield "messages: bytes", tape.sent(), {"pp": sent}
+        yield from as_ours({"the loss": loss.item()} | gradients(model) | {"messages: bytes": tape.sent()})
         yield "messages: deadlock", stuck(logs), ""
         yield "messages: nobody has waited for", tape.left(), []
         order = self.lists[rank]
         yield "the order of work", [str(act) for what, act in log if what == "mark"], [str(tuple(a)) for a in order]
+        sent, received = messages_of(log, "send"), messages_of(log, "recv")
         if self.kind == "OneForwardOneBackward" and self.m >= mesh["pp"].size - rank:  # else forward ends first
-            yield "messages: two exchanges where y and dy, or dx and x, pass at once", split_exchanges(log), 0
+            apart = [  # sent, awaited, and only then received from the same rank, with no work in between
+                r
+                for r in received
+                for s in sent
+                if s.peer == r.peer and s.stop < r.start and all(what == "wait" for what, _ in log[s.stop : r.start])
+            ]
+            yield "messages: two exchanges where y and dy, or dx and x, pass at once", len(apart), 0
         if self.kind == "ListPipeline":
-            yield "awaited at once: sends", sum(count == 0 for count in under_way(log, "send")[:-2]), at_most(0)
-            idle = spare(program) - sum(under_way(log, "recv"))
-            yield "awaited too late: sends to a rank, under way at a time", together(log), at_most(1)
+            work = [0, *accumulate(what == "mark" for what, _ in log)]  # actions that have begun before an event
+            yield "awaited at once: sends", sum(work[s.stop] == work[s.start] for s in sent[:-2]), at_most(0)
+            most = max((sum(o.peer == s.peer and o.start <= s.start < o.stop for o in sent) for s in sent), default=0)
+            yield "awaited too late: sends to a rank, under way at a time", most, at_most(1)
+            idle = spare(program) - sum(work[r.stop] - work[r.start] for r in received)
             yield "awaited too early: actions that could have run", idle, at_most(0)
-
-
-def together(log: Log) -> int:
-    """The most sends to the same rank that are under way at a time."""
-    most, number, left = 0, -1, {}
-    for what, value in log:
-        number += what in ("send", "recv")
-        if what == "send":
-            left[number] = value[0]
-            most = max(most, *Counter(left.values()).values())
-        elif what == "wait":
-            left.pop(value, None)
-    return most
 
 
 def runs(kind: str, order: Callable[[int, int], Lists], *sizes: tuple[int, int, int]) -> tuple[dict, ...]:
@@ -422,23 +375,16 @@ class Keep(Case):
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         for name, places in (("a chain", CHAIN), ("a V", V)):
-            first, last, p = places[0].rank, places[-1].rank, max(place.rank for place in places) + 1
+            p = max(place.rank for place in places) + 1
             for rank in range(p):
                 model = decoder(n_layers=sum(len(place.layers) for place in places), tied=self.tied)
                 step.keep_stage(model, Group("pp", rank, p, None), places)
-                named = dict(model.named_parameters())
-                embeds, ends = rank == first or (self.tied and rank == last), rank == last
-                parts = [f"model.layers.{i}" for place in places if place.rank == rank for i in place.layers]
-                parts += [EMBED] * embeds + [NORM] * ends + ["lm_head.weight"] * (ends and not self.tied)
-                found = sorted({".".join(key.split(".")[:3]) for key in named})
-                yield f"{name}: rank {rank} keeps", found, sorted(parts)
+                named, trunk = dict(model.named_parameters()), model.model
+                ends = dict(embed_tokens=trunk.embed_tokens, norm=trunk.norm, lm_head=model.lm_head)
+                yield f"{name}: rank {rank} keeps", sorted(named), FOUND
+                yield f"{name}: what is None on rank {rank}", [key for key, end in ends.items() if end is None], FOUND
                 stages = layout_of(named[EMBED]).stage_copies if EMBED in named else 0
-                wanted = embeds * (2 if self.tied and first != last else 1)
-                ends = (model.model.embed_tokens, model.model.norm, model.lm_head)  # None if they are not here
-                found = [x for x, end in zip(("embed_tokens", "norm", "lm_head"), ends, strict=True) if end is None]
-                gone = ["embed_tokens"] * (not embeds) + ["norm", "lm_head"] * (rank != last)
-                yield f"{name}: what is None on rank {rank}", found, gone
-                yield f"{name}: stages of rank {rank}'s embedding", stages, wanted
+                yield f"{name}: stages of rank {rank}'s embedding", stages, FOUND
 
 
 class Tied(Case):
@@ -446,13 +392,11 @@ class Tied(Case):
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         for name, places, tied in (("tied", loop(3), True), ("ends together", V, True), ("not tied", loop(3), False)):
-            parts, norm = [self.draw(f"rank {rank}", 13, 16) for rank in range(3)], self.draw("norm", 16)
-            held = {NORM: norm.clone()} | ({EMBED: parts[mesh.rank].clone()} if mesh.rank != 1 else {})
+            held = {NORM: self.draw("norm", 16)}
+            held |= {EMBED: self.draw(f"rank {mesh.rank}", 13, 16)} if mesh.rank != 1 else {}
             given = dict(held)
             step.sum_tied(decoder(n_layers=4, tied=tied), held, mesh["pp"], places)
-            yield f"{name}: {NORM}", given[NORM], norm
-            if mesh.rank != 1:
-                yield f"{name}: {EMBED}", given[EMBED], parts[0] + parts[2] if name == "tied" else parts[mesh.rank]
+            yield from as_ours({f"{name}: {key}": value for key, value in given.items()})
 
 
 KEEPING = Task(
@@ -460,7 +404,7 @@ KEEPING = Task(
     (*demands(Keep, (dict(tied=False), dict(tied=True)),
               ("keep_stage: parameters and records, of a chain and a V", 3)),
      *demands(Tied, (dict(mesh=dict(pp=3)),), ("sum_tied: both ends have the sum, in place; nothing else changes", 2)),
-     suite(4, "pp", "pp, tied", "lists", "step 6", "step 6, afab", "step 6, V",
+     suite(4, "pp", "pp, tied", "lists", "step 6", "step 6, afab", "step 6, V", "step 6, bf16", "step 6, saved",
            says="--pp trains as one device: all schedules, a tied matrix, tp, ZeRO, a variant")),
 )  # fmt: skip
 

@@ -9,36 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.comm import Group, Mesh
-from labs.course import Case, Lab, Question, Row, Task, at_most, demands, rows
+from labs.course import FOUND, Case, Lab, Question, Row, Task, as_ours, at_most, demands
 from labs.probes import decoder, members, record, refused, there_and_back
 from labs.suite import suite
 
 FP32 = 1e-6  # fractions of counts may be in 32 bits
-KINDS = ("gate_proj", "up_proj", "down_proj")
 ALONE = Group("sequence", 0, 1, None)
-
-
-def weights_of(case: Case, experts: int, dim: int, width: int) -> list[Tensor]:
-    """gate, up [experts, width, dim] and down [experts, dim, width]."""
-    shapes = dict(zip(KINDS, ((width, dim), (width, dim), (dim, width)), strict=True))
-    return [case.draw(kind, experts, *shape) / 2 for kind, shape in shapes.items()]
-
-
-def put(experts: nn.Module, weights: list[Tensor]) -> list[Tensor]:
-    """Give experts these weights; returns the parameters."""
-    for kind, weight in zip(KINDS, weights, strict=True):
-        getattr(experts, kind).weight = nn.Parameter(weight)
-    return leaves_of(experts)
-
-
-def leaves_of(experts: nn.Module) -> list[Tensor]:
-    """Their weights."""
-    return [getattr(experts, kind).weight for kind in KINDS]
-
-
-def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """One expert."""
-    return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
 def choose(x: Tensor, router: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -48,68 +24,37 @@ def choose(x: Tensor, router: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return p, torch.zeros_like(p).scatter(-1, chosen, best / best.sum(-1, keepdim=True) if k > 1 else best)
 
 
-def mixture(x: Tensor, scores: Tensor, weights: list[Tensor]) -> Tensor:
-    """All experts on all tokens, weighted."""
-    return sum(scores[:, e, None] * mlp(x, *(w[e] for w in weights)) for e in range(scores.shape[1]))
-
-
-def aux_loss(p: Tensor, scores: Tensor) -> Tensor:
-    """experts * sum_e f_e P_e."""
-    return p.shape[1] * ((scores > 0).double().sum(0) / (scores > 0).sum() * p.mean(0)).sum()
-
-
-class PlainMoE(nn.Module):
-    """A layer by its definition, whole; `loss` is the sum over sequences of their auxiliary losses."""
-
-    def __init__(self, dim: int, width: int, experts: int, k: int):
-        super().__init__()
-        self.router, self.experts, self.k = nn.Linear(dim, experts, bias=False), nn.Module(), k
-        for kind, shape in zip(KINDS, ((width, dim), (width, dim), (dim, width)), strict=True):
-            setattr(self.experts, kind, nn.Module())
-            getattr(self.experts, kind).weight = nn.Parameter(torch.empty(experts, *shape))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq, dim] -> the same shape."""
-        chosen = [choose(sequence, self.router.weight, self.k) for sequence in x]
-        self.loss, weights = sum(aux_loss(p, scores) for p, scores in chosen), leaves_of(self.experts)
-        return torch.stack([mixture(s, scores, weights) for s, (_, scores) in zip(x, chosen, strict=True)])
-
-
 def one_by_one(function: Any, rows: Tensor, counts: Any, *weights: Tensor) -> Tensor:
     """function(rows of an expert, its weights), for one expert after another."""
     parts = enumerate(rows.split([int(n) for n in counts]))
     return torch.cat([function(part, *(weight[e] for weight in weights)) for e, part in parts])
 
 
-class Side(Case):
-    """Task 1: four experts, with their gradients."""
+class Passes(Case):
+    """Task 1: ExpertLinear, or Experts: of four, with their gradients."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        n, experts, counts = sum(self.counts), step.Experts(4, 5, 7), torch.tensor(self.counts)
-        x, dy, weights = self.draw("x", n, 5), self.draw("dy", n, 5), weights_of(self, 4, 5, 7)
-        names = [f"experts: {part}" for part in ("y", "dx", *KINDS)]
-        found = there_and_back(names, lambda x, *_: experts(x, counts), [x, *put(experts, weights)], dy)
-        yield from rows(found, there_and_back(names, lambda x, *w: one_by_one(mlp, x, counts, *w), [x, *weights], dy))
+        module, n = self.drawn(getattr(step, self.kind)(4, 5, 7)), sum(self.counts)
+        one = self.kind == "ExpertLinear"
+        counts, dy = [*self.counts] if one else torch.tensor(self.counts), self.draw("dy", n, 7 if one else 5)
+        yield from as_ours(through(module, self.draw("x", n, 5), dy, counts))
 
 
-class Linear(Case):
-    """ExpertLinear alone."""
-
-    def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        n, linear, names = sum(self.counts), step.ExpertLinear(4, 5, 7), ("linear y", "linear dx", "linear dW")
-        x, dy, weight = self.draw("x", n, 5), self.draw("dy", n, 7), self.draw("weight", 4, 7, 5)
-        linear.weight = nn.Parameter(weight)
-        found = there_and_back(names, lambda x, _: linear(x, list(self.counts)), [x, linear.weight], dy)
-        wanted = there_and_back(names, lambda x, w: one_by_one(F.linear, x, self.counts, w), [x, weight], dy)
-        yield from rows(found, wanted)
+def through(module: nn.Module, x: Tensor, dy: Tensor, *more: Any) -> dict[str, Any]:
+    """What a module makes of x, and the gradients of x and of its parameters, by name."""
+    names, params = zip(*module.named_parameters(), strict=True)
+    return there_and_back(("y", "dx", *names), lambda x, *_: module(x, *more), [x, *params], dy)
 
 
-SOME, NONE = ((dict(counts=counts),) for counts in ((3, 0, 6, 1), (0, 0, 0, 0)))
+LINEAR, SOME, NONE = (
+    (dict(kind=kind, counts=counts),)
+    for kind, counts in (("ExpertLinear", (3, 0, 6, 1)), ("Experts", (3, 0, 6, 1)), ("Experts", (0, 0, 0, 0)))
+)
 EXPERTS = Task(
     ("ExpertLinear.forward", "Experts.forward"),
-    (*demands(Linear, SOME, ("ExpertLinear: each part with its own matrix", 2)),
-     *demands(Side, SOME, ("Experts: the three layers, and the gradients", 2)),
-     *demands(Side, NONE, ("no rows: gradients are zero", 1))),
+    (*demands(Passes, LINEAR, ("ExpertLinear: each part with its own matrix", 2)),
+     *demands(Passes, SOME, ("Experts: the three layers, and the gradients", 2)),
+     *demands(Passes, NONE, ("no rows: gradients are zero", 1))),
 )  # fmt: skip
 
 
@@ -127,20 +72,11 @@ class Layer(Case):
         """In fp64, with the drawn weights."""
         flags = dict(experts=7, experts_per_token=self.k, aux_loss_coeff=0.0, micro_batch_size=1, global_batch_size=1)
         moe = step.MoE(5, 8, SimpleNamespace(**flags), dict(sequence=group)).double()
-        moe.router.weight = nn.Parameter(self.router.clone())
-        put(moe.experts, weights_of(self, 7, 5, 8))
+        self.drawn(moe).router.weight.data = self.router.clone()
         return moe
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        plain = PlainMoE(5, 8, 7, self.k)
-        plain.router.weight = nn.Parameter(self.router)
-        put(plain.experts, weights_of(self, 7, 5, 8))
-        yield from rows(*(self.passes(moe) for moe in (self.layer(step), plain)))
-
-    def passes(self, moe: nn.Module) -> dict[str, Any]:
-        """Output and gradients."""
-        leaves, dy = [self.x, moe.router.weight, *leaves_of(moe.experts)], self.draw("dy", *self.x.shape)
-        return there_and_back(("y", "dx", "router", *KINDS), lambda x, *_: moe(x), leaves, dy)
+        yield from as_ours(through(self.layer(step), self.x, self.draw("dy", *self.x.shape)))
 
 
 class Narrow(Layer):
@@ -156,10 +92,9 @@ class Narrow(Layer):
             return given
 
         moe.experts.forward = experts
-        y, x = moe(self.x.bfloat16()), self.x.bfloat16().double().flatten(0, 1)
-        scores = choose(x, self.router.bfloat16().double(), self.k)[1]
-        yield "the sums of each expert's rows", seen, [(scores > 0).double().T @ x]
-        yield "output's dtype", str(y.dtype), "torch.bfloat16"
+        y = moe(self.x.bfloat16())
+        yield "the sums of each expert's rows", seen, FOUND
+        yield "output's dtype", str(y.dtype), FOUND
 
 
 LAYER = Task(
@@ -178,8 +113,7 @@ class Added(Case):
             x, dy = (self.draw(name, 2, 3).to(dtype) for name in ("x", "dy"))
             loss = torch.ones((), dtype=torch.promote_types(dtype, torch.float32))
             names = [f"{dtype}: {name}" for name in ("y", "dx", "d loss")]
-            found = there_and_back(names, lambda *given: step.AddLoss.apply(*given, 0.375), (x, loss), dy)
-            yield from rows(found, dict(zip(names, (x, dy, torch.tensor(0.375)), strict=True)))
+            yield from as_ours(there_and_back(names, lambda *given: step.AddLoss.apply(*given, 0.375), (x, loss), dy))
 
 
 class Balance(Layer):
@@ -189,14 +123,11 @@ class Balance(Layer):
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         p, scores = choose(self.x.flatten(0, 1), self.router, self.k)
-        own, everyone = torch.arange(len(p)).chunk(self.ranks)[mesh.rank], (scores > 0).sum(0)
+        own = torch.arange(len(p)).chunk(self.ranks)[mesh.rank]
         leaf, counts = p[own].requires_grad_(), (scores[own] > 0).sum(0)
-        before, slope = counts.clone(), (7 * everyone / everyone.sum() / len(p)).expand(len(own), 7)
         term = self.layer(step, mesh["cp"]).aux_loss(leaf, counts)
         term.backward()
-        yield "this rank's term", term, (slope * p[own]).sum()
-        yield "its gradient", leaf.grad, slope
-        yield "the counts that were given", counts, before
+        yield from as_ours({"this rank's term": term, "its gradient": leaf.grad, "the counts that were given": counts})
 
 
 BALANCE = Task(
@@ -220,9 +151,7 @@ class Blocks(Case):
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         sizes = torch.tensor([[2, 0, 1], [3, 4, 0]])
-        rows = self.draw("rows", 10, DIM)
-        (a, b, c), (d, e, f) = (part.split(line.tolist()) for part, line in zip(rows.split([3, 7]), sizes, strict=True))
-        yield "the blocks", step.transpose_blocks(rows.clone(), sizes), torch.cat((a, d, b, e, c, f))
+        yield "the blocks", step.transpose_blocks(self.draw("rows", 10, DIM), sizes), FOUND
 
 
 class Travel(Case):
@@ -231,15 +160,12 @@ class Travel(Case):
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         r, leaving = mesh.rank, torch.tensor(COUNTS).view(4, 4, 2)  # [from, to, expert there]
         way = mesh["ep"], leaving[r], leaving[:, r]
-        xs = [self.draw(f"x {rank}", DIM, sum(COUNTS[rank])).T for rank in range(4)]
-        parts = [x.split(list(counts)) for x, counts in zip(xs, COUNTS, strict=True)]
-        arrived = torch.cat([parts[rank][e] for e in (2 * r, 2 * r + 1) for rank in range(4)])
-        given = xs[r].clone()
-        yield "what arrives", step.dispatch(given, *way), arrived
-        yield "what arrives: the input stays", torch.equal(given, xs[r]), True
-        given = arrived.T.contiguous().T
-        yield "what comes home", step.combine(given, *way), xs[r]
-        yield "what comes home: the input stays", torch.equal(given, arrived), True
+        here = int(way[2].sum())
+        for function, n, says in ((step.dispatch, sum(COUNTS[r]), "arrives"), (step.combine, here, "comes home")):
+            x = self.draw(f"{says} {r}", DIM, n).T
+            given = x.clone()
+            yield f"what {says}", function(given, *way), FOUND
+            yield f"what {says}: the input stays", torch.equal(given, x), True
 
 
 class Visit(Case):
@@ -247,8 +173,8 @@ class Visit(Case):
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         r, calls, matrices = mesh.rank, [], self.draw("experts", 8, DIM, DIM)
-        xs, dys = ([self.draw(f"{x} {rank}", sum(COUNTS[rank]), DIM) for rank in range(4)] for x in ("x", "dy"))
-        own, sizes = slice(2 * r, 2 * r + 2), [len(x) for x in xs]
+        own, n = slice(2 * r, 2 * r + 2), sum(COUNTS[r])
+        x, dy = (self.draw(f"{name} {r}", n, DIM) for name in ("x", "dy"))
 
         def visit(x: Tensor, weights: Tensor) -> Tensor:
             def experts(given: Tensor, counts: Tensor) -> Tensor:
@@ -257,17 +183,11 @@ class Visit(Case):
 
             return step.visit_experts(experts, mesh["ep"], x, torch.tensor(COUNTS[r]))
 
-        def at_home(matrices: Tensor, *xs: Tensor) -> Tensor:
-            return torch.cat([one_by_one(F.linear, x, c, matrices) for x, c in zip(xs, COUNTS, strict=True)])
-
-        found = there_and_back(("y", "dx", "dw"), visit, [xs[r], matrices[own]], dys[r], mesh)
-        whole = there_and_back(("y", "dw", *range(4)), at_home, [matrices, *xs], torch.cat(dys))
-        yield "output", found["y"], whole["y"].split(sizes)[r]
-        yield "gradient of x", found["dx"], whole[r]
-        yield "gradient of this rank's experts", found["dw"], whole["dw"][own]
+        names = ("output", "gradient of x", "gradient of this rank's experts")
+        found = there_and_back(names, visit, [x, matrices[own]], dy, mesh)
+        yield from as_ours({name: found[name] for name in names} | {"calls: rows by expert": calls})
         here = torch.tensor(COUNTS)[:, own].sum(0)
-        yield "calls: rows by expert", calls, [here.tolist()]
-        most = 2 * 3 / 4 * max(sizes[r], int(here.sum())) * DIM * 8  # the tape books (n-1)/n of the larger tensor
+        most = 2 * 3 / 4 * max(n, int(here.sum())) * DIM * 8  # the tape books (n-1)/n of the larger tensor
         yield "bytes forward", found["bytes forward"], dict(ep=at_most(most + 3 / 4 * 8 * 8))
         yield "bytes backward", found["bytes backward"], dict(ep=at_most(most))
 
@@ -292,21 +212,14 @@ class Deal(Case):
     """Task 5: which layers have experts (2 and 4), shapes and records; the groups: ep has neighbours of all 4 ranks."""
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
-        model, (dp, cp, tp) = decoder(n_layers=5, seq_len=8), self.mesh.values()
+        model, (_, cp, tp) = decoder(n_layers=5, seq_len=8), self.mesh.values()
         step.shard_experts(model, mesh, step.Config(**FLAGS, ep=self.ep, expert_dim=self.width, cp=cp, tp=tp))
-        ranks, own = torch.arange(4), mesh.rank % self.ep
-        yield "the ranks of sequence", members(mesh, "sequence"), ranks.view(dp, cp * tp)[mesh.rank // (cp * tp)]
-        yield "the ranks of ep", members(mesh, "ep"), ranks[mesh.rank - own :][: self.ep]
-        yield "the ranks of expert_data", members(mesh, "expert_data"), ranks[own :: self.ep]
-        share, width = 6 // self.ep, self.width or 12
-        cuts = [[0, "ep", own * share, (own + 1) * share, 6]] if self.ep > 1 else []
+        for name in ("sequence", "ep", "expert_data"):
+            yield f"the ranks of {name}", members(mesh, name), FOUND
         for number, layer in model.model.layers.items():
-            experts = hasattr(layer.mlp, "router")
-            yield f"layer {number} has experts", experts, number in "24"
-            for name, param in layer.mlp.named_parameters() if experts else ():
-                shape = [share, 16, width] if "down" in name else [share, width, 16]
-                wanted = ([6, 16], [], ["tp"], "data") if "router" in name else (shape, cuts, [], "expert_data")
-                yield from record(f"layer {number}'s {name}", param, *wanted)
+            yield f"layer {number} has experts", hasattr(layer.mlp, "router"), FOUND
+            for name, param in layer.mlp.named_parameters():
+                yield from record(f"layer {number}'s {name}", param)
 
 
 class Refused(Case):
@@ -329,6 +242,7 @@ DEALING = Task(
               ("the groups sequence, ep and expert_data", 2, "the ranks")),
      *demands(Refused, (dict(mesh=dict(dp=4, cp=1, tp=1)),), ("flags that cannot work are a UserError", 1)),
      suite(4, "moe", "moe, cp", "moe, tp", "moe, tp, no sp", "ep", "ep of 4", "step 7", "step 7, pp", "step 7, rows",
+           "step 7, bf16", "step 7, saved",
            says="the file trains as one device: cp, tp, ep, ZeRO, a pipeline, three steps, a variant")),
 )  # fmt: skip
 

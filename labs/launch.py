@@ -9,9 +9,9 @@ from pathlib import Path
 
 from labs.course import ROOT, file_of, files, load, numbers, path_of
 from labs.folder import new_folder
-from labs.judge import Folder
+from labs.judge import Folder, keep
 from labs.source import hollow
-from labs.suite import KEPT, keep
+from labs.suite import KEPT
 from services.launch import start
 
 # What a handout's common/__init__.py ends with.
@@ -36,7 +36,7 @@ sys.excepthook = _in_a_line
 def project_files() -> list[Path]:
     """Files of the project, by their paths in it; no tests, which quote the solutions, but for what trains."""
     skipped = ".git", ".venv", "runs", "tests", "__pycache__", ".pytest_cache", ".ruff_cache"
-    more = [ROOT / f"tests/{name}.py" for name in ("__init__", "equal")]
+    more = [ROOT / f"tests/{name}.py" for name in ("__init__", "equal", "warm")]
     more += (ROOT / "tests/bench/figures").glob("*.png")  # of README.md and RESULTS.md
     return sorted(path.relative_to(ROOT) for path in [*files(*skipped), *filter(Path.exists, more)])
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from common.comm import Group, Mesh, Pending, all_reduce
 from common.layout import layout_of, materialize
 from common.model import Decoder, ModelConfig
-from labs.course import Case, Row
+from labs.course import FOUND, Case, Row
 from labs.tape import Tape
 
 CPU = torch.device("cpu")
@@ -55,12 +55,6 @@ class Small(Case):
                 loss.backward()
             yield tape
 
-    def one_device(self, turn: int, says: str) -> dict[str, Tensor]:
-        """The gradients of a step, of all ranks and micro-batches."""
-        model = self.model()
-        sum(self.loss(model, rank, turn, i) for rank in range(self.ranks) for i in range(self.micro)).backward()
-        return gradients(model, says)
-
 
 def gradients(model: nn.Module, says: str = "the gradient of") -> dict[str, Tensor]:
     """Of parameters that are trained, by name; zero where there is none."""
@@ -86,29 +80,15 @@ def there_and_back(
     return found | ({"bytes forward": there.sent(), "bytes backward": back.sent()} if mesh else {})
 
 
-def adamw(params: Iterable[Tensor], decay: float) -> torch.optim.AdamW:
-    """PyTorch's rule with the project's betas; only matrices decay."""
-    groups = [dict(params=[param], weight_decay=decay * (param.dim() > 1)) for param in params]
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95))
-
-
-def update(rule: torch.optim.Optimizer, lr: float):
-    """One step of a rule."""
-    for group in rule.param_groups:
-        group["lr"] = lr
-    rule.step()
-
-
-def record(name: str, param: Tensor, shape: list, cuts: list, partial: list, data_dim: str = "") -> Iterator[Row]:
+def record(name: str, param: Tensor) -> Iterator[Row]:
     """Rows of a parameter's shape, and of what its record says: cuts (dim, over, start, stop, full) and so on."""
     layout = layout_of(param)
-    yield f"the shape of {name}", list(param.shape), shape
+    yield f"the shape of {name}", list(param.shape), FOUND
     found = [[shard.dim, shard.over, shard.start, shard.stop, shard.full] for shard in layout.shards]
-    yield f"the cuts of {name}", found, cuts
+    yield f"the cuts of {name}", found, FOUND
     says = f"partial_over of {name} (dimensions over which its gradient is still to be summed)"
-    yield says, list(layout.partial_over), partial
-    if data_dim:
-        yield f"data_dim of {name}", layout.data_dim, data_dim
+    yield says, sorted(layout.partial_over), FOUND
+    yield f"data_dim of {name}", layout.data_dim, FOUND
 
 
 def same(before: Iterable[Tensor], after: Iterable[Tensor]) -> bool:

@@ -10,6 +10,7 @@ import ast
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import io
 import math
@@ -216,6 +217,7 @@ def host(world: World, ranks: int, jobs: list[Case], pipes: list[int], scratch: 
     with contextlib.suppress(Exception):  # else each rank tries again, and says what is wrong
         for kind in {type(job) for job in jobs}:
             kind.prepare()
+    gc.freeze()  # what is there now is no garbage: a rank that looks for some would copy all of this memory
     children = []
     for rank in range(ranks):
         child = os.fork()
@@ -242,6 +244,7 @@ def one_rank(world: World, rank: int, ranks: int, step: Any, jobs: list[Case], p
     try:
         torch.set_num_threads(1)
         if ranks > 1:
+            os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
             where = f"file://{scratch}/rendezvous"
             dist.init_process_group("gloo", where, timedelta(minutes=5), world_size=ranks, rank=rank)
         for number, case in enumerate(jobs):

@@ -4,6 +4,7 @@ A collective is booked with the bytes that this rank sends of it, as common/comm
 Functional ones (torch.distributed._functional_collectives) count alike: `wait_tensor` is their wait.
 """
 
+import weakref
 from collections import Counter
 from typing import Any, NamedTuple
 from unittest import mock
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.comm import Mesh
+from common.model import Decoder
 
 COMPUTE = ("mm", "bmm", "addmm", "baddbmm", "attention")
 NAMES = dict(all_reduce="allreduce", all_to_all_single="alltoall_base")  # what functional collectives are called here
@@ -59,7 +61,8 @@ class Tape(TorchDispatchMode):
         space, _, name = function.name().partition("::")
         name, functional = name.split(".")[0].rstrip("_"), space == "_c10d_functional"
         results = [args[0]] if functional and name == "wait_tensor" else []
-        results += [x.elem for x in tree_leaves(args) if isinstance(x, AsyncCollectiveTensor)]  # its first use waits
+        if AsyncCollectiveTensor in types:  # its first use waits
+            results += [x.elem for x in tree_leaves(args) if isinstance(x, AsyncCollectiveTensor)]
         for place in (x.untyped_storage()._cdata for x in results):
             self.waited(next((i for i, work in enumerate(self.works) if type(work) is int and work == place), -1))
         if space == "aten" and any(word in name for word in COMPUTE):
@@ -125,3 +128,20 @@ class Tape(TorchDispatchMode):
                 under_way -= {what}
             count += kind == "compute" and bool(under_way)
         return count
+
+
+class Graphs:
+    """How many graphs of a model's layers are alive, and how often each layer has run."""
+
+    def __init__(self, model: Decoder):
+        self.alive, self.most, self.runs = weakref.WeakSet(), 0, Counter()
+        for number, layer in model.model.layers.items():
+            layer.mlp.register_forward_pre_hook(lambda *_, number=number: self.runs.update([number]))
+            layer.mlp.register_forward_hook(self.ran)
+
+    def ran(self, _mlp: Any, _inputs: tuple, y: Tensor):
+        """A layer has."""
+        if y.grad_fn is not None:
+            y.grad_fn.metadata["token"] = token = torch.nn.Module()  # it lives as long as the graph
+            self.alive.add(token)
+            self.most = max(self.most, len(self.alive))

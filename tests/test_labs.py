@@ -22,25 +22,14 @@ from labs.judge import Folder, Judge, Result, check
 from labs.launch import project_files
 from labs.ranks import complaint
 from labs.suite import Suite
+from tests import sabotage
 from tests.faults import FAULTS
-from tests.sabotage import ROWS
 from tests.styles import HOLES, STYLES, restyled
 
 LABS = numbers()
 ID = "some.student-1"
 S4 = "step04_tp_sp"
 EXHAUSTIVE = pytest.mark.exhaustive
-
-
-def changed(text: str, owner: str, *pairs: str) -> str:
-    """A source in which a function or class has other text: old, new, ... Raises KeyError if an old one is missing."""
-    (node,) = [node for node in ast.parse(text).body if getattr(node, "name", "") == owner]
-    part = before = ast.get_source_segment(text, node)
-    for old, new in zip(pairs[::2], pairs[1::2], strict=True):
-        if old not in part:
-            raise KeyError(f"{old!r} is not in {owner}")
-        part = part.replace(old, new)
-    return text.replace(before, part)
 
 
 def handed_in(path: Path, number: int, *changes: tuple[str, str], only: int = 0, answer: bool = False) -> Folder:
@@ -146,7 +135,7 @@ def test_progress_hints_and_words(tmp_path):
 
 TASKS = [(lab, task) for lab in LABS for task in range(1, len(load(lab).tasks) + 1)]
 SHOWN = {(1, 2), (2, 3), (3, 1), (4, 2), (5, 2), (6, 1), (7, 1)}  # quick ones, for the default run
-SABOTAGES = [(*place, row) for place, rows in ROWS.items() for row in rows]
+SABOTAGES = [(*place, row) for place, rows in sabotage.ROWS.items() for row in rows]
 SABOTAGES += [
     (lab, task, (name, FAULTS[name].owner, FAULTS[name].old, FAULTS[name].new))
     for lab, task in TASKS
@@ -189,9 +178,7 @@ def test_the_project_earns_all_points(tmp_path, number):
 def sabotaged(path: Path, number: int, row: tuple[str, ...]) -> Folder:
     """A folder with the project's code, but for one change."""
     folder = handed_in(path, number)
-    for module, text in folder.sources.items():
-        if re.search(rf"^(def|class) {row[1]}\b", text, re.MULTILINE):
-            folder.sources[module] = changed(text, *row[1:])
+    folder.sources = sabotage.changed(folder.sources, *row[1:])
     return folder
 
 
@@ -203,6 +190,16 @@ def test_a_wrong_solution_loses_points(tmp_path, monkeypatch, number, task, row)
     texts = [result.text for result in results if result.text]
     assert texts, f"{row[0]}: {sum(r.points for r in results)} points"
     print(row[0], "->", texts[0][:160])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", LABS)
+def test_a_last_task_is_judged_strictly(tmp_path, number):
+    """As when folders are graded, behind walls: the project earns all points of it, and a sabotage loses some."""
+    task = len(load(number).tasks)
+    assert not [r.text for r in check(handed_in(tmp_path / "right", number), task, strict=True) if r.text]
+    folder = sabotaged(tmp_path / "wrong", number, sabotage.ROWS[number, task][0])
+    assert [r.text for r in check(folder, task, strict=True) if r.text]
 
 
 def test_the_suite_judges_every_fault():
@@ -452,7 +449,7 @@ def test_a_handout_has_no_solution(tmp_path):
     assert all(source.is_hole(found[name]) for name in lab.holes(S4))
     kept = {path.name for path in copy.glob("tests/**/*.py")}  # what trains, and no table that quotes solutions
     assert (
-        kept == {"__init__.py", "equal.py"}
+        kept == {"__init__.py", "equal.py", "warm.py"}
         and (copy / "step02_ddp.py").read_text() == path_of("step02_ddp").read_text()
     )
     line = "return shards.movedim(0, 1).flatten(1, 2)"
@@ -465,6 +462,17 @@ def test_a_handout_has_no_solution(tmp_path):
     said = command("check", tmp_path / "lab", "--task", 5, folder=copy)  # its rows are there, without the tests
     assert "9 of 9" in said
     assert "step 1: loss" in command("run", tmp_path / "lab", "--ranks", 2, "--", *flags, folder=copy)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", LABS)
+def test_a_handout_judges_the_whole_file(tmp_path, number):
+    """The project's files earn all points in it, but for the tests of schedules, which a handout does not have."""
+    command("handout", number, tmp_path / "copy")
+    handed_in(tmp_path / "lab", number, answer=True)
+    said = command("check", tmp_path / "lab", folder=tmp_path / "copy", status=None)
+    failed = [text for text in re.findall("FAIL (.*)", said) if "tests of schedules" not in text]
+    assert said.count("ok  ") > 10 and not failed
 
 
 COMMANDS = {  # and the first handout in which they work
