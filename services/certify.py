@@ -27,6 +27,7 @@ certificate.txt, certificate.json.
 import argparse
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -284,11 +285,16 @@ class Certificate:
     def equality(self):
         """Part 3."""
         self.rows("equality")
-        lines = [line for line in self.devices if "no backend" not in line]
-        wanted = "nccl" if self.gpus >= 4 else "staged" if self.gpus else "gloo"
-        met = OPEN if not lines else PASS if all(f"; backend {wanted}" in line for line in lines) else FAIL
-        said = lines[-1].removeprefix("device: ") if lines else "no ranks met"
-        self.note("equality", "devices and backend", met, said)
+        lines = [line.removeprefix("device: ") for line in self.devices if "no backend" not in line]
+        met = [f"; backend {self.backend(line)}" in line for line in lines]
+        verdict = OPEN if not met else PASS if all(met) else FAIL
+        odd = (line for line, right in zip(lines, met, strict=True) if not right)
+        self.note("equality", "devices and backend", verdict, next(odd, lines[-1] if lines else "no ranks met"))
+
+    def backend(self, line: str) -> str:
+        """Through which these ranks should talk; `line` is their first: "2 ranks on 1 x ..."."""
+        ranks = sum(int(count) for count in re.findall(r"(\d+) ranks? on", line))
+        return "gloo" if not self.gpus else "nccl" if ranks <= self.gpus else "staged"
 
     def precision(self):
         """Part 4."""

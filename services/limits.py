@@ -1,12 +1,7 @@
 """How a measurement is judged: by one function, from numbers and limits alone. Nothing here measures.
 
 A measurement is {place: {name: number}}: a place is a rank, a pair of GPUs, a run. Every place counts alike, so what
-one rank alone finds wrong is a failure, which names this rank. The verdicts:
-
-    pass    measured, and within its limits at every place; for all that was measured there is one
-    FAIL    beyond a limit at one place at least; or a job ended by an error, or hung
-    note    measured, but for some of it no limit is known here: whoever reads it judges
-      -     not certified: not measured, for there is no such device, program, memory, or no time left
+one rank alone finds wrong is a failure, which names this rank. What the verdicts mean is said in services/certify.py.
 
 Limits are floors wherever something may be slow. They are rules of thumb, far enough from what is published for healthy
 machines, and from what is wrong; none was fitted to a GPU of ours.

@@ -262,6 +262,20 @@ def test_each_part_has_its_share_of_the_time(tmp_path, monkeypatch):
         one.start(0, "-c pass")
 
 
+def test_each_run_has_the_backend_for_its_ranks(tmp_path, monkeypatch):
+    """Two GPUs, as many ranks or more; without GPUs gloo. A run that has another one is shown."""
+    monkeypatch.setattr(Certificate, "rows", lambda *_: None)
+    two, four = "device: 2 ranks on 2 x GPU; backend nccl", "device: 4 ranks on 2 x GPU; backend staged"
+    cases = [(2, [two, four], PASS), (2, [two, two.replace("nccl", "gloo")], FAIL), (0, [two], FAIL), (0, [], OPEN)]
+    cases += [(0, ["device: 1 rank on cpu; no backend", "device: 2 ranks on cpu; backend gloo"], PASS)]
+    for gpus, lines, verdict in cases:
+        one = Certificate(tmp_path, 5.0)
+        one.gpus, one.devices = gpus, lines
+        one.equality()
+        assert one.lines[0].verdict == verdict, (gpus, lines)
+        assert verdict != FAIL or one.lines[0].found == lines[-1].removeprefix("device: ")
+
+
 SLEEPERS = "import subprocess, time; subprocess.Popen(['sleep', '999'], start_new_session=True); time.sleep(999)"
 
 
