@@ -304,6 +304,17 @@ def require_same_flags(everyone: list[dict[str, Any]]):
                 )
 
 
+def known_peak(name: str) -> tuple[float, float] | None:
+    """Of a GPU by the name that CUDA gives it: dense TFLOP/s in 16 bits and in fp32; None if it is not in the table."""
+    return next((peaks for key, peaks in GPU_PEAKS.items() if key in name), None)
+
+
+def gpu_of(name: str) -> str:
+    """The planner's GPU that CUDA calls so; "" for one that it does not know, such as an H100 for PCIe."""
+    key = next((key for key in GPU_PEAKS if key in name), "")
+    return next((gpu for gpu in GPUS if gpu.split("-")[0].upper() == key), "")
+
+
 def peak_flops(device: torch.device, dtype: torch.dtype, override_tflops: float) -> float:
     """FLOP/s that this rank could do at best: the flag, the table above or, for any other device, a timed matmul.
 
@@ -313,11 +324,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype, override_tflops: float)
     share = min(1.0, torch.cuda.device_count() / local_ranks()) if shared else 1.0
     if override_tflops:
         return override_tflops * 1e12 * share
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        for key, (half, single) in GPU_PEAKS.items():
-            if key in name:
-                return 1e12 * share * {2: half, 4: single, 8: single / 2}[dtype.itemsize]
+    if device.type == "cuda" and (known := known_peak(torch.cuda.get_device_name(device))):
+        half, single = known
+        return 1e12 * share * {2: half, 4: single, 8: single / 2}[dtype.itemsize]
     n, times, until = 512 if device.type == "cpu" else 8192, [], time.perf_counter() + 0.3
     a = torch.randn(n, n, dtype=dtype, device=device)
     while len(times) < 5 or time.perf_counter() < until:

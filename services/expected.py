@@ -14,6 +14,7 @@ they are there (a small model keeps a GPU waiting for its host), and then models
 """
 
 import importlib
+import json
 import re
 import shlex
 import sys
@@ -54,6 +55,7 @@ class Flags:
     """What is asked."""
 
     gpu: str = among(GPUS, "h100-80")  # of which kind
+    line: str = ""  # of one line alone, such as "8 x step03_zero --zero 3", as JSON: each range's best and worst
 
 
 class Line(NamedTuple):
@@ -62,6 +64,17 @@ class Line(NamedTuple):
     ranks: int
     step: str
     flags: str
+
+    def __str__(self) -> str:
+        return f"{self.ranks} x {self.step} {self.flags}".strip()
+
+
+def read(text: str) -> Line:
+    """The line that is shown so. Raises UserError."""
+    found = re.fullmatch(r"(\d+) x (step0\w+) ?(.*)", text)
+    if not found:
+        raise UserError(f"--line {text}: write it as '8 x step03_zero --zero 3'")
+    return Line(int(found[1]), *found.groups()[1:])
 
 
 class Range(NamedTuple):
@@ -88,9 +101,10 @@ class Expected(NamedTuple):
 
 
 def launch_lines() -> list[Line]:
-    """Those of README.md that train on up to eight ranks of one machine, once each, and EIGHT."""
+    """Those of README.md that train on up to eight ranks of one machine, its first command first; and EIGHT."""
     found = {}
-    form = r"^(?:torchrun --nproc_per_node=(\d+)|python) (?:--max-restarts=\d+ )?(step0\w+)\.py([^#\n]*)"
+    form = r"^(?:.*&& .venv/bin/)?(?:torchrun --nproc_per_node=(\d+)|python) "
+    form += r"(?:--max-restarts=\d+ )?(step0\w+)\.py([^#\n]*)"
     for ranks, step, flags in re.findall(form, README.read_text(), re.MULTILINE):
         if not re.search(r"--(help|dry-run|generate|resume)", flags):
             found[Line(int(ranks or 1), step, flags.strip())] = None
@@ -135,7 +149,7 @@ def report(lines: list[Line], gpu: str) -> str:
     """The table."""
     rows = [["ranks, line", "step, ms", "tokens/s", "MFU", "exposed", "peak memory", "held up by"]]
     for line in lines:
-        name = f"{line.ranks} x {line.step} {line.flags}".strip()
+        name = str(line)
         try:
             found = expected(line, gpu)
         except UserError as error:
@@ -151,7 +165,9 @@ def report(lines: list[Line], gpu: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     """The command; a mistake is one line and exit status 2."""
     try:
-        print(report(launch_lines(), parse(Flags, argv).gpu))
+        flags = parse(Flags, argv)
+        one = expected(read(flags.line), flags.gpu) if flags.line else None
+        print(json.dumps(one._asdict()) if one else report(launch_lines(), flags.gpu))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,8 @@
-"""What a machine has for training, what is wrong with it, and its mend: the first part of services/certify.py."""
+"""What a machine has for training, what is wrong with it, and its mend: the first part of services/certify.py.
+
+Links are of kinds, and a link is judged beside others of its kind. An all-reduce goes as fast as the slowest kind, so
+its floor is that kind's: a small part of what so many NVLinks, or one lane of PCIe, carry by their standards.
+"""
 
 import importlib.metadata
 import importlib.util
@@ -15,12 +19,16 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from services.devices import cores, driver_version, unusable_gpu
+from services import nvidia
+from services.devices import cores, driver_version, gpu_of, has_kernels, unusable_gpu
+from services.limits import Found, Limit
 from services.tables import human
 
 PACKAGES = ("numpy", "safetensors", "datasets", "tqdm", "matplotlib")
 GIB = 2**30
 OLDEST = (2, 11)
+COPIED = 2**28  # bytes
+SWITCHED = 12  # NVLinks of a GPU to a switch, of 25 GB/s each way or more: A100 has 12, H100 18
 
 
 class Finding(NamedTuple):
@@ -132,22 +140,58 @@ def copy_seconds(a: int, b: int, n_bytes: int) -> float:
 
 
 def look_at_gpus() -> list[Finding]:
-    """A line for each GPU: its name, memory and links, whether it reads each other one's memory, and how fast."""
-    count, size = torch.cuda.device_count() if torch.cuda.is_available() else 0, 2**28
+    """A line for each GPU: its name and memory, and whether this PyTorch has kernels for it."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         return [Finding("GPUs", "none: all steps run on the CPU, with gloo")]
-    findings = []
+    findings, built = [], torch.cuda.get_arch_list()
     for gpu in range(count):
-        about, links, without = torch.cuda.get_device_properties(gpu), [], []
-        for other in (other for other in range(count) if other != gpu):
-            if not torch.cuda.can_device_access_peer(gpu, other):
-                without.append(str(other))
-            links.append(f"{other}: {size / copy_seconds(gpu, other, size) / 1e9:.0f} GB/s")
-        found = f"{about.name}, {human(about.total_memory)}" + (f"; to {', '.join(links)}" if links else "")
-        if without:  # slower, and nothing is wrong
-            found += f"; no direct link to GPU {', '.join(without)}: keep --tp and --ep at 1 between them"
-        findings.append(Finding(f"GPU {gpu}", found))
+        about, (major, minor) = torch.cuda.get_device_properties(gpu), torch.cuda.get_device_capability(gpu)
+        found = Finding(f"GPU {gpu}", f"{about.name}, {human(about.total_memory)}, architecture {major}.{minor}")
+        if built and not has_kernels(built, (major, minor)):
+            problem = f"torch {torch.__version__} is built for {', '.join(built)}"
+            found = found._replace(problem=problem, mend="install a wheel for this GPU")
+        findings.append(found)
     return findings
+
+
+def kind_of(link: str, direct: bool) -> str:
+    """The kind of a link, of nvidia-smi's names: "NVLink" where there are as many as to a switch, else as they are."""
+    if link.startswith("NV"):
+        return "NVLink" if int(link[2:]) >= SWITCHED else link
+    return (link or "unknown") + ", not direct" * (not direct)
+
+
+def look_at_links() -> dict[str, Found]:
+    """By kind of link, by two GPUs of this process: GB/s of a copy from one to the other."""
+    gpus, names = range(torch.cuda.device_count() if torch.cuda.is_available() else 0), nvidia.links()
+    found: dict[str, Found] = {}
+    for a, b in ((a, b) for a in gpus for b in gpus if a != b):
+        kind = kind_of(names.get((a, b), ""), torch.cuda.can_device_access_peer(a, b))
+        speed = COPIED / copy_seconds(a, b, COPIED) / 1e9
+        found.setdefault(kind, {})[f"GPU {a} to {b}"] = dict(copy=speed)
+    return found
+
+
+def link_limit(kind: str) -> Limit:
+    """For the copies over one kind of link. Those through the host have none: what they reach is the host's."""
+    if "not direct" in kind:  # slower, and nothing is wrong
+        return Limit("no direct link: keep --tp and --ep at 1 between them", " GB/s")
+    return Limit("a sick link", " GB/s", part=0.7)
+
+
+def bus_limit(kinds: set[str], name: str) -> Limit:
+    """For an all-reduce of the largest message over such links, between GPUs of this name: what each rank sends."""
+    if not kinds:
+        return Limit("ranks talk through the host", " GB/s", least=0.05)
+    if any(kind.startswith("unknown") for kind in kinds):
+        return Limit("nvidia-smi does not say over which links", " GB/s")
+    large = bool(gpu_of(name))  # all their NVLinks together carry at least 300
+    floors = [
+        (150.0 if large or kind == "NVLink" else 6.0 * int(kind[2:])) if kind.startswith("NV") else 1.0
+        for kind in kinds
+    ]
+    return Limit(f"over {' and '.join(sorted(kinds))}", " GB/s", least=min(floors))
 
 
 def examine() -> list[Finding]:

@@ -1,10 +1,10 @@
 """What services/certify.py asks of the machine's kernels and links, each in processes of their own.
 
-    python -m services.probes attention           and grouped, documents: one process
-    torchrun --nproc_per_node=2 -m services.probes exchange            and uneven
+    python -m services.probes attention           and grouped, documents
+    torchrun --nproc_per_node=2 -m services.probes exchange            and uneven, matmul, and the others
 
-Each prints one line of JSON, {name: number}: of several ranks the largest, which is the worst or slowest. With a GPU it
-computes there, in bf16; else on the CPU.
+Each prints one line of JSON, by rank {name: number}: what all ranks have found, each for itself. With a GPU it computes
+there, in bf16 (fp16 before Ampere); else on the CPU.
 """
 
 import json
@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from itertools import product
+from statistics import median
+from threading import Timer
 from types import SimpleNamespace
 
 import torch
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common import comm
-from services import devices
+from services import devices, nvidia
 from services.launch import gather_objects
 from services.seam import plugins
 from step05_cp_ring import same_heads, scaled_scores
@@ -31,9 +33,12 @@ DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.
 DEVICE = DEVICE if GPU else torch.device("cpu")
 
 
+HALF = torch.float16 if GPU and torch.cuda.get_device_capability(DEVICE) < (8, 0) else torch.bfloat16
+
+
 def normal(*shape: int) -> Tensor:
-    """Random numbers in bf16."""
-    return torch.randn(shape, dtype=torch.bfloat16).to(DEVICE)
+    """Random numbers in 16 bits."""
+    return torch.randn(shape, dtype=HALF).to(DEVICE)
 
 
 def farthest(ours: Tensor, right: Tensor) -> float:
@@ -42,14 +47,18 @@ def farthest(ours: Tensor, right: Tensor) -> float:
 
 
 def attention() -> dict[str, float]:
-    """The kernels of --cp-kernel beside formulas in fp64: outputs, lse, gradients; with grouped heads or not."""
+    """The kernels of --cp-kernel beside formulas in fp64: outputs, lse, gradients.
+
+    With grouped heads or not, heads of 64 and 128, and a length that no tile divides.
+    """
     from variants import cp_flash  # here, as the handout of a lab may lack it
 
     found, kernels = dict(output=0.0, lse=0.0, gradients=0.0), [(cp_flash.flash_attention, cp_flash.flash_gradients)]
     if GPU and cp_flash.fits(normal(1, 64), "cudnn"):
         kernels.append(cp_flash.CUDNN)
-    for causal, kv_heads, (kernel, backward) in product((True, False), (8, 2), kernels):
-        q, do, k, v = normal(2, 8, 256, 64), normal(2, 8, 256, 64), *(normal(2, kv_heads, 256, 64) for _ in range(2))
+    cases = product((True, False), (8, 2), ((256, 64), (201, 128)), kernels)
+    for causal, kv_heads, (n, size), (kernel, backward) in cases:
+        q, do, k, v = (normal(2, heads, n, size) for heads in (8, 8, kv_heads, kv_heads))
         o, lse = kernel(q, k, v, causal)
         given = [x.double().requires_grad_() for x in (q, k, v)]
         scores = scaled_scores(*same_heads(*given[:2]), causal)
@@ -114,23 +123,23 @@ def join() -> comm.Group:
 
 
 def exchange() -> dict[str, float]:
-    """All-reduces of 1 KiB to 64 MiB: the median seconds by bytes. A rank sends 2 (n-1)/n of them.
+    """All-reduces of 1 KiB to 64 MiB, on GPUs 256: how many sums are wrong, and the speed of each size, by the median.
 
-    Raises RuntimeError if some sum is wrong.
+    Microseconds for the least; GB/s for others, of the 2 (n-1)/n of the message that a rank sends.
     """
-    group, found = join(), {}
-    for n_bytes in (2**power for power in range(10, 27, 4)):
+    group, found = join(), dict(wrong=0.0)
+    for n_bytes in (2**10, 2**20, 2**26, *([2**28] * GPU)):
         message, times = torch.ones(n_bytes // 4, device=DEVICE), []
         for _ in range(3 + min(10, 2**25 // n_bytes)):
             start = time.perf_counter()
             comm.all_reduce(message, group).wait()
             message[0].item()  # waits for a GPU
             times.append(time.perf_counter() - start)
-            if (message != group.size).any():
-                raise RuntimeError(f"a sum of {n_bytes} bytes over {group.size} ranks is wrong on rank {group.rank}")
+            found["wrong"] += (message != group.size).sum().item()
             message.fill_(1.0)
-        times = sorted(times[2:])  # the first ones make connections
-        found[str(n_bytes)] = times[len(times) // 2]
+        seconds = median(times[2:])  # the first ones make connections
+        sent = 2 * (group.size - 1) / group.size * n_bytes
+        found |= {"us for 1 KiB": 1e6 * seconds} if n_bytes == 2**10 else {f"{n_bytes >> 20} MiB": sent / seconds / 1e9}
     return found
 
 
@@ -146,13 +155,32 @@ def uneven() -> dict[str, float]:
     return dict(wrong=float((arrived.cpu() != right).sum()))
 
 
-def worst(everyone: list[dict[str, float]]) -> dict[str, float]:
-    """What all ranks have found -> by name, the largest."""
-    return {name: max(found[name] for found in everyone) for name in everyone[0]}
+def matmul(n: int = 8192 if GPU else 512, warm: float = 2.0) -> dict[str, float]:
+    """TFLOP/s of n x n x n while all GPUs compute; what nvidia-smi, if it is there, says of this one after `warm` s.
+
+    And how many numbers differ from those of the first product: the same kernel on the same GPU finds the same bits.
+    """
+    a, b, times, said = normal(n, n), normal(n, n), [], {}
+    first, wrong, reader = a @ b, torch.zeros((), device=DEVICE), Timer(warm, lambda: said.update(nvidia.clocks()))
+    gather_objects(None)  # all begin together
+    reader.start()
+    while reader.is_alive() or not times:
+        start = time.perf_counter()
+        for _ in range(10):
+            again = a @ b
+        again[0, 0].item()  # waits for a GPU
+        times.append((time.perf_counter() - start) / 10)
+        wrong += (again != first).sum()
+    found = {"wrong": wrong.item(), "TFLOP/s": 2 * n**3 / median(times) / 1e12}
+    if GPU:
+        found |= said.get(str(torch.cuda.get_device_properties(DEVICE).uuid), {})
+        if peak := devices.known_peak(torch.cuda.get_device_name(DEVICE)):
+            found["of peak"] = found["TFLOP/s"] / peak[0]
+    return found
 
 
 PROBES: dict[str, Callable[[], dict[str, float]]] = {
-    probe.__name__: probe for probe in (attention, grouped, documents, exchange, uneven)
+    probe.__name__: probe for probe in (attention, grouped, documents, exchange, uneven, matmul)
 }
 
 if __name__ == "__main__":
@@ -160,9 +188,11 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     if sys.argv[1:] not in [[name] for name in PROBES]:
         sys.exit(f"error: give one of {', '.join(PROBES)}")
+    if "RANK" in os.environ:
+        join()
     everyone = gather_objects(PROBES[sys.argv[1]]())
     if int(os.environ.get("RANK", 0)) == 0:
-        print(json.dumps(worst(everyone)), flush=True)
+        print(json.dumps({f"rank {rank}": found for rank, found in enumerate(everyone)}), flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.stdout.flush()

@@ -17,6 +17,7 @@ WHAT IS PROVED
     what has been saved is read under any layout             test_checkpoint.py
     all of these notice mistakes                             test_faults.py        faults.py: text, and what it becomes
     a wrong flag is one line on every rank                   test_flags.py
+    a sick node is told from a healthy one                   test_certify.py       sick.py: a node a fault
     who may import whom, sizes, one shape for each room      test_house.py
 
 What else is beside the course has a file of its name: test_plan.py (theory/), test_labs.py (labs/), test_pages.py,

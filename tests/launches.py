@@ -3,16 +3,19 @@
     python -m tests.launches 8          for a machine of eight GPUs: a line of JSON for each row
 
 A row that does `launches` is certified in fp64, by losses and gradient norms; one that `stays_near` in bf16, by losses.
-Without a GPU rows of two ranks run. Up to three GPUs are shared by as many ranks as a row has. On more, there are as
-many ranks as GPUs, 4 or 8: what is more than in the row is data parallel.
+So are, with GPUs, a run with --compile and README's first command. Without a GPU rows of two ranks run. Up to three
+GPUs are shared by as many ranks as a row has. On more, there are as many ranks as GPUs, 4 or 8: what is more than in
+the row is data parallel.
 """
 
 import json
 import math
+import re
 import sys
 from typing import Any
 
 from services.certify import Trial
+from services.expected import launch_lines
 from services.seam import spelled
 from tests import bounds, equal
 from tests.rows import NEAR, ROWS, Row
@@ -21,6 +24,8 @@ PARTS = {  # behaviour -> the certificate's part, flags, and how far which numbe
     "launches": ("equality", dict(steps=4), ["loss", "grad_norm"], bounds.RUN["fp64"]),
     "stays_near": ("precision", NEAR, ["loss"], bounds.DRIFT / math.log(equal.SMALL["vocab_size"])),
 }
+
+COMPILED = Row(2, "step03_zero", dict(zero=1, compile=True))  # its code is Triton's; the tests look at its graphs
 
 
 def line(step: str, options: dict[str, Any]) -> str:
@@ -38,16 +43,27 @@ def trial(row: Row, does: str) -> Trial:
     return Trial(part, " ".join(what), row.ranks, ours, one, numbers, bound)
 
 
+def first_command() -> Trial:
+    """README's, in bf16 as it would be on a GPU, beside one process.
+
+    All its steps run; ten are compared. Later a token's choice of an expert flips by rounding, and losses part.
+    """
+    first, more = launch_lines()[0], "--dtype bf16 --eval-every 0 --save-every 0"
+    said = " ".join(re.findall(r"--(?:steps|global-batch-size) \d+", first.flags))
+    ours, one = (f"{first.step}.py {flags} {more}" for flags in (first.flags, said))
+    return Trial("precision", "README's first command", first.ranks, ours, one, *PARTS["stays_near"][2:], 10)
+
+
 def trials(gpus: int) -> list[Trial]:
     """All that such a machine is to start, with four sequences for each rank."""
     found = []
     for does in PARTS:
-        for row in (row for row in ROWS if does in row.does):
+        for row in (*(row for row in ROWS if does in row.does), *([COMPILED] * (gpus > 0 and does == "stays_near"))):
             n = 8 if gpus >= 8 else 4 if gpus >= 4 else row.ranks if gpus else 2
             if n % row.ranks == 0:
                 base = row.base | dict(global_batch_size=4 * n)
                 found.append(trial(row._replace(ranks=n, base=base), does))
-    return found
+    return [*found, *([first_command()] * (gpus > 0))]
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ FEW = dict(dataset="few-tokens", vocab_size=5)  # so few that a rank of four has
 FROZEN, IDLE, EXACT = dict(patch="frozen"), dict(patch="idle_experts"), dict(patch="not_rounded")  # tests/faults.py
 COMPILED = dict(patch="graphs_without_code")  # there, too
 SGD, TIED, MHA = dict(optimizer="sgd", lr=0.5), dict(tied=True), dict(n_kv_heads=4)
+LARGE_HEADS = dict(dim=128, n_heads=1, n_kv_heads=1, n_layers=2, seq_len=131)
 EXPERTS, MUON = dict(experts=4), dict(optimizer="muon")
 LOSSY = (
     (dict(compress="topk", topk_fraction=1.0), 0.0),  # loses nothing; slices, messages, what is owed: as in the others
@@ -80,6 +81,9 @@ ROWS = [
     Row(4, "step07_moe_ep", dict(ep=4, zero=1), IDLE | EXPERTS),
     Row(4, "step04_tp_sp", dict(tp=4, zero=1), FEW | SGD | TIED),
     Row(2, "step04_tp_sp", dict(tp=2, sp=False), dict(seq_len=15)),
+    # what GPUs have other kernels for: heads of 128, lengths that no tile divides, experts in 16 bits
+    Row(2, "step03_zero", dict(zero=1), LARGE_HEADS, does=("stays_near",)),
+    Row(2, "step07_moe_ep", dict(ep=2, expert_matmul="grouped"), EXPERTS, does=("stays_near",)),
     # step 1: variants of the trainer
     Row(1, "step01_single_gpu", dict(recompute="selective")),
     Row(3, "step02_ddp", {}, dict(optimizer="adafactor")),

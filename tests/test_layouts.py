@@ -7,6 +7,7 @@ import pytest
 
 from services import evaluation
 from services.certify import Certificate
+from services.limits import PASS
 from tests import bounds, equal
 from tests.equal import difference
 from tests.launches import trial
@@ -74,7 +75,7 @@ def launches(pools, reference, row: Row, folder: Path):
     """By its launch line, in processes of their own: losses and norms are those of one process's launch line."""
     one = Certificate(folder, minutes=5.0)
     one.beside("equality", [trial(row, "launches")])
-    assert [line.passed for line in one.lines] == [True], one.text()
+    assert [line.verdict for line in one.lines] == [PASS], one.text()
 
 
 BEHAVIOURS = {does.__name__: does for does in (equals, drifts, stays_near, evaluates, goes_on, launches)}
