@@ -17,13 +17,13 @@ from services import expected
 from services.dry_run import Counted, Meter, Seen, instead_of, run_rank
 from services.run import ServedRun
 from services.seam import check, compose
-from tests.equal import BASE, SMALL, config_of, watch
+from tests.equal import SMALL, config_of, watch
 from tests.pairs import FLAGS, STEPS, UNCOUNTED, covering, ranks_of, singles
 from theory.gpus import CONTEXT, GPUS
 from variants import grouped_matmul
 from variants.routing import RoutedMoE
 
-SHAPE = dict(n_layers=4, n_heads=4, n_kv_heads=2)
+SHAPE = dict(n_layers=4, n_heads=4, n_kv_heads=2, global_batch_size=4)
 VALUES = dict(  # flags that change what is sent
     dtype=("fp32", "fp64", "bf16"),
     recompute=("none", "none", "full", "selective"),
@@ -122,7 +122,7 @@ def test_real_ranks_are_as_the_dry_run_counts(pools, seed):
 def test_choices_are_balanced(pools, mode):
     """Two of four experts, both of one group; each takes half of what it is asked."""
     options = dict(experts=4, experts_per_token=2, expert_groups=2, groups_per_token=1, capacity_factor=0.5)
-    options |= dict(ep=2, ep_mode=mode)
+    options |= dict(ep=2, ep_mode=mode, global_batch_size=4)
     dry = [pools(1).run(counted, "step07_moe_ep", 2, options, rank)[0] for rank in (0, 1)]
     compare(pools(2).run(counted_on_rank, "step07_moe_ep", options), dry, options)
 
@@ -141,7 +141,7 @@ def test_kernels_are_those_of_a_gpu():
     """RMSNorm is one kernel each way; an update reads four numbers of a parameter, and writes three."""
     config = config_of("step01_single_gpu", SHAPE | dict(dtype="bf16", recompute="full", dry_run=1))
     seen = run_rank(importlib.import_module("step01_single_gpu").train, config, 0)
-    layers, passes = 2 * SHAPE["n_layers"], BASE["global_batch_size"]  # norms in layers are done again
+    layers, passes = 2 * SHAPE["n_layers"], SHAPE["global_batch_size"]  # norms in layers are done again
     x, count = 2 * SMALL["seq_len"] * SMALL["dim"], seen.meter.count
     found = [count[name][what] for name in ("rms_norm", "rms_norm_backward") for what in ("calls", "bytes")]
     forward, backward = passes * (2 * layers + 1), passes * (layers + 1)
