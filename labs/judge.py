@@ -14,11 +14,10 @@ from torch import Tensor
 from common import UserError
 from labs import ranks
 from labs.course import FOUND, ROOT, Case, Criterion, Lab, Row, at_most, path_of
-from labs.ranks import Failed, World
+from labs.ranks import LATE, Failed, World
 from labs.suite import KEPT, Suite, kept, plain_rows, there
 
 CHANGED = "what should be found is another number than it is: the code has changed its judge"
-LATE = "not tried: an earlier criterion of this task ran out of time"
 SEEDS = 4  # different inputs of a task: so what the project's file finds in them serves several folders
 finds: dict[str, list[list[Row]] | Failed] = {}  # what the project's file finds in a case, by `key_of`
 

@@ -42,6 +42,7 @@ from services.launch import descendants
 MOST_OUTPUT = 2**24  # bytes that a student's prints may write to a file
 MOST_ANSWER = 2**28  # bytes of one rank's answer
 REBUILT = re.compile(r"(step0\d_\w+|variants|services|theory|tests)(\.|$)")  # modules that may have met a step
+LATE = "not tried: an earlier criterion of this task ran out of time"
 SILENT = "ended without an answer (os._exit, a crash, or killed); what it printed is in output.txt"
 
 
@@ -291,7 +292,7 @@ def run(world: World, jobs: list[Case], seconds: float = 60.0) -> Iterator[list[
                 break
         while isinstance(outcome, Failed) and (outcome.fatal or outcome.late) and done < len(jobs):
             done += 1
-            yield outcome
+            yield outcome if outcome.fatal else Failed(LATE)
 
 
 def session(world: World, jobs: list[Case], seconds: float) -> Iterator[list[Any] | Failed]:
