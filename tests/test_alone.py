@@ -171,7 +171,9 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(server, tmp_pat
 FEW = TINY.replace(" --dataset text.txt", "").replace("--steps 3", "--steps 2")  # services read files in their own way
 QUIET = "--eval-every 0 --save-every 0 --peak-tflops 1"  # of services
 PAGES = [pytest.param(step, 0, "", marks=[pytest.mark.exhaustive] * (step != STEPS[0])) for step in STEPS]
-PAGES += [("step03_zero", 2, ""), ("step06_pipeline", 4, "--pp 2 --tp 2"), ("step07_moe_ep", 4, "--tp 2 --ep 2")]
+PAGES += [pytest.param("step03_zero", 2, "", marks=pytest.mark.exhaustive)]
+PAGES += [pytest.param("step06_pipeline", 4, "--pp 2 --tp 2", marks=pytest.mark.exhaustive)]
+PAGES += [("step07_moe_ep", 4, "--tp 2 --ep 2")]
 
 
 @pytest.mark.parametrize("step, ranks, flags", PAGES)

@@ -440,10 +440,23 @@ def test_a_folder_runs_by_itself(tmp_path):
     assert said.count("mine") >= 2 and (tmp_path / "lab" / "runs" / "step04_tp_sp" / "metrics.jsonl").exists()
 
 
-def test_a_handout_has_no_solution(tmp_path):
+@pytest.fixture(scope="module")
+def handout(tmp_path_factory):
+    """`handout(4)`: the folder with lab 4's handout, made once: what its whole file should find takes a while."""
+    folder = tmp_path_factory.mktemp("handouts")
+
+    def make(number: int) -> Path:
+        copy = folder / str(number)
+        if not copy.exists():
+            command("handout", number, copy)
+        return copy
+
+    return make
+
+
+def test_a_handout_has_no_solution(tmp_path, handout):
     """Steps of labs not given yet are holes; tests and variants of them are missing; a lab starts, is judged, runs."""
-    copy = tmp_path / "copy"
-    command("handout", 4, copy)
+    copy = handout(4)
     lab = load(4)
     found = source.definitions(ast.parse((copy / "step04_tp_sp.py").read_text()))
     assert all(source.is_hole(found[name]) for name in lab.holes(S4))
@@ -466,11 +479,10 @@ def test_a_handout_has_no_solution(tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("number", LABS)
-def test_a_handout_judges_the_whole_file(tmp_path, number):
+def test_a_handout_judges_the_whole_file(tmp_path, handout, number):
     """The project's files earn all points in it, but for the tests of schedules, which a handout does not have."""
-    command("handout", number, tmp_path / "copy")
     handed_in(tmp_path / "lab", number, answer=True)
-    said = command("check", tmp_path / "lab", folder=tmp_path / "copy", status=None)
+    said = command("check", tmp_path / "lab", folder=handout(number), status=None)
     failed = [text for text in re.findall("FAIL (.*)", said) if "tests of schedules" not in text]
     assert said.count("ok  ") > 10 and not failed
 
@@ -488,10 +500,9 @@ COMMANDS = {  # and the first handout in which they work
 
 
 @pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n != 4)) for n in range(1, 8)])
-def test_a_handout_says_in_a_line_what_is_missing(tmp_path, number):
+def test_a_handout_says_in_a_line_what_is_missing(handout, number):
     """A command that needs solutions of labs to come ends with one line; all others work."""
-    copy = tmp_path / "copy"
-    command("handout", number, copy)
+    copy = handout(number)
     for words, first in COMMANDS.items():
         done = subprocess.run([sys.executable, *words.split()], cwd=copy, capture_output=True, text=True, timeout=300)
         assert (done.returncode == 0) == (number >= first), (words, done.stderr)

@@ -207,7 +207,7 @@ ORDERS = [(schedule, zero) for schedule in SCHEDULES for zero in range(4)]
 
 @pytest.mark.parametrize(
     "schedule, zero",
-    [pytest.param(*row, marks=[pytest.mark.exhaustive] * (row not in (("1f1b", 0), ("zbv", 3)))) for row in ORDERS],
+    [pytest.param(*row, marks=[pytest.mark.exhaustive] * (row != ("zbv", 3))) for row in ORDERS],
 )
 def test_traffic_of_pipelines(schedule, zero):
     """In every order of work and stage of ZeRO theory says what the dry run counts, on the first and last rank."""
