@@ -111,6 +111,8 @@ def grade(paths: list[Path], table: Path | None, number: int, seconds: float, gr
         for task in range(1, len(folder.lab.tasks) + 1):
             learn(folder.lab, [case for some in Judge(folder, task).cases for case in some])
     before = project()
+    if table and rows:  # that a folder's judge was killed is seen even if none is left
+        write(table, list(rows.values()))
     for name, folder in folders.items():
         if name in rows:
             continue

@@ -244,7 +244,8 @@ def test_a_fault_is_named_and_hedged(tmp_path):
     fault = FAULTS["g_sums_in_backward_too"]
     folder = sabotaged(tmp_path / "a", 4, ("", fault.owner, fault.old, fault.new))
     texts = " ".join(r.text for r in judged(folder, 2))
-    assert "the same numbers as with g_sums_in_backward_too: as torch.distributed.nn does" in texts
+    alike = "g_sums_in_backward_too|conjugate_is_itself"  # without SP these two are one
+    assert re.search(rf"the same numbers as with ({alike}): \w+", texts)
     folder = sabotaged(tmp_path / "b", 4, ("", "VocabParallelEmbedding", " * held[..., None]", ""))
     assert re.search(r"token \d+ belongs to rank \d, which has ids \d+ to \d+: .* zero", judged(folder, 3)[0].text)
 
@@ -384,7 +385,7 @@ def test_no_folder_stops_or_touches_another(tmp_path):
     with table.open(newline="") as file:
         rows = {Path(row["folder"]).name: row for row in csv.DictReader(file)}
     assert [*rows] == order and rows["right"]["points"] == rows["too"]["points"] == str(n)
-    assert rows["writer"]["points"] == "2" or rows["writer"]["project files changed"] == "common/__init__.py"
+    assert rows["writer"]["points"] == "0" or rows["writer"]["project files changed"] == "common/__init__.py"
     assert "open" in rows["writer"]["reaches for"] and "os.kill" in rows["killer"]["reaches for"]
     assert "no lab" in rows["empty"]["error"] and not rows["right"].get("ended early")
     assert rows["clock"]["changed its judge"] == "yes" and not rows["right"]["changed its judge"]
