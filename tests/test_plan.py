@@ -251,6 +251,17 @@ def test_messages_take_their_time(sp):
         assert theirs == pytest.approx(whole / 4 / speed + latency + gather)
 
 
+def test_an_entry_has_its_own_nodes_numbers_and_latencies():
+    """tp of 8 leaves nodes of 4, whose cards then share its messages; 32 bits are twice as many bytes."""
+    m, x, whole = LLAMA, Layout(tp=8, global_batch_size=1), LLAMA.seq_len * LLAMA.dim
+    for number, (node, speed, hops) in product((2, 4), ((8, H100.within, 3), (4, 4 * H100.between, 6))):
+        gpu = H100._replace(node=node, number=number, latency=1.0, latency_between=2.0)
+        took = step_seconds(m, x, gpu, COURSE).exposed["tp"]
+        assert took == pytest.approx((8 * m.n_layers + 2) * (7 / 8 * whole * number / speed + hops))
+    compute = [step_seconds(m, x, H100._replace(launch=t), COURSE).compute for t in (0.0, 1.0)]
+    assert compute[1] - compute[0] > 32 * m.n_layers
+
+
 def test_parts_have_signs_and_experts_take_their_time():
     """Rows to the experts and back, forward and backward; a rank reads the matrices of its own experts only."""
     m, x = MIXTRAL, Layout(1, 1, 2, 4, 1, 1, 8, dp=8)
