@@ -15,6 +15,8 @@ from labs.course import FOUND, Case, Lab, Question, Row, Task, as_ours, at_most,
 from labs.probes import Small, decoder, fill, record, refused, there_and_back
 from labs.suite import suite
 from labs.tape import Tape
+from theory.shapes import Shape
+from theory.traffic import Work, gradient_traffic, tensor_traffic
 
 
 class Tokens(Case):
@@ -253,16 +255,19 @@ LAST = Task(
 )  # fmt: skip
 
 
-def layers_bytes(tp: int, b: int, k: int, s: int, L: int, h: int, ways: int = 2, stays: int = 1) -> float:
-    """Of the layers: f and g of two blocks, each one all-reduce's worth of bf16 in all, in k micro-batches."""
-    return k * ways * 4 * L * (tp - stays) / tp * b * s * h * 2
+def bends(L: int, h: int, s: int, b: int, k: int, wide: int = 4, each: bool = False, ways: int = 2) -> float:
+    """Bytes over tp of a step's layers in bf16, over those of the sum of their gradients, on two ranks."""
+    work = Work(Shape(h, L, 1, 1, 1, 1, s), b * s, k * L, 0, 0, 0, e=2, wide=4, recompute=False)
+    layers, gradients = tensor_traffic(work, 2, sp=True), gradient_traffic("dp", 2, 12 * L * h**2 * wide)
+    return layers.total() * ways / 2 / gradients.total() / (k // 2 if each else 1)
 
 
 QUESTION = Question(
-    dict(tp=(2, 4, 8), b=(1, 2, 4), k=(3, 5, 6), s=(2048, 4096, 6144), L=(12, 18, 24), h=range(1024, 3073, 512)),
-    layers_bytes,
-    {"this is one micro-batch": dict(k=1), "this is forward alone": dict(ways=1),
-     "each part goes to the n-1 others once: (n-1)/n of the whole": dict(stays=0)},
+    dict(L=(12, 18, 24), h=range(1024, 3073, 512), s=(2048, 4096, 6144), b=(1, 2, 4), k=(16, 24, 32)),
+    bends,
+    {"this is one micro-batch over tp": dict(k=1), "this is forward alone": dict(ways=1),
+     "gradients are added up, and sent, in fp32": dict(wide=2),
+     "gradients are summed over dp once a step, not once a micro-batch": dict(each=True)},
 )  # fmt: skip
 
 TASKS = COLLECTIVES, PAIR, VOCABULARY, CUTS, LAST

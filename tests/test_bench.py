@@ -13,6 +13,7 @@ from services.seam import check, compose, spelled
 from tests.bench import __main__ as bench
 from tests.bench.cables import ACROSS, FULL, PAIRS, Race, band
 from tests.bench.cluster import rows
+from tests.bench.cluster_plan import PROBE, drawn, entry_of, gpu_of, planned
 from tests.bench.contests import CONTESTS
 from tests.bench.harness import Entry, Result, report, spread
 from tests.bench.versions import ALL, CASES, SERVED
@@ -75,3 +76,17 @@ def test_theory_of_a_cable(entry):
         assert band(entry, nothing, 0.01) == (2.0, 2.0)
     fast, slow = band(entry, much, 1e6), band(entry, much, 1e-4)
     assert fast == pytest.approx((2.0, 2.0), rel=1e-3) and slow[0] > 8 * small / 1e5
+
+
+def test_the_planner_on_the_cluster():
+    """Layouts are legal, half of them are kept out; a bubble is filled by those who share a core, by nobody else."""
+    layouts = drawn(32, 0)
+    assert len(layouts) == 32 and sum(layouts.values()) == 16 and drawn(32, 0) == layouts != drawn(32, 1)
+    gpu = gpu_of(dict(zip(PROBE, (1e10, 5e9, 2e-5, 2e8, 2e7, 1e-3, 1e-4, 1e-3), strict=True)))
+    for x in layouts:
+        step, flags = entry_of(x)[:2]
+        check(compose(importlib.import_module(step))(**flags), 8)
+        (plan, same), (_, shared) = planned(x, gpu, 1), planned(x, gpu, 4)
+        assert same == plan and (shared < plan if x.pp > 2 else shared == plan), x
+    with pytest.raises(UserError, match="--layouts 1"):
+        drawn(1, 0)

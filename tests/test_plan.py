@@ -257,9 +257,9 @@ def test_hops_are_those_of_a_ring_and_of_a_tree(in_node, nodes):
     net = Network(nodes * in_node, in_node)
     ring_hops = [HOP if here // in_node == (here - 1) // in_node else HOP_BETWEEN for here in range(1, net.ranks)]
     ups = next(n for n in range(nodes) if (nodes - 1) >> n == 0)
-    assert seconds.hops_seconds(net, tree=False) == pytest.approx(sum(ring_hops))
-    assert seconds.hops_seconds(net, tree=True) == pytest.approx((in_node - 1) * HOP + ups * HOP_BETWEEN)
-    assert seconds.hops_seconds(net, tree=True) <= seconds.hops_seconds(net, tree=False) + 1e-12
+    assert seconds.hops_seconds(H100, net, tree=False) == pytest.approx(sum(ring_hops))
+    assert seconds.hops_seconds(H100, net, tree=True) == pytest.approx((in_node - 1) * HOP + ups * HOP_BETWEEN)
+    assert seconds.hops_seconds(H100, net, tree=True) <= seconds.hops_seconds(H100, net, tree=False) + 1e-12
 
 
 def test_a_network_gets_worse_as_it_grows():
@@ -274,6 +274,17 @@ def test_a_network_gets_worse_as_it_grows():
     more_hops = (1024 - 128) * HOP + 128 * HOP_BETWEEN
     more_bytes = 8 * total_weights(LLAMA) * (2047 / 2048 - 1023 / 1024) / (8 * H100.between)
     assert shown[2048] - shown[1024] == pytest.approx(3 * m.n_layers * more_hops + more_bytes, rel=1e-3)
+
+
+def test_an_entry_has_its_own_nodes_numbers_and_hops():
+    """tp of 8 leaves nodes of 4, whose cards then share its messages; 32 bits are twice as many bytes."""
+    m, x, whole = LLAMA, Layout(tp=8, global_batch_size=1), LLAMA.seq_len * LLAMA.dim
+    for number, (node, speed, hops) in product((2, 4), ((8, H100.within, 7), (4, 4 * H100.between, 6 + 10))):
+        gpu = H100._replace(node=node, number=number, start=100.0, hop=1.0, hop_between=10.0)
+        took = step_seconds(m, x, gpu, COURSE).exposed["tp"]
+        assert took == pytest.approx((8 * m.n_layers + 2) * (7 / 8 * whole * number / speed + 100.0 + hops))
+    compute = [step_seconds(m, x, H100._replace(launch=t), COURSE).compute for t in (0.0, 1.0)]
+    assert compute[1] - compute[0] > 32 * m.n_layers
 
 
 def test_parts_have_signs_and_experts_take_their_time():

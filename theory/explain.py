@@ -17,7 +17,7 @@ def blackboard(m: Shape, x: Layout, gpu: Gpu) -> str:
     memory, seconds = found.held, found.seconds
     numbers = max(rank_numbers(m, *way, x.tp, x.ep), key=sum)
     busy, _, (f, b, w) = rank_work(m, piece_of(x), gpu, COURSE, *way)
-    data, tp, experts = network(x, "shard"), network(x, "tp"), m.has_experts(m.n_layers - 1)
+    data, tp, experts = network(x, "shard", gpu.node), network(x, "tp", gpu.node), m.has_experts(m.n_layers - 1)
     ranks = rank_places(m, *way)
     layers = max(sum(len(place.layers) for place in places.values()) for places in ranks)
     one = sum(layer_weights(m, experts, x.tp, x.ep))
@@ -70,7 +70,7 @@ def blackboard(m: Shape, x: Layout, gpu: Gpu) -> str:
             f"{n * stages_of(x) * (f + b + w):.3f} s; a message {boundary_seconds(m, x, gpu, COURSE) * 1e3:.2f} ms"
         )
     for dim, exposed in seconds.exposed.items():
-        net = network(x, dim)
+        net = network(x, dim, gpu.node)
         where = "between nodes" if net.leaves else "within a node"
         lines.append(f"exposed over {dim:2}              {exposed:8.3f} s, {net.ranks} ranks {where}")
     got, model = rates(m, found, gpu), flops_per_token(m)[0]

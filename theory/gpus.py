@@ -9,6 +9,16 @@ from typing import NamedTuple
 PCIE_4, PCIE_5 = (16 * gt * 1e9 * 128 / 130 / 8 for gt in (16, 32))  # bytes/s each way, x16: of GT/s, 128 bits in 130
 
 
+GIB = 2**30
+ROOM = 0.95  # a plan fills no more of the memory: allocators leave holes; what is near it, count (--count)
+CONTEXT = 1.5 * GIB  # CUDA's context and libraries
+COMMUNICATOR = 0.5e9  # buffers of NCCL for a set of ranks, from 0.3e9 on: an estimate, and the most of it, for a bound
+NODE = 8  # GPUs of a node
+START = 34e-6  # seconds of a message that has no bytes, and no way to go
+HOP, HOP_BETWEEN = 3.4e-6, 14e-6  # seconds from one rank of a ring to the next, within a node and between nodes
+LAUNCH = 12e-6  # seconds that a kernel takes if it has nothing to do
+
+
 class Gpu(NamedTuple):
     """One GPU and its share of the networks."""
 
@@ -22,16 +32,13 @@ class Gpu(NamedTuple):
     host: float = PCIE_5  # bytes/s between a GPU and its host, each way
     drive: float = PCIE_4 / 4  # bytes/s of one NVMe drive a GPU, at most: four lanes of PCIe 4
     contention: float = 0.0  # by what part of itself each doubling of nodes beyond two lengthens a byte's time
+    node: int = NODE  # GPUs of a node
+    number: int = 2  # bytes of a number that it computes with: an activation's, a weight's
+    start: float = START
+    hop: float = HOP
+    hop_between: float = HOP_BETWEEN
+    launch: float = LAUNCH
 
-
-GIB = 2**30
-ROOM = 0.95  # a plan fills no more of the memory: allocators leave holes; what is near it, count (--count)
-CONTEXT = 1.5 * GIB  # CUDA's context and libraries
-COMMUNICATOR = 0.5e9  # buffers of NCCL for a set of ranks, from 0.3e9 on: an estimate, and the most of it, for a bound
-NODE = 8  # GPUs of a node
-START = 34e-6  # seconds of a message that has no bytes, and no way to go
-HOP, HOP_BETWEEN = 3.4e-6, 14e-6  # seconds from one rank of a ring to the next, within a node and between nodes
-LAUNCH = 12e-6  # seconds that a kernel takes if it has nothing to do
 
 # `flops`, `single`: data sheets. `hbm`: 80% of the data sheets' 2.0, 3.35, 2.4 (HBM2e), 4.8 and 8 TB/s, rounded.
 # `between`: one 200 or 400 Gbit/s card a GPU (H100: less a sixth for protocol). `within`: near NCCL's bus bandwidth on

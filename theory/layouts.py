@@ -97,10 +97,10 @@ STRIDES = {
 }
 
 
-def network(x: Layout, dim: str) -> Network:
-    """Where the ranks of a dimension are."""
+def network(x: Layout, dim: str, node: int = NODE) -> Network:
+    """Where the ranks of a dimension are, with so many of all ranks in a node."""
     ranks, stride = STRIDES[dim](x)
-    return Network(ranks, max(1, min(ranks, NODE // stride)))
+    return Network(ranks, max(1, min(ranks, node // stride)))
 
 
 def communicators(m: Shape, x: Layout) -> int:

@@ -24,7 +24,7 @@ from math import ceil, log2
 from typing import NamedTuple
 
 from common.schedules import simulate
-from theory.gpus import HOP, HOP_BETWEEN, LAUNCH, START, Gpu
+from theory.gpus import Gpu
 from theory.layouts import Layout, Network, network, schedule_of, stages
 from theory.memory import rank_numbers
 from theory.pipelines import lists_of, longest_wait, places_of, rank_places, splits, ways_of
@@ -33,7 +33,6 @@ from theory.shapes import Shape, end_weights, layer_counts
 
 FLASH = 0.75  # the part of a large matmul's speed that fused attention reaches (FlashAttention-2 and 3, their tables)
 COMPUTE = ("matmul", "attention", "memory")
-E = 2  # bytes of an activation
 Parts = dict[str, float]  # seconds by part: matmul, attention, memory, tp, cp, ep
 
 
@@ -63,12 +62,12 @@ def total(parts: Parts) -> float:
 def matmul_seconds(gpu: Gpu, rows: float, inner: float, outer: float, count: float = 1) -> float:
     """`count` products [rows, inner] x [inner, outer] in one launch."""
     flops, numbers = 2 * rows * inner * outer, rows * inner + inner * outer + rows * outer
-    return count * (flops / (gpu.flops * gpu.matmul) + E * numbers / gpu.hbm) + LAUNCH
+    return count * (flops / (gpu.flops * gpu.matmul) + gpu.number * numbers / gpu.hbm) + gpu.launch
 
 
 def memory_seconds(gpu: Gpu, n_bytes: float, kernels: int = 1) -> float:
     """Reading and writing so many bytes in all."""
-    return n_bytes / gpu.hbm + kernels * LAUNCH
+    return n_bytes / gpu.hbm + kernels * gpu.launch
 
 
 def bandwidth(gpu: Gpu, net: Network) -> float:
@@ -78,11 +77,11 @@ def bandwidth(gpu: Gpu, net: Network) -> float:
     return min(gpu.within, net.in_node * gpu.between / (1 + gpu.contention * log2(max(net.nodes, 2) / 2)))
 
 
-def hops_seconds(net: Network, tree: bool) -> float:
+def hops_seconds(gpu: Gpu, net: Network, tree: bool) -> float:
     """Until a number of one rank has reached all others: over a ring, or over a tree of nodes, in each a chain."""
     if tree:
-        return (net.in_node - 1) * HOP + ceil(log2(net.nodes)) * HOP_BETWEEN
-    return (net.ranks - net.nodes) * HOP + (net.nodes - 1) * HOP_BETWEEN
+        return (net.in_node - 1) * gpu.hop + ceil(log2(net.nodes)) * gpu.hop_between
+    return (net.ranks - net.nodes) * gpu.hop + (net.nodes - 1) * gpu.hop_between
 
 
 def collective_seconds(gpu: Gpu, net: Network, sent: float, messages: float = 1, tree: bool = False) -> float:
@@ -92,7 +91,7 @@ def collective_seconds(gpu: Gpu, net: Network, sent: float, messages: float = 1,
     """
     if net.ranks == 1:
         return 0.0
-    return sent / bandwidth(gpu, net) + messages * (START + hops_seconds(net, tree))
+    return sent / bandwidth(gpu, net) + messages * (gpu.start + hops_seconds(gpu, net, tree))
 
 
 def ring(net: Network, n_bytes: float) -> float:
@@ -105,7 +104,7 @@ def attention_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> tuple[fl
     tokens = x.micro_batch_size * m.seq_len // x.cp
     if recipe.flash:
         forward = tokens * m.seq_len * 2 * m.dim / x.tp / (gpu.flops * gpu.matmul * FLASH)  # half of 2 x 2 s h
-        return forward + LAUNCH, 2.5 * forward + LAUNCH
+        return forward + gpu.launch, 2.5 * forward + gpu.launch
     heads, scores = x.micro_batch_size * m.n_heads / x.tp, tokens * m.seq_len * m.n_heads / x.tp
     one = matmul_seconds(gpu, m.seq_len, m.head_dim, m.seq_len, heads)
     # softmax reads and writes 2 bytes; dropout reads 2 and writes 2 and its mask; their backwards read what they need
@@ -141,26 +140,27 @@ def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> 
 
     core, core_back = attention_seconds(m, x, gpu, recipe)
     qkv = (m.dim + 2 * m.kv_dim) / tp
-    between = own * m.dim * (22 if m.gpt else 20)  # norms 2 x 4, residual sums (with GPT's dropout)
-    inside = tokens * qkv * (4 if recipe.flash else 12) + width * (4 if m.gpt else 6)
-    travels = visits * m.dim * 4 * 3  # rows are sorted, sent, and put back
+    between = own * m.dim * gpu.number * (11 if m.gpt else 10)  # norms 2 x 2, residual sums (with GPT's dropout)
+    inside = gpu.number * (tokens * qkv * (2 if recipe.flash else 6) + width * (2 if m.gpt else 3))
+    travels = visits * m.dim * gpu.number * 2 * 3  # rows are sorted, sent, and put back
     forward = memory_seconds(gpu, between + inside + travels, 12)
     backward = memory_seconds(gpu, 1.5 * between + 1.7 * inside + travels, 20)
 
-    net, whole = network(x, "tp"), tokens * m.dim * E
+    net, whole = network(x, "tp", gpu.node), tokens * m.dim * gpu.number
     gather = collective_seconds(gpu, net, ring(net, whole), tree=not x.sp)
     halves, _ = tp_halves(m, x, experts)
     one_way = halves * gather
     regather = (1 if experts else 2) * gather * (x.sp and recipe.overlap_tp)
     hidden = min(one_way / 2 + regather, products("w")) if recipe.overlap_tp else 0.0
 
-    net = network(x, "cp")
+    net = network(x, "cp", gpu.node)
     kv = tokens * 2 * m.kv_dim / min(tp, m.n_kv_heads)
-    there, back = (x.cp - 1) * kv * E, (x.cp - 1) * kv * E + x.cp * kv * 4  # in backward gradients follow, in fp32
+    there = (x.cp - 1) * kv * gpu.number
+    back = there + x.cp * kv * 4  # gradients follow, in fp32
     cp = [max(0.0, collective_seconds(gpu, net, n) - seconds) for n, seconds in ((there, core), (back, core_back))]
 
-    net = network(x, "ep")
-    exchange = 2 * collective_seconds(gpu, net, ring(net, visits * m.dim * E))
+    net = network(x, "ep", gpu.node)
+    exchange = 2 * collective_seconds(gpu, net, ring(net, visits * m.dim * gpu.number))
 
     f = dict(matmul=products("f"), attention=core, memory=forward, tp=one_way, cp=cp[0], ep=exchange)
     b = dict(matmul=products("b"), attention=core_back, memory=backward, cp=cp[1], ep=exchange)
@@ -202,8 +202,8 @@ def done_again(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, f: Parts, experts:
 
 def head_work(m: Shape, x: Layout, gpu: Gpu) -> Work:
     """The output projection and the loss of one micro-batch, which nobody computes again."""
-    tokens, vocab, net = x.micro_batch_size * m.seq_len // x.cp, m.vocab_size / x.tp, network(x, "tp")
-    gather = collective_seconds(gpu, net, ring(net, tokens * m.dim * E), tree=not x.sp)
+    tokens, vocab, net = x.micro_batch_size * m.seq_len // x.cp, m.vocab_size / x.tp, network(x, "tp", gpu.node)
+    gather = collective_seconds(gpu, net, ring(net, tokens * m.dim * gpu.number), tree=not x.sp)
     logits = memory_seconds(gpu, 14 * tokens * vocab, 5)  # 16 bits, then fp32: maximum, exponential, sum
     f = dict(matmul=matmul_seconds(gpu, tokens, m.dim, vocab), memory=logits, tp=gather)
     b = dict(matmul=matmul_seconds(gpu, tokens, vocab, m.dim), memory=logits / 2, tp=gather)
@@ -247,13 +247,13 @@ def least_bubble(x: Layout, f: float, b: float, w: float) -> float:
 
 def boundary_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> float:
     """A message over a pipeline boundary."""
-    size, net = x.micro_batch_size * m.seq_len // x.cp * m.dim * E, network(x, "pp")
+    size, net = x.micro_batch_size * m.seq_len // x.cp * m.dim * gpu.number, network(x, "pp", gpu.node)
     crosses = net.in_node == 1
     scatter = (recipe.scatter or x.pp_scatter) and not x.sp
     sent = size / x.tp if scatter or x.sp else size
-    seconds = sent / (gpu.between if crosses else gpu.within) + START + (HOP_BETWEEN if crosses else HOP)
+    seconds = sent / (gpu.between if crosses else gpu.within) + gpu.start + (gpu.hop_between if crosses else gpu.hop)
     if scatter:
-        tp = network(x, "tp")
+        tp = network(x, "tp", gpu.node)
         seconds += collective_seconds(gpu, tp, ring(tp, size))
     return seconds
 
@@ -379,7 +379,7 @@ def pair_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> float:
     shared, own = fullest_numbers(m, x) if two else (end_weights(m, x.tp)[0], 0.0)
     if x.zero:
         shared, own = shared / network(x, "shard").ranks, own / network(x, "expert shard").ranks
-    pair = Network(2, 1 if network(x, "pp").leaves else 2)
+    pair = Network(2, 1 if network(x, "pp", gpu.node).leaves else 2)
     return collective_seconds(gpu, pair, 2 * ring(pair, (shared + own) * recipe.gradient))
 
 
@@ -393,15 +393,15 @@ def data_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, micro_batch: flo
     """
     n, hidden, open_ = x.micro_batches, 0.0, 0.0
     layers = m.n_layers / x.pp if recipe.overlap_dp else 1
-    far = network(x, "replicas")
+    far = network(x, "replicas", gpu.node)
     for numbers, dim in zip(fullest_numbers(m, x), ("shard", "expert shard"), strict=True):
-        net = network(x, dim)
+        net = network(x, dim, gpu.node)
         if net.ranks == 1 or not numbers:
             continue
         if far.ranks > 1 and dim == "shard":
             open_ += 2 * collective_seconds(gpu, far, ring(far, numbers / net.ranks * 4), layers, tree=True)
         reduced = collective_seconds(gpu, net, ring(net, numbers * recipe.gradient), layers, tree=x.zero == 0)
-        gathered = collective_seconds(gpu, net, ring(net, numbers * E), layers)
+        gathered = collective_seconds(gpu, net, ring(net, numbers * gpu.number), layers)
         if x.zero == 0:
             hidden += 2 * reduced
         elif x.zero == 1:

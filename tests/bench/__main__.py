@@ -21,6 +21,7 @@ MODULES = {  # name -> module with main(name, argv)
     "cluster-bytes": "cluster",
     "cluster-speeds": "cables",
     "cluster-hides": "cables",
+    "cluster-plan": "cluster_plan",
 }
 
 
