@@ -66,7 +66,7 @@ def hold(model: Decoder, weights: Weights):
     """From here on its modules compute with these parameters."""
     for name, weight in weights.items():
         owner, _, last = name.rpartition(".")
-        setattr(model.get_submodule(owner), last, weight)
+        model.get_submodule(owner).register_parameter(last, weight)
 
 
 class Stashed(OneForwardOneBackward):
