@@ -94,9 +94,11 @@ def speeds(gpus: int) -> list[expected.Line]:
     alone += " --loss-chunk 2048"
     rows = [expected.Line(1, "step01_single_gpu", f"{alone}{more}") for more in ("", " --compile")] if gpus else []
     if gpus >= 8:
-        rows += [expected.read(f"8 x {line.replace('.py', '', 1)}") for line in expected.EIGHT[:3]]
-        long = f"{expected.BIG.replace('-size 8', '-size 2')} --zero 3 --tp 2 --cp 4 --cp-kernel flash --seq-len 32768"
-        rows.append(expected.Line(8, "step05_cp_ring", f"--model llama3-8b {long}"))
+        rows += [expected.read(f"8 x {line.replace('.py', '', 1)}") for line in expected.EIGHT[:2]]
+        one = "--model llama3-8b " + expected.BIG.replace("-batch-size 8", "-batch-size 1")  # sequence for all ranks
+        rows.append(expected.Line(8, "step04_tp_sp", f"{one} --tp 8"))
+        more = "--zero 3 --tp 2 --cp 4 --cp-kernel flash --seq-len 32768"
+        rows.append(expected.Line(8, "step05_cp_ring", f"{one} {more}"))
     return rows
 
 
