@@ -19,9 +19,9 @@ Each line measures something on every rank, and services/limits.py judges it. Of
     note    it was measured, but for some of it no limit is known (links through the host; a GPU that no table has)
       -     not certified: it was not measured, for there is no such device, program, memory, or no time left
 
-It takes 25 minutes at most, on a CPU 10: a part ends when its share, and what earlier ones have left, is over. It starts
-all ranks itself, by torchrun. (Under torchrun rank 0 does it, and the others leave.) Certificate and logs are in --out:
-certificate.txt, certificate.json.
+It takes 25 minutes at most, on a CPU 10: a part ends when its share, and what earlier ones have left, is over. It
+starts all ranks itself, by torchrun. (Under torchrun rank 0 does it, and the others leave.) Certificate and logs are in
+--out: certificate.txt, certificate.json.
 """
 
 import argparse
