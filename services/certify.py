@@ -1,6 +1,6 @@
 """Can this machine train, and does it train right? One command, a table of verdicts, and a file to keep.
 
-    python -m services.certify                with one GPU or a node of them; without, what a CPU can show in 5 minutes
+    python -m services.certify                with one GPU or a node of them; without, what a CPU can show in 10 minutes
     python -m services.certify --only machine kernels          some parts of it
 
     1 machine      what is here, what is wrong with it and its mend; each pair's link, all-reduces, a matmul on each GPU
@@ -19,9 +19,9 @@ Each line measures something on every rank, and services/limits.py judges it. Of
     note    it was measured, but for some of it no limit is known (links through the host; a GPU that no table has)
       -     not certified: it was not measured, for there is no such device, program, memory, or no time left
 
-It takes 25 minutes at most, on a CPU 5: a part ends when its share, and what earlier ones have left, is over. It starts
-all ranks itself, by torchrun. (Under torchrun rank 0 does it, and the others leave.) Certificate and logs are in --out:
-certificate.txt, certificate.json.
+It takes 25 minutes at most, on a CPU 10: a part ends when its share, and what earlier ones have left, is over. It
+starts all ranks itself, by torchrun. (Under torchrun rank 0 does it, and the others leave.) Certificate and logs are in
+--out: certificate.txt, certificate.json.
 """
 
 import argparse
@@ -385,7 +385,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m services.certify", description=__doc__.split("\n")[0])
     parser.add_argument("--out", default="runs/certificate", metavar="DIR", help="where certificate and logs go")
     parser.add_argument("--only", nargs="+", choices=[*PARTS], default=[*PARTS], help="parts of the list")
-    parser.add_argument("--minutes", type=float, default=sum(PARTS.values()) if gpu else 5.0, help="at most, in all")
+    parser.add_argument("--minutes", type=float, default=sum(PARTS.values()) if gpu else 10.0, help="at most, in all")
     args = parser.parse_args(argv)
     if int(os.environ.get("RANK", 0)):
         return 0
