@@ -53,12 +53,33 @@ ACROSS = {  # what is between the nodes
 }
 ONCE = BATCH | dict(micro_batch_size=4)  # one micro-batch, whose backward hides all buckets but the last
 PIPED = BATCH | dict(pp=2, zero=0)
-PAIRS = {  # what hides or saves: the cable's Gbit/s; step; flags without it; flags with it
-    "--sync bucket": (0.15, "step02_ddp", ONCE | dict(sync="naive"), ONCE | dict(bucket_mb=0.1)),
-    "--tp-overlap": (0.1, "step04_tp_sp", ACROSS["tp"].flags, ACROSS["tp"].flags | dict(tp_overlap=True)),
-    "--schedule zbv": (0.05, "step06_pipeline", PIPED, PIPED | dict(schedule="zbv")),
-    "--compress bf16": (0.03, "step02_ddp", BUCKETS, BUCKETS | dict(compress="bf16")),
-    "--compress int8": (0.03, "step02_ddp", BUCKETS, BUCKETS | dict(compress="int8")),
+
+
+class Pair(NamedTuple):
+    """A step without and with what hides or saves messages, on nodes with so many ranks each."""
+
+    gbit: float  # speed of each node's cable
+    step: str
+    plain: dict
+    better: dict
+    nodes: int = 2
+    ranks: int = 1
+
+
+SUMS = BATCH | dict(sync="naive")
+WHOLE = PIPED | dict(tp=2, sp=False)
+TURNS = PIPED | HALVES | dict(ep=2)  # four nodes of one rank each: both pp and ep cross a cable
+LEVELS = BATCH | HALVES | dict(ep=4, zero=0, experts=8, experts_per_token=4, ep_mode="rows")
+PAIRS = {
+    "--sync bucket": Pair(0.15, "step02_ddp", ONCE | dict(sync="naive"), ONCE | dict(bucket_mb=0.1)),
+    "--tp-overlap": Pair(0.1, "step04_tp_sp", ACROSS["tp"].flags, ACROSS["tp"].flags | dict(tp_overlap=True)),
+    "--schedule zbv": Pair(0.05, "step06_pipeline", PIPED, PIPED | dict(schedule="zbv")),
+    "--compress bf16": Pair(0.03, "step02_ddp", BUCKETS, BUCKETS | dict(compress="bf16")),
+    "--compress int8": Pair(0.03, "step02_ddp", BUCKETS, BUCKETS | dict(compress="int8")),
+    "--sync hierarchical": Pair(0.03, "step02_ddp", SUMS, SUMS | dict(sync="hierarchical", ranks_per_node=2), ranks=2),
+    "--pp-scatter": Pair(0.03, "step06_pipeline", WHOLE, WHOLE | dict(pp_scatter=True), ranks=2),
+    "--ep-mode nodes": Pair(0.03, "step07_moe_ep", LEVELS, LEVELS | dict(ep_mode="nodes", ep_inside=2), ranks=2),
+    "--ep-overlap": Pair(0.03, "step07_moe_ep", TURNS, TURNS | dict(ep_overlap=True), nodes=4),
 }
 
 
@@ -213,19 +234,25 @@ def speeds(config: Config):
 
 
 def hides(config: Config):
-    """Print what a slow cable costs without and with what hides it, each pair at its own speed."""
+    """Print what a slow cable costs without and with what hides or saves messages, each pair at its own speed.
+
+    Theory is that of two ranks. Where there are more, RESULTS.md has the law of their bytes.
+    """
     speeds = ["Mbit/s", "full speed", "this speed", "theory"]
-    lines = [["seconds of a step", "sent, KiB", *speeds, "with / without", "theory"]]
-    for name, (gbit, step, plain, better) in PAIRS.items():
+    lines = [["seconds of a step", "a rank sends, KiB", *speeds, "with / without", "theory"]]
+    for name, (gbit, step, plain, better, nodes, ranks) in PAIRS.items():
         entries = {f"without {name}": Entry(step, plain), name: Entry(step, better)}
-        found = on_nodes(race, entries, [FULL, gbit], config.rounds, gbit=FULL)[0]
-        said = [band(entries[key], one, gbit) for key, one in found.items()]
-        ratios = [b / a for a, b in zip(*(one.seconds[gbit] for one in found.values()), strict=True)]
-        theory = shown(tuple(b / a for a, b in zip(*said, strict=True)))
-        for (key, one), these, more in zip(found.items(), said, (("", ""), (spread(ratios), theory)), strict=True):
-            speed = [f"{1e3 * gbit:g}", spread(one.seconds[FULL]), spread(one.seconds[gbit]), shown(these)]
+        found = on_nodes(race, entries, [FULL, gbit], config.rounds, nodes=nodes, ranks=ranks, gbit=FULL)[0]
+        ratios, said = [b / a for a, b in zip(*(one.seconds[gbit] for one in found.values()), strict=True)], []
+        if nodes * ranks == 2:
+            said = [band(entries[key], one, gbit) for key, one in found.items()]
+        theory = shown(tuple(b / a for a, b in zip(*said, strict=True))) if said else ""
+        texts = [*map(shown, said)] or ["", ""]
+        for (key, one), text, more in zip(found.items(), texts, (("", ""), (spread(ratios), theory)), strict=True):
+            speed = [f"{1e3 * gbit:g}", spread(one.seconds[FULL]), spread(one.seconds[gbit]), text]
             lines.append([key, f"{one.sent.total() / 1024:,.0f}", *speed, *more])
-    print(table(lines))
+        print(table(lines), end="\n\n", flush=True)
+        lines = lines[:1]
 
 
 def main(name: str, argv: list[str]):
