@@ -94,9 +94,11 @@ def test_no_legal_layout_is_left_out():
             assert ((pp, cp, tp, ep, size) in listed) == (not illegal(m, replace(x, micro_batch_size=size))), x
     mesh, dense = Layout(2, dp=2, global_batch_size=32), replace(LLAMA, n_layers=8)
     ways = [(name, 1) for name in ORDERS if name != "interleaved"] + [("interleaved", v) for v in (2, 4)]
-    expected = {(*way, zero, kind) for way in ways for zero in range(4) for kind in RECOMPUTE}
-    assert {(x.schedule, x.chunks, x.zero, x.recompute) for x in variants(dense, mesh)} == expected
-    assert count_legal(dense, [mesh, replace(mesh, pp=1, schedule="1f1b")]) == len(expected) + 4 * 3
+    zeros = [(zero, zero == 1 and more, zero == 3 and more) for zero in range(4) for more in (False, True)]
+    expected = {(*way, *zero, kind) for way in ways for zero in zeros for kind in RECOMPUTE}
+    found = {(x.schedule, x.chunks, x.zero, x.zero_overlap, x.zero_keep, x.recompute) for x in variants(dense, mesh)}
+    assert found == expected
+    assert count_legal(dense, [mesh, replace(mesh, pp=1, schedule="1f1b")]) == len(expected) + 6 * 3
 
 
 @pytest.mark.parametrize("vocab", [64, 700, 5000])
@@ -124,7 +126,7 @@ def drawn_run(seed: int, with_experts: bool) -> tuple[Layout, dict, dict, str, i
     while True:
         pp, dp, cp, tp = pick(1, 1, 2, 4), pick(1, 2, 4), pick(1, 1, 2), pick(1, 2, 4)
         schedule = pick(*ORDERS) if pp > 1 else "1f1b"
-        layers = {"interleaved": 2, "zbv": 2}.get(schedule, 1) * pp * (2 if pp < 4 else 1)
+        layers = seconds.stages_of(Layout(pp, schedule=schedule)) * pp * (2 if pp < 4 else 1)
         dim = pick(1024, 2048, 4096)
         shape = dict(dim=dim, n_layers=max(2, layers), n_heads=32, n_kv_heads=pick(8, 32))
         shape |= dict(ffn_dim=dim * pick(11, 14) // 4, vocab_size=pick(32000, 128256))
@@ -438,7 +440,7 @@ MISTAKES = {
     "--model llama3-405b --gpus 8 --global-batch-size 8": "GiB too much",
     "--gpus 8 --explain '--tp 3 --pp 1'": "does not divide",
     "--gpus 8 --global-batch-size 7 --explain '--tp 2 --pp 1'": "must be a multiple of the 4 ranks of dp",
-    "--gpus 8 --explain '--pp 2 --schedule v-min'": "does not count --schedule v-min",
+    "--gpus 8 --explain '--pp 2 --schedule zb-auto'": "does not count --schedule zb-auto",
     "--gpus 8 --explain '--pp 2 --tp 2 --pp-scatter'": "leave it out, or use --no-sp",
     "--gpus 8 --explain '--tp 2 \"'": "No closing quotation",
     "--gpus 37 --global-batch-size 3": "no layout of 37 GPUs is legal",

@@ -14,7 +14,7 @@ from theory.shapes import Shape, divisors, visited_weights
 
 RECOMPUTE = ("none", "selective", "full")
 CP_MODES = ("zigzag", "ring", "allgather", "ulysses")
-UNPLANNED = ("zb-auto", "dualpipev", "v-half", "v-min")  # the first is a search of its own, for given times
+UNPLANNED = ("zb-auto",)  # a search of its own, for given times
 BOTH_ENDS = ("zigzag", "allgather", "usp", "balanced")  # a rank has a chunk of each half of the sequence
 
 
@@ -247,15 +247,16 @@ def schedules(m: Shape, mesh: Layout) -> list[tuple[str, int]]:
     return [way for way in ways if not illegal(m, replace(mesh, schedule=way[0], chunks=way[1]))]
 
 
-def zero_stages(m: Shape, mesh: Layout) -> tuple[int, ...]:
-    """The stages of ZeRO that differ on a mesh: where ranks hold the same weights, or the same experts."""
+def zero_ways(m: Shape, mesh: Layout) -> list[dict[str, Any]]:
+    """Flags of ZeRO that differ on a mesh, where ranks hold the same weights, or experts; last, what needs least."""
     alike = network(mesh, "shard").ranks > 1 or (m.experts > 0 and network(mesh, "expert shard").ranks > 1)
-    return (0, 1, 2, 3) if alike else (0,)
+    more = [dict(zero=1, zero_overlap=True), dict(zero=2), dict(zero=3, zero_keep=True), dict(zero=3)]
+    return [dict(zero=0), dict(zero=1), *more] if alike else [dict(zero=0)]
 
 
 def variants(m: Shape, mesh: Layout) -> Iterator[Layout]:
-    """Every legal schedule, ZeRO stage and recomputation on a mesh."""
+    """Every legal schedule, way of ZeRO and recomputation on a mesh."""
     for schedule, chunks in schedules(m, mesh):
-        for zero in zero_stages(m, mesh):
+        for zero in zero_ways(m, mesh):
             for recompute in RECOMPUTE:
-                yield replace(mesh, schedule=schedule, chunks=chunks, zero=zero, recompute=recompute)
+                yield replace(mesh, schedule=schedule, chunks=chunks, recompute=recompute, **zero)

@@ -143,16 +143,16 @@ def parts_of(s: Seconds) -> dict[str, float]:
 
 def alternatives(m: Shape, best: Found, gpu: Gpu) -> list[str]:
     """One line each: the obvious other choices, made in the best layout, and why they lose."""
-    x, room = best.layout, ROOM * gpu.memory
+    x, room, zero = best.layout, ROOM * gpu.memory, dict(zero=0, zero_keep=False, zero_overlap=False)
     tries = {
         "tp alone, one node": replace(x, tp=NODE, pp=1, cp=1, dp=x.world // NODE),
         "tp over two nodes": replace(x, tp=2 * NODE, pp=1, cp=1, dp=x.world // NODE // 2),
         "tp 8 x pp 8": replace(x, tp=8, pp=8, cp=1, dp=x.world // 64),
         "no tp": replace(x, tp=1, dp=x.dp * x.tp),
         "no pipeline": replace(x, pp=1, dp=x.dp * x.pp),
-        "ZeRO 3 alone": replace(x, pp=1, tp=1, cp=1, dp=x.world, zero=3, micro_batch_size=1),
+        "ZeRO 3 alone": replace(x, pp=1, tp=1, cp=1, dp=x.world, micro_batch_size=1, **zero | dict(zero=3)),
         "a deeper pipeline": replace(x, pp=2 * x.pp, dp=x.dp // 2, schedule="1f1b"),
-        "no ZeRO": replace(x, zero=0),
+        "no ZeRO": replace(x, **zero),
         "nothing computed again": replace(x, recompute="none"),
         "everything computed again": replace(x, recompute="full"),
         "larger micro-batches": replace(x, micro_batch_size=2 * x.micro_batch_size),

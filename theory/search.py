@@ -8,11 +8,13 @@ the least bubble it could have; only what fits, and could still win, is simulate
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
+from common.schedules import SCHEDULES
 from theory.footprint import held
 from theory.gpus import ROOM, Gpu
-from theory.layouts import RECOMPUTE, Layout, meshes, schedules, zero_stages
+from theory.layouts import RECOMPUTE, Layout, illegal, meshes, schedules, zero_ways
 from theory.memory import Held
 from theory.recipes import COURSE, Recipe
 from theory.seconds import Seconds, least_bubble, model_costs, piece_of, rank_work, step_seconds
@@ -52,8 +54,14 @@ def fits(memory: Held, gpu: Gpu) -> bool:
     return memory.total <= ROOM * gpu.memory
 
 
+def lean(m: Shape, mesh: Layout) -> list[Layout]:
+    """The mesh with those schedules of which one lets least wait; a V needs two layers of each rank."""
+    names = ["1f1b", "v-min"] if mesh.pp > 1 and "v-min" in SCHEDULES else ["1f1b"]
+    return [x for name in names if not illegal(m, x := replace(mesh, schedule=name))]
+
+
 def best_variant(m: Shape, mesh: Layout, gpu: Gpu, limit: float) -> tuple[Found | None, int]:
-    """The best schedule and ZeRO stage of a mesh with a step under `limit` seconds, if any; how many were timed."""
+    """The best schedule and way of ZeRO of a mesh with a step under `limit` seconds, if any; how many were timed."""
     winner, timed, n, ways = None, 0, mesh.micro_batches, []
     for schedule, chunks in schedules(m, mesh):
         way = replace(mesh, schedule=schedule, chunks=chunks)
@@ -62,8 +70,8 @@ def best_variant(m: Shape, mesh: Layout, gpu: Gpu, limit: float) -> tuple[Found 
     for bound, _, way in sorted(ways):
         if bound >= limit:
             break
-        for zero in zero_stages(m, mesh):
-            x = replace(way, zero=zero)
+        for zero in zero_ways(m, mesh):
+            x = replace(way, **zero)
             if step_seconds(m, x, gpu, COURSE, simulated=False).step < limit:
                 memory = held(m, x, COURSE)
                 if fits(memory, gpu):
@@ -75,7 +83,7 @@ def best_variant(m: Shape, mesh: Layout, gpu: Gpu, limit: float) -> tuple[Found 
 
 
 def search(m: Shape, world: int, batch: int, gpu: Gpu, count: int = 10, bar: Bar = iter) -> Search:
-    """The `count` best meshes, each with its best schedule, ZeRO stage and recomputation; empty if none fits."""
+    """The `count` best meshes, each with its best schedule, way of ZeRO and recomputation; empty if none fits."""
     all_meshes = list(meshes(m, world, batch))
     tries = [replace(mesh, recompute=kind) for mesh in all_meshes for kind in RECOMPUTE]
     order = sorted((floor_seconds(m, mesh, gpu), number) for number, mesh in enumerate(bar(tries)))
@@ -89,8 +97,8 @@ def search(m: Shape, world: int, batch: int, gpu: Gpu, count: int = 10, bar: Bar
         if floor >= limit:
             break
         limit = min(limit, best[name].seconds.step) if name in best else limit
-        least = held(m, replace(mesh, zero=zero_stages(m, mesh)[-1]), COURSE)  # 1F1B lets least wait
-        if floor < limit and 0.8 * (least.total - least.moment) <= ROOM * gpu.memory:
+        memory = (held(m, replace(x, **zero_ways(m, mesh)[-1]), COURSE) for x in lean(m, mesh))
+        if floor < limit and any(0.8 * (least.total - least.moment) <= ROOM * gpu.memory for least in memory):
             winner, more = best_variant(m, mesh, gpu, limit)
             timed += more
             if winner:
@@ -100,13 +108,13 @@ def search(m: Shape, world: int, batch: int, gpu: Gpu, count: int = 10, bar: Bar
 
 
 def count_legal(m: Shape, found: list[Layout]) -> int:
-    """How many layouts these meshes have, with all schedules, ZeRO stages and kinds of recomputation."""
+    """How many layouts these meshes have, with all schedules, ways of ZeRO and kinds of recomputation."""
     ways: dict[tuple, int] = {}
     for mesh in found:
         key = mesh.pp, min(mesh.micro_batches, 2), mesh.micro_batches % mesh.pp == 0  # what a schedule asks for
         ways[key] = ways.get(key) or len(schedules(m, mesh))
     keys = [(mesh.pp, min(mesh.micro_batches, 2), mesh.micro_batches % mesh.pp == 0) for mesh in found]
-    return sum(ways[key] * len(zero_stages(m, mesh)) for key, mesh in zip(keys, found, strict=True)) * len(RECOMPUTE)
+    return sum(ways[key] * len(zero_ways(m, mesh)) for key, mesh in zip(keys, found, strict=True)) * len(RECOMPUTE)
 
 
 def smallest(m: Shape, world: int, batch: int, offload: bool = False) -> Found | None:
@@ -115,14 +123,14 @@ def smallest(m: Shape, world: int, batch: int, offload: bool = False) -> Found |
     `offload`: not counting the optimizer's state, which must be ZeRO's.
     """
     best, least = None, float("inf")
-    for mesh in meshes(m, world, batch):
-        if mesh.micro_batch_size == 1:
-            for zero in (1, 2, 3) if offload else zero_stages(m, mesh):
-                x = replace(mesh, zero=zero, recompute="full")
-                memory = held(m, x, COURSE)
-                counted = memory.total - offload * memory.optimizer
-                if counted < least:
-                    best, least = Found(x, memory, None), counted
+    for mesh in (mesh for mesh in meshes(m, world, batch) if mesh.micro_batch_size == 1):
+        stages = [dict(zero=stage) for stage in (1, 2, 3)] if offload else zero_ways(m, mesh)
+        for way, zero in product(lean(m, mesh), stages):
+            x = replace(way, recompute="full", **zero)
+            memory = held(m, x, COURSE)
+            counted = memory.total - offload * memory.optimizer
+            if counted < least:
+                best, least = Found(x, memory, None), counted
     return best
 
 
