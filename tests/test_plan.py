@@ -289,6 +289,18 @@ def test_an_entry_has_its_own_nodes_numbers_and_hops():
     assert compute[1] - compute[0] > 32 * m.n_layers
 
 
+def test_rows_for_other_nodes_go_over_a_card_of_their_own():
+    """Counted rank by rank: of two nodes of four, whoever is slower, a card or a link; inside a node, a ring's time."""
+    gpu, size = H100._replace(start=0.0, hop=0.0, hop_between=0.0), 8e9
+    inside, far = Network(8, 8), Network(8, 4)
+    assert seconds.all_to_all_seconds(gpu, inside, size) == seconds.collective_seconds(gpu, inside, ring(inside, size))
+    for within, between in ((gpu.within, gpu.between), (1e9, 1e12)):
+        gpu = gpu._replace(within=within, between=between)
+        links, cards = (sum(size / 8 for other in range(1, 8) if (other < 4) == same) for same in (True, False))
+        expected = max(links / gpu.within, cards / gpu.between)
+        assert seconds.all_to_all_seconds(gpu, far, size) == pytest.approx(expected)
+
+
 def test_parts_have_signs_and_experts_take_their_time():
     """Rows to the experts and back, forward and backward; a rank reads the matrices of its own experts only."""
     m, x = MIXTRAL, Layout(1, 1, 2, 4, 1, 1, 8, dp=8)

@@ -4,6 +4,7 @@
     elementwise   bytes / memory bandwidth + a launch
     collective    bytes sent by a rank / bandwidth + a start + hops; `within` a node, or `between` nodes x the ranks
                   of the group that a node has, which send side by side
+    all-to-all    what a rank has for others of its node at `within`, beside it what it has for other nodes at `between`
     pipeline      its lists, simulated with the mean stage; and the dearest stage for the rest
     update        bytes of weights, gradients, masters and moments / memory bandwidth
 
@@ -70,11 +71,14 @@ def memory_seconds(gpu: Gpu, n_bytes: float, kernels: int = 1) -> float:
     return n_bytes / gpu.hbm + kernels * gpu.launch
 
 
+def card(gpu: Gpu, net: Network) -> float:
+    """Bytes/s at which a rank of this group sends to other nodes while the node's other ranks do the same."""
+    return gpu.between / (1 + gpu.contention * log2(max(net.nodes, 2) / 2))
+
+
 def bandwidth(gpu: Gpu, net: Network) -> float:
-    """Bytes/s at which a rank of this group sends while the node's other groups do the same."""
-    if not net.leaves:
-        return gpu.within
-    return min(gpu.within, net.in_node * gpu.between / (1 + gpu.contention * log2(max(net.nodes, 2) / 2)))
+    """Bytes/s at which a rank of this group sends in a ring while the node's other groups do the same."""
+    return min(gpu.within, net.in_node * card(gpu, net)) if net.leaves else gpu.within
 
 
 def hops_seconds(gpu: Gpu, net: Network, tree: bool) -> float:
@@ -92,6 +96,18 @@ def collective_seconds(gpu: Gpu, net: Network, sent: float, messages: float = 1,
     if net.ranks == 1:
         return 0.0
     return sent / bandwidth(gpu, net) + messages * (gpu.start + hops_seconds(gpu, net, tree))
+
+
+def all_to_all_seconds(gpu: Gpu, net: Network, n_bytes: float) -> float:
+    """Each rank has `n_bytes`, as much for each rank of the group, itself too.
+
+    Unlike a ring, of which one rank of a node sends to the next node over the cards of all, each rank has parts for all
+    ranks of the other nodes, and sends them over its own card, while those for its own node go over the links there.
+    """
+    if not net.leaves:
+        return collective_seconds(gpu, net, ring(net, n_bytes))
+    slower = max((net.in_node - 1) / gpu.within, (net.ranks - net.in_node) / card(gpu, net))
+    return n_bytes / net.ranks * slower + gpu.start + hops_seconds(gpu, net, tree=False)
 
 
 def ring(net: Network, n_bytes: float) -> float:
@@ -160,7 +176,7 @@ def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> 
     cp = [max(0.0, collective_seconds(gpu, net, n) - seconds) for n, seconds in ((there, core), (back, core_back))]
 
     net = network(x, "ep", gpu.node)
-    exchange = 2 * collective_seconds(gpu, net, ring(net, visits * m.dim * gpu.number))
+    exchange = 2 * all_to_all_seconds(gpu, net, visits * m.dim * gpu.number)
 
     f = dict(matmul=products("f"), attention=core, memory=forward, tp=one_way, cp=cp[0], ep=exchange)
     b = dict(matmul=products("b"), attention=core_back, memory=backward, cp=cp[1], ep=exchange)
