@@ -261,13 +261,13 @@ def one_f_one_b(p, m, v, rank):
             out = out.div(self.n_targets)
             with torch.no_grad():
                 self.loss = self.loss + out
-        self.mine = getattr(self, "mine", {}) | {(stage, i): (given, torch.autograd.graph.get_gradient_edge(out))}
+        self.graphs |= {(i, stage): (given, torch.autograd.graph.get_gradient_edge(out))}
         return out.detach().clone() if x is not None else out.data
 """,
         "Pipeline.backward": """
     def backward(self, i, stage, dy):
-        given, edge = self.mine[stage, i]
-        del self.mine[stage, i]
+        given, edge = self.graphs[i, stage]
+        del self.graphs[i, stage]
         torch.autograd.backward([edge], [dy] if dy is not None else None)
         return given.grad if given.is_floating_point() else None
 """,
