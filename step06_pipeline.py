@@ -116,7 +116,7 @@ class Pipeline:
         return self.loss
 
     def forward(self, i: int, stage: int, x: Tensor | None) -> Tensor:
-        """Micro-batch i through a stage, from its tokens if x is None -> its output, detached. Adds to `loss`, `graphs`."""
+        """Micro-batch i through a stage, from its tokens if x is None -> output, detached. Adds to `loss`, `graphs`."""
         place = self.places[stage]
         x = self.xs[i] if x is None else x.requires_grad_()
         y = forward_stage(self.model, place, x, self.ys[i], self.positions)
