@@ -108,7 +108,7 @@ def communicators(m: Shape, x: Layout) -> int:
 
     A dimension whose messages are urgent has its own. (Dualpipe sums over pairs of pipeline ranks.)
     """
-    urgent = {STRIDES["pp"](x), (x.cp, x.tp), STRIDES["tp"](x)}
+    urgent = {STRIDES[dim](x) for dim in ("pp", "cp", "tp")}
     sums = {(x.dp, x.cp * x.tp), *(STRIDES[dim](x) for dim in ("dp", "shard", "replicas"))}
     if m.experts:
         urgent, sums = urgent | {STRIDES["ep"](x)}, sums | {STRIDES["expert shard"](x), (x.cp * x.tp, 1)}

@@ -105,11 +105,9 @@ class Shown(NamedTuple):
     weights: Weights
 
 
-def run(config: Any, parts: Parts, weights: Weights, flushed: bool) -> Shown:
+def run(config: Any, parts: Parts, weights: Weights, xs: list[Tensor], ys: list[Tensor], flushed: bool) -> Shown:
     """N updates from these weights on. A collective of the pipeline's ranks."""
-    group, batches = parts.mesh["pp"], [parts.data.batch(i) for i in range(config.pipedream)]
-    device = next(iter(weights.values())).device
-    xs, ys = ([half.to(device) for half in halves] for halves in zip(*batches, strict=True))
+    group, device = parts.mesh["pp"], xs[0].device
     same = parts.model, parts.pipeline.places, group, parts.positions, 1
     pipeline = Stashed(config.lr, weights, *same)
     for x, y in zip([[x] for x in xs], [[y] for y in ys], strict=True) if flushed else [(xs, ys)]:
@@ -128,7 +126,9 @@ def both(config: Any, parts: Parts) -> tuple[Shown, Shown]:
     params = dict(parts.model.named_parameters())
     weights = {name: param.detach().to(wide(param.dtype), copy=True) for name, param in params.items()}
     hold(parts.model, {name: nn.Parameter(weight) for name, weight in weights.items()})  # x has their dtype
-    return run(config, parts, weights, False), run(config, parts, weights, True)
+    batches, device = (parts.data.batch(i) for i in range(config.pipedream)), next(iter(weights.values())).device
+    xs, ys = ([half.to(device) for half in halves] for halves in zip(*batches, strict=True))
+    return run(config, parts, weights, xs, ys, False), run(config, parts, weights, xs, ys, True)
 
 
 def table(late: Shown, flushed: Shown) -> list[str]:
