@@ -304,15 +304,19 @@ def require_same_flags(everyone: list[dict[str, Any]]):
                 )
 
 
+def listed(name: str) -> str:
+    """Of a GPU by the name that CUDA gives it: its entry in the table of peaks; "" if it is not there."""
+    return next((key for key in GPU_PEAKS if key in name), "")
+
+
 def known_peak(name: str) -> tuple[float, float] | None:
     """Of a GPU by the name that CUDA gives it: dense TFLOP/s in 16 bits and in fp32; None if it is not in the table."""
-    return next((peaks for key, peaks in GPU_PEAKS.items() if key in name), None)
+    return GPU_PEAKS.get(listed(name))
 
 
 def gpu_of(name: str) -> str:
     """The planner's GPU that CUDA calls so; "" for one that it does not know, such as an H100 for PCIe."""
-    key = next((key for key in GPU_PEAKS if key in name), "")
-    return next((gpu for gpu in GPUS if gpu.split("-")[0].upper() == key), "")
+    return next((gpu for gpu in GPUS if gpu.split("-")[0].upper() == listed(name)), "")
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, override_tflops: float) -> float:

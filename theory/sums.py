@@ -12,7 +12,7 @@ import torch
 from common.model import PRESETS
 from common.schedules import Action, round_robin, simulate
 from theory.footprint import gpt_layer_bytes, held
-from theory.gpus import GPUS, HOP_BETWEEN, NODE, START, Gpu
+from theory.gpus import GPUS, NODE, Gpu
 from theory.layouts import Layout, Network
 from theory.memory import Held
 from theory.recipes import COURSE, RECIPES, Recipe
@@ -73,7 +73,7 @@ def speed(tp: int, dp: int, sp: bool = True) -> float:
 def boundary(**layout) -> float:
     """Seconds of a pipeline's message, without latency: 4,096 tokens x 8,192 channels in BF16 at 50 GB/s."""
     m, gpu = replace(L70, seq_len=4096), H100._replace(between=50e9)
-    return boundary_seconds(m, Layout(pp=2, **layout), gpu, COURSE) - START - HOP_BETWEEN
+    return boundary_seconds(m, Layout(pp=2, **layout), gpu, COURSE) - gpu.start - gpu.hop_between
 
 
 def data_speed(dp: int, batch: int, zero: int = 3, gpu: Gpu = H100, m: Shape = L8) -> float:
