@@ -27,6 +27,7 @@ class Piece(NamedTuple):
     recompute: str = "none"
     on_cpu: bool = False
     chunk: int = CHUNK
+    gathered: int = 1  # ranks whose keys and values wait for backward
 
     @property
     def tokens(self) -> int:
@@ -77,6 +78,7 @@ def layer_bytes(p: Piece, experts: bool) -> float:
     kv_dim = m.kv_dim * max(1, p.tp / m.n_kv_heads)
     if not (selective or p.on_cpu or e == 2):
         kv_dim = m.dim  # a GPU's kernels in fp32 want as many k as q
+    kv_dim *= 1 if selective else p.gathered  # else they are gathered again
     found = whole + p.share * (e * (2 * m.dim + 2 * kv_dim) + wide * m.n_heads)
     found += p.own * (m.dim * e if selective else 2 * norm_bytes(p))
     products = 2 if selective else 4

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from common import UserError
@@ -28,11 +29,13 @@ def script(m: Shape) -> str:
 
 def always(m: Shape) -> str:
     """Flags beside those of a layout."""
-    return f"--pp-split cost --loss-chunk {CHUNK} --prefetch" + " --expert-matmul grouped" * (m.experts > 0)
+    more = " --expert-matmul grouped" * (m.experts > 0) + " --documents mask" * (m.document > 0)
+    return f"--pp-split cost --loss-chunk {CHUNK} --prefetch{more}"
 
 
 def counted_bytes(model: str, m: Shape, x: Layout) -> float:
     """The dry run's peak on the fullest rank, and what is outside of tensors. Raises UserError with what it says."""
+    x = replace(x, ep_overlap=False)  # two threads; the bytes are the same
     fullest = max(range(x.pp), key=lambda rank: rank_bytes(m, x, rank).total)
     line = f"--model {model} --seq-len {m.seq_len} {always(m)} {x.flags()} --dtype bf16 --device cpu"
     line += f" --dry-run {x.world} --rank {fullest * x.world // x.pp}"

@@ -1,6 +1,7 @@
 """One layout's sums, as one would write them on a blackboard: each formula, the numbers in it, the result."""
 
 from theory.activations import Piece, layer_bytes
+from theory.documents import pairs_of
 from theory.gpus import GIB, Gpu
 from theory.layouts import Layout, communicators, network
 from theory.memory import rank_numbers
@@ -23,7 +24,8 @@ def blackboard(m: Shape, x: Layout, gpu: Gpu) -> str:
     one = sum(layer_weights(m, experts, x.tp, x.ep))
     tokens, n = x.micro_batch_size * m.seq_len // x.cp, x.micro_batches
     cut = [data.ranks if x.zero >= stage else 1 for stage in (3, 2, 1)]
-    piece = Piece(m, x.micro_batch_size, m.seq_len // x.cp, 2, 4, x.tp, x.sp, x.recompute)
+    piece = Piece(m, x.micro_batch_size, m.seq_len // x.cp, 2, 4, x.tp, x.sp, x.recompute, gathered=x.gathered)
+    pairs = pairs_of(m.seq_len, m.document, x.micro_batch_size, x.cp, x.cp_mode)
     lines = [
         "MEMORY of the fullest rank",
         f"weights of the model         N = {total_weights(m):.4g};  here of a layer: {one:.4g} (tp {x.tp}, ep {x.ep})",
@@ -50,7 +52,8 @@ def blackboard(m: Shape, x: Layout, gpu: Gpu) -> str:
         "one micro-batch on the busiest rank, forward and backward:",
         f"  matmuls                    {busy['matmul'] * 1e3:8.2f} ms = FLOPs / ({gpu.flops:.3g} x {gpu.matmul:g}) + "
         f"bytes / {gpu.hbm:.3g} + launches",
-        f"  attention                  {busy['attention'] * 1e3:8.2f} ms",
+        f"  attention                  {busy['attention'] * 1e3:8.2f} ms: {pairs.part:.3f} of the pairs of a whole "
+        f"sequence, {pairs.busiest:.2f} x the mean on the busiest rank of cp",
         f"  norms, products, loss      {busy['memory'] * 1e3:8.2f} ms = bytes / {gpu.hbm:.3g}",
     ]
     if x.tp > 1:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, product
 from math import inf
 from typing import Any, NamedTuple
 
@@ -13,9 +13,10 @@ from theory.gpus import NODE
 from theory.shapes import Shape, divisors, visited_weights
 
 RECOMPUTE = ("none", "selective", "full")
-CP_MODES = ("zigzag", "ring", "allgather", "ulysses")
+CP_MODES = ("zigzag", "ring", "allgather", "balanced", "ulysses")
 UNPLANNED = ("zb-auto",)  # a search of its own, for given times
 BOTH_ENDS = ("zigzag", "allgather", "usp", "balanced")  # a rank has a chunk of each half of the sequence
+GATHERS = ("allgather", "balanced")  # a rank has the keys and values of all
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Layout:
     pp_scatter: bool = False  # without SP: tp ranks send a part each over a pipeline boundary
     zero_keep: bool = False  # with --zero 3: gather weights once a step
     zero_overlap: bool = False  # with --zero 1: start sums in the last backward
+    ep_overlap: bool = False  # hide all-to-alls of a forward behind the backward of another micro-batch, and vice versa
     zero_replicas: int = 1  # groups of ranks, each with all slices of ZeRO
     dp: int = 1  # ranks that see other sequences: what is left
 
@@ -44,6 +46,11 @@ class Layout:
     def world(self) -> int:
         """All ranks; ep lies inside dp x cp x tp."""
         return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def gathered(self) -> int:
+        """Ranks whose keys and values a rank keeps until backward."""
+        return self.cp if self.cp_mode in GATHERS else 1
 
     @property
     def micro_batches(self) -> int:
@@ -62,6 +69,7 @@ class Layout:
         words += ["--cp-kernel flash"] * (self.cp > 1 and self.cp_mode != "ulysses")  # as the predictions assume
         words += ["--pp-scatter"] * self.pp_scatter
         words += ["--zero-keep"] * self.zero_keep + ["--zero-overlap"] * self.zero_overlap
+        words += ["--ep-overlap"] * self.ep_overlap
         words += [f"--zero-replicas {self.zero_replicas}"] * (self.zero_replicas > 1)
         return " ".join(words)
 
@@ -164,6 +172,12 @@ def broken(m: Shape, x: Any, v: int) -> Iterator[str]:
         yield f"--ep {x.ep}: no layer has experts; lower --dense-layers or --moe-every"
     if m.experts and (m.experts % x.ep or data * tp % x.ep):
         yield f"--ep {x.ep} must divide --experts {m.experts}, and the {data * tp} ranks of dp x cp x tp"
+    if x.ep_overlap and min(x.ep, pp) == 1:
+        yield "--ep-overlap: another micro-batch is computed beside messages of experts; use --ep and --pp"
+    if x.ep_overlap and m.document:
+        yield "--ep-overlap: --documents knows the borders of one micro-batch at a time; choose one of them"
+    if x.ep_overlap and x.zero == 3 and not x.zero_keep:
+        yield "--ep-overlap: --zero 3 frees weights that the other micro-batch still needs; add --zero-keep"
     if m.experts and m.experts_per_token > m.experts:
         yield f"--experts-per-token {m.experts_per_token} is more than --experts {m.experts}"
     if m.experts and mine % x.micro_batch_size:
@@ -250,13 +264,21 @@ def schedules(m: Shape, mesh: Layout) -> list[tuple[str, int]]:
 def zero_ways(m: Shape, mesh: Layout) -> list[dict[str, Any]]:
     """Flags of ZeRO that differ on a mesh, where ranks hold the same weights, or experts; last, what needs least."""
     alike = network(mesh, "shard").ranks > 1 or (m.experts > 0 and network(mesh, "expert shard").ranks > 1)
-    more = [dict(zero=1, zero_overlap=True), dict(zero=2), dict(zero=3, zero_keep=True), dict(zero=3)]
+    more = [dict(zero=1, zero_overlap=True), dict(zero=2), dict(zero=3, zero_keep=True)]
+    more += [] if mesh.ep_overlap else [dict(zero=3)]  # which frees what the other micro-batch needs
     return [dict(zero=0), dict(zero=1), *more] if alike else [dict(zero=0)]
 
 
+def ways_to_meet(m: Shape, mesh: Layout) -> list[dict[str, Any]]:
+    """Flags of how queries and keys meet, and experts and tokens, that a mesh can gain by."""
+    contexts = ["zigzag", "balanced"] if mesh.cp > 1 and m.document else ["zigzag"]
+    overlaps = [False, True] if mesh.pp > 1 and mesh.ep > 1 and not m.document else [False]
+    return [dict(cp_mode=mode, ep_overlap=overlap) for mode in contexts for overlap in overlaps]
+
+
 def variants(m: Shape, mesh: Layout) -> Iterator[Layout]:
-    """Every legal schedule, way of ZeRO and recomputation on a mesh."""
-    for schedule, chunks in schedules(m, mesh):
-        for zero in zero_ways(m, mesh):
-            for recompute in RECOMPUTE:
-                yield replace(mesh, schedule=schedule, chunks=chunks, recompute=recompute, **zero)
+    """Every legal schedule, way of ZeRO and recomputation on a mesh, and what else it can gain by."""
+    for way, (schedule, chunks) in product(ways_to_meet(m, mesh), schedules(m, mesh)):
+        met = replace(mesh, schedule=schedule, chunks=chunks, **way)
+        for zero, recompute in product(zero_ways(m, met), RECOMPUTE):
+            yield replace(met, recompute=recompute, **zero)

@@ -162,7 +162,7 @@ def rank_bytes(m: Shape, x: Layout, rank: int, e: int = 2, wide: int = 4, on_cpu
     gradients = wide * (slices if x.zero >= 2 else whole)
     optimizer = wide * (3 if e < wide else 2) * (slices if x.zero >= 1 else whole)
 
-    p = Piece(m, x.micro_batch_size, m.seq_len // x.cp, e, wide, x.tp, x.sp, x.recompute, on_cpu)
+    p = Piece(m, x.micro_batch_size, m.seq_len // x.cp, e, wide, x.tp, x.sp, x.recompute, on_cpu, gathered=x.gathered)
     few = 4 * x.pp + x.micro_batches % x.pp  # no more wait at a time than of these; but afab lets all wait
     row = lists_of(*way, x.micro_batches if x.schedule == "afab" else min(x.micro_batches, few))[rank]
     split = any(action.kind == "W" for action in row)

@@ -1,6 +1,7 @@
 """Pipelines on paper: which stages a rank has, and what it does in which order."""
 
 from functools import lru_cache
+from itertools import pairwise
 
 from common.schedules import Action, Place
 from theory.layouts import Layout, balance, schedule_of, stages
@@ -51,6 +52,25 @@ def longest_wait(schedule: str, pp: int, chunks: int) -> int:
 def splits(schedule: str, pp: int, chunks: int) -> bool:
     """Whether its lists have the gradients of weights, W, apart."""
     return any(action.kind == "W" for action in lists_of(schedule, pp, chunks, 2 * pp)[0])
+
+
+@lru_cache(maxsize=4096)
+def paired(schedule: str, pp: int, chunks: int, n: int) -> float:
+    """The part of its forwards that a rank does beside the backward of another micro-batch (variants/ep_overlap.py).
+
+    Those that come right before one in its list, on the rank that has fewest: all others wait for it. In 1F1B that is
+    the last rank, whose backward is always of the same micro-batch: 0. After 3 p micro-batches it goes on evenly.
+    """
+
+    def pairs(n: int) -> int:
+        rows = map(pairwise, lists_of(schedule, pp, chunks, n))
+        return min(sum(a.kind + b.kind == "FB" and a.micro_batch != b.micro_batch for a, b in row) for row in rows)
+
+    forwards = sum(action.kind == "F" for action in lists_of(schedule, pp, chunks, pp)[0]) * n / pp
+    fewer = 2 * pp + n % pp
+    if n <= fewer + pp:
+        return pairs(n) / forwards
+    return (pairs(fewer) + (n - fewer) / pp * (pairs(fewer + pp) - pairs(fewer))) / forwards
 
 
 @lru_cache(maxsize=4096)

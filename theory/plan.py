@@ -51,6 +51,7 @@ class Flags:
     gpus: int = 8  # how many; nodes have 8
     gpu: str = among(GPUS, "h100-80")  # of which kind
     seq_len: int = 0  # tokens of a sequence; 0: the model's
+    document: int = 0  # mean tokens of a document, of which a sequence has several; 0: a sequence is one
     global_batch_size: int = 0  # sequences of a step; 0: about 4M tokens
     guide: bool = False  # the questions of a plan in their order, each with its law; last, a line that launches it
     explain: str = ""  # one layout on the blackboard: "--tp 8 --pp 4 ..."
@@ -88,8 +89,12 @@ def asked(flags: Flags, known: dict[str, Shape]) -> tuple[Shape, int]:
         raise UserError("--offload is a question about the largest model: add --largest")
     if flags.count and flags.model not in PRESETS:
         raise UserError(f"--count: no step trains {flags.model}; choose one of {', '.join(PRESETS)}")
+    if flags.count and flags.document:
+        raise UserError("--count: --dry-run has no tokens, so no documents; leave --document away: bytes are the same")
+    if flags.document < 0:
+        raise UserError(f"--document {flags.document} must be a number of tokens, or 0")
     m = known[flags.model]
-    m = replace(m, seq_len=flags.seq_len or m.seq_len)
+    m = replace(m, seq_len=flags.seq_len or m.seq_len, document=flags.document)
     about_4m = 2 ** max(0, (2**22 // m.seq_len).bit_length() - 1)
     return m, flags.global_batch_size or max(flags.gpus, about_4m)
 
@@ -156,11 +161,13 @@ def alternatives(m: Shape, best: Found, gpu: Gpu) -> list[str]:
         "nothing computed again": replace(x, recompute="none"),
         "everything computed again": replace(x, recompute="full"),
         "larger micro-batches": replace(x, micro_batch_size=2 * x.micro_batch_size),
-        "experts not sharded": replace(x, ep=1),
+        "experts not sharded": replace(x, ep=1, ep_overlap=False),
+        "messages of experts not hidden": replace(x, ep_overlap=False),
+        "documents not balanced over cp": replace(x, cp_mode="zigzag"),
     }
     lines = []
     for name, layout in tries.items():
-        layout = replace(layout, schedule="1f1b") if layout.pp == 1 else layout
+        layout = replace(layout, schedule="1f1b", ep_overlap=False) if layout.pp == 1 else layout
         if layout == x or layout.world != x.world or layout.dp < 1:
             continue
         if reason := illegal(m, layout):

@@ -14,10 +14,21 @@ from typing import NamedTuple
 from common.schedules import SCHEDULES
 from theory.footprint import held
 from theory.gpus import ROOM, Gpu
-from theory.layouts import RECOMPUTE, Layout, illegal, meshes, schedules, zero_ways
+from theory.layouts import RECOMPUTE, Layout, illegal, meshes, schedules, ways_to_meet, zero_ways
 from theory.memory import Held
+from theory.pipelines import paired
 from theory.recipes import COURSE, Recipe
-from theory.seconds import Seconds, least_bubble, model_costs, piece_of, rank_work, step_seconds
+from theory.seconds import (
+    Seconds,
+    add,
+    hidden_seconds,
+    least_bubble,
+    model_work,
+    piece_of,
+    rank_work,
+    step_seconds,
+    total,
+)
 from theory.shapes import Shape, flops_per_token
 
 Bar = Callable[[Iterable], Iterable]
@@ -46,7 +57,8 @@ def evaluate(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe = COURSE) -> Found:
 
 def floor_seconds(m: Shape, mesh: Layout, gpu: Gpu) -> float:
     """No layout of this mesh with this recomputation has a shorter step."""
-    return mesh.micro_batches * sum(model_costs(m, piece_of(mesh), gpu, COURSE)) / mesh.pp
+    parts = add(*model_work(m, piece_of(mesh), gpu, COURSE))
+    return mesh.micro_batches * (total(parts) - mesh.ep_overlap * hidden_seconds(parts)) / mesh.pp
 
 
 def fits(memory: Held, gpu: Gpu) -> bool:
@@ -66,7 +78,9 @@ def best_variant(m: Shape, mesh: Layout, gpu: Gpu, limit: float) -> tuple[Found 
     for schedule, chunks in schedules(m, mesh):
         way = replace(mesh, schedule=schedule, chunks=chunks)
         busy, _, costs = rank_work(m, piece_of(way), gpu, COURSE, schedule, mesh.pp, chunks)
-        ways.append((n * sum(busy.values()) + least_bubble(way, *costs), len(ways), way))
+        hidden = mesh.ep_overlap * paired(schedule, mesh.pp, chunks, n) * hidden_seconds(busy)
+        if hidden or not mesh.ep_overlap:
+            ways.append((n * (sum(busy.values()) - hidden) + least_bubble(way, *costs), len(ways), way))
     for bound, _, way in sorted(ways):
         if bound >= limit:
             break
@@ -83,15 +97,19 @@ def best_variant(m: Shape, mesh: Layout, gpu: Gpu, limit: float) -> tuple[Found 
 
 
 def search(m: Shape, world: int, batch: int, gpu: Gpu, count: int = 10, bar: Bar = iter) -> Search:
-    """The `count` best meshes, each with its best schedule, way of ZeRO and recomputation; empty if none fits."""
+    """The `count` best meshes, each with the best of its `variants`; empty if none fits."""
     all_meshes = list(meshes(m, world, batch))
-    tries = [replace(mesh, recompute=kind) for mesh in all_meshes for kind in RECOMPUTE]
+    tries = [
+        replace(mesh, recompute=kind, **way)
+        for mesh in all_meshes
+        for kind, way in product(RECOMPUTE, ways_to_meet(m, mesh))
+    ]
     order = sorted((floor_seconds(m, mesh, gpu), number) for number, mesh in enumerate(bar(tries)))
-    best: dict[Layout, Found] = {}
+    best: dict[tuple, Found] = {}
     timed = 0
     for floor, number in bar(order):
         mesh = tries[number]
-        name = replace(mesh, recompute="none")
+        name = mesh.pp, mesh.cp, mesh.tp, mesh.ep, mesh.micro_batch_size
         steps = sorted(found.seconds.step for found in best.values())
         limit = steps[count - 1] if len(steps) >= count else float("inf")
         if floor >= limit:
@@ -108,13 +126,14 @@ def search(m: Shape, world: int, batch: int, gpu: Gpu, count: int = 10, bar: Bar
 
 
 def count_legal(m: Shape, found: list[Layout]) -> int:
-    """How many layouts these meshes have, with all schedules, ways of ZeRO and kinds of recomputation."""
+    """How many layouts these meshes have, with all their `variants`."""
     ways: dict[tuple, int] = {}
     for mesh in found:
         key = mesh.pp, min(mesh.micro_batches, 2), mesh.micro_batches % mesh.pp == 0  # what a schedule asks for
         ways[key] = ways.get(key) or len(schedules(m, mesh))
     keys = [(mesh.pp, min(mesh.micro_batches, 2), mesh.micro_batches % mesh.pp == 0) for mesh in found]
-    return sum(ways[key] * len(zero_ways(m, mesh)) for key, mesh in zip(keys, found, strict=True)) * len(RECOMPUTE)
+    zeros = [sum(len(zero_ways(m, replace(mesh, **way))) for way in ways_to_meet(m, mesh)) for mesh in found]
+    return sum(ways[key] * n for key, n in zip(keys, zeros, strict=True)) * len(RECOMPUTE)
 
 
 def smallest(m: Shape, world: int, batch: int, offload: bool = False) -> Found | None:

@@ -25,10 +25,11 @@ from math import ceil, log2
 from typing import NamedTuple
 
 from common.schedules import simulate
+from theory.documents import pairs_of
 from theory.gpus import Gpu
-from theory.layouts import Layout, Network, network, schedule_of, stages
+from theory.layouts import GATHERS, Layout, Network, network, schedule_of, stages
 from theory.memory import rank_numbers
-from theory.pipelines import lists_of, longest_wait, places_of, rank_places, splits, ways_of
+from theory.pipelines import lists_of, longest_wait, paired, places_of, rank_places, splits, ways_of
 from theory.recipes import Recipe
 from theory.shapes import Shape, end_weights, layer_counts
 
@@ -119,12 +120,36 @@ def attention_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> tuple[fl
     """Forward and backward of one layer's attention core on one rank, for one micro-batch."""
     tokens = x.micro_batch_size * m.seq_len // x.cp
     if recipe.flash:
-        forward = tokens * m.seq_len * 2 * m.dim / x.tp / (gpu.flops * gpu.matmul * FLASH)  # half of 2 x 2 s h
+        pairs = pairs_of(m.seq_len, m.document, x.micro_batch_size, x.cp, x.cp_mode)
+        keys = m.seq_len / 2 * pairs.part * pairs.busiest  # of a token, in the mean
+        forward = tokens * keys * 4 * m.dim / x.tp / (gpu.flops * gpu.matmul * FLASH)
         return forward + gpu.launch, 2.5 * forward + gpu.launch
     heads, scores = x.micro_batch_size * m.n_heads / x.tp, tokens * m.seq_len * m.n_heads / x.tp
     one = matmul_seconds(gpu, m.seq_len, m.head_dim, m.seq_len, heads)
     # softmax reads and writes 2 bytes; dropout reads 2 and writes 2 and its mask; their backwards read what they need
     return 2 * one + memory_seconds(gpu, 9 * scores, 2), 4 * one + memory_seconds(gpu, 11 * scores, 2)
+
+
+def context_seconds(m: Shape, x: Layout, gpu: Gpu, core: float, core_back: float) -> tuple[float, float]:
+    """Messages over cp of one layer, forward and backward, that attention does not hide.
+
+    A ring's travel beside it. Who gathers keys waits for them before, and for the sum of their gradients, in fp32,
+    behind it. Ulysses' q, k and v come before, and o leaves after it; their gradients the other way.
+    """
+    net, tokens = network(x, "cp", gpu.node), x.micro_batch_size * m.seq_len // x.cp
+    if net.ranks == 1:
+        return 0.0, 0.0
+    kv = tokens * 2 * m.kv_dim / min(x.tp, m.n_kv_heads)
+    if x.cp_mode == "ulysses":
+        heads = tokens * m.dim / x.tp
+        one_way = sum(all_to_all_seconds(gpu, net, n * gpu.number) for n in (heads + kv, heads))
+        return one_way, one_way
+    if x.cp_mode in GATHERS:
+        sent = [ring(net, x.cp * kv * size) for size in (gpu.number, 4)]
+        return collective_seconds(gpu, net, sent[0]), collective_seconds(gpu, net, sent[1])
+    there = (x.cp - 1) * kv * gpu.number
+    sent = there, there + x.cp * kv * 4  # gradients follow, in fp32
+    return tuple(max(0.0, collective_seconds(gpu, net, n) - s) for n, s in zip(sent, (core, core_back), strict=True))
 
 
 def matrices(m: Shape, tp: int, width: int) -> list[tuple[float, float]]:
@@ -169,12 +194,7 @@ def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> 
     regather = (1 if experts else 2) * gather * (x.sp and recipe.overlap_tp)
     hidden = min(one_way / 2 + regather, products("w")) if recipe.overlap_tp else 0.0
 
-    net = network(x, "cp", gpu.node)
-    kv = tokens * 2 * m.kv_dim / min(tp, m.n_kv_heads)
-    there = (x.cp - 1) * kv * gpu.number
-    back = there + x.cp * kv * 4  # gradients follow, in fp32
-    cp = [max(0.0, collective_seconds(gpu, net, n) - seconds) for n, seconds in ((there, core), (back, core_back))]
-
+    cp = context_seconds(m, x, gpu, core, core_back)
     net = network(x, "ep", gpu.node)
     exchange = 2 * all_to_all_seconds(gpu, net, visits * m.dim * gpu.number)
 
@@ -298,7 +318,7 @@ class Pieces(NamedTuple):
 
 def piece_of(x: Layout) -> Layout:
     """The part of a layout that decides the work of a layer."""
-    keep = dict(micro_batch_size=x.micro_batch_size, recompute=x.recompute, sp=x.sp)
+    keep = dict(micro_batch_size=x.micro_batch_size, recompute=x.recompute, sp=x.sp, cp_mode=x.cp_mode)
     return Layout(cp=x.cp, tp=x.tp, ep=x.ep, **keep)
 
 
@@ -335,11 +355,18 @@ def together(work: Pieces, load: tuple[float, float, float]) -> Parts:
 
 
 @lru_cache(maxsize=100_000)
-def model_costs(m: Shape, piece: Layout, gpu: Gpu, recipe: Recipe) -> tuple[float, float, float]:
-    """Seconds of one micro-batch in the whole model: forward and both backwards."""
+def model_work(m: Shape, piece: Layout, gpu: Gpu, recipe: Recipe) -> Work:
+    """One micro-batch in the whole model."""
     work, counts = pieces(m, piece, gpu, recipe), layer_counts(m)
-    sums = [sum(counts[flag] * total(layer[i]) for flag, layer in work.layers.items()) for i in range(3)]
-    return tuple(sums[i] + total(work.head[i]) for i in range(3))
+    return Work(*(add(work.head[i], *(times(one[i], counts[k]) for k, one in work.layers.items())) for i in range(3)))
+
+
+def hidden_seconds(busy: Parts) -> float:
+    """Of a micro-batch's messages of experts, those that another one's computation hides, if always one is beside it.
+
+    It computes as long as this one does. The gradients of weights count, though a schedule may have them apart.
+    """
+    return min(busy.get("ep", 0.0), sum(busy.get(part, 0.0) for part in COMPUTE))
 
 
 class RankWork(NamedTuple):
@@ -356,7 +383,7 @@ def rank_work(m: Shape, piece: Layout, gpu: Gpu, recipe: Recipe, schedule: str, 
     once, work = pieces(m, replace(piece, recompute="none"), gpu, recipe), pieces(m, piece, gpu, recipe)
     load = max(loads(m, schedule, pp, chunks), key=lambda load: total(together(work, load)))
     number = pp * stages_of(Layout(pp=pp, schedule=schedule, chunks=chunks))
-    costs = tuple(cost / number for cost in model_costs(m, piece, gpu, recipe))
+    costs = tuple(total(part) / number for part in model_work(m, piece, gpu, recipe))
     return RankWork(together(work, load), together(once, load), costs)
 
 
@@ -374,6 +401,8 @@ def step_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, simulated: bool 
             exposed["pp"] = min(f * idle, 2 * (x.pp - 1) * message)  # to fill the pipeline and to drain it
             bubble = f * idle - exposed["pp"]
     exposed |= {dim: n * busy[dim] for dim in ("tp", "cp", "ep") if busy.get(dim)}
+    if x.ep_overlap:
+        exposed["ep"] -= n * paired(*way, n) * hidden_seconds(busy)
     exposed |= data_seconds(m, x, gpu, recipe, total(busy))
     compute, plain = (n * sum(parts.get(part, 0.0) for part in COMPUTE) for parts in (busy, once))
     return Seconds(plain, compute - plain, bubble, exposed, update_seconds(m, x, gpu, recipe))

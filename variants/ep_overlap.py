@@ -54,8 +54,6 @@ def check(config: Any, world: int):
     """Raises UserError for what two micro-batches at once do not go with."""
     if not config.ep_overlap:
         return
-    if config.zero == 3 and not config.zero_keep:
-        raise UserError("--ep-overlap: --zero 3 frees weights that the other micro-batch still needs; add --zero-keep")
     if config.documents != "off":
         raise UserError("--ep-overlap: --documents knows the borders of one micro-batch at a time; choose one of them")
     if config.dropout:
