@@ -18,7 +18,7 @@ NEEDS = [
     ("sp", "tp"),
     ("cp_mode", "cp"),
     ("schedule", "pp"),
-    ("chunks", "schedule", "interleaved", "rounds"),
+    ("chunks", "schedule", "interleaved", "rounds", "ahead"),
     ("aux_loss_coeff", "balance", "loss"),
     ("ep_mode", "ep"),
 ]

@@ -32,6 +32,7 @@ class Flag(NamedTuple):
 MORE, ZERO, SLICES, DOCUMENTS = (2,), dict(zero=(0,)), dict(zero=(1, 2, 3)), dict(documents=("mask", "reset"))
 PARTS = ("zigzag", "ring", "allgather", "usp", "balanced")  # keys come in parts
 V = ("zbv", "dualpipev", "v-half", "v-min")  # schedules with two stages on a rank
+PAIRED = ("ahead", "interleaved", "rounds", "zbv", "dualpipe", "dualpipev")  # all ranks have F before B of another
 W = ("zb-h1", "zb-h2", "zb-auto", "dualpipe", *V)  # schedules with a split backward
 
 COMPUTED = {  # they change what is computed: one process has them, too
@@ -104,16 +105,16 @@ HOW = {  # they change how it is computed
     "cp_mode": Flag((*PARTS, "ulysses"), (dict(cp=MORE),)),
     "ulysses": Flag((2, 1), (dict(cp_mode=("usp",)),)),
     "pp": Flag((1, 2)),
-    "schedule": Flag(("1f1b", "afab", "interleaved", "rounds", *W), (dict(pp=MORE),)),
+    "schedule": Flag(("1f1b", "afab", "interleaved", "rounds", "ahead", *W), (dict(pp=MORE),)),
     "pp_scatter": Flag((False, True), (dict(pp=MORE, tp=MORE, sp=(False,)),)),
-    "chunks": Flag((2, 1), (dict(schedule=("interleaved", "rounds")),)),
+    "chunks": Flag((2, 1), (dict(schedule=("interleaved", "rounds", "ahead")),)),
     "round_size": Flag((0, 3), (dict(schedule=("rounds",)),)),
     "pp_split": Flag(("", "cost"), (dict(pp=MORE),)),
     "zb_memory": Flag((1.0, 2.0), (dict(schedule=("zb-auto",)),)),
     "zb_costs": Flag(("", "1,1,1,0.05"), (dict(schedule=("zb-auto",)),)),
     "ep": Flag((1, 2)),
     "ep_mode": Flag(("alltoall", "rows", "allgather", "nodes"), (dict(ep=MORE),)),
-    "ep_overlap": Flag((False, True), (dict(pp=MORE, ep=MORE, ep_mode=("alltoall",)),)),
+    "ep_overlap": Flag((False, True), (dict(pp=MORE, ep=MORE, ep_mode=("alltoall",), schedule=PAIRED),)),
     "ep_inside": Flag((2, 1), (dict(ep_mode=("nodes",)),)),
     "expert_matmul": Flag(("each", "grouped")),
 }

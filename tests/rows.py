@@ -19,6 +19,7 @@ COMPILED = dict(patch="graphs_without_code")  # there, too
 SGD, TIED, MHA = dict(optimizer="sgd", lr=0.5), dict(tied=True), dict(n_kv_heads=4)
 LARGE_HEADS = dict(dim=128, n_heads=1, n_kv_heads=1, n_layers=2, seq_len=131)
 EXPERTS, MUON = dict(experts=4), dict(optimizer="muon")
+AHEAD = dict(schedule="ahead", chunks=1, ep_overlap=True)
 LOSSY = (
     (dict(compress="topk", topk_fraction=1.0), 0.0),  # loses nothing; slices, messages, what is owed: as in the others
     (dict(compress="bf16"), 0.02),
@@ -279,7 +280,7 @@ ROWS = [
     Row(2, "step06_pipeline", dict(pp=2, pp_split="1,2", sync="naive"), SGD),
     *(
         Row(4, "step06_pipeline", dict(pp=2, schedule=schedule, zero=zero), TIED | dict(n_layers=4), EXHAUSTIVE)
-        for schedule in ("afab", "interleaved", "rounds", *SPLIT, "dualpipev", "v-half")
+        for schedule in ("afab", "interleaved", "rounds", "ahead", *SPLIT, "dualpipev", "v-half")
         for zero in (0, 1, 2, 3)
     ),
     *(
@@ -316,7 +317,7 @@ ROWS = [
     Row(4, "step07_moe_ep", dict(pp=2, tp=2, ep=2, ep_mode="nodes", schedule="zb-h1", zero=3), EXPERTS | TIED),
     Row(4, "step07_moe_ep", dict(pp=2, ep=2, schedule="dualpipe", ep_overlap=True, zero=2), EXPERTS | TIED),
     Row(8, "step07_moe_ep", dict(pp=2, tp=2, ep=2, schedule="zbv", ep_overlap=True), EXPERTS | SGD | DEEP, EXHAUSTIVE),
-    Row(4, "step07_moe_ep", dict(pp=2, tp=2, ep=2, ep_overlap=True, zero=3, zero_keep=True, recompute="full"), EXPERTS),
+    Row(4, "step07_moe_ep", dict(pp=2, tp=2, ep=2, **AHEAD, zero=3, zero_keep=True), EXPERTS | dict(recompute="full")),
     Row(2, "step07_moe_ep", dict(ep=2, capacity_factor=4.0), EXPERTS, does=LAUNCHES),  # no choice is dropped
     Row(4, "step07_moe_ep", dict(cp=2, ep=2), EXPERTS | BIAS | dict(capacity_factor=0.6)),
     Row(4, "step07_moe_ep", dict(pp=2, ep=2, schedule="dualpipe", zero=2), EXPERTS | BIAS | dict(z_loss=0.1)),

@@ -9,8 +9,9 @@ from services import legal
 from services.seam import compose
 from tests import equal
 from tests.pool import error_of
-from tests.rows import EXPERTS, GROUPS
+from tests.rows import AHEAD, EXPERTS, GROUPS
 
+AHEADS = EXPERTS | dict(pp=2, ep=2) | AHEAD
 STEP6 = "step06_pipeline"
 WRONG = {  # ranks, step, flags; the line begins with the flag
     "--global-batch-size 5": (2, "step02_ddp", dict(global_batch_size=5)),
@@ -67,7 +68,8 @@ WRONG = {  # ranks, step, flags; the line begins with the flag
     "--no-sp: --tp 2 must divide the 15 tokens": (2, "step07_moe_ep", EXPERTS | dict(tp=2, sp=False, seq_len=15)),
     "--experts-per-token 9": (2, "step07_moe_ep", dict(experts_per_token=9)),
     "--micro-batch-size": (2, "step07_moe_ep", EXPERTS | dict(micro_batch_size=5)),
-    "--ep-overlap: --zero 3 frees": (4, "step07_moe_ep", EXPERTS | dict(pp=2, ep=2, zero=3, ep_overlap=True)),
+    "--ep-overlap: --zero 3 frees": (4, "step07_moe_ep", AHEADS | dict(zero=3)),
+    "--ep-overlap: in --schedule 1f1b": (4, "step07_moe_ep", AHEADS | dict(schedule="1f1b", chunks=2)),
     "--ep-inside 4 must divide --ep 2": (2, "step07_moe_ep", EXPERTS | dict(ep=2, ep_mode="nodes", ep_inside=4)),
     "--groups-per-token 1": (1, "step07_moe_ep", GROUPS | dict(groups_per_token=1, experts_per_token=3)),
     "--expert-groups 3": (2, "step07_moe_ep", EXPERTS | dict(expert_groups=3)),

@@ -737,10 +737,10 @@ def order_of_turns(options: dict) -> list[list[tuple[str, str]]]:
     return pairs[len(pairs) // 2 :]
 
 
-OVERLAP = dict(pp=2, ep=2, experts=4, n_layers=4, global_batch_size=8, zero=0)
+OVERLAP = dict(pp=2, ep=2, schedule="ahead", experts=4, n_layers=8, global_batch_size=8, zero=0)
 
 
-@pytest.mark.parametrize("schedule, n_layers", [("1f1b", 4), ("dualpipe", 4), ("zbv", 8)])
+@pytest.mark.parametrize("schedule, n_layers", [("ahead", 8), ("dualpipe", 4), ("zbv", 8)])
 def test_a_message_of_experts_is_hidden(pools, schedule, n_layers):
     """Between start and wait of each all-to-all lies the other micro-batch's computation, as long as that goes on.
 
@@ -748,7 +748,7 @@ def test_a_message_of_experts_is_hidden(pools, schedule, n_layers):
     """
     options, hidden = OVERLAP | dict(schedule=schedule, n_layers=n_layers), 0
     for pairs in pools(4).run(order_of_turns, options | dict(ep_overlap=True)):
-        assert pairs or schedule == "1f1b", "its last rank has no pair: a backward there is that of the forward before"
+        assert pairs
         for events in pairs:
             assert events.count(("F", "starts")) == events.count(("B", "starts")) == 2 * 2
             for at, (who, what) in enumerate(events):

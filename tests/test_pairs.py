@@ -134,7 +134,7 @@ def trainable(step: str) -> set[frozenset]:
 
 def lighter(options: Options) -> Options:
     """Two layers fewer, half of the time, unless a rank has two stages, or some layers have no experts."""
-    deep = options.get("schedule") in ("interleaved", "rounds", *V) or options.get("dense_layers")
+    deep = options.get("schedule") in ("interleaved", "rounds", "ahead", *V) or options.get("dense_layers")
     return options if deep or "moe_every" not in options else options | dict(n_layers=options["n_layers"] - 2)
 
 

@@ -312,6 +312,21 @@ def test_places():
             given(ways, split, 4)
 
 
+@pytest.mark.parametrize("v", [1, 2, 3])
+def test_one_more_forward_ahead(v):
+    """As long as interleaved, for any m from p on; one more stage in flight; all B but the last p stages' are in pairs.
+
+    Both at once are no slower: a pair's outputs leave together, and arrive in time all the same.
+    """
+    for (p, m), costs in product(SIZES, COSTS):
+        if p > 1 and m >= p:
+            lists, places = made("ahead", p, m, chunks=v)
+            plain = made("rounds", p, m, chunks=v)[0]
+            assert makespan(lists, places, costs) == makespan(plain, places, costs)
+            longest = max((v - 1) * -(-m // (m // p)) + 2 * (p - 1 - rank) + 2 for rank in range(p))
+            assert max(map(in_flight, lists)) == min(v * m, longest)
+
+
 @pytest.mark.parametrize("name, v", [("afab", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 3)])
 def test_bubble_without_w(name, v):
     """(p-1) (f+b), in stages of 1/v, for any costs (interleaved: b = 2 f)."""

@@ -31,7 +31,7 @@ class Layout:
     micro_batch_size: int = 1  # sequences per forward and backward
     global_batch_size: int = 1  # sequences per step, all ranks together
     schedule: str = among(SCHEDULES, "1f1b")  # order of the work in a pipeline
-    chunks: int = 2  # stages on each rank with --schedule interleaved
+    chunks: int = 2  # stages on each rank, of schedules that leave it open
     recompute: str = among(dict.fromkeys(RECOMPUTE), "none")  # what the backward pass computes again
     sp: bool = True  # split the tokens over tp between the blocks
     cp_mode: str = among(dict.fromkeys(CP_MODES), "zigzag")  # how queries meet the keys of other ranks
@@ -63,7 +63,7 @@ class Layout:
         words += [f"--zero {self.zero}"]
         words += [f"--micro-batch-size {self.micro_batch_size} --global-batch-size {self.global_batch_size}"]
         words += [f"--schedule {self.schedule}"] * (self.pp > 1)
-        words += [f"--chunks {self.chunks}"] * (self.pp > 1 and self.schedule == "interleaved")
+        words += [f"--chunks {self.chunks}"] * (self.pp > 1 and has_chunks(self.schedule))
         words += [f"--recompute {self.recompute}"] + ["--no-sp"] * (self.tp > 1 and not self.sp)
         words += [f"--cp-mode {self.cp_mode}"] * (self.cp > 1)
         words += ["--cp-kernel flash"] * (self.cp > 1 and self.cp_mode != "ulysses")  # as the predictions assume
@@ -197,6 +197,12 @@ def schedule_of(x: Layout) -> Schedule:
     return SCHEDULES[x.schedule](x)
 
 
+@lru_cache
+def has_chunks(name: str) -> bool:
+    """Whether --chunks says how many stages a rank has under this schedule."""
+    return SCHEDULES[name](Layout(chunks=99)).v == 99
+
+
 @lru_cache(maxsize=4096)
 def balanced(m: Shape, n: int) -> tuple[int, ...]:
     """Layers of each of n stages, so that the dearest costs least, and then all cost about alike (squares).
@@ -256,8 +262,10 @@ def schedules(m: Shape, mesh: Layout) -> list[tuple[str, int]]:
     """
     if mesh.pp == 1:
         return [("1f1b", 1)]
-    ways = [(name, 1) for name in SCHEDULES if name not in ("interleaved", *UNPLANNED)]
-    ways += [("interleaved", v) for v in range(2, m.n_layers // mesh.pp + 1) if m.n_layers // mesh.pp % v == 0]
+    planned = [name for name in SCHEDULES if name not in UNPLANNED]
+    ways = [(name, 1) for name in planned if not has_chunks(name)]
+    more = [v for v in range(2, m.n_layers // mesh.pp + 1) if m.n_layers // mesh.pp % v == 0]
+    ways += [(name, v) for name in planned if has_chunks(name) for v in more]
     return [way for way in ways if not illegal(m, replace(mesh, schedule=way[0], chunks=way[1]))]
 
 

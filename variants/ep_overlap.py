@@ -6,6 +6,11 @@ started an all-to-all lets the other compute, and waits only when it is let on a
     F of micro-batch 3    attention, router |~ dispatch ~|             experts |~ combine ~|             attention ...
     B of micro-batch 1                      | combine's, |~ dispatch ~|        | experts'  |~ combine ~| ...
 
+All ranks wait for the one that has fewest such pairs. In 1F1B that is the last one, whose backward follows the forward
+of the same micro-batch; what others send when their pairs are done comes later, so a step is nearly twice as long, and
+`check` refuses it. `--schedule ahead`, interleaved, zbv, dualpipe and dualpipev have pairs on all ranks. Law: the share
+of messages hidden is that of forwards in pairs on the rank with fewest; without any saving a step is as long.
+
 Both are the code of step 7, each in a thread of its own; one thread runs at a time, and the turns are the same on all
 ranks, so their collectives have one order. Bytes are the same. F's output leaves when both are done: so a pair whose B
 waits for what becomes of its F, on whatever way, is taken apart (variants/paired_actions.py).
@@ -31,11 +36,12 @@ from torch import Tensor
 import step07_moe_ep as step07
 from common import UserError
 from common.comm import Group, all_to_all
+from common.schedules import SCHEDULES
 from step04_tp_sp import Conjugate
 from step06_pipeline import plan
 from step07_moe_ep import MoE, transpose_blocks
 from variants import Parts
-from variants.paired_actions import execute, program_of
+from variants.paired_actions import all_have_pairs, execute, program_of
 
 SINCE = step07.Config
 
@@ -54,6 +60,9 @@ def check(config: Any, world: int):
     """Raises UserError for what two micro-batches at once do not go with."""
     if not config.ep_overlap:
         return
+    if not all_have_pairs(SCHEDULES[config.schedule](config), config.pp):
+        why = "a rank has no forward before the backward of another micro-batch, and all wait for it"
+        raise UserError(f"--ep-overlap: in --schedule {config.schedule} {why}; use ahead, zbv, dualpipe or interleaved")
     if config.documents != "off":
         raise UserError("--ep-overlap: --documents knows the borders of one micro-batch at a time; choose one of them")
     if config.dropout:
