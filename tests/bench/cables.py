@@ -68,7 +68,8 @@ class Pair(NamedTuple):
 
 SUMS = BATCH | dict(sync="naive")
 WHOLE = PIPED | dict(tp=2, sp=False)
-TURNS = PIPED | HALVES | dict(ep=2)  # four nodes of one rank each: both pp and ep cross a cable
+AHEAD = PIPED | HALVES | dict(ep=2, schedule="ahead", chunks=1)  # on four nodes of one rank: pp and ep cross cables
+TWO_WAYS = PIPED | HALVES | dict(ep=2, schedule="dualpipe")
 LEVELS = BATCH | HALVES | dict(ep=4, zero=0, experts=8, experts_per_token=4, ep_mode="rows")
 PAIRS = {
     "--sync bucket": Pair(0.15, "step02_ddp", ONCE | dict(sync="naive"), ONCE | dict(bucket_mb=0.1)),
@@ -79,7 +80,8 @@ PAIRS = {
     "--sync hierarchical": Pair(0.03, "step02_ddp", SUMS, SUMS | dict(sync="hierarchical", ranks_per_node=2), ranks=2),
     "--pp-scatter": Pair(0.03, "step06_pipeline", WHOLE, WHOLE | dict(pp_scatter=True), ranks=2),
     "--ep-mode nodes": Pair(0.03, "step07_moe_ep", LEVELS, LEVELS | dict(ep_mode="nodes", ep_inside=2), ranks=2),
-    "--ep-overlap": Pair(0.03, "step07_moe_ep", TURNS, TURNS | dict(ep_overlap=True), nodes=4),
+    "--ep-overlap, ahead": Pair(0.03, "step07_moe_ep", AHEAD, AHEAD | dict(ep_overlap=True), nodes=4),
+    "--ep-overlap, dualpipe": Pair(0.03, "step07_moe_ep", TWO_WAYS, TWO_WAYS | dict(ep_overlap=True), nodes=4),
 }
 
 
