@@ -11,7 +11,7 @@ from step01_single_gpu import OPTIMIZERS
 from step06_pipeline import TIED, plan
 from theory import activations, shapes, traffic
 from theory.shapes import Shape
-from theory.traffic import Traffic, Work
+from theory.traffic import Passes, Traffic
 from variants import Parts
 
 
@@ -54,8 +54,8 @@ def layers_again(config: Any) -> str:
     return "none" if config.recompute == "attention" else config.recompute
 
 
-def work_of(config: Any, parts: Parts) -> Work:
-    """What this rank does in a step."""
+def passes_of(config: Any, parts: Parts) -> Passes:
+    """What passes through this rank in a step."""
     m, dtype = shape(config, parts), next(parts.model.parameters()).dtype
     places, row = work_lists(config, parts)
     passed = [places[stage] for kind, _, stage in row if kind == "F"]
@@ -63,7 +63,7 @@ def work_of(config: Any, parts: Parts) -> Work:
     begins, ends = (sum(getattr(place, end) is None for place in passed) for end in ("before", "after"))
     sums = len(layers), sum(map(m.has_experts, layers)), begins, ends
     tokens = config.micro_batch_size * m.seq_len // size(parts, "cp")
-    return Work(m, tokens, *sums, dtype.itemsize, wide(dtype).itemsize, layers_again(config) != "none")
+    return Passes(m, tokens, *sums, dtype.itemsize, wide(dtype).itemsize, layers_again(config) != "none")
 
 
 def moment_bytes(config: Any, parts: Parts) -> int:
@@ -80,7 +80,7 @@ def waits(config: Any, p: activations.Piece, place: Place) -> float:
 
 def held_bytes(config: Any, parts: Parts) -> dict[str, float]:
     """Bytes of each kind of tensor on this rank."""
-    w, on_cpu = work_of(config, parts), next(parts.model.parameters()).device.type == "cpu"
+    w, on_cpu = passes_of(config, parts), next(parts.model.parameters()).device.type == "cpu"
     stage, units = getattr(config, "zero", 0), parts.units
     params = [param for param in parts.model.parameters() if param.requires_grad]
     n = cut = sum(param.numel() for param in params)
@@ -111,7 +111,7 @@ def summed(sync: str, group: Group, n_bytes: int) -> Traffic:
 
 def data_traffic(config: Any, parts: Parts) -> Traffic:
     """What gradients and, under ZeRO, weights cost."""
-    found, w = Traffic(), work_of(config, parts)
+    found, w = Traffic(), passes_of(config, parts)
     stage, units = getattr(config, "zero", 0), parts.units
     if not units:
         for param in parts.model.parameters():
@@ -146,7 +146,7 @@ def module_runs(config: Any, parts: Parts) -> tuple[list, list, set[int], set]:
 
 def pipeline_traffic(config: Any, parts: Parts) -> Traffic:
     """What crosses the boundaries of this rank's stages, and a tied matrix, which two ranks have."""
-    w, rank, places = work_of(config, parts), parts.pipeline.group.rank, parts.pipeline.places
+    w, rank, places = passes_of(config, parts), parts.pipeline.group.rank, parts.pipeline.places
     row, found = lists_of(config, parts)[rank], Traffic()
     targets = (consumer(action, places) for action in row)
     sends = sum(to is not None and places[to.stage].rank != rank for to in targets)
@@ -183,7 +183,7 @@ def sent_bytes(config: Any, parts: Parts) -> Traffic:
     """Bytes that this rank sends in a step, by (dimension, operation), if no variant changes them."""
     if parts.sync is None:
         return Traffic()
-    w, tp, cp, ep = work_of(config, parts), *(size(parts, dim) for dim in ("tp", "cp", "ep"))
+    w, tp, cp, ep = passes_of(config, parts), *(size(parts, dim) for dim in ("tp", "cp", "ep"))
     found = data_traffic(config, parts) + partial_traffic(parts, w.wide)
     if tp > 1:
         found += traffic.tensor_traffic(w, tp, config.sp)

@@ -8,8 +8,8 @@ from theory.shapes import Shape
 Traffic = Counter  # of bytes, by (mesh dimension, operation)
 
 
-class Work(NamedTuple):
-    """What one rank does in a step."""
+class Passes(NamedTuple):
+    """What passes through one rank in a step."""
 
     m: Shape
     tokens: int  # of a micro-batch, in this rank's part of its sequences
@@ -77,7 +77,7 @@ def unit_travels(
     return reduced, gathered
 
 
-def tensor_traffic(w: Work, n: int, sp: bool) -> Traffic:
+def tensor_traffic(w: Passes, n: int, sp: bool) -> Traffic:
     """Step 4: f and g around two blocks a layer, g behind the embedding, f before the head, and two numbers a token.
 
     With recomputation forward is done again up to a layer's last g. Experts have no f and no g (step 7); without SP
@@ -94,13 +94,13 @@ def tensor_traffic(w: Work, n: int, sp: bool) -> Traffic:
     return found
 
 
-def context_traffic(w: Work, n: int, tp: int) -> Traffic:
+def context_traffic(w: Passes, n: int, tp: int) -> Traffic:
     """Step 5: keys and values go round the ring, in backward once more, followed by their gradients."""
     kv = w.tokens * 2 * w.m.n_kv_heads // tp * w.m.head_dim
     return Traffic({("cp", "send"): w.layers * (kv * ((2 + w.recompute) * (n - 1) * w.e + n * w.wide))})
 
 
-def expert_traffic(w: Work, n: int, cp: int, tp: int) -> Traffic:
+def expert_traffic(w: Passes, n: int, cp: int, tp: int) -> Traffic:
     """Step 7: a row for each choice goes and comes, forward and backward, if all experts are equally busy; counts.
 
     Each of the tp ranks routes its own tokens.
