@@ -10,8 +10,10 @@
 In step 7, each of these is one to four lines of `MoE.forward`, of which the one below is the long form.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from math import ceil
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -125,6 +127,42 @@ class RoutedMoE(MoE):
 
 
 BALANCE["none"] = RoutedMoE
+
+
+def room(config: Any) -> float:
+    """The part of all choices that experts have room for, if all are asked alike."""
+    return min(1.0, config.capacity_factor or 1.0)
+
+
+def parts_of_a_token(config: Any, parts: int) -> float:
+    """In how many of so many parts of all experts a token's are, in the mean over 4,096 tokens that like all alike."""
+    layer = SimpleNamespace(config=config, top_k=config.experts_per_token)
+    chosen = RoutedMoE.choose(layer, torch.rand(4096, config.experts, generator=torch.Generator().manual_seed(0)))
+    there = F.one_hot(chosen, config.experts).sum(1).unflatten(1, (parts, -1)).any(-1)
+    return room(config) * there.sum().item() / len(chosen)
+
+
+def visits(config: Any) -> list[float]:
+    """How many experts a token visits."""
+    return [room(config) * config.experts_per_token]
+
+
+def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
+    """Fewer rows, if experts have no room for all; the choices that are gathered to know it; f and g of shared experts.
+
+    Positions and choices are int64, of the tokens that a rank routes. Modes of variants say themselves what fits.
+    """
+    changed, n, tp = {}, parts.mesh["sequence"].size, config.tp
+    passes, tokens = w.routers * (1 + w.recompute), w.tokens / tp
+    if config.capacity_factor:
+        own = 8 * (tokens / config.micro_batch_size + tokens * config.experts_per_token)
+        changed["capacity"] = Counter({("sequence", "all_gather"): passes * (n - 1) * own})
+    if config.ep_mode == "alltoall":
+        changed["rows"] = Counter({key: room(config) * sent for key, sent in said["rows"].items()})
+    if config.shared_experts:
+        each = (passes + w.routers) * (tp - 1) * tokens * w.m.dim * w.e
+        changed["shared"] = Counter({("tp", "all_gather"): each, ("tp", "reduce_scatter"): each})
+    return changed
 
 
 def check(config: Any, world: int):
