@@ -255,9 +255,8 @@ def run_rank(train: Callable, config: Any, rank: int) -> Seen:
     """Train two steps as one rank of `config.dry_run`. Raises what `train` raises."""
     meter, world = Meter(GPUS[config.gpu]), config.dry_run
     run = Counted(replace(config, steps=2), meter)
-    with without_numbers(meter, rank, world):
-        with run:
-            train(run.config, run)
+    with without_numbers(meter, rank, world), run:
+        train(run.config, run)
     model = predictions.flops_per_token(config, run.parts)[0] * run.tokens / world
     said = predictions.held_bytes(config, run.parts), predictions.sent_bytes(config, run.parts)
     run.held.most["activations"] = meter.kept

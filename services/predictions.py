@@ -180,7 +180,8 @@ def sent_bytes(config: Any, parts: Parts) -> Traffic:
     """Bytes that this rank sends in a step, by (dimension, operation).
 
     What each mechanism of the steps sends, by theory's laws; and then what the files of variants that change it say:
-    `sends(config, parts, w, said)` returns the mechanisms, by name, that send something else, or are new.
+    `sends(config, parts, w, said)` returns the mechanisms, by name, that send something else, or are new. It is that of
+    a whole batch, if all experts are equally busy.
     """
     if parts.sync is None:
         return Traffic()

@@ -15,8 +15,9 @@
  8  Entries and calls are changed by `parts.instead` (at most one file) and `parts.around` alone. Whoever comes first,
     they nest alike: the step's own or the one instead of it, those around it in ORDER, services and tests (look on).
  9  With default flags nobody changes anything: what you read is what runs. A run prints what is changed.
-10  What `attach` returns is `parts.kept` by the file's name; in checkpoints, too, if it has `restore(state)` and
-    `state()`, which is the same on all ranks and fits in JSON. Lines of its `notes()` are shown after each step.
+10  What `attach` returns is `parts.kept` by the file's name. Services use what it has, whoever it is: checkpoints
+    `restore(state)` and `state()`, which is the same on all ranks and fits in JSON, and `owed`, tensors by bucket or
+    unit; the record of a step `figures()`, the screen `notes()`, lines; validation `look(tokens)`.
 """
 
 from collections import Counter
@@ -104,6 +105,10 @@ class Parts:
     def kinds(self) -> set[str]:
         """Of actions, if a pipeline follows a list of them."""
         return {line.action.kind for line in getattr(self.pipeline, "program", ())}
+
+    def keeps(self, what: str) -> list[Any]:
+        """Of what has been kept, that which has an attribute, or a method, of this name."""
+        return [kept for kept in self.kept.values() if hasattr(kept, what)]
 
     def instead(self, owner: Any, name: Any, call: Callable, by: str):
         """`owner.name(...)` or, of a menu, `owner[name](...)` becomes `call(...)`. Raises UserError if another file has

@@ -134,23 +134,17 @@ class Compression:
 
 
 def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
-    """Instead of each sum its two messages, or one, narrow.
-
-    Units that are summed more often than others, in a pipeline, are taken for their mean.
-    """
-    if config.compress == "none":
-        return {}
-    narrow, plain, found = Counter(), Counter(), Counter()
+    """Each sum's two messages, or one, narrow. Units are taken for their mean, if not all are summed equally often."""
+    narrow, plain, found, width = Counter(), Counter(), Counter(), next(parts.model.parameters()).grad_dtype.itemsize
     sizes = [(bucket.group, -(-len(bucket.flat) // bucket.group.size)) for bucket in getattr(parts.sync, "buckets", ())]
-    for group, length in sizes or [(unit.group, unit.length) for unit in parts.units]:
-        most = max(1, int(config.topk_fraction * length))
-        row = dict(bf16=2 * length, int8=length + 4 * -(-length // BLOCK), topk=most * (4 + w.wide))[config.compress]
-        narrow[group.name] += row
-        plain[group.name] += length * w.wide
-    for (dim, operation), sent in said["gradients"].items():
-        for message in ("all_to_all", "all_gather") if operation == "all_reduce" else ("all_to_all",):
-            found[dim, message] = sent / (1 + (operation == "all_reduce")) * narrow[dim] / plain[dim]
-    return dict(gradients=found)
+    for group, n in (sizes or [(u.group, u.length) for u in parts.units]) if config.compress != "none" else ():
+        most = max(1, int(config.topk_fraction * n))
+        row = dict(bf16=2 * n, int8=n + 4 * -(-n // BLOCK), topk=most * (4 + w.wide))[config.compress]
+        narrow[group.name], plain[group.name] = narrow[group.name] + row, plain[group.name] + n * width
+    for (dim, operation), sent in said["gradients"].items() if narrow else ():
+        messages = ("all_to_all", "all_gather")[: 1 + (operation == "all_reduce")]
+        found |= {(dim, message): sent / len(messages) * narrow[dim] / plain[dim] for message in messages}
+    return dict(gradients=found) if narrow else {}
 
 
 def attach(config: Any, parts: Parts) -> Compression | None:

@@ -26,8 +26,8 @@ import step07_moe_ep as step07
 from common import UserError
 from step07_moe_ep import DISPATCH
 from variants import Parts
-from variants.expert_rows import at_home, row_bytes, send_rows
-from variants.routing import RoutedMoE, parts_of_a_token
+from variants.expert_rows import at_home, parts_of_a_token, row_bytes, send_rows
+from variants.routing import RoutedMoE
 
 SINCE = step07.Config
 

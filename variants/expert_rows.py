@@ -22,9 +22,11 @@ In step 7, these functions would stand where `MoE.forward` calls `self.experts`.
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import step07_moe_ep as step07
@@ -32,7 +34,8 @@ from common.comm import Group, all_to_all
 from step04_tp_sp import Conjugate, enter_block, leave_block
 from step07_moe_ep import DISPATCH
 from variants import Parts
-from variants.routing import RoutedMoE, add_rows, parts_of_a_token, visit_local
+from variants.routing import RoutedMoE, room
+from variants.visits import add_rows, visit_local
 
 SINCE = step07.Config
 
@@ -73,6 +76,14 @@ def gather_all(group: Group, experts: Callable, tokens: Tensor, gates: Tensor) -
 def at_home(experts: Callable, group: Group, *rows: Tensor) -> Tensor:
     """Replaces `Experts.forward`: the rows have come already."""
     return experts(*rows)
+
+
+def parts_of_a_token(config: Any, parts: int) -> float:
+    """In how many of so many parts of all experts a token's are, in the mean over 4,096 tokens that like all alike."""
+    layer = SimpleNamespace(config=config, top_k=config.experts_per_token)
+    chosen = RoutedMoE.choose(layer, torch.rand(4096, config.experts, generator=torch.Generator().manual_seed(0)))
+    there = F.one_hot(chosen, config.experts).sum(1).unflatten(1, (parts, -1)).any(-1)
+    return room(config) * there.sum().item() / len(chosen)
 
 
 def row_bytes(w: Any, tokens: float, ranks: int, parts: int) -> float:

@@ -68,6 +68,7 @@ class Muon:
     def see(self, parts: Parts):
         """Before the first step: what it must know to see whole matrices."""
         self.params, self.mesh, self.units = dict(parts.model.named_parameters()), parts.mesh, parts.units
+        self.firsts = {name: max(0, u.first - u.span[name][0]) for u in self.units for name in u.trained}  # of shards
 
     def gather(self, unit: Unit, updates: dict[str, Tensor]) -> dict[str, Tensor]:
         """Updates of this rank's shards of a unit -> of all elements of these parameters, flat."""
@@ -80,18 +81,10 @@ class Muon:
         return {name: unit.view(whole, name).flatten() for name in ours}
 
     def touched(self, name: str, first: int) -> tuple[range, list[Shard]]:
-        """The elements of the matrices of which our shard, from element `first` on, has a part; who cuts each matrix.
-
-        (Of experts there are several; shards of other dimensions deal these.)
-        """
+        """Elements of the matrices (of experts) in which our shard, from `first` on, has a part; what cuts each."""
         param, each = self.params[name], self.params[name].shape[-2:].numel()
         low, high = first // each, -(-(first + self.hidden[name].numel()) // each)
         return range(low * each, high * each), [s for s in layout_of(param).shards if s.dim - param.dim() >= -2]
-
-    def firsts(self) -> dict[str, int]:
-        """By hidden name, where our shard begins in the parameter."""
-        units = {name: unit for unit in self.units for name in unit.trained}
-        return {name: max(0, units[name].first - units[name].span[name][0]) if units else 0 for name in self.hidden}
 
     def orthogonal_part(self, name: str, update: Tensor, first: int) -> Tensor:
         """The flat update of a parameter -> what its shard, which begins at element `first`, moves by."""
@@ -127,7 +120,6 @@ class Muon:
             momentum = self.state[shard].setdefault("momentum_buffer", torch.zeros_like(shard))
             momentum.lerp_(shard.grad, 1 - MOMENTUM)
             updates[name] = shard.grad.lerp(momentum, MOMENTUM)
-        firsts = self.firsts()
         for unit in self.units:
             if unit.grad_shard is None or not any(map(is_hidden, unit.trained)):
                 continue  # offload updates one unit after another
@@ -135,7 +127,7 @@ class Muon:
         rate, decay = self.group["lr"], self.group["weight_decay"]
         for name in updates:
             shard = self.hidden[name]
-            part = self.orthogonal_part(name, updates[name].flatten(), firsts[name])
+            part = self.orthogonal_part(name, updates[name].flatten(), self.firsts.get(name, 0))
             shard.mul_(1 - rate * decay).sub_(part, alpha=rate)
         self.adamw.step()
 
@@ -153,16 +145,12 @@ def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[s
     if config.optimizer != "muon":
         return {}
     rule, found, width = parts.optimizer.torch_optimizer, Counter(), 8 if w.wide == 8 else 2
-    for unit in parts.units:
-        if any(map(is_hidden, unit.trained)):
-            found[unit.group.name, "all_gather"] += (unit.group.size - 1) * unit.length * width
-    for name, first in rule.firsts().items():
-        matrices, shards = rule.touched(name, first)
-        size = len(matrices) * width
-        for shard in shards:
-            n = parts.mesh[shard.over].size
-            found[shard.over, "all_gather"] += (n - 1) * size
-            size *= n
+    for unit in [unit for unit in parts.units if any(map(is_hidden, unit.trained))]:
+        found[unit.group.name, "all_gather"] += (unit.group.size - 1) * unit.length * width
+    for name in rule.hidden:
+        matrices, shards = rule.touched(name, rule.firsts.get(name, 0))
+        for shard in shards:  # one at most
+            found[shard.over, "all_gather"] += (parts.mesh[shard.over].size - 1) * len(matrices) * width
     return dict(updates=found)
 
 

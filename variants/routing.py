@@ -13,7 +13,6 @@ In step 7, each of these is one to four lines of `MoE.forward`, of which the one
 from collections import Counter
 from dataclasses import dataclass, replace
 from math import ceil
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from common.model import MLP, PRESETS, wide
 from step04_tp_sp import SHARD_DIMS, enter_block, gather_tokens, leave_block, shard_param
 from step07_moe_ep import BALANCE, AddLoss, MoE, own_tokens
 from variants import Parts
+from variants.visits import visit_local
 
 SINCE = step07.Config
 
@@ -44,22 +44,6 @@ class Flags:
 
 
 NEEDS = [("expert_groups", "groups_per_token"), ("groups_per_token", "expert_groups")]
-
-
-def add_rows(rows: Tensor, place: Tensor, n: int) -> Tensor:
-    """Sums [n, dim] of rows [any number, dim], each added at its `place` (int64), in fp32 or wider, in a fixed order.
-
-    Else ranks that compute the same could choose other experts. On a GPU only `index_put_` sorts by place.
-    """
-    sums, rows = rows.new_zeros(n, rows.shape[1], dtype=wide(rows.dtype)), rows.to(wide(rows.dtype))
-    return sums.index_put((place,), rows, accumulate=True) if rows.is_cuda else sums.index_add(0, place, rows)
-
-
-def visit_local(experts: Any, tokens: Tensor, gates: Tensor) -> Tensor:
-    """tokens [n, dim], gates [n, experts] (0: it does not go there) -> the weighted sums [n, dim], wide."""
-    visits = (gates != 0).T
-    expert, token = visits.nonzero().unbind(1)  # sorted by expert
-    return add_rows(experts(tokens[token], visits.sum(1)) * gates[token, expert][:, None], token, len(tokens))
 
 
 class RoutedMoE(MoE):
@@ -134,33 +118,20 @@ def room(config: Any) -> float:
     return min(1.0, config.capacity_factor or 1.0)
 
 
-def parts_of_a_token(config: Any, parts: int) -> float:
-    """In how many of so many parts of all experts a token's are, in the mean over 4,096 tokens that like all alike."""
-    layer = SimpleNamespace(config=config, top_k=config.experts_per_token)
-    chosen = RoutedMoE.choose(layer, torch.rand(4096, config.experts, generator=torch.Generator().manual_seed(0)))
-    there = F.one_hot(chosen, config.experts).sum(1).unflatten(1, (parts, -1)).any(-1)
-    return room(config) * there.sum().item() / len(chosen)
-
-
 def visits(config: Any) -> list[float]:
     """How many experts a token visits."""
     return [room(config) * config.experts_per_token]
 
 
 def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
-    """Fewer rows, if experts have no room for all; the choices that are gathered to know it; f and g of shared experts.
-
-    Positions and choices are int64, of the tokens that a rank routes. Modes of variants say themselves what fits.
-    """
-    changed, n, tp = {}, parts.mesh["sequence"].size, config.tp
-    passes, tokens = w.routers * (1 + w.recompute), w.tokens / tp
+    """Fewer rows, where experts have no room; int64 choices, gathered to know where; f and g of shared experts."""
+    passes, tokens, rows = w.routers * (1 + w.recompute), w.tokens / config.tp, said["rows"].items()
+    changed = dict(rows=Counter({key: room(config) * n for key, n in rows})) if config.ep_mode == "alltoall" else {}
     if config.capacity_factor:
-        own = 8 * (tokens / config.micro_batch_size + tokens * config.experts_per_token)
-        changed["capacity"] = Counter({("sequence", "all_gather"): passes * (n - 1) * own})
-    if config.ep_mode == "alltoall":
-        changed["rows"] = Counter({key: room(config) * sent for key, sent in said["rows"].items()})
+        own = 8 * (tokens / config.micro_batch_size + tokens * config.experts_per_token)  # positions go with them
+        changed["capacity"] = Counter({("sequence", "all_gather"): passes * (parts.mesh["sequence"].size - 1) * own})
     if config.shared_experts:
-        each = (passes + w.routers) * (tp - 1) * tokens * w.m.dim * w.e
+        each = (passes + w.routers) * (config.tp - 1) * tokens * w.m.dim * w.e
         changed["shared"] = Counter({("tp", "all_gather"): each, ("tp", "reduce_scatter"): each})
     return changed
 
