@@ -233,6 +233,55 @@ def test_there_is_no_circle():
     assert not waits, f"a circle among {sorted(waits)}"
 
 
+LINES = "a launch line of what it counts or measures"
+NAMED = {  # the variants and flags of theirs that services and theory may name
+    "services.certify": ("compile cp_kernel loss_chunk", LINES),
+    "services.cluster": ("ranks_per_node", "a flag of its own"),
+    "services.expected": ("compile cp_kernel loss_chunk", LINES),
+    "services.predictions": ("loss_chunk", "theory counts the logits of a chunk"),
+    "services.probes": ("cp_flash documents grouped_matmul", "each probe is of one kernel, beside its formula"),
+    "theory.count": ("expert_matmul loss_chunk prefetch", LINES),
+    "theory.layouts": ("cp_kernel", LINES),
+    "theory.plan": ("expert_presets", "a door"),
+}
+
+
+def fields_of(module: str, name: str) -> set[str]:
+    """Of a dataclass, if the file has it."""
+    owners = [node for node in tree_of(module).body if isinstance(node, ast.ClassDef) and node.name == name]
+    return {part.target.id for owner in owners for part in owner.body if isinstance(part, ast.AnnAssign)}
+
+
+def variants_named(tree: ast.Module) -> set[str]:
+    """Variants' modules and flags that code names: by import, as an attribute of flags, or in a string."""
+    rooms = [name for name in FILES if room_of(name) == "variants"]
+    flags = set().union(*(fields_of(module, "Flags") for module in rooms))
+    texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings may
+    found = {name.split(".")[1] for name in imported_by(tree) if name.startswith("variants.")}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in ("config", "flags", "x"):
+            found |= {node.attr} & flags
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            found |= {ast.unparse(node.args[1]).strip("'")} & flags
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+            found |= {word.replace("-", "_") for word in re.findall(r"--([a-z-]+)", node.value)} & flags
+            found |= {*re.findall(r"variants\.(\w+)", node.value)}
+    return found
+
+
+def test_services_and_theory_know_no_variant():
+    """They ask what a file, or what it keeps, says of itself; the planner's choices are fields of its layouts."""
+    for module in [name for name in FILES if room_of(name) in ("services", "theory")]:
+        allowed = {*NAMED.get(module, [""])[0].split()} | (
+            fields_of("theory.layouts", "Layout") if room_of(module) == "theory" else set()
+        )
+        found = variants_named(tree_of(module))
+        assert found <= allowed, f"{module} names {found - allowed}"
+    for text in ("config.zero_keep", "getattr(config, 'zero_keep', 0)", "print('--zero-keep')", "import variants.sgd"):
+        assert variants_named(ast.parse(f"x = 0\n{text}")), text
+    assert not variants_named(ast.parse('"""--zero-keep."""\nre.compile("x")'))
+
+
 FORBIDDEN = {  # what only later steps bring
     1: "mesh|pipeline|expert|sharded",
     2: "pipeline|expert|stage",

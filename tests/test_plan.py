@@ -27,7 +27,7 @@ from theory import count, guide, offload, pictures, plan, seconds, sums
 from theory.activations import Kept, Piece, kept_along, layer_bytes
 from theory.footprint import gpt_layer_bytes, held, outside
 from theory.gpus import GPUS, HOP, HOP_BETWEEN, START
-from theory.layouts import RECOMPUTE, UNPLANNED, Layout, Network, balanced, illegal, meshes, network, variants
+from theory.layouts import RECOMPUTE, Layout, Network, balanced, illegal, meshes, network, schedule_of, variants
 from theory.memory import rank_bytes, rank_numbers
 from theory.pipelines import lists_of, rank_places, splits
 from theory.recipes import COURSE, RECIPES
@@ -38,7 +38,7 @@ from theory.traffic import Passes, tensor_traffic
 
 H100, MODELS = GPUS["h100-80"], plan.models()
 LLAMA, MIXTRAL = MODELS["llama3-8b"], MODELS["mixtral-8x7b"]
-ORDERS = [name for name in SCHEDULES if name not in UNPLANNED]
+ORDERS = [name for name in SCHEDULES if schedule_of(Layout(schedule=name)).planned]
 
 
 def config_of(x: Layout, shape: dict, **flags) -> object:

@@ -14,7 +14,6 @@ from theory.shapes import Shape, divisors, visited_weights
 
 RECOMPUTE = ("none", "selective", "full")
 CP_MODES = ("zigzag", "ring", "allgather", "ulysses")
-UNPLANNED = ("zb-auto",)  # a search of its own, for given times
 BOTH_ENDS = ("zigzag", "allgather", "usp", "balanced")  # a rank has a chunk of each half of the sequence
 
 
@@ -238,13 +237,14 @@ def meshes(m: Shape, world: int, batch: int) -> Iterator[Layout]:
 def schedules(m: Shape, mesh: Layout) -> list[tuple[str, int]]:
     """Every legal schedule of a mesh, with --chunks; without a pipeline there is nothing to choose.
 
-    But for those that are UNPLANNED; their like are here.
+    But for those that are not planned; their like are here.
     """
     if mesh.pp == 1:
         return [("1f1b", 1)]
-    ways = [(name, 1) for name in SCHEDULES if name not in ("interleaved", *UNPLANNED)]
+    ways = [(name, 1) for name in SCHEDULES if name != "interleaved"]
     ways += [("interleaved", v) for v in range(2, m.n_layers // mesh.pp + 1) if m.n_layers // mesh.pp % v == 0]
-    return [way for way in ways if not illegal(m, replace(mesh, schedule=way[0], chunks=way[1]))]
+    ways = [(replace(mesh, schedule=name, chunks=v), (name, v)) for name, v in ways]
+    return [way for x, way in ways if schedule_of(x).planned and not illegal(m, x)]
 
 
 def zero_ways(m: Shape, mesh: Layout) -> list[dict[str, Any]]:
