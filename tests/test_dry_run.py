@@ -216,7 +216,7 @@ def test_a_dry_run_says_what_it_counted(name, flags, capsys):
 
 def test_expected_numbers_follow_from_the_roofline(monkeypatch):
     """On one rank: as fast as it, or as the host launches; half as fast at worst; tokens, MFU and seconds agree."""
-    line = expected.Line(1, "step01_single_gpu", "--model debug --global-batch-size 2 --micro-batch-size 2")
+    line = expected.Launch(1, "step01_single_gpu", "--model debug --global-batch-size 2 --micro-batch-size 2")
     words = dict(model="debug", global_batch_size=2, micro_batch_size=2, dtype="bf16", dry_run=1)
     one = run_rank(importlib.import_module(line.step).train, compose(importlib.import_module(line.step))(**words), 0)
     calls, gpu = sum(count["calls"] for count in one.meter.count.values()), GPUS["h100-80"]
@@ -238,7 +238,7 @@ def test_expected_lines_are_those_of_the_readme(capsys):
     text = expected.README.read_text()
     assert all(line.flags in text for line in lines[: -len(expected.EIGHT)])
     assert expected.main(["--gpu", "abacus"]) == 2 and "abacus" in capsys.readouterr().err
-    refused = expected.report([expected.Line(2, "step02_ddp", "--bucket-mb 2 --sync naive")], "h100-80")
+    refused = expected.report([expected.Launch(2, "step02_ddp", "--bucket-mb 2 --sync naive")], "h100-80")
     assert "not measured on a GPU" in refused and "--bucket-mb" in refused.splitlines()[-1]
 
 
