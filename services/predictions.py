@@ -112,11 +112,10 @@ def data_traffic(config: Any, parts: Parts) -> dict[str, Traffic]:
         return found
     reduced, gathered = traffic.unit_travels(*module_runs(config, parts)) if config.zero >= 2 else ({}, {})
     for unit in units:
-        times = reduced.get(unit, 1), gathered.get(unit, 1) if config.zero == 3 else 1
-        width = next(iter(unit.named.values())).grad_dtype.itemsize
-        sent = traffic.unit_traffic(unit.group.name, unit.group.size, len(unit.flat), unit.flat.itemsize, width, *times)
-        for what, key in ("gradients", "reduce_scatter"), ("weights", "all_gather"):
-            found[what][unit.group.name, key] += sent[unit.group.name, key]
+        sizes = unit.flat.itemsize, next(iter(unit.named.values())).grad_dtype.itemsize
+        about = unit.group.name, unit.group.size, len(unit.flat), *sizes
+        found["gradients"] += traffic.unit_traffic(*about, reduced.get(unit, 1), 0)
+        found["weights"] += traffic.unit_traffic(*about, 0, gathered.get(unit, 1) if config.zero == 3 else 1)
     return found
 
 

@@ -3,6 +3,7 @@
 import ast
 import difflib
 import re
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -252,10 +253,15 @@ def fields_of(module: str, name: str) -> set[str]:
     return {part.target.id for owner in owners for part in owner.body if isinstance(part, ast.AnnAssign)}
 
 
+@lru_cache
+def flags_of_variants() -> set[str]:
+    """All of them."""
+    return set().union(*(fields_of(name, "Flags") for name in FILES if room_of(name) == "variants"))
+
+
 def variants_named(tree: ast.Module) -> set[str]:
     """Variants' modules and flags that code names: by import, as an attribute of flags, or in a string."""
-    rooms = [name for name in FILES if room_of(name) == "variants"]
-    flags = set().union(*(fields_of(module, "Flags") for module in rooms))
+    flags = flags_of_variants()
     texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings may
     found = {name.split(".")[1] for name in imported_by(tree) if name.startswith("variants.")}
     for node in ast.walk(tree):
@@ -271,10 +277,9 @@ def variants_named(tree: ast.Module) -> set[str]:
 
 def test_services_and_theory_know_no_variant():
     """They ask what a file, or what it keeps, says of itself; the planner's choices are fields of its layouts."""
-    for module in [name for name in FILES if room_of(name) in ("services", "theory")]:
-        allowed = {*NAMED.get(module, [""])[0].split()} | (
-            fields_of("theory.layouts", "Layout") if room_of(module) == "theory" else set()
-        )
+    choices = dict(theory=fields_of("theory.layouts", "Layout"), services=set())
+    for module in [name for name in FILES if room_of(name) in choices]:
+        allowed = choices[room_of(module)] | {*NAMED.get(module, [""])[0].split()}
         found = variants_named(tree_of(module))
         assert found <= allowed, f"{module} names {found - allowed}"
     for text in ("config.zero_keep", "getattr(config, 'zero_keep', 0)", "print('--zero-keep')", "import variants.sgd"):
