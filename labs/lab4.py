@@ -16,7 +16,7 @@ from labs.probes import Small, decoder, fill, record, refused, there_and_back
 from labs.suite import suite
 from labs.tape import Tape
 from theory.shapes import Shape
-from theory.traffic import Work, gradient_traffic, tensor_traffic
+from theory.traffic import Passes, gradient_traffic, tensor_traffic
 
 
 class Tokens(Case):
@@ -257,7 +257,7 @@ LAST = Task(
 
 def bends(L: int, h: int, s: int, b: int, k: int, wide: int = 4, each: bool = False, ways: int = 2) -> float:
     """Bytes over tp of a step's layers in bf16, over those of the sum of their gradients, on two ranks."""
-    work = Work(Shape(h, L, 1, 1, 1, 1, s), b * s, k * L, 0, 0, 0, e=2, wide=4, recompute=False)
+    work = Passes(Shape(h, L, 1, 1, 1, 1, s), b * s, k * L, 0, 0, 0, e=2, wide=4, recompute=False)
     layers, gradients = tensor_traffic(work, 2, sp=True), gradient_traffic("dp", 2, 12 * L * h**2 * wide)
     return layers.total() * ways / 2 / gradients.total() / (k // 2 if each else 1)
 

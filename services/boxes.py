@@ -17,6 +17,7 @@ under ZeRO, a range of the cut tensor's elements. That is at most a few boxes (r
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -133,35 +134,31 @@ def pieces(parts: Parts) -> Iterator[Piece]:
             yield state_piece(kind, master, value, shape)
     for name, buffer in parts.model.named_buffers():
         yield Piece("buffer", name, buffer, tuple(buffer.shape), layout_of(buffer).shards)
-    for name, key, _ in debts(parts):
-        if (owed := debtor(parts).owed.get(key)) is not None:
-            yield Piece("owed", name, owed, tuple(owed.shape))
+    for name, owed, key, _ in debts(parts):
+        if key in owed:
+            yield Piece("owed", name, owed[key], tuple(owed[key].shape))
 
 
-def debtor(parts: Parts) -> Any:
-    """What owes (variants/compress.py), or None."""
-    return parts.kept.get("variants.compress")
-
-
-def debts(parts: Parts) -> Iterator[tuple[str, Any, tuple[int, int]]]:
-    """(name, key, shape) of what this rank's compressed sums may owe (variants/compress.py); no other rank owes it."""
+def debts(parts: Parts) -> Iterator[tuple[str, dict, Any, tuple[int, int]]]:
+    """(name, what is owed, key in it, shape) of each sum of which something may be owed; no other rank owes it."""
     names = {param: name for name, param in parts.model.named_parameters()}
     sums = [(bucket, bucket.params) for bucket in getattr(parts.sync, "buckets", ())]
     sums += [(unit, unit.named.values()) for unit in parts.units]
-    for key, params in sums if debtor(parts) is not None else ():
+    for kept, (key, params) in product(parts.keeps("owed"), sums):
         n, length = key.group.size, sum(param.numel() for param in params)
-        yield f"rank {parts.mesh.rank}: {' '.join(names[param] for param in params)}", key, (n, -(-length // n))
+        whose = f"rank {parts.mesh.rank}: {' '.join(names[param] for param in params)}"
+        yield whose, kept.owed, key, (n, -(-length // n))
 
 
 def take_debts(parts: Parts, stored: Any):
     """Owe what a checkpoint says, if all ranks did under the same layout; else begin without. A collective."""
     about = stored.index["tensors"].get("owed", {})
     found = [debt for debt in debts(parts) if debt[0] in about]
-    (lost,) = agree(bool(about) and not (found and all((*about[name]["shape"],) == shape for name, _, shape in found)))
-    for name, key, _ in () if lost else found:
-        debtor(parts).owed[key] = stored.whole("owed", name).to(next(parts.model.parameters()).device)
+    (lost,) = agree(bool(about) and not (found and all((*about[name]["shape"],) == shape for name, *_, shape in found)))
+    for name, owed, key, _ in () if lost else found:
+        owed[key] = stored.whole("owed", name).to(next(parts.model.parameters()).device)
     if lost and parts.mesh.rank == 0:
-        print("what --compress still owed belongs to another layout, and is left out", flush=True)
+        print("what sums of gradients still owed belongs to another layout, and is left out", flush=True)
 
 
 def room_for(kind: str, master: Piece, stored: tuple[int, ...], dtype: torch.dtype) -> Piece:

@@ -58,7 +58,7 @@ KERNELS = {  # probe -> limits
 CAPPED = ("A10", "L4", "T4")  # cards of up to 150 W: their power ends before the matrix units do
 
 
-class Line(NamedTuple):
+class Finding(NamedTuple):
     """One line of the certificate."""
 
     part: str
@@ -88,17 +88,17 @@ def trials(gpus: int) -> list[Trial]:
     return [Trial(**json.loads(line)) for line in lines]
 
 
-def speeds(gpus: int) -> list[expected.Line]:
+def speeds(gpus: int) -> list[expected.Launch]:
     """Part 5."""
     alone = "--model smollm-1.7b --dtype bf16 --global-batch-size 8 --micro-batch-size 4 --recompute full"
     alone += " --loss-chunk 2048"
-    rows = [expected.Line(1, "step01_single_gpu", f"{alone}{more}") for more in ("", " --compile")] if gpus else []
+    rows = [expected.Launch(1, "step01_single_gpu", f"{alone}{more}") for more in ("", " --compile")] if gpus else []
     if gpus >= 8:
         rows += [expected.read(f"8 x {line.replace('.py', '', 1)}") for line in expected.EIGHT[:2]]
         one = "--model llama3-8b " + expected.BIG.replace("-batch-size 8", "-batch-size 1")  # sequence for all ranks
-        rows.append(expected.Line(8, "step04_tp_sp", f"{one} --tp 8"))
+        rows.append(expected.Launch(8, "step04_tp_sp", f"{one} --tp 8"))
         more = "--zero 3 --tp 2 --cp 4 --cp-kernel flash --seq-len 32768"
-        rows.append(expected.Line(8, "step05_cp_ring", f"{one} {more}"))
+        rows.append(expected.Launch(8, "step05_cp_ring", f"{one} {more}"))
     return rows
 
 
@@ -180,7 +180,7 @@ class Certificate:
 
     def note(self, part: str, what: str, verdict: str, found: str, numbers: Found | None = None):
         """One more line, which is also printed."""
-        self.lines.append(Line(part, what, verdict, found, numbers or {}))
+        self.lines.append(Finding(part, what, verdict, found, numbers or {}))
         print(f"{verdict}  {part:<10} {what}: {found}", flush=True)
 
     def attempt(self, part: str, what: str, measure: Callable[[], tuple[Found, dict[str, Limit]]]):
@@ -302,7 +302,7 @@ class Certificate:
         """Part 4."""
         self.rows("precision")
 
-    def counted(self, line: expected.Line) -> expected.Expected:
+    def counted(self, line: expected.Launch) -> expected.Expected:
         """What is expected of a line, counted in a process of its own; --compile is not."""
         said = str(line).replace(" --compile", "")
         words = [
@@ -323,7 +323,7 @@ class Certificate:
             self.note("speed", "MFU and memory", OPEN, "there is no GPU here")
         for line in speeds(self.gpus):
 
-            def measure(line: expected.Line = line) -> tuple:
+            def measure(line: expected.Launch = line) -> tuple:
                 self.require_bf16()
                 name, said = torch.cuda.get_device_name(0), self.counted(line)
                 if said.memory.best > ROOM * torch.cuda.get_device_properties(0).total_memory:

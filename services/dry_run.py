@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -37,7 +36,7 @@ from services import predictions
 from services.clocks import Clock
 from services.ledger import Ledger, traffic_table
 from services.memory import MemoryTimeline, MemoryWatch, memory_table
-from services.seam import OpenRun
+from services.seam import OpenRun, offered
 from services.tables import human, table
 from step07_moe_ep import MoE
 from theory.gpus import GPUS, Gpu
@@ -174,25 +173,14 @@ class Seen(NamedTuple):
     flops: float  # of the model, for this rank's share of a step
 
 
-def parts_of_a_token(config: Any, parts: int) -> float:
-    """In how many of so many parts of all experts a token's are, in the mean over 4,096 tokens that like all alike."""
-    from variants.routing import RoutedMoE  # here, as the handout of a lab may lack it
-
-    layer = SimpleNamespace(config=config, top_k=config.experts_per_token)
-    chosen = RoutedMoE.choose(layer, torch.rand(4096, config.experts, generator=torch.Generator().manual_seed(0)))
-    there = F.one_hot(chosen, config.experts).sum(1).unflatten(1, (parts, -1)).any(-1)
-    return there.sum().item() / len(chosen)
-
-
 class Counted(OpenRun):
     """A run of two steps, which leaves nothing behind but the counts of the second."""
 
     def __init__(self, config: Any, meter: Meter):
         super().__init__(config)
         self.first, self.meter, self.ledger = False, meter, Ledger()
-        mode, ep = getattr(config, "ep_mode", ""), getattr(config, "ep", 1)
-        levels = dict(rows=[ep], nodes=[ep // getattr(config, "ep_inside", 1), ep]).get(mode, []) if ep > 1 else []
-        self.levels = [parts_of_a_token(config, n) for n in levels]  # to so many nodes, ranks, a token is sent
+        files = offered(type(config), "visits")  # to how many nodes, ranks, experts a token goes
+        self.levels = [n for file in files for n in file.visits(config)] or [getattr(config, "experts_per_token", 0)]
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """Count from here on."""
@@ -213,10 +201,10 @@ class Counted(OpenRun):
         yield 1
 
     def route(self, _layer: MoE, given: tuple):
-        """Tokens come to a layer of experts: `nonzero` will find these choices; before them, (rank, token) by level."""
-        tokens = given[0].shape[:-1].numel() * min(1.0, self.config.capacity_factor or 1.0)
-        self.meter.rows = round(tokens * self.config.experts_per_token)
-        self.meter.found = [*(round(tokens * there) for there in self.levels), self.meter.rows]
+        """Tokens come to a layer of experts: `nonzero` will find (rank, token) by level, and last these choices."""
+        tokens = given[0].shape[:-1].numel()
+        self.meter.found = [round(tokens * there) for there in self.levels]
+        self.meter.rows = self.meter.found[-1]
 
     def record(self, step: int, tokens: int, **numbers: float):
         """A step is over."""
@@ -267,13 +255,12 @@ def run_rank(train: Callable, config: Any, rank: int) -> Seen:
     """Train two steps as one rank of `config.dry_run`. Raises what `train` raises."""
     meter, world = Meter(GPUS[config.gpu]), config.dry_run
     run = Counted(replace(config, steps=2), meter)
-    with without_numbers(meter, rank, world):
-        with run:
-            train(run.config, run)
-        model = predictions.flops_per_token(config, run.parts)[0] * run.tokens / world
-        said = predictions.held_bytes(config, run.parts), predictions.sent_bytes(config, run.parts)
-        run.held.most["activations"] = meter.kept
-        return Seen(rank, meter, run.taken, run.held.most, *said, model)
+    with without_numbers(meter, rank, world), run:
+        train(run.config, run)
+    model = predictions.flops_per_token(config, run.parts)[0] * run.tokens / world
+    said = predictions.held_bytes(config, run.parts), predictions.sent_bytes(config, run.parts)
+    run.held.most["activations"] = meter.kept
+    return Seen(rank, meter, run.taken, run.held.most, *said, model)
 
 
 def report(seen: list[Seen], config: Any) -> str:

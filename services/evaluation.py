@@ -57,8 +57,7 @@ def look(parts: Parts, tokens: Tensor, targets: Tensor) -> Tensor:
     """
     model, pipeline, here = parts.model, parts.pipeline, positions_of(parts)
     device = next(model.parameters()).device
-    documents = parts.kept.get("variants.documents")
-    positions = here.to(device) if documents is None else documents.look(tokens)
+    positions = next((kept.look(tokens) for kept in parts.keeps("look")), here.to(device))
     tokens, targets = (x[:, here.cpu()].to(device) for x in (tokens, targets))
     if pipeline is None:
         return model(tokens, targets, positions)

@@ -58,7 +58,7 @@ class Flags:
     line: str = ""  # of one line alone, such as "8 x step03_zero --zero 3", as JSON: each range's best and worst
 
 
-class Line(NamedTuple):
+class Launch(NamedTuple):
     """A launch line."""
 
     ranks: int
@@ -69,12 +69,12 @@ class Line(NamedTuple):
         return f"{self.ranks} x {self.step} {self.flags}".strip()
 
 
-def read(text: str) -> Line:
+def read(text: str) -> Launch:
     """The line that is shown so. Raises UserError."""
     found = re.fullmatch(r"(\d+) x (step0\w+) ?(.*)", text)
     if not found:
         raise UserError(f"--line {text}: write it as '8 x step03_zero --zero 3'")
-    return Line(int(found[1]), *found.groups()[1:])
+    return Launch(int(found[1]), *found.groups()[1:])
 
 
 class Range(NamedTuple):
@@ -100,18 +100,18 @@ class Expected(NamedTuple):
     by_host: bool  # whether launching operators takes longer than they do
 
 
-def launch_lines() -> list[Line]:
+def launch_lines() -> list[Launch]:
     """Those of README.md that train on up to eight ranks of one machine, its first command first; and EIGHT."""
     found = {}
     form = r"^(?:.*&& .venv/bin/)?(?:torchrun --nproc_per_node=(\d+)|python) "
     form += r"(?:--max-restarts=\d+ )?(step0\w+)\.py([^#\n]*)"
     for ranks, step, flags in re.findall(form, README.read_text(), re.MULTILINE):
         if not re.search(r"--(help|dry-run|generate|resume)", flags):
-            found[Line(int(ranks or 1), step, flags.strip())] = None
-    return [*found, *(Line(8, *line.split(".py ")) for line in EIGHT)]
+            found[Launch(int(ranks or 1), step, flags.strip())] = None
+    return [*found, *(Launch(8, *line.split(".py ")) for line in EIGHT)]
 
 
-def expected(line: Line, gpu: str = "h100-80") -> Expected:
+def expected(line: Launch, gpu: str = "h100-80") -> Expected:
     """What a line should show on these GPUs. Raises UserError for one that does not run there.
 
     The graphs of `--compile` are not counted: it should do better. Without --dtype it is bf16, as it would be there.
@@ -145,7 +145,7 @@ def expected(line: Line, gpu: str = "h100-80") -> Expected:
     )
 
 
-def report(lines: list[Line], gpu: str) -> str:
+def report(lines: list[Launch], gpu: str) -> str:
     """The table."""
     rows = [["ranks, line", "step, ms", "tokens/s", "MFU", "exposed", "peak memory", "held up by"]]
     for line in lines:

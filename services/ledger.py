@@ -46,9 +46,9 @@ class Ledger:
         return found
 
 
-def traffic_table(taken: dict[str, Any], theory: Traffic, head: str = "predicted") -> str:
+def traffic_table(taken: dict[str, Any], theory: Traffic) -> str:
     """Calls and bytes of a step, as `Ledger.take` has them, beside what theory says."""
-    rows = [["traffic of a step", "calls", "sent", head]]
+    rows = [["traffic of a step", "calls", "sent", "predicted"]]
     for dim, operations in taken["traffic"].items():
         for operation, sent in operations.items():
             said = human(theory.get((dim, operation)))

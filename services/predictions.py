@@ -2,16 +2,15 @@
 
 from typing import Any
 
-from common.comm import Group
 from common.layout import layout_of
 from common.model import wide
 from common.schedules import Action, Place, consumer
 from services.seam import offered
-from step01_single_gpu import OPTIMIZERS
+from step01_single_gpu import OPTIMIZERS, RECOMPUTE
 from step06_pipeline import TIED, plan
 from theory import activations, shapes, traffic
 from theory.shapes import Shape
-from theory.traffic import Traffic, Work
+from theory.traffic import Passes, Traffic
 from variants import Parts
 
 
@@ -50,20 +49,21 @@ def work_lists(config: Any, parts: Parts) -> tuple[dict[int, Place], list[Action
 
 
 def layers_again(config: Any) -> str:
-    """What of whole layers is recomputed: the core of attention (variants/attention_scores.py) sends nothing of tp."""
-    return "none" if config.recompute == "attention" else config.recompute
+    """What of whole layers is recomputed: nothing, where `--recompute` is the step's "none" and a file's own."""
+    return "none" if RECOMPUTE[config.recompute] is RECOMPUTE["none"] else config.recompute
 
 
-def work_of(config: Any, parts: Parts) -> Work:
-    """What this rank does in a step."""
+def passes_of(config: Any, parts: Parts) -> Passes:
+    """What passes through this rank in a step."""
     m, dtype = shape(config, parts), next(parts.model.parameters()).dtype
     places, row = work_lists(config, parts)
     passed = [places[stage] for kind, _, stage in row if kind == "F"]
     layers = [n for place in passed for n in place.layers]
     begins, ends = (sum(getattr(place, end) is None for place in passed) for end in ("before", "after"))
     sums = len(layers), sum(map(m.has_experts, layers)), begins, ends
-    tokens = config.micro_batch_size * m.seq_len // size(parts, "cp")
-    return Work(m, tokens, *sums, dtype.itemsize, wide(dtype).itemsize, layers_again(config) != "none")
+    tokens, whole = config.micro_batch_size * m.seq_len // size(parts, "cp"), layers_again(config) != "none"
+    again = config.recompute != "none" and not whole
+    return Passes(m, tokens, *sums, dtype.itemsize, wide(dtype).itemsize, whole, again)
 
 
 def moment_bytes(config: Any, parts: Parts) -> int:
@@ -73,14 +73,14 @@ def moment_bytes(config: Any, parts: Parts) -> int:
     return sum(numbers(name, master) * master.itemsize for name, master in parts.optimizer.masters.items())
 
 
-def waits(config: Any, p: activations.Piece, place: Place) -> float:
-    """Bytes of a micro-batch on a stage that variants keep beside theory's, as their files say it."""
-    return sum(file.waits(config, p, place) for file in offered(type(config), "waits"))
+def added(config: Any, what: str, *about: Any) -> float:
+    """Bytes that variants keep beside theory's, as their files say it: each one's `what(config, *about)`."""
+    return sum(getattr(file, what)(config, *about) for file in offered(type(config), what))
 
 
 def held_bytes(config: Any, parts: Parts) -> dict[str, float]:
     """Bytes of each kind of tensor on this rank."""
-    w, on_cpu = work_of(config, parts), next(parts.model.parameters()).device.type == "cpu"
+    w, on_cpu = passes_of(config, parts), next(parts.model.parameters()).device.type == "cpu"
     stage, units = getattr(config, "zero", 0), parts.units
     params = [param for param in parts.model.parameters() if param.requires_grad]
     n = cut = sum(param.numel() for param in params)
@@ -92,9 +92,9 @@ def held_bytes(config: Any, parts: Parts) -> dict[str, float]:
     places, row = work_lists(config, parts)
     split = any(action.kind == "W" for action in row)
     kept = {stage: activations.kept_of(piece, place, split, in_forward=True) for stage, place in places.items()}
-    kept = {s: one._replace(until_b=one.until_b + waits(config, piece, places[s])) for s, one in kept.items()}
+    kept = {s: one._replace(until_b=one.until_b + added(config, "waits", piece, places[s])) for s, one in kept.items()}
     return {
-        "parameters": (cut + n * getattr(config, "zero_keep", False) if stage == 3 else n) * w.e,
+        "parameters": (cut if stage == 3 else n) * w.e + added(config, "gathered", parts),
         "gradients": (cut if stage >= 2 else n) * w.wide,
         "masters": cut * w.wide * (w.wide != w.e),
         "moments": moment_bytes(config, parts),
@@ -102,27 +102,20 @@ def held_bytes(config: Any, parts: Parts) -> dict[str, float]:
     }
 
 
-def summed(sync: str, group: Group, n_bytes: int) -> Traffic:
-    """What step 2 sends to sum a gradient; with --sync server, the first rank to each other one."""
-    if sync == "server":
-        return Traffic({(group.name, "send"): n_bytes * (group.size - 1 if group.rank == 0 else 1) * (group.size > 1)})
-    return traffic.gradient_traffic(group.name, group.size, n_bytes, sync in ("ring", "hierarchical"))
-
-
-def data_traffic(config: Any, parts: Parts) -> Traffic:
+def data_traffic(config: Any, parts: Parts) -> dict[str, Traffic]:
     """What gradients and, under ZeRO, weights cost."""
-    found, w = Traffic(), work_of(config, parts)
-    stage, units = getattr(config, "zero", 0), parts.units
+    units, found = parts.units, dict(gradients=Traffic(), weights=Traffic())
     if not units:
-        for param in parts.model.parameters():
-            dim = layout_of(param).data_dim
-            found += summed(config.sync, parts.mesh[dim], param.numel() * w.wide)
+        for param in [param for param in parts.model.parameters() if param.requires_grad]:
+            group, n_bytes = parts.mesh[layout_of(param).data_dim], param.numel() * param.grad_dtype.itemsize
+            found["gradients"] += traffic.gradient_traffic(group.name, group.size, n_bytes, config.sync == "ring")
         return found
-    reduced, gathered = traffic.unit_travels(*module_runs(config, parts)) if stage >= 2 else ({}, {})
+    reduced, gathered = traffic.unit_travels(*module_runs(config, parts)) if config.zero >= 2 else ({}, {})
     for unit in units:
-        again = stage == 3 and not getattr(config, "zero_keep", False)
-        times = reduced.get(unit, 1), gathered.get(unit, 1) if again else 1
-        found += traffic.unit_traffic(unit.group.name, unit.group.size, len(unit.flat), w.e, w.wide, *times)
+        sizes = unit.flat.itemsize, next(iter(unit.named.values())).grad_dtype.itemsize
+        about = unit.group.name, unit.group.size, len(unit.flat), *sizes
+        found["gradients"] += traffic.unit_traffic(*about, reduced.get(unit, 1), 0)
+        found["weights"] += traffic.unit_traffic(*about, 0, gathered.get(unit, 1) if config.zero == 3 else 1)
     return found
 
 
@@ -144,22 +137,15 @@ def module_runs(config: Any, parts: Parts) -> tuple[list, list, set[int], set]:
     return uses, runs, set(number.values()), shared
 
 
-def pipeline_traffic(config: Any, parts: Parts) -> Traffic:
+def pipeline_traffic(config: Any, parts: Parts, w: Passes) -> dict[str, Traffic]:
     """What crosses the boundaries of this rank's stages, and a tied matrix, which two ranks have."""
-    w, rank, places = work_of(config, parts), parts.pipeline.group.rank, parts.pipeline.places
-    row, found = lists_of(config, parts)[rank], Traffic()
-    targets = (consumer(action, places) for action in row)
+    rank, places = parts.pipeline.group.rank, parts.pipeline.places
+    targets = (consumer(action, places) for action in lists_of(config, parts)[rank])
     sends = sum(to is not None and places[to.stage].rank != rank for to in targets)
-    sent = sends * w.tokens / parts.pipeline.sp_ranks * w.m.dim * w.e
-    if getattr(config, "pp_scatter", False):
-        sides = ((dict(F="before", B="after").get(kind), stage) for kind, _, stage in row)
-        others = [getattr(places[stage], side) for side, stage in sides if side]
-        tp, comes = size(parts, "tp"), sum(at is not None and places[at].rank != rank for at in others)
-        sent, found["tp", "all_gather"] = sent / tp, comes * w.tokens * w.m.dim * w.e * (tp - 1) / tp
     first, last = places[0].rank, places[-1].rank
-    if w.m.tied and first != last and rank in (first, last):
-        sent += sliced(parts, TIED) * w.wide
-    return found + Traffic({("pp", "send"): sent})
+    tied = sliced(parts, TIED) * w.wide if w.m.tied and first != last and rank in (first, last) else 0
+    stages = sends * w.tokens / parts.pipeline.sp_ranks * w.m.dim * w.e
+    return {name: Traffic({("pp", "send"): sent}) for name, sent in (("stages", stages), ("tied", tied))}
 
 
 def partial_traffic(parts: Parts, n_bytes: int) -> Traffic:
@@ -179,23 +165,37 @@ def sliced(parts: Parts, name: str) -> int:
     return parts.model.get_parameter(name).numel()
 
 
+def number_traffic(config: Any, parts: Parts, n_bytes: int) -> Traffic:
+    """The loss, of `n_bytes`, and the squares of the norm, in fp64, are summed over ranks."""
+    found = Traffic()
+    for dim in ("data" if hasattr(config, "cp") else "dp", "pp"):
+        found += traffic.sum_traffic(dim, size(parts, dim), n_bytes)
+    for dim in parts.mesh.sizes if hasattr(config, "zero") else ():
+        found += traffic.sum_traffic(dim, size(parts, dim), 8)
+    return found
+
+
 def sent_bytes(config: Any, parts: Parts) -> Traffic:
-    """Bytes that this rank sends in a step, by (dimension, operation), if no variant changes them."""
+    """Bytes that this rank sends in a step, by (dimension, operation).
+
+    What each mechanism of the steps sends, by theory's laws; and then what the files of variants that change it say:
+    `sends(config, parts, w, said)` returns the mechanisms, by name, that send something else, or are new. It is that of
+    a whole batch, if all experts are equally busy.
+    """
     if parts.sync is None:
         return Traffic()
-    w, tp, cp, ep = work_of(config, parts), *(size(parts, dim) for dim in ("tp", "cp", "ep"))
-    found = data_traffic(config, parts) + partial_traffic(parts, w.wide)
-    if tp > 1:
-        found += traffic.tensor_traffic(w, tp, config.sp)
-    if cp > 1:
-        found += traffic.context_traffic(w._replace(recompute=config.recompute != "none"), cp, tp)
-    if hasattr(config, "experts"):
-        found += traffic.expert_traffic(w, ep, cp, tp)
-    if parts.pipeline is not None:
-        found += pipeline_traffic(config, parts)
-        found += traffic.sum_traffic("pp", size(parts, "pp"), w.wide)  # the loss
-    data = "data" if "data" in parts.mesh.groups else "dp"
-    found += traffic.sum_traffic(data, size(parts, data), w.wide)  # the loss
-    for dim in parts.mesh.sizes if hasattr(config, "zero") else ():
-        found += traffic.sum_traffic(dim, size(parts, dim), 8)  # the squares of the norm, fp64
-    return Traffic({key: n_bytes for key, n_bytes in found.items() if n_bytes})
+    w, (tp, cp, ep) = passes_of(config, parts), (size(parts, dim) for dim in ("tp", "cp", "ep"))
+    sp = getattr(config, "sp", False)
+    said = data_traffic(config, parts) | dict(
+        partial=partial_traffic(parts, w.wide),
+        blocks=traffic.tensor_traffic(w._replace(embeddings=0, heads=0), tp, sp),
+        ends=traffic.tensor_traffic(w._replace(layers=0, routers=0), tp, sp),
+        context=traffic.context_traffic(w, cp, tp) if cp > 1 else Traffic(),
+        rows=traffic.row_traffic(w, ep, tp),
+        counts=traffic.count_traffic(w, ep, cp * tp),
+        numbers=number_traffic(config, parts, w.wide),
+    )
+    said |= pipeline_traffic(config, parts, w) if parts.pipeline is not None else {}
+    for file in offered(type(config), "sends"):
+        said |= file.sends(config, parts, w, said)
+    return Traffic({key: n_bytes for key, n_bytes in sum(said.values(), Traffic()).items() if n_bytes})

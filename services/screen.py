@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from math import prod
@@ -91,16 +91,6 @@ def parameters_in_all(parts: Parts) -> int:
     named = parts.model.named_parameters()
     sizes = {name: prod(full_shape(param.shape, layout_of(param).shards)) for name, param in named}
     return sum({name: n for theirs in gather_objects(sizes) for name, n in theirs.items()}.values())
-
-
-def uses_variants(config: Any) -> bool:
-    """Whether a flag of a variant is set, or a menu's entry is one: theory knows the steps, not their variants."""
-    chosen = [f for f in fields(config) if getattr(config, f.name) != f.default]
-    entries = [f.metadata["menu"].get(getattr(config, f.name)) for f in chosen if "menu" in f.metadata]
-    parts = [part for entry in entries for part in (entry if isinstance(entry, tuple) else (entry,))]
-    variants = [base for base in type(config).__mro__ if base.__module__.startswith("variants.")]
-    changed = {f.name for f in chosen} & {f.name for base in variants for f in fields(base)}
-    return bool(changed) or any(str(getattr(part, "__module__", "")).startswith("variants.") for part in parts)
 
 
 def used_memory(row: dict[str, Any]) -> int:
@@ -210,14 +200,10 @@ class Screen:
             found["outside_memory_bytes"] = beside
         if self.load is not None:
             found |= self.load.take()
-        for kept in self.parts.kept.values():
-            for text in kept.notes() if hasattr(kept, "notes") else ():
-                self.say(text)
-        documents = self.parts.kept.get("variants.documents")
-        if documents is not None:  # the part of causal attention's pairs that is left
-            lengths = [n for some in documents.all for n in some.lengths]
-            pairs = sum(lengths) * (self.parts.model.config.seq_len + 1)
-            found["attention_pairs"] = sum(n * (n + 1) for n in lengths) / pairs
+        for text in [text for kept in self.parts.keeps("notes") for text in kept.notes()]:
+            self.say(text)
+        for kept in self.parts.keeps("figures"):
+            found |= kept.figures()
         return found
 
     def line(self, row: dict[str, Any]):
@@ -240,8 +226,7 @@ class Screen:
         last, steady, out = self.run.history[-1], self.run.history[1:] or self.run.history, self.run.out
         self.say(memory_table(self.predicted, self.held.most))
         if last["traffic"]:
-            head = "plain form" if uses_variants(self.config) else "predicted"
-            self.say(traffic_table(last, predictions.sent_bytes(self.config, self.parts), head))
+            self.say(traffic_table(last, predictions.sent_bytes(self.config, self.parts)))
             plots.traffic(out)
         if "expert_load" in last:
             plots.expert_load(out)

@@ -23,7 +23,7 @@ import torch
 from services import machine, nvidia
 from services.certify import Certificate
 from services.devices import known_peak
-from services.expected import Expected, Line, Range
+from services.expected import Expected, Launch, Range
 from services.limits import FAIL, NOTE, OPEN, PASS, Found
 
 GIB = 2**30
@@ -124,7 +124,7 @@ class Stubbed(Certificate):
             found[f"rank {rank}"] = own
         return found
 
-    def counted(self, line: Line) -> Expected:
+    def counted(self, line: Launch) -> Expected:
         """What was counted for the line of one GPU; lines of eight are taken to be like it."""
         ranges = [Range(0.408, 0.907), Range(40131, 18059), Range(0.466, 0.210), Range(0.0, 0.0)]
         return Expected(*ranges, Range(COUNTED, 1.1 * COUNTED), by_host=False)

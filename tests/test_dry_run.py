@@ -165,15 +165,31 @@ def test_an_update_that_waits_for_its_record_is_counted():
     assert seen[0] == seen[1] and seen[0]["traffic"]
 
 
+def flat(traffic: dict) -> dict[str, int]:
+    """By "dimension operation"."""
+    return {f"{dim} {operation}": n for dim, each in traffic.items() for operation, n in each.items()}
+
+
+def require_traffic(seen: Seen, row: float = 0.0):
+    """Theory's bytes are those that are counted: a call rounds to a byte, and to experts to a `row` or two of bytes."""
+    sent, calls = (flat(seen.taken[what]) for what in ("traffic", "calls"))
+    said = {" ".join(key): n for key, n in seen.traffic.items()}
+    for key in sent | said:
+        most = calls.get(key, 0) * (1 + 2 * row * key.startswith("ep"))
+        assert sent.get(key, 0) == pytest.approx(said.get(key, 0), abs=most), (key, calls)
+
+
 def test_every_value_is_counted():
-    """Of every flag of the table but what is refused, in runs of many flags each (tests/pairs.py)."""
+    """Of every flag of the table but what is refused, in runs of many flags each (tests/pairs.py); and predicted."""
     step = STEPS[-1]
     values = {frozenset([(name, value)]) for name, value in singles(step) if value not in UNCOUNTED.get(name, ())}
     for options in covering(step, values):
         options |= {name: FLAGS[name].values[0] for name in UNCOUNTED} | dict(end_token=256)
         config = config_of(step, options | dict(dry_run=ranks_of(options), save_every=0))
         check(config, 1)
-        assert run_rank(importlib.import_module(step).train, config, 0).meter.count, options
+        seen = run_rank(importlib.import_module(step).train, config, 0)
+        assert seen.meter.count, options
+        require_traffic(seen, row=8 * (options["dim"] + options["experts"]))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +216,7 @@ def test_a_dry_run_says_what_it_counted(name, flags, capsys):
 
 def test_expected_numbers_follow_from_the_roofline(monkeypatch):
     """On one rank: as fast as it, or as the host launches; half as fast at worst; tokens, MFU and seconds agree."""
-    line = expected.Line(1, "step01_single_gpu", "--model debug --global-batch-size 2 --micro-batch-size 2")
+    line = expected.Launch(1, "step01_single_gpu", "--model debug --global-batch-size 2 --micro-batch-size 2")
     words = dict(model="debug", global_batch_size=2, micro_batch_size=2, dtype="bf16", dry_run=1)
     one = run_rank(importlib.import_module(line.step).train, compose(importlib.import_module(line.step))(**words), 0)
     calls, gpu = sum(count["calls"] for count in one.meter.count.values()), GPUS["h100-80"]
@@ -222,7 +238,7 @@ def test_expected_lines_are_those_of_the_readme(capsys):
     text = expected.README.read_text()
     assert all(line.flags in text for line in lines[: -len(expected.EIGHT)])
     assert expected.main(["--gpu", "abacus"]) == 2 and "abacus" in capsys.readouterr().err
-    refused = expected.report([expected.Line(2, "step02_ddp", "--bucket-mb 2 --sync naive")], "h100-80")
+    refused = expected.report([expected.Launch(2, "step02_ddp", "--bucket-mb 2 --sync naive")], "h100-80")
     assert "not measured on a GPU" in refused and "--bucket-mb" in refused.splitlines()[-1]
 
 

@@ -28,20 +28,20 @@ from theory import count, documents, guide, offload, pictures, plan, seconds, su
 from theory.activations import Kept, Piece, kept_along, layer_bytes
 from theory.footprint import gpt_layer_bytes, held, outside
 from theory.gpus import GPUS, HOP, HOP_BETWEEN, START
-from theory.layouts import RECOMPUTE, UNPLANNED, Layout, Network, balanced, illegal, meshes, network, variants
+from theory.layouts import RECOMPUTE, Layout, Network, balanced, illegal, meshes, network, schedule_of, variants
 from theory.memory import rank_bytes, rank_numbers
 from theory.pipelines import lists_of, paired, places_of, rank_places, splits
 from theory.recipes import COURSE, RECIPES
 from theory.search import count_legal, evaluate, fits, floor_seconds, search, smallest
 from theory.seconds import ring, step_seconds
 from theory.shapes import divisors, flops_per_token, gpt, layer_counts, shape_of, total_weights, visited_weights
-from theory.traffic import Work, tensor_traffic
+from theory.traffic import Passes, tensor_traffic
 from variants.paired_actions import program_of
 
 H100, MODELS = GPUS["h100-80"], plan.models()
 LLAMA, MIXTRAL = MODELS["llama3-8b"], MODELS["mixtral-8x7b"]
 EXPERTS = dict(experts=4, expert_dim=512)
-ORDERS = [name for name in SCHEDULES if name not in UNPLANNED]
+ORDERS = [name for name in SCHEDULES if schedule_of(Layout(schedule=name)).planned]
 
 
 def config_of(x: Layout, shape: dict, **flags) -> object:
@@ -304,7 +304,7 @@ def test_messages_take_their_time(sp):
     whole, times = 2 * m.seq_len * m.dim, 4 * m.n_layers * (3 if sp else 2)
     for recompute in ("full", "selective"):
         again = Layout(1, 1, 4, 1, 1, 1, 8, recompute=recompute, sp=sp, dp=2)
-        net, works = network(again, "tp"), (Work(m, 4 * m.seq_len, 32, 0, 1, 1, 2, 4, r) for r in (True, False))
+        net, works = network(again, "tp"), (Passes(m, 4 * m.seq_len, 32, 0, 1, 1, 2, 4, r) for r in (True, False))
         sent = [tensor_traffic(work, 4, sp).total() for work in works]
         took = [step_seconds(m, x, H100, course).exposed["tp"] for x in (again, replace(again, recompute="none"))]
         assert sent[0] - sent[1] == pytest.approx(times * ring(net, whole))

@@ -15,6 +15,7 @@ from common.schedules import SCHEDULES, Action, Place, consumer, simulate
 from services.seam import plugins
 from services.stages import given
 from step06_pipeline import Instruction, ListPipeline, OneForwardOneBackward, Pipeline, add_messages
+from tests.bench.at_once import step_in_pairs
 from tests.faults import Fault, injected
 from variants.paired_actions import paired, program_of
 from variants.v_schedules import block
@@ -323,6 +324,7 @@ def test_one_more_forward_ahead(v):
             lists, places = made("ahead", p, m, chunks=v)
             plain = made("rounds", p, m, chunks=v)[0]
             assert makespan(lists, places, costs) == makespan(plain, places, costs)
+            assert step_in_pairs(lists, places, costs, 0) == pytest.approx(makespan(lists, places, costs))
             longest = max((v - 1) * -(-m // (m // p)) + 2 * (p - 1 - rank) + 2 for rank in range(p))
             assert max(map(in_flight, lists)) == min(v * m, longest)
 

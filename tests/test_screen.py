@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -34,6 +35,7 @@ from tests.equal import BOUND, SMALL, config_of, difference, read_named
 from tests.pool import error_of
 from tests.rows import ROWS
 from tests.test_checkpoint import STEPS, train_on_rank
+from tests.test_dry_run import flat, require_traffic
 from theory.gpus import COMMUNICATOR, CONTEXT
 from variants import Parts
 
@@ -62,11 +64,6 @@ def count_on_rank(name: str, options: dict, world: int) -> list[dict]:
     step = importlib.import_module(name)
     config = config_of(name, options | dict(dry_run=world))
     return [run_rank(step.train, config, rank).taken for rank in range(world)]
-
-
-def flat(traffic: dict) -> dict[str, int]:
-    """By "dimension operation"."""
-    return {f"{dim} {operation}": n for dim, each in traffic.items() for operation, n in each.items()}
 
 
 def cells(screen: str) -> dict[str, list[str]]:
@@ -215,9 +212,47 @@ def test_traffic_of_pipelines(schedule, zero):
     for more in {}, dict(tp=2, recompute="full"), dict(tp=2, sp=False, pp_scatter=True):
         config = config_of("step06_pipeline", options | more | dict(dry_run=4))
         for rank in (0, 3):
-            seen = run_rank(step06_pipeline.train, config, rank)
-            sent, said = flat(seen.taken["traffic"]), {" ".join(key): n for key, n in seen.traffic.items()}
-            assert sent == pytest.approx(said, abs=sum(flat(seen.taken["calls"]).values())), (more, rank)
+            require_traffic(run_rank(step06_pipeline.train, config, rank))
+
+
+def sends(ranks: int, step: str, quick: bool = False, *, ways: tuple = ({},), **flags: Any) -> list:
+    """Rows: messages of these flags, in each of several ways; the first in every run of the tests if it is quick."""
+    slow = [[], *[[pytest.mark.exhaustive]] * len(ways)][not quick :]
+    return [pytest.param(ranks, step, flags | way, marks=mark) for way, mark in zip(ways, slow, strict=False)]
+
+
+CP, PP, EP, NO_SP = "step05_cp_ring", "step06_pipeline", "step07_moe_ep", dict(sp=False, pp_scatter=True)
+RECOMPUTED = tuple(dict(recompute=name) for name in ("attention", "none", "full"))
+VISITS = dict(experts=4, experts_per_token=4)  # each token goes everywhere, so nothing is rounded
+SP, NARROW = (dict(sp=True), dict(sp=False)), dict(grad_dtype="same", dtype="bf16")
+SENDS = [
+    *sends(4, "step02_ddp", True, ways=tuple(dict(sync=s) for s in ("tree", "server", "ring", "overlap", "naive"))),
+    *sends(4, "step02_ddp", sync="hierarchical", ranks_per_node=2),
+    *sends(2, "step02_ddp", ways=tuple(dict(compress=kind) for kind in ("bf16", "int8", "topk"))),
+    *sends(4, "step03_zero", True, zero=3, zero_keep=True),
+    *sends(4, "step03_zero", zero_replicas=2, ways=(dict(zero=1), dict(zero=1, **NARROW), dict(zero=2, **NARROW))),
+    *sends(2, "step03_zero", compress="int8", ways=(dict(zero=2), dict(zero=3, **NARROW))),
+    *sends(2, "step03_zero", optimizer="muon", ways=(dict(zero=0), dict(zero=2))),
+    *sends(2, "step04_tp_sp", tp=2, tp_overlap=True, ways=tuple(a | b for a in SP for b in RECOMPUTED)),
+    *sends(4, "step04_tp_sp", tp=4, n_kv_heads=1, loss_chunk=5),
+    *(row for mode in ("allgather", "balanced", "ring") for row in sends(4, CP, cp=4, cp_mode=mode, ways=RECOMPUTED)),
+    *(row for mode in ("ulysses", "usp") for row in sends(4, CP, True, cp=4, cp_mode=mode, ways=RECOMPUTED)),
+    *sends(4, CP, cp=2, tp=2, cp_mode="usp", n_kv_heads=1),
+    *sends(4, CP, True, cp=4, cp_mode="ring", window=7, seq_len=16, ways=RECOMPUTED),
+    *sends(4, PP, True, pp=2, tp=2, compress_activations="int8", ways=(NO_SP, dict(tp_overlap=True))),
+    *sends(2, EP, True, ep=2, tp=2, optimizer="muon", shared_experts=1, capacity_factor=0.5, ways=RECOMPUTED[1:]),
+    *sends(2, EP, ep=2, ep_mode="rows", **VISITS, ways=RECOMPUTED[1:]),
+    *sends(2, EP, ep=2, ep_mode="allgather", **VISITS, ways=RECOMPUTED[1:]),
+    *sends(4, EP, True, ep=4, tp=2, ep_mode="nodes", balance="bias", **VISITS, ways=(dict(sp=False), RECOMPUTED[2])),
+]
+
+
+@pytest.mark.parametrize("world, step, flags", SENDS)
+def test_variants_say_what_they_send(world, step, flags):
+    """What a file says of its messages is what the dry run counts, on the first and last rank."""
+    config = config_of(step, dict(global_batch_size=4, n_layers=2) | flags | dict(dry_run=world))
+    for rank in (0, world - 1):
+        require_traffic(run_rank(importlib.import_module(step).train, config, rank))
 
 
 def test_memory_over_time(pools, tmp_path):

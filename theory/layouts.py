@@ -14,7 +14,6 @@ from theory.shapes import Shape, divisors, visited_weights
 
 RECOMPUTE = ("none", "selective", "full")
 CP_MODES = ("zigzag", "ring", "allgather", "balanced", "ulysses")
-UNPLANNED = ("zb-auto",)  # a search of its own, for given times
 BOTH_ENDS = ("zigzag", "allgather", "usp", "balanced")  # a rank has a chunk of each half of the sequence
 GATHERS = ("allgather", "balanced")  # a rank has the keys and values of all
 
@@ -258,11 +257,11 @@ def meshes(m: Shape, world: int, batch: int) -> Iterator[Layout]:
 def schedules(m: Shape, mesh: Layout) -> list[tuple[str, int]]:
     """Every legal schedule of a mesh, with --chunks; without a pipeline there is nothing to choose.
 
-    But for those that are UNPLANNED; their like are here.
+    But for those that are not planned; their like are here.
     """
     if mesh.pp == 1:
         return [("1f1b", 1)]
-    planned = [name for name in SCHEDULES if name not in UNPLANNED]
+    planned = [name for name in SCHEDULES if schedule_of(Layout(pp=mesh.pp, schedule=name)).planned]
     ways = [(name, 1) for name in planned if not has_chunks(name)]
     more = [v for v in range(2, m.n_layers // mesh.pp + 1) if m.n_layers // mesh.pp % v == 0]
     ways += [(name, v) for name in planned if has_chunks(name) for v in more]

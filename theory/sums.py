@@ -18,7 +18,7 @@ from theory.memory import Held
 from theory.recipes import COURSE, RECIPES, Recipe
 from theory.seconds import boundary_seconds, collective_seconds, ring, step_seconds
 from theory.shapes import GPTS, Shape, flops_per_token, gpt, total_weights
-from theory.traffic import Traffic, Work, context_traffic, unit_traffic
+from theory.traffic import Passes, Traffic, context_traffic, unit_traffic
 
 L1, L8, L70, L405 = (Shape(**vars(PRESETS[f"llama3{name}"])) for name in (".2-1b", "-8b", "-70b", "-405b"))
 GPT3, GPT1T, A100, H100 = GPTS["gpt3-175b"], GPTS["gpt3-1t"], GPUS["a100-80"], GPUS["h100-80"]
@@ -97,7 +97,7 @@ def all_reduce(nodes: int, size: float, gpu: Gpu = H100) -> float:
 def layer(traffic: Callable[..., Traffic], n: int, *more, **changes) -> Counter:
     """What a rank of n sends for a layer of Llama 3 8B: by operation, in activations of 8,192 tokens."""
     sizes = dict(m=L8, tokens=8192, layers=1, routers=0, embeddings=0, heads=0, e=2, wide=2, recompute=False)
-    found = traffic(Work(**sizes | changes), n, *more)
+    found = traffic(Passes(**sizes | changes), n, *more)
     return Counter({operation: size / (2 * 8192 * L8.dim) for (_, operation), size in found.items()})
 
 

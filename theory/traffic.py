@@ -8,8 +8,8 @@ from theory.shapes import Shape
 Traffic = Counter  # of bytes, by (mesh dimension, operation)
 
 
-class Work(NamedTuple):
-    """What one rank does in a step."""
+class Passes(NamedTuple):
+    """What passes through one rank in a step."""
 
     m: Shape
     tokens: int  # of a micro-batch, in this rank's part of its sequences
@@ -19,7 +19,18 @@ class Work(NamedTuple):
     heads: int  # micro-batches that end here
     e: int  # bytes of an element
     wide: int  # bytes of an element of what is added up
-    recompute: bool
+    recompute: bool  # backward passes layers forward once more
+    again: bool = False  # or their attention alone
+
+    @property
+    def attentions(self) -> int:
+        """Times that attention is passed forward."""
+        return self.layers * (1 + self.recompute + self.again)
+
+    def heads_of(self, tp: int) -> tuple[int, int]:
+        """Numbers of queries, and of keys and values, that a layer has of a micro-batch, on one of tp ranks."""
+        channels = self.tokens * self.m.head_dim
+        return self.m.n_heads // tp * channels, 2 * max(1, self.m.n_kv_heads // tp) * channels
 
 
 def gradient_traffic(dim: str, n: int, n_bytes: int, ring: bool = False) -> Traffic:
@@ -77,7 +88,7 @@ def unit_travels(
     return reduced, gathered
 
 
-def tensor_traffic(w: Work, n: int, sp: bool) -> Traffic:
+def tensor_traffic(w: Passes, n: int, sp: bool) -> Traffic:
     """Step 4: f and g around two blocks a layer, g behind the embedding, f before the head, and two numbers a token.
 
     With recomputation forward is done again up to a layer's last g. Experts have no f and no g (step 7); without SP
@@ -94,22 +105,26 @@ def tensor_traffic(w: Work, n: int, sp: bool) -> Traffic:
     return found
 
 
-def context_traffic(w: Work, n: int, tp: int) -> Traffic:
+def context_traffic(w: Passes, n: int, tp: int) -> Traffic:
     """Step 5: keys and values go round the ring, in backward once more, followed by their gradients."""
-    kv = w.tokens * 2 * w.m.n_kv_heads // tp * w.m.head_dim
-    return Traffic({("cp", "send"): w.layers * (kv * ((2 + w.recompute) * (n - 1) * w.e + n * w.wide))})
+    kv = w.heads_of(tp)[1]
+    return Traffic({("cp", "send"): kv * ((w.attentions + w.layers) * (n - 1) * w.e + w.layers * n * w.wide)})
 
 
-def expert_traffic(w: Work, n: int, cp: int, tp: int) -> Traffic:
-    """Step 7: a row for each choice goes and comes, forward and backward, if all experts are equally busy; counts.
+def row_traffic(w: Passes, n: int, tp: int) -> Traffic:
+    """Step 7: a row for each choice goes and comes, forward and backward, if all experts are equally busy.
 
     Each of the tp ranks routes its own tokens.
     """
-    passes, counts, sharers = 1 + w.recompute, 8 * w.m.experts, cp * tp
     rows = (n - 1) / n * w.tokens / tp * w.m.experts_per_token * w.m.dim * w.e
-    found = Traffic({("ep", "all_to_all"): w.routers * (2 * (1 + passes) * rows + passes * (n - 1) / n * counts)})
-    found["sequence", "all_reduce"] += w.routers * passes * 2 * (sharers - 1) / sharers * counts
-    return found
+    return Traffic({("ep", "all_to_all"): w.routers * 2 * (2 + w.recompute) * rows})
+
+
+def count_traffic(w: Passes, n: int, sharers: int) -> Traffic:
+    """Step 7: before each forward, how many rows go where; for the loss, how many in the `sharers` of a sequence."""
+    passed = w.routers * (1 + w.recompute) * 8 * w.m.experts
+    found = Traffic({("ep", "all_to_all"): passed * (n - 1) / n})
+    return found + sum_traffic("sequence", sharers, passed)
 
 
 def sum_traffic(dim: str, n: int, n_bytes: int) -> Traffic:

@@ -4,7 +4,9 @@
  2  It serves the steps from SINCE, a Config, on; without SINCE all. One that only others import is a *library*.
  3  An entry of a menu, added when the file is imported, is one more value of a flag: SYNCS["torch"] = TorchSync.
     An update rule's file also has `moments(name, master)`: how many numbers it keeps of one (AdamW: two of each).
-    What is kept until backward: `waits(config, micro_batch, place)`, bytes beside theory's.
+    What is kept until backward: `waits(config, micro_batch, place)`, bytes beside theory's; of whole weights:
+    `gathered(config, parts)`. What is sent: `sends(config, parts, passes, said)`. `said` is what each mechanism of the
+    steps sends, by its name (services/predictions.py), as theory's `passes` has it; returned is what is sent instead.
  4  `settle(config, world)` sets flags that are left open. Nobody else sets flags.
  5  A flag that is set and cannot matter is refused: NEEDS has (flag, other, its values); no values: other must be set.
     `check(config, world)` raises UserError for what else cannot work. Both come before anything is built.
@@ -13,8 +15,9 @@
  8  Entries and calls are changed by `parts.instead` (at most one file) and `parts.around` alone. Whoever comes first,
     they nest alike: the step's own or the one instead of it, those around it in ORDER, services and tests (look on).
  9  With default flags nobody changes anything: what you read is what runs. A run prints what is changed.
-10  What `attach` returns is `parts.kept` by the file's name; in checkpoints, too, if it has `restore(state)` and
-    `state()`, which is the same on all ranks and fits in JSON. Lines of its `notes()` are shown after each step.
+10  What `attach` returns is `parts.kept` by the file's name. Services use what it has, whoever it is: checkpoints
+    `restore(state)` and `state()`, which is the same on all ranks and fits in JSON, and `owed`, tensors by bucket or
+    unit; the record of a step `figures()`, the screen `notes()`, lines; validation `look(tokens)`.
 """
 
 from collections import Counter
@@ -102,6 +105,10 @@ class Parts:
     def kinds(self) -> set[str]:
         """Of actions, if a pipeline follows a list of them."""
         return {line.action.kind for line in getattr(self.pipeline, "program", ())}
+
+    def keeps(self, what: str) -> list[Any]:
+        """Of what has been kept, that which has an attribute, or a method, of this name."""
+        return [kept for kept in self.kept.values() if hasattr(kept, what)]
 
     def instead(self, owner: Any, name: Any, call: Callable, by: str):
         """`owner.name(...)` or, of a menu, `owner[name](...)` becomes `call(...)`. Raises UserError if another file has

@@ -7,6 +7,7 @@ buffer `bias` [experts], fp32, of each layer.
 In step 7, `top_k` in `MoE.forward` would see p + b, and the last three lines of `update` would follow the optimizer's.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from variants.routing import RoutedMoE
 
 SINCE = step07.Config
 BALANCE["bias"] = RoutedMoE
+DIMS = ("data", "tp", "mirror")  # over which choices are summed; the last is dualpipe's other copy
 
 
 @dataclass
@@ -46,11 +48,20 @@ def attach(config: Any, parts: Parts):
     parts.around(parts.optimizer, "step", partial(update, layers, parts.mesh, config.bias_speed), by=__name__)
 
 
+def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
+    """Once a step, 4 bytes an expert of each layer."""
+    if config.balance != "bias":
+        return {}
+    n_bytes = 4 * config.experts * sum(isinstance(module, RoutedMoE) for module in parts.model.modules())
+    groups = [parts.mesh[dim] for dim in DIMS if dim in parts.mesh.groups]
+    return dict(bias=Counter({(g.name, "all_reduce"): 2 * (g.size - 1) / g.size * n_bytes for g in groups}))
+
+
 def update(layers: list[RoutedMoE], mesh: Mesh, speed: float, step: Callable, lr: float):
     """Around the optimizer's step: then the biases move."""
     step(lr)
     for moe in layers:
-        for dim in ("data", "tp", "mirror"):  # the last is dualpipe's other copy
+        for dim in DIMS:
             if dim in mesh.groups:
                 all_reduce(moe.load, mesh[dim]).wait()
         moe.bias += speed * (moe.load.mean() - moe.load).sign()

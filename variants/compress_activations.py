@@ -19,6 +19,7 @@ embedding, head and loss, experts' rows, and keys and values over cp.
 In step 4, `gather_tokens` and its like would be the three below; in step 6 `send_receive` would pack and unpack.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -128,6 +129,23 @@ def narrow_stages(parts: Parts, bits: Bits):
     parts.around(parts.pipeline, "buffer", buffer, by=__name__)
     for method in ("forward", "backward"):
         parts.around(parts.pipeline, method, act, by=__name__)
+
+
+def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
+    """Messages of blocks, and of stages, by what their values have become."""
+    if config.compress_activations == "none":
+        return {}
+    bits, tp = Bits(config.compress_activations, None, w.m.dim), config.tp
+    narrow, changed = bits.width * bits.kind.itemsize / (w.m.dim * w.e), {}
+    filled = -(-w.tokens // tp) * tp / w.tokens  # without SP
+    for what in {"blocks", "overlap", "stages"} & {*said}:
+        changed[what] = found = Counter()
+        for (dim, operation), sent in said[what].items():
+            halves = ("all_to_all", "all_gather") if operation == "all_reduce" else (operation,)
+            for half in halves:
+                half = "all_to_all" if half == "reduce_scatter" else half
+                found[dim, half] += sent / len(halves) * narrow * (filled if len(halves) == 2 else 1)
+    return changed
 
 
 def attach(config: Any, parts: Parts):

@@ -10,14 +10,19 @@ micro-batch
 In step 5, `exchange` in RingAttention's two loops would give way to the two collectives.
 """
 
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from common.comm import Group, all_gather, reduce_scatter
 from common.model import wide
-from step05_cp_ring import CONTEXT, FORMULAS, ContextMode, merge, zigzag_positions, zigzag_visible
+from step05_cp_ring import CONTEXT, FORMULAS, Config, ContextMode, merge, zigzag_positions, zigzag_visible
+from variants import Parts
+
+SINCE = Config
 
 
 class GatheredAttention(torch.autograd.Function):
@@ -67,3 +72,12 @@ def gathered_attention(
 
 
 CONTEXT["allgather"] = ContextMode(zigzag_positions, gathered_attention)
+
+
+def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
+    """See above; of every mode with this attention."""
+    if config.cp == 1 or CONTEXT[config.cp_mode].attention is not gathered_attention:
+        return {}
+    passed = (config.cp - 1) * w.heads_of(config.tp)[1]
+    forward, backward = w.attentions * passed * w.e, w.layers * passed * w.wide
+    return dict(context=Counter({("cp", "all_gather"): forward, ("cp", "reduce_scatter"): backward}))

@@ -10,20 +10,26 @@ and B bytes of q, and of k and v, for s/n tokens, a rank sends in a layer and mi
     (n-1)/n (2 Q + B) forward, and as much backward: less, the more ranks.
 
 But n must divide the heads (with --tp, those of a rank: heads / tp). If there are fewer key/value heads than ranks,
-each is repeated before it is sent, until there are n of them.
+each is repeated before it is sent, until there are n of them. Where attention alone is done again, it is done up to the
+last swap: (n-1)/n (Q + B) more.
 
 In step 5, `ring_attention` would be `swapped_attention`: attention itself is that of common/model.py.
 """
 
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from common.comm import Group, all_to_all
 from common.model import attend
-from step05_cp_ring import CONTEXT, ContextMode
+from step05_cp_ring import CONTEXT, Config, ContextMode
+from variants import Parts
 from variants.cp_ring import ordered_positions
+
+SINCE = Config
 
 
 class Swap(torch.autograd.Function):
@@ -52,4 +58,18 @@ def swapped_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, attend: Cal
     return Swap.apply(attend(q, k, v), group, False)
 
 
+def swapped_bytes(w: Any, n: int, tp: int) -> float:
+    """What n ranks swap in a step, each: see above."""
+    q, kv = w.heads_of(tp)
+    both = 2 * q + kv * max(1, n // max(1, w.m.n_kv_heads // tp))
+    return (n - 1) / n * w.e * ((w.attentions + w.layers) * both - w.again * w.layers * q)
+
+
 CONTEXT["ulysses"] = ContextMode(ordered_positions, swapped_attention)
+
+
+def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
+    """Instead of the ring's."""
+    if config.cp == 1 or config.cp_mode != "ulysses":
+        return {}
+    return dict(context=Counter({("cp", "all_to_all"): swapped_bytes(w, config.cp, config.tp)}))

@@ -90,12 +90,12 @@ class Documents:
 
     def __init__(self, config: Any, parts: Parts):
         self.config, self.size = config, config.micro_batch_size
-        self.device, seq = next(parts.model.parameters()).device, parts.model.config.seq_len
-        self.here = (torch.arange(seq) if parts.positions is None else parts.positions).to(self.device)
+        self.device, self.seq = next(parts.model.parameters()).device, parts.model.config.seq_len
+        self.here = (torch.arange(self.seq) if parts.positions is None else parts.positions).to(self.device)
         self.mine = parts.mesh["dp"].share(config.global_batch_size, "batch")
         cp_mode, n = getattr(config, "cp_mode", "zigzag"), getattr(config, "cp", 1)
         n //= config.ulysses if cp_mode == "usp" else 1  # ranks of which each has its own tokens in attention
-        fixed = torch.stack([CONTEXT[cp_mode].positions(seq, rank, n) for rank in range(n)])
+        fixed = torch.stack([CONTEXT[cp_mode].positions(self.seq, rank, n) for rank in range(n)])
         self.fixed = self.deal = lambda _numbers: fixed
         within = self.within(CONTEXT[cp_mode].attention if getattr(config, "cp", 1) > 1 else attend)
         for layer in parts.model.model.layers.values():
@@ -139,6 +139,11 @@ class Documents:
         """For validation: whole sequences int64 [batch, seq], on the CPU, come next; returns `rope`."""
         self.now = MicroBatch(tokens, self.config.end_token, self.fixed)
         return self.rope()
+
+    def figures(self) -> dict[str, float]:
+        """For the record of a step: the part of causal attention's pairs that is left."""
+        lengths = [n for some in self.all for n in some.lengths]
+        return dict(attention_pairs=sum(n * (n + 1) for n in lengths) / (sum(lengths) * (self.seq + 1)))
 
     def places(self) -> Tensor:
         """int64 [1 or batch, this rank's tokens]: where its tokens of the micro-batch stand in their sequences."""

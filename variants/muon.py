@@ -20,13 +20,14 @@ S: bytes that are gathered, 2 a number: U is rounded to bf16 before it travels, 
 (in fp64, nothing is rounded). In fp32, layouts differ by the rounding of bf16.
 """
 
+from collections import Counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from common.comm import all_gather
-from common.layout import layout_of
+from common.layout import Shard, layout_of
 from step01_single_gpu import OPTIMIZERS, adamw
 from step03_zero import Unit
 from variants import Parts
@@ -67,6 +68,7 @@ class Muon:
     def see(self, parts: Parts):
         """Before the first step: what it must know to see whole matrices."""
         self.params, self.mesh, self.units = dict(parts.model.named_parameters()), parts.mesh, parts.units
+        self.firsts = {name: max(0, u.first - u.span[name][0]) for u in self.units for name in u.trained}  # of shards
 
     def gather(self, unit: Unit, updates: dict[str, Tensor]) -> dict[str, Tensor]:
         """Updates of this rank's shards of a unit -> of all elements of these parameters, flat."""
@@ -78,14 +80,18 @@ class Muon:
         all_gather(whole, own, unit.group).wait()
         return {name: unit.view(whole, name).flatten() for name in ours}
 
+    def touched(self, name: str, first: int) -> tuple[range, list[Shard]]:
+        """Elements of the matrices (of experts) in which our shard, from `first` on, has a part; what cuts each."""
+        param, each = self.params[name], self.params[name].shape[-2:].numel()
+        low, high = first // each, -(-(first + self.hidden[name].numel()) // each)
+        return range(low * each, high * each), [s for s in layout_of(param).shards if s.dim - param.dim() >= -2]
+
     def orthogonal_part(self, name: str, update: Tensor, first: int) -> Tensor:
         """The flat update of a parameter -> what its shard, which begins at element `first`, moves by."""
         param, local = self.params[name], self.hidden[name]
-        each = param.shape[-2:].numel()
-        low, high = first // each, -(-(first + local.numel()) // each)  # of experts, those of which there is a part
-        x = update[low * each : high * each].view(-1, *param.shape[-2:])
+        matrices, shards = self.touched(name, first)
+        x = update[matrices.start : matrices.stop].view(-1, *param.shape[-2:])
         x = x.to(torch.float64 if x.dtype == torch.float64 else torch.bfloat16)
-        shards = [shard for shard in layout_of(param).shards if shard.dim - param.dim() >= -2]  # others deal experts
         sides = list(param.shape[-2:])
         for shard in shards:
             parts = x.new_empty(self.mesh[shard.over].size, *x.shape)
@@ -95,7 +101,7 @@ class Muon:
         x = orthogonal(x)
         for shard in shards:
             x = x.narrow(shard.dim - param.dim(), shard.start, shard.stop - shard.start)
-        part = x.flatten()[first - low * each :][: local.numel()].view_as(local)
+        part = x.flatten()[first - matrices.start :][: local.numel()].view_as(local)
         return part.to(local.dtype) * (0.2 * max(sides) ** 0.5)
 
     def zero_grad(self):
@@ -114,16 +120,14 @@ class Muon:
             momentum = self.state[shard].setdefault("momentum_buffer", torch.zeros_like(shard))
             momentum.lerp_(shard.grad, 1 - MOMENTUM)
             updates[name] = shard.grad.lerp(momentum, MOMENTUM)
-        firsts = dict.fromkeys(updates, 0)
         for unit in self.units:
             if unit.grad_shard is None or not any(map(is_hidden, unit.trained)):
                 continue  # offload updates one unit after another
             updates |= self.gather(unit, updates)  # also without a shard of ours
-            firsts |= {name: max(0, unit.first - unit.span[name][0]) for name in unit.trained}
         rate, decay = self.group["lr"], self.group["weight_decay"]
         for name in updates:
             shard = self.hidden[name]
-            part = self.orthogonal_part(name, updates[name].flatten(), firsts[name])
+            part = self.orthogonal_part(name, updates[name].flatten(), self.firsts.get(name, 0))
             shard.mul_(1 - rate * decay).sub_(part, alpha=rate)
         self.adamw.step()
 
@@ -134,6 +138,20 @@ def moments(name: str, master: Tensor) -> int:
 
 
 OPTIMIZERS["muon"] = Muon
+
+
+def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
+    """2 and 3 of the table, once a step."""
+    if config.optimizer != "muon":
+        return {}
+    rule, found, width = parts.optimizer.torch_optimizer, Counter(), 8 if w.wide == 8 else 2
+    for unit in [unit for unit in parts.units if any(map(is_hidden, unit.trained))]:
+        found[unit.group.name, "all_gather"] += (unit.group.size - 1) * unit.length * width
+    for name in rule.hidden:
+        matrices, shards = rule.touched(name, rule.firsts.get(name, 0))
+        for shard in shards:  # one at most
+            found[shard.over, "all_gather"] += (parts.mesh[shard.over].size - 1) * len(matrices) * width
+    return dict(updates=found)
 
 
 def attach(config: Any, parts: Parts):

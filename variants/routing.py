@@ -10,6 +10,7 @@
 In step 7, each of these is one to four lines of `MoE.forward`, of which the one below is the long form.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
@@ -26,6 +27,7 @@ from common.model import MLP, PRESETS, wide
 from step04_tp_sp import SHARD_DIMS, enter_block, gather_tokens, leave_block, shard_param
 from step07_moe_ep import BALANCE, AddLoss, MoE, own_tokens
 from variants import Parts
+from variants.visits import visit_local
 
 SINCE = step07.Config
 
@@ -42,22 +44,6 @@ class Flags:
 
 
 NEEDS = [("expert_groups", "groups_per_token"), ("groups_per_token", "expert_groups")]
-
-
-def add_rows(rows: Tensor, place: Tensor, n: int) -> Tensor:
-    """Sums [n, dim] of rows [any number, dim], each added at its `place` (int64), in fp32 or wider, in a fixed order.
-
-    Else ranks that compute the same could choose other experts. On a GPU only `index_put_` sorts by place.
-    """
-    sums, rows = rows.new_zeros(n, rows.shape[1], dtype=wide(rows.dtype)), rows.to(wide(rows.dtype))
-    return sums.index_put((place,), rows, accumulate=True) if rows.is_cuda else sums.index_add(0, place, rows)
-
-
-def visit_local(experts: Any, tokens: Tensor, gates: Tensor) -> Tensor:
-    """tokens [n, dim], gates [n, experts] (0: it does not go there) -> the weighted sums [n, dim], wide."""
-    visits = (gates != 0).T
-    expert, token = visits.nonzero().unbind(1)  # sorted by expert
-    return add_rows(experts(tokens[token], visits.sum(1)) * gates[token, expert][:, None], token, len(tokens))
 
 
 class RoutedMoE(MoE):
@@ -125,6 +111,29 @@ class RoutedMoE(MoE):
 
 
 BALANCE["none"] = RoutedMoE
+
+
+def room(config: Any) -> float:
+    """The part of all choices that experts have room for, if all are asked alike."""
+    return min(1.0, config.capacity_factor or 1.0)
+
+
+def visits(config: Any) -> list[float]:
+    """How many experts a token visits."""
+    return [room(config) * config.experts_per_token]
+
+
+def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
+    """Fewer rows, where experts have no room; int64 choices, gathered to know where; f and g of shared experts."""
+    passes, tokens, rows = w.routers * (1 + w.recompute), w.tokens / config.tp, said["rows"].items()
+    changed = dict(rows=Counter({key: room(config) * n for key, n in rows})) if config.ep_mode == "alltoall" else {}
+    if config.capacity_factor:
+        own = 8 * (tokens / config.micro_batch_size + tokens * config.experts_per_token)  # positions go with them
+        changed["capacity"] = Counter({("sequence", "all_gather"): passes * (parts.mesh["sequence"].size - 1) * own})
+    if config.shared_experts:
+        each = (passes + w.routers) * (config.tp - 1) * tokens * w.m.dim * w.e
+        changed["shared"] = Counter({("tp", "all_gather"): each, ("tp", "reduce_scatter"): each})
+    return changed
 
 
 def check(config: Any, world: int):

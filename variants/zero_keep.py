@@ -12,6 +12,7 @@ no all-gather stands after it: the first forward hides what stage 2 shows.
 In step 3, `ShardedUnit.free` would be called by `publish` alone.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +31,19 @@ class Flags:
 
 
 NEEDS = [("zero_keep", "zero", 3)]
+
+
+def gathered(config: Any, parts: Parts) -> float:
+    """Bytes of whole units, beside the shards."""
+    return sum(unit.group.size * unit.shard.nbytes for unit in parts.units) if config.zero_keep else 0.0
+
+
+def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
+    """Each unit is gathered once."""
+    found = Counter()
+    for unit in parts.units:
+        found[unit.group.name, "all_gather"] += (unit.group.size - 1) * unit.shard.nbytes
+    return dict(weights=found) if config.zero_keep else {}
 
 
 def keep():

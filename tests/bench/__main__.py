@@ -18,6 +18,7 @@ MODULES = {  # name -> module with main(name, argv)
     "timelines": "timelines",
     "versions": "versions",
     "plan": "plan",
+    "at-once": "at_once",
     "cluster-bytes": "cluster",
     "cluster-speeds": "cables",
     "cluster-hides": "cables",

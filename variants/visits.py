@@ -1,0 +1,23 @@
+"""A library: rows of tokens at the experts that they visit, weighed by their gates, and summed at home."""
+
+from typing import Any
+
+from torch import Tensor
+
+from common.model import wide
+
+
+def add_rows(rows: Tensor, place: Tensor, n: int) -> Tensor:
+    """Sums [n, dim] of rows [any number, dim], each added at its `place` (int64), in fp32 or wider, in a fixed order.
+
+    Else ranks that compute the same could choose other experts. On a GPU only `index_put_` sorts by place.
+    """
+    sums, rows = rows.new_zeros(n, rows.shape[1], dtype=wide(rows.dtype)), rows.to(wide(rows.dtype))
+    return sums.index_put((place,), rows, accumulate=True) if rows.is_cuda else sums.index_add(0, place, rows)
+
+
+def visit_local(experts: Any, tokens: Tensor, gates: Tensor) -> Tensor:
+    """tokens [n, dim], gates [n, experts] (0: it does not go there) -> the weighted sums [n, dim], wide."""
+    visits = (gates != 0).T
+    expert, token = visits.nonzero().unbind(1)  # sorted by expert
+    return add_rows(experts(tokens[token], visits.sum(1)) * gates[token, expert][:, None], token, len(tokens))
