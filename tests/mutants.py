@@ -66,6 +66,7 @@ WORDS = {  # words in the ids of tests that a file matters for
     "torch_ddp": "sync=torch refuses",
     "tree_sync": "tree",
     "v_schedules": "v_half v-half v-min test_every_size",
+    "visits": "definition routed groups capacity balance= ep_mode=",
     "window": "window halo band refuses",
     "zb_auto": "zb_auto zb-auto refuses",
     "zero_bubble": "zb_h zb-h zbv",

@@ -35,7 +35,7 @@ from tests.equal import BOUND, SMALL, config_of, difference, read_named
 from tests.pool import error_of
 from tests.rows import ROWS
 from tests.test_checkpoint import STEPS, train_on_rank
-from tests.test_dry_run import flat, require_traffic
+from tests.test_dry_run import flat, misjudged
 from theory.gpus import COMMUNICATOR, CONTEXT
 from variants import Parts
 
@@ -212,7 +212,7 @@ def test_traffic_of_pipelines(schedule, zero):
     for more in {}, dict(tp=2, recompute="full"), dict(tp=2, sp=False, pp_scatter=True):
         config = config_of("step06_pipeline", options | more | dict(dry_run=4))
         for rank in (0, 3):
-            require_traffic(run_rank(step06_pipeline.train, config, rank))
+            assert not misjudged(run_rank(step06_pipeline.train, config, rank)), (more, rank)
 
 
 def sends(ranks: int, step: str, quick: bool = False, *, ways: tuple = ({},), **flags: Any) -> list:
@@ -236,10 +236,10 @@ SENDS = [
     *sends(2, "step04_tp_sp", tp=2, tp_overlap=True, ways=tuple(a | b for a in SP for b in RECOMPUTED)),
     *sends(4, "step04_tp_sp", tp=4, n_kv_heads=1, loss_chunk=5),
     *(row for mode in ("allgather", "balanced", "ring") for row in sends(4, CP, cp=4, cp_mode=mode, ways=RECOMPUTED)),
-    *(row for mode in ("ulysses", "usp") for row in sends(4, CP, True, cp=4, cp_mode=mode, ways=RECOMPUTED)),
+    *(row for mode in ("usp", "ulysses") for row in sends(4, CP, mode == "usp", cp=4, cp_mode=mode, ways=RECOMPUTED)),
     *sends(4, CP, cp=2, tp=2, cp_mode="usp", n_kv_heads=1),
     *sends(4, CP, True, cp=4, cp_mode="ring", window=7, seq_len=16, ways=RECOMPUTED),
-    *sends(4, PP, True, pp=2, tp=2, compress_activations="int8", ways=(NO_SP, dict(tp_overlap=True))),
+    *sends(4, PP, pp=2, tp=2, compress_activations="int8", ways=(NO_SP, dict(tp_overlap=True))),
     *sends(2, EP, True, ep=2, tp=2, optimizer="muon", shared_experts=1, capacity_factor=0.5, ways=RECOMPUTED[1:]),
     *sends(2, EP, ep=2, ep_mode="rows", **VISITS, ways=RECOMPUTED[1:]),
     *sends(2, EP, ep=2, ep_mode="allgather", **VISITS, ways=RECOMPUTED[1:]),
@@ -252,7 +252,7 @@ def test_variants_say_what_they_send(world, step, flags):
     """What a file says of its messages is what the dry run counts, on the first and last rank."""
     config = config_of(step, dict(global_batch_size=4, n_layers=2) | flags | dict(dry_run=world))
     for rank in (0, world - 1):
-        require_traffic(run_rank(importlib.import_module(step).train, config, rank))
+        assert not misjudged(run_rank(importlib.import_module(step).train, config, rank)), rank
 
 
 def test_memory_over_time(pools, tmp_path):

@@ -3,10 +3,10 @@
  1  A file is a docstring (idea, law, source), `Flags` (a dataclass, a comment each), and what it adds or attaches.
  2  It serves the steps from SINCE, a Config, on; without SINCE all. One that only others import is a *library*.
  3  An entry of a menu, added when the file is imported, is one more value of a flag: SYNCS["torch"] = TorchSync.
-    An update rule's file also has `moments(name, master)`: how many numbers it keeps of one (AdamW: two of each).
-    What is kept until backward: `waits(config, micro_batch, place)`, bytes beside theory's; of whole weights:
-    `gathered(config, parts)`. What is sent: `sends(config, parts, passes, said)`. `said` is what each mechanism of the
-    steps sends, by its name (services/predictions.py), as theory's `passes` has it; returned is what is sent instead.
+    Predictions ask its file, too. `moments(name, master)`: numbers that an update rule keeps of one (AdamW: two of
+    each). `waits(config, micro_batch, place)`, `gathered(config, parts)`: bytes that wait for backward, and of whole
+    weights, beside theory's. `visits(config)`: to how many ranks, or experts, a token goes. `sends(config, parts,
+    passes, said)`: of what each mechanism of the steps is `said` to send, by its name, that which is sent instead.
  4  `settle(config, world)` sets flags that are left open. Nobody else sets flags.
  5  A flag that is set and cannot matter is refused: NEEDS has (flag, other, its values); no values: other must be set.
     `check(config, world)` raises UserError for what else cannot work. Both come before anything is built.
