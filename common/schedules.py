@@ -81,7 +81,6 @@ class Schedule(NamedTuple):
     actions: Callable[[int, int, int, int], list[Action]]  # (p, m, v, rank)
     places: Callable[[int, int, int], list[Place]] = round_robin  # (n_layers, p, v)
     v: int = 1
-    planned: bool = True  # theory/ can count it
 
 
 SCHEDULES: dict[str, Callable[[Any], Schedule]] = {  # what a name stands for, under the other flags

@@ -170,6 +170,7 @@ REFUSED: list[tuple[Options, Options] | tuple[Options, Options, str]] = [  # wha
     (dict(ep_overlap=(True,)), dict(batch_ramp=("4,2",))),
     (dict(ep_overlap=(True,)), dict(compile=(True,))),
     (dict(ep_overlap=(True,)), dict(zero=(3,), zero_keep=(False,))),
+    (dict(ep_overlap=(True,)), dict(schedule=("interleaved", "rounds"), chunks=(1,))),  # these are 1F1B
     (dict(window=(5,)), dict(cp=MORE, cp_mode=("zigzag", "allgather", "usp", "balanced"))),
     (dict(capacity_factor=(0.6,)), DOCUMENTS | dict(cp_mode=("balanced",))),
 ]

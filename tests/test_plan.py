@@ -28,7 +28,7 @@ from theory import count, documents, guide, offload, pictures, plan, seconds, su
 from theory.activations import Kept, Piece, kept_along, layer_bytes
 from theory.footprint import gpt_layer_bytes, held, outside
 from theory.gpus import GPUS, HOP, HOP_BETWEEN, START
-from theory.layouts import RECOMPUTE, Layout, Network, balanced, illegal, meshes, network, schedule_of, variants
+from theory.layouts import RECOMPUTE, Layout, Network, balanced, illegal, meshes, network, variants
 from theory.memory import rank_bytes, rank_numbers
 from theory.pipelines import lists_of, paired, places_of, rank_places, splits
 from theory.recipes import COURSE, RECIPES
@@ -41,7 +41,7 @@ from variants.paired_actions import program_of
 H100, MODELS = GPUS["h100-80"], plan.models()
 LLAMA, MIXTRAL = MODELS["llama3-8b"], MODELS["mixtral-8x7b"]
 EXPERTS = dict(experts=4, expert_dim=512)
-ORDERS = [name for name in SCHEDULES if schedule_of(Layout(schedule=name)).planned]
+ORDERS = [name for name in SCHEDULES if not illegal(LLAMA, Layout(2, global_batch_size=4, schedule=name))]
 
 
 def config_of(x: Layout, shape: dict, **flags) -> object:
@@ -169,7 +169,10 @@ def test_gathered_keys_are_counted(recompute):
     for mode in ("zigzag", "balanced"):
         x = Layout(cp=4, recompute=recompute, cp_mode=mode)
         config = config_of(x, shape, dtype="bf16")
-        counted.append(sum(run_rank(step06.train, config, 0).meter.peak().values()))
+        seen = run_rank(step06.train, config, 0)
+        known = recompute == "selective" or seen.predicted["activations"]
+        assert known in (True, pytest.approx(seen.held["activations"], rel=0.001))
+        counted.append(sum(seen.meter.peak().values()))
         ours.append(rank_bytes(shape_of(PRESETS["drawn"], config), x, 0, on_cpu=True).total)
         assert ours[-1] == pytest.approx(counted[-1], rel=0.12)
     assert ours[1] - ours[0] == pytest.approx(counted[1] - counted[0], abs=0.04 * counted[0])
@@ -518,7 +521,7 @@ MISTAKES = {
     "--model llama3-405b --gpus 8 --global-batch-size 8": "GiB too much",
     "--gpus 8 --explain '--tp 3 --pp 1'": "does not divide",
     "--gpus 8 --global-batch-size 7 --explain '--tp 2 --pp 1'": "must be a multiple of the 4 ranks of dp",
-    "--gpus 8 --explain '--pp 2 --schedule zb-auto'": "does not count --schedule zb-auto",
+    "--gpus 8 --explain '--pp 2 --schedule zb-auto'": "--schedule zb-auto: the planner has no times",
     "--gpus 8 --explain '--pp 2 --tp 2 --pp-scatter'": "leave it out, or use --no-sp",
     "--gpus 8 --explain '--tp 2 \"'": "No closing quotation",
     "--gpus 37 --global-batch-size 3": "no layout of 37 GPUs is legal",

@@ -7,6 +7,7 @@ from itertools import accumulate, product
 from math import inf
 from typing import Any, NamedTuple
 
+from common import UserError
 from common.schedules import SCHEDULES, Place, Schedule
 from common.trainer import among
 from theory.gpus import NODE
@@ -187,12 +188,16 @@ def broken(m: Shape, x: Any, v: int) -> Iterator[str]:
 
 
 def illegal(m: Shape, x: Layout) -> str:
-    """Why the steps refuse a layout, or ""."""
-    return next(broken(m, x, stages(schedule_of(x), x.pp)), "")
+    """Why the steps refuse a layout, or the planner does; or ""."""
+    try:
+        v = stages(schedule_of(x), x.pp)
+    except UserError as error:
+        return str(error)
+    return next(broken(m, x, v), "")
 
 
 def schedule_of(x: Layout) -> Schedule:
-    """What `--schedule` stands for."""
+    """What `--schedule` stands for. Raises UserError if it asks what a layout does not say."""
     return SCHEDULES[x.schedule](x)
 
 
@@ -255,16 +260,13 @@ def meshes(m: Shape, world: int, batch: int) -> Iterator[Layout]:
 
 
 def schedules(m: Shape, mesh: Layout) -> list[tuple[str, int]]:
-    """Every legal schedule of a mesh, with --chunks; without a pipeline there is nothing to choose.
-
-    But for those that are not planned; their like are here.
-    """
+    """Every legal schedule of a mesh, with --chunks; without a pipeline there is nothing to choose."""
     if mesh.pp == 1:
         return [("1f1b", 1)]
-    planned = [name for name in SCHEDULES if schedule_of(Layout(pp=mesh.pp, schedule=name)).planned]
-    ways = [(name, 1) for name in planned if not has_chunks(name)]
+    names = [name for name in SCHEDULES if not illegal(m, replace(mesh, schedule=name, chunks=1))]
+    ways = [(name, 1) for name in names if not has_chunks(name)]
     more = [v for v in range(2, m.n_layers // mesh.pp + 1) if m.n_layers // mesh.pp % v == 0]
-    ways += [(name, v) for name in planned if has_chunks(name) for v in more]
+    ways += [(name, v) for name in names if has_chunks(name) for v in more]
     return [way for way in ways if not illegal(m, replace(mesh, schedule=way[0], chunks=way[1]))]
 
 

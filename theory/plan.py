@@ -32,7 +32,7 @@ from theory.count import always, counted_bytes, script, verdict
 from theory.explain import blackboard
 from theory.gpus import GIB, GPUS, NODE, ROOM, Gpu
 from theory.guide import guide
-from theory.layouts import Layout, illegal, schedule_of
+from theory.layouts import Layout, illegal
 from theory.memory import Held
 from theory.offload import offloaded
 from theory.search import Found, evaluate, fits, rates, search, smallest
@@ -198,8 +198,6 @@ def layout_of(text: str, gpus: int, batch: int, m: Shape) -> Layout:
         raise UserError(f"--pp {x.pp} x --cp {x.cp} x --tp {x.tp} = {inner} does not divide --gpus {gpus}: change one")
     if x.dp not in (1, gpus // inner):
         raise UserError(f"--explain {text!r}: --dp is what is left of --gpus {gpus}, {gpus // inner}; leave it away")
-    if not schedule_of(x).planned:
-        raise UserError(f"--explain {text!r}: the planner does not count --schedule {x.schedule}; ask --dry-run")
     own = x.global_batch_size if "--global-batch-size" in text else batch
     x = replace(x, dp=gpus // inner, global_batch_size=own)
     if reason := illegal(m, x):

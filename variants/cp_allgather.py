@@ -19,6 +19,7 @@ from torch import Tensor
 
 from common.comm import Group, all_gather, reduce_scatter
 from common.model import wide
+from common.schedules import Place
 from step05_cp_ring import CONTEXT, FORMULAS, Config, ContextMode, merge, zigzag_positions, zigzag_visible
 from variants import Parts
 
@@ -72,6 +73,15 @@ def gathered_attention(
 
 
 CONTEXT["allgather"] = ContextMode(zigzag_positions, gathered_attention)
+
+
+def waits(config: Any, p: Any, place: Place) -> float:
+    """See variants/__init__.py: keys and values of the other ranks wait for backward, or are gathered again."""
+    gathers = (
+        config.recompute == "none" and CONTEXT[getattr(config, "cp_mode", "zigzag")].attention is gathered_attention
+    )
+    others = (config.cp - 1) * len(place.layers) if gathers else 0
+    return others * p.share * 2 * p.m.kv_dim * max(1, p.tp / p.m.n_kv_heads) * p.e
 
 
 def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:

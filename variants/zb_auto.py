@@ -131,8 +131,8 @@ def greedy(p: int, m: int, costs: Costs, limit: float, depth: float, least: floa
 
 def zb_auto(config: Any) -> Schedule:
     """The entry of the menu. Raises UserError."""
-    if not hasattr(config, "zb_costs"):  # theory's layouts have no times to search for
-        return Schedule(search, planned=False)
+    if not hasattr(config, "zb_costs"):  # theory's layouts
+        raise UserError("--schedule zb-auto: the planner has no times to search for; ask --dry-run")
     costs = choose_costs(config)
     if config.zb_memory * config.pp < 1:
         raise UserError(f"--zb-memory {config.zb_memory}: a rank must hold at least one micro-batch, 1 / --pp")
