@@ -30,6 +30,7 @@ LAWS: dict[str, tuple] = {  # ranks, and a function with its arguments that ever
     "law: debts": (3, test_variants.sums_on_rank, "topk", True),
     "law: masks": (2, test_variants.masks_on_rank, "step04_tp_sp", dict(tp=2)),
     "law: rounds": (1, test_schedules.of_rounds, 3, 7, 2, 4),
+    "law: ahead": (1, test_schedules.of_ahead, 2, 8, 1),
     "law: stashed": (3, test_variants.late_losses, dict(recompute="full")),
     "law: ramp": (2, test_variants.ramp_on_rank, 12),
     "law: scores": (1, test_variants.kept_in_layers, dict(attention="scores", recompute="attention")),

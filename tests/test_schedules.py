@@ -313,6 +313,12 @@ def test_places():
             given(ways, split, 4)
 
 
+def of_ahead(p: int, m: int, v: int, costs: dict = PLAIN) -> tuple[int, float, int]:
+    """How long a step takes, one by one and in pairs; the most stages in flight."""
+    lists, places = made("ahead", p, m, chunks=v)
+    return makespan(lists, places, costs), step_in_pairs(lists, places, costs, 0), max(map(in_flight, lists))
+
+
 @pytest.mark.parametrize("v", [1, 2, 3])
 def test_one_more_forward_ahead(v):
     """As long as rounds of p, for any m from p on; one more stage in flight.
@@ -321,13 +327,12 @@ def test_one_more_forward_ahead(v):
     """
     for (p, m), costs in product(SIZES, COSTS):
         if p > 1 and m >= p:
-            lists, places = made("ahead", p, m, chunks=v)
-            plain = made("rounds", p, m, chunks=v)[0]
-            assert makespan(lists, places, costs) == makespan(plain, places, costs)
+            plain, in_pairs, flying = of_ahead(p, m, v, costs)
+            assert plain == makespan(*made("rounds", p, m, chunks=v), costs)
             if m >= 2 * p:
-                assert step_in_pairs(lists, places, costs, 0) == pytest.approx(makespan(lists, places, costs))
+                assert in_pairs == pytest.approx(plain)
             longest = max((v - 1) * -(-m // (m // p)) + 2 * (p - 1 - rank) + 2 for rank in range(p))
-            assert max(map(in_flight, lists)) == min(v * m, longest)
+            assert flying == min(v * m, longest)
 
 
 @pytest.mark.parametrize("name, v", [("afab", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 3)])
