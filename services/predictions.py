@@ -61,7 +61,8 @@ def passes_of(config: Any, parts: Parts) -> Passes:
     layers = [n for place in passed for n in place.layers]
     begins, ends = (sum(getattr(place, end) is None for place in passed) for end in ("before", "after"))
     sums = len(layers), sum(map(m.has_experts, layers)), begins, ends
-    tokens, whole = config.micro_batch_size * m.seq_len // size(parts, "cp"), layers_again(config) != "none"
+    own = config.global_batch_size // size(parts, "dp") * m.seq_len // size(parts, "cp")
+    tokens, whole = own / micro_batches(config, parts), layers_again(config) != "none"
     again = config.recompute != "none" and not whole
     return Passes(m, tokens, *sums, dtype.itemsize, wide(dtype).itemsize, whole, again)
 

@@ -81,12 +81,28 @@ def counts(run: Counted | Seen) -> SimpleNamespace:
     return SimpleNamespace(sent=run.taken, flops=flops, peak=sum(run.meter.peak().values()))
 
 
+def flat(traffic: dict) -> dict[str, int]:
+    """By "dimension operation"."""
+    return {f"{dim} {operation}": n for dim, each in traffic.items() for operation, n in each.items()}
+
+
+def misjudged(seen: Seen, row: float = 0.0) -> dict[str, tuple[float, float]]:
+    """Bytes that are counted, and others that theory says. A call rounds to a byte, and to experts to two rows."""
+    sent, calls = (flat(seen.taken[what]) for what in ("traffic", "calls"))
+    said = {" ".join(key): n for key, n in seen.traffic.items()}
+    both = {key: (sent.get(key, 0), said.get(key, 0.0)) for key in sent | said}
+    most = {key: 1e-6 + calls.get(key, 0) * (1 + 2 * row * key.startswith("ep")) for key in both}
+    return {key: (n, other) for key, (n, other) in both.items() if abs(n - other) > most[key]}
+
+
 def counted(name: str, ranks: int, options: dict, rank: int) -> SimpleNamespace:
-    """A step of one rank, by the dry run. Raises UserError for flags that cannot work."""
+    """A step of one rank, by the dry run, which sends what theory says. Raises UserError for flags that cannot work."""
     config = config_of(name, options | dict(dry_run=ranks))
     check(config, 1)
     check(config_of(name, options), ranks)
-    return counts(run_rank(importlib.import_module(name).train, config, rank))
+    seen = run_rank(importlib.import_module(name).train, config, rank)
+    assert not (off := misjudged(seen, row=8 * (SMALL["dim"] + options.get("experts", 0)))), (off, options)
+    return counts(seen)
 
 
 def evenly(layer: RoutedMoE, scores: Tensor) -> Tensor:
@@ -163,20 +179,6 @@ def test_an_update_that_waits_for_its_record_is_counted():
         config = config_of("step02_ddp", SHAPE | dict(dry_run=2, skip_spikes=spikes))
         seen.append(run_rank(importlib.import_module("step02_ddp").train, config, 0).taken)
     assert seen[0] == seen[1] and seen[0]["traffic"]
-
-
-def flat(traffic: dict) -> dict[str, int]:
-    """By "dimension operation"."""
-    return {f"{dim} {operation}": n for dim, each in traffic.items() for operation, n in each.items()}
-
-
-def misjudged(seen: Seen, row: float = 0.0) -> dict[str, tuple[float, float]]:
-    """Bytes that are counted, and others that theory says. A call rounds to a byte, and to experts to two rows."""
-    sent, calls = (flat(seen.taken[what]) for what in ("traffic", "calls"))
-    said = {" ".join(key): n for key, n in seen.traffic.items()}
-    both = {key: (sent.get(key, 0), said.get(key, 0.0)) for key in sent | said}
-    most = {key: 1e-6 + calls.get(key, 0) * (1 + 2 * row * key.startswith("ep")) for key in both}
-    return {key: (n, other) for key, (n, other) in both.items() if abs(n - other) > most[key]}
 
 
 def misjudged_on_rank(step: str, options: dict, ranks: int) -> dict[str, tuple[float, float]]:

@@ -241,6 +241,7 @@ SENDS = [
     *sends(4, CP, True, cp=4, cp_mode="ring", window=7, seq_len=16, ways=RECOMPUTED),
     *sends(4, PP, pp=2, tp=2, compress_activations="int8", ways=(NO_SP, dict(tp_overlap=True))),
     *sends(2, EP, True, ep=2, tp=2, optimizer="muon", shared_experts=1, capacity_factor=0.5, ways=RECOMPUTED[1:]),
+    *sends(2, EP, tp=2, sp=False, compress_activations="int8", moe_every=2, **VISITS, ways=RECOMPUTED[1:]),
     *sends(2, EP, ep=2, ep_mode="rows", **VISITS, ways=RECOMPUTED[1:]),
     *sends(2, EP, ep=2, ep_mode="allgather", **VISITS, ways=RECOMPUTED[1:]),
     *sends(4, EP, True, ep=4, tp=2, ep_mode="nodes", balance="bias", **VISITS, ways=(dict(sp=False), RECOMPUTED[2])),

@@ -12,7 +12,7 @@ class Passes(NamedTuple):
     """What passes through one rank in a step."""
 
     m: Shape
-    tokens: int  # of a micro-batch, in this rank's part of its sequences
+    tokens: float  # of a micro-batch (if they differ, in the mean), in this rank's part of its sequences
     layers: int  # layers passed forward, all micro-batches together
     routers: int  # of these, layers with experts
     embeddings: int  # micro-batches that begin here

@@ -6,7 +6,8 @@
     Predictions ask its file, too. `moments(name, master)`: numbers that an update rule keeps of one (AdamW: two of
     each). `waits(config, micro_batch, place)`, `gathered(config, parts)`: bytes that wait for backward, and of whole
     weights, beside theory's. `visits(config)`: to how many ranks, or experts, a token goes. `sends(config, parts,
-    passes, said)`: of what each mechanism of the steps is `said` to send, by its name, that which is sent instead.
+    passes, said)`: what is sent instead of what mechanisms of the steps are `said` to send, by name (`sent_bytes` in
+    services/predictions.py), or beside it.
  4  `settle(config, world)` sets flags that are left open. Nobody else sets flags.
  5  A flag that is set and cannot matter is refused: NEEDS has (flag, other, its values); no values: other must be set.
     `check(config, world)` raises UserError for what else cannot work. Both come before anything is built.

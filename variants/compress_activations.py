@@ -132,19 +132,20 @@ def narrow_stages(parts: Parts, bits: Bits):
 
 
 def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
-    """Messages of blocks, and of stages, by what their values have become."""
+    """Messages of blocks, and of stages, narrow; but for tokens that are gathered behind experts, without SP."""
     if config.compress_activations == "none":
         return {}
-    bits, tp = Bits(config.compress_activations, None, w.m.dim), config.tp
-    narrow, changed = bits.width * bits.kind.itemsize / (w.m.dim * w.e), {}
-    filled = -(-w.tokens // tp) * tp / w.tokens  # without SP
+    bits, changed = Bits(config.compress_activations, None, w.m.dim), {}
+    narrow = bits.width * bits.kind.itemsize / (w.m.dim * w.e)
+    filled = -(-w.tokens // config.tp) * config.tp / w.tokens
+    ways = dict(all_reduce=("all_to_all", "all_gather"), reduce_scatter=("all_to_all",))
     for what in {"blocks", "overlap", "stages"} & {*said}:
         changed[what] = found = Counter()
         for (dim, operation), sent in said[what].items():
-            halves = ("all_to_all", "all_gather") if operation == "all_reduce" else (operation,)
-            for half in halves:
-                half = "all_to_all" if half == "reduce_scatter" else half
-                found[dim, half] += sent / len(halves) * narrow * (filled if len(halves) == 2 else 1)
+            times = 1 if operation == "all_gather" and not config.sp else narrow
+            messages = ways.get(operation, (operation,))
+            for message in messages:
+                found[dim, message] += sent / len(messages) * times * (filled if operation == "all_reduce" else 1)
     return changed
 
 
