@@ -87,38 +87,44 @@ def rows_in(table: Path | None) -> dict[str, dict[str, Any]]:
         return {row["folder"]: row | dict(error=row["error"].replace(JUDGED, ENDED)) for row in csv.DictReader(file)}
 
 
+def read(paths: list[Path], number: int) -> dict[str, Folder | str]:
+    """By path: what a student has handed in, or why it cannot be read."""
+    found: dict[str, Folder | str] = {}
+    for path in paths:
+        try:
+            found[str(path)] = open_folder(path, number)
+        except UserError as error:
+            found[str(path)] = str(error)
+        except Exception as error:  # a folder that is a device, a loop of links, ...
+            found[str(path)] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def prepare(folders: list[Folder], seconds: float):
+    """Before any student's code runs: import what is read from files, and let the project's file find what it finds."""
+    for n in numbers():
+        importlib.import_module(load(n).modules[-1])
+    for folder in folders:
+        folder.left[0], folder.others = RUNS * seconds, tuple(other.path for other in folders)
+        for task in range(1, len(folder.lab.tasks) + 1):
+            learn(folder.lab, [case for some in Judge(folder, task).cases for case in some])
+
+
 def grade(paths: list[Path], table: Path | None, number: int, seconds: float, gradescope: Path | None = None):
     """Grade folders; prints a line for each, and writes a row. `number`: judge as this lab.
 
     `gradescope`: a folder; for each of ours a folder in it with Gradescope's results.json.
     """
-    folders: dict[str, Folder | str] = {}
-    for path in paths:
-        try:
-            folders[str(path)] = open_folder(path, number)
-        except UserError as error:
-            folders[str(path)] = str(error)
-        except Exception as error:  # a folder that is a device, a loop of links, ...
-            folders[str(path)] = f"{type(error).__name__}: {error}"
-    for n in numbers():  # nothing of the project is read from its files after a student's code has run
-        importlib.import_module(load(n).modules[-1])
-    known = [folder for folder in folders.values() if isinstance(folder, Folder)]
-    for folder in known:
-        folder.left[0] = RUNS * seconds
-        folder.others = tuple(other.path for other in known)
-    rows, prints = rows_in(table), {}
-    for folder in (folder for name, folder in folders.items() if isinstance(folder, Folder) and name not in rows):
-        for task in range(1, len(folder.lab.tasks) + 1):
-            learn(folder.lab, [case for some in Judge(folder, task).cases for case in some])
+    folders, rows, prints = read(paths, number), rows_in(table), {}
+    waiting = [name for name in folders if name not in rows]
+    prepare([folder for folder in folders.values() if isinstance(folder, Folder)], seconds)
     before = project()
-    if table and rows:  # that a folder's judge was killed is seen even if none is left
-        write(table, list(rows.values()))
-    for name, folder in folders.items():
-        if name in rows:
-            continue
-        rows[name], results = dict(folder=name, error=folder if isinstance(folder, str) else JUDGED), []
-        if table:
-            write(table, list(rows.values()))
+    if rows:  # that a folder's judge was killed is seen even if none is left
+        write(table, rows)
+    for name in waiting:
+        folder, results = folders[name], []
+        rows[name] = dict(folder=name, error=folder if isinstance(folder, str) else JUDGED)
+        write(table, rows)
         if isinstance(folder, Folder):
             rows[name] = row_of(name, folder, seconds, prints, results)
         if gradescope:
@@ -128,8 +134,7 @@ def grade(paths: list[Path], table: Path | None, number: int, seconds: float, gr
         print(f"{name}: {rows[name].get('error') or '{points} of {of}'.format(**rows[name])}", flush=True)
         for other in prints:
             rows[other]["same as folder"] = same_as(prints, other)
-        if table:
-            write(table, list(rows.values()))
+        write(table, rows)
 
 
 def upload(target: Path, folder: Folder | str, results: list[list]):
@@ -175,10 +180,13 @@ def row_of(
     return row
 
 
-def write(table: Path, rows: list[dict[str, Any]]):
-    """All rows there are, as CSV; a cell never begins with what a spreadsheet would run."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+def write(table: Path | None, rows: dict[str, dict[str, Any]]):
+    """All rows there are, as CSV, if it is wanted; a cell never begins with what a spreadsheet would run."""
+    if table is None:
+        return
+    columns = list(dict.fromkeys(key for row in rows.values() for key in row))
     with table.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        writer.writerows({key: re.sub(r"^[=+@-]", r"'\g<0>", str(value)) for key, value in row.items()} for row in rows)
+        for row in rows.values():
+            writer.writerow({key: re.sub(r"^[=+@-]", r"'\g<0>", str(value)) for key, value in row.items()})

@@ -3,7 +3,7 @@
 import importlib
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,38 +65,61 @@ def distance(a: Any, b: Any) -> float:
     return (a - b).norm().item() / (b.norm().item() or 1.0)
 
 
+def is_number(x: Any) -> bool:
+    """Whether a value is one; True and False are none."""
+    return isinstance(x, int | float) and not isinstance(x, bool)
+
+
 def mistake(found: Any, expected: Any, bound: float) -> str:
     """In words, the first thing that is wrong with a number, a tensor, a text or a container of them; or ""."""
+    both = found, expected
     if isinstance(expected, dict) and "at most" in expected:
-        fits = isinstance(found, int | float) and not isinstance(found, bool) and found <= expected["at most"]
+        fits = is_number(found) and found <= expected["at most"]
         return "" if fits else f"is {found}, and has to be at most {expected['at most']:g}"
-    if isinstance(found, dict) and isinstance(expected, dict):
+    if all(isinstance(x, dict) for x in both):
         keys = sorted(found.keys() | expected.keys(), key=str)
         texts = ((key, mistake(found.get(key, "nothing"), expected.get(key, "nothing"), bound)) for key in keys)
         return next((f"{key} {text}" for key, text in texts if text), "")
     if isinstance(found, list) and isinstance(expected, list | tuple):
-        pairs = enumerate(zip(found, expected, strict=False))
-        texts = [f"at {i}: {text}" for i, (a, b) in pairs if (text := mistake(a, b, bound))]
-        if not texts and len(found) == len(expected):
-            return ""
-        if len(f"{found}{expected}") > 100:
-            return texts[0] if texts else f"has {len(found)} entries, and should have {len(expected)}"
-    elif all(isinstance(x, int | float | Tensor) and not isinstance(x, bool) for x in (found, expected)):
-        if (off := distance(found, expected)) <= bound:
-            return ""
-        if isinstance(found, Tensor) and isinstance(expected, Tensor):
-            if found.shape != expected.shape:
-                return f"has shape {list(found.shape)} instead of {list(expected.shape)}"
-            limit = bound * float(expected.double().norm())
-            wrong = ~torch.isclose(found.double(), expected.double(), rtol=bound, atol=limit)
-            place = wrong.nonzero()[0].tolist() if wrong.any() else [0] * found.dim()
-            a, b = (float(x.double()[tuple(place)]) for x in (found, expected))
-            return f"differs by {off:.3g} (relative): at {place} it is {a:.6g} instead of {b:.6g}"
-    elif type(found) is type(expected) and found == expected:
+        return mistake_in_list(found, expected, bound)
+    if all(isinstance(x, Tensor) for x in both):
+        return mistake_in_tensor(found, expected, bound)
+    if all(is_number(x) or isinstance(x, Tensor) for x in both):
+        right = distance(found, expected) <= bound
+    else:
+        right = type(found) is type(expected) and found == expected
+    if right:
         return ""
-    elif expected == "":
-        return f"- {str(found)[:120]}"
+    return f"- {str(found)[:120]}" if isinstance(expected, str) and not expected else instead(found, expected)
+
+
+def instead(found: Any, expected: Any) -> str:
+    """Both values, as far as a line has room."""
     return f"is {str(found)[:120]} instead of {str(expected)[:120]}"
+
+
+def mistake_in_list(found: list, expected: Sequence, bound: float) -> str:
+    """The same of a list: all of it, if it is short; else its first wrong entry, or its length."""
+    pairs = enumerate(zip(found, expected, strict=False))
+    wrong = [f"at {i}: {text}" for i, (a, b) in pairs if (text := mistake(a, b, bound))]
+    if not wrong and len(found) == len(expected):
+        return ""
+    if len(f"{found}{expected}") <= 100:
+        return instead(found, expected)
+    return wrong[0] if wrong else f"has {len(found)} entries, and should have {len(expected)}"
+
+
+def mistake_in_tensor(found: Tensor, expected: Tensor, bound: float) -> str:
+    """The same of a tensor: its shape; or how far it is off, and where one sees it."""
+    if (off := distance(found, expected)) <= bound:
+        return ""
+    if found.shape != expected.shape:
+        return f"has shape {list(found.shape)} instead of {list(expected.shape)}"
+    limit = bound * float(expected.double().norm())
+    wrong = ~torch.isclose(found.double(), expected.double(), rtol=bound, atol=limit)
+    place = tuple(wrong.nonzero()[0].tolist() if wrong.any() else [0] * found.dim())
+    a, b = (float(x.double()[place]) for x in (found, expected))
+    return f"differs by {off:.3g} (relative): at {[*place]} it is {a:.6g} instead of {b:.6g}"
 
 
 def scale_words(found: Any, expected: Any, n: int) -> str:

@@ -28,62 +28,15 @@ from services.seam import spelled
 
 KEPT = Path(__file__).with_name("suite.pt")  # of a handout: rows by name; what each rank should find in which case
 TESTS = Path(__file__).parents[1] / "tests/rows.py"  # a handout has none
-SGD = dict(optimizer="sgd", lr=0.5)
-ALL = dict(steps=3, grad_clip=0.0, recompute="full")  # AdamW, a changing rate, nothing clipped, layers run again
-FROZEN = dict(patch="frozen")  # of tests/faults.py: a matrix and a norm do not train
-BF16 = dict(dtype="bf16", optimizer="sgd", lr=0.5)
 NEAR = 0.05  # a bound for 16 bits, in which two right files differ by some roundings of 2^-8
 
-# Beside the rows that tests/faults.py names: (ranks, step, flags). The last of each step attaches a variant to it.
-ROWS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "step 1": (1, "step01_single_gpu", ALL),
-    "step 1, frozen": (1, "step01_single_gpu", FROZEN | SGD),
-    "step 1, uneven": (1, "step01_single_gpu", dict(dataset="uneven-targets")),
-    "step 1, small norm": (1, "step01_single_gpu", dict(grad_clip=1e4)),
-    "step 1, smaller": (1, "step01_single_gpu", dict(micro_batch_size=5, global_batch_size=12)),
-    "step 1, muon": (1, "step01_single_gpu", dict(optimizer="muon", micro_batch_size=5, global_batch_size=12)),
-    "step 1, bf16": (1, "step01_single_gpu", dict(dtype="bf16", recompute="full")),
-    "step 1, saved": (1, "step01_single_gpu", dict(then=({}, dict(recompute="full"), {}))),
-    "step 2": (2, "step02_ddp", ALL | dict(bucket_mb=0.01)),
-    "step 2, frozen": (2, "step02_ddp", FROZEN | SGD | dict(bucket_mb=0.01)),
-    "step 2, overlap": (2, "step02_ddp", dict(sync="overlap", micro_batch_size=4, global_batch_size=12, **SGD)),
-    "step 2, bf16": (2, "step02_ddp", BF16 | dict(bucket_mb=0.01)),
-    "step 2, saved": (2, "step02_ddp", dict(then=(dict(sync="naive"), dict(sync="ring"), {}))),
-    "step 3": (2, "step03_zero", ALL | dict(zero=3)),
-    "step 3, tied": (3, "step03_zero", dict(zero=3, tied=True, **SGD)),
-    **{f"step 3, frozen {n}": (2, "step03_zero", FROZEN | SGD | dict(zero=n)) for n in (1, 2, 3)},
-    "step 3, offload": (2, "step03_zero", dict(zero=1, offload_optimizer="cpu", **SGD)),
-    "step 3, bf16": (2, "step03_zero", BF16 | dict(zero=3)),
-    "step 3, saved": (3, "step03_zero", dict(then=(dict(zero=1), dict(zero=3), dict(zero=2)))),
-    "step 4": (4, "step04_tp_sp", ALL | dict(tp=2, zero=1, tied=True)),
-    "step 4, no sp": (2, "step04_tp_sp", dict(tp=2, sp=False, tied=True, micro_batch_size=3)),
-    "step 4, overlap": (2, "step04_tp_sp", dict(tp=2, tp_overlap=True, **SGD)),
-    "step 4, bf16": (2, "step04_tp_sp", BF16 | dict(tp=2, zero=1)),
-    "step 4, saved": (2, "step04_tp_sp", dict(tied=True, then=(dict(tp=2), dict(zero=3), dict(tp=2, sp=False)))),
-    "step 5": (4, "step05_cp_ring", ALL | dict(cp=2, tp=2, tied=True)),
-    "step 5, zero": (4, "step05_cp_ring", dict(cp=2, zero=2, **SGD)),
-    "step 5, flash": (2, "step05_cp_ring", dict(cp=2, cp_kernel="flash", **SGD)),
-    "step 5, bf16": (2, "step05_cp_ring", BF16 | dict(cp=2)),
-    "step 5, saved": (2, "step05_cp_ring", dict(then=(dict(cp=2), dict(tp=2), dict(cp=2, zero=3)))),
-    "step 6": (4, "step06_pipeline", ALL | dict(pp=2, tp=2, zero=1, tied=True)),
-    "step 6, afab": (2, "step06_pipeline", dict(pp=2, schedule="afab", zero=3, **SGD)),
-    "step 6, V": (3, "step06_pipeline", dict(pp=3, schedule="zbv", n_layers=6, tied=True, **SGD)),
-    "step 6, bf16": (2, "step06_pipeline", BF16 | dict(pp=2)),
-    "step 6, saved": (2, "step06_pipeline", dict(then=(dict(pp=2), dict(tp=2), dict(pp=2, schedule="afab")))),
-    "step 7": (4, "step07_moe_ep", ALL | dict(cp=2, tp=2, ep=2, experts=4)),
-    "step 7, pp": (4, "step07_moe_ep", dict(pp=2, ep=2, experts=6, experts_per_token=1, zero=2)),
-    "step 7, rows": (2, "step07_moe_ep", dict(ep=2, ep_mode="rows", experts=4, **SGD)),
-    "step 7, bf16": (2, "step07_moe_ep", BF16 | dict(ep=2, experts=4)),
-    "step 7, saved": (2, "step07_moe_ep", dict(experts=4, then=(dict(ep=2), dict(tp=2), dict(ep=2, zero=3)))),
+ORDERS = "afab", "1f1b", "interleaved"
+CALLS = {  # tests of tests/test_schedules.py that take no pool, by name: function, arguments
+    **{f"{name}, v=1": ("test_bubble_without_w", (name, 1)) for name in ORDERS},
+    **{f"interleaved, v={v}": ("test_bubble_without_w", ("interleaved", v)) for v in (2, 3)},
+    **{f"schedules of {name}": ("test_every_size_is_complete_and_ends", (name,)) for name in ORDERS},
+    "in flight": ("test_activations_in_flight", ()),
 }
-CALLS = {  # tests that take no pool, by name: module, function, arguments
-    f"{name}, v={v}": ("tests.test_schedules", test, (name, *more))
-    for name, v in (("afab", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 2), ("interleaved", 3))
-    for test, *more in (("test_bubble_without_w", v),)
-}
-CALLS |= {f"schedules of {name}": ("tests.test_schedules", "test_every_size_is_complete_and_ends", (name,))
-          for name in ("afab", "1f1b", "interleaved")}  # fmt: skip
-CALLS["in flight"] = ("tests.test_schedules", "test_activations_in_flight", ())
 
 
 @lru_cache
@@ -108,12 +61,7 @@ def row_of(name: str) -> tuple[int, str, dict[str, Any]]:
     if not TESTS.exists():
         return tuple(kept()["rows"][name])
     rows = importlib.import_module("tests.rows")
-    if name in ROWS:
-        ranks, step, flags = ROWS[name]
-        row = rows.Row(ranks, step, flags, flags)
-    else:
-        row = importlib.import_module("tests.faults").SMALL_ROWS[name]
-    row = rows.sized(row)
+    row = rows.sized(rows.OF_LABS.get(name) or importlib.import_module("tests.faults").SMALL_ROWS[name])
     return row.ranks, row.step, row.base | row.layout
 
 
@@ -182,7 +130,7 @@ def watched() -> tuple[Any, type]:
 
 
 class Suite(Case):
-    """A row of ROWS or SMALL_ROWS, or one of CALLS, by its name."""
+    """A row of OF_LABS or SMALL_ROWS, or one of CALLS, by its name."""
 
     def setup(self):
         self.prepare()  # what these import of others' is there then in every process that is forked
@@ -205,9 +153,9 @@ class Suite(Case):
 
     def run(self, step: Any, mesh: Mesh) -> Iterator[Row]:
         if self.name in CALLS:
-            module, test, arguments = CALLS[self.name]
+            test, arguments = CALLS[self.name]
             try:
-                getattr(importlib.import_module(module), test)(*arguments)
+                getattr(importlib.import_module("tests.test_schedules"), test)(*arguments)
                 yield self.name, "", ""
             except AssertionError as error:
                 yield self.name, f"another order, time or memory than the papers' {error}".strip(), ""

@@ -18,10 +18,12 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -77,14 +79,6 @@ class Moe(NamedTuple):
     experts_per_token: int = 0
 
 
-def their_names(name: str, experts: int) -> list[str]:
-    """What their files call one of our tensors: one name, or one for each expert."""
-    for ours, theirs in EXPERT_NAMES.items():
-        if ours in name:
-            name = name.replace(ours, theirs)
-    return [name.replace("*", str(e)) for e in range(experts)] if "*" in name else [name]
-
-
 def shapes_of(m: ModelConfig, experts: int) -> dict[str, tuple[int, ...]]:
     """Shapes of all parameters by name. With `experts`, ffn_dim is their width."""
     with torch.device("meta"):
@@ -94,6 +88,31 @@ def shapes_of(m: ModelConfig, experts: int) -> dict[str, tuple[int, ...]]:
         shapes[f"{layer}mlp.router.weight"] = (experts, m.dim)
         shapes[f"{layer}mlp.experts.{linear}"] = (experts, *shapes.pop(name))
     return shapes
+
+
+class Theirs(NamedTuple):
+    """A tensor of their files: ours that has it, and where in ours it is."""
+
+    name: str
+    whole_shape: tuple[int, ...]
+    at: Any  # the number of an expert; or ..., for all of it
+
+    @property
+    def empty(self) -> Tensor:
+        """One of its shape, without numbers."""
+        return torch.empty(self.whole_shape, device="meta")[self.at].clone()
+
+
+def theirs_of(m: ModelConfig, experts: int) -> dict[str, Theirs]:
+    """All tensors of their files, by the names that they have there."""
+    found = {}
+    for name, shape in shapes_of(m, experts).items():
+        theirs = name
+        for ours, word in EXPERT_NAMES.items():
+            theirs = theirs.replace(ours, word)
+        for at in range(experts) if "*" in theirs else [...]:
+            found[theirs.replace("*", str(at))] = Theirs(name, shape, at)
+    return found
 
 
 def config_of(m: ModelConfig, moe: Moe, dtype: str) -> dict[str, Any]:
@@ -134,28 +153,17 @@ def export(source: str, out: str) -> str:
     buffers = index["tensors"].get("buffer", {})
     if odd := sorted(name for name, _ in held.items() ^ shapes_of(m, moe.experts).items()) or sorted(buffers):
         raise UserError(f"export {source}: Llama's and Mixtral's formats have no place for {odd[0]}")
-    dtype, shards, size = getattr(torch, index["dtype"].removeprefix("torch.")), [[]], 0
-    for name, shape in held.items():
-        n_bytes = torch.Size(shape).numel() * dtype.itemsize
-        if shards[-1] and size + n_bytes > SHARD_BYTES:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += n_bytes
-    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    files, file_of = files if len(shards) > 1 else ["model.safetensors"], {}
+    dtype, wanted = getattr(torch, index["dtype"].removeprefix("torch.")), theirs_of(m, moe.experts)
+    empty = {theirs: one.empty.to(dtype) for theirs, one in wanted.items()}
+    split = split_torch_state_dict_into_shards(empty, max_shard_size=SHARD_BYTES)
+    whole = lru_cache(1)(lambda name: found.whole("master", name).to(dtype))  # experts of one tensor come in turn
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for file, names in zip(files, shards, strict=True):
-            tensors: dict[str, Tensor] = {}
-            for name in names:
-                full, theirs = found.whole("master", name).to(dtype), their_names(name, moe.experts)
-                tensors |= {a: b.clone() for a, b in zip(theirs, full if ".experts." in name else [full], strict=True)}
+        for file, names in split.filename_to_tensors.items():
+            tensors = {theirs: whole(wanted[theirs].name)[wanted[theirs].at].clone() for theirs in names}
             save_file(tensors, folder / file, {"format": "pt"})
-            file_of |= dict.fromkeys(tensors, file)
-        if len(shards) > 1:
-            total = sum((folder / file).stat().st_size for file in files)
-            summary = dict(metadata=dict(total_size=total), weight_map=file_of)
+        if split.is_sharded:
+            summary = dict(metadata=split.metadata, weight_map=split.tensor_to_filename)
             (folder / "model.safetensors.index.json").write_text(json.dumps(summary, indent=1) + "\n")
         config = config_of(m, moe, index["dtype"].removeprefix("torch."))
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
@@ -214,11 +222,7 @@ def flags_for(m: ModelConfig, moe: Moe, source: str) -> str:
 
 def weights(folder: Path, m: ModelConfig, moe: Moe) -> Iterator[Piece]:
     """The tensors of a folder's safetensors files, as parts of ours. Raises UserError if one is missing or odd."""
-    wanted = {  # their name -> name and shape of the tensor of ours that has it, and which part of that it is
-        theirs: (name, shape, part)
-        for name, shape in shapes_of(m, moe.experts).items()
-        for part, theirs in enumerate(their_names(name, moe.experts))
-    }
+    wanted = theirs_of(m, moe.experts)
     missing = set(wanted)
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -226,11 +230,12 @@ def weights(folder: Path, m: ModelConfig, moe: Moe) -> Iterator[Piece]:
                 tied = theirs == "lm_head.weight" and theirs not in wanted
                 if tied or theirs.endswith("rotary_emb.inv_freq"):
                     continue  # a copy of the embedding, or a table
-                tensor, (name, shape, part) = file.get_tensor(theirs), wanted.get(theirs, ("", (), 0))
-                if not name or tuple(tensor.shape) != (shape[1:] if ".experts." in name else shape):
+                tensor, known = file.get_tensor(theirs), wanted.get(theirs)
+                if known is None or tensor.shape != known.empty.shape:
                     raise UserError(f"import {folder}: {theirs} {list(tensor.shape)} does not fit config.json")
                 missing.discard(theirs)
-                yield Piece("master", name, tensor.contiguous(), shape, first=part * tensor.numel())
+                first = 0 if known.at is ... else known.at * tensor.numel()
+                yield Piece("master", known.name, tensor.contiguous(), known.whole_shape, first=first)
     if missing:
         raise UserError(f"import {folder}: no *.safetensors file there has {sorted(missing)[0]}")
 

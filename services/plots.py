@@ -1,6 +1,8 @@
-"""Pictures of a run, drawn from the files in its directory."""
+"""Pictures of a run, drawn from the files in its directory. Matplotlib takes a second to import: whoever draws does."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,14 @@ COLOURS = dict(zip(CATEGORIES, ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#99
 ACTIONS = {"F": "#4c72b0", "B": "#dd8452", "W": "#55a868"}
 
 
-def pyplot() -> Any:
-    """matplotlib.pyplot, which draws into files. It takes a second to import, and most ranks draw nothing."""
-    import matplotlib
+@contextmanager
+def picture(path: Path, width: float, height: float) -> Iterator[Any]:
+    """Axes of a picture of so many inches, which then becomes a file."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot
-
-    return matplotlib.pyplot
+    figure = Figure(figsize=(width, height), layout="constrained")
+    yield figure.subplots()
+    figure.savefig(path, dpi=120)
 
 
 def read_metrics(folder: Path) -> list[dict]:
@@ -38,18 +40,17 @@ def draw_memory(axes: Any, data: dict[str, Any]):
 
 def memory(folder: Path):
     """memory.png, from memory.json."""
-    data, plt = json.loads((folder / "memory.json").read_text()), pyplot()
-    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
-    draw_memory(axes, data)
-    figure.savefig(folder / "memory.png", dpi=120)
-    plt.close(figure)
+    with picture(folder / "memory.png", 9, 4) as axes:
+        draw_memory(axes, json.loads((folder / "memory.json").read_text()))
 
 
 def draw_load(axes: Any, rows: list[dict], layer: str, label: str = ""):
     """The share of each expert in the choices of one layer, stacked over the steps."""
+    from matplotlib import colormaps
+
     loads = [row["expert_load"][layer] for row in rows]
     n = len(loads[0])
-    colours = [pyplot().colormaps["viridis"](i / max(1, n - 1)) for i in range(n)]
+    colours = [colormaps["viridis"](i / max(1, n - 1)) for i in range(n)]
     axes.stackplot([row["step"] for row in rows], *zip(*loads, strict=True), colors=colours, step="post")
     for i in range(1, n):
         axes.axhline(i / n, color="white", linewidth=0.6, linestyle=":")
@@ -60,18 +61,16 @@ def draw_load(axes: Any, rows: list[dict], layer: str, label: str = ""):
 
 def expert_load(folder: Path):
     """expert_load.png: the layer whose busiest expert is busiest at last."""
-    rows, plt = [row for row in read_metrics(folder) if "expert_load" in row], pyplot()
+    rows = [row for row in read_metrics(folder) if "expert_load" in row]
     last = rows[-1]["expert_load"]
-    figure, axes = plt.subplots(figsize=(5, 3.6), layout="constrained")
-    draw_load(axes, rows, max(last, key=lambda number: max(last[number])))
-    figure.savefig(folder / "expert_load.png", dpi=120)
-    plt.close(figure)
+    with picture(folder / "expert_load.png", 5, 3.6) as axes:
+        draw_load(axes, rows, max(last, key=lambda number: max(last[number])))
 
 
 def draw_traffic(axes: Any, sent: dict[str, float]):
     """Bytes in a step, by "dimension: operation"."""
     dims = sorted({label.split(":")[0] for label in sent})
-    colours = [pyplot().colormaps["tab10"](dims.index(label.split(":")[0]) % 10) for label in sent]
+    colours = [f"C{dims.index(label.split(':')[0])}" for label in sent]
     axes.barh([*sent], [n / 2**20 for n in sent.values()], color=colours)
     axes.set(xscale="log", xlabel="MiB sent by rank 0 in the last step")
     axes.grid(axis="x", alpha=0.3)
@@ -86,12 +85,10 @@ def sent_in(row: dict) -> dict[str, float]:
 
 def traffic(folder: Path):
     """traffic.png: what rank 0 sent in the last step, by mesh dimension and operation."""
-    sent, plt = sent_in(read_metrics(folder)[-1]), pyplot()
-    figure, axes = plt.subplots(figsize=(8, 1 + 0.26 * len(sent)), layout="constrained")
-    draw_traffic(axes, sent)
-    axes.set(title="traffic by dimension and operation")
-    figure.savefig(folder / "traffic.png", dpi=120)
-    plt.close(figure)
+    sent = sent_in(read_metrics(folder)[-1])
+    with picture(folder / "traffic.png", 8, 1 + 0.26 * len(sent)) as axes:
+        draw_traffic(axes, sent)
+        axes.set(title="traffic by dimension and operation")
 
 
 def draw_timeline(axes: Any, data: dict, width: float, colours: dict[str, str] = ACTIONS):
@@ -100,15 +97,16 @@ def draw_timeline(axes: Any, data: dict, width: float, colours: dict[str, str] =
 
     The micro-batch stands in a box that is wide enough; later stages of a rank are paler.
     """
-    ranks, plt = data["ranks"], pyplot()
+    from matplotlib.colors import to_rgb
+
+    ranks = data["ranks"]
     boxes = [(rank, *box) for rank, row in enumerate(ranks) for box in row]
     first, last = min(box[4] for box in boxes), max(box[5] for box in boxes)
     for rank, kind, micro_batch, stage, start, end in boxes:
         own = sorted({box[2] for box in ranks[rank]})
         pale = 0.65 * own.index(stage) / max(2, len(own))
-        colour = [c + (1 - c) * pale for c in plt.matplotlib.colors.to_rgb(colours.get(kind, "#999999"))]
-        corner = (start - first, rank - 0.42)
-        axes.add_patch(plt.Rectangle(corner, end - start, 0.84, facecolor=colour, edgecolor="white", linewidth=0.4))
+        colour = [c + (1 - c) * pale for c in to_rgb(colours.get(kind, "#999999"))]
+        axes.barh(rank, end - start, 0.84, start - first, color=colour, edgecolor="white", linewidth=0.4)
         if (end - start) / (last - first) * width > 0.08 * len(str(micro_batch)):
             middle = (start + end) / 2 - first
             axes.text(middle, rank, micro_batch, ha="center", va="center_baseline", fontsize=7, color="white")
@@ -120,9 +118,7 @@ def draw_timeline(axes: Any, data: dict, width: float, colours: dict[str, str] =
 
 def timeline(folder: Path):
     """timeline.png, from timeline.json."""
-    data, plt = json.loads((folder / "timeline.json").read_text()), pyplot()
-    figure, axes = plt.subplots(figsize=(12, 1.2 + 0.25 * len(data["ranks"])), layout="constrained")
-    draw_timeline(axes, data, 12)
-    axes.set(xlabel="seconds")
-    figure.savefig(folder / "timeline.png", dpi=120)
-    plt.close(figure)
+    data = json.loads((folder / "timeline.json").read_text())
+    with picture(folder / "timeline.png", 12, 1.2 + 0.25 * len(data["ranks"])) as axes:
+        draw_timeline(axes, data, 12)
+        axes.set(xlabel="seconds")

@@ -600,7 +600,7 @@ FAULTS: dict[str, Fault] = {
         ("weight_gradients_lost", "SplitBackward", "self.add(param, gradient())", "pass",
          "W does nothing")),
     **of("variants.split_backward", "zbv, tied", DEFAULT,
-        ("split_head_forgets_the_tie", "SplitBackward", " + self.of_head", "",
+        ("split_head_forgets_the_tie", "SplitBackward", " if self.of_head is None else self.of_head.add_(gradient)", "",
          "zbv: of several heads' gradients that wait for the embedding's only the last counts")),
     **of("variants.split_backward", "split", EXHAUSTIVE,
         ("weight_gradients_twice", "SplitBackward", "self.add(param, gradient())", "self.add(param, 2 * gradient())",

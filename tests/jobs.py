@@ -71,7 +71,7 @@ def live(job: dict):
 
 def serve():
     """Jobs come in, exit statuses go out."""
-    import matplotlib.pyplot  # noqa: F401
+    import matplotlib.figure  # noqa: F401
     import torch._dynamo  # what an optimizer's first step imports: seconds
     import torch.distributed.run
     import tqdm  # noqa: F401

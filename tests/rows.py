@@ -37,6 +37,8 @@ BACK = dict(skip_spikes=2.0, roll_back=2, steps=5, patch="fourth_is_a_spike")
 WINDOW, DEEP, PARTED = dict(window=7), dict(n_layers=4), dict(sp=False, pp_scatter=True)
 MASK = dict(documents="mask", end_token=32)  # a document ends with each blank
 DROP, STALE = dict(dropout=0.2), dict(stale=1, steps=3)
+THREE = dict(steps=3, grad_clip=0.0, recompute="full")  # AdamW, a changing rate, nothing clipped, layers run again
+BF16 = dict(dtype="bf16", optimizer="sgd", lr=0.5)
 
 
 class Row(NamedTuple):
@@ -338,3 +340,47 @@ def every_legal_layout(ranks: int = 8) -> list[Row]:
             base |= dict(seq_len=16 if cp * tp < 8 else 32, tied=len(rows) % 2 == 0)
             rows.append(Row(ranks, "step07_moe_ep", layout, base, EXHAUSTIVE))
     return rows
+
+
+# What labs run with a student's file, beside rows of tests/faults.py, by name. `then`: saved, and gone on with.
+OF_LABS = {
+    "step 1": Row(1, "step01_single_gpu", THREE),
+    "step 1, frozen": Row(1, "step01_single_gpu", FROZEN | SGD),
+    "step 1, uneven": Row(1, "step01_single_gpu", dict(dataset="uneven-targets")),
+    "step 1, small norm": Row(1, "step01_single_gpu", dict(grad_clip=1e4)),
+    "step 1, smaller": Row(1, "step01_single_gpu", dict(micro_batch_size=5, global_batch_size=12)),
+    "step 1, muon": Row(1, "step01_single_gpu", dict(optimizer="muon", micro_batch_size=5, global_batch_size=12)),
+    "step 1, bf16": Row(1, "step01_single_gpu", dict(dtype="bf16", recompute="full")),
+    "step 1, saved": Row(1, "step01_single_gpu", dict(then=({}, dict(recompute="full"), {}))),
+    "step 2": Row(2, "step02_ddp", THREE | dict(bucket_mb=0.01)),
+    "step 2, frozen": Row(2, "step02_ddp", FROZEN | SGD | dict(bucket_mb=0.01)),
+    "step 2, overlap": Row(2, "step02_ddp", dict(sync="overlap", micro_batch_size=4, global_batch_size=12, **SGD)),
+    "step 2, bf16": Row(2, "step02_ddp", BF16 | dict(bucket_mb=0.01)),
+    "step 2, saved": Row(2, "step02_ddp", dict(then=(dict(sync="naive"), dict(sync="ring"), {}))),
+    "step 3": Row(2, "step03_zero", THREE | dict(zero=3)),
+    "step 3, tied": Row(3, "step03_zero", dict(zero=3, tied=True, **SGD)),
+    **{f"step 3, frozen {n}": Row(2, "step03_zero", FROZEN | SGD | dict(zero=n)) for n in (1, 2, 3)},
+    "step 3, offload": Row(2, "step03_zero", dict(zero=1, offload_optimizer="cpu", **SGD)),
+    "step 3, bf16": Row(2, "step03_zero", BF16 | dict(zero=3)),
+    "step 3, saved": Row(3, "step03_zero", dict(then=(dict(zero=1), dict(zero=3), dict(zero=2)))),
+    "step 4": Row(4, "step04_tp_sp", THREE | dict(tp=2, zero=1, tied=True)),
+    "step 4, no sp": Row(2, "step04_tp_sp", dict(tp=2, sp=False, tied=True, micro_batch_size=3)),
+    "step 4, overlap": Row(2, "step04_tp_sp", dict(tp=2, tp_overlap=True, **SGD)),
+    "step 4, bf16": Row(2, "step04_tp_sp", BF16 | dict(tp=2, zero=1)),
+    "step 4, saved": Row(2, "step04_tp_sp", dict(tied=True, then=(dict(tp=2), dict(zero=3), dict(tp=2, sp=False)))),
+    "step 5": Row(4, "step05_cp_ring", THREE | dict(cp=2, tp=2, tied=True)),
+    "step 5, zero": Row(4, "step05_cp_ring", dict(cp=2, zero=2, **SGD)),
+    "step 5, flash": Row(2, "step05_cp_ring", dict(cp=2, cp_kernel="flash", **SGD)),
+    "step 5, bf16": Row(2, "step05_cp_ring", BF16 | dict(cp=2)),
+    "step 5, saved": Row(2, "step05_cp_ring", dict(then=(dict(cp=2), dict(tp=2), dict(cp=2, zero=3)))),
+    "step 6": Row(4, "step06_pipeline", THREE | dict(pp=2, tp=2, zero=1, tied=True)),
+    "step 6, afab": Row(2, "step06_pipeline", dict(pp=2, schedule="afab", zero=3, **SGD)),
+    "step 6, V": Row(3, "step06_pipeline", dict(pp=3, schedule="zbv", n_layers=6, tied=True, **SGD)),
+    "step 6, bf16": Row(2, "step06_pipeline", BF16 | dict(pp=2)),
+    "step 6, saved": Row(2, "step06_pipeline", dict(then=(dict(pp=2), dict(tp=2), dict(pp=2, schedule="afab")))),
+    "step 7": Row(4, "step07_moe_ep", THREE | dict(cp=2, tp=2, ep=2, experts=4)),
+    "step 7, pp": Row(4, "step07_moe_ep", dict(pp=2, ep=2, experts=6, experts_per_token=1, zero=2)),
+    "step 7, rows": Row(2, "step07_moe_ep", dict(ep=2, ep_mode="rows", experts=4, **SGD)),
+    "step 7, bf16": Row(2, "step07_moe_ep", BF16 | dict(ep=2, experts=4)),
+    "step 7, saved": Row(2, "step07_moe_ep", dict(experts=4, then=(dict(ep=2), dict(tp=2), dict(ep=2, zero=3)))),
+}

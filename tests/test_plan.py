@@ -48,7 +48,7 @@ def config_of(x: Layout, shape: dict, **flags) -> object:
     """Step 7's flags (without experts: step 6's) of a layout."""
     PRESETS["drawn"] = ModelConfig(**shape)
     step = step07 if "experts" in flags else step06
-    names = {field.name for field in fields(step.Config)} | {"zero_replicas", "zero_keep"}
+    names = {field.name for field in fields(step.Config)} | {"zero_replicas", "zero_keep", "zero_overlap", "pp_scatter"}
     flags |= {name: value for name, value in vars(x).items() if name in names}
     flags |= dict(cp_kernel="flash") if x.cp > 1 else {}  # as `flags` of a layout says it
     return compose(step)(model="drawn", dry_run=x.world, device="cpu", pp_split="cost", loss_chunk=2048, **flags)
@@ -138,25 +138,26 @@ def drawn_run(seed: int, with_experts: bool) -> tuple[Layout, dict, dict, str, i
         mbs, n = pick(1, 2, 4), 2 if pp == 1 else pp if schedule == "interleaved" else pick(2, 4)
         x = Layout(pp, cp, tp, 1, pick(0, 1, 2, 3), mbs, dp * mbs * n, schedule, dp=dp)
         x = replace(x, recompute=pick("none", "none", "selective", "full"), sp=draw.random() < 0.7)
+        more = dict(zero_keep=x.zero == 3, pp_scatter=x.tp > 1 and pp > 1 and not x.sp, zero_overlap=x.zero == 1)
+        x = replace(x, **{name: can and draw.random() < 0.5 for name, can in more.items()})
         if with_experts:
             experts = dict(experts=pick(4, 8), experts_per_token=pick(1, 2), moe_every=pick(1, 1, 2))
             experts |= dict(expert_dim=shape["ffn_dim"] // pick(1, 2, 4), dense_layers=pick(0, 0, 1))
             x = replace(x, ep=pick(1, 2, 4))
         if not illegal(shape_of(ModelConfig(**shape), SimpleNamespace(**experts)), x):
-            return x, shape, experts, pick("bf16", "bf16", "bf16", "fp32"), pick(0, x.world - 1)
+            return x, shape, experts, pick("bf16", "bf16", "bf16", "fp32"), draw.randrange(x.world)
 
 
 @pytest.mark.parametrize("with_experts", [False, True])
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(8, 200))])
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(8, 100))])
 def test_the_bound_of_the_peak(seed, with_experts):
-    """Within 20% of the peak that the dry run counts, on the kernels of a CPU; a few of the sweep are beyond it."""
+    """Within 20% of the peak that the dry run counts, on the kernels of a CPU."""
     x, shape, experts, dtype, rank = drawn_run(seed, with_experts)
     config = config_of(x, shape, dtype=dtype, **experts)
     seen = run_rank((step07 if experts else step06).train, config, rank)
     m, peak = shape_of(PRESETS["drawn"], config), sum(seen.meter.peak().values())
     ours = rank_bytes(m, x, rank * x.pp // x.world, dict(bf16=2, fp32=4)[dtype], 4, on_cpu=True)
-    most = 1.2 if seed < 8 else 1.3
-    assert 1 / most <= ours.total / peak <= most, (ours.total / peak, x, shape, experts, dtype, rank)
+    assert 1 / 1.2 <= ours.total / peak <= 1.2, (ours.total / peak, x, shape, experts, dtype, rank)
     state = sum(seen.held[kind] for kind in ("parameters", "masters", "moments"))
     assert ours.weights + ours.optimizer == pytest.approx(state, rel=0.005)
 

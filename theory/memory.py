@@ -1,31 +1,36 @@
 """Bytes that a rank of the course's trainer holds at most in a step: a bound that can be derived on a page.
 
     state       weights, gradients (from the first backward on), masters, moments, or what ZeRO leaves of them
-    waiting     activations: of each micro-batch from its F to its B, as the rank's list of actions has it
-    a moment    what rises above both for a while, and is gone when the action is over (`moments_of`)
+    waiting     activations: of each micro-batch from its F to its B (and W), as the rank's list of actions has it
+    a moment    what rises above both while an action runs (`Moments`)
 
 e, w: bytes of an element, and of one that is added up. T: tokens. h: dim. V, f: a rank's rows of the vocabulary, and
 part of ffn_dim. N = V h: numbers of the head's matrix, or the embedding's. U: of a layer, M: of its largest matrix.
-Z = w from ZeRO 2 on: a gradient is moved into its unit's buffer, and there until the next unit's is on its way.
+Z = w from ZeRO 2 on, else 0: a gradient is moved into its unit's buffer, and there until the next unit's is on its way.
 
-    loss        3 w T V: logits, their logarithms, their gradient; in chunks of C tokens 3 w C V + w N
-    head        (e + w + Z) N: its gradient as autograd makes it, as it is added up, and where ZeRO wants it
-    layer       Z U, and the larger of (e + w) M and 3 e T f + e T h, gradients of SwiGLU's products and of the output,
-                with the layer itself, if it is done again
-    embedding   as the head; but of its micro-batch nothing waits any more
-    all four    Z for the unit before, on its way; with ZeRO 3 also e 2 U, weights of two neighbours
-    update      w for what two ranks sum (`sum_tied`, `sum_partial_gradients`), and for ZeRO 1's slices (`reduce`)
+    when        what
+    all along   Z for the unit before, on its way (N, if the rank has an end); with ZeRO 3 e 2 U, weights of neighbours
+    F ends      loss: 3 w T V: logits, their logarithms, their gradient; in chunks of C tokens 3 w C V + w N
+    B begins    head: (e + w + Z) N: its gradient as autograd makes it, as it is added up, and where ZeRO wants it.
+                What it and the loss have kept is gone then
+    B           layer: 3 e T f + e T h, gradients of SwiGLU's products and of the output, with the layer itself, if it
+                is done again. (On a CPU, whose norm is ten operators, 5 w T h, if that is more.) What W needs comes
+    W           weights: Z U + (e + w) M. Where W is not apart, Z U is in B, and the larger of the rest counts
+    B ends      embedding: (e + w) N; nothing of its micro-batch waits for B any more. w N more where a gradient is kept
+                that is then copied: the head's by autograd, if both are one; ZeRO 2's by B, if W is apart
+    update      w for what is copied as it is summed: ZeRO 1's slices; what a pair of ranks has twice
 
-The dry run counts every tensor. The bound is within 20% of its count (tests/test_plan.py).
+The dry run counts every tensor. The bound is within 20% of its count, either way (tests/test_plan.py).
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
 from common.schedules import Action, Place
 from theory.activations import Kept, Piece, end_bytes, kept_along, kept_of, layer_bytes
 from theory.layouts import Layout, network
-from theory.pipelines import ends_of, lists_of, rank_places, ways_of
+from theory.pipelines import ends_of, lists_of, rank_places, splits, ways_of
 from theory.shapes import Shape, end_weights, layer_weights
 
 
@@ -59,24 +64,35 @@ def rank_numbers(m: Shape, schedule: str, pp: int, chunks: int, tp: int, ep: int
     return tuple(found)
 
 
-class Moment(NamedTuple):
-    """Bytes above what is kept when an action begins; and those of the gradient that it then leaves on its way."""
+class Moments(NamedTuple):
+    """Bytes above what waits. `along`: always; the others beside it."""
 
-    rise: float
-    sends: float = 0.0
+    along: float
+    loss: float  # when a micro-batch's last F ends
+    head: float  # when its first B begins
+    layer: float  # in a B
+    weights: float  # in a W
+    embedding: float  # when its last B ends
 
 
-def highest(row: list[Action], kept: dict[int, Kept], moments: dict[tuple[str, int], list[Moment]]) -> float:
-    """The most that a rank holds at a time, as it does its list of actions. `moments`: by (kind, stage), in order.
-
-    A gradient is on its way until the next one leaves.
-    """
-    most = way = 0.0
-    for (kind, _, stage), held in zip(row, kept_along(row, kept), strict=False):
-        for rise, sends in moments[kind, stage]:
-            most = max(most, held + way + rise)
-            way = sends or way
-    return most
+def heights(
+    row: list[Action], places: dict[int, Place], kept: dict[int, Kept], ends: float, m: Moments
+) -> Iterator[float]:
+    """What a rank holds at each moment of its list of actions. `ends`: what head and loss keep until B begins."""
+    waiting = kept_along(row, kept)
+    for (kind, _, stage), before, after in zip(row, waiting, waiting[1:], strict=False):
+        first, last = ends_of({stage: places[stage]})
+        if kind == "F":
+            yield after + (m.loss if last else 0.0)
+        elif kind == "W":
+            yield before + m.weights
+        else:
+            if last:
+                before -= ends
+                yield before + m.head
+            yield max(before, after) + m.layer
+            if first:
+                yield after + m.embedding
 
 
 def loss_bytes(p: Piece) -> float:
@@ -93,12 +109,13 @@ def loss_bytes(p: Piece) -> float:
 
 
 def work_bytes(p: Piece, experts: bool) -> float:
-    """In a layer's backward: what is done again, and the gradients of what it makes."""
+    """In a layer's backward: what is done again; beside it the gradients of what it makes or, on a CPU, a norm's."""
     m, e = p.m, p.e
     again = layer_bytes(p._replace(recompute="none"), experts) - layer_bytes(p, experts)
+    norm = 5 * p.wide * p.own * m.dim if p.on_cpu else 0.0
     if experts:
-        return again + p.share * m.experts_per_token * e * (m.dim + 3 * m.expert_width)
-    return again + p.tokens * m.dim * e + p.share * 3 * m.ffn_dim * e
+        return again + max(p.share * m.experts_per_token * e * (m.dim + 3 * m.expert_width), norm)
+    return again + max(p.tokens * m.dim * e + p.share * 3 * m.ffn_dim * e, norm)
 
 
 def largest_matrix(m: Shape, x: Layout, experts: bool) -> float:
@@ -106,49 +123,26 @@ def largest_matrix(m: Shape, x: Layout, experts: bool) -> float:
     return m.experts / x.ep * m.dim * m.expert_width if experts else m.dim * max(m.dim, m.ffn_dim) / x.tp
 
 
-def moments_of(p: Piece, x: Layout, places: dict[int, Place], split: bool) -> dict[tuple[str, int], list[Moment]]:
-    """By (kind, stage): how high the actions of a rank rise. `split`: W comes apart from B.
-
-    The head's gradient is added `later` if W is apart, when B ends, or if the head is tied to an embedding on the same
-    way, with the embedding's. Till then it waits, in wide numbers; then somebody else holds it, so a copy is added.
-    """
-    m, e, wide, matrix, found = p.m, p.e, p.wide, p.rows * p.m.dim, {}
+def moments_of(p: Piece, x: Layout, places: dict[int, Place], split: bool) -> Moments:
+    """How high the actions of a pipeline rank rise. Of its layers, the largest; its experts are a unit of their own."""
+    m, e, wide, matrix = p.m, p.e, p.wide, p.rows * p.m.dim
     first, last = ends_of(places)
-    layers = [m.has_experts(n) for place in places.values() for n in place.layers]
-    rest, experts = max((layer_weights(m, kind, x.tp, x.ep) for kind in layers), key=sum)  # of the largest layer
-    made = e + wide if e < wide else e  # of a gradient's number: as autograd makes it, and as it is added up
+    kinds = {m.has_experts(n) for place in places.values() for n in place.layers}
+    rest, experts = max((layer_weights(m, kind, x.tp, x.ep) for kind in kinds), key=sum)
+    made = e + wide if e < wide else wide  # of a gradient's number: as autograd makes it, and as it is added up
     summed = wide if x.zero >= 2 else 0
     gathered = e if x.zero == 3 and not x.zero_keep else 0
-    tied = m.tied and first and last and ways_of(x.schedule, x.pp, x.chunks) == 1
-    later = tied or split
-
-    neighbours = gathered * (rest + experts) * (len(layers) if split else 2)  # with W apart B lets none go
-    if tied:
-        neighbours += gathered * matrix
-    at_head = gathered * matrix + (neighbours if split else 0)
-    waits = wide * matrix if later and last else 0
-    units = summed * experts, summed * rest  # one after the other
-    cast = max(made * largest_matrix(m, x, kind) for kind in layers)
-    work = max(work_bytes(p, kind) for kind in layers)
-
-    for stage, place in places.items():
-        (until_b, until_w), backward = kept_of(p, place, split), []
-        found["F", stage] = [Moment(until_b + neighbours)]
-        if place.after is None:
-            found["F", stage] = [Moment(until_b + at_head + loss_bytes(p))]
-            head = made if later else made + summed
-            sends = 0 if split else summed * (m.dim if tied else matrix)  # if it is tied, the norm alone
-            backward.append(Moment(at_head + head * matrix - end_bytes(p), sends))
-        if split:
-            backward.append(Moment(neighbours + waits + work))
-            found["W", stage] = [Moment(neighbours + unit + cast, unit) for unit in units]
-        else:
-            backward += [Moment(neighbours + waits + unit + max(work, cast), unit) for unit in units]
-        if place.before is None or (place.after is None and split):
-            end = summed + (2 * wide if later else made)
-            backward.append(Moment(end * matrix - until_b + until_w, summed * matrix))
-        found["B", stage] = backward
-    return found
+    one_matrix = m.tied and first and last and ways_of(x.schedule, x.pp, x.chunks) == 1
+    unit, work = summed * max(rest, experts), max(work_bytes(p, kind) for kind in kinds)
+    cast = max(made * largest_matrix(m, x, kind) for kind in kinds)
+    return Moments(
+        along=summed * (max(rest, matrix) if first or last else rest) + gathered * 2 * (rest + experts),
+        loss=loss_bytes(p),
+        head=(made + summed) * matrix,
+        layer=work if split else unit + max(work, cast),
+        weights=unit + cast,
+        embedding=(made + wide if one_matrix or (split and summed) else made) * matrix,
+    )
 
 
 def rank_bytes(m: Shape, x: Layout, rank: int, e: int = 2, wide: int = 4, on_cpu: bool = False) -> Held:
@@ -165,15 +159,12 @@ def rank_bytes(m: Shape, x: Layout, rank: int, e: int = 2, wide: int = 4, on_cpu
     p = Piece(m, x.micro_batch_size, m.seq_len // x.cp, e, wide, x.tp, x.sp, x.recompute, on_cpu, gathered=x.gathered)
     few = 4 * x.pp + x.micro_batches % x.pp  # no more wait at a time than of these; but afab lets all wait
     row = lists_of(*way, x.micro_batches if x.schedule == "afab" else min(x.micro_batches, few))[rank]
-    split = any(action.kind == "W" for action in row)
+    split = splits(*way)
     kept = {stage: kept_of(p, place, split) for stage, place in places.items()}
-    activations = max(kept_along(row, kept))
+    activations, moments = max(kept_along(row, kept)), moments_of(p, x, places, split)
 
     copied = slices if x.zero == 1 else 0.0
-    first, last = ends_of(places)
     if ways_of(*way) > 1:  # a pair of ranks sums all that it holds
         copied += slices if x.zero else whole
-    elif m.tied and first != last:
-        copied += end_weights(m, x.tp)[0] / (network(x, "shard").ranks if x.zero else 1)
-    most = max(highest(row, kept, moments_of(p, x, places, split)), wide * copied)
+    most = max(moments.along + max(heights(row, places, kept, end_bytes(p), moments)), wide * copied)
     return Held(weights, gradients, optimizer, activations, most - activations)

@@ -97,7 +97,7 @@ class SplitBackward:
         mine = {s: place for s, place in enumerate(parts.pipeline.places) if place.rank == parts.pipeline.group.rank}
         self.leaves = {s: [p for p in parameters_of(model, place) if p not in split] for s, place in mine.items()}
         self.tied = model.lm_head.weight if model.config.tied and {0, parts.way[-1]} <= mine.keys() else None
-        self.of_head: Tensor | float = 0.0  # its gradient as head, until that as embedding is there
+        self.of_head: Tensor | None = None  # its gradient as head, until that as embedding is there
 
     def linear(self, module: nn.Module, x: Tensor, counts: list[int] | None = None) -> Tensor:
         """In the place of a linear layer's forward, or of the experts'."""
@@ -131,9 +131,9 @@ class SplitBackward:
 
     def add_tied(self, gradient: Tensor, stage: int):
         """A tied matrix whose two ends are here gets one addition a micro-batch; in B its part as head comes first."""
-        self.of_head = gradient.to(wide(gradient.dtype)) + self.of_head
+        self.of_head = gradient.to(wide(gradient.dtype)) if self.of_head is None else self.of_head.add_(gradient)
         if stage == 0:
-            whole, self.of_head = self.of_head, 0.0
+            whole, self.of_head = self.of_head, None
             self.add(self.tied, whole.to(gradient.dtype))
 
 

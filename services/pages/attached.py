@@ -3,12 +3,37 @@
 import ast
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 # The classes of what `attach` calls by these names, and how each verb of `Parts` is read aloud.
 OF = dict(optimizer="Optimizer Zero1", zero="Zero1", sync="NaiveSync BucketSync Zero1 Zero2", unit="Unit ShardedUnit")
 OF |= dict(model="Decoder", layer="DecoderLayer", self_attn="Attention", pipeline="Pipeline", data="Data", run="Run")
 HOW = {"parts.around": "stands around this", "parts.instead": "takes this place"}
+
+
+def entries(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """(how, menu) of what a file adds to menus: SYNCS["tree"] = ..."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+            yield f"makes the entry {ast.unparse(node.targets[0].slice)}", ast.unparse(node.targets[0].value)
+
+
+def changes(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """(how, "Class.method" or menu) of calls of `parts.around` and `parts.instead`, for each class that it may be."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (how := HOW.get(ast.unparse(node.func))):
+            owner, method = ast.unparse(node.args[0]).split(".")[-1], getattr(node.args[1], "value", "")
+            yield how, owner
+            for cls in OF.get(owner, "").split() if method else ():
+                yield how, f"{cls}.{method}"
+
+
+def summary(tree: ast.Module) -> tuple[str, str]:
+    """The flag that a file's docstring names first, and its first words, without it."""
+    doc = re.sub(r"\s+", " ", ast.get_docstring(tree))
+    flag = (re.findall("`(--[^`]*)`", doc) or re.findall(r"--[\w-]+", doc) or [""])[0]
+    return flag, re.split(r" \(|[:.] |, ", doc.removeprefix(f"`{flag}`: "), maxsplit=1)[0]
 
 
 def all_attached(root: Path) -> dict[str, list[tuple[str, str, str]]]:
@@ -20,17 +45,8 @@ def all_attached(root: Path) -> dict[str, list[tuple[str, str, str]]]:
     course = "".join(path.read_text() for path in [*root.glob("step0*.py"), *root.glob("common/*.py")])
     for path in sorted(root.glob("variants/*.py")):
         tree = ast.parse(path.read_text())
-        doc = re.sub(r"\s+", " ", ast.get_docstring(tree))
-        flag = (re.findall("`(--[^`]*)`", doc) or re.findall(r"--[\w-]+", doc) or [""])[0]
-        about = re.split(r" \(|[:.] |, ", doc.removeprefix(f"`{flag}`: "), maxsplit=1)[0]
-        for node in ast.walk(tree):
-            how, names = "", []
-            if node in tree.body and isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-                menu, entry = map(ast.unparse, (node.targets[0].value, node.targets[0].slice))
-                how, names = f"makes the entry {entry}", [menu]
-            elif isinstance(node, ast.Call) and (how := HOW.get(ast.unparse(node.func), "")):
-                owner, method = ast.unparse(node.args[0]).split(".")[-1], getattr(node.args[1], "value", "")
-                names = [owner, *(f"{cls}.{method}" for cls in OF.get(owner, "").split() if method)]
-            for name in [name for name in names if re.search(rf"^(class )?{name.split('.')[0]}\b", course, re.M)]:
+        flag, about = summary(tree)
+        for how, name in (*entries(tree), *changes(tree)):
+            if re.search(rf"^(class )?{name.split('.')[0]}\b", course, re.M):
                 found[name].add((flag, f"variants/{path.name}", f"{how} ({about})"))
     return {name: sorted(of) for name, of in found.items()}

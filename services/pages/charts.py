@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
 from services import plots
 from services.memory import CATEGORIES
 
@@ -19,15 +22,14 @@ DARK = dict(F="#2b5c8a", B="#9a4a1f", W="#2f6b4f")  # of boxes with white number
 
 def svg(name: str, draw: Callable[[Any], Any], height: float = 3.2, **labels: Any) -> tuple[str, str]:
     """(name, SVG) of what `draw(axes)` draws. On a phone a chart is as wide as the screen: so it has few letters."""
-    plt, file = plots.pyplot(), io.StringIO()
-    with plt.rc_context(STYLE | {"svg.hashsalt": name}):
-        figure, axes = plt.subplots(figsize=(6.5, height), layout="constrained")
-        draw(axes)
+    file = io.StringIO()
+    with rc_context(STYLE | {"svg.hashsalt": name}):
+        figure = Figure(figsize=(6.5, height), layout="constrained")
+        draw(axes := figure.subplots())
         axes.set(**labels)
         if handles := axes.get_legend_handles_labels()[0]:
             axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=min(3, len(handles)), fontsize=10)
         figure.savefig(file, format="svg", transparent=True, metadata=dict(Date=None))
-        plt.close(figure)
     text = file.getvalue()[file.getvalue().index("<svg") :].replace(INK, "currentColor")
     text = re.sub("'DejaVu Sans'.*?sans-serif", "var(--sans)", text)
     return name, text.replace("<svg", f'<svg role="img" aria-label="{name}"', 1)

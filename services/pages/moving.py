@@ -3,11 +3,12 @@
 import sys
 
 from matplotlib.animation import FuncAnimation, PillowWriter
+from matplotlib.figure import Figure
 
 import step06_pipeline as step06
 from common.schedules import simulate
 from services.pages.charts import DARK
-from services.plots import draw_timeline, pyplot
+from services.plots import draw_timeline
 from services.screen import idle_fraction
 from services.seam import compose, plugins
 
@@ -31,7 +32,8 @@ def main():
     plugins()
     spans = {name: spans_of(name) for name in SHOWN}
     end = max(of[-1][0] for of in spans.values())
-    figure, rows = pyplot().subplots(len(SHOWN), figsize=(8.5, 4.6), layout="constrained")
+    figure = Figure(figsize=(8.5, 4.6), layout="constrained")
+    rows = figure.subplots(len(SHOWN))
 
     def draw(now: int):
         for axes, (name, of) in zip(rows, spans.items(), strict=True):

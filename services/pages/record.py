@@ -205,63 +205,78 @@ def buckets() -> dict:
     return dict(text=text, states=states)
 
 
-def zero(stage: int) -> dict:
-    """Chapter 3, the second step of `--zero stage`: what this rank holds of each unit, a chip for each shard."""
-    config = step03.Config(**FLAGS | dict(global_batch_size=RANKS, steps=2, zero=stage, dtype="bf16"))
-    states, curve, summed, rank = [], defaultdict(list), [], dist.get_rank()
+class SeenZero:
+    """The second step of `--zero stage`: what this rank holds of each unit, whenever that changes."""
 
-    def shards(there: Any, own: bool = False, way: str = "") -> list:
-        """`own`: of this rank's shard alone, if at all; `way`: the style of the others."""
-        styles = ["gone" if there is None or (own and r != rank) else way * (r != rank) for r in range(RANKS)]
-        return [[[str(r), r, style] for r, style in enumerate(styles)]]
+    def __init__(self, stage: int):
+        self.stage, self.rank, self.summed = stage, dist.get_rank(), False
+        self.states: list[tuple[str, dict]] = []
+        self.curve: dict[str, list[int]] = defaultdict(list)
+        config = step03.Config(**FLAGS | dict(global_batch_size=RANKS, steps=2, zero=stage, dtype="bf16"))
+        self.run = watched(config, self.attach)
+        step03.train(config, self.run)
 
-    def held(unit: Any, parts: Parts) -> list:
-        """Weights, the gradient of this rank's tokens, its sum, masters and moments."""
-        if stage == 0:
-            gradient = parts.model.lm_head.weight.grad
-            own, total = (None, gradient) if summed else (gradient, None)
-            return [shards(1), shards(own), shards(total), shards(1)]
-        here = unit.flat.untyped_storage().nbytes() > 0
-        coming = stage == 3 and not (unit.gathered and not unit.gathering.works)
-        sums = unit.grad_shard if unit.grad_shard is not None else unit.reduced_shard
-        flying = stage >= 2 and parts.sync.in_flight is not None and parts.sync.in_flight[0] is unit
-        gradient = [[[label, colour, "way" if flying else style] for label, colour, style in shards(unit.gradient)[0]]]
-        return [shards(1, not here, "way" * coming), gradient, shards(sums, own=True), shards(1, own=True)]
+    def attach(self, parts: Parts):
+        """Tell of each module's turn, of each sum and gathering, and of what is freed."""
+        self.parts, self.named = parts, dict(zip(UNITS.values(), parts.units, strict=False))
+        self.run.count = self.saw
+        watch_modules(parts.model, lambda name, direction: self.tell(f"{direction} of {UNITS[name]}."))
+        for name, unit in self.named.items() if self.stage == 3 else ():
+            after(unit, "free", lambda name=name: self.tell(f"{name} is freed: each rank keeps its shard."))
+        after(parts.sync, "finish", lambda: self.tell("`finish` returns: each sum is complete.", summed=True))
+        after(parts.optimizer, "step", lambda: self.tell("The update is done."))
+        after(parts.optimizer, "zero_grad", lambda: self.tell("The gradients are dropped.", summed=False))
 
-    def tell(parts: Parts, says: str):
-        if not run.history:  # in the first step the optimizer has no moments yet
+    def saw(self, operation: str, _group: Group, tensor: Tensor, _share: float):
+        """An observer: a collective of a unit's weights or gradient starts, or of a bucket."""
+        found = [name for name, unit in self.named.items() if tensor is unit.flat or tensor is unit.gradient]
+        if found or (self.stage == 0 and operation == "all_reduce" and tensor.dim()):
+            self.tell(f"{operation.replace('_', '-')} of {found[0] if found else 'a bucket'} starts.")
+
+    def tell(self, says: str, summed: bool | None = None):
+        """A state, if something has changed by it. `summed`: whether gradients are sums from now on."""
+        self.summed = self.summed if summed is None else summed
+        if not self.run.history:  # in the first step the optimizer has no moments yet
             return
-        of, now = {}, {kind: bytes_of(tensors) for kind, tensors in held_tensors(parts).items()}
-        for name, unit in zip(UNITS.values(), parts.units or [None] * 4, strict=True):
+        of: dict[str, list] = {}
+        for name in UNITS.values():
             kinds = (f"{name}: {kind}" for kind in ("weights", "gradient", "summed", "optimizer"))
-            of |= dict(zip(kinds, held(unit, parts), strict=True))
-        if not (states and "freed" in says and of == states[-1][1]):  # else there was nothing to free
-            states.append((says[0].upper() + says[1:], of))
-            now["optimizer"] = now.pop("masters") + now.pop("moments")
-            for kind, n_bytes in now.items():
-                curve[kind].append(n_bytes)
+            of |= dict(zip(kinds, self.held(self.named.get(name)), strict=True))
+        if self.states and "freed" in says and of == self.states[-1][1]:
+            return  # there was nothing to free
+        self.states.append((says[0].upper() + says[1:], of))
+        now = {kind: bytes_of(tensors) for kind, tensors in held_tensors(self.parts).items()}
+        now["optimizer"] = now.pop("masters") + now.pop("moments")
+        for kind, n_bytes in now.items():
+            self.curve[kind].append(n_bytes)
 
-    def attach(parts: Parts):
-        named = dict(zip(UNITS.values(), parts.units, strict=False))
+    def shards(self, own: str, others: str) -> list:
+        """A chip for each shard: the style of this rank's, and of the others'."""
+        return [[[str(r), r, own if r == self.rank else others] for r in range(RANKS)]]
 
-        def saw(operation: str, _group: Group, tensor: Tensor, _share: float):
-            found = [name for name, unit in named.items() if tensor is unit.flat or tensor is unit.gradient]
-            if found or (stage == 0 and operation == "all_reduce" and tensor.dim()):
-                tell(parts, f"{operation.replace('_', '-')} of {found[0] if found else 'a bucket'} starts.")
+    def held(self, unit: step03.Unit | None) -> list:
+        """Weights, the gradient of this rank's tokens, its sum, masters and moments. No unit: stage 0 has none."""
+        here, mine, gone = self.shards("", ""), self.shards("", "gone"), self.shards("gone", "gone")
+        if unit is None:
+            there = gone if self.parts.model.lm_head.weight.grad is None else here
+            return [here, gone, there, here] if self.summed else [here, there, gone, here]
+        weights = here if unit.flat.untyped_storage().nbytes() else mine
+        if weights is here and self.stage == 3 and (not unit.gathered or unit.gathering.works):
+            weights = self.shards("", "way")
+        gradient = gone if unit.gradient is None else here
+        if self.stage >= 2 and self.parts.sync.in_flight is not None and self.parts.sync.in_flight[0] is unit:
+            gradient = self.shards("way", "way")
+        total = unit.grad_shard if unit.grad_shard is not None else unit.reduced_shard
+        return [weights, gradient, gone if total is None else mine, mine]
 
-        run.count = saw
-        watch_modules(parts.model, lambda name, direction: tell(parts, f"{direction} of {UNITS[name]}."))
-        for name, unit in named.items() if stage == 3 else ():
-            after(unit, "free", lambda name=name: tell(parts, f"{name} is freed: each rank keeps its shard."))
-        after(parts.sync, "finish", lambda: (summed.append(1), tell(parts, "`finish` returns: each sum is complete.")))
-        after(parts.optimizer, "step", lambda: tell(parts, "The update is done."))
-        after(parts.optimizer, "zero_grad", lambda: (summed.clear(), tell(parts, "The gradients are dropped.")))
 
-    run = watched(config, attach)
-    step03.train(config, run)
+def zero(stage: int) -> dict:
+    """Chapter 3: a step of ZeRO, a chip for each shard."""
+    seen = SeenZero(stage)
     text = "A box is a shard, with the number of the rank that updates it. Empty: not here. Dashed: under way."
     text += " Gradient: of the rank's own tokens; summed: over all ranks. Weights are bf16; the optimizer has masters"
-    return dict(text=text + " and two moments. Bars: bytes on rank 0, moment by moment.", states=states, curve=curve)
+    text += " and two moments. Bars: bytes on rank 0, moment by moment."
+    return dict(text=text, states=seen.states, curve=seen.curve)
 
 
 BLOCKS = {"attention": ("input_layernorm", "self_attn"), "MLP": ("post_attention_layernorm", "mlp")}
