@@ -51,7 +51,8 @@ def text_of_refusal(step: str, options: Options) -> str:
 
 def named(text: str) -> set[str]:
     """The flags of the table that a text names."""
-    return {name for name in FLAGS if re.search(rf"--(no-)?{name.replace('_', '-')}(?![\w-])", text)}
+    words = {word.replace("-", "_") for word in re.findall(r"--([\w-]+)", text)}
+    return {name for name in FLAGS if name in words or f"no_{name}" in words}
 
 
 @pytest.mark.parametrize("step", STEPS)
