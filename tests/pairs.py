@@ -8,13 +8,14 @@ other, for all pairs. A new flag gets a line in FLAGS, or in APART. A new refusa
 import importlib
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from functools import lru_cache
 from itertools import combinations, combinations_with_replacement
 from typing import Any, NamedTuple
 
 from services.seam import compose
+from tests.rows import ALL, EXHAUSTIVE, Row
 
 STEPS = ["step01_single_gpu", "step02_ddp", "step03_zero", "step04_tp_sp", "step05_cp_ring", "step06_pipeline"]
 STEPS += ["step07_moe_ep"]
@@ -179,6 +180,8 @@ ROUNDING = [  # legal, but one process does not say what is right
 ]
 NOWHERE = {("sync", "torch"): STEPS[5:]}  # values that these steps refuse, whatever is beside them
 FEW = 6000  # pairs
+TUNED = {"lr", "steps", "n_layers"}  # of a row: to show a difference
+ALONE = {"dataset", "dtype", "compile"}  # rows with one of these are about more than the flag
 # Values that --dry-run refuses.
 UNCOUNTED = {"documents": ("mask", "reset"), "batch_ramp": ("4,2",), "ep_overlap": (True,)}
 
@@ -202,7 +205,7 @@ def plain(step: str) -> Options:
 
 def met(options: Options, wanted: Options) -> bool:
     """Whether each flag has one of its wanted values; a step that lacks a flag is as if it were not set."""
-    for name, values in wanted.items():  # noqa: SIM110  (asked a million times: `all` takes three times as long)
+    for name, values in wanted.items():  # asked a million times: `all` takes three times as long
         if (options[name] if name in options else FLAGS[name].values[0]) not in values:
             return False
     return True
@@ -264,6 +267,25 @@ def comparable(options: Options, most: int = 4) -> bool:
     return fits_ranks(options, most) and not any(met(options, a) and met(options, b) for a, b in ROUNDING)
 
 
+def lighter(options: Options) -> Options:
+    """Two layers fewer, half of the time, unless a rank has two stages, or some layers have no experts."""
+    deep = options.get("schedule") in ("interleaved", "rounds", *V) or options.get("dense_layers")
+    return options if deep or "moe_every" not in options else options | dict(n_layers=options["n_layers"] - 2)
+
+
+def in_company(row: Row) -> Options:
+    """The flags of a row of rows.py, if some run of the default run has them all, and more; {}: it trains alone there.
+
+    These are rows that only equal one process, exactly, with more than two flags, all of them values of the table.
+    """
+    flags = {name: value for name, value in (row.layout | row.base).items() if name not in TUNED}
+    known = all(name in FLAGS and value in FLAGS[name].values for name, value in flags.items())
+    exact = row.does != ALL and not row.bound and not flags.keys() & ALONE and not row.layout.keys() & row.base.keys()
+    if row.tier == EXHAUSTIVE or row.ranks not in (2, 4) or len(flags) < 3 or not (known and exact):
+        return {}
+    return flags if grow(STEPS[-1], {}, flags) else {}
+
+
 def singles(step: str) -> list[tuple[str, Any]]:
     """All (flag, value) of a step."""
     return [(name, value) for name, flag in flags_of(step).items() for value in flag.values]
@@ -276,23 +298,34 @@ def pairs_of(step: str) -> Iterator[Options]:
             yield {a: x, b: y}
 
 
-def covering(step: str, wanted: set[frozenset], seed: int = 0, most: int | None = None) -> list[Options]:
+def covering(
+    step: str, wanted: set[frozenset], seed: int = 0, most: int | None = None, whole: Iterable[Options] = ()
+) -> list[Options]:
     """Few runs that have all wanted pairs, frozensets of two (flag, value), or of one; greedily, one after another.
 
     A run begins with the pair whose values are in most of what is left. Then it takes for each flag the value that adds
     most new pairs. It sets at most so many flags, unless its first pair needs more. If it may set any number, and few
-    pairs are left, it begins with as many of them as fit.
+    pairs are left, it begins with as many of them as fit. All flags of each of `whole` are in one run: the first runs
+    begin with as many of these as fit.
     """
     rng, flags, left, runs = random.Random(seed), flags_of(step), set(wanted), []
+    begun: list[Options] = []
+    for more in sorted(whole, key=lambda options: (-len(options), str(options))):
+        fitting = ((at, joined) for at, one in enumerate(begun) if (joined := join(step, one, more)))
+        at, joined = next(fitting, (len(begun), join(step, {}, more)))
+        begun[at : at + 1] = [joined]
     order = sorted(wanted, key=lambda pair: sorted(map(str, pair)))  # whatever the order of sets is
     rng.shuffle(order)
-    while left:
+    while left or begun:
         open_pairs = Counter(value for pair in left for value in pair)
-        first = max(filter(left.__contains__, order), key=lambda pair: sum(open_pairs[value] for value in pair))
-        chosen = grow(step, {}, dict(first))
+        if begun:
+            chosen = begun.pop()
+        else:
+            first = max(filter(left.__contains__, order), key=lambda pair: sum(open_pairs[value] for value in pair))
+            chosen = grow(step, {}, dict(first))
         for pair in order if most is None and len(left) < FEW else ():
-            if pair in left and all(chosen.get(name, value) == value for name, value in pair):
-                chosen = grow(step, chosen, dict(pair)) or chosen
+            if pair in left:
+                chosen = join(step, chosen, dict(pair)) or chosen
         names = [name for name in flags if name not in chosen]
         rng.shuffle(names)
         for name in names:
@@ -321,3 +354,9 @@ def grow(step: str, chosen: Options, more: Options, most: int | None = None) -> 
     return {
         name: value for name, value in run.items() if name in chosen or name in more or value != flags[name].values[0]
     }
+
+
+def join(step: str, chosen: Options, more: Options) -> Options | None:
+    """`grow`, unless one contradicts the other."""
+    agree = all(chosen.get(name, value) == value for name, value in more.items())
+    return grow(step, chosen, more) if agree else None

@@ -18,7 +18,7 @@ from services.dry_run import Counted, Meter, Seen, instead_of, run_rank
 from services.run import ServedRun
 from services.seam import check, compose
 from tests.equal import SMALL, config_of, watch
-from tests.pairs import FLAGS, STEPS, UNCOUNTED, covering, ranks_of, singles
+from tests.pairs import FLAGS, STEPS, UNCOUNTED, covering, lighter, ranks_of, singles
 from theory.gpus import CONTEXT, GPUS
 from variants import grouped_matmul
 from variants.routing import RoutedMoE
@@ -169,8 +169,9 @@ def test_every_value_is_counted():
     """Of every flag of the table but what is refused, in runs of many flags each (tests/pairs.py)."""
     step = STEPS[-1]
     values = {frozenset([(name, value)]) for name, value in singles(step) if value not in UNCOUNTED.get(name, ())}
-    for options in covering(step, values):
+    for options in map(lighter, covering(step, values)):
         options |= {name: FLAGS[name].values[0] for name in UNCOUNTED} | dict(end_token=256)
+        options["global_batch_size"] = 4 * options["micro_batch_size"]  # four micro-batches are enough
         config = config_of(step, options | dict(dry_run=ranks_of(options), save_every=0))
         check(config, 1)
         assert run_rank(importlib.import_module(step).train, config, 0).meter.count, options
@@ -238,9 +239,9 @@ def test_expected_lines_are_those_of_the_readme(capsys):
 )
 def test_masks_and_scores_are_predicted(step, flags):
     """What they add to what waits for backward is what is counted, to the byte."""
-    added = []
+    added, shape = [], SHAPE | dict(n_layers=2, global_batch_size=2)
     for more in flags, {name: value for name, value in flags.items() if name not in ("dropout", "attention")}:
-        seen = run_rank(importlib.import_module(step).train, config_of(step, SHAPE | more), 0)
+        seen = run_rank(importlib.import_module(step).train, config_of(step, shape | more), 0)
         added.append((seen.held["activations"], seen.predicted["activations"]))
     (measured, predicted), (measured_without, predicted_without) = added
     assert measured - measured_without == predicted - predicted_without != 0
