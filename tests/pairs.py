@@ -279,7 +279,8 @@ def in_company(row: Row) -> Options:
     These are rows that only equal one process, exactly, with more than two flags, all of them values of the table.
     """
     flags = {name: value for name, value in (row.layout | row.base).items() if name not in TUNED}
-    known = all(name in FLAGS and value in FLAGS[name].values for name, value in flags.items())
+    table = flags_of(STEPS[-1])
+    known = all(name in table and value in table[name].values for name, value in flags.items())
     exact = row.does != ALL and not row.bound and not flags.keys() & ALONE and not row.layout.keys() & row.base.keys()
     if row.tier == EXHAUSTIVE or row.ranks not in (2, 4) or len(flags) < 3 or not (known and exact):
         return {}
