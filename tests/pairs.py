@@ -255,11 +255,10 @@ def fits_ranks(options: Options, most: int = 4) -> bool:
     ranks, pp, cp = ranks_of(options), options.get("pp", 1), options.get("cp", 1)
     data = ranks // pp // options.get("tp", 1)
     divides = ranks // pp % options.get("ep", 1) == 0 and data % options.get("zero_replicas", 1) == 0
-    return (
-        ranks <= most
-        and divides
-        and options["global_batch_size"] % (data // cp * options["micro_batch_size"] * pp) == 0
-    )
+    ramp = options.get("batch_ramp")  # the first batch is smaller
+    batches = [options["global_batch_size"], *([int(ramp.split(",")[0])] if ramp else [])]
+    whole = all(batch % (data // cp * options["micro_batch_size"] * pp) == 0 for batch in batches)
+    return ranks <= most and divides and whole
 
 
 def comparable(options: Options, most: int = 4) -> bool:
