@@ -122,7 +122,7 @@ def test_real_ranks_are_as_the_dry_run_counts(pools, seed):
 def test_choices_are_balanced(pools, mode):
     """Two of four experts, both of one group; each takes half of what it is asked."""
     options = dict(experts=4, experts_per_token=2, expert_groups=2, groups_per_token=1, capacity_factor=0.5)
-    options |= dict(ep=2, ep_mode=mode, global_batch_size=4)
+    options |= dict(ep=2, ep_mode=mode, global_batch_size=2, n_layers=1)
     dry = [pools(1).run(counted, "step07_moe_ep", 2, options, rank)[0] for rank in (0, 1)]
     compare(pools(2).run(counted_on_rank, "step07_moe_ep", options), dry, options)
 
@@ -160,7 +160,7 @@ def test_an_update_that_waits_for_its_record_is_counted():
     """--skip-spikes: the same as without."""
     seen = []
     for spikes in 0.0, 3.0:
-        config = config_of("step02_ddp", SHAPE | dict(dry_run=2, skip_spikes=spikes))
+        config = config_of("step02_ddp", SHAPE | dict(n_layers=1, dry_run=2, skip_spikes=spikes))
         seen.append(run_rank(importlib.import_module("step02_ddp").train, config, 0).taken)
     assert seen[0] == seen[1] and seen[0]["traffic"]
 
