@@ -31,10 +31,11 @@ def plugins() -> list[ModuleType]:
     return [importlib.import_module(name) for name in names]
 
 
-def offered(cls: type, function: str) -> list[ModuleType]:
+@lru_cache
+def offered(cls: type, function: str) -> tuple[ModuleType, ...]:
     """Those whose flags a step with this Config has, and that hold this."""
     found = (plugin for plugin in plugins() if issubclass(cls, getattr(plugin, "SINCE", object)))
-    return [plugin for plugin in found if hasattr(plugin, function)]
+    return tuple(plugin for plugin in found if hasattr(plugin, function))
 
 
 @lru_cache

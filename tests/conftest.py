@@ -1,5 +1,6 @@
 """Shared by all tests: pools of ranks, and what one process has seen."""
 
+import gc
 import json
 import os
 from pathlib import Path
@@ -14,6 +15,12 @@ import pytest
 def pytest_xdist_auto_num_workers(config):
     """Three processes share the files if all tests are to be run: many tests use one core, or wait."""
     return 3 if config.args == [str(config.rootpath)] or config.args == config.getini("testpaths") else 0
+
+
+def pytest_collection_finish():
+    """What has been imported is no garbage: a tenth of a dry run was the collector looking for some in it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

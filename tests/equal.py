@@ -7,10 +7,12 @@ layout is right if what its ranks gather equals what step 1 has in one process, 
 import functools
 import importlib
 import io
+import pickle
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -23,7 +25,6 @@ from torch import Tensor
 from common import data
 from common.model import IGNORE, PRESETS, ModelConfig
 from services.boxes import Box, masters, place_in
-from services.launch import gather_objects
 from services.run import ServedRun
 from services.seam import OpenRun, check, compose
 from variants import Parts
@@ -94,7 +95,7 @@ class Seeing:
         super().require_finite(step, **numbers)
 
     def gather(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Masters, or their gradients, of all ranks -> whole tensors by name. A collective: all show theirs to all."""
+        """Masters, or their gradients, of all ranks -> whole tensors by name, on rank 0 alone. A collective."""
         held = {piece.name: piece for piece in masters(self.parts)}
         some = {name: value.detach().contiguous() for name, value in local.items() if value.numel()}
         pieces = [replace(held[name], tensor=value) for name, value in some.items()]
@@ -103,7 +104,11 @@ class Seeing:
             for piece in pieces
             for box, values in piece.boxes()
         ]
-        return assemble([box for theirs in gather_objects(mine) for box in theirs])
+        everyone = [mine]
+        if dist.is_initialized():
+            everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+            dist.gather_object(mine, everyone)
+        return assemble([box for theirs in everyone or () for box in theirs])
 
 
 class Watch(Seeing, OpenRun):
@@ -205,8 +210,10 @@ def by_name(seen: SimpleNamespace) -> dict[str, Any]:
 
 
 def compare(ours: SimpleNamespace, theirs: SimpleNamespace, bound: float):
-    """Raise AssertionError at the first number that differs, naming step and parameter."""
+    """Raise AssertionError at the first number that differs, naming step and parameter; rank 0 has the tensors."""
     ours, theirs = by_name(ours), by_name(theirs)
+    if dist.is_initialized() and dist.get_rank() > 0:
+        theirs = {what: value for what, value in theirs.items() if what.endswith(("the loss", "the gradient norm"))}
     assert ours.keys() == theirs.keys(), "gradients or weights of other parameters"
     for what, value in ours.items():
         found = difference(value, theirs[what])
@@ -215,10 +222,17 @@ def compare(ours: SimpleNamespace, theirs: SimpleNamespace, bound: float):
 
 def on_rank(step_name: str, options: dict[str, Any], file: str, bound: float = 0.0):
     """Runs on every rank: train under the layout and compare with the reference."""
-    theirs = torch.load(file, weights_only=False)
-    compare(record(step_name, options), theirs, bound or BOUND[options.get("dtype", "fp64")])
+    compare(record(step_name, options), load_record(file), bound or BOUND[options.get("dtype", "fp64")])
 
 
 def save_record(step_name: str, options: dict[str, Any], file: str):
-    """Runs in one process: the reference."""
-    torch.save(record(step_name, options), file)
+    """Runs in one process: the reference. Tensors become numpy's arrays, which pickle takes faster."""
+    seen = record(step_name, options)
+    for tensors in (*seen.gradients, seen.parameters):
+        tensors |= {name: value.numpy() for name, value in tensors.items()}
+    Path(file).write_bytes(pickle.dumps(seen))
+
+
+def load_record(file: str) -> SimpleNamespace:
+    """What `save_record` has written."""
+    return pickle.loads(Path(file).read_bytes())

@@ -6,6 +6,7 @@ With ranks 0 a job is `python words`, otherwise `torchrun --standalone --nproc_p
 torch's own, but its ranks are forked as well. The server imports nothing of ours: a job finds what is in its folder.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -77,6 +78,7 @@ def serve():
     import tqdm  # noqa: F401
 
     torch.set_num_threads(1)
+    gc.freeze()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     for line in sys.stdin:
         child = os.fork()

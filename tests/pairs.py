@@ -8,13 +8,14 @@ other, for all pairs. A new flag gets a line in FLAGS, or in APART. A new refusa
 import importlib
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from functools import lru_cache
 from itertools import combinations, combinations_with_replacement
 from typing import Any, NamedTuple
 
 from services.seam import compose
+from tests.rows import ALL, EXHAUSTIVE, Row
 
 STEPS = ["step01_single_gpu", "step02_ddp", "step03_zero", "step04_tp_sp", "step05_cp_ring", "step06_pipeline"]
 STEPS += ["step07_moe_ep"]
@@ -128,6 +129,7 @@ LOOKS = {  # they look on
     "profile_memory": Flag((0, 1)),
 }
 FLAGS = COMPUTED | HOW | LOOKS
+DEPENDENT = {name for name, flag in FLAGS.items() if flag.needs}
 APART = {  # they end a run early, need what a test's machine lacks, or stand for others: where they are tested
     "model": "a preset is its shape, and sets flags: tests/test_model.py",
     "device": "tests/test_gpu.py",
@@ -180,6 +182,8 @@ ROUNDING = [  # legal, but one process does not say what is right
 ]
 NOWHERE = {("sync", "torch"): STEPS[5:]}  # values that these steps refuse, whatever is beside them
 FEW = 6000  # pairs
+TUNED = {"lr", "steps", "n_layers"}  # of a row: to show a difference
+ALONE = {"dataset", "dtype", "compile"}  # rows with one of these are about more than the flag
 # Values that --dry-run refuses.
 UNCOUNTED = {"documents": ("mask", "reset"), "batch_ramp": ("4,2",), "ep_overlap": (True,)}
 
@@ -195,9 +199,18 @@ def flags_of(step: str) -> dict[str, Flag]:
     return found
 
 
+@lru_cache
+def plain(step: str) -> Options:
+    """All flags of a step, as without them."""
+    return {name: flag.values[0] for name, flag in flags_of(step).items()}
+
+
 def met(options: Options, wanted: Options) -> bool:
     """Whether each flag has one of its wanted values; a step that lacks a flag is as if it were not set."""
-    return all(options.get(name, FLAGS[name].values[0]) in values for name, values in wanted.items())
+    for name, values in wanted.items():  # asked a million times: `all` takes three times as long
+        if (options[name] if name in options else FLAGS[name].values[0]) not in values:
+            return False
+    return True
 
 
 def complete(step: str, given: Options) -> Options:
@@ -207,7 +220,7 @@ def complete(step: str, given: Options) -> Options:
     waiting = list(chosen)
     while waiting:
         flag, value = flags[name := waiting.pop()], chosen[name]
-        if value == flag.values[0]:
+        if value == flag.values[0] or not (flag.needs or flag.takes):
             continue
         possible = (need for need in flag.needs if met(chosen, {name: need[name] for name in need if name in chosen}))
         need = {} if any(met(chosen, need) for need in flag.needs) else next(possible, {})
@@ -216,15 +229,15 @@ def complete(step: str, given: Options) -> Options:
         more |= {name: flag.takes[name] for name, legal in takes.items() if legal}  # --balance none has no --bias-speed
         more = {name: value for name, value in more.items() if name in flags and name not in chosen}
         chosen, waiting = chosen | more, [*waiting, *more]
-    return {name: chosen.get(name, flag.values[0]) for name, flag in flags.items()}
+    return plain(step) | chosen
 
 
 def broken(options: Options) -> list[tuple[set[str], set[str]]]:
     """The lines of the table that options break: one of the first flags, and one of the second, must be named."""
     found = []
-    for name, value in options.items():
+    for name in DEPENDENT & options.keys():
         flag = FLAGS[name]
-        if value != flag.values[0] and flag.needs and not any(met(options, need) for need in flag.needs):
+        if options[name] != flag.values[0] and not any(met(options, need) for need in flag.needs):
             found.append(({name}, {other for need in flag.needs for other in need}))
     refused = [(a, b) for a, b, *only in REFUSED if met(options, a) and met(options, b) and {*only} <= options.keys()]
     return found + [(set(a), set(b)) for a, b in refused]
@@ -244,16 +257,35 @@ def fits_ranks(options: Options, most: int = 4) -> bool:
     ranks, pp, cp = ranks_of(options), options.get("pp", 1), options.get("cp", 1)
     data = ranks // pp // options.get("tp", 1)
     divides = ranks // pp % options.get("ep", 1) == 0 and data % options.get("zero_replicas", 1) == 0
-    return (
-        ranks <= most
-        and divides
-        and options["global_batch_size"] % (data // cp * options["micro_batch_size"] * pp) == 0
-    )
+    ramp = options.get("batch_ramp")  # the first batch is smaller
+    batches = [options["global_batch_size"], *([int(ramp.split(",")[0])] if ramp else [])]
+    whole = all(batch % (data // cp * options["micro_batch_size"] * pp) == 0 for batch in batches)
+    return ranks <= most and divides and whole
 
 
 def comparable(options: Options, most: int = 4) -> bool:
     """Whether one process says what is right, and so many ranks show it."""
     return fits_ranks(options, most) and not any(met(options, a) and met(options, b) for a, b in ROUNDING)
+
+
+def lighter(options: Options) -> Options:
+    """Two layers fewer, half of the time, unless a rank has two stages, or some layers have no experts."""
+    deep = options.get("schedule") in ("interleaved", "rounds", "ahead", *V) or options.get("dense_layers")
+    return options if deep or "moe_every" not in options else options | dict(n_layers=options["n_layers"] - 2)
+
+
+def in_company(row: Row) -> Options:
+    """The flags of a row of rows.py, if some run of the default run has them all, and more; {}: it trains alone there.
+
+    These are rows that only equal one process, exactly, with more than two flags, all of them values of the table.
+    """
+    flags = {name: value for name, value in (row.layout | row.base).items() if name not in TUNED}
+    table = flags_of(STEPS[-1])
+    known = all(name in table and value in table[name].values for name, value in flags.items())
+    exact = row.does != ALL and not row.bound and not flags.keys() & ALONE and not row.layout.keys() & row.base.keys()
+    if row.tier == EXHAUSTIVE or row.ranks not in (2, 4) or len(flags) < 3 or not (known and exact):
+        return {}
+    return flags if grow(STEPS[-1], {}, flags) else {}
 
 
 def singles(step: str) -> list[tuple[str, Any]]:
@@ -268,29 +300,40 @@ def pairs_of(step: str) -> Iterator[Options]:
             yield {a: x, b: y}
 
 
-def covering(step: str, wanted: set[frozenset], seed: int = 0, most: int | None = None) -> list[Options]:
+def covering(
+    step: str, wanted: set[frozenset], seed: int = 0, most: int | None = None, whole: Iterable[Options] = ()
+) -> list[Options]:
     """Few runs that have all wanted pairs, frozensets of two (flag, value), or of one; greedily, one after another.
 
     A run begins with the pair whose values are in most of what is left. Then it takes for each flag the value that adds
     most new pairs. It sets at most so many flags, unless its first pair needs more. If it may set any number, and few
-    pairs are left, it begins with as many of them as fit.
+    pairs are left, it begins with as many of them as fit. All flags of each of `whole` are in one run: the first runs
+    begin with as many of these as fit.
     """
     rng, flags, left, runs = random.Random(seed), flags_of(step), set(wanted), []
+    begun: list[Options] = []
+    for more in sorted(whole, key=lambda options: (-len(options), str(options))):
+        fitting = ((at, joined) for at, one in enumerate(begun) if (joined := join(step, one, more)))
+        at, joined = next(fitting, (len(begun), join(step, {}, more)))
+        begun[at : at + 1] = [joined]
     order = sorted(wanted, key=lambda pair: sorted(map(str, pair)))  # whatever the order of sets is
     rng.shuffle(order)
-    while left:
+    while left or begun:
         open_pairs = Counter(value for pair in left for value in pair)
-        first = max(filter(left.__contains__, order), key=lambda pair: sum(open_pairs[value] for value in pair))
-        chosen = grow(step, {}, dict(first))
+        if begun:
+            chosen = begun.pop()
+        else:
+            first = max(filter(left.__contains__, order), key=lambda pair: sum(open_pairs[value] for value in pair))
+            chosen = grow(step, {}, dict(first))
         for pair in order if most is None and len(left) < FEW else ():
-            if pair in left and all(chosen.get(name, value) == value for name, value in pair):
-                chosen = grow(step, chosen, dict(pair)) or chosen
+            if pair in left:
+                chosen = join(step, chosen, dict(pair)) or chosen
         names = [name for name in flags if name not in chosen]
         rng.shuffle(names)
         for name in names:
             if name in chosen:
                 continue
-            best = (-1, chosen | {name: flags[name].values[0]})
+            best = (-1, chosen | {name: plain(step)[name]})
             for value in flags[name].values:
                 more = grow(step, chosen, {name: value}, most)
                 if more is not None:
@@ -313,3 +356,9 @@ def grow(step: str, chosen: Options, more: Options, most: int | None = None) -> 
     return {
         name: value for name, value in run.items() if name in chosen or name in more or value != flags[name].values[0]
     }
+
+
+def join(step: str, chosen: Options, more: Options) -> Options | None:
+    """`grow`, unless one contradicts the other."""
+    agree = all(chosen.get(name, value) == value for name, value in more.items())
+    return grow(step, chosen, more) if agree else None

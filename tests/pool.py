@@ -46,7 +46,7 @@ def serve(rank: int, world: int, folder: str, backend: str, connection: Connecti
 
     from common.comm import Group, Mesh
 
-    gc.freeze()  # what was imported is no garbage: so a look at the rest is short
+    gc.freeze()  # what was imported is no garbage: a look at the rest is short
     torch.set_num_threads(1)
     sys.stdout = sys.stderr
     if world > 1:
@@ -68,6 +68,7 @@ def serve(rank: int, world: int, folder: str, backend: str, connection: Connecti
                 if type(thing) in (Group, Mesh):
                     vars(thing).clear()
             gc.collect()
+            gc.freeze()  # what a task leaves for good would be looked at after every later one
             continue
         try:
             function, args = pickle.loads(message)

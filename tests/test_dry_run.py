@@ -18,7 +18,7 @@ from services.dry_run import Counted, Meter, Seen, instead_of, run_rank
 from services.run import ServedRun
 from services.seam import check, compose
 from tests.equal import SMALL, config_of, watch
-from tests.pairs import FLAGS, STEPS, UNCOUNTED, covering, ranks_of, singles
+from tests.pairs import FLAGS, STEPS, UNCOUNTED, covering, lighter, ranks_of, singles
 from theory.gpus import CONTEXT, GPUS
 from variants import grouped_matmul
 from variants.routing import RoutedMoE
@@ -138,7 +138,7 @@ def test_real_ranks_are_as_the_dry_run_counts(pools, seed):
 def test_choices_are_balanced(pools, mode):
     """Two of four experts, both of one group; each takes half of what it is asked."""
     options = dict(experts=4, experts_per_token=2, expert_groups=2, groups_per_token=1, capacity_factor=0.5)
-    options |= dict(ep=2, ep_mode=mode, global_batch_size=4)
+    options |= dict(ep=2, ep_mode=mode, global_batch_size=2, n_layers=1)
     dry = [pools(1).run(counted, "step07_moe_ep", 2, options, rank)[0] for rank in (0, 1)]
     compare(pools(2).run(counted_on_rank, "step07_moe_ep", options), dry, options)
 
@@ -176,7 +176,7 @@ def test_an_update_that_waits_for_its_record_is_counted():
     """--skip-spikes: the same as without."""
     seen = []
     for spikes in 0.0, 3.0:
-        config = config_of("step02_ddp", SHAPE | dict(dry_run=2, skip_spikes=spikes))
+        config = config_of("step02_ddp", SHAPE | dict(n_layers=1, dry_run=2, skip_spikes=spikes))
         seen.append(run_rank(importlib.import_module("step02_ddp").train, config, 0).taken)
     assert seen[0] == seen[1] and seen[0]["traffic"]
 
@@ -192,8 +192,9 @@ def test_every_value_is_counted():
     """Of every flag of the table but what is refused, in runs of many flags each (tests/pairs.py); and predicted."""
     step = STEPS[-1]
     values = {frozenset([(name, value)]) for name, value in singles(step) if value not in UNCOUNTED.get(name, ())}
-    for options in covering(step, values):
+    for options in map(lighter, covering(step, values)):
         options |= {name: FLAGS[name].values[0] for name in UNCOUNTED} | dict(end_token=256)
+        options["global_batch_size"] = 4 * options["micro_batch_size"]  # four micro-batches are enough
         config = config_of(step, options | dict(dry_run=ranks_of(options), save_every=0))
         check(config, 1)
         seen = run_rank(importlib.import_module(step).train, config, 0)
@@ -263,9 +264,9 @@ def test_expected_lines_are_those_of_the_readme(capsys):
 )
 def test_masks_and_scores_are_predicted(step, flags):
     """What they add to what waits for backward is what is counted, to the byte."""
-    added = []
+    added, shape = [], SHAPE | dict(n_layers=2, global_batch_size=2)
     for more in flags, {name: value for name, value in flags.items() if name not in ("dropout", "attention")}:
-        seen = run_rank(importlib.import_module(step).train, config_of(step, SHAPE | more), 0)
+        seen = run_rank(importlib.import_module(step).train, config_of(step, shape | more), 0)
         added.append((seen.held["activations"], seen.predicted["activations"]))
     (measured, predicted), (measured_without, predicted_without) = added
     assert measured - measured_without == predicted - predicted_without != 0

@@ -11,6 +11,7 @@ from services.limits import PASS
 from tests import bounds, equal
 from tests.equal import difference
 from tests.launches import trial
+from tests.pairs import in_company
 from tests.rows import EXHAUSTIVE, NEAR, ROWS, SGD, Row, every_legal_layout, sized
 from tests.test_checkpoint import STEPS, require_same_bits, stored, train_on_rank
 
@@ -88,11 +89,13 @@ def label(row: Row) -> str:
 
 
 def cases() -> list:
-    """The table, and every legal layout of 8 ranks for the sweep."""
+    """The table, and every legal layout of 8 ranks for the sweep; also what equals one process in a run of pairs."""
     found = []
-    for row in sorted([*map(sized, ROWS), *every_legal_layout()], key=lambda row: row.ranks):
+    for row in sorted([*ROWS, *every_legal_layout()], key=lambda row: row.ranks):
+        left = ("launches", "equals") if in_company(row) else ("launches",)
+        row = sized(row)
         for name in row.does:
-            marks = [pytest.mark.exhaustive] * (row.tier == EXHAUSTIVE or name == "launches")
+            marks = [pytest.mark.exhaustive] * (row.tier == EXHAUSTIVE or name in left)
             marks += [pytest.mark.numerics] * (name in ("drifts", "stays_near"))
             found.append(pytest.param(name, row, marks=marks, id=f"{name}-{label(row)}"))
     return found

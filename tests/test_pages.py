@@ -13,10 +13,12 @@ import textwrap
 import time
 import tokenize
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
 from itertools import chain, pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -27,6 +29,7 @@ pytest.importorskip("jedi")
 
 from labs.course import load, numbers
 from services.memory import CATEGORIES
+from services.pages import __main__ as site
 from services.pages.names import Names
 
 ROOT = Path(__file__).parents[1]
@@ -150,8 +153,13 @@ def pages(tmp_path_factory):
     timeline = dict(schedule="1f1b", idle=0.4, simulated_idle=0.5, ranks=spans)
     (folder / "timeline.json").write_text(json.dumps(timeline))
     (folder / "memory.json").write_text(json.dumps(memory))
-    command = [sys.executable, "-m", "services.pages", folder / "out", "--run", folder]
-    subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
+    words = ["python -m services.pages", str(folder / "out"), "--run", str(folder)]
+    with (
+        mock.patch.object(sys, "argv", words),
+        mock.patch.object(site, "Names", lambda *_: all_names()),  # to find them all takes seconds
+        mock.patch.object(site, "ProcessPoolExecutor", ThreadPoolExecutor),
+    ):
+        site.main()
     return folder / "out"
 
 

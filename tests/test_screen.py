@@ -31,7 +31,7 @@ from services.run import ServedRun
 from services.seam import plugins
 from services.tables import human
 from services.watchdog import START, Watchdog, Whereabouts, compare
-from tests.equal import BOUND, SMALL, config_of, difference, read_named
+from tests.equal import BOUND, SMALL, config_of, difference, load_record, read_named
 from tests.pool import error_of
 from tests.rows import ROWS
 from tests.test_checkpoint import STEPS, train_on_rank
@@ -183,7 +183,7 @@ def test_a_gpus_memory_outside_of_tensors(pools, tmp_path):
 def test_every_row_is_served(pools, reference, tmp_path, row):
     """With everything around it, a run of any row sees the first loss of one process."""
     found = pools(row.ranks).run(serve_on_rank, row.step, row.base | row.layout, str(tmp_path / "run"))[0]
-    first = torch.load(reference(row), weights_only=False).losses[0]
+    first = load_record(reference(row)).losses[0]
     dtype = (row.base | row.layout).get("dtype", "fp64")
     assert difference(found.rows[0]["loss"], first) <= (row.bound or BOUND[dtype])
 
