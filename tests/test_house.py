@@ -241,8 +241,8 @@ NAMED = {  # the variants and flags of theirs that services and theory may name
     "services.expected": ("compile cp_kernel loss_chunk", LINES),
     "services.predictions": ("loss_chunk", "theory counts the logits of a chunk"),
     "services.probes": ("cp_flash documents grouped_matmul", "each probe is of one kernel, beside its formula"),
-    "theory.count": ("expert_matmul loss_chunk prefetch", LINES),
-    "theory.layouts": ("cp_kernel", LINES),
+    "theory.count": ("documents expert_matmul loss_chunk prefetch", LINES),
+    "theory.layouts": ("cp_kernel documents", LINES),
     "theory.plan": ("expert_presets", "a door"),
 }
 

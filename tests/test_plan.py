@@ -175,7 +175,7 @@ def test_gathered_keys_are_counted(recompute):
         assert known in (True, pytest.approx(seen.held["activations"], rel=0.001))
         counted.append(sum(seen.meter.peak().values()))
         ours.append(rank_bytes(shape_of(PRESETS["drawn"], config), x, 0, on_cpu=True).total)
-        assert ours[-1] == pytest.approx(counted[-1], rel=0.12)
+        assert ours[-1] == pytest.approx(counted[-1], rel=0.15)
     assert ours[1] - ours[0] == pytest.approx(counted[1] - counted[0], abs=0.04 * counted[0])
 
 
