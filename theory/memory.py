@@ -81,7 +81,7 @@ def heights(
     """What a rank holds at each moment of its list of actions. `ends`: what head and loss keep until B begins."""
     waiting = kept_along(row, kept)
     for (kind, _, stage), before, after in zip(row, waiting, waiting[1:], strict=False):
-        first, last = ends_of({stage: places[stage]})
+        first, last = places[stage].before is None, places[stage].after is None
         if kind == "F":
             yield after + (m.loss if last else 0.0)
         elif kind == "W":
@@ -145,17 +145,26 @@ def moments_of(p: Piece, x: Layout, places: dict[int, Place], split: bool) -> Mo
     )
 
 
-def rank_bytes(m: Shape, x: Layout, rank: int, e: int = 2, wide: int = 4, on_cpu: bool = False) -> Held:
-    """The most that a pipeline rank holds in a step, by kind. AdamW; masters, if weights are narrow."""
-    way = x.schedule, x.pp, x.chunks
-    places, (shared, own) = rank_places(m, *way)[rank], rank_numbers(m, *way, x.tp, x.ep)[rank]
-    whole, slices = shared + own, shared / network(x, "shard").ranks + own / network(x, "expert shard").ranks
+def numbers_of(m: Shape, x: Layout, rank: int) -> tuple[float, float]:
+    """Of a pipeline rank's weights: all, and those in its slices of ZeRO."""
+    shared, own = rank_numbers(m, x.schedule, x.pp, x.chunks, x.tp, x.ep)[rank]
+    return shared + own, shared / network(x, "shard").ranks + own / network(x, "expert shard").ranks
+
+
+def state_bytes(m: Shape, x: Layout, rank: int, e: int = 2, wide: int = 4) -> tuple[float, float, float]:
+    """What a pipeline rank always holds: weights, gradients; AdamW's moments, and masters if weights are narrow."""
+    whole, slices = numbers_of(m, x, rank)
     weights = e * (slices if x.zero == 3 else whole)
     if x.zero_keep:  # variants/zero_keep.py: gathered once, and there until the update
         weights += e * whole
     gradients = wide * (slices if x.zero >= 2 else whole)
-    optimizer = wide * (3 if e < wide else 2) * (slices if x.zero >= 1 else whole)
+    return weights, gradients, wide * (3 if e < wide else 2) * (slices if x.zero >= 1 else whole)
 
+
+def rank_bytes(m: Shape, x: Layout, rank: int, e: int = 2, wide: int = 4, on_cpu: bool = False) -> Held:
+    """The most that a pipeline rank holds in a step, by kind."""
+    way = x.schedule, x.pp, x.chunks
+    places, (whole, slices) = rank_places(m, *way)[rank], numbers_of(m, x, rank)
     p = Piece(m, x.micro_batch_size, m.seq_len // x.cp, e, wide, x.tp, x.sp, x.recompute, on_cpu, gathered=x.gathered)
     few = 4 * x.pp + x.micro_batches % x.pp  # no more wait at a time than of these; but afab lets all wait
     row = lists_of(*way, x.micro_batches if x.schedule == "afab" else min(x.micro_batches, few))[rank]
@@ -167,4 +176,4 @@ def rank_bytes(m: Shape, x: Layout, rank: int, e: int = 2, wide: int = 4, on_cpu
     if ways_of(*way) > 1:  # a pair of ranks sums all that it holds
         copied += slices if x.zero else whole
     most = max(moments.along + max(heights(row, places, kept, end_bytes(p), moments)), wide * copied)
-    return Held(weights, gradients, optimizer, activations, most - activations)
+    return Held(*state_bytes(m, x, rank, e, wide), activations, most - activations)

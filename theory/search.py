@@ -15,7 +15,7 @@ from common.schedules import SCHEDULES
 from theory.footprint import held
 from theory.gpus import ROOM, Gpu
 from theory.layouts import RECOMPUTE, Layout, illegal, meshes, schedules, ways_to_meet, zero_ways
-from theory.memory import Held
+from theory.memory import Held, state_bytes
 from theory.pipelines import paired
 from theory.recipes import COURSE, Recipe
 from theory.seconds import (
@@ -74,7 +74,7 @@ def lean(m: Shape, mesh: Layout) -> list[Layout]:
 
 def best_variant(m: Shape, mesh: Layout, gpu: Gpu, limit: float) -> tuple[Found | None, int]:
     """The best schedule and way of ZeRO of a mesh with a step under `limit` seconds, if any; how many were timed."""
-    winner, timed, n, ways = None, 0, mesh.micro_batches, []
+    winner, timed, n, ways, room = None, 0, mesh.micro_batches, [], ROOM * gpu.memory
     for schedule, chunks in schedules(m, mesh):
         way = replace(mesh, schedule=schedule, chunks=chunks)
         busy, _, costs = rank_work(m, piece_of(way), gpu, COURSE, schedule, mesh.pp, chunks)
@@ -86,7 +86,8 @@ def best_variant(m: Shape, mesh: Layout, gpu: Gpu, limit: float) -> tuple[Found 
             break
         for zero in zero_ways(m, mesh):
             x = replace(way, **zero)
-            if step_seconds(m, x, gpu, COURSE, simulated=False).step < limit:
+            state = max(sum(state_bytes(m, x, rank)) for rank in (0, x.pp - 1))  # of some rank, so no more than `held`
+            if state < room and step_seconds(m, x, gpu, COURSE, simulated=False).step < limit:
                 memory = held(m, x, COURSE)
                 if fits(memory, gpu):
                     timed += 1
