@@ -121,10 +121,13 @@ def counted_on_rank(name: str, options: dict) -> SimpleNamespace:
 
 
 def compare(real: list[SimpleNamespace], dry: list[SimpleNamespace], options: dict):
-    """All bytes, calls and FLOPs; the peak to 1%. Under ZeRO 3 a real message may hold a unit's tensors longer: 5%."""
+    """All bytes, calls and FLOPs; the peak to 1%. A real message that is under way beside others may hold a unit's
+    tensors longer, as long as it takes: 8% where there are such.
+    """
+    under_way = options.get("zero") == 3 or options.get("zero_overlap") or options.get("offload_optimizer") == "cpu"
     for ours, theirs in zip((real[0], real[-1]), dry, strict=True):
         assert (ours.sent, ours.flops) == (theirs.sent, theirs.flops), options
-        assert ours.peak == pytest.approx(theirs.peak, rel=0.05 if options.get("zero") == 3 else 0.01), options
+        assert ours.peak == pytest.approx(theirs.peak, rel=0.08 if under_way else 0.01), options
 
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n >= 3)) for n in range(200)])
