@@ -25,6 +25,7 @@ from torch import Tensor
 from common import data
 from common.model import IGNORE, PRESETS, ModelConfig
 from services.boxes import Box, masters, place_in
+from services.launch import gather_objects
 from services.run import ServedRun
 from services.seam import OpenRun, check, compose
 from variants import Parts
@@ -95,7 +96,7 @@ class Seeing:
         super().require_finite(step, **numbers)
 
     def gather(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Masters, or their gradients, of all ranks -> whole tensors by name, on rank 0 alone. A collective."""
+        """Masters, or their gradients, of all ranks -> whole tensors by name. A collective: all show theirs to all."""
         held = {piece.name: piece for piece in masters(self.parts)}
         some = {name: value.detach().contiguous() for name, value in local.items() if value.numel()}
         pieces = [replace(held[name], tensor=value) for name, value in some.items()]
@@ -104,11 +105,7 @@ class Seeing:
             for piece in pieces
             for box, values in piece.boxes()
         ]
-        everyone = [mine]
-        if dist.is_initialized():
-            everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-            dist.gather_object(mine, everyone)
-        return assemble([box for theirs in everyone or () for box in theirs])
+        return assemble([box for theirs in gather_objects(mine) for box in theirs])
 
 
 class Watch(Seeing, OpenRun):
@@ -210,10 +207,8 @@ def by_name(seen: SimpleNamespace) -> dict[str, Any]:
 
 
 def compare(ours: SimpleNamespace, theirs: SimpleNamespace, bound: float):
-    """Raise AssertionError at the first number that differs, naming step and parameter; rank 0 has the tensors."""
+    """Raise AssertionError at the first number that differs, naming step and parameter."""
     ours, theirs = by_name(ours), by_name(theirs)
-    if dist.is_initialized() and dist.get_rank() > 0:
-        theirs = {what: value for what, value in theirs.items() if what.endswith(("the loss", "the gradient norm"))}
     assert ours.keys() == theirs.keys(), "gradients or weights of other parameters"
     for what, value in ours.items():
         found = difference(value, theirs[what])

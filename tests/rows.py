@@ -54,10 +54,10 @@ class Row(NamedTuple):
 
 
 def sized(row: Row) -> Row:
-    """With a batch of three micro-batches on each rank, or in a pipeline of two for each stage."""
+    """With a batch of three micro-batches on each rank, or in a pipeline of two for each stage, of a layer more."""
     pp, cp, tp, size = (row.layout.get(name, 1) for name in ("pp", "cp", "tp", "micro_batch_size"))
     batch = row.ranks // (pp * cp * tp) * max(3, 2 * pp) * size
-    return row._replace(base=dict(global_batch_size=batch) | row.base)
+    return row._replace(base=dict(global_batch_size=batch, n_layers=2 + (pp > 1)) | row.base)
 
 
 ROWS = [

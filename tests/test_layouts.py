@@ -43,7 +43,7 @@ def look_on_rank(step: str, options: dict) -> tuple[float, str]:
     (loss,) = (row["validation_loss"] for row in train_on_rank(step, options | LOOKS) if "validation_loss" in row)
     texts: list[str] = []
     where = dict(resume=options["out"], out=options["out"] + "-none", generate="def f(")
-    answer = lambda config, parts: texts.append(evaluation.generate(parts, config.generate, 10))  # noqa: E731
+    answer = lambda config, parts: texts.append(evaluation.generate(parts, config.generate, 4))  # noqa: E731
     with mock.patch.object(evaluation, "answer", answer):
         train_on_rank(step, options | LOOKS | where)
     assert not Path(where["out"]).exists()
