@@ -6,7 +6,8 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 import torch
@@ -235,17 +236,14 @@ class Run(Piped):
         model, pipeline = self.drawn(decoder(0, n_layers=len(self.places))), cls.__new__(cls)
         step.Pipeline.__init__(pipeline, model, self.places, mesh["pp"], positions, 1)
 
-        def marked(kind: str, act: Any) -> Any:
-            def run(i: int, stage: int, x: Any) -> Any:
-                tape.events.append(Event("mark", (kind, i, stage)))
-                return act(i, stage, x)
+        def mark(kind: str, act: Callable, i: int, stage: int, x: Any) -> Any:
+            tape.events.append(Event("mark", (kind, i, stage)))
+            return act(i, stage, x)
 
-            return run
-
-        pipeline.forward, pipeline.backward = marked("F", pipeline.forward), marked("B", pipeline.backward)
-        if self.kind == "ListPipeline":
-            program = programs(self.lists, self.places)[rank]
-            pipeline.program = [step.Instruction(*line) for line in program]
+        pipeline.forward = partial(mark, "F", pipeline.forward)
+        pipeline.backward = partial(mark, "B", pipeline.backward)
+        program = programs(self.lists, self.places)[rank] if self.kind == "ListPipeline" else []
+        pipeline.program = [step.Instruction(*line) for line in program]
         with tape:
             loss = pipeline.step(xs, ys, n)
         log = [(e.what, (e.peer, "")) if e.kind == "start" else e[:2] for e in tape.events if e.kind != "compute"]
@@ -256,22 +254,28 @@ class Run(Piped):
         yield "messages: nobody has waited for", tape.left(), []
         order = self.lists[rank]
         yield "the order of work", [str(act) for what, act in log if what == "mark"], [str(tuple(a)) for a in order]
-        sent, received = messages_of(log, "send"), messages_of(log, "recv")
         if self.kind == "OneForwardOneBackward" and self.m >= mesh["pp"].size - rank:  # else forward ends first
-            apart = [  # sent, awaited, and only then received from the same rank, with no work in between
-                r
-                for r in received
-                for s in sent
-                if s.peer == r.peer and s.stop < r.start and all(what == "wait" for what, _ in log[s.stop : r.start])
-            ]
-            yield "messages: two exchanges where y and dy, or dx and x, pass at once", len(apart), 0
+            yield "messages: two exchanges where y and dy, or dx and x, pass at once", apart(log), 0
         if self.kind == "ListPipeline":
-            work = [0, *accumulate(what == "mark" for what, _ in log)]  # actions that have begun before an event
-            yield "awaited at once: sends", sum(work[s.stop] == work[s.start] for s in sent[:-2]), at_most(0)
-            most = max((sum(o.peer == s.peer and o.start <= s.start < o.stop for o in sent) for s in sent), default=0)
-            yield "awaited too late: sends to a rank, under way at a time", most, at_most(1)
-            idle = spare(program) - sum(work[r.stop] - work[r.start] for r in received)
-            yield "awaited too early: actions that could have run", idle, at_most(0)
+            yield from waits(log, program)
+
+
+def apart(log: Log) -> int:
+    """How often a rank sends, waits, and only then receives from the same rank, with no work in between."""
+    pairs = product(messages_of(log, "send"), messages_of(log, "recv"))
+    between = (log[s.stop : r.start] for s, r in pairs if s.peer == r.peer and s.stop < r.start)
+    return sum(all(what == "wait" for what, _ in events) for events in between)
+
+
+def waits(log: Log, program: Program) -> Iterator[Row]:
+    """Whether work goes on while messages of a program are under way."""
+    sent, received = messages_of(log, "send"), messages_of(log, "recv")
+    work = [0, *accumulate(what == "mark" for what, _ in log)]  # actions that have begun before an event
+    yield "awaited at once: sends", sum(work[s.stop] == work[s.start] for s in sent[:-2]), at_most(0)
+    most = max((sum(o.peer == s.peer and o.start <= s.start < o.stop for o in sent) for s in sent), default=0)
+    yield "awaited too late: sends to a rank, under way at a time", most, at_most(1)
+    idle = spare(program) - sum(work[r.stop] - work[r.start] for r in received)
+    yield "awaited too early: actions that could have run", idle, at_most(0)
 
 
 def runs(kind: str, order: Callable[[int, int], Lists], *sizes: tuple[int, int, int]) -> tuple[dict, ...]:

@@ -304,15 +304,8 @@ class Certificate:
 
     def counted(self, line: expected.Launch) -> expected.Expected:
         """What is expected of a line, counted in a process of its own; --compile is not."""
-        said = str(line).replace(" --compile", "")
-        words = [
-            "-m",
-            "services.expected",
-            "--gpu",
-            devices.gpu_of(torch.cuda.get_device_name(0)) or "h100-80",
-            "--line",
-            said,
-        ]
+        gpu = devices.gpu_of(torch.cuda.get_device_name(0)) or "h100-80"
+        words = ["-m", "services.expected", "--gpu", gpu, "--line", str(line).replace(" --compile", "")]
         counted = self.answer(0, shlex.join(words))
         ranges = {key: expected.Range(*value) for key, value in counted.items() if isinstance(value, list)}
         return expected.Expected(**counted | ranges)
