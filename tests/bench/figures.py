@@ -4,9 +4,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from services.plots import ACTIONS, draw_timeline, pyplot
+from services.plots import ACTIONS, draw_timeline
 
 FIGURES = Path(__file__).parent / "figures"
+
+
+def pyplot() -> Any:
+    """matplotlib.pyplot, which draws into files. It takes a second to import, and most measurements draw nothing."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
 
 
 def save(figure: Any, name: str) -> Path:
