@@ -73,6 +73,11 @@ def paired(schedule: str, pp: int, chunks: int, n: int) -> float:
     return (pairs(fewer) + (n - fewer) / pp * (pairs(fewer + pp) - pairs(fewer))) / forwards
 
 
+def all_have_pairs(schedule: str, pp: int, chunks: int) -> bool:
+    """Whether --ep-overlap takes this schedule: every rank does more than a few forwards beside a backward."""
+    return paired(schedule, pp, chunks, 32 * pp) >= 0.1
+
+
 @lru_cache(maxsize=4096)
 def lists_of(schedule: str, pp: int, chunks: int, n: int) -> list[list[Action]]:
     """The lists of all ranks for n micro-batches."""

@@ -16,7 +16,7 @@ from theory.footprint import held
 from theory.gpus import ROOM, Gpu
 from theory.layouts import RECOMPUTE, Layout, illegal, meshes, schedules, ways_to_meet, zero_ways
 from theory.memory import Held, state_bytes
-from theory.pipelines import paired
+from theory.pipelines import all_have_pairs, paired
 from theory.recipes import COURSE, Recipe
 from theory.seconds import (
     Seconds,
@@ -79,7 +79,7 @@ def best_variant(m: Shape, mesh: Layout, gpu: Gpu, limit: float) -> tuple[Found 
         way = replace(mesh, schedule=schedule, chunks=chunks)
         busy, _, costs = rank_work(m, piece_of(way), gpu, COURSE, schedule, mesh.pp, chunks)
         hidden = mesh.ep_overlap * paired(schedule, mesh.pp, chunks, n) * hidden_seconds(busy)
-        if hidden or not mesh.ep_overlap:
+        if not mesh.ep_overlap or all_have_pairs(schedule, mesh.pp, chunks):
             ways.append((n * (sum(busy.values()) - hidden) + least_bubble(way, *costs), len(ways), way))
     for bound, _, way in sorted(ways):
         if bound >= limit:

@@ -17,7 +17,8 @@ If m < p, all are one round, and the step takes (v p + m - 1) (f + b) of a stage
 
 `ahead` is rounds of p with so many forwards more before the first backward that each F is of a later micro-batch than
 the B behind it, and both can be done at once (variants/ep_overlap.py): one, and with --chunks 1, where 1F1B has
-p-1 - rank of them, p - rank. The last of them costs one more stage in flight; the step is as long. Rank 1 of 2, v = 1:
+p-1 - rank of them, p - rank. The step is as long. In flight are (v-1) p + 2 (p-1 - rank) + 2 stages: one more than in
+interleaved, and with --chunks 1 twice as many as in 1F1B. Rank 1 of 2, v = 1:
 
     1f1b     F0 B0  F1 B1  F2 B2  F3 B3          a backward follows the forward of its own micro-batch
     ahead    F0  F1 B0  F2 B1  F3 B2  B3         of another one: F1 and B0 at once, F2 and B1 ...
