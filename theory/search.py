@@ -16,7 +16,7 @@ from theory.footprint import held
 from theory.gpus import ROOM, Gpu
 from theory.layouts import RECOMPUTE, Layout, illegal, meshes, schedules, ways_to_meet, zero_ways
 from theory.memory import Held, state_bytes
-from theory.pipelines import all_have_pairs, paired
+from theory.pipelines import all_have_pairs
 from theory.recipes import COURSE, Recipe
 from theory.seconds import (
     Seconds,
@@ -24,6 +24,7 @@ from theory.seconds import (
     hidden_seconds,
     least_bubble,
     model_work,
+    most_hidden,
     piece_of,
     rank_work,
     step_seconds,
@@ -58,7 +59,7 @@ def evaluate(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe = COURSE) -> Found:
 def floor_seconds(m: Shape, mesh: Layout, gpu: Gpu) -> float:
     """No layout of this mesh with this recomputation has a shorter step."""
     parts = add(*model_work(m, piece_of(mesh), gpu, COURSE))
-    return mesh.micro_batches * (total(parts) - mesh.ep_overlap * hidden_seconds(parts)) / mesh.pp
+    return mesh.micro_batches * (total(parts) - mesh.ep_overlap * most_hidden(parts)) / mesh.pp
 
 
 def fits(memory: Held, gpu: Gpu) -> bool:
@@ -78,9 +79,8 @@ def best_variant(m: Shape, mesh: Layout, gpu: Gpu, limit: float) -> tuple[Found 
     for schedule, chunks in schedules(m, mesh):
         way = replace(mesh, schedule=schedule, chunks=chunks)
         busy, _, costs = rank_work(m, piece_of(way), gpu, COURSE, schedule, mesh.pp, chunks)
-        hidden = mesh.ep_overlap * paired(schedule, mesh.pp, chunks, n) * hidden_seconds(busy)
         if not mesh.ep_overlap or all_have_pairs(schedule, mesh.pp, chunks):
-            ways.append((n * (sum(busy.values()) - hidden) + least_bubble(way, *costs), len(ways), way))
+            ways.append((n * (total(busy) - hidden_seconds(way, busy)) + least_bubble(way, *costs), len(ways), way))
     for bound, _, way in sorted(ways):
         if bound >= limit:
             break

@@ -361,7 +361,7 @@ def model_work(m: Shape, piece: Layout, gpu: Gpu, recipe: Recipe) -> Work:
     return Work(*(add(work.head[i], *(times(one[i], counts[k]) for k, one in work.layers.items())) for i in range(3)))
 
 
-def hidden_seconds(busy: Parts) -> float:
+def most_hidden(busy: Parts) -> float:
     """Of a micro-batch's messages of experts, those that another one's computation hides, if always one is beside it.
 
     It computes as long as this one does. The gradients of weights count, though a schedule may have them apart.
@@ -387,6 +387,11 @@ def rank_work(m: Shape, piece: Layout, gpu: Gpu, recipe: Recipe, schedule: str, 
     return RankWork(together(work, load), together(once, load), costs)
 
 
+def hidden_seconds(x: Layout, busy: Parts) -> float:
+    """Of a micro-batch's messages of experts, those that --ep-overlap hides: where F has the B of another beside it."""
+    return paired(x.schedule, x.pp, x.chunks, x.micro_batches) * most_hidden(busy) if x.ep_overlap else 0.0
+
+
 def step_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, simulated: bool = True) -> Seconds:
     """The step of one layout; not `simulated`: with the least bubble that its schedule could have."""
     n, way = x.micro_batches, (x.schedule, x.pp, x.chunks)
@@ -402,7 +407,7 @@ def step_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, simulated: bool 
             bubble = f * idle - exposed["pp"]
     exposed |= {dim: n * busy[dim] for dim in ("tp", "cp", "ep") if busy.get(dim)}
     if x.ep_overlap:
-        exposed["ep"] -= n * paired(*way, n) * hidden_seconds(busy)
+        exposed["ep"] -= n * hidden_seconds(x, busy)
     exposed |= data_seconds(m, x, gpu, recipe, total(busy))
     compute, plain = (n * sum(parts.get(part, 0.0) for part in COMPUTE) for parts in (busy, once))
     return Seconds(plain, compute - plain, bubble, exposed, update_seconds(m, x, gpu, recipe))
