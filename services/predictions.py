@@ -105,18 +105,19 @@ def held_bytes(config: Any, parts: Parts) -> dict[str, float]:
 
 def data_traffic(config: Any, parts: Parts) -> dict[str, Traffic]:
     """What gradients and, under ZeRO, weights cost."""
-    units, found = parts.units, dict(gradients=Traffic(), weights=Traffic())
+    units, found = parts.units, dict(gradients=Traffic())
     if not units:
         for param in [param for param in parts.model.parameters() if param.requires_grad]:
             group, n_bytes = parts.mesh[layout_of(param).data_dim], param.numel() * param.grad_dtype.itemsize
             found["gradients"] += traffic.gradient_traffic(group.name, group.size, n_bytes, config.sync == "ring")
         return found
     reduced, gathered = traffic.unit_travels(*module_runs(config, parts)) if config.zero >= 2 else ({}, {})
-    for unit in units:
+    for i, unit in enumerate(units):
         sizes = unit.flat.itemsize, next(iter(unit.named.values())).grad_dtype.itemsize
         about = unit.group.name, unit.group.size, len(unit.flat), *sizes
         found["gradients"] += traffic.unit_traffic(*about, reduced.get(unit, 1), 0)
-        found["weights"] += traffic.unit_traffic(*about, 0, gathered.get(unit, 1) if config.zero == 3 else 1)
+        times = gathered.get(unit, 1) if config.zero == 3 else 1
+        found[f"weights of unit {i}"] = traffic.unit_traffic(*about, 0, times)
     return found
 
 

@@ -70,7 +70,7 @@ WORDS = {  # words in the ids of tests that a file matters for
     "window": "window halo band refuses",
     "zb_auto": "zb_auto zb-auto refuses",
     "zero_bubble": "zb_h zb-h zbv",
-    "zero_keep": "zero_keep kept_for_a_step refuses",
+    "zero_keep": "zero_keep kept_for_a_step refuses said",
     "zero_overlap": "zero_overlap sums_start refuses",
     "zero_replicas": "zero_replicas refuses",
     "zero_toy": "prints_the_example",

@@ -94,6 +94,7 @@ HOW = {  # they change how it is computed
     "zero": Flag((0, 1, 2, 3)),
     "zero_replicas": Flag((1, 2), (SLICES,)),
     "zero_keep": Flag((False, True), (dict(zero=(3,)),)),
+    "zero_keep_mb": Flag((0.0, 0.06), (dict(zero_keep=(True,)),)),
     "zero_overlap": Flag((False, True), (dict(zero=(1,)),)),
     "offload_optimizer": Flag(("none", "cpu", "disk"), (SLICES,)),
     "offload_params": Flag(("none", "cpu"), (dict(zero=(3,)),)),
@@ -172,6 +173,7 @@ REFUSED: list[tuple[Options, Options] | tuple[Options, Options, str]] = [  # wha
     (dict(ep_overlap=(True,)), dict(batch_ramp=("4,2",))),
     (dict(ep_overlap=(True,)), dict(compile=(True,))),
     (dict(ep_overlap=(True,)), dict(zero=(3,), zero_keep=(False,))),
+    (dict(ep_overlap=(True,)), dict(zero_keep_mb=(0.06,))),
     (dict(ep_overlap=(True,)), dict(schedule=("interleaved", "rounds"), chunks=(1,))),  # these are 1F1B
     (dict(window=(5,)), dict(cp=MORE, cp_mode=("zigzag", "allgather", "usp", "balanced"))),
     (dict(capacity_factor=(0.6,)), DOCUMENTS | dict(cp_mode=("balanced",))),

@@ -194,6 +194,7 @@ ROWS = [
     # variants of ZeRO
     #
     Row(2, "step03_zero", dict(zero=3, zero_keep=True), TIED | SGD, does=("equals", "evaluates")),
+    Row(2, "step07_moe_ep", dict(ep=2, zero=3, zero_keep=True, zero_keep_mb=0.06), EXPERTS),  # all but the experts
     Row(4, "step06_pipeline", dict(pp=2, zero=3, zero_keep=True, schedule="zb-h1", zero_replicas=2), TIED),
     Row(2, "step03_zero", dict(zero=1, zero_overlap=True), TIED),
     Row(4, "step07_moe_ep", dict(pp=2, ep=2, zero=1, zero_overlap=True, schedule="zbv"), EXPERTS | TIED | DEEP),

@@ -35,6 +35,7 @@ VALUES = dict(  # flags that change what is sent
     zero=(0, 1, 2, 3),
     zero_replicas=(1, 1, 2),
     zero_keep=(False, False, True),
+    zero_keep_mb=(0.0, 0.0, 0.06),
     zero_overlap=(False, False, True),
     offload_optimizer=("none", "none", "cpu"),
     tp=(1, 2, 4),

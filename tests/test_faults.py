@@ -18,6 +18,7 @@ LAWS: dict[str, tuple] = {  # ranks, and a function with its arguments that ever
     "law: unit names": (1, test_laws.names_of_units, 12),
     "law: zero 3": (2, test_laws.measure, "step03_zero", dict(zero=3)),
     "law: kept": (2, test_laws.measure, "step03_zero", dict(zero=3, zero_keep=True)),
+    "law: kept if small": (2, test_laws.measure, "step03_zero", dict(zero=3, zero_keep=True, zero_keep_mb=0.06)),
     "law: early sums": (2, test_laws.sums_in_backward, dict(zero=1, zero_overlap=True)),
     "law: hidden": (4, test_laws.order_of_turns, test_laws.OVERLAP | dict(ep_overlap=True)),
     "law: tp": (2, test_laws.measure, "step04_tp_sp", dict(tp=2)),

@@ -22,6 +22,8 @@ WRONG = {  # ranks, step, flags; the line begins with the flag
     "--ranks-per-node 2: of it and 3": (3, "step02_ddp", dict(sync="hierarchical", ranks_per_node=2)),
     "--skip-spikes 0.5": (2, "step02_ddp", dict(skip_spikes=0.5)),
     "--zero-keep matters only with --zero 3": (2, "step03_zero", dict(zero=2, zero_keep=True)),
+    "--zero-keep-mb 1.0 matters only with --zero-keep": (2, "step03_zero", dict(zero=3, zero_keep_mb=1.0)),
+    "--zero-keep-mb -1: units have more than": (2, "step03_zero", dict(zero=3, zero_keep=True, zero_keep_mb=-1.0)),
     "--zero-overlap matters only with --zero 1": (2, "step03_zero", dict(zero=2, zero_overlap=True)),
     "--zero-replicas 3": (2, "step03_zero", dict(zero=1, zero_replicas=3)),
     "--zero-replicas 2": (2, "step03_zero", dict(zero=0, zero_replicas=2)),

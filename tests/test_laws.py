@@ -184,6 +184,17 @@ def test_weights_are_kept_for_a_step(pools, pp, schedule):
             assert sent["data"] == (n - 1) * (m + 1) * (2 * LAYER + 2 * END + D) * B // n + round(reduced(n, SCALAR))
 
 
+def test_small_units_are_kept_for_a_step(pools):
+    """Layers are below the threshold: (m+1) P of them, an all-gather each. E and H are not: 2 m P of them, m each."""
+    n, m = 2, 3
+    options = dict(zero=3, zero_keep=True, zero_keep_mb=0.06, global_batch_size=n * m)
+    assert LAYER * B < 0.06 * 2**20 < END * B
+    for sent, calls in pools(n).run(measure, "step03_zero", options):
+        elements = (m + 1) * L * LAYER + 2 * m * (2 * END + D)
+        assert sent["dp"] == (n - 1) * elements * B // n + 2 * round(reduced(n, SCALAR))
+        assert calls["dp", "all_gather"] == L + 2 * m and calls["dp", "reduce_scatter"] == m * (L + 2)
+
+
 def sums_in_backward(options: dict) -> tuple[int, int]:
     """Runs on every rank: how many reduce-scatters started before `finish` was called in the last step, and in all."""
     found, count, plain = [0, 0], equal.Watch.count, step03.Zero1.begin

@@ -71,6 +71,8 @@ def check(config: Any, world: int):
         raise UserError("--ep-overlap: --batch-ramp leaves micro-batches out of a list one by one; choose one of them")
     if config.compile:
         raise UserError("--ep-overlap: --compile cannot look into two threads at once; choose one of them")
+    if config.zero_keep_mb:
+        raise UserError("--ep-overlap: --zero-keep-mb frees weights that the other micro-batch needs; leave it out")
     if config.dry_run:
         raise UserError("--ep-overlap has two threads, --dry-run sees one: count without it, the bytes are the same")
 
