@@ -64,11 +64,13 @@ def check_needs(config: Any):
                 continue
             found = getattr(config, other)
             if found not in values if values else found == plain[other]:
-                wanted = "set" if plain[other] == "" else f"above {plain[other]}"
+                wanted = " set" if plain[other] == "" else f" above {plain[other]}"
+                if isinstance(found, bool):
+                    wanted = ""
                 if values:
-                    wanted = f"{' or '.join(map(str, values))}, not with {spelled(other, found)}"
+                    wanted = f" {' or '.join(map(str, values))}, not with {spelled(other, found)}"
                 flag = spelled(name, getattr(config, name))
-                raise UserError(f"{flag} matters only with --{other.replace('_', '-')} {wanted}")
+                raise UserError(f"{flag} matters only with --{other.replace('_', '-')}{wanted}")
 
 
 def check(config: Any, world: int):
