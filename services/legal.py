@@ -7,7 +7,7 @@ from typing import Any
 from common import UserError
 from common.model import PRESETS
 from common.schedules import SCHEDULES
-from theory.layouts import Layout, broken, stages
+from theory.layouts import Layout, broken
 from theory.shapes import shape_of
 
 # Of the steps' flags, each needs another one (variants/__init__.py).
@@ -48,6 +48,6 @@ def check(config: Any, world: int):
     """Raises UserError with the first rule that is broken. What does not divide the ranks, the mesh refuses."""
     x = layout_of_flags(config, world)
     if hasattr(config, "sync") and x.world == (config.dry_run or world):
-        v = stages(SCHEDULES[x.schedule](config), x.pp) if x.pp > 1 else 1
-        for message in broken(shape_of(PRESETS[config.model], config), x, v):
+        schedule = SCHEDULES[x.schedule](config if x.pp > 1 else x)
+        for message in broken(shape_of(PRESETS[config.model], config), x, schedule):
             raise UserError(message)

@@ -24,11 +24,11 @@ from services.legal import layout_of_flags
 from services.seam import check, compose
 from tests.bench import plan as bench
 from tests.pairs import PAIRED
-from theory import count, documents, guide, offload, pictures, pipelines, plan, seconds, sums
+from theory import count, documents, guide, offload, pictures, plan, seconds, sums
 from theory.activations import Kept, Piece, kept_along, layer_bytes
 from theory.footprint import gpt_layer_bytes, held, outside
 from theory.gpus import GPUS, HOP, HOP_BETWEEN, START
-from theory.layouts import RECOMPUTE, Layout, Network, balanced, illegal, meshes, network, variants
+from theory.layouts import RECOMPUTE, Layout, Network, all_have_pairs, balanced, illegal, meshes, network, variants
 from theory.memory import rank_bytes, rank_numbers
 from theory.pipelines import lists_of, paired, places_of, rank_places, splits
 from theory.recipes import COURSE, RECIPES
@@ -36,7 +36,7 @@ from theory.search import count_legal, evaluate, fits, floor_seconds, search, sm
 from theory.seconds import ring, step_seconds
 from theory.shapes import divisors, flops_per_token, gpt, layer_counts, shape_of, total_weights, visited_weights
 from theory.traffic import Passes, tensor_traffic
-from variants.paired_actions import all_have_pairs, program_of
+from variants.paired_actions import program_of
 
 H100, MODELS = GPUS["h100-80"], plan.models()
 LLAMA, MIXTRAL = MODELS["llama3-8b"], MODELS["mixtral-8x7b"]
@@ -291,11 +291,7 @@ def test_messages_of_experts_are_hidden_where_a_list_has_pairs(schedule):
         pairs = [sum(len(line.actions) == 2 for line in program) for program in programs]
         forwards = sum(action.kind == "F" for action in lists_of(schedule, p, 2, n)[0])
         assert paired(schedule, p, 2, n) == pytest.approx(min(pairs) / forwards, abs=1 / forwards), (p, n)
-    assert (
-        pipelines.all_have_pairs(schedule, 4, 2)
-        == all_have_pairs(SCHEDULES[schedule](Layout(4)), 4)
-        == (schedule in PAIRED)
-    )
+    assert all_have_pairs(SCHEDULES[schedule](Layout(4)), 4) == (schedule in PAIRED)
     x = Layout(4, 1, 1, 8, global_batch_size=64, schedule=schedule, dp=8)
     plain, hidden = (step_seconds(MIXTRAL, replace(x, ep_overlap=flag), H100, COURSE) for flag in (False, True))
     saved = plain.exposed["ep"] - hidden.exposed["ep"]
@@ -527,7 +523,7 @@ MISTAKES = {
     "--model llama3-405b --gpus 8 --global-batch-size 8": "GiB too much",
     "--gpus 8 --explain '--tp 3 --pp 1'": "does not divide",
     "--gpus 8 --global-batch-size 7 --explain '--tp 2 --pp 1'": "must be a multiple of the 4 ranks of dp",
-    "--gpus 16 --model mixtral-8x7b --explain '--pp 2 --ep 2 --ep-overlap'": "--schedule 1f1b has a rank with no",
+    "--gpus 16 --model mixtral-8x7b --explain '--pp 2 --ep 2 --ep-overlap'": "in --schedule 1f1b a rank has no",
     "--gpus 8 --explain '--pp 2 --schedule zb-auto'": "--schedule zb-auto: the planner has no times",
     "--gpus 8 --explain '--pp 2 --tp 2 --pp-scatter'": "leave it out, or use --no-sp",
     "--gpus 8 --explain '--tp 2 \"'": "No closing quotation",

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from math import inf
 from typing import Any, NamedTuple
 
 from common import UserError
-from common.schedules import SCHEDULES, Place, Schedule
+from common.schedules import SCHEDULES, Action, Place, Schedule
 from common.trainer import among
 from theory.gpus import NODE
 from theory.shapes import Shape, divisors, visited_weights
@@ -129,12 +129,23 @@ def stages(schedule: Schedule, pp: int) -> int:
     return schedule.v if pp > 1 else 1
 
 
-def broken(m: Shape, x: Any, v: int) -> Iterator[str]:
-    """The rules of the steps that a layout breaks, each as what to say. `v`: stages on each rank.
+def pairs_in(row: list[Action]) -> int:
+    """Of a rank's list, forwards right before the backward of another micro-batch: --ep-overlap does both at once."""
+    return sum(a.kind + b.kind == "FB" and a.micro_batch != b.micro_batch for a, b in pairwise(row))
+
+
+@lru_cache(maxsize=4096)
+def all_have_pairs(schedule: Schedule, pp: int) -> bool:
+    """Whether every rank has more than a few pairs. The last one of 1F1B has none, and all wait for it."""
+    return min(pairs_in(schedule.actions(pp, 4 * pp, schedule.v, rank)) for rank in range(pp)) > pp
+
+
+def broken(m: Shape, x: Any, schedule: Schedule) -> Iterator[str]:
+    """The rules of the steps that a layout breaks, each as what to say. `schedule`: what its --schedule stands for.
 
     Everything that cannot work, once: for the flags of a run (services/legal.py) and for the planner.
     """
-    pp, dp, cp, tp, data, seq = x.pp, x.dp, x.cp, x.tp, x.dp * x.cp, m.seq_len
+    pp, dp, cp, tp, data, seq, v = x.pp, x.dp, x.cp, x.tp, x.dp * x.cp, m.seq_len, stages(schedule, x.pp)
     heads, kv_heads, cut = m.n_heads // tp, max(1, m.n_kv_heads // tp), 2 * cp if x.cp_mode in BOTH_ENDS else cp
     mine, n = x.global_batch_size // dp, x.micro_batches
     if x.global_batch_size % dp:
@@ -174,6 +185,9 @@ def broken(m: Shape, x: Any, v: int) -> Iterator[str]:
         yield f"--ep {x.ep} must divide --experts {m.experts}, and the {data * tp} ranks of dp x cp x tp"
     if x.ep_overlap and min(x.ep, pp) == 1:
         yield "--ep-overlap: another micro-batch is computed beside messages of experts; use --ep and --pp"
+    if x.ep_overlap and pp > 1 and not all_have_pairs(schedule, pp):
+        why = "a rank has no forward before the backward of another micro-batch, and all wait for it"
+        yield f"--ep-overlap: in --schedule {x.schedule} {why}; use ahead, zbv, dualpipe or interleaved"
     if x.ep_overlap and m.document:
         yield "--ep-overlap: --documents knows the borders of one micro-batch at a time; choose one of them"
     if x.ep_overlap and x.zero == 3 and not x.zero_keep:
@@ -190,21 +204,26 @@ def broken(m: Shape, x: Any, v: int) -> Iterator[str]:
 def illegal(m: Shape, x: Layout) -> str:
     """Why the steps refuse a layout, or the planner does; or ""."""
     try:
-        v = stages(schedule_of(x), x.pp)
+        schedule = schedule_of(x)
     except UserError as error:
         return str(error)
-    return next(broken(m, x, v), "")
+    return next(broken(m, x, schedule), "")
 
 
 def schedule_of(x: Layout) -> Schedule:
-    """What `--schedule` stands for. Raises UserError if it asks what a layout does not say."""
-    return SCHEDULES[x.schedule](x)
+    """What `--schedule` stands for, always the same object. Raises UserError if it asks what a layout does not say."""
+    return schedule_by_name(x.schedule, x.chunks)
 
 
 @lru_cache
+def schedule_by_name(name: str, chunks: int) -> Schedule:
+    """The same, of a layout of which nothing else matters."""
+    return SCHEDULES[name](Layout(chunks=chunks))
+
+
 def has_chunks(name: str) -> bool:
     """Whether --chunks says how many stages a rank has under this schedule."""
-    return SCHEDULES[name](Layout(chunks=99)).v == 99
+    return schedule_by_name(name, 99).v == 99
 
 
 @lru_cache(maxsize=4096)
@@ -263,7 +282,8 @@ def schedules(m: Shape, mesh: Layout) -> list[tuple[str, int]]:
     """Every legal schedule of a mesh, with --chunks; without a pipeline there is nothing to choose."""
     if mesh.pp == 1:
         return [("1f1b", 1)]
-    names = [name for name in SCHEDULES if not illegal(m, replace(mesh, schedule=name, chunks=1))]
+    plain = replace(mesh, chunks=1, ep_overlap=False)  # with one chunk, and not in pairs, more of them are legal
+    names = [name for name in SCHEDULES if not illegal(m, replace(plain, schedule=name))]
     ways = [(name, 1) for name in names if not has_chunks(name)]
     more = [v for v in range(2, m.n_layers // mesh.pp + 1) if m.n_layers // mesh.pp % v == 0]
     ways += [(name, v) for name in names if has_chunks(name) for v in more]
@@ -287,7 +307,6 @@ def ways_to_meet(m: Shape, mesh: Layout) -> list[dict[str, Any]]:
 
 def variants(m: Shape, mesh: Layout) -> Iterator[Layout]:
     """Every legal schedule, way of ZeRO and recomputation on a mesh, and what else it can gain by."""
-    for way, (schedule, chunks) in product(ways_to_meet(m, mesh), schedules(m, mesh)):
-        met = replace(mesh, schedule=schedule, chunks=chunks, **way)
-        for zero, recompute in product(zero_ways(m, met), RECOMPUTE):
-            yield replace(met, recompute=recompute, **zero)
+    for met in (replace(mesh, **way) for way in ways_to_meet(m, mesh)):
+        for (schedule, chunks), zero, recompute in product(schedules(m, met), zero_ways(m, met), RECOMPUTE):
+            yield replace(met, schedule=schedule, chunks=chunks, recompute=recompute, **zero)

@@ -1,10 +1,9 @@
 """Pipelines on paper: which stages a rank has, and what it does in which order."""
 
 from functools import lru_cache
-from itertools import pairwise
 
 from common.schedules import Action, Place
-from theory.layouts import Layout, balance, schedule_of, stages
+from theory.layouts import Layout, balance, pairs_in, schedule_of, stages
 from theory.shapes import Shape
 
 
@@ -63,19 +62,13 @@ def paired(schedule: str, pp: int, chunks: int, n: int) -> float:
     """
 
     def pairs(n: int) -> int:
-        rows = map(pairwise, lists_of(schedule, pp, chunks, n))
-        return min(sum(a.kind + b.kind == "FB" and a.micro_batch != b.micro_batch for a, b in row) for row in rows)
+        return min(map(pairs_in, lists_of(schedule, pp, chunks, n)))
 
     forwards = sum(action.kind == "F" for action in lists_of(schedule, pp, chunks, pp)[0]) * n / pp
     fewer = 2 * pp + n % pp
     if n <= fewer + pp:
         return pairs(n) / forwards
     return (pairs(fewer) + (n - fewer) / pp * (pairs(fewer + pp) - pairs(fewer))) / forwards
-
-
-def all_have_pairs(schedule: str, pp: int, chunks: int) -> bool:
-    """Whether --ep-overlap takes this schedule: every rank does more than a few forwards beside a backward."""
-    return paired(schedule, pp, chunks, 32 * pp) >= 0.1
 
 
 @lru_cache(maxsize=4096)

@@ -35,7 +35,6 @@ from theory.guide import guide
 from theory.layouts import Layout, illegal
 from theory.memory import Held
 from theory.offload import offloaded
-from theory.pipelines import all_have_pairs
 from theory.search import Found, evaluate, fits, rates, search, smallest
 from theory.seconds import Seconds
 from theory.shapes import GPTS, Shape, shape_of, total_weights
@@ -203,9 +202,6 @@ def layout_of(text: str, gpus: int, batch: int, m: Shape) -> Layout:
     x = replace(x, dp=gpus // inner, global_batch_size=own)
     if reason := illegal(m, x):
         raise UserError(f"--explain {text!r}: {reason}")
-    if x.ep_overlap and not all_have_pairs(x.schedule, x.pp, x.chunks):
-        why = "has a rank with no forward before the backward of another micro-batch"
-        raise UserError(f"--explain {text!r}: --schedule {x.schedule} {why}; use ahead, zbv, dualpipe or interleaved")
     return x
 
 

@@ -16,7 +16,6 @@ from theory.footprint import held
 from theory.gpus import ROOM, Gpu
 from theory.layouts import RECOMPUTE, Layout, illegal, meshes, schedules, ways_to_meet, zero_ways
 from theory.memory import Held, state_bytes
-from theory.pipelines import all_have_pairs
 from theory.recipes import COURSE, Recipe
 from theory.seconds import (
     Seconds,
@@ -70,7 +69,7 @@ def fits(memory: Held, gpu: Gpu) -> bool:
 def lean(m: Shape, mesh: Layout) -> list[Layout]:
     """The mesh with those schedules of which one lets least wait; a V needs two layers of each rank."""
     names = ["1f1b", "v-min"] if mesh.pp > 1 and "v-min" in SCHEDULES else ["1f1b"]
-    return [x for name in names if not illegal(m, x := replace(mesh, schedule=name))]
+    return [x for name in names if not illegal(m, x := replace(mesh, schedule=name, ep_overlap=False))]
 
 
 def best_variant(m: Shape, mesh: Layout, gpu: Gpu, limit: float) -> tuple[Found | None, int]:
@@ -79,8 +78,7 @@ def best_variant(m: Shape, mesh: Layout, gpu: Gpu, limit: float) -> tuple[Found 
     for schedule, chunks in schedules(m, mesh):
         way = replace(mesh, schedule=schedule, chunks=chunks)
         busy, _, costs = rank_work(m, piece_of(way), gpu, COURSE, schedule, mesh.pp, chunks)
-        if not mesh.ep_overlap or all_have_pairs(schedule, mesh.pp, chunks):
-            ways.append((n * (total(busy) - hidden_seconds(way, busy)) + least_bubble(way, *costs), len(ways), way))
+        ways.append((n * (total(busy) - hidden_seconds(way, busy)) + least_bubble(way, *costs), len(ways), way))
     for bound, _, way in sorted(ways):
         if bound >= limit:
             break
@@ -128,13 +126,13 @@ def search(m: Shape, world: int, batch: int, gpu: Gpu, count: int = 10, bar: Bar
 
 def count_legal(m: Shape, found: list[Layout]) -> int:
     """How many layouts these meshes have, with all their `variants`."""
-    ways: dict[tuple, int] = {}
-    for mesh in found:
-        key = mesh.pp, min(mesh.micro_batches, 2), mesh.micro_batches % mesh.pp == 0  # what a schedule asks for
-        ways[key] = ways.get(key) or len(schedules(m, mesh))
-    keys = [(mesh.pp, min(mesh.micro_batches, 2), mesh.micro_batches % mesh.pp == 0) for mesh in found]
-    zeros = [sum(len(zero_ways(m, replace(mesh, **way))) for way in ways_to_meet(m, mesh)) for mesh in found]
-    return sum(ways[key] * n for key, n in zip(keys, zeros, strict=True)) * len(RECOMPUTE)
+    legal, ways = 0, {}
+    for x in (replace(mesh, **way) for mesh in found for way in ways_to_meet(m, mesh)):
+        key = x.pp, min(x.micro_batches, 2), x.micro_batches % x.pp == 0, x.ep_overlap  # what a schedule asks for
+        if key not in ways:
+            ways[key] = len(schedules(m, x))
+        legal += ways[key] * len(zero_ways(m, x)) * len(RECOMPUTE)
+    return legal
 
 
 def smallest(m: Shape, world: int, batch: int, offload: bool = False) -> Found | None:

@@ -36,12 +36,11 @@ from torch import Tensor
 import step07_moe_ep as step07
 from common import UserError
 from common.comm import Group, all_to_all
-from common.schedules import SCHEDULES
 from step04_tp_sp import Conjugate
 from step06_pipeline import plan
 from step07_moe_ep import MoE, transpose_blocks
 from variants import Parts
-from variants.paired_actions import all_have_pairs, execute, program_of
+from variants.paired_actions import execute, program_of
 
 SINCE = step07.Config
 
@@ -60,9 +59,6 @@ def check(config: Any, world: int):
     """Raises UserError for what two micro-batches at once do not go with."""
     if not config.ep_overlap:
         return
-    if not all_have_pairs(SCHEDULES[config.schedule](config), config.pp):
-        why = "a rank has no forward before the backward of another micro-batch, and all wait for it"
-        raise UserError(f"--ep-overlap: in --schedule {config.schedule} {why}; use ahead, zbv, dualpipe or interleaved")
     if config.documents != "off":
         raise UserError("--ep-overlap: --documents knows the borders of one micro-batch at a time; choose one of them")
     if config.dropout:

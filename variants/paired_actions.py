@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from common.comm import Pending, exchange
-from common.schedules import Action, Place, Schedule, consumer
+from common.schedules import Action, Place, consumer
 from step06_pipeline import ACTS, Pipeline
 
 
@@ -34,12 +34,6 @@ def paired(row: list[Action]) -> list[tuple[Action, ...]]:
         else:
             found.append((action,))
     return found
-
-
-def all_have_pairs(schedule: Schedule, p: int) -> bool:
-    """Whether every rank, of p, does more than a few of its forwards at once with a backward."""
-    rows = [schedule.actions(p, 4 * p, schedule.v, rank) for rank in range(p)]
-    return min(sum(len(actions) == 2 for actions in paired(row)) for row in rows) > p
 
 
 def program_of(lists: list[list[Action]], places: list[Place]) -> list[list[Line]]:
