@@ -186,10 +186,9 @@ def test_an_update_that_waits_for_its_record_is_counted():
 
 
 def misjudged_on_rank(step: str, options: dict, ranks: int) -> dict[str, tuple[float, float]]:
-    """The same of the last rank of a dry run of so many."""
-    return misjudged(
-        run_rank(importlib.import_module(step).train, config_of(step, options | dict(dry_run=ranks)), ranks - 1)
-    )
+    """The same of the last rank of a dry run of so many, of two micro-batches for each that sees others."""
+    config = config_of(step, dict(global_batch_size=2 * ranks) | options | dict(dry_run=ranks))
+    return misjudged(run_rank(importlib.import_module(step).train, config, ranks - 1))
 
 
 def test_every_value_is_counted():
@@ -198,7 +197,8 @@ def test_every_value_is_counted():
     values = {frozenset([(name, value)]) for name, value in singles(step) if value not in UNCOUNTED.get(name, ())}
     for options in map(lighter, covering(step, values)):
         options |= {name: FLAGS[name].values[0] for name in UNCOUNTED} | dict(end_token=256)
-        options["global_batch_size"] = 4 * options["micro_batch_size"]  # four micro-batches are enough
+        mine = 2 * options["micro_batch_size"]  # two micro-batches are enough
+        options["global_batch_size"] = mine * (ranks_of(options) // (options["pp"] * options["cp"] * options["tp"]))
         config = config_of(step, options | dict(dry_run=ranks_of(options), save_every=0))
         check(config, 1)
         seen = run_rank(importlib.import_module(step).train, config, 0)

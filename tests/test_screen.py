@@ -9,6 +9,7 @@ import os
 import re
 import threading
 import time
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -199,20 +200,20 @@ def test_what_routers_decide(pools, tmp_path, mode):
 
 
 plugins()
-ORDERS = [(schedule, zero) for schedule in SCHEDULES for zero in range(4)]
+WAYS = ({}, dict(tp=2, recompute="full"), dict(tp=2, sp=False, pp_scatter=True))
+ORDERS = list(product(SCHEDULES, range(4), WAYS))
 
 
 @pytest.mark.parametrize(
-    "schedule, zero",
-    [pytest.param(*row, marks=[pytest.mark.exhaustive] * (row != ("zbv", 3))) for row in ORDERS],
+    "schedule, zero, flags",
+    [pytest.param(*row, marks=[pytest.mark.exhaustive] * (row != ("zbv", 3, WAYS[1]))) for row in ORDERS],
 )
-def test_traffic_of_pipelines(schedule, zero):
+def test_traffic_of_pipelines(schedule, zero, flags):
     """In every order of work and stage of ZeRO theory says what the dry run counts, on the first and last rank."""
     options = dict(pp=2, schedule=schedule, zero=zero, tied=zero % 2 == 0, n_layers=4, global_batch_size=4)
-    for more in {}, dict(tp=2, recompute="full"), dict(tp=2, sp=False, pp_scatter=True):
-        config = config_of("step06_pipeline", options | more | dict(dry_run=4))
-        for rank in (0, 3):
-            assert not misjudged(run_rank(step06_pipeline.train, config, rank)), (more, rank)
+    config = config_of("step06_pipeline", options | flags | dict(dry_run=4))
+    for rank in (0, 3):
+        assert not misjudged(run_rank(step06_pipeline.train, config, rank)), rank
 
 
 def sends(ranks: int, step: str, quick: bool = False, *, ways: tuple = ({},), **flags: Any) -> list:
@@ -251,8 +252,12 @@ SENDS = [
 
 @pytest.mark.parametrize("world, step, flags", SENDS)
 def test_variants_say_what_they_send(world, step, flags):
-    """What a file says of its messages is what the dry run counts, on the first and last rank."""
-    config = config_of(step, dict(global_batch_size=4, n_layers=2) | flags | dict(dry_run=world))
+    """What a file says of its messages is what the dry run counts, on the first and last rank, of two micro-batches.
+
+    (A pipeline of two ranks has four.)
+    """
+    batch = 2 * world // (flags.get("cp", 1) * flags.get("tp", 1))
+    config = config_of(step, dict(global_batch_size=batch, n_layers=2) | flags | dict(dry_run=world))
     for rank in (0, world - 1):
         assert not misjudged(run_rank(importlib.import_module(step).train, config, rank)), rank
 
