@@ -74,7 +74,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParamLayout:
     """From chapter 2 on: the record of one parameter."""
 
     shards: tuple[Shard, ...] = ()  # from chapter 4 on: one for each time that it was sharded, in this order
@@ -83,9 +83,9 @@ class Layout:
     stage_copies: int = 1  # from chapter 6 on: pipeline stages, on different ranks, that hold it
 
 
-def layout_of(param: Tensor) -> Layout:
+def layout_of(param: Tensor) -> ParamLayout:
     """From chapter 2 on: the record of a parameter; one that no dimension has touched is whole."""
-    return getattr(param, "parallel_layout", Layout())
+    return getattr(param, "parallel_layout", ParamLayout())
 
 
 def note_layout(param: Tensor, **changes: Any):

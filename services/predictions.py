@@ -89,11 +89,12 @@ def held_bytes(config: Any, parts: Parts) -> dict[str, float]:
         n, cut = (sum(unit.length * (unit.group.size if whole else 1) for unit in units) for whole in (True, False))
     batch, seq = config.micro_batch_size, w.m.seq_len // size(parts, "cp")
     about = size(parts, "tp"), getattr(config, "sp", False), layers_again(config), on_cpu, config.loss_chunk
-    piece = activations.Piece(w.m, batch, seq, w.e, w.wide, *about)
+    micro_batch = activations.MicroBatch(w.m, batch, seq, w.e, w.wide, *about)
     places, row = work_lists(config, parts)
     split = any(action.kind == "W" for action in row)
-    kept = {stage: activations.kept_of(piece, place, split, in_forward=True) for stage, place in places.items()}
-    kept = {s: one._replace(until_b=one.until_b + added(config, "waits", piece, places[s])) for s, one in kept.items()}
+    kept = {stage: activations.kept_of(micro_batch, place, split, in_forward=True) for stage, place in places.items()}
+    for stage, one in kept.items():
+        kept[stage] = one._replace(until_b=one.until_b + added(config, "waits", micro_batch, places[stage]))
     return {
         "parameters": (cut if stage == 3 else n) * w.e + added(config, "gathered", parts),
         "gradients": (cut if stage >= 2 else n) * w.wide,

@@ -25,7 +25,7 @@ from services.seam import check, compose
 from tests.bench import plan as bench
 from tests.pairs import PAIRED
 from theory import count, documents, guide, offload, pictures, plan, seconds, sums
-from theory.activations import Kept, Piece, kept_along, layer_bytes
+from theory.activations import Kept, MicroBatch, kept_along, layer_bytes
 from theory.footprint import gpt_layer_bytes, held, outside
 from theory.gpus import GPUS, HOP, HOP_BETWEEN, START
 from theory.layouts import RECOMPUTE, Layout, Network, all_have_pairs, balanced, illegal, meshes, network, variants
@@ -218,8 +218,8 @@ def test_memory_grows_and_shrinks_as_it_must(recipe):
     assert held(m, replace(base, tp=4, dp=2), recipe).weights < held(m, base, recipe).weights
     # sbh (34 + 5 as/h)
     assert gpt_layer_bytes(gpt(4096, 1, 32), Layout(), "none") == 2048 * (34 * 4096 + 5 * 32 * 2048)
-    m, piece = LLAMA, Piece(LLAMA, 1, 1, 2, 4, sp=False, recompute="selective")  # variants/selective.py
-    assert layer_bytes(piece, False) == 2 * (5 * m.dim + 2 * m.kv_dim + 2 * m.ffn_dim) + 4 * m.n_heads
+    m, one = LLAMA, MicroBatch(LLAMA, 1, 1, 2, 4, sp=False, recompute="selective")  # variants/selective.py
+    assert layer_bytes(one, False) == 2 * (5 * m.dim + 2 * m.kv_dim + 2 * m.ffn_dim) + 4 * m.n_heads
 
 
 @pytest.mark.parametrize("schedule", ORDERS)

@@ -14,7 +14,7 @@ MOST = 2**30  # bytes of a chunk's logits, wide (variants/chunked_loss.py)
 CHUNK = 2048  # tokens whose logits exist at the same time: --loss-chunk, as the planner has it
 
 
-class Piece(NamedTuple):
+class MicroBatch(NamedTuple):
     """A micro-batch on one rank."""
 
     m: Shape
@@ -56,7 +56,7 @@ class Piece(NamedTuple):
         return min(self.tokens, self.chunk, most) if self.chunk else self.tokens
 
 
-def norm_bytes(p: Piece) -> float:
+def norm_bytes(p: MicroBatch) -> float:
     """What a norm keeps of a token: its input, one wide number; on a CPU also what its kernels keep."""
     found = p.m.dim * p.e + p.wide
     if p.on_cpu:
@@ -64,7 +64,7 @@ def norm_bytes(p: Piece) -> float:
     return found
 
 
-def layer_bytes(p: Piece, experts: bool) -> float:
+def layer_bytes(p: MicroBatch, experts: bool) -> float:
     """What one layer keeps until its backward. All inside the blocks is 1/tp wide; with SP all between them is, too.
 
     Two norms. Attention: input, q, k, v, output and a number a head. MLP: input, gate, up, silu(gate), the product.
@@ -94,7 +94,7 @@ def layer_bytes(p: Piece, experts: bool) -> float:
     return found + p.share * e * products * m.shared_experts * width
 
 
-def end_bytes(p: Piece) -> float:
+def end_bytes(p: MicroBatch) -> float:
     """What norm, head and loss keep: the inputs of norm and head, and the logarithms of all probabilities.
 
     In chunks: the gradients of the hidden states and of the head, which are known since forward.
@@ -105,7 +105,7 @@ def end_bytes(p: Piece) -> float:
     return found + p.tokens * p.rows * p.wide
 
 
-def stage_bytes(p: Piece, place: Place) -> float:
+def stage_bytes(p: MicroBatch, place: Place) -> float:
     """What a stage keeps of a micro-batch until its backward. Tables of RoPE are shared by its layers."""
     found = sum(layer_bytes(p, p.m.has_experts(n)) for n in place.layers) + 2 * p.seq * p.m.head_dim * p.wide
     if place.before is None and p.tp > 1:
@@ -115,7 +115,7 @@ def stage_bytes(p: Piece, place: Place) -> float:
     return found
 
 
-def waiting_bytes(p: Piece, experts: bool) -> tuple[float, float]:
+def waiting_bytes(p: MicroBatch, experts: bool) -> tuple[float, float]:
     """What one layer keeps between B and W: the inputs of its matrices, and the gradients of their outputs."""
     m, kv_dim = p.m, p.m.kv_dim * max(1, p.tp / p.m.n_kv_heads)
     width = m.ffn_dim  # of what every token visits
@@ -140,7 +140,7 @@ class Kept(NamedTuple):
     until_w: float = 0.0  # from B on, where W comes apart
 
 
-def kept_of(p: Piece, place: Place, split: bool, in_forward: bool = False) -> Kept:
+def kept_of(p: MicroBatch, place: Place, split: bool, in_forward: bool = False) -> Kept:
     """Of a stage. `split`: W comes apart. `in_forward`: only what was made in forward, which is not done again."""
     waits = 0.0
     for inputs, gradients in (waiting_bytes(p, p.m.has_experts(n)) for n in place.layers) if split else ():

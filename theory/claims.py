@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from common.schedules import afab, interleaved, one_f_one_b
-from theory.activations import Piece, layer_bytes
+from theory.activations import MicroBatch, layer_bytes
 from theory.gpus import CONTEXT, NODE, ROOM
 from theory.layouts import Layout, Network, illegal
 from theory.memory import rank_numbers
@@ -258,7 +258,8 @@ CLAIMS = [
     Claim("S2:337", "message of 4,096 tokens x 8,192 channels in BF16, MiB", 64, lambda: 4096 * L70.dim * 2 / 2**20),
     Claim("S2:376", "ring attention on 4 GPUs: blocks that each sends", 3, lambda: ring_blocks(4)),
     Claim("S2:377", "the same: a layer's activations over those of one GPU", 1 / 4,
-          lambda: layer_bytes(Piece(L8, 1, 2048, 2, 4), False) / layer_bytes(Piece(L8, 1, 8192, 2, 4), False)),
+          lambda: layer_bytes(MicroBatch(L8, 1, 2048, 2, 4), False)
+          / layer_bytes(MicroBatch(L8, 1, 8192, 2, 4), False)),
     Claim("S2:409", "top 2: choices that capacity tokens / experts takes, if balanced", 1,
           lambda: 64 / 8 * 8 / (64 * 2),
           "a token makes k choices, so capacity is k tokens / experts; as it stands it is for top 1"),

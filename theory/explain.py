@@ -1,14 +1,14 @@
 """One layout's sums, as one would write them on a blackboard: each formula, the numbers in it, the result."""
 
-from theory.activations import Piece, layer_bytes
+from theory.activations import layer_bytes
 from theory.documents import pairs_of
 from theory.gpus import GIB, Gpu
 from theory.layouts import Layout, communicators, network
-from theory.memory import rank_numbers
+from theory.memory import micro_batch_of, rank_numbers
 from theory.pipelines import rank_places
 from theory.recipes import COURSE
 from theory.search import evaluate, rates
-from theory.seconds import COMPUTE, bandwidth, boundary_seconds, piece_of, rank_work, ring, stages_of
+from theory.seconds import COMPUTE, bandwidth, boundary_seconds, layer_layout, rank_work, ring, stages_of
 from theory.shapes import Shape, flops_per_token, layer_weights, total_weights
 
 
@@ -17,14 +17,14 @@ def blackboard(m: Shape, x: Layout, gpu: Gpu) -> str:
     found, way = evaluate(m, x, gpu), (x.schedule, x.pp, x.chunks)
     memory, seconds = found.held, found.seconds
     numbers = max(rank_numbers(m, *way, x.tp, x.ep), key=sum)
-    busy, _, (f, b, w) = rank_work(m, piece_of(x), gpu, COURSE, *way)
+    busy, _, (f, b, w) = rank_work(m, layer_layout(x), gpu, COURSE, *way)
     data, tp, experts = network(x, "shard", gpu.node), network(x, "tp", gpu.node), m.has_experts(m.n_layers - 1)
     ranks = rank_places(m, *way)
     layers = max(sum(len(place.layers) for place in places.values()) for places in ranks)
     one = sum(layer_weights(m, experts, x.tp, x.ep))
     tokens, n = x.micro_batch_size * m.seq_len // x.cp, x.micro_batches
     cut = [data.ranks if x.zero >= stage else 1 for stage in (3, 2, 1)]
-    piece = Piece(m, x.micro_batch_size, m.seq_len // x.cp, 2, 4, x.tp, x.sp, x.recompute, gathered=x.gathered)
+    micro_batch = micro_batch_of(m, x)
     pairs = pairs_of(m.seq_len, m.document, x.micro_batch_size, x.cp, x.cp_mode)
     lines = [
         "MEMORY of the fullest rank",
@@ -38,12 +38,12 @@ def blackboard(m: Shape, x: Layout, gpu: Gpu) -> str:
         f"  gradients                  {memory.gradients / GIB:8.2f} GiB",
         f"  optimizer                  {memory.optimizer / GIB:8.2f} GiB",
         f"tokens of a micro-batch      T = b s / cp = {x.micro_batch_size} x {m.seq_len} / {x.cp} = {tokens}",
-        f"a layer keeps                {layer_bytes(piece, experts) / 2**20:.0f} MiB of T "
+        f"a layer keeps                {layer_bytes(micro_batch, experts) / 2**20:.0f} MiB of T "
         f"(recompute {x.recompute}, tp {x.tp}, {'with' if x.sp else 'no'} sequence parallelism)",
         f"  activations                {memory.activations / GIB:8.2f} GiB: all micro-batches that {x.schedule} "
         f"lets wait, of {layers} layers",
         f"  for a moment               {memory.moment / GIB:8.2f} GiB "
-        f"(loss of {piece.at_once} tokens at a time, gathered units, a layer computed again, CUDA, "
+        f"(loss of {micro_batch.at_once} tokens at a time, gathered units, a layer computed again, CUDA, "
         f"{communicators(m, x)} communicators)",
         f"  sum                        {memory.total / GIB:8.2f} GiB of {gpu.memory / GIB:.0f} GiB",
         "",

@@ -28,7 +28,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from common.schedules import Action, Place
-from theory.activations import Kept, Piece, end_bytes, kept_along, kept_of, layer_bytes
+from theory.activations import Kept, MicroBatch, end_bytes, kept_along, kept_of, layer_bytes
 from theory.layouts import Layout, network
 from theory.pipelines import ends_of, lists_of, rank_places, splits, ways_of
 from theory.shapes import Shape, end_weights, layer_weights
@@ -95,7 +95,7 @@ def heights(
                 yield after + m.embedding
 
 
-def loss_bytes(p: Piece) -> float:
+def loss_bytes(p: MicroBatch) -> float:
     """At the loss, of the tokens that are there at a time: logits, their logarithms and their gradient, wide.
 
     Of one chunk alone the logarithms are kept anyway; of several, the head's gradient is there, too, since forward.
@@ -108,7 +108,7 @@ def loss_bytes(p: Piece) -> float:
     return (copies - p.wide) * p.rows * p.at_once
 
 
-def work_bytes(p: Piece, experts: bool) -> float:
+def work_bytes(p: MicroBatch, experts: bool) -> float:
     """In a layer's backward: what is done again; beside it the gradients of what it makes or, on a CPU, a norm's."""
     m, e = p.m, p.e
     again = layer_bytes(p._replace(recompute="none"), experts) - layer_bytes(p, experts)
@@ -123,7 +123,7 @@ def largest_matrix(m: Shape, x: Layout, experts: bool) -> float:
     return m.experts / x.ep * m.dim * m.expert_width if experts else m.dim * max(m.dim, m.ffn_dim) / x.tp
 
 
-def moments_of(p: Piece, x: Layout, places: dict[int, Place], split: bool) -> Moments:
+def moments_of(p: MicroBatch, x: Layout, places: dict[int, Place], split: bool) -> Moments:
     """How high the actions of a pipeline rank rise. Of its layers, the largest; its experts are a unit of their own."""
     m, e, wide, matrix = p.m, p.e, p.wide, p.rows * p.m.dim
     first, last = ends_of(places)
@@ -161,11 +161,17 @@ def state_bytes(m: Shape, x: Layout, rank: int, e: int = 2, wide: int = 4) -> tu
     return weights, gradients, wide * (3 if e < wide else 2) * (slices if x.zero >= 1 else whole)
 
 
+def micro_batch_of(m: Shape, x: Layout, e: int = 2, wide: int = 4, on_cpu: bool = False) -> MicroBatch:
+    """One of a layout's, on a rank."""
+    seq = m.seq_len // x.cp
+    return MicroBatch(m, x.micro_batch_size, seq, e, wide, x.tp, x.sp, x.recompute, on_cpu, gathered=x.gathered)
+
+
 def rank_bytes(m: Shape, x: Layout, rank: int, e: int = 2, wide: int = 4, on_cpu: bool = False) -> Held:
     """The most that a pipeline rank holds in a step, by kind."""
     way = x.schedule, x.pp, x.chunks
     places, (whole, slices) = rank_places(m, *way)[rank], numbers_of(m, x, rank)
-    p = Piece(m, x.micro_batch_size, m.seq_len // x.cp, e, wide, x.tp, x.sp, x.recompute, on_cpu, gathered=x.gathered)
+    p = micro_batch_of(m, x, e, wide, on_cpu)
     few = 4 * x.pp + x.micro_batches % x.pp  # no more wait at a time than of these; but afab lets all wait
     row = lists_of(*way, x.micro_batches if x.schedule == "afab" else min(x.micro_batches, few))[rank]
     split = splits(*way)

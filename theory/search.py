@@ -21,10 +21,10 @@ from theory.seconds import (
     Seconds,
     add,
     hidden_seconds,
+    layer_layout,
     least_bubble,
     model_work,
     most_hidden,
-    piece_of,
     rank_work,
     step_seconds,
     total,
@@ -57,7 +57,7 @@ def evaluate(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe = COURSE) -> Found:
 
 def floor_seconds(m: Shape, mesh: Layout, gpu: Gpu) -> float:
     """No layout of this mesh with this recomputation has a shorter step."""
-    parts = add(*model_work(m, piece_of(mesh), gpu, COURSE))
+    parts = add(*model_work(m, layer_layout(mesh), gpu, COURSE))
     return mesh.micro_batches * (total(parts) - mesh.ep_overlap * most_hidden(parts)) / mesh.pp
 
 
@@ -77,7 +77,7 @@ def best_variant(m: Shape, mesh: Layout, gpu: Gpu, limit: float) -> tuple[Found 
     winner, timed, n, ways, room = None, 0, mesh.micro_batches, [], ROOM * gpu.memory
     for schedule, chunks in schedules(m, mesh):
         way = replace(mesh, schedule=schedule, chunks=chunks)
-        busy, _, costs = rank_work(m, piece_of(way), gpu, COURSE, schedule, mesh.pp, chunks)
+        busy, _, costs = rank_work(m, layer_layout(way), gpu, COURSE, schedule, mesh.pp, chunks)
         ways.append((n * (total(busy) - hidden_seconds(way, busy)) + least_bubble(way, *costs), len(ways), way))
     for bound, _, way in sorted(ways):
         if bound >= limit:

@@ -309,32 +309,32 @@ class Seconds(NamedTuple):
         return self.compute + self.recompute + self.bubble + sum(self.exposed.values()) + self.update
 
 
-class Pieces(NamedTuple):
+class LayerWorks(NamedTuple):
     """A micro-batch: the work of a layer, by whether it has experts; the head's."""
 
     layers: dict[bool, Work]
     head: Work
 
 
-def piece_of(x: Layout) -> Layout:
+def layer_layout(x: Layout) -> Layout:
     """The part of a layout that decides the work of a layer."""
     keep = dict(micro_batch_size=x.micro_batch_size, recompute=x.recompute, sp=x.sp, cp_mode=x.cp_mode)
     return Layout(cp=x.cp, tp=x.tp, ep=x.ep, **keep)
 
 
 @lru_cache(maxsize=100_000)
-def pieces(m: Shape, piece: Layout, gpu: Gpu, recipe: Recipe) -> Pieces:
-    """What stages are made of, for a layout of one micro-batch and stage (`piece_of`)."""
+def layer_works(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> LayerWorks:
+    """What stages are made of, for a layout of one micro-batch and stage (`layer_layout`)."""
     gpu = gpu._replace(matmul=gpu.matmul * recipe.library)
-    if piece.recompute == "none":
-        layers = {flag: layer_work(m, piece, gpu, recipe, flag) for flag, n in layer_counts(m).items() if n}
-        return Pieces(layers, head_work(m, piece, gpu))
-    once = pieces(m, replace(piece, recompute="none"), gpu._replace(matmul=gpu.matmul / recipe.library), recipe)
+    if x.recompute == "none":
+        layers = {flag: layer_work(m, x, gpu, recipe, flag) for flag, n in layer_counts(m).items() if n}
+        return LayerWorks(layers, head_work(m, x, gpu))
+    once = layer_works(m, replace(x, recompute="none"), gpu._replace(matmul=gpu.matmul / recipe.library), recipe)
     layers = {
-        flag: work._replace(b=add(work.b, done_again(m, piece, gpu, recipe, work.f, flag)))
+        flag: work._replace(b=add(work.b, done_again(m, x, gpu, recipe, work.f, flag)))
         for flag, work in once.layers.items()
     }
-    return Pieces(layers, once.head)
+    return LayerWorks(layers, once.head)
 
 
 @lru_cache(maxsize=4096)
@@ -348,16 +348,16 @@ def loads(m: Shape, schedule: str, pp: int, chunks: int) -> set[tuple[float, flo
     return found
 
 
-def together(work: Pieces, load: tuple[float, float, float]) -> Parts:
+def together(work: LayerWorks, load: tuple[float, float, float]) -> Parts:
     """A micro-batch of a rank with this load: forward and both backwards, by part."""
     parts = [times(part, n) for flag, n in zip((False, True), load, strict=False) if n for part in work.layers[flag]]
     return add(*parts, *(times(part, load[2]) for part in work.head if load[2]))
 
 
 @lru_cache(maxsize=100_000)
-def model_work(m: Shape, piece: Layout, gpu: Gpu, recipe: Recipe) -> Work:
+def model_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> Work:
     """One micro-batch in the whole model."""
-    work, counts = pieces(m, piece, gpu, recipe), layer_counts(m)
+    work, counts = layer_works(m, x, gpu, recipe), layer_counts(m)
     return Work(*(add(work.head[i], *(times(one[i], counts[k]) for k, one in work.layers.items())) for i in range(3)))
 
 
@@ -378,12 +378,12 @@ class RankWork(NamedTuple):
 
 
 @lru_cache(maxsize=200_000)
-def rank_work(m: Shape, piece: Layout, gpu: Gpu, recipe: Recipe, schedule: str, pp: int, chunks: int) -> RankWork:
-    """The work of a pipeline's ranks, for the `piece_of` a layout."""
-    once, work = pieces(m, replace(piece, recompute="none"), gpu, recipe), pieces(m, piece, gpu, recipe)
+def rank_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, schedule: str, pp: int, chunks: int) -> RankWork:
+    """The work of a pipeline's ranks, for the `layer_layout` of a layout."""
+    once, work = layer_works(m, replace(x, recompute="none"), gpu, recipe), layer_works(m, x, gpu, recipe)
     load = max(loads(m, schedule, pp, chunks), key=lambda load: total(together(work, load)))
     number = pp * stages_of(Layout(pp=pp, schedule=schedule, chunks=chunks))
-    costs = tuple(total(part) / number for part in model_work(m, piece, gpu, recipe))
+    costs = tuple(total(part) / number for part in model_work(m, x, gpu, recipe))
     return RankWork(together(work, load), together(once, load), costs)
 
 
@@ -395,7 +395,7 @@ def hidden_seconds(x: Layout, busy: Parts) -> float:
 def step_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, simulated: bool = True) -> Seconds:
     """The step of one layout; not `simulated`: with the least bubble that its schedule could have."""
     n, way = x.micro_batches, (x.schedule, x.pp, x.chunks)
-    busy, once, (f, b, w) = rank_work(m, piece_of(x), gpu, recipe, *way)
+    busy, once, (f, b, w) = rank_work(m, layer_layout(x), gpu, recipe, *way)
     bubble, exposed = 0.0, {}
     if x.pp > 1:
         message = boundary_seconds(m, x, gpu, recipe)

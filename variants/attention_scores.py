@@ -51,7 +51,7 @@ def check(config: Any, world: int):
 
 
 def waits(config: Any, p: Any, place: Place) -> float:
-    """Bytes of a micro-batch (theory's Piece `p`) on a stage beside those of a fused kernel: see above."""
+    """Bytes of a micro-batch (theory's MicroBatch `p`) on a stage beside those of a fused kernel: see above."""
     statistics, kv_dim = p.wide * p.m.n_heads, p.m.kv_dim * max(1, p.tp / p.m.n_kv_heads)
     if config.recompute == "attention":
         token = -statistics

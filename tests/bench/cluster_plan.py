@@ -45,7 +45,7 @@ from tests.bench.plan import choice, summary
 from theory.gpus import Gpu
 from theory.layouts import Layout, meshes, network, variants
 from theory.recipes import COURSE
-from theory.seconds import piece_of, pipeline_ratio, rank_work, stages_of, step_seconds
+from theory.seconds import layer_layout, pipeline_ratio, rank_work, stages_of, step_seconds
 from theory.shapes import Shape
 
 NODES, RANKS, BATCH = 2, 4, 8  # nodes, ranks on each, sequences of a step
@@ -180,7 +180,7 @@ def planned(x: Layout, gpu: Gpu, shared: int) -> tuple[float, float]:
     if together == 1:
         return found.step, found.step
     if x.pp > together:  # a pipeline of fewer ranks, each with the work and the cores of those that it stands for
-        f, b, w = rank_work(MODEL, piece_of(x), gpu, COURSE, x.schedule, x.pp, x.chunks).costs
+        f, b, w = rank_work(MODEL, layer_layout(x), gpu, COURSE, x.schedule, x.pp, x.chunks).costs
         ratio = pipeline_ratio(x.schedule, x.pp // together, x.chunks, x.micro_batches, b / f, w / f, 0.0)
         bubble = f * ratio - x.micro_batches * stages_of(x) * (f + b + w)
     return found.step, found.step - found.bubble + min(found.bubble, max(0.0, bubble))
