@@ -157,12 +157,20 @@ class MemoryWatch:
         self.timeline: MemoryTimeline | None = None
         self.watching = False
         parts.around(parts.optimizer, "step", self.update, by=__name__)
+        if parts.pipeline is not None:
+            parts.around(parts.pipeline, "forward", self.receive, by=__name__)
 
     def update(self, step: Callable, lr: float):
         """Around the optimizer's step."""
         self.measure()
         step(lr)
         self.measure()  # the first update makes the moments
+
+    def receive(self, forward: Callable, i: int, stage: int, x: Tensor | None) -> Tensor:
+        """Around a stage's forward: what has arrived for it waits for its backward, too."""
+        if self.watching:
+            self.timeline.label("activations", [x])
+        return forward(i, stage, x)
 
     def measure(self):
         """Note what there is."""
