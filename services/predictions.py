@@ -82,7 +82,7 @@ def added(config: Any, what: str, *about: Any) -> float:
 def held_bytes(config: Any, parts: Parts) -> dict[str, float]:
     """Bytes of each kind of tensor on this rank."""
     w, on_cpu = passes_of(config, parts), next(parts.model.parameters()).device.type == "cpu"
-    stage, units = getattr(config, "zero", 0), parts.units
+    zero, units = getattr(config, "zero", 0), parts.units
     params = [param for param in parts.model.parameters() if param.requires_grad]
     n = cut = sum(param.numel() for param in params)
     if units:
@@ -96,11 +96,11 @@ def held_bytes(config: Any, parts: Parts) -> dict[str, float]:
     for stage, one in kept.items():
         kept[stage] = one._replace(until_b=one.until_b + added(config, "waits", micro_batch, places[stage]))
     return {
-        "parameters": (cut if stage == 3 else n) * w.e + added(config, "gathered", parts),
-        "gradients": (cut if stage >= 2 else n) * w.wide,
+        "parameters": (cut if zero == 3 else n) * w.e + added(config, "gathered", parts),
+        "gradients": (cut if zero >= 2 else n) * w.wide,
         "masters": cut * w.wide * (w.wide != w.e),
         "moments": moment_bytes(config, parts),
-        "activations": max(activations.kept_along(row, kept)),
+        "activations": max(activations.kept_after_forward(row, kept, places, micro_batch.own * w.m.dim * w.e)),
     }
 
 

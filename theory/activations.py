@@ -4,6 +4,7 @@ A layer keeps what its backward needs, from F to B. Where a schedule has W apart
 How many micro-batches wait at a time, the rank's list of actions says (`kept_along`).
 """
 
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -158,3 +159,13 @@ def kept_along(row: list[Action], kept: dict[int, Kept]) -> list[float]:
         until_b, until_w = kept[stage]
         changes.append({"F": until_b, "B": until_w - until_b, "W": -until_w}[kind])
     return [*accumulate(changes, initial=0.0)]
+
+
+def kept_after_forward(
+    row: list[Action], kept: dict[int, Kept], places: dict[int, Place], output: float
+) -> Iterator[float]:
+    """The same when a forward ends, with what leaves: its output, of so many bytes, and the one before, on its way."""
+    sends = any(place.after is not None for place in places.values())
+    for (kind, _, stage), held in zip(row, kept_along(row, kept)[1:], strict=True):
+        if kind == "F":
+            yield held + output * (sends + (places[stage].after is not None))
