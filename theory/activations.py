@@ -149,6 +149,8 @@ def kept_of(p: MicroBatch, place: Place, split: bool, in_forward: bool = False) 
             waits += inputs + gradients
         elif p.recompute == "none":
             waits += inputs
+        elif p.recompute == "selective":
+            waits += p.e * p.share * p.m.dim  # attention's output, of which o was made: no other input is kept
     return Kept(stage_bytes(p, place), waits)
 
 
