@@ -250,7 +250,7 @@ SENDS = [
     *sends(4, "step02_ddp", sync="hierarchical", ranks_per_node=2),
     *sends(2, "step02_ddp", ways=tuple(dict(compress=kind) for kind in ("bf16", "int8", "topk"))),
     *sends(4, "step03_zero", True, zero=3, zero_keep=True),
-    *sends(4, PP, pp=2, zero=3, zero_keep=True, zero_keep_mb=0.06, ways=(dict(schedule="1f1b"), dict(schedule="zbv"))),
+    *sends(4, PP, pp=2, zero=3, zero_keep=True, zero_keep_mb=0.06, ways=({}, dict(schedule="zbv", n_layers=4))),
     *sends(4, "step03_zero", zero_replicas=2, ways=(dict(zero=1), dict(zero=1, **NARROW), dict(zero=2, **NARROW))),
     *sends(2, "step03_zero", compress="int8", ways=(dict(zero=2), dict(zero=3, **NARROW))),
     *sends(2, "step03_zero", optimizer="muon", ways=(dict(zero=0), dict(zero=2))),
