@@ -1,5 +1,6 @@
 """Any two flags together train as one process does, or are refused in one line that names both (tests/pairs.py)."""
 
+import math
 import random
 import re
 from dataclasses import fields
@@ -88,11 +89,12 @@ def test_some_values_are_refused_in_some_steps(name, value, step):
 
 
 def on_rank(step: str, options: Options, kind: type, file: str):
-    """Runs on every rank: train, and compare; in 16 bits, the losses and the first norm."""
+    """Runs on every rank: train, and compare; in 16 bits, the first loss, and norm unless it overflows."""
     ours, theirs = equal.record(step, options, kind), equal.load_record(file)
     if "wide" in options["patch"]:
         return equal.compare(ours, theirs, 1e-10)
-    for what in ("losses", "norms"):
+    overflow = options["dtype"] == "fp16" and math.isinf(ours.norms[0])  # then the update is skipped
+    for what in ("losses",) if overflow else ("losses", "norms"):
         found = equal.difference(getattr(ours, what)[:1], getattr(theirs, what)[:1])
         assert found <= NEAR, f"step 1: {what} differ by {found:.3g} (relative), more than {NEAR:g}"
 
