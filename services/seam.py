@@ -64,11 +64,12 @@ def check_needs(config: Any):
                 continue
             found = getattr(config, other)
             if found not in values if values else found == plain[other]:
-                wanted = " set" if plain[other] == "" else f" above {plain[other]}"
-                if isinstance(found, bool):
-                    wanted = ""
                 if values:
                     wanted = f" {' or '.join(map(str, values))}, not with {spelled(other, found)}"
+                elif isinstance(found, bool):  # a switch
+                    wanted = ""
+                else:
+                    wanted = " set" if plain[other] == "" else f" above {plain[other]}"
                 flag = spelled(name, getattr(config, name))
                 raise UserError(f"{flag} matters only with --{other.replace('_', '-')}{wanted}")
 
