@@ -18,8 +18,14 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def pytest_collection_finish():
-    """What has been imported is no garbage: a tenth of a dry run was the collector looking for some in it."""
+    """What has been imported is no garbage: a third of a dry run was the collector looking for some in it."""
     gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000)
+
+
+def pytest_runtest_teardown():
+    """Nor is what a test has imported, or leaves in torch's caches."""
     gc.freeze()
 
 
