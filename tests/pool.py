@@ -46,7 +46,7 @@ def serve(rank: int, world: int, folder: str, backend: str, connection: Connecti
 
     from common.comm import Group, Mesh
 
-    gc.disable()  # it looked at what was alive so often that a run took an eighth longer: after a task is enough
+    gc.freeze()  # what was imported is no garbage: a look at the rest is short
     torch.set_num_threads(1)
     sys.stdout = sys.stderr
     if world > 1:
