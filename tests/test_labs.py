@@ -455,27 +455,32 @@ def handout(tmp_path_factory):
     return make
 
 
-def test_a_handout_has_no_solution(tmp_path, handout):
+HANDOUTS = [  # number, ranks, flags, and a line of a solution
+    (1, 1, [], "return config.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))"),
+    pytest.param(4, 2, ["--tp", 2], "return shards.movedim(0, 1).flatten(1, 2)", marks=EXHAUSTIVE),
+]
+
+
+@pytest.mark.parametrize("number, ranks, flags, line", HANDOUTS, ids=["1", "4"])
+def test_a_handout_has_no_solution(tmp_path, handout, number, ranks, flags, line):
     """Steps of labs not given yet are holes; tests and variants of them are missing; a lab starts, is judged, runs."""
-    copy = handout(4)
-    lab = load(4)
-    found = source.definitions(ast.parse((copy / "step04_tp_sp.py").read_text()))
-    assert all(source.is_hole(found[name]) for name in lab.holes(S4))
+    copy, lab = handout(number), load(number)
+    (module,) = lab.modules
+    found = source.definitions(ast.parse((copy / file_of(module)).read_text()))
+    assert all(source.is_hole(found[name]) for name in lab.holes(module))
     kept = {path.name for path in copy.glob("tests/**/*.py")}  # what trains, and no table that quotes solutions
-    assert (
-        kept == {"__init__.py", "equal.py", "warm.py"}
-        and (copy / "step02_ddp.py").read_text() == path_of("step02_ddp").read_text()
-    )
-    line = "return shards.movedim(0, 1).flatten(1, 2)"
-    assert line in path_of("step04_tp_sp").read_text()
+    assert kept == {"__init__.py", "equal.py", "warm.py"}
+    for given in (path_of(before) for n in range(1, number) for before in load(n).modules):
+        assert (copy / given.name).read_text() == given.read_text()
+    assert line in path_of(module).read_text()
     assert not [path for path in copy.rglob("*.py") if line in path.read_text()]
-    command("start", 4, tmp_path / "lab", folder=copy)
+    command("start", number, tmp_path / "lab", folder=copy)
     assert "not written yet" in command("check", tmp_path / "lab", "--task", 1, folder=copy, status=1)
-    (tmp_path / "lab" / "step04_tp_sp.py").write_text(path_of("step04_tp_sp").read_text())
-    flags = ["--steps", 1, "--model", "debug", "--device", "cpu", "--tp", 2, "--global-batch-size", 2]
-    said = command("check", tmp_path / "lab", "--task", 5, folder=copy)  # its rows are there, without the tests
-    assert "9 of 9" in said
-    assert "step 1: loss" in command("run", tmp_path / "lab", "--ranks", 2, "--", *flags, folder=copy)
+    (tmp_path / "lab" / file_of(module)).write_text(path_of(module).read_text())
+    said = command("check", tmp_path / "lab", "--task", len(lab.tasks), folder=copy)  # by rows, without the tests
+    assert "{0} of {0}".format(lab.tasks[-1].points) in said
+    flags = ["--steps", 1, "--model", "debug", "--device", "cpu", "--global-batch-size", 2, *flags]
+    assert "step 1: loss" in command("run", tmp_path / "lab", "--ranks", ranks, "--", *flags, folder=copy)
 
 
 @pytest.mark.exhaustive

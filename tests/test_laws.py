@@ -122,7 +122,7 @@ def sent_by_link(node: int, options: dict) -> tuple[list[int], list[int]]:
     return messages, sent
 
 
-@pytest.mark.parametrize("n, node", [(4, 2), (6, 3)])
+@pytest.mark.parametrize("n, node", [(4, 2), pytest.param(6, 3, marks=pytest.mark.exhaustive)])
 def test_two_levels(pools, n, node):
     """2 (N-1)/N S inside a node and 2 (K-1)/K S/N between, in 2 (N-1) and 2 (K-1) messages a gradient.
 
@@ -332,7 +332,9 @@ def test_context_parallel(pools, n, mode, flags):
             assert calls["cp", "send"] == M * L * hops
 
 
-@pytest.mark.parametrize("n, swap, kv_heads", [(4, 2, 2), (4, 2, 1), (4, 4, 2), (6, 2, 4)])
+@pytest.mark.parametrize(
+    "n, swap, kv_heads", [(4, 2, 2), (4, 2, 1), (4, 4, 2), pytest.param(6, 2, 4, marks=pytest.mark.exhaustive)]
+)
 def test_ulysses_and_ring_crossed(pools, n, swap, kv_heads):
     """(U-1)/U of q, k, v and the output each way over U ranks; a ring of n / U, with U times fewer hops than of n."""
     ring, shape = n // swap, dict(seq_len=12 * n, n_kv_heads=kv_heads)
@@ -751,7 +753,9 @@ def order_of_turns(options: dict) -> list[list[tuple[str, str]]]:
 OVERLAP = dict(pp=2, ep=2, schedule="ahead", experts=4, n_layers=8, global_batch_size=8, zero=0)
 
 
-@pytest.mark.parametrize("schedule, n_layers", [("ahead", 8), ("dualpipe", 4), ("zbv", 8)])
+@pytest.mark.parametrize(
+    "schedule, n_layers", [("ahead", 8), ("dualpipe", 4), pytest.param("zbv", 8, marks=pytest.mark.exhaustive)]
+)
 def test_a_message_of_experts_is_hidden(pools, schedule, n_layers):
     """Between start and wait of each all-to-all lies the other micro-batch's computation, as long as that goes on.
 
