@@ -12,9 +12,20 @@ os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 import pytest
 
 
+# Files in the order in which they begin, then all others. Ranks compute for one test at a time (tests/pool.py): here
+# files that need ranks and files that do not follow one another, and short ones are last.
+ORDER = "layouts cluster alone labs dry_run pages faults plan screen certify pairs gpu checkpoint laws".split()
+
+
 def pytest_xdist_auto_num_workers(config):
     """Three processes share the files if all tests are to be run: many tests use one core, or wait."""
     return 3 if config.args == [str(config.rootpath)] or config.args == config.getini("testpaths") else 0
+
+
+def pytest_collection_modifyitems(items):
+    """In `ORDER`."""
+    place = {f"test_{name}": at for at, name in enumerate(ORDER)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 def pytest_collection_finish():
