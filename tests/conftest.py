@@ -11,10 +11,10 @@ os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 import pytest
 
-
-# Files in the order in which they begin, then all others. Ranks compute for one test at a time (tests/pool.py): here
+# Files in the order in which they begin; then all others. Ranks compute for one test at a time (tests/pool.py): here
 # files that need ranks and files that do not follow one another, and short ones are last.
-ORDER = "layouts cluster alone labs dry_run pages faults plan screen certify pairs gpu checkpoint laws".split()
+ORDER = ["layouts", "cluster", "alone", "labs", "dry_run", "pages", "plan", "faults", "screen", "certify", "gpu"]
+ORDER += ["pairs", "house", "evaluation", "schedules", "flags", "seam", "laws", "checkpoint"]
 
 
 def pytest_xdist_auto_num_workers(config):

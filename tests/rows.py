@@ -104,7 +104,10 @@ ROWS = [
     Row(4, "step06_pipeline", dict(pp=2, tp=2, zero=0), MUON | TIED),
     Row(4, "step07_moe_ep", dict(tp=2, ep=2, zero=3), MUON | EXPERTS),
     *(Row(2, "step03_zero", dict(zero=zero, grad_dtype="same", dtype="bf16"), WIDE, bound=1e-10) for zero in (0, 1)),
-    *(Row(2, "step03_zero", dict(zero=zero, grad_dtype="same", dtype="bf16"), SLOW, bound=0.3) for zero in (0, 1, 2)),
+    *(
+        Row(2, "step03_zero", dict(zero=n, grad_dtype="same", dtype="bf16"), SLOW, EXHAUSTIVE if n else DEFAULT, 0.3)
+        for n in (0, 1, 2)
+    ),
     Row(1, "step01_single_gpu", dict(dtype="fp16"), SLOW, bound=0.05),
     Row(4, "step07_moe_ep", dict(pp=2, ep=2, zero=2, dtype="fp16", loss_chunk=5), SLOW | EXPERTS, bound=0.1),
     Row(1, "step01_single_gpu", dict(dtype="fp16"), WIDE, bound=1e-10),
@@ -182,7 +185,7 @@ ROWS = [
     Row(4, "step05_cp_ring", dict(sync="torch", zero=0, cp=2, recompute="full")),
     *(Row(3, "step02_ddp", dict(bucket_mb=0.001, **lossy), SLOW, bound=bound) for lossy, bound in LOSSY),
     *(
-        Row(4, "step06_pipeline", dict(pp=2, zero=zero, **lossy), SLOW, bound=bound)
+        Row(4, "step06_pipeline", dict(pp=2, zero=zero, **lossy), SLOW, EXHAUSTIVE if zero else DEFAULT, bound)
         for zero, (lossy, bound) in enumerate(LOSSY[:3])
     ),
     Row(3, "step03_zero", dict(zero=3, compress="topk", topk_fraction=1.0), TIED | SGD),

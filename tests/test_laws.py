@@ -70,13 +70,14 @@ def test_flops(recompute):
 
     A query meets half of the keys: 2 matrix products forward, 5 backward (one makes the scores again).
     """
-    config = equal.config_of("step01_single_gpu", LAWS | dict(recompute=recompute, dry_run=1))
+    m = 2  # micro-batches
+    config = equal.config_of("step01_single_gpu", dict(recompute=recompute, global_batch_size=m, dry_run=1))
     found = Counter()
     for name, count in run_rank(step01.train, config, 0).meter.count.items():
         found["attention" if "attention" in name else "weights"] += count["flops"]
     again, weights = recompute == "full", LAYER - 2 * D
-    assert found["weights"] == M * SEQ * (6 * (L * weights + END) + 2 * again * L * (weights - D * FFN))
-    assert found["attention"] == M * SEQ * L * (2 + 5 + 2 * again) * 2 * SEQ / 2 * D
+    assert found["weights"] == m * SEQ * (6 * (L * weights + END) + 2 * again * L * (weights - D * FFN))
+    assert found["attention"] == m * SEQ * L * (2 + 5 + 2 * again) * 2 * SEQ / 2 * D
 
 
 @pytest.mark.parametrize("n, sync", [(4, "naive"), (4, "bucket"), (2, "ring")])
@@ -309,7 +310,7 @@ def test_tensor_parallel(pools, n, flags):
     "n, mode, flags",
     [
         *((n, "zigzag", {}) for n in (2, 3, 4)),
-        *((n, "zigzag", dict(recompute="full")) for n in (2, 3, 4)),
+        *((n, "zigzag", dict(recompute="full")) for n in (2, 3)),
         (2, "zigzag", dict(cp_kernel="flash")),
         *((n, mode, {}) for n, mode in ((2, "ring"), (4, "allgather"), (4, "ulysses"))),
     ],
@@ -363,13 +364,13 @@ def test_matmuls_add_up_gradients(tied):
 
     Matrices: seven in a layer, and the head, unless it is tied. The matmuls' FLOPs stay what they are.
     """
-    seen = []
+    seen, m = [], 2  # micro-batches
     for fused in (False, True):
-        options = LAWS | dict(dtype="bf16", tied=tied, fused_gradients=fused, dry_run=1)
+        options = dict(dtype="bf16", global_batch_size=m, tied=tied, fused_gradients=fused, dry_run=1)
         seen.append(run_rank(step01.train, equal.config_of("step01_single_gpu", options), 0).meter.count)
     gone = {name: seen[0][name]["calls"] - seen[1][name]["calls"] for name in ("_to_copy", "add", "add_")}
     matrices = 7 * L + (not tied)
-    assert gone == dict(_to_copy=matrices * M, add=3 * L * M, add_=matrices * (M - 1))
+    assert gone == dict(_to_copy=matrices * m, add=3 * L * m, add_=matrices * (m - 1))
     flops = [sum(one[name]["flops"] for name in ("mm", "addmm", "addmm_")) for one in seen]
     assert flops[0] == flops[1] > 0
 

@@ -507,7 +507,7 @@ def test_the_command(capsys, tmp_path):
 
 def test_the_dry_run_counts_a_layout():
     """The printed flags, run by the step that trains the model: the peak counted here, and what is said of it."""
-    m, x = replace(MODELS["debug"], seq_len=32), Layout(2, dp=2, global_batch_size=8, zero=3, schedule="zb-h1")
+    m, x = replace(MODELS["debug"], seq_len=32), Layout(2, dp=2, global_batch_size=4, zero=3, schedule="zb-h1")
     counted = count.counted_bytes("debug", m, x)
     flags = f"--model debug --seq-len 32 {count.always(m)} {x.flags()} --dtype bf16 --device cpu --dry-run 4"
     config = parse(compose(step06), shlex.split(flags))
