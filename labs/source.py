@@ -128,21 +128,32 @@ def words_of(text: str) -> Iterator[str]:
     names = [alias for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
     foreign = {alias.asname or alias.name.split(".")[0] for alias in names}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            name = ast.unparse(node)
-            if name.split(".")[0] in foreign:  # torch.x = ...: for the judge, too
-                yield name
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            name = f"{node.value.id}.{node.attr}"
-            if node.value.id in ("os", "sys") or name in ("torch.save", "torch.load"):
-                yield name
-        by_name = isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "delattr")
-        if by_name and len(node.args) > 1 and not isinstance(node.args[1], ast.Constant):
-            yield f"getattr({ast.unparse(node.args[1])[:30]})"
-        for word in (getattr(node, "id", None), getattr(node, "attr", None), getattr(node, "module", None)):
-            yield from REACHES.findall(word or "")
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield from REACHES.findall(alias.name)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 40:
-            yield from REACHES.findall(node.value) if node.value.isidentifier() else ()
+        yield from outside(node, foreign)
+        for word in spelled_in(node):
+            yield from REACHES.findall(word)
+
+
+def outside(node: ast.AST, foreign: set[str]) -> Iterator[str]:
+    """What code sets of the modules that it imports, asks of the system, or gets by a name that it computes."""
+    match node:
+        case ast.Attribute(ctx=ast.Store()) if (name := ast.unparse(node)).split(".")[0] in foreign:
+            yield name  # torch.x = ...: for the judge, too
+        case ast.Attribute(value=ast.Name(id="os" | "sys" as owner), attr=name):
+            yield f"{owner}.{name}"
+        case ast.Attribute(value=ast.Name(id="torch"), attr="save" | "load" as name):
+            yield f"torch.{name}"
+        case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "delattr"), args=[_, name, *_]):
+            if not isinstance(name, ast.Constant):
+                yield f"getattr({ast.unparse(name)[:30]})"
+
+
+def spelled_in(node: ast.AST) -> list[str]:
+    """The names that stand in it, also as a short text."""
+    match node:
+        case ast.Name(id=word) | ast.Attribute(attr=word) | ast.ImportFrom(module=str(word)):
+            return [word]
+        case ast.Import(names=names):
+            return [alias.name for alias in names]
+        case ast.Constant(value=str(word)) if len(word) < 40 and word.isidentifier():
+            return [word]
+    return []

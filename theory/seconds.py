@@ -35,28 +35,28 @@ from theory.shapes import Shape, end_weights, layer_counts
 
 FLASH = 0.75  # the part of a large matmul's speed that fused attention reaches (FlashAttention-2 and 3, their tables)
 COMPUTE = ("matmul", "attention", "memory")
-Parts = dict[str, float]  # seconds by part: matmul, attention, memory, tp, cp, ep
+Seconds = dict[str, float]  # seconds by part: matmul, attention, memory, tp, cp, ep
 
 
 class Work(NamedTuple):
     """Seconds of forward, of the input's gradient (with what is computed again), and of the weights' gradient."""
 
-    f: Parts
-    b: Parts
-    w: Parts
+    f: Seconds
+    b: Seconds
+    w: Seconds
 
 
-def add(*parts: Parts) -> Parts:
+def add(*parts: Seconds) -> Seconds:
     """Sums by part."""
     return {name: sum(p.get(name, 0.0) for p in parts) for name in {name: 0 for p in parts for name in p}}
 
 
-def times(parts: Parts, factor: float) -> Parts:
+def times(parts: Seconds, factor: float) -> Seconds:
     """Every part so many times."""
     return {name: seconds * factor for name, seconds in parts.items()}
 
 
-def total(parts: Parts) -> float:
+def total(parts: Seconds) -> float:
     """All parts together."""
     return sum(parts.values())
 
@@ -216,7 +216,7 @@ def tp_halves(m: Shape, x: Layout, experts: bool) -> tuple[int, int]:
     return 2 + 2 * shared + (not x.sp), 2 + shared
 
 
-def done_again(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, f: Parts, experts: bool) -> Parts:
+def done_again(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, f: Seconds, experts: bool) -> Seconds:
     """What a layer's backward computes again of its forward `f`.
 
     A recipe that `stops` does not do the last matmul of an MLP again, as nobody needs its output: with it goes the last
@@ -300,7 +300,7 @@ class Seconds(NamedTuple):
     compute: float
     recompute: float
     bubble: float
-    exposed: Parts
+    exposed: Seconds
     update: float
 
     @property
@@ -348,7 +348,7 @@ def loads(m: Shape, schedule: str, pp: int, chunks: int) -> set[tuple[float, flo
     return found
 
 
-def together(work: LayerWorks, load: tuple[float, float, float]) -> Parts:
+def together(work: LayerWorks, load: tuple[float, float, float]) -> Seconds:
     """A micro-batch of a rank with this load: forward and both backwards, by part."""
     parts = [times(part, n) for flag, n in zip((False, True), load, strict=False) if n for part in work.layers[flag]]
     return add(*parts, *(times(part, load[2]) for part in work.head if load[2]))
@@ -361,7 +361,7 @@ def model_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> Work:
     return Work(*(add(work.head[i], *(times(one[i], counts[k]) for k, one in work.layers.items())) for i in range(3)))
 
 
-def most_hidden(busy: Parts) -> float:
+def most_hidden(busy: Seconds) -> float:
     """Of a micro-batch's messages of experts, those that another one's computation hides, if always one is beside it.
 
     It computes as long as this one does. The gradients of weights count, though a schedule may have them apart.
@@ -372,8 +372,8 @@ def most_hidden(busy: Parts) -> float:
 class RankWork(NamedTuple):
     """One micro-batch on the busiest rank, by part, with and without doing again; a mean stage's f, b and w."""
 
-    busy: Parts
-    once: Parts
+    busy: Seconds
+    once: Seconds
     costs: tuple[float, float, float]
 
 
@@ -387,7 +387,7 @@ def rank_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, schedule: str, pp: 
     return RankWork(together(work, load), together(once, load), costs)
 
 
-def hidden_seconds(x: Layout, busy: Parts) -> float:
+def hidden_seconds(x: Layout, busy: Seconds) -> float:
     """Of a micro-batch's messages of experts, those that --ep-overlap hides: where F has the B of another beside it."""
     return paired(x.schedule, x.pp, x.chunks, x.micro_batches) * most_hidden(busy) if x.ep_overlap else 0.0
 
@@ -433,7 +433,7 @@ def pair_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> float:
     return collective_seconds(gpu, pair, 2 * ring(pair, (shared + own) * recipe.gradient))
 
 
-def data_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, micro_batch: float) -> Parts:
+def data_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, micro_batch: float) -> Seconds:
     """Exposed seconds of summing gradients and gathering weights over dp x cp (and slices over replicas, once a step).
 
     Software that overlaps hides an all-reduce behind the last micro-batch, stages 2 and 3 behind all of them, but for
