@@ -169,40 +169,53 @@ def ring_reduce(mesh: Mesh) -> dict:
     return dict(text=text, states=states)
 
 
-def buckets() -> dict:
-    """Chapter 2: buckets fill and leave while backward goes on. Rank 0 also says which gradients are there."""
-    config = step02.Config(**FLAGS | dict(global_batch_size=RANKS, bucket_mb=8 / 1024))
-    states, ready, names, summed = [], [], {}, []
+class SeenBuckets:
+    """A step of `--sync bucket`: what is in each bucket, whenever a gradient comes, and at the end."""
 
-    def tell(sync: Any, says: str):
-        of = {}
-        for i, bucket in enumerate(sync.buckets):
-            there = [names[param] in ready for param in bucket.params]
-            flying = i < len(sync.pending) and not summed
-            style = ["gone" if not here else "way" if flying else "" for here in there]
-            row = [[names[param], i, s] for param, s in zip(bucket.params, style, strict=True)]
-            number = ["under way" if flying else f"{bucket.flat.sum():.4f}"] if any(there) else []
-            of[f"bucket {i}, {bucket.flat.nbytes:,} bytes"] = [row] * (dist.get_rank() == 0) + [number]
-        states.append((f"{says} Sums that have started: {len(sync.pending)}.", of))
+    def __init__(self):
+        self.states: list[tuple[str, dict]] = []
+        self.names: dict[nn.Parameter, str] = {}
+        self.here: set[nn.Parameter] = set()  # whose gradients have come
+        self.summed = False
+        config = step02.Config(**FLAGS | dict(global_batch_size=RANKS, bucket_mb=8 / 1024))
+        step02.train(config, watched(config, self.attach))
 
-    def attach(parts: Parts):
+    def attach(self, parts: Parts):
+        """Tell of each gradient, after the sync's own hook, which may send; and of the end."""
+        self.sync = parts.sync
         for name, param in parts.model.named_parameters():
             for long, brief in BRIEF.items():
                 name = re.sub(long, brief, name)
-            names[param] = name
+            self.names[param] = name
+            param.register_post_accumulate_grad_hook(self.arrived)
+        after(parts.sync, "finish", self.finished)
 
-        def arrived(param: nn.Parameter):
-            ready.append(names[param])
-            tell(parts.sync, f"The gradient of {names[param]} is here.")
+    def arrived(self, param: nn.Parameter):
+        """A hook of autograd's."""
+        self.here.add(param)
+        self.tell(f"The gradient of {self.names[param]} is here.")
 
-        for param in names:  # after the sync's own hook, which may send
-            param.register_post_accumulate_grad_hook(arrived)
-        said = "`finish` has waited for every sum: all ranks have the same numbers."
-        after(parts.sync, "finish", lambda: (summed.append(True), tell(parts.sync, said)))
+    def finished(self):
+        """All buckets are emptied into their gradients."""
+        self.summed = True
+        self.tell("`finish` has waited for every sum: all ranks have the same numbers.")
 
-    step02.train(config, watched(config, attach))
+    def tell(self, says: str):
+        """A state. Rank 0 also says which gradients are there."""
+        of = {}
+        for i, bucket in enumerate(self.sync.buckets):
+            flying = i < len(self.sync.pending) and not self.summed
+            styles = ["gone" if param not in self.here else "way" if flying else "" for param in bucket.params]
+            row = [[self.names[param], i, style] for param, style in zip(bucket.params, styles, strict=True)]
+            number = ["under way" if flying else f"{bucket.flat.sum():.4f}"] if self.here & {*bucket.params} else []
+            of[f"bucket {i}, {bucket.flat.nbytes:,} bytes"] = [row] * (dist.get_rank() == 0) + [number]
+        self.states.append((f"{says} Sums that have started: {len(self.sync.pending)}.", of))
+
+
+def buckets() -> dict:
+    """Chapter 2: buckets fill and leave while backward goes on."""
     text = "Left: rank 0's gradients, in the order of backward. Right: the sum of all numbers of a bucket's buffer."
-    return dict(text=text, states=states)
+    return dict(text=text, states=SeenBuckets().states)
 
 
 class SeenZero:
