@@ -315,10 +315,10 @@ def session(world: World, jobs: list[Case], seconds: float) -> Iterator[list[Any
     for _, writing in pipes:
         os.close(writing)
     try:
-        data = {reading: bytearray() for reading, _ in pipes}
+        streams = [Stream(reading) for reading, _ in pipes]
         for _ in jobs:
             began, limit = time.monotonic(), min(seconds, world.left[0])
-            outcome = collect(child, data, scratch, limit)
+            outcome = collect(child, streams, scratch, limit)
             world.left[0] -= time.monotonic() - began
             yield outcome
             if isinstance(outcome, Failed):
@@ -330,47 +330,61 @@ def session(world: World, jobs: list[Case], seconds: float) -> Iterator[list[Any
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def taken(data: bytearray) -> dict[str, Any] | None:
-    """The first answer in what a rank has written, if it is complete."""
-    if len(data) < 8 or len(data) < 8 + (size := struct.unpack("q", data[:8])[0]):
-        return None
-    message = bytes(data[8 : 8 + size])
-    del data[: 8 + size]
-    try:
-        found = torch.load(io.BytesIO(message), weights_only=True)
-        return found if isinstance(found, dict) and found else dict(error=SILENT)
-    except Exception:
-        return dict(error=SILENT)
+class Stream:
+    """What one rank writes: its answers, one after the other."""
+
+    def __init__(self, pipe: int):
+        self.pipe, self.data = pipe, bytearray()
+
+    def fileno(self) -> int:
+        """For a selector."""
+        return self.pipe
+
+    def taken(self) -> dict[str, Any] | None:
+        """The first answer in what has been read, if it is complete."""
+        if len(self.data) < 8 or len(self.data) < 8 + (size := struct.unpack("q", self.data[:8])[0]):
+            return None
+        message = bytes(self.data[8 : 8 + size])
+        del self.data[: 8 + size]
+        try:
+            found = torch.load(io.BytesIO(message), weights_only=True)
+            return found if isinstance(found, dict) and found else dict(error=SILENT)
+        except Exception:
+            return dict(error=SILENT)
+
+    def read(self) -> dict[str, Any] | None:
+        """Read on, and the answer that is complete now."""
+        part = os.read(self.pipe, 2**20)
+        self.data += part
+        return self.taken() if part and len(self.data) <= MOST_ANSWER else dict(error=SILENT)
 
 
-def collect(child: int, data: dict[int, bytearray], scratch: str, seconds: float) -> list[Any] | Failed:
-    """The next answer of every rank, until the time is up; a rank's error leaves the others two seconds."""
-    deadline, answers, order = time.monotonic() + seconds, {}, list(data)
+def patience(answer: dict[str, Any]) -> float:
+    """Seconds that the other ranks have after an answer: a rank's error leaves them two."""
+    return math.inf if "value" in answer else 0.0 if answer.get("fatal") else 2.0
 
-    def keep(rank: int, found: dict[str, Any] | None):
-        nonlocal deadline
-        if found is not None and rank not in answers:
-            answers[rank] = found
-            if "value" not in found:
-                deadline = min(deadline, time.monotonic() + (0 if found.get("fatal") else 2))
 
+def collect(child: int, streams: list[Stream], scratch: str, seconds: float) -> list[Any] | Failed:
+    """The next answer of every rank, until the time is up."""
+    deadline, answers = time.monotonic() + seconds, {}
     with selectors.DefaultSelector() as selector:
-        for rank, pipe in enumerate(order):
-            keep(rank, taken(data[pipe]))
-            if rank not in answers:
-                selector.register(pipe, selectors.EVENT_READ)
-        while len(answers) < len(order) and (left := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                part, rank = os.read(key.fd, 2**20), order.index(key.fd)
-                data[key.fd] += part
-                too_much = len(data[key.fd]) > MOST_ANSWER
-                keep(rank, dict(error=SILENT) if not part or too_much else taken(data[key.fd]))
-                if rank in answers:
-                    selector.unregister(key.fd)
+        for rank, stream in enumerate(streams):
+            selector.register(stream, selectors.EVENT_READ, rank)
+        found = [(rank, stream.taken()) for rank, stream in enumerate(streams)]
+        while True:
+            for rank, answer in found:
+                if answer is not None:
+                    answers[rank] = answer
+                    selector.unregister(streams[rank])
+                    deadline = min(deadline, time.monotonic() + patience(answer))
+            left = deadline - time.monotonic()
+            if len(answers) == len(streams) or left <= 0:
+                break
+            found = [(key.data, key.fileobj.read()) for key, _ in selector.select(left)]
     errors = {rank: str(found.get("error", SILENT)) for rank, found in answers.items() if "value" not in found}
-    if not errors and len(answers) == len(order):
-        return [answers[rank]["value"] for rank in range(len(order))]
-    return failure(child, answers, errors, len(order), scratch, seconds)
+    if not errors and len(answers) == len(streams):
+        return [answers[rank]["value"] for rank in range(len(streams))]
+    return failure(child, answers, errors, len(streams), scratch, seconds)
 
 
 def failure(child: int, answers: dict, errors: dict[int, str], ranks: int, scratch: str, seconds: float) -> Failed:

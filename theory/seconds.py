@@ -35,28 +35,28 @@ from theory.shapes import Shape, end_weights, layer_counts
 
 FLASH = 0.75  # the part of a large matmul's speed that fused attention reaches (FlashAttention-2 and 3, their tables)
 COMPUTE = ("matmul", "attention", "memory")
-Seconds = dict[str, float]  # seconds by part: matmul, attention, memory, tp, cp, ep
+ByPart = dict[str, float]  # seconds by part: matmul, attention, memory, tp, cp, ep
 
 
 class Work(NamedTuple):
     """Seconds of forward, of the input's gradient (with what is computed again), and of the weights' gradient."""
 
-    f: Seconds
-    b: Seconds
-    w: Seconds
+    f: ByPart
+    b: ByPart
+    w: ByPart
 
 
-def add(*parts: Seconds) -> Seconds:
+def add(*parts: ByPart) -> ByPart:
     """Sums by part."""
     return {name: sum(p.get(name, 0.0) for p in parts) for name in {name: 0 for p in parts for name in p}}
 
 
-def times(parts: Seconds, factor: float) -> Seconds:
+def times(parts: ByPart, factor: float) -> ByPart:
     """Every part so many times."""
     return {name: seconds * factor for name, seconds in parts.items()}
 
 
-def total(parts: Seconds) -> float:
+def total(parts: ByPart) -> float:
     """All parts together."""
     return sum(parts.values())
 
@@ -157,29 +157,32 @@ def matrices(m: Shape, tp: int, width: int) -> list[tuple[float, float]]:
     return [(m.dim, (1 if m.gpt else 2) * width / tp), (width / tp, m.dim)]
 
 
+def products_of(m: Shape, x: Layout, experts: bool) -> list[tuple[float, float, float, float]]:
+    """A layer's matrix products on one rank: rows, inner and outer of each, and how many of it are one launch."""
+    tp, tokens = x.tp, x.micro_batch_size * m.seq_len // x.cp
+    dense = [(m.dim, (m.dim + 2 * m.kv_dim) / tp), (m.dim / tp, m.dim)]
+    dense += matrices(m, tp, m.expert_width) * m.shared_experts if experts else matrices(m, tp, m.ffn_dim)
+    found = [(tokens, *matrix, 1) for matrix in dense]
+    if experts:
+        here, rows = m.experts / x.ep, tokens / tp * m.experts_per_token
+        found += [(rows / here, *matrix, here) for matrix in matrices(m, 1, m.expert_width)]
+        found.append((tokens / tp, m.dim, m.experts, 1))
+    return found
+
+
 def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> Work:
     """One layer on one rank, for one micro-batch, if nothing is computed again."""
     tp, tokens = x.tp, x.micro_batch_size * m.seq_len // x.cp
     own = tokens / tp if x.sp else tokens
-    dense = [(m.dim, (m.dim + 2 * m.kv_dim) / tp), (m.dim / tp, m.dim)]
-    dense += [] if experts else matrices(m, tp, m.ffn_dim)
     visits = tokens / tp * m.experts_per_token if experts else 0  # of this rank's experts, and whole ones
     width = visits * m.expert_width + tokens / tp * (m.shared_experts * m.expert_width if experts else m.ffn_dim)
 
-    def products(which: str) -> float:
-        def product(rows: float, inner: float, outer: float, count: float = 1) -> float:
-            sizes = {"f": (rows, inner, outer), "b": (rows, outer, inner), "w": (inner, rows, outer)}
-            return matmul_seconds(gpu, *sizes[which], count)
-
-        found = sum(product(tokens, *matrix) for matrix in dense)
-        if experts:
-            here, one = m.experts / x.ep, matrices(m, 1, m.expert_width)
-            found += sum(product(visits / here, *matrix, here) for matrix in one)
-            found += sum(product(tokens, *matrix) for matrix in matrices(m, tp, m.expert_width)) * m.shared_experts
-            found += product(tokens / tp, m.dim, m.experts)
-        return found
-
+    products = products_of(m, x, experts)
+    f = sum(matmul_seconds(gpu, rows, inner, outer, n) for rows, inner, outer, n in products)
+    b = sum(matmul_seconds(gpu, rows, outer, inner, n) for rows, inner, outer, n in products)
+    w = sum(matmul_seconds(gpu, inner, rows, outer, n) for rows, inner, outer, n in products)
     core, core_back = attention_seconds(m, x, gpu, recipe)
+
     qkv = (m.dim + 2 * m.kv_dim) / tp
     between = own * m.dim * gpu.number * (11 if m.gpt else 10)  # norms 2 x 2, residual sums (with GPT's dropout)
     inside = gpu.number * (tokens * qkv * (2 if recipe.flash else 6) + width * (2 if m.gpt else 3))
@@ -190,18 +193,17 @@ def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> 
     net, whole = network(x, "tp", gpu.node), tokens * m.dim * gpu.number
     gather = collective_seconds(gpu, net, ring(net, whole), tree=not x.sp)
     halves, _ = tp_halves(m, x, experts)
-    one_way = halves * gather
+    there = halves * gather
     regather = (1 if experts else 2) * gather * (x.sp and recipe.overlap_tp)
-    hidden = min(one_way / 2 + regather, products("w")) if recipe.overlap_tp else 0.0
+    back = there + regather - (min(there / 2 + regather, w) if recipe.overlap_tp else 0.0)
 
-    cp = context_seconds(m, x, gpu, core, core_back)
-    net = network(x, "ep", gpu.node)
-    exchange = 2 * all_to_all_seconds(gpu, net, visits * m.dim * gpu.number)
-
-    f = dict(matmul=products("f"), attention=core, memory=forward, tp=one_way, cp=cp[0], ep=exchange)
-    b = dict(matmul=products("b"), attention=core_back, memory=backward, cp=cp[1], ep=exchange)
-    b["tp"] = one_way + regather - hidden
-    return Work(f, b, dict(matmul=products("w")))
+    cp, cp_back = context_seconds(m, x, gpu, core, core_back)
+    ep = 2 * all_to_all_seconds(gpu, network(x, "ep", gpu.node), visits * m.dim * gpu.number)
+    return Work(
+        dict(matmul=f, attention=core, memory=forward, tp=there, cp=cp, ep=ep),
+        dict(matmul=b, attention=core_back, memory=backward, cp=cp_back, ep=ep, tp=back),
+        dict(matmul=w),
+    )
 
 
 def tp_halves(m: Shape, x: Layout, experts: bool) -> tuple[int, int]:
@@ -216,7 +218,7 @@ def tp_halves(m: Shape, x: Layout, experts: bool) -> tuple[int, int]:
     return 2 + 2 * shared + (not x.sp), 2 + shared
 
 
-def done_again(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, f: Seconds, experts: bool) -> Seconds:
+def done_again(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, f: ByPart, experts: bool) -> ByPart:
     """What a layer's backward computes again of its forward `f`.
 
     A recipe that `stops` does not do the last matmul of an MLP again, as nobody needs its output: with it goes the last
@@ -300,7 +302,7 @@ class Seconds(NamedTuple):
     compute: float
     recompute: float
     bubble: float
-    exposed: Seconds
+    exposed: ByPart
     update: float
 
     @property
@@ -348,7 +350,7 @@ def loads(m: Shape, schedule: str, pp: int, chunks: int) -> set[tuple[float, flo
     return found
 
 
-def together(work: LayerWorks, load: tuple[float, float, float]) -> Seconds:
+def together(work: LayerWorks, load: tuple[float, float, float]) -> ByPart:
     """A micro-batch of a rank with this load: forward and both backwards, by part."""
     parts = [times(part, n) for flag, n in zip((False, True), load, strict=False) if n for part in work.layers[flag]]
     return add(*parts, *(times(part, load[2]) for part in work.head if load[2]))
@@ -361,7 +363,7 @@ def model_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> Work:
     return Work(*(add(work.head[i], *(times(one[i], counts[k]) for k, one in work.layers.items())) for i in range(3)))
 
 
-def most_hidden(busy: Seconds) -> float:
+def most_hidden(busy: ByPart) -> float:
     """Of a micro-batch's messages of experts, those that another one's computation hides, if always one is beside it.
 
     It computes as long as this one does. The gradients of weights count, though a schedule may have them apart.
@@ -372,8 +374,8 @@ def most_hidden(busy: Seconds) -> float:
 class RankWork(NamedTuple):
     """One micro-batch on the busiest rank, by part, with and without doing again; a mean stage's f, b and w."""
 
-    busy: Seconds
-    once: Seconds
+    busy: ByPart
+    once: ByPart
     costs: tuple[float, float, float]
 
 
@@ -387,7 +389,7 @@ def rank_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, schedule: str, pp: 
     return RankWork(together(work, load), together(once, load), costs)
 
 
-def hidden_seconds(x: Layout, busy: Seconds) -> float:
+def hidden_seconds(x: Layout, busy: ByPart) -> float:
     """Of a micro-batch's messages of experts, those that --ep-overlap hides: where F has the B of another beside it."""
     return paired(x.schedule, x.pp, x.chunks, x.micro_batches) * most_hidden(busy) if x.ep_overlap else 0.0
 
@@ -433,7 +435,7 @@ def pair_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> float:
     return collective_seconds(gpu, pair, 2 * ring(pair, (shared + own) * recipe.gradient))
 
 
-def data_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, micro_batch: float) -> Seconds:
+def data_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, micro_batch: float) -> ByPart:
     """Exposed seconds of summing gradients and gathering weights over dp x cp (and slices over replicas, once a step).
 
     Software that overlaps hides an all-reduce behind the last micro-batch, stages 2 and 3 behind all of them, but for
