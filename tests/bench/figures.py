@@ -9,14 +9,12 @@ from services.plots import ACTIONS, draw_timeline
 FIGURES = Path(__file__).parent / "figures"
 
 
-def pyplot() -> Any:
-    """matplotlib.pyplot, which draws into files. It takes a second to import, and most measurements draw nothing."""
-    import matplotlib
+def panels(rows: int, columns: int, width: float, height: float, **ratios: Any) -> tuple[Any, Any]:
+    """A picture of so many inches, and its axes. Matplotlib takes a second to import: whoever draws does."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot
-
-    return matplotlib.pyplot
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, **ratios)
 
 
 def save(figure: Any, name: str) -> Path:
@@ -28,49 +26,51 @@ def save(figure: Any, name: str) -> Path:
 
 def ring_work(modes: dict[str, list[list[tuple[int, int, int]]]], total: int, name: str) -> Path:
     """Which rank computes how much at which hop: {mode: by rank [(hop, whose keys, pairs)]}; `total` of all pairs."""
-    plt, n = pyplot(), len(next(iter(modes.values())))
+    from matplotlib import colormaps
+    from matplotlib.patches import Rectangle
+
+    n = len(next(iter(modes.values())))
     most = max(pairs for ranks in modes.values() for done in ranks for *_, pairs in done)
-    size = (2.2 + n * (len(modes) + 1), 1.6 + 0.8 * n)
-    figure, panels = plt.subplots(1, len(modes) + 1, figsize=size, layout="constrained")
+    figure, (*each, last) = panels(1, len(modes) + 1, 2.2 + n * (len(modes) + 1), 1.6 + 0.8 * n)
     for i, (mode, ranks) in enumerate(modes.items()):
-        axes, sums = panels[i], [100 * sum(pairs for *_, pairs in done) / total for done in ranks]
+        axes, sums = each[i], [100 * sum(pairs for *_, pairs in done) / total for done in ranks]
         for rank, done in enumerate(ranks):
             for hop in range(n):
-                axes.add_patch(plt.Rectangle((rank - 0.46, hop - 0.4), 0.92, 0.8, fill=False, edgecolor="#bbbbbb"))
+                axes.add_patch(Rectangle((rank - 0.46, hop - 0.4), 0.92, 0.8, fill=False, edgecolor="#bbbbbb"))
             for hop, source, pairs in done:
-                colour = plt.colormaps["tab20"](2 * source % 20 + 1)
-                axes.add_patch(plt.Rectangle((rank - 0.46, hop - 0.4), 0.92 * pairs / most, 0.8, color=colour))
+                colour = colormaps["tab20"](2 * source % 20 + 1)
+                axes.add_patch(Rectangle((rank - 0.46, hop - 0.4), 0.92 * pairs / most, 0.8, color=colour))
                 text = f"k, v of {source}\n{pairs / total:.1%}"
                 axes.text(rank, hop, text, ha="center", va="center", fontsize=8)
         axes.set(xlim=(-0.55, n - 0.45), ylim=(n - 0.5, -0.5), xticks=range(n), yticks=range(n), title=mode)
         axes.set(xlabel="rank", ylabel="hop")
         places = [rank + (i - (len(modes) - 1) / 2) * 0.8 / len(modes) for rank in range(n)]
-        panels[-1].bar(places, sums, 0.8 / len(modes), label=mode)
-    panels[-1].axhline(100 / n, color="black", linewidth=0.8, linestyle=":", label="equal shares")
-    panels[-1].set(xlabel="rank", ylabel="% of all query-key pairs", title="work of each rank", xticks=range(n))
-    panels[-1].legend()
+        last.bar(places, sums, 0.8 / len(modes), label=mode)
+    last.axhline(100 / n, color="black", linewidth=0.8, linestyle=":", label="equal shares")
+    last.set(xlabel="rank", ylabel="% of all query-key pairs", title="work of each rank", xticks=range(n))
+    last.legend()
     return save(figure, name)
 
 
-def timelines(panels: list[dict], title: str, name: str) -> Path:
+def timelines(schedules: list[dict], title: str, name: str) -> Path:
     """A panel for each schedule, as `draw_timeline` wants it."""
-    plt, heights = pyplot(), [0.55 + 0.25 * len(panel["ranks"]) for panel in panels]
-    size = dict(figsize=(12, sum(heights) + 0.6), height_ratios=heights, layout="constrained")
-    figure, rows = plt.subplots(len(panels), 1, **size)
-    for axes, panel in zip(rows, panels, strict=True):
-        draw_timeline(axes, panel, 12)
+    from matplotlib.patches import Rectangle
+
+    heights = [0.55 + 0.25 * len(one["ranks"]) for one in schedules]
+    figure, rows = panels(len(schedules), 1, 12, sum(heights) + 0.6, height_ratios=heights)
+    for axes, one in zip(rows, schedules, strict=True):
+        draw_timeline(axes, one, 12)
     names = {"F": "forward", "B": "backward (with W: of the input)", "W": "weight gradient"}
-    areas = [plt.Rectangle((0, 0), 1, 1, color=ACTIONS[kind]) for kind in names]
+    areas = [Rectangle((0, 0), 1, 1, color=ACTIONS[kind]) for kind in names]
     figure.legend(areas, list(names.values()), loc="outside lower center", ncols=3, fontsize=8)
     figure.suptitle(title)
     return save(figure, name)
 
 
-def speeds(panels: dict[str, list[tuple[float, list[float], tuple[float, float]]]], name: str) -> Path:
+def speeds(crossing: dict[str, list[tuple[float, list[float], tuple[float, float]]]], name: str) -> Path:
     """Step time against a cable's speed: by what crosses it, (Mbit/s, seconds of each round, theory's least, most)."""
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for i, (what, points) in enumerate(panels.items()):
+    figure, axes = panels(1, 1, 8, 5)
+    for i, (what, points) in enumerate(crossing.items()):
         mbit, colour = [point[0] for point in points], f"C{i}"
         middle = [median(seconds) for _, seconds, _ in points]
         least, most = ([abs(median(s) - edge(s)) for _, s, _ in points] for edge in (min, max))
