@@ -58,27 +58,42 @@ class Tape(TorchDispatchMode):
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Run an operator; note what it waits for before, and what it starts after."""
         space, _, name = function.name().partition("::")
-        name, functional = name.split(".")[0].rstrip("_"), space == "_c10d_functional"
-        results = [args[0]] if functional and name == "wait_tensor" else []
+        name = name.split(".")[0].strip("_")
+        if space == "_c10d_functional" and name == "wait_tensor":
+            self.waited_for(args[0])
         if AsyncCollectiveTensor in types:  # its first use waits
-            results += [x.elem for x in tree_leaves(args) if isinstance(x, AsyncCollectiveTensor)]
-        for place in (x.untyped_storage()._cdata for x in results):
-            self.waited(next((i for i, work in enumerate(self.works) if type(work) is int and work == place), -1))
+            for x in tree_leaves(args):
+                if isinstance(x, AsyncCollectiveTensor):
+                    self.waited_for(x.elem)
         if space == "aten" and any(word in name for word in COMPUTE):
             self.events.append(Event("compute", name))
         result = function(*args, **kwargs or {})
-        if functional and len(args) > 1:
-            group, splits = args[-1], args[-2]
-            group = dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
-            self.book(NAMES.get(name, name), (*args, result), group, splits if isinstance(splits, list) else ())
-            self.works.append(result.untyped_storage()._cdata)
+        if space == "_c10d_functional" and len(args) > 1:
+            self.started_functional(name, args, result)
         elif space == "c10d":
-            group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
-            self.book(name.strip("_"), args, group, args[4] if len(args) > 4 else ())
-            work = result[-1] if isinstance(result, tuple) else result
-            self.works.append(dist.Work.unbox(work) if isinstance(work, torch.ScriptObject) else None)
+            self.started(name, args, result)
         return result
+
+    def waited_for(self, result: Tensor):
+        """A functional collective's result: known by its place in memory."""
+        place = result.untyped_storage()._cdata
+        self.waited(next((i for i, work in enumerate(self.works) if type(work) is int and work == place), -1))
+
+    def started_functional(self, name: str, args: tuple, result: Tensor):
+        """Of `torch.distributed._functional_collectives`: arguments end with the group, often after its splits."""
+        splits, group = args[-2:]
+        group = dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
+        self.book(NAMES.get(name, name), (*args, result), group, splits if isinstance(splits, list) else ())
+        self.works.append(result.untyped_storage()._cdata)
+
+    def started(self, name: str, args: tuple, result: Any):
+        """Of torch.distributed: the group is among the arguments, splits are the fifth; a handle is returned."""
+        group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+        self.book(name, args, group, args[4] if len(args) > 4 else ())
+        work = result[-1] if isinstance(result, tuple) else result
+        self.works.append(dist.Work.unbox(work) if isinstance(work, torch.ScriptObject) else None)
 
     def waited(self, number: int):
         """Something has been waited for."""

@@ -36,8 +36,9 @@ A rank is a process of its own with one thread, joined by gloo through a file. M
 
 HOW TO ADD
     a technique   its file; a row in rows.py; its flag's line in pairs.py. A rule that nobody else here computes: also
-                  a line in test_rules.py, which holds it against what others wrote. A row of more than two flags of
-                  pairs.py equals one process in a run of test_pairs.py that has them all; by itself in the sweep
+                  a line in test_rules.py, which holds it against what others wrote. Then run test_pairs.py's sweep:
+                  the default run has any two flags, not any two values. A row of more than two flags of pairs.py
+                  equals one process in a run of test_pairs.py that has them all; by itself in the sweep
     a behaviour   a function in test_layouts.py, and its name in the `does` of some rows. What `launches`, or
                   `stays_near`, services/certify.py starts on a user's machine, too (launches.py)
     a law         a test in test_laws.py: from the formula in the docstring to what `comm.observer` is shown, exactly
