@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What has been imported is no garbage: a third of a dry run was the collector looking for some in it."""
+    """What has been imported is no garbage: a quarter of a dry run was the collector looking for some in it."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000)
