@@ -179,29 +179,30 @@ def keep(lab: Lab, target: Path):
 
 
 def resolved(outcome: list[list[Row]], right: list[list[Row]]) -> list[list[Row]]:
-    """Rows in which what should be found stands in full: it comes from the project's own run.
+    """Rows in which what should be found stands in full: it comes from the project's own run, rows of the same key."""
+    found: list[list[Row]] = []
+    for rows, ours in zip(outcome, right, strict=True):
+        known: dict[str, list[Row]] = {row[0]: [] for row in (*ours, *rows)}
+        for row in ours:
+            known[row[0]].append(row)
+        found.append([in_full(row, known[row[0]].pop(0) if known[row[0]] else None) for row in rows])
+        found[-1] += [(key, "nothing", theirs) for rest in known.values() for key, theirs, _ in rest]
+    return found
+
+
+def in_full(row: Row, ours: Row | None) -> Row:
+    """A student's row, and what should be found by the project's; None: it has no such row.
 
     What a student's process says should be found is never used; if it is another value, the row says so.
     """
-    found: list[list[Row]] = []
-    for rows, ours in zip(outcome, right, strict=True):
-        known: dict[str, list[Row]] = {}
-        for row in ours:
-            known.setdefault(row[0], []).append(row)
-        found.append([])
-        for key, value, wanted in rows:
-            _, theirs, clean = known[key].pop(0) if known.get(key) else ("", "nothing", wanted)
-            if isinstance(wanted, dict) and wanted == FOUND:
-                wanted = theirs
-            elif isinstance(wanted, dict) and "at most times" in wanted:
-                wanted = at_most(theirs * wanted["at most times"] if isinstance(theirs, int | float) else 0.0)
-            else:
-                changed = str(wanted) != str(clean) if isinstance(wanted, dict) else mistake(wanted, clean, 1e-8)
-                value = CHANGED if changed else value
-                wanted = clean
-            found[-1].append((key, value, wanted))
-        found[-1] += [(key, "nothing", theirs) for rest in known.values() for key, theirs, _ in rest]
-    return found
+    key, value, wanted = row
+    _, theirs, clean = ours or (key, "nothing", wanted)
+    if isinstance(wanted, dict) and wanted == FOUND:
+        return key, value, theirs
+    if isinstance(wanted, dict) and "at most times" in wanted:
+        return key, value, at_most(theirs * wanted["at most times"] if isinstance(theirs, int | float) else 0.0)
+    changed = str(wanted) != str(clean) if isinstance(wanted, dict) else mistake(wanted, clean, 1e-8)
+    return key, CHANGED if changed else value, clean
 
 
 class Judge:
