@@ -153,9 +153,9 @@ def debts(parts: Parts) -> Iterator[tuple[str, dict, Any, tuple[int, int]]]:
 def take_debts(parts: Parts, stored: Any):
     """Owe what a checkpoint says, if all ranks did under the same layout; else begin without. A collective."""
     about = stored.index["tensors"].get("owed", {})
-    found = [debt for debt in debts(parts) if debt[0] in about]
-    (lost,) = agree(bool(about) and not (found and all((*about[name]["shape"],) == shape for name, *_, shape in found)))
-    for name, owed, key, _ in () if lost else found:
+    owing = [debt for debt in debts(parts) if debt[0] in about]
+    (lost,) = agree(bool(about) and not (owing and all((*about[name]["shape"],) == shape for name, *_, shape in owing)))
+    for name, owed, key, _ in () if lost else owing:
         owed[key] = stored.whole("owed", name).to(next(parts.model.parameters()).device)
     if lost and parts.mesh.rank == 0:
         print("what sums of gradients still owed belongs to another layout, and is left out", flush=True)

@@ -178,22 +178,22 @@ class Certificate:
         self.devices += [line for line in log.read_text().splitlines() if line.startswith("device: ")]
         return metrics(out)
 
-    def note(self, part: str, what: str, verdict: str, found: str, numbers: Found | None = None):
+    def note(self, part: str, what: str, verdict: str, text: str, numbers: Found | None = None):
         """One more line, which is also printed."""
-        self.lines.append(Finding(part, what, verdict, found, numbers or {}))
-        print(f"{verdict}  {part:<10} {what}: {found}", flush=True)
+        self.lines.append(Finding(part, what, verdict, text, numbers or {}))
+        print(f"{verdict}  {part:<10} {what}: {text}", flush=True)
 
     def attempt(self, part: str, what: str, measure: Callable[[], tuple[Found, dict[str, Limit]]]):
         """Judge what `measure()` returns, beside its limits. An error is a failure."""
-        found: Found = {}
+        numbers: Found = {}
         try:
-            found, limits = measure()
-            verdict, text = judge(found, limits)
+            numbers, limits = measure()
+            verdict, text = judge(numbers, limits)
         except NotCertified as reason:
             verdict, text = OPEN, str(reason)
         except (RuntimeError, OSError, ValueError) as error:
             verdict, text = FAIL, str(error).splitlines()[0]
-        self.note(part, what, verdict, text, found)
+        self.note(part, what, verdict, text, numbers)
 
     def machine(self):
         """Part 1."""
@@ -238,11 +238,11 @@ class Certificate:
             raise NotCertified("dmesg does not show the kernel's log here (as root it may)")
         seen = nvidia.read_log(log)
         kinds = {f"Xid {xid}": xid for counts in seen.values() for xid in counts}
-        found = {gpu: {kind: float(counts[xid]) for kind, xid in kinds.items()} for gpu, counts in seen.items()}
+        errors = {gpu: {kind: float(counts[xid]) for kind, xid in kinds.items()} for gpu, counts in seen.items()}
         programs = Limit("since the node started; a program's mistake may bring it, too", " times")
         sick = Limit("since the node started: see NVIDIA's Xid catalog, reset the GPU", " times", most=0)
         limits = {kind: programs if xid in nvidia.OF_PROGRAMS else sick for kind, xid in kinds.items()}
-        return (found, limits) if found else ({"": dict(Xids=0.0)}, dict(Xids=sick))
+        return (errors, limits) if errors else ({"": dict(Xids=0.0)}, dict(Xids=sick))
 
     def probe(self, ranks: int, name: str) -> Found:
         """What a probe says, by rank."""
@@ -348,10 +348,10 @@ class Certificate:
                 raise RuntimeError(f"it ended by itself (see {log})")
             os.kill(launch.children(job.pid)[-1], signal.SIGKILL)
             self.until(lambda: job.poll() is not None, job, log)
-            found = {"exit status": job.poll(), "steps": len(metrics(out))}
-            found["went on from a checkpoint"] = float("going on from" in log.read_text())
+            numbers = {"exit status": job.poll(), "steps": len(metrics(out))}
+            numbers["went on from a checkpoint"] = float("going on from" in log.read_text())
             limits = {"exit status": Limit(least=0, most=0), "steps": Limit(least=30, most=30)}
-            return {"": found}, limits | {"went on from a checkpoint": Limit(least=1)}
+            return {"": numbers}, limits | {"went on from a checkpoint": Limit(least=1)}
 
         self.attempt("recovery", "a rank is killed", measure)
 

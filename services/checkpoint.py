@@ -199,9 +199,9 @@ class Saver:
         if final.exists():
             final.rename(self.folder / f".{final.name}.old")
         self.hidden.rename(final)
-        found = sorted(self.folder.glob("step-*"))
-        own = found.index(final) + 1
-        for old in found[: max(0, own - self.keep)] + found[own:]:
+        folders = sorted(self.folder.glob("step-*"))
+        own = folders.index(final) + 1
+        for old in folders[: max(0, own - self.keep)] + folders[own:]:
             old.rename(self.folder / f".{old.name}.old")
         flush(self.folder)
         sweep(self.folder)
@@ -265,8 +265,8 @@ class Checkpoint:
 
     def about(self, kind: str, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Whole shape and dtype of a stored tensor."""
-        found = self.index["tensors"][kind][name]
-        return tuple(found["shape"]), getattr(torch, found["dtype"])
+        entry = self.index["tensors"][kind][name]
+        return tuple(entry["shape"]), getattr(torch, entry["dtype"])
 
     def read(self, rank: int, key: str, stored: Box, wanted: Box) -> Tensor:
         """A part of a stored box, from the file of a rank."""
@@ -280,13 +280,13 @@ class Checkpoint:
         """Copy into `piece` what is stored of it, in its dtype and on its device. Raises UserError if some is not."""
         rows = self.index["tensors"].get(piece.kind, {}).get(piece.name, {}).get("boxes", ())
         for box, view in piece.boxes():
-            found = 0
+            filled = 0
             for rank, key, start, size in rows:
                 stored = Box(tuple(start), tuple(size))
                 if common := overlap(box, stored):
                     view[place_in(box, common)] = self.read(rank, key, stored, common).to(view.device, view.dtype)
-                    found += prod(common.size)
-            if found < prod(box.size):
+                    filled += prod(common.size)
+            if filled < prod(box.size):
                 raise UserError(f"--resume {self.path}: it lacks {piece.kind} of {piece.name}: give another checkpoint")
 
     def whole(self, kind: str, name: str) -> Tensor:

@@ -69,8 +69,8 @@ def cores() -> int:
 
 def driver_version(about: Path = Path("/proc/driver/nvidia/version")) -> str:
     """NVIDIA's driver, as its kernel module says of itself; "" if there is none."""
-    found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", about.read_text()) if about.exists() else None
-    return found[1] if found else ""
+    match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", about.read_text()) if about.exists() else None
+    return match[1] if match else ""
 
 
 def unusable_gpu(files: Path = Path("/dev")) -> tuple[str, str]:

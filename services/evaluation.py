@@ -118,8 +118,8 @@ class Logits:
     def after(self, tokens: Tensor, place: int) -> Tensor:
         """int64 [1, seq] -> the logits [vocab] of what follows the token at `place`, on every rank. A collective."""
         parts, self.asked, self.seen = self.parts, True, None
-        model, found, tp = parts.model, positions_of(parts) == place, group_of(parts, "tp")
-        row = int(found.int().argmax())  # of this rank's tokens; any, if another rank of cp has this one
+        model, there, tp = parts.model, positions_of(parts) == place, group_of(parts, "tp")
+        row = int(there.int().argmax())  # of this rank's tokens; any, if another rank of cp has this one
         hook = None
         if model.lm_head is not None:
             hook = model.lm_head.register_forward_pre_hook(lambda _head, hidden: hidden[0][:, row : row + 1])
@@ -133,7 +133,7 @@ class Logits:
         if self.seen is not None:
             columns = self.seen.new_empty(tp.size * len(self.seen))
             all_gather(columns, self.seen, tp).wait()
-            whole += columns[: len(whole)] * found.any().to(whole.device)  # without the padding of an uneven cut
+            whole += columns[: len(whole)] * there.any().to(whole.device)  # without the padding of an uneven cut
         for dim in ("cp", "pp"):
             all_reduce(whole, group_of(parts, dim)).wait()
         return whole

@@ -71,10 +71,10 @@ class Launch(NamedTuple):
 
 def read(text: str) -> Launch:
     """The line that is shown so. Raises UserError."""
-    found = re.fullmatch(r"(\d+) x (step0\w+) ?(.*)", text)
-    if not found:
+    match = re.fullmatch(r"(\d+) x (step0\w+) ?(.*)", text)
+    if not match:
         raise UserError(f"--line {text}: write it as '8 x step03_zero --zero 3'")
-    return Launch(int(found[1]), *found.groups()[1:])
+    return Launch(int(match[1]), *match.groups()[1:])
 
 
 class Range(NamedTuple):
@@ -102,13 +102,13 @@ class Expected(NamedTuple):
 
 def launch_lines() -> list[Launch]:
     """Those of README.md that train on up to eight ranks of one machine, its first command first; and EIGHT."""
-    found = {}
+    lines = {}
     form = r"^(?:.*&& .venv/bin/)?(?:torchrun --nproc_per_node=(\d+)|python) "
     form += r"(?:--max-restarts=\d+ )?(step0\w+)\.py([^#\n]*)"
     for ranks, step, flags in re.findall(form, README.read_text(), re.MULTILINE):
         if not re.search(r"--(help|dry-run|generate|resume)", flags):
-            found[Launch(int(ranks or 1), step, flags.strip())] = None
-    return [*found, *(Launch(8, *line.split(".py ")) for line in EIGHT)]
+            lines[Launch(int(ranks or 1), step, flags.strip())] = None
+    return [*lines, *(Launch(8, *line.split(".py ")) for line in EIGHT)]
 
 
 def expected(line: Launch, gpu: str = "h100-80") -> Expected:
@@ -151,14 +151,14 @@ def report(lines: list[Launch], gpu: str) -> str:
     for line in lines:
         name = str(line)
         try:
-            found = expected(line, gpu)
+            numbers = expected(line, gpu)
         except UserError as error:
             rows.append([name, *"-----", str(error)])
             continue
-        ms = Range(*(1e3 * s for s in found.seconds))
-        rows.append([name, ms.shown(",.0f"), found.tokens.shown(",.0f"), found.mfu.shown(".1%")])
-        memory = f"{human(found.memory.best)} - {human(found.memory.worst)}"
-        rows[-1] += [found.exposed.shown(".1%"), memory, "host" if found.by_host else "GPU"]
+        ms = Range(*(1e3 * s for s in numbers.seconds))
+        rows.append([name, ms.shown(",.0f"), numbers.tokens.shown(",.0f"), numbers.mfu.shown(".1%")])
+        memory = f"{human(numbers.memory.best)} - {human(numbers.memory.worst)}"
+        rows[-1] += [numbers.exposed.shown(".1%"), memory, "host" if numbers.by_host else "GPU"]
     return f"expected on {gpu}, from paper; not measured on a GPU\n\n{table(rows)}"
 
 

@@ -105,14 +105,14 @@ class Theirs(NamedTuple):
 
 def theirs_of(m: ModelConfig, experts: int) -> dict[str, Theirs]:
     """All tensors of their files, by the names that they have there."""
-    found = {}
+    tensors = {}
     for name, shape in shapes_of(m, experts).items():
         theirs = name
         for ours, word in EXPERT_NAMES.items():
             theirs = theirs.replace(ours, word)
         for at in range(experts) if "*" in theirs else [...]:
-            found[theirs.replace("*", str(at))] = Theirs(name, shape, at)
-    return found
+            tensors[theirs.replace("*", str(at))] = Theirs(name, shape, at)
+    return tensors
 
 
 def config_of(m: ModelConfig, moe: Moe, dtype: str) -> dict[str, Any]:
@@ -141,8 +141,8 @@ def config_of(m: ModelConfig, moe: Moe, dtype: str) -> dict[str, Any]:
 
 def export(source: str, out: str) -> str:
     """Write the folder `out` from a run directory or checkpoint; returns what to say. Raises UserError."""
-    found, folder = find(source, Path(source)), Path(out)
-    index, m = found.index, ModelConfig(**found.index["model"])
+    saved, folder = find(source, Path(source)), Path(out)
+    index, m = saved.index, ModelConfig(**saved.index["model"])
     held = {name: tuple(about["shape"]) for name, about in index["tensors"]["master"].items()}
     routers = [shape[0] for name, shape in held.items() if name.endswith("router.weight")]
     moe = Moe(routers[0], index["config"]["experts_per_token"]) if routers else Moe()
@@ -156,7 +156,7 @@ def export(source: str, out: str) -> str:
     dtype, wanted = getattr(torch, index["dtype"].removeprefix("torch.")), theirs_of(m, moe.experts)
     empty = {theirs: one.empty.to(dtype) for theirs, one in wanted.items()}
     split = split_torch_state_dict_into_shards(empty, max_shard_size=SHARD_BYTES)
-    whole = lru_cache(1)(lambda name: found.whole("master", name).to(dtype))  # experts of one tensor come in turn
+    whole = lru_cache(1)(lambda name: saved.whole("master", name).to(dtype))  # experts of one tensor come in turn
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, names in split.filename_to_tensors.items():
@@ -169,15 +169,15 @@ def export(source: str, out: str) -> str:
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     except (OSError, SafetensorError) as error:
         raise UserError(f"export: {out} cannot be written ({error})") from error
-    return f"{found.path} (step {index['step']}, {index['dtype']}) -> {folder}/, {config['architectures'][0]}"
+    return f"{saved.path} (step {index['step']}, {index['dtype']}) -> {folder}/, {config['architectures'][0]}"
 
 
 def model_of(theirs: dict[str, Any], source: str) -> tuple[ModelConfig, Moe]:
     """config.json -> the shape of a decoder, and its experts. Raises UserError for what ours does not have."""
 
-    def need(name: str, found: Any, *allowed: Any):
-        if found not in allowed:
-            raise UserError(f"import {source}: its {name} is {found}, this decoder knows only {allowed[0]}")
+    def need(name: str, value: Any, *allowed: Any):
+        if value not in allowed:
+            raise UserError(f"import {source}: its {name} is {value}, this decoder knows only {allowed[0]}")
 
     kind = theirs.get("model_type")
     if kind not in FORMATS:

@@ -33,16 +33,16 @@ def start(folder: Path, ranks: int, words: list[str], **options: Any) -> subproc
 
 def children(pid: int) -> list[int]:
     """Processes that a process has started and that live, in their order; none of one that has ended. Linux only."""
-    found = []
+    pids = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
-            found += [int(word) for word in path.read_text().split()]
-    return found
+            pids += [int(word) for word in path.read_text().split()]
+    return pids
 
 
 def descendants(pid: int) -> list[int]:
     """Its children, theirs, and so on."""
-    return [found for child in children(pid) for found in (child, *descendants(child))]
+    return [one for child in children(pid) for one in (child, *descendants(child))]
 
 
 def tell(job: subprocess.Popen, number: int):

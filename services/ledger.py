@@ -37,13 +37,13 @@ class Ledger:
 
     def take(self) -> dict[str, Any]:
         """The entries as metrics, `traffic` {dim: {operation: bytes}} and `calls`; then start anew."""
-        found: dict[str, Any] = dict(traffic=defaultdict(dict), calls=defaultdict(dict))
+        taken: dict[str, Any] = dict(traffic=defaultdict(dict), calls=defaultdict(dict))
         for (dim, operation), n_bytes in self.bytes.items():
-            found["traffic"][dim][operation] = n_bytes
-            found["calls"][dim][operation] = self.calls[dim, operation]
+            taken["traffic"][dim][operation] = n_bytes
+            taken["calls"][dim][operation] = self.calls[dim, operation]
         self.calls.clear()
         self.bytes.clear()
-        return found
+        return taken
 
 
 def traffic_table(taken: dict[str, Any], theory: Traffic) -> str:

@@ -39,9 +39,9 @@ def settle(config: Any, world: int):
 
 def layout_of_flags(config: Any, world: int) -> Layout:
     """The layout of a run of so many ranks, or of a dry run; dimensions that the step does not have are 1."""
-    found = {field.name: getattr(config, field.name) for field in fields(Layout) if hasattr(config, field.name)}
-    x = Layout(**found)
-    return Layout(**found, dp=(config.dry_run or world) // (x.pp * x.cp * x.tp))
+    given = {field.name: getattr(config, field.name) for field in fields(Layout) if hasattr(config, field.name)}
+    x = Layout(**given)
+    return Layout(**given, dp=(config.dry_run or world) // (x.pp * x.cp * x.tp))
 
 
 def check(config: Any, world: int):

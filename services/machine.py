@@ -42,20 +42,20 @@ class Finding(NamedTuple):
 
 def look_at_torch() -> Finding:
     """Python and PyTorch, and whether its build fits the machine."""
-    found = f"Python {platform.python_version()}, torch {torch.__version__}"
+    seen = f"Python {platform.python_version()}, torch {torch.__version__}"
     if torch.version.cuda:
-        found += f", built for CUDA {torch.version.cuda}; NVIDIA driver {driver_version() or 'none'}"
+        seen += f", built for CUDA {torch.version.cuda}; NVIDIA driver {driver_version() or 'none'}"
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if sys.version_info < (3, 10) or version < OLDEST:
         oldest = ".".join(map(str, OLDEST))
-        return Finding("software", found, f"Python 3.10 and torch {oldest} are needed", "pip install torch==2.13.0")
+        return Finding("software", seen, f"Python 3.10 and torch {oldest} are needed", "pip install torch==2.13.0")
     problem, mend = unusable_gpu()
     if problem:
-        return Finding("software", found, problem, mend)
+        return Finding("software", seen, problem, mend)
     if not torch.version.cuda and not torch.version.hip and shutil.which("nvidia-smi"):
         problem = "there is NVIDIA's driver, but this torch is built for CPUs alone"
-        return Finding("software", found, problem, "pip install torch==2.13.0, with the index that pytorch.org names")
-    return Finding("software", found)
+        return Finding("software", seen, problem, "pip install torch==2.13.0, with the index that pytorch.org names")
+    return Finding("software", seen)
 
 
 def look_at_packages() -> Finding:
@@ -70,10 +70,10 @@ def look_at_packages() -> Finding:
 def look_at_backends() -> Finding:
     """What ranks can talk through."""
     known = dict(gloo=dist.is_gloo_available(), nccl=dist.is_nccl_available())
-    found = ", ".join(f"{name} {'yes' if here else 'no'}" for name, here in known.items())
+    seen = ", ".join(f"{name} {'yes' if here else 'no'}" for name, here in known.items())
     if torch.cuda.device_count() > 1 and not known["nccl"]:
-        return Finding("backends", found, "several GPUs, but no NCCL", "use --backend gloo, or a torch with NCCL")
-    return Finding("backends", found)
+        return Finding("backends", seen, "several GPUs, but no NCCL", "use --backend gloo, or a torch with NCCL")
+    return Finding("backends", seen)
 
 
 def look_at_host() -> Finding:
@@ -81,24 +81,24 @@ def look_at_host() -> Finding:
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
     free = next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), pages * size)
-    found, shared = f"{cores()} cores, memory {human(pages * size)}, free {human(free)}", Path("/dev/shm")
+    seen, shared = f"{cores()} cores, memory {human(pages * size)}, free {human(free)}", Path("/dev/shm")
     if free < 4 * GIB:
-        return Finding("host", found, "eight ranks need about 4 GiB", "use fewer ranks: torchrun --nproc_per_node=2")
+        return Finding("host", seen, "eight ranks need about 4 GiB", "use fewer ranks: torchrun --nproc_per_node=2")
     if shared.exists():
         free = shutil.disk_usage(shared).free
-        found += f"; {shared} free {human(free)}"
+        seen += f"; {shared} free {human(free)}"
         if free < GIB:
-            return Finding("host", found, "NCCL may need 1 GiB of it", "docker run --shm-size=8g, or --ipc=host")
-    return Finding("host", found)
+            return Finding("host", seen, "NCCL may need 1 GiB of it", "docker run --shm-size=8g, or --ipc=host")
+    return Finding("host", seen)
 
 
 def look_at_limits() -> Finding:
     """Files that a process may open: sockets between ranks, and mapped data, count."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"{soft} open files (at most {hard})"
+    seen = f"{soft} open files (at most {hard})"
     if soft != resource.RLIM_INFINITY and soft < 1024:
-        return Finding("limits", found, "1024 open files are needed", f"ulimit -n {min(65536, max(hard, 1024))}")
-    return Finding("limits", found)
+        return Finding("limits", seen, "1024 open files are needed", f"ulimit -n {min(65536, max(hard, 1024))}")
+    return Finding("limits", seen)
 
 
 def look_at_names() -> Finding:
@@ -115,28 +115,28 @@ def look_at_names() -> Finding:
 def look_at_disk(folder: str = ".") -> Finding:
     """Room for runs/."""
     free = shutil.disk_usage(folder).free
-    found = f"{human(free)} free here"
+    seen = f"{human(free)} free here"
     if not os.access(folder, os.W_OK):
-        return Finding("disk", found, "this folder cannot be written", "start runs with --out DIR in another folder")
+        return Finding("disk", seen, "this folder cannot be written", "start runs with --out DIR in another folder")
     if free < GIB:
-        return Finding("disk", found, "checkpoints and data sets need about 1 GiB", "--out, HF_HOME on another disk")
-    return Finding("disk", found)
+        return Finding("disk", seen, "checkpoints and data sets need about 1 GiB", "--out, HF_HOME on another disk")
+    return Finding("disk", seen)
 
 
 def copy_seconds(a: int, b: int, n_bytes: int) -> float:
     """The seconds of a copy from one GPU to another, the least of five."""
     source = torch.empty(n_bytes, dtype=torch.uint8, device=f"cuda:{a}")
-    target, found = torch.empty_like(source, device=f"cuda:{b}"), []
+    target, times = torch.empty_like(source, device=f"cuda:{b}"), []
     for _ in range(5):
         for gpu in (a, b):
             torch.cuda.synchronize(gpu)
         start = time.perf_counter()
         target.copy_(source)
         torch.cuda.synchronize(b)
-        found.append(time.perf_counter() - start)
+        times.append(time.perf_counter() - start)
     del source, target
     torch.cuda.empty_cache()  # runs that follow want all of it
-    return min(found)
+    return min(times)
 
 
 def look_at_gpus() -> list[Finding]:
@@ -147,11 +147,11 @@ def look_at_gpus() -> list[Finding]:
     findings, built = [], torch.cuda.get_arch_list()
     for gpu in range(count):
         about, (major, minor) = torch.cuda.get_device_properties(gpu), torch.cuda.get_device_capability(gpu)
-        found = Finding(f"GPU {gpu}", f"{about.name}, {human(about.total_memory)}, architecture {major}.{minor}")
+        finding = Finding(f"GPU {gpu}", f"{about.name}, {human(about.total_memory)}, architecture {major}.{minor}")
         if built and not has_kernels(built, (major, minor)):
             problem = f"torch {torch.__version__} is built for {', '.join(built)}"
-            found = found._replace(problem=problem, mend="install a wheel for this GPU")
-        findings.append(found)
+            finding = finding._replace(problem=problem, mend="install a wheel for this GPU")
+        findings.append(finding)
     return findings
 
 
@@ -165,12 +165,12 @@ def kind_of(link: str, direct: bool) -> str:
 def look_at_links() -> dict[str, Found]:
     """By kind of link, by two GPUs of this process: GB/s of a copy from one to the other."""
     gpus, names = range(torch.cuda.device_count() if torch.cuda.is_available() else 0), nvidia.links()
-    found: dict[str, Found] = {}
+    speeds: dict[str, Found] = {}
     for a, b in ((a, b) for a in gpus for b in gpus if a != b):
         kind = kind_of(names.get((a, b), ""), torch.cuda.can_device_access_peer(a, b))
         speed = COPIED / copy_seconds(a, b, COPIED) / 1e9
-        found.setdefault(kind, {})[f"GPU {a} to {b}"] = dict(copy=speed)
-    return found
+        speeds.setdefault(kind, {})[f"GPU {a} to {b}"] = dict(copy=speed)
+    return speeds
 
 
 def link_limit(kind: str) -> Limit:

@@ -50,7 +50,7 @@ def own(uuid: str) -> str:
 
 def read_clocks(text: str) -> dict[str, dict[str, float]]:
     """The text of CLOCKS and one of REASONS -> by a GPU's uuid, its numbers; what it does not count is left out."""
-    found = {}
+    by_gpu = {}
     for uuid, clock, most, errors, reasons in cells(text, len(CLOCKS) + 1):
         numbers = {}
         if clock.isdigit() and most.isdigit() and int(most):
@@ -59,8 +59,8 @@ def read_clocks(text: str) -> dict[str, dict[str, float]]:
             numbers["uncorrected ECC errors"] = float(errors)
         if reasons.startswith("0x"):
             numbers |= {name: float(bool(int(reasons, 16) & bit)) for bit, name in SLOWED.items()}
-        found[own(uuid)] = numbers
-    return found
+        by_gpu[own(uuid)] = numbers
+    return by_gpu
 
 
 def clocks() -> dict[str, dict[str, float]]:
@@ -80,10 +80,10 @@ def read_topology(text: str) -> dict[tuple[int, int], str]:
 
 def read_log(text: str) -> dict[str, Counter]:
     """Lines of the kernel's log -> by a GPU's bus address, how often it had which Xid."""
-    found: dict[str, Counter] = {}
+    by_gpu: dict[str, Counter] = {}
     for address, xid in XID.findall(text):
-        found.setdefault(address, Counter())[int(xid)] += 1
-    return found
+        by_gpu.setdefault(address, Counter())[int(xid)] += 1
+    return by_gpu
 
 
 def links() -> dict[tuple[int, int], str]:

@@ -106,20 +106,20 @@ def held_bytes(config: Any, parts: Parts) -> dict[str, float]:
 
 def data_traffic(config: Any, parts: Parts) -> dict[str, Traffic]:
     """What gradients and, under ZeRO, weights cost."""
-    units, found = parts.units, dict(gradients=Traffic())
+    units, sent = parts.units, dict(gradients=Traffic())
     if not units:
         for param in [param for param in parts.model.parameters() if param.requires_grad]:
             group, n_bytes = parts.mesh[layout_of(param).data_dim], param.numel() * param.grad_dtype.itemsize
-            found["gradients"] += traffic.gradient_traffic(group.name, group.size, n_bytes, config.sync == "ring")
-        return found
+            sent["gradients"] += traffic.gradient_traffic(group.name, group.size, n_bytes, config.sync == "ring")
+        return sent
     reduced, gathered = traffic.unit_travels(*module_runs(config, parts)) if config.zero >= 2 else ({}, {})
     for i, unit in enumerate(units):
         sizes = unit.flat.itemsize, next(iter(unit.named.values())).grad_dtype.itemsize
         about = unit.group.name, unit.group.size, len(unit.flat), *sizes
-        found["gradients"] += traffic.unit_traffic(*about, reduced.get(unit, 1), 0)
+        sent["gradients"] += traffic.unit_traffic(*about, reduced.get(unit, 1), 0)
         times = gathered.get(unit, 1) if config.zero == 3 else 1
-        found[f"weights of unit {i}"] = traffic.unit_traffic(*about, 0, times)
-    return found
+        sent[f"weights of unit {i}"] = traffic.unit_traffic(*about, 0, times)
+    return sent
 
 
 def module_runs(config: Any, parts: Parts) -> tuple[list, list, set[int], set]:
@@ -153,11 +153,11 @@ def pipeline_traffic(config: Any, parts: Parts, w: Passes) -> dict[str, Traffic]
 
 def partial_traffic(parts: Parts, n_bytes: int) -> Traffic:
     """Gradients of `n_bytes` an element that are parts of a sum over other dimensions than that of the data."""
-    found = Traffic()
+    sent = Traffic()
     for name, param in parts.model.named_parameters():
         for dim in layout_of(param).partial_over:
-            found += traffic.sum_traffic(dim, size(parts, dim), n_bytes * sliced(parts, name))
-    return found
+            sent += traffic.sum_traffic(dim, size(parts, dim), n_bytes * sliced(parts, name))
+    return sent
 
 
 def sliced(parts: Parts, name: str) -> int:
@@ -170,12 +170,12 @@ def sliced(parts: Parts, name: str) -> int:
 
 def number_traffic(config: Any, parts: Parts, n_bytes: int) -> Traffic:
     """The loss, of `n_bytes`, and the squares of the norm, in fp64, are summed over ranks."""
-    found = Traffic()
+    sent = Traffic()
     for dim in ("data" if hasattr(config, "cp") else "dp", "pp"):
-        found += traffic.sum_traffic(dim, size(parts, dim), n_bytes)
+        sent += traffic.sum_traffic(dim, size(parts, dim), n_bytes)
     for dim in parts.mesh.sizes if hasattr(config, "zero") else ():
-        found += traffic.sum_traffic(dim, size(parts, dim), 8)
-    return found
+        sent += traffic.sum_traffic(dim, size(parts, dim), 8)
+    return sent
 
 
 def sent_bytes(config: Any, parts: Parts) -> Traffic:

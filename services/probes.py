@@ -53,7 +53,7 @@ def attention() -> dict[str, float]:
     """
     from variants import cp_flash  # here, as the handout of a lab may lack it
 
-    found, kernels = dict(output=0.0, lse=0.0, gradients=0.0), [(cp_flash.flash_attention, cp_flash.flash_gradients)]
+    errors, kernels = dict(output=0.0, lse=0.0, gradients=0.0), [(cp_flash.flash_attention, cp_flash.flash_gradients)]
     if GPU and cp_flash.fits(normal(1, 64), "cudnn"):
         kernels.append(cp_flash.CUDNN)
     cases = product((True, False), (8, 2), ((256, 64), (201, 128)), kernels)
@@ -65,10 +65,10 @@ def attention() -> dict[str, float]:
         right = scores.softmax(-1) @ same_heads(*given)[2]
         ours = backward(do, q, k, v, o, lse, causal)
         gradients = zip(ours, torch.autograd.grad(right, given, do.double()), strict=True)
-        found["output"] = max(found["output"], farthest(o, right.detach()))
-        found["lse"] = max(found["lse"], (lse - scores.logsumexp(-1)).abs().max().item())
-        found["gradients"] = max(found["gradients"], *(farthest(a, b) for a, b in gradients))
-    return found
+        errors["output"] = max(errors["output"], farthest(o, right.detach()))
+        errors["lse"] = max(errors["lse"], (lse - scores.logsumexp(-1)).abs().max().item())
+        errors["gradients"] = max(errors["gradients"], *(farthest(a, b) for a, b in gradients))
+    return errors
 
 
 @contextmanager
@@ -102,7 +102,7 @@ def documents() -> dict[str, float]:
     """Seconds of attention over documents of new lengths by those of known lengths; with cuDNN, and as we do it."""
     from variants.documents import Documents, MicroBatch  # here, as the handout of a lab may lack it
 
-    q, batch, found = normal(1, 2048, 8, 64), Documents.__new__(Documents), {}
+    q, batch, ratios = normal(1, 2048, 8, 64), Documents.__new__(Documents), {}
     for cudnn in (False, True):
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
         batches, times = [torch.randint(0, 200, (1, 2048)) for _ in range(4)], []
@@ -111,8 +111,8 @@ def documents() -> dict[str, float]:
             start = time.perf_counter()
             batch.attend(q, q, q).float().sum().item()
             times.append(time.perf_counter() - start)
-        found["with cuDNN" if cudnn else "new / known"] = sum(times[2:5]) / sum(times[5:])
-    return found
+        ratios["with cuDNN" if cudnn else "new / known"] = sum(times[2:5]) / sum(times[5:])
+    return ratios
 
 
 def join() -> comm.Group:
@@ -127,7 +127,7 @@ def exchange() -> dict[str, float]:
 
     Microseconds for the least; GB/s for others, of the 2 (n-1)/n of the message that a rank sends.
     """
-    group, found = join(), dict(wrong=0.0)
+    group, seen = join(), dict(wrong=0.0)
     for n_bytes in (2**10, 2**20, 2**26, *([2**28] * GPU)):
         message, times = torch.ones(n_bytes // 4, device=DEVICE), []
         for _ in range(3 + min(10, 2**25 // n_bytes)):
@@ -135,12 +135,12 @@ def exchange() -> dict[str, float]:
             comm.all_reduce(message, group).wait()
             message[0].item()  # waits for a GPU
             times.append(time.perf_counter() - start)
-            found["wrong"] += (message != group.size).sum().item()
+            seen["wrong"] += (message != group.size).sum().item()
             message.fill_(1.0)
         seconds = median(times[2:])  # the first ones make connections
         sent = 2 * (group.size - 1) / group.size * n_bytes
-        found |= {"us for 1 KiB": 1e6 * seconds} if n_bytes == 2**10 else {f"{n_bytes >> 20} MiB": sent / seconds / 1e9}
-    return found
+        seen |= {"us for 1 KiB": 1e6 * seconds} if n_bytes == 2**10 else {f"{n_bytes >> 20} MiB": sent / seconds / 1e9}
+    return seen
 
 
 def uneven() -> dict[str, float]:
@@ -171,12 +171,12 @@ def matmul(n: int = 8192 if GPU else 512, warm: float = 2.0) -> dict[str, float]
         again[0, 0].item()  # waits for a GPU
         times.append((time.perf_counter() - start) / 10)
         wrong += (again != first).sum()
-    found = {"wrong": wrong.item(), "TFLOP/s": 2 * n**3 / median(times) / 1e12}
+    numbers = {"wrong": wrong.item(), "TFLOP/s": 2 * n**3 / median(times) / 1e12}
     if GPU:
-        found |= said.get(str(torch.cuda.get_device_properties(DEVICE).uuid), {})
+        numbers |= said.get(str(torch.cuda.get_device_properties(DEVICE).uuid), {})
         if peak := devices.known_peak(torch.cuda.get_device_name(DEVICE)):
-            found["of peak"] = found["TFLOP/s"] / peak[0]
-    return found
+            numbers["of peak"] = numbers["TFLOP/s"] / peak[0]
+    return numbers
 
 
 PROBES: dict[str, Callable[[], dict[str, float]]] = {

@@ -56,14 +56,14 @@ class Bytes(Stream):
 def files_of(source: str) -> list[Path]:
     """The data files of a file or folder, in a fixed order. Raises UserError."""
     path = Path(source)
-    found = [path] if path.is_file() else []
+    files = [path] if path.is_file() else []
     for suffix in KINDS:
-        found = found or sorted(path.rglob(f"*{suffix}"))
-    if not found:
+        files = files or sorted(path.rglob(f"*{suffix}"))
+    if not files:
         raise UserError(f"--dataset {source}: the folder holds no {', '.join(KINDS)} file")
-    if not any(file.stat().st_size for file in found):
+    if not any(file.stat().st_size for file in files):
         raise UserError(f"--dataset {source}: empty")
-    return found
+    return files
 
 
 def open_path(source: str) -> Any:

@@ -49,10 +49,10 @@ def check_replicas(config: Any, parts: Parts, step: int):
     """
     if not config.check_replicas or (step + 1) % config.check_replicas:
         return
-    found = [(piece, *box) for piece in compared(parts) for box in piece.boxes()]
-    sums = [bit_sum(view).to(next(parts.model.parameters()).device) for *_, view in found]
+    boxes = [(piece, *box) for piece in compared(parts) for box in piece.boxes()]
+    sums = [bit_sum(view).to(next(parts.model.parameters()).device) for *_, view in boxes]
     sums = torch.stack(sums).tolist() if sums else []  # one wait for a GPU
-    own = {(piece.kind, piece.name, box): s for (piece, box, _), s in zip(found, sums, strict=True)}
+    own = {(piece.kind, piece.name, box): s for (piece, box, _), s in zip(boxes, sums, strict=True)}
     seen: dict[tuple, tuple[int, int]] = {}
     for rank, theirs in enumerate(gather_objects(own)):
         for (kind, name, box), bits in theirs.items():

@@ -95,22 +95,22 @@ class Keeper:
         A collective. Raises UserError if the checkpoint is of another model, dtype or update rule.
         """
         self.parts = parts
-        found = find(self.config.resume, self.run.out) if self.config.resume else None
-        if found is not None:
-            imported = "optimizer" not in found.index["config"]
-            require_fit(found, parts, self.config, weights_only or imported)
-            take(parts, found, moments=not weights_only)
-            for name, state in found.index["state"].items():
+        saved = find(self.config.resume, self.run.out) if self.config.resume else None
+        if saved is not None:
+            imported = "optimizer" not in saved.index["config"]
+            require_fit(saved, parts, self.config, weights_only or imported)
+            take(parts, saved, moments=not weights_only)
+            for name, state in saved.index["state"].items():
                 if state is not None and hasattr(parts.kept.get(name), "restore"):
                     parts.kept[name].restore(state)
-            self.done = found.index["step"]
+            self.done = saved.index["step"]
         if self.run.first and not weights_only:
             rows = [row for row in map(json.loads, kept.splitlines()) if row["step"] <= self.done]
             self.run.history.extend(rows)
             self.run.file.write("".join(json.dumps(row) + "\n" for row in rows))
             self.run.file.flush()
-            if found is not None:
-                print(f"going on from {found.path}", flush=True)
+            if saved is not None:
+                print(f"going on from {saved.path}", flush=True)
         return self.done
 
     def leave(self, step: int) -> bool:
@@ -163,9 +163,9 @@ class Keeper:
         self.saver.save(step, pieces(parts), about, config.save_async)
 
 
-def require_fit(found: Checkpoint, parts: Parts, config: Any, weights_only: bool):
+def require_fit(saved: Checkpoint, parts: Parts, config: Any, weights_only: bool):
     """Refuse a checkpoint of another model and, unless weights alone count, precision or rule. Raises UserError."""
-    index, where = found.index, f"--resume {found.path}"
+    index, where = saved.index, f"--resume {saved.path}"
     advice = f"use --model {index['config']['model']} and the overrides it was trained with"
     for key, value in dataclasses.asdict(parts.model.config).items():
         if key != "seq_len" and index["model"].get(key) != value:

@@ -193,18 +193,18 @@ class Screen:
         """Fields for the record of a step. A collective, if there are experts."""
         seconds = time.perf_counter() - self.run.began
         model, executed = (flops * tokens / seconds / self.peak for flops in self.flops)
-        found = dict(mfu=model, hfu=executed) | self.clock.take()
-        found |= dict(peak_memory_bytes=peak_memory(self.device)) | self.ledger.take()
+        numbers = dict(mfu=model, hfu=executed) | self.clock.take()
+        numbers |= dict(peak_memory_bytes=peak_memory(self.device)) | self.ledger.take()
         if beside := outside_memory(self.device):
             self.held.most[OUTSIDE] = max(beside, self.held.most.get(OUTSIDE, 0))
-            found["outside_memory_bytes"] = beside
+            numbers["outside_memory_bytes"] = beside
         if self.load is not None:
-            found |= self.load.take()
+            numbers |= self.load.take()
         for text in [text for kept in self.parts.keeps("notes") for text in kept.notes()]:
             self.say(text)
         for kept in self.parts.keeps("figures"):
-            found |= kept.figures()
-        return found
+            numbers |= kept.figures()
+        return numbers
 
     def line(self, row: dict[str, Any]):
         """Now and then, where there is no bar."""

@@ -34,8 +34,8 @@ def plugins() -> list[ModuleType]:
 @lru_cache
 def offered(cls: type, function: str) -> tuple[ModuleType, ...]:
     """Those whose flags a step with this Config has, and that hold this."""
-    found = (plugin for plugin in plugins() if issubclass(cls, getattr(plugin, "SINCE", object)))
-    return tuple(plugin for plugin in found if hasattr(plugin, function))
+    of_step = (plugin for plugin in plugins() if issubclass(cls, getattr(plugin, "SINCE", object)))
+    return tuple(plugin for plugin in of_step if hasattr(plugin, function))
 
 
 @lru_cache
@@ -62,11 +62,11 @@ def check_needs(config: Any):
         for name, other, *values in plugin.NEEDS:
             if name not in plain or other not in plain or getattr(config, name) == plain[name]:
                 continue
-            found = getattr(config, other)
-            if found not in values if values else found == plain[other]:
+            given = getattr(config, other)
+            if given not in values if values else given == plain[other]:
                 if values:
-                    wanted = f" {' or '.join(map(str, values))}, not with {spelled(other, found)}"
-                elif isinstance(found, bool):  # a switch
+                    wanted = f" {' or '.join(map(str, values))}, not with {spelled(other, given)}"
+                elif isinstance(given, bool):  # a switch
                     wanted = ""
                 else:
                     wanted = " set" if plain[other] == "" else f" above {plain[other]}"

@@ -730,7 +730,7 @@ FAULTS: dict[str, Fault] = {
         ("validation_of_one_rank", "validate", 'for dim in ("dp", "cp", "pp"):', "for dim in ():",
          "the validation loss is that of one rank's tokens")),
     **of("services.resume", "resume", DEFAULT,
-        ("resume_at_the_first_step", "Keeper", 'self.done = found.index["step"]', "self.done = 0",
+        ("resume_at_the_first_step", "Keeper", 'self.done = saved.index["step"]', "self.done = 0",
          "data and learning rate begin anew")),}
 
 PATCHES = {  # no mistakes: both sides of a comparison have them (`patch` of tests/rows.py)

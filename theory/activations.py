@@ -59,10 +59,10 @@ class MicroBatch(NamedTuple):
 
 def norm_bytes(p: MicroBatch) -> float:
     """What a norm keeps of a token: its input, one wide number; on a CPU also what its kernels keep."""
-    found = p.m.dim * p.e + p.wide
+    kept = p.m.dim * p.e + p.wide
     if p.on_cpu:
-        found += p.m.dim * (2 * p.wide - p.e if p.e < p.wide else p.wide)
-    return found
+        kept += p.m.dim * (2 * p.wide - p.e if p.e < p.wide else p.wide)
+    return kept
 
 
 def layer_bytes(p: MicroBatch, experts: bool) -> float:
@@ -80,19 +80,19 @@ def layer_bytes(p: MicroBatch, experts: bool) -> float:
     if not (selective or p.on_cpu or e == 2):
         kv_dim = m.dim  # a GPU's kernels in fp32 want as many k as q
     kv_dim *= 1 if selective else p.gathered  # else they are gathered again
-    found = whole + p.share * (e * (2 * m.dim + 2 * kv_dim) + wide * m.n_heads)
-    found += p.own * (m.dim * e if selective else 2 * norm_bytes(p))
+    kept = whole + p.share * (e * (2 * m.dim + 2 * kv_dim) + wide * m.n_heads)
+    kept += p.own * (m.dim * e if selective else 2 * norm_bytes(p))
     products = 2 if selective else 4
     if not experts:
-        return found + whole + p.share * e * products * m.ffn_dim
+        return kept + whole + p.share * e * products * m.ffn_dim
     rows, width = p.share * m.experts_per_token, m.expert_width
     if selective:
-        found += rows * e * (2 * width + m.dim) + p.share * wide * m.experts
+        kept += rows * e * (2 * width + m.dim) + p.share * wide * m.experts
     else:
-        found += rows * e * (4 * width + 2 * m.dim) + p.share * wide * (m.dim + 2 * m.experts)
+        kept += rows * e * (4 * width + 2 * m.dim) + p.share * wide * (m.dim + 2 * m.experts)
     if m.shared_experts and (selective or p.tp > 1):
-        found += whole
-    return found + p.share * e * products * m.shared_experts * width
+        kept += whole
+    return kept + p.share * e * products * m.shared_experts * width
 
 
 def end_bytes(p: MicroBatch) -> float:
@@ -100,20 +100,20 @@ def end_bytes(p: MicroBatch) -> float:
 
     In chunks: the gradients of the hidden states and of the head, which are known since forward.
     """
-    found = p.own * norm_bytes(p) + p.tokens * p.m.dim * p.e
+    kept = p.own * norm_bytes(p) + p.tokens * p.m.dim * p.e
     if p.at_once < p.tokens:
-        return found + p.rows * p.m.dim * p.e
-    return found + p.tokens * p.rows * p.wide
+        return kept + p.rows * p.m.dim * p.e
+    return kept + p.tokens * p.rows * p.wide
 
 
 def stage_bytes(p: MicroBatch, place: Place) -> float:
     """What a stage keeps of a micro-batch until its backward. Tables of RoPE are shared by its layers."""
-    found = sum(layer_bytes(p, p.m.has_experts(n)) for n in place.layers) + 2 * p.seq * p.m.head_dim * p.wide
+    kept = sum(layer_bytes(p, p.m.has_experts(n)) for n in place.layers) + 2 * p.seq * p.m.head_dim * p.wide
     if place.before is None and p.tp > 1:
-        found += 9 * p.tokens  # int64 and bool: which rows of the embedding
+        kept += 9 * p.tokens  # int64 and bool: which rows of the embedding
     if place.after is None:
-        found += end_bytes(p)
-    return found
+        kept += end_bytes(p)
+    return kept
 
 
 def waiting_bytes(p: MicroBatch, experts: bool) -> tuple[float, float]:

@@ -51,10 +51,10 @@ class Claim:
     within: float = 0.02  # how far, relatively, our number may be from the text's
     measured: bool = False  # somebody ran it
 
-    def verdict(self, found: float) -> str:
+    def verdict(self, value: float) -> str:
         """What our number says of the text's."""
         low, high = self.stated if isinstance(self.stated, tuple) else (self.stated, self.stated)
-        if low - abs(low) * self.within - 1e-9 <= found <= high + abs(high) * self.within + 1e-9:
+        if low - abs(low) * self.within - 1e-9 <= value <= high + abs(high) * self.within + 1e-9:
             return "holds if" if self.why else "holds"
         return "measured otherwise" if self.measured else "does not hold"
 
@@ -349,12 +349,12 @@ def page() -> str:
             computed[node.lineno] = " ".join(ast.get_source_segment(source, node.body).split())
     rows, verdicts = [], Counter()
     for claim in CLAIMS:
-        found = claim.finds()
-        verdict = claim.verdict(found)
+        value = claim.finds()
+        verdict = claim.verdict(value)
         verdicts[verdict] += 1
         verdict += f"{':' * (verdict != 'holds if')} {claim.why}" if claim.why else ""
         ours = f"`{computed[claim.finds.__code__.co_firstlineno]}`"
-        cells = claim.where, claim.says, stated(claim), number(found), verdict, ours
+        cells = claim.where, claim.says, stated(claim), number(value), verdict, ours
         rows.append(f"| {' | '.join(cells)} |")
     counts = f"{verdicts['holds']} hold, {verdicts['holds if']} hold on a condition, {verdicts['does not hold']} do not"
     counts += f"; {verdicts['measured otherwise']} were measured otherwise than we plan"

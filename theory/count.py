@@ -41,10 +41,10 @@ def counted_bytes(model: str, m: Shape, x: Layout) -> float:
     line += f" --dry-run {x.world} --rank {fullest * x.world // x.pp}"
     root = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, script(m), *shlex.split(line)], cwd=root, capture_output=True, text=True)
-    found = re.search(r"^at the peak of ([\d,.]+) (\w+):", done.stdout, re.M)
-    if done.returncode or found is None:
+    peak = re.search(r"^at the peak of ([\d,.]+) (\w+):", done.stdout, re.M)
+    if done.returncode or peak is None:
         raise UserError(f"--count: python {script(m)} {line}: {(done.stderr.strip() or 'no peak').splitlines()[-1]}")
-    return float(found[1].replace(",", "")) * UNITS[found[2]] + outside(m, x)
+    return float(peak[1].replace(",", "")) * UNITS[peak[2]] + outside(m, x)
 
 
 def verdict(counted: float, bound: float, gpu: Gpu) -> str:

@@ -32,25 +32,25 @@ class Pairs(NamedTuple):
 
 def lengths(draw: random.Random, seq_len: int, mean: int) -> list[int]:
     """Of the documents of one sequence; the first and the last are cut, wherever they are. `mean` 0: one document."""
-    found, left = [], seq_len
+    drawn, left = [], seq_len
     while left and mean:
         length = 1 + int(mean * exp(draw.gauss(0.0, SIGMA) - SIGMA**2 / 2))
-        if not found:
+        if not drawn:
             length = 1 + draw.randrange(length)
-        found.append(min(length, left))
-        left -= found[-1]
-    return found or [seq_len]
+        drawn.append(min(length, left))
+        left -= drawn[-1]
+    return drawn or [seq_len]
 
 
 def pairs_by_chunk(documents: list[int], chunks: int) -> list[int]:
     """Pairs whose query is in each of so many chunks of a sequence."""
-    size, found = sum(documents) // chunks, [0] * chunks
+    size, pairs = sum(documents) // chunks, [0] * chunks
     for stop, length in zip(accumulate(documents), documents, strict=True):
         start = stop - length
         for chunk in range(start // size, -(-stop // size)):
             first, last = (min(max(at - start, 0), length) for at in (chunk * size, (chunk + 1) * size))
-            found[chunk] += (last * (last + 1) - first * (first + 1)) // 2
-    return found
+            pairs[chunk] += (last * (last + 1) - first * (first + 1)) // 2
+    return pairs
 
 
 @lru_cache(maxsize=4096)

@@ -14,8 +14,8 @@ from theory.shapes import Shape, flops_per_token, layer_weights, total_weights
 
 def blackboard(m: Shape, x: Layout, gpu: Gpu) -> str:
     """The memory of the fullest rank, and where the seconds of a step go."""
-    found, way = evaluate(m, x, gpu), (x.schedule, x.pp, x.chunks)
-    memory, seconds = found.held, found.seconds
+    chosen, way = evaluate(m, x, gpu), (x.schedule, x.pp, x.chunks)
+    memory, seconds = chosen.held, chosen.seconds
     numbers = max(rank_numbers(m, *way, x.tp, x.ep), key=sum)
     busy, _, (f, b, w) = rank_work(m, layer_layout(x), gpu, COURSE, *way)
     data, tp, experts = network(x, "shard", gpu.node), network(x, "tp", gpu.node), m.has_experts(m.n_layers - 1)
@@ -76,7 +76,7 @@ def blackboard(m: Shape, x: Layout, gpu: Gpu) -> str:
         net = network(x, dim, gpu.node)
         where = "between nodes" if net.leaves else "within a node"
         lines.append(f"exposed over {dim:2}              {exposed:8.3f} s, {net.ranks} ranks {where}")
-    got, model = rates(m, found, gpu), flops_per_token(m)[0]
+    got, model = rates(m, chosen, gpu), flops_per_token(m)[0]
     lines += [
         f"update                       {seconds.update:8.3f} s = bytes of weights and state / {gpu.hbm:.3g}",
         f"step                         {seconds.step:8.3f} s",

@@ -52,9 +52,9 @@ def alone(m: Shape, recompute: str) -> float:
     return held(m, Layout(global_batch_size=1, zero=0, recompute=recompute), COURSE).activations
 
 
-def questions(m: Shape, found: Found, gpu: Gpu) -> Iterator[Answer]:
-    """All that are to be asked of this model, cluster and batch; `found`: the layout that was chosen."""
-    x, memory, seconds = found
+def questions(m: Shape, chosen: Found, gpu: Gpu) -> Iterator[Answer]:
+    """All that are to be asked of this model, cluster and batch; `chosen`: the layout, its memory and its seconds."""
+    x, memory, seconds = chosen
     room, n, whole = ROOM * gpu.memory, total_weights(m), STATE * total_weights(m)
     sums = x.dp * x.cp  # ranks of ZeRO
     yield Answer(
@@ -142,11 +142,11 @@ def launch(name: str, m: Shape, x: Layout) -> str:
     return f"{start} {script(m)} --model {name} --seq-len {m.seq_len} --dtype bf16 {x.flags()} {more}"
 
 
-def guide(name: str, m: Shape, found: Found, gpu: Gpu) -> str:
+def guide(name: str, m: Shape, chosen: Found, gpu: Gpu) -> str:
     """All questions with their answers; then what the plan comes to, and its launch line."""
-    answers = [f"{number}. {answer}" for number, answer in enumerate(questions(m, found, gpu), 1)]
-    x, memory, seconds = found
-    got = rates(m, found, gpu)
+    answers = [f"{number}. {answer}" for number, answer in enumerate(questions(m, chosen, gpu), 1)]
+    x, memory, seconds = chosen
+    got = rates(m, chosen, gpu)
     last = f"So: {gib(memory.total)} of {gib(gpu.memory)} on the fullest GPU, {seconds.step:.2f} s a step, "
     last += f"{got['tokens']:.0f} tokens/s of a GPU, MFU {got['mfu']:.0%}."
     return "\n".join([*answers, "", last, launch(name, m, x)])

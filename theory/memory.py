@@ -52,7 +52,7 @@ class Held(NamedTuple):
 @lru_cache(maxsize=100_000)
 def rank_numbers(m: Shape, schedule: str, pp: int, chunks: int, tp: int, ep: int) -> tuple[tuple[float, float], ...]:
     """By pipeline rank: numbers of weights (that dp x cp ranks hold alike, of its experts). Tied ones count once."""
-    (embedding, head), found = end_weights(m, tp), []
+    (embedding, head), numbers = end_weights(m, tp), []
     for places in rank_places(m, schedule, pp, chunks):
         first, last = ends_of(places)
         norm = m.dim * (1 + m.gpt)
@@ -60,8 +60,8 @@ def rank_numbers(m: Shape, schedule: str, pp: int, chunks: int, tp: int, ep: int
         for n in {n for place in places.values() for n in place.layers}:
             more = layer_weights(m, m.has_experts(n), tp, ep)
             shared, own = shared + more[0], own + more[1]
-        found.append((shared, own))
-    return tuple(found)
+        numbers.append((shared, own))
+    return tuple(numbers)
 
 
 class Moments(NamedTuple):

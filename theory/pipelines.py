@@ -10,8 +10,8 @@ from theory.shapes import Shape
 @lru_cache(maxsize=4096)
 def rank_places(m: Shape, schedule: str, pp: int, chunks: int) -> tuple[dict[int, Place], ...]:
     """By pipeline rank its stages: number and place."""
-    found = schedule_of(Layout(pp=pp, schedule=schedule, chunks=chunks))
-    places = balance(m, found.places(m.n_layers, pp, stages(found, pp)))
+    entry = schedule_of(Layout(pp=pp, schedule=schedule, chunks=chunks))
+    places = balance(m, entry.places(m.n_layers, pp, stages(entry, pp)))
     return tuple({s: place for s, place in enumerate(places) if place.rank == rank} for rank in range(pp))
 
 
@@ -23,8 +23,8 @@ def ends_of(places: dict[int, Place]) -> tuple[bool, bool]:
 @lru_cache(maxsize=4096)
 def places_of(schedule: str, pp: int, chunks: int) -> list[Place]:
     """Where the stages are, of a model with some layers."""
-    found = schedule_of(Layout(pp, schedule=schedule, chunks=chunks))
-    return found.places(pp * max(2, chunks), pp, stages(found, pp))
+    entry = schedule_of(Layout(pp, schedule=schedule, chunks=chunks))
+    return entry.places(pp * max(2, chunks), pp, stages(entry, pp))
 
 
 @lru_cache(maxsize=4096)
@@ -74,5 +74,5 @@ def paired(schedule: str, pp: int, chunks: int, n: int) -> float:
 @lru_cache(maxsize=4096)
 def lists_of(schedule: str, pp: int, chunks: int, n: int) -> list[list[Action]]:
     """The lists of all ranks for n micro-batches."""
-    found = schedule_of(Layout(pp=pp, schedule=schedule, chunks=chunks))
-    return [found.actions(pp, n, stages(found, pp), rank) for rank in range(pp)]
+    entry = schedule_of(Layout(pp=pp, schedule=schedule, chunks=chunks))
+    return [entry.actions(pp, n, stages(entry, pp), rank) for rank in range(pp)]

@@ -110,8 +110,8 @@ def no_fit(m: Shape, flags: Flags, batch: int) -> UserError:
     more = "no number of GPUs is enough"
     while gpus < MOST_GPUS:
         gpus *= 2
-        found = smallest(m, gpus, max(batch, gpus))
-        if found and fits(found.held, gpu):
+        enough = smallest(m, gpus, max(batch, gpus))
+        if enough and fits(enough.held, gpu):
             more = f"with --gpus {gpus} it does"
             break
     need = least.held.total / GIB
@@ -123,16 +123,16 @@ def no_fit(m: Shape, flags: Flags, batch: int) -> UserError:
 
 def show(m: Shape, best: list[Found], gpu: Gpu) -> str:
     """The tables of the best layouts: memory, time, and their flags."""
-    dims = [dim for dim in ("tp", "cp", "pp", "ep", "dp") if any(dim in found.seconds.exposed for found in best)]
+    dims = [dim for dim in ("tp", "cp", "pp", "ep", "dp") if any(dim in plan.seconds.exposed for plan in best)]
     memory = [["", *Held._fields, "GiB of a GPU"]]
     times = [["", "compute", "again", "bubble", *dims, "update", "step, s", "MFU", "HFU", "tokens/s of a GPU"]]
-    for number, found in enumerate(best, 1):
-        s, got = found.seconds, rates(m, found, gpu)
-        memory.append([str(number), *(f"{n / GIB:.1f}" for n in found.held), f"{found.held.total / GIB:.1f}"])
+    for number, plan in enumerate(best, 1):
+        s, got = plan.seconds, rates(m, plan, gpu)
+        memory.append([str(number), *(f"{n / GIB:.1f}" for n in plan.held), f"{plan.held.total / GIB:.1f}"])
         parts = [s.compute, s.recompute, s.bubble, *(s.exposed.get(dim, 0.0) for dim in dims), s.update, s.step]
         shares = [f"{got['mfu']:.1%}", f"{got['hfu']:.1%}", f"{got['tokens']:.0f}"]
         times.append([str(number), *(f"{part:.3f}" for part in parts), *shares])
-    layouts = "\n".join(f"{number:2}  {found.layout.flags()}" for number, found in enumerate(best, 1))
+    layouts = "\n".join(f"{number:2}  {plan.layout.flags()}" for number, plan in enumerate(best, 1))
     return (
         f"flags after torchrun ... {script(m)} --model ... --seq-len {m.seq_len} {always(m)}:\n{layouts}\n\n"
         f"memory of the fullest GPU, GiB:\n{table(memory)}\n\n"
@@ -173,16 +173,16 @@ def alternatives(m: Shape, best: Found, gpu: Gpu) -> list[str]:
         if reason := illegal(m, layout):
             lines.append(f"{name}: {reason}")
             continue
-        found = evaluate(m, layout, gpu)
-        if found.held.total > room:
-            lines.append(f"{name}: does not fit by {(found.held.total - room) / GIB:.1f} GiB")
+        other = evaluate(m, layout, gpu)
+        if other.held.total > room:
+            lines.append(f"{name}: does not fit by {(other.held.total - room) / GIB:.1f} GiB")
             continue
-        slower = found.seconds.step / best.seconds.step - 1
-        parts, before = parts_of(found.seconds), parts_of(best.seconds)
+        slower = other.seconds.step / best.seconds.step - 1
+        parts, before = parts_of(other.seconds), parts_of(best.seconds)
         worst = max(parts, key=lambda part: parts[part] - before.get(part, 0.0))
         leaves = "; tp leaves the node" if layout.tp > NODE else ""
         lines.append(
-            f"{name}: {slower:+.1%} time; {worst} is {parts[worst] / found.seconds.step:.1%} of its step{leaves}"
+            f"{name}: {slower:+.1%} time; {worst} is {parts[worst] / other.seconds.step:.1%} of its step{leaves}"
         )
     return lines
 
@@ -267,12 +267,12 @@ def answer(argv: list[str] | None = None):
     print("\n".join(f"  {line}" for line in alternatives(m, result.best[0], gpu)))
     if flags.count:
         print(f"\nmemory as the dry run counts it, of {gpu.memory / GIB:.0f} GiB:")
-        for number, found in enumerate(bar(result.best), 1):
-            counted = counted_bytes(flags.model, m, found.layout)
-            print(f"{number:2}  {verdict(counted, found.held.total, gpu)}")
+        for number, plan in enumerate(bar(result.best), 1):
+            counted = counted_bytes(flags.model, m, plan.layout)
+            print(f"{number:2}  {verdict(counted, plan.held.total, gpu)}")
     if flags.json:
-        found = [dict(layout=asdict(x), bytes=h._asdict(), seconds=s._asdict()) for x, h, s in result.best]
-        Path(flags.json).write_text(json.dumps(found, indent=1) + "\n")
+        plans = [dict(layout=asdict(x), bytes=h._asdict(), seconds=s._asdict()) for x, h, s in result.best]
+        Path(flags.json).write_text(json.dumps(plans, indent=1) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -109,7 +109,7 @@ def search(m: Shape, world: int, batch: int, gpu: Gpu, count: int = 10, bar: Bar
     for floor, number in bar(order):
         mesh = tries[number]
         name = mesh.pp, mesh.cp, mesh.tp, mesh.ep, mesh.micro_batch_size
-        steps = sorted(found.seconds.step for found in best.values())
+        steps = sorted(one.seconds.step for one in best.values())
         limit = steps[count - 1] if len(steps) >= count else float("inf")
         if floor >= limit:
             break
@@ -120,14 +120,14 @@ def search(m: Shape, world: int, batch: int, gpu: Gpu, count: int = 10, bar: Bar
             timed += more
             if winner:
                 best[name] = winner
-    found = sorted(best.values(), key=lambda found: found.seconds.step)[:count]
-    return Search(found, count_legal(m, all_meshes), timed)
+    fastest = sorted(best.values(), key=lambda one: one.seconds.step)[:count]
+    return Search(fastest, count_legal(m, all_meshes), timed)
 
 
-def count_legal(m: Shape, found: list[Layout]) -> int:
+def count_legal(m: Shape, some: list[Layout]) -> int:
     """How many layouts these meshes have, with all their `variants`."""
     legal, ways = 0, {}
-    for x in (replace(mesh, **way) for mesh in found for way in ways_to_meet(m, mesh)):
+    for x in (replace(mesh, **way) for mesh in some for way in ways_to_meet(m, mesh)):
         key = x.pp, min(x.micro_batches, 2), x.micro_batches % x.pp == 0, x.ep_overlap  # what a schedule asks for
         if key not in ways:
             ways[key] = len(schedules(m, x))
@@ -152,9 +152,9 @@ def smallest(m: Shape, world: int, batch: int, offload: bool = False) -> Found |
     return best
 
 
-def rates(m: Shape, found: Found, gpu: Gpu) -> dict[str, float]:
+def rates(m: Shape, one: Found, gpu: Gpu) -> dict[str, float]:
     """MFU (work of the model), HFU (all that is done), tokens/s of a GPU."""
-    x = found.layout
-    tokens = x.global_batch_size * m.seq_len / x.world / found.seconds.step
+    x = one.layout
+    tokens = x.global_batch_size * m.seq_len / x.world / one.seconds.step
     model, executed = flops_per_token(m, x.recompute == "full")
     return dict(mfu=model * tokens / gpu.flops, hfu=executed * tokens / gpu.flops, tokens=tokens)

@@ -162,12 +162,12 @@ def products_of(m: Shape, x: Layout, experts: bool) -> list[tuple[float, float, 
     tp, tokens = x.tp, x.micro_batch_size * m.seq_len // x.cp
     dense = [(m.dim, (m.dim + 2 * m.kv_dim) / tp), (m.dim / tp, m.dim)]
     dense += matrices(m, tp, m.expert_width) * m.shared_experts if experts else matrices(m, tp, m.ffn_dim)
-    found = [(tokens, *matrix, 1) for matrix in dense]
+    products = [(tokens, *matrix, 1) for matrix in dense]
     if experts:
         here, rows = m.experts / x.ep, tokens / tp * m.experts_per_token
-        found += [(rows / here, *matrix, here) for matrix in matrices(m, 1, m.expert_width)]
-        found.append((tokens / tp, m.dim, m.experts, 1))
-    return found
+        products += [(rows / here, *matrix, here) for matrix in matrices(m, 1, m.expert_width)]
+        products.append((tokens / tp, m.dim, m.experts, 1))
+    return products
 
 
 def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> Work:
@@ -342,12 +342,12 @@ def layer_works(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> LayerWorks:
 @lru_cache(maxsize=4096)
 def loads(m: Shape, schedule: str, pp: int, chunks: int) -> set[tuple[float, float, float]]:
     """The different loads of ranks: (layers without, layers with experts, heads), in micro-batches of the step."""
-    found, share = set(), 1 / ways_of(schedule, pp, chunks)  # of the micro-batches
+    different, share = set(), 1 / ways_of(schedule, pp, chunks)  # of the micro-batches
     for places in rank_places(m, schedule, pp, chunks):
         kinds = [m.has_experts(n) for place in places.values() for n in place.layers]
         heads = sum(place.after is None for place in places.values())
-        found.add((kinds.count(False) * share, kinds.count(True) * share, heads * share))
-    return found
+        different.add((kinds.count(False) * share, kinds.count(True) * share, heads * share))
+    return different
 
 
 def together(work: LayerWorks, load: tuple[float, float, float]) -> ByPart:

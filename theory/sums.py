@@ -29,8 +29,8 @@ MANY = 1024  # ranks, where a formula is near its limit
 
 def state(zero: int = 0, ranks: int = 1, recipe: Recipe = MEGATRON) -> Held:
     """Bytes for each of N that a rank holds between two steps, by kind."""
-    found = held(L8, Layout(zero=zero, dp=ranks, global_batch_size=ranks), recipe)
-    return Held(*(part / total_weights(L8) for part in found[:3]), 0.0, 0.0)
+    held_bytes = held(L8, Layout(zero=zero, dp=ranks, global_batch_size=ranks), recipe)
+    return Held(*(part / total_weights(L8) for part in held_bytes[:3]), 0.0, 0.0)
 
 
 def fullest(m: Shape, seq_len: int, **layout) -> float:
@@ -97,8 +97,8 @@ def all_reduce(nodes: int, size: float, gpu: Gpu = H100) -> float:
 def layer(traffic: Callable[..., Traffic], n: int, *more, **changes) -> Counter:
     """What a rank of n sends for a layer of Llama 3 8B: by operation, in activations of 8,192 tokens."""
     sizes = dict(m=L8, tokens=8192, layers=1, routers=0, embeddings=0, heads=0, e=2, wide=2, recompute=False)
-    found = traffic(Passes(**sizes | changes), n, *more)
-    return Counter({operation: size / (2 * 8192 * L8.dim) for (_, operation), size in found.items()})
+    sent = traffic(Passes(**sizes | changes), n, *more)
+    return Counter({operation: size / (2 * 8192 * L8.dim) for (_, operation), size in sent.items()})
 
 
 def ring_blocks(n: int) -> float:
@@ -121,7 +121,7 @@ def bubble(make: Callable, p: int, m: int, v: int = 1, b: float = 2, of_step: bo
 
 def start(make: Callable, p: int, m: int, *action) -> float:
     """When an action starts, if a backward takes as long as a forward."""
-    return next(start for _, _, start, found in run(make, p, m, b=1) if found == Action(*action))
+    return next(start for _, _, start, done in run(make, p, m, b=1) if done == Action(*action))
 
 
 def in_flight(make: Callable, p: int, m: int, v: int = 1) -> float:

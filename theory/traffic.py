@@ -95,14 +95,14 @@ def tensor_traffic(w: Passes, n: int, sp: bool) -> Traffic:
     their outputs are gathered in forward, and the gradients of their inputs in backward.
     """
     passed = (n - 1) / n * w.tokens * w.m.dim * w.e
-    found = Traffic({("tp", "all_gather"): 2 * (n - 1) * w.tokens * w.wide * w.heads})
+    sent = Traffic({("tp", "all_gather"): 2 * (n - 1) * w.tokens * w.wide * w.heads})
     mlps = w.layers - w.routers
     gs = 2 * (w.layers + mlps) + w.layers * w.recompute + w.embeddings + w.heads  # sums, forward and backward
     if not sp:
-        return found + Traffic({("tp", "all_reduce"): 2 * passed * gs, ("tp", "all_gather"): 2 * passed * w.routers})
-    found["tp", "all_gather"] += passed * (gs + mlps * w.recompute)
-    found["tp", "reduce_scatter"] += passed * gs
-    return found
+        return sent + Traffic({("tp", "all_reduce"): 2 * passed * gs, ("tp", "all_gather"): 2 * passed * w.routers})
+    sent["tp", "all_gather"] += passed * (gs + mlps * w.recompute)
+    sent["tp", "reduce_scatter"] += passed * gs
+    return sent
 
 
 def context_traffic(w: Passes, n: int, tp: int) -> Traffic:
@@ -123,8 +123,8 @@ def row_traffic(w: Passes, n: int, tp: int) -> Traffic:
 def count_traffic(w: Passes, n: int, sharers: int) -> Traffic:
     """Step 7: before each forward, how many rows go where; for the loss, how many in the `sharers` of a sequence."""
     passed = w.routers * (1 + w.recompute) * 8 * w.m.experts
-    found = Traffic({("ep", "all_to_all"): passed * (n - 1) / n})
-    return found + sum_traffic("sequence", sharers, passed)
+    sent = Traffic({("ep", "all_to_all"): passed * (n - 1) / n})
+    return sent + sum_traffic("sequence", sharers, passed)
 
 
 def sum_traffic(dim: str, n: int, n_bytes: int) -> Traffic:

@@ -43,8 +43,8 @@ class ChunkedLoss(torch.autograd.Function):
             with torch.enable_grad():
                 part = part.detach().requires_grad_()
                 value = loss(F.linear(part, weight)[None], target[None])
-            found, more = torch.autograd.grad(value, (part, weight))
-            row_grad.copy_(found)
+            row_part, more = torch.autograd.grad(value, (part, weight))
+            row_grad.copy_(row_part)
             grad_weight += more
             total = total + value.detach()
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
@@ -53,7 +53,7 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         """The gradient of the loss, a scalar in fp32 or wider -> those of hidden and weight."""
-        return *(found.mul_(grad.view(1)) for found in ctx.saved_tensors), None, None, None  # a scalar would be rounded
+        return *(saved.mul_(grad.view(1)) for saved in ctx.saved_tensors), None, None, None  # a scalar would be rounded
 
 
 def attach(config: Any, parts: Parts):

@@ -49,14 +49,14 @@ class Breaks:
 
     def notes(self) -> list[str]:
         """A line, the first time that one has broken: how many graphs, with how many calls, and why."""
-        why, found = (Counter(self.counters[kind]) - self.before[kind] for kind in ("graph_break", "stats"))
+        why, stats = (Counter(self.counters[kind]) - self.before[kind] for kind in ("graph_break", "stats"))
         reasons = Counter()
         for text, times in why.items():
             reasons[text.strip().split("\n")[0]] += times
         if self.said or not reasons:
             return []
         self.said, each = True, "; ".join(f"{text} (x{times})" for text, times in reasons.most_common())
-        graphs = f"{found['unique_graphs']} graphs with {found['calls_captured']} calls in all"
+        graphs = f"{stats['unique_graphs']} graphs with {stats['calls_captured']} calls in all"
         return [f"--compile: the layers are broken into {graphs}, by: {each}"]
 
 

@@ -135,7 +135,7 @@ class Compression:
 
 def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
     """Each sum's two messages, or one, narrow. Units are taken for their mean, if not all are summed equally often."""
-    narrow, plain, found, width = Counter(), Counter(), Counter(), next(parts.model.parameters()).grad_dtype.itemsize
+    narrow, plain, new, width = Counter(), Counter(), Counter(), next(parts.model.parameters()).grad_dtype.itemsize
     sizes = [(bucket.group, -(-len(bucket.flat) // bucket.group.size)) for bucket in getattr(parts.sync, "buckets", ())]
     for group, n in (sizes or [(u.group, u.length) for u in parts.units]) if config.compress != "none" else ():
         most = max(1, int(config.topk_fraction * n))
@@ -143,8 +143,8 @@ def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[s
         narrow[group.name], plain[group.name] = narrow[group.name] + row, plain[group.name] + n * width
     for (dim, operation), sent in said["gradients"].items() if narrow else ():
         messages = ("all_to_all", "all_gather")[: 1 + (operation == "all_reduce")]
-        found |= {(dim, message): sent / len(messages) * narrow[dim] / plain[dim] for message in messages}
-    return dict(gradients=found) if narrow else {}
+        new |= {(dim, message): sent / len(messages) * narrow[dim] / plain[dim] for message in messages}
+    return dict(gradients=new) if narrow else {}
 
 
 def attach(config: Any, parts: Parts) -> Compression | None:

@@ -56,9 +56,9 @@ class GatheredAttention(torch.autograd.Function):
             for queries, keys, causal in ctx.visible(ctx.group.rank, source, q.shape[2]):
                 part_do, part_q, part_o, part_lse = (x[:, :, queries] for x in (do, q, o, lse))
                 part_k, part_v = k[:, :, keys], v[:, :, keys]
-                found = ctx.gradients(part_do, part_q, part_k, part_v, part_o, part_lse, causal)
+                gradients = ctx.gradients(part_do, part_q, part_k, part_v, part_o, part_lse, causal)
                 dk, dv = dparts[source]
-                for x, part in zip((dq[:, :, queries], dk[:, :, keys], dv[:, :, keys]), found, strict=True):
+                for x, part in zip((dq[:, :, queries], dk[:, :, keys], dv[:, :, keys]), gradients, strict=True):
                     x += part
         dkv = torch.empty_like(dparts[0])
         reduce_scatter(dkv.view(-1), dparts.view(-1), ctx.group).wait()

@@ -65,11 +65,11 @@ class Dealt(Documents):
 
     def batch(self, read: Callable, step: int) -> tuple[Tensor, Tensor]:
         """Around `Data.batch`: put each token where its rank will look for it."""
-        found = super().batch(read, step)
+        tensors = super().batch(read, step)
         slots = self.fixed(None).flatten().argsort()  # whose turn it is in a sequence
         order = torch.cat([one.positions.flatten(1) for one in self.all])[:, slots]
-        rows = torch.arange(len(found[0]))[self.mine]
-        return tuple(x.index_copy(0, rows, x[rows].gather(1, order)) for x in found)
+        rows = torch.arange(len(tensors[0]))[self.mine]
+        return tuple(x.index_copy(0, rows, x[rows].gather(1, order)) for x in tensors)
 
     def places(self) -> Tensor:
         """Those that it has been dealt."""

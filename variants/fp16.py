@@ -93,10 +93,10 @@ class LossScaling:
         """What a checkpoint keeps: the scale, and how long it has been good."""
         return dict(scale=self.scale, good_steps=self.good_steps)
 
-    def restore(self, found: dict):
+    def restore(self, state: dict):
         """Take it again."""
-        self.good_steps = found["good_steps"]
-        self.set_scale(found["scale"])
+        self.good_steps = state["good_steps"]
+        self.set_scale(state["scale"])
 
 
 def attach(config: Any, parts: Parts) -> LossScaling | None:

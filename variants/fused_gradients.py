@@ -65,8 +65,8 @@ def add_product(weight: nn.Parameter, dy: Tensor, x: Tensor, fused: bool):
     elif fused:
         torch.addmm(total, dy.T, x, out_dtype=wide, out=total)
     else:
-        found = (dy.T @ x).to(wide)
-        weight.grad = found if total is None else total.add_(found)
+        product = (dy.T @ x).to(wide)
+        weight.grad = product if total is None else total.add_(product)
     for hook in (weight._post_accumulate_grad_hooks or {}).values():
         hook(weight)
 

@@ -144,14 +144,14 @@ def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[s
     """2 and 3 of the table, once a step."""
     if config.optimizer != "muon":
         return {}
-    rule, found, width = parts.optimizer.torch_optimizer, Counter(), 8 if w.wide == 8 else 2
+    rule, gathered, width = parts.optimizer.torch_optimizer, Counter(), 8 if w.wide == 8 else 2
     for unit in [unit for unit in parts.units if any(map(is_hidden, unit.trained))]:
-        found[unit.group.name, "all_gather"] += (unit.group.size - 1) * unit.length * width
+        gathered[unit.group.name, "all_gather"] += (unit.group.size - 1) * unit.length * width
     for name in rule.hidden:
         matrices, shards = rule.touched(name, rule.firsts.get(name, 0))
         for shard in shards:  # one at most
-            found[shard.over, "all_gather"] += (parts.mesh[shard.over].size - 1) * len(matrices) * width
-    return dict(updates=found)
+            gathered[shard.over, "all_gather"] += (parts.mesh[shard.over].size - 1) * len(matrices) * width
+    return dict(updates=gathered)
 
 
 def attach(config: Any, parts: Parts):

@@ -25,15 +25,15 @@ class Line(NamedTuple):
 
 def paired(row: list[Action]) -> list[tuple[Action, ...]]:
     """A list, in which F is together with the B that follows, if that is of another micro-batch."""
-    found: list[tuple[Action, ...]] = []
+    lines: list[tuple[Action, ...]] = []
     for action in row:
-        before = found[-1] if found else ()
+        before = lines[-1] if lines else ()
         fits = len(before) == 1 and before[0].kind == "F" and action.kind == "B"
         if fits and before[0].micro_batch != action.micro_batch:
-            found[-1] = (*before, action)
+            lines[-1] = (*before, action)
         else:
-            found.append((action,))
-    return found
+            lines.append((action,))
+    return lines
 
 
 def program_of(lists: list[list[Action]], places: list[Place]) -> list[list[Line]]:

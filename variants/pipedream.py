@@ -112,12 +112,12 @@ def run(config: Any, parts: Parts, weights: Weights, xs: list[Tensor], ys: list[
     pipeline = Stashed(config.lr, weights, *same)
     for x, y in zip([[x] for x in xs], [[y] for y in ys], strict=True) if flushed else [(xs, ys)]:
         pipeline.step(x, y, torch.ones((), device=device))
-    found = torch.zeros(config.pipedream + group.size, dtype=torch.float64, device=device)
+    numbers = torch.zeros(config.pipedream + group.size, dtype=torch.float64, device=device)
     if pipeline.losses:
-        found[: config.pipedream] = torch.stack(pipeline.losses)
-    found[config.pipedream + group.rank] = pipeline.versions
-    all_reduce(found, group).wait()
-    losses, versions = found[: config.pipedream].tolist(), found[config.pipedream :].int().tolist()
+        numbers[: config.pipedream] = torch.stack(pipeline.losses)
+    numbers[config.pipedream + group.rank] = pipeline.versions
+    all_reduce(numbers, group).wait()
+    losses, versions = numbers[: config.pipedream].tolist(), numbers[config.pipedream :].int().tolist()
     return Shown(losses, versions, pipeline.now)
 
 

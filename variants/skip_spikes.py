@@ -91,8 +91,8 @@ class Spikes:
 
     def record(self, plain: Callable, step: int, tokens: int, **numbers: float):
         """Around `run.record`."""
-        found = dict(skipped=1) if self.skipping else {}
-        plain(step, tokens, **numbers, **found, **dict(back_to=self.past.step) if found and self.every else {})
+        note = dict(skipped=1) if self.skipping else {}
+        plain(step, tokens, **numbers, **note, **dict(back_to=self.past.step) if note and self.every else {})
 
     def update(self, plain: Callable):
         """Around the rule's own step, which may be left out; gradients are freed all the same.
@@ -111,9 +111,9 @@ class Spikes:
         """What a checkpoint keeps: the numbers of the last steps."""
         return self.recent
 
-    def restore(self, found: list):
+    def restore(self, state: list):
         """Take them again."""
-        self.recent = found
+        self.recent = state
 
 
 def attach(config: Any, parts: Parts) -> Spikes | None:

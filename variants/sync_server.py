@@ -45,8 +45,8 @@ SYNCS["server"] = ServerSync
 
 def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
     """As the table says; step 2's sum would have sent 2 (n-1)/n S."""
-    found = Counter()
+    new = Counter()
     for (dim, _), sent in said["gradients"].items() if config.sync == "server" else ():
         n, rank = parts.mesh[dim].size, parts.mesh[dim].rank
-        found[dim, "send"] = sent * n / 2 / (n - 1) * (1 if rank else n - 1)
-    return dict(gradients=found) if found else {}
+        new[dim, "send"] = sent * n / 2 / (n - 1) * (1 if rank else n - 1)
+    return dict(gradients=new) if new else {}

@@ -54,9 +54,9 @@ SYNCS["tree"] = TreeSync
 
 def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
     """As the law says; step 2's sum would have sent 2 (n-1)/n S."""
-    found = Counter()
+    new = Counter()
     for (dim, _), sent in said["gradients"].items() if config.sync == "tree" else ():
         n, rank = parts.mesh[dim].size, parts.mesh[dim].rank
         below = sum(rank % (2 << i) == 0 and rank + (1 << i) < n for i in range((n - 1).bit_length()))
-        found[dim, "send"] = sent * n / 2 / (n - 1) * ((rank > 0) + below)
-    return dict(gradients=found) if found else {}
+        new[dim, "send"] = sent * n / 2 / (n - 1) * ((rank > 0) + below)
+    return dict(gradients=new) if new else {}

@@ -65,7 +65,7 @@ def band(queries: range, keys: range, window: int) -> list[tuple[slice, slice, b
     """
     first, last = max(queries.start, keys.start), min(queries.stop, keys.stop + window - 1)
     cuts = {keys.start + window - 1, keys.stop} & {*range(first, last)}
-    found, q0 = [], first
+    blocks, q0 = [], first
     while q0 < last:
         moving, growing = q0 >= keys.start + window - 1, q0 < keys.stop  # the first key, and the last one
         q1 = min([last, *(cut for cut in cuts if cut > q0)])
@@ -74,9 +74,9 @@ def band(queries: range, keys: range, window: int) -> list[tuple[slice, slice, b
         parts = [(q0 - window + 1, left, TURNED)] * moving + [(left, right, False)] * (left < right)
         for k0, k1, shape in parts + [(q0, q1, True)] * growing:
             block = slice(q0 - queries.start, q1 - queries.start), slice(k0 - keys.start, k1 - keys.start)
-            found.append((*block, shape))
+            blocks.append((*block, shape))
         q0 = q1
-    return found
+    return blocks
 
 
 def with_turned(kernel: tuple[Callable, Callable]) -> tuple[Callable, Callable]:

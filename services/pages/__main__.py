@@ -52,9 +52,9 @@ class Pages:
             for part in re.findall("\n|.+", text):
                 place, html, css = (module, len(lines), column), escape(part, quote=False), STANDARD_TYPES[kind]
                 own = f"{module}.html#{part}"  # a class in quotes, as in config: "Config"
-                if found := self.names.refs.get(place) or [own] * (part.istitle() and own in self.names.homes):
-                    ids = [f'id="{a.partition("#")[2]}"' for a in found if self.names.homes.get(a) == place]
-                    html = f'<a {"".join(ids)} href="{found[0]}" data-pages="{" ".join(found)}">{html}</a>'
+                if addresses := self.names.refs.get(place) or [own] * (part.istitle() and own in self.names.homes):
+                    ids = [f'id="{a.partition("#")[2]}"' for a in addresses if self.names.homes.get(a) == place]
+                    html = f'<a {"".join(ids)} href="{addresses[0]}" data-pages="{" ".join(addresses)}">{html}</a>'
                 lines[-1] += f"<span class={css}>{html}</span>" if css and part.strip() else html.strip("\n")
                 column += len(part)
                 if part == "\n":
@@ -69,8 +69,8 @@ class Pages:
         """
 
         def link(match: re.Match) -> str:
-            found = sorted(address for address in self.names.named[module] if re.search(rf"[#.]{match[1]}$", address))
-            return f"[{match[0]}]({found[0]})" if 0 < len(found) < 4 and match[1] not in own else match[0]
+            places = sorted(address for address in self.names.named[module] if re.search(rf"[#.]{match[1]}$", address))
+            return f"[{match[0]}]({places[0]})" if 0 < len(places) < 4 and match[1] not in own else match[0]
 
         text = re.sub(r"^(\S(?!.*   ).*\n)(?=\S.*   )", r"\1\n", text, flags=re.M)  # a picture is a paragraph
         text = re.sub(r"^(?=\S.*   )", "    ", text, flags=re.M)
@@ -80,12 +80,12 @@ class Pages:
         """What a file's top level says, one by one, and beside it what the step before says under the same name."""
         steps = [(step, it) for step, tree in self.trees.items() if "step" <= step < module for it in tree.body]
         earlier = {it.name: (step, it) for step, it in steps if hasattr(it, "name")}
-        found = []
+        sections = []
         for before, node in pairwise(self.trees[module].body):
             name, imports = getattr(node, "name", None), isinstance(node, ast.Import | ast.ImportFrom)
             both = dict(old=earlier.get(name), new=(module, node))
-            found.append(dict(name=name, imports=imports, parts=self.parts(module, before, node)) | both)
-        return found
+            sections.append(dict(name=name, imports=imports, parts=self.parts(module, before, node)) | both)
+        return sections
 
     def parts(self, module: str, before: ast.stmt, node: ast.stmt) -> list[dict]:
         """What comes after a statement, to the end of the next: of each definition its words, and its code without."""

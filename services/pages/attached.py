@@ -41,12 +41,12 @@ def all_attached(root: Path) -> dict[str, list[tuple[str, str, str]]]:
 
     Menus are those of steps and common; one that a variant has for others is left out.
     """
-    found: dict[str, set] = defaultdict(set)
+    by_name: dict[str, set] = defaultdict(set)
     course = "".join(path.read_text() for path in [*root.glob("step0*.py"), *root.glob("common/*.py")])
     for path in sorted(root.glob("variants/*.py")):
         tree = ast.parse(path.read_text())
         flag, about = summary(tree)
         for how, name in (*entries(tree), *changes(tree)):
             if re.search(rf"^(class )?{name.split('.')[0]}\b", course, re.M):
-                found[name].add((flag, f"variants/{path.name}", f"{how} ({about})"))
-    return {name: sorted(of) for name, of in found.items()}
+                by_name[name].add((flag, f"variants/{path.name}", f"{how} ({about})"))
+    return {name: sorted(of) for name, of in by_name.items()}

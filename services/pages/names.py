@@ -25,31 +25,31 @@ class Names:
         names = [(m, it) for m, script in scripts.items() for it in script.get_names(all_scopes=True, references=True)]
         known = {it.name for _, it in names if it.is_definition()}.union(*(module.split(".") for module in files))
         for module, name in [(m, it) for m, it in names if it.name in known]:  # others are of torch or Python
-            found, scope = {self.address(it) for it in name.goto(follow_imports=True)} - {""}, name.parent()
-            if not found and name.get_line_code()[name.column :].startswith(f"{name.name}("):  # model(x, y)
-                found = {f"{self.address(kind)}.forward" for kind in name.infer()} & self.homes.keys()
+            addresses, scope = {self.address(it) for it in name.goto(follow_imports=True)} - {""}, name.parent()
+            if not addresses and name.get_line_code()[name.column :].startswith(f"{name.name}("):  # model(x, y)
+                addresses = {f"{self.address(kind)}.forward" for kind in name.infer()} & self.homes.keys()
                 before = (
                     files[module].read_text().splitlines()[scope.line : name.line]
                 )  # shard_tensors(model, mesh, ..)
                 makers = set(re.findall(rf"\b(\w+)\({name.name}, mesh", "\n".join(before)))
-                found |= {a for a in self.named[module] if a.partition("#")[2] in makers} if found else set()
+                addresses |= {a for a in self.named[module] if a.partition("#")[2] in makers} if addresses else set()
             while not (user := self.address(scope)):  # a lambda
                 scope = scope.parent()
-            for address in found:
+            for address in addresses:
                 if not name.is_definition():
                     self.users[address].add(user)
                 elif address.startswith(f"{module}.html#"):  # else it is imported
                     self.homes.setdefault(address, (module, name.line, name.column))
-            self.refs[module, name.line, name.column] = sorted(found)
-            self.named[module] |= found
+            self.refs[module, name.line, name.column] = sorted(addresses)
+            self.named[module] |= addresses
 
-    def address(self, found: jedi.api.classes.Name) -> str:
+    def address(self, it: jedi.api.classes.Name) -> str:
         """Of a definition, or "" if it is in no file of ours, or local to a function."""
-        module, scope, name = self.modules.get(found.module_path), found.parent(), found.full_name
-        if not (module and name) or found.type == "param":
+        module, scope, name = self.modules.get(it.module_path), it.parent(), it.full_name
+        if not (module and name) or it.type == "param":
             return ""
-        if scope and scope.type == "function" and found.type not in ("function", "class"):
-            if not found.get_line_code()[: found.column].endswith("."):
+        if scope and scope.type == "function" and it.type not in ("function", "class"):
+            if not it.get_line_code()[: it.column].endswith("."):
                 return ""
-            name = f"{scope.parent().full_name}.{found.name}"  # a method gives it to `self`
+            name = f"{scope.parent().full_name}.{it.name}"  # a method gives it to `self`
         return f"{module}.html#{name.removeprefix(module).lstrip('.')}"

@@ -242,9 +242,9 @@ class SeenZero:
 
     def saw(self, operation: str, _group: Group, tensor: Tensor, _share: float):
         """An observer: a collective of a unit's weights or gradient starts, or of a bucket."""
-        found = [name for name, unit in self.named.items() if tensor is unit.flat or tensor is unit.gradient]
-        if found or (self.stage == 0 and operation == "all_reduce" and tensor.dim()):
-            self.tell(f"{operation.replace('_', '-')} of {found[0] if found else 'a bucket'} starts.")
+        whose = [name for name, unit in self.named.items() if tensor is unit.flat or tensor is unit.gradient]
+        if whose or (self.stage == 0 and operation == "all_reduce" and tensor.dim()):
+            self.tell(f"{operation.replace('_', '-')} of {whose[0] if whose else 'a bucket'} starts.")
 
     def tell(self, says: str, summed: bool | None = None):
         """A state, if something has changed by it. `summed`: whether gradients are sums from now on."""
@@ -416,10 +416,10 @@ def routing(mesh: Mesh, ep: int) -> dict:
 
     def show(name: str, of: Tensor, counts: Tensor, start: int = 0):
         """A chip for each row, with its expert and its token; a bar between blocks. `counts`: [blocks, experts]."""
-        found, made = iter([int((tokens - row).abs().sum(-1).argmin()) for row in of]), []
+        places, made = iter([int((tokens - row).abs().sum(-1).argmin()) for row in of]), []
         for block in counts.tolist():
             chosen = [expert for expert, count in enumerate(block, start) for _ in range(count)]
-            made += ["|", *([f"e{e}:t{token}", token // 2, ""] for e, token in zip(chosen, found, strict=False))]
+            made += ["|", *([f"e{e}:t{token}", token // 2, ""] for e, token in zip(chosen, places, strict=False))]
         rows.setdefault(name, made[1:])  # what is received first; outputs on their way home pass there, too
 
     def experts(of: Tensor, counts: Tensor) -> Tensor:
