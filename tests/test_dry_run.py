@@ -191,11 +191,12 @@ def misjudged_on_rank(step: str, options: dict, ranks: int) -> dict[str, tuple[f
     return misjudged(run_rank(importlib.import_module(step).train, config, ranks - 1))
 
 
-def test_every_value_is_counted():
+@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))])
+def test_every_value_is_counted(part):
     """Of every flag of the table but what is refused, in runs of many flags each (tests/pairs.py); and predicted."""
     step = STEPS[-1]
     values = {frozenset([(name, value)]) for name, value in singles(step) if value not in UNCOUNTED.get(name, ())}
-    for options in map(lighter, covering(step, values)):
+    for options in map(lighter, covering(step, values)[part::3]):
         options |= {name: FLAGS[name].values[0] for name in UNCOUNTED} | dict(end_token=256)
         mine = 2 * options["micro_batch_size"]  # two micro-batches are enough
         options["global_batch_size"] = mine * (ranks_of(options) // (options["pp"] * options["cp"] * options["tp"]))

@@ -126,7 +126,7 @@ def test_memory_of_one_device(pools, tmp_path, flags, recompute):
     require_memory(*pools(1).run(serve_on_rank, "step01_single_gpu", options, str(tmp_path / "run"))[0].held)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n == "4")) for n in RUNS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n in "24")) for n in RUNS])
 def test_a_served_run(pools, tmp_path, name):
     """The cuts are shown as they are; bytes sent are those that theory says, and those that the dry run counts."""
     world, step, options, dims, rows = RUNS[name]
@@ -189,7 +189,9 @@ def test_every_row_is_served(pools, reference, tmp_path, row):
     assert difference(found.rows[0]["loss"], first) <= (row.bound or BOUND[dtype])
 
 
-@pytest.mark.parametrize("mode", ["alltoall", "rows", "allgather"])
+@pytest.mark.parametrize(
+    "mode", ["alltoall", *(pytest.param(mode, marks=pytest.mark.exhaustive) for mode in ("rows", "allgather"))]
+)
 def test_what_routers_decide(pools, tmp_path, mode):
     """Some layers have no experts; fresh routers are undecided; experts with half the room lose half the choices."""
     options = dict(experts=4, ep=2, ep_mode=mode, dense_layers=1, lr=1e-9, capacity_factor=0.5)
