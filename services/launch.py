@@ -34,9 +34,10 @@ def start(folder: Path, ranks: int, words: list[str], **options: Any) -> subproc
 def children(pid: int) -> list[int]:
     """Processes that a process has started and that live, in their order; none of one that has ended. Linux only."""
     pids = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            pids += [int(word) for word in path.read_text().split()]
+    with contextlib.suppress(OSError):  # it ends, or a thread of it, while we look
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                pids += [int(word) for word in Path(f"/proc/{pid}/task/{thread}/children").read_text().split()]
     return pids
 
 

@@ -335,6 +335,13 @@ def test_rows_fit_the_gpus(gpus):
     assert {line.step[:6] for line in certify.speeds(8)} == {f"step0{n}" for n in range(1, 6)}
 
 
+@pytest.mark.parametrize("owner, name", [(os, "listdir"), (Path, "read_text")])
+def test_who_ends_while_it_is_looked_at_has_no_children(monkeypatch, owner, name):
+    """Its folder is gone before its threads are listed, or before one of them is asked."""
+    monkeypatch.setattr(owner, name, mock.Mock(side_effect=FileNotFoundError))
+    assert launch.children(os.getpid()) == []
+
+
 def test_kernels_agree_with_their_formulas():
     """On the CPU; and the probe sees a kernel that does not."""
     torch.manual_seed(0)
