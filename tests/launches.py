@@ -58,7 +58,10 @@ def trials(gpus: int) -> list[Trial]:
     """All that such a machine is to start, with four sequences for each rank."""
     found = []
     for does in PARTS:
-        for row in (*(row for row in ROWS if does in row.does), *([COMPILED] * (gpus > 0 and does == "stays_near"))):
+        for row in (
+            *(row for row in ROWS if does in row.does + row.swept),
+            *([COMPILED] * (gpus > 0 and does == "stays_near")),
+        ):
             n = 8 if gpus >= 8 else 4 if gpus >= 4 else row.ranks if gpus else 2
             if n % row.ranks == 0:
                 base = row.base | dict(global_batch_size=4 * n)

@@ -92,9 +92,9 @@ def cases() -> list:
     """The table, and every legal layout of 8 ranks for the sweep; also what equals one process in a run of pairs."""
     found = []
     for row in sorted([*ROWS, *every_legal_layout()], key=lambda row: row.ranks):
-        left = ("launches", "equals") if in_company(row) else ("launches",)
+        left = (*row.swept, "launches", *(["equals"] if in_company(row) else []))
         row = sized(row)
-        for name in row.does:
+        for name in row.does + row.swept:
             marks = [pytest.mark.exhaustive] * (row.tier == EXHAUSTIVE or name in left)
             marks += [pytest.mark.numerics] * (name in ("drifts", "stays_near"))
             found.append(pytest.param(name, row, marks=marks, id=f"{name}-{label(row)}"))

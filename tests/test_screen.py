@@ -126,7 +126,7 @@ def test_memory_of_one_device(pools, tmp_path, flags, recompute):
     require_memory(*pools(1).run(serve_on_rank, "step01_single_gpu", options, str(tmp_path / "run"))[0].held)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n in "24")) for n in RUNS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n in ("2", "4"))) for n in RUNS])
 def test_a_served_run(pools, tmp_path, name):
     """The cuts are shown as they are; bytes sent are those that theory says, and those that the dry run counts."""
     world, step, options, dims, rows = RUNS[name]

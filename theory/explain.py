@@ -8,7 +8,7 @@ from theory.memory import micro_batch_of, rank_numbers
 from theory.pipelines import rank_places
 from theory.recipes import COURSE
 from theory.search import evaluate, rates
-from theory.seconds import COMPUTE, bandwidth, boundary_seconds, layer_layout, rank_work, ring, stages_of
+from theory.seconds import COMPUTE, bandwidth, boundary_seconds, layer_layout, rank_work, ring, stages_of, tokens_of
 from theory.shapes import Shape, flops_per_token, layer_weights, total_weights
 
 
@@ -22,7 +22,7 @@ def blackboard(m: Shape, x: Layout, gpu: Gpu) -> str:
     ranks = rank_places(m, *way)
     layers = max(sum(len(place.layers) for place in places.values()) for places in ranks)
     one = sum(layer_weights(m, experts, x.tp, x.ep))
-    tokens, n = x.micro_batch_size * m.seq_len // x.cp, x.micro_batches
+    tokens, n = tokens_of(m, x), x.micro_batches
     cut = [data.ranks if x.zero >= stage else 1 for stage in (3, 2, 1)]
     micro_batch = micro_batch_of(m, x)
     pairs = pairs_of(m.seq_len, m.document, x.micro_batch_size, x.cp, x.cp_mode)

@@ -61,6 +61,11 @@ def total(parts: ByPart) -> float:
     return sum(parts.values())
 
 
+def tokens_of(m: Shape, x: Layout) -> int:
+    """A micro-batch's on one rank of cp."""
+    return x.micro_batch_size * m.seq_len // x.cp
+
+
 def matmul_seconds(gpu: Gpu, rows: float, inner: float, outer: float, count: float = 1) -> float:
     """`count` products [rows, inner] x [inner, outer] in one launch."""
     flops, numbers = 2 * rows * inner * outer, rows * inner + inner * outer + rows * outer
@@ -118,7 +123,7 @@ def ring(net: Network, n_bytes: float) -> float:
 
 def attention_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> tuple[float, float]:
     """Forward and backward of one layer's attention core on one rank, for one micro-batch."""
-    tokens = x.micro_batch_size * m.seq_len // x.cp
+    tokens = tokens_of(m, x)
     if recipe.flash:
         pairs = pairs_of(m.seq_len, m.document, x.micro_batch_size, x.cp, x.cp_mode)
         keys = m.seq_len / 2 * pairs.part * pairs.busiest  # of a token, in the mean
@@ -136,7 +141,7 @@ def context_seconds(m: Shape, x: Layout, gpu: Gpu, core: float, core_back: float
     A ring's travel beside it. Who gathers keys waits for them before, and for the sum of their gradients, in fp32,
     behind it. Ulysses' q, k and v come before, and o leaves after it; their gradients the other way.
     """
-    net, tokens = network(x, "cp", gpu.node), x.micro_batch_size * m.seq_len // x.cp
+    net, tokens = network(x, "cp", gpu.node), tokens_of(m, x)
     if net.ranks == 1:
         return 0.0, 0.0
     kv = tokens * 2 * m.kv_dim / min(x.tp, m.n_kv_heads)
@@ -159,7 +164,7 @@ def matrices(m: Shape, tp: int, width: int) -> list[tuple[float, float]]:
 
 def products_of(m: Shape, x: Layout, experts: bool) -> list[tuple[float, float, float, float]]:
     """A layer's matrix products on one rank: rows, inner and outer of each, and how many of it are one launch."""
-    tp, tokens = x.tp, x.micro_batch_size * m.seq_len // x.cp
+    tp, tokens = x.tp, tokens_of(m, x)
     dense = [(m.dim, (m.dim + 2 * m.kv_dim) / tp), (m.dim / tp, m.dim)]
     dense += matrices(m, tp, m.expert_width) * m.shared_experts if experts else matrices(m, tp, m.ffn_dim)
     products = [(tokens, *matrix, 1) for matrix in dense]
@@ -172,7 +177,7 @@ def products_of(m: Shape, x: Layout, experts: bool) -> list[tuple[float, float, 
 
 def layer_work(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, experts: bool) -> Work:
     """One layer on one rank, for one micro-batch, if nothing is computed again."""
-    tp, tokens = x.tp, x.micro_batch_size * m.seq_len // x.cp
+    tp, tokens = x.tp, tokens_of(m, x)
     own = tokens / tp if x.sp else tokens
     visits = tokens / tp * m.experts_per_token if experts else 0  # of this rank's experts, and whole ones
     width = visits * m.expert_width + tokens / tp * (m.shared_experts * m.expert_width if experts else m.ffn_dim)
@@ -233,14 +238,14 @@ def done_again(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, f: ByPart, experts
         return sent | dict(memory=f["memory"] / 2) if recipe.stops else dict(attention=f["attention"])
     if not recipe.stops:
         return f
-    rows = x.micro_batch_size * m.seq_len // x.cp
+    rows = tokens_of(m, x)
     last = 0.0 if experts else matmul_seconds(gpu, rows, m.ffn_dim / x.tp, m.dim)
     return f | sent | dict(matmul=f["matmul"] - last)
 
 
 def head_work(m: Shape, x: Layout, gpu: Gpu) -> Work:
     """The output projection and the loss of one micro-batch, which nobody computes again."""
-    tokens, vocab, net = x.micro_batch_size * m.seq_len // x.cp, m.vocab_size / x.tp, network(x, "tp", gpu.node)
+    tokens, vocab, net = tokens_of(m, x), m.vocab_size / x.tp, network(x, "tp", gpu.node)
     gather = collective_seconds(gpu, net, ring(net, tokens * m.dim * gpu.number), tree=not x.sp)
     logits = memory_seconds(gpu, 14 * tokens * vocab, 5)  # 16 bits, then fp32: maximum, exponential, sum
     f = dict(matmul=matmul_seconds(gpu, tokens, m.dim, vocab), memory=logits, tp=gather)
@@ -285,7 +290,7 @@ def least_bubble(x: Layout, f: float, b: float, w: float) -> float:
 
 def boundary_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> float:
     """A message over a pipeline boundary."""
-    size, net = x.micro_batch_size * m.seq_len // x.cp * m.dim * gpu.number, network(x, "pp", gpu.node)
+    size, net = tokens_of(m, x) * m.dim * gpu.number, network(x, "pp", gpu.node)
     crosses = net.in_node == 1
     scatter = (recipe.scatter or x.pp_scatter) and not x.sp
     sent = size / x.tp if scatter or x.sp else size

@@ -25,15 +25,15 @@ class Line(NamedTuple):
 
 def paired(row: list[Action]) -> list[tuple[Action, ...]]:
     """A list, in which F is together with the B that follows, if that is of another micro-batch."""
-    lines: list[tuple[Action, ...]] = []
+    groups: list[tuple[Action, ...]] = []
     for action in row:
-        before = lines[-1] if lines else ()
+        before = groups[-1] if groups else ()
         fits = len(before) == 1 and before[0].kind == "F" and action.kind == "B"
         if fits and before[0].micro_batch != action.micro_batch:
-            lines[-1] = (*before, action)
+            groups[-1] = (*before, action)
         else:
-            lines.append((action,))
-    return lines
+            groups.append((action,))
+    return groups
 
 
 def program_of(lists: list[list[Action]], places: list[Place]) -> list[list[Line]]:
