@@ -32,6 +32,7 @@ def pytest_collection_finish():
     """What has been imported is no garbage: a quarter of a dry run was the collector looking for some in it."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000)
 
 
 def pytest_runtest_teardown():
