@@ -221,7 +221,7 @@ def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode, sp: bool) -> Te
     `mesh["data"]`. Raises UserError.
     """
     group, tp, seq_len = mesh["cp"], mesh["tp"], model.config.seq_len
-    mesh.join("data", "dp", "cp")  # all dp x cp ranks. With dp = 1 these are the ranks of mesh["cp"]: one process group
+    mesh.join("data", "dp", "cp")  # all dp x cp ranks. With dp = 1 those of mesh["cp"], in a process group of their own
     for param in model.parameters():
         note_layout(param, data_dim="data")
     if group.size == 1:
