@@ -162,6 +162,16 @@ def test_a_served_run(pools, tmp_path, name):
         assert all(sum(shares) == pytest.approx(1.0) for shares in lines[-1]["expert_load"].values())
 
 
+@pytest.mark.parametrize("zero, whole, sharded", [(0, 18, 0), (1, 6, 16), (2, 2, 16), (3, 0, 18)])
+def test_bytes_a_parameter(pools, tmp_path, zero, whole, sharded):
+    """Step 3's table, on two ranks in bf16: what a rank holds of each parameter between backward and update."""
+    options = dict(zero=zero, dtype="bf16", global_batch_size=2)
+    found = pools(2).run(serve_on_rank, "step03_zero", options, str(tmp_path / "run"))[0]
+    p, held = int(re.search(r"([\d,]+) parameters", found.text)[1].replace(",", "")), found.held[1]
+    kinds = ("parameters", "gradients", "masters", "moments")
+    assert sum(held[kind] for kind in kinds) == pytest.approx((whole + sharded / 2) * p, rel=1e-3)
+
+
 def beside_on_rank(out: str) -> SimpleNamespace:
     """Runs on every rank: a run on what says that 3 GiB are in use beside its tensors."""
     with mock.patch("services.screen.outside_memory", lambda _: 3 * 2**30):
