@@ -56,7 +56,7 @@ from step03_zero import STAGES, make_optimizer
 
 def unchanged(x: Tensor, group: Group) -> Tensor:
     """The identity."""
-    return x.view_as(x)  # a view: autograd treats an input that is returned as it is specially
+    return x.view_as(x)  # a view: autograd treats a returned input as a special case
 
 
 def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
