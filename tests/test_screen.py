@@ -88,7 +88,14 @@ RUNS = {  # ranks, step, flags, and by dimension what a few parameters are along
         "step06_pipeline",
         dict(pp=2, zero=3, schedule="interleaved", tied=True, n_layers=4),
         ["pp", "dp", "cp", "tp"],
-        dict(norm=["on 1", PARTIAL, PARTIAL, WHOLE], embed_tokens=["on 2", PARTIAL, PARTIAL, WHOLE]),
+        dict(norm=["on 1 of 2", PARTIAL, PARTIAL, WHOLE], embed_tokens=["on 2 of 2", PARTIAL, PARTIAL, WHOLE]),
+    ),
+    "two ways": (
+        2,
+        "step06_pipeline",
+        dict(pp=2, schedule="dualpipe", micro_batch_size=1),
+        ["pp", "dp", "cp", "tp", "mirror"],
+        dict(norm=["on 2 of 2", PARTIAL, PARTIAL, WHOLE, PARTIAL]),
     ),
     "7": (
         4,
@@ -96,8 +103,8 @@ RUNS = {  # ranks, step, flags, and by dimension what a few parameters are along
         dict(tp=2, ep=2, experts=4),
         ["pp", "dp", "cp", "tp", "ep", "expert_data"],
         {
-            "layers.*.mlp.router": ["on 1", PARTIAL, PARTIAL, PARTIAL, WHOLE, WHOLE],
-            "layers.*.mlp.experts.gate_proj": ["on 1", WHOLE, WHOLE, WHOLE, "Shard(0)", PARTIAL],
+            "layers.*.mlp.router": ["on 1 of 1", PARTIAL, PARTIAL, PARTIAL, WHOLE, WHOLE],
+            "layers.*.mlp.experts.gate_proj": ["on 1 of 1", WHOLE, WHOLE, WHOLE, "Shard(0)", PARTIAL],
         },
     ),
 }
