@@ -264,17 +264,13 @@ def test_one_chunk_is_1f1b(p, m):
 
 
 def test_wrong_lists_and_programs_are_noticed():
-    """A missing action; W before its B; ranks that wait for each other; a receive too late; sends in another order."""
+    """A missing action; W before its B; an action twice; a receive too late; sends in another order."""
     lists, places = made("zb-h1", 4, 8)
     for change in lambda row: row.pop(), lambda row: row.insert(0, row.pop()), lambda row: row.append(row[0]):
         wrong = [list(row) for row in lists]
         change(wrong[1])
         with pytest.raises(AssertionError):
             check_lists(wrong, places, 8)
-    wrong = [list(row) for row in lists]
-    wrong[3].insert(0, wrong[3].pop(wrong[3].index(Action("F", 4, 3))))
-    with pytest.raises(ValueError, match="waits for ever"):
-        simulate(wrong, places, UNIT)
     for verb in "send", "receive":
         programs = add_messages(lists, places)
         first = next(line for line in programs[1] if line.verb == verb)

@@ -41,6 +41,7 @@ from theory.gpus import COMMUNICATOR, CONTEXT
 from variants import Parts
 
 WHOLE, PARTIAL = "Replicate", "Partial"
+STATE = "parameters", "gradients", "masters", "moments"
 
 
 def serve_on_rank(name: str, options: dict, out: str) -> SimpleNamespace:
@@ -116,7 +117,7 @@ OFF = {"6": 0.04, "7": 0.12}  # of activations: what two stages' tied ends keep 
 
 def require_memory(said: dict, measured: dict, off: float = 0.0):
     """To the byte, but for scalars, and activations where theory does not know all."""
-    assert all(measured[kind] == said[kind] for kind in ("parameters", "gradients", "masters", "moments"))
+    assert all(measured[kind] == said[kind] for kind in STATE)
     more = measured["activations"] - said["activations"]
     assert abs(more) <= off * said["activations"] if off else 0 <= more <= SCALARS, more
 
@@ -172,11 +173,9 @@ def test_a_served_run(pools, tmp_path, name):
 @pytest.mark.parametrize("zero, whole, sharded", [(0, 18, 0), (1, 6, 16), (2, 2, 16), (3, 0, 18)])
 def test_bytes_a_parameter(pools, tmp_path, zero, whole, sharded):
     """Step 3's table, on two ranks in bf16: what a rank holds of each parameter between backward and update."""
-    options = dict(zero=zero, dtype="bf16", global_batch_size=2)
-    found = pools(2).run(serve_on_rank, "step03_zero", options, str(tmp_path / "run"))[0]
-    p, held = int(re.search(r"([\d,]+) parameters", found.text)[1].replace(",", "")), found.held[1]
-    kinds = ("parameters", "gradients", "masters", "moments")
-    assert sum(held[kind] for kind in kinds) == pytest.approx((whole + sharded / 2) * p, rel=1e-3)
+    found = pools(2).run(serve_on_rank, "step03_zero", dict(zero=zero, dtype="bf16"), str(tmp_path / "run"))[0]
+    p = int(re.search(r"([\d,]+) parameters", found.text)[1].replace(",", ""))
+    assert sum(found.held[1][kind] for kind in STATE) == pytest.approx((whole + sharded / 2) * p, rel=1e-3)
 
 
 def beside_on_rank(out: str) -> SimpleNamespace:

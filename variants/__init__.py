@@ -1,7 +1,6 @@
 """Further techniques, one file each. A file changes a step from outside, where a flag asks for it. The rules:
 
- 1  A file is a docstring (the flag, the idea, where it would stand in the course; if there are any, source and law),
-    `Flags` (a dataclass, a comment each), and what it adds or attaches.
+ 1  A file: a docstring (idea; source and law, if any), `Flags` (a dataclass, a comment each), what it adds or attaches.
  2  It serves the steps from SINCE, a Config, on; without SINCE all. One that only others import is a *library*.
  3  An entry of a menu, added when the file is imported, is one more value of a flag: SYNCS["torch"] = TorchSync.
     Predictions ask its file, too. `moments(name, master)`: numbers that an update rule keeps of one (AdamW: two of
@@ -16,8 +15,7 @@
  7  `attach(config, parts)`, before the first step, may change data that the step has built, and calls.
  8  Entries and calls are changed by `parts.instead` (at most one file) and `parts.around` alone. Whoever comes first,
     they nest alike: the step's own or the one instead of it, those around it in ORDER, services and tests (look on).
- 9  By default no course code is replaced: what you read is what runs. A run prints each call that is changed; a group
-    over which a file shards or sums is a column of the reduction table.
+ 9  By default no course code is replaced. A run prints each changed call; its reduction table has each added group.
 10  What `attach` returns is `parts.kept` by the file's name. Services use what it has, whoever it is: checkpoints
     `restore(state)` and `state()`, which is the same on all ranks and fits in JSON, and `owed`, tensors by bucket or
     unit; the record of a step `figures()`, the screen `notes()`, lines; validation `look(tokens)`.
