@@ -41,6 +41,7 @@ from theory.gpus import COMMUNICATOR, CONTEXT
 from variants import Parts
 
 WHOLE, PARTIAL = "Replicate", "Partial"
+STATE = "parameters", "gradients", "masters", "moments"
 
 
 def serve_on_rank(name: str, options: dict, out: str) -> SimpleNamespace:
@@ -88,7 +89,14 @@ RUNS = {  # ranks, step, flags, and by dimension what a few parameters are along
         "step06_pipeline",
         dict(pp=2, zero=3, schedule="interleaved", tied=True, n_layers=4),
         ["pp", "dp", "cp", "tp"],
-        dict(norm=["on 1", PARTIAL, PARTIAL, WHOLE], embed_tokens=["on 2", PARTIAL, PARTIAL, WHOLE]),
+        dict(norm=["on 1 of 2", PARTIAL, PARTIAL, WHOLE], embed_tokens=["on 2 of 2", PARTIAL, PARTIAL, WHOLE]),
+    ),
+    "two ways": (
+        2,
+        "step06_pipeline",
+        dict(pp=2, schedule="dualpipe", micro_batch_size=1),
+        ["pp", "dp", "cp", "tp", "mirror"],
+        dict(norm=["on 2 of 2", PARTIAL, PARTIAL, WHOLE, PARTIAL]),
     ),
     "7": (
         4,
@@ -96,8 +104,8 @@ RUNS = {  # ranks, step, flags, and by dimension what a few parameters are along
         dict(tp=2, ep=2, experts=4),
         ["pp", "dp", "cp", "tp", "ep", "expert_data"],
         {
-            "layers.*.mlp.router": ["on 1", PARTIAL, PARTIAL, PARTIAL, WHOLE, WHOLE],
-            "layers.*.mlp.experts.gate_proj": ["on 1", WHOLE, WHOLE, WHOLE, "Shard(0)", PARTIAL],
+            "layers.*.mlp.router": ["on 1 of 1", PARTIAL, PARTIAL, PARTIAL, WHOLE, WHOLE],
+            "layers.*.mlp.experts.gate_proj": ["on 1 of 1", WHOLE, WHOLE, WHOLE, "Shard(0)", PARTIAL],
         },
     ),
 }
@@ -109,7 +117,7 @@ OFF = {"6": 0.04, "7": 0.12}  # of activations: what two stages' tied ends keep 
 
 def require_memory(said: dict, measured: dict, off: float = 0.0):
     """To the byte, but for scalars, and activations where theory does not know all."""
-    assert all(measured[kind] == said[kind] for kind in ("parameters", "gradients", "masters", "moments"))
+    assert all(measured[kind] == said[kind] for kind in STATE)
     more = measured["activations"] - said["activations"]
     assert abs(more) <= off * said["activations"] if off else 0 <= more <= SCALARS, more
 
@@ -160,6 +168,14 @@ def test_a_served_run(pools, tmp_path, name):
     assert there == {"loss.png", "traffic.png", *more}
     if experts:
         assert all(sum(shares) == pytest.approx(1.0) for shares in lines[-1]["expert_load"].values())
+
+
+@pytest.mark.parametrize("zero, whole, sharded", [(0, 18, 0), (1, 6, 16), (2, 2, 16), (3, 0, 18)])
+def test_bytes_a_parameter(pools, tmp_path, zero, whole, sharded):
+    """Step 3's table, on two ranks in bf16: what a rank holds of each parameter between backward and update."""
+    found = pools(2).run(serve_on_rank, "step03_zero", dict(zero=zero, dtype="bf16"), str(tmp_path / "run"))[0]
+    p = int(re.search(r"([\d,]+) parameters", found.text)[1].replace(",", ""))
+    assert sum(found.held[1][kind] for kind in STATE) == pytest.approx((whole + sharded / 2) * p, rel=1e-3)
 
 
 def beside_on_rank(out: str) -> SimpleNamespace:
