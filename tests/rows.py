@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 DEFAULT, EXHAUSTIVE = "default", "exhaustive"
 EQUALS = ("equals",)  # BEHAVIOURS of tests/test_layouts.py
 ALL = ("equals", "drifts", "stays_near", "evaluates", "goes_on", "launches")
-LAUNCHES, STAYS_NEAR = ("equals", "launches"), ("equals", "stays_near")  # services/certify.py starts them, too
+LAUNCHES, STAYS_NEAR = ("equals", "launches"), ("equals", "stays_near")
 NEAR = dict(dtype="bf16", optimizer="adamw", lr=0.01, steps=3)  # how `stays_near` trains
 UNEVEN = dict(dataset="uneven-targets")  # many do not count; tests/equal.py knows these data sets
 FEW = dict(dataset="few-tokens", vocab_size=5)  # so few that a rank of four has none of them

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from services.certify import metrics
-from services.launch import children, start, stop
+from services.launch import children, metrics, start, stop
 from tests import jobs
 from tests.equal import difference
 from tests.test_checkpoint import require_same_bits, stored

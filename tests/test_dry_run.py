@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import UserError
-from services import expected
 from services.dry_run import Counted, Meter, Seen, instead_of, run_rank
 from services.run import ServedRun
 from services.seam import check, compose
 from tests.equal import SMALL, config_of, watch
 from tests.pairs import FLAGS, STEPS, UNCOUNTED, covering, lighter, ranks_of, singles
-from theory.gpus import CONTEXT, GPUS
+from theory.gpus import GPUS
 from variants import grouped_matmul
 from variants.routing import RoutedMoE
 
@@ -227,34 +226,6 @@ def test_a_dry_run_says_what_it_counted(name, flags, capsys):
     with ServedRun(config) as run:
         instead_of(step.train)(config, run)
     assert "MFU is at most" in capsys.readouterr().out
-
-
-def test_expected_numbers_follow_from_the_roofline(monkeypatch):
-    """On one rank: as fast as it, or as the host launches; half as fast at worst; tokens, MFU and seconds agree."""
-    line = expected.Launch(1, "step01_single_gpu", "--model debug --global-batch-size 2 --micro-batch-size 2")
-    words = dict(model="debug", global_batch_size=2, micro_batch_size=2, dtype="bf16", dry_run=1)
-    one = run_rank(importlib.import_module(line.step).train, compose(importlib.import_module(line.step))(**words), 0)
-    calls, gpu = sum(count["calls"] for count in one.meter.count.values()), GPUS["h100-80"]
-    monkeypatch.setattr(expected, "CALL", (0.0, 0.0))
-    free = expected.expected(line)
-    assert free.mfu.best == pytest.approx(one.flops / gpu.flops / one.meter.seconds) and not free.by_host
-    assert free.seconds.worst == pytest.approx(free.seconds.best / expected.SPEED[1])
-    assert free.memory.best == sum(one.meter.peak().values()) + CONTEXT and free.exposed == (0.0, 0.0)
-    monkeypatch.setattr(expected, "CALL", (1e-3, 2e-3))
-    held = expected.expected(line)
-    assert held.seconds == pytest.approx((1e-3 * calls, 2e-3 * calls)) and held.by_host
-    assert [t * s for t, s in zip(held.tokens, held.seconds, strict=True)] == pytest.approx([128, 128])
-
-
-def test_expected_lines_are_those_of_the_readme(capsys):
-    """Each step once at least, on up to eight ranks; a wrong flag is a line."""
-    lines = expected.launch_lines()
-    assert {line.step for line in lines} == {*STEPS} and max(line.ranks for line in lines) == 8
-    text = expected.README.read_text()
-    assert all(line.flags in text for line in lines[: -len(expected.EIGHT)])
-    assert expected.main(["--gpu", "abacus"]) == 2 and "abacus" in capsys.readouterr().err
-    refused = expected.report([expected.Launch(2, "step02_ddp", "--bucket-mb 2 --sync naive")], "h100-80")
-    assert "not measured on a GPU" in refused and "--bucket-mb" in refused.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from common.schedules import SCHEDULES, Action, Place, consumer, simulate
 from services.seam import plugins
 from services.stages import given
 from step06_pipeline import Instruction, ListPipeline, OneForwardOneBackward, Pipeline, add_messages
-from tests.bench.at_once import step_in_pairs
 from tests.faults import Fault, injected
 from variants.paired_actions import paired, program_of
 from variants.v_schedules import block
@@ -310,24 +309,19 @@ def test_places():
             given(ways, split, 4)
 
 
-def of_ahead(p: int, m: int, v: int, costs: dict = PLAIN) -> tuple[int, float, int]:
-    """How long a step takes, one by one and in pairs; the most stages in flight."""
+def of_ahead(p: int, m: int, v: int, costs: dict = PLAIN) -> tuple[int, int]:
+    """How long a step takes; the most stages in flight."""
     lists, places = made("ahead", p, m, chunks=v)
-    return makespan(lists, places, costs), step_in_pairs(lists, places, costs, 0), max(map(in_flight, lists))
+    return makespan(lists, places, costs), max(map(in_flight, lists))
 
 
 @pytest.mark.parametrize("v", [1, 2, 3])
 def test_one_more_forward_ahead(v):
-    """As long as rounds of p, for any m from p on; one more stage in flight.
-
-    From 2 p on a step in pairs is as long: a pair's outputs leave together, and come in time all the same.
-    """
+    """As long as rounds of p, for any m from p on; one more stage in flight."""
     for (p, m), costs in product(SIZES, COSTS[::5]):
         if p > 1 and m >= p:
-            plain, in_pairs, flying = of_ahead(p, m, v, costs)
+            plain, flying = of_ahead(p, m, v, costs)
             assert plain == makespan(*made("rounds", p, m, chunks=v), costs)
-            if m >= 2 * p:
-                assert in_pairs == pytest.approx(plain)
             longest = max((v - 1) * -(-m // (m // p)) + 2 * (p - 1 - rank) + 2 for rank in range(p))
             assert flying == min(v * m, longest)
 

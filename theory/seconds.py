@@ -25,12 +25,11 @@ from math import ceil, log2
 from typing import NamedTuple
 
 from common.schedules import simulate
-from theory.documents import pairs_of
+from theory.footprint import Recipe
 from theory.gpus import Gpu
 from theory.layouts import GATHERS, Layout, Network, network, schedule_of, stages
 from theory.memory import rank_numbers
 from theory.pipelines import lists_of, longest_wait, paired, places_of, rank_places, splits, ways_of
-from theory.recipes import Recipe
 from theory.shapes import Shape, end_weights, layer_counts
 
 FLASH = 0.75  # the part of a large matmul's speed that fused attention reaches (FlashAttention-2 and 3, their tables)
@@ -125,8 +124,8 @@ def attention_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> tuple[fl
     """Forward and backward of one layer's attention core on one rank, for one micro-batch."""
     tokens = tokens_of(m, x)
     if recipe.flash:
-        pairs = pairs_of(m.seq_len, m.document, x.micro_batch_size, x.cp, x.cp_mode)
-        keys = m.seq_len / 2 * pairs.part * pairs.busiest  # of a token, in the mean
+        busiest = 2 - 1 / x.cp if x.cp_mode == "ring" else 1  # rank: a plain ring's last one has most keys
+        keys = m.seq_len / 2 * busiest  # of a token, in the mean
         forward = tokens * keys * 4 * m.dim / x.tp / (gpu.flops * gpu.matmul * FLASH)
         return forward + gpu.launch, 2.5 * forward + gpu.launch
     heads, scores = x.micro_batch_size * m.n_heads / x.tp, tokens * m.seq_len * m.n_heads / x.tp
