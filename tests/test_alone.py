@@ -205,7 +205,7 @@ ATTACHED = [
         fp16 around ServedRun.require_finite
         fp16 around Optimizer.step
         fp16 around AdamW.step
-        selective around DecoderLayer.forward (x2)""",
+        elementwise around DecoderLayer.forward (x2)""",
     ),
     (
         "step03_zero",

@@ -328,7 +328,7 @@ def chooses_again(mode: str) -> bool:
 def test_n8_a_router_chooses_once(mode):
     """What is recomputed visits the experts of the first time; else gradients are those of another function."""
     assert not chooses_again(mode)
-    with undone("variants.selective", "attach", "CHOICE", "[]"):
+    with undone("variants.elementwise", "attach", "CHOICE", "[]"):
         assert chooses_again(mode)
 
 

@@ -37,7 +37,7 @@ from common.trainer import Run
 # loss is not scaled, nor is what comes late; a skipped update moves biases, and all of it waits for the record; what is
 # read ahead, or comes as a message (in parts of what is packed), is looked at by documents and dropout; what attention
 # is by then is done again.
-ORDER = ["selective", "compress", "zero_overlap", "zero_replicas", "grad_dtype", "chunked_loss", "stale", "fp16"]
+ORDER = ["elementwise", "compress", "zero_overlap", "zero_replicas", "grad_dtype", "chunked_loss", "stale", "fp16"]
 ORDER += ["balance_bias", "skip_spikes", "prefetch", "batch_ramp", "compress_activations", "pp_scatter", "cp_flash"]
 ORDER += ["documents", "dropout", "attention_scores"]
 
