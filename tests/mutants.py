@@ -41,7 +41,7 @@ WORDS = {  # words in the ids of tests that a file matters for
     "cp_ulysses": "cp_mode=ulysses 4-ulysses refuses",
     "documents": "documents document whole_sequences n4 refuses",
     "dualpipe": "dualpipe test_every_size refuses",
-    "elementwise": "recompute=selective saved n8",
+    "elementwise": "recompute=elementwise saved n8",
     "expert_presets": "presets",
     "ep_overlap": "ep_overlap message_of_experts refuses",
     "expert_nodes": "ep_mode=nodes two_levels refuses",

@@ -196,7 +196,7 @@ ATTACHED = [
     (
         "step01_single_gpu",
         0,
-        "--dtype fp16 --loss-chunk 32 --recompute selective",
+        "--dtype fp16 --loss-chunk 32 --recompute elementwise",
         """
         chunked_loss around Linear.forward
         chunked_loss around Decoder.loss

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 from theory.footprint import held
-from theory.layouts import Layout
+from theory.layouts import RECOMPUTE, Layout
 from theory.memory import Held
 from theory.recipes import COURSE
 from theory.sums import EFA, H100, L8, data_speed
@@ -47,7 +47,7 @@ def by_sequence() -> Iterator[Series]:
     """GB against tokens of a sequence, on one GPU."""
     for kind in ("weights", "gradients", "optimizer"):
         yield Series(kind, TOKENS, [getattr(holds(n), kind) / 1e9 for n in TOKENS])
-    for recompute in ("none", "selective", "full"):
+    for recompute in RECOMPUTE:
         kept = [holds(n, recompute=recompute).activations / 1e9 for n in TOKENS]
         yield Series(f"activations, recompute {recompute}", TOKENS, kept)
 

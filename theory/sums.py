@@ -65,8 +65,8 @@ def planned(m: Shape, **layout) -> float:
 
 
 def speed(tp: int, dp: int, sp: bool = True) -> float:
-    """Planned tokens/s of an H100: Llama 3 70B, 4,096 tokens, selective recomputation, a sequence for each GPU."""
-    x = Layout(tp=tp, dp=dp, sp=sp, global_batch_size=tp * dp, recompute="selective")
+    """Planned tokens/s of an H100: Llama 3 70B, 4,096 tokens, elementwise recomputation, a sequence for each GPU."""
+    x = Layout(tp=tp, dp=dp, sp=sp, global_batch_size=tp * dp, recompute="elementwise")
     return 4096 / step_seconds(replace(L70, seq_len=4096), x, H100, COURSE).step
 
 
