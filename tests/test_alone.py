@@ -200,12 +200,12 @@ ATTACHED = [
         """
         chunked_loss around Linear.forward
         chunked_loss around Decoder.loss
+        elementwise around DecoderLayer.forward (x2)
         fp16 around Decoder.loss
         fp16 around Optimizer.gradients
         fp16 around ServedRun.require_finite
         fp16 around Optimizer.step
-        fp16 around AdamW.step
-        elementwise around DecoderLayer.forward (x2)""",
+        fp16 around AdamW.step""",
     ),
     (
         "step03_zero",
