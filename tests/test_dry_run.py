@@ -25,7 +25,7 @@ from variants.routing import RoutedMoE
 SHAPE = dict(n_layers=4, n_heads=4, n_kv_heads=2, global_batch_size=4)
 VALUES = dict(  # flags that change what is sent
     dtype=("fp32", "fp64", "bf16"),
-    recompute=("none", "none", "full", "selective"),
+    recompute=("none", "none", "full", "elementwise"),
     micro_batch_size=(1, 2),
     global_batch_size=(4, 8),
     optimizer=("adamw", "sgd", "adafactor", "muon"),
@@ -233,15 +233,19 @@ def test_a_dry_run_says_what_it_counted(name, flags, capsys):
     [
         ("step01_single_gpu", dict(dry_run=1, dropout=0.1)),
         ("step01_single_gpu", dict(dry_run=1, attention="scores")),
-        ("step04_tp_sp", dict(dry_run=2, tp=2, dropout=0.1, attention="scores", recompute="attention")),
-        ("step07_moe_ep", dict(dry_run=4, tp=2, sp=False, dropout=0.1, recompute="attention", dense_layers=1)),
+        ("step04_tp_sp", dict(dry_run=2, tp=2, dropout=0.1, attention="scores", recompute="selective")),
+        ("step07_moe_ep", dict(dry_run=4, tp=2, sp=False, attention="scores", recompute="selective", dense_layers=1)),
+        ("step04_tp_sp", dict(dry_run=2, tp=2, attention="scores", recompute="elementwise")),
         ("step06_pipeline", dict(dry_run=2, pp=2, dropout=0.1, recompute="full")),
     ],
 )
 def test_masks_and_scores_are_predicted(step, flags):
     """What they add to what waits for backward is what is counted, to the byte."""
     added, shape = [], SHAPE | dict(n_layers=2, global_batch_size=2)
-    for more in flags, {name: value for name, value in flags.items() if name not in ("dropout", "attention")}:
+    for more in (
+        flags,
+        {name: value for name, value in flags.items() if name not in ("dropout", "attention", "recompute")},
+    ):
         seen = run_rank(importlib.import_module(step).train, config_of(step, shape | more), 0)
         added.append((seen.held["activations"], seen.predicted["activations"]))
     (measured, predicted), (measured_without, predicted_without) = added

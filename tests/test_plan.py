@@ -136,7 +136,7 @@ def drawn_run(seed: int, with_experts: bool) -> tuple[Layout, dict, dict, str, i
         shape |= dict(seq_len=pick(1024, 2048, 4096), tied=draw.random() < 0.3)
         mbs, n = pick(1, 2, 4), 2 if pp == 1 else pp if schedule == "interleaved" else pick(2, 4)
         x = Layout(pp, cp, tp, 1, pick(0, 1, 2, 3), mbs, dp * mbs * n, schedule, dp=dp)
-        x = replace(x, recompute=pick("none", "none", "selective", "full"), sp=draw.random() < 0.7)
+        x = replace(x, recompute=pick("none", "none", "elementwise", "full"), sp=draw.random() < 0.7)
         more = dict(zero_keep=x.zero == 3, pp_scatter=x.tp > 1 and pp > 1 and not x.sp, zero_overlap=x.zero == 1)
         x = replace(x, **{name: can and draw.random() < 0.5 for name, can in more.items()})
         if with_experts:
@@ -162,7 +162,7 @@ def test_the_bound_of_the_peak(seed, with_experts):
 
 
 @pytest.mark.parametrize(
-    "recompute", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name != "selective")) for name in RECOMPUTE]
+    "recompute", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name != "elementwise")) for name in RECOMPUTE]
 )
 def test_gathered_keys_are_counted(recompute):
     """A rank keeps k and v of all ranks of cp, or gathers them again: the peak is so much higher, within 4%."""
@@ -172,7 +172,7 @@ def test_gathered_keys_are_counted(recompute):
         x = Layout(cp=4, recompute=recompute, cp_mode=mode)
         config = config_of(x, shape, dtype="bf16")
         seen = run_rank(step06.train, config, 0)
-        known = recompute == "selective" or seen.predicted["activations"]
+        known = recompute == "elementwise" or seen.predicted["activations"]
         assert known in (True, pytest.approx(seen.held["activations"], rel=0.001))
         counted.append(sum(seen.meter.peak().values()))
         ours.append(rank_bytes(shape_of(PRESETS["drawn"], config), x, 0, on_cpu=True).total)
@@ -212,14 +212,17 @@ def test_memory_grows_and_shrinks_as_it_must(recipe):
     m, base = LLAMA if recipe is COURSE else gpt(4096, 32, 32), Layout(2, 1, 2, 1, 1, 1, 64, dp=4)
     for sizes in (
         [held(m, replace(base, micro_batch_size=mbs), recipe).total for mbs in (1, 2, 4)],
-        [held(m, replace(base, recompute=kind), recipe).activations for kind in ("full", "selective", "none")],
+        [
+            held(m, replace(base, recompute=kind), recipe).activations
+            for kind in ("full", "elementwise", "selective", "none")
+        ],
         [sum(held(m, replace(base, zero=zero), recipe)[:3]) for zero in (3, 2, 1, 0)],
     ):
         assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
     assert held(m, replace(base, tp=4, dp=2), recipe).weights < held(m, base, recipe).weights
     # sbh (34 + 5 as/h)
     assert gpt_layer_bytes(gpt(4096, 1, 32), Layout(), "none") == 2048 * (34 * 4096 + 5 * 32 * 2048)
-    m, one = LLAMA, MicroBatch(LLAMA, 1, 1, 2, 4, sp=False, recompute="selective")  # variants/selective.py
+    m, one = LLAMA, MicroBatch(LLAMA, 1, 1, 2, 4, sp=False, recompute="elementwise")  # variants/elementwise.py
     assert layer_bytes(one, False) == 2 * (5 * m.dim + 2 * m.kv_dim + 2 * m.ffn_dim) + 4 * m.n_heads
 
 
@@ -278,7 +281,7 @@ def test_messages_take_their_time(sp):
     """
     m, course, megatron = LLAMA, COURSE, bench.RECIPES["megatron-2021"]
     whole, times = 2 * m.seq_len * m.dim, 4 * m.n_layers * (3 if sp else 2)
-    for recompute in ("full", "selective"):
+    for recompute in ("full", "elementwise"):
         again = Layout(1, 1, 4, 1, 1, 1, 8, recompute=recompute, sp=sp, dp=2)
         net, works = network(again, "tp"), (Passes(m, 4 * m.seq_len, 32, 0, 1, 1, 2, 4, r) for r in (True, False))
         sent = [tensor_traffic(work, 4, sp).total() for work in works]

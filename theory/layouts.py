@@ -13,7 +13,7 @@ from common.trainer import among
 from theory.gpus import NODE
 from theory.shapes import Shape, divisors, visited_weights
 
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "elementwise", "full")  # attention is fused; Megatron's was not, and has "selective"
 CP_MODES = ("zigzag", "ring", "allgather", "balanced", "ulysses")
 BOTH_ENDS = ("zigzag", "allgather", "usp", "balanced")  # a rank has a chunk of each half of the sequence
 GATHERS = ("allgather", "balanced")  # a rank has the keys and values of all

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from common.model import PRESETS
 from theory.footprint import COURSE, held
 from theory.gpus import GPUS, Gpu
-from theory.layouts import Layout
+from theory.layouts import RECOMPUTE, Layout
 from theory.memory import Held
 from theory.seconds import step_seconds
 from theory.shapes import Shape
@@ -50,7 +50,7 @@ def by_sequence() -> Iterator[Series]:
     """GB against tokens of a sequence, on one GPU."""
     for kind in ("weights", "gradients", "optimizer"):
         yield Series(kind, TOKENS, [getattr(holds(n), kind) / 1e9 for n in TOKENS])
-    for recompute in ("none", "selective", "full"):
+    for recompute in RECOMPUTE:
         kept = [holds(n, recompute=recompute).activations / 1e9 for n in TOKENS]
         yield Series(f"activations, recompute {recompute}", TOKENS, kept)
 

@@ -226,15 +226,15 @@ def done_again(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, f: ByPart, experts
     """What a layer's backward computes again of its forward `f`.
 
     A recipe that `stops` does not do the last matmul of an MLP again, as nobody needs its output: with it goes the last
-    of the collectives over tp (`tp_halves`). Its selective recomputation keeps what matmuls made, and sends as much
-    again as the full one. So says theory/traffic.py, too. Megatron's selective recomputation does the scores again.
+    of the collectives over tp (`tp_halves`). Elementwise recomputation keeps what matmuls made, and sends as much again
+    as the full one. So says theory/traffic.py, too. Selective recomputation computes the scores again.
     """
-    if x.recompute == "none":
-        return {}
+    if x.recompute in ("none", "selective"):
+        return {} if x.recompute == "none" else dict(attention=f["attention"])
     halves, again = tp_halves(m, x, experts)
     sent = {dim: f[dim] for dim in ("tp", "cp", "ep")} | dict(tp=f["tp"] * again / halves)
-    if x.recompute == "selective":
-        return sent | dict(memory=f["memory"] / 2) if recipe.stops else dict(attention=f["attention"])
+    if x.recompute == "elementwise":
+        return sent | dict(memory=f["memory"] / 2)
     if not recipe.stops:
         return f
     rows = tokens_of(m, x)

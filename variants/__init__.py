@@ -36,7 +36,7 @@ from common.trainer import Run
 # Who stands around calls, from the inside to the outside: gradients are summed before they are changed; a chunk's loss
 # is not scaled, nor are late gradients; a skipped update still moves biases; documents and dropout see inputs that were
 # read ahead or received; attention is recomputed as the others leave it.
-ORDER = ["selective", "compress", "zero_overlap", "zero_replicas", "grad_dtype", "chunked_loss", "stale", "fp16"]
+ORDER = ["elementwise", "compress", "zero_overlap", "zero_replicas", "grad_dtype", "chunked_loss", "stale", "fp16"]
 ORDER += ["balance_bias", "skip_spikes", "prefetch", "batch_ramp", "compress_activations", "pp_scatter", "cp_flash"]
 ORDER += ["documents", "dropout", "attention_scores"]
 

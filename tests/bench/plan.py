@@ -110,7 +110,8 @@ def layout_of(row: dict[str, str]) -> Layout:
     gbs, chunks = number(row, "gbs", dp), number(row, "vp", 1)
     mbs = number(row, "mbs", 1)
     whole = gbs // dp // mbs % pp == 0  # as an interleaved schedule wants it
-    recompute = {"sel+SP": "selective", "sel": "selective", "full": "full"}.get(row["recompute"], "none")
+    some = "selective" if row["id"][0] in RECIPE else "elementwise"  # all others fuse attention
+    recompute = {"sel+SP": some, "sel": some, "full": "full"}.get(row["recompute"], "none")
     x = Layout(pp, cp, tp, number(row, "ep", 1), number(row, "zero", 1), mbs, gbs, dp=dp, recompute=recompute)
     way = "interleaved" if chunks > 1 and pp > 1 and whole else "1f1b"
     return replace(x, schedule=way, chunks=chunks, sp=row["id"][0] not in RECIPE or row["recompute"] == "sel+SP")
