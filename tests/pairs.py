@@ -140,6 +140,7 @@ APART = {  # they end a run early, need what a test's machine lacks, or stand fo
     "backend": "tests/test_gpu.py",
     "out": "each run here has its own",
     "timeout": "tests/test_checkpoint.py",
+    "text_column": "tests/test_readers.py",
     "peak_tflops": "all runs of tests have it",
     "resume": "tests/test_checkpoint.py, and all rows that go on: tests/test_layouts.py",
     "stop_after": "tests/test_checkpoint.py",
