@@ -34,10 +34,18 @@ def to_tokens(texts: Iterable[str]) -> np.ndarray:
     return np.concatenate([np.append(text, np.uint16(END)) for text in texts])
 
 
+def text_of(path: Path) -> str:
+    """A text file; bytes that are not UTF-8 become question marks. Raises UserError for NULs, as UTF-16 has."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if "\0" in text:
+        raise UserError(f"--dataset {path}: it has NULs, as UTF-16 has: convert it to UTF-8")
+    return text
+
+
 def read_files(paths: list[Path]) -> tuple[np.ndarray, None]:
     """Text files. Neighbours in the alphabet are alike: a fixed shuffle makes the held-out tail look like the rest."""
     order = np.random.default_rng(0).permutation(len(paths))
-    return to_tokens(paths[i].read_text(encoding="utf-8", errors="replace") for i in order), None
+    return to_tokens(text_of(paths[i]) for i in order), None
 
 
 def read_library(_source: str) -> tuple[np.ndarray, None]:

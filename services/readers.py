@@ -278,13 +278,8 @@ def attach(_config: Any, parts: Parts):
 
 
 def prepare(config: Any, parts: Parts):
-    """What the plain readers cannot: of the hub, configs, token ids, labels; another column of text.
-
-    Raises UserError for a text that the plain reader would take NULs from.
-    """
+    """What the plain readers cannot: of the hub, configs, token ids, labels; another column of text."""
     kind = kind_of(config.dataset)
-    if kind == ".txt":
-        digest([Path(config.dataset)], config.dataset)
     if kind in READERS and (kind == "hub" or config.text_column != Flags.text_column):
         parts.instead(READERS, kind, partial(read, text=config.text_column), by=__name__)
 
