@@ -85,9 +85,12 @@ class Mesh:
         self.enter(name, rows)
         return rows
 
-    def enter(self, name: str, rows: np.ndarray):
-        """Make a group of each row of int [groups, size], and enter the one with this rank."""
-        urgent = name in ("pp", "cp", "tp", "ep")  # a handle is a queue: they do not wait behind sums of gradients
+    def enter(self, name: str, rows: np.ndarray, urgent: bool = False):
+        """Make a group of each row of int [groups, size], and enter the one with this rank.
+
+        A handle is a queue. `urgent` messages have one of their own: they do not wait behind sums of gradients.
+        """
+        urgent |= name in ("pp", "cp", "tp", "ep", "sequence")
         for row in map(tuple, rows.tolist()):
             if len(row) > 1 and (row, urgent) not in self.handles:
                 self.handles[row, urgent] = dist.new_group(row)  # all ranks take part in making every group

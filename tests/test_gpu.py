@@ -58,9 +58,11 @@ CASES = {  # step, flags, ranks, capability of the GPUs, and how often the host 
     "lists": ("step06_pipeline", dict(pp=2, tp=2, schedule="zb-h1", zero=1), 8, (9, 0), 0),
     "experts": ("step07_moe_ep", MOE, 8, (9, 0), 12),  # once for 3 layers, 2 micro-batches, 2 steps
     "experts, A100": ("step07_moe_ep", MOE, 8, (8, 0), 12),
+    "rows": ("step07_moe_ep", MOE | dict(ep_mode="rows"), 8, (9, 0), 24),  # to ranks, then to experts
+    "nodes": ("step07_moe_ep", MOE | dict(ep=4, ep_mode="nodes"), 8, (9, 0), 36),
     "experts, again": ("step07_moe_ep", MOE | dict(recompute="full", ep=1), 8, (9, 0), 24),
 }
-USUAL = ("offloaded, alone", "experts", "experts, A100")
+USUAL = ("offloaded, alone", "experts", "experts, A100", "nodes")
 VISIT, GROUPED, COUNT = "visit_experts", "variants.grouped_matmul", "F.one_hot(experts_TK.flatten(), p_TE.shape[-1])"
 # fmt: off
 FAULTY = {  # what is undone: the case; in which of the watch's notes it shows, or an error; module, owner, old, new
@@ -71,6 +73,8 @@ FAULTY = {  # what is undone: the case; in which of the watch's notes it shows, 
     "N3: A100": ("experts, A100", "waits", GROUPED, "can_group", "major not in (9, 10)", "False"),
     "N3: ends": ("experts", "waits", GROUPED, "ends", ", non_blocking=True", ""),
     "N3: bincount": ("experts", "bincount", "step07_moe_ep", "MoE", COUNT, "torch.bincount(experts_TK.view(-1))"),
+    "G10": ("nodes", "waits", "variants.expert_rows", "send_rows", "torch.stack((leaving, coming)).tolist()",
+            "leaving.tolist(), coming.tolist()"),
     "a gradient": ("offloaded", "early", "variants.offload_optimizer", "Update", "            wait()", "            0"),
     "a look": ("plain", "waits", "common.model", "summed_cross_entropy", "return F", "logits.sum().item(); return F"),
     "a table": ("plain", "device", "common.model", "apply_rope", "x * cos", "x * cos.cpu()"),
@@ -173,6 +177,32 @@ def test_the_plan_counts_the_communicators(seen, name):
     x = layout_of_flags(equal.config_of(step, options | dict(global_batch_size=32)), 8)
     m = shape_of(equal.ModelConfig(**equal.SMALL), SimpleNamespace(experts=options.get("experts", 0)))
     assert communicators(m, x) == seen(groups_of, step, options) + 1
+
+
+def waits_behind_zero(what: str, step: str, options: dict) -> bool:
+    """Runs in a process of its own: whether calls of this kind, or dtype, have a communicator with ZeRO's gathers."""
+    assert can_fake_cuda()
+    calls = [call for together in see(step, dict(steps=1, zero=3) | options).calls for call in together]
+    groups = {call.group for call in calls if what in (call.kind, call.what[-1])}
+    gathers = {call.group for call in calls if call.kind.startswith("allgather")}
+    assert groups and gathers
+    return bool(groups & gathers)
+
+
+USP, NODES = dict(cp=8, cp_mode="usp", n_heads=8), MOE | dict(experts=8, ep=8, ep_mode="nodes")
+QUEUES = {  # all eight ranks are one group, as those over which ZeRO cuts: what is sent there, step, flags
+    "ring": ("message", "step05_cp_ring", USP | dict(ulysses=1)),
+    "ulysses": ("alltoall_base", "step05_cp_ring", USP | dict(ulysses=8)),
+    "sequence": ("torch.int64", "step07_moe_ep", MOE | dict(cp=8, ep=1)),
+    "ep inside": ("alltoall_base", "step07_moe_ep", NODES | dict(ep_inside=8)),
+    "ep between": ("alltoall_base", "step07_moe_ep", NODES | dict(ep_inside=1)),
+}
+
+
+@pytest.mark.parametrize("name", usual_first(QUEUES, ("ring", "sequence", "ep inside")))
+def test_g11_activations_do_not_queue_behind_weights(seen, name):
+    """A layer would wait until the weights of the next one are here."""
+    assert not seen(waits_behind_zero, *QUEUES[name])
 
 
 @pytest.mark.parametrize("kind, beside", [("cuda", 3 * 2**30), ("cpu", 0)])
