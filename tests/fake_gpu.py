@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from common import comm
 from services.clocks import Clock
@@ -307,8 +307,13 @@ def fake_gpu(watch: Watch, rank: int, world: int, capability: tuple[int, int]) -
         torch._C.TensorBase.data.__set__(tensor, value)
         tensor.fake_device = value.device
 
+    def set_device(device: torch.device):
+        current = _get_current_dispatch_mode_stack()
+        for mode in modes[len(current) :]:  # another thread sees GPUs from here on
+            mode.__enter__()
+
     data = property(torch._C.TensorBase.data.__get__, set_data)
-    gpu = dict(is_available=lambda: True, device_count=lambda: 8, set_device=lambda device: None)
+    gpu = dict(is_available=lambda: True, device_count=lambda: 8, set_device=set_device)
     gpu |= dict(Stream=Stream, stream=watch.on, current_stream=lambda *_: watch.stream, Event=partial(Event, watch))
     gpu |= dict(get_device_capability=lambda *_: capability, get_device_name=lambda *_: "a GPU that is not there")
     replaced = [(torch.cuda, name, value) for name, value in gpu.items()]
@@ -325,6 +330,7 @@ def fake_gpu(watch: Watch, rank: int, world: int, capability: tuple[int, int]) -
             replaced.append((owner, name, lambda t, right=asked: watch.asks(right, t)))
         for where, name, value in replaced:
             stack.enter_context(mock.patch.object(where, name, value))
+        modes = _get_current_dispatch_mode_stack()
         yield
 
 

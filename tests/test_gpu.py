@@ -9,6 +9,7 @@ Tests with `seen` train on GPUs that are not there (tests/fake_gpu.py), in a pro
 
 import os
 from contextlib import AbstractContextManager
+from threading import get_ident
 from types import SimpleNamespace
 from unittest import mock
 
@@ -41,9 +42,11 @@ from theory.gpus import COMMUNICATOR, CONTEXT
 from theory.layouts import Layout, communicators
 from theory.shapes import shape_of
 from variants import Parts, chunked_loss, documents
+from variants.ep_overlap import Turns
 from variants.prefetch import Ahead
 
 MOE = dict(experts=4, ep=2, ffn_dim=48, expert_matmul="grouped")
+TURNS = MOE | dict(pp=2, schedule="ahead", chunks=1, ep_overlap=True, n_layers=4, global_batch_size=16)
 OFFLOADED = dict(zero=3, offload_params="cpu", offload_optimizer="cpu")
 CASES = {  # step, flags, ranks, capability of the GPUs, and how often the host waits in forward and backward
     "plain": ("step01_single_gpu", {}, 1, (9, 0), 0),
@@ -60,9 +63,10 @@ CASES = {  # step, flags, ranks, capability of the GPUs, and how often the host 
     "experts, A100": ("step07_moe_ep", MOE, 8, (8, 0), 12),
     "rows": ("step07_moe_ep", MOE | dict(ep_mode="rows"), 8, (9, 0), 24),  # to ranks, then to experts
     "nodes": ("step07_moe_ep", MOE | dict(ep=4, ep_mode="nodes"), 8, (9, 0), 36),
+    "in turns": ("step07_moe_ep", TURNS, 8, (9, 0), 16),  # once for 2 layers, 4 micro-batches, 2 steps
     "experts, again": ("step07_moe_ep", MOE | dict(recompute="full", ep=1), 8, (9, 0), 24),
 }
-USUAL = ("offloaded, alone", "experts", "experts, A100", "nodes")
+USUAL = ("offloaded, alone", "experts", "experts, A100", "nodes", "in turns")
 VISIT, GROUPED, COUNT = "visit_experts", "variants.grouped_matmul", "F.one_hot(experts_TK.flatten(), p_TE.shape[-1])"
 # fmt: off
 FAULTY = {  # what is undone: the case; in which of the watch's notes it shows, or an error; module, owner, old, new
@@ -75,6 +79,7 @@ FAULTY = {  # what is undone: the case; in which of the watch's notes it shows, 
     "N3: bincount": ("experts", "bincount", "step07_moe_ep", "MoE", COUNT, "torch.bincount(experts_TK.view(-1))"),
     "G10": ("nodes", "waits", "variants.expert_rows", "send_rows", "torch.stack((leaving, coming)).tolist()",
             "leaving.tolist(), coming.tolist()"),
+    "G1": ("in turns", "not compiled with CUDA", "variants.ep_overlap", "Turns", 'device.type == "cuda"', "False"),
     "a gradient": ("offloaded", "early", "variants.offload_optimizer", "Update", "            wait()", "            0"),
     "a look": ("plain", "waits", "common.model", "summed_cross_entropy", "return F", "logits.sum().item(); return F"),
     "a table": ("plain", "device", "common.model", "apply_rope", "x * cos", "x * cos.cpu()"),
@@ -142,6 +147,15 @@ def test_what_is_undone_shows(seen, name):
         assert note in str(error), name
     else:
         assert (found["waits"] > CASES[case][-1]) if note == "waits" else found[note], name
+
+
+def test_g1_and_g3_all_forwards_in_pairs_have_one_thread(monkeypatch):
+    """It is told its device once: CUDA's current device, and the plans of cuDNN, belong to a thread."""
+    told, device = [], torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda given: told.append((get_ident(), given)))
+    turns = Turns(device)
+    threads = {turns.both(get_ident, get_ident)[0] for _ in range(3)}
+    assert told == [(*threads, device)] and get_ident() not in threads
 
 
 def test_all_ranks_launch_in_an_order_that_ends(seen):
