@@ -7,8 +7,8 @@ started an all-to-all lets the other compute, and waits only when it is let on a
     B of micro-batch 1                      | combine's, |~ dispatch ~|        | experts'  |~ combine ~| ...
 
 All ranks wait for the one that has fewest such pairs. In 1F1B that is the last one, whose backward follows the forward
-of the same micro-batch; what others send when their pairs are done comes later, so a step is nearly twice as long, and
-it is refused. `--schedule ahead`, interleaved, zbv, dualpipe and dualpipev have pairs on all ranks. Law: the share of
+of the same micro-batch; what others send when their pairs are done comes later, so a step is nearly twice as long: it
+is refused. `--schedule ahead`, interleaved, zbv, dualpipe and dualpipev have pairs on all ranks. Law: the share of
 messages hidden is that of forwards in pairs on the rank with fewest; without any saving a step is as long.
 
 Both are the code of step 7, each in a thread of its own; one thread runs at a time, and the turns are the same on all
@@ -16,12 +16,10 @@ ranks, so their collectives have one order. Bytes are the same. F's output leave
 waits for what becomes of its F, on whatever way, is taken apart (variants/paired_actions.py).
 
 What two micro-batches at once cannot share is refused: weights that ZeRO 3 frees (--zero-keep does not); --documents,
---dropout and --batch-ramp, which know one micro-batch at a time; --compile. So is --loss-chunk, as F would need
-autograd: of a GPU all backwards run in one thread, in which B waits for its turn. Counts go first, and are waited for
-at once, as the host must know them.
-
-Schedules without pairs, and ZeRO 3, the planner has to know, too: `broken` in theory/layouts.py refuses these two. All
-else `check` does, below.
+--dropout and --batch-ramp, which know one micro-batch at a time; --compile; and --loss-chunk, whose forward asks for
+gradients, while B waits in the only thread that autograd has for a GPU. ZeRO 3 and schedules without pairs are refused
+in theory/layouts.py, as the planner needs these rules, too; `check` refuses the rest. Counts go first, and are waited
+for at once, as the host must know them.
 
 In step 7, `dispatch` and `combine` would say between start and wait whose turn it is; in step 6, `execute` would do two
 actions at once.
@@ -81,15 +79,12 @@ def check(config: Any, world: int):
 
 
 class Turns:
-    """Two functions, of which one runs at a time. The first has a thread of its own, the same all along.
-
-    For CUDA's current device is that of a thread, and so are the plans of cuDNN.
-    """
+    """Two functions, of which one runs at a time; the first in a thread that lasts, as cuDNN's plans are a thread's."""
 
     def __init__(self, device: torch.device):
         self.changed, self.turn, self.left = threading.Condition(), 0, set()
-        known = dict(initializer=torch.cuda.set_device, initargs=(device,)) if device.type == "cuda" else {}
-        self.thread = ThreadPoolExecutor(1, "forward", **known)
+        begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None  # else GPU 0
+        self.thread = ThreadPoolExecutor(1, initializer=begin)
 
     def both(self, *functions: Callable) -> list:
         """Run both to their ends. Returns what they return, raises what one of them raises."""
