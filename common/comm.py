@@ -83,9 +83,9 @@ class Mesh:
         self.enter(name, rows)
         return rows
 
-    def enter(self, name: str, rows: np.ndarray):
-        """Make a group of each row of int [groups, size], and enter the one with this rank."""
-        urgent = name in ("pp", "cp", "tp", "ep")  # a handle is a queue: they do not wait behind sums of gradients
+    def enter(self, name: str, rows: np.ndarray, urgent: bool = False):
+        """Make a group of each row of int [groups, size] and enter this rank's. `urgent`: with a queue of its own."""
+        urgent |= name in ("pp", "cp", "tp", "ep", "sequence")  # a handle is a queue: not behind sums of gradients
         for row in map(tuple, rows.tolist()):
             if len(row) > 1 and (row, urgent) not in self.handles:
                 self.handles[row, urgent] = dist.new_group(row)  # all ranks take part in making every group

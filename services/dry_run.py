@@ -111,8 +111,8 @@ class Meter(MemoryTimeline):
     def __init__(self, gpu: Gpu):
         super().__init__(lambda: self.seconds)
         self.gpu, self.seconds, self.counting, self.start = gpu, 0.0, False, 0
-        self.found: list[int] = []  # rows that each next `nonzero` finds
-        self.rows = 0  # that are on their way to experts now
+        self.found: list[int] = []  # by level, of those that are to come: rows that leave
+        self.rows = 0  # that visit experts
         self.inside = False  # a kernel that is counted already
         self.count: dict[str, Counter] = defaultdict(Counter)  # by operator: calls, flops, bytes, seconds
 
@@ -173,14 +173,30 @@ class Seen(NamedTuple):
     flops: float  # of the model, for this rank's share of a step
 
 
+def levels_of(config: Any) -> list[float]:
+    """To how many nodes, ranks, experts a token goes. Ask while tensors have numbers: they are drawn."""
+    files = offered(type(config), "visits")
+    return [n for file in files for n in file.visits(config)] or [getattr(config, "experts_per_token", 0)]
+
+
+def route(meter: Any, model: nn.Module, levels: list[float]):
+    """Whenever tokens come to a layer of experts, tell the meter how many rows leave by level, and visit experts."""
+
+    def told(_layer: MoE, given: tuple):
+        meter.found = [round(given[0].shape[:-1].numel() * there) for there in levels]
+        meter.rows = meter.found[-1]
+
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.register_forward_pre_hook(told)
+
+
 class Counted(OpenRun):
     """A run of two steps, which leaves nothing behind but the counts of the second."""
 
     def __init__(self, config: Any, meter: Meter):
         super().__init__(config)
-        self.first, self.meter, self.ledger = False, meter, Ledger()
-        files = offered(type(config), "visits")  # to how many nodes, ranks, experts a token goes
-        self.levels = [n for file in files for n in file.visits(config)] or [getattr(config, "experts_per_token", 0)]
+        self.first, self.meter, self.ledger, self.levels = False, meter, Ledger(), levels_of(config)
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """Count from here on."""
@@ -189,22 +205,15 @@ class Counted(OpenRun):
         self.held.timeline, self.held.watching = self.meter, True
         Clock(parts, host=True).listeners.append(self.meter.phase)
         for module in parts.model.modules():
-            if isinstance(module, MoE):
-                module.register_forward_pre_hook(self.route)
-            elif isinstance(module, nn.RMSNorm):
+            if isinstance(module, nn.RMSNorm):
                 parts.instead(module, "forward", partial(self.meter.norm, module), by=__name__)
+        route(self.meter, parts.model, self.levels)
         self.held.measure()
         comm.observer = self.ledger.book
         yield 0  # after which there are moments
         self.ledger.take()
         self.meter.begin()
         yield 1
-
-    def route(self, _layer: MoE, given: tuple):
-        """Tokens come to a layer of experts: `nonzero` will find (rank, token) by level, and last these choices."""
-        tokens = given[0].shape[:-1].numel()
-        self.meter.found = [round(tokens * there) for there in self.levels]
-        self.meter.rows = self.meter.found[-1]
 
     def record(self, step: int, tokens: int, **numbers: float):
         """A step is over."""
@@ -217,12 +226,11 @@ def without_numbers(meter: Meter, rank: int, world: int) -> Iterator[None]:
     """Inside, this process is a rank of so many, and tensors have no numbers."""
     make_group = dist.new_group
 
-    def evenly(tensor: Tensor) -> list[int]:
-        return [meter.rows * (i + 1) // len(tensor) - meter.rows * i // len(tensor) for i in range(len(tensor))]
-
-    def nonzero(tensor: Tensor) -> Tensor:
-        meter.rows = meter.found.pop(0)
-        return tensor.new_empty(meter.rows, tensor.dim(), dtype=torch.int64)
+    def evenly(tensor: Tensor) -> list:
+        n, both = tensor.shape[-1], tensor.dim() == 2  # [what leaves, what comes] in the next level; else for experts
+        rows = meter.found.pop(0) if both else meter.rows
+        counts = [rows * (i + 1) // n - rows * i // n for i in range(n)]
+        return [counts, counts] if both else counts
 
     def tokens(data: Data, step: int) -> tuple[Tensor, Tensor]:
         return tuple(torch.zeros(data.batch_size, data.shape.seq_len, dtype=torch.int64) for _ in range(2))
@@ -233,7 +241,6 @@ def without_numbers(meter: Meter, rank: int, world: int) -> Iterator[None]:
     replaced = [
         (Tensor, "item", lambda tensor: 1.0),
         (FakeTensor, "tolist", evenly),
-        (Tensor, "nonzero", nonzero),
         (layout, "draw", lambda name, shape, *_: torch.empty(shape)),
         (dist, "new_group", lambda row: make_group(row) if rank in row else None),
         (Data, "__init__", empty_data),

@@ -28,11 +28,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from common import comm
 from services.clocks import Clock
-from services.dry_run import NO_KERNEL, without_numbers
+from services.dry_run import NO_KERNEL, levels_of, route, without_numbers
 from services.seam import OpenRun, check
 from tests.equal import config_of
 
@@ -140,7 +140,7 @@ class Watch(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.rows = 0  # that go to experts: told by `Watched`
+        self.found, self.rows = [], 0  # rows that go to experts: told by `route`
         self.inside = False  # from the first forward of a step to the end of its sums
         self.waits: Counter[str] = Counter()  # of the host for the GPU, inside
         self.calls: list[list[Call]] = []  # what is launched together: a collective, or a batch of messages
@@ -259,16 +259,14 @@ class Watched(OpenRun):
 
     def __init__(self, config: Any, watch: Watch):
         super().__init__(config)
-        self.first, self.watch = False, watch
+        self.first, self.watch, self.levels = False, watch, levels_of(config)
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """After everything has been attached."""
         parts = self.open(**parts)
         Clock(parts, host=True).listeners.append(self.hear)
         parts.around(parts.optimizer, "gradients", self.asked, by=__name__)
-        for name, module in parts.model.named_modules():
-            if name.endswith(".experts"):
-                module.register_forward_pre_hook(lambda _, given: setattr(self.watch, "rows", len(given[0])))
+        route(self.watch, parts.model, self.levels)
         yield from range(self.config.steps)
 
     def asked(self, gradients: Callable) -> dict[str, Tensor]:
@@ -309,8 +307,13 @@ def fake_gpu(watch: Watch, rank: int, world: int, capability: tuple[int, int]) -
         torch._C.TensorBase.data.__set__(tensor, value)
         tensor.fake_device = value.device
 
+    def set_device(device: torch.device):
+        current = _get_current_dispatch_mode_stack()
+        for mode in modes[len(current) :]:  # another thread sees GPUs from here on
+            mode.__enter__()
+
     data = property(torch._C.TensorBase.data.__get__, set_data)
-    gpu = dict(is_available=lambda: True, device_count=lambda: 8, set_device=lambda device: None)
+    gpu = dict(is_available=lambda: True, device_count=lambda: 8, set_device=set_device)
     gpu |= dict(Stream=Stream, stream=watch.on, current_stream=lambda *_: watch.stream, Event=partial(Event, watch))
     gpu |= dict(get_device_capability=lambda *_: capability, get_device_name=lambda *_: "a GPU that is not there")
     replaced = [(torch.cuda, name, value) for name, value in gpu.items()]
@@ -322,11 +325,12 @@ def fake_gpu(watch: Watch, rank: int, world: int, capability: tuple[int, int]) -
         stack.enter_context(mock.patch.object(mode, "avoid_device_init", True))
         stack.enter_context(mock.patch.object(FakeTensor, "data", data, create=True))
         stack.enter_context(without_numbers(watch, rank, world))
-        for name, owner in dict(item=Tensor, tolist=FakeTensor, nonzero=Tensor).items():
+        for name, owner in dict(item=Tensor, tolist=FakeTensor).items():
             asked = getattr(owner, name)
             replaced.append((owner, name, lambda t, right=asked: watch.asks(right, t)))
         for where, name, value in replaced:
             stack.enter_context(mock.patch.object(where, name, value))
+        modes = _get_current_dispatch_mode_stack()
         yield
 
 
@@ -337,9 +341,10 @@ def see(step: str, options: dict, rank: int = 0, world: int = 8, capability: tup
     """Train as a rank of so many under `options` (flags, and fields of the model's shape); what was seen on the way."""
     cuts = prod(options.get(dim, 1) for dim in ("pp", "cp", "tp"))
     config, watch = config_of(step, BASE | dict(global_batch_size=2 * world // cuts) | options), Watch()
+    run = Watched(config, watch)
     with fake_gpu(watch, rank, world, capability):
         check(config, world)
-        with Watched(config, watch) as run:
+        with run:
             importlib.import_module(step).train(config, run)
     return watch
 

@@ -249,6 +249,8 @@ ROWS = [
     Row(4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="usp", recompute="full"), MHA, does=("equals", "evaluates")),
     Row(4, "step05_cp_ring", dict(cp=4, cp_mode="ring"), WINDOW | TIED),  # a window reaches over two ranks
     Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses"), WINDOW | SGD, EXHAUSTIVE),
+    Row(2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses", cp_kernel="flash"), WINDOW | SGD),
+    Row(1, "step05_cp_ring", dict(cp_kernel="flash"), WINDOW | SGD),
     Row(4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="ring", cp_kernel="flash", zero=3), WINDOW | SGD),
     Row(4, "step06_pipeline", dict(pp=2, cp=2, cp_mode="ring", schedule="zb-h1"), WINDOW, does=("equals", "evaluates")),
     Row(1, "step05_cp_ring", dict(documents="reset"), MASK),  # RoPE is relative

@@ -9,6 +9,7 @@ Tests with `seen` train on GPUs that are not there (tests/fake_gpu.py), in a pro
 
 import os
 from contextlib import AbstractContextManager
+from threading import get_ident
 from types import SimpleNamespace
 from unittest import mock
 
@@ -41,9 +42,11 @@ from theory.gpus import COMMUNICATOR, CONTEXT
 from theory.layouts import Layout, communicators
 from theory.shapes import shape_of
 from variants import Parts, chunked_loss, documents
+from variants.ep_overlap import Turns
 from variants.prefetch import Ahead
 
 MOE = dict(experts=4, ep=2, ffn_dim=48, expert_matmul="grouped")
+TURNS = MOE | dict(pp=2, schedule="ahead", chunks=1, ep_overlap=True, n_layers=4, global_batch_size=16)
 OFFLOADED = dict(zero=3, offload_params="cpu", offload_optimizer="cpu")
 CASES = {  # step, flags, ranks, capability of the GPUs, and how often the host waits in forward and backward
     "plain": ("step01_single_gpu", {}, 1, (9, 0), 0),
@@ -58,9 +61,12 @@ CASES = {  # step, flags, ranks, capability of the GPUs, and how often the host 
     "lists": ("step06_pipeline", dict(pp=2, tp=2, schedule="zb-h1", zero=1), 8, (9, 0), 0),
     "experts": ("step07_moe_ep", MOE, 8, (9, 0), 12),  # once for 3 layers, 2 micro-batches, 2 steps
     "experts, A100": ("step07_moe_ep", MOE, 8, (8, 0), 12),
+    "rows": ("step07_moe_ep", MOE | dict(ep_mode="rows"), 8, (9, 0), 24),  # to ranks, then to experts
+    "nodes": ("step07_moe_ep", MOE | dict(ep=4, ep_mode="nodes"), 8, (9, 0), 36),
+    "in turns": ("step07_moe_ep", TURNS, 8, (9, 0), 16),  # once for 2 layers, 4 micro-batches, 2 steps
     "experts, again": ("step07_moe_ep", MOE | dict(recompute="full", ep=1), 8, (9, 0), 24),
 }
-USUAL = ("offloaded, alone", "experts", "experts, A100")
+USUAL = ("offloaded, alone", "experts", "experts, A100", "nodes", "in turns")
 VISIT, GROUPED, COUNT = "visit_experts", "variants.grouped_matmul", "F.one_hot(experts_TK.flatten(), p_TE.shape[-1])"
 # fmt: off
 FAULTY = {  # what is undone: the case; in which of the watch's notes it shows, or an error; module, owner, old, new
@@ -71,6 +77,9 @@ FAULTY = {  # what is undone: the case; in which of the watch's notes it shows, 
     "N3: A100": ("experts, A100", "waits", GROUPED, "can_group", "major not in (9, 10)", "False"),
     "N3: ends": ("experts", "waits", GROUPED, "ends", ", non_blocking=True", ""),
     "N3: bincount": ("experts", "bincount", "step07_moe_ep", "MoE", COUNT, "torch.bincount(experts_TK.view(-1))"),
+    "G10": ("nodes", "waits", "variants.expert_rows", "send_rows", "torch.stack((leaving, coming)).tolist()",
+            "leaving.tolist(), coming.tolist()"),
+    "G1": ("in turns", "not compiled with CUDA", "variants.ep_overlap", "Turns", 'device.type == "cuda"', "False"),
     "a gradient": ("offloaded", "early", "variants.offload_optimizer", "Update", "            wait()", "            0"),
     "a look": ("plain", "waits", "common.model", "summed_cross_entropy", "return F", "logits.sum().item(); return F"),
     "a table": ("plain", "device", "common.model", "apply_rope", "x * cos", "x * cos.cpu()"),
@@ -140,6 +149,15 @@ def test_what_is_undone_shows(seen, name):
         assert (found["waits"] > CASES[case][-1]) if note == "waits" else found[note], name
 
 
+def test_g1_and_g3_all_forwards_in_pairs_have_one_thread(monkeypatch):
+    """It is told its device once: CUDA's current device, and the plans of cuDNN, belong to a thread."""
+    told, device = [], torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda given: told.append((get_ident(), given)))
+    turns = Turns(device)
+    threads = {turns.both(get_ident, get_ident)[0] for _ in range(3)}
+    assert told == [(*threads, device)] and get_ident() not in threads
+
+
 def test_all_ranks_launch_in_an_order_that_ends(seen):
     """As if each call blocked its rank. When ranks 0 and 3 sum the norm over tp before pp, all four wait."""
     assert seen(calls_of) == []
@@ -173,6 +191,32 @@ def test_the_plan_counts_the_communicators(seen, name):
     x = layout_of_flags(equal.config_of(step, options | dict(global_batch_size=32)), 8)
     m = shape_of(equal.ModelConfig(**equal.SMALL), SimpleNamespace(experts=options.get("experts", 0)))
     assert communicators(m, x) == seen(groups_of, step, options) + 1
+
+
+def waits_behind_zero(what: str, step: str, options: dict) -> bool:
+    """Runs in a process of its own: whether calls of this kind, or dtype, have a communicator with ZeRO's gathers."""
+    assert can_fake_cuda()
+    calls = [call for together in see(step, dict(steps=1, zero=3) | options).calls for call in together]
+    groups = {call.group for call in calls if what in (call.kind, call.what[-1])}
+    gathers = {call.group for call in calls if call.kind.startswith("allgather")}
+    assert groups and gathers
+    return bool(groups & gathers)
+
+
+USP, NODES = dict(cp=8, cp_mode="usp", n_heads=8), MOE | dict(experts=8, ep=8, ep_mode="nodes")
+QUEUES = {  # all eight ranks are one group, as those over which ZeRO cuts: what is sent there, step, flags
+    "ring": ("message", "step05_cp_ring", USP | dict(ulysses=1)),
+    "ulysses": ("alltoall_base", "step05_cp_ring", USP | dict(ulysses=8)),
+    "sequence": ("torch.int64", "step07_moe_ep", MOE | dict(cp=8, ep=1)),
+    "ep inside": ("alltoall_base", "step07_moe_ep", NODES | dict(ep_inside=8)),
+    "ep between": ("alltoall_base", "step07_moe_ep", NODES | dict(ep_inside=1)),
+}
+
+
+@pytest.mark.parametrize("name", usual_first(QUEUES, ("ring", "sequence", "ep inside")))
+def test_g11_activations_do_not_queue_behind_weights(seen, name):
+    """A layer would wait until the weights of the next one are here."""
+    assert not seen(waits_behind_zero, *QUEUES[name])
 
 
 @pytest.mark.parametrize("kind, beside", [("cuda", 3 * 2**30), ("cpu", 0)])

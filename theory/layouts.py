@@ -114,12 +114,13 @@ def network(x: Layout, dim: str, node: int = NODE) -> Network:
 def communicators(m: Shape, x: Layout) -> int:
     """Sets of ranks to which a rank belongs, each one of NCCL's: as `Mesh.enter` makes them, and one for services.
 
-    A dimension whose messages are urgent has its own. (Dualpipe sums over pairs of pipeline ranks.)
+    A dimension whose messages are urgent has its own. (Dualpipe sums over pairs of pipeline ranks.) The two groups each
+    of --cp-mode usp and --ep-mode nodes are not counted: a layout does not know their sizes.
     """
     urgent = {STRIDES[dim](x) for dim in ("pp", "cp", "tp")}
     sums = {(x.dp, x.cp * x.tp), *(STRIDES[dim](x) for dim in ("dp", "shard", "replicas"))}
     if m.experts:
-        urgent, sums = urgent | {STRIDES["ep"](x)}, sums | {STRIDES["expert shard"](x), (x.cp * x.tp, 1)}
+        urgent, sums = urgent | {STRIDES["ep"](x), (x.cp * x.tp, 1)}, sums | {STRIDES["expert shard"](x)}
     mirror = x.pp > 1 and x.schedule == "dualpipe"
     return sum(ranks > 1 for ranks, _ in [*urgent, *sums]) + mirror + (x.world > 1)
 

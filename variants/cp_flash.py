@@ -5,11 +5,13 @@ s/n = 16,384 tokens and 32 heads it is 34 GB. The kernels that PyTorch has behin
 no such matrix, read 16 bits, and take fewer key/value heads than query heads as they are. They are private operators:
 the public function does not return lse, and its backward does not take one.
 
-Use it on a GPU with --dtype bf16, for any sequence that is long enough for --cp. Messages stay the same. What it
-needs: on a GPU 16 bits, Ampere or later, and heads of a multiple of 8 up to 256; on a CPU nothing.
+Use it on a GPU with --dtype bf16, for any sequence that is long enough for --cp, and with --window, whose parts are the
+same formulas. Messages stay the same. What it needs: on a GPU 16 bits, Ampere or later, and heads of a multiple of 8 up
+to 256; on a CPU nothing.
 
 On Hopper and Blackwell cuDNN has a faster kernel. It has not been run here: no such GPU was at hand. It needs 16 bits,
-capability 9.0 or 10.x, and heads of a multiple of 8 up to 128. On a CPU it is the other one.
+capability 9.0 or 10.x, and heads of a multiple of 8 up to 128. On a CPU it is the other one. It makes a plan for each
+length that it meets, in 20 ms and more: so parts of many lengths, of documents and windows, are refused.
 
 In step 5, `part_attention` and `part_gradients` would be two of the four below.
 """
@@ -31,18 +33,23 @@ SINCE = Config
 
 @dataclass
 class Flags:
-    """Kernels of context parallelism."""
+    """Kernels for parts of the keys."""
 
     cp_kernel: Literal["formula", "flash", "cudnn"] = "formula"  # what computes a part of the keys; others: fused
 
 
 def check(config: Any, world: int):
-    """It must matter. Raises UserError."""
-    if config.cp_kernel != "formula" and (config.cp == 1 or config.cp_mode == "ulysses"):
+    """It must matter, and cuDNN must not meet many lengths. Raises UserError."""
+    if config.cp_kernel == "formula":
+        return
+    if not config.window and (config.cp == 1 or config.cp_mode == "ulysses"):
         why = "--cp is 1" if config.cp == 1 else "with --cp-mode ulysses sequences are whole"
         raise UserError(
             f"--cp-kernel {config.cp_kernel}: {why}, and attention is PyTorch's fused one already; leave it out"
         )
+    if config.cp_kernel == "cudnn" and (config.window or config.documents != "off"):
+        flag = f"--window {config.window}" if config.window else f"--documents {config.documents}"
+        raise UserError(f"--cp-kernel cudnn: it would plan anew for each length that {flag} has; use flash")
 
 
 def fits(q: Tensor, kernel: str = "flash") -> bool:

@@ -50,11 +50,11 @@ class Swap(torch.autograd.Function):
         return Swap.apply(grad, ctx.group, not ctx.to_heads), None, None
 
 
-def swapped_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, attend: Callable = attend) -> Tensor:
-    """q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] -> like q."""
+def swapped_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, attend: Callable = attend, **more: Any) -> Tensor:
+    """q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] -> like q. `attend` gets what is more."""
     copies = max(1, group.size // k.shape[2])
     q, k, v = (Swap.apply(x.repeat_interleave(c, 2), group, True) for x, c in ((q, 1), (k, copies), (v, copies)))
-    return Swap.apply(attend(q, k, v), group, False)
+    return Swap.apply(attend(q, k, v, **more), group, False)
 
 
 def swapped_bytes(w: Any, n: int, tp: int) -> float:

@@ -116,8 +116,8 @@ def attach(config: Any, parts: Parts):
         return
     mesh, n = parts.mesh, config.ulysses
     rows = mesh.join("cp", "cp")  # int [groups, cp]
-    mesh.enter("ulysses", rows.reshape(-1, n))
-    mesh.enter("ring", rows.reshape(len(rows), -1, n).swapaxes(1, 2).reshape(-1, config.cp // n))
+    mesh.enter("ulysses", rows.reshape(-1, n), urgent=True)
+    mesh.enter("ring", rows.reshape(len(rows), -1, n).swapaxes(1, 2).reshape(-1, config.cp // n), urgent=True)
     groups = dict(group=mesh["ulysses"], ring=mesh["ring"], chunk=len(parts.positions) // 2)
     for layer in parts.model.model.layers.values():
         parts.instead(layer.self_attn, "attend", partial(crossed_attention, **groups), by=__name__)

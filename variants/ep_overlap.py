@@ -7,17 +7,19 @@ started an all-to-all lets the other compute, and waits only when it is let on a
     B of micro-batch 1                      | combine's, |~ dispatch ~|        | experts'  |~ combine ~| ...
 
 All ranks wait for the one that has fewest such pairs. In 1F1B that is the last one, whose backward follows the forward
-of the same micro-batch; what others send when their pairs are done comes later, so a step is nearly twice as long, and
-`check` refuses it. `--schedule ahead`, interleaved, zbv, dualpipe and dualpipev have pairs on all ranks. Law: the share
-of messages hidden is that of forwards in pairs on the rank with fewest; without any saving a step is as long.
+of the same micro-batch; what others send when their pairs are done comes later, so a step is nearly twice as long: it
+is refused. `--schedule ahead`, interleaved, zbv, dualpipe and dualpipev have pairs on all ranks. Law: the share of
+messages hidden is that of forwards in pairs on the rank with fewest; without any saving a step is as long.
 
 Both are the code of step 7, each in a thread of its own; one thread runs at a time, and the turns are the same on all
 ranks, so their collectives have one order. Bytes are the same. F's output leaves when both are done: so a pair whose B
 waits for what becomes of its F, on whatever way, is taken apart (variants/paired_actions.py).
 
 What two micro-batches at once cannot share is refused: weights that ZeRO 3 frees (--zero-keep does not); --documents,
---dropout and --batch-ramp, which know one micro-batch at a time; --compile. Counts go first, and are waited for at
-once, as the host must know them.
+--dropout and --batch-ramp, which know one micro-batch at a time; --compile; and --loss-chunk, whose forward asks for
+gradients, while B waits in the only thread that autograd has for a GPU. ZeRO 3 and schedules without pairs are refused
+in theory/layouts.py, as the planner needs these rules, too; `check` refuses the rest. Counts go first, and are waited
+for at once, as the host must know them.
 
 In step 7, `dispatch` and `combine` would say between start and wait whose turn it is; in step 6, `execute` would do two
 actions at once.
@@ -26,6 +28,7 @@ actions at once.
 import math
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -67,6 +70,8 @@ def check(config: Any, world: int):
         raise UserError("--ep-overlap: --batch-ramp leaves micro-batches out of a list one by one; choose one of them")
     if config.compile:
         raise UserError("--ep-overlap: --compile cannot look into two threads at once; choose one of them")
+    if config.loss_chunk:
+        raise UserError("--ep-overlap: --loss-chunk finds gradients in forward, beside a backward; choose one of them")
     if config.zero_keep_mb:
         raise UserError("--ep-overlap: --zero-keep-mb frees weights that the other micro-batch needs; leave it out")
     if config.dry_run:
@@ -74,10 +79,12 @@ def check(config: Any, world: int):
 
 
 class Turns:
-    """Two functions, of which one runs at a time."""
+    """Two functions, of which one runs at a time; the first in a thread that lasts, as cuDNN's plans are a thread's."""
 
-    def __init__(self):
+    def __init__(self, device: torch.device):
         self.changed, self.turn, self.left = threading.Condition(), 0, set()
+        begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None  # else GPU 0
+        self.thread = ThreadPoolExecutor(1, initializer=begin)
 
     def both(self, *functions: Callable) -> list:
         """Run both to their ends. Returns what they return, raises what one of them raises."""
@@ -94,10 +101,9 @@ class Turns:
             self.left.discard(i)
             self.give(1 - i)
 
-        thread = threading.Thread(target=run, args=(0,))
-        thread.start()
+        first = self.thread.submit(run, 0)
         run(1)
-        thread.join()
+        first.result()
         if errors:
             raise errors[0]
         return results
@@ -146,7 +152,7 @@ def attach(config: Any, parts: Parts):
     """Do in pairs what the schedule's lists have side by side."""
     if not config.ep_overlap:
         return
-    pipeline, turns = parts.pipeline, Turns()
+    pipeline, turns = parts.pipeline, Turns(parts.pipeline.reference_param.device)
     mine = config.global_batch_size // parts.mesh["dp"].size
     lists = plan(config, m=math.ceil(mine / config.micro_batch_size))[1]
     program = program_of(lists, pipeline.places)[pipeline.group.rank]

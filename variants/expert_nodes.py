@@ -74,9 +74,9 @@ def attach(config: Any, parts: Parts):
     if config.ep_mode != "nodes":
         return
     mesh, inside = parts.mesh, config.ep_inside
-    rows = mesh.ranks.reshape(-1, config.ep)
-    mesh.enter("ep inside", rows.reshape(-1, inside))
-    mesh.enter("ep between", rows.reshape(len(rows), -1, inside).swapaxes(1, 2).reshape(-1, config.ep // inside))
+    rows = mesh.ranks.reshape(-1, config.ep // inside, inside)  # [ep groups, nodes, ranks of a node]
+    mesh.enter("ep inside", rows.reshape(-1, inside), urgent=True)
+    mesh.enter("ep between", rows.swapaxes(1, 2).reshape(-1, config.ep // inside), urgent=True)
     visit = partial(send_rows, mesh["ep between"], visit=partial(send_rows, mesh["ep inside"]))
     for module in parts.model.modules():
         if isinstance(module, RoutedMoE):

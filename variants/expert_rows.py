@@ -12,6 +12,9 @@ T tokens of the rank, R rows sent to other ranks, A received. Backward sends as 
     rows        R (h e + E/ep w) + A h e         and 8 (ep-1) for the counts
     allgather   (ep-1) T (2 h e + E w)
 
+Each time that tokens arrive, the CPU waits for a GPU to count: in `rows` for those that leave and come, then for those
+of each expert; in `allgather` for the latter; so twice a layer and micro-batch, and once.
+
 WHEN. Of a token's k choices, step 7 sends (1 - 1/ep) k rows; `rows` sends (ep-1) (1 - (1 - 1/ep)^k), if choices are
 independent: 4.6 instead of 7 with k 8 and ep 8, but 1.6 instead of 1.75 with k 2. So take it where tokens visit many
 experts or few groups, and `allgather` where nearly every rank is visited by nearly every token.
@@ -35,7 +38,7 @@ from step04_tp_sp import Conjugate, enter_block, leave_block
 from step07_moe_ep import DISPATCH
 from variants import Parts
 from variants.routing import RoutedMoE, room
-from variants.visits import add_rows, visit_local
+from variants.visits import add_rows, places, visit_local
 
 SINCE = step07.Config
 
@@ -54,11 +57,11 @@ def send_rows(group: Group, experts: Callable, tokens: Tensor, gates: Tensor, vi
     """
     gates = gates.unflatten(1, (group.size, -1))
     visits = (gates != 0).any(-1).T
-    rank, token = visits.nonzero().unbind(1)  # sorted by rank
     leaving = visits.sum(1)
     coming = torch.empty_like(leaving)
     all_to_all(coming, leaving, group).wait()
-    leaving, coming = leaving.tolist(), coming.tolist()
+    leaving, coming = torch.stack((leaving, coming)).tolist()  # the CPU waits once for both
+    rank, token = places(visits, sum(leaving))  # sorted by rank
     there = partial(travel, in_rows=leaving, out_rows=coming)
     home = partial(travel, in_rows=coming, out_rows=leaving)
     visitors, their_gates = (Conjugate.apply(x, group, there, home) for x in (tokens[token], gates[token, rank]))

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from common.model import wide
@@ -16,8 +17,14 @@ def add_rows(rows: Tensor, place: Tensor, n: int) -> Tensor:
     return sums.index_put((place,), rows, accumulate=True) if rows.is_cuda else sums.index_add(0, place, rows)
 
 
+def places(mask: Tensor, n: int) -> tuple[Tensor, ...]:
+    """Where bool [a, b] is true, `n` times, in order: row and column, int64 [n]. Knowing n, the CPU need not wait."""
+    return torch.nonzero_static(mask, size=n).unbind(1)
+
+
 def visit_local(experts: Any, tokens: Tensor, gates: Tensor) -> Tensor:
     """tokens [n, dim], gates [n, experts] (0: it does not go there) -> the weighted sums [n, dim], wide."""
     visits = (gates != 0).T
-    expert, token = visits.nonzero().unbind(1)  # sorted by expert
-    return add_rows(experts(tokens[token], visits.sum(1)) * gates[token, expert][:, None], token, len(tokens))
+    counts = visits.sum(1).cpu()  # for which alone the CPU waits
+    expert, token = places(visits, sum(counts.tolist()))  # sorted by expert
+    return add_rows(experts(tokens[token], counts) * gates[token, expert][:, None], token, len(tokens))
