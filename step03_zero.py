@@ -17,8 +17,7 @@ buffer, padded, of n equal shards; rank r updates shard r.
                       '----- rank 0 -----''------- rank 1 -------''---- rank 2 ----''---- rank 3 ----'
 
 P: parameters. e: those of E and H, which stage 3 gathers once in a micro-batch, all others twice (E, too, if the head
-is tied to it; e is then the final norm's). n: ranks. m: micro-batches of a rank. In a step a rank sends (n-1)/n x
-elements:
+is tied to it). n: ranks. m: micro-batches of a rank. In a step a rank sends (n-1)/n x elements:
 
     stage   held in full                sharded                        elements
     0       weights, gradients, masters, moments                       2 P         all-reduce (step 2)
@@ -173,9 +172,8 @@ class Zero2(Zero1):
     """Gradients are sharded as well.
 
     A unit's whole gradient lives from its own backward until the next unit's is done: its reduce-scatter runs
-    meanwhile. So two exist at a time (and a third, in autograd's own memory, if the head is tied: E's gradient as head,
-    until it is added to that as embedding). E comes last: its sum is awaited when the next micro-batch has done H, or
-    in `finish`.
+    meanwhile. So two exist at a time (a third, in autograd's own memory, if the head is tied: E's as head). E comes
+    last: its sum is awaited when the next micro-batch has done H, or in `finish`.
     """
 
     def __init__(self, *args):
@@ -258,9 +256,8 @@ class Zero3(Zero2):
         freed after        E   0   1       H   1   0
         reduce-scatter                         H   1   0   E
 
-    Norm and head are one entry of this timeline, as they are one unit. H stays between its forward and its backward,
-    and the backward of E needs no weights. So two units are whole at a time. If the head is tied to E, then E is
-    gathered again with H and stays until its own backward: a third.
+    H, norm and head, stays between its forward and its backward, and the backward of E needs no weights. So two units
+    are whole at a time; if the head is tied, a third: E is gathered again with H, and stays until its own backward.
     """
 
     unit_type = ShardedUnit
@@ -269,13 +266,12 @@ class Zero3(Zero2):
         super().__init__(model, *args)
         trunk, head = model.model, model.lm_head
         entries = [[trunk.embed_tokens], *([layer] for layer in trunk.layers.values()), [trunk.norm, head]]
-        entries = [modules for modules in entries if None not in modules]  # a pipeline stage may lack an end
         self.lowest = int(trunk.embed_tokens is not None)  # the first entry whose backward needs weights
         self.uses: list[list[Unit]] = []  # by entry, in the order of forward: the units that its modules compute with
-        for i, modules in enumerate(entries):
+        for i, modules in enumerate(entry for entry in entries if None not in entry):  # a pipeline stage may lack ends
             params = set(nn.ModuleList(modules).parameters())
             self.uses.append([unit for unit in self.units if params & set(unit.named.values())])
-            modules[0].register_forward_pre_hook(lambda *_, i=i: self.fetch(i, min(i + 1, len(entries) - 1)))
+            modules[0].register_forward_pre_hook(lambda *_, i=i: self.fetch(i, min(i + 1, len(self.uses) - 1)))
             modules[-1].register_forward_hook(partial(self.after_forward, i))
 
     def fetch(self, i: int, ahead: int):
