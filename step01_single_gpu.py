@@ -8,12 +8,14 @@ SCALE ONCE, THEN ONLY SUM. A micro-batch's loss is the *sum* over its tokens, di
 the *global* batch. Gradients of micro-batches (from chapter 2 on, also of ranks) are then simply added; nothing is
 averaged again. (A mean of means is not the mean when micro-batches have different numbers of target tokens.)
 
-PRECISION. bf16 has 8-bit precision: 0.02 + 1e-5 = 0.02 (Micikevicius et al., "Mixed Precision Training"). So weights
-compute in bf16, gradients add up in fp32, and AdamW updates *masters*, copies of the weights in fp32:
-2 + 4 + 4 + 8 (two moments) = 18 bytes a parameter. In fp32 the weights are their own masters: 4 + 4 + 8 = 16.
+PRECISION. bf16 has 8 significant bits: after 0.02 comes about 0.0201, so 0.02 + 1e-5 is rounded back, and the update is
+lost. So weights compute in bf16, gradients add up in fp32, and AdamW updates *masters*, copies of the weights in fp32
+(Micikevicius et al. 2017, for fp16). With two moments: 2 + 4 + 4 + 8 = 18 bytes a parameter; all in fp32: 4 + 4 + 8.
 
-RECOMPUTATION (--recompute full) spends FLOPs to save memory (Chen et al., "Sublinear Memory Cost"): a layer keeps only
-its input, and does its forward again in backward. Forward is a third of the FLOPs, so it costs almost a third more.
+RECOMPUTATION (--recompute full; activation checkpointing, Chen et al. 2016). A layer saves for its backward, of each
+token, 6 dim + 2 kv_dim + 4 ffn_dim numbers and n_heads + 2 in fp32 (norms on a CPU save 2 dim more). Recomputed, it
+saves its input alone: backward repeats the forward. A token costs 6 FLOPs (2 forward, 4 backward) a weight of each
+matrix but the embedding, and 7 seq dim in a layer's attention. So a second forward adds almost a third.
 
 Run it:    python step01_single_gpu.py
 You should see the loss fall from 5.6 (a guess among 256 bytes and END costs ln 257 = 5.55) to about 2.
@@ -118,7 +120,7 @@ class Optimizer:
 
 
 def scale(gradients: dict[str, Tensor], factor: float):
-    """Multiply gradients, in place. (`train` never names this dict: a name would keep memory past `zero_grad`.)"""
+    """Multiply gradients, in place. (`train` keeps no variable for them: it would keep them alive past `zero_grad`.)"""
     if factor != 1.0:  # else nothing was clipped
         for gradient in gradients.values():
             gradient.mul_(factor)
@@ -135,7 +137,7 @@ def train(config: Config, run: Run):
     RECOMPUTE[config.recompute](model)
     optimizer = Optimizer(model, config)
 
-    for step in run.steps(model=model, optimizer=optimizer, data=data):  # 0, 1, ...; services may load, watch parts
+    for step in run.steps(model=model, optimizer=optimizer, data=data):  # yields 0, 1, ...; shows others the parts
         tokens, targets = (x.to(device) for x in data.batch(step))  # int64 [batch, seq]; targets: each next token
         n_targets = (targets != IGNORE).sum().clamp(min=1)
         xs, ys = (x.split(config.micro_batch_size) for x in (tokens, targets))

@@ -16,12 +16,10 @@ sum is the sum of gradients. Each rank's loss is already divided by the global T
     --sync bucket    gradients lie in flat buffers of --bucket-mb; during the last backward, each buffer's all-reduce
                      starts when it and those before it are complete (Li et al. 2020, "PyTorch Distributed")
 
-With S bytes of gradients, each of n ranks sends 2 (n-1)/n S bytes: less than 2 S for any n.
-
 Run it:    torchrun --nproc_per_node=4 step02_ddp.py
-You should see step 1's losses, equal up to rounding. runs/step02_ddp/metrics.jsonl has `sent`, the bytes of a step:
-2 (n-1)/n (S + 4) on rank 0, of gradients and of the loss (fp32). --sync ring counts each message that it sends. The
-others count by the formula, because PyTorch does not show its messages.
+You should see step 1's losses, equal up to rounding. runs/step02_ddp/metrics.jsonl has `sent`, the bytes that rank 0
+sends in a step: 2 (n-1)/n (S + 4), with S bytes of gradients and a loss in fp32; less than 2 (S + 4) for any n ranks.
+--sync ring counts each message. The others count by the formula, because PyTorch does not show its messages.
 """
 
 import os
@@ -43,7 +41,7 @@ from step01_single_gpu import RECOMPUTE, Optimizer, learning_rate, scale
 
 
 def join_ranks(device: torch.device, **options) -> int:
-    """Meet the others, unless services/ did (with `options`); returns how many. torchrun set RANK, WORLD_SIZE, ..."""
+    """Initialise the process group, unless services/ has; return the number of ranks. torchrun set RANK, WORLD_SIZE."""
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group(**dict(backend="nccl" if device.type == "cuda" else "gloo") | options)
     return dist.get_world_size() if dist.is_initialized() else 1
@@ -93,7 +91,7 @@ class RingSync(NaiveSync):
         for s in range(2 * (n - 1)):
             outgoing, target = shards[(r - s) % n], shards[(r - s - 1) % n]
             incoming = torch.empty_like(target)
-            # To the right neighbour, and from the left one: (tensor, its rank in the group).
+            # Send to the right, receive from the left: (tensor, the neighbour's rank in the group).
             exchange([(outgoing, (r + 1) % n)], [(incoming, (r - 1) % n)], group).wait()
             if s < n - 1:
                 target += incoming

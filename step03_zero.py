@@ -16,15 +16,17 @@ buffer, padded, of n equal shards; rank r updates shard r.
     unit "layers.0":  [ norm  q  k  v  o .. | .. o  norm  gate .. | .. gate  up .. | .. up  down  0 0 ]
                       '----- rank 0 -----''------- rank 1 -------''---- rank 2 ----''---- rank 3 ----'
 
-P: parameters. e: those of E and H, which stage 3 gathers once in a micro-batch, all others twice (E, too, if the head
-is tied to it). n: ranks. m: micro-batches of a rank. In a step a rank sends (n-1)/n x elements:
+P: parameters. n: ranks. m: micro-batches of a rank. A parameter takes 2 bytes (bf16), its gradient 4, its master 4 and
+its moments 8. A rank holds these bytes of each parameter, and sends in a step (n-1)/n x elements:
 
-    stage   held in full                sharded                        elements
-    0       weights, gradients, masters, moments                       2 P         all-reduce (step 2)
-    1       weights, gradients          masters, moments               2 P         reduce-scatter, all-gather
-    2       weights                     masters, moments, gradients    (m+1) P     m reduce-scatters, one all-gather
-    3                                   everything                     m (3 P - e) m times: 2 all-gathers (of E and H
-                                                                                   one), reduce-scatter
+    stage   whole on every rank    bytes a parameter   n = 8   elements
+    0       all of these           18                  18      2 P         all-reduce (step 2)
+    1       weights, gradients     6 + 16/n            8       2 P         reduce-scatter, all-gather
+    2       weights                2 + 16/n            4       (m+1) P     m reduce-scatters, one all-gather
+    3       nothing                18/n                2.25    m (3 P - e) m times: 2 all-gathers, reduce-scatter
+
+Stage 1 holds gradients and, sharded, their sums. Stages 2 and 3 also hold a few whole units while they use them. e: the
+parameters of E and H, gathered once in a micro-batch, all others twice (E, too, if the head is tied to it).
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
 You should see step 1's losses, and `sent` as in the table, times 4 bytes (a weight in bf16 has 2), + (n-1)/n x 24.
@@ -275,14 +277,14 @@ class Zero3(Zero2):
             modules[-1].register_forward_hook(partial(self.after_forward, i))
 
     def fetch(self, i: int, ahead: int):
-        """Start to gather the units of module `i` and of `ahead`, which computes next; wait for those of `i`."""
+        """Start to gather the units of entry `i` and of `ahead`, which computes next; wait for those of `i`."""
         for unit in [*self.uses[i], *self.uses[ahead]]:
             unit.gather()
         for unit in self.uses[i]:
             unit.gathering.wait()
 
     def after_forward(self, i: int, _module: nn.Module, _inputs: tuple, output: Tensor):
-        """Hook: module `i` has computed. Free its weights till its output's gradient arrives, if any will."""
+        """Hook: entry `i` has computed. Free its weights till its output's gradient arrives, if any will."""
         for unit in self.uses[i]:
             if unit not in self.uses[min(i + 1, len(self.uses) - 1)]:  # else the next module or backward needs it
                 unit.free()

@@ -32,7 +32,7 @@ gather. g does the first half, the next f the second: norms and residual sums be
 Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
 You should see step 1's losses. S: the bytes of [b, s, dim]. In a micro-batch a rank sends over tp (n-1)/n x 8 S a layer
 (with --recompute full a forward more, but for its last g: 11 S; 10 S without SP), (n-1)/n x 4 S for embedding and head,
-and two numbers a token to each other rank. Gradients of norms, and the global norm, go once a step (here 0.1 %).
+and two numbers a token to each other rank (here 0.09 %). Once a step: the norms' gradients, the global norm (0.01 %).
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ from step03_zero import STAGES, make_optimizer
 
 def unchanged(x: Tensor, group: Group) -> Tensor:
     """The identity."""
-    return x.view_as(x)  # a view: autograd treats an input that is returned as it is specially
+    return x.view_as(x)  # a view: autograd treats a returned input as a special case
 
 
 def sum_over_ranks(x: Tensor, group: Group) -> Tensor:

@@ -3,8 +3,8 @@
 n ranks share a sequence of s tokens, s/n each. Norms, matrices and the loss look at one token at a time. In attention a
 query looks at its own key and all before it. So queries stay, and keys and values travel round a ring: a rank computes
 with those that it holds while the next ones arrive (Liu et al. 2023, "Ring Attention"). In backward they travel again,
-and with them the sum of their gradients. k and v are sent before a rank computes with them, the sum after the rank has
-added its term. So one message more is needed to bring it home. With 3 ranks, kv1 is k and v of rank 1:
+and with them the sum of their gradients. k and v are sent on before a rank computes: n-1 messages. The sum is sent when
+the rank has added its term: n messages, of which the last brings it home. With 3 ranks, kv1 is k and v of rank 1:
 
     backward     hop 0               hop 1                 hop 2                    last message
     rank 0       kv0   dkv0 = 0      kv2   dkv2 = 2+0      kv1   dkv1 = 1+2+0       dkv0 = 0+1+2
@@ -94,7 +94,7 @@ def part_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
     return (scores - lse[..., None]).exp() @ v, lse
 
 
-def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):  # part_o may have 16 bits
+def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):  # a fused kernel's part_o may have 16 bits
     """Add another part of the keys to a softmax, in place: o [batch, heads, queries, d], lse [batch, heads, queries].
 
     An output is an average of values, weighted by exp(score). Let two keys weigh 3 and 1, and have the values 10 and 2:
@@ -117,7 +117,7 @@ def part_gradients(
     q, k, v, o, do = same_heads(q, k, v, o, do)
     p = (scaled_scores(q, k, causal) - lse[..., None]).exp()
     dp = do @ v.mT
-    delta = (do * o).sum(-1, keepdim=True)  # FlashAttention's D = rowsum(P * dP) over all keys, found without them
+    delta = (do * o).sum(-1, keepdim=True)  # FlashAttention's D, of all keys j: sum P_j dP_j = sum P_j (do v_j) = do o
     ds = p * (dp - delta)  # the backward of a softmax
     dq = ds @ k * scale
     dk = ds.mT @ q * scale
@@ -137,7 +137,7 @@ class RingAttention(torch.autograd.Function):
         """q [batch, heads, s/n, d]; k, v [batch, kv_heads, s/n, d] -> like q."""
         n, r = group.size, group.rank
         attention, ctx.gradients = kernel
-        own = kv = torch.stack((k, v))
+        own = kv = torch.stack((k, v))  # [2, batch, kv_heads, s/n, d]
         o = torch.zeros_like(q, dtype=wide(q.dtype))  # no keys yet: o is 0, and lse is log 0 = -inf
         lse = torch.full_like(o[..., 0], -torch.inf)
         for hop in range(n):
@@ -179,7 +179,7 @@ class RingAttention(torch.autograd.Function):
                 found[1, :, :, keys] += part_dv
             arriving.wait()  # dkv: what the ranks before us have found for kv
             dkv += found
-            outgoing, dkv = dkv, torch.empty_like(dkv)
+            outgoing, dkv = dkv, torch.empty_like(dkv)  # the new dkv is valid after `arriving.wait()`
             arriving = exchange([(outgoing, (r + 1) % n)], [(dkv, (r - 1) % n)], ctx.group)
             if hop + 1 < n:
                 sending.wait()
@@ -221,7 +221,7 @@ def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode, sp: bool) -> Te
     `mesh["data"]`. Raises UserError.
     """
     group, tp, seq_len = mesh["cp"], mesh["tp"], model.config.seq_len
-    mesh.join("data", "dp", "cp")  # all dp x cp ranks. With dp = 1 these are the ranks of mesh["cp"]: one process group
+    mesh.join("data", "dp", "cp")  # all dp x cp ranks. With dp = 1 those of mesh["cp"], in a process group of their own
     for param in model.parameters():
         note_layout(param, data_dim="data")
     if group.size == 1:

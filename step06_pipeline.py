@@ -19,13 +19,13 @@ With v short stages a rank (interleaved: r, r+p, ...) the bubble is (p-1) / (v m
 DEADLOCK. In the middle of 1F1B rank r has a y for r+1, and r+1 has a dx for r. If both send first, and a send waits
 for its receiver, both wait for ever. `send_forward` starts both at once.
 
-AUTOGRAD ends at a boundary. The input of a stage is a leaf. Of its output only the *edge* is kept, its place in the
-graph: its numbers may go once they are sent (here: when the next forward returns; the last one's, when the step ends).
-Backward starts from this edge with the gradient that arrives, and the leaf's `.grad` is what travels on.
+AUTOGRAD ends at a boundary. The input of a stage is a leaf. Of its output we keep only the node of the graph that made
+it (`get_gradient_edge`): backward can start there, and the numbers may be freed once they are sent (here: when the next
+forward returns; the last one's, when the step ends). The leaf's `.grad` is what travels on.
 
 Run it:    torchrun --nproc_per_node=4 step06_pipeline.py --pp 4
 You should see step 1's losses, and rank 0's `sent` over pp: one x a micro-batch (and 18 bytes for loss and norm).
-`python -m common.schedules 4 8 2` draws these and interleaved; --pp 2 --schedule interleaved runs one.
+`python -m common.schedules 4 6 1` draws these, `4 8 2` interleaved, too; --pp 2 --schedule interleaved runs that.
 """
 
 import math
@@ -129,8 +129,7 @@ class Pipeline:
     def backward(self, i: int, stage: int, dy: Tensor | None) -> Tensor | None:
         """From the gradient of a stage's output, or from the loss, to that of its input."""
         x, edge = self.graphs.pop((i, stage))
-        # ... then only sum. The edge takes the place of its tensor:
-        torch.autograd.backward((edge,), None if dy is None else (dy,))
+        torch.autograd.backward((edge,), None if dy is None else (dy,))  # ... then only sum (an edge is its tensor)
         return x.grad
 
     def buffer(self, i: int) -> Tensor:
@@ -165,7 +164,7 @@ class Pipeline:
         return self.send_receive(self.group.rank - 1, send=dx, receive=recv_forward)
 
     def execute(self):
-        """AFAB: all forward, then all backward (GPipe, Huang et al. 2019)."""
+        """AFAB: all forward, then all backward in the same order (GPipe, Huang et al. 2019: in the reverse one)."""
         stage, m = self.group.rank, len(self.xs)
         for i in range(m):
             x = self.recv_forward(i)
@@ -224,7 +223,7 @@ class Instruction(NamedTuple):
 
 
 def costs_of(lists: list[list[Action]]) -> dict[str, int]:
-    """How long each kind of action takes: backward 2, or 1 and 1 where a schedule splits it into B and W."""
+    """How long each kind of action takes: B 2, or 1 if a schedule of variants/ has gradients of weights apart, as W."""
     split = any(action.kind == "W" for row in lists for action in row)
     return COSTS | dict(B=1) if split else {kind: COSTS[kind] for kind in "FB"}
 
@@ -238,9 +237,9 @@ def add_messages(lists: list[list[Action]], places: list[Place], costs: dict | N
 
         receive F0.1, receive F1.1, compute F0.1, send F0.2, receive F0.3, compute F1.1, send F1.2, receive F1.3, ...
 
-    (send F0.2: send what F0.2 needs, the output of F0.1). There is no deadlock, even if a rank stands still until its
-    message has passed. Look at the first action, in this order, that is not done, or whose message has not passed.
-    Everything before it is done. So its input is there, and nothing stands before it, or its message, on either rank.
+    (send F0.2: send what F0.2 needs, the output of F0.1). There is no deadlock, even if a send waits for its receiver:
+    all programs are cut from one common order. Take its first line that has not happened. All before it have, on every
+    rank. So its rank, and its peer, stand at it, and its input is there.
     """
     programs: list[list[Instruction]] = [[] for _ in lists]
     for _, rank, _, action in simulate(lists, places, costs or costs_of(lists)):

@@ -120,7 +120,7 @@ class MoE(nn.Module):
         scores_TK, experts_TK = p_TE.topk(self.top_k)
         if self.top_k > 1:  # a single p / p would be 1, and the router would learn nothing
             scores_TK = scores_TK / scores_TK.sum(-1, keepdim=True)
-        # Not bincount: it asks how large the largest number is, and the CPU would wait for the GPU.
+        # Not bincount, which reads the largest number: the CPU would wait for the GPU once more than the experts need.
         num_tokens_per_expert_E = F.one_hot(experts_TK.flatten(), p_TE.shape[-1]).sum(0)
         order_N = experts_TK.flatten().argsort(stable=True)  # choices, sorted by expert
         token_N = order_N // self.top_k  # the token of each choice

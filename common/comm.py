@@ -7,13 +7,11 @@ there are any) and runs the same script. Ranks meet in *collectives*: calls that
         dp  [0  1  2  3]      Mesh(dp=2, tp=4) lays the ranks out as arange(8).reshape(2, 4). On rank 5, mesh["tp"] is
          |  [4  5  6  7]      the group {4, 5, 6, 7}, in which it is number 1, and mesh["dp"] is the group {1, 5}.
 
-A collective starts at once and returns a `Pending`. Until its `wait`, do not touch the tensors that it was given. The
-caller sees to it that they are contiguous. S: the bytes of a collective's larger tensor. In a group of n each rank
-sends at least this; in a group of one, nothing:
+A collective starts at once and returns a `Pending`. Until its `wait`, do not touch the tensors that it was given, which
+must be contiguous. S: the bytes of a collective's larger tensor. In a group of n each rank sends this in a ring, and so
+it is counted here (NCCL may choose a tree, which sends a little more); in a group of one, nothing:
 
     all_reduce 2 (n-1)/n S         all_gather, reduce_scatter (n-1)/n S         exchange, all_to_all: what is for others
-
-A ring sends just that, and so these formulas count bytes here. NCCL may choose a tree, which sends a little more.
 """
 
 import math
@@ -153,7 +151,7 @@ def all_to_all(output: Tensor, tensor: Tensor, group: Group, in_rows: Rows = Non
 
 def exchange(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group) -> Pending:
     """Messages: (tensor, peer's rank in the group). Both ends must agree on shape and dtype: gloo does not check."""
-    # Receives first: gloo tells a peer that we wait for its message, and would do so behind all that we send.
+    # Post receives first: gloo's note to a peer that we are ready for its message would queue behind what we send.
     operations = [dist.P2POp(dist.irecv, tensor, group=group.handle, group_peer=peer) for tensor, peer in receives]
     for tensor, peer in sends:
         note("send", group, tensor, 1.0)

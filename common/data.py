@@ -73,7 +73,7 @@ def kind_of(source: str) -> str:
         return ""
     if not Path(source).exists():
         return "hub"
-    return Path(source).suffix or "folder"
+    return "folder" if Path(source).is_dir() else Path(source).suffix or "file without a suffix"
 
 
 @lru_cache(maxsize=2)

@@ -1,8 +1,7 @@
 """Initial values, and one small record per parameter: how it is sharded, over which ranks its gradient is summed.
 
-Chapter 1 needs `draw` and `materialize`: a parameter is drawn, and filled in. The record comes with the first ranks.
-Every dimension of parallelism notes in it what it did to a parameter. Whoever fills in initial weights, sums gradients,
-shards optimizer state or takes the global norm reads it.
+Chapter 1 needs `draw` and `materialize`. From chapter 2 on each dimension of parallelism notes in a parameter's record
+what it did to it. Initial weights, sums of gradients, shards of optimizer state and the global norm follow the record.
 
     parameter (full shape)          shards                       partial_over     data_dim
     q_proj.weight   [128, 128]      dim 0 over tp: rows 0-63     ()               "dp"

@@ -1,8 +1,7 @@
 """From chapter 6 on: pipeline schedules as data, lists of who does what in which order, to print, draw, check, run.
 
 A schedule is a function of p ranks, m micro-batches and v stages on a rank; it returns the list of one rank. Those here
-differ in one number, `warm_up`: the forwards that come before forward and backward take turns. Others may split B, or
-place stages anew.
+differ in one number, `warm_up`: the forwards that come before forward and backward take turns.
 
     python -m common.schedules 4 8 2          draws them for 4 ranks, 8 micro-batches, 2 stages on a rank
 """
@@ -72,7 +71,8 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
     """1F1B over v stages a rank (Megatron, Narayanan et al. 2021). UserError if v > 1 and m is no multiple of p."""
     if v > 1 and m % p:
         raise UserError(f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank")
-    return one_f_one_b_order(p, m, v, rank, warm_up=(v - 1) * p + min(v, 2) * (p - 1 - rank))  # v = 1: 1F1B
+    # Twice the distance to the last rank: once would do if messages took no time. So they are hidden. v = 1: 1F1B.
+    return one_f_one_b_order(p, m, v, rank, warm_up=(v - 1) * p + min(v, 2) * (p - 1 - rank))
 
 
 class Schedule(NamedTuple):
@@ -91,14 +91,16 @@ SCHEDULES: dict[str, Callable[[Any], Schedule]] = {  # what a name stands for, u
 
 
 def consumer(action: Action, places: list[Place]) -> Action | None:
-    """The action that waits for the output of this one."""
+    """The action that waits for this one's output: of the next stage, or in backward of the one before; else None."""
     there = {"F": places[action.stage].after, "B": places[action.stage].before}.get(action.kind)
     return None if there is None else action._replace(stage=there)
 
 
 def simulate(lists: list[list[Action]], places: list[Place], costs: dict, message: float = 0) -> list[tuple]:
-    """(end, rank, start, action), sorted: an action starts when its rank is free, and its input there by `message`."""
-    awaited = {consumer(action, places) for row in lists for action in row}
+    """Sorted (end, rank, start, action); input of another rank takes `message`. ValueError if ranks wait for ever."""
+    # The loss is the input of its own stage's backward.
+    needs_it = {a: consumer(a, places) or a._replace(kind="B" * (a.kind == "F")) for row in lists for a in row}
+    awaited = {*needs_it.values()}
     spans, arrival, free, left = [], {}, [0 for _ in lists], [deque(row) for row in lists]
     while any(left):
         ready = [rank for rank, row in enumerate(left) if row and (row[0] in arrival or row[0] not in awaited)]
@@ -106,10 +108,10 @@ def simulate(lists: list[list[Action]], places: list[Place], costs: dict, messag
             raise ValueError(f"each rank waits for ever: {[row[0] for row in left if row]}")
         for rank in ready:
             action = left[rank].popleft()
-            there = consumer(action, places)
+            there = needs_it[action]
             start = max(free[rank], arrival.get(action, 0))
             free[rank] = start + costs[action.kind]
-            arrival[there] = free[rank] + (message if there and places[there.stage].rank != rank else 0)
+            arrival[there] = free[rank] + (message if places[there.stage].rank != rank else 0)
             spans.append((free[rank], rank, start, action))
     return sorted(spans)
 
@@ -125,6 +127,7 @@ def draw(lists: list[list[Action]], places: list[Place], costs: dict = COSTS) ->
 
 if __name__ == "__main__":
     p, m, chunks = map(int, sys.argv[1:4] or sys.exit("python -m common.schedules RANKS MICRO_BATCHES CHUNKS"))
+    chunks == 1 or m % p == 0 or sys.exit(f"error: RANKS {p} must divide MICRO_BATCHES {m}, or CHUNKS be 1")
     for name, make in SCHEDULES.items():
         actions, places, v = make(SimpleNamespace(chunks=chunks))
         print(name, draw([actions(p, m, v, rank) for rank in range(p)], places(p * v, p, v)), sep="\n")

@@ -64,7 +64,8 @@ def parse(cls: type, argv: list[str] | None = None) -> Any:
     parser = argparse.ArgumentParser(description=inspect.getmodule(cls).__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.error = wrong  # its own would print the usage
     fields, helps = {field.name: field for field in dataclasses.fields(cls)}, {}
-    for base in cls.__mro__[:-1]:
+    written = [base for base in cls.__mro__ if getattr(inspect.getmodule(base), base.__name__, None) is base]
+    for base in written[:-1]:  # a class that a program has made has no comments, and `object` has no fields
         group = parser.add_argument_group(base.__doc__)
         comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(base), re.MULTILINE))
         for name, kind in get_type_hints(base).items():

@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from common import UserError
@@ -56,8 +55,11 @@ def folder_name(step: int) -> str:
 
 def checksum(path: Path) -> str:
     """SHA-256 of a file."""
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while part := file.read(PART):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def index_checksum(index: dict[str, Any]) -> str:
@@ -156,8 +158,8 @@ class Saver:
         """Do it; what goes wrong is kept for `give_up`."""
         try:
             what(*args)
-        except (OSError, SafetensorError) as error:
-            self.error = getattr(error, "strerror", None) or str(error)
+        except OSError as error:
+            self.error = error.strerror or str(error)
 
     def make_room(self):
         """Rank 0: a hidden directory."""
@@ -257,7 +259,12 @@ class Checkpoint:
     """A complete checkpoint to read from: `index`, and its files, opened when they are needed."""
 
     def __init__(self, path: Path):
+        try:
+            from safetensors import safe_open  # a run that reads no checkpoint trains without it
+        except ModuleNotFoundError as error:
+            raise UserError(f"to read {path}: pip install safetensors") from error
         self.path, self.index, self.files, self.opened = path, read_index(path), {}, ExitStack()
+        self.open = lambda rank: safe_open(path / file_name(rank), "pt")
 
     def kinds(self, name: str) -> set[str]:
         """What is stored of a parameter: "master", "exp_avg", ..."""
@@ -271,7 +278,7 @@ class Checkpoint:
     def read(self, rank: int, key: str, stored: Box, wanted: Box) -> Tensor:
         """A part of a stored box, from the file of a rank."""
         if rank not in self.files:
-            self.files[rank] = self.opened.enter_context(safe_open(self.path / file_name(rank), "pt"))
+            self.files[rank] = self.opened.enter_context(self.open(rank))
         if not stored.size:
             return self.files[rank].get_tensor(key)
         return self.files[rank].get_slice(key)[place_in(stored, wanted)]

@@ -5,9 +5,10 @@
     import FOLDER OUT  config.json and *.safetensors of such a model as a checkpoint of step 0: start with it by
                        --resume OUT. There are no moments yet, and the data begins at the beginning
 
-Two of their architectures compute what this decoder computes, number for number:
+Three of their architectures compute what this decoder computes, number for number:
 
-    Llama       no experts. Names and shapes are the same on both sides
+    Llama       no experts. Names and shapes are the same on both sides. SmolLM and SmolLM2 are of this kind
+    Mistral     the same, where it has no sliding window; it is exported as Llama
     Mixtral     step 7: softmax over all experts, top-k, the gates of the chosen sum to 1
 
 Mixtral's files have one tensor for each expert; ours has one for all, [experts, out, in]. A token that visits one
@@ -63,10 +64,10 @@ class Format(NamedTuple):
     defaults: dict[str, Any]  # of keys that an old config.json may lack
 
 
+OLD = dict(rms_norm_eps=1e-6, rope_theta=1e4)
 FORMATS = {
-    "llama": Format(
-        "LlamaForCausalLM", dict(attention_bias=False, mlp_bias=False), dict(rms_norm_eps=1e-6, rope_theta=1e4)
-    ),
+    "llama": Format("LlamaForCausalLM", dict(attention_bias=False, mlp_bias=False), OLD),
+    "mistral": Format("MistralForCausalLM", dict(sliding_window=None), OLD | dict(sliding_window=4096)),
     "mixtral": Format("MixtralForCausalLM", dict(sliding_window=None), dict(rms_norm_eps=1e-5, rope_theta=1e6)),
 }
 LLAMA3_ROPE = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
@@ -157,6 +158,8 @@ def export(source: str, out: str) -> str:
     empty = {theirs: one.empty.to(dtype) for theirs, one in wanted.items()}
     split = split_torch_state_dict_into_shards(empty, max_shard_size=SHARD_BYTES)
     whole = lru_cache(1)(lambda name: saved.whole("master", name).to(dtype))  # experts of one tensor come in turn
+    if any(folder.glob("*.safetensors*")):  # files of two saves do not belong in one folder
+        raise UserError(f"export: {out} has *.safetensors files already; give a new folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, names in split.filename_to_tensors.items():
@@ -177,16 +180,19 @@ def model_of(theirs: dict[str, Any], source: str) -> tuple[ModelConfig, Moe]:
 
     def need(name: str, value: Any, *allowed: Any):
         if value not in allowed:
-            raise UserError(f"import {source}: its {name} is {value}, this decoder knows only {allowed[0]}")
+            known = " or ".join(map(str, allowed))
+            raise UserError(f"import {source}: its {name} is {value!s:.80}, this decoder knows only {known}")
 
     kind = theirs.get("model_type")
     if kind not in FORMATS:
-        raise UserError(f"import {source}: its model_type is {kind}, this decoder knows {', '.join(FORMATS)}")
+        known = f"{', '.join(FORMATS)}, without biases and without norms of queries and keys"
+        raise UserError(f"import {source}: its model_type is {kind}, this decoder knows {known}")
     style, names = FORMATS[kind], SIZES | (EXPERT_SIZES if kind == "mixtral" else {})
     defaults = dict(num_key_value_heads=None, tie_word_embeddings=False) | style.defaults
     need("hidden_act", theirs.get("hidden_act", "silu"), "silu")
+    need("quantization_config", theirs.get("quantization_config"), None)
     for key, value in style.without.items():
-        need(key, theirs.get(key, value), value)
+        need(key, theirs.get(key, defaults.get(key, value)), value)
     if missing := [key for key in names.values() if key not in theirs and key not in defaults]:
         raise UserError(f"import {source}: config.json does not say {', '.join(missing)}")
     values = {ours: theirs.get(key, defaults.get(key)) for ours, key in names.items()}
@@ -203,41 +209,44 @@ def model_of(theirs: dict[str, Any], source: str) -> tuple[ModelConfig, Moe]:
         values["rope_scaling"] = float(rope["factor"])
     values["rope_theta"] = float(rope.get("rope_theta", theirs.get("rope_theta", defaults["rope_theta"])))
     m = ModelConfig(**values)
-    check_shape(m)
     need("head_dim", theirs.get("head_dim") or m.head_dim, m.head_dim)
+    check_shape(m)
     return m, moe
 
 
-def flags_for(m: ModelConfig, moe: Moe, source: str) -> str:
-    """The command-line flags of the nearest preset, and those that make it this shape. Raises UserError."""
-    fixed = ("rope_theta", "rope_scaling", "norm_eps")
-    fitting = {k: p for k, p in PRESETS.items() if all(getattr(p, name) == getattr(m, name) for name in fixed)}
-    if not fitting:
-        known = sorted({tuple(getattr(p, name) for name in fixed) for p in PRESETS.values()})
-        raise UserError(f"import {source}: no preset has its {fixed} {tuple(getattr(m, f) for f in fixed)}: {known} do")
-    preset = min(fitting, key=lambda name: len(differing(m, fitting[name]).split()))
+def flags_for(m: ModelConfig, moe: Moe) -> str:
+    """The command-line flags of the nearest preset, and those that make it this shape."""
+    preset = min(PRESETS, key=lambda name: len(differing(m, PRESETS[name]).split()))
     experts = [f"--experts {moe.experts} --experts-per-token {moe.experts_per_token}"] if moe.experts else []
-    return " ".join([f"--model {preset}", differing(m, fitting[preset]), *experts])
+    return " ".join(filter(None, [f"--model {preset}", differing(m, PRESETS[preset]), *experts]))
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    """The file of each tensor: as the index says, else of all files that are there. Raises UserError if two have it."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    files: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+    for path in [single] if single.exists() else () if index.exists() else sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  # not a dict
+                if files.setdefault(name, path.name) != path.name:
+                    raise UserError(f"import {folder}: {files[name]} and {path.name} both have {name}: keep one save")
+    return files
 
 
 def weights(folder: Path, m: ModelConfig, moe: Moe) -> Iterator[Piece]:
     """The tensors of a folder's safetensors files, as parts of ours. Raises UserError if one is missing or odd."""
-    wanted = theirs_of(m, moe.experts)
-    missing = set(wanted)
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for theirs in file.keys():  # noqa: SIM118  # not a dict
-                tied = theirs == "lm_head.weight" and theirs not in wanted
-                if tied or theirs.endswith("rotary_emb.inv_freq"):
-                    continue  # a copy of the embedding, or a table
-                tensor, known = file.get_tensor(theirs), wanted.get(theirs)
-                if known is None or tensor.shape != known.empty.shape:
-                    raise UserError(f"import {folder}: {theirs} {list(tensor.shape)} does not fit config.json")
-                missing.discard(theirs)
-                first = 0 if known.at is ... else known.at * tensor.numel()
-                yield Piece("master", known.name, tensor.contiguous(), known.whole_shape, first=first)
-    if missing:
-        raise UserError(f"import {folder}: no *.safetensors file there has {sorted(missing)[0]}")
+    wanted, files = theirs_of(m, moe.experts), files_of(folder)
+    if missing := sorted(wanted.keys() - files.keys()):
+        raise UserError(f"import {folder}: no *.safetensors file there has {missing[0]} (.bin files are not read)")
+    opened = lru_cache(lambda file: safe_open(folder / file, "pt"))
+    for theirs, file in files.items():
+        if theirs not in wanted and theirs.endswith(("lm_head.weight", "rotary_emb.inv_freq")):
+            continue  # a copy of the embedding, or a table
+        tensor, known = opened(file).get_tensor(theirs), wanted.get(theirs)
+        if known is None or tensor.shape != known.empty.shape:
+            raise UserError(f"import {folder}: {theirs} {list(tensor.shape)} does not fit config.json")
+        first = 0 if known.at is ... else known.at * tensor.numel()
+        yield Piece("master", known.name, tensor.contiguous(), known.whole_shape, first=first)
 
 
 def import_weights(source: str, out: str) -> str:
@@ -247,12 +256,12 @@ def import_weights(source: str, out: str) -> str:
         raise UserError(f"import: {out} exists already; give a new run directory")
     try:
         m, moe = model_of(json.loads((folder / "config.json").read_text()), source)
-        flags = flags_for(m, moe, source)
+        flags = flags_for(m, moe)
         pieces = list(weights(folder, m, moe))
-    except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, ArithmeticError, SafetensorError) as error:
         raise UserError(f"import {source}: its config.json or *.safetensors cannot be read ({error})") from error
     dtype = next(str(piece.tensor.dtype) for piece in pieces if "embed_tokens" in piece.name)
-    config = dict(model=flags.split()[1], imported=str(folder), experts_per_token=moe.experts_per_token)
+    config = dict(model=flags.removeprefix("--model "), imported=str(folder), experts_per_token=moe.experts_per_token)
     Saver(target).save(0, pieces, dict(config=config, model=dataclasses.asdict(m), dtype=dtype, state={}))
     return f"{folder} ({dtype}) -> {target}/; go on{' in step 7' * bool(moe.experts)} with {flags} --resume {target}"
 

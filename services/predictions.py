@@ -50,11 +50,6 @@ def work_lists(config: Any, parts: Parts) -> tuple[dict[int, Place], list[Action
     return {stage: place for stage, place in enumerate(places) if place.rank == rank}, lists_of(config, parts)[rank]
 
 
-def layers_again(config: Any) -> str:
-    """What of whole layers is recomputed: nothing, where `--recompute` is the step's "none" and a file's own."""
-    return "none" if RECOMPUTE[config.recompute] is RECOMPUTE["none"] else config.recompute
-
-
 def passes_of(config: Any, parts: Parts) -> Passes:
     """What passes through this rank in a step."""
     m, dtype = shape(config, parts), next(parts.model.parameters()).dtype
@@ -64,9 +59,8 @@ def passes_of(config: Any, parts: Parts) -> Passes:
     begins, ends = (sum(getattr(place, end) is None for place in passed) for end in ("before", "after"))
     sums = len(layers), sum(map(m.has_experts, layers)), begins, ends
     own = config.global_batch_size // size(parts, "dp") * m.seq_len // size(parts, "cp")
-    tokens, whole = own / micro_batches(config, parts), layers_again(config) != "none"
-    again = config.recompute != "none" and not whole
-    return Passes(m, tokens, *sums, dtype.itemsize, wide(dtype).itemsize, whole, again)
+    again = RECOMPUTE[config.recompute] is not RECOMPUTE["none"]  # whole layers
+    return Passes(m, own / micro_batches(config, parts), *sums, dtype.itemsize, wide(dtype).itemsize, again)
 
 
 def moment_bytes(config: Any, parts: Parts) -> int:
@@ -90,7 +84,7 @@ def held_bytes(config: Any, parts: Parts) -> dict[str, float]:
     if units:
         n, cut = (sum(unit.length * (unit.group.size if whole else 1) for unit in units) for whole in (True, False))
     batch, seq = config.micro_batch_size, w.m.seq_len // size(parts, "cp")
-    about = size(parts, "tp"), getattr(config, "sp", False), layers_again(config), on_cpu, config.loss_chunk
+    about = size(parts, "tp"), getattr(config, "sp", False), config.recompute, on_cpu, config.loss_chunk
     micro_batch = activations.MicroBatch(w.m, batch, seq, w.e, w.wide, *about)
     places, row = work_lists(config, parts)
     split = any(action.kind == "W" for action in row)

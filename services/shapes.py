@@ -20,6 +20,9 @@ class Flags:
     ffn_dim: int = 0  # override the width of the MLP
     vocab_size: int = 0  # override the size of the vocabulary
     seq_len: int = 0  # override the sequence length, in tokens
+    rope_theta: float = 0.0  # override RoPE's base; 0: as the preset
+    rope_scaling: float = 0.0  # override Llama 3.1's factor for RoPE's long waves; 1: none, 0: as the preset
+    norm_eps: float = 0.0  # override what RMSNorm adds to the mean square; 0: as the preset
     tied: bool = None  # override whether embedding and head share one matrix
 
 
@@ -40,8 +43,7 @@ def check_shape(shape: ModelConfig):
 
 def differing(shape: ModelConfig, preset: ModelConfig) -> str:
     """The flags that make the preset this shape: "--dim 64 --no-tied"."""
-    changed = [field.name for field in dataclasses.fields(Flags)]
-    changed = [name for name in changed if getattr(shape, name) != getattr(preset, name)]
+    changed = [name for name, value in vars(preset).items() if getattr(shape, name) != value]
     return " ".join(spelled(name, getattr(shape, name)) for name in changed)
 
 
@@ -49,8 +51,7 @@ def settle(config: Any, world: int):
     """Let `--model` stand for the preset with its overrides. Raises UserError."""
     preset = PRESETS[config.model]
     flags = {field.name: getattr(config, field.name) for field in dataclasses.fields(Flags)}
-    unset = {field.name: field.default for field in dataclasses.fields(Flags)}
-    shape = dataclasses.replace(preset, **{name: value for name, value in flags.items() if value is not unset[name]})
+    shape = dataclasses.replace(preset, **{k: value for k, value in flags.items() if value != getattr(Flags, k)})
     check_shape(shape)
     if shape != preset:
         config.model = f"{config.model} {differing(shape, preset)}"

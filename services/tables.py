@@ -30,12 +30,6 @@ def bytes_of(tensors: Iterable[Tensor | None]) -> int:
     return sum(storages.values())
 
 
-def shown_dims(mesh: Mesh) -> list[str]:
-    """The dimensions of the mesh, and those that cut experts, if there is a cut."""
-    more = ["ep", "expert_data"] if "ep" in mesh.groups and mesh["ep"].size > 1 else []
-    return [*mesh.sizes, *more]
-
-
 def full_shape(shape: Iterable[int], shards: tuple[Shard, ...]) -> list[int]:
     """The shape of the whole tensor, from that of a rank's part and its cuts."""
     shape = list(shape)
@@ -62,9 +56,11 @@ def reduction_rows(model: Decoder, dims: list[str]) -> dict[str, list[str]]:
 
 
 def reduction_table(model: Decoder, mesh: Mesh) -> str:
-    """The table of all ranks' parameters. Along pp it says on how many of the ranks a parameter is. A collective."""
-    dims = shown_dims(mesh)
-    names = [name for name, _ in model.named_parameters()]
+    """The table of all ranks' parameters: along the mesh's dimensions, and other groups that records name, such as ep.
+
+    Along pp it says on how many of the ranks a parameter is. A collective.
+    """
+    dims, names = [*mesh.groups], [name for name, _ in model.named_parameters()]
     everyone = gather_objects((mesh["pp"].rank if "pp" in dims else 0, reduction_rows(model, dims), names))
     stages = {rank: (rows, names) for rank, rows, names in everyone}  # ranks of a stage have the same names
     holders = Counter(name for _, names in stages.values() for name in names)
@@ -74,5 +70,7 @@ def reduction_table(model: Decoder, mesh: Mesh) -> str:
             kind = re.sub(r"\.\d+\.", ".*.", name)
             row = merged.setdefault(kind, list(rows[kind]))
             if "pp" in dims:
-                row[1 + dims.index("pp")] = f"on {holders[name]}"
-    return table([["parameter", "full shape", *dims], *([name, *row] for name, row in merged.items())])
+                row[1 + dims.index("pp")] = f"on {holders[name]} of {len(stages)}"
+    lines = [["parameter", "full shape", *dims], *([name, *row] for name, row in merged.items())]
+    shown = [cells for cells in zip(*lines, strict=True) if cells[0] in mesh.sizes or {*cells[1:]} != {"Replicate"}]
+    return table([*map(list, zip(*shown, strict=True))])

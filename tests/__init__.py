@@ -13,17 +13,14 @@ WHAT IS PROVED
     schedules are complete, end, idle as the papers say      test_schedules.py
     a rule that is not torch's own is what others mean by it test_rules.py
     the seven steps train in an empty folder                 test_alone.py
-    with default flags what you read is what runs            test_seam.py
     what has been saved is read under any layout             test_checkpoint.py
     all of these notice mistakes                             test_faults.py        faults.py: text, and what it becomes
     a wrong flag is one line on every rank                   test_flags.py
-    a sick node is told from a healthy one                   test_certify.py       sick.py: a node a fault
     who may import whom, sizes, one shape for each room      test_house.py
 
 What else is beside the course has a file of its name: test_plan.py (theory/), test_labs.py (labs/), test_pages.py,
-test_certify.py, test_cluster.py, test_screen.py, test_dry_run.py, test_readers.py, test_evaluation.py (services/).
-test_gpu.py runs the code for GPUs on GPUs that are not there (fake_gpu.py). mutants.py changes a token and asks who
-notices; it is no test.
+test_cluster.py, test_screen.py, test_dry_run.py, test_readers.py, test_evaluation.py (services/).
+test_gpu.py runs the code for GPUs on GPUs that are not there (fake_gpu.py).
 
 WHAT A TEST IS BUILT FROM
     pools(4).run(function, *args)   runs a function on four ranks, and returns its four results (pool.py, conftest.py)
@@ -39,8 +36,7 @@ HOW TO ADD
                   a line in test_rules.py, which holds it against what others wrote. Then run test_pairs.py's sweep:
                   the default run has any two flags, not any two values. A row of more than two flags of pairs.py
                   equals one process in a run of test_pairs.py that has them all; by itself in the sweep
-    a behaviour   a function in test_layouts.py, and its name in the `does` of some rows. What `launches`, or
-                  `stays_near`, services/certify.py starts on a user's machine, too (launches.py)
+    a behaviour   a function in test_layouts.py, and its name in the `does` of some rows
     a law         a test in test_laws.py: from the formula in the docstring to what `comm.observer` is shown, exactly
     a fault       a line in faults.py: module, function, its text, what it becomes, and the row or law that must notice
     a sweep       mark it `exhaustive`; leave one case of it in the default run

@@ -642,8 +642,6 @@ FAULTS: dict[str, Fault] = {
         ("whole_shards_sent", "Halo", "min(own, reach - d)", "own", "right numbers, more bytes")),
     **of("variants.window", "said: window", DEFAULT,
         ("halo_said_of_the_other_side", "sends", "got * w.layers", "gives * w.layers", "not who gives, but who gets")),
-    **of("variants.cp_ulysses", "said: ulysses", EXHAUSTIVE,
-        ("last_swap_said_again", "swapped_bytes", "- w.again * w.layers * q", "", "recomputation ends before it")),
     **of("variants.zero_keep", "said: kept", EXHAUSTIVE,
         ("gathering_said_for_each_layer", "sends", "kept(config, parts).items()", "()", "as without --zero-keep")),
     **of("variants.zero_keep", "kept", DEFAULT,

@@ -54,6 +54,9 @@ COMPUTED = {  # they change what is computed: one process has them, too
     "ffn_dim": Flag((48, 40)),
     "vocab_size": Flag((259, 261)),
     "seq_len": Flag((16, 24)),
+    "rope_theta": Flag((1e4, 1e2)),
+    "rope_scaling": Flag((1.0, 8.0)),
+    "norm_eps": Flag((1e-5, 0.1)),
     "tied": Flag((False, True)),
     "documents": Flag(("off", "mask", "reset"), takes=dict(end_token=32)),
     "end_token": Flag((256, 32), (DOCUMENTS,)),
@@ -79,7 +82,7 @@ COMPUTED = {  # they change what is computed: one process has them, too
 }
 HOW = {  # they change how it is computed
     "dtype": Flag(("fp64", "fp32", "bf16", "fp16", "auto")),
-    "recompute": Flag(("none", "full", "selective", "attention")),
+    "recompute": Flag(("none", "full", "elementwise", "selective")),
     "attention": Flag(("fused", "scores")),
     "prefetch": Flag((False, True)),
     "compile": Flag((False, True)),
@@ -137,6 +140,7 @@ APART = {  # they end a run early, need what a test's machine lacks, or stand fo
     "backend": "tests/test_gpu.py",
     "out": "each run here has its own",
     "timeout": "tests/test_checkpoint.py",
+    "text_column": "tests/test_readers.py",
     "peak_tflops": "all runs of tests have it",
     "resume": "tests/test_checkpoint.py, and all rows that go on: tests/test_layouts.py",
     "stop_after": "tests/test_checkpoint.py",
@@ -159,11 +163,12 @@ REFUSED: list[tuple[Options, Options] | tuple[Options, Options, str]] = [  # wha
     (dict(fused_gradients=(True,)), dict(schedule=W)),
     (dict(fused_gradients=(True,)), dict(tp_overlap=(True,))),
     (dict(fused_gradients=(True,)), dict(sync=("torch",))),
-    (dict(compile=(True,)), dict(recompute=("full", "selective")), "experts"),  # in steps that have this flag
-    (dict(compile=(True,), recompute=("selective",)), dict(tp=MORE)),
-    (dict(compile=(True,), recompute=("selective",)), dict(cp=MORE)),
+    (dict(compile=(True,)), dict(recompute=("full", "elementwise")), "experts"),  # in steps that have this flag
+    (dict(compile=(True,), recompute=("elementwise",)), dict(tp=MORE)),
+    (dict(compile=(True,), recompute=("elementwise",)), dict(cp=MORE)),
     (dict(batch_ramp=("4,2",)), dict(dtype=("fp16",))),
     (dict(batch_ramp=("4,2",)), dict(global_batch_size=(4,))),
+    (dict(recompute=("selective",)), dict(attention=("fused",))),
     (dict(attention=("scores",)), dict(cp=MORE)),
     (dict(attention=("scores",)), DOCUMENTS),
     (dict(attention=("scores",)), dict(window=(5,))),
@@ -186,6 +191,7 @@ NOWHERE = {("sync", "torch"): STEPS[5:]}  # values that these steps refuse, what
 FEW = 6000  # pairs
 TUNED = {"lr", "steps", "n_layers"}  # of a row: to show a difference
 ALONE = {"dataset", "dtype", "compile"}  # rows with one of these are about more than the flag
+BRINGS = {("recompute", "selective"): dict(attention="scores")}  # what single values are refused without
 # Values that --dry-run refuses.
 UNCOUNTED = {"documents": ("mask", "reset"), "batch_ramp": ("4,2",), "ep_overlap": (True,)}
 
@@ -222,13 +228,14 @@ def complete(step: str, given: Options) -> Options:
     waiting = list(chosen)
     while waiting:
         flag, value = flags[name := waiting.pop()], chosen[name]
-        if value == flag.values[0] or not (flag.needs or flag.takes):
+        takes = flag.takes | BRINGS.get((name, value), {})
+        if value == flag.values[0] or not (flag.needs or takes):
             continue
         possible = (need for need in flag.needs if met(chosen, {name: need[name] for name in need if name in chosen}))
         need = {} if any(met(chosen, need) for need in flag.needs) else next(possible, {})
         more = {name: values[0] for name, values in need.items() if not met(chosen, {name: values})}
-        takes = {name: any(met(chosen, need) for need in FLAGS[name].needs or ({},)) for name in flag.takes}
-        more |= {name: flag.takes[name] for name, legal in takes.items() if legal}  # --balance none has no --bias-speed
+        legal = {name: any(met(chosen, need) for need in FLAGS[name].needs or ({},)) for name in takes}
+        more |= {name: takes[name] for name in takes if legal[name]}  # --balance none has no --bias-speed
         more = {name: value for name, value in more.items() if name in flags and name not in chosen}
         chosen, waiting = chosen | more, [*waiting, *more]
     return plain(step) | chosen

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 DEFAULT, EXHAUSTIVE = "default", "exhaustive"
 EQUALS = ("equals",)  # BEHAVIOURS of tests/test_layouts.py
 ALL = ("equals", "drifts", "stays_near", "evaluates", "goes_on", "launches")
-LAUNCHES, STAYS_NEAR = ("equals", "launches"), ("equals", "stays_near")  # services/certify.py starts them, too
+LAUNCHES, STAYS_NEAR = ("equals", "launches"), ("equals", "stays_near")
 NEAR = dict(dtype="bf16", optimizer="adamw", lr=0.01, steps=3)  # how `stays_near` trains
 UNEVEN = dict(dataset="uneven-targets")  # many do not count; tests/equal.py knows these data sets
 FEW = dict(dataset="few-tokens", vocab_size=5)  # so few that a rank of four has none of them
@@ -89,12 +89,12 @@ ROWS = [
     Row(2, "step03_zero", dict(zero=1), LARGE_HEADS, does=("stays_near",)),
     Row(2, "step07_moe_ep", dict(ep=2, expert_matmul="grouped"), EXPERTS, does=("stays_near",)),
     # step 1: variants of the trainer
-    Row(1, "step01_single_gpu", dict(recompute="selective")),
+    Row(1, "step01_single_gpu", dict(recompute="elementwise")),
     Row(3, "step02_ddp", {}, dict(optimizer="adafactor")),
     Row(2, "step06_pipeline", dict(zero=1, dtype="bf16"), bound=0.05, does=("goes_on",)),
-    Row(2, "step06_pipeline", dict(pp=2, zero=0, recompute="selective"), TIED | dict(optimizer="adafactor")),
-    Row(4, "step05_cp_ring", dict(cp=2, tp=2, zero=3, recompute="selective")),
-    Row(4, "step07_moe_ep", dict(cp=2, ep=2, zero=2, recompute="selective"), EXPERTS),
+    Row(2, "step06_pipeline", dict(pp=2, zero=0, recompute="elementwise"), TIED | dict(optimizer="adafactor")),
+    Row(4, "step05_cp_ring", dict(cp=2, tp=2, zero=3, recompute="elementwise")),
+    Row(4, "step07_moe_ep", dict(cp=2, ep=2, zero=2, recompute="elementwise"), EXPERTS),
     Row(2, "step02_ddp", dict(loss_chunk=5), SGD),
     Row(2, "step04_tp_sp", dict(tp=2, sp=False, loss_chunk=7)),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, loss_chunk=5), TIED, swept=("evaluates",)),
@@ -114,7 +114,7 @@ ROWS = [
     Row(1, "step01_single_gpu", dict(dtype="fp16"), WIDE, bound=1e-10),
     Row(4, "step07_moe_ep", dict(pp=2, ep=2, zero=2, dtype="fp16", loss_chunk=5), WIDE | EXPERTS, bound=1e-10),
     Row(4, "step06_pipeline", dict(pp=2, zero=0, dtype="fp16"), WIDE | TIED | dict(grad_clip=0.0), bound=1e-10),
-    Row(1, "step01_single_gpu", dict(compile=True, recompute="selective"), SGD | COMPILED),
+    Row(1, "step01_single_gpu", dict(compile=True, recompute="elementwise"), SGD | COMPILED),
     Row(1, "step01_single_gpu", dict(compile=True, fused_gradients=True), SGD | COMPILED, EXHAUSTIVE),
     Row(2, "step02_ddp", dict(fused_gradients=True, bucket_mb=0.01), TIED | SGD),
     Row(2, "step03_zero", dict(zero=3, fused_gradients=True, recompute="full"), SGD),
@@ -133,24 +133,19 @@ ROWS = [
     Row(4, "step06_pipeline", dict(pp=2, schedule="dualpipe", recompute="full"), RAMP | MASK | DROP, EXHAUSTIVE),
     Row(4, "step06_pipeline", dict(pp=2, zero=3), BACK | MUON, EXHAUSTIVE),
     Row(2, "step03_zero", dict(zero=3, attention="scores"), SGD),
-    Row(4, "step06_pipeline", dict(pp=2, tp=2, attention="scores", recompute="attention", schedule="zb-h1"), TIED),
-    Row(4, "step05_cp_ring", dict(cp=2, tp=2, recompute="attention"), DROP | SGD),
-    *(
-        Row(4, "step06_pipeline", dict(pp=2, cp=2, cp_mode=mode, recompute="attention", **MASK), MASK, EXHAUSTIVE)
-        for mode in ("zigzag", "allgather", "ulysses")
-    ),
-    Row(2, "step07_moe_ep", dict(ep=2, attention="scores", recompute="selective"), EXPERTS, EXHAUSTIVE),
-    Row(1, "step01_single_gpu", dict(compile=True, attention="scores", recompute="attention"), COMPILED, EXHAUSTIVE),
+    Row(4, "step06_pipeline", dict(pp=2, tp=2, attention="scores", recompute="selective", schedule="zb-h1"), TIED),
+    Row(2, "step07_moe_ep", dict(ep=2, attention="scores", recompute="elementwise"), EXPERTS, EXHAUSTIVE),
+    Row(1, "step01_single_gpu", dict(compile=True, attention="scores", recompute="selective"), COMPILED, EXHAUSTIVE),
     Row(2, "step02_ddp", {}, DROP | SGD, EXHAUSTIVE, does=("equals", "goes_on")),
     Row(2, "step02_ddp", dict(sync="torch", micro_batch_size=2), DROP | SGD, EXHAUSTIVE),
     Row(4, "step04_tp_sp", dict(tp=2, zero=3, recompute="full"), DROP),
-    Row(2, "step04_tp_sp", dict(tp=2, sp=False, recompute="selective", micro_batch_size=2), DROP | SGD | TIED),
+    Row(2, "step04_tp_sp", dict(tp=2, sp=False, recompute="elementwise", micro_batch_size=2), DROP | SGD | TIED),
     Row(4, "step06_pipeline", dict(pp=2, cp=2, recompute="full"), DROP | TIED, swept=("evaluates",)),
     Row(4, "step07_moe_ep", dict(pp=2, tp=2, ep=2, schedule="zb-h1", zero=2), DROP | EXPERTS | dict(dense_layers=1)),
     *(
         Row(4, "step07_moe_ep", dict(pp=2, tp=2, ep=2, sp=False, **more), DROP | EXPERTS | dict(n_layers=4), EXHAUSTIVE)
         for name in ("1f1b", "afab", "interleaved", "zb-h1", "zb-h2", "zb-auto", "zbv", "dualpipe")
-        for more in (dict(schedule=name, recompute="full"), dict(schedule=name, recompute="selective", zero=1))
+        for more in (dict(schedule=name, recompute="full"), dict(schedule=name, recompute="elementwise", zero=1))
     ),
     Row(8, "step07_moe_ep", CUBE | dict(zero=3), DROP | EXPERTS, EXHAUSTIVE),
     # several that change the same calls, whoever attaches first

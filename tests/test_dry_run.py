@@ -13,20 +13,19 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import UserError
-from services import expected
 from services.dry_run import Counted, Meter, Seen, instead_of, run_rank
 from services.run import ServedRun
 from services.seam import check, compose
 from tests.equal import SMALL, config_of, watch
 from tests.pairs import FLAGS, STEPS, UNCOUNTED, covering, lighter, ranks_of, singles
-from theory.gpus import CONTEXT, GPUS
+from theory.gpus import GPUS
 from variants import grouped_matmul
 from variants.routing import RoutedMoE
 
 SHAPE = dict(n_layers=4, n_heads=4, n_kv_heads=2, global_batch_size=4)
 VALUES = dict(  # flags that change what is sent
     dtype=("fp32", "fp64", "bf16"),
-    recompute=("none", "none", "full", "selective"),
+    recompute=("none", "none", "full", "elementwise"),
     micro_batch_size=(1, 2),
     global_batch_size=(4, 8),
     optimizer=("adamw", "sgd", "adafactor", "muon"),
@@ -229,48 +228,24 @@ def test_a_dry_run_says_what_it_counted(name, flags, capsys):
     assert "MFU is at most" in capsys.readouterr().out
 
 
-def test_expected_numbers_follow_from_the_roofline(monkeypatch):
-    """On one rank: as fast as it, or as the host launches; half as fast at worst; tokens, MFU and seconds agree."""
-    line = expected.Launch(1, "step01_single_gpu", "--model debug --global-batch-size 2 --micro-batch-size 2")
-    words = dict(model="debug", global_batch_size=2, micro_batch_size=2, dtype="bf16", dry_run=1)
-    one = run_rank(importlib.import_module(line.step).train, compose(importlib.import_module(line.step))(**words), 0)
-    calls, gpu = sum(count["calls"] for count in one.meter.count.values()), GPUS["h100-80"]
-    monkeypatch.setattr(expected, "CALL", (0.0, 0.0))
-    free = expected.expected(line)
-    assert free.mfu.best == pytest.approx(one.flops / gpu.flops / one.meter.seconds) and not free.by_host
-    assert free.seconds.worst == pytest.approx(free.seconds.best / expected.SPEED[1])
-    assert free.memory.best == sum(one.meter.peak().values()) + CONTEXT and free.exposed == (0.0, 0.0)
-    monkeypatch.setattr(expected, "CALL", (1e-3, 2e-3))
-    held = expected.expected(line)
-    assert held.seconds == pytest.approx((1e-3 * calls, 2e-3 * calls)) and held.by_host
-    assert [t * s for t, s in zip(held.tokens, held.seconds, strict=True)] == pytest.approx([128, 128])
-
-
-def test_expected_lines_are_those_of_the_readme(capsys):
-    """Each step once at least, on up to eight ranks; a wrong flag is a line."""
-    lines = expected.launch_lines()
-    assert {line.step for line in lines} == {*STEPS} and max(line.ranks for line in lines) == 8
-    text = expected.README.read_text()
-    assert all(line.flags in text for line in lines[: -len(expected.EIGHT)])
-    assert expected.main(["--gpu", "abacus"]) == 2 and "abacus" in capsys.readouterr().err
-    refused = expected.report([expected.Launch(2, "step02_ddp", "--bucket-mb 2 --sync naive")], "h100-80")
-    assert "not measured on a GPU" in refused and "--bucket-mb" in refused.splitlines()[-1]
-
-
 @pytest.mark.parametrize(
     "step, flags",
     [
         ("step01_single_gpu", dict(dry_run=1, dropout=0.1)),
         ("step01_single_gpu", dict(dry_run=1, attention="scores")),
-        ("step04_tp_sp", dict(dry_run=2, tp=2, dropout=0.1, attention="scores", recompute="attention")),
-        ("step07_moe_ep", dict(dry_run=4, tp=2, sp=False, dropout=0.1, recompute="attention", dense_layers=1)),
+        ("step04_tp_sp", dict(dry_run=2, tp=2, dropout=0.1, attention="scores", recompute="selective")),
+        ("step07_moe_ep", dict(dry_run=4, tp=2, sp=False, attention="scores", recompute="selective", dense_layers=1)),
+        ("step04_tp_sp", dict(dry_run=2, tp=2, attention="scores", recompute="elementwise")),
         ("step06_pipeline", dict(dry_run=2, pp=2, dropout=0.1, recompute="full")),
     ],
 )
 def test_masks_and_scores_are_predicted(step, flags):
     """What they add to what waits for backward is what is counted, to the byte."""
     added, shape = [], SHAPE | dict(n_layers=2, global_batch_size=2)
-    for more in flags, {name: value for name, value in flags.items() if name not in ("dropout", "attention")}:
+    for more in (
+        flags,
+        {name: value for name, value in flags.items() if name not in ("dropout", "attention", "recompute")},
+    ):
         seen = run_rank(importlib.import_module(step).train, config_of(step, shape | more), 0)
         added.append((seen.held["activations"], seen.predicted["activations"]))
     (measured, predicted), (measured_without, predicted_without) = added

@@ -12,7 +12,7 @@ from tests.rows import EXHAUSTIVE, sized
 from tests.test_checkpoint import goes_on_elsewhere as goes_on_elsewhere  # a fixture
 from tests.test_rules import RULES
 
-INT8, AGAIN = dict(tp=2) | test_laws.INT8, dict(recompute="attention")
+INT8 = dict(tp=2) | test_laws.INT8
 CP, ONE = "step05_cp_ring", dict(n_layers=1, global_batch_size=2)
 LAWS: dict[str, tuple] = {  # ranks, and a function with its arguments that every rank calls: what it returns is the law
     "law: units": (2, test_laws.seen_in_stage_3, dict(zero=3, global_batch_size=2)),
@@ -35,9 +35,8 @@ LAWS: dict[str, tuple] = {  # ranks, and a function with its arguments that ever
     "law: ahead": (1, test_schedules.of_ahead, 2, 8, 1),
     "law: stashed": (3, test_variants.late_losses, dict(recompute="full")),
     "law: ramp": (2, test_variants.ramp_on_rank, 12),
-    "law: scores": (1, test_variants.kept_in_layers, dict(attention="scores", recompute="attention")),
+    "law: scores": (1, test_variants.kept_in_layers, dict(attention="scores", recompute="selective")),
     "said: window": (1, test_dry_run.misjudged_on_rank, CP, ONE | dict(cp=2, cp_mode="ring", window=5), 2),
-    "said: ulysses": (1, test_dry_run.misjudged_on_rank, CP, ONE | AGAIN | dict(cp=2, cp_mode="ulysses"), 2),
     "said: kept": (1, test_dry_run.misjudged_on_rank, "step03_zero", dict(zero=3, zero_keep=True), 2),
     "law: int8": (2, test_laws.measure, "step04_tp_sp", INT8),
     "law: int8 overlap": (2, test_laws.measure, "step04_tp_sp", INT8 | dict(tp_overlap=True)),

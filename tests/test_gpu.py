@@ -324,11 +324,11 @@ def chooses_again(mode: str) -> bool:
     return rounds != [one[::-1] for one in rounds]
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", ["full", "elementwise"])
 def test_n8_a_router_chooses_once(mode):
     """What is recomputed visits the experts of the first time; else gradients are those of another function."""
     assert not chooses_again(mode)
-    with undone("variants.selective", "attach", "CHOICE", "[]"):
+    with undone("variants.elementwise", "attach", "CHOICE", "[]"):
         assert chooses_again(mode)
 
 

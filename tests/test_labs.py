@@ -501,7 +501,6 @@ def test_a_handout_judges_the_whole_file(tmp_path, handout, number):
 COMMANDS = {  # and the first handout in which they work
     "step03_zero.py --model debug --device cpu --dry-run 1": 4,
     "step04_tp_sp.py --model debug --device cpu --dry-run 1": 5,
-    "-m services.probes documents": 6,
     "-m common.schedules 2 4 2": 7,
     "-m theory.plan --gpus 1 --largest": 7,
     "-m theory.plan --model debug --gpus 2 --explain=--tp=2": 7,

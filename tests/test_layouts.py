@@ -1,20 +1,21 @@
 """What rows of the table do, as one process does: the behaviours of `Row.does` are functions here."""
 
+import subprocess
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
-from services import evaluation
-from services.certify import Certificate
-from services.limits import PASS
+from services import evaluation, launch
+from services.seam import spelled
 from tests import bounds, equal
 from tests.equal import difference
-from tests.launches import trial
 from tests.pairs import in_company
 from tests.rows import EXHAUSTIVE, NEAR, ROWS, SGD, Row, every_legal_layout, sized
 from tests.test_checkpoint import STEPS, require_same_bits, stored, train_on_rank
 
+ROOT = Path(__file__).parents[1]
 FP32 = SGD | dict(dtype="fp32", lr=0.01)
 LOOKS = dict(steps=2, eval_every=2, eval_sequences=5, global_batch_size=4, micro_batch_size=2, save_every=2)
 
@@ -72,11 +73,26 @@ def goes_on(pools, reference, row: Row, folder: Path):
     require_same_bits(stored(folder / "cut"), stored(folder / "whole"))
 
 
+def launched(ranks: int, step: str, options: dict[str, Any], out: Path) -> list[dict[str, Any]]:
+    """The metrics of a run that is started as a user starts it."""
+    flags = dict(model="debug", eval_every=0, save_every=0) | equal.BASE | equal.SMALL | options | dict(out=out)
+    words = " ".join([f"{step}.py", *(spelled(name, value) for name, value in flags.items())]).split()
+    job = launch.start(ROOT, ranks, words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        said, _ = job.communicate(timeout=300)
+    finally:
+        launch.stop(job)
+    assert job.returncode == 0, said
+    return launch.metrics(out)
+
+
 def launches(pools, reference, row: Row, folder: Path):
     """By its launch line, in processes of their own: losses and norms are those of one process's launch line."""
-    one = Certificate(folder, minutes=5.0)
-    one.beside("equality", [trial(row, "launches")])
-    assert [line.verdict for line in one.lines] == [PASS], one.text()
+    options = row.base | dict(steps=4)
+    one = launched(0, equal.one_process(row), options, folder / "one")
+    several = launched(row.ranks, row.step, options | row.layout, folder / "several")
+    for key in "loss", "grad_norm":
+        assert difference([found[key] for found in several], [found[key] for found in one]) < bounds.RUN["fp64"], key
 
 
 BEHAVIOURS = {does.__name__: does for does in (equals, drifts, stays_near, evaluates, goes_on, launches)}

@@ -1,6 +1,8 @@
 """What --dataset takes (services/readers.py): every kind of file gives the same stream; mistakes are one line."""
 
+import gzip
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,10 +26,10 @@ def shape(vocab_size: int) -> ModelConfig:
     return ModelConfig(8, 1, 1, 1, 8, vocab_size, SEQ)
 
 
-def read(source: str | Path, vocab_size: int = END + 1) -> Data:
+def read(source: str | Path, vocab_size: int = END + 1, text_column: str = "text") -> Data:
     """Batches of 4."""
     parts = Parts(SimpleNamespace(config=shape(vocab_size)))
-    readers.prepare(SimpleNamespace(dataset=str(source)), parts)
+    readers.prepare(SimpleNamespace(dataset=str(source), text_column=text_column), parts)
     try:
         return Data(str(source), shape(vocab_size), 4, 0)
     finally:
@@ -49,7 +51,7 @@ def jsonl(path: Path, **columns) -> Path:
 
 
 def test_all_kinds_give_the_same_stream(tmp_path):
-    """jsonl, parquet, a folder, text, and a stored data set; text as the plain reader has it."""
+    """jsonl, also packed, parquet, a folder, text, and a stored data set; text as the plain reader has it."""
     expected = [*b"".join(text.encode() + b"\0" for text in TEXTS)]
     expected = [END if token == 0 else token for token in expected]
     sources = [
@@ -57,7 +59,9 @@ def test_all_kinds_give_the_same_stream(tmp_path):
         tmp_path / "a.parquet",
         tmp_path / "stored",
         tmp_path / "folder",
+        tmp_path / "b.jsonl.gz",
     ]
+    sources[4].write_bytes(gzip.compress(sources[0].read_bytes()))
     data = datasets.Dataset.from_dict(dict(text=TEXTS))
     data.to_parquet(sources[1]), data.save_to_disk(sources[2])
     sources[3].mkdir()
@@ -96,6 +100,17 @@ def test_labels_are_the_targets(tmp_path):
         ("broken.jsonl", b'{"text": "a"}\n{"text": 5x}\n', "cannot be read"),
         ("flat.jsonl", b'{"input_ids": 5}\n', "not lists of integers"),
         ("two.jsonl", b'{"input_ids": [1, 2], "labels": [1]}\n', "`labels` and `input_ids` differ in length"),
+        (
+            "rows.jsonl",
+            b'{"input_ids": [1, 2], "labels": [1]}\n{"input_ids": [3], "labels": [2, 3]}\n',
+            "differ in len",
+        ),
+        ("null.jsonl", b'{"input_ids": [1]}\n{"input_ids": [2, null]}\n', "`input_ids` has a null in row 2"),
+        ("mask.jsonl", b'{"input_ids": [1], "loss_mask": [2]}\n', "`loss_mask` holds other numbers than 0 and 1"),
+        ("none.jsonl", b"\n", "no rows"),
+        ("README", b"text", "cannot read a file without a suffix"),
+        ("wide.txt", "text".encode("utf-16"), "convert it to UTF-8"),
+        ("wide.jsonl", '{"text": "a"}'.encode("utf-16"), "convert it to UTF-8"),
     ],
 )
 def test_bad_data_is_one_line(tmp_path, name, content, says):
@@ -109,11 +124,77 @@ def test_bad_data_is_one_line(tmp_path, name, content, says):
     assert str(caught.value).startswith(f"--dataset {source}: ") and "\n" not in str(caught.value)
 
 
-def test_a_vocabulary_smaller_than_bytes(tmp_path):
-    """Is told before the first batch."""
-    data = read(jsonl(tmp_path / "a.jsonl", text=TEXTS), 200)
-    with pytest.raises(Exception, match="bytes and END are 257 tokens: set --vocab-size"):
-        readers.attach(None, type("parts", (), dict(data=data)))
+def attach(data: Data):
+    """To a run, on rank 0."""
+    readers.attach(None, SimpleNamespace(data=data, run=SimpleNamespace(first=True)))
+
+
+@pytest.mark.parametrize(
+    "vocab_size, columns, says",
+    [
+        (256, dict(text=TEXTS), "ids 10 to 256 do not fit --vocab-size 256"),
+        (9, dict(input_ids=[[*range(30)]]), "ids 0 to 29 do not fit --vocab-size 9"),
+        (40, dict(input_ids=[[*range(30), IGNORE]]), "ids -100 to 29 do not fit --vocab-size 40"),
+        (40, dict(input_ids=[[*range(30)]], labels=[[-1] * 30]), "ids -1 to -1 do not fit --vocab-size 40"),
+        (40, dict(input_ids=[[*range(30)]], labels=[[IGNORE] * 30]), "all labels are -100"),
+    ],
+)
+def test_ids_that_do_not_fit(tmp_path, vocab_size, columns, says):
+    """Are told before the first batch."""
+    with pytest.raises(Exception, match=says):
+        attach(read(jsonl(tmp_path / "a.jsonl", **columns), vocab_size))
+
+
+def test_a_folder_is_read_as_the_line_says(tmp_path, capsys):
+    """All kinds, one after the other; no split but that to train on, nothing hidden."""
+    folders = [tmp_path / "data" / name for name in ("", ".ipynb_checkpoints", "__pycache__", "dev", "sub")]
+    for folder in folders:
+        folder.mkdir()
+        jsonl(folder / "train.jsonl", text=[f"in {folder.name}", None], url=[1, 2])
+    for name in ("test.jsonl", "c4-validation.00000-of-00008.json", "notes.md", "wiki.valid.txt"):
+        (folders[0] / name).write_text('{"text": "no"}')
+    for name in ("z.txt", "latest.txt", "testament.py"):
+        (folders[0] / name).write_text(name)
+    data = read(folders[0])
+    text = evaluation.decode(data.tokens[0 : len(data.tokens)].tolist())
+    assert text.split("\n\n")[:-1] == ["in sub", "in data", "latest.txt", "testament.py", "z.txt"]
+    attach(data)
+    files = "5 files (c4-validation.00000-of-00008.json, dev/train.jsonl, notes.md, test.jsonl, wiki.valid.txt)"
+    line = f"data: 5 files, 5 documents, 45 tokens; left out: {files}, column url, rows without text: 2\n"
+    assert capsys.readouterr().out == line
+    datasets.Dataset.from_dict(dict(input_ids=[[1, 2]])).to_parquet(folders[0] / "ids.parquet")
+    with pytest.raises(Exception, match="files of several kinds differ in what they hold"):
+        read(folders[0])
+
+
+@pytest.mark.parametrize(
+    "columns, tokens, targets",
+    [
+        (dict(attention_mask=[[1, 1, 0], [0, 1, 1]]), [1, 2, 5, 6], [1, 2, 5, 6]),
+        (dict(attention_mask=[[True, True, False], [False, False, False]]), [1, 2], [1, 2]),
+        (dict(loss_mask=[[0, 1, 1], [1, 0, 1]]), [1, 2, 3, 4, 5, 6], [IGNORE, 2, 3, 4, IGNORE, 6]),
+        (dict(labels=[[7, 8, 9]] * 2, loss_mask=[[0, 1, 1]] * 2), [1, 2, 3, 4, 5, 6], [IGNORE, 8, 9] * 2),
+        (dict(loss_mask=[[0, 1, 1]] * 2, attention_mask=[[1, 1, 0], [0, 1, 1]]), [1, 2, 5, 6], [IGNORE, 2, 5, 6]),
+    ],
+)
+def test_masks(tmp_path, columns, tokens, targets):
+    """What is padding is in neither; a masked loss is that of predicting this token."""
+    columns = {name: 20 * rows for name, rows in columns.items()}
+    data = read(jsonl(tmp_path / "a.jsonl", input_ids=20 * [[1, 2, 3], [4, 5, 6]], **columns), 10)
+    x, y = data.read([0])
+    assert x[0].tolist() == (tokens * 20)[:SEQ] and y[0].tolist() == (targets * 20)[1 : SEQ + 1]
+    assert len(data.tokens) == 20 * len(tokens)
+
+
+def test_a_file_that_changes_and_keeps_its_time_is_read_anew(tmp_path):
+    """Also packed; and another column of it is another text."""
+    for name, pack in (("a.jsonl", bytes), ("b.jsonl.gz", gzip.compress)):
+        source = tmp_path / name
+        for word in ("first", "other"):
+            source.write_bytes(pack(b'{"text": "%s", "body": "of %s"}\n' % (word.encode(), word.encode()) * 9))
+            os.utime(source, (10**9, 10**9))
+            assert evaluation.decode(read(source).tokens[0:5].tolist()) == word
+            assert evaluation.decode(read(source, text_column="body").tokens[0:8].tolist()) == f"of {word}"
 
 
 def test_held_out_sequences_are_not_trained_on(tmp_path):

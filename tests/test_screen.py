@@ -41,6 +41,7 @@ from theory.gpus import COMMUNICATOR, CONTEXT
 from variants import Parts
 
 WHOLE, PARTIAL = "Replicate", "Partial"
+STATE = "parameters", "gradients", "masters", "moments"
 
 
 def serve_on_rank(name: str, options: dict, out: str) -> SimpleNamespace:
@@ -88,7 +89,14 @@ RUNS = {  # ranks, step, flags, and by dimension what a few parameters are along
         "step06_pipeline",
         dict(pp=2, zero=3, schedule="interleaved", tied=True, n_layers=4),
         ["pp", "dp", "cp", "tp"],
-        dict(norm=["on 1", PARTIAL, PARTIAL, WHOLE], embed_tokens=["on 2", PARTIAL, PARTIAL, WHOLE]),
+        dict(norm=["on 1 of 2", PARTIAL, PARTIAL, WHOLE], embed_tokens=["on 2 of 2", PARTIAL, PARTIAL, WHOLE]),
+    ),
+    "two ways": (
+        2,
+        "step06_pipeline",
+        dict(pp=2, schedule="dualpipe", micro_batch_size=1),
+        ["pp", "dp", "cp", "tp", "mirror"],
+        dict(norm=["on 2 of 2", PARTIAL, PARTIAL, WHOLE, PARTIAL]),
     ),
     "7": (
         4,
@@ -96,8 +104,8 @@ RUNS = {  # ranks, step, flags, and by dimension what a few parameters are along
         dict(tp=2, ep=2, experts=4),
         ["pp", "dp", "cp", "tp", "ep", "expert_data"],
         {
-            "layers.*.mlp.router": ["on 1", PARTIAL, PARTIAL, PARTIAL, WHOLE, WHOLE],
-            "layers.*.mlp.experts.gate_proj": ["on 1", WHOLE, WHOLE, WHOLE, "Shard(0)", PARTIAL],
+            "layers.*.mlp.router": ["on 1 of 1", PARTIAL, PARTIAL, PARTIAL, WHOLE, WHOLE],
+            "layers.*.mlp.experts.gate_proj": ["on 1 of 1", WHOLE, WHOLE, WHOLE, "Shard(0)", PARTIAL],
         },
     ),
 }
@@ -109,13 +117,13 @@ OFF = {"6": 0.04, "7": 0.12}  # of activations: what two stages' tied ends keep 
 
 def require_memory(said: dict, measured: dict, off: float = 0.0):
     """To the byte, but for scalars, and activations where theory does not know all."""
-    assert all(measured[kind] == said[kind] for kind in ("parameters", "gradients", "masters", "moments"))
+    assert all(measured[kind] == said[kind] for kind in STATE)
     more = measured["activations"] - said["activations"]
     assert abs(more) <= off * said["activations"] if off else 0 <= more <= SCALARS, more
 
 
 MEMORIES = [{}, dict(dtype="bf16", tied=True), dict(optimizer="sgd", dtype="fp32")]
-MEMORIES = [(flags, recompute) for flags in MEMORIES for recompute in ("none", "full", "selective")]
+MEMORIES = [(flags, recompute) for flags in MEMORIES for recompute in ("none", "full", "elementwise")]
 MEMORIES += [(dict(optimizer=name), "none") for name in ("adafactor", "muon")]
 
 
@@ -160,6 +168,14 @@ def test_a_served_run(pools, tmp_path, name):
     assert there == {"loss.png", "traffic.png", *more}
     if experts:
         assert all(sum(shares) == pytest.approx(1.0) for shares in lines[-1]["expert_load"].values())
+
+
+@pytest.mark.parametrize("zero, whole, sharded", [(0, 18, 0), (1, 6, 16), (2, 2, 16), (3, 0, 18)])
+def test_bytes_a_parameter(pools, tmp_path, zero, whole, sharded):
+    """Step 3's table, on two ranks in bf16: what a rank holds of each parameter between backward and update."""
+    found = pools(2).run(serve_on_rank, "step03_zero", dict(zero=zero, dtype="bf16"), str(tmp_path / "run"))[0]
+    p = int(re.search(r"([\d,]+) parameters", found.text)[1].replace(",", ""))
+    assert sum(found.held[1][kind] for kind in STATE) == pytest.approx((whole + sharded / 2) * p, rel=1e-3)
 
 
 def beside_on_rank(out: str) -> SimpleNamespace:
@@ -219,12 +235,12 @@ def test_traffic_of_pipelines(schedule, zero, flags):
 
 
 KNOWN = ("1f1b", "afab", "interleaved", "zb-h1", "zb-h2")  # in others less is on its way where the most is there
-WAITING = list(product((*KNOWN, "ahead", "zbv", "dualpipe", "v-half", "v-min"), ("none", "full", "selective")))
+WAITING = list(product((*KNOWN, "ahead", "zbv", "dualpipe", "v-half", "v-min"), ("none", "full", "elementwise")))
 
 
 @pytest.mark.parametrize(
     "schedule, recompute",
-    [pytest.param(*row, marks=[pytest.mark.exhaustive] * (row != ("zb-h1", "selective"))) for row in WAITING],
+    [pytest.param(*row, marks=[pytest.mark.exhaustive] * (row != ("zb-h1", "elementwise"))) for row in WAITING],
 )
 def test_activations_of_pipelines(schedule, recompute):
     """What waits for backward when a forward ends, and leaves: on the first and the last rank what is predicted."""
@@ -243,7 +259,7 @@ def sends(ranks: int, step: str, quick: bool = False, *, ways: tuple = ({},), **
 
 
 CP, PP, EP, NO_SP = "step05_cp_ring", "step06_pipeline", "step07_moe_ep", dict(sp=False, pp_scatter=True)
-RECOMPUTED = tuple(dict(recompute=name) for name in ("attention", "none", "full"))
+RECOMPUTED = tuple(dict(recompute=name) for name in ("full", "none"))
 VISITS = dict(experts=4, experts_per_token=4)  # each token goes everywhere, so nothing is rounded
 SP, NARROW = (dict(sp=True), dict(sp=False)), dict(grad_dtype="same", dtype="bf16")
 SENDS = [
@@ -256,17 +272,18 @@ SENDS = [
     *sends(2, "step03_zero", compress="int8", ways=(dict(zero=2), dict(zero=3, **NARROW))),
     *sends(2, "step03_zero", optimizer="muon", ways=(dict(zero=0), dict(zero=2))),
     *sends(2, "step04_tp_sp", tp=2, tp_overlap=True, ways=tuple(a | b for a in SP for b in RECOMPUTED)),
+    *sends(2, "step04_tp_sp", True, tp=2, attention="scores", recompute="selective"),
     *sends(4, "step04_tp_sp", tp=4, n_kv_heads=1, loss_chunk=5),
     *(row for mode in ("allgather", "balanced", "ring") for row in sends(4, CP, cp=4, cp_mode=mode, ways=RECOMPUTED)),
     *(row for mode in ("usp", "ulysses") for row in sends(4, CP, mode == "usp", cp=4, cp_mode=mode, ways=RECOMPUTED)),
     *sends(4, CP, cp=2, tp=2, cp_mode="usp", n_kv_heads=1),
     *sends(4, CP, True, cp=4, cp_mode="ring", window=7, seq_len=16, ways=RECOMPUTED),
     *sends(4, PP, pp=2, tp=2, compress_activations="int8", ways=(NO_SP, dict(tp_overlap=True))),
-    *sends(2, EP, True, ep=2, tp=2, optimizer="muon", shared_experts=1, capacity_factor=0.5, ways=RECOMPUTED[1:]),
-    *sends(2, EP, tp=2, sp=False, compress_activations="int8", moe_every=2, **VISITS, ways=RECOMPUTED[1:]),
-    *sends(2, EP, ep=2, ep_mode="rows", **VISITS, ways=RECOMPUTED[1:]),
-    *sends(2, EP, ep=2, ep_mode="allgather", **VISITS, ways=RECOMPUTED[1:]),
-    *sends(4, EP, True, ep=4, tp=2, ep_mode="nodes", balance="bias", **VISITS, ways=(dict(sp=False), RECOMPUTED[2])),
+    *sends(2, EP, True, ep=2, tp=2, optimizer="muon", shared_experts=1, capacity_factor=0.5, ways=RECOMPUTED),
+    *sends(2, EP, tp=2, sp=False, compress_activations="int8", moe_every=2, **VISITS, ways=RECOMPUTED),
+    *sends(2, EP, ep=2, ep_mode="rows", **VISITS, ways=RECOMPUTED),
+    *sends(2, EP, ep=2, ep_mode="allgather", **VISITS, ways=RECOMPUTED),
+    *sends(4, EP, True, ep=4, tp=2, ep_mode="nodes", balance="bias", **VISITS, ways=(dict(sp=False), RECOMPUTED[0])),
 ]
 
 

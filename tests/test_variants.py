@@ -178,7 +178,7 @@ LAYERS = {  # ranks, step, flags; how many graphs all layers of a rank have
     "buckets": (1, "step02_ddp", {}, WHOLE),
     "buckets, again": (1, "step02_ddp", dict(recompute="full"), WHOLE),
     "zero 1": (1, "step03_zero", dict(zero=1), WHOLE),
-    "zero 3": (1, "step03_zero", dict(zero=3, recompute="selective"), WHOLE),
+    "zero 3": (1, "step03_zero", dict(zero=3, recompute="elementwise"), WHOLE),
     "tp": (2, "step04_tp_sp", dict(tp=2), BROKEN),
     "tp, again": (2, "step04_tp_sp", dict(tp=2, zero=1, recompute="full"), BROKEN),
     "ring": (2, "step05_cp_ring", dict(cp=2, recompute="full"), BROKEN),
@@ -226,7 +226,11 @@ def test_a_run_says_that_its_graphs_have_broken(pools):
 @pytest.mark.parametrize(
     "step, options, wrong",
     [
-        ("step04_tp_sp", dict(tp=2, recompute="selective"), "--recompute selective with --tp 2: .*use --recompute "),
+        (
+            "step04_tp_sp",
+            dict(tp=2, recompute="elementwise"),
+            "--recompute elementwise with --tp 2: .*use --recompute ",
+        ),
         ("step07_moe_ep", dict(recompute="full"), "--recompute full: .* router .*use --recompute none"),
     ],
 )
@@ -718,7 +722,7 @@ def test_our_layer_keeps_what_the_docstring_says(kv_heads):
     numbers = {
         ("fused", "none"): e * (6 * h + 2 * k + 4 * f) + e * a,
         ("scores", "none"): e * (8 * h + 4 * f + a * s),
-        ("scores", "attention"): e * (6 * h + 2 * k + 4 * f),
+        ("scores", "selective"): e * (6 * h + 2 * k + 4 * f),
     }
     norms = 2 * e * (1 + h)  # of a token, beside their inputs: a statistic, and on a CPU the normalised input
     for (attention, recompute), bytes_of_a_token in numbers.items():

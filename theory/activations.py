@@ -70,27 +70,28 @@ def layer_bytes(p: MicroBatch, experts: bool) -> float:
 
     Two norms. Attention: input, q, k, v, output and a number a head. MLP: input, gate, up, silu(gate), the product.
     Experts, of each token's choices: the same, and their outputs; of its tokens what routers found. With full
-    recomputation only the layer's input stays; with selective recomputation that, and what matrices and attention made.
+    recomputation only the layer's input stays; with elementwise recomputation that, and what matrices and attention
+    made; with selective recomputation all but a number a head. (Scores, where they stay: variants/attention_scores.py.)
     """
-    m, e, wide, selective = p.m, p.e, p.wide, p.recompute == "selective"
+    m, e, wide, cheap = p.m, p.e, p.wide, p.recompute == "elementwise"
     if p.recompute == "full":
         return p.own * m.dim * e
     whole = p.tokens * m.dim * e  # a block's input, or what its last matrix made
     kv_dim = m.kv_dim * max(1, p.tp / m.n_kv_heads)
-    if not (selective or p.on_cpu or e == 2):
+    if p.recompute == "none" and not (p.on_cpu or e == 2):
         kv_dim = m.dim  # a GPU's kernels in fp32 want as many k as q
-    kv_dim *= 1 if selective else p.gathered  # else they are gathered again
-    kept = whole + p.share * (e * (2 * m.dim + 2 * kv_dim) + wide * m.n_heads)
-    kept += p.own * (m.dim * e if selective else 2 * norm_bytes(p))
-    products = 2 if selective else 4
+    kv_dim *= 1 if cheap else p.gathered  # else they are gathered again
+    kept = whole + p.share * (e * (2 * m.dim + 2 * kv_dim) + wide * m.n_heads * (p.recompute != "selective"))
+    kept += p.own * (m.dim * e if cheap else 2 * norm_bytes(p))
+    products = 2 if cheap else 4
     if not experts:
         return kept + whole + p.share * e * products * m.ffn_dim
     rows, width = p.share * m.experts_per_token, m.expert_width
-    if selective:
+    if cheap:
         kept += rows * e * (2 * width + m.dim) + p.share * wide * m.experts
     else:
         kept += rows * e * (4 * width + 2 * m.dim) + p.share * wide * (m.dim + 2 * m.experts)
-    if m.shared_experts and (selective or p.tp > 1):
+    if m.shared_experts and (cheap or p.tp > 1):
         kept += whole
     return kept + p.share * e * products * m.shared_experts * width
 
@@ -147,9 +148,9 @@ def kept_of(p: MicroBatch, place: Place, split: bool, in_forward: bool = False) 
     for inputs, gradients in (waiting_bytes(p, p.m.has_experts(n)) for n in place.layers) if split else ():
         if not in_forward:
             waits += inputs + gradients
-        elif p.recompute == "none":
+        elif p.recompute in ("none", "selective"):
             waits += inputs
-        elif p.recompute == "selective":
+        elif p.recompute == "elementwise":
             waits += p.e * p.share * p.m.dim  # attention's output, of which o was made: no other input is kept
     return Kept(stage_bytes(p, place), waits)
 

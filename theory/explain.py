@@ -1,12 +1,11 @@
 """One layout's sums, as one would write them on a blackboard: each formula, the numbers in it, the result."""
 
 from theory.activations import layer_bytes
-from theory.documents import pairs_of
+from theory.footprint import COURSE
 from theory.gpus import GIB, Gpu
 from theory.layouts import Layout, communicators, network
 from theory.memory import micro_batch_of, rank_numbers
 from theory.pipelines import rank_places
-from theory.recipes import COURSE
 from theory.search import evaluate, rates
 from theory.seconds import COMPUTE, bandwidth, boundary_seconds, layer_layout, rank_work, ring, stages_of, tokens_of
 from theory.shapes import Shape, flops_per_token, layer_weights, total_weights
@@ -25,7 +24,6 @@ def blackboard(m: Shape, x: Layout, gpu: Gpu) -> str:
     tokens, n = tokens_of(m, x), x.micro_batches
     cut = [data.ranks if x.zero >= stage else 1 for stage in (3, 2, 1)]
     micro_batch = micro_batch_of(m, x)
-    pairs = pairs_of(m.seq_len, m.document, x.micro_batch_size, x.cp, x.cp_mode)
     lines = [
         "MEMORY of the fullest rank",
         f"weights of the model         N = {total_weights(m):.4g};  here of a layer: {one:.4g} (tp {x.tp}, ep {x.ep})",
@@ -52,8 +50,8 @@ def blackboard(m: Shape, x: Layout, gpu: Gpu) -> str:
         "one micro-batch on the busiest rank, forward and backward:",
         f"  matmuls                    {busy['matmul'] * 1e3:8.2f} ms = FLOPs / ({gpu.flops:.3g} x {gpu.matmul:g}) + "
         f"bytes / {gpu.hbm:.3g} + launches",
-        f"  attention                  {busy['attention'] * 1e3:8.2f} ms: {pairs.part:.3f} of the pairs of a whole "
-        f"sequence, {pairs.busiest:.2f} x the mean on the busiest rank of cp",
+        f"  attention                  {busy['attention'] * 1e3:8.2f} ms: half of the pairs of query and key, 2.5 "
+        f"times as much backward (documents in a sequence would leave fewer pairs)",
         f"  norms, products, loss      {busy['memory'] * 1e3:8.2f} ms = bytes / {gpu.hbm:.3g}",
     ]
     if x.tp > 1:

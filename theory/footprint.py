@@ -4,13 +4,33 @@ The course's own trainer has its own functions, those of theory/memory.py, which
 keeps under Megatron is Korthikanti et al. 2022, section 4.
 """
 
+from typing import NamedTuple
+
 from theory.activations import Kept, kept_along
 from theory.gpus import COMMUNICATOR, CONTEXT
 from theory.layouts import Layout, communicators, network
 from theory.memory import Held, rank_bytes, rank_numbers
 from theory.pipelines import lists_of, rank_places
-from theory.recipes import Recipe
 from theory.shapes import Shape
+
+
+class Recipe(NamedTuple):
+    """What one software decides: which bytes it keeps, what it hides behind computation. Bytes are those of a weight.
+
+    The course's trainer is `COURSE`; others are those whose published runs the planner is compared with.
+    """
+
+    name: str
+    flash: bool = False  # attention in one kernel: scores never reach memory, half of them are not computed
+    gradient: float = 2  # bytes of a gradient that micro-batches add up in, and that travels
+    stops: bool = False  # recomputation stops before a layer's last matmul, as torch.utils.checkpoint does
+    overlap_dp: bool = False  # sums gradients during backward
+    overlap_tp: bool = False  # with SP gathers a block's input again in backward, behind its weight gradients
+    scatter: bool = True  # tp ranks send a slice each over a pipeline boundary, also without SP
+    library: float = 1.0  # the part of `Gpu.matmul` that the libraries of its time reached
+
+
+COURSE = Recipe("course", flash=True, gradient=4, stops=True, overlap_dp=True, scatter=False)
 
 
 def gpt_layer_bytes(m: Shape, x: Layout, recompute: str) -> float:

@@ -6,11 +6,8 @@ published rows on it together; none belongs to a row.
 
 from typing import NamedTuple
 
-PCIE_4, PCIE_5 = (16 * gt * 1e9 * 128 / 130 / 8 for gt in (16, 32))  # bytes/s each way, x16: of GT/s, 128 bits in 130
-
-
 GIB = 2**30
-ROOM = 0.95  # a plan fills no more of the memory: allocators leave holes; what is near it, count (--count)
+ROOM = 0.95  # a plan fills no more of the memory: allocators leave holes; what is near it, --dry-run counts
 CONTEXT = 1.5 * GIB  # CUDA's context and libraries
 COMMUNICATOR = 0.5e9  # buffers of NCCL for a set of ranks, from 0.3e9 on: an estimate, and the most of it, for a bound
 NODE = 8  # GPUs of a node
@@ -29,8 +26,6 @@ class Gpu(NamedTuple):
     hbm: float  # bytes/s that an elementwise kernel reaches
     within: float  # bytes/s that a GPU sends to others of its node, bus bandwidth of NCCL
     between: float  # bytes/s that a GPU sends to other nodes while all GPUs of its node do
-    host: float = PCIE_5  # bytes/s between a GPU and its host, each way
-    drive: float = PCIE_4 / 4  # bytes/s of one NVMe drive a GPU, at most: four lanes of PCIe 4
     contention: float = 0.0  # by what part of itself each doubling of nodes beyond two lengthens a byte's time
     node: int = NODE  # GPUs of a node
     number: int = 2  # bytes of a number that it computes with: an activation's, a weight's
@@ -52,8 +47,8 @@ class Gpu(NamedTuple):
 # 9699); buffers of its channels come to that. Not in it: an all-to-all connects all pairs. Within eight H100s one took
 # 3.3 GB more (NVIDIA/nccl, issue 1685).
 GPUS = {
-    "a100-80": Gpu(80 * GIB, 312e12, 19.5e12, 0.84, 1.6e12, 280e9, 25e9, PCIE_4),
-    "a100-80-half": Gpu(80 * GIB, 312e12, 19.5e12, 0.84, 1.6e12, 280e9, 12.5e9, PCIE_4),  # four 200 Gbit/s cards a node
+    "a100-80": Gpu(80 * GIB, 312e12, 19.5e12, 0.84, 1.6e12, 280e9, 25e9),
+    "a100-80-half": Gpu(80 * GIB, 312e12, 19.5e12, 0.84, 1.6e12, 280e9, 12.5e9),  # four 200 Gbit/s cards a node
     "h100-80": Gpu(80 * GIB, 989e12, 66.9e12, 0.61, 2.8e12, 360e9, 42e9),
     "h100-80-efa": Gpu(80 * GIB, 989e12, 66.9e12, 0.61, 2.8e12, 360e9, 42e9, contention=1.3),
     "h100-96-500w": Gpu(94 * GIB, 989e12, 66.9e12, 0.50, 2.0e12, 360e9, 42e9),  # 500 W instead of 700 W; HBM2e

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from math import ceil
 from typing import NamedTuple
 
-from theory.count import always, script
-from theory.footprint import held
+from theory.activations import CHUNK
+from theory.footprint import COURSE, held
 from theory.gpus import GIB, NODE, ROOM, Gpu
 from theory.layouts import Layout, network, schedule_of, stages
-from theory.recipes import COURSE
 from theory.search import Found, rates
 from theory.seconds import ring
 from theory.shapes import Shape, total_weights
@@ -34,6 +33,16 @@ class Answer(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.question}\n    law   {self.law}\n    plan  {self.plan}\n    read  {self.step}"
+
+
+def script(m: Shape) -> str:
+    """The step that trains this model: the last, if it has experts."""
+    return "step07_moe_ep.py" if m.experts else "step06_pipeline.py"
+
+
+def always(m: Shape) -> str:
+    """Flags beside those of a layout."""
+    return f"--pp-split cost --loss-chunk {CHUNK} --prefetch" + " --expert-matmul grouped" * (m.experts > 0)
 
 
 def gib(n_bytes: float) -> str:

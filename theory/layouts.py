@@ -13,7 +13,7 @@ from common.trainer import among
 from theory.gpus import NODE
 from theory.shapes import Shape, divisors, visited_weights
 
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "elementwise", "full")  # attention is fused; Megatron's was not, and has "selective"
 CP_MODES = ("zigzag", "ring", "allgather", "balanced", "ulysses")
 BOTH_ENDS = ("zigzag", "allgather", "usp", "balanced")  # a rank has a chunk of each half of the sequence
 GATHERS = ("allgather", "balanced")  # a rank has the keys and values of all
@@ -188,8 +188,6 @@ def broken(m: Shape, x: Any, schedule: Schedule) -> Iterator[str]:
     if x.ep_overlap and pp > 1 and not all_have_pairs(schedule, pp):
         why = "a rank has no forward before the backward of another micro-batch, and all wait for it"
         yield f"--ep-overlap: in --schedule {x.schedule} {why}; use ahead, zbv, dualpipe or interleaved"
-    if x.ep_overlap and m.document:
-        yield "--ep-overlap: --documents knows the borders of one micro-batch at a time; choose one of them"
     if x.ep_overlap and x.zero == 3 and not x.zero_keep:
         yield "--ep-overlap: --zero 3 frees weights that the other micro-batch still needs; add --zero-keep"
     if m.experts and m.experts_per_token > m.experts:
@@ -298,15 +296,13 @@ def zero_ways(m: Shape, mesh: Layout) -> list[dict[str, Any]]:
     return [dict(zero=0), dict(zero=1), *more] if alike else [dict(zero=0)]
 
 
-def ways_to_meet(m: Shape, mesh: Layout) -> list[dict[str, Any]]:
-    """Flags of how queries and keys meet, and experts and tokens, that a mesh can gain by."""
-    contexts = ["zigzag", "balanced"] if mesh.cp > 1 and m.document else ["zigzag"]
-    overlaps = [False, True] if mesh.pp > 1 and mesh.ep > 1 and not m.document else [False]
-    return [dict(cp_mode=mode, ep_overlap=overlap) for mode in contexts for overlap in overlaps]
+def expert_ways(mesh: Layout) -> list[dict[str, Any]]:
+    """Optional flags of expert parallelism that may speed up a mesh."""
+    return [dict(ep_overlap=overlap) for overlap in ([False, True] if mesh.pp > 1 and mesh.ep > 1 else [False])]
 
 
 def variants(m: Shape, mesh: Layout) -> Iterator[Layout]:
     """Every legal schedule, way of ZeRO and recomputation on a mesh, and what else it can gain by."""
-    for met in (replace(mesh, **way) for way in ways_to_meet(m, mesh)):
+    for met in (replace(mesh, **way) for way in expert_ways(mesh)):
         for (schedule, chunks), zero, recompute in product(schedules(m, met), zero_ways(m, met), RECOMPUTE):
             yield replace(met, schedule=schedule, chunks=chunks, recompute=recompute, **zero)

@@ -19,12 +19,15 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from theory.footprint import held
-from theory.layouts import Layout
+from common.model import PRESETS
+from theory.footprint import COURSE, held
+from theory.gpus import GPUS, Gpu
+from theory.layouts import RECOMPUTE, Layout
 from theory.memory import Held
-from theory.recipes import COURSE
-from theory.sums import EFA, H100, L8, data_speed
+from theory.seconds import step_seconds
+from theory.shapes import Shape
 
+H100, EFA, L8 = GPUS["h100-80"], GPUS["h100-80-efa"], Shape(**vars(PRESETS["llama3-8b"]))
 TOKENS, RANKS, MANY = [2**n for n in range(10, 18)], [1, 2, 4, 8], [2**n for n in range(3, 12)]
 MICRO_BATCHES = [2**n for n in range(8)]
 
@@ -47,7 +50,7 @@ def by_sequence() -> Iterator[Series]:
     """GB against tokens of a sequence, on one GPU."""
     for kind in ("weights", "gradients", "optimizer"):
         yield Series(kind, TOKENS, [getattr(holds(n), kind) / 1e9 for n in TOKENS])
-    for recompute in ("none", "selective", "full"):
+    for recompute in RECOMPUTE:
         kept = [holds(n, recompute=recompute).activations / 1e9 for n in TOKENS]
         yield Series(f"activations, recompute {recompute}", TOKENS, kept)
 
@@ -69,6 +72,12 @@ def bubbles() -> Iterator[Series]:
     """The same against micro-batches."""
     for p, v in (4, 1), (8, 1), (8, 2), (8, 4), (16, 1):
         yield Series(f"p = {p}, v = {v}", MICRO_BATCHES, [bubble(p, m, v) for m in MICRO_BATCHES])
+
+
+def data_speed(dp: int, batch: int, zero: int, gpu: Gpu) -> float:
+    """Planned tokens/s of a GPU: `batch` sequences of 4,096 tokens, recomputed in full, so that all stages fit."""
+    x = Layout(dp=dp, zero=zero, global_batch_size=batch, recompute="full")
+    return 4096 * batch / dp / step_seconds(replace(L8, seq_len=4096), x, gpu, COURSE).step
 
 
 def speeds() -> Iterator[Series]:

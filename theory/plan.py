@@ -3,13 +3,12 @@
     python -m theory.plan --model llama3-70b --gpus 128 --gpu h100-80 --seq-len 8192 --global-batch-size 1024
     python -m theory.plan --model llama3-70b --gpus 128 --explain "--tp 8 --pp 4 --micro-batch-size 1"
     python -m theory.plan --model llama3-70b --gpus 128 --guide
-    python -m theory.plan --gpus 8 --largest             # with --offload: and optimizer state on the host
+    python -m theory.plan --gpus 8 --largest
     python -m theory.plan --model llama3-8b --gpus 8 --longest
-    python -m theory.plan --model smollm-1.7b --gpus 8 --count
 
 It prints the ten best layouts of the course's own trainer, as flags of step 7, or without experts of step 6. GPUs are
-in nodes of 8; tp is innermost, then cp, dp, pp. Memory is a bound (theory/memory.py); with --count the dry run counts
-these ten exactly, a process each. Seconds: theory/seconds.py; how it searches: theory/search.py; what it is held
+in nodes of 8; tp is innermost, then cp, dp, pp. Memory is a bound (theory/memory.py); what it
+bounds, a step's --dry-run counts. Seconds: theory/seconds.py; how it searches: theory/search.py; what it is held
 against: `python -m tests.bench plan`.
 """
 
@@ -28,13 +27,11 @@ from tqdm import tqdm
 from common import UserError
 from common.model import PRESETS
 from common.trainer import among, parse
-from theory.count import always, counted_bytes, script, verdict
 from theory.explain import blackboard
 from theory.gpus import GIB, GPUS, NODE, ROOM, Gpu
-from theory.guide import guide
+from theory.guide import always, guide, script
 from theory.layouts import Layout, illegal
 from theory.memory import Held
-from theory.offload import offloaded
 from theory.search import Found, evaluate, fits, rates, search, smallest
 from theory.seconds import Seconds
 from theory.shapes import GPTS, Shape, shape_of, total_weights
@@ -51,14 +48,11 @@ class Flags:
     gpus: int = 8  # how many; nodes have 8
     gpu: str = among(GPUS, "h100-80")  # of which kind
     seq_len: int = 0  # tokens of a sequence; 0: the model's
-    document: int = 0  # mean tokens of a document, of which a sequence has several; 0: a sequence is one
     global_batch_size: int = 0  # sequences of a step; 0: about 4M tokens
     guide: bool = False  # the questions of a plan in their order, each with its law; last, a line that launches it
     explain: str = ""  # one layout on the blackboard: "--tp 8 --pp 4 ..."
     largest: bool = False  # the largest model that fits
-    offload: bool = False  # with --largest: optimizer state on the host, or on drives; what that costs
     longest: bool = False  # the longest sequence that fits
-    count: bool = False  # let the dry run count the memory of the ten layouts, too
     json: str = ""  # write the ten layouts, their memory and their seconds to this file
 
 
@@ -80,21 +74,13 @@ def asked(flags: Flags, known: dict[str, Shape]) -> tuple[Shape, int]:
         raise UserError(f"--gpus {flags.gpus}: the planner counts up to {MOST_GPUS}")
     if flags.json and not Path(flags.json).parent.is_dir():
         raise UserError(f"--json {flags.json}: there is no folder {Path(flags.json).parent}; make it, or name another")
-    questions = [flags.explain, flags.largest, flags.longest, flags.guide, flags.count]
+    questions = [flags.explain, flags.largest, flags.longest, flags.guide]
     if sum(map(bool, questions)) > 1:
-        raise UserError("--guide, --explain, --largest, --longest and --count are questions: ask one at a time")
+        raise UserError("--guide, --explain, --largest and --longest are questions: ask one at a time")
     if flags.guide and flags.model in GPTS:
         raise UserError(f"--guide ends in a launch line, which --model {flags.model} has not: it is no preset")
-    if flags.offload and not flags.largest:
-        raise UserError("--offload is a question about the largest model: add --largest")
-    if flags.count and flags.model not in PRESETS:
-        raise UserError(f"--count: no step trains {flags.model}; choose one of {', '.join(PRESETS)}")
-    if flags.count and flags.document:
-        raise UserError("--count: --dry-run has no tokens, so no documents; leave --document away: bytes are the same")
-    if flags.document < 0:
-        raise UserError(f"--document {flags.document} must be a number of tokens, or 0")
     m = known[flags.model]
-    m = replace(m, seq_len=flags.seq_len or m.seq_len, document=flags.document)
+    m = replace(m, seq_len=flags.seq_len or m.seq_len)
     about_4m = 2 ** max(0, (2**22 // m.seq_len).bit_length() - 1)
     return m, flags.global_batch_size or max(flags.gpus, about_4m)
 
@@ -163,7 +149,6 @@ def alternatives(m: Shape, best: Found, gpu: Gpu) -> list[str]:
         "larger micro-batches": replace(x, micro_batch_size=2 * x.micro_batch_size),
         "experts not sharded": replace(x, ep=1, ep_overlap=False),
         "messages of experts not hidden": replace(x, ep_overlap=False),
-        "documents not balanced over cp": replace(x, cp_mode="zigzag"),
     }
     lines = []
     for name, layout in tries.items():
@@ -206,20 +191,15 @@ def layout_of(text: str, gpus: int, batch: int, m: Shape) -> Layout:
 
 
 def largest(flags: Flags, known: dict[str, Shape], bar: Callable[[Iterable], Iterable]) -> str:
-    """Every model, from small to large, and whether any layout of it fits, perhaps with its state elsewhere."""
+    """Every model, from small to large, and whether any layout of it fits."""
     rows, fitting, gpu = [["model", "weights", "least GiB a GPU", "fits"]], ["none"], GPUS[flags.gpu]
-    rows[0] += ["elsewhere, GiB", "host link, s", "drives, s"] * flags.offload
     for name, m in bar(sorted(known.items(), key=lambda entry: total_weights(entry[1]))):
         m = replace(m, seq_len=flags.seq_len or m.seq_len)
-        least = smallest(m, flags.gpus, flags.global_batch_size or flags.gpus, flags.offload)
-        away = offloaded(least.held, gpu) if least and flags.offload else None
-        memory = away.held if away else least.held if least else None
-        taken = memory is not None and fits(memory, gpu)
+        least = smallest(m, flags.gpus, flags.global_batch_size or flags.gpus)
+        taken = least is not None and fits(least.held, gpu)
         fitting += [name] * taken
-        need = f"{memory.total / GIB:.1f}" if memory else "-"
+        need = f"{least.held.total / GIB:.1f}" if least else "-"
         rows.append([name, f"{total_weights(m):.3g}", need, "yes" if taken else "no"])
-        cost = [f"{away.elsewhere / GIB:.1f}", f"{away.host:.2f}", f"{away.disk:.2f}"] if away else ["-"] * 3
-        rows[-1] += cost * flags.offload
     return f"{table(rows)}\n\nthe largest that fits on {flags.gpus} {flags.gpu}: {fitting[-1]}"
 
 
@@ -265,11 +245,6 @@ def answer(argv: list[str] | None = None):
     print(show(m, result.best, gpu))
     print("\nthe obvious alternatives to layout 1:")
     print("\n".join(f"  {line}" for line in alternatives(m, result.best[0], gpu)))
-    if flags.count:
-        print(f"\nmemory as the dry run counts it, of {gpu.memory / GIB:.0f} GiB:")
-        for number, plan in enumerate(bar(result.best), 1):
-            counted = counted_bytes(flags.model, m, plan.layout)
-            print(f"{number:2}  {verdict(counted, plan.held.total, gpu)}")
     if flags.json:
         plans = [dict(layout=asdict(x), bytes=h._asdict(), seconds=s._asdict()) for x, h, s in result.best]
         Path(flags.json).write_text(json.dumps(plans, indent=1) + "\n")

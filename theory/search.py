@@ -12,11 +12,10 @@ from itertools import product
 from typing import NamedTuple
 
 from common.schedules import SCHEDULES
-from theory.footprint import held
+from theory.footprint import COURSE, Recipe, held
 from theory.gpus import ROOM, Gpu
-from theory.layouts import RECOMPUTE, Layout, illegal, meshes, schedules, ways_to_meet, zero_ways
+from theory.layouts import RECOMPUTE, Layout, expert_ways, illegal, meshes, schedules, zero_ways
 from theory.memory import Held, state_bytes
-from theory.recipes import COURSE, Recipe
 from theory.seconds import (
     Seconds,
     add,
@@ -101,7 +100,7 @@ def search(m: Shape, world: int, batch: int, gpu: Gpu, count: int = 10, bar: Bar
     tries = [
         replace(mesh, recompute=kind, **way)
         for mesh in all_meshes
-        for kind, way in product(RECOMPUTE, ways_to_meet(m, mesh))
+        for kind, way in product(RECOMPUTE, expert_ways(mesh))
     ]
     order = sorted((floor_seconds(m, mesh, gpu), number) for number, mesh in enumerate(bar(tries)))
     best: dict[tuple, Found] = {}
@@ -127,7 +126,7 @@ def search(m: Shape, world: int, batch: int, gpu: Gpu, count: int = 10, bar: Bar
 def count_legal(m: Shape, some: list[Layout]) -> int:
     """How many layouts these meshes have, with all their `variants`."""
     legal, ways = 0, {}
-    for x in (replace(mesh, **way) for mesh in some for way in ways_to_meet(m, mesh)):
+    for x in (replace(mesh, **way) for mesh in some for way in expert_ways(mesh)):
         key = x.pp, min(x.micro_batches, 2), x.micro_batches % x.pp == 0, x.ep_overlap  # what a schedule asks for
         if key not in ways:
             ways[key] = len(schedules(m, x))
@@ -135,20 +134,15 @@ def count_legal(m: Shape, some: list[Layout]) -> int:
     return legal
 
 
-def smallest(m: Shape, world: int, batch: int, offload: bool = False) -> Found | None:
-    """The layout that needs the least memory (its seconds are not known: None); None if no layout is legal.
-
-    `offload`: not counting the optimizer's state, which must be ZeRO's.
-    """
+def smallest(m: Shape, world: int, batch: int) -> Found | None:
+    """The layout that needs the least memory (its seconds are not known: None); None if no layout is legal."""
     best, least = None, float("inf")
     for mesh in (mesh for mesh in meshes(m, world, batch) if mesh.micro_batch_size == 1):
-        stages = [dict(zero=stage) for stage in (1, 2, 3)] if offload else zero_ways(m, mesh)
-        for way, zero in product(lean(m, mesh), stages):
+        for way, zero in product(lean(m, mesh), zero_ways(m, mesh)):
             x = replace(way, recompute="full", **zero)
             memory = held(m, x, COURSE)
-            counted = memory.total - offload * memory.optimizer
-            if counted < least:
-                best, least = Found(x, memory, None), counted
+            if memory.total < least:
+                best, least = Found(x, memory, None), memory.total
     return best
 
 

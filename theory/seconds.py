@@ -25,12 +25,11 @@ from math import ceil, log2
 from typing import NamedTuple
 
 from common.schedules import simulate
-from theory.documents import pairs_of
+from theory.footprint import Recipe
 from theory.gpus import Gpu
 from theory.layouts import GATHERS, Layout, Network, network, schedule_of, stages
 from theory.memory import rank_numbers
 from theory.pipelines import lists_of, longest_wait, paired, places_of, rank_places, splits, ways_of
-from theory.recipes import Recipe
 from theory.shapes import Shape, end_weights, layer_counts
 
 FLASH = 0.75  # the part of a large matmul's speed that fused attention reaches (FlashAttention-2 and 3, their tables)
@@ -125,8 +124,8 @@ def attention_seconds(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe) -> tuple[fl
     """Forward and backward of one layer's attention core on one rank, for one micro-batch."""
     tokens = tokens_of(m, x)
     if recipe.flash:
-        pairs = pairs_of(m.seq_len, m.document, x.micro_batch_size, x.cp, x.cp_mode)
-        keys = m.seq_len / 2 * pairs.part * pairs.busiest  # of a token, in the mean
+        busiest = 2 - 1 / x.cp if x.cp_mode == "ring" else 1  # rank: a plain ring's last one has most keys
+        keys = m.seq_len / 2 * busiest  # of a token, in the mean
         forward = tokens * keys * 4 * m.dim / x.tp / (gpu.flops * gpu.matmul * FLASH)
         return forward + gpu.launch, 2.5 * forward + gpu.launch
     heads, scores = x.micro_batch_size * m.n_heads / x.tp, tokens * m.seq_len * m.n_heads / x.tp
@@ -227,15 +226,15 @@ def done_again(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, f: ByPart, experts
     """What a layer's backward computes again of its forward `f`.
 
     A recipe that `stops` does not do the last matmul of an MLP again, as nobody needs its output: with it goes the last
-    of the collectives over tp (`tp_halves`). Its selective recomputation keeps what matmuls made, and sends as much
-    again as the full one. So says theory/traffic.py, too. Megatron's selective recomputation does the scores again.
+    of the collectives over tp (`tp_halves`). Elementwise recomputation keeps what matmuls made, and sends as much again
+    as the full one. So says theory/traffic.py, too. Selective recomputation computes the scores again.
     """
-    if x.recompute == "none":
-        return {}
+    if x.recompute in ("none", "selective"):
+        return {} if x.recompute == "none" else dict(attention=f["attention"])
     halves, again = tp_halves(m, x, experts)
     sent = {dim: f[dim] for dim in ("tp", "cp", "ep")} | dict(tp=f["tp"] * again / halves)
-    if x.recompute == "selective":
-        return sent | dict(memory=f["memory"] / 2) if recipe.stops else dict(attention=f["attention"])
+    if x.recompute == "elementwise":
+        return sent | dict(memory=f["memory"] / 2)
     if not recipe.stops:
         return f
     rows = tokens_of(m, x)

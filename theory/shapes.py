@@ -6,12 +6,11 @@ from functools import cache
 from typing import Any
 
 from common.model import ModelConfig
-from theory.documents import pairs_of
 
 
 @dataclass(frozen=True)
 class Shape(ModelConfig):
-    """A decoder, with the experts of step 7, or with what GPT-3 has (Brown et al. 2020); what it reads."""
+    """A decoder, with the experts of step 7, or with what GPT-3 has (Brown et al. 2020)."""
 
     experts: int = 0  # in the place of an MLP, in layers that have them
     experts_per_token: int = 2
@@ -19,7 +18,6 @@ class Shape(ModelConfig):
     shared_experts: int = 0
     moe_every: int = 1
     dense_layers: int = 0  # the first ones, without experts
-    document: int = 0  # tokens of a document in the mean, of which a sequence has several; 0: a sequence is one
     gpt: bool = False  # an MLP of two matrices, learned positions, LayerNorm, biases, dropout
 
     @property
@@ -107,12 +105,12 @@ def flops_per_token(m: Shape, recompute: bool = False) -> tuple[float, float]:
 
     A token is multiplied with each weight that it meets once, 2 FLOPs, and backward does twice as much: 6. Attention to
     seq_len keys is 4 seq_len dim forward, and three times that in all; that keys come later is not subtracted, by
-    convention (Chowdhery et al. 2022, appendix B); that they are of other documents is. Executed are also the scores,
+    convention (Chowdhery et al. 2022, appendix B). Executed are also the scores,
     once more in flash attention's backward, and a layer's forward, if it is recomputed: up to its last matrix, whose
     output nobody keeps; with experts, to its end.
     """
     layers = sum(n * visited_weights(m, flag) for flag, n in layer_counts(m).items())
-    attention = 4 * m.n_layers * m.seq_len * m.dim * pairs_of(m.seq_len, m.document, 8, 1, "").part
+    attention = 4 * m.n_layers * m.seq_len * m.dim
     model = 6 * (layers + m.vocab_size * m.dim) + 3 * attention
     again = 2 * (layers - layer_counts(m)[False] * m.ffn_dim * m.dim) + attention if recompute else 0
     return model, model + attention / 2 + again

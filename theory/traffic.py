@@ -20,12 +20,11 @@ class Passes(NamedTuple):
     e: int  # bytes of an element
     wide: int  # bytes of an element of what is added up
     recompute: bool  # backward passes layers forward once more
-    again: bool = False  # or their attention alone
 
     @property
     def attentions(self) -> int:
         """Times that attention is passed forward."""
-        return self.layers * (1 + self.recompute + self.again)
+        return self.layers * (1 + self.recompute)
 
     def heads_of(self, tp: int) -> tuple[int, int]:
         """Numbers of queries, and of keys and values, that a layer has of a micro-batch, on one of tp ranks."""

@@ -1,6 +1,6 @@
 """Further techniques, one file each. A file changes a step from outside, where a flag asks for it. The rules:
 
- 1  A file is a docstring (idea, law, source), `Flags` (a dataclass, a comment each), and what it adds or attaches.
+ 1  A file: a docstring (idea; source and law, if any), `Flags` (a dataclass, a comment each), what it adds or attaches.
  2  It serves the steps from SINCE, a Config, on; without SINCE all. One that only others import is a *library*.
  3  An entry of a menu, added when the file is imported, is one more value of a flag: SYNCS["torch"] = TorchSync.
     Predictions ask its file, too. `moments(name, master)`: numbers that an update rule keeps of one (AdamW: two of
@@ -15,7 +15,7 @@
  7  `attach(config, parts)`, before the first step, may change data that the step has built, and calls.
  8  Entries and calls are changed by `parts.instead` (at most one file) and `parts.around` alone. Whoever comes first,
     they nest alike: the step's own or the one instead of it, those around it in ORDER, services and tests (look on).
- 9  With default flags nobody changes anything: what you read is what runs. A run prints what is changed.
+ 9  By default no course code is replaced. A run prints each changed call; its reduction table has each added group.
 10  What `attach` returns is `parts.kept` by the file's name. Services use what it has, whoever it is: checkpoints
     `restore(state)` and `state()`, which is the same on all ranks and fits in JSON, and `owed`, tensors by bucket or
     unit; the record of a step `figures()`, the screen `notes()`, lines; validation `look(tokens)`.
@@ -33,11 +33,10 @@ from common import UserError
 from common.comm import Mesh
 from common.trainer import Run
 
-# Who stands around calls, from the inside to the outside: sums of gradients come before what becomes of them; a chunk's
-# loss is not scaled, nor is what comes late; a skipped update moves biases, and all of it waits for the record; what is
-# read ahead, or comes as a message (in parts of what is packed), is looked at by documents and dropout; what attention
-# is by then is done again.
-ORDER = ["selective", "compress", "zero_overlap", "zero_replicas", "grad_dtype", "chunked_loss", "stale", "fp16"]
+# Who stands around calls, from the inside to the outside: gradients are summed before they are changed; a chunk's loss
+# is not scaled, nor are late gradients; a skipped update still moves biases; documents and dropout see inputs that were
+# read ahead or received; attention is recomputed as the others leave it.
+ORDER = ["elementwise", "compress", "zero_overlap", "zero_replicas", "grad_dtype", "chunked_loss", "stale", "fp16"]
 ORDER += ["balance_bias", "skip_spikes", "prefetch", "batch_ramp", "compress_activations", "pp_scatter", "cp_flash"]
 ORDER += ["documents", "dropout", "attention_scores"]
 

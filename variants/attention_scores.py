@@ -1,20 +1,19 @@
-"""Attention by its formula (`--attention scores`), and its core alone done again in backward (`--recompute attention`).
+"""Attention by its formula (`--attention scores`), and selective recomputation of it (`--recompute selective`).
 
-softmax(q k^T / sqrt(d)) v, as it was computed before FlashAttention: with a number for each pair of tokens. Of a layer
-this is most of what backward waits for, and least of the work. So Korthikanti et al. 2022 (section 5, "selective
-activation recomputation") keep q, k and v, and do the core again: it costs no matrix of weights, and no message of tp.
-A fused kernel does the same in pieces. (`--recompute selective`, in selective.py, is PyTorch's: by operator.)
+softmax(q k^T / sqrt(d)) v, as it was computed before FlashAttention: with a number for each pair of tokens. These
+scores are most of what a layer keeps for backward, and the least of its work. Selective activation recomputation
+(Korthikanti et al. 2022, section 5) therefore keeps q, k and v, and computes scores and softmax again: it repeats no
+product with weights, and no message of tp. A fused kernel does the same in pieces, and leaves nothing to save.
 
 With h = dim, k = kv heads x head_dim, f = ffn_dim, a = heads, s tokens, e bytes an element, a token of a layer keeps
 
     fused                          e (6 h + 2 k + 4 f) + 4 a + 8
     scores                         e (8 h + 4 f + a s) + 8            q, k, v with a heads each, and the probabilities
-    scores, --recompute attention  e (6 h + 2 k + 4 f) + 8
+    scores, --recompute selective  e (6 h + 2 k + 4 f) + 8
 
 Their layer, with LayerNorm, GELU and dropout, in 16 bits: h (34 + 5 a s / h), and 34 h if the core is done again.
 
-In step 1, `attend` would be this function, and RECOMPUTE would have one more entry. The ring of step 5 has no matrix of
-all scores. There `--recompute attention` keeps less as well, and sends k and v once more.
+In step 1, `attend` would be this function, and RECOMPUTE would have one more entry.
 """
 
 from collections.abc import Callable
@@ -30,7 +29,7 @@ from step01_single_gpu import RECOMPUTE
 from step05_cp_ring import scaled_scores
 from variants import Parts
 
-RECOMPUTE["attention"] = RECOMPUTE["none"]  # and then `attach`
+RECOMPUTE["selective"] = RECOMPUTE["none"]  # and then `attach`
 
 
 @dataclass
@@ -42,6 +41,10 @@ class Flags:
 
 def check(config: Any, world: int):
     """Where attention is cut, by ranks or documents, others compute it. Raises UserError."""
+    if config.recompute == "selective" and config.attention != "scores":
+        raise UserError(
+            "--recompute selective is for scores that are kept: add --attention scores, or use --recompute full"
+        )
     if config.attention == "scores" and getattr(config, "cp", 1) > 1:
         raise UserError(f"--attention scores has whole sequences: with --cp {config.cp} the ring has formulas already")
     if config.attention == "scores" and config.documents != "off":
@@ -52,14 +55,13 @@ def check(config: Any, world: int):
 
 def waits(config: Any, p: Any, place: Place) -> float:
     """Bytes of a micro-batch (theory's MicroBatch `p`) on a stage beside those of a fused kernel: see above."""
-    statistics, kv_dim = p.wide * p.m.n_heads, p.m.kv_dim * max(1, p.tp / p.m.n_kv_heads)
-    if config.recompute == "attention":
-        token = -statistics
-    elif config.recompute == "none" and config.attention == "scores":
-        token = p.e * (2 * p.m.dim - 2 * kv_dim + p.m.n_heads * p.seq) - statistics
-    else:
+    if config.attention == "fused" or config.recompute in ("selective", "full"):
         return 0.0
-    return len(place.layers) * p.share * token
+    output, kv_dim = p.e * p.m.dim, p.m.kv_dim * max(1, p.tp / p.m.n_kv_heads)
+    more = -output  # which --recompute elementwise keeps of a fused kernel alone
+    if config.recompute == "none":
+        more = 2 * output + p.e * (p.m.n_heads * p.seq - 2 * kv_dim)
+    return len(place.layers) * p.share * (more - p.wide * p.m.n_heads)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -78,5 +80,5 @@ def attach(config: Any, parts: Parts):
     for layer in parts.model.model.layers.values():
         if config.attention == "scores":
             parts.instead(layer.self_attn, "attend", attend, by=__name__)
-        if config.recompute == "attention":
+        if config.recompute == "selective":
             parts.around(layer.self_attn, "attend", again, by=__name__)

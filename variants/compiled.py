@@ -29,12 +29,12 @@ class Flags:
 def check(config: Any, world: int):
     """Raises UserError where what recomputes a layer has to be in its graph, and the graph would break inside it."""
     breaks = [f"--{dim} {size}" for dim in ("tp", "cp") if (size := getattr(config, dim, 1)) > 1]
-    if not config.compile or config.recompute in ("none", "attention"):  # attention alone has no break inside
+    if not config.compile or config.recompute in ("none", "selective"):  # attention alone has no break inside
         return
     mode, nothing = f"--compile --recompute {config.recompute}", "so nothing would be compiled: use --recompute"
     if hasattr(config, "experts"):
         raise UserError(f"{mode}: the graph of a layer with a router breaks, {nothing} none")
-    if config.recompute == "selective" and breaks:
+    if config.recompute == "elementwise" and breaks:
         raise UserError(f"{mode} with {breaks[0]}: the graph of a layer breaks at each message, {nothing} full or none")
 
 

@@ -10,8 +10,7 @@ and B bytes of q, and of k and v, for s/n tokens, a rank sends in a layer and mi
     (n-1)/n (2 Q + B) forward, and as much backward: less, the more ranks.
 
 But n must divide the heads (with --tp, those of a rank: heads / tp). If there are fewer key/value heads than ranks,
-each is repeated before it is sent, until there are n of them. Where attention alone is done again, it is done up to the
-last swap: (n-1)/n (Q + B) more.
+each is repeated before it is sent, until there are n of them.
 
 In step 5, `ring_attention` would be `swapped_attention`: attention itself is that of common/model.py.
 """
@@ -62,7 +61,7 @@ def swapped_bytes(w: Any, n: int, tp: int) -> float:
     """What n ranks swap in a step, each: see above."""
     q, kv = w.heads_of(tp)
     both = 2 * q + kv * max(1, n // max(1, w.m.n_kv_heads // tp))
-    return (n - 1) / n * w.e * ((w.attentions + w.layers) * both - w.again * w.layers * q)
+    return (n - 1) / n * w.e * (w.attentions + w.layers) * both
 
 
 CONTEXT["ulysses"] = ContextMode(ordered_positions, swapped_attention)

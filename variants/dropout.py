@@ -48,7 +48,7 @@ def check(config: Any, world: int):
 def waits(config: Any, p: Any, place: Place) -> float:
     """Bytes of a micro-batch's masks (theory's MicroBatch `p`) on a stage; a layer that is done again makes its own."""
     masks = p.own if place.before is None else 0.0
-    for layer in place.layers if config.recompute in ("none", "attention") else ():
+    for layer in place.layers if config.recompute in ("none", "selective") else ():
         masks += p.own + (p.share if p.m.has_experts(layer) else p.own)
     return masks * p.m.dim if config.dropout else 0.0
 

@@ -15,14 +15,8 @@ from tests.bench.contests import CONTESTS
 MODULES = {  # name -> module with main(name, argv)
     **dict.fromkeys(CONTESTS, "contests"),
     "attention": "attention",
-    "timelines": "timelines",
-    "versions": "versions",
     "plan": "plan",
-    "at-once": "at_once",
     "cluster-bytes": "cluster",
-    "cluster-speeds": "cables",
-    "cluster-hides": "cables",
-    "cluster-plan": "cluster_plan",
 }
 
 

@@ -28,7 +28,9 @@ CONTESTS = {
     "step1": Contest("eager and compiled", 1, "step01_single_gpu", dict(eager={}, compiled=dict(compile=True))),
     "recompute": Contest(
         "what recomputation costs",
-        1, "step01_single_gpu", {way: dict(recompute=way) for way in ("none", "selective", "full")},
+        1, "step01_single_gpu",
+        {way: dict(recompute=way) for way in ("none", "elementwise", "full")}
+        | {f"scores {way}": dict(recompute=way, attention="scores") for way in ("none", "selective")},
     ),
     "step2": Contest(
         "every --sync; torch is DistributedDataParallel",

@@ -1,10 +1,7 @@
 """Pictures of measurements, into tests/bench/figures."""
 
 from pathlib import Path
-from statistics import median
 from typing import Any
-
-from services.plots import ACTIONS, draw_timeline
 
 FIGURES = Path(__file__).parent / "figures"
 
@@ -49,37 +46,4 @@ def ring_work(modes: dict[str, list[list[tuple[int, int, int]]]], total: int, na
     last.axhline(100 / n, color="black", linewidth=0.8, linestyle=":", label="equal shares")
     last.set(xlabel="rank", ylabel="% of all query-key pairs", title="work of each rank", xticks=range(n))
     last.legend()
-    return save(figure, name)
-
-
-def timelines(schedules: list[dict], title: str, name: str) -> Path:
-    """A panel for each schedule, as `draw_timeline` wants it."""
-    from matplotlib.patches import Rectangle
-
-    heights = [0.55 + 0.25 * len(one["ranks"]) for one in schedules]
-    figure, rows = panels(len(schedules), 1, 12, sum(heights) + 0.6, height_ratios=heights)
-    for axes, one in zip(rows, schedules, strict=True):
-        draw_timeline(axes, one, 12)
-    names = {"F": "forward", "B": "backward (with W: of the input)", "W": "weight gradient"}
-    areas = [Rectangle((0, 0), 1, 1, color=ACTIONS[kind]) for kind in names]
-    figure.legend(areas, list(names.values()), loc="outside lower center", ncols=3, fontsize=8)
-    figure.suptitle(title)
-    return save(figure, name)
-
-
-def speeds(crossing: dict[str, list[tuple[float, list[float], tuple[float, float]]]], name: str) -> Path:
-    """Step time against a cable's speed: by what crosses it, (Mbit/s, seconds of each round, theory's least, most)."""
-    figure, axes = panels(1, 1, 8, 5)
-    for i, (what, points) in enumerate(crossing.items()):
-        mbit, colour = [point[0] for point in points], f"C{i}"
-        middle = [median(seconds) for _, seconds, _ in points]
-        least, most = ([abs(median(s) - edge(s)) for _, s, _ in points] for edge in (min, max))
-        axes.errorbar(mbit, middle, (least, most), fmt="o", color=colour, capsize=3, label=f"{what} between the nodes")
-        lines = zip(*(theory for *_, theory in points), strict=True)
-        axes.fill_between(mbit, *lines, color=colour, alpha=0.3)
-        axes.plot(mbit, [theory[0] for *_, theory in points], color=colour)
-    axes.set(xscale="log", yscale="log", xlabel="speed of the cable, Mbit/s", ylabel="seconds of a step")
-    axes.invert_xaxis()
-    axes.grid(which="both", color="#dddddd")
-    axes.legend(title="measured (median, range); lines: theory (a range)")
     return save(figure, name)

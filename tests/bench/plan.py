@@ -4,9 +4,9 @@
     python -m tests.bench plan --rows FILE --vtrain FILE --json predictions.json
 
 The files in tests/bench/published are those of its README.md; any others of the same columns do. A row names a run, not
-its software: the letter of its id does. S and K are Megatron's; the planner knows its ways, and vTrain's
-(theory/recipes.py). Of other software it knows none: such a row is predicted as if the course's trainer had run it,
-and its errors are no errors of a recipe.
+its software: the letter of its id does. S and K are Megatron's; the planner knows its ways, and vTrain's (RECIPES). Of
+other software it knows none: such a row is predicted as if the course's trainer had run it, and its errors are no
+errors of a recipe.
 """
 
 import csv
@@ -18,14 +18,19 @@ from typing import NamedTuple
 
 from common import UserError
 from common.trainer import parse
-from theory.footprint import held
+from theory.footprint import COURSE, Recipe, held
 from theory.gpus import GIB, GPUS, Gpu
 from theory.layouts import Layout
-from theory.recipes import RECIPES, Recipe
 from theory.seconds import step_seconds
 from theory.shapes import Shape, flops_per_token, gpt, total_weights
 from theory.tables import table
 
+RECIPES = {  # switches come from papers, and hold for every run of a software
+    "course": COURSE,
+    "megatron-2021": Recipe("megatron-2021", library=0.92),  # on CUDA 11.0: S9 took 10% longer than K5 a year later
+    "megatron-2022": Recipe("megatron-2022", overlap_tp=True),
+    "vtrain": Recipe("vtrain"),
+}
 HERE = Path(__file__).parent / "published"
 RECIPE = dict(S="megatron-2021", K="megatron-2022")
 KINDS = {"megatron-2021": "time, S", "megatron-2022": "time, K", "vtrain": "time, vTrain"}
@@ -105,7 +110,8 @@ def layout_of(row: dict[str, str]) -> Layout:
     gbs, chunks = number(row, "gbs", dp), number(row, "vp", 1)
     mbs = number(row, "mbs", 1)
     whole = gbs // dp // mbs % pp == 0  # as an interleaved schedule wants it
-    recompute = {"sel+SP": "selective", "sel": "selective", "full": "full"}.get(row["recompute"], "none")
+    some = "selective" if row["id"][0] in RECIPE else "elementwise"  # all others fuse attention
+    recompute = {"sel+SP": some, "sel": some, "full": "full"}.get(row["recompute"], "none")
     x = Layout(pp, cp, tp, number(row, "ep", 1), number(row, "zero", 1), mbs, gbs, dp=dp, recompute=recompute)
     way = "interleaved" if chunks > 1 and pp > 1 and whole else "1f1b"
     return replace(x, schedule=way, chunks=chunks, sp=row["id"][0] not in RECIPE or row["recompute"] == "sel+SP")

@@ -1,12 +1,15 @@
-"""Selective recomputation (`--recompute selective`; Korthikanti et al. 2022, section 5): keep what is dear to remake.
+"""Recomputation of elementwise operations (`--recompute elementwise`): keep what is dear to compute again.
 
-Full recomputation does a layer's whole forward again. This keeps what matrix products and attention have made, and does
-only the cheap rest again: norms, RoPE, SiLU. With h = dim, k = kv heads x head_dim, f = ffn_dim, a = heads, and e bytes
-an element, a token of a layer keeps for backward:
+Full recomputation runs the whole forward of a layer again. This keeps the outputs of matrix products and attention, and
+runs only the cheap rest again: norms, RoPE and SiLU. With h = dim, k = kv heads x head_dim, f = ffn_dim, a = heads, and
+e bytes an element, a token of a layer keeps for backward:
 
-    none       e (6 h + 2 k + 4 f) + 4 a + 8
-    selective  e (5 h + 2 k + 2 f) + 4 a
-    full       e h
+    none         e (6 h + 2 k + 4 f) + 4 a + 8
+    elementwise  e (5 h + 2 k + 2 f) + 4 a
+    full         e h
+
+The tool is PyTorch's "selective activation checkpointing", by operator. What papers call selective recomputation is
+`--recompute selective` (attention_scores.py).
 
 A router (step 7) chooses once: where a layer has one, its choice is kept, also with `full`. Computed again, a last bit
 may differ, and with it who goes where: then counts and rows would not be those that backward is for.
@@ -36,7 +39,7 @@ ATTENTION = [
 ]
 CHOICE = [aten.topk.default]
 
-RECOMPUTE["selective"] = RECOMPUTE["full"]  # and then `attach`
+RECOMPUTE["elementwise"] = RECOMPUTE["full"]  # and then `attach`
 
 
 def keep(operators: list, recompute: Callable, *inputs: Tensor) -> Tensor:
@@ -51,7 +54,7 @@ def attach(config: Any, parts: Parts):
     """
     kept = PRODUCTS + CHOICE + (ATTENTION if getattr(config, "cp", 1) == 1 else [])
     for layer in parts.model.model.layers.values():
-        if config.recompute == "selective":
+        if config.recompute == "elementwise":
             parts.around(layer, "forward", partial(keep, kept), by=__name__)
         elif config.recompute == "full" and not isinstance(layer.mlp, MLP):
             parts.around(layer, "forward", partial(keep, CHOICE), by=__name__)
