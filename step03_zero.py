@@ -26,7 +26,7 @@ its moments 8. A rank holds these bytes of each parameter, and sends in a step (
     3       nothing                18/n                2.25    m (3 P - e) m times: 2 all-gathers, reduce-scatter
 
 Stage 1 holds gradients and, sharded, their sums. Stages 2 and 3 also hold a few whole units while they use them. e: the
-parameters of E and H, gathered once in a micro-batch, all others twice (with a tied head these too: e = 0).
+parameters of E and H, gathered once in a micro-batch, all others twice (E, too, if the head is tied to it).
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
 You should see step 1's losses, and `sent` as in the table, times 4 bytes (a weight in bf16 has 2), + (n-1)/n x 24.
@@ -174,8 +174,8 @@ class Zero2(Zero1):
     """Gradients are sharded as well.
 
     A unit's whole gradient lives from its own backward until the next unit's is done: its reduce-scatter runs
-    meanwhile. So two exist at a time (three if the head is tied: E's lives from the head's backward on). E comes last:
-    its sum is awaited when the next micro-batch has done H, or in `finish`.
+    meanwhile. So two exist at a time (a third, in autograd's own memory, if the head is tied: E's as head). E comes
+    last: its sum is awaited when the next micro-batch has done H, or in `finish`.
     """
 
     def __init__(self, *args):
@@ -258,8 +258,8 @@ class Zero3(Zero2):
         freed after        E   0   1       H   1   0
         reduce-scatter                         H   1   0   E
 
-    H stays between its forward and its backward, and the backward of E needs no weights. So two units are whole at a
-    time; a third, E, if the head is tied to it.
+    H, norm and head, stays between its forward and its backward, and the backward of E needs no weights. So two units
+    are whole at a time; if the head is tied, a third: E is gathered again with H, and stays until its own backward.
     """
 
     unit_type = ShardedUnit
@@ -267,24 +267,24 @@ class Zero3(Zero2):
     def __init__(self, model: Decoder, *args):
         super().__init__(model, *args)
         trunk, head = model.model, model.lm_head
-        modules = [m for m in (trunk.embed_tokens, *trunk.layers.values(), trunk.norm, head) if m is not None]
-        self.lowest = int(trunk.embed_tokens is not None)  # the first module whose backward needs weights
-        self.uses: list[list[Unit]] = []  # by module, in the order of forward: the units that it computes with
-        for i, module in enumerate(modules):
-            params = set(module.parameters())
+        entries = [[trunk.embed_tokens], *([layer] for layer in trunk.layers.values()), [trunk.norm, head]]
+        self.lowest = int(trunk.embed_tokens is not None)  # the first entry whose backward needs weights
+        self.uses: list[list[Unit]] = []  # by entry, in the order of forward: the units that its modules compute with
+        for i, modules in enumerate(entry for entry in entries if None not in entry):  # a pipeline stage may lack ends
+            params = set(nn.ModuleList(modules).parameters())
             self.uses.append([unit for unit in self.units if params & set(unit.named.values())])
-            module.register_forward_pre_hook(lambda *_, i=i: self.fetch(i, min(i + 1, len(modules) - 1)))
-            module.register_forward_hook(partial(self.after_forward, i))
+            modules[0].register_forward_pre_hook(lambda *_, i=i: self.fetch(i, min(i + 1, len(self.uses) - 1)))
+            modules[-1].register_forward_hook(partial(self.after_forward, i))
 
     def fetch(self, i: int, ahead: int):
-        """Start to gather the units of module `i` and of `ahead`, which computes next; wait for those of `i`."""
+        """Start to gather the units of entry `i` and of `ahead`, which computes next; wait for those of `i`."""
         for unit in [*self.uses[i], *self.uses[ahead]]:
             unit.gather()
         for unit in self.uses[i]:
             unit.gathering.wait()
 
     def after_forward(self, i: int, _module: nn.Module, _inputs: tuple, output: Tensor):
-        """Hook: module `i` has computed. Free its weights till its output's gradient arrives, if any will."""
+        """Hook: entry `i` has computed. Free its weights till its output's gradient arrives, if any will."""
         for unit in self.uses[i]:
             if unit not in self.uses[min(i + 1, len(self.uses) - 1)]:  # else the next module or backward needs it
                 unit.free()

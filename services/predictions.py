@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch import nn
+
 from common.layout import layout_of
 from common.model import wide
 from common.schedules import Action, Place, consumer
@@ -119,16 +121,16 @@ def data_traffic(config: Any, parts: Parts) -> dict[str, Traffic]:
 def module_runs(config: Any, parts: Parts) -> tuple[list, list, set[int], set]:
     """What ZeRO's units are used by in which order, as `theory.traffic.unit_travels` wants it."""
     trunk, head = parts.model.model, parts.model.lm_head
-    modules = [m for m in (trunk.embed_tokens, *trunk.layers.values(), trunk.norm, head) if m is not None]
-    params = [set(module.parameters()) for module in modules]
+    entries = [[trunk.embed_tokens], *([layer] for layer in trunk.layers.values()), [trunk.norm, head]]
+    params = [set(nn.ModuleList(modules).parameters()) for modules in entries if None not in modules]
     uses = [[unit for unit in parts.optimizer.units if own & set(unit.named.values())] for own in params]
     first, number = int(trunk.embed_tokens is not None), {}
     number |= {int(name): first + i for i, name in enumerate(trunk.layers)}
     places, row = work_lists(config, parts)
     runs = []
     for kind, _, stage in row:
-        place, last = places[stage], len(modules) - 1
-        ends = [0] * (place.before is None), [last - 1, last] * (place.after is None)
+        place = places[stage]
+        ends = [0] * (place.before is None), [len(params) - 1] * (place.after is None)
         runs.append((kind, [*ends[0], *(number[n] for n in place.layers), *ends[1]]))
     shared = {*uses[0]} & {*uses[-1]} if 0 in places and parts.way[-1] in places else set()
     return uses, runs, set(number.values()), shared

@@ -15,7 +15,7 @@ from tests.test_rules import RULES
 INT8 = dict(tp=2) | test_laws.INT8
 CP, ONE = "step05_cp_ring", dict(n_layers=1, global_batch_size=2)
 LAWS: dict[str, tuple] = {  # ranks, and a function with its arguments that every rank calls: what it returns is the law
-    "law: units": (2, test_laws.gathered_units, dict(zero=3, n_layers=6)),
+    "law: units": (2, test_laws.seen_in_stage_3, dict(zero=3, global_batch_size=2)),
     "law: unit names": (1, test_laws.names_of_units, 12),
     "law: zero 3": (2, test_laws.measure, "step03_zero", dict(zero=3)),
     "law: kept": (2, test_laws.measure, "step03_zero", dict(zero=3, zero_keep=True)),

@@ -2,7 +2,9 @@
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -158,14 +160,14 @@ ZERO += [(n, zero, dict(tied=True, recompute="full")) for n, zero in ((3, 2), (2
 def test_zero(pools, n, zero, flags):
     """(n-1)/n of 2 P, 2 P, (m+1) P, m (3 P - ends); a unit of P is rounded up to a multiple of n.
 
-    The ends are gathered once a micro-batch: the embedding needs no weights in backward, and the head stays from its
-    forward to its backward. With a tied matrix there are none: it is gathered as embedding, and again as head.
+    The ends are gathered once a micro-batch: the embedding needs no weights in backward, and norm and head stay from
+    their forward to their backward. A tied matrix is gathered twice: as embedding, and again as head.
     """
     m, tied = 3, "tied" in flags
     layer, first, last = (-(-size // n) * n if zero else size for size in (LAYER, END, D if tied else END + D))
-    p, ends = L * layer + first + last, 0 if tied else first + last
+    p, ends = L * layer + first + last, last if tied else first + last
     elements = {0: 2 * p, 1: 2 * p, 2: (m + 1) * p, 3: m * (3 * p - ends)}[zero]
-    units, once = L + 2, 0 if tied else 2
+    units, once = L + 2, 1 if tied else 2
     for sent, calls in pools(n).run(measure, "step03_zero", flags | dict(zero=zero, global_batch_size=n * m)):
         assert sent.keys() == {"dp"}
         assert sent["dp"] == (n - 1) * elements * B // n + 2 * round(reduced(n, SCALAR))
@@ -232,31 +234,87 @@ def test_sums_start_in_backward(pools):
     assert ours == theirs
 
 
-def gathered_units(options: dict) -> tuple[int, int]:
-    """Runs on every rank: the most whole units that were there at a time, and how many were after the update."""
-    alive, most, after = set(), [0], []
-    gather, step = step03.ShardedUnit.gather, step03.Zero3.step
+def figure(n_layers: int, tied: bool = False) -> dict[str, list[str]]:
+    """Rows of the figure in the docstring of `Zero3`, for so many layers. With a tied head H computes with E, too."""
+    up = [str(i) for i in range(n_layers)]
+    down = up[::-1]
+    return {
+        "all-gather": ["E", *up, "EH" if tied else "H", "", *down, "", "", ""],
+        "compute": ["", "E", *up, "H", "H", *down, "E", ""],
+        "freed after": ["", "E", *up, "", "H", *down, "E" if tied else "", ""],
+        "reduce-scatter": [""] * (n_layers + 4) + ["H", *down, "E"],
+    }
 
-    def gathering(unit):
-        gather(unit)
-        alive.add(unit)
-        most[0] = max(most[0], sum(u.flat.untyped_storage().nbytes() > 0 for u in alive))
 
-    def stepping(self, *args):
-        step(self, *args)
-        after.append(sum(u.flat.untyped_storage().nbytes() > 0 for u in self.units))
+def events_of(rows: dict[str, list[str]], recompute: str) -> list[str]:
+    """What a figure shows, in order. Where a column begins, what was under way in the one before it ends."""
+    events, way, nothing = [], "forward", [""] * len(rows)
+    for before, (gathered, computed, _, reduced) in pairwise([nothing, *zip(*rows.values(), strict=True), nothing]):
+        events += [f"reduce {unit} ends" for unit in before[3]] + [f"reduce {unit}" for unit in reduced]
+        events += [f"free {unit}" for unit in before[2]]
+        events += [f"gather {unit}" for unit in gathered] + [f"gather {unit} ends" for unit in before[0]]
+        modules = ["norm", "head"] if computed == "H" else [*computed]
+        events += [f"{way} {module}" for module in modules[:: 1 if way == "forward" else -1]]
+        events += [f"forward {computed}"] * (way == "backward" and recompute == "full" and computed.isdigit())
+        way = "backward" if computed == "H" else way
+    return events
+
+
+def seen_in_stage_3(options: dict) -> list[str]:
+    """Runs on every rank: the same of the last step. A layer's forward begins where its first norm does."""
+    events, zero_type, unit_type = [], step03.Zero3, step03.ShardedUnit
+    build, begin, reduce = zero_type.__init__, zero_type.begin, zero_type.reduce
+
+    def note(what: str, unit: step03.Unit, pending: Pending) -> Pending:
+        found = re.search(r"embed|\d+", next(iter(unit.named)))
+        what += f" {found.group().replace('embed', 'E') if found else 'H'}"
+        events.append(what)
+        pending.wait = lambda: events.extend([f"{what} ends"] * bool(pending.works)) or Pending.wait(pending)
+        return pending
+
+    def noting(what: str, plain: Callable):
+        def noted(unit: step03.ShardedUnit):
+            before = unit.flat.untyped_storage().nbytes()
+            plain(unit)
+            if unit.flat.untyped_storage().nbytes() != before:
+                note(what, unit, unit.gathering)
+
+        return mock.patch.object(unit_type, what, noted)
+
+    def turn(what: str) -> Callable:
+        return lambda *_: events.append(what)
+
+    def building(zero: step03.Zero3, model: Decoder, *rest):
+        build(zero, model, *rest)
+        ends = dict(E=model.model.embed_tokens, norm=model.model.norm, head=model.lm_head)
+        for name, module in [*model.model.layers.items(), *ends.items()]:
+            getattr(module, "input_layernorm", module).register_forward_pre_hook(turn(f"forward {name}"))
+            back = turn(f"backward {name}")
+            module.register_forward_hook(lambda *io, back=back: io[2].register_hook(back) and None)
 
     with (
-        mock.patch.object(step03.ShardedUnit, "gather", gathering),
-        mock.patch.object(step03.Zero3, "step", stepping),
+        noting("gather", unit_type.gather),
+        noting("free", unit_type.free),
+        mock.patch.object(zero_type, "__init__", building),
+        mock.patch.object(zero_type, "begin", lambda zero, m: events.clear() or begin(zero, m)),
+        mock.patch.object(zero_type, "reduce", lambda zero, unit: note("reduce", unit, reduce(zero, unit))),
     ):
         equal.record("step03_zero", LAWS | options)
-    return most[0], max(after)
+    return events
 
 
-def test_zero_3_holds_few_whole_units(pools):
-    """One or two at a time, of L + 2, and none after the update."""
-    assert set(pools(2).run(gathered_units, dict(zero=3, n_layers=6))) == {(2, 0)}
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("n_layers, tied", [(1, False), (1, True), (3, False), (3, True)])
+def test_stage_3_hides_what_its_figure_shows(pools, n_layers, tied, recompute):
+    """Each gather and sum starts and ends there, each unit is freed there. Two units are whole at most; tied, three."""
+    for name, row in figure(n_layers=2).items():
+        assert f"  {name:<15}{''.join(f'{unit:<4}' for unit in row).rstrip()}\n" in step03.Zero3.__doc__
+    events = events_of(figure(n_layers, tied), recompute)
+    options = dict(zero=3, global_batch_size=2, n_layers=n_layers, tied=tied, recompute=recompute)
+    assert pools(2).run(seen_in_stage_3, options) == [events] * 2
+    starts = [event for event in events if not event.endswith("ends")]
+    whole = [*accumulate(event.startswith("gather") - event.startswith("free") for event in starts)]
+    assert (max(whole), whole[-1]) == (3 if tied else 2, 0)
 
 
 def names_of_units(n_layers: int) -> list[list[str]]:

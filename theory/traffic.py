@@ -48,21 +48,22 @@ def unit_travels(
 ) -> tuple[Counter, Counter]:
     """How often stages 2 and 3 of ZeRO reduce, and stage 3 gathers, each unit in a step. Its hooks, as step 3 has them.
 
-    `uses`: by module of the rank, in the order of forward, the units that it computes with; `layers`: which are layers.
-    `runs`: (F, B or W, its modules) of all that the rank does. Without a pipeline: each unit is gathered for F and for
-    B, but for the last, which stays, and an embedding, which needs no weights in B; and reduced once a micro-batch.
+    `uses`: the units that embedding, each layer, and norm with head compute with, as far as they are on the rank.
+    `layers`: which of these are layers. `runs`: (F, B or W, which of these) of all that the rank does. Without a
+    pipeline: each unit is gathered for F and for B, but for those of the last, which stay, and an embedding, which
+    needs no weights in B; and reduced once a micro-batch. A tied matrix is gathered as embedding and for the head.
     """
     there, reduced, gathered, last, first = set(), Counter(), Counter(), len(uses) - 1, min(layers, default=0)
     split = any(kind == "W" for kind, _ in runs)
 
     def fetch(i: int, ahead: int):
-        """Module `i` is about to compute, and `ahead` after it."""
+        """Entry `i` of `uses` is about to compute, and `ahead` after it."""
         wanted = {*uses[i], *uses[ahead]}
         gathered.update(wanted - there)
         there.update(wanted)
 
     def forward(i: int):
-        """Units go, unless the next module uses them; those of the last module stay until their gradients are there."""
+        """Units go, unless the next entry uses them; those of the last stay until their gradients are there."""
         fetch(i, min(i + 1, last))
         if i < last:
             there.difference_update({*uses[i]} - {*uses[i + 1]})
