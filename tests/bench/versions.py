@@ -21,7 +21,7 @@ from statistics import median, quantiles
 
 from common import UserError
 from services import launch
-from services.certify import metrics
+from services.plots import read_metrics as metrics
 from services.tables import table
 from tests.bench.harness import command
 
