@@ -1,7 +1,7 @@
 """Flags, and what a run leaves behind: a progress bar, metrics.jsonl and loss.png.
 
-    with Run(config) as run:                      opens the run directory; at the end, or an error, closes it
-        for step in run.steps(model=..., ...):    is given every part of the run; yields 0, 1, ..., drawing the bar
+    with Run(config) as run:                      at the end, draws loss.png
+        for step in run.steps(model=..., ...):    is given every part of the run; opens the run directory; yields 0, ...
             run.require_finite(step, loss=..., ...)   before the update
             run.record(step, tokens, loss=..., ...)   one line of metrics.jsonl
 
@@ -99,23 +99,23 @@ class Run:
         self.first = int(os.environ.get("RANK", 0)) == 0
 
     def __enter__(self) -> "Run":
-        """Open the run directory; an earlier run's metrics are overwritten."""
-        if self.first:
-            self.out.mkdir(parents=True, exist_ok=True)
-            (self.out / "config.json").write_text(json.dumps(dataclasses.asdict(self.config), indent=1))
-            self.file = open(self.out / "metrics.jsonl", "w")
         return self
 
     def __exit__(self, error: type | None, *_):
         """Draw loss.png, unless an error ended the run."""
         comm.observer = None
+        if self.first and error is None and self.history:
+            draw_loss(self.history, self.out / "loss.png")
+
+    def begin(self):
+        """Open the run directory; an earlier run's metrics are overwritten, by the first step."""
         if self.first:
-            self.file.close()
-            if error is None and self.history:
-                draw_loss(self.history, self.out / "loss.png")
+            self.out.mkdir(parents=True, exist_ok=True)
+            (self.out / "config.json").write_text(json.dumps(dataclasses.asdict(self.config), indent=1))
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """Yield the numbers of the steps. `parts`: the objects that make up this run (model, optimizer, mesh, ...)."""
+        self.begin()  # not before: a launch that fails leaves an earlier run as it is
         self.began, comm.observer = time.perf_counter(), self.count
         with tqdm(total=self.config.steps, unit="step", disable=not self.first) as self.bar:
             yield from range(self.config.steps)
@@ -137,10 +137,10 @@ class Run:
         self.history.append(row | dict(sent=dict(self.sent)))
         self.sent.clear()
         if self.first:
-            self.file.write(json.dumps(self.history[-1]) + "\n")
-            self.file.flush()
             self.bar.set_postfix_str(f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tok/s", refresh=False)
             self.bar.update()
+            with open(self.out / "metrics.jsonl", "a" if step else "w") as file:
+                file.write(json.dumps(self.history[-1]) + "\n")
 
 
 def draw_loss(history: list[dict], target: Path):

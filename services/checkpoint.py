@@ -38,6 +38,7 @@ from services.boxes import Box, Piece, overlap, place_in
 from services.launch import gather_objects
 
 FORMAT = "course checkpoint 1"
+OWN = ("auto", "required")  # values of --resume that name --out
 PART = 2**26  # bytes that are flushed to the disk before more are written, so one sees that it goes on
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
@@ -305,14 +306,14 @@ class Checkpoint:
 
 
 def find(where: str, out: Path) -> Checkpoint | None:
-    """What `--resume` names: a checkpoint, or the newest sound one of a run directory; "auto": of `out`. A collective.
+    """What `--resume` names: a checkpoint, or the newest sound one of a run directory; OWN: of `out`. A collective.
 
     All ranks look at the files together, and at the same. A damaged one is named, and the one before it is taken. None
     if there is nothing to go on from and that is fine ("auto"). Raises UserError if there is none, or none is sound.
     """
-    root = out if where == "auto" else Path(where)
+    root = out if where in OWN else Path(where)
     candidates = sorted((root / "checkpoints").glob("step-*"), reverse=True)
-    if where != "auto" and (re.fullmatch(r"step-\d+", root.name) or (root / "index.json").exists()):
+    if where not in OWN and (re.fullmatch(r"step-\d+", root.name) or (root / "index.json").exists()):
         candidates = [root] if root.is_dir() else []
     everyone = gather_objects(candidates)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -325,5 +326,5 @@ def find(where: str, out: Path) -> Checkpoint | None:
     if everyone[0]:
         raise UserError(f"--resume {where}: no checkpoint there is sound: give another, or start anew in another --out")
     if where != "auto":
-        raise UserError(f"--resume {where}: no checkpoint there; give a run directory or one of its checkpoints/step-*")
+        raise UserError(f"--resume {where}: no checkpoint in {root}: give a run, a checkpoints/step-* of it, or auto")
     return None

@@ -5,6 +5,8 @@ import re
 import sys
 import textwrap
 import traceback
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -50,8 +52,11 @@ def report(error: BaseException):
             raise UserError(memory_is_full(error)) from error
         return
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = torch.distributed.TCPStore(address, port, is_master=False)
-    if store.add(f"reported/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", 1) == 1:
+    reports = 1
+    with suppress(RuntimeError):  # the launcher is gone: each rank speaks for itself
+        store = torch.distributed.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
+        reports = store.add(f"reported/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", 1)
+    if reports == 1:
         print(describe(error), file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, UserError) else 1)

@@ -2,12 +2,10 @@
 
 start(folder, ranks, words)   `python words`, or so many ranks by torchrun, in processes of their own
 stop(job)                     all of its processes end, also those that torchrun puts into sessions of their own
-metrics(out)                  what a run has written down so far
 gather_objects, agree         small things from all ranks, and answers on which they agree: collectives
 """
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -61,12 +59,6 @@ def stop(job: subprocess.Popen):
         job.send_signal(signal.SIGSTOP)  # it may start nothing more meanwhile
         tell(job, signal.SIGKILL)
         job.wait()
-
-
-def metrics(out: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl, as far as there are any."""
-    path = out / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def gather_objects(thing: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,12 @@ def picture(path: Path, width: float, height: float) -> Iterator[Any]:
 
 
 def read_metrics(folder: Path) -> list[dict]:
-    """The records of metrics.jsonl, without a last line that a crash cut short."""
-    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """The records of metrics.jsonl, if there is one, without a line that a crash or a full disk cut short."""
+    rows, path = [], Path(folder) / "metrics.jsonl"
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
 
 
 def draw_memory(axes: Any, data: dict[str, Any]):

@@ -7,31 +7,38 @@ hold, alike on all ranks, and `restore(state)` takes it again.
 A disk that is full costs no run: a checkpoint that cannot be written is left out, with a warning, unless it would be
 the last. Two are kept, and a third is there while it is written.
 
-Ctrl-C and SIGTERM: the step is finished, saved, and the run ends. Under torchrun --max-restarts N a job whose rank dies
-is started anew; with --resume auto it then goes on from its last checkpoint, also with fewer ranks.
+After Ctrl-C, SIGTERM, SIGUSR1 or SIGUSR2 (from a batch system), or torchrun's death, a run finishes its step, saves and
+ends. Under torchrun --max-restarts N a job whose rank dies is started anew; with --resume auto it then goes on from its
+last checkpoint, also with fewer ranks. Rank 0 locks the run directory, as two runs would overwrite each other.
 """
 
 import dataclasses
-import json
+import os
 import shutil
 import signal
+import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from common import UserError
 from common.trainer import Run
 from services.boxes import masters, pieces, take
-from services.checkpoint import Checkpoint, Saver, find
-from services.launch import agree
+from services.checkpoint import OWN, Checkpoint, Saver, find
+from services.launch import agree, gather_objects
+from services.plots import read_metrics
 from services.predictions import moment_bytes, shape
 from services.tables import human
 from theory.shapes import total_weights
 from variants import Parts
+
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
 
 
 @dataclass
@@ -40,33 +47,38 @@ class Flags:
 
     save_every: int = 100  # steps between checkpoints (and one at the end); 0: only when interrupted
     save_async: bool = False  # write checkpoints in the background, while training goes on
-    resume: str = ""  # run directory or checkpoint to go on from; auto: the newest in --out, if there is one
+    resume: str = ""  # run directory or checkpoint to go on from; auto: the newest in --out, if any; required: or fail
     stop_after: int = 0  # end after this step of the same schedule, as a pre-empted job would; 0: at the end
 
 
-def goes_on(run: Run) -> bool:
-    """Whether a run writes into the directory that it resumes."""
-    where = run.config.resume
-    return where == "auto" or (bool(where) and Path(where).resolve().is_relative_to(run.out.resolve()))
-
-
-def move_aside(run: Run) -> str:
-    """Rank 0, before the run directory is opened: an earlier run's gets another name, unless this run goes on there.
-
-    Returns the metrics that are to be kept. Raises UserError if the directory cannot be written.
-    """
-    metrics = run.out / "metrics.jsonl"
+def on_rank_0(run: Run, what: Callable):
+    """Let rank 0 work in the run directory; what goes wrong is a UserError on all ranks. A collective."""
+    wrong = ""
     try:
-        if metrics.exists() and goes_on(run):
-            return metrics.read_text()
-        if metrics.exists():
-            aside = next(p for n in range(1, 10**6) if not (p := Path(f"{run.out}.{n}")).exists())
-            run.out.rename(aside)
-            print(f"the earlier run in {run.out} is now {aside}")
-        run.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {run.out}: cannot be written ({error.strerror})") from error
-    return ""
+        if run.first:
+            what()
+    except (UserError, OSError) as error:
+        wrong = f"--out {run.out}: cannot be written ({error.strerror})" if isinstance(error, OSError) else str(error)
+    if wrong := gather_objects(wrong)[0]:
+        raise UserError(wrong)
+
+
+def hold(out: Path) -> IO:
+    """Make a run directory, and lock it until the file returned is closed. Raises UserError if another run has it."""
+    out.mkdir(parents=True, exist_ok=True)
+    file = (out / ".lock").open("a+")
+    try:
+        from fcntl import LOCK_EX, LOCK_NB, flock
+
+        flock(file, LOCK_EX | LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise UserError(f"--out {out} is in use by {file.read() or 'another run'}: choose another --out") from None
+    except (ImportError, OSError):
+        pass  # Windows, or a file system without locks: nobody is refused
+    file.truncate(0)
+    print(f"process {os.getpid()} on host {socket.gethostname()}", end="", file=file, flush=True)
+    return file
 
 
 class Keeper:
@@ -76,26 +88,41 @@ class Keeper:
         self.run, self.config = run, run.config
         self.signalled, self.done, self.saver = 0.0, 0, Saver(run.out)
         self.end = min(self.config.steps, self.config.stop_after or self.config.steps)
-        self.handlers = {number: signal.signal(number, self.stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        heard = [n for n in SIGNALS if n == signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
+        self.handlers = {number: signal.signal(number, self.stop) for number in heard}
+        self.lock: Any = ExitStack()  # of the run directory, once it is held
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            threading.Thread(target=self.follow, args=(os.getppid(),), daemon=True).start()
 
-    def stop(self, *_):
+    def follow(self, launcher: int):
+        """A thread: when torchrun is gone, leave as after SIGTERM; if that takes longer than --timeout, at once."""
+        while os.getppid() == launcher:
+            time.sleep(1)
+        self.signalled = self.signalled or time.monotonic()
+        print(f"rank {os.environ['RANK']}: torchrun is gone: leaving after this step", file=sys.stderr, flush=True)
+        time.sleep(self.config.timeout)
+        os._exit(1)
+
+    def stop(self, number: int, _frame: Any):
         """Signal handler: leave after this step; a second Ctrl-C leaves at once."""
-        if self.signalled and time.monotonic() - self.signalled > 2:  # launchers repeat the first one at once
+        if number == signal.SIGINT and 0 < self.signalled < time.monotonic() - 2:  # launchers repeat one at once
             raise KeyboardInterrupt
         self.signalled = self.signalled or time.monotonic()
 
     def close(self):
-        """Give the signals back."""
+        """Give back the run directory and the signals."""
+        self.lock.close()
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
-    def start(self, parts: Parts, kept: str, weights_only: bool = False) -> int:
-        """Take over what --resume names, and the rows of `kept` metrics that led there; returns the steps done.
+    def start(self, parts: Parts, weights_only: bool = False) -> int:
+        """Lock the run directory, and take over what --resume names; returns the steps done.
 
-        A collective. Raises UserError if the checkpoint is of another model, dtype or update rule.
+        A collective. Raises UserError if another run has the directory, or the checkpoint does not fit.
         """
-        self.parts = parts
-        saved = find(self.config.resume, self.run.out) if self.config.resume else None
+        self.parts, where = parts, self.config.resume
+        on_rank_0(self.run, self.own)  # from here on nobody else changes the directory
+        saved = find("required" if weights_only and where == "auto" else where, self.run.out) if where else None
         if saved is not None:
             imported = "optimizer" not in saved.index["config"]
             require_fit(saved, parts, self.config, weights_only or imported)
@@ -104,14 +131,28 @@ class Keeper:
                 if state is not None and hasattr(parts.kept.get(name), "restore"):
                     parts.kept[name].restore(state)
             self.done = saved.index["step"]
-        if self.run.first and not weights_only:
-            rows = [row for row in map(json.loads, kept.splitlines()) if row["step"] <= self.done]
-            self.run.history.extend(rows)
-            self.run.file.write("".join(json.dumps(row) + "\n" for row in rows))
-            self.run.file.flush()
-            if saved is not None:
-                print(f"going on from {saved.path}", flush=True)
+        if self.run.first and where:
+            print("\n".join(said(saved, parts, self.config)), flush=True)
         return self.done
+
+    def own(self):
+        """Rank 0: lock the run directory, and no longer one that has moved aside."""
+        self.lock.close()
+        self.lock = hold(self.run.out)
+
+    def make_way(self, begin: Callable):
+        """Rank 0, before `begin` opens the run directory: an earlier run moves aside, or this one keeps its metrics."""
+        out, where = self.run.out, self.config.resume
+        if where in OWN or (where and Path(where).resolve().is_relative_to(out.resolve())):
+            self.run.history.extend(row for row in read_metrics(out) if row["step"] <= self.done)
+        elif (out / "metrics.jsonl").exists():
+            aside = next(p for n in range(1, 10**6) if not (p := Path(f"{out}.{n}")).exists())
+            out.rename(aside)
+            self.own()
+            print(f"the earlier run in {out} is now {aside}")
+        begin()
+        (out / "metrics.jsonl").touch()
+        self.run.rewrite()
 
     def leave(self, step: int) -> bool:
         """After a step: save if it is time; whether the run ends here. All ranks decide alike."""
@@ -161,6 +202,21 @@ class Keeper:
         about = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(parts.model.config), state=state)
         about["dtype"] = str(next(parts.model.parameters()).dtype)
         self.saver.save(step, pieces(parts), about, config.save_async)
+
+
+def said(saved: Checkpoint | None, parts: Parts, config: Any) -> Iterator[str]:
+    """What a run resumes, and which flags differ; but not those of services, nor those that `require_fit` compares."""
+    if saved is None:
+        return (yield "nothing to resume: starting at step 1")
+    yield f"going on from {saved.path}"
+    services = [base for base in type(config).__mro__ if base.__module__.startswith("services.")]
+    unsaid = {"out", "device", "model", "optimizer", "dtype"}.union(*(base.__annotations__ for base in services))
+    ours = {name: value for name, value in dataclasses.asdict(config).items() if name not in unsaid}
+    ours["seq_len"] = parts.model.config.seq_len
+    theirs = saved.index["config"] | dict(seq_len=saved.index["model"]["seq_len"])
+    changed = [(name, theirs[name], value) for name, value in ours.items() if theirs.get(name, value) != value]
+    if changed:
+        yield "--resume: " + "; ".join(f"--{name.replace('_', '-')} was {a!r}, is {b!r}" for name, a, b in changed)
 
 
 def require_fit(saved: Checkpoint, parts: Parts, config: Any, weights_only: bool):

@@ -5,10 +5,13 @@ surround(train)          what common/trainer.py's `main` asks for: a step's `tra
 
 import importlib
 import inspect
+import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +32,10 @@ class ServedRun(OpenRun):
     def __init__(self, config: Any):
         check(config, int(os.environ.get("WORLD_SIZE", 1)))
         super().__init__(config)
-        self.ledger = Ledger()
+        self.ledger, self.torn = Ledger(), False
 
     def __enter__(self) -> "ServedRun":
-        """Meet the other ranks; open the run directory, unless the run only generates; catch signals from now on.
+        """Meet the other ranks; catch signals from now on.
 
         A dry run meets nobody, waits for nobody, and leaves nothing behind.
         """
@@ -40,7 +43,6 @@ class ServedRun(OpenRun):
             return self
         devices.join(self.config)
         self.first = self.first and not self.config.generate
-        self.kept = resume.move_aside(self) if self.first else ""
         self.keeper = resume.Keeper(self)
         super().__enter__()
         self.guard = Guard(self)
@@ -51,14 +53,38 @@ class ServedRun(OpenRun):
         if not self.config.dry_run:
             comm.waiting = nullcontext
             self.guard.stop(error)
+            with self.expendable("loss.png"):
+                super().__exit__(kind, error, trace)
             self.keeper.close()
-            super().__exit__(kind, error, trace)
         if error is not None:
             failures.report(error)
 
+    def begin(self):
+        """As the plain run's, after an earlier run has moved aside. A collective."""
+        resume.on_rank_0(self, partial(self.keeper.make_way, super().begin))
+
+    @contextmanager
+    def expendable(self, name: str) -> Iterator[None]:
+        """Write what training can do without: a full disk is a warning, once until there is room."""
+        try:
+            yield
+            if self.torn:
+                self.rewrite()
+        except OSError as error:
+            if not self.torn:
+                print(f"warning: --out {self.out}: {name} is incomplete ({error.strerror})", file=sys.stderr)
+            self.torn = True
+
+    def rewrite(self):
+        """Rank 0 writes metrics.jsonl anew, in place, with rows that a full disk has refused. Raises OSError."""
+        with open(self.out / "metrics.jsonl", "r+") as file:
+            file.writelines(json.dumps(row) + "\n" for row in self.history)
+            file.truncate()
+        self.torn = False
+
     def steps(self, **parts: Any) -> Iterator[int]:
         """As the plain run's, after everything has been attached, from where --resume goes on."""
-        start = self.keeper.start(self.open(**parts), self.kept, weights_only=bool(self.config.generate))
+        start = self.keeper.start(self.open(**parts), weights_only=bool(self.config.generate))
         if self.config.generate:
             evaluation.answer(self.config, self.parts)
             return
@@ -91,7 +117,8 @@ class ServedRun(OpenRun):
             replicas.check_replicas(self.config, self.parts, step)
         numbers |= evaluation.metrics(self.config, self.parts, step, self.keeper.end)
         self.began += time.perf_counter() - before  # not a part of the step's seconds
-        super().record(step, tokens, **numbers)
+        with self.expendable("metrics.jsonl"):
+            super().record(step, tokens, **numbers)
         self.screen.line(self.history[-1])
 
 

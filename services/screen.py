@@ -227,15 +227,18 @@ class Screen:
         self.say(memory_table(self.predicted, self.held.most))
         if last["traffic"]:
             self.say(traffic_table(last, predictions.sent_bytes(self.config, self.parts)))
-            plots.traffic(out)
-        if "expert_load" in last:
-            plots.expert_load(out)
-        if self.config.profile_memory:
-            seconds, curves = self.held.timeline.curves()
-            (out / "memory.json").write_text(json.dumps(dict(seconds=seconds, bytes=curves)))
-            plots.memory(out)
-        if self.parts.pipeline is not None and self.config.pp > 1:
-            self.draw_timeline(timelines[:: self.world // self.config.pp])
+        with self.run.expendable("a picture"):
+            self.run.rewrite()  # pictures are drawn from files
+            if last["traffic"]:
+                plots.traffic(out)
+            if "expert_load" in last:
+                plots.expert_load(out)
+            if self.config.profile_memory:
+                seconds, curves = self.held.timeline.curves()
+                (out / "memory.json").write_text(json.dumps(dict(seconds=seconds, bytes=curves)))
+                plots.memory(out)
+            if self.parts.pipeline is not None and self.config.pp > 1:
+                self.draw_timeline(timelines[:: self.world // self.config.pp])
         mean = {key: sum(row[key] for row in steady) / len(steady) for key in ("tokens_per_second", "mfu", "hfu")}
         self.say(
             f"step {last['step']}: loss {last['loss']:.4f}; {mean['tokens_per_second']:,.0f} tokens/s, "

@@ -15,9 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from services.launch import children, metrics, start, stop
+from common import UserError
+from services.checkpoint import folder_name, newest
+from services.launch import children, start, stop
+from services.plots import read_metrics as metrics
+from services.resume import hold
 from tests import jobs
 from tests.equal import difference
+from tests.pool import error_of
 from tests.test_checkpoint import require_same_bits, stored
 
 ROOT = Path(__file__).parents[1]
@@ -169,6 +174,21 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(server, tmp_pat
 
 FEW = TINY.replace(" --dataset text.txt", "").replace("--steps 3", "--steps 2")  # services read files in their own way
 QUIET = "--eval-every 0 --save-every 0 --peak-tflops 1"  # of services
+
+
+def test_ranks_leave_when_their_launcher_is_killed(tmp_path):
+    """They save what they have, and the run directory is free for the next job. (Forked ranks would get a signal.)"""
+    words, out = f"step03_zero.py {FEW} {QUIET} --steps 20000 --out {tmp_path / 'out'}".split(), tmp_path / "out"
+    job = start(ROOT, 2, words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while job.poll() is None and not metrics(out):
+        time.sleep(0.02)
+    job.kill(), job.wait()
+    until = time.monotonic() + 15
+    while (busy := error_of(UserError, hold, out)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not busy and newest(out).name == folder_name(len(metrics(out))) != folder_name(20000)
+
+
 PAGES = [pytest.param(step, 0, "", marks=[pytest.mark.exhaustive] * (step != STEPS[0])) for step in STEPS]
 PAGES += [pytest.param("step03_zero", 2, "", marks=pytest.mark.exhaustive)]
 PAGES += [pytest.param("step06_pipeline", 4, "--pp 2 --tp 2", marks=pytest.mark.exhaustive)]

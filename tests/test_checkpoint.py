@@ -8,6 +8,7 @@ import io
 import os
 import shutil
 import signal
+import socket
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +19,11 @@ import torch
 from torch import Tensor
 
 from common import UserError
+from common.trainer import Run
 from services import checkpoint, resume
 from services.boxes import Box, Piece, flat_boxes, overlap
 from services.checkpoint import Checkpoint, Saver, find, newest
+from services.plots import read_metrics
 from services.run import ServedRun
 from services.tables import human
 from tests.equal import config_of, difference
@@ -31,10 +34,10 @@ from tests.rows import EXHAUSTIVE, EXPERTS, TIED
 STEPS = dict(steps=4, save_every=2, eval_every=0, global_batch_size=6)
 
 
-def train_on_rank(step_name: str, options: dict, killed_at: int = 0) -> list[dict]:
+def train_on_rank(step_name: str, options: dict, killed_at: int = 0, number: int = signal.SIGTERM) -> list[dict]:
     """Runs on every rank: a run with everything around it but pictures; returns its metrics.
 
-    In a step the last rank may be told to stop.
+    In a step the last rank may be told to stop, by this signal.
     """
     no_pictures = mock.patch("services.screen.plots"), mock.patch("common.trainer.draw_loss")
     with no_pictures[0], no_pictures[1], ServedRun(config_of(step_name, STEPS | options)) as run:
@@ -44,7 +47,7 @@ def train_on_rank(step_name: str, options: dict, killed_at: int = 0) -> list[dic
             record(step, tokens, **numbers)
             last = int(os.environ.get("WORLD_SIZE", 1)) - 1
             if step + 1 == killed_at and int(os.environ.get("RANK", 0)) == last:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), number)
 
         run.record = struck
         importlib.import_module(step_name).train(run.config, run)
@@ -181,11 +184,46 @@ def test_what_does_not_fit_is_one_line(pools, tmp_path):
         (dict(n_layers=2), "its n_layers is 3, not 2; use --model test"),
         (dict(dtype="fp32"), "written with dtype torch.float64, not torch.float32: set --dtype"),
         (dict(optimizer="sgd"), "written with optimizer adamw, not sgd: set --optimizer"),
-        (dict(resume=str(tmp_path)), "no checkpoint there; give a run directory"),
+        (dict(resume=str(tmp_path)), f"no checkpoint in {tmp_path}: give a run, "),
+        (dict(resume="required"), f"no checkpoint in {tmp_path}/other: give .*, or auto"),
         (dict(resume="", generate="x"), "--generate x matters only with --resume set"),
     ]:
         with pytest.raises(UserError, match=says):
             train_on_rank("step01_single_gpu", dict(resume=out, out=str(tmp_path / "other")) | change)
+
+
+def test_a_run_directory_has_one_run(pools, tmp_path):
+    """Another one is refused on every rank, and what is there stays as it is."""
+    (tmp_path / "metrics.jsonl").touch()
+    with resume.hold(tmp_path):
+        said = pools(2).run(error_of, UserError, train_on_rank, "step02_ddp", dict(out=str(tmp_path)))
+    owner = f"process {os.getpid()} on host {socket.gethostname()}"
+    assert said == [f"--out {tmp_path} is in use by {owner}: choose another --out"] * 2
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "metrics.jsonl"}
+
+
+@pytest.mark.parametrize("kind, wrong", [(Run, dict(dataset="x.py")), (ServedRun, dict(resume="x"))])
+def test_a_launch_that_fails_leaves_the_earlier_run_as_it_is(tmp_path, kind, wrong):
+    """Nothing moves aside, and no file is opened, before data, layout and checkpoint are known to be sound."""
+    options = STEPS | dict(out=str(tmp_path / "run"), steps=1)
+    train_on_rank("step01_single_gpu", options)
+    there = {path: path.read_bytes() for path in tmp_path.glob("run/*.json*")}
+    with pytest.raises(UserError), kind(config_of("step01_single_gpu", options | wrong)) as run:
+        importlib.import_module("step01_single_gpu").train(run.config, run)
+    assert {path: path.read_bytes() for path in tmp_path.glob("run*/*.json*")} == there and len(there) == 2
+
+
+def test_what_a_resumed_run_says_and_keeps(tmp_path, capsys):
+    """Whether there is something to go on from; the flags that are others; metrics but for a line that is torn."""
+    options, metrics = dict(out=str(tmp_path), resume="auto", seq_len=16), tmp_path / "metrics.jsonl"
+    train_on_rank("step01_single_gpu", options | dict(stop_after=2))
+    assert "nothing to resume: starting at step 1\n" in capsys.readouterr().out
+    os.truncate(metrics, metrics.stat().st_size - 30)
+    changed = dict(resume="required", steps=3, global_batch_size=4, seq_len=8, save_every=1)
+    assert [row["step"] for row in train_on_rank("step01_single_gpu", options | changed)] == [1, 3]
+    said = "step-00000002\n--resume: --steps was 4, is 3; --global-batch-size was 6, is 4; --seq-len was 16, is 8\n"
+    assert said in capsys.readouterr().out
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 3]
 
 
 def test_a_variants_own_state_is_kept(tmp_path):
@@ -308,15 +346,21 @@ def test_one_ranks_full_disk_is_known_to_all(pools, tmp_path):
 
 
 def go_on_with_a_full_disk(options: dict, full_at: int) -> tuple[list[int], str, list[str]]:
-    """Runs on every rank: train while the last one's disk is full for one checkpoint: the steps, and what was said."""
-    save_file, said, heard = checkpoint.save_file, io.StringIO(), ""
+    """Runs on every rank: train while the disks of first and last are full in one step: the steps, what was said."""
+    save_file, record, said, heard, patch = checkpoint.save_file, Run.record, io.StringIO(), "", mock.patch.object
+
+    def torn(run: Run, step: int, *args, **numbers: float):
+        record(run, step, *args, **numbers)
+        if run.first and step + 1 == full_at:
+            os.truncate(run.out / "metrics.jsonl", 30)
+            raise OSError(28, "No space left on device")
 
     def full(tensors, path, wrote):
         if torch.distributed.get_rank() == 1 and f"{full_at:08d}" in path.parent.name:
             raise OSError(28, "No space left on device")
         return save_file(tensors, path, wrote)
 
-    with mock.patch.object(checkpoint, "save_file", full), redirect_stderr(said):
+    with patch(checkpoint, "save_file", full), patch(Run, "record", torn), redirect_stderr(said):
         try:
             rows = train_on_rank("step02_ddp", options)
         except UserError as error:
@@ -327,11 +371,13 @@ def go_on_with_a_full_disk(options: dict, full_at: int) -> tuple[list[int], str,
 
 @pytest.mark.parametrize("how", [dict(save_async=False), dict(save_async=True)])
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(pools, tmp_path, how):
-    """A warning on rank 0, all four steps, and the next checkpoint. Only the last one has to be written."""
+    """Warnings on rank 0, all four steps and their metrics, the next checkpoint. Only the last has to be written."""
     options = how | dict(out=str(tmp_path / "run"))
     (*first, warnings), (*second, none) = pools(2).run(go_on_with_a_full_disk, options, 2)
     assert first == second == [[1, 2, 3, 4], ""] and none == []
-    assert len(warnings) == 1 and "saving step 2 failed (rank 1: No space left on device)" in warnings[0]
+    assert len(warnings) == 2 and "metrics.jsonl is incomplete (No space left on device)" in warnings[0]
+    assert "saving step 2 failed (rank 1: No space left on device)" in warnings[1]
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3, 4]
     assert find("auto", tmp_path / "run").index["step"] == 4
     for rows, error, _ in pools(2).run(go_on_with_a_full_disk, options | dict(resume="auto", steps=6), 6):
         assert not rows and "saving step 6 failed" in error and error.endswith("step-00000004 is intact")

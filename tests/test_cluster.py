@@ -1,6 +1,5 @@
 """Nodes that are namespaces, joined by cables: two machines train as one process does, and leave nothing behind."""
 
-import json
 import os
 import shutil
 import signal
@@ -13,6 +12,7 @@ import pytest
 
 from common import UserError
 from services import cluster
+from services.plots import read_metrics
 from tests import equal
 from tests.bench.cluster import count, off, rows
 from tests.bench.nodes import on_nodes
@@ -58,8 +58,7 @@ class Job:
 
     def rows(self) -> list[dict]:
         """What the run's metrics have so far."""
-        file = self.out / "metrics.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return read_metrics(self.out)
 
     def until(self, steps: int, seconds: float = 200):
         """Wait for so many steps; less if the job ends. Skips the test if this machine cannot have a cluster."""
