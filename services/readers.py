@@ -15,6 +15,7 @@ import numpy as np
 
 from common import UserError
 from common.data import END, READERS
+from common.model import IGNORE
 from variants import Parts
 
 KINDS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text", ".py": "text"}
@@ -162,11 +163,15 @@ def read(source: str) -> tuple[Stream, Stream | None]:
 
 
 def attach(_config: Any, parts: Parts):
-    """Raises UserError if bytes do not fit the vocabulary, before one that does not occurs."""
-    vocab_size = parts.data.shape.vocab_size
-    if isinstance(getattr(parts.data, "tokens", None), Bytes) and vocab_size <= END:
-        source = parts.data.source
-        raise UserError(f"--dataset {source}: bytes and END are {END + 1} tokens: set --vocab-size to at least that")
+    """Raises UserError if bytes do not fit the vocabulary, or if no target counts, before the first step."""
+    data = parts.data
+    if not hasattr(data, "tokens"):  # a dry run reads none
+        return
+    name, labels, some = f"--dataset {data.source or '(default)'}", data.labels, 2**20
+    if isinstance(data.tokens, Bytes | np.ndarray) and data.shape.vocab_size <= END:  # arrays: of the plain readers
+        raise UserError(f"{name}: bytes and END are {END + 1} tokens: set --vocab-size to at least that")
+    if labels is not None and all((labels[i : i + some] == IGNORE).all() for i in range(0, len(labels), some)):
+        raise UserError(f"{name}: all labels are {IGNORE}, so no target counts and nothing can be learned")
 
 
 def prepare(config: Any, parts: Parts):

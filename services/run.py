@@ -32,12 +32,15 @@ class ServedRun(OpenRun):
         self.ledger = Ledger()
 
     def __enter__(self) -> "ServedRun":
-        """Meet the other ranks; open the run directory, unless the run only generates; catch signals from now on.
+        """Open the run; what fails is said once per job, too."""
+        try:
+            return self if self.config.dry_run else self.begin()  # a dry run joins no others, and writes nothing
+        except Exception as error:
+            failures.report(error, early=True)
+            raise
 
-        A dry run meets nobody, waits for nobody, and leaves nothing behind.
-        """
-        if self.config.dry_run:
-            return self
+    def begin(self) -> "ServedRun":
+        """Meet the other ranks; open the run directory, unless the run only generates; catch signals from now on."""
         devices.join(self.config)
         self.first = self.first and not self.config.generate
         self.kept = resume.move_aside(self) if self.first else ""
@@ -54,7 +57,7 @@ class ServedRun(OpenRun):
             self.keeper.close()
             super().__exit__(kind, error, trace)
         if error is not None:
-            failures.report(error)
+            failures.report(error, early=not self.began)
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """As the plain run's, after everything has been attached, from where --resume goes on."""

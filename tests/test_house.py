@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 STEPS = sorted(path.stem for path in ROOT.glob("step0*.py"))
-MOST_LINES = dict(zip(STEPS, (930, 1140, 1500, 1790, 2070, 2550, 2830), strict=True))  # all that running one loads
+MOST_LINES = dict(zip(STEPS, (940, 1160, 1520, 1810, 2090, 2570, 2850), strict=True))  # all that running one loads
 OUTSIDE = {"torch", "tqdm", "matplotlib", "datasets", "numpy"}
 STANDARD = {"argparse", "ast", "collections", "contextlib", "dataclasses", "functools", "hashlib", "importlib"}
 STANDARD |= {"inspect", "itertools", "json", "math", "os", "pathlib", "re", "sys", "sysconfig", "time", "types"}
@@ -132,9 +132,9 @@ def test_a_reader_can_open_everything_that_a_step_loads(step):
 
 
 def test_common_is_small():
-    """At most 895 lines, and no file that no step loads."""
+    """At most 905 lines, and no file that no step loads."""
     files = {module for module in FILES if room_of(module) == "common"}
-    assert lines_of(files) <= 895
+    assert lines_of(files) <= 905
     assert files <= closure(STEPS[-1])
 
 

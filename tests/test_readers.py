@@ -29,7 +29,9 @@ def read(source: str | Path, vocab_size: int = END + 1) -> Data:
     parts = Parts(SimpleNamespace(config=shape(vocab_size)))
     readers.prepare(SimpleNamespace(dataset=str(source)), parts)
     try:
-        return Data(str(source), shape(vocab_size), 4, 0)
+        parts.data = Data(str(source), shape(vocab_size), 4, 0)
+        readers.attach(None, parts)
+        return parts.data
     finally:
         parts.give_back()
 
@@ -89,12 +91,13 @@ def test_labels_are_the_targets(tmp_path):
         ("nowhere/at/all.txt", None, "no such file or folder"),
         ("some/corpus", None, "the hub cannot be reached or does not have it"),
         ("empty.jsonl", b"", "empty"),
-        ("short.txt", b"15 letters, END", "16 tokens are less than two sequences"),
+        ("short.txt", b"15 letters, END", "16 tokens are less than two sequences of --seq-len 8"),
         ("table.csv", b"text\nhello\n", "cannot read a .csv"),
         ("body.jsonl", b'{"body": "hello"}\n', "no `text` and no `input_ids` column, only ['body']"),
         ("number.jsonl", b'{"text": 5}\n', "`text` holds int64, not strings"),
         ("broken.jsonl", b'{"text": "a"}\n{"text": 5x}\n', "cannot be read"),
         ("flat.jsonl", b'{"input_ids": 5}\n', "not lists of integers"),
+        ("none.jsonl", b'{"input_ids": [1], "labels": [-100]}\n' * 99, "all labels are -100"),
         ("two.jsonl", b'{"input_ids": [1, 2], "labels": [1]}\n', "`labels` and `input_ids` differ in length"),
     ],
 )
@@ -111,9 +114,9 @@ def test_bad_data_is_one_line(tmp_path, name, content, says):
 
 def test_a_vocabulary_smaller_than_bytes(tmp_path):
     """Is told before the first batch."""
-    data = read(jsonl(tmp_path / "a.jsonl", text=TEXTS), 200)
-    with pytest.raises(Exception, match="bytes and END are 257 tokens: set --vocab-size"):
-        readers.attach(None, type("parts", (), dict(data=data)))
+    for name in ("a.jsonl", "a.txt"):
+        with pytest.raises(Exception, match="bytes and END are 257 tokens: set --vocab-size"):
+            read(jsonl(tmp_path / name, text=TEXTS), 256)
 
 
 def test_held_out_sequences_are_not_trained_on(tmp_path):
