@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import step01_single_gpu as step01
+from common import UserError
 from common.comm import Group, Mesh, all_reduce, exchange, note
 from common.data import Data
 from common.layout import data_parallel_group, materialize
@@ -43,7 +44,10 @@ from step01_single_gpu import RECOMPUTE, Optimizer, learning_rate, scale
 def join_ranks(device: torch.device, **options) -> int:
     """Initialise the process group, unless services/ has; return the number of ranks. torchrun set RANK, WORLD_SIZE."""
     if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group(**dict(backend="nccl" if device.type == "cuda" else "gloo") | options)
+        try:
+            dist.init_process_group(**dict(backend="nccl" if device.type == "cuda" else "gloo") | options)
+        except (RuntimeError, ValueError) as error:
+            raise UserError(f"the ranks cannot meet: see MASTER_ADDR, *_SOCKET_IFNAME ({error})") from error
     return dist.get_world_size() if dist.is_initialized() else 1
 
 

@@ -52,15 +52,20 @@ class Group:
         return slice(self.rank * length, (self.rank + 1) * length)
 
 
+def require_product(sizes: dict[str, int], world: int, said: str = "--nproc_per_node"):
+    """Raise UserError unless the numbers of ranks of all dimensions multiply to `world`, which the flag `said` gave."""
+    if math.prod(sizes.values()) != world:
+        asked = " x ".join(f"--{name} {size}" for name, size in sizes.items() if name != "dp")
+        raise UserError(f"{asked} must divide the number of ranks, which is {world} ({said})")
+
+
 class Mesh:
     """Named dimensions over all ranks: `mesh["tp"]` is this rank's group along tp."""
 
     def __init__(self, **sizes: int):
         """Number of ranks of each dimension, slowest first. Raises UserError unless they multiply to all ranks."""
         self.sizes, self.world = sizes, dist.get_world_size() if dist.is_initialized() else 1
-        if math.prod(sizes.values()) != self.world:
-            asked = " x ".join(f"--{name} {size}" for name, size in sizes.items() if name != "dp")
-            raise UserError(f"{asked} must divide the number of ranks, which is {self.world} (--nproc_per_node)")
+        require_product(sizes, self.world)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.groups: dict[str, Group] = {}
         self.handles: dict[tuple, dist.ProcessGroup] = {}  # one for each set of ranks, or two: see `enter`

@@ -61,7 +61,8 @@ def parse(cls: type, argv: list[str] | None = None) -> Any:
     def wrong(message: str):
         raise UserError(f"{message} (--help lists all flags)")
 
-    parser = argparse.ArgumentParser(description=inspect.getmodule(cls).__doc__.split("\n\n")[0], allow_abbrev=False)
+    about = inspect.getmodule(cls).__doc__ or ""  # python -OO drops it
+    parser = argparse.ArgumentParser(description=about.split("\n\n")[0], allow_abbrev=False)
     parser.error = wrong  # its own would print the usage
     fields, helps = {field.name: field for field in dataclasses.fields(cls)}, {}
     written = [base for base in cls.__mro__ if getattr(inspect.getmodule(base), base.__name__, None) is base]
@@ -94,7 +95,7 @@ class Run:
     """One training run as seen from outside. Only rank 0 writes files and draws the bar."""
 
     def __init__(self, config: Any):
-        self.config, self.history, self.sent = config, [], Counter()
+        self.config, self.history, self.sent, self.began = config, [], Counter(), 0.0
         self.out = Path(config.out or f"runs/{Path(inspect.getfile(type(config))).stem}")
         self.first = int(os.environ.get("RANK", 0)) == 0
 
@@ -155,8 +156,11 @@ def draw_loss(history: list[dict], target: Path):
 
 def main(train: Callable[[Any, Run], None], cls: type):
     """Parse the flags and train. What the user can put right is one line, no traceback, and a non-zero exit status."""
-    several, status, run_type = int(os.environ.get("WORLD_SIZE", 1)) > 1, 0, Run
+    several, status, run, run_type = int(os.environ.get("WORLD_SIZE", 1)) > 1, 0, None, Run
+    left = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
     try:
+        if left and not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            raise UserError(f"no launcher has set {', '.join(left)}: use torchrun, or first unset {' '.join(left)}")
         if importlib.util.find_spec("services") is not None:  # a folder beside the course: more flags, a richer Run
             train, cls, run_type = importlib.import_module("services.run").surround(train)
         config = parse(cls)
@@ -164,10 +168,12 @@ def main(train: Callable[[Any, Run], None], cls: type):
             train(config, run)
         if torch.distributed.is_initialized():  # after an error the others may be gone: no one waits for them
             torch.distributed.destroy_process_group()
-    except UserError as error:
-        if int(os.environ.get("RANK", 0)):
+    except (UserError, OSError, torch.distributed.DistError) as error:
+        if getattr(run, "began", 0) and not isinstance(error, UserError):
+            raise  # files and the network are the user's only until training begins
+        if several and int(os.environ.get("RANK", 0)):
             time.sleep(2)  # rank 0 has most likely made the same mistake: then torchrun ends this process meanwhile
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         status = 2
     sys.stdout.flush(), sys.stderr.flush()
     if several:  # the interpreter's own shutdown can abort under the threads of gloo

@@ -7,9 +7,12 @@ by gloo (`Staged`).
 import os
 import re
 import socket
+import sys
 import time
 import uuid
 from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -207,6 +210,18 @@ class Staged(dist.ProcessGroup):
     all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
 
 
+def wait_for(absent: Callable[[], str], timeout: float):
+    """Return when `absent()` names nobody; after 10 s print whom it names. Raises UserError after `timeout` seconds."""
+    began, limits = time.monotonic(), [min(10.0, timeout / 2), timeout]
+    while whom := absent():
+        if time.monotonic() - began > limits[0]:
+            text = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} has waited {limits.pop(0):g} s for {whom}"
+            if not limits:
+                raise UserError(f"{text}: start all ranks, or unset RANK and WORLD_SIZE if no launcher has set them")
+            print(f"{text}, and still waits", file=sys.stderr, flush=True)
+        time.sleep(0.02)
+
+
 def fresh_store(timeout: float) -> dist.Store:
     """Where the ranks find each other's addresses.
 
@@ -214,11 +229,21 @@ def fresh_store(timeout: float) -> dist.Store:
     rank that comes first would call them. So rank 0 draws a prefix that is new, and every rank shows it a number of its
     own: the prefix under which rank 0 has answered with this number is not one of an earlier attempt.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))[0]
     rank, world, own = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), uuid.uuid4().hex
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+    def server() -> str:
+        with suppress(OSError), socket.create_connection((address, port), 1):
+            return ""
+        return f"rank 0, at {address}:{port}"
+
+    if rank and not agents:
+        wait_for(server, timeout)
+    about = dict(is_master=rank == 0 and not agents, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    store = dist.TCPStore(address, port, **about)
+    if not agents:
+        return store
     if rank == 0:
         store.set("prefix", own)
         store.set(f"{own}/answer", b" ".join(store.get(f"{own}/{other}") for other in range(1, world)))
@@ -230,7 +255,7 @@ def fresh_store(timeout: float) -> dist.Store:
         if store.check([f"{prefix}/answer"]) and own in store.get(f"{prefix}/answer").decode():
             return dist.PrefixStore(prefix, store)
         time.sleep(0.02)
-    raise RuntimeError(f"timed out: rank {rank} waited {timeout:g} s for rank 0 to start")
+    raise UserError(f"rank {rank} waited {timeout:g} s for rank 0 to start")
 
 
 def own_gpus(store: dist.Store, gpus: int) -> bool:
@@ -238,6 +263,9 @@ def own_gpus(store: dist.Store, gpus: int) -> bool:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     gpu = torch.cuda.get_device_properties(int(os.environ["LOCAL_RANK"])).uuid if gpus else ""
     store.set(f"gpu/{rank}", str(gpu))
+    if rank == 0:
+        keys = {f"gpu/{other}": f"rank {other}" for other in range(world)}
+        wait_for(lambda: ", ".join(keys[key] for key in keys if not store.check([key])), store.timeout.total_seconds())
     shown = {store.get(f"gpu/{other}") for other in range(world)}
     return gpus > 0 and len(shown) == world
 

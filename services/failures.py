@@ -41,12 +41,17 @@ def memory_is_full(error: BaseException) -> str:
     )
 
 
-def report(error: BaseException):
+def report(error: BaseException, early: bool = False):
     """A run has failed: say it once per job, and end this process, if torchrun has started it with others.
 
     The rank that comes first to the launcher's store speaks for all. Peers may be gone, so nobody is waited for, and
     the interpreter's shutdown, which can block on them, is left out. In one process, a full memory becomes a UserError.
+    Files are the user's if it is `early`: before the first step.
     """
+    if isinstance(error.__cause__ or error, BrokenPipeError):
+        os._exit(2)  # nobody reads our output any more, as after `| head`
+    if early and isinstance(error, OSError):
+        error = UserError(" ".join(str(error).split()))
     if int(os.environ.get("WORLD_SIZE", 1)) == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
         if isinstance(error, torch.OutOfMemoryError):
             raise UserError(memory_is_full(error)) from error

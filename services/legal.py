@@ -5,6 +5,7 @@ from math import prod
 from typing import Any
 
 from common import UserError
+from common.comm import require_product
 from common.model import PRESETS
 from common.schedules import SCHEDULES
 from theory.layouts import Layout, broken
@@ -23,6 +24,18 @@ NEEDS = [
     ("ep_mode", "ep"),
 ]
 SIZES = ("pp", "cp", "tp", "ep")
+
+
+def check_mesh(config: Any, world: int):
+    """Refuse a mesh that is none, before anything computes with it. Raises UserError. (0 is 1 here: see `settle`.)"""
+    world, said = (config.dry_run, "--dry-run") if config.dry_run else (world, "--nproc_per_node")
+    if world > 1 and not hasattr(config, "sync"):
+        raise UserError(f"{said} {world}: step 1 knows one device; use {said} 1, or a later step")
+    sizes = {dim: getattr(config, dim) or 1 for dim in SIZES[:3] if hasattr(config, dim)}
+    require_product(sizes | dict(dp=world // prod(sizes.values())), world, said)
+    ep, ranks = getattr(config, "ep", 1), world // sizes.get("pp", 1)
+    if ep and ranks % ep:
+        raise UserError(f"--ep {ep} must divide the {ranks} ranks of dp x cp x tp ({said})")
 
 
 def settle(config: Any, world: int):
@@ -45,9 +58,8 @@ def layout_of_flags(config: Any, world: int) -> Layout:
 
 
 def check(config: Any, world: int):
-    """Raises UserError with the first rule that is broken. What does not divide the ranks, the mesh refuses."""
+    """Raises UserError with the first rule that is broken."""
     x = layout_of_flags(config, world)
-    if hasattr(config, "sync") and x.world == (config.dry_run or world):
-        schedule = SCHEDULES[x.schedule](config if x.pp > 1 else x)
-        for message in broken(shape_of(PRESETS[config.model], config), x, schedule):
-            raise UserError(message)
+    schedule = SCHEDULES[x.schedule](config if x.pp > 1 else x)
+    for message in broken(shape_of(PRESETS[config.model], config), x, schedule):
+        raise UserError(message)

@@ -35,12 +35,15 @@ class ServedRun(OpenRun):
         self.ledger, self.torn = Ledger(), False
 
     def __enter__(self) -> "ServedRun":
-        """Meet the other ranks; catch signals from now on.
+        """Open the run; what fails is said once per job, too."""
+        try:
+            return self if self.config.dry_run else self.meet()  # a dry run joins no others, and writes nothing
+        except Exception as error:
+            failures.report(error, early=True)
+            raise
 
-        A dry run meets nobody, waits for nobody, and leaves nothing behind.
-        """
-        if self.config.dry_run:
-            return self
+    def meet(self) -> "ServedRun":
+        """Join the other ranks; catch signals from now on."""
         devices.join(self.config)
         self.first = self.first and not self.config.generate
         self.keeper = resume.Keeper(self)
@@ -57,7 +60,7 @@ class ServedRun(OpenRun):
                 super().__exit__(kind, error, trace)
             self.keeper.close()
         if error is not None:
-            failures.report(error)
+            failures.report(error, early=not self.began)
 
     def begin(self):
         """As the plain run's, after an earlier run has moved aside. A collective."""

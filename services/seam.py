@@ -44,7 +44,7 @@ def compose(step: ModuleType) -> type:
     flags = [plugin.Flags for plugin in offered(step.Config, "Flags")]
     open_sizes = [dim for dim in legal.SIZES if hasattr(step.Config, dim)]  # 0 is allowed: legal.py settles it
     fields = [(dim, int, dataclasses.field(default=1, metadata=dict(least=0))) for dim in open_sizes]
-    about = step.Config.__doc__ + " --pp, --cp, --tp, --ep 0: 2, if it divides, else 1." * bool(fields)
+    about = (step.Config.__doc__ or "") + " --pp, --cp, --tp, --ep 0: 2, if it divides, else 1." * bool(fields)
     about = dict(__module__=step.__name__, __doc__=about)
     return dataclasses.make_dataclass("Config", fields, bases=(step.Config, *flags), namespace=about)
 
@@ -75,7 +75,8 @@ def check_needs(config: Any):
 
 
 def check(config: Any, world: int):
-    """Let all set the flags that are left open, and then refuse those that cannot work. Raises UserError."""
+    """Judge the mesh, let all set the flags that are left open, then refuse what cannot work. Raises UserError."""
+    legal.check_mesh(config, world)
     for plugin in offered(type(config), "settle"):
         plugin.settle(config, world)
     check_needs(config)

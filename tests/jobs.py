@@ -1,6 +1,6 @@
 """Commands in processes of their own. A fresh Python takes seconds to import torch; here one server has, and forks.
 
-python tests/jobs.py      reads jobs, a line of JSON each: {"ranks", "folder", "words", "log"}; answers an exit status
+python tests/jobs.py      reads jobs, a line of JSON each: {"ranks", "folder", "words", "log", "env"}; answers a status
 
 With ranks 0 a job is `python words`, otherwise `torchrun --standalone --nproc_per_node=ranks words`: the launcher is
 torch's own, but its ranks are forked as well. The server imports nothing of ours: a job finds what is in its folder.
@@ -55,6 +55,7 @@ def live(job: dict):
         os.dup2(log, number)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     os.chdir(job["folder"])
+    os.environ |= job["env"]
     status = 0
     try:
         if job["ranks"]:
@@ -95,10 +96,10 @@ class Server:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
         )
 
-    def run(self, folder: Path, ranks: int, *words: str, log: Path | None = None) -> tuple[int, str]:
-        """(exit status, everything printed) of a job in a folder; ranks 0: without torchrun."""
+    def run(self, folder: Path, ranks: int, *words: str, log: Path | None = None, **env: str) -> tuple[int, str]:
+        """(exit status, everything printed) of a job in a folder; ranks 0: without torchrun. `env` adds variables."""
         log = log or folder / "log.txt"
-        job = dict(folder=str(folder), ranks=ranks, words=words, log=str(log))
+        job = dict(folder=str(folder), ranks=ranks, words=words, log=str(log), env=env)
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         status = int(self.process.stdout.readline())

@@ -141,13 +141,28 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("step, ranks, flags, named", WRONG)
-def test_a_wrong_flag_is_one_line(server, alone, step, ranks, flags, named):
-    """It names the flag; the exit status is not 0."""
-    status, text = server.run(alone, ranks, f"{step}.py", *f"{TINY} {flags}".split())
-    assert status != 0
-    lines = [line for line in text.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and named in lines[0], text
+NO_NET = ("step02_ddp", 2, "", "error: the ranks cannot meet: ", dict(GLOO_SOCKET_IFNAME="eth9"))
+LEFT, WAITS = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1"), "waited 1 s for rank"
+SERVED = [  # with services, and an environment
+    NO_NET,
+    ("step01_single_gpu", 2, "", "--nproc_per_node 2: step 1 knows one device", {}),
+    ("step01_single_gpu", 0, f"--dataset {__file__}", "No such file or directory: '/proc", dict(HF_HOME="/proc/hf")),
+    ("step02_ddp", 0, "", "has set LOCAL_RANK, WORLD_SIZE: ", dict(WORLD_SIZE="2", LOCAL_RANK="1")),
+    ("step02_ddp", 0, "--timeout 1", f"{WAITS} 1, and still", LEFT | dict(RANK="0", MASTER_PORT="0")),
+    ("step02_ddp", 0, "--timeout 1", f"{WAITS} 0, at 127.0.0.1:1, and still", LEFT | dict(RANK="1", MASTER_PORT="1")),
+    ("step07_moe_ep", 4, "--pp 2 --tp 4 --batch-ramp 4,2", "error: --pp 2 x --cp 1 x --tp 4 must divide ", {}),
+]
+ALONE = [NO_NET, ("step01_single_gpu", 0, "", "has set RANK: ", dict(RANK="3")), *((*row, {}) for row in WRONG)]
+
+
+@pytest.mark.parametrize(
+    "served, step, ranks, flags, named, env", [(False, *row) for row in ALONE] + [(True, *row) for row in SERVED]
+)
+def test_what_is_wrong_at_the_start_is_one_line(server, alone, tmp_path, served, step, ranks, flags, named, env):
+    """It names the flag, or what else is to be mended; the exit status is not 0."""
+    words = f"{step}.py {TINY} --out {tmp_path} {flags}".split()
+    status, text = server.run(ROOT if served else alone, ranks, *words, log=tmp_path / "log", **env)
+    assert status != 0 and named in text and len(re.findall("^error: ", text, re.M)) == 1, text
     if not ranks:  # torchrun says more
         assert status == 2 and "Traceback" not in text, text
 
@@ -209,6 +224,14 @@ def test_a_print_in_a_step_appears(server, alone, tmp_path, step, ranks, flags):
     for rank, (plain, served) in enumerate(zip(*counts, strict=True)):
         fewer = {what: (n, served.get(what, 0)) for what, n in plain.items() if served.get(what, 0) < n}
         assert len(plain) > 50 and not fewer, (rank, fewer)
+
+
+def test_nobody_reads_what_a_run_says(server, tmp_path):
+    """As after `| head -1`: it ends without a word."""
+    code = "import os, runpy, sys\nr, w = os.pipe()\nos.close(r), os.dup2(w, 1), sys.argv.pop(0)\n"
+    (tmp_path / "unread.py").write_text(code + "runpy.run_path(sys.argv[0], run_name='__main__')")
+    words = f"{tmp_path / 'unread.py'} {STEPS[0]}.py {FEW} {QUIET} --out {tmp_path / 'out'}".split()
+    assert server.run(ROOT, 0, *words, log=tmp_path / "log") == (2, "")
 
 
 ATTACHED = [

@@ -4,10 +4,11 @@ import pytest
 
 import step07_moe_ep as step07
 from common import UserError
-from common.trainer import parse
+from common.trainer import main, parse
 from services import legal
-from services.seam import compose
+from services.seam import check, compose
 from tests import equal
+from tests.pairs import complete, singles
 from tests.pool import error_of
 from tests.rows import AHEAD, EXPERTS, GROUPS
 
@@ -98,6 +99,32 @@ def test_0_ranks_means_choose(ranks, flags, chosen):
     if 0 in flags.values():
         with pytest.raises(UserError, match=" is 0: it must be at least 1"):
             parse(step07.Config, words)
+
+
+@pytest.mark.parametrize("dry", [False, True])
+@pytest.mark.parametrize("mesh", [dict(tp=3), dict(pp=2, tp=4), dict(pp=0, cp=3), dict(cp=5), dict(ep=8)], ids=str)
+def test_the_mesh_is_judged_first(mesh, dry):
+    """By one rule, of four ranks: whatever flag is beside it could compute with it."""
+    for name, value in singles("step07_moe_ep"):
+        options = complete("step07_moe_ep", {name: value}) | mesh | dict(dry_run=4 * dry)
+        with pytest.raises(UserError, match="--dry-run" if dry else "ranks") as caught:
+            check(equal.config_of("step07_moe_ep", options), 1 if dry else 4)
+        assert all(f"--{dim} {size or 1}" in str(caught.value) for dim, size in mesh.items()), (name, value)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_fails_before_training_is_one_line(monkeypatch, tmp_path, begun):
+    """What fails in training is a mistake of the program, and shows where it is."""
+
+    def train(config, run):
+        for _ in run.steps() if begun else "?":
+            raise OSError(28, "No space", "x")
+
+    monkeypatch.setattr("sys.argv", ["step", "--out", str(tmp_path)])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # a step alone
+    monkeypatch.setattr(step07, "__doc__", None), monkeypatch.setattr(step07.Config, "__doc__", None)  # python -OO
+    with pytest.raises(OSError if begun else SystemExit):
+        main(train, compose.__wrapped__(step07))
 
 
 @pytest.mark.parametrize("flag", sorted(WRONG, key=lambda flag: WRONG[flag][0]))

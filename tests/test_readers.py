@@ -28,10 +28,12 @@ def shape(vocab_size: int) -> ModelConfig:
 
 def read(source: str | Path, vocab_size: int = END + 1, text_column: str = "text") -> Data:
     """Batches of 4."""
-    parts = Parts(SimpleNamespace(config=shape(vocab_size)))
+    parts = Parts(SimpleNamespace(config=shape(vocab_size), first=True))
     readers.prepare(SimpleNamespace(dataset=str(source), text_column=text_column), parts)
     try:
-        return Data(str(source), shape(vocab_size), 4, 0)
+        parts.data = Data(str(source), shape(vocab_size), 4, 0)
+        readers.attach(None, parts)
+        return parts.data
     finally:
         parts.give_back()
 
@@ -93,12 +95,13 @@ def test_labels_are_the_targets(tmp_path):
         ("nowhere/at/all.txt", None, "no such file or folder"),
         ("some/corpus", None, "the hub cannot be reached or does not have it"),
         ("empty.jsonl", b"", "empty"),
-        ("short.txt", b"15 letters, END", "16 tokens are less than two sequences"),
+        ("short.txt", b"15 letters, END", "16 tokens are less than two sequences of --seq-len 8"),
         ("table.csv", b"text\nhello\n", "cannot read a .csv"),
         ("body.jsonl", b'{"body": "hello"}\n', "no `text` and no `input_ids` column, only ['body']"),
         ("number.jsonl", b'{"text": 5}\n', "`text` holds int64, not strings"),
         ("broken.jsonl", b'{"text": "a"}\n{"text": 5x}\n', "cannot be read"),
         ("flat.jsonl", b'{"input_ids": 5}\n', "not lists of integers"),
+        ("none.jsonl", b'{"input_ids": [1], "labels": [-100]}\n' * 99, "all labels are -100"),
         ("two.jsonl", b'{"input_ids": [1, 2], "labels": [1]}\n', "`labels` and `input_ids` differ in length"),
         (
             "rows.jsonl",
@@ -124,11 +127,6 @@ def test_bad_data_is_one_line(tmp_path, name, content, says):
     assert str(caught.value).startswith(f"--dataset {source}: ") and "\n" not in str(caught.value)
 
 
-def attach(data: Data):
-    """To a run, on rank 0."""
-    readers.attach(None, SimpleNamespace(data=data, run=SimpleNamespace(first=True)))
-
-
 @pytest.mark.parametrize(
     "vocab_size, columns, says",
     [
@@ -142,7 +140,7 @@ def attach(data: Data):
 def test_ids_that_do_not_fit(tmp_path, vocab_size, columns, says):
     """Are told before the first batch."""
     with pytest.raises(Exception, match=says):
-        attach(read(jsonl(tmp_path / "a.jsonl", **columns), vocab_size))
+        read(jsonl(tmp_path / "a.jsonl", **columns), vocab_size)
 
 
 def test_a_folder_is_read_as_the_line_says(tmp_path, capsys):
@@ -158,7 +156,6 @@ def test_a_folder_is_read_as_the_line_says(tmp_path, capsys):
     data = read(folders[0])
     text = evaluation.decode(data.tokens[0 : len(data.tokens)].tolist())
     assert text.split("\n\n")[:-1] == ["in sub", "in data", "latest.txt", "testament.py", "z.txt"]
-    attach(data)
     files = "5 files (c4-validation.00000-of-00008.json, dev/train.jsonl, notes.md, test.jsonl, wiki.valid.txt)"
     line = f"data: 5 files, 5 documents, 45 tokens; left out: {files}, column url, rows without text: 2\n"
     assert capsys.readouterr().out == line
