@@ -162,7 +162,7 @@ def main(train: Callable[[Any, Run], None], cls: type):
         if left and not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             raise UserError(f"no launcher has set {', '.join(left)}: use torchrun, or first unset {' '.join(left)}")
         if importlib.util.find_spec("services") is not None:  # a folder beside the course: more flags, a richer Run
-            train, cls, run_type = importlib.import_module("services.run").surround(train)
+            train, cls, run_type = importlib.import_module("extras.services.run").surround(train)
         config = parse(cls)
         with run_type(config) as run:
             train(config, run)

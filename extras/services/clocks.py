@@ -1,0 +1,117 @@
+"""Seconds by phase of a step, and who did what when in a pipeline, from hooks on the run's parts.
+
+data       until the first forward                      backward   from the end of a forward to the next, or to ...
+forward    the model's own call, or a pipeline's F      optimizer  ... the call of the optimizer's `step`
+waiting    between a pipeline's actions                 weights    a pipeline's W
+
+`waited_seconds` {mesh dimension: seconds} of all phases: the host, or a GPU's compute stream, waits for messages. Of a
+GPU, in each tenth step (the third, the 13th, ...): a ring alone waits thousands of times a step, for two events each.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.comm import Pending
+from step06_pipeline import ACTS
+from extras.variants import Parts
+
+PHASES = {"F": "forward", "B": "backward", "W": "weights"}
+
+
+class Clock:
+    """Which phase this rank is in, and the seconds of each since the last `take`. Listeners hear of every change."""
+
+    def __init__(self, parts: Parts, host: bool = False, every: int = 10):
+        """`host`: take the host's time, also with a GPU. Of `every` so many steps a GPU's waits are timed in one."""
+        self.cuda = next(parts.model.parameters()).is_cuda and not host
+        self.every, self.begun, self.timing = every if self.cuda else 1, 0, True
+        self.phase, self.listeners = "data", []
+        self.marks: list[tuple[str, Any]] = [("data", self.now())]
+        self.spans: list[tuple[str, int, int, Any, Any]] = []  # (kind, micro-batch, stage, start, end)
+        self.waits: list[tuple[str, Any, Any]] = []  # (mesh dimension, start, end)
+        parts.around(parts.optimizer, "step", self.update, by=__name__)
+        if parts.pipeline is None:
+            parts.model.register_forward_pre_hook(lambda *_: self.mark("forward"))
+            parts.model.register_forward_hook(lambda *_: self.mark("backward"))
+        for kind, method in ACTS.items() if parts.pipeline is not None else ():
+            if hasattr(parts.pipeline, method):
+                parts.around(parts.pipeline, method, partial(self.timed, kind), by=__name__)
+
+    def now(self) -> Any:
+        """Seconds, or an event in a GPU's stream."""
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, start: Any, end: Any) -> float:
+        """Seconds between two of them. Waits for a GPU."""
+        if not self.cuda:
+            return end - start
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    def mark(self, phase: str):
+        """From now on it is this phase."""
+        self.phase = phase
+        self.marks.append((phase, self.now()))
+        for listener in self.listeners:
+            listener(phase)
+
+    def update(self, step: Callable, lr: float):
+        """Around the optimizer's step."""
+        self.mark("optimizer")
+        step(lr)
+
+    def timed(self, kind: str, act: Callable, i: int, stage: int, x: Tensor | None) -> Tensor | None:
+        """Around an action of a pipeline: note its start and its end."""
+        self.mark(PHASES.get(kind, "backward"))
+        start = self.marks[-1][1]
+        output = act(i, stage, x)
+        self.mark("waiting")
+        self.spans.append((kind, i, stage, start, self.marks[-1][1]))
+        return output
+
+    @contextmanager
+    def waiting(self, pending: Pending) -> Iterator[None]:
+        """What `comm.waiting` is during a run: note when it waits for a message, and in which group."""
+        timed = self.timing and bool(pending.works)
+        start = self.now() if timed else None
+        yield
+        if timed:
+            self.waits.append((pending.group.name, start, self.now()))
+
+    def begin(self):
+        """A step begins."""
+        self.marks.clear()
+        self.spans.clear()
+        self.waits.clear()
+        self.timing = self.begun % self.every == min(2, self.every - 1)
+        self.begun += 1
+        self.mark("data")
+
+    def take(self) -> dict[str, Any]:
+        """Seconds of each phase of the step, and, if they were timed, those waited for messages."""
+        self.mark("data")
+        seconds: dict[str, float] = defaultdict(float)
+        for (phase, start), (_, end) in zip(self.marks, self.marks[1:], strict=False):
+            seconds[f"{phase}_seconds"] += self.between(start, end)
+        if not self.timing:
+            return dict(seconds)
+        waited: dict[str, float] = defaultdict(float)
+        for dim, start, end in self.waits:
+            waited[dim] += self.between(start, end)
+        return dict(seconds, waited_seconds=dict(waited))
+
+    def timeline(self) -> list[list]:
+        """[kind, micro-batch, stage, start, end] of the actions of this step, in seconds from its begin."""
+        first = self.marks[0][1]
+        return [[*what, self.between(first, start), self.between(first, end)] for *what, start, end in self.spans]

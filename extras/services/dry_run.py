@@ -1,0 +1,307 @@
+"""The dry run: `train` itself, as one rank of so many, on tensors without numbers: its second step is counted.
+
+    python step06_pipeline.py --dry-run 1024 --model llama3-405b --tp 8 --pp 16 --dtype bf16 --gpu h100-80
+
+`FakeTensorMode` gives every tensor all but its numbers. The process group "fake" lets one process be any rank of any
+world, and sends nothing. A number that the program asks for is 1.0. Tokens go to all experts alike: how many rows that
+makes is said in one place (`Counted.route`).
+
+Each operator adds its FLOPs and bytes. By the roofline it takes max(FLOPs / peak, bytes / bandwidth), if nothing else
+holds it up; messages take no time here. Causal attention counts the half of the scores that its kernels compute. Memory
+is that of a CPU's operators. So is the time, but for RMSNorm: a GPU has one kernel for it, where a CPU has ten.
+"""
+
+import gc
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_iter
+
+from common import UserError, comm, layout
+from common.data import Data
+from common.trainer import Run
+from extras.services import predictions
+from extras.services.clocks import Clock
+from extras.services.ledger import Ledger, traffic_table
+from extras.services.memory import MemoryTimeline, MemoryWatch, memory_table
+from extras.services.seam import OpenRun, offered
+from extras.services.tables import human, table
+from step07_moe_ep import MoE
+from extras.theory.gpus import GPUS, Gpu
+from extras.theory.traffic import Traffic
+
+MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "_grouped_mm": 0}  # where the two factors begin
+NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view", "detach"}
+WRITES = {"copy_", "zero_", "fill_"}  # do not read the tensor that they change
+FILLS = {"zeros_like", "full_like", "new_zeros", "new_full", "nll_loss_backward"}  # read nothing, or a few
+TAKES = {"embedding", "index_select", "index", "gather", "nll_loss_forward"}  # read as much as they return
+
+
+@dataclass
+class Flags:
+    """The dry run."""
+
+    dry_run: int = 0  # count a step of one rank of so many, on tensors without numbers, instead of training
+    rank: str = ""  # with --dry-run: this rank alone; default: one rank of each pipeline stage
+    gpu: str = "h100-80"  # with --dry-run: whose peak and bandwidth the operators' times are for
+
+
+NEEDS = [("rank", "dry_run"), ("gpu", "dry_run")]
+
+
+def check(config: Any, world: int):
+    """Raises UserError for what a dry run cannot do."""
+    if not config.dry_run:
+        return
+    if world > 1:
+        raise UserError("--dry-run is one process that plays any rank: start it with python, not with torchrun")
+    if config.rank and not (config.rank.isdigit() and int(config.rank) < config.dry_run):
+        raise UserError(f"--rank {config.rank} is not among the ranks of --dry-run: use 0 to {config.dry_run - 1}")
+    if config.gpu not in GPUS:
+        raise UserError(f"--gpu {config.gpu}: no such GPU; choose one of {', '.join(GPUS)}")
+
+
+def flops_of(name: str, args: tuple, kwargs: dict) -> float:
+    """FLOPs of matmuls and attention; other operators are bound by their bytes."""
+    if name in MATMULS:
+        a, b = args[MATMULS[name] :][:2]
+        return 2.0 * a.numel() * b.shape[-1]
+    if not name.startswith("_scaled_dot_product_"):
+        return 0.0
+    backward = "backward" in name
+    q, k, v = args[backward:][:3]  # [batch, heads, seq, dim]
+    causal = kwargs.get("is_causal", any(arg is True for arg in args))
+    scores = q.numel() // q.shape[-1] * k.shape[-2] * (0.5 if causal else 1.0)
+    matmuls = (3 * q.shape[-1] + 2 * v.shape[-1]) if backward else q.shape[-1] + v.shape[-1]
+    return 2.0 * scores * matmuls  # backward computes the scores again
+
+
+def bytes_of(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
+    """What a kernel reads and writes; an expanded tensor's bytes are there once."""
+
+    def total(values: Any) -> int:
+        return sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in tree_iter(values) if isinstance(t, Tensor))
+
+    name, arguments = func.overloadpacket.__name__, func._schema.arguments
+    given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+    marked = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+    changed = {key: given.pop(key) for key in marked & given.keys() - {"grads"}}  # only a GradScaler changes gradients
+    written = total(changed or out)
+    read = 0 if name in FILLS else total(given) + total(changed) * (name not in WRITES and "out" not in kwargs)
+    return written + (min(read, written) if name in TAKES else read)
+
+
+class Meter(MemoryTimeline):
+    """Counts every operator, and the bytes that live on the device."""
+
+    def __init__(self, gpu: Gpu):
+        super().__init__(lambda: self.seconds)
+        self.gpu, self.seconds, self.counting, self.start = gpu, 0.0, False, 0
+        self.found: list[int] = []  # by level, of those that are to come: rows that leave
+        self.rows = 0  # that visit experts
+        self.inside = False  # a kernel that is counted already
+        self.count: dict[str, Counter] = defaultdict(Counter)  # by operator: calls, flops, bytes, seconds
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run an operator, and count it."""
+        out, name = super().__torch_dispatch__(func, types, args, kwargs), func.overloadpacket.__name__
+        if self.counting and func.namespace == "aten" and not func.is_view and name not in NO_KERNEL:
+            half = any(isinstance(t, Tensor) and t.dtype.itemsize == 2 for t in tree_iter((args, out)))
+            self.book(name, bytes_of(func, args, kwargs or {}, out), flops_of(name, args, kwargs or {}), half)
+        return out
+
+    def book(self, name: str, n_bytes: int, flops: float = 0.0, half: bool = True):
+        """Count a kernel; `half`: of 16 bits."""
+        if self.counting and not self.inside:
+            seconds = max(flops / (self.gpu.flops if half else self.gpu.single), n_bytes / self.gpu.hbm)
+            self.count[name] += Counter(calls=1, flops=flops, bytes=n_bytes, seconds=seconds)
+            self.seconds += seconds
+
+    def norm(self, module: nn.RMSNorm, x: Tensor) -> Tensor:
+        """Its forward, counted as one kernel; so is backward, which goes from the node of y to those of the inputs."""
+
+        def enter(name: str, times: int, n_bytes: int = x.nbytes):
+            self.book(name, times * n_bytes)
+            self.inside = True
+
+        x, weight = x.view_as(x), module.weight.view_as(module.weight)
+        enter("rms_norm", 2)
+        y = F.rms_norm(x, module.normalized_shape, weight, module.eps)
+        self.inside = False
+        if y.requires_grad:
+            y.grad_fn.register_prehook(lambda _: enter("rms_norm_backward", 3))
+            for node in {x.grad_fn, weight.grad_fn} - {None}:
+                node.register_prehook(lambda _: setattr(self, "inside", False))
+        return y
+
+    def begin(self):
+        """The step begins here: what was before was preparation, of which nothing stays but by accident."""
+        gc.collect()
+        self.counting, self.start = True, len(self.events)
+
+    def peak(self) -> dict[str, int]:
+        """Bytes by category when they are most, in the step."""
+        _, curves = self.curves()
+        sums = [sum(column) for column in zip(*curves.values(), strict=True)]
+        at = max(range(self.start, len(sums)), key=sums.__getitem__)
+        return {name: curve[at] for name, curve in curves.items()}
+
+
+class Seen(NamedTuple):
+    """What one rank came to in a step, and what theory says of it."""
+
+    rank: int
+    meter: Meter
+    taken: dict[str, Any]  # traffic and calls
+    held: dict[str, int]  # bytes by kind
+    predicted: dict[str, float]
+    traffic: Traffic  # predicted
+    flops: float  # of the model, for this rank's share of a step
+
+
+def levels_of(config: Any) -> list[float]:
+    """To how many nodes, ranks, experts a token goes. Ask while tensors have numbers: they are drawn."""
+    files = offered(type(config), "visits")
+    return [n for file in files for n in file.visits(config)] or [getattr(config, "experts_per_token", 0)]
+
+
+def route(meter: Any, model: nn.Module, levels: list[float]):
+    """Whenever tokens come to a layer of experts, tell the meter how many rows leave by level, and visit experts."""
+
+    def told(_layer: MoE, given: tuple):
+        meter.found = [round(given[0].shape[:-1].numel() * there) for there in levels]
+        meter.rows = meter.found[-1]
+
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.register_forward_pre_hook(told)
+
+
+class Counted(OpenRun):
+    """A run of two steps, which leaves nothing behind but the counts of the second."""
+
+    def __init__(self, config: Any, meter: Meter):
+        super().__init__(config)
+        self.first, self.meter, self.ledger, self.levels = False, meter, Ledger(), levels_of(config)
+
+    def steps(self, **parts: Any) -> Iterator[int]:
+        """Count from here on."""
+        parts = self.open(**parts)
+        self.held = MemoryWatch(parts, 1)
+        self.held.timeline, self.held.watching = self.meter, True
+        Clock(parts, host=True).listeners.append(self.meter.phase)
+        for module in parts.model.modules():
+            if isinstance(module, nn.RMSNorm):
+                parts.instead(module, "forward", partial(self.meter.norm, module), by=__name__)
+        route(self.meter, parts.model, self.levels)
+        self.held.measure()
+        comm.observer = self.ledger.book
+        yield 0  # after which there are moments
+        self.ledger.take()
+        self.meter.begin()
+        yield 1
+
+    def record(self, step: int, tokens: int, **numbers: float):
+        """A step is over."""
+        self.meter.counting, self.tokens = False, tokens
+        self.taken = self.ledger.take()
+
+
+@contextmanager
+def without_numbers(meter: Meter, rank: int, world: int) -> Iterator[None]:
+    """Inside, this process is a rank of so many, and tensors have no numbers."""
+    make_group = dist.new_group
+
+    def evenly(tensor: Tensor) -> list:
+        n, both = tensor.shape[-1], tensor.dim() == 2  # [what leaves, what comes] in the next level; else for experts
+        rows = meter.found.pop(0) if both else meter.rows
+        counts = [rows * (i + 1) // n - rows * i // n for i in range(n)]
+        return [counts, counts] if both else counts
+
+    def tokens(data: Data, step: int) -> tuple[Tensor, Tensor]:
+        return tuple(torch.zeros(data.batch_size, data.shape.seq_len, dtype=torch.int64) for _ in range(2))
+
+    def empty_data(data: Data, _source: str, shape: Any, batch_size: int, _seed: int):
+        data.shape, data.batch_size = shape, batch_size
+
+    replaced = [
+        (Tensor, "item", lambda tensor: 1.0),
+        (FakeTensor, "tolist", evenly),
+        (layout, "draw", lambda name, shape, *_: torch.empty(shape)),
+        (dist, "new_group", lambda row: make_group(row) if rank in row else None),
+        (Data, "__init__", empty_data),
+        (Data, "batch", tokens),
+    ]
+    with ExitStack() as stack:
+        for owner, name, value in replaced:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        if world > 1:
+            stack.enter_context(mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(world)))
+            dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+            stack.callback(dist.destroy_process_group)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(meter)
+        yield
+
+
+def run_rank(train: Callable, config: Any, rank: int) -> Seen:
+    """Train two steps as one rank of `config.dry_run`. Raises what `train` raises."""
+    meter, world = Meter(GPUS[config.gpu]), config.dry_run
+    run = Counted(replace(config, steps=2), meter)
+    with without_numbers(meter, rank, world), run:
+        train(run.config, run)
+    model = predictions.flops_per_token(config, run.parts)[0] * run.tokens / world
+    said = predictions.held_bytes(config, run.parts), predictions.sent_bytes(config, run.parts)
+    run.held.most["activations"] = meter.kept
+    return Seen(rank, meter, run.taken, run.held.most, *said, model)
+
+
+def report(seen: list[Seen], config: Any) -> str:
+    """A line for each rank; then memory, traffic and operators of the fullest."""
+    rows = [["rank", "peak", "held", "predicted", "sent", "predicted", "TFLOPs", "seconds"]]
+    for one in seen:
+        sent = sum(n for each in one.taken["traffic"].values() for n in each.values())
+        sizes = sum(one.meter.peak().values()), sum(one.held.values()), sum(one.predicted.values()), sent
+        flops = sum(count["flops"] for count in one.meter.count.values())
+        rows.append([f"{one.rank:,}", *map(human, sizes), human(one.traffic.total())])
+        rows[-1] += [f"{flops / 1e12:,.3f}", f"{one.meter.seconds:.3f}"]
+    one = max(seen, key=lambda one: sum(one.meter.peak().values()))
+    peak, total = one.meter.peak(), one.meter.seconds
+    texts = [f"dry run of {config.model} on {config.dry_run:,} ranks, at the speed of {config.gpu}", table(rows)]
+    texts += [f"rank {one.rank:,}{', the fullest of these' * (len(seen) > 1)}:", memory_table(one.predicted, one.held)]
+    at = ", ".join(f"{name} {human(n)}" for name, n in peak.items())
+    texts += [f"at the peak of {human(sum(peak.values()))}: {at}"]
+    texts += [traffic_table(one.taken, one.traffic)] * bool(one.taken["traffic"])
+    rows = [["operator", "calls", "FLOPs", "bytes", "bound by", "ms", "of the time"]]
+    for name, c in sorted(one.meter.count.items(), key=lambda entry: -entry[1]["seconds"])[:12]:
+        bound = "FLOPs" if c["flops"] / one.meter.gpu.flops > c["seconds"] / 2 else "bytes"
+        rows.append([name.removeprefix("_scaled_dot_product_"), f"{c['calls']:,}", f"{c['flops']:.3g}"])
+        rows[-1] += [human(c["bytes"]), bound, f"{1e3 * c['seconds']:,.2f}", f"{c['seconds'] / total:.1%}"]
+    mfu = one.flops / one.meter.gpu.flops / total
+    texts += [table(rows), f"MFU is at most {mfu:.1%}: these operators take {total:.3f} s, before bubbles and messages"]
+    return "\n\n".join(texts)
+
+
+def instead_of(train: Callable) -> Callable:
+    """`train`, or with --dry-run the count of one rank of each pipeline stage, or of --rank."""
+
+    def train_or_count(config: Any, run: Run):
+        if not config.dry_run:
+            return train(config, run)
+        stages = getattr(config, "pp", 1)
+        ranks = [int(config.rank)] if config.rank else [stage * config.dry_run // stages for stage in range(stages)]
+        print(report([run_rank(train, config, rank) for rank in ranks], config))
+
+    return train_or_count

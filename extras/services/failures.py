@@ -1,0 +1,67 @@
+"""What a job says when it fails: one line, once, whatever the number of ranks."""
+
+import os
+import re
+import sys
+import textwrap
+import traceback
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from common import UserError
+
+# How gloo and NCCL tell a rank that another one is gone.
+LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited|timed out", re.IGNORECASE)
+
+
+def describe(error: BaseException) -> str:
+    """An error in a line, with the places in our own files that led to it, where it is no mistake of the user's."""
+    if isinstance(error, UserError):
+        return f"error: {error}"
+    rank, text = int(os.environ.get("RANK", 0)), textwrap.shorten(str(error), 600)
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"error: rank {rank}: {memory_is_full(error)}"
+    if LOST_PEER.search(text):
+        text = f"another rank died, was killed or hangs ({text})"
+    root = str(Path(__file__).parents[2])
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(root)]
+    where = "".join(f"\n  {Path(f.filename).name}:{f.lineno} {f.name}: {f.line}" for f in frames)
+    return f"error: rank {rank}: {type(error).__name__}: {text}{where}"
+
+
+def memory_is_full(error: BaseException) -> str:
+    """What to do when a GPU's memory is full."""
+    asked = re.search(r"allocate ([\d.]+ \w+)", str(error))
+    return (
+        f"GPU memory is full{f' (it asked for {asked[1]} more)' * bool(asked)}: lower --micro-batch-size, "
+        "use --recompute full or more ranks; the same flags with --dry-run N count the bytes"
+    )
+
+
+def report(error: BaseException, early: bool = False):
+    """A run has failed: say it once per job, and end this process, if torchrun has started it with others.
+
+    The rank that comes first to the launcher's store speaks for all. Peers may be gone, so nobody is waited for, and
+    the interpreter's shutdown, which can block on them, is left out. In one process, a full memory becomes a UserError.
+    Files are the user's if it is `early`: before the first step.
+    """
+    if isinstance(error.__cause__ or error, BrokenPipeError):
+        os._exit(2)  # nobody reads our output any more, as after `| head`
+    if early and isinstance(error, OSError):
+        error = UserError(" ".join(str(error).split()))
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise UserError(memory_is_full(error)) from error
+        return
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    reports = 1
+    with suppress(RuntimeError):  # the launcher is gone: each rank speaks for itself
+        store = torch.distributed.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
+        reports = store.add(f"reported/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", 1)
+    if reports == 1:
+        print(describe(error), file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, UserError) else 1)

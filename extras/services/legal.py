@@ -1,0 +1,65 @@
+"""Layouts that cannot work are refused before anything is built: by the planner's list of rules (extras/theory/layouts.py)."""
+
+from dataclasses import fields
+from math import prod
+from typing import Any
+
+from common import UserError
+from common.comm import require_product
+from common.model import PRESETS
+from common.schedules import SCHEDULES
+from extras.theory.layouts import Layout, broken
+from extras.theory.shapes import shape_of
+
+# Of the steps' flags, each needs another one (extras/variants/__init__.py).
+NEEDS = [
+    ("sync", "zero", 0),
+    ("bucket_mb", "zero", 0),
+    ("bucket_mb", "sync", "bucket", "torch"),
+    ("sp", "tp"),
+    ("cp_mode", "cp"),
+    ("schedule", "pp"),
+    ("chunks", "schedule", "interleaved", "rounds", "ahead"),
+    ("aux_loss_coeff", "balance", "loss"),
+    ("ep_mode", "ep"),
+]
+SIZES = ("pp", "cp", "tp", "ep")
+
+
+def check_mesh(config: Any, world: int):
+    """Refuse a mesh that is none, before anything computes with it. Raises UserError. (0 is 1 here: see `settle`.)"""
+    world, said = (config.dry_run, "--dry-run") if config.dry_run else (world, "--nproc_per_node")
+    if world > 1 and not hasattr(config, "sync"):
+        raise UserError(f"{said} {world}: step 1 knows one device; use {said} 1, or a later step")
+    sizes = {dim: getattr(config, dim) or 1 for dim in SIZES[:3] if hasattr(config, dim)}
+    require_product(sizes | dict(dp=world // prod(sizes.values())), world, said)
+    ep, ranks = getattr(config, "ep", 1), world // sizes.get("pp", 1)
+    if ep and ranks % ep:
+        raise UserError(f"--ep {ep} must divide the {ranks} ranks of dp x cp x tp ({said})")
+
+
+def settle(config: Any, world: int):
+    """Let 0 ranks mean: 2 if those that other flags leave are an even number (for ep, experts too), else 1."""
+    sizes = {dim: getattr(config, dim, 1) for dim in SIZES[:3]}
+    left = (config.dry_run or world) // prod(size or 1 for size in sizes.values())
+    for dim in [dim for dim, size in sizes.items() if size == 0]:
+        sizes[dim] = 1 + (left % 2 == 0)
+        setattr(config, dim, sizes[dim])
+        left //= sizes[dim]
+    if getattr(config, "ep", 1) == 0:
+        config.ep = 1 + (left * sizes["cp"] * sizes["tp"] % 2 == config.experts % 2 == 0)
+
+
+def layout_of_flags(config: Any, world: int) -> Layout:
+    """The layout of a run of so many ranks, or of a dry run; dimensions that the step does not have are 1."""
+    given = {field.name: getattr(config, field.name) for field in fields(Layout) if hasattr(config, field.name)}
+    x = Layout(**given)
+    return Layout(**given, dp=(config.dry_run or world) // (x.pp * x.cp * x.tp))
+
+
+def check(config: Any, world: int):
+    """Raises UserError with the first rule that is broken."""
+    x = layout_of_flags(config, world)
+    schedule = SCHEDULES[x.schedule](config if x.pp > 1 else x)
+    for message in broken(shape_of(PRESETS[config.model], config), x, schedule):
+        raise UserError(message)

@@ -1,0 +1,220 @@
+"""An instrument that watches every tensor being born and freed, and so draws memory over time on any device.
+
+PyTorch's dispatcher shows each operator's outputs to a `TorchDispatchMode`. A storage seen for the first time is an
+allocation; a weak reference tells when it is freed. What a kernel allocates and frees inside itself is not seen.
+"""
+
+import resource
+import sys
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from extras.services.tables import bytes_of, human, table
+from extras.variants import Parts
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "other")
+
+
+class Event(NamedTuple):
+    """One allocation (bytes > 0) or release (bytes < 0)."""
+
+    seconds: float
+    storage: int
+    bytes: int
+
+
+def with_memory(values: Any) -> Iterator[Tensor]:
+    """The tensors among an operator's arguments or results, but for shapes alone, on the meta device."""
+    if isinstance(values, Tensor):
+        if values.device.type != "meta":
+            yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from with_memory(value)
+
+
+class MemoryTimeline(TorchDispatchMode):
+    """Allocations and releases in order, each storage under one of CATEGORIES."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        """`clock`: the seconds of an event."""
+        super().__init__()
+        self.clock, self.born = clock, "other"  # under which category new storages go
+        self.total: Counter[str] = Counter()  # bytes now alive, by category
+        self.kept = 0  # most bytes of activations at the end of a forward
+        self.events: list[Event] = []
+        self.category: dict[int, str] = {}  # by running number of a storage
+        self.known: dict[int, tuple[int, int]] = {}  # address of a live storage -> (running number, bytes)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run the operator, and note the storages of its inputs, which were there before, and of its outputs."""
+        for tensor in with_memory((args, *(kwargs or {}).values())):
+            self.note(tensor, "other")
+        out = func(*args, **(kwargs or {}))
+        for tensor in with_memory(out):
+            self.note(tensor, self.born)
+        return out
+
+    def note(self, tensor: Tensor, category: str) -> int:
+        """Look at a tensor's storage: it may be new, or have been emptied or filled. Returns its running number."""
+        storage = tensor.untyped_storage()
+        address, n_bytes = storage._cdata, storage.nbytes()
+        number, before = self.known.get(address, (len(self.category), 0))
+        if address not in self.known:
+            self.category[number] = category
+            weakref.finalize(storage, self.release, address).atexit = False
+        if n_bytes != before or address not in self.known:
+            self.known[address] = number, n_bytes
+            self.enter(number, n_bytes - before)
+        return number
+
+    def __enter__(self) -> "MemoryTimeline":
+        """Also watch storages that are emptied and filled in place, as ZeRO 3 does."""
+        right = self.right = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, n_bytes: int):
+            right(storage, n_bytes)
+            if storage._cdata in self.known:
+                number, before = self.known[storage._cdata]
+                self.known[storage._cdata] = number, n_bytes
+                self.enter(number, n_bytes - before)
+
+        torch.UntypedStorage.resize_ = resize_
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        """Stop."""
+        torch.UntypedStorage.resize_ = self.right
+        super().__exit__(*error)
+
+    def release(self, address: int):
+        """Called when a storage dies."""
+        number, n_bytes = self.known.pop(address)
+        self.enter(number, -n_bytes)
+
+    def enter(self, number: int, n_bytes: int):
+        """Record an event of a storage."""
+        self.events.append(Event(self.clock(), number, n_bytes))
+        self.total[self.category[number]] += n_bytes
+
+    def label(self, category: str, tensors: Iterable[Tensor | None]):
+        """Put these tensors' storages under `category`, from their birth on."""
+        for tensor in tensors:
+            if tensor is not None:
+                number, n_bytes = self.note(tensor, category), tensor.untyped_storage().nbytes()
+                self.total[self.category[number]] -= n_bytes
+                self.total[category] += n_bytes
+                self.category[number] = category
+
+    def phase(self, name: str):
+        """A listener of the clock: what is born in forward is an activation."""
+        if self.born == "activations" and name != "forward":
+            self.kept = max(self.kept, self.total["activations"])
+        self.born = "activations" if name == "forward" else "other"
+
+    def curves(self) -> tuple[list[float], dict[str, list[int]]]:
+        """Times in seconds from the first event, and for each category its bytes after each event."""
+        times, totals = [], dict.fromkeys(CATEGORIES, 0)
+        curves: dict[str, list[int]] = {name: [] for name in CATEGORIES}
+        for event in self.events:
+            totals[self.category[event.storage]] += event.bytes
+            times.append(event.seconds - self.events[0].seconds)
+            for name in CATEGORIES:
+                curves[name].append(totals[name])
+        return times, curves
+
+
+def held_tensors(parts: Parts) -> dict[str, list[Tensor | None]]:
+    """What a rank holds when gradients are complete, by kind."""
+    params, units = list(parts.model.parameters()), parts.units
+    rule = parts.optimizer.torch_optimizer
+    masters = [unit.master for unit in units] or list(parts.optimizer.masters.values())
+    weights = [*params, *(unit.shard for unit in units)]
+    own = {tensor.untyped_storage()._cdata for tensor in weights}
+    states = [value for state in getattr(rule, "state", {}).values() for value in state.values()]
+    return {
+        "parameters": weights,
+        "gradients": [*(param.grad for param in params), *(t for u in units for t in (u.gradient, u.grad_shard))],
+        "masters": [tensor for tensor in masters if tensor.untyped_storage()._cdata not in own],
+        "moments": [value for value in states if isinstance(value, Tensor) and value.dim()],
+    }
+
+
+class MemoryWatch:
+    """Bytes by kind, as most seen; with a timeline of the steps that are watched closely."""
+
+    def __init__(self, parts: Parts, steps: int):
+        """`steps`: how many of the first ones are watched."""
+        self.parts, self.steps = parts, steps
+        self.most: dict[str, int] = {}
+        self.timeline: MemoryTimeline | None = None
+        self.watching = False
+        parts.around(parts.optimizer, "step", self.update, by=__name__)
+        if parts.pipeline is not None:
+            parts.around(parts.pipeline, "forward", self.receive, by=__name__)
+
+    def update(self, step: Callable, lr: float):
+        """Around the optimizer's step."""
+        self.measure()
+        step(lr)
+        self.measure()  # the first update makes the moments
+
+    def receive(self, forward: Callable, i: int, stage: int, x: Tensor | None) -> Tensor:
+        """Around a stage's forward: what has arrived for it waits for its backward, too."""
+        if self.watching:
+            self.timeline.label("activations", [x])
+        return forward(i, stage, x)
+
+    def measure(self):
+        """Note what there is."""
+        for kind, tensors in held_tensors(self.parts).items():
+            self.most[kind] = max(self.most.get(kind, 0), bytes_of(tensors))
+            if self.watching:
+                self.timeline.label({"masters": "optimizer", "moments": "optimizer"}.get(kind, kind), tensors)
+
+    def begin(self, step: int):
+        """Before a step: begin, or end, to watch every tensor."""
+        self.timeline = self.timeline or (MemoryTimeline() if self.steps else None)
+        if self.watching != (step < self.steps):
+            self.watching = not self.watching
+            self.timeline.__enter__() if self.watching else self.stop()
+
+    def stop(self):
+        """The watched steps are over."""
+        self.watching = False
+        self.timeline.__exit__(None, None, None)
+        self.most["activations"] = self.timeline.kept
+
+    def phase(self, name: str):
+        """A listener of the clock."""
+        if self.watching:
+            self.timeline.phase(name)
+
+
+def memory_table(predicted: dict[str, float], most: dict[str, int]) -> str:
+    """Predicted bytes by kind and, as far as they are known, the measured ones beside them."""
+    rows = [[kind, human(n), human(most.get(kind))] for kind, n in predicted.items()]
+    total = human(sum(most.values()) if most.keys() >= predicted.keys() else None)
+    return table([["memory", "predicted", "measured"], *rows, ["sum", human(sum(predicted.values())), total]])
+
+
+def outside_memory(device: torch.device) -> int:
+    """Bytes in use on a GPU that PyTorch's allocator does not know, of CUDA, NCCL and other processes; on a CPU 0."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, total - free - torch.cuda.memory_reserved(device))
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes at the highest point so far: the allocator's on a GPU, the resident size of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

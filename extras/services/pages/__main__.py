@@ -1,0 +1,149 @@
+"""`python -m extras.services.pages DIR`: an index, and a page for each step and each file of common/, from the sources."""
+
+import argparse
+import ast
+import difflib
+import importlib
+import re
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+
+try:
+    from jinja2 import Environment, FileSystemLoader
+    from markdown_it import MarkdownIt
+    from pygments.formatters import HtmlFormatter
+    from pygments.lexers import PythonLexer
+    from pygments.token import STANDARD_TYPES
+
+    from extras.services.pages.attached import all_attached
+    from extras.services.pages.names import Names
+except ModuleNotFoundError as missing:
+    sys.exit(f"error: the pages need {missing.name}: pip install -r requirements-dev.txt")
+
+from extras.services.pages import charts, pictures
+
+ROOT, HERE = Path(__file__).parents[3], Path(__file__).parent
+
+
+def blocks(*lines: str) -> str:
+    """Each in a block of its own: what does not fit goes on under its own start."""
+    indents = [len(line) - len(line.lstrip()) for line in lines]
+    return "".join(f'<span style="--in: {n}">{line.rstrip()}\n</span>' for n, line in zip(indents, lines, strict=True))
+
+
+class Pages:
+    """What the template shows. `lines`: by module, the lines of its file in HTML."""
+
+    def __init__(self, files: dict[str, Path]):
+        self.names, self.markdown = Names(ROOT, files), MarkdownIt("commonmark", dict(html=False)).enable("table")
+        self.trees = {module: ast.parse(path.read_text()) for module, path in files.items()}
+        self.lines = {module: self.highlight(module, path.read_text()) for module, path in files.items()}
+        self.attached = all_attached(ROOT)
+        self.labs = [importlib.import_module(f"extras.labs.{path.stem}").LAB for path in sorted(ROOT.glob("extras/labs/lab[0-9].py"))]
+
+    def highlight(self, module: str, source: str) -> list[str]:
+        """A name is a link to what it stands for, and has as id what it defines."""
+        lines, column = [""], 0
+        for kind, text in PythonLexer(stripnl=False, ensurenl=False).get_tokens(source):
+            for part in re.findall("\n|.+", text):
+                place, html, css = (module, len(lines), column), escape(part, quote=False), STANDARD_TYPES[kind]
+                own = f"{module}.html#{part}"  # a class in quotes, as in config: "Config"
+                if addresses := self.names.refs.get(place) or [own] * (part.istitle() and own in self.names.homes):
+                    ids = [f'id="{a.partition("#")[2]}"' for a in addresses if self.names.homes.get(a) == place]
+                    html = f'<a {"".join(ids)} href="{addresses[0]}" data-pages="{" ".join(addresses)}">{html}</a>'
+                lines[-1] += f"<span class={css}>{html}</span>" if css and part.strip() else html.strip("\n")
+                column += len(part)
+                if part == "\n":
+                    lines.append("")
+                    column = 0
+        return lines
+
+    def prose(self, text: str, module: str, own: Iterable[str] = ()) -> str:
+        """A docstring, in Markdown. Names that its file knows are links, but for a function's `own`, its parameters.
+
+        Lines with columns are a picture.
+        """
+
+        def link(match: re.Match) -> str:
+            places = sorted(address for address in self.names.named[module] if re.search(rf"[#.]{match[1]}$", address))
+            return f"[{match[0]}]({places[0]})" if 0 < len(places) < 4 and match[1] not in own else match[0]
+
+        text = re.sub(r"^(\S(?!.*   ).*\n)(?=\S.*   )", r"\1\n", text, flags=re.M)  # a picture is a paragraph
+        text = re.sub(r"^(?=\S.*   )", "    ", text, flags=re.M)
+        return self.markdown.render(re.sub(r"`([\w.]+)`", link, text))
+
+    def sections(self, module: str) -> list[dict]:
+        """What a file's top level says, one by one, and beside it what the step before says under the same name."""
+        steps = [(step, it) for step, tree in self.trees.items() if "step" <= step < module for it in tree.body]
+        earlier = {it.name: (step, it) for step, it in steps if hasattr(it, "name")}
+        sections = []
+        for before, node in pairwise(self.trees[module].body):
+            name, imports = getattr(node, "name", None), isinstance(node, ast.Import | ast.ImportFrom)
+            both = dict(old=earlier.get(name), new=(module, node))
+            sections.append(dict(name=name, imports=imports, parts=self.parts(module, before, node)) | both)
+        return sections
+
+    def parts(self, module: str, before: ast.stmt, node: ast.stmt) -> list[dict]:
+        """What comes after a statement, to the end of the next: of each definition its words, and its code without."""
+        inside = [it for it in (node, *getattr(node, "body", ())) if isinstance(it, ast.FunctionDef | ast.ClassDef)]
+        menu = getattr(getattr(node, "target", None) or getattr(node, "targets", [None])[0], "id", None)
+        starts = [(it.decorator_list or [it])[0].lineno for it in inside][1:]
+        parts = []
+        for it, start, end in zip(
+            inside or [node], [before.end_lineno + 1, *starts], [*starts, node.end_lineno + 1], strict=True
+        ):
+            words, code = "", self.lines[module][start - 1 : end - 1]
+            own = [of.arg for of in ast.walk(it) if isinstance(of, ast.arg)] if it in inside else ()
+            if it in inside and (words := ast.get_docstring(it) or ""):
+                del code[it.body[0].lineno - start : it.body[0].end_lineno - start + 1]
+            name = (it.name if it is node else f"{node.name}.{it.name}") if inside else menu
+            code = blocks(*"\n".join(code).strip("\n").split("\n"))
+            parts.append(dict(name=name, prose=self.prose(words, module, own), code=code))
+        return parts
+
+    def beside(self, *both: tuple[str, ast.stmt]) -> list[tuple[str, str, str]]:
+        """(what happened, old lines, new lines) of two definitions."""
+        old, new = (self.lines[module][node.lineno - 1 : node.end_lineno] for module, node in both)
+        plain = [[re.sub("<.*?>", "", line) for line in lines] for lines in (old, new)]
+        codes = difflib.SequenceMatcher(None, *plain, autojunk=False).get_opcodes()
+        return [(tag, blocks(*old[a:b]), blocks(*new[c:d])) for tag, a, b, c, d in codes]
+
+    def readme(self) -> str:
+        """README's title and first paragraph, what each step shards, the course, the house; its links lead to pages."""
+        title, *parts = (ROOT / "README.md").read_text().split("\n## ")
+        text = "\n## ".join(["\n\n".join(title.split("\n\n")[:2]), *parts[:3]])
+        return self.markdown.render(re.sub(r"!\[.*", "", text)).replace('.py"', '.html"')
+
+
+def main():
+    """Read the flags and write the pages."""
+    parser = argparse.ArgumentParser("python -m extras.services.pages", description=__doc__)
+    parser.add_argument("out", metavar="DIR", type=Path, help="where to write")
+    parser.add_argument("--run", type=Path, help="a run's directory, to be shown, too")
+    flags = parser.parse_args()
+    if flags.run and not (flags.run / "metrics.jsonl").exists():
+        sys.exit(f"error: --run {flags.run}: there is no metrics.jsonl; name the directory of a run")
+    paths = [*sorted(ROOT.glob("step0*.py")), *sorted(ROOT.glob("common/*.py"))]
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+    with ProcessPoolExecutor(1) as pool:
+        shown, pages = pool.submit(pictures.all_pictures), Pages(files)  # at the same time
+    shown, drawn = shown.result(), dict(run=list(charts.of_run(flags.run))) if flags.run else {}
+    rules = {"light": HtmlFormatter(style="default"), "dark": HtmlFormatter(style="github-dark")}
+    templates = Environment(loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True)
+    templates.policies["json.dumps_kwargs"] = {}  # rows of a table stay in their order
+    every = ["index", *files, *drawn]
+    flags.out.mkdir(parents=True, exist_ok=True)
+    for here in every:
+        values = dict(
+            p=pages, here=here, every=every, rules=rules, shown=shown.get(here, ()), charts=drawn.get(here, ())
+        )
+        (flags.out / f"{here}.html").write_text(templates.get_template("page.html").render(values))
+    print(f"{flags.out / 'index.html'}: {sum(path.stat().st_size for path in flags.out.iterdir()):,} bytes in all")
+
+
+if __name__ == "__main__":
+    main()

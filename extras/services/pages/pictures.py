@@ -1,0 +1,183 @@
+"""Pictures that move, as data: the program's own functions are asked, and the page only draws what they say.
+
+A picture is dict(title, at=the section that it stands in, choices=[(name, values, value shown first)],
+frames={"value/value": frame}). A frame has a `text` and is one of three:
+
+    table    columns, cells, states=[(what it says, {row: numbers of cells, one for each column or one for all})], and
+             curve: see record.py. In code: `table`
+    boxes    boxes, rows=names, width=columns, moments=what it says at each, linked=a word before what is linked to a
+             box. A box is (row, column, width, colour, label, note, [(number of a box linked to it, tag), ...], the
+             moment from which on it is there)
+    lists    of a schedule, by rank: [kind, micro-batch, stage, (rank, number in its list) of what it waits for, or
+             None], and costs={kind: units of time}: the page adds the times, with the costs that its reader chooses
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import step05_cp_ring as step05
+import step06_pipeline as step06
+import step07_moe_ep as step07
+from common import UserError
+from common.comm import Mesh
+from common.model import PRESETS, Decoder
+from common.schedules import SCHEDULES, consumer
+from common.trainer import Run
+from extras.services import predictions
+from extras.services.pages.record import RANKS, recorded
+from extras.services.seam import compose, plugins
+from extras.services.tables import human
+from extras.variants import Parts
+
+
+def picture(frames: dict[str, dict], title: str, at: str = "", **first: Any) -> dict:
+    """Of all frames, by "value/value" of the choices. `first`: by choice, the value that is shown first.
+
+    `at`: the section of the page that it stands in, by the name of what it defines; "": before the code.
+    """
+    values = zip(*(key.split("/") for key in frames), strict=True)
+    choices = [(name, [*dict.fromkeys(of)], str(first[name])) for name, of in zip(first, values, strict=False)]
+    name = "picture-" + re.sub(r"\W+", "-", title.lower())
+    return dict(title=title, id=name, at=at, choices=choices, frames=frames)
+
+
+def tried(make: Callable[..., dict], *choices: Iterable) -> dict[str, dict]:
+    """What `make` makes of each choice; where the program refuses, what it says."""
+    frames = {}
+    for values in product(*choices):
+        try:
+            frame = make(*values)
+        except UserError as error:
+            frame = dict(text=str(error), boxes=[], rows=[], width=1, moments=[""])
+        frames["/".join(map(str, values))] = frame
+    return frames
+
+
+def table(ranks: list[dict], columns: list[str]) -> dict:
+    """A table that changes from state to state: what the ranks recorded, side by side. Equal cells are kept once."""
+    cells: dict[str, int] = {}
+
+    def joined(rows: tuple[dict, ...]) -> dict:
+        of = {name: [cell for row in rows for cell in row[name]] for name in rows[0]}
+        return {name: [cells.setdefault(json.dumps(cell), len(cells)) for cell in row] for name, row in of.items()}
+
+    states = [(now[0][0], joined([rows for _, rows in now])) for now in zip(*(r["states"] for r in ranks), strict=True)]
+    curve = ranks[0].get("curve", {})
+    return dict(text=ranks[0]["text"], columns=columns, states=states, cells=[*map(json.loads, cells)], curve=curve)
+
+
+def schedule(name: str, p: int, m: int) -> dict:
+    """The lists of a schedule for p ranks and m micro-batches. Raises UserError."""
+    places, lists = step06.plan(compose(step06)(model="llama3-8b", schedule=name, pp=p), m)
+    at = {consumer(a, places): (rank, n) for rank, row in enumerate(lists) for n, a in enumerate(row)}
+    rows = [[[*action, at.get(action)] for action in row] for row in lists]
+    return dict(text="", lists=rows, costs=step06.costs_of(lists), linked="waits for")
+
+
+def ring(ranks: list[list]) -> dict:
+    """Who meets which keys in which hop: the pairs that each rank has computed."""
+    boxes, moments, slowest, owner = [], [], 0, {}
+    for hop, now in enumerate(zip(*ranks, strict=True)):
+        says = [f"rank {r}: {len(pairs)} pairs with the keys of rank {source}" for r, (source, pairs) in enumerate(now)]
+        most = max(len(pairs) for _, pairs in now)
+        slowest += most
+        moments.append(f"Hop {hop}. {'; '.join(says).capitalize()}. All wait for the slowest: {most}.")
+        for rank, (_, pairs) in enumerate(now):
+            owner |= {query: rank for query, _ in pairs}
+            note = f"Hop {hop}, rank {rank}: query {{}}, key {{}}"
+            boxes += [(query, key, 1, rank, hop, note.format(query, key), [], hop) for query, key in pairs]
+    text = (
+        f"16 tokens. Rows: queries. Columns: keys. In a box: the hop that computes the pair. {len(boxes)} pairs in all,"
+    )
+    text += (
+        f" {len(boxes) / RANKS:g} a rank if shared evenly; they take the time of {slowest}, the slowest of each hop."
+    )
+    text += " While a rank computes, it sends the keys that it has to the next."
+    rows = [f"{query}, rank {owner[query]}" for query in sorted(owner)]
+    return dict(text=text, boxes=boxes, rows=rows, width=len(rows), moments=moments)
+
+
+def rank_of_mesh(config: step07.Config, rank: int, world: int) -> tuple[str, list[tuple[int, str]]]:
+    """What step 7 gives a rank: its tokens, its groups, and what it sends in them in a step.
+
+    And the ranks that it has groups with, each with the dimensions of these.
+    """
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        mesh = Mesh(pp=config.pp, dp=world // (config.pp * config.cp * config.tp), cp=config.cp, tp=config.tp)
+        mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
+        places, _ = step06.plan(config, -(-(mine.stop - mine.start) // config.micro_batch_size))
+        with torch.device("meta"):
+            model = Decoder(PRESETS[config.model])
+        step07.shard_tensors(model, mesh, config.sp)
+        here = step05.shard_context(model, mesh, step05.CONTEXT[config.cp_mode], config.sp)
+        step07.shard_experts(model, mesh, config)
+        step07.keep_stage(model, mesh["pp"], places)
+        pipeline = SimpleNamespace(group=mesh["pp"], places=places, sp_ranks=config.tp if config.sp else 1)
+        parts = Parts(Run(config), model=model, sync="bucket", mesh=mesh, positions=here, pipeline=pipeline)
+        sent = predictions.sent_bytes(config, parts)
+        groups = {g.name: dist.get_process_group_ranks(g.handle) if g.handle else [rank] for g in mesh.groups.values()}
+    finally:
+        dist.destroy_process_group()
+    tokens = " and ".join(f"{part[0]}-{part[-1]}" for part in here.chunk(2))
+    lines = [f"rank {rank}: sequences {mine.start}-{mine.stop - 1}, of each the tokens {tokens}"]
+    tags: dict[int, list[str]] = {}
+    for name, ranks in groups.items():
+        travels = [f"{op.replace('_', '-')} {human(n)}" for (dim, op), n in sorted(sent.items()) if dim == name]
+        lines += [f"{name} {ranks}: {', '.join(travels) or 'nothing travels'}"] if len(ranks) > 1 else []
+        for other in ranks:
+            tags.setdefault(other, []).append(name)
+    return "\n".join(lines), [(n, " ".join(of)) for n, of in sorted(tags.items()) if n != rank]
+
+
+def mesh(pp: int, dp: int, cp: int, tp: int, ep: int) -> dict:
+    """All ranks of a mesh, a row for each place in pp, dp and cp. Raises UserError."""
+    world = pp * dp * cp * tp
+    config = compose(step07)(model="tiny", pp=pp, cp=cp, tp=tp, ep=ep)
+    if world > 8:
+        raise UserError(f"{world} ranks: choose sizes for at most 8.")
+    boxes = [(n // tp, n % tp, 1, 0, n, *rank_of_mesh(config, n, world), 0) for n in range(world)]
+    rows = ["pp {} dp {} cp {}".format(*place) for place in product(range(pp), range(dp), range(cp))]
+    text = f"{world} ranks; those of a row differ in tp. Choose one: the others say in which of its groups they are."
+    text += " Below: what it sends in each group in a step of the tiny model (what extras/theory/ predicts, and runs measure)."
+    return dict(text=text, boxes=boxes, rows=rows, width=tp, moments=[""], linked="")
+
+
+def all_pictures() -> dict[str, list[dict]]:
+    """By the module on whose page they are."""
+    plugins()  # variants add their entries to the menus
+    seen, four = recorded(), [f"rank {rank}" for rank in range(RANKS)]
+    batches, two = [f"micro-batch {n}" for n in (1, 2, 3)], ["rank 0", "rank 1", "one device"]
+
+    def of(name: str, columns: list[str], *rest: str, **first: Any) -> dict:
+        """A picture of what the ranks have recorded under this name; as many as it takes for the columns."""
+        who = [rank[name] for rank in seen if rank[name]][: 2 if columns is two else RANKS]
+        return picture({key: table([rank[key] for rank in who], columns) for key in who[0]}, *rest, **first)
+
+    rings = {mode: ring([rank["ring"][mode] for rank in seen]) for mode in seen[0]["ring"]}
+    schedules, meshes = tried(schedule, SCHEDULES, [2, 3, 4, 8], [1, 2, 4, 8]), tried(mesh, *[[1, 2, 4]] * 5)
+    filling, timing = "Buckets fill and leave while backward goes on", dict(schedule="1f1b", ranks=4, micro_batches=8)
+    return dict(
+        step01_single_gpu=[of("step", batches, "A step, and what memory holds", dtype="fp32", recompute="none")],
+        step02_ddp=[
+            of("collective", four, "Collectives: four ranks' numbers", operation="all_reduce"),
+            of("ring_reduce", four, "The ring, message by message", "RingSync"),
+            of("buckets", ["gradients", *four], filling, "BucketSync"),
+        ],
+        step03_zero=[of("zero", four, "Who holds which shard of what", zero=3)],
+        step04_tp_sp=[of("block", two, "A block on two ranks", block="MLP", sp="yes")],
+        step05_cp_ring=[picture(rings, "Who meets which keys when", mode="zigzag")],
+        step06_pipeline=[picture(schedules, "A schedule, with your own costs", **timing)],
+        step07_moe_ep=[
+            of("routing", four, "Tokens go to experts and come home", ep=2),
+            picture(meshes, "The mesh: choose a rank", "train", pp=2, dp=1, cp=2, tp=2, ep=2),
+        ],
+    )

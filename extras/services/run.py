@@ -1,0 +1,135 @@
+"""A run with everything around it.
+
+surround(train)          what common/trainer.py's `main` asks for: a step's `train`, all flags, and a `ServedRun`
+"""
+
+import importlib
+import inspect
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from common import comm
+from common.comm import Group
+from extras.services import devices, dry_run, evaluation, failures, replicas, resume
+from extras.services.ledger import Ledger
+from extras.services.screen import Screen
+from extras.services.seam import OpenRun, check, compose
+from extras.services.watchdog import Guard
+
+
+class ServedRun(OpenRun):
+    """A run with what the flags ask for around it."""
+
+    def __init__(self, config: Any):
+        check(config, int(os.environ.get("WORLD_SIZE", 1)))
+        super().__init__(config)
+        self.ledger, self.torn = Ledger(), False
+
+    def __enter__(self) -> "ServedRun":
+        """Open the run; what fails is said once per job, too."""
+        try:
+            return self if self.config.dry_run else self.meet()  # a dry run joins no others, and writes nothing
+        except Exception as error:
+            failures.report(error, early=True)
+            raise
+
+    def meet(self) -> "ServedRun":
+        """Join the other ranks; catch signals from now on."""
+        devices.join(self.config)
+        self.first = self.first and not self.config.generate
+        self.keeper = resume.Keeper(self)
+        super().__enter__()
+        self.guard = Guard(self)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any):
+        """The end, or the error that ended it."""
+        if not self.config.dry_run:
+            comm.waiting = nullcontext
+            self.guard.stop(error)
+            with self.expendable("loss.png"):
+                super().__exit__(kind, error, trace)
+            self.keeper.close()
+        if error is not None:
+            failures.report(error, early=not self.began)
+
+    def begin(self):
+        """As the plain run's, after an earlier run has moved aside. A collective."""
+        resume.on_rank_0(self, partial(self.keeper.make_way, super().begin))
+
+    @contextmanager
+    def expendable(self, name: str) -> Iterator[None]:
+        """Write what training can do without: a full disk is a warning, once until there is room."""
+        try:
+            yield
+            if self.torn:
+                self.rewrite()
+        except OSError as error:
+            if not self.torn:
+                print(f"warning: --out {self.out}: {name} is incomplete ({error.strerror})", file=sys.stderr)
+            self.torn = True
+
+    def rewrite(self):
+        """Rank 0 writes metrics.jsonl anew, in place, with rows that a full disk has refused. Raises OSError."""
+        with open(self.out / "metrics.jsonl", "r+") as file:
+            file.writelines(json.dumps(row) + "\n" for row in self.history)
+            file.truncate()
+        self.torn = False
+
+    def steps(self, **parts: Any) -> Iterator[int]:
+        """As the plain run's, after everything has been attached, from where --resume goes on."""
+        start = self.keeper.start(self.open(**parts), weights_only=bool(self.config.generate))
+        if self.config.generate:
+            evaluation.answer(self.config, self.parts)
+            return
+        self.screen = Screen(self, self.parts, self.ledger)
+        if self.first and (room := self.keeper.room()):
+            self.screen.say(room)
+        comm.waiting = self.screen.clock.waiting
+        for step in super().steps(**parts):
+            if step < start:
+                self.bar.update()
+                continue
+            self.screen.begin(step)
+            yield step
+            if self.keeper.leave(step):
+                break
+        self.screen.finish()
+
+    def count(self, operation: str, group: Group, tensor: Tensor, share: float):
+        """The observer: book it by operation, too."""
+        super().count(operation, group, tensor, share)
+        self.ledger.book(operation, group, tensor, share)
+
+    def record(self, step: int, tokens: int, **numbers: float):
+        """With what services add to the numbers of a step."""
+        numbers |= self.screen.more(step, tokens)
+        if (health := self.parts.kept.get("extras.services.health")) is not None:
+            numbers |= health.of_step(numbers["waited_seconds"])
+        before = time.perf_counter()
+        if self.parts.sync is not None:
+            replicas.check_replicas(self.config, self.parts, step)
+        numbers |= evaluation.metrics(self.config, self.parts, step, self.keeper.end)
+        self.began += time.perf_counter() - before  # not a part of the step's seconds
+        with self.expendable("metrics.jsonl"):
+            super().record(step, tokens, **numbers)
+        self.screen.line(self.history[-1])
+
+
+def surround(train: Callable) -> tuple[Callable, type, type]:
+    """What runs instead of a step alone: its `train`, its Config with all flags, and a Run with everything around it.
+
+    The script runs as `__main__`; what attaches imports it by its name, so that module's `train` is taken.
+    """
+    devices.set_environment()
+    step = importlib.import_module(Path(inspect.getfile(train)).stem)
+    return dry_run.instead_of(step.train), compose(step), ServedRun

@@ -1,0 +1,259 @@
+"""What a run shows: tables before its first step and after its last, numbers of every step, pictures at the end.
+
+screen = Screen(run, parts)     prints the mesh, the cuts, the layers of each rank, the memory that theory predicts
+screen.begin(step)              before a step
+screen.more(step, tokens)       fields for metrics.jsonl
+screen.line(row)                after a step: a line, where there is no terminal for a bar
+screen.finish()                 tables and pictures
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from common import comm
+from common.comm import Mesh
+from common.layout import layout_of
+from common.schedules import Action, Place, simulate
+from extras.services import plots, predictions
+from extras.services.clocks import Clock
+from extras.services.devices import peak_flops
+from extras.services.launch import gather_objects
+from extras.services.ledger import Ledger, traffic_table
+from extras.services.legal import layout_of_flags
+from extras.services.memory import MemoryWatch, memory_table, outside_memory, peak_memory
+from extras.services.tables import full_shape, human, reduction_table
+from step06_pipeline import costs_of
+from extras.theory.footprint import outside
+from extras.variants import Parts
+
+OUTSIDE = "outside of tensors"  # a kind of memory: of CUDA and NCCL
+
+
+@dataclass
+class Flags:
+    """What a run shows."""
+
+    profile_memory: int = 0  # draw memory over time for the first N steps
+    peak_tflops: float = 0.0  # the device's dense peak, if the table does not know it
+
+
+def mesh_picture(mesh: Mesh) -> str:
+    """Which rank is where: the last dimension from left to right, the others from row to row."""
+    *outer, inner = mesh.sizes
+    lines = [f"mesh: {' x '.join(f'{name} {size}' for name, size in mesh.sizes.items())} ({inner} along the row)"]
+    places = product(*(range(mesh.sizes[name]) for name in outer))
+    for place, ranks in zip(places, mesh.ranks.reshape(-1, mesh.sizes[inner]).tolist(), strict=True):
+        label = "  ".join(f"{name} {index}" for name, index in zip(outer, place, strict=True))
+        lines.append(f"  {label}  [" + " ".join(f"{rank:2d}" for rank in ranks) + " ]")
+    return "\n".join(lines)
+
+
+def idle_fraction(spans: list[tuple[int, float, float]], ranks: int) -> float:
+    """The part of all ranks' time, from the first start to the last end, outside these (rank, start, end)."""
+    length = max(end for *_, end in spans) - min(start for _, start, _ in spans)
+    return 1 - sum(end - start for _, start, end in spans) / (ranks * length)
+
+
+def simulated_idle(lists: list[list[Action]], places: list[Place], costs: dict) -> float:
+    """The bubble of a schedule whose actions take so long, by kind."""
+    spans = simulate(lists, places, costs)
+    return idle_fraction([(rank, start, end) for end, rank, start, _ in spans], len(lists))
+
+
+def stages_picture(schedule: str, places: list[Place], lists: list[list[Action]]) -> str:
+    """Which rank has which layers, and the idle time if backward takes twice as long as forward."""
+    idle = simulated_idle(lists, places, costs_of(lists))
+    lines = [f"stages of {schedule}, which is idle for {idle:.1%} of the time:"]
+    for rank in range(len(lists)):
+        shown = []
+        for stage, place in enumerate(places):
+            ends = ["embedding"] * (place.before is None), ["norm and head"] * (place.after is None)
+            layers = f"layers {place.layers.start}-{place.layers.stop - 1}"
+            if place.rank == rank:
+                shown.append(f"stage {stage}: " + ", ".join([*ends[0], layers, *ends[1]]))
+        lines.append(f"  pp {rank}  " + ";  ".join(shown))
+    return "\n".join(lines)
+
+
+def parameters_in_all(parts: Parts) -> int:
+    """Numbers in all parameters of all ranks. A collective."""
+    named = parts.model.named_parameters()
+    sizes = {name: prod(full_shape(param.shape, layout_of(param).shards)) for name, param in named}
+    return sum({name: n for theirs in gather_objects(sizes) for name, n in theirs.items()}.values())
+
+
+def used_memory(row: dict[str, Any]) -> int:
+    """Of a step's record: bytes at the highest point so far; on a GPU with what is outside of tensors."""
+    return row["peak_memory_bytes"] + row.get("outside_memory_bytes", 0)
+
+
+class ExpertLoad:
+    """What the routers have decided since the last `take`, by layer."""
+
+    def __init__(self, config: Any, parts: Parts):
+        self.mesh, shape = parts.mesh, (parts.model.config.n_layers, config.experts + 3)
+        self.sums = torch.zeros(shape, dtype=torch.float64, device=next(parts.model.parameters()).device)
+        for number, layer in parts.model.model.layers.items():
+            if hasattr(layer.mlp, "experts"):
+                sums = self.sums[int(number)]  # choices of each expert; rows that experts are given, tokens, entropy
+                layer.mlp.experts.register_forward_pre_hook(partial(self.give, sums))
+                parts.around(layer.mlp, "aux_loss", partial(self.choose, sums), by=__name__)
+
+    @staticmethod
+    def give(sums: Tensor, _module: torch.nn.Module, given: tuple[Tensor, Tensor]):
+        """Hook: a layer's experts, all or those of this rank, are given rows; how many are for each comes second."""
+        sums[-3] += given[1].sum()
+
+    @staticmethod
+    def choose(sums: Tensor, plain: Callable, p: Tensor, counts: Tensor) -> Tensor:
+        """Around a layer's `aux_loss`, which is told p [tokens, experts] and the choices of each expert."""
+        sums[:-3] += counts
+        sums[-2] += len(p)
+        sums[-1] += torch.special.entr(p.detach()).sum()
+        return plain(p, counts)
+
+    def take(self) -> dict[str, Any]:
+        """Of all ranks: `expert_load`, by layer each expert's share of the choices; `drop_rate`, the part of choices
+        that no expert was given; `router_entropy`, the mean of p's (nats; log E if undecided).
+
+        A collective, of which the observer is not told.
+        """
+        observer, comm.observer = comm.observer, None
+        for dim in ("data", "tp", "pp"):
+            comm.all_reduce(self.sums, self.mesh[dim]).wait()
+        comm.observer = observer
+        sums = self.sums.cpu()  # one wait for the device
+        choices, (rows, tokens, entropy) = sums[:, :-3], sums[:, -3:].sum(0).tolist()
+        if not tokens:  # no layer has experts
+            return {}
+        shares = {str(n): (row / row.sum()).tolist() for n, row in enumerate(choices) if row.any()}
+        dropped = 1 - rows / choices.sum().item()
+        self.sums.zero_()
+        return dict(expert_load=shares, drop_rate=dropped, router_entropy=entropy / tokens)
+
+
+class Screen:
+    """What one run shows. Only rank 0 prints and draws, but all ranks help."""
+
+    def __init__(self, run: Any, parts: Parts, ledger: Ledger):
+        self.run, self.config, self.parts, self.ledger = run, run.config, parts, ledger
+        some = next(parts.model.parameters())
+        self.device, self.world = some.device, parts.mesh.world
+        self.flops = predictions.flops_per_token(self.config, parts)
+        self.peak = self.world * peak_flops(self.device, some.dtype, self.config.peak_tflops)
+        self.load = ExpertLoad(self.config, parts) if hasattr(self.config, "experts") else None
+        watched = self.config.profile_memory or int(self.device.type == "cpu")
+        every = 1 if getattr(self.config, "log_ranks", False) else 10
+        self.clock, self.held = Clock(parts, every=every), MemoryWatch(parts, watched)
+        self.clock.listeners.append(self.held.phase)
+        self.predicted = predictions.held_bytes(self.config, parts)
+        if outside_memory(self.device):  # a GPU
+            self.predicted[OUTSIDE] = outside(
+                predictions.shape(self.config, parts), layout_of_flags(self.config, self.world)
+            )
+        for text in self.introduction(some.dtype):
+            self.say(text)
+
+    def say(self, text: str):
+        """Print on rank 0, above the bar."""
+        if self.run.first:
+            tqdm.write(text)
+
+    def introduction(self, dtype: torch.dtype) -> list[str]:
+        """The tables before the first step. A collective."""
+        config, parts = self.config, self.parts
+        texts = [f"{config.model}: {parameters_in_all(parts):,} parameters, {dtype}, {self.device}"]
+        if parts.sync is not None:
+            texts += [mesh_picture(parts.mesh), reduction_table(parts.model, parts.mesh)]
+        if parts.pipeline is not None:
+            texts.append(stages_picture(config.schedule, parts.pipeline.places, predictions.lists_of(config, parts)))
+        return [*texts, *parts.said(), memory_table(self.predicted, self.held.most)]
+
+    def begin(self, step: int):
+        """Before a step."""
+        self.ledger.take()  # what was not part of a step
+        self.held.begin(step)
+        self.clock.begin()
+        if step == 0 and self.run.first and not sys.stderr.isatty():  # lines instead of a bar
+            self.run.bar.clear()
+            self.run.bar.disable = True
+
+    def more(self, step: int, tokens: int) -> dict[str, Any]:
+        """Fields for the record of a step. A collective, if there are experts."""
+        seconds = time.perf_counter() - self.run.began
+        model, executed = (flops * tokens / seconds / self.peak for flops in self.flops)
+        numbers = dict(mfu=model, hfu=executed) | self.clock.take()
+        numbers |= dict(peak_memory_bytes=peak_memory(self.device)) | self.ledger.take()
+        if beside := outside_memory(self.device):
+            self.held.most[OUTSIDE] = max(beside, self.held.most.get(OUTSIDE, 0))
+            numbers["outside_memory_bytes"] = beside
+        if self.load is not None:
+            numbers |= self.load.take()
+        for text in [text for kept in self.parts.keeps("notes") for text in kept.notes()]:
+            self.say(text)
+        for kept in self.parts.keeps("figures"):
+            numbers |= kept.figures()
+        return numbers
+
+    def line(self, row: dict[str, Any]):
+        """Now and then, where there is no bar."""
+        end = self.config.steps
+        if self.run.first and self.run.bar.disable and (row["step"] % max(1, end // 10) == 0 or row["step"] == end):
+            print(
+                f"step {row['step']}/{end}  loss {row['loss']:.4f}  norm {row['grad_norm']:.3f}  "
+                f"{row['tokens_per_second']:,.0f} tok/s  MFU {row['mfu']:.1%}  {human(used_memory(row))}",
+                flush=True,
+            )
+
+    def finish(self):
+        """Tables and pictures, after the last step. A collective."""
+        if self.held.watching:
+            self.held.stop()
+        timelines = gather_objects(self.clock.timeline())
+        if not self.run.first or not self.run.history:
+            return
+        last, steady, out = self.run.history[-1], self.run.history[1:] or self.run.history, self.run.out
+        self.say(memory_table(self.predicted, self.held.most))
+        if last["traffic"]:
+            self.say(traffic_table(last, predictions.sent_bytes(self.config, self.parts)))
+        with self.run.expendable("a picture"):
+            self.run.rewrite()  # pictures are drawn from files
+            if last["traffic"]:
+                plots.traffic(out)
+            if "expert_load" in last:
+                plots.expert_load(out)
+            if self.config.profile_memory:
+                seconds, curves = self.held.timeline.curves()
+                (out / "memory.json").write_text(json.dumps(dict(seconds=seconds, bytes=curves)))
+                plots.memory(out)
+            if self.parts.pipeline is not None and self.config.pp > 1:
+                self.draw_timeline(timelines[:: self.world // self.config.pp])
+        mean = {key: sum(row[key] for row in steady) / len(steady) for key in ("tokens_per_second", "mfu", "hfu")}
+        self.say(
+            f"step {last['step']}: loss {last['loss']:.4f}; {mean['tokens_per_second']:,.0f} tokens/s, "
+            f"MFU {mean['mfu']:.1%}, HFU {mean['hfu']:.1%} of {self.peak / 1e12:.2f} TFLOP/s; "
+            f"peak memory {human(used_memory(last))}; see {out}/"
+        )
+
+    def draw_timeline(self, rows: list[list]):
+        """timeline.json and timeline.png: what each stage did when in the last step, of one pipeline."""
+        places, lists = self.parts.pipeline.places, predictions.lists_of(self.config, self.parts)
+        kinds = {kind for row in rows for kind, *_ in row}
+        spans = {kind: [end - start for row in rows for k, *_, start, end in row if k == kind] for kind in kinds}
+        costs = {kind: sum(seconds) / len(seconds) for kind, seconds in spans.items()}
+        idle = idle_fraction([(rank, *box[3:]) for rank, row in enumerate(rows) for box in row], len(rows))
+        data = dict(schedule=self.config.schedule, ranks=rows, idle=idle)
+        data["simulated_idle"] = simulated_idle(lists, places, costs)
+        (self.run.out / "timeline.json").write_text(json.dumps(data))
+        plots.timeline(self.run.out)

@@ -1,0 +1,109 @@
+"""Who attaches to a step: it finds all variants and services, gives a step their flags, and lets them attach.
+
+compose(step)            the step's Config with the flags of all variants and services
+check(config, world)     let all settle what is open, then refuse what cannot work
+OpenRun(config)          the plain run, with everything prepared and attached: what all other runs build on
+"""
+
+import dataclasses
+import importlib
+import pkgutil
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+from extras import variants
+from common import UserError
+from common.comm import Mesh
+from common.trainer import Run
+from extras.services import legal
+from extras.variants import Parts
+
+# Attached after the variants, in this order; by name, as some of them build on this file.
+SERVICES = "stages devices shapes legal readers resume evaluation health replicas dry_run screen"
+
+
+@lru_cache
+def plugins() -> list[ModuleType]:
+    """All variants, by name, then services. To import them adds their entries to the menus."""
+    names = sorted(f"extras.variants.{info.name}" for info in pkgutil.iter_modules(variants.__path__))
+    names += [f"extras.services.{name}" for name in SERVICES.split()]
+    return [importlib.import_module(name) for name in names]
+
+
+@lru_cache
+def offered(cls: type, function: str) -> tuple[ModuleType, ...]:
+    """Those whose flags a step with this Config has, and that hold this."""
+    of_step = (plugin for plugin in plugins() if issubclass(cls, getattr(plugin, "SINCE", object)))
+    return tuple(plugin for plugin in of_step if hasattr(plugin, function))
+
+
+@lru_cache
+def compose(step: ModuleType) -> type:
+    """The step's Config with the flags of everything that attaches to it."""
+    flags = [plugin.Flags for plugin in offered(step.Config, "Flags")]
+    open_sizes = [dim for dim in legal.SIZES if hasattr(step.Config, dim)]  # 0 is allowed: legal.py settles it
+    fields = [(dim, int, dataclasses.field(default=1, metadata=dict(least=0))) for dim in open_sizes]
+    about = (step.Config.__doc__ or "") + " --pp, --cp, --tp, --ep 0: 2, if it divides, else 1." * bool(fields)
+    about = dict(__module__=step.__name__, __doc__=about)
+    return dataclasses.make_dataclass("Config", fields, bases=(step.Config, *flags), namespace=about)
+
+
+def spelled(name: str, value: Any) -> str:
+    """A flag with its value, as on the command line: "--sync ring", "--no-sp"."""
+    flag = name.replace("_", "-")
+    return f"--{flag} {value}" if not isinstance(value, bool) else f"--{flag}" if value else f"--no-{flag}"
+
+
+def check_needs(config: Any):
+    """Refuse a flag that is set, but cannot matter, as one that it needs is not (NEEDS). Raises UserError."""
+    plain = {field.name: field.default for field in dataclasses.fields(config)}
+    for plugin in offered(type(config), "NEEDS"):
+        for name, other, *values in plugin.NEEDS:
+            if name not in plain or other not in plain or getattr(config, name) == plain[name]:
+                continue
+            given = getattr(config, other)
+            if given not in values if values else given == plain[other]:
+                if values:
+                    wanted = f" {' or '.join(map(str, values))}, not with {spelled(other, given)}"
+                elif isinstance(given, bool):  # a switch
+                    wanted = ""
+                else:
+                    wanted = " set" if plain[other] == "" else f" above {plain[other]}"
+                flag = spelled(name, getattr(config, name))
+                raise UserError(f"{flag} matters only with --{other.replace('_', '-')}{wanted}")
+
+
+def check(config: Any, world: int):
+    """Judge the mesh, let all set the flags that are left open, then refuse what cannot work. Raises UserError."""
+    legal.check_mesh(config, world)
+    for plugin in offered(type(config), "settle"):
+        plugin.settle(config, world)
+    check_needs(config)
+    for plugin in offered(type(config), "check"):
+        plugin.check(config, world)
+
+
+class OpenRun(Run):
+    """A run for which variants and services prepare menus, and to whose parts they attach; nothing else."""
+
+    def __enter__(self) -> "OpenRun":
+        """From now on, until the step has built, menus have what the flags ask for."""
+        self.parts = Parts(self)
+        for plugin in offered(type(self.config), "prepare"):
+            plugin.prepare(self.config, self.parts)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any):
+        """Also where the step could not be built."""
+        self.parts.give_back()
+        super().__exit__(*error)
+
+    def open(self, **parts: Any) -> Parts:
+        """What `steps` begins with."""
+        self.parts.give_back()
+        mesh = parts.pop("mesh", None) or Mesh(dp=1)  # step 1 has none
+        self.parts = dataclasses.replace(self.parts, mesh=mesh, **parts)
+        for plugin in offered(type(self.config), "attach"):
+            self.parts.kept[plugin.__name__] = plugin.attach(self.config, self.parts)
+        return self.parts

@@ -1,0 +1,58 @@
+"""Shape flags: a preset with some sizes of your own becomes one more entry of PRESETS, under a name that says so."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from common import UserError
+from common.model import PRESETS, ModelConfig
+from extras.services.seam import spelled
+
+
+@dataclass
+class Flags:
+    """Overrides of the preset's shape (extras/services/shapes.py)."""
+
+    dim: int = 0  # override the preset's width of the residual stream; 0: as the preset
+    n_layers: int = 0  # override the number of layers
+    n_heads: int = 0  # override the number of query heads
+    n_kv_heads: int = 0  # override the number of key/value heads
+    ffn_dim: int = 0  # override the width of the MLP
+    vocab_size: int = 0  # override the size of the vocabulary
+    seq_len: int = 0  # override the sequence length, in tokens
+    rope_theta: float = 0.0  # override RoPE's base; 0: as the preset
+    rope_scaling: float = 0.0  # override Llama 3.1's factor for RoPE's long waves; 1: none, 0: as the preset
+    norm_eps: float = 0.0  # override what RMSNorm adds to the mean square; 0: as the preset
+    tied: bool = None  # override whether embedding and head share one matrix
+
+
+def check_shape(shape: ModelConfig):
+    """Raise UserError, naming the flags to change, unless its parts fit together."""
+    dim, heads, kv_heads = shape.dim, shape.n_heads, shape.n_kv_heads
+    if dim % (2 * heads):  # RoPE rotates pairs of components
+        raise UserError(
+            f"--dim {dim} does not split into {heads} heads of an even size: "
+            f"choose --dim as a multiple of {2 * heads}, or change --n-heads"
+        )
+    if heads % kv_heads:
+        raise UserError(
+            f"--n-heads {heads} is not a multiple of --n-kv-heads {kv_heads}: "
+            f"choose --n-kv-heads among the divisors of {heads}"
+        )
+
+
+def differing(shape: ModelConfig, preset: ModelConfig) -> str:
+    """The flags that make the preset this shape: "--dim 64 --no-tied"."""
+    changed = [name for name, value in vars(preset).items() if getattr(shape, name) != value]
+    return " ".join(spelled(name, getattr(shape, name)) for name in changed)
+
+
+def settle(config: Any, world: int):
+    """Let `--model` stand for the preset with its overrides. Raises UserError."""
+    preset = PRESETS[config.model]
+    flags = {field.name: getattr(config, field.name) for field in dataclasses.fields(Flags)}
+    shape = dataclasses.replace(preset, **{k: value for k, value in flags.items() if value != getattr(Flags, k)})
+    check_shape(shape)
+    if shape != preset:
+        config.model = f"{config.model} {differing(shape, preset)}"
+        PRESETS[config.model] = shape

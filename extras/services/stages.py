@@ -1,0 +1,58 @@
+"""`--pp-split 3,3,2`: how many layers each stage has, first to last; `--pp-split cost`: so that all cost about alike.
+
+A pipeline is as fast as its dearest stage, and the last one also has the head. Without the flag, layers are dealt as
+equally as can be. With it, the schedule is asked for its places, and their layers are dealt anew.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from common import UserError
+from common.model import PRESETS
+from common.schedules import SCHEDULES, Place, Schedule
+from step06_pipeline import Config as SINCE  # noqa: F401
+from extras.theory.layouts import balance, deal
+from extras.theory.shapes import shape_of
+from extras.variants import Parts
+
+
+@dataclass
+class Flags:
+    """Stages (extras/services/stages.py)."""
+
+    pp_split: str = ""  # layers of each stage, like 3,3,2; cost: balanced, the head counted; default: as many in each
+
+
+NEEDS = [("pp_split", "pp")]
+
+
+def given(places: list[Place], split: str, n_layers: int) -> list[Place]:
+    """The same places with the layers of `split`. Raises UserError."""
+    n = len(places) // sum(place.before is None for place in places)
+    lengths = [int(part) if part.strip().isdecimal() else 0 for part in split.split(",")]
+    if len(lengths) != n or min(lengths) < 1 or sum(lengths) != n_layers:
+        raise UserError(f"--pp-split {split}: give {n} numbers of layers from 1 on, {n_layers} in all")
+    return deal(places, lengths)
+
+
+def check(config: Any, world: int):
+    """Raises UserError for numbers of layers that do not fit the stages."""
+    if config.pp_split:
+        schedule = with_split(SCHEDULES[config.schedule], config)
+        schedule.places(PRESETS[config.model].n_layers, config.pp, schedule.v)
+
+
+def prepare(config: Any, parts: Parts):
+    """The flag is for the schedule that is asked for."""
+    if config.pp_split:
+        parts.around(SCHEDULES, config.schedule, with_split, by=__name__)
+
+
+def with_split(plain: Callable[[Any], Schedule], config: Any) -> Schedule:
+    """Around an entry of the menu."""
+    schedule, split = plain(config), config.pp_split
+    if split != "cost":
+        return schedule._replace(places=lambda n, p, v: given(schedule.places(n, p, v), split, n))
+    m = shape_of(PRESETS[config.model], config)
+    return schedule._replace(places=lambda n, p, v: balance(m, schedule.places(n, p, v)))

@@ -1,0 +1,1 @@
+"""Measurements: `python -m extras.tests.bench` lists them."""

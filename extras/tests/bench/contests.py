@@ -1,0 +1,120 @@
+"""Speed and memory of the steps, each way to do it beside the others, and beside PyTorch's own.
+
+Whole training steps as `train` does them: batch, forward, backward, sums, norm, clipping, update. The losses of all
+contestants must agree. `peak memory`: all tensors of rank 0 at the highest moment of the second step, kernels' own
+scratch included. Every contest is a table of rows: a step with its flags, or a function of peers.py (`peer`).
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from common import UserError
+from extras.tests.bench.harness import Entry, Sizes, command, contest, on_ranks, report, where
+
+
+class Contest(NamedTuple):
+    """Which contestants, on how many ranks; `shared`: flags of all of them. `bound` of the difference of losses."""
+
+    about: str
+    ranks: int
+    step: str
+    rows: dict[str, dict[str, Any]]
+    shared: dict[str, Any] = {}  # noqa: RUF012
+    bound: float = 1e-3
+
+
+SCHEDULED = ("afab", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe")
+CONTESTS = {
+    "step1": Contest("eager and compiled", 1, "step01_single_gpu", dict(eager={}, compiled=dict(compile=True))),
+    "recompute": Contest(
+        "what recomputation costs",
+        1, "step01_single_gpu",
+        {way: dict(recompute=way) for way in ("none", "elementwise", "full")}
+        | {f"scores {way}": dict(recompute=way, attention="scores") for way in ("none", "selective")},
+    ),
+    "step2": Contest(
+        "every --sync; torch is DistributedDataParallel",
+        2, "step02_ddp", {sync: dict(sync=sync) for sync in ("bucket", "torch", "overlap", "naive", "ring")},
+    ),
+    "step3": Contest(
+        "stages of ZeRO beside FSDP2 and ZeroRedundancyOptimizer",
+        2, "step03_zero",
+        {"--zero 3": dict(zero=3), "fully_shard": dict(peer="fsdp"), "--zero 1": dict(zero=1),
+         "ZeroRedundancyOptimizer": dict(peer="zero_redundancy"), "--zero 2": dict(zero=2), "--zero 0": dict(zero=0)},
+    ),
+    "step4": Contest(
+        "tensor parallelism beside DTensor (`parallelize_module`)",
+        2, "step04_tp_sp",
+        {"--no-sp": dict(sp=False), "DTensor, prepared": dict(peer="dtensor_prepared"),
+         "DTensor, plain": dict(peer="dtensor_plain"),
+         "--sp": {}, "DTensor, SequenceParallel": dict(peer="dtensor_sequence"),
+         "--sp --tp-overlap": dict(tp_overlap=True)},
+        dict(tp=2, zero=0),
+    ),
+    "step5": Contest(
+        "context modes in training, all with --zero 1",
+        2, "step05_cp_ring",
+        {"zigzag, by formula": {}, "ulysses": dict(cp_mode="ulysses")}
+        | {mode: dict(cp_mode=mode, cp_kernel="flash") for mode in ("zigzag", "ring", "allgather")},
+        dict(cp=2, zero=1),
+    ),
+    "step6": Contest(
+        "schedules beside those of torch.distributed.pipelining",
+        4, "step06_pipeline",
+        {name: row for s in SCHEDULED for name, row in
+         {s: dict(schedule=s), f"torch {s}": dict(schedule=s, peer="pipelining")}.items()},
+        dict(pp=4, zero=0, n_layers=8, micro_batch_size=2),
+    ),
+    "step7": Contest(
+        "layouts of 8 ranks",
+        8, "step07_moe_ep",
+        {"2D: dp 4 x tp 2": dict(tp=2), "2D: pp 2 x dp 4": dict(pp=2), "3D: pp 2 x dp 2 x tp 2": dict(pp=2, tp=2),
+         "5D: pp 2 x cp 2 x tp 2, ep 2": dict(pp=2, cp=2, tp=2, ep=2), "dp 8, ep 8": dict(ep=8)},
+        dict(model="tiny-moe", zero=1, micro_batch_size=2), bound=0.02,  # the balance loss depends on the micro-batches
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Config(Sizes):
+    """Flags of all contestants."""
+
+    model: str = ""  # preset; default: tiny, in step 7 tiny-moe
+    seq_len: int = 0  # override the sequence length; 0: as the preset
+    ranks: int = 0  # processes; 0: as the contest has them
+    global_batch_size: int = 16  # sequences of a step, all ranks together
+    micro_batch_size: int = 0  # sequences of a forward; 0: 4, or what the contest has
+    dtype: str = "auto"  # of weights and compute
+    device: str = "auto"  # where to compute
+    only: str = ""  # contestants, by commas; the first is what the others are measured by
+    peak: bool = True  # find the peak of memory, too
+
+
+def bench(name: str, config: Config):
+    """One contest."""
+    about, ranks, step, rows, shared, bound = CONTESTS[name]
+    flags = dict(model="tiny", micro_batch_size=4, global_batch_size=config.global_batch_size) | shared
+    flags |= {key: value for key in ("model", "micro_batch_size", "seq_len") if (value := getattr(config, key))}
+    flags |= dict(dtype=config.dtype, device=config.device)
+    chosen = config.only.split(",") if config.only else list(rows)
+    if unknown := set(chosen) - set(rows):
+        raise UserError(f"--only {', '.join(unknown)}: contestants are {', '.join(rows)}")
+    entries, beside = {}, {}
+    for row in chosen:
+        own = dict(rows[row])
+        peer = own.pop("peer", "")
+        entries[row] = Entry(step, flags | own, peer)
+        ours = [name for name in entries if not entries[name].train]
+        beside[row] = ours[-1] if peer and ours else chosen[0]
+    ranks = config.ranks or ranks
+    bound = max(bound, 0.05 if config.dtype == "bf16" else 0.0)
+    found, *_ = on_ranks(ranks, contest, entries, config.rounds, config.steps_a_turn, bound, config.peak)
+    print(f"{name}: {about}; {where(ranks)}")
+    print(f"{flags['model']}, {flags['global_batch_size']} sequences in micro-batches of {flags['micro_batch_size']}\n")
+    print(report(found, beside))
+    print(f"medians (and range) of {config.rounds} rounds in turns; ratios are of neighbours in a round")
+
+
+def main(name: str, argv: list[str]):
+    """The command line."""
+    command(lambda config: bench(name, config), Config, argv)

@@ -1,0 +1,255 @@
+"""PyTorch's own parallel training, as a `train(config, run)`: same model, weights, batches, clipping and update rule.
+
+Only what lies between the batch and the update differs from the steps; a `Peer` says what that is.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from common.comm import Mesh, all_reduce
+from common.data import Data
+from common.layout import materialize
+from common.model import IGNORE, PRESETS, Decoder, rope_tables, wide
+from common.schedules import Place
+from common.trainer import Run, choose_device
+from step01_single_gpu import RECOMPUTE, learning_rate
+from step02_ddp import join_ranks
+from step06_pipeline import keep_stage, plan
+from extras.variants.torch_ddp import TorchSync
+
+
+@dataclass
+class Peer:
+    """What replaces a step's mechanism. `backward(xs, ys, n_targets)` adds up gradients and returns the loss."""
+
+    module: nn.Module
+    backward: Callable[[list[Tensor], list[Tensor], Tensor], Tensor]
+    mesh: Mesh
+    optimizer: torch.optim.Optimizer | None = None
+
+
+def train(build: Callable[[Any, Mesh, Decoder], Peer], cut: str, config: Any, run: Run):
+    """The loop of the steps around a peer, which cuts along `cut`."""
+    device, n = choose_device(config)[0], getattr(config, cut, 1)
+    mesh = Mesh(dp=join_ranks(device) // n, **{} if cut == "dp" else {cut: n})
+    mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
+    shape = PRESETS[config.model]
+    data = Data(config.dataset, shape, config.global_batch_size, config.seed)
+    with torch.device("meta"):
+        model = Decoder(shape)
+    RECOMPUTE[config.recompute](model)
+    peer = build(config, mesh, model)
+    optimizer = peer.optimizer or adamw(peer.module, config)
+    for step in run.steps(model=model, optimizer=optimizer, data=data, mesh=mesh):
+        tokens, targets = (x.to(device) for x in data.batch(step))
+        n_targets = (targets != IGNORE).sum().clamp(min=1)
+        loss = peer.backward(*(x[mine].split(config.micro_batch_size) for x in (tokens, targets)), n_targets)
+        for dim in mesh.sizes if cut != "tp" else ("dp",):
+            all_reduce(loss, mesh[dim]).wait()
+        norm = clip(peer.module, config.grad_clip, mesh if cut == "pp" else None)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm)
+
+
+def kinds(module: nn.Module) -> list[list[nn.Parameter]]:
+    """Matrices and norms, DTensors apart: PyTorch's fused kernels take no mixture."""
+    sets: dict[tuple, list[nn.Parameter]] = {}
+    for param in module.parameters():
+        sets.setdefault((param.dim() > 1, isinstance(param, DTensor)), []).append(param)
+    return list(sets.values())
+
+
+def adamw(module: nn.Module, config: Any) -> torch.optim.Optimizer:
+    """Step 1's update rule on a module's parameters as they are."""
+    groups = [dict(params=p, weight_decay=config.weight_decay * (p[0].dim() > 1)) for p in kinds(module)]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+
+
+def clip(module: nn.Module, most: float, mesh: Mesh | None) -> float:
+    """PyTorch's clipping; where stages are cut (`mesh`), the squares of their norms are added up."""
+    square = 0.0
+    for params in kinds(module):
+        norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+        square = square + (norm.full_tensor() if isinstance(norm, DTensor) else norm).double().square()
+    if mesh is not None:
+        all_reduce(square, mesh["pp"]).wait()
+    norm = square.sqrt()
+    for params in kinds(module):
+        nn.utils.clip_grads_with_norm_(params, most, norm.float())
+    return norm.item()
+
+
+def in_micro_batches(module: nn.Module, last: Callable[[bool], Any], xs: Any, ys: Any, n_targets: Tensor) -> Tensor:
+    """Forward and backward one after the other; `last` is told whether the next micro-batch is the last one."""
+    total = 0.0
+    for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
+        last(i + 1 == len(xs))
+        loss = module(x, y) / n_targets
+        loss.backward()
+        total = total + loss.detach()
+    return total
+
+
+def build_fsdp(config: Any, mesh: Mesh, model: Decoder) -> Peer:
+    """FSDP2: each layer a unit and the rest one, freed after use; gradients are summed, not averaged."""
+    device, dtype = choose_device(config)
+    materialize(model, config.seed, device, wide(dtype))
+    options = dict(mesh=dist.init_device_mesh(device.type, (mesh["dp"].size,)), reshard_after_forward=True)
+    if dtype.itemsize == 2:
+        options["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32)
+    for module in (*model.model.layers.values(), model):
+        shard = fully_shard(module, **options)
+        shard.set_gradient_divide_factor(1.0)
+        shard.set_force_sum_reduction_for_comms(True)
+    return Peer(model, partial(in_micro_batches, model, lambda _: None), mesh)
+
+
+def build_zero_redundancy(config: Any, mesh: Mesh, model: Decoder) -> Peer:
+    """DistributedDataParallel, summing, with a ZeroRedundancyOptimizer around the rule of the steps."""
+    device, dtype = choose_device(config)
+    materialize(model, config.seed, device, dtype)
+    options = dict(gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=config.bucket_mb)
+    wrapped = DistributedDataParallel(model, process_group=mesh["dp"].handle, **options)
+    wrapped.register_comm_hook(mesh["dp"], TorchSync.add)
+    groups = [dict(params=p, weight_decay=config.weight_decay * (p[0].dim() > 1)) for p in kinds(model)]
+    rule = dict(betas=(0.9, 0.95), fused=True, process_group=mesh["dp"].handle)
+    optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, parameters_as_bucket_view=True, lr=0.0, **rule)
+    last = partial(setattr, wrapped, "require_backward_grad_sync")
+    return Peer(wrapped, partial(in_micro_batches, wrapped, last), mesh, optimizer)
+
+
+def build_dtensor(how: str, config: Any, mesh: Mesh, model: Decoder) -> Peer:
+    """PyTorch's tensor parallelism. `how`: plain, where every matrix fetches its input for itself; prepared, where each
+    block fetches it once; sequence, the same with SequenceParallel on the norms.
+    """
+    device, dtype = choose_device(config)
+    materialize(model, config.seed, device, dtype)
+    device_mesh = dist.init_device_mesh(device.type, (mesh["tp"].size,))
+    sp = how == "sequence"
+    between = Shard(1) if sp else Replicate()
+    layout = {f"{block}_proj": ColwiseParallel() for block in ("self_attn.q", "self_attn.k", "self_attn.v")}
+    layout |= {f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
+    layout |= {name: RowwiseParallel(output_layouts=between) for name in ("self_attn.o_proj", "mlp.down_proj")}
+    if how != "plain":
+        given, wanted = (between, None, None), (Replicate(), None, None)
+        layout["self_attn"] = PrepareModuleInput(input_layouts=given, desired_input_layouts=wanted)
+        layout["mlp"] = PrepareModuleInput(input_layouts=given[:1], desired_input_layouts=wanted[:1])
+    if sp:
+        layout |= {name: SequenceParallel() for name in ("input_layernorm", "post_attention_layernorm")}
+    for layer in model.model.layers.values():
+        parallelize_module(layer, device_mesh, layout)
+    ends = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "lm_head": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallelize_module(model, device_mesh, ends | ({"model.norm": SequenceParallel()} if sp else {}))
+
+    def loss(logits: DTensor, targets: Tensor) -> Tensor:
+        flat = logits.flatten(0, 1).to(wide(dtype))
+        return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+    def backward(*batch: Any) -> Tensor:
+        with loss_parallel():
+            total = in_micro_batches(model, lambda _: None, *batch)
+        return total.to_local() if isinstance(total, DTensor) else total
+
+    model.loss = loss
+    return Peer(model, backward, mesh)
+
+
+class Stage(nn.Module):
+    """A stage of step 6 as PyTorch's runtime wants it; the last one returns logits.
+
+    Where backward is split, the runtime finds the gradients of a stage's own parameters alone, so the head is one.
+    """
+
+    def __init__(self, model: Decoder, place: Place, positions: Tensor):
+        super().__init__()
+        trunk = model.model
+        self.first = trunk.embed_tokens if place.before is None else None
+        self.layers = nn.ModuleList(trunk.layers[str(n)] for n in place.layers)
+        self.last = nn.Sequential(trunk.norm, model.lm_head) if place.after is None else None
+        self.config, self.positions = model.config, positions
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `forward_stage`, but for the loss."""
+        x = self.first(x) if self.first is not None else x
+        tables = rope_tables(self.positions, self.config, wide(x.dtype))
+        for layer in self.layers:
+            x = layer(x, *tables)
+        return x if self.last is None else self.last(x)
+
+
+TORCH_SCHEDULES = {  # by the schedule of ours that is compared with it
+    "afab": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "zb-h1": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipe": "DualPipeV",
+}
+CUT_AS = {"zb-h1": "interleaved", "dualpipe": "zbv"}  # two stages on a rank, where ours has one or two whole models
+
+
+def build_pipelining(config: Any, mesh: Mesh, model: Decoder) -> Peer:
+    """`torch.distributed.pipelining`: the schedule nearest to `--schedule`, gradients not scaled."""
+    device, dtype = choose_device(config)
+    cut, m = CUT_AS.get(config.schedule, config.schedule), config.global_batch_size // config.micro_batch_size
+    places, _ = plan(type(config)(**vars(config) | dict(schedule=cut)), m)
+    group, scale = mesh["pp"], [torch.ones(())]
+    keep_stage(model, group, places)
+    materialize(model, config.seed, device, dtype)
+    positions = torch.arange(model.config.seq_len, device=device)
+    mine = [stage for stage, place in enumerate(places) if place.rank == group.rank]
+    stages = [
+        PipelineStage(Stage(model, places[stage], positions), stage, len(places), device, group=group.handle)
+        for stage in mine
+    ]
+    kind = getattr(schedules, f"Schedule{TORCH_SCHEDULES[config.schedule]}")
+    single = issubclass(kind, schedules.PipelineScheduleSingle)
+    schedule = kind(
+        stages[0] if single else stages,
+        m,
+        loss_fn=lambda logits, targets: model.loss(logits, targets) / scale[0],
+        scale_grads=False,
+    )
+    ends = [any(getattr(places[stage], side) is None for stage in mine) for side in ("before", "after")]
+
+    def backward(xs: Any, ys: Any, n_targets: Tensor) -> Tensor:
+        scale[0], losses = n_targets, []
+        inputs = [torch.cat(xs)] if ends[0] else []
+        schedule.step(*inputs, target=torch.cat(ys) if ends[1] else None, losses=losses, return_outputs=False)
+        return sum((loss.detach() for loss in losses), torch.zeros((), device=device))
+
+    return Peer(model, backward, mesh)
+
+
+fsdp = partial(train, build_fsdp, "dp")
+zero_redundancy = partial(train, build_zero_redundancy, "dp")
+dtensor_plain, dtensor_prepared, dtensor_sequence = (
+    partial(train, partial(build_dtensor, how), "tp") for how in ("plain", "prepared", "sequence")
+)
+pipelining = partial(train, build_pipelining, "pp")

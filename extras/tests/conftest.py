@@ -1,0 +1,70 @@
+"""Shared by all tests: pools of ranks, and what one process has seen."""
+
+import gc
+import json
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+
+import pytest
+
+# Files in the order in which they begin; then all others. Ranks compute for one test at a time (extras/tests/pool.py): here
+# files that need ranks and files that do not follow one another, and short ones are last.
+ORDER = ["layouts", "cluster", "alone", "labs", "dry_run", "pages", "plan", "faults", "screen", "gpu"]
+ORDER += ["pairs", "house", "evaluation", "schedules", "flags", "seam", "laws", "checkpoint"]
+
+
+def pytest_xdist_auto_num_workers(config):
+    """Three processes share the files if all tests are to be run: many tests use one core, or wait."""
+    return 3 if config.args == [str(config.rootpath)] or config.args == config.getini("testpaths") else 0
+
+
+def pytest_collection_modifyitems(items):
+    """In `ORDER`."""
+    place = {f"test_{name}": at for at, name in enumerate(ORDER)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+def pytest_collection_finish():
+    """What has been imported is no garbage: a quarter of a dry run was the collector looking for some in it."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000)
+
+
+def pytest_runtest_teardown():
+    """Nor is what a test has imported, or leaves in torch's caches."""
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def pools():
+    """`pools(4)` is a pool of four ranks; all are killed at the end of the session."""
+    from extras.tests.pool import Pool
+
+    made = {}
+    yield lambda world: made.setdefault(world, Pool(world))
+    for pool in made.values():
+        pool.stop()
+
+
+@pytest.fixture(scope="session")
+def reference(pools, tmp_path_factory):
+    """`reference(row)`: the file with what one process has seen, made once for each base."""
+    from extras.tests import equal
+
+    folder: Path = tmp_path_factory.mktemp("references")
+    made: dict[str, str] = {}
+
+    def make(row) -> str:
+        step = equal.one_process(row)
+        key = json.dumps([step, row.base], sort_keys=True)
+        if key not in made:
+            made[key] = str(folder / f"{len(made)}.pt")
+            pools(1).run(equal.save_record, step, row.base, made[key])
+        return made[key]
+
+    return make

@@ -1,0 +1,369 @@
+"""Training on GPUs that are not there: the branches for CUDA and NCCL, on a CPU build of torch.
+
+Tensors have a device, a dtype and a shape, and no numbers; ranks are alone (extras/services/dry_run.py). A few lines of C++
+(fake_cuda.cpp) add what such a build lacks for tensors on "cuda". `train` of every step runs as it is, as rank 3 of 8
+GPUs, say. `Watch` sees each operator and each collective on its way: where the host waits for the GPU, whether streams
+wait for what they read, in which order collectives are launched. Not seen: kernels, time, memory given away too early.
+"""
+
+import ctypes
+import hashlib
+import importlib
+import os
+import shutil
+import subprocess
+import tempfile
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from common import comm
+from extras.services.clocks import Clock
+from extras.services.dry_run import NO_KERNEL, levels_of, route, without_numbers
+from extras.services.seam import OpenRun, check
+from extras.tests.equal import config_of
+
+ROOT = Path(__file__).parents[2]
+SOURCE = Path(__file__).with_name("fake_cuda.cpp")
+
+
+def can_fake_cuda() -> bool:
+    """Build fake_cuda.cpp in the user's cache, if it is not there, and load it. False: a build for GPUs, or no g++."""
+    if torch.version.cuda or torch.version.hip:
+        return False  # which has hooks of its own
+    folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "llm-training-parallelism"
+    home = Path(torch.__file__).parent
+    about = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode() + str(home).encode()).hexdigest()[:16]
+    target = folder / f"fake_cuda-{about}.so"
+    if not target.exists() and shutil.which("g++"):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as place:  # several processes may build at a time
+            command = f"g++ -shared -fPIC -std=c++20 -I{home}/include {SOURCE} -o {place}/shim.so -L{home}/lib"
+            command += f" -ltorch_cpu -lc10 -Wl,-rpath,{home}/lib"
+            subprocess.run(command.split(), check=True, capture_output=True)
+            Path(place, "shim.so").replace(target)
+    if target.exists():
+        ctypes.CDLL(str(target))
+    return target.exists()
+
+
+class Stream:
+    """A CUDA stream (or the host, or NCCL): what it was told, and what it has waited for."""
+
+    def __init__(self):
+        self.launched = 0
+        self.after: dict[Stream, int] = {}  # how many launches of other streams come before its next one
+
+    def now(self) -> dict["Stream", int]:
+        """What will be done when all that was launched here is."""
+        return self.after | {self: self.launched}
+
+    def catch_up(self, moment: dict["Stream", int]):
+        """Wait for a moment of some stream."""
+        self.after |= {stream: max(n, self.after.get(stream, 0)) for stream, n in moment.items()}
+
+    def wait_stream(self, other: "Stream"):
+        """Wait for what another stream was told so far."""
+        self.catch_up(other.now())
+
+
+class Event:
+    """A CUDA event."""
+
+    def __init__(self, watch: "Watch"):
+        self.watch, self.at = watch, {}
+
+    def record(self):
+        """Take the current stream's moment."""
+        self.at = self.watch.stream.now()
+
+    def wait(self):
+        """The current stream waits."""
+        self.watch.stream.catch_up(self.at)
+
+    def synchronize(self):
+        """The host waits."""
+        self.watch.wait("an event")
+        self.watch.host.catch_up(self.at)
+
+
+class Call(NamedTuple):
+    """A collective, or a message, as each of its ranks launches it: the same on all of them."""
+
+    kind: str
+    group: str  # name of the communicator
+    ranks: tuple[int, ...]  # of a message: sender and receiver
+    what: tuple  # element counts and dtype
+
+
+def tensors_of(args: Iterable) -> list[Tensor]:
+    """The tensors among an operator's arguments, and in lists among them."""
+    flat = (part for arg in args for part in (arg if isinstance(arg, list | tuple) else (arg,)))
+    return [part for part in flat if isinstance(part, Tensor)]
+
+
+def place() -> str:
+    """The innermost line of the project, outside what makes things up, that is being executed."""
+    frames = [f for f in traceback.extract_stack() if Path(f.filename).is_relative_to(ROOT)]
+    unseen = (str(ROOT / "tests"), str(ROOT / "extras/services/dry_run.py"))
+    frames = [f for f in frames if not f.filename.startswith(unseen) and "site-packages" not in f.filename]
+    return f"{Path(frames[-1].filename).name}: {frames[-1].line}" if frames else "outside"
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """From which byte of its storage to which a tensor lies, gaps among them."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.storage_offset() * tensor.itemsize
+    return start, start + (last + 1) * tensor.itemsize * (tensor.numel() > 0)
+
+
+def place_of(tensor: Tensor) -> tuple[str, int]:
+    """Its kind of device, and its storage there."""
+    return tensor.device.type, tensor.untyped_storage()._cdata
+
+
+class Watch(TorchDispatchMode):
+    """Sees each operator of a rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.rows = [], 0  # rows that go to experts: told by `route`
+        self.inside = False  # from the first forward of a step to the end of its sums
+        self.waits: Counter[str] = Counter()  # of the host for the GPU, inside
+        self.calls: list[list[Call]] = []  # what is launched together: a collective, or a batch of messages
+        # By storage and its bytes [start, stop), who will have written them: a stream's n-th launch.
+        self.written: dict[tuple[str, int], dict[tuple[int, int], tuple[Stream, int]]] = {}
+        self.early: set[str] = set()  # where something is read that its reader has not waited for
+        self.stream, self.host, self.nccl, self.beside = Stream(), Stream(), Stream(), 0
+        self.first = self.stream  # beside: launches on other streams
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """Instead of `torch.cuda.stream`."""
+        before, self.stream = self.stream, stream
+        yield
+        self.stream = before
+
+    def wait(self, reason: str):
+        """The host waits for the GPU."""
+        if self.inside:
+            self.waits[f"{reason} in {place()}"] += 1
+        self.host.catch_up(self.stream.now())
+
+    def asks(self, right: Callable, tensor: Tensor) -> Any:
+        """A method whose answer the host needs."""
+        if tensor.is_cuda:
+            self.wait(right.__name__)
+        return right(tensor)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run an operator, and look at it."""
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        if func.namespace == "c10d":
+            self.collective(func, args)
+        if name == "_pin_memory":  # memory of the host is as good as another
+            return args[0].clone()
+        if name == "_grouped_mm":  # the real one copies the offsets to the host where it has no fast path
+            a, b, offs = args[0], args[1], kwargs.get("offs", args[2] if len(args) > 2 else None)
+            if torch.cuda.get_device_capability(a.device)[0] not in (9, 10) or a.dtype != torch.bfloat16:
+                self.wait(name)
+            return a.new_empty((a.shape[0], b.shape[-1]) if b.dim() == 3 else (len(offs), a.shape[0], b.shape[-1]))
+        out = None if name == "_fused_sgd_" else func(*args, **kwargs)
+        if not func.is_view:
+            self.order(func, args, kwargs, out)
+        if name in ("_to_copy", "copy_") and isinstance(out, Tensor):
+            here = not (kwargs.get("non_blocking") or (*args, False, False)[2] is True)
+            if here and {t.device.type for t in (*tensors_of(args), out)} >= {"cpu", "cuda"}:
+                self.wait("copy between host and GPU")
+        return out
+
+    def order(self, func: Callable, args: tuple, kwargs: dict, out: Any):
+        """Note who reads what another stream has not written yet, and who writes what. NCCL has a stream of its own."""
+        name, schema = func.overloadpacket.__name__, func._schema.arguments
+        inputs, made = (
+            tensors_of((*args, *kwargs.values())),
+            tensors_of(out if isinstance(out, list | tuple) else (out,)),
+        )
+        reader = self.stream if any(t.is_cuda for t in (*inputs, *made)) else self.host
+        written = [arg for a, arg in zip(schema, args, strict=False) if a.alias_info and a.alias_info.is_write]
+        changed = made + tensors_of(written)
+        if func.namespace == "c10d":
+            self.nccl.catch_up(self.stream.now())
+            reader, changed = self.nccl, [] if name == "send" else inputs[:1]
+        reader.launched += 1
+        self.beside += reader not in (self.host, self.nccl) and self.stream is not self.first
+        for tensor in () if name in NO_KERNEL or name.startswith("new_") or name.endswith("_like") else inputs:
+            start, stop = extent(tensor)
+            for (first, last), (writer, n) in self.written.get(place_of(tensor), {}).items():
+                late = writer not in (reader, self.host) and reader.after.get(writer, 0) < n
+                if late and first < stop and start < last:
+                    self.early.add(f"{name} in {place()}")
+        self.written |= {place_of(tensor): {} for tensor in made if not any(tensor is t for t in inputs)}
+        for tensor in changed:
+            self.written.setdefault(place_of(tensor), {})[extent(tensor)] = reader, reader.launched
+        if func.namespace == "c10d" and any(arg is False for arg in args):  # not asynchronous
+            self.stream.catch_up(self.nccl.now())
+
+    def collective(self, func: Callable, args: tuple):
+        """Record a call after looking at what it is given: NCCL takes whole contiguous CUDA tensors of one dtype."""
+        name, (group,) = func.overloadpacket.__name__, [a for a in args if isinstance(a, torch.ScriptObject)][:1]
+        group, tensors = dist.ProcessGroup.unbox(group), tensors_of(args)
+        sizes, dtype = [t.numel() for t in tensors], str(tensors[0].dtype)
+        for t in tensors:
+            assert t.is_cuda, f"{name} gets a tensor on {t.device}"
+            assert t.is_contiguous(), f"{name} gets a tensor with strides {t.stride()} of shape {list(t.shape)}"
+        assert len({t.dtype for t in tensors}) == 1, f"{name} gets {[t.dtype for t in tensors]}"
+        if name in ("_allgather_base_", "_reduce_scatter_base_"):
+            assert max(sizes) == group.size() * min(sizes), f"{name} over {group.size()} ranks gets {sizes} elements"
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if name == "alltoall_base_":
+            sizes = [tensors[0][:1].numel()]  # uneven: ranks send different numbers of rows
+        if name in ("send", "recv_"):
+            me, (peer,) = dist.get_rank(), [a for a in args if isinstance(a, int)][:1]
+            ends = (me, ranks[peer]) if name == "send" else (ranks[peer], me)
+            self.calls[-1].append(Call("message", group.group_name, ends, (*sizes, dtype)))
+        else:
+            self.calls.append([Call(name.strip("_"), group.group_name, ranks, (*sizes, dtype))])
+
+    def post(self, right: Callable, operations: list) -> Any:
+        """Instead of `batch_isend_irecv`: its messages are launched together."""
+        self.calls.append([])
+        return right(operations)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, enable_gqa: bool = False) -> Tensor:
+    """Instead of torch's: flash in 16 bits, memory-efficient in fp32."""
+    aten = torch.ops.aten
+    if q.dtype.itemsize == 2:
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+    return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[0]
+
+
+class Watched(OpenRun):
+    """A run that leaves nothing behind, and tells the watch where a step is."""
+
+    def __init__(self, config: Any, watch: Watch):
+        super().__init__(config)
+        self.first, self.watch, self.levels = False, watch, levels_of(config)
+
+    def steps(self, **parts: Any) -> Iterator[int]:
+        """After everything has been attached."""
+        parts = self.open(**parts)
+        Clock(parts, host=True).listeners.append(self.hear)
+        parts.around(parts.optimizer, "gradients", self.asked, by=__name__)
+        route(self.watch, parts.model, self.levels)
+        yield from range(self.config.steps)
+
+    def asked(self, gradients: Callable) -> dict[str, Tensor]:
+        """Around the optimizer's: the norm is next, for which the host waits."""
+        self.watch.inside = False
+        return gradients()
+
+    def hear(self, phase: str):
+        """A listener of the clock."""
+        self.watch.inside |= phase == "forward"
+
+    def record(self, *same: Any, **numbers: Any):
+        """Nothing."""
+
+
+@contextmanager
+def fake_gpu(watch: Watch, rank: int, world: int, capability: tuple[int, int]) -> Iterator[None]:
+    """Inside, this process is a rank of so many, with a GPU each, and tensors have no numbers."""
+
+    def pend(pending: comm.Pending, *given: Any, right: Callable = comm.Pending.__init__, **how: Any):
+        right(pending, *given, **how)
+        pending.moment = watch.nccl.now() if pending.works else {}
+
+    def arrive(pending: comm.Pending, right: Callable = comm.Pending.wait):
+        watch.stream.catch_up(pending.moment)
+        right(pending)
+
+    def on_host(*args: Any, right: Callable = torch.empty, pin_memory: bool = False, **how: Any) -> Tensor:
+        return right(*args, **how)
+
+    def tensor(data: Any, right: Callable = torch.tensor, device: Any = "cpu", **how: Any) -> Tensor:
+        if torch.device(device).type == "cuda":
+            watch.wait("torch.tensor")
+        made = right(data, **how)
+        return torch.empty(made.shape, dtype=made.dtype, device=device)
+
+    def set_data(tensor: Tensor, value: Tensor):  # a fake tensor remembers its device
+        torch._C.TensorBase.data.__set__(tensor, value)
+        tensor.fake_device = value.device
+
+    def set_device(device: torch.device):
+        current = _get_current_dispatch_mode_stack()
+        for mode in modes[len(current) :]:  # another thread sees GPUs from here on
+            mode.__enter__()
+
+    data = property(torch._C.TensorBase.data.__get__, set_data)
+    gpu = dict(is_available=lambda: True, device_count=lambda: 8, set_device=set_device)
+    gpu |= dict(Stream=Stream, stream=watch.on, current_stream=lambda *_: watch.stream, Event=partial(Event, watch))
+    gpu |= dict(get_device_capability=lambda *_: capability, get_device_name=lambda *_: "a GPU that is not there")
+    replaced = [(torch.cuda, name, value) for name, value in gpu.items()]
+    replaced += [(comm.Pending, "__init__", pend), (comm.Pending, "wait", arrive), (torch, "empty", on_host)]
+    replaced += [(dist, "batch_isend_irecv", partial(watch.post, dist.batch_isend_irecv)), (torch, "tensor", tensor)]
+    replaced += [(F, "scaled_dot_product_attention", attention)]
+    mode = torch._subclasses.fake_tensor.FakeTensorMode
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(mode, "avoid_device_init", True))
+        stack.enter_context(mock.patch.object(FakeTensor, "data", data, create=True))
+        stack.enter_context(without_numbers(watch, rank, world))
+        for name, owner in dict(item=Tensor, tolist=FakeTensor).items():
+            asked = getattr(owner, name)
+            replaced.append((owner, name, lambda t, right=asked: watch.asks(right, t)))
+        for where, name, value in replaced:
+            stack.enter_context(mock.patch.object(where, name, value))
+        modes = _get_current_dispatch_mode_stack()
+        yield
+
+
+BASE = dict(steps=2, micro_batch_size=1, dtype="bf16", device="cuda", seq_len=16, vocab_size=64)
+
+
+def see(step: str, options: dict, rank: int = 0, world: int = 8, capability: tuple[int, int] = (9, 0)) -> Watch:
+    """Train as a rank of so many under `options` (flags, and fields of the model's shape); what was seen on the way."""
+    cuts = prod(options.get(dim, 1) for dim in ("pp", "cp", "tp"))
+    config, watch = config_of(step, BASE | dict(global_batch_size=2 * world // cuts) | options), Watch()
+    run = Watched(config, watch)
+    with fake_gpu(watch, rank, world, capability):
+        check(config, world)
+        with run:
+            importlib.import_module(step).train(config, run)
+    return watch
+
+
+def stuck(queues: list[list[list[Call]]]) -> list[str]:
+    """Carry out each rank's launches in their order, as if each blocked its rank; what waits for ever.
+
+    A call ends when all of its ranks have it among what they launch next; a launch, when all of its calls have.
+    """
+    left = [deque(map(Counter, queue)) for queue in queues]
+    moving = True
+    while moving:
+        moving = False
+        for call in [call for queue in left if queue for call in queue[0]]:
+            heads = [left[rank][0] for rank in call.ranks if left[rank]]
+            if len(heads) == len(call.ranks) and all(head[call] for head in heads):
+                moving = True
+                for rank, head in zip(call.ranks, heads, strict=True):
+                    head[call] -= 1
+                    if not head.total():
+                        left[rank].popleft()
+    return [f"rank {rank}: {+queue[0]}" for rank, queue in enumerate(left) if queue]

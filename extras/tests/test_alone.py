@@ -1,0 +1,285 @@
+"""The course stands alone: copies of the steps and common/, in an empty folder, train to step 1's numbers.
+
+They run by their launch lines, in processes that find nothing else of ours; last, with everything, a job loses a rank.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from common import UserError
+from extras.services.checkpoint import folder_name, newest
+from extras.services.launch import children, start, stop
+from extras.services.plots import read_metrics as metrics
+from extras.services.resume import hold
+from extras.tests import jobs
+from extras.tests.equal import difference
+from extras.tests.pool import error_of
+from extras.tests.test_checkpoint import require_same_bits, stored
+
+ROOT = Path(__file__).parents[2]
+STEPS = sorted(path.stem for path in ROOT.glob("step0*.py"))
+TINY = "--model debug --dtype fp64 --device cpu --steps 3 --warmup-steps 1 --global-batch-size 12 --micro-batch-size 2"
+TINY += " --dataset text.txt"  # the default text takes longer to read than such a run
+FILES = {"metrics.jsonl", "config.json", "loss.png"}
+
+
+def launch_line(step: str) -> tuple[int, str]:
+    """(ranks, flags) of the line `Run it:` in a step's docstring; ranks 0: no torchrun."""
+    doc = (ROOT / f"{step}.py").read_text()
+    ranks, flags = re.search(rf"^Run it: +(?:torchrun --nproc_per_node=(\d)|python) {step}.py(.*)$", doc, re.M).groups()
+    return int(ranks or 0), flags.strip()
+
+
+def cases() -> list:
+    """(step, ranks, flags, whether in a fresh Python); the default: each step on one rank, three also on several."""
+    some = [(step, 0, "", False) for step in STEPS]
+    some += [("step04_tp_sp", 2, "--tp 2", False), ("step07_moe_ep", 2, "--ep 2", False)]
+    some += [("step03_zero", 2, "--zero 2", True)]
+    sweep = [(step, n, "--global-batch-size 32" * (n == 8), False) for step in STEPS[1:] for n in (1, 2, 3, 4, 8)]
+    sweep.remove((STEPS[6], 4, "", False))  # its micro-batches must divide a rank's sequences
+    sweep.append((STEPS[6], 4, "--global-batch-size 32", False))
+    for step in STEPS:
+        ranks, flags = launch_line(step)
+        flags += " --model tiny" * ("--pp 4" in flags)  # "debug" has two layers
+        sweep.append((step, ranks, flags, True))
+    return some + [pytest.param(*case, marks=pytest.mark.exhaustive) for case in sweep]
+
+
+@pytest.fixture(scope="module")
+def server():
+    """Forks jobs."""
+    started = jobs.Server()
+    yield started
+    started.stop()
+
+
+def launch(folder: Path, ranks: int, *words: str) -> tuple[int, str]:
+    """The same as `Server.run`, by a fresh Python."""
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    job = start(folder, ranks, [*words], env=jobs.environment(), **pipes)
+    try:
+        said, _ = job.communicate(timeout=jobs.SECONDS)
+        return job.returncode, said
+    finally:
+        stop(job)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    """A folder with the steps and common/, and nothing else."""
+    folder = tmp_path_factory.mktemp("alone")
+    for path in ROOT.glob("step0*.py"):
+        shutil.copy(path, folder)
+    (folder / "common").mkdir()
+    for path in (ROOT / "common").glob("*.py"):
+        shutil.copy(path, folder / "common")
+    (folder / "text.txt").write_text("".join(path.read_text() for path in ROOT.glob("step0*.py")))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(server, alone):
+    """`reference(step, flags)`: losses and norms of one process: of step 1, or of step 7, which has experts."""
+    made = {}
+
+    def make(step: str, flags: str) -> list[dict]:
+        step = step if step == STEPS[6] else STEPS[0]
+        shared = " ".join(re.findall(r"--(?:model|global-batch-size) \w+", flags))
+        if (step, shared) not in made:
+            status, text = server.run(alone, 0, f"{step}.py", *f"{TINY} {shared} --out reference".split())
+            assert status == 0, text
+            made[step, shared] = metrics(alone / "reference")
+        return made[step, shared]
+
+    return make
+
+
+@pytest.mark.parametrize("step, ranks, flags, fresh", cases())
+def test_a_step_trains_alone(server, alone, reference, step, ranks, flags, fresh):
+    """Its losses and norms are those of one process, and it leaves the bar, its metrics, flags and picture."""
+    theirs = reference(step, flags)
+    run = launch if fresh else server.run
+    status, text = run(alone, ranks, f"{step}.py", *f"{TINY} {flags}".split())
+    assert status == 0, text
+    assert "3/3" in text and "loss " in text and "tok/s" in text, f"no bar: {text}"
+    out = alone / "runs" / step
+    assert {path.name for path in out.iterdir()} == FILES and (out / "loss.png").stat().st_size > 5000
+    assert json.loads((out / "config.json").read_text())["steps"] == 3
+    ours = metrics(out)
+    assert [row["step"] for row in ours] == [1, 2, 3] and all(row["tokens"] == theirs[0]["tokens"] for row in ours)
+    for key in ("loss", "grad_norm", "lr"):
+        assert difference([row[key] for row in ours], [row[key] for row in theirs]) < 1e-10, key
+    shutil.rmtree(out)
+
+
+WRONG = [
+    ("step01_single_gpu", 0, "--micro-batch 4", "--micro-batch"),
+    ("step01_single_gpu", 0, "--steps many", "--steps"),
+    ("step01_single_gpu", 0, "--lr -1", "--lr"),
+    ("step01_single_gpu", 0, "--grad-clip nan", "--grad-clip"),
+    ("step01_single_gpu", 0, "--dtype fp12", "--dtype"),
+    ("step01_single_gpu", 0, "--dataset step01_single_gpu.py", "--dataset"),  # of an unknown kind
+    ("step01_single_gpu", 0, "--lr 1e38 --dtype fp32 --warmup-steps 0", "--lr"),
+    ("step02_ddp", 0, "--sync later", "--sync"),
+    ("step02_ddp", 2, "--global-batch-size 5", "--global-batch-size"),
+    ("step03_zero", 0, "--zero 4", "--zero"),
+    ("step04_tp_sp", 0, "--tp 2", "--tp"),
+    ("step04_tp_sp", 4, "--tp 4", "--tp"),  # of 2 key/value heads
+    ("step06_pipeline", 0, "--chunks 0", "--chunks"),
+    ("step07_moe_ep", 2, "--tp 2 --ep 4", "--ep"),
+    ("step07_moe_ep", 0, "--experts-per-token 9", "--experts-per-token"),
+    ("step07_moe_ep", 0, "--micro-batch-size 5", "--micro-batch-size"),
+]
+
+
+NO_NET = ("step02_ddp", 2, "", "error: the ranks cannot meet: ", dict(GLOO_SOCKET_IFNAME="eth9"))
+LEFT, WAITS = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1"), "waited 1 s for rank"
+SERVED = [  # with services, and an environment
+    NO_NET,
+    ("step01_single_gpu", 2, "", "--nproc_per_node 2: step 1 knows one device", {}),
+    ("step01_single_gpu", 0, f"--dataset {__file__}", "No such file or directory: '/proc", dict(HF_HOME="/proc/hf")),
+    ("step02_ddp", 0, "", "has set LOCAL_RANK, WORLD_SIZE: ", dict(WORLD_SIZE="2", LOCAL_RANK="1")),
+    ("step02_ddp", 0, "--timeout 1", f"{WAITS} 1, and still", LEFT | dict(RANK="0", MASTER_PORT="0")),
+    ("step02_ddp", 0, "--timeout 1", f"{WAITS} 0, at 127.0.0.1:1, and still", LEFT | dict(RANK="1", MASTER_PORT="1")),
+    ("step07_moe_ep", 4, "--pp 2 --tp 4 --batch-ramp 4,2", "error: --pp 2 x --cp 1 x --tp 4 must divide ", {}),
+]
+ALONE = [NO_NET, ("step01_single_gpu", 0, "", "has set RANK: ", dict(RANK="3")), *((*row, {}) for row in WRONG)]
+
+
+@pytest.mark.parametrize(
+    "served, step, ranks, flags, named, env", [(False, *row) for row in ALONE] + [(True, *row) for row in SERVED]
+)
+def test_what_is_wrong_at_the_start_is_one_line(server, alone, tmp_path, served, step, ranks, flags, named, env):
+    """It names the flag, or what else is to be mended; the exit status is not 0."""
+    words = f"{step}.py {TINY} --out {tmp_path} {flags}".split()
+    status, text = server.run(ROOT if served else alone, ranks, *words, log=tmp_path / "log", **env)
+    assert status != 0 and named in text and len(re.findall("^error: ", text, re.M)) == 1, text
+    if not ranks:  # torchrun says more
+        assert status == 2 and "Traceback" not in text, text
+
+
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(server, tmp_path):
+    """torchrun starts the job anew, it goes on from its last checkpoint, and ends as if nothing had happened."""
+    (tmp_path / "text.txt").write_text(Path(__file__).read_text() * 20)
+    words = f"--max-restarts=1 step03_zero.py --zero 3 {TINY}".replace("text.txt", str(tmp_path / "text.txt"))
+    words += " --steps 20 --save-every 4 --eval-every 0 --peak-tflops 1 --resume auto --out"
+    whole, killed = (f"{words} {tmp_path / name}".split() for name in ("whole", "killed"))
+    assert server.run(ROOT, 2, *whole, log=tmp_path / "log")[0] == 0
+    with ThreadPoolExecutor() as thread:
+        job = thread.submit(server.run, ROOT, 2, *killed, log=tmp_path / "log")
+        while not job.done() and len(metrics(tmp_path / "killed")) < 6:
+            time.sleep(0.02)
+        (launcher,) = children(server.process.pid)
+        os.kill(children(launcher)[-1], signal.SIGKILL)
+        status, text = job.result()
+    assert status == 0 and "going on from" in text, text
+    rows, expected = metrics(tmp_path / "killed"), metrics(tmp_path / "whole")
+    assert [(row["step"], row["loss"]) for row in rows] == [(n + 1, row["loss"]) for n, row in enumerate(expected)]
+    require_same_bits(stored(tmp_path / "killed", 20), stored(tmp_path / "whole", 20))
+
+
+FEW = TINY.replace(" --dataset text.txt", "").replace("--steps 3", "--steps 2")  # services read files in their own way
+QUIET = "--eval-every 0 --save-every 0 --peak-tflops 1"  # of services
+
+
+def test_ranks_leave_when_their_launcher_is_killed(tmp_path):
+    """They save what they have, and the run directory is free for the next job. (Forked ranks would get a signal.)"""
+    words, out = f"step03_zero.py {FEW} {QUIET} --steps 20000 --out {tmp_path / 'out'}".split(), tmp_path / "out"
+    job = start(ROOT, 2, words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while job.poll() is None and not metrics(out):
+        time.sleep(0.02)
+    job.kill(), job.wait()
+    until = time.monotonic() + 15
+    while (busy := error_of(UserError, hold, out)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not busy and newest(out).name == folder_name(len(metrics(out))) != folder_name(20000)
+
+
+PAGES = [pytest.param(step, 0, "", marks=[pytest.mark.exhaustive] * (step != STEPS[0])) for step in STEPS]
+PAGES += [pytest.param("step03_zero", 2, "", marks=pytest.mark.exhaustive)]
+PAGES += [pytest.param("step06_pipeline", 4, "--pp 2 --tp 2", marks=pytest.mark.exhaustive)]
+PAGES += [("step07_moe_ep", 4, "--tp 2 --ep 2")]
+
+
+@pytest.mark.parametrize("step, ranks, flags", PAGES)
+def test_a_print_in_a_step_appears(server, alone, tmp_path, step, ranks, flags):
+    """By its launch line and default flags: what runs where nothing else is, runs as often with everything around."""
+    counts = []
+    for folder, more in (alone, ""), (ROOT, QUIET):
+        out = tmp_path / str(len(counts))
+        words = f"{ROOT / 'tests' / 'count.py'} {tmp_path} {step}.py {FEW} {flags} {more} --out {out}"
+        status, text = server.run(folder, ranks, *words.split(), log=tmp_path / "log")
+        assert status == 0, text
+        assert "attached: " not in text, text
+        counts.append([json.loads((tmp_path / f"calls-{rank}.json").read_text()) for rank in range(max(1, ranks))])
+    for rank, (plain, served) in enumerate(zip(*counts, strict=True)):
+        fewer = {what: (n, served.get(what, 0)) for what, n in plain.items() if served.get(what, 0) < n}
+        assert len(plain) > 50 and not fewer, (rank, fewer)
+
+
+def test_nobody_reads_what_a_run_says(server, tmp_path):
+    """As after `| head -1`: it ends without a word."""
+    code = "import os, runpy, sys\nr, w = os.pipe()\nos.close(r), os.dup2(w, 1), sys.argv.pop(0)\n"
+    (tmp_path / "unread.py").write_text(code + "runpy.run_path(sys.argv[0], run_name='__main__')")
+    words = f"{tmp_path / 'unread.py'} {STEPS[0]}.py {FEW} {QUIET} --out {tmp_path / 'out'}".split()
+    assert server.run(ROOT, 0, *words, log=tmp_path / "log") == (2, "")
+
+
+ATTACHED = [
+    (
+        "step01_single_gpu",
+        0,
+        "--dtype fp16 --loss-chunk 32 --recompute elementwise",
+        """
+        chunked_loss around Linear.forward
+        chunked_loss around Decoder.loss
+        elementwise around DecoderLayer.forward (x2)
+        fp16 around Decoder.loss
+        fp16 around Optimizer.gradients
+        fp16 around ServedRun.require_finite
+        fp16 around Optimizer.step
+        fp16 around AdamW.step""",
+    ),
+    (
+        "step03_zero",
+        2,
+        "--zero 2 --zero-replicas 2 --skip-spikes 3 --offload-optimizer cpu --dtype fp32",
+        """
+        zero_replicas around --zero 2
+        offload_optimizer instead of Zero2.step
+        skip_spikes around ServedRun.require_finite
+        skip_spikes around AdamW.step
+        skip_spikes around ServedRun.record
+        zero_replicas around Zero2.finish""",
+    ),
+    (
+        "step07_moe_ep",
+        2,
+        "--tp 2 --tp-overlap --expert-matmul grouped --prefetch --z-loss 0.1",
+        """
+        routing instead of --balance loss
+        block_overlap instead of Linear.forward (x6)
+        block_overlap instead of Attention.enter (x2)
+        grouped_matmul instead of ExpertLinear.forward (x6)
+        prefetch around Data.batch""",
+    ),
+]
+
+
+@pytest.mark.parametrize("step, ranks, flags, lines", ATTACHED)
+def test_a_run_says_what_is_attached(server, tmp_path, step, ranks, flags, lines):
+    """One rank says it, once: a line for each change, and of how many objects."""
+    words = f"{step}.py {FEW} {flags} {QUIET} --out {tmp_path / 'out'}".split()
+    status, text = server.run(ROOT, ranks, *words, log=tmp_path / "log")
+    assert status == 0, text
+    said = re.findall(r"^attached: (.*)$", text, re.M)
+    assert said == [line.strip() for line in lines.strip().splitlines()]

@@ -1,0 +1,51 @@
+"""The measurements' tables of rows: every flag is one of the step's, every value one that its menu has."""
+
+import contextlib
+import importlib
+
+import pytest
+
+from common import UserError
+from common.trainer import parse
+from extras.services.seam import check, compose, spelled
+from extras.tests.bench import __main__ as bench
+from extras.tests.bench.cluster import rows
+from extras.tests.bench.contests import CONTESTS
+from extras.tests.bench.harness import Result, report, spread
+
+ROWS = [(c.step, c.shared | row) for c in CONTESTS.values() for row in c.rows.values()]
+
+
+@pytest.mark.parametrize("step, flags", ROWS, ids=[f"{step[:6]}-{flags}" for step, flags in ROWS])
+def test_a_row_is_a_legal_command_line(step, flags):
+    """And says the same as the row."""
+    given = {name: value for name, value in flags.items() if name != "peer"}
+    config = parse(compose(importlib.import_module(step)), " ".join(spelled(*flag) for flag in given.items()).split())
+    assert {name: getattr(config, name) for name in given} == given
+
+
+def test_every_measurement_is_listed(capsys):
+    """With a line that says what it is; another name is refused."""
+    assert bench.main([]) == 0
+    listed = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert [name for name, about in listed if about] == list(bench.MODULES)
+    assert bench.main(["nothing"]) == 2
+
+
+def test_a_ratio_compares_neighbours_of_a_round():
+    """A slow round hits both alike: twice as long is twice as long."""
+    ours, theirs = [1.0, 10.0, 2.0], [2.0, 20.0, 4.0]
+    row = dict(sent={})
+    found = dict(ours=Result(ours, ours, row, 0), theirs=Result(theirs, theirs, row, 0))
+    assert spread([3.0, 1.0, 2.0]) == "2.000 (1.000 .. 3.000)"
+    assert report(found, dict(ours="ours", theirs="ours")).count("2.000 (2.000 .. 2.000)") == 2
+
+
+@pytest.mark.parametrize("entry", [entry for _, entry in rows().values()], ids=str)
+def test_an_entry_is_legal_on_two_ranks(entry):
+    """Or on four."""
+    config = compose(importlib.import_module(entry.step))(**entry.flags)
+    with contextlib.suppress(UserError):
+        check(config, 2)
+        return
+    check(config, 4)

@@ -1,0 +1,136 @@
+"""Flags that cannot work: the same one line on every rank, which names the flag, before anything is sent."""
+
+import pytest
+
+import step07_moe_ep as step07
+from common import UserError
+from common.trainer import main, parse
+from extras.services import legal
+from extras.services.seam import check, compose
+from extras.tests import equal
+from extras.tests.pairs import complete, singles
+from extras.tests.pool import error_of
+from extras.tests.rows import AHEAD, EXPERTS, GROUPS
+
+AHEADS = EXPERTS | dict(pp=2, ep=2) | AHEAD
+STEP6 = "step06_pipeline"
+WRONG = {  # ranks, step, flags; the line begins with the flag
+    "--global-batch-size 5": (2, "step02_ddp", dict(global_batch_size=5)),
+    "--compress bf16": (2, "step02_ddp", dict(compress="bf16", sync="naive")),
+    "--compress would": (2, "step02_ddp", dict(compress="bf16", dtype="fp16")),
+    "--topk-fraction 2": (2, "step02_ddp", dict(compress="topk", topk_fraction=2.0)),
+    "--sync torch adds": (2, "step02_ddp", dict(sync="torch", dtype="bf16")),
+    "--ranks-per-node 2: of it and 3": (3, "step02_ddp", dict(sync="hierarchical", ranks_per_node=2)),
+    "--skip-spikes 0.5": (2, "step02_ddp", dict(skip_spikes=0.5)),
+    "--zero-keep matters only with --zero 3": (2, "step03_zero", dict(zero=2, zero_keep=True)),
+    "--zero-keep-mb 1.0 matters only with --zero-keep": (2, "step03_zero", dict(zero=3, zero_keep_mb=1.0)),
+    "--zero-keep-mb -1: units have more than": (2, "step03_zero", dict(zero=3, zero_keep=True, zero_keep_mb=-1.0)),
+    "--zero-overlap matters only with --zero 1": (2, "step03_zero", dict(zero=2, zero_overlap=True)),
+    "--zero-replicas 3": (2, "step03_zero", dict(zero=1, zero_replicas=3)),
+    "--zero-replicas 2": (2, "step03_zero", dict(zero=0, zero_replicas=2)),
+    "--sync ring matters only with --zero 0, not with --zero 1": (2, "step03_zero", dict(sync="ring")),
+    "--no-sp matters only with --tp above 1": (2, "step04_tp_sp", dict(sp=False)),
+    "--gpu h200 matters only with --dry-run above 0": (2, "step02_ddp", dict(gpu="h200")),
+    "--ep 2: no layer has experts; lower --dense-layers": (2, "step07_moe_ep", EXPERTS | dict(ep=2, dense_layers=3)),
+    "--groups-per-token 2 bars": (2, "step07_moe_ep", EXPERTS | dict(expert_groups=2, groups_per_token=2)),
+    "--compress-activations bf16": (2, "step04_tp_sp", dict(compress_activations="bf16")),
+    "--eval-sequences 5": (2, "step02_ddp", dict(eval_every=0, eval_sequences=5)),
+    "--offload-optimizer cpu": (2, "step03_zero", dict(zero=0, offload_optimizer="cpu")),
+    "--offload-params cpu": (2, "step03_zero", dict(zero=2, offload_params="cpu")),
+    "--end-token 259": (1, "step01_single_gpu", dict(documents="mask", end_token=259)),
+    "--tp 3": (2, "step04_tp_sp", dict(tp=3)),
+    "--tp 2 must divide the 15 tokens": (2, "step04_tp_sp", dict(tp=2, seq_len=15)),
+    "--tp 3 must divide the 4 heads, and": (3, "step04_tp_sp", dict(tp=3, sp=False)),
+    "--cp 2": (2, "step05_cp_ring", dict(cp=2, seq_len=18)),
+    "--cp 3": (3, "step05_cp_ring", dict(cp=3, cp_mode="ring")),
+    "--cp 2 leaves": (4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="ring", seq_len=14)),
+    "--cp-mode ulysses": (3, "step05_cp_ring", dict(cp=3, cp_mode="ulysses", seq_len=18)),
+    "--ulysses 2 must divide --cp 3": (3, "step05_cp_ring", dict(cp=3, cp_mode="usp", seq_len=18)),
+    "--ulysses 4 does not divide 2 heads": (4, "step05_cp_ring", dict(cp=4, cp_mode="usp", ulysses=4, n_heads=2)),
+    "--window 1: a token sees itself": (1, "step01_single_gpu", dict(window=1)),
+    "--window 5: with windows all ranks have the same work": (2, "step05_cp_ring", dict(cp=2, window=5)),
+    "--capacity-factor 0.5: with --cp-mode balanced": (
+        *(2, "step07_moe_ep", EXPERTS | dict(cp=2, cp_mode="balanced", documents="mask", capacity_factor=0.5)),
+    ),
+    "--cp-kernel flash: --cp is 1": (2, "step05_cp_ring", dict(cp_kernel="flash")),
+    "--cp-kernel cudnn: --cp is 1": (2, "step05_cp_ring", dict(cp_kernel="cudnn")),
+    "--cp-kernel flash: with --cp-mode": (2, "step05_cp_ring", dict(cp=2, cp_mode="ulysses", cp_kernel="flash")),
+    "--pp 2": (2, STEP6, dict(pp=2, schedule="interleaved", chunks=2)),
+    "--pp-split 1,1": (2, STEP6, dict(pp=2, pp_split="1,1")),
+    "--schedule dualpipe: use at least 2": (2, STEP6, dict(pp=2, schedule="dualpipe", global_batch_size=1)),
+    "--zb-costs 1,2": (2, STEP6, dict(pp=2, schedule="zb-auto", zb_costs="1,2")),
+    "--zb-memory 0.2": (2, STEP6, dict(pp=2, schedule="zb-auto", zb_memory=0.2)),
+    "--schedule dualpipe": (3, STEP6, dict(pp=3, schedule="dualpipe")),
+    "--schedule interleaved": (2, STEP6, dict(pp=2, schedule="interleaved", n_layers=4, micro_batch_size=4)),
+    "--pp-scatter: with --sp": (4, STEP6, dict(pp=2, tp=2, pp_scatter=True)),
+    "--pp-scatter: --tp 2 must divide": (4, STEP6, dict(pp=2, tp=2, sp=False, pp_scatter=True, seq_len=15)),
+    "--sync torch wraps": (2, STEP6, dict(sync="torch", zero=0)),
+    "--schedule zb-h1": (4, STEP6, dict(pp=2, tp=2, schedule="zb-h1", tp_overlap=True)),
+    "--ep 2": (2, "step07_moe_ep", dict(ep=2, experts=3)),
+    "--ep 4": (2, "step07_moe_ep", EXPERTS | dict(ep=4)),
+    "--no-sp: --tp 2 must divide the 15 tokens": (2, "step07_moe_ep", EXPERTS | dict(tp=2, sp=False, seq_len=15)),
+    "--experts-per-token 9": (2, "step07_moe_ep", dict(experts_per_token=9)),
+    "--micro-batch-size": (2, "step07_moe_ep", EXPERTS | dict(micro_batch_size=5)),
+    "--ep-overlap: --zero 3 frees": (4, "step07_moe_ep", AHEADS | dict(zero=3)),
+    "--ep-overlap: in --schedule 1f1b": (4, "step07_moe_ep", AHEADS | dict(schedule="1f1b", chunks=2)),
+    "--ep-inside 4 must divide --ep 2": (2, "step07_moe_ep", EXPERTS | dict(ep=2, ep_mode="nodes", ep_inside=4)),
+    "--groups-per-token 1": (1, "step07_moe_ep", GROUPS | dict(groups_per_token=1, experts_per_token=3)),
+    "--expert-groups 3": (2, "step07_moe_ep", EXPERTS | dict(expert_groups=3)),
+}
+
+
+@pytest.mark.parametrize(
+    "ranks, flags, chosen",
+    [
+        (8, {}, (1, 1, 1, 1)),
+        (8, dict(pp=0, cp=0, tp=0, ep=0), (2, 2, 2, 2)),
+        (6, dict(pp=0, cp=0, tp=0, ep=0), (2, 1, 1, 1)),
+        (8, dict(pp=0, cp=0, tp=4, ep=0), (2, 1, 4, 2)),
+        (8, dict(tp=0, ep=0), (1, 1, 2, 2)),
+        (8, dict(ep=0, experts=5), (1, 1, 1, 1)),
+    ],
+)
+def test_0_ranks_means_choose(ranks, flags, chosen):
+    """From the ranks that are left; a step alone does not choose."""
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    config = parse(compose(step07), ["--micro-batch-size=1", *words])
+    legal.settle(config, ranks)
+    assert (config.pp, config.cp, config.tp, config.ep) == chosen
+    if 0 in flags.values():
+        with pytest.raises(UserError, match=" is 0: it must be at least 1"):
+            parse(step07.Config, words)
+
+
+@pytest.mark.parametrize("dry", [False, True])
+@pytest.mark.parametrize("mesh", [dict(tp=3), dict(pp=2, tp=4), dict(pp=0, cp=3), dict(cp=5), dict(ep=8)], ids=str)
+def test_the_mesh_is_judged_first(mesh, dry):
+    """By one rule, of four ranks: whatever flag is beside it could compute with it."""
+    for name, value in singles("step07_moe_ep"):
+        options = complete("step07_moe_ep", {name: value}) | mesh | dict(dry_run=4 * dry)
+        with pytest.raises(UserError, match="--dry-run" if dry else "ranks") as caught:
+            check(equal.config_of("step07_moe_ep", options), 1 if dry else 4)
+        assert all(f"--{dim} {size or 1}" in str(caught.value) for dim, size in mesh.items()), (name, value)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_fails_before_training_is_one_line(monkeypatch, tmp_path, begun):
+    """What fails in training is a mistake of the program, and shows where it is."""
+
+    def train(config, run):
+        for _ in run.steps() if begun else "?":
+            raise OSError(28, "No space", "x")
+
+    monkeypatch.setattr("sys.argv", ["step", "--out", str(tmp_path)])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # a step alone
+    monkeypatch.setattr(step07, "__doc__", None), monkeypatch.setattr(step07.Config, "__doc__", None)  # python -OO
+    with pytest.raises(OSError if begun else SystemExit):
+        main(train, compose.__wrapped__(step07))
+
+
+@pytest.mark.parametrize("flag", sorted(WRONG, key=lambda flag: WRONG[flag][0]))
+def test_every_rank_refuses_in_one_line(pools, flag):
+    """All with the same words."""
+    ranks, *call = WRONG[flag]
+    first, *others = pools(ranks).run(error_of, UserError, equal.record, *call, timeout=60)
+    assert first.startswith(flag) and "\n" not in first, first
+    assert all(text == first for text in others)

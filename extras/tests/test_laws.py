@@ -1,0 +1,848 @@
+"""What the docstrings of the steps promise in numbers: bytes and calls by dimension, live memory."""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import accumulate, pairwise
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import step01_single_gpu as step01
+import step02_ddp as step02
+import step03_zero as step03
+import step05_cp_ring as step05
+import step06_pipeline as step06
+import step07_moe_ep as step07
+from common import UserError
+from common.comm import Group, Mesh, Pending, all_to_all, exchange
+from common.model import Attention, Decoder, ModelConfig
+from common.schedules import SCHEDULES, draw
+from extras.services.dry_run import run_rank
+from extras.tests import bounds, equal
+from extras.variants import Parts, cp_flash, cp_ring, ep_overlap, fused_gradients, hierarchical_sync, tree_sync, zero_overlap
+
+L, D, FFN, VOCAB, SEQ, HEADS, KV = (
+    equal.SMALL[name] for name in ("n_layers", "dim", "ffn_dim", "vocab_size", "seq_len", "n_heads", "n_kv_heads")
+)
+B = 8  # bytes of an element in fp64
+LAYER = 2 * D * D + 2 * D * D * KV // HEADS + 3 * D * FFN + 2 * D
+END = VOCAB * D  # the embedding, and the head
+P = L * LAYER + 2 * END + D
+A = SEQ * D * B  # an activation of a micro-batch of one sequence
+SCALAR = B  # the loss, and the square of the norm, are summed too
+M = 6  # micro-batches in all
+LAWS = dict(global_batch_size=M, steps=2)
+INT8 = dict(compress_activations="int8")
+
+
+def measure(step: str, options: dict) -> tuple[dict, dict]:
+    """Runs on every rank: (bytes that it sends in the second step by dimension, calls a step by dimension)."""
+    calls, count = Counter(), equal.Watch.count
+
+    def counted(run, operation: str, group: Group, tensor, share: float):
+        calls[group.name, operation] += 1
+        count(run, operation, group, tensor, share)
+
+    with mock.patch.object(equal.Watch, "count", counted):
+        first, second = equal.record(step, LAWS | options).sent
+    assert first == second or "experts" in options, "steps differ"
+    return second, {key: n / 2 for key, n in calls.items()}
+
+
+def check(found: dict, expected: dict[str, float]):
+    """All dimensions, to the byte."""
+    assert {key: value for key, value in found.items() if value} == expected
+
+
+def reduced(n: int, size: float) -> float:
+    """Bytes that a rank sends in an all-reduce of `size` bytes."""
+    return 2 * (n - 1) / n * size
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_flops(recompute):
+    """6 a weight and token, and 2 more where a layer runs again, but for its last matrix, whose output nobody keeps.
+
+    A query meets half of the keys: 2 matrix products forward, 5 backward (one makes the scores again).
+    """
+    m = 2  # micro-batches
+    config = equal.config_of("step01_single_gpu", dict(recompute=recompute, global_batch_size=m, dry_run=1))
+    found = Counter()
+    for name, count in run_rank(step01.train, config, 0).meter.count.items():
+        found["attention" if "attention" in name else "weights"] += count["flops"]
+    again, weights = recompute == "full", LAYER - 2 * D
+    assert found["weights"] == m * SEQ * (6 * (L * weights + END) + 2 * again * L * (weights - D * FFN))
+    assert found["attention"] == m * SEQ * L * (2 + 5 + 2 * again) * 2 * SEQ / 2 * D
+
+
+@pytest.mark.parametrize("n, sync", [(4, "naive"), (4, "bucket"), (2, "ring")])
+def test_data_parallel(pools, n, sync):
+    """2 (n-1)/n S and the loss: the same bytes for all, in a call a parameter, or a bucket, or 2 (n-1) messages."""
+    options = dict(sync=sync, global_batch_size=12) | (dict(bucket_mb=0.05) if sync == "bucket" else {})
+    for sent, calls in pools(n).run(measure, "step02_ddp", options):
+        check(sent, dict(dp=reduced(n, P * B + SCALAR)))
+        params, lists = 9 * L + 3, calls["dp", "all_reduce"] - 1
+        assert (lists == {"naive": params, "ring": 0}.get(sync, lists) and 1 <= lists <= params) or sync == "ring"
+        assert calls.get(("dp", "send"), 0) == (2 * (n - 1) * params if sync == "ring" else 0)
+        if sync == "bucket":
+            assert lists < params / 3
+
+
+def test_a_server_is_the_bottleneck(pools):
+    """Rank 0 sends (n-1) S, a message a parameter and rank; any other rank S. The loss is all-reduced as ever."""
+    n, params = 3, 9 * L + 3
+    for rank, (sent, calls) in enumerate(pools(n).run(measure, "step02_ddp", dict(sync="server"))):
+        times = 1 if rank else n - 1
+        check(sent, dict(dp=times * P * B + round(reduced(n, SCALAR))))
+        assert calls["dp", "send"] == times * params
+
+
+def sent_by_link(node: int, options: dict) -> tuple[list[int], list[int]]:
+    """Runs on every rank: messages, and bytes, that it sends in a step inside its node of so many ranks, and out of it.
+
+    Only of what is summed by hand, as `exchange` is given it.
+    """
+    messages, sent, rank = [0, 0], [0, 0], dist.get_rank()
+
+    def spy(sends, receives, group):
+        for tensor, peer in sends:
+            out = dist.get_process_group_ranks(group.handle)[peer] // node != rank // node
+            messages[out] += 1
+            sent[out] += tensor.nbytes
+        return exchange(sends, receives, group)
+
+    with ExitStack() as stack:
+        for module in (step02, hierarchical_sync, tree_sync):
+            stack.enter_context(mock.patch.object(module, "exchange", spy))
+        equal.record("step02_ddp", LAWS | options | dict(steps=1))
+    return messages, sent
+
+
+@pytest.mark.parametrize("n, node", [(4, 2), pytest.param(6, 3, marks=pytest.mark.exhaustive)])
+def test_two_levels(pools, n, node):
+    """2 (N-1)/N S inside a node and 2 (K-1)/K S/N between, in 2 (N-1) and 2 (K-1) messages a gradient.
+
+    The ring: 2 (n-1) messages, all of them out of the node for its last rank. Bytes are rounded by each gradient.
+    """
+    nodes, params = n // node, 9 * L + 3
+    two = dict(sync="hierarchical", ranks_per_node=node)
+    found = pools(n).run(sent_by_link, node, two | dict(global_batch_size=n))
+    totals = [sum(sent[link] for _, sent in found) for link in (0, 1)]
+    assert totals == [2 * (node - 1) * nodes * P * B, 2 * (nodes - 1) * P * B], "together, to the byte"
+    for messages, sent in found:
+        assert messages == [2 * (node - 1) * params, 2 * (nodes - 1) * params]
+        assert sent == pytest.approx([reduced(node, P * B), reduced(nodes, P * B / node)], abs=2 * B * n * params)
+    for rank, (messages, _) in enumerate(pools(n).run(sent_by_link, node, dict(sync="ring", global_batch_size=n))):
+        assert messages == [0, 2 * (n - 1) * params][:: 1 if rank % node == node - 1 else -1]
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_tree(pools, n):
+    """Each but rank 0 sends up, and down to each that sends to it: 2 (n-1) S together."""
+    found = pools(n).run(sent_by_link, 1, dict(sync="tree", global_batch_size=n))
+    below = {3: [2, 0, 0], 4: [2, 0, 1, 0]}[n]
+    assert [sent[1] for _, sent in found] == [((r > 0) + below[r]) * P * B for r in range(n)]
+    assert sum(sent[1] for _, sent in found) == 2 * (n - 1) * P * B
+
+
+ZERO = [(4, 0, {}), *((n, zero, {}) for n in (2, 3, 4) for zero in (1, 2, 3))]
+ZERO += [(n, zero, dict(tied=True, recompute="full")) for n, zero in ((3, 2), (2, 3), (3, 3))]
+
+
+@pytest.mark.parametrize("n, zero, flags", ZERO)
+def test_zero(pools, n, zero, flags):
+    """(n-1)/n of 2 P, 2 P, (m+1) P, m (3 P - ends); a unit of P is rounded up to a multiple of n.
+
+    The ends are gathered once a micro-batch: the embedding needs no weights in backward, and norm and head stay from
+    their forward to their backward. A tied matrix is gathered twice: as embedding, and again as head.
+    """
+    m, tied = 3, "tied" in flags
+    layer, first, last = (-(-size // n) * n if zero else size for size in (LAYER, END, D if tied else END + D))
+    p, ends = L * layer + first + last, last if tied else first + last
+    elements = {0: 2 * p, 1: 2 * p, 2: (m + 1) * p, 3: m * (3 * p - ends)}[zero]
+    units, once = L + 2, 1 if tied else 2
+    for sent, calls in pools(n).run(measure, "step03_zero", flags | dict(zero=zero, global_batch_size=n * m)):
+        assert sent.keys() == {"dp"}
+        assert sent["dp"] == (n - 1) * elements * B // n + 2 * round(reduced(n, SCALAR))
+        assert calls.get(("dp", "reduce_scatter"), 0) == {0: 0, 1: units, 2: m * units, 3: m * units}[zero]
+        assert calls.get(("dp", "all_gather"), 0) == {0: 0, 1: units, 2: units, 3: m * (2 * units - once)}[zero]
+
+
+@pytest.mark.parametrize("pp, schedule", [(1, "1f1b"), (2, "afab"), (2, "zb-h1")])
+def test_weights_are_kept_for_a_step(pools, pp, schedule):
+    """(m+1) P, in one all-gather a unit and m reduce-scatters, also where micro-batches pass a stage in any order."""
+    n, m, options = 2, 3 * pp, dict(pp=pp, zero=3, zero_keep=True, n_layers=2)
+    options |= dict(schedule=schedule, global_batch_size=2 * m)
+    for sent, calls in pools(n * pp).run(measure, "step06_pipeline", options):
+        units = 2 // pp + (2 if pp == 1 else 1)
+        assert calls["data", "all_gather"] == units and calls["data", "reduce_scatter"] == m * units
+        if pp == 1:
+            assert sent["data"] == (n - 1) * (m + 1) * (2 * LAYER + 2 * END + D) * B // n + round(reduced(n, SCALAR))
+
+
+def test_small_units_are_kept_for_a_step(pools):
+    """Layers are below the threshold: (m+1) P of them, an all-gather each. E and H are not: 2 m P of them, m each."""
+    n, m = 2, 3
+    options = dict(zero=3, zero_keep=True, zero_keep_mb=0.06, global_batch_size=n * m)
+    assert LAYER * B < 0.06 * 2**20 < END * B
+    for sent, calls in pools(n).run(measure, "step03_zero", options):
+        elements = (m + 1) * L * LAYER + 2 * m * (2 * END + D)
+        assert sent["dp"] == (n - 1) * elements * B // n + 2 * round(reduced(n, SCALAR))
+        assert calls["dp", "all_gather"] == L + 2 * m and calls["dp", "reduce_scatter"] == m * (L + 2)
+
+
+def sums_in_backward(options: dict) -> tuple[int, int]:
+    """Runs on every rank: how many reduce-scatters started before `finish` was called in the last step, and in all."""
+    found, count, plain = [0, 0], equal.Watch.count, step03.Zero1.begin
+
+    def counted(run, operation: str, *rest):
+        found[1] += operation == "reduce_scatter"
+        count(run, operation, *rest)
+
+    def began(zero, *args):
+        found[:] = [0, 0]
+        plain(zero, *args)
+
+    def finished(self):
+        found[0] = found[1]
+        right(self)
+
+    right = zero_overlap.Early.finish if "zero_overlap" in options else step03.Zero1.finish
+    owner = zero_overlap.Early if "zero_overlap" in options else step03.Zero1
+    with (
+        mock.patch.object(equal.Watch, "count", counted),
+        mock.patch.object(step03.Zero1, "begin", began),
+        mock.patch.object(owner, "finish", finished),
+    ):
+        equal.record("step03_zero", LAWS | options)
+    return found[0], found[1]
+
+
+def test_sums_start_in_backward(pools):
+    """All of the L + 2 units, where step 3 starts none; bytes and calls are its own."""
+    assert pools(2).run(sums_in_backward, dict(zero=1)) == [(0, L + 2)] * 2
+    for more in {}, dict(fused_gradients=True):  # whoever adds, hooks are called once
+        assert pools(2).run(sums_in_backward, dict(zero=1, zero_overlap=True) | more) == [(L + 2, L + 2)] * 2
+    ours, theirs = (pools(2).run(measure, "step03_zero", dict(zero=1) | more) for more in (dict(zero_overlap=True), {}))
+    assert ours == theirs
+
+
+def figure(n_layers: int, tied: bool = False) -> dict[str, list[str]]:
+    """Rows of the figure in the docstring of `Zero3`, for so many layers. With a tied head H computes with E, too."""
+    up = [str(i) for i in range(n_layers)]
+    down = up[::-1]
+    return {
+        "all-gather": ["E", *up, "EH" if tied else "H", "", *down, "", "", ""],
+        "compute": ["", "E", *up, "H", "H", *down, "E", ""],
+        "freed after": ["", "E", *up, "", "H", *down, "E" if tied else "", ""],
+        "reduce-scatter": [""] * (n_layers + 4) + ["H", *down, "E"],
+    }
+
+
+def events_of(rows: dict[str, list[str]], recompute: str) -> list[str]:
+    """What a figure shows, in order. Where a column begins, what was under way in the one before it ends."""
+    events, way, nothing = [], "forward", [""] * len(rows)
+    for before, (gathered, computed, _, reduced) in pairwise([nothing, *zip(*rows.values(), strict=True), nothing]):
+        events += [f"reduce {unit} ends" for unit in before[3]] + [f"reduce {unit}" for unit in reduced]
+        events += [f"free {unit}" for unit in before[2]]
+        events += [f"gather {unit}" for unit in gathered] + [f"gather {unit} ends" for unit in before[0]]
+        modules = ["norm", "head"] if computed == "H" else [*computed]
+        events += [f"{way} {module}" for module in modules[:: 1 if way == "forward" else -1]]
+        events += [f"forward {computed}"] * (way == "backward" and recompute == "full" and computed.isdigit())
+        way = "backward" if computed == "H" else way
+    return events
+
+
+def seen_in_stage_3(options: dict) -> list[str]:
+    """Runs on every rank: the same of the last step. A layer's forward begins where its first norm does."""
+    events, zero_type, unit_type = [], step03.Zero3, step03.ShardedUnit
+    build, begin, reduce = zero_type.__init__, zero_type.begin, zero_type.reduce
+
+    def note(what: str, unit: step03.Unit, pending: Pending) -> Pending:
+        found = re.search(r"embed|\d+", next(iter(unit.named)))
+        what += f" {found.group().replace('embed', 'E') if found else 'H'}"
+        events.append(what)
+        pending.wait = lambda: events.extend([f"{what} ends"] * bool(pending.works)) or Pending.wait(pending)
+        return pending
+
+    def noting(what: str, plain: Callable):
+        def noted(unit: step03.ShardedUnit):
+            before = unit.flat.untyped_storage().nbytes()
+            plain(unit)
+            if unit.flat.untyped_storage().nbytes() != before:
+                note(what, unit, unit.gathering)
+
+        return mock.patch.object(unit_type, what, noted)
+
+    def turn(what: str) -> Callable:
+        return lambda *_: events.append(what)
+
+    def building(zero: step03.Zero3, model: Decoder, *rest):
+        build(zero, model, *rest)
+        ends = dict(E=model.model.embed_tokens, norm=model.model.norm, head=model.lm_head)
+        for name, module in [*model.model.layers.items(), *ends.items()]:
+            getattr(module, "input_layernorm", module).register_forward_pre_hook(turn(f"forward {name}"))
+            back = turn(f"backward {name}")
+            module.register_forward_hook(lambda *io, back=back: io[2].register_hook(back) and None)
+
+    with (
+        noting("gather", unit_type.gather),
+        noting("free", unit_type.free),
+        mock.patch.object(zero_type, "__init__", building),
+        mock.patch.object(zero_type, "begin", lambda zero, m: events.clear() or begin(zero, m)),
+        mock.patch.object(zero_type, "reduce", lambda zero, unit: note("reduce", unit, reduce(zero, unit))),
+    ):
+        equal.record("step03_zero", LAWS | options)
+    return events
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("n_layers, tied", [(1, False), (1, True), (3, False), (3, True)])
+def test_stage_3_hides_what_its_figure_shows(pools, n_layers, tied, recompute):
+    """Each gather and sum starts and ends there, each unit is freed there. Two units are whole at most; tied, three."""
+    for name, row in figure(n_layers=2).items():
+        assert f"  {name:<15}{''.join(f'{unit:<4}' for unit in row).rstrip()}\n" in step03.Zero3.__doc__
+    events = events_of(figure(n_layers, tied), recompute)
+    options = dict(zero=3, global_batch_size=2, n_layers=n_layers, tied=tied, recompute=recompute)
+    assert pools(2).run(seen_in_stage_3, options) == [events] * 2
+    starts = [event for event in events if not event.endswith("ends")]
+    whole = [*accumulate(event.startswith("gather") - event.startswith("free") for event in starts)]
+    assert (max(whole), whole[-1]) == (3 if tied else 2, 0)
+
+
+def names_of_units(n_layers: int) -> list[list[str]]:
+    """ZeRO's units of a model with so many layers."""
+    with torch.device("meta"):
+        return step03.unit_names(Decoder(ModelConfig(**equal.SMALL | dict(n_layers=n_layers))))
+
+
+def test_each_layer_is_a_unit():
+    """Also the eleventh; embedding, and norm with head, are two more."""
+    found = names_of_units(12)
+    assert len(found) == 14 and all(len({name.split(".")[2] for name in some}) == 1 for some in found[1:-1])
+    assert found[-1] == ["model.norm.weight", "lm_head.weight"]
+
+
+@pytest.mark.parametrize(
+    "n, flags",
+    [
+        *((n, dict(sp=sp)) for n in (2, 3) for sp in (False, True)),
+        *((2, INT8 | dict(tp_overlap=overlap)) for overlap in (False, True)),
+        (2, dict(tp_overlap=True)),
+        *((2, dict(sp=sp, recompute="full")) for sp in (False, True)),
+    ],
+)
+def test_tensor_parallel(pools, n, flags):
+    """(n-1)/n of 8 activations a layer and 4 at the ends; two numbers a token; one call a block and direction.
+
+    With overlap the input of a block is gathered once more in backward. int8: a byte a value, 4 more for each 256. To
+    recompute a layer sends 3 activations more, 2 without SP: all of its forward but the last g, which nobody asks for.
+    """
+    sp, again = flags.get("sp", True), "recompute" in flags
+    gathers, scatters = (4 + 2 * flags.get("tp_overlap", False) + 2 * again) * L, (4 + again) * L
+    seq, heads, dim = (12, 6, 48) if n == 3 else (SEQ, HEADS, D)  # what 3 divides
+    act = seq * dim * B
+    block = seq * (dim + 4) if "compress_activations" in flags else act
+    norms = (2 * L + 1) * dim * B if sp else 0
+    loss = (n - 1) * 2 * seq * B
+    layers = (gathers + scatters) * block if sp else (8 + 2 * again) * L * act
+    expected = M * ((n - 1) * (layers + 4 * act) // n + loss) + round(reduced(n, norms)) + round(reduced(n, SCALAR))
+    shape = dict(n_heads=heads, n_kv_heads=heads, dim=dim, seq_len=seq)
+    for sent, calls in pools(n).run(measure, "step04_tp_sp", dict(tp=n) | shape | flags):
+        check(sent, dict(tp=expected))
+        if not sp:
+            assert calls["tp", "all_reduce"] == M * ((4 + again) * L + 2) + 1
+        elif block == act:
+            assert calls["tp", "all_gather"] == M * (gathers + 3)
+            assert calls["tp", "reduce_scatter"] == M * (scatters + 2)
+
+
+@pytest.mark.parametrize(
+    "n, mode, flags",
+    [
+        *((n, "zigzag", {}) for n in (2, 3, 4)),
+        *((n, "zigzag", dict(recompute="full")) for n in (2, 3)),
+        (2, "zigzag", dict(cp_kernel="flash")),
+        *((n, mode, {}) for n, mode in ((2, "ring"), (4, "allgather"), (4, "ulysses"))),
+    ],
+)
+def test_context_parallel(pools, n, mode, flags):
+    """(n-1) B forward, (n-1) B + n G backward in a layer and micro-batch; k and v travel with their own heads.
+
+    Recomputed in full, (n-1) B again. Gathered: (n-1) G backward. Ulysses: (n-1)/n of q, k, v and the output, each way;
+    n ranks share few k and v.
+    """
+    seq = 12 * n
+    q, kv = (heads * seq // n * (D // HEADS) * B for heads in (HEADS, 2 * KV))
+    hops = (n - 1) * (3 if flags.get("recompute") == "full" else 2) + (n if mode != "allgather" else 0)
+    size = 2 * (n - 1) * (2 * q + kv * max(1, n // KV)) // n if mode == "ulysses" else hops * kv
+    for sent, calls in pools(n).run(measure, "step05_cp_ring", dict(cp=n, cp_mode=mode, seq_len=seq) | flags):
+        assert set(sent) == {"cp", "data"}
+        assert sent["cp"] == M * L * size + round(reduced(n, SCALAR))
+        assert abs(sent["data"] - reduced(n, P * B + SCALAR)) < 100  # a bucket's bytes are rounded
+        if mode in ("zigzag", "ring"):
+            assert calls["cp", "send"] == M * L * hops
+
+
+@pytest.mark.parametrize(
+    "n, swap, kv_heads", [(4, 2, 2), (4, 2, 1), (4, 4, 2), pytest.param(6, 2, 4, marks=pytest.mark.exhaustive)]
+)
+def test_ulysses_and_ring_crossed(pools, n, swap, kv_heads):
+    """(U-1)/U of q, k, v and the output each way over U ranks; a ring of n / U, with U times fewer hops than of n."""
+    ring, shape = n // swap, dict(seq_len=12 * n, n_kv_heads=kv_heads)
+    q, kv = (heads * 12 * (D // HEADS) * B for heads in (HEADS, 2 * kv_heads * max(1, swap // kv_heads)))
+    hops = 2 * (ring - 1) + ring if ring > 1 else 0
+    for sent, calls in pools(n).run(measure, "step05_cp_ring", dict(cp=n, cp_mode="usp", ulysses=swap) | shape):
+        assert sent["ulysses"] == M * L * 2 * (swap - 1) * (2 * q + kv) // swap
+        assert sent.get("ring", 0) == M * L * hops * kv
+        assert calls.get(("ring", "send"), 0) == M * L * hops
+        assert calls["ulysses", "all_to_all"] == M * L * 2 * 4
+
+
+@pytest.mark.parametrize("n, window, seq", [(2, 5, 16), (2, 5, 48), (4, 7, 16)])
+def test_window(pools, n, window, seq):
+    """W-1 tokens' k and v from the ranks before, and as many gradients back, however long the sequence is."""
+    token, own = 2 * KV * (D // HEADS) * B, seq // n
+    options = dict(cp=n, cp_mode="ring", window=window, seq_len=seq)
+    for rank, (sent, _) in enumerate(pools(n).run(measure, "step05_cp_ring", options)):
+        there = min(window - 1, (n - 1 - rank) * own) + min(window - 1, rank * own)  # forward, and back
+        assert sent["cp"] == M * L * there * token + round(reduced(n, SCALAR))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_matmuls_add_up_gradients(tied):
+    """Gone are, of each matrix, a cast in each micro-batch and an addition in all but the first; and three sums of dx.
+
+    Matrices: seven in a layer, and the head, unless it is tied. The matmuls' FLOPs stay what they are.
+    """
+    seen, m = [], 2  # micro-batches
+    for fused in (False, True):
+        options = dict(dtype="bf16", global_batch_size=m, tied=tied, fused_gradients=fused, dry_run=1)
+        seen.append(run_rank(step01.train, equal.config_of("step01_single_gpu", options), 0).meter.count)
+    gone = {name: seen[0][name]["calls"] - seen[1][name]["calls"] for name in ("_to_copy", "add", "add_")}
+    matrices = 7 * L + (not tied)
+    assert gone == dict(_to_copy=matrices * m, add=3 * L * m, add_=matrices * (m - 1))
+    flops = [sum(one[name]["flops"] for name in ("mm", "addmm", "addmm_")) for one in seen]
+    assert flops[0] == flops[1] > 0
+
+
+def mm_on_cpu(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """In the place of CUDA's matmul with a wider output."""
+    assert a.dtype == b.dtype == torch.bfloat16 and out_dtype == torch.float32
+    return a.to(out_dtype) @ b.to(out_dtype)
+
+
+def addmm_on_cpu(
+    total: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, beta=1, alpha=1, out: Tensor
+) -> Tensor:
+    """In the place of the one that adds."""
+    assert out.data_ptr() == total.data_ptr() and (beta, alpha) == (1, 1)
+    return out.add_(mm_on_cpu(a, b, out_dtype))
+
+
+def test_matmuls_add_16_bits_to_32():
+    """By the operators that CUDA has, in their schemas: the sum is fp32's. A CPU has none, and rounds each product."""
+    torch.manual_seed(0)
+    batches = [torch.randn(2, 64, 8).bfloat16() for _ in range(3)]
+    right = sum(dy.double().T @ x.double() for dy, x in batches)
+
+    def off() -> float:
+        weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
+        weight.grad_dtype, fused = torch.float32, fused_gradients.adds_to_wide(weight)
+        for dy, x in batches:
+            fused_gradients.add_product(weight, dy, x, fused)
+        assert weight.grad.dtype == torch.float32
+        return equal.difference(weight.grad, right)
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("mm.dtype", mm_on_cpu, "CPU")
+        library.impl("addmm.dtype_out", addmm_on_cpu, "CPU")
+        assert off() < 1e-6
+    assert 1e-4 < off() < 1e-2
+
+
+def by_formulas(dtype: torch.dtype = torch.float64) -> list[float]:
+    """How far the formulas for parts of the keys are from the fused kernels of --cp-kernel flash."""
+    torch.manual_seed(0)
+    q, do = torch.randn(2, 2, 4, 6, 8, dtype=dtype)
+    k, v = torch.randn(2, 2, 2, 6, 8, dtype=dtype)
+    found = []
+    for causal in (True, False):
+        lse = step05.part_attention(q, k, v, causal)[1] + 0.5  # other keys are elsewhere
+        both = []
+        for attention, gradients in (step05.FORMULAS, cp_flash.FLASH):
+            o = attention(q, k, v, causal)
+            both.append([*o, *gradients(do, q, k, v, o[0].to(dtype), lse, causal)])
+        found += [equal.difference(a, b) for a, b in zip(*both, strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_formulas_are_the_kernels(dtype):
+    """Attention to a part of the keys, its log-sum-exp, and this part's share of all gradients."""
+    assert max(by_formulas(dtype)) < max(bounds.FP64, 2 * bounds.attention(dtype))
+
+
+def cudnn_on_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: None,
+    wants_lse: bool,
+    dropout: float = 0.0,
+    causal: bool = False,
+    mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple:
+    """In the place of cuDNN's forward: a CPU's kernel, in the shapes of torch 2.9 and later."""
+    assert (
+        all(x.is_contiguous() for x in (q, k, v)) and wants_lse and (bias, dropout, mask, scale) == (None, 0, 0, None)
+    )
+    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    seed = torch.zeros((), dtype=torch.int64)
+    return o, lse[..., None], None, None, q.shape[2], k.shape[2], seed, seed.clone(), None
+
+
+def cudnn_backward_on_cpu(*given: Any, scale: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """In the place of cuDNN's backward."""
+    do, q, k, v, o, lse, seed, offset, *nothing, max_q, max_k, dropout, causal = given
+    assert all(x.is_contiguous() for x in (do, q, k, v, o, lse)) and lse.shape == (*q.shape[:3], 1)
+    assert seed.dtype == offset.dtype == torch.int64 and nothing == [None] * 3
+    assert (max_q, max_k, dropout, scale) == (q.shape[2], k.shape[2], 0.0, None)
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return backward(do, q, k, v, o, lse.squeeze(-1), 0.0, causal)
+
+
+def by_cudnn(dtype: torch.dtype = torch.float64) -> list[float]:
+    """How far the formulas are from what cuDNN is asked for, by PyTorch's schemas; a CPU's kernel answers."""
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_scaled_dot_product_cudnn_attention", cudnn_on_cpu, "CPU")
+        library.impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward_on_cpu, "CPU")
+        with mock.patch.object(cp_flash, "FLASH", cp_flash.CUDNN):
+            return by_formulas(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_formulas_are_what_cudnn_is_asked_for(dtype):
+    """In the shapes, strides and order that its operators want."""
+    assert max(by_cudnn(dtype)) < max(bounds.FP64, 2 * bounds.attention(dtype))
+
+
+def test_gpus_that_have_the_kernel():
+    """16 bits, head_dim a multiple of 8: flash to 256 from Ampere on, cuDNN to 128 on 9.x and 10.x; any length."""
+
+    def has(dtype: torch.dtype = torch.bfloat16, size: int = 64, gpu: tuple = (8, 0), kernel: str = "flash") -> bool:
+        with mock.patch("torch.cuda.get_device_capability", lambda _: gpu):
+            return cp_flash.fits(SimpleNamespace(is_cuda=True, dtype=dtype, shape=(0, size), device=0), kernel)
+
+    assert has() and not any((has(torch.float32), has(size=60), has(size=264), has(gpu=(7, 5))))
+    known = [gpu for gpu in ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)) if has(gpu=gpu, kernel="cudnn")]
+    assert known == [(9, 0), (10, 0), (10, 3)]
+    assert has(size=128, gpu=(9, 0), kernel="cudnn") and not has(size=136, gpu=(9, 0), kernel="cudnn")
+
+
+@pytest.mark.parametrize(
+    "where, gpu, kernel, chosen",
+    [
+        *(("cuda", (9, 0), "cudnn", cp_flash.CUDNN), ("cuda", (9, 0), "flash", cp_flash.FLASH)),
+        *(("cuda", (8, 0), "cudnn", None), ("cpu", (0, 0), "cudnn", cp_flash.FLASH)),
+    ],
+)
+def test_the_kernel_of_the_ring(where, gpu, kernel, chosen):
+    """What is asked for, where it is known; else a line. A CPU has one."""
+    sample = SimpleNamespace(is_cuda=where == "cuda", dtype=torch.bfloat16, shape=(0, 64), device=0)
+    weight, given = SimpleNamespace(new_empty=lambda *_: sample), []
+    layers = {"0": SimpleNamespace(self_attn=SimpleNamespace(attend=lambda *_, kernel: given.append(kernel)))}
+    trunk = SimpleNamespace(layers=layers)
+    model = SimpleNamespace(config=SimpleNamespace(head_dim=64), model=trunk, parameters=lambda: iter([weight]))
+    parts = Parts(SimpleNamespace(config=step05.Config()), model)
+    with mock.patch("torch.cuda.get_device_capability", lambda _: gpu):
+        if chosen is None:
+            with pytest.raises(
+                UserError, match=r"^--cp-kernel cudnn: on a GPU it needs --dtype bf16, a GPU that is Hop"
+            ):
+                cp_flash.attach(SimpleNamespace(cp_kernel=kernel), parts)
+            return
+        cp_flash.attach(SimpleNamespace(cp_kernel=kernel), parts)
+    layers["0"].self_attn.attend(None)
+    assert given == [chosen]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_zigzag_shares_the_work(n):
+    """Each rank computes as many pairs as any other; in the plain ring the last one (2n-1) times those of the first."""
+    length = 12
+
+    def work(visible, rank: int) -> float:
+        pairs = 0
+        for source in range(n):
+            for queries, keys, causal in visible(rank, source, length):
+                pairs += len(range(length)[queries]) * len(range(length)[keys]) / (2 if causal else 1)
+        return pairs
+
+    assert {work(step05.zigzag_visible, rank) for rank in range(n)} == {length**2 * n / 2}
+    assert [work(cp_ring.ordered_visible, rank) for rank in range(n)] == [length**2 * (r + 0.5) for r in range(n)]
+
+
+@pytest.mark.parametrize("schedule, p", [("1f1b", 3), ("afab", 2), ("interleaved", 2)])
+def test_pipeline(pools, schedule, p):
+    """2 activations a micro-batch and boundary: x to the right, dx to the left."""
+    v = 2 if schedule == "interleaved" else 1
+    options = dict(pp=p, schedule=schedule, n_layers=2 * p)
+    scalars = 2 * round(reduced(p, SCALAR))
+    total = 0
+    for rank, (sent, calls) in enumerate(pools(p).run(measure, "step06_pipeline", options)):
+        assert set(sent) == {"pp"}
+        total += sent["pp"] - scalars
+        if v == 1:
+            assert sent["pp"] - scalars == M * A * ((rank > 0) + (rank < p - 1))
+            assert calls["pp", "send"] == M * ((rank > 0) + (rank < p - 1))
+    assert total == 2 * M * A * (p * v - 1)
+
+
+@pytest.mark.parametrize("schedule, n_layers", [("1f1b", L), ("zbv", 4)])
+def test_boundaries_in_parts(pools, schedule, n_layers):
+    """pp's bytes / tp, and (tp-1)/tp of an activation over tp for each that comes from another rank: x or dx.
+
+    In a V of two ranks the two middle stages are on one rank: nothing is sent or gathered between them.
+    """
+    options, tp = dict(pp=2, tp=2, sp=False, schedule=schedule, n_layers=n_layers), 2
+    boundaries = M * (1 if schedule == "1f1b" else 2)  # one way
+    whole, parted = (
+        [sent for sent, _ in pools(4).run(measure, "step06_pipeline", options | dict(pp_scatter=flag))]
+        for flag in (False, True)
+    )
+    for before, after in zip(whole, parted, strict=True):
+        scalars = round(reduced(2, SCALAR)) + round(reduced(2, SCALAR))
+        assert before["pp"] - scalars == boundaries * A == tp * (after["pp"] - scalars)
+        assert after["tp"] - before["tp"] == boundaries * A * (tp - 1) // tp
+
+
+def most_in_flight(options: dict) -> int:
+    """Runs on every rank: the most micro-batches and stages whose activations were there at a time."""
+    most, forward = [0], step06.Pipeline.forward
+
+    def spy(self, *args):
+        y = forward(self, *args)
+        most[0] = max(most[0], len(self.graphs))
+        return y
+
+    with mock.patch.object(step06.Pipeline, "forward", spy):
+        equal.record("step06_pipeline", LAWS | options)
+    return most[0]
+
+
+def test_activations_in_flight(pools):
+    """1F1B: p - rank micro-batches. All forward, all backward: all."""
+    assert pools(3).run(most_in_flight, dict(pp=3)) == [3, 2, 1]
+    assert pools(3).run(most_in_flight, dict(pp=3, micro_batch_size=3)) == [2, 2, 1]
+    assert pools(3).run(most_in_flight, dict(pp=3, schedule="afab")) == [M, M, M]
+
+
+def sends_under_way(options: dict) -> int:
+    """Runs on every rank: the most messages that it had sent and not yet waited for when it began to compute."""
+    under_way, most, forward, exchange = set(), [0], step06.Pipeline.forward, step06.exchange
+
+    def noted(sends, *rest):
+        pending = exchange(sends, *rest)
+        if sends:
+            under_way.add(pending)
+            pending.wait = lambda: under_way.discard(pending) or Pending.wait(pending)
+        return pending
+
+    def spy(self, *args):
+        most[0] = max(most[0], len(under_way))
+        return forward(self, *args)
+
+    with mock.patch.object(step06, "exchange", noted), mock.patch.object(step06.Pipeline, "forward", spy):
+        equal.record("step06_pipeline", LAWS | options)
+    return most[0]
+
+
+def test_messages_travel_meanwhile(pools):
+    """Lists: a rank computes while what it has sent is on its way."""
+    assert pools(2).run(sends_under_way, dict(pp=2, schedule="interleaved", n_layers=4)) == [1, 1]
+
+
+def unused() -> list[list[float]]:
+    """Runs on every rank: buckets' sums of three gradients over two micro-batches.
+
+    The first parameter is never used, the second always, the third in one micro-batch: rank 1's first, rank 0's second.
+    """
+    model = nn.ParameterList([torch.ones(2), torch.ones(2), torch.ones(2)])
+    for param in model:
+        param.grad_dtype = param.dtype
+    sync = step02.BucketSync(model, SimpleNamespace(bucket_mb=1e-6), Mesh(dp=dist.get_world_size()))
+    sync.begin(2)
+    for i in range(2):
+        (model[1] + (10**i * model[2] if i != dist.get_rank() else 0)).sum().backward()
+    sync.finish()
+    return [param.grad.tolist() for param in model]
+
+
+def test_what_is_not_used_holds_nothing_up(pools):
+    """Nor is what comes behind it forgotten."""
+    assert pools(2).run(unused) == [[[0.0, 0.0], [4.0, 4.0], [11.0, 11.0]]] * 2
+
+
+def measure_experts(options: dict) -> tuple[dict, int]:
+    """Runs on every rank: (bytes of the last step, rows that it sent to other ranks in this step)."""
+    leaving, right = [], step07.DISPATCH["alltoall"]
+
+    def spy(experts, group, rows, counts):
+        parts = counts.view(group.size, -1).sum(1)
+        leaving.append(int(parts.sum() - parts[group.rank]))
+        return right(experts, group, rows, counts)
+
+    with mock.patch.dict(step07.DISPATCH, alltoall=spy):
+        seen = equal.record("step07_moe_ep", LAWS | options)
+    return seen.sent[-1], sum(leaving[len(leaving) // 2 :])
+
+
+def test_experts(pools):
+    """A row of another rank's expert goes there and comes home, forward and backward; counts of 8 E bytes go first."""
+    ep, experts = 2, 4
+    found = pools(ep).run(measure_experts, dict(ep=ep, experts=experts))
+    rows = sum(away for _, away in found)
+    counts = ep * (M // ep) * L * (ep - 1) / ep * 8 * experts
+    assert rows > 0 and sum(sent["ep"] for sent, _ in found) == 4 * rows * D * B + counts
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("mode", ["alltoall", "rows", "allgather"])
+def test_ways_to_experts(pools, mode, tp):
+    """Bytes that a rank of two sends over ep if each token visits all four experts; forward, and again backward.
+
+    They are divided by tp, as its ranks route different tokens.
+    """
+    row, gates = D * B, 4 * B  # of a token
+    once = {
+        "alltoall": 2 * SEQ * 2 * row,  # half of the choices go to the other rank, and come home
+        "rows": SEQ * (row + gates // 2) + SEQ * row,
+        "allgather": SEQ * (2 * row + gates),
+    }[mode]
+    counts = dict(alltoall=2 * 8, rows=8, allgather=0)[mode]
+    options = dict(tp=tp, ep=2, ep_mode=mode, experts=4, experts_per_token=4)
+    for sent, _ in pools(2 * tp).run(measure, "step07_moe_ep", options):
+        assert sent["ep"] == M // 2 * L * (2 * once / tp + counts)
+
+
+def test_dispatch_in_two_levels(pools):
+    """Each token visits all eight experts on two nodes of two ranks: it crosses once, and there goes to both ranks.
+
+    `rows` sends it to each of the other node's ranks, so twice as much crosses.
+    """
+    ep, inside, experts, m = 4, 2, 8, 2
+    nodes, row, gate = ep // inside, D * B, B
+    options = dict(ep=ep, ep_mode="nodes", experts=experts, experts_per_token=experts, global_batch_size=m * ep)
+    between = (nodes - 1) * SEQ * (row + experts // nodes * gate) + (nodes - 1) * SEQ * row
+    fans_out = (inside - 1) * nodes * SEQ * (row + experts // ep * gate) + (inside - 1) * nodes * SEQ * row
+    for sent, _ in pools(ep).run(measure, "step07_moe_ep", options):
+        assert sent["ep between"] == m * L * (2 * between + 8 * (nodes - 1))
+        assert sent["ep inside"] == m * L * (2 * fans_out + 8 * (inside - 1))
+
+
+def test_groups_bound_the_nodes(pools):
+    """A token whose experts are of one group of two, each in a node, crosses at most once, whatever it visits there."""
+    ep, experts, m = 4, 8, 2
+    options = dict(ep=ep, ep_mode="nodes", experts=experts, experts_per_token=3, expert_groups=2, groups_per_token=1)
+    found = pools(ep).run(measure, "step07_moe_ep", options | dict(global_batch_size=m * ep))
+    counts = ep * m * L * 8
+    crossed = (sum(sent["ep between"] for sent, _ in found) - counts) / (2 * (2 * D * B + experts // 2 * B))
+    assert crossed == int(crossed) and 0 < crossed <= ep * m * L * SEQ
+
+
+def order_of_turns(options: dict) -> list[list[tuple[str, str]]]:
+    """Runs on every rank: of each pair in the last step, what its forward (F) and its backward (B) do, in order.
+
+    Attention and experts are noted where they begin, in backward where the gradient of their output is there.
+    """
+    pairs, turns, both = [], [], ep_overlap.Turns.both
+
+    def note(what: str, who: int | None = None):
+        if turns and turns[0].left:
+            pairs[-1].append(("FB"[turns[0].turn if who is None else who], what))
+
+    def noting(function, what: str):
+        def noted(*args, **kwargs):
+            note(what)
+            output = function(*args, **kwargs)
+            output.register_hook(lambda _: note(what))
+            return output
+
+        return noted
+
+    def ending(i: int, function):
+        result = function()
+        note("ends", i)
+        return result
+
+    def paired_up(self, *functions):
+        turns[:] = [self]
+        pairs.append([])
+        return both(self, *(lambda i=i, function=function: ending(i, function) for i, function in enumerate(functions)))
+
+    def started(output, tensor, *rest):
+        pending = all_to_all(output, tensor, *rest)
+        if tensor.is_floating_point():  # rows, not their counts
+            note("starts")
+            pending.wait = lambda: note("waits") or Pending.wait(pending)
+        return pending
+
+    with ExitStack() as stack:
+        for owner, name, new in (
+            (ep_overlap.Turns, "both", paired_up),
+            (ep_overlap, "all_to_all", started),
+            (Attention, "forward", noting(Attention.forward, "attention")),
+            (step07.Experts, "forward", noting(step07.Experts.forward, "experts")),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, new))
+        equal.record("step07_moe_ep", LAWS | options)
+    return pairs[len(pairs) // 2 :]
+
+
+OVERLAP = dict(pp=2, ep=2, schedule="ahead", experts=4, n_layers=8, global_batch_size=8, zero=0)
+
+
+@pytest.mark.parametrize(
+    "schedule, n_layers", [("ahead", 8), ("dualpipe", 4), pytest.param("zbv", 8, marks=pytest.mark.exhaustive)]
+)
+def test_a_message_of_experts_is_hidden(pools, schedule, n_layers):
+    """Between start and wait of each all-to-all lies the other micro-batch's computation, as long as that goes on.
+
+    But for the first of the forward: backward needs no matrices until its own first one. Four in each of two layers.
+    """
+    options, hidden = OVERLAP | dict(schedule=schedule, n_layers=n_layers), 0
+    for pairs in pools(4).run(order_of_turns, options | dict(ep_overlap=True)):
+        assert pairs
+        for events in pairs:
+            assert events.count(("F", "starts")) == events.count(("B", "starts")) == 2 * 2
+            for at, (who, what) in enumerate(events):
+                other = "FB"[who == "F"]
+                if what == "starts" and (other, "ends") not in events[:at]:
+                    between = {word for whose, word in events[at : events.index((who, "waits"), at)] if whose == other}
+                    first = who == "F" and (who, what) not in events[:at]
+                    assert between & {"attention", "experts", "ends"} or (first and between), events
+                    hidden += 1
+    assert hidden >= 4 * 6, "two or more pairs a step have six or more hidden messages each"
+    plain, ours = (pools(4).run(measure, "step07_moe_ep", options | dict(ep_overlap=flag)) for flag in (False, True))
+    assert [sent for sent, _ in plain] == [sent for sent, _ in ours]
+
+
+def test_the_picture_is_the_schedule():
+    """Step 6's docstring shows AFAB and 1F1B on 4 ranks with 6 micro-batches."""
+    drawn = []
+    for name in ("afab", "1f1b"):
+        schedule = SCHEDULES[name](None)
+        lists = [schedule.actions(4, 6, 1, rank) for rank in range(4)]
+        drawn.append(draw(lists, schedule.places(4, 4, 1)).splitlines())
+    shown = re.findall(r"^    rank \d   ([0-9a-f.]+)   ([0-9a-f.]+)", step06.__doc__, re.M)
+    assert shown == [*zip(*drawn, strict=True)]

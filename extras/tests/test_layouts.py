@@ -1,0 +1,132 @@
+"""What rows of the table do, as one process does: the behaviours of `Row.does` are functions here."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from extras.services import evaluation, launch, plots
+from extras.services.resume import SIGNALS
+from extras.services.seam import spelled
+from extras.tests import bounds, equal
+from extras.tests.equal import difference
+from extras.tests.pairs import in_company
+from extras.tests.rows import EXHAUSTIVE, NEAR, ROWS, SGD, Row, every_legal_layout, sized
+from extras.tests.test_checkpoint import STEPS, require_same_bits, stored, train_on_rank
+
+ROOT = Path(__file__).parents[2]
+FP32 = SGD | dict(dtype="fp32", lr=0.01)
+LOOKS = dict(steps=2, eval_every=2, eval_sequences=5, global_batch_size=4, micro_batch_size=2, save_every=2)
+
+
+def equals(pools, reference, row: Row, folder: Path):
+    """Losses, norms, gathered gradients, final parameters (extras/tests/equal.py): in fp64 to 1e-10, on every rank."""
+    pools(row.ranks).run(equal.on_rank, row.step, row.base | row.layout, reference(row), row.bound)
+
+
+def drifts(pools, reference, row: Row, folder: Path):
+    """In fp32, the same to what rounding makes of it."""
+    equals(pools, reference, row._replace(base=row.base | FP32, bound=bounds.RUN["fp32"]), folder)
+
+
+def stays_near(pools, reference, row: Row, folder: Path):
+    """In bf16, losses are near those of one process in bf16, and the same on all ranks."""
+    options = row.base | NEAR
+    (expected,) = pools(1).run(equal.record, row.step, options)
+    first, *others = pools(row.ranks).run(equal.record, row.step, options | row.layout)
+    assert all(other.losses == first.losses for other in others)
+    assert max(abs(a - b) for a, b in zip(first.losses, expected.losses, strict=True)) < bounds.DRIFT
+
+
+def look_on_rank(step: str, options: dict) -> tuple[float, str]:
+    """Runs on every rank: the validation loss of a run, and what is generated from its weights."""
+    (loss,) = (row["validation_loss"] for row in train_on_rank(step, options | LOOKS) if "validation_loss" in row)
+    texts: list[str] = []
+    where = dict(resume=options["out"], out=options["out"] + "-none", generate="def f(")
+    answer = lambda config, parts: texts.append(evaluation.generate(parts, config.generate, 4))  # noqa: E731
+    with mock.patch.object(evaluation, "answer", answer):
+        train_on_rank(step, options | LOOKS | where)
+    assert not Path(where["out"]).exists()
+    return loss, texts[0]
+
+
+def evaluates(pools, reference, row: Row, folder: Path):
+    """The loss of the held-out sequences is the same to 1e-10, and generated text to the letter, on every rank."""
+    one = pools(1).run(look_on_rank, row.step, row.base | dict(out=str(folder / "one")))[0]
+    assert one[1].startswith("def f(") and len(one[1]) > len("def f(")
+    options = row.base | row.layout | dict(out=str(folder / "several"))
+    for loss, text in pools(row.ranks).run(look_on_rank, row.step, options):
+        assert difference(loss, one[0]) < 1e-10
+        assert text == one[1]
+
+
+def goes_on(pools, reference, row: Row, folder: Path):
+    """A signal to one rank stops all after the same step; resumed, the run ends with the same bits, metrics and all."""
+    options = row.base | row.layout | dict(save_async=True)
+    whole, cut = (options | dict(out=str(folder / name)) for name in ("whole", "cut"))
+    pools(row.ranks).run(train_on_rank, row.step, whole)
+    number = SIGNALS[int(row.step[4:6]) % len(SIGNALS)]  # so each of them is sent in some row
+    for rows in pools(row.ranks).run(train_on_rank, row.step, cut | dict(save_every=0), 3, number):
+        assert len(rows) == 3, "every rank leaves after the same step"
+    rows = pools(row.ranks).run(train_on_rank, row.step, cut | dict(resume="auto"))[0]
+    assert [found["step"] for found in rows] == [*range(1, STEPS["steps"] + 1)]
+    require_same_bits(stored(folder / "cut"), stored(folder / "whole"))
+
+
+def launched(ranks: int, step: str, options: dict[str, Any], out: Path) -> list[dict[str, Any]]:
+    """The metrics of a run that is started as a user starts it."""
+    flags = dict(model="debug", eval_every=0, save_every=0) | equal.BASE | equal.SMALL | options | dict(out=out)
+    words = " ".join([f"{step}.py", *(spelled(name, value) for name, value in flags.items())]).split()
+    job = launch.start(ROOT, ranks, words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        said, _ = job.communicate(timeout=300)
+    finally:
+        launch.stop(job)
+    assert job.returncode == 0, said
+    return plots.read_metrics(out)
+
+
+def launches(pools, reference, row: Row, folder: Path):
+    """By its launch line, in processes of their own: losses and norms are those of one process's launch line."""
+    options = row.base | dict(steps=4)
+    one = launched(0, equal.one_process(row), options, folder / "one")
+    several = launched(row.ranks, row.step, options | row.layout, folder / "several")
+    for key in "loss", "grad_norm":
+        assert difference([found[key] for found in several], [found[key] for found in one]) < bounds.RUN["fp64"], key
+
+
+BEHAVIOURS = {does.__name__: does for does in (equals, drifts, stays_near, evaluates, goes_on, launches)}
+
+
+def label(row: Row) -> str:
+    """A test id."""
+    flags = "-".join(f"{key}={Path(str(value)).name}" for key, value in (row.layout | row.base).items())
+    return f"{row.step[:6]}-{row.ranks}-{flags}"
+
+
+def cases() -> list:
+    """The table, and every legal layout of 8 ranks for the sweep; also what equals one process in a run of pairs."""
+    found = []
+    for row in sorted([*ROWS, *every_legal_layout()], key=lambda row: row.ranks):
+        left = (*row.swept, "launches", *(["equals"] if in_company(row) else []))
+        row = sized(row)
+        for name in row.does + row.swept:
+            marks = [pytest.mark.exhaustive] * (row.tier == EXHAUSTIVE or name in left)
+            marks += [pytest.mark.numerics] * (name in ("drifts", "stays_near"))
+            found.append(pytest.param(name, row, marks=marks, id=f"{name}-{label(row)}"))
+    return found
+
+
+@pytest.mark.parametrize("behaviour, row", cases())
+def test_does_what_one_process_does(pools, reference, tmp_path, behaviour, row):
+    """See the behaviours."""
+    BEHAVIOURS[behaviour](pools, reference, row, tmp_path)
+
+
+def test_every_step_has_every_behaviour():
+    """In some row of the default run; but for step 1, which is what others are compared with."""
+    for path in Path(__file__).parents[2].glob("step0[2-9]_*.py"):
+        names = {name for row in ROWS for name in row.does if row.step == path.stem and row.tier != EXHAUSTIVE}
+        assert names == {*BEHAVIOURS}, path.stem

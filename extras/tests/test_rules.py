@@ -1,0 +1,408 @@
+"""Rules that are not torch's own, held against something that others wrote. (Rows compare a rule with itself.)
+
+    ours                                     theirs
+    --optimizer muon                         torch.optim.Muon (match_rms_adamw) for hidden matrices, AdamW for the rest
+    --optimizer adamw, adafactor, sgd        torch.optim's; what has one dimension does not decay
+    learning_rate                            torch's LinearLR, then CosineAnnealingLR
+    --dtype fp16                             torch.amp.GradScaler
+    MoE, RoutedMoE: gates, balance loss      transformers: Mixtral's block and loss; OLMoE's, with one expert a token
+    --z-loss, --capacity-factor              transformers: Switch Transformers' z-loss, and its router
+    --expert-groups, --shared-experts, bias  transformers: DeepSeek-V3's block; V2's router, where a group has one best
+    --balance bias                           Wang et al. 2024, algorithm 1, in numpy
+    --compress topk                          Karimireddy et al. 2019, algorithm 2, in numpy
+    --compress, --compress-activations int8  half a step of a block's scale
+    rope_tables                              transformers: Llama 3's
+    --dropout: random words                  Random123's known answers of Philox 4x32-10
+
+A rule is a function that raises AssertionError if ours is another one; extras/tests/faults.py has mistakes that each must see.
+Theirs rounds to fp32 or bf16 in places. Under `exact` it does not, so fp64 shows a constant's last digit.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from math import ceil
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import step01_single_gpu as step01
+from common.comm import Group
+from common.data import Data
+from common.layout import materialize
+from common.model import IGNORE, PRESETS, Decoder, rope_tables
+from extras.services import hub
+from step01_single_gpu import OPTIMIZERS
+from step07_moe_ep import MoE
+from extras.tests import bounds, equal
+from extras.tests.equal import config_of, difference
+from extras.tests.rows import BIAS, EXPERTS
+from extras.variants import dropout, fp16, narrow
+from extras.variants.compress import Chain, Compression
+from extras.variants.fp16 import LossScaling
+from extras.variants.narrow import BLOCK
+from extras.variants.routing import RoutedMoE
+
+ALONE = Group("dp", 0, 1, None)
+IN_16_BITS = bounds.roundings(torch.bfloat16, 15)  # Muon's, if not in fp64: three products in each of five iterations
+
+
+@contextmanager
+def exact(**more: Callable) -> Iterator[None]:
+    """Inside, tensors stay as wide as they are. `more`: other methods of tensors."""
+    with mock.patch.multiple(Tensor, float=Tensor.clone, bfloat16=Tensor.clone, type=lambda x, _: x.clone(), **more):
+        yield
+
+
+def same(ours: Any, theirs: Any, bound: float = bounds.FP64):
+    """Raises AssertionError."""
+    found = difference(ours, theirs)
+    assert found <= bound, f"{found:.3g} (relative) from theirs"
+
+
+# --- updates
+
+
+def groups(masters: dict[str, Tensor], config: Any) -> list[dict]:
+    """What has one dimension does not decay."""
+    params = [[tensor for tensor in masters.values() if (tensor.dim() == 1) == norms] for norms in (False, True)]
+    return [dict(params=some, weight_decay=decay) for some, decay in zip(params, (config.weight_decay, 0), strict=True)]
+
+
+def adamw(masters: dict[str, Tensor], config: Any) -> torch.optim.Optimizer:
+    """Llama's numbers (Touvron et al. 2023, section 2.3)."""
+    return torch.optim.AdamW(groups(masters, config), betas=(0.9, 0.95), eps=1e-8)
+
+
+class TorchMuon:
+    """torch.optim.Muon for each hidden matrix, an expert's too; AdamW for what is neither hidden nor a matrix."""
+
+    def __init__(self, masters: dict[str, Tensor], config: Any):
+        others = ("embed_tokens", "lm_head", "norm", "router")
+        hidden = {name: tensor for name, tensor in masters.items() if not name.split(".")[-2].endswith(others)}
+        self.views = [(tensor, list(tensor.view(-1, *tensor.shape[-2:]))) for tensor in hidden.values()]
+        matrices = [view for _, views in self.views for view in views]
+        muon = torch.optim.Muon(matrices, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+        rest = adamw({name: tensor for name, tensor in masters.items() if name not in hidden}, config)
+        self.rules, self.param_groups = (muon, rest), [*muon.param_groups, *rest.param_groups]
+
+    def step(self):
+        """Both."""
+        for tensor, views in self.views:
+            for view, grad in zip(views, tensor.grad.view(-1, *tensor.shape[-2:]), strict=True):
+                view.grad = grad
+        for rule in self.rules:
+            rule.step()
+
+
+THEIRS = dict(
+    adamw=adamw,
+    adafactor=lambda masters, config: torch.optim.Adafactor(groups(masters, config)),
+    sgd=lambda masters, config: torch.optim.SGD(groups(masters, config)),
+    muon=TorchMuon,
+)
+
+
+def updates(name: str, step: str = "step01_single_gpu", bound: float = bounds.RUN["fp64"], **flags: Any):
+    """Four steps, each with another learning rate: losses, gradients and weights."""
+    flags = dict(steps=4, weight_decay=0.3) | flags
+    ours = equal.record(step, flags | dict(optimizer=name))
+    rounded = nullcontext() if "dtype" in flags else exact()
+    with mock.patch.dict(OPTIMIZERS, theirs=THEIRS[name]), rounded:
+        equal.compare(ours, equal.record(step, flags | dict(optimizer="theirs")), bound)
+
+
+def rates():
+    """Warm-up, and cosine to a tenth."""
+    config = step01.Config(lr=2.0, warmup_steps=5, steps=40)
+    rule = torch.optim.SGD([torch.zeros(1)], lr=config.lr)
+    warm_up = torch.optim.lr_scheduler.LinearLR(rule, start_factor=1 / 5, total_iters=4)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(rule, T_max=35, eta_min=0.1 * config.lr)
+    schedule = torch.optim.lr_scheduler.SequentialLR(rule, [warm_up, cosine], [5])
+    for step in range(40):
+        same(step01.learning_rate(step, config), schedule.get_last_lr()[0])
+        rule.step(), schedule.step()
+
+
+BAD = {1: torch.inf, 2: -torch.inf, 8: torch.inf}  # steps with a gradient like this; three good ones make a scale grow
+
+
+def scale():
+    """The scale before each step, each loss, and the weights: whether a step was skipped shows in the next loss."""
+    assert f"after {fp16.GROWTH} good steps" in fp16.__doc__
+    options = dict(dtype="fp16", patch="wide", steps=14, grad_clip=0.0)
+    scales, plain = [], LossScaling.gradients
+
+    def gradients(self, inner: Callable) -> dict[str, Tensor]:
+        first, found = self.scaled, plain(self, inner)
+        if first and (bad := BAD.get(len(scales))) is not None:
+            next(iter(found.values()))[0, 0] = bad
+        scales.extend([self.scale] * first)
+        return found
+
+    with mock.patch.object(LossScaling, "gradients", gradients), mock.patch.object(fp16, "GROWTH", 3):
+        ours = equal.record("step01_single_gpu", options)
+
+    config = config_of("step01_single_gpu", {name: value for name, value in options.items() if name != "patch"})
+    with torch.device("meta"):
+        model = Decoder(PRESETS["test"])
+    materialize(model, config.seed, torch.device("cpu"), torch.float64)
+    params, data = dict(model.named_parameters()), Data("", PRESETS["test"], config.global_batch_size, config.seed)
+    rule, scaler = adamw(params, config), torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
+    for step, loss in enumerate(ours.losses):
+        tokens, targets = data.batch(step)
+        theirs = model(tokens, targets) / (targets != IGNORE).sum()
+        scaler.scale(theirs).backward()
+        if step in BAD:
+            params["lm_head.weight"].grad[0, 0] = BAD[step]
+        for group in rule.param_groups:
+            group["lr"] = step01.learning_rate(step, config)
+        assert scales[step] == scaler.get_scale(), f"step {step + 1}: {scales[step]} and {scaler.get_scale()}"
+        same(loss, theirs.item(), bounds.RUN["fp64"])
+        scaler.step(rule), scaler.update(), rule.zero_grad()
+    for name, param in params.items():
+        same(ours.parameters[name], param, bounds.RUN["fp64"])
+
+
+# --- routers
+
+
+def layer(cls: type[MoE], **flags: Any) -> MoE:
+    """Eight experts, with weights large enough to prefer some."""
+    torch.manual_seed(0)
+    config = config_of("step07_moe_ep", dict(experts=8, aux_loss_coeff=0.5, micro_batch_size=2) | flags)
+    moe = cls(32, 48, config, dict.fromkeys(("sequence", "tp"), ALONE)).double()
+    for param in moe.parameters():
+        torch.nn.init.normal_(param, std=0.3)
+    return moe
+
+
+def paired(moe: MoE, theirs: torch.nn.Module) -> list[tuple[Callable, Tensor]]:
+    """Copy the weights; each of theirs, with the same of our gradients."""
+    gate, up, down = moe.experts.gate_proj, moe.experts.up_proj, moe.experts.down_proj
+    pairs = [
+        (lambda of: of(moe.router.weight), theirs.gate.weight),
+        (lambda of: torch.cat([of(gate.weight), of(up.weight)], 1), theirs.experts.gate_up_proj),
+        (lambda of: of(down.weight), theirs.experts.down_proj),
+    ]
+    if getattr(moe, "shared_experts", None) is not None:
+        for name, param in theirs.shared_experts.named_parameters():
+            pairs.append((lambda of, name=name: of(moe.shared_experts.get_parameter(name)), param))
+    for ours, param in pairs:
+        param.data = ours(Tensor.detach).clone()
+    return pairs
+
+
+def block(moe: MoE, theirs: torch.nn.Module, loss: Callable | None = None, bound: float = bounds.FP64, **methods: Any):
+    """Outputs, and all gradients with those of the losses that a layer adds: `loss` of the router's logits."""
+    theirs = theirs.double()
+    pairs, (x, dy) = paired(moe, theirs), torch.randn(2, 2, 16, 32, dtype=torch.float64)
+    x.requires_grad_()
+    ours = moe(x)
+    ours.backward(dy)
+    mine, x.grad = x.grad, None
+    with exact(**methods):
+        right = theirs(x)
+        total = (right * dy).sum()
+        if loss is not None:
+            total = total + loss(theirs.gate(x)[0])
+        total.backward()
+    same(ours, right, bound)
+    same(mine, x.grad, bound)
+    for found, param in pairs:
+        same(found(lambda own: own.grad), param.grad, bound)
+
+
+def shape(**more: Any) -> dict[str, Any]:
+    """Of their configurations."""
+    return dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_hidden_layers=1, vocab_size=9) | more
+
+
+def mixtral(cls: type[MoE], z_loss: float = 0.0):
+    """Two experts a token, scores that sum to one; their loss counts a token top_k times. Of 6 micro-batches, one."""
+    from transformers.models.mixtral import modeling_mixtral as hf
+    from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
+
+    def loss(logits: Tensor) -> Tensor:
+        return (0.5 / 2 * hf.load_balancing_loss_func((logits,), 8, 2) + z_loss * router_z_loss_func(logits[None])) / 6
+
+    config = hf.MixtralConfig(**shape(num_local_experts=8, num_experts_per_tok=2))
+    block(layer(cls, experts_per_token=2, z_loss=z_loss), hf.MixtralSparseMoeBlock(config), loss)
+
+
+def olmoe(cls: type[MoE]):
+    """One expert a token: its score is p."""
+    from transformers.models.olmoe import modeling_olmoe as hf
+
+    config = hf.OlmoeConfig(**shape(num_experts=8, num_experts_per_tok=1, norm_topk_prob=False))
+    loss = lambda logits: 0.5 * hf.load_balancing_loss_func((logits,), 8, 1) / 6  # noqa: E731
+    block(layer(cls, experts_per_token=1), hf.OlmoeSparseMoeBlock(config), loss, bounds.RUN["fp32"])
+
+
+def deepseek_v3():
+    """Groups by their two best, a bias for the choice alone, shared experts. For their sigmoid stands our softmax."""
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
+
+    more = dict(n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=4, n_group=4, topk_group=2)
+    more |= dict(moe_intermediate_size=48, routed_scaling_factor=1.0, norm_topk_prob=True, num_key_value_heads=4)
+    theirs = hf.DeepseekV3MoE(hf.DeepseekV3Config(**shape(**more)))
+    flags = dict(experts_per_token=4, expert_groups=4, groups_per_token=2, shared_experts=2, balance="bias")
+    moe = layer(RoutedMoE, **flags)
+    moe.bias, moe.load = 0.2 * torch.randn(8), torch.zeros(8)
+    theirs.gate.e_score_correction_bias = moe.bias.double()
+    block(moe, theirs, sigmoid=lambda logits: logits.softmax(-1))
+
+
+def deepseek_v2():
+    """Groups by their best one: the same choices."""
+    from transformers.models.deepseek_v2 import modeling_deepseek_v2 as hf
+
+    more = dict(n_routed_experts=8, num_experts_per_tok=2, n_group=4, topk_group=2, num_key_value_heads=4)
+    router = hf.DeepseekV2TopkRouter(hf.DeepseekV2Config(**shape(topk_method="group_limited_greedy", **more)))
+    moe, x = layer(RoutedMoE, expert_groups=4, groups_per_token=2), torch.randn(64, 32)
+    router.weight.data = moe.router.weight.data.float()
+    logits, _, theirs = router(x)
+    assert torch.equal(moe.choose(logits.softmax(-1)).sort(-1)[0], theirs.sort(-1)[0])
+
+
+def switch():
+    """An expert takes the first tokens of a sequence, up to its capacity."""
+    from transformers import SwitchTransformersConfig
+    from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersTop1Router
+
+    config = SwitchTransformersConfig(hidden_size=32, num_experts=8, expert_capacity=ceil(0.7 * 24 / 8))
+    router, found = SwitchTransformersTop1Router(config), []
+    router.eval().dtype, moe = torch.float64, layer(RoutedMoE, experts_per_token=1, capacity_factor=0.7)
+    moe.visit = lambda _experts, tokens, gates: found.append(gates) or tokens
+    router.classifier.weight.data, x = moe.router.weight.data, torch.randn(1, 24, 32, dtype=torch.float64)
+    moe(x)
+    experts, p, _ = router(x)
+    assert 0 < (experts.sum(-1) == 0).sum() < 24
+    same(found[0], (experts * p)[0])
+
+
+def biases():
+    """b_e += u sign(mean load - load of e), after each step, by the choices of all its tokens; p + b chooses."""
+    chosen, biases, choose = [], [], RoutedMoE.choose
+
+    def seen(self, scores: Tensor) -> Tensor:
+        biases.append(self.bias.numpy().copy())
+        same(scores.sum(-1) - 1, self.bias.sum().expand(len(scores)), bounds.RUN["fp32"] if self.bias.any() else 1)
+        chosen.append(choose(self, scores))
+        return chosen[-1]
+
+    options = dict(steps=5, n_layers=1, micro_batch_size=4) | EXPERTS | BIAS
+    with mock.patch.object(RoutedMoE, "choose", seen):
+        equal.record("step07_moe_ep", options)
+    b = np.zeros(4)
+    for step in range(5):
+        some = slice(3 * step, 3 * step + 3)  # three micro-batches
+        assert all(np.allclose(b, found, atol=1e-6) for found in biases[some]), f"step {step + 1}"
+        loads = sum(np.bincount(choice.flatten(), minlength=4) for choice in chosen[some])
+        b += 0.1 * np.sign(loads.mean() - loads)
+    assert b.any()
+
+
+# --- what travels
+
+
+def largest_first():
+    """What is sent and what is owed are the gradient and what was owed, to the bit; the largest is sent."""
+    compression = Compression(SimpleNamespace(compress="topk", topk_fraction=0.1), None)
+    key, owed = type("Part", (), dict(group=ALONE))(), np.zeros(1000, np.float32)
+    for step in range(5):
+        key.flat = torch.randn(1000, generator=torch.Generator().manual_seed(step))
+        whole = owed + key.flat.numpy()
+        Chain(compression.all_reduce(key)).wait()
+        sent = np.where(np.abs(whole) >= np.sort(np.abs(whole))[-100], whole, 0)
+        owed = whole - sent
+        assert np.array_equal(key.flat.numpy(), sent) and np.array_equal(compression.owed[key][0].numpy(), owed)
+
+
+def rounding():
+    """To the nearest of 255 steps up to the largest of a block; what is rounded stays; inf and nan do not get lost."""
+    send = lambda x: narrow.dequantise(narrow.quantise(x), x.shape[-1], x.dtype)  # noqa: E731
+    torch.manual_seed(0)
+    x = torch.randn(3, 2 * BLOCK + 44) * torch.logspace(-3, 3, 3)[:, None]
+    x[1, BLOCK:] = 0
+    arrived, scales = send(x), narrow.quantise(x)[..., x.shape[-1] :].contiguous().view(torch.float32)
+    blocks = [part.abs().amax(-1) for part in x.split(BLOCK, -1)]
+    step = scales.repeat_interleave(BLOCK, -1)[:, : x.shape[-1]]
+    half = 0.5 + 127 * 2 * torch.finfo(torch.float32).eps  # the division and the product round, too
+    assert ((arrived - x).abs() <= half * step).all() and ((arrived - x).abs() > 0.49 * step).any()
+    for i, most in enumerate(blocks):
+        same(127 * scales[most > 0, i], most[most > 0], bounds.roundings(torch.float32, 2))
+    assert not arrived[1, BLOCK:].any()
+    same(send(arrived), arrived, bounds.roundings(torch.float32, 4))
+    whole = torch.arange(-128.0, 128.0).clamp(min=-127)[None] / 4  # steps of a scale that is a power of two
+    assert torch.equal(send(whole), whole)
+    for bad in torch.inf, -torch.inf, torch.nan:
+        y = x.clone()
+        y[0, 3] = bad
+        found = send(y)
+        assert not found[0, 3].isfinite() and torch.equal(found[1:], arrived[1:])
+
+
+def positions():
+    """Frequencies of Llama 3.1 and 3.2, and without scaling, to fp32's rounding: cosines and sines of position 1."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    for name in ("llama3.2-1b", "llama3-405b", "llama3-8b"):
+        config = PRESETS[name]
+        theirs = LlamaRotaryEmbedding(LlamaConfig(**hub.config_of(config, hub.Moe(), "float32")))
+        places = torch.tensor([0, 1, 7, 1000])
+        right = theirs(torch.zeros(1), places[None])
+        ours = rope_tables(places, config, torch.float32)
+        for mine, hf in zip(ours, right, strict=True):
+            assert (mine[:, 0] - hf[0]).abs().max() <= bounds.roundings(torch.float32, 8) * places.max()
+
+
+# counter, key -> words: Salmon et al., Random123, extras/tests/kat_vectors
+KNOWN_ANSWERS = """
+00000000 00000000 00000000 00000000 00000000 00000000 6627e8d5 e169c58d bc57ac4c 9b00dbd8
+ffffffff ffffffff ffffffff ffffffff ffffffff ffffffff 408f276d 41c83b0e a20bc7c6 6d5451fd
+243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0 d16cfe09 94fdcceb 5001e420 24126ea1
+"""
+
+
+def words():
+    """To the bit."""
+    for line in KNOWN_ANSWERS.strip().splitlines():
+        *counter, k0, k1 = (int(word, 16) for word in line.split()[:6])
+        found = dropout.philox([torch.tensor(word) for word in counter], (k0, k1))
+        assert [f"{int(word):08x}" for word in found] == line.split()[6:]
+
+
+RULES: dict[str, Callable[[], None]] = {
+    **{name: partial(updates, name) for name in ("adamw", "adafactor", "sgd", "muon")},
+    "muon, experts": partial(updates, "muon", "step07_moe_ep", steps=2, **EXPERTS),
+    "muon, fp32": partial(
+        updates, "muon", bound=bounds.roundings(torch.bfloat16, 15), dtype="fp32", steps=1, warmup_steps=0
+    ),
+    "learning rate": rates,
+    "loss scale": scale,
+    "mixtral": partial(mixtral, MoE),
+    "mixtral, routed": partial(mixtral, RoutedMoE, z_loss=0.3),
+    "olmoe": partial(olmoe, MoE),
+    "olmoe, routed": partial(olmoe, RoutedMoE),
+    "deepseek-v3": deepseek_v3,
+    "deepseek-v2": deepseek_v2,
+    "switch": switch,
+    "biases": biases,
+    "top-k": largest_first,
+    "int8": rounding,
+    "rope": positions,
+    "philox": words,
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_is_what_others_wrote(rule):
+    """See the table above."""
+    RULES[rule]()

@@ -1,0 +1,57 @@
+"""GPUs, each as memory and a few constants, and what holds for all of them.
+
+A constant comes from a data sheet, or from published step times. The last kind is fitted once for a GPU, to all
+published rows on it together; none belongs to a row.
+"""
+
+from typing import NamedTuple
+
+GIB = 2**30
+ROOM = 0.95  # a plan fills no more of the memory: allocators leave holes; what is near it, --dry-run counts
+CONTEXT = 1.5 * GIB  # CUDA's context and libraries
+COMMUNICATOR = 0.5e9  # buffers of NCCL for a set of ranks, from 0.3e9 on: an estimate, and the most of it, for a bound
+NODE = 8  # GPUs of a node
+START = 34e-6  # seconds of a message that has no bytes, and no way to go
+HOP, HOP_BETWEEN = 3.4e-6, 14e-6  # seconds from one rank of a ring to the next, within a node and between nodes
+LAUNCH = 12e-6  # seconds that a kernel takes if it has nothing to do
+
+
+class Gpu(NamedTuple):
+    """One GPU and its share of the networks."""
+
+    memory: float  # bytes
+    flops: float  # FLOP/s: dense 16-bit peak, from the data sheet
+    single: float  # the same in fp32
+    matmul: float  # the part of `flops` that a large matmul reaches
+    hbm: float  # bytes/s that an elementwise kernel reaches
+    within: float  # bytes/s that a GPU sends to others of its node, bus bandwidth of NCCL
+    between: float  # bytes/s that a GPU sends to other nodes while all GPUs of its node do
+    contention: float = 0.0  # by what part of itself each doubling of nodes beyond two lengthens a byte's time
+    node: int = NODE  # GPUs of a node
+    number: int = 2  # bytes of a number that it computes with: an activation's, a weight's
+    start: float = START
+    hop: float = HOP
+    hop_between: float = HOP_BETWEEN
+    launch: float = LAUNCH
+
+
+# `flops`, `single`: data sheets. `hbm`: 80% of the data sheets' 2.0, 3.35, 2.4 (HBM2e), 4.8 and 8 TB/s, rounded.
+# `between`: one 200 or 400 Gbit/s card a GPU (H100: less a sixth for protocol). `within`: near NCCL's bus bandwidth on
+# NVLink 3, 4, 5. `matmul`: no such GPU was at hand, so it is fitted, one number for all published step times on a GPU:
+# A100 to Megatron's and vTrain's (with `within`, `hbm`, START and launch, all together), H100, the 500 W one and
+# B200 to those of other software (extras/tests/bench/published). H200 is taken as an H100 with its own memory. Hops: those of
+# NCCL's own model, for rings of large messages (src/graph/tuning.cc since NCCL 2.18). `contention` on EFA, AWS's
+# network: one number for three measured there, 160, 90 and 39 GB/s on 4, 8 and 64 nodes (Ultra-Scale Playbook).
+#
+# `COMMUNICATOR`: among more than two H100s NCCL notes 288 MiB a rank for NVLink SHARP alone (vllm-project/vllm, issue
+# 9699); buffers of its channels come to that. Not in it: an all-to-all connects all pairs. Within eight H100s one took
+# 3.3 GB more (NVIDIA/nccl, issue 1685).
+GPUS = {
+    "a100-80": Gpu(80 * GIB, 312e12, 19.5e12, 0.84, 1.6e12, 280e9, 25e9),
+    "a100-80-half": Gpu(80 * GIB, 312e12, 19.5e12, 0.84, 1.6e12, 280e9, 12.5e9),  # four 200 Gbit/s cards a node
+    "h100-80": Gpu(80 * GIB, 989e12, 66.9e12, 0.61, 2.8e12, 360e9, 42e9),
+    "h100-80-efa": Gpu(80 * GIB, 989e12, 66.9e12, 0.61, 2.8e12, 360e9, 42e9, contention=1.3),
+    "h100-96-500w": Gpu(94 * GIB, 989e12, 66.9e12, 0.50, 2.0e12, 360e9, 42e9),  # 500 W instead of 700 W; HBM2e
+    "h200": Gpu(141e9, 989e12, 66.9e12, 0.61, 4.0e12, 360e9, 42e9),
+    "b200": Gpu(180e9, 2250e12, 75e12, 0.50, 6.4e12, 700e9, 42e9),
+}

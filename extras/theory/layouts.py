@@ -1,0 +1,309 @@
+"""A layout: how many ranks each dimension has, and what else decides memory and time. Which layouts are legal."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise, product
+from math import inf
+from typing import Any, NamedTuple
+
+from common import UserError
+from common.schedules import SCHEDULES, Action, Place, Schedule
+from common.trainer import among
+from extras.theory.gpus import NODE
+from extras.theory.shapes import Shape, divisors, visited_weights
+
+RECOMPUTE = ("none", "elementwise", "full")  # attention is fused; Megatron's was not, and has "selective"
+CP_MODES = ("zigzag", "ring", "allgather", "balanced", "ulysses")
+BOTH_ENDS = ("zigzag", "allgather", "usp", "balanced")  # a rank has a chunk of each half of the sequence
+GATHERS = ("allgather", "balanced")  # a rank has the keys and values of all
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The flags of step 7 that are a layout."""
+
+    pp: int = 1  # ranks that share the layers
+    cp: int = 1  # ranks that share each sequence
+    tp: int = 1  # ranks that share each matrix
+    ep: int = 1  # ranks, of dp x cp x tp, that share the experts
+    zero: int = among(dict.fromkeys(range(4)), 1)  # what ZeRO cuts: 0 nothing, ... 3 everything
+    micro_batch_size: int = 1  # sequences per forward and backward
+    global_batch_size: int = 1  # sequences per step, all ranks together
+    schedule: str = among(SCHEDULES, "1f1b")  # order of the work in a pipeline
+    chunks: int = 2  # stages on each rank, of schedules that leave it open
+    recompute: str = among(dict.fromkeys(RECOMPUTE), "none")  # what the backward pass computes again
+    sp: bool = True  # split the tokens over tp between the blocks
+    cp_mode: str = among(dict.fromkeys(CP_MODES), "zigzag")  # how queries meet the keys of other ranks
+    pp_scatter: bool = False  # without SP: tp ranks send a part each over a pipeline boundary
+    zero_keep: bool = False  # with --zero 3: gather weights once a step
+    zero_overlap: bool = False  # with --zero 1: start sums in the last backward
+    ep_overlap: bool = False  # hide all-to-alls of a forward behind the backward of another micro-batch, and vice versa
+    zero_replicas: int = 1  # groups of ranks, each with all slices of ZeRO
+    dp: int = 1  # ranks that see other sequences: what is left
+
+    @property
+    def world(self) -> int:
+        """All ranks; ep lies inside dp x cp x tp."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def gathered(self) -> int:
+        """Ranks whose keys and values a rank keeps until backward."""
+        return self.cp if self.cp_mode in GATHERS else 1
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a rank in a step."""
+        return -(-self.global_batch_size // self.dp // self.micro_batch_size)
+
+    def flags(self) -> str:
+        """What to write after the script: step 7, or without experts step 6."""
+        words = [f"--pp {self.pp} --cp {self.cp} --tp {self.tp}"] + [f"--ep {self.ep}"] * (self.ep > 1)
+        words += [f"--zero {self.zero}"]
+        words += [f"--micro-batch-size {self.micro_batch_size} --global-batch-size {self.global_batch_size}"]
+        words += [f"--schedule {self.schedule}"] * (self.pp > 1)
+        words += [f"--chunks {self.chunks}"] * (self.pp > 1 and has_chunks(self.schedule))
+        words += [f"--recompute {self.recompute}"] + ["--no-sp"] * (self.tp > 1 and not self.sp)
+        words += [f"--cp-mode {self.cp_mode}"] * (self.cp > 1)
+        words += ["--cp-kernel flash"] * (self.cp > 1 and self.cp_mode != "ulysses")  # as the predictions assume
+        words += ["--pp-scatter"] * self.pp_scatter
+        words += ["--zero-keep"] * self.zero_keep + ["--zero-overlap"] * self.zero_overlap
+        words += ["--ep-overlap"] * self.ep_overlap
+        words += [f"--zero-replicas {self.zero_replicas}"] * (self.zero_replicas > 1)
+        return " ".join(words)
+
+
+class Network(NamedTuple):
+    """The ranks of one collective: how many, how many of them in a node, and whether they leave it."""
+
+    ranks: int
+    in_node: int
+
+    @property
+    def leaves(self) -> bool:
+        """Whether its ranks are on more than one node."""
+        return self.ranks > self.in_node
+
+    @property
+    def nodes(self) -> int:
+        """On how many nodes its ranks are."""
+        return -(-self.ranks // self.in_node)
+
+
+# (how many ranks, how far apart) of a dimension. tp is innermost, then cp, dp, pp. ZeRO's lie in dp x cp; experts,
+# which tp does not shard, in dp x cp x tp
+STRIDES = {
+    "tp": lambda x: (x.tp, 1),
+    "cp": lambda x: (x.cp, x.tp),
+    "dp": lambda x: (x.dp * x.cp, x.tp),
+    "pp": lambda x: (x.pp, x.tp * x.cp * x.dp),
+    "ep": lambda x: (x.ep, 1),
+    "shard": lambda x: (x.dp * x.cp // x.zero_replicas, x.tp),  # over which ZeRO cuts; and of the experts:
+    "expert shard": lambda x: (x.dp * x.cp * x.tp // x.ep, x.ep),
+    "replicas": lambda x: (x.zero_replicas, x.tp * (x.dp * x.cp // x.zero_replicas)),
+}
+
+
+def network(x: Layout, dim: str, node: int = NODE) -> Network:
+    """Where the ranks of a dimension are, with so many of all ranks in a node."""
+    ranks, stride = STRIDES[dim](x)
+    return Network(ranks, max(1, min(ranks, node // stride)))
+
+
+def communicators(m: Shape, x: Layout) -> int:
+    """Sets of ranks to which a rank belongs, each one of NCCL's: as `Mesh.enter` makes them, and one for services.
+
+    A dimension whose messages are urgent has its own. (Dualpipe sums over pairs of pipeline ranks.) The two groups each
+    of --cp-mode usp and --ep-mode nodes are not counted: a layout does not know their sizes.
+    """
+    urgent = {STRIDES[dim](x) for dim in ("pp", "cp", "tp")}
+    sums = {(x.dp, x.cp * x.tp), *(STRIDES[dim](x) for dim in ("dp", "shard", "replicas"))}
+    if m.experts:
+        urgent, sums = urgent | {STRIDES["ep"](x), (x.cp * x.tp, 1)}, sums | {STRIDES["expert shard"](x)}
+    mirror = x.pp > 1 and x.schedule == "dualpipe"
+    return sum(ranks > 1 for ranks, _ in [*urgent, *sums]) + mirror + (x.world > 1)
+
+
+def stages(schedule: Schedule, pp: int) -> int:
+    """On each rank."""
+    return schedule.v if pp > 1 else 1
+
+
+def pairs_in(row: list[Action]) -> int:
+    """Of a rank's list, forwards right before the backward of another micro-batch: --ep-overlap does both at once."""
+    return sum(a.kind + b.kind == "FB" and a.micro_batch != b.micro_batch for a, b in pairwise(row))
+
+
+@lru_cache(maxsize=4096)
+def all_have_pairs(schedule: Schedule, pp: int) -> bool:
+    """Whether every rank has more than a few pairs. The last one of 1F1B has none, and all wait for it."""
+    return min(pairs_in(schedule.actions(pp, 4 * pp, schedule.v, rank)) for rank in range(pp)) > pp
+
+
+def broken(m: Shape, x: Any, schedule: Schedule) -> Iterator[str]:
+    """The rules of the steps that a layout breaks, each as what to say. `schedule`: what its --schedule stands for.
+
+    Everything that cannot work, once: for the flags of a run (extras/services/legal.py) and for the planner.
+    """
+    pp, dp, cp, tp, data, seq, v = x.pp, x.dp, x.cp, x.tp, x.dp * x.cp, m.seq_len, stages(schedule, x.pp)
+    heads, kv_heads, cut = m.n_heads // tp, max(1, m.n_kv_heads // tp), 2 * cp if x.cp_mode in BOTH_ENDS else cp
+    mine, n = x.global_batch_size // dp, x.micro_batches
+    if x.global_batch_size % dp:
+        yield f"--global-batch-size {x.global_batch_size} must be a multiple of the {dp} ranks of dp"
+    if m.n_kv_heads % tp and (tp % m.n_kv_heads or m.n_heads % tp):
+        kinds = f"the {m.n_heads} heads, and divide the {m.n_kv_heads} key/value heads"
+        yield f"--tp {tp} must divide {kinds} or be a multiple of them"
+    if x.sp and seq % tp:
+        yield f"--tp {tp} must divide the {seq} tokens of a sequence; or use --no-sp"
+    if x.cp_mode == "ulysses" and cp > 1 and (heads % cp or (kv_heads % cp and cp % kv_heads)):
+        yield f"--cp-mode ulysses: --cp {cp} does not divide {heads} heads ({kv_heads} kv): use zigzag"
+    if cp > 1 and seq % cut:
+        yield f"--cp {cp} --cp-mode {x.cp_mode}: the sequence length {seq} must be a multiple of {cut}"
+    if cp > 1 and x.sp and seq // cp % tp:
+        yield f"--cp {cp} leaves a rank {seq // cp} tokens, no multiple of --tp {tp}: use --no-sp"
+    if m.n_layers < pp * v:
+        yield f"--pp {pp}: {m.n_layers} layers are too few for {pp * v} stages; lower --pp or --chunks"
+    if x.schedule == "interleaved" and pp > 1 and v > 1 and n % pp:
+        yield f"--schedule interleaved: --pp {pp} must divide the {n} micro-batches of a rank"
+    if x.schedule == "dualpipe" and pp % 2:
+        yield f"--schedule dualpipe: micro-batches enter at both ends of an even number of ranks, not {pp}"
+    if x.schedule == "dualpipe" and n < 2:
+        yield "--schedule dualpipe: use at least 2 micro-batches, one for each end"
+    if x.pp_scatter and x.sp:
+        yield "--pp-scatter: with --sp a rank has a part of the tokens anyway; leave it out, or use --no-sp"
+    if x.pp_scatter and seq // cp % tp:
+        yield f"--pp-scatter: --tp {tp} must divide the {seq // cp} tokens of a rank"
+    if data % x.zero_replicas:
+        yield f"--zero-replicas {x.zero_replicas} must divide the {data} ranks over which ZeRO cuts"
+    if (x.zero_keep and x.zero != 3) or (x.zero_overlap and x.zero != 1):
+        yield "--zero-keep is for --zero 3, and --zero-overlap for --zero 1"
+    if x.zero_replicas > 1 and not x.zero:
+        yield f"--zero-replicas {x.zero_replicas}: --zero 0 has no slices; use --zero 1, 2 or 3"
+    if x.ep > 1 and not any(map(m.has_experts, range(m.n_layers))):
+        yield f"--ep {x.ep}: no layer has experts; lower --dense-layers or --moe-every"
+    if m.experts and (m.experts % x.ep or data * tp % x.ep):
+        yield f"--ep {x.ep} must divide --experts {m.experts}, and the {data * tp} ranks of dp x cp x tp"
+    if x.ep_overlap and min(x.ep, pp) == 1:
+        yield "--ep-overlap: another micro-batch is computed beside messages of experts; use --ep and --pp"
+    if x.ep_overlap and pp > 1 and not all_have_pairs(schedule, pp):
+        why = "a rank has no forward before the backward of another micro-batch, and all wait for it"
+        yield f"--ep-overlap: in --schedule {x.schedule} {why}; use ahead, zbv, dualpipe or interleaved"
+    if x.ep_overlap and x.zero == 3 and not x.zero_keep:
+        yield "--ep-overlap: --zero 3 frees weights that the other micro-batch still needs; add --zero-keep"
+    if m.experts and m.experts_per_token > m.experts:
+        yield f"--experts-per-token {m.experts_per_token} is more than --experts {m.experts}"
+    if m.experts and mine % x.micro_batch_size:
+        part = f"--micro-batch-size {x.micro_batch_size} must divide the {mine} sequences of a rank"
+        yield f"{part}: the auxiliary loss is a mean over them"
+    if m.experts and seq // cp % tp:
+        yield f"--no-sp: --tp {tp} must divide the {seq // cp} tokens of a sequence, to route them"
+
+
+def illegal(m: Shape, x: Layout) -> str:
+    """Why the steps refuse a layout, or the planner does; or ""."""
+    try:
+        schedule = schedule_of(x)
+    except UserError as error:
+        return str(error)
+    return next(broken(m, x, schedule), "")
+
+
+def schedule_of(x: Layout) -> Schedule:
+    """What `--schedule` stands for, always the same object. Raises UserError if it asks what a layout does not say."""
+    return schedule_by_name(x.schedule, x.chunks)
+
+
+@lru_cache
+def schedule_by_name(name: str, chunks: int) -> Schedule:
+    """The same, of a layout of which nothing else matters."""
+    return SCHEDULES[name](Layout(chunks=chunks))
+
+
+def has_chunks(name: str) -> bool:
+    """Whether --chunks says how many stages a rank has under this schedule."""
+    return schedule_by_name(name, 99).v == 99
+
+
+@lru_cache(maxsize=4096)
+def balanced(m: Shape, n: int) -> tuple[int, ...]:
+    """Layers of each of n stages, so that the dearest costs least, and then all cost about alike (squares).
+
+    The cost is that of a token forward, in multiply-adds: of a layer's matrices and its attention; last, of the head.
+    """
+    costs = [visited_weights(m, m.has_experts(layer)) + 2 * m.seq_len * m.dim for layer in range(m.n_layers)]
+    costs[-1] += m.vocab_size * m.dim
+    until, limit = [0, *accumulate(costs)], sum(costs) / n + max(costs)  # no stage has to cost more
+    best = {0: (0, 0, ())}  # layers dealt -> (the dearest stage, squares, layers of each)
+    for stage in range(n):
+        best = {
+            stop: min(
+                (
+                    (max(dearest, cost), squares + cost**2, (*lengths, stop - start))
+                    for start, (dearest, squares, lengths) in best.items()
+                    if start < stop and (cost := until[stop] - until[start]) <= limit
+                ),
+                default=(inf, inf, ()),
+            )
+            for stop in range(stage + 1, m.n_layers - n + stage + 2)
+        }
+    return best[m.n_layers][2]
+
+
+def deal(places: list[Place], lengths: Sequence[int]) -> list[Place]:
+    """The same places with so many layers each; dualpipe's two ways have the same."""
+    bounds = [*accumulate(lengths, initial=0)]
+    stages = [range(*bounds[s : s + 2]) for s in range(len(lengths))]
+    return [place._replace(layers=stages[s % len(stages)]) for s, place in enumerate(places)]
+
+
+def balance(m: Shape, places: list[Place]) -> list[Place]:
+    """The same places with layers balanced by cost, as a run deals them with --pp-split cost (extras/services/stages.py)."""
+    return deal(places, balanced(m, len(places) // sum(place.before is None for place in places)))
+
+
+def meshes(m: Shape, world: int, batch: int) -> Iterator[Layout]:
+    """Every legal (pp, dp, cp, tp, ep, micro-batch size), as layouts with all other choices at their defaults.
+
+    A micro-batch divides the sequences of a rank.
+    """
+    for pp in [d for d in divisors(world) if d <= m.n_layers]:
+        for tp in [d for d in divisors(world // pp) if m.n_heads % d == 0]:
+            for cp in [d for d in divisors(world // pp // tp) if d == 1 or m.seq_len % (2 * d) == 0]:
+                dp = world // pp // tp // cp
+                for ep in [d for d in divisors(max(1, m.experts)) if dp * cp * tp % d == 0]:
+                    x = Layout(pp, cp, tp, ep, global_batch_size=batch, dp=dp)
+                    if not illegal(m, x):
+                        yield from (replace(x, micro_batch_size=size) for size in divisors(batch // dp))
+
+
+def schedules(m: Shape, mesh: Layout) -> list[tuple[str, int]]:
+    """Every legal schedule of a mesh, with --chunks; without a pipeline there is nothing to choose."""
+    if mesh.pp == 1:
+        return [("1f1b", 1)]
+    plain = replace(mesh, chunks=1, ep_overlap=False)  # with one chunk, and not in pairs, more of them are legal
+    names = [name for name in SCHEDULES if not illegal(m, replace(plain, schedule=name))]
+    ways = [(name, 1) for name in names if not has_chunks(name)]
+    more = [v for v in range(2, m.n_layers // mesh.pp + 1) if m.n_layers // mesh.pp % v == 0]
+    ways += [(name, v) for name in names if has_chunks(name) for v in more]
+    return [way for way in ways if not illegal(m, replace(mesh, schedule=way[0], chunks=way[1]))]
+
+
+def zero_ways(m: Shape, mesh: Layout) -> list[dict[str, Any]]:
+    """Flags of ZeRO that differ on a mesh, where ranks hold the same weights, or experts; last, what needs least."""
+    alike = network(mesh, "shard").ranks > 1 or (m.experts > 0 and network(mesh, "expert shard").ranks > 1)
+    more = [dict(zero=1, zero_overlap=True), dict(zero=2), dict(zero=3, zero_keep=True)]
+    more += [] if mesh.ep_overlap else [dict(zero=3)]  # which frees what the other micro-batch needs
+    return [dict(zero=0), dict(zero=1), *more] if alike else [dict(zero=0)]
+
+
+def expert_ways(mesh: Layout) -> list[dict[str, Any]]:
+    """Optional flags of expert parallelism that may speed up a mesh."""
+    return [dict(ep_overlap=overlap) for overlap in ([False, True] if mesh.pp > 1 and mesh.ep > 1 else [False])]
+
+
+def variants(m: Shape, mesh: Layout) -> Iterator[Layout]:
+    """Every legal schedule, way of ZeRO and recomputation on a mesh, and what else it can gain by."""
+    for met in (replace(mesh, **way) for way in expert_ways(mesh)):
+        for (schedule, chunks), zero, recompute in product(schedules(m, met), zero_ways(m, met), RECOMPUTE):
+            yield replace(met, schedule=schedule, chunks=chunks, recompute=recompute, **zero)

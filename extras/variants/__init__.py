@@ -1,0 +1,153 @@
+"""Further techniques, one file each. A file changes a step from outside, where a flag asks for it. The rules:
+
+ 1  A file: a docstring (idea; source and law, if any), `Flags` (a dataclass, a comment each), what it adds or attaches.
+ 2  It serves the steps from SINCE, a Config, on; without SINCE all. One that only others import is a *library*.
+ 3  An entry of a menu, added when the file is imported, is one more value of a flag: SYNCS["torch"] = TorchSync.
+    Predictions ask its file, too. `moments(name, master)`: numbers that an update rule keeps of one (AdamW: two of
+    each). `waits(config, micro_batch, place)`, `gathered(config, parts)`: bytes that wait for backward, and of whole
+    weights, beside theory's. `visits(config)`: to how many ranks, or experts, a token goes. `sends(config, parts,
+    passes, said)`: what is sent instead of what mechanisms of the steps are `said` to send, by name (`sent_bytes` in
+    extras/services/predictions.py), or beside it.
+ 4  `settle(config, world)` sets flags that are left open. Nobody else sets flags.
+ 5  A flag that is set and cannot matter is refused: NEEDS has (flag, other, its values); no values: other must be set.
+    `check(config, world)` raises UserError for what else cannot work. Both come before anything is built.
+ 6  `prepare(config, parts)`, before the step builds, may change entries of menus, until the step has built.
+ 7  `attach(config, parts)`, before the first step, may change data that the step has built, and calls.
+ 8  Entries and calls are changed by `parts.instead` (at most one file) and `parts.around` alone. Whoever comes first,
+    they nest alike: the step's own or the one instead of it, those around it in ORDER, services and tests (look on).
+ 9  By default no course code is replaced. A run prints each changed call; its reduction table has each added group.
+10  What `attach` returns is `parts.kept` by the file's name. Services use what it has, whoever it is: checkpoints
+    `restore(state)` and `state()`, which is the same on all ranks and fits in JSON, and `owed`, tensors by bucket or
+    unit; the record of a step `figures()`, the screen `notes()`, lines; validation `look(tokens)`.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from common import UserError
+from common.comm import Mesh
+from common.trainer import Run
+
+# Who stands around calls, from the inside to the outside: gradients are summed before they are changed; a chunk's loss
+# is not scaled, nor are late gradients; a skipped update still moves biases; documents and dropout see inputs that were
+# read ahead or received; attention is recomputed as the others leave it.
+ORDER = ["elementwise", "compress", "zero_overlap", "zero_replicas", "grad_dtype", "chunked_loss", "stale", "fp16"]
+ORDER += ["balance_bias", "skip_spikes", "prefetch", "batch_ramp", "compress_activations", "pp_scatter", "cp_flash"]
+ORDER += ["documents", "dropout", "attention_scores"]
+
+
+class Change(NamedTuple):
+    """What one file does to one method of one object, or to one entry of a menu."""
+
+    owner: Any
+    name: Any  # of the method, or the entry's key
+    by: str  # the file: its __name__
+    how: str
+    call: Callable
+    plain: Callable  # the step's own
+    what: str  # the method with its class; or the flag with its value
+
+    def __str__(self) -> str:
+        return f"{self.by.split('.')[-1]} {self.how} {self.what}"
+
+    @property
+    def asked(self) -> bool:
+        """Whether a flag has asked for it; else it is somebody who looks on."""
+        return self.how == "instead of" or self.by.startswith("extras.variants.") or isinstance(self.owner, dict)
+
+    def place(self) -> int:
+        """How far outside it stands."""
+        room, _, name = self.by.rpartition(".")
+        return -1 if self.how == "instead of" else ORDER.index(name) if room == "variants" else len(ORDER)
+
+    def put(self, call: Callable):
+        """Whoever asks for the method, or the entry, gets this one."""
+        if isinstance(self.owner, dict):
+            self.owner[self.name] = call
+        else:
+            setattr(self.owner, self.name, call)
+
+
+@dataclass
+class Parts:
+    """What a step has built (None: it does not know this; of one rank there is a mesh), and what has been attached."""
+
+    run: Run
+    model: Any = None
+    optimizer: Any = None
+    data: Any = None
+    sync: Any = None
+    mesh: Mesh | None = None
+    positions: Tensor | None = None
+    pipeline: Any = None
+    attached: list[Change] = field(default_factory=list)
+    kept: dict[str, Any] = field(default_factory=dict)  # by file: what its `attach` has returned
+
+    @property
+    def units(self) -> list:
+        """ZeRO's, if there are any."""
+        return getattr(self.optimizer, "units", [])
+
+    @property
+    def way(self) -> list[int]:
+        """The stages that what begins in stage 0 passes, to the loss; without a pipeline 0 alone."""
+        stages = [0]
+        while self.pipeline is not None and (after := self.pipeline.places[stages[-1]].after) is not None:
+            stages.append(after)
+        return stages
+
+    @property
+    def kinds(self) -> set[str]:
+        """Of actions, if a pipeline follows a list of them."""
+        return {line.action.kind for line in getattr(self.pipeline, "program", ())}
+
+    def keeps(self, what: str) -> list[Any]:
+        """Of what has been kept, that which has an attribute, or a method, of this name."""
+        return [kept for kept in self.kept.values() if hasattr(kept, what)]
+
+    def instead(self, owner: Any, name: Any, call: Callable, by: str):
+        """`owner.name(...)` or, of a menu, `owner[name](...)` becomes `call(...)`. Raises UserError if another file has
+        done the same.
+        """
+        self.change(owner, name, by, "instead of", call)
+
+    def around(self, owner: Any, name: Any, call: Callable, by: str):
+        """The same becomes `call(inner, ...)`, where `inner` is what this stands around."""
+        assert by.partition("extras.variants.")[2] in ["", *ORDER], f"say in ORDER of extras/variants/__init__.py where {by} stands"
+        self.change(owner, name, by, "around", call)
+
+    def change(self, owner: Any, name: Any, by: str, how: str, call: Callable):
+        """Note it, and nest all changes of this method or entry anew."""
+        alike = [change for change in self.attached if change.owner is owner and change.name == name]
+        own = owner[name] if isinstance(owner, dict) else getattr(owner, name)
+        new = Change(owner, name, by, how, call, alike[0].plain if alike else own, self.named(owner, name))
+        if how == "instead of" and (other := next((old for old in alike if old.how == how), None)):
+            raise UserError(f"{other} and {new}: two flags that do not go together")
+        self.attached.append(new)
+        inner = new.plain
+        for change in sorted([*alike, new], key=Change.place):
+            inner = change.call if change.how == "instead of" else partial(change.call, inner)
+        new.put(inner)
+
+    def named(self, owner: Any, name: Any) -> str:
+        """A method as `Decoder.loss`; an entry of a menu as its flag, `--zero 2`."""
+        if not isinstance(owner, dict):
+            return f"{type(owner).__name__}.{name}"
+        flags = [flag.name for flag in fields(self.run.config) if flag.metadata.get("menu") is owner]
+        return " ".join([*(f"--{flag.replace('_', '-')}" for flag in flags), str(name)])
+
+    def give_back(self):
+        """Menus are as they were: the step has built, or will not."""
+        for change in self.attached:
+            if isinstance(change.owner, dict):
+                change.put(change.plain)
+
+    def said(self) -> list[str]:
+        """A line for each kind of change that a flag has asked for, and of how many objects."""
+        lines = Counter(f"attached: {change}" for change in self.attached if change.asked)
+        return [line + f" (x{n})" * (n > 1) for line, n in lines.items()]

@@ -1,0 +1,84 @@
+"""Attention by its formula (`--attention scores`), and selective recomputation of it (`--recompute selective`).
+
+softmax(q k^T / sqrt(d)) v, as it was computed before FlashAttention: with a number for each pair of tokens. These
+scores are most of what a layer keeps for backward, and the least of its work. Selective activation recomputation
+(Korthikanti et al. 2022, section 5) therefore keeps q, k and v, and computes scores and softmax again: it repeats no
+product with weights, and no message of tp. A fused kernel does the same in pieces, and leaves nothing to save.
+
+With h = dim, k = kv heads x head_dim, f = ffn_dim, a = heads, s tokens, e bytes an element, a token of a layer keeps
+
+    fused                          e (6 h + 2 k + 4 f) + 4 a + 8
+    scores                         e (8 h + 4 f + a s) + 8            q, k, v with a heads each, and the probabilities
+    scores, --recompute selective  e (6 h + 2 k + 4 f) + 8
+
+Their layer, with LayerNorm, GELU and dropout, in 16 bits: h (34 + 5 a s / h), and 34 h if the core is done again.
+
+In step 1, `attend` would be this function, and RECOMPUTE would have one more entry.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from common import UserError
+from common.schedules import Place
+from step01_single_gpu import RECOMPUTE
+from step05_cp_ring import scaled_scores
+from extras.variants import Parts
+
+RECOMPUTE["selective"] = RECOMPUTE["none"]  # and then `attach`
+
+
+@dataclass
+class Flags:
+    """The core of attention."""
+
+    attention: Literal["fused", "scores"] = "fused"  # PyTorch's kernel, or the formula, which keeps all scores
+
+
+def check(config: Any, world: int):
+    """Where attention is cut, by ranks or documents, others compute it. Raises UserError."""
+    if config.recompute == "selective" and config.attention != "scores":
+        raise UserError(
+            "--recompute selective is for scores that are kept: add --attention scores, or use --recompute full"
+        )
+    if config.attention == "scores" and getattr(config, "cp", 1) > 1:
+        raise UserError(f"--attention scores has whole sequences: with --cp {config.cp} the ring has formulas already")
+    if config.attention == "scores" and config.documents != "off":
+        raise UserError(f"--attention scores looks at all earlier tokens: leave out --documents {config.documents}")
+    if config.attention == "scores" and config.window:
+        raise UserError(f"--attention scores looks at all earlier tokens: leave out --window {config.window}")
+
+
+def waits(config: Any, p: Any, place: Place) -> float:
+    """Bytes of a micro-batch (theory's MicroBatch `p`) on a stage beside those of a fused kernel: see above."""
+    if config.attention == "fused" or config.recompute in ("selective", "full"):
+        return 0.0
+    output, kv_dim = p.e * p.m.dim, p.m.kv_dim * max(1, p.tp / p.m.n_kv_heads)
+    more = -output  # which --recompute elementwise keeps of a fused kernel alone
+    if config.recompute == "none":
+        more = 2 * output + p.e * (p.m.n_heads * p.seq - 2 * kv_dim)
+    return len(place.layers) * p.share * (more - p.wide * p.m.n_heads)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal: q [batch, seq, heads, head_dim]; k, v [batch, seq, kv_heads, head_dim] -> as q."""
+    q, k, v = (x.transpose(1, 2).repeat_interleave(q.shape[2] // x.shape[2], dim=1) for x in (q, k, v))
+    return (scaled_scores(q, k, causal=True).softmax(-1) @ v).transpose(1, 2)
+
+
+def again(core: Callable, *qkv: Tensor, **more: Any) -> Tensor:
+    """Around attention: keep q, k and v alone, and compute it again when its gradient is asked for."""
+    return checkpoint(core, *qkv, use_reentrant=False, **more)
+
+
+def attach(config: Any, parts: Parts):
+    """Every layer's."""
+    for layer in parts.model.model.layers.values():
+        if config.attention == "scores":
+            parts.instead(layer.self_attn, "attend", attend, by=__name__)
+        if config.recompute == "selective":
+            parts.around(layer.self_attn, "attend", again, by=__name__)

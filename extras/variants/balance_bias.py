@@ -1,0 +1,68 @@
+"""`--balance bias`: experts are kept busy without a loss (Wang et al. 2024, "auxiliary-loss-free"; DeepSeek-V3).
+
+A token's experts are chosen by p + b, and weighed by p. After each step, b_e of each expert moves by --bias-speed: up
+if it had less than its share of all ranks' choices, else down. b has no gradient, but it is a part of the model: a
+buffer `bias` [experts], fp32, of each layer.
+
+In step 7, `top_k` in `MoE.forward` would see p + b, and the last three lines of `update` would follow the optimizer's.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+import step07_moe_ep as step07
+from common.comm import Mesh, all_reduce
+from step07_moe_ep import BALANCE
+from extras.variants import Parts
+from extras.variants.routing import RoutedMoE
+
+SINCE = step07.Config
+BALANCE["bias"] = RoutedMoE
+DIMS = ("data", "tp", "mirror")  # over which choices are summed; the last is dualpipe's other copy
+
+
+@dataclass
+class Flags:
+    """Balance by bias."""
+
+    bias_speed: float = 0.001  # change of an expert's bias in a step, with --balance bias
+
+
+NEEDS = [("bias_speed", "balance", "bias")]
+
+
+def attach(config: Any, parts: Parts):
+    """Give each layer its biases, and move them after each update."""
+    if config.balance != "bias":
+        return
+    layers = [module for module in parts.model.modules() if isinstance(module, RoutedMoE)]
+    for moe in layers:
+        del moe.bias  # None until now
+        moe.register_buffer("bias", torch.zeros(config.experts, device=parts.positions.device))
+        moe.load = torch.zeros_like(moe.bias)  # choices of this step
+    parts.around(parts.optimizer, "step", partial(update, layers, parts.mesh, config.bias_speed), by=__name__)
+
+
+def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
+    """Once a step, 4 bytes an expert of each layer."""
+    if config.balance != "bias":
+        return {}
+    n_bytes = 4 * config.experts * sum(isinstance(module, RoutedMoE) for module in parts.model.modules())
+    groups = [parts.mesh[dim] for dim in DIMS if dim in parts.mesh.groups]
+    return dict(bias=Counter({(g.name, "all_reduce"): 2 * (g.size - 1) / g.size * n_bytes for g in groups}))
+
+
+def update(layers: list[RoutedMoE], mesh: Mesh, speed: float, step: Callable, lr: float):
+    """Around the optimizer's step: then the biases move."""
+    step(lr)
+    for moe in layers:
+        for dim in DIMS:
+            if dim in mesh.groups:
+                all_reduce(moe.load, mesh[dim]).wait()
+        moe.bias += speed * (moe.load.mean() - moe.load).sign()
+        moe.load.zero_()

@@ -1,0 +1,141 @@
+"""Hide collectives of tensor parallelism behind weight gradients (`--tp-overlap`; Korthikanti et al. 2022).
+
+In step 4 the backward of a block ends: dW of q, k, v; dx; then the collective of dx, for which all wait. But dW needs
+no dx, and nobody waits for dW. So, here in one function for f and the matrices behind it:
+
+    dx ->  all-reduce, or with --sp reduce-scatter  ---------.
+           dW of q, k, v (or gate, up)                       '-> the next block's backward
+
+With --sp, f has made s tokens of s/n. Autograd would keep all s for dW. Here a block keeps its s/n, and gathers them
+again in backward while dx is computed: two more all-gathers a layer and micro-batch, and n times less to keep.
+
+In step 4, f would stand for q_proj, k_proj and v_proj too, as `enter` does below. Experts stay as they are.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.comm import Group, all_gather, all_reduce, reduce_scatter
+from step04_tp_sp import COLUMNS, Config
+from extras.variants import Parts
+
+SINCE = Config
+
+
+@dataclass
+class Flags:
+    """Overlap in tensor parallelism."""
+
+    tp_overlap: bool = False  # hide collectives behind weight gradients; with --sp keep s/n tokens and gather again
+
+
+NEEDS = [("tp_overlap", "tp")]
+
+
+# --- step 4's four functions, started: each returns a function that waits and returns the result
+
+Ending = Callable[[], Tensor]
+
+
+def start_keep(x: Tensor, group: Group) -> Ending:
+    """The identity."""
+    return lambda: x
+
+
+def start_total(x: Tensor, group: Group) -> Ending:
+    """All-reduce: the sum of every rank's x."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    pending = all_reduce(x, group)
+    return lambda: pending.wait() or x
+
+
+def start_gather(x: Tensor, group: Group) -> Ending:
+    """All-gather: [batch, seq/n, dim] of every rank -> [batch, seq, dim]."""
+    parts, x = x.new_empty(group.size, *x.shape), x.contiguous()
+    pending = all_gather(parts.view(-1), x.view(-1), group)
+    return lambda: pending.wait() or parts.movedim(0, 1).flatten(1, 2)
+
+
+def start_scatter(x: Tensor, group: Group) -> Ending:
+    """Reduce-scatter: [batch, seq, dim] on every rank -> this rank's tokens of the sum, [batch, seq/n, dim]."""
+    parts = x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()
+    part = torch.empty_like(parts[0])
+    pending = reduce_scatter(part.view(-1), parts.view(-1), group)
+    return lambda: pending.wait() or part
+
+
+class EnterLinears(torch.autograd.Function):
+    """f and the column-parallel matrices that read what it makes."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group, gather: Callable, reduce: Callable, *weights: Tensor) -> tuple:
+        """x [batch, seq/n (SP) or seq, dim], weights [out/n, dim] -> a [batch, seq, out/n] for each.
+
+        `gather`: what f does to x. `reduce`: what its backward does to dx. Both as `start_gather`.
+        """
+        ctx.group, ctx.gather, ctx.reduce = group, gather, reduce
+        ctx.save_for_backward(x, *weights)
+        full = gather(x, group)()
+        return tuple(F.linear(full, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        """The gradients of x and of the weights."""
+        x, *weights = ctx.saved_tensors
+        gathering = ctx.gather(x, ctx.group)
+        dx = grads[0] @ weights[0]  # while x is gathered
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            dx.flatten(0, -2).addmm_(grad.flatten(0, -2), weight)
+        reducing = ctx.reduce(dx, ctx.group)  # while dW are computed
+        full, wanted = gathering().flatten(0, -2), ctx.needs_input_grad[4:]
+        dws = [dy.flatten(0, -2).T @ full if want else None for dy, want in zip(grads, wanted, strict=True)]
+        return reducing(), None, None, None, *dws
+
+
+def enter(
+    linears: list[nn.Linear], boxes: list[list], group: Group, gather: Callable, reduce: Callable, x: Tensor
+) -> Tensor:
+    """In the place of f: compute what the block's first matrices will be asked for, and put it into their boxes."""
+    outputs = EnterLinears.apply(x, group, gather, reduce, *(linear.weight for linear in linears))
+    for box, output in zip(boxes, outputs, strict=True):
+        box.append(output)
+    return x
+
+
+def hand_over(box: list[Tensor], _x: Tensor) -> Tensor:
+    """In the place of such a matrix. The output is given away: a layer must not keep it."""
+    return box.pop()
+
+
+def overlap(parts: Parts, block: nn.Module, group: Group, gather: Callable, reduce: Callable, by: str) -> bool:
+    """Put `enter` in the place of a block's f, if step 4 has cut its first matrices by columns; whether it has."""
+    linears = [child for name, child in block.named_children() if name in COLUMNS]
+    boxes = [[] for _ in linears]
+    for linear, box in zip(linears, boxes, strict=True):
+        parts.instead(linear, "forward", partial(hand_over, box), by=by)
+    if linears:
+        parts.instead(block, "enter", partial(enter, linears, boxes, group, gather, reduce), by=by)
+    return bool(linears)
+
+
+def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
+    """With --sp the inputs of attention, and of MLPs, are gathered once more."""
+    gathers = (2 * w.layers - w.routers) * (config.tp_overlap and config.sp)
+    sent = (config.tp - 1) / config.tp * w.tokens * w.m.dim * w.e
+    return dict(overlap=Counter({("tp", "all_gather"): gathers * sent})) if gathers else {}
+
+
+def attach(config: Any, parts: Parts):
+    """Let the blocks overlap."""
+    if config.tp_overlap and config.compress_activations == "none":  # which overlaps by itself
+        starts = (start_gather, start_scatter) if config.sp else (start_keep, start_total)
+        for layer in parts.model.model.layers.values():
+            for block in (layer.self_attn, layer.mlp):
+                overlap(parts, block, parts.mesh["tp"], *starts, by=__name__)

@@ -1,0 +1,83 @@
+"""The loss in chunks of tokens (`--loss-chunk`), so that the logits of a micro-batch never exist all at once.
+
+Logits [tokens, vocab] are the largest tensor of many a model: 8192 x 128256 take 2.1 GB in bf16, their copy in fp32,
+softmax and gradient some 10 GB more. But the loss is a sum over tokens. So the gradients of a chunk's hidden states and
+its part of the head's gradient can be found as soon as its loss is, and its logits go before the next chunk's come.
+
+The head hands the hidden states on, and the loss multiplies by its weight, chunk by chunk. Whatever loss the model has
+(step 4's too, over a vocabulary that is cut) is called for each chunk. Where all tokens are one chunk, all is as in the
+plain step. In step 1 the last line of `Decoder.forward` would call this function.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.model import wide
+from extras.variants import Parts
+
+MOST = 2**30  # bytes of a chunk's logits in fp32: there are three such at a time, and one or two in the model's dtype
+
+
+@dataclass
+class Flags:
+    """The loss in chunks."""
+
+    loss_chunk: int = 0  # most tokens whose logits exist at the same time (at most 1 GiB in fp32), say 2048; 0: all
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """Forward finds the gradients as well, for an incoming gradient of 1; backward scales them."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, loss: Callable) -> Tensor:
+        """hidden [batch, seq, dim], weight [vocab, dim], targets int64 [batch, seq] -> what `loss` is, summed."""
+        weight, total = weight.detach().requires_grad_(), 0.0
+        grad_hidden, grad_weight = hidden.new_empty(hidden.shape), torch.zeros_like(weight, dtype=wide(weight.dtype))
+        rows, row_targets, row_grads = hidden.flatten(0, 1), targets.flatten(), grad_hidden.view(-1, hidden.shape[-1])
+        for part, target, row_grad in zip(*(x.split(chunk) for x in (rows, row_targets, row_grads)), strict=True):
+            with torch.enable_grad():
+                part = part.detach().requires_grad_()
+                value = loss(F.linear(part, weight)[None], target[None])
+            row_part, more = torch.autograd.grad(value, (part, weight))
+            row_grad.copy_(row_part)
+            grad_weight += more
+            total = total + value.detach()
+        ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """The gradient of the loss, a scalar in fp32 or wider -> those of hidden and weight."""
+        return *(saved.mul_(grad.view(1)) for saved in ctx.saved_tensors), None, None, None  # a scalar would be rounded
+
+
+def attach(config: Any, parts: Parts):
+    """Only the last stage of a pipeline has a head."""
+    model, head = parts.model, parts.model.lm_head
+    if head is None or not config.loss_chunk:
+        return
+    chunk = min(config.loss_chunk, max(1, MOST // (len(head.weight) * wide(head.weight.dtype).itemsize)))
+    waiting = []
+
+    def project(multiply: Callable, hidden: Tensor) -> Tensor:
+        if hidden.shape[:-1].numel() <= chunk:
+            return multiply(hidden)
+        waiting.append(head.weight.view_as(head.weight))  # older than the next view: backward sees its gradient later,
+        return hidden.view_as(hidden)  # so hooks see the head's backward begin (a gradient here), and then end (there)
+
+    def loss(plain: Callable, output: Tensor, targets: Tensor) -> Tensor:
+        if targets.numel() <= chunk:
+            return plain(output, targets)
+        weight = waiting.pop()
+        if torch.is_grad_enabled():
+            return ChunkedLoss.apply(output, weight, targets, chunk, plain)
+        parts = zip(output.flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True)
+        return sum(plain(F.linear(part, weight)[None], target[None]) for part, target in parts)
+
+    parts.around(head, "forward", project, by=__name__)
+    parts.around(model, "loss", loss, by=__name__)

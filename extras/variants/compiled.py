@@ -1,0 +1,94 @@
+"""Layers as compiled graphs (`--compile`): torch.compile joins norms, RoPE, SiLU and additions into few kernels.
+
+The graph of one layer serves all. Where a layer communicates inside (steps 4, 5, 7) the graph breaks there, and a line
+after the step says how often. In step 1 this would follow `RECOMPUTE[config.recompute](model)`: what recomputes a
+layer is in its graph. Across a break that cannot be: there a layer's graphs run again, each to its end. (Without
+--compile the last matrix, down_proj, is not done again: nothing in backward needs its output.)
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common import UserError
+from extras.variants import Parts
+
+
+@dataclass
+class Flags:
+    """Compiled layers."""
+
+    compile: bool = False  # torch.compile each decoder layer
+
+
+def check(config: Any, world: int):
+    """Raises UserError where what recomputes a layer has to be in its graph, and the graph would break inside it."""
+    breaks = [f"--{dim} {size}" for dim in ("tp", "cp") if (size := getattr(config, dim, 1)) > 1]
+    if not config.compile or config.recompute in ("none", "selective"):  # attention alone has no break inside
+        return
+    mode, nothing = f"--compile --recompute {config.recompute}", "so nothing would be compiled: use --recompute"
+    if hasattr(config, "experts"):
+        raise UserError(f"{mode}: the graph of a layer with a router breaks, {nothing} none")
+    if config.recompute == "elementwise" and breaks:
+        raise UserError(f"{mode} with {breaks[0]}: the graph of a layer breaks at each message, {nothing} full or none")
+
+
+class Breaks:
+    """Where graphs break. Dynamo itself says nothing: it runs the operators one by one."""
+
+    def __init__(self):
+        from torch._dynamo.utils import counters  # takes seconds to import
+
+        self.said = False
+        self.counters, self.before = counters, {kind: Counter(counters[kind]) for kind in ("graph_break", "stats")}
+
+    def notes(self) -> list[str]:
+        """A line, the first time that one has broken: how many graphs, with how many calls, and why."""
+        why, stats = (Counter(self.counters[kind]) - self.before[kind] for kind in ("graph_break", "stats"))
+        reasons = Counter()
+        for text, times in why.items():
+            reasons[text.strip().split("\n")[0]] += times
+        if self.said or not reasons:
+            return []
+        self.said, each = True, "; ".join(f"{text} (x{times})" for text, times in reasons.most_common())
+        graphs = f"{stats['unique_graphs']} graphs with {stats['calls_captured']} calls in all"
+        return [f"--compile: the layers are broken into {graphs}, by: {each}"]
+
+
+def without_gradients(params: list[nn.Parameter], forward: Callable, *inputs: Tensor, **how: Any) -> Tensor:
+    """A layer's forward, during which its parameters have no `.grad`.
+
+    Dynamo looks at it, and where it is fp32 and the weight bf16 (in steps 2 to 7 a view of a buffer, from before the
+    first forward on) it gives up each operation that has this weight.
+    """
+    gradients = [param.grad for param in params]
+    for param in params:
+        param.grad = None
+    try:
+        return forward(*inputs, **how)
+    finally:
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient
+
+
+def attach(config: Any, parts: Parts) -> Breaks | None:
+    """Hooks on a layer stay outside; where messages break its graph, what recomputes it, too."""
+    if not config.compile:
+        return None
+    broken = max(getattr(config, dim, 1) for dim in ("tp", "cp")) > 1
+    for layer in parts.model.model.layers.values():
+        params, forward = list(layer.parameters()), layer.forward
+        if config.recompute == "full" and broken:  # step 1's partial(checkpoint, forward, ...)
+            graph = partial(without_gradients, params, torch.compile(forward.args[0]))
+            graph = partial(forward.func, graph, **forward.keywords)
+        else:
+            graph = partial(without_gradients, params, torch.compile(forward))
+        parts.instead(layer, "forward", graph, by=__name__)
+    # What looks on at messages is no part of a graph: there sizes may be symbols, which it cannot add up.
+    parts.instead(parts.run, "count", torch.compiler.disable(parts.run.count), by=__name__)
+    return Breaks()

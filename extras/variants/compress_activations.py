@@ -1,0 +1,159 @@
+"""Activations that travel in fewer bits (`--compress-activations bf16` or `int8`). It is lossy.
+
+What blocks and stages send one another is rounded before it leaves, in forward and in backward:
+
+    steps 4-7   over tp: f and g of attention and MLP, with their gradients
+    steps 6-7   over pp: x forward, dx backward (also from stage to stage of one rank)
+
+    bf16   16 bits (where --dtype has more)                                  2 bytes a value
+    int8   8 bits, and an fp32 scale for every 256 values of a token         1 + 4/256 bytes a value
+
+    all-gather      each rank sends its tokens rounded; all, the sender too, go on with the rounded ones
+    reduce-scatter  numbers in units of different scales cannot be added. So each rank receives its tokens of all ranks
+                    (all-to-all), and adds them up in fp32 or wider (Wang et al. 2023, "ZeRO++": qgZ)
+    all-reduce      with --no-sp: both, one after the other (Li et al. 2024, "Flash Communication"), rounded twice
+
+Backward is the gradient of what is not rounded ("straight through"), itself rounded where it travels. Exact stay
+embedding, head and loss, experts' rows, and keys and values over cp.
+
+In step 4, `gather_tokens` and its like would be the three below; in step 6 `send_receive` would pack and unpack.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common import UserError
+from common.comm import Group, all_gather, all_to_all
+from common.model import wide
+from step04_tp_sp import COLUMNS, Config, Conjugate, unchanged
+from extras.variants import Parts
+from extras.variants.block_overlap import Ending, overlap, start_keep
+from extras.variants.narrow import BLOCK, dequantise, quantise
+
+SINCE = Config
+KINDS = dict(bf16=torch.bfloat16, int8=torch.int8)
+
+
+@dataclass
+class Flags:
+    """Compression of activations."""
+
+    compress_activations: Literal["none", "bf16", "int8"] = "none"  # round what layers send each other (tp, pp); lossy
+
+
+def check(config: Any, world: int):
+    """Raises UserError."""
+    if config.compress_activations != "none" and config.tp == 1 and getattr(config, "pp", 1) == 1:
+        what = f"--compress-activations {config.compress_activations} rounds what layers send each other"
+        raise UserError(f"{what}: use it with --tp 2 or more, or from step 6 on with --pp 2 or more")
+
+
+class Bits:
+    """How values [..., dim] become a message and values again."""
+
+    def __init__(self, mode: str, dtype: torch.dtype, dim: int):
+        """`dtype` of the values."""
+        self.kind, self.dtype, self.dim = KINDS[mode], dtype, dim
+        self.width = dim + 4 * -(-dim // BLOCK) if self.kind == torch.int8 else dim
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Round: [..., dim] -> bf16 [..., dim], or int8 [..., values, then the bytes of the scales]."""
+        return quantise(x) if self.kind == torch.int8 else x.to(self.kind)
+
+    def unpack(self, message: Tensor, dtype: torch.dtype) -> Tensor:
+        """What a message says: [..., dim]."""
+        return dequantise(message, self.dim, dtype) if self.kind == torch.int8 else message.to(dtype)
+
+    def start_gather(self, x: Tensor, group: Group) -> Ending:
+        """As that of block_overlap.py: [batch, seq/n, dim] -> [batch, seq, dim]."""
+        ours = self.pack(x).contiguous()
+        parts = ours.new_empty(group.size, *ours.shape)
+        pending = all_gather(parts.view(-1), ours.view(-1), group)
+        return lambda: pending.wait() or self.unpack(parts, x.dtype).movedim(0, 1).flatten(1, 2)
+
+    def start_scatter(self, x: Tensor, group: Group) -> Ending:
+        """As that of block_overlap.py: [batch, seq, dim] of all ranks -> this rank's tokens of the sum."""
+        ours = self.pack(x.unflatten(1, (group.size, -1)).movedim(1, 0)).contiguous()
+        received = torch.empty_like(ours)
+        pending = all_to_all(received, ours, group)
+        return lambda: pending.wait() or self.unpack(received, wide(x.dtype)).sum(0).to(x.dtype)
+
+    def start_total(self, x: Tensor, group: Group) -> Ending:
+        """As that of block_overlap.py; the tokens of all sequences are shared out, filled up to a multiple of n."""
+        tokens = x.reshape(1, -1, self.dim)
+        filled = F.pad(tokens, (0, 0, 0, -tokens.shape[1] % group.size))
+        gathering = self.start_gather(self.start_scatter(filled, group)(), group)
+        return lambda: gathering()[:, : tokens.shape[1]].reshape(x.shape)
+
+
+def at_once(start: Callable, x: Tensor, group: Group) -> Tensor:
+    """A collective as step 4 has it: with its end."""
+    return start(x, group)()
+
+
+def narrow_blocks(parts: Parts, config: Any, bits: Bits):
+    """Other f and g for every attention and MLP, in the place of step 4's."""
+    group = parts.mesh["tp"]
+    gather, scatter, total = (
+        partial(at_once, start) for start in (bits.start_gather, bits.start_scatter, bits.start_total)
+    )
+    f, g = ((gather, scatter), (scatter, gather)) if config.sp else ((unchanged, total), (total, unchanged))
+    starts = (bits.start_gather, bits.start_scatter) if config.sp else (start_keep, bits.start_total)
+    for layer in parts.model.model.layers.values():
+        blocks = [block for block in (layer.self_attn, layer.mlp) if {*dict(block.named_children())} & {*COLUMNS}]
+        for block in blocks:  # experts have no f and no g
+            if not (config.tp_overlap and overlap(parts, block, group, *starts, by=__name__)):
+                parts.instead(block, "enter", lambda x: Conjugate.apply(x, group, *f), by=__name__)
+            parts.instead(block, "leave", lambda x: Conjugate.apply(x, group, *g), by=__name__)
+
+
+def narrow_stages(parts: Parts, bits: Bits):
+    """Let stages hand on messages, not values."""
+
+    def act(run: Callable, i: int, stage: int, message: Tensor | None) -> Tensor | None:
+        """Forward or backward of a stage: values come as a message, and leave as one. A loss is a number."""
+        output = run(i, stage, None if message is None else bits.unpack(message, bits.dtype))
+        return bits.pack(output) if output is not None and output.dim() else output
+
+    def buffer(right: Callable, i: int) -> Tensor:
+        """Room for a message."""
+        return right(i).new_empty(*right(i).shape[:-1], bits.width, dtype=bits.kind)
+
+    parts.around(parts.pipeline, "buffer", buffer, by=__name__)
+    for method in ("forward", "backward"):
+        parts.around(parts.pipeline, method, act, by=__name__)
+
+
+def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
+    """Messages of blocks, and of stages, narrow; but for tokens that are gathered behind experts, without SP."""
+    if config.compress_activations == "none":
+        return {}
+    bits, changed = Bits(config.compress_activations, None, w.m.dim), {}
+    narrow = bits.width * bits.kind.itemsize / (w.m.dim * w.e)
+    filled = -(-w.tokens // config.tp) * config.tp / w.tokens
+    ways = dict(all_reduce=("all_to_all", "all_gather"), reduce_scatter=("all_to_all",))
+    for what in {"blocks", "overlap", "stages"} & {*said}:
+        changed[what] = found = Counter()
+        for (dim, operation), sent in said[what].items():
+            times = 1 if operation == "all_gather" and not config.sp else narrow
+            messages = ways.get(operation, (operation,))
+            for message in messages:
+                found[dim, message] += sent / len(messages) * times * (filled if operation == "all_reduce" else 1)
+    return changed
+
+
+def attach(config: Any, parts: Parts):
+    """What others have put on blocks and pipelines travels in fewer bits."""
+    if config.compress_activations != "none":
+        bits = Bits(config.compress_activations, next(parts.model.parameters()).dtype, parts.model.config.dim)
+        if config.tp > 1:
+            narrow_blocks(parts, config, bits)
+        if getattr(config, "pp", 1) > 1:
+            narrow_stages(parts, bits)

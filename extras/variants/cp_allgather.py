@@ -1,0 +1,93 @@
+"""Gather all keys and values once (`--cp-mode allgather`; Llama 3: Dubey et al. 2024, section 3.3.2).
+
+One all-gather before attention, in place of n-1 hops that hide behind it; one reduce-scatter of their gradients after
+its backward. The tokens of a rank are those of zigzag. Each rank keeps k and v of all s tokens for backward, so they
+need not travel again. With B bytes of k and v, G of their gradients (fp32), for s/n tokens, a rank sends in a layer and
+micro-batch
+
+    (n-1) B forward and (n-1) G backward            (the ring: (n-1) B forward, (n-1) B + n G backward)
+
+In step 5, `exchange` in RingAttention's two loops would give way to the two collectives.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.comm import Group, all_gather, reduce_scatter
+from common.model import wide
+from common.schedules import Place
+from step05_cp_ring import CONTEXT, FORMULAS, Config, ContextMode, merge, zigzag_positions, zigzag_visible
+from extras.variants import Parts
+
+SINCE = Config
+
+
+class GatheredAttention(torch.autograd.Function):
+    """Causal attention of a rank's queries to the keys and values of all ranks, which it has gathered."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable, kernel: tuple) -> Tensor:
+        """q [batch, heads, s/n, d]; k, v [batch, kv_heads, s/n, d] -> like q."""
+        attention, ctx.gradients = kernel
+        own = torch.stack((k, v))
+        parts = own.new_empty(group.size, *own.shape)  # k and v of each rank
+        all_gather(parts.view(-1), own.view(-1), group).wait()
+        o = torch.zeros_like(q, dtype=wide(q.dtype))
+        lse = torch.full_like(o[..., 0], -torch.inf)
+        for source, (k, v) in enumerate(parts):
+            for queries, keys, causal in visible(group.rank, source, q.shape[2]):
+                part_o, part_lse = attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], causal)
+                merge(o[:, :, queries], lse[:, :, queries], part_o, part_lse)
+        o = o.to(q.dtype)
+        ctx.save_for_backward(q, parts, o, lse)
+        ctx.group, ctx.visible = group, visible
+        return o
+
+    @staticmethod
+    def backward(ctx, do: Tensor):
+        """Each rank finds a part of the gradients of all keys and values; they are summed where these are from."""
+        q, parts, o, lse = ctx.saved_tensors
+        dq, dparts = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, parts))
+        for source, (k, v) in enumerate(parts):
+            for queries, keys, causal in ctx.visible(ctx.group.rank, source, q.shape[2]):
+                part_do, part_q, part_o, part_lse = (x[:, :, queries] for x in (do, q, o, lse))
+                part_k, part_v = k[:, :, keys], v[:, :, keys]
+                gradients = ctx.gradients(part_do, part_q, part_k, part_v, part_o, part_lse, causal)
+                dk, dv = dparts[source]
+                for x, part in zip((dq[:, :, queries], dk[:, :, keys], dv[:, :, keys]), gradients, strict=True):
+                    x += part
+        dkv = torch.empty_like(dparts[0])
+        reduce_scatter(dkv.view(-1), dparts.view(-1), ctx.group).wait()
+        return dq.to(q.dtype), *dkv.to(q.dtype), None, None, None
+
+
+def gathered_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable = zigzag_visible, kernel: tuple = FORMULAS
+) -> Tensor:
+    """q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] -> like q."""
+    return GatheredAttention.apply(*(x.transpose(1, 2) for x in (q, k, v)), group, visible, kernel).transpose(1, 2)
+
+
+CONTEXT["allgather"] = ContextMode(zigzag_positions, gathered_attention)
+
+
+def waits(config: Any, p: Any, place: Place) -> float:
+    """See extras/variants/__init__.py: keys and values of the other ranks wait for backward, or are gathered again."""
+    gathers = (
+        config.recompute == "none" and CONTEXT[getattr(config, "cp_mode", "zigzag")].attention is gathered_attention
+    )
+    others = (config.cp - 1) * len(place.layers) if gathers else 0
+    return others * p.share * 2 * p.m.kv_dim * max(1, p.tp / p.m.n_kv_heads) * p.e
+
+
+def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
+    """See above; of every mode with this attention."""
+    if config.cp == 1 or CONTEXT[config.cp_mode].attention is not gathered_attention:
+        return {}
+    passed = (config.cp - 1) * w.heads_of(config.tp)[1]
+    forward, backward = w.attentions * passed * w.e, w.layers * passed * w.wide
+    return dict(context=Counter({("cp", "all_gather"): forward, ("cp", "reduce_scatter"): backward}))

@@ -1,0 +1,87 @@
+"""Documents balanced over ranks (`--cp-mode balanced`; blocks dealt by their work, as PyTorch's load balancer does).
+
+Zigzag is fair if a sequence is one document. With several, a token has as many pairs as stand before it in its own: the
+rank with the end of a long document has most, and all wait for it. But who knows where documents end knows the work of
+each block of tokens. Two ranks, blocks of one token, documents of 5 and 3:
+
+    token     0 1 2 3 4 | 5 6 7      From the dearest block to the cheapest, each goes to the rank that has least to do
+    pairs     1 2 3 4 5 | 1 2 3      and still has room: 4 7 6 5 (5+3+2+1 = 11) to rank 0, 3 2 1 0 (10) to rank 1
+
+So each sequence is dealt anew: what stands where `--cp-mode allgather` would take a rank's tokens are those that it has
+been dealt. Nothing is sent for it, as all ranks read the batch. Keys are gathered, since they are wanted in no order.
+
+Law: with 8 blocks a rank, the busiest has at most 1.1 times the mean of pairs (in the batches of the test, which are of
+three kinds; zigzag has up to three times). Bytes are those of allgather; without --documents, so is all the rest.
+
+In step 5 `train` would take `x[mine].gather(1, here)`, with other places for each sequence.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common import UserError
+from step05_cp_ring import CONTEXT, Config, ContextMode, zigzag_positions
+from extras.variants import Parts
+from extras.variants.cp_allgather import gathered_attention
+from extras.variants.documents import KINDS, Documents
+
+SINCE = Config
+BLOCKS = 8  # of a rank
+
+
+def check(config: Any, world: int):
+    """Raises UserError."""
+    if config.cp_mode == "balanced" and config.documents != "off" and getattr(config, "capacity_factor", 0.0):
+        why = "an expert takes the first tokens of a sequence, and these are dealt anew"
+        raise UserError(f"--capacity-factor {config.capacity_factor}: with --cp-mode balanced and --documents, {why}")
+
+
+def deal(numbers: Tensor, n: int) -> Tensor:
+    """The document of each token, int64 [s] -> the positions of each rank's tokens, int64 [n, s/n], each row sorted."""
+    s = len(numbers)
+    starts = (numbers.diff(prepend=numbers[:1] - 1) != 0).nonzero().flatten()
+    pairs = torch.arange(s) - starts[numbers - numbers[0]] + 1  # of a query, with the keys of its own document
+    room = gcd(s // n, BLOCKS)
+    work = pairs.view(n * room, -1).sum(1)
+    load, dealt = [0] * n, [[] for _ in range(n)]
+    for block in work.argsort(descending=True, stable=True).tolist():
+        rank = min((r for r in range(n) if len(dealt[r]) < room), key=load.__getitem__)
+        dealt[rank].append(block)
+        load[rank] += int(work[block])
+    return torch.arange(s).view(n * room, -1)[torch.tensor(dealt).sort(1).values].flatten(1)
+
+
+class Dealt(Documents):
+    """Each sequence's tokens go to ranks by the work of its documents."""
+
+    def __init__(self, config: Any, parts: Parts):
+        super().__init__(config, parts)
+        self.deal, self.rank = partial(deal, n=config.cp), parts.mesh["cp"].rank
+
+    def batch(self, read: Callable, step: int) -> tuple[Tensor, Tensor]:
+        """Around `Data.batch`: put each token where its rank will look for it."""
+        tensors = super().batch(read, step)
+        slots = self.fixed(None).flatten().argsort()  # whose turn it is in a sequence
+        order = torch.cat([one.positions.flatten(1) for one in self.all])[:, slots]
+        rows = torch.arange(len(tensors[0]))[self.mine]
+        return tuple(x.index_copy(0, rows, x[rows].gather(1, order)) for x in tensors)
+
+    def places(self) -> Tensor:
+        """Those that it has been dealt."""
+        return self.now.positions[:, self.rank].to(self.device)
+
+    def rope(self) -> Tensor:
+        """int64 [batch, this rank's tokens]: positions, in their documents if these restart."""
+        if self.config.documents == "mask":
+            return self.places()
+        starts = torch.cat([*map(torch.arange, self.now.lengths)]).view_as(self.now.numbers)
+        return starts.to(self.device).gather(1, self.places())
+
+
+CONTEXT["balanced"] = ContextMode(zigzag_positions, gathered_attention)
+KINDS["balanced"] = Dealt

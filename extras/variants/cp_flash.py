@@ -1,0 +1,126 @@
+"""Fused kernels for parts of the keys (`--cp-kernel flash`; Dao et al. 2022, "FlashAttention"; `--cp-kernel cudnn`).
+
+Step 5's formulas make a matrix of scores, fp32 [batch, heads, queries, keys]. That is simple, and exact in fp32; with
+s/n = 16,384 tokens and 32 heads it is 34 GB. The kernels that PyTorch has behind `F.scaled_dot_product_attention` make
+no such matrix, read 16 bits, and take fewer key/value heads than query heads as they are. They are private operators:
+the public function does not return lse, and its backward does not take one.
+
+Use it on a GPU with --dtype bf16, for any sequence that is long enough for --cp, and with --window, whose parts are the
+same formulas. Messages stay the same. What it needs: on a GPU 16 bits, Ampere or later, and heads of a multiple of 8 up
+to 256; on a CPU nothing.
+
+On Hopper and Blackwell cuDNN has a faster kernel. It has not been run here: no such GPU was at hand. It needs 16 bits,
+capability 9.0 or 10.x, and heads of a multiple of 8 up to 128. On a CPU it is the other one. It makes a plan for each
+length that it meets, in 20 ms and more: so parts of many lengths, of documents and windows, are refused.
+
+In step 5, `part_attention` and `part_gradients` would be two of the four below.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from common import UserError
+from step05_cp_ring import Config
+from extras.variants import Parts
+
+SINCE = Config
+
+
+@dataclass
+class Flags:
+    """Kernels for parts of the keys."""
+
+    cp_kernel: Literal["formula", "flash", "cudnn"] = "formula"  # what computes a part of the keys; others: fused
+
+
+def check(config: Any, world: int):
+    """It must matter, and cuDNN must not meet many lengths. Raises UserError."""
+    if config.cp_kernel == "formula":
+        return
+    if not config.window and (config.cp == 1 or config.cp_mode == "ulysses"):
+        why = "--cp is 1" if config.cp == 1 else "with --cp-mode ulysses sequences are whole"
+        raise UserError(
+            f"--cp-kernel {config.cp_kernel}: {why}, and attention is PyTorch's fused one already; leave it out"
+        )
+    if config.cp_kernel == "cudnn" and (config.window or config.documents != "off"):
+        flag = f"--window {config.window}" if config.window else f"--documents {config.documents}"
+        raise UserError(f"--cp-kernel cudnn: it would plan anew for each length that {flag} has; use flash")
+
+
+def fits(q: Tensor, kernel: str = "flash") -> bool:
+    """Whether a kernel takes q [..., head_dim]: on a CPU always, on CUDA 16 bits and heads and GPUs that it knows."""
+    if not q.is_cuda:
+        return True
+    capability = torch.cuda.get_device_capability(q.device)
+    known, most = (capability >= (8, 0), 256) if kernel == "flash" else (capability[0] in (9, 10), 128)
+    return known and q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= most
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """As `part_attention` of step 5; o has the dtype of q."""
+    forward = torch.ops.aten._scaled_dot_product_flash_attention
+    if not q.is_cuda:
+        forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return forward(q, k, v, 0.0, causal)[:2]  # 0.0: no dropout
+
+
+def flash_gradients(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `part_gradients` of step 5; in the dtype of q."""
+    given = do, q, k, v, o, lse.contiguous()  # rows of lse may have gaps between heads
+    if not q.is_cuda:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal)
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of the dropout
+    options = None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed[:0]
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(*given, *options)
+
+
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """As `flash_attention`. cuDNN's lse is [batch, heads, queries, 1]."""
+    o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *(x.contiguous() for x in (q, k, v)), attn_bias=None, compute_log_sumexp=True, is_causal=causal
+    )
+    return o, lse.squeeze(-1)
+
+
+def cudnn_gradients(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `flash_gradients`.
+
+    PyTorch finds a plan of cuDNN by shapes and strides of q, k, v. It holds for do, o and lse only if their strides are
+    those of the first call: so all are contiguous.
+    """
+    given = (x.contiguous() for x in (do, q, k, v, o, lse[..., None]))
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of the dropout, and its offset
+    options = seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(*given, *options)
+
+
+FLASH, CUDNN = (flash_attention, flash_gradients), (cudnn_attention, cudnn_gradients)
+
+
+def with_kernel(attend: Callable, q: Tensor, *others: Tensor, kernel: tuple, **more: Any) -> Tensor:
+    """Around attention of step 5: the same, with this kernel."""
+    return attend(q, *others, kernel=kernel, **more)
+
+
+def attach(config: Any, parts: Parts):
+    """Let every layer use the kernel. Raises UserError."""
+    if config.cp_kernel == "formula":
+        return
+    head_dim, cudnn = parts.model.config.head_dim, config.cp_kernel == "cudnn"
+    sample = next(parts.model.parameters()).new_empty(0, head_dim)
+    if not fits(sample, config.cp_kernel):
+        gpu, most = ("Hopper or Blackwell with capability 9.0 or 10.x", 128) if cudnn else ("Ampere or later", 256)
+        needs = f"--dtype bf16, a GPU that is {gpu}, and heads of a multiple of 8 up to {most}"
+        raise UserError(f"--cp-kernel {config.cp_kernel}: on a GPU it needs {needs} (here {head_dim})")
+    kernel = CUDNN if cudnn and sample.is_cuda else FLASH
+    for layer in parts.model.model.layers.values():
+        parts.around(layer.self_attn, "attend", partial(with_kernel, kernel=kernel), by=__name__)

@@ -1,0 +1,164 @@
+"""Attention that stops at the borders of documents (`--documents mask` or `reset`).
+
+A sequence is a window of the stream, and has several documents in a row (*packing*: Krell et al. 2021). With
+
+    mask    token i looks at the tokens j <= i of its own document (Llama 3: Dubey et al. 2024, section 3.2)
+    reset   the same, and RoPE's positions begin with 0 in each document (RoPE is relative: only rounding changes)
+
+A document ends with --end-token, whose target, the first token of the next one, counts. No mask is made:
+
+    keys ->    a a b | b c c      Tokens that a rank has in a row: a triangle for each document.
+    queries a  #     |            Earlier keys, in a row too: a rectangle, or nothing. Only the last key's document can
+            a  # #   |            reach to these queries. Its keys are the last, its queries the first ones.
+            b      # |
+            ---------+-----       Law: all ranks together compute sum L (L+1) / 2 pairs for documents of L tokens, no
+            b      # | #          matter how the sequence is cut. Nothing is sent for it: all ranks know the batch, and
+            c        |   # #      where documents end.
+
+Whole sequences (also behind Ulysses' exchange) have triangles alone. In step 5 it would be another `visible`.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise, product
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from common import UserError
+from common.model import PRESETS, attend
+from step05_cp_ring import CONTEXT
+from extras.variants import Parts
+
+
+@dataclass
+class Flags:
+    """Documents."""
+
+    documents: Literal["off", "mask", "reset"] = "off"  # attention stops at their borders; reset: positions restart
+    end_token: int = 256  # with --documents: the token that ends one (0: token 0); 256 is what each text ends with here
+
+
+NEEDS = [("end_token", "documents", "mask", "reset")]
+KINDS: dict[str, type["Documents"]] = {}  # by --cp-mode: one that deals out tokens in its own way
+
+
+def check(config: Any, world: int):
+    """The end must be a token, and tokens must be known. Raises UserError."""
+    if config.documents != "off" and config.dry_run:
+        raise UserError(f"--documents {config.documents} asks where documents end: --dry-run has no tokens")
+    if config.documents != "off" and config.end_token >= PRESETS[config.model].vocab_size:
+        raise UserError(f"--end-token {config.end_token} is not in the vocabulary ({PRESETS[config.model].vocab_size})")
+
+
+def segments(numbers: Tensor, positions: Tensor, base: int = 0) -> list[tuple[int, int, int, int]]:
+    """int64 [seq], int64 [s] -> tokens in a row of one document: base + (start, stop), first position, document."""
+    documents = numbers[positions]
+    borders = 1 + ((positions.diff() != 1) | (documents.diff() != 0)).nonzero().flatten()
+    runs = pairwise([0, *borders.tolist(), len(positions)])
+    return [(base + start, base + stop, int(positions[start]), int(documents[start])) for start, stop in runs]
+
+
+class MicroBatch:
+    """The documents of a few sequences, on every rank that shares them."""
+
+    def __init__(self, tokens: Tensor, end: int, deal: Callable[[Tensor], Tensor]):
+        """tokens int64 [batch, seq], on the CPU; `deal`: a sequence's documents -> positions of each rank, [n, s/n]."""
+        ends, whole = (tokens == end).long(), torch.arange(tokens.shape[1])
+        self.numbers = ends.cumsum(1) - ends  # [batch, seq]: the ENDs before each token
+        self.positions = torch.stack([deal(row) for row in self.numbers])  # [batch, n, s/n]
+        self.lengths = [stop - start for row in self.numbers for start, stop, *_ in segments(row, whole)]
+        self.found: dict[int, list[tuple]] = {}  # by source: the same in all layers, forward and backward
+
+    def visible(self, rank: int, source: int, length: int) -> list[tuple[slice, slice, bool]]:
+        """In the place of `zigzag_visible` of step 5, for any positions, and for sequences one behind the other."""
+        if source not in self.found:
+            blocks, size = self.found.setdefault(source, []), length // len(self.numbers)
+            for row, places, base in zip(self.numbers, self.positions, range(0, length, size), strict=True):
+                ours, theirs = (segments(row, places[r], base) for r in (rank, source))
+                for (start, stop, at, document), (first, end, key_at, other) in product(ours, theirs):
+                    if document == other and key_at <= at:
+                        blocks.append((slice(start, stop), slice(first, end), key_at == at))
+        return self.found[source]
+
+
+class Documents:
+    """Attention within the documents of `now`, the micro-batch that is computed."""
+
+    def __init__(self, config: Any, parts: Parts):
+        self.config, self.size = config, config.micro_batch_size
+        self.device, self.seq = next(parts.model.parameters()).device, parts.model.config.seq_len
+        self.here = (torch.arange(self.seq) if parts.positions is None else parts.positions).to(self.device)
+        self.mine = parts.mesh["dp"].share(config.global_batch_size, "batch")
+        cp_mode, n = getattr(config, "cp_mode", "zigzag"), getattr(config, "cp", 1)
+        n //= config.ulysses if cp_mode == "usp" else 1  # ranks of which each has its own tokens in attention
+        fixed = torch.stack([CONTEXT[cp_mode].positions(self.seq, rank, n) for rank in range(n)])
+        self.fixed = self.deal = lambda _numbers: fixed
+        within = self.within(CONTEXT[cp_mode].attention if getattr(config, "cp", 1) > 1 else attend)
+        for layer in parts.model.model.layers.values():
+            parts.around(layer.self_attn, "attend", within, by=__name__)
+        parts.around(parts.data, "batch", self.batch, by=__name__)
+        parts.model.register_forward_pre_hook(self.enter)
+        for act in ("forward", "backward") if parts.pipeline is not None else ():  # it does not call the model
+            parts.around(parts.pipeline, act, partial(self.act, parts.pipeline), by=__name__)
+
+    def within(self, core: Callable) -> Callable:
+        """Around attention, as that brings queries and keys together: other blocks of parts, or of whole sequences."""
+        known = inspect.signature(core).parameters
+        if "visible" in known:  # sequences one behind the other
+            return lambda core, *xs: core(*(x.flatten(0, 1)[None] for x in xs), visible=self.now.visible).view_as(xs[0])
+        return lambda core, *qkv: core(*qkv, attend=self.attend) if "attend" in known else self.attend(*qkv)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As `attend` of common/model.py, on whole sequences: a call for each document. (On a GPU, varlen is one.)"""
+        split = (x.flatten(0, 1)[None].split(self.now.lengths, 1) for x in (q, k, v))
+        return torch.cat([attend(*one) for one in zip(*split, strict=True)], 1).view(q.shape)
+
+    def batch(self, read: Callable, step: int) -> tuple[Tensor, Tensor]:
+        """Around `Data.batch`: on the way, find the documents of this rank's sequences."""
+        (tokens, targets), end, self.next = read(step), self.config.end_token, 0
+        self.all = [MicroBatch(part, end, self.deal) for part in tokens[self.mine].split(self.size)]
+        return tokens, targets
+
+    def enter(self, _model: Any, inputs: tuple) -> tuple:
+        """Before the model is called: the next micro-batch, and the positions of its tokens if they restart."""
+        if torch.is_grad_enabled():
+            self.now, self.next = self.all[self.next], self.next + 1
+        return (*inputs[:2], self.rope())
+
+    def act(self, pipeline: Any, right: Callable, i: int, *rest: Any) -> Any:
+        """Around a pipeline's action on micro-batch i: before it, the same."""
+        self.now = self.all[i]
+        pipeline.positions = self.rope()
+        return right(i, *rest)
+
+    def look(self, tokens: Tensor) -> Tensor:
+        """For validation: whole sequences int64 [batch, seq], on the CPU, come next; returns `rope`."""
+        self.now = MicroBatch(tokens, self.config.end_token, self.fixed)
+        return self.rope()
+
+    def figures(self) -> dict[str, float]:
+        """For the record of a step: the part of causal attention's pairs that is left."""
+        lengths = [n for some in self.all for n in some.lengths]
+        return dict(attention_pairs=sum(n * (n + 1) for n in lengths) / (sum(lengths) * (self.seq + 1)))
+
+    def places(self) -> Tensor:
+        """int64 [1 or batch, this rank's tokens]: where its tokens of the micro-batch stand in their sequences."""
+        return self.here[None]
+
+    def rope(self) -> Tensor:
+        """int64 [batch, this rank's tokens]: positions in their documents; [this rank's tokens] if they go on."""
+        if self.config.documents == "mask":
+            return self.here
+        return torch.cat([*map(torch.arange, self.now.lengths)]).view_as(self.now.numbers).to(self.device)[:, self.here]
+
+
+def attach(config: Any, parts: Parts) -> Documents | None:
+    """From here on, the attention of every layer stops at borders."""
+    if config.documents == "off":
+        return None
+    torch.backends.cuda.enable_cudnn_sdp(False)  # Hopper's default; it plans for 20 ms and more for a new length
+    return KINDS.get(getattr(config, "cp_mode", ""), Documents)(config, parts)

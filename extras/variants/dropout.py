@@ -1,0 +1,125 @@
+"""Dropout (`--dropout P`): in training, a number is zero with probability P, and otherwise divided by 1 - P.
+
+It stands after the embedding, after attention and after the MLP (Srivastava et al. 2014; Vaswani et al. 2017, 5.4).
+Layouts must drop the same numbers, or none of them trains as one process does. A generator with a state cannot do this:
+its next number depends on who has drawn before. So a mask is a pure function of
+
+    key      seed, step
+    counter  four channels of one token: channel // 4; position; sequence in the global batch; layer and place
+
+by *Philox 4x32-10* (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"; also cuRAND's), ten rounds of
+multiplying and mixing that make four random words of each counter. A rank evaluates it for its own tokens. What is
+recomputed asks again, and gets the same mask. Validation drops nothing.
+
+Law: for backward stays a byte a number, 2 L + 1 masks of [batch, tokens, dim]. Without SP all tp ranks keep, and draw,
+the whole of each; with SP a rank has 1/tp of it, which is half the reason for SP (Korthikanti et al. 2022, section 4).
+
+In step 1, `DecoderLayer.forward` would call `drop` around each block.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common import UserError
+from common.schedules import Place
+from extras.variants import Parts
+
+WORD = 2**32 - 1
+
+
+@dataclass
+class Flags:
+    """Dropout."""
+
+    dropout: float = 0.0  # share of the numbers after embedding, attention and MLP that are zero in training; 0: none
+
+
+def check(config: Any, world: int):
+    """Raises UserError."""
+    if not config.dropout < 1:
+        raise UserError(f"--dropout {config.dropout:g} is a share, which leaves nothing: choose it below 1, say 0.1")
+
+
+def waits(config: Any, p: Any, place: Place) -> float:
+    """Bytes of a micro-batch's masks (theory's MicroBatch `p`) on a stage; a layer that is done again makes its own."""
+    masks = p.own if place.before is None else 0.0
+    for layer in place.layers if config.recompute in ("none", "selective") else ():
+        masks += p.own + (p.share if p.m.has_experts(layer) else p.own)
+    return masks * p.m.dim if config.dropout else 0.0
+
+
+def philox(counter: Sequence[Tensor | int], key: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Four words, int64 that broadcast -> four random words. int64 wraps: all 64 bits of a product are there."""
+    (a, b, c, d), (k0, k1) = counter, key
+    for _ in range(10):
+        p, q = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b, c, d = (q >> 32 & WORD) ^ b ^ k0, q & WORD, (p >> 32 & WORD) ^ d ^ k1, p & WORD
+        k0, k1 = k0 + 0x9E3779B9 & WORD, k1 + 0xBB67AE85 & WORD
+    return a, b, c, d
+
+
+class Dropout:
+    """What is dropped of the micro-batch that is computed, number `now` of its rank and step."""
+
+    def __init__(self, config: Any, parts: Parts):
+        trunk, self.p, self.size, self.seed = parts.model.model, config.dropout, config.micro_batch_size, config.seed
+        seq, self.device = parts.model.config.seq_len, next(parts.model.parameters()).device
+        here = (torch.arange(seq) if parts.positions is None else parts.positions).to(self.device)[None]
+        documents = parts.kept.get("extras.variants.documents")
+        self.here = (lambda: here) if documents is None else documents.places  # [1 or batch, tokens]
+        ramp = parts.kept.get("extras.variants.batch_ramp")
+        self.sequences = (lambda _: config.global_batch_size) if ramp is None else ramp.size  # of a step
+        self.mesh, self.places = parts.mesh, {0: trunk.embed_tokens}
+        for n, layer in trunk.layers.items():
+            self.places |= {2 * int(n) + 1: layer.self_attn, 2 * int(n) + 2: layer.mlp}
+        for place, block in self.places.items():
+            if block is not None:  # after g, where the tokens are sharded; experts have no g
+                name = "leave" if hasattr(block, "leave") else "forward"
+                parts.around(block, name, partial(self.drop, place), by=__name__)
+        parts.around(parts.data, "batch", self.batch, by=__name__)
+        parts.model.register_forward_pre_hook(self.enter)
+        for act in ("forward", "backward") if parts.pipeline is not None else ():  # it does not call the model
+            parts.around(parts.pipeline, act, self.act, by=__name__)
+
+    def batch(self, read: Callable, step: int) -> tuple[Tensor, Tensor]:
+        """Around `Data.batch`: a step begins, and so many sequences are shared out."""
+        self.key, self.now = (self.seed & WORD, step), -1
+        self.first = self.mesh["dp"].share(self.sequences(step), "batch").start
+        return read(step)
+
+    def enter(self, _model: Any, _inputs: tuple):
+        """Before the model is called: the next micro-batch. Its backward comes before the next call."""
+        self.now += torch.is_grad_enabled()
+
+    def act(self, right: Callable, i: int, *rest: Any) -> Any:
+        """Around a pipeline's action on micro-batch i: a backward may recompute."""
+        self.now = i
+        return right(i, *rest)
+
+    def drop(self, place: int, block: Callable, *inputs: Any) -> Tensor:
+        """Around a block: its output [batch, this rank's tokens, dim], of which some is zero in training."""
+        y = block(*inputs)
+        return (y * self.kept(place, y.shape)).mul_(1 / (1 - self.p)) if torch.is_grad_enabled() else y
+
+    @torch.compiler.disable  # it would be another graph in each step
+    def kept(self, place: int, shape: torch.Size) -> Tensor:
+        """bool [batch, tokens, dim]: what stays. If tp ranks have shards of the tokens, it is of this rank's."""
+        (batch, tokens, dim), first = shape, self.first + self.now * self.size
+        sequences = torch.arange(first, first + batch, device=self.device)[:, None, None]
+        shards = self.here().split(tokens, 1)
+        positions = shards[self.mesh.rank % len(shards)][..., None]  # tp is the mesh's last dimension
+        channels = torch.arange(-(-dim // 4), device=self.device)
+        words = philox((channels, positions, sequences, place), self.key)
+        bound = round((1 - self.p) * 2**32)
+        return torch.stack([word < bound for word in words], -1).flatten(-2)[..., :dim]
+
+
+def attach(config: Any, parts: Parts):
+    """From here on, training steps drop."""
+    if config.dropout:
+        Dropout(config, parts)

@@ -1,0 +1,95 @@
+"""`--schedule dualpipe`: micro-batches enter at both ends (DeepSeek-V3, section 3.2), over two copies of the model.
+
+    half of the micro-batches    stage 0  stage 1  stage 2  stage 3      Rank r has stage r of the first way and stage
+    rank                            0        1        2        3         p-1-r of the second: the layers that rank p-1-r
+    the other half               stage 3  stage 2  stage 1  stage 0      has, too.
+
+If F, B and W take the same time, and m micro-batches are an even number from 2p on, the bubble is
+(p/2-1) / (3 m + p/2-1) of the time. Ranks r and p-1-r sum their gradients after each step, as ranks of data parallelism
+do. Where DeepSeek overlaps a forward with a backward, here one follows the other. W (extras/variants/split_backward.py)
+waits in the paper's step 7 and the second half of step 6; else it follows its B at once.
+
+`--schedule dualpipev` folds it (DeepSeek's DualPipe repository): ranks 0 to p/2-1 keep their two stages, and a second
+way is the same micro-batches' way up a V, as zbv has it. Nothing is held twice, so nothing is summed over pairs.
+
+In step 6, `keep_stage` would note that two stages hold each parameter, and the sum over the pair would stand after
+`sync.finish()`.
+"""
+
+from typing import Any
+
+import numpy as np
+
+import step06_pipeline as step06
+from common import UserError
+from common.layout import layout_of, note_layout
+from common.schedules import SCHEDULES, Action, Place, Schedule, round_robin
+from extras.variants import Parts
+from extras.variants.zero_bubble import vee, write_out, zb_h1
+
+SINCE = step06.Config
+
+
+def eight_steps(near: int, inner: int, each_way: int) -> list[tuple[int, str]]:
+    """The paper's eight steps, as `write_out` takes them, for so many micro-batches each way: 0 begins near, 1 far.
+
+    `near`: stages from the near end up to this one. `inner`: ranks between this one and where the ways meet.
+    """
+    return [  # (how often, what)
+        (2 * inner, "F0"),  # 1: forward from the near end, until the first micro-batch of the other way is here
+        (near, "F0 F1"),  # 2: forward both ways, until the first gradient is here
+        (inner, "B1 W F1"),  # 3: backward of the other way, whose end is near: it begins first
+        (each_way - 2 * inner - near, "F0 B1 W F1 B0 W"),  # 4: all four, as long as there are micro-batches
+        (inner, "B1 W F1 B0 W"),  # 5: no F0 is left
+        (near // 2, "B1 W B0 W"),  # 6: no forward is left. In its first half W follows at once
+        (near % 2, "B1 W B0"),  # 6: its middle, if it is odd
+        (near // 2, "B1 B0"),  # 6: in its second half W waits, for other ranks wait for B
+        (inner, "W B0"),  # 7: W fills the gaps between the last gradients
+    ]  # 8: `write_out` appends every W that still waits
+
+
+def dualpipe(p: int, m: int, v: int, rank: int) -> list[Action]:
+    """At most p + 1 micro-batches in flight. Raises UserError.
+
+    If m < 2p: the list for 2p, without the micro-batches beyond m.
+    """
+    if p % 2:
+        raise UserError(f"--schedule dualpipe: micro-batches enter at both ends of an even number of ranks, not {p}")
+    if m < 2:
+        raise UserError("--schedule dualpipe: use at least 2 micro-batches, one for each end")
+    sizes = (m + 1) // 2, m // 2  # of the two halves of the micro-batches
+    near = min(rank + 1, p - rank)  # stages from the nearer end up to this one. F0, B0: of the way that begins there
+    phases = eight_steps(near, p // 2 - near, max(sizes[0], p))
+    ways = (rank, 2 * p - 1 - rank) if rank < p // 2 else (2 * p - 1 - rank, rank)  # stages of way 0, and of way 1
+    actions = [action for action in write_out(ways, *phases) if action.micro_batch < sizes[int(action.stage >= p)]]
+    return [a._replace(micro_batch=a.micro_batch + sizes[0]) if a.stage >= p else a for a in actions]
+
+
+def dualpipev(p: int, m: int, v: int, rank: int) -> list[Action]:
+    """Half of DualPipe's ranks, folded: the other way is that of the same micro-batches up the V. m as above."""
+    if v == 1:
+        return zb_h1(p, m, v, rank)
+    row = write_out((rank, 2 * p - 1 - rank), *eight_steps(rank + 1, p - 1 - rank, max(m, 2 * p)))
+    return [action for action in row if action.micro_batch < m]
+
+
+def two_ways(n_layers: int, p: int, v: int) -> list[Place]:
+    """Stages 0 to p-1 on ranks 0 to p-1; p to 2p-1, with the same layers, on ranks p-1 to 0."""
+    down = round_robin(n_layers, p, 1)
+    link = lambda stage: None if stage is None else stage + p  # noqa: E731
+    return down + [Place(p - 1 - rank, layers, link(before), link(after)) for rank, layers, before, after in down]
+
+
+SCHEDULES["dualpipe"] = lambda config: Schedule(dualpipe, two_ways)
+SCHEDULES["dualpipev"] = lambda config: Schedule(dualpipev, vee, v=2)
+
+
+def attach(config: Any, parts: Parts):
+    """Note that the gradients of both copies are parts of a sum, and that two stages hold each parameter."""
+    if config.schedule != "dualpipe":
+        return
+    mesh = parts.mesh
+    pairs = np.stack([mesh.ranks, mesh.ranks[::-1]], -1)[: config.pp // 2]  # pp is the mesh's first dimension
+    mesh.enter("mirror", pairs.reshape(-1, 2))
+    for param in parts.model.parameters():
+        note_layout(param, partial_over=(*layout_of(param).partial_over, "mirror"), stage_copies=2)

@@ -1,0 +1,60 @@
+"""Recomputation of elementwise operations (`--recompute elementwise`): keep what is dear to compute again.
+
+Full recomputation runs the whole forward of a layer again. This keeps the outputs of matrix products and attention, and
+runs only the cheap rest again: norms, RoPE and SiLU. With h = dim, k = kv heads x head_dim, f = ffn_dim, a = heads, and
+e bytes an element, a token of a layer keeps for backward:
+
+    none         e (6 h + 2 k + 4 f) + 4 a + 8
+    elementwise  e (5 h + 2 k + 2 f) + 4 a
+    full         e h
+
+The tool is PyTorch's "selective activation checkpointing", by operator. What papers call selective recomputation is
+`--recompute selective` (attention_scores.py).
+
+A router (step 7) chooses once: where a layer has one, its choice is kept, also with `full`. Computed again, a last bit
+may differ, and with it who goes where: then counts and rows would not be those that backward is for.
+
+In step 1 `recompute_layers` would have one more argument: a list of operators whose outputs `checkpoint` keeps.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from common.model import MLP
+from step01_single_gpu import RECOMPUTE
+from extras.variants import Parts
+
+aten = torch.ops.aten
+PRODUCTS = [aten.mm.default, aten._grouped_mm.default]
+ATTENTION = [
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+]
+CHOICE = [aten.topk.default]
+
+RECOMPUTE["elementwise"] = RECOMPUTE["full"]  # and then `attach`
+
+
+def keep(operators: list, recompute: Callable, *inputs: Tensor) -> Tensor:
+    """Around a layer that step 1's `recompute_layers` runs again: the outputs of these operators are kept."""
+    return recompute(*inputs, context_fn=partial(create_selective_checkpoint_contexts, operators))
+
+
+def attach(config: Any, parts: Parts):
+    """What is kept costs time at every operator: `full` keeps nothing where no layer has a router.
+
+    Attention that step 5 has replaced is done again, with its messages: it adds to what an operator has made, in place.
+    """
+    kept = PRODUCTS + CHOICE + (ATTENTION if getattr(config, "cp", 1) == 1 else [])
+    for layer in parts.model.model.layers.values():
+        if config.recompute == "elementwise":
+            parts.around(layer, "forward", partial(keep, kept), by=__name__)
+        elif config.recompute == "full" and not isinstance(layer.mlp, MLP):
+            parts.around(layer, "forward", partial(keep, CHOICE), by=__name__)

@@ -1,0 +1,83 @@
+"""Dispatch in two levels (`--ep-mode nodes --ep-inside N`; DeepEP: DeepSeek-V3, 3.2.2): once over each slow link.
+
+Of the ranks of ep, N neighbours are in a node, K = ep / N nodes. A token that visits experts on three ranks of another
+node crosses over once, to the rank there that has the same place as its own, and this one passes it on inside:
+
+    token of node 0, rank 1      between: rank 1 of node 0 -> rank 1 of node 1      inside: -> ranks 0, 1, 3 of node 1
+
+Each level is `--ep-mode rows` (extras/variants/expert_rows.py) over its own group: to the first, a whole node is who has the
+experts. On the way home, too, ranks add up what they have: one row a node crosses back. A rank sends, in a layer and
+micro-batch, forward, and again backward, with e bytes an element, w a gate, h = dim, E experts:
+
+    between    R (h e + E/K w) + A h e      and 8 (K-1) for the counts: R nodes of its tokens but its own, A received
+    inside     R (h e + E/ep w) + A h e     and 8 (N-1): R ranks, but itself, of the tokens that it has to pass on
+
+With --groups-per-token M, and no group in two nodes, R between is at most M a token: rows sends N times as many.
+
+In step 7, this would stand where `MoE.forward` calls `self.experts`.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import step07_moe_ep as step07
+from common import UserError
+from step07_moe_ep import DISPATCH
+from extras.variants import Parts
+from extras.variants.expert_rows import at_home, parts_of_a_token, row_bytes, send_rows
+from extras.variants.routing import RoutedMoE
+
+SINCE = step07.Config
+
+
+@dataclass
+class Flags:
+    """Nodes of experts."""
+
+    ep_inside: int = 2  # with --ep-mode nodes: of the ranks of ep, so many neighbours are in a node
+
+
+NEEDS = [("ep_inside", "ep_mode", "nodes")]
+DISPATCH["nodes"] = at_home
+
+
+def check(config: Any, world: int):
+    """Nodes are full. Raises UserError."""
+    if config.ep_mode == "nodes" and (config.ep_inside < 1 or config.ep % config.ep_inside):
+        raise UserError(f"--ep-inside {config.ep_inside} must divide --ep {config.ep}")
+
+
+def visits(config: Any) -> list[float]:
+    """To how many nodes, and there to how many ranks, a token is sent."""
+    if config.ep == 1 or config.ep_mode != "nodes":
+        return []
+    return [parts_of_a_token(config, n) for n in (config.ep // config.ep_inside, config.ep)]
+
+
+def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
+    """As above, if all experts are equally busy."""
+    if not (levels := visits(config)):
+        return {}
+    rows, counts, nodes = Counter(), Counter(), config.ep // config.ep_inside
+    counts |= {key: sent for key, sent in said["counts"].items() if key[0] != "ep"}
+    sizes = (("ep between", nodes, nodes), ("ep inside", config.ep_inside, config.ep))
+    for (dim, ranks, parts_of_all), visited in zip(sizes, levels, strict=True):
+        rows[dim, "all_to_all"] = row_bytes(w, w.tokens / config.tp * visited, ranks, parts_of_all)
+        counts[dim, "all_to_all"] = w.routers * (1 + w.recompute) * 8 * (ranks - 1)
+    return dict(rows=rows, counts=counts)
+
+
+def attach(config: Any, parts: Parts):
+    """Make the two groups, and let the layers send their tokens over both."""
+    if config.ep_mode != "nodes":
+        return
+    mesh, inside = parts.mesh, config.ep_inside
+    rows = mesh.ranks.reshape(-1, config.ep // inside, inside)  # [ep groups, nodes, ranks of a node]
+    mesh.enter("ep inside", rows.reshape(-1, inside), urgent=True)
+    mesh.enter("ep between", rows.swapaxes(1, 2).reshape(-1, config.ep // inside), urgent=True)
+    visit = partial(send_rows, mesh["ep between"], visit=partial(send_rows, mesh["ep inside"]))
+    for module in parts.model.modules():
+        if isinstance(module, RoutedMoE):
+            parts.instead(module, "visit", visit, by=__name__)

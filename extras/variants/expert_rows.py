@@ -1,0 +1,129 @@
+"""Other ways for tokens to meet experts on other ranks: `--ep-mode rows`, and `allgather`. Step 7 sends a row a choice.
+
+    rows        a token is sent once to each rank, however many of its experts are there, and its gates go along. The
+                rank that computes also weighs and adds up, so as many rows come home. With --groups-per-token M, and
+                no group on two ranks, a token is sent at most M times
+    allgather   every rank gets all tokens of the group, and the weighted sums are reduce-scattered: no counts, no
+                sorting of messages, but bytes for tokens that no expert here wants
+
+Bytes that a rank sends over ep in a layer and micro-batch, forward: h = dim, e bytes an element, w a gate (4; fp64: 8),
+T tokens of the rank, R rows sent to other ranks, A received. Backward sends as many.
+
+    rows        R (h e + E/ep w) + A h e         and 8 (ep-1) for the counts
+    allgather   (ep-1) T (2 h e + E w)
+
+Each time that tokens arrive, the CPU waits for a GPU to count: in `rows` for those that leave and come, then for those
+of each expert; in `allgather` for the latter; so twice a layer and micro-batch, and once.
+
+WHEN. Of a token's k choices, step 7 sends (1 - 1/ep) k rows; `rows` sends (ep-1) (1 - (1 - 1/ep)^k), if choices are
+independent: 4.6 instead of 7 with k 8 and ep 8, but 1.6 instead of 1.75 with k 2. So take it where tokens visit many
+experts or few groups, and `allgather` where nearly every rank is visited by nearly every token.
+
+In step 7, these functions would stand where `MoE.forward` calls `self.experts`.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import step07_moe_ep as step07
+from common.comm import Group, all_to_all
+from step04_tp_sp import Conjugate, enter_block, leave_block
+from step07_moe_ep import DISPATCH
+from extras.variants import Parts
+from extras.variants.routing import RoutedMoE, room
+from extras.variants.visits import add_rows, places, visit_local
+
+SINCE = step07.Config
+
+
+def travel(rows: Tensor, group: Group, in_rows: list[int], out_rows: list[int]) -> Tensor:
+    """Rows [n, dim], sorted by rank, go there -> those that arrive, sorted by rank."""
+    arrived = rows.new_empty(sum(out_rows), rows.shape[1])
+    all_to_all(arrived, rows.contiguous(), group, in_rows, out_rows).wait()
+    return arrived
+
+
+def send_rows(group: Group, experts: Callable, tokens: Tensor, gates: Tensor, visit: Callable = visit_local) -> Tensor:
+    """tokens [n, dim], gates [n, all experts], zero where a token does not go -> the weighted sums [n, dim], wide.
+
+    `visit`: what happens to tokens that have arrived.
+    """
+    gates = gates.unflatten(1, (group.size, -1))
+    visits = (gates != 0).any(-1).T
+    leaving = visits.sum(1)
+    coming = torch.empty_like(leaving)
+    all_to_all(coming, leaving, group).wait()
+    leaving, coming = torch.stack((leaving, coming)).tolist()  # the CPU waits once for both
+    rank, token = places(visits, sum(leaving))  # sorted by rank
+    there = partial(travel, in_rows=leaving, out_rows=coming)
+    home = partial(travel, in_rows=coming, out_rows=leaving)
+    visitors, their_gates = (Conjugate.apply(x, group, there, home) for x in (tokens[token], gates[token, rank]))
+    out = visit(experts, visitors, their_gates).to(tokens.dtype)
+    return add_rows(Conjugate.apply(out, group, home, there), token, len(tokens))
+
+
+def gather_all(group: Group, experts: Callable, tokens: Tensor, gates: Tensor) -> Tensor:
+    """The same: step 4's pair of all-gather and reduce-scatter, over ep."""
+    tokens, gates = (enter_block(x[None], group, sp=True)[0] for x in (tokens, gates))
+    part = visit_local(experts, tokens, gates.chunk(group.size, 1)[group.rank])
+    return leave_block(part.to(tokens.dtype)[None], group, sp=True)[0]
+
+
+def at_home(experts: Callable, group: Group, *rows: Tensor) -> Tensor:
+    """Replaces `Experts.forward`: the rows have come already."""
+    return experts(*rows)
+
+
+def parts_of_a_token(config: Any, parts: int) -> float:
+    """In how many of so many parts of all experts a token's are, in the mean over 4,096 tokens that like all alike."""
+    layer = SimpleNamespace(config=config, top_k=config.experts_per_token)
+    chosen = RoutedMoE.choose(layer, torch.rand(4096, config.experts, generator=torch.Generator().manual_seed(0)))
+    there = F.one_hot(chosen, config.experts).sum(1).unflatten(1, (parts, -1)).any(-1)
+    return room(config) * there.sum().item() / len(chosen)
+
+
+def row_bytes(w: Any, tokens: float, ranks: int, parts: int) -> float:
+    """What a rank sends in a step, counts aside, if so many of its tokens go to ranks, of whom one is itself.
+
+    Each of all `parts` of the experts has as many.
+    """
+    row = 2 * w.m.dim * w.e + w.m.experts / parts * w.wide
+    return w.routers * (2 + w.recompute) * (ranks - 1) / ranks * tokens * row
+
+
+def visits(config: Any) -> list[float]:
+    """To how many ranks a token is sent."""
+    return [parts_of_a_token(config, config.ep)] if config.ep > 1 and config.ep_mode == "rows" else []
+
+
+def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
+    """As above, if all experts are equally busy."""
+    if config.ep == 1 or config.ep_mode not in MODES:
+        return {}
+    n, tokens, passes = config.ep, w.tokens / config.tp, w.routers * (1 + w.recompute)
+    counts = Counter({key: sent for key, sent in said["counts"].items() if key[0] != "ep"})
+    if config.ep_mode == "rows":
+        counts["ep", "all_to_all"] = passes * 8 * (n - 1)
+        return dict(rows=Counter({("ep", "all_to_all"): row_bytes(w, tokens * visits(config)[0], n, n)}), counts=counts)
+    x, gates = w.m.dim * w.e, w.m.experts * w.wide
+    gathered, scattered = passes * (x + gates) + w.routers * x, passes * x + w.routers * (x + gates)
+    both = (("ep", "all_gather"), gathered), (("ep", "reduce_scatter"), scattered)
+    return dict(rows=Counter({key: (n - 1) * tokens * sent for key, sent in both}), counts=counts)
+
+
+MODES = {"rows": send_rows, "allgather": gather_all}
+DISPATCH |= dict.fromkeys(MODES, at_home)
+
+
+def attach(config: Any, parts: Parts):
+    """Let the layers send their tokens this way."""
+    for module in parts.model.modules():
+        if isinstance(module, RoutedMoE) and config.ep > 1 and config.ep_mode in MODES:
+            parts.instead(module, "visit", partial(MODES[config.ep_mode], parts.mesh["ep"]), by=__name__)

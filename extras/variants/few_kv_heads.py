@@ -1,0 +1,45 @@
+"""More ranks of --tp than key/value heads: neighbours hold the same head (Megatron, Narayanan et al. 2021).
+
+    tp = 4, two kv heads:      rank 0   rank 1   rank 2   rank 3
+    query heads                0 1      2 3      4 5      6 7
+    key/value head             0        0        1        1             kv parts 0-2, 1-3      kv copies 0-1, 2-3
+
+k_proj and v_proj are cut over `kv parts`, in as many parts as there are heads. A rank of `kv copies` sees only its own
+queries' share of the gradients of k and v, so these are partial, and summed over `kv copies`. Sums, global norm and
+checkpoints know of no copies: they read the record, in which two groups of the mesh stand in the place of tp.
+
+In step 4 this would be another rule for k_proj and v_proj in `HEADS`.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from common import UserError
+from common.comm import Mesh
+from common.layout import layout_of, note_layout
+from common.model import PRESETS, ModelConfig
+from step04_tp_sp import HEADS, Config, shard_param
+from extras.variants import Parts
+
+SINCE = Config
+
+
+def copy_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
+    """Instead of `shard_heads`: this rank's head of k_proj or v_proj [kv_heads * head_dim, dim]. Raises UserError."""
+    tp, heads = mesh["tp"].size, config.n_kv_heads
+    if tp % heads or config.n_heads % tp:
+        raise UserError(f"--tp {tp} must divide {config.n_heads} heads, and divide {heads} kv heads or be a multiple")
+    rows, copies = mesh.join("tp", "tp"), tp // heads  # int [groups, tp]
+    mesh.enter("kv copies", rows.reshape(-1, copies))
+    mesh.enter("kv parts", rows.reshape(-1, heads, copies).swapaxes(1, 2).reshape(-1, heads))
+    part = shard_param(weight, 0, mesh["kv parts"])  # the weight itself if there is one head
+    note_layout(part, partial_over=(*layout_of(part).partial_over, "kv copies"))
+    return part
+
+
+def prepare(config: Any, parts: Parts):
+    """Where --tp does not divide the heads, step 4's own rule would refuse."""
+    if PRESETS[config.model].n_kv_heads % config.tp:
+        for name in HEADS:
+            parts.instead(HEADS, name, copy_heads, by=__name__)

@@ -1,0 +1,131 @@
+"""Gradients that matmuls add up (`--fused-gradients`), as Megatron-LM's "gradient accumulation fusion" does.
+
+For y = x W^T, autograd finds dW = dy^T x in 16 bits, makes fp32 of it, and adds that to `.grad`. For each number it
+moves 2, then 2 + 4, then 4 + 4 + 4 bytes. A matmul can add to what is there, in fp32: 4 + 4 bytes, while it computes
+anyway. And it does not round dW to 16 bits before. q, k and v have one input, as have gate and up. Autograd finds a dx
+for each, and adds them: three times a dx for each sum. Here each matmul adds to the dx of the one before:
+
+    forward     x -> q, x -> k, x -> v                   each hands x on to the next
+    backward    dx = dv Wv,   dx += dk Wk,   dx += dq Wq
+
+Matrices of layers and an untied head are summed so; embedding, norms, routers and experts as ever. The operator that
+adds 16 bits to fp32 is there on CUDA alone; who does not have it takes autograd's three ways.
+
+In step 1, `Optimizer` would put `SummingLinear` in the place of each `F.linear`.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common import UserError
+from extras.variants import Parts
+
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("o_proj",), ("down_proj",))  # one input each
+
+
+@dataclass
+class Flags:
+    """Sums of gradients."""
+
+    fused_gradients: bool = False  # matmuls add up the gradients of matrices, and of what several of them read
+
+
+def check(config: Any, world: int):
+    """Who waits for autograd's own additions would wait for ever. Raises UserError."""
+    if not config.fused_gradients:
+        return
+    if getattr(config, "sync", "") == "torch":
+        raise UserError("--fused-gradients: --sync torch looks at autograd's own additions; use another")
+    if getattr(config, "tp_overlap", False):
+        raise UserError("--fused-gradients: --tp-overlap has its own order of these matmuls; leave out one of them")
+
+
+def adds_to_wide(weight: Tensor) -> bool:
+    """Whether a matmul of this dtype, on this device, adds to fp32."""
+    factor, total = weight.new_zeros(8, 8), weight.new_zeros(8, 8, dtype=torch.float32)
+    try:
+        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
+    except RuntimeError:  # also if there is no such operator
+        return False
+    return True
+
+
+def add_product(weight: nn.Parameter, dy: Tensor, x: Tensor, fused: bool):
+    """Add dy^T x to `weight.grad`: dy [tokens, out], x [tokens, in]. Hooks see it as ever."""
+    total, wide = weight.grad, weight.grad_dtype
+    if wide == x.dtype:
+        weight.grad = dy.T @ x if total is None else total.addmm_(dy.T, x)
+    elif fused and total is None:
+        weight.grad = torch.mm(dy.T, x, out_dtype=wide)
+    elif fused:
+        torch.addmm(total, dy.T, x, out_dtype=wide, out=total)
+    else:
+        product = (dy.T @ x).to(wide)
+        weight.grad = product if total is None else total.add_(product)
+    for hook in (weight._post_accumulate_grad_hooks or {}).values():
+        hook(weight)
+
+
+class SummingLinear(torch.autograd.Function):
+    """A linear layer that hands its input on: what comes back is the gradient that others have found for it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, linear: nn.Linear, fused: bool) -> tuple[Tensor, Tensor]:
+        """x [..., in] -> [..., out], x. Autograd is not shown the weight: else its hooks would be called twice."""
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x)
+        ctx.arguments = linear.weight, fused  # the parameter itself, wherever its values are by then
+        return F.linear(x, linear.weight), x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor | None, dx: Tensor | None):
+        """The gradients of y, and of x as others use it -> that of x."""
+        (weight, fused), (x,) = ctx.arguments, ctx.saved_tensors
+        if dy is None:
+            return dx, None, None
+        rows = dy.flatten(0, -2)
+        if ctx.needs_input_grad[0] and dx is None:
+            dx = torch.matmul(dy, weight)
+        elif ctx.needs_input_grad[0]:
+            dx.view(-1, dx.shape[-1]).addmm_(rows, weight)  # made by the next one's backward: nobody else has it
+        if weight.requires_grad:
+            add_product(weight, rows, x.flatten(0, -2), fused)
+        return dx, None, None
+
+
+def multiply(linear: nn.Linear, box: list, fused: bool, last: bool, x: Tensor) -> Tensor:
+    """In the place of a linear layer's forward. `box`: (x, x handed on), by the one before if it has the same x."""
+    given = box.pop()[1] if box and box[-1][0] is x else x
+    box.clear()
+    if not torch.is_grad_enabled():
+        return F.linear(x, linear.weight)
+    y, handed_on = SummingLinear.apply(given, linear, fused)
+    if not last:
+        box.append((x, handed_on))
+    return y
+
+
+def attach(config: Any, parts: Parts):
+    """Let matrices that share an input follow one another."""
+    if not config.fused_gradients:
+        return
+    model, fused = parts.model, adds_to_wide(next(parts.model.parameters()))
+
+    def follow(linears: list[nn.Module]):
+        box: list = []
+        for linear in linears:
+            call = partial(multiply, linear, box, fused, linear is linears[-1])
+            parts.instead(linear, "forward", torch.compiler.disable(call), by=__name__)
+
+    for layer in model.model.layers.values():
+        for block in layer.modules():
+            own = {name: child for name, child in block.named_children() if isinstance(child, nn.Linear)}
+            for names in TOGETHER:
+                follow([own[name] for name in names if name in own])
+    if model.lm_head is not None and not model.config.tied:
+        follow([model.lm_head])

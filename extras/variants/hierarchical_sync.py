@@ -1,0 +1,99 @@
+"""Sums in two levels (`--sync hierarchical --ranks-per-node N`; BlueConnect: Cho et al. 2019; "2D" in Horovod, NCCL).
+
+Links inside a node are many times faster than those between. So the ranks of a node first reduce-scatter, then each
+sums its shard with the ranks that have the same one in other nodes, then all gather inside:
+
+    n = 4, N = 2                  node 0: rank 0   rank 1        node 1: rank 2   rank 3
+        at first                          a0 b0    a1 b1                 a2 b2    a3 b3
+        reduce-scatter inside                b01   a01                      b23   a23         N-1 rounds
+        all-reduce between                   b0123 a0123                    b0123 a0123       2 (K-1) rounds, K nodes
+        all-gather inside                 a b      a b                   a b      a b         N-1 rounds
+
+With S bytes a rank sends 2 (N-1)/N S inside and 2 (K-1)/K S/N between: together the 2 (n-1)/n S of --sync ring. In a
+ring over n = N K ranks every round waits for a link between nodes, 2 (n-1) times; here 2 (K-1) do, and all N ranks of a
+node send at once, where the ring has one of them send for all.
+
+In step 2, `RingSync.sum_up` would be three calls of its own loop, each over some of the ranks.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common import UserError
+from common.comm import Group, Mesh, exchange
+from common.model import Decoder
+from step02_ddp import SYNCS, Config, NaiveSync
+from extras.variants import Parts
+
+SINCE = Config
+
+
+@dataclass
+class Flags:
+    """Sums in two levels."""
+
+    ranks_per_node: int = 8  # with --sync hierarchical: ranks 0 to N-1 are in a node, N to 2N-1 in the next
+
+
+NEEDS = [("ranks_per_node", "sync", "hierarchical")]
+
+
+def check(config: Any, world: int):
+    """Every group has equally many ranks in each node it is in. Raises UserError."""
+    if config.sync != "hierarchical":
+        return
+    node, world = config.ranks_per_node, config.dry_run or world
+    if node < 1:
+        raise UserError(f"--ranks-per-node {node}: a node has at least 1 rank")
+    for size in (world // getattr(config, "pp", 1), getattr(config, "tp", 1), getattr(config, "ep", 1)):
+        if size % node and node % size:
+            raise UserError(f"--ranks-per-node {node}: of it and {size} ranks that lie side by side one must divide")
+
+
+def pass_round(shards: list[Tensor], peers: list[int], group: Group, rounds: range):
+    """Rounds 0 to n-2 of step 2's ring over `peers` (ranks in the group) reduce-scatter, n-1 to 2n-3 all-gather."""
+    n, r = len(peers), peers.index(group.rank)
+    for s in rounds:
+        outgoing, target = shards[(r - s) % n], shards[(r - s - 1) % n]
+        incoming = torch.empty_like(target)
+        exchange([(outgoing, peers[(r + 1) % n])], [(incoming, peers[(r - 1) % n])], group).wait()
+        if s < n - 1:
+            target += incoming
+        else:
+            target.copy_(incoming)
+
+
+class HierarchicalSync(NaiveSync):
+    """Gradients are summed one by one, as by RingSync."""
+
+    def __init__(self, model: Decoder, config: Any, mesh: Mesh):
+        super().__init__(model, config, mesh)
+        self.node = config.ranks_per_node
+
+    def sum_up(self, gradient: Tensor, group: Group):
+        """Sum a contiguous tensor over the group, in place."""
+        nodes: dict[int, list[int]] = {}  # node -> ranks in the group
+        for r, rank in enumerate(dist.get_process_group_ranks(group.handle)):
+            nodes.setdefault(rank // self.node, []).append(r)
+        inside = next(peers for peers in nodes.values() if group.rank in peers)
+        n, place = len(inside), inside.index(group.rank)
+        across, shards = [peers[place] for peers in nodes.values()], gradient.view(-1).tensor_split(n)
+        pass_round(shards, inside, group, range(n - 1))
+        ours = shards[(place + 1) % n]  # of this node the sum is complete
+        pass_round(ours.tensor_split(len(across)), across, group, range(2 * (len(across) - 1)))
+        pass_round(shards, inside, group, range(n - 1, 2 * (n - 1)))
+
+
+SYNCS["hierarchical"] = HierarchicalSync
+
+
+def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
+    """Step 2's bytes, in messages."""
+    if config.sync != "hierarchical":
+        return {}
+    return dict(gradients=Counter({(dim, "send"): sent for (dim, _), sent in said["gradients"].items()}))

@@ -1,0 +1,160 @@
+"""Muon (`--optimizer muon`; Jordan et al. 2024): a matrix moves by its momentum made orthogonal, so it must be whole.
+
+AdamW looks at each number alone, so any shard of a parameter can be updated where it lies. Muon cannot be sharded like
+that. With gradient G and momentum M of a matrix W [out, in], learning rate lr, weight decay d:
+
+    M = 0.95 M + 0.05 G          U = 0.95 M + 0.05 G           number by number, where the shards lie (Nesterov)
+    O = orthogonal(U)            U = A S B^T -> about A B^T    needs all of U: five Newton-Schulz iterations
+    W = (1 - lr d) W - lr 0.2 sqrt(max(out, in)) O             number by number, where the shards lie
+
+0.2 sqrt(max) gives an update the size of AdamW's (Liu et al. 2025, "Muon is Scalable for LLM Training"), so --lr and
+--weight-decay mean the same for both. The hidden matrices, `*_proj.weight`, are Muon's; AdamW keeps norms, embedding,
+head and router. In step 1 it would be one more entry of OPTIMIZERS. With ranks, WHO OWNS WHAT stays as it is:
+
+    1  each rank makes U of its shard                              nothing is sent
+    2  a unit's U is all-gathered over the n ranks that cut it     (n-1)/n S            ZeRO's dp (experts: expert_data)
+    3  the parts of a matrix are all-gathered over tp              (tp-1)/tp S          where tensor parallelism cuts it
+    4  each rank makes O of the matrices of which its shard has a part, keeps its own part, and drops the rest
+
+S: bytes that are gathered, 2 a number: U is rounded to bf16 before it travels, as the iterations would round it anyway
+(in fp64, nothing is rounded). In fp32, layouts differ by the rounding of bf16.
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.comm import all_gather
+from common.layout import Shard, layout_of
+from step01_single_gpu import OPTIMIZERS, adamw
+from step03_zero import Unit
+from extras.variants import Parts
+
+MOMENTUM = 0.95
+A, B, C = 3.4445, -4.7750, 2.0315  # x -> A x + B x^3 + C x^5 drives singular values to 0.7 .. 1.2 (Jordan)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a parameter is Muon's, going by its name."""
+    return name.endswith("_proj.weight")
+
+
+def orthogonal(x: Tensor, iterations: int = 5) -> Tensor:
+    """Matrices [n, rows, columns] -> each with all its singular values near 1.
+
+    An odd polynomial of x changes singular values and nothing else.
+    """
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # now no singular value is above 1
+    for _ in range(iterations):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
+    return x.mT if tall else x
+
+
+class Muon:
+    """An update rule as torch.optim's: for the hidden matrices its own, for the rest AdamW's."""
+
+    def __init__(self, masters: dict[str, Tensor], config: Any):
+        """`masters`: what this rank updates, by name: whole local parameters or, with ZeRO, flat parts of them."""
+        self.hidden = {name: tensor for name, tensor in masters.items() if is_hidden(name)}
+        self.adamw = adamw({name: tensor for name, tensor in masters.items() if not is_hidden(name)}, config)
+        self.group = dict(params=list(self.hidden.values()), weight_decay=config.weight_decay)
+        self.state, self.param_groups = self.adamw.state, [*self.adamw.param_groups, self.group]
+
+    def see(self, parts: Parts):
+        """Before the first step: what it must know to see whole matrices."""
+        self.params, self.mesh, self.units = dict(parts.model.named_parameters()), parts.mesh, parts.units
+        self.firsts = {name: max(0, u.first - u.span[name][0]) for u in self.units for name in u.trained}  # of shards
+
+    def gather(self, unit: Unit, updates: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Updates of this rank's shards of a unit -> of all elements of these parameters, flat."""
+        dtype = torch.float64 if unit.flat.dtype == torch.float64 else torch.bfloat16
+        own, whole = torch.zeros_like(unit.shard, dtype=dtype), torch.empty_like(unit.flat, dtype=dtype)
+        ours = {name: update for name, update in updates.items() if name in unit.trained}
+        for name, update in ours.items():
+            unit.view_shard(own, name).copy_(update)
+        all_gather(whole, own, unit.group).wait()
+        return {name: unit.view(whole, name).flatten() for name in ours}
+
+    def touched(self, name: str, first: int) -> tuple[range, list[Shard]]:
+        """Elements of the matrices (of experts) in which our shard, from `first` on, has a part; what cuts each."""
+        param, each = self.params[name], self.params[name].shape[-2:].numel()
+        low, high = first // each, -(-(first + self.hidden[name].numel()) // each)
+        return range(low * each, high * each), [s for s in layout_of(param).shards if s.dim - param.dim() >= -2]
+
+    def orthogonal_part(self, name: str, update: Tensor, first: int) -> Tensor:
+        """The flat update of a parameter -> what its shard, which begins at element `first`, moves by."""
+        param, local = self.params[name], self.hidden[name]
+        matrices, shards = self.touched(name, first)
+        x = update[matrices.start : matrices.stop].view(-1, *param.shape[-2:])
+        x = x.to(torch.float64 if x.dtype == torch.float64 else torch.bfloat16)
+        sides = list(param.shape[-2:])
+        for shard in shards:
+            parts = x.new_empty(self.mesh[shard.over].size, *x.shape)
+            all_gather(parts.view(-1), x.reshape(-1), self.mesh[shard.over]).wait()
+            x = torch.cat(tuple(parts), shard.dim - param.dim())
+            sides.append(shard.full)
+        x = orthogonal(x)
+        for shard in shards:
+            x = x.narrow(shard.dim - param.dim(), shard.start, shard.stop - shard.start)
+        part = x.flatten()[first - matrices.start :][: local.numel()].view_as(local)
+        return part.to(local.dtype) * (0.2 * max(sides) ** 0.5)
+
+    def zero_grad(self):
+        """Drop the gradients."""
+        self.adamw.zero_grad()
+        for shard in self.hidden.values():
+            shard.grad = None
+
+    @torch.no_grad()
+    def step(self):
+        """Update the shards that have gradients. A collective: ranks that share a unit or a matrix meet here."""
+        updates = {}
+        for name, shard in self.hidden.items():
+            if shard.grad is None:
+                continue
+            momentum = self.state[shard].setdefault("momentum_buffer", torch.zeros_like(shard))
+            momentum.lerp_(shard.grad, 1 - MOMENTUM)
+            updates[name] = shard.grad.lerp(momentum, MOMENTUM)
+        for unit in self.units:
+            if unit.grad_shard is None or not any(map(is_hidden, unit.trained)):
+                continue  # offload updates one unit after another
+            updates |= self.gather(unit, updates)  # also without a shard of ours
+        rate, decay = self.group["lr"], self.group["weight_decay"]
+        for name in updates:
+            shard = self.hidden[name]
+            part = self.orthogonal_part(name, updates[name].flatten(), self.firsts.get(name, 0))
+            shard.mul_(1 - rate * decay).sub_(part, alpha=rate)
+        self.adamw.step()
+
+
+def moments(name: str, master: Tensor) -> int:
+    """The momentum of a hidden matrix; AdamW's two of all others."""
+    return (1 if is_hidden(name) else 2) * master.numel()
+
+
+OPTIMIZERS["muon"] = Muon
+
+
+def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
+    """2 and 3 of the table, once a step."""
+    if config.optimizer != "muon":
+        return {}
+    rule, gathered, width = parts.optimizer.torch_optimizer, Counter(), 8 if w.wide == 8 else 2
+    for unit in [unit for unit in parts.units if any(map(is_hidden, unit.trained))]:
+        gathered[unit.group.name, "all_gather"] += (unit.group.size - 1) * unit.length * width
+    for name in rule.hidden:
+        matrices, shards = rule.touched(name, rule.firsts.get(name, 0))
+        for shard in shards:  # one at most
+            gathered[shard.over, "all_gather"] += (parts.mesh[shard.over].size - 1) * len(matrices) * width
+    return dict(updates=gathered)
+
+
+def attach(config: Any, parts: Parts):
+    """Show the rule what it must know."""
+    if config.optimizer == "muon":
+        parts.optimizer.torch_optimizer.see(parts)

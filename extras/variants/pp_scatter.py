@@ -1,0 +1,70 @@
+"""Boundaries of a pipeline without SP: tp ranks send a part each (`--pp-scatter`; Narayanan et al. 2021, 4.1).
+
+Without sequence parallelism all tp ranks of a stage have the same x, and send it side by side: the same bytes tp times.
+Here rank t sends the t-th part of its tokens; those that receive the parts gather them over tp, inside a node:
+
+    stage 0, rank t    x whole  ->  x_t ------->  x_t  ->  all-gather over tp  ->  x whole    stage 1, rank t
+
+Law: over pp a rank sends S / tp instead of S bytes at a boundary, and over tp (tp-1)/tp S more for each that it
+receives. It is worth it where a link between nodes is slower than tp inside one. What stays on a rank (stages of a V)
+stays whole. With SP a rank has its part anyway.
+
+In step 6, `forward` and `backward` would begin and end with this, and `buffer` would have room for a part.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+import step06_pipeline as step06
+from step04_tp_sp import gather_tokens
+from extras.variants import Parts
+
+SINCE = step06.Config
+
+
+@dataclass
+class Flags:
+    """Boundaries of a pipeline."""
+
+    pp_scatter: bool = False  # without SP: tp ranks send a part each over a pipeline boundary, and gather on arrival
+
+
+NEEDS = [("pp_scatter", "pp"), ("pp_scatter", "tp")]  # and --no-sp: extras/theory/layouts.py
+
+
+def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
+    """As the law says: who sends an x receives its dx, so as many messages come as leave."""
+    if not config.pp_scatter:
+        return {}
+    sent, tp = said["stages"]["pp", "send"], config.tp
+    return dict(stages=Counter({("pp", "send"): sent / tp, ("tp", "all_gather"): (tp - 1) / tp * sent}))
+
+
+def attach(config: Any, parts: Parts):
+    """Part the messages of the pipeline."""
+    if not config.pp_scatter:
+        return
+    pipeline, tp = parts.pipeline, parts.mesh["tp"]
+
+    def leaves(stage: int | None) -> bool:
+        return stage is not None and pipeline.places[stage].rank != pipeline.group.rank
+
+    def act(run: Callable, i: int, stage: int, message: Tensor | None, comes: str, goes: str) -> Tensor | None:
+        """Forward or backward of a stage: [batch, seq/tp, dim], if it comes from another rank, and so it goes."""
+        place = pipeline.places[stage]
+        output = run(i, stage, gather_tokens(message, tp) if leaves(getattr(place, comes)) else message)
+        return output.chunk(tp.size, 1)[tp.rank].contiguous() if leaves(getattr(place, goes)) else output
+
+    def buffer(room: Callable, i: int) -> Tensor:
+        """Room for a part."""
+        batch, seq, dim = (whole := room(i)).shape
+        return whole.new_empty(batch, seq // tp.size, dim)
+
+    parts.around(pipeline, "buffer", buffer, by=__name__)
+    parts.around(pipeline, "forward", partial(act, comes="before", goes="after"), by=__name__)
+    parts.around(pipeline, "backward", partial(act, comes="after", goes="before"), by=__name__)

@@ -1,0 +1,41 @@
+"""The next step's batch is read while this one's is computed (`--prefetch`): worth it where a GPU computes.
+
+A batch is a pure function of the step, so it does not matter who reads it, or when. In step 1 the loop would ask for
+the batch of `step + 1` before it waits for the loss. (On a CPU the cores have other work.)
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from extras.variants import Parts
+
+
+@dataclass
+class Flags:
+    """Reading ahead."""
+
+    prefetch: bool = False  # read the next step's batch while this one's is computed
+
+
+class Ahead:
+    """Who reads."""
+
+    def __init__(self):
+        self.reader = ThreadPoolExecutor(1)
+        self.coming: dict[int, Future] = {}  # by step
+
+    def batch(self, read: Callable, step: int) -> tuple[Tensor, Tensor]:
+        """Around `Data.batch`: the batch of a step, the one that is coming, or another one."""
+        here = self.coming.get(step)
+        self.coming = {step + 1: self.reader.submit(read, step + 1)}
+        return read(step) if here is None else here.result()
+
+
+def attach(config: Any, parts: Parts):
+    """Read ahead."""
+    if config.prefetch:
+        parts.around(parts.data, "batch", Ahead().batch, by=__name__)

@@ -1,0 +1,161 @@
+"""Which experts a token visits, beyond step 7: groups, capacity, a z-loss, shared experts; no balance, or by bias.
+
+    --expert-groups        a token's experts come from at most --groups-per-token of them (DeepSeek-V3, 2.1.2)
+    --capacity-factor c    in training an expert takes the first c top_k T / E choices of a micro-batch's T tokens
+                           (Fedus et al. 2021); others get nothing from it. The cp x tp ranks gather their choices
+    --z-loss               coefficient of mean (log sum exp)^2 of the router's logits (Zoph et al. 2022, "ST-MoE")
+    --shared-experts       so many more, which every token visits, as one MLP (DeepSeek)
+    --balance none, bias   no auxiliary loss; extras/variants/balance_bias.py
+
+In step 7, each of these is one to four lines of `MoE.forward`, of which the one below is the long form.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import step07_moe_ep as step07
+from common import UserError
+from common.comm import Mesh
+from common.layout import note_layout
+from common.model import MLP, PRESETS, wide
+from step04_tp_sp import SHARD_DIMS, enter_block, gather_tokens, leave_block, shard_param
+from step07_moe_ep import BALANCE, AddLoss, MoE, own_tokens
+from extras.variants import Parts
+from extras.variants.visits import visit_local
+
+SINCE = step07.Config
+
+
+@dataclass
+class Flags:
+    """More about experts."""
+
+    z_loss: float = 0.0  # coefficient of the router's z-loss
+    capacity_factor: float = 0.0  # most tokens of an expert, as a multiple of the mean; 0: no limit
+    expert_groups: int = 1  # groups of experts
+    groups_per_token: int = 0  # how many groups a token's experts may come from; 0: all
+    shared_experts: int = 0  # experts that every token visits
+
+
+NEEDS = [("expert_groups", "groups_per_token"), ("groups_per_token", "expert_groups")]
+
+
+class RoutedMoE(MoE):
+    """Step 7's layer with what the flags say. `visit`: how tokens meet experts (extras/variants/expert_rows.py)."""
+
+    def __init__(self, dim: int, ffn_dim: int, config: Any, mesh: Mesh):
+        super().__init__(dim, ffn_dim, config, mesh)
+        self.config, self.visit = config, visit_local
+        self.positions = self.shared_experts = None  # the former: of this rank's tokens, where ranks share a sequence
+        self.z_coeff = config.z_loss * config.micro_batch_size / config.global_batch_size  # as `coeff`
+        self.coeff *= config.balance == "loss"
+        self.bias: Tensor | None = None  # [experts], added for the choice
+        if config.shared_experts:
+            self.shared_experts = MLP(replace(PRESETS[config.model], ffn_dim=config.shared_experts * ffn_dim))
+            for name, linear in self.shared_experts.named_children():
+                linear.weight = shard_param(linear.weight, SHARD_DIMS[name], mesh["tp"])
+                note_layout(linear.weight, data_dim="data")
+            if (tp := mesh["tp"]).size > 1:  # step 4's f and g, as with SP: tp ranks have different tokens here
+                self.shared_experts.register_forward_pre_hook(lambda _, x: enter_block(x[0], tp, True))
+                self.shared_experts.register_forward_hook(lambda _module, _x, y: leave_block(y, tp, True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, dim] -> [batch, seq, dim]."""
+        tokens, precise = x.flatten(0, 1), wide(x.dtype)
+        logits = F.linear(tokens.to(precise), self.router.weight.to(precise))
+        if self.z_coeff:
+            z = logits.logsumexp(-1).square().sum() / (len(tokens) * self.group.size)
+            logits = AddLoss.apply(logits, z, self.z_coeff)
+        p = logits.softmax(-1)
+        chosen = self.choose(p.detach() if self.bias is None else p.detach() + self.bias)
+        scores = p.gather(1, chosen)
+        if self.top_k > 1:
+            scores = scores / scores.sum(-1, keepdim=True)
+        counts = F.one_hot(chosen.flatten(), p.shape[-1]).sum(0)
+        if torch.is_grad_enabled():  # in training
+            if self.bias is not None:
+                self.load += counts
+            if self.config.capacity_factor:
+                scores = scores * self.within_capacity(chosen.view(*x.shape[:-1], -1), p.shape[-1]).flatten(0, 1)
+        out = self.visit(self.experts, tokens, torch.zeros_like(p).scatter(1, chosen, scores)).to(x.dtype).view_as(x)
+        if self.shared_experts is not None:
+            out = out + self.shared_experts(x)
+        return AddLoss.apply(out, self.aux_loss(p, counts), self.coeff)
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """scores [tokens, experts] -> the best of each token, int64 [tokens, top_k], from the best groups."""
+        groups, most = self.config.expert_groups, self.config.groups_per_token
+        if 0 < most < groups:
+            by_group = scores.unflatten(1, (groups, -1))
+            each = min(max(1, self.top_k // most), by_group.shape[-1])  # a group is worth its best few
+            best = by_group.topk(each).values.sum(-1).topk(most).indices
+            barred = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(1, best, False)
+            scores = by_group.masked_fill(barred[..., None], -torch.inf).flatten(1)
+        return scores.topk(self.top_k).indices
+
+    def within_capacity(self, chosen: Tensor, experts: int) -> Tensor:
+        """int64 [batch, seq/n, top_k] -> bool: which choices are among their expert's first, by token."""
+        if self.group.size > 1:
+            order = gather_tokens(self.positions[None, :, None], self.group).flatten().argsort()
+            chosen = gather_tokens(chosen, self.group)[:, order]
+        capacity = ceil(self.config.capacity_factor * chosen.numel() / experts)
+        asked = F.one_hot(chosen.flatten(), experts).cumsum(0).gather(1, chosen.flatten()[:, None])
+        kept = (asked <= capacity).view(chosen.shape)
+        return kept[:, self.positions] if self.group.size > 1 else kept
+
+
+BALANCE["none"] = RoutedMoE
+
+
+def room(config: Any) -> float:
+    """The part of all choices that experts have room for, if all are asked alike."""
+    return min(1.0, config.capacity_factor or 1.0)
+
+
+def visits(config: Any) -> list[float]:
+    """How many experts a token visits."""
+    return [room(config) * config.experts_per_token]
+
+
+def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
+    """Fewer rows, where experts have no room; int64 choices, gathered to know where; f and g of shared experts."""
+    passes, tokens, rows = w.routers * (1 + w.recompute), w.tokens / config.tp, said["rows"].items()
+    changed = dict(rows=Counter({key: room(config) * n for key, n in rows})) if config.ep_mode == "alltoall" else {}
+    if config.capacity_factor:
+        own = 8 * (tokens / config.micro_batch_size + tokens * config.experts_per_token)  # positions go with them
+        changed["capacity"] = Counter({("sequence", "all_gather"): passes * (parts.mesh["sequence"].size - 1) * own})
+    if config.shared_experts:
+        each = (passes + w.routers) * (config.tp - 1) * tokens * w.m.dim * w.e
+        changed["shared"] = Counter({("tp", "all_gather"): each, ("tp", "reduce_scatter"): each})
+    return changed
+
+
+def check(config: Any, world: int):
+    """Groups must be equal, and have enough experts. Raises UserError."""
+    groups, most = config.expert_groups, config.groups_per_token
+    if config.experts % groups:
+        raise UserError(f"--expert-groups {groups} must divide --experts {config.experts}")
+    if most >= groups > 1:
+        raise UserError(f"--groups-per-token {most} bars none of the groups: choose it below --expert-groups {groups}")
+    if 0 < most < groups and most * config.experts // groups < config.experts_per_token:
+        raise UserError(f"--groups-per-token {most} have less than --experts-per-token {config.experts_per_token}")
+
+
+def prepare(config: Any, parts: Parts):
+    """The long form of step 7's layer, if a flag asks for more than the short one does."""
+    asked = config.capacity_factor, config.groups_per_token, config.z_loss, config.shared_experts
+    if config.balance == "loss" and (any(asked) or config.ep_mode != "alltoall"):
+        parts.instead(BALANCE, "loss", RoutedMoE, by=__name__)
+
+
+def attach(config: Any, parts: Parts):
+    """Tell the layers which tokens of a sequence are here."""
+    for module in parts.model.modules():
+        if isinstance(module, RoutedMoE):
+            module.positions = own_tokens(parts.positions[None], parts.mesh["tp"])[0]

@@ -1,0 +1,65 @@
+"""Gradients that come K updates late (`--stale K`): w(t+1) = w(t) - lr g(w(t-K)). With K = 0 nothing is late.
+
+Who does not wait trains so. In asynchronous data parallelism a gradient arrives when others have moved the weights
+(Dean et al. 2012, "DistBelief"); in a pipeline that is never flushed, PipeDream with vertical sync, all gradients of p
+stages are p - 1 late (Narayanan et al. 2019, section 3.3). What that buys is time: no rank is ever idle. What it costs
+is shown here, where nothing is won: a late gradient points from where the weights were. So everybody waits (step 6
+flushes), and pays for it with a bubble.
+
+The first K steps update nothing. Clipping and learning rate are those of the step in which a gradient was found, and
+in which it arrives. Memory: K more gradients of what a rank updates. No checkpoint holds them: --resume is refused.
+In step 1 `Optimizer.step` would put the gradients in a queue, and take the oldest.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from common import UserError
+from extras.variants import Parts
+
+
+@dataclass
+class Flags:
+    """Late gradients."""
+
+    stale: int = 0  # updates by which a gradient is late; 0: it is not
+
+
+def check(config: Any, world: int):
+    """Raises UserError."""
+    if config.stale and config.resume:
+        raise UserError(f"--stale {config.stale}: the gradients that are under way are in no checkpoint: no --resume")
+
+
+class Queue:
+    """The gradients under way, by master, the oldest first."""
+
+    def __init__(self, config: Any, parts: Parts):
+        self.late, self.masters, self.steps = config.stale, parts.optimizer.masters, 0
+        self.waiting: dict[str, list[Tensor]] = {name: [] for name in self.masters}
+
+    def step(self, plain: Callable, lr: float):
+        """Around `optimizer.step`: all ranks count alike, also those that update nothing."""
+        self.steps += 1
+        plain(lr)
+
+    def update(self, plain: Callable):
+        """Around the rule's own step, which offloading calls once a unit: it sees older gradients."""
+        for name, master in self.masters.items():
+            if master.grad is not None:
+                queue = self.waiting[name]
+                queue.append(master.grad.clone())  # a buffer is used again
+                master.grad = queue.pop(0) if len(queue) > self.late else None
+        if self.steps > self.late:
+            plain()
+
+
+def attach(config: Any, parts: Parts):
+    """From here on, gradients are late."""
+    if config.stale:
+        queue = Queue(config, parts)
+        parts.around(parts.optimizer, "step", queue.step, by=__name__)
+        parts.around(parts.optimizer.torch_optimizer, "step", queue.update, by=__name__)

@@ -1,0 +1,52 @@
+"""One rank sums for all (`--sync server`): the first way to train on several machines, a parameter server.
+
+Rank 0 gets everyone's gradients, adds them up, and sends the sum back (Li et al. 2014, "Scaling Distributed Machine
+Learning with the Parameter Server", with one server; there it also updates, and weights of as many bytes come back).
+
+                  rank 0 sends    rank 0 receives    any other rank sends, and receives
+    server        (n-1) S         (n-1) S            S
+    all-reduce    2 (n-1)/n S     the same           the same: less than 2 S, whatever n is (step 2)
+
+All bytes pass one link: with n ranks the sum takes n/2 times as long as a ring's. That is what all-reduce removed.
+In step 2 this would be one more `sum_up`.
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.comm import Group, exchange
+from step02_ddp import SYNCS, Config, NaiveSync
+from extras.variants import Parts
+
+SINCE = Config
+
+
+class ServerSync(NaiveSync):
+    """`NaiveSync`, with a sum that is made in one place."""
+
+    def sum_up(self, gradient: Tensor, group: Group):
+        """Sum a contiguous tensor over the group, in place."""
+        if group.rank > 0:
+            exchange([(gradient, 0)], [], group).wait()
+            exchange([], [(gradient, 0)], group).wait()
+            return
+        others = [(torch.empty_like(gradient), rank) for rank in range(1, group.size)]
+        exchange([], others, group).wait()
+        for other, _ in others:
+            gradient += other
+        exchange([(gradient, rank) for _, rank in others], [], group).wait()
+
+
+SYNCS["server"] = ServerSync
+
+
+def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
+    """As the table says; step 2's sum would have sent 2 (n-1)/n S."""
+    new = Counter()
+    for (dim, _), sent in said["gradients"].items() if config.sync == "server" else ():
+        n, rank = parts.mesh[dim].size, parts.mesh[dim].rank
+        new[dim, "send"] = sent * n / 2 / (n - 1) * (1 if rank else n - 1)
+    return dict(gradients=new) if new else {}

@@ -1,0 +1,94 @@
+"""PyTorch's own data parallelism (`--sync torch`), to compare step 2 with: DistributedDataParallel (Li et al. 2020).
+
+It wraps the model's forward: it looks for the parameters that a pass has used, and decides there whether the backward
+pass will communicate. By itself it averages gradients; a hook of ours adds them, as step 2 does. In step 2's `train`,
+the model would be wrapped, and all micro-batches but the last would run under its `no_sync`.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import step02_ddp as step02
+from common import UserError
+from common.comm import Group, Mesh, note
+from common.layout import data_parallel_group
+from common.model import Decoder
+from common.trainer import choose_device
+from step02_ddp import SYNCS
+from extras.variants import Parts
+
+SINCE = step02.Config
+
+
+def check(config: Any, world: int):
+    """Raises UserError."""
+    if config.sync == "torch" and not getattr(config, "zero", 0):
+        if config.dry_run:
+            raise UserError("--sync torch needs real ranks: use another --sync with --dry-run")
+        if choose_device(config)[1].itemsize == 2:
+            raise UserError("--sync torch adds gradients up in 16 bits: use --dtype fp32, or another --sync")
+        if hasattr(config, "pp"):
+            raise UserError("--sync torch wraps the whole model, which a pipeline runs in parts: use another --sync")
+
+
+class Inside(nn.Module):
+    """What DistributedDataParallel wraps: the model's parameters, and its forward as it was."""
+
+    def __init__(self, model: Decoder):
+        super().__init__()
+        self.model, self.original = model, model.forward
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """As the model's."""
+        return self.original(*inputs)
+
+
+class TorchSync:
+    """DistributedDataParallel, told to add instead of average, and to leave the initial weights alone."""
+
+    def __init__(self, model: Decoder, config: Any, mesh: Mesh):
+        """In a group of one there is nothing to wrap."""
+        group, self.left, self.ddp = data_parallel_group(next(model.parameters()), mesh), 0, None
+        if group.size == 1:
+            return
+        self.ddp = DistributedDataParallel(
+            Inside(model),
+            process_group=group.handle,
+            bucket_cap_mb=config.bucket_mb,
+            gradient_as_bucket_view=True,
+            init_sync=False,
+        )
+        self.ddp.register_comm_hook(group, self.add)
+
+    @staticmethod
+    def add(group: Group, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Communication hook: the sum of one of DDP's buckets."""
+        note("all_reduce", group, bucket.buffer(), 2 * (group.size - 1) / group.size)
+        work = dist.all_reduce(bucket.buffer(), group=group.handle, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    def begin(self, n_micro_batches: int):
+        """So many forward passes will come; only the last one's backward communicates."""
+        self.left = n_micro_batches
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """In the place of the model's: through DDP."""
+        self.left -= 1
+        self.ddp.require_backward_grad_sync = self.left == 0
+        return self.ddp(*inputs)
+
+    def finish(self):
+        """DDP has waited at the end of backward."""
+
+
+SYNCS["torch"] = TorchSync
+
+
+def attach(config: Any, parts: Parts):
+    """Whoever calls the model calls DistributedDataParallel."""
+    if isinstance(parts.sync, TorchSync) and parts.sync.ddp is not None:
+        parts.instead(parts.model, "forward", parts.sync.forward, by=__name__)

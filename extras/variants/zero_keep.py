@@ -1,0 +1,82 @@
+"""ZeRO 3 that keeps what it has gathered until the update (`--zero-keep`; Llama 3: Dubey et al. 2024, 3.3.2).
+
+A pipeline has many micro-batches in a step. Step 3 gathers a layer twice in each: 2 m all-gathers of weights that have
+not changed. Kept, they are gathered once a step, by the first micro-batch that uses them, and dropped by `publish`:
+
+    elements a rank sends, x (n-1)/n    m (3 P - e)   becomes   (m+1) P, as in stage 2
+    it holds, beside its shards         two units     becomes   all of its units
+
+So between steps it holds as little as stage 3, within one as much as stage 2; the update is sharded in all of them, and
+no all-gather stands after it: the first forward hides what stage 2 shows.
+
+`--zero-keep-mb M` keeps units of at most M MiB alone, as the persistence threshold of DeepSpeed's stage 3 does. A small
+unit costs a message each time, and little memory; a large one, as the experts of a layer, is freed as in step 3.
+
+In step 3, `ShardedUnit.free` would be called by `publish` alone.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from typing import Any
+
+from common import UserError
+from step03_zero import Config, ShardedUnit
+from extras.variants import Parts
+
+SINCE = Config
+
+
+@dataclass
+class Flags:
+    """What stage 3 keeps."""
+
+    zero_keep: bool = False  # with --zero 3: gather a unit once a step, and drop it after the update
+    zero_keep_mb: float = 0.0  # with --zero-keep: keep units of at most so many MiB alone; 0: all
+
+
+NEEDS = [("zero_keep", "zero", 3), ("zero_keep_mb", "zero_keep")]
+
+
+def check(config: Any, world: int):
+    """Raises UserError for a size that no unit has."""
+    if config.zero_keep_mb < 0:
+        raise UserError(f"--zero-keep-mb {config.zero_keep_mb:g}: units have more than 0 MiB; 0 keeps all of them")
+
+
+def kept(config: Any, parts: Parts) -> dict[int, ShardedUnit]:
+    """The units that stay, by their places among all."""
+    most = config.zero_keep_mb * 2**20 or inf
+    return {i: unit for i, unit in enumerate(parts.units) if config.zero_keep and unit.nbytes <= most}
+
+
+def gathered(config: Any, parts: Parts) -> float:
+    """Bytes of whole units, beside the shards."""
+    return sum(unit.nbytes for unit in kept(config, parts).values())
+
+
+def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
+    """Each unit that stays is gathered once."""
+    return {
+        f"weights of unit {i}": Counter({(unit.group.name, "all_gather"): unit.nbytes - unit.shard.nbytes})
+        for i, unit in kept(config, parts).items()
+    }
+
+
+def keep():
+    """In the place of `ShardedUnit.free`: others will use it in this step."""
+
+
+def publish(units: list[ShardedUnit]):
+    """In the place of `Zero3.publish`: after the update, really drop all that is gathered."""
+    for unit in units:
+        ShardedUnit.free(unit)
+
+
+def attach(config: Any, parts: Parts):
+    """Keep what is small enough."""
+    if config.zero_keep:
+        for unit in kept(config, parts).values():
+            parts.instead(unit, "free", keep, by=__name__)
+        parts.instead(parts.optimizer, "publish", partial(publish, parts.units), by=__name__)

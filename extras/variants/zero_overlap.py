@@ -1,0 +1,74 @@
+"""ZeRO 1 whose sums start in the last backward (`--zero-overlap`), as step 2's buckets do (Li et al. 2020).
+
+    backward of the last micro-batch     H   1   0   E                units in the order in which gradients are complete
+    step 3's stage 1                                     H 1 0 E      all reduce-scatters after it
+    with --zero-overlap                      H   1   0   E            a unit's, while the next one is computed
+
+A unit is sent when it and all before it have had their additions of all micro-batches: so all ranks send in the same
+order. Only E's is left when backward is done. Bytes and calls stay the same.
+
+In step 3, `Zero1` would count additions as `BucketSync` of step 2 does.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from common.comm import Pending
+from step03_zero import Config, Unit, Zero1
+from extras.variants import Parts
+
+SINCE = Config
+
+
+@dataclass
+class Flags:
+    """Sums of stage 1."""
+
+    zero_overlap: bool = False  # with --zero 1: start a unit's sum as soon as its last gradient is complete
+
+
+NEEDS = [("zero_overlap", "zero", 1)]
+
+
+class Early:
+    """Sums of `zero`'s units, which start early."""
+
+    def __init__(self, zero: Zero1):
+        self.zero = zero
+        self.unsent: list[Unit] = []
+        self.pending: list[Pending] = []
+        for unit in zero.units:
+            for param in unit.trained.values():
+                param.register_post_accumulate_grad_hook(partial(self.mark_ready, unit))
+
+    def begin(self, plain: Callable, n_micro_batches: int):
+        """Around `Zero1.begin`: so many additions to each gradient are to come."""
+        plain(n_micro_batches)
+        self.unsent, self.pending = self.zero.units[::-1], []
+        for unit in self.zero.units:
+            unit.missing = n_micro_batches * len(unit.trained)
+
+    def mark_ready(self, unit: Unit, _param: nn.Parameter):
+        """Hook: autograd has added to a gradient of `unit`."""
+        unit.missing -= 1
+        while self.unsent and self.unsent[0].missing == 0:
+            self.pending.append(self.zero.reduce(self.unsent.pop(0)))
+
+    def finish(self):
+        """In the place of `Zero1.finish`: send what still misses additions, as nobody has used it; wait for all."""
+        for pending in [*self.pending, *map(self.zero.reduce, self.unsent)]:
+            pending.wait()
+        for unit in self.zero.units:
+            unit.grad_shard = unit.reduced_shard
+
+
+def attach(config: Any, parts: Parts):
+    """Let them start early."""
+    if config.zero_overlap:
+        early = Early(parts.optimizer)
+        parts.around(parts.sync, "begin", early.begin, by=__name__)
+        parts.instead(parts.sync, "finish", early.finish, by=__name__)

@@ -1,0 +1,81 @@
+"""ZeRO over some of the ranks (`--zero-replicas R`; MiCS: Zhang et al. 2022; "hybrid sharding" in FSDP).
+
+Slices over all dp ranks mean that every gather waits for the slowest link. With R replicas, dp / R neighbours (those of
+a node, say) share the shards, and gather among themselves; R ranks hold the same shard.
+
+    dp = 4, R = 2:     shard 0-1, 2-3         replicas 0-2, 1-3
+
+    gather, reduce-scatter     over shard                                  as in step 3, with fewer ranks
+    once a step                over replicas: all-reduce of the shards     2 (R-1)/R P R/n elements a rank
+
+Memory: a shard is R times as large. With R = dp nothing is sharded.
+
+In step 3 a unit's group would be "shard", and `finish` would have two more lines. The record of a parameter says
+data="shard"; so norm and checkpoints know.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from common.comm import Mesh, all_reduce
+from common.layout import layout_of, note_layout
+from common.model import Decoder
+from step03_zero import STAGES, Config
+from extras.variants import Parts
+
+SINCE = Config
+
+
+@dataclass
+class Flags:
+    """Replicas of ZeRO's shards."""
+
+    zero_replicas: int = 1  # R: shard over dp / R neighbours (of a node, say), and sum shards' gradients over R
+
+
+def prepare(config: Any, parts: Parts):
+    """Let the stage of ZeRO shard over fewer ranks."""
+    if config.zero_replicas > 1 and config.zero:
+        parts.around(STAGES, config.zero, with_replicas, by=__name__)
+
+
+def with_replicas(
+    stage: Callable, model: Decoder, config: Any, mesh: Mesh, device: torch.device, dtype: torch.dtype
+) -> Any:
+    """Around a stage of ZeRO: it shards over the dimension "shard". Experts keep their own group."""
+    rows = mesh.join("data", *(dim for dim in ("dp", "cp") if dim in mesh.sizes))  # int [groups, dp x cp]
+    shards = rows.reshape(len(rows), config.zero_replicas, -1)
+    mesh.enter("shard", shards.reshape(-1, shards.shape[2]))
+    mesh.enter("replicas", shards.swapaxes(1, 2).reshape(-1, config.zero_replicas))
+    for param in model.parameters():
+        if layout_of(param).data_dim in ("dp", "data"):
+            note_layout(param, data_dim="shard")
+    return stage(model, config, mesh, device, dtype)
+
+
+def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
+    """The shards' sums over replicas, beside what is sent over fewer ranks."""
+    if config.zero_replicas == 1:
+        return {}
+    n, width = config.zero_replicas, next(parts.model.parameters()).grad_dtype.itemsize if config.zero == 1 else w.wide
+    length = sum(unit.length for unit in parts.units if unit.group.name == "shard")
+    return dict(replicas=Counter({("replicas", "all_reduce"): 2 * (n - 1) / n * length * width}))
+
+
+def finish(parts: Parts, sum_over_shard: Callable):
+    """Around `Zero1.finish`: then over the replicas."""
+    sum_over_shard()
+    shards = [unit.grad_shard for unit in parts.units if unit.group.name == "shard"]
+    for pending in [all_reduce(gradient, parts.mesh["replicas"]) for gradient in shards]:
+        pending.wait()
+
+
+def attach(config: Any, parts: Parts):
+    """Sum over the replicas."""
+    if config.zero_replicas > 1:
+        parts.around(parts.sync, "finish", partial(finish, parts), by=__name__)

@@ -1,1 +1,0 @@
-"""Measurements: `python -m tests.bench` lists them."""
