@@ -42,7 +42,7 @@ from step01_single_gpu import RECOMPUTE, Optimizer, learning_rate, scale
 
 
 def join_ranks(device: torch.device, **options) -> int:
-    """Initialise the process group, unless extras/services/ has; return the number of ranks. torchrun set RANK, WORLD_SIZE."""
+    """Initialise the process group, unless the caller has; return its size. torchrun has set RANK, WORLD_SIZE, ..."""
     if "RANK" in os.environ and not dist.is_initialized():
         try:
             dist.init_process_group(**dict(backend="nccl" if device.type == "cuda" else "gloo") | options)

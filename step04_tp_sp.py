@@ -210,7 +210,7 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
     trunk.embed_tokens = VocabParallelEmbedding(trunk.embed_tokens.weight, ids)
     model.loss = lambda logits, targets: VocabParallelCrossEntropy.apply(logits, targets, ids, group)
 
-    for module in (*blocks, model.lm_head):  # f and g are attributes, so that a variant can replace one of them
+    for module in (*blocks, model.lm_head):  # f and g are attributes, so that one of them can be replaced
         module.enter = lambda x: enter_block(x, group, sp)
         module.register_forward_pre_hook(lambda module, inputs: (module.enter(inputs[0]), *inputs[1:]))
     for module in (trunk.embed_tokens, *blocks):

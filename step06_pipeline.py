@@ -223,7 +223,7 @@ class Instruction(NamedTuple):
 
 
 def costs_of(lists: list[list[Action]]) -> dict[str, int]:
-    """How long each kind of action takes: B 2, or 1 if a schedule of extras/variants/ has gradients of weights apart, as W."""
+    """How long each kind of action takes: B 2, or 1 if a schedule computes gradients of weights apart, as W."""
     split = any(action.kind == "W" for row in lists for action in row)
     return COSTS | dict(B=1) if split else {kind: COSTS[kind] for kind in "FB"}
 

@@ -5,13 +5,12 @@
             run.require_finite(step, loss=..., ...)   before the update
             run.record(step, tokens, loss=..., ...)   one line of metrics.jsonl
 
-Other code attaches here, by a subclass of `Run` that `main` or a test passes to `train`: it may look at the parts, load
-and wrap them, and it sees the numbers and the end. A step does not know that it exists.
+Other code attaches here, by a subclass of `Run` that it passes to `main` or `train`: it may look at the parts, load and
+wrap them, and it sees the numbers and the end. A step does not know that it exists.
 """
 
 import argparse
 import dataclasses
-import importlib.util
 import inspect
 import json
 import math
@@ -154,15 +153,13 @@ def draw_loss(history: list[dict], target: Path):
     figure.savefig(target, dpi=120)
 
 
-def main(train: Callable[[Any, Run], None], cls: type):
+def main(train: Callable[[Any, Run], None], cls: type, run_type: type = Run):
     """Parse the flags and train. What the user can put right is one line, no traceback, and a non-zero exit status."""
-    several, status, run, run_type = int(os.environ.get("WORLD_SIZE", 1)) > 1, 0, None, Run
+    several, status, run = int(os.environ.get("WORLD_SIZE", 1)) > 1, 0, None
     left = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
     try:
         if left and not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             raise UserError(f"no launcher has set {', '.join(left)}: use torchrun, or first unset {' '.join(left)}")
-        if importlib.util.find_spec("services") is not None:  # a folder beside the course: more flags, a richer Run
-            train, cls, run_type = importlib.import_module("extras.services.run").surround(train)
         config = parse(cls)
         with run_type(config) as run:
             train(config, run)

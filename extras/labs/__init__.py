@@ -3,7 +3,7 @@
     python -m extras.labs start 4 FOLDER       a folder with the step, in which the functions of the tasks only raise
     python -m extras.labs check FOLDER         judges it; `python -m extras.labs --help` lists the other commands
 
-Lab N is extras/labs/labN.py, which ends in `LAB = Lab(...)`, and extras/labs/labN.md: its title; each task's name, minutes, what to
+Lab N is labs/labN.py, which ends in `LAB = Lab(...)`, and labs/labN.md: its title; each task's name, minutes, what to
 read and three hints; the question. The types are in extras/labs/course.py:
 
     Lab        modules (those that the student gets; the last is the step), tasks, question
@@ -22,9 +22,9 @@ A task's criteria call its own holes, holes of earlier tasks, and what is no hol
 file in which the holes of *other* tasks are the project's; if that fails, with the file as it stands. So neither an
 error elsewhere nor something that two tasks share costs points. A criterion with `whole` takes the file as it stands.
 
-`Tape` (extras/labs/tape.py) records matmuls, collectives and waits in their order, however they were called: what was sent
+`Tape` (labs/tape.py) records matmuls, collectives and waits in their order, however they were called: what was sent
 (`sent()`), what ran while something was under way (`hidden()`), what nobody has waited for (`left()`). `suite`
-(extras/labs/suite.py) is a criterion that runs the whole file in rows of extras/tests/, and holds it against the project's file.
-After a failure the project's code with each mistake of extras/tests/faults.py in the task's holes runs the same case, and one
+(labs/suite.py) is a criterion that runs the whole file in rows of tests/, and holds it against the project's file.
+After a failure the project's code with each mistake of tests/faults.py in the task's holes runs the same case, and one
 that finds the same numbers is named.
 """

@@ -182,7 +182,7 @@ class Question:
 class Lab:
     """A lab. `modules`: those that the student gets, in the order of their imports; the last is the step.
 
-    Its text, extras/labs/labN.md: the title; for each task its name, its minutes, what to read and three hints; the question.
+    Its text, labs/labN.md: the title; for each task its name, its minutes, what to read and three hints; the question.
     """
 
     number: int
@@ -220,7 +220,9 @@ class Lab:
     def faults(self, number: int) -> list[str]:
         """Names of the mistakes in extras/tests/faults.py whose text stands in a hole of a task; none in a handout."""
         found: list[str] = []
-        known = importlib.import_module("extras.tests.faults").FAULTS if (ROOT / "extras/tests/faults.py").exists() else {}
+        known = (
+            importlib.import_module("extras.tests.faults").FAULTS if (ROOT / "extras/tests/faults.py").exists() else {}
+        )
         for module in self.modules:
             text = path_of(module).read_text()
             nodes = definitions(ast.parse(text))

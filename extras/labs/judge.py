@@ -274,7 +274,7 @@ class Judge:
         if isinstance(outcome, Failed):
             if str(outcome).startswith("not written yet"):
                 ours = f"lab {self.lab.number}," in str(outcome)
-                return f"{outcome}{'' if ours else f'; use a copy made by python -m extras.labs handout {self.lab.number}'}"
+                return f"{outcome}{'' if ours else f'; take a copy: python -m extras.labs handout {self.lab.number}'}"
             return str(outcome) if outcome.fatal or str(outcome) == LATE else f"{where}{outcome}"
         for rank, rows in enumerate(criterion.judged(rows) for rows in outcome):
             for key, found, value in rows:

@@ -1,4 +1,4 @@
-"""The suite as a judge: a step's rows (extras/tests/rows.py, extras/tests/faults.py) and schedules' tests, with a student's step.
+"""The suite as a judge: a step's rows (tests/rows.py, tests/faults.py) and schedules' tests, with a student's step.
 
 A row is a whole run of a layout: losses, gradients, norms and weights of each step, gathered from all ranks, and the
 loss of a look at the model without a graph; beside them bytes, waits, graphs and memory. With `then`, a row is several

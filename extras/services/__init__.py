@@ -1,1 +1,1 @@
-"""What surrounds a run. Nothing in a step knows that it exists; common/trainer.py's `main` opens the door to run.py."""
+"""What surrounds a run. No step knows that it exists; extras/__main__.py starts a step with run.py around it."""

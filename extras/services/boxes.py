@@ -173,7 +173,7 @@ def room_for(kind: str, master: Piece, stored: tuple[int, ...], dtype: torch.dty
 
 
 def take(parts: Parts, stored: Any, moments: bool):
-    """Fill what this rank holds from a checkpoint (extras/services/checkpoint.py), and let the weights follow the masters.
+    """Fill what this rank holds from a checkpoint (services/checkpoint.py), and let the weights follow the masters.
 
     Without `moments` the update rule begins anew.
     """

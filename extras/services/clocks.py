@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from common.comm import Pending
-from step06_pipeline import ACTS
 from extras.variants import Parts
+from step06_pipeline import ACTS
 
 PHASES = {"F": "forward", "B": "backward", "W": "weights"}
 

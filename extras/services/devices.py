@@ -24,11 +24,11 @@ from torch import Tensor
 
 from common import UserError
 from extras.services.launch import gather_objects
-from step02_ddp import join_ranks
 from extras.theory.gpus import GPUS
+from step02_ddp import join_ranks
 
 # Dense peak in TFLOP/s without sparsity, from the vendors' data sheets: (16-bit matrix units, fp32 without TF32). By a
-# part of the name that CUDA gives a GPU, the longer one first; in extras/theory/gpus.py are those that the planner knows, too.
+# part of the name that CUDA gives a GPU, the longer one first; in theory/gpus.py are those that the planner knows, too.
 GPU_PEAKS = {
     "H100 PCIe": (756.0, 51.0),
     "H100 NVL": (835.5, 60.0),

@@ -38,9 +38,9 @@ from extras.services.ledger import Ledger, traffic_table
 from extras.services.memory import MemoryTimeline, MemoryWatch, memory_table
 from extras.services.seam import OpenRun, offered
 from extras.services.tables import human, table
-from step07_moe_ep import MoE
 from extras.theory.gpus import GPUS, Gpu
 from extras.theory.traffic import Traffic
+from step07_moe_ep import MoE
 
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "_grouped_mm": 0}  # where the two factors begin
 NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view", "detach"}

@@ -17,8 +17,8 @@ from common import UserError, comm
 from common.comm import Group, all_gather, all_reduce, exchange
 from common.data import END, Data
 from common.model import IGNORE
-from step06_pipeline import forward_stage
 from extras.variants import Parts
+from step06_pipeline import forward_stage
 
 
 @dataclass

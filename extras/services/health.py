@@ -17,8 +17,8 @@ from torch import Tensor
 from common.model import IGNORE
 from extras.services.launch import gather_objects
 from extras.services.memory import peak_memory
-from step02_ddp import Config as SINCE  # noqa: F401  # one process is its own metrics
 from extras.variants import Parts
+from step02_ddp import Config as SINCE  # noqa: F401  # one process is its own metrics
 
 
 @dataclass

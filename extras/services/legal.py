@@ -1,4 +1,4 @@
-"""Layouts that cannot work are refused before anything is built: by the planner's list of rules (extras/theory/layouts.py)."""
+"""Layouts that cannot work are refused before anything is built: by the planner's list of rules (theory/layouts.py)."""
 
 from dataclasses import fields
 from math import prod

@@ -8,12 +8,12 @@ from common.layout import layout_of
 from common.model import wide
 from common.schedules import Action, Place, consumer
 from extras.services.seam import offered
-from step01_single_gpu import OPTIMIZERS, RECOMPUTE
-from step06_pipeline import TIED, plan
 from extras.theory import activations, shapes, traffic
 from extras.theory.shapes import Shape
 from extras.theory.traffic import Passes, Traffic
 from extras.variants import Parts
+from step01_single_gpu import OPTIMIZERS, RECOMPUTE
+from step06_pipeline import TIED, plan
 
 
 def size(parts: Parts, dim: str) -> int:

@@ -15,8 +15,8 @@ from torch import Tensor
 from common.layout import layout_of
 from extras.services.boxes import Piece, pieces
 from extras.services.launch import gather_objects
-from step02_ddp import Config as SINCE  # noqa: F401  # one process has no replicas
 from extras.variants import Parts
+from step02_ddp import Config as SINCE  # noqa: F401  # one process has no replicas
 
 BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # integers by size in bytes
 

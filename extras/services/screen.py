@@ -33,9 +33,9 @@ from extras.services.ledger import Ledger, traffic_table
 from extras.services.legal import layout_of_flags
 from extras.services.memory import MemoryWatch, memory_table, outside_memory, peak_memory
 from extras.services.tables import full_shape, human, reduction_table
-from step06_pipeline import costs_of
 from extras.theory.footprint import outside
 from extras.variants import Parts
+from step06_pipeline import costs_of
 
 OUTSIDE = "outside of tensors"  # a kind of memory: of CUDA and NCCL
 

@@ -12,10 +12,10 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
-from extras import variants
 from common import UserError
 from common.comm import Mesh
 from common.trainer import Run
+from extras import variants
 from extras.services import legal
 from extras.variants import Parts
 

@@ -11,10 +11,10 @@ from typing import Any
 from common import UserError
 from common.model import PRESETS
 from common.schedules import SCHEDULES, Place, Schedule
-from step06_pipeline import Config as SINCE  # noqa: F401
 from extras.theory.layouts import balance, deal
 from extras.theory.shapes import shape_of
 from extras.variants import Parts
+from step06_pipeline import Config as SINCE  # noqa: F401
 
 
 @dataclass

@@ -18,7 +18,7 @@ WHAT IS PROVED
     a wrong flag is one line on every rank                   test_flags.py
     who may import whom, sizes, one shape for each room      test_house.py
 
-What else is beside the course has a file of its name: test_plan.py (extras/theory/), test_labs.py (extras/labs/), test_pages.py,
+What else is beside the course has a file of its name: test_plan.py (theory/), test_labs.py (labs/), test_pages.py,
 test_cluster.py, test_screen.py, test_dry_run.py, test_readers.py, test_evaluation.py (extras/services/).
 test_gpu.py runs the code for GPUs on GPUs that are not there (fake_gpu.py).
 

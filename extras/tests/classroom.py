@@ -3,7 +3,7 @@
     python -m extras.tests.classroom DIR [--folders 100]
 
 Of a hundred folders seventy are right: the project's code, with other names of variables, without its comments, or in
-the styles of extras/tests/styles.py; twenty-five hold a mistake of extras/tests/sabotage.py; five attack the grader. All are made in
+the styles of tests/styles.py; twenty-five hold a mistake of tests/sabotage.py; five attack the grader. All are made in
 DIR, in an order of chance, so each kind meets each other kind. If the command is stopped, start it again: folders and
 rows that are there stay. The exit status is 0 if each right folder has all points, each wrong one lost some in its own
 task, and no file of a folder has changed.

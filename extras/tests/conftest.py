@@ -11,7 +11,7 @@ os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 import pytest
 
-# Files in the order in which they begin; then all others. Ranks compute for one test at a time (extras/tests/pool.py): here
+# Files in the order in which they begin; then all others. Ranks compute for one test at a time (tests/pool.py): here
 # files that need ranks and files that do not follow one another, and short ones are last.
 ORDER = ["layouts", "cluster", "alone", "labs", "dry_run", "pages", "plan", "faults", "screen", "gpu"]
 ORDER += ["pairs", "house", "evaluation", "schedules", "flags", "seam", "laws", "checkpoint"]

@@ -1,6 +1,6 @@
 """Training on GPUs that are not there: the branches for CUDA and NCCL, on a CPU build of torch.
 
-Tensors have a device, a dtype and a shape, and no numbers; ranks are alone (extras/services/dry_run.py). A few lines of C++
+Tensors have a device, a dtype and a shape, and no numbers; ranks are alone (services/dry_run.py). A few lines of C++
 (fake_cuda.cpp) add what such a build lacks for tensors on "cuda". `train` of every step runs as it is, as rank 3 of 8
 GPUs, say. `Watch` sees each operator and each collective on its way: where the host waits for the GPU, whether streams
 wait for what they read, in which order collectives are launched. Not seen: kernels, time, memory given away too early.

@@ -1,6 +1,6 @@
 """Commands in processes of their own. A fresh Python takes seconds to import torch; here one server has, and forks.
 
-python extras/tests/jobs.py      reads jobs, a line of JSON each: {"ranks", "folder", "words", "log", "env"}; answers a status
+python tests/jobs.py      reads jobs, a line of JSON each: {"ranks", "folder", "words", "log", "env"}; answers a status
 
 With ranks 0 a job is `python words`, otherwise `torchrun --standalone --nproc_per_node=ranks words`: the launcher is
 torch's own, but its ranks are forked as well. The server imports nothing of ours: a job finds what is in its folder.

@@ -1,7 +1,7 @@
 """The table of all flags, with the values worth trying: any two of them train right together, or are refused.
 
 FLAGS says what each flag needs beside it, REFUSED what else does not go together. That is said a second time, in the
-words of the program, by NEEDS and `check` of steps, variants and services: extras/tests/test_pairs.py holds one against the
+words of the program, by NEEDS and `check` of steps, variants and services: tests/test_pairs.py holds one against the
 other, for all pairs. A new flag gets a line in FLAGS, or in APART. A new refusal gets a line in REFUSED.
 """
 

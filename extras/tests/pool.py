@@ -20,7 +20,14 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 # An optimizer's first step imports torch._dynamo, which takes longer than a tiny run.
-PRELOADED = ["torch.distributed", "torch._dynamo", "step07_moe_ep", "extras.services.run", "extras.tests.equal", "extras.tests.warm"]
+PRELOADED = [
+    "torch.distributed",
+    "torch._dynamo",
+    "step07_moe_ep",
+    "extras.services.run",
+    "extras.tests.equal",
+    "extras.tests.warm",
+]
 
 
 class RankError(AssertionError):

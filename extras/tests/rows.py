@@ -14,7 +14,11 @@ LAUNCHES, STAYS_NEAR = ("equals", "launches"), ("equals", "stays_near")
 NEAR = dict(dtype="bf16", optimizer="adamw", lr=0.01, steps=3)  # how `stays_near` trains
 UNEVEN = dict(dataset="uneven-targets")  # many do not count; extras/tests/equal.py knows these data sets
 FEW = dict(dataset="few-tokens", vocab_size=5)  # so few that a rank of four has none of them
-FROZEN, IDLE, EXACT = dict(patch="frozen"), dict(patch="idle_experts"), dict(patch="not_rounded")  # extras/tests/faults.py
+FROZEN, IDLE, EXACT = (
+    dict(patch="frozen"),
+    dict(patch="idle_experts"),
+    dict(patch="not_rounded"),
+)  # extras/tests/faults.py
 COMPILED = dict(patch="graphs_without_code")  # there, too
 SGD, TIED, MHA = dict(optimizer="sgd", lr=0.5), dict(tied=True), dict(n_kv_heads=4)
 LARGE_HEADS = dict(dim=128, n_heads=1, n_kv_heads=1, n_layers=2, seq_len=131)

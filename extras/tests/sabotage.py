@@ -1,6 +1,6 @@
 """Wrong solutions of the labs' tasks, by (lab, task): (name, owner, old, new, ...), text that changes in the file.
 
-Beside these, a task's `faults` name rows of extras/tests/faults.py. extras/tests/test_labs.py hands each of them in: it loses points.
+Beside these, a task's `faults` name rows of tests/faults.py. tests/test_labs.py hands each of them in: it loses points.
 """
 
 import ast

@@ -192,7 +192,7 @@ def misjudged_on_rank(step: str, options: dict, ranks: int) -> dict[str, tuple[f
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))])
 def test_every_value_is_counted(part):
-    """Of every flag of the table but what is refused, in runs of many flags each (extras/tests/pairs.py); and predicted."""
+    """Of every flag of the table but what is refused, in runs of many flags each (tests/pairs.py); and predicted."""
     step = STEPS[-1]
     values = {frozenset([(name, value)]) for name, value in singles(step) if value not in UNCOUNTED.get(name, ())}
     for options in map(lighter, covering(step, values)[part::3]):

@@ -32,7 +32,6 @@ from extras.services.legal import layout_of_flags
 from extras.services.memory import outside_memory
 from extras.services.screen import used_memory
 from extras.services.watchdog import SAVES, Guard, whereabouts_of
-from step04_tp_sp import VocabParallelEmbedding
 from extras.tests import equal
 from extras.tests.fake_gpu import Call, can_fake_cuda, see, stuck
 from extras.tests.faults import Fault, injected
@@ -44,9 +43,11 @@ from extras.theory.shapes import shape_of
 from extras.variants import Parts, chunked_loss, documents
 from extras.variants.ep_overlap import Turns
 from extras.variants.prefetch import Ahead
+from step04_tp_sp import VocabParallelEmbedding
 
 MOE = dict(experts=4, ep=2, ffn_dim=48, expert_matmul="grouped")
 TURNS = MOE | dict(pp=2, schedule="ahead", chunks=1, ep_overlap=True, n_layers=4, global_batch_size=16)
+EP_OVERLAP, OFFLOAD = "extras.variants.ep_overlap", "extras.variants.offload_optimizer"
 OFFLOADED = dict(zero=3, offload_params="cpu", offload_optimizer="cpu")
 CASES = {  # step, flags, ranks, capability of the GPUs, and how often the host waits in forward and backward
     "plain": ("step01_single_gpu", {}, 1, (9, 0), 0),
@@ -67,7 +68,11 @@ CASES = {  # step, flags, ranks, capability of the GPUs, and how often the host 
     "experts, again": ("step07_moe_ep", MOE | dict(recompute="full", ep=1), 8, (9, 0), 24),
 }
 USUAL = ("offloaded, alone", "experts", "experts, A100", "nodes", "in turns")
-VISIT, GROUPED, COUNT = "visit_experts", "extras.variants.grouped_matmul", "F.one_hot(experts_TK.flatten(), p_TE.shape[-1])"
+VISIT, GROUPED, COUNT = (
+    "visit_experts",
+    "extras.variants.grouped_matmul",
+    "F.one_hot(experts_TK.flatten(), p_TE.shape[-1])",
+)
 # fmt: off
 FAULTY = {  # what is undone: the case; in which of the watch's notes it shows, or an error; module, owner, old, new
     "N2": ("offloaded, alone", "early", "extras.variants.offload_params", "gather_beside",
@@ -79,8 +84,8 @@ FAULTY = {  # what is undone: the case; in which of the watch's notes it shows, 
     "N3: bincount": ("experts", "bincount", "step07_moe_ep", "MoE", COUNT, "torch.bincount(experts_TK.view(-1))"),
     "G10": ("nodes", "waits", "extras.variants.expert_rows", "send_rows", "torch.stack((leaving, coming)).tolist()",
             "leaving.tolist(), coming.tolist()"),
-    "G1": ("in turns", "not compiled with CUDA", "extras.variants.ep_overlap", "Turns", 'device.type == "cuda"', "False"),
-    "a gradient": ("offloaded", "early", "extras.variants.offload_optimizer", "Update", "            wait()", "            0"),
+    "G1": ("in turns", "not compiled with CUDA", EP_OVERLAP, "Turns", 'device.type == "cuda"', "False"),
+    "a gradient": ("offloaded", "early", OFFLOAD, "Update", "            wait()", "            0"),
     "a look": ("plain", "waits", "common.model", "summed_cross_entropy", "return F", "logits.sum().item(); return F"),
     "a table": ("plain", "device", "common.model", "apply_rope", "x * cos", "x * cos.cpu()"),
     "a message": ("ring", "tensor on cpu", "common.layout", "global_norm", "(square, mesh", "(square.cpu(), mesh"),

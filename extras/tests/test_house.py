@@ -56,7 +56,11 @@ DOORS = {  # imports by string that no rule counts: what stands alone asks wheth
     ("extras.theory.plan", "extras.services.seam"),  # schedules of variants
     ("extras.theory.plan", "extras.variants.expert_presets"),  # and models
 }
-LOADERS = {"extras.services.seam", "extras.services.run", "extras.services.pages.__main__"}  # of plug-ins, scripts, labs
+LOADERS = {
+    "extras.services.seam",
+    "extras.services.run",
+    "extras.services.pages.__main__",
+}  # of plug-ins, scripts, labs
 
 
 def by_string(tree: ast.Module) -> list[str]:
@@ -272,7 +276,12 @@ def test_services_and_theory_know_no_variant():
         allowed = choices[room_of(module)] | {*NAMED.get(module, [""])[0].split()}
         found = variants_named(tree_of(module))
         assert found <= allowed, f"{module} names {found - allowed}"
-    for text in ("config.zero_keep", "getattr(config, 'zero_keep', 0)", "print('--zero-keep')", "import extras.variants.sgd"):
+    for text in (
+        "config.zero_keep",
+        "getattr(config, 'zero_keep', 0)",
+        "print('--zero-keep')",
+        "import extras.variants.sgd",
+    ):
         assert variants_named(ast.parse(f"x = 0\n{text}")), text
     assert not variants_named(ast.parse('"""--zero-keep."""\nre.compile("x")'))
 

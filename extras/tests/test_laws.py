@@ -26,7 +26,16 @@ from common.model import Attention, Decoder, ModelConfig
 from common.schedules import SCHEDULES, draw
 from extras.services.dry_run import run_rank
 from extras.tests import bounds, equal
-from extras.variants import Parts, cp_flash, cp_ring, ep_overlap, fused_gradients, hierarchical_sync, tree_sync, zero_overlap
+from extras.variants import (
+    Parts,
+    cp_flash,
+    cp_ring,
+    ep_overlap,
+    fused_gradients,
+    hierarchical_sync,
+    tree_sync,
+    zero_overlap,
+)
 
 L, D, FFN, VOCAB, SEQ, HEADS, KV = (
     equal.SMALL[name] for name in ("n_layers", "dim", "ffn_dim", "vocab_size", "seq_len", "n_heads", "n_kv_heads")

@@ -1,4 +1,4 @@
-"""Any two flags together train as one process does, or are refused in one line that names both (extras/tests/pairs.py)."""
+"""Any two flags together train as one process does, or are refused in one line that names both (tests/pairs.py)."""
 
 import math
 import random
@@ -36,7 +36,9 @@ from extras.tests.pairs import (
 from extras.tests.pool import RankError
 from extras.tests.rows import ROWS, Row
 
-ROUNDS = "not_rounded all_sent graphs_without_code second_is_a_spike"  # extras/tests/faults.py: flags do what they do ...
+ROUNDS = (
+    "not_rounded all_sent graphs_without_code second_is_a_spike"  # extras/tests/faults.py: flags do what they do ...
+)
 EXACT = f"wide {ROUNDS}"  # ... and round nothing; what is called 16 bits has 64
 SEED = 55  # of seventy, the one whose runs have the least to compute
 NEAR = 0.1  # relative, of 16 bits as they are: what lacks a scale or a sum is off by a factor

@@ -28,7 +28,17 @@ from extras.theory import guide, pictures, plan, seconds
 from extras.theory.activations import Kept, MicroBatch, kept_along, layer_bytes
 from extras.theory.footprint import COURSE, gpt_layer_bytes, held
 from extras.theory.gpus import GPUS, HOP, HOP_BETWEEN, START
-from extras.theory.layouts import RECOMPUTE, Layout, Network, all_have_pairs, balanced, illegal, meshes, network, variants
+from extras.theory.layouts import (
+    RECOMPUTE,
+    Layout,
+    Network,
+    all_have_pairs,
+    balanced,
+    illegal,
+    meshes,
+    network,
+    variants,
+)
 from extras.theory.memory import rank_bytes, rank_numbers
 from extras.theory.pipelines import lists_of, paired, places_of, rank_places, splits
 from extras.theory.search import count_legal, evaluate, fits, floor_seconds, search, smallest

@@ -1,4 +1,4 @@
-"""What --dataset takes (extras/services/readers.py): every kind of file gives the same stream; mistakes are one line."""
+"""What --dataset takes (services/readers.py): every kind of file gives the same stream; mistakes are one line."""
 
 import gzip
 import json

@@ -14,7 +14,7 @@
     rope_tables                              transformers: Llama 3's
     --dropout: random words                  Random123's known answers of Philox 4x32-10
 
-A rule is a function that raises AssertionError if ours is another one; extras/tests/faults.py has mistakes that each must see.
+A rule is a function that raises AssertionError if ours is another one; tests/faults.py has mistakes that each must see.
 Theirs rounds to fp32 or bf16 in places. Under `exact` it does not, so fp64 shows a constant's last digit.
 """
 
@@ -37,8 +37,6 @@ from common.data import Data
 from common.layout import materialize
 from common.model import IGNORE, PRESETS, Decoder, rope_tables
 from extras.services import hub
-from step01_single_gpu import OPTIMIZERS
-from step07_moe_ep import MoE
 from extras.tests import bounds, equal
 from extras.tests.equal import config_of, difference
 from extras.tests.rows import BIAS, EXPERTS
@@ -47,6 +45,8 @@ from extras.variants.compress import Chain, Compression
 from extras.variants.fp16 import LossScaling
 from extras.variants.narrow import BLOCK
 from extras.variants.routing import RoutedMoE
+from step01_single_gpu import OPTIMIZERS
+from step07_moe_ep import MoE
 
 ALONE = Group("dp", 0, 1, None)
 IN_16_BITS = bounds.roundings(torch.bfloat16, 15)  # Muon's, if not in fp64: three products in each of five iterations

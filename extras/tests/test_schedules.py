@@ -14,12 +14,12 @@ from common.comm import Group, Pending
 from common.schedules import SCHEDULES, Action, Place, consumer, simulate
 from extras.services.seam import plugins
 from extras.services.stages import given
-from step06_pipeline import Instruction, ListPipeline, OneForwardOneBackward, Pipeline, add_messages
 from extras.tests.faults import Fault, injected
 from extras.variants.paired_actions import paired, program_of
 from extras.variants.v_schedules import block
 from extras.variants.zb_auto import Costs, search, time_of
 from extras.variants.zero_bubble import zb_h1
+from step06_pipeline import Instruction, ListPipeline, OneForwardOneBackward, Pipeline, add_messages
 
 plugins()
 UNIT = dict(F=1, B=1, W=1)

@@ -24,7 +24,12 @@ def parts() -> Parts:
     return Parts(None, None, SimpleNamespace(), None)
 
 
-AROUND = ["extras.variants.fp16", "extras.variants.skip_spikes", "extras.variants.balance_bias", "extras.services.clocks"]
+AROUND = [
+    "extras.variants.fp16",
+    "extras.variants.skip_spikes",
+    "extras.variants.balance_bias",
+    "extras.services.clocks",
+]
 
 
 @pytest.mark.parametrize("order", list(permutations(["extras.variants.offload_optimizer", *AROUND])))

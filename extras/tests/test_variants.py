@@ -25,8 +25,6 @@ from common.model import Decoder, attend
 from common.schedules import one_f_one_b, round_robin, simulate
 from extras.services.memory import MemoryTimeline
 from extras.services.seam import check, plugins
-from step01_single_gpu import learning_rate
-from step05_cp_ring import CONTEXT, zigzag_positions
 from extras.tests import equal
 from extras.tests.faults import Fault, injected
 from extras.tests.rows import COMPILED
@@ -40,6 +38,8 @@ from extras.variants.cp_balanced import deal
 from extras.variants.documents import MicroBatch, segments
 from extras.variants.narrow import BLOCK
 from extras.variants.window import TURNED, band, windowed_attention
+from step01_single_gpu import learning_rate
+from step05_cp_ring import CONTEXT, zigzag_positions
 
 SLOW = dict(optimizer="sgd", lr=0.1, steps=3)
 

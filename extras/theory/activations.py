@@ -71,7 +71,7 @@ def layer_bytes(p: MicroBatch, experts: bool) -> float:
     Two norms. Attention: input, q, k, v, output and a number a head. MLP: input, gate, up, silu(gate), the product.
     Experts, of each token's choices: the same, and their outputs; of its tokens what routers found. With full
     recomputation only the layer's input stays; with elementwise recomputation that, and what matrices and attention
-    made; with selective recomputation all but a number a head. (Scores, where they stay: extras/variants/attention_scores.py.)
+    made; with selective recomputation all but a number a head. (Scores, where they stay: variants/attention_scores.py.)
     """
     m, e, wide, cheap = p.m, p.e, p.wide, p.recompute == "elementwise"
     if p.recompute == "full":

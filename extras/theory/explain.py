@@ -7,7 +7,16 @@ from extras.theory.layouts import Layout, communicators, network
 from extras.theory.memory import micro_batch_of, rank_numbers
 from extras.theory.pipelines import rank_places
 from extras.theory.search import evaluate, rates
-from extras.theory.seconds import COMPUTE, bandwidth, boundary_seconds, layer_layout, rank_work, ring, stages_of, tokens_of
+from extras.theory.seconds import (
+    COMPUTE,
+    bandwidth,
+    boundary_seconds,
+    layer_layout,
+    rank_work,
+    ring,
+    stages_of,
+    tokens_of,
+)
 from extras.theory.shapes import Shape, flops_per_token, layer_weights, total_weights
 
 

@@ -39,7 +39,7 @@ class Gpu(NamedTuple):
 # `between`: one 200 or 400 Gbit/s card a GPU (H100: less a sixth for protocol). `within`: near NCCL's bus bandwidth on
 # NVLink 3, 4, 5. `matmul`: no such GPU was at hand, so it is fitted, one number for all published step times on a GPU:
 # A100 to Megatron's and vTrain's (with `within`, `hbm`, START and launch, all together), H100, the 500 W one and
-# B200 to those of other software (extras/tests/bench/published). H200 is taken as an H100 with its own memory. Hops: those of
+# B200 to those of other software (tests/bench/published). H200 is taken as an H100 with its own memory. Hops: those of
 # NCCL's own model, for rings of large messages (src/graph/tuning.cc since NCCL 2.18). `contention` on EFA, AWS's
 # network: one number for three measured there, 160, 90 and 39 GB/s on 4, 8 and 64 nodes (Ultra-Scale Playbook).
 #

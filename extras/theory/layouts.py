@@ -258,7 +258,7 @@ def deal(places: list[Place], lengths: Sequence[int]) -> list[Place]:
 
 
 def balance(m: Shape, places: list[Place]) -> list[Place]:
-    """The same places with layers balanced by cost, as a run deals them with --pp-split cost (extras/services/stages.py)."""
+    """The same places with layers balanced by cost, as a run deals them with --pp-split cost (services/stages.py)."""
     return deal(places, balanced(m, len(places) // sum(place.before is None for place in places)))
 
 

@@ -8,7 +8,7 @@
 
 It prints the ten best layouts of the course's own trainer, as flags of step 7, or without experts of step 6. GPUs are
 in nodes of 8; tp is innermost, then cp, dp, pp. Memory is a bound (extras/theory/memory.py); what it
-bounds, a step's --dry-run counts. Seconds: extras/theory/seconds.py; how it searches: extras/theory/search.py; what it is held
+bounds, a step's --dry-run counts. Seconds: theory/seconds.py; how it searches: theory/search.py; what it is held
 against: `python -m extras.tests.bench plan`.
 """
 
@@ -59,7 +59,7 @@ class Flags:
 def models() -> dict[str, Shape]:
     """All by name. Variants, a folder beside the course, add models with experts, and schedules."""
     experts = {}
-    if importlib.util.find_spec("variants") is not None:
+    if importlib.util.find_spec("extras.variants") is not None:
         importlib.import_module("extras.services.seam").plugins()
         if importlib.util.find_spec("extras.variants.expert_presets") is not None:  # the handout of a lab lacks it
             experts = importlib.import_module("extras.variants.expert_presets").EXPERTS

@@ -63,7 +63,7 @@ class Change(NamedTuple):
     def place(self) -> int:
         """How far outside it stands."""
         room, _, name = self.by.rpartition(".")
-        return -1 if self.how == "instead of" else ORDER.index(name) if room == "variants" else len(ORDER)
+        return -1 if self.how == "instead of" else ORDER.index(name) if room == "extras.variants" else len(ORDER)
 
     def put(self, call: Callable):
         """Whoever asks for the method, or the entry, gets this one."""
@@ -118,7 +118,7 @@ class Parts:
 
     def around(self, owner: Any, name: Any, call: Callable, by: str):
         """The same becomes `call(inner, ...)`, where `inner` is what this stands around."""
-        assert by.partition("extras.variants.")[2] in ["", *ORDER], f"say in ORDER of extras/variants/__init__.py where {by} stands"
+        assert by.partition(".variants.")[2] in ["", *ORDER], f"say in ORDER of variants/__init__.py where {by} stands"
         self.change(owner, name, by, "around", call)
 
     def change(self, owner: Any, name: Any, by: str, how: str, call: Callable):

@@ -25,9 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 from common import UserError
 from common.schedules import Place
+from extras.variants import Parts
 from step01_single_gpu import RECOMPUTE
 from step05_cp_ring import scaled_scores
-from extras.variants import Parts
 
 RECOMPUTE["selective"] = RECOMPUTE["none"]  # and then `attach`
 

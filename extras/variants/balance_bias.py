@@ -17,9 +17,9 @@ import torch
 
 import step07_moe_ep as step07
 from common.comm import Mesh, all_reduce
-from step07_moe_ep import BALANCE
 from extras.variants import Parts
 from extras.variants.routing import RoutedMoE
+from step07_moe_ep import BALANCE
 
 SINCE = step07.Config
 BALANCE["bias"] = RoutedMoE

@@ -24,9 +24,9 @@ import step06_pipeline as step06
 from common import UserError
 from common.data import shuffled
 from common.model import IGNORE
+from extras.variants import Parts
 from step06_pipeline import ListPipeline, add_messages
 from step07_moe_ep import MoE
-from extras.variants import Parts
 
 
 @dataclass

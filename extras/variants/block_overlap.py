@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.comm import Group, all_gather, all_reduce, reduce_scatter
-from step04_tp_sp import COLUMNS, Config
 from extras.variants import Parts
+from step04_tp_sp import COLUMNS, Config
 
 SINCE = Config
 

@@ -32,10 +32,10 @@ from torch import Tensor
 from common import UserError
 from common.comm import Group, all_gather, all_to_all
 from common.model import wide
-from step04_tp_sp import COLUMNS, Config, Conjugate, unchanged
 from extras.variants import Parts
 from extras.variants.block_overlap import Ending, overlap, start_keep
 from extras.variants.narrow import BLOCK, dequantise, quantise
+from step04_tp_sp import COLUMNS, Config, Conjugate, unchanged
 
 SINCE = Config
 KINDS = dict(bf16=torch.bfloat16, int8=torch.int8)

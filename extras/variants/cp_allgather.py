@@ -20,8 +20,8 @@ from torch import Tensor
 from common.comm import Group, all_gather, reduce_scatter
 from common.model import wide
 from common.schedules import Place
-from step05_cp_ring import CONTEXT, FORMULAS, Config, ContextMode, merge, zigzag_positions, zigzag_visible
 from extras.variants import Parts
+from step05_cp_ring import CONTEXT, FORMULAS, Config, ContextMode, merge, zigzag_positions, zigzag_visible
 
 SINCE = Config
 

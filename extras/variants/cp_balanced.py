@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from common import UserError
-from step05_cp_ring import CONTEXT, Config, ContextMode, zigzag_positions
 from extras.variants import Parts
 from extras.variants.cp_allgather import gathered_attention
 from extras.variants.documents import KINDS, Documents
+from step05_cp_ring import CONTEXT, Config, ContextMode, zigzag_positions
 
 SINCE = Config
 BLOCKS = 8  # of a rank

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from common import UserError
-from step05_cp_ring import Config
 from extras.variants import Parts
+from step05_cp_ring import Config
 
 SINCE = Config
 

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from common import UserError
 from common.model import PRESETS, attend
-from step05_cp_ring import CONTEXT
 from extras.variants import Parts
+from step05_cp_ring import CONTEXT
 
 
 @dataclass

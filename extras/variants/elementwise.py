@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from common.model import MLP
-from step01_single_gpu import RECOMPUTE
 from extras.variants import Parts
+from step01_single_gpu import RECOMPUTE
 
 aten = torch.ops.aten
 PRODUCTS = [aten.mm.default, aten._grouped_mm.default]

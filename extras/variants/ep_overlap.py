@@ -18,7 +18,7 @@ waits for what becomes of its F, on whatever way, is taken apart (extras/variant
 What two micro-batches at once cannot share is refused: weights that ZeRO 3 frees (--zero-keep does not); --documents,
 --dropout and --batch-ramp, which know one micro-batch at a time; --compile; and --loss-chunk, whose forward asks for
 gradients, while B waits in the only thread that autograd has for a GPU. ZeRO 3 and schedules without pairs are refused
-in extras/theory/layouts.py, as the planner needs these rules, too; `check` refuses the rest. Counts go first, and are waited
+in theory/layouts.py, as the planner needs these rules, too; `check` refuses the rest. Counts go first, and are waited
 for at once, as the host must know them.
 
 In step 7, `dispatch` and `combine` would say between start and wait whose turn it is; in step 6, `execute` would do two
@@ -39,11 +39,11 @@ from torch import Tensor
 import step07_moe_ep as step07
 from common import UserError
 from common.comm import Group, all_to_all
+from extras.variants import Parts
+from extras.variants.paired_actions import execute, program_of
 from step04_tp_sp import Conjugate
 from step06_pipeline import plan
 from step07_moe_ep import MoE, transpose_blocks
-from extras.variants import Parts
-from extras.variants.paired_actions import execute, program_of
 
 SINCE = step07.Config
 

@@ -34,11 +34,11 @@ from torch import Tensor
 
 import step07_moe_ep as step07
 from common.comm import Group, all_to_all
-from step04_tp_sp import Conjugate, enter_block, leave_block
-from step07_moe_ep import DISPATCH
 from extras.variants import Parts
 from extras.variants.routing import RoutedMoE, room
 from extras.variants.visits import add_rows, places, visit_local
+from step04_tp_sp import Conjugate, enter_block, leave_block
+from step07_moe_ep import DISPATCH
 
 SINCE = step07.Config
 

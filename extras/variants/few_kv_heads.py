@@ -19,8 +19,8 @@ from common import UserError
 from common.comm import Mesh
 from common.layout import layout_of, note_layout
 from common.model import PRESETS, ModelConfig
-from step04_tp_sp import HEADS, Config, shard_param
 from extras.variants import Parts
+from step04_tp_sp import HEADS, Config, shard_param
 
 SINCE = Config
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from common.trainer import DTYPES
-from step07_moe_ep import MoE
 from extras.variants import Parts
+from step07_moe_ep import MoE
 
 GROWTH = 1000  # good steps after which the scale is doubled
 

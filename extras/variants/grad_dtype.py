@@ -12,10 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from extras.variants import Parts
 from step01_single_gpu import Optimizer
 from step02_ddp import Bucket, BucketSync
 from step03_zero import Unit
-from extras.variants import Parts
 
 
 @dataclass

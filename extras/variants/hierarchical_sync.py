@@ -27,8 +27,8 @@ from torch import Tensor
 from common import UserError
 from common.comm import Group, Mesh, exchange
 from common.model import Decoder
-from step02_ddp import SYNCS, Config, NaiveSync
 from extras.variants import Parts
+from step02_ddp import SYNCS, Config, NaiveSync
 
 SINCE = Config
 

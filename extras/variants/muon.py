@@ -28,9 +28,9 @@ from torch import Tensor
 
 from common.comm import all_gather
 from common.layout import Shard, layout_of
+from extras.variants import Parts
 from step01_single_gpu import OPTIMIZERS, adamw
 from step03_zero import Unit
-from extras.variants import Parts
 
 MOMENTUM = 0.95
 A, B, C = 3.4445, -4.7750, 2.0315  # x -> A x + B x^3 + C x^5 drives singular values to 0.7 .. 1.2 (Jordan)

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from common import UserError
 from common.comm import Mesh, all_reduce
-from step03_zero import Config, Unit, Zero1
 from extras.variants import Parts
+from step03_zero import Config, Unit, Zero1
 
 SINCE = Config
 

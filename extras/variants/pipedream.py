@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from common import UserError
 from common.comm import all_reduce
 from common.model import IGNORE, PRESETS, Decoder, wide
-from step06_pipeline import Config, OneForwardOneBackward
 from extras.variants import Parts
+from step06_pipeline import Config, OneForwardOneBackward
 
 SINCE = Config
 Weights = dict[str, Tensor]  # by name, of one stage

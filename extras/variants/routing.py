@@ -24,10 +24,10 @@ from common import UserError
 from common.comm import Mesh
 from common.layout import note_layout
 from common.model import MLP, PRESETS, wide
-from step04_tp_sp import SHARD_DIMS, enter_block, gather_tokens, leave_block, shard_param
-from step07_moe_ep import BALANCE, AddLoss, MoE, own_tokens
 from extras.variants import Parts
 from extras.variants.visits import visit_local
+from step04_tp_sp import SHARD_DIMS, enter_block, gather_tokens, leave_block, shard_param
+from step07_moe_ep import BALANCE, AddLoss, MoE, own_tokens
 
 SINCE = step07.Config
 

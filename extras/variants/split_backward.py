@@ -20,9 +20,9 @@ import step06_pipeline as step06
 from common import UserError
 from common.model import wide
 from common.schedules import SCHEDULES, Place
-from step04_tp_sp import COLUMNS, ROWS
 from extras.variants import Parts
 from extras.variants.grouped_matmul import PRODUCTS
+from step04_tp_sp import COLUMNS, ROWS
 
 SINCE = step06.Config
 step06.ACTS["W"] = "weights"

@@ -18,8 +18,8 @@ from common.comm import Group, Mesh, note
 from common.layout import data_parallel_group
 from common.model import Decoder
 from common.trainer import choose_device
-from step02_ddp import SYNCS
 from extras.variants import Parts
+from step02_ddp import SYNCS
 
 SINCE = step02.Config
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from common.comm import Group, exchange
-from step02_ddp import SYNCS, Config, NaiveSync
 from extras.variants import Parts
+from step02_ddp import SYNCS, Config, NaiveSync
 
 SINCE = Config
 

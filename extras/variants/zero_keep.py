@@ -22,8 +22,8 @@ from math import inf
 from typing import Any
 
 from common import UserError
-from step03_zero import Config, ShardedUnit
 from extras.variants import Parts
+from step03_zero import Config, ShardedUnit
 
 SINCE = Config
 

@@ -18,8 +18,8 @@ from typing import Any
 from torch import nn
 
 from common.comm import Pending
-from step03_zero import Config, Unit, Zero1
 from extras.variants import Parts
+from step03_zero import Config, Unit, Zero1
 
 SINCE = Config
 

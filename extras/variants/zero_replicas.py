@@ -25,8 +25,8 @@ import torch
 from common.comm import Mesh, all_reduce
 from common.layout import layout_of, note_layout
 from common.model import Decoder
-from step03_zero import STAGES, Config
 from extras.variants import Parts
+from step03_zero import STAGES, Config
 
 SINCE = Config
 

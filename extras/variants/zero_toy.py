@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from common import UserError
 from common.comm import Mesh, all_gather, all_reduce
+from extras.variants import Parts
 from step01_single_gpu import OPTIMIZERS
 from step03_zero import Config, Zero1, Zero2, Zero3
-from extras.variants import Parts
 
 SINCE = Config
 WEIGHTS, NAME, LR = [1.0, 2.0, 3.0, 4.0], "model.layers.0.W", 0.1

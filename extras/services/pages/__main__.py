@@ -1,4 +1,4 @@
-"""`python -m extras.services.pages DIR`: an index, and a page for each step and each file of common/, from the sources."""
+"""`python -m extras.services.pages DIR`: an index, and a page for each step and file of common/, from the sources."""
 
 import argparse
 import ast
@@ -43,7 +43,10 @@ class Pages:
         self.trees = {module: ast.parse(path.read_text()) for module, path in files.items()}
         self.lines = {module: self.highlight(module, path.read_text()) for module, path in files.items()}
         self.attached = all_attached(ROOT)
-        self.labs = [importlib.import_module(f"extras.labs.{path.stem}").LAB for path in sorted(ROOT.glob("extras/labs/lab[0-9].py"))]
+        self.labs = [
+            importlib.import_module(f"extras.labs.{path.stem}").LAB
+            for path in sorted(ROOT.glob("extras/labs/lab[0-9].py"))
+        ]
 
     def highlight(self, module: str, source: str) -> list[str]:
         """A name is a link to what it stands for, and has as id what it defines."""

@@ -1,4 +1,4 @@
-"""Charts of a run, from the files in its directory: those of extras/services/plots.py as SVG, in the page's ink and fonts."""
+"""Charts of a run, from the files in its directory: those of services/plots.py as SVG, in the page's ink and fonts."""
 
 import io
 import json

@@ -147,7 +147,7 @@ def mesh(pp: int, dp: int, cp: int, tp: int, ep: int) -> dict:
     boxes = [(n // tp, n % tp, 1, 0, n, *rank_of_mesh(config, n, world), 0) for n in range(world)]
     rows = ["pp {} dp {} cp {}".format(*place) for place in product(range(pp), range(dp), range(cp))]
     text = f"{world} ranks; those of a row differ in tp. Choose one: the others say in which of its groups they are."
-    text += " Below: what it sends in each group in a step of the tiny model (what extras/theory/ predicts, and runs measure)."
+    text += " Below: what it sends in each group in a step of the tiny model (what theory/ predicts, and runs measure)."
     return dict(text=text, boxes=boxes, rows=rows, width=tp, moments=[""], linked="")
 
 

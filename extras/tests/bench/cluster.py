@@ -2,7 +2,7 @@
 
     python -m extras.tests.bench cluster-bytes
 
-Two nodes are network namespaces of this machine (extras/services/cluster.py), with one rank each, so all traffic crosses the
+Two nodes are network namespaces of this machine (services/cluster.py), with one rank each, so all traffic crosses the
 cable; in the rows of four ranks there are two on each node, and a group may lie in a node. The kernel counts bytes and
 packets of the interface. `counted` is the payload of a step: the headers of packets (66 bytes each) are taken off.
 

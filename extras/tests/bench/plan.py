@@ -3,7 +3,7 @@
     python -m extras.tests.bench plan
     python -m extras.tests.bench plan --rows FILE --vtrain FILE --json predictions.json
 
-The files in extras/tests/bench/published are those of its README.md; any others of the same columns do. A row names a run, not
+The files in tests/bench/published are those of its README.md; any others of the same columns do. A row names a run, not
 its software: the letter of its id does. S and K are Megatron's; the planner knows its ways, and vTrain's (RECIPES). Of
 other software it knows none: such a row is predicted as if the course's trainer had run it, and its errors are no
 errors of a recipe.
