@@ -11,7 +11,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 STEPS = sorted(path.stem for path in ROOT.glob("step0*.py"))
-MOST_LINES = dict(course=2900)  # steps and common
 OUTSIDE = {"torch", "tqdm", "matplotlib", "datasets", "numpy"}
 STANDARD = {"argparse", "ast", "collections", "contextlib", "dataclasses", "functools", "hashlib", "importlib"}
 STANDARD |= {"inspect", "itertools", "json", "math", "os", "pathlib", "re", "sys", "sysconfig", "time", "types"}
@@ -24,6 +23,8 @@ MAY = {  # room -> the rooms that it may import, beside itself
     "theory": {"common"},
     "tests": {"step", "common", "variants", "services", "theory", "labs"},
     "labs": {"step", "common", "variants", "services", "theory", "tests"},
+    "extras": {"step", "common", "services"},  # its __main__
+    "proof": {"step", "common"},  # tests/ at the root
 }
 
 
@@ -41,9 +42,14 @@ FILES = {
 
 
 def room_of(module: str) -> str:
-    """ "step", "common", "variants", ..., or "" for what is not ours."""
-    first = module.split(".")[0]
-    return "step" if first in STEPS else first if (ROOT / first).is_dir() else ""
+    """ "step", "common", "proof"; below extras/ "variants", "services", ...; or "" for what is not ours."""
+    first, *rest = module.split(".")
+    if first == "extras":
+        return rest[0] if rest and rest[0] in MAY else first
+    return {"tests": "proof"}.get(first, "step" if first in STEPS else first if first == "common" else "")
+
+
+VARIANTS = [name for name in FILES if room_of(name) == "variants" and name != "extras.variants"]
 
 
 def tree_of(module: str) -> ast.Module:
@@ -52,7 +58,6 @@ def tree_of(module: str) -> ast.Module:
 
 
 DOORS = {  # imports by string that no rule counts: what stands alone asks whether there is more beside it
-    ("common.trainer", "extras.services.run"),  # main: the run with everything around it
     ("extras.theory.plan", "extras.services.seam"),  # schedules of variants
     ("extras.theory.plan", "extras.variants.expert_presets"),  # and models
 }
@@ -90,8 +95,7 @@ def imported_by(tree: ast.Module) -> set[str]:
 
 def imported(module: str) -> set[str]:
     """Those of a file of ours, with their packages, but for the doors."""
-    found = {name for name in imported_by(tree_of(module)) if (module, name) not in DOORS}
-    return found | {name.split(".")[0] for name in found if "." in name and name.split(".")[0] in FILES}
+    return {name for name in imported_by(tree_of(module)) if (module, name) not in DOORS}
 
 
 def closure(module: str) -> set[str]:
@@ -124,15 +128,15 @@ def text_of_train(step: str) -> list[str]:
 @pytest.mark.parametrize("step", STEPS)
 def test_a_reader_can_open_everything_that_a_step_loads(step):
     """From common, and from steps up to this one."""
-    loaded = closure(step)
+    loaded = closure(step) | {"common"}
     assert {room_of(module) for module in loaded} == {"step", "common"}
     assert all(module <= step for module in loaded if room_of(module) == "step"), "a later step"
 
 
-def test_the_course_is_small():
-    """Steps and common; and no file of common is one that no step loads."""
+def test_a_step_loads_all_of_common():
+    """The last one does."""
     course = {module for module in FILES if room_of(module) in ("step", "common")}
-    assert course == closure(STEPS[-1]) and lines_of(course) <= MOST_LINES["course"]
+    assert course == closure(STEPS[-1]) | {"common"}
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -178,18 +182,13 @@ def test_imports_point_one_way(module):
             assert name.split(".")[0] in OUTSIDE | STANDARD, f"{module} imports {name}"
 
 
-def test_the_only_door_is_in_trainer():
-    """No step and no file of common names what surrounds a run, but for `main`."""
-    for module in FILES:
-        if room_of(module) in ("step", "common"):
-            text = FILES[module].read_text()
-            if module == "common.trainer":
-                main = ast.get_source_segment(text, function(module, "main"))
-                text = text.replace(main, "")
-                assert main.count('"services') == 2
-            strings = [str(node.value) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)]
-            assert not {s.split(".")[0] for s in strings} & {"services", "variants", "theory", "labs"}, module
-            assert "importlib" not in text or module == "common.trainer", module
+@pytest.mark.parametrize("room, most", [("course", 2900), ("proof", 3600)])
+def test_the_course_and_its_proof_are_small(room, most):
+    """Steps and common; tests/. And none of them names what surrounds a run."""
+    modules = {module for module in FILES if room_of(module) in (("step", "common") if room == "course" else (room,))}
+    assert lines_of(modules) <= most
+    for module in modules:
+        assert not re.search(r"\bextras\b", FILES[module].read_text()), module
 
 
 @pytest.mark.parametrize(
@@ -221,7 +220,7 @@ def test_there_is_no_circle():
     rooms = {"", "tests", "labs"}
     doors = {"extras.theory.plan": {name for module, name in DOORS if module == "extras.theory.plan"}}
     waits = {
-        name: {other for other in (*imported(name), *doors.get(name, ())) if other in FILES} - {name, room_of(name)}
+        name: {other for other in (*imported(name), *doors.get(name, ())) if other in FILES} - {name}
         for name in FILES
         if room_of(name) not in rooms
     }
@@ -257,7 +256,7 @@ def variants_named(tree: ast.Module) -> set[str]:
     """Variants' modules and flags that code names: by import, as an attribute of flags, or in a string."""
     flags = flags_of_variants()
     texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings may
-    found = {name.split(".")[1] for name in imported_by(tree) if name.startswith("extras.variants.")}
+    found = {name.split(".")[2] for name in imported_by(tree) if name.startswith("extras.variants.")}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in ("config", "flags", "x"):
             found |= {node.attr} & flags
@@ -317,7 +316,7 @@ def test_public_names_have_docstrings(module):
             assert ast.get_docstring(node), f"{module}:{node.lineno} {node.name}"
 
 
-@pytest.mark.parametrize("module", [name for name in FILES if room_of(name) == "variants" and name != "variants"])
+@pytest.mark.parametrize("module", VARIANTS)
 def test_a_variant_is_one_small_file(module):
     """At most 165 lines; its flags are dataclass fields with a comment each, which is their help."""
     assert lines_of({module}) <= 165
@@ -328,7 +327,7 @@ def test_a_variant_is_one_small_file(module):
                 assert "  # " in line, f"{module}: {line.strip()} has no help"
 
 
-@pytest.mark.parametrize("module", [name for name in FILES if room_of(name) == "variants" and name != "variants"])
+@pytest.mark.parametrize("module", VARIANTS)
 def test_variants_have_one_shape(module):
     """A docstring that names the flags, and where it would stand; `Flags` before all code; an entry or a verb.
 

@@ -24,12 +24,7 @@ def parts() -> Parts:
     return Parts(None, None, SimpleNamespace(), None)
 
 
-AROUND = [
-    "extras.variants.fp16",
-    "extras.variants.skip_spikes",
-    "extras.variants.balance_bias",
-    "extras.services.clocks",
-]
+AROUND = [f"extras.variants.{name}" for name in ("fp16", "skip_spikes", "balance_bias")] + ["extras.services.clocks"]
 
 
 @pytest.mark.parametrize("order", list(permutations(["extras.variants.offload_optimizer", *AROUND])))
@@ -40,7 +35,7 @@ def test_calls_nest_alike_whoever_comes_first(order):
         if "offload" in by:
             made.instead(part, "add", lambda text: f"offloaded {text}", by=by)
         else:
-            made.around(part, "add", lambda inner, text, by=by: f"{by.split('.')[1]}({inner(text)})", by=by)
+            made.around(part, "add", lambda inner, text, by=by: f"{by.split('.')[-1]}({inner(text)})", by=by)
     assert part.add("x") == "clocks(skip_spikes(balance_bias(fp16(offloaded x))))"
     assert Part().add("x") == "own x"
 
@@ -53,7 +48,7 @@ def test_two_replacements_are_refused():
     with pytest.raises(UserError, match=r"offload_optimizer instead of Part\.add and offload_params instead"):
         made.instead(part, "add", str, by="extras.variants.offload_params")
     with pytest.raises(AssertionError, match="ORDER"):
-        made.around(part, "add", str, by="variants.nobody")
+        made.around(part, "add", str, by="extras.variants.nobody")
 
 
 METHODS = {
@@ -66,7 +61,7 @@ METHODS = {
     if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
 } | {"loss", "attend", "enter", "leave"}
 NUMBERS = "setattr(moe, name, coeff * scale)"  # of fp16 and batch_ramp: coefficients of losses are data
-SEAM, GIVES_BACK = "variants", "extras.services.dry_run"  # its `without_numbers`: while tensors have none
+SEAM, GIVES_BACK = "extras.variants", "extras.services.dry_run"  # its `without_numbers`: while tensors have none
 
 
 def leaves(node: ast.AST) -> list[ast.AST]:
@@ -104,7 +99,7 @@ def test_only_the_seam_changes_calls():
             tree = tree_of(module)
             assert not rebindings(module, tree)
             verbs = [n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
-            around |= {module} if "around" in verbs and module != "variants" else set()
+            around |= {module} if "around" in verbs and module != SEAM else set()
     assert {name.partition("extras.variants.")[2] for name in around if room_of(name) == "variants"} == {*ORDER}
 
 
