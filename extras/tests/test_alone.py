@@ -204,28 +204,6 @@ def test_ranks_leave_when_their_launcher_is_killed(tmp_path):
     assert not busy and newest(out).name == folder_name(len(metrics(out))) != folder_name(20000)
 
 
-PAGES = [pytest.param(step, 0, "", marks=[pytest.mark.exhaustive] * (step != STEPS[0])) for step in STEPS]
-PAGES += [pytest.param("step03_zero", 2, "", marks=pytest.mark.exhaustive)]
-PAGES += [pytest.param("step06_pipeline", 4, "--pp 2 --tp 2", marks=pytest.mark.exhaustive)]
-PAGES += [("step07_moe_ep", 4, "--tp 2 --ep 2")]
-
-
-@pytest.mark.parametrize("step, ranks, flags", PAGES)
-def test_a_print_in_a_step_appears(server, alone, tmp_path, step, ranks, flags):
-    """By its launch line and default flags: what runs where nothing else is, runs as often with everything around."""
-    counts = []
-    for folder, more in (alone, ""), (ROOT, QUIET):
-        out = tmp_path / str(len(counts))
-        words = f"{ROOT / 'tests' / 'count.py'} {tmp_path} {step}.py {FEW} {flags} {more} --out {out}"
-        status, text = server.run(folder, ranks, *words.split(), log=tmp_path / "log")
-        assert status == 0, text
-        assert "attached: " not in text, text
-        counts.append([json.loads((tmp_path / f"calls-{rank}.json").read_text()) for rank in range(max(1, ranks))])
-    for rank, (plain, served) in enumerate(zip(*counts, strict=True)):
-        fewer = {what: (n, served.get(what, 0)) for what, n in plain.items() if served.get(what, 0) < n}
-        assert len(plain) > 50 and not fewer, (rank, fewer)
-
-
 def test_nobody_reads_what_a_run_says(server, tmp_path):
     """As after `| head -1`: it ends without a word."""
     code = "import os, runpy, sys\nr, w = os.pipe()\nos.close(r), os.dup2(w, 1), sys.argv.pop(0)\n"

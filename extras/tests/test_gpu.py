@@ -1,8 +1,8 @@
-"""What a reading of the CUDA and NCCL paths found, N1 to N10: each is mended, and its test fails without the mend.
+"""What the CUDA and NCCL paths must not do, N1 to N10, one test or more each.
 
 N1 an older driver (extras/tests/test_screen.py)      N2 weights that nobody waits for     N3 waits of experts
 N4 plans of cuDNN     N5 the loss's memory     N6 long saves     N7 memory outside the plan     N8 routers that change
-their mind     N9 duplicates in one row     N10 queues, cores, one visible GPU     N11 is extras/services/certify.py
+their mind     N9 duplicates in one row     N10 queues, cores, one visible GPU
 
 Tests with `seen` train on GPUs that are not there (extras/tests/fake_gpu.py), in a process that loads a shim of C++.
 """
