@@ -1,6 +1,6 @@
 """The dry run: `train` itself, as one rank of so many, on tensors without numbers: its second step is counted.
 
-    python step06_pipeline.py --dry-run 1024 --model llama3-405b --tp 8 --pp 16 --dtype bf16 --gpu h100-80
+    python -m extras step06_pipeline.py --dry-run 1024 --model llama3-405b --tp 8 --pp 16 --dtype bf16 --gpu h100-80
 
 `FakeTensorMode` gives every tensor all but its numbers. The process group "fake" lets one process be any rank of any
 world, and sends nothing. A number that the program asks for is 1.0. Tokens go to all experts alike: how many rows that

@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 STEPS = sorted(path.stem for path in ROOT.glob("step0*.py"))
 TINY = "--model debug --dtype fp64 --device cpu --steps 3 --warmup-steps 1 --global-batch-size 12 --micro-batch-size 2"
 TINY += " --dataset text.txt"  # the default text takes longer to read than such a run
+DOOR = "extras/__main__.py"  # what `-m extras` runs: a forked launcher takes scripts
 FILES = {"metrics.jsonl", "config.json", "loss.png"}
 
 
@@ -160,7 +161,7 @@ ALONE = [NO_NET, ("step01_single_gpu", 0, "", "has set RANK: ", dict(RANK="3")),
 )
 def test_what_is_wrong_at_the_start_is_one_line(server, alone, tmp_path, served, step, ranks, flags, named, env):
     """It names the flag, or what else is to be mended; the exit status is not 0."""
-    words = f"{step}.py {TINY} --out {tmp_path} {flags}".split()
+    words = f"{DOOR * served} {step}.py {TINY} --out {tmp_path} {flags}".split()
     status, text = server.run(ROOT if served else alone, ranks, *words, log=tmp_path / "log", **env)
     assert status != 0 and named in text and len(re.findall("^error: ", text, re.M)) == 1, text
     if not ranks:  # torchrun says more
@@ -170,7 +171,7 @@ def test_what_is_wrong_at_the_start_is_one_line(server, alone, tmp_path, served,
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(server, tmp_path):
     """torchrun starts the job anew, it goes on from its last checkpoint, and ends as if nothing had happened."""
     (tmp_path / "text.txt").write_text(Path(__file__).read_text() * 20)
-    words = f"--max-restarts=1 step03_zero.py --zero 3 {TINY}".replace("text.txt", str(tmp_path / "text.txt"))
+    words = f"--max-restarts=1 {DOOR} step03_zero.py --zero 3 {TINY}".replace("text.txt", str(tmp_path / "text.txt"))
     words += " --steps 20 --save-every 4 --eval-every 0 --peak-tflops 1 --resume auto --out"
     whole, killed = (f"{words} {tmp_path / name}".split() for name in ("whole", "killed"))
     assert server.run(ROOT, 2, *whole, log=tmp_path / "log")[0] == 0
@@ -193,7 +194,8 @@ QUIET = "--eval-every 0 --save-every 0 --peak-tflops 1"  # of services
 
 def test_ranks_leave_when_their_launcher_is_killed(tmp_path):
     """They save what they have, and the run directory is free for the next job. (Forked ranks would get a signal.)"""
-    words, out = f"step03_zero.py {FEW} {QUIET} --steps 20000 --out {tmp_path / 'out'}".split(), tmp_path / "out"
+    out = tmp_path / "out"
+    words = f"-m extras step03_zero.py {FEW} {QUIET} --steps 20000 --out {out}".split()
     job = start(ROOT, 2, words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while job.poll() is None and not metrics(out):
         time.sleep(0.02)
@@ -208,7 +210,7 @@ def test_nobody_reads_what_a_run_says(server, tmp_path):
     """As after `| head -1`: it ends without a word."""
     code = "import os, runpy, sys\nr, w = os.pipe()\nos.close(r), os.dup2(w, 1), sys.argv.pop(0)\n"
     (tmp_path / "unread.py").write_text(code + "runpy.run_path(sys.argv[0], run_name='__main__')")
-    words = f"{tmp_path / 'unread.py'} {STEPS[0]}.py {FEW} {QUIET} --out {tmp_path / 'out'}".split()
+    words = f"{tmp_path / 'unread.py'} {DOOR} {STEPS[0]}.py {FEW} {QUIET} --out {tmp_path / 'out'}".split()
     assert server.run(ROOT, 0, *words, log=tmp_path / "log") == (2, "")
 
 
@@ -256,7 +258,7 @@ ATTACHED = [
 @pytest.mark.parametrize("step, ranks, flags, lines", ATTACHED)
 def test_a_run_says_what_is_attached(server, tmp_path, step, ranks, flags, lines):
     """One rank says it, once: a line for each change, and of how many objects."""
-    words = f"{step}.py {FEW} {flags} {QUIET} --out {tmp_path / 'out'}".split()
+    words = f"{DOOR} {step}.py {FEW} {flags} {QUIET} --out {tmp_path / 'out'}".split()
     status, text = server.run(ROOT, ranks, *words, log=tmp_path / "log")
     assert status == 0, text
     said = re.findall(r"^attached: (.*)$", text, re.M)

@@ -45,6 +45,7 @@ class Job:
     """A cluster that runs; `say` types a line, `until` waits for something that the job has written."""
 
     def __init__(self, out: Path, *line: str, **flags: object):
+        line = [part for word in line for part in (("-m", "extras", word) if word.startswith("step") else (word,))]
         command = [sys.executable, "-m", "extras.services.cluster", *words(flags), "--", *line, "--out", str(out)]
         self.out, self.log = out, out.with_suffix(".log")
         with open(self.log, "w") as log:

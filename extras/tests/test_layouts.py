@@ -78,7 +78,7 @@ def goes_on(pools, reference, row: Row, folder: Path):
 def launched(ranks: int, step: str, options: dict[str, Any], out: Path) -> list[dict[str, Any]]:
     """The metrics of a run that is started as a user starts it."""
     flags = dict(model="debug", eval_every=0, save_every=0) | equal.BASE | equal.SMALL | options | dict(out=out)
-    words = " ".join([f"{step}.py", *(spelled(name, value) for name, value in flags.items())]).split()
+    words = " ".join([f"-m extras {step}.py", *(spelled(name, value) for name, value in flags.items())]).split()
     job = launch.start(ROOT, ranks, words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         said, _ = job.communicate(timeout=300)

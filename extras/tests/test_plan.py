@@ -527,7 +527,7 @@ def test_the_guide_ends_in_a_line_that_is_legal_and_fits(name, gpus, sequence):
     best = search(m, gpus, 256, H100).best[0]
     assert fits(best.held, H100)
     text = guide.guide(name, m, best, H100)
-    start, nodes, each, script, *words = shlex.split(text.splitlines()[-1])
+    start, nodes, each, _, _, script, *words = shlex.split(text.splitlines()[-1])
     assert start == "torchrun" and int(nodes.split("=")[1]) * int(each.split("=")[1]) == gpus
     config = parse(compose(importlib.import_module(script.removesuffix(".py"))), words)
     check(config, gpus)

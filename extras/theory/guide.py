@@ -148,7 +148,7 @@ def launch(name: str, m: Shape, x: Layout) -> str:
     each = max(n for n in range(1, NODE + 1) if x.world % n == 0)
     start = f"torchrun --nnodes={x.world // each} --nproc_per_node={each}"
     more = always(m) if x.pp > 1 else always(m).replace("--pp-split cost ", "")
-    return f"{start} {script(m)} --model {name} --seq-len {m.seq_len} --dtype bf16 {x.flags()} {more}"
+    return f"{start} -m extras {script(m)} --model {name} --seq-len {m.seq_len} --dtype bf16 {x.flags()} {more}"
 
 
 def guide(name: str, m: Shape, chosen: Found, gpu: Gpu) -> str:

@@ -120,7 +120,7 @@ def show(m: Shape, best: list[Found], gpu: Gpu) -> str:
         times.append([str(number), *(f"{part:.3f}" for part in parts), *shares])
     layouts = "\n".join(f"{number:2}  {plan.layout.flags()}" for number, plan in enumerate(best, 1))
     return (
-        f"flags after torchrun ... {script(m)} --model ... --seq-len {m.seq_len} {always(m)}:\n{layouts}\n\n"
+        f"flags after torchrun ... -m extras {script(m)} --model ... --seq-len {m.seq_len} {always(m)}:\n{layouts}\n\n"
         f"memory of the fullest GPU, GiB:\n{table(memory)}\n\n"
         f"time of a step, s; by dimension what communication is not hidden:\n{table(times)}"
     )
