@@ -39,7 +39,7 @@ from extras.services.launch import gather_objects
 
 FORMAT = "course checkpoint 1"
 OWN = ("auto", "required")  # values of --resume that name --out
-PART = 2**26  # bytes that are flushed to the disk before more are written, so one sees that it goes on
+PART = 2**26  # bytes that are read or written at a time
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
 
@@ -76,8 +76,8 @@ def flush(path: Path):
     os.close(descriptor)
 
 
-def save_file(tensors: dict[str, Tensor], path: Path, wrote: Callable[[int], None]) -> str:
-    """Write a safetensors file, a header and then the bytes, in parts: `wrote` is told of each. Returns its SHA-256."""
+def save_file(tensors: dict[str, Tensor], path: Path) -> str:
+    """Write a safetensors file, a header and then the bytes. Returns its SHA-256."""
     header, stop, digest = {}, 0, hashlib.sha256()
     for key, tensor in tensors.items():
         start, stop = stop, stop + tensor.nbytes
@@ -87,13 +87,10 @@ def save_file(tensors: dict[str, Tensor], path: Path, wrote: Callable[[int], Non
     with open(path, "wb") as file:
         bodies = (tensor.view(-1).view(torch.uint8).numpy().data for tensor in tensors.values())
         for body in (memoryview(len(text).to_bytes(8, "little") + text), *bodies):
-            for at in range(0, len(body), PART):
-                part = body[at : at + PART]
-                file.write(part)
-                digest.update(part)
-                file.flush()
-                os.fsync(file.fileno())
-                wrote(len(part))
+            file.write(body)
+            digest.update(body)
+        file.flush()
+        os.fsync(file.fileno())
     return digest.hexdigest()
 
 
@@ -114,7 +111,6 @@ class Saver:
     def __init__(self, out: Path, keep: int = 2):
         self.out, self.folder, self.keep = out, out / "checkpoints", keep
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.bytes_written = self.files_written = 0  # the watchdog looks at them; files: that training waited for
         self.thread: threading.Thread | None = None
         self.busy = False  # a checkpoint has been begun and not yet settled
 
@@ -150,7 +146,7 @@ class Saver:
             if writer == self.rank:
                 tensors[str(i)] = held[key].detach().to("cpu", copy=True).contiguous()
         self.index = dict(format=FORMAT, step=step, **about, tensors=index)
-        self.thread = threading.Thread(target=self.attempt, args=(self.write, tensors, background), daemon=True)
+        self.thread = threading.Thread(target=self.attempt, args=(self.write, tensors), daemon=True)
         self.thread.start()
         if not background:
             self.settle()
@@ -167,14 +163,9 @@ class Saver:
         sweep(self.folder)
         self.hidden.mkdir(parents=True)
 
-    def write(self, tensors: dict[str, Tensor], background: bool):
+    def write(self, tensors: dict[str, Tensor]):
         """This rank's file. The thread takes part in no collective: ranks may be in different steps."""
-        self.digest = save_file(tensors, self.hidden / file_name(self.rank), self.wrote)
-        self.files_written += not background
-
-    def wrote(self, n_bytes: int):
-        """So many more bytes are on the disk."""
-        self.bytes_written += n_bytes
+        self.digest = save_file(tensors, self.hidden / file_name(self.rank))
 
     def writing(self) -> bool:
         """Whether this rank's file is still being written."""

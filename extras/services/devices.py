@@ -56,7 +56,7 @@ class Flags:
     """How ranks talk."""
 
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed, from step 2 on
-    timeout: float = 600.0  # seconds without progress until the rank that hangs is named and the job ends
+    timeout: float = 600.0  # seconds that a step may take; then each rank says where it stands, and the job ends
 
 
 def set_environment():
@@ -274,7 +274,7 @@ def meet(config: Any) -> int:
     """Take this process's GPU and, from step 2 on, meet the others. Returns how many GPUs are here.
 
     With a GPU, the host works with its share of the cores, not with the one thread that torchrun gives a rank.
-    Collectives of gloo raise after twice `--timeout`; the watchdog is there first, and says more. Raises UserError on
+    Collectives of gloo raise after twice `--timeout`; the watchdog is there first. Raises UserError on
     all ranks if they share a GPU that they cannot share.
     """
     gpus = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0

@@ -3,7 +3,6 @@
 from collections import Counter, defaultdict
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from common.comm import Group
@@ -12,28 +11,16 @@ from extras.theory.traffic import Traffic
 
 
 class Ledger:
-    """Entries since the last `take`; for the watchdog, also what was entered since the start."""
+    """Entries since the last `take`."""
 
     def __init__(self):
         self.calls: Counter[tuple[str, str]] = Counter()
         self.bytes: Counter[tuple[str, str]] = Counter()
-        self.entered: Counter[str] = Counter()  # collectives, by group; never cleared
-        self.last = ""  # the call entered last
-        self.names: dict[int, str] = {}
 
     def book(self, operation: str, group: Group, tensor: Tensor, share: float):
         """An observer."""
         self.calls[group.name, operation] += 1
         self.bytes[group.name, operation] += round(share * tensor.nbytes)
-        self.entered[self.members(group)] += operation != "send"
-        self.last = f"{group.name} {operation}"
-
-    def members(self, group: Group) -> str:
-        """A group by its ranks."""
-        if id(group) not in self.names:
-            ranks = dist.get_process_group_ranks(group.handle)
-            self.names[id(group)] = f"{group.name} of ranks {' '.join(map(str, ranks))}"
-        return self.names[id(group)]
 
     def take(self) -> dict[str, Any]:
         """The entries as metrics, `traffic` {dim: {operation: bytes}} and `calls`; then start anew."""

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from common import comm
 from common.comm import Group
-from extras.services import devices, dry_run, evaluation, failures, replicas, resume
+from extras.services import devices, dry_run, evaluation, failures, resume
 from extras.services.ledger import Ledger
 from extras.services.screen import Screen
 from extras.services.seam import OpenRun, check, compose
-from extras.services.watchdog import Guard
+from extras.services.watchdog import Watchdog
 
 
 class ServedRun(OpenRun):
@@ -48,14 +48,14 @@ class ServedRun(OpenRun):
         self.first = self.first and not self.config.generate
         self.keeper = resume.Keeper(self)
         super().__enter__()
-        self.guard = Guard(self)
+        self.watchdog = Watchdog(self.config.timeout)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any):
         """The end, or the error that ended it."""
         if not self.config.dry_run:
             comm.waiting = nullcontext
-            self.guard.stop(error)
+            self.watchdog.stop()
             with self.expendable("loss.png"):
                 super().__exit__(kind, error, trace)
             self.keeper.close()
@@ -100,7 +100,9 @@ class ServedRun(OpenRun):
                 self.bar.update()
                 continue
             self.screen.begin(step)
+            self.watchdog.begin(step)
             yield step
+            self.watchdog.pause()
             if self.keeper.leave(step):
                 break
         self.screen.finish()
@@ -116,8 +118,6 @@ class ServedRun(OpenRun):
         if (health := self.parts.kept.get("extras.services.health")) is not None:
             numbers |= health.of_step(numbers["waited_seconds"])
         before = time.perf_counter()
-        if self.parts.sync is not None:
-            replicas.check_replicas(self.config, self.parts, step)
         numbers |= evaluation.metrics(self.config, self.parts, step, self.keeper.end)
         self.began += time.perf_counter() - before  # not a part of the step's seconds
         with self.expendable("metrics.jsonl"):

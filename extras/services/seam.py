@@ -20,7 +20,7 @@ from extras.services import legal
 from extras.variants import Parts
 
 # Attached after the variants, in this order; by name, as some of them build on this file.
-SERVICES = "stages devices shapes legal readers resume evaluation health replicas dry_run screen"
+SERVICES = "stages devices shapes legal readers resume evaluation health dry_run screen"
 
 
 @lru_cache

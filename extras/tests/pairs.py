@@ -129,7 +129,6 @@ LOOKS = {  # they look on
     "save_every": Flag((0, 1)),
     "save_async": Flag((False, True), takes=dict(save_every=1)),
     "log_ranks": Flag((False, True)),
-    "check_replicas": Flag((0, 1)),
     "profile_memory": Flag((0, 1)),
 }
 FLAGS = COMPUTED | HOW | LOOKS

@@ -24,14 +24,12 @@ from common import UserError, comm
 from common.data import Data
 from common.model import PRESETS
 from common.trainer import DTYPES, choose_device
-from extras.services import checkpoint, devices
-from extras.services.boxes import Piece
+from extras.services import devices
 from extras.services.clocks import Clock
 from extras.services.dry_run import run_rank
 from extras.services.legal import layout_of_flags
 from extras.services.memory import outside_memory
 from extras.services.screen import used_memory
-from extras.services.watchdog import SAVES, Guard, whereabouts_of
 from extras.tests import equal
 from extras.tests.fake_gpu import Call, can_fake_cuda, see, stuck
 from extras.tests.faults import Fault, injected
@@ -272,22 +270,6 @@ def test_n5_the_loss_takes_the_bytes_that_are_promised():
     for most in (2**29, 2**30):
         assert 3 * most < peak(most) < 4.1 * most
     assert 3 * 2**31 < peak(2**40) < 4.1 * 2**31
-
-
-def test_n6_a_save_is_progress_while_it_goes_on(tmp_path, monkeypatch):
-    """Bytes are counted as they reach the disk, in parts, and the watchdog of a run looks at them."""
-    saver, on_disk = checkpoint.Saver(tmp_path), []
-    monkeypatch.setattr(checkpoint, "PART", 1000)
-    right = os.fsync
-    monkeypatch.setattr(checkpoint.os, "fsync", lambda file: (right(file), on_disk.append(saver.bytes_written))[0])
-    saver.save(1, [Piece("master", "w", torch.ones(1000, dtype=torch.float64), (1000,))], {})
-    assert len(set(on_disk)) > 8 and on_disk == sorted(on_disk)
-    assert saver.bytes_written == (checkpoint.newest(tmp_path) / "rank-00000.safetensors").stat().st_size
-    config, ledger = SimpleNamespace(timeout=60.0), SimpleNamespace(entered={}, last="")
-    run = SimpleNamespace(config=config, ledger=ledger, history=[], keeper=SimpleNamespace(saver=saver))
-    guard = Guard(run)
-    guard.stop(None)
-    assert guard.dog.written() == saver.bytes_written and whereabouts_of(run).entered[SAVES] == 1
 
 
 def test_n7_and_n10_settings_before_cuda_starts(monkeypatch, capsys):
