@@ -116,9 +116,19 @@ class Run:
     def steps(self, **parts: Any) -> Iterator[int]:
         """Yield the numbers of the steps. `parts`: the objects that make up this run (model, optimizer, mesh, ...)."""
         self.begin()  # not before: a launch that fails leaves an earlier run as it is
+        if self.first:
+            self.introduce(**parts)
         self.began, comm.observer = time.perf_counter(), self.count
         with tqdm(total=self.config.steps, unit="step", disable=not self.first) as self.bar:
             yield from range(self.config.steps)
+
+    def introduce(self, model: torch.nn.Module, mesh: comm.Mesh | None = None, **_: Any):
+        """Say what runs where."""
+        ranks, some = (mesh.world if mesh else 1), next(model.parameters())
+        backend = f", {torch.distributed.get_backend()}" if ranks > 1 else ""
+        print(f"device: {ranks} x {some.device.type}{backend}; {some.dtype}")
+        print("mesh: " + (" x ".join(f"{dim} {size}" for dim, size in mesh.sizes.items()) if mesh else "none"))
+        print(f"parameters: {sum(param.numel() for param in model.parameters()):,} on rank 0", flush=True)
 
     def count(self, _operation: str, group: comm.Group, tensor: Tensor, share: float):
         """Add up the bytes that this rank sends in a step, by mesh dimension."""

@@ -66,6 +66,9 @@ class ServedRun(OpenRun):
         """As the plain run's, after an earlier run has moved aside. A collective."""
         resume.on_rank_0(self, partial(self.keeper.make_way, super().begin))
 
+    def introduce(self, **parts: Any):
+        """The screen has said more."""
+
     @contextmanager
     def expendable(self, name: str) -> Iterator[None]:
         """Write what training can do without: a full disk is a warning, once until there is room."""

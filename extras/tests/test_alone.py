@@ -111,6 +111,9 @@ def test_a_step_trains_alone(server, alone, reference, step, ranks, flags, fresh
     run = launch if fresh else server.run
     status, text = run(alone, ranks, f"{step}.py", *f"{TINY} {flags}".split())
     assert status == 0, text
+    assert re.search(
+        rf"^device: {max(1, ranks)} x cpu.*; torch.float64\nmesh: .*\nparameters: [\d,]+ on rank 0$", text, re.M
+    )
     assert "3/3" in text and "loss " in text and "tok/s" in text, f"no bar: {text}"
     out = alone / "runs" / step
     assert {path.name for path in out.iterdir()} == FILES and (out / "loss.png").stat().st_size > 5000
