@@ -1,30 +1,167 @@
-"""Labs: each chapter as an evening's work. Some functions of a step are taken out; a student writes them again.
+"""Labs: a chapter as an evening's work. Some functions of its step are taken out, and a student writes them again.
 
     python -m extras.labs start 4 FOLDER       a folder with the step, in which the functions of the tasks only raise
-    python -m extras.labs check FOLDER         judges it; `python -m extras.labs --help` lists the other commands
+    python -m extras.labs check FOLDER         points by task; `--task "f and g"` judges one task
+    python -m extras.labs hint FOLDER 2        the next of three hints for the second task
+    python -m extras.labs grade FOLDERS --csv points.csv --gradescope DIR
 
-Lab N is labs/labN.py, which ends in `LAB = Lab(...)`, and labs/labN.md: its title; each task's name, minutes, what to
-read and three hints; the question. The types are in extras/labs/course.py:
+The chapter's own file of tests/ is the judge: a mark there names the task and the points of a test. A lab is a row of
+TASKS below and labN.md, which has for each task its title, its minutes, what to read, and three hints.
 
-    Lab        modules (those that the student gets; the last is the step), tasks, question
-    Task       holes ("function", "Class.method", or "module:name"), criteria
-    Criterion  what it demands, points, the kind of case, the sizes of its cases ("mesh": how many ranks along what)
-    Case       the sizes as attributes, and `draw`: numbers from the student's id. Sizes are the same for every id
-
-A lab derives kinds from Case. `run(step, mesh)` runs on every rank, in processes of their own, with the
-student's module as `step`. It yields rows: a name, what the student's functions have made of the case, and what that
-should be: FOUND, what the project's file makes of the same case, in processes of its own (a copy for students keeps
-it), or a law. Numbers and tensors are judged to a norm-wise bound, other values by ==, `at_most(x)` as a limit. What
-the student's process says should be found is never used: if it is another value, its code has changed the judge.
-A criterion may judge some rows only (`keys`); `demands` makes several of the same cases, which run once.
-
-A task's criteria call its own holes, holes of earlier tasks, and what is no hole. Each is judged with the student's
-file in which the holes of *other* tasks are the project's; if that fails, with the file as it stands. So neither an
-error elsewhere nor something that two tasks share costs points. A criterion with `whole` takes the file as it stands.
-
-`Tape` (labs/tape.py) records matmuls, collectives and waits in their order, however they were called: what was sent
-(`sent()`), what ran while something was under way (`hidden()`), what nobody has waited for (`left()`). `suite`
-(labs/suite.py) is a criterion that runs the whole file in rows of tests/, and holds it against the project's file.
-After a failure the project's code with each mistake of tests/faults.py in the task's holes runs the same case, and one
-that finds the same numbers is named.
+The folder holds all that the chapter needs: earlier steps, common/ and the tests, but no solution. Plain pytest works
+there. `check` and `grade` take from it only the files that have holes, and everything else from the project, so a test
+that a student has changed counts for nothing. A task that fails is tried again with the project's functions in the
+holes of the other tasks, so an error elsewhere costs nothing.
 """
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+# Lab -> task -> the functions and methods that are taken out; "module:function" if not from the step. A task without
+# holes judges the file as a whole.
+TASKS: dict[int, dict[str, str]] = {
+    1: {
+        "learning rate": "learning_rate",
+        "adamw": "decay_groups adamw",
+        "masters": "Optimizer.__init__ Optimizer.gradients Optimizer.step Optimizer.zero_grad",
+        "recomputation": "recompute_layers",
+        "loop": "train",
+    },
+    2: {
+        "naive": "NaiveSync.finish NaiveSync.sum_up",
+        "ring": "RingSync.sum_up",
+        "buckets": "Bucket.__init__ fill_buckets",
+        "bucket sync": "BucketSync.__init__ BucketSync.begin BucketSync.mark_ready BucketSync.send BucketSync.finish",
+        "loop": "train",
+    },
+    3: {
+        "units": "Unit.view Unit.view_shard unit_names",
+        "stage 1": "Zero1.begin Zero1.reduce Zero1.finish Zero1.gradients",
+        "update": "Zero1.step Zero1.publish Zero1.zero_grad",
+        "stage 2": "Zero2.begin Zero2.mark_ready Zero2.send Zero2.land Zero2.finish",
+        "gather": "ShardedUnit.gather ShardedUnit.free",
+        "stage 3": "Zero3.fetch Zero3.after_forward Zero3.send Zero3.publish",
+        "loop": "",
+    },
+    4: {
+        "collectives": "sum_over_ranks gather_tokens sum_and_shard_tokens",
+        "f and g": "Conjugate.forward Conjugate.backward enter_block leave_block",
+        "vocabulary": "VocabParallelEmbedding.forward VocabParallelCrossEntropy.forward",
+        "shards": "shard_param shard_heads shard_tensors",
+        "partial gradients": "sum_partial_gradients",
+        "loop": "",
+    },
+    5: {
+        "parts": "part_attention merge",
+        "zigzag": "zigzag_positions zigzag_visible",
+        "gradients of a part": "part_gradients",
+        "ring": "RingAttention.forward RingAttention.backward",
+        "loop": "ring_attention shard_context",
+    },
+    6: {
+        "orders": "common.schedules:one_f_one_b_order common.schedules:afab common.schedules:one_f_one_b "
+        "common.schedules:interleaved",
+        "stage": "forward_stage Pipeline.forward Pipeline.backward",
+        "messages": "Pipeline.send_receive Pipeline.execute OneForwardOneBackward.execute",
+        "programs": "add_messages ListPipeline.execute",
+        "keep": "keep_stage sum_tied",
+        "loop": "",
+    },
+    7: {
+        "experts": "ExpertLinear.forward Experts.forward",
+        "layer": "MoE.forward",
+        "balance": "AddLoss.forward AddLoss.backward MoE.aux_loss",
+        "dispatch": "transpose_blocks dispatch combine visit_experts",
+        "groups": "shard_experts",
+        "loop": "",
+    },
+}
+
+
+def step_of(lab: int) -> str:
+    """The name of the step's file."""
+    return next(ROOT.glob(f"step{lab:02d}_*.py")).name
+
+
+def holes(lab: int) -> dict[str, dict[str, str]]:
+    """File -> name of a hole -> its task. These are the files that a student hands in; the step is the first."""
+    found: dict[str, dict[str, str]] = {step_of(lab): {}}
+    for task, names in TASKS[lab].items():
+        for name in names.split():
+            module, _, own = name.rpartition(":")
+            found.setdefault(f"{module.replace('.', '/')}.py" if module else step_of(lab), {})[own] = task
+    return found
+
+
+def ours(lab: int) -> dict[str, str]:
+    """The project's texts of these files: the solution."""
+    return {file: (ROOT / file).read_text() for file in holes(lab)}
+
+
+def definitions(text: str) -> dict[str, ast.FunctionDef]:
+    """Functions, "name", and methods, "Class.name", of a source. Raises what ast.parse does."""
+    found: dict[str, ast.FunctionDef] = {}
+    for node in ast.parse(text).body:
+        found |= {node.name: node} if isinstance(node, ast.FunctionDef) else {}
+        for part in node.body if isinstance(node, ast.ClassDef) else ():
+            found |= {f"{node.name}.{part.name}": part} if isinstance(part, ast.FunctionDef) else {}
+    return found
+
+
+def hollow(lab: int) -> dict[str, str]:
+    """The files in which the functions of the tasks only raise. Signatures and docstrings stay."""
+    texts = ours(lab)
+    for file, names in holes(lab).items():
+        lines, found = texts[file].splitlines(), definitions(texts[file])
+        for name in sorted(names, key=lambda name: -found[name].lineno):
+            node, documented = found[name], ast.get_docstring(found[name]) is not None
+            start = node.body[0].end_lineno + 1 if documented else node.body[0].lineno
+            words = f'raise NotImplementedError("task {names[name]}: {name}")'
+            lines[start - 1 : node.end_lineno] = [" " * (node.col_offset + 4) + words]
+        texts[file] = "\n".join(lines) + "\n"
+    return texts
+
+
+def unwritten(lab: int, texts: dict[str, str], task: str) -> list[str]:
+    """Holes of a task that are as `hollow` leaves them."""
+    found = []
+    for file, names in holes(lab).items():
+        theirs = definitions(texts[file])
+        own = [name for name in names if names[name] == task and name in theirs]
+        found += [name for name in own if f"NotImplementedError('task {task}: " in ast.unparse(theirs[name])]
+    return found
+
+
+def lines_of(node: ast.FunctionDef) -> slice:
+    """Where a definition stands, with its decorators."""
+    return slice(min([node.lineno, *(each.lineno for each in node.decorator_list)]) - 1, node.end_lineno)
+
+
+def with_ours(lab: int, texts: dict[str, str], task: str) -> dict[str, str]:
+    """A student's files with the project's functions in the holes of all tasks but one."""
+    given = {}
+    for file, text in ours(lab).items():
+        right, theirs, lines = definitions(text), definitions(texts[file]), texts[file].splitlines()
+        others = [name for name, other in holes(lab)[file].items() if other != task and name in theirs]
+        for name in sorted(others, key=lambda name: -theirs[name].lineno):
+            lines[lines_of(theirs[name])] = text.splitlines()[lines_of(right[name])]
+        # An editor may have removed imports that only our functions need. Functions look names up when they are called.
+        imports = [ast.unparse(node) for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        kept = {ast.unparse(node) for node in ast.parse(texts[file]).body}
+        given[file] = "\n".join([*lines, *(line for line in imports if line not in kept)]) + "\n"
+    return given
+
+
+def text_of(lab: int) -> list[tuple[str, str, str, list[str]]]:
+    """From labN.md, by task: title, minutes, what to read, three hints."""
+    text = (Path(__file__).parent / f"lab{lab}.md").read_text()
+    parts = re.findall(r"^## (.+?) \((\d+) min\)\n\n(.+?)\n\n((?:\d\. .+\n)+)", text, re.MULTILINE)
+    return [(*part[:3], re.findall(r"^\d\. (.+)", part[3], re.MULTILINE)) for part in parts]
+
+
+def question_of(lab: int) -> str:
+    """From labN.md: a written question, for whoever grades by hand."""
+    return (Path(__file__).parent / f"lab{lab}.md").read_text().partition("## The question\n\n")[2]

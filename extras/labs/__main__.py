@@ -1,26 +1,140 @@
 """The labs' commands; `python -m extras.labs --help`."""
 
 import argparse
-import contextlib
-import os
+import csv
+import json
+import re
 import sys
-import time
-import uuid
 from pathlib import Path
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-try:
-    import torch  # noqa: F401
-except ModuleNotFoundError:
-    sys.exit("labs: this Python has no PyTorch: activate the project's environment (README.md, Installation)")
+from typing import Any
 
 from common import UserError
-from extras.labs import folder as folders
-from extras.labs.grade import grade
-from extras.labs.judge import Result, check
-from extras.labs.launch import handout, run
+from extras.labs import TASKS, holes, hollow, question_of, step_of, text_of
+from extras.labs.judge import Result, chapter, lay_out, results, worth
+
+GRADE, CHECK = 180, 900  # seconds that a folder may take
+INTRODUCTION = """# Lab {lab}: {step}
+
+Student: {student}
+
+In {files} some functions only raise `NotImplementedError`. Write them: signature and
+docstring are the specification. Nothing else is judged: keep helper functions in the same file. Do the tasks in order.
+Two cores and 2 GB suffice. In this folder, with the project's environment active:
+
+    pytest {tests}      all tests; with `-k {word}` those of a task, with `--lf` those that failed
+    {launch}      your step, once it is whole; `--help` lists its flags
+
+In the project's folder:
+
+    python -m extras.labs check {folder}     points by task, as they will be graded
+    python -m extras.labs check {folder} --task "{task}"
+    python -m extras.labs hint {folder} 1    the next of three hints for the first task; hints cost nothing
+
+The tests say what is demanded of each function: read one that fails. A test that hangs fails after half a minute, and
+says in which call each rank waits.
+"""
+
+
+def start(lab: int, folder: Path, student: str):
+    """Make a student's folder. Raises UserError."""
+    if lab not in TASKS:
+        raise UserError(f"lab {lab}: there are labs 1 to {max(TASKS)}")
+    if folder.exists():
+        raise UserError(f"{folder} is there already: choose a new folder")
+    lay_out(lab, folder, hollow(lab))
+    files, task = " and ".join(holes(lab)), next(iter(TASKS[lab]))
+    words = dict(lab=lab, step=step_of(lab), student=student, files=files, folder=folder.resolve(), task=task)
+    words["launch"] = f"{'torchrun --nproc_per_node=2' if lab > 1 else 'python'} {step_of(lab)} --model debug"
+    lines = [INTRODUCTION.format(tests=chapter(lab), word=task.replace(" ", "_"), **words)]
+    for (name, names), (title, minutes, read, _) in zip(TASKS[lab].items(), text_of(lab), strict=True):
+        earned = sum(points for (_, other), points in worth(lab).items() if other == name)
+        lines += [f'## {title} (task "{name}", {minutes} minutes, {earned} points)\n']
+        lines += [f"Write: {names.replace('common.schedules:', '')}." if names else "Nothing new: all of it together."]
+        lines += [f"Read: {read}.\n"]
+    lines += ["## The question, to be answered in writing\n", question_of(lab)]
+    (folder / "LAB.md").write_text("\n".join(lines))
+
+
+def opened(folder: Path) -> tuple[int, str, dict[str, str]]:
+    """Lab, student and files of a folder. Raises UserError, or OSError."""
+    words = (folder / "LAB.md").read_text() if (folder / "LAB.md").is_file() else ""
+    found = re.match(r"# Lab ([1-7]):.*\n\nStudent: ?(.*)", words)
+    if not found:
+        raise UserError(f"{folder} is no folder of a lab: it has no LAB.md as `start` writes it")
+    lab = int(found[1])
+    return lab, found[2], {file: (folder / file).read_text() for file in holes(lab)}
+
+
+def check(folder: Path, only: str, seconds: float) -> int:
+    """Print points by task, and why some are missing; returns 0 if none is."""
+    lab, _, texts = opened(folder)
+    if (only := only.replace("_", " ")) and only not in TASKS[lab]:
+        raise UserError(f"--task {only}: lab {lab} has {', '.join(TASKS[lab])}")
+    found, _ = results(lab, texts, seconds, only)
+    for task in TASKS[lab]:
+        own, said = [result for result in found if result.task == task], set()
+        if own:
+            earned = sum(result.points for result in own if not result.wrong)
+            print(f"{task}: {earned} of {sum(result.points for result in own)} points")
+        for result in own:
+            if result.wrong and result.wrong not in said:
+                print(f"  {result.test}: " + "\n    ".join(result.wrong.splitlines()[:6]))
+            said.add(result.wrong)
+    return int(any(result.wrong for result in found))
+
+
+def grade(folders: list[Path], table: Path | None, gradescope: Path | None, seconds: float):
+    """Print a line for each folder, whatever it contains, and write its row of the table and its results.json."""
+    names = [folder.resolve().name for folder in folders]
+    if gradescope and len(set(names)) < len(names):
+        raise UserError("--gradescope: two folders have the same name")
+    rows: list[dict[str, Any]] = []
+    for folder, name in zip(folders, names, strict=True):
+        lab, student, found, error = 0, "", [], ""
+        try:
+            lab, student, texts = opened(folder)
+            found, error = results(lab, texts, seconds)
+        except Exception as problem:  # a file that is a device, no text, ...: the others are graded all the same
+            error = str(problem) or type(problem).__name__
+        rows.append(row(folder, lab, student, found, error))
+        print("{folder}: {points} of {of} {error}".format(**rows[-1]), flush=True)
+        if gradescope:
+            (gradescope / name).mkdir(parents=True, exist_ok=True)
+            tests = [
+                dict(name=f"{r.task}: {r.test}", score=0 if r.wrong else r.points, max_score=r.points, output=r.wrong)
+                for r in found
+            ]
+            text = json.dumps(dict(score=sum(test["score"] for test in tests), output=error, tests=tests), indent=1)
+            (gradescope / name / "results.json").write_text(text)
+        if table:  # anew after each folder: if the grader is stopped, what has been judged is there
+            with table.open("w", newline="") as file:
+                writer = csv.DictWriter(file, rows[0])
+                writer.writeheader()
+                writer.writerows(rows)
+
+
+def row(folder: Path, lab: int, student: str, found: list[Result], error: str) -> dict[str, Any]:
+    """Of the table. A cell never begins with what a spreadsheet would run."""
+    sums = []
+    for task in TASKS.get(lab, ()):
+        own = [r for r in found if r.task == task]
+        sums.append(f"{task} {sum(r.points for r in own if not r.wrong)}/{sum(r.points for r in own)}")
+    lost = " | ".join(f"{r.test}: {r.wrong}"[:200] for r in found if r.wrong)
+    cells = dict(folder=folder, student=student, lab=lab, points=sum(r.points for r in found if not r.wrong))
+    cells |= dict(of=sum(r.points for r in found), error=error, tasks="; ".join(sums), lost=" ".join(lost.split()))
+    return {key: re.sub(r"^[=+@-]", r"'\g<0>", str(cell)) for key, cell in cells.items()}
+
+
+def hint(folder: Path, number: int) -> str:
+    """The next hint for a task; hints.txt notes which have been given. Raises UserError."""
+    texts, given = text_of(opened(folder)[0]), folder / "hints.txt"
+    if not 1 <= number <= len(texts):
+        raise UserError(f"task {number}: this lab has tasks 1 to {len(texts)}")
+    hints = texts[number - 1][3]
+    taken = given.read_text().split().count(str(number)) if given.exists() else 0
+    with given.open("a") as file:
+        file.write(f"{number}\n")
+    return f"{min(taken + 1, len(hints))} of {len(hints)}: {hints[min(taken, len(hints) - 1)]}"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -28,97 +142,44 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m extras.labs", description="Each chapter as an evening's work.")
     verbs = top.add_subparsers(dest="verb", required=True)
 
-    def verb(name: str, says: str, *words: str) -> argparse.ArgumentParser:
+    def verb(name: str, says: str, **words: type) -> argparse.ArgumentParser:
         made = verbs.add_parser(name, help=says, description=says)
-        for word in words:
-            made.add_argument(word, type=int if word in ("lab", "task") else Path)
+        for word, kind in words.items():
+            made.add_argument(word, type=kind)
         return made
 
-    made = verb("start", "make a folder for a lab", "lab", "folder")
-    made.add_argument("--id", default=uuid.uuid4().hex[:8], help="inputs and the question are drawn from it")
-    made = verb("check", "judge a folder; exit status 0 if all points were earned", "folder")
-    made.add_argument("--task", type=int, help="this task alone")
-    made.add_argument("--question", action="store_true", help="the question alone")
-    made.add_argument("--watch", action="store_true", help="again at every save, until Ctrl-C")
-    made.add_argument("--seconds", type=float, default=60, help="limit of one run of your code (default 60)")
-    verb("hint", "the next of three hints for a task", "folder", "task")
-    made = verb("run", "train with your file: python -m extras.labs run FOLDER -- FLAGS OF THE STEP", "folder")
-    made.add_argument("--ranks", type=int, default=0, help="how many processes; default: the step's launch line")
-    verb("handout", "for teachers: a copy of the project without solutions of this lab and later ones", "lab", "folder")
+    made = verb("start", "make a student's folder", lab=int, folder=Path)
+    made.add_argument("--student", default="", metavar="ID", help="noted in LAB.md, and in the table of grades")
+    made = verb("check", "points by task; exit status 0 if all were earned", folder=Path)
+    made.add_argument("--task", default="", help="this task alone, by its name")
+    made.add_argument("--seconds", type=float, default=CHECK, help=f"limit (default {CHECK})")
+    verb("hint", "the next of three hints for a task", folder=Path, task=int)
     made = verb("grade", "for teachers: judge folders; exit status 0 whatever they contain")
     made.add_argument("folders", nargs="+", type=Path)
-    made.add_argument("--csv", type=Path, metavar="FILE", help="a row for each folder; rows that are there stay")
-    made.add_argument("--gradescope", type=Path, metavar="DIR", help="for each folder a results.json in DIR")
-    made.add_argument("--lab", type=int, default=0, help="judge as this lab, whatever LAB.md says")
-    made.add_argument("--seconds", type=float, default=60, help="limit of one run of a student's code (default 60)")
+    made.add_argument("--csv", type=Path, metavar="FILE", help="write a row for each folder")
+    made.add_argument("--gradescope", type=Path, metavar="DIR", help="write DIR/FOLDER/results.json for each folder")
+    made.add_argument("--seconds", type=float, default=GRADE, help=f"limit for a folder (default {GRADE})")
     return top
 
 
-def checked(args: argparse.Namespace) -> int:
-    """`check`, once; the exit status."""
-    folder = folders.open_folder(args.folder)
-    if args.task:
-        folder.lab.task(args.task)
-    print(f"lab {folder.lab.number}, {folder.lab.title}; id {folder.student}")
-    output = folder.path / "output.txt"
-    output.unlink(missing_ok=True)
-    results: list[Result] = []
-    only = [args.task] * bool(args.task) + [0] * args.question
-    for number in only or [*range(1, len(folder.lab.tasks) + 1), 0]:
-        before = {result.text: result.says for result in results if result.text}
-        results += (own := list(check(folder, number, seconds=args.seconds, output=output)))
-        print("\n".join(folders.lines_of(folder, own, before)), flush=True)
-        earned, points = sum(r.earned for r in own), sum(r.points for r in own)
-        folders.note(folder.path, f"check of task {number}: {earned} of {points}")
-    print(folders.progress(folder))
-    return 1 if any(result.text for result in results) else 0
-
-
-def watched(args: argparse.Namespace) -> int:
-    """`check` again whenever a Python file or answers.toml of the folder is saved, until Ctrl-C; 0."""
-    seen = None
-    try:
-        while True:
-            saved = {}
-            for path in (*args.folder.glob("*.py"), args.folder / "answers.toml", args.folder / "LAB.md"):
-                with contextlib.suppress(OSError):
-                    saved[path] = path.stat().st_mtime_ns
-            if saved != seen:
-                seen = saved
-                try:
-                    checked(args)
-                except UserError as error:  # an editor may be writing a new file and renaming it
-                    print(f"labs: {error}")
-                print("-- waiting for a save; Ctrl-C ends", flush=True)
-            time.sleep(0.3)
-    except KeyboardInterrupt:
-        print()
-        return 0
-
-
-def main(argv: list[str]) -> int:
+def main() -> int:
     """Run a command; returns the exit status."""
-    cut = argv.index("--") if "--" in argv else len(argv)  # what follows are a step's flags
-    args, flags = parser().parse_args(argv[:cut]), argv[cut + 1 :]
-    if args.verb == "start":
-        path = folders.start(args.lab, args.folder, args.id)
-        print(f"{path}: open LAB.md, then: cd {path}; python -m extras.labs check . --task 1")
-    elif args.verb == "check":
-        return watched(args) if args.watch else checked(args)
-    elif args.verb == "hint":
-        print(folders.hint(folders.open_folder(args.folder), args.task))
-    elif args.verb == "run":
-        return run(folders.open_folder(args.folder), args.ranks, flags)
-    elif args.verb == "handout":
-        handout(args.folder, args.lab)
-    else:
-        grade(args.folders, args.csv, args.lab, args.seconds, args.gradescope)
+    args = parser().parse_args()
+    try:
+        if args.verb == "start":
+            start(args.lab, args.folder, args.student)
+            print(f"{args.folder}: open LAB.md")
+        elif args.verb == "hint":
+            print(hint(args.folder, args.task))
+        elif args.verb == "check":
+            return check(args.folder, args.task, args.seconds)
+        else:
+            grade(args.folders, args.csv, args.gradescope, args.seconds)
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except UserError as error:
-        print(f"labs: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(main())

@@ -19,10 +19,10 @@ MAY = {  # room -> the rooms that it may import, beside itself
     "step": {"common"},
     "common": set(),
     "variants": {"step", "common"},
-    "services": {"step", "common", "variants", "theory"},
+    "services": {"step", "common", "variants", "theory", "labs"},
     "theory": {"common"},
     "tests": {"step", "common", "variants", "services", "theory", "labs"},
-    "labs": {"step", "common", "variants", "services", "theory", "tests"},
+    "labs": {"common"},
     "extras": {"step", "common", "services"},  # its __main__
     "proof": {"step", "common"},  # tests/ at the root
 }
@@ -61,11 +61,7 @@ DOORS = {  # imports by string that no rule counts: what stands alone asks wheth
     ("extras.theory.plan", "extras.services.seam"),  # schedules of variants
     ("extras.theory.plan", "extras.variants.expert_presets"),  # and models
 }
-LOADERS = {
-    "extras.services.seam",
-    "extras.services.run",
-    "extras.services.pages.__main__",
-}  # of plug-ins, scripts, labs
+LOADERS = {"extras.services.seam", "extras.services.run"}  # of plug-ins, scripts
 
 
 def by_string(tree: ast.Module) -> list[str]:

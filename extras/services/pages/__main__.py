@@ -3,10 +3,9 @@
 import argparse
 import ast
 import difflib
-import importlib
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from html import escape
 from itertools import pairwise
@@ -24,6 +23,7 @@ try:
 except ModuleNotFoundError as missing:
     sys.exit(f"error: the pages need {missing.name}: pip install -r requirements-dev.txt")
 
+from extras.labs import TASKS, holes, text_of
 from extras.services.pages import charts, pictures
 
 ROOT, HERE = Path(__file__).parents[3], Path(__file__).parent
@@ -43,10 +43,6 @@ class Pages:
         self.trees = {module: ast.parse(path.read_text()) for module, path in files.items()}
         self.lines = {module: self.highlight(module, path.read_text()) for module, path in files.items()}
         self.attached = all_attached(ROOT)
-        self.labs = [
-            importlib.import_module(f"extras.labs.{path.stem}").LAB
-            for path in sorted(ROOT.glob("extras/labs/lab[0-9].py"))
-        ]
 
     def highlight(self, module: str, source: str) -> list[str]:
         """A name is a link to what it stands for, and has as id what it defines."""
@@ -89,6 +85,15 @@ class Pages:
             both = dict(old=earlier.get(name), new=(module, node))
             sections.append(dict(name=name, imports=imports, parts=self.parts(module, before, node)) | both)
         return sections
+
+    def tasks(self, module: str, name: str | None) -> Iterator[tuple[int, int, str, str, str]]:
+        """Tasks of labs that take out this function or methods of this class: lab, number, title, minutes, text."""
+        for lab in TASKS:
+            taken = holes(lab).get(f"{module.replace('.', '/')}.py", {}).items()
+            own = {task for hole, task in taken if hole.partition(".")[0] == name}
+            for number, (task, (title, minutes, read, _)) in enumerate(zip(TASKS[lab], text_of(lab), strict=True)):
+                if task in own:
+                    yield lab, number + 1, title, minutes, read
 
     def parts(self, module: str, before: ast.stmt, node: ast.stmt) -> list[dict]:
         """What comes after a statement, to the end of the next: of each definition its words, and its code without."""
