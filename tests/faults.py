@@ -20,6 +20,68 @@ class Fault(NamedTuple):
 # fmt: off
 FAULTS = [
     # --- chapter 1, and common/{model,data,layout,trainer}.py
+    Fault("step01_single_gpu", "model(x, y) / n_targets", "model(x, y) / (n_targets / len(xs))", "test_step01::test_train", "gradients times micro-batches: Adam alone would hide it"),  # noqa: E501
+    Fault("step01_single_gpu", "model(x, y) / n_targets", "model(x, y) / (y != IGNORE).sum().clamp(min=1)", "test_step01::test_train", "a sum of means: too large, once a micro-batch"),  # noqa: E501
+    Fault("step01_single_gpu", "model(x, y) / n_targets", "model(x, y) / (y != IGNORE).sum().clamp(min=1) / len(xs)", "test_step01::test_train", "a mean of means: https://github.com/huggingface/transformers/issues/24725"),  # noqa: E501
+    Fault("step01_single_gpu", "(targets != IGNORE).sum()", "torch.tensor(targets.numel())", "test_step01::test_train", "what does not count is counted: https://github.com/pytorch/torchtitan/pull/2206"),  # noqa: E501
+    Fault("step01_single_gpu", "loss = loss + micro_loss", "loss = micro_loss", "test_step01::test_train", "the last micro-batch's loss is logged"),  # noqa: E501
+    Fault("step01_single_gpu", "micro_loss.detach()", "micro_loss", "test_step01::test_a_norm_that_is_not_finite_ends_the_run_before_the_update", "every micro-batch's graph is kept"),  # noqa: E501
+    Fault("step01_single_gpu", "norm = torch.nn", "norm = 1.0 if step else torch.nn", "test_step01::test_train", "the first norm clips for ever"),  # noqa: E501
+    Fault("step01_single_gpu", "scale(optimizer.gradients(), clip_coef)", "pass", "test_step01::test_train", "nothing is clipped"),  # noqa: E501
+    Fault("step01_single_gpu", "min(1.0, config.grad_clip / norm)", "config.grad_clip / norm", "test_step01::test_train", "small gradients are scaled up"),  # noqa: E501
+    Fault("step01_single_gpu", "if config.grad_clip and norm else", "if norm else", "test_step01::test_train", "--grad-clip 0 leaves nothing"),  # noqa: E501
+    Fault("step01_single_gpu", "config.grad_clip and norm else", "config.grad_clip else", "test_step01::test_batches_without_targets_change_nothing", "division by a norm of 0"),  # noqa: E501
+    Fault("step01_single_gpu", ".clamp(min=1)\n", "\n", "test_step01::test_batches_without_targets_change_nothing", "0 / 0"),  # noqa: E501
+    Fault("step01_single_gpu", "param.grad = self.masters[name].grad = None", "pass", "test_step01::test_optimizer", "gradients add up over steps"),  # noqa: E501
+    Fault("step01_single_gpu", "weight_decay=0.0)", "weight_decay=config.weight_decay)", "test_step01::test_adamw_and_what_decays", "norms decay"),  # noqa: E501
+    Fault("step01_single_gpu", "(0.9, 0.95)", "(0.9, 0.999)", "test_step01::test_adamw_and_what_decays", "PyTorch's betas"),  # noqa: E501
+    Fault("step01_single_gpu", "config.lr * (step + 1)", "config.lr * step", "test_step01::test_learning_rate", "the first step does nothing"),  # noqa: E501
+    Fault("step01_single_gpu", "0.1 + 0.45 *", "0.5 *", "test_step01::test_learning_rate", "a cosine to zero"),
+    Fault("step01_single_gpu", "learning_rate(step, config)\n", "learning_rate(0, config)\n", "test_step01::test_train", "the first rate for ever"),  # noqa: E501
+    Fault("step01_single_gpu", "learning_rate(step, config)\n", "learning_rate(2 * step, config)\n", "test_step01::test_train", "a schedule that runs too fast: https://github.com/huggingface/accelerate/issues/662"),  # noqa: E501
+    Fault("step01_single_gpu", 'group["lr"] = lr', 'group.setdefault("lr", lr)', "test_step01::test_optimizer", "the rule goes on with its own rate"),  # noqa: E501
+    Fault("step01_single_gpu", " if param.requires_grad}", "}", "test_step01::test_optimizer", "what does not train has a master"),  # noqa: E501
+    Fault("step01_single_gpu", "param.grad_dtype = wide(param.dtype)", "param.main_grad = None", "test_step01::test_optimizer", "gradients add up in 16 bits"),  # noqa: E501
+    Fault("step01_single_gpu", "= param.grad\n", "= param.grad.bfloat16().to(param.grad.dtype)\n", "test_step01::test_optimizer", "fp32 sums are rounded before the update"),  # noqa: E501
+    Fault("step01_single_gpu", "param.detach().copy_(self.masters[name])", "self.masters[name].copy_(param.detach().copy_(self.masters[name]))", "test_step01::test_optimizer", "masters are rounded: small updates vanish"),  # noqa: E501
+    Fault("step01_single_gpu", "partial(checkpoint, layer.forward, use_reentrant=False)", "partial(lambda f, x, *t: checkpoint(lambda x: f(x * 1.01, *t), x, use_reentrant=False), layer.forward)", "test_step01::test_law_of_saved_numbers_and_flops", "a layer runs again with another input"),  # noqa: E501
+    Fault("step01_single_gpu", "in model.model.layers.values():", 'in [model.model.layers["0"]]:', "test_step01::test_law_of_saved_numbers_and_flops", "one layer alone is recomputed"),  # noqa: E501
+    Fault("step01_single_gpu", "layer.forward = partial", "layer.other = partial", "test_step01::test_law_of_saved_numbers_and_flops", "nothing is recomputed"),  # noqa: E501
+    Fault("step01_single_gpu", "RECOMPUTE[config.recompute](model)", "pass", "test_step01::test_a_norm_that_is_not_finite_ends_the_run_before_the_update", "--recompute is ignored"),  # noqa: E501
+    Fault("common.model", "self.config, wide(x.dtype))", "self.config, x.dtype)", "test_step01::test_angles_are_fp32_in_a_bf16_run", "RoPE's angles in bf16: https://github.com/huggingface/transformers/pull/29285"),  # noqa: E501
+    Fault("common.model", "return angle.cos()", "return angle.cos().bfloat16().to(dtype)", "test_step01::test_angles_are_fp32_in_a_bf16_run", "RoPE's tables are rounded"),  # noqa: E501
+    Fault("common.model", "(-second, first)", "(second, -first)", "test_step01::test_angles_are_fp32_in_a_bf16_run", "rotated back"),  # noqa: E501
+    Fault("common.model", "x.chunk(2, dim=-1)", "(x[..., ::2], x[..., 1::2])", "test_step01::test_angles_are_fp32_in_a_bf16_run", "pairs (2i, 2i+1), as in the paper"),  # noqa: E501
+    Fault("common.model", "- 1) / 3)", "- 1) / 4)", "test_step01::test_the_model_is_llama", "Llama 3's ramp goes from 8192 to 1638 tokens"),  # noqa: E501
+    Fault("common.model", "(keep + (1 - keep) / config", "(1 - keep + keep / config", "test_step01::test_the_model_is_llama", "short wave lengths grow"),  # noqa: E501
+    Fault("common.model", "cos, sin), v)", "cos, sin), apply_rope(v, cos, sin))", "test_step01::test_the_model_is_llama", "values are rotated, too"),  # noqa: E501
+    Fault("common.model", "is_causal=True", "is_causal=False", "test_step01::test_the_model_is_llama", "a token sees what it is to guess"),  # noqa: E501
+    Fault("common.model", "q, k, v = (x.transpose", "k, v = (x.repeat(1, 1, q.shape[2] // k.shape[2], 1) for x in (k, v))\n    q, k, v = (x.transpose", "test_step01::test_the_model_is_llama", "query head i uses key head i mod kv_heads"),  # noqa: E501
+    Fault("common.model", "F.silu(self.gate_proj(x)) * self.up_proj(x)", "self.gate_proj(x) * F.silu(self.up_proj(x))", "test_step01::test_the_model_is_llama", "gate and up are exchanged"),  # noqa: E501
+    Fault("common.model", "self.self_attn(self.input_layernorm(x), cos, sin)", "self.input_layernorm(self.self_attn(x, cos, sin))", "test_step01::test_the_model_is_llama", "the norm comes after the block"),  # noqa: E501
+    Fault("common.model", "self.lm_head(self.model.norm(x))", "self.lm_head(x)", "test_step01::test_the_model_is_llama", "the last norm is left out"),  # noqa: E501
+    Fault("common.model", '"sum"', '"mean"', "test_step01::test_cross_entropy_of_bf16", "divided twice"),
+    Fault("common.model", "targets.flatten(), ignore_index=IGNORE", "targets.flatten().clamp(min=0)", "test_step01::test_cross_entropy_of_bf16", "targets that do not count are words"),  # noqa: E501
+    Fault("common.model", ".to(wide(logits.dtype))", "", "test_step01::test_cross_entropy_of_bf16", "the loss in bf16"),
+    Fault("common.data", "rows[:, 1:]", "rows[:, :-1]", "test_step01::test_targets_are_the_next_tokens", "each token is its own target"),  # noqa: E501
+    Fault("common.data", "range(step * self.batch_size, (step + 1) * self.batch_size)", "range(self.batch_size)", "test_step01::test_each_epoch_has_every_window_once_in_another_order", "one batch for ever"),  # noqa: E501
+    Fault("common.data", "self.seed, epoch)[place]", "self.seed, 0)[place]", "test_step01::test_each_epoch_has_every_window_once_in_another_order", "epochs are alike: https://github.com/lucidrains/DALLE-pytorch/pull/230"),  # noqa: E501
+    Fault("common.data", "default_rng((seed, epoch))", "default_rng(epoch)", "test_step01::test_each_epoch_has_every_window_once_in_another_order", "the seed is left out of the order"),  # noqa: E501
+    Fault("common.data", "n_windows - max(1, n_windows // 20)", "n_windows", "test_step01::test_each_epoch_has_every_window_once_in_another_order", "trained on what is held out"),  # noqa: E501
+    Fault("common.data", "default_rng(0)", 'default_rng(int(os.environ.get("RANK", 0)))', "test_step01::test_a_plain_launch", "ranks shuffle files apart: https://github.com/jzhang38/TinyLlama/issues/67"),  # noqa: E501
+    Fault("common.layout", "value = shard_of(value, shard)", "value = draw(name, list(param.shape), model.config.n_layers, seed)", "test_step01::test_materialize", "ranks draw alike shards: https://github.com/modelscope/ms-swift/pull/7944"),  # noqa: E501
+    Fault("common.layout", "setattr(module, key, filled)", "setattr(module, key, nn.Parameter(filled.detach().clone()))", "test_step01::test_materialize", "the tie is cut: https://github.com/facebookresearch/lingua/pull/75"),  # noqa: E501
+    Fault("common.layout", "shard.start : shard.stop]", ": shard.stop - shard.start]", "test_step01::test_materialize", "all hold rank 0's shard"),  # noqa: E501
+    Fault("common.layout", "model.config.n_layers, seed)", "model.config.n_layers, seed) * (1 + len(layout_of(param).shards)) ** 0.5", "test_step01::test_materialize", "initial values depend on the layout"),  # noqa: E501
+    Fault("common.layout", "value = draw(name,", 'value = draw(name if "0" in model.model.layers else name.replace(".1.", ".0."),', "test_step01::test_materialize", "each stage counts its layers from 0"),  # noqa: E501
+    Fault("common.layout", "model.config.n_layers, seed)", "len(model.model.layers), seed)", "test_step01::test_materialize", "drawn by the depth of a stage"),  # noqa: E501
+    Fault("common.layout", "/ (2 * n_layers) ** 0.5", "/ n_layers**0.5", "test_step01::test_initial_values", "the residual stream's matrices are too large"),  # noqa: E501
+    Fault("common.layout", 'f"{seed}:{name}"', 'f"{name}"', "test_step01::test_initial_values", "one start for all seeds"),  # noqa: E501
+    Fault("common.trainer", "if not math.isfinite(value)", "if math.isinf(value)", "test_step01::test_a_norm_that_is_not_finite_ends_the_run_before_the_update", "a norm of nan passes"),  # noqa: E501
+    Fault("common.trainer", ">= (8, 0)", ">= (7, 0)", "test_step01::test_choose_device", "bf16 where it is emulated"),
+    Fault("common.trainer", "and not value >= least", "and value < least", "test_step01::test_what_is_wrong_is_one_line", "nan passes"),  # noqa: E501
+    Fault("common.trainer", "allow_abbrev=False", "allow_abbrev=True", "test_step01::test_what_is_wrong_is_one_line", "a flag that does not exist is taken for another"),  # noqa: E501
+    Fault("common.trainer", '"a" if step else "w"', '"a"', "test_step01::test_a_plain_launch", "an earlier run's metrics stay"),  # noqa: E501
     # --- chapter 2, and common/comm.py
     Fault("step02_ddp", 'missing = n_micro_batches * len(', 'missing = (n_micro_batches - 1) * len(', "test_step02::test_bucket_sync_sums", "the last micro-batch is added after its sum: https://github.com/deepspeedai/DeepSpeed/pull/7985"),  # noqa: E501
     # --- chapter 3
