@@ -1,0 +1,455 @@
+"""Chapter 3, ZeRO: units and their shards, three stages, the docstring's table, and when stage 3 has which unit."""
+
+import re
+from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import step03_zero as step
+from common.comm import Group, Mesh
+from common.layout import data_parallel_group, global_norm, layout_of, materialize, note_layout
+from common.model import Decoder, ModelConfig, wide
+from tests.equal import BASE, SHAPE, Watch, close, draw, equals_step1, train
+from tests.tape import Live, Tape
+
+ranks, task, cases, shared = pytest.mark.ranks, pytest.mark.task, pytest.mark.parametrize, torch._C._is_alias_of
+CPU, FP64, BF16 = torch.device("cpu"), torch.float64, torch.bfloat16
+FROZEN = "embed_tokens|0.mlp.up_proj|1.input_layernorm"  # a whole unit, a matrix and a norm
+
+
+def built(stage: int | None, frozen: str = "-", apart: str = "-", dtype: torch.dtype = FP64, **options: Any) -> Any:
+    """Model, optimizer, sync, mesh; without a stage: the plain model. Patterns: names that do not train, and names of
+    which the ranks of group `apart` hold copies (1 and up; rank 0 is in one for itself). Units do not divide by 3."""
+    shape = SHAPE | dict(dim=16, ffn_dim=12, vocab_size=13, seq_len=6)
+    with torch.device("meta"):
+        model = Decoder(ModelConfig(**{key: options.pop(key, value) for key, value in shape.items()}))
+    for name, param in model.named_parameters():
+        param.requires_grad_(not re.search(frozen, name))
+        note_layout(param, data_dim="apart" if re.search(apart, name) else "dp")
+    if stage is None:
+        return materialize(model, 0, CPU, dtype) or model
+    mesh = Mesh(dp=torch.distributed.get_world_size())
+    for row in [0], [*range(1, mesh.world)]:
+        mesh.enter("apart", np.array([row]))
+    config = step.Config(zero=stage, bucket_mb=64.0, **options)
+    return model, *step.make_optimizer(model, config, mesh, CPU, dtype), mesh
+
+
+def loss_of(model: Decoder, rank: int, micro: int, turn: int = 0) -> Tensor:
+    """Of two sequences; each rank, micro-batch and turn has its own."""
+    tokens = (draw(f"tokens {micro} {turn}", rank, 2, 6).abs() * 5).long() % 13
+    return model(tokens, tokens.flip(1)) * (1 + rank + micro)
+
+
+def units_of(model: Decoder) -> list[list[str]]:
+    """Names by unit: the embedding, each layer, norm with head; apart, what other ranks hold."""
+    units: dict[tuple, list[str]] = {}
+    for name, param in model.named_parameters():
+        units.setdefault((re.search(r"embed|\d+|$", name).group(), layout_of(param).data_dim), []).append(name)
+    return list(units.values())
+
+
+def own_parts(whole: dict[str, Tensor], rank: int, n: int) -> dict[str, Tensor]:
+    """Tensors end to end, in n shards of one length: what of each lies in a rank's shard."""
+    owner = torch.arange(sum(x.numel() for x in whole.values()))
+    owners = (owner // -(-len(owner) // n)).split([x.numel() for x in whole.values()])
+    return {name: x.flatten()[own == rank] for (name, x), own in zip(whole.items(), owners, strict=True)}
+
+
+# --- Units and shards -----------------------------------------------------------------------------------------------
+
+
+@task("units", 3)
+@cases("kind", [step.Unit, step.ShardedUnit])
+@cases("dtype", [FP64, BF16])
+@cases("shapes, n", [([(2, 3), (4, 5), (1, 1), (3, 2)], 4), ([(5, 1), (2, 2), (1, 3)], 5), ([(3, 2)], 1)])
+def test_unit(kind, dtype, shapes, n):
+    """A buffer in n shards, padded with zeros. Parameters are views of it, and the master of our shard is wide."""
+    values = {f"p{i}": draw(f"p{i}", 0, *shape, dtype=dtype) for i, shape in enumerate(shapes)}
+    flat = torch.cat([x.flatten() for x in values.values()])
+    for rank, own in enumerate(F.pad(flat, (0, -len(flat) % n)).chunk(n)):
+        named = {name: nn.Parameter(x.clone(), name != "p1") for name, x in values.items()}
+        unit = kind(named, Group("dp", rank, n, None))
+        close(unit.shard, own, f"the shard of rank {rank}")
+        close(unit.master, own, "its master")
+        close(shared(unit.master, unit.shard), dtype is FP64, "master and shard are one")
+        close((unit.master.dtype, unit.named["p0"].grad_dtype), (wide(dtype),) * 2, "dtypes of masters and gradients")
+        close(list(unit.trained), [name for name in named if name != "p1"], "names of what trains")
+        close(unit.flat.untyped_storage().nbytes(), unit.flat.nbytes * (kind is step.Unit), "bytes of the buffer")
+        for name, part in own_parts(values, rank, n).items():
+            close(unit.view_shard(own, name), part, f"rank {rank}: its part of {name}")
+            assert shared(unit.view_shard(own, name), own), "a part is no view"
+            assert shared(named[name], unit.flat), f"{name} is no view of the buffer"
+            if kind is step.Unit:
+                close(named[name], values[name], f"{name}, in the buffer")
+                unit.view(unit.flat, name).zero_()
+                close(named[name], torch.zeros_like(values[name]), f"{name} after its place in the buffer was zeroed")
+
+
+@task("units", 2)
+def test_unit_names():
+    """A layer's number can have two digits."""
+    model = built(None, apart="layers.10.mlp", n_layers=12)
+    close(sorted(step.unit_names(model)), sorted(units_of(model)), "units")
+
+
+@ranks(3)
+@task("gather", 6)
+def test_gather_and_free():
+    """One all-gather, which gather does not await; nothing is sent for what is there; freed, a unit has no memory."""
+    values = [draw("p", 0, 3, 2), draw("p", 0, 5, 1), draw("p", 0, 2, 2)]
+    named = {str(i): nn.Parameter(value.clone()) for i, value in enumerate(values)}
+    unit = step.ShardedUnit(named, Mesh(dp=3)["dp"])
+    for turn in (1, 3):
+        with Tape() as tape:
+            unit.gather()
+            unit.gather()
+        close((tape.sent, len(tape.left)), (2 * 5 * 8, 1), "bytes that two calls send, and all-gathers under way")
+        unit.gathering.wait()
+        for param, value in zip(named.values(), values, strict=True):
+            close(param, value * turn, "a parameter, from what the shards are now")
+        unit.free()
+        unit.free()
+        close(unit.flat.untyped_storage().nbytes(), 0, "bytes of the buffer after free")
+        unit.shard *= 3
+    with Tape() as tape:
+        unit.gather()
+        unit.free()
+    close((tape.left, unit.flat.untyped_storage().nbytes()), ([], 0), "freed while it arrives: under way, and bytes")
+
+
+# --- Gradients ------------------------------------------------------------------------------------------------------
+
+# Alone, a unit's sum is under way when the next micro-batch makes its gradient.
+SUMS = [dict(tied=True), dict(frozen=FROZEN), dict(frozen="model", tied=False), dict(apart="1.mlp", dtype=BF16)]
+
+
+@ranks(3)
+@cases("stage", [pytest.param(stage, marks=task(f"stage {stage}", 4)) for stage in (1, 2, 3)])
+@cases("options", SUMS)
+def test_gradients(stage, options):
+    """Our parts of the sums, in two steps of two micro-batches; with bf16 weights each is added up in fp32."""
+    (model, zero, _, mesh), plain = built(stage, **options), built(None, **options)
+    groups, dtype = dict(dp=[0, 1, 2], apart=[1, 2] if mesh.rank else [0]), wide(options.get("dtype", FP64))
+    for turn in range(2):
+        sums = {name: torch.zeros_like(p, dtype=dtype) for name, p in plain.named_parameters()}
+        for rank, micro in np.ndindex(3, 2):
+            for param in plain.parameters():
+                param.grad, param.grad_dtype = None, dtype
+            loss_of(plain, rank, micro, turn).backward()
+            for name, param in plain.named_parameters():
+                if param.grad is not None and rank in groups[layout_of(param).data_dim]:
+                    sums[name] += param.grad
+        zero.begin(2)
+        with Tape() as tape:
+            for micro in range(2):
+                loss_of(model, mesh.rank, micro, turn).backward()
+                left = [*(unit.gradient for unit in zero.units), *(param.grad for param in model.parameters())]
+                assert stage == 1 or len(left) - left.count(None) <= 1, "more than one gradient is left whole"
+            zero.finish()
+            if stage == 3:
+                zero.publish()  # it waits for what was gathered in vain
+        close(tape.left, [], "what nobody has waited for")
+        found = zero.gradients()
+        close(set(found), {name for name, param in plain.named_parameters() if param.requires_grad}, "names")
+        for names in units_of(plain):
+            group = groups[layout_of(plain.get_parameter(names[0])).data_dim]
+            parts = own_parts({name: sums[name] for name in names}, group.index(mesh.rank), len(group))
+            for name in found.keys() & parts:
+                close(found[name].dtype, dtype, f"dtype of the gradient of {name}")
+                bound = 1e-10 if dtype is FP64 else 1e-6
+                close(found[name], parts[name], f"step {turn + 1}: the gradient of {name}", len(group), bound)
+        zero.zero_grad()
+        left = [x for unit in zero.units for x in (unit.gradient, unit.reduced_shard, unit.grad_shard)]
+        assert all(x is None for x in [*left, *(param.grad for param in model.parameters())]), "zero_grad frees not all"
+
+
+@ranks(2)
+@task("stage 3", 2)
+def test_stage_3_without_gradients():
+    """Under no_grad the loss is that of the whole model; then norm and head alone are there, until publish."""
+    (model, zero, _, mesh), plain = built(3), built(None)
+    with torch.no_grad():
+        for turn in range(2):
+            close(loss_of(model, mesh.rank, 0, turn), loss_of(plain, mesh.rank, 0, turn), "the loss")
+            close([len(u.named) for u in zero.units if u.flat.untyped_storage().nbytes()], [2], "sizes of what stays")
+    zero.publish()
+    close(sum(unit.flat.untyped_storage().nbytes() for unit in zero.units), 0, "bytes of weights after publish")
+
+
+# --- The update -----------------------------------------------------------------------------------------------------
+
+
+@ranks(3)
+@cases("stage", [pytest.param(1, marks=task("update", 6)), 2, pytest.param(3, marks=task("stage 3", 2))])
+@cases("dtype, lr, bound", [(FP64, 0.1, 1e-10), (BF16, 1e-5, 1e-6)])  # so small an update is lost in bf16
+def test_update(stage, dtype, lr, bound):
+    """Two updates are AdamW's of whole masters. A rank changes its own shards, then publishes them; two rates."""
+    _, zero, _, mesh = built(stage, FROZEN, dtype=dtype, weight_decay=0.1)
+    params = built(None, FROZEN, dtype=dtype).named_parameters()
+    whole = {name: nn.Parameter(param.detach().to(wide(dtype)), param.requires_grad) for name, param in params}
+    kinds = [[x for x in whole.values() if x.requires_grad and x.dim() == i] for i in (1, 2)]
+    rule = torch.optim.AdamW(
+        [dict(params=some, weight_decay=0.1 * i) for i, some in enumerate(kinds)], betas=(0.9, 0.95)
+    )
+    publish, zero.publish = zero.publish, lambda: None
+    for turn in (1, 2):
+        for unit in zero.units:
+            drawn = {name: draw(f"{name} {turn}", 0, *whole[name].shape, dtype=wide(dtype)) for name in unit.named}
+            own = torch.cat(list(own_parts(drawn, mesh.rank, 3).values()))
+            unit.grad_shard = F.pad(own, (0, unit.length - len(own)))
+            for name in unit.trained:
+                whole[name].grad = drawn[name] * turn
+        for gradient in zero.gradients().values():
+            gradient *= turn  # as clipping does
+        for group in rule.param_groups:
+            group["lr"] = lr / turn
+        rule.step()
+        before = [unit.flat.clone() for unit in zero.units if stage < 3]
+        with Tape() as tape:
+            zero.step(lr / turn)
+            for unit, flat in zip(zero.units, before, strict=stage < 3):
+                others = torch.arange(len(flat)) // unit.length != mesh.rank
+                close(unit.flat[others], flat[others], "other ranks' shards before publish")
+            publish()
+        close(tape.sent, sum(2 * unit.shard.nbytes for unit in zero.units) * (stage < 3), "bytes of an update")
+        close(tape.left, [], "all-gathers that nobody has waited for")
+        zero.zero_grad()
+        close([name for name, x in zero.masters.items() if x.grad is not None], [], "masters that keep a gradient")
+    for unit in zero.units:
+        if stage == 3:
+            unit.gather()
+            unit.gathering.wait()
+        for name, part in own_parts({name: whole[name] for name in unit.named}, mesh.rank, 3).items():
+            close(name in zero.masters, whole[name].requires_grad and len(part) > 0, f"{name} has a master")
+            close(zero.masters.get(name, part), part, f"master of {name}", 3, bound)
+            close(unit.view(unit.flat, name), whole[name].to(dtype), f"{name} on all ranks", 3, bound)
+
+
+# --- The norm -------------------------------------------------------------------------------------------------------
+
+# Sizes; is ZeRO on; of two parameters: what the record says, and along which dimensions ranks hold other elements.
+RECORDS = [
+    (dict(dp=4), True, ({}, ["dp"]), ({}, ["dp"])),
+    (dict(dp=2, cp=2), False, ({}, []), (dict(data_dim="data"), [])),
+    (dict(dp=2, cp=2), True, ({}, ["dp"]), (dict(data_dim="data"), ["dp", "cp"])),
+    (dict(dp=2, tp=2), False, (dict(shards="tp"), ["tp"]), ({}, [])),
+    (dict(dp=2, tp=2), True, (dict(shards="tp"), ["dp", "tp"]), ({}, ["dp"])),
+    (dict(dp=2, pp=2), False, ({}, ["pp"]), (dict(stage_copies=2), [])),
+]
+
+
+@ranks(4)
+@task("norm", 3)
+@cases("sizes, sharded, first, second", RECORDS)
+def test_global_norm_and_group(sizes, sharded, first, second):
+    """Each element counts once, however many ranks hold it; a rank may hold none. The record names the group."""
+    mesh, model, gradients, square = Mesh(**sizes), nn.Module(), {}, 0.0
+    mesh.join("data", *sizes)
+    for name, (record, dims) in dict(a=first, b=second).items():
+        model.register_parameter(name, param := nn.Parameter(torch.zeros(1)))
+        shards = [SimpleNamespace(over=dim) for dim in [record.get("shards")] if dim]
+        note_layout(param, **record | dict(shards=shards))
+        close(data_parallel_group(param, mesh) is mesh[record.get("data_dim", "dp")], True, "the group of the record")
+        shape = [sizes[dim] for dim in dims]
+        distinct = [draw(name, i, 3 * i + (not dims)) for i in range(int(np.prod(shape)))]  # the first may be empty
+        gradients[name] = distinct[np.ravel_multi_index([mesh[dim].rank for dim in dims], shape) if dims else 0]
+        square += sum(x.square().sum() for x in distinct)
+    close(global_norm(model, gradients, mesh, sharded), square.sqrt().item(), "the norm", 2)
+
+
+# --- The law: what is held and sent ---------------------------------------------------------------------------------
+
+
+def row_of(stage: int) -> list[str]:
+    """Of the table in the docstring of step03_zero.py: bytes a parameter, with n = 8, and elements; as Python."""
+    *_, fields = re.findall(rf"^    {stage} .{{29}}(.{{20}})(.{{8}})(.{{12}})", step.__doc__, re.MULTILINE)
+    return [re.sub(r"([\w)]) (?=[\w(])", r"\1 * ", field.strip()) for field in fields]
+
+
+def sizes_of(model: Decoder, n: int, tied: bool = False) -> dict[str, int]:
+    """P and e of the table; units are padded."""
+    size = [-(-sum(model.get_parameter(name).numel() for name in names) // n) * n for names in units_of(model)]
+    return dict(P=sum(size), e=size[-1] + size[0] * (not tied))
+
+
+@ranks(3)
+@cases("stage", [0, 1, 2, 3])
+@cases("m, tied", [(1, False), (3, True)])
+def test_table(stage, m, tied):
+    """The bytes that a rank holds after backward, and the elements that it sends in a step, are those of the table."""
+    with Live() as live, Tape() as tape:
+        model, optimizer, sync, mesh = built(stage, dtype=BF16, tied=tied, sync="bucket")
+        for _ in range(2):  # in the second there are moments
+            sync.begin(m)
+            for micro in range(m):
+                loss_of(model, mesh.rank, micro).backward()
+            sync.finish()
+            held = live.bytes
+            optimizer.step(0.1)
+            optimizer.zero_grad()
+    sizes, (per_parameter, of_8, elements) = sizes_of(model, 3 if stage else 1, tied) | dict(n=3, m=m), row_of(stage)
+    padding = sizes["P"] - sizes_of(model, 1)["P"]  # on the last rank; it has no moments
+    expected = round(eval(per_parameter, sizes) * sizes["P"]) - 8 * padding * (mesh.rank == 2)
+    close((eval(per_parameter, dict(n=8)), held), (eval(of_8), expected), "a parameter's bytes if n = 8, and all bytes")
+    sent = sum(size / (2 if "gather" in name else 4) for name, size in tape.started) / 2
+    close(round(sent), round(eval(elements, sizes) * 2 / 3), "elements that a rank sends in a step")
+    gathers, units = sum("gather" in name for name, _ in tape.started) // 2, len(units_of(model))
+    calls = {0: (0, 1), 1: (units, units), 2: (units, m * units), 3: (m * (2 * units - 2 + tied), m * units)}
+    close((gathers, len(tape.started) // 2 - gathers), calls[stage], "all-gathers, and sums")
+
+
+@ranks(3)
+def test_a_run_sends_the_same():
+    """`sent` is that of the table, times 4 bytes in fp32, + (n-1)/n x 24: the loss, and the square of the norm."""
+    train("step03_zero", dict(steps=1))  # makes the preset
+    with Watch(step.Config(**BASE | dict(zero=3, model="test", dtype="fp32", micro_batch_size=2))) as run:
+        step.train(run.config, run)
+    expected = (4 * eval(row_of(3)[2], sizes_of(run.model, 3) | dict(m=2)) + 24) * 2 // 3
+    close([row["sent"] for row in run.history], [dict(dp=expected)] * 3, "bytes by dimension")
+
+
+@ranks(2)
+def test_stage_3_is_never_whole():
+    """Not even at first: when a unit gets its values, those before it have given their memory back."""
+    there, plain = [], step.materialize
+
+    def noted(model: Decoder, *rest: Any):
+        there.append(sum(p.untyped_storage().nbytes() for p in model.parameters() if not p.is_meta))
+        plain(model, *rest)
+
+    with mock.patch.object(step, "materialize", noted):
+        built(3)
+    close(there, [0] * 5, "bytes of weights when each of five units is made")
+
+
+# --- The law: when --------------------------------------------------------------------------------------------------
+
+
+class Story(Tape):
+    """A tape whose events are those of units (gather, reduce, their ends, free) and of modules, which compute."""
+
+    def __init__(self, model: Decoder, zero: step.Zero1):
+        super().__init__()
+        trunk, self.whole, self.gradients, self.ends = model.model, set(), 0, {}
+        names = [re.search(r"\d|$", next(iter(unit.named))).group() or "EH"[i > 0] for i, unit in enumerate(zero.units)]
+        self.units = dict(zip(names, zero.units, strict=True))
+        firsts = [trunk.embed_tokens, *(layer.input_layernorm for layer in trunk.layers.values()), trunk.norm]
+        lasts = [trunk.embed_tokens, *trunk.layers.values(), model.lm_head]
+        for name, first, last in zip(names, firsts, lasts, strict=True):  # a layer runs again from its first norm
+            first.register_forward_pre_hook(lambda *_, name=name: self.note(f"forward {name}"))
+            backward = partial(self.note_backward, name)
+            last.register_forward_hook(backward)
+
+    def note(self, *events: str):
+        """Units that have gone since the last event, then what happens now."""
+        whole = {name for name, unit in self.units.items() if unit.flat.untyped_storage().nbytes()}
+        self.events += [*(f"free {name}" for name in self.whole - whole), *events]
+        self.whole = whole
+        self.gradients = max(self.gradients, sum(unit.gradient is not None for unit in self.units.values()))
+
+    def note_backward(self, name: str, *io: Any):
+        """Forward hook: backward begins where the output's gradient is there."""
+        io[2].register_hook(lambda _: self.note(f"backward {name}"))
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """A collective is about the unit whose memory it is given."""
+        self.note()
+        before, result = len(self.works), super().__torch_dispatch__(function, types, args, kwargs)
+        if len(self.works) > before:
+            own = {name: [x for x in (u.flat, u.gradient) if x is not None] for name, u in self.units.items()}
+            given = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+            name = next(name for name, mine in own.items() if any(shared(x, y) for x in mine for y in given))
+            self.events[-1] = ("gather " if "gather" in self.started[-1][0] else "reduce ") + name
+            self.ends[f"wait {before}"] = self.events[-1] + " ends"
+        return result
+
+    def waited(self, work: Any):
+        """Note first what has gone."""
+        self.note()
+        super().waited(work)
+
+
+def story(stage: int, m: int, layers: str, tied: bool = False, again: bool = False) -> list[str]:
+    """What must happen in m micro-batches: the next unit is being gathered, and the last one reduced."""
+    events, last = [], ""
+    for _ in range(m):
+        events += ["gather E"]
+        for unit, ahead in pairwise(f"E{layers}H"):
+            events += [f"gather {x}" for x in ("EH" if tied and ahead == "H" else ahead)]
+            events += [f"gather {unit} ends", f"forward {unit}", f"free {unit}"]
+        events += [f"gather {x} ends" for x in ("EH" if tied else "H")] + ["forward H"]
+        for unit, ahead in pairwise(f"H{layers[::-1]}E "):
+            events += [f"gather {ahead}"] * (ahead in layers) + [f"gather {unit} ends"] * (unit in layers)
+            events += [f"backward {unit}"] + [f"forward {unit}"] * (again and unit in layers)
+            events += (
+                [f"reduce {last} ends"] * bool(last) + [f"reduce {unit}"] + [f"free {unit}"] * (unit != "E" or tied)
+            )
+            last = unit
+    return [event for event in [*events, "reduce E ends"] if stage == 3 or event.split()[0] not in ("gather", "free")]
+
+
+@ranks(2)
+@cases("recompute", ["none", "full"])
+@cases(
+    "stage, layers, tied",
+    [(2, "012", False), *((3, layers, tied) for layers in ("0", "012") for tied in (True, False))],
+)
+def test_when(stage, layers, tied, recompute):
+    """Gathers and sums begin and end, and units are freed, as in the figure. Two are whole at a time; tied, three."""
+    model, _, zero, mesh = built(stage, n_layers=len(layers), tied=tied)
+    step.RECOMPUTE[recompute](model)
+    zero.begin(2)
+    with Story(model, zero) as tape:
+        for micro in range(2):
+            loss_of(model, mesh.rank, micro).backward()
+        zero.finish()
+    expected, found = story(stage, 2, layers, tied, recompute == "full"), [tape.ends.get(e, e) for e in tape.events]
+    close([event for event in found if event != "matmul"], expected, "events")
+    counts = [event.startswith("gather") - event.startswith("free") for event in expected if "ends" not in event]
+    close((max(np.cumsum(counts)), sum(counts)), ((3 if tied else 2) * (stage == 3), 0), "most units, and at the end")
+    close(tape.gradients, 2, "most units with a whole gradient")
+
+
+@ranks(2)
+@task("stage 1", 1)
+def test_stage_1_sends_after_the_last_backward():
+    """All sums begin before the first is awaited."""
+    model, zero, _, mesh = built(1)
+    zero.begin(2)
+    with Tape() as tape:
+        for micro in range(2):
+            loss_of(model, mesh.rank, micro).backward()
+        zero.finish()
+    close(tape.events[-11:], ["matmul", *(f"start {i}" for i in range(5)), *(f"wait {i}" for i in range(5))], "events")
+
+
+@cases(
+    "row, words", [("all-gather", "gather"), ("compute", "forward backward"), ("freed", "free"), ("reduce", "reduce")]
+)
+def test_figure(row, words):
+    """The figure in the docstring of Zero3 shows this, for two layers."""
+    shown = re.search(rf"^ +{row}\S*(?: after)? ((?: +\w\b)+)$", step.Zero3.__doc__, re.MULTILINE)[1].split()
+    expected = [event.split() for event in story(3, 1, "01") if "ends" not in event]
+    close(shown, [unit for word, unit in expected if word in words.split()], row)
+
+
+# --- The loop -------------------------------------------------------------------------------------------------------
+
+
+@task("loop", 4)
+@cases(
+    "zero, base", [*((zero, {}) for zero in range(4)), *((zero, dict(tied=True, recompute="full")) for zero in (2, 3))]
+)
+def test_zero_trains_to_step_1s_numbers(pools, zero, base):
+    """Five steps with their own rates; on three ranks, which divide no unit, five sequences in micro-batches of two."""
+    equals_step1(pools, 3, "step03_zero", base | dict(steps=5, global_batch_size=15, micro_batch_size=2), zero=zero)
