@@ -2,7 +2,6 @@
 
 import re
 from itertools import groupby, pairwise, product
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import step03_zero as step
 from common.comm import Group, Mesh
-from common.layout import data_parallel_group, global_norm, layout_of, materialize, note_layout
+from common.layout import Shard, data_parallel_group, global_norm, layout_of, materialize, note_layout
 from common.model import Decoder, ModelConfig, wide
 from tests.equal import SHAPE, close, draw, equals_step1
 from tests.tape import Live, Tape
@@ -49,12 +48,9 @@ def loss_of(model: Decoder, rank: int, micro: int, turn: int = 0) -> Tensor:
     return model(tokens, tokens.flip(1)) * (1 + rank + micro)
 
 
-def units_of(model: Decoder) -> list[list[str]]:
-    """Names by unit: the embedding, each layer, norm with head; apart, what other ranks hold."""
-    units: dict[tuple, list[str]] = {}
-    for name, param in model.named_parameters():
-        units.setdefault((re.search(r"embed|\d+|$", name).group(), layout_of(param).data_dim), []).append(name)
-    return list(units.values())
+def held(x: Tensor) -> int:
+    """Bytes of memory, if it has any."""
+    return 0 if x.is_meta else x.untyped_storage().nbytes()
 
 
 def own_parts(whole: dict[str, Tensor], rank: int, n: int) -> dict[str, Tensor]:
@@ -62,9 +58,6 @@ def own_parts(whole: dict[str, Tensor], rank: int, n: int) -> dict[str, Tensor]:
     owner = torch.arange(sum(x.numel() for x in whole.values()))
     owners = (owner // -(-len(owner) // n)).split([x.numel() for x in whole.values()])
     return {name: x.flatten()[own == rank] for (name, x), own in zip(whole.items(), owners, strict=True)}
-
-
-# --- Units and shards -----------------------------------------------------------------------------------------------
 
 
 @task("units", 3)
@@ -76,29 +69,30 @@ def test_unit(kind, dtype, shapes, n):
     values = {f"p{i}": draw(f"p{i}", 0, *shape, dtype=dtype) for i, shape in enumerate(shapes)}
     flat = torch.cat([x.flatten() for x in values.values()])
     for rank, own in enumerate(F.pad(flat, (0, -len(flat) % n)).chunk(n)):
-        named = {name: nn.Parameter(x.clone(), name != "p1") for name, x in values.items()}
-        unit = kind(named, Group("dp", rank, n, None))
+        unit = kind({k: nn.Parameter(x.clone(), k == "p0") for k, x in values.items()}, Group("dp", rank, n, None))
         close(unit.shard, own, f"the shard of rank {rank}")
         close(unit.master, own, "its master")
         close(shared(unit.master, unit.shard), dtype is FP64, "master and shard are one")
         close((unit.master.dtype, unit.named["p0"].grad_dtype), (wide(dtype),) * 2, "dtypes of masters and gradients")
-        close(list(unit.trained), [name for name in named if name != "p1"], "names of what trains")
-        close(unit.flat.untyped_storage().nbytes(), unit.flat.nbytes * (kind is step.Unit), "bytes of the buffer")
+        close(list(unit.trained), ["p0"], "names of what trains")
+        close(held(unit.flat), unit.flat.nbytes * (kind is step.Unit), "bytes of the buffer")
         for name, part in own_parts(values, rank, n).items():
             close(unit.view_shard(own, name), part, f"rank {rank}: its part of {name}")
-            assert shared(unit.view_shard(own, name), own), "a part is no view"
-            assert shared(named[name], unit.flat), f"{name} is no view of the buffer"
+            close(shared(unit.view_shard(own, name), own), True, "a part is a view")
+            close(shared(unit.named[name], unit.flat), True, f"{name} is a view of the buffer")
             if kind is step.Unit:
-                close(named[name], values[name], f"{name}, in the buffer")
+                close(unit.named[name], values[name], f"{name}, in the buffer")
                 unit.view(unit.flat, name).zero_()
-                close(named[name], torch.zeros_like(values[name]), f"{name} after its place in the buffer was zeroed")
+                close(unit.named[name].any().item(), False, f"{name} after its place in the buffer was zeroed")
 
 
 @task("units", 2)
 def test_unit_names():
-    """A layer's number can have two digits."""
-    model = built(None, apart="layers.10.mlp", n_layers=12)
-    close(sorted(step.unit_names(model)), sorted(units_of(model)), "units")
+    """The embedding, each of twelve layers, norm with head; and apart, what other ranks hold copies of."""
+    units, model = {}, built(None, apart="layers.10.mlp", n_layers=12)
+    for name, param in model.named_parameters():
+        units.setdefault((re.search(r"embed|\d+|$", name).group(), layout_of(param).data_dim), []).append(name)
+    close(sorted(step.unit_names(model)), sorted(units.values()), "units")
 
 
 @ranks(3)
@@ -118,14 +112,14 @@ def test_gather_and_free():
         close(param, 3 * value, "a parameter, from what the shards are now")
     unit.free()
     unit.free()
-    close(unit.flat.untyped_storage().nbytes(), 0, "bytes of the buffer after free")
+    close(held(unit.flat), 0, "bytes of the buffer after free")
     with Tape() as tape:
         unit.gather()
         unit.free()
-    close((tape.left, unit.flat.untyped_storage().nbytes()), ([], 0), "freed while it arrives: under way, and bytes")
+    close((tape.left, held(unit.flat)), ([], 0), "freed while it arrives: under way, and bytes")
 
 
-# --- Gradients ------------------------------------------------------------------------------------------------------
+# --- Gradients, updates ---------------------------------------------------------------------------------------------
 
 # Alone, a unit's sum is under way when the next micro-batch makes its gradient.
 SUMS = [dict(tied=True), dict(frozen=FROZEN), dict(frozen="model", tied=False), dict(apart="1.mlp", dtype=BF16)]
@@ -138,6 +132,7 @@ def test_gradients(stage, options):
     """Our parts of the sums, in two steps of two micro-batches; with bf16 weights each is added up in fp32."""
     (model, zero, _, mesh), plain = built(stage, **options), built(None, **options)
     groups, dtype = dict(dp=[0, 1, 2], apart=[1, 2] if mesh.rank else [0]), wide(options.get("dtype", FP64))
+    bound = 1e-10 if dtype is FP64 else 1e-6
     for turn in range(2):
         sums = {name: torch.zeros_like(p, dtype=dtype) for name, p in plain.named_parameters()}
         for rank, micro in np.ndindex(3, 2):
@@ -157,13 +152,13 @@ def test_gradients(stage, options):
         close(tape.left, [], "what nobody has waited for")
         found = zero.gradients()
         close(set(found), {name for name, param in plain.named_parameters() if param.requires_grad}, "names")
-        for names in units_of(plain):
-            group = groups[layout_of(plain.get_parameter(names[0])).data_dim]
-            parts = own_parts({name: sums[name] for name in names}, group.index(mesh.rank), len(group))
-            for name in found.keys() & parts:
-                close(found[name].dtype, dtype, f"dtype of the gradient of {name}")
-                bound = 1e-10 if dtype is FP64 else 1e-6
-                close(found[name], parts[name], f"step {turn + 1}: the gradient of {name}", len(group), bound)
+        for unit in zero.units:
+            group = groups[unit.group.name]
+            for name, part in own_parts(
+                {name: sums[name] for name in unit.named}, group.index(mesh.rank), len(group)
+            ).items():
+                close(found.get(name, part).dtype, dtype, f"dtype of the gradient of {name}")
+                close(found.get(name, part), part, f"step {turn + 1}: the gradient of {name}", len(group), bound)
         zero.zero_grad()
         left = [x for unit in zero.units for x in (unit.gradient, unit.reduced_shard, unit.grad_shard)]
         assert all(x is None for x in [*left, *(param.grad for param in model.parameters())]), "zero_grad frees not all"
@@ -173,24 +168,17 @@ def test_gradients(stage, options):
 @task("stage 3", 2)
 def test_stage_3_is_never_whole():
     """Not even at first. Under no_grad the loss is right; then norm and head alone are there, until publish."""
-    there, fill, plain = [], step.materialize, built(None)
-
-    def noted(model: Decoder, *rest: Any):
-        there.append(sum(p.untyped_storage().nbytes() for p in model.parameters() if not p.is_meta))
-        fill(model, *rest)
-
-    with mock.patch.object(step, "materialize", noted):
+    whole, fill, plain = [], step.materialize, built(None)
+    count = lambda model, *rest: whole.append(sum(map(held, model.parameters()))) or fill(model, *rest)  # noqa: E731
+    with mock.patch.object(step, "materialize", count):
         model, zero, _, mesh = built(3)
-    close(there, [0] * 5, "bytes of weights when each of five units gets its values")
+    close(whole, [0] * 5, "bytes of weights when each of five units gets its values")
     with torch.no_grad():
         for turn in range(2):
             close(loss_of(model, mesh.rank, 0, turn), loss_of(plain, mesh.rank, 0, turn), "the loss")
-            close([len(u.named) for u in zero.units if u.flat.untyped_storage().nbytes()], [2], "sizes of what stays")
+            close([len(u.named) for u in zero.units if held(u.flat)], [2], "sizes of what stays")
     zero.publish()
-    close(sum(unit.flat.untyped_storage().nbytes() for unit in zero.units), 0, "bytes of weights after publish")
-
-
-# --- The update -----------------------------------------------------------------------------------------------------
+    close(sum(held(unit.flat) for unit in zero.units), 0, "bytes of weights after publish")
 
 
 @ranks(3)
@@ -200,7 +188,7 @@ def test_update(stage, dtype, lr, bound):
     """Two updates are those of step 1. A rank changes its own shards, then publishes them; two rates."""
     options = dict(frozen=FROZEN, dtype=dtype, weight_decay=0.1)
     (_, zero, _, mesh), (plain, optimizer, *_) = built(stage, **options), built(0, **options)
-    publish, zero.publish = zero.publish, lambda: None
+    publish, zero.publish = zero.publish, mock.Mock()
     for turn in (1, 2):
         for unit in zero.units:
             drawn = {name: draw(f"{name} {turn}", 0, *p.shape, dtype=wide(dtype)) for name, p in unit.named.items()}
@@ -217,6 +205,7 @@ def test_update(stage, dtype, lr, bound):
             for unit, flat in zip(zero.units, before, strict=stage < 3):
                 others = torch.arange(len(flat)) // unit.length != mesh.rank
                 close(unit.flat[others], flat[others], "other ranks' shards before publish")
+            close(zero.publish.call_count, turn, "calls of publish")
             publish()
         close(tape.sent, sum(2 * unit.shard.nbytes for unit in zero.units) * (stage < 3), "bytes of an update")
         close(tape.left, [], "all-gathers that nobody has waited for")
@@ -233,15 +222,13 @@ def test_update(stage, dtype, lr, bound):
             close(unit.view(unit.flat, name), plain.get_parameter(name), f"{name} on all ranks", 3, bound)
 
 
-# --- The norm -------------------------------------------------------------------------------------------------------
-
 # Sizes; is ZeRO on; of two parameters: what the record says, and along which dimensions ranks hold other elements.
+over = lambda dim: dict(shards=(Shard(0, dim, 0, 1, 2),))  # noqa: E731
 RECORDS = [
-    (dict(dp=4), True, ({}, ["dp"]), ({}, ["dp"])),
     (dict(dp=2, cp=2), False, ({}, []), (dict(data_dim="data"), [])),
     (dict(dp=2, cp=2), True, ({}, ["dp"]), (dict(data_dim="data"), ["dp", "cp"])),
-    (dict(dp=2, tp=2), False, (dict(shards="tp"), ["tp"]), ({}, [])),
-    (dict(dp=2, tp=2), True, (dict(shards="tp"), ["dp", "tp"]), ({}, ["dp"])),
+    (dict(dp=2, tp=2), False, (over("tp"), ["tp"]), ({}, [])),
+    (dict(dp=2, ep=2), True, (over("ep"), ["dp", "ep"]), ({}, ["dp"])),
     (dict(dp=2, pp=2), False, ({}, ["pp"]), (dict(stage_copies=2), [])),
 ]
 
@@ -255,8 +242,7 @@ def test_global_norm_and_group(sizes, sharded, first, second):
     mesh.join("data", *sizes)
     for name, (record, dims) in dict(a=first, b=second).items():
         model.register_parameter(name, param := nn.Parameter(torch.zeros(1)))
-        shards = [SimpleNamespace(over=dim) for dim in [record.get("shards")] if dim]
-        note_layout(param, **record | dict(shards=shards))
+        note_layout(param, **record)
         close(data_parallel_group(param, mesh) is mesh[record.get("data_dim", "dp")], True, "the group of the record")
         shape = [sizes[dim] for dim in dims]
         distinct = [draw(name, i, 3 * i + (not dims)) for i in range(int(np.prod(shape)))]  # the first may be empty
@@ -280,19 +266,17 @@ def test_table(stage, m, tied):
             for micro in range(m):
                 loss_of(model, mesh.rank, micro).backward()
             sync.finish()
-            held = live.bytes
+            found = live.bytes
             optimizer.step(0.1)
             optimizer.zero_grad()
     *_, row = re.findall(rf"^    {stage} .{{29}}(.{{20}})(.{{8}})(.{{12}})", step.__doc__, re.MULTILINE)
-    per_parameter, of_8, elements = (
-        re.sub(r"([\w)]) (?=[\w(])", r"\1 * ", field.strip()) for field in row
-    )  # as Python
-    exact = [sum(model.get_parameter(name).numel() for name in names) for names in units_of(model)]
+    each, of_8, elements = (re.sub(r"([\w)]) (?=[\w(])", r"\1 * ", field.strip()) for field in row)  # as Python
+    exact = [sum(model.get_parameter(name).numel() for name in names) for names in step.unit_names(model)]
     size = [-(-length // 3) * 3 if stage else length for length in exact]
     sizes = dict(n=3, m=m, P=sum(size), e=size[-1] + size[0] * (not tied))
-    expected = round(eval(per_parameter, sizes) * sizes["P"])
+    expected = round(eval(each, sizes) * sizes["P"])
     expected -= 8 * (sum(size) - sum(exact)) * (mesh.rank == 2)  # the padding has no moments
-    close((eval(per_parameter, dict(n=8)), held), (eval(of_8), expected), "a parameter's bytes if n = 8, and all bytes")
+    close((eval(each, dict(n=8)), found), (eval(of_8), expected), "a parameter's bytes if n = 8, and all bytes")
     sent = sum(size / (2 if "gather" in name else 4) for name, size in tape.started) / 2
     close(round(sent), round(eval(elements, sizes) * 2 / 3), "elements that a rank sends in a step")
 
@@ -310,7 +294,7 @@ class Story(Tape):
 
     def note(self):
         """Units that have gone since the last event."""
-        whole = [name for name, unit in self.units.items() if unit.flat.untyped_storage().nbytes()]
+        whole = [name for name, unit in self.units.items() if held(unit.flat)]
         self.events += [f"free {name}" for name in self.whole if name not in whole]
         self.whole = whole
         self.gradients = max(self.gradients, sum(unit.gradient is not None for unit in self.units.values()))
@@ -340,25 +324,24 @@ class Story(Tape):
 
 def story(stage: int, m: int, layers: str, tied: bool = False) -> list[str]:
     """What must happen in m micro-batches: the next unit is being gathered, and the last one reduced."""
-    events, last, head = [], "", ["use H", "use E"][: 1 + tied]
+    events, last, ends, head = [], "", "EH" if tied else "H", ["use H", "use E"][: 1 + tied]
     for _ in range(m):
         events += ["gather E"]
-        for unit, ahead in pairwise(f"E{layers}H"):
-            events += [f"gather {x}" for x in ("EH" if tied and ahead == "H" else ahead)]
-            events += [f"gather {unit} ends", f"use {unit}", f"free {unit}"]
-        events += [f"gather {x} ends" for x in ("EH" if tied else "H")] + head
+        for unit, ahead in pairwise(["E", *layers, ends]):
+            events += [*(f"gather {x}" for x in ahead), f"gather {unit} ends", f"use {unit}", f"free {unit}"]
+        events += [*(f"gather {x} ends" for x in ends), *head]
         for unit, ahead in pairwise(f"H{layers[::-1]}E "):
             events += [f"gather {ahead}"] * (ahead in layers) + [f"gather {unit} ends"] * (unit in layers)
             events += head[::-1] if unit == "H" else [f"use {unit}"]
-            events += [f"reduce {last} ends"] * bool(last) + [f"reduce {unit}"]
-            events += [f"free {unit}"] * (unit != "E" or tied)
+            events += (
+                [f"reduce {last} ends"] * bool(last) + [f"reduce {unit}"] + [f"free {unit}"] * (unit != "E" or tied)
+            )
             last = unit
+    events += ["reduce E ends"]
     if stage == 1:
-        events = [event for event in events if "use" in event] + [f"reduce {unit}" for unit in f"E{layers}H"]
-        events += [f"reduce {unit} ends" for unit in f"E{layers}"]
-    events += [f"reduce {last if stage > 1 else 'H'} ends"]
-    events = [event for event in events if stage == 3 or event.split()[0] in ("use", "reduce")]
-    return [event for event, _ in groupby(events)]
+        sums = [f"reduce {unit}" for unit in f"E{layers}H"]
+        events = [event for event in events if "use" in event] + sums + [f"{event} ends" for event in sums]
+    return [k for k, _ in groupby(event for event in events if stage == 3 or event.split()[0] in ("use", "reduce"))]
 
 
 WHEN = [
@@ -388,18 +371,13 @@ def test_when(stage, layers, tied, recompute):
     close(tape.gradients, 2 if stage > 1 else len(zero.units), "most units with a whole gradient")
 
 
-ROWS = [("all-gather", "gather"), ("compute", "use"), ("freed after", "free"), ("reduce-scatter", "reduce")]
-
-
-@cases("row, word", ROWS)
-def test_figure(row, word):
+def test_figure():
     """The figure in the docstring of Zero3 shows this, for two layers."""
-    shown = re.search(rf"^ +{row} ((?: +\w\b)+)$", step.Zero3.__doc__, re.MULTILINE)[1].split()
     events = [event.split() for event in story(3, 1, "01")]
-    close(shown, [event[1] for event in events if event[0] == word and "ends" not in event], row)
-
-
-# --- The loop -------------------------------------------------------------------------------------------------------
+    rows = {"all-gather": "gather", "compute": "use", "freed after": "free", "reduce-scatter": "reduce"}
+    for row, word in rows.items():
+        shown = re.search(rf"^ +{row} ((?: +\w\b)+)$", step.Zero3.__doc__, re.MULTILINE)[1].split()
+        close(shown, [event[1] for event in events if event[0] == word and "ends" not in event], row)
 
 
 @task("loop", 4)
