@@ -256,7 +256,7 @@ def test_law_of_saved_numbers_and_flops(recompute, saved):
         with FlopCounterMode(display=False, custom_mapping=costs) as flops:
             with Live() as live:
                 loss = model(tokens, tokens.flip(1))
-            held = live.bytes()
+            held = live.bytes
             loss.backward()
         counts = flops.get_flop_counts()["Global"]
         found.append((held, counts.pop(torch.ops.aten.mm), sum(counts.values())))

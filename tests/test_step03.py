@@ -1,0 +1,389 @@
+"""Chapter 3, ZeRO: units and their shards, three stages, the docstring's table, and when stage 3 has which unit."""
+
+import re
+from itertools import groupby, pairwise, product
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import step03_zero as step
+from common.comm import Group, Mesh
+from common.layout import Shard, data_parallel_group, global_norm, layout_of, materialize, note_layout
+from common.model import Decoder, ModelConfig, wide
+from tests.equal import SHAPE, close, draw, equals_step1
+from tests.tape import Live, Tape
+
+ranks, task, cases, shared = pytest.mark.ranks, pytest.mark.task, pytest.mark.parametrize, torch._C._is_alias_of
+CPU, FP64, BF16 = torch.device("cpu"), torch.float64, torch.bfloat16
+FROZEN = "embed_tokens|0.mlp.up_proj|1.input_layernorm"  # a whole unit, a matrix and a norm
+
+
+def built(stage: int | None, frozen: str = "-", apart: str = "-", dtype: torch.dtype = FP64, **options: Any) -> Any:
+    """Model, optimizer, sync, mesh; without a stage: the plain model. Patterns: names that do not train, and names of
+    which the ranks of group `apart` hold copies (1 and up; rank 0 is in one for itself). Units do not divide by 3."""
+    shape = SHAPE | dict(dim=16, ffn_dim=12, vocab_size=13, seq_len=6)
+    with torch.device("meta"):
+        model = Decoder(ModelConfig(**{key: options.pop(key, value) for key, value in shape.items()}))
+    for name, param in model.named_parameters():
+        param.requires_grad_(not re.search(frozen, name))
+        note_layout(param, data_dim="apart" if re.search(apart, name) else "dp")
+    if stage is None:
+        return materialize(model, 0, CPU, dtype) or model
+    mesh = Mesh(dp=torch.distributed.get_world_size())
+    for row in [0], [*range(1, mesh.world)]:
+        mesh.enter("apart", np.array([row]))
+    config = step.Config(zero=stage, bucket_mb=64.0, **options)
+    return model, *step.make_optimizer(model, config, mesh, CPU, dtype), mesh
+
+
+def loss_of(model: Decoder, rank: int, micro: int, turn: int = 0) -> Tensor:
+    """Of two sequences; each rank, micro-batch and turn has its own."""
+    tokens = (draw(f"tokens {micro} {turn}", rank, 2, 6).abs() * 5).long() % 13
+    return model(tokens, tokens.flip(1)) * (1 + rank + micro)
+
+
+def held(x: Tensor) -> int:
+    """Bytes of memory, if it has any."""
+    return 0 if x.is_meta else x.untyped_storage().nbytes()
+
+
+def own_parts(whole: dict[str, Tensor], rank: int, n: int) -> dict[str, Tensor]:
+    """Tensors end to end, in n shards of one length: what of each lies in a rank's shard."""
+    owner = torch.arange(sum(x.numel() for x in whole.values()))
+    owners = (owner // -(-len(owner) // n)).split([x.numel() for x in whole.values()])
+    return {name: x.flatten()[own == rank] for (name, x), own in zip(whole.items(), owners, strict=True)}
+
+
+@task("units", 3)
+@cases("kind", [step.Unit, step.ShardedUnit])
+@cases("dtype", [FP64, BF16])
+@cases("shapes, n", [([(2, 3), (4, 5), (1, 1), (3, 2)], 4), ([(5, 1), (2, 2), (1, 3)], 5), ([(3, 2)], 1)])
+def test_unit(kind, dtype, shapes, n):
+    """A buffer in n shards, padded with zeros. Parameters are views of it, and the master of our shard is wide."""
+    values = {f"p{i}": draw(f"p{i}", 0, *shape, dtype=dtype) for i, shape in enumerate(shapes)}
+    flat = torch.cat([x.flatten() for x in values.values()])
+    for rank, own in enumerate(F.pad(flat, (0, -len(flat) % n)).chunk(n)):
+        unit = kind({k: nn.Parameter(x.clone(), k == "p0") for k, x in values.items()}, Group("dp", rank, n, None))
+        close(unit.shard, own, f"the shard of rank {rank}")
+        close(unit.master, own, "its master")
+        close(shared(unit.master, unit.shard), dtype is FP64, "master and shard are one")
+        close((unit.master.dtype, unit.named["p0"].grad_dtype), (wide(dtype),) * 2, "dtypes of masters and gradients")
+        close(list(unit.trained), ["p0"], "names of what trains")
+        close(held(unit.flat), unit.flat.nbytes * (kind is step.Unit), "bytes of the buffer")
+        for name, part in own_parts(values, rank, n).items():
+            close(unit.view_shard(own, name), part, f"rank {rank}: its part of {name}")
+            close(shared(unit.view_shard(own, name), own), True, "a part is a view")
+            close(shared(unit.named[name], unit.flat), True, f"{name} is a view of the buffer")
+            if kind is step.Unit:
+                close(unit.named[name], values[name], f"{name}, in the buffer")
+                unit.view(unit.flat, name).zero_()
+                close(unit.named[name].any().item(), False, f"{name} after its place in the buffer was zeroed")
+
+
+@task("units", 2)
+def test_unit_names():
+    """The embedding, each of twelve layers, norm with head; and apart, what other ranks hold copies of."""
+    units, model = {}, built(None, apart="layers.10.mlp", n_layers=12)
+    for name, param in model.named_parameters():
+        units.setdefault((re.search(r"embed|\d+|$", name).group(), layout_of(param).data_dim), []).append(name)
+    close(sorted(step.unit_names(model)), sorted(units.values()), "units")
+
+
+@ranks(3)
+@task("gather", 6)
+def test_gather_and_free():
+    """One all-gather, which gather does not await; nothing is sent for what is there; freed, a unit has no memory."""
+    values = [draw("p", 0, 3, 2), draw("p", 0, 5, 1), draw("p", 0, 2, 2)]
+    named = {str(i): nn.Parameter(value.clone()) for i, value in enumerate(values)}
+    unit = step.ShardedUnit(named, Mesh(dp=3)["dp"])
+    unit.shard *= 3
+    with Tape() as tape:
+        unit.gather()
+        unit.gather()
+    close((tape.sent, len(tape.left)), (2 * 5 * 8, 1), "bytes that two calls send, and all-gathers under way")
+    unit.gathering.wait()
+    for param, value in zip(named.values(), values, strict=True):
+        close(param, 3 * value, "a parameter, from what the shards are now")
+    unit.free()
+    unit.free()
+    close(held(unit.flat), 0, "bytes of the buffer after free")
+    with Tape() as tape:
+        unit.gather()
+        unit.free()
+    close((tape.left, held(unit.flat)), ([], 0), "freed while it arrives: under way, and bytes")
+
+
+# --- Gradients, updates ---------------------------------------------------------------------------------------------
+
+# Alone, a unit's sum is under way when the next micro-batch makes its gradient.
+SUMS = [dict(tied=True), dict(frozen=FROZEN), dict(frozen="model", tied=False), dict(apart="1.mlp", dtype=BF16)]
+
+
+@ranks(3)
+@cases("stage", [pytest.param(stage, marks=task(f"stage {stage}", 4)) for stage in (1, 2, 3)])
+@cases("options", SUMS)
+def test_gradients(stage, options):
+    """Our parts of the sums, in two steps of two micro-batches; with bf16 weights each is added up in fp32."""
+    (model, zero, _, mesh), plain = built(stage, **options), built(None, **options)
+    groups, dtype = dict(dp=[0, 1, 2], apart=[1, 2] if mesh.rank else [0]), wide(options.get("dtype", FP64))
+    bound = 1e-10 if dtype is FP64 else 1e-6
+    for turn in range(2):
+        sums = {name: torch.zeros_like(p, dtype=dtype) for name, p in plain.named_parameters()}
+        for rank, micro in np.ndindex(3, 2):
+            for param in plain.parameters():
+                param.grad, param.grad_dtype = None, dtype
+            loss_of(plain, rank, micro, turn).backward()
+            for name, param in plain.named_parameters():
+                if param.grad is not None and rank in groups[layout_of(param).data_dim]:
+                    sums[name] += param.grad
+        zero.begin(2)
+        with Tape() as tape:
+            for micro in range(2):
+                loss_of(model, mesh.rank, micro, turn).backward()
+            zero.finish()
+            if stage == 3:
+                zero.publish()  # it waits for what was gathered in vain
+        close(tape.left, [], "what nobody has waited for")
+        found = zero.gradients()
+        close(set(found), {name for name, param in plain.named_parameters() if param.requires_grad}, "names")
+        for unit in zero.units:
+            group = groups[unit.group.name]
+            for name, part in own_parts(
+                {name: sums[name] for name in unit.named}, group.index(mesh.rank), len(group)
+            ).items():
+                close(found.get(name, part).dtype, dtype, f"dtype of the gradient of {name}")
+                close(found.get(name, part), part, f"step {turn + 1}: the gradient of {name}", len(group), bound)
+        zero.zero_grad()
+        left = [x for unit in zero.units for x in (unit.gradient, unit.reduced_shard, unit.grad_shard)]
+        assert all(x is None for x in [*left, *(param.grad for param in model.parameters())]), "zero_grad frees not all"
+
+
+@ranks(2)
+@task("stage 3", 2)
+def test_stage_3_is_never_whole():
+    """Not even at first. Under no_grad the loss is right; then norm and head alone are there, until publish."""
+    whole, fill, plain = [], step.materialize, built(None)
+    count = lambda model, *rest: whole.append(sum(map(held, model.parameters()))) or fill(model, *rest)  # noqa: E731
+    with mock.patch.object(step, "materialize", count):
+        model, zero, _, mesh = built(3)
+    close(whole, [0] * 5, "bytes of weights when each of five units gets its values")
+    with torch.no_grad():
+        for turn in range(2):
+            close(loss_of(model, mesh.rank, 0, turn), loss_of(plain, mesh.rank, 0, turn), "the loss")
+            close([len(u.named) for u in zero.units if held(u.flat)], [2], "sizes of what stays")
+    zero.publish()
+    close(sum(held(unit.flat) for unit in zero.units), 0, "bytes of weights after publish")
+
+
+@ranks(3)
+@cases("stage", [pytest.param(1, marks=task("update", 6)), 2, pytest.param(3, marks=task("stage 3", 2))])
+@cases("dtype, lr, bound", [(FP64, 0.1, 1e-10), (BF16, 1e-5, 1e-6)])  # so small an update is lost in bf16
+def test_update(stage, dtype, lr, bound):
+    """Two updates are those of step 1. A rank changes its own shards, then publishes them; two rates."""
+    options = dict(frozen=FROZEN, dtype=dtype, weight_decay=0.1)
+    (_, zero, _, mesh), (plain, optimizer, *_) = built(stage, **options), built(0, **options)
+    publish, zero.publish = zero.publish, mock.Mock()
+    for turn in (1, 2):
+        for unit in zero.units:
+            drawn = {name: draw(f"{name} {turn}", 0, *p.shape, dtype=wide(dtype)) for name, p in unit.named.items()}
+            own = torch.cat(list(own_parts(drawn, mesh.rank, 3).values()))
+            unit.grad_shard = F.pad(own, (0, unit.length - len(own)))
+            for name in unit.trained:
+                plain.get_parameter(name).grad = drawn[name] * turn
+        for gradient in zero.gradients().values():
+            gradient *= turn  # as clipping does
+        optimizer.step(lr / turn)
+        before = [unit.flat.clone() for unit in zero.units if stage < 3]
+        with Tape() as tape:
+            zero.step(lr / turn)
+            for unit, flat in zip(zero.units, before, strict=stage < 3):
+                others = torch.arange(len(flat)) // unit.length != mesh.rank
+                close(unit.flat[others], flat[others], "other ranks' shards before publish")
+            close(zero.publish.call_count, turn, "calls of publish")
+            publish()
+        close(tape.sent, sum(2 * unit.shard.nbytes for unit in zero.units) * (stage < 3), "bytes of an update")
+        close(tape.left, [], "all-gathers that nobody has waited for")
+        zero.zero_grad()
+        close([name for name, x in zero.masters.items() if x.grad is not None], [], "masters that keep a gradient")
+    for unit in zero.units:
+        if stage == 3:
+            unit.gather()
+            unit.gathering.wait()
+        masters = {name: optimizer.masters.get(name, param) for name, param in plain.named_parameters()}
+        for name, part in own_parts({name: masters[name] for name in unit.named}, mesh.rank, 3).items():
+            close(name in zero.masters, name in optimizer.masters and len(part) > 0, f"{name} has a master")
+            close(zero.masters.get(name, part), part, f"master of {name}", 3, bound)
+            close(unit.view(unit.flat, name), plain.get_parameter(name), f"{name} on all ranks", 3, bound)
+
+
+# Sizes; is ZeRO on; of two parameters: what the record says, and along which dimensions ranks hold other elements.
+over = lambda dim: dict(shards=(Shard(0, dim, 0, 1, 2),))  # noqa: E731
+RECORDS = [
+    (dict(dp=2, cp=2), False, ({}, []), (dict(data_dim="data"), [])),
+    (dict(dp=2, cp=2), True, ({}, ["dp"]), (dict(data_dim="data"), ["dp", "cp"])),
+    (dict(dp=2, tp=2), False, (over("tp"), ["tp"]), ({}, [])),
+    (dict(dp=2, ep=2), True, (over("ep"), ["dp", "ep"]), ({}, ["dp"])),
+    (dict(dp=2, pp=2), False, ({}, ["pp"]), (dict(stage_copies=2), [])),
+]
+
+
+@ranks(4)
+@task("norm", 3)
+@cases("sizes, sharded, first, second", RECORDS)
+def test_global_norm_and_group(sizes, sharded, first, second):
+    """Each element counts once, however many ranks hold it; a rank may hold none. The record names the group."""
+    mesh, model, gradients, square = Mesh(**sizes), nn.Module(), {}, 0.0
+    mesh.join("data", *sizes)
+    for name, (record, dims) in dict(a=first, b=second).items():
+        model.register_parameter(name, param := nn.Parameter(torch.zeros(1)))
+        note_layout(param, **record)
+        close(data_parallel_group(param, mesh) is mesh[record.get("data_dim", "dp")], True, "the group of the record")
+        shape = [sizes[dim] for dim in dims]
+        distinct = [draw(name, i, 3 * i + (not dims)) for i in range(int(np.prod(shape)))]  # the first may be empty
+        gradients[name] = distinct[np.ravel_multi_index([mesh[dim].rank for dim in dims], shape) if dims else 0]
+        square += sum(x.square().sum() for x in distinct)
+    close(global_norm(model, gradients, mesh, sharded), square.sqrt().item(), "the norm", 2)
+
+
+# --- The law: what is held and sent ---------------------------------------------------------------------------------
+
+
+@ranks(3)
+@cases("stage", [0, 1, 2, 3])
+@cases("m, tied", [(1, False), (3, True)])
+def test_table(stage, m, tied):
+    """The bytes that a rank holds after backward, and the elements that it sends in a step, are those of the table."""
+    with Live() as live, Tape() as tape:
+        model, optimizer, sync, mesh = built(stage, dtype=BF16, tied=tied, sync="bucket")
+        for _ in range(2):  # in the second there are moments
+            sync.begin(m)
+            for micro in range(m):
+                loss_of(model, mesh.rank, micro).backward()
+            sync.finish()
+            found = live.bytes
+            optimizer.step(0.1)
+            optimizer.zero_grad()
+    *_, row = re.findall(rf"^    {stage} .{{29}}(.{{20}})(.{{8}})(.{{12}})", step.__doc__, re.MULTILINE)
+    each, of_8, elements = (re.sub(r"([\w)]) (?=[\w(])", r"\1 * ", field.strip()) for field in row)  # as Python
+    exact = [sum(model.get_parameter(name).numel() for name in names) for names in step.unit_names(model)]
+    size = [-(-length // 3) * 3 if stage else length for length in exact]
+    sizes = dict(n=3, m=m, P=sum(size), e=size[-1] + size[0] * (not tied))
+    expected = round(eval(each, sizes) * sizes["P"])
+    expected -= 8 * (sum(size) - sum(exact)) * (mesh.rank == 2)  # the padding has no moments
+    close((eval(each, dict(n=8)), found), (eval(of_8), expected), "a parameter's bytes if n = 8, and all bytes")
+    sent = sum(size / (2 if "gather" in name else 4) for name, size in tape.started) / 2
+    close(round(sent), round(eval(elements, sizes) * 2 / 3), "elements that a rank sends in a step")
+
+
+# --- The law: when --------------------------------------------------------------------------------------------------
+
+
+class Story(Tape):
+    """A tape whose events are those of units: gather, reduce, the ends of both, free; and use, by an operator."""
+
+    def __init__(self, zero: step.Zero1):
+        super().__init__()
+        names = [re.search(r"\d|$", next(iter(unit.named))).group() or "EH"[i > 0] for i, unit in enumerate(zero.units)]
+        self.units, self.whole, self.gradients, self.ends = dict(zip(names, zero.units, strict=True)), [], 0, {}
+
+    def note(self):
+        """Units that have gone since the last event."""
+        whole = [name for name, unit in self.units.items() if held(unit.flat)]
+        self.events += [f"free {name}" for name in self.whole if name not in whole]
+        self.whole = whole
+        self.gradients = max(self.gradients, sum(unit.gradient is not None for unit in self.units.values()))
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """An operator that is given memory of a unit is about this unit."""
+        self.note()
+        given, before = [x for x in tree_leaves(args) if isinstance(x, Tensor)], len(self.works)
+        about = [name for name, unit in self.units.items() if any(shared(unit.flat, x) for x in given)]
+        about += ["E"] * (function.name() == "aten::embedding_dense_backward")
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        if len(self.works) == before:
+            self.events += [f"use {name}" for name in about]
+            return result
+        sums = [
+            name for name, unit in self.units.items() if unit.gradient is not None and shared(unit.gradient, given[1])
+        ]
+        self.events[-1] = f"gather {about[0]}" if about else f"reduce {sums[0]}"
+        self.ends[f"wait {before}"] = self.events[-1] + " ends"
+        return result
+
+    def waited(self, work: Any):
+        """Note first what has gone."""
+        self.note()
+        super().waited(work)
+
+
+def story(stage: int, m: int, layers: str, tied: bool = False) -> list[str]:
+    """What must happen in m micro-batches: the next unit is being gathered, and the last one reduced."""
+    events, last, ends, head = [], "", "EH" if tied else "H", ["use H", "use E"][: 1 + tied]
+    for _ in range(m):
+        events += ["gather E"]
+        for unit, ahead in pairwise(["E", *layers, ends]):
+            events += [*(f"gather {x}" for x in ahead), f"gather {unit} ends", f"use {unit}", f"free {unit}"]
+        events += [*(f"gather {x} ends" for x in ends), *head]
+        for unit, ahead in pairwise(f"H{layers[::-1]}E "):
+            events += [f"gather {ahead}"] * (ahead in layers) + [f"gather {unit} ends"] * (unit in layers)
+            events += head[::-1] if unit == "H" else [f"use {unit}"]
+            events += (
+                [f"reduce {last} ends"] * bool(last) + [f"reduce {unit}"] + [f"free {unit}"] * (unit != "E" or tied)
+            )
+            last = unit
+    events += ["reduce E ends"]
+    if stage == 1:
+        sums = [f"reduce {unit}" for unit in f"E{layers}H"]
+        events = [event for event in events if "use" in event] + sums + [f"{event} ends" for event in sums]
+    return [k for k, _ in groupby(event for event in events if stage == 3 or event.split()[0] in ("use", "reduce"))]
+
+
+WHEN = [
+    (1, "012", False),
+    (2, "012", False),
+    (2, "0", True),
+    *((3, *both) for both in product(["0", "012"], [True, False])),
+]
+
+
+@ranks(2)
+@cases("recompute", ["none", "full"])
+@cases("stage, layers, tied", WHEN)
+def test_when(stage, layers, tied, recompute):
+    """Gathers and sums begin and end, and units are freed, as in the figure. Two are whole at a time; tied, three."""
+    model, _, zero, mesh = built(stage, n_layers=len(layers), tied=tied)
+    step.RECOMPUTE[recompute](model)
+    zero.begin(2)
+    with Story(zero) as tape:
+        for micro in range(2):
+            loss_of(model, mesh.rank, micro).backward()
+        zero.finish()
+    expected, found = story(stage, 2, layers, tied), [tape.ends.get(e, e) for e in tape.events if e != "matmul"]
+    close([event for event, _ in groupby(found)], expected, "events")
+    counts = [event.startswith("gather") - event.startswith("free") for event in expected if "ends" not in event]
+    close((max(np.cumsum(counts)), sum(counts)), ((2 + tied) * (stage == 3), 0), "most units, and at the end")
+    close(tape.gradients, 2 if stage > 1 else len(zero.units), "most units with a whole gradient")
+
+
+def test_figure():
+    """The figure in the docstring of Zero3 shows this, for two layers."""
+    events = [event.split() for event in story(3, 1, "01")]
+    rows = {"all-gather": "gather", "compute": "use", "freed after": "free", "reduce-scatter": "reduce"}
+    for row, word in rows.items():
+        shown = re.search(rf"^ +{row} ((?: +\w\b)+)$", step.Zero3.__doc__, re.MULTILINE)[1].split()
+        close(shown, [event[1] for event in events if event[0] == word and "ends" not in event], row)
+
+
+@task("loop", 4)
+@cases(
+    "zero, base", [*((zero, {}) for zero in range(4)), *((zero, dict(tied=True, recompute="full")) for zero in (2, 3))]
+)
+def test_zero_trains_to_step_1s_numbers(pools, zero, base):
+    """Five steps with their own rates; on three ranks, which divide no unit, five sequences in micro-batches of two."""
+    equals_step1(pools, 3, "step03_zero", base | dict(steps=5, global_batch_size=15, micro_batch_size=2), zero=zero)
