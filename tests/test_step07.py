@@ -1,0 +1,452 @@
+"""Chapter 7, experts: what each function of step07_moe_ep.py must do. tests/__init__.py explains the words.
+
+Step 1 has no experts. So this file writes the layer once more, as its definition has it (`Plain`), and puts that into
+step 1's model and loop (`train`, below): all layouts, and step 7 in one process, must train to its numbers.
+"""
+
+from itertools import product
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import step01_single_gpu as step01
+import step07_moe_ep as step
+from common import UserError
+from common.comm import Group, Mesh
+from common.data import Data
+from common.layout import layout_of
+from common.model import IGNORE, Decoder, ModelConfig
+from common.trainer import Run
+from step04_tp_sp import shard_tensors
+from step05_cp_ring import CONTEXT, shard_context
+from tests.equal import BASE, SHAPE, Watch, close, decoder, draw, equals_step1
+from tests.equal import train as train_with
+from tests.tape import Tape
+
+ranks, task, cases = pytest.mark.ranks, pytest.mark.task, pytest.mark.parametrize
+S7, Config = "step07_moe_ep", step.Config
+
+
+# --- The layer by its definition, and step 1 with it ----------------------------------------------------------------
+
+
+def mlp(x: Tensor, experts: nn.Module, e: int) -> Tensor:
+    """What expert e makes of x."""
+    gate, up, down = (linear.weight[e] for linear in experts.children())
+    return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+
+class Plain(nn.Module):
+    """Every expert sees every token, and what was not chosen counts zero times. `loss`: E sum_e f_e P_e."""
+
+    def __init__(self, dim: int, width: int, config: Config):
+        super().__init__()
+        self.k, self.n = config.experts_per_token, config.experts
+        self.router, self.experts = nn.Linear(dim, self.n, bias=False), step.Experts(self.n, dim, width)  # weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, dim], a micro-batch -> [batch, seq, dim]."""
+        p = (x @ self.router.weight.T).softmax(-1)
+        chosen = (p >= p.sort(descending=True)[0][..., self.k - 1, None]).to(p.dtype)
+        scores = p * chosen / (1 if self.k == 1 else (p * chosen).sum(-1, keepdim=True))
+        self.loss = self.n * (chosen.mean((0, 1)) / self.k * p.mean((0, 1))).sum()
+        return sum(scores[..., e, None] * mlp(x, self.experts, e) for e in range(self.n))
+
+
+def train(config: Config, run: Run):
+    """Step 1's, with `Plain` in the place of MLPs. To its loss is added the mean of theirs over micro-batches."""
+    seen, plain = [], Data.batch
+
+    def batch(data: Data, number: int) -> tuple[Tensor, Tensor]:
+        seen.append(plain(data, number))
+        return seen[-1]
+
+    def with_experts(shape: ModelConfig) -> Decoder:
+        model, n_micro_batches = Decoder(shape), config.global_batch_size / config.micro_batch_size
+        layers = list(model.model.layers.values())[config.dense_layers + config.moe_every - 1 :: config.moe_every]
+        for layer in layers:
+            layer.mlp = Plain(shape.dim, shape.ffn_dim, config)
+
+        def add(_model: Decoder, _given: tuple, loss: Tensor) -> Tensor:
+            n_targets = int((seen[-1][1] != IGNORE).sum())  # `train` divides by it
+            more = config.aux_loss_coeff / n_micro_batches * n_targets * sum(layer.mlp.loss for layer in layers)
+            return loss + more - more.detach()  # the loss that is shown is without it
+
+        model.register_forward_hook(add)
+        return model
+
+    with mock.patch.object(step01, "Decoder", with_experts), mock.patch.object(Data, "batch", batch):
+        step01.train(config, run)
+
+
+# --- Experts side by side, and the layer ----------------------------------------------------------------------------
+
+
+def config(**flags) -> Config:
+    """Five experts, a strong auxiliary loss, 12 micro-batches."""
+    return Config(**BASE | dict(experts=5, aux_loss_coeff=0.3) | flags)
+
+
+def filled(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """With values that follow from names."""
+    for name, param in module.named_parameters():
+        param.data = (draw(name, 0, *param.shape) * 0.5).to(dtype)
+    return module
+
+
+def layer(dim: int = 6, width: int = 10, dtype: torch.dtype = torch.float64, **flags) -> step.MoE:
+    """One on a rank of its own."""
+    return filled(step.MoE(dim, width, config(**flags), dict(sequence=Group("sequence", 0, 1, None))), dtype)
+
+
+def grads(y: Tensor, dy: Tensor, x: Tensor, module: nn.Module) -> dict[str, Tensor]:
+    """Those of x and of all weights. Zero, where a weight was not used."""
+    names, leaves = ["x", *dict(module.named_parameters())], [x, *module.parameters()]
+    return dict(zip(names, torch.autograd.grad(y, leaves, dy, materialize_grads=True), strict=True))
+
+
+@task("experts", 5)
+@cases("counts", [[3, 0, 5], [0, 0, 4], [2, 1, 1], [0, 0, 0]])
+def test_experts(counts):
+    """Rows sorted by expert, each through its own MLP. Who has no row gets a gradient of zero, not none."""
+    experts, given = filled(step.Experts(3, 6, 10)), torch.tensor(counts)
+    x, dy = (draw(name, 0, sum(counts), 6).requires_grad_(name == "x") for name in ("x", "dy"))
+    y = experts(x, given)
+    expected = torch.cat([mlp(rows, experts, e) for e, rows in enumerate(x.split(counts))])
+    close(y, expected, "the outputs")
+    y.backward(dy)
+    found = dict(x=x.grad) | {name: param.grad for name, param in experts.named_parameters()}
+    for name, value in grads(expected, dy, x, experts).items():
+        close(found[name], value, f"the gradient of {name}")
+    close(given.tolist(), counts, "the counts after the call")
+
+
+WAYS = {"many": (2, 8, 6), "few": (1, 1, 6), "alike": (1, 1, 6)}  # few: the last expert has none
+
+
+@task("layer", 6)
+@cases("k", [1, 2, 4])
+@cases("way", WAYS)
+def test_a_layer_is_its_definition(way, k):
+    """Output, and all gradients: of them those of the auxiliary loss, of one micro-batch of 12, are a part."""
+    ours, theirs = layer(experts_per_token=k), filled(Plain(6, 10, config(experts_per_token=k)))
+    given = -draw("x", 0, *WAYS[way]).repeat(*((2, 8, 1) if way == "alike" else (1, 1, 1)))
+    x, dy = given.clone().requires_grad_(), draw("dy", 0, *given.shape)
+    y, expected = ours(x), theirs(x)
+    close(y, expected, "the output")
+    close(x, given, "the input after the call")
+    found, total = grads(y, dy, x, ours), (expected * dy).sum() + 0.3 / 12 * theirs.loss
+    for name, value in grads(total, torch.ones_like(total), x, theirs).items():
+        close(found[name], value, f"the gradient of {name}")
+
+
+@task("layer", 3)
+def test_a_layer_is_mixtrals():
+    """As Hugging Face has it. Their loss counts a token k times."""
+    from transformers.models.mixtral import modeling_mixtral as hf
+
+    sizes = dict(hidden_size=6, intermediate_size=10, num_experts_per_tok=2, num_local_experts=5)
+    ours, theirs = layer(), hf.MixtralSparseMoeBlock(hf.MixtralConfig(**sizes)).double()
+
+    def renamed(router: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> dict[str, Tensor]:
+        return {"gate.weight": router, "experts.gate_up_proj": torch.cat((gate, up), 1), "experts.down_proj": down}
+
+    theirs.load_state_dict(renamed(*ours.state_dict().values()))
+    x, dy = draw("x", 0, 2, 8, 6).requires_grad_(), draw("dy", 0, 2, 8, 6)
+    dx, *found = grads(y := ours(x), dy, x, ours).values()
+    with mock.patch.object(Tensor, "float", Tensor.double):  # they route in fp32
+        total = (theirs(x) * dy).sum() + 0.3 / 12 / 2 * hf.load_balancing_loss_func((theirs.gate(x)[0],), 5, 2)
+        close(y, theirs(x), "the output")
+    found = dict(x=dx) | renamed(*found)
+    for name, value in grads(total, torch.ones_like(total), x, theirs).items():
+        close(found[name], value, f"the gradient of {name}")
+
+
+@task("layer", 3)
+def test_a_layer_of_bf16_routes_in_fp32():
+    """64 scores in 16 bits would tie, and name other experts. Output and gradient are rounded once."""
+    ours, x = layer(32, 8, torch.bfloat16, experts=64), draw("x", 0, 4, 64, 32).bfloat16()
+    p = (x.flatten(0, 1).float() @ ours.router.weight.float().T).softmax(-1)
+    best = p.sort(descending=True)[1][:, :2]
+    scores = p.gather(1, best) / p.gather(1, best).sum(1, keepdim=True)
+    outs = torch.stack([mlp(x.flatten(0, 1), ours.experts, e) for e in range(64)], 1)  # [tokens, experts, dim], bf16
+    expected = (outs[torch.arange(256)[:, None], best] * scores[..., None]).sum(1)
+    y, dy = ours(x), draw("dy", 0, 256, 32).bfloat16()
+    close(y.dtype, torch.bfloat16, "dtype of the output")
+    close(y, expected.bfloat16().view_as(y), "the output", bound=5e-4)  # a rounding of the scores would be 1e-3
+    f = F.one_hot(best.flatten(), 64).sum(0) / best.numel()
+    total = (expected * dy.float()).sum() + 0.3 / 12 * 64 * (f * p.mean(0)).sum()
+    found, expected = (torch.autograd.grad(z, ours.router.weight, d)[0] for z, d in ((y, dy.view_as(y)), (total, None)))
+    close(found, expected, "the gradient of the router", bound=5e-4)
+
+
+@task("layer", 2)
+def test_equal_scores():
+    """All experts score alike: a token visits K different ones with a weight of 1/K, and each time the same ones."""
+    ours, x = layer(), draw("x", 0, 2, 8, 6)
+    ours.router.weight.data.zero_()
+    y, outs = ours(x), [mlp(x, ours.experts, e) for e in range(5)]
+    pairs = torch.stack([(outs[a] + outs[b]) / 2 for a in range(5) for b in range(a)])
+    close((pairs - y).abs().amax(-1).amin(0), torch.zeros(2, 8).double(), "distance to the nearest pair of experts")
+    close(ours(x), y, "the output of a second call")
+
+
+# --- The load-balancing auxiliary loss ------------------------------------------------------------------------------
+
+
+@ranks(4)
+@task("balance", 6)
+def test_aux_loss():
+    """Four ranks share a micro-batch: their terms add up to the loss of all 32 tokens. One all-reduce of counts."""
+    mesh = Mesh(cp=2, tp=2)
+    mesh.join("sequence", "cp", "tp")
+    p = (draw("p", 0, 32, 5) * 2).softmax(-1).requires_grad_()
+    chosen, here = F.one_hot(p.topk(2)[1], 5).sum(1), slice(8 * mesh.rank, 8 * mesh.rank + 8)
+    expected = 5 * (chosen.double().mean(0) / 2 * p.mean(0)).sum()
+    own, counts = p.detach()[here].clone().requires_grad_(), chosen[here].sum(0)
+    with Tape() as tape:
+        term = step.MoE(6, 10, config(), mesh).aux_loss(own, counts)
+    close(counts.tolist(), chosen[here].sum(0).tolist(), "the given counts after the call")
+    dist.all_reduce(total := term.detach().clone())
+    close(total, expected, "the sum of all ranks' terms", 4)
+    (found,), (expected,) = torch.autograd.grad(term, own), torch.autograd.grad(expected, p)
+    close(found, expected[here], "the gradient of this rank's p", 4)
+    close((tape.started, tape.left), ([("allreduce", 3 * 40 // 2)], []), "calls and bytes, and who has not waited")
+
+
+@task("balance", 2)
+@cases("dtype", [torch.float64, torch.bfloat16])
+def test_add_loss(dtype):
+    """x as it is; in backward x gets dy, and the loss `coeff`, whatever dy is."""
+    x, dy = (draw(name, 0, 2, 3, dtype=dtype).requires_grad_(name == "x") for name in ("x", "dy"))
+    loss = torch.tensor(2.0, dtype=torch.promote_types(dtype, torch.float32), requires_grad=True)
+    (y := step.AddLoss.apply(x, loss, 0.3)).backward(dy)
+    close(torch.stack((y, x.grad)), torch.stack((x, dy)), "the output, and the gradient of x")
+    close(loss.grad, torch.tensor(0.3, dtype=loss.dtype), "the gradient of the loss")
+
+
+# --- Dispatch and combine -------------------------------------------------------------------------------------------
+
+
+# Rows that each of three ranks sends to each expert; a rank has two of six.
+ROUTES = {
+    "uneven": [[2, 0, 1, 3, 0, 1], [1, 2, 2, 0, 3, 0], [1, 4, 0, 2, 0, 1]],
+    "nothing to send": [[2, 0, 1, 3, 0, 1], [0, 0, 0, 0, 0, 0], [1, 4, 0, 2, 0, 0]],
+    "all to one expert": [[0, 0, 5, 0, 0, 0], [0, 0, 2, 0, 0, 0], [0, 0, 7, 0, 0, 0]],
+}
+
+
+def apart(way: str) -> tuple[Group, Tensor, list[Tensor]]:
+    """A group that is not the world, ranks 1 to 3, and rank 0 alone; rows [from, to, expert there]; all ranks' rows."""
+    mesh = Mesh(dp=4)
+    for row in ([0], [1, 2, 3]):
+        mesh.enter("ep", np.array([row]))
+    n = mesh["ep"].size
+    routes = torch.tensor(ROUTES[way])[:n, : 2 * n].view(n, n, 2)
+    return mesh["ep"], routes, [draw("x", r, int(routes[r].sum()), 5).requires_grad_() for r in range(n)]
+
+
+@ranks(4)
+@task("dispatch", 6)
+@cases("way", ROUTES)
+def test_dispatch_and_combine(way):
+    """Rows go to the ranks of their experts, sorted there by expert; outputs come home, to where the rows stood."""
+    group, routes, rows = apart(way)
+    n, rank, stay = group.size, group.rank, int(routes[group.rank, group.rank].sum())
+    blocks = [rows[r].detach().split(routes[r].flatten().tolist()) for r in range(n)]
+    here, there = rows[rank].detach(), torch.cat([blocks[r][2 * rank + e] for e in range(2) for r in range(n)])
+    for function, given, expected in (step.dispatch, here, there), (step.combine, there, here):
+        for x in given.clone(), given.T.contiguous().T:
+            with Tape() as tape:
+                found = function(x, group, leaving_Ge=routes[rank].clone(), arriving_Ge=routes[:, rank].clone())
+            close(found, expected, f"what {function.__name__} gives", n)
+            close(x, given, "the input after the call")
+            sent = [("alltoallbase", 40 * (len(given) - stay))] if n > 1 else []
+            close((tape.started, tape.left), (sent, []), "calls and bytes, and what nobody has waited for")
+
+
+@ranks(4)
+@task("dispatch", 8)
+@cases("way", ROUTES)
+def test_visit_experts(way):
+    """As if this rank had all experts; their gradients are sums over the rows of all ranks."""
+    group, routes, rows = apart(way)
+    n, rank = group.size, group.rank
+    here, there = int(routes[rank].sum()), int(routes[:, rank].sum())
+    whole, ours, outs = filled(step.Experts(2 * n, 5, 4)), step.Experts(2, 5, 4), []
+    for mine, full in zip(ours.parameters(), whole.parameters(), strict=True):
+        mine.data = full.data[2 * rank : 2 * rank + 2].clone()
+    for some, route in zip(rows, routes, strict=True):
+        outs.append(torch.cat([mlp(x, whole, e) for e, x in enumerate(some.split(route.flatten().tolist()))]))
+    sum((out * draw("dy", r, *out.shape)).sum() for r, out in enumerate(outs)).backward()
+    x, counts = rows[rank].detach().clone().requires_grad_(), routes[rank].flatten()
+    with Tape() as tape:
+        close(y := step.visit_experts(ours, group, x, counts), outs[rank], "the outputs", n)
+        calls = len(tape.started)
+        y.backward(draw("dy", rank, *y.shape))
+    close(x.grad, rows[rank].grad, "the gradient of the rows", n)
+    for (name, param), full in zip(ours.named_parameters(), whole.parameters(), strict=True):
+        close(param.grad, full.grad[2 * rank : 2 * rank + 2], f"the gradient of {name}", n)
+    close(counts.tolist(), routes[rank].flatten().tolist(), "the counts after the call")
+    out, back = (40 * (rows - int(routes[rank, rank].sum())) for rows in (here, there))
+    sent = [2 * (n - 1) * 8, out, back, out, back] if n > 1 else []
+    close(([size for _, size in tape.started], calls), (sent, 3 * (n > 1)), "bytes: counts, there, home; then backward")
+    close(tape.left, [], "what nobody has waited for")
+
+
+# --- Who has which experts ------------------------------------------------------------------------------------------
+
+
+def sharded(sizes: dict[str, int], sp: bool = True, seq_len: int = 16, **flags) -> tuple[Mesh, nn.ModuleDict]:
+    """Mesh, and five layers on the meta device, as `train` makes them."""
+    mesh = Mesh(**dict(pp=1, dp=1, cp=1, tp=1) | sizes)
+    with torch.device("meta"):
+        model = Decoder(ModelConfig(**SHAPE | dict(n_layers=5, seq_len=seq_len)))
+    shard_tensors(model, mesh, sp)
+    shard_context(model, mesh, CONTEXT["zigzag"], sp)
+    step.shard_experts(model, mesh, config(**dict(experts=8, sp=sp, pp=mesh["pp"].size) | flags))
+    return mesh, model.model.layers
+
+
+GROUPS = [
+    (dict(dp=2, tp=2), 2, [[0, 1], [2, 3]], [[0, 2], [1, 3]]),  # the figure
+    (dict(pp=2, cp=2), 2, [[0, 1], [2, 3]], [[0], [1], [2], [3]]),  # not over stages
+    (dict(dp=4), 1, [[0], [1], [2], [3]], [[0, 1, 2, 3]]),
+    (dict(cp=2, tp=2), 4, [[0, 1, 2, 3]], [[0], [1], [2], [3]]),
+]
+
+
+@ranks(4)
+@task("groups", 4)
+@cases("sizes, ep, groups, columns", GROUPS)
+def test_groups(sizes, ep, groups, columns):
+    """ep: neighbours of a stage, which have all experts; expert_data: ranks with the same ones. And the records."""
+    mesh, layers = sharded(sizes, ep=ep)
+    length = mesh["cp"].size * mesh["tp"].size
+    rows = dict(ep=groups, expert_data=columns, sequence=[range(r, r + length) for r in range(0, 4, length)])
+    for name in rows:
+        row, group = next(list(row) for row in rows[name] if mesh.rank in row), mesh[name]
+        found = dist.get_process_group_ranks(group.handle) if group.size > 1 else [mesh.rank]
+        close((found, group.rank), (row, row.index(mesh.rank)), f"ranks of {name}, and which")
+    here, n = mesh["ep"].rank, 8 // ep
+    for name, param in layers["1"].mlp.named_parameters():
+        record, router = layout_of(param), "router" in name
+        found = [(s.dim, s.over, s.start, s.stop, s.full) for s in record.shards]
+        close(found, [] if router or ep == 1 else [(0, "ep", here * n, here * n + n, 8)], f"shards of {name}")
+        expected = (8, "data", ("tp",)) if router else (n, "expert_data", ())
+        close((len(param), record.data_dim, record.partial_over), expected, f"{name}: length, data_dim, partial_over")
+
+
+@ranks(4)
+@task("groups", 2)
+@cases("flags, some", [({}, "01234"), (dict(moe_every=2), "13"), (dict(moe_every=2, dense_layers=2), "3")])
+def test_which_layers_have_experts(flags, some):
+    """--moe-every counts after --dense-layers. All others keep their MLP, sharded over tp."""
+    _, layers = sharded(dict(dp=2, tp=2), ep=2, expert_dim=20, **flags)
+    for i, one in layers.items():
+        linear, shape = (one.mlp.experts.gate_proj, (4, 20, 32)) if i in some else (one.mlp.gate_proj, (24, 32))
+        close(tuple(linear.weight.shape), shape, f"layer {i}: the shape of gate_proj")
+
+
+MISTAKES = [
+    (dict(ep=3, experts=6), "--ep 3"),  # ranks: 4
+    (dict(ep=4, experts=6), "--experts 6"),
+    (dict(experts=3, experts_per_token=4), "--experts-per-token 4"),
+    (dict(micro_batch_size=4), "--micro-batch-size"),  # of 6 sequences
+    (dict(sp=False, seq_len=15), "--no-sp"),
+]
+
+
+@ranks(4)
+@task("groups", 3)
+@cases("flags, said", MISTAKES)
+def test_a_mistake_is_one_line(flags, said):
+    """On every rank, before anything is sent."""
+    with Tape() as tape, pytest.raises(UserError, match=said) as error:
+        sharded(dict(dp=2, tp=2), **flags)
+    close((str(error.value).count("\n"), tape.started), (0, []), "further lines, and collectives")
+
+
+# --- The loop -------------------------------------------------------------------------------------------------------
+
+
+def bytes_of(flags: dict) -> tuple[dict, int]:
+    """What a rank sends in a step, by dimension, and how many of its rows were for experts of other ranks."""
+    away, plain = [], step.DISPATCH["alltoall"]
+
+    def spy(experts, group, rows, counts):
+        away.append(len(rows) - int(counts.view(group.size, -1)[group.rank].sum()))
+        return plain(experts, group, rows, counts)
+
+    train_with(S7, dict(steps=1))  # makes the preset
+    flags = BASE | dict(model="test", steps=1, ep=2, experts=4) | flags
+    with Watch(Config(**flags)) as run, mock.patch.dict(step.DISPATCH, alltoall=spy):
+        step.train(run.config, run)
+    return run.history[0]["sent"], sum(away)
+
+
+@cases("flags, again", [({}, 1), (dict(recompute="full"), 2), (dict(experts_per_token=4), 1)])
+def test_law_of_bytes(pools, flags, again):
+    """Rows go there and home, forward (again, to recompute) and backward, and counts; gradients of experts."""
+    found, passes = pools(4).run(bytes_of, flags), 3 * 3  # layers, micro-batches
+    rest = sum(p.numel() for name, p in decoder(**SHAPE).named_parameters() if "mlp" not in name) + 3 * 4 * 32
+    for sent, rows in found:
+        experts = 3 * 2 * 3 * 32 * 48 * 8  # two a layer on each rank, of three matrices
+        close((sent["expert_data"], sent["data"]), (experts, 1.5 * 8 * (rest + 1)), "bytes of gradients, and the loss")
+        if flags.get("experts_per_token") == 4:
+            close(rows, passes * 16 * 4 // 2, "rows, if all experts are equally busy: (ep-1)/ep T K a layer")
+    rows = sum(rows for _, rows in found)  # those that leave one rank come to another
+    expected = (2 * rows + 2 * rows // again) * 32 * 8 + again * passes * 4 * 8 * 4 // 2
+    close(sum(sent["ep"] for sent, _ in found), expected, "bytes over ep, of all ranks")
+
+
+EXPERTS = dict(experts=4, aux_loss_coeff=0.3)
+TWO, UNEVEN = EXPERTS | dict(micro_batch_size=2), EXPERTS | dict(tied=True, n_layers=4, moe_every=2, dense_layers=1)
+ALL = TWO | dict(steps=5)
+LAYOUTS = [
+    (1, EXPERTS | dict(experts_per_token=1, micro_batch_size=4), {}),
+    (4, ALL, dict(tp=2, ep=2, zero=1)),  # dp is 2, and experts are shared along tp
+    (4, TWO, dict(tp=2, ep=4, sp=False)),
+    (4, EXPERTS, dict(ep=2, zero=3, recompute="full")),
+    (4, EXPERTS, dict(cp=2, ep=4, zero=2)),
+    (4, UNEVEN, dict(pp=2, cp=2, ep=2, schedule="interleaved")),
+    (4, EXPERTS | dict(experts_per_token=1), dict(tp=2, sp=False)),
+    (8, TWO, dict(pp=2, cp=2, tp=2, ep=4)),
+    pytest.param(16, ALL, dict(pp=2, cp=2, tp=2, ep=4, zero=1), marks=pytest.mark.exhaustive),  # and dp is 2
+]
+
+
+@task("loop", 5)
+@cases("n, base, layout", LAYOUTS)
+def test_experts_train_to_step_1s_numbers(pools, n, base, layout):
+    """Step 1's loop, with the layer by its definition."""
+    equals_step1(pools, n, S7, base, beside=__name__, **layout)
+
+
+def every_legal_layout() -> list[tuple[str, dict, bool]]:
+    """(step, its layout of 8 ranks, tied): ZeRO's stages, --no-sp and a tied matrix in turn."""
+    steps, rows = ("step02_ddp", "step03_zero", "step04_tp_sp", "step05_cp_ring", "step06_pipeline", S7), []
+    for number, (pp, cp, tp, ep) in product(range(6), product([1, 2, 4, 8], repeat=4)):
+        i, sizes = len(rows), dict(tp=tp, cp=cp, pp=pp, ep=ep)  # as chapters 4 to 7 bring them
+        known = list(sizes)[: max(0, number - 1)]
+        if 8 % (pp * cp * tp) or tp > 4 or 8 // pp % ep or any(sizes[name] > 1 for name in sizes.keys() - known):
+            continue
+        layout = {name: sizes[name] for name in known} | (dict(zero=(i + 2) % 4) if number else {})
+        rows.append((steps[number], layout | (dict(sp=i % 3 > 0) if tp > 1 else {}), i % 2 == 0))
+    return rows
+
+
+@pytest.mark.exhaustive
+@cases("of, layout, tied", every_legal_layout(), ids=str)
+def test_every_legal_layout(pools, of, layout, tied):
+    """pp x dp x cp x tp, each with every ep."""
+    base = dict(global_batch_size=24, n_kv_heads=4, n_layers=8, tied=tied)
+    if of == S7:
+        equals_step1(pools, 8, S7, base | dict(experts=8, aux_loss_coeff=0.3), beside=__name__, **layout)
+    else:
+        equals_step1(pools, 8, of, base, **layout)
