@@ -396,7 +396,7 @@ GPUS += [("auto", "auto", 1, 8.0, 1, "1 are here: lower --nproc_per_node, or use
 @cases("kind, dtype, gpus, has, rank, expected", GPUS)
 def test_choose_device(monkeypatch, kind, dtype, gpus, has, rank, expected):
     """auto: this process's GPU if there is one, with bf16 if it computes in it (from 8.0 on)."""
-    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setenv("LOCAL_RANK", str(rank)) if rank else monkeypatch.delenv("LOCAL_RANK", raising=False)
     known = dict(is_available=gpus > 0, device_count=gpus, get_device_capability=(int(has), has % 1), set_device=None)
     for name, value in known.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
