@@ -294,7 +294,7 @@ FAULTS = [
     Fault("step07_moe_ep", "config.dense_layers + ", "", "test_step07::test_which_layers_have_experts", "dense layers forgotten"),  # noqa: E501
     Fault("step07_moe_ep", 'mesh.enter("ep", grid)', 'mesh.enter("ep", grid.reshape(ep, -1).T)', "test_step07::test_groups", "ep over ranks that are no neighbours"),  # noqa: E501
     Fault("step07_moe_ep", 'shard_param(linear.weight, 0, mesh["ep"])', "linear.weight", "test_step07::test_groups", "each rank keeps all experts"),  # noqa: E501
-    Fault("step07_moe_ep", "ranks % ep:", "ranks * ep > mesh.world:", "test_step07::test_a_mistake_is_one_line", "ep must divide the ranks of a stage"),  # noqa: E501
+    Fault("step07_moe_ep", "ranks % ep:", "ranks * ep > mesh.world:", "test_step07::test_groups", "ep must divide the ranks of a stage"),  # noqa: E501
     Fault("step07_moe_ep", "config.experts_per_token > config.experts:", "False:", "test_step07::test_a_mistake_is_one_line", "more experts a token than there are"),  # noqa: E501
     Fault("step07_moe_ep", "n_targets = (targets != IGNORE)", 'n_targets = mesh["dp"].size * (targets[mine] != IGNORE)', "test_step07::test_experts_train_to_step_1s_numbers", "each rank divides by its own targets: https://github.com/pytorch/torchtitan/pull/2206"),  # noqa: E501
     Fault("step07_moe_ep", "learning_rate(step, config)", 'learning_rate(step * mesh["dp"].size, config)', "test_step07::test_experts_train_to_step_1s_numbers", "the schedule runs faster with ranks: https://github.com/huggingface/accelerate/issues/662"),  # noqa: E501

@@ -411,7 +411,7 @@ ALL = TWO | dict(steps=5)
 LAYOUTS = [
     (1, EXPERTS | dict(experts_per_token=1, micro_batch_size=4), {}),
     (4, ALL, dict(tp=2, ep=2, zero=1)),  # dp is 2, and experts are shared along tp
-    (4, TWO, dict(tp=2, ep=4, sp=False)),
+    (4, TWO, dict(tp=2, ep=4, sp=False, sync="naive")),
     (4, EXPERTS, dict(ep=2, zero=3, recompute="full")),
     (4, EXPERTS, dict(cp=2, ep=4, zero=2)),
     (4, UNEVEN, dict(pp=2, cp=2, ep=2, schedule="interleaved")),
