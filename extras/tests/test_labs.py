@@ -140,6 +140,20 @@ def test_points_of_the_project_and_of_a_starter(lab):
     assert not passed
 
 
+RAW = "    import torch.distributed\n\n    torch.distributed.all_reduce(x, group=group.handle)\n    return x\n"
+STYLES = [  # lab, task, old, new
+    (2, "buckets", "        lists[-1].append(param)\n", "        lists[-1] += (param,)\n"),
+    (4, "collectives", "    all_reduce(x, group).wait()\n    return x\n", RAW),
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("lab, task, old, new", STYLES)
+def test_a_right_solution_in_another_style_has_all_points(lab, task, old, new):
+    """Right numbers, bytes and order are enough."""
+    assert not [result for result in results(lab, changed(lab, old, new), SECONDS, task)[0] if result.wrong]
+
+
 WRONG = [  # lab, task, old, new, what is said
     (2, "ring", "range(2 * (n - 1))", "range(n - 1)", "the sum is wrong"),
     (4, "f and g", "sum_over_ranks, unchanged)", "sum_over_ranks, sum_over_ranks)", "3 times too large: summed twice"),
