@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,7 @@ def test_a_fault_is_noticed(fault: Fault, tmp_path: Path):
     file, test = fault.test.split("::")
     words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:xdist", f"tests/{file}.py::{test}"]
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    signal.alarm(0)  # what runs there has limits of its own
     env, log = kept | dict(SECONDS_A_TEST="40"), tmp_path / "log"
     with log.open("w") as file:  # no pipe: workers that hang would keep it open
         done = subprocess.run(words, cwd=tmp_path, env=env, stdout=file, stderr=file)
