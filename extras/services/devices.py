@@ -173,6 +173,10 @@ class Staged(dist.ProcessGroup):
         """What `get_backend` says."""
         return "staged"
 
+    def _get_backend(self, device: torch.device) -> dist.Backend:
+        """torch 2.15 asks whether messages are to be coalesced: as gloo says, they are not."""
+        return self.gloo
+
     def staged(self, operation: str, outputs: list[Tensor], inputs: list[Tensor], call: Any) -> Staging:
         """Copy, and start `call(gloo's method, outputs, inputs)` with the copies."""
         hosts = [torch.empty_like(x, device="cpu") for x in outputs]
