@@ -134,7 +134,7 @@ class MoE(nn.Module):
         counts_E = num_tokens_per_expert_E.clone()  # counts have no gradient
         all_reduce(counts_E, self.group).wait()
         n_tokens = counts_E.sum() / self.top_k  # of the micro-batch
-        f_E, P_E = counts_E / counts_E.sum(), p_TE.sum(0) / n_tokens
+        f_E, P_E = counts_E.to(p_TE.dtype) / counts_E.sum(), p_TE.sum(0) / n_tokens
         return len(f_E) * (f_E * P_E).sum()
 
 
