@@ -55,7 +55,7 @@ TASKS: dict[int, dict[str, str]] = {
         "loop": "",
     },
     5: {
-        "parts": "part_attention merge",
+        "parts": "scaled_scores part_attention merge",
         "zigzag": "zigzag_positions zigzag_visible",
         "gradients of a part": "part_gradients",
         "ring": "RingAttention.forward RingAttention.backward",

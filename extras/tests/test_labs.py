@@ -70,7 +70,8 @@ def test_a_starter_gives_nothing_away(tmp_path, lab):
             code = before[name].body[ast.get_docstring(before[name]) is not None :]
             lines = [kept.pop(code[0].lineno - 1).strip() for _ in range(code[0].lineno, code[-1].end_lineno + 1)]
             left = {line.strip() for line in kept} | {line.strip() for line in hollow(lab)[file].splitlines()}
-            assert not [line for line in lines if len(line) > 40 and line in shown - left - earlier], name
+            told = [line for line in lines if len(line) > 40 and line[-1] != ":"]  # the head of a loop tells nothing
+            assert not set(told) & (shown - left - earlier), name
 
 
 def test_hints_and_mistakes_are_a_line(tmp_path):
@@ -136,7 +137,8 @@ def test_grading_folders(tmp_path):
 def test_points_of_the_project_and_of_a_starter(lab):
     """All, and none: not one test passes with what is given."""
     assert not [result for result in results(lab, ours(lab), SECONDS)[0] if result.wrong]
-    passed = [key for key, wrong in judged(lab, hollow(lab), SECONDS).items() if not wrong and TASKS[lab][key[1]]]
+    found = judged(lab, hollow(lab), SECONDS)
+    passed = [key for key in worth(lab) if not found.get(key, "not run") and TASKS[lab][key[1]]]
     assert not passed
 
 
