@@ -84,6 +84,51 @@ FAULTS = [
     Fault("common.trainer", '"a" if step else "w"', '"a"', "test_step01::test_a_plain_launch", "an earlier run's metrics stay"),  # noqa: E501
     # --- chapter 2, and common/comm.py
     Fault("step02_ddp", 'missing = n_micro_batches * len(', 'missing = (n_micro_batches - 1) * len(', "test_step02::test_bucket_sync_sums", "the last micro-batch is added after its sum: https://github.com/deepspeedai/DeepSpeed/pull/7985"),  # noqa: E501
+    Fault("step02_ddp", "self.sum_up(param.grad, group)", "self.sum_up(param.data.div_(group.size), group)", "test_step02::test_naive_sync_sums_each_gradient_over_the_group_of_its_record", "weights are averaged, gradients stay at home"),  # noqa: E501
+    Fault("step02_ddp", "dist.all_reduce(gradient, group=group.handle)", "dist.all_reduce(gradient, group=group.handle), gradient.div_(group.size)", "test_step02::test_naive_sync_sums_each_gradient_over_the_group_of_its_record", "averaged: scaled twice"),  # noqa: E501
+    Fault("step02_ddp", "group=group.handle)", "group=group.handle, async_op=True)", "test_step02::test_naive_sync_sums_each_gradient_over_the_group_of_its_record", "nobody waits for the sum"),  # noqa: E501
+    Fault("step02_ddp", "data_parallel_group(param, self.mesh)", 'self.mesh["dp"]', "test_step02::test_naive_sync_sums_each_gradient_over_the_group_of_its_record", "all are summed over dp, whatever the record says"),  # noqa: E501
+    Fault("step02_ddp", "if group.size > 1:", "if True:", "test_step02::test_naive_sync_sums_each_gradient_over_the_group_of_its_record", "a group of one has no handle: torch sums over all ranks"),  # noqa: E501
+    Fault("step02_ddp", "range(2 * (n - 1))", "range(2 * (n - 1) - 1)", "test_step02::test_ring_sum", "a round short: a piece has an old sum"),  # noqa: E501
+    Fault("step02_ddp", "range(2 * (n - 1))", "range(n - 1)", "test_step02::test_ring_sum", "finished pieces are not passed on"),  # noqa: E501
+    Fault("step02_ddp", "target.copy_(incoming)", "target += incoming", "test_step02::test_ring_sum", "complete pieces are added once more"),  # noqa: E501
+    Fault("step02_ddp", "target += incoming", "target.copy_(incoming)", "test_step02::test_ring_sum", "what arrives takes the place of ours"),  # noqa: E501
+    Fault("step02_ddp", "torch.empty_like(target)", "torch.zeros(target.shape)", "test_step02::test_ring_sum", "what arrives has another dtype"),  # noqa: E501
+    Fault("step02_ddp", "        for s in range(2 * (n - 1)):", "        dist.all_reduce(gradient, group=group.handle)\n        for s in range(0):", "test_step02::test_ring_sum", "torch's all-reduce after all"),  # noqa: E501
+    Fault("step02_ddp", "n, r = group.size, group.rank", "n, r = dist.get_world_size(), dist.get_rank()", "test_step02::test_ring_sum", "a ring of the whole world"),  # noqa: E501
+    Fault("step02_ddp", "dtype=params[0].grad_dtype", "dtype=params[0].dtype", "test_step02::test_bucket_has_one_buffer_and_views_of_it", "a buffer in the parameters' dtype"),  # noqa: E501
+    Fault("step02_ddp", "param.grad_dtype.itemsize", "param.itemsize", "test_step02::test_fill_buckets", "the limit counts bytes of parameters"),  # noqa: E501
+    Fault("step02_ddp", "size > room", "size >= room", "test_step02::test_fill_buckets", "a bucket may not be exactly full"),  # noqa: E501
+    Fault("step02_ddp", " or group is not last_group", "", "test_step02::test_fill_buckets", "a bucket has parameters of two groups"),  # noqa: E501
+    Fault("step02_ddp", "self.pending.append(all_reduce(bucket.flat, bucket.group))", "pass", "test_step02::test_bucket_sync_sums", "nothing is summed"),  # noqa: E501
+    Fault("step02_ddp", "self.pending.append(all_reduce(bucket.flat, bucket.group))", "bucket is self.buckets[-1] or self.pending.append(all_reduce(bucket.flat, bucket.group))", "test_step02::test_bucket_sync_sums", "the last bucket is not summed"),  # noqa: E501
+    Fault("step02_ddp", "self.pending.append(", "all_reduce(bucket.flat, bucket.group).wait(), self.pending.append(", "test_step02::test_bucket_sync_sums", "summed twice"),  # noqa: E501
+    Fault("step02_ddp", "n_micro_batches * len(bucket.params)", "len(bucket.params)", "test_step02::test_bucket_sync_sums", "what later micro-batches add is not summed"),  # noqa: E501
+    Fault("step02_ddp", "bucket.flat.zero_()", "pass", "test_step02::test_bucket_sync_sums", "the gradients of the step before stay"),  # noqa: E501
+    Fault("step02_ddp", "while self.unsent:  #", "while False:  #", "test_step02::test_bucket_sync_with_a_parameter_that_one_rank_alone_uses", "what waits behind a parameter that nobody used is not summed"),  # noqa: E501
+    Fault("step02_ddp", "param.register_post_accumulate_grad_hook(partial(self.mark_ready, bucket))", "pass", "test_step02::test_bucket_sync_sends_during_the_last_backward", "no hook: every sum starts after backward"),  # noqa: E501
+    Fault("step02_ddp", "partial(self.mark_ready, bucket)", "lambda p: self.mark_ready(bucket, p)", "test_step02::test_bucket_sync_sends_during_the_last_backward", "a lambda that binds late: all hooks mark the last bucket"),  # noqa: E501
+    Fault("step02_ddp", "self.pending.append(all_reduce(bucket.flat, bucket.group))", "all_reduce(bucket.flat, bucket.group).wait()", "test_step02::test_bucket_sync_sends_during_the_last_backward", "backward waits for each sum"),  # noqa: E501
+    Fault("step02_ddp", "        while self.unsent and self.unsent[0].missing == 0:\n            self.send(self.unsent.pop(0))", "        if bucket.missing == 0:\n            self.unsent.remove(bucket), self.send(bucket)", "test_step02::test_bucket_sync_with_a_parameter_that_one_rank_alone_uses", "sums start in an order that ranks do not share"),  # noqa: E501
+    Fault("step02_ddp", "fill_buckets(backwards, mesh,", 'fill_buckets(backwards, dict.fromkeys(mesh.groups, mesh["dp"]),', "test_step02::test_bucket_sync_sums", "all are summed over dp, whatever the record says"),  # noqa: E501
+    Fault("step02_ddp", "        for pending in self.pending:\n            pending.wait()", "        self.pending[-1].wait()", "test_step02::test_bucket_sync_sums", "the last sum alone is awaited: https://github.com/deepspeedai/DeepSpeed/issues/8061"),  # noqa: E501
+    Fault("step02_ddp", "        for pending in self.pending:\n            pending.wait()", "", "test_step02::test_bucket_sync_sums", "gradients are used before they are summed: https://github.com/deepspeedai/DeepSpeed/issues/8061"),  # noqa: E501
+    Fault("step02_ddp", "self.unsent, self.pending = list(self.buckets), []", "self.unsent, self.pending = list(self.buckets), getattr(self, 'pending', [])", "test_step02::test_bucket_sync_sums", "sums of earlier steps are kept"),  # noqa: E501
+    Fault("step02_ddp", "(list(model.parameters())) if param.requires_grad]", "(list(model.parameters()))]", "test_step02::test_bucket_sync_sums", "hooks on what does not train"),  # noqa: E501
+    Fault("step02_ddp", "sync.begin(len(xs))", "sync.begin(1)", "test_step02::test_flags_of_step_1_keep_their_meaning", "the sync begins with one addition: https://github.com/deepspeedai/DeepSpeed/pull/7985"),  # noqa: E501
+    Fault("step02_ddp", "sync.begin(len(xs))", "sync.begin(len(xs)), optimizer.torch_optimizer.state.clear()", "test_step02::test_flags_of_step_1_keep_their_meaning", "a new optimizer in each step"),  # noqa: E501
+    Fault("step02_ddp", "learning_rate(step, config)", "learning_rate(0, config)", "test_step02::test_flags_of_step_1_keep_their_meaning", "the first learning rate for ever"),  # noqa: E501
+    Fault("step02_ddp", "learning_rate(step, config)", "learning_rate(step * mesh.world, config)", "test_step02::test_flags_of_step_1_keep_their_meaning", "the schedule runs faster with ranks: https://github.com/huggingface/accelerate/issues/662"),  # noqa: E501
+    Fault("step02_ddp", "if config.grad_clip and norm else", "if norm else", "test_step02::test_flags_of_step_1_keep_their_meaning", "--grad-clip 0 leaves nothing"),  # noqa: E501
+    Fault("step02_ddp", "scale(optimizer.gradients(), clip_coef)", "pass", "test_step02::test_flags_of_step_1_keep_their_meaning", "nothing is clipped"),  # noqa: E501
+    Fault("step02_ddp", "RECOMPUTE[config.recompute](model)", "pass", "test_step02::test_recompute_runs_each_layer_again", "--recompute is ignored"),  # noqa: E501
+    Fault("step02_ddp", 'all_reduce(loss, mesh["dp"]).wait()', "pass", "test_step02::test_flags_of_step_1_keep_their_meaning", "the logged loss is that of a rank"),  # noqa: E501
+    Fault("step02_ddp", "x[mine]", "x[: len(x[mine])]", "test_step02::test_flags_of_step_1_keep_their_meaning", "all ranks work on rank 0's share"),  # noqa: E501
+    Fault("step02_ddp", "(targets != IGNORE).sum()", 'mesh["dp"].size * (targets[mine] != IGNORE).sum()', "test_step02::test_flags_of_step_1_keep_their_meaning", "each rank divides by its own targets: https://github.com/pytorch/torchtitan/pull/2206"),  # noqa: E501
+    Fault("step02_ddp", "(targets != IGNORE).sum()", "torch.tensor(targets.numel())", "test_step02::test_flags_of_step_1_keep_their_meaning", "what does not count is counted: https://github.com/pytorch/torchtitan/pull/2206"),  # noqa: E501
+    Fault("step02_ddp", "model(x, y) / n_targets", "model(x, y) / ((y != IGNORE).sum().clamp(min=1) * len(xs) * mesh.world)", "test_step02::test_flags_of_step_1_keep_their_meaning", "a mean of means: https://github.com/huggingface/transformers/issues/24725"),  # noqa: E501
+    Fault("step02_ddp", 'all_reduce(loss, mesh["dp"])', 'all_reduce(loss.mul_(n_targets / (targets[mine] != IGNORE).sum() / mesh["dp"].size), mesh["dp"])', "test_step02::test_flags_of_step_1_keep_their_meaning", "the logged loss is a mean of means"),  # noqa: E501
+    Fault("step02_ddp", "optimizer.zero_grad()", "pass", "test_step02::test_each_sync_trains_to_step_1s_numbers", "gradients add up over steps"),  # noqa: E501
     # --- chapter 3
     Fault("step03_zero", "-(-ends[-1] // group.size)", "ends[-1] // group.size", "test_step03::test_unit", "the last elements are lost"),  # noqa: E501
     Fault("step03_zero", "self.first, 0), self.length)", "self.first, 0), self.length - 1)", "test_step03::test_unit", "an element is left out"),  # noqa: E501
@@ -142,6 +187,49 @@ FAULTS = [
     Fault("common.layout", "shard.over for shard in record.shards", 'shard.over for shard in record.shards if shard.over != "ep"', "test_step03::test_global_norm_and_group", "experts are taken for copies"),  # noqa: E501
     Fault("common.layout", "(record.data_dim,)", '("data",)', "test_step03::test_global_norm_and_group", "a shard counts once for each rank that holds it"),  # noqa: E501
     # --- chapter 4
+    Fault("common.comm", "torch.sum(shards.view(group.size, -1), 0, out=output.view(-1))", "output.view(-1).copy_(shards.view(group.size, -1)[group.rank])", "test_step04::test_sum_and_shard_tokens", "a rank's own term is taken for the sum"),  # noqa: E501
+    Fault("step04_tp_sp", "x.clone(memory_format=torch.contiguous_format)", "x.contiguous()", "test_step04::test_sum_over_ranks", "the caller's tensor is summed in place"),  # noqa: E501
+    Fault("step04_tp_sp", "shards.movedim(0, 1)", "shards.movedim(0, 2)", "test_step04::test_gather_tokens", "tokens of different ranks alternate"),  # noqa: E501
+    Fault("step04_tp_sp", ".movedim(1, 0)", ".movedim(1, 0).roll(-1, 0)", "test_step04::test_sum_and_shard_tokens", "each keeps the tokens of its right neighbour"),  # noqa: E501
+    Fault("step04_tp_sp", "reduce_scatter(ours.view(-1), shards.view(-1), group).wait()", "ours.copy_(shards[group.rank])", "test_step04::test_sum_and_shard_tokens", "tokens are cut and not summed"),  # noqa: E501
+    Fault("step04_tp_sp", "= group, backwards", "= group, forwards", "test_step04::test_f", "backward repeats the collective of forward"),  # noqa: E501
+    Fault("step04_tp_sp", "unchanged, sum_over_ranks)", "unchanged, unchanged)", "test_step04::test_f", "f does not sum in backward: each goes on with its term of dx"),  # noqa: E501
+    Fault("step04_tp_sp", "sum_over_ranks, unchanged)", "sum_over_ranks, sum_over_ranks)", "test_step04::test_g", "g sums in backward, too, as torch.distributed.nn does"),  # noqa: E501
+    Fault("step04_tp_sp", "sum_over_ranks, unchanged)", "unchanged, unchanged)", "test_step04::test_g", "g does not sum"),  # noqa: E501
+    Fault("step04_tp_sp", "gather_tokens, sum_and_shard_tokens)", "gather_tokens, lambda dx, g: dx.chunk(g.size, 1)[g.rank].contiguous())", "test_step04::test_f", "dx of a rank's own heads alone"),  # noqa: E501
+    Fault("step04_tp_sp", "    if sp:\n        return Conjugate.apply(x, group, gather_tokens", "    if not sp:\n        return Conjugate.apply(x, group, gather_tokens", "test_step04::test_f", "f gathers without SP, and not with it"),  # noqa: E501
+    Fault("step04_tp_sp", "    if sp:\n        return Conjugate.apply(x, group, sum_and_shard_tokens", "    if False:\n        return Conjugate.apply(x, group, sum_and_shard_tokens", "test_step04::test_g", "g ignores SP"),  # noqa: E501
+    Fault("step04_tp_sp", "(tokens - self.ids.start)", "(tokens + 1 - self.ids.start)", "test_step04::test_embedding", "another token's row"),  # noqa: E501
+    Fault("step04_tp_sp", " * held[..., None]\n", "\n", "test_step04::test_embedding", "others' tokens get a row"),
+    Fault("step04_tp_sp", "(targets - ids.start)", "(targets + 1 - ids.start)", "test_step04::test_cross_entropy", "another token's logit"),  # noqa: E501
+    Fault("step04_tp_sp", "logits[..., : len(ids)]", "logits", "test_step04::test_cross_entropy", "padding counts as words"),  # noqa: E501
+    Fault("step04_tp_sp", "everyone[:, 0].logsumexp(0)", "everyone[group.rank, 0]", "test_step04::test_cross_entropy", "the softmax of a part of the vocabulary"),  # noqa: E501
+    Fault("step04_tp_sp", "[:, 0].logsumexp(0)", "[:, 0].exp().sum(0).log()", "test_step04::test_cross_entropy_of_large_logits", "exp overflows"),  # noqa: E501
+    Fault("step04_tp_sp", "gradient.scatter_add_(-1,", "torch.scatter_add(gradient, -1,", "test_step04::test_cross_entropy", "no one-hot in the gradient"),  # noqa: E501
+    Fault("step04_tp_sp", ".where(targets != IGNORE, 0.0).sum()", ".sum()", "test_step04::test_cross_entropy", "targets that do not count are counted"),  # noqa: E501
+    Fault("step04_tp_sp", "logits = logits.to(wide(logits.dtype))", "logits = logits", "test_step04::test_cross_entropy_of_bf16", "a sum of exponentials in 16 bits"),  # noqa: E501
+    Fault("step04_tp_sp", "(*layout_of(weight).shards, shard)", "(shard,)", "test_step04::test_shard_param", "earlier shards are forgotten"),  # noqa: E501
+    Fault("step04_tp_sp", "linear.weight, SHARD_DIMS[name], group", "linear.weight, 0, group", "test_step04::test_shard_tensors_records", "rows are cut as columns"),  # noqa: E501
+    Fault("step04_tp_sp", "    if group.size == 1:\n        return\n", "    if True:\n        return\n", "test_step04::test_shard_tensors_records", "nothing is cut"),  # noqa: E501
+    Fault("step04_tp_sp", "trunk.embed_tokens.weight if config.tied else", "trunk.embed_tokens.weight if False else", "test_step04::test_shard_tensors_records", "the tie is cut: head and embedding part"),  # noqa: E501
+    Fault("step04_tp_sp", "if sp and param.dim() == 1", "if False", "test_step04::test_shard_tensors_records", "norms learn from their own tokens"),  # noqa: E501
+    Fault("step04_tp_sp", "if sp and param.dim() == 1", "if param.dim() == 1", "test_step04::test_shard_tensors_records", "norms are summed without SP, too"),  # noqa: E501
+    Fault("step04_tp_sp", "for param in model.parameters():\n        if sp", 'for name, param in model.named_parameters():\n        if name != "model.norm.weight" and sp', "test_step04::test_shard_tensors_records", "the last norm's gradient is not summed: https://github.com/NVIDIA/Megatron-LM/issues/1446"),  # noqa: E501
+    Fault("step04_tp_sp", "leave_block(x, group, sp)", "leave_block(x, group, True)", "test_step04::test_law_of_a_micro_batch", "SP whatever the flag says"),  # noqa: E501
+    Fault("step04_tp_sp", "for module in (*blocks, model.lm_head)", "for module in (*(m for b in blocks for n, m in b.named_children() if n in COLUMNS), model.lm_head)", "test_step04::test_law_of_a_micro_batch", "q, k and v each fetch their input"),  # noqa: E501
+    Fault("step04_tp_sp", "all_reduce(flat, group).wait()", "pass", "test_step04::test_sum_partial_gradients", "partial gradients are not summed"),  # noqa: E501
+    Fault("step04_tp_sp", "grad.copy_(total.view_as(grad))", "grad = total", "test_step04::test_sum_partial_gradients", "new tensors: the sums are lost"),  # noqa: E501
+    Fault("step04_tp_sp", "if group.name in layout_of(params[name]).partial_over", "if True", "test_step04::test_sum_partial_gradients", "what is whole is summed, too"),  # noqa: E501
+    Fault("step04_tp_sp", "sum_partial_gradients(model, optimizer.gradients(), mesh)", "pass", "test_step04::test_tp_with_other_flags", "norms learn from their own tokens: https://github.com/NVIDIA/Megatron-LM/issues/1446"),  # noqa: E501
+    Fault("step04_tp_sp", "model(x, y) / n_targets", 'model(x, y) / ((y != IGNORE).sum().clamp(min=1) * len(xs) * mesh["dp"].size)', "test_step04::test_tp_with_other_flags", "a mean of means: https://github.com/huggingface/transformers/issues/24725"),  # noqa: E501
+    Fault("step04_tp_sp", "(targets != IGNORE).sum()", "torch.tensor(targets.numel())", "test_step04::test_tp_with_other_flags", "what does not count is counted: https://github.com/pytorch/torchtitan/pull/2206"),  # noqa: E501
+    Fault("step04_tp_sp", "(targets != IGNORE).sum()", 'mesh["dp"].size * (targets[mine] != IGNORE).sum()', "test_step04::test_tp_with_other_flags", "each rank divides by its own targets: https://github.com/pytorch/torchtitan/pull/2206"),  # noqa: E501
+    Fault("step04_tp_sp", "learning_rate(step, config)", 'learning_rate(step * mesh["dp"].size, config)', "test_step04::test_tp_with_other_flags", "the schedule runs faster with ranks: https://github.com/huggingface/accelerate/issues/662"),  # noqa: E501
+    Fault("step04_tp_sp", "optimizer.zero_grad()", "pass", "test_step04::test_tp_with_other_flags", "gradients add up over steps"),  # noqa: E501
+    Fault("step04_tp_sp", 'all_reduce(loss, mesh["dp"]).wait()', "pass", "test_step04::test_tp_with_other_flags", "the logged loss is that of a rank"),  # noqa: E501
+    Fault("step04_tp_sp", "scale(optimizer.gradients(), clip_coef)", "pass", "test_step04::test_tp_with_other_flags", "nothing is clipped"),  # noqa: E501
+    Fault("step04_tp_sp", "sharded=config.zero > 0", "sharded=False", "test_step04::test_tp_with_other_flags", "ZeRO's shards are taken for copies: https://github.com/karpathy/llm.c/pull/524"),  # noqa: E501
+    Fault("step04_tp_sp", "RECOMPUTE[config.recompute](model)", "pass", "test_step04::test_recompute_runs_each_layer_again", "--recompute is ignored"),  # noqa: E501
     # --- chapter 5
     Fault("step05_cp_ring", "model(x, y, here) / n_targets", 'model(x, y, here) / ((y != IGNORE).sum().clamp(min=1) * len(xs) * mesh["data"].size)', "test_step05::test_cp_trains_to_step_1s_numbers", "a mean of means: https://github.com/huggingface/transformers/issues/24725"),  # noqa: E501
     Fault("step05_cp_ring", "(targets != IGNORE).sum().clamp(min=1)", '(targets[mine] != IGNORE).sum().clamp(min=1) * mesh["dp"].size', "test_step05::test_cp_trains_to_step_1s_numbers", "each rank counts its own targets: https://github.com/pytorch/torchtitan/pull/2206"),  # noqa: E501

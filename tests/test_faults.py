@@ -34,7 +34,7 @@ def test_a_fault_is_noticed(fault: Fault, tmp_path: Path):
     path = tmp_path / f"{fault.module.replace('.', '/')}.py"
     path.write_text(path.read_text().replace(fault.old, fault.new))
     file, test = fault.test.split("::")
-    words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:xdist", f"tests/{file}.py::{test}"]
+    words = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", f"tests/{file}.py::{test}"]
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     signal.alarm(0)  # what runs there has limits of its own
     env, log = kept | dict(SECONDS_A_TEST="40"), tmp_path / "log"
