@@ -129,6 +129,12 @@ FAULTS = [
     Fault("step02_ddp", "model(x, y) / n_targets", "model(x, y) / ((y != IGNORE).sum().clamp(min=1) * len(xs) * mesh.world)", "test_step02::test_flags_of_step_1_keep_their_meaning", "a mean of means: https://github.com/huggingface/transformers/issues/24725"),  # noqa: E501
     Fault("step02_ddp", 'all_reduce(loss, mesh["dp"])', 'all_reduce(loss.mul_(n_targets / (targets[mine] != IGNORE).sum() / mesh["dp"].size), mesh["dp"])', "test_step02::test_flags_of_step_1_keep_their_meaning", "the logged loss is a mean of means"),  # noqa: E501
     Fault("step02_ddp", "optimizer.zero_grad()", "pass", "test_step02::test_each_sync_trains_to_step_1s_numbers", "gradients add up over steps"),  # noqa: E501
+    Fault("common.comm", "np.moveaxis(self.ranks, axes, range(-len(axes), 0))", "self.ranks", "test_step02::test_naive_sync_sums_each_gradient_over_the_group_of_its_record", "dp's groups are those of its neighbour in the mesh"),  # noqa: E501
+    Fault("common.comm", 'note("all_reduce", group, tensor, 2 * (group.size - 1)', 'note("all_reduce", group, tensor, (group.size - 1)', "test_step02::test_law_of_bytes", "half of an all-reduce's bytes are counted"),  # noqa: E501
+    Fault("common.comm", 'note("send", group, tensor, 1.0)', "pass", "test_step02::test_law_of_bytes", "messages are not counted"),  # noqa: E501
+    Fault("common.comm", "row.index(self.rank)", "self.rank % len(row)", "test_step02::test_ring_sum", "a rank's number in the world is taken for that in its group"),  # noqa: E501
+    Fault("common.comm", "self.rank * length, (self.rank + 1) * length", "0, length", "test_step02::test_flags_of_step_1_keep_their_meaning", "all ranks work on rank 0's share"),  # noqa: E501
+    Fault("common.comm", "            for work in self.works:\n                work.wait()", "            pass", "test_step02::test_bucket_sync_sums", "`wait` does not wait: https://github.com/deepspeedai/DeepSpeed/issues/8061"),  # noqa: E501
     # --- chapter 3
     Fault("step03_zero", "-(-ends[-1] // group.size)", "ends[-1] // group.size", "test_step03::test_unit", "the last elements are lost"),  # noqa: E501
     Fault("step03_zero", "self.first, 0), self.length)", "self.first, 0), self.length - 1)", "test_step03::test_unit", "an element is left out"),  # noqa: E501
@@ -230,6 +236,13 @@ FAULTS = [
     Fault("step04_tp_sp", "scale(optimizer.gradients(), clip_coef)", "pass", "test_step04::test_tp_with_other_flags", "nothing is clipped"),  # noqa: E501
     Fault("step04_tp_sp", "sharded=config.zero > 0", "sharded=False", "test_step04::test_tp_with_other_flags", "ZeRO's shards are taken for copies: https://github.com/karpathy/llm.c/pull/524"),  # noqa: E501
     Fault("step04_tp_sp", "RECOMPUTE[config.recompute](model)", "pass", "test_step04::test_recompute_runs_each_layer_again", "--recompute is ignored"),  # noqa: E501
+    Fault("step04_tp_sp", "model.loss = lambda logits, targets: VocabParallelCrossEntropy.apply(logits, targets, ids, group)", "model.loss = lambda logits, targets: VocabParallelCrossEntropy.apply(logits, targets, ids, group) / group.size", "test_step04::test_law_of_a_micro_batch", "the loss is divided by tp"),  # noqa: E501
+    Fault("step04_tp_sp", "if config.grad_clip and norm else", "if norm else", "test_step04::test_tp_with_other_flags", "--grad-clip 0 leaves nothing"),  # noqa: E501
+    Fault("step04_tp_sp", "min(shard.stop, shard.full)", "shard.stop", "test_step04::test_tp_with_other_flags", "padding of the vocabulary counts as words"),  # noqa: E501
+    Fault("step04_tp_sp", "if sp and config.seq_len % group.size:", "if False:", "test_step04::test_shard_heads_refuses", "with SP, tokens that tp does not divide"),  # noqa: E501
+    Fault("step04_tp_sp", "global_norm(model, optimizer.gradients(), mesh, sharded=config.zero > 0)", "torch.nn.utils.get_total_norm(optimizer.gradients().values()).item()", "test_step04::test_tp_with_other_flags", "the norm of this rank's shards: https://github.com/karpathy/llm.c/pull/524"),  # noqa: E501
+    Fault("step04_tp_sp", "x[mine]", "x[: len(x[mine])]", "test_step04::test_tp_with_other_flags", "all ranks work on rank 0's share"),  # noqa: E501
+    Fault("step04_tp_sp", 'if config.n_kv_heads % mesh["tp"].size:', "if False:", "test_step04::test_shard_heads_refuses", "heads that tp does not divide are cut in two"),  # noqa: E501
     # --- chapter 5
     Fault("step05_cp_ring", "model(x, y, here) / n_targets", 'model(x, y, here) / ((y != IGNORE).sum().clamp(min=1) * len(xs) * mesh["data"].size)', "test_step05::test_cp_trains_to_step_1s_numbers", "a mean of means: https://github.com/huggingface/transformers/issues/24725"),  # noqa: E501
     Fault("step05_cp_ring", "(targets != IGNORE).sum().clamp(min=1)", '(targets[mine] != IGNORE).sum().clamp(min=1) * mesh["dp"].size', "test_step05::test_cp_trains_to_step_1s_numbers", "each rank counts its own targets: https://github.com/pytorch/torchtitan/pull/2206"),  # noqa: E501
