@@ -26,7 +26,7 @@ import step01_single_gpu as step
 from common import UserError, data, layout
 from common.model import IGNORE, PRESETS, Decoder, ModelConfig, apply_rope, summed_cross_entropy, wide
 from common.trainer import choose_device, main, parse
-from tests.equal import BASE, SHAPE, Watch, close, decoder, draw, launched, train_step1
+from tests.equal import BASE, SHAPE, STEP1, Watch, close, decoder, draw, launched, train_whole
 from tests.tape import Live
 
 task, cases, ROOT = pytest.mark.task, pytest.mark.parametrize, Path(__file__).parents[1]
@@ -280,7 +280,7 @@ RUNS += [dict(grad_clip=1e4, weight_decay=0.0, micro_batch_size=12)]  # larger t
 @cases("options", RUNS)
 def test_train(options):
     """As plain torch does it with each batch's mean over its targets, a third of which does not count."""
-    losses, norms, gradients, weights = train_step1(options)
+    losses, norms, gradients, weights = train_whole(STEP1, options)
     config = step.Config(**{key: value for key, value in (BASE | options).items() if key != "tied"})
     with torch.device("meta"):
         model = Decoder(shape := ModelConfig(**SHAPE | dict(tied=options.get("tied", False))))
@@ -311,7 +311,7 @@ def test_train(options):
 def test_batches_without_targets_change_nothing():
     """Loss and norm are 0."""
     with mock.patch.dict(data.READERS, hub=lambda source: (np.arange(999) % 250, np.full(999, IGNORE))):
-        losses, norms, _, weights = train_step1({})
+        losses, norms, _, weights = train_whole(STEP1, {})
     found = losses, norms, weights["model.norm.weight"].tolist()
     close(found, ([0.0] * 3, [0.0] * 3, [1.0] * 32), "losses, norms, and a norm's weight")
 
