@@ -32,7 +32,7 @@ class Watchdog:
     def begin(self, step: int):
         """A step begins."""
         self.step, self.began = step, time.monotonic()
-        faulthandler.dump_traceback_later(self.seconds + GRACE, exit=True)
+        faulthandler.dump_traceback_later(self.seconds + GRACE, exit=True, file=sys.__stderr__)
 
     def pause(self):
         """The step has ended."""

@@ -355,10 +355,10 @@ def go_on_with_a_full_disk(options: dict, full_at: int) -> tuple[list[int], str,
             os.truncate(run.out / "metrics.jsonl", 30)
             raise OSError(28, "No space left on device")
 
-    def full(tensors, path, wrote):
+    def full(tensors, path):
         if torch.distributed.get_rank() == 1 and f"{full_at:08d}" in path.parent.name:
             raise OSError(28, "No space left on device")
-        return save_file(tensors, path, wrote)
+        return save_file(tensors, path)
 
     with patch(checkpoint, "save_file", full), patch(Run, "record", torn), redirect_stderr(said):
         try:
