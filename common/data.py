@@ -35,7 +35,7 @@ def to_tokens(texts: Iterable[str]) -> np.ndarray:
 
 
 def text_of(path: Path) -> str:
-    """A text file; bytes that are not UTF-8 become question marks. Raises UserError for NULs, as UTF-16 has."""
+    """A text file; bytes that are not UTF-8 become U+FFFD. Raises UserError for NULs, as UTF-16 has."""
     text = path.read_text(encoding="utf-8", errors="replace")
     if "\0" in text:
         raise UserError(f"--dataset {path}: it has NULs, as UTF-16 has: convert it to UTF-8")

@@ -14,7 +14,7 @@ from extras.labs import ROOT, TASKS, definitions, holes, hollow, ours, step_of, 
 from extras.labs.__main__ import hint, opened, start
 from extras.labs.judge import chapter, judged, results, worth
 
-LABS = [lab for lab in TASKS if (ROOT / chapter(lab)).exists()]
+LABS = list(TASKS)
 S2, S4, SECONDS = step_of(2), step_of(4), 600
 
 

@@ -60,22 +60,18 @@ NEEDS = [("ep_overlap", "pp"), ("ep_overlap", "ep"), ("ep_overlap", "ep_mode", "
 
 def check(config: Any, world: int):
     """Raises UserError for what two micro-batches at once do not go with."""
-    if not config.ep_overlap:
-        return
-    if config.documents != "off":
-        raise UserError("--ep-overlap: --documents knows the borders of one micro-batch at a time; choose one of them")
-    if config.dropout:
-        raise UserError("--ep-overlap: --dropout knows the masks of one micro-batch at a time; choose one of them")
-    if config.batch_ramp:
-        raise UserError("--ep-overlap: --batch-ramp leaves micro-batches out of a list one by one; choose one of them")
-    if config.compile:
-        raise UserError("--ep-overlap: --compile cannot look into two threads at once; choose one of them")
-    if config.loss_chunk:
-        raise UserError("--ep-overlap: --loss-chunk finds gradients in forward, beside a backward; choose one of them")
-    if config.zero_keep_mb:
-        raise UserError("--ep-overlap: --zero-keep-mb frees weights that the other micro-batch needs; leave it out")
-    if config.dry_run:
-        raise UserError("--ep-overlap has two threads, --dry-run sees one: count without it, the bytes are the same")
+    refused = [
+        (config.documents != "off", ": --documents knows the borders of one micro-batch at a time; choose one of them"),
+        (config.dropout, ": --dropout knows the masks of one micro-batch at a time; choose one of them"),
+        (config.batch_ramp, ": --batch-ramp leaves micro-batches out of a list one by one; choose one of them"),
+        (config.compile, ": --compile cannot look into two threads at once; choose one of them"),
+        (config.loss_chunk, ": --loss-chunk finds gradients in forward, beside a backward; choose one of them"),
+        (config.zero_keep_mb, ": --zero-keep-mb frees weights that the other micro-batch needs; leave it out"),
+        (config.dry_run, " has two threads, --dry-run sees one: count without it, the bytes are the same"),
+    ]
+    for given, why in refused:
+        if config.ep_overlap and given:
+            raise UserError(f"--ep-overlap{why}")
 
 
 class Turns:
