@@ -1,28 +1,22 @@
-"""A run with everything around it.
+"""A run with everything around it: the `Run` that extras/__main__.py gives a step."""
 
-surround(train)          what common/trainer.py's `main` asks for: a step's `train`, all flags, and a `ServedRun`
-"""
-
-import importlib
-import inspect
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from common import comm
 from common.comm import Group
-from extras.services import devices, dry_run, evaluation, failures, resume
+from extras.services import devices, evaluation, failures, resume
 from extras.services.ledger import Ledger
 from extras.services.screen import Screen
-from extras.services.seam import OpenRun, check, compose
+from extras.services.seam import OpenRun, check
 from extras.services.watchdog import Watchdog
 
 
@@ -126,13 +120,3 @@ class ServedRun(OpenRun):
         with self.expendable("metrics.jsonl"):
             super().record(step, tokens, **numbers)
         self.screen.line(self.history[-1])
-
-
-def surround(train: Callable) -> tuple[Callable, type, type]:
-    """What runs instead of a step alone: its `train`, its Config with all flags, and a Run with everything around it.
-
-    The script runs as `__main__`; what attaches imports it by its name, so that module's `train` is taken.
-    """
-    devices.set_environment()
-    step = importlib.import_module(Path(inspect.getfile(train)).stem)
-    return dry_run.instead_of(step.train), compose(step), ServedRun
