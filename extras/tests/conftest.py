@@ -18,12 +18,14 @@ ORDER += ["pairs", "house", "evaluation", "schedules", "flags", "seam", "laws", 
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Three processes share the files if all tests are to be run: many tests use one core, or wait."""
-    return 3 if config.args == [str(config.rootpath)] or config.args == config.getini("testpaths") else 0
+    """Three processes share the files if all tests here are to be run: many tests use one core, or wait."""
+    return 3 if Path(__file__).parent in map(Path.absolute, map(Path, config.args)) else 0
 
 
 def pytest_collection_modifyitems(items):
-    """In `ORDER`."""
+    """In `ORDER`. What attaches to the course adds to its menus: the course's own tests want a process without it."""
+    if others := {item.path.parent.name for item in items if Path(__file__).parent not in item.path.parents}:
+        raise pytest.UsageError(f"extras/tests and {', '.join(sorted(others))} need a pytest each: give one of them")
     place = {f"test_{name}": at for at, name in enumerate(ORDER)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
