@@ -79,6 +79,8 @@ class Config:
     dtype: str = among(DTYPES, "auto")  # of weights and compute; auto: bf16 on a GPU that has it, else fp32
     recompute: str = among(RECOMPUTE, "none")  # what the backward pass computes again
     out: str = ""  # run directory; default: runs/ and the name of the script
+    save_every: int = 0  # steps between checkpoints (and one at the end); 0: none
+    resume: str = ""  # run directory, or a checkpoint in it, to go on from
 
 
 def learning_rate(step: int, config: Config) -> float:
@@ -104,12 +106,16 @@ class Optimizer:
         return {name: param.grad for name, param in self.params.items()}
 
     def step(self, lr: float):
-        """Update the masters with the gradients, and round the masters into the weights."""
+        """Update the masters with the gradients, and the weights with the masters."""
         for name, param in self.params.items():
             self.masters[name].grad = param.grad
         for group in self.torch_optimizer.param_groups:
             group["lr"] = lr
         self.torch_optimizer.step()
+        self.publish()
+
+    def publish(self):
+        """Round the masters into the weights."""
         for name, param in self.params.items():
             param.detach().copy_(self.masters[name])  # in fp32 both are the same memory
 

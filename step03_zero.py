@@ -145,19 +145,19 @@ class Zero1:
         return {name: unit.view_shard(unit.grad_shard, name) for unit in self.units for name in unit.trained}
 
     def step(self, lr: float):
-        """Update this rank's shards of the masters. Round them into its shards of the weights, and publish these."""
+        """Update this rank's shards of the masters, and all weights with them."""
         gradients = self.gradients()
         for name, master in self.masters.items():
             master.grad = gradients[name]
         for group in self.torch_optimizer.param_groups:
             group["lr"] = lr
         self.torch_optimizer.step()
-        for unit in self.units:
-            unit.shard.copy_(unit.master)
         self.publish()
 
     def publish(self):
-        """Give every rank all updated weights."""
+        """Round the masters into this rank's shards of the weights, and give every rank all weights."""
+        for unit in self.units:
+            unit.shard.copy_(unit.master)
         for pending in [all_gather(unit.flat, unit.shard, unit.group) for unit in self.units]:
             pending.wait()
 
@@ -298,8 +298,9 @@ class Zero3(Zero2):
             unit.free()
 
     def publish(self):
-        """The next forward gathers the updated shards."""
+        """Round as above. The next forward gathers the updated shards."""
         for unit in self.units:
+            unit.shard.copy_(unit.master)
             unit.free()
 
 

@@ -228,9 +228,7 @@ def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode, sp: bool) -> Te
         return torch.arange(seq_len)
     positions = mode.positions(seq_len, group.rank, group.size)
     if sp and len(positions) % tp.size:
-        raise UserError(
-            f"--cp {group.size} leaves a rank {len(positions)} tokens, no multiple of --tp {tp.size}: use --no-sp"
-        )
+        raise UserError(f"--tp {tp.size} must divide the {len(positions)} tokens that --cp leaves a rank: use --no-sp")
     for layer in model.model.layers.values():
         layer.self_attn.attend = partial(mode.attention, group=group)
     return positions

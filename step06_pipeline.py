@@ -284,9 +284,7 @@ def plan(config: Config, m: int) -> tuple[list[Place], list[list[Action]]]:
     schedule, n_layers = SCHEDULES[config.schedule](config), PRESETS[config.model].n_layers
     v = schedule.v if config.pp > 1 else 1
     if n_layers < config.pp * v:
-        raise UserError(
-            f"--pp {config.pp}: {n_layers} layers are too few for {config.pp * v} stages; lower --pp or --chunks"
-        )
+        raise UserError(f"--pp {config.pp}: {n_layers} layers for {config.pp * v} stages: lower --pp or --chunks")
     lists = [schedule.actions(config.pp, m, v, rank) for rank in range(config.pp)]
     return schedule.places(n_layers, config.pp, v), lists
 

@@ -1,4 +1,4 @@
-"""Flags, and what a run leaves behind: a progress bar, metrics.jsonl and loss.png.
+"""Flags, and what a run leaves behind: a progress bar, metrics.jsonl, loss.png and checkpoints.
 
     with Run(config) as run:                      at the end, draws loss.png
         for step in run.steps(model=..., ...):    is given every part of the run; opens the run directory; yields 0, ...
@@ -91,12 +91,18 @@ def parse(cls: type, argv: list[str] | None = None) -> Any:
 
 
 class Run:
-    """One training run as seen from outside. Only rank 0 writes files and draws the bar."""
+    """One training run as seen from outside. Each rank saves its own shards; rank 0 writes all else, and draws the bar.
+
+    OUT/checkpoints/step-00000050/rank-00003.pt (torch.save): step, flags and, by name, the masters that rank 3 updates,
+    with their moments. Batches follow from the step: a resumed run computes the same bits as an uninterrupted one.
+    """
 
     def __init__(self, config: Any):
         self.config, self.history, self.sent, self.began = config, [], Counter(), 0.0
         self.out = Path(config.out or f"runs/{Path(inspect.getfile(type(config))).stem}")
-        self.first = int(os.environ.get("RANK", 0)) == 0
+        self.rank = int(os.environ.get("RANK", 0))
+        self.first = self.rank == 0
+        self.flags = dataclasses.asdict(config) | dict(nproc_per_node=int(os.environ.get("WORLD_SIZE", 1)))
 
     def __enter__(self) -> "Run":
         return self
@@ -107,20 +113,67 @@ class Run:
         if self.first and error is None and self.history:
             draw_loss(self.history, self.out / "loss.png")
 
+    def save(self, step: int, optimizer: Any, **_: Any):
+        """After so many steps, if it is time: a checkpoint, complete before its folder gets its name. A collective."""
+        if not self.config.save_every or (step % self.config.save_every and step < self.config.steps):
+            return
+        folder = self.out / f"checkpoints/step-{step:08d}"
+        hidden, state = folder.with_name(f".{folder.name}"), {}
+        for name, master in optimizer.masters.items():
+            held = dict(master=master, **optimizer.torch_optimizer.state.get(master, {}))
+            state[name] = {kind: tensor.to("cpu", copy=True) for kind, tensor in held.items()}  # of a view no more
+        hidden.mkdir(parents=True, exist_ok=True)
+        torch.save(dict(step=step, flags=self.flags, state=state), hidden / f"rank-{self.rank:05d}.pt")
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        if self.rank == 0:
+            hidden.rename(folder)
+
+    def restore(self, optimizer: Any, **_: Any) -> int:
+        """Go on from --resume: fill masters, moments, weights; returns the number of steps done. Raises UserError."""
+        where = Path(self.config.resume).resolve()
+        path = max(where.glob("checkpoints/step-*"), default=where) if self.config.resume else None
+        if max(self.out.resolve().glob("checkpoints/step-*"), default=path) != path:
+            raise UserError(f"--out {self.out} has checkpoints: go on by --resume {self.out}, or choose another --out")
+        if path is None:
+            return 0
+        if not (path / "rank-00000.pt").exists():
+            raise UserError(f"--resume {path}: no checkpoint is there")
+        theirs = torch.load(path / "rank-00000.pt", mmap=True)["flags"]
+        for name, ours in self.flags.items():
+            if name not in ("out", "resume", "save_every") and theirs.get(name, ours) != ours:
+                flag = f"--{name.replace('_', '-')}"
+                raise UserError(f"--resume {path}: {flag} was {theirs[name]}, and must not be {ours}")
+        saved = torch.load(path / f"rank-{self.rank:05d}.pt")
+        for name, master in optimizer.masters.items():
+            held = {kind: tensor.to(master.device) for kind, tensor in saved["state"][name].items()}
+            master.copy_(held.pop("master"))
+            optimizer.torch_optimizer.state[master] = held
+        optimizer.publish()
+        if self.first:
+            lines = (path.parents[1] / "metrics.jsonl").read_text().splitlines()
+            self.history = [json.loads(line) for line in lines[: saved["step"]]]
+        return saved["step"]
+
     def begin(self):
-        """Open the run directory; an earlier run's metrics are overwritten, by the first step."""
+        """Open the run directory; metrics.jsonl begins with the steps that are done."""
         if self.first:
             self.out.mkdir(parents=True, exist_ok=True)
-            (self.out / "config.json").write_text(json.dumps(dataclasses.asdict(self.config), indent=1))
+            (self.out / "config.json").write_text(json.dumps(self.flags, indent=1))
+            (self.out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.history))
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """Yield the numbers of the steps. `parts`: the objects that make up this run (model, optimizer, mesh, ...)."""
+        done = self.restore(**parts)
         self.begin()  # not before: a launch that fails leaves an earlier run as it is
         if self.first:
             self.introduce(**parts)
-        self.began, comm.observer = time.perf_counter(), self.count
-        with tqdm(total=self.config.steps, unit="step", disable=not self.first) as self.bar:
-            yield from range(self.config.steps)
+        comm.observer = self.count
+        with tqdm(initial=done, total=self.config.steps, unit="step", disable=not self.first) as self.bar:
+            for step in range(done, self.config.steps):
+                self.began = time.perf_counter()
+                yield step
+                self.save(step + 1, **parts)
 
     def introduce(self, model: torch.nn.Module, mesh: comm.Mesh | None = None, **_: Any):
         """Say what runs where."""
@@ -142,14 +195,14 @@ class Run:
 
     def record(self, step: int, tokens: int, **numbers: float):
         """Write what a step has found: how many `tokens`, all ranks together, and other numbers by name."""
-        seconds, self.began = time.perf_counter() - self.began, time.perf_counter()
+        seconds = time.perf_counter() - self.began
         row = dict(step=step + 1, **numbers, tokens=tokens, tokens_per_second=tokens / seconds, seconds=seconds)
         self.history.append(row | dict(sent=dict(self.sent)))
         self.sent.clear()
         if self.first:
             self.bar.set_postfix_str(f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tok/s", refresh=False)
             self.bar.update()
-            with open(self.out / "metrics.jsonl", "a" if step else "w") as file:
+            with open(self.out / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(self.history[-1]) + "\n")
 
 

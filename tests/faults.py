@@ -81,7 +81,11 @@ FAULTS = [
     Fault("common.trainer", ">= (8, 0)", ">= (7, 0)", "test_step01::test_choose_device", "bf16 where it is emulated"),
     Fault("common.trainer", "and not value >= least", "and value < least", "test_step01::test_what_is_wrong_is_one_line", "nan passes"),  # noqa: E501
     Fault("common.trainer", "allow_abbrev=False", "allow_abbrev=True", "test_step01::test_what_is_wrong_is_one_line", "a flag that does not exist is taken for another"),  # noqa: E501
-    Fault("common.trainer", '"a" if step else "w"', '"a"', "test_step01::test_a_plain_launch", "an earlier run's metrics stay"),  # noqa: E501
+    Fault("common.trainer", '"metrics.jsonl").write_text(', '"metrics.jsonl").open("a").write(', "test_step01::test_a_plain_launch", "an earlier run's metrics stay"),  # noqa: E501
+    Fault("common.trainer", "        optimizer.publish()\n", "", "test_step07::test_resumed_is_uninterrupted", "masters are restored, and weights are not"),  # noqa: E501
+    Fault("common.trainer", "optimizer.torch_optimizer.state[master] = held", "pass", "test_step07::test_resumed_is_uninterrupted", "moments begin anew"),  # noqa: E501
+    Fault("common.trainer", "self.save(step + 1, **parts)", "self.save(step, **parts)", "test_step07::test_resumed_is_uninterrupted", "a checkpoint has the number of the step before"),  # noqa: E501
+    Fault("common.trainer", "default=path) != path:", "default=path) is None:", "test_step01::test_what_is_saved_stays", "a new run overwrites what another has saved"),  # noqa: E501
     # --- chapter 2, and common/comm.py
     Fault("step02_ddp", 'missing = n_micro_batches * len(', 'missing = (n_micro_batches - 1) * len(', "test_step02::test_bucket_sync_sums", "the last micro-batch is added after its sum: https://github.com/deepspeedai/DeepSpeed/pull/7985"),  # noqa: E501
     Fault("step02_ddp", "self.sum_up(param.grad, group)", "self.sum_up(param.data.div_(group.size), group)", "test_step02::test_naive_sync_sums_each_gradient_over_the_group_of_its_record", "weights are averaged, gradients stay at home"),  # noqa: E501
@@ -119,13 +123,10 @@ FAULTS = [
     Fault("step02_ddp", "sync.begin(len(xs))", "sync.begin(len(xs)), optimizer.torch_optimizer.state.clear()", "test_step02::test_flags_of_step_1_keep_their_meaning", "a new optimizer in each step"),  # noqa: E501
     Fault("step02_ddp", "learning_rate(step, config)", "learning_rate(0, config)", "test_step02::test_flags_of_step_1_keep_their_meaning", "the first learning rate for ever"),  # noqa: E501
     Fault("step02_ddp", "learning_rate(step, config)", "learning_rate(step * mesh.world, config)", "test_step02::test_flags_of_step_1_keep_their_meaning", "the schedule runs faster with ranks: https://github.com/huggingface/accelerate/issues/662"),  # noqa: E501
-    Fault("step02_ddp", "if config.grad_clip and norm else", "if norm else", "test_step02::test_flags_of_step_1_keep_their_meaning", "--grad-clip 0 leaves nothing"),  # noqa: E501
-    Fault("step02_ddp", "scale(optimizer.gradients(), clip_coef)", "pass", "test_step02::test_flags_of_step_1_keep_their_meaning", "nothing is clipped"),  # noqa: E501
     Fault("step02_ddp", "RECOMPUTE[config.recompute](model)", "pass", "test_step02::test_recompute_runs_each_layer_again", "--recompute is ignored"),  # noqa: E501
     Fault("step02_ddp", 'all_reduce(loss, mesh["dp"]).wait()', "pass", "test_step02::test_flags_of_step_1_keep_their_meaning", "the logged loss is that of a rank"),  # noqa: E501
     Fault("step02_ddp", "x[mine]", "x[: len(x[mine])]", "test_step02::test_flags_of_step_1_keep_their_meaning", "all ranks work on rank 0's share"),  # noqa: E501
     Fault("step02_ddp", "(targets != IGNORE).sum()", 'mesh["dp"].size * (targets[mine] != IGNORE).sum()', "test_step02::test_flags_of_step_1_keep_their_meaning", "each rank divides by its own targets: https://github.com/pytorch/torchtitan/pull/2206"),  # noqa: E501
-    Fault("step02_ddp", "(targets != IGNORE).sum()", "torch.tensor(targets.numel())", "test_step02::test_flags_of_step_1_keep_their_meaning", "what does not count is counted: https://github.com/pytorch/torchtitan/pull/2206"),  # noqa: E501
     Fault("step02_ddp", "model(x, y) / n_targets", "model(x, y) / ((y != IGNORE).sum().clamp(min=1) * len(xs) * mesh.world)", "test_step02::test_flags_of_step_1_keep_their_meaning", "a mean of means: https://github.com/huggingface/transformers/issues/24725"),  # noqa: E501
     Fault("step02_ddp", 'all_reduce(loss, mesh["dp"])', 'all_reduce(loss.mul_(n_targets / (targets[mine] != IGNORE).sum() / mesh["dp"].size), mesh["dp"])', "test_step02::test_flags_of_step_1_keep_their_meaning", "the logged loss is a mean of means"),  # noqa: E501
     Fault("step02_ddp", "optimizer.zero_grad()", "pass", "test_step02::test_each_sync_trains_to_step_1s_numbers", "gradients add up over steps"),  # noqa: E501
@@ -151,7 +152,7 @@ FAULTS = [
     Fault("step03_zero", "            for param in unit.trained.values():\n                param.grad = None", "", "test_step03::test_gradients", "a parameter's .grad stays after the update"),  # noqa: E501
     Fault("step03_zero", 'group["lr"] = lr', 'group.setdefault("lr", lr)', "test_step03::test_update", "the rule keeps its own learning rate"),  # noqa: E501
     Fault("step03_zero", "self.torch_optimizer.step()", "self.torch_optimizer.step(), self.torch_optimizer.state.clear()", "test_step03::test_update", "moments are not kept"),  # noqa: E501
-    Fault("step03_zero", "unit.shard.copy_(unit.master)", "pass", "test_step03::test_update", "bf16 weights never change"),  # noqa: E501
+    Fault("step03_zero", "unit.shard.copy_(unit.master)\n        for", "pass\n        for", "test_step03::test_update", "bf16 weights never change"),  # noqa: E501
     Fault("step03_zero", "self.publish()", "pass", "test_step03::test_update", "other ranks' shards stay as they were"),
     Fault("step03_zero", "        for pending in [all_gather(unit.flat, unit.shard, unit.group) for unit in self.units]:\n            pending.wait()", "        self.arriving = [all_gather(unit.flat, unit.shard, unit.group) for unit in self.units]", "test_step03::test_update", "weights are used before they are there: https://github.com/deepspeedai/DeepSpeed/issues/8061"),  # noqa: E501
     Fault("step03_zero", "            unit.missing = len(unit.trained)\n            unit.grad_shard", "            unit.missing = len(unit.named)\n            unit.grad_shard", "test_step03::test_gradients", "waits for a gradient of what does not train"),  # noqa: E501
@@ -227,21 +228,12 @@ FAULTS = [
     Fault("step04_tp_sp", "grad.copy_(total.view_as(grad))", "grad = total", "test_step04::test_sum_partial_gradients", "new tensors: the sums are lost"),  # noqa: E501
     Fault("step04_tp_sp", "if group.name in layout_of(params[name]).partial_over", "if True", "test_step04::test_sum_partial_gradients", "what is whole is summed, too"),  # noqa: E501
     Fault("step04_tp_sp", "sum_partial_gradients(model, optimizer.gradients(), mesh)", "pass", "test_step04::test_tp_with_other_flags", "norms learn from their own tokens: https://github.com/NVIDIA/Megatron-LM/issues/1446"),  # noqa: E501
-    Fault("step04_tp_sp", "model(x, y) / n_targets", 'model(x, y) / ((y != IGNORE).sum().clamp(min=1) * len(xs) * mesh["dp"].size)', "test_step04::test_tp_with_other_flags", "a mean of means: https://github.com/huggingface/transformers/issues/24725"),  # noqa: E501
-    Fault("step04_tp_sp", "(targets != IGNORE).sum()", "torch.tensor(targets.numel())", "test_step04::test_tp_with_other_flags", "what does not count is counted: https://github.com/pytorch/torchtitan/pull/2206"),  # noqa: E501
-    Fault("step04_tp_sp", "(targets != IGNORE).sum()", 'mesh["dp"].size * (targets[mine] != IGNORE).sum()', "test_step04::test_tp_with_other_flags", "each rank divides by its own targets: https://github.com/pytorch/torchtitan/pull/2206"),  # noqa: E501
-    Fault("step04_tp_sp", "learning_rate(step, config)", 'learning_rate(step * mesh["dp"].size, config)', "test_step04::test_tp_with_other_flags", "the schedule runs faster with ranks: https://github.com/huggingface/accelerate/issues/662"),  # noqa: E501
-    Fault("step04_tp_sp", "optimizer.zero_grad()", "pass", "test_step04::test_tp_with_other_flags", "gradients add up over steps"),  # noqa: E501
-    Fault("step04_tp_sp", 'all_reduce(loss, mesh["dp"]).wait()', "pass", "test_step04::test_tp_with_other_flags", "the logged loss is that of a rank"),  # noqa: E501
-    Fault("step04_tp_sp", "scale(optimizer.gradients(), clip_coef)", "pass", "test_step04::test_tp_with_other_flags", "nothing is clipped"),  # noqa: E501
     Fault("step04_tp_sp", "sharded=config.zero > 0", "sharded=False", "test_step04::test_tp_with_other_flags", "ZeRO's shards are taken for copies: https://github.com/karpathy/llm.c/pull/524"),  # noqa: E501
     Fault("step04_tp_sp", "RECOMPUTE[config.recompute](model)", "pass", "test_step04::test_recompute_runs_each_layer_again", "--recompute is ignored"),  # noqa: E501
     Fault("step04_tp_sp", "model.loss = lambda logits, targets: VocabParallelCrossEntropy.apply(logits, targets, ids, group)", "model.loss = lambda logits, targets: VocabParallelCrossEntropy.apply(logits, targets, ids, group) / group.size", "test_step04::test_law_of_a_micro_batch", "the loss is divided by tp"),  # noqa: E501
-    Fault("step04_tp_sp", "if config.grad_clip and norm else", "if norm else", "test_step04::test_tp_with_other_flags", "--grad-clip 0 leaves nothing"),  # noqa: E501
     Fault("step04_tp_sp", "min(shard.stop, shard.full)", "shard.stop", "test_step04::test_tp_with_other_flags", "padding of the vocabulary counts as words"),  # noqa: E501
     Fault("step04_tp_sp", "if sp and config.seq_len % group.size:", "if False:", "test_step04::test_shard_heads_refuses", "with SP, tokens that tp does not divide"),  # noqa: E501
     Fault("step04_tp_sp", "global_norm(model, optimizer.gradients(), mesh, sharded=config.zero > 0)", "torch.nn.utils.get_total_norm(optimizer.gradients().values()).item()", "test_step04::test_tp_with_other_flags", "the norm of this rank's shards: https://github.com/karpathy/llm.c/pull/524"),  # noqa: E501
-    Fault("step04_tp_sp", "x[mine]", "x[: len(x[mine])]", "test_step04::test_tp_with_other_flags", "all ranks work on rank 0's share"),  # noqa: E501
     Fault("step04_tp_sp", 'if config.n_kv_heads % mesh["tp"].size:', "if False:", "test_step04::test_shard_heads_refuses", "heads that tp does not divide are cut in two"),  # noqa: E501
     # --- chapter 5
     Fault("step05_cp_ring", "model(x, y, here) / n_targets", 'model(x, y, here) / ((y != IGNORE).sum().clamp(min=1) * len(xs) * mesh["data"].size)', "test_step05::test_cp_trains_to_step_1s_numbers", "a mean of means: https://github.com/huggingface/transformers/issues/24725"),  # noqa: E501
@@ -352,11 +344,7 @@ FAULTS = [
     Fault("step06_pipeline", 'if theirs.numel():', 'if True:', "test_step06::test_sum_tied", 'empty messages'),
     Fault("step06_pipeline", 'all_reduce(loss, mesh["pp"]).wait()', 'pass', "test_step06::test_pp_trains_to_step_1s_numbers", 'all but the last rank show a loss of 0'),  # noqa: E501
     Fault("step06_pipeline", 'all_reduce(loss, mesh["data"]).wait()', 'all_reduce(loss, mesh["dp"]).wait()', "test_step06::test_pp_trains_to_step_1s_numbers", 'the loss of a shard of the tokens'),  # noqa: E501
-    Fault("step06_pipeline", '(targets != IGNORE).sum()', '((targets[mine] != IGNORE).sum() * mesh["dp"].size)', "test_step06::test_pp_trains_to_step_1s_numbers", 'each rank divides by its own targets: https://github.com/pytorch/torchtitan/pull/2206'),  # noqa: E501
-    Fault("step06_pipeline", '(targets != IGNORE).sum()', 'torch.tensor(targets.numel())', "test_step06::test_pp_trains_to_step_1s_numbers", 'targets that do not count are counted'),  # noqa: E501
     Fault("step06_pipeline", 'norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero > 0)', 'norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero > 0) if 0 else sum(g.double().square().sum() for g in optimizer.gradients().values()).sqrt().item()', "test_step06::test_pp_trains_to_step_1s_numbers", 'each stage clips by its own norm: https://github.com/pytorch/torchtitan/issues/596'),  # noqa: E501
-    Fault("step06_pipeline", 'lr = learning_rate(step, config)', 'lr = learning_rate(step * mesh["dp"].size, config)', "test_step06::test_pp_trains_to_step_1s_numbers", 'the schedule runs faster with ranks: https://github.com/huggingface/accelerate/issues/662'),  # noqa: E501
-    Fault("step06_pipeline", 'optimizer.zero_grad()', 'pass', "test_step06::test_pp_trains_to_step_1s_numbers", 'gradients stay for the next step'),  # noqa: E501
     Fault("step06_pipeline", 'config.tp if config.sp else 1', '1', "test_step06::test_pp_trains_to_step_1s_numbers", 'buffers of whole sequences: gloo does not check, and hangs or writes too little'),  # noqa: E501
     Fault("step06_pipeline", 'v = schedule.v if config.pp > 1 else 1', 'v = schedule.v', "test_step06::test_plan", 'one rank is cut in stages'),  # noqa: E501
     Fault("step03_zero", 'is not None and self.in_flight[0] is unit:', 'is not None and False:', "test_step06::test_pp_trains_to_step_1s_numbers", 'a stage of one unit overwrites the sum that is under way'),  # noqa: E501
@@ -403,7 +391,6 @@ FAULTS = [
     Fault("step07_moe_ep", '        sum_tied(model, optimizer.gradients(), mesh["pp"], places)', "        pass", "test_step07::test_experts_train_to_step_1s_numbers", "a tied matrix's two gradients stay apart: https://github.com/uw-syfi/piper/issues/13"),  # noqa: E501
     Fault("step07_moe_ep", "norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero > 0)", "norm = global_norm(model, optimizer.gradients(), mesh)", "test_step07::test_experts_train_to_step_1s_numbers", "ZeRO's shards are counted as copies"),  # noqa: E501
     Fault("step07_moe_ep", '        all_reduce(loss, mesh["data"]).wait()\n', "", "test_step07::test_experts_train_to_step_1s_numbers", "the loss of a rank's own tokens is shown"),  # noqa: E501
-    Fault("step07_moe_ep", "        optimizer.zero_grad()\n", "", "test_step07::test_experts_train_to_step_1s_numbers", "gradients of all steps add up"),  # noqa: E501
     Fault("common.comm", "out_rows, in_rows, group=group.handle", "in_rows, out_rows, group=group.handle", "test_step07::test_dispatch_and_combine", "rows that leave taken for rows that arrive"),  # noqa: E501
     Fault("common.comm", 'note("all_to_all", group, tensor, 1 - stays)', 'note("all_to_all", group, tensor, 1.0)', "test_step07::test_law_of_bytes", "rows that stay are counted as sent"),  # noqa: E501
 ]

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -25,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import step01_single_gpu as step
 from common import UserError, data, layout
 from common.model import IGNORE, PRESETS, Decoder, ModelConfig, apply_rope, summed_cross_entropy, wide
-from common.trainer import choose_device, main, parse
+from common.trainer import Run, choose_device, main, parse
 from tests.equal import BASE, SHAPE, STEP1, Watch, close, decoder, draw, launched, train_whole
 from tests.tape import Live
 
@@ -385,6 +386,19 @@ def test_what_is_wrong_is_one_line(monkeypatch, capsys, tmp_path, flags):
     if "1e38" not in flags:
         close(said, [], "other lines")
         close({path.read_text() for path in tmp_path.iterdir()}, {"of an earlier run"}, "files of an earlier run")
+
+
+def test_what_is_saved_stays(tmp_path):
+    """Neither a new run nor one with other flags goes on; one that does begins its metrics with the steps done."""
+    config = step.Config(**BASE | dict(steps=3), model="debug", out=f"{tmp_path}/a", save_every=2)
+    saved = f"{config.out}/checkpoints/step-00000002"
+    runs = [({}, ""), ({}, "--out .*a has checkpoints"), (dict(resume=config.out, lr=1.0), "--lr was 0.05, and must")]
+    runs += [(dict(resume=f"{tmp_path}/c"), "no checkpoint is there"), (dict(out=f"{tmp_path}/b", resume=saved), "")]
+    for flags, said in runs:
+        with pytest.raises(UserError, match=said) if said else nullcontext(), Run(replace(config, **flags)) as run:
+            step.train(run.config, run)
+    found = [[json.loads(line) for line in path.read_text().splitlines()] for path in tmp_path.glob("*/metrics.jsonl")]
+    close(*([(row["step"], row["loss"]) for row in rows] for rows in found), "steps and losses of the two runs")
 
 
 GPUS = [("auto", "auto", 0, 0.0, 0, "cpu torch.float32"), ("auto", "auto", 2, 8.0, 1, "cuda:1 torch.bfloat16")]

@@ -118,7 +118,7 @@ def test_plan():
     for name, p, v in ("afab", 2, 1), ("one_f_one_b", 2, 1), ("interleaved", 2, 2), ("interleaved", 1, 1):
         config = step.Config(model="tiny", pp=p, schedule=NAMES[name])
         close(step.plan(config, 4), (round_robin(4, p, v), plan(name, p, 4, v)[0]), f"{name}: places and lists")
-    with pytest.raises(UserError, match="4 layers are too few for 6 stages"):
+    with pytest.raises(UserError, match="4 layers for 6 stages"):
         step.plan(step.Config(model="tiny", pp=2, schedule="interleaved", chunks=3), 4)
 
 

@@ -24,7 +24,7 @@ from common.model import IGNORE, Decoder, ModelConfig
 from common.trainer import Run
 from step04_tp_sp import shard_tensors
 from step05_cp_ring import CONTEXT, shard_context
-from tests.equal import BASE, SHAPE, Watch, close, decoder, draw, equals_step1
+from tests.equal import BASE, SHAPE, STEP1, Watch, close, decoder, draw, equals_step1
 from tests.equal import train as train_with
 from tests.tape import Tape
 
@@ -434,6 +434,25 @@ LAYOUTS = [
 def test_experts_train_to_step_1s_numbers(pools, n, base, layout):
     """Step 1's loop, with the layer by its definition."""
     equals_step1(pools, n, S7, base, beside=__name__, **layout)
+
+
+RESUMED = [(1, STEP1, {}), (2, "step02_ddp", {}), (3, "step03_zero", dict(zero=3)), (4, "step04_tp_sp", dict(tp=2))]
+RESUMED += [(2, "step05_cp_ring", dict(cp=2)), (2, "step06_pipeline", dict(pp=2)), (4, S7, dict(pp=2, ep=2, zero=2))]
+
+
+@cases("n, of, layout", RESUMED)
+def test_resumed_is_uninterrupted(pools, tmp_path, n, of, layout):
+    """Bit by bit, in every chapter; in bf16, with masters."""
+    flags = layout | dict(dtype="bf16", save_every=2)
+    whole = pools(n).run(train_with, of, flags | dict(out=f"{tmp_path}/a"))
+    saved = f"{tmp_path}/a/checkpoints/step-00000002"
+    rests = pools(n).run(train_with, of, flags | dict(out=f"{tmp_path}/b", resume=saved))
+    for rest, (losses, norms, gradients, weights) in zip(rests, whole, strict=True):
+        close(rest[:2], (losses[2:], norms[2:]), "losses and norms of step 3")
+        for found, expected in zip(rest[2][0] + rest[3], gradients[2] + weights, strict=True):
+            close(
+                (found[0], found[3].tobytes()), (expected[0], expected[3].tobytes()), "gradients and weights of step 3"
+            )
 
 
 def every_legal_layout() -> list[tuple[str, dict, bool]]:

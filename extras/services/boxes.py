@@ -16,7 +16,7 @@ under ZeRO, a range of the cut tensor's elements. That is at most a few boxes (r
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
@@ -28,6 +28,8 @@ from common.layout import Shard, layout_of
 from extras.services.launch import agree
 from extras.services.tables import full_shape
 from extras.variants import Parts
+
+HELD = ("master", "buffer", "owed")  # what a rank holds; all other kinds are the update rule's state of a master
 
 
 class Box(NamedTuple):
@@ -92,6 +94,10 @@ class Piece:
         """Of the tensor that this is a piece of."""
         return tuple(full_shape(self.shape, self.shards))
 
+    def place(self) -> list:
+        """Where it lies, for JSON."""
+        return [list(self.shape), [astuple(shard) for shard in self.shards], self.first]
+
     def boxes(self) -> Iterator[tuple[Box, Tensor]]:
         """The piece as boxes of the whole tensor, each with its view of the memory; padding is left out."""
         flat, done = self.tensor.view(-1), 0
@@ -125,13 +131,31 @@ def state_piece(kind: str, master: Piece, value: Tensor, shape: tuple[int, ...])
     return Piece(kind, master.name, value, shape, shards, master.first if shape == master.shape else 0)
 
 
+def stored_shape(master: Piece, value: Tensor) -> tuple[int, ...]:
+    """Of the update rule's value for a master, before ZeRO shards it."""
+    return master.shape if value.shape == master.tensor.shape else tuple(value.shape)
+
+
+def pieces_of(state: dict[str, dict[str, Tensor]], places: dict[str, list]) -> Iterator[Piece]:
+    """What a rank's file has, by name and kind, as pieces: `places` says of each name what `Piece.place` said."""
+    for name, held in state.items():
+        shape, shards, first = places[name]
+        one = Piece("", name, next(iter(held.values())), tuple(shape), tuple(Shard(*shard) for shard in shards), first)
+        for kind, tensor in held.items():
+            own = kind in HELD
+            yield (
+                replace(one, kind=kind, tensor=tensor)
+                if own
+                else state_piece(kind, one, tensor, stored_shape(one, tensor))
+            )
+
+
 def pieces(parts: Parts) -> Iterator[Piece]:
     """All that this rank holds from one step to the next: masters, the update rule's state, and buffers."""
     for master in masters(parts):
         yield master
         for kind, value in parts.optimizer.torch_optimizer.state.get(master.tensor, {}).items():
-            shape = master.shape if value.shape == master.tensor.shape else tuple(value.shape)
-            yield state_piece(kind, master, value, shape)
+            yield state_piece(kind, master, value, stored_shape(master, value))
     for name, buffer in parts.model.named_buffers():
         yield Piece("buffer", name, buffer, tuple(buffer.shape), layout_of(buffer).shards)
     for name, owed, key, _ in debts(parts):
@@ -152,9 +176,9 @@ def debts(parts: Parts) -> Iterator[tuple[str, dict, Any, tuple[int, int]]]:
 
 def take_debts(parts: Parts, stored: Any):
     """Owe what a checkpoint says, if all ranks did under the same layout; else begin without. A collective."""
-    about = stored.index["tensors"].get("owed", {})
+    about = stored.shapes("owed")
     owing = [debt for debt in debts(parts) if debt[0] in about]
-    (lost,) = agree(bool(about) and not (owing and all((*about[name]["shape"],) == shape for name, *_, shape in owing)))
+    (lost,) = agree(bool(about) and not (owing and all(about[name] == shape for name, *_, shape in owing)))
     for name, owed, key, _ in () if lost else owing:
         owed[key] = stored.whole("owed", name).to(next(parts.model.parameters()).device)
     if lost and parts.mesh.rank == 0:
@@ -180,19 +204,12 @@ def take(parts: Parts, stored: Any, moments: bool):
     optimizer = parts.optimizer
     for master in masters(parts):
         stored.fill(master)
-        for kind in stored.kinds(master.name) - {"master", "buffer"} if moments else ():
+        for kind in stored.stored[master.name].keys() - HELD if moments else ():
             room = room_for(kind, master, *stored.about(kind, master.name))
             stored.fill(room)
             optimizer.torch_optimizer.state[master.tensor][kind] = room.tensor
     for name, buffer in parts.model.named_buffers():
         stored.fill(Piece("buffer", name, buffer, tuple(buffer.shape), layout_of(buffer).shards))
-    for unit in parts.units:
-        if unit.master is not unit.shard:
-            unit.shard.copy_(unit.master)
-    if parts.units:
-        optimizer.publish()
-    else:
-        for name, master in optimizer.masters.items():
-            optimizer.params[name].detach().copy_(master)
+    optimizer.publish()
     if moments:
         take_debts(parts, stored)

@@ -1,31 +1,32 @@
-"""Checkpoints that know no layout: boxes of whole tensors, written by ranks that hold them, read by those that need.
+"""Checkpoints that know no layout: the files of a plain run, and an index of what lies where.
 
-    OUT/checkpoints/step-00000050/rank-00000.safetensors    boxes of tensors (extras/services/boxes.py)
-                                  rank-00001.safetensors    ...
-                                  index.json                step, flags; which box of which tensor is where; a SHA-256
-                                                            of every file, and of index.json itself
+    OUT/checkpoints/step-00000050/rank-00000.pt    as the plain run writes it (common/trainer.py): what rank 0 updates
+                                  rank-00001.pt    ...
+                                  index.json       step, flags; the place of each shard in its whole tensor; a SHA-256
+                                                   of every file, and of index.json itself
 
-WRITING. Ranks tell each other which boxes they hold, never the numbers. What several hold, they write in turn.
+What a plain run has saved gets its index when it is first read: a dry run of each rank says the places.
 
 CRASHES. Everything is written under a hidden name and flushed to the disk, index.json last; then the directory is
 renamed. One to be removed is renamed back to a hidden name first. So a directory with a final name is complete, and
 checksums tell whether it still is what was written. The last two are kept. (Several nodes need a shared folder.)
 
-READING. Whoever needs some boxes copies where theirs and the stored ones overlap:
-any layout reads what any other wrote.
+READING. Whoever needs some boxes (extras/services/boxes.py) copies where theirs and the stored ones overlap: any layout
+reads what any other wrote.
 """
 
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
-from math import prod
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +35,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common import UserError
-from extras.services.boxes import Box, Piece, overlap, place_in
+from extras.services.boxes import HELD, Piece, overlap, pieces_of, place_in
 from extras.services.launch import gather_objects
 
-FORMAT = "course checkpoint 1"
+FORMAT = "course checkpoint 2"
 OWN = ("auto", "required")  # values of --resume that name --out
-PART = 2**26  # bytes that are read or written at a time
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
+PART = 2**26  # bytes that are read at a time
 
 
 def file_name(rank: int) -> str:
     """Of the file that a rank writes."""
-    return f"rank-{rank:05d}.safetensors"
+    return f"rank-{rank:05d}.pt"
 
 
 def folder_name(step: int) -> str:
@@ -76,22 +75,14 @@ def flush(path: Path):
     os.close(descriptor)
 
 
-def save_file(tensors: dict[str, Tensor], path: Path) -> str:
-    """Write a safetensors file, a header and then the bytes. Returns its SHA-256."""
-    header, stop, digest = {}, 0, hashlib.sha256()
-    for key, tensor in tensors.items():
-        start, stop = stop, stop + tensor.nbytes
-        header[key] = dict(dtype=DTYPES[tensor.dtype], shape=list(tensor.shape), data_offsets=[start, stop])
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        bodies = (tensor.view(-1).view(torch.uint8).numpy().data for tensor in tensors.values())
-        for body in (memoryview(len(text).to_bytes(8, "little") + text), *bodies):
-            file.write(body)
-            digest.update(body)
-        file.flush()
-        os.fsync(file.fileno())
-    return digest.hexdigest()
+def save_file(saved: dict[str, Any], path: Path) -> str:
+    """Write a rank's file, and have it on the disk. Returns its SHA-256."""
+    try:
+        torch.save(saved, path)
+    except RuntimeError as error:  # of torch's own writer
+        raise OSError(errno.ENOSPC, "cannot be written") from error
+    flush(path)
+    return checksum(path)
 
 
 def sweep(folder: Path):
@@ -123,30 +114,20 @@ class Saver:
         """
         self.settle()
         self.step, self.hidden, self.error, self.busy = step, self.folder / f".{folder_name(step)}.partial", "", True
-        held = {
-            (p.kind, p.name, p.whole_shape, str(p.tensor.dtype)[6:], box): view
-            for p in pieces
-            for box, view in p.boxes()
-        }
+        state, self.places = defaultdict(dict), {}
+        for piece in pieces:
+            state[piece.name][piece.kind] = piece.tensor.detach().to("cpu", copy=True)
+            if piece.kind in HELD:
+                self.places[piece.name] = piece.place()
         if self.rank == 0:
             self.attempt(self.make_room)
-        everyone = gather_objects((self.error, list(held)))  # and nobody writes before the directory is there
+        everyone = gather_objects((self.error, self.places))  # and nobody writes before the directory is there
         self.give_up([error for error, _ in everyone])
-        holders: dict[tuple, list[int]] = defaultdict(list)
-        for rank, (_, keys) in enumerate(everyone):
-            for key in keys:
-                holders[key].append(rank)
-        tensors: dict[str, Tensor] = {}
-        index: dict[str, dict[str, dict]] = defaultdict(dict)
-        for i, (key, ranks) in enumerate(holders.items()):
-            kind, name, shape, dtype, box = key
-            writer = ranks[i % len(ranks)]
-            row = index[kind].setdefault(name, dict(shape=shape, dtype=dtype, boxes=[]))
-            row["boxes"].append([writer, str(i), box.start, box.size])
-            if writer == self.rank:
-                tensors[str(i)] = held[key].detach().to("cpu", copy=True).contiguous()
-        self.index = dict(format=FORMAT, step=step, **about, tensors=index)
-        self.thread = threading.Thread(target=self.attempt, args=(self.write, tensors), daemon=True)
+        self.index = dict(format=FORMAT, step=step, **about, places=[places for _, places in everyone])
+        flags = about["config"] | dict(nproc_per_node=len(everyone))
+        self.thread = threading.Thread(
+            target=self.attempt, args=(self.write, dict(step=step, flags=flags, state=dict(state))), daemon=True
+        )
         self.thread.start()
         if not background:
             self.settle()
@@ -163,9 +144,9 @@ class Saver:
         sweep(self.folder)
         self.hidden.mkdir(parents=True)
 
-    def write(self, tensors: dict[str, Tensor]):
+    def write(self, saved: dict[str, Any]):
         """This rank's file. The thread takes part in no collective: ranks may be in different steps."""
-        self.digest = save_file(tensors, self.hidden / file_name(self.rank))
+        self.digest = save_file(saved, self.hidden / file_name(self.rank))
 
     def writing(self) -> bool:
         """Whether this rank's file is still being written."""
@@ -248,44 +229,41 @@ def problem(path: Path, rank: int = 0, ranks: int = 1) -> str:
 
 
 class Checkpoint:
-    """A complete checkpoint to read from: `index`, and its files, opened when they are needed."""
+    """A complete checkpoint to read from: `index`, and its files, which are opened when they are needed."""
 
     def __init__(self, path: Path):
-        try:
-            from safetensors import safe_open  # a run that reads no checkpoint trains without it
-        except ModuleNotFoundError as error:
-            raise UserError(f"to read {path}: pip install safetensors") from error
-        self.path, self.index, self.files, self.opened = path, read_index(path), {}, ExitStack()
-        self.open = lambda rank: safe_open(path / file_name(rank), "pt")
+        self.path, self.index = path, read_index(path)
 
-    def kinds(self, name: str) -> set[str]:
-        """What is stored of a parameter: "master", "exp_avg", ..."""
-        return {kind for kind, tensors in self.index["tensors"].items() if name in tensors}
+    @cached_property
+    def stored(self) -> dict[str, dict[str, list[Piece]]]:
+        """What all ranks have saved, by name and kind; a file's bytes are read when they are used."""
+        found: dict[str, dict[str, list[Piece]]] = defaultdict(lambda: defaultdict(list))
+        for rank, places in enumerate(self.index["places"]):
+            state = torch.load(self.path / file_name(rank), mmap=True, map_location="cpu")["state"]
+            for piece in pieces_of(state, places):
+                found[piece.name][piece.kind].append(piece)
+        return found
+
+    def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
+        """Of all whole tensors of a kind, by name."""
+        return {name: kinds[kind][0].whole_shape for name, kinds in self.stored.items() if kind in kinds}
 
     def about(self, kind: str, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Whole shape and dtype of a stored tensor."""
-        entry = self.index["tensors"][kind][name]
-        return tuple(entry["shape"]), getattr(torch, entry["dtype"])
-
-    def read(self, rank: int, key: str, stored: Box, wanted: Box) -> Tensor:
-        """A part of a stored box, from the file of a rank."""
-        if rank not in self.files:
-            self.files[rank] = self.opened.enter_context(self.open(rank))
-        if not stored.size:
-            return self.files[rank].get_tensor(key)
-        return self.files[rank].get_slice(key)[place_in(stored, wanted)]
+        one = self.stored[name][kind][0]
+        return one.whole_shape, one.tensor.dtype
 
     def fill(self, piece: Piece):
         """Copy into `piece` what is stored of it, in its dtype and on its device. Raises UserError if some is not."""
-        rows = self.index["tensors"].get(piece.kind, {}).get(piece.name, {}).get("boxes", ())
+        pieces = self.stored.get(piece.name, {}).get(piece.kind, ())
+        boxes = {box: view for one in pieces for box, view in one.boxes()}  # what several ranks hold, once
         for box, view in piece.boxes():
-            filled = 0
-            for rank, key, start, size in rows:
-                stored = Box(tuple(start), tuple(size))
-                if common := overlap(box, stored):
-                    view[place_in(box, common)] = self.read(rank, key, stored, common).to(view.device, view.dtype)
-                    filled += prod(common.size)
-            if filled < prod(box.size):
+            missing = torch.ones(box.size, dtype=torch.bool)
+            for other, stored in boxes.items():
+                if common := overlap(box, other):
+                    view[place_in(box, common)] = stored[place_in(other, common)].to(view.device, view.dtype)
+                    missing[place_in(box, common)] = False
+            if missing.any():
                 raise UserError(f"--resume {self.path}: it lacks {piece.kind} of {piece.name}: give another checkpoint")
 
     def whole(self, kind: str, name: str) -> Tensor:
@@ -296,6 +274,14 @@ class Checkpoint:
         return tensor
 
 
+def complete(path: Path):
+    """Let a process of its own write the index of what a plain run has saved (extras/services/places.py)."""
+    if (path / file_name(0)).exists() and not (path / "index.json").exists():
+        alone = {name: value for name, value in os.environ.items() if "RANK" not in name and name != "WORLD_SIZE"}
+        words = [sys.executable, "-m", "extras.services.places", str(path.resolve())]
+        subprocess.run(words, cwd=Path(__file__).parents[2], env=alone)
+
+
 def find(where: str, out: Path) -> Checkpoint | None:
     """What `--resume` names: a checkpoint, or the newest sound one of a run directory; OWN: of `out`. A collective.
 
@@ -304,11 +290,14 @@ def find(where: str, out: Path) -> Checkpoint | None:
     """
     root = out if where in OWN else Path(where)
     candidates = sorted((root / "checkpoints").glob("step-*"), reverse=True)
-    if where not in OWN and (re.fullmatch(r"step-\d+", root.name) or (root / "index.json").exists()):
+    if where not in OWN and (re.fullmatch(r"step-\d+", root.name) or (root / file_name(0)).exists()):
         candidates = [root] if root.is_dir() else []
     everyone = gather_objects(candidates)
     rank = dist.get_rank() if dist.is_initialized() else 0
     for path in everyone[0]:
+        if rank == 0:
+            complete(path)
+        gather_objects(None)  # none looks before
         wrong = [text for text in gather_objects(problem(path, rank, len(everyone))) if text]
         if not wrong:
             return Checkpoint(path)

@@ -18,7 +18,6 @@ expert (its gate is p, not 1) has no place in Mixtral's format.
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,17 +143,18 @@ def export(source: str, out: str) -> str:
     """Write the folder `out` from a run directory or checkpoint; returns what to say. Raises UserError."""
     saved, folder = find(source, Path(source)), Path(out)
     index, m = saved.index, ModelConfig(**saved.index["model"])
-    held = {name: tuple(about["shape"]) for name, about in index["tensors"]["master"].items()}
+    held = saved.shapes("master")
     routers = [shape[0] for name, shape in held.items() if name.endswith("router.weight")]
     moe = Moe(routers[0], index["config"]["experts_per_token"]) if routers else Moe()
     if routers:
         m = dataclasses.replace(m, ffn_dim=index["config"].get("expert_dim") or m.ffn_dim)
     if moe.experts_per_token == 1:
         raise UserError(f"export {source}: the gate of --experts-per-token 1 is p; in Hugging Face's formats it is 1")
-    buffers = index["tensors"].get("buffer", {})
+    buffers = saved.shapes("buffer")
     if odd := sorted(name for name, _ in held.items() ^ shapes_of(m, moe.experts).items()) or sorted(buffers):
         raise UserError(f"export {source}: Llama's and Mixtral's formats have no place for {odd[0]}")
-    dtype, wanted = getattr(torch, index["dtype"].removeprefix("torch.")), theirs_of(m, moe.experts)
+    said = index["dtype"].removeprefix("torch.").replace("auto", "float32")
+    dtype, wanted = getattr(torch, said), theirs_of(m, moe.experts)
     empty = {theirs: one.empty.to(dtype) for theirs, one in wanted.items()}
     split = split_torch_state_dict_into_shards(empty, max_shard_size=SHARD_BYTES)
     whole = lru_cache(1)(lambda name: saved.whole("master", name).to(dtype))  # experts of one tensor come in turn
@@ -168,11 +168,11 @@ def export(source: str, out: str) -> str:
         if split.is_sharded:
             summary = dict(metadata=split.metadata, weight_map=split.tensor_to_filename)
             (folder / "model.safetensors.index.json").write_text(json.dumps(summary, indent=1) + "\n")
-        config = config_of(m, moe, index["dtype"].removeprefix("torch."))
+        config = config_of(m, moe, said)
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     except (OSError, SafetensorError) as error:
         raise UserError(f"export: {out} cannot be written ({error})") from error
-    return f"{saved.path} (step {index['step']}, {index['dtype']}) -> {folder}/, {config['architectures'][0]}"
+    return f"{saved.path} (step {index['step']}, {said}) -> {folder}/, {config['architectures'][0]}"
 
 
 def model_of(theirs: dict[str, Any], source: str) -> tuple[ModelConfig, Moe]:
@@ -233,9 +233,9 @@ def files_of(folder: Path) -> dict[str, str]:
     return files
 
 
-def weights(folder: Path, m: ModelConfig, moe: Moe) -> Iterator[Piece]:
-    """The tensors of a folder's safetensors files, as parts of ours. Raises UserError if one is missing or odd."""
-    wanted, files = theirs_of(m, moe.experts), files_of(folder)
+def weights(folder: Path, m: ModelConfig, moe: Moe) -> list[Piece]:
+    """Our tensors, from a folder's safetensors files. Raises UserError if one of theirs is missing or odd."""
+    wanted, files, tensors = theirs_of(m, moe.experts), files_of(folder), {}
     if missing := sorted(wanted.keys() - files.keys()):
         raise UserError(f"import {folder}: no *.safetensors file there has {missing[0]} (.bin files are not read)")
     opened = lru_cache(lambda file: safe_open(folder / file, "pt"))
@@ -245,8 +245,9 @@ def weights(folder: Path, m: ModelConfig, moe: Moe) -> Iterator[Piece]:
         tensor, known = opened(file).get_tensor(theirs), wanted.get(theirs)
         if known is None or tensor.shape != known.empty.shape:
             raise UserError(f"import {folder}: {theirs} {list(tensor.shape)} does not fit config.json")
-        first = 0 if known.at is ... else known.at * tensor.numel()
-        yield Piece("master", known.name, tensor.contiguous(), known.whole_shape, first=first)
+        whole = tensors.setdefault(known.name, tensor.new_empty(known.whole_shape))
+        whole[known.at] = tensor
+    return [Piece("master", name, whole, tuple(whole.shape)) for name, whole in tensors.items()]
 
 
 def import_weights(source: str, out: str) -> str:
@@ -257,7 +258,7 @@ def import_weights(source: str, out: str) -> str:
     try:
         m, moe = model_of(json.loads((folder / "config.json").read_text()), source)
         flags = flags_for(m, moe)
-        pieces = list(weights(folder, m, moe))
+        pieces = weights(folder, m, moe)
     except (OSError, ValueError, TypeError, AttributeError, KeyError, ArithmeticError, SafetensorError) as error:
         raise UserError(f"import {source}: its config.json or *.safetensors cannot be read ({error})") from error
     dtype = next(str(piece.tensor.dtype) for piece in pieces if "embed_tokens" in piece.name)

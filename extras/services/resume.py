@@ -33,9 +33,8 @@ from extras.services.boxes import masters, pieces, take
 from extras.services.checkpoint import OWN, Checkpoint, Saver, find
 from extras.services.launch import agree, gather_objects
 from extras.services.plots import read_metrics
-from extras.services.predictions import moment_bytes, shape
+from extras.services.predictions import moment_bytes
 from extras.services.tables import human
-from extras.theory.shapes import total_weights
 from extras.variants import Parts
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
@@ -43,11 +42,9 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "S
 
 @dataclass
 class Flags:
-    """Checkpoints (extras/services/resume.py)."""
+    """Checkpoints (extras/services/resume.py). --resume auto: the newest in --out, if any; required: or fail."""
 
-    save_every: int = 100  # steps between checkpoints (and one at the end); 0: only when interrupted
     save_async: bool = False  # write checkpoints in the background, while training goes on
-    resume: str = ""  # run directory or checkpoint to go on from; auto: the newest in --out, if any; required: or fail
     stop_after: int = 0  # end after this step of the same schedule, as a pre-empted job would; 0: at the end
 
 
@@ -151,8 +148,6 @@ class Keeper:
             self.own()
             print(f"the earlier run in {out} is now {aside}")
         begin()
-        (out / "metrics.jsonl").touch()
-        self.run.rewrite()
 
     def leave(self, step: int) -> bool:
         """After a step: save if it is time; whether the run ends here. All ranks decide alike."""
@@ -181,14 +176,9 @@ class Keeper:
                 print(f"warning: {error}. Training goes on", file=sys.stderr, flush=True)
 
     def room(self) -> str:
-        """A line, if three checkpoints take more than half of what is free in `--out`; else ""."""
-        masters = list(self.parts.optimizer.masters.values())
-        numbers, n_bytes = sum(m.numel() for m in masters), sum(m.nbytes for m in masters)
-        if not numbers or not self.config.save_every:
-            return ""
-        each = (
-            (n_bytes + moment_bytes(self.config, self.parts)) / numbers * total_weights(shape(self.config, self.parts))
-        )
+        """A line, if three checkpoints take more than half of what is free in `--out`; else "". A collective."""
+        masters = sum(master.nbytes for master in self.parts.optimizer.masters.values())
+        each = sum(gather_objects(masters + moment_bytes(self.config, self.parts))) if self.config.save_every else 0
         free = shutil.disk_usage(self.run.out).free
         if 3 * each < free / 2:
             return ""
@@ -210,7 +200,9 @@ def said(saved: Checkpoint | None, parts: Parts, config: Any) -> Iterator[str]:
         return (yield "nothing to resume: starting at step 1")
     yield f"going on from {saved.path}"
     services = [base for base in type(config).__mro__ if base.__module__.startswith("extras.services.")]
-    unsaid = {"out", "device", "model", "optimizer", "dtype"}.union(*(base.__annotations__ for base in services))
+    unsaid = {"out", "save_every", "resume", "device", "model", "optimizer", "dtype"}.union(
+        *(base.__annotations__ for base in services)
+    )
     ours = {name: value for name, value in dataclasses.asdict(config).items() if name not in unsaid}
     ours["seq_len"] = parts.model.config.seq_len
     theirs = saved.index["config"] | dict(seq_len=saved.index["model"]["seq_len"])
@@ -226,12 +218,12 @@ def require_fit(saved: Checkpoint, parts: Parts, config: Any, weights_only: bool
     for key, value in dataclasses.asdict(parts.model.config).items():
         if key != "seq_len" and index["model"].get(key) != value:
             raise UserError(f"{where}: its {key} is {index['model'].get(key)}, not {value}; {advice}")
-    stored = index["tensors"]["master"]
+    stored = saved.shapes("master")
     for master in masters(parts):
-        if tuple(stored.get(master.name, {}).get("shape", ())) != master.whole_shape:
+        if stored.get(master.name) != master.whole_shape:
             raise UserError(f"{where}: its {master.name} does not fit this model; {advice}")
     ours = dict(optimizer=config.optimizer, dtype=str(next(parts.model.parameters()).dtype))
     theirs = dict(optimizer=index["config"].get("optimizer"), dtype=index["dtype"])
     for flag in ours if not weights_only else ():
-        if theirs[flag] != ours[flag]:
+        if theirs[flag] not in ("auto", ours[flag]):
             raise UserError(f"{where} was written with {flag} {theirs[flag]}, not {ours[flag]}: set --{flag}")

@@ -84,18 +84,15 @@ class ServedRun(OpenRun):
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """As the plain run's, after everything has been attached, from where --resume goes on."""
-        start = self.keeper.start(self.open(**parts), weights_only=bool(self.config.generate))
+        self.start = self.keeper.start(self.open(**parts), weights_only=bool(self.config.generate))
         if self.config.generate:
             evaluation.answer(self.config, self.parts)
             return
         self.screen = Screen(self, self.parts, self.ledger)
-        if self.first and (room := self.keeper.room()):
+        if room := self.keeper.room():
             self.screen.say(room)
         comm.waiting = self.screen.clock.waiting
         for step in super().steps(**parts):
-            if step < start:
-                self.bar.update()
-                continue
             self.screen.begin(step)
             self.watchdog.begin(step)
             yield step
@@ -103,6 +100,10 @@ class ServedRun(OpenRun):
             if self.keeper.leave(step):
                 break
         self.screen.finish()
+
+    def restore(self, **_: Any) -> int:
+        """What `keeper` has found."""
+        return self.start
 
     def count(self, operation: str, group: Group, tensor: Tensor, share: float):
         """The observer: book it by operation, too."""

@@ -44,6 +44,7 @@ def compose(step: ModuleType) -> type:
     flags = [plugin.Flags for plugin in offered(step.Config, "Flags")]
     open_sizes = [dim for dim in legal.SIZES if hasattr(step.Config, dim)]  # 0 is allowed: legal.py settles it
     fields = [(dim, int, dataclasses.field(default=1, metadata=dict(least=0))) for dim in open_sizes]
+    fields.append(("save_every", int, 100))  # which keeps the last two
     about = (step.Config.__doc__ or "") + " --pp, --cp, --tp, --ep 0: 2, if it divides, else 1." * bool(fields)
     about = dict(__module__=step.__name__, __doc__=about)
     return dataclasses.make_dataclass("Config", fields, bases=(step.Config, *flags), namespace=about)
@@ -98,6 +99,13 @@ class OpenRun(Run):
         """Also where the step could not be built."""
         self.parts.give_back()
         super().__exit__(*error)
+
+    def restore(self, **_: Any) -> int:
+        """Services save, and go on (extras/services/resume.py)."""
+        return 0
+
+    def save(self, step: int, **_: Any):
+        """See above."""
 
     def open(self, **parts: Any) -> Parts:
         """What `steps` begins with."""

@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -19,8 +20,9 @@ import torch
 from torch import Tensor
 
 from common import UserError
+from common.model import PRESETS
 from common.trainer import Run
-from extras.services import checkpoint, resume
+from extras.services import checkpoint, hub, resume
 from extras.services.boxes import Box, Piece, flat_boxes, overlap
 from extras.services.checkpoint import Checkpoint, Saver, find, newest
 from extras.services.plots import read_metrics
@@ -65,7 +67,7 @@ def stored(folder: Path, step: int = STEPS["steps"]) -> dict[tuple[str, str], Te
     """All whole tensors of the last checkpoint of a run, which is of this step."""
     found = Checkpoint(newest(folder))
     assert found.index["step"] == step
-    return {(kind, name): found.whole(kind, name) for kind, t in found.index["tensors"].items() for name in t}
+    return {(kind, name): found.whole(kind, name) for name, kinds in found.stored.items() for kind in kinds}
 
 
 def require_same_bits(found: dict[tuple[str, str], Tensor], expected: dict[tuple[str, str], Tensor]):
@@ -134,6 +136,37 @@ def test_saved_under_one_layout_resumed_under_another(pools, uninterrupted, tmp_
     assert found.keys() == expected.keys()
     for key, tensor in found.items():
         assert difference(tensor, expected[key]) < 1e-10, key
+
+
+def plain_on_rank(step_name: str, options: dict, model: str = "test") -> list[dict]:
+    """Runs on every rank: the run of the course alone; returns its metrics."""
+    cls, served = importlib.import_module(step_name).Config, config_of(step_name, STEPS | options)
+    config = cls(**{field.name: getattr(served, field.name) for field in fields(cls)} | dict(model=model))
+    with mock.patch("common.trainer.draw_loss"), Run(config) as run:
+        importlib.import_module(step_name).train(config, run)
+    return run.history
+
+
+@pytest.mark.parametrize("step, layout", [("step06_pipeline", dict(pp=2, tp=2, zero=3)), ("step02_ddp", {})])
+def test_what_a_plain_run_has_saved_goes_on_elsewhere(pools, tmp_path, step, layout):
+    """On four ranks; its files get an index when they are first read: by two ranks, or to be exported."""
+    out, resumed = f"{tmp_path}/first", f"{tmp_path}/first/checkpoints/step-00000002"
+    options = asdict(PRESETS["debug"]) | dict(global_batch_size=8, micro_batch_size=2)
+    pools(4).run(plain_on_rank, step, options | layout | dict(out=out), "debug")
+    pools(2).run(train_on_rank, "step05_cp_ring", options | dict(cp=2, out=f"{tmp_path}/second", resume=resumed))
+    hub.main(["export", out, f"{tmp_path}/hf"])
+    found, expected = stored(tmp_path / "second"), stored(tmp_path / "first")
+    assert found.keys() == expected.keys()
+    assert all(difference(tensor, expected[key]) < 1e-10 for key, tensor in found.items())
+
+
+def test_a_plain_run_goes_on_from_what_extras_have_saved(pools, tmp_path):
+    """Under the same flags, to the same bits."""
+    options = dict(tp=2, zero=2, out=f"{tmp_path}/first")
+    history = pools(4).run(train_on_rank, "step04_tp_sp", options)[0]
+    more = dict(out=f"{tmp_path}/second", resume=f"{tmp_path}/first/checkpoints/step-00000002")
+    rows = pools(4).run(plain_on_rank, "step04_tp_sp", options | more)[0]
+    assert [row["loss"] for row in rows] == [row["loss"] for row in history] and len(rows) == 4
 
 
 @pytest.fixture(scope="session")
@@ -261,10 +294,11 @@ def mortal(monkeypatch, calls: list, dies_at: int):
 
         def struck(*args, _right=right, _name=name, **options):
             calls.append(_name)
-            if len(calls) == (dies_at + 1) // 2 and dies_at % 2:
+            mine = len(calls) == (dies_at + 1) // 2  # others may come inside
+            if mine and dies_at % 2:
                 raise Death
             result = _right(*args, **options)
-            if len(calls) == (dies_at + 1) // 2:
+            if mine:
                 raise Death
             return result
 
@@ -320,7 +354,7 @@ def test_any_flipped_byte_is_noticed(tmp_path, capsys):
         path.write_bytes(right)
     assert find("auto", tmp_path).index["step"] == 2
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000001")
-    (last / "rank-00000.safetensors").write_bytes(b"")
+    (last / "rank-00000.pt").write_bytes(b"")
     with pytest.raises(UserError, match="no checkpoint there is sound"):
         find(str(tmp_path), tmp_path)
 
@@ -391,7 +425,7 @@ def test_room_for_checkpoints_is_looked_at_first(monkeypatch, tmp_path, free, sa
     monkeypatch.setattr(resume.Keeper, "room", lambda keeper: rooms.append(room(keeper)) or "")
     train_on_rank("step01_single_gpu", dict(out=str(tmp_path), steps=2))
     assert said in rooms[0] if said else rooms == [""]
-    (file,) = tmp_path.glob("checkpoints/*/*.safetensors")
+    (file,) = tmp_path.glob("checkpoints/*/*.pt")
     if said:
         assert f"about {human(24 * 39840)} each" in rooms[0]
         assert 24 * 39840 < file.stat().st_size < 1.1 * 24 * 39840

@@ -69,7 +69,7 @@ def there_and_back(tmp_path: Path, kind: str) -> tuple[Checkpoint, torch.nn.Modu
     assert "has *.safetensors files already" in error_of(UserError, hub.export, run, folder)
     hub.main(["import", folder, again])
     found, imported = (find(where, tmp_path) for where in (run, again))
-    for name in found.index["tensors"]["master"]:
+    for name in found.shapes("master"):
         assert torch.equal(imported.whole("master", name), found.whole("master", name)), name
     return found, theirs, again
 

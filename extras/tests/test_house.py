@@ -61,7 +61,7 @@ DOORS = {  # imports by string that no rule counts: what stands alone asks wheth
     ("extras.theory.plan", "extras.services.seam"),  # schedules of variants
     ("extras.theory.plan", "extras.variants.expert_presets"),  # and models
 }
-LOADERS = {"extras.services.seam", "extras.__main__"}  # of plug-ins, scripts
+LOADERS = {"extras.services.seam", "extras.services.places", "extras.__main__"}  # of plug-ins, scripts
 
 
 def by_string(tree: ast.Module) -> list[str]:

@@ -161,9 +161,9 @@ def broken(m: Shape, x: Any, schedule: Schedule) -> Iterator[str]:
     if cp > 1 and seq % cut:
         yield f"--cp {cp} --cp-mode {x.cp_mode}: the sequence length {seq} must be a multiple of {cut}"
     if cp > 1 and x.sp and seq // cp % tp:
-        yield f"--cp {cp} leaves a rank {seq // cp} tokens, no multiple of --tp {tp}: use --no-sp"
+        yield f"--tp {tp} must divide the {seq // cp} tokens that --cp leaves a rank: use --no-sp"
     if m.n_layers < pp * v:
-        yield f"--pp {pp}: {m.n_layers} layers are too few for {pp * v} stages; lower --pp or --chunks"
+        yield f"--pp {pp}: {m.n_layers} layers for {pp * v} stages: lower --pp or --chunks"
     if x.schedule == "interleaved" and pp > 1 and v > 1 and n % pp:
         yield f"--schedule interleaved: --pp {pp} must divide the {n} micro-batches of a rank"
     if x.schedule == "dualpipe" and pp % 2:
