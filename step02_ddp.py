@@ -35,7 +35,7 @@ import step01_single_gpu as step01
 from common import UserError
 from common.comm import Group, Mesh, all_reduce, exchange, note
 from common.data import Data
-from common.layout import data_parallel_group, materialize
+from common.layout import layout_of, materialize
 from common.model import IGNORE, PRESETS, Decoder
 from common.trainer import Run, among, choose_device, main
 from step01_single_gpu import RECOMPUTE, Optimizer, learning_rate, scale
@@ -63,7 +63,7 @@ class NaiveSync:
     def finish(self):
         """After the last one: when it returns, every `.grad` is the sum over the ranks."""
         for param in self.params:
-            group = data_parallel_group(param, self.mesh)  # dp: the ranks with the same weights and different tokens
+            group = self.mesh[layout_of(param).data_dim]  # dp: the ranks with the same weights and different tokens
             if group.size > 1:
                 self.sum_up(param.grad, group)
 
@@ -117,13 +117,13 @@ def fill_buckets(params: list[nn.Parameter], mesh: Mesh, limit: float) -> list[B
     """Parameters in buckets, in order, of at most `limit` bytes of gradients each (or one parameter that has more)."""
     lists, room, last_group = [], 0.0, None
     for param in params:
-        size, group = param.numel() * param.grad_dtype.itemsize, data_parallel_group(param, mesh)
+        size, group = param.numel() * param.grad_dtype.itemsize, mesh[layout_of(param).data_dim]
         if size > room or group is not last_group:  # a bucket has one group: in this chapter dp, of all ranks
             lists.append([])
             room, last_group = limit, group
         lists[-1].append(param)
         room -= size
-    return [Bucket(some, data_parallel_group(some[0], mesh)) for some in lists]
+    return [Bucket(some, mesh[layout_of(some[0]).data_dim]) for some in lists]
 
 
 class BucketSync:

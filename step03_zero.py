@@ -44,7 +44,7 @@ from torch import Tensor, nn
 import step02_ddp as step02
 from common.comm import Group, Mesh, Pending, all_gather, all_reduce, reduce_scatter
 from common.data import Data
-from common.layout import data_parallel_group, global_norm, layout_of, materialize
+from common.layout import global_norm, layout_of, materialize
 from common.model import IGNORE, PRESETS, Decoder, wide
 from common.trainer import Run, among, choose_device, main
 from step01_single_gpu import OPTIMIZERS, RECOMPUTE, Optimizer, learning_rate, scale
@@ -113,7 +113,7 @@ class Zero1:
         for names in unit_names(model):  # one by one: in stage 3 no rank ever holds the whole model
             materialize(model, config.seed, device, dtype, names)
             named = {name: model.get_parameter(name) for name in names}
-            group = data_parallel_group(named[names[0]], mesh)  # dp: same weights, other tokens
+            group = mesh[layout_of(named[names[0]]).data_dim]  # dp: same weights, other tokens
             self.units.append(self.unit_type(named, group))
         self.masters: dict[str, Tensor] = {}  # by name: this rank's shard of each
         for unit in self.units:

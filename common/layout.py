@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.comm import Group, Mesh, all_reduce
+from common.comm import Mesh, all_reduce
 from common.model import Decoder
 
 
@@ -78,7 +78,7 @@ class ParamLayout:
 
     shards: tuple[Shard, ...] = ()  # from chapter 4 on: one for each time that it was sharded, in this order
     partial_over: tuple[str, ...] = ()  # from chapter 4 on: dimensions over which its gradient must still be summed
-    data_dim: str = "dp"  # dimension along which ranks hold the same and see different tokens
+    data_dim: str = "dp"  # along it ranks hold the same and see different tokens; from chapter 5 on "data", dp x cp
     stage_copies: int = 1  # from chapter 6 on: pipeline stages, on different ranks, that hold it
 
 
@@ -90,14 +90,6 @@ def layout_of(param: Tensor) -> ParamLayout:
 def note_layout(param: Tensor, **changes: Any):
     """From chapter 4 on: change fields of a parameter's record."""
     param.parallel_layout = replace(layout_of(param), **changes)
-
-
-def data_parallel_group(param: Tensor, mesh: Mesh) -> Group:
-    """From chapter 2 on: the ranks that hold the same of a parameter, and see different tokens.
-
-    It is dp; from chapter 5 on dp x cp; in chapter 7, for experts, some of these.
-    """
-    return mesh[layout_of(param).data_dim]
 
 
 def shard_of(full: Tensor, shard: Shard) -> Tensor:

@@ -91,7 +91,7 @@ FAULTS = [
     Fault("step02_ddp", "self.sum_up(param.grad, group)", "self.sum_up(param.data.div_(group.size), group)", "test_step02::test_naive_sync_sums_each_gradient_over_the_group_of_its_record", "weights are averaged, gradients stay at home"),  # noqa: E501
     Fault("step02_ddp", "dist.all_reduce(gradient, group=group.handle)", "dist.all_reduce(gradient, group=group.handle), gradient.div_(group.size)", "test_step02::test_naive_sync_sums_each_gradient_over_the_group_of_its_record", "averaged: scaled twice"),  # noqa: E501
     Fault("step02_ddp", "group=group.handle)", "group=group.handle, async_op=True)", "test_step02::test_naive_sync_sums_each_gradient_over_the_group_of_its_record", "nobody waits for the sum"),  # noqa: E501
-    Fault("step02_ddp", "data_parallel_group(param, self.mesh)", 'self.mesh["dp"]', "test_step02::test_naive_sync_sums_each_gradient_over_the_group_of_its_record", "all are summed over dp, whatever the record says"),  # noqa: E501
+    Fault("step02_ddp", "self.mesh[layout_of(param).data_dim]", 'self.mesh["dp"]', "test_step02::test_naive_sync_sums_each_gradient_over_the_group_of_its_record", "all are summed over dp, whatever the record says"),  # noqa: E501
     Fault("step02_ddp", "if group.size > 1:", "if True:", "test_step02::test_naive_sync_sums_each_gradient_over_the_group_of_its_record", "a group of one has no handle: torch sums over all ranks"),  # noqa: E501
     Fault("step02_ddp", "range(2 * (n - 1))", "range(2 * (n - 1) - 1)", "test_step02::test_ring_sum", "a round short: a piece has an old sum"),  # noqa: E501
     Fault("step02_ddp", "range(2 * (n - 1))", "range(n - 1)", "test_step02::test_ring_sum", "finished pieces are not passed on"),  # noqa: E501
@@ -185,7 +185,6 @@ FAULTS = [
     Fault("step03_zero", "sharded=config.zero > 0", "sharded=False", "test_step03::test_zero_trains_to_step_1s_numbers", "shards are taken for copies"),  # noqa: E501
     Fault("step03_zero", "scale(optimizer.gradients(), clip_coef)", "pass", "test_step03::test_zero_trains_to_step_1s_numbers", "nothing is clipped"),  # noqa: E501
     Fault("step03_zero", "learning_rate(step, config)", "learning_rate(step * mesh.world, config)", "test_step03::test_zero_trains_to_step_1s_numbers", "the schedule runs faster with more ranks: https://github.com/huggingface/accelerate/issues/662"),  # noqa: E501
-    Fault("common.layout", "return mesh[layout_of(param).data_dim]", 'return mesh["dp"]', "test_step03::test_global_norm_and_group", "the record's group is ignored"),  # noqa: E501
     Fault("common.layout", ".double().square() / copies", ".double().square()", "test_step03::test_global_norm_and_group", "copies count: https://github.com/NVIDIA-NeMo/RL/pull/3788"),  # noqa: E501
     Fault("common.layout", ".double().square() / copies", ".double() / copies", "test_step03::test_global_norm_and_group", "norms are added, where their squares should be"),  # noqa: E501
     Fault("common.layout", "for dim in mesh.sizes:", 'for dim in {*mesh.sizes} - {"pp"}:', "test_step03::test_global_norm_and_group", "each stage clips by its own norm: https://github.com/pytorch/torchtitan/issues/596"),  # noqa: E501

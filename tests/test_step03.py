@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import step03_zero as step
 from common.comm import Group, Mesh
-from common.layout import Shard, data_parallel_group, global_norm, layout_of, note_layout
+from common.layout import Shard, global_norm, layout_of, note_layout
 from common.model import Decoder, wide
 from tests.equal import SHAPE, close, decoder, draw, equals_step1
 from tests.tape import Live, Tape
@@ -231,13 +231,12 @@ RECORDS = [
 @task("norm", 3)
 @cases("sizes, sharded, first, second", RECORDS)
 def test_global_norm_and_group(sizes, sharded, first, second):
-    """Each element counts once, however many ranks hold it; a rank may hold none. The record names the group."""
+    """Each element counts once, however many ranks hold it; a rank may hold none."""
     mesh, model, gradients, square = Mesh(**sizes), nn.Module(), {}, 0.0
     mesh.join("data", *sizes)
     for name, (record, dims) in dict(a=first, b=second).items():
         model.register_parameter(name, param := nn.Parameter(torch.zeros(1)))
         note_layout(param, **record)
-        close(data_parallel_group(param, mesh) is mesh[record.get("data_dim", "dp")], True, "the group of the record")
         shape = [sizes[dim] for dim in dims]
         distinct = [draw(name, i, 3 * i + (not dims)) for i in range(int(np.prod(shape)))]  # the first may be empty
         gradients[name] = distinct[np.ravel_multi_index([mesh[dim].rank for dim in dims], shape) if dims else 0]

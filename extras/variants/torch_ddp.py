@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import step02_ddp as step02
 from common import UserError
 from common.comm import Group, Mesh, note
-from common.layout import data_parallel_group
+from common.layout import layout_of
 from common.model import Decoder
 from common.trainer import choose_device
 from extras.variants import Parts
@@ -52,7 +52,7 @@ class TorchSync:
 
     def __init__(self, model: Decoder, config: Any, mesh: Mesh):
         """In a group of one there is nothing to wrap."""
-        group, self.left, self.ddp = data_parallel_group(next(model.parameters()), mesh), 0, None
+        group, self.left, self.ddp = mesh[layout_of(next(model.parameters())).data_dim], 0, None
         if group.size == 1:
             return
         self.ddp = DistributedDataParallel(
