@@ -133,12 +133,12 @@ class Run:
         """Go on from --resume: fill masters, moments, weights; returns the number of steps done. Raises UserError."""
         where = Path(self.config.resume).resolve()
         path = max(where.glob("checkpoints/step-*"), default=where) if self.config.resume else None
+        if path and not (path / "rank-00000.pt").exists():
+            raise UserError(f"--resume {path}: no checkpoint is there")
         if max(self.out.resolve().glob("checkpoints/step-*"), default=path) != path:
             raise UserError(f"--out {self.out} has checkpoints: go on by --resume {self.out}, or choose another --out")
         if path is None:
             return 0
-        if not (path / "rank-00000.pt").exists():
-            raise UserError(f"--resume {path}: no checkpoint is there")
         theirs = torch.load(path / "rank-00000.pt", mmap=True)["flags"]
         for name, ours in self.flags.items():
             if name not in ("out", "resume", "save_every") and theirs.get(name, ours) != ours:
