@@ -130,11 +130,11 @@ FORMULAS = part_attention, part_gradients  # a kernel: what computes a part of t
 
 
 class RingAttention(torch.autograd.Function):
-    """Causal attention of queries that stay to keys and values that travel."""
+    """Causal attention of queries that stay to keys and values that travel. Alone, a rank sends nothing: n may be 1."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable, kernel: tuple = FORMULAS):
-        """q [batch, heads, s/n, d]; k, v [batch, kv_heads, s/n, d] -> like q."""
+        """q [batch, heads, s/n, d]; k, v [batch, kv_heads, s/n, d], perhaps strided -> like q; sums: wide(q.dtype)."""
         n, r = group.size, group.rank
         attention, ctx.gradients = kernel
         own = kv = torch.stack((k, v))  # [2, batch, kv_heads, s/n, d]
@@ -159,7 +159,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do: Tensor):
-        """k and v travel as in forward. The sum of their gradients is sent on when this rank has added its own."""
+        """k and v travel as in forward. The sum of their gradients, in wide(q.dtype), follows when ours are added."""
         q, kv, o, lse = ctx.saved_tensors
         n, r = ctx.group.size, ctx.group.rank
         dq, dkv = (torch.zeros_like(x, dtype=wide(q.dtype)) for x in (q, kv))

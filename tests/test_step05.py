@@ -224,12 +224,12 @@ def test_ring_backward(n, rows, heads, kv_heads, rule, kind):
     """Gradients of this rank's tokens, to which all ranks have added."""
     group, whole, here, mine = own(n, rows, heads, kv_heads, rule, kind)
     given, size = [x.clone() for x in mine], group.size
-    if size > 1:  # else there is no ring: `shard_context` leaves the model's own attention in place
-        found, _, tape = ring(Tape, group, given, rule)
-        each("dq dk dv", found[1:], [x[:, :, here] for x in softmax_of(*whole)[2:]], size)
-        each("q k v do", given, mine, when="after the call")
-        close(tape.left, [], "messages that nobody has waited for")
-        close(tape.sent, (2 * size - 1) * 2 * given[1].nbytes, "bytes: k and v n-1 times, their gradients n times")
+    found, _, tape = ring(Tape, group, given, rule)
+    each("dq dk dv", found[1:], [x[:, :, here] for x in softmax_of(*whole)[2:]], size)
+    each("q k v do", given, mine, when="after the call")
+    close(tape.left, [], "messages that nobody has waited for")
+    sent = (2 * size - 1) * 2 * given[1].nbytes if size > 1 else 0
+    close(tape.sent, sent, "bytes: k and v n-1 times, their gradients n times")
 
 
 @ranks(4)
