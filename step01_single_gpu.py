@@ -45,7 +45,7 @@ def decay_groups(masters: dict[str, Tensor], config: "Config") -> list[dict]:
 
 
 def adamw(masters: dict[str, Tensor], config: "Config") -> torch.optim.Optimizer:
-    """AdamW, given the masters by name."""
+    """AdamW on the masters, given by name, with the betas of Llama, 0.9 and 0.95, in place of PyTorch's defaults."""
     return torch.optim.AdamW(decay_groups(masters, config), betas=(0.9, 0.95), fused=True)
 
 
@@ -95,6 +95,7 @@ class Optimizer:
     """The update rule on masters, copies of the weights in fp32. Weights in fp32 or fp64 are their own masters."""
 
     def __init__(self, model: Decoder, config: Config):
+        """Set `params` and `masters`: what is trained, by name. Autograd must add gradients in the masters' dtype."""
         self.params = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.masters = {name: param.detach().to(wide(param.dtype)) for name, param in self.params.items()}
         for param in self.params.values():
@@ -102,7 +103,7 @@ class Optimizer:
         self.torch_optimizer = OPTIMIZERS[config.optimizer](self.masters, config)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients by name."""
+        """The gradients by name (None before a backward), and no copies of them: clipping changes them in place."""
         return {name: param.grad for name, param in self.params.items()}
 
     def step(self, lr: float):

@@ -61,15 +61,15 @@ class NaiveSync:
         """Before the first micro-batch. Each of them adds to the gradients."""
 
     def finish(self):
-        """After the last one: when it returns, every `.grad` is the sum over the ranks."""
+        """After the last one: when it returns, every `.grad` is the sum over its parameter's data_parallel_group."""
         for param in self.params:
             group = self.mesh[layout_of(param).data_dim]  # dp: the ranks with the same weights and different tokens
             if group.size > 1:
                 self.sum_up(param.grad, group)
 
     def sum_up(self, gradient: Tensor, group: Group):
-        """What data parallelism needs of torch.distributed: one call."""
-        note("all_reduce", group, gradient, 2 * (group.size - 1) / group.size)  # only counts bytes, for `sent`
+        """Sum a gradient over several ranks, in place: `note` counts its bytes, and dist.all_reduce does the rest."""
+        note("all_reduce", group, gradient, 2 * (group.size - 1) / group.size)
         dist.all_reduce(gradient, group=group.handle)
 
 
@@ -89,7 +89,7 @@ class RingSync(NaiveSync):
     """
 
     def sum_up(self, gradient: Tensor, group: Group):
-        """Sum a contiguous tensor over the group, in place."""
+        """Sum a contiguous tensor over the group, in place. Its n shards need not be equally long, and may be empty."""
         n, r = group.size, group.rank
         shards = gradient.view(-1).tensor_split(n)
         for s in range(2 * (n - 1)):
@@ -107,14 +107,14 @@ class Bucket:
     """`flat` [elements] holds the gradients of all `params`. `views`: the part of each, in its shape."""
 
     def __init__(self, params: list[nn.Parameter], group: Group):
+        """Keep `params` and `group`. `flat` is zeros, of the params' grad_dtype; `views` is a list, in their order."""
         self.params, self.group, sizes = params, group, [param.numel() for param in params]
         self.flat = torch.zeros(sum(sizes), dtype=params[0].grad_dtype, device=params[0].device)
         self.views = [view.view_as(p) for view, p in zip(self.flat.split(sizes), params, strict=True)]
-        self.missing = 0  # additions to its gradients that are still to come in this step
 
 
 def fill_buckets(params: list[nn.Parameter], mesh: Mesh, limit: float) -> list[Bucket]:
-    """Parameters in buckets, in order, of at most `limit` bytes of gradients each (or one parameter that has more)."""
+    """Buckets of consecutive parameters of one group, of at most `limit` bytes of gradients (or of one parameter)."""
     lists, room, last_group = [], 0.0, None
     for param in params:
         size, group = param.numel() * param.grad_dtype.itemsize, mesh[layout_of(param).data_dim]
@@ -143,11 +143,11 @@ class BucketSync:
                 param.register_post_accumulate_grad_hook(partial(self.mark_ready, bucket))
 
     def begin(self, n_micro_batches: int):
-        """Zero the buffers; make each `.grad` a view of its buffer."""
+        """Zero the buffers; make each `.grad` a view of its buffer. A gradient is complete after n additions."""
         self.unsent, self.pending = list(self.buckets), []
         for bucket in self.buckets:
             bucket.flat.zero_()
-            bucket.missing = n_micro_batches * len(bucket.params)
+            bucket.missing = n_micro_batches * len(bucket.params)  # additions that are still to come in this step
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 param.grad = view
 

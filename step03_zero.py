@@ -75,12 +75,12 @@ class Unit:
         self.grad_shard: Tensor | None = None  # [padded / n], `reduced_shard` of all micro-batches, added up
 
     def view(self, flat: Tensor, name: str) -> Tensor:
-        """A parameter's part of a flat buffer, in the parameter's shape."""
+        """A parameter's part of a flat buffer, in the parameter's shape: a view, so writing to it changes `flat`."""
         start, stop = self.span[name]
         return flat[start:stop].view_as(self.named[name])
 
     def view_shard(self, shard: Tensor, name: str) -> Tensor:
-        """The part of this rank's shard that belongs to a parameter: empty if it lies on other ranks."""
+        """The part of this rank's shard that is a parameter's: a view [k]; k is 0 if all of it is on other ranks."""
         start, stop = (min(max(at - self.first, 0), self.length) for at in self.span[name])
         return shard[start:stop]
 
@@ -129,7 +129,7 @@ class Zero1:
                 param.grad = unit.view(unit.gradient, name)
 
     def reduce(self, unit: Unit) -> Pending:
-        """Start to sum a unit's gradient over the ranks; this rank gets its shard of the sum."""
+        """Start to sum a unit's gradient over its group. Our shard of the sum comes into a new `reduced_shard`."""
         unit.reduced_shard = unit.gradient.new_empty(unit.length)
         return reduce_scatter(unit.reduced_shard, unit.gradient, unit.group)
 
@@ -185,7 +185,7 @@ class Zero2(Zero1):
                 param.register_post_accumulate_grad_hook(partial(self.mark_ready, unit, name))
 
     def begin(self, n_micro_batches: int):
-        """Before the first micro-batch: the shards start at zero."""
+        """Before the first micro-batch: `grad_shard` is zeros like `master`; all trained gradients are `missing`."""
         self.in_flight: tuple[Unit, Pending] | None = None
         for unit in self.units:
             unit.missing = len(unit.trained)

@@ -60,21 +60,21 @@ def unchanged(x: Tensor, group: Group) -> Tensor:
 
 
 def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
-    """All-reduce: the sum of every rank's x."""
+    """All-reduce: the sum of every rank's x, in a new tensor. x may be strided, not contiguous; it does not change."""
     x = x.clone(memory_format=torch.contiguous_format)  # all_reduce works in place
     all_reduce(x, group).wait()
     return x
 
 
 def gather_tokens(x: Tensor, group: Group) -> Tensor:
-    """All-gather: [batch, seq/n, dim] of every rank -> [batch, seq, dim]."""
+    """All-gather: x [batch, seq/n, dim], perhaps strided -> [batch, seq, dim]: rank 0's tokens, then rank 1's, ..."""
     shards = x.new_empty(group.size, *x.shape)  # [n, batch, seq/n, dim]
     all_gather(shards.view(-1), x.contiguous().view(-1), group).wait()
     return shards.movedim(0, 1).flatten(1, 2)
 
 
 def sum_and_shard_tokens(x: Tensor, group: Group) -> Tensor:
-    """Reduce-scatter: [batch, seq, dim] on every rank -> this rank's tokens of the sum, [batch, seq/n, dim]."""
+    """Reduce-scatter: x [batch, seq, dim], perhaps strided -> [batch, seq/n, dim]: rank r has run r of the sum."""
     shards = x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()  # [n, batch, seq/n, dim]
     ours = torch.empty_like(shards[0])
     reduce_scatter(ours.view(-1), shards.view(-1), group).wait()

@@ -180,7 +180,7 @@ class OneForwardOneBackward(Pipeline):
     """1F1B (PipeDream-flush, Narayanan et al. 2021)."""
 
     def execute(self):
-        """At most p - rank micro-batches are between their forward and their backward."""
+        """At most p - rank micro-batches are in flight. In the steady phase y and dy, or dx and x, move at once."""
         stage, m = self.group.rank, len(self.xs)
         warm_up = min(m, self.group.size - 1 - stage)
 

@@ -58,6 +58,7 @@ from step06_pipeline import keep_stage, make_pipeline, plan, sum_tied
 # Shapes in names: x_TD is [T, D].
 # T  tokens of this rank     N = T K: choices, a row for each        E  experts           G  ranks of ep
 # D  dim     K  top_k        R  rows that this rank's experts get    e = E / G: experts of a rank
+# leaving_Ge[r, e]: how many of our rows go to expert e of rank r. arriving_Ge[r, e]: rows from rank r for our expert e.
 
 
 class ExpertLinear(nn.Module):
@@ -114,7 +115,10 @@ class MoE(nn.Module):
         self.coeff = config.aux_loss_coeff * config.micro_batch_size / config.global_batch_size
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq, dim], this rank's tokens -> [batch, seq, dim]."""
+        """[batch, seq, dim], this rank's tokens -> [batch, seq, dim]. AddLoss adds coeff x `aux_loss` to the loss.
+
+        Router, softmax, scores and the weighted sum are in wide(x.dtype). `experts`, and what is returned, in x.dtype.
+        """
         x_TD, precise = x.flatten(0, 1), wide(x.dtype)
         p_TE = F.linear(x_TD.to(precise), self.router.weight.to(precise)).softmax(-1)
         scores_TK, experts_TK = p_TE.topk(self.top_k)
@@ -145,7 +149,7 @@ def transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
 
 
 def dispatch(sorted_ND: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: Tensor) -> Tensor:
-    """Rows, sorted by expert, go to the ranks of their experts -> what arrives here [R, D], sorted by expert."""
+    """Rows, sorted by expert, perhaps strided, go to their experts' ranks -> what arrives [R, D], sorted by expert."""
     in_rows, out_rows = leaving_Ge.sum(1).tolist(), arriving_Ge.sum(1).tolist()
     received_RD = sorted_ND.new_empty(sum(out_rows), sorted_ND.shape[1])
     all_to_all(received_RD, sorted_ND.contiguous(), group, in_rows, out_rows).wait()
@@ -153,7 +157,7 @@ def dispatch(sorted_ND: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: T
 
 
 def combine(out_RD: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: Tensor) -> Tensor:
-    """The reverse of `dispatch`: outputs of our experts [R, D] -> those of the rows that left here [N, D]."""
+    """The reverse of `dispatch`: outputs [R, D], perhaps strided -> those of the rows that left here, [N, D]."""
     in_rows, out_rows = arriving_Ge.sum(1).tolist(), leaving_Ge.sum(1).tolist()
     home_ND = out_RD.new_empty(sum(out_rows), out_RD.shape[1])
     all_to_all(home_ND, transpose_blocks(out_RD, arriving_Ge.T), group, in_rows, out_rows).wait()
@@ -162,8 +166,8 @@ def combine(out_RD: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: Tenso
 
 def visit_experts(experts: Callable, group: Group, sorted_ND: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
     """Replaces `Experts.forward`, for experts on other ranks. Dispatch and combine: each is the other's backward."""
-    leaving_Ge = num_tokens_per_expert_E.view(group.size, -1)  # [rank, an expert there]: rows that go there
-    arriving_Ge = torch.empty_like(leaving_Ge)  # [rank, an expert of ours]: rows that come from there
+    leaving_Ge = num_tokens_per_expert_E.view(group.size, -1)
+    arriving_Ge = torch.empty_like(leaving_Ge)
     all_to_all(arriving_Ge, leaving_Ge, group).wait()
     leaving_Ge, arriving_Ge = torch.stack((leaving_Ge, arriving_Ge)).cpu()  # the CPU must know: it waits for the GPU
     sizes = dict(leaving_Ge=leaving_Ge, arriving_Ge=arriving_Ge)
@@ -198,7 +202,11 @@ def own_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 def shard_experts(model: Decoder, mesh: Mesh, config: Config):
-    """Put this rank's experts in the place of MLPs, whose shards and hooks f and g go with them. Raises UserError."""
+    """Put this rank's experts in the place of MLPs, whose shards and hooks f and g go with them. Raises UserError.
+
+    Make the groups ep and expert_data (figure), and sequence (cp x tp). Note that a router's gradient is summed over
+    data and tp, an expert's over expert_data. Without SP, a layer gets `own_tokens`, and its outputs are gathered.
+    """
     ep, tp, ranks, n_tokens = config.ep, mesh["tp"], mesh.world // config.pp, model.config.seq_len // mesh["cp"].size
     if config.experts % ep or ranks % ep:
         raise UserError(f"--ep {ep} must divide --experts {config.experts}, and the {ranks} ranks of dp x cp x tp")

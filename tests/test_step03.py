@@ -228,7 +228,6 @@ RECORDS = [
 
 
 @ranks(4)
-@task("norm", 3)
 @cases("sizes, sharded, first, second", RECORDS)
 def test_global_norm_and_group(sizes, sharded, first, second):
     """Each element counts once, however many ranks hold it; a rank may hold none."""

@@ -145,7 +145,7 @@ def test_a_layer_is_its_definition(way, k):
         close(found[name], value, f"the gradient of {name}")
 
 
-@task("layer", 1)
+@task("balance", 1)
 def test_aux_loss_by_hand():
     """E sum_e f_e P_e of 7 tokens, which choose two experts each: in fp64 to its last digits."""
     p, counts = draw("p", 0, 7, 5).softmax(-1), torch.tensor([3, 4, 0, 5, 2])

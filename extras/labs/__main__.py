@@ -28,7 +28,7 @@ In the project's folder:
 
     python -m extras.labs check {folder}     points by task, as they will be graded
     python -m extras.labs check {folder} --task "{task}"
-    python -m extras.labs hint {folder} 1    the next of three hints for the first task; hints cost nothing
+    python -m extras.labs hint {folder} 1    the next of three hints for task 1; hints cost nothing
 
 The tests say what is demanded of each function: read one that fails. A test that hangs fails after half a minute, and
 says in which call each rank waits.
@@ -46,10 +46,11 @@ def start(lab: int, folder: Path, student: str):
     words = dict(lab=lab, step=step_of(lab), student=student, files=files, folder=folder.resolve(), task=task)
     words["launch"] = f"{'torchrun --nproc_per_node=2' if lab > 1 else 'python'} {step_of(lab)} --model debug"
     lines = [INTRODUCTION.format(tests=chapter(lab), word=task.replace(" ", "_"), **words)]
-    for (name, names), (title, minutes, read, _) in zip(TASKS[lab].items(), text_of(lab), strict=True):
+    for i, ((name, names), (title, minutes, read, _)) in enumerate(zip(TASKS[lab].items(), text_of(lab), strict=True)):
         earned = sum(points for (_, other), points in worth(lab).items() if other == name)
-        lines += [f'## {title} (task "{name}", {minutes} minutes, {earned} points)\n']
-        lines += [f"Write: {names.replace('common.schedules:', '')}." if names else "Nothing new: all of it together."]
+        lines += [f'## {i + 1}. {title} (task "{name}", {minutes} minutes, {earned} points)\n']
+        holes_of = ", ".join(f"`{each.rpartition(':')[2]}`" for each in names.split())
+        lines += [f"Write: {holes_of}." if names else "Nothing new: all of it together."]
         lines += [f"Read: {read}.\n"]
     lines += ["## The question, to be answered in writing\n", question_of(lab)]
     (folder / "LAB.md").write_text("\n".join(lines))

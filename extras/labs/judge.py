@@ -97,7 +97,7 @@ def worth(lab: int) -> dict[Key, int]:
         lay_out(lab, Path(place), ours(lab))
         run(Path(place), 300, "-c", LISTS, "--collect-only", "-q", "-m", "task and not exhaustive", chapter(lab))
         marks = json.loads(Path(place, "tests.json").read_text())
-    return {(test, task): points for test, task, points in marks if task in TASKS[lab]}
+    return {(test, task): points for test, task, points in marks}
 
 
 def judged(lab: int, texts: dict[str, str], seconds: float, task: str = "", blank: set[str] = frozenset()) -> dict:

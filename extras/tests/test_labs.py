@@ -143,9 +143,12 @@ def test_points_of_the_project_and_of_a_starter(lab):
 
 
 RAW = "    import torch.distributed\n\n    torch.distributed.all_reduce(x, group=group.handle)\n    return x\n"
+TWO = "        works = exchange([], receives, self.group), exchange(sends, [], self.group)\n"
+TWO += "        for work in works:\n            work.wait()\n"
 STYLES = [  # lab, task, old, new
     (2, "buckets", "        lists[-1].append(param)\n", "        lists[-1] += (param,)\n"),
     (4, "collectives", "    all_reduce(x, group).wait()\n    return x\n", RAW),
+    (6, "messages", "        exchange(sends, receives, self.group).wait()\n", TWO),
 ]
 
 
