@@ -194,6 +194,7 @@ FAULTS = [
     Fault("common.layout", "(record.data_dim,)", '("data",)', "test_step03::test_global_norm_and_group", "a shard counts once for each rank that holds it"),  # noqa: E501
     # --- chapter 4
     Fault("common.comm", "torch.sum(shards.view(group.size, -1), 0, out=output.view(-1))", "output.view(-1).copy_(shards.view(group.size, -1)[group.rank])", "test_step04::test_sum_and_shard_tokens", "a rank's own term is taken for the sum"),  # noqa: E501
+    Fault("step04_tp_sp", "x.clone(memory_format=torch.contiguous_format)", "x.clone()", "test_step04::test_sum_over_ranks", "tensors are added in the order of memory, which may differ between ranks"),  # noqa: E501
     Fault("step04_tp_sp", "x.clone(memory_format=torch.contiguous_format)", "x.contiguous()", "test_step04::test_sum_over_ranks", "the caller's tensor is summed in place"),  # noqa: E501
     Fault("step04_tp_sp", "shards.movedim(0, 1)", "shards.movedim(0, 2)", "test_step04::test_gather_tokens", "tokens of different ranks alternate"),  # noqa: E501
     Fault("step04_tp_sp", ".movedim(1, 0)", ".movedim(1, 0).roll(-1, 0)", "test_step04::test_sum_and_shard_tokens", "each keeps the tokens of its right neighbour"),  # noqa: E501

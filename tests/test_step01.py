@@ -340,6 +340,7 @@ def test_a_norm_that_is_not_finite_ends_the_run_before_the_update(bad):
     with mock.patch.dict(step.RECOMPUTE, none=spoil), run, pytest.raises(UserError, match=said):
         step.train(run.config, run)
     assert all(param.isfinite().all() for param in run.model.parameters()), "weights are not finite"
+    close([row["tokens"] for row in run.history], [12 * 64], "tokens of each step that has been recorded")
     close(alive, [(False, 1)] + [(True, 1)] * 11 + [(False, 1)] * 12, "is step 1's gradient alive, and how many graphs")
 
 

@@ -21,7 +21,7 @@ In {files} some functions only raise `NotImplementedError`. Write them: signatur
 docstring are the specification. Nothing else is judged: keep helper functions in the same file. Do the tasks in order.
 Two cores and 2 GB suffice. In this folder, with the project's environment active:
 
-    pytest {tests}      all tests; with `-k {word}` those of a task, with `--lf` those that failed
+    pytest {tests}      all tests; with `-k task_{word}` those of a task, with `--lf` those that failed
     {launch}      your step, once it is whole; `--help` lists its flags
 
 In the project's folder:
