@@ -228,8 +228,8 @@ def test_ring_backward(n, rows, heads, kv_heads, rule, kind):
     each("dq dk dv", found[1:], [x[:, :, here] for x in softmax_of(*whole)[2:]], size)
     each("q k v do", given, mine, when="after the call")
     close(tape.left, [], "messages that nobody has waited for")
-    sent = (2 * size - 1) * 2 * given[1].nbytes if size > 1 else 0
-    close(tape.sent, sent, "bytes: k and v n-1 times, their gradients n times")
+    bytes_ = (2 * size - 1) * 2 * given[1].nbytes * (size > 1)
+    close(tape.sent, bytes_, "bytes: k and v n-1 times, their gradients n times")
 
 
 @ranks(4)
@@ -325,11 +325,8 @@ def test_what_is_given_to_the_model_and_sent(recompute, again):
     each("tokens targets", [torch.cat(some) for some in found], whole)
     each("1 2 3", positions, [here] * 3, when=": positions of a micro-batch")
     kv = 2 * 8 * 2 * 8 * 8  # of 8 tokens, 2 heads of 8 numbers of fp64
-    close(
-        run.history[0]["sent"]["cp"],
-        3 * 5 * (1 + again + 1 + 2) * kv + 8,
-        "bytes over cp: 3 layers, 5 sequences, the norm",
-    )
+    expected = 3 * 5 * (1 + again + 1 + 2) * kv + 8  # 3 layers, 5 sequences; the norm
+    close(run.history[0]["sent"]["cp"], expected, "bytes over cp")
 
 
 ALL = dict(steps=5, global_batch_size=10, micro_batch_size=2)  # beside BASE: micro-batches of 2, 2 and 1

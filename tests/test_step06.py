@@ -208,9 +208,8 @@ def posted(cls: type[step.Pipeline], rank: int, p: int, m: int) -> list[list]:
     loop.backward = lambda i, stage, _: lines.append([("compute", Action("B", i, stage), None)]) or i
 
     def post(sends: list, receives: list, _group: Group) -> SimpleNamespace:
-        if not (posts and lines[-1] is posts[0]):
-            posts[:] = [[]]
-            lines.extend(posts)
+        if not posts or lines[-1] is not posts[0]:
+            lines.append([]), posts.insert(0, lines[-1])
         posts[0].extend(("send", Action("F" if peer > rank else "B", i, peer), peer) for i, peer in sends)
         posts[0].extend(("receive", Action("B" if peer > rank else "F", i, rank), peer) for i, peer in receives)
         return SimpleNamespace(wait=posts.clear)

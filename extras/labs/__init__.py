@@ -26,7 +26,7 @@ TASKS: dict[int, dict[str, str]] = {
     1: {
         "learning rate": "learning_rate",
         "adamw": "decay_groups adamw",
-        "masters": "Optimizer.__init__ Optimizer.gradients Optimizer.step Optimizer.zero_grad",
+        "masters": "Optimizer.__init__ Optimizer.gradients Optimizer.step Optimizer.publish Optimizer.zero_grad",
         "recomputation": "recompute_layers",
         "loop": "train",
     },
