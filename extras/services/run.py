@@ -113,7 +113,7 @@ class ServedRun(OpenRun):
     def record(self, step: int, tokens: int, **numbers: float):
         """With what services add to the numbers of a step."""
         numbers |= self.screen.more(step, tokens)
-        if (health := self.parts.kept.get("extras.services.health")) is not None:
+        if (health := self.parts.kept.get("health")) is not None:
             numbers |= health.of_step(numbers["waited_seconds"])
         before = time.perf_counter()
         numbers |= evaluation.metrics(self.config, self.parts, step, self.keeper.end)

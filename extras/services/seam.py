@@ -7,8 +7,8 @@ OpenRun(config)          the plain run, with everything prepared and attached: w
 
 import dataclasses
 import importlib
-import pkgutil
 from functools import lru_cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +17,7 @@ from common.comm import Mesh
 from common.trainer import Run
 from extras import variants
 from extras.services import legal
-from extras.variants import Parts
+from extras.variants import Parts, name_of
 
 # Attached after the variants, in this order; by name, as some of them build on this file.
 SERVICES = "stages devices shapes legal readers resume evaluation health dry_run screen"
@@ -25,8 +25,9 @@ SERVICES = "stages devices shapes legal readers resume evaluation health dry_run
 
 @lru_cache
 def plugins() -> list[ModuleType]:
-    """All variants, by name, then services. To import them adds their entries to the menus."""
-    names = sorted(f"extras.variants.{info.name}" for info in pkgutil.iter_modules(variants.__path__))
+    """All variants, by chapter and name, then services. To import them adds their entries to the menus."""
+    files = sorted(Path(variants.__file__).parent.glob("step0*/*.py"))
+    names = [f"extras.variants.{path.parent.name}.{path.stem}" for path in files]
     names += [f"extras.services.{name}" for name in SERVICES.split()]
     return [importlib.import_module(name) for name in names]
 
@@ -113,5 +114,5 @@ class OpenRun(Run):
         mesh = parts.pop("mesh", None) or Mesh(dp=1)  # step 1 has none
         self.parts = dataclasses.replace(self.parts, mesh=mesh, **parts)
         for plugin in offered(type(self.config), "attach"):
-            self.parts.kept[plugin.__name__] = plugin.attach(self.config, self.parts)
+            self.parts.kept[name_of(plugin.__name__)] = plugin.attach(self.config, self.parts)
         return self.parts

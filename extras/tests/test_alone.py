@@ -238,10 +238,10 @@ ATTACHED = [
         "--zero 2 --zero-replicas 2 --skip-spikes 3 --offload-optimizer cpu --dtype fp32",
         """
         zero_replicas around --zero 2
-        offload_optimizer instead of Zero2.step
         skip_spikes around ServedRun.require_finite
         skip_spikes around AdamW.step
         skip_spikes around ServedRun.record
+        offload_optimizer instead of Zero2.step
         zero_replicas around Zero2.finish""",
     ),
     (
@@ -250,10 +250,10 @@ ATTACHED = [
         "--tp 2 --tp-overlap --expert-matmul grouped --prefetch --z-loss 0.1",
         """
         routing instead of --balance loss
+        prefetch around Data.batch
         block_overlap instead of Linear.forward (x6)
         block_overlap instead of Attention.enter (x2)
-        grouped_matmul instead of ExpertLinear.forward (x6)
-        prefetch around Data.batch""",
+        grouped_matmul instead of ExpertLinear.forward (x6)""",
     ),
 ]
 

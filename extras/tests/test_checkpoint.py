@@ -265,8 +265,8 @@ def test_a_variants_own_state_is_kept(tmp_path):
     train_on_rank("step01_single_gpu", options | dict(stop_after=2))
     train_on_rank("step01_single_gpu", options)
     state = Checkpoint(newest(tmp_path / "run")).index["state"]
-    assert state["extras.variants.fp16"] == dict(scale=2.0**16, good_steps=4)
-    assert len(state["extras.variants.skip_spikes"]) == 4
+    assert state["fp16"] == dict(scale=2.0**16, good_steps=4)
+    assert len(state["skip_spikes"]) == 4
 
 
 # --- files

@@ -19,8 +19,8 @@ from extras.services.seam import check, compose
 from extras.tests.equal import SMALL, config_of, watch
 from extras.tests.pairs import FLAGS, STEPS, UNCOUNTED, covering, lighter, ranks_of, singles
 from extras.theory.gpus import GPUS
-from extras.variants import grouped_matmul
-from extras.variants.routing import RoutedMoE
+from extras.variants.step07 import grouped_matmul
+from extras.variants.step07.routing import RoutedMoE
 
 SHAPE = dict(n_layers=4, n_heads=4, n_kv_heads=2, global_batch_size=4)
 VALUES = dict(  # flags that change what is sent

@@ -14,10 +14,11 @@ from common.model import PRESETS, Decoder
 from common.trainer import Run
 from extras.services.seam import check, compose
 from extras.tests.equal import config_of
-from extras.variants import Parts, routing
-from extras.variants.balance_bias import update
-from extras.variants.grouped_matmul import GroupedLinear, can_group, grouped_matmul, grouped_outer
-from extras.variants.routing import RoutedMoE
+from extras.variants import Parts
+from extras.variants.step07 import routing
+from extras.variants.step07.balance_bias import update
+from extras.variants.step07.grouped_matmul import GroupedLinear, can_group, grouped_matmul, grouped_outer
+from extras.variants.step07.routing import RoutedMoE
 
 ALONE = dict.fromkeys(("sequence", "tp"), Group("sequence", 0, 1, None))
 

@@ -38,14 +38,15 @@ from extras.theory.footprint import outside
 from extras.theory.gpus import COMMUNICATOR, CONTEXT
 from extras.theory.layouts import Layout, communicators
 from extras.theory.shapes import shape_of
-from extras.variants import Parts, chunked_loss, documents
-from extras.variants.ep_overlap import Turns
-from extras.variants.prefetch import Ahead
+from extras.variants import Parts
+from extras.variants.step01 import chunked_loss, documents
+from extras.variants.step01.prefetch import Ahead
+from extras.variants.step07.ep_overlap import Turns
 from step04_tp_sp import VocabParallelEmbedding
 
 MOE = dict(experts=4, ep=2, ffn_dim=48, expert_matmul="grouped")
 TURNS = MOE | dict(pp=2, schedule="ahead", chunks=1, ep_overlap=True, n_layers=4, global_batch_size=16)
-EP_OVERLAP, OFFLOAD = "extras.variants.ep_overlap", "extras.variants.offload_optimizer"
+EP_OVERLAP, OFFLOAD = "extras.variants.step07.ep_overlap", "extras.variants.step03.offload_optimizer"
 OFFLOADED = dict(zero=3, offload_params="cpu", offload_optimizer="cpu")
 CASES = {  # step, flags, ranks, capability of the GPUs, and how often the host waits in forward and backward
     "plain": ("step01_single_gpu", {}, 1, (9, 0), 0),
@@ -68,19 +69,20 @@ CASES = {  # step, flags, ranks, capability of the GPUs, and how often the host 
 USUAL = ("offloaded, alone", "experts", "experts, A100", "nodes", "in turns")
 VISIT, GROUPED, COUNT = (
     "visit_experts",
-    "extras.variants.grouped_matmul",
+    "extras.variants.step07.grouped_matmul",
     "F.one_hot(experts_TK.flatten(), p_TE.shape[-1])",
 )
 # fmt: off
 FAULTY = {  # what is undone: the case; in which of the watch's notes it shows, or an error; module, owner, old, new
-    "N2": ("offloaded, alone", "early", "extras.variants.offload_params", "gather_beside",
+    "N2": ("offloaded, alone", "early", "extras.variants.step03.offload_params", "gather_beside",
            "*pending.works, arrived", "*pending.works"),
     "N3: counts": ("experts", "waits", "step07_moe_ep", VISIT,
                    "torch.stack((leaving_Ge, arriving_Ge)).cpu()", "leaving_Ge, arriving_Ge"),
     "N3: A100": ("experts, A100", "waits", GROUPED, "can_group", "major not in (9, 10)", "False"),
     "N3: ends": ("experts", "waits", GROUPED, "ends", ", non_blocking=True", ""),
     "N3: bincount": ("experts", "bincount", "step07_moe_ep", "MoE", COUNT, "torch.bincount(experts_TK.view(-1))"),
-    "G10": ("nodes", "waits", "extras.variants.expert_rows", "send_rows", "torch.stack((leaving, coming)).tolist()",
+    "G10": ("nodes", "waits", "extras.variants.step07.expert_rows", "send_rows",
+            "torch.stack((leaving, coming)).tolist()",
             "leaving.tolist(), coming.tolist()"),
     "G1": ("in turns", "not compiled with CUDA", EP_OVERLAP, "Turns", 'device.type == "cuda"', "False"),
     "a gradient": ("offloaded", "early", OFFLOAD, "Update", "            wait()", "            0"),
@@ -359,7 +361,7 @@ def chooses_again(mode: str) -> bool:
 def test_n8_a_router_chooses_once(mode):
     """What is recomputed visits the experts of the first time; else gradients are those of another function."""
     assert not chooses_again(mode)
-    with undone("extras.variants.elementwise", "attach", "CHOICE", "[]"):
+    with undone("extras.variants.step01.elementwise", "attach", "CHOICE", "[]"):
         assert chooses_again(mode)
 
 

@@ -59,7 +59,7 @@ def tree_of(module: str) -> ast.Module:
 
 DOORS = {  # imports by string that no rule counts: what stands alone asks whether there is more beside it
     ("extras.theory.plan", "extras.services.seam"),  # schedules of variants
-    ("extras.theory.plan", "extras.variants.expert_presets"),  # and models
+    ("extras.theory.plan", "extras.variants.step07.expert_presets"),  # and models
 }
 LOADERS = {"extras.services.seam", "extras.services.places", "extras.__main__"}  # of plug-ins, scripts
 
@@ -193,8 +193,8 @@ def test_the_course_and_its_proof_are_small(room, most):
         ('import importlib\ndef f():\n    importlib.import_module("extras.services.run")', "extras.services.run"),
         ('from importlib import import_module\nimport_module("extras.theory.plan").main()', "extras.theory.plan"),
         ('__import__("step07_moe_ep").MoE', "step07_moe_ep"),
-        ('import sys\nsys.modules["extras.variants.routing"]', "extras.variants.routing"),
-        ('import sys\nsys.modules.get("extras.variants.routing")', "extras.variants.routing"),
+        ('import sys\nsys.modules["extras.variants.step07.routing"]', "extras.variants.step07.routing"),
+        ('import sys\nsys.modules.get("extras.variants.step07.routing")', "extras.variants.step07.routing"),
     ],
 )
 def test_an_import_by_string_is_seen(text, name):
@@ -252,7 +252,7 @@ def variants_named(tree: ast.Module) -> set[str]:
     """Variants' modules and flags that code names: by import, as an attribute of flags, or in a string."""
     flags = flags_of_variants()
     texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings may
-    found = {name.split(".")[2] for name in imported_by(tree) if name.startswith("extras.variants.")}
+    found = {name.split(".")[-1] for name in imported_by(tree) if name.startswith("extras.variants.step")}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in ("config", "flags", "x"):
             found |= {node.attr} & flags
@@ -260,7 +260,7 @@ def variants_named(tree: ast.Module) -> set[str]:
             found |= {ast.unparse(node.args[1]).strip("'")} & flags
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
             found |= {word.replace("-", "_") for word in re.findall(r"--([a-z-]+)", node.value)} & flags
-            found |= {*re.findall(r"variants\.(\w+)", node.value)}
+            found |= {*re.findall(r"variants\.step0\d\.(\w+)", node.value)}
     return found
 
 
@@ -275,7 +275,7 @@ def test_services_and_theory_know_no_variant():
         "config.zero_keep",
         "getattr(config, 'zero_keep', 0)",
         "print('--zero-keep')",
-        "import extras.variants.sgd",
+        "import extras.variants.step01.sgd",
     ):
         assert variants_named(ast.parse(f"x = 0\n{text}")), text
     assert not variants_named(ast.parse('"""--zero-keep."""\nre.compile("x")'))

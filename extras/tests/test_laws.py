@@ -26,16 +26,12 @@ from common.model import Attention, Decoder, ModelConfig
 from common.schedules import SCHEDULES, draw
 from extras.services.dry_run import run_rank
 from extras.tests import bounds, equal
-from extras.variants import (
-    Parts,
-    cp_flash,
-    cp_ring,
-    ep_overlap,
-    fused_gradients,
-    hierarchical_sync,
-    tree_sync,
-    zero_overlap,
-)
+from extras.variants import Parts
+from extras.variants.step01 import fused_gradients
+from extras.variants.step02 import hierarchical_sync, tree_sync
+from extras.variants.step03 import zero_overlap
+from extras.variants.step05 import flash, ring
+from extras.variants.step07 import ep_overlap
 
 L, D, FFN, VOCAB, SEQ, HEADS, KV = (
     equal.SMALL[name] for name in ("n_layers", "dim", "ffn_dim", "vocab_size", "seq_len", "n_heads", "n_kv_heads")
@@ -486,7 +482,7 @@ def by_formulas(dtype: torch.dtype = torch.float64) -> list[float]:
     for causal in (True, False):
         lse = step05.part_attention(q, k, v, causal)[1] + 0.5  # other keys are elsewhere
         both = []
-        for attention, gradients in (step05.FORMULAS, cp_flash.FLASH):
+        for attention, gradients in (step05.FORMULAS, flash.FLASH):
             o = attention(q, k, v, causal)
             both.append([*o, *gradients(do, q, k, v, o[0].to(dtype), lse, causal)])
         found += [equal.difference(a, b) for a, b in zip(*both, strict=True)]
@@ -535,7 +531,7 @@ def by_cudnn(dtype: torch.dtype = torch.float64) -> list[float]:
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_scaled_dot_product_cudnn_attention", cudnn_on_cpu, "CPU")
         library.impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward_on_cpu, "CPU")
-        with mock.patch.object(cp_flash, "FLASH", cp_flash.CUDNN):
+        with mock.patch.object(flash, "FLASH", flash.CUDNN):
             return by_formulas(dtype)
 
 
@@ -550,7 +546,7 @@ def test_gpus_that_have_the_kernel():
 
     def has(dtype: torch.dtype = torch.bfloat16, size: int = 64, gpu: tuple = (8, 0), kernel: str = "flash") -> bool:
         with mock.patch("torch.cuda.get_device_capability", lambda _: gpu):
-            return cp_flash.fits(SimpleNamespace(is_cuda=True, dtype=dtype, shape=(0, size), device=0), kernel)
+            return flash.fits(SimpleNamespace(is_cuda=True, dtype=dtype, shape=(0, size), device=0), kernel)
 
     assert has() and not any((has(torch.float32), has(size=60), has(size=264), has(gpu=(7, 5))))
     known = [gpu for gpu in ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)) if has(gpu=gpu, kernel="cudnn")]
@@ -561,8 +557,8 @@ def test_gpus_that_have_the_kernel():
 @pytest.mark.parametrize(
     "where, gpu, kernel, chosen",
     [
-        *(("cuda", (9, 0), "cudnn", cp_flash.CUDNN), ("cuda", (9, 0), "flash", cp_flash.FLASH)),
-        *(("cuda", (8, 0), "cudnn", None), ("cpu", (0, 0), "cudnn", cp_flash.FLASH)),
+        *(("cuda", (9, 0), "cudnn", flash.CUDNN), ("cuda", (9, 0), "flash", flash.FLASH)),
+        *(("cuda", (8, 0), "cudnn", None), ("cpu", (0, 0), "cudnn", flash.FLASH)),
     ],
 )
 def test_the_kernel_of_the_ring(where, gpu, kernel, chosen):
@@ -578,9 +574,9 @@ def test_the_kernel_of_the_ring(where, gpu, kernel, chosen):
             with pytest.raises(
                 UserError, match=r"^--cp-kernel cudnn: on a GPU it needs --dtype bf16, a GPU that is Hop"
             ):
-                cp_flash.attach(SimpleNamespace(cp_kernel=kernel), parts)
+                flash.attach(SimpleNamespace(cp_kernel=kernel), parts)
             return
-        cp_flash.attach(SimpleNamespace(cp_kernel=kernel), parts)
+        flash.attach(SimpleNamespace(cp_kernel=kernel), parts)
     layers["0"].self_attn.attend(None)
     assert given == [chosen]
 
@@ -598,7 +594,7 @@ def test_zigzag_shares_the_work(n):
         return pairs
 
     assert {work(step05.zigzag_visible, rank) for rank in range(n)} == {length**2 * n / 2}
-    assert [work(cp_ring.ordered_visible, rank) for rank in range(n)] == [length**2 * (r + 0.5) for r in range(n)]
+    assert [work(ring.ordered_visible, rank) for rank in range(n)] == [length**2 * (r + 0.5) for r in range(n)]
 
 
 @pytest.mark.parametrize("schedule, p", [("1f1b", 3), ("afab", 2), ("interleaved", 2)])

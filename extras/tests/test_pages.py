@@ -136,7 +136,7 @@ def test_what_variants_attach_is_said_at_its_place():
         (home, *_) = [vars(module)[name.split(".")[0]] for module in modules if name.split(".")[0] in vars(module)]
         entries = [ast.literal_eval(says.split()[3]) for _, _, says in of if says.startswith("makes the entry ")]
         assert all(entry in home for entry in entries), name
-    assert ("--dtype fp16", "extras/variants/fp16.py") in [says[:2] for says in found["Optimizer.step"]]
+    assert ("--dtype fp16", "extras/variants/step01/fp16.py") in [says[:2] for says in found["Optimizer.step"]]
     assert {"SYNCS", "OPTIMIZERS", "CONTEXT", "SCHEDULES", "Attention.attend", "Data.batch"} <= found.keys()
 
 

@@ -45,7 +45,7 @@ from extras.theory.search import count_legal, evaluate, fits, floor_seconds, sea
 from extras.theory.seconds import ring, step_seconds
 from extras.theory.shapes import divisors, flops_per_token, gpt, layer_counts, shape_of, total_weights, visited_weights
 from extras.theory.traffic import Passes, tensor_traffic
-from extras.variants.paired_actions import program_of
+from extras.variants.step07.paired_actions import program_of
 
 H100, MODELS = GPUS["h100-80"], plan.models()
 LLAMA, MIXTRAL = MODELS["llama3-8b"], MODELS["mixtral-8x7b"]
@@ -232,7 +232,7 @@ def test_memory_grows_and_shrinks_as_it_must(recipe):
     assert held(m, replace(base, tp=4, dp=2), recipe).weights < held(m, base, recipe).weights
     # sbh (34 + 5 as/h)
     assert gpt_layer_bytes(gpt(4096, 1, 32), Layout(), "none") == 2048 * (34 * 4096 + 5 * 32 * 2048)
-    m, one = LLAMA, MicroBatch(LLAMA, 1, 1, 2, 4, sp=False, recompute="elementwise")  # extras/variants/elementwise.py
+    m, one = LLAMA, MicroBatch(LLAMA, 1, 1, 2, 4, sp=False, recompute="elementwise")  # variants/step01/elementwise.py
     assert layer_bytes(one, False) == 2 * (5 * m.dim + 2 * m.kv_dim + 2 * m.ffn_dim) + 4 * m.n_heads
 
 

@@ -40,11 +40,12 @@ from extras.services import hub
 from extras.tests import bounds, equal
 from extras.tests.equal import config_of, difference
 from extras.tests.rows import BIAS, EXPERTS
-from extras.variants import dropout, fp16, narrow
-from extras.variants.compress import Chain, Compression
-from extras.variants.fp16 import LossScaling
-from extras.variants.narrow import BLOCK
-from extras.variants.routing import RoutedMoE
+from extras.variants.step01 import dropout, fp16
+from extras.variants.step01.fp16 import LossScaling
+from extras.variants.step02 import narrow
+from extras.variants.step02.compress import Chain, Compression
+from extras.variants.step02.narrow import BLOCK
+from extras.variants.step07.routing import RoutedMoE
 from step01_single_gpu import OPTIMIZERS
 from step07_moe_ep import MoE
 

@@ -15,10 +15,10 @@ from common.schedules import SCHEDULES, Action, Place, consumer, simulate
 from extras.services.seam import plugins
 from extras.services.stages import given
 from extras.tests.faults import Fault, injected
-from extras.variants.paired_actions import paired, program_of
-from extras.variants.v_schedules import block
-from extras.variants.zb_auto import Costs, search, time_of
-from extras.variants.zero_bubble import zb_h1
+from extras.variants.step06.v_schedules import block
+from extras.variants.step06.zb_auto import Costs, search, time_of
+from extras.variants.step06.zero_bubble import zb_h1
+from extras.variants.step07.paired_actions import paired, program_of
 from step06_pipeline import Instruction, ListPipeline, OneForwardOneBackward, Pipeline, add_messages
 
 plugins()

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from common import UserError
+from extras.services.seam import plugins
 from extras.tests.test_house import FILES, room_of, tree_of
-from extras.variants import ORDER, Parts
+from extras.variants import ORDER, Parts, name_of
 
 
 class Part:
@@ -24,10 +25,11 @@ def parts() -> Parts:
     return Parts(None, None, SimpleNamespace(), None)
 
 
-AROUND = [f"extras.variants.{name}" for name in ("fp16", "skip_spikes", "balance_bias")] + ["extras.services.clocks"]
+AROUND = [f"extras.variants.{name}" for name in ("step01.fp16", "step01.skip_spikes", "step07.balance_bias")]
+AROUND += ["extras.services.clocks"]
 
 
-@pytest.mark.parametrize("order", list(permutations(["extras.variants.offload_optimizer", *AROUND])))
+@pytest.mark.parametrize("order", list(permutations(["extras.variants.step03.offload_optimizer", *AROUND])))
 def test_calls_nest_alike_whoever_comes_first(order):
     """Inside is the one replacement, then variants in ORDER, then those that look on; other objects are as ever."""
     made, part = parts(), Part()
@@ -43,12 +45,12 @@ def test_calls_nest_alike_whoever_comes_first(order):
 def test_two_replacements_are_refused():
     """In one line; and whoever stands around a call without a place in ORDER is told so."""
     made, part = parts(), Part()
-    made.instead(part, "add", str, by="extras.variants.offload_optimizer")
-    made.instead(Part(), "add", str, by="extras.variants.offload_params")  # another object's
+    made.instead(part, "add", str, by="extras.variants.step03.offload_optimizer")
+    made.instead(Part(), "add", str, by="extras.variants.step03.offload_params")  # another object's
     with pytest.raises(UserError, match=r"offload_optimizer instead of Part\.add and offload_params instead"):
-        made.instead(part, "add", str, by="extras.variants.offload_params")
+        made.instead(part, "add", str, by="extras.variants.step03.offload_params")
     with pytest.raises(AssertionError, match="ORDER"):
-        made.around(part, "add", str, by="extras.variants.nobody")
+        made.around(part, "add", str, by="extras.variants.step01.nobody")
 
 
 METHODS = {
@@ -100,7 +102,7 @@ def test_only_the_seam_changes_calls():
             assert not rebindings(module, tree)
             verbs = [n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
             around |= {module} if "around" in verbs and module != SEAM else set()
-    assert {name.partition("extras.variants.")[2] for name in around if room_of(name) == "variants"} == {*ORDER}
+    assert {name_of(name) for name in around if room_of(name) == "variants"} == {*ORDER}
 
 
 @pytest.mark.parametrize(
@@ -118,5 +120,14 @@ def test_only_the_seam_changes_calls():
 )
 def test_a_rebinding_is_found(text):
     """Each way that there was."""
-    assert rebindings("variants.x", ast.parse(text))
-    assert not rebindings("variants.x", ast.parse("def settle(config, world):\n    config.steps = 0"))
+    assert rebindings("variants.step01.x", ast.parse(text))
+    assert not rebindings("variants.step01.x", ast.parse("def settle(config, world):\n    config.steps = 0"))
+
+
+def test_a_variant_lies_in_the_folder_of_its_chapter():
+    """That of SINCE, if it has one. And its own name is unique, as a checkpoint keeps its state by it."""
+    for plugin in plugins():
+        if room_of(plugin.__name__) == "variants" and hasattr(plugin, "SINCE"):
+            assert plugin.SINCE.__module__.startswith(plugin.__name__.split(".")[2]), plugin.__name__
+    names = [name_of(plugin.__name__) for plugin in plugins()]
+    assert len(names) == len({*names})

@@ -30,14 +30,16 @@ from extras.tests.faults import Fault, injected
 from extras.tests.rows import COMPILED
 from extras.theory.footprint import gpt_layer_bytes
 from extras.theory.layouts import Layout
-from extras.variants import batch_ramp, dropout, pipedream, skip_spikes, stale, zero_toy
-from extras.variants.block_overlap import EnterLinears, start_gather, start_keep, start_scatter, start_total
-from extras.variants.compress import Chain, Compression
-from extras.variants.compress_activations import Bits
-from extras.variants.cp_balanced import deal
-from extras.variants.documents import MicroBatch, segments
-from extras.variants.narrow import BLOCK
-from extras.variants.window import TURNED, band, windowed_attention
+from extras.variants.step01 import batch_ramp, dropout, skip_spikes, stale
+from extras.variants.step01.documents import MicroBatch, segments
+from extras.variants.step01.window import TURNED, band, windowed_attention
+from extras.variants.step02.compress import Chain, Compression
+from extras.variants.step02.narrow import BLOCK
+from extras.variants.step03 import toy
+from extras.variants.step04.block_overlap import EnterLinears, start_gather, start_keep, start_scatter, start_total
+from extras.variants.step04.compress_activations import Bits
+from extras.variants.step05.balanced import deal
+from extras.variants.step06 import pipedream
 from step01_single_gpu import learning_rate
 from step05_cp_ring import CONTEXT, zigzag_positions
 
@@ -77,7 +79,7 @@ def overflow_on_rank(step: str, options: dict) -> tuple:
             moved = any(not torch.equal(self.before[name], master) for name, master in self.masters.items())
             self.before = {name: master.detach().clone() for name, master in self.masters.items()}
             freed = all(param.grad is None for param in getattr(self.parts.optimizer, "params", {}).values())
-            seen.append((moved, freed, math.log2(self.parts.kept["extras.variants.fp16"].scale)))
+            seen.append((moved, freed, math.log2(self.parts.kept["fp16"].scale)))
 
     equal.record(step, options, Sabotaged)
     return seen
@@ -197,11 +199,11 @@ def graphs_of(name: str, dtype: str, aside: str = ASIDE) -> tuple[int, int, list
     counters.clear()
     ranks, step, options, _ = LAYERS[name]
     options = dict(compile=True, steps=1, n_layers=2, global_batch_size=2 * ranks, dtype=dtype) | options
-    done = Fault("extras.variants.compiled", "", "", "without_gradients", ASIDE, aside, "")
-    with injected(Fault("extras.variants.compiled", "", "", *SEEN, "")), injected(done):
+    done = Fault("extras.variants.step01.compiled", "", "", "without_gradients", ASIDE, aside, "")
+    with injected(Fault("extras.variants.step01.compiled", "", "", *SEEN, "")), injected(done):
         run = equal.watch(step, options)
     found = counters["stats"]
-    return found["unique_graphs"], found["calls_captured"], run.parts.kept["extras.variants.compiled"].notes()
+    return found["unique_graphs"], found["calls_captured"], run.parts.kept["compiled"].notes()
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n != "buckets")) for n in LAYERS])
@@ -479,13 +481,13 @@ def test_state_is_where_the_flag_says(pools, where):
 def lines() -> list[str]:
     """Runs on every rank."""
     mesh = Mesh(dp=dist.get_world_size())
-    return [zero_toy.toy(stage, mesh, torch.device("cpu")) for stage in range(4)]
+    return [toy.toy(stage, mesh, torch.device("cpu")) for stage in range(4)]
 
 
 def test_prints_the_example(pools):
     """Rank 0's lines stand in the docstring."""
     first, second = pools(2).run(lines)
-    assert all(line in zero_toy.__doc__ for line in first), first
+    assert all(line in toy.__doc__ for line in first), first
     assert second[3] == "stage 3, rank 1: weights 3 4, gradient 25 25 -> own 0.5 1.5, all -1.5 -0.5 0.5 1.5"
 
 

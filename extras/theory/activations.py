@@ -11,7 +11,7 @@ from typing import NamedTuple
 from common.schedules import Action, Place
 from extras.theory.shapes import Shape
 
-MOST = 2**30  # bytes of a chunk's logits, wide (extras/variants/chunked_loss.py)
+MOST = 2**30  # bytes of a chunk's logits, wide (extras/variants/step01/chunked_loss.py)
 CHUNK = 2048  # tokens whose logits exist at the same time: --loss-chunk, as the planner has it
 
 
@@ -71,7 +71,7 @@ def layer_bytes(p: MicroBatch, experts: bool) -> float:
     Two norms. Attention: input, q, k, v, output and a number a head. MLP: input, gate, up, silu(gate), the product.
     Experts, of each token's choices: the same, and their outputs; of its tokens what routers found. With full
     recomputation only the layer's input stays; with elementwise recomputation that, and what matrices and attention
-    made; with selective recomputation all but a number a head. (Scores, where they stay: variants/attention_scores.py.)
+    made; with selective recomputation all but a number a head. (Scores, where they stay: step01/attention_scores.py.)
     """
     m, e, wide, cheap = p.m, p.e, p.wide, p.recompute == "elementwise"
     if p.recompute == "full":

@@ -155,7 +155,7 @@ def state_bytes(m: Shape, x: Layout, rank: int, e: int = 2, wide: int = 4) -> tu
     """What a pipeline rank always holds: weights, gradients; AdamW's moments, and masters if weights are narrow."""
     whole, slices = numbers_of(m, x, rank)
     weights = e * (slices if x.zero == 3 else whole)
-    if x.zero_keep:  # extras/variants/zero_keep.py: gathered once, and there until the update
+    if x.zero_keep:  # extras/variants/step03/zero_keep.py: gathered once, and there until the update
         weights += e * whole
     gradients = wide * (slices if x.zero >= 2 else whole)
     return weights, gradients, wide * (3 if e < wide else 2) * (slices if x.zero >= 1 else whole)

@@ -55,7 +55,7 @@ def splits(schedule: str, pp: int, chunks: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def paired(schedule: str, pp: int, chunks: int, n: int) -> float:
-    """The part of its forwards that a rank does beside the backward of another micro-batch (variants/ep_overlap.py).
+    """The part of its forwards that a rank does beside the backward of another micro-batch (step07/ep_overlap.py).
 
     Those that come right before one in its list, on the rank that has fewest: all others wait for it. In 1F1B that is
     the last rank, whose backward is always of the same micro-batch: 0. After 3 p micro-batches it goes on evenly.

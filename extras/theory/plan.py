@@ -61,8 +61,7 @@ def models() -> dict[str, Shape]:
     experts = {}
     if importlib.util.find_spec("extras.variants") is not None:
         importlib.import_module("extras.services.seam").plugins()
-        if importlib.util.find_spec("extras.variants.expert_presets") is not None:  # the handout of a lab lacks it
-            experts = importlib.import_module("extras.variants.expert_presets").EXPERTS
+        experts = importlib.import_module("extras.variants.step07.expert_presets").EXPERTS
     return {name: shape_of(m, SimpleNamespace(**experts.get(name, {}))) for name, m in PRESETS.items()} | GPTS
 
 

@@ -37,8 +37,13 @@ from common.trainer import Run
 # is not scaled, nor are late gradients; a skipped update still moves biases; documents and dropout see inputs that were
 # read ahead or received; attention is recomputed as the others leave it.
 ORDER = ["elementwise", "compress", "zero_overlap", "zero_replicas", "grad_dtype", "chunked_loss", "stale", "fp16"]
-ORDER += ["balance_bias", "skip_spikes", "prefetch", "batch_ramp", "compress_activations", "pp_scatter", "cp_flash"]
+ORDER += ["balance_bias", "skip_spikes", "prefetch", "batch_ramp", "compress_activations", "pp_scatter", "flash"]
 ORDER += ["documents", "dropout", "attention_scores"]
+
+
+def name_of(module: str) -> str:
+    """A file's own name, without its folder: "extras.variants.step01.fp16" is "fp16"."""
+    return module.rpartition(".")[2]
 
 
 class Change(NamedTuple):
@@ -53,17 +58,17 @@ class Change(NamedTuple):
     what: str  # the method with its class; or the flag with its value
 
     def __str__(self) -> str:
-        return f"{self.by.split('.')[-1]} {self.how} {self.what}"
+        return f"{name_of(self.by)} {self.how} {self.what}"
 
     @property
     def asked(self) -> bool:
         """Whether a flag has asked for it; else it is somebody who looks on."""
-        return self.how == "instead of" or self.by.startswith("extras.variants.") or isinstance(self.owner, dict)
+        return self.how == "instead of" or self.by.startswith(f"{__name__}.") or isinstance(self.owner, dict)
 
     def place(self) -> int:
         """How far outside it stands."""
-        room, _, name = self.by.rpartition(".")
-        return -1 if self.how == "instead of" else ORDER.index(name) if room == "extras.variants" else len(ORDER)
+        variant = self.by.startswith(f"{__name__}.")
+        return -1 if self.how == "instead of" else ORDER.index(name_of(self.by)) if variant else len(ORDER)
 
     def put(self, call: Callable):
         """Whoever asks for the method, or the entry, gets this one."""
@@ -118,7 +123,8 @@ class Parts:
 
     def around(self, owner: Any, name: Any, call: Callable, by: str):
         """The same becomes `call(inner, ...)`, where `inner` is what this stands around."""
-        assert by.partition(".variants.")[2] in ["", *ORDER], f"say in ORDER of variants/__init__.py where {by} stands"
+        placed = not by.startswith(f"{__name__}.") or name_of(by) in ORDER
+        assert placed, f"say in ORDER of variants/__init__.py where {by} stands"
         self.change(owner, name, by, "around", call)
 
     def change(self, owner: Any, name: Any, by: str, how: str, call: Callable):

@@ -43,10 +43,10 @@ def all_attached(root: Path) -> dict[str, list[tuple[str, str, str]]]:
     """
     by_name: dict[str, set] = defaultdict(set)
     course = "".join(path.read_text() for path in [*root.glob("step0*.py"), *root.glob("common/*.py")])
-    for path in sorted(root.glob("extras/variants/*.py")):
+    for path in sorted(root.glob("extras/variants/step0*/*.py")):
         tree = ast.parse(path.read_text())
         flag, about = summary(tree)
         for how, name in (*entries(tree), *changes(tree)):
             if re.search(rf"^(class )?{name.split('.')[0]}\b", course, re.M):
-                by_name[name].add((flag, f"extras/variants/{path.name}", f"{how} ({about})"))
+                by_name[name].add((flag, path.relative_to(root).as_posix(), f"{how} ({about})"))
     return {name: sorted(of) for name, of in by_name.items()}

@@ -21,7 +21,7 @@ from extras.services.seam import plugins
 from extras.services.tables import table
 from extras.tests.bench import figures
 from extras.tests.bench.harness import command, on_ranks, take_turns, where
-from extras.variants.cp_flash import FLASH
+from extras.variants.step05.flash import FLASH
 
 WHOLE = "one call"
 RINGS = ("ring", "zigzag")

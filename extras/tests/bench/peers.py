@@ -32,7 +32,7 @@ from common.layout import materialize
 from common.model import IGNORE, PRESETS, Decoder, rope_tables, wide
 from common.schedules import Place
 from common.trainer import Run, choose_device
-from extras.variants.torch_ddp import TorchSync
+from extras.variants.step02.torch_ddp import TorchSync
 from step01_single_gpu import RECOMPUTE, learning_rate
 from step02_ddp import join_ranks
 from step06_pipeline import keep_stage, plan

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from common import UserError
 from extras.variants import Parts
-from extras.variants.cp_allgather import gathered_attention
-from extras.variants.documents import KINDS, Documents
+from extras.variants.step01.documents import KINDS, Documents
+from extras.variants.step05.allgather import gathered_attention
 from step05_cp_ring import CONTEXT, Config, ContextMode, zigzag_positions
 
 SINCE = Config

@@ -98,9 +98,7 @@ def group(linear: step07.ExpertLinear, rows: Tensor, counts: list[int]) -> Tenso
 
 def attach(config: Any, parts: Parts):
     """All experts that are here."""
-    if (
-        config.expert_matmul == "each" or "W" in parts.kinds
-    ):  # then extras/variants/split_backward.py takes these products
+    if config.expert_matmul == "each" or "W" in parts.kinds:  # then split_backward.py takes these products
         return
     for module in parts.model.modules():
         if isinstance(module, step07.ExpertLinear):

@@ -13,7 +13,7 @@ messages hidden is that of forwards in pairs on the rank with fewest; without an
 
 Both are the code of step 7, each in a thread of its own; one thread runs at a time, and the turns are the same on all
 ranks, so their collectives have one order. Bytes are the same. F's output leaves when both are done: so a pair whose B
-waits for what becomes of its F, on whatever way, is taken apart (extras/variants/paired_actions.py).
+waits for what becomes of its F, on whatever way, is taken apart (paired_actions.py).
 
 What two micro-batches at once cannot share is refused: weights that ZeRO 3 frees (--zero-keep does not); --documents,
 --dropout and --batch-ramp, which know one micro-batch at a time; --compile; and --loss-chunk, whose forward asks for
@@ -40,7 +40,7 @@ import step07_moe_ep as step07
 from common import UserError
 from common.comm import Group, all_to_all
 from extras.variants import Parts
-from extras.variants.paired_actions import execute, program_of
+from extras.variants.step07.paired_actions import execute, program_of
 from step04_tp_sp import Conjugate
 from step06_pipeline import plan
 from step07_moe_ep import MoE, transpose_blocks

@@ -16,7 +16,7 @@ For all m >= p the bubble is that of interleaved, (p-1) / (v m + p-1), whatever 
 If m < p, all are one round, and the step takes (v p + m - 1) (f + b) of a stage.
 
 `ahead` is rounds of p with so many forwards more before the first backward that each F is of a later micro-batch than
-the B behind it, and both can be done at once (extras/variants/ep_overlap.py): one, and with --chunks 1, where 1F1B has
+the B behind it, and both can be done at once (step07/ep_overlap.py): one, and with --chunks 1, where 1F1B has
 p-1 - rank of them, p - rank. The step is as long. In flight are (v-1) p + 2 (p-1 - rank) + 2 stages: one more than in
 interleaved, and with --chunks 1 twice as many as in 1F1B. Rank 1 of 2, v = 1:
 

@@ -1,6 +1,6 @@
 """Zero bubble: `--schedule zb-h1`, `zb-h2` (Qi et al. 2023, "Zero Bubble") and `zbv` (2024, "Controllable Memory").
 
-Only B is urgent; W, the gradients of the weights (variants/split_backward.py), fills gaps. 4 ranks, 6 micro-batches: F
+Only B is urgent; W, the gradients of the weights (split_backward.py), fills gaps. 4 ranks, 6 micro-batches: F
 is a number, B a letter, W a dash, each one unit of time.
 
     zb-h1    0123...a-4b-5c-d-e-f-      bubble (p-1) / (3 m + p-1), where 1f1b's is (p-1) / (m + p-1); its memory

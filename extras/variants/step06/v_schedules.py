@@ -1,6 +1,6 @@
 """`--schedule v-half` and `v-min`: a half, and a third, of 1f1b's memory (Qi et al. 2024, "Controllable Memory").
 
-Stages lie in a V, as with zbv (variants/zero_bubble.py): rank r has stage r of p on the way down, stage 2p-1-r on the
+Stages lie in a V, as with zbv (zero_bubble.py): rank r has stage r of p on the way down, stage 2p-1-r on the
 way up. All micro-batches do the same, 6 units of time apart: F and B at either stage, and W in the two units left. What
 a rank holds is how long its F's wait for their W's, over 6. So the list follows from four numbers: how many units later
 than its neighbour a rank does F down, F up, B down (back through the later stages) and B up.
@@ -18,7 +18,7 @@ from itertools import count, product
 
 import step06_pipeline as step06
 from common.schedules import SCHEDULES, Action, Schedule
-from extras.variants.zero_bubble import vee, zb_h1
+from extras.variants.step06.zero_bubble import vee, zb_h1
 
 SINCE = step06.Config
 PERIOD = 6  # units of time from one micro-batch to the next: F, B and W, at two stages

@@ -70,9 +70,9 @@ class Dropout:
         trunk, self.p, self.size, self.seed = parts.model.model, config.dropout, config.micro_batch_size, config.seed
         seq, self.device = parts.model.config.seq_len, next(parts.model.parameters()).device
         here = (torch.arange(seq) if parts.positions is None else parts.positions).to(self.device)[None]
-        documents = parts.kept.get("extras.variants.documents")
+        documents = parts.kept.get("documents")
         self.here = (lambda: here) if documents is None else documents.places  # [1 or batch, tokens]
-        ramp = parts.kept.get("extras.variants.batch_ramp")
+        ramp = parts.kept.get("batch_ramp")
         self.sequences = (lambda _: config.global_batch_size) if ramp is None else ramp.size  # of a step
         self.mesh, self.places = parts.mesh, {0: trunk.embed_tokens}
         for n, layer in trunk.layers.items():

@@ -1,4 +1,4 @@
-"""A library: lists of a pipeline in which a forward and a backward are done at once, for extras/variants/ep_overlap.py.
+"""A library: lists of a pipeline in which a forward and a backward are done at once, for ep_overlap.py.
 
 They differ from step 6's ListPipeline in that an instruction may compute two actions.
 """

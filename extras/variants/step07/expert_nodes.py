@@ -5,7 +5,7 @@ node crosses over once, to the rank there that has the same place as its own, an
 
     token of node 0, rank 1      between: rank 1 of node 0 -> rank 1 of node 1      inside: -> ranks 0, 1, 3 of node 1
 
-Each level is `--ep-mode rows` (variants/expert_rows.py) over its own group: to the first, a whole node is who has the
+Each level is `--ep-mode rows` (expert_rows.py) over its own group: to the first, a whole node is who has the
 experts. On the way home, too, ranks add up what they have: one row a node crosses back. A rank sends, in a layer and
 micro-batch, forward, and again backward, with e bytes an element, w a gate, h = dim, E experts:
 
@@ -25,8 +25,8 @@ from typing import Any
 import step07_moe_ep as step07
 from common import UserError
 from extras.variants import Parts
-from extras.variants.expert_rows import at_home, parts_of_a_token, row_bytes, send_rows
-from extras.variants.routing import RoutedMoE
+from extras.variants.step07.expert_rows import at_home, parts_of_a_token, row_bytes, send_rows
+from extras.variants.step07.routing import RoutedMoE
 from step07_moe_ep import DISPATCH
 
 SINCE = step07.Config

@@ -32,8 +32,8 @@ from common import UserError
 from common.comm import Group
 from common.model import PRESETS
 from extras.variants import Parts
-from extras.variants.cp_allgather import gathered_attention
-from extras.variants.cp_ulysses import Swap, swapped_bytes
+from extras.variants.step05.allgather import gathered_attention
+from extras.variants.step05.ulysses import Swap, swapped_bytes
 from step05_cp_ring import CONTEXT, FORMULAS, Config, ContextMode, ring_attention, zigzag_positions, zigzag_visible
 
 SINCE = Config

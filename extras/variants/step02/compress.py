@@ -33,7 +33,7 @@ from common import UserError
 from common.comm import Group, Pending, all_gather, all_to_all
 from common.model import wide
 from extras.variants import Parts
-from extras.variants.narrow import BLOCK, dequantise, pick, put_back, quantise
+from extras.variants.step02.narrow import BLOCK, dequantise, pick, put_back, quantise
 from step02_ddp import Bucket, BucketSync
 from step03_zero import Unit
 

@@ -2,7 +2,7 @@
 
 In stage 3 a unit's weights are gathered before they are used. Here the shards that are gathered lie on the host, and go
 to the GPU one unit ahead, on a stream of their own, while it computes. Masters and update are on the host as well
-(variants/offload_optimizer.py); the GPU holds one or two units of weights, the gradients' shards, and activations.
+(offload_optimizer.py); the GPU holds one or two units of weights, the gradients' shards, and activations.
 
 In step 3, `ShardedUnit.gather` would copy the shard first.
 """
@@ -15,7 +15,7 @@ import torch
 
 from common.comm import Pending, all_gather
 from extras.variants import Parts
-from extras.variants.offload_optimizer import Update, move, to_host
+from extras.variants.step03.offload_optimizer import Update, move, to_host
 from step03_zero import Config, ShardedUnit
 
 SINCE = Config

@@ -25,7 +25,7 @@ from torch import Tensor
 from common.comm import Group, all_to_all
 from common.model import attend
 from extras.variants import Parts
-from extras.variants.cp_ring import ordered_positions
+from extras.variants.step05.ring import ordered_positions
 from step05_cp_ring import CONTEXT, Config, ContextMode
 
 SINCE = Config

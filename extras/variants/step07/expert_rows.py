@@ -35,8 +35,8 @@ from torch import Tensor
 import step07_moe_ep as step07
 from common.comm import Group, all_to_all
 from extras.variants import Parts
-from extras.variants.routing import RoutedMoE, room
-from extras.variants.visits import add_rows, places, visit_local
+from extras.variants.step07.routing import RoutedMoE, room
+from extras.variants.step07.visits import add_rows, places, visit_local
 from step04_tp_sp import Conjugate, enter_block, leave_block
 from step07_moe_ep import DISPATCH
 

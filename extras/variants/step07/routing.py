@@ -5,7 +5,7 @@
                            (Fedus et al. 2021); others get nothing from it. The cp x tp ranks gather their choices
     --z-loss               coefficient of mean (log sum exp)^2 of the router's logits (Zoph et al. 2022, "ST-MoE")
     --shared-experts       so many more, which every token visits, as one MLP (DeepSeek)
-    --balance none, bias   no auxiliary loss; extras/variants/balance_bias.py
+    --balance none, bias   no auxiliary loss; balance_bias.py
 
 In step 7, each of these is one to four lines of `MoE.forward`, of which the one below is the long form.
 """
@@ -25,7 +25,7 @@ from common.comm import Mesh
 from common.layout import note_layout
 from common.model import MLP, PRESETS, wide
 from extras.variants import Parts
-from extras.variants.visits import visit_local
+from extras.variants.step07.visits import visit_local
 from step04_tp_sp import SHARD_DIMS, enter_block, gather_tokens, leave_block, shard_param
 from step07_moe_ep import BALANCE, AddLoss, MoE, own_tokens
 
@@ -47,7 +47,7 @@ NEEDS = [("expert_groups", "groups_per_token"), ("groups_per_token", "expert_gro
 
 
 class RoutedMoE(MoE):
-    """Step 7's layer with what the flags say. `visit`: how tokens meet experts (extras/variants/expert_rows.py)."""
+    """Step 7's layer with what the flags say. `visit`: how tokens meet experts (expert_rows.py)."""
 
     def __init__(self, dim: int, ffn_dim: int, config: Any, mesh: Mesh):
         super().__init__(dim, ffn_dim, config, mesh)

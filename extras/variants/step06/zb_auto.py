@@ -20,7 +20,7 @@ import step06_pipeline as step06
 from common import UserError
 from common.model import PRESETS
 from common.schedules import SCHEDULES, Action, Schedule, round_robin, simulate
-from extras.variants.zero_bubble import zb_h1
+from extras.variants.step06.zero_bubble import zb_h1
 
 SINCE = step06.Config
 

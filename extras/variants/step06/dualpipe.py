@@ -6,7 +6,7 @@
 
 If F, B and W take the same time, and m micro-batches are an even number from 2p on, the bubble is
 (p/2-1) / (3 m + p/2-1) of the time. Ranks r and p-1-r sum their gradients after each step, as ranks of data parallelism
-do. Where DeepSeek overlaps a forward with a backward, here one follows the other. W (extras/variants/split_backward.py)
+do. Where DeepSeek overlaps a forward with a backward, here one follows the other. W (split_backward.py)
 waits in the paper's step 7 and the second half of step 6; else it follows its B at once.
 
 `--schedule dualpipev` folds it (DeepSeek's DualPipe repository): ranks 0 to p/2-1 keep their two stages, and a second
@@ -25,7 +25,7 @@ from common import UserError
 from common.layout import layout_of, note_layout
 from common.schedules import SCHEDULES, Action, Place, Schedule, round_robin
 from extras.variants import Parts
-from extras.variants.zero_bubble import vee, write_out, zb_h1
+from extras.variants.step06.zero_bubble import vee, write_out, zb_h1
 
 SINCE = step06.Config
 

@@ -1,4 +1,4 @@
-"""Backward in two parts, for every --schedule with W (extras/variants/zero_bubble.py, dualpipe.py, zb_auto.py).
+"""Backward in two parts, for every --schedule with W (zero_bubble.py, dualpipe.py, zb_auto.py).
 
 For y = x W^T, B finds dx = dy W, for which the rank before waits. W finds dW = dy^T x, for which nobody waits: it fills
 gaps (Qi et al. 2023, "Zero Bubble"). A layer's inputs and dy stay until then, its attention matrices do not.
@@ -21,7 +21,7 @@ from common import UserError
 from common.model import wide
 from common.schedules import SCHEDULES, Place
 from extras.variants import Parts
-from extras.variants.grouped_matmul import PRODUCTS
+from extras.variants.step07.grouped_matmul import PRODUCTS
 from step04_tp_sp import COLUMNS, ROWS
 
 SINCE = step06.Config

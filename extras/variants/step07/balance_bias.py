@@ -18,7 +18,7 @@ import torch
 import step07_moe_ep as step07
 from common.comm import Mesh, all_reduce
 from extras.variants import Parts
-from extras.variants.routing import RoutedMoE
+from extras.variants.step07.routing import RoutedMoE
 from step07_moe_ep import BALANCE
 
 SINCE = step07.Config

@@ -33,8 +33,8 @@ from common import UserError
 from common.comm import Group, all_gather, all_to_all
 from common.model import wide
 from extras.variants import Parts
-from extras.variants.block_overlap import Ending, overlap, start_keep
-from extras.variants.narrow import BLOCK, dequantise, quantise
+from extras.variants.step02.narrow import BLOCK, dequantise, quantise
+from extras.variants.step04.block_overlap import Ending, overlap, start_keep
 from step04_tp_sp import COLUMNS, Config, Conjugate, unchanged
 
 SINCE = Config
