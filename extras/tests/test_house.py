@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from extras.variants.__main__ import table
+
 ROOT = Path(__file__).parents[2]
 STEPS = sorted(path.stem for path in ROOT.glob("step0*.py"))
 OUTSIDE = {"torch", "tqdm", "matplotlib", "datasets", "numpy"}
@@ -49,7 +51,7 @@ def room_of(module: str) -> str:
     return {"tests": "proof"}.get(first, "step" if first in STEPS else first if first == "common" else "")
 
 
-VARIANTS = [name for name in FILES if room_of(name) == "variants" and name != "extras.variants"]
+VARIANTS = [name for name in FILES if name.startswith("extras.variants.step0")]
 
 
 def tree_of(module: str) -> ast.Module:
@@ -89,6 +91,7 @@ def imported_by(tree: ast.Module) -> set[str]:
     return found
 
 
+@lru_cache
 def imported(module: str) -> set[str]:
     """Those of a file of ours, with their packages, but for the doors."""
     return {name for name in imported_by(tree_of(module)) if (module, name) not in DOORS}
@@ -333,7 +336,6 @@ def test_variants_have_one_shape(module):
     names = [getattr(node, "name", "") for node in body]
     stored = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
     entries = [node for node in stored if isinstance(node, ast.Subscript)]
-    entries += [node for node in body if isinstance(node, ast.AugAssign)]
     acts = entries or {"prepare", "attach"} & {*names}
     if doc.startswith("A library"):
         users = {room_of(name) for name in FILES if module in imported(name)} - {"tests"}
@@ -347,6 +349,12 @@ def test_variants_have_one_shape(module):
         fields = [part.target.id for part in body[names.index("Flags")].body if isinstance(part, ast.AnnAssign)]
         assert names.index("Flags") < first
         assert not [name for name in fields if "--" + name.replace("_", "-") not in doc], "a flag without a word"
+
+
+def test_the_table_of_techniques_is_what_their_files_say():
+    """`python -m extras.variants` writes README.md anew; each file has a flag, or names one."""
+    assert (ROOT / "extras/variants/README.md").read_text() == table() + "\n"
+    assert all(re.fullmatch(r"\| \[.+\]\(.+\) \| `--.+` \| .* \| \d \|", line) for line in table().splitlines()[8:])
 
 
 def test_no_state_in_modules():

@@ -1,7 +1,8 @@
-"""Further techniques, one file each. A file changes a step from outside, where a flag asks for it. The rules:
+"""Further techniques by chapter, one file each, which changes a step from outside where a flag asks for it. The rules:
 
  1  A file: a docstring (idea; source and law, if any), `Flags` (a dataclass, a comment each), what it adds or attaches.
- 2  It serves the steps from SINCE, a Config, on; without SINCE all. One that only others import is a *library*.
+ 2  It serves the steps from SINCE, a Config, on; without SINCE all. It lies in the first one's folder; README.md has
+    its line (`python -m extras.variants`). One that only others import is a *library*.
  3  An entry of a menu, added when the file is imported, is one more value of a flag: SYNCS["torch"] = TorchSync.
     Predictions ask its file, too. `moments(name, master)`: numbers that an update rule keeps of one (AdamW: two of
     each). `waits(config, micro_batch, place)`, `gathered(config, parts)`: bytes that wait for backward, and of whole

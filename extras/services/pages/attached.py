@@ -6,17 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from extras.variants.__main__ import entries
+
 # The classes of what `attach` calls by these names, and how each verb of `Parts` is read aloud.
 OF = dict(optimizer="Optimizer Zero1", zero="Zero1", sync="NaiveSync BucketSync Zero1 Zero2", unit="Unit ShardedUnit")
 OF |= dict(model="Decoder", layer="DecoderLayer", self_attn="Attention", pipeline="Pipeline", data="Data", run="Run")
 HOW = {"parts.around": "stands around this", "parts.instead": "takes this place"}
-
-
-def entries(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """(how, menu) of what a file adds to menus: SYNCS["tree"] = ..."""
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-            yield f"makes the entry {ast.unparse(node.targets[0].slice)}", ast.unparse(node.targets[0].value)
 
 
 def changes(tree: ast.Module) -> Iterator[tuple[str, str]]:
@@ -46,7 +41,8 @@ def all_attached(root: Path) -> dict[str, list[tuple[str, str, str]]]:
     for path in sorted(root.glob("extras/variants/step0*/*.py")):
         tree = ast.parse(path.read_text())
         flag, about = summary(tree)
-        for how, name in (*entries(tree), *changes(tree)):
+        added = [(f"makes the entry {key!r}", menu) for menu, key in entries(tree)]
+        for how, name in (*added, *changes(tree)):
             if re.search(rf"^(class )?{name.split('.')[0]}\b", course, re.M):
                 by_name[name].add((flag, path.relative_to(root).as_posix(), f"{how} ({about})"))
     return {name: sorted(of) for name, of in by_name.items()}
