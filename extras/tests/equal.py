@@ -58,12 +58,7 @@ def read_uneven(_source: str) -> tuple[np.ndarray, np.ndarray]:
     return tokens, labels
 
 
-def read_few(_source: str) -> tuple[np.ndarray, None]:
-    """Tokens 0 to 4."""
-    return data.READERS[""]("")[0][:FEW] % 5, None
-
-
-NAMED = {"uneven-targets": functools.lru_cache(read_uneven), "few-tokens": functools.lru_cache(read_few)}
+NAMED = {"uneven-targets": functools.lru_cache(read_uneven)}
 
 
 def read_named(plain: Callable, source: str) -> tuple[np.ndarray, Any]:

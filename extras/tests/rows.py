@@ -1,10 +1,11 @@
 """The table of layouts x behaviours: what a row does, one process does too. A new technique adds its rows here.
 
+Rows have techniques, or services, in them. Layouts of the course alone are in tests/ (test_step02.py and on).
+
 Row(ranks, step, layout, base, tier)     `layout` are the flags of the run that is tested; `base` those that it has
                                          in common with the one process that it is compared with
 """
 
-from itertools import product
 from typing import Any, NamedTuple
 
 DEFAULT, EXHAUSTIVE = "default", "exhaustive"
@@ -13,12 +14,7 @@ ALL = ("equals", "drifts", "stays_near", "evaluates", "goes_on", "launches")
 LAUNCHES, STAYS_NEAR = ("equals", "launches"), ("equals", "stays_near")
 NEAR = dict(dtype="bf16", optimizer="adamw", lr=0.01, steps=3)  # how `stays_near` trains
 UNEVEN = dict(dataset="uneven-targets")  # many do not count; extras/tests/equal.py knows these data sets
-FEW = dict(dataset="few-tokens", vocab_size=5)  # so few that a rank of four has none of them
-FROZEN, IDLE, EXACT = (
-    dict(patch="frozen"),
-    dict(patch="idle_experts"),
-    dict(patch="not_rounded"),
-)  # extras/tests/faults.py
+FROZEN, EXACT = dict(patch="frozen"), dict(patch="not_rounded")  # extras/tests/faults.py
 COMPILED = dict(patch="graphs_without_code")  # there, too
 SGD, TIED, MHA = dict(optimizer="sgd", lr=0.5), dict(tied=True), dict(n_kv_heads=4)
 LARGE_HEADS = dict(dim=128, n_heads=1, n_kv_heads=1, n_layers=2, seq_len=131)
@@ -41,8 +37,6 @@ BACK = dict(skip_spikes=2.0, roll_back=2, steps=5, patch="fourth_is_a_spike")
 WINDOW, DEEP, PARTED = dict(window=7), dict(n_layers=4), dict(sp=False, pp_scatter=True)
 MASK = dict(documents="mask", end_token=32)  # a document ends with each blank
 DROP, STALE = dict(dropout=0.2), dict(stale=1, steps=3)
-THREE = dict(steps=3, grad_clip=0.0, recompute="full")  # AdamW, a changing rate, nothing clipped, layers run again
-BF16 = dict(dtype="bf16", optimizer="sgd", lr=0.5)
 
 
 class Row(NamedTuple):
@@ -66,12 +60,7 @@ def sized(row: Row) -> Row:
 
 
 ROWS = [
-    # each step: alone, and in a layout that has all that came before, with every behaviour
-    *(
-        Row(1, step, {}, base, EXHAUSTIVE if base else DEFAULT)
-        for step in ("step02_ddp", "step03_zero", "step04_tp_sp", "step05_cp_ring", "step06_pipeline")
-        for base in ({}, SGD | TIED)
-    ),
+    # each step in a layout that has all that came before, with every behaviour; others: tests/test_step02.py ...
     Row(2, "step02_ddp", dict(bucket_mb=0.01), does=ALL),
     Row(2, "step03_zero", dict(zero=3), TIED, does=ALL),
     Row(4, "step04_tp_sp", dict(tp=2, zero=1), does=ALL),
@@ -79,16 +68,9 @@ ROWS = [
     Row(4, "step06_pipeline", dict(pp=2, tp=2, zero=1), TIED, does=ALL),
     Row(4, "step06_pipeline", dict(pp=2, cp=2, schedule="zb-h1"), does=LAUNCHES, swept=ALL[1:-1]),
     Row(4, "step07_moe_ep", dict(pp=2, ep=2, zero=3), EXPERTS | dict(aux_loss_coeff=0.0), does=ALL),
-    # what many targets do not count in, what does not train, what has nothing to do
-    Row(4, "step03_zero", dict(zero=2), UNEVEN | SGD),
-    Row(4, "step05_cp_ring", dict(cp=2, tp=2), UNEVEN),
+    # what many targets do not count in, what does not train
     Row(4, "step06_pipeline", dict(pp=2, schedule="zb-h1"), UNEVEN | SGD),
-    Row(4, "step07_moe_ep", dict(tp=2, ep=2), UNEVEN | EXPERTS),
-    *(Row(2, "step03_zero", dict(zero=zero), FROZEN | SGD, EXHAUSTIVE if zero == 1 else DEFAULT) for zero in range(4)),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, schedule="zb-h2", zero=2), FROZEN | TIED),
-    Row(4, "step07_moe_ep", dict(ep=4, zero=1), IDLE | EXPERTS),
-    Row(4, "step04_tp_sp", dict(tp=4, zero=1), FEW | SGD | TIED),
-    Row(2, "step04_tp_sp", dict(tp=2, sp=False), dict(seq_len=15)),
     # what GPUs have other kernels for: heads of 128, lengths that no tile divides, experts in 16 bits
     Row(2, "step03_zero", dict(zero=1), LARGE_HEADS, does=("stays_near",)),
     Row(2, "step07_moe_ep", dict(ep=2, expert_matmul="grouped"), EXPERTS, does=("stays_near",)),
@@ -167,11 +149,6 @@ ROWS = [
         *(WIDE, DEFAULT, 1e-10),
     ),
     Row(2, "step07_moe_ep", dict(ep=2, expert_matmul="grouped", dtype="fp32"), EXPERTS | SGD, bound=1e-5),
-    #
-    # step 2
-    Row(2, "step02_ddp", dict(sync="naive")),
-    Row(3, "step02_ddp", dict(sync="ring"), SGD),
-    Row(4, "step02_ddp", dict(sync="bucket", bucket_mb=0.01), TIED),
     # variants of gradient sums
     Row(3, "step02_ddp", dict(sync="server"), SGD),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, zero=0), STALE | SGD),
@@ -189,13 +166,7 @@ ROWS = [
         for zero, (lossy, bound) in enumerate(LOSSY[:3])
     ),
     Row(3, "step03_zero", dict(zero=3, compress="topk", topk_fraction=1.0), TIED | SGD),
-    #
-    # step 3
-    *(Row(4, "step03_zero", dict(zero=zero), SGD) for zero in (0, 1, 2, 3)),
-    Row(3, "step03_zero", dict(zero=3), TIED),
-    Row(2, "step03_zero", dict(zero=2, recompute="full"), dict(dtype="fp32", optimizer="sgd")),  # Adam is less exact
     # variants of ZeRO
-    #
     Row(2, "step03_zero", dict(zero=3, zero_keep=True), TIED | SGD, does=("equals", "evaluates")),
     Row(2, "step07_moe_ep", dict(ep=2, zero=3, zero_keep=True, zero_keep_mb=0.06), EXPERTS),  # all but the experts
     Row(4, "step06_pipeline", dict(pp=2, zero=3, zero_keep=True, schedule="zb-h1", zero_replicas=2), TIED),
@@ -208,12 +179,7 @@ ROWS = [
     Row(2, "step03_zero", dict(zero=3, offload_params="cpu"), SGD, does=STAYS_NEAR),
     Row(4, "step04_tp_sp", dict(tp=2, zero=3, offload_params="cpu", offload_optimizer="cpu")),
     Row(4, "step05_cp_ring", dict(cp=2, tp=2, zero=2, zero_replicas=2), TIED),
-    # step 4
-    Row(2, "step04_tp_sp", dict(tp=2, zero=0), SGD, does=LAUNCHES),
-    Row(4, "step04_tp_sp", dict(tp=2, zero=3, sp=False), TIED),
-    Row(4, "step04_tp_sp", dict(tp=4, recompute="full"), MHA | TIED),
     # variants of tensor parallelism
-    #
     Row(2, "step04_tp_sp", dict(tp=2, tp_overlap=True), SGD),
     Row(4, "step04_tp_sp", dict(tp=2, tp_overlap=True, sp=False, zero=3, recompute="full"), TIED),
     Row(2, "step04_tp_sp", dict(tp=2, compress_activations="bf16"), SGD, bound=0.01),
@@ -232,13 +198,7 @@ ROWS = [
     Row(4, "step04_tp_sp", dict(tp=4, zero=1), SGD),  # two key/value heads
     Row(4, "step05_cp_ring", dict(cp=1, tp=4, sp=False, recompute="full"), dict(n_kv_heads=1)),
     Row(8, "step05_cp_ring", dict(cp=2, tp=4, zero=3), SGD | TIED, EXHAUSTIVE),
-    # step 5
-    Row(2, "step05_cp_ring", dict(cp=2), SGD),
-    Row(4, "step05_cp_ring", dict(cp=2, tp=2, zero=3), SGD),
-    Row(4, "step05_cp_ring", dict(cp=4, zero=1, recompute="full"), TIED),
-    Row(4, "step05_cp_ring", dict(cp=2, zero=2), dict(seq_len=24)),
     # variants of context parallelism
-    #
     Row(3, "step05_cp_ring", dict(cp=3, cp_mode="ring"), SGD | dict(seq_len=18)),
     Row(4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="ring", recompute="full"), TIED, does=STAYS_NEAR),
     Row(4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="ring", sp=False), dict(seq_len=14)),  # 7 tokens a rank of cp
@@ -268,13 +228,6 @@ ROWS = [
     Row(4, "step06_pipeline", dict(pp=2, cp=2, documents="reset"), MASK, does=("equals", "evaluates")),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, schedule="interleaved", recompute="full"), MASK | dict(n_layers=4)),
     Row(4, "step06_pipeline", dict(pp=2, cp=2, schedule="zb-h1", documents="reset"), MASK | SGD),
-    # step 6
-    Row(3, "step06_pipeline", dict(pp=3)),
-    Row(4, "step06_pipeline", dict(pp=2, zero=3), TIED | SGD),
-    Row(4, "step06_pipeline", dict(pp=2, tp=2, zero=2), TIED),
-    Row(4, "step06_pipeline", dict(pp=2, cp=2, schedule="interleaved"), dict(n_layers=4), does=LAUNCHES),
-    Row(4, "step06_pipeline", dict(pp=2, zero=1, schedule="afab", recompute="full"), TIED | SGD, does=LAUNCHES),
-    Row(2, "step06_pipeline", dict(pp=2, zero=3, schedule="afab")),
     # variants of pipelines
     Row(2, "step06_pipeline", dict(pp=2, schedule="zb-h1", zero=1)),
     Row(4, "step06_pipeline", dict(pp=4, schedule="zb-h2", zero=3), dict(n_layers=4), does=LAUNCHES),
@@ -288,12 +241,12 @@ ROWS = [
     Row(2, "step06_pipeline", dict(pp=2, pp_split="1,2", sync="naive"), SGD),
     *(
         Row(4, "step06_pipeline", dict(pp=2, schedule=schedule, zero=zero), TIED | dict(n_layers=4), EXHAUSTIVE)
-        for schedule in ("afab", "interleaved", "rounds", "ahead", *SPLIT, "dualpipev", "v-half")
+        for schedule in ("rounds", "ahead", *SPLIT, "dualpipev", "v-half")
         for zero in (0, 1, 2, 3)
     ),
     *(
         Row(4, "step07_moe_ep", dict(pp=2, ep=2, schedule=name, zero=zero), EXPERTS | dict(n_layers=4), EXHAUSTIVE)
-        for name in ("1f1b", "afab", "interleaved", "rounds", *SPLIT, "v-min")
+        for name in ("rounds", *SPLIT, "v-min")
         for zero in (0, 1, 2, 3)
     ),
     Row(4, "step07_moe_ep", dict(pp=4, schedule="dualpipe", zero=2), EXPERTS | dict(n_layers=4)),
@@ -307,16 +260,6 @@ ROWS = [
     Row(
         4, "step06_pipeline", dict(pp=2, tp=2, compress_activations="bf16", schedule="zbv") | PARTED, SGD | EXACT | DEEP
     ),
-    # step 7
-    Row(2, "step07_moe_ep", dict(tp=2), EXPERTS | SGD),
-    Row(4, "step07_moe_ep", dict(tp=2, ep=2, sp=False, zero=1), EXPERTS),
-    Row(4, "step07_moe_ep", dict(cp=2, ep=4, zero=3), EXPERTS, does=LAUNCHES),
-    Row(4, "step07_moe_ep", dict(pp=2, ep=2, zero=2), dict(experts=6, experts_per_token=1)),
-    Row(4, "step07_moe_ep", dict(tp=2, ep=4, zero=2), EXPERTS),
-    Row(4, "step07_moe_ep", dict(tp=4, ep=4, zero=3, recompute="full"), EXPERTS | MHA),
-    Row(8, "step07_moe_ep", dict(cp=2, tp=2, ep=8, sp=False), dict(experts=8), EXHAUSTIVE),
-    Row(8, "step07_moe_ep", CUBE, EXPERTS | SGD, does=LAUNCHES),
-    Row(8, "step07_moe_ep", CUBE | dict(zero=3, schedule="interleaved"), EXPERTS | TIED | dict(n_layers=4), EXHAUSTIVE),
     # variants of experts
     Row(4, "step07_moe_ep", dict(cp=2, ep=4, ep_mode="rows", zero=3), EXPERTS),
     Row(4, "step07_moe_ep", dict(tp=2, ep=2, ep_mode="rows"), EXPERTS | dict(capacity_factor=0.6)),
@@ -333,60 +276,3 @@ ROWS = [
     Row(4, "step07_moe_ep", dict(ep=4, ep_mode="rows", recompute="full"), GROUPS),
     Row(4, "step07_moe_ep", dict(pp=2, ep=2, ep_mode="rows", schedule="zbv", zero=3), GROUPS | dict(shared_experts=2)),
 ]
-
-
-def every_legal_layout(ranks: int = 8) -> list[Row]:
-    """All products pp x dp x cp x tp of `ranks`, each with every ep inside dp x cp x tp; ZeRO's stages in turn."""
-    sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    rows = []
-    for pp, cp, tp, ep in product(sizes, repeat=4):
-        if ranks % (pp * cp * tp) == 0 and tp <= 4 and ranks // pp % ep == 0:
-            layout = dict(pp=pp, cp=cp, tp=tp, ep=ep, zero=len(rows) % 4, sp=tp == 1 or len(rows) % 3 > 0)
-            base = dict(steps=4, global_batch_size=24, experts=8, n_heads=4, n_kv_heads=4, n_layers=8)
-            base |= dict(seq_len=16 if cp * tp < 8 else 32, tied=len(rows) % 2 == 0)
-            rows.append(Row(ranks, "step07_moe_ep", layout, base, EXHAUSTIVE))
-    return rows
-
-
-# What labs run with a student's file, beside rows of extras/tests/faults.py, by name. `then`: saved, and gone on with.
-OF_LABS = {
-    "step 1": Row(1, "step01_single_gpu", THREE),
-    "step 1, frozen": Row(1, "step01_single_gpu", FROZEN | SGD),
-    "step 1, uneven": Row(1, "step01_single_gpu", dict(dataset="uneven-targets")),
-    "step 1, small norm": Row(1, "step01_single_gpu", dict(grad_clip=1e4)),
-    "step 1, smaller": Row(1, "step01_single_gpu", dict(micro_batch_size=5, global_batch_size=12)),
-    "step 1, muon": Row(1, "step01_single_gpu", dict(optimizer="muon", micro_batch_size=5, global_batch_size=12)),
-    "step 1, bf16": Row(1, "step01_single_gpu", dict(dtype="bf16", recompute="full")),
-    "step 1, saved": Row(1, "step01_single_gpu", dict(then=({}, dict(recompute="full"), {}))),
-    "step 2": Row(2, "step02_ddp", THREE | dict(bucket_mb=0.01)),
-    "step 2, frozen": Row(2, "step02_ddp", FROZEN | SGD | dict(bucket_mb=0.01)),
-    "step 2, overlap": Row(2, "step02_ddp", dict(sync="overlap", micro_batch_size=4, global_batch_size=12, **SGD)),
-    "step 2, bf16": Row(2, "step02_ddp", BF16 | dict(bucket_mb=0.01)),
-    "step 2, saved": Row(2, "step02_ddp", dict(then=(dict(sync="naive"), dict(sync="ring"), {}))),
-    "step 3": Row(2, "step03_zero", THREE | dict(zero=3)),
-    "step 3, tied": Row(3, "step03_zero", dict(zero=3, tied=True, **SGD)),
-    **{f"step 3, frozen {n}": Row(2, "step03_zero", FROZEN | SGD | dict(zero=n)) for n in (1, 2, 3)},
-    "step 3, offload": Row(2, "step03_zero", dict(zero=1, offload_optimizer="cpu", **SGD)),
-    "step 3, bf16": Row(2, "step03_zero", BF16 | dict(zero=3)),
-    "step 3, saved": Row(3, "step03_zero", dict(then=(dict(zero=1), dict(zero=3), dict(zero=2)))),
-    "step 4": Row(4, "step04_tp_sp", THREE | dict(tp=2, zero=1, tied=True)),
-    "step 4, no sp": Row(2, "step04_tp_sp", dict(tp=2, sp=False, tied=True, micro_batch_size=3)),
-    "step 4, overlap": Row(2, "step04_tp_sp", dict(tp=2, tp_overlap=True, **SGD)),
-    "step 4, bf16": Row(2, "step04_tp_sp", BF16 | dict(tp=2, zero=1)),
-    "step 4, saved": Row(2, "step04_tp_sp", dict(tied=True, then=(dict(tp=2), dict(zero=3), dict(tp=2, sp=False)))),
-    "step 5": Row(4, "step05_cp_ring", THREE | dict(cp=2, tp=2, tied=True)),
-    "step 5, zero": Row(4, "step05_cp_ring", dict(cp=2, zero=2, **SGD)),
-    "step 5, flash": Row(2, "step05_cp_ring", dict(cp=2, cp_kernel="flash", **SGD)),
-    "step 5, bf16": Row(2, "step05_cp_ring", BF16 | dict(cp=2)),
-    "step 5, saved": Row(2, "step05_cp_ring", dict(then=(dict(cp=2), dict(tp=2), dict(cp=2, zero=3)))),
-    "step 6": Row(4, "step06_pipeline", THREE | dict(pp=2, tp=2, zero=1, tied=True)),
-    "step 6, afab": Row(2, "step06_pipeline", dict(pp=2, schedule="afab", zero=3, **SGD)),
-    "step 6, V": Row(3, "step06_pipeline", dict(pp=3, schedule="zbv", n_layers=6, tied=True, **SGD)),
-    "step 6, bf16": Row(2, "step06_pipeline", BF16 | dict(pp=2)),
-    "step 6, saved": Row(2, "step06_pipeline", dict(then=(dict(pp=2), dict(tp=2), dict(pp=2, schedule="afab")))),
-    "step 7": Row(4, "step07_moe_ep", THREE | dict(cp=2, tp=2, ep=2, experts=4)),
-    "step 7, pp": Row(4, "step07_moe_ep", dict(pp=2, ep=2, experts=6, experts_per_token=1, zero=2)),
-    "step 7, rows": Row(2, "step07_moe_ep", dict(ep=2, ep_mode="rows", experts=4, **SGD)),
-    "step 7, bf16": Row(2, "step07_moe_ep", BF16 | dict(ep=2, experts=4)),
-    "step 7, saved": Row(2, "step07_moe_ep", dict(experts=4, then=(dict(ep=2), dict(tp=2), dict(ep=2, zero=3)))),
-}

@@ -13,7 +13,7 @@ from extras.services.seam import spelled
 from extras.tests import bounds, equal
 from extras.tests.equal import difference
 from extras.tests.pairs import in_company
-from extras.tests.rows import EXHAUSTIVE, NEAR, ROWS, SGD, Row, every_legal_layout, sized
+from extras.tests.rows import EXHAUSTIVE, NEAR, ROWS, SGD, Row, sized
 from extras.tests.test_checkpoint import STEPS, require_same_bits, stored, train_on_rank
 
 ROOT = Path(__file__).parents[2]
@@ -107,9 +107,9 @@ def label(row: Row) -> str:
 
 
 def cases() -> list:
-    """The table, and every legal layout of 8 ranks for the sweep; also what equals one process in a run of pairs."""
+    """The table. The sweep has also what equals one process in a run of pairs."""
     found = []
-    for row in sorted([*ROWS, *every_legal_layout()], key=lambda row: row.ranks):
+    for row in sorted(ROWS, key=lambda row: row.ranks):
         left = (*row.swept, "launches", *(["equals"] if in_company(row) else []))
         row = sized(row)
         for name in row.does + row.swept:
@@ -127,7 +127,10 @@ def test_does_what_one_process_does(pools, reference, tmp_path, behaviour, row):
 
 
 def test_every_step_has_every_behaviour():
-    """In some row of the default run; but for step 1, which is what others are compared with."""
+    """In some row of the default run, so a run with everything around it does what a plain one does.
+
+    But for step 1, which is what others are compared with.
+    """
     for path in Path(__file__).parents[2].glob("step0[2-9]_*.py"):
         names = {name for row in ROWS for name in row.does if row.step == path.stem and row.tier != EXHAUSTIVE}
         assert names == {*BEHAVIOURS}, path.stem
