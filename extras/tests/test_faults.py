@@ -15,19 +15,11 @@ from extras.tests.test_rules import RULES
 INT8 = dict(tp=2) | test_laws.INT8
 CP, ONE = "step05_cp_ring", dict(n_layers=1, global_batch_size=2)
 LAWS: dict[str, tuple] = {  # ranks, and a function with its arguments that every rank calls: what it returns is the law
-    "law: units": (2, test_laws.seen_in_stage_3, dict(zero=3, global_batch_size=2)),
-    "law: unit names": (1, test_laws.names_of_units, 12),
-    "law: zero 3": (2, test_laws.measure, "step03_zero", dict(zero=3)),
     "law: kept": (2, test_laws.measure, "step03_zero", dict(zero=3, zero_keep=True)),
     "law: kept if small": (2, test_laws.measure, "step03_zero", dict(zero=3, zero_keep=True, zero_keep_mb=0.06)),
     "law: early sums": (2, test_laws.sums_in_backward, dict(zero=1, zero_overlap=True)),
     "law: hidden": (4, test_laws.order_of_turns, test_laws.OVERLAP | dict(ep_overlap=True)),
-    "law: tp": (2, test_laws.measure, "step04_tp_sp", dict(tp=2)),
-    "law: ring": (2, test_laws.measure, "step05_cp_ring", dict(cp=2)),
     "law: window": (2, test_laws.measure, "step05_cp_ring", dict(cp=2, cp_mode="ring", window=5)),
-    "law: messages": (2, test_laws.sends_under_way, dict(pp=2, schedule="interleaved", n_layers=4)),
-    "law: unused": (2, test_laws.unused),
-    "law: formulas": (1, test_laws.by_formulas),
     "law: cudnn": (1, test_laws.by_cudnn),
     "law: debts": (3, test_variants.sums_on_rank, "topk", True),
     "law: masks": (2, test_variants.masks_on_rank, "step04_tp_sp", dict(tp=2)),
