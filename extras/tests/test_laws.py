@@ -1,10 +1,7 @@
-"""What the docstrings of the steps promise in numbers: bytes and calls by dimension, live memory."""
+"""What the docstrings of techniques promise in numbers: bytes and calls by dimension. (Of the steps: tests/.)"""
 
-import re
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack
-from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,12 +15,10 @@ import step01_single_gpu as step01
 import step02_ddp as step02
 import step03_zero as step03
 import step05_cp_ring as step05
-import step06_pipeline as step06
 import step07_moe_ep as step07
 from common import UserError
-from common.comm import Group, Mesh, Pending, all_to_all, exchange
-from common.model import Attention, Decoder, ModelConfig
-from common.schedules import SCHEDULES, draw
+from common.comm import Group, Pending, all_to_all, exchange
+from common.model import Attention
 from extras.services.dry_run import run_rank
 from extras.tests import bounds, equal
 from extras.variants import Parts
@@ -69,35 +64,6 @@ def check(found: dict, expected: dict[str, float]):
 def reduced(n: int, size: float) -> float:
     """Bytes that a rank sends in an all-reduce of `size` bytes."""
     return 2 * (n - 1) / n * size
-
-
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_flops(recompute):
-    """6 a weight and token, and 2 more where a layer runs again, but for its last matrix, whose output nobody keeps.
-
-    A query meets half of the keys: 2 matrix products forward, 5 backward (one makes the scores again).
-    """
-    m = 2  # micro-batches
-    config = equal.config_of("step01_single_gpu", dict(recompute=recompute, global_batch_size=m, dry_run=1))
-    found = Counter()
-    for name, count in run_rank(step01.train, config, 0).meter.count.items():
-        found["attention" if "attention" in name else "weights"] += count["flops"]
-    again, weights = recompute == "full", LAYER - 2 * D
-    assert found["weights"] == m * SEQ * (6 * (L * weights + END) + 2 * again * L * (weights - D * FFN))
-    assert found["attention"] == m * SEQ * L * (2 + 5 + 2 * again) * 2 * SEQ / 2 * D
-
-
-@pytest.mark.parametrize("n, sync", [(4, "naive"), (4, "bucket"), (2, "ring")])
-def test_data_parallel(pools, n, sync):
-    """2 (n-1)/n S and the loss: the same bytes for all, in a call a parameter, or a bucket, or 2 (n-1) messages."""
-    options = dict(sync=sync, global_batch_size=12) | (dict(bucket_mb=0.05) if sync == "bucket" else {})
-    for sent, calls in pools(n).run(measure, "step02_ddp", options):
-        check(sent, dict(dp=reduced(n, P * B + SCALAR)))
-        params, lists = 9 * L + 3, calls["dp", "all_reduce"] - 1
-        assert (lists == {"naive": params, "ring": 0}.get(sync, lists) and 1 <= lists <= params) or sync == "ring"
-        assert calls.get(("dp", "send"), 0) == (2 * (n - 1) * params if sync == "ring" else 0)
-        if sync == "bucket":
-            assert lists < params / 3
 
 
 def test_a_server_is_the_bottleneck(pools):
@@ -155,29 +121,6 @@ def test_tree(pools, n):
     below = {3: [2, 0, 0], 4: [2, 0, 1, 0]}[n]
     assert [sent[1] for _, sent in found] == [((r > 0) + below[r]) * P * B for r in range(n)]
     assert sum(sent[1] for _, sent in found) == 2 * (n - 1) * P * B
-
-
-ZERO = [(4, 0, {}), *((n, zero, {}) for n in (2, 3, 4) for zero in (1, 2, 3))]
-ZERO += [(n, zero, dict(tied=True, recompute="full")) for n, zero in ((3, 2), (2, 3), (3, 3))]
-
-
-@pytest.mark.parametrize("n, zero, flags", ZERO)
-def test_zero(pools, n, zero, flags):
-    """(n-1)/n of 2 P, 2 P, (m+1) P, m (3 P - ends); a unit of P is rounded up to a multiple of n.
-
-    The ends are gathered once a micro-batch: the embedding needs no weights in backward, and norm and head stay from
-    their forward to their backward. A tied matrix is gathered twice: as embedding, and again as head.
-    """
-    m, tied = 3, "tied" in flags
-    layer, first, last = (-(-size // n) * n if zero else size for size in (LAYER, END, D if tied else END + D))
-    p, ends = L * layer + first + last, last if tied else first + last
-    elements = {0: 2 * p, 1: 2 * p, 2: (m + 1) * p, 3: m * (3 * p - ends)}[zero]
-    units, once = L + 2, 1 if tied else 2
-    for sent, calls in pools(n).run(measure, "step03_zero", flags | dict(zero=zero, global_batch_size=n * m)):
-        assert sent.keys() == {"dp"}
-        assert sent["dp"] == (n - 1) * elements * B // n + 2 * round(reduced(n, SCALAR))
-        assert calls.get(("dp", "reduce_scatter"), 0) == {0: 0, 1: units, 2: m * units, 3: m * units}[zero]
-        assert calls.get(("dp", "all_gather"), 0) == {0: 0, 1: units, 2: units, 3: m * (2 * units - once)}[zero]
 
 
 @pytest.mark.parametrize("pp, schedule", [(1, "1f1b"), (2, "afab"), (2, "zb-h1")])
@@ -239,132 +182,20 @@ def test_sums_start_in_backward(pools):
     assert ours == theirs
 
 
-def figure(n_layers: int, tied: bool = False) -> dict[str, list[str]]:
-    """Rows of the figure in the docstring of `Zero3`, for so many layers. With a tied head H computes with E, too."""
-    up = [str(i) for i in range(n_layers)]
-    down = up[::-1]
-    return {
-        "all-gather": ["E", *up, "EH" if tied else "H", "", *down, "", "", ""],
-        "compute": ["", "E", *up, "H", "H", *down, "E", ""],
-        "freed after": ["", "E", *up, "", "H", *down, "E" if tied else "", ""],
-        "reduce-scatter": [""] * (n_layers + 4) + ["H", *down, "E"],
-    }
+@pytest.mark.parametrize("flags", [dict(tp_overlap=True), INT8, INT8 | dict(tp_overlap=True)], ids=str)
+def test_tensor_parallel(pools, flags):
+    """(n-1)/n of 8 activations a layer and 4 at the ends; two numbers a token.
 
-
-def events_of(rows: dict[str, list[str]], recompute: str) -> list[str]:
-    """What a figure shows, in order. Where a column begins, what was under way in the one before it ends."""
-    events, way, nothing = [], "forward", [""] * len(rows)
-    for before, (gathered, computed, _, reduced) in pairwise([nothing, *zip(*rows.values(), strict=True), nothing]):
-        events += [f"reduce {unit} ends" for unit in before[3]] + [f"reduce {unit}" for unit in reduced]
-        events += [f"free {unit}" for unit in before[2]]
-        events += [f"gather {unit}" for unit in gathered] + [f"gather {unit} ends" for unit in before[0]]
-        modules = ["norm", "head"] if computed == "H" else [*computed]
-        events += [f"{way} {module}" for module in modules[:: 1 if way == "forward" else -1]]
-        events += [f"forward {computed}"] * (way == "backward" and recompute == "full" and computed.isdigit())
-        way = "backward" if computed == "H" else way
-    return events
-
-
-def seen_in_stage_3(options: dict) -> list[str]:
-    """Runs on every rank: the same of the last step. A layer's forward begins where its first norm does."""
-    events, zero_type, unit_type = [], step03.Zero3, step03.ShardedUnit
-    build, begin, reduce = zero_type.__init__, zero_type.begin, zero_type.reduce
-
-    def note(what: str, unit: step03.Unit, pending: Pending) -> Pending:
-        found = re.search(r"embed|\d+", next(iter(unit.named)))
-        what += f" {found.group().replace('embed', 'E') if found else 'H'}"
-        events.append(what)
-        pending.wait = lambda: events.extend([f"{what} ends"] * bool(pending.works)) or Pending.wait(pending)
-        return pending
-
-    def noting(what: str, plain: Callable):
-        def noted(unit: step03.ShardedUnit):
-            before = unit.flat.untyped_storage().nbytes()
-            plain(unit)
-            if unit.flat.untyped_storage().nbytes() != before:
-                note(what, unit, unit.gathering)
-
-        return mock.patch.object(unit_type, what, noted)
-
-    def turn(what: str) -> Callable:
-        return lambda *_: events.append(what)
-
-    def building(zero: step03.Zero3, model: Decoder, *rest):
-        build(zero, model, *rest)
-        ends = dict(E=model.model.embed_tokens, norm=model.model.norm, head=model.lm_head)
-        for name, module in [*model.model.layers.items(), *ends.items()]:
-            getattr(module, "input_layernorm", module).register_forward_pre_hook(turn(f"forward {name}"))
-            back = turn(f"backward {name}")
-            module.register_forward_hook(lambda *io, back=back: io[2].register_hook(back) and None)
-
-    with (
-        noting("gather", unit_type.gather),
-        noting("free", unit_type.free),
-        mock.patch.object(zero_type, "__init__", building),
-        mock.patch.object(zero_type, "begin", lambda zero, m: events.clear() or begin(zero, m)),
-        mock.patch.object(zero_type, "reduce", lambda zero, unit: note("reduce", unit, reduce(zero, unit))),
-    ):
-        equal.record("step03_zero", LAWS | options)
-    return events
-
-
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("n_layers, tied", [(1, False), (1, True), (3, False), (3, True)])
-def test_stage_3_hides_what_its_figure_shows(pools, n_layers, tied, recompute):
-    """Each gather and sum starts and ends there, each unit is freed there. Two units are whole at most; tied, three."""
-    for name, row in figure(n_layers=2).items():
-        assert f"  {name:<15}{''.join(f'{unit:<4}' for unit in row).rstrip()}\n" in step03.Zero3.__doc__
-    events = events_of(figure(n_layers, tied), recompute)
-    options = dict(zero=3, global_batch_size=2, n_layers=n_layers, tied=tied, recompute=recompute)
-    assert pools(2).run(seen_in_stage_3, options) == [events] * 2
-    starts = [event for event in events if not event.endswith("ends")]
-    whole = [*accumulate(event.startswith("gather") - event.startswith("free") for event in starts)]
-    assert (max(whole), whole[-1]) == (3 if tied else 2, 0)
-
-
-def names_of_units(n_layers: int) -> list[list[str]]:
-    """ZeRO's units of a model with so many layers."""
-    with torch.device("meta"):
-        return step03.unit_names(Decoder(ModelConfig(**equal.SMALL | dict(n_layers=n_layers))))
-
-
-def test_each_layer_is_a_unit():
-    """Also the eleventh; embedding, and norm with head, are two more."""
-    found = names_of_units(12)
-    assert len(found) == 14 and all(len({name.split(".")[2] for name in some}) == 1 for some in found[1:-1])
-    assert found[-1] == ["model.norm.weight", "lm_head.weight"]
-
-
-@pytest.mark.parametrize(
-    "n, flags",
-    [
-        *((n, dict(sp=sp)) for n in (2, 3) for sp in (False, True)),
-        *((2, INT8 | dict(tp_overlap=overlap)) for overlap in (False, True)),
-        (2, dict(tp_overlap=True)),
-        *((2, dict(sp=sp, recompute="full")) for sp in (False, True)),
-    ],
-)
-def test_tensor_parallel(pools, n, flags):
-    """(n-1)/n of 8 activations a layer and 4 at the ends; two numbers a token; one call a block and direction.
-
-    With overlap the input of a block is gathered once more in backward. int8: a byte a value, 4 more for each 256. To
-    recompute a layer sends 3 activations more, 2 without SP: all of its forward but the last g, which nobody asks for.
+    With overlap the input of a block is gathered once more in backward. int8: a byte a value, 4 more for each 256.
     """
-    sp, again = flags.get("sp", True), "recompute" in flags
-    gathers, scatters = (4 + 2 * flags.get("tp_overlap", False) + 2 * again) * L, (4 + again) * L
-    seq, heads, dim = (12, 6, 48) if n == 3 else (SEQ, HEADS, D)  # what 3 divides
-    act = seq * dim * B
-    block = seq * (dim + 4) if "compress_activations" in flags else act
-    norms = (2 * L + 1) * dim * B if sp else 0
-    loss = (n - 1) * 2 * seq * B
-    layers = (gathers + scatters) * block if sp else (8 + 2 * again) * L * act
-    expected = M * ((n - 1) * (layers + 4 * act) // n + loss) + round(reduced(n, norms)) + round(reduced(n, SCALAR))
-    shape = dict(n_heads=heads, n_kv_heads=heads, dim=dim, seq_len=seq)
-    for sent, calls in pools(n).run(measure, "step04_tp_sp", dict(tp=n) | shape | flags):
+    n, act, loss = 2, A, 2 * SEQ * B
+    gathers, scatters = (4 + 2 * flags.get("tp_overlap", False)) * L, 4 * L
+    block = SEQ * (D + 4) if "compress_activations" in flags else act
+    expected = M * ((n - 1) * ((gathers + scatters) * block + 4 * act) // n + loss)
+    expected += round(reduced(n, (2 * L + 1) * D * B)) + round(reduced(n, SCALAR))
+    for sent, calls in pools(n).run(measure, "step04_tp_sp", dict(tp=n) | flags):
         check(sent, dict(tp=expected))
-        if not sp:
-            assert calls["tp", "all_reduce"] == M * ((4 + again) * L + 2) + 1
-        elif block == act:
+        if block == act:
             assert calls["tp", "all_gather"] == M * (gathers + 3)
             assert calls["tp", "reduce_scatter"] == M * (scatters + 2)
 
@@ -372,8 +203,6 @@ def test_tensor_parallel(pools, n, flags):
 @pytest.mark.parametrize(
     "n, mode, flags",
     [
-        *((n, "zigzag", {}) for n in (2, 3, 4)),
-        *((n, "zigzag", dict(recompute="full")) for n in (2, 3)),
         (2, "zigzag", dict(cp_kernel="flash")),
         *((n, mode, {}) for n, mode in ((2, "ring"), (4, "allgather"), (4, "ulysses"))),
     ],
@@ -381,12 +210,11 @@ def test_tensor_parallel(pools, n, flags):
 def test_context_parallel(pools, n, mode, flags):
     """(n-1) B forward, (n-1) B + n G backward in a layer and micro-batch; k and v travel with their own heads.
 
-    Recomputed in full, (n-1) B again. Gathered: (n-1) G backward. Ulysses: (n-1)/n of q, k, v and the output, each way;
-    n ranks share few k and v.
+    Gathered: (n-1) G backward. Ulysses: (n-1)/n of q, k, v and the output, each way; n ranks share few k and v.
     """
     seq = 12 * n
     q, kv = (heads * seq // n * (D // HEADS) * B for heads in (HEADS, 2 * KV))
-    hops = (n - 1) * (3 if flags.get("recompute") == "full" else 2) + (n if mode != "allgather" else 0)
+    hops = 2 * (n - 1) + (n if mode != "allgather" else 0)
     size = 2 * (n - 1) * (2 * q + kv * max(1, n // KV)) // n if mode == "ulysses" else hops * kv
     for sent, calls in pools(n).run(measure, "step05_cp_ring", dict(cp=n, cp_mode=mode, seq_len=seq) | flags):
         assert set(sent) == {"cp", "data"}
@@ -582,35 +410,16 @@ def test_the_kernel_of_the_ring(where, gpu, kernel, chosen):
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_zigzag_shares_the_work(n):
-    """Each rank computes as many pairs as any other; in the plain ring the last one (2n-1) times those of the first."""
+def test_the_plain_ring_is_uneven(n):
+    """Rank r computes 2r+1 times the pairs of the first one."""
     length = 12
 
-    def work(visible, rank: int) -> float:
-        pairs = 0
-        for source in range(n):
-            for queries, keys, causal in visible(rank, source, length):
-                pairs += len(range(length)[queries]) * len(range(length)[keys]) / (2 if causal else 1)
-        return pairs
+    def work(rank: int) -> float:
+        parts = [part for source in range(n) for part in ring.ordered_visible(rank, source, length)]
+        pairs = [(len(range(length)[queries]) * len(range(length)[keys]), causal) for queries, keys, causal in parts]
+        return sum(count / (2 if causal else 1) for count, causal in pairs)
 
-    assert {work(step05.zigzag_visible, rank) for rank in range(n)} == {length**2 * n / 2}
-    assert [work(ring.ordered_visible, rank) for rank in range(n)] == [length**2 * (r + 0.5) for r in range(n)]
-
-
-@pytest.mark.parametrize("schedule, p", [("1f1b", 3), ("afab", 2), ("interleaved", 2)])
-def test_pipeline(pools, schedule, p):
-    """2 activations a micro-batch and boundary: x to the right, dx to the left."""
-    v = 2 if schedule == "interleaved" else 1
-    options = dict(pp=p, schedule=schedule, n_layers=2 * p)
-    scalars = 2 * round(reduced(p, SCALAR))
-    total = 0
-    for rank, (sent, calls) in enumerate(pools(p).run(measure, "step06_pipeline", options)):
-        assert set(sent) == {"pp"}
-        total += sent["pp"] - scalars
-        if v == 1:
-            assert sent["pp"] - scalars == M * A * ((rank > 0) + (rank < p - 1))
-            assert calls["pp", "send"] == M * ((rank > 0) + (rank < p - 1))
-    assert total == 2 * M * A * (p * v - 1)
+    assert [work(rank) for rank in range(n)] == [length**2 * (r + 0.5) for r in range(n)]
 
 
 @pytest.mark.parametrize("schedule, n_layers", [("1f1b", L), ("zbv", 4)])
@@ -631,98 +440,8 @@ def test_boundaries_in_parts(pools, schedule, n_layers):
         assert after["tp"] - before["tp"] == boundaries * A * (tp - 1) // tp
 
 
-def most_in_flight(options: dict) -> int:
-    """Runs on every rank: the most micro-batches and stages whose activations were there at a time."""
-    most, forward = [0], step06.Pipeline.forward
-
-    def spy(self, *args):
-        y = forward(self, *args)
-        most[0] = max(most[0], len(self.graphs))
-        return y
-
-    with mock.patch.object(step06.Pipeline, "forward", spy):
-        equal.record("step06_pipeline", LAWS | options)
-    return most[0]
-
-
-def test_activations_in_flight(pools):
-    """1F1B: p - rank micro-batches. All forward, all backward: all."""
-    assert pools(3).run(most_in_flight, dict(pp=3)) == [3, 2, 1]
-    assert pools(3).run(most_in_flight, dict(pp=3, micro_batch_size=3)) == [2, 2, 1]
-    assert pools(3).run(most_in_flight, dict(pp=3, schedule="afab")) == [M, M, M]
-
-
-def sends_under_way(options: dict) -> int:
-    """Runs on every rank: the most messages that it had sent and not yet waited for when it began to compute."""
-    under_way, most, forward, exchange = set(), [0], step06.Pipeline.forward, step06.exchange
-
-    def noted(sends, *rest):
-        pending = exchange(sends, *rest)
-        if sends:
-            under_way.add(pending)
-            pending.wait = lambda: under_way.discard(pending) or Pending.wait(pending)
-        return pending
-
-    def spy(self, *args):
-        most[0] = max(most[0], len(under_way))
-        return forward(self, *args)
-
-    with mock.patch.object(step06, "exchange", noted), mock.patch.object(step06.Pipeline, "forward", spy):
-        equal.record("step06_pipeline", LAWS | options)
-    return most[0]
-
-
-def test_messages_travel_meanwhile(pools):
-    """Lists: a rank computes while what it has sent is on its way."""
-    assert pools(2).run(sends_under_way, dict(pp=2, schedule="interleaved", n_layers=4)) == [1, 1]
-
-
-def unused() -> list[list[float]]:
-    """Runs on every rank: buckets' sums of three gradients over two micro-batches.
-
-    The first parameter is never used, the second always, the third in one micro-batch: rank 1's first, rank 0's second.
-    """
-    model = nn.ParameterList([torch.ones(2), torch.ones(2), torch.ones(2)])
-    for param in model:
-        param.grad_dtype = param.dtype
-    sync = step02.BucketSync(model, SimpleNamespace(bucket_mb=1e-6), Mesh(dp=dist.get_world_size()))
-    sync.begin(2)
-    for i in range(2):
-        (model[1] + (10**i * model[2] if i != dist.get_rank() else 0)).sum().backward()
-    sync.finish()
-    return [param.grad.tolist() for param in model]
-
-
-def test_what_is_not_used_holds_nothing_up(pools):
-    """Nor is what comes behind it forgotten."""
-    assert pools(2).run(unused) == [[[0.0, 0.0], [4.0, 4.0], [11.0, 11.0]]] * 2
-
-
-def measure_experts(options: dict) -> tuple[dict, int]:
-    """Runs on every rank: (bytes of the last step, rows that it sent to other ranks in this step)."""
-    leaving, right = [], step07.DISPATCH["alltoall"]
-
-    def spy(experts, group, rows, counts):
-        parts = counts.view(group.size, -1).sum(1)
-        leaving.append(int(parts.sum() - parts[group.rank]))
-        return right(experts, group, rows, counts)
-
-    with mock.patch.dict(step07.DISPATCH, alltoall=spy):
-        seen = equal.record("step07_moe_ep", LAWS | options)
-    return seen.sent[-1], sum(leaving[len(leaving) // 2 :])
-
-
-def test_experts(pools):
-    """A row of another rank's expert goes there and comes home, forward and backward; counts of 8 E bytes go first."""
-    ep, experts = 2, 4
-    found = pools(ep).run(measure_experts, dict(ep=ep, experts=experts))
-    rows = sum(away for _, away in found)
-    counts = ep * (M // ep) * L * (ep - 1) / ep * 8 * experts
-    assert rows > 0 and sum(sent["ep"] for sent, _ in found) == 4 * rows * D * B + counts
-
-
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("mode", ["alltoall", "rows", "allgather"])
+@pytest.mark.parametrize("mode", ["rows", "allgather"])
 def test_ways_to_experts(pools, mode, tp):
     """Bytes that a rank of two sends over ep if each token visits all four experts; forward, and again backward.
 
@@ -730,11 +449,10 @@ def test_ways_to_experts(pools, mode, tp):
     """
     row, gates = D * B, 4 * B  # of a token
     once = {
-        "alltoall": 2 * SEQ * 2 * row,  # half of the choices go to the other rank, and come home
         "rows": SEQ * (row + gates // 2) + SEQ * row,
         "allgather": SEQ * (2 * row + gates),
     }[mode]
-    counts = dict(alltoall=2 * 8, rows=8, allgather=0)[mode]
+    counts = dict(rows=8, allgather=0)[mode]
     options = dict(tp=tp, ep=2, ep_mode=mode, experts=4, experts_per_token=4)
     for sent, _ in pools(2 * tp).run(measure, "step07_moe_ep", options):
         assert sent["ep"] == M // 2 * L * (2 * once / tp + counts)
@@ -840,14 +558,3 @@ def test_a_message_of_experts_is_hidden(pools, schedule, n_layers):
     assert hidden >= 4 * 6, "two or more pairs a step have six or more hidden messages each"
     plain, ours = (pools(4).run(measure, "step07_moe_ep", options | dict(ep_overlap=flag)) for flag in (False, True))
     assert [sent for sent, _ in plain] == [sent for sent, _ in ours]
-
-
-def test_the_picture_is_the_schedule():
-    """Step 6's docstring shows AFAB and 1F1B on 4 ranks with 6 micro-batches."""
-    drawn = []
-    for name in ("afab", "1f1b"):
-        schedule = SCHEDULES[name](None)
-        lists = [schedule.actions(4, 6, 1, rank) for rank in range(4)]
-        drawn.append(draw(lists, schedule.places(4, 4, 1)).splitlines())
-    shown = re.findall(r"^    rank \d   ([0-9a-f.]+)   ([0-9a-f.]+)", step06.__doc__, re.M)
-    assert shown == [*zip(*drawn, strict=True)]
