@@ -1,6 +1,6 @@
-"""The proof that the course is right. This page says what is proved where, and how you add to it.
+"""The proof of techniques and services (of the course: tests/). What is proved where, and how you add to it.
 
-    python -m pytest                              the default run; without -n: `-n 0`
+    python -m pytest extras/tests                 the default run; without -n: `-n 0`
     python -m pytest -m exhaustive extras/tests/FILE     sweeps: every layout, every pair of flags, every fault
     python -m pytest extras/tests/test_layouts.py -k "step04 and tp=2"          one row
     python -m extras.tests.bench                         lists the measurements; no test judges by seconds
@@ -9,10 +9,10 @@ WHAT IS PROVED
     claim                                                    by                    from a table
     a layout trains to the numbers of one process            test_layouts.py       rows.py: a Row a layout
     any two flags train right together, or are refused       test_pairs.py         pairs.py: a line a flag
-    bytes, calls, live memory of each mechanism are its law  test_laws.py
+    bytes, calls, live memory of a technique are its law     test_laws.py
     schedules are complete, end, idle as the papers say      test_schedules.py
     a rule that is not torch's own is what others mean by it test_rules.py
-    the seven steps train in an empty folder                 test_alone.py
+    launch lines do what their docstrings say                test_alone.py
     what has been saved is read under any layout             test_checkpoint.py
     all of these notice mistakes                             test_faults.py        faults.py: text, and what it becomes
     a wrong flag is one line on every rank                   test_flags.py

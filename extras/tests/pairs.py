@@ -134,7 +134,7 @@ LOOKS = {  # they look on
 FLAGS = COMPUTED | HOW | LOOKS
 DEPENDENT = {name for name, flag in FLAGS.items() if flag.needs}
 APART = {  # they end a run early, need what a test's machine lacks, or stand for others: where they are tested
-    "model": "a preset is its shape, and sets flags: extras/tests/test_model.py",
+    "model": "a preset is its shape, and sets flags: extras/tests/test_experts.py",
     "device": "extras/tests/test_gpu.py",
     "backend": "extras/tests/test_gpu.py",
     "out": "each run here has its own",
