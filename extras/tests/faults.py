@@ -354,7 +354,7 @@ FAULTS: dict[str, Fault] = {
     **of("extras.variants.step07.routing", "rule: deepseek-v3", DEFAULT,
         ("bias_in_the_score", "RoutedMoE", "p.gather(1, chosen)",
          "(p if self.bias is None else (p + self.bias).to(p)).gather(1, chosen)", "it is for the choice alone")),
-    **of("extras.variants.step07.routing", "rule: mixtral, routed", DEFAULT,
+    **of("extras.variants.step07.routing", "rule: mixtral", DEFAULT,
         ("z_is_not_squared", "RoutedMoE", "logsumexp(-1).square()", "logsumexp(-1)", "pushes logits down for ever")),
     **of("extras.variants.step07.routing", "rule: switch", DEFAULT,
         ("capacity_rounded_down", "RoutedMoE", "ceil(", "int(", "a place less"),
