@@ -351,9 +351,7 @@ def words():
 RULES: dict[str, Callable[[], None]] = {
     **{name: partial(updates, name) for name in ("adafactor", "sgd", "muon")},
     "muon, experts": partial(updates, "muon", "step07_moe_ep", steps=2, **EXPERTS),
-    "muon, fp32": partial(
-        updates, "muon", bound=bounds.roundings(torch.bfloat16, 15), dtype="fp32", steps=1, warmup_steps=0
-    ),
+    "muon, fp32": partial(updates, "muon", bound=IN_16_BITS, dtype="fp32", steps=1, warmup_steps=0),
     "loss scale": scale,
     "mixtral": mixtral,
     "olmoe": olmoe,
