@@ -222,13 +222,7 @@ class Instruction(NamedTuple):
     peer: int | None = None
 
 
-def costs_of(lists: list[list[Action]]) -> dict[str, int]:
-    """How long each kind of action takes: B 2, or 1 if a schedule computes gradients of weights apart, as W."""
-    split = any(action.kind == "W" for row in lists for action in row)
-    return COSTS | dict(B=1) if split else {kind: COSTS[kind] for kind in "FB"}
-
-
-def add_messages(lists: list[list[Action]], places: list[Place], costs: dict | None = None) -> list[list[Instruction]]:
+def add_messages(lists: list[list[Action]], places: list[Place], costs: dict = COSTS) -> list[list[Instruction]]:
     """The program of each rank: its list, with the sends and receives that it takes.
 
     All actions are taken in the order in which they end in a simulation. Each joins its rank's program. If another rank
@@ -242,7 +236,7 @@ def add_messages(lists: list[list[Action]], places: list[Place], costs: dict | N
     rank. So its rank, and its peer, stand at it, and its input is there.
     """
     programs: list[list[Instruction]] = [[] for _ in lists]
-    for _, rank, _, action in simulate(lists, places, costs or costs_of(lists)):
+    for _, rank, _, action in simulate(lists, places, costs):
         programs[rank].append(Instruction("compute", action))
         needs_it = consumer(action, places)
         if needs_it is not None and (peer := places[needs_it.stage].rank) != rank:
@@ -254,9 +248,9 @@ def add_messages(lists: list[list[Action]], places: list[Place], costs: dict | N
 class ListPipeline(Pipeline):
     """Any lists of actions, and any number of stages on a rank."""
 
-    def __init__(self, lists: list[list[Action]], *same):
+    def __init__(self, lists: list[list[Action]], costs: dict[str, int], *same):
         super().__init__(*same)
-        self.program = add_messages(lists, self.places)[self.group.rank]
+        self.program = add_messages(lists, self.places, costs)[self.group.rank]
 
     def execute(self):
         """Messages run in the background. An action waits for its input, a send for the last one to its peer."""
@@ -302,8 +296,8 @@ def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group, places:
 def make_pipeline(config: Config, model: Decoder, mesh: Mesh, positions: Tensor, places: list, lists: list) -> Pipeline:
     """AFAB and 1F1B are the loops above. All other orders follow their lists."""
     same = model, places, mesh["pp"], positions, config.tp if config.sp else 1
-    loops = {"afab": Pipeline, "1f1b": OneForwardOneBackward}
-    return loops[config.schedule](*same) if config.schedule in loops else ListPipeline(lists, *same)
+    loops, costs = {"afab": Pipeline, "1f1b": OneForwardOneBackward}, SCHEDULES[config.schedule](config).costs
+    return loops[config.schedule](*same) if config.schedule in loops else ListPipeline(lists, costs, *same)
 
 
 def train(config: Config, run: Run):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from common import UserError
 
-COSTS = {"F": 1, "B": 2, "W": 1}  # units of time; where weight gradients are split off as W, B takes 1
+COSTS = {"F": 1, "B": 2}  # units of time
 
 
 class Action(NamedTuple):
@@ -76,11 +76,12 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
 
 
 class Schedule(NamedTuple):
-    """The list of a rank, where stages are, and how many a rank has."""
+    """The list of a rank, where stages are, how many a rank has, and how long each kind of action takes."""
 
     actions: Callable[[int, int, int, int], list[Action]]  # (p, m, v, rank)
     places: Callable[[int, int, int], list[Place]] = round_robin  # (n_layers, p, v)
     v: int = 1
+    costs: dict[str, int] = COSTS
 
 
 SCHEDULES: dict[str, Callable[[Any], Schedule]] = {  # what a name stands for, under the other flags
@@ -129,5 +130,5 @@ if __name__ == "__main__":
     p, m, chunks = map(int, sys.argv[1:4] or sys.exit("python -m common.schedules RANKS MICRO_BATCHES CHUNKS"))
     chunks == 1 or m % p == 0 or sys.exit(f"error: RANKS {p} must divide MICRO_BATCHES {m}, or CHUNKS be 1")
     for name, make in SCHEDULES.items():
-        actions, places, v = make(SimpleNamespace(chunks=chunks))
+        actions, places, v, _ = make(SimpleNamespace(chunks=chunks))
         print(name, draw([actions(p, m, v, rank) for rank in range(p)], places(p * v, p, v)), sep="\n")

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from common import comm
 from common.comm import Mesh
 from common.layout import layout_of
-from common.schedules import Action, Place, simulate
+from common.schedules import COSTS, Action, Place, simulate
 from extras.services import plots, predictions
 from extras.services.clocks import Clock
 from extras.services.devices import peak_flops
@@ -35,7 +35,6 @@ from extras.services.memory import MemoryWatch, memory_table, outside_memory, pe
 from extras.services.tables import full_shape, human, reduction_table
 from extras.theory.footprint import outside
 from extras.variants import Parts
-from step06_pipeline import costs_of
 
 OUTSIDE = "outside of tensors"  # a kind of memory: of CUDA and NCCL
 
@@ -69,6 +68,11 @@ def simulated_idle(lists: list[list[Action]], places: list[Place], costs: dict) 
     """The bubble of a schedule whose actions take so long, by kind."""
     spans = simulate(lists, places, costs)
     return idle_fraction([(rank, start, end) for end, rank, start, _ in spans], len(lists))
+
+
+def costs_of(lists: list[list[Action]]) -> dict[str, int]:
+    """How long each kind of action takes: B takes 2, but 1 where a part of its work is W's."""
+    return dict(F=1, B=1, W=1) if any(action.kind == "W" for row in lists for action in row) else COSTS
 
 
 def stages_picture(schedule: str, places: list[Place], lists: list[list[Action]]) -> str:

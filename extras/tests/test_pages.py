@@ -524,7 +524,7 @@ def test_the_player_shows_the_schedules_times(browser, pages):
             continue
         done += 1
         split = any(action.kind == "W" for row in lists for action in row)
-        spans = simulate(lists, places, COSTS | (dict(B=1) if split else {}))
+        spans = simulate(lists, places, dict(F=1, B=1, W=1) if split else COSTS)
         shown = browser.execute_script(BOXES, name, str(p), str(m))
         assert sorted(shown) == sorted([r, start, end - start, a.kind, a.micro_batch] for end, r, start, a in spans)
         n, (end, _, start, a) = draw.choice([(n, span) for n, span in enumerate(spans) if span[2]])

@@ -37,7 +37,7 @@ Lists = list[list[Action]]
 
 def made(name: str, p: int, m: int, **flags) -> tuple[Lists, list[Place]]:
     """(every rank's list, the places) of a schedule. Raises UserError for what it refuses."""
-    actions, places, stages = SCHEDULES[name](SimpleNamespace(pp=p, **FLAGS | flags))
+    actions, places, stages, _ = SCHEDULES[name](SimpleNamespace(pp=p, **FLAGS | flags))
     v = stages if p > 1 else 1
     return [actions(p, m, v, rank) for rank in range(p)], places(p * v, p, v)
 
@@ -246,7 +246,7 @@ def test_wrong_lists_and_programs_are_noticed():
         with pytest.raises(AssertionError):
             check_lists(wrong, places, 8)
     for verb in "send", "receive":
-        programs = add_messages(lists, places)
+        programs = add_messages(lists, places, UNIT)
         first = next(line for line in programs[1] if line.verb == verb)
         programs[1].append(programs[1].pop(programs[1].index(first)))
         with pytest.raises(AssertionError):
@@ -423,7 +423,7 @@ def test_zb_auto_is_sound_within_its_memory_and_no_worse_than_by_hand():
         costs = Costs(*(draw.choice([1, 2, 5, draw.uniform(0.1, 3)]) for _ in range(3)), draw.choice([0, 0.3, 2]))
         places, lists = made("1f1b", p, m)[1], search(p, m, costs, limit)
         check_lists(lists, places, m)
-        check_programs(add_messages(lists, places), places)
+        check_programs(add_messages(lists, places, UNIT), places)
         assert all(in_flight(row, "W") <= limit for row in lists)
         for depth in (1, 2):
             if limit >= depth * p:

@@ -33,6 +33,7 @@ from common.schedules import SCHEDULES, consumer
 from common.trainer import Run
 from extras.services import predictions
 from extras.services.pages.record import RANKS, recorded
+from extras.services.screen import costs_of
 from extras.services.seam import compose, plugins
 from extras.services.tables import human
 from extras.variants import Parts
@@ -79,7 +80,7 @@ def schedule(name: str, p: int, m: int) -> dict:
     places, lists = step06.plan(compose(step06)(model="llama3-8b", schedule=name, pp=p), m)
     at = {consumer(a, places): (rank, n) for rank, row in enumerate(lists) for n, a in enumerate(row)}
     rows = [[[*action, at.get(action)] for action in row] for row in lists]
-    return dict(text="", lists=rows, costs=step06.costs_of(lists), linked="waits for")
+    return dict(text="", lists=rows, costs=costs_of(lists), linked="waits for")
 
 
 def ring(ranks: list[list]) -> dict:

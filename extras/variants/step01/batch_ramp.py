@@ -24,6 +24,7 @@ import step06_pipeline as step06
 from common import UserError
 from common.data import shuffled
 from common.model import IGNORE
+from common.schedules import SCHEDULES
 from extras.variants import Parts
 from step06_pipeline import ListPipeline, add_messages
 from step07_moe_ep import MoE
@@ -108,8 +109,8 @@ class Ramp:
         """Around a pipeline's: real micro-batches alone, in an order of work that is for so many."""
         pipeline = self.parts.pipeline
         if isinstance(pipeline, ListPipeline):
-            lists = step06.plan(self.config, self.now)[1]
-            pipeline.program = add_messages(lists, pipeline.places)[pipeline.group.rank]
+            lists, costs = step06.plan(self.config, self.now)[1], SCHEDULES[self.config.schedule](self.config).costs
+            pipeline.program = add_messages(lists, pipeline.places, costs)[pipeline.group.rank]
         return run(xs[: self.now], ys[: self.now], n_targets)
 
     def sums(self, begin: Callable, _n: int):

@@ -25,6 +25,7 @@ from common import UserError
 from common.layout import layout_of, note_layout
 from common.schedules import SCHEDULES, Action, Place, Schedule, round_robin
 from extras.variants import Parts
+from extras.variants.step06.split_backward import UNIT
 from extras.variants.step06.zero_bubble import vee, write_out, zb_h1
 
 SINCE = step06.Config
@@ -80,8 +81,8 @@ def two_ways(n_layers: int, p: int, v: int) -> list[Place]:
     return down + [Place(p - 1 - rank, layers, link(before), link(after)) for rank, layers, before, after in down]
 
 
-SCHEDULES["dualpipe"] = lambda config: Schedule(dualpipe, two_ways)
-SCHEDULES["dualpipev"] = lambda config: Schedule(dualpipev, vee, v=2)
+SCHEDULES["dualpipe"] = lambda config: Schedule(dualpipe, two_ways, costs=UNIT)
+SCHEDULES["dualpipev"] = lambda config: Schedule(dualpipev, vee, v=2, costs=UNIT)
 
 
 def attach(config: Any, parts: Parts):

@@ -18,6 +18,7 @@ from itertools import count, product
 
 import step06_pipeline as step06
 from common.schedules import SCHEDULES, Action, Schedule
+from extras.variants.step06.split_backward import UNIT
 from extras.variants.step06.zero_bubble import vee, zb_h1
 
 SINCE = step06.Config
@@ -62,5 +63,5 @@ def repeated(p: int, m: int, v: int, rank: int, delays: tuple[int, int, int, int
     return [action for _, action in timed]
 
 
-SCHEDULES["v-half"] = lambda config: Schedule(partial(repeated, delays=(1, 2, 1, 2)), vee, v=2)
-SCHEDULES["v-min"] = lambda config: Schedule(partial(repeated, delays=(1, 1, 1, 1)), vee, v=2)
+SCHEDULES["v-half"] = lambda config: Schedule(partial(repeated, delays=(1, 2, 1, 2)), vee, v=2, costs=UNIT)
+SCHEDULES["v-min"] = lambda config: Schedule(partial(repeated, delays=(1, 1, 1, 1)), vee, v=2, costs=UNIT)

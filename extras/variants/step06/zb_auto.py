@@ -20,6 +20,7 @@ import step06_pipeline as step06
 from common import UserError
 from common.model import PRESETS
 from common.schedules import SCHEDULES, Action, Schedule, round_robin, simulate
+from extras.variants.step06.split_backward import UNIT
 from extras.variants.step06.zero_bubble import zb_h1
 
 SINCE = step06.Config
@@ -136,7 +137,7 @@ def zb_auto(config: Any) -> Schedule:
     costs = choose_costs(config)
     if config.zb_memory * config.pp < 1:
         raise UserError(f"--zb-memory {config.zb_memory}: a rank must hold at least one micro-batch, 1 / --pp")
-    return Schedule(lambda p, m, v, rank: search(p, m, costs, config.zb_memory * p)[rank])
+    return Schedule(lambda p, m, v, rank: search(p, m, costs, config.zb_memory * p)[rank], costs=UNIT)
 
 
 SCHEDULES["zb-auto"] = zb_auto

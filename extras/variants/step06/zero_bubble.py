@@ -17,6 +17,7 @@ from itertools import chain
 
 import step06_pipeline as step06
 from common.schedules import SCHEDULES, Action, Place, Schedule, round_robin
+from extras.variants.step06.split_backward import UNIT
 
 SINCE = step06.Config
 
@@ -64,6 +65,6 @@ def vee(n_layers: int, p: int, v: int) -> list[Place]:
     ]
 
 
-SCHEDULES["zb-h1"] = lambda config: Schedule(zb_h1)
-SCHEDULES["zb-h2"] = lambda config: Schedule(partial(zb_h1, depth=2))
-SCHEDULES["zbv"] = lambda config: Schedule(zbv, vee, v=2)
+SCHEDULES["zb-h1"] = lambda config: Schedule(zb_h1, costs=UNIT)
+SCHEDULES["zb-h2"] = lambda config: Schedule(partial(zb_h1, depth=2), costs=UNIT)
+SCHEDULES["zbv"] = lambda config: Schedule(zbv, vee, v=2, costs=UNIT)
