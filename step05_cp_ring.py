@@ -105,9 +105,7 @@ def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):  # a fused 
     lse.copy_(torch.logaddexp(lse, part_lse))  # log(e^lse + e^part_lse)
 
 
-def part_gradients(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def part_gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool) -> tuple:
     """What this part of the keys adds to dq, and its dk and dv; from `o`, `lse` of attention to *all* keys; in fp32.
 
     With that lse, P is these columns of the softmax over all keys: so what all parts find is simply added up. The names

@@ -115,10 +115,7 @@ class MoE(nn.Module):
         self.coeff = config.aux_loss_coeff * config.micro_batch_size / config.global_batch_size
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq, dim], this rank's tokens -> [batch, seq, dim]. AddLoss adds coeff x `aux_loss` to the loss.
-
-        Router, softmax, scores and the weighted sum are in wide(x.dtype). `experts`, and what is returned, in x.dtype.
-        """
+        """[batch, seq, dim], our tokens -> alike. Scores and sums are in wide(x.dtype). AddLoss adds coeff x the loss."""
         x_TD, precise = x.flatten(0, 1), wide(x.dtype)
         p_TE = F.linear(x_TD.to(precise), self.router.weight.to(precise)).softmax(-1)
         scores_TK, experts_TK = p_TE.topk(self.top_k)
@@ -204,8 +201,8 @@ def own_tokens(x: Tensor, group: Group) -> Tensor:
 def shard_experts(model: Decoder, mesh: Mesh, config: Config):
     """Put this rank's experts in the place of MLPs, whose shards and hooks f and g go with them. Raises UserError.
 
-    Make the groups ep and expert_data (figure), and sequence (cp x tp). Note that a router's gradient is summed over
-    data and tp, an expert's over expert_data. Without SP, a layer gets `own_tokens`, and its outputs are gathered.
+    Makes the groups ep, expert_data (figure) and sequence (cp x tp). A router's gradient is summed over data and tp, an
+    expert's over expert_data. Without SP a layer gets `own_tokens`, and its outputs are gathered.
     """
     ep, tp, ranks, n_tokens = config.ep, mesh["tp"], mesh.world // config.pp, model.config.seq_len // mesh["cp"].size
     if config.experts % ep or ranks % ep:

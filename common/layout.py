@@ -7,8 +7,7 @@ what it did to it. Initial weights, sums of gradients, shards of optimizer state
     q_proj.weight   [128, 128]      dim 0 over tp: rows 0-63     ()               "dp"
     norm.weight     [128]           none                         ("tp",)          "dp"      (sequence parallelism)
 
-`partial_over` is about gradients *beside* their sum over data_dim, which all parameters need. The table that a run
-prints (README) shows both as Partial.
+`partial_over` is about gradients *beside* their sum over data_dim, which all parameters need.
 """
 
 import hashlib

@@ -5,8 +5,9 @@
             run.require_finite(step, loss=..., ...)   before the update
             run.record(step, tokens, loss=..., ...)   one line of metrics.jsonl
 
-Other code attaches here, by a subclass of `Run` that it passes to `main` or `train`: it may look at the parts, load and
-wrap them, and it sees the numbers and the end. A step does not know that it exists.
+OUT/checkpoints/step-00000050/rank-00003.pt has the step, the flags and, by name, the masters that rank 3 updates, with
+their moments. Batches follow from the step: a resumed run computes the same bits as an uninterrupted one. Other code
+may attach by a subclass of `Run`, which sees the parts, the numbers and the end.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -90,12 +92,8 @@ def parse(cls: type, argv: list[str] | None = None) -> Any:
     return config
 
 
-class Run:
-    """One training run as seen from outside. Each rank saves its own shards; rank 0 writes all else, and draws the bar.
-
-    OUT/checkpoints/step-00000050/rank-00003.pt (torch.save): step, flags and, by name, the masters that rank 3 updates,
-    with their moments. Batches follow from the step: a resumed run computes the same bits as an uninterrupted one.
-    """
+class Run(AbstractContextManager):
+    """One training run as seen from outside. Each rank saves its shards; rank 0 writes all else, and draws the bar."""
 
     def __init__(self, config: Any):
         self.config, self.history, self.sent, self.began = config, [], Counter(), 0.0
@@ -103,9 +101,6 @@ class Run:
         self.rank = int(os.environ.get("RANK", 0))
         self.first = self.rank == 0
         self.flags = dataclasses.asdict(config) | dict(nproc_per_node=int(os.environ.get("WORLD_SIZE", 1)))
-
-    def __enter__(self) -> "Run":
-        return self
 
     def __exit__(self, error: type | None, *_):
         """Draw loss.png, unless an error ended the run."""
@@ -142,8 +137,7 @@ class Run:
         theirs = torch.load(path / "rank-00000.pt", mmap=True)["flags"]
         for name, ours in self.flags.items():
             if name not in ("out", "resume", "save_every") and theirs.get(name, ours) != ours:
-                flag = f"--{name.replace('_', '-')}"
-                raise UserError(f"--resume {path}: {flag} was {theirs[name]}, and must not be {ours}")
+                raise UserError(f"--resume {path}: --{name.replace('_', '-')} was {theirs[name]}, so not {ours}")
         saved = torch.load(path / f"rank-{self.rank:05d}.pt")
         for name, master in optimizer.masters.items():
             held = {kind: tensor.to(master.device) for kind, tensor in saved["state"][name].items()}
