@@ -95,7 +95,7 @@ class Optimizer:
     """The update rule on masters, copies of the weights in fp32. Weights in fp32 or fp64 are their own masters."""
 
     def __init__(self, model: Decoder, config: Config):
-        """Set `params` and `masters`: what is trained, by name. Autograd must add gradients in the masters' dtype."""
+        """Set `params`, `masters`, by name, and `torch_optimizer`. Let autograd add gradients in the masters' dtype."""
         self.params = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.masters = {name: param.detach().to(wide(param.dtype)) for name, param in self.params.items()}
         for param in self.params.values():
