@@ -61,7 +61,7 @@ class NaiveSync:
         """Before the first micro-batch. Each of them adds to the gradients."""
 
     def finish(self):
-        """After the last one: when it returns, every `.grad` is the sum over its parameter's data_parallel_group."""
+        """After the last one: every `.grad` becomes the sum over the group of its record, mesh[data_dim]."""
         for param in self.params:
             group = self.mesh[layout_of(param).data_dim]  # dp: the ranks with the same weights and different tokens
             if group.size > 1:
