@@ -115,7 +115,7 @@ class MoE(nn.Module):
         self.coeff = config.aux_loss_coeff * config.micro_batch_size / config.global_batch_size
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq, dim], our tokens -> alike. Scores and sums are in wide(x.dtype). AddLoss adds coeff x the loss."""
+        """[batch, seq, dim], our tokens -> alike. Scores and sums are in wide(x.dtype). AddLoss adds the aux loss."""
         x_TD, precise = x.flatten(0, 1), wide(x.dtype)
         p_TE = F.linear(x_TD.to(precise), self.router.weight.to(precise)).softmax(-1)
         scores_TK, experts_TK = p_TE.topk(self.top_k)
