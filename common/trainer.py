@@ -137,7 +137,7 @@ class Run(AbstractContextManager):
         theirs = torch.load(path / "rank-00000.pt", mmap=True)["flags"]
         for name, ours in self.flags.items():
             if name not in ("out", "resume", "save_every") and theirs.get(name, ours) != ours:
-                raise UserError(f"--resume {path}: --{name.replace('_', '-')} was {theirs[name]}, so not {ours}")
+                raise UserError(f"--resume {path}: --{name.replace('_', '-')} was {theirs[name]}, not {ours}: keep it")
         saved = torch.load(path / f"rank-{self.rank:05d}.pt")
         for name, master in optimizer.masters.items():
             held = {kind: tensor.to(master.device) for kind, tensor in saved["state"][name].items()}
