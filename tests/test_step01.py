@@ -393,7 +393,7 @@ def test_what_is_saved_stays(tmp_path):
     """Neither a new run nor one with other flags goes on; one that does begins its metrics with the steps done."""
     config = step.Config(**BASE | dict(steps=3), model="debug", out=f"{tmp_path}/a", save_every=2)
     saved = f"{config.out}/checkpoints/step-00000002"
-    runs = [({}, ""), ({}, "--out .*a has checkpoints"), (dict(resume=config.out, lr=1.0), "--lr was 0.05, not 1.0: keep it")]
+    runs = [({}, ""), ({}, "--out .*a has checkpoints"), (dict(resume=config.out, lr=1.0), "--lr was 0.05, not 1.0")]
     runs += [(dict(resume=f"{tmp_path}/c"), "no checkpoint is there"), (dict(out=f"{tmp_path}/b", resume=saved), "")]
     for flags, said in runs:
         with pytest.raises(UserError, match=said) if said else nullcontext(), Run(replace(config, **flags)) as run:
