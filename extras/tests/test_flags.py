@@ -44,7 +44,7 @@ WRONG = {  # ranks, step, flags; the line begins with the flag
     "--tp 3 must divide the 4 heads, and": (3, "step04_tp_sp", dict(tp=3, sp=False)),
     "--cp 2": (2, "step05_cp_ring", dict(cp=2, seq_len=18)),
     "--cp 3": (3, "step05_cp_ring", dict(cp=3, cp_mode="ring")),
-    "--cp 2 leaves": (4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="ring", seq_len=14)),
+    "--tp 2 must divide the 7 tokens": (4, "step05_cp_ring", dict(cp=2, tp=2, cp_mode="ring", seq_len=14)),
     "--cp-mode ulysses": (3, "step05_cp_ring", dict(cp=3, cp_mode="ulysses", seq_len=18)),
     "--ulysses 2 must divide --cp 3": (3, "step05_cp_ring", dict(cp=3, cp_mode="usp", seq_len=18)),
     "--ulysses 4 does not divide 2 heads": (4, "step05_cp_ring", dict(cp=4, cp_mode="usp", ulysses=4, n_heads=2)),
@@ -118,7 +118,7 @@ def test_what_fails_before_training_is_one_line(monkeypatch, tmp_path, begun):
     """What fails in training is a mistake of the program, and shows where it is."""
 
     def train(config, run):
-        for _ in run.steps(model=torch.nn.Linear(1, 1)) if begun else "?":
+        for _ in run.steps(model=torch.nn.Linear(1, 1), optimizer=None) if begun else "?":
             raise OSError(28, "No space", "x")
 
     monkeypatch.setattr("sys.argv", ["step", "--out", str(tmp_path)])

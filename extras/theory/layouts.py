@@ -1,6 +1,6 @@
 """A layout: how many ranks each dimension has, and what else decides memory and time. Which layouts are legal."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise, product
@@ -136,9 +136,9 @@ def pairs_in(row: list[Action]) -> int:
 
 
 @lru_cache(maxsize=4096)
-def all_have_pairs(schedule: Schedule, pp: int) -> bool:
+def all_have_pairs(actions: Callable, v: int, pp: int) -> bool:
     """Whether every rank has more than a few pairs. The last one of 1F1B has none, and all wait for it."""
-    return min(pairs_in(schedule.actions(pp, 4 * pp, schedule.v, rank)) for rank in range(pp)) > pp
+    return min(pairs_in(actions(pp, 4 * pp, v, rank)) for rank in range(pp)) > pp
 
 
 def broken(m: Shape, x: Any, schedule: Schedule) -> Iterator[str]:
@@ -186,7 +186,7 @@ def broken(m: Shape, x: Any, schedule: Schedule) -> Iterator[str]:
         yield f"--ep {x.ep} must divide --experts {m.experts}, and the {data * tp} ranks of dp x cp x tp"
     if x.ep_overlap and min(x.ep, pp) == 1:
         yield "--ep-overlap: another micro-batch is computed beside messages of experts; use --ep and --pp"
-    if x.ep_overlap and pp > 1 and not all_have_pairs(schedule, pp):
+    if x.ep_overlap and pp > 1 and not all_have_pairs(schedule.actions, schedule.v, pp):
         why = "a rank has no forward before the backward of another micro-batch, and all wait for it"
         yield f"--ep-overlap: in --schedule {x.schedule} {why}; use ahead, zbv, dualpipe or interleaved"
     if x.ep_overlap and x.zero == 3 and not x.zero_keep:

@@ -123,8 +123,6 @@ class Update:
             for master in {master for master in masters.values() if rule.state[master]} - self.moved:  # just made
                 rule.state[master] |= {key: self.home(t) for key, t in rule.state[master].items() if t.dim()}
                 self.moved.add(master)
-            if unit.master is not unit.shard:
-                unit.shard.copy_(unit.master, non_blocking=True)
             unit.gradient = unit.reduced_shard = unit.grad_shard = gradients[i] = None
             for param in unit.trained.values():
                 param.grad = None
