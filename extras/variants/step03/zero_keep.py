@@ -69,8 +69,9 @@ def keep():
 
 
 def publish(units: list[ShardedUnit]):
-    """In the place of `Zero3.publish`: after the update, really drop all that is gathered."""
+    """In the place of `Zero3.publish`: round the masters, and really drop all that is gathered."""
     for unit in units:
+        unit.shard.copy_(unit.master)
         ShardedUnit.free(unit)
 
 
