@@ -399,6 +399,40 @@ def test_common_says_from_which_chapter_on_it_is_read():
         assert not users or chapter == min(users), (module, name, chapter, min(users))
 
 
+PAGES = [path for where in ("*.md", "tests/*.md", "extras/**/*.md") for path in sorted(ROOT.glob(where))]
+
+
 def test_the_front_page_is_short():
-    """README.md has at most 220 lines."""
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 220
+    """README.md has at most 120 lines, RESULTS.md 250; the excerpt of code is step 2's, letter by letter."""
+    readme, results = ((ROOT / name).read_text() for name in ("README.md", "RESULTS.md"))
+    assert len(readme.splitlines()) <= 120 and len(results.splitlines()) <= 250
+    excerpt = re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1]
+    assert excerpt in re.sub(r"^        ", "", FILES["step02_ddp"].read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_of_a_page_lead_somewhere(page):
+    """To a file or folder of the repository, and there to a heading."""
+    for target, anchor in re.findall(r"(?<!\w)\[[^]]*\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text()):
+        there = page.parent / target if target else page
+        assert there.exists(), target
+        titles = re.findall(r"^#+ (.*)", there.read_text(), re.MULTILINE) if anchor else []
+        assert not anchor or anchor in [re.sub(r"[^\w -]", "", x).lower().replace(" ", "-") for x in titles], anchor
+
+
+def test_reports_of_others_are_rows_of_the_faults():
+    """tests/README.md has a line for each report that tests/faults.py links to, with a test that fails there."""
+    calls = [node for node in ast.walk(tree_of("tests.faults")) if isinstance(node, ast.Call) and len(node.args) == 5]
+    rows = [[ast.literal_eval(word) for word in call.args] for call in calls]
+    injected = {(link, test) for *_, test, meaning in rows for link in re.findall(r"https://\S+", meaning)}
+    listed = re.findall(r"^\| \[.*?\]\((.*?)\) .* `(.*?)` \|$", (ROOT / "tests/README.md").read_text(), re.MULTILINE)
+    assert {*listed} <= injected
+    assert sorted(link for link, _ in listed) == sorted({link for link, _ in injected})
+
+
+def test_the_glossary_names_what_exists():
+    """Each name of code and each flag in extras/README.md's glossary stands in a file that runs."""
+    table = (ROOT / "extras/README.md").read_text().partition("## Glossary")[2].partition("\n## ")[0]
+    course = "\n".join(FILES[name].read_text() for name in FILES if room_of(name) in ("step", "common", "variants"))
+    names = {name for line in table.splitlines() for name in re.findall(r"`([\w-]+)", line.split(" | ")[-1])}
+    assert not [name for name in names if name.strip("-").replace("-", "_") not in course and name not in course]
