@@ -60,9 +60,9 @@ OPTIMIZERS: dict[str, Callable] = {"adamw": adamw}
 RECOMPUTE: dict[str, Callable[[Decoder], None]] = {"none": lambda model: None, "full": recompute_layers}
 
 
-@dataclass
+@dataclass  # what stands behind a # is the flag's help; among(MENU, "a") is the name of an entry, by default "a"
 class Config:
-    """Flags of the trainer, with their help behind the #. `among(MENU, "a")`: a name in MENU, by default "a"."""
+    """The trainer."""
 
     model: str = among(PRESETS, "tiny")  # preset of the shape; its weights start from nothing
     dataset: str = ""  # text file, or data set of the hub with a column "text"; default: Python's own sources

@@ -68,7 +68,7 @@ def parse(cls: type, argv: list[str] | None = None) -> Any:
     fields, helps = {field.name: field for field in dataclasses.fields(cls)}, {}
     written = [base for base in cls.__mro__ if getattr(inspect.getmodule(base), base.__name__, None) is base]
     for base in written[:-1]:  # a class that a program has made has no comments, and `object` has no fields
-        group = parser.add_argument_group(base.__doc__)
+        group = parser.add_argument_group((base.__doc__ or "").rstrip("."))
         comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(base), re.MULTILINE))
         for name, kind in get_type_hints(base).items():
             if name in helps or name not in comments:

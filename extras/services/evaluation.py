@@ -23,7 +23,7 @@ from step06_pipeline import forward_stage
 
 @dataclass
 class Flags:
-    """Validation and generation (extras/services/evaluation.py)."""
+    """Validation and generation."""
 
     eval_every: int = 50  # steps between validations (and one at the end); 0: never
     eval_sequences: int = 64  # sequences of the held-out split in a validation

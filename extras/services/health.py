@@ -23,7 +23,7 @@ from step02_ddp import Config as SINCE  # noqa: F401  # one process is its own m
 
 @dataclass
 class Flags:
-    """Health (extras/services/health.py)."""
+    """Health."""
 
     log_ranks: bool = False  # each rank's loss, gradient norm, memory and seconds in metrics.jsonl
 

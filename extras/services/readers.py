@@ -37,7 +37,7 @@ HELD_OUT = re.compile(rf"(^|/){SPLIT}(?![a-z])|(?<![a-z]){SPLIT}{LAST}", re.IGNO
 
 @dataclass
 class Flags:
-    """Data (extras/services/readers.py)."""
+    """Data."""
 
     text_column: str = "text"  # the column of --dataset that holds text
 

@@ -42,7 +42,7 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "S
 
 @dataclass
 class Flags:
-    """Checkpoints (extras/services/resume.py). --resume auto: the newest in --out, if any; required: or fail."""
+    """Checkpoints. --resume auto: the newest in --out, if any; required: or fail."""
 
     save_async: bool = False  # write checkpoints in the background, while training goes on
     stop_after: int = 0  # end after this step of the same schedule, as a pre-empted job would; 0: at the end

@@ -11,7 +11,7 @@ from extras.services.seam import spelled
 
 @dataclass
 class Flags:
-    """Overrides of the preset's shape (extras/services/shapes.py)."""
+    """Overrides of the preset's shape."""
 
     dim: int = 0  # override the preset's width of the residual stream; 0: as the preset
     n_layers: int = 0  # override the number of layers

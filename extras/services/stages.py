@@ -19,7 +19,7 @@ from step06_pipeline import Config as SINCE  # noqa: F401
 
 @dataclass
 class Flags:
-    """Stages (extras/services/stages.py)."""
+    """Stages."""
 
     pp_split: str = ""  # layers of each stage, like 3,3,2; cost: balanced, the head counted; default: as many in each
 
