@@ -1,7 +1,20 @@
 """Step 3: ZeRO. Data-parallel ranks divide what step 2 copied to each of them: optimizer state, gradients, parameters.
 
-In step 2 every rank updates every weight. ZeRO (Rajbhandari et al. 2020) lets rank r update only shard r of n. Four
-weights 1 2 3 4, two ranks. Rank 0's gradient is 5 5 5 5, rank 1's 20 20 20 20. Plain SGD, learning rate 0.1:
+MEMORY. In step 2 every rank holds 18 bytes for each parameter: 2 of its weight (bf16), 4 of its gradient, 4 of its
+master, 8 of the moments. With ZeRO (Rajbhandari et al. 2020) rank r of n updates only shard r of the weights: it needs
+masters and moments of that shard alone. Stages 2 and 3 shard gradients and weights, too. A rank holds these bytes of
+each parameter, and sends in a step (n-1)/n x elements. P: parameters. m: micro-batches of a rank.
+
+    stage   whole on every rank    bytes a parameter   n = 8   elements
+    0       all of these           18                  18      2 P         all-reduce (step 2)
+    1       weights, gradients     6 + 16/n            8       2 P         reduce-scatter, all-gather
+    2       weights                2 + 16/n            4       (m+1) P     m reduce-scatters, one all-gather
+    3       nothing                18/n                2.25    m (3 P - e) m times: 2 all-gathers, reduce-scatter
+
+Stage 1 holds gradients and, sharded, their sums. Stages 2 and 3 also hold a few whole units (below) while they use them.
+e: parameters of the units at both ends, E and H, gathered once in a micro-batch; all others twice (E, too, if tied).
+
+AN EXAMPLE. Four weights 1 2 3 4, two ranks. Rank 0's gradient is 5 5 5 5, rank 1's 20 20 20 20. Plain SGD, rate 0.1:
 
     stage  rank 0 holds                                    rank 1 holds
     0      weights 1 2 3 4   gradient 25 25 25 25          weights 1 2 3 4   gradient 25 25 25 25
@@ -10,23 +23,11 @@ weights 1 2 3 4, two ranks. Rank 0's gradient is 5 5 5 5, rank 1's 20 20 20 20. 
     3      weights 1 2       shard of sum: 25 25           weights     3 4   shard of sum: 25 25
     after  weights -1.5 -0.5                               weights 0.5 1.5   (1, 2: an all-gather brings the other)
 
-Parameters are laid out in *units*: the embedding E; each layer; the final norm with the head, H. A unit is a flat
+UNITS. Parameters are laid out in units: the embedding E; each layer; the final norm with the head, H. A unit is a flat
 buffer, padded, of n equal shards; rank r updates shard r.
 
     unit "layers.0":  [ norm  q  k  v  o .. | .. o  norm  gate .. | .. gate  up .. | .. up  down  0 0 ]
                       '----- rank 0 -----''------- rank 1 -------''---- rank 2 ----''---- rank 3 ----'
-
-P: parameters. n: ranks. m: micro-batches of a rank. A parameter takes 2 bytes (bf16), its gradient 4, its master 4 and
-its moments 8. A rank holds these bytes of each parameter, and sends in a step (n-1)/n x elements:
-
-    stage   whole on every rank    bytes a parameter   n = 8   elements
-    0       all of these           18                  18      2 P         all-reduce (step 2)
-    1       weights, gradients     6 + 16/n            8       2 P         reduce-scatter, all-gather
-    2       weights                2 + 16/n            4       (m+1) P     m reduce-scatters, one all-gather
-    3       nothing                18/n                2.25    m (3 P - e) m times: 2 all-gathers, reduce-scatter
-
-Stage 1 holds gradients and, sharded, their sums. Stages 2 and 3 also hold a few whole units while they use them. e: the
-parameters of E and H, gathered once in a micro-batch, all others twice (E, too, if the head is tied to it).
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
 You should see step 1's losses, and `sent` as in the table, times 4 bytes (a weight in bf16 has 2), + (n-1)/n x 24.

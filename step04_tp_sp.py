@@ -20,14 +20,14 @@ gather. g does the first half, the next f the second: norms and residual sums be
     f   enter_block          all-gather: tokens come              reduce-scatter: dx is summed, tokens go apart
     g   leave_block          reduce-scatter                       all-gather
 
-    on a rank                                            shape, with SP    over tp
-    x between blocks: input of norms, residual sums      [b, s/n, dim]     shard      without SP [b, s, dim], whole
-    weights of the norms                                 [dim]             whole      with SP the gradient is partial
-    f(x)                                                 [b, s, dim]       whole
-    q_proj k_proj v_proj gate_proj up_proj               [out/n, in]       shard      columns; nn.Linear has [out, in]
-    q k v and the heads' outputs; gate, up, product      [b, s, width/n]   shard
-    o_proj down_proj                                     [out, in/n]       shard      rows
-    their output, before g                               [b, s, dim]       partial
+    on a rank                                    shape, with SP    over tp   gradient
+    x between blocks: norms, residual sums       [b, s/n, dim]     shard     shard     without SP whole, [b, s, dim]
+    weights of the norms                         [dim]             whole     partial   without SP whole
+    f(x)                                         [b, s, dim]       whole     partial   so f's backward sums it
+    q_proj k_proj v_proj gate_proj up_proj       [out/n, in]       shard     shard     ColumnParallelLinear
+    q k v and heads' outputs; gate, up, product  [b, s, width/n]   shard     shard
+    o_proj down_proj                             [out, in/n]       shard     shard     RowParallelLinear
+    their output, before g                       [b, s, dim]       partial   whole     so g's forward sums it
 
 Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
 You should see step 1's losses. S: the bytes of [b, s, dim]. In a micro-batch a rank sends over tp (n-1)/n x 8 S a layer
@@ -187,8 +187,8 @@ HEADS = dict(k_proj=shard_heads, v_proj=shard_heads)  # q_proj needs no check: n
 def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
     """Shard a model on the meta device, in place: fewer rows or columns in each matrix, f and g around each block.
 
-    A column-parallel linear layer is an nn.Linear with fewer outputs, a row-parallel one has fewer inputs. q, k and v
-    share one f, and so do gate and up: one collective serves them. Raises UserError.
+    Megatron's ColumnParallelLinear is here an nn.Linear with fewer outputs, RowParallelLinear one with fewer inputs.
+    q, k and v share one f, and so do gate and up: one collective serves them. Raises UserError.
     """
     config, trunk, group = model.config, model.model, mesh["tp"]
     if group.size == 1:

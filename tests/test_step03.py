@@ -261,7 +261,7 @@ def test_table(stage, m, tied):
             found = live.bytes
             optimizer.step(0.1)
             optimizer.zero_grad()
-    *_, row = re.findall(rf"^    {stage} .{{29}}(.{{20}})(.{{8}})(.{{12}})", step.__doc__, re.MULTILINE)
+    row, *_ = re.findall(rf"^    {stage} .{{29}}(.{{20}})(.{{8}})(.{{12}})", step.__doc__, re.MULTILINE)
     each, of_8, elements = (re.sub(r"([\w)]) (?=[\w(])", r"\1 * ", field.strip()) for field in row)  # as Python
     size = [sum(model.get_parameter(name).numel() for name in names) for names in step.unit_names(model)]
     sizes = dict(n=3, m=m, P=sum(size), e=size[-1] + size[0] * (not tied))
