@@ -11,7 +11,7 @@ each parameter, and sends in a step (n-1)/n x elements. P: parameters. m: micro-
     2       weights                2 + 16/n            4       (m+1) P     m reduce-scatters, one all-gather
     3       nothing                18/n                2.25    m (3 P - e) m times: 2 all-gathers, reduce-scatter
 
-Stage 1 holds gradients and, sharded, their sums. Stages 2 and 3 also hold a few whole units (below) while they use them.
+Stage 1 holds gradients and, sharded, their sums. Stages 2 and 3 also hold a few whole units (see below) in use.
 e: parameters of the units at both ends, E and H, gathered once in a micro-batch; all others twice (E, too, if tied).
 
 AN EXAMPLE. Four weights 1 2 3 4, two ranks. Rank 0's gradient is 5 5 5 5, rank 1's 20 20 20 20. Plain SGD, rate 0.1:
