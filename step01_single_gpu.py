@@ -80,7 +80,7 @@ class Config:
     recompute: str = among(RECOMPUTE, "none")  # what the backward pass computes again
     out: str = ""  # run directory; default: runs/ and the name of the script
     save_every: int = 0  # steps between checkpoints (and one at the end); 0: none
-    resume: str = ""  # run directory, or a checkpoint in it, to go on from
+    resume: str = ""  # run directory, or a checkpoint in it, to resume
 
 
 def learning_rate(step: int, config: Config) -> float:

@@ -7,7 +7,7 @@
 
 OUT/checkpoints/step-00000050/rank-00003.pt has the step, the flags and, by name, the masters that rank 3 updates, with
 their moments. Batches follow from the step: a resumed run computes the same bits as an uninterrupted one. Other code
-may attach by a subclass of `Run`, which sees the parts, the numbers and the end.
+can subclass `Run` to see the parts, the numbers and the end.
 """
 
 import argparse
@@ -109,7 +109,7 @@ class Run(AbstractContextManager):
             draw_loss(self.history, self.out / "loss.png")
 
     def save(self, step: int, optimizer: Any, **_: Any):
-        """After so many steps, if it is time: a checkpoint, complete before its folder gets its name. A collective."""
+        """Save a checkpoint if it is time. Its folder gets its name when all ranks have written. A collective."""
         if not self.config.save_every or (step % self.config.save_every and step < self.config.steps):
             return
         folder = self.out / f"checkpoints/step-{step:08d}"
@@ -125,13 +125,13 @@ class Run(AbstractContextManager):
             hidden.rename(folder)
 
     def restore(self, optimizer: Any, **_: Any) -> int:
-        """Go on from --resume: fill masters, moments, weights; returns the number of steps done. Raises UserError."""
+        """Restore masters, moments and weights from --resume; returns the number of steps done. Raises UserError."""
         where = Path(self.config.resume).resolve()
         path = max(where.glob("checkpoints/step-*"), default=where) if self.config.resume else None
         if path and not (path / "rank-00000.pt").exists():
             raise UserError(f"--resume {path}: no checkpoint is there")
         if max(self.out.resolve().glob("checkpoints/step-*"), default=path) != path:
-            raise UserError(f"--out {self.out} has checkpoints: go on by --resume {self.out}, or choose another --out")
+            raise UserError(f"--out {self.out} has checkpoints: set --resume {self.out} to continue, or another --out")
         if path is None:
             return 0
         theirs = torch.load(path / "rank-00000.pt", mmap=True)["flags"]
@@ -150,7 +150,7 @@ class Run(AbstractContextManager):
         return saved["step"]
 
     def begin(self):
-        """Open the run directory; metrics.jsonl begins with the steps that are done."""
+        """Create the run directory. metrics.jsonl begins with the steps that were done before --resume."""
         if self.first:
             self.out.mkdir(parents=True, exist_ok=True)
             (self.out / "config.json").write_text(json.dumps(self.flags, indent=1))
