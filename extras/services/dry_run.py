@@ -4,7 +4,7 @@
 
 `FakeTensorMode` gives every tensor all but its numbers. The process group "fake" lets one process be any rank of any
 world, and sends nothing. A number that the program asks for is 1.0. Tokens go to all experts alike: how many rows that
-makes is said in one place (`Counted.route`).
+makes is said in one place (`levels_of`).
 
 Each operator adds its FLOPs and bytes. By the roofline it takes max(FLOPs / peak, bytes / bandwidth), if nothing else
 holds it up; messages take no time here. Causal attention counts the half of the scores that its kernels compute. Memory
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -32,14 +33,14 @@ from torch.utils._pytree import tree_iter
 from common import UserError, comm, layout
 from common.data import Data
 from common.trainer import Run
-from extras.services import predictions
 from extras.services.clocks import Clock
 from extras.services.ledger import Ledger, traffic_table
 from extras.services.memory import MemoryTimeline, MemoryWatch, memory_table
-from extras.services.seam import OpenRun, offered
+from extras.services.seam import OpenRun
 from extras.services.tables import human, table
 from extras.theory.gpus import GPUS, Gpu
-from extras.theory.traffic import Traffic
+from extras.theory.shapes import flops_per_token, shape_of
+from extras.variants.step07.routing import RoutedMoE
 from step07_moe_ep import MoE
 
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "_grouped_mm": 0}  # where the two factors begin
@@ -54,7 +55,7 @@ class Flags:
     """The dry run."""
 
     dry_run: int = 0  # count a step of one rank of so many, on tensors without numbers, instead of training
-    rank: str = ""  # with --dry-run: this rank alone; default: one rank of each pipeline stage
+    rank: str = ""  # with --dry-run: this rank alone, or all; default: one rank of each pipeline stage
     gpu: str = "h100-80"  # with --dry-run: whose peak and bandwidth the operators' times are for
 
 
@@ -67,7 +68,7 @@ def check(config: Any, world: int):
         return
     if world > 1:
         raise UserError("--dry-run is one process that plays any rank: start it with python, not with torchrun")
-    if config.rank and not (config.rank.isdigit() and int(config.rank) < config.dry_run):
+    if config.rank not in ("", "all", *map(str, range(config.dry_run))):
         raise UserError(f"--rank {config.rank} is not among the ranks of --dry-run: use 0 to {config.dry_run - 1}")
     if config.gpu not in GPUS:
         raise UserError(f"--gpu {config.gpu}: no such GPU; choose one of {', '.join(GPUS)}")
@@ -160,21 +161,28 @@ class Meter(MemoryTimeline):
 
 
 class Seen(NamedTuple):
-    """What one rank came to in a step, and what theory says of it."""
+    """What one rank came to in a step."""
 
     rank: int
     meter: Meter
     taken: dict[str, Any]  # traffic and calls
     held: dict[str, int]  # bytes by kind
-    predicted: dict[str, float]
-    traffic: Traffic  # predicted
     flops: float  # of the model, for this rank's share of a step
 
 
 def levels_of(config: Any) -> list[float]:
-    """To how many nodes, ranks, experts a token goes. Ask while tensors have numbers: they are drawn."""
-    files = offered(type(config), "visits")
-    return [n for file in files for n in file.visits(config)] or [getattr(config, "experts_per_token", 0)]
+    """To how many nodes, ranks, experts a token goes, in the mean over 4,096 that like all experts alike.
+
+    Ask while tensors have numbers: scores are drawn.
+    """
+    if not hasattr(config, "ep"):
+        return []
+    layer, draw = SimpleNamespace(config=config, top_k=config.experts_per_token), torch.Generator().manual_seed(0)
+    chosen = RoutedMoE.choose(layer, torch.rand(4096, config.experts, generator=draw))
+    there = F.one_hot(chosen, config.experts).sum(1)
+    parts = dict(rows=[config.ep], nodes=[config.ep // config.ep_inside, config.ep]).get(config.ep_mode, [])
+    room = min(1.0, config.capacity_factor or 1.0)  # the part of all choices that experts have room for
+    return [room * there.unflatten(1, (n, -1)).any(-1).sum().item() / len(there) for n in (*parts, config.experts)]
 
 
 def route(meter: Any, model: nn.Module, levels: list[float]):
@@ -262,28 +270,26 @@ def run_rank(train: Callable, config: Any, rank: int) -> Seen:
     run = Counted(replace(config, steps=2), meter)
     with without_numbers(meter, rank, world), run:
         train(run.config, run)
-    model = predictions.flops_per_token(config, run.parts)[0] * run.tokens / world
-    said = predictions.held_bytes(config, run.parts), predictions.sent_bytes(config, run.parts)
     run.held.most["activations"] = meter.kept
-    return Seen(rank, meter, run.taken, run.held.most, *said, model)
+    model = flops_per_token(shape_of(run.parts.model.config, config))[0]
+    return Seen(rank, meter, run.taken, run.held.most, model * run.tokens / world)
 
 
 def report(seen: list[Seen], config: Any) -> str:
     """A line for each rank; then memory, traffic and operators of the fullest."""
-    rows = [["rank", "peak", "held", "predicted", "sent", "predicted", "TFLOPs", "seconds"]]
+    rows = [["rank", "peak", "held", "sent", "TFLOPs", "seconds"]]
     for one in seen:
         sent = sum(n for each in one.taken["traffic"].values() for n in each.values())
-        sizes = sum(one.meter.peak().values()), sum(one.held.values()), sum(one.predicted.values()), sent
+        sizes = sum(one.meter.peak().values()), sum(one.held.values()), sent
         flops = sum(count["flops"] for count in one.meter.count.values())
-        rows.append([f"{one.rank:,}", *map(human, sizes), human(one.traffic.total())])
-        rows[-1] += [f"{flops / 1e12:,.3f}", f"{one.meter.seconds:.3f}"]
+        rows.append([f"{one.rank:,}", *map(human, sizes), f"{flops / 1e12:,.3f}", f"{one.meter.seconds:.3f}"])
     one = max(seen, key=lambda one: sum(one.meter.peak().values()))
     peak, total = one.meter.peak(), one.meter.seconds
     texts = [f"dry run of {config.model} on {config.dry_run:,} ranks, at the speed of {config.gpu}", table(rows)]
-    texts += [f"rank {one.rank:,}{', the fullest of these' * (len(seen) > 1)}:", memory_table(one.predicted, one.held)]
+    texts += [f"rank {one.rank:,}{', the fullest of these' * (len(seen) > 1)}:", memory_table(one.held)]
     at = ", ".join(f"{name} {human(n)}" for name, n in peak.items())
     texts += [f"at the peak of {human(sum(peak.values()))}: {at}"]
-    texts += [traffic_table(one.taken, one.traffic)] * bool(one.taken["traffic"])
+    texts += [traffic_table(one.taken)] * bool(one.taken["traffic"])
     rows = [["operator", "calls", "FLOPs", "bytes", "bound by", "ms", "of the time"]]
     for name, c in sorted(one.meter.count.items(), key=lambda entry: -entry[1]["seconds"])[:12]:
         bound = "FLOPs" if c["flops"] / one.meter.gpu.flops > c["seconds"] / 2 else "bytes"
@@ -295,13 +301,13 @@ def report(seen: list[Seen], config: Any) -> str:
 
 
 def instead_of(train: Callable) -> Callable:
-    """`train`, or with --dry-run the count of one rank of each pipeline stage, or of --rank."""
+    """`train`, or with --dry-run the count of one rank of each pipeline stage, of --rank, or of all."""
 
     def train_or_count(config: Any, run: Run):
         if not config.dry_run:
             return train(config, run)
-        stages = getattr(config, "pp", 1)
-        ranks = [int(config.rank)] if config.rank else [stage * config.dry_run // stages for stage in range(stages)]
+        stages = config.dry_run if config.rank == "all" else getattr(config, "pp", 1)
+        ranks = [int(config.rank)] if config.rank.isdigit() else [n * config.dry_run // stages for n in range(stages)]
         print(report([run_rank(train, config, rank) for rank in ranks], config))
 
     return train_or_count

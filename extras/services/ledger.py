@@ -7,7 +7,6 @@ from torch import Tensor
 
 from common.comm import Group
 from extras.services.tables import human, table
-from extras.theory.traffic import Traffic
 
 
 class Ledger:
@@ -33,11 +32,10 @@ class Ledger:
         return taken
 
 
-def traffic_table(taken: dict[str, Any], theory: Traffic) -> str:
-    """Calls and bytes of a step, as `Ledger.take` has them, beside what theory says."""
-    rows = [["traffic of a step", "calls", "sent", "predicted"]]
+def traffic_table(taken: dict[str, Any]) -> str:
+    """Calls and bytes of a step, as `Ledger.take` has them."""
+    rows = [["traffic of a step", "calls", "sent"]]
     for dim, operations in taken["traffic"].items():
         for operation, sent in operations.items():
-            said = human(theory.get((dim, operation)))
-            rows.append([f"{dim} {operation}", f"{taken['calls'][dim][operation]:,}", human(sent), said])
+            rows.append([f"{dim} {operation}", f"{taken['calls'][dim][operation]:,}", human(sent)])
     return table(rows)

@@ -198,11 +198,10 @@ class MemoryWatch:
             self.timeline.phase(name)
 
 
-def memory_table(predicted: dict[str, float], most: dict[str, int]) -> str:
-    """Predicted bytes by kind and, as far as they are known, the measured ones beside them."""
-    rows = [[kind, human(n), human(most.get(kind))] for kind, n in predicted.items()]
-    total = human(sum(most.values()) if most.keys() >= predicted.keys() else None)
-    return table([["memory", "predicted", "measured"], *rows, ["sum", human(sum(predicted.values())), total]])
+def memory_table(most: dict[str, int]) -> str:
+    """The most bytes that were held of each kind."""
+    rows = [[kind, human(n)] for kind, n in (most | dict(sum=sum(most.values()))).items()]
+    return table([["memory", "held at most"], *rows])
 
 
 def outside_memory(device: torch.device) -> int:

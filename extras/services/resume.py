@@ -33,7 +33,6 @@ from extras.services.boxes import masters, pieces, take
 from extras.services.checkpoint import OWN, Checkpoint, Saver, find
 from extras.services.launch import agree, gather_objects
 from extras.services.plots import read_metrics
-from extras.services.predictions import moment_bytes
 from extras.services.tables import human
 from extras.variants import Parts
 
@@ -176,9 +175,12 @@ class Keeper:
                 print(f"warning: {error}. Training goes on", file=sys.stderr, flush=True)
 
     def room(self) -> str:
-        """A line, if three checkpoints take more than half of what is free in `--out`; else "". A collective."""
-        masters = sum(master.nbytes for master in self.parts.optimizer.masters.values())
-        each = sum(gather_objects(masters + moment_bytes(self.config, self.parts))) if self.config.save_every else 0
+        """A line, if three checkpoints take more than half of what is free in `--out`; else "".
+
+        Ask after an update, which makes the rule's state. A collective.
+        """
+        mine = sum(piece.tensor.nbytes for piece in pieces(self.parts))
+        each = sum(gather_objects(mine)) if self.config.save_every else 0
         free = shutil.disk_usage(self.run.out).free
         if 3 * each < free / 2:
             return ""

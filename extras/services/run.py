@@ -89,14 +89,14 @@ class ServedRun(OpenRun):
             evaluation.answer(self.config, self.parts)
             return
         self.screen = Screen(self, self.parts, self.ledger)
-        if room := self.keeper.room():
-            self.screen.say(room)
         comm.waiting = self.screen.clock.waiting
         for step in super().steps(**parts):
             self.screen.begin(step)
             self.watchdog.begin(step)
             yield step
             self.watchdog.pause()
+            if step == self.start and (room := self.keeper.room()):
+                self.screen.say(room)
             if self.keeper.leave(step):
                 break
         self.screen.finish()

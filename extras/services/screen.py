@@ -1,6 +1,6 @@
 """What a run shows: tables before its first step and after its last, numbers of every step, pictures at the end.
 
-screen = Screen(run, parts)     prints the mesh, the cuts, the layers of each rank, the memory that theory predicts
+screen = Screen(run, parts)     prints the mesh, the cuts, the layers of each rank
 screen.begin(step)              before a step
 screen.more(step, tokens)       fields for metrics.jsonl
 screen.line(row)                after a step: a line, where there is no terminal for a bar
@@ -25,7 +25,7 @@ from common import comm
 from common.comm import Mesh
 from common.layout import layout_of
 from common.schedules import COSTS, Action, Place, simulate
-from extras.services import plots, predictions
+from extras.services import plots
 from extras.services.clocks import Clock
 from extras.services.devices import peak_flops
 from extras.services.launch import gather_objects
@@ -33,8 +33,9 @@ from extras.services.ledger import Ledger, traffic_table
 from extras.services.legal import layout_of_flags
 from extras.services.memory import MemoryWatch, memory_table, outside_memory, peak_memory
 from extras.services.tables import full_shape, human, reduction_table
-from extras.theory.footprint import outside
+from extras.theory.shapes import flops_per_token, shape_of
 from extras.variants import Parts
+from step06_pipeline import plan
 
 OUTSIDE = "outside of tensors"  # a kind of memory: of CUDA and NCCL
 
@@ -154,18 +155,13 @@ class Screen:
         self.run, self.config, self.parts, self.ledger = run, run.config, parts, ledger
         some = next(parts.model.parameters())
         self.device, self.world = some.device, parts.mesh.world
-        self.flops = predictions.flops_per_token(self.config, parts)
+        self.flops = flops_per_token(shape_of(parts.model.config, self.config), self.config.recompute == "full")
         self.peak = self.world * peak_flops(self.device, some.dtype, self.config.peak_tflops)
         self.load = ExpertLoad(self.config, parts) if hasattr(self.config, "experts") else None
         watched = self.config.profile_memory or int(self.device.type == "cpu")
         every = 1 if getattr(self.config, "log_ranks", False) else 10
         self.clock, self.held = Clock(parts, every=every), MemoryWatch(parts, watched)
         self.clock.listeners.append(self.held.phase)
-        self.predicted = predictions.held_bytes(self.config, parts)
-        if outside_memory(self.device):  # a GPU
-            self.predicted[OUTSIDE] = outside(
-                predictions.shape(self.config, parts), layout_of_flags(self.config, self.world)
-            )
         for text in self.introduction(some.dtype):
             self.say(text)
 
@@ -181,8 +177,12 @@ class Screen:
         if parts.sync is not None:
             texts += [mesh_picture(parts.mesh), reduction_table(parts.model, parts.mesh)]
         if parts.pipeline is not None:
-            texts.append(stages_picture(config.schedule, parts.pipeline.places, predictions.lists_of(config, parts)))
-        return [*texts, *parts.said(), memory_table(self.predicted, self.held.most)]
+            texts.append(stages_picture(config.schedule, parts.pipeline.places, self.lists()))
+        return [*texts, *parts.said()]
+
+    def lists(self) -> list[list[Action]]:
+        """What each rank of the pipeline does in a step."""
+        return plan(self.config, layout_of_flags(self.config, self.world).micro_batches)[1]
 
     def begin(self, step: int):
         """Before a step."""
@@ -228,9 +228,9 @@ class Screen:
         if not self.run.first or not self.run.history:
             return
         last, steady, out = self.run.history[-1], self.run.history[1:] or self.run.history, self.run.out
-        self.say(memory_table(self.predicted, self.held.most))
+        self.say(memory_table(self.held.most))
         if last["traffic"]:
-            self.say(traffic_table(last, predictions.sent_bytes(self.config, self.parts)))
+            self.say(traffic_table(last))
         with self.run.expendable("a picture"):
             self.run.rewrite()  # pictures are drawn from files
             if last["traffic"]:
@@ -252,7 +252,7 @@ class Screen:
 
     def draw_timeline(self, rows: list[list]):
         """timeline.json and timeline.png: what each stage did when in the last step, of one pipeline."""
-        places, lists = self.parts.pipeline.places, predictions.lists_of(self.config, self.parts)
+        places, lists = self.parts.pipeline.places, self.lists()
         kinds = {kind for row in rows for kind, *_ in row}
         spans = {kind: [end - start for row in rows for k, *_, start, end in row if k == kind] for kind in kinds}
         costs = {kind: sum(seconds) / len(seconds) for kind, seconds in spans.items()}

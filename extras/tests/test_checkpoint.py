@@ -418,8 +418,8 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(pools, tmp_path, how):
 
 
 @pytest.mark.parametrize("free, said", [(2e6, "too little: see"), (4e6, "each, three for a moment"), (1e9, "")])
-def test_room_for_checkpoints_is_looked_at_first(monkeypatch, tmp_path, free, said):
-    """39,840 weights, 24 bytes each in fp64: the file that is written is as large as the line says."""
+def test_room_for_checkpoints_is_looked_at_before_the_first(monkeypatch, tmp_path, free, said):
+    """39,840 weights, 24 bytes each in fp64, and 30 counts of updates: the file that is written is as large."""
     monkeypatch.setattr(resume.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     rooms, room = [], resume.Keeper.room
     monkeypatch.setattr(resume.Keeper, "room", lambda keeper: rooms.append(room(keeper)) or "")
@@ -427,7 +427,7 @@ def test_room_for_checkpoints_is_looked_at_first(monkeypatch, tmp_path, free, sa
     assert said in rooms[0] if said else rooms == [""]
     (file,) = tmp_path.glob("checkpoints/*/*.pt")
     if said:
-        assert f"about {human(24 * 39840)} each" in rooms[0]
+        assert f"about {human(24 * 39840 + 30 * 4)} each" in rooms[0]
         assert 24 * 39840 < file.stat().st_size < 1.1 * 24 * 39840
 
 

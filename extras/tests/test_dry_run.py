@@ -86,23 +86,12 @@ def flat(traffic: dict) -> dict[str, int]:
     return {f"{dim} {operation}": n for dim, each in traffic.items() for operation, n in each.items()}
 
 
-def misjudged(seen: Seen, row: float = 0.0) -> dict[str, tuple[float, float]]:
-    """Bytes that are counted, and others that theory says. A call rounds to a byte, and to experts to two rows."""
-    sent, calls = (flat(seen.taken[what]) for what in ("traffic", "calls"))
-    said = {" ".join(key): n for key, n in seen.traffic.items()}
-    both = {key: (sent.get(key, 0), said.get(key, 0.0)) for key in sent | said}
-    most = {key: 1e-6 + calls.get(key, 0) * (1 + 2 * row * key.startswith("ep")) for key in both}
-    return {key: (n, other) for key, (n, other) in both.items() if abs(n - other) > most[key]}
-
-
 def counted(name: str, ranks: int, options: dict, rank: int) -> SimpleNamespace:
-    """A step of one rank, by the dry run, which sends what theory says. Raises UserError for flags that cannot work."""
+    """A step of one rank, by the dry run. Raises UserError for flags that cannot work."""
     config = config_of(name, options | dict(dry_run=ranks))
     check(config, 1)
     check(config_of(name, options), ranks)
-    seen = run_rank(importlib.import_module(name).train, config, rank)
-    assert not (off := misjudged(seen, row=8 * (SMALL["dim"] + options.get("experts", 0)))), (off, options)
-    return counts(seen)
+    return counts(run_rank(importlib.import_module(name).train, config, rank))
 
 
 def evenly(layer: RoutedMoE, scores: Tensor) -> Tensor:
@@ -184,15 +173,9 @@ def test_an_update_that_waits_for_its_record_is_counted():
     assert seen[0] == seen[1] and seen[0]["traffic"]
 
 
-def misjudged_on_rank(step: str, options: dict, ranks: int) -> dict[str, tuple[float, float]]:
-    """The same of the last rank of a dry run of so many, of two micro-batches for each that sees others."""
-    config = config_of(step, dict(global_batch_size=2 * ranks) | options | dict(dry_run=ranks))
-    return misjudged(run_rank(importlib.import_module(step).train, config, ranks - 1))
-
-
 @pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))])
 def test_every_value_is_counted(part):
-    """Of every flag of the table but what is refused, in runs of many flags each (tests/pairs.py); and predicted."""
+    """Of every flag of the table but what is refused, in runs of many flags each (tests/pairs.py)."""
     step = STEPS[-1]
     values = {frozenset([(name, value)]) for name, value in singles(step) if value not in UNCOUNTED.get(name, ())}
     for options in map(lighter, covering(step, values)[part::3]):
@@ -203,13 +186,13 @@ def test_every_value_is_counted(part):
         check(config, 1)
         seen = run_rank(importlib.import_module(step).train, config, 0)
         assert seen.meter.count, options
-        assert not misjudged(seen, row=8 * (options["dim"] + options["experts"])), options
 
 
 @pytest.mark.parametrize(
     "name, flags",
     [
         ("step01_single_gpu", dict(dry_run=1)),
+        ("step02_ddp", dict(dry_run=2, rank="all")),
         ("step07_moe_ep", dict(model="tiny-moe", dry_run=8, pp=2, tp=2, ep=2, rank="7", gpu="a100-80")),
         pytest.param(
             "step07_moe_ep",
@@ -226,27 +209,3 @@ def test_a_dry_run_says_what_it_counted(name, flags, capsys):
     with ServedRun(config) as run:
         instead_of(step.train)(config, run)
     assert "MFU is at most" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "step, flags",
-    [
-        ("step01_single_gpu", dict(dry_run=1, dropout=0.1)),
-        ("step01_single_gpu", dict(dry_run=1, attention="scores")),
-        ("step04_tp_sp", dict(dry_run=2, tp=2, dropout=0.1, attention="scores", recompute="selective")),
-        ("step07_moe_ep", dict(dry_run=4, tp=2, sp=False, attention="scores", recompute="selective", dense_layers=1)),
-        ("step04_tp_sp", dict(dry_run=2, tp=2, attention="scores", recompute="elementwise")),
-        ("step06_pipeline", dict(dry_run=2, pp=2, dropout=0.1, recompute="full")),
-    ],
-)
-def test_masks_and_scores_are_predicted(step, flags):
-    """What they add to what waits for backward is what is counted, to the byte."""
-    added, shape = [], SHAPE | dict(n_layers=2, global_batch_size=2)
-    for more in (
-        flags,
-        {name: value for name, value in flags.items() if name not in ("dropout", "attention", "recompute")},
-    ):
-        seen = run_rank(importlib.import_module(step).train, config_of(step, shape | more), 0)
-        added.append((seen.held["activations"], seen.predicted["activations"]))
-    (measured, predicted), (measured_without, predicted_without) = added
-    assert measured - measured_without == predicted - predicted_without != 0

@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-from extras.tests import equal, test_dry_run, test_laws, test_schedules, test_variants
+from extras.tests import equal, test_laws, test_schedules, test_variants
 from extras.tests.faults import FAULTS, SMALL_ROWS, functions_of, injected, with_fault
 from extras.tests.pool import RankError, error_of
 from extras.tests.rows import EXHAUSTIVE, sized
@@ -13,7 +13,6 @@ from extras.tests.test_checkpoint import goes_on_elsewhere as goes_on_elsewhere 
 from extras.tests.test_rules import RULES
 
 INT8 = dict(tp=2) | test_laws.INT8
-CP, ONE = "step05_cp_ring", dict(n_layers=1, global_batch_size=2)
 LAWS: dict[str, tuple] = {  # ranks, and a function with its arguments that every rank calls: what it returns is the law
     "law: kept": (2, test_laws.measure, "step03_zero", dict(zero=3, zero_keep=True)),
     "law: kept if small": (2, test_laws.measure, "step03_zero", dict(zero=3, zero_keep=True, zero_keep_mb=0.06)),
@@ -28,8 +27,6 @@ LAWS: dict[str, tuple] = {  # ranks, and a function with its arguments that ever
     "law: stashed": (3, test_variants.late_losses, dict(recompute="full")),
     "law: ramp": (2, test_variants.ramp_on_rank, 12),
     "law: scores": (1, test_variants.kept_in_layers, dict(attention="scores", recompute="selective")),
-    "said: window": (1, test_dry_run.misjudged_on_rank, CP, ONE | dict(cp=2, cp_mode="ring", window=5), 2),
-    "said: kept": (1, test_dry_run.misjudged_on_rank, "step03_zero", dict(zero=3, zero_keep=True), 2),
     "law: int8": (2, test_laws.measure, "step04_tp_sp", INT8),
     "law: int8 overlap": (2, test_laws.measure, "step04_tp_sp", INT8 | dict(tp_overlap=True)),
 }

@@ -1,5 +1,6 @@
 """What the docstrings of techniques promise in numbers: bytes and calls by dimension. (Of the steps: tests/.)"""
 
+import importlib
 from collections import Counter
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -73,6 +74,57 @@ def test_a_server_is_the_bottleneck(pools):
         times = 1 if rank else n - 1
         check(sent, dict(dp=times * P * B + round(reduced(n, SCALAR))))
         assert calls["dp", "send"] == times * params
+
+
+def counted(step: str, ranks: int, **options: Any) -> SimpleNamespace:
+    """What rank 0 sends in a step, by dimension and operation, and holds: by the dry run, in fp32."""
+    config = equal.config_of(step, dict(dtype="fp32", global_batch_size=ranks, dry_run=ranks) | options)
+    seen = run_rank(importlib.import_module(step).train, config, 0)
+    return SimpleNamespace(sent=seen.taken["traffic"], held=seen.held)
+
+
+@pytest.mark.parametrize("flags", [dict(zero=0), dict(zero=2)], ids=str)
+@pytest.mark.parametrize("kind, share", [("bf16", 1 / 2), ("int8", (1 + 4 / 256) / 4), ("topk", 2 * 0.3)])
+def test_gradients_in_fewer_bits(kind, share, flags):
+    """So much of fp32's bytes: of an all-reduce's, or of a reduce-scatter's."""
+    plain, ours = (
+        counted("step03_zero", 2, **flags, **more).sent["dp"] for more in ({}, dict(compress=kind, topk_fraction=0.3))
+    )
+    whole = plain["all_reduce"] if flags["zero"] == 0 else plain["reduce_scatter"]
+    narrow = ours["all_to_all"] + (ours["all_gather"] if flags["zero"] == 0 else 0)
+    assert narrow == pytest.approx(share * whole, rel=0.02)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_replicas_of_zero(zero):
+    """Over replicas 2 (R-1)/R P R/n elements, once a step; over the n/R ranks of a shard what n ranks of step 3 send.
+
+    There (n/R - 1) / (n/R) of it.
+    """
+    n, r = 4, 2
+    ours = counted("step03_zero", n, zero=zero, zero_replicas=r).sent
+    assert ours["replicas"]["all_reduce"] == reduced(r, 4 * P * r / n)
+    theirs = counted("step03_zero", n // r, zero=zero).sent["dp"]
+    assert all(ours["shard"][name] == theirs[name] for name in ("all_gather", "reduce_scatter"))
+
+
+def test_muon_gathers_its_updates():
+    """Over dp (n-1)/n of each unit with hidden matrices, over tp of these matrices, once a step; 2 bytes a number."""
+    for step, flags, dim, numbers in (
+        ("step03_zero", dict(zero=1), "dp", L * LAYER),
+        ("step04_tp_sp", dict(tp=2, zero=0), "tp", L * (LAYER - 2 * D)),
+    ):
+        ours, theirs = (counted(step, 2, **flags, optimizer=rule).sent[dim] for rule in ("muon", "adamw"))
+        assert ours["all_gather"] - theirs["all_gather"] == numbers * 2 / 2
+
+
+def test_what_update_rules_keep():
+    """Adafactor n + m numbers of n m (of a norm all), Muon one of each of its own, AdamW two, SGD none."""
+    kv, matrices = D * KV // HEADS, L * (LAYER - 2 * D)
+    sides = L * (4 * D + 2 * (D + kv) + 3 * (D + FFN)) + 2 * (VOCAB + D)
+    expected = dict(adafactor=sides + (2 * L + 1) * D, muon=2 * P - matrices, adamw=2 * P, sgd=0)
+    for rule, numbers in expected.items():
+        assert counted("step01_single_gpu", 1, optimizer=rule).held["moments"] == 4 * numbers, rule
 
 
 def sent_by_link(node: int, options: dict) -> tuple[list[int], list[int]]:

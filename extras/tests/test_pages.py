@@ -319,7 +319,7 @@ def test_chapter_7_tokens_come_home(pages):
 
 
 def test_chapter_7_the_mesh_says_what_travels(pages):
-    """What a rank of the first command's layout sends, as RESULTS and the tests of extras/theory/ have it."""
+    """Of the first command's layout: the groups of each rank, and what the dry run counts in them."""
     frame = frames_of(pages, "step07_moe_ep", "The mesh: choose a rank")["2/1/2/2/2"]
     assert len(frame["boxes"]) == 8
     for n, box in enumerate(frame["boxes"]):

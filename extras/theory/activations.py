@@ -1,10 +1,9 @@
-"""Activations: what a rank of the course's trainer keeps of a micro-batch, to the byte where tests can count it.
+"""Activations: what a rank of the course's trainer keeps of a micro-batch; of a layer, to the byte.
 
 A layer keeps what its backward needs, from F to B. Where a schedule has W apart, it keeps something else from B to W.
 How many micro-batches wait at a time, the rank's list of actions says (`kept_along`).
 """
 
-from collections.abc import Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ from common.schedules import Action, Place
 from extras.theory.shapes import Shape
 
 MOST = 2**30  # bytes of a chunk's logits, wide (extras/variants/step01/chunked_loss.py)
-CHUNK = 2048  # tokens whose logits exist at the same time: --loss-chunk, as the planner has it
+CHUNK = 2048  # tokens whose logits exist at the same time: a plan's --loss-chunk
 
 
 class MicroBatch(NamedTuple):
@@ -27,7 +26,6 @@ class MicroBatch(NamedTuple):
     sp: bool = True
     recompute: str = "none"
     on_cpu: bool = False
-    chunk: int = CHUNK
     gathered: int = 1  # ranks whose keys and values wait for backward
 
     @property
@@ -54,7 +52,7 @@ class MicroBatch(NamedTuple):
     def at_once(self) -> int:
         """Tokens whose logits exist at the same time."""
         most = max(1, MOST // (self.rows * self.wide))
-        return min(self.tokens, self.chunk, most) if self.chunk else self.tokens
+        return min(self.tokens, CHUNK, most)
 
 
 def norm_bytes(p: MicroBatch) -> float:
@@ -117,7 +115,7 @@ def stage_bytes(p: MicroBatch, place: Place) -> float:
     return kept
 
 
-def waiting_bytes(p: MicroBatch, experts: bool) -> tuple[float, float]:
+def waiting_bytes(p: MicroBatch, experts: bool) -> float:
     """What one layer keeps between B and W: the inputs of its matrices, and the gradients of their outputs."""
     m, kv_dim = p.m, p.m.kv_dim * max(1, p.tp / p.m.n_kv_heads)
     width = m.ffn_dim  # of what every token visits
@@ -132,7 +130,7 @@ def waiting_bytes(p: MicroBatch, experts: bool) -> tuple[float, float]:
         rows = p.share * m.experts_per_token
         inputs += rows * (m.dim + m.expert_width)
         gradients += rows * (m.dim + 2 * m.expert_width)
-    return p.e * inputs, p.e * gradients
+    return p.e * (inputs + gradients)
 
 
 class Kept(NamedTuple):
@@ -142,16 +140,9 @@ class Kept(NamedTuple):
     until_w: float = 0.0  # from B on, where W comes apart
 
 
-def kept_of(p: MicroBatch, place: Place, split: bool, in_forward: bool = False) -> Kept:
-    """Of a stage. `split`: W comes apart. `in_forward`: only what was made in forward, which is not done again."""
-    waits = 0.0
-    for inputs, gradients in (waiting_bytes(p, p.m.has_experts(n)) for n in place.layers) if split else ():
-        if not in_forward:
-            waits += inputs + gradients
-        elif p.recompute in ("none", "selective"):
-            waits += inputs
-        elif p.recompute == "elementwise":
-            waits += p.e * p.share * p.m.dim  # attention's output, of which o was made: no other input is kept
+def kept_of(p: MicroBatch, place: Place, split: bool) -> Kept:
+    """Of a stage. `split`: W comes apart."""
+    waits = sum(waiting_bytes(p, p.m.has_experts(n)) for n in place.layers) if split else 0.0
     return Kept(stage_bytes(p, place), waits)
 
 
@@ -162,13 +153,3 @@ def kept_along(row: list[Action], kept: dict[int, Kept]) -> list[float]:
         until_b, until_w = kept[stage]
         changes.append({"F": until_b, "B": until_w - until_b, "W": -until_w}[kind])
     return [*accumulate(changes, initial=0.0)]
-
-
-def kept_after_forward(
-    row: list[Action], kept: dict[int, Kept], places: dict[int, Place], output: float
-) -> Iterator[float]:
-    """The same when a forward ends, with what leaves: its output, of so many bytes, and the one before, on its way."""
-    sends = any(place.after is not None for place in places.values())
-    for (kind, _, stage), held in zip(row, kept_along(row, kept)[1:], strict=True):
-        if kind == "F":
-            yield held + output * (sends + (places[stage].after is not None))

@@ -1,6 +1,6 @@
 """The bytes that the fullest rank holds at the highest point of a step, under the ways of one software.
 
-The course's own trainer has its own functions, those of theory/memory.py, which its runs print. What a layer of GPT
+The course's own trainer has its own functions, those of theory/memory.py. What a layer of GPT
 keeps under Megatron is Korthikanti et al. 2022, section 4.
 """
 

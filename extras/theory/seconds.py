@@ -227,7 +227,7 @@ def done_again(m: Shape, x: Layout, gpu: Gpu, recipe: Recipe, f: ByPart, experts
 
     A recipe that `stops` does not do the last matmul of an MLP again, as nobody needs its output: with it goes the last
     of the collectives over tp (`tp_halves`). Elementwise recomputation keeps what matmuls made, and sends as much again
-    as the full one. So says extras/theory/traffic.py, too. Selective recomputation computes the scores again.
+    as the full one: so counts the dry run. Selective recomputation computes the scores again.
     """
     if x.recompute in ("none", "selective"):
         return {} if x.recompute == "none" else dict(attention=f["attention"])

@@ -4,11 +4,7 @@
  2  It serves the steps from SINCE, a Config, on; without SINCE all. It lies in the first one's folder; README.md has
     its line (`python -m extras.variants`). One that only others import is a *library*.
  3  An entry of a menu, added when the file is imported, is one more value of a flag: SYNCS["torch"] = TorchSync.
-    Predictions ask its file, too. `moments(name, master)`: numbers that an update rule keeps of one (AdamW: two of
-    each). `waits(config, micro_batch, place)`, `gathered(config, parts)`: bytes that wait for backward, and of whole
-    weights, beside theory's. `visits(config)`: to how many ranks, or experts, a token goes. `sends(config, parts,
-    passes, said)`: what is sent instead of what mechanisms of the steps are `said` to send, by name (`sent_bytes` in
-    extras/services/predictions.py), or beside it.
+    What a technique sends and holds, its docstring says as a law; a run measures it, and a dry run counts it.
  4  `settle(config, world)` sets flags that are left open. Nobody else sets flags.
  5  A flag that is set and cannot matter is refused: NEEDS has (flag, other, its values); no values: other must be set.
     `check(config, world)` raises UserError for what else cannot work. Both come before anything is built.

@@ -16,7 +16,6 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,13 +29,11 @@ from common import UserError
 from common.comm import Mesh
 from common.model import PRESETS, Decoder
 from common.schedules import SCHEDULES, consumer
-from common.trainer import Run
-from extras.services import predictions
+from extras.services.dry_run import run_rank
 from extras.services.pages.record import RANKS, recorded
 from extras.services.screen import costs_of
-from extras.services.seam import compose, plugins
+from extras.services.seam import check, compose, plugins
 from extras.services.tables import human
-from extras.variants import Parts
 
 
 def picture(frames: dict[str, dict], title: str, at: str = "", **first: Any) -> dict:
@@ -106,25 +103,21 @@ def ring(ranks: list[list]) -> dict:
     return dict(text=text, boxes=boxes, rows=rows, width=len(rows), moments=moments)
 
 
-def rank_of_mesh(config: step07.Config, rank: int, world: int) -> tuple[str, list[tuple[int, str]]]:
-    """What step 7 gives a rank: its tokens, its groups, and what it sends in them in a step.
+def rank_of_mesh(config: step07.Config, rank: int, sent: dict[str, dict]) -> tuple[str, list[tuple[int, str]]]:
+    """What step 7 gives a rank: its tokens, its groups, and what is `sent` in them, by dimension and operation.
 
     And the ranks that it has groups with, each with the dimensions of these.
     """
+    world = config.dry_run
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         mesh = Mesh(pp=config.pp, dp=world // (config.pp * config.cp * config.tp), cp=config.cp, tp=config.tp)
         mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")
-        places, _ = step06.plan(config, -(-(mine.stop - mine.start) // config.micro_batch_size))
         with torch.device("meta"):
             model = Decoder(PRESETS[config.model])
         step07.shard_tensors(model, mesh, config.sp)
         here = step05.shard_context(model, mesh, step05.CONTEXT[config.cp_mode], config.sp)
         step07.shard_experts(model, mesh, config)
-        step07.keep_stage(model, mesh["pp"], places)
-        pipeline = SimpleNamespace(group=mesh["pp"], places=places, sp_ranks=config.tp if config.sp else 1)
-        parts = Parts(Run(config), model=model, sync="bucket", mesh=mesh, positions=here, pipeline=pipeline)
-        sent = predictions.sent_bytes(config, parts)
         groups = {g.name: dist.get_process_group_ranks(g.handle) if g.handle else [rank] for g in mesh.groups.values()}
     finally:
         dist.destroy_process_group()
@@ -132,7 +125,7 @@ def rank_of_mesh(config: step07.Config, rank: int, world: int) -> tuple[str, lis
     lines = [f"rank {rank}: sequences {mine.start}-{mine.stop - 1}, of each the tokens {tokens}"]
     tags: dict[int, list[str]] = {}
     for name, ranks in groups.items():
-        travels = [f"{op.replace('_', '-')} {human(n)}" for (dim, op), n in sorted(sent.items()) if dim == name]
+        travels = [f"{op.replace('_', '-')} {human(n)}" for op, n in sorted(sent.get(name, {}).items())]
         lines += [f"{name} {ranks}: {', '.join(travels) or 'nothing travels'}"] if len(ranks) > 1 else []
         for other in ranks:
             tags.setdefault(other, []).append(name)
@@ -142,13 +135,16 @@ def rank_of_mesh(config: step07.Config, rank: int, world: int) -> tuple[str, lis
 def mesh(pp: int, dp: int, cp: int, tp: int, ep: int) -> dict:
     """All ranks of a mesh, a row for each place in pp, dp and cp. Raises UserError."""
     world = pp * dp * cp * tp
-    config = compose(step07)(model="tiny", pp=pp, cp=cp, tp=tp, ep=ep)
     if world > 8:
         raise UserError(f"{world} ranks: choose sizes for at most 8.")
-    boxes = [(n // tp, n % tp, 1, 0, n, *rank_of_mesh(config, n, world), 0) for n in range(world)]
+    sizes = dict(n_layers=pp, micro_batch_size=2, global_batch_size=2 * dp)
+    config = compose(step07)(model="tiny", dry_run=world, device="cpu", pp=pp, cp=cp, tp=tp, ep=ep, **sizes)
+    check(config, 1)
+    sent = [run_rank(step07.train, config, stage * world // pp).taken["traffic"] for stage in range(pp)]
+    boxes = [(n // tp, n % tp, 1, 0, n, *rank_of_mesh(config, n, sent[n * pp // world]), 0) for n in range(world)]
     rows = ["pp {} dp {} cp {}".format(*place) for place in product(range(pp), range(dp), range(cp))]
     text = f"{world} ranks; those of a row differ in tp. Choose one: the others say in which of its groups they are."
-    text += " Below: what it sends in each group in a step of the tiny model (what theory/ predicts, and runs measure)."
+    text += " Below: what it sends in each group for two sequences of the tiny model, a layer a stage, by --dry-run."
     return dict(text=text, boxes=boxes, rows=rows, width=tp, moments=[""], linked="")
 
 
@@ -164,7 +160,8 @@ def all_pictures() -> dict[str, list[dict]]:
         return picture({key: table([rank[key] for rank in who], columns) for key in who[0]}, *rest, **first)
 
     rings = {mode: ring([rank["ring"][mode] for rank in seen]) for mode in seen[0]["ring"]}
-    schedules, meshes = tried(schedule, SCHEDULES, [2, 3, 4, 8], [1, 2, 4, 8]), tried(mesh, *[[1, 2, 4]] * 5)
+    schedules = tried(schedule, SCHEDULES, [2, 3, 4, 8], [1, 2, 4, 8])
+    meshes = tried(mesh, *[[1, 2]] * 3, *[[1, 2, 4]] * 2)
     filling, timing = "Buckets fill and leave while backward goes on", dict(schedule="1f1b", ranks=4, micro_batches=8)
     return dict(
         step01_single_gpu=[of("step", batches, "A step, and what memory holds", dtype="fp32", recompute="none")],

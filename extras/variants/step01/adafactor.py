@@ -5,7 +5,6 @@ is no first moment. So it must see whole rows and columns: shards of ZeRO and pa
 `adamw` would have this last line.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -30,14 +29,6 @@ def check(config: Any, world: int):
 def adafactor(masters: dict[str, Tensor], config: Any) -> torch.optim.Optimizer:
     """The update rule."""
     return torch.optim.Adafactor(decay_groups(masters, config))
-
-
-def moments(name: str, master: Tensor) -> int:
-    """Of each matrix the means of its rows and columns; of a norm all."""
-    if master.dim() == 1:
-        return len(master)
-    *experts, n, m = master.shape
-    return math.prod(experts) * (n + m)
 
 
 OPTIMIZERS["adafactor"] = adafactor

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from common import UserError
-from common.schedules import Place
 from extras.variants import Parts
 from step01_single_gpu import RECOMPUTE
 from step05_cp_ring import scaled_scores
@@ -51,17 +50,6 @@ def check(config: Any, world: int):
         raise UserError(f"--attention scores looks at all earlier tokens: leave out --documents {config.documents}")
     if config.attention == "scores" and config.window:
         raise UserError(f"--attention scores looks at all earlier tokens: leave out --window {config.window}")
-
-
-def waits(config: Any, p: Any, place: Place) -> float:
-    """Bytes of a micro-batch (theory's MicroBatch `p`) on a stage beside those of a fused kernel: see above."""
-    if config.attention == "fused" or config.recompute in ("selective", "full"):
-        return 0.0
-    output, kv_dim = p.e * p.m.dim, p.m.kv_dim * max(1, p.tp / p.m.n_kv_heads)
-    more = -output  # which --recompute elementwise keeps of a fused kernel alone
-    if config.recompute == "none":
-        more = 2 * output + p.e * (p.m.n_heads * p.seq - 2 * kv_dim)
-    return len(place.layers) * p.share * (more - p.wide * p.m.n_heads)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from common import UserError
-from common.schedules import Place
 from extras.variants import Parts
 
 WORD = 2**32 - 1
@@ -43,14 +42,6 @@ def check(config: Any, world: int):
     """Raises UserError."""
     if not config.dropout < 1:
         raise UserError(f"--dropout {config.dropout:g} is a share, which leaves nothing: choose it below 1, say 0.1")
-
-
-def waits(config: Any, p: Any, place: Place) -> float:
-    """Bytes of a micro-batch's masks (theory's MicroBatch `p`) on a stage; a layer that is done again makes its own."""
-    masks = p.own if place.before is None else 0.0
-    for layer in place.layers if config.recompute in ("none", "selective") else ():
-        masks += p.own + (p.share if p.m.has_experts(layer) else p.own)
-    return masks * p.m.dim if config.dropout else 0.0
 
 
 def philox(counter: Sequence[Tensor | int], key: tuple[int, int]) -> tuple[Tensor, ...]:

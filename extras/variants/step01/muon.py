@@ -20,7 +20,6 @@ S: bytes that are gathered, 2 a number: U is rounded to bf16 before it travels, 
 (in fp64, nothing is rounded). In fp32, layouts differ by the rounding of bf16.
 """
 
-from collections import Counter
 from typing import Any
 
 import torch
@@ -132,26 +131,7 @@ class Muon:
         self.adamw.step()
 
 
-def moments(name: str, master: Tensor) -> int:
-    """The momentum of a hidden matrix; AdamW's two of all others."""
-    return (1 if is_hidden(name) else 2) * master.numel()
-
-
 OPTIMIZERS["muon"] = Muon
-
-
-def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
-    """2 and 3 of the table, once a step."""
-    if config.optimizer != "muon":
-        return {}
-    rule, gathered, width = parts.optimizer.torch_optimizer, Counter(), 8 if w.wide == 8 else 2
-    for unit in [unit for unit in parts.units if any(map(is_hidden, unit.trained))]:
-        gathered[unit.group.name, "all_gather"] += (unit.group.size - 1) * unit.length * width
-    for name in rule.hidden:
-        matrices, shards = rule.touched(name, rule.firsts.get(name, 0))
-        for shard in shards:  # one at most
-            gathered[shard.over, "all_gather"] += (parts.mesh[shard.over].size - 1) * len(matrices) * width
-    return dict(updates=gathered)
 
 
 def attach(config: Any, parts: Parts):

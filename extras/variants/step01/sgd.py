@@ -16,9 +16,4 @@ def sgd(masters: dict[str, Tensor], config: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(decay_groups(masters, config), fused=True)
 
 
-def moments(name: str, master: Tensor) -> int:
-    """It keeps nothing."""
-    return 0
-
-
 OPTIMIZERS["sgd"] = sgd

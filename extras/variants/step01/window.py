@@ -18,7 +18,6 @@ With --cp-mode ulysses sequences are whole, and need no halo; the other modes ha
 In common/model.py `attend`, and in step 5 `ring_attention`, would be `windowed_attention`.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -128,16 +127,6 @@ def windowed_attention(
         k, v = Halo.apply(torch.stack((k, v)), group, window - 1)
     blocks = band(range(k.shape[1] - own, k.shape[1]), range(k.shape[1]), window)
     return gathered_attention(q, k, v, alone, lambda *_: blocks, with_turned(kernel))
-
-
-def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
-    """Instead of the ring's; the first ranks get, and the last ones give, as much as there is."""
-    if not config.window or getattr(config, "cp", 1) == 1 or config.cp_mode == "ulysses":
-        return {}
-    rank, own = parts.mesh["cp"].rank, w.m.seq_len // config.cp
-    gives, got = (min(config.window - 1, ranks * own) for ranks in (config.cp - 1 - rank, rank))
-    token = w.heads_of(config.tp)[1] / own * w.e  # of all sequences of a micro-batch
-    return dict(context=Counter({("cp", "send"): token * (gives * w.attentions + got * w.layers)}))
 
 
 def attach(config: Any, parts: Parts):

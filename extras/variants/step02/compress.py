@@ -18,7 +18,6 @@ In step 2 `Compression.all_reduce` would stand in BucketSync.send, in step 3 `.r
 owed takes a gradient's memory on each rank, under ZeRO 2 and 3 too. Checkpoints hold it (extras/services/boxes.py).
 """
 
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +32,7 @@ from common import UserError
 from common.comm import Group, Pending, all_gather, all_to_all
 from common.model import wide
 from extras.variants import Parts
-from extras.variants.step02.narrow import BLOCK, dequantise, pick, put_back, quantise
+from extras.variants.step02.narrow import dequantise, pick, put_back, quantise
 from step02_ddp import Bucket, BucketSync
 from step03_zero import Unit
 
@@ -131,20 +130,6 @@ class Compression:
     def reduce(self, plain: Callable, unit: Unit) -> Chain | Pending:
         """Around a unit's."""
         return Chain(self.reduce_scatter(unit)) if unit.group.size > 1 else plain(unit)
-
-
-def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
-    """Each sum's two messages, or one, narrow. Units are taken for their mean, if not all are summed equally often."""
-    narrow, plain, new, width = Counter(), Counter(), Counter(), next(parts.model.parameters()).grad_dtype.itemsize
-    sizes = [(bucket.group, -(-len(bucket.flat) // bucket.group.size)) for bucket in getattr(parts.sync, "buckets", ())]
-    for group, n in (sizes or [(u.group, u.length) for u in parts.units]) if config.compress != "none" else ():
-        most = max(1, int(config.topk_fraction * n))
-        row = dict(bf16=2 * n, int8=n + 4 * -(-n // BLOCK), topk=most * (4 + w.wide))[config.compress]
-        narrow[group.name], plain[group.name] = narrow[group.name] + row, plain[group.name] + n * width
-    for (dim, operation), sent in said["gradients"].items() if narrow else ():
-        messages = ("all_to_all", "all_gather")[: 1 + (operation == "all_reduce")]
-        new |= {(dim, message): sent / len(messages) * narrow[dim] / plain[dim] for message in messages}
-    return dict(gradients=new) if narrow else {}
 
 
 def attach(config: Any, parts: Parts) -> Compression | None:

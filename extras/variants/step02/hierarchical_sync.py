@@ -16,7 +16,6 @@ node send at once, where the ring has one of them send for all.
 In step 2, `RingSync.sum_up` would be three calls of its own loop, each over some of the ranks.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,6 @@ from torch import Tensor
 from common import UserError
 from common.comm import Group, Mesh, exchange
 from common.model import Decoder
-from extras.variants import Parts
 from step02_ddp import SYNCS, Config, NaiveSync
 
 SINCE = Config
@@ -90,10 +88,3 @@ class HierarchicalSync(NaiveSync):
 
 
 SYNCS["hierarchical"] = HierarchicalSync
-
-
-def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
-    """Step 2's bytes, in messages."""
-    if config.sync != "hierarchical":
-        return {}
-    return dict(gradients=Counter({(dim, "send"): sent for (dim, _), sent in said["gradients"].items()}))

@@ -11,14 +11,10 @@ All bytes pass one link: with n ranks the sum takes n/2 times as long as a ring'
 In step 2 this would be one more `sum_up`.
 """
 
-from collections import Counter
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from common.comm import Group, exchange
-from extras.variants import Parts
 from step02_ddp import SYNCS, Config, NaiveSync
 
 SINCE = Config
@@ -41,12 +37,3 @@ class ServerSync(NaiveSync):
 
 
 SYNCS["server"] = ServerSync
-
-
-def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
-    """As the table says; step 2's sum would have sent 2 (n-1)/n S."""
-    new = Counter()
-    for (dim, _), sent in said["gradients"].items() if config.sync == "server" else ():
-        n, rank = parts.mesh[dim].size, parts.mesh[dim].rank
-        new[dim, "send"] = sent * n / 2 / (n - 1) * (1 if rank else n - 1)
-    return dict(gradients=new) if new else {}

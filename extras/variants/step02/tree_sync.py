@@ -15,14 +15,10 @@ NCCL has two such trees, in which no rank is inside both (Sanders et al. 2009), 
 In step 2, this would be another `sum_up`.
 """
 
-from collections import Counter
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from common.comm import Group, exchange
-from extras.variants import Parts
 from step02_ddp import SYNCS, Config, NaiveSync
 
 SINCE = Config
@@ -50,13 +46,3 @@ class TreeSync(NaiveSync):
 
 
 SYNCS["tree"] = TreeSync
-
-
-def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
-    """As the law says; step 2's sum would have sent 2 (n-1)/n S."""
-    new = Counter()
-    for (dim, _), sent in said["gradients"].items() if config.sync == "tree" else ():
-        n, rank = parts.mesh[dim].size, parts.mesh[dim].rank
-        below = sum(rank % (2 << i) == 0 and rank + (1 << i) < n for i in range((n - 1).bit_length()))
-        new[dim, "send"] = sent * n / 2 / (n - 1) * ((rank > 0) + below)
-    return dict(gradients=new) if new else {}

@@ -15,7 +15,6 @@ unit costs a message each time, and little memory; a large one, as the experts o
 In step 3, `ShardedUnit.free` would be called by `publish` alone.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -49,19 +48,6 @@ def kept(config: Any, parts: Parts) -> dict[int, ShardedUnit]:
     """The units that stay, by their places among all."""
     most = config.zero_keep_mb * 2**20 or inf
     return {i: unit for i, unit in enumerate(parts.units) if config.zero_keep and unit.nbytes <= most}
-
-
-def gathered(config: Any, parts: Parts) -> float:
-    """Bytes of whole units, beside the shards."""
-    return sum(unit.nbytes for unit in kept(config, parts).values())
-
-
-def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
-    """Each unit that stays is gathered once."""
-    return {
-        f"weights of unit {i}": Counter({(unit.group.name, "all_gather"): unit.nbytes - unit.shard.nbytes})
-        for i, unit in kept(config, parts).items()
-    }
 
 
 def keep():

@@ -14,7 +14,6 @@ In step 3 a unit's group would be "shard", and `finish` would have two more line
 data="shard"; so norm and checkpoints know.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -56,15 +55,6 @@ def with_replicas(
         if layout_of(param).data_dim in ("dp", "data"):
             note_layout(param, data_dim="shard")
     return stage(model, config, mesh, device, dtype)
-
-
-def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
-    """The shards' sums over replicas, beside what is sent over fewer ranks."""
-    if config.zero_replicas == 1:
-        return {}
-    n, width = config.zero_replicas, next(parts.model.parameters()).grad_dtype.itemsize if config.zero == 1 else w.wide
-    length = sum(unit.length for unit in parts.units if unit.group.name == "shard")
-    return dict(replicas=Counter({("replicas", "all_reduce"): 2 * (n - 1) / n * length * width}))
 
 
 def finish(parts: Parts, sum_over_shard: Callable):

@@ -12,7 +12,6 @@ again in backward while dx is computed: two more all-gathers a layer and micro-b
 In step 4, f would stand for q_proj, k_proj and v_proj too, as `enter` does below. Experts stay as they are.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -123,13 +122,6 @@ def overlap(parts: Parts, block: nn.Module, group: Group, gather: Callable, redu
     if linears:
         parts.instead(block, "enter", partial(enter, linears, boxes, group, gather, reduce), by=by)
     return bool(linears)
-
-
-def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
-    """With --sp the inputs of attention, and of MLPs, are gathered once more."""
-    gathers = (2 * w.layers - w.routers) * (config.tp_overlap and config.sp)
-    sent = (config.tp - 1) / config.tp * w.tokens * w.m.dim * w.e
-    return dict(overlap=Counter({("tp", "all_gather"): gathers * sent})) if gathers else {}
 
 
 def attach(config: Any, parts: Parts):

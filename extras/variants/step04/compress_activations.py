@@ -19,7 +19,6 @@ embedding, head and loss, experts' rows, and keys and values over cp.
 In step 4, `gather_tokens` and its like would be the three below; in step 6 `send_receive` would pack and unpack.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -129,24 +128,6 @@ def narrow_stages(parts: Parts, bits: Bits):
     parts.around(parts.pipeline, "buffer", buffer, by=__name__)
     for method in ("forward", "backward"):
         parts.around(parts.pipeline, method, act, by=__name__)
-
-
-def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
-    """Messages of blocks, and of stages, narrow; but for tokens that are gathered behind experts, without SP."""
-    if config.compress_activations == "none":
-        return {}
-    bits, changed = Bits(config.compress_activations, None, w.m.dim), {}
-    narrow = bits.width * bits.kind.itemsize / (w.m.dim * w.e)
-    filled = -(-w.tokens // config.tp) * config.tp / w.tokens
-    ways = dict(all_reduce=("all_to_all", "all_gather"), reduce_scatter=("all_to_all",))
-    for what in {"blocks", "overlap", "stages"} & {*said}:
-        changed[what] = found = Counter()
-        for (dim, operation), sent in said[what].items():
-            times = 1 if operation == "all_gather" and not config.sp else narrow
-            messages = ways.get(operation, (operation,))
-            for message in messages:
-                found[dim, message] += sent / len(messages) * times * (filled if operation == "all_reduce" else 1)
-    return changed
 
 
 def attach(config: Any, parts: Parts):

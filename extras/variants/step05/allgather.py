@@ -10,17 +10,13 @@ micro-batch
 In step 5, `exchange` in RingAttention's two loops would give way to the two collectives.
 """
 
-from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from common.comm import Group, all_gather, reduce_scatter
 from common.model import wide
-from common.schedules import Place
-from extras.variants import Parts
 from step05_cp_ring import CONTEXT, FORMULAS, Config, ContextMode, merge, zigzag_positions, zigzag_visible
 
 SINCE = Config
@@ -73,21 +69,3 @@ def gathered_attention(
 
 
 CONTEXT["allgather"] = ContextMode(zigzag_positions, gathered_attention)
-
-
-def waits(config: Any, p: Any, place: Place) -> float:
-    """See extras/variants/__init__.py: keys and values of the other ranks wait for backward, or are gathered again."""
-    gathers = (
-        config.recompute == "none" and CONTEXT[getattr(config, "cp_mode", "zigzag")].attention is gathered_attention
-    )
-    others = (config.cp - 1) * len(place.layers) if gathers else 0
-    return others * p.share * 2 * p.m.kv_dim * max(1, p.tp / p.m.n_kv_heads) * p.e
-
-
-def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
-    """See above; of every mode with this attention."""
-    if config.cp == 1 or CONTEXT[config.cp_mode].attention is not gathered_attention:
-        return {}
-    passed = (config.cp - 1) * w.heads_of(config.tp)[1]
-    forward, backward = w.attentions * passed * w.e, w.layers * passed * w.wide
-    return dict(context=Counter({("cp", "all_gather"): forward, ("cp", "reduce_scatter"): backward}))

@@ -15,7 +15,6 @@ each is repeated before it is sent, until there are n of them.
 In step 5, `ring_attention` would be `swapped_attention`: attention itself is that of common/model.py.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,6 @@ from torch import Tensor
 
 from common.comm import Group, all_to_all
 from common.model import attend
-from extras.variants import Parts
 from extras.variants.step05.ring import ordered_positions
 from step05_cp_ring import CONTEXT, Config, ContextMode
 
@@ -57,18 +55,4 @@ def swapped_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, attend: Cal
     return Swap.apply(attend(q, k, v, **more), group, False)
 
 
-def swapped_bytes(w: Any, n: int, tp: int) -> float:
-    """What n ranks swap in a step, each: see above."""
-    q, kv = w.heads_of(tp)
-    both = 2 * q + kv * max(1, n // max(1, w.m.n_kv_heads // tp))
-    return (n - 1) / n * w.e * (w.attentions + w.layers) * both
-
-
 CONTEXT["ulysses"] = ContextMode(ordered_positions, swapped_attention)
-
-
-def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
-    """Instead of the ring's."""
-    if config.cp == 1 or config.cp_mode != "ulysses":
-        return {}
-    return dict(context=Counter({("cp", "all_to_all"): swapped_bytes(w, config.cp, config.tp)}))

@@ -19,7 +19,6 @@ U must divide the heads (with --tp, those of a rank), and cp.
 In step 5, `ring_attention` would be `crossed_attention`, over two groups that `shard_context` would make of cp.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +32,7 @@ from common.comm import Group
 from common.model import PRESETS
 from extras.variants import Parts
 from extras.variants.step05.allgather import gathered_attention
-from extras.variants.step05.ulysses import Swap, swapped_bytes
+from extras.variants.step05.ulysses import Swap
 from step05_cp_ring import CONTEXT, FORMULAS, Config, ContextMode, ring_attention, zigzag_positions, zigzag_visible
 
 SINCE = Config
@@ -98,16 +97,6 @@ def crossed_attention(
 
 
 CONTEXT["usp"] = ContextMode(zigzag_positions, crossed_attention)
-
-
-def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
-    """Instead of the ring's: over both groups. A ring of one sends nothing."""
-    if config.cp == 1 or config.cp_mode != "usp":
-        return {}
-    u, r, tp = config.ulysses, config.cp // config.ulysses, config.tp
-    kv = w.heads_of(tp)[1] * max(1, u // max(1, w.m.n_kv_heads // tp))
-    ring = kv * ((w.attentions + w.layers) * (r - 1) * w.e + w.layers * r * w.wide) * (r > 1)
-    return dict(context=Counter({("ulysses", "all_to_all"): swapped_bytes(w, u, tp), ("ring", "send"): ring}))
 
 
 def attach(config: Any, parts: Parts):

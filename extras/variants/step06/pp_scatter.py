@@ -12,7 +12,6 @@ stays whole. With SP a rank has its part anyway.
 In step 6, `forward` and `backward` would begin and end with this, and `buffer` would have room for a part.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -35,14 +34,6 @@ class Flags:
 
 
 NEEDS = [("pp_scatter", "pp"), ("pp_scatter", "tp")]  # and --no-sp: extras/theory/layouts.py
-
-
-def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
-    """As the law says: who sends an x receives its dx, so as many messages come as leave."""
-    if not config.pp_scatter:
-        return {}
-    sent, tp = said["stages"]["pp", "send"], config.tp
-    return dict(stages=Counter({("pp", "send"): sent / tp, ("tp", "all_gather"): (tp - 1) / tp * sent}))
 
 
 def attach(config: Any, parts: Parts):

@@ -7,7 +7,6 @@ buffer `bias` [experts], fp32, of each layer.
 In step 7, `top_k` in `MoE.forward` would see p + b, and the last three lines of `update` would follow the optimizer's.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -46,15 +45,6 @@ def attach(config: Any, parts: Parts):
         moe.register_buffer("bias", torch.zeros(config.experts, device=parts.positions.device))
         moe.load = torch.zeros_like(moe.bias)  # choices of this step
     parts.around(parts.optimizer, "step", partial(update, layers, parts.mesh, config.bias_speed), by=__name__)
-
-
-def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
-    """Once a step, 4 bytes an expert of each layer."""
-    if config.balance != "bias":
-        return {}
-    n_bytes = 4 * config.experts * sum(isinstance(module, RoutedMoE) for module in parts.model.modules())
-    groups = [parts.mesh[dim] for dim in DIMS if dim in parts.mesh.groups]
-    return dict(bias=Counter({(g.name, "all_reduce"): 2 * (g.size - 1) / g.size * n_bytes for g in groups}))
 
 
 def update(layers: list[RoutedMoE], mesh: Mesh, speed: float, step: Callable, lr: float):

@@ -17,7 +17,6 @@ With --groups-per-token M, and no group in two nodes, R between is at most M a t
 In step 7, this would stand where `MoE.forward` calls `self.experts`.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 import step07_moe_ep as step07
 from common import UserError
 from extras.variants import Parts
-from extras.variants.step07.expert_rows import at_home, parts_of_a_token, row_bytes, send_rows
+from extras.variants.step07.expert_rows import at_home, send_rows
 from extras.variants.step07.routing import RoutedMoE
 from step07_moe_ep import DISPATCH
 
@@ -47,26 +46,6 @@ def check(config: Any, world: int):
     """Nodes are full. Raises UserError."""
     if config.ep_mode == "nodes" and (config.ep_inside < 1 or config.ep % config.ep_inside):
         raise UserError(f"--ep-inside {config.ep_inside} must divide --ep {config.ep}")
-
-
-def visits(config: Any) -> list[float]:
-    """To how many nodes, and there to how many ranks, a token is sent."""
-    if config.ep == 1 or config.ep_mode != "nodes":
-        return []
-    return [parts_of_a_token(config, n) for n in (config.ep // config.ep_inside, config.ep)]
-
-
-def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
-    """As above, if all experts are equally busy."""
-    if not (levels := visits(config)):
-        return {}
-    rows, counts, nodes = Counter(), Counter(), config.ep // config.ep_inside
-    counts |= {key: sent for key, sent in said["counts"].items() if key[0] != "ep"}
-    sizes = (("ep between", nodes, nodes), ("ep inside", config.ep_inside, config.ep))
-    for (dim, ranks, parts_of_all), visited in zip(sizes, levels, strict=True):
-        rows[dim, "all_to_all"] = row_bytes(w, w.tokens / config.tp * visited, ranks, parts_of_all)
-        counts[dim, "all_to_all"] = w.routers * (1 + w.recompute) * 8 * (ranks - 1)
-    return dict(rows=rows, counts=counts)
 
 
 def attach(config: Any, parts: Parts):

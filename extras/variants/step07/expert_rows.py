@@ -22,20 +22,17 @@ experts or few groups, and `allgather` where nearly every rank is visited by nea
 In step 7, these functions would stand where `MoE.forward` calls `self.experts`.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import step07_moe_ep as step07
 from common.comm import Group, all_to_all
 from extras.variants import Parts
-from extras.variants.step07.routing import RoutedMoE, room
+from extras.variants.step07.routing import RoutedMoE
 from extras.variants.step07.visits import add_rows, places, visit_local
 from step04_tp_sp import Conjugate, enter_block, leave_block
 from step07_moe_ep import DISPATCH
@@ -79,43 +76,6 @@ def gather_all(group: Group, experts: Callable, tokens: Tensor, gates: Tensor) -
 def at_home(experts: Callable, group: Group, *rows: Tensor) -> Tensor:
     """Replaces `Experts.forward`: the rows have come already."""
     return experts(*rows)
-
-
-def parts_of_a_token(config: Any, parts: int) -> float:
-    """In how many of so many parts of all experts a token's are, in the mean over 4,096 tokens that like all alike."""
-    layer = SimpleNamespace(config=config, top_k=config.experts_per_token)
-    chosen = RoutedMoE.choose(layer, torch.rand(4096, config.experts, generator=torch.Generator().manual_seed(0)))
-    there = F.one_hot(chosen, config.experts).sum(1).unflatten(1, (parts, -1)).any(-1)
-    return room(config) * there.sum().item() / len(chosen)
-
-
-def row_bytes(w: Any, tokens: float, ranks: int, parts: int) -> float:
-    """What a rank sends in a step, counts aside, if so many of its tokens go to ranks, of whom one is itself.
-
-    Each of all `parts` of the experts has as many.
-    """
-    row = 2 * w.m.dim * w.e + w.m.experts / parts * w.wide
-    return w.routers * (2 + w.recompute) * (ranks - 1) / ranks * tokens * row
-
-
-def visits(config: Any) -> list[float]:
-    """To how many ranks a token is sent."""
-    return [parts_of_a_token(config, config.ep)] if config.ep > 1 and config.ep_mode == "rows" else []
-
-
-def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
-    """As above, if all experts are equally busy."""
-    if config.ep == 1 or config.ep_mode not in MODES:
-        return {}
-    n, tokens, passes = config.ep, w.tokens / config.tp, w.routers * (1 + w.recompute)
-    counts = Counter({key: sent for key, sent in said["counts"].items() if key[0] != "ep"})
-    if config.ep_mode == "rows":
-        counts["ep", "all_to_all"] = passes * 8 * (n - 1)
-        return dict(rows=Counter({("ep", "all_to_all"): row_bytes(w, tokens * visits(config)[0], n, n)}), counts=counts)
-    x, gates = w.m.dim * w.e, w.m.experts * w.wide
-    gathered, scattered = passes * (x + gates) + w.routers * x, passes * x + w.routers * (x + gates)
-    both = (("ep", "all_gather"), gathered), (("ep", "reduce_scatter"), scattered)
-    return dict(rows=Counter({key: (n - 1) * tokens * sent for key, sent in both}), counts=counts)
 
 
 MODES = {"rows": send_rows, "allgather": gather_all}

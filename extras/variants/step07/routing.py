@@ -10,7 +10,6 @@
 In step 7, each of these is one to four lines of `MoE.forward`, of which the one below is the long form.
 """
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
@@ -111,29 +110,6 @@ class RoutedMoE(MoE):
 
 
 BALANCE["none"] = RoutedMoE
-
-
-def room(config: Any) -> float:
-    """The part of all choices that experts have room for, if all are asked alike."""
-    return min(1.0, config.capacity_factor or 1.0)
-
-
-def visits(config: Any) -> list[float]:
-    """How many experts a token visits."""
-    return [room(config) * config.experts_per_token]
-
-
-def sends(config: Any, parts: Parts, w: Any, said: dict[str, Counter]) -> dict[str, Counter]:
-    """Fewer rows, where experts have no room; int64 choices, gathered to know where; f and g of shared experts."""
-    passes, tokens, rows = w.routers * (1 + w.recompute), w.tokens / config.tp, said["rows"].items()
-    changed = dict(rows=Counter({key: room(config) * n for key, n in rows})) if config.ep_mode == "alltoall" else {}
-    if config.capacity_factor:
-        own = 8 * (tokens / config.micro_batch_size + tokens * config.experts_per_token)  # positions go with them
-        changed["capacity"] = Counter({("sequence", "all_gather"): passes * (parts.mesh["sequence"].size - 1) * own})
-    if config.shared_experts:
-        each = (passes + w.routers) * (config.tp - 1) * tokens * w.m.dim * w.e
-        changed["shared"] = Counter({("tp", "all_gather"): each, ("tp", "reduce_scatter"): each})
-    return changed
 
 
 def check(config: Any, world: int):
