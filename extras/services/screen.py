@@ -24,7 +24,7 @@ from tqdm import tqdm
 from common import comm
 from common.comm import Mesh
 from common.layout import layout_of
-from common.schedules import COSTS, Action, Place, simulate
+from common.schedules import SCHEDULES, Action, Place, simulate
 from extras.services import plots
 from extras.services.clocks import Clock
 from extras.services.devices import peak_flops
@@ -71,15 +71,10 @@ def simulated_idle(lists: list[list[Action]], places: list[Place], costs: dict) 
     return idle_fraction([(rank, start, end) for end, rank, start, _ in spans], len(lists))
 
 
-def costs_of(lists: list[list[Action]]) -> dict[str, int]:
-    """How long each kind of action takes: B takes 2, but 1 where a part of its work is W's."""
-    return dict(F=1, B=1, W=1) if any(action.kind == "W" for row in lists for action in row) else COSTS
-
-
-def stages_picture(schedule: str, places: list[Place], lists: list[list[Action]]) -> str:
+def stages_picture(config: Any, places: list[Place], lists: list[list[Action]]) -> str:
     """Which rank has which layers, and the idle time if backward takes twice as long as forward."""
-    idle = simulated_idle(lists, places, costs_of(lists))
-    lines = [f"stages of {schedule}, which is idle for {idle:.1%} of the time:"]
+    idle = simulated_idle(lists, places, SCHEDULES[config.schedule](config).costs)
+    lines = [f"stages of {config.schedule}, which is idle for {idle:.1%} of the time:"]
     for rank in range(len(lists)):
         shown = []
         for stage, place in enumerate(places):
@@ -177,7 +172,7 @@ class Screen:
         if parts.sync is not None:
             texts += [mesh_picture(parts.mesh), reduction_table(parts.model, parts.mesh)]
         if parts.pipeline is not None:
-            texts.append(stages_picture(config.schedule, parts.pipeline.places, self.lists()))
+            texts.append(stages_picture(config, parts.pipeline.places, self.lists()))
         return [*texts, *parts.said()]
 
     def lists(self) -> list[list[Action]]:

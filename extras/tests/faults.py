@@ -308,7 +308,7 @@ FAULTS: dict[str, Fault] = {
     **of("extras.variants.step03.zero_keep", "kept", DEFAULT,
         ("kept_after_the_update", "publish", "ShardedUnit.free(unit)", "pass", "weights of the first step for ever")),
     **of("extras.variants.step03.zero_keep", "law: kept if small", DEFAULT,
-        ("kept_though_large", "kept", " and unit.nbytes <= most", "", "right numbers, more memory")),
+        ("kept_though_large", "attach", "if unit.nbytes <= most:", "if True:", "right numbers, more memory")),
     **of("extras.variants.step03.zero_keep", "law: kept", DEFAULT,
         ("kept_and_gathered_again", "attach", 'parts.instead(unit, "free", keep, by=__name__)', "pass",
          "right numbers, more bytes")),

@@ -479,7 +479,7 @@ def test_the_launch_line_has_what_a_gpu_wants(model, also):
 
 
 def test_the_command(capsys, tmp_path):
-    """Layouts whose printed flags step 7 takes as the same, tables, a file; a blackboard's sums are the layout's."""
+    """Layouts whose printed flags step 7 takes as the same, tables, a file; a report's sums are the layout's."""
     arguments, file = "--model smollm-1.7b --gpus 8 --gpu a100-80 --global-batch-size 64", tmp_path / "plan.json"
     assert plan.main([*arguments.split(), "--json", str(file)]) == 0
     out, entries = capsys.readouterr().out, json.loads(file.read_text())
@@ -491,12 +491,11 @@ def test_the_command(capsys, tmp_path):
     assert plan.main([*arguments.split(), "--explain", "--tp 2 --pp 2 --micro-batch-size 2"]) == 0
     out, x = capsys.readouterr().out, Layout(2, 1, 2, 1, 1, 2, 64, dp=2)
     found = evaluate(MODELS["smollm-1.7b"], x, GPUS["a100-80"])
-    assert f"{found.seconds.step:.3f} s" in out and f"{found.held.total / 2**30:.2f} GiB" in out
-    *parts, whole = map(float, re.findall(r"^  \w.*? ([\d.]+) GiB", out, re.MULTILINE))
-    assert len(parts) == 5 and sum(parts) == pytest.approx(whole, abs=0.03)
-    times = re.findall(r"^(compute|bubble|exposed over \w+|update|step) +([\d.]+) s", out, re.MULTILINE)
-    *parts, step = [float(took) for _, took in times]
-    assert [*dict(times)][:2] == ["compute", "bubble"] and sum(parts) == pytest.approx(step, abs=0.003)
+    memory, times = (
+        [float(cell) for cell in re.findall(r"(?<= )[\d.]+(?= |$)", row)] for row in re.findall(r"^1 .*", out, re.M)
+    )
+    assert memory[5] == round(found.held.total / 2**30, 1) == pytest.approx(sum(memory[:5]), abs=0.3)
+    assert times[-2] == round(found.seconds.step, 3) == pytest.approx(sum(times[:-2]), abs=0.005)
 
 
 MISTAKES = {
@@ -549,20 +548,12 @@ def test_the_guide_ends_in_a_line_that_is_legal_and_fits(name, gpus, sequence):
     assert len(asked) == 6 + (best.layout.pp > 1) + (gpus > 8) + (m.experts > 0)
 
 
-def test_the_guide_counts_state_as_the_planner_does():
-    """18 N, 6 N + 12 N / n, 2 N + 16 N / n, 18 N / n."""
-    for zero in range(4):
-        x = Layout(zero=zero, dp=8, global_batch_size=8)
-        assert sum(held(LLAMA, x, COURSE)[:3]) == pytest.approx(guide.state_bytes(LLAMA, zero, 8), rel=1e-3)
-
-
 def test_the_points_of_the_pictures_are_the_laws(tmp_path):
     """State: 18 N, cut by ZeRO. Bubbles: those of the simulated lists. Activations: as much for each more token."""
     n = total_weights(LLAMA)
     for zero, ranks in product(range(4), pictures.RANKS):
-        assert sum(pictures.holds(zero=zero, dp=ranks)[:3]) == pytest.approx(
-            guide.state_bytes(LLAMA, zero, ranks), 2e-3
-        )
+        cut = (0, 12, 16, 18)[zero]
+        assert sum(pictures.holds(zero=zero, dp=ranks)[:3]) == pytest.approx((18 - cut + cut / ranks) * n, 2e-3)
     for series in pictures.bubbles():
         p, v = map(int, re.findall(r"\d+", series.name))
         for m, idle in zip(series.x, series.y, strict=True):

@@ -3,7 +3,7 @@
     python -m extras.theory.plan --guide --model llama3-70b --gpus 128 --seq-len 8192
 
 Each is answered by the law of a step, with this model's and this cluster's numbers, and by what the planner's best
-layout does about it. The last line is that layout, as a launch.
+layout, or the one that is asked about, does about it. The last line is that layout, as a launch.
 
 N: weights. n: ranks. b: sequences of a micro-batch; a rank has m of these in a step. s: tokens of a sequence.
 """
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from math import ceil
 from typing import NamedTuple
 
+from common.model import PRESETS
 from extras.theory.activations import CHUNK
 from extras.theory.footprint import COURSE, held
 from extras.theory.gpus import GIB, NODE, ROOM, Gpu
@@ -50,10 +51,9 @@ def gib(n_bytes: float) -> str:
     return f"{n_bytes / GIB:,.1f} GiB"
 
 
-def state_bytes(m: Shape, zero: int, n: int) -> float:
-    """What n ranks of ZeRO hold between two steps, each: 18 N, of which stage 1 shards 12, 2 also 4, 3 also 2."""
-    kinds = zip((12, 4, 2), (1, 2, 3), strict=True)
-    return total_weights(m) * sum(size / (n if zero >= stage else 1) for size, stage in kinds)
+def state(m: Shape, zero: int, n: int) -> float:
+    """Bytes of weights, gradients, masters and moments that each of n ranks of ZeRO holds."""
+    return sum(held(m, Layout(zero=zero, dp=n, global_batch_size=n), COURSE)[:3])
 
 
 def alone(m: Shape, recompute: str) -> float:
@@ -81,7 +81,7 @@ def questions(m: Shape, chosen: Found, gpu: Gpu) -> Iterator[Answer]:
         f"--micro-batch-size {x.micro_batch_size} --recompute {x.recompute}: {gib(memory.activations)} wait",
         "step 1: recomputation; step 6: how many micro-batches a schedule lets wait",
     )
-    by_stage = ", ".join(f"ZeRO {zero} {gib(state_bytes(m, zero, sums))}" for zero in range(4))
+    by_stage = ", ".join(f"ZeRO {zero} {gib(state(m, zero, sums))}" for zero in range(4))
     yield Answer(
         "If ranks of data parallelism share the state, does it fit?",
         f"18 N, 6 N + 12 N / n, 2 N + 16 N / n, 18 N / n; with n = dp x cp = {sums}: {by_stage}",
@@ -152,10 +152,10 @@ def launch(name: str, m: Shape, x: Layout) -> str:
 
 
 def guide(name: str, m: Shape, chosen: Found, gpu: Gpu) -> str:
-    """All questions with their answers; then what the plan comes to, and its launch line."""
+    """All questions with their answers; then what the plan comes to, and the launch line of a preset."""
     answers = [f"{number}. {answer}" for number, answer in enumerate(questions(m, chosen, gpu), 1)]
     x, memory, seconds = chosen
     got = rates(m, chosen, gpu)
     last = f"So: {gib(memory.total)} of {gib(gpu.memory)} on the fullest GPU, {seconds.step:.2f} s a step, "
     last += f"{got['tokens']:.0f} tokens/s of a GPU, MFU {got['mfu']:.0%}."
-    return "\n".join([*answers, "", last, launch(name, m, x)])
+    return "\n".join([*answers, "", last, *[launch(name, m, x)] * (name in PRESETS)])

@@ -27,7 +27,6 @@ from tqdm import tqdm
 from common import UserError
 from common.model import PRESETS
 from common.trainer import among, parse
-from extras.theory.explain import blackboard
 from extras.theory.gpus import GIB, GPUS, NODE, ROOM, Gpu
 from extras.theory.guide import always, guide, script
 from extras.theory.layouts import Layout, illegal
@@ -50,7 +49,7 @@ class Flags:
     seq_len: int = 0  # tokens of a sequence; 0: the model's
     global_batch_size: int = 0  # sequences of a step; 0: about 4M tokens
     guide: bool = False  # the questions of a plan in their order, each with its law; last, a line that launches it
-    explain: str = ""  # one layout on the blackboard: "--tp 8 --pp 4 ..."
+    explain: str = ""  # the same of one layout: "--tp 8 --pp 4 ..."
     largest: bool = False  # the largest model that fits
     longest: bool = False  # the longest sequence that fits
     json: str = ""  # write the ten layouts, their memory and their seconds to this file
@@ -76,8 +75,6 @@ def asked(flags: Flags, known: dict[str, Shape]) -> tuple[Shape, int]:
     questions = [flags.explain, flags.largest, flags.longest, flags.guide]
     if sum(map(bool, questions)) > 1:
         raise UserError("--guide, --explain, --largest and --longest are questions: ask one at a time")
-    if flags.guide and flags.model in GPTS:
-        raise UserError(f"--guide ends in a launch line, which --model {flags.model} has not: it is no preset")
     m = known[flags.model]
     m = replace(m, seq_len=flags.seq_len or m.seq_len)
     about_4m = 2 ** max(0, (2**22 // m.seq_len).bit_length() - 1)
@@ -123,6 +120,11 @@ def show(m: Shape, best: list[Found], gpu: Gpu) -> str:
         f"memory of the fullest GPU, GiB:\n{table(memory)}\n\n"
         f"time of a step, s; by dimension what communication is not hidden:\n{table(times)}"
     )
+
+
+def report(name: str, m: Shape, one: Found, gpu: Gpu) -> str:
+    """One layout: its tables, and the questions of a plan."""
+    return f"{show(m, [one], gpu)}\n\n{guide(name, m, one, gpu)}"
 
 
 def parts_of(s: Seconds) -> dict[str, float]:
@@ -229,7 +231,7 @@ def answer(argv: list[str] | None = None):
     (m, batch), gpu = asked(flags, known), GPUS[flags.gpu]
     bar = lambda tries: tqdm(tries, disable=None, leave=False)  # noqa: E731
     if flags.explain:
-        return print(blackboard(m, layout_of(flags.explain, flags.gpus, batch, m), gpu))
+        return print(report(flags.model, m, evaluate(m, layout_of(flags.explain, flags.gpus, batch, m), gpu), gpu))
     if flags.largest:
         return print(largest(flags, known, bar))
     if flags.longest:
@@ -238,7 +240,7 @@ def answer(argv: list[str] | None = None):
     if not result.best:
         raise no_fit(m, flags, batch)
     if flags.guide:
-        return print(guide(flags.model, m, result.best[0], gpu))
+        return print(report(flags.model, m, result.best[0], gpu))
     print(f"{flags.model}, {flags.gpus} {flags.gpu}, --seq-len {m.seq_len}, --global-batch-size {batch}")
     print(f"{result.legal} legal layouts; bounds left {result.timed} to time; the best of each mesh, ten meshes:\n")
     print(show(m, result.best, gpu))

@@ -6,10 +6,10 @@ from matplotlib.animation import FuncAnimation, PillowWriter
 from matplotlib.figure import Figure
 
 import step06_pipeline as step06
-from common.schedules import simulate
+from common.schedules import SCHEDULES, simulate
 from extras.services.pages.charts import DARK
 from extras.services.plots import draw_timeline
-from extras.services.screen import costs_of, idle_fraction
+from extras.services.screen import idle_fraction
 from extras.services.seam import compose, plugins
 
 SHOWN = {"afab": "all forward, all backward", "1f1b": "one forward, one backward", "zbv": "zero bubble (zbv)"}
@@ -21,7 +21,7 @@ def spans_of(name: str) -> list[tuple]:
     config = compose(step06)(model="llama3-8b", schedule=name, pp=RANKS)
     places, lists = step06.plan(config, MICRO_BATCHES)
     each = len(places) // RANKS
-    costs = {kind: cost * 2 // each for kind, cost in costs_of(lists).items()}
+    costs = {kind: cost * 2 // each for kind, cost in SCHEDULES[name](config).costs.items()}
     return simulate(lists, places, costs)
 
 

@@ -31,7 +31,6 @@ from common.model import PRESETS, Decoder
 from common.schedules import SCHEDULES, consumer
 from extras.services.dry_run import run_rank
 from extras.services.pages.record import RANKS, recorded
-from extras.services.screen import costs_of
 from extras.services.seam import check, compose, plugins
 from extras.services.tables import human
 
@@ -74,10 +73,11 @@ def table(ranks: list[dict], columns: list[str]) -> dict:
 
 def schedule(name: str, p: int, m: int) -> dict:
     """The lists of a schedule for p ranks and m micro-batches. Raises UserError."""
-    places, lists = step06.plan(compose(step06)(model="llama3-8b", schedule=name, pp=p), m)
+    config = compose(step06)(model="llama3-8b", schedule=name, pp=p)
+    places, lists = step06.plan(config, m)
     at = {consumer(a, places): (rank, n) for rank, row in enumerate(lists) for n, a in enumerate(row)}
     rows = [[[*action, at.get(action)] for action in row] for row in lists]
-    return dict(text="", lists=rows, costs=costs_of(lists), linked="waits for")
+    return dict(text="", lists=rows, costs=SCHEDULES[name](config).costs, linked="waits for")
 
 
 def ring(ranks: list[list]) -> dict:

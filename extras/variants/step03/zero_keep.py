@@ -44,12 +44,6 @@ def check(config: Any, world: int):
         raise UserError(f"--zero-keep-mb {config.zero_keep_mb:g}: units have more than 0 MiB; 0 keeps all of them")
 
 
-def kept(config: Any, parts: Parts) -> dict[int, ShardedUnit]:
-    """The units that stay, by their places among all."""
-    most = config.zero_keep_mb * 2**20 or inf
-    return {i: unit for i, unit in enumerate(parts.units) if config.zero_keep and unit.nbytes <= most}
-
-
 def keep():
     """In the place of `ShardedUnit.free`: others will use it in this step."""
 
@@ -63,7 +57,9 @@ def publish(units: list[ShardedUnit]):
 
 def attach(config: Any, parts: Parts):
     """Keep what is small enough."""
+    most = config.zero_keep_mb * 2**20 or inf
     if config.zero_keep:
-        for unit in kept(config, parts).values():
-            parts.instead(unit, "free", keep, by=__name__)
+        for unit in parts.units:
+            if unit.nbytes <= most:
+                parts.instead(unit, "free", keep, by=__name__)
         parts.instead(parts.optimizer, "publish", partial(publish, parts.units), by=__name__)
