@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import UserError
-from extras.services.dry_run import Counted, Meter, Seen, instead_of, run_rank
+from extras.services.dry_run import Counted, Meter, Seen, instead_of, levels_of, run_rank
 from extras.services.run import ServedRun
 from extras.services.seam import check, compose
 from extras.tests.equal import SMALL, config_of, watch
@@ -133,6 +133,15 @@ def test_choices_are_balanced(pools, mode):
     options |= dict(ep=2, ep_mode=mode, global_batch_size=2, n_layers=1)
     dry = [pools(1).run(counted, "step07_moe_ep", 2, options, rank)[0] for rank in (0, 1)]
     compare(pools(2).run(counted_on_rank, "step07_moe_ep", options), dry, options)
+
+
+@pytest.mark.parametrize("k, there", [(8, 4.6), (2, 1.6)])
+def test_ranks_that_a_token_visits(k, there):
+    """Of eight, without its own, in --ep-mode rows: as its docstring says, (ep-1) (1 - (1 - 1/ep)^k)."""
+    config = config_of("step07_moe_ep", dict(experts=256, experts_per_token=k, ep=8, ep_mode="rows"))
+    ranks, experts = levels_of(config)
+    assert experts == k and 7 / 8 * ranks == pytest.approx(there, abs=0.1)
+    assert there == round(7 * (1 - (7 / 8) ** k), 1)
 
 
 def test_matmuls_are_those_that_torch_counts():

@@ -718,7 +718,7 @@ def test_a_layer_of_gpt_keeps_what_the_paper_says(recompute):
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_our_layer_keeps_what_the_docstring_says(kv_heads):
-    """Fused; scores, which are most of it; the core done again. On a CPU, norms keep what theory says."""
+    """Fused; scores, which are most of it; the core done again. A CPU's norms keep more."""
     h, f, a, s, n = (equal.SMALL[name] for name in ("dim", "ffn_dim", "n_heads", "seq_len", "n_layers"))
     e, k = 8, kv_heads * h // a
     numbers = {

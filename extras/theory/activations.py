@@ -69,7 +69,7 @@ def layer_bytes(p: MicroBatch, experts: bool) -> float:
     Two norms. Attention: input, q, k, v, output and a number a head. MLP: input, gate, up, silu(gate), the product.
     Experts, of each token's choices: the same, and their outputs; of its tokens what routers found. With full
     recomputation only the layer's input stays; with elementwise recomputation that, and what matrices and attention
-    made; with selective recomputation all but a number a head. (Scores, where they stay: step01/attention_scores.py.)
+    made. (Scores, where they stay: step01/attention_scores.py.)
     """
     m, e, wide, cheap = p.m, p.e, p.wide, p.recompute == "elementwise"
     if p.recompute == "full":
@@ -79,7 +79,7 @@ def layer_bytes(p: MicroBatch, experts: bool) -> float:
     if p.recompute == "none" and not (p.on_cpu or e == 2):
         kv_dim = m.dim  # a GPU's kernels in fp32 want as many k as q
     kv_dim *= 1 if cheap else p.gathered  # else they are gathered again
-    kept = whole + p.share * (e * (2 * m.dim + 2 * kv_dim) + wide * m.n_heads * (p.recompute != "selective"))
+    kept = whole + p.share * (e * (2 * m.dim + 2 * kv_dim) + wide * m.n_heads)
     kept += p.own * (m.dim * e if cheap else 2 * norm_bytes(p))
     products = 2 if cheap else 4
     if not experts:
