@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+from functools import partial
 
 import pytest
 
@@ -21,12 +22,12 @@ LAWS: dict[str, tuple] = {  # ranks, and a function with its arguments that ever
     "law: window": (2, test_laws.measure, "step05_cp_ring", dict(cp=2, cp_mode="ring", window=5)),
     "law: cudnn": (1, test_laws.by_cudnn),
     "law: debts": (3, test_variants.sums_on_rank, "topk", True),
-    "law: masks": (2, test_variants.masks_on_rank, "step04_tp_sp", dict(tp=2)),
+    "law: masks": (1, partial(test_variants.masks, tp=2)),
     "law: rounds": (1, test_schedules.of_rounds, 3, 7, 2, 4),
     "law: ahead": (1, test_schedules.of_ahead, 2, 8, 1),
     "law: stashed": (3, test_variants.late_losses, dict(recompute="full")),
     "law: ramp": (2, test_variants.ramp_on_rank, 12),
-    "law: scores": (1, test_variants.kept_in_layers, dict(attention="scores", recompute="selective")),
+    "law: scores": (1, partial(test_variants.kept_in_a_layer, attention="scores", recompute="selective")),
     "law: int8": (2, test_laws.measure, "step04_tp_sp", INT8),
     "law: int8 overlap": (2, test_laws.measure, "step04_tp_sp", INT8 | dict(tp_overlap=True)),
 }

@@ -134,14 +134,6 @@ def test_a_served_run(pools, tmp_path, name):
         assert all(sum(shares) == pytest.approx(1.0) for shares in lines[-1]["expert_load"].values())
 
 
-@pytest.mark.parametrize("zero, whole, sharded", [(0, 18, 0), (1, 6, 16), (2, 2, 16), (3, 0, 18)])
-def test_bytes_a_parameter(pools, tmp_path, zero, whole, sharded):
-    """Step 3's table, on two ranks in bf16: what a rank holds of each parameter between backward and update."""
-    found = pools(2).run(serve_on_rank, "step03_zero", dict(zero=zero, dtype="bf16"), str(tmp_path / "run"))[0]
-    p = int(re.search(r"([\d,]+) parameters", found.text)[1].replace(",", ""))
-    assert sum(found.held[kind] for kind in STATE) == pytest.approx((whole + sharded / 2) * p, rel=1e-3)
-
-
 def beside_on_rank(out: str) -> SimpleNamespace:
     """Runs on every rank: a run on what says that 3 GiB are in use beside its tensors."""
     with mock.patch("extras.services.screen.outside_memory", lambda _: 3 * 2**30):

@@ -4,12 +4,12 @@ import io
 import math
 import random
 import re
-from collections import Counter
 from contextlib import redirect_stdout
 from functools import partial
 from itertools import count, pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -28,6 +28,7 @@ from extras.services.seam import check, plugins
 from extras.tests import equal
 from extras.tests.faults import Fault, injected
 from extras.tests.rows import COMPILED
+from extras.tests.test_laws import counted
 from extras.theory.footprint import gpt_layer_bytes
 from extras.theory.layouts import Layout
 from extras.variants.step01 import batch_ramp, dropout, skip_spikes, stale
@@ -641,31 +642,11 @@ def test_never_flushed_refuses(flags, text):
 # --- scores
 
 
-def kept_in_layers(options: dict) -> float:
-    """Bytes that all layers keep of a micro-batch of one sequence until its backward, in fp64: of live tensors."""
-    options = dict(steps=1, global_batch_size=1, n_kv_heads=2) | options
-    layers, ends = [], {}
-    with MemoryTimeline() as timeline:
-
-        def before(layer, inputs):
-            ends.setdefault(id(layer), timeline.total["activations"])
-
-        def after(layer, _inputs, y):
-            layers.append(timeline.total["activations"] - ends.pop(id(layer)))
-
-        class Looking(equal.Watch):
-            """Looks at layers, from their inputs to their outputs."""
-
-            def steps(self, **parts):
-                """Before the first step."""
-                for layer in parts["model"].model.layers.values():
-                    layer.register_forward_pre_hook(before)
-                    layer.register_forward_hook(after)
-                timeline.born = "activations"
-                yield from super().steps(**parts)
-
-        equal.record("step01_single_gpu", options, Looking)
-    return sum(layers)
+def kept_in_a_layer(**options: Any) -> int:
+    """Bytes that one layer more keeps of a micro-batch of one sequence until its backward, in fp64: by the dry run."""
+    runs = (counted("step01_single_gpu", 1, dtype="fp64", **options, n_layers=n) for n in (1, 2))
+    few, more = (run.held["activations"] for run in runs)
+    return more - few
 
 
 class Layer(torch.nn.Module):
@@ -719,7 +700,7 @@ def test_a_layer_of_gpt_keeps_what_the_paper_says(recompute):
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_our_layer_keeps_what_the_docstring_says(kv_heads):
     """Fused; scores, which are most of it; the core done again. A CPU's norms keep more."""
-    h, f, a, s, n = (equal.SMALL[name] for name in ("dim", "ffn_dim", "n_heads", "seq_len", "n_layers"))
+    h, f, a, s = (equal.SMALL[name] for name in ("dim", "ffn_dim", "n_heads", "seq_len"))
     e, k = 8, kv_heads * h // a
     numbers = {
         ("fused", "none"): e * (6 * h + 2 * k + 4 * f) + e * a,
@@ -728,32 +709,26 @@ def test_our_layer_keeps_what_the_docstring_says(kv_heads):
     }
     norms = 2 * e * (1 + h)  # of a token, beside their inputs: a statistic, and on a CPU the normalised input
     for (attention, recompute), bytes_of_a_token in numbers.items():
-        found = kept_in_layers(dict(attention=attention, recompute=recompute, n_kv_heads=kv_heads))
-        assert found == n * s * (bytes_of_a_token + norms), (attention, recompute)
+        found = kept_in_a_layer(attention=attention, recompute=recompute, n_kv_heads=kv_heads)
+        assert found == s * (bytes_of_a_token + norms), (attention, recompute)
 
 
 # --- dropout
 
 
-def masks_on_rank(step: str, options: dict) -> int:
-    """Runs on every rank: bytes of the masks [batch, tokens, dim] that a step of one micro-batch keeps for backward."""
-    kept, dim = Counter(), equal.SMALL["dim"]
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype == torch.bool and tensor.shape[-1] == dim:
-            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        equal.record(step, dict(steps=1, global_batch_size=4, micro_batch_size=4, dropout=0.2) | options)
-    return sum(kept.values())
+def masks(**layout: Any) -> int:
+    """Bytes that dropout adds to what waits for backward in a step of one micro-batch of four sequences."""
+    flags = layout | dict(global_batch_size=4, micro_batch_size=4)
+    runs = (counted("step04_tp_sp", layout["tp"], **flags, dropout=p) for p in (0.0, 0.2))
+    without, dropped = (run.held["activations"] for run in runs)
+    return dropped - without
 
 
 @pytest.mark.parametrize("layout, share", [(dict(tp=1), 1), (dict(tp=2), 2), (dict(tp=2, sp=False), 1)])
-def test_masks_are_shared_out_with_the_tokens(pools, layout, share):
+def test_masks_are_shared_out_with_the_tokens(layout, share):
     """A byte a number, 2 L + 1 times; with SP, 1/tp of it on a rank."""
     whole = (2 * equal.SMALL["n_layers"] + 1) * 4 * equal.SMALL["seq_len"] * equal.SMALL["dim"]
-    assert set(pools(layout["tp"]).run(masks_on_rank, "step04_tp_sp", layout)) == {whole // share}
+    assert masks(**layout) == whole // share
 
 
 def test_drops_a_share_of_the_numbers():
