@@ -112,7 +112,7 @@ class ServedRun(OpenRun):
 
     def record(self, step: int, tokens: int, **numbers: float):
         """With what services add to the numbers of a step."""
-        numbers |= self.screen.more(step, tokens)
+        numbers |= self.screen.more(tokens)
         if (health := self.parts.kept.get("health")) is not None:
             numbers |= health.of_step(numbers["waited_seconds"])
         before = time.perf_counter()

@@ -2,7 +2,7 @@
 
 screen = Screen(run, parts)     prints the mesh, the cuts, the layers of each rank
 screen.begin(step)              before a step
-screen.more(step, tokens)       fields for metrics.jsonl
+screen.more(tokens)             fields for metrics.jsonl
 screen.line(row)                after a step: a line, where there is no terminal for a bar
 screen.finish()                 tables and pictures
 """
@@ -188,7 +188,7 @@ class Screen:
             self.run.bar.clear()
             self.run.bar.disable = True
 
-    def more(self, step: int, tokens: int) -> dict[str, Any]:
+    def more(self, tokens: int) -> dict[str, Any]:
         """Fields for the record of a step. A collective, if there are experts."""
         seconds = time.perf_counter() - self.run.began
         model, executed = (flops * tokens / seconds / self.peak for flops in self.flops)

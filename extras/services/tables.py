@@ -13,10 +13,8 @@ from extras.services.launch import gather_objects
 from extras.theory.tables import table
 
 
-def human(n_bytes: float | None) -> str:
-    """Bytes for a person to read; "-" for None."""
-    if n_bytes is None:
-        return "-"
+def human(n_bytes: float) -> str:
+    """Bytes for a person to read."""
     for unit in ("B", "KiB", "MiB"):
         if abs(n_bytes) < 1024:
             return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:,.2f} {unit}"

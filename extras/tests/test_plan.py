@@ -39,7 +39,7 @@ from extras.theory.layouts import (
     network,
     variants,
 )
-from extras.theory.memory import micro_batch_of, rank_bytes, rank_numbers
+from extras.theory.memory import rank_bytes, rank_numbers
 from extras.theory.pipelines import lists_of, paired, places_of, rank_places, splits
 from extras.theory.search import count_legal, evaluate, fits, floor_seconds, search, smallest
 from extras.theory.seconds import ring, step_seconds
@@ -179,7 +179,7 @@ def test_a_layer_keeps_what_the_dry_run_counts(recompute):
         runs = (config_of(x, shape | dict(n_layers=n), dtype=dtype) for n in (1, 2))
         few, more = (run_rank(step06.train, config, 0).held["activations"] for config in runs)
         m = shape_of(PRESETS["drawn"], x)
-        assert more - few == layer_bytes(micro_batch_of(m, x, e, 4, on_cpu=True), False), (tp, sp, dtype)
+        assert more - few == layer_bytes(MicroBatch(m, x, e, 4, on_cpu=True), False, recompute), (tp, sp, dtype)
 
 
 @pytest.mark.parametrize(
@@ -239,8 +239,8 @@ def test_memory_grows_and_shrinks_as_it_must(recipe):
     ):
         assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
     assert held(m, replace(base, tp=4, dp=2), recipe).weights < held(m, base, recipe).weights
-    m, one = LLAMA, MicroBatch(LLAMA, 1, 1, 2, 4, sp=False, recompute="elementwise")  # variants/step01/elementwise.py
-    assert layer_bytes(one, False) == 2 * (5 * m.dim + 2 * m.kv_dim + 2 * m.ffn_dim) + 4 * m.n_heads
+    m, one = LLAMA, MicroBatch(replace(LLAMA, seq_len=1), Layout())  # variants/step01/elementwise.py
+    assert layer_bytes(one, False, "elementwise") == 2 * (5 * m.dim + 2 * m.kv_dim + 2 * m.ffn_dim) + 4 * m.n_heads
 
 
 @pytest.mark.parametrize("schedule", ORDERS)

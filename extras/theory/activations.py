@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from common.schedules import Action, Place
+from extras.theory.layouts import Layout
 from extras.theory.shapes import Shape
 
 MOST = 2**30  # bytes of a chunk's logits, wide (extras/variants/step01/chunked_loss.py)
@@ -15,38 +16,33 @@ CHUNK = 2048  # tokens whose logits exist at the same time: a plan's --loss-chun
 
 
 class MicroBatch(NamedTuple):
-    """A micro-batch on one rank."""
+    """A micro-batch on one rank of a layout."""
 
     m: Shape
-    batch: int  # sequences
-    seq: int  # tokens that this rank has of each
-    e: int  # bytes of an element
-    wide: int  # bytes of an element of what is added up
-    tp: int = 1
-    sp: bool = True
-    recompute: str = "none"
+    x: Layout
+    e: int = 2  # bytes of an element
+    wide: int = 4  # bytes of an element of what is added up
     on_cpu: bool = False
-    gathered: int = 1  # ranks whose keys and values wait for backward
 
     @property
     def tokens(self) -> int:
-        """All of them."""
-        return self.batch * self.seq
+        """All that this rank has."""
+        return self.x.micro_batch_size * self.m.seq_len // self.x.cp
 
     @property
     def own(self) -> float:
         """Those that the rank has between blocks."""
-        return self.tokens / self.tp if self.sp else self.tokens
+        return self.tokens / self.x.tp if self.x.sp else self.tokens
 
     @property
     def share(self) -> float:
         """Tokens whose worth of what is inside the blocks the rank has; so many its routers see."""
-        return self.tokens / self.tp
+        return self.tokens / self.x.tp
 
     @property
     def rows(self) -> int:
         """Of the vocabulary's matrices."""
-        return -(-self.m.vocab_size // self.tp)
+        return -(-self.m.vocab_size // self.x.tp)
 
     @property
     def at_once(self) -> int:
@@ -63,7 +59,7 @@ def norm_bytes(p: MicroBatch) -> float:
     return kept
 
 
-def layer_bytes(p: MicroBatch, experts: bool) -> float:
+def layer_bytes(p: MicroBatch, experts: bool, recompute: str) -> float:
     """What one layer keeps until its backward. All inside the blocks is 1/tp wide; with SP all between them is, too.
 
     Two norms. Attention: input, q, k, v, output and a number a head. MLP: input, gate, up, silu(gate), the product.
@@ -71,14 +67,14 @@ def layer_bytes(p: MicroBatch, experts: bool) -> float:
     recomputation only the layer's input stays; with elementwise recomputation that, and what matrices and attention
     made. (Scores, where they stay: step01/attention_scores.py.)
     """
-    m, e, wide, cheap = p.m, p.e, p.wide, p.recompute == "elementwise"
-    if p.recompute == "full":
+    m, e, wide, cheap = p.m, p.e, p.wide, recompute == "elementwise"
+    if recompute == "full":
         return p.own * m.dim * e
     whole = p.tokens * m.dim * e  # a block's input, or what its last matrix made
-    kv_dim = m.kv_dim * max(1, p.tp / m.n_kv_heads)
-    if p.recompute == "none" and not (p.on_cpu or e == 2):
+    kv_dim = m.kv_dim * max(1, p.x.tp / m.n_kv_heads)
+    if recompute == "none" and not (p.on_cpu or e == 2):
         kv_dim = m.dim  # a GPU's kernels in fp32 want as many k as q
-    kv_dim *= 1 if cheap else p.gathered  # else they are gathered again
+    kv_dim *= 1 if cheap else p.x.gathered  # else they are gathered again
     kept = whole + p.share * (e * (2 * m.dim + 2 * kv_dim) + wide * m.n_heads)
     kept += p.own * (m.dim * e if cheap else 2 * norm_bytes(p))
     products = 2 if cheap else 4
@@ -89,7 +85,7 @@ def layer_bytes(p: MicroBatch, experts: bool) -> float:
         kept += rows * e * (2 * width + m.dim) + p.share * wide * m.experts
     else:
         kept += rows * e * (4 * width + 2 * m.dim) + p.share * wide * (m.dim + 2 * m.experts)
-    if m.shared_experts and (cheap or p.tp > 1):
+    if m.shared_experts and (cheap or p.x.tp > 1):
         kept += whole
     return kept + p.share * e * products * m.shared_experts * width
 
@@ -107,8 +103,9 @@ def end_bytes(p: MicroBatch) -> float:
 
 def stage_bytes(p: MicroBatch, place: Place) -> float:
     """What a stage keeps of a micro-batch until its backward. Tables of RoPE are shared by its layers."""
-    kept = sum(layer_bytes(p, p.m.has_experts(n)) for n in place.layers) + 2 * p.seq * p.m.head_dim * p.wide
-    if place.before is None and p.tp > 1:
+    kept = sum(layer_bytes(p, p.m.has_experts(n), p.x.recompute) for n in place.layers)
+    kept += 2 * p.m.seq_len // p.x.cp * p.m.head_dim * p.wide
+    if place.before is None and p.x.tp > 1:
         kept += 9 * p.tokens  # int64 and bool: which rows of the embedding
     if place.after is None:
         kept += end_bytes(p)
@@ -117,7 +114,7 @@ def stage_bytes(p: MicroBatch, place: Place) -> float:
 
 def waiting_bytes(p: MicroBatch, experts: bool) -> float:
     """What one layer keeps between B and W: the inputs of its matrices, and the gradients of their outputs."""
-    m, kv_dim = p.m, p.m.kv_dim * max(1, p.tp / p.m.n_kv_heads)
+    m, kv_dim = p.m, p.m.kv_dim * max(1, p.x.tp / p.m.n_kv_heads)
     width = m.ffn_dim  # of what every token visits
     if experts:
         width = m.shared_experts * m.expert_width

@@ -101,7 +101,7 @@ def loss_bytes(p: MicroBatch) -> float:
     Of one chunk alone the logarithms are kept anyway; of several, the head's gradient is there, too, since forward.
     """
     copies = 3 * p.wide
-    if p.tp > 1:  # the gradient takes the place of the logits; narrow ones are still there
+    if p.x.tp > 1:  # the gradient takes the place of the logits; narrow ones are still there
         copies = 2 * p.wide + (p.e if p.e < p.wide else 0)
     if p.at_once < p.tokens:
         return copies * p.rows * p.at_once + p.wide * p.rows * p.m.dim
@@ -111,7 +111,7 @@ def loss_bytes(p: MicroBatch) -> float:
 def work_bytes(p: MicroBatch, experts: bool) -> float:
     """In a layer's backward: what is done again; beside it the gradients of what it makes or, on a CPU, a norm's."""
     m, e = p.m, p.e
-    again = layer_bytes(p._replace(recompute="none"), experts) - layer_bytes(p, experts)
+    again = layer_bytes(p, experts, "none") - layer_bytes(p, experts, p.x.recompute)
     norm = 5 * p.wide * p.own * m.dim if p.on_cpu else 0.0
     if experts:
         return again + max(p.share * m.experts_per_token * e * (m.dim + 3 * m.expert_width), norm)
@@ -123,9 +123,9 @@ def largest_matrix(m: Shape, x: Layout, experts: bool) -> float:
     return m.experts / x.ep * m.dim * m.expert_width if experts else m.dim * max(m.dim, m.ffn_dim) / x.tp
 
 
-def moments_of(p: MicroBatch, x: Layout, places: dict[int, Place], split: bool) -> Moments:
+def moments_of(p: MicroBatch, places: dict[int, Place], split: bool) -> Moments:
     """How high the actions of a pipeline rank rise. Of its layers, the largest; its experts are a unit of their own."""
-    m, e, wide, matrix = p.m, p.e, p.wide, p.rows * p.m.dim
+    m, x, e, wide, matrix = p.m, p.x, p.e, p.wide, p.rows * p.m.dim
     first, last = ends_of(places)
     kinds = {m.has_experts(n) for place in places.values() for n in place.layers}
     rest, experts = max((layer_weights(m, kind, x.tp, x.ep) for kind in kinds), key=sum)
@@ -161,22 +161,16 @@ def state_bytes(m: Shape, x: Layout, rank: int, e: int = 2, wide: int = 4) -> tu
     return weights, gradients, wide * (3 if e < wide else 2) * (slices if x.zero >= 1 else whole)
 
 
-def micro_batch_of(m: Shape, x: Layout, e: int = 2, wide: int = 4, on_cpu: bool = False) -> MicroBatch:
-    """One of a layout's, on a rank."""
-    seq = m.seq_len // x.cp
-    return MicroBatch(m, x.micro_batch_size, seq, e, wide, x.tp, x.sp, x.recompute, on_cpu, gathered=x.gathered)
-
-
 def rank_bytes(m: Shape, x: Layout, rank: int, e: int = 2, wide: int = 4, on_cpu: bool = False) -> Held:
     """The most that a pipeline rank holds in a step, by kind."""
     way = x.schedule, x.pp, x.chunks
     places, (whole, slices) = rank_places(m, *way)[rank], numbers_of(m, x, rank)
-    p = micro_batch_of(m, x, e, wide, on_cpu)
+    p = MicroBatch(m, x, e, wide, on_cpu)
     few = 4 * x.pp + x.micro_batches % x.pp  # no more wait at a time than of these; but afab lets all wait
     row = lists_of(*way, x.micro_batches if x.schedule == "afab" else min(x.micro_batches, few))[rank]
     split = splits(*way)
     kept = {stage: kept_of(p, place, split) for stage, place in places.items()}
-    activations, moments = max(kept_along(row, kept)), moments_of(p, x, places, split)
+    activations, moments = max(kept_along(row, kept)), moments_of(p, places, split)
 
     copied = slices if x.zero == 1 else 0.0
     if ways_of(*way) > 1:  # a pair of ranks sums all that it holds
