@@ -69,7 +69,7 @@ def check(config: Any, world: int):
     if world > 1:
         raise UserError("--dry-run is one process that plays any rank: start it with python, not with torchrun")
     if config.rank not in ("", "all", *map(str, range(config.dry_run))):
-        raise UserError(f"--rank {config.rank} is not among the ranks of --dry-run: use 0 to {config.dry_run - 1}")
+        raise UserError(f"--rank {config.rank} is not a rank of this --dry-run: use 0 to {config.dry_run - 1}, or all")
     if config.gpu not in GPUS:
         raise UserError(f"--gpu {config.gpu}: no such GPU; choose one of {', '.join(GPUS)}")
 
@@ -175,7 +175,7 @@ def levels_of(config: Any) -> list[float]:
 
     Ask while tensors have numbers: scores are drawn.
     """
-    if not hasattr(config, "ep"):
+    if not getattr(config, "experts", 0):
         return []
     layer, draw = SimpleNamespace(config=config, top_k=config.experts_per_token), torch.Generator().manual_seed(0)
     chosen = RoutedMoE.choose(layer, torch.rand(4096, config.experts, generator=draw))
