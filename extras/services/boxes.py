@@ -142,12 +142,10 @@ def pieces_of(state: dict[str, dict[str, Tensor]], places: dict[str, list]) -> I
         shape, shards, first = places[name]
         one = Piece("", name, next(iter(held.values())), tuple(shape), tuple(Shard(*shard) for shard in shards), first)
         for kind, tensor in held.items():
-            own = kind in HELD
-            yield (
-                replace(one, kind=kind, tensor=tensor)
-                if own
-                else state_piece(kind, one, tensor, stored_shape(one, tensor))
-            )
+            if kind in HELD:
+                yield replace(one, kind=kind, tensor=tensor)
+            else:
+                yield state_piece(kind, one, tensor, stored_shape(one, tensor))
 
 
 def pieces(parts: Parts) -> Iterator[Piece]:

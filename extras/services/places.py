@@ -38,10 +38,8 @@ def index_of(folder: Path) -> dict[str, Any]:
     saved = torch.load(folder / file_name(0), mmap=True, map_location="cpu")
     flags, world = dict(saved["flags"]), saved["flags"]["nproc_per_node"]
     del flags["nproc_per_node"]
-    for path in sorted(Path(__file__).parents[2].glob("step0*.py")):
-        step = importlib.import_module(path.stem)
-        if flags.keys() == {field.name for field in dataclasses.fields(step.Config)}:
-            break
+    steps = [importlib.import_module(path.stem) for path in Path(__file__).parents[2].glob("step0*.py")]
+    step = next(step for step in steps if flags.keys() == step.Config.__dataclass_fields__.keys())
     config, places = compose(step)(**flags | dict(device="cpu")), []
     for rank in range(world):
         meter, run = Meter(GPUS["h100-80"]), Built(config)
