@@ -1,4 +1,4 @@
-"""Step 1: one device. A complete trainer: what happens in a training step, and when, stands in `train`, below.
+"""Step 1: one device. A complete trainer: `train`, at the end, shows what a training step does, and in which order.
 
               micro-batch 1        micro-batch 2        ...
     batch -> forward, backward -> forward, backward -> ... -> clip -> AdamW -> weights
@@ -8,14 +8,14 @@ SCALE ONCE, THEN ONLY SUM. A micro-batch's loss is the *sum* over its tokens, di
 the *global* batch. Gradients of micro-batches (from chapter 2 on, also of ranks) are then simply added; nothing is
 averaged again. (A mean of means is not the mean when micro-batches have different numbers of target tokens.)
 
-PRECISION. bf16 has 8 significant bits: after 0.02 comes about 0.0201, so 0.02 + 1e-5 is rounded back, and the update is
-lost. So weights compute in bf16, gradients add up in fp32, and AdamW updates *masters*, copies of the weights in fp32
-(Micikevicius et al. 2017, for fp16). With two moments: 2 + 4 + 4 + 8 = 18 bytes a parameter; all in fp32: 4 + 4 + 8.
+PRECISION. bf16 has 8 significant bits: the number after 0.02 is about 0.0201, so 0.02 + 1e-5 rounds back to 0.02, and
+the update is lost. So weights are bf16, gradients accumulate in fp32, and AdamW updates *masters*, fp32 copies of them
+(Micikevicius et al. 2017, for fp16). Weight 2, gradient 4, master 4, moments 8: 18 bytes a parameter (all in fp32: 16).
 
-RECOMPUTATION (--recompute full; activation checkpointing, Chen et al. 2016). A layer saves for its backward, of each
-token, 6 dim + 2 kv_dim + 4 ffn_dim numbers and n_heads + 2 in fp32 (norms on a CPU save 2 dim more). Recomputed, it
-saves its input alone: backward repeats the forward. A token costs 6 FLOPs (2 forward, 4 backward) a weight of each
-matrix but the embedding, and 7 seq dim in a layer's attention. So a second forward adds almost a third.
+RECOMPUTATION (--recompute full; activation checkpointing, Chen et al. 2016). For its backward a layer saves, per token,
+6 dim + 2 kv_dim + 4 ffn_dim numbers, and n_heads + 2 in fp32 (on a CPU, norms save 2 dim more). With recomputation it
+saves only its input, and backward repeats the forward. A token costs 6 FLOPs (2 forward, 4 backward) per matrix weight,
+without the embedding, and 7 seq dim (2, 5) per layer's attention. So a second forward adds almost a third.
 
 Run it:    python step01_single_gpu.py
 You should see the loss fall from 5.6 (a guess among 256 bytes and END costs ln 257 = 5.55) to about 2.
@@ -50,21 +50,21 @@ def adamw(masters: dict[str, Tensor], config: "Config") -> torch.optim.Optimizer
 
 
 def recompute_layers(model: Decoder):
-    """Let every layer keep only its input, and run again in backward. Gradients do not change."""
-    for layer in model.model.layers.values():  # a model is a trunk, `model.model`, and a head
+    """Activation (gradient) checkpointing: a layer keeps only its input and runs again in backward; same gradients."""
+    for layer in model.model.layers.values():  # a Decoder has a trunk, `model.model`, and a head, `lm_head`
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
-# Menus: what a flag's values stand for. Code around the course may add entries.
+# Menus: each maps the values of a flag to what they select. Code outside the course may add entries.
 OPTIMIZERS: dict[str, Callable] = {"adamw": adamw}
 RECOMPUTE: dict[str, Callable[[Decoder], None]] = {"none": lambda model: None, "full": recompute_layers}
 
 
-@dataclass  # what stands behind a # is the flag's help; among(MENU, "a") is the name of an entry, by default "a"
+@dataclass  # a field's comment is its flag's help; among(MENU, "a"): the flag takes a key of MENU, by default "a"
 class Config:
-    """The trainer."""
+    """Flags of the trainer."""
 
-    model: str = among(PRESETS, "tiny")  # preset of the shape; its weights start from nothing
+    model: str = among(PRESETS, "tiny")  # preset of the shape; its weights are drawn at random
     dataset: str = ""  # text file, or data set of the hub with a column "text"; default: Python's own sources
     steps: int = 200  # optimizer steps of the whole schedule
     global_batch_size: int = 32  # sequences per optimizer step, all ranks together
@@ -95,15 +95,15 @@ class Optimizer:
     """The update rule on masters, copies of the weights in fp32. Weights in fp32 or fp64 are their own masters."""
 
     def __init__(self, model: Decoder, config: Config):
-        """Set `params`, `masters`, by name, and `torch_optimizer`. Let autograd add gradients in the masters' dtype."""
+        """Set `params` and `masters`, by name, and `torch_optimizer`. Let autograd accumulate in the masters' dtype."""
         self.params = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.masters = {name: param.detach().to(wide(param.dtype)) for name, param in self.params.items()}
         for param in self.params.values():
-            param.grad_dtype = wide(param.dtype)  # new in torch: autograd casts gradients to this (fp32), then adds
+            param.grad_dtype = wide(param.dtype)  # autograd casts each gradient to this dtype (fp32) before it adds
         self.torch_optimizer = OPTIMIZERS[config.optimizer](self.masters, config)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients by name (None before a backward), and no copies of them: clipping changes them in place."""
+        """The gradients by name, not copied: clipping scales them in place. None before the first backward."""
         return {name: param.grad for name, param in self.params.items()}
 
     def step(self, lr: float):
@@ -127,8 +127,8 @@ class Optimizer:
 
 
 def scale(gradients: dict[str, Tensor], factor: float):
-    """Multiply gradients, in place. (`train` keeps no variable for them: it would keep them alive past `zero_grad`.)"""
-    if factor != 1.0:  # else nothing was clipped
+    """Multiply gradients in place. (`train` binds them to no name, as that would keep them alive after `zero_grad`.)"""
+    if factor != 1.0:  # 1.0: the norm is within the limit
         for gradient in gradients.values():
             gradient.mul_(factor)
 
@@ -140,11 +140,11 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):  # shapes, no memory
         model = Decoder(shape)
-    materialize(model, config.seed, device, dtype)  # memory, and values: they depend on seed and name only
+    materialize(model, config.seed, device, dtype)  # allocate and initialise, from seed and names only
     RECOMPUTE[config.recompute](model)
     optimizer = Optimizer(model, config)
 
-    for step in run.steps(model=model, optimizer=optimizer, data=data):  # yields 0, 1, ...; shows others the parts
+    for step in run.steps(model=model, optimizer=optimizer, data=data):  # yields 0, 1, ...; restores and saves them
         tokens, targets = (x.to(device) for x in data.batch(step))  # int64 [batch, seq]; targets: each next token
         n_targets = (targets != IGNORE).sum().clamp(min=1)
         xs, ys = (x.split(config.micro_batch_size) for x in (tokens, targets))
@@ -155,7 +155,7 @@ def train(config: Config, run: Run):
             loss = loss + micro_loss.detach()
 
         norm = torch.nn.utils.get_total_norm(optimizer.gradients().values()).item()
-        run.require_finite(step, loss=loss.item(), grad_norm=norm)  # or end here, before weights become nan
+        run.require_finite(step, loss=loss.item(), grad_norm=norm)  # if not, raise, before the weights become nan
         clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
         scale(optimizer.gradients(), clip_coef)
         lr = learning_rate(step, config)

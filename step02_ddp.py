@@ -5,21 +5,21 @@
     rank 2: sequences 16..23  -> forward, backward -> gradient g2 -+   -> the same update everywhere
     rank 3: sequences 24..31  -> forward, backward -> gradient g3 -+
 
-torchrun starts this script n times. Each process, a *rank*, calls `init_process_group` to meet the others.
+torchrun starts this script n times. Each process is a *rank* and joins the others with `init_process_group`.
 A *collective* is a call that all ranks make. After `dist.all_reduce(tensor)`, each rank's tensor is the sum of all.
 
 WHY A SUM IS ENOUGH. The loss is sum_i l_i / T over all T target tokens of the global batch, and the gradient of a
 sum is the sum of gradients. Each rank's loss is already divided by the global T (step 1: scale once).
 
-    --sync naive     after the last backward, one all-reduce per parameter, each waited for
+    --sync naive     after the last backward, one blocking all-reduce per parameter
     --sync ring      the same, with the all-reduce written out below
-    --sync bucket    gradients lie in flat buffers of --bucket-mb; during the last backward, each buffer's all-reduce
-                     starts when it and those before it are complete (Li et al. 2020, "PyTorch Distributed")
+    --sync bucket    gradients are views of flat buffers of --bucket-mb; during the last backward, a buffer's all-reduce
+                     starts when that buffer and all before it are complete (Li et al. 2020, "PyTorch Distributed")
 
 Run it:    torchrun --nproc_per_node=4 step02_ddp.py
 You should see step 1's losses, equal up to rounding. runs/step02_ddp/metrics.jsonl has `sent`, the bytes that rank 0
-sends in a step: 2 (n-1)/n (S + 4), with S bytes of gradients and a loss in fp32; less than 2 (S + 4) for any n ranks.
---sync ring counts each message. The others count by the formula, because PyTorch does not show its messages.
+sends in a step: 2 (n-1)/n (S + 4), with S bytes of gradients and 4 of the fp32 loss; below 2 (S + 4) for any n.
+--sync ring counts each of its messages. The others use the formula, because PyTorch does not report its messages.
 """
 
 import os
@@ -42,7 +42,7 @@ from step01_single_gpu import RECOMPUTE, Optimizer, learning_rate, scale
 
 
 def join_ranks(device: torch.device, **options) -> int:
-    """Initialise the process group, unless the caller has; return its size. torchrun has set RANK, WORLD_SIZE, ..."""
+    """Initialise the process group unless the caller did; return its size. torchrun has set RANK, WORLD_SIZE, ..."""
     if "RANK" in os.environ and not dist.is_initialized():
         try:
             dist.init_process_group(**dict(backend="nccl" if device.type == "cuda" else "gloo") | options)
@@ -58,25 +58,25 @@ class NaiveSync:
         self.params, self.mesh = [param for param in model.parameters() if param.requires_grad], mesh
 
     def begin(self, n_micro_batches: int):
-        """Before the first micro-batch. Each of them adds to the gradients."""
+        """Called before the first micro-batch. Nothing to do here: each backward adds to the gradients."""
 
     def finish(self):
-        """After the last one: every `.grad` becomes the sum over the group of its record, mesh[data_dim]."""
+        """Called after the last micro-batch: sum each `.grad` over mesh[data_dim], a group that its record names."""
         for param in self.params:
             group = self.mesh[layout_of(param).data_dim]  # dp: the ranks with the same weights and different tokens
             if group.size > 1:
                 self.sum_up(param.grad, group)
 
     def sum_up(self, gradient: Tensor, group: Group):
-        """Sum a gradient over several ranks, in place: `note` counts its bytes, and dist.all_reduce does the rest."""
+        """All-reduce a gradient in place. `note` counts the bytes sent: the last argument times those of `gradient`."""
         note("all_reduce", group, gradient, 2 * (group.size - 1) / group.size)
         dist.all_reduce(gradient, group=group.handle)
 
 
 class RingSync(NaiveSync):
-    """The same with an all-reduce of our own: 2 (n-1) messages to the right (Patarasuk and Yuan 2009).
+    """Sum each gradient by a ring all-reduce of our own: 2 (n-1) messages to the right (Patarasuk and Yuan 2009).
 
-    n = 4: each gradient has shards a b c d. A row shows the shards that changed; digits: the ranks in the sum:
+    n = 4: each gradient has shards a b c d. A row shows the shards that changed; a01 is a, summed over ranks 0, 1:
 
                            rank 0         rank 1         rank 2         rank 3
         at first           a0 b0 c0 d0    a1 b1 c1 d1    a2 b2 c2 d2    a3 b3 c3 d3
@@ -104,17 +104,17 @@ class RingSync(NaiveSync):
 
 
 class Bucket:
-    """`flat` [elements] holds the gradients of all `params`. `views`: the part of each, in its shape."""
+    """A flat buffer of gradients: `flat` [elements] has those of all `params`, and `views` each one in its shape."""
 
     def __init__(self, params: list[nn.Parameter], group: Group):
-        """Keep `params` and `group`. `flat` is zeros, of the params' grad_dtype; `views` is a list, in their order."""
+        """Allocate `flat` as zeros in the params' grad_dtype; `views` is a list in the order of `params`."""
         self.params, self.group, sizes = params, group, [param.numel() for param in params]
         self.flat = torch.zeros(sum(sizes), dtype=params[0].grad_dtype, device=params[0].device)
         self.views = [view.view_as(p) for view, p in zip(self.flat.split(sizes), params, strict=True)]
 
 
 def fill_buckets(params: list[nn.Parameter], mesh: Mesh, limit: float) -> list[Bucket]:
-    """Buckets of consecutive parameters of one group, of at most `limit` bytes of gradients (or of one parameter)."""
+    """Split params, in order, into buckets of one group and at most `limit` bytes of gradients (or one parameter)."""
     lists, room, last_group = [], 0.0, None
     for param in params:
         size, group = param.numel() * param.grad_dtype.itemsize, mesh[layout_of(param).data_dim]
@@ -129,7 +129,7 @@ def fill_buckets(params: list[nn.Parameter], mesh: Mesh, limit: float) -> list[B
 class BucketSync:
     """All-reduces of buckets, started during the last backward.
 
-    Autograd adds into an existing `.grad` in place, so a gradient that starts as a view of a buffer stays there.
+    Autograd adds into an existing `.grad` in place, so a gradient that starts as a view of a buffer remains one.
     Backward completes gradients roughly from the last parameter to the first; buckets list them in this order. All
     ranks must start their collectives in the same order: a bucket is sent when it *and all before it* are complete.
     """
@@ -143,7 +143,7 @@ class BucketSync:
                 param.register_post_accumulate_grad_hook(partial(self.mark_ready, bucket))
 
     def begin(self, n_micro_batches: int):
-        """Zero the buffers; make each `.grad` a view of its buffer. A gradient is complete after n additions."""
+        """Zero the buffers; make each `.grad` a view of its buffer. Complete after n_micro_batches additions."""
         self.unsent, self.pending = list(self.buckets), []
         for bucket in self.buckets:
             bucket.flat.zero_()
@@ -152,18 +152,18 @@ class BucketSync:
                 param.grad = view
 
     def mark_ready(self, bucket: Bucket, _param: nn.Parameter):
-        """Hook: autograd has added to a gradient of `bucket`."""
+        """Hook: autograd has added to a gradient of `bucket`. Send the buckets that are complete, in order."""
         bucket.missing -= 1
         while self.unsent and self.unsent[0].missing == 0:
             self.send(self.unsent.pop(0))
 
     def send(self, bucket: Bucket):
-        """Start a sum. (`all_reduce`: `note`, then dist.all_reduce; returns at once, `wait` waits. Alone: nothing.)"""
+        """Start a bucket's all-reduce, asynchronously. (`all_reduce` also calls `note`; in a group of one: nothing.)"""
         self.pending.append(all_reduce(bucket.flat, bucket.group))
 
     def finish(self):
         """Wait for every sum. (The embedding's gradient comes last: no backward is left to hide its sum.)"""
-        while self.unsent:  # some parameter was not used by every micro-batch: its bucket still misses additions
+        while self.unsent:  # a parameter had no gradient in some micro-batch: its bucket is never complete
             self.send(self.unsent.pop(0))
         for pending in self.pending:
             pending.wait()

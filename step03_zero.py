@@ -1,9 +1,9 @@
-"""Step 3: ZeRO. Data-parallel ranks divide what step 2 copied to each of them: optimizer state, gradients, parameters.
+"""Step 3: ZeRO, or FSDP. Data-parallel ranks shard what step 2 replicates: optimizer state, gradients, parameters.
 
 MEMORY. In step 2 every rank holds 18 bytes for each parameter: 2 of its weight (bf16), 4 of its gradient, 4 of its
 master, 8 of the moments. With ZeRO (Rajbhandari et al. 2020) rank r of n updates only shard r of the weights: it needs
-masters and moments of that shard alone. Stages 2 and 3 shard gradients and weights, too. A rank holds these bytes of
-each parameter, and sends in a step (n-1)/n x elements. P: parameters. m: micro-batches of a rank.
+masters and moments of that shard alone. Stage 2 shards gradients, too, stage 3 also weights. A rank holds these bytes a
+parameter, and in a step it sends (n-1)/n times these elements. P: number of parameters. m: micro-batches of a rank.
 
     stage   whole on every rank    bytes a parameter   n = 8   elements
     0       all of these           18                  18      2 P         all-reduce (step 2)
@@ -11,8 +11,8 @@ each parameter, and sends in a step (n-1)/n x elements. P: parameters. m: micro-
     2       weights                2 + 16/n            4       (m+1) P     m reduce-scatters, one all-gather
     3       nothing                18/n                2.25    m (3 P - e) m times: 2 all-gathers, reduce-scatter
 
-Stage 1 holds gradients and, sharded, their sums. Stages 2 and 3 also hold a few whole units (see below) in use.
-e: parameters of the units at both ends, E and H, gathered once in a micro-batch; all others twice (E, too, if tied).
+Stage 1 holds whole gradients and a shard of their sums. Stages 2 and 3 also hold the few whole units (below) in use.
+e: the parameters that a micro-batch gathers once, not twice: those of units E and H; only those of H if tied.
 
 AN EXAMPLE. Four weights 1 2 3 4, two ranks. Rank 0's gradient is 5 5 5 5, rank 1's 20 20 20 20. Plain SGD, rate 0.1:
 
@@ -21,7 +21,7 @@ AN EXAMPLE. Four weights 1 2 3 4, two ranks. Rank 0's gradient is 5 5 5 5, rank 
     1      weights 1 2 3 4   gradient 5 5 5 5, sum 25 25   weights 1 2 3 4   gradient 20 20 20 20, sum 25 25
     2      weights 1 2 3 4   shard of sum: 25 25           weights 1 2 3 4   shard of sum: 25 25
     3      weights 1 2       shard of sum: 25 25           weights     3 4   shard of sum: 25 25
-    after  weights -1.5 -0.5                               weights 0.5 1.5   (1, 2: an all-gather brings the other)
+    after  weights -1.5 -0.5                               weights 0.5 1.5   (stages 1 and 2 then all-gather)
 
 UNITS. Parameters are laid out in units: the embedding E; each layer; the final norm with the head, H. A unit is a flat
 buffer, padded, of n equal shards; rank r updates shard r.
@@ -30,7 +30,7 @@ buffer, padded, of n equal shards; rank r updates shard r.
                       '----- rank 0 -----''------- rank 1 -------''---- rank 2 ----''---- rank 3 ----'
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
-You should see step 1's losses, and `sent` as in the table, times 4 bytes (a weight in bf16 has 2), + (n-1)/n x 24.
+You should see step 1's losses. `sent` is (n-1)/n x (4 bytes x elements + 24, for loss and norm); a bf16 weight has 2.
 """
 
 import re
@@ -53,7 +53,7 @@ from step02_ddp import SYNCS, join_ranks
 
 
 class Unit:
-    """Some parameters in one flat buffer [padded], and its n shards [padded / n], of which this rank updates one."""
+    """Several parameters in one flat buffer [padded] of n shards [padded / n]; this rank updates one shard."""
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
         self.named, self.group = named, group
@@ -66,7 +66,7 @@ class Unit:
         self.flat = torch.zeros(self.length * group.size, dtype=reference_param.dtype, device=reference_param.device)
         for name, param in named.items():
             self.view(self.flat, name).copy_(param.detach())
-            param.data = self.view(self.flat, name)  # not a view to autograd, which would mind that flat is written to
+            param.data = self.view(self.flat, name)  # `.data` hides the alias: autograd forbids writing to flat
             param.grad_dtype = wide(param.dtype)
         self.shard = self.flat[self.first : self.first + self.length]
         self.master = self.shard.to(wide(reference_param.dtype))  # the shard itself, if it is wide enough
@@ -81,7 +81,7 @@ class Unit:
         return flat[start:stop].view_as(self.named[name])
 
     def view_shard(self, shard: Tensor, name: str) -> Tensor:
-        """The part of this rank's shard that is a parameter's: a view [k]; k is 0 if all of it is on other ranks."""
+        """A parameter's part of this rank's `shard`, as a view [k]; k is 0 if the parameter is all on other ranks."""
         start, stop = (min(max(at - self.first, 0), self.length) for at in self.span[name])
         return shard[start:stop]
 
@@ -91,7 +91,7 @@ class Unit:
 
 
 def unit_names(model: Decoder) -> list[list[str]]:
-    """Names of parameters, by unit. A unit's parameters are of one group of ranks: in this chapter all are of dp."""
+    """Names of parameters, by unit. All gradients of a unit are summed over one group; in this chapter, always dp."""
     units: dict[tuple[str, str], list[str]] = {}
     for name, param in model.named_parameters():
         found = re.match(r"model\.layers\.\d+|model\.embed_tokens", name)
@@ -101,7 +101,7 @@ def unit_names(model: Decoder) -> list[list[str]]:
 
 
 class Zero1:
-    """Optimizer state is sharded. An object of this class is the optimizer, and also the sync (step 2: begin, finish).
+    """ZeRO 1: optimizer state is sharded. One object is the optimizer and also the sync (step 2's begin and finish).
 
     Three lines are ZeRO: `finish` reduce-scatters gradients, `step` updates our shards, `publish` all-gathers weights.
     All sums start after the last backward: nothing hides them, unlike those of step 2's buckets.
@@ -123,14 +123,14 @@ class Zero1:
         self.torch_optimizer = OPTIMIZERS[config.optimizer](self.masters, config)
 
     def begin(self, n_micro_batches: int):
-        """Before the first micro-batch: let autograd add up in flat buffers."""
+        """Before the first micro-batch: make each `.grad` a view of a flat buffer, in which autograd accumulates."""
         for unit in self.units:
             unit.make_room()
             for name, param in unit.trained.items():
                 param.grad = unit.view(unit.gradient, name)
 
     def reduce(self, unit: Unit) -> Pending:
-        """Start to sum a unit's gradient over its group. Our shard of the sum comes into a new `reduced_shard`."""
+        """Start the reduce-scatter of a unit's gradient. This rank's shard of the sum goes to a new `reduced_shard`."""
         unit.reduced_shard = unit.gradient.new_empty(unit.length)
         return reduce_scatter(unit.reduced_shard, unit.gradient, unit.group)
 
@@ -142,7 +142,7 @@ class Zero1:
             unit.grad_shard = unit.reduced_shard
 
     def gradients(self) -> dict[str, Tensor]:
-        """By each trained name: this rank's part of the gradient, empty where all of it lies on other ranks."""
+        """This rank's part of each trained parameter's gradient, by name; empty if it is all on other ranks."""
         return {name: unit.view_shard(unit.grad_shard, name) for unit in self.units for name in unit.trained}
 
     def step(self, lr: float):
@@ -156,7 +156,7 @@ class Zero1:
         self.publish()
 
     def publish(self):
-        """Round the masters into this rank's shards of the weights, and give every rank all weights."""
+        """Round the masters into this rank's shards of the weights, then all-gather the weights."""
         for unit in self.units:
             unit.shard.copy_(unit.master)
         for pending in [all_gather(unit.flat, unit.shard, unit.group) for unit in self.units]:
@@ -174,9 +174,9 @@ class Zero1:
 class Zero2(Zero1):
     """Gradients are sharded as well.
 
-    A unit's whole gradient lives from its own backward until the next unit's is done: its reduce-scatter runs
-    meanwhile. So two exist at a time (a third, in autograd's own memory, if the head is tied: E's as head). E comes
-    last: its sum is awaited when the next micro-batch has done H, or in `finish`.
+    A unit's reduce-scatter overlaps the next unit's backward, after which the unit's whole gradient is freed. So two
+    exist at a time (if the head is tied, autograd keeps a third: the head's part of E's gradient). E comes last: its
+    sum is awaited after H's backward in the next micro-batch, or in `finish`.
     """
 
     def __init__(self, *args):
@@ -205,12 +205,12 @@ class Zero2(Zero1):
             self.send(unit)
 
     def send(self, unit: Unit):
-        """Finish the previous unit's sum: it has had a layer's time. Then start this unit's."""
+        """Wait for the previous unit's sum, which overlapped this unit's backward; then start this unit's."""
         self.land()
         self.in_flight = unit, self.reduce(unit)
 
     def land(self):
-        """Add the sum that is under way to its `grad_shard`, and free the whole gradient."""
+        """Wait for the sum in flight, add it to its unit's `grad_shard`, and free the whole gradient."""
         if self.in_flight is not None:
             unit, pending = self.in_flight
             pending.wait()
@@ -224,7 +224,7 @@ class Zero2(Zero1):
 
 
 class ShardedUnit(Unit):
-    """A unit of which only the shard stays. The parameters remain views of `flat`, even while that has no memory."""
+    """A unit that keeps only its shard between uses. Parameters stay views of `flat`, even while it has no memory."""
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
         super().__init__(named, group)
@@ -235,13 +235,13 @@ class ShardedUnit(Unit):
         self.free()
 
     def gather(self):
-        """Start to fill the flat buffer from the shards of all ranks, if it is empty."""
+        """If the flat buffer is empty, allocate it and start the all-gather that fills it."""
         if not self.gathered:
             self.flat.untyped_storage().resize_(self.nbytes)
             self.gathering, self.gathered = all_gather(self.flat, self.shard, self.group), True
 
     def free(self):
-        """Give the memory back. What autograd saved of the weights finds its bytes again after the next `gather`."""
+        """Free the memory. Weights that autograd saved are views of `flat`: the next `gather` refills them, too."""
         if self.gathered:
             self.gathering.wait()
             self.flat.untyped_storage().resize_(0)
@@ -249,9 +249,9 @@ class ShardedUnit(Unit):
 
 
 class Zero3(Zero2):
-    """Parameters are sharded too. Hooks gather a unit before its use, and the next one during it. Rest: as Zero2.
+    """ZeRO 3 (FSDP): parameters are sharded, too. Hooks gather a unit before its use and prefetch the next meanwhile.
 
-    A micro-batch through layers 0 and 1. What stands in one column is under way at the same time:
+    A micro-batch through layers 0 and 1. Communication overlaps the computation in its column:
 
                        forward             backward
         all-gather     E   0   1   H       1   0
@@ -270,22 +270,22 @@ class Zero3(Zero2):
         trunk, head = model.model, model.lm_head
         entries = [[trunk.embed_tokens], *([layer] for layer in trunk.layers.values()), [trunk.norm, head]]
         self.lowest = int(trunk.embed_tokens is not None)  # the first entry whose backward needs weights
-        self.uses: list[list[Unit]] = []  # by entry, in the order of forward: the units that its modules compute with
-        for i, modules in enumerate(entry for entry in entries if None not in entry):  # a pipeline stage may lack ends
+        self.uses: list[list[Unit]] = []  # for each entry, in forward order: the units of its parameters
+        for i, modules in enumerate(entry for entry in entries if None not in entry):  # none in some stages
             params = set(nn.ModuleList(modules).parameters())
             self.uses.append([unit for unit in self.units if params & set(unit.named.values())])
             modules[0].register_forward_pre_hook(lambda *_, i=i: self.fetch(i, min(i + 1, len(self.uses) - 1)))
             modules[-1].register_forward_hook(partial(self.after_forward, i))
 
     def fetch(self, i: int, ahead: int):
-        """Start to gather the units of entry `i` and of `ahead`, which computes next; wait for those of `i`."""
+        """Gather the units of entry `i` and wait for them; prefetch those of entry `ahead`, which computes next."""
         for unit in [*self.uses[i], *self.uses[ahead]]:
             unit.gather()
         for unit in self.uses[i]:
             unit.gathering.wait()
 
     def after_forward(self, i: int, _module: nn.Module, _inputs: tuple, output: Tensor):
-        """Hook: entry `i` has computed. Free its weights till its output's gradient arrives, if any will."""
+        """Hook: entry `i` has computed. Free its weights; when its output's gradient arrives, fetch them again."""
         for unit in self.uses[i]:
             if unit not in self.uses[min(i + 1, len(self.uses) - 1)]:  # else the next module or backward needs it
                 unit.free()
@@ -293,13 +293,13 @@ class Zero3(Zero2):
             output.register_hook(lambda _gradient: self.fetch(i, max(i - 1, self.lowest)))
 
     def send(self, unit: Unit):
-        """As in stage 2; the unit's backward is done, so its weights may go."""
+        """As in stage 2. The unit's backward is done, so free its weights."""
         super().send(unit)
-        if len(unit.trained) == len(unit.named):  # else backward may still need what is frozen
+        if len(unit.trained) == len(unit.named):  # frozen weights have no hook: backward may still need them
             unit.free()
 
     def publish(self):
-        """Round as above. The next forward gathers the updated shards."""
+        """Round the masters into the shards of the weights, which the next forward gathers."""
         for unit in self.units:
             unit.shard.copy_(unit.master)
             unit.free()
@@ -312,11 +312,11 @@ STAGES: dict[int, Callable[..., Zero1 | Zero2] | None] = {0: None, 1: Zero1, 2: 
 class Config(step02.Config):
     """ZeRO."""
 
-    zero: int = among(STAGES, 1)  # sharded: 0 nothing (step 2), 1 optimizer state, 2 also gradients, 3 also parameters
+    zero: int = among(STAGES, 1)  # sharded: 0 nothing (uses --sync), 1 optimizer state, 2 also gradients, 3 all
 
 
 def make_optimizer(model: Decoder, config: Config, mesh: Mesh, device: torch.device, dtype: torch.dtype):
-    """Fill in the weights; return what `--zero` stands for: step 2's optimizer and sync, or one object that is both."""
+    """Initialise the weights; return optimizer and sync: for --zero 0 those of step 2, else one object twice."""
     if config.zero == 0:
         materialize(model, config.seed, device, dtype)
         optimizer = Optimizer(model, config)
@@ -334,7 +334,7 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    RECOMPUTE[config.recompute](model)  # stage 3's hooks stand around it: the second forward gathers nothing more
+    RECOMPUTE[config.recompute](model)  # inside stage 3's hooks: the second forward gathers nothing more
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # this shard of the update is mine
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):

@@ -1,23 +1,23 @@
 """Step 4: tensor and sequence parallelism. Each matrix is sharded; between the blocks, the tokens are sharded too.
 
 A *block*, attention or the MLP, computes act(x A) B. In Megatron (Shoeybi et al. 2019) A is sharded by columns
-(outputs), B by rows (inputs). Rank i computes z_i = act(x A_i) alone, as heads and MLP channels do not look at one
-another, and then z_i B_i, a term of the block's output, z_0 B_0 + z_1 B_1. Such a term is called *partial*.
+(outputs), B by rows (inputs). Rank i computes z_i = act(x A_i) alone, because attention heads and MLP channels are
+independent, and then z_i B_i, a term of the block's output z_0 B_0 + z_1 B_1. Such a term is called *partial*.
 
              .- f -> q k v, heads 0-3 -> attention -> o_proj, rows of heads 0-3 -> g -.       rank 0
     x whole -|                                                                        |-> the block's output
              '- f -> q k v, heads 4-7 -> attention -> o_proj, rows of heads 4-7 -> g -'       rank 1
 
                              forward                              backward
-    f   enter_block          nothing: all have x                  all-reduce: dx is a sum, each rank has a term
-    g   leave_block          all-reduce: each rank has a term     nothing: a term has the gradient of the sum
+    f   enter_block          identity: all ranks have x           all-reduce: dx is a sum, each rank has a term
+    g   leave_block          all-reduce: each rank has a term     identity: dL/d(term) = dL/d(sum)
 
-f and g are hooks: g(o_proj(attend(q_proj(f(x)), ...))), and so around the MLP. The embedding has a g, the head an f.
+f and g are hooks: g(o_proj(attend(q_proj(f(x)), ...))), likewise for the MLP. embed_tokens has a g, lm_head an f.
 
-SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022). An all-reduce is a reduce-scatter and an all-
-gather. g does the first half, the next f the second: norms and residual sums between them see s/n tokens. Same bytes:
+SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022). An all-reduce is a reduce-scatter, then an all-
+gather. g does the first and the next f the second; between them, norms and residual sums have s/n tokens. Same bytes:
 
-    f   enter_block          all-gather: tokens come              reduce-scatter: dx is summed, tokens go apart
+    f   enter_block          all-gather the tokens                reduce-scatter: sum dx and shard its tokens
     g   leave_block          reduce-scatter                       all-gather
 
     on a rank                                    shape, with SP    over tp   gradient
@@ -30,9 +30,9 @@ gather. g does the first half, the next f the second: norms and residual sums be
     their output, before g                       [b, s, dim]       partial   whole     so g's forward sums it
 
 Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
-You should see step 1's losses. S: the bytes of [b, s, dim]. In a micro-batch a rank sends over tp (n-1)/n x 8 S a layer
-(with --recompute full a forward more, but for its last g: 11 S; 10 S without SP), (n-1)/n x 4 S for embedding and head,
-and two numbers a token to each other rank (here 0.09 %). Once a step: the norms' gradients, the global norm (0.01 %).
+You should see step 1's losses. S: the bytes of [b, s, dim]. Per micro-batch a rank sends over tp (n-1)/n x 8 S a layer
+(--recompute full repeats the forward, except its last g: 11 S; 10 S without SP), (n-1)/n x 4 S for embedding and head,
+and, for the loss, 2 numbers a token to each other rank (here 0.09 %). Per step: norms' gradients, global norm (0.01 %).
 """
 
 from collections.abc import Callable
@@ -74,7 +74,7 @@ def gather_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 def sum_and_shard_tokens(x: Tensor, group: Group) -> Tensor:
-    """Reduce-scatter: x [batch, seq, dim], perhaps strided -> [batch, seq/n, dim]: rank r has run r of the sum."""
+    """Reduce-scatter: x [batch, seq, dim], perhaps strided -> [batch, seq/n, dim]: rank r has its tokens' sum."""
     shards = x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()  # [n, batch, seq/n, dim]
     ours = torch.empty_like(shards[0])
     reduce_scatter(ours.view(-1), shards.view(-1), group).wait()
@@ -82,11 +82,11 @@ def sum_and_shard_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 class Conjugate(torch.autograd.Function):
-    """f or g (Megatron's "conjugate" pair): one of the four functions above in forward, and another one in backward."""
+    """f or g (Megatron's "conjugate" pair): one of the four functions above in forward, its conjugate in backward."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group, forwards: Callable, backwards: Callable) -> Tensor:
-        """x [batch, seq or seq/n, dim] -> what `forwards` makes of it."""
+        """x [batch, seq or seq/n, dim] -> forwards(x)."""
         ctx.group, ctx.backwards = group, backwards
         return forwards(x, group)
 
@@ -111,7 +111,7 @@ def leave_block(x: Tensor, group: Group, sp: bool) -> Tensor:
 
 
 class VocabParallelEmbedding(nn.Module):
-    """The embedding of the tokens in `ids`; zero for all others, so that the sum over the ranks (g) is right."""
+    """Embeds the tokens whose id is in `ids`, this rank's rows; all others give zeros, and g sums over the ranks."""
 
     def __init__(self, weight: nn.Parameter, ids: range):
         super().__init__()
@@ -120,12 +120,12 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """int64 [batch, seq] -> this rank's term of the sum [batch, seq, dim]."""
         held = (tokens >= self.ids.start) & (tokens < self.ids.stop)
-        row = (tokens - self.ids.start) % len(self.weight)  # any row, for a token that others hold
+        row = (tokens - self.ids.start) % len(self.weight)  # an arbitrary row for a token of another rank; masked below
         return F.embedding(row, self.weight) * held[..., None]
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """The summed cross entropy, equal on all ranks. A rank has the logits of the tokens in `ids`, then perhaps padding.
+    """The summed cross entropy, equal on all ranks. A rank has the logits of the `ids`, then perhaps padding.
 
     A token's loss is log sum exp(all logits) - its target's logit. So each rank sends the others two numbers a token:
     its own log sum exp, and the target's logit if it has that, else 0. The gradient of the logits is softmax - one-hot:
@@ -137,7 +137,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         """logits [batch, seq, vocab/n], targets int64 [batch, seq] -> the sum over all targets but IGNORE, in nats."""
         logits = logits.to(wide(logits.dtype))  # a sum of exponentials needs it; autograd casts their gradient back
         held = (targets >= ids.start) & (targets < ids.stop)
-        column = ((targets - ids.start) % logits.shape[-1])[..., None]  # any column, for a target that others hold
+        column = ((targets - ids.start) % logits.shape[-1])[..., None]  # any column, if another rank has it
         picked = logits.gather(-1, column).squeeze(-1).where(held, 0.0)
         ours = torch.stack((logits[..., : len(ids)].logsumexp(-1), picked))  # the rest is padding
         everyone = ours.new_empty(group.size, *ours.shape)  # [n, 2, batch, seq]
@@ -146,7 +146,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
         gradient = (logits - log_sum[..., None]).exp_()  # our shard of the softmax
         gradient[..., len(ids) :] = 0.0
-        gradient.scatter_add_(-1, column, -held[..., None].to(gradient.dtype))  # the one-hot, if its 1 is ours
+        gradient.scatter_add_(-1, column, -held[..., None].to(gradient.dtype))  # the one-hot, if we hold the target
         ctx.save_for_backward(gradient.mul_((targets != IGNORE)[..., None]))
         return (log_sum - picked).where(targets != IGNORE, 0.0).sum()
 
@@ -158,9 +158,9 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def shard_param(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
-    """This rank's shard of a parameter on the meta device; the parameter itself in a group of one.
+    """Return this rank's shard of a meta-device parameter along `dim`; in a group of one, the parameter itself.
 
-    All shards are equally long: the last ones may be padding. `materialize` reads the record (common/layout.py).
+    All shards are equally long, so the last may end in padding. `materialize` (common/layout.py) reads the record.
     """
     if group.size == 1:
         return weight
@@ -173,14 +173,14 @@ def shard_param(weight: nn.Parameter, dim: int, group: Group) -> nn.Parameter:
 
 
 def shard_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parameter:
-    """This rank's heads of k_proj or v_proj, each of them whole. Raises UserError."""
+    """Shard k_proj or v_proj by whole key/value heads. Raises UserError if tp does not divide them."""
     if config.n_kv_heads % mesh["tp"].size:
         raise UserError(f"--tp {mesh['tp'].size} must divide the {config.n_kv_heads} key/value heads of the model")
     return shard_param(weight, 0, mesh["tp"])
 
 
 COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
-SHARD_DIMS = dict.fromkeys(COLUMNS, 0) | dict.fromkeys(ROWS, 1)  # the dimension of a weight [out, in] that is sharded
+SHARD_DIMS = dict.fromkeys(COLUMNS, 0) | dict.fromkeys(ROWS, 1)  # a weight is [out, in]: dim 0 has the columns of A
 HEADS = dict(k_proj=shard_heads, v_proj=shard_heads)  # q_proj needs no check: n_kv_heads divides n_heads
 
 
@@ -199,7 +199,7 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
     for block in blocks:
         for name, linear in block.named_children():
             if name in HEADS:
-                linear.weight = HEADS[name](linear.weight, mesh, config)  # attention counts heads by the weights' rows
+                linear.weight = HEADS[name](linear.weight, mesh, config)  # attention infers its number of heads from it
             else:
                 linear.weight = shard_param(linear.weight, SHARD_DIMS[name], group)
 
@@ -210,7 +210,7 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
     trunk.embed_tokens = VocabParallelEmbedding(trunk.embed_tokens.weight, ids)
     model.loss = lambda logits, targets: VocabParallelCrossEntropy.apply(logits, targets, ids, group)
 
-    for module in (*blocks, model.lm_head):  # f and g are attributes, so that one of them can be replaced
+    for module in (*blocks, model.lm_head):  # f and g are attributes, so that other code can replace them
         module.enter = lambda x: enter_block(x, group, sp)
         module.register_forward_pre_hook(lambda module, inputs: (module.enter(inputs[0]), *inputs[1:]))
     for module in (trunk.embed_tokens, *blocks):
@@ -224,7 +224,7 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
 def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh):
     """Sum gradients, in place, over the groups that their records name in `partial_over`: one all-reduce a group.
 
-    Call it after `sync.finish`. Under ZeRO a rank has shards; all ranks of the group shard alike, so these add up.
+    Call it after `sync.finish`. Under ZeRO a rank has shards; the group's ranks have the same elements, so they add up.
     """
     params = dict(model.named_parameters())
     for group in mesh.groups.values():
@@ -248,7 +248,7 @@ class Config(step03.Config):
 def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
-    mesh = Mesh(dp=join_ranks(device) // config.tp, tp=config.tp)  # tp is last: neighbours, with the fastest links
+    mesh = Mesh(dp=join_ranks(device) // config.tp, tp=config.tp)  # tp is last: neighbours on the fastest links
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
     shape = PRESETS[config.model]
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
@@ -270,7 +270,7 @@ def train(config: Config, run: Run):
             loss = loss + micro_loss.detach()
         sync.finish()  # also over ranks
         sum_partial_gradients(model, optimizer.gradients(), mesh)  # of norms: with SP a rank saw only its tokens
-        all_reduce(loss, mesh["dp"]).wait()  # along tp all have the whole loss
+        all_reduce(loss, mesh["dp"]).wait()  # along tp every rank already has the whole loss
 
         norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero > 0)
         run.require_finite(step, loss=loss.item(), grad_norm=norm)

@@ -33,7 +33,7 @@ Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
 You should see step 1's losses, and `sent` over cp: the formula x layers x micro-batches (+ 12 bytes of the norm).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -52,6 +52,21 @@ from step01_single_gpu import RECOMPUTE, learning_rate, scale
 from step02_ddp import join_ranks
 from step03_zero import make_optimizer
 from step04_tp_sp import shard_tensors, sum_partial_gradients
+
+
+def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
+    """The ring. Yield (rank, its k and v) n times, first our own; kv [2, batch, kv_heads, s/n, d] is k and v.
+
+    While the caller computes with what it was given, that goes on to the right neighbour, and the next comes in.
+    """
+    n, r = group.size, group.rank
+    for hop in range(n - 1):
+        next_kv = torch.empty_like(kv)
+        passing = exchange([(kv, (r + 1) % n)], [(next_kv, (r - 1) % n)], group)
+        yield (r - hop) % n, kv
+        passing.wait()
+        kv = next_kv
+    yield (r + 1) % n, kv
 
 
 def zigzag_positions(seq_len: int, rank: int, n: int) -> Tensor:
@@ -124,32 +139,20 @@ def part_gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: 
     return dq, dk, dv
 
 
-FORMULAS = part_attention, part_gradients  # a kernel: what computes a part of the keys, forward and backward
-
-
 class RingAttention(torch.autograd.Function):
     """Causal attention of queries that stay to keys and values that travel. Alone, a rank sends nothing: n may be 1."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable, kernel: tuple = FORMULAS):
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable) -> Tensor:
         """q [batch, heads, s/n, d]; k, v [batch, kv_heads, s/n, d], perhaps strided -> like q; sums: wide(q.dtype)."""
-        n, r = group.size, group.rank
-        attention, ctx.gradients = kernel
-        own = kv = torch.stack((k, v))  # [2, batch, kv_heads, s/n, d]
+        own = torch.stack((k, v))
         o = torch.zeros_like(q, dtype=wide(q.dtype))  # no keys yet: o is 0, and lse is log 0 = -inf
         lse = torch.full_like(o[..., 0], -torch.inf)
-        for hop in range(n):
-            source = (r - hop) % n  # whose k and v are here
-            if hop + 1 < n:  # send them on to the right, and receive the next ones from the left ...
-                next_kv = torch.empty_like(kv)
-                sending = exchange([(kv, (r + 1) % n)], [(next_kv, (r - 1) % n)], group)
-            for queries, keys, causal in visible(r, source, q.shape[2]):  # ... and compute meanwhile
+        for source, kv in travel(own, group):
+            for queries, keys, causal in visible(group.rank, source, q.shape[2]):
                 k, v = kv[:, :, :, keys]
-                part_o, part_lse = attention(q[:, :, queries], k, v, causal)
+                part_o, part_lse = part_attention(q[:, :, queries], k, v, causal)
                 merge(o[:, :, queries], lse[:, :, queries], part_o, part_lse)  # views: this changes o and lse
-            if hop + 1 < n:
-                sending.wait()
-                kv = next_kv
         o = o.to(q.dtype)
         ctx.save_for_backward(q, own, o, lse)
         ctx.group, ctx.visible = group, visible
@@ -158,20 +161,16 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do: Tensor):
         """k and v travel as in forward. The sum of their gradients, in wide(q.dtype), follows when ours are added."""
-        q, kv, o, lse = ctx.saved_tensors
+        q, own, o, lse = ctx.saved_tensors
         n, r = ctx.group.size, ctx.group.rank
-        dq, dkv = (torch.zeros_like(x, dtype=wide(q.dtype)) for x in (q, kv))
+        dq, dkv = (torch.zeros_like(x, dtype=wide(q.dtype)) for x in (q, own))
         arriving = Pending()  # of dkv: nothing yet
-        for hop in range(n):
-            source = (r - hop) % n
-            if hop + 1 < n:
-                next_kv = torch.empty_like(kv)
-                sending = exchange([(kv, (r + 1) % n)], [(next_kv, (r - 1) % n)], ctx.group)
+        for source, kv in travel(own, ctx.group):
             found = torch.zeros_like(dkv)  # by this rank, for kv
             for queries, keys, causal in ctx.visible(r, source, q.shape[2]):
                 k, v = kv[:, :, :, keys]
                 do_i, q_i, o_i, lse_i = (x[:, :, queries] for x in (do, q, o, lse))  # these queries, over all keys
-                part_dq, part_dk, part_dv = ctx.gradients(do_i, q_i, k, v, o_i, lse_i, causal)
+                part_dq, part_dk, part_dv = part_gradients(do_i, q_i, k, v, o_i, lse_i, causal)
                 dq[:, :, queries] += part_dq
                 found[0, :, :, keys] += part_dk
                 found[1, :, :, keys] += part_dv
@@ -179,18 +178,13 @@ class RingAttention(torch.autograd.Function):
             dkv += found
             outgoing, dkv = dkv, torch.empty_like(dkv)  # the new dkv is valid after `arriving.wait()`
             arriving = exchange([(outgoing, (r + 1) % n)], [(dkv, (r - 1) % n)], ctx.group)
-            if hop + 1 < n:
-                sending.wait()
-                kv = next_kv
         arriving.wait()  # the gradient of our own k and v is home
-        return dq.to(q.dtype), *dkv.to(q.dtype), None, None, None
+        return dq.to(q.dtype), *dkv.to(q.dtype), None, None
 
 
-def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable = zigzag_visible, kernel: tuple = FORMULAS
-) -> Tensor:
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable = zigzag_visible) -> Tensor:
     """q [batch, s/n, heads, head_dim]; k, v [batch, s/n, kv_heads, head_dim] -> like q."""
-    return RingAttention.apply(*(x.transpose(1, 2) for x in (q, k, v)), group, visible, kernel).transpose(1, 2)
+    return RingAttention.apply(*(x.transpose(1, 2) for x in (q, k, v)), group, visible).transpose(1, 2)
 
 
 class ContextMode(NamedTuple):

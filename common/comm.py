@@ -8,10 +8,10 @@ there are any) and runs the same script. Ranks meet in *collectives*: calls that
          |  [4  5  6  7]      the group {4, 5, 6, 7}, in which it is number 1, and mesh["dp"] is the group {1, 5}.
 
 A collective starts at once and returns a `Pending`. Until its `wait`, do not touch the tensors that it was given, which
-must be contiguous. S: the bytes of a collective's larger tensor. In a group of n each rank sends this in a ring, and so
-it is counted here (NCCL may choose a tree, which sends a little more); in a group of one, nothing:
+must be contiguous. S: the bytes of a collective's larger tensor. We count what each of n ranks sends if the group is
+a ring (NCCL may choose a tree, which sends a little more). A group of one sends nothing:
 
-    all_reduce 2 (n-1)/n S         all_gather, reduce_scatter (n-1)/n S         exchange, all_to_all: what is for others
+    all_reduce 2 (n-1)/n S         all_gather, reduce_scatter (n-1)/n S         exchange, all_to_all: data for others
 """
 
 import math
@@ -26,9 +26,9 @@ from torch import Tensor
 
 from common import UserError
 
-observer: Callable[[str, "Group", Tensor, float], None] | None = None  # if set: is shown every operation (`note`)
-waiting: Callable[["Pending"], AbstractContextManager] = nullcontext  # is entered while this rank waits for one
-Rows = list[int] | None  # how many of a tensor go to, or come from, each rank; None: as many for each
+observer: Callable[[str, "Group", Tensor, float], None] | None = None  # if set, `note` calls it for each operation
+waiting: Callable[["Pending"], AbstractContextManager] = nullcontext  # `Pending.wait` blocks inside this context
+Rows = list[int] | None  # how many rows go to, or come from, each rank; None: the same number for each
 
 # torch 2.13 renamed two collectives; both names are served.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -53,7 +53,7 @@ class Group:
 
 
 def require_product(sizes: dict[str, int], world: int, said: str = "--nproc_per_node"):
-    """Raise UserError unless the numbers of ranks of all dimensions multiply to `world`, which the flag `said` gave."""
+    """Raise UserError unless the sizes of all dimensions multiply to `world`. `said`: the flag that set `world`."""
     if math.prod(sizes.values()) != world:
         asked = " x ".join(f"--{name} {size}" for name, size in sizes.items() if name != "dp")
         raise UserError(f"{asked} must divide the number of ranks, which is {world} ({said})")
@@ -89,8 +89,8 @@ class Mesh:
         return rows
 
     def enter(self, name: str, rows: np.ndarray, urgent: bool = False):
-        """Make a group of each row of int [groups, size] and enter this rank's. `urgent`: with a queue of its own."""
-        urgent |= name in ("pp", "cp", "tp", "ep", "sequence")  # a handle is a queue: not behind sums of gradients
+        """Create a group for each row of int [groups, size]; keep this rank's. `urgent`: on its own queue."""
+        urgent |= name in ("pp", "cp", "tp", "ep", "sequence")  # a handle is a queue: do not wait behind gradient sums
         for row in map(tuple, rows.tolist()):
             if len(row) > 1 and (row, urgent) not in self.handles:
                 self.handles[row, urgent] = dist.new_group(row)  # all ranks take part in making every group

@@ -6,8 +6,8 @@
                                                                    each epoch, i // n, another order, from (seed, epoch)
 
 Targets are shifted here, before anything shards a sequence. Every rank reads the whole global batch and works on its
-share of it: token ids are small. The stream's last twentieth is kept for validation. A text's bytes are its ids, also
-where a model's vocabulary is larger.
+share of it: token ids are small. The stream's last twentieth is kept for validation. Token ids are the text's bytes,
+even if the model's vocabulary is larger.
 """
 
 import os
@@ -35,7 +35,7 @@ def to_tokens(texts: Iterable[str]) -> np.ndarray:
 
 
 def text_of(path: Path) -> str:
-    """A text file; bytes that are not UTF-8 become U+FFFD. Raises UserError for NULs, as UTF-16 has."""
+    """A text file; bytes that are not UTF-8 become U+FFFD. Raises UserError for NULs, a sign of UTF-16."""
     text = path.read_text(encoding="utf-8", errors="replace")
     if "\0" in text:
         raise UserError(f"--dataset {path}: it has NULs, as UTF-16 has: convert it to UTF-8")
@@ -43,7 +43,7 @@ def text_of(path: Path) -> str:
 
 
 def read_files(paths: list[Path]) -> tuple[np.ndarray, None]:
-    """Text files. Neighbours in the alphabet are alike: a fixed shuffle makes the held-out tail look like the rest."""
+    """Read text files in a fixed random order, so that the held-out tail resembles the rest (neighbours are alike)."""
     order = np.random.default_rng(0).permutation(len(paths))
     return to_tokens(text_of(paths[i]) for i in order), None
 
@@ -67,7 +67,7 @@ def read_hub(source: str) -> tuple[np.ndarray, None]:
         raise UserError(f"--dataset {source}: no such file, and as a data set of the hub: {error!r:.200}") from error
 
 
-# From the kind of a source (its suffix if it is a file) to what opens it: -> tokens, and labels if targets are others.
+# From a source's kind (a file's suffix) to its reader -> tokens, and labels, or None if targets are the next tokens.
 READERS: dict[str, Callable[[str], tuple[Any, Any]]] = {
     "": read_library,
     ".txt": lambda source: read_files([Path(source)]),

@@ -1,13 +1,13 @@
 """Initial values, and one small record per parameter: how it is sharded, over which ranks its gradient is summed.
 
-Chapter 1 needs `draw` and `materialize`. From chapter 2 on each dimension of parallelism notes in a parameter's record
-what it did to it. Initial weights, sums of gradients, shards of optimizer state and the global norm follow the record.
+Chapter 1 needs `draw` and `materialize`. From chapter 2 on each dimension of parallelism writes in a parameter's record
+how it changed it. Initial weights, sums of gradients, shards of optimizer state and the global norm follow the record.
 
     parameter (full shape)          shards                       partial_over     data_dim
     q_proj.weight   [128, 128]      dim 0 over tp: rows 0-63     ()               "dp"
     norm.weight     [128]           none                         ("tp",)          "dp"      (sequence parallelism)
 
-`partial_over` is about gradients *beside* their sum over data_dim, which all parameters need.
+`partial_over`: a gradient is also summed over these, in addition to data_dim, over which all gradients are summed.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ def draw(name: str, shape: list[int], n_layers: int, seed: int) -> Tensor:
 
 
 def materialize(model: Decoder, seed: int, device: torch.device, dtype: torch.dtype, only: Collection[str] = ()):
-    """Give the parameters of a model on the meta device memory, and their initial values; or `only` these, by name.
+    """Allocate and initialise the parameters of a model that is on the meta device (all, or those named in `only`).
 
     From chapter 4 on a rank draws the whole of a parameter, and keeps its shard, which the record describes.
     """
@@ -54,7 +54,7 @@ def materialize(model: Decoder, seed: int, device: torch.device, dtype: torch.dt
             value = shard_of(value, shard)
         filled = nn.Parameter(value.to(device, dtype), param.requires_grad)
         filled.parallel_layout = layout_of(param)
-        for module in model.modules():  # several have it, if it is tied
+        for module in model.modules():  # a tied parameter is in several modules
             for key, held in list(module.named_parameters(recurse=False)):
                 if held is param:
                     setattr(module, key, filled)
@@ -62,7 +62,7 @@ def materialize(model: Decoder, seed: int, device: torch.device, dtype: torch.dt
 
 @dataclass(frozen=True)
 class Shard:
-    """From chapter 4 on: this rank holds indices start..stop-1 of dimension `dim`; `full` and up are zeros."""
+    """From chapter 4 on: this rank holds indices start..stop-1 of dimension `dim`; from `full` on there are zeros."""
 
     dim: int
     over: str  # a dimension of the mesh
@@ -77,7 +77,7 @@ class ParamLayout:
 
     shards: tuple[Shard, ...] = ()  # from chapter 4 on: one for each time that it was sharded, in this order
     partial_over: tuple[str, ...] = ()  # from chapter 4 on: dimensions over which its gradient must still be summed
-    data_dim: str = "dp"  # along it ranks hold the same and see different tokens; from chapter 5 on "data", dp x cp
+    data_dim: str = "dp"  # its ranks hold the same weights and see different tokens; chapter 5: "data", dp x cp
     stage_copies: int = 1  # from chapter 6 on: pipeline stages, on different ranks, that hold it
 
 

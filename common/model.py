@@ -5,8 +5,8 @@
     layer:   x = x + self_attn(input_layernorm(x))            RoPE rotates q and k by position; a group of query
              x = x + mlp(post_attention_layernorm(x))         heads shares one k and v (GQA); the MLP is a SwiGLU
 
-Names, shapes and the RoPE convention are those of Hugging Face's `LlamaForCausalLM`: it loads our state dict unchanged.
-Heads, channels and vocabulary follow from the weights: a rank with shards of the weights runs the same code.
+Names, shapes and the RoPE convention are those of Hugging Face's `LlamaForCausalLM`, which loads our state dict.
+Numbers of heads and channels follow from the weights, so a rank with shards of the weights runs the same code.
 """
 
 from dataclasses import dataclass
@@ -132,7 +132,7 @@ class DecoderLayer(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Everything but the head (Hugging Face's `model.` prefix). Layers go by their number in the whole model."""
+    """Everything but the head (Hugging Face's `model.` prefix). Layers are keyed by their number in the whole model."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

@@ -1,13 +1,13 @@
 """Flags, and what a run leaves behind: a progress bar, metrics.jsonl, loss.png and checkpoints.
 
     with Run(config) as run:                      at the end, draws loss.png
-        for step in run.steps(model=..., ...):    is given every part of the run; opens the run directory; yields 0, ...
+        for step in run.steps(model=..., ...):    restores and saves these parts; opens the run directory; yields 0, ...
             run.require_finite(step, loss=..., ...)   before the update
             run.record(step, tokens, loss=..., ...)   one line of metrics.jsonl
 
 OUT/checkpoints/step-00000050/rank-00003.pt has the step, the flags and, by name, the masters that rank 3 updates, with
 their moments. Batches follow from the step: a resumed run computes the same bits as an uninterrupted one. Other code
-can subclass `Run` to see the parts, the numbers and the end.
+can subclass `Run` to monitor the parts, the numbers and the end of a run.
 """
 
 import argparse
@@ -43,20 +43,20 @@ def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
         raise UserError(f"each rank needs a GPU of its own, and {gpus} are here: {fewer}use --device cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
-    fast = kind == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)  # older ones make bf16 out of fp32
+    fast = kind == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)  # older GPUs emulate bf16
     return device, DTYPES[config.dtype if config.dtype != "auto" else "bf16" if fast else "fp32"]
 
 
 def among(menu: dict, default: Any) -> Any:
-    """A field of a Config that names an entry of a menu. Others may add entries before the flags are read."""
+    """A Config field whose flag takes a key of `menu`. Other code may add entries before the flags are parsed."""
     return dataclasses.field(default=default, metadata=dict(menu=menu))
 
 
 def parse(cls: type, argv: list[str] | None = None) -> Any:
     """Command line -> an instance of dataclass `cls`: a flag for each field, with its trailing comment as help.
 
-    Flags of the class itself come before those of its bases. A whole number is at least 1, or 0 where 0 is the default
-    or its help says what "0:" means; no number is negative. Raises UserError.
+    Flags of the class itself come before those of its bases. An int must be at least 1, or at least 0 if its default is
+    0 or its help explains "0:". No number may be negative. Raises UserError.
     """
 
     def wrong(message: str):
@@ -93,7 +93,7 @@ def parse(cls: type, argv: list[str] | None = None) -> Any:
 
 
 class Run(AbstractContextManager):
-    """One training run as seen from outside. Each rank saves its shards; rank 0 writes all else, and draws the bar."""
+    """The files and progress bar of a training run. Each rank saves its shards; rank 0 writes everything else."""
 
     def __init__(self, config: Any):
         self.config, self.history, self.sent, self.began = config, [], Counter(), 0.0

@@ -272,9 +272,10 @@ def test_law_of_live_memory():
     group, _, _, mine = own(4, ALL_4, 4, 4, length=8)
     kv, o_lse, seen = 2 * mine[0].nbytes, 5 * mine[0].nbytes // 4, []
     gc.collect(), gc.disable()
-    with Live() as live:
-        kernel = [lambda *part, f=f: seen.append(live.bytes) or f(*part) for f in step.FORMULAS]
-        o = forward([x.requires_grad_() for x in mine[:3]], group, ZIGZAG, kernel)
+    plain = {name: getattr(step, name) for name in ("part_attention", "part_gradients")}
+    watched = {name: lambda *part, f=f: seen.append(live.bytes) or f(*part) for name, f in plain.items()}
+    with Live() as live, mock.patch.multiple(step, **watched):
+        o = forward([x.requires_grad_() for x in mine[:3]], group, ZIGZAG)
         kept = live.bytes
         torch.autograd.grad(o, mine[:3], mine[3], retain_graph=True)
         del o
