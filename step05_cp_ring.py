@@ -1,36 +1,36 @@
-"""Step 5: context parallelism. A sequence too long for one device is sharded; only attention looks at other tokens.
+"""Step 5: context parallelism. Ranks share each sequence; only attention needs the tokens of other ranks.
 
-n ranks share a sequence of s tokens, s/n each. Norms, matrices and the loss look at one token at a time. In attention a
-query looks at its own key and all before it. So queries stay, and keys and values travel round a ring: a rank computes
-with those that it holds while the next ones arrive (Liu et al. 2023, "Ring Attention"). In backward they travel again,
-and with them the sum of their gradients. k and v are sent on before a rank computes: n-1 messages. The sum is sent when
-the rank has added its term: n messages, of which the last brings it home. With 3 ranks, kv1 is k and v of rank 1:
+Each of n ranks has s/n of a sequence's s tokens. Norms, matrices and the loss act on each token alone. In attention,
+a query attends to its own key and all earlier ones. So queries stay on their rank, and keys and values travel round a
+ring (Liu et al. 2023, "Ring Attention"): in each of n *hops*, a rank computes with the k and v that it holds while it
+receives the next. In backward they travel again, followed by dkv, the sum of their gradients. A rank sends k and v on
+before it computes (n-1 messages), and dkv after it has added its own term (n messages: the last returns dkv to its
+owner). With 3 ranks (kv2: the k and v of rank 2; dkv2 {2 0}: ranks 2 and 0 have added their terms):
 
     backward     hop 0               hop 1                 hop 2                    last message
-    rank 0       kv0   dkv0 = 0      kv2   dkv2 = 2+0      kv1   dkv1 = 1+2+0       dkv0 = 0+1+2
-    rank 1       kv1   dkv1 = 1      kv0   dkv0 = 0+1      kv2   dkv2 = 2+0+1       dkv1 = 1+2+0
-    rank 2       kv2   dkv2 = 2      kv1   dkv1 = 1+2      kv0   dkv0 = 0+1+2       dkv2 = 2+0+1
-    (in forward, kv as here)               dkv2 = 2+0: the sum of what ranks 2 and 0 have found for kv2
+    rank 0       kv0   dkv0 {0}      kv2   dkv2 {2 0}      kv1   dkv1 {1 2 0}       dkv0 {0 1 2}
+    rank 1       kv1   dkv1 {1}      kv0   dkv0 {0 1}      kv2   dkv2 {2 0 1}       dkv1 {1 2 0}
+    rank 2       kv2   dkv2 {2}      kv1   dkv1 {1 2}      kv0   dkv0 {0 1 2}       dkv2 {2 0 1}
 
-A softmax needs all keys, and only some are here. ONLINE SOFTMAX (Milakov and Gimelshein 2018) puts the outputs of
-several parts of the keys together: `merge` does it, and its docstring has an example.
+A softmax needs all keys, but a rank holds only a part of them at a time. ONLINE SOFTMAX (Milakov and Gimelshein 2018)
+combines the outputs of several parts, without approximation: see `merge`, whose docstring has an example.
 
-ZIGZAG. Early queries see few keys, late ones many. So rank r gets chunks r and 2n-1-r of 2n: the same work for all.
+ZIGZAG. Early queries attend to few keys, late ones to many. To balance the work, rank r has chunks r and 2n-1-r of 2n.
 
-    keys of chunk ->   0 1 2 3 4 5 6 7          0 1 2 3 4 5 6 7      # every pair of a query and a key
-    rank 0: queries 0  + . . . . . . .   and 7  # # # # # # # +      + the causal half; . none: the keys are later
-    rank 1: queries 1  # + . . . . . .   and 6  # # # # # # + .      hop 0: our own chunks, + and # +
-    rank 2: queries 2  # # + . . . . .   and 5  # # # # # + . .      hop h: those of rank r-h (mod n), always # #
-    rank 3: queries 3  # # # + . . . .   and 4  # # # # + . . .      so in each hop all ranks have the same work
+    keys of chunk ->   0 1 2 3 4 5 6 7          0 1 2 3 4 5 6 7      # all pairs of a query and a key
+    rank 0: queries 0  + . . . . . . .   and 7  # # # # # # # +      + the causal half of them     . none (later keys)
+    rank 1: queries 1  # + . . . . . .   and 6  # # # # # # + .      hop 0, the rank's own two chunks: + # +
+    rank 2: queries 2  # # + . . . . .   and 5  # # # # # + . .      hop h > 0, the chunks of rank r-h (mod n): # #
+    rank 3: queries 3  # # # + . . . .   and 4  # # # # + . . .      so in each hop all ranks do the same work
 
-k and v of s/n tokens have B bytes together, and their gradients, in fp32, G. In a layer and micro-batch a rank sends
-(n-1) B forward and (n-1) B + n G backward (and (n-1) B again with --recompute full). It grows with s, work with s^2/n.
+B: the bytes of k and v of a rank's tokens in a micro-batch. G: those of their gradients, in fp32. In each layer a rank
+sends (n-1) B forward (twice with --recompute full), (n-1) B + n G backward: this grows with s, the FLOPs with s^2/n.
 
-Targets were shifted before the sequence was sharded (common/data.py). Shifted afterwards, the last token of a rank's
-first chunk would get the first one of its second chunk as target, on every rank but the last: nothing would fail.
+Targets are shifted before the sequence is sharded (common/data.py). If a rank shifted its own tokens, the last token of
+its first chunk would get the first token of its second chunk as target (not on the last rank), without any error.
 
 Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
-You should see step 1's losses, and `sent` over cp: the formula x layers x micro-batches (+ 12 bytes of the norm).
+You should see step 1's losses, and `sent` over cp: these bytes x layers x micro-batches, + 12 bytes for the norm.
 """
 
 from collections.abc import Callable, Iterator
@@ -70,7 +70,7 @@ def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
 
 
 def zigzag_positions(seq_len: int, rank: int, n: int) -> Tensor:
-    """int64 [s/n]: the tokens of a rank, chunks r and 2n-1-r of 2n. Raises UserError unless 2n divides s."""
+    """The positions of a rank's tokens, int64 [s/n]: chunks r, 2n-1-r of 2n. Raises UserError unless 2n divides s."""
     if seq_len % (2 * n):
         raise UserError(f"--cp {n}: the sequence length {seq_len} must be a multiple of {2 * n}")
     chunks = torch.arange(seq_len).chunk(2 * n)
@@ -78,13 +78,13 @@ def zigzag_positions(seq_len: int, rank: int, n: int) -> Tensor:
 
 
 def zigzag_visible(rank: int, source: int, length: int) -> list[tuple[slice, slice, bool]]:
-    """What `rank` computes with k and v of `source`: (queries, keys, causal), slices of the s/n = `length` tokens."""
+    """Which pairs `rank` computes with the k and v of `source`: (queries, keys, causal), slices of s/n = `length`."""
     whole, first, second = slice(0, length), slice(0, length // 2), slice(length // 2, length)
     if source == rank:  # the diagonal: tokens are in order of position, so causal is right for both chunks together
         return [(whole, whole, True)]
-    if source < rank:  # the past: its first chunk is before both of ours, its second one after both
+    if source < rank:  # source's first chunk precedes both of ours; its second one follows both
         return [(whole, first, False)]
-    return [(second, whole, False)]  # the future: both of its chunks are after our first one, and before our second
+    return [(second, whole, False)]  # both of source's chunks follow our first one, and precede our second one
 
 
 def same_heads(q: Tensor, *tensors: Tensor) -> list[Tensor]:
@@ -99,7 +99,7 @@ def scaled_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 
 
 def part_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention as if these were all keys, and lse = log sum exp(scores): how much these keys weigh, for `merge`.
+    """Attention to this part of the keys alone, and lse = log sum exp(scores), the log of its weight in `merge`.
 
     q [batch, heads, queries, d]; k, v [batch, kv_heads, keys, d] -> o like q, lse [batch, heads, queries]; in fp32.
     """
@@ -110,7 +110,7 @@ def part_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
 
 
 def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):  # a fused kernel's part_o may have 16 bits
-    """Add another part of the keys to a softmax, in place: o [batch, heads, queries, d], lse [batch, heads, queries].
+    """Merge another part of the keys into o [batch, heads, queries, d] and lse [batch, heads, queries], in place.
 
     An output is an average of values, weighted by exp(score). Let two keys weigh 3 and 1, and have the values 10 and 2:
     together they give (3 * 10 + 1 * 2) / 4 = 8. In two parts: o = 10, lse = log 3; part_o = 2, part_lse = log 1. Then
@@ -121,16 +121,16 @@ def merge(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor):  # a fused 
 
 
 def part_gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool) -> tuple:
-    """What this part of the keys adds to dq, and its dk and dv; from `o`, `lse` of attention to *all* keys; in fp32.
+    """Backward of one part of the keys: its term of dq, and its dk and dv, in fp32. o and lse are those of *all* keys.
 
-    With that lse, P is these columns of the softmax over all keys: so what all parts find is simply added up. The names
+    With that lse, P has the part's columns of the softmax over all keys, so the terms of dq simply add up. The names
     are those of FlashAttention (Dao et al. 2022, appendix B): forward is S = q k^T / sqrt(d), P = softmax(S), o = P v.
     """
     kv_heads, scale = k.shape[1], q.shape[-1] ** -0.5
     q, k, v, o, do = same_heads(q, k, v, o, do)
     p = (scaled_scores(q, k, causal) - lse[..., None]).exp()
     dp = do @ v.mT
-    delta = (do * o).sum(-1, keepdim=True)  # FlashAttention's D, of all keys j: sum P_j dP_j = sum P_j (do v_j) = do o
+    delta = (do * o).sum(-1, keepdim=True)  # FlashAttention's D: do o = do (sum_j P_j v_j) = sum_j P_j dP_j
     ds = p * (dp - delta)  # the backward of a softmax
     dq = ds @ k * scale
     dk = ds.mT @ q * scale
@@ -140,11 +140,11 @@ def part_gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: 
 
 
 class RingAttention(torch.autograd.Function):
-    """Causal attention of queries that stay to keys and values that travel. Alone, a rank sends nothing: n may be 1."""
+    """Causal ring attention: queries stay on their rank, keys and values travel. With n = 1 nothing is sent."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: Group, visible: Callable) -> Tensor:
-        """q [batch, heads, s/n, d]; k, v [batch, kv_heads, s/n, d], perhaps strided -> like q; sums: wide(q.dtype)."""
+        """q [batch, heads, s/n, d]; k, v [batch, kv_heads, s/n, d] -> o, like q, accumulated in wide(q.dtype)."""
         own = torch.stack((k, v))
         o = torch.zeros_like(q, dtype=wide(q.dtype))  # no keys yet: o is 0, and lse is log 0 = -inf
         lse = torch.full_like(o[..., 0], -torch.inf)
@@ -160,13 +160,13 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do: Tensor):
-        """k and v travel as in forward. The sum of their gradients, in wide(q.dtype), follows when ours are added."""
+        """Send k and v round as in forward; dkv, in wide(q.dtype), follows each time this rank has added its term."""
         q, own, o, lse = ctx.saved_tensors
         n, r = ctx.group.size, ctx.group.rank
         dq, dkv = (torch.zeros_like(x, dtype=wide(q.dtype)) for x in (q, own))
-        arriving = Pending()  # of dkv: nothing yet
+        arriving = Pending()  # the message that brings dkv: none yet
         for source, kv in travel(own, ctx.group):
-            found = torch.zeros_like(dkv)  # by this rank, for kv
+            found = torch.zeros_like(dkv)  # this rank's term of the gradient of kv
             for queries, keys, causal in ctx.visible(r, source, q.shape[2]):
                 k, v = kv[:, :, :, keys]
                 do_i, q_i, o_i, lse_i = (x[:, :, queries] for x in (do, q, o, lse))  # these queries, over all keys
@@ -174,11 +174,11 @@ class RingAttention(torch.autograd.Function):
                 dq[:, :, queries] += part_dq
                 found[0, :, :, keys] += part_dk
                 found[1, :, :, keys] += part_dv
-            arriving.wait()  # dkv: what the ranks before us have found for kv
+            arriving.wait()  # dkv: what the ranks that had kv before us have added
             dkv += found
-            outgoing, dkv = dkv, torch.empty_like(dkv)  # the new dkv is valid after `arriving.wait()`
+            outgoing, dkv = dkv, torch.empty_like(dkv)  # `arriving` will fill the new dkv
             arriving = exchange([(outgoing, (r + 1) % n)], [(dkv, (r - 1) % n)], ctx.group)
-        arriving.wait()  # the gradient of our own k and v is home
+        arriving.wait()  # the gradient of our own k and v is back, complete
         return dq.to(q.dtype), *dkv.to(q.dtype), None, None
 
 
@@ -202,15 +202,15 @@ class Config(step04.Config):
     """Context parallelism."""
 
     cp: int = 1  # ranks that share each sequence
-    cp_mode: str = among(CONTEXT, "zigzag")  # how queries meet the keys of other ranks
+    cp_mode: str = among(CONTEXT, "zigzag")  # how a sequence is sharded, and its shards attend to one another
 
 
 def shard_context(model: Decoder, mesh: Mesh, mode: ContextMode, sp: bool) -> Tensor:
     """Let the ranks of `mesh["cp"]` share each sequence. Returns the positions of this rank's tokens, int64 [s/n].
 
-    Attention goes round the ring; RoPE is told the positions, and k travels already rotated. These ranks hold the same
-    weights and see different tokens, like those of dp. So gradients are summed, and ZeRO shards, over dp x cp:
-    `mesh["data"]`. Raises UserError.
+    Each layer's `attend` becomes ring attention. RoPE rotates k by its global position before it travels. The ranks of
+    cp hold the same weights and see different tokens, like those of dp. So gradients are summed, and ZeRO shards, over
+    dp x cp: `mesh["data"]`. Raises UserError.
     """
     group, tp, seq_len = mesh["cp"], mesh["tp"], model.config.seq_len
     mesh.join("data", "dp", "cp")  # all dp x cp ranks. With dp = 1 those of mesh["cp"], in a process group of their own

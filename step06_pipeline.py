@@ -1,10 +1,10 @@
-"""Step 6: pipeline parallelism. The layers are dealt out in stages, and micro-batches go through them one by one.
+"""Step 6: pipeline parallelism. Each rank holds a stage, a run of layers, and micro-batches pass through the stages.
 
     tokens -> [ embedding, layers 0-1 ] -- x --> [ layers 2-3 ] -- x --> [ layers 4-5, norm, head ] -> loss
                   stage 0, rank 0      <-- dx --    stage 1    <-- dx --         stage 2
 
-Only x and dx, [batch, seq, dim] each, cross a boundary. The price is idle time: at first later ranks wait for x, then
-earlier ranks for dx. Two orders of work, AFAB and 1F1B, on 4 ranks with 6 micro-batches:
+Neighbours exchange only x and its gradient dx, [batch, seq, dim] each. The price is idle time: at the start later ranks
+wait for x, at the end earlier ranks wait for dx. Two schedules, AFAB and 1F1B, for 4 ranks and 6 micro-batches:
 
              all forward, all backward     one forward, one backward
     rank 0   012345.........aabbccddeeff   0123......aa4bb5cc.dd.ee.ff   0   forward of micro-batch 0, then 1, 2, ...
@@ -12,20 +12,19 @@ earlier ranks for dx. Two orders of work, AFAB and 1F1B, on 4 ranks with 6 micro
     rank 2   ..012345...aabbccddeeff....   ..01..aa2bb3cc4dd5ee.ff....   .   idle
     rank 3   ...012345aabbccddeeff......   ...0aa1bb2cc3dd4ee5ff......
 
-THE BUBBLE. With m micro-batches p ranks are idle for (p-1) / (m + p-1) of the time (here 9 of 27), in both orders. 1F1B
+THE BUBBLE. Each of p ranks is idle for (p-1) / (m + p-1) of the time of m micro-batches (here 9 of 27), in both. 1F1B
 saves memory: a rank holds the activations of at most p - rank micro-batches. In AFAB it holds those of all m.
-With v short stages a rank (interleaved: r, r+p, ...) the bubble is (p-1) / (v m + p-1), for more messages and memory.
 
-DEADLOCK. In the middle of 1F1B rank r has a y for r+1, and r+1 has a dx for r. If both send first, and a send waits
-for its receiver, both wait for ever. `send_forward` starts both at once.
+DEADLOCK. In the middle of 1F1B, rank r has a y for rank r+1, which has a dx for rank r. If each sends first, and a send
+blocks until it is received, both wait for ever. So `send_receive` posts the send and the receive together.
 
-AUTOGRAD ends at a boundary. The input of a stage is a leaf. Of its output we keep only the node of the graph that made
-it (`get_gradient_edge`): backward can start there, and the numbers may be freed once they are sent (here: when the next
-forward returns; the last one's, when the step ends). The leaf's `.grad` is what travels on.
+AUTOGRAD ends at a boundary. A stage's input is a leaf, whose `.grad` is the dx to send. Of its output we keep only the
+graph node (`get_gradient_edge`), where backward can start. So the output's memory is freed after it is sent (here: when
+the next forward returns, or the step ends), as by Megatron's deallocate_pipeline_outputs.
 
 Run it:    torchrun --nproc_per_node=4 step06_pipeline.py --pp 4
 You should see step 1's losses, and rank 0's `sent` over pp: one x a micro-batch (and 18 bytes for loss and norm).
-`python -m common.schedules 4 6 1` draws these, `4 8 2` interleaved, too; --pp 2 --schedule interleaved runs that.
+`python -m common.schedules 4 6 1` draws these two schedules.
 """
 
 import math
@@ -58,17 +57,17 @@ class Config(step05.Config):
 
     pp: int = 1  # ranks that share the layers
     schedule: str = among(SCHEDULES, "1f1b")  # order of the work
-    chunks: int = 2  # stages on each rank with --schedule interleaved
+    chunks: int = 2  # stages on each rank with --schedule interleaved (6b)
 
 
-TIED = "model.embed_tokens.weight"  # if embedding and head are tied: one matrix, and its name on both stages
+TIED = "model.embed_tokens.weight"  # the name of a tied embedding and head, on the first stage and on the last
 
 
 def keep_stage(model: Decoder, group: Group, places: list[Place]):
-    """Keep what this rank's stages compute with, under its global names. The rest goes: layers, or a module is None.
+    """Keep the modules of this rank's stages, with their names in the whole model; delete others, or set them to None.
 
-    A `Place` says of a stage its rank, its layers, and the stages `before` and `after` it (None at the ends). The last
-    stage's rank keeps a tied embedding, too, the head's matrix (TIED). If two ranks hold it, its stage_copies are 2.
+    A `Place` has a stage's rank and layers, and the numbers of the stages `before` and `after` it (None at the ends). A
+    tied embedding also stays on the last stage, as its head. If that is another rank, the record says stage_copies=2.
     """
     trunk, mine = model.model, [place for place in places if place.rank == group.rank]
     has_first, has_last = any(place.before is None for place in mine), any(place.after is None for place in mine)
@@ -84,10 +83,20 @@ def keep_stage(model: Decoder, group: Group, places: list[Place]):
         note_layout(trunk.embed_tokens.weight, stage_copies=2)  # two copies: the norm counts it once
 
 
-def forward_stage(model: Decoder, place: Place, x: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
-    """What a stage computes of `Decoder.forward`.
+def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group, places: list[Place]):
+    """Sum a tied matrix's gradient, in place: the ranks of the first and last stage exchange it, if they are two."""
+    first, last = places[0].rank, places[-1].rank
+    if model.config.tied and first != last and group.rank in (first, last):
+        other, theirs = first + last - group.rank, torch.empty_like(gradients[TIED])
+        if theirs.numel():  # under ZeRO this rank's shard may contain none of the matrix
+            exchange([(gradients[TIED], other)], [(theirs, other)], group).wait()
+        gradients[TIED] += theirs
 
-    x: tokens int64 [batch, seq], or hidden [batch, seq (/tp with SP), dim] of the stage before -> hidden, or the loss.
+
+def forward_stage(model: Decoder, place: Place, x: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
+    """One stage's part of `Decoder.forward`; on the last stage it ends with the summed loss.
+
+    x: tokens int64 [batch, seq], or the previous stage's output [batch, seq (/tp with SP), dim] -> output, or loss.
     """
     trunk = model.model
     x = trunk.embed_tokens(x) if place.before is None else x
@@ -98,25 +107,25 @@ def forward_stage(model: Decoder, place: Place, x: Tensor, targets: Tensor, posi
 
 
 class Pipeline:
-    """One stage a rank: its forward and backward, messages to its neighbours, and AFAB."""
+    """AFAB, with one stage on each rank. Subclasses keep its forward, backward and messages, and replace `execute`."""
 
     def __init__(self, model: Decoder, places: list[Place], group: Group, positions: Tensor, sp_ranks: int):
-        """`positions` of this rank's tokens. `sp_ranks`: ranks that share the tokens of x, tp with SP and else 1."""
+        """`positions`: those of this rank's tokens. `sp_ranks`: over how many ranks x is sharded (SP: tp, else 1)."""
         self.model, self.places, self.group, self.positions, self.sp_ranks = model, places, group, positions, sp_ranks
         self.reference_param = next(model.parameters())  # its dtype and device are those of x
         self.graphs: dict[tuple[int, int], tuple] = {}  # (micro-batch, stage) -> (input, edge of the output)
-        # NCCL wants all ranks of a group to take part in its first call. A message is a call of two: so they meet here.
+        # NCCL: all ranks of a group must take part in its first operation. A message has only two: so all-reduce first.
         all_reduce(torch.zeros(1, device=self.reference_param.device), group).wait()
 
     def step(self, xs: list[Tensor], ys: list[Tensor], n_targets: Tensor) -> Tensor:
-        """Forward and backward of all micro-batches, int64 [batch, seq] each; the loss, or 0 without the last stage."""
+        """Forward and backward of all micro-batches, int64 [batch, seq] each. Returns the loss (0 but on the last)."""
         self.xs, self.ys, self.n_targets = xs, ys, n_targets
         self.loss = torch.zeros((), dtype=wide(self.reference_param.dtype), device=self.reference_param.device)
         self.execute()
         return self.loss
 
     def forward(self, i: int, stage: int, x: Tensor | None) -> Tensor:
-        """Micro-batch i through a stage, from its tokens if x is None -> output, detached. Adds to `loss`, `graphs`."""
+        """Run micro-batch i (x None: its tokens) through a stage -> its output, detached. Adds to `loss`, `graphs`."""
         place = self.places[stage]
         x = self.xs[i] if x is None else x.requires_grad_()
         y = forward_stage(self.model, place, x, self.ys[i], self.positions)
@@ -127,9 +136,9 @@ class Pipeline:
         return y.detach()
 
     def backward(self, i: int, stage: int, dy: Tensor | None) -> Tensor | None:
-        """From the gradient of a stage's output, or from the loss, to that of its input."""
+        """The gradient of a stage's output (None: it is the loss) -> the gradient of its input (None: it is tokens)."""
         x, edge = self.graphs.pop((i, stage))
-        torch.autograd.backward((edge,), None if dy is None else (dy,))  # ... then only sum (an edge is its tensor)
+        torch.autograd.backward((edge,), None if dy is None else (dy,))  # ... then only sum; `edge` stands for y
         return x.grad
 
     def buffer(self, i: int) -> Tensor:
@@ -137,35 +146,35 @@ class Pipeline:
         batch, seq = self.xs[i].shape
         return self.reference_param.new_empty(batch, seq // self.sp_ranks, self.model.config.dim)
 
-    def send_receive(self, peer: int, send: Tensor | None = None, receive: int | None = None) -> Tensor | None:
-        """Send the tensor `send`, receive that of micro-batch `receive`, both at once. No such peer: do nothing."""
+    def send_receive(self, peer: int, send: Tensor | None = None, receive_of: int | None = None) -> Tensor | None:
+        """Send the tensor `send` and receive that of micro-batch `receive_of`, together. No such peer: nothing."""
         if not 0 <= peer < self.group.size:
             return None
-        received = None if receive is None else self.buffer(receive)
+        received = None if receive_of is None else self.buffer(receive_of)
         sends = [] if send is None else [(send, peer)]
-        receives = [] if receive is None else [(received, peer)]
+        receives = [] if receive_of is None else [(received, peer)]
         exchange(sends, receives, self.group).wait()
         return received
 
     def recv_forward(self, i: int) -> Tensor | None:
         """The x of micro-batch i. On the first rank None: it has the tokens."""
-        return self.send_receive(self.group.rank - 1, receive=i)
+        return self.send_receive(self.group.rank - 1, receive_of=i)
 
-    def send_forward(self, y: Tensor, recv_backward: int | None = None) -> Tensor | None:
-        """Send y; if asked, receive another micro-batch's dy at the same time. On the last rank: nothing, and None."""
-        return self.send_receive(self.group.rank + 1, send=y, receive=recv_backward)
+    def send_forward(self, y: Tensor, dy_of: int | None = None) -> Tensor | None:
+        """Send y and, together, receive the dy of micro-batch `dy_of`, if given. None on the last rank."""
+        return self.send_receive(self.group.rank + 1, send=y, receive_of=dy_of)
 
     def recv_backward(self, i: int) -> Tensor | None:
         """The dy of micro-batch i. On the last rank None: it has the loss."""
-        return self.send_receive(self.group.rank + 1, receive=i)
+        return self.send_receive(self.group.rank + 1, receive_of=i)
 
-    def send_backward(self, dx: Tensor | None, recv_forward: int | None = None) -> Tensor | None:
-        """Send dx; if asked, receive another micro-batch's x at the same time. On the first rank: nothing, and None."""
-        return self.send_receive(self.group.rank - 1, send=dx, receive=recv_forward)
+    def send_backward(self, dx: Tensor | None, x_of: int | None = None) -> Tensor | None:
+        """Send dx and, together, receive the x of micro-batch `x_of`, if given. None on the first rank."""
+        return self.send_receive(self.group.rank - 1, send=dx, receive_of=x_of)
 
     def execute(self):
         """AFAB: all forward, then all backward in the same order (GPipe, Huang et al. 2019: in the reverse one)."""
-        stage, m = self.group.rank, len(self.xs)
+        stage, m = self.group.rank, len(self.xs)  # one stage a rank: stage r is on rank r
         for i in range(m):
             x = self.recv_forward(i)
             y = self.forward(i, stage, x)
@@ -180,7 +189,7 @@ class OneForwardOneBackward(Pipeline):
     """1F1B (PipeDream-flush, Narayanan et al. 2021)."""
 
     def execute(self):
-        """At most p - rank micro-batches are in flight. In the steady phase y and dy, or dx and x, move at once."""
+        """At most p - rank micro-batches are in flight. In the steady phase dy comes as y goes, and x as dx goes."""
         stage, m = self.group.rank, len(self.xs)
         warm_up = min(m, self.group.size - 1 - stage)
 
@@ -192,9 +201,9 @@ class OneForwardOneBackward(Pipeline):
         x = self.recv_forward(warm_up) if warm_up < m else None  # later ones arrive while a dx leaves
         for i in range(warm_up, m):  # steady: one forward, one backward
             y = self.forward(i, stage, x)
-            dy = self.send_forward(y, recv_backward=i - warm_up)
+            dy = self.send_forward(y, dy_of=i - warm_up)
             dx = self.backward(i - warm_up, stage, dy)
-            x = self.send_backward(dx, recv_forward=i + 1 if i + 1 < m else None)
+            x = self.send_backward(dx, x_of=i + 1 if i + 1 < m else None)
 
         for i in range(m - warm_up, m):  # cool-down: the backwards that are left
             dy = self.recv_backward(i)
@@ -202,11 +211,13 @@ class OneForwardOneBackward(Pipeline):
             self.send_backward(dx)
 
 
-# --- 6b, for a second evening: any order of work is a list (common/schedules.py), and one executor runs all lists
+# --- 6b, for a second evening: a schedule is a list of actions for each rank (common/schedules.py); one class runs all
+# INTERLEAVED. With v shorter stages on each rank (r, r+p, ... on rank r) the bubble is (p-1) / (v m + p-1), for more
+# messages and memory. `python -m common.schedules 4 8 2` draws it. --pp 2 --schedule interleaved runs it.
 #
-# Not all lists end. The left ones never do: rank 0's B0 waits for rank 1's B0, which stands behind its F1, which waits
-# for rank 0's F1, which stands behind B0. `simulate` refuses them. On the right the lists are good, but each rank sends
-# and receives at its own place: rank 0 sends F1's output, rank 1 B0's. Both wait for ever, if sends wait for receives.
+# The lists on the left deadlock: rank 0's B0 needs rank 1's B0, which comes after its F1, which needs rank 0's F1,
+# which comes after B0. `simulate` raises ValueError. On the right the lists are good, but the messages are in the wrong
+# order: rank 0 sends F1's output while rank 1 sends B0's. If a send blocks until it is received, both wait for ever.
 #
 #     rank 0    F0 B0 F1 B1        F0, send, F1, send, receive, B0, ...
 #     rank 1    F1 B1 F0 B0        receive, F0, B0, send, receive, F1, ...
@@ -223,17 +234,17 @@ class Instruction(NamedTuple):
 
 
 def add_messages(lists: list[list[Action]], places: list[Place], costs: dict = COSTS) -> list[list[Instruction]]:
-    """The program of each rank: its list, with the sends and receives that it takes.
+    """Each rank's program: its list of actions, with the sends and receives that they need.
 
-    All actions are taken in the order in which they end in a simulation. Each joins its rank's program. If another rank
-    needs its output, a send joins this program at once, and a receive the other one. Rank 1 of 2, interleaved, with 2
-    micro-batches; F1.2 is micro-batch 1, forward, stage 2:
+    Go through all actions in the order in which they end in a simulation. Append each to its rank's program. If another
+    rank needs its output, append a send to this program and a receive to that one's. Example: rank 1 of 2, interleaved,
+    2 micro-batches (F1.2: forward of micro-batch 1 through stage 2):
 
         receive F0.1, receive F1.1, compute F0.1, send F0.2, receive F0.3, compute F1.1, send F1.2, receive F1.3, ...
 
-    (send F0.2: send what F0.2 needs, the output of F0.1). There is no deadlock, even if a send waits for its receiver:
-    all programs are cut from one common order. Take its first line that has not happened. All before it have, on every
-    rank. So its rank, and its peer, stand at it, and its input is there.
+    ("send F0.2" sends the input of F0.2, the output of F0.1.) Even if a send blocks until it is received, there is no
+    deadlock: all programs follow one common order. Take the first line of that order that has not run. All lines before
+    it have run, on every rank. So its rank and its peer have both reached it, and its input is there.
     """
     programs: list[list[Instruction]] = [[] for _ in lists]
     for _, rank, _, action in simulate(lists, places, costs):
@@ -253,9 +264,9 @@ class ListPipeline(Pipeline):
         self.program = add_messages(lists, self.places, costs)[self.group.rank]
 
     def execute(self):
-        """Messages run in the background. An action waits for its input, a send for the last one to its peer."""
-        box: dict[Action, tuple[Tensor, Pending]] = {}  # by the action that needs it: its input
-        sent: dict[int, Pending] = defaultdict(Pending)  # by rank: the last send to it
+        """Messages run in the background: an action waits for its input, a send for the last send to the same peer."""
+        box: dict[Action, tuple[Tensor, Pending]] = {}  # action -> its input, and the message that brings it
+        sent: dict[int, Pending] = defaultdict(Pending)  # peer -> the last send to it
         for verb, action, peer in self.program:
             if verb == "compute":
                 received, pending = box.pop(action, (None, Pending()))
@@ -274,23 +285,13 @@ class ListPipeline(Pipeline):
 
 
 def plan(config: Config, m: int) -> tuple[list[Place], list[list[Action]]]:
-    """Where the stages of `--schedule` are, and each rank's list for m micro-batches. Raises UserError."""
+    """The places of all stages of `--schedule`, and each rank's actions for m micro-batches. Raises UserError."""
     schedule, n_layers = SCHEDULES[config.schedule](config), PRESETS[config.model].n_layers
     v = schedule.v if config.pp > 1 else 1
     if n_layers < config.pp * v:
         raise UserError(f"--pp {config.pp}: {n_layers} layers for {config.pp * v} stages: lower --pp or --chunks")
     lists = [schedule.actions(config.pp, m, v, rank) for rank in range(config.pp)]
     return schedule.places(n_layers, config.pp, v), lists
-
-
-def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group, places: list[Place]):
-    """Sum the gradient of a tied matrix, in place: ranks of the first and last stage swap, if they differ."""
-    first, last = places[0].rank, places[-1].rank
-    if model.config.tied and first != last and group.rank in (first, last):
-        other, theirs = first + last - group.rank, torch.empty_like(gradients[TIED])
-        if theirs.numel():  # under ZeRO this rank's shard may hold nothing of it
-            exchange([(gradients[TIED], other)], [(theirs, other)], group).wait()
-        gradients[TIED] += theirs
 
 
 def make_pipeline(config: Config, model: Decoder, mesh: Mesh, positions: Tensor, places: list, lists: list) -> Pipeline:
@@ -308,7 +309,7 @@ def train(config: Config, run: Run):
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
     shape = PRESETS[config.model]
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
-    places, lists = plan(config, m=math.ceil((mine.stop - mine.start) / config.micro_batch_size))
+    places, lists = plan(config, m=math.ceil((mine.stop - mine.start) / config.micro_batch_size))  # lists: for 6b alone
     with torch.device("meta"):
         model = Decoder(shape)
     shard_tensors(model, mesh, config.sp)  # step 4: these rows and columns are mine
@@ -327,9 +328,9 @@ def train(config: Config, run: Run):
         loss = pipeline.step(xs, ys, n_targets)  # forward and backward of all micro-batches
         sync.finish()  # sums over ranks
         sum_partial_gradients(model, optimizer.gradients(), mesh)  # over tp: of norms that saw a shard of the tokens
-        sum_tied(model, optimizer.gradients(), mesh["pp"], places)  # and where two stages hold the same matrix
+        sum_tied(model, optimizer.gradients(), mesh["pp"], places)  # over pp: of a tied matrix
         all_reduce(loss, mesh["data"]).wait()
-        all_reduce(loss, mesh["pp"]).wait()
+        all_reduce(loss, mesh["pp"]).wait()  # all but the last stage have 0
 
         norm = global_norm(model, optimizer.gradients(), mesh, sharded=config.zero > 0)
         run.require_finite(step, loss=loss.item(), grad_norm=norm)

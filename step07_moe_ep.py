@@ -1,32 +1,35 @@
-"""Step 7: mixture of experts and expert parallelism. Many MLPs, of which each token visits a few; each rank has some.
+"""Step 7: mixture of experts and expert parallelism. Each token visits a few of many MLPs; each rank holds some MLPs.
 
-THE LAYER. In place of an MLP stand E of them, the experts, and a router W [E, dim], which picks K for each token.
+THE LAYER. E MLPs, the *experts*, replace the MLP, and a router W [E, dim] chooses K of them for each token.
 Parameters grow with E, FLOPs with K (Shazeer et al. 2017; Fedus et al. 2021, "Switch Transformer").
 
     p = softmax(W x)    chosen: the K largest p    score_e = p_e / (sum of the chosen p), or p_e if K is 1
     out = sum of score_e MLP_e(x) over the chosen e. No token is dropped.
 
-A router may send all tokens to one expert. So a layer adds the gradient of a load-balancing auxiliary loss (the loss
-that is shown is without it): aux_loss_coeff * E * sum_e f_e P_e. f_e is the fraction of a micro-batch's choices that
-fell on e, P_e the mean of its tokens' p_e. Where f is high, P is pushed down. All layouts with the same
---micro-batch-size train alike, unless rounding decides between two almost equal p.
+A router may send all tokens to one expert. So each layer adds the gradient of a load-balancing auxiliary loss (which
+the loss you see excludes), aux_loss_coeff * E * sum_e f_e P_e, averaged over the step's micro-batches. f_e: the
+fraction of a micro-batch's choices that are e; P_e: the mean p_e of its tokens. Where f is high, P is pushed down. All
+layouts with the same --micro-batch-size train alike, unless rounding decides between two almost equal p.
 
-EXPERT PARALLELISM. tp shards no expert. A rank routes its own tokens, those between blocks, without f and g. (With
---no-sp all tp ranks have the same ones: each first takes its shard.) So all dp x cp x tp ranks of a pipeline stage
-route different tokens. Groups of `ep` neighbours share the experts ("MoE parallel folding", Liu et al. 2025). Ranks
-with the same experts, expert_data, sum their gradients. 4 ranks, --ep 2, K = 2:
+EXPERT PARALLELISM ("MoE parallel folding", Liu et al. 2025). tp shards no expert. A rank routes the tokens that it has
+between blocks, without f and g (with --no-sp, its shard of them). So all dp x cp x tp ranks route different tokens.
 
-              rank 0: experts e0 e1                    rank 1: experts e2 e3                    rank 2: e0 e1, 3: e2 e3
-    routed    t0 -> e3 e0    t1 -> e0 e2               t2 -> e2 e1    t3 -> e0 e3               ep: {0 1}, {2 3}
-    sorted    e0:t0 e0:t1 | e2:t1 e3:t0                e0:t3 e1:t2 | e2:t2 e3:t3                |: to rank 0, to 1
-    received  e0:t0 e0:t1 | e0:t3 e1:t2                e2:t1 e3:t0 | e2:t2 e3:t3                |: from rank 0, from 1
-    by expert e0:t0 e0:t1 e0:t3 | e1:t2                e2:t1 e2:t2 | e3:t0 e3:t3                |: of one expert
-    outputs   e0(t0) e0(t1) e0(t3) | e1(t2)            e2(t1) e2(t2) | e3(t0) e3(t3)            expert_data: {0 2} {1 3}
-    home      e0(t0) e0(t1) | e2(t1) e3(t0)            e0(t3) e1(t2) | e2(t2) e3(t3)            |: from rank 0, from 1
+    group        rank 0's, if dp 4 cp 2 tp 2 ep 8       its ranks have                       they
+    dp           0 4 8 12                               different sequences                  divide the batch
+    data         0 2 4 6 8 10 12 14      (dp x cp)      the same weights but for experts     sum their gradients
+    sequence     0 1 2 3                 (cp x tp)      tokens of the same micro-batch       sum counts, for f_e
+    ep           0 1 2 3 4 5 6 7         (neighbours)   each expert once, together           exchange rows: all-to-all
+    expert_data  0 8                                    the same experts                     sum their gradients
 
-A rank has T = batch x seq / (cp tp) tokens in a micro-batch. If all experts are equally busy, it sends over ep
-2 (ep-1)/ep T K dim b bytes, b an element, in each forward of a layer (two with --recompute), and as many in its
-backward. Counts go before each forward: (ep-1)/ep of 8 E bytes.
+    --ep 2, K = 2  rank 0 has experts e0 e1            rank 1 has experts e2 e3
+    routed         t0 -> e3 e0    t1 -> e0 e2          t2 -> e2 e1    t3 -> e0 e3           by `route`
+    sorted         e0:t0 e0:t1 | e2:t1 e3:t0           e0:t3 e1:t2 | e2:t2 e3:t3            to rank 0 | to rank 1
+    received       e0:t0 e0:t1 | e0:t3 e1:t2           e2:t1 e3:t0 | e2:t2 e3:t3            from rank 0 | from rank 1
+    outputs        e0(t0) e0(t1) e0(t3) e1(t2)         e2(t1) e2(t2) e3(t0) e3(t3)          sorted by expert, computed
+    home           e0(t0) e0(t1) | e2(t1) e3(t0)       e0(t3) e1(t2) | e2(t2) e3(t3)        from rank 0 | from rank 1
+
+With T = batch x seq / (cp tp) tokens in a micro-batch, and equally busy experts, a rank sends over ep, in a layer's
+forward (--recompute full: two), 2 (ep-1)/ep T K dim elements and (ep-1)/ep 8 E bytes of counts; backward: the elements.
 
 Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py --pp 2 --cp 2 --tp 2 --ep 2
 You should see the losses of one process: python step07_moe_ep.py
@@ -58,7 +61,7 @@ from step06_pipeline import keep_stage, make_pipeline, plan, sum_tied
 # Shapes in names: x_TD is [T, D].
 # T  tokens of this rank     N = T K: choices, a row for each        E  experts           G  ranks of ep
 # D  dim     K  top_k        R  rows that this rank's experts get    e = E / G: experts of a rank
-# leaving_Ge[r, e]: how many of our rows go to expert e of rank r. arriving_Ge[r, e]: rows from rank r for our expert e.
+# leaving_Ge[r, i]: how many of our rows go to rank r's i-th expert. arriving_Ge[r, i]: rows from r for our i-th expert.
 
 
 class ExpertLinear(nn.Module):
@@ -89,11 +92,11 @@ class Experts(nn.Module):
 
 
 class AddLoss(torch.autograd.Function):
-    """x, unchanged. In backward `loss`, a scalar, gets the gradient `coeff`: coeff x loss joins the model's loss."""
+    """Return x, and add coeff x loss to the model's loss: in backward the scalar `loss` gets the gradient `coeff`."""
 
     @staticmethod
     def forward(ctx, x: Tensor, loss: Tensor, coeff: float) -> Tensor:
-        """So any layer, wherever it runs, can add a loss."""
+        """x unchanged; `loss` does not travel, so a layer on any pipeline stage can add one."""
         ctx.coeff = coeff
         return x.view_as(x)
 
@@ -104,29 +107,35 @@ class AddLoss(torch.autograd.Function):
 
 
 class MoE(nn.Module):
-    """Router and experts, in the place of an MLP. `mesh["sequence"]`: ranks with tokens of the same micro-batch."""
+    """Router and experts, which replace an MLP. `mesh["sequence"]`: the ranks that share a micro-batch (cp x tp)."""
 
     def __init__(self, dim: int, ffn_dim: int, config: "Config", mesh: Mesh):
         super().__init__()
         self.router = nn.Linear(dim, config.experts, bias=False)
         self.experts = Experts(config.experts, dim, ffn_dim)
         self.top_k, self.group = config.experts_per_token, mesh["sequence"]
-        # Each micro-batch adds its loss: the step has their mean.
+        # Gradients of micro-batches are summed, so divide by their number: the step has the mean of their losses.
         self.coeff = config.aux_loss_coeff * config.micro_batch_size / config.global_batch_size
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq, dim], our tokens -> alike. Scores and sums are in wide(x.dtype). AddLoss adds the aux loss."""
-        x_TD, precise = x.flatten(0, 1), wide(x.dtype)
+    def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Choose each token's experts. x [T, D] -> p [T, E], scores [T, K], in wide(x.dtype), and ids int64 [T, K]."""
+        precise = wide(x_TD.dtype)
         p_TE = F.linear(x_TD.to(precise), self.router.weight.to(precise)).softmax(-1)
-        scores_TK, experts_TK = p_TE.topk(self.top_k)
-        if self.top_k > 1:  # a single p / p would be 1, and the router would learn nothing
+        scores_TK, ids_TK = p_TE.topk(self.top_k)
+        if self.top_k > 1:  # with K = 1, p / p would be 1, and the router would learn nothing
             scores_TK = scores_TK / scores_TK.sum(-1, keepdim=True)
-        # Not bincount, which reads the largest number: the CPU would wait for the GPU once more than the experts need.
-        num_tokens_per_expert_E = F.one_hot(experts_TK.flatten(), p_TE.shape[-1]).sum(0)
-        order_N = experts_TK.flatten().argsort(stable=True)  # choices, sorted by expert
+        return p_TE, scores_TK, ids_TK
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [batch, seq, dim], this rank's tokens -> the weighted sum of their experts' outputs, of the same shape."""
+        x_TD = x.flatten(0, 1)
+        p_TE, scores_TK, ids_TK = self.route(x_TD)
+        # Not bincount: it reads the largest id to size its result, so the CPU would wait for the GPU one more time.
+        num_tokens_per_expert_E = F.one_hot(ids_TK.flatten(), p_TE.shape[-1]).sum(0)
+        order_N = ids_TK.flatten().argsort(stable=True)  # choices, sorted by expert
         token_N = order_N // self.top_k  # the token of each choice
-        out_ND = self.experts(x_TD[token_N], num_tokens_per_expert_E)  # sorted, ..., home: a row for each choice
-        out_TKD = out_ND[order_N.argsort()].unflatten(0, scores_TK.shape)  # argsort of an order undoes it
+        out_ND = self.experts(x_TD[token_N], num_tokens_per_expert_E)  # the figure, from "sorted" to "home"
+        out_TKD = out_ND[order_N.argsort()].unflatten(0, scores_TK.shape)  # by the inverse permutation
         out_TD = (out_TKD * scores_TK[..., None]).sum(1).to(x.dtype)
         return AddLoss.apply(out_TD.view_as(x), self.aux_loss(p_TE, num_tokens_per_expert_E), self.coeff)
 
@@ -146,15 +155,15 @@ def transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
 
 
 def dispatch(sorted_ND: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: Tensor) -> Tensor:
-    """Rows, sorted by expert, perhaps strided, go to their experts' ranks -> what arrives [R, D], sorted by expert."""
+    """Send rows [N, D], sorted by expert, to their experts' ranks -> the rows received, [R, D], sorted by expert."""
     in_rows, out_rows = leaving_Ge.sum(1).tolist(), arriving_Ge.sum(1).tolist()
     received_RD = sorted_ND.new_empty(sum(out_rows), sorted_ND.shape[1])
     all_to_all(received_RD, sorted_ND.contiguous(), group, in_rows, out_rows).wait()
-    return transpose_blocks(received_RD, arriving_Ge)  # they came sorted by rank, then by expert
+    return transpose_blocks(received_RD, arriving_Ge)  # from sorted by rank, then by expert
 
 
 def combine(out_RD: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: Tensor) -> Tensor:
-    """The reverse of `dispatch`: outputs [R, D], perhaps strided -> those of the rows that left here, [N, D]."""
+    """The reverse of `dispatch`: outputs [R, D] go back to their tokens' ranks -> the outputs of our rows, [N, D]."""
     in_rows, out_rows = arriving_Ge.sum(1).tolist(), leaving_Ge.sum(1).tolist()
     home_ND = out_RD.new_empty(sum(out_rows), out_RD.shape[1])
     all_to_all(home_ND, transpose_blocks(out_RD, arriving_Ge.T), group, in_rows, out_rows).wait()
@@ -162,11 +171,11 @@ def combine(out_RD: Tensor, group: Group, leaving_Ge: Tensor, arriving_Ge: Tenso
 
 
 def visit_experts(experts: Callable, group: Group, sorted_ND: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-    """Replaces `Experts.forward`, for experts on other ranks. Dispatch and combine: each is the other's backward."""
+    """`Experts.forward` with experts on several ranks. In backward, dispatch is combine and combine is dispatch."""
     leaving_Ge = num_tokens_per_expert_E.view(group.size, -1)
     arriving_Ge = torch.empty_like(leaving_Ge)
     all_to_all(arriving_Ge, leaving_Ge, group).wait()
-    leaving_Ge, arriving_Ge = torch.stack((leaving_Ge, arriving_Ge)).cpu()  # the CPU must know: it waits for the GPU
+    leaving_Ge, arriving_Ge = torch.stack((leaving_Ge, arriving_Ge)).cpu()  # split sizes: the CPU waits for them
     sizes = dict(leaving_Ge=leaving_Ge, arriving_Ge=arriving_Ge)
     there, home = partial(dispatch, **sizes), partial(combine, **sizes)
     rows_RD = Conjugate.apply(sorted_ND, group, there, home)
@@ -190,7 +199,7 @@ class Config(step06.Config):
     balance: str = among(BALANCE, "loss")  # what keeps the experts equally busy
     aux_loss_coeff: float = 0.01  # coefficient of the load-balancing auxiliary loss
     ep: int = 1  # ranks, of dp x cp x tp, that share the experts
-    ep_mode: str = among(DISPATCH, "alltoall")  # how tokens meet experts
+    ep_mode: str = among(DISPATCH, "alltoall")  # how tokens reach their experts
 
 
 def own_tokens(x: Tensor, group: Group) -> Tensor:
@@ -199,11 +208,7 @@ def own_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 def shard_experts(model: Decoder, mesh: Mesh, config: Config):
-    """Put this rank's experts in the place of MLPs, whose shards and hooks f and g go with them. Raises UserError.
-
-    Makes the groups ep, expert_data (figure) and sequence (cp x tp). A router's gradient is summed over data and tp, an
-    expert's over expert_data. Without SP a layer gets `own_tokens`, and its outputs are gathered.
-    """
+    """Replace MLPs, with their tp shards and f and g, by this rank's experts; create three groups. Raises UserError."""
     ep, tp, ranks, n_tokens = config.ep, mesh["tp"], mesh.world // config.pp, model.config.seq_len // mesh["cp"].size
     if config.experts % ep or ranks % ep:
         raise UserError(f"--ep {ep} must divide --experts {config.experts}, and the {ranks} ranks of dp x cp x tp")
@@ -214,7 +219,7 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config):
     if n_tokens % tp.size:
         raise UserError(f"--no-sp: --tp {tp.size} must divide the {n_tokens} tokens of a sequence, to route them")
     for grid in mesh.ranks.reshape(config.pp, -1, ep):  # of a pipeline stage; [[0 1] [2 3]] in the figure
-        mesh.enter("ep", grid)  # a row has all experts: neighbours, first along tp
+        mesh.enter("ep", grid)  # each row holds all experts; ranks of tp come first
         mesh.enter("expert_data", grid.T)  # a column has the same experts
     mesh.join("sequence", "cp", "tp")
     width = config.expert_dim or model.config.ffn_dim
@@ -237,7 +242,7 @@ def train(config: Config, run: Run):
     """The whole run: five dimensions, put on the plain model one after another."""
     device, dtype = choose_device(config)
     taken = config.pp * config.cp * config.tp  # dp is what is left
-    mesh = Mesh(pp=config.pp, dp=join_ranks(device) // taken, cp=config.cp, tp=config.tp)  # tp hides least: neighbours
+    mesh = Mesh(pp=config.pp, dp=join_ranks(device) // taken, cp=config.cp, tp=config.tp)  # tp: neighbours
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # step 2: these sequences are mine
     shape = PRESETS[config.model]
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)

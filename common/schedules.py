@@ -1,7 +1,7 @@
-"""From chapter 6 on: pipeline schedules as data, lists of who does what in which order, to print, draw, check, run.
+"""From chapter 6 on: pipeline schedules as data. Each rank has a list of actions, to draw, check or run. (6a: `Place`.)
 
-A schedule is a function of p ranks, m micro-batches and v stages on a rank; it returns the list of one rank. Those here
-differ in one number, `warm_up`: the forwards that come before forward and backward take turns.
+A schedule is a function of p ranks, m micro-batches and v stages on each rank; it returns one rank's list. Those here
+differ in one number, `warm_up`: how many forwards come before forwards and backwards alternate.
 
     python -m common.schedules 4 8 2          draws them for 4 ranks, 8 micro-batches, 2 stages on a rank
 """
@@ -18,7 +18,7 @@ COSTS = {"F": 1, "B": 2}  # units of time
 
 
 class Action(NamedTuple):
-    """What a rank does in one go. ("F", 3, 1): micro-batch 3 goes forward through stage 1."""
+    """One unit of a rank's work. ("F", 3, 1), written F3.1: the forward of micro-batch 3 through stage 1."""
 
     kind: str  # F forward, B backward
     micro_batch: int
@@ -26,7 +26,7 @@ class Action(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a stage is, and what: `before` gives it its input (None: tokens), `after` takes its output (None: loss)."""
+    """One stage: its rank and layers, the stage `before`, or None (tokens), and the stage `after`, or None (loss)."""
 
     rank: int
     layers: range
@@ -43,11 +43,11 @@ def round_robin(n_layers: int, p: int, v: int) -> list[Place]:
 
 
 def one_f_one_b_order(p: int, m: int, v: int, rank: int, warm_up: int) -> list[Action]:
-    """`warm_up` forwards, then a forward and a backward in turn, then the backwards that are left.
+    """`warm_up` forwards; then forwards and backwards alternate; then the remaining backwards.
 
-    Micro-batches go in rounds of p. A round does the rank's first stage, then its second one, and so on, in backward
-    the other way round. On rank 0 of 2, with stages 0 and 2, 4 micro-batches go forward as F0.0 F1.0 F0.2 F1.2, F2.0
-    F3.0 F2.2 F3.2 (F1.2: micro-batch 1, stage 2): while F1.0 is computed here, micro-batch 0 is in stage 1, on rank 1.
+    Micro-batches go in rounds of p. A round passes through the rank's first stage, then its second one, and so on (in
+    backward: last stage first). On rank 0 of 2, with stages 0 and 2, the forwards of 4 micro-batches are F0.0 F1.0 F0.2
+    F1.2, F2.0 F3.0 F2.2 F3.2: while this rank computes F1.0, rank 1 has micro-batch 0 in stage 1.
     """
     rounds = [range(start, min(start + p, m)) for start in range(0, m, p)]
     stages = range(rank, p * v, p)
@@ -71,7 +71,7 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
     """1F1B over v stages a rank (Megatron, Narayanan et al. 2021). UserError if v > 1 and m is no multiple of p."""
     if v > 1 and m % p:
         raise UserError(f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank")
-    # Twice the distance to the last rank: once would do if messages took no time. So they are hidden. v = 1: 1F1B.
+    # Twice the distance to the last rank, so that messages are hidden; without them once would do. v = 1 is 1F1B.
     return one_f_one_b_order(p, m, v, rank, warm_up=(v - 1) * p + min(v, 2) * (p - 1 - rank))
 
 
@@ -92,13 +92,13 @@ SCHEDULES: dict[str, Callable[[Any], Schedule]] = {  # what a name stands for, u
 
 
 def consumer(action: Action, places: list[Place]) -> Action | None:
-    """The action that waits for this one's output: of the next stage, or in backward of the one before; else None."""
+    """The action that needs this one's output: on the next stage (backward: the previous one), or None at the end."""
     there = {"F": places[action.stage].after, "B": places[action.stage].before}.get(action.kind)
     return None if there is None else action._replace(stage=there)
 
 
 def simulate(lists: list[list[Action]], places: list[Place], costs: dict, message: float = 0) -> list[tuple]:
-    """Sorted (end, rank, start, action); input of another rank takes `message`. ValueError if ranks wait for ever."""
+    """Time all actions: (end, rank, start, action), sorted. A message takes `message`. ValueError for a deadlock."""
     # The loss is the input of its own stage's backward.
     needs_it = {a: consumer(a, places) or a._replace(kind="B" * (a.kind == "F")) for row in lists for a in row}
     awaited = {*needs_it.values()}

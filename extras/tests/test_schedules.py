@@ -26,7 +26,7 @@ TECHNIQUES = [name for name in SCHEDULES if name not in ("afab", "1f1b", "interl
 UNIT = dict(F=1, B=1, W=1)
 PLAIN = dict(F=1, B=2)  # B of a schedule without W is both gradients
 APART = Fault(
-    *("step06_pipeline", "", "", "OneForwardOneBackward", "dy = self.send_forward(y, recv_backward=i - warm_up)"),
+    *("step06_pipeline", "", "", "OneForwardOneBackward", "dy = self.send_forward(y, dy_of=i - warm_up)"),
     *("self.send_forward(y); dy = self.recv_backward(i - warm_up)", "two calls where one is needed"),
 )
 COSTS = [dict(F=f, B=b, W=w) for f, b, w in product((2, 3, 5), repeat=3)]  # whole numbers: the laws hold exactly
@@ -134,7 +134,7 @@ class Recorded:
         self.done.append(Action("B", i, stage))
         return i
 
-    def send_receive(self, peer: int, send: None = None, receive: int | None = None):
+    def send_receive(self, peer: int, send: None = None, receive_of: int | None = None):
         """Nothing moves."""
 
 
