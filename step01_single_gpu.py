@@ -65,7 +65,7 @@ class Config:
     """Flags of the trainer."""
 
     model: str = among(PRESETS, "tiny")  # preset of the shape; its weights are drawn at random
-    dataset: str = ""  # text file, or data set of the hub with a column "text"; default: Python's own sources
+    dataset: str = ""  # .txt file, or data set of the hub with a column "text"; default: Python's own sources
     steps: int = 200  # optimizer steps of the whole schedule
     global_batch_size: int = 32  # sequences per optimizer step, all ranks together
     micro_batch_size: int = 4  # sequences per forward and backward

@@ -172,7 +172,7 @@ class Zero1:
 
 
 class Zero2(Zero1):
-    """Gradients are sharded as well.
+    """ZeRO 2: gradients are sharded as well. Each trained parameter needs a gradient in every micro-batch.
 
     A unit's reduce-scatter overlaps the next unit's backward, after which the unit's whole gradient is freed. So two
     exist at a time (if the head is tied, autograd keeps a third: the head's part of E's gradient). E comes last: its

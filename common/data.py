@@ -103,7 +103,7 @@ class Data:
         n_windows = (len(self.tokens) - 1) // shape.seq_len
         self.n_train = n_windows - max(1, n_windows // 20)
         if self.n_train < 1:
-            few = f"{len(self.tokens)} tokens are less than two sequences of --seq-len {shape.seq_len}"
+            few = f"{len(self.tokens)} tokens are less than two sequences of {shape.seq_len}"
             raise UserError(f"--dataset {source or '(default)'}: {few}")
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:

@@ -159,7 +159,7 @@ def test_targets_are_the_next_tokens(batches):
         close(batches(vocab_size=33).read([7])[1], torch.tensor([[29, IGNORE, IGNORE, 32]]), "a reader's targets")
         with pytest.raises(UserError, match=r"--dataset .* ids 29 to 32 are not in the vocabulary"):
             batches(vocab_size=32).read([7])
-    with pytest.raises(UserError, match=r"--dataset .*less than two sequences of --seq-len 87"):
+    with pytest.raises(UserError, match=r"--dataset .*less than two sequences of 87"):
         batches(seq_len=87)
     close(batches(seq_len=86).batch(1)[0].shape, (3, 86), "batches of the one window of two that is trained on")
 

@@ -95,7 +95,7 @@ def test_labels_are_the_targets(tmp_path):
         ("nowhere/at/all.txt", None, "no such file or folder"),
         ("some/corpus", None, "the hub cannot be reached or does not have it"),
         ("empty.jsonl", b"", "empty"),
-        ("short.txt", b"15 letters, END", "16 tokens are less than two sequences of --seq-len 8"),
+        ("short.txt", b"15 letters, END", "16 tokens are less than two sequences of 8"),
         ("table.csv", b"text\nhello\n", "cannot read a .csv"),
         ("body.jsonl", b'{"body": "hello"}\n', "no `text` and no `input_ids` column, only ['body']"),
         ("number.jsonl", b'{"text": 5}\n', "`text` holds int64, not strings"),
