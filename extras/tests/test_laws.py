@@ -26,7 +26,7 @@ from extras.variants import Parts
 from extras.variants.step01 import fused_gradients
 from extras.variants.step02 import hierarchical_sync, tree_sync
 from extras.variants.step03 import zero_overlap
-from extras.variants.step05 import flash, ring
+from extras.variants.step05 import flash, kernels, ring
 from extras.variants.step07 import ep_overlap
 
 L, D, FFN, VOCAB, SEQ, HEADS, KV = (
@@ -360,7 +360,7 @@ def by_formulas(dtype: torch.dtype = torch.float64) -> list[float]:
     for causal in (True, False):
         lse = step05.part_attention(q, k, v, causal)[1] + 0.5  # other keys are elsewhere
         both = []
-        for attention, gradients in (step05.FORMULAS, flash.FLASH):
+        for attention, gradients in (kernels.FORMULAS, flash.FLASH):
             o = attention(q, k, v, causal)
             both.append([*o, *gradients(do, q, k, v, o[0].to(dtype), lse, causal)])
         found += [equal.difference(a, b) for a, b in zip(*both, strict=True)]

@@ -22,6 +22,7 @@ from extras.services.tables import table
 from extras.tests.bench import figures
 from extras.tests.bench.harness import command, on_ranks, take_turns, where
 from extras.variants.step05.flash import FLASH
+from extras.variants.step05.kernels import FORMULAS, kernel_ring
 
 WHOLE = "one call"
 RINGS = ("ring", "zigzag")
@@ -71,10 +72,14 @@ def modes_on_rank(config: Config) -> dict[str, list[tuple]]:
     plugins()
     group = Mesh(cp=config.cp)["cp"]
     steps = {WHOLE: step_of(config, attend, config.seq_len) if group.rank == 0 else lambda: None}
-    kernel = FLASH if config.kernel == "flash" else step05.FORMULAS
+    kernel = FLASH if config.kernel == "flash" else FORMULAS
     for name, mode in step05.CONTEXT.items():
-        known = dict(group=group, kernel=kernel) if name != "ulysses" else dict(group=group)
-        steps[name] = step_of(config, partial(mode.attention, **known), config.seq_len // config.cp)
+        attention = partial(mode.attention, group=group)
+        if attention.func is step05.ring_attention:
+            attention = partial(kernel_ring, **attention.keywords)
+        if name != "ulysses":
+            attention = partial(attention, kernel=kernel)
+        steps[name] = step_of(config, attention, config.seq_len // config.cp)
     return take_turns(steps, config.rounds)
 
 

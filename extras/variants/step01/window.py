@@ -30,8 +30,8 @@ from common import UserError
 from common.comm import Group, exchange
 from extras.variants import Parts
 from extras.variants.step05.allgather import gathered_attention
+from extras.variants.step05.kernels import FORMULAS
 from extras.variants.step05.ulysses import swapped_attention
-from step05_cp_ring import FORMULAS
 
 TURNED = "turned"
 

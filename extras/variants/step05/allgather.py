@@ -17,7 +17,8 @@ from torch import Tensor
 
 from common.comm import Group, all_gather, reduce_scatter
 from common.model import wide
-from step05_cp_ring import CONTEXT, FORMULAS, Config, ContextMode, merge, zigzag_positions, zigzag_visible
+from extras.variants.step05.kernels import FORMULAS
+from step05_cp_ring import CONTEXT, Config, ContextMode, merge, zigzag_positions, zigzag_visible
 
 SINCE = Config
 

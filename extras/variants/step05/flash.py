@@ -26,7 +26,8 @@ from torch import Tensor
 
 from common import UserError
 from extras.variants import Parts
-from step05_cp_ring import Config
+from extras.variants.step05.kernels import kernel_ring
+from step05_cp_ring import Config, ring_attention
 
 SINCE = Config
 
@@ -107,7 +108,9 @@ FLASH, CUDNN = (flash_attention, flash_gradients), (cudnn_attention, cudnn_gradi
 
 
 def with_kernel(attend: Callable, q: Tensor, *others: Tensor, kernel: tuple, **more: Any) -> Tensor:
-    """Around attention of step 5: the same, with this kernel."""
+    """Around attention of step 5: the same, with this kernel. Step 5's ring takes none: `kernel_ring` replaces it."""
+    if getattr(attend, "func", None) is ring_attention:
+        attend = partial(kernel_ring, **attend.keywords)
     return attend(q, *others, kernel=kernel, **more)
 
 

@@ -32,8 +32,9 @@ from common.comm import Group
 from common.model import PRESETS
 from extras.variants import Parts
 from extras.variants.step05.allgather import gathered_attention
+from extras.variants.step05.kernels import FORMULAS, kernel_ring
 from extras.variants.step05.ulysses import Swap
-from step05_cp_ring import CONTEXT, FORMULAS, Config, ContextMode, ring_attention, zigzag_positions, zigzag_visible
+from step05_cp_ring import CONTEXT, Config, ContextMode, zigzag_positions, zigzag_visible
 
 SINCE = Config
 
@@ -90,7 +91,7 @@ def crossed_attention(
     `group` swaps, `ring` passes on. `tokens`: two chunks of `chunk` tokens each of one or more sequences.
     """
     n, copies = group.size, max(1, group.size // k.shape[2])
-    attend = ring_attention if ring.size > 1 else gathered_attention  # a ring of one would send to itself
+    attend = kernel_ring if ring.size > 1 else gathered_attention  # a ring of one would send to itself
     q, k, v = (Swap.apply(x.repeat_interleave(c, 2), group, True) for x, c in ((q, 1), (k, copies), (v, copies)))
     out = attend(*(in_order(x, n, chunk) for x in (q, k, v)), ring, visible, kernel)
     return Swap.apply(by_rank(out, n, chunk), group, False)
