@@ -76,10 +76,10 @@ class Config:
     grad_clip: float = 1.0  # largest global gradient norm; 0: no clipping
     seed: int = 0  # of initial weights and data order
     device: Literal["auto", "cuda", "cpu"] = "auto"  # where to compute
-    dtype: str = among(DTYPES, "auto")  # of weights and compute; auto: bf16 on a GPU that has it, else fp32
+    dtype: str = among(DTYPES, "auto")  # of weights and computation; auto: bf16 on a GPU that has it, else fp32
     recompute: str = among(RECOMPUTE, "none")  # what the backward pass computes again
     out: str = ""  # run directory; default: runs/ and the name of the script
-    save_every: int = 0  # steps between checkpoints (and one at the end); 0: none
+    save_every: int = 0  # steps between checkpoints (one more at the end); 0: none
     resume: str = ""  # run directory, or a checkpoint in it, to resume
 
 
@@ -145,7 +145,7 @@ def train(config: Config, run: Run):
     optimizer = Optimizer(model, config)
 
     for step in run.steps(model=model, optimizer=optimizer, data=data):  # yields 0, 1, ...; restores and saves them
-        tokens, targets = (x.to(device) for x in data.batch(step))  # int64 [batch, seq]; targets: each next token
+        tokens, targets = (x.to(device) for x in data.batch(step))  # int64 [batch, seq]; a target is the next token
         n_targets = (targets != IGNORE).sum().clamp(min=1)
         xs, ys = (x.split(config.micro_batch_size) for x in (tokens, targets))
         loss = 0.0
@@ -155,7 +155,7 @@ def train(config: Config, run: Run):
             loss = loss + micro_loss.detach()
 
         norm = torch.nn.utils.get_total_norm(optimizer.gradients().values()).item()
-        run.require_finite(step, loss=loss.item(), grad_norm=norm)  # if not, raise, before the weights become nan
+        run.require_finite(step, loss=loss.item(), grad_norm=norm)  # else an error, before the weights become nan
         clip_coef = min(1.0, config.grad_clip / norm) if config.grad_clip and norm else 1.0
         scale(optimizer.gradients(), clip_coef)
         lr = learning_rate(step, config)

@@ -104,7 +104,7 @@ class RingSync(NaiveSync):
 
 
 class Bucket:
-    """A flat buffer of gradients: `flat` [elements] has those of all `params`, and `views` each one in its shape."""
+    """A flat buffer: `flat` [elements] holds the gradients of all `params`; each of `views` has one, in its shape."""
 
     def __init__(self, params: list[nn.Parameter], group: Group):
         """Allocate `flat` as zeros in the params' grad_dtype; `views` is a list in the order of `params`."""
@@ -143,7 +143,7 @@ class BucketSync:
                 param.register_post_accumulate_grad_hook(partial(self.mark_ready, bucket))
 
     def begin(self, n_micro_batches: int):
-        """Zero the buffers; make each `.grad` a view of its buffer. Complete after n_micro_batches additions."""
+        """Zero the buffers; make each `.grad` a view of its buffer. n_micro_batches additions complete it."""
         self.unsent, self.pending = list(self.buckets), []
         for bucket in self.buckets:
             bucket.flat.zero_()
@@ -158,7 +158,7 @@ class BucketSync:
             self.send(self.unsent.pop(0))
 
     def send(self, bucket: Bucket):
-        """Start a bucket's all-reduce, asynchronously. (`all_reduce` also calls `note`; in a group of one: nothing.)"""
+        """Start a bucket's all-reduce, asynchronously. (`all_reduce` calls `note`. In a group of one: no action.)"""
         self.pending.append(all_reduce(bucket.flat, bucket.group))
 
     def finish(self):
@@ -183,7 +183,7 @@ class Config(step01.Config):
 def train(config: Config, run: Run):
     """The whole run."""
     device, dtype = choose_device(config)
-    mesh = Mesh(dp=join_ranks(device))  # all ranks in one row. mesh["dp"]: rank, size, handle (PyTorch's group)
+    mesh = Mesh(dp=join_ranks(device))  # one group of all ranks. mesh["dp"]: rank, size, handle (PyTorch's group)
     mine = mesh["dp"].share(config.global_batch_size, "--global-batch-size")  # these sequences are mine
     shape = PRESETS[config.model]
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)

@@ -69,7 +69,7 @@ class Unit:
             param.data = self.view(self.flat, name)  # `.data` hides the alias: autograd forbids writing to flat
             param.grad_dtype = wide(param.dtype)
         self.shard = self.flat[self.first : self.first + self.length]
-        self.master = self.shard.to(wide(reference_param.dtype))  # the shard itself, if it is wide enough
+        self.master = self.shard.to(wide(reference_param.dtype))  # the shard itself, if it is fp32 or fp64
         self.missing = 0  # from stage 2 on: gradients that this micro-batch's backward has yet to make
         self.gradient: Tensor | None = None  # [padded], from this rank's tokens: not summed over ranks
         self.reduced_shard: Tensor | None = None  # [padded / n], the sum over the ranks of `gradient`
@@ -86,7 +86,7 @@ class Unit:
         return shard[start:stop]
 
     def make_room(self):
-        """A flat buffer of zeros for this rank's gradients."""
+        """Allocate a flat buffer of zeros for this rank's gradients."""
         self.gradient = torch.zeros_like(self.flat, dtype=wide(self.flat.dtype))
 
 
@@ -216,7 +216,7 @@ class Zero2(Zero1):
             pending.wait()
             unit.grad_shard += unit.reduced_shard
             unit.gradient = unit.reduced_shard = self.in_flight = None
-            unit.missing = len(unit.trained)  # of the next micro-batch
+            unit.missing = len(unit.trained)  # in the next micro-batch
 
     def finish(self):
         """After the last micro-batch: finish the last unit."""
@@ -271,7 +271,7 @@ class Zero3(Zero2):
         entries = [[trunk.embed_tokens], *([layer] for layer in trunk.layers.values()), [trunk.norm, head]]
         self.lowest = int(trunk.embed_tokens is not None)  # the first entry whose backward needs weights
         self.uses: list[list[Unit]] = []  # for each entry, in forward order: the units of its parameters
-        for i, modules in enumerate(entry for entry in entries if None not in entry):  # none in some stages
+        for i, modules in enumerate(entry for entry in entries if None not in entry):  # None: on another stage
             params = set(nn.ModuleList(modules).parameters())
             self.uses.append([unit for unit in self.units if params & set(unit.named.values())])
             modules[0].register_forward_pre_hook(lambda *_, i=i: self.fetch(i, min(i + 1, len(self.uses) - 1)))
@@ -287,7 +287,7 @@ class Zero3(Zero2):
     def after_forward(self, i: int, _module: nn.Module, _inputs: tuple, output: Tensor):
         """Hook: entry `i` has computed. Free its weights; when its output's gradient arrives, fetch them again."""
         for unit in self.uses[i]:
-            if unit not in self.uses[min(i + 1, len(self.uses) - 1)]:  # else the next module or backward needs it
+            if unit not in self.uses[min(i + 1, len(self.uses) - 1)]:  # else the next entry, or H's backward, needs it
                 unit.free()
         if output.requires_grad and i >= self.lowest:
             output.register_hook(lambda _gradient: self.fetch(i, max(i - 1, self.lowest)))

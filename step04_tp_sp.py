@@ -135,11 +135,11 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, ids: range, group: Group) -> Tensor:
         """logits [batch, seq, vocab/n], targets int64 [batch, seq] -> the sum over all targets but IGNORE, in nats."""
-        logits = logits.to(wide(logits.dtype))  # a sum of exponentials needs it; autograd casts their gradient back
+        logits = logits.to(wide(logits.dtype))  # for the sum of exponentials; autograd casts the gradient back
         held = (targets >= ids.start) & (targets < ids.stop)
         column = ((targets - ids.start) % logits.shape[-1])[..., None]  # any column, if another rank has it
         picked = logits.gather(-1, column).squeeze(-1).where(held, 0.0)
-        ours = torch.stack((logits[..., : len(ids)].logsumexp(-1), picked))  # the rest is padding
+        ours = torch.stack((logits[..., : len(ids)].logsumexp(-1), picked))  # later columns are padding
         everyone = ours.new_empty(group.size, *ours.shape)  # [n, 2, batch, seq]
         all_gather(everyone.view(-1), ours.view(-1), group).wait()
         log_sum, picked = everyone[:, 0].logsumexp(0), everyone[:, 1].sum(0)
@@ -242,7 +242,7 @@ class Config(step03.Config):
 
     tp: int = 1  # ranks that share each matrix
     sp: bool = True  # between the blocks, shard the tokens over tp
-    zero: int = among(STAGES, 0)  # ZeRO over dp: 0 none (so you see tp alone), 1 state, 2 gradients, 3 parameters
+    zero: int = among(STAGES, 0)  # ZeRO over dp: 0 none (to see tp alone), 1 state, 2 gradients, 3 parameters
 
 
 def train(config: Config, run: Run):

@@ -57,7 +57,7 @@ from step04_tp_sp import shard_tensors, sum_partial_gradients
 def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
     """The ring. Yield (rank, its k and v) n times, first our own; kv [2, batch, kv_heads, s/n, d] is k and v.
 
-    While the caller computes with what it was given, that goes on to the right neighbour, and the next comes in.
+    While the caller computes with these, they are sent to the right neighbour, and the next are received.
     """
     n, r = group.size, group.rank
     for hop in range(n - 1):
@@ -88,7 +88,7 @@ def zigzag_visible(rank: int, source: int, length: int) -> list[tuple[slice, sli
 
 
 def same_heads(q: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """All in fp32 or wider, and with as many heads as q: a kv head is repeated for the query heads that it serves."""
+    """Cast all to fp32 or wider, with as many heads as q: a kv head is repeated for the query heads that it serves."""
     return [x.to(wide(x.dtype)).repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (q, *tensors)]
 
 
@@ -160,7 +160,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do: Tensor):
-        """Send k and v round as in forward; dkv, in wide(q.dtype), follows each time this rank has added its term."""
+        """Send k and v round as in forward; dkv, in wide(q.dtype), is sent on after this rank has added its term."""
         q, own, o, lse = ctx.saved_tensors
         n, r = ctx.group.size, ctx.group.rank
         dq, dkv = (torch.zeros_like(x, dtype=wide(q.dtype)) for x in (q, own))
@@ -236,7 +236,7 @@ def train(config: Config, run: Run):
     with torch.device("meta"):
         model = Decoder(shape)
     shard_tensors(model, mesh, config.sp)  # step 4: these rows and columns are mine
-    here = shard_context(model, mesh, CONTEXT[config.cp_mode], config.sp).to(device)  # these tokens of them are mine
+    here = shard_context(model, mesh, CONTEXT[config.cp_mode], config.sp).to(device)  # of them, these tokens are mine
     RECOMPUTE[config.recompute](model)
     optimizer, sync = make_optimizer(model, config, mesh, device, dtype)  # step 3: this shard is mine (--zero)
 

@@ -114,11 +114,11 @@ class Pipeline:
         self.model, self.places, self.group, self.positions, self.sp_ranks = model, places, group, positions, sp_ranks
         self.reference_param = next(model.parameters())  # its dtype and device are those of x
         self.graphs: dict[tuple[int, int], tuple] = {}  # (micro-batch, stage) -> (input, edge of the output)
-        # NCCL: all ranks of a group must take part in its first operation. A message has only two: so all-reduce first.
+        # NCCL: a group's first operation must involve all its ranks, and a message has only two. So all-reduce first.
         all_reduce(torch.zeros(1, device=self.reference_param.device), group).wait()
 
     def step(self, xs: list[Tensor], ys: list[Tensor], n_targets: Tensor) -> Tensor:
-        """Forward and backward of all micro-batches, int64 [batch, seq] each. Returns the loss (0 but on the last)."""
+        """Run forward and backward of all micro-batches, int64 [batch, seq]. The loss is 0 except on the last stage."""
         self.xs, self.ys, self.n_targets = xs, ys, n_targets
         self.loss = torch.zeros((), dtype=wide(self.reference_param.dtype), device=self.reference_param.device)
         self.execute()
@@ -142,12 +142,12 @@ class Pipeline:
         return x.grad
 
     def buffer(self, i: int) -> Tensor:
-        """Room for the x or dx of micro-batch i."""
+        """An empty tensor to receive the x or dx of micro-batch i."""
         batch, seq = self.xs[i].shape
         return self.reference_param.new_empty(batch, seq // self.sp_ranks, self.model.config.dim)
 
     def send_receive(self, peer: int, send: Tensor | None = None, receive_of: int | None = None) -> Tensor | None:
-        """Send the tensor `send` and receive that of micro-batch `receive_of`, together. No such peer: nothing."""
+        """Send the tensor `send` and receive that of micro-batch `receive_of`, together; nothing without a peer."""
         if not 0 <= peer < self.group.size:
             return None
         received = None if receive_of is None else self.buffer(receive_of)
@@ -189,7 +189,7 @@ class OneForwardOneBackward(Pipeline):
     """1F1B (PipeDream-flush, Narayanan et al. 2021)."""
 
     def execute(self):
-        """At most p - rank micro-batches are in flight. In the steady phase dy comes as y goes, and x as dx goes."""
+        """At most p - rank micro-batches are in flight. In the steady phase, y and dy cross, and so do dx and x."""
         stage, m = self.group.rank, len(self.xs)
         warm_up = min(m, self.group.size - 1 - stage)
 
@@ -198,7 +198,7 @@ class OneForwardOneBackward(Pipeline):
             y = self.forward(i, stage, x)
             self.send_forward(y)
 
-        x = self.recv_forward(warm_up) if warm_up < m else None  # later ones arrive while a dx leaves
+        x = self.recv_forward(warm_up) if warm_up < m else None  # a later x is received while a dx is sent
         for i in range(warm_up, m):  # steady: one forward, one backward
             y = self.forward(i, stage, x)
             dy = self.send_forward(y, dy_of=i - warm_up)
@@ -211,9 +211,9 @@ class OneForwardOneBackward(Pipeline):
             self.send_backward(dx)
 
 
-# --- 6b, for a second evening: a schedule is a list of actions for each rank (common/schedules.py); one class runs all
-# INTERLEAVED. With v shorter stages on each rank (r, r+p, ... on rank r) the bubble is (p-1) / (v m + p-1), for more
-# messages and memory. `python -m common.schedules 4 8 2` draws it. --pp 2 --schedule interleaved runs it.
+# --- 6b, for a second evening: a schedule is a list of actions for each rank (common/schedules.py); one class runs any
+# INTERLEAVED. With v shorter stages on each rank (r, r+p, ... on rank r) the bubble is (p-1) / (v m + p-1). The price
+# is more messages and memory. `python -m common.schedules 4 8 2` draws it. --pp 2 --schedule interleaved runs it.
 #
 # The lists on the left deadlock: rank 0's B0 needs rank 1's B0, which comes after its F1, which needs rank 0's F1,
 # which comes after B0. `simulate` raises ValueError. On the right the lists are good, but the messages are in the wrong
@@ -257,14 +257,14 @@ def add_messages(lists: list[list[Action]], places: list[Place], costs: dict = C
 
 
 class ListPipeline(Pipeline):
-    """Any lists of actions, and any number of stages on a rank."""
+    """Run any lists of actions, with any number of stages on a rank."""
 
     def __init__(self, lists: list[list[Action]], costs: dict[str, int], *same):
         super().__init__(*same)
         self.program = add_messages(lists, self.places, costs)[self.group.rank]
 
     def execute(self):
-        """Messages run in the background: an action waits for its input, a send for the last send to the same peer."""
+        """Messages are asynchronous: an action waits for its input, a send for the previous send to the same peer."""
         box: dict[Action, tuple[Tensor, Pending]] = {}  # action -> its input, and the message that brings it
         sent: dict[int, Pending] = defaultdict(Pending)  # peer -> the last send to it
         for verb, action, peer in self.program:
@@ -295,7 +295,7 @@ def plan(config: Config, m: int) -> tuple[list[Place], list[list[Action]]]:
 
 
 def make_pipeline(config: Config, model: Decoder, mesh: Mesh, positions: Tensor, places: list, lists: list) -> Pipeline:
-    """AFAB and 1F1B are the loops above. All other orders follow their lists."""
+    """Make a pipeline: AFAB and 1F1B are the loops above, all other schedules run their lists."""
     same = model, places, mesh["pp"], positions, config.tp if config.sp else 1
     loops, costs = {"afab": Pipeline, "1f1b": OneForwardOneBackward}, SCHEDULES[config.schedule](config).costs
     return loops[config.schedule](*same) if config.schedule in loops else ListPipeline(lists, costs, *same)

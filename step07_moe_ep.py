@@ -77,7 +77,7 @@ class ExpertLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU MLPs side by side."""
+    """Several SwiGLU MLPs, each with its own rows."""
 
     def __init__(self, experts: int, dim: int, ffn_dim: int):
         super().__init__()
@@ -86,7 +86,7 @@ class Experts(nn.Module):
         self.down_proj = ExpertLinear(experts, ffn_dim, dim)
 
     def forward(self, rows: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """rows [n, dim] sorted by expert, int64 [experts] -> [n, dim]."""
+        """rows [n, dim] sorted by expert, and how many each has, int64 [experts] -> [n, dim]."""
         counts = num_tokens_per_expert.tolist()
         return self.down_proj(F.silu(self.gate_proj(rows, counts)) * self.up_proj(rows, counts), counts)
 
@@ -96,7 +96,7 @@ class AddLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, loss: Tensor, coeff: float) -> Tensor:
-        """x unchanged; `loss` does not travel, so a layer on any pipeline stage can add one."""
+        """x unchanged. `loss` is not sent to other ranks, so a layer on any pipeline stage can add one."""
         ctx.coeff = coeff
         return x.view_as(x)
 
@@ -114,7 +114,7 @@ class MoE(nn.Module):
         self.router = nn.Linear(dim, config.experts, bias=False)
         self.experts = Experts(config.experts, dim, ffn_dim)
         self.top_k, self.group = config.experts_per_token, mesh["sequence"]
-        # Gradients of micro-batches are summed, so divide by their number: the step has the mean of their losses.
+        # Gradients of micro-batches are summed. Divide by their number, so that a step has the mean of their losses.
         self.coeff = config.aux_loss_coeff * config.micro_batch_size / config.global_batch_size
 
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -194,8 +194,8 @@ class Config(step06.Config):
     experts: int = 8  # MLPs in each layer
     experts_per_token: int = 2  # how many of them a token visits
     expert_dim: int = 0  # width of an expert; 0: the preset's ffn_dim
-    moe_every: int = 1  # one layer in so many has experts, the others an MLP
-    dense_layers: int = 0  # first layers, which have MLPs: --moe-every counts after them
+    moe_every: int = 1  # one layer in this many has experts, the others an MLP
+    dense_layers: int = 0  # layers at the start that have an MLP; --moe-every counts from there
     balance: str = among(BALANCE, "loss")  # what keeps the experts equally busy
     aux_loss_coeff: float = 0.01  # coefficient of the load-balancing auxiliary loss
     ep: int = 1  # ranks, of dp x cp x tp, that share the experts
@@ -218,7 +218,7 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config):
         raise UserError("--micro-batch-size must divide the sequences of a rank: the auxiliary loss is their mean")
     if n_tokens % tp.size:
         raise UserError(f"--no-sp: --tp {tp.size} must divide the {n_tokens} tokens of a sequence, to route them")
-    for grid in mesh.ranks.reshape(config.pp, -1, ep):  # of a pipeline stage; [[0 1] [2 3]] in the figure
+    for grid in mesh.ranks.reshape(config.pp, -1, ep):  # of a stage; in the table: [[0 ... 7] [8 ... 15]]
         mesh.enter("ep", grid)  # each row holds all experts; ranks of tp come first
         mesh.enter("expert_data", grid.T)  # a column has the same experts
     mesh.join("sequence", "cp", "tp")
@@ -230,7 +230,7 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config):
         note_layout(moe.router.weight, data_dim="data", partial_over=("tp",))  # tp ranks route different tokens
         for linear in moe.experts.children():
             linear.weight = shard_param(linear.weight, 0, mesh["ep"])
-            note_layout(linear.weight, data_dim="expert_data")  # and sharded over ep: the norm counts it once
+            note_layout(linear.weight, data_dim="expert_data")  # it is sharded over ep, so the norm counts it once
         if ep > 1:
             moe.experts.forward = partial(DISPATCH[config.ep_mode], moe.experts.forward, mesh["ep"])
         if tp.size > 1 and not config.sp:  # tp ranks have the same tokens: each takes its shard, all gather the outputs
@@ -239,7 +239,7 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config):
 
 
 def train(config: Config, run: Run):
-    """The whole run: five dimensions, put on the plain model one after another."""
+    """The whole run: five kinds of parallelism, applied to the plain model one after another."""
     device, dtype = choose_device(config)
     taken = config.pp * config.cp * config.tp  # dp is what is left
     mesh = Mesh(pp=config.pp, dp=join_ranks(device) // taken, cp=config.cp, tp=config.tp)  # tp: neighbours

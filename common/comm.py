@@ -1,7 +1,7 @@
-"""From chapter 2 on: ranks, the mesh that they form, and what they send one another: torch.distributed, with names.
+"""From chapter 2 on: ranks, the mesh that they form, and their messages: torch.distributed with named dimensions.
 
 A *rank* is one of the processes that torchrun starts, and also its number, from 0. Each has its own memory (a GPU, if
-there are any) and runs the same script. Ranks meet in *collectives*: calls that all ranks of a group make together.
+there are any) and runs the same script. Ranks communicate by *collectives*: calls that all ranks of a group make.
 
               tp ->
         dp  [0  1  2  3]      Mesh(dp=2, tp=4) lays the ranks out as arange(8).reshape(2, 4). On rank 5, mesh["tp"] is
@@ -28,9 +28,9 @@ from common import UserError
 
 observer: Callable[[str, "Group", Tensor, float], None] | None = None  # if set, `note` calls it for each operation
 waiting: Callable[["Pending"], AbstractContextManager] = nullcontext  # `Pending.wait` blocks inside this context
-Rows = list[int] | None  # how many rows go to, or come from, each rank; None: the same number for each
+Rows = list[int] | None  # the number of rows for, or from, each rank; None: the same for each
 
-# torch 2.13 renamed two collectives; both names are served.
+# torch 2.13 renamed two collectives; both names work here.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -45,7 +45,7 @@ class Group:
     handle: dist.ProcessGroup | None
 
     def share(self, total: int, what: str) -> slice:
-        """This rank's share, in order, of `total` things. Raises UserError if they do not divide."""
+        """The slice of `total` things that is this rank's share. Raises UserError if `size` does not divide `total`."""
         if total % self.size:
             raise UserError(f"{what} {total} must be a multiple of the {self.size} ranks of {self.name}")
         length = total // self.size
@@ -63,12 +63,12 @@ class Mesh:
     """Named dimensions over all ranks: `mesh["tp"]` is this rank's group along tp."""
 
     def __init__(self, **sizes: int):
-        """Number of ranks of each dimension, slowest first. Raises UserError unless they multiply to all ranks."""
+        """`sizes`: ranks along each dimension, slowest first. Raises UserError unless their product is all ranks."""
         self.sizes, self.world = sizes, dist.get_world_size() if dist.is_initialized() else 1
         require_product(sizes, self.world)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.groups: dict[str, Group] = {}
-        self.handles: dict[tuple, dist.ProcessGroup] = {}  # one for each set of ranks, or two: see `enter`
+        self.handles: dict[tuple, dist.ProcessGroup] = {}  # one per set of ranks, or two: see `enter`
         self.ranks = np.arange(self.world).reshape(*sizes.values())
         for name in sizes:
             self.join(name, name)
@@ -78,10 +78,10 @@ class Mesh:
         return self.groups[name]
 
     def join(self, name: str, *dims: str) -> np.ndarray:
-        """Make the groups of a dimension, and return their ranks: int [groups, size], a row for each group.
+        """Create the groups along a dimension; return their ranks: int [groups, size], a row for each group.
 
         In the figure above: join("tp", "tp") has rows [0 1 2 3] [4 5 6 7], join("dp", "dp") [0 4] [1 5] [2 6] [3 7].
-        From chapter 5 on a dimension may be made of several: join("data", "dp", "cp").
+        From chapter 5 on, several dimensions can form one: join("data", "dp", "cp").
         """
         axes = [list(self.sizes).index(dim) for dim in dims]
         rows = np.moveaxis(self.ranks, axes, range(-len(axes), 0)).reshape(-1, math.prod(map(self.sizes.get, dims)))
@@ -89,11 +89,11 @@ class Mesh:
         return rows
 
     def enter(self, name: str, rows: np.ndarray, urgent: bool = False):
-        """Create a group for each row of int [groups, size]; keep this rank's. `urgent`: on its own queue."""
+        """Create a group for each row of int [groups, size]; keep this rank's. `urgent`: with a queue of its own."""
         urgent |= name in ("pp", "cp", "tp", "ep", "sequence")  # a handle is a queue: do not wait behind gradient sums
         for row in map(tuple, rows.tolist()):
             if len(row) > 1 and (row, urgent) not in self.handles:
-                self.handles[row, urgent] = dist.new_group(row)  # all ranks take part in making every group
+                self.handles[row, urgent] = dist.new_group(row)  # all ranks must call this for every group
             if self.rank in row:
                 self.groups[name] = Group(name, row.index(self.rank), len(row), self.handles.get((row, urgent)))
 
@@ -123,7 +123,7 @@ def all_reduce(tensor: Tensor, group: Group) -> Pending:
 
 
 def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
-    """From chapter 3 on: `output` [n k, ...] becomes all ranks' `tensor` [k, ...], which may be a view of its place."""
+    """From chapter 3 on: fill `output` [n k, ...] with all ranks' `tensor` [k, ...], perhaps a view of its part."""
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
@@ -132,14 +132,14 @@ def all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
 
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
-    """From chapter 3 on: `output` [k] becomes this rank's shard of the sum of all ranks' `tensor` [n k]."""
+    """From chapter 3 on: fill `output` [k] with this rank's shard of the sum of all ranks' `tensor` [n k]."""
     if group.size == 1:
         output.copy_(tensor)
         return Pending()
     note("reduce_scatter", group, tensor, (group.size - 1) / group.size)
     if dist.get_backend(group.handle) != "gloo":
         return Pending(group, _reduce_scatter(output, tensor, group=group.handle, async_op=True))
-    shards = torch.empty_like(tensor)  # gloo's own all-reduces the whole. Here a rank gets its shard of each, and adds
+    shards = torch.empty_like(tensor)  # gloo's reduce-scatter all-reduces all of it; here a rank adds up its shards
     work = dist.all_to_all_single(shards, tensor, group=group.handle, async_op=True)
     return Pending(group, work, then=lambda: torch.sum(shards.view(group.size, -1), 0, out=output.view(-1)))
 
@@ -155,12 +155,12 @@ def all_to_all(output: Tensor, tensor: Tensor, group: Group, in_rows: Rows = Non
 
 
 def exchange(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group) -> Pending:
-    """Messages: (tensor, peer's rank in the group). Both ends must agree on shape and dtype: gloo does not check."""
+    """Messages: (tensor, peer's rank in the group). Both ends must agree on shape and dtype; gloo hardly checks."""
     if group.size == 1:
         for (sent, _), (received, _) in zip(sends, receives, strict=True):
             received.copy_(sent)
         return Pending()
-    # Post receives first: gloo's note to a peer that we are ready for its message would queue behind what we send.
+    # Post receives first: gloo's notice to a peer that we are ready to receive would queue behind our own sends.
     operations = [dist.P2POp(dist.irecv, tensor, group=group.handle, group_peer=peer) for tensor, peer in receives]
     for tensor, peer in sends:
         note("send", group, tensor, 1.0)
@@ -169,6 +169,6 @@ def exchange(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]
 
 
 def note(operation: str, group: Group, tensor: Tensor, share: float):
-    """Show the observer an operation, its whole tensor, and which share of the tensor's bytes this rank sends."""
+    """Tell the observer of an operation, its whole tensor, and the share of the tensor's bytes that this rank sends."""
     if observer is not None:
         observer(operation, group, tensor, share)

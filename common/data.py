@@ -5,9 +5,9 @@
     sample j of step s = window order[i mod n], i = s*B + j        B = global batch size, n = windows to train on; in
                                                                    each epoch, i // n, another order, from (seed, epoch)
 
-Targets are shifted here, before anything shards a sequence. Every rank reads the whole global batch and works on its
-share of it: token ids are small. The stream's last twentieth is kept for validation. Token ids are the text's bytes,
-even if the model's vocabulary is larger.
+Targets are shifted here, before a sequence is sharded. Every rank reads the whole global batch, since token ids are
+small, and works on its share. The last twentieth of the windows is held out for validation. Token ids are the bytes of
+the text, even if the model's vocabulary is larger.
 """
 
 import os
@@ -24,18 +24,18 @@ from torch import Tensor
 from common import UserError
 from common.model import IGNORE, ModelConfig
 
-END = 256  # ends a document
+END = 256  # the token that ends a document
 SKIPPED = {"test", "tests", "idlelib", "site-packages", "__pycache__"}
 
 
 def to_tokens(texts: Iterable[str]) -> np.ndarray:
-    """Texts -> one stream of bytes, END after each."""
+    """Texts -> one stream of token ids: the bytes of each text, then END."""
     texts = (np.frombuffer(text.encode(errors="replace"), np.uint8) for text in texts)
     return np.concatenate([np.append(text, np.uint16(END)) for text in texts])
 
 
 def text_of(path: Path) -> str:
-    """A text file; bytes that are not UTF-8 become U+FFFD. Raises UserError for NULs, a sign of UTF-16."""
+    """Read a text file; bytes that are not UTF-8 become U+FFFD. Raises UserError for NULs, a sign of UTF-16."""
     text = path.read_text(encoding="utf-8", errors="replace")
     if "\0" in text:
         raise UserError(f"--dataset {path}: it has NULs, as UTF-16 has: convert it to UTF-8")
@@ -49,7 +49,7 @@ def read_files(paths: list[Path]) -> tuple[np.ndarray, None]:
 
 
 def read_library(_source: str) -> tuple[np.ndarray, None]:
-    """The source code of Python's standard library."""
+    """Read the source code of Python's standard library."""
     paths = []
     for folder, inside, names in os.walk(sysconfig.get_paths()["stdlib"]):
         inside[:] = sorted(set(inside) - SKIPPED)
@@ -58,7 +58,7 @@ def read_library(_source: str) -> tuple[np.ndarray, None]:
 
 
 def read_hub(source: str) -> tuple[np.ndarray, None]:
-    """A data set of the hub with a column `text`."""
+    """Read a data set of the Hugging Face hub that has a column `text`."""
     import datasets  # takes seconds to import
 
     try:
@@ -67,7 +67,7 @@ def read_hub(source: str) -> tuple[np.ndarray, None]:
         raise UserError(f"--dataset {source}: no such file, and as a data set of the hub: {error!r:.200}") from error
 
 
-# From a source's kind (a file's suffix) to its reader -> tokens, and labels, or None if targets are the next tokens.
+# The kind of a source, such as a suffix -> its reader: it returns tokens and labels (None: each the next token).
 READERS: dict[str, Callable[[str], tuple[Any, Any]]] = {
     "": read_library,
     ".txt": lambda source: read_files([Path(source)]),
@@ -76,7 +76,7 @@ READERS: dict[str, Callable[[str], tuple[Any, Any]]] = {
 
 
 def kind_of(source: str) -> str:
-    """The key in READERS of a `--dataset`."""
+    """The key in READERS for a value of `--dataset`."""
     if not source:
         return ""
     if not Path(source).exists():
@@ -86,7 +86,7 @@ def kind_of(source: str) -> str:
 
 @lru_cache(maxsize=2)
 def shuffled(n: int, seed: int, epoch: int) -> np.ndarray:
-    """The numbers 0 to n-1 in the order of an epoch."""
+    """The numbers 0 to n-1 in the random order of an epoch."""
     return np.random.default_rng((seed, epoch)).permutation(n)
 
 
@@ -94,7 +94,7 @@ class Data:
     """The batches of a run."""
 
     def __init__(self, source: str, shape: ModelConfig, batch_size: int, seed: int):
-        """`source`: see READERS. `batch_size` in sequences. Raises UserError for data that do not fit the model."""
+        """`source`: see READERS. `batch_size`: in sequences. Raises UserError if data are unreadable or too few."""
         kind = kind_of(source)
         if kind not in READERS:
             raise UserError(f"--dataset {source}: cannot read a {kind}; known are {', '.join(filter(None, READERS))}")
@@ -113,7 +113,7 @@ class Data:
         return self.read([shuffled(self.n_train, self.seed, epoch)[place] for epoch, place in places])
 
     def read(self, windows: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """Tokens and targets, int64 [windows, seq]. Raises UserError for an id outside the vocabulary."""
+        """Tokens and targets of `windows`, int64 [windows, seq]. Raises UserError for an id outside the vocabulary."""
         seq = self.shape.seq_len
         rows = np.stack([self.tokens[i * seq : (i + 1) * seq + 1] for i in windows]).astype(np.int64)
         targets = rows[:, 1:]

@@ -1,13 +1,13 @@
 """Initial values, and one small record per parameter: how it is sharded, over which ranks its gradient is summed.
 
-Chapter 1 needs `draw` and `materialize`. From chapter 2 on each dimension of parallelism writes in a parameter's record
-how it changed it. Initial weights, sums of gradients, shards of optimizer state and the global norm follow the record.
+Chapter 1 needs `draw` and `materialize`. From chapter 2 on, each dimension of parallelism notes in a parameter's record
+what it changes. Initial weights, gradient sums, shards of optimizer state and the global norm follow the record.
 
     parameter (full shape)          shards                       partial_over     data_dim
     q_proj.weight   [128, 128]      dim 0 over tp: rows 0-63     ()               "dp"
     norm.weight     [128]           none                         ("tp",)          "dp"      (sequence parallelism)
 
-`partial_over`: a gradient is also summed over these, in addition to data_dim, over which all gradients are summed.
+All gradients are summed over `data_dim`. `partial_over`: further dimensions over which this gradient is summed.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ def draw(name: str, shape: list[int], n_layers: int, seed: int) -> Tensor:
 def materialize(model: Decoder, seed: int, device: torch.device, dtype: torch.dtype, only: Collection[str] = ()):
     """Allocate and initialise the parameters of a model that is on the meta device (all, or those named in `only`).
 
-    From chapter 4 on a rank draws the whole of a parameter, and keeps its shard, which the record describes.
+    From chapter 4 on, a rank draws the whole parameter, and keeps the shard that the record describes.
     """
     for name, param in list(model.named_parameters()):
         if only and name not in only:
@@ -62,27 +62,27 @@ def materialize(model: Decoder, seed: int, device: torch.device, dtype: torch.dt
 
 @dataclass(frozen=True)
 class Shard:
-    """From chapter 4 on: this rank holds indices start..stop-1 of dimension `dim`; from `full` on there are zeros."""
+    """From chapter 4 on: this rank holds indices start..stop-1 of dimension `dim`; from `full` on, they are padding."""
 
     dim: int
     over: str  # a dimension of the mesh
     start: int
     stop: int
-    full: int  # the size of the whole dimension; what lies beyond it is padding
+    full: int  # the size of the whole dimension
 
 
 @dataclass(frozen=True)
 class ParamLayout:
     """From chapter 2 on: the record of one parameter."""
 
-    shards: tuple[Shard, ...] = ()  # from chapter 4 on: one for each time that it was sharded, in this order
+    shards: tuple[Shard, ...] = ()  # from chapter 4 on: one for each time it was sharded, in order
     partial_over: tuple[str, ...] = ()  # from chapter 4 on: dimensions over which its gradient must still be summed
     data_dim: str = "dp"  # its ranks hold the same weights and see different tokens; chapter 5: "data", dp x cp
     stage_copies: int = 1  # from chapter 6 on: pipeline stages, on different ranks, that hold it
 
 
 def layout_of(param: Tensor) -> ParamLayout:
-    """From chapter 2 on: the record of a parameter; one that no dimension has touched is whole."""
+    """From chapter 2 on: the record of a parameter; by default it is whole, and its gradient is summed over dp."""
     return getattr(param, "parallel_layout", ParamLayout())
 
 
@@ -101,9 +101,9 @@ def shard_of(full: Tensor, shard: Shard) -> Tensor:
 def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, sharded: bool = False) -> float:
     """From chapter 3 on: the L2 norm of the whole gradient, of which ranks hold shards.
 
-    An element that c ranks hold counts 1/c on each, and so once in the sum over all ranks. ZeRO's shards (`sharded`),
-    shards of a parameter, and pipeline stages hold different elements: c = 1. All other ranks hold copies. What several
-    stages hold (`stage_copies`) is counted once, too.
+    An element that c ranks hold counts 1/c on each, so once in the sum over all ranks. Ranks have different elements
+    along pp, along the dimensions of a parameter's shards, and, if ZeRO shards gradients (`sharded`), along data_dim;
+    along all others they have copies. A tied matrix that several stages hold (`stage_copies`) is counted once, too.
     """
     params, by_copies = dict(model.named_parameters()), {}
     for name, gradient in gradients.items():

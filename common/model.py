@@ -31,7 +31,7 @@ class ModelConfig:
     seq_len: int
     tied: bool = False  # one matrix serves as embedding and as head
     rope_theta: float = 10000.0
-    rope_scaling: float = 1.0  # stretches RoPE's long wave lengths, as Llama 3.1 and 3.2 do
+    rope_scaling: float = 1.0  # stretches RoPE's long wavelengths, as Llama 3.1 and 3.2 do
     norm_eps: float = 1e-5
 
     @property
@@ -56,7 +56,7 @@ PRESETS = {
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for what 16 bits cannot hold (sums, masters, angles): fp32, or fp64 for fp64."""
+    """The dtype for what needs more than 16 bits (sums, masters, angles): fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -64,7 +64,7 @@ def rope_tables(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> t
     """Cosines and sines of RoPE (Su et al., "RoFormer"): positions int64 [..., seq] -> two [..., seq, 1, head_dim]."""
     even = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=dtype)
     frequency = config.rope_theta ** -(even / config.head_dim)
-    if config.rope_scaling != 1.0:  # Llama 3.1: wave lengths over 8192 tokens grow, under 2048 stay, a ramp between
+    if config.rope_scaling != 1.0:  # Llama 3.1: stretch wavelengths above 8192, keep those below 2048, ramp between
         keep = ((frequency * 8192 / (2 * torch.pi) - 1) / 3).clamp(0, 1)
         frequency = frequency * (keep + (1 - keep) / config.rope_scaling)
     angle = (positions[..., None] * frequency).tile(2)[..., None, :]  # [..., seq, 1 for all heads, head_dim]
@@ -116,7 +116,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each on a normalised copy of the residual stream, each added back to it."""
+    """Attention and MLP: each reads a normalised copy of the residual stream, and its output is added to the stream."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -142,7 +142,7 @@ class Trunk(nn.Module):
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """logits [batch, seq, vocab], targets int64 [batch, seq] -> the *sum* over all targets but IGNORE, in nats."""
+    """logits [batch, seq, vocab], targets int64 [batch, seq] -> the *sum* over all targets except IGNORE, in nats."""
     flat = logits.flatten(0, 1).to(wide(logits.dtype))
     return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, reduction="sum")
 

@@ -1,7 +1,7 @@
-"""From chapter 6 on: pipeline schedules as data. Each rank has a list of actions, to draw, check or run. (6a: `Place`.)
+"""From chapter 6 on: pipeline schedules as data: each rank has a list of actions, which can be drawn, checked or run.
 
 A schedule is a function of p ranks, m micro-batches and v stages on each rank; it returns one rank's list. Those here
-differ in one number, `warm_up`: how many forwards come before forwards and backwards alternate.
+differ only in `warm_up`, the number of forwards before forwards and backwards alternate. (Part 6a needs only `Place`.)
 
     python -m common.schedules 4 8 2          draws them for 4 ranks, 8 micro-batches, 2 stages on a rank
 """
@@ -26,7 +26,7 @@ class Action(NamedTuple):
 
 
 class Place(NamedTuple):
-    """One stage: its rank and layers, the stage `before`, or None (tokens), and the stage `after`, or None (loss)."""
+    """One stage: its rank and layers; the stage `before` it (None: it gets tokens) and `after` it (None: the loss)."""
 
     rank: int
     layers: range
@@ -35,10 +35,10 @@ class Place(NamedTuple):
 
 
 def round_robin(n_layers: int, p: int, v: int) -> list[Place]:
-    """The places of p v stages: v times through all ranks."""
+    """The places of p v stages: stage s is on rank s mod p."""
     n = p * v
     bounds = [n_layers * stage // n for stage in range(n + 1)]
-    link = [None, *range(n), None]  # each stage between its neighbours
+    link = [None, *range(n), None]  # link[s] and link[s + 2] are the neighbours of stage s
     return [Place(s % p, range(bounds[s], bounds[s + 1]), link[s], link[s + 2]) for s in range(n)]
 
 
@@ -63,7 +63,7 @@ def afab(p: int, m: int, v: int, rank: int) -> list[Action]:
 
 
 def one_f_one_b(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """1F1B (PipeDream-flush, Narayanan et al. 2021): warm up until the last rank is reached; p - rank in flight."""
+    """1F1B (PipeDream-flush, Narayanan et al. 2021): warm up until the last rank can start; p - rank in flight."""
     return one_f_one_b_order(p, m, v, rank, warm_up=p - 1 - rank)
 
 
@@ -71,12 +71,12 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
     """1F1B over v stages a rank (Megatron, Narayanan et al. 2021). UserError if v > 1 and m is no multiple of p."""
     if v > 1 and m % p:
         raise UserError(f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank")
-    # Twice the distance to the last rank, so that messages are hidden; without them once would do. v = 1 is 1F1B.
+    # Twice the distance to the last rank leaves time to hide messages; without them, once would do. v = 1 is 1F1B.
     return one_f_one_b_order(p, m, v, rank, warm_up=(v - 1) * p + min(v, 2) * (p - 1 - rank))
 
 
 class Schedule(NamedTuple):
-    """The list of a rank, where stages are, how many a rank has, and how long each kind of action takes."""
+    """How to make a rank's list, where the stages are, how many a rank has, and how long each kind of action takes."""
 
     actions: Callable[[int, int, int, int], list[Action]]  # (p, m, v, rank)
     places: Callable[[int, int, int], list[Place]] = round_robin  # (n_layers, p, v)
@@ -84,7 +84,7 @@ class Schedule(NamedTuple):
     costs: dict[str, int] = COSTS
 
 
-SCHEDULES: dict[str, Callable[[Any], Schedule]] = {  # what a name stands for, under the other flags
+SCHEDULES: dict[str, Callable[[Any], Schedule]] = {  # name -> schedule, given the other flags
     "1f1b": lambda config: Schedule(one_f_one_b),
     "afab": lambda config: Schedule(afab),
     "interleaved": lambda config: Schedule(interleaved, v=config.chunks),
@@ -98,8 +98,8 @@ def consumer(action: Action, places: list[Place]) -> Action | None:
 
 
 def simulate(lists: list[list[Action]], places: list[Place], costs: dict, message: float = 0) -> list[tuple]:
-    """Time all actions: (end, rank, start, action), sorted. A message takes `message`. ValueError for a deadlock."""
-    # The loss is the input of its own stage's backward.
+    """Simulate all ranks: (end, rank, start, action), sorted. A message takes `message`. ValueError for a deadlock."""
+    # The last stage's forward is followed by its own backward, which starts from the loss.
     needs_it = {a: consumer(a, places) or a._replace(kind="B" * (a.kind == "F")) for row in lists for a in row}
     awaited = {*needs_it.values()}
     spans, arrival, free, left = [], {}, [0 for _ in lists], [deque(row) for row in lists]

@@ -1,4 +1,4 @@
-"""Flags, and what a run leaves behind: a progress bar, metrics.jsonl, loss.png and checkpoints.
+"""Flags, and what a run shows and saves: a progress bar, metrics.jsonl, loss.png and checkpoints.
 
     with Run(config) as run:                      at the end, draws loss.png
         for step in run.steps(model=..., ...):    restores and saves these parts; opens the run directory; yields 0, ...
@@ -6,8 +6,8 @@
             run.record(step, tokens, loss=..., ...)   one line of metrics.jsonl
 
 OUT/checkpoints/step-00000050/rank-00003.pt has the step, the flags and, by name, the masters that rank 3 updates, with
-their moments. Batches follow from the step: a resumed run computes the same bits as an uninterrupted one. Other code
-can subclass `Run` to monitor the parts, the numbers and the end of a run.
+their moments. Batches depend on no earlier step, so a resumed run computes the same bits as an uninterrupted one. Other
+code can subclass `Run` to monitor the parts, the numbers and the end of a run.
 """
 
 import argparse
@@ -35,7 +35,7 @@ DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": t
 
 
 def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
-    """`--device` and `--dtype`; auto is this process's GPU if there is one, with bf16 if it has that, else fp32."""
+    """Device and dtype of a run. auto: this process's GPU if there is one; bf16 if that GPU supports it, else fp32."""
     kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
     if kind == "cuda" and device.index >= (gpus := torch.cuda.device_count()):
@@ -64,10 +64,10 @@ def parse(cls: type, argv: list[str] | None = None) -> Any:
 
     about = inspect.getmodule(cls).__doc__ or ""  # python -OO drops it
     parser = argparse.ArgumentParser(description=about.split("\n\n")[0], allow_abbrev=False)
-    parser.error = wrong  # its own would print the usage
+    parser.error = wrong  # argparse's own would print the usage
     fields, helps = {field.name: field for field in dataclasses.fields(cls)}, {}
     written = [base for base in cls.__mro__ if getattr(inspect.getmodule(base), base.__name__, None) is base]
-    for base in written[:-1]:  # a class that a program has made has no comments, and `object` has no fields
+    for base in written[:-1]:  # a class made at run time has no source, and `object` has no fields
         group = parser.add_argument_group((base.__doc__ or "").rstrip("."))
         comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(base), re.MULTILINE))
         for name, kind in get_type_hints(base).items():
@@ -109,14 +109,14 @@ class Run(AbstractContextManager):
             draw_loss(self.history, self.out / "loss.png")
 
     def save(self, step: int, optimizer: Any, **_: Any):
-        """Save a checkpoint if it is time. Its folder gets its name when all ranks have written. A collective."""
+        """Save a checkpoint if one is due. Its folder gets its final name when all ranks have written. A collective."""
         if not self.config.save_every or (step % self.config.save_every and step < self.config.steps):
             return
         folder = self.out / f"checkpoints/step-{step:08d}"
         hidden, state = folder.with_name(f".{folder.name}"), {}
         for name, master in optimizer.masters.items():
             held = dict(master=master, **optimizer.torch_optimizer.state.get(master, {}))
-            state[name] = {kind: tensor.to("cpu", copy=True) for kind, tensor in held.items()}  # of a view no more
+            state[name] = {kind: tensor.to("cpu", copy=True) for kind, tensor in held.items()}  # copy only the view
         hidden.mkdir(parents=True, exist_ok=True)
         torch.save(dict(step=step, flags=self.flags, state=state), hidden / f"rank-{self.rank:05d}.pt")
         if torch.distributed.is_initialized():
@@ -150,7 +150,7 @@ class Run(AbstractContextManager):
         return saved["step"]
 
     def begin(self):
-        """Create the run directory. metrics.jsonl begins with the steps that were done before --resume."""
+        """Create the run directory. After --resume, metrics.jsonl begins with the rows of the steps already done."""
         if self.first:
             self.out.mkdir(parents=True, exist_ok=True)
             (self.out / "config.json").write_text(json.dumps(self.flags, indent=1))
@@ -159,7 +159,7 @@ class Run(AbstractContextManager):
     def steps(self, **parts: Any) -> Iterator[int]:
         """Yield the numbers of the steps. `parts`: the objects that make up this run (model, optimizer, mesh, ...)."""
         done = self.restore(**parts)
-        self.begin()  # not before: a launch that fails leaves an earlier run as it is
+        self.begin()  # only now: a launch that fails earlier does not touch an earlier run's files
         if self.first:
             self.introduce(**parts)
         comm.observer = self.count
@@ -170,7 +170,7 @@ class Run(AbstractContextManager):
                 self.save(step + 1, **parts)
 
     def introduce(self, model: torch.nn.Module, mesh: comm.Mesh | None = None, **_: Any):
-        """Say what runs where."""
+        """Print the devices, the mesh, and the number of parameters on rank 0."""
         ranks, some = (mesh.world if mesh else 1), next(model.parameters())
         backend = f", {torch.distributed.get_backend()}" if ranks > 1 else ""
         print(f"device: {ranks} x {some.device.type}{backend}; {some.dtype}")
@@ -188,7 +188,7 @@ class Run(AbstractContextManager):
                 raise UserError(f"step {step + 1}: the {name.replace('_', ' ')} is {value}: lower --lr")
 
     def record(self, step: int, tokens: int, **numbers: float):
-        """Write what a step has found: how many `tokens`, all ranks together, and other numbers by name."""
+        """Record a step: its number of `tokens`, over all ranks, and other numbers by name. Rank 0 writes them."""
         seconds = time.perf_counter() - self.began
         row = dict(step=step + 1, **numbers, tokens=tokens, tokens_per_second=tokens / seconds, seconds=seconds)
         self.history.append(row | dict(sent=dict(self.sent)))
@@ -201,7 +201,7 @@ class Run(AbstractContextManager):
 
 
 def draw_loss(history: list[dict], target: Path):
-    """The loss over the steps, as a picture."""
+    """Draw the loss over the steps into the file `target`."""
     from matplotlib.figure import Figure  # takes a second to import
 
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -211,7 +211,7 @@ def draw_loss(history: list[dict], target: Path):
 
 
 def main(train: Callable[[Any, Run], None], cls: type, run_type: type = Run):
-    """Parse the flags and train. What the user can put right is one line, no traceback, and a non-zero exit status."""
+    """Parse the flags and train. An error that the user can fix is one line without a traceback, and exit status 2."""
     several, status, run = int(os.environ.get("WORLD_SIZE", 1)) > 1, 0, None
     left = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
     try:
@@ -220,16 +220,16 @@ def main(train: Callable[[Any, Run], None], cls: type, run_type: type = Run):
         config = parse(cls)
         with run_type(config) as run:
             train(config, run)
-        if torch.distributed.is_initialized():  # after an error the others may be gone: no one waits for them
+        if torch.distributed.is_initialized():  # not after an error: the other ranks may be gone
             torch.distributed.destroy_process_group()
     except (UserError, OSError, torch.distributed.DistError) as error:
         if getattr(run, "began", 0) and not isinstance(error, UserError):
-            raise  # files and the network are the user's only until training begins
+            raise  # an error of files or network is the user's to fix only before training begins
         if several and int(os.environ.get("RANK", 0)):
-            time.sleep(2)  # rank 0 has most likely made the same mistake: then torchrun ends this process meanwhile
+            time.sleep(2)  # rank 0 most likely reports the same error; torchrun then ends this process
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         status = 2
     sys.stdout.flush(), sys.stderr.flush()
-    if several:  # the interpreter's own shutdown can abort under the threads of gloo
+    if several:  # a normal shutdown of Python can abort while gloo's threads run
         os._exit(status)
     sys.exit(status)

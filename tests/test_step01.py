@@ -1,7 +1,7 @@
 """Chapter 1, one device: step01_single_gpu.py, and common/model.py, data.py, layout.py and trainer.py.
 
-Later chapters are compared with step 1. So here expected values come from elsewhere: from transformers' Llama, plain
-torch, formulas written out, and laws.
+Later chapters are compared with step 1. So the expected values in this file come from elsewhere: from the Llama of
+transformers, from plain torch, from formulas that are written out, and from the laws in step 1's docstring.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ LLAMAS += [(LLAMA3 | dict(rope_scaling=32.0), 3001), (LLAMA3 | dict(rope_scaling
 
 @cases("shape, stride", LLAMAS)
 def test_the_model_is_llama(shape, stride):
-    """transformers loads our state dict unchanged: logits, loss, gradients. Positions are `stride` apart."""
+    """transformers' Llama loads our state dict; logits, loss and gradients are equal. Positions are `stride` apart."""
     from transformers import LlamaConfig, LlamaForCausalLM  # takes seconds to import
 
     ours, seen, c = (model := decoder(**dict(dim=32) | shape)), [], model.config
@@ -53,29 +53,29 @@ def test_the_model_is_llama(shape, stride):
     sizes = dict(hidden_size=c.dim, intermediate_size=c.ffn_dim, num_attention_heads=c.n_heads, vocab_size=c.vocab_size)
     sizes |= dict(num_key_value_heads=c.n_kv_heads, num_hidden_layers=c.n_layers, rms_norm_eps=c.norm_eps)
     sizes |= dict(tie_word_embeddings=c.tied, max_position_embeddings=131072, rope_parameters=rope)
-    for name, param in ours.named_parameters():  # norms that are not one
+    for name, param in ours.named_parameters():  # so that norms are not all ones
         nn.init.normal_(param, float(param.dim() == 1), 0.3, torch.Generator().manual_seed(len(name)))
     tokens, positions = (draw("tokens", 0, 2, 6).abs() * 5).long() % 13, torch.arange(6) * stride
     targets = tokens.roll(-1, 1)
     targets[:, -1] = targets[0, 2] = IGNORE
     ours.lm_head.register_forward_hook(lambda _module, _inputs, logits: seen.append(logits))
     (loss := ours(tokens, targets, positions) if stride > 1 else ours(tokens, targets)).backward()
-    in_fp64 = dict(float=FP64, float32=FP64)  # theirs goes through fp32, whatever it is given
+    in_fp64 = dict(float=FP64, float32=FP64)  # transformers casts to fp32, whatever it is given
     with mock.patch.multiple(torch, **in_fp64), mock.patch.object(Tensor, "float", Tensor.double):
         theirs = LlamaForCausalLM(LlamaConfig(**sizes)).double()
         theirs.load_state_dict(ours.state_dict())
-        labels = torch.cat((torch.full((2, 1), IGNORE), targets[:, :-1]), 1)  # they shift
+        labels = torch.cat((torch.full((2, 1), IGNORE), targets[:, :-1]), 1)  # transformers shifts them
         found = theirs(tokens, torch.ones(2, 6), positions.expand(2, 6), labels=labels)
         (expected := found.loss * 9).backward()
     close(seen[0], found.logits, "logits")
     close(loss, expected, "the loss, summed over 9 targets")
-    close(len([*ours.parameters()]), len([*theirs.parameters()]), "parameters: a tied matrix is one")
+    close(len([*ours.parameters()]), len([*theirs.parameters()]), "number of parameters (a tied matrix counts once)")
     for name, param in theirs.named_parameters():
         close(ours.get_parameter(name).grad, param.grad, f"the gradient of {name}")
 
 
 def test_presets_have_their_published_size():
-    """Parameters, as Hugging Face counts them: SmolLM, and Llama 3."""
+    """The presets of SmolLM and Llama 3 have as many parameters as Hugging Face counts."""
     sizes = [134515008, 361821120, 1711376384, 1235814400, 8030261248, 70553706496, 405853388800]
     with torch.device("meta"):
         for name, expected in zip([*PRESETS][2:], sizes, strict=True):
@@ -84,7 +84,7 @@ def test_presets_have_their_published_size():
 
 @cases("dtype, bound", [(BF16, 2e-4), (FP64, 1e-12)])
 def test_angles_are_fp32_in_a_bf16_run(dtype, bound):
-    """bf16 has no number 257. The pair (i, i + d/2), as a complex number, times e^(i angle), is rounded once."""
+    """bf16 cannot represent 257. A pair (j, j + d/2), as a complex number times e^(i angle), is rounded only once."""
     model, seen = decoder(**SHAPE).to(dtype), []
     model.model.layers["1"].register_forward_pre_hook(lambda _module, inputs: seen.extend(inputs[1:]))
     model(torch.zeros(1, 2049).long(), torch.zeros(1, 2049).long())
@@ -98,7 +98,7 @@ def test_angles_are_fp32_in_a_bf16_run(dtype, bound):
 
 
 def test_cross_entropy_of_bf16():
-    """log(sum of e^logit) - logit of the target, summed over targets but IGNORE, as fp32 has it."""
+    """The loss is log(sum of e^logit) - the target's logit, summed over all targets but IGNORE, in fp32."""
     logits, targets = (draw("logits", 0, 2, 40, 300) * 3).to(BF16), (torch.arange(80) * 7 % 300).view(2, 40)
     targets[0, 3] = targets[1] = IGNORE
     loss = summed_cross_entropy(logits.requires_grad_(), targets)
@@ -113,43 +113,43 @@ def test_cross_entropy_of_bf16():
 
 
 def test_initial_values():
-    """A function of name and seed; normal, 0.02, for what writes to the residual stream 0.02 / sqrt(2 L); norms one."""
+    """Values follow from name and seed: std 0.02, or 0.02 / sqrt(2 L) for o_proj and down_proj; norms are one."""
     number = int.from_bytes(hashlib.sha256(b"3:w").digest()[:8], "little", signed=True)
     expected = torch.empty(4, 5).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(number))
     close(layout.draw("w", [4, 5], 1, seed=3), expected, "drawn")
     close(layout.draw("a.norm.weight", [7], 3, seed=0), torch.ones(7), "a norm")
     for name, std in dict(q_proj=0.02, lm_head=0.02, o_proj=0.005, down_proj=0.005).items():
-        close(layout.draw(f"{name}.weight", [300, 400], 8, 0).std().item(), std, f"spread of {name}", bound=0.02)
+        close(layout.draw(f"{name}.weight", [300, 400], 8, 0).std().item(), std, f"std of {name}", bound=0.02)
 
 
 @cases("tied", [False, True])
 def test_materialize(tied):
-    """A tied matrix stays one, what does not train stays so, a shard is cut from what the whole would be."""
+    """A tied matrix stays tied, a frozen parameter stays frozen, and a shard is cut from the whole matrix."""
     with torch.device("meta"):
         model = Decoder(ModelConfig(**SHAPE | dict(tied=tied)))
         (o_proj := model.model.layers["2"].self_attn.o_proj).weight = nn.Parameter(torch.empty(32, 20), False)
-    del model.model.layers["0"]  # a stage has layers of its own, and they keep their numbers
-    layout.note_layout(o_proj.weight, shards=(layout.Shard(1, "tp", 20, 40, 32),))  # columns 20 to 39 of 32
+    del model.model.layers["0"]  # as on a pipeline stage, whose layers keep their numbers
+    layout.note_layout(o_proj.weight, shards=(layout.Shard(1, "tp", 20, 40, 32),))  # columns 20-39 of 32: 8 are padding
     for only in ["model.norm.weight"], ():
         layout.materialize(model, 5, CPU, BF16, only)
-        close([n for n, p in model.named_parameters() if only and not p.is_meta], [*only], "what `only` names")
+        close([n for n, p in model.named_parameters() if only and not p.is_meta], [*only], "initialised by `only`")
     for name, param in model.named_parameters():
         whole = layout.draw(name, [32, 32] if "o_proj" in name else [*param.shape], 3, 5)
         close(param, (nn.functional.pad(whole[:, 20:], (0, 8)) if param is o_proj.weight else whole).to(BF16), name)
-        close((param.dtype, param.requires_grad), (BF16, param is not o_proj.weight), f"{name}: kind")
+        close((param.dtype, param.requires_grad), (BF16, param is not o_proj.weight), f"{name}: dtype, requires_grad")
     close(model.lm_head.weight is model.model.embed_tokens.weight, tied, "embedding and head are one parameter")
 
 
 @pytest.fixture
 def batches(tmp_path):
-    """Data of 43 windows of four bytes, each its own number: 0000 0001 ... Three a batch; 41 are trained on."""
+    """Data of 43 windows of four bytes, each the window's number: 0000 0001 ... A batch has 3; 41 are for training."""
     (tmp_path / "text.txt").write_text("".join(f"{i:04d}" for i in range(43)))
     shape = SHAPE | dict(seq_len=4)
     return lambda seed=0, **more: data.Data(str(tmp_path / "text.txt"), ModelConfig(**shape | more), 3, seed)
 
 
 def test_targets_are_the_next_tokens(batches):
-    """Of bytes, and END after a document; or a reader's labels, of which IGNORE is no word."""
+    """Targets are the next bytes, and END after a document; or a reader's labels, where IGNORE is not a token id."""
     tokens, targets = batches().read([7, 42])
     close(tokens, torch.tensor([[*b"0007"], [*b"0042"]]), "tokens")
     close(targets, torch.tensor([[*b"0070"], [*b"042", data.END]]), "targets")
@@ -161,11 +161,11 @@ def test_targets_are_the_next_tokens(batches):
             batches(vocab_size=32).read([7])
     with pytest.raises(UserError, match=r"--dataset .*less than two sequences of 87"):
         batches(seq_len=87)
-    close(batches(seq_len=86).batch(1)[0].shape, (3, 86), "batches of the one window of two that is trained on")
+    close(batches(seq_len=86).batch(1)[0].shape, (3, 86), "shape of a batch if only one of two windows is for training")
 
 
 def test_each_epoch_has_every_window_once_in_another_order(batches):
-    """Three epochs under two seeds; the last twentieth is in none; a batch does not depend on what was read before."""
+    """Three epochs with each of two seeds never have the last twentieth; a batch does not depend on earlier reads."""
     orders = []
     for seed in range(2):
         read = [(found := batches(seed)).batch(i)[0] for i in range(41)]
@@ -173,7 +173,7 @@ def test_each_epoch_has_every_window_once_in_another_order(batches):
         for i in 40, 3, 14, 13:
             close(found.batch(i)[0], read[i], f"batch {i}, read again")
     close([sorted(order) for order in orders], [[*range(41)]] * 6, "windows of each epoch")
-    close(len(set(orders)), 6, "different orders, of three epochs under two seeds")
+    close(len(set(orders)), 6, "number of distinct orders, of three epochs with two seeds")
 
 
 # --- Rates, AdamW, masters, recomputation ---------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_each_epoch_has_every_window_once_in_another_order(batches):
 @task("learning rate", 3)
 @cases("warmup, steps", [(5, 23), (0, 7), (4, 4)])
 def test_learning_rate(warmup, steps):
-    """Linear to the peak, then a cosine from it to a tenth; a few values as numbers."""
+    """A linear warm-up to the peak, then a cosine down to a tenth; also a few values as plain numbers."""
     config = step.Config(lr=0.7, warmup_steps=warmup, steps=steps)
     for i in range(steps + 1):
         part = (i - warmup) / max(1, steps - warmup)
@@ -194,7 +194,7 @@ def test_learning_rate(warmup, steps):
 
 @task("adamw", 3)
 def test_adamw_and_what_decays():
-    """Loshchilov and Hutter's formula, with Llama's 0.9 and 0.95. Matrices decay, also the head; norms do not."""
+    """Updates are Loshchilov and Hutter's, with Llama's betas. Matrices decay, also the head; norms do not."""
     names = ["0.q_proj.weight", "0.input_layernorm.weight", "model.norm.weight", "lm_head.weight"]
     masters = {name: draw(name, 0, 6, 5) for name in names}
     expected, mean, square = ({name: copy * masters[name] for name in names} for copy in (1, 0, 0))
@@ -215,14 +215,14 @@ def test_adamw_and_what_decays():
 @task("masters", 10)
 @cases("dtype, bound", [(FP64, 1e-12), (BF16, 1e-4)])
 def test_optimizer(dtype, bound):
-    """Gradients of three backwards add up in fp32, 40 updates (SGD's) in masters; weights are masters rounded."""
+    """Three backwards accumulate gradients in fp32, 40 SGD updates change the masters; weights are rounded masters."""
     model = nn.ParameterDict({name: draw(name, 0, 6, 5).to(dtype) for name in ("norm", "proj", "frozen")})
     start, moved = {name: param.double().detach().clone() for name, param in model.items()}, dict(norm=0.0, proj=0.0)
     places, high = [param.data_ptr() for param in model.values()], wide(dtype)
     model.frozen.requires_grad = False
     with mock.patch.dict(step.OPTIMIZERS, sgd=lambda masters, config: torch.optim.SGD(masters.values())):
         optimizer = step.Optimizer(model, step.Config(optimizer="sgd"))
-    close([sorted(optimizer.masters), sorted(optimizer.gradients())], [["norm", "proj"]] * 2, "names, of what trains")
+    close([sorted(optimizer.masters), sorted(optimizer.gradients())], [["norm", "proj"]] * 2, "the trained parameters")
     for turn in range(1, 41):
         for name in moved:
             terms = [draw(f"{name} {i}", turn % 2, 6, 5).to(dtype) for i in range(3)]
@@ -237,16 +237,16 @@ def test_optimizer(dtype, bound):
         close([x for x in [*model.values(), *optimizer.masters.values()] if x.grad is not None], [], "gradients left")
     for name, master in optimizer.masters.items():
         close(master.dtype, high, f"dtype of the master of {name}")
-        close(master.double() - start[name], moved[name], f"how far {name} has moved", bound=bound)
-        close(model[name], master.to(dtype), f"{name}: the master, rounded")
-    close(model.frozen, start["frozen"], "what does not train")
-    close([param.data_ptr() for param in model.values()], places, "where weights lie in memory")
+        close(master.double() - start[name], moved[name], f"the total change of {name}", bound=bound)
+        close(model[name], master.to(dtype), f"{name}, its rounded master")
+    close(model.frozen, start["frozen"], "the frozen parameter")
+    close([param.data_ptr() for param in model.values()], places, "addresses of the weights")
 
 
 @task("recomputation", 6)
 @cases("recompute, saved", [("none", (6 + 2) * 32 + 2 * 16 + 4 * 48 + 4 + 2), ("full", 32)])
 def test_law_of_saved_numbers_and_flops(recompute, saved):
-    """The docstring's, of a layer more: what it saves of a token, what it computes. Gradients do not change."""
+    """What one more layer saves per token, and its FLOPs, are as in step 1's docstring. Gradients do not change."""
     tokens, found, again = (draw("tokens", 0, 2, 16).abs() * 50).long(), [], recompute == "full"
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -265,22 +265,22 @@ def test_law_of_saved_numbers_and_flops(recompute, saved):
         for name, param in plain.named_parameters():
             close(model.get_parameter(name).grad, param.grad, f"the gradient of {name}")
     weights, more = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48, [(y - x) / 32 for x, y in zip(*found, strict=True)]
-    close(more[0], 8.0 * saved, "bytes that a layer saves, in fp64")
-    close(more[1], 6.0 * weights + 2 * again * (weights - 32 * 48), "FLOPs of matrices, the last of which runs once")
+    close(more[0], 8.0 * saved, "bytes that a layer saves per token, in fp64")
+    close(more[1], 6.0 * weights + 2 * again * (weights - 32 * 48), "FLOPs of matrices (down_proj is not repeated)")
     close(more[2] / 2, (7.0 + 2 * again) * 16 * 32, "FLOPs of attention, half of which is masked")
 
 
 # --- The loop -------------------------------------------------------------------------------------------------------
 
-RUNS = [dict(steps=5), dict(micro_batch_size=5, tied=True, seed=3)]  # the second: 5, 5 and 2 sequences
+RUNS = [dict(steps=5), dict(micro_batch_size=5, tied=True, seed=3)]  # the second: micro-batches of 5, 5 and 2 sequences
 RUNS += [dict(grad_clip=0.0, recompute="full"), dict(dataset="all count", warmup_steps=0)]
-RUNS += [dict(grad_clip=1e4, weight_decay=0.0, micro_batch_size=12)]  # larger than any norm
+RUNS += [dict(grad_clip=1e4, weight_decay=0.0, micro_batch_size=12)]  # the limit is larger than any norm
 
 
 @task("loop", 8)
 @cases("options", RUNS)
 def test_train(options):
-    """As plain torch does it with each batch's mean over its targets, a third of which does not count."""
+    """Equal to a plain torch loop that takes the mean over each whole batch's targets, many of which are IGNORE."""
     losses, norms, gradients, weights = train_whole(STEP1, options)
     config = step.Config(**{key: value for key, value in (BASE | options).items() if key != "tied"})
     with torch.device("meta"):
@@ -300,7 +300,7 @@ def test_train(options):
         for name, param in params.items():
             close(gradients[i][name], param.grad, f"step {i + 1}: the gradient of {name}")
         clip = config.grad_clip or torch.inf
-        nn.utils.clip_grad_norm_(params.values(), clip * (1 + 1e-6 / norm))  # it divides by norm + 1e-6
+        nn.utils.clip_grad_norm_(params.values(), clip * (1 + 1e-6 / norm))  # torch divides by norm + 1e-6
         for group in rule.param_groups:
             group["lr"] = step.learning_rate(i, config)
         rule.step()
@@ -310,17 +310,17 @@ def test_train(options):
 
 @task("loop", 1)
 def test_batches_without_targets_change_nothing():
-    """Loss and norm are 0."""
+    """If all targets are IGNORE, losses and gradient norms are 0, and a norm's weight stays 1."""
     with mock.patch.dict(data.READERS, hub=lambda source: (np.arange(999) % 250, np.full(999, IGNORE))):
         losses, norms, _, weights = train_whole(STEP1, {})
     found = losses, norms, weights["model.norm.weight"].tolist()
-    close(found, ([0.0] * 3, [0.0] * 3, [1.0] * 32), "losses, norms, and a norm's weight")
+    close(found, ([0.0] * 3, [0.0] * 3, [1.0] * 32), "losses, gradient norms, and the last norm's weight")
 
 
 @task("loop", 1)
 @cases("bad", [torch.inf, torch.nan])
 def test_a_norm_that_is_not_finite_ends_the_run_before_the_update(bad):
-    """The loss is fine; one line names step, norm and flag. Until then gradients, and each graph, have been freed."""
+    """The loss is finite; the error names step, norm and flag. Step 1's gradients and all earlier graphs are freed."""
     memory, graphs, alive = [], [], []
 
     def spoil(model: Decoder):
@@ -329,7 +329,7 @@ def test_a_norm_that_is_not_finite_ends_the_run_before_the_update(bad):
         model.register_forward_hook(lambda _model, _inputs, loss: hold(loss, lambda g: g))
 
     def hold(loss: Tensor, hook: Callable):
-        loss.register_hook(hook)  # lives as long as the loss's graph
+        loss.register_hook(hook)  # the hook lives as long as the loss's graph
         graphs.append(weakref.ref(hook))
 
     def note(param: nn.Parameter):
@@ -340,8 +340,8 @@ def test_a_norm_that_is_not_finite_ends_the_run_before_the_update(bad):
     with mock.patch.dict(step.RECOMPUTE, none=spoil), run, pytest.raises(UserError, match=said):
         step.train(run.config, run)
     assert all(param.isfinite().all() for param in run.model.parameters()), "weights are not finite"
-    close([row["tokens"] for row in run.history], [12 * 64], "tokens of each step that has been recorded")
-    close(alive, [(False, 1)] + [(True, 1)] * 11 + [(False, 1)] * 12, "is step 1's gradient alive, and how many graphs")
+    close([row["tokens"] for row in run.history], [12 * 64], "tokens of the steps that were recorded")
+    close(alive, [(False, 1)] + [(True, 1)] * 11 + [(False, 1)] * 12, "step 1's gradient is alive; number of graphs")
 
 
 # --- Flags, and what a run leaves -----------------------------------------------------------------------------------
@@ -356,24 +356,24 @@ class More(step.Config):
 
 
 def test_flags_become_a_config(capsys):
-    """A flag for each field, with its comment as help; those of a class before those of its bases."""
+    """Each field becomes a flag, with its comment as help; flags of a class come before those of its bases."""
     found = parse(More, ["--depth=2", "--no-quick", "--lr=0.5", "--warmup-steps=0", "--dtype=fp64"])
     close(found, More(depth=2, quick=False, lr=0.5, warmup_steps=0, dtype="fp64"), "the config")
     with pytest.raises(SystemExit), mock.patch.object(step, "__doc__", None):  # python -OO
         parse(More, ["--help"])
     depth, batch, *others = map(capsys.readouterr().out.find, ["how deep, 100%", "sequences per opt", "{none,full}"])
-    assert 0 < depth < batch and -1 not in others, "--help lacks flags, or has them in another order"
+    assert 0 < depth < batch and -1 not in others, "--help lacks flags, or lists them in the wrong order"
 
 
 WRONG = ["--micro-batch 4", "--steps many", "--steps 0", "--steps 1.5", "--lr -1", "--grad-clip nan", "--dtype fp12"]
 WRONG += ["--seed -1", "--model huge", "--device tpu", "--recompute half", "--optimizer magic", f"--dataset {__file__}"]
 WRONG += [f"--dataset {ROOT}", "--micro-batch-size 0", "--warmup-steps -1", "--out /dev/null/x"]
-WRONG += ["--lr 1e38 --warmup-steps 0", "RANK 3", "LOCAL_RANK 0", "WORLD_SIZE 1"]  # of another job, without a launcher
+WRONG += ["--lr 1e38 --warmup-steps 0", "RANK 3", "LOCAL_RANK 0", "WORLD_SIZE 1"]  # variables of another job
 
 
 @cases("flags", WRONG)
 def test_what_is_wrong_is_one_line(monkeypatch, capsys, tmp_path, flags):
-    """It names the flag or variable. An earlier run's files stay as they are."""
+    """A user's mistake gives one line, which names the flag or variable. An earlier run's files stay as they are."""
     for name in "config.json", "metrics.jsonl", "loss.png":
         (tmp_path / name).write_text("of an earlier run")
     words = f"step --model=debug --device=cpu --steps=2 --global-batch-size=4 --out={tmp_path} {flags}".split()
@@ -385,12 +385,12 @@ def test_what_is_wrong_is_one_line(monkeypatch, capsys, tmp_path, flags):
     *said, last = capsys.readouterr().err.splitlines()
     assert last.startswith("error: ") and flags.split()[0].replace("--out", "'/dev/null") in last, last
     if "1e38" not in flags:
-        close(said, [], "other lines")
+        close(said, [], "further lines of stderr")
         close({path.read_text() for path in tmp_path.iterdir()}, {"of an earlier run"}, "files of an earlier run")
 
 
 def test_what_is_saved_stays(tmp_path):
-    """Neither a new run nor one with other flags goes on; one that does begins its metrics with the steps done."""
+    """A new run, or other flags, cannot continue a saved one; a resumed run's metrics begin with the steps done."""
     config = step.Config(**BASE | dict(steps=3), model="debug", out=f"{tmp_path}/a", save_every=2)
     saved = f"{config.out}/checkpoints/step-00000002"
     runs = [({}, ""), ({}, "--out .*a has checkpoints"), (dict(resume=config.out, lr=1.0), "--lr was 0.05, not 1.0")]
@@ -410,7 +410,7 @@ GPUS += [("auto", "auto", 1, 8.0, 1, "1 are here: lower --nproc_per_node, or use
 
 @cases("kind, dtype, gpus, has, rank, expected", GPUS)
 def test_choose_device(monkeypatch, kind, dtype, gpus, has, rank, expected):
-    """auto: this process's GPU if there is one, with bf16 if it computes in it (from 8.0 on)."""
+    """`auto` is this process's GPU, if there is one, with bf16 from compute capability 8.0 on, else fp32."""
     monkeypatch.setenv("LOCAL_RANK", str(rank)) if rank else monkeypatch.delenv("LOCAL_RANK", raising=False)
     known = dict(is_available=gpus > 0, device_count=gpus, get_device_capability=(int(has), has % 1), set_device=None)
     for name, value in known.items():
@@ -423,7 +423,7 @@ def test_choose_device(monkeypatch, kind, dtype, gpus, has, rank, expected):
 
 
 def test_a_plain_launch(tmp_path):
-    """It leaves three files. Two ranks, each of which reads Python's sources itself, train to the same numbers."""
+    """A launch writes three files. Two ranks, which each read Python's sources, train to the same numbers."""
     (tmp_path / "metrics.jsonl").write_text("of an earlier run")
     flags = f"--model=debug --dtype=fp64 --device=cpu --steps=2 --global-batch-size=4 --out={tmp_path}".split()
     words = [sys.executable, "step01_single_gpu.py", *flags]
@@ -437,5 +437,5 @@ def test_a_plain_launch(tmp_path):
     twos = launched(2, "step02_ddp", "--dtype=fp64", "--micro-batch-size=1", out=tmp_path)
     for key in "step", "tokens", "lr", "loss", "grad_norm":
         close(DoubleTensor([row[key] for row in twos]), DoubleTensor([row[key] for row in ones]), key, 2)
-    assert abs(ones[0]["loss"] - math.log(257)) < 0.1, "the first loss is not that of a guess"
+    assert abs(ones[0]["loss"] - math.log(257)) < 0.1, "the first loss is not that of a random guess"
     assert all(abs(row["tokens_per_second"] * row["seconds"] - 256) < 1e-6 for row in ones), "tokens per second"

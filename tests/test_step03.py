@@ -1,4 +1,4 @@
-"""Chapter 3, ZeRO: units and their shards, three stages, the docstring's table, and when stage 3 has which unit."""
+"""Chapter 3, ZeRO: units and their shards, three stages, the docstring's table, and when units are gathered."""
 
 import re
 from itertools import groupby, pairwise
@@ -25,8 +25,8 @@ FROZEN = "embed_tokens|0.mlp.up_proj|1.input_layernorm"  # a whole unit, a matri
 
 
 def built(stage: int | None, frozen: str = "-", apart: str = "-", dtype: torch.dtype = FP64, **options: Any) -> Any:
-    """Model, optimizer, sync, mesh; without a stage: the plain model. Patterns: names that do not train, and names of
-    which the ranks of group `apart` hold copies (1 and up; rank 0 is in one for itself). Units do not divide by 3."""
+    """Model, optimizer, sync, mesh; stage None: the plain model. `frozen` and `apart` are patterns of names: of frozen
+    parameters, and of those with group "apart" (ranks 1 and up; rank 0 is alone in one). 3 does not divide a unit."""
 
     def change(model: Decoder):
         for name, param in model.named_parameters():
@@ -44,18 +44,18 @@ def built(stage: int | None, frozen: str = "-", apart: str = "-", dtype: torch.d
 
 
 def loss_of(model: Decoder, rank: int, micro: int, turn: int = 0) -> Tensor:
-    """Of two sequences; each rank, micro-batch and turn has its own."""
+    """The loss of two sequences, which differ for each rank, micro-batch and turn."""
     tokens = (draw(f"tokens {micro} {turn}", rank, 2, 6).abs() * 5).long() % 13
     return model(tokens, tokens.flip(1)) * (1 + rank + micro)
 
 
 def held(x: Tensor) -> int:
-    """Bytes of memory, if it has any."""
+    """Bytes of a tensor's memory; 0 if it has none."""
     return 0 if x.is_meta else x.untyped_storage().nbytes()
 
 
 def own_parts(whole: dict[str, Tensor], rank: int, n: int) -> dict[str, Tensor]:
-    """Tensors end to end, in n shards of one length: what of each lies in a rank's shard."""
+    """Lay tensors end to end and cut them into n shards of equal length: each tensor's part of a rank's shard."""
     owner = torch.arange(sum(x.numel() for x in whole.values()))
     owners = (owner // -(-len(owner) // n)).split([x.numel() for x in whole.values()])
     return {name: x.flatten()[own == rank] for (name, x), own in zip(whole.items(), owners, strict=True)}
@@ -65,26 +65,26 @@ def own_parts(whole: dict[str, Tensor], rank: int, n: int) -> dict[str, Tensor]:
 @cases("dtype", [FP64, BF16])
 @cases("shapes, n", [([(2, 3), (4, 5), (1, 1), (3, 2)], 4), ([(5, 1), (2, 2), (1, 3)], 5), ([(3, 2)], 1)])
 def test_unit(dtype, shapes, n):
-    """A buffer in n shards, padded with zeros. Parameters are views of it, and the master of our shard is wide."""
+    """A unit's buffer has n shards, padded with zeros. Parameters are views of it; the master of a shard is wide."""
     values = {f"p{i}": draw(f"p{i}", 0, *shape, dtype=dtype) for i, shape in enumerate(shapes)}
     flat = torch.cat([x.flatten() for x in values.values()])
     for rank, own in enumerate(F.pad(flat, (0, -len(flat) % n)).chunk(n)):
         unit = step.Unit({k: nn.Parameter(x.clone(), k == "p0") for k, x in values.items()}, Group("dp", rank, n, None))
         close(torch.stack((unit.shard, unit.master)), torch.stack((own, own)), f"the shard of rank {rank}, its master")
-        close(shared(unit.master, unit.shard), dtype is FP64, "master and shard are one")
+        close(shared(unit.master, unit.shard), dtype is FP64, "master and shard share memory")
         close((unit.master.dtype, unit.named["p0"].grad_dtype), (wide(dtype),) * 2, "dtypes of masters and gradients")
-        close((len(unit.flat), list(unit.trained)), (n * len(own), ["p0"]), "elements, and names of what trains")
+        close((len(unit.flat), list(unit.trained)), (n * len(own), ["p0"]), "elements, and names of trained parameters")
         for name, part in own_parts(values, rank, n).items():
             close(unit.view_shard(own, name), part, f"rank {rank}: its part of {name}")
             close(shared(unit.view_shard(own, name), own), True, "a part is a view")
-            close(unit.named[name], values[name], f"{name}, in the buffer")
+            close(unit.named[name], values[name], f"{name} in the buffer")
             unit.view(unit.flat, name).zero_()
             close(unit.named[name].any().item(), False, f"{name} after its place in the buffer was zeroed")
 
 
 @task("units", 2)
 def test_unit_names():
-    """The embedding, each of twelve layers, norm with head; and apart, what other ranks hold copies of."""
+    """Units are the embedding, each of twelve layers, norm with head; and, apart, parameters of another group."""
     units, model = {}, built(None, apart="layers.10.mlp", n_layers=12)
     for name, param in model.named_parameters():
         units.setdefault((re.search(r"embed|\d+|$", name).group(), layout_of(param).data_dim), []).append(name)
@@ -94,7 +94,7 @@ def test_unit_names():
 @ranks(3)
 @task("gather", 6)
 def test_gather_and_free():
-    """One all-gather, which gather does not await; nothing is sent for what is there; freed, a unit has no memory."""
+    """`gather` starts one all-gather without waiting, or none if the unit is there; a freed unit has no memory."""
     values = [draw("p", 0, 3, 2), draw("p", 0, 5, 1), draw("p", 0, 2, 2)]
     named = {str(i): nn.Parameter(value.clone()) for i, value in enumerate(values)}
     unit = step.ShardedUnit(named, Mesh(dp=3)["dp"])
@@ -102,22 +102,22 @@ def test_gather_and_free():
     with Tape() as tape:
         unit.gather()
         unit.gather()
-    close((tape.sent, len(tape.left)), (2 * 5 * 8, 1), "bytes that two calls send, and all-gathers under way")
+    close((tape.sent, len(tape.left)), (2 * 5 * 8, 1), "bytes that two calls send, and all-gathers in flight")
     unit.gathering.wait()
     for param, value in zip(named.values(), values, strict=True):
-        close(param, 3 * value, "a parameter, from what the shards are now")
+        close(param, 3 * value, "a parameter, gathered from the current shards")
     unit.free()
     unit.free()
     close(held(unit.flat), 0, "bytes of the buffer after free")
     with Tape() as tape:
         unit.gather()
         unit.free()
-    close((tape.left, held(unit.flat)), ([], 0), "freed while it arrives: under way, and bytes")
+    close((tape.left, held(unit.flat)), ([], 0), "a unit freed while it arrives: collectives in flight, and bytes")
 
 
 # --- Gradients, updates, the norm -----------------------------------------------------------------------------------
 
-# The last but one: a unit's sum is under way when the next micro-batch makes its gradient.
+# frozen="model": only the head trains, so its sum is still in flight when the next micro-batch makes its gradient.
 SUMS = [(1e-10, dict(tied=True)), (1e-10, dict(frozen=FROZEN)), (1e-10, dict(frozen="model"))]
 SUMS += [(1e-6, dict(apart="1.mlp", dtype=BF16))]
 
@@ -126,7 +126,7 @@ SUMS += [(1e-6, dict(apart="1.mlp", dtype=BF16))]
 @cases("stage", [pytest.param(stage, marks=task(f"stage {stage}", 4)) for stage in (1, 2, 3)])
 @cases("bound, options", SUMS)
 def test_gradients(stage, bound, options):
-    """Our parts of the sums, in two steps of two micro-batches; with bf16 weights each is added up in fp32."""
+    """A rank gets its parts of the sums, in two steps of two micro-batches; for bf16 weights, sums are in fp32."""
     (model, zero, _, mesh), plain = built(stage, **options), built(None, **options)
     groups, dtype = dict(dp=[0, 1, 2], apart=[1, 2] if mesh.rank else [0]), wide(options.get("dtype", FP64))
     for turn in range(2):
@@ -145,8 +145,8 @@ def test_gradients(stage, bound, options):
             close(len(tape.started) > 0, stage > 1, "something is sent before finish")
             zero.finish()
             if stage == 3:
-                zero.publish()  # it waits for what was gathered in vain
-        close(tape.left, [], "what nobody has waited for")
+                zero.publish()  # it waits for gathers that were not used
+        close(tape.left, [], "collectives that were never waited for")
         found = zero.gradients()
         close(set(found), {name for name, param in plain.named_parameters() if param.requires_grad}, "names")
         for unit in zero.units:
@@ -156,31 +156,31 @@ def test_gradients(stage, bound, options):
                 close(found.get(name, part).dtype, dtype, f"dtype of the gradient of {name}")
         zero.zero_grad()
         left = [x for unit in zero.units for x in (unit.gradient, unit.reduced_shard, unit.grad_shard)]
-        assert all(x is None for x in [*left, *(param.grad for param in model.parameters())]), "zero_grad frees not all"
+        assert all(x is None for x in [*left, *(param.grad for param in model.parameters())]), "zero_grad keeps some"
 
 
 @ranks(2)
 @task("stage 3", 2)
 def test_stage_3_is_never_whole():
-    """Not even at first. Under no_grad the loss is right; then norm and head alone are there, until publish."""
+    """Not even at initialisation. Under no_grad the loss is right; then only norm and head stay, until `publish`."""
     whole, fill, plain = [], step.materialize, built(None)
     count = lambda model, *rest: whole.append(sum(map(held, model.parameters()))) or fill(model, *rest)  # noqa: E731
     with mock.patch.object(step, "materialize", count):
         model, zero, _, mesh = built(3)
-    close(whole, [0] * 5, "bytes of weights when each of five units gets its values")
+    close(whole, [0] * 5, "bytes of weights before each of five units is initialised")
     with torch.no_grad():
         for turn in range(2):
             close(loss_of(model, mesh.rank, 0, turn), loss_of(plain, mesh.rank, 0, turn), "the loss")
-            close([len(u.named) for u in zero.units if held(u.flat)], [2], "sizes of what stays")
+            close([len(u.named) for u in zero.units if held(u.flat)], [2], "parameters in each unit that stays")
     zero.publish()
     close(sum(held(unit.flat) for unit in zero.units), 0, "bytes of weights after publish")
 
 
 @ranks(3)
 @cases("stage", [pytest.param(1, marks=task("update", 6)), 2, pytest.param(3, marks=task("stage 3", 2))])
-@cases("dtype, lr, bound", [(FP64, 0.1, 1e-10), (BF16, 1e-5, 1e-6)])  # so small an update is lost in bf16
+@cases("dtype, lr, bound", [(FP64, 0.1, 1e-10), (BF16, 1e-5, 1e-6)])  # bf16 weights would lose such a small update
 def test_update(stage, dtype, lr, bound):
-    """Two updates are those of step 1. A rank changes its own shards, then publishes them; two rates."""
+    """Two updates with two rates are those of step 1. A rank changes only its own shards, then publishes them."""
     options = dict(frozen=FROZEN, dtype=dtype, weight_decay=0.1)
     (_, zero, _, mesh), (plain, optimizer, *_) = built(stage, **options), built(0, **options)
     publish, zero.publish = zero.publish, mock.Mock()
@@ -203,7 +203,7 @@ def test_update(stage, dtype, lr, bound):
             close(zero.publish.call_count, turn, "calls of publish")
             publish()
         sent = sum(2 * unit.shard.nbytes for unit in zero.units) * (stage < 3)
-        close((tape.sent, tape.left), (sent, []), "bytes of an update, and all-gathers that nobody has waited for")
+        close((tape.sent, tape.left), (sent, []), "bytes of an update, and all-gathers never waited for")
         zero.zero_grad()
         close([name for name, x in zero.masters.items() if x.grad is not None], [], "masters that keep a gradient")
     for unit in zero.units:
@@ -217,7 +217,7 @@ def test_update(stage, dtype, lr, bound):
             close(unit.view(unit.flat, name), plain.get_parameter(name), f"{name} on all ranks", 3, bound)
 
 
-# Sizes; is ZeRO on; of two parameters: what the record says, and along which dimensions ranks hold other elements.
+# Mesh sizes; whether ZeRO is on; of two parameters: record, and dimensions whose ranks hold different elements.
 RECORDS = [
     (dict(dp=2, cp=2), False, ({}, []), (dict(data_dim="data"), [])),
     (dict(dp=2, cp=2), True, ({}, ["dp"]), (dict(data_dim="data"), ["dp", "cp"])),
@@ -243,7 +243,7 @@ def test_global_norm_and_group(sizes, sharded, first, second):
     close(global_norm(model, gradients, mesh, sharded), square.sqrt().item(), "the norm", 2)
 
 
-# --- The law: what is held and sent, and------------------------------------------------------------------------------
+# --- The law: what is held and sent, and when -----------------------------------------------------------------------
 
 
 @ranks(3)
@@ -253,7 +253,7 @@ def test_table(stage, m, tied):
     """The bytes that a rank holds after backward, and the elements that it sends in a step, are those of the table."""
     with Live() as live, Tape() as tape:
         model, optimizer, sync, mesh = built(stage, dtype=BF16, tied=tied, bucket_mb=64.0, dim=24)
-        for _ in range(2):  # in the second there are moments
+        for _ in range(2):  # the optimizer has moments from the second turn on
             sync.begin(m)
             for micro in range(m):
                 loss_of(model, mesh.rank, micro).backward()
@@ -262,17 +262,17 @@ def test_table(stage, m, tied):
             optimizer.step(0.1)
             optimizer.zero_grad()
     row, *_ = re.findall(rf"^    {stage} .{{29}}(.{{20}})(.{{8}})(.{{12}})", step.__doc__, re.MULTILINE)
-    each, of_8, elements = (re.sub(r"([\w)]) (?=[\w(])", r"\1 * ", field.strip()) for field in row)  # as Python
+    each, of_8, elements = (re.sub(r"([\w)]) (?=[\w(])", r"\1 * ", field.strip()) for field in row)  # Python code
     size = [sum(model.get_parameter(name).numel() for name in names) for names in step.unit_names(model)]
     sizes = dict(n=3, m=m, P=sum(size), e=size[-1] + size[0] * (not tied))
     expected = eval(of_8), round(eval(each, sizes) * sizes["P"])
-    close((eval(each, dict(n=8)), found), expected, "bytes of a parameter if n = 8, and of all that a rank holds")
+    close((eval(each, dict(n=8)), found), expected, "bytes per parameter if n = 8, and bytes that a rank holds")
     sent = sum(size / (2 if "gather" in name else 4) for name, size in tape.started) / 2
     close(round(sent), round(eval(elements, sizes) * 2 / 3), "elements that a rank sends in a step")
 
 
 class Story(Tape):
-    """A tape whose events are those of units: gather, reduce, the ends of both, free; and use, by an operator."""
+    """A tape of the events of units: gather, reduce, the ends of both, free, and use by an operator."""
 
     def __init__(self, zero: step.Zero1):
         super().__init__()
@@ -280,7 +280,7 @@ class Story(Tape):
         self.units, self.whole, self.most, self.ends = dict(zip(names, zero.units, strict=True)), [], (0, 0), {}
 
     def note(self):
-        """Units that have gone since the last event; the most that were whole, and had a whole gradient."""
+        """Record units freed since the last event, and the largest numbers of whole units and of whole gradients."""
         whole = [name for name, unit in self.units.items() if held(unit.flat)]
         self.events += [f"free {name}" for name in self.whole if name not in whole]
         gradients = sum(unit.gradient is not None for unit in self.units.values())
@@ -305,7 +305,7 @@ class Story(Tape):
 
 
 def figure(layers: str, tied: bool) -> dict[str, list[str]]:
-    """Rows of the figure in the docstring of Zero3. With a tied head H computes with E, too."""
+    """The rows of the figure in Zero3's docstring. With a tied head, H computes with the weights of E, too."""
     up, down = [*layers], [*reversed(layers)]
     return {
         "all-gather": ["E", *up, "EH" if tied else "H", "", *down, "", "", ""],
@@ -316,14 +316,14 @@ def figure(layers: str, tied: bool) -> dict[str, list[str]]:
 
 
 def story(stage: int, layers: str, tied: bool) -> list[str]:
-    """Two micro-batches. Where a column of the figure begins, what was under way in the one before it ends."""
+    """The events of two micro-batches. A column of the figure begins when the communication of the one before ends."""
     events, columns = [], [*zip(*figure(layers, tied).values(), strict=True), [""] * 4]
     for before, (gathered, used, _, reduced) in pairwise([columns[-1], *columns]):
         events += [f"reduce {x} ends" for x in before[3]] + [f"reduce {x}" for x in reduced]
         events += [f"free {x}" for x in before[2]] + [f"gather {x}" for x in gathered]
         events += [f"gather {x} ends" for x in before[0]] + [f"use {x}" for x in used]
     at = events.index("reduce H")
-    events = [*events[:-1], *events[:at], "reduce E ends", *events[at:]]  # the embedding's sum runs until then
+    events = [*events[:-1], *events[:at], "reduce E ends", *events[at:]]  # E's sum runs into the next micro-batch
     return [event for event, _ in groupby(x for x in events if stage == 3 or x.split()[0] in ("use", "reduce"))]
 
 
@@ -332,7 +332,7 @@ def story(stage: int, layers: str, tied: bool) -> list[str]:
 @cases("stage, layers", [(2, "012"), (3, "012"), (3, "0")])
 @cases("tied", [False, True])
 def test_when(stage, layers, tied, recompute):
-    """Gathers and sums begin and end, and units are freed, as in the figure. Two are whole at a time; tied, three."""
+    """Gathers, sums and frees happen as in the figure. Two units are whole at a time; with a tied head, three."""
     for row, units in figure("01", False).items():
         assert f"  {row:<15}{''.join(f'{unit:<4}' for unit in units).rstrip()}\n" in step.Zero3.__doc__, row
     model, _, zero, mesh = built(stage, n_layers=len(layers), tied=tied)
@@ -344,12 +344,12 @@ def test_when(stage, layers, tied, recompute):
         zero.finish()
     found = groupby(tape.ends.get(event, event) for event in tape.events if event != "matmul")
     close([event for event, _ in found], story(stage, layers, tied), "events")
-    close(tape.most, (2 + tied if stage == 3 else 5, 2), "most units that are whole at a time, and whole gradients")
+    close(tape.most, (2 + tied if stage == 3 else 5, 2), "most whole units at a time, and most whole gradients")
 
 
 @task("loop", 4)
 @cases("zero, tied", [(0, False), (1, False), (2, False), (2, True), (3, False), (3, True)])
 def test_zero_trains_to_step_1s_numbers(pools, zero, tied):
-    """Five steps with their own rates; on three ranks, which divide no unit, five sequences in micro-batches of two."""
+    """Five steps with different rates. Three ranks divide no unit; each has five sequences in micro-batches of two."""
     base = dict(tied=tied, recompute="full" if tied else "none", steps=5, global_batch_size=15, micro_batch_size=2)
     equals_step1(pools, 3, "step03_zero", base, zero=zero)

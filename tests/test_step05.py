@@ -1,4 +1,4 @@
-"""Chapter 5, context parallelism: parts of a softmax, zigzag, the ring and its way back, the law, the layouts."""
+"""Chapter 5, context parallelism: parts of a softmax, zigzag, the ring forward and backward, laws, and layouts."""
 
 import gc
 from unittest import mock
@@ -21,12 +21,12 @@ from tests.equal import BASE, SHAPE, Watch, close, decoder, draw, equals_step1
 from tests.tape import Live, Tape
 
 ranks, task, cases = pytest.mark.ranks, pytest.mark.task, pytest.mark.parametrize
-HEADS = cases("heads, kv_heads", [(4, 4), (6, 3), (4, 1)])  # as many keys as queries, GQA, MQA
-KINDS = cases("kind, bound", [("", 1e-10), ("large", 1e-10), ("bf16", 1e-6)])  # of 16 bits: computed in 32
+HEADS = cases("heads, kv_heads", [(4, 4), (6, 3), (4, 1)])  # multi-head attention, GQA, MQA
+KINDS = cases("kind, bound", [("", 1e-10), ("large", 1e-10), ("bf16", 1e-6)])  # bf16 is computed in fp32
 
 
 def heads_of(name: str, n: int, length: int, kind: str = "", seed: int = 0, size: int = 4) -> Tensor:
-    """[2, n, length, size]. Large: scores of these q and k are 882 larger; e^882 is infinite, the softmax the same."""
+    """[2, n, length, size]. "large" puts a constant 882 into all scores: e^882 is infinite, but the softmax is not."""
     x = draw(name, seed, 2, n, length, size)
     if kind == "large" and name in "qk":
         x[..., 0] = 42.0
@@ -34,7 +34,7 @@ def heads_of(name: str, n: int, length: int, kind: str = "", seed: int = 0, size
 
 
 def softmax_of(q: Tensor, k: Tensor, v: Tensor, do: Tensor | None = None, seen: Tensor | None = None) -> list[Tensor]:
-    """Torch's own attention in fp64: o, lse, and given do, dq, dk and dv. `seen` [queries, keys]: if not causal."""
+    """torch's own attention in fp64: o, lse and, given `do`, dq, dk and dv. `seen` [queries, keys]: if not causal."""
     seen = torch.ones(q.shape[2], k.shape[2]).tril(k.shape[2] - q.shape[2]).bool() if seen is None else seen
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
@@ -44,7 +44,7 @@ def softmax_of(q: Tensor, k: Tensor, v: Tensor, do: Tensor | None = None, seen: 
 
 
 def each(names: str, found: list, expected: list, n: int = 1, bound: float = 1e-10, when: str = ""):
-    """All are close."""
+    """Each of these values must be close to the expected one."""
     for name, x, right in zip(names.split(), found, expected, strict=True):
         close(x, right, f"{name} {when}", n, bound)
 
@@ -54,11 +54,11 @@ def each(names: str, found: list, expected: list, n: int = 1, bound: float = 1e-
 
 @task("parts", 1)
 def test_scaled_scores():
-    """q k^T / sqrt(d) of three queries and seven keys; of seven queries, minus infinity for keys after the query."""
+    """q k^T / sqrt(d) of three queries and seven keys; causal, of seven queries, -inf for keys after the query."""
     q, k = heads_of("q", 3, 7), heads_of("k", 3, 7)
     expected = torch.einsum("bhqd,bhkd->bhqk", q, k) / 2.0
-    close(step.scaled_scores(q[:, :, :3], k, False), expected[:, :, :3], "all scores")
-    close(step.scaled_scores(q, k, True).exp(), expected.exp().tril(), "e to the power of causal scores")
+    close(step.scaled_scores(q[:, :, :3], k, False), expected[:, :, :3], "scores of all keys")
+    close(step.scaled_scores(q, k, True).exp(), expected.exp().tril(), "exp of the causal scores")
 
 
 @task("parts", 3)
@@ -66,7 +66,7 @@ def test_scaled_scores():
 @KINDS
 @cases("keys, causal", [(5, True), (7, False)])
 def test_part_attention(heads, kv_heads, kind, bound, keys, causal):
-    """Output and log-sum-exp of five queries, as if these were all keys; in fp32 or more."""
+    """Output and log-sum-exp of five queries, as if there were no other keys, in fp32 or wider."""
     given = heads_of("q", heads, 5, kind), heads_of("k", kv_heads, keys, kind), heads_of("v", kv_heads, keys, kind)
     found = step.part_attention(*(after := [x.clone() for x in given]), causal)
     expected = softmax_of(*given, seen=None if causal else torch.ones(5, keys).bool())
@@ -78,7 +78,7 @@ def test_part_attention(heads, kv_heads, kind, bound, keys, causal):
 @task("parts", 1)
 @cases("dtype", [torch.float64, torch.bfloat16])
 def test_merge_of_the_docstrings_example(dtype):
-    """Two keys weigh 3 and 1, and have values 10 and 2: together they give 8. A kernel's part may have 16 bits."""
+    """Two keys with weights 3 and 1 and values 10 and 2 together give 8. A kernel's part may have 16 bits."""
     one = torch.ones(1, 1, 1, 1).double()
     o, lse = 10 * one, (3 * one[0]).log()
     step.merge(o, lse, (2 * one).to(dtype), one[0].log())
@@ -90,7 +90,7 @@ def test_merge_of_the_docstrings_example(dtype):
 @cases("kind", ["", "large"])
 @cases("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
 def test_merge_of_three_parts(kind, order):
-    """In any order, begun with none, in place. Only the last two of five queries see the third part."""
+    """Parts are merged in place, in any order, starting from none. Only the last two of five queries see part three."""
     q, k, v = heads_of("q", 3, 5, kind), heads_of("k", 3, 12, kind), heads_of("v", 3, 12)
     seen = torch.ones(5, 12).bool()
     seen[:3, 8:] = False
@@ -107,11 +107,11 @@ def test_merge_of_three_parts(kind, order):
 @HEADS
 @KINDS
 def test_part_gradients(heads, kv_heads, kind, bound):
-    """Five queries, seven keys before them and five beside them: both parts' dq add up, each has its dk and dv."""
+    """Five queries, seven earlier keys, and the queries' own five: the parts' dq add up; each has its own dk and dv."""
     q, k, v = heads_of("q", heads, 5, kind), heads_of("k", kv_heads, 12, kind), heads_of("v", kv_heads, 12, kind)
     do, wide = heads_of("do", heads, 5, kind), torch.promote_types(q.dtype, torch.float32)
     o, lse, *expected = softmax_of(q, k, v, do)
-    given = do, q, k, v, o.to(wide), F.pad(lse.to(wide), (1, 1))[..., 1:-1]  # lse: with gaps between its rows
+    given = do, q, k, v, o.to(wide), F.pad(lse.to(wide), (1, 1))[..., 1:-1]  # lse is not contiguous
     before, parts = [x.clone() for x in given], []
     for keys, causal in ((slice(0, 7), False), (slice(7, 12), True)):
         parts.append(step.part_gradients(do, q, k[:, :, keys], v[:, :, keys], *given[4:], causal))
@@ -124,7 +124,7 @@ def test_part_gradients(heads, kv_heads, kind, bound):
 @task("zigzag", 2)
 @cases("n, expected", [(1, ["0123456789ab"]), (2, ["0129ab", "345678"]), (3, ["01ab", "2389", "4567"])])
 def test_zigzag_positions(n, expected):
-    """Of 12 tokens rank r has chunks r and 2n-1-r of 2n, in order."""
+    """12 tokens are cut into 2n chunks, of which rank r has chunks r and 2n-1-r, in this order."""
     for r, digits in enumerate(expected):
         close(step.zigzag_positions(12, r, n).tolist(), [int(digit, 16) for digit in digits], f"rank {r} of {n}")
     for length in (n, 13, 12 + n):
@@ -133,7 +133,7 @@ def test_zigzag_positions(n, expected):
 
 
 def zigzag(n: int, rank: int, length: int) -> Tensor:
-    """Positions of a rank's tokens."""
+    """The positions of a rank's `length` tokens."""
     chunks = torch.arange(n * length).chunk(2 * n)
     return torch.cat((chunks[rank], chunks[2 * n - 1 - rank]))
 
@@ -141,7 +141,7 @@ def zigzag(n: int, rank: int, length: int) -> Tensor:
 @task("zigzag", 4)
 @cases("n", [1, 2, 3, 5])
 def test_zigzag_visible(n):
-    """Every pair of a query and a key at or before it is computed once, no other; all ranks compute as many."""
+    """Each pair of a query and a key at or before it is computed once, and no other; all ranks compute equally many."""
     pairs, work = torch.zeros(6 * n, 6 * n), [0.0] * n
     for rank, source in np.ndindex(n, n):
         for queries, keys, causal in step.zigzag_visible(rank, source, 6):
@@ -149,7 +149,7 @@ def test_zigzag_visible(n):
             seen = torch.ones(len(these), len(those)).tril(0 if causal else 6)
             pairs[these[:, None], those] += seen
             work[rank] += seen.sum().item()
-    close(pairs, torch.ones_like(pairs).tril(), "how often a query (row) meets a key (column)")
+    close(pairs, torch.ones_like(pairs).tril(), "how often the pair of a query (row) and a key (column) is computed")
     close(work, [sum(work) / n] * n, "pairs that each rank computes")
 
 
@@ -157,7 +157,7 @@ def test_zigzag_visible(n):
 
 
 def in_order(rank: int, source: int, length: int) -> list[tuple]:
-    """Another rule, for tokens in order: three parts, or two, or none where all keys are later."""
+    """Another rule, for tokens in order: own keys in three parts, earlier ones in two, later ones in none."""
     first, second = slice(0, length // 2), slice(length // 2, length)
     if source == rank:
         return [(first, first, True), (second, first, False), (second, second, True)]
@@ -165,7 +165,7 @@ def in_order(rank: int, source: int, length: int) -> list[tuple]:
 
 
 ZIGZAG, ALL_4 = step.zigzag_visible, [[0, 1, 2, 3]]
-RINGS = cases(  # rows: groups, whose ranks need not be neighbours, nor be numbered as in the world, nor be several
+RINGS = cases(  # rows: the groups; their ranks need not be neighbours, nor have their world's numbers, nor be several
     "n, rows, heads, kv_heads, rule, kind",
     [
         pytest.param(2, [[0, 1]], 6, 3, ZIGZAG, "", marks=ranks(2)),
@@ -178,7 +178,7 @@ RINGS = cases(  # rows: groups, whose ranks need not be neighbours, nor be numbe
 
 
 def own(n, rows, heads, kv_heads, rule=ZIGZAG, kind="", length=6, **size) -> tuple:
-    """This rank's group, whole q, k, v and do (those of other groups differ), its places in them, its own of each."""
+    """This rank's group; q, k, v, do of the whole sequence (other groups have others); its positions; its shards."""
     mesh = Mesh(dp=n)
     for row in rows:
         mesh.enter("cp", np.array([row]))
@@ -196,7 +196,7 @@ def forward(given: list[Tensor], group: Group, *more) -> Tensor:
 
 
 def ring(mode, group, mine, *rule) -> tuple:
-    """There and back, with this rank's q, k, v, do: o, dq, dk and dv; what a mode has seen forward; backward."""
+    """Forward and backward with this rank's q, k, v, do: o, dq, dk, dv; the mode of forward; the mode of backward."""
     with mode() as there:
         o = forward([x.requires_grad_() for x in mine[:3]], group, *rule)
     with mode() as back:
@@ -207,27 +207,27 @@ def ring(mode, group, mine, *rule) -> tuple:
 @RINGS
 @task("ring", 4)
 def test_ring_forward(n, rows, heads, kv_heads, rule, kind):
-    """Each rank has its queries' attention to the keys of all; also with another rule than zigzag's."""
+    """Each rank gets its queries' attention to the keys of all ranks, also with another rule than zigzag's."""
     group, whole, here, mine = own(n, rows, heads, kv_heads, rule, kind)
     given, size = [x.clone() for x in mine[:3]], group.size
     with Tape() as tape:
         o = forward(given, group, rule)
     close(o, softmax_of(*whole)[0][:, :, here], "o", size, attention_to_its_own_keys=softmax_of(*mine)[0])
     each("q k v", given, mine[:3], when="after the call")
-    close(tape.left, [], "messages that nobody has waited for")
+    close(tape.left, [], "messages that were never waited for")
     close(tape.sent, (size - 1) * 2 * given[1].nbytes, "bytes: k and v, n-1 times")
 
 
 @RINGS
 @task("ring", 5)
 def test_ring_backward(n, rows, heads, kv_heads, rule, kind):
-    """Gradients of this rank's tokens, to which all ranks have added."""
+    """Each rank gets the gradients of its own tokens, with the terms of all ranks."""
     group, whole, here, mine = own(n, rows, heads, kv_heads, rule, kind)
     given, size = [x.clone() for x in mine], group.size
     found, _, tape = ring(Tape, group, given, rule)
     each("dq dk dv", found[1:], [x[:, :, here] for x in softmax_of(*whole)[2:]], size)
     each("q k v do", given, mine, when="after the call")
-    close(tape.left, [], "messages that nobody has waited for")
+    close(tape.left, [], "messages that were never waited for")
     bytes_ = (2 * size - 1) * 2 * given[1].nbytes * (size > 1)
     close(tape.sent, bytes_, "bytes: k and v n-1 times, their gradients n times")
 
@@ -235,7 +235,7 @@ def test_ring_backward(n, rows, heads, kv_heads, rule, kind):
 @ranks(4)
 @task("ring", 3)
 def test_ring_of_bf16():
-    """All are rounded once, when complete: sums in 16 bits would be 1.5 to 2 roundings off. (dq, from o, is 1.1.)"""
+    """Results are rounded once, when complete: 16-bit sums would be 1.5 to 2 roundings off. (dq, from o, is 1.1.)"""
     group, whole, here, mine = own(4, ALL_4, 4, 2, kind="bf16", length=32, size=16)
     found, _, back = ring(Tape, group, mine)
     close({x.dtype for x in found}, {torch.bfloat16}, "dtypes of o, dq, dk and dv")
@@ -245,14 +245,14 @@ def test_ring_of_bf16():
         off = torch.stack([(y.double() - right).square().sum() for y in (x, right.bfloat16())])
         dist.all_reduce(off)  # over the tokens of all ranks
         off = (off[0] / off[1]).sqrt()
-        assert off < 1.3, f"{name}: {off:.2g} roundings from fp64's; is something added up in 16 bits?"
+        assert off < 1.3, f"{name}: {off:.2g} roundings off from fp64; is something summed in 16 bits?"
     close(back.sent, (3 + 4 * 2) * 2 * mine[1].nbytes, "bytes in backward: gradients have 32 bits")
 
 
 @ranks(3)
 @task("ring", 3)
 def test_law_of_messages_and_work():
-    """Messages start before a hop's matmuls and are awaited after them, of which zigzag gives each rank as many."""
+    """Messages start before a hop's matmuls and are waited for after them; zigzag gives all ranks equal work."""
     group, _, _, mine = own(3, [[0, 1, 2]], 4, 2, kind="bf16", length=8)
     _, there, back = ring(Tape, group, mine)
     sent, b = [[size for name, size in tape.started if name == "send"] for tape in (there, back)], 2 * mine[1].nbytes
@@ -260,15 +260,15 @@ def test_law_of_messages_and_work():
     letters = "".join(event[0] for event in there.events)
     runs = "".join(a for a, b in zip(letters, letters[1:] + ".", strict=True) if a != b)
     close(runs, "smwsmwm", "forward: starts, matmuls and waits of three hops")
-    close(back.hidden(), back.events.count("matmul"), "backward: matmuls while something travels; all")
+    close(back.hidden(), back.events.count("matmul"), "backward: matmuls while a message is in flight (all of them)")
     _, *counts = ring(lambda: FlopCounterMode(display=False), group, mine)
-    product = 2 * (2 * 4 * 4) * 8 * 8 * (1 + 2 / 2)  # batch, heads, their size; pairs at home, half of them elsewhere
-    close([x.get_total_flops() for x in counts], [2 * product, 5 * product], "FLOPs: two products, five in backward")
+    product = 2 * (2 * 4 * 4) * 8 * 8 * (1 + 2 / 2)  # batch, heads, size; all pairs in hop 0, half in the others
+    close([x.get_total_flops() for x in counts], [2 * product, 5 * product], "FLOPs: 2 products forward, 5 backward")
 
 
 @ranks(4)
 def test_law_of_live_memory():
-    """Alive are own k and v, those that are here, the next ones; in backward three sums; results of the last part."""
+    """Alive are k and v: own, of this hop, of the next; in backward also three sums; and the last part's results."""
     group, _, _, mine = own(4, ALL_4, 4, 4, length=8)
     kv, o_lse, seen = 2 * mine[0].nbytes, 5 * mine[0].nbytes // 4, []
     gc.collect(), gc.disable()
@@ -282,7 +282,7 @@ def test_law_of_live_memory():
         after = live.bytes
     gc.enable()
     close(kept, kv + o_lse, "bytes kept for backward: own k and v, o, lse")
-    close(after, 0, "bytes when nobody has the output any more: there is no cycle")
+    close(after, 0, "bytes after the output is deleted (no reference cycle)")
     there, back = max(seen[:4]) / kv, max(seen[4:]) / kv
     assert there <= 3 + 2 * o_lse / kv and back <= 8 + o_lse / kv, f"{there} and {back} times k and v are alive"
 
@@ -294,7 +294,7 @@ def test_law_of_live_memory():
 @task("loop", 2)
 @cases("dp, cp, tp", [(1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)])
 def test_shard_context(dp, cp, tp):
-    """Positions, each layer's attention, each record, and the group that sums gradients; any mode."""
+    """It sets positions, each layer's attention, each record and the group that sums gradients, for any mode."""
     mesh, model = Mesh(dp=dp, cp=cp, tp=tp), decoder(tied=tp == 1)
     mode = step.ContextMode(lambda s, r, n: torch.arange(s)[r::n], lambda q, k, v, group: f"{q}{k}{v}{group.name}")
     close(step.shard_context(model, mesh, mode, False), torch.arange(6)[mesh["cp"].rank :: cp], "positions")
@@ -304,7 +304,7 @@ def test_shard_context(dp, cp, tp):
     close({layout_of(param).data_dim for param in model.parameters()}, {"data"}, "data_dim of the records")
     members = [r for r in range(4) if r % tp == mesh.rank % tp]
     close(dist.get_process_group_ranks(mesh["data"].handle), members, "ranks that sum gradients")
-    if cp == tp:  # a rank has three tokens, for two ranks of tp
+    if cp == tp:  # two ranks of tp cannot share a rank's three tokens
         with pytest.raises(UserError):
             step.shard_context(model, mesh, mode, True)
 
@@ -313,7 +313,7 @@ def test_shard_context(dp, cp, tp):
 @task("loop", 3)
 @cases("recompute, again", [("none", 0), ("full", 1)])
 def test_what_is_given_to_the_model_and_sent(recompute, again):
-    """Two of dp, two of cp. Targets were shifted before the sequence was sharded: a chunk's last one is elsewhere."""
+    """dp 2, cp 2. Targets are shifted before the sequence is sharded: a chunk's last is the next one's first token."""
     flags = dict(steps=1, global_batch_size=10, micro_batch_size=2, cp=2, dataset="plain", recompute=recompute)
     seen, plain, rank, PRESETS["test"] = [], Decoder.forward, dist.get_rank(), (shape := ModelConfig(**SHAPE))
     forward = mock.patch.object(Decoder, "forward", lambda model, *xs: seen.append(xs) or plain(model, *xs))
@@ -325,14 +325,14 @@ def test_what_is_given_to_the_model_and_sent(recompute, again):
     whole = [x[mine][:, here] for x in Data("plain", shape, 10, 0).batch(0)]
     each("tokens targets", [torch.cat(some) for some in found], whole)
     each("1 2 3", positions, [here] * 3, when=": positions of a micro-batch")
-    kv = 2 * 8 * 2 * 8 * 8  # of 8 tokens, 2 heads of 8 numbers of fp64
-    expected = 3 * 5 * (1 + again + 1 + 2) * kv + 8  # 3 layers, 5 sequences; the norm
+    kv = 2 * 8 * 2 * 8 * 8  # k and v: 8 tokens, 2 heads of size 8, 8 bytes
+    expected = 3 * 5 * (1 + again + 1 + 2) * kv + 8  # 3 layers, 5 sequences; 8 bytes of the norm
     close(run.history[0]["sent"]["cp"], expected, "bytes over cp")
 
 
 ALL = dict(steps=5, global_batch_size=10, micro_batch_size=2)  # beside BASE: micro-batches of 2, 2 and 1
 ROWS = [
-    (4, ALL, dict(cp=2)),  # and dp 2
+    (4, ALL, dict(cp=2)),  # dp is 2
     (4, ALL, dict(cp=2, zero=3)),
     (4, ALL, dict(cp=2, tp=2, sp=False)),
     (4, dict(tied=True, recompute="full"), dict(cp=2, tp=2, zero=2)),
@@ -344,5 +344,5 @@ ROWS = [
 @task("loop", 6)
 @cases("n, base, layout", ROWS)
 def test_cp_trains_to_step_1s_numbers(pools, n, base, layout):
-    """With dp, a schedule, clipping; ZeRO over dp x cp; tp with and without sp; recomputation; one key/value head."""
+    """With dp, decay of the rate, clipping; ZeRO over dp x cp; tp with and without SP; recomputation; one k/v head."""
     equals_step1(pools, n, step.__name__, base, **layout)

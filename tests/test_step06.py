@@ -1,4 +1,4 @@
-"""Chapter 6, pipelines: orders of work (common/schedules.py), stages and their messages (step06_pipeline.py)."""
+"""Chapter 6, pipelines: the order of work (common/schedules.py), stages and their messages (step06_pipeline.py)."""
 
 import re
 import runpy
@@ -26,7 +26,7 @@ from tests.tape import Tape
 
 ranks, task, cases = pytest.mark.ranks, pytest.mark.task, pytest.mark.parametrize
 S6, TIED = "step06_pipeline", "model.embed_tokens.weight"
-NAMES = dict(afab="afab", one_f_one_b="1f1b", interleaved="interleaved")  # functions, and their --schedule
+NAMES = dict(afab="afab", one_f_one_b="1f1b", interleaved="interleaved")  # function: its --schedule
 GRID = [(p, m, v) for p in (1, 2, 3, 4, 7) for m in (1, 2, 3, 5, 8, 12, 21) for v in (1, 2, 3)]
 SIZES = {name: GRID if name == "afab" else [(p, m, v) for p, m, v in GRID if v == 1] for name in NAMES}
 SIZES["interleaved"] += [(p, m, v) for p, m, v in GRID if v > 1 and m % p == 0]  # full rounds
@@ -35,12 +35,12 @@ V = [place._replace(rank=rank) for place, rank in zip(round_robin(6, 6, 1), (0, 
 
 
 def acts(text: str) -> list[Action]:
-    """ "F1.2": forward of micro-batch 1 through stage 2."""
+    """Parse actions: "F1.2" is the forward of micro-batch 1 through stage 2."""
     return [Action(word[0], int(word[1]), int(word[3])) for word in text.split()]
 
 
 def plan(name: str, p: int, m: int, v: int = 1) -> tuple[list[list[Action]], list[Place]]:
-    """Lists of all ranks, and places of stages of a layer."""
+    """The lists of all ranks, and the places of p v stages with one layer each."""
     return [getattr(schedules, name)(p, m, v, rank) for rank in range(p)], round_robin(p * v, p, v)
 
 
@@ -49,19 +49,19 @@ def plan(name: str, p: int, m: int, v: int = 1) -> tuple[list[list[Action]], lis
 
 @task("orders", 2)
 def test_the_picture_is_the_schedule(capsys):
-    """Step 6's docstring shows AFAB and 1F1B on 4 ranks with 6 micro-batches; so does python -m common.schedules."""
+    """Step 6's docstring shows AFAB and 1F1B on 4 ranks with 6 micro-batches, as python -m common.schedules does."""
     shown = [*zip(*re.findall(r"^    rank \d   ([0-9a-f.]+)   ([0-9a-f.]+)", step.__doc__, re.M), strict=True)]
     with mock.patch.object(sys, "argv", ["-m", "4", "6", "1"]):
         runpy.run_path(schedules.__file__, run_name="__main__")
     expected = ["1f1b", *shown[1], "afab", *shown[0], "interleaved", *shown[1]]
     close(capsys.readouterr().out.split(), expected, "the command draws")
     costs = dict(F=1, B=1, W=1)
-    close(schedules.draw([acts("F0.0 B0.0 W0.0")], round_robin(1, 1, 1), costs), "0a-", "gradients of weights apart")
+    close(schedules.draw([acts("F0.0 B0.0 W0.0")], round_robin(1, 1, 1), costs), "0a-", "weight gradients as W")
 
 
 @task("orders", 3)
 def test_interleaved_order():
-    """Two ranks of two stages, rounds of two micro-batches; rounds that are not full are refused."""
+    """Two ranks have two stages each, and rounds of two micro-batches; a round that is not full raises UserError."""
     first = "F0.0 F1.0 F0.2 F1.2  F2.0 B0.2 F3.0 B1.2 F2.2 B0.0 F3.2 B1.0  B2.2 B3.2 B2.0 B3.0"
     second = "F0.1 F1.1  F0.3 B0.3 F1.3 B1.3 F2.1 B0.1 F3.1 B1.1 F2.3 B2.3 F3.3 B3.3  B2.1 B3.1"
     close(plan("interleaved", 2, 4, 2)[0], [acts(first), acts(second)], "the lists")
@@ -72,12 +72,12 @@ def test_interleaved_order():
 @task("orders", 6)
 @cases("name", NAMES)
 def test_laws_of_an_order(name):
-    """Each F and B once, F first; activations in flight by rank; all end, idle (p-1) / (v m + p-1) of the time."""
+    """Each F and B occurs once, F first; micro-batches in flight; no deadlock; the bubble is (p-1) / (v m + p-1)."""
     for p, m, v in SIZES[name]:
         (lists, places), size = plan(name, p, m, v), f"p={p} m={m} v={v}"
         for rank, row in enumerate(lists):
             wanted = Counter(Action(kind, i, s) for kind in "FB" for i in range(m) for s in range(rank, p * v, p))
-            close(Counter(row), wanted, f"{size} rank {rank}: what it does")
+            close(Counter(row), wanted, f"{size} rank {rank}: its actions")
             early = [a for n, a in enumerate(row) if a.kind == "B" and a._replace(kind="F") not in row[:n]]
             close(early, [], f"{size} rank {rank}: backward before its forward")
             most = p - rank if v == 1 else (v - 1) * p + 2 * (p - rank) - 1
@@ -89,33 +89,33 @@ def test_laws_of_an_order(name):
 
 
 def test_places_and_consumers():
-    """Seven layers in four stages: 1, 2, 2, 2. x goes on and dx back; the loss, the tokens' gradient and W nowhere."""
+    """Seven layers in four stages: 1, 2, 2, 2. x goes forward, dx back; loss, the tokens' gradient and W go nowhere."""
     places, layers = round_robin(7, 2, 2), [range(0, 1), range(1, 3), range(3, 5), range(5, 7)]
     links = [(0, None, 1), (1, 0, 2), (0, 1, 3), (1, 2, None)]
     close(places, [Place(rank, some, *by) for (rank, *by), some in zip(links, layers, strict=True)], "places")
     found = [consumer(action, places) for action in acts("F4.0 F4.3 B4.3 B4.0 W4.1")]
-    close(found, [*acts("F4.1"), None, *acts("B4.2"), None, None], "who needs the output")
+    close(found, [*acts("F4.1"), None, *acts("B4.2"), None, None], "the action that needs the output")
 
 
 def test_simulate():
-    """By hand: 1F1B on two ranks, F takes 2, B 3, a message 1; and on one rank, where nothing is sent."""
+    """Times computed by hand: 1F1B on two ranks (F takes 2, B 3, a message 1), and one rank, which sends nothing."""
     expected = [(2, 0, 0, "F0.0"), (4, 0, 2, "F1.0"), (5, 1, 3, "F0.1"), (8, 1, 5, "B0.1"), (10, 1, 8, "F1.1")]
     expected += [(12, 0, 9, "B0.0"), (13, 1, 10, "B1.1"), (17, 0, 14, "B1.0")]
     spans = simulate(*plan("one_f_one_b", 2, 2), dict(F=2, B=3), message=1)
     close(spans, [(*span[:3], *acts(span[3])) for span in expected], "(end, rank, start, action)")
     spans = simulate([acts("F0.0 F0.1 B0.1 B0.0")], round_robin(2, 1, 2), dict(F=2, B=3), message=1)
-    close([end for end, *_ in spans], [2, 4, 7, 10], "ends on one rank")
+    close([end for end, *_ in spans], [2, 4, 7, 10], "end times on one rank")
     for first, second in ("F0.0 B0.0 F1.0 B1.0", "F1.1 B1.1 F0.1 B0.1"), ("F0.0 B0.0", "B0.1 F0.1"):
-        with pytest.raises(ValueError, match="waits for ever"):  # step 6's own; a loss before its forward
+        with pytest.raises(ValueError, match="waits for ever"):  # step 6's example; a backward before its forward
             simulate([acts(first), acts(second)], round_robin(2, 2, 1), dict(F=1, B=2))
 
 
-# --- Stages, and who keeps what -------------------------------------------------------------------------------------
+# --- Stages, and what each rank keeps -------------------------------------------------------------------------------
 
 
 @task("keep", 1)
 def test_plan():
-    """--schedule, --pp and --chunks, for four layers; one rank has one stage; too many stages are refused."""
+    """--schedule, --pp and --chunks decide the plan; a single rank has one stage; too many stages raise UserError."""
     for name, p, v in ("afab", 2, 1), ("one_f_one_b", 2, 1), ("interleaved", 2, 2), ("interleaved", 1, 1):
         config = step.Config(model="tiny", pp=p, schedule=NAMES[name])
         close(step.plan(config, 4), (round_robin(4, p, v), plan(name, p, 4, v)[0]), f"{name}: places and lists")
@@ -127,7 +127,7 @@ def test_plan():
 @cases("tied", [False, True])
 @cases("places", [round_robin(5, 3, 1), round_robin(5, 2, 2), V], ids=["chain", "loop", "V"])
 def test_keep_stage(tied, places):
-    """By rank: layers of its stages, the embedding first, norm and head last; a tied matrix on both, which say so."""
+    """A rank keeps its stages' layers, the first the embedding, the last norm and head; both record a tied matrix."""
     n = max(place.rank for place in places) + 1
     for rank in range(n):
         keep = partial(step.keep_stage, group=Group("pp", rank, n, None), places=places)
@@ -147,7 +147,7 @@ def test_keep_stage(tied, places):
 @task("keep", 3)
 @cases("tied, places, rows", [(True, CHAIN, 5), (True, CHAIN, 0), (False, CHAIN, 5), (True, V, 5)])
 def test_sum_tied(tied, places, rows):
-    """The first and last rank add what the other has, in place, by one message each; not of an empty shard (ZeRO)."""
+    """The first and last rank add each other's gradient in place, by one message each, or none for an empty shard."""
     group = Mesh(pp=3)["pp"]
     terms = [draw("embedding", r, rows, 4) for r in range(3)]
     held = terms[group.rank].clone()
@@ -157,11 +157,11 @@ def test_sum_tied(tied, places, rows):
     does = tied and group.rank != 1 and places == CHAIN
     close(held, terms[0] + terms[2] if does else terms[group.rank], "the gradient", 2)
     sent = [size for name, size in tape.started if name == "send"]
-    close((sent, tape.left), ([160] * (does and rows > 0), []), "bytes of messages, and what nobody awaits")
+    close((sent, tape.left), ([160] * (does and rows > 0), []), "bytes of messages, and those never waited for")
 
 
 def batch(m: int) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
-    """Tokens and targets of micro-batches of 2 sequences, the last of one; how many count; positions."""
+    """Tokens and targets of m micro-batches of 2 sequences (the last has 1); the number of targets; positions."""
     tokens = (draw("tokens", 0, 2 * m - 1, 6).abs() * 5).long() % 13
     targets = tokens.flip(1).where(draw("count", 0, 2 * m - 1, 6) > -0.5, IGNORE)
     return [*tokens.split(2)], [*targets.split(2)], (targets != IGNORE).sum(), torch.arange(6).flip(0) * 2
@@ -170,7 +170,7 @@ def batch(m: int) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
 @task("stage", 2)
 @cases("dtype", [torch.float64, torch.bfloat16])
 def test_forward_stage(dtype):
-    """Three stages are the model, to the last bit; also in bf16, at positions that 16 bits cannot tell apart."""
+    """Three stages together give the model's loss to the last bit, also in bf16, at positions that need more bits."""
     model, (xs, ys, _, positions) = decoder(n_layers=4).to(dtype), batch(2)
     x, positions = xs[0], positions * 301 + 999
     for place in round_robin(4, 1, 3):
@@ -182,13 +182,13 @@ def test_forward_stage(dtype):
 
 
 def carry_out(programs: list[list[list]], places: list[Place]):
-    """Do each rank's lines, of (verb, action, peer)s posted at once; messages pass when both ranks stand at them."""
+    """Run all ranks' lines, each of (verb, action, peer)s posted together. A message needs both ranks at its line."""
     left, there, moving = [deque([*line] for line in row) for row in programs], set(), True
     while moving:
         moving = False
         for rank, row in enumerate(left):
             for verb, action, peer in [*row[0]] if row else ():
-                ready = (rank, action) in there  # its input; the first stage has tokens, the last one the loss
+                ready = (rank, action) in there  # its input is there; the first stage has tokens, the last the loss
                 if verb == "compute" and (ready or places[action.stage][2 if action.kind == "F" else 3] is None):
                     there.add((rank, consumer(action, places)))
                 elif verb == "send" and ready and left[peer] and ("receive", action, rank) in left[peer][0]:
@@ -198,11 +198,11 @@ def carry_out(programs: list[list[list]], places: list[Place]):
                 moving = not row[0].remove((verb, action, peer))
             while row and not row[0]:
                 moving = not row.popleft()
-    assert not any(left), f"they wait for ever: ranks stand at {[row[0] for row in left if row]}"
+    assert not any(left), f"deadlock: the ranks wait at {[row[0] for row in left if row]}"
 
 
 def posted(cls: type[step.Pipeline], rank: int, p: int, m: int) -> list[list]:
-    """The lines of a loop: actions, and messages that it posts before it waits. Micro-batches are their numbers."""
+    """The lines of a loop's `execute`: an action, or all messages posted before a wait. Tensors are just numbers."""
     lines, loop, posts = [], cls.__new__(cls), []
     loop.group, loop.xs, loop.places, loop.buffer = Group("pp", rank, p, None), [0] * m, round_robin(p, p, 1), int
     loop.forward = lambda i, stage, _: lines.append([("compute", Action("F", i, stage), None)]) or i
@@ -223,7 +223,7 @@ def posted(cls: type[step.Pipeline], rank: int, p: int, m: int) -> list[list]:
 @task("messages", 3)
 @cases("name, cls", [("afab", step.Pipeline), ("one_f_one_b", step.OneForwardOneBackward)])
 def test_law_of_loops(name, cls):
-    """They do what their lists say, without deadlock; 1F1B waits for y and dy, dx and x at once, but in w of them."""
+    """Loops run their lists without deadlock. After w warm-ups, 1F1B exchanges y and dy, or dx and x, in one wait."""
     for p, m, _ in GRID[::3]:
         programs, (lists, places) = [posted(cls, rank, p, m) for rank in range(p)], plan(name, p, m)
         done = [[action for line in row for verb, action, _ in line if verb == "compute"] for row in programs]
@@ -236,7 +236,7 @@ def test_law_of_loops(name, cls):
 
 @task("programs", 2)
 def test_add_messages():
-    """Rank 1 of the docstring's example, to its end."""
+    """The whole program of rank 1 in the docstring's example."""
     lines = "receive F0.1, receive F1.1, compute F0.1, send F0.2, receive F0.3, compute F1.1, send F1.2, receive F1.3, "
     lines += "compute F0.3, compute B0.3, send B0.2, compute F1.3, receive B0.1, compute B1.3, send B1.2, "
     lines += "receive B1.1, compute B0.1, send B0.0, compute B1.1, send B1.0"
@@ -248,7 +248,7 @@ def test_add_messages():
 @task("programs", 3)
 @cases("costs", [dict(F=1, B=2), dict(F=5, B=1)])
 def test_law_of_programs(costs):
-    """For all sizes, in the order of any costs, there is no deadlock, and each rank does what its list says."""
+    """For all sizes and both costs there is no deadlock, and each rank runs the actions of its list in order."""
     for lists, places in [plan(name, *size) for name in NAMES for size in SIZES[name]]:
         programs = step.add_messages(lists, places, costs)
         close([[line.action for line in row if line.verb == "compute"] for row in programs], lists, "the lists")
@@ -256,7 +256,7 @@ def test_law_of_programs(costs):
 
 
 def awaited(program: list[step.Instruction]) -> Iterator[str]:
-    """A list's law: an action waits for its own input, a send for the last one to its peer, the end for the rest."""
+    """Expected waits: an action for its input, a send for the last send to its peer, and the end for the rest."""
     number, under_way = 0, {}
     for verb, action, peer in program:
         key = ("send", peer) if verb == "send" else ("receive", action)
@@ -279,7 +279,7 @@ FOLDED = [f"F0.{a} F1.{a} F0.{b} F1.{b} B0.{b} B1.{b} B0.{a} B1.{a}" for a, b in
 @task("messages", 5)
 @cases("name, sizes, m, v", [pytest.param(*some, marks=ranks(n)) for n, *some in STEPS])
 def test_a_step_of_all_ranks(name, sizes, m, v):
-    """Loss and gradients are one device's; x and dx in a message each; graphs in flight; outputs are freed."""
+    """Loss and gradients are one device's; each x and dx is one message; graphs in flight; sent outputs are freed."""
     group, (xs, ys, n_targets, positions) = Mesh(**sizes)["pp"], batch(m)
     lists, places = [*map(acts, FOLDED)], V
     if name != "V":
@@ -310,7 +310,7 @@ def test_a_step_of_all_ranks(name, sizes, m, v):
     close(flying, max(accumulate(1 if a.kind == "F" else -1 for a in lists[group.rank])), "graphs in flight")
     close((alive(outputs), len(pipeline.graphs)), (0, 0), "outputs and graphs that stay after the step")
     peers = {places[place.after].rank for place in places if place.rank == group.rank and leaves(place.after)}
-    assert kept <= len(peers), f"{kept} outputs wait to be sent to {len(peers)} peers: one for each may"
+    assert kept <= len(peers), f"{kept} outputs wait for {len(peers)} peers: more than one for each"
     ways = sum(leaves(way) for place in places if place.rank == group.rank for way in place[2:])
     wanted = sorted([x.numel() * 16 * 8 for x in xs] * ways)
     close(sorted(size for kind, size in tape.started if kind == "send"), wanted, "bytes of all messages")
@@ -322,7 +322,7 @@ def test_a_step_of_all_ranks(name, sizes, m, v):
 
 @ranks(2)
 def test_law_of_bytes():
-    """Over pp: an x or dx a micro-batch, and an all-reduce each of loss and norm."""
+    """A rank sends over pp an x or dx for each micro-batch, and two all-reduces, of loss and norm."""
     with Watch(step.Config(**BASE | dict(model="debug", pp=2))) as run:
         step.train(run.config, run)
     close([row["sent"] for row in run.history], [dict(pp=12 * 64 * 64 * 8 + 2 * 8)] * 3, "bytes by dimension and step")
@@ -330,9 +330,9 @@ def test_law_of_bytes():
 
 UNEVEN = dict(steps=5, tied=True, micro_batch_size=2)
 LAYOUTS = [
-    (4, UNEVEN | dict(global_batch_size=10), dict(pp=2)),  # 2, 2 and 1 sequences
+    (4, UNEVEN | dict(global_batch_size=10), dict(pp=2)),  # micro-batches of 2, 2 and 1 sequences
     (4, UNEVEN | dict(n_layers=5, global_batch_size=14), dict(pp=2, zero=3, schedule="interleaved")),
-    (4, dict(n_layers=4), dict(pp=4, zero=2)),  # stages in the middle are one unit
+    (4, dict(n_layers=4), dict(pp=4, zero=2)),  # a stage in the middle is one unit
     (4, dict(tied=True, micro_batch_size=5), dict(pp=2, tp=2, zero=0, sync="naive")),
     (4, {}, dict(pp=2, cp=2, zero=2)),
     (3, dict(recompute="full", micro_batch_size=5), dict(pp=3, zero=3, schedule="afab")),
@@ -342,5 +342,5 @@ LAYOUTS = [
 @task("loop", 5)
 @cases("n, base, layout", LAYOUTS)
 def test_pp_trains_to_step_1s_numbers(pools, n, base, layout):
-    """dp, tp, cp, ZeRO beside pp; schedules; uneven micro-batches and stages; a tied matrix; recomputation."""
+    """pp with dp, tp, cp, ZeRO; all schedules; uneven micro-batches and stages; a tied matrix; recomputation."""
     equals_step1(pools, n, S6, base, **layout)

@@ -1,7 +1,7 @@
 """Chapter 7, experts: what each function of step07_moe_ep.py must do. tests/__init__.py explains the words.
 
-Step 1 has no experts. So this file writes the layer once more, as its definition has it (`Plain`), and puts that into
-step 1's model and loop (`train`, below): all layouts, and step 7 in one process, must train to its numbers.
+Step 1 has no experts. So this file implements the layer once more, directly by its definition (`Plain`), and uses it in
+step 1's model and loop (`train`, below). All layouts, and step 7 in one process, must train to the same numbers.
 """
 
 from itertools import product
@@ -36,13 +36,13 @@ S7, Config = "step07_moe_ep", step.Config
 
 
 def mlp(x: Tensor, experts: nn.Module, e: int) -> Tensor:
-    """What expert e makes of x."""
+    """The output of expert e for x."""
     gate, up, down = (linear.weight[e] for linear in experts.children())
     return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
 class Plain(nn.Module):
-    """Every expert sees every token, and what was not chosen counts zero times. `loss`: E sum_e f_e P_e."""
+    """Every expert computes every token; experts that were not chosen have a score of 0. `loss`: E sum_e f_e P_e."""
 
     def __init__(self, dim: int, width: int, config: Config):
         super().__init__()
@@ -59,7 +59,7 @@ class Plain(nn.Module):
 
 
 def train(config: Config, run: Run):
-    """Step 1's, with `Plain` in the place of MLPs. To its loss is added the mean of theirs over micro-batches."""
+    """Step 1's `train` with `Plain` in place of MLPs. The mean of their losses over micro-batches is added."""
     seen, plain = [], Data.batch
 
     def batch(data: Data, number: int) -> tuple[Tensor, Tensor]:
@@ -73,9 +73,9 @@ def train(config: Config, run: Run):
             layer.mlp = Plain(shape.dim, shape.ffn_dim, config)
 
         def add(_model: Decoder, _given: tuple, loss: Tensor) -> Tensor:
-            n_targets = int((seen[-1][1] != IGNORE).sum())  # `train` divides by it
+            n_targets = int((seen[-1][1] != IGNORE).sum())  # step 1's `train` divides by it
             more = config.aux_loss_coeff / n_micro_batches * n_targets * sum(layer.mlp.loss for layer in layers)
-            return loss + more - more.detach()  # the loss that is shown is without it
+            return loss + more - more.detach()  # the shown loss excludes it
 
         model.register_forward_hook(add)
         return model
@@ -93,19 +93,19 @@ def config(**flags) -> Config:
 
 
 def filled(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """With values that follow from names."""
+    """Fill the parameters with values that follow from their names and shapes."""
     for name, param in module.named_parameters():
         param.data = (draw(name, 0, *param.shape) * 0.5).to(dtype)
     return module
 
 
 def layer(dim: int = 6, width: int = 10, dtype: torch.dtype = torch.float64, **flags) -> step.MoE:
-    """One on a rank of its own."""
+    """An MoE layer in a group of one rank."""
     return filled(step.MoE(dim, width, config(**flags), dict(sequence=Group("sequence", 0, 1, None))), dtype)
 
 
 def grads(y: Tensor, dy: Tensor, x: Tensor, module: nn.Module) -> dict[str, Tensor]:
-    """Those of x and of all weights. Zero, where a weight was not used."""
+    """The gradients of x and of all weights, zero where a weight was not used."""
     names, leaves = ["x", *dict(module.named_parameters())], [x, *module.parameters()]
     return dict(zip(names, torch.autograd.grad(y, leaves, dy, materialize_grads=True), strict=True))
 
@@ -113,7 +113,7 @@ def grads(y: Tensor, dy: Tensor, x: Tensor, module: nn.Module) -> dict[str, Tens
 @task("experts", 5)
 @cases("counts", [[3, 0, 5], [0, 0, 4], [2, 1, 1], [0, 0, 0]])
 def test_experts(counts):
-    """Rows sorted by expert, each through its own MLP. Who has no row gets a gradient of zero, not none."""
+    """Rows, sorted by expert, go through their experts. An expert without rows has a gradient of zero, not None."""
     experts, given = filled(step.Experts(3, 6, 10)), torch.tensor(counts)
     x, dy = (draw(name, 0, sum(counts), 6).requires_grad_(name == "x") for name in ("x", "dy"))
     y = experts(x, given)
@@ -126,14 +126,14 @@ def test_experts(counts):
     close(given.tolist(), counts, "the counts after the call")
 
 
-WAYS = {"many": (2, 7, 6), "few": (1, 1, 6), "alike": (1, 1, 6)}  # few: the last expert has none
+WAYS = {"many": (2, 7, 6), "few": (1, 1, 6), "alike": (1, 1, 6)}  # few: the last expert has none; alike: equal tokens
 
 
 @task("layer", 6)
 @cases("k", [1, 2, 4])
 @cases("way", WAYS)
 def test_a_layer_is_its_definition(way, k):
-    """Output, and all gradients: of them those of the auxiliary loss, of one micro-batch of 12, are a part."""
+    """The output, and all gradients, which include those of the auxiliary loss of one of 12 micro-batches."""
     ours, theirs = layer(experts_per_token=k), filled(Plain(6, 10, config(experts_per_token=k)))
     given = -draw("x", 0, *WAYS[way]).repeat(*((2, 7, 1) if way == "alike" else (1, 1, 1)))
     x, dy = given.clone().requires_grad_(), draw("dy", 0, *given.shape)
@@ -147,7 +147,7 @@ def test_a_layer_is_its_definition(way, k):
 
 @task("balance", 1)
 def test_aux_loss_by_hand():
-    """E sum_e f_e P_e of 7 tokens, which choose two experts each: in fp64 to its last digits."""
+    """E sum_e f_e P_e of 7 tokens, which choose two experts each, to 1e-10 in fp64."""
     p, counts = draw("p", 0, 7, 5).softmax(-1), torch.tensor([3, 4, 0, 5, 2])
     expected = 5 * sum(n / 14 * share for n, share in zip(counts.tolist(), p.mean(0).tolist(), strict=True))
     close(layer().aux_loss(p, counts), expected, "the auxiliary loss")
@@ -155,7 +155,7 @@ def test_aux_loss_by_hand():
 
 @task("layer", 3)
 def test_a_layer_is_mixtrals():
-    """As Hugging Face has it. Their loss counts a token k times."""
+    """Output and gradients are those of Mixtral in transformers, whose auxiliary loss counts a token k times."""
     from transformers.models.mixtral import modeling_mixtral as hf
 
     sizes = dict(hidden_size=6, intermediate_size=10, num_experts_per_tok=2, num_local_experts=5)
@@ -167,7 +167,7 @@ def test_a_layer_is_mixtrals():
     theirs.load_state_dict(renamed(*ours.state_dict().values()))
     x, dy = draw("x", 0, 2, 8, 6).requires_grad_(), draw("dy", 0, 2, 8, 6)
     dx, *found = grads(y := ours(x), dy, x, ours).values()
-    with mock.patch.object(Tensor, "float", Tensor.double):  # they route in fp32
+    with mock.patch.object(Tensor, "float", Tensor.double):  # transformers routes in fp32
         total = (theirs(x) * dy).sum() + 0.3 / 12 / 2 * hf.load_balancing_loss_func((theirs.gate(x)[0],), 5, 2)
         close(y, theirs(x), "the output")
     found = dict(x=dx) | renamed(*found)
@@ -177,7 +177,7 @@ def test_a_layer_is_mixtrals():
 
 @task("layer", 3)
 def test_a_layer_of_bf16_routes_in_fp32():
-    """64 scores in 16 bits would tie, and name other experts. Output and gradient are rounded once."""
+    """In 16 bits some of 64 scores would tie and select other experts. Output and gradient are rounded once."""
     ours, x = layer(32, 8, torch.bfloat16, experts=64), draw("x", 0, 4, 64, 32).bfloat16()
     p = (x.flatten(0, 1).float() @ ours.router.weight.float().T).softmax(-1)
     best = p.sort(descending=True)[1][:, :2]
@@ -186,7 +186,7 @@ def test_a_layer_of_bf16_routes_in_fp32():
     expected = (outs[torch.arange(256)[:, None], best] * scores[..., None]).sum(1)
     y, dy = ours(x), draw("dy", 0, 256, 32).bfloat16()
     close(y.dtype, torch.bfloat16, "dtype of the output")
-    close(y, expected.bfloat16().view_as(y), "the output", bound=5e-4)  # a rounding of the scores would be 1e-3
+    close(y, expected.bfloat16().view_as(y), "the output", bound=5e-4)  # rounded scores would be 1e-3 off
     f = F.one_hot(best.flatten(), 64).sum(0) / best.numel()
     total = (expected * dy.float()).sum() + 0.3 / 12 * 64 * (f * p.mean(0)).sum()
     found, expected = (torch.autograd.grad(z, ours.router.weight, d)[0] for z, d in ((y, dy.view_as(y)), (total, None)))
@@ -195,7 +195,7 @@ def test_a_layer_of_bf16_routes_in_fp32():
 
 @task("layer", 2)
 def test_equal_scores():
-    """All experts score alike: a token visits K different ones with a weight of 1/K, and each time the same ones."""
+    """If all scores are equal, a token visits K different experts with a weight of 1/K, the same ones in each call."""
     ours, x = layer(), draw("x", 0, 2, 8, 6)
     ours.router.weight.data.zero_()
     y, outs = ours(x), [mlp(x, ours.experts, e) for e in range(5)]
@@ -210,7 +210,7 @@ def test_equal_scores():
 @ranks(4)
 @task("balance", 6)
 def test_aux_loss():
-    """Four ranks share a micro-batch: their terms add up to the loss of all 32 tokens. One all-reduce of counts."""
+    """Four ranks share a micro-batch. Their terms sum to the loss of all 32 tokens, after one all-reduce of counts."""
     mesh = Mesh(cp=2, tp=2)
     mesh.join("sequence", "cp", "tp")
     p = (draw("p", 0, 32, 5) * 2).softmax(-1).requires_grad_()
@@ -224,13 +224,13 @@ def test_aux_loss():
     close(total, expected, "the sum of all ranks' terms", 4)
     (found,), (expected,) = torch.autograd.grad(term, own), torch.autograd.grad(expected, p)
     close(found, expected[here], "the gradient of this rank's p", 4)
-    close((tape.started, tape.left), ([("allreduce", 3 * 40 // 2)], []), "calls and bytes, and who has not waited")
+    close((tape.started, tape.left), ([("allreduce", 3 * 40 // 2)], []), "calls with bytes; those never waited for")
 
 
 @task("balance", 2)
 @cases("dtype", [torch.float64, torch.bfloat16])
 def test_add_loss(dtype):
-    """x as it is; in backward x gets dy, and the loss `coeff`, whatever dy is."""
+    """The output is x. In backward, x gets dy, and the loss gets `coeff`, whatever dy is."""
     x, dy = (draw(name, 0, 2, 3, dtype=dtype).requires_grad_(name == "x") for name in ("x", "dy"))
     loss = torch.tensor(2.0, dtype=torch.promote_types(dtype, torch.float32), requires_grad=True)
     (y := step.AddLoss.apply(x, loss, 0.3)).backward(dy)
@@ -241,7 +241,7 @@ def test_add_loss(dtype):
 # --- Dispatch and combine -------------------------------------------------------------------------------------------
 
 
-# Rows that each of three ranks sends to each expert; a rank has two of six.
+# Rows that each of three ranks sends to each expert; every rank holds two of the six experts.
 ROUTES = {
     "uneven": [[2, 0, 1, 3, 0, 1], [1, 2, 2, 0, 3, 0], [1, 4, 0, 2, 0, 1]],
     "nothing to send": [[2, 0, 1, 3, 0, 1], [0, 0, 0, 0, 0, 0], [1, 4, 0, 2, 0, 0]],
@@ -250,7 +250,7 @@ ROUTES = {
 
 
 def apart(way: str) -> tuple[Group, Tensor, list[Tensor]]:
-    """A group that is not the world, ranks 1 to 3, and rank 0 alone; rows [from, to, expert there]; all ranks' rows."""
+    """A group of ranks 1 to 3 (rank 0 is alone); numbers of rows [from, to, expert there]; the rows of all ranks."""
     mesh = Mesh(dp=4)
     for row in ([0], [1, 2, 3]):
         mesh.enter("ep", np.array([row]))
@@ -263,7 +263,7 @@ def apart(way: str) -> tuple[Group, Tensor, list[Tensor]]:
 @task("dispatch", 6)
 @cases("way", ROUTES)
 def test_dispatch_and_combine(way):
-    """Rows go to the ranks of their experts, sorted there by expert; outputs come home, to where the rows stood."""
+    """Rows go to their experts' ranks, where they are sorted by expert; outputs return to the places of their rows."""
     group, routes, rows = apart(way)
     n, rank, stay = group.size, group.rank, int(routes[group.rank, group.rank].sum())
     blocks = [rows[r].detach().split(routes[r].flatten().tolist()) for r in range(n)]
@@ -272,17 +272,17 @@ def test_dispatch_and_combine(way):
         for x in given.clone(), given.T.contiguous().T:
             with Tape() as tape:
                 found = function(x, group, leaving_Ge=routes[rank].clone(), arriving_Ge=routes[:, rank].clone())
-            close(found, expected, f"what {function.__name__} gives", n)
+            close(found, expected, f"the output of {function.__name__}", n)
             close(x, given, "the input after the call")
             sent = [("alltoallbase", 40 * (len(given) - stay))] if n > 1 else []
-            close((tape.started, tape.left), (sent, []), "calls and bytes, and what nobody has waited for")
+            close((tape.started, tape.left), (sent, []), "calls with bytes, and calls never waited for")
 
 
 @ranks(4)
 @task("dispatch", 8)
 @cases("way", ROUTES)
 def test_visit_experts(way):
-    """As if this rank had all experts; their gradients are sums over the rows of all ranks."""
+    """Outputs are as if this rank held all experts; gradients of experts are sums over the rows of all ranks."""
     group, routes, rows = apart(way)
     n, rank = group.size, group.rank
     here, there = int(routes[rank].sum()), int(routes[:, rank].sum())
@@ -303,15 +303,15 @@ def test_visit_experts(way):
     close(counts.tolist(), routes[rank].flatten().tolist(), "the counts after the call")
     out, back = (40 * (rows - int(routes[rank, rank].sum())) for rows in (here, there))
     sent = [2 * (n - 1) * 8, out, back, out, back] if n > 1 else []
-    close(([size for _, size in tape.started], calls), (sent, 3 * (n > 1)), "bytes: counts, there, home; then backward")
-    close(tape.left, [], "what nobody has waited for")
+    close(([size for _, size in tape.started], calls), (sent, 3 * (n > 1)), "bytes: counts, rows, outputs; backward")
+    close(tape.left, [], "collectives that were never waited for")
 
 
-# --- Who has which experts ------------------------------------------------------------------------------------------
+# --- Which rank has which experts -----------------------------------------------------------------------------------
 
 
 def sharded(sizes: dict[str, int], sp: bool = True, seq_len: int = 16, **flags) -> tuple[Mesh, nn.ModuleDict]:
-    """Mesh, and five layers on the meta device, as `train` makes them."""
+    """The mesh, and five layers on the meta device, sharded as `train` shards them."""
     mesh = Mesh(**dict(pp=1, dp=1, cp=1, tp=1) | sizes)
     with torch.device("meta"):
         model = Decoder(ModelConfig(**SHAPE | dict(n_layers=5, seq_len=seq_len)))
@@ -323,7 +323,7 @@ def sharded(sizes: dict[str, int], sp: bool = True, seq_len: int = 16, **flags) 
 
 GROUPS = [
     (dict(dp=2, tp=2), 2, [[0, 1], [2, 3]], [[0, 2], [1, 3]]),  # the figure
-    (dict(pp=2, cp=2), 2, [[0, 1], [2, 3]], [[0], [1], [2], [3]]),  # not over stages
+    (dict(pp=2, cp=2), 2, [[0, 1], [2, 3]], [[0], [1], [2], [3]]),  # an ep group is within a stage
     (dict(dp=4), 1, [[0], [1], [2], [3]], [[0, 1, 2, 3]]),
     (dict(cp=2, tp=2), 4, [[0, 1, 2, 3]], [[0], [1], [2], [3]]),
 ]
@@ -333,14 +333,14 @@ GROUPS = [
 @task("groups", 4)
 @cases("sizes, ep, groups, columns", GROUPS)
 def test_groups(sizes, ep, groups, columns):
-    """ep: neighbours of a stage, which have all experts; expert_data: ranks with the same ones. And the records."""
+    """ep: neighbours in a stage, which share all experts; expert_data: ranks with the same ones; and the records."""
     mesh, layers = sharded(sizes, ep=ep)
     length = mesh["cp"].size * mesh["tp"].size
     rows = dict(ep=groups, expert_data=columns, sequence=[range(r, r + length) for r in range(0, 4, length)])
     for name in rows:
         row, group = next(list(row) for row in rows[name] if mesh.rank in row), mesh[name]
         found = dist.get_process_group_ranks(group.handle) if group.size > 1 else [mesh.rank]
-        close((found, group.rank), (row, row.index(mesh.rank)), f"ranks of {name}, and which")
+        close((found, group.rank), (row, row.index(mesh.rank)), f"the ranks of {name}, and this one's number")
     here, n = mesh["ep"].rank, 8 // ep
     for name, param in layers["1"].mlp.named_parameters():
         record, router = layout_of(param), "router" in name
@@ -354,7 +354,7 @@ def test_groups(sizes, ep, groups, columns):
 @task("groups", 2)
 @cases("flags, some", [({}, "01234"), (dict(moe_every=2), "13"), (dict(moe_every=2, dense_layers=2), "3")])
 def test_which_layers_have_experts(flags, some):
-    """--moe-every counts after --dense-layers. All others keep their MLP, sharded over tp."""
+    """--moe-every counts after --dense-layers. All other layers keep their MLP, sharded over tp."""
     _, layers = sharded(dict(dp=2, tp=2), ep=2, expert_dim=20, **flags)
     for i, one in layers.items():
         linear, shape = (one.mlp.experts.gate_proj, (4, 20, 32)) if i in some else (one.mlp.gate_proj, (24, 32))
@@ -362,10 +362,10 @@ def test_which_layers_have_experts(flags, some):
 
 
 MISTAKES = [
-    (dict(ep=3, experts=6), "--ep 3"),  # ranks: 4
+    (dict(ep=3, experts=6), "--ep 3"),  # does not divide 4 ranks
     (dict(ep=4, experts=6), "--experts 6"),
     (dict(experts=3, experts_per_token=4), "--experts-per-token 4"),
-    (dict(micro_batch_size=4), "--micro-batch-size"),  # of 6 sequences
+    (dict(micro_batch_size=4), "--micro-batch-size"),  # does not divide 6 sequences
     (dict(sp=False, seq_len=15), "--no-sp"),
 ]
 
@@ -374,7 +374,7 @@ MISTAKES = [
 @task("groups", 3)
 @cases("flags, said", MISTAKES)
 def test_a_mistake_is_one_line(flags, said):
-    """On every rank, before anything is sent."""
+    """Every rank raises a UserError of one line before anything is sent."""
     with Tape() as tape, pytest.raises(UserError, match=said) as error:
         sharded(dict(dp=2, tp=2), **flags)
     close((str(error.value).count("\n"), tape.started), (0, []), "further lines, and collectives")
@@ -384,14 +384,14 @@ def test_a_mistake_is_one_line(flags, said):
 
 
 def bytes_of(flags: dict) -> tuple[dict, int]:
-    """What a rank sends in a step, by dimension, and how many of its rows were for experts of other ranks."""
+    """The bytes that a rank sends in a step, by dimension, and how many of its rows go to other ranks' experts."""
     away, plain = [], step.DISPATCH["alltoall"]
 
     def spy(experts, group, rows, counts):
         away.append(len(rows) - int(counts.view(group.size, -1)[group.rank].sum()))
         return plain(experts, group, rows, counts)
 
-    train_with(S7, dict(steps=1))  # makes the preset
+    train_with(S7, dict(steps=1))  # creates the preset "test"
     flags = BASE | dict(model="test", steps=1, ep=2, experts=4) | flags
     with Watch(Config(**flags)) as run, mock.patch.dict(step.DISPATCH, alltoall=spy):
         step.train(run.config, run)
@@ -400,15 +400,15 @@ def bytes_of(flags: dict) -> tuple[dict, int]:
 
 @cases("flags, again", [({}, 1), (dict(recompute="full"), 2), (dict(experts_per_token=4), 1)])
 def test_law_of_bytes(pools, flags, again):
-    """Rows go there and home, forward (again, to recompute) and backward, and counts; gradients of experts."""
+    """Over ep: rows to experts and back, in forward (twice if recomputed) and backward, and counts; also gradients."""
     found, passes = pools(4).run(bytes_of, flags), 3 * 3  # layers, micro-batches
     rest = sum(p.numel() for name, p in decoder(**SHAPE).named_parameters() if "mlp" not in name) + 3 * 4 * 32
     for sent, rows in found:
-        experts = 3 * 2 * 3 * 32 * 48 * 8  # two a layer on each rank, of three matrices
-        close((sent["expert_data"], sent["data"]), (experts, 1.5 * 8 * (rest + 1)), "bytes of gradients, and the loss")
+        experts = 3 * 2 * 3 * 32 * 48 * 8  # 3 layers, 2 experts of 3 matrices on a rank, 8 bytes
+        close((sent["expert_data"], sent["data"]), (experts, 1.5 * 8 * (rest + 1)), "bytes of gradients and loss")
         if flags.get("experts_per_token") == 4:
             close(rows, passes * 16 * 4 // 2, "rows, if all experts are equally busy: (ep-1)/ep T K a layer")
-    rows = sum(rows for _, rows in found)  # those that leave one rank come to another
+    rows = sum(rows for _, rows in found)  # rows that leave one rank arrive at another
     expected = (2 * rows + 2 * rows // again) * 32 * 8 + again * passes * 4 * 8 * 4 // 2
     close(sum(sent["ep"] for sent, _ in found), expected, "bytes over ep, of all ranks")
 
@@ -418,7 +418,7 @@ TWO, UNEVEN = EXPERTS | dict(micro_batch_size=2), EXPERTS | dict(tied=True, n_la
 ALL = TWO | dict(steps=5)
 LAYOUTS = [
     (1, EXPERTS | dict(experts_per_token=1, micro_batch_size=4), {}),
-    (4, ALL, dict(tp=2, ep=2, zero=1)),  # dp is 2, and experts are shared along tp
+    (4, ALL, dict(tp=2, ep=2, zero=1)),  # dp is 2, and the ranks of tp share the experts
     (4, TWO, dict(tp=2, ep=4, sp=False, sync="naive")),
     (4, EXPERTS, dict(ep=2, zero=3, recompute="full")),
     (4, EXPERTS, dict(cp=2, ep=4, zero=2)),
@@ -432,7 +432,7 @@ LAYOUTS = [
 @task("loop", 5)
 @cases("n, base, layout", LAYOUTS)
 def test_experts_train_to_step_1s_numbers(pools, n, base, layout):
-    """Step 1's loop, with the layer by its definition."""
+    """Layouts train to the numbers of step 1's loop with `Plain`, the layer by its definition."""
     equals_step1(pools, n, S7, base, beside=__name__, **layout)
 
 
@@ -442,7 +442,7 @@ RESUMED += [(2, "step05_cp_ring", dict(cp=2)), (2, "step06_pipeline", dict(pp=2)
 
 @cases("n, of, layout", RESUMED)
 def test_resumed_is_uninterrupted(pools, tmp_path, n, of, layout):
-    """Bit by bit, in every chapter; in bf16, with masters."""
+    """In every chapter a resumed run equals an uninterrupted one, bit for bit, in bf16 with masters."""
     flags = layout | dict(dtype="bf16", save_every=2)
     whole = pools(n).run(train_with, of, flags | dict(out=f"{tmp_path}/a"))
     saved = f"{tmp_path}/a/checkpoints/step-00000002"
@@ -456,10 +456,10 @@ def test_resumed_is_uninterrupted(pools, tmp_path, n, of, layout):
 
 
 def every_legal_layout() -> list[tuple[str, dict, bool]]:
-    """(step, its layout of 8 ranks, tied): ZeRO's stages, --no-sp and a tied matrix in turn."""
+    """All (step, layout of 8 ranks, tied); ZeRO's stages, --no-sp and a tied matrix alternate from row to row."""
     steps, rows = ("step02_ddp", "step03_zero", "step04_tp_sp", "step05_cp_ring", "step06_pipeline", S7), []
     for number, (pp, cp, tp, ep) in product(range(6), product([1, 2, 4, 8], repeat=4)):
-        i, sizes = len(rows), dict(tp=tp, cp=cp, pp=pp, ep=ep)  # as chapters 4 to 7 bring them
+        i, sizes = len(rows), dict(tp=tp, cp=cp, pp=pp, ep=ep)  # in the order of chapters 4 to 7
         known = list(sizes)[: max(0, number - 1)]
         if 8 % (pp * cp * tp) or tp > 4 or 8 // pp % ep or any(sizes[name] > 1 for name in sizes.keys() - known):
             continue
@@ -471,7 +471,7 @@ def every_legal_layout() -> list[tuple[str, dict, bool]]:
 @pytest.mark.exhaustive
 @cases("of, layout, tied", every_legal_layout(), ids=str)
 def test_every_legal_layout(pools, of, layout, tied):
-    """pp x dp x cp x tp, each with every ep."""
+    """All pp x dp x cp x tp = 8 ranks, with every legal ep, train to step 1's numbers."""
     base = dict(global_batch_size=32, micro_batch_size=4, n_kv_heads=4, n_layers=8, tied=tied)
     if of == S7:
         equals_step1(pools, 8, S7, base | dict(experts=8, aux_loss_coeff=0.3), beside=__name__, **layout)
