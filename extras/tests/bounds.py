@@ -32,19 +32,11 @@ EXP_FOR_16_BITS = 2**-13
 DRIFT = 0.02
 
 
-def products(dtype: torch.dtype, terms: int) -> float:
-    """Of a matmul with so many terms against fp64: summed in fp32 at least, and the result rounded once."""
-    return roundings(dtype, 1) + roundings(torch.promote_types(dtype, torch.float32), 2 * terms)
-
-
-def log_sum_exp(dtype: torch.dtype) -> float:
-    """Absolute, for scores of a few units and tens of keys: 64 roundings in fp32 at least; in 16 bits, exp's error."""
-    return roundings(torch.promote_types(dtype, torch.float32), 64) + (EXP_FOR_16_BITS if dtype.itemsize == 2 else 0)
-
-
 def attention(dtype: torch.dtype) -> float:
-    """Of its output and gradients. In 16 bits: weights (or scores' gradients) and both results are rounded, and exp.
+    """Of its output and gradients, and of a log-sum-exp, for scores of a few units and tens of keys.
 
-    Wider: two dots of 6 numbers, exp, its sum over 10 keys, a division, and a dot of 10; both ways of finding it.
+    64 roundings in fp32 at least: two dots of 6 numbers, exp, its sum over 10 keys, a division, and a dot of 10; both
+    ways of finding it. In 16 bits weights (or scores' gradients) and both results are rounded, too, and exp is off.
     """
-    return log_sum_exp(dtype) + (roundings(dtype, 3) if dtype.itemsize == 2 else 0)
+    wide = roundings(torch.promote_types(dtype, torch.float32), 64)
+    return wide + (roundings(dtype, 3) + EXP_FOR_16_BITS if dtype.itemsize == 2 else 0)

@@ -11,8 +11,8 @@ os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 import pytest
 
-# Files in the order in which they begin; then all others. Ranks compute for one test at a time (tests/pool.py): here
-# files that need ranks and files that do not follow one another, and short ones are last.
+# Files in the order in which they begin; then all others. Ranks compute for one test at a time (pool.py): here files
+# that need ranks and files that do not follow one another, and short ones are last.
 ORDER = ["layouts", "cluster", "alone", "labs", "dry_run", "pages", "plan", "faults", "screen", "gpu"]
 ORDER += ["pairs", "house", "evaluation", "schedules", "flags", "seam", "laws", "checkpoint"]
 
@@ -28,18 +28,8 @@ def pytest_collection_modifyitems(items):
         raise pytest.UsageError(f"extras/tests and {', '.join(sorted(others))} need a pytest each: give one of them")
     place = {f"test_{name}": at for at, name in enumerate(ORDER)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
-
-
-def pytest_collection_finish():
-    """What has been imported is no garbage: a quarter of a dry run was the collector looking for some in it."""
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # what has been imported is no garbage: a quarter of a dry run was the collector looking for some in it
     gc.set_threshold(100_000)
-
-
-def pytest_runtest_teardown():
-    """Nor is what a test has imported, or leaves in torch's caches."""
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -54,19 +44,17 @@ def pools():
 
 
 @pytest.fixture(scope="session")
-def reference(pools, tmp_path_factory):
-    """`reference(row)`: the file with what one process has seen, made once for each base."""
+def reference(pools):
+    """`reference(row)`: what one process has seen, made once for each base."""
     from extras.tests import equal
 
-    folder: Path = tmp_path_factory.mktemp("references")
-    made: dict[str, str] = {}
+    made = {}
 
-    def make(row) -> str:
+    def make(row):
         step = equal.one_process(row)
         key = json.dumps([step, row.base], sort_keys=True)
         if key not in made:
-            made[key] = str(folder / f"{len(made)}.pt")
-            pools(1).run(equal.save_record, step, row.base, made[key])
+            (made[key],) = pools(1).run(equal.record, step, row.base)
         return made[key]
 
     return make

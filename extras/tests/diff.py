@@ -1,4 +1,4 @@
-"""What one chapter adds to the one before: the diff of two neighbours' `train`.
+"""What one chapter adds to the one before: the diff of two neighbours' `train`, without blank lines.
 
 python -m extras.tests.diff 3 4
 """
@@ -10,17 +10,12 @@ import sys
 from pathlib import Path
 
 
-def train_of(step: int) -> tuple[str, list[str]]:
-    """A step's module, and the lines of its `train`, without the blank ones."""
-    (path,) = Path(__file__).parents[2].glob(f"step{step:02d}_*.py")
-    lines = inspect.getsource(importlib.import_module(path.stem).train).splitlines()
-    return path.stem, [line for line in lines if line.strip()]
-
-
 def main(argv: list[str]):
-    """Print the diff of the two `train`s."""
-    (before, old), (after, new) = (train_of(int(word)) for word in argv)
-    print("\n".join(difflib.unified_diff(old, new, before, after, lineterm="", n=2)))
+    """Print the diff of the `train`s of two steps."""
+    paths = [next(Path(__file__).parents[2].glob(f"step{int(word):02d}_*.py")) for word in argv]
+    sources = [inspect.getsource(importlib.import_module(path.stem).train) for path in paths]
+    old, new = ([line for line in source.splitlines() if line.strip()] for source in sources)
+    print("\n".join(difflib.unified_diff(old, new, *(path.stem for path in paths), lineterm="", n=2)))
 
 
 if __name__ == "__main__":

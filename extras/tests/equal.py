@@ -1,72 +1,48 @@
-"""The proof that a layout trains to the same numbers as one device.
+"""Whether a layout trains to the numbers of one process, with the techniques that its flags ask for.
 
 `record` trains with a step's own `train` and keeps every loss, gradient norm, gathered gradient and final parameter. A
 layout is right if what its ranks gather equals what step 1 has in one process, to a norm-wise relative 1e-10 in fp64.
+What a rank holds, how it is put together and when two numbers are equal is said in tests/equal.py.
 """
 
 import functools
 import importlib
 import io
-import pickle
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stdout
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from common import data
-from common.model import IGNORE, PRESETS, ModelConfig
-from extras.services.boxes import Box, masters, place_in
+from common.model import PRESETS, ModelConfig
 from extras.services.launch import gather_objects
 from extras.services.run import ServedRun
 from extras.services.seam import OpenRun, check, compose
-from extras.variants import Parts
+from tests import equal
+from tests.equal import SHAPE, close, distance, together
 
-FEW = 150_000  # tokens: more than any test reads
-SHAPE = list(ModelConfig.__dataclass_fields__)
+SMALL = {name: size for name, size in SHAPE.items() if name != "tied"}
+FIELDS = list(ModelConfig.__dataclass_fields__)
 BOUND = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-12, "fp16": 1e-12}  # 16 bits: only a process with itself
-# A vocabulary that nothing divides.
-SMALL = dict(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=259, seq_len=16)
-BASE = dict(
-    steps=2,  # the second shows what one update leaves to the next; the sweep takes four
-    warmup_steps=2,
-    global_batch_size=12,
-    micro_batch_size=1,
-    lr=0.05,
-    grad_clip=0.5,
-    dtype="fp64",
-    device="cpu",
-    peak_tflops=1.0,  # not measured
-)
+# Two steps: the second shows what one update leaves to the next. The peak is given, so it is not measured.
+BASE = equal.BASE | dict(steps=2, dataset="", peak_tflops=1.0)
+
+data.READERS[""] = functools.lru_cache(data.READERS[""])  # reading the default text takes longer than a tiny run
+data.READERS[""]("")
 
 
-def read_uneven(_source: str) -> tuple[np.ndarray, np.ndarray]:
-    """The usual tokens; a third of the targets do not count, and in every third sequence none does."""
-    tokens = data.READERS[""]("")[0][:FEW]
-    labels = tokens.astype(np.int64)
-    labels[np.random.default_rng(0).random(len(labels)) < 1 / 3] = IGNORE
-    n = SMALL["seq_len"]
-    labels[1 : 1 + (len(labels) - 1) // n * n].reshape(-1, n)[::3] = IGNORE
-    return tokens, labels
+def read_named(plain: Callable, source: str) -> tuple[Any, Any]:
+    """Around the reader of the hub, which does not know the tests' data set `uneven`."""
+    return equal.read(source) if source == "uneven" else plain(source)
 
 
-NAMED = {"uneven-targets": functools.lru_cache(read_uneven)}
-
-
-def read_named(plain: Callable, source: str) -> tuple[np.ndarray, Any]:
-    """Around the reader of the hub, which does not know the tests' own data sets."""
-    return NAMED.get(source, plain)(source)
-
-
-class Seeing:
+class Seeing(equal.Watch):
     """What a run keeps of what it sees: a base beside `OpenRun`, or one of its kind."""
 
     def __enter__(self) -> Any:
@@ -74,41 +50,13 @@ class Seeing:
         self.parts.around(data.READERS, "hub", read_named, by=__name__)
         return run
 
-    def open(self, **parts: Any) -> Parts:
-        """Nothing is seen yet."""
-        self.gradients, self.parameters = [], {}
-        return super().open(**parts)
-
-    def steps(self, **parts: Any) -> Iterator[int]:
-        """After the last update, gather the weights."""
-        yield from super().steps(**parts)
-        optimizer = self.parts.optimizer
-        self.parameters = self.gather(optimizer.masters)
-
-    def require_finite(self, step: int, **numbers: float):
-        """Gradients are complete, and not yet clipped: gather them."""
-        self.gradients.append(self.gather(self.parts.optimizer.gradients()))
-        super().require_finite(step, **numbers)
-
-    def gather(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
+    def pieces(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
         """Masters, or their gradients, of all ranks -> whole tensors by name. A collective: all show theirs to all."""
-        held = {piece.name: piece for piece in masters(self.parts)}
-        some = {name: value.detach().contiguous() for name, value in local.items() if value.numel()}
-        pieces = [replace(held[name], tensor=value) for name, value in some.items()]
-        mine = [  # numpy's arrays, which pickle takes faster than tensors
-            (piece.name, piece.whole_shape, box, values.double().numpy().copy())
-            for piece in pieces
-            for box, values in piece.boxes()
-        ]
-        return assemble([box for theirs in gather_objects(mine) for box in theirs])
+        return together([piece for theirs in gather_objects(super().pieces(local)) for piece in theirs])
 
 
 class Watch(Seeing, OpenRun):
     """A run that draws and writes nothing, and keeps what it sees."""
-
-    def __enter__(self) -> "Watch":
-        self.first = False
-        return super().__enter__()
 
     def steps(self, **parts: Any) -> Iterator[int]:
         """With what attaches to its parts, and nothing else."""
@@ -124,7 +72,9 @@ class Served(Seeing, ServedRun):
         for picture in ("extras.services.screen.plots", "common.trainer.draw_loss"):
             self.silence.enter_context(mock.patch(picture))
         self.silence.enter_context(redirect_stdout(io.StringIO()))
-        return super().__enter__()
+        super().__enter__()
+        self.first = self.rank == 0
+        return self
 
     def __exit__(self, *error: Any):
         try:
@@ -133,40 +83,29 @@ class Served(Seeing, ServedRun):
             self.silence.close()
 
 
-def assemble(boxes: list[tuple]) -> dict[str, Tensor]:
-    """(name, whole shape, box, values) of all ranks -> whole tensors. Raises if copies differ, or parts are missing."""
-    whole: dict[str, Tensor] = {}
-    for name, shape, box, values in boxes:
-        if name not in whole:
-            whole[name] = torch.full(shape, torch.nan, dtype=torch.float64)
-        place, values = whole[name][place_in(Box((0,) * len(shape), shape), box)], torch.from_numpy(values)
-        known = ~place.isnan()
-        if not torch.allclose(place[known], values[known], rtol=1e-9, atol=1e-12):
-            raise AssertionError(f"{name}: copies on different ranks differ")
-        place.copy_(values)
-    for name, value in whole.items():
-        assert not value.isnan().any(), f"{name}: some elements are on no rank"
-    return whole
-
-
 def config_of(step_name: str, options: dict[str, Any]) -> Any:
     """A small model's Config, with all flags: `options` are flags of the step, and fields of the model's shape."""
-    PRESETS["test"] = ModelConfig(**SMALL | {name: options[name] for name in SHAPE if name in options})
-    flags = {name: value for name, value in (BASE | options).items() if name not in SHAPE}
+    PRESETS["test"] = ModelConfig(**SHAPE | {name: options[name] for name in FIELDS if name in options})
+    flags = {name: value for name, value in (BASE | options).items() if name not in FIELDS}
     return compose(importlib.import_module(step_name))(model="test", **flags)
 
 
 def one_process(row: Any) -> str:
     """What a row of rows.py is compared with: step 1, but for flags that only step 7 has."""
-    known = {*importlib.import_module("step01_single_gpu").Config.__dataclass_fields__, *SHAPE, "patch"}
+    known = {*importlib.import_module("step01_single_gpu").Config.__dataclass_fields__, *FIELDS, "patch"}
     return "step01_single_gpu" if set(row.base) <= known else row.step
+
+
+def world() -> int:
+    """How many ranks there are."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def watch(step_name: str, options: dict[str, Any], kind: type = Watch) -> Seeing:
     """Train under `options` of `config_of`; `patch` names changes of extras/tests/faults.py."""
     options = dict(out=tempfile.gettempdir(), patch="") | options
     patch, config = options.pop("patch"), config_of(step_name, options)
-    check(config, dist.get_world_size() if dist.is_initialized() else 1)
+    check(config, world())
     with ExitStack() as stack:
         for name in patch.split():
             stack.enter_context(importlib.import_module("extras.tests.faults").injected(name))
@@ -176,53 +115,38 @@ def watch(step_name: str, options: dict[str, Any], kind: type = Watch) -> Seeing
 
 
 def record(step_name: str, options: dict[str, Any], kind: type = Watch) -> SimpleNamespace:
-    """What `watch` has seen: losses, norms and bytes of each step, gradients, and parameters after the last."""
+    """What `watch` has seen: losses, norms and bytes of each step, gradients, and parameters after the last.
+
+    Tensors are numpy's arrays, which pickle takes faster.
+    """
     run = watch(step_name, options, kind)
     losses, norms, sent = ([row[key] for row in run.history] for key in ("loss", "grad_norm", "sent"))
-    return SimpleNamespace(losses=losses, norms=norms, gradients=run.gradients, parameters=run.parameters, sent=sent)
+    *gradients, weights = (
+        {name: value.numpy() for name, value in each.items()} for each in (*run.gradients, run.weights)
+    )
+    return SimpleNamespace(losses=losses, norms=norms, gradients=gradients, parameters=weights, sent=sent)
 
 
 def difference(a: Any, b: Any) -> float:
     """Norm-wise relative difference |a - b| / |b|: unlike a cosine it sees a wrong scale."""
     a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
-    if a.shape != b.shape:
-        return float("inf")
-    distance, scale = (a - b).norm().item(), b.norm().item()
-    return distance / scale if scale else distance
+    return distance(a, b) if a.shape == b.shape else float("inf")
 
 
-def by_name(seen: SimpleNamespace) -> dict[str, Any]:
-    """Every number and tensor of a record, under its step and parameter, in the order in which a run finds them."""
-    found = {}
-    for i, (loss, gradients, norm) in enumerate(zip(seen.losses, seen.gradients, seen.norms, strict=True)):
-        found[f"step {i + 1}: the loss"] = loss
-        found |= {f"step {i + 1}: the gradient of {name}": gradient for name, gradient in gradients.items()}
-        found[f"step {i + 1}: the gradient norm"] = norm
-    return found | {f"after training: {name}": param for name, param in seen.parameters.items()}
+def compare(ours: SimpleNamespace, theirs: SimpleNamespace, bound: float, n: int = 1):
+    """Raise AssertionError at the first number that differs, naming step and parameter. n: ranks."""
+    both = lambda mine, right: ((name, torch.from_numpy(mine[name]), torch.from_numpy(right[name])) for name in mine)  # noqa: E731
+    for i, (mine, right) in enumerate(zip(ours.gradients, theirs.gradients, strict=True)):
+        close(ours.losses[i], theirs.losses[i], f"step {i + 1}: the loss", n, bound)
+        close(sorted(mine), sorted(right), "names of gradients")
+        for name, found, expected in both(mine, right):
+            close(found, expected, f"step {i + 1}: the gradient of {name}", n, bound)
+        close(ours.norms[i], theirs.norms[i], f"step {i + 1}: the gradient norm", n, bound)
+    close(sorted(ours.parameters), sorted(theirs.parameters), "names of parameters")
+    for name, found, expected in both(ours.parameters, theirs.parameters):
+        close(found, expected, f"after the last step: {name}", n, bound)
 
 
-def compare(ours: SimpleNamespace, theirs: SimpleNamespace, bound: float):
-    """Raise AssertionError at the first number that differs, naming step and parameter."""
-    ours, theirs = by_name(ours), by_name(theirs)
-    assert ours.keys() == theirs.keys(), "gradients or weights of other parameters"
-    for what, value in ours.items():
-        found = difference(value, theirs[what])
-        assert found <= bound, f"{what} differs by {found:.3g} (relative), more than {bound:g}"
-
-
-def on_rank(step_name: str, options: dict[str, Any], file: str, bound: float = 0.0):
+def on_rank(step_name: str, options: dict[str, Any], theirs: SimpleNamespace, bound: float = 0.0):
     """Runs on every rank: train under the layout and compare with the reference."""
-    compare(record(step_name, options), load_record(file), bound or BOUND[options.get("dtype", "fp64")])
-
-
-def save_record(step_name: str, options: dict[str, Any], file: str):
-    """Runs in one process: the reference. Tensors become numpy's arrays, which pickle takes faster."""
-    seen = record(step_name, options)
-    for tensors in (*seen.gradients, seen.parameters):
-        tensors |= {name: value.numpy() for name, value in tensors.items()}
-    Path(file).write_bytes(pickle.dumps(seen))
-
-
-def load_record(file: str) -> SimpleNamespace:
-    """What `save_record` has written."""
-    return pickle.loads(Path(file).read_bytes())
+    compare(record(step_name, options), theirs, bound or BOUND[options.get("dtype", "fp64")], world())

@@ -46,7 +46,7 @@ COMPUTED = {  # they change what is computed: one process has them, too
     "weight_decay": Flag((0.1, 0.0)),
     "grad_clip": Flag((0.5, 0.0)),
     "seed": Flag((0, 1)),
-    "dataset": Flag(("", "uneven-targets")),  # many targets do not count: extras/tests/equal.py
+    "dataset": Flag(("", "uneven")),  # many targets do not count: tests/equal.py
     "dim": Flag((32, 48)),
     "n_layers": Flag((4, 5)),
     "n_heads": Flag((4, 8)),

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,15 +14,14 @@ from extras.services.checkpoint import folder_name, newest
 from extras.services.launch import children, start
 from extras.services.plots import read_metrics as metrics
 from extras.services.resume import hold
-from extras.tests import jobs
 from extras.tests.equal import difference
-from extras.tests.pool import error_of
+from extras.tests.pool import error_of, run
 from extras.tests.test_checkpoint import require_same_bits, stored
 
 ROOT = Path(__file__).parents[2]
 STEPS = sorted(path.stem for path in ROOT.glob("step0*.py"))
 TINY = "--model debug --dtype fp64 --device cpu --steps 3 --warmup-steps 1 --global-batch-size 12 --micro-batch-size 2"
-DOOR = "extras/__main__.py"  # what `-m extras` runs: a forked launcher takes scripts
+DOOR = "-m extras"
 FILES = {"metrics.jsonl", "config.json", "loss.png"}
 
 
@@ -45,14 +43,6 @@ def cases() -> list:
 
 
 @pytest.fixture(scope="module")
-def server():
-    """Forks jobs."""
-    started = jobs.Server()
-    yield started
-    started.stop()
-
-
-@pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> str:
     """Flags of a short run. The default text takes longer to read."""
     text = tmp_path_factory.mktemp("data") / "text.txt"
@@ -61,7 +51,7 @@ def tiny(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def reference(server, tiny, tmp_path_factory):
+def reference(tiny, tmp_path_factory):
     """`reference(step, flags)`: losses and norms of one process: of step 1, or of step 7, which has experts."""
     made, folder = {}, tmp_path_factory.mktemp("reference")
 
@@ -70,7 +60,7 @@ def reference(server, tiny, tmp_path_factory):
         shared = " ".join(re.findall(r"--(?:model|global-batch-size) \w+", flags))
         if (step, shared) not in made:
             words = f"{step}.py {tiny} {shared} --out {folder / 'out'}".split()
-            status, text = server.run(ROOT, 0, *words, log=folder / "log")
+            status, text = run(0, words, folder / "log")
             assert status == 0, text
             made[step, shared] = metrics(folder / "out")
         return made[step, shared]
@@ -79,11 +69,11 @@ def reference(server, tiny, tmp_path_factory):
 
 
 @pytest.mark.parametrize("step, ranks, flags", cases())
-def test_a_step_trains_by_its_launch_line(server, tiny, reference, tmp_path, step, ranks, flags):
+def test_a_step_trains_by_its_launch_line(tiny, reference, tmp_path, step, ranks, flags):
     """Losses and norms are those of one process. It says what runs where, and leaves metrics, flags and a picture."""
     theirs, out = reference(step, flags), tmp_path / "out"
     words = f"{step}.py {tiny} {flags} --out {out}".split()
-    status, text = server.run(ROOT, ranks, *words, log=tmp_path / "log")
+    status, text = run(ranks, words, tmp_path / "log")
     assert status == 0, text
     assert re.search(
         rf"^device: {max(1, ranks)} x cpu.*; torch.float64\nmesh: .*\nparameters: [\d,]+ on rank 0$", text, re.M
@@ -113,28 +103,27 @@ PLAIN = [NO_NET, ("step04_tp_sp", 0, "--tp 2", "error: --tp 2 ", {})]
 @pytest.mark.parametrize(
     "served, step, ranks, flags, named, env", [(False, *row) for row in PLAIN] + [(True, *row) for row in SERVED]
 )
-def test_what_is_wrong_at_the_start_is_one_line(server, tiny, tmp_path, served, step, ranks, flags, named, env):
+def test_what_is_wrong_at_the_start_is_one_line(tiny, tmp_path, served, step, ranks, flags, named, env):
     """It names the flag, or what else is to be mended; the exit status is not 0."""
     words = f"{DOOR * served} {step}.py {tiny} --out {tmp_path} {flags}".split()
-    status, text = server.run(ROOT, ranks, *words, log=tmp_path / "log", **env)
+    status, text = run(ranks, words, tmp_path / "log", **env)
     assert status != 0 and named in text and len(re.findall("^error: ", text, re.M)) == 1, text
     if not ranks:  # torchrun says more
         assert status == 2 and "Traceback" not in text, text
 
 
-def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(server, tiny, tmp_path):
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tiny, tmp_path):
     """torchrun starts the job anew, it goes on from its last checkpoint, and ends as if nothing had happened."""
     words = f"--max-restarts=1 {DOOR} step03_zero.py --zero 3 {tiny} --steps 20 --save-every 4 --eval-every 0"
     words += " --peak-tflops 1 --resume auto --out"
     whole, killed = (f"{words} {tmp_path / name}".split() for name in ("whole", "killed"))
-    assert server.run(ROOT, 2, *whole, log=tmp_path / "log")[0] == 0
-    with ThreadPoolExecutor() as thread:
-        job = thread.submit(server.run, ROOT, 2, *killed, log=tmp_path / "log")
-        while not job.done() and len(metrics(tmp_path / "killed")) < 6:
-            time.sleep(0.02)
-        (launcher,) = children(server.process.pid)
-        os.kill(children(launcher)[-1], signal.SIGKILL)
-        status, text = job.result()
+    assert run(2, whole, tmp_path / "log")[0] == 0
+    with (tmp_path / "log").open("w") as log:
+        job = start(ROOT, 2, killed, stdout=log, stderr=log)
+    while job.poll() is None and len(metrics(tmp_path / "killed")) < 6:
+        time.sleep(0.02)
+    os.kill(children(job.pid)[-1], signal.SIGKILL)
+    status, text = job.wait(), (tmp_path / "log").read_text()
     assert status == 0 and "going on from" in text, text
     rows, expected = metrics(tmp_path / "killed"), metrics(tmp_path / "whole")
     assert [(row["step"], row["loss"]) for row in rows] == [(n + 1, row["loss"]) for n, row in enumerate(expected)]
@@ -146,7 +135,7 @@ QUIET = "--eval-every 0 --save-every 0 --peak-tflops 1"  # of services
 
 
 def test_ranks_leave_when_their_launcher_is_killed(tmp_path):
-    """They save what they have, and the run directory is free for the next job. (Forked ranks would get a signal.)"""
+    """They save what they have, and the run directory is free for the next job."""
     out = tmp_path / "out"
     words = f"-m extras step03_zero.py {FEW} {QUIET} --steps 20000 --out {out}".split()
     job = start(ROOT, 2, words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -159,12 +148,13 @@ def test_ranks_leave_when_their_launcher_is_killed(tmp_path):
     assert not busy and newest(out).name == folder_name(len(metrics(out))) != folder_name(20000)
 
 
-def test_nobody_reads_what_a_run_says(server, tmp_path):
+def test_nobody_reads_what_a_run_says(tmp_path):
     """As after `| head -1`: it ends without a word."""
-    code = "import os, runpy, sys\nr, w = os.pipe()\nos.close(r), os.dup2(w, 1), sys.argv.pop(0)\n"
-    (tmp_path / "unread.py").write_text(code + "runpy.run_path(sys.argv[0], run_name='__main__')")
-    words = f"{tmp_path / 'unread.py'} {DOOR} {STEPS[0]}.py {FEW} {QUIET} --out {tmp_path / 'out'}".split()
-    assert server.run(ROOT, 0, *words, log=tmp_path / "log") == (2, "")
+    code = (
+        "import os, runpy; r, w = os.pipe(); os.close(r); os.dup2(w, 1); runpy.run_module('extras', None, '__main__')"
+    )
+    words = ["-c", code, *f"{STEPS[0]}.py {FEW} {QUIET} --out {tmp_path / 'out'}".split()]
+    assert run(0, words, tmp_path / "log") == (2, "")
 
 
 ATTACHED = [
@@ -209,10 +199,10 @@ ATTACHED = [
 
 
 @pytest.mark.parametrize("step, ranks, flags, lines", ATTACHED)
-def test_a_run_says_what_is_attached(server, tmp_path, step, ranks, flags, lines):
+def test_a_run_says_what_is_attached(tmp_path, step, ranks, flags, lines):
     """One rank says it, once: a line for each change, and of how many objects."""
     words = f"{DOOR} {step}.py {FEW} {flags} {QUIET} --out {tmp_path / 'out'}".split()
-    status, text = server.run(ROOT, ranks, *words, log=tmp_path / "log")
+    status, text = run(ranks, words, tmp_path / "log")
     assert status == 0, text
     said = re.findall(r"^attached: (.*)$", text, re.M)
     assert said == [line.strip() for line in lines.strip().splitlines()]

@@ -1,110 +1,82 @@
-"""Each fault is noticed: a layout ends with another number, or the error that it names; or a law has other numbers."""
+"""Each fault is noticed: a layout ends with another number, or the error that it names; or a test of a law fails."""
 
 import importlib
 import inspect
-from functools import partial
+from typing import Any
 
 import pytest
 
-from extras.tests import equal, test_laws, test_schedules, test_variants
-from extras.tests.faults import FAULTS, SMALL_ROWS, functions_of, injected, with_fault
-from extras.tests.pool import RankError, error_of
-from extras.tests.rows import EXHAUSTIVE, sized
+from extras.tests.faults import FAULTS, Fault, functions_of, injected, with_fault
+from extras.tests.pool import Pool, RankError
+from extras.tests.rows import Row, sized
 from extras.tests.test_checkpoint import goes_on_elsewhere as goes_on_elsewhere  # a fixture
-from extras.tests.test_rules import RULES
+from extras.tests.test_layouts import equals, label
 
-INT8 = dict(tp=2) | test_laws.INT8
-LAWS: dict[str, tuple] = {  # ranks, and a function with its arguments that every rank calls: what it returns is the law
-    "law: kept": (2, test_laws.measure, "step03_zero", dict(zero=3, zero_keep=True)),
-    "law: kept if small": (2, test_laws.measure, "step03_zero", dict(zero=3, zero_keep=True, zero_keep_mb=0.06)),
-    "law: early sums": (2, test_laws.sums_in_backward, dict(zero=1, zero_overlap=True)),
-    "law: hidden": (4, test_laws.order_of_turns, test_laws.OVERLAP | dict(ep_overlap=True)),
-    "law: window": (2, test_laws.measure, "step05_cp_ring", dict(cp=2, cp_mode="ring", window=5)),
-    "law: cudnn": (1, test_laws.by_cudnn),
-    "law: debts": (3, test_variants.sums_on_rank, "topk", True),
-    "law: masks": (1, partial(test_variants.masks, tp=2)),
-    "law: rounds": (1, test_schedules.of_rounds, 3, 7, 2, 4),
-    "law: ahead": (1, test_schedules.of_ahead, 2, 8, 1),
-    "law: stashed": (3, test_variants.late_losses, dict(recompute="full")),
-    "law: ramp": (2, test_variants.ramp_on_rank, 12),
-    "law: scores": (1, partial(test_variants.kept_in_a_layer, attention="scores", recompute="selective")),
-    "law: int8": (2, test_laws.measure, "step04_tp_sp", INT8),
-    "law: int8 overlap": (2, test_laws.measure, "step04_tp_sp", INT8 | dict(tp_overlap=True)),
-}
-RESUMED = {"resume": (1, {}), "resume, zero": (3, dict(zero=1)), "resume, tp": (2, dict(tp=2))}
-RULE = "rule: "  # and a name in RULES of extras/tests/test_rules.py, where the right program passes
+NAMES = [f"{fault.module.rpartition('.')[2]}: {fault.new[:40]}" for _, fault in FAULTS]
 
 
-def ranks_of(judge: str) -> int:
-    """How many a judge takes."""
-    if judge.startswith(RULE):
-        return 0  # in this process
-    return SMALL_ROWS[judge].ranks if judge in SMALL_ROWS else (LAWS | RESUMED)[judge][0]
-
-
-def cases() -> list:
-    """Faults, in an order in which pools and references are used again."""
-    names = sorted(FAULTS, key=lambda name: (ranks_of(FAULTS[name].judge), FAULTS[name].judge))
-    return [pytest.param(n, marks=[pytest.mark.exhaustive] * (FAULTS[n].tier == EXHAUSTIVE)) for n in names]
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_in_the_program(name):
+@pytest.mark.parametrize("fault", [fault for _, fault in FAULTS], ids=NAMES)
+def test_a_fault_is_in_the_program(fault: Fault):
     """Its text is there, the changed text compiles, and afterwards all is as before."""
-    fault = FAULTS[name]
     owner = getattr(importlib.import_module(fault.module), fault.owner)
     right = {key: function.__code__ for key, function in functions_of(owner).items()}
     assert fault.meaning and fault.old in inspect.getsource(owner)
-    with injected(name):
+    with injected(fault):
         assert any(function.__code__ is not right[key] for key, function in functions_of(owner).items())
     assert all(function.__code__ is right[key] for key, function in functions_of(owner).items())
 
 
-@pytest.fixture(scope="module")
-def ask(pools, reference, goes_on_elsewhere):
-    """`ask(judge, fault)`: what a judge says of a mistake, or of the right program if there is none; "": all right."""
-    lawful: dict[str, list] = {}
+class Mistaken:
+    """A pool of ranks that have a mistake in their program."""
 
-    def answer(judge: str, fault: str = "") -> str:
-        if judge.startswith(RULE):
-            return with_fault(fault, error_of, AssertionError, RULES[judge.removeprefix(RULE)])
-        if judge in SMALL_ROWS:
-            row = sized(SMALL_ROWS[judge])
-            call = with_fault, fault, equal.on_rank, row.step, row.base | row.layout, reference(row), row.bound
-            return max(pools(row.ranks).run(error_of, AssertionError, *call, timeout=60))
-        if judge in RESUMED:
-            return goes_on_elsewhere(fault, *RESUMED[judge])
-        ranks, *call = LAWS[judge]
-        if judge not in lawful:
-            lawful[judge] = pools(ranks).run(*call)
-        found = pools(ranks).run(with_fault, fault, *call) if fault else lawful[judge]
-        return "" if found == lawful[judge] else f"{found} instead of {lawful[judge]}"
+    def __init__(self, pool: Pool, fault: str | Fault):
+        self.pool, self.fault = pool, fault
 
-    return answer
+    def run(self, *call: Any, **more: Any) -> list[Any]:
+        """As the pool's."""
+        return self.pool.run(with_fault, self.fault, *call, **more)
+
+
+@pytest.fixture
+def ask(pools, reference, goes_on_elsewhere, tmp_path):
+    """`ask(judge, fault)` raises AssertionError if the judge notices the fault; "" is the right program."""
+
+    def wrong(judge: Row | tuple, fault: str | Fault = ""):
+        mistaken = lambda world: Mistaken(pools(world), fault)  # noqa: E731
+        if isinstance(judge, Row):
+            equals(mistaken, reference, sized(judge), tmp_path)
+        elif judge[0] == "resumed":
+            said = goes_on_elsewhere(fault, *judge[1:])
+            assert not said, said
+        else:
+            file, name, *given = judge
+            test = getattr(importlib.import_module(f"extras.tests.{file}"), name)
+            with injected(fault):
+                test(*[mistaken] * ("pools" in inspect.signature(test).parameters), *given)
+
+    return wrong
 
 
 def judges() -> list:
     """Rows and resumed runs; by default the first of each number of ranks. (A law is tested by itself.)"""
-    found = sorted([*SMALL_ROWS, *RESUMED], key=ranks_of)
-    firsts = {ranks_of(judge): judge for judge in reversed(found)}.values()
-    return [pytest.param(j, marks=[pytest.mark.exhaustive] * (j not in firsts)) for j in found]
+    ranks = {str(judge): judge.ranks if isinstance(judge, Row) else judge[1] for judge, _ in FAULTS}
+    found = {str(judge): judge for judge, _ in FAULTS if isinstance(judge, Row) or judge[0] == "resumed"}
+    firsts = {ranks[name]: name for name in reversed(found)}.values()
+    name = lambda judge: label(judge) if isinstance(judge, Row) else str(judge)  # noqa: E731
+    marks = lambda key: [pytest.mark.exhaustive] * (key not in firsts)  # noqa: E731
+    return [pytest.param(judge, marks=marks(key), id=name(judge)) for key, judge in found.items()]
 
 
 @pytest.mark.parametrize("judge", judges())
 def test_the_right_program_passes(ask, judge):
     """What the faults are held against."""
-    assert ask(judge) == ""
+    ask(judge)
 
 
-@pytest.mark.parametrize("name", cases())
-def test_a_fault_is_noticed(ask, name):
+@pytest.mark.parametrize("judge, fault", FAULTS, ids=NAMES)
+def test_a_fault_is_noticed(ask, judge, fault: Fault):
     """By a wrong number, or by the error that the table names. No other error is expected, nor waiting for ever."""
-    fault = FAULTS[name]
-    try:
-        seen = ask(fault.judge, name)
-    except RankError as error:
-        seen = str(error).strip().splitlines()[-1]
-        assert fault.error and fault.error in str(error), f"{fault.meaning}: {error}"
-    else:
-        assert seen and not fault.error, f"{fault.meaning}: {seen}"
-    print(name, "->", seen[:200])
+    with pytest.raises(AssertionError) as noticed:
+        ask(judge, fault)
+    error, said = fault.error or "AssertionError", str(noticed.value)
+    assert error in said if noticed.type is RankError else not fault.error, f"{fault.meaning}: {said}"

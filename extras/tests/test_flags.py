@@ -14,7 +14,7 @@ from extras.tests.pool import error_of
 from extras.tests.rows import AHEAD, EXPERTS, GROUPS
 
 AHEADS = EXPERTS | dict(pp=2, ep=2) | AHEAD
-STEP6 = "step06_pipeline"
+STEP6, COMPILED = "step06_pipeline", dict(compile=True, recompute="elementwise")
 WRONG = {  # ranks, step, flags; the line begins with the flag
     "--global-batch-size 5": (2, "step02_ddp", dict(global_batch_size=5)),
     "--compress bf16": (2, "step02_ddp", dict(compress="bf16", sync="naive")),
@@ -22,6 +22,14 @@ WRONG = {  # ranks, step, flags; the line begins with the flag
     "--topk-fraction 2": (2, "step02_ddp", dict(compress="topk", topk_fraction=2.0)),
     "--sync torch adds": (2, "step02_ddp", dict(sync="torch", dtype="bf16")),
     "--ranks-per-node 2: of it and 3": (3, "step02_ddp", dict(sync="hierarchical", ranks_per_node=2)),
+    "--compile --recompute elementwise with --tp 2": (2, "step04_tp_sp", COMPILED | dict(tp=2)),
+    "--compile --recompute full": (2, "step07_moe_ep", dict(COMPILED, recompute="full")),
+    "--batch-ramp 5: write": (2, "step02_ddp", dict(batch_ramp="5")),
+    "--batch-ramp 5,2: 5 must be less than, and divide": (2, "step02_ddp", dict(batch_ramp="5,2")),
+    "--batch-ramp 3,2: its first number must be a multiple": (2, "step02_ddp", dict(batch_ramp="3,2")),
+    "--stale 2: the gradients that are under way": (2, "step02_ddp", dict(stale=2, resume="auto")),
+    "--pipedream: all 4 ranks must be stages": (4, STEP6, dict(pp=2, pipedream=4)),
+    "--pipedream: --model test has one matrix": (4, STEP6, dict(pp=4, pipedream=4, tied=True)),
     "--skip-spikes 0.5": (2, "step02_ddp", dict(skip_spikes=0.5)),
     "--zero-keep matters only with --zero 3": (2, "step03_zero", dict(zero=2, zero_keep=True)),
     "--zero-keep-mb 1.0 matters only with --zero-keep": (2, "step03_zero", dict(zero=3, zero_keep_mb=1.0)),
@@ -131,6 +139,6 @@ def test_what_fails_before_training_is_one_line(monkeypatch, tmp_path, begun):
 def test_every_rank_refuses_in_one_line(pools, flag):
     """All with the same words."""
     ranks, *call = WRONG[flag]
-    first, *others = pools(ranks).run(error_of, UserError, equal.record, *call, timeout=60)
+    first, *others = pools(ranks).run(error_of, UserError, equal.record, *call, seconds=60)
     assert first.startswith(flag) and "\n" not in first, first
     assert all(text == first for text in others)

@@ -96,7 +96,7 @@ USUAL_FAULTS = [name for name in FAULTY if name.startswith("N")]
 
 def undone(*text: str) -> AbstractContextManager[None]:
     """Inside, this text is in the program: module, owner, old, new; none: it is as it is."""
-    return injected(Fault(text[0], "", "", *text[1:], "") if text else "")
+    return injected(Fault(*text, "") if text else "")
 
 
 def look(name: str, *text: str) -> dict:

@@ -23,7 +23,7 @@ MAY = {  # room -> the rooms that it may import, beside itself
     "variants": {"step", "common"},
     "services": {"step", "common", "variants", "theory", "labs"},
     "theory": {"common"},
-    "tests": {"step", "common", "variants", "services", "theory", "labs"},
+    "tests": {"step", "common", "variants", "services", "theory", "labs", "proof"},
     "labs": {"common"},
     "extras": {"step", "common", "services"},  # its __main__
     "proof": {"step", "common"},  # tests/ at the root

@@ -1,22 +1,20 @@
 """What rows of the table do, as one process does: the behaviours of `Row.does` are functions here."""
 
-import subprocess
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from extras.services import evaluation, launch, plots
+from extras.services import evaluation, plots
 from extras.services.resume import SIGNALS
 from extras.services.seam import spelled
 from extras.tests import bounds, equal
 from extras.tests.equal import difference
-from extras.tests.pairs import in_company
+from extras.tests.pool import run
 from extras.tests.rows import EXHAUSTIVE, NEAR, ROWS, SGD, Row, sized
 from extras.tests.test_checkpoint import STEPS, require_same_bits, stored, train_on_rank
 
-ROOT = Path(__file__).parents[2]
 FP32 = SGD | dict(dtype="fp32", lr=0.01)
 LOOKS = dict(steps=2, eval_every=2, eval_sequences=5, global_batch_size=4, micro_batch_size=2, save_every=2)
 
@@ -79,12 +77,8 @@ def launched(ranks: int, step: str, options: dict[str, Any], out: Path) -> list[
     """The metrics of a run that is started as a user starts it."""
     flags = dict(model="debug", eval_every=0, save_every=0) | equal.BASE | equal.SMALL | options | dict(out=out)
     words = " ".join([f"-m extras {step}.py", *(spelled(name, value) for name, value in flags.items())]).split()
-    job = launch.start(ROOT, ranks, words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        said, _ = job.communicate(timeout=300)
-    finally:
-        launch.stop(job)
-    assert job.returncode == 0, said
+    status, said = run(ranks, words, out.with_suffix(".log"))
+    assert status == 0, said
     return plots.read_metrics(out)
 
 
@@ -107,13 +101,11 @@ def label(row: Row) -> str:
 
 
 def cases() -> list:
-    """The table. The sweep has also what equals one process in a run of pairs."""
+    """The table."""
     found = []
-    for row in sorted(ROWS, key=lambda row: row.ranks):
-        left = (*row.swept, "launches", *(["equals"] if in_company(row) else []))
-        row = sized(row)
-        for name in row.does + row.swept:
-            marks = [pytest.mark.exhaustive] * (row.tier == EXHAUSTIVE or name in left)
+    for row in map(sized, sorted(ROWS, key=lambda row: row.ranks)):
+        for name in row.does:
+            marks = [pytest.mark.exhaustive] * (row.tier == EXHAUSTIVE or name == "launches")
             # On processors with AMX, torch 2.13's attention of wide heads fails under a lower ATEN_CPU_CAPABILITY.
             marks += [pytest.mark.numerics] * (name in ("drifts", "stays_near") and row.base.get("dim") != 128)
             found.append(pytest.param(name, row, marks=marks, id=f"{name}-{label(row)}"))

@@ -8,6 +8,7 @@ from functools import lru_cache
 from importlib import import_module
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -90,9 +91,9 @@ def test_some_values_are_refused_in_some_steps(name, value, step):
     assert f"--{name} {value}" in text_of_refusal(step, complete(step, {}) | {name: value})
 
 
-def on_rank(step: str, options: Options, kind: type, file: str):
+def on_rank(step: str, options: Options, kind: type, theirs: SimpleNamespace):
     """Runs on every rank: train, and compare; in 16 bits, the first loss, and norm unless it overflows."""
-    ours, theirs = equal.record(step, options, kind), equal.load_record(file)
+    ours = equal.record(step, options, kind)
     if "wide" in options["patch"]:
         return equal.compare(ours, theirs, 1e-10)
     overflow = options["dtype"] == "fp16" and math.isinf(ours.norms[0])  # then the update is skipped
@@ -109,7 +110,7 @@ def goes_wrong(pools, reference, step: str, options: Options, folder: Path, patc
     run = options | dict(out=str(folder / str(len(list(folder.iterdir())))), patch=patches)
     kind = equal.Served if looked_at else equal.Watch
     try:
-        pools(row.ranks).run(on_rank, step, run, kind, reference(row), timeout=100)
+        pools(row.ranks).run(on_rank, step, run, kind, reference(row), seconds=100)
     except RankError as error:
         return str(error)
     return ""

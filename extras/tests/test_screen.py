@@ -26,7 +26,7 @@ from extras.services.clocks import Clock
 from extras.services.dry_run import run_rank
 from extras.services.run import ServedRun
 from extras.services.tables import human
-from extras.tests.equal import BOUND, SMALL, config_of, difference, load_record, read_named
+from extras.tests.equal import BOUND, SMALL, config_of, difference, read_named
 from extras.tests.rows import ROWS
 from extras.tests.test_checkpoint import STEPS, train_on_rank
 from extras.tests.test_dry_run import flat
@@ -154,7 +154,7 @@ def test_a_gpus_memory_outside_of_tensors(pools, tmp_path):
 def test_every_row_is_served(pools, reference, tmp_path, row):
     """With everything around it, a run of any row sees the first loss of one process."""
     found = pools(row.ranks).run(serve_on_rank, row.step, row.base | row.layout, str(tmp_path / "run"))[0]
-    first = load_record(reference(row)).losses[0]
+    first = reference(row).losses[0]
     dtype = (row.base | row.layout).get("dtype", "fp64")
     assert difference(found.rows[0]["loss"], first) <= (row.bound or BOUND[dtype])
 

@@ -58,9 +58,9 @@ def command(bench: Callable[[Any], None], cls: type, argv: list[str]):
 
 def on_ranks(world: int, function: Callable, *args: Any) -> list[Any]:
     """Call a function of a module on so many fresh processes, with a GPU each if there are enough; results by rank."""
-    pool = Pool(world, "spawn", "nccl" if torch.cuda.device_count() >= world else "gloo")
+    pool = Pool(world, "cuda" if torch.cuda.device_count() >= world else "cpu")
     try:
-        return pool.run(function, *args, timeout=86400.0)
+        return pool.run(function, *args, seconds=86400.0)
     finally:
         pool.stop()
 
