@@ -7,7 +7,7 @@ OpenRun(config)          the plain run, with everything prepared and attached: w
 
 import dataclasses
 import importlib
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +18,7 @@ from common.trainer import Run
 from extras import variants
 from extras.services import legal
 from extras.variants import Parts, name_of
+from extras.variants.record import Refusal, need
 
 # Attached after the variants, in this order; by name, as some of them build on this file.
 SERVICES = "stages devices shapes legal readers resume evaluation health dry_run screen"
@@ -51,29 +52,26 @@ def compose(step: ModuleType) -> type:
     return dataclasses.make_dataclass("Config", fields, bases=(step.Config, *flags), namespace=about)
 
 
-def spelled(name: str, value: Any) -> str:
-    """A flag with its value, as on the command line: "--sync ring", "--no-sp"."""
-    flag = name.replace("_", "-")
-    return f"--{flag} {value}" if not isinstance(value, bool) else f"--{flag}" if value else f"--no-{flag}"
+@lru_cache
+def defaults(cls: type) -> dict[str, Any]:
+    """The default of each flag of a Config."""
+    return {field.name: field.default for field in dataclasses.fields(cls)}
 
 
-def check_needs(config: Any):
-    """Refuse a flag that is set, but cannot matter, as one that it needs is not (NEEDS). Raises UserError."""
-    plain = {field.name: field.default for field in dataclasses.fields(config)}
-    for plugin in offered(type(config), "NEEDS"):
-        for name, other, *values in plugin.NEEDS:
-            if name not in plain or other not in plain or getattr(config, name) == plain[name]:
-                continue
-            given = getattr(config, other)
-            if given not in values if values else given == plain[other]:
-                if values:
-                    wanted = f" {' or '.join(map(str, values))}, not with {spelled(other, given)}"
-                elif isinstance(given, bool):  # a switch
-                    wanted = ""
-                else:
-                    wanted = " set" if plain[other] == "" else f" above {plain[other]}"
-                flag = spelled(name, getattr(config, name))
-                raise UserError(f"{flag} matters only with --{other.replace('_', '-')}{wanted}")
+@lru_cache
+def refusals(cls: type) -> tuple[Refusal, ...]:
+    """All that the files say about flags of a step that do not go together, or that need others."""
+    plain = defaults(cls)
+    needs = (line for plugin in offered(cls, "NEEDS") for line in plugin.NEEDS if {*line[:2]} <= plain.keys())
+    return *(need(plain, *line) for line in needs), *(one for file in offered(cls, "REFUSES") for one in file.REFUSES)
+
+
+def refuse(config: Any):
+    """Raises UserError with the first line that the flags break."""
+    plain, value = defaults(type(config)), partial(getattr, config)
+    for refusal in refusals(type(config)):
+        if refusal.holds(value, plain):
+            raise UserError(refusal.text(value, plain))
 
 
 def check(config: Any, world: int):
@@ -81,7 +79,7 @@ def check(config: Any, world: int):
     legal.check_mesh(config, world)
     for plugin in offered(type(config), "settle"):
         plugin.settle(config, world)
-    check_needs(config)
+    refuse(config)
     for plugin in offered(type(config), "check"):
         plugin.check(config, world)
 

@@ -9,12 +9,12 @@ import pytest
 
 from extras.services import evaluation, launch, plots
 from extras.services.resume import SIGNALS
-from extras.services.seam import spelled
 from extras.tests import bounds, equal
 from extras.tests.equal import difference
 from extras.tests.pairs import in_company
 from extras.tests.rows import EXHAUSTIVE, NEAR, ROWS, SGD, Row, sized
 from extras.tests.test_checkpoint import STEPS, require_same_bits, stored, train_on_rank
+from extras.variants.record import spelled
 
 ROOT = Path(__file__).parents[2]
 FP32 = SGD | dict(dtype="fp32", lr=0.01)

@@ -23,33 +23,12 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from common import UserError
 from extras.variants import Parts
+from extras.variants.record import SET, Refusal, but
 from step01_single_gpu import RECOMPUTE
 from step05_cp_ring import scaled_scores
 
 RECOMPUTE["selective"] = RECOMPUTE["none"]  # and then `attach`
-
-
-@dataclass
-class Flags:
-    """The core of attention."""
-
-    attention: Literal["fused", "scores"] = "fused"  # PyTorch's kernel, or the formula, which keeps all scores
-
-
-def check(config: Any, world: int):
-    """Where attention is cut, by ranks or documents, others compute it. Raises UserError."""
-    if config.recompute == "selective" and config.attention != "scores":
-        raise UserError(
-            "--recompute selective is for scores that are kept: add --attention scores, or use --recompute full"
-        )
-    if config.attention == "scores" and getattr(config, "cp", 1) > 1:
-        raise UserError(f"--attention scores has whole sequences: with --cp {config.cp} the ring has formulas already")
-    if config.attention == "scores" and config.documents != "off":
-        raise UserError(f"--attention scores looks at all earlier tokens: leave out --documents {config.documents}")
-    if config.attention == "scores" and config.window:
-        raise UserError(f"--attention scores looks at all earlier tokens: leave out --window {config.window}")
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -61,6 +40,25 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def again(core: Callable, *qkv: Tensor, **more: Any) -> Tensor:
     """Around attention: keep q, k and v alone, and compute it again when its gradient is asked for."""
     return checkpoint(core, *qkv, use_reentrant=False, **more)
+
+
+@dataclass
+class Flags:
+    """The core of attention."""
+
+    attention: Literal["fused", "scores"] = "fused"  # PyTorch's kernel, or the formula, which keeps all scores
+
+
+REFUSES = [
+    Refusal(
+        dict(recompute=("selective",), attention=but("scores")),
+        "no scores are kept that could be computed again; add --attention scores, or use --recompute full",
+        None,
+    ),
+    Refusal(dict(attention=("scores",), cp=SET), "it needs whole sequences, and the ring has formulas already"),
+    Refusal(dict(attention=("scores",), documents=SET), "documents have attention of their own; leave one out", None),
+    Refusal(dict(attention=("scores",), window=SET), "every token sees all earlier ones; leave one out"),
+]
 
 
 def attach(config: Any, parts: Parts):

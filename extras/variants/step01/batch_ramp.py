@@ -26,15 +26,9 @@ from common.data import shuffled
 from common.model import IGNORE
 from common.schedules import SCHEDULES
 from extras.variants import Parts
+from extras.variants.record import HAS, SET, Refusal
 from step06_pipeline import ListPipeline, add_messages
 from step07_moe_ep import MoE
-
-
-@dataclass
-class Flags:
-    """Batches that grow."""
-
-    batch_ramp: str = ""  # START,STEPS: sequences of the first step, and steps until --global-batch-size; default: none
 
 
 def sizes(config: Any) -> list[int]:
@@ -47,22 +41,6 @@ def sizes(config: Any) -> list[int]:
         raise UserError(f"--batch-ramp {config.batch_ramp}: {start} must be less than, and divide, --global-batch-size")
     k = config.global_batch_size // start
     return [start * (1 + t * (k - 1) // steps) for t in range(steps)] + [config.global_batch_size]
-
-
-def check(config: Any, world: int):
-    """Every size must be shared out, and be enough for the schedule. Raises UserError."""
-    if not config.batch_ramp:
-        return
-    if config.dry_run or config.dtype == "fp16":
-        other = "--dry-run counts one step" if config.dry_run else "the scale of --dtype fp16 is for one size"
-        raise UserError(f"--batch-ramp {config.batch_ramp}: {other}, leave it out")
-    dp = world // math.prod(getattr(config, dim, 1) for dim in ("pp", "cp", "tp"))
-    for size in sorted({*sizes(config)}):
-        if size % (dp * config.micro_batch_size):
-            ranks = f"{dp} ranks of dp x --micro-batch-size {config.micro_batch_size}"
-            raise UserError(f"--batch-ramp {config.batch_ramp}: its first number must be a multiple of the {ranks}")
-        if getattr(config, "pp", 1) > 1:
-            step06.plan(config, size // dp // config.micro_batch_size)
 
 
 class Ramp:
@@ -120,6 +98,38 @@ class Ramp:
     def record(self, plain: Callable, step: int, _tokens: int, **numbers: float):
         """Around `run.record`: the tokens that are real."""
         plain(step, self.size(step) * self.parts.model.config.seq_len, **numbers)
+
+
+@dataclass
+class Flags:
+    """Batches that grow."""
+
+    batch_ramp: str = ""  # START,STEPS: sequences of the first step, and steps until --global-batch-size; default: none
+
+
+TRIED = dict(batch_ramp="4,2")
+COMPUTED = True
+BESIDE = dict(global_batch_size=8, steps=3)
+REFUSES = [
+    Refusal(dict(batch_ramp=SET, dry_run=SET), "a dry run counts one step of the full batch; leave one out"),
+    Refusal(
+        dict(batch_ramp=SET, dtype=("fp16",), experts=HAS),
+        "both scale the coefficients of the router's losses; use --dtype bf16 or fp32",
+    ),
+]
+
+
+def check(config: Any, world: int):
+    """Every size must be shared out, and be enough for the schedule. Raises UserError."""
+    if not config.batch_ramp:
+        return
+    dp = world // math.prod(getattr(config, dim, 1) for dim in ("pp", "cp", "tp"))
+    for size in sorted({*sizes(config)}):
+        if size % (dp * config.micro_batch_size):
+            ranks = f"{dp} ranks of dp x --micro-batch-size {config.micro_batch_size}"
+            raise UserError(f"--batch-ramp {config.batch_ramp}: its first number must be a multiple of the {ranks}")
+        if getattr(config, "pp", 1) > 1:
+            step06.plan(config, size // dp // config.micro_batch_size)
 
 
 def attach(config: Any, parts: Parts) -> Ramp | None:

@@ -23,13 +23,6 @@ from extras.variants import Parts
 MOST = 2**30  # bytes of a chunk's logits in fp32: there are three such at a time, and one or two in the model's dtype
 
 
-@dataclass
-class Flags:
-    """The loss in chunks."""
-
-    loss_chunk: int = 0  # most tokens whose logits exist at the same time (at most 1 GiB in fp32), say 2048; 0: all
-
-
 class ChunkedLoss(torch.autograd.Function):
     """Forward finds the gradients as well, for an incoming gradient of 1; backward scales them."""
 
@@ -54,6 +47,16 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         """The gradient of the loss, a scalar in fp32 or wider -> those of hidden and weight."""
         return *(saved.mul_(grad.view(1)) for saved in ctx.saved_tensors), None, None, None  # a scalar would be rounded
+
+
+@dataclass
+class Flags:
+    """The loss in chunks."""
+
+    loss_chunk: int = 0  # most tokens whose logits exist at the same time (at most 1 GiB in fp32), say 2048; 0: all
+
+
+TRIED = dict(loss_chunk=5)
 
 
 def attach(config: Any, parts: Parts):

@@ -15,27 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common import UserError
 from extras.variants import Parts
-
-
-@dataclass
-class Flags:
-    """Compiled layers."""
-
-    compile: bool = False  # torch.compile each decoder layer
-
-
-def check(config: Any, world: int):
-    """Raises UserError where what recomputes a layer has to be in its graph, and the graph would break inside it."""
-    breaks = [f"--{dim} {size}" for dim in ("tp", "cp") if (size := getattr(config, dim, 1)) > 1]
-    if not config.compile or config.recompute in ("none", "selective"):  # attention alone has no break inside
-        return
-    mode, nothing = f"--compile --recompute {config.recompute}", "so nothing would be compiled: use --recompute"
-    if hasattr(config, "experts"):
-        raise UserError(f"{mode}: the graph of a layer with a router breaks, {nothing} none")
-    if config.recompute == "elementwise" and breaks:
-        raise UserError(f"{mode} with {breaks[0]}: the graph of a layer breaks at each message, {nothing} full or none")
+from extras.variants.record import HAS, SET, Refusal
 
 
 class Breaks:
@@ -74,6 +55,33 @@ def without_gradients(params: list[nn.Parameter], forward: Callable, *inputs: Te
     finally:
         for param, gradient in zip(params, gradients, strict=True):
             param.grad = gradient
+
+
+@dataclass
+class Flags:
+    """Compiled layers."""
+
+    compile: bool = False  # torch.compile each decoder layer
+
+
+NOTHING = "so nothing would be compiled"
+REFUSES = [
+    Refusal(
+        dict(compile=SET, recompute=("full", "elementwise"), experts=HAS),
+        f"the graph of a layer breaks at its router, {NOTHING}; use --recompute none",
+        None,
+    ),
+    Refusal(
+        dict(compile=SET, recompute=("elementwise",), tp=SET),
+        f"the graph of a layer breaks at each message, {NOTHING}; use --recompute full or none",
+        None,
+    ),
+    Refusal(
+        dict(compile=SET, recompute=("elementwise",), cp=SET),
+        f"the graph of a layer breaks at each message, {NOTHING}; use --recompute full or none",
+        None,
+    ),
+]
 
 
 def attach(config: Any, parts: Parts) -> Breaks | None:

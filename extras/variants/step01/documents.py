@@ -31,27 +31,10 @@ from torch import Tensor
 from common import UserError
 from common.model import PRESETS, attend
 from extras.variants import Parts
+from extras.variants.record import SET, Refusal
 from step05_cp_ring import CONTEXT
 
-
-@dataclass
-class Flags:
-    """Documents."""
-
-    documents: Literal["off", "mask", "reset"] = "off"  # attention stops at their borders; reset: positions restart
-    end_token: int = 256  # with --documents: the token that ends one (0: token 0); 256 is what each text ends with here
-
-
-NEEDS = [("end_token", "documents", "mask", "reset")]
 KINDS: dict[str, type["Documents"]] = {}  # by --cp-mode: one that deals out tokens in its own way
-
-
-def check(config: Any, world: int):
-    """The end must be a token, and tokens must be known. Raises UserError."""
-    if config.documents != "off" and config.dry_run:
-        raise UserError(f"--documents {config.documents} asks where documents end: --dry-run has no tokens")
-    if config.documents != "off" and config.end_token >= PRESETS[config.model].vocab_size:
-        raise UserError(f"--end-token {config.end_token} is not in the vocabulary ({PRESETS[config.model].vocab_size})")
 
 
 def segments(numbers: Tensor, positions: Tensor, base: int = 0) -> list[tuple[int, int, int, int]]:
@@ -154,6 +137,27 @@ class Documents:
         if self.config.documents == "mask":
             return self.here
         return torch.cat([*map(torch.arange, self.now.lengths)]).view_as(self.now.numbers).to(self.device)[:, self.here]
+
+
+@dataclass
+class Flags:
+    """Documents."""
+
+    documents: Literal["off", "mask", "reset"] = "off"  # attention stops at their borders; reset: positions restart
+    end_token: int = 256  # with --documents: the token that ends one (0: token 0); 256 is what each text ends with here
+
+
+TRIED = dict(end_token=32)
+COMPUTED = True
+BESIDE = dict(end_token=32)
+NEEDS = [("end_token", "documents", "mask", "reset")]
+REFUSES = [Refusal(dict(documents=SET, dry_run=SET), "a dry run has no tokens, and does not know where documents end")]
+
+
+def check(config: Any, world: int):
+    """The end must be a token. Raises UserError."""
+    if config.documents != "off" and config.end_token >= PRESETS[config.model].vocab_size:
+        raise UserError(f"--end-token {config.end_token} is not in the vocabulary ({PRESETS[config.model].vocab_size})")
 
 
 def attach(config: Any, parts: Parts) -> Documents | None:

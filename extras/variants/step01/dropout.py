@@ -31,19 +31,6 @@ from extras.variants import Parts
 WORD = 2**32 - 1
 
 
-@dataclass
-class Flags:
-    """Dropout."""
-
-    dropout: float = 0.0  # share of the numbers after embedding, attention and MLP that are zero in training; 0: none
-
-
-def check(config: Any, world: int):
-    """Raises UserError."""
-    if not config.dropout < 1:
-        raise UserError(f"--dropout {config.dropout:g} is a share, which leaves nothing: choose it below 1, say 0.1")
-
-
 def philox(counter: Sequence[Tensor | int], key: tuple[int, int]) -> tuple[Tensor, ...]:
     """Four words, int64 that broadcast -> four random words. int64 wraps: all 64 bits of a product are there."""
     (a, b, c, d), (k0, k1) = counter, key
@@ -108,6 +95,23 @@ class Dropout:
         words = philox((channels, positions, sequences, place), self.key)
         bound = round((1 - self.p) * 2**32)
         return torch.stack([word < bound for word in words], -1).flatten(-2)[..., :dim]
+
+
+@dataclass
+class Flags:
+    """Dropout."""
+
+    dropout: float = 0.0  # share of the numbers after embedding, attention and MLP that are zero in training; 0: none
+
+
+TRIED = dict(dropout=0.2)
+COMPUTED = True
+
+
+def check(config: Any, world: int):
+    """Raises UserError."""
+    if not config.dropout < 1:
+        raise UserError(f"--dropout {config.dropout:g} is a share, which leaves nothing: choose it below 1, say 0.1")
 
 
 def attach(config: Any, parts: Parts):

@@ -38,7 +38,6 @@ ATTENTION = [
     aten._scaled_dot_product_efficient_attention.default,
 ]
 CHOICE = [aten.topk.default]
-
 RECOMPUTE["elementwise"] = RECOMPUTE["full"]  # and then `attach`
 
 

@@ -21,7 +21,6 @@ from extras.variants import Parts
 from step07_moe_ep import MoE
 
 GROWTH = 1000  # good steps after which the scale is doubled
-
 DTYPES["fp16"] = torch.float16
 
 

@@ -22,27 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import UserError
 from extras.variants import Parts
+from extras.variants.record import SET, Refusal
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("o_proj",), ("down_proj",))  # one input each
-
-
-@dataclass
-class Flags:
-    """Sums of gradients."""
-
-    fused_gradients: bool = False  # matmuls add up the gradients of matrices, and of what several of them read
-
-
-def check(config: Any, world: int):
-    """Who waits for autograd's own additions would wait for ever. Raises UserError."""
-    if not config.fused_gradients:
-        return
-    if getattr(config, "sync", "") == "torch":
-        raise UserError("--fused-gradients: --sync torch looks at autograd's own additions; use another")
-    if getattr(config, "tp_overlap", False):
-        raise UserError("--fused-gradients: --tp-overlap has its own order of these matmuls; leave out one of them")
 
 
 def adds_to_wide(weight: Tensor) -> bool:
@@ -108,6 +91,22 @@ def multiply(linear: nn.Linear, box: list, fused: bool, last: bool, x: Tensor) -
     if not last:
         box.append((x, handed_on))
     return y
+
+
+@dataclass
+class Flags:
+    """Sums of gradients."""
+
+    fused_gradients: bool = False  # matmuls add up the gradients of matrices, and of what several of them read
+
+
+REFUSES = [
+    Refusal(
+        dict(fused_gradients=SET, sync=("torch",)),
+        "DistributedDataParallel waits for autograd's own additions; use another --sync",
+    ),
+    Refusal(dict(fused_gradients=SET, tp_overlap=SET), "both replace the matmuls of a block; choose one of them"),
+]
 
 
 def attach(config: Any, parts: Parts):

@@ -18,16 +18,6 @@ from step02_ddp import Bucket, BucketSync
 from step03_zero import Unit
 
 
-@dataclass
-class Flags:
-    """The dtype of gradients."""
-
-    grad_dtype: Literal["fp32", "same"] = "fp32"  # of gradients in 16-bit training: fp32 sums, or 16 bits as well
-
-
-NEEDS = [("grad_dtype", "dtype", "bf16", "fp16", "auto")]
-
-
 def gradients(optimizer: Optimizer, plain: Callable) -> dict[str, Tensor]:
     """Around step 1's finished gradients: whoever asks for them gets them in the masters' dtype."""
     for name, param in optimizer.params.items():
@@ -61,6 +51,16 @@ def make_narrow(bucket: Bucket):
     bucket.flat = bucket.flat.to(bucket.params[0].grad_dtype)
     sizes = [param.numel() for param in bucket.params]
     bucket.views = [part.view_as(p) for part, p in zip(bucket.flat.split(sizes), bucket.params, strict=True)]
+
+
+@dataclass
+class Flags:
+    """The dtype of gradients."""
+
+    grad_dtype: Literal["fp32", "same"] = "fp32"  # of gradients in 16-bit training: fp32 sums, or 16 bits as well
+
+
+NEEDS = [("grad_dtype", "dtype", "bf16", "fp16", "auto")]
 
 
 def attach(config: Any, parts: Parts):

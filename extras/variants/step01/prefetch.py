@@ -14,13 +14,6 @@ from torch import Tensor
 from extras.variants import Parts
 
 
-@dataclass
-class Flags:
-    """Reading ahead."""
-
-    prefetch: bool = False  # read the next step's batch while this one's is computed
-
-
 class Ahead:
     """Who reads."""
 
@@ -33,6 +26,13 @@ class Ahead:
         here = self.coming.get(step)
         self.coming = {step + 1: self.reader.submit(read, step + 1)}
         return read(step) if here is None else here.result()
+
+
+@dataclass
+class Flags:
+    """Reading ahead."""
+
+    prefetch: bool = False  # read the next step's batch while this one's is computed
 
 
 def attach(config: Any, parts: Parts):

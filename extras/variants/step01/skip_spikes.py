@@ -24,23 +24,6 @@ from extras.variants import Parts
 WINDOW, ENOUGH = 32, 8  # steps that a median looks back on at most, and at least
 
 
-@dataclass
-class Flags:
-    """Spikes."""
-
-    skip_spikes: float = 0.0  # skip a step whose loss or gradient norm exceeds K x its running median; 0: never
-    roll_back: int = 0  # steps between copies of the state, to the last of which a spike goes back; 0: it stays
-
-
-NEEDS = [("roll_back", "skip_spikes")]
-
-
-def check(config: Any, world: int):
-    """Raises UserError."""
-    if not (config.skip_spikes == 0 or config.skip_spikes > 1):
-        raise UserError(f"--skip-spikes {config.skip_spikes:g}: half of all steps exceed the median; use 3, say, or 0")
-
-
 class Past:
     """A copy of what this rank's update changes: masters, and what the rule keeps of each."""
 
@@ -114,6 +97,26 @@ class Spikes:
     def restore(self, state: list):
         """Take them again."""
         self.recent = state
+
+
+@dataclass
+class Flags:
+    """Spikes."""
+
+    skip_spikes: float = 0.0  # skip a step whose loss or gradient norm exceeds K x its running median; 0: never
+    roll_back: int = 0  # steps between copies of the state, to the last of which a spike goes back; 0: it stays
+
+
+TRIED = dict(skip_spikes=1.5, roll_back=1)
+COMPUTED = True
+BESIDE = dict(steps=3)
+NEEDS = [("roll_back", "skip_spikes")]
+
+
+def check(config: Any, world: int):
+    """Raises UserError."""
+    if not (config.skip_spikes == 0 or config.skip_spikes > 1):
+        raise UserError(f"--skip-spikes {config.skip_spikes:g}: half of all steps exceed the median; use 3, say, or 0")
 
 
 def attach(config: Any, parts: Parts) -> Spikes | None:

@@ -17,21 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from common import UserError
 from extras.variants import Parts
-
-
-@dataclass
-class Flags:
-    """Late gradients."""
-
-    stale: int = 0  # updates by which a gradient is late; 0: it is not
-
-
-def check(config: Any, world: int):
-    """Raises UserError."""
-    if config.stale and config.resume:
-        raise UserError(f"--stale {config.stale}: the gradients that are under way are in no checkpoint: no --resume")
+from extras.variants.record import SET, Refusal
 
 
 class Queue:
@@ -55,6 +42,19 @@ class Queue:
                 master.grad = queue.pop(0) if len(queue) > self.late else None
         if self.steps > self.late:
             plain()
+
+
+@dataclass
+class Flags:
+    """Late gradients."""
+
+    stale: int = 0  # updates by which a gradient is late; 0: it is not
+
+
+TRIED = dict(stale=1)
+COMPUTED = True
+BESIDE = dict(steps=3)
+REFUSES = [Refusal(dict(stale=SET, resume=SET), "no checkpoint holds the gradients that are under way; leave one out")]
 
 
 def attach(config: Any, parts: Parts):

@@ -29,31 +29,12 @@ from torch import Tensor
 from common import UserError
 from common.comm import Group, exchange
 from extras.variants import Parts
+from extras.variants.record import SET, Refusal, but
 from extras.variants.step05.allgather import gathered_attention
 from extras.variants.step05.ulysses import swapped_attention
 from step05_cp_ring import FORMULAS
 
 TURNED = "turned"
-
-
-@dataclass
-class Flags:
-    """Sliding windows."""
-
-    window: int = 0  # a token sees so many tokens, itself the last of them; 0: all before it
-
-
-def check(config: Any, world: int):
-    """Raises UserError for what windows do not go with."""
-    w, mode = config.window, getattr(config, "cp_mode", "ring")
-    if w == 0:
-        return
-    if w < 2:
-        raise UserError(f"--window {w}: a token sees itself and at least one before it; use 2 or more, or 0")
-    if getattr(config, "cp", 1) > 1 and mode not in ("ring", "ulysses"):
-        raise UserError(f"--window {w}: with windows all ranks have the same work; --cp-mode {mode} becomes ring")
-    if config.documents != "off":
-        raise UserError(f"--window {w}: --documents {config.documents} has parts of its own; choose one of the two")
 
 
 def band(queries: range, keys: range, window: int) -> list[tuple[slice, slice, bool | str]]:
@@ -127,6 +108,30 @@ def windowed_attention(
         k, v = Halo.apply(torch.stack((k, v)), group, window - 1)
     blocks = band(range(k.shape[1] - own, k.shape[1]), range(k.shape[1]), window)
     return gathered_attention(q, k, v, alone, lambda *_: blocks, with_turned(kernel))
+
+
+@dataclass
+class Flags:
+    """Sliding windows."""
+
+    window: int = 0  # a token sees so many tokens, itself the last of them; 0: all before it
+
+
+TRIED = dict(window=5)
+COMPUTED = True
+REFUSES = [
+    Refusal(
+        dict(window=SET, cp=SET, cp_mode=but("ring", "ulysses")),
+        "with windows all ranks have the same work, so tokens stay in order; use --cp-mode ring or ulysses",
+    ),
+    Refusal(dict(window=SET, documents=SET), "each divides attention into parts of its own; choose one of them", None),
+]
+
+
+def check(config: Any, world: int):
+    """Raises UserError for a window without other tokens."""
+    if config.window == 1:
+        raise UserError("--window 1: a token sees itself and at least one before it; use 2 or more, or 0")
 
 
 def attach(config: Any, parts: Parts):

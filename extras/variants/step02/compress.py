@@ -32,34 +32,12 @@ from common import UserError
 from common.comm import Group, Pending, all_gather, all_to_all
 from common.model import wide
 from extras.variants import Parts
+from extras.variants.record import SET, Refusal, but
 from extras.variants.step02.narrow import dequantise, pick, put_back, quantise
 from step02_ddp import Bucket, BucketSync
 from step03_zero import Unit
 
 SINCE = step02.Config
-
-
-@dataclass
-class Flags:
-    """Compression of gradients."""
-
-    compress: Literal["none", "bf16", "int8", "topk"] = "none"  # lossy sums of gradients
-    topk_fraction: float = 0.01  # share of the values that --compress topk sends
-
-
-NEEDS = [("topk_fraction", "compress", "topk")]
-
-
-def check(config: Any, world: int):
-    """Raises UserError."""
-    if config.compress == "none":
-        return
-    if not getattr(config, "zero", 0) and config.sync not in ("bucket", "overlap"):
-        raise UserError(f"--compress {config.compress} works on buckets: use it with --sync bucket")
-    if config.dtype == "fp16":
-        raise UserError("--compress would carry an fp16 overflow on for ever: use --dtype bf16 or fp32")
-    if not 0 < config.topk_fraction <= 1:
-        raise UserError(f"--topk-fraction {config.topk_fraction:g} is a share: choose it above 0, and at most 1")
 
 
 class Chain:
@@ -130,6 +108,28 @@ class Compression:
     def reduce(self, plain: Callable, unit: Unit) -> Chain | Pending:
         """Around a unit's."""
         return Chain(self.reduce_scatter(unit)) if unit.group.size > 1 else plain(unit)
+
+
+@dataclass
+class Flags:
+    """Compression of gradients."""
+
+    compress: Literal["none", "bf16", "int8", "topk"] = "none"  # lossy sums of gradients
+    topk_fraction: float = 0.01  # share of the values that --compress topk sends
+
+
+TRIED = dict(topk_fraction=0.5)
+NEEDS = [("topk_fraction", "compress", "topk")]
+REFUSES = [
+    Refusal(dict(compress=SET, sync=but("bucket", "overlap"), zero=(0,)), "it compresses buckets; use --sync bucket"),
+    Refusal(dict(compress=SET, dtype=("fp16",)), "an overflow would be owed for ever; use --dtype bf16 or fp32", None),
+]
+
+
+def check(config: Any, world: int):
+    """Raises UserError for a share that is none."""
+    if not 0 < config.topk_fraction <= 1:
+        raise UserError(f"--topk-fraction {config.topk_fraction:g} is a share: choose it above 0, and at most 1")
 
 
 def attach(config: Any, parts: Parts) -> Compression | None:

@@ -31,28 +31,6 @@ from step02_ddp import SYNCS, Config, NaiveSync
 SINCE = Config
 
 
-@dataclass
-class Flags:
-    """Sums in two levels."""
-
-    ranks_per_node: int = 8  # with --sync hierarchical: ranks 0 to N-1 are in a node, N to 2N-1 in the next
-
-
-NEEDS = [("ranks_per_node", "sync", "hierarchical")]
-
-
-def check(config: Any, world: int):
-    """Every group has equally many ranks in each node it is in. Raises UserError."""
-    if config.sync != "hierarchical":
-        return
-    node, world = config.ranks_per_node, config.dry_run or world
-    if node < 1:
-        raise UserError(f"--ranks-per-node {node}: a node has at least 1 rank")
-    for size in (world // getattr(config, "pp", 1), getattr(config, "tp", 1), getattr(config, "ep", 1)):
-        if size % node and node % size:
-            raise UserError(f"--ranks-per-node {node}: of it and {size} ranks that lie side by side one must divide")
-
-
 def pass_round(shards: list[Tensor], peers: list[int], group: Group, rounds: range):
     """Rounds 0 to n-2 of step 2's ring over `peers` (ranks in the group) reduce-scatter, n-1 to 2n-3 all-gather."""
     n, r = len(peers), peers.index(group.rank)
@@ -88,3 +66,26 @@ class HierarchicalSync(NaiveSync):
 
 
 SYNCS["hierarchical"] = HierarchicalSync
+
+
+@dataclass
+class Flags:
+    """Sums in two levels."""
+
+    ranks_per_node: int = 8  # with --sync hierarchical: ranks 0 to N-1 are in a node, N to 2N-1 in the next
+
+
+TRIED = dict(ranks_per_node=2)
+NEEDS = [("ranks_per_node", "sync", "hierarchical")]
+
+
+def check(config: Any, world: int):
+    """Every group has equally many ranks in each node it is in. Raises UserError."""
+    if config.sync != "hierarchical":
+        return
+    node, world = config.ranks_per_node, config.dry_run or world
+    if node < 1:
+        raise UserError(f"--ranks-per-node {node}: a node has at least 1 rank")
+    for size in (world // getattr(config, "pp", 1), getattr(config, "tp", 1), getattr(config, "ep", 1)):
+        if size % node and node % size:
+            raise UserError(f"--ranks-per-node {node}: of it and {size} ranks that lie side by side one must divide")

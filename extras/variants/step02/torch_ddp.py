@@ -19,20 +19,10 @@ from common.layout import layout_of
 from common.model import Decoder
 from common.trainer import choose_device
 from extras.variants import Parts
+from extras.variants.record import HAS, SET, Refusal
 from step02_ddp import SYNCS
 
 SINCE = step02.Config
-
-
-def check(config: Any, world: int):
-    """Raises UserError."""
-    if config.sync == "torch" and not getattr(config, "zero", 0):
-        if config.dry_run:
-            raise UserError("--sync torch needs real ranks: use another --sync with --dry-run")
-        if choose_device(config)[1].itemsize == 2:
-            raise UserError("--sync torch adds gradients up in 16 bits: use --dtype fp32, or another --sync")
-        if hasattr(config, "pp"):
-            raise UserError("--sync torch wraps the whole model, which a pipeline runs in parts: use another --sync")
 
 
 class Inside(nn.Module):
@@ -86,6 +76,20 @@ class TorchSync:
 
 
 SYNCS["torch"] = TorchSync
+NARROW = "it adds gradients up in 16 bits; use --dtype fp32, or another --sync"
+REFUSES = [
+    Refusal(dict(sync=("torch",), dry_run=SET), "it needs real ranks; use another --sync"),
+    Refusal(dict(sync=("torch",), dtype=("bf16", "fp16")), NARROW, None),
+    Refusal(
+        dict(sync=("torch",), pp=HAS), "it wraps a whole model, and a pipeline runs parts of it; use another --sync"
+    ),
+]
+
+
+def check(config: Any, world: int):
+    """Raises UserError if `--dtype auto` is 16 bits."""
+    if config.sync == "torch" and config.dtype == "auto" and choose_device(config)[1].itemsize == 2:
+        raise UserError(f"--sync torch with --dtype auto, which is bf16 here: {NARROW}")
 
 
 def attach(config: Any, parts: Parts):

@@ -30,16 +30,6 @@ from step03_zero import Config, Unit, Zero1
 SINCE = Config
 
 
-@dataclass
-class Flags:
-    """Offload of optimizer state."""
-
-    offload_optimizer: Literal["none", "cpu", "disk"] = "none"  # where masters and moments live, are updated
-
-
-NEEDS = [("offload_optimizer", "zero", 1, 2, 3)]  # there must be shards to move
-
-
 def to_host(tensor: Tensor) -> Tensor:
     """A copy in host memory, pinned where there is a GPU to copy to."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
@@ -127,6 +117,16 @@ class Update:
             for param in unit.trained.values():
                 param.grad = None
         zero.publish()
+
+
+@dataclass
+class Flags:
+    """Offload of optimizer state."""
+
+    offload_optimizer: Literal["none", "cpu", "disk"] = "none"  # where masters and moments live, are updated
+
+
+NEEDS = [("offload_optimizer", "zero", 1, 2, 3)]  # there must be shards to move
 
 
 def attach(config: Any, parts: Parts):

@@ -21,16 +21,6 @@ from step03_zero import Config, ShardedUnit
 SINCE = Config
 
 
-@dataclass
-class Flags:
-    """Offload of weights."""
-
-    offload_params: Literal["none", "cpu"] = "none"  # with --zero 3: where parameter shards live, with masters
-
-
-NEEDS = [("offload_params", "zero", 3)]  # there must be shards to move
-
-
 def gather_beside(unit: ShardedUnit, stream: torch.cuda.Stream):
     """In the place of `ShardedUnit.gather`: copy the shard to the GPU and gather, beside what the GPU is computing.
 
@@ -47,6 +37,16 @@ def gather_beside(unit: ShardedUnit, stream: torch.cuda.Stream):
         arrived = torch.cuda.Event()
         arrived.record()
     unit.gathering, unit.gathered = Pending(unit.group, *pending.works, arrived), True
+
+
+@dataclass
+class Flags:
+    """Offload of weights."""
+
+    offload_params: Literal["none", "cpu"] = "none"  # with --zero 3: where parameter shards live, with masters
+
+
+NEEDS = [("offload_params", "zero", 3)]  # there must be shards to move
 
 
 def attach(config: Any, parts: Parts):

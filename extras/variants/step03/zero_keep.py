@@ -20,28 +20,10 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from common import UserError
 from extras.variants import Parts
 from step03_zero import Config, ShardedUnit
 
 SINCE = Config
-
-
-@dataclass
-class Flags:
-    """What stage 3 keeps."""
-
-    zero_keep: bool = False  # with --zero 3: gather a unit once a step, and drop it after the update
-    zero_keep_mb: float = 0.0  # with --zero-keep: keep units of at most so many MiB alone; 0: all
-
-
-NEEDS = [("zero_keep", "zero", 3), ("zero_keep_mb", "zero_keep")]
-
-
-def check(config: Any, world: int):
-    """Raises UserError for a size that no unit has."""
-    if config.zero_keep_mb < 0:
-        raise UserError(f"--zero-keep-mb {config.zero_keep_mb:g}: units have more than 0 MiB; 0 keeps all of them")
 
 
 def keep():
@@ -53,6 +35,18 @@ def publish(units: list[ShardedUnit]):
     for unit in units:
         unit.shard.copy_(unit.master)
         ShardedUnit.free(unit)
+
+
+@dataclass
+class Flags:
+    """What stage 3 keeps."""
+
+    zero_keep: bool = False  # with --zero 3: gather a unit once a step, and drop it after the update
+    zero_keep_mb: float = 0.0  # with --zero-keep: keep units of at most so many MiB alone; 0: all
+
+
+TRIED = dict(zero_keep_mb=0.06)
+NEEDS = [("zero_keep", "zero", 3), ("zero_keep_mb", "zero_keep")]
 
 
 def attach(config: Any, parts: Parts):

@@ -24,16 +24,6 @@ from step03_zero import Config, Unit, Zero1
 SINCE = Config
 
 
-@dataclass
-class Flags:
-    """Sums of stage 1."""
-
-    zero_overlap: bool = False  # with --zero 1: start a unit's sum as soon as its last gradient is complete
-
-
-NEEDS = [("zero_overlap", "zero", 1)]
-
-
 class Early:
     """Sums of `zero`'s units, which start early."""
 
@@ -64,6 +54,16 @@ class Early:
             pending.wait()
         for unit in self.zero.units:
             unit.grad_shard = unit.reduced_shard
+
+
+@dataclass
+class Flags:
+    """Sums of stage 1."""
+
+    zero_overlap: bool = False  # with --zero 1: start a unit's sum as soon as its last gradient is complete
+
+
+NEEDS = [("zero_overlap", "zero", 1)]
 
 
 def attach(config: Any, parts: Parts):

@@ -30,19 +30,6 @@ from step03_zero import STAGES, Config
 SINCE = Config
 
 
-@dataclass
-class Flags:
-    """Replicas of ZeRO's shards."""
-
-    zero_replicas: int = 1  # R: shard over dp / R neighbours (of a node, say), and sum shards' gradients over R
-
-
-def prepare(config: Any, parts: Parts):
-    """Let the stage of ZeRO shard over fewer ranks."""
-    if config.zero_replicas > 1 and config.zero:
-        parts.around(STAGES, config.zero, with_replicas, by=__name__)
-
-
 def with_replicas(
     stage: Callable, model: Decoder, config: Any, mesh: Mesh, device: torch.device, dtype: torch.dtype
 ) -> Any:
@@ -63,6 +50,23 @@ def finish(parts: Parts, sum_over_shard: Callable):
     shards = [unit.grad_shard for unit in parts.units if unit.group.name == "shard"]
     for pending in [all_reduce(gradient, parts.mesh["replicas"]) for gradient in shards]:
         pending.wait()
+
+
+@dataclass
+class Flags:
+    """Replicas of ZeRO's shards."""
+
+    zero_replicas: int = 1  # R: shard over dp / R neighbours (of a node, say), and sum shards' gradients over R
+
+
+TRIED = dict(zero_replicas=2)
+NEEDS = [("zero_replicas", "zero", 1, 2, 3)]
+
+
+def prepare(config: Any, parts: Parts):
+    """Let the stage of ZeRO shard over fewer ranks."""
+    if config.zero_replicas > 1 and config.zero:
+        parts.around(STAGES, config.zero, with_replicas, by=__name__)
 
 
 def attach(config: Any, parts: Parts):

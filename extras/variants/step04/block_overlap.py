@@ -26,20 +26,6 @@ from extras.variants import Parts
 from step04_tp_sp import COLUMNS, Config
 
 SINCE = Config
-
-
-@dataclass
-class Flags:
-    """Overlap in tensor parallelism."""
-
-    tp_overlap: bool = False  # hide collectives behind weight gradients; with --sp keep s/n tokens and gather again
-
-
-NEEDS = [("tp_overlap", "tp")]
-
-
-# --- step 4's four functions, started: each returns a function that waits and returns the result
-
 Ending = Callable[[], Tensor]
 
 
@@ -122,6 +108,16 @@ def overlap(parts: Parts, block: nn.Module, group: Group, gather: Callable, redu
     if linears:
         parts.instead(block, "enter", partial(enter, linears, boxes, group, gather, reduce), by=by)
     return bool(linears)
+
+
+@dataclass
+class Flags:
+    """Overlap in tensor parallelism."""
+
+    tp_overlap: bool = False  # hide collectives behind weight gradients; with --sp keep s/n tokens and gather again
+
+
+NEEDS = [("tp_overlap", "tp")]
 
 
 def attach(config: Any, parts: Parts):

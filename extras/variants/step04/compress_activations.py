@@ -28,30 +28,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import UserError
 from common.comm import Group, all_gather, all_to_all
 from common.model import wide
 from extras.variants import Parts
+from extras.variants.record import SET, Refusal
 from extras.variants.step02.narrow import BLOCK, dequantise, quantise
 from extras.variants.step04.block_overlap import Ending, overlap, start_keep
 from step04_tp_sp import COLUMNS, Config, Conjugate, unchanged
 
 SINCE = Config
 KINDS = dict(bf16=torch.bfloat16, int8=torch.int8)
-
-
-@dataclass
-class Flags:
-    """Compression of activations."""
-
-    compress_activations: Literal["none", "bf16", "int8"] = "none"  # round what layers send each other (tp, pp); lossy
-
-
-def check(config: Any, world: int):
-    """Raises UserError."""
-    if config.compress_activations != "none" and config.tp == 1 and getattr(config, "pp", 1) == 1:
-        what = f"--compress-activations {config.compress_activations} rounds what layers send each other"
-        raise UserError(f"{what}: use it with --tp 2 or more, or from step 6 on with --pp 2 or more")
 
 
 class Bits:
@@ -128,6 +114,18 @@ def narrow_stages(parts: Parts, bits: Bits):
     parts.around(parts.pipeline, "buffer", buffer, by=__name__)
     for method in ("forward", "backward"):
         parts.around(parts.pipeline, method, act, by=__name__)
+
+
+@dataclass
+class Flags:
+    """Compression of activations."""
+
+    compress_activations: Literal["none", "bf16", "int8"] = "none"  # round what layers send each other (tp, pp); lossy
+
+
+REFUSES = [
+    Refusal(dict(compress_activations=SET, tp=(1,), pp=(1,)), "", needs="--tp above 1, or from step 6 on --pp above 1")
+]
 
 
 def attach(config: Any, parts: Parts):

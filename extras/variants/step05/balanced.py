@@ -24,21 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import UserError
 from extras.variants import Parts
+from extras.variants.record import SET, Refusal
 from extras.variants.step01.documents import KINDS, Documents
 from extras.variants.step05.allgather import gathered_attention
 from step05_cp_ring import CONTEXT, Config, ContextMode, zigzag_positions
 
 SINCE = Config
 BLOCKS = 8  # of a rank
-
-
-def check(config: Any, world: int):
-    """Raises UserError."""
-    if config.cp_mode == "balanced" and config.documents != "off" and getattr(config, "capacity_factor", 0.0):
-        why = "an expert takes the first tokens of a sequence, and these are dealt anew"
-        raise UserError(f"--capacity-factor {config.capacity_factor}: with --cp-mode balanced and --documents, {why}")
 
 
 def deal(numbers: Tensor, n: int) -> Tensor:
@@ -85,3 +78,9 @@ class Dealt(Documents):
 
 CONTEXT["balanced"] = ContextMode(zigzag_positions, gathered_attention)
 KINDS["balanced"] = Dealt
+REFUSES = [
+    Refusal(
+        dict(capacity_factor=SET, cp_mode=("balanced",), documents=SET),
+        "an expert takes the first tokens of a sequence, and these are dealt anew; choose another --cp-mode",
+    )
+]

@@ -26,30 +26,10 @@ from torch import Tensor
 
 from common import UserError
 from extras.variants import Parts
+from extras.variants.record import SET, Refusal
 from step05_cp_ring import Config
 
 SINCE = Config
-
-
-@dataclass
-class Flags:
-    """Kernels for parts of the keys."""
-
-    cp_kernel: Literal["formula", "flash", "cudnn"] = "formula"  # what computes a part of the keys; others: fused
-
-
-def check(config: Any, world: int):
-    """It must matter, and cuDNN must not meet many lengths. Raises UserError."""
-    if config.cp_kernel == "formula":
-        return
-    if not config.window and (config.cp == 1 or config.cp_mode == "ulysses"):
-        why = "--cp is 1" if config.cp == 1 else "with --cp-mode ulysses sequences are whole"
-        raise UserError(
-            f"--cp-kernel {config.cp_kernel}: {why}, and attention is PyTorch's fused one already; leave it out"
-        )
-    if config.cp_kernel == "cudnn" and (config.window or config.documents != "off"):
-        flag = f"--window {config.window}" if config.window else f"--documents {config.documents}"
-        raise UserError(f"--cp-kernel cudnn: it would plan anew for each length that {flag} has; use flash")
 
 
 def fits(q: Tensor, kernel: str = "flash") -> bool:
@@ -109,6 +89,23 @@ FLASH, CUDNN = (flash_attention, flash_gradients), (cudnn_attention, cudnn_gradi
 def with_kernel(attend: Callable, q: Tensor, *others: Tensor, kernel: tuple, **more: Any) -> Tensor:
     """Around attention of step 5: the same, with this kernel."""
     return attend(q, *others, kernel=kernel, **more)
+
+
+@dataclass
+class Flags:
+    """Kernels for parts of the keys."""
+
+    cp_kernel: Literal["formula", "flash", "cudnn"] = "formula"  # what computes a part of the keys; others: fused
+
+
+WHOLE = "sequences are whole, and attention is PyTorch's fused kernel already; leave it out"
+PLANS = "cuDNN would plan anew for each length; use flash"
+REFUSES = [
+    Refusal(dict(cp_kernel=SET, window=(0,), cp=(1,)), WHOLE),
+    Refusal(dict(cp_kernel=SET, window=(0,), cp_mode=("ulysses",)), WHOLE),
+    Refusal(dict(cp_kernel=("cudnn",), window=SET), PLANS, None),
+    Refusal(dict(cp_kernel=("cudnn",), documents=SET), PLANS, None),
+]
 
 
 def attach(config: Any, parts: Parts):

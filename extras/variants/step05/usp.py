@@ -38,28 +38,6 @@ from step05_cp_ring import CONTEXT, FORMULAS, Config, ContextMode, ring_attentio
 SINCE = Config
 
 
-@dataclass
-class Flags:
-    """Ulysses and ring together."""
-
-    ulysses: int = 2  # with --cp-mode usp: of the ranks of cp, so many neighbours swap tokens for heads
-
-
-NEEDS = [("ulysses", "cp_mode", "usp")]
-
-
-def check(config: Any, world: int):
-    """The ranks must divide cp, and the heads. Raises UserError."""
-    if config.cp_mode != "usp":
-        return
-    m, n, tp = PRESETS[config.model], config.ulysses, config.tp
-    heads, kv_heads = m.n_heads // tp, max(1, m.n_kv_heads // tp)
-    if n < 1 or config.cp % n:
-        raise UserError(f"--ulysses {n} must divide --cp {config.cp}")
-    if heads % n or (kv_heads % n and n % kv_heads):
-        raise UserError(f"--ulysses {n} does not divide {heads} heads ({kv_heads} kv): lower it; the ring has no limit")
-
-
 def turn_second(x: Tensor) -> Tensor:
     """[batch, sequences, 2, n, ...]: the second of each two the other way round, as zigzag deals second chunks."""
     return torch.stack((x[:, :, 0], x[:, :, 1].flip(2)), 2)
@@ -97,6 +75,29 @@ def crossed_attention(
 
 
 CONTEXT["usp"] = ContextMode(zigzag_positions, crossed_attention)
+
+
+@dataclass
+class Flags:
+    """Ulysses and ring together."""
+
+    ulysses: int = 2  # with --cp-mode usp: of the ranks of cp, so many neighbours swap tokens for heads
+
+
+TRIED = dict(ulysses=1)
+NEEDS = [("ulysses", "cp_mode", "usp")]
+
+
+def check(config: Any, world: int):
+    """The ranks must divide cp, and the heads. Raises UserError."""
+    if config.cp_mode != "usp":
+        return
+    m, n, tp = PRESETS[config.model], config.ulysses, config.tp
+    heads, kv_heads = m.n_heads // tp, max(1, m.n_kv_heads // tp)
+    if n < 1 or config.cp % n:
+        raise UserError(f"--ulysses {n} must divide --cp {config.cp}")
+    if heads % n or (kv_heads % n and n % kv_heads):
+        raise UserError(f"--ulysses {n} does not divide {heads} heads ({kv_heads} kv): lower it; the ring has no limit")
 
 
 def attach(config: Any, parts: Parts):

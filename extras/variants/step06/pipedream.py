@@ -30,36 +30,11 @@ from common import UserError
 from common.comm import all_reduce
 from common.model import IGNORE, PRESETS, Decoder, wide
 from extras.variants import Parts
+from extras.variants.record import SET, Refusal
 from step06_pipeline import Config, OneForwardOneBackward
 
 SINCE = Config
 Weights = dict[str, Tensor]  # by name, of one stage
-
-
-@dataclass
-class Flags:
-    """PipeDream."""
-
-    pipedream: int = 0  # updates of a pipeline that is never flushed, shown beside one that is, instead of training
-
-
-NEEDS = [("pipedream", "pp"), ("pipedream", "schedule", "1f1b"), ("pipedream", "zero", 0, 1, 2)]
-
-
-def settle(config: Any, world: int):
-    """No steps are left to be trained."""
-    if config.pipedream:
-        config.steps = 0
-
-
-def check(config: Any, world: int):
-    """Raises UserError."""
-    if config.pipedream and config.dry_run:
-        raise UserError("--pipedream prints losses: --dry-run has none")
-    if config.pipedream and config.pp != world:
-        raise UserError(f"--pipedream: all {world} ranks must be stages, without dp, cp or tp: use --pp {world}")
-    if config.pipedream and PRESETS[config.model].tied:
-        raise UserError(f"--pipedream: --model {config.model} has one matrix on two stages, of two ages; take another")
 
 
 def hold(model: Decoder, weights: Weights):
@@ -142,6 +117,31 @@ def table(late: Shown, flushed: Shown) -> list[str]:
         means = [sum(part) / len(part) for part in (shown.losses[start : start + size] for shown in (late, flushed))]
         lines.append(f"{min(start + size, n):7}   {means[0]:13.4f}   {means[1]:7.4f}")
     return lines
+
+
+@dataclass
+class Flags:
+    """PipeDream."""
+
+    pipedream: int = 0  # updates of a pipeline that is never flushed, shown beside one that is, instead of training
+
+
+NEEDS = [("pipedream", "pp"), ("pipedream", "schedule", "1f1b"), ("pipedream", "zero", 0, 1, 2)]
+REFUSES = [Refusal(dict(pipedream=SET, dry_run=SET), "it prints losses, and a dry run has none; leave one out")]
+
+
+def settle(config: Any, world: int):
+    """No steps are left to be trained."""
+    if config.pipedream:
+        config.steps = 0
+
+
+def check(config: Any, world: int):
+    """Raises UserError."""
+    if config.pipedream and config.pp != world:
+        raise UserError(f"--pipedream: all {world} ranks must be stages, without dp, cp or tp: use --pp {world}")
+    if config.pipedream and PRESETS[config.model].tied:
+        raise UserError(f"--pipedream: --model {config.model} has one matrix on two stages, of two ages; take another")
 
 
 def attach(config: Any, parts: Parts):

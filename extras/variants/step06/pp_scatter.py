@@ -33,7 +33,7 @@ class Flags:
     pp_scatter: bool = False  # without SP: tp ranks send a part each over a pipeline boundary, and gather on arrival
 
 
-NEEDS = [("pp_scatter", "pp"), ("pp_scatter", "tp")]  # and --no-sp: extras/theory/layouts.py
+NEEDS = [("pp_scatter", "pp"), ("pp_scatter", "tp"), ("pp_scatter", "sp", False)]  # with SP, ranks have parts anyway
 
 
 def attach(config: Any, parts: Parts):

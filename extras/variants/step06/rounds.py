@@ -38,24 +38,6 @@ from common.schedules import SCHEDULES, Action, Schedule
 SINCE = step06.Config
 
 
-@dataclass
-class Flags:
-    """Rounds of micro-batches."""
-
-    round_size: int = 0  # micro-batches that pass a stage before a rank turns to its next one, at least; 0: --pp
-
-
-NEEDS = [("round_size", "schedule", "rounds")]
-
-
-def check(config: Any, world: int):
-    """In shorter rounds a stage would wait for micro-batches that are still on later ranks. Raises UserError."""
-    if 0 < config.round_size < config.pp:
-        raise UserError(
-            f"--round-size {config.round_size} is less than the {config.pp} ranks of --pp: choose it larger"
-        )
-
-
 def rounds(size: int, p: int, m: int, v: int, rank: int, ahead: bool = False) -> list[Action]:
     """As `one_f_one_b_order`, in rounds of at least `size` micro-batches, or p; `ahead`: F comes before another's B."""
     n = max(1, m // max(size, p))
@@ -71,3 +53,22 @@ def rounds(size: int, p: int, m: int, v: int, rank: int, ahead: bool = False) ->
 # The planner's layouts have no rounds.
 SCHEDULES["rounds"] = lambda config: Schedule(partial(rounds, getattr(config, "round_size", 0)), v=config.chunks)
 SCHEDULES["ahead"] = lambda config: Schedule(partial(rounds, 0, ahead=True), v=config.chunks)
+
+
+@dataclass
+class Flags:
+    """Rounds of micro-batches."""
+
+    round_size: int = 0  # micro-batches that pass a stage before a rank turns to its next one, at least; 0: --pp
+
+
+TRIED = dict(round_size=3)
+NEEDS = [("round_size", "schedule", "rounds")]
+
+
+def check(config: Any, world: int):
+    """In shorter rounds a stage would wait for micro-batches that are still on later ranks. Raises UserError."""
+    if 0 < config.round_size < config.pp:
+        raise UserError(
+            f"--round-size {config.round_size} is less than the {config.pp} ranks of --pp: choose it larger"
+        )

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import step06_pipeline as step06
-from common import UserError
 from common.model import wide
-from common.schedules import SCHEDULES, Place
+from common.schedules import Place
 from extras.variants import Parts
+from extras.variants.record import SET, Refusal
 from extras.variants.step07.grouped_matmul import PRODUCTS
 from step04_tp_sp import COLUMNS, ROWS
 
@@ -138,15 +138,12 @@ class SplitBackward:
             self.add(self.tied, whole.to(gradient.dtype))
 
 
-def check(config: Any, world: int):
-    """What finds weight gradients in a way of its own has no place beside W. Raises UserError."""
-    schedule = SCHEDULES[config.schedule](config)
-    if all(action.kind != "W" for action in schedule.actions(config.pp, 2 * config.pp, schedule.v, 0)):
-        return
-    for flag in ("tp_overlap", "fused_gradients"):
-        if getattr(config, flag, False):
-            wrong = f"--schedule {config.schedule} has weight gradients on their own"
-            raise UserError(f"{wrong}: --no-{flag.replace('_', '-')}")
+SPLIT = ("zb-h1", "zb-h2", "zb-auto", "dualpipe", "zbv", "dualpipev", "v-half", "v-min")  # schedules with W
+ITSELF = "W finds the gradients of weights by itself; leave one out"
+REFUSES = [
+    Refusal(dict(schedule=SPLIT, tp_overlap=SET), ITSELF),
+    Refusal(dict(schedule=SPLIT, fused_gradients=SET), ITSELF),
+]
 
 
 def attach(config: Any, parts: Parts):

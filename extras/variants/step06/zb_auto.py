@@ -26,17 +26,6 @@ from extras.variants.step06.zero_bubble import zb_h1
 SINCE = step06.Config
 
 
-@dataclass
-class Flags:
-    """The searched schedule."""
-
-    zb_memory: float = 1.0  # zb-auto: activations that a rank may hold at most, in units of 1f1b's (--pp micro-batches)
-    zb_costs: str = ""  # zb-auto: times of F, B, W and a message, like 18.5,18.1,9.3,0.6; default: by FLOPs
-
-
-NEEDS = [("zb_memory", "schedule", "zb-auto"), ("zb_costs", "schedule", "zb-auto")]
-
-
 class Costs(NamedTuple):
     """Times of a stage's parts, and of a message: only ratios count."""
 
@@ -141,3 +130,15 @@ def zb_auto(config: Any) -> Schedule:
 
 
 SCHEDULES["zb-auto"] = zb_auto
+
+
+@dataclass
+class Flags:
+    """The searched schedule."""
+
+    zb_memory: float = 1.0  # zb-auto: activations that a rank may hold at most, in units of 1f1b's (--pp micro-batches)
+    zb_costs: str = ""  # zb-auto: times of F, B, W and a message, like 18.5,18.1,9.3,0.6; default: by FLOPs
+
+
+TRIED = dict(zb_memory=2.0, zb_costs="1,1,1,0.05")
+NEEDS = [("zb_memory", "schedule", "zb-auto"), ("zb_costs", "schedule", "zb-auto")]

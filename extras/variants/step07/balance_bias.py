@@ -25,6 +25,17 @@ BALANCE["bias"] = RoutedMoE
 DIMS = ("data", "tp", "mirror")  # over which choices are summed; the last is dualpipe's other copy
 
 
+def update(layers: list[RoutedMoE], mesh: Mesh, speed: float, step: Callable, lr: float):
+    """Around the optimizer's step: then the biases move."""
+    step(lr)
+    for moe in layers:
+        for dim in DIMS:
+            if dim in mesh.groups:
+                all_reduce(moe.load, mesh[dim]).wait()
+        moe.bias += speed * (moe.load.mean() - moe.load).sign()
+        moe.load.zero_()
+
+
 @dataclass
 class Flags:
     """Balance by bias."""
@@ -32,6 +43,8 @@ class Flags:
     bias_speed: float = 0.001  # change of an expert's bias in a step, with --balance bias
 
 
+TRIED = dict(bias_speed=0.1)
+COMPUTED = True
 NEEDS = [("bias_speed", "balance", "bias")]
 
 
@@ -45,14 +58,3 @@ def attach(config: Any, parts: Parts):
         moe.register_buffer("bias", torch.zeros(config.experts, device=parts.positions.device))
         moe.load = torch.zeros_like(moe.bias)  # choices of this step
     parts.around(parts.optimizer, "step", partial(update, layers, parts.mesh, config.bias_speed), by=__name__)
-
-
-def update(layers: list[RoutedMoE], mesh: Mesh, speed: float, step: Callable, lr: float):
-    """Around the optimizer's step: then the biases move."""
-    step(lr)
-    for moe in layers:
-        for dim in DIMS:
-            if dim in mesh.groups:
-                all_reduce(moe.load, mesh[dim]).wait()
-        moe.bias += speed * (moe.load.mean() - moe.load).sign()
-        moe.load.zero_()

@@ -29,6 +29,7 @@ from extras.variants.step07.routing import RoutedMoE
 from step07_moe_ep import DISPATCH
 
 SINCE = step07.Config
+DISPATCH["nodes"] = at_home
 
 
 @dataclass
@@ -38,8 +39,8 @@ class Flags:
     ep_inside: int = 2  # with --ep-mode nodes: of the ranks of ep, so many neighbours are in a node
 
 
+TRIED = dict(ep_inside=1)
 NEEDS = [("ep_inside", "ep_mode", "nodes")]
-DISPATCH["nodes"] = at_home
 
 
 def check(config: Any, world: int):

@@ -20,13 +20,6 @@ from extras.variants import Parts
 SINCE = step07.Config
 
 
-@dataclass
-class Flags:
-    """Products of experts."""
-
-    expert_matmul: Literal["each", "grouped"] = "each"  # a product for each expert, or one for all, where a kernel can
-
-
 def ends(counts: list[int], like: Tensor) -> Tensor:
     """int32 [experts]: where each expert's rows end. From pinned memory the copy does not stop the host."""
     where = torch.tensor(counts).cumsum(0, dtype=torch.int32)
@@ -94,6 +87,13 @@ class GroupedLinear(torch.autograd.Function):
 def group(linear: step07.ExpertLinear, rows: Tensor, counts: list[int]) -> Tensor:
     """In the place of `ExpertLinear.forward`."""
     return GroupedLinear.apply(rows, linear.weight, counts)
+
+
+@dataclass
+class Flags:
+    """Products of experts."""
+
+    expert_matmul: Literal["each", "grouped"] = "each"  # a product for each expert, or one for all, where a kernel can
 
 
 def attach(config: Any, parts: Parts):

@@ -31,20 +31,6 @@ from step07_moe_ep import BALANCE, AddLoss, MoE, own_tokens
 SINCE = step07.Config
 
 
-@dataclass
-class Flags:
-    """More about experts."""
-
-    z_loss: float = 0.0  # coefficient of the router's z-loss
-    capacity_factor: float = 0.0  # most tokens of an expert, as a multiple of the mean; 0: no limit
-    expert_groups: int = 1  # groups of experts
-    groups_per_token: int = 0  # how many groups a token's experts may come from; 0: all
-    shared_experts: int = 0  # experts that every token visits
-
-
-NEEDS = [("expert_groups", "groups_per_token"), ("groups_per_token", "expert_groups")]
-
-
 class RoutedMoE(MoE):
     """Step 7's layer with what the flags say. `visit`: how tokens meet experts (expert_rows.py)."""
 
@@ -110,6 +96,22 @@ class RoutedMoE(MoE):
 
 
 BALANCE["none"] = RoutedMoE
+
+
+@dataclass
+class Flags:
+    """More about experts."""
+
+    z_loss: float = 0.0  # coefficient of the router's z-loss
+    capacity_factor: float = 0.0  # most tokens of an expert, as a multiple of the mean; 0: no limit
+    expert_groups: int = 1  # groups of experts
+    groups_per_token: int = 0  # how many groups a token's experts may come from; 0: all
+    shared_experts: int = 0  # experts that every token visits
+
+
+TRIED = dict(z_loss=0.1, capacity_factor=0.6, expert_groups=2, groups_per_token=1, shared_experts=1)
+COMPUTED = True
+NEEDS = [("expert_groups", "groups_per_token"), ("groups_per_token", "expert_groups")]
 
 
 def check(config: Any, world: int):
