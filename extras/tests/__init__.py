@@ -8,14 +8,14 @@
 WHAT IS PROVED
     claim                                                    by                    from a table
     a layout trains to the numbers of one process            test_layouts.py       rows.py: a Row a layout
-    any two flags train right together, or are refused       test_pairs.py         pairs.py: a line a flag
+    any two flags train right together, or are refused       test_pairs.py         record of each technique
     bytes, calls, live memory of a technique are its law     test_laws.py
     schedules are complete, end, idle as the papers say      test_schedules.py
     a rule that is not torch's own is what others mean by it test_rules.py
-    launch lines do what their docstrings say                test_alone.py
+    launch lines do what their docstrings say                test_launch.py
     what has been saved is read under any layout             test_checkpoint.py
     all of these notice mistakes                             test_faults.py        faults.py: text, and what it becomes
-    a wrong flag is one line on every rank                   test_flags.py
+    sizes that do not fit are one line on every rank         test_flags.py
     who may import whom, sizes, one shape for each room      test_house.py
 
 What else is beside the course has a file of its name: test_plan.py (theory/), test_labs.py (labs/), test_pages.py,
@@ -32,10 +32,10 @@ WHAT A TEST IS BUILT FROM
 A rank is a process of its own with one thread, joined by gloo through a file. Models are tiny, numbers have 64 bits.
 
 HOW TO ADD
-    a technique   its file; a row in rows.py; its flag's line in pairs.py. A rule that nobody else here computes: also
-                  a line in test_rules.py, which holds it against what others wrote. Then run test_pairs.py's sweep:
-                  the default run has any two flags, not any two values. A row of more than two flags of pairs.py
-                  equals one process in a run of test_pairs.py that has them all; by itself in the sweep
+    a technique   its file; a row in rows.py. A rule that nobody else here computes: also a line in test_rules.py, which
+                  compares it with what others wrote. Then run test_pairs.py's sweep: the default run has any two flags,
+                  not any two values. A row of more than two flags equals one process in a run of test_pairs.py that
+                  has them all; by itself in the sweep
     a behaviour   a function in test_layouts.py, and its name in the `does` of some rows
     a law         a test in test_laws.py: from the formula in the docstring to what `comm.observer` is shown, exactly
     a fault       a line in faults.py: module, function, its text, what it becomes, and the row or law that must notice

@@ -1,4 +1,4 @@
-"""By launch lines, in processes of their own: each step's, mistakes at the start, a lost rank, what a run prints."""
+"""Runs started by their launch lines: each step's, mistakes at the start, a lost rank, what a run prints."""
 
 import os
 import re
@@ -24,24 +24,6 @@ ROOT = Path(__file__).parents[2]
 STEPS = sorted(path.stem for path in ROOT.glob("step0*.py"))
 TINY = "--model debug --dtype fp64 --device cpu --steps 3 --warmup-steps 1 --global-batch-size 12 --micro-batch-size 2"
 DOOR = "extras/__main__.py"  # what `-m extras` runs: a forked launcher takes scripts
-FILES = {"metrics.jsonl", "config.json", "loss.png"}
-
-
-def launch_line(step: str) -> tuple[int, str]:
-    """(ranks, flags) of the line `Run it:` in a step's docstring; ranks 0: no torchrun."""
-    doc = (ROOT / f"{step}.py").read_text()
-    ranks, flags = re.search(rf"^Run it: +(?:torchrun --nproc_per_node=(\d)|python) {step}.py(.*)$", doc, re.M).groups()
-    return int(ranks or 0), flags.strip()
-
-
-def cases() -> list:
-    """(step, ranks, flags) of all launch lines; the default: one of them."""
-    found = []
-    for step in STEPS:
-        ranks, flags = launch_line(step)
-        flags += " --model tiny" * ("--pp 4" in flags)  # "debug" has two layers
-        found.append(pytest.param(step, ranks, flags, marks=[pytest.mark.exhaustive] * (step != STEPS[3])))
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -60,40 +42,28 @@ def tiny(tmp_path_factory) -> str:
     return f"{TINY} --dataset {text}"
 
 
-@pytest.fixture(scope="module")
-def reference(server, tiny, tmp_path_factory):
-    """`reference(step, flags)`: losses and norms of one process: of step 1, or of step 7, which has experts."""
-    made, folder = {}, tmp_path_factory.mktemp("reference")
-
-    def make(step: str, flags: str) -> list[dict]:
-        step = step if step == STEPS[6] else STEPS[0]
-        shared = " ".join(re.findall(r"--(?:model|global-batch-size) \w+", flags))
-        if (step, shared) not in made:
-            words = f"{step}.py {tiny} {shared} --out {folder / 'out'}".split()
-            status, text = server.run(ROOT, 0, *words, log=folder / "log")
-            assert status == 0, text
-            made[step, shared] = metrics(folder / "out")
-        return made[step, shared]
-
-    return make
-
-
-@pytest.mark.parametrize("step, ranks, flags", cases())
-def test_a_step_trains_by_its_launch_line(server, tiny, reference, tmp_path, step, ranks, flags):
-    """Losses and norms are those of one process. It says what runs where, and leaves metrics, flags and a picture."""
-    theirs, out = reference(step, flags), tmp_path / "out"
-    words = f"{step}.py {tiny} {flags} --out {out}".split()
-    status, text = server.run(ROOT, ranks, *words, log=tmp_path / "log")
-    assert status == 0, text
+@pytest.mark.parametrize(
+    "step", [pytest.param(step, marks=[pytest.mark.exhaustive] * (step != STEPS[3])) for step in STEPS]
+)
+def test_a_step_trains_by_its_launch_line(server, tiny, tmp_path, step):
+    """That of its docstring: losses and norms are those of one process, of step 1, or of step 7, which has experts."""
+    doc = (ROOT / f"{step}.py").read_text()
+    ranks, flags = re.search(rf"^Run it: +(?:torchrun --nproc_per_node=(\d)|python) {step}.py(.*)$", doc, re.M).groups()
+    flags += " --model tiny" * ("--pp 4" in flags)  # "debug" has two layers
+    shared = " ".join(re.findall(r"--(?:model|global-batch-size) \w+", flags))
+    found = []
+    for name, n, words in ((STEPS[6] if step == STEPS[6] else STEPS[0], 0, shared), (step, int(ranks or 0), flags)):
+        out = tmp_path / str(len(found))
+        status, text = server.run(ROOT, n, *f"{name}.py {tiny} {words} --out {out}".split(), log=tmp_path / "log")
+        assert status == 0 and "3/3" in text and "loss " in text and "tok/s" in text, text
+        assert {path.name for path in out.iterdir()} == {"metrics.jsonl", "config.json", "loss.png"}
+        found.append(metrics(out))
     assert re.search(
-        rf"^device: {max(1, ranks)} x cpu.*; torch.float64\nmesh: .*\nparameters: [\d,]+ on rank 0$", text, re.M
+        rf"^device: {max(1, n)} x cpu.*; torch.float64\nmesh: .*\nparameters: [\d,]+ on rank 0$", text, re.M
     )
-    assert "3/3" in text and "loss " in text and "tok/s" in text, f"no bar: {text}"
-    assert {path.name for path in out.iterdir()} == FILES
-    ours = metrics(out)
-    assert [row["step"] for row in ours] == [1, 2, 3] and all(row["tokens"] == theirs[0]["tokens"] for row in ours)
-    for key in ("loss", "grad_norm", "lr"):
-        assert difference([row[key] for row in ours], [row[key] for row in theirs]) < 1e-10, key
+    for key in ("step", "tokens", "loss", "grad_norm", "lr"):
+        theirs, ours = ([row[key] for row in rows] for rows in found)
+        assert difference(ours, theirs) < 1e-10, key
 
 
 NO_NET = ("step02_ddp", 2, "", "error: the ranks cannot meet: ", dict(GLOO_SOCKET_IFNAME="eth9"))
