@@ -1,8 +1,8 @@
-"""Who attaches to a step: it finds all variants and services, gives a step their flags, and lets them attach.
+"""Finds all techniques and services, adds their flags to a step's, and attaches them to its run.
 
-compose(step)            the step's Config with the flags of all variants and services
-check(config, world)     let all settle what is open, then refuse what cannot work
-OpenRun(config)          the plain run, with everything prepared and attached: what all other runs build on
+compose(step)            the step's Config with the flags of all techniques and services
+check(config, world)     settle open flags, then refuse what does not go together or does not fit
+OpenRun(config)          the plain run, with everything prepared and attached: the base of all other runs
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from extras.services import legal
 from extras.variants import Parts, name_of
 from extras.variants.record import Refusal, need
 
-# Attached after the variants, in this order; by name, as some of them build on this file.
+# Attached after the techniques, in this order; by name, because some of them import this file.
 SERVICES = "stages devices shapes legal readers resume evaluation health dry_run screen"
 
 
@@ -35,7 +35,7 @@ def plugins() -> list[ModuleType]:
 
 @lru_cache
 def offered(cls: type, function: str) -> tuple[ModuleType, ...]:
-    """Those whose flags a step with this Config has, and that hold this."""
+    """The files whose flags a step with this Config has, and that define this name."""
     of_step = (plugin for plugin in plugins() if issubclass(cls, getattr(plugin, "SINCE", object)))
     return tuple(plugin for plugin in of_step if hasattr(plugin, function))
 
@@ -75,7 +75,7 @@ def refuse(config: Any):
 
 
 def check(config: Any, world: int):
-    """Judge the mesh, let all set the flags that are left open, then refuse what cannot work. Raises UserError."""
+    """Check the mesh, set flags that are left open, then refuse what cannot work. Raises UserError."""
     legal.check_mesh(config, world)
     for plugin in offered(type(config), "settle"):
         plugin.settle(config, world)
@@ -85,29 +85,29 @@ def check(config: Any, world: int):
 
 
 class OpenRun(Run):
-    """A run for which variants and services prepare menus, and to whose parts they attach; nothing else."""
+    """A run for which techniques and services prepare menus, and to whose parts they attach; nothing else."""
 
     def __enter__(self) -> "OpenRun":
-        """From now on, until the step has built, menus have what the flags ask for."""
+        """Until the step has built, menus have what the flags ask for."""
         self.parts = Parts(self)
         for plugin in offered(type(self.config), "prepare"):
             plugin.prepare(self.config, self.parts)
         return super().__enter__()
 
     def __exit__(self, *error: Any):
-        """Also where the step could not be built."""
+        """Restore the menus, also if the step could not be built."""
         self.parts.give_back()
         super().__exit__(*error)
 
     def restore(self, **_: Any) -> int:
-        """Services save, and go on (extras/services/resume.py)."""
+        """Nothing: services save and restore (extras/services/resume.py)."""
         return 0
 
     def save(self, step: int, **_: Any):
         """See above."""
 
     def open(self, **parts: Any) -> Parts:
-        """What `steps` begins with."""
+        """Attach everything to the parts of a run, before its first step."""
         self.parts.give_back()
         mesh = parts.pop("mesh", None) or Mesh(dp=1)  # step 1 has none
         self.parts = dataclasses.replace(self.parts, mesh=mesh, **parts)

@@ -1,8 +1,7 @@
 """Adafactor (`--optimizer adafactor`; Shazeer and Stern 2018): second moments in n + m numbers instead of n m.
 
-Of a matrix's squared gradients it keeps the means of rows and of columns, and takes their product for the whole; there
-is no first moment. So it must see whole rows and columns: shards of ZeRO and parts of tp or ep have none. In step 1,
-`adamw` would have this last line.
+Of the squared gradients of a matrix it keeps the mean of each row and of each column, and takes their product as second
+moments; there is no first moment. Rows and columns must be whole. In step 1, `adamw` would have this last line.
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
 """Attention by its formula (`--attention scores`), and selective recomputation of it (`--recompute selective`).
 
-softmax(q k^T / sqrt(d)) v, as it was computed before FlashAttention: with a number for each pair of tokens. These
-scores are most of what a layer keeps for backward, and the least of its work. Selective activation recomputation
-(Korthikanti et al. 2022, section 5) therefore keeps q, k and v, and computes scores and softmax again: it repeats no
-product with weights, and no message of tp. A fused kernel does the same in pieces, and leaves nothing to save.
+softmax(q k^T / sqrt(d)) v, as before FlashAttention: with one score for each pair of tokens. The scores are most of
+what a layer keeps for backward, and little of its work. Selective activation recomputation (Korthikanti et al. 2022,
+section 5) keeps q, k and v, and computes scores and softmax again: it repeats no product with weights and no message of
+tp. A fused kernel does the same in tiles, and leaves nothing to save.
 
 With h = dim, k = kv heads x head_dim, f = ffn_dim, a = heads, s tokens, e bytes an element, a token of a layer keeps
 
@@ -11,7 +11,7 @@ With h = dim, k = kv heads x head_dim, f = ffn_dim, a = heads, s tokens, e bytes
     scores                         e (8 h + 4 f + a s) + 8            q, k, v with a heads each, and the probabilities
     scores, --recompute selective  e (6 h + 2 k + 4 f) + 8
 
-Their layer, with LayerNorm, GELU and dropout, in 16 bits: h (34 + 5 a s / h), and 34 h if the core is done again.
+Their layer, with LayerNorm, GELU and dropout, in 16 bits: h (34 + 5 a s / h), and 34 h if attention is recomputed.
 
 In step 1, `attend` would be this function, and RECOMPUTE would have one more entry.
 """

@@ -1,15 +1,15 @@
 """Batches that grow (`--batch-ramp START,STEPS`): from START sequences a step to --global-batch-size, in equal steps.
 
-Early gradients point alike in all sequences, so a small batch learns as much from each token in less time; later ones
-are mostly noise, and a large batch averages it (McCandlish et al. 2018). DeepSeek-V3 grows from 3072 to 15360 sequences
-(section 4.2), Llama 3 from 4M to 16M tokens. With k = batch / START, step t < STEPS (from 0) has
+Early gradients of all sequences point alike, so a small batch learns as much from each token in less time; later ones
+are mostly noise, which a large batch averages (McCandlish et al. 2018). DeepSeek-V3 grows from 3072 to 15360 sequences
+(section 4.2), Llama 3 from 4M to 16M tokens. With k = batch / START, step t < STEPS (from 0) has the data's next
 
-    START (1 + floor(t (k - 1) / STEPS))    sequences, the next ones of the data; from STEPS on, all k START
+    START (1 + floor(t (k - 1) / STEPS))    sequences; from STEPS on, all k START
 
-so each size is a multiple of START, which the ranks of dp share out in whole micro-batches. A step's shares are cut
-where they always are, so a rank's first sequences of its share are real, and the rest are places that nobody computes.
+Each size is a multiple of START, which the ranks of dp share in whole micro-batches. The shares of a full batch stay:
+the first sequences of a rank's share are real, and the other places are not computed.
 
-In step 2, `mine` would be shared out anew in each step, from the sequences that `data.batch` returns.
+In step 2, `mine` would be computed anew in each step, from the sequences that `data.batch` returns.
 """
 
 import math

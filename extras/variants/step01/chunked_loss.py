@@ -1,12 +1,13 @@
 """The loss in chunks of tokens (`--loss-chunk`), so that the logits of a micro-batch never exist all at once.
 
-Logits [tokens, vocab] are the largest tensor of many a model: 8192 x 128256 take 2.1 GB in bf16, their copy in fp32,
-softmax and gradient some 10 GB more. But the loss is a sum over tokens. So the gradients of a chunk's hidden states and
-its part of the head's gradient can be found as soon as its loss is, and its logits go before the next chunk's come.
+Logits [tokens, vocab] are often the largest tensor of a model: 8192 x 128256 take 2.1 GB in bf16; their copy in fp32,
+softmax and gradient take some 10 GB more. But the loss is a sum over tokens. So the gradients of a chunk's hidden
+states, and its part of the head's gradient, are computed in forward, and its logits are freed before the next chunk's
+exist.
 
-The head hands the hidden states on, and the loss multiplies by its weight, chunk by chunk. Whatever loss the model has
-(step 4's too, over a vocabulary that is cut) is called for each chunk. Where all tokens are one chunk, all is as in the
-plain step. In step 1 the last line of `Decoder.forward` would call this function.
+The head passes the hidden states on, and the loss multiplies them by its weight, chunk by chunk. Any loss of the model
+(step 4's, too, over a sharded vocabulary) is called for each chunk. If all tokens fit in one chunk, nothing changes. In
+step 1 the last line of `Decoder.forward` would call this function.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,9 @@
-"""Layers as compiled graphs (`--compile`): torch.compile joins norms, RoPE, SiLU and additions into few kernels.
+"""Layers as compiled graphs (`--compile`): torch.compile fuses norms, RoPE, SiLU and additions into a few kernels.
 
-The graph of one layer serves all. Where a layer communicates inside (steps 4, 5, 7) the graph breaks there, and a line
-after the step says how often. In step 1 this would follow `RECOMPUTE[config.recompute](model)`: what recomputes a
-layer is in its graph. Across a break that cannot be: there a layer's graphs run again, each to its end. (Without
---compile the last matrix, down_proj, is not done again: nothing in backward needs its output.)
+All layers share one graph. It breaks where a layer communicates (steps 4, 5, 7); a line after the first step says how
+often. In step 1 this would follow `RECOMPUTE[config.recompute](model)`, so recomputation is part of the graph. Across a
+break that is impossible: there each graph of a layer is recomputed to its end. (Without --compile the last matrix,
+down_proj, is not recomputed, because backward does not need its output.)
 """
 
 from collections import Counter

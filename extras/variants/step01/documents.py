@@ -1,21 +1,20 @@
 """Attention that stops at the borders of documents (`--documents mask` or `reset`).
 
-A sequence is a window of the stream, and has several documents in a row (*packing*: Krell et al. 2021). With
+A sequence is a window of the token stream and holds several documents (*packing*: Krell et al. 2021). With
 
-    mask    token i looks at the tokens j <= i of its own document (Llama 3: Dubey et al. 2024, section 3.2)
-    reset   the same, and RoPE's positions begin with 0 in each document (RoPE is relative: only rounding changes)
+    mask    token i attends to the tokens j <= i of its own document (Llama 3: Dubey et al. 2024, section 3.2)
+    reset   the same, and RoPE's positions restart at 0 in each document (RoPE is relative: only rounding changes)
 
-A document ends with --end-token, whose target, the first token of the next one, counts. No mask is made:
+A document ends with --end-token, whose target, the first token of the next document, counts. In step 5 this would be
+another `visible`: no mask is built, and whole sequences, as after Ulysses' exchange, have triangles alone.
 
-    keys ->    a a b | b c c      Tokens that a rank has in a row: a triangle for each document.
-    queries a  #     |            Earlier keys, in a row too: a rectangle, or nothing. Only the last key's document can
-            a  # #   |            reach to these queries. Its keys are the last, its queries the first ones.
+    keys ->    a a b | b c c      The tokens that a rank has in a row: one causal triangle for each document.
+    queries a  #     |            Earlier keys, also in a row: one rectangle or none, because only the document of the
+            a  # #   |            last key can reach these queries.
             b      # |
             ---------+-----       Law: all ranks together compute sum L (L+1) / 2 pairs for documents of L tokens, no
-            b      # | #          matter how the sequence is cut. Nothing is sent for it: all ranks know the batch, and
-            c        |   # #      where documents end.
-
-Whole sequences (also behind Ulysses' exchange) have triangles alone. In step 5 it would be another `visible`.
+            b      # | #          matter how the sequence is sharded. Nothing is sent for it: each rank reads the batch,
+            c        |   # #      and knows where documents end.
 """
 
 import inspect
@@ -147,9 +146,8 @@ class Flags:
     end_token: int = 256  # with --documents: the token that ends one (0: token 0); 256 is what each text ends with here
 
 
-TRIED = dict(end_token=32)
 COMPUTED = True
-BESIDE = dict(end_token=32)
+BESIDE = TRIED = dict(end_token=32)
 NEEDS = [("end_token", "documents", "mask", "reset")]
 REFUSES = [Refusal(dict(documents=SET, dry_run=SET), "a dry run has no tokens, and does not know where documents end")]
 

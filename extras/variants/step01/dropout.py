@@ -1,18 +1,18 @@
 """Dropout (`--dropout P`): in training, a number is zero with probability P, and otherwise divided by 1 - P.
 
-It stands after the embedding, after attention and after the MLP (Srivastava et al. 2014; Vaswani et al. 2017, 5.4).
-Layouts must drop the same numbers, or none of them trains as one process does. A generator with a state cannot do this:
-its next number depends on who has drawn before. So a mask is a pure function of
+It follows the embedding, attention and the MLP (Srivastava et al. 2014; Vaswani et al. 2017, 5.4). Every layout must
+drop the same numbers, or it would not train as one process does. A generator with a state cannot do this, because its
+next number depends on earlier draws. So a mask is a pure function of
 
     key      seed, step
     counter  four channels of one token: channel // 4; position; sequence in the global batch; layer and place
 
-by *Philox 4x32-10* (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"; also cuRAND's), ten rounds of
-multiplying and mixing that make four random words of each counter. A rank evaluates it for its own tokens. What is
-recomputed asks again, and gets the same mask. Validation drops nothing.
+by *Philox 4x32-10* (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"; also cuRAND's): ten rounds of
+multiplying and mixing turn each counter into four random words. A rank evaluates it for its own tokens; recomputation
+gets the same mask again. Validation drops nothing.
 
-Law: for backward stays a byte a number, 2 L + 1 masks of [batch, tokens, dim]. Without SP all tp ranks keep, and draw,
-the whole of each; with SP a rank has 1/tp of it, which is half the reason for SP (Korthikanti et al. 2022, section 4).
+Law: for backward a rank keeps a byte a number, 2 L + 1 masks of [batch, tokens, dim]. Without SP each tp rank keeps and
+draws all of it, with SP 1/tp, which is half the reason for SP (Korthikanti et al. 2022, section 4).
 
 In step 1, `DecoderLayer.forward` would call `drop` around each block.
 """

@@ -1,17 +1,16 @@
 """Gradients that matmuls add up (`--fused-gradients`), as Megatron-LM's "gradient accumulation fusion" does.
 
-For y = x W^T, autograd finds dW = dy^T x in 16 bits, makes fp32 of it, and adds that to `.grad`. For each number it
-moves 2, then 2 + 4, then 4 + 4 + 4 bytes. A matmul can add to what is there, in fp32: 4 + 4 bytes, while it computes
-anyway. And it does not round dW to 16 bits before. q, k and v have one input, as have gate and up. Autograd finds a dx
-for each, and adds them: three times a dx for each sum. Here each matmul adds to the dx of the one before:
+For y = x W^T, autograd computes dW = dy^T x in 16 bits, converts it to fp32, and adds that to `.grad`. For each number
+it moves 2, then 2 + 4, then 4 + 4 + 4 bytes. A matmul can accumulate in fp32 instead: 4 + 4 bytes, without rounding dW
+to 16 bits first. Likewise q, k and v share one input, as do gate and up: autograd computes one dx for each and adds
+them. Here each matmul adds to the dx of the one before:
 
     forward     x -> q, x -> k, x -> v                   each hands x on to the next
     backward    dx = dv Wv,   dx += dk Wk,   dx += dq Wq
 
-Matrices of layers and an untied head are summed so; embedding, norms, routers and experts as ever. The operator that
-adds 16 bits to fp32 is there on CUDA alone; who does not have it takes autograd's three ways.
-
-In step 1, `Optimizer` would put `SummingLinear` in the place of each `F.linear`.
+This covers matrices of layers and an untied head. The operator that adds 16 bits to fp32 exists on CUDA alone;
+elsewhere autograd's three operations remain. In step 1, `Optimizer` would put `SummingLinear` in the place of each
+`F.linear`.
 """
 
 from dataclasses import dataclass

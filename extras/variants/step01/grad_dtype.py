@@ -1,7 +1,7 @@
 """Gradients in 16 bits (`--grad-dtype same`): two bytes less for each parameter, and for what is sent of it.
 
-Autograd then adds micro-batches up in 16 bits, where a small addend vanishes beside a large sum. ZeRO 2 and 3 still add
-micro-batches up in fp32, in their shards. The update is in fp32. In step 1 it would be the line that sets `grad_dtype`.
+Autograd then accumulates micro-batches in 16 bits, where a small addend vanishes beside a large sum. ZeRO 2 and 3 still
+accumulate in fp32, in their shards, and the update is in fp32. In step 1 this would be the line that sets `grad_dtype`.
 """
 
 from collections.abc import Callable

@@ -1,11 +1,11 @@
-"""Steps that stand out are left out (`--skip-spikes K`): loss or gradient norm exceeds K times its running median.
+"""Steps that stand out are skipped (`--skip-spikes K`): loss or gradient norm exceeds K times its running median.
 
-A batch now and then has a gradient that throws the weights far off (Chowdhery et al. 2022, "PaLM", section 5.1, went
-back and left such batches out). Spikes enter the medians too: what lasts becomes normal, and training goes on.
+Now and then the gradient of a batch throws the weights far off (Chowdhery et al. 2022, "PaLM", section 5.1, went back
+and left such batches out). Spikes enter the medians, too: what lasts becomes normal, and training continues.
 
-What throws a loss off may lie some steps before it shows. With `--roll-back N` a rank keeps a copy of what it updates,
-masters and moments, every N steps (and when a run begins or resumes). At a spike it goes back to the copy, and on with
-the next batch: so all batches since the copy are left out, as PaLM did. The copy takes their memory once more.
+The cause may lie some steps before the spike. With `--roll-back N` a rank copies what it updates, masters and moments,
+every N steps (and when a run begins or resumes). At a spike it restores the copy and continues with the next batch, so
+all batches since the copy are left out, as in PaLM. The copy takes their memory once more.
 
 In step 1, `optimizer.step` would stand under `if not spikes.is_spike(loss, norm):`.
 """

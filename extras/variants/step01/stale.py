@@ -1,14 +1,13 @@
-"""Gradients that come K updates late (`--stale K`): w(t+1) = w(t) - lr g(w(t-K)). With K = 0 nothing is late.
+"""Gradients that come K updates late (`--stale K`): w(t+1) = w(t) - lr g(w(t-K)).
 
-Who does not wait trains so. In asynchronous data parallelism a gradient arrives when others have moved the weights
-(Dean et al. 2012, "DistBelief"); in a pipeline that is never flushed, PipeDream with vertical sync, all gradients of p
-stages are p - 1 late (Narayanan et al. 2019, section 3.3). What that buys is time: no rank is ever idle. What it costs
-is shown here, where nothing is won: a late gradient points from where the weights were. So everybody waits (step 6
-flushes), and pays for it with a bubble.
+This is what training without waiting computes. In asynchronous data parallelism a gradient arrives after other ranks
+have moved the weights (Dean et al. 2012, "DistBelief"); in a pipeline of p stages that is never flushed, PipeDream with
+vertical sync, all gradients are p - 1 updates late (Narayanan et al. 2019, section 3.3). It saves time, as no rank is
+ever idle; its price is shown here: a late gradient belongs to weights that have since moved.
 
-The first K steps update nothing. Clipping and learning rate are those of the step in which a gradient was found, and
-in which it arrives. Memory: K more gradients of what a rank updates. No checkpoint holds them: --resume is refused.
-In step 1 `Optimizer.step` would put the gradients in a queue, and take the oldest.
+The first K steps update nothing. Clipping belongs to the step that computed a gradient, the learning rate to the step
+that applies it. A rank holds K more gradients of what it updates; checkpoints do not hold them. In step 1
+`Optimizer.step` would put the gradients into a queue and take the oldest.
 """
 
 from collections.abc import Callable

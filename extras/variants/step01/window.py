@@ -1,19 +1,16 @@
 """Sliding windows (`--window W`; Beltagy et al. 2020, "Longformer"; Mistral 7B): a query sees W keys, its own the last.
 
     keys ->      0 1 2 3 4 5 6 7      W = 4, two ranks of cp, --cp-mode ring: the tokens are in order
-    query 3      # # # +              A triangle (+) is causal attention. The triangle at the window's other end (x) is,
-    ------------------------          too, if both queries and keys are read from the last to the first. Between them
-    query 4        x # # +            are rectangles (#). So each part is one that step 5's kernels can compute.
+    query 3      # # # +              A triangle (+) is causal attention. So is the triangle at the other end of the
+    ------------------------          window (x), if queries and keys are read from the last to the first. Between them
+    query 4        x # # +            are rectangles (#). Each part is one that step 5's kernels can compute.
     query 5          x # # +
-    query 6            x # # +        Rank 1 needs keys 1, 2, 3 of rank 0, the HALO: W-1 tokens, wherever they lie.
+    query 6            x # # +        Rank 1 needs keys 1, 2, 3 of rank 0, its HALO: W-1 tokens.
 
-All ranks have the same work but for the first, so zigzag is not needed. Nothing goes round a ring: a rank gets its halo
-from the ranks before it, and in backward sends them the gradients. With b bytes of k and v of one token, a rank in the
-middle sends in a layer and micro-batch
-
-    (W-1) b forward, (W-1) b backward, and computes at most W s/n pairs: neither grows with s, for s/n tokens a rank
-
-With --cp-mode ulysses sequences are whole, and need no halo; the other modes have no use for windows.
+Every rank but the first has the same work, so zigzag is not needed. There is no ring: a rank receives its halo from the
+ranks before it, and sends them the gradients in backward. With b bytes of k and v a token, a rank in the middle sends
+in a layer and micro-batch (W-1) b forward and (W-1) b backward, and computes at most W s/n pairs for its s/n tokens:
+neither grows with s. With --cp-mode ulysses sequences are whole and need no halo.
 
 In common/model.py `attend`, and in step 5 `ring_attention`, would be `windowed_attention`.
 """

@@ -1,8 +1,8 @@
 """PyTorch's own data parallelism (`--sync torch`), to compare step 2 with: DistributedDataParallel (Li et al. 2020).
 
-It wraps the model's forward: it looks for the parameters that a pass has used, and decides there whether the backward
-pass will communicate. By itself it averages gradients; a hook of ours adds them, as step 2 does. In step 2's `train`,
-the model would be wrapped, and all micro-batches but the last would run under its `no_sync`.
+It wraps the model's forward, finds the parameters that a pass has used, and decides there whether backward will
+communicate. By itself it averages gradients; a hook of ours adds them, as step 2 does. In step 2's `train`, the model
+would be wrapped, and all micro-batches but the last would run under its `no_sync`.
 """
 
 from typing import Any

@@ -1,12 +1,11 @@
 """ZeRO's masters and moments in host memory or in files (`--offload-optimizer`; Ren et al. 2021, "ZeRO-Offload").
 
-    cpu     masters and moments live in host memory, and are updated there
-    disk    the same in memory-mapped files of the run directory. They have no name: they end with the process, and
-            nobody takes them for a checkpoint
+    cpu     masters and moments are in host memory, and are updated there
+    disk    the same in memory-mapped files of the run directory, without names: they end with the process
 
-The update (in step 3 it would be `Zero1.step`) goes unit by unit: rules skip what has no gradient. With a GPU, copies
-travel on a stream of their own: the next unit's gradient comes while the host updates this one. (Pinned host memory is
-rounded up to a power of two.)
+The update (in step 3 it would be `Zero1.step`) goes unit by unit, because rules skip what has no gradient. With a GPU,
+copies use a stream of their own: the next unit's gradient is copied while the host updates this one. (Pinned host
+memory is rounded up to a power of two.)
 """
 
 import mmap

@@ -1,7 +1,7 @@
 """ZeRO's weight shards in host memory (`--offload-params cpu`; "ZeRO-Infinity", Rajbhandari et al. 2021).
 
-In stage 3 a unit's weights are gathered before they are used. Here the shards that are gathered lie on the host, and go
-to the GPU one unit ahead, on a stream of their own, while it computes. Masters and update are on the host as well
+In stage 3 a unit's weights are gathered before they are used. Here the shards stay on the host, and are copied to the
+GPU one unit ahead, on a stream of their own, while it computes. Masters and update are on the host as well
 (offload_optimizer.py); the GPU holds one or two units of weights, the gradients' shards, and activations.
 
 In step 3, `ShardedUnit.gather` would copy the shard first.

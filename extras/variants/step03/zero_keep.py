@@ -1,18 +1,16 @@
 """ZeRO 3 that keeps what it has gathered until the update (`--zero-keep`; Llama 3: Dubey et al. 2024, 3.3.2).
 
-A pipeline has many micro-batches in a step. Step 3 gathers a layer twice in each: 2 m all-gathers of weights that have
-not changed. Kept, they are gathered once a step, by the first micro-batch that uses them, and dropped by `publish`:
+In a step of m micro-batches, step 3 gathers each layer 2 m times, although its weights do not change. Kept, they are
+gathered once, by the first micro-batch that uses them, and dropped by `publish`:
 
     elements a rank sends, x (n-1)/n    m (3 P - e)   becomes   (m+1) P, as in stage 2
     it holds, beside its shards         two units     becomes   all of its units
 
-So between steps it holds as little as stage 3, within one as much as stage 2; the update is sharded in all of them, and
-no all-gather stands after it: the first forward hides what stage 2 shows.
+Between steps a rank holds as little as in stage 3, within a step as much as in stage 2. No all-gather follows the
+update: the first forward hides it.
 
-`--zero-keep-mb M` keeps units of at most M MiB alone, as the persistence threshold of DeepSpeed's stage 3 does. A small
-unit costs a message each time, and little memory; a large one, as the experts of a layer, is freed as in step 3.
-
-In step 3, `ShardedUnit.free` would be called by `publish` alone.
+`--zero-keep-mb M` keeps only units of at most M MiB, as the persistence threshold of DeepSpeed's stage 3 does: a small
+unit costs a message each time and little memory. In step 3, `ShardedUnit.free` would be called by `publish` alone.
 """
 
 from dataclasses import dataclass

@@ -4,10 +4,9 @@
     step 3's stage 1                                     H 1 0 E      all reduce-scatters after it
     with --zero-overlap                      H   1   0   E            a unit's, while the next one is computed
 
-A unit is sent when it and all before it have had their additions of all micro-batches: so all ranks send in the same
-order. Only E's is left when backward is done. Bytes and calls stay the same.
-
-In step 3, `Zero1` would count additions as `BucketSync` of step 2 does.
+A unit is sent when it and all before it have the gradients of all micro-batches, so all ranks send in the same order.
+Only E's is left when backward ends. Bytes and calls stay the same. In step 3, `Zero1` would count additions as
+`BucketSync` of step 2 does.
 """
 
 from collections.abc import Callable

@@ -1,17 +1,15 @@
 """ZeRO over some of the ranks (`--zero-replicas R`; MiCS: Zhang et al. 2022; "hybrid sharding" in FSDP).
 
-Slices over all dp ranks mean that every gather waits for the slowest link. With R replicas, dp / R neighbours (those of
-a node, say) share the shards, and gather among themselves; R ranks hold the same shard.
+With shards over all dp ranks every gather waits for the slowest link. With R replicas, dp / R neighbours (those of a
+node, say) share the shards and gather among themselves; R ranks hold the same shard.
 
     dp = 4, R = 2:     shard 0-1, 2-3         replicas 0-2, 1-3
 
     gather, reduce-scatter     over shard                                  as in step 3, with fewer ranks
     once a step                over replicas: all-reduce of the shards     2 (R-1)/R P R/n elements a rank
 
-Memory: a shard is R times as large. With R = dp nothing is sharded.
-
-In step 3 a unit's group would be "shard", and `finish` would have two more lines. The record of a parameter says
-data="shard"; so norm and checkpoints know.
+A shard takes R times the memory; with R = dp nothing is sharded. In step 3 a unit's group would be "shard", and
+`finish` would have two more lines. The record of a parameter says data="shard", so norm and checkpoints know.
 """
 
 from collections.abc import Callable

@@ -1,12 +1,12 @@
 """Hide collectives of tensor parallelism behind weight gradients (`--tp-overlap`; Korthikanti et al. 2022).
 
-In step 4 the backward of a block ends: dW of q, k, v; dx; then the collective of dx, for which all wait. But dW needs
-no dx, and nobody waits for dW. So, here in one function for f and the matrices behind it:
+In step 4 the backward of a block ends: dW of q, k, v; dx; then the collective of dx, for which all wait. But dW does
+not need it. So here one function computes f and the matrices behind it:
 
     dx ->  all-reduce, or with --sp reduce-scatter  ---------.
            dW of q, k, v (or gate, up)                       '-> the next block's backward
 
-With --sp, f has made s tokens of s/n. Autograd would keep all s for dW. Here a block keeps its s/n, and gathers them
+With --sp, f has gathered s tokens from s/n. Autograd would keep all s for dW. Here a block keeps its s/n, and gathers
 again in backward while dx is computed: two more all-gathers a layer and micro-batch, and n times less to keep.
 
 In step 4, f would stand for q_proj, k_proj and v_proj too, as `enter` does below. Experts stay as they are.

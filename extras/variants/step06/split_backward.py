@@ -1,11 +1,11 @@
-"""Backward in two parts, for every --schedule with W (zero_bubble.py, dualpipe.py, zb_auto.py).
+"""Backward in two parts, for every --schedule with W (zero_bubble.py, dualpipe.py, zb_auto.py, v_schedules.py).
 
-For y = x W^T, B finds dx = dy W, for which the rank before waits. W finds dW = dy^T x, for which nobody waits: it fills
-gaps (Qi et al. 2023, "Zero Bubble"). A layer's inputs and dy stay until then, its attention matrices do not.
+For y = x W^T, B computes dx = dy W, for which the rank before waits. W computes dW = dy^T x, for which no rank waits,
+so it fills gaps (Qi et al. 2023, "Zero Bubble"). A layer's inputs and dy are kept until then, attention's graph is not.
 
-In step 6, `backward` would ask autograd for the gradients of x and the norms only (`torch.autograd.grad`), a layer's
-matrices would leave their dW in a list, and a second method, for the action W, would add all of these to `.grad`.
-Embedding, final norm and head are as ever: their gradients are added in B.
+In step 6, `backward` would ask autograd for the gradients of x and of all parameters but the matrices of layers, which
+would leave a function for each dW in a list; a second method, for the action W, would add all of these to `.grad`. The
+gradients of embedding, final norm and head are added in B.
 """
 
 from collections.abc import Callable

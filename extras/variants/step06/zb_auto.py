@@ -1,12 +1,9 @@
 """`--schedule zb-auto`: a zero-bubble list found by search, for given times and memory (Qi et al. 2023, section 3).
 
-The search (--zb-costs, within --zb-memory) goes through time, and chooses what each free rank does next. B comes first,
-as the rank before waits for it; then F, if memory has room. W fills gaps, since nobody waits for it. Two things are
-worth a try in several ways: how many F a rank does before its first B, and whether W may begin in a gap that is shorter
-than W. Of the lists that these make, and zb-h1's and zb-h2's if they fit, the one that ends first is taken: ranks meet
-at the end of a step.
-
-It would be one more function in common/schedules.py.
+The search (--zb-costs, within --zb-memory) goes through time, and chooses what each free rank does next: B first, as
+the rank before waits for it; then F, if memory has room; W fills gaps. It tries several values of two things: how many
+F a rank does before its first B, and whether W may begin in a gap that is shorter than W. Of these lists, and zb-h1's
+and zb-h2's if they fit, it takes the one that ends first. It would be one more function in common/schedules.py.
 """
 
 from collections import Counter

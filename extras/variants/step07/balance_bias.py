@@ -1,10 +1,9 @@
 """`--balance bias`: experts are kept busy without a loss (Wang et al. 2024, "auxiliary-loss-free"; DeepSeek-V3).
 
-A token's experts are chosen by p + b, and weighed by p. After each step, b_e of each expert moves by --bias-speed: up
-if it had less than its share of all ranks' choices, else down. b has no gradient, but it is a part of the model: a
-buffer `bias` [experts], fp32, of each layer.
-
-In step 7, `top_k` in `MoE.forward` would see p + b, and the last three lines of `update` would follow the optimizer's.
+The choice of a token's experts uses p + b, their weights use p. After each step, b_e of each expert moves by
+--bias-speed: up if it had less than its share of all ranks' choices, else down. b has no gradient, but belongs to the
+model: a buffer `bias` [experts], fp32, of each layer. In step 7, `top_k` in `MoE.forward` would see p + b, and the last
+three lines of `update` would follow the optimizer's.
 """
 
 from collections.abc import Callable

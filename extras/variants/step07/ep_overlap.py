@@ -15,11 +15,8 @@ Both are the code of step 7, each in a thread of its own; one thread runs at a t
 ranks, so their collectives have one order. Bytes are the same. F's output leaves when both are done: so a pair whose B
 waits for what becomes of its F, on whatever way, is taken apart (paired_actions.py).
 
-What two micro-batches at once cannot share is refused: weights that ZeRO 3 frees (--zero-keep does not); --documents,
---dropout and --batch-ramp, which know one micro-batch at a time; --compile; and --loss-chunk, whose forward asks for
-gradients, while B waits in the only thread that autograd has for a GPU. ZeRO 3 and schedules without pairs are refused
-in theory/layouts.py, as the planner needs these rules, too; `check` refuses the rest. Counts go first, and are waited
-for at once, as the host must know them.
+REFUSES names what two micro-batches at once cannot share. Counts go first, and are waited for at once, as the host must
+know them. --loss-chunk is refused because its forward asks for gradients while B waits in autograd's thread of a GPU.
 
 In step 7, `dispatch` and `combine` would say between start and wait whose turn it is; in step 6, `execute` would do two
 actions at once.
@@ -148,9 +145,7 @@ REFUSES = [
     Refusal(dict(ep_overlap=SET, batch_ramp=SET), "it leaves micro-batches out of the list; choose one of them"),
     Refusal(dict(ep_overlap=SET, compile=SET), "graphs cannot be recorded in two threads at once; choose one of them"),
     Refusal(dict(ep_overlap=SET, loss_chunk=SET), "it finds gradients in forward, beside a backward; choose one", None),
-    Refusal(
-        dict(ep_overlap=SET, dry_run=SET), "a dry run sees one of two threads; count without it: bytes are the same"
-    ),
+    Refusal(dict(ep_overlap=SET, dry_run=SET), "a dry run sees one of two threads; leave it out, bytes are equal"),
 ]
 
 

@@ -1,9 +1,9 @@
 """One matmul for all experts of a layer (`--expert-matmul grouped`), instead of one for each, where a kernel takes it.
 
-In step 7, `ExpertLinear.forward` would be the three lines of `GroupedLinear.forward`. The kernel of torch is for up to
-32 bits and rows of a multiple of 16 bytes; on a GPU, for bf16 on Hopper and Blackwell. (On others it would copy the
-offsets to the host for each product, and loop there.) All else goes expert by expert, as on the page. The host never
-waits for the GPU here: it knows the counts from the dispatch.
+torch's kernel takes up to 32 bits and rows of a multiple of 16 bytes; on a GPU, bf16 on Hopper and Blackwell. (On other
+GPUs it would copy the offsets to the host for each product, and loop there.) All else goes expert by expert, as in step
+7. The host never waits for the GPU here: it knows the counts from the dispatch. In step 7, `ExpertLinear.forward` would
+be the three lines of `GroupedLinear.forward`.
 """
 
 from dataclasses import dataclass

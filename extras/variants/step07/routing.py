@@ -2,7 +2,7 @@
 
     --expert-groups        a token's experts come from at most --groups-per-token of them (DeepSeek-V3, 2.1.2)
     --capacity-factor c    in training an expert takes the first c top_k T / E choices of a micro-batch's T tokens
-                           (Fedus et al. 2021); others get nothing from it. The cp x tp ranks gather their choices
+                           (Fedus et al. 2021); it ignores the others. The cp x tp ranks gather their choices
     --z-loss               coefficient of mean (log sum exp)^2 of the router's logits (Zoph et al. 2022, "ST-MoE")
     --shared-experts       so many more, which every token visits, as one MLP (DeepSeek)
     --balance none, bias   no auxiliary loss; balance_bias.py
