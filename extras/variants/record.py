@@ -62,7 +62,8 @@ class Refusal(NamedTuple):
         """One line, which names all flags and says what to do."""
         words = [spelled(name, value(name)) for name in self.flags if name in plain and self.flags[name] != HAS]
         if self.needs:
-            return f"{words[0]} matters only with {self.needs}"
+            given = f", not with {words[1]}" if isinstance([*self.flags.values()][1], But) else ""
+            return f"{words[0]} matters only with {self.needs}{given}"
         return f"{words[0]} with {' and '.join(words[1:])}: {self.why}" if words[1:] else f"{words[0]}: {self.why}"
 
 

@@ -33,8 +33,6 @@ from extras.variants import Parts
 from extras.variants.record import SET, Refusal
 from step05_cp_ring import CONTEXT
 
-KINDS: dict[str, type["Documents"]] = {}  # by --cp-mode: one that deals out tokens in its own way
-
 
 def segments(numbers: Tensor, positions: Tensor, base: int = 0) -> list[tuple[int, int, int, int]]:
     """int64 [seq], int64 [s] -> tokens in a row of one document: base + (start, stop), first position, document."""
@@ -149,6 +147,7 @@ class Flags:
 COMPUTED = True
 BESIDE = TRIED = dict(end_token=32)
 NEEDS = [("end_token", "documents", "mask", "reset")]
+KINDS: dict[str, type[Documents]] = {}  # by --cp-mode: one that deals out tokens in its own way
 REFUSES = [Refusal(dict(documents=SET, dry_run=SET), "a dry run has no tokens, and does not know where documents end")]
 
 
