@@ -31,7 +31,7 @@ from extras.tests.rows import COMPILED
 from extras.tests.test_laws import counted
 from extras.theory.footprint import gpt_layer_bytes
 from extras.theory.layouts import Layout
-from extras.variants.step01 import batch_ramp, dropout, skip_spikes, stale
+from extras.variants.step01 import batch_ramp, dropout, skip_spikes
 from extras.variants.step01.documents import MicroBatch, segments
 from extras.variants.step01.window import TURNED, band, windowed_attention
 from extras.variants.step02.compress import Chain, Compression
@@ -224,23 +224,6 @@ def test_a_run_says_that_its_graphs_have_broken(pools):
         f"--compile: the layers are broken into {graphs} graphs with {calls} calls in all, by: "
         f"dtype mismatch between tensor and its gradient (x{graphs})"
     ]
-
-
-@pytest.mark.parametrize(
-    "step, options, wrong",
-    [
-        (
-            "step04_tp_sp",
-            dict(tp=2, recompute="elementwise"),
-            "--recompute elementwise with --tp 2: .*use --recompute ",
-        ),
-        ("step07_moe_ep", dict(recompute="full"), "--recompute full: .* router .*use --recompute none"),
-    ],
-)
-def test_what_nothing_would_be_compiled_of_is_refused(step, options, wrong):
-    """In a line with both flags."""
-    with pytest.raises(UserError, match=f"^--compile {wrong}"):
-        check(equal.config_of(step, dict(compile=True) | options), 2)
 
 
 # --- overlap
@@ -560,7 +543,7 @@ def test_late_gradients_are_a_delayed_descent(late):
 def test_late_gradients_are_in_no_checkpoint():
     """So a run with them does not go on."""
     with pytest.raises(UserError, match=r"--stale 2.*--resume"):
-        stale.check(equal.config_of("step01_single_gpu", dict(stale=2, resume="auto")), 1)
+        check(equal.config_of("step01_single_gpu", dict(stale=2, resume="auto")), 1)
 
 
 # --- never flushed
@@ -636,7 +619,7 @@ def test_never_flushed_is_a_descent_by_weights_of_several_ages(pools, ranks, mor
 def test_never_flushed_refuses(flags, text):
     """In one line."""
     with pytest.raises(UserError, match=rf"--pipedream.*{text}"):
-        pipedream.check(equal.config_of("step06_pipeline", dict(pipedream=4) | flags), 4)
+        check(equal.config_of("step06_pipeline", dict(pipedream=4) | flags), 4)
 
 
 # --- scores
