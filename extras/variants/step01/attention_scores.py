@@ -49,12 +49,9 @@ class Flags:
     attention: Literal["fused", "scores"] = "fused"  # PyTorch's kernel, or the formula, which keeps all scores
 
 
+NO_SCORES = "no scores are kept; add --attention scores, or use --recompute full"
 REFUSES = [
-    Refusal(
-        dict(recompute=("selective",), attention=but("scores")),
-        "no scores are kept that could be computed again; add --attention scores, or use --recompute full",
-        None,
-    ),
+    Refusal(dict(recompute=("selective",), attention=but("scores")), NO_SCORES, None),
     Refusal(dict(attention=("scores",), cp=SET), "it needs whole sequences, and the ring has formulas already"),
     Refusal(dict(attention=("scores",), documents=SET), "documents have attention of their own; leave one out", None),
     Refusal(dict(attention=("scores",), window=SET), "every token sees all earlier ones; leave one out"),

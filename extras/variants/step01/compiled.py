@@ -64,23 +64,12 @@ class Flags:
     compile: bool = False  # torch.compile each decoder layer
 
 
-NOTHING = "so nothing would be compiled"
+ROUTER = "the graph of a layer breaks at its router, so nothing would be compiled; use --recompute none"
+MESSAGE = "the graph of a layer breaks at each message, so nothing would be compiled; use --recompute full or none"
 REFUSES = [
-    Refusal(
-        dict(compile=SET, recompute=("full", "elementwise"), experts=HAS),
-        f"the graph of a layer breaks at its router, {NOTHING}; use --recompute none",
-        None,
-    ),
-    Refusal(
-        dict(compile=SET, recompute=("elementwise",), tp=SET),
-        f"the graph of a layer breaks at each message, {NOTHING}; use --recompute full or none",
-        None,
-    ),
-    Refusal(
-        dict(compile=SET, recompute=("elementwise",), cp=SET),
-        f"the graph of a layer breaks at each message, {NOTHING}; use --recompute full or none",
-        None,
-    ),
+    Refusal(dict(compile=SET, recompute=("full", "elementwise"), experts=HAS), ROUTER, None),
+    Refusal(dict(compile=SET, recompute=("elementwise",), tp=SET), MESSAGE, None),
+    Refusal(dict(compile=SET, recompute=("elementwise",), cp=SET), MESSAGE, None),
 ]
 
 
