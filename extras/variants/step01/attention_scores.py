@@ -59,7 +59,7 @@ REFUSES = [
 
 
 def attach(config: Any, parts: Parts):
-    """Every layer's."""
+    """Replace, or recompute, the attention of every layer."""
     for layer in parts.model.model.layers.values():
         if config.attention == "scores":
             parts.instead(layer.self_attn, "attend", attend, by=__name__)

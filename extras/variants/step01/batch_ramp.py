@@ -57,7 +57,7 @@ class Ramp:
         return self.sizes[min(step, len(self.sizes) - 1)]
 
     def read(self, step: int) -> tuple[Tensor, Tensor]:
-        """In the place of `Data.batch`: int64 [global batch, seq], where each rank's share begins with what is real."""
+        """Replaces `Data.batch`: int64 [global batch, seq], where each rank's share begins with the real sequences."""
         data, size, full = self.parts.data, self.size(step), self.config.global_batch_size
         first = sum(map(self.size, range(min(step, len(self.sizes))))) + max(0, step - len(self.sizes)) * full
         places = [divmod(place, data.n_train) for place in range(first, first + size)]
@@ -133,7 +133,7 @@ def check(config: Any, world: int):
 
 
 def attach(config: Any, parts: Parts) -> Ramp | None:
-    """From here on, a step's batch is as large as the ramp says."""
+    """Let the ramp decide the size of each batch."""
     if not config.batch_ramp:
         return None
     ramp = Ramp(config, parts)

@@ -61,7 +61,7 @@ TRIED = dict(loss_chunk=5)
 
 
 def attach(config: Any, parts: Parts):
-    """Only the last stage of a pipeline has a head."""
+    """Replace the loss where there is a head: on the last stage of a pipeline."""
     model, head = parts.model, parts.model.lm_head
     if head is None or not config.loss_chunk:
         return

@@ -54,7 +54,7 @@ class MicroBatch:
         self.found: dict[int, list[tuple]] = {}  # by source: the same in all layers, forward and backward
 
     def visible(self, rank: int, source: int, length: int) -> list[tuple[slice, slice, bool]]:
-        """In the place of `zigzag_visible` of step 5, for any positions, and for sequences one behind the other."""
+        """Replaces `zigzag_visible` of step 5, for any positions, and for several sequences in one."""
         if source not in self.found:
             blocks, size = self.found.setdefault(source, []), length // len(self.numbers)
             for row, places, base in zip(self.numbers, self.positions, range(0, length, size), strict=True):
@@ -130,7 +130,7 @@ class Documents:
         return self.here[None]
 
     def rope(self) -> Tensor:
-        """int64 [batch, this rank's tokens]: positions in their documents; [this rank's tokens] if they go on."""
+        """int64 [batch, this rank's tokens]: in their documents; [this rank's tokens] with `mask`."""
         if self.config.documents == "mask":
             return self.here
         return torch.cat([*map(torch.arange, self.now.lengths)]).view_as(self.now.numbers).to(self.device)[:, self.here]
@@ -158,7 +158,7 @@ def check(config: Any, world: int):
 
 
 def attach(config: Any, parts: Parts) -> Documents | None:
-    """From here on, the attention of every layer stops at borders."""
+    """Let the attention of every layer stop at borders."""
     if config.documents == "off":
         return None
     torch.backends.cuda.enable_cudnn_sdp(False)  # Hopper's default; it plans for 20 ms and more for a new length

@@ -115,6 +115,6 @@ def check(config: Any, world: int):
 
 
 def attach(config: Any, parts: Parts):
-    """From here on, training steps drop."""
+    """Let training steps drop."""
     if config.dropout:
         Dropout(config, parts)

@@ -92,7 +92,7 @@ class LossScaling:
         return dict(scale=self.scale, good_steps=self.good_steps)
 
     def restore(self, state: dict):
-        """Take it again."""
+        """Restore it from a checkpoint."""
         self.good_steps = state["good_steps"]
         self.set_scale(state["scale"])
 

@@ -38,7 +38,7 @@ def adds_to_wide(weight: Tensor) -> bool:
 
 
 def add_product(weight: nn.Parameter, dy: Tensor, x: Tensor, fused: bool):
-    """Add dy^T x to `weight.grad`: dy [tokens, out], x [tokens, in]. Hooks see it as ever."""
+    """Add dy^T x to `weight.grad`: dy [tokens, out], x [tokens, in]. Hooks run as usual."""
     total, wide = weight.grad, weight.grad_dtype
     if wide == x.dtype:
         weight.grad = dy.T @ x if total is None else total.addmm_(dy.T, x)
@@ -81,7 +81,7 @@ class SummingLinear(torch.autograd.Function):
 
 
 def multiply(linear: nn.Linear, box: list, fused: bool, last: bool, x: Tensor) -> Tensor:
-    """In the place of a linear layer's forward. `box`: (x, x handed on), by the one before if it has the same x."""
+    """Replaces a linear layer's forward. `box`: (x, x handed on) of the layer before, if that has the same x."""
     given = box.pop()[1] if box and box[-1][0] is x else x
     box.clear()
     if not torch.is_grad_enabled():
@@ -109,7 +109,7 @@ REFUSES = [
 
 
 def attach(config: Any, parts: Parts):
-    """Let matrices that share an input follow one another."""
+    """Replace the matrices of layers, grouped by input, and an untied head."""
     if not config.fused_gradients:
         return
     model, fused = parts.model, adds_to_wide(next(parts.model.parameters()))

@@ -65,7 +65,7 @@ class Muon:
         self.state, self.param_groups = self.adamw.state, [*self.adamw.param_groups, self.group]
 
     def see(self, parts: Parts):
-        """Before the first step: what it must know to see whole matrices."""
+        """Before the first step: keep what is needed to gather whole matrices."""
         self.params, self.mesh, self.units = dict(parts.model.named_parameters()), parts.mesh, parts.units
         self.firsts = {name: max(0, u.first - u.span[name][0]) for u in self.units for name in u.trained}  # of shards
 
@@ -111,7 +111,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self):
-        """Update the shards that have gradients. A collective: ranks that share a unit or a matrix meet here."""
+        """Update the shards that have gradients. A collective of the ranks that share a unit or a matrix."""
         updates = {}
         for name, shard in self.hidden.items():
             if shard.grad is None:
@@ -135,6 +135,6 @@ OPTIMIZERS["muon"] = Muon
 
 
 def attach(config: Any, parts: Parts):
-    """Show the rule what it must know."""
+    """Show Muon the parameters, the mesh and ZeRO's units."""
     if config.optimizer == "muon":
         parts.optimizer.torch_optimizer.see(parts)

@@ -15,14 +15,14 @@ from extras.variants import Parts
 
 
 class Ahead:
-    """Who reads."""
+    """Reads the next batch in a thread."""
 
     def __init__(self):
         self.reader = ThreadPoolExecutor(1)
         self.coming: dict[int, Future] = {}  # by step
 
     def batch(self, read: Callable, step: int) -> tuple[Tensor, Tensor]:
-        """Around `Data.batch`: the batch of a step, the one that is coming, or another one."""
+        """Around `Data.batch`: the batch of a step, read ahead if it is the next one."""
         here = self.coming.get(step)
         self.coming = {step + 1: self.reader.submit(read, step + 1)}
         return read(step) if here is None else here.result()
@@ -36,6 +36,6 @@ class Flags:
 
 
 def attach(config: Any, parts: Parts):
-    """Read ahead."""
+    """Start to read ahead."""
     if config.prefetch:
         parts.around(parts.data, "batch", Ahead().batch, by=__name__)

@@ -37,14 +37,14 @@ class Past:
         return {kind: value for kind, value in state.items() if isinstance(value, Tensor)}
 
     def copy(self, step: int):
-        """Make one."""
+        """Make a copy."""
         self.step = step
         for name, master in self.optimizer.masters.items():
             more = {kind: value.clone() for kind, value in self.kept(master).items()}
             self.copies[name] = master.detach().clone(), more
 
     def put_back(self):
-        """All is as it was then. What the rule has begun to keep since then begins with zeros, as it did."""
+        """Restore the copy. Moments that did not exist then are zero, as they begin."""
         for name, master in self.optimizer.masters.items():
             values, more = self.copies[name]
             master.detach().copy_(values)
@@ -95,7 +95,7 @@ class Spikes:
         return self.recent
 
     def restore(self, state: list):
-        """Take them again."""
+        """Restore them from a checkpoint."""
         self.recent = state
 
 

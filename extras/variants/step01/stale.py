@@ -57,7 +57,7 @@ REFUSES = [Refusal(dict(stale=SET, resume=SET), "no checkpoint holds the gradien
 
 
 def attach(config: Any, parts: Parts):
-    """From here on, gradients are late."""
+    """Put a queue between gradients and updates."""
     if config.stale:
         queue = Queue(config, parts)
         parts.around(parts.optimizer, "step", queue.step, by=__name__)

@@ -85,7 +85,7 @@ class Halo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        """Gradients of the halo go to whose keys they are."""
+        """Send the gradients of the halo to the ranks that own its keys."""
         *parts, own = grad.split([*(t for t, _ in reversed(ctx.before)), ctx.own], 2)
         own = own.clone()
         sends = [(part.contiguous(), peer) for part, (_, peer) in zip(reversed(parts), ctx.before, strict=True)]
@@ -132,7 +132,7 @@ def check(config: Any, world: int):
 
 
 def attach(config: Any, parts: Parts):
-    """Let every layer see no further."""
+    """Limit the attention of every layer to the window."""
     if not config.window:
         return
     attend = partial(windowed_attention, window=config.window)

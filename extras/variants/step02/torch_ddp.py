@@ -66,7 +66,7 @@ class TorchSync:
         self.left = n_micro_batches
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """In the place of the model's: through DDP."""
+        """Replaces the model's forward by DDP's."""
         self.left -= 1
         self.ddp.require_backward_grad_sync = self.left == 0
         return self.ddp(*inputs)
@@ -93,6 +93,6 @@ def check(config: Any, world: int):
 
 
 def attach(config: Any, parts: Parts):
-    """Whoever calls the model calls DistributedDataParallel."""
+    """Let calls of the model go through DistributedDataParallel."""
     if isinstance(parts.sync, TorchSync) and parts.sync.ddp is not None:
         parts.instead(parts.model, "forward", parts.sync.forward, by=__name__)

@@ -69,7 +69,7 @@ class Update:
     """The update of ZeRO's units, one by one, where their masters are."""
 
     def __init__(self, optimizer: Zero1, home: Callable[[Tensor], Tensor]):
-        """`home`: from a tensor to one that lives where the state is to live."""
+        """`home`: copies a tensor to where the state is kept."""
         self.optimizer, self.home = optimizer, home
         self.units = [unit for unit in optimizer.units if unit.trained]
         self.moved: set[Tensor] = set()  # masters whose moments are at home
@@ -89,7 +89,7 @@ class Update:
         return there, arrived.synchronize
 
     def step(self, lr: float):
-        """In the place of `Zero1.step`."""
+        """Replaces `Zero1.step`."""
         zero, rule = self.optimizer, self.optimizer.torch_optimizer
         for group in rule.param_groups:
             group["lr"] = lr

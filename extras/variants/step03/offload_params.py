@@ -22,7 +22,7 @@ SINCE = Config
 
 
 def gather_beside(unit: ShardedUnit, stream: torch.cuda.Stream):
-    """In the place of `ShardedUnit.gather`: copy the shard to the GPU and gather, beside what the GPU is computing.
+    """Replaces `ShardedUnit.gather`: copy the shard to the GPU and gather, while the GPU computes.
 
     The memory of whole units is then this stream's. It is free again as soon as the host says so, while kernels may
     still read it; but the stream first waits for them. Who waits for the unit waits for this stream as well: in a group
@@ -50,7 +50,7 @@ NEEDS = [("offload_params", "zero", 3)]  # there must be shards to move
 
 
 def attach(config: Any, parts: Parts):
-    """Move the shards; and masters, if --offload-optimizer does not."""
+    """Move the shards; also masters, unless --offload-optimizer moves them."""
     if config.offload_params == "none":
         return
     zero = parts.optimizer

@@ -25,11 +25,11 @@ SINCE = Config
 
 
 def keep():
-    """In the place of `ShardedUnit.free`: others will use it in this step."""
+    """Replaces `ShardedUnit.free`: later micro-batches of this step use the weights."""
 
 
 def publish(units: list[ShardedUnit]):
-    """In the place of `Zero3.publish`: round the masters, and really drop all that is gathered."""
+    """Replaces `Zero3.publish`: round the masters to the shards, and free all that is gathered."""
     for unit in units:
         unit.shard.copy_(unit.master)
         ShardedUnit.free(unit)
@@ -48,7 +48,7 @@ NEEDS = [("zero_keep", "zero", 3), ("zero_keep_mb", "zero_keep")]
 
 
 def attach(config: Any, parts: Parts):
-    """Keep what is small enough."""
+    """Keep the units that are small enough."""
     most = config.zero_keep_mb * 2**20 or inf
     if config.zero_keep:
         for unit in parts.units:

@@ -48,7 +48,7 @@ class Early:
             self.pending.append(self.zero.reduce(self.unsent.pop(0)))
 
     def finish(self):
-        """In the place of `Zero1.finish`: send what still misses additions, as nobody has used it; wait for all."""
+        """Replaces `Zero1.finish`: send units with parameters that were not used, and wait for all."""
         for pending in [*self.pending, *map(self.zero.reduce, self.unsent)]:
             pending.wait()
         for unit in self.zero.units:
@@ -66,7 +66,7 @@ NEEDS = [("zero_overlap", "zero", 1)]
 
 
 def attach(config: Any, parts: Parts):
-    """Let them start early."""
+    """Replace the sums after backward by those that start in it."""
     if config.zero_overlap:
         early = Early(parts.optimizer)
         parts.around(parts.sync, "begin", early.begin, by=__name__)

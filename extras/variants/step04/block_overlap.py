@@ -87,7 +87,7 @@ class EnterLinears(torch.autograd.Function):
 def enter(
     linears: list[nn.Linear], boxes: list[list], group: Group, gather: Callable, reduce: Callable, x: Tensor
 ) -> Tensor:
-    """In the place of f: compute what the block's first matrices will be asked for, and put it into their boxes."""
+    """Replaces f: computes the outputs of the block's first matrices, and puts them into their boxes."""
     outputs = EnterLinears.apply(x, group, gather, reduce, *(linear.weight for linear in linears))
     for box, output in zip(boxes, outputs, strict=True):
         box.append(output)
@@ -95,7 +95,7 @@ def enter(
 
 
 def hand_over(box: list[Tensor], _x: Tensor) -> Tensor:
-    """In the place of such a matrix. The output is given away: a layer must not keep it."""
+    """Replaces such a matrix. The output is handed over: a layer must not keep it."""
     return box.pop()
 
 
@@ -121,7 +121,7 @@ NEEDS = [("tp_overlap", "tp")]
 
 
 def attach(config: Any, parts: Parts):
-    """Let the blocks overlap."""
+    """Replace f and the first matrices of every block."""
     if config.tp_overlap and config.compress_activations == "none":  # which overlaps by itself
         starts = (start_gather, start_scatter) if config.sp else (start_keep, start_total)
         for layer in parts.model.model.layers.values():

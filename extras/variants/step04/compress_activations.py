@@ -128,7 +128,7 @@ REFUSES = [
 
 
 def attach(config: Any, parts: Parts):
-    """What others have put on blocks and pipelines travels in fewer bits."""
+    """Compress the messages of blocks and of the pipeline."""
     if config.compress_activations != "none":
         bits = Bits(config.compress_activations, next(parts.model.parameters()).dtype, parts.model.config.dim)
         if config.tp > 1:

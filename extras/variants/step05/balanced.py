@@ -62,7 +62,7 @@ class Dealt(Documents):
         return tuple(x.index_copy(0, rows, x[rows].gather(1, order)) for x in tensors)
 
     def places(self) -> Tensor:
-        """Those that it has been dealt."""
+        """int64 [batch, this rank's tokens]: the positions that this rank has been dealt."""
         return self.now.positions[:, self.rank].to(self.device)
 
     def rope(self) -> Tensor:

@@ -145,7 +145,7 @@ def check(config: Any, world: int):
 
 
 def attach(config: Any, parts: Parts):
-    """Run both, and print."""
+    """Run both pipelines, and print their losses."""
     if config.pipedream:
         lines = table(*both(config, parts))
         if parts.mesh.rank == 0:

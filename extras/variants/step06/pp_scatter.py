@@ -35,7 +35,7 @@ NEEDS = [("pp_scatter", "pp"), ("pp_scatter", "tp"), ("pp_scatter", "sp", False)
 
 
 def attach(config: Any, parts: Parts):
-    """Part the messages of the pipeline."""
+    """Send a part of each message of the pipeline."""
     if not config.pp_scatter:
         return
     pipeline, tp = parts.pipeline, parts.mesh["tp"]

@@ -38,7 +38,7 @@ class Product(NamedTuple):
 
 
 def of_experts(way: str, counts: list[int]) -> Product:
-    """The same for step 7's experts: x [n, in], `counts` of its rows for each; W [experts, out, in]."""
+    """The products of step 7's experts: x [n, in], `counts` of its rows for each; W [experts, out, in]."""
     matmul, outer = (partial(function, counts=counts) for function in PRODUCTS[way])
     return Product(lambda x, w: matmul(x, w.mT), matmul, outer)
 
@@ -70,7 +70,7 @@ class Left(NamedTuple):
 
 
 def parameters_of(model: nn.Module, place: Place) -> list[nn.Parameter]:
-    """Those that train in a stage; each once, also a tied matrix."""
+    """The parameters that train in a stage, each once, also a tied matrix."""
     trunk = model.model
     first, last = [trunk.embed_tokens], [trunk.norm, model.lm_head]
     layers = [trunk.layers[str(n)] for n in place.layers]
@@ -101,7 +101,7 @@ class SplitBackward:
         self.of_head: Tensor | None = None  # its gradient as head, until that as embedding is there
 
     def linear(self, module: nn.Module, x: Tensor, counts: list[int] | None = None) -> Tensor:
-        """In the place of a linear layer's forward, or of the experts'."""
+        """Replaces a linear layer's forward, or the experts'."""
         product = Product() if counts is None else of_experts(self.expert_matmul, counts)
         return SplitLinear.apply(x, module.weight, product, lambda *left: self.left.append(Left(*left)))
 
@@ -127,7 +127,7 @@ class SplitBackward:
             self.add(param, gradient())
 
     def add(self, param: nn.Parameter, gradient: Tensor):
-        """To `.grad`; hooks see it as ever."""
+        """To `.grad`; hooks run as usual."""
         torch.autograd.backward((param,), (gradient,))
 
     def add_tied(self, gradient: Tensor, stage: int):

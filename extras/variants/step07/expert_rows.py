@@ -67,7 +67,7 @@ def send_rows(group: Group, experts: Callable, tokens: Tensor, gates: Tensor, vi
 
 
 def gather_all(group: Group, experts: Callable, tokens: Tensor, gates: Tensor) -> Tensor:
-    """The same: step 4's pair of all-gather and reduce-scatter, over ep."""
+    """As `send_rows`, by step 4's pair of all-gather and reduce-scatter, over ep."""
     tokens, gates = (enter_block(x[None], group, sp=True)[0] for x in (tokens, gates))
     part = visit_local(experts, tokens, gates.chunk(group.size, 1)[group.rank])
     return leave_block(part.to(tokens.dtype)[None], group, sp=True)[0]

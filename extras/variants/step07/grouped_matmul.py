@@ -85,7 +85,7 @@ class GroupedLinear(torch.autograd.Function):
 
 
 def group(linear: step07.ExpertLinear, rows: Tensor, counts: list[int]) -> Tensor:
-    """In the place of `ExpertLinear.forward`."""
+    """Replaces `ExpertLinear.forward`."""
     return GroupedLinear.apply(rows, linear.weight, counts)
 
 
@@ -97,7 +97,7 @@ class Flags:
 
 
 def attach(config: Any, parts: Parts):
-    """All experts that are here."""
+    """Replace the products of all experts on this rank."""
     if config.expert_matmul == "each" or "W" in parts.kinds:  # then split_backward.py takes these products
         return
     for module in parts.model.modules():

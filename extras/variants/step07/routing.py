@@ -32,7 +32,7 @@ SINCE = step07.Config
 
 
 class RoutedMoE(MoE):
-    """Step 7's layer with what the flags say. `visit`: how tokens meet experts (expert_rows.py)."""
+    """Step 7's layer with what the flags add. `visit`: how tokens are sent to experts (expert_rows.py)."""
 
     def __init__(self, dim: int, ffn_dim: int, config: Any, mesh: Mesh):
         super().__init__(dim, ffn_dim, config, mesh)
