@@ -27,7 +27,7 @@ SIZES = ("pp", "cp", "tp", "ep")
 
 
 def check_mesh(config: Any, world: int):
-    """Refuse sizes that do not make a mesh, before anything uses them. Raises UserError. (0 counts as 1: see `settle`.)"""
+    """Refuse sizes that make no mesh, before anything uses them. Raises UserError. (0 counts as 1: see `settle`.)"""
     world, said = (config.dry_run, "--dry-run") if config.dry_run else (world, "--nproc_per_node")
     if world > 1 and not hasattr(config, "sync"):
         raise UserError(f"{said} {world}: step 1 knows one device; use {said} 1, or a later step")
