@@ -157,6 +157,8 @@ def covering(step: str, wanted: Iterable[Options], most: int | None = None) -> l
     while left:
         chosen = join(step, {}, left[0])
         for more in left:
+            if most and len(chosen) >= most:
+                break
             if not more.items() <= chosen.items():
                 chosen = join(step, chosen, more, most) or chosen
         runs.append(complete(step, chosen))
