@@ -58,7 +58,7 @@ Rule = dict[str, frozenset]  # flags that are refused together: of each, the val
 
 @lru_cache
 def table(step: str) -> tuple[dict[str, Flag], list[Rule]]:
-    """All flags of a step but those APART, and what it refuses of their values. Values that it always refuses go."""
+    """The flags of a step that are not APART, without values that it always refuses; and which values it refuses."""
     cls, flags, found = compose(importlib.import_module(step)), {}, []
     owners = {field.name: file for file in offered(cls, "Flags") for field in fields(file.Flags)}
     for field in [field for field in fields(cls) if field.name not in APART]:
@@ -99,7 +99,10 @@ def broken(step: str, run: Options) -> Rule | None:
 
 
 def complete(step: str, given: Options) -> Options:
-    """All flags of a step: the given ones, what shows their effect, what they need unless that is given, no others."""
+    """All flags of a step: the given ones, with those that show their effect, and those that they need.
+
+    As long as the run breaks a rule, one flag of it that is not given takes its next value that the rule allows.
+    """
     flags, run, seen = table(step)[0], plain(step), set()
     new = {name: value for name, value in given.items() if name in flags}
     while new:

@@ -32,7 +32,7 @@ DOORS = {  # imports by string that no rule counts: the planner asks whether the
     ("extras.theory.plan", "extras.services.seam"),  # schedules of variants
     ("extras.theory.plan", "extras.variants.step07.expert_presets"),  # and models
 }
-LOADERS = {"extras.services.seam", "extras.services.places", "extras.__main__"}  # of plug-ins, scripts
+LOADERS = {"extras.services.seam", "extras.services.places", "extras.__main__", "extras.variants.__main__"}
 
 
 def module_of(path: Path) -> str:
