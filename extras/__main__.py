@@ -1,4 +1,4 @@
-"""Start a step with everything around it: its own flags, and those of all variants and services.
+"""Start a step with all techniques and services, and their flags beside its own.
 
 python -m extras step01_single_gpu.py --dropout 0.1
 torchrun --nproc_per_node=4 -m extras step04_tp_sp.py --tp 2 --sync ring
@@ -15,7 +15,7 @@ from extras.services.seam import compose
 
 
 def start(words: list[str]):
-    """A step's name, and its flags. What attaches imports the step by its name, so it runs as that module."""
+    """Run the step that `words` name first, with the flags that follow, as the module that techniques import."""
     steps = sorted(path.stem for path in Path(__file__).parents[1].glob("step0*.py"))
     name = Path(words[0]).stem if words else ""
     if name not in steps:

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import UserError, comm
+from common import comm
 from common.comm import Group, all_gather, all_reduce, exchange
 from common.data import END, Data
 from common.model import IGNORE
 from extras.variants import Parts
+from extras.variants.record import SET, Refusal
 from step06_pipeline import forward_stage
 
 
@@ -31,12 +32,7 @@ class Flags:
 
 
 NEEDS = [("generate", "resume")]
-
-
-def check(config: Any, _world: int):
-    """Raises UserError."""
-    if config.eval_every == 0 and config.eval_sequences != Flags.eval_sequences:
-        raise UserError(f"--eval-sequences {config.eval_sequences} matters only with --eval-every above 0")
+REFUSES = [Refusal(dict(eval_sequences=SET, eval_every=(0,)), "", needs="--eval-every above 0")]
 
 
 def group_of(parts: Parts, dim: str) -> Group:

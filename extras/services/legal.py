@@ -1,4 +1,4 @@
-"""Layouts that cannot work are refused before anything is built: by the planner's list of rules (theory/layouts.py)."""
+"""Refuses layouts that cannot work, before anything is built, by the planner's rules (theory/layouts.py)."""
 
 from dataclasses import fields
 from math import prod
@@ -11,7 +11,7 @@ from common.schedules import SCHEDULES
 from extras.theory.layouts import Layout, broken
 from extras.theory.shapes import shape_of
 
-# Of the steps' flags, each needs another one (extras/variants/__init__.py).
+# What flags of the steps need (extras/variants/record.py).
 NEEDS = [
     ("sync", "zero", 0),
     ("bucket_mb", "zero", 0),
@@ -27,7 +27,7 @@ SIZES = ("pp", "cp", "tp", "ep")
 
 
 def check_mesh(config: Any, world: int):
-    """Refuse a mesh that is none, before anything computes with it. Raises UserError. (0 is 1 here: see `settle`.)"""
+    """Refuse sizes that make no mesh, before anything uses them. Raises UserError. (0 counts as 1: see `settle`.)"""
     world, said = (config.dry_run, "--dry-run") if config.dry_run else (world, "--nproc_per_node")
     if world > 1 and not hasattr(config, "sync"):
         raise UserError(f"{said} {world}: step 1 knows one device; use {said} 1, or a later step")
@@ -39,7 +39,7 @@ def check_mesh(config: Any, world: int):
 
 
 def settle(config: Any, world: int):
-    """Let 0 ranks mean: 2 if those that other flags leave are an even number (for ep, experts too), else 1."""
+    """Let 0 select 2 ranks if that divides the ranks that are left (for ep, the experts, too), else 1."""
     sizes = {dim: getattr(config, dim, 1) for dim in SIZES[:3]}
     left = (config.dry_run or world) // prod(size or 1 for size in sizes.values())
     for dim in [dim for dim, size in sizes.items() if size == 0]:
@@ -51,14 +51,14 @@ def settle(config: Any, world: int):
 
 
 def layout_of_flags(config: Any, world: int) -> Layout:
-    """The layout of a run of so many ranks, or of a dry run; dimensions that the step does not have are 1."""
+    """The layout of a run of so many ranks, or of a dry run; dimensions that the step lacks are 1."""
     given = {field.name: getattr(config, field.name) for field in fields(Layout) if hasattr(config, field.name)}
     x = Layout(**given)
     return Layout(**given, dp=(config.dry_run or world) // (x.pp * x.cp * x.tp))
 
 
 def check(config: Any, world: int):
-    """Raises UserError with the first rule that is broken."""
+    """Raises UserError with the first rule that the layout breaks."""
     x = layout_of_flags(config, world)
     schedule = SCHEDULES[x.schedule](config if x.pp > 1 else x)
     for message in broken(shape_of(PRESETS[config.model], config), x, schedule):

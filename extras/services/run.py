@@ -1,4 +1,4 @@
-"""A run with everything around it: the `Run` that extras/__main__.py gives a step."""
+"""A run with all services: the `Run` that extras/__main__.py passes to a step."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from extras.services.watchdog import Watchdog
 
 
 class ServedRun(OpenRun):
-    """A run with what the flags ask for around it."""
+    """A run with all techniques and services that its flags select."""
 
     def __init__(self, config: Any):
         check(config, int(os.environ.get("WORLD_SIZE", 1)))
@@ -29,15 +29,15 @@ class ServedRun(OpenRun):
         self.ledger, self.torn = Ledger(), False
 
     def __enter__(self) -> "ServedRun":
-        """Open the run; what fails is said once per job, too."""
+        """Open the run; an error is printed once per job."""
         try:
-            return self if self.config.dry_run else self.meet()  # a dry run joins no others, and writes nothing
+            return self if self.config.dry_run else self.meet()  # a dry run has no other ranks, and writes nothing
         except Exception as error:
             failures.report(error, early=True)
             raise
 
     def meet(self) -> "ServedRun":
-        """Join the other ranks; catch signals from now on."""
+        """Initialise process groups, and catch signals from now on."""
         devices.join(self.config)
         self.first = self.first and not self.config.generate
         self.keeper = resume.Keeper(self)
@@ -46,7 +46,7 @@ class ServedRun(OpenRun):
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any):
-        """The end, or the error that ended it."""
+        """Finish the run, or report the error that ended it."""
         if not self.config.dry_run:
             comm.waiting = nullcontext
             self.watchdog.stop()
@@ -57,15 +57,15 @@ class ServedRun(OpenRun):
             failures.report(error, early=not self.began)
 
     def begin(self):
-        """As the plain run's, after an earlier run has moved aside. A collective."""
+        """As the plain run's, after an earlier run's files have been moved aside. A collective."""
         resume.on_rank_0(self, partial(self.keeper.make_way, super().begin))
 
     def introduce(self, **parts: Any):
-        """The screen has said more."""
+        """Nothing: the screen prints more."""
 
     @contextmanager
     def expendable(self, name: str) -> Iterator[None]:
-        """Write what training can do without: a full disk is a warning, once until there is room."""
+        """Inside, a full disk does not abort training: it is a warning, once until there is room."""
         try:
             yield
             if self.torn:
@@ -76,14 +76,14 @@ class ServedRun(OpenRun):
             self.torn = True
 
     def rewrite(self):
-        """Rank 0 writes metrics.jsonl anew, in place, with rows that a full disk has refused. Raises OSError."""
+        """Rank 0 rewrites metrics.jsonl in place, with rows that did not fit before. Raises OSError."""
         with open(self.out / "metrics.jsonl", "r+") as file:
             file.writelines(json.dumps(row) + "\n" for row in self.history)
             file.truncate()
         self.torn = False
 
     def steps(self, **parts: Any) -> Iterator[int]:
-        """As the plain run's, after everything has been attached, from where --resume goes on."""
+        """As the plain run's, after everything has been attached, from the step at which --resume continues."""
         self.start = self.keeper.start(self.open(**parts), weights_only=bool(self.config.generate))
         if self.config.generate:
             evaluation.answer(self.config, self.parts)
@@ -102,16 +102,16 @@ class ServedRun(OpenRun):
         self.screen.finish()
 
     def restore(self, **_: Any) -> int:
-        """What `keeper` has found."""
+        """The step that `keeper` has restored."""
         return self.start
 
     def count(self, operation: str, group: Group, tensor: Tensor, share: float):
-        """The observer: book it by operation, too."""
+        """The observer: count by operation, too."""
         super().count(operation, group, tensor, share)
         self.ledger.book(operation, group, tensor, share)
 
     def record(self, step: int, tokens: int, **numbers: float):
-        """With what services add to the numbers of a step."""
+        """As the plain run's, with the numbers of services."""
         numbers |= self.screen.more(tokens)
         if (health := self.parts.kept.get("health")) is not None:
             numbers |= health.of_step(numbers["waited_seconds"])

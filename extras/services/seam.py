@@ -1,13 +1,13 @@
-"""Who attaches to a step: it finds all variants and services, gives a step their flags, and lets them attach.
+"""Finds all techniques and services, adds their flags to a step's, and attaches them to its run.
 
-compose(step)            the step's Config with the flags of all variants and services
-check(config, world)     let all settle what is open, then refuse what cannot work
-OpenRun(config)          the plain run, with everything prepared and attached: what all other runs build on
+compose(step)            the step's Config with the flags of all techniques and services
+check(config, world)     settle open flags, then refuse what does not go together or does not fit
+OpenRun(config)          the plain run, with everything prepared and attached: the base of all other runs
 """
 
 import dataclasses
 import importlib
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,8 +18,9 @@ from common.trainer import Run
 from extras import variants
 from extras.services import legal
 from extras.variants import Parts, name_of
+from extras.variants.record import Refusal, need
 
-# Attached after the variants, in this order; by name, as some of them build on this file.
+# Attached after the techniques, in this order; by name, because some of them import this file.
 SERVICES = "stages devices shapes legal readers resume evaluation health dry_run screen"
 
 
@@ -34,7 +35,7 @@ def plugins() -> list[ModuleType]:
 
 @lru_cache
 def offered(cls: type, function: str) -> tuple[ModuleType, ...]:
-    """Those whose flags a step with this Config has, and that hold this."""
+    """The files whose flags a step with this Config has, and that define this name."""
     of_step = (plugin for plugin in plugins() if issubclass(cls, getattr(plugin, "SINCE", object)))
     return tuple(plugin for plugin in of_step if hasattr(plugin, function))
 
@@ -51,65 +52,62 @@ def compose(step: ModuleType) -> type:
     return dataclasses.make_dataclass("Config", fields, bases=(step.Config, *flags), namespace=about)
 
 
-def spelled(name: str, value: Any) -> str:
-    """A flag with its value, as on the command line: "--sync ring", "--no-sp"."""
-    flag = name.replace("_", "-")
-    return f"--{flag} {value}" if not isinstance(value, bool) else f"--{flag}" if value else f"--no-{flag}"
+@lru_cache
+def defaults(cls: type) -> dict[str, Any]:
+    """The default of each flag of a Config."""
+    return {field.name: field.default for field in dataclasses.fields(cls)}
 
 
-def check_needs(config: Any):
-    """Refuse a flag that is set, but cannot matter, as one that it needs is not (NEEDS). Raises UserError."""
-    plain = {field.name: field.default for field in dataclasses.fields(config)}
-    for plugin in offered(type(config), "NEEDS"):
-        for name, other, *values in plugin.NEEDS:
-            if name not in plain or other not in plain or getattr(config, name) == plain[name]:
-                continue
-            given = getattr(config, other)
-            if given not in values if values else given == plain[other]:
-                if values:
-                    wanted = f" {' or '.join(map(str, values))}, not with {spelled(other, given)}"
-                elif isinstance(given, bool):  # a switch
-                    wanted = ""
-                else:
-                    wanted = " set" if plain[other] == "" else f" above {plain[other]}"
-                flag = spelled(name, getattr(config, name))
-                raise UserError(f"{flag} matters only with --{other.replace('_', '-')}{wanted}")
+@lru_cache
+def refusals(cls: type) -> tuple[Refusal, ...]:
+    """All that the files say about flags of a step that do not go together, or that need others."""
+    plain = defaults(cls)
+    needs = (line for plugin in offered(cls, "NEEDS") for line in plugin.NEEDS if {*line[:2]} <= plain.keys())
+    return *(need(plain, *line) for line in needs), *(one for file in offered(cls, "REFUSES") for one in file.REFUSES)
+
+
+def refuse(config: Any):
+    """Raises UserError with the first line that the flags break."""
+    plain, value = defaults(type(config)), partial(getattr, config)
+    for refusal in refusals(type(config)):
+        if refusal.holds(value, plain):
+            raise UserError(refusal.text(value, plain))
 
 
 def check(config: Any, world: int):
-    """Judge the mesh, let all set the flags that are left open, then refuse what cannot work. Raises UserError."""
+    """Check the mesh, set flags that are left open, then refuse what cannot work. Raises UserError."""
     legal.check_mesh(config, world)
     for plugin in offered(type(config), "settle"):
         plugin.settle(config, world)
-    check_needs(config)
+    refuse(config)
     for plugin in offered(type(config), "check"):
         plugin.check(config, world)
 
 
 class OpenRun(Run):
-    """A run for which variants and services prepare menus, and to whose parts they attach; nothing else."""
+    """A run for which techniques and services prepare menus, and to whose parts they attach; nothing else."""
 
     def __enter__(self) -> "OpenRun":
-        """From now on, until the step has built, menus have what the flags ask for."""
+        """Until the step has built, menus have what the flags ask for."""
         self.parts = Parts(self)
         for plugin in offered(type(self.config), "prepare"):
             plugin.prepare(self.config, self.parts)
         return super().__enter__()
 
     def __exit__(self, *error: Any):
-        """Also where the step could not be built."""
+        """Restore the menus, also if the step could not be built."""
         self.parts.give_back()
         super().__exit__(*error)
 
     def restore(self, **_: Any) -> int:
-        """Services save, and go on (extras/services/resume.py)."""
+        """Nothing: services save and restore (extras/services/resume.py)."""
         return 0
 
     def save(self, step: int, **_: Any):
         """See above."""
 
     def open(self, **parts: Any) -> Parts:
-        """What `steps` begins with."""
+        """Attach everything to the parts of a run, before its first step."""
         self.parts.give_back()
         mesh = parts.pop("mesh", None) or Mesh(dp=1)  # step 1 has none
         self.parts = dataclasses.replace(self.parts, mesh=mesh, **parts)

@@ -6,7 +6,7 @@ from typing import Any
 
 from common import UserError
 from common.model import PRESETS, ModelConfig
-from extras.services.seam import spelled
+from extras.variants.record import spelled
 
 
 @dataclass

@@ -13,7 +13,7 @@ import pytest
 
 # Files in the order in which they begin; then all others. Ranks compute for one test at a time (pool.py): here files
 # that need ranks and files that do not follow one another, and short ones are last.
-ORDER = ["layouts", "cluster", "alone", "labs", "dry_run", "pages", "plan", "faults", "screen", "gpu"]
+ORDER = ["layouts", "cluster", "launch", "labs", "dry_run", "pages", "plan", "faults", "screen", "gpu"]
 ORDER += ["pairs", "house", "evaluation", "schedules", "flags", "seam", "laws", "checkpoint"]
 
 

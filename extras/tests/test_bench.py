@@ -7,11 +7,12 @@ import pytest
 
 from common import UserError
 from common.trainer import parse
-from extras.services.seam import check, compose, spelled
+from extras.services.seam import check, compose
 from extras.tests.bench import __main__ as bench
 from extras.tests.bench.cluster import rows
 from extras.tests.bench.contests import CONTESTS
 from extras.tests.bench.harness import Result, report, spread
+from extras.variants.record import spelled
 
 ROWS = [(c.step, c.shared | row) for c in CONTESTS.values() for row in c.rows.values()]
 

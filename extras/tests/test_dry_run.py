@@ -15,9 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from common import UserError
 from extras.services.dry_run import Counted, Meter, Seen, instead_of, levels_of, run_rank
 from extras.services.run import ServedRun
-from extras.services.seam import check, compose
+from extras.services.seam import check, compose, defaults, refusals
 from extras.tests.equal import SMALL, config_of, watch
-from extras.tests.pairs import FLAGS, STEPS, UNCOUNTED, covering, lighter, ranks_of, singles
+from extras.tests.pairs import STEPS, complete, covering, lighter, ranks_of, singles
 from extras.theory.gpus import GPUS
 from extras.variants.step07 import grouped_matmul
 from extras.variants.step07.routing import RoutedMoE
@@ -182,13 +182,20 @@ def test_an_update_that_waits_for_its_record_is_counted():
     assert seen[0] == seen[1] and seen[0]["traffic"]
 
 
+def is_counted(step: str, run: dict) -> bool:
+    """Whether no file refuses --dry-run beside these flags."""
+    plain = defaults(compose(importlib.import_module(step)))
+    refused = [one for one in refusals(compose(importlib.import_module(step))) if "dry_run" in one.flags]
+    return not any(one.holds((plain | run | dict(dry_run=1)).get, plain) for one in refused)
+
+
 @pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))])
 def test_every_value_is_counted(part):
     """Of every flag of the table but what is refused, in runs of many flags each (tests/pairs.py)."""
     step = STEPS[-1]
-    values = {frozenset([(name, value)]) for name, value in singles(step) if value not in UNCOUNTED.get(name, ())}
+    runs = {frozenset([single]): complete(step, dict([single])) for single in singles(step)}
+    values = [dict(single) for single, run in runs.items() if is_counted(step, run)]
     for options in map(lighter, covering(step, values)[part::3]):
-        options |= {name: FLAGS[name].values[0] for name in UNCOUNTED} | dict(end_token=256)
         mine = 2 * options["micro_batch_size"]  # two micro-batches are enough
         options["global_batch_size"] = mine * (ranks_of(options) // (options["pp"] * options["cp"] * options["tp"]))
         config = config_of(step, options | dict(dry_run=ranks_of(options), save_every=0))

@@ -8,12 +8,12 @@ import pytest
 
 from extras.services import evaluation, plots
 from extras.services.resume import SIGNALS
-from extras.services.seam import spelled
 from extras.tests import bounds, equal
 from extras.tests.equal import difference
 from extras.tests.pool import run
 from extras.tests.rows import EXHAUSTIVE, NEAR, ROWS, SGD, Row, sized
 from extras.tests.test_checkpoint import STEPS, require_same_bits, stored, train_on_rank
+from extras.variants.record import spelled
 
 FP32 = SGD | dict(dtype="fp32", lr=0.01)
 LOOKS = dict(steps=2, eval_every=2, eval_sequences=5, global_batch_size=4, micro_batch_size=2, save_every=2)

@@ -23,7 +23,6 @@ from extras.services.dry_run import Counted, run_rank
 from extras.services.legal import layout_of_flags
 from extras.services.seam import check, compose
 from extras.tests.bench import plan as bench
-from extras.tests.pairs import PAIRED
 from extras.theory import guide, pictures, plan, seconds
 from extras.theory.activations import Kept, MicroBatch, kept_along, layer_bytes
 from extras.theory.footprint import COURSE, held
@@ -44,6 +43,7 @@ from extras.theory.pipelines import lists_of, paired, places_of, rank_places, sp
 from extras.theory.search import count_legal, evaluate, fits, floor_seconds, search, smallest
 from extras.theory.seconds import ring, step_seconds
 from extras.theory.shapes import divisors, flops_per_token, gpt, layer_counts, shape_of, total_weights, visited_weights
+from extras.variants.step07.ep_overlap import PAIRED
 from extras.variants.step07.paired_actions import program_of
 
 H100, MODELS = GPUS["h100-80"], plan.models()

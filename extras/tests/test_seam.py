@@ -20,19 +20,14 @@ class Part:
         return f"own {text}"
 
 
-def parts() -> Parts:
-    """Of nothing."""
-    return Parts(None, None, SimpleNamespace(), None)
-
-
 AROUND = [f"extras.variants.{name}" for name in ("step01.fp16", "step01.skip_spikes", "step07.balance_bias")]
 AROUND += ["extras.services.clocks"]
 
 
 @pytest.mark.parametrize("order", list(permutations(["extras.variants.step03.offload_optimizer", *AROUND])))
 def test_calls_nest_alike_whoever_comes_first(order):
-    """Inside is the one replacement, then variants in ORDER, then those that look on; other objects are as ever."""
-    made, part = parts(), Part()
+    """Innermost is the replacement, then techniques in ORDER, then services; other objects keep their own."""
+    made, part = Parts(None, None, SimpleNamespace(), None), Part()
     for by in order:
         if "offload" in by:
             made.instead(part, "add", lambda text: f"offloaded {text}", by=by)
@@ -43,8 +38,8 @@ def test_calls_nest_alike_whoever_comes_first(order):
 
 
 def test_two_replacements_are_refused():
-    """In one line; and whoever stands around a call without a place in ORDER is told so."""
-    made, part = parts(), Part()
+    """In one line; and a file that wraps a call without a place in ORDER is told so."""
+    made, part = Parts(None, None, SimpleNamespace(), None), Part()
     made.instead(part, "add", str, by="extras.variants.step03.offload_optimizer")
     made.instead(Part(), "add", str, by="extras.variants.step03.offload_params")  # another object's
     with pytest.raises(UserError, match=r"offload_optimizer instead of Part\.add and offload_params instead"):
@@ -63,71 +58,48 @@ METHODS = {
     if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
 } | {"loss", "attend", "enter", "leave"}
 NUMBERS = "setattr(moe, name, coeff * scale)"  # of fp16 and batch_ramp: coefficients of losses are data
-SEAM, GIVES_BACK = "extras.variants", "extras.services.dry_run"  # its `without_numbers`: while tensors have none
 
 
-def leaves(node: ast.AST) -> list[ast.AST]:
-    """What a statement assigns to."""
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return [leaf for each in targets for leaf in (each.elts if isinstance(each, ast.Tuple) else [each])]
-
-
-def rebindings(module: str, tree: ast.Module) -> list[str]:
-    """Where a file changes calls, hooks or flags by itself."""
+def rebindings(tree: ast.Module, patches: bool = False) -> list[str]:
+    """Statements of a file that change methods, hooks or flags without the seam."""
     settles = {id(n) for f in ast.walk(tree) if getattr(f, "name", "") == "settle" for n in ast.walk(f)}
     found = []
-    for node in ast.walk(tree):
-        for leaf in leaves(node):
-            owner = leaf.value.id if isinstance(leaf, ast.Attribute) and isinstance(leaf.value, ast.Name) else ""
-            name = leaf.attr if isinstance(leaf, ast.Attribute) and id(node) not in settles else ""
-            if name and (owner == "config" or (name in METHODS and owner not in ("self", "ctx"))):
-                found.append(f"{module}:{node.lineno} sets .{name}")
+    for node in [node for node in ast.walk(tree) if id(node) not in settles]:
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
+            owner = node.value.id
+            found += [node] * (owner == "config" or (node.attr in METHODS and owner not in ("self", "ctx")))
         text = ast.unparse(node) if isinstance(node, ast.Call | ast.Attribute) else ""
-        own = id(node) in settles or text.startswith("setattr(self, ") or module == SEAM or text == NUMBERS
-        if text.startswith(("setattr(", "object.__setattr__(")) and not own:
-            found.append(f"{module}:{node.lineno} {text}")
-        if text.endswith(("._forward_hooks", "._forward_pre_hooks")) or (
-            text.startswith("mock.patch") and module != GIVES_BACK
-        ):
-            found.append(f"{module}:{node.lineno} {text}")
-    return found
+        sets = text.startswith(("setattr(", "object.__setattr__(")) and not text.startswith("setattr(self, ")
+        hooks = text.endswith(("._forward_hooks", "._forward_pre_hooks"))
+        found += [node] * ((sets and text != NUMBERS) or hooks or (text.startswith("mock.patch") and not patches))
+    return [f"{node.lineno}: {ast.unparse(node)}" for node in found]
 
 
 def test_only_the_seam_changes_calls():
-    """No variant or service assigns a method of a step's object, clears hooks or sets flags; ORDER is complete."""
+    """No technique or service assigns a method of a step's object, clears hooks or sets flags; ORDER is complete."""
     around = set()
     for module in FILES:  # pages are written by processes of their own, in which nobody's run is
         if room_of(module) in ("variants", "services") and not module.startswith("extras.services.pages"):
-            tree = tree_of(module)
-            assert not rebindings(module, tree)
-            verbs = [n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
-            around |= {module} if "around" in verbs and module != SEAM else set()
+            if module != "extras.variants":  # the dry run patches, while its tensors have no numbers
+                assert not rebindings(tree_of(module), patches=module == "extras.services.dry_run"), module
+            verbs = [n.attr for n in ast.walk(tree_of(module)) if isinstance(n, ast.Attribute)]
+            around |= {module} if "around" in verbs and module != "extras.variants" else set()
     assert {name_of(name) for name in around if room_of(name) == "variants"} == {*ORDER}
+    names = [name_of(plugin.__name__) for plugin in plugins()]
+    assert len(names) == len({*names}), "a checkpoint keeps a technique's state by its name"
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "linear.forward = other",
         "right, model.loss = model.loss, other",
         "setattr(model, 'loss', other)",
-        "object.__setattr__(model, 'forward', other)",
         "block._forward_pre_hooks.clear()",
         "def check(config, world):\n    config.steps = 0",
-        "def check(config, world):\n    setattr(config, 'steps', 0)",
         "mock.patch.object(Data, 'batch', other)",
     ],
 )
 def test_a_rebinding_is_found(text):
-    """Each way that there was."""
-    assert rebindings("variants.step01.x", ast.parse(text))
-    assert not rebindings("variants.step01.x", ast.parse("def settle(config, world):\n    config.steps = 0"))
-
-
-def test_a_variant_lies_in_the_folder_of_its_chapter():
-    """That of SINCE, if it has one. And its own name is unique, as a checkpoint keeps its state by it."""
-    for plugin in plugins():
-        if room_of(plugin.__name__) == "variants" and hasattr(plugin, "SINCE"):
-            assert plugin.SINCE.__module__.startswith(plugin.__name__.split(".")[2]), plugin.__name__
-    names = [name_of(plugin.__name__) for plugin in plugins()]
-    assert len(names) == len({*names})
+    """Each way to do so; `settle` alone may set flags."""
+    assert rebindings(ast.parse(text))
+    assert not rebindings(ast.parse("def settle(config, world):\n    config.steps = 0"))

@@ -1,21 +1,20 @@
-"""Further techniques by chapter, one file each, which changes a step from outside where a flag asks for it. The rules:
+"""Further techniques by chapter: a file each, which changes a step from outside where a flag asks for it. The rules:
 
- 1  A file: a docstring (idea; source and law, if any), `Flags` (a dataclass, a comment each), what it adds or attaches.
- 2  It serves the steps from SINCE, a Config, on; without SINCE all. It lies in the first one's folder; README.md has
-    its line (`python -m extras.variants`). One that only others import is a *library*.
+ 1  A file: a docstring (idea, law, source, where it would stand in the course), the mechanism, its record (record.py)
+    with `Flags`, and functions that attach it. A file that only others import calls itself a *library*.
+ 2  It serves the steps from SINCE, a Config, on (without SINCE all), and is in the folder of the first one.
  3  An entry of a menu, added when the file is imported, is one more value of a flag: SYNCS["torch"] = TorchSync.
-    What a technique sends and holds, its docstring says as a law; a run measures it, and a dry run counts it.
- 4  `settle(config, world)` sets flags that are left open. Nobody else sets flags.
- 5  A flag that is set and cannot matter is refused: NEEDS has (flag, other, its values); no values: other must be set.
-    `check(config, world)` raises UserError for what else cannot work. Both come before anything is built.
+ 4  `settle(config, world)` sets flags that are left open. Nothing else sets flags.
+ 5  NEEDS and REFUSES say which flags do not go together; `check(config, world)` raises UserError for sizes that do not
+    fit. Both come before anything is built.
  6  `prepare(config, parts)`, before the step builds, may change entries of menus, until the step has built.
  7  `attach(config, parts)`, before the first step, may change data that the step has built, and calls.
- 8  Entries and calls are changed by `parts.instead` (at most one file) and `parts.around` alone. Whoever comes first,
-    they nest alike: the step's own or the one instead of it, those around it in ORDER, services and tests (look on).
- 9  By default no course code is replaced. A run prints each changed call; its reduction table has each added group.
-10  What `attach` returns is `parts.kept` by the file's name. Services use what it has, whoever it is: checkpoints
-    `restore(state)` and `state()`, which is the same on all ranks and fits in JSON, and `owed`, tensors by bucket or
-    unit; the record of a step `figures()`, the screen `notes()`, lines; validation `look(tokens)`.
+ 8  Entries and calls are changed by `parts.instead` (at most one file) and `parts.around` alone. They nest in one
+    order, whichever file attaches first: the step's own or its replacement, techniques in ORDER, services and tests.
+ 9  By default no course code is replaced. A run prints each changed call; its table of traffic has each added group.
+10  What `attach` returns is `parts.kept` by the file's name. Services ask for what it has: checkpoints for `state()`,
+    the same on all ranks and JSON, `restore(state)`, and `owed`, tensors by bucket or unit; the record of a step for
+    `figures()`, the screen for the lines of `notes()`, validation for `look(tokens)`.
 """
 
 from collections import Counter
@@ -30,9 +29,9 @@ from common import UserError
 from common.comm import Mesh
 from common.trainer import Run
 
-# Who stands around calls, from the inside to the outside: gradients are summed before they are changed; a chunk's loss
-# is not scaled, nor are late gradients; a skipped update still moves biases; documents and dropout see inputs that were
-# read ahead or received; attention is recomputed as the others leave it.
+# Wrappers of calls, innermost first: gradients are summed before they are changed; a chunk's loss is not scaled, nor
+# are late gradients; a skipped update still moves biases; documents and dropout see inputs that were prefetched or
+# received; attention is recomputed with all other changes.
 ORDER = ["elementwise", "compress", "zero_overlap", "zero_replicas", "grad_dtype", "chunked_loss", "stale", "fp16"]
 ORDER += ["balance_bias", "skip_spikes", "prefetch", "batch_ramp", "compress_activations", "pp_scatter", "flash"]
 ORDER += ["documents", "dropout", "attention_scores"]
@@ -59,16 +58,16 @@ class Change(NamedTuple):
 
     @property
     def asked(self) -> bool:
-        """Whether a flag has asked for it; else it is somebody who looks on."""
+        """Whether a flag has asked for it; else a service or a test observes the call."""
         return self.how == "instead of" or self.by.startswith(f"{__name__}.") or isinstance(self.owner, dict)
 
     def place(self) -> int:
-        """How far outside it stands."""
+        """Its place among the wrappers of a call: the larger, the further outside."""
         variant = self.by.startswith(f"{__name__}.")
         return -1 if self.how == "instead of" else ORDER.index(name_of(self.by)) if variant else len(ORDER)
 
     def put(self, call: Callable):
-        """Whoever asks for the method, or the entry, gets this one."""
+        """Let the method, or the entry, be this one."""
         if isinstance(self.owner, dict):
             self.owner[self.name] = call
         else:
@@ -77,7 +76,7 @@ class Change(NamedTuple):
 
 @dataclass
 class Parts:
-    """What a step has built (None: it does not know this; of one rank there is a mesh), and what has been attached."""
+    """What a step has built (None: it has no such part), and what has been attached. One rank has a mesh, too."""
 
     run: Run
     model: Any = None
@@ -97,7 +96,7 @@ class Parts:
 
     @property
     def way(self) -> list[int]:
-        """The stages that what begins in stage 0 passes, to the loss; without a pipeline 0 alone."""
+        """The stages from stage 0 to the loss, in the order of a micro-batch; without a pipeline 0 alone."""
         stages = [0]
         while self.pipeline is not None and (after := self.pipeline.places[stages[-1]].after) is not None:
             stages.append(after)
@@ -109,23 +108,21 @@ class Parts:
         return {line.action.kind for line in getattr(self.pipeline, "program", ())}
 
     def keeps(self, what: str) -> list[Any]:
-        """Of what has been kept, that which has an attribute, or a method, of this name."""
+        """What files have returned from `attach`, if it has an attribute, or a method, of this name."""
         return [kept for kept in self.kept.values() if hasattr(kept, what)]
 
     def instead(self, owner: Any, name: Any, call: Callable, by: str):
-        """`owner.name(...)` or, of a menu, `owner[name](...)` becomes `call(...)`. Raises UserError if another file has
-        done the same.
-        """
+        """Replace `owner.name(...)`, or `owner[name](...)` of a menu. Raises UserError if another file has done so."""
         self.change(owner, name, by, "instead of", call)
 
     def around(self, owner: Any, name: Any, call: Callable, by: str):
-        """The same becomes `call(inner, ...)`, where `inner` is what this stands around."""
+        """Wrap it: the same becomes `call(inner, ...)`; `inner` is the method with all wrappers inside this one."""
         placed = not by.startswith(f"{__name__}.") or name_of(by) in ORDER
         assert placed, f"say in ORDER of variants/__init__.py where {by} stands"
         self.change(owner, name, by, "around", call)
 
     def change(self, owner: Any, name: Any, by: str, how: str, call: Callable):
-        """Note it, and nest all changes of this method or entry anew."""
+        """Record a change, and nest all changes of this method or entry anew."""
         alike = [change for change in self.attached if change.owner is owner and change.name == name]
         own = owner[name] if isinstance(owner, dict) else getattr(owner, name)
         new = Change(owner, name, by, how, call, alike[0].plain if alike else own, self.named(owner, name))
@@ -145,7 +142,7 @@ class Parts:
         return " ".join([*(f"--{flag.replace('_', '-')}" for flag in flags), str(name)])
 
     def give_back(self):
-        """Menus are as they were: the step has built, or will not."""
+        """Restore all menus: the step has built, or will not."""
         for change in self.attached:
             if isinstance(change.owner, dict):
                 change.put(change.plain)

@@ -3,17 +3,23 @@
 import ast
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from extras.variants.record import HAS, SET, But, Refusal, spelled
 
 HERE = Path(__file__).parent
 HEAD = """# Techniques
 
-Each file changes a step from outside, where a flag asks for it. It lies with the first step that has the flag, and its
-docstring says where its lines would stand in the course. `__init__.py` has the rules. Libraries, which only other files
-import, are left out. The files say all of this: `python -m extras.variants > extras/variants/README.md`.
+Each file changes a step from outside, where a flag asks for it, and is in the folder of the first step that has the
+flag. Its docstring says where its lines would stand in the course. `__init__.py` has the rules, and
+[record.py](record.py) says how a file declares what it needs and does not go with. Libraries, which only other files
+import, are left out. `python -m extras.variants > extras/variants/README.md` writes this table from the files.
 
-| technique | flags | source | step |
-| --- | --- | --- | --- |"""
+| technique | flags | needs | not with | source | step |
+| --- | --- | --- | --- | --- | --- |"""
 FLAG_OF = {  # a menu of the course: the flag that takes its entries
     menu: name
     for path in HERE.parents[1].glob("step0*.py")
@@ -37,17 +43,34 @@ def flags(tree: ast.Module, doc: str) -> list[str]:
     return ["--" + flag.replace("_", "-") for flag in found] or re.findall(r"--[\w-]+", doc)[:1]
 
 
+def spoken(name: str, condition: Any) -> str:
+    """A condition of a refusal: "`--zero 1, 2, 3`", "`--cp-mode` but ring, ulysses", "`--no-sp`"."""
+    if condition in ((True,), (False,)):
+        return f"`{spelled(name, *condition)}`"
+    flag, values = f"--{name.replace('_', '-')}", "" if condition in (SET, HAS) else ", ".join(map(str, condition))
+    return f"`{flag}` but {values}" if isinstance(condition, But) else f"`{flag} {values}`".replace(" `", "`")
+
+
+def limits(module: ModuleType, own: set[str]) -> Iterator[str]:
+    """What the file's own flags need, and what they do not go with, as cells of the table."""
+    needs = [spoken(other, tuple(values) or SET) for _, other, *values in getattr(module, "NEEDS", ())]
+    refused: list[Refusal] = getattr(module, "REFUSES", [])
+    others = [{name: some for name, some in one.flags.items() if name not in own} for one in refused if not one.needs]
+    yield ", ".join(dict.fromkeys(needs + [one.needs for one in refused if one.needs]))
+    yield "; ".join(" and ".join(spoken(*one) for one in some.items()) for some in others if some)
+
+
 def row(path: Path) -> str:
     """A file's line of the table: its docstring's first sentence without brackets, and the works that it names."""
-    tree = ast.parse(path.read_text())
+    tree, module = ast.parse(path.read_text()), import_module(f"extras.variants.{path.parent.name}.{path.stem}")
     first, *_ = paragraphs = [" ".join(part.split()) for part in ast.get_docstring(tree).split("\n\n")]
     if first.startswith("A library"):
         return ""
-    about = re.split(r"\.(?: |$)", re.sub(r" \([^()]*\)|^`--[^`]*`: ", "", first))[0]
-    asked = ", ".join(f"`{flag}`" for flag in flags(tree, first))
+    about, words = re.split(r"\.(?: |$)", re.sub(r" \([^()]*\)|^`--[^`]*`: ", "", first))[0], flags(tree, first)
+    own = {word.split()[0][2:].replace("-", "_") for word in words}
     works = "; ".join(dict.fromkeys(re.findall(WORK, " ".join(paragraphs))))
-    technique = f"[{about}]({path.relative_to(HERE).as_posix()})"
-    return f"| {technique} | {asked} | {works} | {int(path.parent.name[4:])} |"
+    cells = [f"[{about}]({path.relative_to(HERE).as_posix()})", ", ".join(f"`{word}`" for word in words)]
+    return " | ".join(["", *cells, *limits(module, own), works, path.parent.name[4:].lstrip("0"), ""]).strip()
 
 
 def table() -> str:

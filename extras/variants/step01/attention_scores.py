@@ -1,9 +1,9 @@
 """Attention by its formula (`--attention scores`), and selective recomputation of it (`--recompute selective`).
 
-softmax(q k^T / sqrt(d)) v, as it was computed before FlashAttention: with a number for each pair of tokens. These
-scores are most of what a layer keeps for backward, and the least of its work. Selective activation recomputation
-(Korthikanti et al. 2022, section 5) therefore keeps q, k and v, and computes scores and softmax again: it repeats no
-product with weights, and no message of tp. A fused kernel does the same in pieces, and leaves nothing to save.
+softmax(q k^T / sqrt(d)) v, as before FlashAttention: with one score for each pair of tokens. The scores are most of
+what a layer keeps for backward, and little of its work. Selective activation recomputation (Korthikanti et al. 2022,
+section 5) keeps q, k and v, and computes scores and softmax again: it repeats no product with weights and no message of
+tp. A fused kernel does the same in tiles, and leaves nothing to save.
 
 With h = dim, k = kv heads x head_dim, f = ffn_dim, a = heads, s tokens, e bytes an element, a token of a layer keeps
 
@@ -11,7 +11,7 @@ With h = dim, k = kv heads x head_dim, f = ffn_dim, a = heads, s tokens, e bytes
     scores                         e (8 h + 4 f + a s) + 8            q, k, v with a heads each, and the probabilities
     scores, --recompute selective  e (6 h + 2 k + 4 f) + 8
 
-Their layer, with LayerNorm, GELU and dropout, in 16 bits: h (34 + 5 a s / h), and 34 h if the core is done again.
+Their layer, with LayerNorm, GELU and dropout, in 16 bits: h (34 + 5 a s / h), and 34 h if attention is recomputed.
 
 In step 1, `attend` would be this function, and RECOMPUTE would have one more entry.
 """
@@ -23,33 +23,12 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from common import UserError
 from extras.variants import Parts
+from extras.variants.record import SET, Refusal, but
 from step01_single_gpu import RECOMPUTE
 from step05_cp_ring import scaled_scores
 
 RECOMPUTE["selective"] = RECOMPUTE["none"]  # and then `attach`
-
-
-@dataclass
-class Flags:
-    """The core of attention."""
-
-    attention: Literal["fused", "scores"] = "fused"  # PyTorch's kernel, or the formula, which keeps all scores
-
-
-def check(config: Any, world: int):
-    """Where attention is cut, by ranks or documents, others compute it. Raises UserError."""
-    if config.recompute == "selective" and config.attention != "scores":
-        raise UserError(
-            "--recompute selective is for scores that are kept: add --attention scores, or use --recompute full"
-        )
-    if config.attention == "scores" and getattr(config, "cp", 1) > 1:
-        raise UserError(f"--attention scores has whole sequences: with --cp {config.cp} the ring has formulas already")
-    if config.attention == "scores" and config.documents != "off":
-        raise UserError(f"--attention scores looks at all earlier tokens: leave out --documents {config.documents}")
-    if config.attention == "scores" and config.window:
-        raise UserError(f"--attention scores looks at all earlier tokens: leave out --window {config.window}")
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -63,8 +42,24 @@ def again(core: Callable, *qkv: Tensor, **more: Any) -> Tensor:
     return checkpoint(core, *qkv, use_reentrant=False, **more)
 
 
+@dataclass
+class Flags:
+    """The core of attention."""
+
+    attention: Literal["fused", "scores"] = "fused"  # PyTorch's kernel, or the formula, which keeps all scores
+
+
+NO_SCORES = "no scores are kept; add --attention scores, or use --recompute full"
+REFUSES = [
+    Refusal(dict(recompute=("selective",), attention=but("scores")), NO_SCORES, None),
+    Refusal(dict(attention=("scores",), cp=SET), "it needs whole sequences, and the ring has formulas already"),
+    Refusal(dict(attention=("scores",), documents=SET), "documents have attention of their own; leave one out", None),
+    Refusal(dict(attention=("scores",), window=SET), "every token sees all earlier ones; leave one out"),
+]
+
+
 def attach(config: Any, parts: Parts):
-    """Every layer's."""
+    """Replace, or recompute, the attention of every layer."""
     for layer in parts.model.model.layers.values():
         if config.attention == "scores":
             parts.instead(layer.self_attn, "attend", attend, by=__name__)

@@ -1,15 +1,15 @@
 """Batches that grow (`--batch-ramp START,STEPS`): from START sequences a step to --global-batch-size, in equal steps.
 
-Early gradients point alike in all sequences, so a small batch learns as much from each token in less time; later ones
-are mostly noise, and a large batch averages it (McCandlish et al. 2018). DeepSeek-V3 grows from 3072 to 15360 sequences
-(section 4.2), Llama 3 from 4M to 16M tokens. With k = batch / START, step t < STEPS (from 0) has
+Early gradients of all sequences point alike, so a small batch learns as much from each token in less time; later ones
+are mostly noise, which a large batch averages (McCandlish et al. 2018). DeepSeek-V3 grows from 3072 to 15360 sequences
+(section 4.2), Llama 3 from 4M to 16M tokens. With k = batch / START, step t < STEPS (from 0) has the data's next
 
-    START (1 + floor(t (k - 1) / STEPS))    sequences, the next ones of the data; from STEPS on, all k START
+    START (1 + floor(t (k - 1) / STEPS))    sequences; from STEPS on, all k START
 
-so each size is a multiple of START, which the ranks of dp share out in whole micro-batches. A step's shares are cut
-where they always are, so a rank's first sequences of its share are real, and the rest are places that nobody computes.
+Each size is a multiple of START, which the ranks of dp share in whole micro-batches. The shares of a full batch stay:
+the first sequences of a rank's share are real, and the other places are not computed.
 
-In step 2, `mine` would be shared out anew in each step, from the sequences that `data.batch` returns.
+In step 2, `mine` would be computed anew in each step, from the sequences that `data.batch` returns.
 """
 
 import math
@@ -26,15 +26,9 @@ from common.data import shuffled
 from common.model import IGNORE
 from common.schedules import SCHEDULES
 from extras.variants import Parts
+from extras.variants.record import HAS, SET, Refusal
 from step06_pipeline import ListPipeline, add_messages
 from step07_moe_ep import MoE
-
-
-@dataclass
-class Flags:
-    """Batches that grow."""
-
-    batch_ramp: str = ""  # START,STEPS: sequences of the first step, and steps until --global-batch-size; default: none
 
 
 def sizes(config: Any) -> list[int]:
@@ -47,22 +41,6 @@ def sizes(config: Any) -> list[int]:
         raise UserError(f"--batch-ramp {config.batch_ramp}: {start} must be less than, and divide, --global-batch-size")
     k = config.global_batch_size // start
     return [start * (1 + t * (k - 1) // steps) for t in range(steps)] + [config.global_batch_size]
-
-
-def check(config: Any, world: int):
-    """Every size must be shared out, and be enough for the schedule. Raises UserError."""
-    if not config.batch_ramp:
-        return
-    if config.dry_run or config.dtype == "fp16":
-        other = "--dry-run counts one step" if config.dry_run else "the scale of --dtype fp16 is for one size"
-        raise UserError(f"--batch-ramp {config.batch_ramp}: {other}, leave it out")
-    dp = world // math.prod(getattr(config, dim, 1) for dim in ("pp", "cp", "tp"))
-    for size in sorted({*sizes(config)}):
-        if size % (dp * config.micro_batch_size):
-            ranks = f"{dp} ranks of dp x --micro-batch-size {config.micro_batch_size}"
-            raise UserError(f"--batch-ramp {config.batch_ramp}: its first number must be a multiple of the {ranks}")
-        if getattr(config, "pp", 1) > 1:
-            step06.plan(config, size // dp // config.micro_batch_size)
 
 
 class Ramp:
@@ -79,7 +57,7 @@ class Ramp:
         return self.sizes[min(step, len(self.sizes) - 1)]
 
     def read(self, step: int) -> tuple[Tensor, Tensor]:
-        """In the place of `Data.batch`: int64 [global batch, seq], where each rank's share begins with what is real."""
+        """Replaces `Data.batch`: int64 [global batch, seq], where each rank's share begins with the real sequences."""
         data, size, full = self.parts.data, self.size(step), self.config.global_batch_size
         first = sum(map(self.size, range(min(step, len(self.sizes))))) + max(0, step - len(self.sizes)) * full
         places = [divmod(place, data.n_train) for place in range(first, first + size)]
@@ -122,8 +100,40 @@ class Ramp:
         plain(step, self.size(step) * self.parts.model.config.seq_len, **numbers)
 
 
+@dataclass
+class Flags:
+    """Batches that grow."""
+
+    batch_ramp: str = ""  # START,STEPS: sequences of the first step, and steps until --global-batch-size; default: none
+
+
+TRIED = dict(batch_ramp="4,2")
+COMPUTED = True
+BESIDE = dict(global_batch_size=8, steps=3)
+REFUSES = [
+    Refusal(dict(batch_ramp=SET, dry_run=SET), "a dry run counts one step of the full batch; leave one out"),
+    Refusal(
+        dict(batch_ramp=SET, dtype=("fp16",), experts=HAS),
+        "both scale the coefficients of the router's losses; use --dtype bf16 or fp32",
+    ),
+]
+
+
+def check(config: Any, world: int):
+    """Every size must be shared out, and be enough for the schedule. Raises UserError."""
+    if not config.batch_ramp:
+        return
+    dp = world // math.prod(getattr(config, dim, 1) for dim in ("pp", "cp", "tp"))
+    for size in sorted({*sizes(config)}):
+        if size % (dp * config.micro_batch_size):
+            ranks = f"{dp} ranks of dp x --micro-batch-size {config.micro_batch_size}"
+            raise UserError(f"--batch-ramp {config.batch_ramp}: its first number must be a multiple of the {ranks}")
+        if getattr(config, "pp", 1) > 1:
+            step06.plan(config, size // dp // config.micro_batch_size)
+
+
 def attach(config: Any, parts: Parts) -> Ramp | None:
-    """From here on, a step's batch is as large as the ramp says."""
+    """Let the ramp decide the size of each batch."""
     if not config.batch_ramp:
         return None
     ramp = Ramp(config, parts)

@@ -1,12 +1,13 @@
 """The loss in chunks of tokens (`--loss-chunk`), so that the logits of a micro-batch never exist all at once.
 
-Logits [tokens, vocab] are the largest tensor of many a model: 8192 x 128256 take 2.1 GB in bf16, their copy in fp32,
-softmax and gradient some 10 GB more. But the loss is a sum over tokens. So the gradients of a chunk's hidden states and
-its part of the head's gradient can be found as soon as its loss is, and its logits go before the next chunk's come.
+Logits [tokens, vocab] are often the largest tensor of a model: 8192 x 128256 take 2.1 GB in bf16; their copy in fp32,
+softmax and gradient take some 10 GB more. But the loss is a sum over tokens. So the gradients of a chunk's hidden
+states, and its part of the head's gradient, are computed in forward, and its logits are freed before the next chunk's
+exist.
 
-The head hands the hidden states on, and the loss multiplies by its weight, chunk by chunk. Whatever loss the model has
-(step 4's too, over a vocabulary that is cut) is called for each chunk. Where all tokens are one chunk, all is as in the
-plain step. In step 1 the last line of `Decoder.forward` would call this function.
+The head passes the hidden states on, and the loss multiplies them by its weight, chunk by chunk. Any loss of the model
+(step 4's, too, over a sharded vocabulary) is called for each chunk. If all tokens fit in one chunk, nothing changes. In
+step 1 the last line of `Decoder.forward` would call this function.
 """
 
 from collections.abc import Callable
@@ -21,13 +22,6 @@ from common.model import wide
 from extras.variants import Parts
 
 MOST = 2**30  # bytes of a chunk's logits in fp32: there are three such at a time, and one or two in the model's dtype
-
-
-@dataclass
-class Flags:
-    """The loss in chunks."""
-
-    loss_chunk: int = 0  # most tokens whose logits exist at the same time (at most 1 GiB in fp32), say 2048; 0: all
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -56,8 +50,18 @@ class ChunkedLoss(torch.autograd.Function):
         return *(saved.mul_(grad.view(1)) for saved in ctx.saved_tensors), None, None, None  # a scalar would be rounded
 
 
+@dataclass
+class Flags:
+    """The loss in chunks."""
+
+    loss_chunk: int = 0  # most tokens whose logits exist at the same time (at most 1 GiB in fp32), say 2048; 0: all
+
+
+TRIED = dict(loss_chunk=5)
+
+
 def attach(config: Any, parts: Parts):
-    """Only the last stage of a pipeline has a head."""
+    """Replace the loss where there is a head: on the last stage of a pipeline."""
     model, head = parts.model, parts.model.lm_head
     if head is None or not config.loss_chunk:
         return

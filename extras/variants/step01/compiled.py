@@ -1,9 +1,9 @@
-"""Layers as compiled graphs (`--compile`): torch.compile joins norms, RoPE, SiLU and additions into few kernels.
+"""Layers as compiled graphs (`--compile`): torch.compile fuses norms, RoPE, SiLU and additions into a few kernels.
 
-The graph of one layer serves all. Where a layer communicates inside (steps 4, 5, 7) the graph breaks there, and a line
-after the step says how often. In step 1 this would follow `RECOMPUTE[config.recompute](model)`: what recomputes a
-layer is in its graph. Across a break that cannot be: there a layer's graphs run again, each to its end. (Without
---compile the last matrix, down_proj, is not done again: nothing in backward needs its output.)
+All layers share one graph. It breaks where a layer communicates (steps 4, 5, 7); a line after the first step says how
+often. In step 1 this would follow `RECOMPUTE[config.recompute](model)`, so recomputation is part of the graph. Across a
+break that is impossible: there each graph of a layer is recomputed to its end. (Without --compile the last matrix,
+down_proj, is not recomputed, because backward does not need its output.)
 """
 
 from collections import Counter
@@ -15,27 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common import UserError
 from extras.variants import Parts
-
-
-@dataclass
-class Flags:
-    """Compiled layers."""
-
-    compile: bool = False  # torch.compile each decoder layer
-
-
-def check(config: Any, world: int):
-    """Raises UserError where what recomputes a layer has to be in its graph, and the graph would break inside it."""
-    breaks = [f"--{dim} {size}" for dim in ("tp", "cp") if (size := getattr(config, dim, 1)) > 1]
-    if not config.compile or config.recompute in ("none", "selective"):  # attention alone has no break inside
-        return
-    mode, nothing = f"--compile --recompute {config.recompute}", "so nothing would be compiled: use --recompute"
-    if hasattr(config, "experts"):
-        raise UserError(f"{mode}: the graph of a layer with a router breaks, {nothing} none")
-    if config.recompute == "elementwise" and breaks:
-        raise UserError(f"{mode} with {breaks[0]}: the graph of a layer breaks at each message, {nothing} full or none")
+from extras.variants.record import HAS, SET, Refusal
 
 
 class Breaks:
@@ -74,6 +55,22 @@ def without_gradients(params: list[nn.Parameter], forward: Callable, *inputs: Te
     finally:
         for param, gradient in zip(params, gradients, strict=True):
             param.grad = gradient
+
+
+@dataclass
+class Flags:
+    """Compiled layers."""
+
+    compile: bool = False  # torch.compile each decoder layer
+
+
+ROUTER = "the graph of a layer breaks at its router, so nothing would be compiled; use --recompute none"
+MESSAGE = "the graph of a layer breaks at each message, so nothing would be compiled; use --recompute full or none"
+REFUSES = [
+    Refusal(dict(compile=SET, recompute=("full", "elementwise"), experts=HAS), ROUTER, None),
+    Refusal(dict(compile=SET, recompute=("elementwise",), tp=SET), MESSAGE, None),
+    Refusal(dict(compile=SET, recompute=("elementwise",), cp=SET), MESSAGE, None),
+]
 
 
 def attach(config: Any, parts: Parts) -> Breaks | None:

@@ -1,21 +1,20 @@
 """Attention that stops at the borders of documents (`--documents mask` or `reset`).
 
-A sequence is a window of the stream, and has several documents in a row (*packing*: Krell et al. 2021). With
+A sequence is a window of the token stream and holds several documents (*packing*: Krell et al. 2021). With
 
-    mask    token i looks at the tokens j <= i of its own document (Llama 3: Dubey et al. 2024, section 3.2)
-    reset   the same, and RoPE's positions begin with 0 in each document (RoPE is relative: only rounding changes)
+    mask    token i attends to the tokens j <= i of its own document (Llama 3: Dubey et al. 2024, section 3.2)
+    reset   the same, and RoPE's positions restart at 0 in each document (RoPE is relative: only rounding changes)
 
-A document ends with --end-token, whose target, the first token of the next one, counts. No mask is made:
+A document ends with --end-token, whose target, the first token of the next document, counts. In step 5 this would be
+another `visible`: no mask is built, and whole sequences, as after Ulysses' exchange, have triangles alone.
 
-    keys ->    a a b | b c c      Tokens that a rank has in a row: a triangle for each document.
-    queries a  #     |            Earlier keys, in a row too: a rectangle, or nothing. Only the last key's document can
-            a  # #   |            reach to these queries. Its keys are the last, its queries the first ones.
+    keys ->    a a b | b c c      The tokens that a rank has in a row: one causal triangle for each document.
+    queries a  #     |            Earlier keys, also in a row: one rectangle or none, because only the document of the
+            a  # #   |            last key can reach these queries.
             b      # |
             ---------+-----       Law: all ranks together compute sum L (L+1) / 2 pairs for documents of L tokens, no
-            b      # | #          matter how the sequence is cut. Nothing is sent for it: all ranks know the batch, and
-            c        |   # #      where documents end.
-
-Whole sequences (also behind Ulysses' exchange) have triangles alone. In step 5 it would be another `visible`.
+            b      # | #          matter how the sequence is sharded. Nothing is sent for it: each rank reads the batch,
+            c        |   # #      and knows where documents end.
 """
 
 import inspect
@@ -31,27 +30,8 @@ from torch import Tensor
 from common import UserError
 from common.model import PRESETS, attend
 from extras.variants import Parts
+from extras.variants.record import SET, Refusal
 from step05_cp_ring import CONTEXT
-
-
-@dataclass
-class Flags:
-    """Documents."""
-
-    documents: Literal["off", "mask", "reset"] = "off"  # attention stops at their borders; reset: positions restart
-    end_token: int = 256  # with --documents: the token that ends one (0: token 0); 256 is what each text ends with here
-
-
-NEEDS = [("end_token", "documents", "mask", "reset")]
-KINDS: dict[str, type["Documents"]] = {}  # by --cp-mode: one that deals out tokens in its own way
-
-
-def check(config: Any, world: int):
-    """The end must be a token, and tokens must be known. Raises UserError."""
-    if config.documents != "off" and config.dry_run:
-        raise UserError(f"--documents {config.documents} asks where documents end: --dry-run has no tokens")
-    if config.documents != "off" and config.end_token >= PRESETS[config.model].vocab_size:
-        raise UserError(f"--end-token {config.end_token} is not in the vocabulary ({PRESETS[config.model].vocab_size})")
 
 
 def segments(numbers: Tensor, positions: Tensor, base: int = 0) -> list[tuple[int, int, int, int]]:
@@ -74,7 +54,7 @@ class MicroBatch:
         self.found: dict[int, list[tuple]] = {}  # by source: the same in all layers, forward and backward
 
     def visible(self, rank: int, source: int, length: int) -> list[tuple[slice, slice, bool]]:
-        """In the place of `zigzag_visible` of step 5, for any positions, and for sequences one behind the other."""
+        """Replaces `zigzag_visible` of step 5, for any positions, and for several sequences in one."""
         if source not in self.found:
             blocks, size = self.found.setdefault(source, []), length // len(self.numbers)
             for row, places, base in zip(self.numbers, self.positions, range(0, length, size), strict=True):
@@ -150,14 +130,35 @@ class Documents:
         return self.here[None]
 
     def rope(self) -> Tensor:
-        """int64 [batch, this rank's tokens]: positions in their documents; [this rank's tokens] if they go on."""
+        """int64 [batch, this rank's tokens]: in their documents; [this rank's tokens] with `mask`."""
         if self.config.documents == "mask":
             return self.here
         return torch.cat([*map(torch.arange, self.now.lengths)]).view_as(self.now.numbers).to(self.device)[:, self.here]
 
 
+@dataclass
+class Flags:
+    """Documents."""
+
+    documents: Literal["off", "mask", "reset"] = "off"  # attention stops at their borders; reset: positions restart
+    end_token: int = 256  # with --documents: the token that ends one (0: token 0); 256 is what each text ends with here
+
+
+COMPUTED = True
+BESIDE = TRIED = dict(end_token=32)
+NEEDS = [("end_token", "documents", "mask", "reset")]
+KINDS: dict[str, type[Documents]] = {}  # by --cp-mode: one that deals out tokens in its own way
+REFUSES = [Refusal(dict(documents=SET, dry_run=SET), "a dry run has no tokens, and does not know where documents end")]
+
+
+def check(config: Any, world: int):
+    """The end must be a token. Raises UserError."""
+    if config.documents != "off" and config.end_token >= PRESETS[config.model].vocab_size:
+        raise UserError(f"--end-token {config.end_token} is not in the vocabulary ({PRESETS[config.model].vocab_size})")
+
+
 def attach(config: Any, parts: Parts) -> Documents | None:
-    """From here on, the attention of every layer stops at borders."""
+    """Let the attention of every layer stop at borders."""
     if config.documents == "off":
         return None
     torch.backends.cuda.enable_cudnn_sdp(False)  # Hopper's default; it plans for 20 ms and more for a new length

@@ -1,18 +1,18 @@
 """Dropout (`--dropout P`): in training, a number is zero with probability P, and otherwise divided by 1 - P.
 
-It stands after the embedding, after attention and after the MLP (Srivastava et al. 2014; Vaswani et al. 2017, 5.4).
-Layouts must drop the same numbers, or none of them trains as one process does. A generator with a state cannot do this:
-its next number depends on who has drawn before. So a mask is a pure function of
+It follows the embedding, attention and the MLP (Srivastava et al. 2014; Vaswani et al. 2017, 5.4). Every layout must
+drop the same numbers, or it would not train as one process does. A generator with a state cannot do this, because its
+next number depends on earlier draws. So a mask is a pure function of
 
     key      seed, step
     counter  four channels of one token: channel // 4; position; sequence in the global batch; layer and place
 
-by *Philox 4x32-10* (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"; also cuRAND's), ten rounds of
-multiplying and mixing that make four random words of each counter. A rank evaluates it for its own tokens. What is
-recomputed asks again, and gets the same mask. Validation drops nothing.
+by *Philox 4x32-10* (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"; also cuRAND's): ten rounds of
+multiplying and mixing turn each counter into four random words. A rank evaluates it for its own tokens; recomputation
+gets the same mask again. Validation drops nothing.
 
-Law: for backward stays a byte a number, 2 L + 1 masks of [batch, tokens, dim]. Without SP all tp ranks keep, and draw,
-the whole of each; with SP a rank has 1/tp of it, which is half the reason for SP (Korthikanti et al. 2022, section 4).
+Law: for backward a rank keeps a byte a number, 2 L + 1 masks of [batch, tokens, dim]. Without SP each tp rank keeps and
+draws all of it, with SP 1/tp, which is half the reason for SP (Korthikanti et al. 2022, section 4).
 
 In step 1, `DecoderLayer.forward` would call `drop` around each block.
 """
@@ -29,19 +29,6 @@ from common import UserError
 from extras.variants import Parts
 
 WORD = 2**32 - 1
-
-
-@dataclass
-class Flags:
-    """Dropout."""
-
-    dropout: float = 0.0  # share of the numbers after embedding, attention and MLP that are zero in training; 0: none
-
-
-def check(config: Any, world: int):
-    """Raises UserError."""
-    if not config.dropout < 1:
-        raise UserError(f"--dropout {config.dropout:g} is a share, which leaves nothing: choose it below 1, say 0.1")
 
 
 def philox(counter: Sequence[Tensor | int], key: tuple[int, int]) -> tuple[Tensor, ...]:
@@ -110,7 +97,24 @@ class Dropout:
         return torch.stack([word < bound for word in words], -1).flatten(-2)[..., :dim]
 
 
+@dataclass
+class Flags:
+    """Dropout."""
+
+    dropout: float = 0.0  # share of the numbers after embedding, attention and MLP that are zero in training; 0: none
+
+
+TRIED = dict(dropout=0.2)
+COMPUTED = True
+
+
+def check(config: Any, world: int):
+    """Raises UserError."""
+    if not config.dropout < 1:
+        raise UserError(f"--dropout {config.dropout:g} is a share, which leaves nothing: choose it below 1, say 0.1")
+
+
 def attach(config: Any, parts: Parts):
-    """From here on, training steps drop."""
+    """Let training steps drop."""
     if config.dropout:
         Dropout(config, parts)

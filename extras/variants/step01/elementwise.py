@@ -1,18 +1,16 @@
-"""Recomputation of elementwise operations (`--recompute elementwise`): keep what is dear to compute again.
+"""Recomputation of elementwise operations (`--recompute elementwise`): keep what is expensive to compute again.
 
-Full recomputation runs the whole forward of a layer again. This keeps the outputs of matrix products and attention, and
-runs only the cheap rest again: norms, RoPE and SiLU. With h = dim, k = kv heads x head_dim, f = ffn_dim, a = heads, and
-e bytes an element, a token of a layer keeps for backward:
+Full recomputation repeats the whole forward of a layer. This keeps the outputs of matrix products and attention, and
+repeats only norms, RoPE and SiLU. With h = dim, k = kv heads x head_dim, f = ffn_dim, a = heads, and e bytes an
+element, a token of a layer keeps for backward:
 
     none         e (6 h + 2 k + 4 f) + 4 a + 8
     elementwise  e (5 h + 2 k + 2 f) + 4 a
     full         e h
 
-The tool is PyTorch's "selective activation checkpointing", by operator. What papers call selective recomputation is
-`--recompute selective` (attention_scores.py).
-
-A router (step 7) chooses once: where a layer has one, its choice is kept, also with `full`. Computed again, a last bit
-may differ, and with it who goes where: then counts and rows would not be those that backward is for.
+PyTorch calls the tool "selective activation checkpointing"; the selective recomputation of papers is `--recompute
+selective` (attention_scores.py). Where a layer has a router (step 7), its choice is kept, also with `full`: computed
+again, a last bit may differ and send tokens elsewhere.
 
 In step 1 `recompute_layers` would have one more argument: a list of operators whose outputs `checkpoint` keeps.
 """
@@ -38,7 +36,6 @@ ATTENTION = [
     aten._scaled_dot_product_efficient_attention.default,
 ]
 CHOICE = [aten.topk.default]
-
 RECOMPUTE["elementwise"] = RECOMPUTE["full"]  # and then `attach`
 
 

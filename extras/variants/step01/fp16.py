@@ -1,12 +1,11 @@
 """fp16 with dynamic loss scaling (`--dtype fp16`; Micikevicius et al. 2018, "Mixed Precision Training", section 3.2).
 
-fp16 has few bits for the exponent: a gradient below 6e-8 becomes zero. So the loss is multiplied by a scale before
-backward, and the finished gradients are divided by it. A gradient beyond 65504 overflows: that update is skipped, and
-the scale is halved; after 1000 good steps it is doubled.
+fp16 has few exponent bits: a gradient below 6e-8 becomes zero. So the loss is multiplied by a scale before backward,
+and the finished gradients are divided by it. A gradient above 65504 overflows: then the update is skipped and the scale
+is halved; after 1000 good steps it is doubled. The norm is that of the whole gradient, so all ranks skip, or none.
 
-In step 1 the loss would be `micro_loss * scale`; a line after the last backward would divide the gradients; and
-`optimizer.step` would be called only if the norm is finite. Here the scale enters where the model's loss does, which is
-where a pipeline's last stage has it, too. All ranks know the norm of the whole gradient, so all skip, or none.
+In step 1 the loss would be `micro_loss * scale`, a line after the last backward would divide the gradients, and
+`optimizer.step` would be called only if the norm is finite.
 """
 
 import math
@@ -21,7 +20,6 @@ from extras.variants import Parts
 from step07_moe_ep import MoE
 
 GROWTH = 1000  # good steps after which the scale is doubled
-
 DTYPES["fp16"] = torch.float16
 
 
@@ -94,7 +92,7 @@ class LossScaling:
         return dict(scale=self.scale, good_steps=self.good_steps)
 
     def restore(self, state: dict):
-        """Take it again."""
+        """Restore it from a checkpoint."""
         self.good_steps = state["good_steps"]
         self.set_scale(state["scale"])
 

@@ -1,17 +1,16 @@
 """Gradients that matmuls add up (`--fused-gradients`), as Megatron-LM's "gradient accumulation fusion" does.
 
-For y = x W^T, autograd finds dW = dy^T x in 16 bits, makes fp32 of it, and adds that to `.grad`. For each number it
-moves 2, then 2 + 4, then 4 + 4 + 4 bytes. A matmul can add to what is there, in fp32: 4 + 4 bytes, while it computes
-anyway. And it does not round dW to 16 bits before. q, k and v have one input, as have gate and up. Autograd finds a dx
-for each, and adds them: three times a dx for each sum. Here each matmul adds to the dx of the one before:
+For y = x W^T, autograd computes dW = dy^T x in 16 bits, converts it to fp32, and adds that to `.grad`. For each number
+it moves 2, then 2 + 4, then 4 + 4 + 4 bytes. A matmul can accumulate in fp32 instead: 4 + 4 bytes, without rounding dW
+to 16 bits first. Likewise q, k and v share one input, as do gate and up: autograd computes one dx for each and adds
+them. Here each matmul adds to the dx of the one before:
 
     forward     x -> q, x -> k, x -> v                   each hands x on to the next
     backward    dx = dv Wv,   dx += dk Wk,   dx += dq Wq
 
-Matrices of layers and an untied head are summed so; embedding, norms, routers and experts as ever. The operator that
-adds 16 bits to fp32 is there on CUDA alone; who does not have it takes autograd's three ways.
-
-In step 1, `Optimizer` would put `SummingLinear` in the place of each `F.linear`.
+This covers matrices of layers and an untied head. The operator that adds 16 bits to fp32 exists on CUDA alone;
+elsewhere autograd's three operations remain. In step 1, `Optimizer` would put `SummingLinear` in the place of each
+`F.linear`.
 """
 
 from dataclasses import dataclass
@@ -22,27 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import UserError
 from extras.variants import Parts
+from extras.variants.record import SET, Refusal
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("o_proj",), ("down_proj",))  # one input each
-
-
-@dataclass
-class Flags:
-    """Sums of gradients."""
-
-    fused_gradients: bool = False  # matmuls add up the gradients of matrices, and of what several of them read
-
-
-def check(config: Any, world: int):
-    """Who waits for autograd's own additions would wait for ever. Raises UserError."""
-    if not config.fused_gradients:
-        return
-    if getattr(config, "sync", "") == "torch":
-        raise UserError("--fused-gradients: --sync torch looks at autograd's own additions; use another")
-    if getattr(config, "tp_overlap", False):
-        raise UserError("--fused-gradients: --tp-overlap has its own order of these matmuls; leave out one of them")
 
 
 def adds_to_wide(weight: Tensor) -> bool:
@@ -56,7 +38,7 @@ def adds_to_wide(weight: Tensor) -> bool:
 
 
 def add_product(weight: nn.Parameter, dy: Tensor, x: Tensor, fused: bool):
-    """Add dy^T x to `weight.grad`: dy [tokens, out], x [tokens, in]. Hooks see it as ever."""
+    """Add dy^T x to `weight.grad`: dy [tokens, out], x [tokens, in]. Hooks run as usual."""
     total, wide = weight.grad, weight.grad_dtype
     if wide == x.dtype:
         weight.grad = dy.T @ x if total is None else total.addmm_(dy.T, x)
@@ -99,7 +81,7 @@ class SummingLinear(torch.autograd.Function):
 
 
 def multiply(linear: nn.Linear, box: list, fused: bool, last: bool, x: Tensor) -> Tensor:
-    """In the place of a linear layer's forward. `box`: (x, x handed on), by the one before if it has the same x."""
+    """Replaces a linear layer's forward. `box`: (x, x handed on) of the layer before, if that has the same x."""
     given = box.pop()[1] if box and box[-1][0] is x else x
     box.clear()
     if not torch.is_grad_enabled():
@@ -110,8 +92,24 @@ def multiply(linear: nn.Linear, box: list, fused: bool, last: bool, x: Tensor) -
     return y
 
 
+@dataclass
+class Flags:
+    """Sums of gradients."""
+
+    fused_gradients: bool = False  # matmuls add up the gradients of matrices, and of what several of them read
+
+
+REFUSES = [
+    Refusal(
+        dict(fused_gradients=SET, sync=("torch",)),
+        "DistributedDataParallel waits for autograd's own additions; use another --sync",
+    ),
+    Refusal(dict(fused_gradients=SET, tp_overlap=SET), "both replace the matmuls of a block; choose one of them"),
+]
+
+
 def attach(config: Any, parts: Parts):
-    """Let matrices that share an input follow one another."""
+    """Replace the matrices of layers, grouped by input, and an untied head."""
     if not config.fused_gradients:
         return
     model, fused = parts.model, adds_to_wide(next(parts.model.parameters()))

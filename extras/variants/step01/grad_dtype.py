@@ -1,7 +1,7 @@
 """Gradients in 16 bits (`--grad-dtype same`): two bytes less for each parameter, and for what is sent of it.
 
-Autograd then adds micro-batches up in 16 bits, where a small addend vanishes beside a large sum. ZeRO 2 and 3 still add
-micro-batches up in fp32, in their shards. The update is in fp32. In step 1 it would be the line that sets `grad_dtype`.
+Autograd then accumulates micro-batches in 16 bits, where a small addend vanishes beside a large sum. ZeRO 2 and 3 still
+accumulate in fp32, in their shards, and the update is in fp32. In step 1 this would be the line that sets `grad_dtype`.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,41 @@ from step02_ddp import Bucket, BucketSync
 from step03_zero import Unit
 
 
+def gradients(optimizer: Optimizer, plain: Callable) -> dict[str, Tensor]:
+    """Around step 1's finished gradients: converts them to the masters' dtype."""
+    for name, param in optimizer.params.items():
+        gradient, param.grad = param.grad, None
+        param.grad_dtype = optimizer.masters[name].dtype
+        param.grad = gradient.to(param.grad_dtype)
+    return plain()
+
+
+def zero_grad(optimizer: Optimizer, plain: Callable):
+    """Around `zero_grad`: the next gradients are narrow again."""
+    plain()
+    for param in optimizer.params.values():
+        param.grad_dtype = param.dtype
+
+
+def widen(units: list[Unit], finish: Callable):
+    """Around ZeRO's sums over ranks: converts shards of gradients to the masters' dtype."""
+    finish()
+    for unit in units:
+        unit.grad_shard = unit.grad_shard.to(unit.master.dtype)
+
+
+def make_room(unit: Unit):
+    """Replaces the unit's own: a flat buffer of zeros, as narrow as the weights."""
+    unit.gradient = torch.zeros_like(unit.flat)
+
+
+def make_narrow(bucket: Bucket):
+    """Give a bucket a buffer for narrow gradients."""
+    bucket.flat = bucket.flat.to(bucket.params[0].grad_dtype)
+    sizes = [param.numel() for param in bucket.params]
+    bucket.views = [part.view_as(p) for part, p in zip(bucket.flat.split(sizes), bucket.params, strict=True)]
+
+
 @dataclass
 class Flags:
     """The dtype of gradients."""
@@ -28,43 +63,8 @@ class Flags:
 NEEDS = [("grad_dtype", "dtype", "bf16", "fp16", "auto")]
 
 
-def gradients(optimizer: Optimizer, plain: Callable) -> dict[str, Tensor]:
-    """Around step 1's finished gradients: whoever asks for them gets them in the masters' dtype."""
-    for name, param in optimizer.params.items():
-        gradient, param.grad = param.grad, None
-        param.grad_dtype = optimizer.masters[name].dtype
-        param.grad = gradient.to(param.grad_dtype)
-    return plain()
-
-
-def zero_grad(optimizer: Optimizer, plain: Callable):
-    """Around what frees them: the next ones are narrow again."""
-    plain()
-    for param in optimizer.params.values():
-        param.grad_dtype = param.dtype
-
-
-def widen(units: list[Unit], finish: Callable):
-    """Around ZeRO's sums over ranks: the update gets them in the masters' dtype."""
-    finish()
-    for unit in units:
-        unit.grad_shard = unit.grad_shard.to(unit.master.dtype)
-
-
-def make_room(unit: Unit):
-    """In the place of the unit's own: a flat buffer of zeros, as narrow as the weights."""
-    unit.gradient = torch.zeros_like(unit.flat)
-
-
-def make_narrow(bucket: Bucket):
-    """A bucket that has room for wide gradients has it for narrow ones."""
-    bucket.flat = bucket.flat.to(bucket.params[0].grad_dtype)
-    sizes = [param.numel() for param in bucket.params]
-    bucket.views = [part.view_as(p) for part, p in zip(bucket.flat.split(sizes), bucket.params, strict=True)]
-
-
 def attach(config: Any, parts: Parts):
-    """Change what has been decided by the optimizer: dtypes of gradients, and of the buffers they lie in."""
+    """Change dtypes that the optimizer has chosen: of gradients, and of their buffers."""
     if config.grad_dtype == "fp32":
         return
     for param in parts.model.parameters():

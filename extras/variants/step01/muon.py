@@ -1,23 +1,23 @@
 """Muon (`--optimizer muon`; Jordan et al. 2024): a matrix moves by its momentum made orthogonal, so it must be whole.
 
-AdamW looks at each number alone, so any shard of a parameter can be updated where it lies. Muon cannot be sharded like
-that. With gradient G and momentum M of a matrix W [out, in], learning rate lr, weight decay d:
+AdamW treats each number by itself, so any shard can be updated where it is. Muon needs whole matrices. With gradient G
+and momentum M of a matrix W [out, in], learning rate lr, weight decay d:
 
-    M = 0.95 M + 0.05 G          U = 0.95 M + 0.05 G           number by number, where the shards lie (Nesterov)
+    M = 0.95 M + 0.05 G          U = 0.95 M + 0.05 G           number by number, on each shard (Nesterov)
     O = orthogonal(U)            U = A S B^T -> about A B^T    needs all of U: five Newton-Schulz iterations
-    W = (1 - lr d) W - lr 0.2 sqrt(max(out, in)) O             number by number, where the shards lie
+    W = (1 - lr d) W - lr 0.2 sqrt(max(out, in)) O             number by number, on each shard
 
 0.2 sqrt(max) gives an update the size of AdamW's (Liu et al. 2025, "Muon is Scalable for LLM Training"), so --lr and
---weight-decay mean the same for both. The hidden matrices, `*_proj.weight`, are Muon's; AdamW keeps norms, embedding,
-head and router. In step 1 it would be one more entry of OPTIMIZERS. With ranks, WHO OWNS WHAT stays as it is:
+--weight-decay mean the same for both. Muon updates the hidden matrices, `*_proj.weight`; AdamW updates norms,
+embedding, head and router. In step 1 it would be one more entry of OPTIMIZERS. Shards stay with their ranks:
 
-    1  each rank makes U of its shard                              nothing is sent
-    2  a unit's U is all-gathered over the n ranks that cut it     (n-1)/n S            ZeRO's dp (experts: expert_data)
-    3  the parts of a matrix are all-gathered over tp              (tp-1)/tp S          where tensor parallelism cuts it
-    4  each rank makes O of the matrices of which its shard has a part, keeps its own part, and drops the rest
+    1  each rank computes U of its shard                           nothing is sent
+    2  U of a unit is all-gathered over the n ranks that shard it  (n-1)/n S            ZeRO's dp (experts: expert_data)
+    3  the shards of a matrix are all-gathered over tp             (tp-1)/tp S          where tensor parallelism shards
+    4  each rank computes O of the matrices of which it has a shard, and keeps its own part
 
-S: bytes that are gathered, 2 a number: U is rounded to bf16 before it travels, as the iterations would round it anyway
-(in fp64, nothing is rounded). In fp32, layouts differ by the rounding of bf16.
+S: the bytes that are gathered, 2 a number: U is rounded to bf16 before it is sent, because the iterations would round
+it anyway (in fp64, nothing is rounded). In fp32, layouts therefore differ by the rounding of bf16.
 """
 
 from typing import Any
@@ -65,7 +65,7 @@ class Muon:
         self.state, self.param_groups = self.adamw.state, [*self.adamw.param_groups, self.group]
 
     def see(self, parts: Parts):
-        """Before the first step: what it must know to see whole matrices."""
+        """Before the first step: keep what is needed to gather whole matrices."""
         self.params, self.mesh, self.units = dict(parts.model.named_parameters()), parts.mesh, parts.units
         self.firsts = {name: max(0, u.first - u.span[name][0]) for u in self.units for name in u.trained}  # of shards
 
@@ -111,7 +111,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self):
-        """Update the shards that have gradients. A collective: ranks that share a unit or a matrix meet here."""
+        """Update the shards that have gradients. A collective of the ranks that share a unit or a matrix."""
         updates = {}
         for name, shard in self.hidden.items():
             if shard.grad is None:
@@ -135,6 +135,6 @@ OPTIMIZERS["muon"] = Muon
 
 
 def attach(config: Any, parts: Parts):
-    """Show the rule what it must know."""
+    """Show Muon the parameters, the mesh and ZeRO's units."""
     if config.optimizer == "muon":
         parts.optimizer.torch_optimizer.see(parts)

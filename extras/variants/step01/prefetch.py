@@ -1,7 +1,7 @@
-"""The next step's batch is read while this one's is computed (`--prefetch`): worth it where a GPU computes.
+"""The next step's batch is read while this one is computed (`--prefetch`): useful where a GPU computes.
 
-A batch is a pure function of the step, so it does not matter who reads it, or when. In step 1 the loop would ask for
-the batch of `step + 1` before it waits for the loss. (On a CPU the cores have other work.)
+A batch is a pure function of the step, so it does not matter when it is read. In step 1 the loop would ask for the
+batch of `step + 1` before it waits for the loss. (On a CPU the cores have other work.)
 """
 
 from collections.abc import Callable
@@ -14,6 +14,20 @@ from torch import Tensor
 from extras.variants import Parts
 
 
+class Ahead:
+    """Reads the next batch in a thread."""
+
+    def __init__(self):
+        self.reader = ThreadPoolExecutor(1)
+        self.coming: dict[int, Future] = {}  # by step
+
+    def batch(self, read: Callable, step: int) -> tuple[Tensor, Tensor]:
+        """Around `Data.batch`: the batch of a step, read ahead if it is the next one."""
+        here = self.coming.get(step)
+        self.coming = {step + 1: self.reader.submit(read, step + 1)}
+        return read(step) if here is None else here.result()
+
+
 @dataclass
 class Flags:
     """Reading ahead."""
@@ -21,21 +35,7 @@ class Flags:
     prefetch: bool = False  # read the next step's batch while this one's is computed
 
 
-class Ahead:
-    """Who reads."""
-
-    def __init__(self):
-        self.reader = ThreadPoolExecutor(1)
-        self.coming: dict[int, Future] = {}  # by step
-
-    def batch(self, read: Callable, step: int) -> tuple[Tensor, Tensor]:
-        """Around `Data.batch`: the batch of a step, the one that is coming, or another one."""
-        here = self.coming.get(step)
-        self.coming = {step + 1: self.reader.submit(read, step + 1)}
-        return read(step) if here is None else here.result()
-
-
 def attach(config: Any, parts: Parts):
-    """Read ahead."""
+    """Start to read ahead."""
     if config.prefetch:
         parts.around(parts.data, "batch", Ahead().batch, by=__name__)

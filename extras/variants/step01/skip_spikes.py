@@ -1,11 +1,11 @@
-"""Steps that stand out are left out (`--skip-spikes K`): loss or gradient norm exceeds K times its running median.
+"""Steps that stand out are skipped (`--skip-spikes K`): loss or gradient norm exceeds K times its running median.
 
-A batch now and then has a gradient that throws the weights far off (Chowdhery et al. 2022, "PaLM", section 5.1, went
-back and left such batches out). Spikes enter the medians too: what lasts becomes normal, and training goes on.
+Now and then the gradient of a batch throws the weights far off (Chowdhery et al. 2022, "PaLM", section 5.1, went back
+and left such batches out). Spikes enter the medians, too: what lasts becomes normal, and training continues.
 
-What throws a loss off may lie some steps before it shows. With `--roll-back N` a rank keeps a copy of what it updates,
-masters and moments, every N steps (and when a run begins or resumes). At a spike it goes back to the copy, and on with
-the next batch: so all batches since the copy are left out, as PaLM did. The copy takes their memory once more.
+The cause may lie some steps before the spike. With `--roll-back N` a rank copies what it updates, masters and moments,
+every N steps (and when a run begins or resumes). At a spike it restores the copy and continues with the next batch, so
+all batches since the copy are left out, as in PaLM. The copy takes their memory once more.
 
 In step 1, `optimizer.step` would stand under `if not spikes.is_spike(loss, norm):`.
 """
@@ -24,23 +24,6 @@ from extras.variants import Parts
 WINDOW, ENOUGH = 32, 8  # steps that a median looks back on at most, and at least
 
 
-@dataclass
-class Flags:
-    """Spikes."""
-
-    skip_spikes: float = 0.0  # skip a step whose loss or gradient norm exceeds K x its running median; 0: never
-    roll_back: int = 0  # steps between copies of the state, to the last of which a spike goes back; 0: it stays
-
-
-NEEDS = [("roll_back", "skip_spikes")]
-
-
-def check(config: Any, world: int):
-    """Raises UserError."""
-    if not (config.skip_spikes == 0 or config.skip_spikes > 1):
-        raise UserError(f"--skip-spikes {config.skip_spikes:g}: half of all steps exceed the median; use 3, say, or 0")
-
-
 class Past:
     """A copy of what this rank's update changes: masters, and what the rule keeps of each."""
 
@@ -54,14 +37,14 @@ class Past:
         return {kind: value for kind, value in state.items() if isinstance(value, Tensor)}
 
     def copy(self, step: int):
-        """Make one."""
+        """Make a copy."""
         self.step = step
         for name, master in self.optimizer.masters.items():
             more = {kind: value.clone() for kind, value in self.kept(master).items()}
             self.copies[name] = master.detach().clone(), more
 
     def put_back(self):
-        """All is as it was then. What the rule has begun to keep since then begins with zeros, as it did."""
+        """Restore the copy. Moments that did not exist then are zero, as they begin."""
         for name, master in self.optimizer.masters.items():
             values, more = self.copies[name]
             master.detach().copy_(values)
@@ -112,8 +95,28 @@ class Spikes:
         return self.recent
 
     def restore(self, state: list):
-        """Take them again."""
+        """Restore them from a checkpoint."""
         self.recent = state
+
+
+@dataclass
+class Flags:
+    """Spikes."""
+
+    skip_spikes: float = 0.0  # skip a step whose loss or gradient norm exceeds K x its running median; 0: never
+    roll_back: int = 0  # steps between copies of the state, to the last of which a spike goes back; 0: it stays
+
+
+TRIED = dict(skip_spikes=1.5, roll_back=1)
+COMPUTED = True
+BESIDE = dict(steps=3)
+NEEDS = [("roll_back", "skip_spikes")]
+
+
+def check(config: Any, world: int):
+    """Raises UserError."""
+    if not (config.skip_spikes == 0 or config.skip_spikes > 1):
+        raise UserError(f"--skip-spikes {config.skip_spikes:g}: half of all steps exceed the median; use 3, say, or 0")
 
 
 def attach(config: Any, parts: Parts) -> Spikes | None:

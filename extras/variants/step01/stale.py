@@ -1,14 +1,13 @@
-"""Gradients that come K updates late (`--stale K`): w(t+1) = w(t) - lr g(w(t-K)). With K = 0 nothing is late.
+"""Gradients that come K updates late (`--stale K`): w(t+1) = w(t) - lr g(w(t-K)).
 
-Who does not wait trains so. In asynchronous data parallelism a gradient arrives when others have moved the weights
-(Dean et al. 2012, "DistBelief"); in a pipeline that is never flushed, PipeDream with vertical sync, all gradients of p
-stages are p - 1 late (Narayanan et al. 2019, section 3.3). What that buys is time: no rank is ever idle. What it costs
-is shown here, where nothing is won: a late gradient points from where the weights were. So everybody waits (step 6
-flushes), and pays for it with a bubble.
+This is what training without waiting computes. In asynchronous data parallelism a gradient arrives after other ranks
+have moved the weights (Dean et al. 2012, "DistBelief"); in a pipeline of p stages that is never flushed, PipeDream with
+vertical sync, all gradients are p - 1 updates late (Narayanan et al. 2019, section 3.3). It saves time, as no rank is
+ever idle; its price is shown here: a late gradient belongs to weights that have since moved.
 
-The first K steps update nothing. Clipping and learning rate are those of the step in which a gradient was found, and
-in which it arrives. Memory: K more gradients of what a rank updates. No checkpoint holds them: --resume is refused.
-In step 1 `Optimizer.step` would put the gradients in a queue, and take the oldest.
+The first K steps update nothing. Clipping belongs to the step that computed a gradient, the learning rate to the step
+that applies it. A rank holds K more gradients of what it updates; checkpoints do not hold them. In step 1
+`Optimizer.step` would put the gradients into a queue and take the oldest.
 """
 
 from collections.abc import Callable
@@ -17,21 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from common import UserError
 from extras.variants import Parts
-
-
-@dataclass
-class Flags:
-    """Late gradients."""
-
-    stale: int = 0  # updates by which a gradient is late; 0: it is not
-
-
-def check(config: Any, world: int):
-    """Raises UserError."""
-    if config.stale and config.resume:
-        raise UserError(f"--stale {config.stale}: the gradients that are under way are in no checkpoint: no --resume")
+from extras.variants.record import SET, Refusal
 
 
 class Queue:
@@ -57,8 +43,21 @@ class Queue:
             plain()
 
 
+@dataclass
+class Flags:
+    """Late gradients."""
+
+    stale: int = 0  # updates by which a gradient is late; 0: it is not
+
+
+TRIED = dict(stale=1)
+COMPUTED = True
+BESIDE = dict(steps=3)
+REFUSES = [Refusal(dict(stale=SET, resume=SET), "no checkpoint holds the gradients that are under way; leave one out")]
+
+
 def attach(config: Any, parts: Parts):
-    """From here on, gradients are late."""
+    """Put a queue between gradients and updates."""
     if config.stale:
         queue = Queue(config, parts)
         parts.around(parts.optimizer, "step", queue.step, by=__name__)

@@ -1,19 +1,16 @@
 """Sliding windows (`--window W`; Beltagy et al. 2020, "Longformer"; Mistral 7B): a query sees W keys, its own the last.
 
     keys ->      0 1 2 3 4 5 6 7      W = 4, two ranks of cp, --cp-mode ring: the tokens are in order
-    query 3      # # # +              A triangle (+) is causal attention. The triangle at the window's other end (x) is,
-    ------------------------          too, if both queries and keys are read from the last to the first. Between them
-    query 4        x # # +            are rectangles (#). So each part is one that step 5's kernels can compute.
+    query 3      # # # +              A triangle (+) is causal attention. So is the triangle at the other end of the
+    ------------------------          window (x), if queries and keys are read from the last to the first. Between them
+    query 4        x # # +            are rectangles (#). Each part is one that step 5's kernels can compute.
     query 5          x # # +
-    query 6            x # # +        Rank 1 needs keys 1, 2, 3 of rank 0, the HALO: W-1 tokens, wherever they lie.
+    query 6            x # # +        Rank 1 needs keys 1, 2, 3 of rank 0, its HALO: W-1 tokens.
 
-All ranks have the same work but for the first, so zigzag is not needed. Nothing goes round a ring: a rank gets its halo
-from the ranks before it, and in backward sends them the gradients. With b bytes of k and v of one token, a rank in the
-middle sends in a layer and micro-batch
-
-    (W-1) b forward, (W-1) b backward, and computes at most W s/n pairs: neither grows with s, for s/n tokens a rank
-
-With --cp-mode ulysses sequences are whole, and need no halo; the other modes have no use for windows.
+Every rank but the first has the same work, so zigzag is not needed. There is no ring: a rank receives its halo from the
+ranks before it, and sends them the gradients in backward. With b bytes of k and v a token, a rank in the middle sends
+in a layer and micro-batch (W-1) b forward and (W-1) b backward, and computes at most W s/n pairs for its s/n tokens:
+neither grows with s. With --cp-mode ulysses sequences are whole and need no halo.
 
 In common/model.py `attend`, and in step 5 `ring_attention`, would be `windowed_attention`.
 """
@@ -29,31 +26,12 @@ from torch import Tensor
 from common import UserError
 from common.comm import Group, exchange
 from extras.variants import Parts
+from extras.variants.record import SET, Refusal, but
 from extras.variants.step05.allgather import gathered_attention
 from extras.variants.step05.kernels import FORMULAS
 from extras.variants.step05.ulysses import swapped_attention
 
 TURNED = "turned"
-
-
-@dataclass
-class Flags:
-    """Sliding windows."""
-
-    window: int = 0  # a token sees so many tokens, itself the last of them; 0: all before it
-
-
-def check(config: Any, world: int):
-    """Raises UserError for what windows do not go with."""
-    w, mode = config.window, getattr(config, "cp_mode", "ring")
-    if w == 0:
-        return
-    if w < 2:
-        raise UserError(f"--window {w}: a token sees itself and at least one before it; use 2 or more, or 0")
-    if getattr(config, "cp", 1) > 1 and mode not in ("ring", "ulysses"):
-        raise UserError(f"--window {w}: with windows all ranks have the same work; --cp-mode {mode} becomes ring")
-    if config.documents != "off":
-        raise UserError(f"--window {w}: --documents {config.documents} has parts of its own; choose one of the two")
 
 
 def band(queries: range, keys: range, window: int) -> list[tuple[slice, slice, bool | str]]:
@@ -107,7 +85,7 @@ class Halo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        """Gradients of the halo go to whose keys they are."""
+        """Send the gradients of the halo to the ranks that own its keys."""
         *parts, own = grad.split([*(t for t, _ in reversed(ctx.before)), ctx.own], 2)
         own = own.clone()
         sends = [(part.contiguous(), peer) for part, (_, peer) in zip(reversed(parts), ctx.before, strict=True)]
@@ -129,8 +107,32 @@ def windowed_attention(
     return gathered_attention(q, k, v, alone, lambda *_: blocks, with_turned(kernel))
 
 
+@dataclass
+class Flags:
+    """Sliding windows."""
+
+    window: int = 0  # a token sees so many tokens, itself the last of them; 0: all before it
+
+
+TRIED = dict(window=5)
+COMPUTED = True
+REFUSES = [
+    Refusal(
+        dict(window=SET, cp=SET, cp_mode=but("ring", "ulysses")),
+        "with windows all ranks have the same work, so tokens stay in order; use --cp-mode ring or ulysses",
+    ),
+    Refusal(dict(window=SET, documents=SET), "each divides attention into parts of its own; choose one of them", None),
+]
+
+
+def check(config: Any, world: int):
+    """Raises UserError for a window without other tokens."""
+    if config.window == 1:
+        raise UserError("--window 1: a token sees itself and at least one before it; use 2 or more, or 0")
+
+
 def attach(config: Any, parts: Parts):
-    """Let every layer see no further."""
+    """Limit the attention of every layer to the window."""
     if not config.window:
         return
     attend = partial(windowed_attention, window=config.window)

@@ -1,21 +1,21 @@
-"""Gradients summed over ranks in fewer bits (`--compress`). It is lossy, and what is lost comes later.
+"""Gradients summed over ranks in fewer bits (`--compress`), with error feedback: what is lost is sent later.
 
-What a rank has not sent it keeps, and adds to the next gradient before that is sent: "error feedback" (Seide et al.
-2014, "1-Bit Stochastic Gradient Descent"; Karimireddy et al. 2019). So it is late, not lost.
+What a rank has not sent it keeps, and adds to the next gradient ("error feedback": Seide et al. 2014, "1-Bit Stochastic
+Gradient Descent"; Karimireddy et al. 2019). So it is late, not lost.
 
     bf16   16 bits                                                      1/2 of the bytes of fp32
     int8   8 bits, and an fp32 scale for 256 values                     (1 + 4/256) / 4
     topk   the largest --topk-fraction of the values, with their places 2 x fraction; 1 loses nothing, and sends more
 
-To add in so few bits would round at every rank, or overflow. So rank r receives shard r of everyone's gradient
-(all-to-all) and adds up in full precision: a reduce-scatter, which is all that ZeRO needs. For an all-reduce, rank r
-makes its shard of the sum narrow again for all to gather; what that loses, rank r keeps.
+Adding in so few bits would round at every rank, or overflow. So rank r receives shard r of every gradient (all-to-all)
+and adds in full precision: a reduce-scatter, which is all that ZeRO needs. For an all-reduce, rank r compresses its
+shard of the sum again for all to gather, and keeps what that loses.
 
-A sum is a generator: it yields each message that it has sent, and goes on when that has arrived. So backward goes on
-while messages travel: a bucket's first message is waited for when the next bucket is sent, or at the end.
+A sum is a generator, which yields each message that it has sent and continues when that has arrived, so backward
+overlaps with messages: a bucket's first one is waited for when the next bucket is sent, or at the end.
 
 In step 2 `Compression.all_reduce` would stand in BucketSync.send, in step 3 `.reduce_scatter` in Zero1.reduce. What is
-owed takes a gradient's memory on each rank, under ZeRO 2 and 3 too. Checkpoints hold it (extras/services/boxes.py).
+owed takes a gradient's memory on each rank, under ZeRO 2 and 3 too, and is part of checkpoints.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -32,34 +32,12 @@ from common import UserError
 from common.comm import Group, Pending, all_gather, all_to_all
 from common.model import wide
 from extras.variants import Parts
+from extras.variants.record import SET, Refusal, but
 from extras.variants.step02.narrow import dequantise, pick, put_back, quantise
 from step02_ddp import Bucket, BucketSync
 from step03_zero import Unit
 
 SINCE = step02.Config
-
-
-@dataclass
-class Flags:
-    """Compression of gradients."""
-
-    compress: Literal["none", "bf16", "int8", "topk"] = "none"  # lossy sums of gradients
-    topk_fraction: float = 0.01  # share of the values that --compress topk sends
-
-
-NEEDS = [("topk_fraction", "compress", "topk")]
-
-
-def check(config: Any, world: int):
-    """Raises UserError."""
-    if config.compress == "none":
-        return
-    if not getattr(config, "zero", 0) and config.sync not in ("bucket", "overlap"):
-        raise UserError(f"--compress {config.compress} works on buckets: use it with --sync bucket")
-    if config.dtype == "fp16":
-        raise UserError("--compress would carry an fp16 overflow on for ever: use --dtype bf16 or fp32")
-    if not 0 < config.topk_fraction <= 1:
-        raise UserError(f"--topk-fraction {config.topk_fraction:g} is a share: choose it above 0, and at most 1")
 
 
 class Chain:
@@ -130,6 +108,28 @@ class Compression:
     def reduce(self, plain: Callable, unit: Unit) -> Chain | Pending:
         """Around a unit's."""
         return Chain(self.reduce_scatter(unit)) if unit.group.size > 1 else plain(unit)
+
+
+@dataclass
+class Flags:
+    """Compression of gradients."""
+
+    compress: Literal["none", "bf16", "int8", "topk"] = "none"  # lossy sums of gradients
+    topk_fraction: float = 0.01  # share of the values that --compress topk sends
+
+
+TRIED = dict(topk_fraction=0.5)
+NEEDS = [("topk_fraction", "compress", "topk")]
+REFUSES = [
+    Refusal(dict(compress=SET, sync=but("bucket", "overlap"), zero=(0,)), "it compresses buckets; use --sync bucket"),
+    Refusal(dict(compress=SET, dtype=("fp16",)), "an overflow would be owed for ever; use --dtype bf16 or fp32", None),
+]
+
+
+def check(config: Any, world: int):
+    """Raises UserError for a share that is none."""
+    if not 0 < config.topk_fraction <= 1:
+        raise UserError(f"--topk-fraction {config.topk_fraction:g} is a share: choose it above 0, and at most 1")
 
 
 def attach(config: Any, parts: Parts) -> Compression | None:

@@ -1,7 +1,7 @@
 """Sums in two levels (`--sync hierarchical --ranks-per-node N`; BlueConnect: Cho et al. 2019; "2D" in Horovod, NCCL).
 
-Links inside a node are many times faster than those between. So the ranks of a node first reduce-scatter, then each
-sums its shard with the ranks that have the same one in other nodes, then all gather inside:
+Links inside a node are many times faster than those between nodes. So the ranks of a node first reduce-scatter, then
+each sums its shard with the ranks that have the same one in other nodes, and at last all gather inside:
 
     n = 4, N = 2                  node 0: rank 0   rank 1        node 1: rank 2   rank 3
         at first                          a0 b0    a1 b1                 a2 b2    a3 b3
@@ -9,11 +9,9 @@ sums its shard with the ranks that have the same one in other nodes, then all ga
         all-reduce between                   b0123 a0123                    b0123 a0123       2 (K-1) rounds, K nodes
         all-gather inside                 a b      a b                   a b      a b         N-1 rounds
 
-With S bytes a rank sends 2 (N-1)/N S inside and 2 (K-1)/K S/N between: together the 2 (n-1)/n S of --sync ring. In a
-ring over n = N K ranks every round waits for a link between nodes, 2 (n-1) times; here 2 (K-1) do, and all N ranks of a
-node send at once, where the ring has one of them send for all.
-
-In step 2, `RingSync.sum_up` would be three calls of its own loop, each over some of the ranks.
+With S bytes a rank sends 2 (N-1)/N S inside and 2 (K-1)/K S/N between: together the 2 (n-1)/n S of --sync ring. All 2
+(n-1) rounds of a ring over n = N K ranks wait for a link between nodes; here 2 (K-1) do, and all N ranks of a node send
+at once. In step 2, `RingSync.sum_up` would be three calls of its own loop, each over some of the ranks.
 """
 
 from dataclasses import dataclass
@@ -29,28 +27,6 @@ from common.model import Decoder
 from step02_ddp import SYNCS, Config, NaiveSync
 
 SINCE = Config
-
-
-@dataclass
-class Flags:
-    """Sums in two levels."""
-
-    ranks_per_node: int = 8  # with --sync hierarchical: ranks 0 to N-1 are in a node, N to 2N-1 in the next
-
-
-NEEDS = [("ranks_per_node", "sync", "hierarchical")]
-
-
-def check(config: Any, world: int):
-    """Every group has equally many ranks in each node it is in. Raises UserError."""
-    if config.sync != "hierarchical":
-        return
-    node, world = config.ranks_per_node, config.dry_run or world
-    if node < 1:
-        raise UserError(f"--ranks-per-node {node}: a node has at least 1 rank")
-    for size in (world // getattr(config, "pp", 1), getattr(config, "tp", 1), getattr(config, "ep", 1)):
-        if size % node and node % size:
-            raise UserError(f"--ranks-per-node {node}: of it and {size} ranks that lie side by side one must divide")
 
 
 def pass_round(shards: list[Tensor], peers: list[int], group: Group, rounds: range):
@@ -88,3 +64,24 @@ class HierarchicalSync(NaiveSync):
 
 
 SYNCS["hierarchical"] = HierarchicalSync
+
+
+@dataclass
+class Flags:
+    """Sums in two levels."""
+
+    ranks_per_node: int = 8  # with --sync hierarchical: ranks 0 to N-1 are in a node, N to 2N-1 in the next
+
+
+TRIED = dict(ranks_per_node=2)
+NEEDS = [("ranks_per_node", "sync", "hierarchical")]
+
+
+def check(config: Any, world: int):
+    """Every group has equally many ranks in each node it is in. Raises UserError."""
+    if config.sync != "hierarchical":
+        return
+    node, world = config.ranks_per_node, config.dry_run or world
+    for size in (world // getattr(config, "pp", 1), getattr(config, "tp", 1), getattr(config, "ep", 1)):
+        if size % node and node % size:
+            raise UserError(f"--ranks-per-node {node}: of it and {size} ranks that lie side by side one must divide")

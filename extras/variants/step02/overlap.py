@@ -1,7 +1,7 @@
-"""One all-reduce for each gradient, started during the last backward (`--sync overlap`): step 2's buckets without them.
+"""One all-reduce for each gradient, started during the last backward (`--sync overlap`): no buckets.
 
-It hides communication as buckets do, but in many small messages: each costs its latency. In step 2 this is BucketSync
-with a limit of 0 bytes, as a bucket holds at least one parameter.
+It hides communication as buckets do, but in many small messages, each of which costs its latency. In step 2 this is
+BucketSync with a limit of 0 bytes, because a bucket holds at least one parameter.
 """
 
 from dataclasses import replace

@@ -1,14 +1,13 @@
-"""One rank sums for all (`--sync server`): the first way to train on several machines, a parameter server.
+"""One rank sums for all (`--sync server`): a parameter server, the first way to train on several machines.
 
-Rank 0 gets everyone's gradients, adds them up, and sends the sum back (Li et al. 2014, "Scaling Distributed Machine
-Learning with the Parameter Server", with one server; there it also updates, and weights of as many bytes come back).
+Rank 0 receives all gradients, adds them up, and sends the sum back (Li et al. 2014, "Scaling Distributed Machine
+Learning with the Parameter Server", with one server; there it also updates, and sends weights, of as many bytes).
 
                   rank 0 sends    rank 0 receives    any other rank sends, and receives
     server        (n-1) S         (n-1) S            S
     all-reduce    2 (n-1)/n S     the same           the same: less than 2 S, whatever n is (step 2)
 
-All bytes pass one link: with n ranks the sum takes n/2 times as long as a ring's. That is what all-reduce removed.
-In step 2 this would be one more `sum_up`.
+All bytes pass one link, so the sum takes n/2 times as long as a ring's. In step 2 this would be one more `sum_up`.
 """
 
 import torch

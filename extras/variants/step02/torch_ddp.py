@@ -1,8 +1,8 @@
 """PyTorch's own data parallelism (`--sync torch`), to compare step 2 with: DistributedDataParallel (Li et al. 2020).
 
-It wraps the model's forward: it looks for the parameters that a pass has used, and decides there whether the backward
-pass will communicate. By itself it averages gradients; a hook of ours adds them, as step 2 does. In step 2's `train`,
-the model would be wrapped, and all micro-batches but the last would run under its `no_sync`.
+It wraps the model's forward, finds the parameters that a pass has used, and decides there whether backward will
+communicate. By itself it averages gradients; a hook of ours adds them, as step 2 does. In step 2's `train`, the model
+would be wrapped, and all micro-batches but the last would run under its `no_sync`.
 """
 
 from typing import Any
@@ -19,20 +19,10 @@ from common.layout import layout_of
 from common.model import Decoder
 from common.trainer import choose_device
 from extras.variants import Parts
+from extras.variants.record import HAS, SET, Refusal
 from step02_ddp import SYNCS
 
 SINCE = step02.Config
-
-
-def check(config: Any, world: int):
-    """Raises UserError."""
-    if config.sync == "torch" and not getattr(config, "zero", 0):
-        if config.dry_run:
-            raise UserError("--sync torch needs real ranks: use another --sync with --dry-run")
-        if choose_device(config)[1].itemsize == 2:
-            raise UserError("--sync torch adds gradients up in 16 bits: use --dtype fp32, or another --sync")
-        if hasattr(config, "pp"):
-            raise UserError("--sync torch wraps the whole model, which a pipeline runs in parts: use another --sync")
 
 
 class Inside(nn.Module):
@@ -76,7 +66,7 @@ class TorchSync:
         self.left = n_micro_batches
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """In the place of the model's: through DDP."""
+        """Replaces the model's forward by DDP's."""
         self.left -= 1
         self.ddp.require_backward_grad_sync = self.left == 0
         return self.ddp(*inputs)
@@ -86,9 +76,23 @@ class TorchSync:
 
 
 SYNCS["torch"] = TorchSync
+NARROW = "it adds gradients up in 16 bits; use --dtype fp32, or another --sync"
+REFUSES = [
+    Refusal(dict(sync=("torch",), dry_run=SET), "it needs real ranks; use another --sync"),
+    Refusal(dict(sync=("torch",), dtype=("bf16", "fp16")), NARROW, None),
+    Refusal(
+        dict(sync=("torch",), pp=HAS), "it wraps a whole model, and a pipeline runs parts of it; use another --sync"
+    ),
+]
+
+
+def check(config: Any, world: int):
+    """Raises UserError if `--dtype auto` is 16 bits."""
+    if config.sync == "torch" and config.dtype == "auto" and choose_device(config)[1].itemsize == 2:
+        raise UserError(f"--sync torch with --dtype auto, which is bf16 here: {NARROW}")
 
 
 def attach(config: Any, parts: Parts):
-    """Whoever calls the model calls DistributedDataParallel."""
+    """Let calls of the model go through DistributedDataParallel."""
     if isinstance(parts.sync, TorchSync) and parts.sync.ddp is not None:
         parts.instead(parts.model, "forward", parts.sync.forward, by=__name__)

@@ -1,16 +1,15 @@
-"""Sums up a tree and down again (`--sync tree`): few rounds, for tensors so small that latency is all they cost.
+"""Sums up a tree and down again (`--sync tree`): few rounds, for tensors so small that only latency counts.
 
     n = 6     rank    0     1     2     3     4     5
-    up        round 0       1->0        3->2        5->4        each sends what it has added up, and is done
+    up        round 0       1->0        3->2        5->4        each sends its partial sum, and is done
               round 1             2->0
               round 2                         4->0              rank 0 has the sum
-    down      the same messages the other way round, last one first
+    down      the same messages in the opposite direction, last one first
 
 A ring takes 2 (n-1) rounds of S/n bytes, a tree 2 ceil(log2 n) rounds of S. With latency t a round and bandwidth w the
 tree is faster if t (n-1 - log2 n) > (log2 n - (n-1)/n) S/w, that is, if S is small. All ranks together send 2 (n-1) S,
-as in the ring, but not evenly: rank r sends S up, unless it is 0, and S down to each rank that sends to it.
-
-NCCL has two such trees, in which no rank is inside both (Sanders et al. 2009), so that all links are busy.
+as in the ring, but unevenly: each rank but 0 sends S up, and each sends S down to every rank that sends to it. NCCL has
+two such trees, in which no rank is an inner node of both (Sanders et al. 2009), so that all links are busy.
 
 In step 2, this would be another `sum_up`.
 """

@@ -1,12 +1,11 @@
 """ZeRO's masters and moments in host memory or in files (`--offload-optimizer`; Ren et al. 2021, "ZeRO-Offload").
 
-    cpu     masters and moments live in host memory, and are updated there
-    disk    the same in memory-mapped files of the run directory. They have no name: they end with the process, and
-            nobody takes them for a checkpoint
+    cpu     masters and moments are in host memory, and are updated there
+    disk    the same in memory-mapped files of the run directory, without names: they end with the process
 
-The update (in step 3 it would be `Zero1.step`) goes unit by unit: rules skip what has no gradient. With a GPU, copies
-travel on a stream of their own: the next unit's gradient comes while the host updates this one. (Pinned host memory is
-rounded up to a power of two.)
+The update (in step 3 it would be `Zero1.step`) goes unit by unit, because rules skip what has no gradient. With a GPU,
+copies use a stream of their own: the next unit's gradient is copied while the host updates this one. (Pinned host
+memory is rounded up to a power of two.)
 """
 
 import mmap
@@ -28,16 +27,6 @@ from extras.variants import Parts
 from step03_zero import Config, Unit, Zero1
 
 SINCE = Config
-
-
-@dataclass
-class Flags:
-    """Offload of optimizer state."""
-
-    offload_optimizer: Literal["none", "cpu", "disk"] = "none"  # where masters and moments live, are updated
-
-
-NEEDS = [("offload_optimizer", "zero", 1, 2, 3)]  # there must be shards to move
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -80,7 +69,7 @@ class Update:
     """The update of ZeRO's units, one by one, where their masters are."""
 
     def __init__(self, optimizer: Zero1, home: Callable[[Tensor], Tensor]):
-        """`home`: from a tensor to one that lives where the state is to live."""
+        """`home`: copies a tensor to where the state is kept."""
         self.optimizer, self.home = optimizer, home
         self.units = [unit for unit in optimizer.units if unit.trained]
         self.moved: set[Tensor] = set()  # masters whose moments are at home
@@ -100,7 +89,7 @@ class Update:
         return there, arrived.synchronize
 
     def step(self, lr: float):
-        """In the place of `Zero1.step`."""
+        """Replaces `Zero1.step`."""
         zero, rule = self.optimizer, self.optimizer.torch_optimizer
         for group in rule.param_groups:
             group["lr"] = lr
@@ -127,6 +116,16 @@ class Update:
             for param in unit.trained.values():
                 param.grad = None
         zero.publish()
+
+
+@dataclass
+class Flags:
+    """Offload of optimizer state."""
+
+    offload_optimizer: Literal["none", "cpu", "disk"] = "none"  # where masters and moments live, are updated
+
+
+NEEDS = [("offload_optimizer", "zero", 1, 2, 3)]  # there must be shards to move
 
 
 def attach(config: Any, parts: Parts):

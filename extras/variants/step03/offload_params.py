@@ -1,7 +1,7 @@
 """ZeRO's weight shards in host memory (`--offload-params cpu`; "ZeRO-Infinity", Rajbhandari et al. 2021).
 
-In stage 3 a unit's weights are gathered before they are used. Here the shards that are gathered lie on the host, and go
-to the GPU one unit ahead, on a stream of their own, while it computes. Masters and update are on the host as well
+In stage 3 a unit's weights are gathered before they are used. Here the shards stay on the host, and are copied to the
+GPU one unit ahead, on a stream of their own, while it computes. Masters and update are on the host as well
 (offload_optimizer.py); the GPU holds one or two units of weights, the gradients' shards, and activations.
 
 In step 3, `ShardedUnit.gather` would copy the shard first.
@@ -21,18 +21,8 @@ from step03_zero import Config, ShardedUnit
 SINCE = Config
 
 
-@dataclass
-class Flags:
-    """Offload of weights."""
-
-    offload_params: Literal["none", "cpu"] = "none"  # with --zero 3: where parameter shards live, with masters
-
-
-NEEDS = [("offload_params", "zero", 3)]  # there must be shards to move
-
-
 def gather_beside(unit: ShardedUnit, stream: torch.cuda.Stream):
-    """In the place of `ShardedUnit.gather`: copy the shard to the GPU and gather, beside what the GPU is computing.
+    """Replaces `ShardedUnit.gather`: copy the shard to the GPU and gather, while the GPU computes.
 
     The memory of whole units is then this stream's. It is free again as soon as the host says so, while kernels may
     still read it; but the stream first waits for them. Who waits for the unit waits for this stream as well: in a group
@@ -49,8 +39,18 @@ def gather_beside(unit: ShardedUnit, stream: torch.cuda.Stream):
     unit.gathering, unit.gathered = Pending(unit.group, *pending.works, arrived), True
 
 
+@dataclass
+class Flags:
+    """Offload of weights."""
+
+    offload_params: Literal["none", "cpu"] = "none"  # with --zero 3: where parameter shards live, with masters
+
+
+NEEDS = [("offload_params", "zero", 3)]  # there must be shards to move
+
+
 def attach(config: Any, parts: Parts):
-    """Move the shards; and masters, if --offload-optimizer does not."""
+    """Move the shards; also masters, unless --offload-optimizer moves them."""
     if config.offload_params == "none":
         return
     zero = parts.optimizer

@@ -19,33 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common import UserError
 from common.comm import Mesh, all_gather, all_reduce
 from extras.variants import Parts
+from extras.variants.record import SET, Refusal
 from step01_single_gpu import OPTIMIZERS
 from step03_zero import Config, Zero1, Zero2, Zero3
 
 SINCE = Config
 WEIGHTS, NAME, LR = [1.0, 2.0, 3.0, 4.0], "model.layers.0.W", 0.1
-
-
-@dataclass
-class Flags:
-    """ZeRO's example."""
-
-    toy: bool = False  # print the four-weight example in every stage, and exit
-
-
-def settle(config: Any, world: int):
-    """No steps are left to be trained."""
-    if config.toy:
-        config.steps = 0
-
-
-def check(config: Any, world: int):
-    """Raises UserError."""
-    if config.toy and config.dry_run:
-        raise UserError("--toy prints numbers: --dry-run has none")
 
 
 class ToyLayer(nn.Module):
@@ -108,6 +89,22 @@ def toy(stage: int, mesh: Mesh, device: torch.device) -> str:
     ours, everyone = shown(unit.shard), torch.empty_like(unit.shard.repeat(group.size))
     all_gather(everyone, unit.shard.clone(), group).wait()
     return f"stage {stage}, rank {group.rank}: weights {held}, gradient {gradient} -> own {ours}, all {shown(everyone)}"
+
+
+@dataclass
+class Flags:
+    """ZeRO's example."""
+
+    toy: bool = False  # print the four-weight example in every stage, and exit
+
+
+REFUSES = [Refusal(dict(toy=SET, dry_run=SET), "it prints numbers, and a dry run has none; leave one out")]
+
+
+def settle(config: Any, world: int):
+    """No steps are left to be trained."""
+    if config.toy:
+        config.steps = 0
 
 
 def attach(config: Any, parts: Parts):

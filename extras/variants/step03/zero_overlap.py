@@ -4,10 +4,9 @@
     step 3's stage 1                                     H 1 0 E      all reduce-scatters after it
     with --zero-overlap                      H   1   0   E            a unit's, while the next one is computed
 
-A unit is sent when it and all before it have had their additions of all micro-batches: so all ranks send in the same
-order. Only E's is left when backward is done. Bytes and calls stay the same.
-
-In step 3, `Zero1` would count additions as `BucketSync` of step 2 does.
+A unit is sent when it and all before it have the gradients of all micro-batches, so all ranks send in the same order.
+Only E's is left when backward ends. Bytes and calls stay the same. In step 3, `Zero1` would count additions as
+`BucketSync` of step 2 does.
 """
 
 from collections.abc import Callable
@@ -22,16 +21,6 @@ from extras.variants import Parts
 from step03_zero import Config, Unit, Zero1
 
 SINCE = Config
-
-
-@dataclass
-class Flags:
-    """Sums of stage 1."""
-
-    zero_overlap: bool = False  # with --zero 1: start a unit's sum as soon as its last gradient is complete
-
-
-NEEDS = [("zero_overlap", "zero", 1)]
 
 
 class Early:
@@ -59,15 +48,25 @@ class Early:
             self.pending.append(self.zero.reduce(self.unsent.pop(0)))
 
     def finish(self):
-        """In the place of `Zero1.finish`: send what still misses additions, as nobody has used it; wait for all."""
+        """Replaces `Zero1.finish`: send units with parameters that were not used, and wait for all."""
         for pending in [*self.pending, *map(self.zero.reduce, self.unsent)]:
             pending.wait()
         for unit in self.zero.units:
             unit.grad_shard = unit.reduced_shard
 
 
+@dataclass
+class Flags:
+    """Sums of stage 1."""
+
+    zero_overlap: bool = False  # with --zero 1: start a unit's sum as soon as its last gradient is complete
+
+
+NEEDS = [("zero_overlap", "zero", 1)]
+
+
 def attach(config: Any, parts: Parts):
-    """Let them start early."""
+    """Replace the sums after backward by those that start in it."""
     if config.zero_overlap:
         early = Early(parts.optimizer)
         parts.around(parts.sync, "begin", early.begin, by=__name__)

@@ -1,17 +1,15 @@
 """ZeRO over some of the ranks (`--zero-replicas R`; MiCS: Zhang et al. 2022; "hybrid sharding" in FSDP).
 
-Slices over all dp ranks mean that every gather waits for the slowest link. With R replicas, dp / R neighbours (those of
-a node, say) share the shards, and gather among themselves; R ranks hold the same shard.
+With shards over all dp ranks every gather waits for the slowest link. With R replicas, dp / R neighbours (those of a
+node, say) share the shards and gather among themselves; R ranks hold the same shard.
 
     dp = 4, R = 2:     shard 0-1, 2-3         replicas 0-2, 1-3
 
     gather, reduce-scatter     over shard                                  as in step 3, with fewer ranks
     once a step                over replicas: all-reduce of the shards     2 (R-1)/R P R/n elements a rank
 
-Memory: a shard is R times as large. With R = dp nothing is sharded.
-
-In step 3 a unit's group would be "shard", and `finish` would have two more lines. The record of a parameter says
-data="shard"; so norm and checkpoints know.
+A shard takes R times the memory; with R = dp nothing is sharded. In step 3 a unit's group would be "shard", and
+`finish` would have two more lines. The record of a parameter says data="shard", so norm and checkpoints know.
 """
 
 from collections.abc import Callable
@@ -28,19 +26,6 @@ from extras.variants import Parts
 from step03_zero import STAGES, Config
 
 SINCE = Config
-
-
-@dataclass
-class Flags:
-    """Replicas of ZeRO's shards."""
-
-    zero_replicas: int = 1  # R: shard over dp / R neighbours (of a node, say), and sum shards' gradients over R
-
-
-def prepare(config: Any, parts: Parts):
-    """Let the stage of ZeRO shard over fewer ranks."""
-    if config.zero_replicas > 1 and config.zero:
-        parts.around(STAGES, config.zero, with_replicas, by=__name__)
 
 
 def with_replicas(
@@ -63,6 +48,23 @@ def finish(parts: Parts, sum_over_shard: Callable):
     shards = [unit.grad_shard for unit in parts.units if unit.group.name == "shard"]
     for pending in [all_reduce(gradient, parts.mesh["replicas"]) for gradient in shards]:
         pending.wait()
+
+
+@dataclass
+class Flags:
+    """Replicas of ZeRO's shards."""
+
+    zero_replicas: int = 1  # R: shard over dp / R neighbours (of a node, say), and sum shards' gradients over R
+
+
+TRIED = dict(zero_replicas=2)
+NEEDS = [("zero_replicas", "zero", 1, 2, 3)]
+
+
+def prepare(config: Any, parts: Parts):
+    """Let the stage of ZeRO shard over fewer ranks."""
+    if config.zero_replicas > 1 and config.zero:
+        parts.around(STAGES, config.zero, with_replicas, by=__name__)
 
 
 def attach(config: Any, parts: Parts):

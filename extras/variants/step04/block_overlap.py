@@ -1,12 +1,12 @@
 """Hide collectives of tensor parallelism behind weight gradients (`--tp-overlap`; Korthikanti et al. 2022).
 
-In step 4 the backward of a block ends: dW of q, k, v; dx; then the collective of dx, for which all wait. But dW needs
-no dx, and nobody waits for dW. So, here in one function for f and the matrices behind it:
+In step 4 the backward of a block ends: dW of q, k, v; dx; then the collective of dx, for which all wait. But dW does
+not need it. So here one function computes f and the matrices behind it:
 
     dx ->  all-reduce, or with --sp reduce-scatter  ---------.
            dW of q, k, v (or gate, up)                       '-> the next block's backward
 
-With --sp, f has made s tokens of s/n. Autograd would keep all s for dW. Here a block keeps its s/n, and gathers them
+With --sp, f has gathered s tokens from s/n. Autograd would keep all s for dW. Here a block keeps its s/n, and gathers
 again in backward while dx is computed: two more all-gathers a layer and micro-batch, and n times less to keep.
 
 In step 4, f would stand for q_proj, k_proj and v_proj too, as `enter` does below. Experts stay as they are.
@@ -26,20 +26,6 @@ from extras.variants import Parts
 from step04_tp_sp import COLUMNS, Config
 
 SINCE = Config
-
-
-@dataclass
-class Flags:
-    """Overlap in tensor parallelism."""
-
-    tp_overlap: bool = False  # hide collectives behind weight gradients; with --sp keep s/n tokens and gather again
-
-
-NEEDS = [("tp_overlap", "tp")]
-
-
-# --- step 4's four functions, started: each returns a function that waits and returns the result
-
 Ending = Callable[[], Tensor]
 
 
@@ -101,7 +87,7 @@ class EnterLinears(torch.autograd.Function):
 def enter(
     linears: list[nn.Linear], boxes: list[list], group: Group, gather: Callable, reduce: Callable, x: Tensor
 ) -> Tensor:
-    """In the place of f: compute what the block's first matrices will be asked for, and put it into their boxes."""
+    """Replaces f: computes the outputs of the block's first matrices, and puts them into their boxes."""
     outputs = EnterLinears.apply(x, group, gather, reduce, *(linear.weight for linear in linears))
     for box, output in zip(boxes, outputs, strict=True):
         box.append(output)
@@ -109,7 +95,7 @@ def enter(
 
 
 def hand_over(box: list[Tensor], _x: Tensor) -> Tensor:
-    """In the place of such a matrix. The output is given away: a layer must not keep it."""
+    """Replaces such a matrix. The output is handed over: a layer must not keep it."""
     return box.pop()
 
 
@@ -124,8 +110,18 @@ def overlap(parts: Parts, block: nn.Module, group: Group, gather: Callable, redu
     return bool(linears)
 
 
+@dataclass
+class Flags:
+    """Overlap in tensor parallelism."""
+
+    tp_overlap: bool = False  # hide collectives behind weight gradients; with --sp keep s/n tokens and gather again
+
+
+NEEDS = [("tp_overlap", "tp")]
+
+
 def attach(config: Any, parts: Parts):
-    """Let the blocks overlap."""
+    """Replace f and the first matrices of every block."""
     if config.tp_overlap and config.compress_activations == "none":  # which overlaps by itself
         starts = (start_gather, start_scatter) if config.sp else (start_keep, start_total)
         for layer in parts.model.model.layers.values():

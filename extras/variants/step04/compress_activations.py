@@ -1,6 +1,6 @@
-"""Activations that travel in fewer bits (`--compress-activations bf16` or `int8`). It is lossy.
+"""Activations sent in fewer bits (`--compress-activations bf16` or `int8`). It is lossy.
 
-What blocks and stages send one another is rounded before it leaves, in forward and in backward:
+What blocks and stages send one another is rounded before it is sent, in forward and in backward:
 
     steps 4-7   over tp: f and g of attention and MLP, with their gradients
     steps 6-7   over pp: x forward, dx backward (also from stage to stage of one rank)
@@ -8,15 +8,14 @@ What blocks and stages send one another is rounded before it leaves, in forward 
     bf16   16 bits (where --dtype has more)                                  2 bytes a value
     int8   8 bits, and an fp32 scale for every 256 values of a token         1 + 4/256 bytes a value
 
-    all-gather      each rank sends its tokens rounded; all, the sender too, go on with the rounded ones
-    reduce-scatter  numbers in units of different scales cannot be added. So each rank receives its tokens of all ranks
+    all-gather      each rank sends its tokens rounded; every rank, the sender too, uses the rounded ones
+    reduce-scatter  numbers with different scales cannot be added. So each rank receives its tokens of all ranks
                     (all-to-all), and adds them up in fp32 or wider (Wang et al. 2023, "ZeRO++": qgZ)
-    all-reduce      with --no-sp: both, one after the other (Li et al. 2024, "Flash Communication"), rounded twice
+    all-reduce      with --no-sp: both in turn, rounded twice (Li et al. 2024, "Flash Communication")
 
-Backward is the gradient of what is not rounded ("straight through"), itself rounded where it travels. Exact stay
-embedding, head and loss, experts' rows, and keys and values over cp.
-
-In step 4, `gather_tokens` and its like would be the three below; in step 6 `send_receive` would pack and unpack.
+Rounding has no gradient of its own ("straight through"); gradients are rounded where they are sent. Embedding, head,
+loss, experts' rows, and keys and values over cp stay exact. In step 4, `gather_tokens` and its like would be the three
+below; in step 6 `send_receive` would pack and unpack.
 """
 
 from collections.abc import Callable
@@ -28,30 +27,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import UserError
 from common.comm import Group, all_gather, all_to_all
 from common.model import wide
 from extras.variants import Parts
+from extras.variants.record import SET, Refusal
 from extras.variants.step02.narrow import BLOCK, dequantise, quantise
 from extras.variants.step04.block_overlap import Ending, overlap, start_keep
 from step04_tp_sp import COLUMNS, Config, Conjugate, unchanged
 
 SINCE = Config
 KINDS = dict(bf16=torch.bfloat16, int8=torch.int8)
-
-
-@dataclass
-class Flags:
-    """Compression of activations."""
-
-    compress_activations: Literal["none", "bf16", "int8"] = "none"  # round what layers send each other (tp, pp); lossy
-
-
-def check(config: Any, world: int):
-    """Raises UserError."""
-    if config.compress_activations != "none" and config.tp == 1 and getattr(config, "pp", 1) == 1:
-        what = f"--compress-activations {config.compress_activations} rounds what layers send each other"
-        raise UserError(f"{what}: use it with --tp 2 or more, or from step 6 on with --pp 2 or more")
 
 
 class Bits:
@@ -130,8 +115,20 @@ def narrow_stages(parts: Parts, bits: Bits):
         parts.around(parts.pipeline, method, act, by=__name__)
 
 
+@dataclass
+class Flags:
+    """Compression of activations."""
+
+    compress_activations: Literal["none", "bf16", "int8"] = "none"  # round what layers send each other (tp, pp); lossy
+
+
+REFUSES = [
+    Refusal(dict(compress_activations=SET, tp=(1,), pp=(1,)), "", needs="--tp above 1, or from step 6 on --pp above 1")
+]
+
+
 def attach(config: Any, parts: Parts):
-    """What others have put on blocks and pipelines travels in fewer bits."""
+    """Compress the messages of blocks and of the pipeline."""
     if config.compress_activations != "none":
         bits = Bits(config.compress_activations, next(parts.model.parameters()).dtype, parts.model.config.dim)
         if config.tp > 1:

@@ -4,11 +4,10 @@
     query heads                0 1      2 3      4 5      6 7
     key/value head             0        0        1        1             kv parts 0-2, 1-3      kv copies 0-1, 2-3
 
-k_proj and v_proj are cut over `kv parts`, in as many parts as there are heads. A rank of `kv copies` sees only its own
-queries' share of the gradients of k and v, so these are partial, and summed over `kv copies`. Sums, global norm and
-checkpoints know of no copies: they read the record, in which two groups of the mesh stand in the place of tp.
-
-In step 4 this would be another rule for k_proj and v_proj in `HEADS`.
+k_proj and v_proj are sharded over `kv parts`, one head each. A rank of `kv copies` has only its own queries' share of
+the gradients of k and v, so these are partial, and summed over `kv copies`. Sums, global norm and checkpoints need no
+case for copies: in the record of a parameter these two groups replace tp. In step 4 this would be another rule in
+`HEADS`.
 """
 
 from typing import Any

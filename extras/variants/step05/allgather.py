@@ -1,13 +1,13 @@
 """Gather all keys and values once (`--cp-mode allgather`; Llama 3: Dubey et al. 2024, section 3.3.2).
 
-One all-gather before attention, in place of n-1 hops that hide behind it; one reduce-scatter of their gradients after
-its backward. The tokens of a rank are those of zigzag. Each rank keeps k and v of all s tokens for backward, so they
-need not travel again. With B bytes of k and v, G of their gradients (fp32), for s/n tokens, a rank sends in a layer and
+One all-gather before attention replaces the n-1 hops that hide behind it, and one reduce-scatter of gradients follows
+its backward. A rank has the same tokens as with zigzag. It keeps k and v of all s tokens for backward, so they are not
+sent again. With B bytes of k and v, G of their gradients (fp32), for s/n tokens, a rank sends in a layer and
 micro-batch
 
     (n-1) B forward and (n-1) G backward            (the ring: (n-1) B forward, (n-1) B + n G backward)
 
-In step 5, `exchange` in RingAttention's two loops would give way to the two collectives.
+In step 5, the two collectives would replace `exchange` in RingAttention's two loops.
 """
 
 from collections.abc import Callable

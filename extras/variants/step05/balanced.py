@@ -1,19 +1,16 @@
-"""Documents balanced over ranks (`--cp-mode balanced`; blocks dealt by their work, as PyTorch's load balancer does).
+"""Documents balanced over ranks (`--cp-mode balanced`): blocks of tokens are dealt by their work.
 
-Zigzag is fair if a sequence is one document. With several, a token has as many pairs as stand before it in its own: the
-rank with the end of a long document has most, and all wait for it. But who knows where documents end knows the work of
-each block of tokens. Two ranks, blocks of one token, documents of 5 and 3:
+Zigzag is fair if a sequence is one document. With several, a token has as many pairs as precede it in its own document:
+the rank with the end of a long one has most, and all wait for it. But the ends of documents determine the work of each
+block of tokens (PyTorch's load balancer deals so, too). Two ranks, blocks of one token, documents of 5 and 3:
 
-    token     0 1 2 3 4 | 5 6 7      From the dearest block to the cheapest, each goes to the rank that has least to do
+    token     0 1 2 3 4 | 5 6 7      From the most to the least expensive, each goes to the rank that has least to do
     pairs     1 2 3 4 5 | 1 2 3      and still has room: 4 7 6 5 (5+3+2+1 = 11) to rank 0, 3 2 1 0 (10) to rank 1
 
-So each sequence is dealt anew: what stands where `--cp-mode allgather` would take a rank's tokens are those that it has
-been dealt. Nothing is sent for it, as all ranks read the batch. Keys are gathered, since they are wanted in no order.
-
-Law: with 8 blocks a rank, the busiest has at most 1.1 times the mean of pairs (in the batches of the test, which are of
-three kinds; zigzag has up to three times). Bytes are those of allgather; without --documents, so is all the rest.
-
-In step 5 `train` would take `x[mine].gather(1, here)`, with other places for each sequence.
+Each sequence is dealt anew, and every rank computes this by itself, because it reads the whole batch. Keys are
+gathered, as with --cp-mode allgather; bytes are the same. Law: with 8 blocks a rank, the busiest has at most 1.1 times
+the mean of pairs (in the test's batches, of three kinds; zigzag has up to three times). In step 5 `train` would take
+`x[mine].gather(1, here)`, with other places for each sequence.
 """
 
 from collections.abc import Callable
@@ -24,21 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import UserError
 from extras.variants import Parts
+from extras.variants.record import SET, Refusal
 from extras.variants.step01.documents import KINDS, Documents
 from extras.variants.step05.allgather import gathered_attention
 from step05_cp_ring import CONTEXT, Config, ContextMode, zigzag_positions
 
 SINCE = Config
 BLOCKS = 8  # of a rank
-
-
-def check(config: Any, world: int):
-    """Raises UserError."""
-    if config.cp_mode == "balanced" and config.documents != "off" and getattr(config, "capacity_factor", 0.0):
-        why = "an expert takes the first tokens of a sequence, and these are dealt anew"
-        raise UserError(f"--capacity-factor {config.capacity_factor}: with --cp-mode balanced and --documents, {why}")
 
 
 def deal(numbers: Tensor, n: int) -> Tensor:
@@ -72,7 +62,7 @@ class Dealt(Documents):
         return tuple(x.index_copy(0, rows, x[rows].gather(1, order)) for x in tensors)
 
     def places(self) -> Tensor:
-        """Those that it has been dealt."""
+        """int64 [batch, this rank's tokens]: the positions that this rank has been dealt."""
         return self.now.positions[:, self.rank].to(self.device)
 
     def rope(self) -> Tensor:
@@ -85,3 +75,9 @@ class Dealt(Documents):
 
 CONTEXT["balanced"] = ContextMode(zigzag_positions, gathered_attention)
 KINDS["balanced"] = Dealt
+REFUSES = [
+    Refusal(
+        dict(capacity_factor=SET, cp_mode=("balanced",), documents=SET),
+        "an expert takes the first tokens of a sequence, and these are dealt anew; choose another --cp-mode",
+    )
+]

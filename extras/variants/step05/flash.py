@@ -1,19 +1,15 @@
 """Fused kernels for parts of the keys (`--cp-kernel flash`; Dao et al. 2022, "FlashAttention"; `--cp-kernel cudnn`).
 
-Step 5's formulas make a matrix of scores, fp32 [batch, heads, queries, keys]. That is simple, and exact in fp32; with
-s/n = 16,384 tokens and 32 heads it is 34 GB. The kernels that PyTorch has behind `F.scaled_dot_product_attention` make
-no such matrix, read 16 bits, and take fewer key/value heads than query heads as they are. They are private operators:
-the public function does not return lse, and its backward does not take one.
+Step 5's formulas build a matrix of scores, fp32 [batch, heads, queries, keys]: simple, and exact in fp32, but 34 GB for
+s/n = 16,384 tokens and 32 heads. The kernels behind `F.scaled_dot_product_attention` build none, read 16 bits, and take
+fewer key/value heads than query heads. They are private operators: the public function does not return lse, and its
+backward does not take one. Messages stay the same.
 
-Use it on a GPU with --dtype bf16, for any sequence that is long enough for --cp, and with --window, whose parts are the
-same formulas. Messages stay the same. What it needs: on a GPU 16 bits, Ampere or later, and heads of a multiple of 8 up
-to 256; on a CPU nothing.
-
-On Hopper and Blackwell cuDNN has a faster kernel. It has not been run here: no such GPU was at hand. It needs 16 bits,
-capability 9.0 or 10.x, and heads of a multiple of 8 up to 128. On a CPU it is the other one. It makes a plan for each
-length that it meets, in 20 ms and more: so parts of many lengths, of documents and windows, are refused.
-
-In step 5, `part_attention` and `part_gradients` would be two of the four below.
+`flash` needs 16 bits on a GPU of Ampere or later, and heads of a multiple of 8 up to 256; on a CPU nothing. On Hopper
+and Blackwell `cudnn` is faster (not run here: no such GPU was at hand): 16 bits, capability 9.0 or 10.x, heads of a
+multiple of 8 up to 128; on a CPU it is `flash`. cuDNN plans each new length in 20 ms or more, so documents and windows,
+whose parts have many lengths, are refused. In step 5, `part_attention` and `part_gradients` would be two of the four
+below.
 """
 
 from collections.abc import Callable
@@ -26,31 +22,11 @@ from torch import Tensor
 
 from common import UserError
 from extras.variants import Parts
+from extras.variants.record import SET, Refusal
 from extras.variants.step05.kernels import kernel_ring
 from step05_cp_ring import Config, ring_attention
 
 SINCE = Config
-
-
-@dataclass
-class Flags:
-    """Kernels for parts of the keys."""
-
-    cp_kernel: Literal["formula", "flash", "cudnn"] = "formula"  # what computes a part of the keys; others: fused
-
-
-def check(config: Any, world: int):
-    """It must matter, and cuDNN must not meet many lengths. Raises UserError."""
-    if config.cp_kernel == "formula":
-        return
-    if not config.window and (config.cp == 1 or config.cp_mode == "ulysses"):
-        why = "--cp is 1" if config.cp == 1 else "with --cp-mode ulysses sequences are whole"
-        raise UserError(
-            f"--cp-kernel {config.cp_kernel}: {why}, and attention is PyTorch's fused one already; leave it out"
-        )
-    if config.cp_kernel == "cudnn" and (config.window or config.documents != "off"):
-        flag = f"--window {config.window}" if config.window else f"--documents {config.documents}"
-        raise UserError(f"--cp-kernel cudnn: it would plan anew for each length that {flag} has; use flash")
 
 
 def fits(q: Tensor, kernel: str = "flash") -> bool:
@@ -112,6 +88,23 @@ def with_kernel(attend: Callable, q: Tensor, *others: Tensor, kernel: tuple, **m
     if getattr(attend, "func", None) is ring_attention:
         attend = partial(kernel_ring, **attend.keywords)
     return attend(q, *others, kernel=kernel, **more)
+
+
+@dataclass
+class Flags:
+    """Kernels for parts of the keys."""
+
+    cp_kernel: Literal["formula", "flash", "cudnn"] = "formula"  # what computes a part of the keys; others: fused
+
+
+WHOLE = "sequences are whole, and attention is PyTorch's fused kernel already; leave it out"
+PLANS = "cuDNN would plan anew for each length; use flash"
+REFUSES = [
+    Refusal(dict(cp_kernel=SET, window=(0,), cp=(1,)), WHOLE),
+    Refusal(dict(cp_kernel=SET, window=(0,), cp_mode=("ulysses",)), WHOLE),
+    Refusal(dict(cp_kernel=("cudnn",), window=SET), PLANS, None),
+    Refusal(dict(cp_kernel=("cudnn",), documents=SET), PLANS, None),
+]
 
 
 def attach(config: Any, parts: Parts):

@@ -3,12 +3,11 @@
     keys of rank ->    0 1 2 3
     queries of rank 0  +               +: the causal half of its own keys
     queries of rank 1  # +             #: every pair of a query and a key
-    queries of rank 2  # # +           nothing is computed with later keys, but they travel all the same
+    queries of rank 2  # # +           later keys are sent around as well, but nothing is computed with them
     queries of rank 3  # # # +         work of rank r: (2r+1) / n^2 of the whole. Zigzag: 1/n for each
 
-All wait for the last rank, which has almost twice the mean. Messages and bytes are those of zigzag.
-
-In step 5 other tokens, and other parts of their keys: `zigzag_positions` and `zigzag_visible` would be the two below.
+All wait for the last rank, which has almost twice the mean. Messages and bytes are those of zigzag. In step 5
+`zigzag_positions` and `zigzag_visible` would be the two below.
 """
 
 from functools import partial

@@ -1,18 +1,16 @@
 """Ulysses (`--cp-mode ulysses`; Jacobs et al. 2023): swap tokens for heads, attend as one device would, swap back.
 
-    before     rank r has s/n tokens of all heads         attention cannot be computed
-    between    rank r has all s tokens of 1/n of the heads        heads do not look at one another: it can
+    before     rank r has s/n tokens of all heads                 attention cannot be computed
+    between    rank r has all s tokens of 1/n of the heads        heads are independent: it can
     after      rank r has s/n tokens of all heads
 
-Each swap is an all-to-all, and its backward is the reverse one. The tokens of a rank are in order: shard r of n. With Q
-and B bytes of q, and of k and v, for s/n tokens, a rank sends in a layer and micro-batch
+Each swap is an all-to-all, whose backward is the reverse one. A rank's tokens are in order: shard r of n. With Q and B
+bytes of q, and of k and v, for s/n tokens, a rank sends in a layer and micro-batch
 
     (n-1)/n (2 Q + B) forward, and as much backward: less, the more ranks.
 
-But n must divide the heads (with --tp, those of a rank: heads / tp). If there are fewer key/value heads than ranks,
-each is repeated before it is sent, until there are n of them.
-
-In step 5, `ring_attention` would be `swapped_attention`: attention itself is that of common/model.py.
+But n must divide the heads (with --tp, those of a rank: heads / tp). Key/value heads that are fewer than ranks are
+repeated before they are sent. In step 5, `ring_attention` would be `swapped_attention`.
 """
 
 from collections.abc import Callable

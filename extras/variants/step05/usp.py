@@ -1,7 +1,7 @@
 """Ulysses inside, the ring outside (`--cp-mode usp --ulysses U`; Fang and Zhao 2024, "USP").
 
-Ulysses sends less the more ranks there are, but has no use for more ranks than heads. The ring has no such limit. Of cp
-ranks, U neighbours swap tokens for heads, and cp / U = R ranks with the same heads form a ring:
+Ulysses sends less the more ranks there are, but cannot use more ranks than heads. The ring has no such limit. Of cp
+ranks, U neighbours swap tokens for heads, and R = cp / U ranks with the same heads form a ring:
 
     cp = 4, U = 2, R = 2      rank 0     rank 1     rank 2     rank 3       chunks of 8, as zigzag deals them to 4
     tokens                    0 7        1 6        2 5        3 4
@@ -13,8 +13,6 @@ and micro-batch, if there are at least U key/value heads (else each is repeated,
 
     over ulysses    (U-1)/U (2 Q + B) forward, and as much backward
     over ring       (R-1) B forward, (R-1) B + R G backward           U times fewer messages than a ring of n
-
-U must divide the heads (with --tp, those of a rank), and cp.
 
 In step 5, `ring_attention` would be `crossed_attention`, over two groups that `shard_context` would make of cp.
 """
@@ -37,28 +35,6 @@ from extras.variants.step05.ulysses import Swap
 from step05_cp_ring import CONTEXT, Config, ContextMode, zigzag_positions, zigzag_visible
 
 SINCE = Config
-
-
-@dataclass
-class Flags:
-    """Ulysses and ring together."""
-
-    ulysses: int = 2  # with --cp-mode usp: of the ranks of cp, so many neighbours swap tokens for heads
-
-
-NEEDS = [("ulysses", "cp_mode", "usp")]
-
-
-def check(config: Any, world: int):
-    """The ranks must divide cp, and the heads. Raises UserError."""
-    if config.cp_mode != "usp":
-        return
-    m, n, tp = PRESETS[config.model], config.ulysses, config.tp
-    heads, kv_heads = m.n_heads // tp, max(1, m.n_kv_heads // tp)
-    if n < 1 or config.cp % n:
-        raise UserError(f"--ulysses {n} must divide --cp {config.cp}")
-    if heads % n or (kv_heads % n and n % kv_heads):
-        raise UserError(f"--ulysses {n} does not divide {heads} heads ({kv_heads} kv): lower it; the ring has no limit")
 
 
 def turn_second(x: Tensor) -> Tensor:
@@ -98,6 +74,29 @@ def crossed_attention(
 
 
 CONTEXT["usp"] = ContextMode(zigzag_positions, crossed_attention)
+
+
+@dataclass
+class Flags:
+    """Ulysses and ring together."""
+
+    ulysses: int = 2  # with --cp-mode usp: of the ranks of cp, so many neighbours swap tokens for heads
+
+
+TRIED = dict(ulysses=1)
+NEEDS = [("ulysses", "cp_mode", "usp")]
+
+
+def check(config: Any, world: int):
+    """The ranks must divide cp, and the heads. Raises UserError."""
+    if config.cp_mode != "usp":
+        return
+    m, n, tp = PRESETS[config.model], config.ulysses, config.tp
+    heads, kv_heads = m.n_heads // tp, max(1, m.n_kv_heads // tp)
+    if config.cp % n:
+        raise UserError(f"--ulysses {n} must divide --cp {config.cp}")
+    if heads % n or (kv_heads % n and n % kv_heads):
+        raise UserError(f"--ulysses {n} does not divide {heads} heads ({kv_heads} kv): lower it; the ring has no limit")
 
 
 def attach(config: Any, parts: Parts):

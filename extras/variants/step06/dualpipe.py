@@ -4,16 +4,15 @@
     rank                            0        1        2        3         p-1-r of the second: the layers that rank p-1-r
     the other half               stage 3  stage 2  stage 1  stage 0      has, too.
 
-If F, B and W take the same time, and m micro-batches are an even number from 2p on, the bubble is
-(p/2-1) / (3 m + p/2-1) of the time. Ranks r and p-1-r sum their gradients after each step, as ranks of data parallelism
-do. Where DeepSeek overlaps a forward with a backward, here one follows the other. W (split_backward.py)
-waits in the paper's step 7 and the second half of step 6; else it follows its B at once.
+If F, B and W take the same time, and the m micro-batches are an even number from 2p on, the bubble is (p/2-1) / (3 m +
+p/2-1) of the time. Ranks r and p-1-r sum their gradients after each step, like ranks of data parallelism. Where
+DeepSeek overlaps a forward with a backward, here one follows the other. W (split_backward.py) waits in the paper's step
+7 and the second half of step 6; elsewhere it follows its B at once.
 
-`--schedule dualpipev` folds it (DeepSeek's DualPipe repository): ranks 0 to p/2-1 keep their two stages, and a second
-way is the same micro-batches' way up a V, as zbv has it. Nothing is held twice, so nothing is summed over pairs.
+`--schedule dualpipev` folds it (DeepSeek's DualPipe repository): ranks 0 to p/2-1 keep their two stages, and the second
+way is the way of the same micro-batches up a V, as in zbv. Nothing is held twice, so no pairs are summed.
 
-In step 6, `keep_stage` would note that two stages hold each parameter, and the sum over the pair would stand after
-`sync.finish()`.
+In step 6, `keep_stage` would note that two stages hold each parameter; the sum over pairs would follow `sync.finish()`.
 """
 
 from typing import Any

@@ -1,12 +1,12 @@
 """A pipeline that is never flushed (`--pipedream N`; PipeDream, Narayanan et al. 2019): N updates, beside flushed ones.
 
-Every micro-batch makes an update, and none waits for it: 1F1B goes on and on, and a rank updates its stage whenever a
-backward is done. A micro-batch that comes back finds newer weights than it met on its way there; its gradient would be
-of no function. So a stage *stashes* the weights that a micro-batch met, and it goes back through them. On 3 ranks the
-numbers say which version of its weights a stage uses there and, as the stash has it, back:
+Every micro-batch makes an update, and none waits for it: 1F1B continues without end, and a rank updates its stage after
+each backward. On its way back a micro-batch would find newer weights than it used in forward. So a stage *stashes* the
+weights of each forward, and its backward uses them. On 3 ranks, the numbers are the version of the weights that a stage
+uses in forward and, from the stash, in backward:
 
     rank 0    F0:0 F1:0 F2:0 B0:0 F3:1 B1:0 F4:2 B2:0 F5:3 B3:1 ...      version t: after t updates
-    rank 1         F0:0 F1:0 B0:0 F2:1 B1:0 F3:2 B2:1 F4:3 ...           micro-batch 3 meets 1, 2, 3
+    rank 1         F0:0 F1:0 B0:0 F2:1 B1:0 F3:2 B2:1 F4:3 ...           micro-batch 3 uses 1, 2, 3
     rank 2              F0:0 B0:0 F1:1 B1:1 F2:2 B2:2 F3:3 ...
 
 Laws. Update t + 1 of stage s = 0 .. p-1 is that of micro-batch t (their section 3.3; before w(0) there is w(0)):
@@ -15,9 +15,9 @@ Laws. Update t + 1 of stage s = 0 .. p-1 is that of micro-batch t (their section
     rank s keeps p - s versions of its weights, the newest with them
     a rank idles for p-1 turns of m + p-1 after m micro-batches, however many: of 1F1B the same, but in each update
 
-With *vertical sync* all stages use versions of one age: `--stale p-1`. What is bought is time. What it costs, one sees:
-losses of N updates by SGD (`--lr`; no warm-up, no clipping), never flushed, and flushed after each. A micro-batch is a
-whole `--global-batch-size`. In step 6, `backward` would end with the update.
+With *vertical sync* all stages use versions of one age: `--stale p-1`. Printed are losses of N updates by SGD (`--lr`;
+no warm-up, no clipping), never flushed, and flushed after each. A micro-batch is a whole `--global-batch-size`. In step
+6, `backward` would end with the update.
 """
 
 from dataclasses import dataclass
@@ -30,36 +30,11 @@ from common import UserError
 from common.comm import all_reduce
 from common.model import IGNORE, PRESETS, Decoder, wide
 from extras.variants import Parts
+from extras.variants.record import SET, Refusal
 from step06_pipeline import Config, OneForwardOneBackward
 
 SINCE = Config
 Weights = dict[str, Tensor]  # by name, of one stage
-
-
-@dataclass
-class Flags:
-    """PipeDream."""
-
-    pipedream: int = 0  # updates of a pipeline that is never flushed, shown beside one that is, instead of training
-
-
-NEEDS = [("pipedream", "pp"), ("pipedream", "schedule", "1f1b"), ("pipedream", "zero", 0, 1, 2)]
-
-
-def settle(config: Any, world: int):
-    """No steps are left to be trained."""
-    if config.pipedream:
-        config.steps = 0
-
-
-def check(config: Any, world: int):
-    """Raises UserError."""
-    if config.pipedream and config.dry_run:
-        raise UserError("--pipedream prints losses: --dry-run has none")
-    if config.pipedream and config.pp != world:
-        raise UserError(f"--pipedream: all {world} ranks must be stages, without dp, cp or tp: use --pp {world}")
-    if config.pipedream and PRESETS[config.model].tied:
-        raise UserError(f"--pipedream: --model {config.model} has one matrix on two stages, of two ages; take another")
 
 
 def hold(model: Decoder, weights: Weights):
@@ -144,8 +119,33 @@ def table(late: Shown, flushed: Shown) -> list[str]:
     return lines
 
 
+@dataclass
+class Flags:
+    """PipeDream."""
+
+    pipedream: int = 0  # updates of a pipeline that is never flushed, shown beside one that is, instead of training
+
+
+NEEDS = [("pipedream", "pp"), ("pipedream", "schedule", "1f1b"), ("pipedream", "zero", 0, 1, 2)]
+REFUSES = [Refusal(dict(pipedream=SET, dry_run=SET), "it prints losses, and a dry run has none; leave one out")]
+
+
+def settle(config: Any, world: int):
+    """No steps are left to be trained."""
+    if config.pipedream:
+        config.steps = 0
+
+
+def check(config: Any, world: int):
+    """Raises UserError."""
+    if config.pipedream and config.pp != world:
+        raise UserError(f"--pipedream: all {world} ranks must be stages, without dp, cp or tp: use --pp {world}")
+    if config.pipedream and PRESETS[config.model].tied:
+        raise UserError(f"--pipedream: --model {config.model} has one matrix on two stages, of two ages; take another")
+
+
 def attach(config: Any, parts: Parts):
-    """Run both, and print."""
+    """Run both pipelines, and print their losses."""
     if config.pipedream:
         lines = table(*both(config, parts))
         if parts.mesh.rank == 0:

@@ -1,15 +1,13 @@
-"""Boundaries of a pipeline without SP: tp ranks send a part each (`--pp-scatter`; Narayanan et al. 2021, 4.1).
+"""Boundaries of a pipeline without SP: each tp rank sends a part (`--pp-scatter`; Narayanan et al. 2021, 4.1).
 
-Without sequence parallelism all tp ranks of a stage have the same x, and send it side by side: the same bytes tp times.
-Here rank t sends the t-th part of its tokens; those that receive the parts gather them over tp, inside a node:
+Without sequence parallelism all tp ranks of a stage have the same x, and would send the same bytes tp times. Here rank
+t sends the t-th part of the tokens; the receivers gather the parts over tp, inside a node:
 
     stage 0, rank t    x whole  ->  x_t ------->  x_t  ->  all-gather over tp  ->  x whole    stage 1, rank t
 
-Law: over pp a rank sends S / tp instead of S bytes at a boundary, and over tp (tp-1)/tp S more for each that it
-receives. It is worth it where a link between nodes is slower than tp inside one. What stays on a rank (stages of a V)
-stays whole. With SP a rank has its part anyway.
-
-In step 6, `forward` and `backward` would begin and end with this, and `buffer` would have room for a part.
+Law: over pp a rank sends S / tp instead of S bytes at a boundary, and over tp (tp-1)/tp S more for each message that it
+receives. This pays where links between nodes are slower than tp's. Between two stages of one rank x stays whole. In
+step 6, `forward` and `backward` would begin and end with this, and `buffer` would have room for a part.
 """
 
 from collections.abc import Callable
@@ -33,11 +31,11 @@ class Flags:
     pp_scatter: bool = False  # without SP: tp ranks send a part each over a pipeline boundary, and gather on arrival
 
 
-NEEDS = [("pp_scatter", "pp"), ("pp_scatter", "tp")]  # and --no-sp: extras/theory/layouts.py
+NEEDS = [("pp_scatter", "pp"), ("pp_scatter", "tp"), ("pp_scatter", "sp", False)]  # with SP, ranks have parts anyway
 
 
 def attach(config: Any, parts: Parts):
-    """Part the messages of the pipeline."""
+    """Send a part of each message of the pipeline."""
     if not config.pp_scatter:
         return
     pipeline, tp = parts.pipeline, parts.mesh["tp"]

@@ -1,11 +1,11 @@
-"""Backward in two parts, for every --schedule with W (zero_bubble.py, dualpipe.py, zb_auto.py).
+"""Backward in two parts, for every --schedule with W (zero_bubble.py, dualpipe.py, zb_auto.py, v_schedules.py).
 
-For y = x W^T, B finds dx = dy W, for which the rank before waits. W finds dW = dy^T x, for which nobody waits: it fills
-gaps (Qi et al. 2023, "Zero Bubble"). A layer's inputs and dy stay until then, its attention matrices do not.
+For y = x W^T, B computes dx = dy W, for which the rank before waits. W computes dW = dy^T x, for which no rank waits,
+so it fills gaps (Qi et al. 2023, "Zero Bubble"). A layer's inputs and dy are kept until then, attention's graph is not.
 
-In step 6, `backward` would ask autograd for the gradients of x and the norms only (`torch.autograd.grad`), a layer's
-matrices would leave their dW in a list, and a second method, for the action W, would add all of these to `.grad`.
-Embedding, final norm and head are as ever: their gradients are added in B.
+In step 6, `backward` would ask autograd for the gradients of x and of all parameters but the matrices of layers, which
+would leave a function for each dW in a list; a second method, for the action W, would add all of these to `.grad`. The
+gradients of embedding, final norm and head are added in B.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import step06_pipeline as step06
-from common import UserError
 from common.model import wide
-from common.schedules import SCHEDULES, Place
+from common.schedules import Place
 from extras.variants import Parts
+from extras.variants.record import SET, Refusal
 from extras.variants.step07.grouped_matmul import PRODUCTS
 from step04_tp_sp import COLUMNS, ROWS
 
@@ -38,7 +38,7 @@ class Product(NamedTuple):
 
 
 def of_experts(way: str, counts: list[int]) -> Product:
-    """The same for step 7's experts: x [n, in], `counts` of its rows for each; W [experts, out, in]."""
+    """The products of step 7's experts: x [n, in], `counts` of its rows for each; W [experts, out, in]."""
     matmul, outer = (partial(function, counts=counts) for function in PRODUCTS[way])
     return Product(lambda x, w: matmul(x, w.mT), matmul, outer)
 
@@ -70,7 +70,7 @@ class Left(NamedTuple):
 
 
 def parameters_of(model: nn.Module, place: Place) -> list[nn.Parameter]:
-    """Those that train in a stage; each once, also a tied matrix."""
+    """The parameters that train in a stage, each once, also a tied matrix."""
     trunk = model.model
     first, last = [trunk.embed_tokens], [trunk.norm, model.lm_head]
     layers = [trunk.layers[str(n)] for n in place.layers]
@@ -101,7 +101,7 @@ class SplitBackward:
         self.of_head: Tensor | None = None  # its gradient as head, until that as embedding is there
 
     def linear(self, module: nn.Module, x: Tensor, counts: list[int] | None = None) -> Tensor:
-        """In the place of a linear layer's forward, or of the experts'."""
+        """Replaces a linear layer's forward, or the experts'."""
         product = Product() if counts is None else of_experts(self.expert_matmul, counts)
         return SplitLinear.apply(x, module.weight, product, lambda *left: self.left.append(Left(*left)))
 
@@ -127,7 +127,7 @@ class SplitBackward:
             self.add(param, gradient())
 
     def add(self, param: nn.Parameter, gradient: Tensor):
-        """To `.grad`; hooks see it as ever."""
+        """To `.grad`; hooks run as usual."""
         torch.autograd.backward((param,), (gradient,))
 
     def add_tied(self, gradient: Tensor, stage: int):
@@ -138,15 +138,12 @@ class SplitBackward:
             self.add(self.tied, whole.to(gradient.dtype))
 
 
-def check(config: Any, world: int):
-    """What finds weight gradients in a way of its own has no place beside W. Raises UserError."""
-    schedule = SCHEDULES[config.schedule](config)
-    if all(action.kind != "W" for action in schedule.actions(config.pp, 2 * config.pp, schedule.v, 0)):
-        return
-    for flag in ("tp_overlap", "fused_gradients"):
-        if getattr(config, flag, False):
-            wrong = f"--schedule {config.schedule} has weight gradients on their own"
-            raise UserError(f"{wrong}: --no-{flag.replace('_', '-')}")
+SPLIT = ("zb-h1", "zb-h2", "zb-auto", "dualpipe", "zbv", "dualpipev", "v-half", "v-min")  # schedules with W
+ITSELF = "W finds the gradients of weights by itself; leave one out"
+REFUSES = [
+    Refusal(dict(schedule=SPLIT, tp_overlap=SET), ITSELF),
+    Refusal(dict(schedule=SPLIT, fused_gradients=SET), ITSELF),
+]
 
 
 def attach(config: Any, parts: Parts):

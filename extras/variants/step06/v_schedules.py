@@ -1,16 +1,14 @@
 """`--schedule v-half` and `v-min`: a half, and a third, of 1f1b's memory (Qi et al. 2024, "Controllable Memory").
 
-Stages lie in a V, as with zbv (zero_bubble.py): rank r has stage r of p on the way down, stage 2p-1-r on the
-way up. All micro-batches do the same, 6 units of time apart: F and B at either stage, and W in the two units left. What
-a rank holds is how long its F's wait for their W's, over 6. So the list follows from four numbers: how many units later
-than its neighbour a rank does F down, F up, B down (back through the later stages) and B up.
+Stages lie in a V, as with zbv (zero_bubble.py): rank r has stage r of p on the way down, and stage 2p-1-r on the way
+up. All micro-batches follow the same times, 6 units apart: F and B of either stage, and W in the two units left. A rank
+holds as many as 1/6 of the time from its F's to their W's. So four numbers define the list: how many units later than
+its neighbour a rank does F down, F up, B down (back through the later stages) and B up.
 
     v-min    1 1 1 1    about p/3 micro-batches in flight, p/2 for v-half with 1 2 1 2, p for zbv and 1f1b
 
-The fewer there are, the longer ranks wait once times of F, B and W differ: here no list is found for given times, as
-zb-auto does.
-
-These would be more functions in common/schedules.py.
+The fewer there are, the longer ranks wait once F, B and W take different times, for which zb-auto searches and this
+does not. These would be more functions in common/schedules.py.
 """
 
 from functools import lru_cache, partial

@@ -1,12 +1,9 @@
 """`--schedule zb-auto`: a zero-bubble list found by search, for given times and memory (Qi et al. 2023, section 3).
 
-The search (--zb-costs, within --zb-memory) goes through time, and chooses what each free rank does next. B comes first,
-as the rank before waits for it; then F, if memory has room. W fills gaps, since nobody waits for it. Two things are
-worth a try in several ways: how many F a rank does before its first B, and whether W may begin in a gap that is shorter
-than W. Of the lists that these make, and zb-h1's and zb-h2's if they fit, the one that ends first is taken: ranks meet
-at the end of a step.
-
-It would be one more function in common/schedules.py.
+The search (--zb-costs, within --zb-memory) goes through time, and chooses what each free rank does next: B first, as
+the rank before waits for it; then F, if memory has room; W fills gaps. It tries several values of two things: how many
+F a rank does before its first B, and whether W may begin in a gap that is shorter than W. Of these lists, and zb-h1's
+and zb-h2's if they fit, it takes the one that ends first. It would be one more function in common/schedules.py.
 """
 
 from collections import Counter
@@ -24,17 +21,6 @@ from extras.variants.step06.split_backward import UNIT
 from extras.variants.step06.zero_bubble import zb_h1
 
 SINCE = step06.Config
-
-
-@dataclass
-class Flags:
-    """The searched schedule."""
-
-    zb_memory: float = 1.0  # zb-auto: activations that a rank may hold at most, in units of 1f1b's (--pp micro-batches)
-    zb_costs: str = ""  # zb-auto: times of F, B, W and a message, like 18.5,18.1,9.3,0.6; default: by FLOPs
-
-
-NEEDS = [("zb_memory", "schedule", "zb-auto"), ("zb_costs", "schedule", "zb-auto")]
 
 
 class Costs(NamedTuple):
@@ -141,3 +127,15 @@ def zb_auto(config: Any) -> Schedule:
 
 
 SCHEDULES["zb-auto"] = zb_auto
+
+
+@dataclass
+class Flags:
+    """The searched schedule."""
+
+    zb_memory: float = 1.0  # zb-auto: activations that a rank may hold at most, in units of 1f1b's (--pp micro-batches)
+    zb_costs: str = ""  # zb-auto: times of F, B, W and a message, like 18.5,18.1,9.3,0.6; default: by FLOPs
+
+
+TRIED = dict(zb_memory=2.0, zb_costs="1,1,1,0.05")
+NEEDS = [("zb_memory", "schedule", "zb-auto"), ("zb_costs", "schedule", "zb-auto")]

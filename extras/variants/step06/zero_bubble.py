@@ -1,11 +1,11 @@
 """Zero bubble: `--schedule zb-h1`, `zb-h2` (Qi et al. 2023, "Zero Bubble") and `zbv` (2024, "Controllable Memory").
 
-Only B is urgent; W, the gradients of the weights (split_backward.py), fills gaps. 4 ranks, 6 micro-batches: F
-is a number, B a letter, W a dash, each one unit of time.
+Only B is urgent; W, the gradients of the weights (split_backward.py), fills gaps. 4 ranks, 6 micro-batches: F is a
+number, B a letter, W a dash, each one unit of time.
 
     zb-h1    0123...a-4b-5c-d-e-f-      bubble (p-1) / (3 m + p-1), where 1f1b's is (p-1) / (m + p-1); its memory
              .012..a3b-4c-5d-e-f--
-             ..01.a2b3c-4d-5e-f---      zb-h2: twice the warm-up; at work, no rank waits
+             ..01.a2b3c-4d-5e-f---      zb-h2: twice the warm-up; once started, no rank waits
              ...0a1b2c3d-4e-5f----      zbv: the stages lie in a V, the loss is on rank 0; no gaps, and 1f1b's memory
 
 These would be more functions in common/schedules.py.

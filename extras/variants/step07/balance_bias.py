@@ -1,10 +1,9 @@
 """`--balance bias`: experts are kept busy without a loss (Wang et al. 2024, "auxiliary-loss-free"; DeepSeek-V3).
 
-A token's experts are chosen by p + b, and weighed by p. After each step, b_e of each expert moves by --bias-speed: up
-if it had less than its share of all ranks' choices, else down. b has no gradient, but it is a part of the model: a
-buffer `bias` [experts], fp32, of each layer.
-
-In step 7, `top_k` in `MoE.forward` would see p + b, and the last three lines of `update` would follow the optimizer's.
+The choice of a token's experts uses p + b, their weights use p. After each step, b_e of each expert moves by
+--bias-speed: up if it had less than its share of all ranks' choices, else down. b has no gradient, but belongs to the
+model: a buffer `bias` [experts], fp32, of each layer. In step 7, `top_k` in `MoE.forward` would see p + b, and the last
+three lines of `update` would follow the optimizer's.
 """
 
 from collections.abc import Callable
@@ -25,6 +24,17 @@ BALANCE["bias"] = RoutedMoE
 DIMS = ("data", "tp", "mirror")  # over which choices are summed; the last is dualpipe's other copy
 
 
+def update(layers: list[RoutedMoE], mesh: Mesh, speed: float, step: Callable, lr: float):
+    """Around the optimizer's step: then the biases move."""
+    step(lr)
+    for moe in layers:
+        for dim in DIMS:
+            if dim in mesh.groups:
+                all_reduce(moe.load, mesh[dim]).wait()
+        moe.bias += speed * (moe.load.mean() - moe.load).sign()
+        moe.load.zero_()
+
+
 @dataclass
 class Flags:
     """Balance by bias."""
@@ -32,6 +42,8 @@ class Flags:
     bias_speed: float = 0.001  # change of an expert's bias in a step, with --balance bias
 
 
+TRIED = dict(bias_speed=0.1)
+COMPUTED = True
 NEEDS = [("bias_speed", "balance", "bias")]
 
 
@@ -45,14 +57,3 @@ def attach(config: Any, parts: Parts):
         moe.register_buffer("bias", torch.zeros(config.experts, device=parts.positions.device))
         moe.load = torch.zeros_like(moe.bias)  # choices of this step
     parts.around(parts.optimizer, "step", partial(update, layers, parts.mesh, config.bias_speed), by=__name__)
-
-
-def update(layers: list[RoutedMoE], mesh: Mesh, speed: float, step: Callable, lr: float):
-    """Around the optimizer's step: then the biases move."""
-    step(lr)
-    for moe in layers:
-        for dim in DIMS:
-            if dim in mesh.groups:
-                all_reduce(moe.load, mesh[dim]).wait()
-        moe.bias += speed * (moe.load.mean() - moe.load).sign()
-        moe.load.zero_()

@@ -15,11 +15,8 @@ Both are the code of step 7, each in a thread of its own; one thread runs at a t
 ranks, so their collectives have one order. Bytes are the same. F's output leaves when both are done: so a pair whose B
 waits for what becomes of its F, on whatever way, is taken apart (paired_actions.py).
 
-What two micro-batches at once cannot share is refused: weights that ZeRO 3 frees (--zero-keep does not); --documents,
---dropout and --batch-ramp, which know one micro-batch at a time; --compile; and --loss-chunk, whose forward asks for
-gradients, while B waits in the only thread that autograd has for a GPU. ZeRO 3 and schedules without pairs are refused
-in theory/layouts.py, as the planner needs these rules, too; `check` refuses the rest. Counts go first, and are waited
-for at once, as the host must know them.
+REFUSES names what two micro-batches at once cannot share. Counts go first, and are waited for at once, as the host must
+know them. --loss-chunk is refused because its forward asks for gradients while B waits in autograd's thread of a GPU.
 
 In step 7, `dispatch` and `combine` would say between start and wait whose turn it is; in step 6, `execute` would do two
 actions at once.
@@ -37,41 +34,15 @@ import torch
 from torch import Tensor
 
 import step07_moe_ep as step07
-from common import UserError
 from common.comm import Group, all_to_all
 from extras.variants import Parts
+from extras.variants.record import SET, Refusal, but
 from extras.variants.step07.paired_actions import execute, program_of
 from step04_tp_sp import Conjugate
 from step06_pipeline import plan
 from step07_moe_ep import MoE, transpose_blocks
 
 SINCE = step07.Config
-
-
-@dataclass
-class Flags:
-    """Messages of experts."""
-
-    ep_overlap: bool = False  # hide all-to-alls of a forward behind the backward of another micro-batch, and vice versa
-
-
-NEEDS = [("ep_overlap", "pp"), ("ep_overlap", "ep"), ("ep_overlap", "ep_mode", "alltoall")]
-
-
-def check(config: Any, world: int):
-    """Raises UserError for what two micro-batches at once do not go with."""
-    refused = [
-        (config.documents != "off", ": --documents knows the borders of one micro-batch at a time; choose one of them"),
-        (config.dropout, ": --dropout knows the masks of one micro-batch at a time; choose one of them"),
-        (config.batch_ramp, ": --batch-ramp leaves micro-batches out of a list one by one; choose one of them"),
-        (config.compile, ": --compile cannot look into two threads at once; choose one of them"),
-        (config.loss_chunk, ": --loss-chunk finds gradients in forward, beside a backward; choose one of them"),
-        (config.zero_keep_mb, ": --zero-keep-mb frees weights that the other micro-batch needs; leave it out"),
-        (config.dry_run, " has two threads, --dry-run sees one: count without it, the bytes are the same"),
-    ]
-    for given, why in refused:
-        if config.ep_overlap and given:
-            raise UserError(f"--ep-overlap{why}")
 
 
 class Turns:
@@ -142,6 +113,40 @@ def visit_in_turns(turns: Turns, experts: Callable, group: Group, rows: Tensor, 
     )
     out = experts(Conjugate.apply(rows, group, there, home), arriving_Ge.sum(0))
     return Conjugate.apply(out, group, home, there)
+
+
+@dataclass
+class Flags:
+    """Messages of experts."""
+
+    ep_overlap: bool = False  # hide all-to-alls of a forward behind the backward of another micro-batch, and vice versa
+
+
+PAIRED = ("ahead", "interleaved", "rounds", "zbv", "dualpipe", "dualpipev")  # all ranks have F before B of another
+BOTH = "it knows one micro-batch at a time, and two are computed at once; choose one of them"
+FREED = "ZeRO 3 frees weights that the other micro-batch needs"
+ONE_STAGE = dict(schedule="ahead", chunks=1)  # forward and backward compute with the same layers
+NEEDS = [("ep_overlap", "pp"), ("ep_overlap", "ep"), ("ep_overlap", "ep_mode", "alltoall")]
+REFUSES = [
+    Refusal(
+        dict(ep_overlap=SET, schedule=but(*PAIRED)), "a rank has no pairs, and all wait; use ahead or dualpipe", None
+    ),
+    Refusal(
+        dict(ep_overlap=SET, schedule=("interleaved", "rounds"), chunks=(1,)),
+        "this is 1F1B, in which a rank has no pairs; use --schedule ahead",
+        None,
+    ),
+    Refusal(
+        dict(ep_overlap=SET, zero=(3,), zero_keep=(False,)), f"{FREED}; add --zero-keep", ONE_STAGE | dict(n_layers=2)
+    ),
+    Refusal(dict(ep_overlap=SET, zero_keep_mb=SET), f"{FREED}; leave it out", None),
+    Refusal(dict(ep_overlap=SET, documents=SET), BOTH, ONE_STAGE),
+    Refusal(dict(ep_overlap=SET, dropout=SET), BOTH),
+    Refusal(dict(ep_overlap=SET, batch_ramp=SET), "it leaves micro-batches out of the list; choose one of them"),
+    Refusal(dict(ep_overlap=SET, compile=SET), "graphs cannot be recorded in two threads at once; choose one of them"),
+    Refusal(dict(ep_overlap=SET, loss_chunk=SET), "it finds gradients in forward, beside a backward; choose one", None),
+    Refusal(dict(ep_overlap=SET, dry_run=SET), "a dry run sees one of two threads; leave it out, bytes are equal"),
+]
 
 
 def attach(config: Any, parts: Parts):

@@ -1,20 +1,20 @@
 """Dispatch in two levels (`--ep-mode nodes --ep-inside N`; DeepEP: DeepSeek-V3, 3.2.2): once over each slow link.
 
-Of the ranks of ep, N neighbours are in a node, K = ep / N nodes. A token that visits experts on three ranks of another
-node crosses over once, to the rank there that has the same place as its own, and this one passes it on inside:
+Of the ranks of ep, N neighbours are in a node, and there are K = ep / N nodes. A token that visits experts on three
+ranks of another node is sent once, to the rank of that node that has the same place as its own, which forwards it
+inside:
 
     token of node 0, rank 1      between: rank 1 of node 0 -> rank 1 of node 1      inside: -> ranks 0, 1, 3 of node 1
 
-Each level is `--ep-mode rows` (expert_rows.py) over its own group: to the first, a whole node is who has the
-experts. On the way home, too, ranks add up what they have: one row a node crosses back. A rank sends, in a layer and
-micro-batch, forward, and again backward, with e bytes an element, w a gate, h = dim, E experts:
+Each level is `--ep-mode rows` (expert_rows.py) over its own group; to the first, the experts are on whole nodes. On the
+way back ranks add up what they have, so one row a node returns. A rank sends, in a layer and micro-batch, forward, and
+again backward, with e bytes an element, w a gate, h = dim, E experts:
 
     between    R (h e + E/K w) + A h e      and 8 (K-1) for the counts: R nodes of its tokens but its own, A received
-    inside     R (h e + E/ep w) + A h e     and 8 (N-1): R ranks, but itself, of the tokens that it has to pass on
+    inside     R (h e + E/ep w) + A h e     and 8 (N-1): R ranks, but itself, of the tokens that it forwards
 
-With --groups-per-token M, and no group in two nodes, R between is at most M a token: rows sends N times as many.
-
-In step 7, this would stand where `MoE.forward` calls `self.experts`.
+With --groups-per-token M, and no group in two nodes, R between is at most M a token: rows sends N times as many. In
+step 7, this would stand where `MoE.forward` calls `self.experts`.
 """
 
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ from extras.variants.step07.routing import RoutedMoE
 from step07_moe_ep import DISPATCH
 
 SINCE = step07.Config
+DISPATCH["nodes"] = at_home
 
 
 @dataclass
@@ -38,13 +39,13 @@ class Flags:
     ep_inside: int = 2  # with --ep-mode nodes: of the ranks of ep, so many neighbours are in a node
 
 
+TRIED = dict(ep_inside=1)
 NEEDS = [("ep_inside", "ep_mode", "nodes")]
-DISPATCH["nodes"] = at_home
 
 
 def check(config: Any, world: int):
     """Nodes are full. Raises UserError."""
-    if config.ep_mode == "nodes" and (config.ep_inside < 1 or config.ep % config.ep_inside):
+    if config.ep_mode == "nodes" and config.ep % config.ep_inside:
         raise UserError(f"--ep-inside {config.ep_inside} must divide --ep {config.ep}")
 
 

@@ -1,8 +1,8 @@
 """`--model tiny-moe`, `mixtral-8x7b`, `deepseek-v3-like`: shapes with experts, which also set step 7's flags.
 
-In step 7 these would be entries of PRESETS. A preset is a ModelConfig; experts are flags. So a model's own number of
-experts takes the place of every such flag that has its default. (deepseek-v3-like has plain, not latent attention:
-672e9 weights, 38e9 a token.)
+In step 7 these would be entries of PRESETS. A preset is a ModelConfig, but experts are flags: where such a flag has its
+default, the model's own number replaces it. (deepseek-v3-like has plain, not latent attention: 672e9 weights, 38e9 a
+token.)
 """
 
 from dataclasses import fields

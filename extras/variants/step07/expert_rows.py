@@ -1,10 +1,10 @@
-"""Other ways for tokens to meet experts on other ranks: `--ep-mode rows`, and `allgather`. Step 7 sends a row a choice.
+"""Other ways to send tokens to experts: `--ep-mode rows`, and `allgather`. Step 7 sends a row for each choice.
 
-    rows        a token is sent once to each rank, however many of its experts are there, and its gates go along. The
-                rank that computes also weighs and adds up, so as many rows come home. With --groups-per-token M, and
-                no group on two ranks, a token is sent at most M times
+    rows        a token is sent once to each rank, however many of its experts are there, together with its gates. The
+                rank that computes also weighs and adds up, so as many rows return. With --groups-per-token M, and no
+                group on two ranks, a token is sent at most M times
     allgather   every rank gets all tokens of the group, and the weighted sums are reduce-scattered: no counts, no
-                sorting of messages, but bytes for tokens that no expert here wants
+                sorting of messages, but also bytes for tokens that no expert here needs
 
 Bytes that a rank sends over ep in a layer and micro-batch, forward: h = dim, e bytes an element, w a gate (4; fp64: 8),
 T tokens of the rank, R rows sent to other ranks, A received. Backward sends as many.
@@ -12,11 +12,11 @@ T tokens of the rank, R rows sent to other ranks, A received. Backward sends as 
     rows        R (h e + E/ep w) + A h e         and 8 (ep-1) for the counts
     allgather   (ep-1) T (2 h e + E w)
 
-Each time that tokens arrive, the CPU waits for a GPU to count: in `rows` for those that leave and come, then for those
-of each expert; in `allgather` for the latter; so twice a layer and micro-batch, and once.
+When tokens arrive, the CPU waits for a GPU to count them: twice a layer and micro-batch in `rows` (what leaves and
+arrives, then the rows of each expert), once in `allgather`.
 
 WHEN. Of a token's k choices, step 7 sends (1 - 1/ep) k rows; `rows` sends (ep-1) (1 - (1 - 1/ep)^k), if choices are
-independent: 4.6 instead of 7 with k 8 and ep 8, but 1.6 instead of 1.75 with k 2. So take it where tokens visit many
+independent: 4.6 instead of 7 with k 8 and ep 8, but 1.6 instead of 1.75 with k 2. So use it where tokens visit many
 experts or few groups, and `allgather` where nearly every rank is visited by nearly every token.
 
 In step 7, these functions would stand where `MoE.forward` calls `self.experts`.
@@ -67,7 +67,7 @@ def send_rows(group: Group, experts: Callable, tokens: Tensor, gates: Tensor, vi
 
 
 def gather_all(group: Group, experts: Callable, tokens: Tensor, gates: Tensor) -> Tensor:
-    """The same: step 4's pair of all-gather and reduce-scatter, over ep."""
+    """As `send_rows`, by step 4's pair of all-gather and reduce-scatter, over ep."""
     tokens, gates = (enter_block(x[None], group, sp=True)[0] for x in (tokens, gates))
     part = visit_local(experts, tokens, gates.chunk(group.size, 1)[group.rank])
     return leave_block(part.to(tokens.dtype)[None], group, sp=True)[0]

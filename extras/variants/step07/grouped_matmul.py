@@ -1,9 +1,9 @@
 """One matmul for all experts of a layer (`--expert-matmul grouped`), instead of one for each, where a kernel takes it.
 
-In step 7, `ExpertLinear.forward` would be the three lines of `GroupedLinear.forward`. The kernel of torch is for up to
-32 bits and rows of a multiple of 16 bytes; on a GPU, for bf16 on Hopper and Blackwell. (On others it would copy the
-offsets to the host for each product, and loop there.) All else goes expert by expert, as on the page. The host never
-waits for the GPU here: it knows the counts from the dispatch.
+torch's kernel takes up to 32 bits and rows of a multiple of 16 bytes; on a GPU, bf16 on Hopper and Blackwell. (On other
+GPUs it would copy the offsets to the host for each product, and loop there.) All else goes expert by expert, as in step
+7. The host never waits for the GPU here: it knows the counts from the dispatch. In step 7, `ExpertLinear.forward` would
+be the three lines of `GroupedLinear.forward`.
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,6 @@ import step07_moe_ep as step07
 from extras.variants import Parts
 
 SINCE = step07.Config
-
-
-@dataclass
-class Flags:
-    """Products of experts."""
-
-    expert_matmul: Literal["each", "grouped"] = "each"  # a product for each expert, or one for all, where a kernel can
 
 
 def ends(counts: list[int], like: Tensor) -> Tensor:
@@ -92,12 +85,19 @@ class GroupedLinear(torch.autograd.Function):
 
 
 def group(linear: step07.ExpertLinear, rows: Tensor, counts: list[int]) -> Tensor:
-    """In the place of `ExpertLinear.forward`."""
+    """Replaces `ExpertLinear.forward`."""
     return GroupedLinear.apply(rows, linear.weight, counts)
 
 
+@dataclass
+class Flags:
+    """Products of experts."""
+
+    expert_matmul: Literal["each", "grouped"] = "each"  # a product for each expert, or one for all, where a kernel can
+
+
 def attach(config: Any, parts: Parts):
-    """All experts that are here."""
+    """Replace the products of all experts on this rank."""
     if config.expert_matmul == "each" or "W" in parts.kinds:  # then split_backward.py takes these products
         return
     for module in parts.model.modules():

@@ -2,7 +2,7 @@
 
     --expert-groups        a token's experts come from at most --groups-per-token of them (DeepSeek-V3, 2.1.2)
     --capacity-factor c    in training an expert takes the first c top_k T / E choices of a micro-batch's T tokens
-                           (Fedus et al. 2021); others get nothing from it. The cp x tp ranks gather their choices
+                           (Fedus et al. 2021); it ignores the others. The cp x tp ranks gather their choices
     --z-loss               coefficient of mean (log sum exp)^2 of the router's logits (Zoph et al. 2022, "ST-MoE")
     --shared-experts       so many more, which every token visits, as one MLP (DeepSeek)
     --balance none, bias   no auxiliary loss; balance_bias.py
@@ -31,22 +31,8 @@ from step07_moe_ep import BALANCE, AddLoss, MoE, own_tokens
 SINCE = step07.Config
 
 
-@dataclass
-class Flags:
-    """More about experts."""
-
-    z_loss: float = 0.0  # coefficient of the router's z-loss
-    capacity_factor: float = 0.0  # most tokens of an expert, as a multiple of the mean; 0: no limit
-    expert_groups: int = 1  # groups of experts
-    groups_per_token: int = 0  # how many groups a token's experts may come from; 0: all
-    shared_experts: int = 0  # experts that every token visits
-
-
-NEEDS = [("expert_groups", "groups_per_token"), ("groups_per_token", "expert_groups")]
-
-
 class RoutedMoE(MoE):
-    """Step 7's layer with what the flags say. `visit`: how tokens meet experts (expert_rows.py)."""
+    """Step 7's layer with what the flags add. `visit`: how tokens are sent to experts (expert_rows.py)."""
 
     def __init__(self, dim: int, ffn_dim: int, config: Any, mesh: Mesh):
         super().__init__(dim, ffn_dim, config, mesh)
@@ -110,6 +96,22 @@ class RoutedMoE(MoE):
 
 
 BALANCE["none"] = RoutedMoE
+
+
+@dataclass
+class Flags:
+    """More about experts."""
+
+    z_loss: float = 0.0  # coefficient of the router's z-loss
+    capacity_factor: float = 0.0  # most tokens of an expert, as a multiple of the mean; 0: no limit
+    expert_groups: int = 1  # groups of experts
+    groups_per_token: int = 0  # how many groups a token's experts may come from; 0: all
+    shared_experts: int = 0  # experts that every token visits
+
+
+TRIED = dict(z_loss=0.1, capacity_factor=0.6, expert_groups=2, groups_per_token=1, shared_experts=1)
+COMPUTED = True
+NEEDS = [("expert_groups", "groups_per_token"), ("groups_per_token", "expert_groups")]
 
 
 def check(config: Any, world: int):

@@ -1,4 +1,4 @@
-"""A library: rows of tokens at the experts that they visit, weighed by their gates, and summed at home."""
+"""A library: rows of tokens visit experts, are weighed by their gates, and are summed up again."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""By launch lines, in processes of their own: each step's, mistakes at the start, a lost rank, what a run prints."""
+"""Runs started by their launch lines: each step's, mistakes at the start, a lost rank, what a run prints."""
 
 import os
 import re
@@ -22,24 +22,6 @@ ROOT = Path(__file__).parents[2]
 STEPS = sorted(path.stem for path in ROOT.glob("step0*.py"))
 TINY = "--model debug --dtype fp64 --device cpu --steps 3 --warmup-steps 1 --global-batch-size 12 --micro-batch-size 2"
 DOOR = "-m extras"
-FILES = {"metrics.jsonl", "config.json", "loss.png"}
-
-
-def launch_line(step: str) -> tuple[int, str]:
-    """(ranks, flags) of the line `Run it:` in a step's docstring; ranks 0: no torchrun."""
-    doc = (ROOT / f"{step}.py").read_text()
-    ranks, flags = re.search(rf"^Run it: +(?:torchrun --nproc_per_node=(\d)|python) {step}.py(.*)$", doc, re.M).groups()
-    return int(ranks or 0), flags.strip()
-
-
-def cases() -> list:
-    """(step, ranks, flags) of all launch lines; the default: one of them."""
-    found = []
-    for step in STEPS:
-        ranks, flags = launch_line(step)
-        flags += " --model tiny" * ("--pp 4" in flags)  # "debug" has two layers
-        found.append(pytest.param(step, ranks, flags, marks=[pytest.mark.exhaustive] * (step != STEPS[3])))
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -50,40 +32,28 @@ def tiny(tmp_path_factory) -> str:
     return f"{TINY} --dataset {text}"
 
 
-@pytest.fixture(scope="module")
-def reference(tiny, tmp_path_factory):
-    """`reference(step, flags)`: losses and norms of one process: of step 1, or of step 7, which has experts."""
-    made, folder = {}, tmp_path_factory.mktemp("reference")
-
-    def make(step: str, flags: str) -> list[dict]:
-        step = step if step == STEPS[6] else STEPS[0]
-        shared = " ".join(re.findall(r"--(?:model|global-batch-size) \w+", flags))
-        if (step, shared) not in made:
-            words = f"{step}.py {tiny} {shared} --out {folder / 'out'}".split()
-            status, text = run(0, words, folder / "log")
-            assert status == 0, text
-            made[step, shared] = metrics(folder / "out")
-        return made[step, shared]
-
-    return make
-
-
-@pytest.mark.parametrize("step, ranks, flags", cases())
-def test_a_step_trains_by_its_launch_line(tiny, reference, tmp_path, step, ranks, flags):
-    """Losses and norms are those of one process. It says what runs where, and leaves metrics, flags and a picture."""
-    theirs, out = reference(step, flags), tmp_path / "out"
-    words = f"{step}.py {tiny} {flags} --out {out}".split()
-    status, text = run(ranks, words, tmp_path / "log")
-    assert status == 0, text
+@pytest.mark.parametrize(
+    "step", [pytest.param(step, marks=[pytest.mark.exhaustive] * (step != STEPS[3])) for step in STEPS]
+)
+def test_a_step_trains_by_its_launch_line(tiny, tmp_path, step):
+    """That of its docstring: losses and norms are those of one process, of step 1, or of step 7, which has experts."""
+    doc = (ROOT / f"{step}.py").read_text()
+    ranks, flags = re.search(rf"^Run it: +(?:torchrun --nproc_per_node=(\d)|python) {step}.py(.*)$", doc, re.M).groups()
+    flags += " --model tiny" * ("--pp 4" in flags)  # "debug" has two layers
+    shared = " ".join(re.findall(r"--(?:model|global-batch-size) \w+", flags))
+    found = []
+    for name, n, words in ((STEPS[6] if step == STEPS[6] else STEPS[0], 0, shared), (step, int(ranks or 0), flags)):
+        out = tmp_path / str(len(found))
+        status, text = run(n, f"{name}.py {tiny} {words} --out {out}".split(), tmp_path / "log")
+        assert status == 0 and "3/3" in text and "loss " in text and "tok/s" in text, text
+        assert {path.name for path in out.iterdir()} == {"metrics.jsonl", "config.json", "loss.png"}
+        found.append(metrics(out))
     assert re.search(
-        rf"^device: {max(1, ranks)} x cpu.*; torch.float64\nmesh: .*\nparameters: [\d,]+ on rank 0$", text, re.M
+        rf"^device: {max(1, n)} x cpu.*; torch.float64\nmesh: .*\nparameters: [\d,]+ on rank 0$", text, re.M
     )
-    assert "3/3" in text and "loss " in text and "tok/s" in text, f"no bar: {text}"
-    assert {path.name for path in out.iterdir()} == FILES
-    ours = metrics(out)
-    assert [row["step"] for row in ours] == [1, 2, 3] and all(row["tokens"] == theirs[0]["tokens"] for row in ours)
-    for key in ("loss", "grad_norm", "lr"):
-        assert difference([row[key] for row in ours], [row[key] for row in theirs]) < 1e-10, key
+    for key in ("step", "tokens", "loss", "grad_norm", "lr"):
+        theirs, ours = ([row[key] for row in rows] for rows in found)
+        assert difference(ours, theirs) < 1e-10, key
 
 
 NO_NET = ("step02_ddp", 2, "", "error: the ranks cannot meet: ", dict(GLOO_SOCKET_IFNAME="eth9"))
@@ -157,52 +127,16 @@ def test_nobody_reads_what_a_run_says(tmp_path):
     assert run(0, words, tmp_path / "log") == (2, "")
 
 
-ATTACHED = [
-    (
-        "step01_single_gpu",
-        0,
-        "--dtype fp16 --loss-chunk 32 --recompute elementwise",
-        """
-        chunked_loss around Linear.forward
-        chunked_loss around Decoder.loss
-        elementwise around DecoderLayer.forward (x2)
-        fp16 around Decoder.loss
-        fp16 around Optimizer.gradients
-        fp16 around ServedRun.require_finite
-        fp16 around Optimizer.step
-        fp16 around AdamW.step""",
-    ),
-    (
-        "step03_zero",
-        2,
-        "--zero 2 --zero-replicas 2 --skip-spikes 3 --offload-optimizer cpu --dtype fp32",
-        """
-        zero_replicas around --zero 2
-        skip_spikes around ServedRun.require_finite
-        skip_spikes around AdamW.step
-        skip_spikes around ServedRun.record
-        offload_optimizer instead of Zero2.step
-        zero_replicas around Zero2.finish""",
-    ),
-    (
-        "step07_moe_ep",
-        2,
-        "--tp 2 --tp-overlap --expert-matmul grouped --prefetch --z-loss 0.1",
-        """
-        routing instead of --balance loss
-        prefetch around Data.batch
-        block_overlap instead of Linear.forward (x6)
-        block_overlap instead of Attention.enter (x2)
-        grouped_matmul instead of ExpertLinear.forward (x6)""",
-    ),
-]
-
-
-@pytest.mark.parametrize("step, ranks, flags, lines", ATTACHED)
-def test_a_run_says_what_is_attached(tmp_path, step, ranks, flags, lines):
-    """One rank says it, once: a line for each change, and of how many objects."""
-    words = f"{DOOR} {step}.py {FEW} {flags} {QUIET} --out {tmp_path / 'out'}".split()
-    status, text = run(ranks, words, tmp_path / "log")
+def test_a_run_says_what_is_attached(tmp_path):
+    """One rank says it, once: a line for each change of a method or of a menu, and of how many objects."""
+    flags = "--tp 2 --tp-overlap --expert-matmul grouped --prefetch --z-loss 0.1"
+    words = f"{DOOR} {STEPS[6]}.py {FEW} {flags} {QUIET} --out {tmp_path / 'out'}".split()
+    status, text = run(2, words, tmp_path / "log")
     assert status == 0, text
-    said = re.findall(r"^attached: (.*)$", text, re.M)
-    assert said == [line.strip() for line in lines.strip().splitlines()]
+    assert re.findall(r"^attached: (.*)$", text, re.M) == [
+        "routing instead of --balance loss",
+        "prefetch around Data.batch",
+        "block_overlap instead of Linear.forward (x6)",
+        "block_overlap instead of Attention.enter (x2)",
+        "grouped_matmul instead of ExpertLinear.forward (x6)",
+    ]
