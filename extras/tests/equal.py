@@ -9,6 +9,7 @@ import importlib
 import io
 import pickle
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
@@ -24,8 +25,8 @@ from torch import Tensor
 
 from common import data
 from common.model import IGNORE, PRESETS, ModelConfig
-from extras.services.boxes import Box, masters, place_in
 from extras.services.launch import gather_objects
+from extras.services.pieces import Piece, assemble, masters
 from extras.services.run import ServedRun
 from extras.services.seam import OpenRun, check, compose
 from extras.variants import Parts
@@ -94,13 +95,15 @@ class Seeing:
         """Masters, or their gradients, of all ranks -> whole tensors by name. A collective: all show theirs to all."""
         held = {piece.name: piece for piece in masters(self.parts)}
         some = {name: value.detach().contiguous() for name, value in local.items() if value.numel()}
-        pieces = [replace(held[name], tensor=value) for name, value in some.items()]
-        mine = [  # numpy's arrays, which pickle takes faster than tensors
-            (piece.name, piece.whole_shape, box, values.double().numpy().copy())
-            for piece in pieces
-            for box, values in piece.boxes()
-        ]
-        return assemble([box for theirs in gather_objects(mine) for box in theirs])
+        mine = [replace(held[name], tensor=value.double().numpy()) for name, value in some.items()]  # which pickle fast
+        pieces: dict[str, list[Piece]] = defaultdict(list)
+        for piece in (piece for theirs in gather_objects(mine) for piece in theirs):
+            pieces[piece.name].append(replace(piece, tensor=torch.from_numpy(piece.tensor)))
+        whole = {name: assemble(some) for name, some in pieces.items()}  # raises ValueError if some of it is on no rank
+        for piece in (piece for some in pieces.values() for piece in some):
+            same = torch.allclose(piece.cut(whole[piece.name]), piece.tensor, rtol=1e-9, atol=1e-12)
+            assert same, f"{piece.name}: copies on different ranks differ"
+        return whole
 
 
 class Watch(Seeing, OpenRun):
@@ -131,22 +134,6 @@ class Served(Seeing, ServedRun):
             super().__exit__(*error)
         finally:
             self.silence.close()
-
-
-def assemble(boxes: list[tuple]) -> dict[str, Tensor]:
-    """(name, whole shape, box, values) of all ranks -> whole tensors. Raises if copies differ, or parts are missing."""
-    whole: dict[str, Tensor] = {}
-    for name, shape, box, values in boxes:
-        if name not in whole:
-            whole[name] = torch.full(shape, torch.nan, dtype=torch.float64)
-        place, values = whole[name][place_in(Box((0,) * len(shape), shape), box)], torch.from_numpy(values)
-        known = ~place.isnan()
-        if not torch.allclose(place[known], values[known], rtol=1e-9, atol=1e-12):
-            raise AssertionError(f"{name}: copies on different ranks differ")
-        place.copy_(values)
-    for name, value in whole.items():
-        assert not value.isnan().any(), f"{name}: some elements are on no rank"
-    return whole
 
 
 def config_of(step_name: str, options: dict[str, Any]) -> Any:

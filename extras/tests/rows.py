@@ -78,6 +78,8 @@ ROWS = [
     Row(1, "step01_single_gpu", dict(recompute="elementwise")),
     Row(3, "step02_ddp", {}, dict(optimizer="adafactor")),
     Row(2, "step06_pipeline", dict(zero=1, dtype="bf16"), bound=0.05, does=("goes_on",)),
+    Row(2, "step02_ddp", dict(compress="int8"), does=("goes_on",)),
+    Row(2, "step03_zero", dict(zero=2, compress="topk"), does=("goes_on",)),
     Row(2, "step06_pipeline", dict(pp=2, zero=0, recompute="elementwise"), TIED | dict(optimizer="adafactor")),
     Row(4, "step05_cp_ring", dict(cp=2, tp=2, zero=3, recompute="elementwise")),
     Row(4, "step07_moe_ep", dict(cp=2, ep=2, zero=2, recompute="elementwise"), EXPERTS),

@@ -15,7 +15,7 @@ A sum is a generator: it yields each message that it has sent, and goes on when 
 while messages travel: a bucket's first message is waited for when the next bucket is sent, or at the end.
 
 In step 2 `Compression.all_reduce` would stand in BucketSync.send, in step 3 `.reduce_scatter` in Zero1.reduce. What is
-owed takes a gradient's memory on each rank, under ZeRO 2 and 3 too. Checkpoints hold it (extras/services/boxes.py).
+owed takes a gradient's memory on each rank, under ZeRO 2 and 3 too. Checkpoints hold it (extras/services/pieces.py).
 """
 
 from collections.abc import Callable, Generator, Iterator
