@@ -3,6 +3,7 @@
 import importlib
 import io
 import os
+import re
 import shutil
 import signal
 import socket
@@ -93,7 +94,8 @@ def cases() -> list:
     for base, *layouts in LAYOUTS:
         for (i, saved), (j, resumed) in product(enumerate(layouts), repeat=2):
             marks = [getattr(pytest.mark, EXHAUSTIVE)] * (j != i + 1 or i % 2)
-            found.append(pytest.param(base, saved, resumed, marks=marks, id=f"{saved}-{resumed}"))
+            name = re.sub(r"\W+", "-", f"{saved} to {resumed}").strip("-")
+            found.append(pytest.param(base, saved, resumed, marks=marks, id=name))
     return found
 
 
