@@ -1,31 +1,29 @@
-"""Checkpoints that know no layout: the files of a plain run, and an index of what lies where.
+"""Checkpoints that any layout reads: the files of a plain run, and an index of where their tensors lie.
 
     OUT/checkpoints/step-00000050/rank-00000.pt    as the plain run writes it (common/trainer.py): what rank 0 updates
                                   rank-00001.pt    ...
-                                  index.json       step, flags; the place of each shard in its whole tensor; a SHA-256
-                                                   of every file, and of index.json itself
+                                  index.json       step, flags, model; the place of each piece in its whole tensor
+                                                   (services/pieces.py); a SHA-256 of every file, and of index.json
 
-What a plain run has saved gets its index when it is first read: a dry run of each rank says the places.
+The files of a plain run have no index. They get one when they are first read: see services/places.py.
 
-CRASHES. Everything is written under a hidden name and flushed to the disk, index.json last; then the directory is
-renamed. One to be removed is renamed back to a hidden name first. So a directory with a final name is complete, and
-checksums tell whether it still is what was written. The last two are kept. (Several nodes need a shared folder.)
+CRASHES. All files are written into a folder with a hidden name and flushed to the disk, index.json last; then the
+folder is renamed. One that is to be removed first gets a hidden name again. So a folder with a final name is complete,
+and its checksums tell whether it still holds what was written. The last two are kept. (Nodes need a shared folder.)
 
-READING. Whoever needs some boxes (extras/services/boxes.py) copies where theirs and the stored ones overlap: any layout
-reads what any other wrote.
+READING. A rank assembles one whole tensor after the other, in host memory, and keeps its own part.
 """
 
 import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,60 +33,58 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common import UserError
-from extras.services.boxes import HELD, Piece, overlap, pieces_of, place_in
 from extras.services.launch import gather_objects
+from extras.services.pieces import Piece, assemble, pieces_of
 
 FORMAT = "course checkpoint 2"
 OWN = ("auto", "required")  # values of --resume that name --out
-PART = 2**26  # bytes that are read at a time
 
 
 def file_name(rank: int) -> str:
-    """Of the file that a rank writes."""
+    """The name of the file that a rank writes."""
     return f"rank-{rank:05d}.pt"
 
 
 def folder_name(step: int) -> str:
-    """Of a checkpoint."""
+    """The name of a checkpoint."""
     return f"step-{step:08d}"
 
 
 def checksum(path: Path) -> str:
     """SHA-256 of a file."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while part := file.read(PART):
-            digest.update(part)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def index_checksum(index: dict[str, Any]) -> str:
-    """SHA-256 of all that index.json says, but this."""
+    """SHA-256 of everything in index.json but this checksum itself."""
     rest = {key: value for key, value in index.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def flush(path: Path):
-    """Have a file or directory on the disk."""
+    """Wait until a file or directory is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
 def save_file(saved: dict[str, Any], path: Path) -> str:
-    """Write a rank's file, and have it on the disk. Returns its SHA-256."""
+    """Write a rank's file to the disk; returns its SHA-256. Raises OSError."""
     try:
         torch.save(saved, path)
-    except RuntimeError as error:  # of torch's own writer
+    except RuntimeError as error:  # from torch's own writer
         raise OSError(errno.ENOSPC, "cannot be written") from error
     flush(path)
     return checksum(path)
 
 
-def sweep(folder: Path):
-    """Delete what bears a hidden name: checkpoints half written, or to be removed."""
-    for path in folder.glob(".step-*"):
-        shutil.rmtree(path, ignore_errors=True)
+def write_index(folder: Path, index: dict[str, Any]):
+    """Write index.json with its checksum, under a hidden name until it is complete. Raises OSError."""
+    hidden = folder / ".index.json"
+    hidden.write_text(json.dumps(index | dict(sha256=index_checksum(index))))
+    flush(hidden)
+    hidden.rename(folder / "index.json")
 
 
 def newest(out: Path) -> Path | None:
@@ -96,80 +92,84 @@ def newest(out: Path) -> Path | None:
     return max((out / "checkpoints").glob("step-*"), default=None)
 
 
+def rank_here() -> int:
+    """This process's rank; 0 if it is alone."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def on_all_ranks(out: Path, what: Callable[[], Any] | None) -> list[Any]:
+    """Call `what`, which works in `out`, on every rank that has it; returns the results of all. A collective.
+
+    Raises UserError on every rank if it failed on any.
+    """
+    result, wrong = None, ""
+    try:
+        result = what and what()
+    except OSError as error:
+        wrong = f"--out {out}: rank {rank_here()} cannot write ({error.strerror or error})"
+    except UserError as error:
+        wrong = str(error)
+    everyone = gather_objects((result, wrong))
+    if wrong := max(wrong for _, wrong in everyone):
+        raise UserError(wrong)
+    return [result for result, _ in everyone]
+
+
 class Saver:
     """Writes the checkpoints of a run, together with those of the other ranks; at most one is under way at a time."""
 
     def __init__(self, out: Path, keep: int = 2):
         self.out, self.folder, self.keep = out, out / "checkpoints", keep
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.thread: threading.Thread | None = None
-        self.busy = False  # a checkpoint has been begun and not yet settled
+        self.thread = ThreadPoolExecutor(1)
+        self.pending: Future | None = None  # this rank's file of a checkpoint that has begun
 
     def save(self, step: int, pieces: Iterable[Piece], about: dict[str, Any], background: bool = False):
         """Write a checkpoint of `step` and remove all but the last `keep`. A collective.
 
-        Those of later steps go too: the run went back to an earlier one, and they are not its future. Raises UserError
-        on every rank if a disk is full or not writable; what was saved before is then untouched. In the `background`,
-        tensors are copied, and the rest is done by a thread and by `settle`.
+        Checkpoints of later steps are removed, too: the run has gone back to an earlier one. Raises UserError on every
+        rank if a disk is full or not writable; earlier checkpoints are then untouched. In the `background`, tensors are
+        copied now, a thread writes this rank's file, and `settle` completes the checkpoint.
         """
         self.settle()
-        self.step, self.hidden, self.error, self.busy = step, self.folder / f".{folder_name(step)}.partial", "", True
-        state, self.places = defaultdict(dict), {}
+        self.step, self.hidden = step, self.folder / f".{folder_name(step)}.partial"
+        state, places = defaultdict(dict), {}
         for piece in pieces:
             state[piece.name][piece.kind] = piece.tensor.detach().to("cpu", copy=True)
-            if piece.kind in HELD:
-                self.places[piece.name] = piece.place()
-        if self.rank == 0:
-            self.attempt(self.make_room)
-        everyone = gather_objects((self.error, self.places))  # and nobody writes before the directory is there
-        self.give_up([error for error, _ in everyone])
-        self.index = dict(format=FORMAT, step=step, **about, places=[places for _, places in everyone])
-        flags = about["config"] | dict(nproc_per_node=len(everyone))
-        self.thread = threading.Thread(
-            target=self.attempt, args=(self.write, dict(step=step, flags=flags, state=dict(state))), daemon=True
-        )
-        self.thread.start()
+            places.setdefault(piece.name, piece.place())
+        on_all_ranks(self.out, None if rank_here() else self.make_room)
+        self.index = dict(format=FORMAT, step=step, **about, places=gather_objects(places))
+        flags = about["config"] | dict(nproc_per_node=len(self.index["places"]))
+        saved = dict(step=step, flags=flags, state=dict(state))
+        self.pending = self.thread.submit(save_file, saved, self.hidden / file_name(rank_here()))
         if not background:
             self.settle()
 
-    def attempt(self, what: Callable, *args: Any):
-        """Do it; what goes wrong is kept for `give_up`."""
-        try:
-            what(*args)
-        except OSError as error:
-            self.error = error.strerror or str(error)
-
-    def make_room(self):
-        """Rank 0: a hidden directory."""
-        sweep(self.folder)
-        self.hidden.mkdir(parents=True)
-
-    def write(self, saved: dict[str, Any]):
-        """This rank's file. The thread takes part in no collective: ranks may be in different steps."""
-        self.digest = save_file(saved, self.hidden / file_name(self.rank))
+    def settle(self):
+        """Complete the checkpoint under way, if any. A collective. Raises UserError if it failed on any rank."""
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            digests = on_all_ranks(self.out, pending.result)
+            self.index["files"] = {file_name(rank): digest for rank, digest in enumerate(digests)}
+            on_all_ranks(self.out, None if rank_here() else self.commit)
 
     def writing(self) -> bool:
         """Whether this rank's file is still being written."""
-        return self.thread is not None and self.thread.is_alive()
+        return self.pending is not None and not self.pending.done()
 
-    def settle(self):
-        """Complete the checkpoint under way. A collective. Raises UserError if it failed on any rank."""
-        if not self.busy:
-            return
-        self.thread.join()
-        everyone = gather_objects((self.error, getattr(self, "digest", "")))
-        self.give_up([error for error, _ in everyone])
-        if self.rank == 0:
-            self.index["files"] = {file_name(rank): digest for rank, (_, digest) in enumerate(everyone)}
-            self.attempt(self.commit)
-        self.give_up(gather_objects(self.error))
-        self.busy = False
+    def make_room(self):
+        """Rank 0: make the hidden folder, before any rank writes into it."""
+        self.sweep()
+        self.hidden.mkdir(parents=True)
+
+    def sweep(self):
+        """Rank 0: delete what has a hidden name: checkpoints that are half written, or to be removed."""
+        for path in self.folder.glob(".step-*"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def commit(self):
-        """Rank 0, when all files are complete: write the index, give the directory its name, remove old ones."""
-        final, path = self.folder / folder_name(self.step), self.hidden / "index.json"
-        path.write_text(json.dumps(self.index | dict(sha256=index_checksum(self.index))))
-        flush(path)
+        """Rank 0, when all files are complete: write the index, rename the folder, remove old checkpoints."""
+        final = self.folder / folder_name(self.step)
+        write_index(self.hidden, self.index)
         flush(self.hidden)
         if final.exists():
             final.rename(self.folder / f".{final.name}.old")
@@ -179,52 +179,31 @@ class Saver:
         for old in folders[: max(0, own - self.keep)] + folders[own:]:
             old.rename(self.folder / f".{old.name}.old")
         flush(self.folder)
-        sweep(self.folder)
-
-    def give_up(self, errors: list[str]):
-        """If any rank failed, clean up and say so on all ranks."""
-        reasons = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
-        if reasons:
-            self.busy = False
-            if self.rank == 0:
-                shutil.rmtree(self.hidden, ignore_errors=True)
-            kept = newest(self.out)
-            raise UserError(
-                f"--out {self.out}: saving step {self.step} failed ({reasons[0]}); "
-                + (f"the checkpoint {kept} is intact" if kept else "there is no earlier checkpoint")
-            )
+        self.sweep()
 
 
 # --- reading
 
 
 def read_index(path: Path) -> dict[str, Any]:
-    """index.json of a checkpoint. Raises ValueError, in a few words, if it is not one of ours or not as it was."""
+    """index.json of a checkpoint. Raises ValueError if it is missing, or not as it was written."""
     try:
-        index = json.loads((path / "index.json").read_text())
-    except FileNotFoundError:
-        raise ValueError("index.json is missing") from None
-    except (OSError, ValueError, RecursionError):
-        raise ValueError("index.json is damaged") from None
-    if not isinstance(index, dict) or index.get("format") != FORMAT:
-        raise ValueError("index.json is damaged, or of another program or version")
-    if index.get("sha256") != index_checksum(index):
-        raise ValueError("index.json is altered")
-    if re.fullmatch(r"step-\d+", path.name) and path.name != folder_name(index["step"]):
-        raise ValueError(f"it is of step {index['step']}")
-    return index
+        index = json.loads((path / "index.json").read_bytes())
+        if index["format"] == FORMAT and index["sha256"] == index_checksum(index):
+            return index
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise ValueError("index.json is missing, altered or of another version")
 
 
-def problem(path: Path, rank: int = 0, ranks: int = 1) -> str:
-    """What is wrong with a checkpoint, or "". Each of `ranks` looks at its share of the files, all at index.json."""
+def problem(path: Path, rank: int, ranks: int) -> str:
+    """What is wrong with a checkpoint, or "". Each of `ranks` checks its share of the files, all check the index."""
     try:
         for name, expected in list(read_index(path)["files"].items())[rank::ranks]:
             if checksum(path / name) != expected:
                 return f"{name} is truncated or altered"
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         return str(error)
-    except OSError as error:
-        return f"{name} cannot be read: {error.strerror}"
     return ""
 
 
@@ -236,7 +215,7 @@ class Checkpoint:
 
     @cached_property
     def stored(self) -> dict[str, dict[str, list[Piece]]]:
-        """What all ranks have saved, by name and kind; a file's bytes are read when they are used."""
+        """The pieces of all ranks by name and kind; the files are memory-mapped."""
         found: dict[str, dict[str, list[Piece]]] = defaultdict(lambda: defaultdict(list))
         for rank, places in enumerate(self.index["places"]):
             state = torch.load(self.path / file_name(rank), mmap=True, map_location="cpu")["state"]
@@ -245,37 +224,27 @@ class Checkpoint:
         return found
 
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
-        """Of all whole tensors of a kind, by name."""
+        """The shapes of all whole tensors of a kind, by name."""
         return {name: kinds[kind][0].whole_shape for name, kinds in self.stored.items() if kind in kinds}
 
-    def about(self, kind: str, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Whole shape and dtype of a stored tensor."""
-        one = self.stored[name][kind][0]
-        return one.whole_shape, one.tensor.dtype
+    def whole(self, kind: str, name: str) -> Tensor:
+        """One whole tensor, on the CPU. Raises UserError if some of it is missing."""
+        try:
+            return assemble(self.stored.get(name, {})[kind])
+        except (KeyError, ValueError) as error:
+            raise UserError(f"--resume {self.path}: it lacks {kind} of {name}: give another checkpoint") from error
 
     def fill(self, piece: Piece):
-        """Copy into `piece` what is stored of it, in its dtype and on its device. Raises UserError if some is not."""
-        pieces = self.stored.get(piece.name, {}).get(piece.kind, ())
-        boxes = {box: view for one in pieces for box, view in one.boxes()}  # what several ranks hold, once
-        for box, view in piece.boxes():
-            missing = torch.ones(box.size, dtype=torch.bool)
-            for other, stored in boxes.items():
-                if common := overlap(box, other):
-                    view[place_in(box, common)] = stored[place_in(other, common)].to(view.device, view.dtype)
-                    missing[place_in(box, common)] = False
-            if missing.any():
-                raise UserError(f"--resume {self.path}: it lacks {piece.kind} of {piece.name}: give another checkpoint")
-
-    def whole(self, kind: str, name: str) -> Tensor:
-        """One whole tensor, on the CPU."""
-        shape, dtype = self.about(kind, name)
-        tensor = torch.empty(shape, dtype=dtype)
-        self.fill(Piece(kind, name, tensor, shape))
-        return tensor
+        """Copy into `piece` its part of the stored tensor. Raises UserError if that is missing or of another shape."""
+        whole = self.whole(piece.kind, piece.name)
+        if tuple(whole.shape) != piece.whole_shape:
+            advice = "use the flags that it was trained with"
+            raise UserError(f"--resume {self.path}: its {piece.name} does not fit this model: {advice}")
+        piece.tensor.copy_(piece.cut(whole))
 
 
 def complete(path: Path):
-    """Let a process of its own write the index of what a plain run has saved (extras/services/places.py)."""
+    """Let a process of its own write the index of what a plain run has saved (services/places.py)."""
     if (path / file_name(0)).exists() and not (path / "index.json").exists():
         alone = {name: value for name, value in os.environ.items() if "RANK" not in name and name != "WORLD_SIZE"}
         words = [sys.executable, "-m", "extras.services.places", str(path.resolve())]
@@ -285,24 +254,21 @@ def complete(path: Path):
 def find(where: str, out: Path) -> Checkpoint | None:
     """What `--resume` names: a checkpoint, or the newest sound one of a run directory; OWN: of `out`. A collective.
 
-    All ranks look at the files together, and at the same. A damaged one is named, and the one before it is taken. None
-    if there is nothing to go on from and that is fine ("auto"). Raises UserError if there is none, or none is sound.
+    Ranks share the work of verifying files. A damaged checkpoint is named, and the one before it is taken. Returns None
+    for "auto" if there is no checkpoint yet. Raises UserError if there is none otherwise, or if none is sound.
     """
     root = out if where in OWN else Path(where)
-    candidates = sorted((root / "checkpoints").glob("step-*"), reverse=True)
-    if where not in OWN and (re.fullmatch(r"step-\d+", root.name) or (root / file_name(0)).exists()):
-        candidates = [root] if root.is_dir() else []
-    everyone = gather_objects(candidates)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    for path in everyone[0]:
-        if rank == 0:
+    runs = sorted(root.glob("checkpoints/step-*"), reverse=True)
+    everyone = gather_objects([root] if (root / file_name(0)).exists() else runs)
+    for path in everyone[0]:  # on every rank what rank 0 sees
+        if rank_here() == 0:
             complete(path)
-        gather_objects(None)  # none looks before
-        wrong = [text for text in gather_objects(problem(path, rank, len(everyone))) if text]
+        gather_objects(None)  # the others read after that
+        wrong = max(gather_objects(problem(path, rank_here(), len(everyone))))
         if not wrong:
             return Checkpoint(path)
-        if rank == 0:
-            print(f"{path} is damaged ({wrong[0]})", file=sys.stderr, flush=True)
+        if rank_here() == 0:
+            print(f"{path} is damaged ({wrong})", file=sys.stderr, flush=True)
     if everyone[0]:
         raise UserError(f"--resume {where}: no checkpoint there is sound: give another, or start anew in another --out")
     if where != "auto":

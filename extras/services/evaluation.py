@@ -1,7 +1,7 @@
-"""Validation and generation: what a run does with a model besides training it, in every layout.
+"""Validation and generation: what a run does with a model besides training it, under every layout.
 
-Both look at the model through `look(parts, tokens, targets)`: forward only, whole or stage after stage. Validation has
-the model's own `loss`, also in chunks. Generation gives the head one token, and keeps its logits.
+Both call `look(parts, tokens, targets)`: a forward pass, whole or stage by stage. Validation computes the model's own
+`loss`, also in chunks. Generation passes one token to the head, and keeps its logits.
 """
 
 import os
@@ -36,8 +36,8 @@ REFUSES = [Refusal(dict(eval_sequences=SET, eval_every=(0,)), "", needs="--eval-
 
 
 def group_of(parts: Parts, dim: str) -> Group:
-    """A group of the mesh; of one, in a step that does not know this dimension."""
-    return parts.mesh[dim] if dim in parts.mesh.groups else Group(dim, 0, 1, None)
+    """A group of the mesh; of one rank, in a step that does not know this dimension."""
+    return parts.mesh.groups.get(dim, Group(dim, 0, 1, None))
 
 
 def positions_of(parts: Parts) -> Tensor:
@@ -47,9 +47,9 @@ def positions_of(parts: Parts) -> Tensor:
 
 @torch.no_grad()
 def look(parts: Parts, tokens: Tensor, targets: Tensor) -> Tensor:
-    """One micro-batch of whole sequences, int64 [batch, seq], forward: what `model.loss` returns at the end.
+    """Forward pass of a micro-batch of whole sequences, int64 [batch, seq]: returns the loss, a sum over its tokens.
 
-    On a rank without the last stage: 0. A collective of tp, cp and pp.
+    Returns 0 on a rank without the last stage. A collective of tp, cp and pp.
     """
     model, pipeline, here = parts.model, parts.pipeline, positions_of(parts)
     device = next(model.parameters()).device
@@ -74,7 +74,7 @@ def look(parts: Parts, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def held_out(data: Data, sequences: int, multiple: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, int64 [rows, seq], of the first held-out sequences; rows that do not count fill them up."""
+    """Tokens and targets, int64 [rows, seq], of the first held-out sequences; padded with rows without targets."""
     n_windows = (len(data.tokens) - 1) // data.shape.seq_len
     tokens, targets = data.read(range(data.n_train, min(n_windows, data.n_train + sequences)))
     missing = -len(tokens) % multiple
@@ -97,66 +97,49 @@ def validate(config: Any, parts: Parts) -> float:
     return loss.item() / count
 
 
-class Logits:
-    """Around the model's loss: in the place of a loss, what the head has said of one token, if somebody asks."""
-
-    def __init__(self, parts: Parts):
-        self.parts, self.asked, self.seen = parts, False, None
-        parts.around(parts.model, "loss", self.loss, by=__name__)
-
-    def loss(self, plain: Callable, logits: Tensor, targets: Tensor) -> Tensor:
-        """logits [1, 1, vocab (/tp)] are kept."""
-        if not self.asked:
-            return plain(logits, targets)
-        self.seen = logits.flatten().float()
-        return logits.new_zeros(())
-
-    def after(self, tokens: Tensor, place: int) -> Tensor:
-        """int64 [1, seq] -> the logits [vocab] of what follows the token at `place`, on every rank. A collective."""
-        parts, self.asked, self.seen = self.parts, True, None
-        model, there, tp = parts.model, positions_of(parts) == place, group_of(parts, "tp")
-        row = int(there.int().argmax())  # of this rank's tokens; any, if another rank of cp has this one
-        hook = None
-        if model.lm_head is not None:
-            hook = model.lm_head.register_forward_pre_hook(lambda _head, hidden: hidden[0][:, row : row + 1])
-        try:
-            look(parts, tokens, tokens)
-        finally:
-            self.asked = False
-            if hook is not None:
-                hook.remove()
-        whole = torch.zeros(model.config.vocab_size, device=next(model.parameters()).device)
-        if self.seen is not None:
-            columns = self.seen.new_empty(tp.size * len(self.seen))
-            all_gather(columns, self.seen, tp).wait()
-            whole += columns[: len(whole)] * there.any().to(whole.device)  # without the padding of an uneven cut
-        for dim in ("cp", "pp"):
-            all_reduce(whole, group_of(parts, dim)).wait()
-        return whole
-
-
 def decode(tokens: list[int]) -> str:
     """Byte tokens -> text; END becomes a blank line, ids that are no byte are skipped."""
     return b"".join(b"\n\n" if t == END else bytes([t]) for t in tokens if t <= END).decode("utf-8", errors="replace")
 
 
 def generate(parts: Parts, prompt: str, n_tokens: int = 400, seed: int = 0) -> str:
-    """Continue `prompt` (bytes) by `n_tokens` sampled at temperature 0.8, by a full forward pass for each.
+    """Continue `prompt` (bytes) by `n_tokens` sampled at temperature 0.8, a forward pass each. A collective.
 
-    A text shorter than the sequence is filled up behind, where causal attention does not look.
+    A text shorter than the sequence is padded behind, where causal attention does not look. The model is then of no
+    further use: its head sees one token, and its loss is replaced.
     """
-    seq_len, tokens = parts.model.config.seq_len, list(prompt.encode())
-    generator, head = torch.Generator().manual_seed(seed), Logits(parts)
+    model, tp, here, seq_len = parts.model, group_of(parts, "tp"), positions_of(parts), parts.model.config.seq_len
+    device, tokens, seen = next(model.parameters()).device, list(prompt.encode()), []
+    generator, row = torch.Generator().manual_seed(seed), 0
+
+    def keep(_plain: Callable, logits: Tensor, _targets: Tensor) -> Tensor:  # [1, 1, vocab (/tp)]
+        seen.append(logits.flatten().float())
+        return logits.new_zeros(())
+
+    parts.around(model, "loss", keep, by=__name__)
+    if model.lm_head is not None:
+        model.lm_head.register_forward_pre_hook(lambda _head, hidden: hidden[0][:, row : row + 1])
     for _ in range(n_tokens):
         window = tokens[-seq_len:]
-        logits = head.after(torch.tensor([window + [0] * (seq_len - len(window))]), len(window) - 1)
+        last = here == len(window) - 1
+        row = int(last.int().argmax())  # of this rank's tokens; any, if another rank of cp has the last one
+        padded = torch.tensor([window + [0] * (seq_len - len(window))])
+        look(parts, padded, padded)
+        logits = torch.zeros(model.config.vocab_size, device=device)
+        if seen:
+            shard = seen.pop()
+            columns = shard.new_empty(tp.size * len(shard))
+            all_gather(columns, shard, tp).wait()
+            logits += columns[: len(logits)] * last.any().to(device)  # without the padding of an uneven shard
+        for dim in ("cp", "pp"):
+            all_reduce(logits, group_of(parts, dim)).wait()
         probabilities = (logits.cpu() / 0.8).softmax(-1)
         tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     return decode(tokens)
 
 
 def metrics(config: Any, parts: Parts, step: int, end: int) -> dict[str, float]:
-    """For metrics.jsonl, when it is time: the validation loss. `end`: how many steps the run will have done."""
+    """The validation loss for metrics.jsonl, when it is time. `end`: the number of steps of the whole run."""
     due = config.eval_every and ((step + 1) % config.eval_every == 0 or step + 1 == end)
     return dict(validation_loss=validate(config, parts)) if due else {}
 

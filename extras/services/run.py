@@ -58,7 +58,7 @@ class ServedRun(OpenRun):
 
     def begin(self):
         """As the plain run's, after an earlier run's files have been moved aside. A collective."""
-        resume.on_rank_0(self, partial(self.keeper.make_way, super().begin))
+        self.keeper.on_rank_0(partial(self.keeper.make_way, super().begin))
 
     def introduce(self, **parts: Any):
         """Nothing: the screen prints more."""
@@ -95,8 +95,6 @@ class ServedRun(OpenRun):
             self.watchdog.begin(step)
             yield step
             self.watchdog.pause()
-            if step == self.start and (room := self.keeper.room()):
-                self.screen.say(room)
             if self.keeper.leave(step):
                 break
         self.screen.finish()

@@ -78,6 +78,8 @@ ROWS = [
     Row(1, "step01_single_gpu", dict(recompute="elementwise")),
     Row(3, "step02_ddp", {}, dict(optimizer="adafactor")),
     Row(2, "step06_pipeline", dict(zero=1, dtype="bf16"), bound=0.05, does=("goes_on",)),
+    Row(2, "step02_ddp", dict(compress="int8"), does=("goes_on",)),
+    Row(2, "step03_zero", dict(zero=2, compress="topk"), does=("goes_on",)),
     Row(2, "step04_tp_sp", dict(tp=2, sp=False, loss_chunk=7)),
     Row(4, "step06_pipeline", dict(pp=2, tp=2, loss_chunk=5), TIED, does=EVALUATES),
     Row(3, "step03_zero", dict(zero=2), MUON),

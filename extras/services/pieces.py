@@ -1,0 +1,162 @@
+"""Where the tensors that a rank holds lie in their whole tensors.
+
+Whole tensors have step 1's names and shapes under every layout. A rank holds a `Piece` of one: its record of shards
+(common/layout.py) says which part of the whole it has, and under ZeRO it updates a range of that part's elements:
+
+    q_proj.weight [8, 6]: rank 1 of tp 2 has rows 4-7, and its ZeRO slice has elements 4-19 of these 24
+
+         .  .  .  .  4  5
+         6  7  8  9 10 11        shards = (Shard(dim 0, rows 4-7 of 8),)
+        12 13 14 15 16 17        shape = (4, 6)
+        18 19  .  .  .  .        first = 4, tensor = [16]
+
+`assemble` makes the whole tensor from the pieces of all ranks, and `Piece.cut` takes one rank's piece out of a whole
+tensor, as `materialize` does with initial values. So any layout can read what any other has written.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.layout import Shard, layout_of, shard_of
+from extras.services.launch import agree
+from extras.services.tables import full_shape
+from extras.variants import Parts
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank holds of one whole tensor.
+
+    `kind`: "master", "buffer", "owed", or a name in the update rule's state, such as "exp_avg".
+    `tensor`: elements `first`, `first` + 1, ... of this rank's part, which has `shape` after its `shards`.
+    """
+
+    kind: str
+    name: str
+    tensor: Tensor
+    shape: tuple[int, ...]
+    shards: tuple[Shard, ...] = ()
+    first: int = 0
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor that this is a piece of."""
+        return tuple(full_shape(self.shape, self.shards))
+
+    def place(self) -> list:
+        """All but the tensor, for JSON."""
+        return [list(self.shape), [list(astuple(shard)) for shard in self.shards], self.first]
+
+    def like(self, kind: str, value: Tensor) -> "Piece":
+        """The update rule's `value` for this master, which lies as it does; or it is whole: a count, or factors."""
+        if value.shape == self.tensor.shape:
+            return replace(self, kind=kind, tensor=value)
+        return Piece(kind, self.name, value, tuple(value.shape))
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """The part that a rank with this piece holds of a whole tensor; see `like` for tensors of another shape."""
+        if tuple(whole.shape) != self.whole_shape:
+            return whole
+        for shard in self.shards:
+            whole = shard_of(whole, shard)
+        return whole.flatten()[self.first : self.first + self.tensor.numel()].view_as(self.tensor)
+
+
+def assemble(pieces: Iterable[Piece]) -> Tensor:
+    """The whole tensor of all ranks' pieces, on the CPU; copies count once. Raises ValueError if some is missing."""
+    parts: dict[tuple, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        parts[piece.shape, piece.shards].append(piece)
+    whole = torch.empty(piece.whole_shape, dtype=piece.tensor.dtype)
+    found = torch.zeros(whole.shape, dtype=torch.bool)
+    for (shape, shards), slices in parts.items():
+        part, held = torch.empty(prod(shape), dtype=whole.dtype), torch.zeros(prod(shape), dtype=torch.bool)
+        for one in slices:
+            there = slice(one.first, one.first + one.tensor.numel())
+            part[there], held[there] = one.tensor.flatten(), True
+        for target, values in (whole, part), (found, held):
+            for shard in shards:
+                target = target.movedim(shard.dim, 0)[shard.start : shard.stop].movedim(0, shard.dim)
+            target.copy_(values.view(shape)[tuple(map(slice, target.shape))])  # without the padding
+    if not found.all():
+        raise ValueError(f"some of {piece.kind} {piece.name} is on no rank")
+    return whole
+
+
+def pieces_of(state: dict[str, dict[str, Tensor]], places: dict[str, list]) -> Iterator[Piece]:
+    """The pieces in a rank's file: of each name first a tensor with the place that `places` says, then its state."""
+    for name, held in state.items():
+        (kind, tensor), *rest = held.items()
+        shape, shards, first = places[name]
+        piece = Piece(kind, name, tensor, tuple(shape), tuple(Shard(*shard) for shard in shards), first)
+        yield piece
+        for kind, tensor in rest:
+            yield piece.like(kind, tensor)
+
+
+def masters(parts: Parts) -> Iterator[Piece]:
+    """What this rank updates: the masters, whole parameters in step 1's optimizer, slices in ZeRO's."""
+    optimizer, params = parts.optimizer, dict(parts.model.named_parameters())
+    units = {name: unit for unit in parts.units for name in unit.named}
+    for name, master in optimizer.masters.items():
+        first = max(0, units[name].first - units[name].span[name][0]) if units else 0
+        yield Piece("master", name, master, tuple(params[name].shape), layout_of(params[name]).shards, first)
+
+
+def buffers(parts: Parts) -> Iterator[Piece]:
+    """The buffers of the model, such as the biases of routers."""
+    for name, buffer in parts.model.named_buffers():
+        yield Piece("buffer", name, buffer, tuple(buffer.shape), layout_of(buffer).shards)
+
+
+def pieces(parts: Parts) -> Iterator[Piece]:
+    """All that this rank holds from one step to the next: masters, the update rule's state, buffers and debts."""
+    for master in masters(parts):
+        yield master
+        for kind, value in parts.optimizer.torch_optimizer.state.get(master.tensor, {}).items():
+            yield master.like(kind, value)
+    yield from buffers(parts)
+    for name, owed, key in debts(parts):
+        if key in owed:
+            yield Piece("owed", name, owed[key], tuple(owed[key].shape))
+
+
+def debts(parts: Parts) -> Iterator[tuple[str, dict, Any]]:
+    """(name, what is owed, key in it) of each sum of gradients that this rank may owe something of (--compress)."""
+    names = {param: name for name, param in parts.model.named_parameters()}
+    sums = [(bucket, bucket.params) for bucket in getattr(parts.sync, "buckets", ())]
+    sums += [(unit, unit.named.values()) for unit in parts.units]
+    for kept in parts.keeps("owed"):
+        for key, params in sums:
+            yield f"rank {parts.mesh.rank}: {' '.join(names[param] for param in params)}", kept.owed, key
+
+
+def take(parts: Parts, saved: Any, moments: bool):
+    """Restore what this rank holds from a checkpoint (services/checkpoint.py). A collective. Raises UserError.
+
+    Without `moments` the update rule begins anew. Debts are restored under the layout that has left them.
+    """
+    optimizer, rank, places = parts.optimizer, parts.mesh.rank, saved.index["places"]
+    same = len(places) == parts.mesh.world
+    for master in masters(parts):
+        saved.fill(master)
+        same = same and places[rank].get(master.name) == master.place()
+        for kind in saved.stored[master.name].keys() - {"master"} if moments else ():
+            value = master.cut(saved.whole(kind, master.name)).to(master.tensor.device)
+            optimizer.torch_optimizer.state[master.tensor][kind] = value
+    for buffer in buffers(parts):
+        saved.fill(buffer)
+    optimizer.publish()
+    owing = saved.shapes("owed") if moments else {}
+    (lost,) = agree(bool(owing) and not same)
+    for name, owed, key in debts(parts):
+        if name in owing and not lost:
+            owed[key] = saved.whole("owed", name).to(next(parts.model.parameters()).device)
+    if lost and rank == 0:
+        print("what sums of gradients still owed belongs to another layout, and is left out", flush=True)
