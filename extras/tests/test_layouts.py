@@ -83,7 +83,7 @@ def launched(ranks: int, step: str, options: dict[str, Any], out: Path) -> list[
     try:
         said, _ = job.communicate(timeout=300)
     finally:
-        launch.stop(job)
+        job.terminate()  # torchrun ends its ranks, too
     assert job.returncode == 0, said
     return plots.read_metrics(out)
 
