@@ -165,11 +165,11 @@ class Staged(dist.ProcessGroup):
         """torch 2.15 asks whether messages are to be coalesced: as gloo says, they are not."""
         return self.gloo
 
-    def staged(self, operation: str, outputs: list[Tensor], inputs: list[Tensor], call: Any) -> Staging:
-        """Copy, and start `call(gloo's method, outputs, inputs)` with the copies."""
-        hosts = [torch.empty_like(x, device="cpu") for x in outputs]
-        copies = [x.to("cpu", copy=True) for x in inputs]
-        return Staging(call(getattr(self.gloo, operation), hosts, copies), list(zip(outputs, hosts, strict=True)))
+    def staged(self, operation: str, output: Tensor, tensor: Tensor, *rest: Any) -> Staging:
+        """Start gloo's operation with copies on the host."""
+        host = torch.empty_like(output, device="cpu")
+        work = getattr(self.gloo, operation)(host, tensor.to("cpu", copy=True), *rest)
+        return Staging(work, [(output, host)])
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Staging:
         """In place."""
@@ -177,14 +177,14 @@ class Staged(dist.ProcessGroup):
         return Staging(self.gloo.allreduce(hosts, options), list(zip(tensors, hosts, strict=True)))
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, options: Any = None) -> Staging:
-        return self.staged("_allgather_base", [output], [tensor], lambda do, o, i: do(o[0], i[0], options))
+        return self.staged("_allgather_base", output, tensor, options)
 
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, options: Any = None) -> Staging:
-        return self.staged("_reduce_scatter_base", [output], [tensor], lambda do, o, i: do(o[0], i[0], options))
+        return self.staged("_reduce_scatter_base", output, tensor, options)
 
     def alltoall_base(self, output: Tensor, tensor: Tensor, came: list, went: list, options: Any = None) -> Staging:
         """Rows to every rank, rows from every rank."""
-        return self.staged("alltoall_base", [output], [tensor], lambda do, o, i: do(o[0], i[0], came, went, options))
+        return self.staged("alltoall_base", output, tensor, came, went, options)
 
     def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], options: Any = None) -> dist.Work:
         """Of tensors on the host: `all_gather_object`."""
@@ -192,11 +192,12 @@ class Staged(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], rank: int, tag: int = 0) -> Staging:
         """A message."""
-        return self.staged("send", [], tensors, lambda do, _, i: do(i, rank, tag))
+        return Staging(self.gloo.send([x.to("cpu", copy=True) for x in tensors], rank, tag), [])
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int = 0) -> Staging:
         """A message."""
-        return self.staged("recv", tensors, [], lambda do, o, _: do(o, rank, tag))
+        hosts = [torch.empty_like(x, device="cpu") for x in tensors]
+        return Staging(self.gloo.recv(hosts, rank, tag), list(zip(tensors, hosts, strict=True)))
 
     # torch 2.13 renamed some.
     all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base

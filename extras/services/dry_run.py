@@ -148,7 +148,7 @@ class Meter(MemoryTimeline):
         return y
 
     def begin(self):
-        """The step begins here: what was before was preparation, of which nothing stays but by accident."""
+        """The step begins here. Collect the garbage of the preparation first, so that it does not count as held."""
         gc.collect()
         self.counting, self.start = True, len(self.events)
 
@@ -161,9 +161,9 @@ class Meter(MemoryTimeline):
 
 
 def levels_of(config: Any) -> list[float]:
-    """To how many nodes, ranks, experts a token goes, in the mean over 4,096 that like all experts alike.
+    """How many nodes, ranks and experts a token visits, in the mean over 4,096 tokens with random scores.
 
-    Ask while tensors have numbers: scores are drawn.
+    It draws the scores: call it while tensors have numbers.
     """
     if not getattr(config, "experts", 0):
         return []
@@ -176,7 +176,7 @@ def levels_of(config: Any) -> list[float]:
 
 
 def route(meter: Any, model: nn.Module, levels: list[float]):
-    """Whenever tokens come to a layer of experts, tell the meter how many rows leave by level, and visit experts."""
+    """Before each layer of experts, tell the meter how many rows leave at each level, and how many visit experts."""
 
     def told(_layer: MoE, given: tuple):
         meter.found = [round(given[0].shape[:-1].numel() * there) for there in levels]

@@ -20,7 +20,7 @@ from step02_ddp import Config as SINCE  # noqa: F401  # one process is its own m
 
 @dataclass
 class Flags:
-    """Health."""
+    """Numbers of each rank."""
 
     log_ranks: bool = False  # each rank's loss, gradient norm, memory and seconds in metrics.jsonl
 
@@ -41,7 +41,7 @@ class Health:
         return loss
 
     def summed(self, require_finite: Callable, step: int, **numbers: float):
-        """Around the check of the norm: gradients are summed, and not yet clipped."""
+        """Around `require_finite`: at that moment gradients are summed over ranks, and not yet clipped."""
         parts = [part for part in self.optimizer.gradients().values() if part.numel()]
         self.norm = torch.nn.utils.get_total_norm(parts).item() if parts else 0.0
         require_finite(step, **numbers)
@@ -56,5 +56,5 @@ class Health:
 
 
 def attach(config: Any, parts: Parts) -> Health | None:
-    """Listen, if asked to."""
+    """Listen if --log-ranks is set."""
     return Health(parts) if config.log_ranks else None

@@ -36,19 +36,19 @@ from extras.theory.shapes import flops_per_token, shape_of
 from extras.variants import Parts
 from step06_pipeline import plan
 
-OUTSIDE = "outside of tensors"  # a kind of memory: of CUDA and NCCL
+OUTSIDE = "outside of tensors"  # a kind of memory: what CUDA and NCCL hold
 
 
 @dataclass
 class Flags:
-    """What a run shows."""
+    """Screen and pictures."""
 
     profile_memory: int = 0  # draw memory over time for the first N steps
     peak_tflops: float = 0.0  # the device's dense peak, if the table does not know it
 
 
 def mesh_picture(mesh: Mesh) -> str:
-    """Which rank is where: the last dimension from left to right, the others from row to row."""
+    """Where each rank is in the mesh: the last dimension runs from left to right, the others from row to row."""
     *outer, inner = mesh.sizes
     lines = [f"mesh: {' x '.join(f'{name} {size}' for name, size in mesh.sizes.items())} ({inner} along the row)"]
     places = product(*(range(mesh.sizes[name]) for name in outer))
@@ -71,7 +71,7 @@ def simulated_idle(lists: list[list[Action]], places: list[Place], costs: dict) 
 
 
 def stages_picture(config: Any, places: list[Place], lists: list[list[Action]]) -> str:
-    """Which rank has which layers, and the idle time if backward takes twice as long as forward."""
+    """Which layers each rank has, and the idle time if backward takes twice as long as forward."""
     idle = simulated_idle(lists, places, SCHEDULES[config.schedule](config).costs)
     rows: list[list[str]] = [[] for _ in lists]
     for stage, place in enumerate(places):
@@ -92,7 +92,7 @@ def parameters_in_all(parts: Parts) -> int:
 
 
 def used_memory(row: dict[str, Any]) -> int:
-    """Of a step's record: bytes at the highest point so far; on a GPU with what is outside of tensors."""
+    """From a step's record: the most bytes in use so far; on a GPU also those outside of tensors."""
     return row["peak_memory_bytes"] + row.get("outside_memory_bytes", 0)
 
 
@@ -142,7 +142,7 @@ class ExpertLoad:
 
 
 class Screen:
-    """What one run shows. Only rank 0 prints and draws, but all ranks help."""
+    """Tables, records and pictures of a run. Rank 0 prints and draws; all ranks give their numbers."""
 
     def __init__(self, run: Any, parts: Parts, ledger: Ledger):
         self.run, self.config, self.parts, self.ledger = run, run.config, parts, ledger
@@ -178,7 +178,7 @@ class Screen:
         return plan(self.config, layout_of_flags(self.config, self.world).micro_batches)[1]
 
     def begin(self, step: int):
-        """Before a step."""
+        """A step begins."""
         self.ledger.take()  # what was not part of a step
         self.watch(step < (self.config.profile_memory or int(self.device.type == "cpu")))
         self.clock.begin()
@@ -209,7 +209,7 @@ class Screen:
         return numbers
 
     def line(self, row: dict[str, Any]):
-        """Now and then, where there is no bar."""
+        """Print a line now and then, where there is no terminal for a bar."""
         end = self.config.steps
         if self.run.first and self.run.bar.disable and (row["step"] % max(1, end // 10) == 0 or row["step"] == end):
             print(
