@@ -57,37 +57,28 @@ def cells(screen: str) -> dict[str, list[str]]:
     return {row[0].removeprefix("model.").removesuffix(".weight"): row[2:] for row in rows}
 
 
-RUNS = {  # ranks, step, flags, and by dimension what a few parameters are along it
-    "6": (
-        4,
-        "step06_pipeline",
-        dict(pp=2, zero=3, schedule="interleaved", tied=True, n_layers=4),
-        dict(parameter=["pp", "dp", "cp", "tp"], norm=["on 1 of 2", PARTIAL, PARTIAL, WHOLE]),
-    ),
-    "two ways": (
-        2,
-        "step06_pipeline",
-        dict(pp=2, schedule="dualpipe", micro_batch_size=1),
-        dict(parameter=["pp", "dp", "cp", "tp", "mirror"], norm=["on 2 of 2", PARTIAL, PARTIAL, WHOLE, PARTIAL]),
-    ),
-    "7": (
-        4,
-        "step07_moe_ep",
-        dict(tp=2, ep=2, experts=4),
-        {
-            "parameter": ["pp", "dp", "cp", "tp", "ep", "expert_data"],
-            "layers.*.self_attn.o_proj": ["on 1 of 1", PARTIAL, PARTIAL, "Shard(1)", WHOLE, WHOLE],
-            "layers.*.mlp.router": ["on 1 of 1", PARTIAL, PARTIAL, PARTIAL, WHOLE, WHOLE],
-            "layers.*.mlp.experts.gate_proj": ["on 1 of 1", WHOLE, WHOLE, WHOLE, "Shard(0)", PARTIAL],
-        },
-    ),
+DIMS = ["pp", "dp", "cp", "tp"]
+RUNS = {  # ranks, step, flags; below, by dimension what a few parameters are along it
+    "6": (4, "step06_pipeline", dict(pp=2, zero=3, schedule="interleaved", tied=True, n_layers=4)),
+    "two ways": (2, "step06_pipeline", dict(pp=2, schedule="dualpipe", micro_batch_size=1)),
+    "7": (4, "step07_moe_ep", dict(tp=2, ep=2, experts=4)),
+}
+CUTS = {
+    "6": dict(parameter=DIMS, norm=["on 1 of 2", PARTIAL, PARTIAL, WHOLE]),
+    "two ways": dict(parameter=[*DIMS, "mirror"], norm=["on 2 of 2", PARTIAL, PARTIAL, WHOLE, PARTIAL]),
+    "7": {
+        "parameter": [*DIMS, "ep", "expert_data"],
+        "layers.*.self_attn.o_proj": ["on 1 of 1", PARTIAL, PARTIAL, "Shard(1)", WHOLE, WHOLE],
+        "layers.*.mlp.router": ["on 1 of 1", PARTIAL, PARTIAL, PARTIAL, WHOLE, WHOLE],
+        "layers.*.mlp.experts.gate_proj": ["on 1 of 1", WHOLE, WHOLE, WHOLE, "Shard(0)", PARTIAL],
+    },
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_served_run(pools, tmp_path, name):
     """The cuts are shown as they are; bytes sent, and held, are those that the dry run counts."""
-    world, step, options, rows = RUNS[name]
+    (world, step, options), rows = RUNS[name], CUTS[name]
     options, experts, out = options | dict(global_batch_size=4), "experts" in options, tmp_path / "run"
     found = pools(world).run(serve_on_rank, step, options, str(out))
     text, shown = found[0].text, cells(found[0].text)
